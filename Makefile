@@ -1,0 +1,46 @@
+# make demo   build .venv and run the demonstration        make test   lint, types and every test
+# make venv   the environment alone                        make bench  the benchmarks that fit this machine
+#
+# TORCH_INDEX=<index> names the package index that torch comes from, where pip's own would bring the wrong build
+# (say, CUDA on a machine without a GPU). PYTHON=<interpreter> names the interpreter to build .venv from.
+
+SHELL := bash
+BIN := .venv/bin
+STAMP := .venv/.installed
+# Tests run in two processes: a thread each keeps them from fighting over the cores.
+SINGLE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 XLA_FLAGS="--xla_cpu_multi_thread_eigen=false $(XLA_FLAGS)"
+
+.PHONY: demo venv test lint format bench clean
+
+demo: venv
+	$(BIN)/attn demo
+
+venv: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@for python in $(PYTHON) python3 python3.11 python3.12 python3.13; do \
+		"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; python=; done; \
+	if [ -z "$$python" ]; then echo "attn needs Python 3.11 or later: make venv PYTHON=/path/to/python3.11" >&2; exit 1; fi; \
+	echo "building .venv from $$python"; "$$python" -m venv .venv
+	$(BIN)/pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[torch,jax,demo,notebooks,dev]'
+	@touch $@
+
+test: lint
+	$(SINGLE) $(BIN)/pytest -q -n 2
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: venv
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: venv
+	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

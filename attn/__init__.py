@@ -1,0 +1,51 @@
+"""attn: the fastest correct attention backend for the hardware and framework at hand, and why.
+
+This face imports nothing: each name below is fetched from its module when first used, so `import attn` costs a
+millisecond and loads neither NumPy, torch nor jax. Names that are also children (`torch`, `jax`) are never bound here.
+"""
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_FACE = {
+    "AttentionBackendEnum": "attn.backends.registry",
+    "MLAPrefillBackendEnum": "attn.backends.mla.prefill.registry",
+    "DiffusionAttentionBackendEnum": "attn.diffusion.backends.registry",
+    "register_backend": "attn.backends.registry",
+    "registered_backend": "attn.backends.registry",
+    "register_mla_prefill_backend": "attn.backends.mla.prefill.registry",
+    "register_diffusion_backend": "attn.diffusion.backends.registry",
+    "get_attn_backend": "attn.selector",
+    "global_force_attn_backend": "attn.selector",
+    "global_force_attn_backend_context_manager": "attn.selector",
+    "select": "attn.selector",
+    "make_request": "attn.selector",
+    "Capabilities": "attn.capabilities",
+    "Device": "attn.capabilities",
+    "Feature": "attn.capabilities",
+    "Request": "attn.capabilities",
+    "Selection": "attn.verdicts",
+    "AttentionType": "attn.backends.abstract",
+    "CommonAttentionMetadata": "attn.backends.metadata",
+    "KVCacheSpec": "attn.backends.abstract",
+    "attention": "attn.functional",
+    "explain": "attn.report",
+    "AttnError": "attn.errors",
+    "MetadataError": "attn.errors",
+    "UnsupportedError": "attn.errors",
+    "BackendLoadError": "attn.errors",
+}
+
+__all__ = ["__version__", *_FACE]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FACE:
+        return getattr(importlib.import_module(_FACE[name]), name)
+    raise AttributeError(f"module 'attn' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_FACE})

@@ -1,0 +1,1 @@
+"""The attention family: abstract interfaces, registry, and the neutral batch."""

@@ -1,0 +1,373 @@
+"""The interface that every attention backend of every framework implements.
+
+Names and signatures are the seeds'. What is added is what makes a choice explainable and a call safe:
+`AttentionBackend.capabilities` and `why_not` (why a request is refused), `AttentionImpl.__call__` (arrays of any
+framework in and out), `do_kv_cache_update` (the cache write apart from the attention) and `logical_kv_cache` (a cache
+of any layout seen as keys and values).
+
+Shape letters: T tokens in the batch, R requests, S longest context, H query heads, K kv heads, D head_size, N blocks,
+P block_size. An array of the framework that the implementation lives in is `Array`.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from attn import arrays
+from attn.backends.metadata import AttentionMetadata, CommonAttentionMetadata
+from attn.capabilities import (
+    ENCODER_TYPES,
+    AttentionType,
+    Capabilities,
+    Device,
+    Feature,
+    MultipleOf,
+    Request,
+    supports_size,
+)
+from attn.distributed import get_dcp_group
+from attn.quant import QuantKey
+
+__all__ = [
+    "AttentionBackend",
+    "AttentionImpl",
+    "AttentionLayer",
+    "AttentionMetadata",
+    "AttentionMetadataBuilder",
+    "AttentionType",
+    "KVCacheSpec",
+    "MLAAttentionImpl",
+    "MultipleOf",
+    "T",
+    "is_quantized_kv_cache",
+]
+
+Array = Any
+T = TypeVar("T", bound=AttentionMetadata)
+
+
+@dataclass(frozen=True)
+class KVCacheSpec:
+    """The cache that one layer (or a group of equal layers) keeps: what a metadata builder needs to know of it."""
+
+    block_size: int
+    num_kv_heads: int
+    head_size: int
+    dtype: str
+    kv_cache_dtype: str = "auto"
+    num_blocks: int | None = None
+    sliding_window: int | tuple[int | None, int | None] | None = None
+
+
+class AttentionLayer(Protocol):
+    """The layer an implementation is called from: where the scales of quantised tensors ride."""
+
+    _q_scale: Array
+    _k_scale: Array
+    _v_scale: Array
+    _q_scale_float: float
+    _k_scale_float: float
+    _v_scale_float: float
+    _prob_scale: Array
+
+    def forward(self, query: Array, key: Array, value: Array, kv_cache: Array, attn_metadata: AttentionMetadata) -> Array: ...
+
+
+class AttentionBackend(ABC):
+    """Abstract class for attention backends.
+
+    An author writes the five abstract methods and one `capabilities` record; selection, error texts, the tables and the
+    conformance cases follow from them.
+    """
+
+    # For some attention backends, we allocate an output tensor before
+    # calling the custom op. When piecewise cudagraph is enabled, this
+    # makes sure the output tensor is allocated inside the cudagraph.
+    accept_output_buffer: bool = False
+
+    #: What this backend serves; None (a class written for the seeds' interface alone) cannot be judged beforehand.
+    capabilities: ClassVar[Capabilities | None] = None
+
+    #: Platforms on which an interpreter executes this backend's kernels: evidence from there is never of the device.
+    interpreted_on: ClassVar[tuple[str, ...]] = ()
+
+    @staticmethod
+    @abstractmethod
+    def get_name() -> str:
+        raise NotImplementedError
+
+    @staticmethod
+    @abstractmethod
+    def get_impl_cls() -> type["AttentionImpl[Any]"]:
+        raise NotImplementedError
+
+    @staticmethod
+    @abstractmethod
+    def get_metadata_cls() -> type[AttentionMetadata]:
+        raise NotImplementedError
+
+    @classmethod
+    def get_supported_kernel_block_size(cls) -> list[int | MultipleOf]:
+        return cls.get_impl_cls().get_supported_kernel_block_size()
+
+    @classmethod
+    def make_metadata(cls, *args: Any, **kwargs: Any) -> AttentionMetadata:
+        return cls.get_metadata_cls()(*args, **kwargs)
+
+    @staticmethod
+    @abstractmethod
+    def get_builder_cls() -> type["AttentionMetadataBuilder[Any]"]:
+        raise NotImplementedError
+
+    @staticmethod
+    @abstractmethod
+    def get_kv_cache_shape(
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_size: int,
+        cache_dtype_str: str = "auto",
+    ) -> tuple[int, ...]:
+        raise NotImplementedError
+
+    @staticmethod
+    def get_kv_cache_stride_order() -> tuple[int, ...]:
+        raise NotImplementedError
+
+    @staticmethod
+    def logical_kv_cache(kv_cache: Array) -> tuple[Array, Array]:
+        """A cache of this backend's shape as (keys [N, P, K, D], values [N, P, K, D]): views where the framework has
+        them, for inspection, tests and transfer."""
+        raise NotImplementedError
+
+    @classmethod
+    def full_cls_name(cls) -> tuple[str, str]:
+        return (cls.__module__, cls.__qualname__)
+
+    @classmethod
+    def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
+        """Every reason why this backend does not serve `request` (on `device`); empty when it does.
+
+        A backend whose limits depend on each other overrides this, calls super, and adds those combinations only.
+        """
+        if cls.capabilities is None:
+            return []
+        impl = cls.get_impl_cls()
+        plain = Request(**{**vars(request), "features": request.features - {Feature.LSE}})
+        why = cls.capabilities.reasons(plain, device)
+        if Feature.LSE in request.features and not impl.can_return_lse_for_decode:
+            why.append(f"{Feature.LSE.value} not supported")
+        if request.block_size is not None and request.attn_type not in ENCODER_TYPES:
+            allowed = cls.get_supported_kernel_block_size()
+            if not supports_size(request.block_size, allowed):
+                why.append(f"block_size={request.block_size} (supports {', '.join(map(str, allowed))})")
+        return why
+
+
+class AttentionMetadataBuilder(ABC, Generic[T]):
+    """Turns the neutral batch into one backend's metadata, once a batch.
+
+    `device` is the framework's device (None: its default). Builders keep no state between batches.
+    """
+
+    def __init__(
+        self, kv_cache_spec: KVCacheSpec, layer_names: Sequence[str] = (), config: Any = None, device: Any = None
+    ) -> None:
+        self.kv_cache_spec, self.layer_names = kv_cache_spec, tuple(layer_names)
+        self.config, self.device = config, device
+
+    @abstractmethod
+    def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> T:
+        """This backend's metadata for the batch.
+
+        `common_prefix_len` tokens (a multiple of block_size) are known to be shared by all requests: a hint that a
+        backend with cascade attention may use and any other may ignore. Raises `MetadataError` for a batch that
+        contradicts itself.
+        """
+        raise NotImplementedError
+
+
+class AttentionImpl(ABC, Generic[T]):
+    """One layer's attention. Arguments of `forward` are arrays of the framework that the implementation lives in;
+    calling the object itself takes arrays of any framework (`attn.arrays`)."""
+
+    # Whether the attention impl can return the softmax lse for decode.
+    # Some features like decode context parallelism require the softmax lse.
+    can_return_lse_for_decode: bool = False
+
+    # some attention backends might not always want to return lse
+    # even if they can return lse (for efficiency reasons)
+    need_to_return_lse_for_decode: bool = False
+
+    #: "torch" or "jax": what `__call__` converts to.
+    framework: ClassVar[str] = "torch"
+
+    dcp_world_size: int
+    dcp_rank: int
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "AttentionImpl[T]":
+        # use __new__ so that all subclasses will call this
+        self = super().__new__(cls)
+        try:
+            self.dcp_world_size = get_dcp_group().world_size
+            self.dcp_rank = get_dcp_group().rank_in_group
+        except AssertionError:
+            # DCP might not be initialized in testing
+            self.dcp_world_size = 1
+            self.dcp_rank = 0
+        self.need_to_return_lse_for_decode = self.dcp_world_size > 1 and self.can_return_lse_for_decode
+        return self
+
+    @abstractmethod
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+    ) -> None:
+        raise NotImplementedError
+
+    @staticmethod
+    def get_supported_kernel_block_size() -> list[int | MultipleOf]:
+        return [MultipleOf(1)]
+
+    @abstractmethod
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: Array,
+        key: Array,
+        value: Array,
+        kv_cache: Array,
+        attn_metadata: T,
+        output: Array | None = None,
+        output_scale: Array | None = None,
+        output_block_scale: Array | None = None,
+    ) -> Array:
+        """Attention of one layer over one batch.
+
+        query: [T, H, D]; key, value: [T, K, D], written to `kv_cache` first unless the layer shares another's cache or
+        they are None; output: [T, H, D] to fill, or None. Returns the output; where `need_to_return_lse_for_decode` is
+        set, (output, lse [H, T] float32, natural log, sinks excluded). Rows at or past `num_actual_tokens` are left
+        alone. `attn_metadata` None is a profiling run: zeros.
+        """
+        raise NotImplementedError
+
+    def do_kv_cache_update(
+        self, layer: AttentionLayer, key: Array, value: Array, kv_cache: Array, slot_mapping: Array
+    ) -> Array:
+        """Write key, value [T, K, D] at `slot_mapping` [T] (block * P + offset; -1 writes nothing), quantising if the
+        cache is. Returns the cache: the same object, changed, under torch; a new value under jax."""
+        raise NotImplementedError
+
+    def __call__(
+        self,
+        layer: AttentionLayer,
+        query: Any,
+        key: Any,
+        value: Any,
+        kv_cache: Array,
+        attn_metadata: T,
+        output: None = None,
+        output_scale: Any = None,
+        output_block_scale: Any = None,
+    ) -> Any:
+        """`forward` for arrays of any framework: in by DLPack, out as the query came. The cache does not cross (it is
+        born in this implementation's framework), neither do gradients nor an output buffer."""
+        if output is not None:
+            raise ValueError("output= is written in place and cannot cross frameworks: call forward(), or leave it out")
+
+        def native(x: Any) -> Any:
+            return x if x is None or isinstance(x, int | float) else arrays.to_framework(x, self.framework)
+
+        came_as = arrays.framework_of(query)
+        result = self.forward(
+            layer, native(query), native(key), native(value), kv_cache, attn_metadata,
+            None, native(output_scale), native(output_block_scale),
+        )  # fmt: skip
+        if isinstance(result, tuple):
+            return tuple(arrays.to_framework(x, came_as, like=query) for x in result)
+        return arrays.to_framework(result, came_as, like=query)
+
+    def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:
+        """
+        Does this attention implementation support fused output quantization.
+        This is used by the AttnFusionPass to only fuse output quantization
+        onto implementations that support it.
+
+        :param quant_key: QuantKey object that describes the quantization op
+        :return: is fusion supported for this type of quantization
+        """
+        return False
+
+    def supports_quant_query_input(self) -> bool:
+        """
+        Check if this attention implementation supports pre-quantized query input.
+
+        When True, the attention layer will quantize queries before passing them
+        to this backend, allowing torch.compile to fuse the quantization with
+        previous operations.
+
+        Returns:
+            bool: True if the implementation can accept pre-quantized queries.
+        """
+        return False
+
+    def process_weights_after_loading(self, act_dtype: Any) -> None:
+        """Called once after a model's weights are there; `act_dtype` is the activations' dtype."""
+
+
+class MLAAttentionImpl(AttentionImpl[T], Generic[T]):
+    """Multi-head latent attention: the same contract, with the latent's dimensions and projections."""
+
+    @abstractmethod
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        # MLA Specific Arguments
+        q_lora_rank: int | None,
+        kv_lora_rank: int,
+        qk_nope_head_dim: int,
+        qk_rope_head_dim: int,
+        qk_head_dim: int,
+        v_head_dim: int,
+        kv_b_proj: Any,
+        indexer: object | None = None,
+    ) -> None:
+        raise NotImplementedError
+
+    @abstractmethod
+    def forward(
+        self,
+        layer: AttentionLayer,
+        hidden_states_or_cq: Array,
+        kv_c_normed: Array,
+        k_pe: Array,
+        kv_cache: Array,
+        attn_metadata: T,
+        output: Array | None = None,
+        output_scale: Array | None = None,
+        output_block_scale: Array | None = None,
+    ) -> Array:
+        raise NotImplementedError
+
+
+def is_quantized_kv_cache(kv_cache_dtype: str) -> bool:
+    return kv_cache_dtype != "auto"

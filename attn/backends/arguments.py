@@ -1,0 +1,160 @@
+"""A layer's constructor arguments: checked, normalised, and turned into the features they ask for.
+
+Shared by the templates of both wings, so that the same nonsense gets the same sentence everywhere.
+"""
+
+import math
+import operator
+from collections.abc import Collection
+from typing import Any
+
+from attn.capabilities import ATTN_TYPES, ENCODER_TYPES, Feature, Request
+from attn.errors import UnsupportedError
+
+Window = tuple[int | None, int | None]
+
+
+def as_int(value: Any) -> int | None:
+    """`value` as an int, NumPy's integers included; None for anything else, bools and floats among it."""
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
+
+
+def positive_int(name: str, value: Any) -> int:
+    """`value` as an int. Raises ValueError unless it is one of at least 1."""
+    number = as_int(value)
+    if number is None or number < 1:
+        raise ValueError(f"{name}={value!r} must be a positive int")
+    return number
+
+
+def list_of_names(name: str, value: Collection[str]) -> tuple[str, ...]:
+    """`value` as a tuple. Raises ValueError for a bare string, which would be taken letter by letter."""
+    if isinstance(value, str):
+        raise ValueError(f"{name}={str(value)!r} must be a list of names, such as [{str(value)!r}]")
+    if not isinstance(value, Collection):
+        raise ValueError(f"{name}={value!r} must be a list of names")
+    return tuple(value)
+
+
+def rank_of_numbers(name: str, value: Any) -> int:
+    """How many dimensions a number (0), an array of any framework or a list has. Raises ValueError for anything else.
+
+    What stands in an array is for the wing that computes with it to check: looking here could fetch it from a device.
+    """
+    import numpy as np
+
+    if hasattr(value, "dtype"):
+        return int(value.ndim)
+    try:
+        array = np.asarray(value)
+    except ValueError:  # lists of different lengths
+        array = None
+    if array is None or array.dtype.kind not in "iuf":
+        raise ValueError(f"{name}={value!r} must be a number, a list of numbers or an array")
+    return array.ndim
+
+
+def _number(name: str, value: Any) -> float:
+    """`value` as a float; bools and strings are none."""
+    try:
+        if isinstance(value, bool | str):
+            raise TypeError(f"{type(value).__name__} is no number")
+        return float(value)
+    except TypeError as error:
+        raise ValueError(f"{name}={value!r} must be a number") from error
+
+
+def check_heads(num_heads: int, num_kv_heads: int | None, head_size: int) -> tuple[int, int, int]:
+    """(num_heads, num_kv_heads, head_size) as ints, the second defaulting to the first. Raises ValueError."""
+    num_heads = positive_int("num_heads", num_heads)
+    num_kv_heads = num_heads if num_kv_heads is None else positive_int("num_kv_heads", num_kv_heads)
+    head_size = positive_int("head_size", head_size)
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_heads={num_heads} is not a multiple of num_kv_heads={num_kv_heads}")
+    return num_heads, num_kv_heads, head_size
+
+
+def check_scale(scale: float | None, head_size: int) -> float:
+    """The softmax scale as a float; None means 1 / sqrt(head_size). Raises ValueError unless finite and not zero."""
+    if scale is None:
+        return 1.0 / math.sqrt(head_size)
+    number = _number("scale", scale)
+    if not math.isfinite(number) or number == 0:
+        raise ValueError(f"scale={scale!r} must be finite and not zero")
+    return number
+
+
+def check_soft_cap(logits_soft_cap: float | None) -> float | None:
+    """The soft cap, None when off (None or 0). Raises ValueError unless finite and not negative."""
+    if logits_soft_cap is None:
+        return None
+    number = _number("logits_soft_cap", logits_soft_cap)
+    if not math.isfinite(number) or number < 0:
+        raise ValueError(f"logits_soft_cap={logits_soft_cap!r} must be finite and at least 0 (0 or None: off)")
+    return number or None
+
+
+def check_attn_type(attn_type: str) -> str:
+    """`attn_type` if it is one of the four. Raises ValueError."""
+    if attn_type not in ATTN_TYPES:
+        raise ValueError(f"attn_type={attn_type!r} is unknown; known: {', '.join(ATTN_TYPES)}")
+    return attn_type
+
+
+def window_pair(sliding_window: int | Window | None, attn_type: str) -> Window:
+    """(left, right), inclusive key distances, None for unbounded.
+
+    An int W is the seeds' window of W keys: (W - 1, 0) for decoders, (W - 1, W - 1) for encoders. A pair is taken as it
+    is. Raises ValueError for anything negative, W = 0 included: the conventions that give -1 a meaning end at adapters.
+    """
+    if sliding_window is None:
+        return (None, None)
+    width = as_int(sliding_window)
+    if width is not None:
+        if width < 1:
+            raise ValueError(f"sliding_window={width} must be at least 1 (a window of W keys), or None")
+        return (width - 1, width - 1 if attn_type in ENCODER_TYPES else 0)
+    try:
+        left, right = sliding_window  # type: ignore[misc]  # what is no pair is told below
+    except (TypeError, ValueError):
+        raise ValueError(f"sliding_window={sliding_window!r} must be an int, a (left, right) pair, or None") from None
+    return (_side("left", left), _side("right", right))
+
+
+def _side(name: str, side: Any) -> int | None:
+    distance = as_int(side)
+    if side is not None and (distance is None or distance < 0):
+        raise ValueError(f"sliding_window {name}={side!r} must be an int of at least 0, or None")
+    return distance
+
+
+def layer_features(
+    window: Window,
+    logits_soft_cap: float | None,
+    alibi_slopes: Any,
+    sinks: Any,
+    kv_sharing_target_layer_name: str | None,
+) -> frozenset[str]:
+    """The features that a layer with these (normalised) arguments needs of its backend.
+
+    A right bound of 0 is causality itself and costs no feature; a finite right bound above it is two-sided.
+    """
+    asked = {
+        Feature.SLIDING_WINDOW: window[0] is not None,
+        Feature.TWO_SIDED_WINDOW: bool(window[1]),
+        Feature.SOFT_CAP: logits_soft_cap is not None,
+        Feature.ALIBI: alibi_slopes is not None,
+        Feature.SINKS: sinks is not None,
+        Feature.KV_SHARING: kv_sharing_target_layer_name is not None,
+    }
+    return frozenset(feature.value for feature, needed in asked.items() if needed)
+
+
+def refuse(backend: Any, request: Request) -> None:
+    """Raise `UnsupportedError` with the reasons of backend class `backend` against `request`, if it has any."""
+    reasons = backend.why_not(request)
+    if reasons:
+        raise UnsupportedError(f"{backend.get_name()} does not serve {request}: {'; '.join(reasons)}", reasons)

@@ -1,0 +1,335 @@
+"""The neutral batch: what every backend's metadata is built from, and the checks that it makes sense.
+
+A batch is R requests with T new tokens in all, packed without padding between them; each request's keys live in blocks
+of a paged cache, found through its row of the block table. The arrays may belong to any framework (or NumPy); the
+caller owns them and may reuse them for the next batch once the step is done. Checks look only at what is on the host
+(NumPy arrays, and the mirrors that the caller supplied): they never fetch from a device, unless ATTN_DEBUG asks for it.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from numbers import Integral
+from typing import TYPE_CHECKING, Any, Self
+
+from attn.arrays import to_framework
+from attn.errors import DTypeError, MetadataError, ShapeError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    IntArray = npt.NDArray[np.integer[Any]]
+
+PAD_SLOT_ID = -1  #: a slot that is not to be written
+INT32_MAX = 2**31 - 1
+
+
+class AttentionMetadata:
+    """Base of every backend's metadata."""
+
+
+@dataclass
+class CommonAttentionMetadata:
+    """One batch, in no framework's terms.
+
+    query_start_loc: [R + 1] int32, cumulative number of new tokens; request r owns rows [r], [r + 1).
+    seq_lens: [R] int32, tokens in the cache once this batch is written (context plus new).
+    block_table: [R, B] int32, physical block ids in order; entries past ceil(seq_len / P) are never read.
+    slot_mapping: [T] int64 (int32 under jax), block * P + offset of each new token; -1 writes nothing.
+    num_actual_tokens: rows of the packed arrays that are real; the rest is padding and is left alone.
+    max_query_len, max_seq_len: host ints, at least the true maxima (a bound fit for a captured graph).
+    causal: bottom-right causal masking; False for encoder-like use of a paged cache.
+    query_start_loc_cpu, seq_lens_cpu: NumPy mirrors (the arrays themselves, if they are NumPy's); without them no host
+        check of lengths is made.
+    tree_mask: [R, W, W] bool or None. A request with q_len <= W attends, among its own new tokens, where the top-left
+        q_len x q_len part says; all earlier context stays visible; requests with q_len > W are causal. A token attends
+        itself and its ancestors, which come before it: the part in use is lower triangular with a true diagonal.
+    dcp_local_seq_lens: [R] int32, this rank's share of seq_lens under decode context parallelism.
+    block_size: P that the table and the slots were made for, if known; a layer of another one refuses the batch.
+    """
+
+    query_start_loc: Any
+    seq_lens: Any
+    block_table: Any
+    slot_mapping: Any
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    causal: bool = True
+    query_start_loc_cpu: "IntArray | None" = None
+    seq_lens_cpu: "IntArray | None" = None
+    tree_mask: Any = None
+    dcp_local_seq_lens: Any = None
+    block_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.query_start_loc_cpu is None:
+            self.query_start_loc_cpu = _on_host(self.query_start_loc)
+        if self.seq_lens_cpu is None:
+            self.seq_lens_cpu = _on_host(self.seq_lens)
+
+    @classmethod
+    def from_lens(
+        cls,
+        query_lens: Sequence[int],
+        seq_lens: Sequence[int],
+        block_table: "Sequence[Sequence[int]] | IntArray",
+        block_size: int,
+        *,
+        causal: bool = True,
+        tree_mask: Any = None,
+    ) -> Self:
+        """A batch from plain lengths; slots follow from the block table. NumPy arrays throughout, checked.
+
+        `block_table` may be ragged (a list of ids a request); shorter rows are filled up with -1.
+        """
+        import numpy as np
+
+        q, s = _int32("query_lens", query_lens), _int32("seq_lens", seq_lens)
+        rows = [_int32("block_table", row, i) for i, row in enumerate(block_table)]
+        table = np.full((len(rows), max((len(r) for r in rows), default=0)), -1, np.int32)
+        for i, row in enumerate(rows):
+            table[i, : len(row)] = row
+        ends = np.cumsum(q, dtype=np.int64)
+        if len(q) and ends[-1] > INT32_MAX:
+            i = int((ends > INT32_MAX).argmax())
+            raise MetadataError("query_start_loc", i + 1, int(ends[i]), f"at most {INT32_MAX}")
+        start = np.concatenate([[0], ends]).astype(np.int32)
+        batch = cls(
+            query_start_loc=start,
+            seq_lens=s,
+            block_table=table,
+            slot_mapping=np.zeros(int(start[-1]), np.int64),
+            num_reqs=len(q),
+            num_actual_tokens=int(start[-1]),
+            max_query_len=int(q.max(initial=0)),
+            max_seq_len=int(s.max(initial=0)),
+            causal=causal,
+            tree_mask=tree_mask,
+            block_size=block_size,
+        )
+        batch.validate(block_size)
+        batch._check_blocks(block_size, INT32_MAX + 1)
+        request = np.repeat(np.arange(len(q)), q)
+        position = np.arange(int(start[-1])) - start[request] + (s - q)[request]
+        batch.slot_mapping = slots_of(table, request, position, block_size)
+        batch._check_slots(None)
+        return batch
+
+    def query_lens_cpu(self) -> "IntArray | None":
+        """[R] new tokens a request, from the host mirror."""
+        start = self.query_start_loc_cpu
+        return None if start is None else start[1:] - start[:-1]
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+    def on_host(self) -> Self:
+        """A copy with every array fetched to the host, so that `validate` sees all values: it waits for the device."""
+        arrays = {
+            f.name: to_framework(value, "numpy")
+            for f in fields(self)
+            if not f.name.endswith("_cpu") and hasattr(value := getattr(self, f.name), "shape")
+        }
+        return self.replace(**arrays, query_start_loc_cpu=None, seq_lens_cpu=None)
+
+    def validate(self, block_size: int, num_blocks: int | None = None, *, strict: bool = False) -> Self:
+        """Check the batch against itself; returns it.
+
+        Static facts (ranks, integer dtypes, agreement of extents) always; values where they are on the host; block
+        tables and slots there also against `num_blocks`, when that is given. `strict` refuses q_len > seq_len in a
+        causal batch, which is otherwise defined (the leading rows see no key). Raises `ShapeError`, `DTypeError` or
+        `MetadataError` (field, index, value, bound). O(R) on the host, no device access.
+        """
+        _check_int("block_size", block_size, 1)
+        if self.block_size not in (None, block_size):
+            raise MetadataError("block_size", None, self.block_size, f"{block_size}, as the layer that is to read the batch")
+        self._check_static()
+        if self.query_start_loc_cpu is not None:
+            self._check_query_start_loc(self.query_start_loc_cpu)
+        if self.seq_lens_cpu is not None:
+            self._check_seq_lens(self.seq_lens_cpu, block_size, strict)
+        if self.tree_mask is not None:
+            self._check_tree(_on_host(self.tree_mask))
+        if num_blocks is not None:
+            self._check_blocks(block_size, num_blocks)
+            self._check_slots(num_blocks * block_size)
+        return self
+
+    def _check_static(self) -> None:
+        for name in ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len"):
+            _check_int(name, getattr(self, name), 0)
+        _check_array("query_start_loc", self.query_start_loc, (self.num_reqs + 1,), _INT32)
+        _check_array("seq_lens", self.seq_lens, (self.num_reqs,), _INT32)
+        _check_array("block_table", self.block_table, (self.num_reqs, None), _INT32)
+        _check_array("slot_mapping", self.slot_mapping, (None,), _INT32_OR_64)
+        if self.slot_mapping.shape[0] < self.num_actual_tokens:
+            raise ShapeError(
+                f"slot_mapping has {self.slot_mapping.shape[0]} entries: "
+                f"must be at least num_actual_tokens={self.num_actual_tokens}"
+            )
+        if self.tree_mask is not None:
+            _check_array("tree_mask", self.tree_mask, (self.num_reqs, None, None), _BOOL)
+            if self.tree_mask.shape[1] != self.tree_mask.shape[2]:
+                raise ShapeError(f"tree_mask has shape {list(self.tree_mask.shape)}: must be [R, W, W]")
+        if self.dcp_local_seq_lens is not None:
+            _check_array("dcp_local_seq_lens", self.dcp_local_seq_lens, (self.num_reqs,), _INT32)
+        if self.query_start_loc_cpu is not None:
+            _check_mirror("query_start_loc_cpu", self.query_start_loc_cpu, self.num_reqs + 1)
+        if self.seq_lens_cpu is not None:
+            _check_mirror("seq_lens_cpu", self.seq_lens_cpu, self.num_reqs)
+
+    def _check_query_start_loc(self, start: "IntArray") -> None:
+        if start[0] != 0:
+            raise MetadataError("query_start_loc", 0, int(start[0]), "0")
+        before, after = start[:-1], start[1:]
+        falls = after < before  # compared, not subtracted: a difference of int32 may wrap
+        if falls.any():
+            i = int(falls.argmax())
+            raise MetadataError("query_start_loc", i + 1, int(after[i]), f"at least {before[i]}, the entry before it")
+        if start[-1] > self.num_actual_tokens:
+            bound = f"at most num_actual_tokens={self.num_actual_tokens}"
+            raise MetadataError("query_start_loc", len(start) - 1, int(start[-1]), bound)
+        longest = int((after - before).max(initial=0))
+        if longest > self.max_query_len:
+            raise MetadataError("max_query_len", None, self.max_query_len, f"at least {longest}, the longest query")
+
+    def _check_seq_lens(self, seq: "IntArray", block_size: int, strict: bool) -> None:
+        if not seq.size:
+            return
+        if seq.min() < 0:
+            i = int(seq.argmin())
+            raise MetadataError("seq_lens", i, int(seq[i]), "at least 0")
+        longest, columns = int(seq.max()), int(self.block_table.shape[1])
+        if longest > self.max_seq_len:
+            raise MetadataError("max_seq_len", None, self.max_seq_len, f"at least {longest}, the longest sequence")
+        if longest > columns * block_size:
+            bound = f"at most {columns * block_size} ({columns} blocks of {block_size} in its table row)"
+            raise MetadataError("seq_lens", int(seq.argmax()), longest, bound)
+        query_lens = self.query_lens_cpu()
+        if strict and self.causal and query_lens is not None and (query_lens > seq).any():
+            i = int((query_lens > seq).argmax())
+            bound = f"at least its query length {query_lens[i]} in a causal batch"
+            raise MetadataError("seq_lens", i, int(seq[i]), bound)
+
+    def _check_tree(self, tree: "npt.NDArray[np.bool_] | None") -> None:
+        """The trees in use: a token attends itself, and none that comes after it; only for a mask that is on the host."""
+        import numpy as np
+
+        query_lens = self.query_lens_cpu()
+        if tree is None or query_lens is None:
+            return
+        node = np.arange(tree.shape[1])
+        inside = (node < query_lens[:, None]) & (query_lens <= len(node))[:, None]
+        wrong = np.where(node[:, None] == node, ~tree, tree & (node > node[:, None])) & inside[:, :, None] & inside[:, None, :]
+        if wrong.any():
+            r, i, j = (int(x) for x in np.argwhere(wrong)[0])
+            bound = "True on the diagonal" if i == j else "False above the diagonal: ancestors come before their descendants"
+            raise MetadataError("tree_mask", (r, i, j), bool(tree[r, i, j]), bound)
+
+    def _check_blocks(self, block_size: int, num_blocks: int) -> None:
+        """Live block ids against the cache's extent; only for a table that is on the host already."""
+        import numpy as np
+
+        if isinstance(self.block_table, np.ndarray) and self.seq_lens_cpu is not None:
+            used = -(-self.seq_lens_cpu.astype(np.int64) // block_size)
+            live = np.arange(self.block_table.shape[1]) < used[:, None]
+            bad = live & ((self.block_table < 0) | (self.block_table >= num_blocks))
+            if bad.any():
+                r, c = (int(x) for x in np.argwhere(bad)[0])
+                why = f"{used[r]} blocks of {block_size} hold {self.seq_lens_cpu[r]} tokens"
+                bound = f"between 0 and {num_blocks - 1} ({why})"
+                raise MetadataError("block_table", (r, c), int(self.block_table[r, c]), bound)
+
+    def _check_slots(self, num_slots: int | None) -> None:
+        """Slots against each other and the cache's extent, if known; only for slots that are on the host already."""
+        import numpy as np
+
+        if isinstance(self.slot_mapping, np.ndarray):
+            slots = self.slot_mapping[: self.num_actual_tokens]
+            bad = slots < PAD_SLOT_ID
+            if num_slots is not None:
+                bad |= slots >= num_slots
+            if bad.any():
+                i = int(bad.argmax())
+                bound = "-1 or at least 0" if num_slots is None else f"-1 or between 0 and {num_slots - 1}"
+                raise MetadataError("slot_mapping", i, int(slots[i]), bound)
+            written = np.sort(slots[slots >= 0])
+            twice = np.flatnonzero(written[1:] == written[:-1])
+            if twice.size:
+                slot = int(written[twice[0]])
+                i = int(np.flatnonzero(slots == slot)[1])
+                raise MetadataError("slot_mapping", i, slot, "written by one token only")
+
+
+def _on_host(array: Any) -> Any:
+    """`array` if it is NumPy's, else None."""
+    import numpy as np
+
+    return array if isinstance(array, np.ndarray) else None
+
+
+_INT32, _INT32_OR_64, _BOOL = ("int32",), ("int32", "int64"), ("bool",)
+
+
+def _check_int(name: str, value: Any, least: int) -> None:
+    integral = type(value) is int or (isinstance(value, Integral) and not isinstance(value, bool))
+    if not integral or not least <= value <= INT32_MAX:
+        raise MetadataError(name, None, value, f"an int between {least} and {INT32_MAX}")
+
+
+@functools.cache
+def _kind(dtype: Any) -> str:
+    """A dtype's name; kept, since NumPy takes a microsecond to spell one."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _check_array(name: str, array: Any, want: tuple[int | None, ...], kinds: tuple[str, ...]) -> None:
+    """Rank, first extent (the only one that is ever known) and dtype, by attributes that every framework has."""
+    shape = getattr(array, "shape", None)
+    if shape is None:
+        raise DTypeError(f"{name} is a {type(array).__name__}: must be an array of {' or '.join(kinds)}")
+    if len(shape) != len(want) or (want[0] is not None and shape[0] != want[0]):
+        words = ", ".join("*" if w is None else str(w) for w in want)
+        raise ShapeError(f"{name} has shape {list(shape)}: must be [{words}]")
+    if _kind(array.dtype) not in kinds:
+        raise DTypeError(f"{name} has dtype {_kind(array.dtype)}: must be {' or '.join(kinds)}")
+
+
+def _check_mirror(name: str, array: Any, extent: int) -> None:
+    import numpy as np
+
+    if not isinstance(array, np.ndarray):
+        raise DTypeError(f"{name} is a {type(array).__name__}: must be a NumPy array")
+    _check_array(name, array, (extent,), _INT32_OR_64)
+
+
+def _int32(name: str, values: Any, row: int | None = None) -> "IntArray":
+    """Plain lengths (or, with `row`, one row of a block table) as int32; refuses what would be rounded or wrapped."""
+    import numpy as np
+
+    array = np.asarray(values)
+    if array.ndim != 1:
+        place, letter = (name, "R") if row is None else (f"{name}[{row}]", "B")
+        raise ShapeError(f"{place} has shape {list(array.shape)}: must be [{letter}]")
+    if array.size and array.dtype.kind not in "iu":
+        raise DTypeError(f"{name} has dtype {array.dtype}: must be integers")
+    least = 0 if row is None else -INT32_MAX - 1  # entries of a table that are never read may be anything
+    bad = (array < least) | (array > INT32_MAX)
+    if bad.any():
+        i = int(bad.argmax())
+        raise MetadataError(name, i if row is None else (row, i), int(array[i]), f"between {least} and {INT32_MAX}")
+    return array.astype(np.int32)
+
+
+def slots_of(block_table: "IntArray", request: "IntArray", position: "IntArray", block_size: int) -> "IntArray":
+    """[T] int64 slots of tokens at `position` of `request` (each [T]); -1 for a position before the sequence."""
+    import numpy as np
+
+    if not len(position) or not block_table.shape[1]:  # without columns every sequence is empty
+        return np.full(len(position), PAD_SLOT_ID, np.int64)
+    block = block_table[request, np.maximum(position, 0) // block_size].astype(np.int64)
+    return np.where(position < 0, PAD_SLOT_ID, block * block_size + position % block_size)

@@ -1,0 +1,1 @@
+"""MLA prefill: abstract interface, registry, selector."""

@@ -1,0 +1,51 @@
+"""Registry for MLA prefill backends.
+
+The four vendors of vLLM's registry and a slot for one's own; any number more may be registered by name.
+"""
+
+from collections.abc import Callable
+
+from attn import backend_enum
+from attn.backend_enum import BackendEnum, BackendEnumMeta
+
+_MLAPrefillBackendEnumMeta = BackendEnumMeta
+
+
+class MLAPrefillBackendEnum(
+    BackendEnum,
+    kind="MLA prefill backend",
+    unset=(
+        "MLA prefill backend {name} must be registered before use. "
+        "Use register_mla_prefill_backend(MLAPrefillBackendEnum.{name}, 'your.module.YourClass')"
+    ),
+):
+    """Enumeration of all supported MLA prefill backends."""
+
+    FLASH_ATTN = "attn.torch.backends.mla.prefill.flash_attn.FlashAttnPrefillBackend"
+    FLASHINFER = "attn.torch.backends.mla.prefill.flashinfer.FlashInferPrefillBackend"
+    TRTLLM_RAGGED = "attn.torch.backends.mla.prefill.trtllm_ragged.TrtllmRaggedPrefillBackend"
+    TOKENSPEED_MLA = "attn.torch.backends.mla.prefill.tokenspeed_mla.TokenspeedMLAPrefillBackend"
+    # Placeholder for third-party/custom backends - must be registered before use
+    CUSTOM = None
+
+
+_MLA_PREFILL_OVERRIDES: dict[MLAPrefillBackendEnum, str] = MLAPrefillBackendEnum.overrides
+
+
+def register_mla_prefill_backend(
+    backend: MLAPrefillBackendEnum | str, class_path: str | type | None = None, *, override: bool = False
+) -> Callable[[type], type]:
+    """Register or override an MLA prefill backend implementation.
+
+    Args:
+        backend: The MLAPrefillBackendEnum member to register, or a name of your own.
+        class_path: Optional class path, or the class itself. If not provided and used as decorator, will be
+            auto-generated from the class.
+
+    Returns:
+        Decorator function if class_path is None, otherwise a no-op.
+
+    Raises:
+        ValueError: a malformed name or path; TypeError: neither a member nor a name, or not a class.
+    """
+    return backend_enum.register(MLAPrefillBackendEnum, backend, class_path, override=override)

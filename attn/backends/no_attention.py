@@ -1,0 +1,12 @@
+"""NO_ATTENTION as a member of the registry: the placeholder, chosen by name."""
+
+from attn.backends.placeholder_attn import PlaceholderAttentionBackend
+from attn.capabilities import Device, Request
+
+
+class NoAttentionBackend(PlaceholderAttentionBackend):
+    """Serves attention-free models on every platform; refuses any request for attention."""
+
+    @classmethod
+    def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
+        return ["serves attention-free models only (is_attention_free=True)"]

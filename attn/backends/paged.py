@@ -1,0 +1,129 @@
+"""What the paged backends of both wings share: the cache's plain shape, and a layer's checked arguments.
+
+The wings' templates (`attn.torch.backends._paged`, `attn.jax.backends._paged`) add the arrays: metadata, cache write and
+the call itself. Every limit is in the backend's capability record; the constructor asks it, so a layer that cannot be
+served is refused before any weight is loaded.
+"""
+
+from abc import abstractmethod
+from typing import Any, ClassVar, TypeVar
+
+from attn.backends.abstract import AttentionBackend, AttentionImpl, AttentionType
+from attn.backends.arguments import (
+    Window,
+    check_attn_type,
+    check_heads,
+    check_scale,
+    check_soft_cap,
+    layer_features,
+    refuse,
+    window_pair,
+)
+from attn.backends.metadata import AttentionMetadata
+from attn.capabilities import Feature, Request
+from attn.errors import ShapeError
+
+Array = Any
+T = TypeVar("T", bound=AttentionMetadata)
+
+
+def check_built(backend: type[AttentionBackend], attn_metadata: Any, wanted: type) -> None:
+    """Raise TypeError unless the batch was built for this backend, saying how that is done."""
+    if not isinstance(attn_metadata, wanted):
+        raise TypeError(
+            f"{backend.get_name()}: attn_metadata is a {type(attn_metadata).__name__}: build it from the neutral batch with "
+            "backend.get_builder_cls()(layer.kv_cache_spec).build(0, batch)"
+        )
+
+
+def check_block_size(name: str, block_size: int, expected: int | None) -> None:
+    """Raise `ShapeError` when a cache's blocks are not those that the batch was built for."""
+    if expected is not None and block_size != expected:
+        raise ShapeError(f"{name}: kv_cache has blocks of {block_size} tokens, the batch was built for blocks of {expected}")
+
+
+class PagedBackend(AttentionBackend):
+    """A cache with keys and values apart, a token's heads side by side."""
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """[2, N, P, K, D]: keys, then values, a token's heads side by side (the layout called NHD)."""
+        return (2, num_blocks, block_size, num_kv_heads, head_size)
+
+    @staticmethod
+    def get_kv_cache_stride_order() -> tuple[int, ...]:
+        return (0, 1, 2, 3, 4)
+
+    @staticmethod
+    def logical_kv_cache(kv_cache: Array) -> tuple[Array, Array]:
+        return kv_cache[0], kv_cache[1]
+
+
+class PagedImpl(AttentionImpl[T]):
+    """One layer's arguments, checked. A subclass sets `backend`."""
+
+    backend: ClassVar[type[AttentionBackend]]
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | Window | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        *,
+        sinks: Any = None,
+    ) -> None:
+        """The seeds' arguments, and `sinks`: [H] float32, one extra logit a head that takes weight and gives nothing.
+
+        `sliding_window` may also be a (left, right) pair, inclusive, None for unbounded. Raises ValueError for nonsense
+        and `UnsupportedError` with this backend's reasons for what it does not serve.
+        """
+        self.num_heads, self.num_kv_heads, self.head_size = check_heads(num_heads, num_kv_heads, head_size)
+        self.scale = check_scale(scale, head_size)
+        self.attn_type = check_attn_type(attn_type)
+        self.window = window_pair(sliding_window, attn_type)
+        self.logits_soft_cap = check_soft_cap(logits_soft_cap)
+        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.alibi_slopes = self._per_head("alibi_slopes", alibi_slopes)
+        self.sinks = self._per_head("sinks", sinks)
+        refuse(self.backend, self.request())
+
+    def request(self) -> Request:
+        """What this layer asks of its backend, apart from the dtype (known when arrays arrive)."""
+        capabilities = self.backend.capabilities
+        assert capabilities is not None
+        return Request(
+            head_size=self.head_size,
+            dtype=capabilities.dtypes[0],
+            kv_cache_dtype=self.kv_cache_dtype,
+            attn_type=self.attn_type,
+            features=layer_features(
+                self.window, self.logits_soft_cap, self.alibi_slopes, self.sinks, self.kv_sharing_target_layer_name
+            )
+            | ({Feature.DCP} if self.dcp_world_size > 1 else set()),
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+        )
+
+    def _per_head(self, name: str, values: Any) -> Array | None:
+        """[H] float32, or None. Raises `ShapeError`."""
+        if values is None:
+            return None
+        array = self._float32(values)
+        if tuple(array.shape) != (self.num_heads,):
+            raise ShapeError(f"{name} has shape {list(array.shape)}: must be [{self.num_heads}], one a query head")
+        return array
+
+    @staticmethod
+    @abstractmethod
+    def _float32(values: Any) -> Array:
+        """`values` as a float32 array of this implementation's framework."""

@@ -1,0 +1,162 @@
+"""Attention backend registry.
+
+The names are those of vLLM's registry; PALLAS_MLA and XLA_ATTN are added. Two readings differ from the enum they come
+from: there `TORCH_SDPA = ""` and `CUSTOM = ""` are one member (an alias), so that registering a custom backend replaced
+SDPA; here every member is distinct, and TORCH_SDPA is a working backend. A member whose module is still to come keeps
+the path where it will live and says "not built yet".
+"""
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from attn import backend_enum
+from attn.backend_enum import BackendEnum, BackendEnumMeta
+from attn.logger import init_logger
+
+logger = init_logger(__name__)
+
+_AttentionBackendEnumMeta = BackendEnumMeta
+
+
+class AttentionBackendEnum(
+    BackendEnum,
+    kind="attention backend",
+    unset=("Backend {name} must be registered before use. Use register_backend(Backend.{name}, 'your.module.YourClass')"),
+    methods=("get_name", "get_impl_cls"),
+):
+    """Enumeration of all supported attention backends.
+
+    The enum value is the default class path, but this can be overridden
+    at runtime using register_backend().
+
+    To get the actual backend class (respecting overrides), use:
+        backend.get_class()
+    """
+
+    FLASH_ATTN = "attn.torch.backends.flash_attn.FlashAttentionBackend"
+    TRITON_ATTN = "attn.torch.backends.triton_attn.TritonAttentionBackend"
+    XFORMERS = "attn.torch.backends.xformers.XFormersAttentionBackend"
+    ROCM_ATTN = "attn.torch.backends.rocm_attn.RocmAttentionBackend"
+    ROCM_AITER_MLA = "attn.torch.backends.mla.rocm_aiter_mla.AiterMLABackend"
+    ROCM_AITER_FA = "attn.torch.backends.rocm_aiter_fa.AiterFlashAttentionBackend"
+    TORCH_SDPA = "attn.torch.backends.sdpa.TorchSDPABackend"
+    FLASHINFER = "attn.torch.backends.flashinfer.FlashInferBackend"
+    FLASHINFER_MLA = "attn.torch.backends.mla.flashinfer_mla.FlashInferMLABackend"
+    TRITON_MLA = "attn.torch.backends.mla.triton_mla.TritonMLABackend"
+    CUTLASS_MLA = "attn.torch.backends.mla.cutlass_mla.CutlassMLABackend"
+    FLASHMLA = "attn.torch.backends.mla.flashmla.FlashMLABackend"
+    FLASHMLA_SPARSE = "attn.torch.backends.mla.flashmla_sparse.FlashMLASparseBackend"
+    FLASH_ATTN_MLA = "attn.torch.backends.mla.flashattn_mla.FlashAttnMLABackend"
+    PALLAS = "attn.jax.backends.pallas.PallasAttentionBackend"
+    IPEX = "attn.torch.backends.ipex.IpexAttentionBackend"
+    NO_ATTENTION = "attn.backends.no_attention.NoAttentionBackend"
+    FLEX_ATTENTION = "attn.torch.backends.flex_attention.FlexAttentionBackend"
+    TREE_ATTN = "attn.torch.backends.tree_attn.TreeAttentionBackend"
+    ROCM_AITER_UNIFIED_ATTN = "attn.torch.backends.rocm_aiter_unified_attn.RocmAiterUnifiedAttentionBackend"
+    CPU_ATTN = "attn.torch.backends.cpu_attn.CPUAttentionBackend"
+    PALLAS_MLA = "attn.jax.backends.pallas_mla.PallasMLABackend"
+    XLA_ATTN = "attn.jax.backends.xla_attn.XLAAttentionBackend"
+    # Placeholder for third-party/custom backends - must be registered before use
+    CUSTOM = ""
+
+
+#: Member -> class path, as registered; the same table that the enum itself uses.
+_OVERRIDES: dict[AttentionBackendEnum, str] = AttentionBackendEnum.overrides
+
+#: Where the selector's block-sparse branch leads; like the seed's, it is no member of the enum.
+BLOCKSPARSE_PATHS = {
+    "torch": "attn.torch.backends.blocksparse_attn.BlocksparseFlashAttentionBackend",
+    "jax": "attn.jax.backends.blocksparse_attn.BlocksparseFlashAttentionBackend",
+}
+
+
+def register_backend(
+    backend: AttentionBackendEnum | str, class_path: str | type | None = None, *, override: bool = False
+) -> Callable[[type], type]:
+    """Register or override a backend implementation.
+
+    Args:
+        backend: The AttentionBackendEnum member to register, or any other name for a backend of your own (there may
+            be many). A member's name as a string is refused unless `override`.
+        class_path: Optional class path, or the class itself. If not provided and used as decorator, will be
+            auto-generated from the class.
+
+    Returns:
+        Decorator function if class_path is None, otherwise a no-op
+
+    Raises:
+        ValueError: a malformed name or path; TypeError: neither a member nor a name, or not a class.
+
+    Examples:
+        @register_backend(AttentionBackendEnum.FLASH_ATTN)
+        class MyCustomFlashAttn: ...
+
+        register_backend("MY_BACKEND", "my.module.MyBackend")
+    """
+    return backend_enum.register(AttentionBackendEnum, backend, class_path, override=override)
+
+
+@contextlib.contextmanager
+def registered_backend(backend: AttentionBackendEnum | str, target: str | type) -> Iterator[AttentionBackendEnum]:
+    """`register_backend` for the length of a `with` block; what stood before comes back."""
+    with backend_enum.registered(AttentionBackendEnum, backend, target) as member:
+        yield member
+
+
+_RENAMED = (
+    "_Backend has been renamed to AttentionBackendEnum. "
+    "Please update your code to use AttentionBackendEnum instead. "
+    "_Backend will be removed in a future release."
+)
+
+
+def _warn_renamed() -> None:
+    logger.warning_once(_RENAMED)
+    warnings.warn(_RENAMED, DeprecationWarning, stacklevel=3)
+
+
+#: What Python and its tools ask of any class: no use of the deprecated name.
+_ABOUT_THE_CLASS = {
+    "__class__", "__mro__", "__name__", "__doc__", "__module__", "__qualname__", "__abstractmethods__",
+}  # fmt: skip
+
+
+class _BackendMeta(type):
+    """Metaclass to provide deprecation warnings when accessing _Backend."""
+
+    def __getattribute__(cls, name: str) -> Any:
+        if name not in _ABOUT_THE_CLASS:
+            _warn_renamed()
+            return getattr(AttentionBackendEnum, name)
+        return super().__getattribute__(name)
+
+    def __getitem__(cls, name: str) -> AttentionBackendEnum:
+        _warn_renamed()
+        return AttentionBackendEnum[name]  # type: ignore[no-any-return]
+
+    def __call__(cls, value: object) -> AttentionBackendEnum:
+        _warn_renamed()
+        return AttentionBackendEnum(value)
+
+    def __iter__(cls) -> Iterator[AttentionBackendEnum]:
+        _warn_renamed()
+        return iter(AttentionBackendEnum)
+
+    def __len__(cls) -> int:
+        return len(AttentionBackendEnum)
+
+    def __contains__(cls, item: object) -> bool:
+        return item in AttentionBackendEnum
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, AttentionBackendEnum)
+
+
+class _Backend(metaclass=_BackendMeta):
+    """Deprecated: Use AttentionBackendEnum instead.
+
+    This class is provided for backwards compatibility with plugins
+    and will be removed in a future release.
+    """

@@ -1,0 +1,264 @@
+"""What a backend can do, what a caller asks for, and the sentences in between.
+
+Limits are data: one frozen `Capabilities` a backend class, from which selection, error texts, constructor checks, the
+README's table and the conformance cases are all derived. A feature that is not listed is refused (deny by default).
+Block sizes and the LSE are not fields here, since the seeds' methods `get_supported_kernel_block_size` and
+`can_return_lse_for_decode` already state them: `AttentionBackend.why_not` brings both together.
+"""
+
+import enum
+import fnmatch
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from attn.dtypes import DTYPES, KV_CACHE_DTYPES
+
+WINGS = ("torch", "jax")
+
+
+class AttentionType:
+    """
+    Attention type.
+    Use string to be compatible with `torch.compile`.
+    """
+
+    DECODER = "decoder"
+    """Decoder attention between previous layer Q/K/V."""
+    ENCODER = "encoder"
+    """Encoder attention between previous layer Q/K/V for encoder-decoder."""
+    ENCODER_ONLY = "encoder_only"
+    """Encoder attention between previous layer Q/K/V."""
+    ENCODER_DECODER = "encoder_decoder"
+    """Attention between dec. Q and enc. K/V for encoder-decoder."""
+
+
+ATTN_TYPES = (AttentionType.DECODER, AttentionType.ENCODER, AttentionType.ENCODER_ONLY, AttentionType.ENCODER_DECODER)
+#: Self attention over the tokens of the call, without a cache.
+ENCODER_TYPES = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
+
+
+class Feature(enum.StrEnum):
+    """Everything about the maths that a request may need beyond head size and dtype. The value is the public name."""
+
+    NON_CAUSAL = "non_causal"  #: decoder attention with `causal=False` in the metadata
+    SLIDING_WINDOW = "sliding_window"  #: keys p-left <= j
+    TWO_SIDED_WINDOW = "two_sided_window"  #: a finite right bound as well, without causality
+    SOFT_CAP = "soft_cap"  #: cap * tanh(s / cap), before the bias
+    ALIBI = "alibi"
+    SINKS = "sinks"
+    LSE = "lse"  #: natural-log, fp32, sink excluded, beside the output
+    TREE_MASK = "tree_mask"
+    KV_SHARING = "kv_sharing"
+    PER_HEAD_SCALES = "per_head_scales"  #: quantised cache with a scale for each kv head
+    BLOCK_SPARSE = "block_sparse"
+    MASK = "mask"  #: an arbitrary boolean mask (dense families)
+    CASCADE = "cascade"
+    DCP = "dcp"
+    OUTPUT_SCALE = "output_scale"  #: quantised output
+    HEAD_SIZE_V = "head_size_v"  #: value heads of another size than key heads
+    BACKWARD = "backward"
+    BATCH_INVARIANT = "batch_invariant"  #: a sequence's bits do not depend on its neighbours (level D2)
+    MLA = "mla"
+    SPARSE_MLA = "sparse_mla"
+
+
+#: A backend of one of these kinds serves nothing else: asked for or not, the two sides must agree.
+KINDS = (Feature.MLA, Feature.SPARSE_MLA, Feature.BLOCK_SPARSE)
+
+
+class MultipleOf:
+    """Any positive multiple of `base`, optionally within [minimum, maximum]."""
+
+    base: int
+
+    def __init__(self, base: int, minimum: int | None = None, maximum: int | None = None) -> None:
+        self.base, self.minimum, self.maximum = base, minimum or base, maximum
+
+    def __contains__(self, size: object) -> bool:
+        return (
+            isinstance(size, int)
+            and size % self.base == 0
+            and size >= self.minimum
+            and (self.maximum is None or size <= self.maximum)
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MultipleOf) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash((self.base, self.minimum, self.maximum))
+
+    def __repr__(self) -> str:
+        words = "any" if self.base == 1 else f"multiples of {self.base}"
+        low = f" from {self.minimum}" if self.minimum > self.base else ""
+        return words + low + (f" up to {self.maximum}" if self.maximum else "")
+
+
+def supports_size(size: int, allowed: Iterable[int | MultipleOf]) -> bool:
+    """Whether `size` is one of `allowed`, each an int or a `MultipleOf`."""
+    return any(size in rule if isinstance(rule, MultipleOf) else size == rule for rule in allowed)
+
+
+@dataclass(frozen=True)
+class Device:
+    """A device in words and numbers; any such record can be asked about, present or not.
+
+    `platform` is cuda, rocm, xpu or cpu under torch and tpu, gpu or cpu under jax; `arch` is `sm_90`, `gfx942`, `v6e`,
+    `x86_64`; `name` is what a person calls it.
+    """
+
+    framework: str
+    platform: str
+    name: str = ""
+    arch: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name or self.platform} ({self.framework})"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a caller needs from a backend: strings and ints only, hashable, comparable, printable.
+
+    `block_size` None means that no paged cache is involved. `features` hold `Feature` values.
+    """
+
+    head_size: int
+    dtype: str
+    kv_cache_dtype: str = "auto"
+    block_size: int | None = None
+    attn_type: str = AttentionType.DECODER
+    features: frozenset[str] = frozenset()
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("head_size", "block_size", "num_heads", "num_kv_heads"):
+            value = getattr(self, name)
+            if value is None and name != "head_size":
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name}={value!r} must be a positive int")
+        _check_word("dtype", self.dtype, DTYPES)
+        _check_word("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
+        _check_word("attn_type", self.attn_type, ATTN_TYPES)
+        object.__setattr__(self, "features", frozenset(feature_name(f) for f in self.features))
+        if self.num_heads and self.num_kv_heads and self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
+
+    def __str__(self) -> str:
+        words = [f"head_size={self.head_size}", f"dtype={self.dtype}"]
+        for spec in fields(self)[2:]:
+            value = getattr(self, spec.name)
+            if value != spec.default and spec.name != "features":
+                words.append(f"{spec.name}={value}")
+        if self.features:
+            words.append(f"features={{{', '.join(sorted(self.features))}}}")
+        return " ".join(words)
+
+
+def feature_name(feature: str) -> str:
+    """`feature` as its public name. Raises ValueError with the known names for an unknown one."""
+    try:
+        return Feature(feature).value
+    except ValueError:
+        raise ValueError(f"feature {str(feature)!r} is unknown; known: {', '.join(Feature)}") from None
+
+
+def _check_word(name: str, value: object, known: Collection[str]) -> None:
+    if not isinstance(value, str) or value not in known:
+        raise ValueError(f"{name}={value!r} is unknown; known: {', '.join(known)}")
+
+
+def arch_matches(arch: str, rule: str) -> bool:
+    """Whether `arch` satisfies `rule`: `sm_90` exactly, `sm_80+` that number or above, `gfx9*` by pattern."""
+    if rule.endswith("+"):
+        prefix, _, number = rule[:-1].rpartition("_")
+        head, _, own = arch.rpartition("_")
+        digits = "".join(c for c in own if c.isdigit())
+        return head == prefix and bool(digits) and int(digits) >= int(number)
+    return fnmatch.fnmatchcase(arch, rule)
+
+
+def _listed(values: Collection[object]) -> str:
+    return ", ".join(map(str, values)) or "none"
+
+
+@dataclass(frozen=True)
+class Capabilities:
+    """What one backend class serves. Tuples keep the order in which a person should read them.
+
+    `packages` are import names that must be present (found, not imported, until the backend is chosen); `install` is
+    what a person types to get them. `archs` maps a platform to the rules its `Device.arch` must satisfy one of; a
+    platform without an entry takes any. `priority` places a backend that is not on the platform's own list: above 0
+    before it, otherwise after.
+    """
+
+    framework: str
+    platforms: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    head_sizes: tuple[int | MultipleOf, ...] = (MultipleOf(1),)
+    kv_cache_dtypes: tuple[str, ...] = ("auto",)
+    attn_types: tuple[str, ...] = (AttentionType.DECODER,)
+    features: frozenset[str] = frozenset()
+    packages: tuple[str, ...] = ()
+    install: str = ""
+    archs: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    priority: int = 0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "features", frozenset(feature_name(f) for f in self.features))
+        _check_word("framework", self.framework, WINGS)
+        for name, words, known in (  # a misspelt word would silently never match
+            ("dtype", self.dtypes, DTYPES),
+            ("kv_cache_dtype", self.kv_cache_dtypes, KV_CACHE_DTYPES),
+            ("attn_type", self.attn_types, ATTN_TYPES),
+        ):
+            for word in words:
+                _check_word(name, word, known)
+
+    def reasons(self, request: Request, device: Device | None = None) -> list[str]:
+        """Every reason why `request` (on `device`) is not served; empty when it is."""
+        why = []
+        if device is not None:
+            why += self.device_reasons(device)
+        if not supports_size(request.head_size, self.head_sizes):
+            why.append(f"head_size={request.head_size} (supports {_listed(self.head_sizes)})")
+        for name, allowed in (
+            ("dtype", self.dtypes),
+            ("kv_cache_dtype", self.kv_cache_dtypes),
+            ("attn_type", self.attn_types),
+        ):
+            if getattr(request, name) not in allowed:
+                why.append(f"{name}={getattr(request, name)} (supports {_listed(allowed)})")
+        why += [f"{f} not supported" for f in sorted(request.features - self.features)]
+        why += [f"serves {kind} only" for kind in KINDS if kind in self.features and kind not in request.features]
+        return why
+
+    def device_reasons(self, device: Device) -> list[str]:
+        """Why this backend cannot run on `device` at all; empty when it can."""
+        if device.framework != self.framework:
+            return [f"framework={device.framework} (supports {self.framework})"]
+        if device.platform not in self.platforms:
+            return [f"platform={device.platform} (supports {_listed(self.platforms)})"]
+        rules = dict(self.archs).get(device.platform)
+        if rules and not any(arch_matches(device.arch, rule) for rule in rules):
+            return [f"arch={device.arch or 'unknown'} (supports {_listed(rules)})"]
+        return []
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One entry of a priority list, loaded as far as it goes.
+
+    `backend` is the class, or None with the sentence that says why in `problem`; `missing` lists packages that were
+    looked for and not found; `error` is the exception behind a `problem` that is one.
+    """
+
+    name: str
+    path: str = ""
+    backend: type[Any] | None = None
+    problem: str = ""
+    missing: tuple[str, ...] = ()
+    error: Exception | None = field(default=None, compare=False, repr=False)

@@ -1,0 +1,239 @@
+"""The `attn` command: what there is, why a choice was made, whether it is right, and a model to see it with.
+
+Each command is a function that adds its arguments and returns what runs; modules are imported when their command is the
+one asked for, so that `attn --help` loads nothing. Exit codes: 0 done; 1 what was asked for did not hold (no backend
+serves, a conformance case failed); 2 a mistake in the call, told in one line; 130 interrupted. An exception that is
+nobody's mistake but ours keeps its traceback.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import attn
+from attn.errors import AttnError, UnsupportedError
+
+Run = Callable[[argparse.Namespace], int]
+
+#: Third-party module -> the extra of this package that brings it.
+EXTRAS = {
+    "torch": "torch", "jax": "jax", "flax": "jax", "rich": "demo", "safetensors": "demo", "tokenizers": "demo",
+    "hypothesis": "dev", "pytest": "dev",
+}  # fmt: skip
+#: Platform -> the wing that it belongs to; both have a CPU.
+PLATFORMS = {"cuda": "torch", "rocm": "torch", "xpu": "torch", "tpu": "jax", "gpu": "jax", "cpu": None}
+
+
+def _backends(parser: argparse.ArgumentParser) -> Run:
+    from attn import report
+
+    parser.add_argument("--registry", choices=report.REGISTRIES, help="one registry instead of all three")
+    _json_argument(parser)
+
+    def run(args: argparse.Namespace) -> int:
+        return _show(report.backends(args.registry), args.json)
+
+    return run
+
+
+def _explain(parser: argparse.ArgumentParser) -> Run:
+    from attn import dtypes
+    from attn.capabilities import ATTN_TYPES, WINGS, Device, Feature
+    from attn.platforms import default_framework
+    from attn.report import explain
+
+    add = parser.add_argument
+    add("--head-size", type=int, required=True)
+    add("--dtype", default="float32", help="of the activations (default: %(default)s)")
+    add("--kv-cache-dtype", default="auto", help=f"{', '.join(dtypes.KV_CACHE_DTYPES)} (default: %(default)s)")
+    add("--block-size", type=int, default=16, help="tokens a block of the cache (default: %(default)s)")
+    add("--feature", action="append", default=[], help=f"may be repeated: {', '.join(Feature)}")
+    add("--attn-type", default=ATTN_TYPES[0], help=f"{', '.join(ATTN_TYPES)} (default: %(default)s)")
+    add("--mla", action="store_true", help="multi-head latent attention")
+    add("--num-heads", type=int)
+    add("--num-kv-heads", type=int)
+    add("--backend", help="ask for one by name: obeyed or refused, never replaced")
+    add("--framework", choices=WINGS)
+    add("--disable", action="append", default=[], metavar="NAME", help="keep a backend out; may be repeated")
+    add("--platform", choices=PLATFORMS, help="a device that need not be here")
+    add("--arch", default="", help="its generation, with --platform: sm_90, gfx942, v6e")
+    add("--device-name", default="", help="what a person calls it, with --platform")
+    _json_argument(parser)
+
+    def run(args: argparse.Namespace) -> int:
+        device = None
+        if args.platform:
+            framework = args.framework or PLATFORMS[args.platform] or default_framework()
+            device = Device(framework, args.platform, args.device_name, args.arch)
+        elif args.arch or args.device_name:
+            parser.error("--arch and --device-name describe a device of a --platform")
+        selection = explain(
+            args.head_size, args.dtype, args.kv_cache_dtype, args.block_size, features=args.feature, use_mla=args.mla,
+            attn_type=args.attn_type, num_heads=args.num_heads, num_kv_heads=args.num_kv_heads, backend=args.backend,
+            framework=args.framework, device=device, disable=args.disable,
+        )  # fmt: skip
+        _show(selection, args.json)
+        if selection.source == "priority" and not args.json:
+            print(f"candidates: the priority list of {selection.device.framework} on {selection.device.platform}")
+        return 0 if selection.winner else 1
+
+    return run
+
+
+def _env(parser: argparse.ArgumentParser) -> Run:
+    from attn.report import environment
+
+    _json_argument(parser)
+
+    def run(args: argparse.Namespace) -> int:
+        found = environment()
+        if args.json:
+            return _show(found, True)
+        for name, value in found.items():
+            if isinstance(value, dict):
+                print(f"{name}:" if value else f"{name}: none")
+                for key, entry in value.items():
+                    print(f"  {key}: {entry}")
+            else:
+                print(f"{name}: {value}")
+        return 0
+
+    return run
+
+
+def _readme(parser: argparse.ArgumentParser) -> Run:
+    from attn.report import readme_table, replace_readme_table
+
+    parser.add_argument("--write", action="store_true", help="put the tables into README.md of this checkout")
+
+    def run(args: argparse.Namespace) -> int:
+        if not args.write:
+            print(readme_table(), end="")
+            return 0
+        readme = Path(attn.__file__).parents[1] / "README.md"
+        before = readme.read_text(encoding="utf-8")
+        after = replace_readme_table(before)
+        readme.write_text(after, encoding="utf-8")
+        print(f"{readme.name}: {'unchanged' if after == before else 'tables rewritten'}")
+        return 0
+
+    return run
+
+
+def _delegate(module: str) -> Callable[[argparse.ArgumentParser], Run]:
+    """A command whose module brings `add_arguments(parser)` and `run(args) -> int`."""
+
+    def configure(parser: argparse.ArgumentParser) -> Run:
+        command = importlib.import_module(module)
+        command.add_arguments(parser)
+        return command.run  # type: ignore[no-any-return]
+
+    return configure
+
+
+class Command(NamedTuple):
+    """A subcommand: what it does in a line, an example to copy, and what adds its arguments."""
+
+    summary: str
+    example: str
+    configure: Callable[[argparse.ArgumentParser], Run]
+
+
+COMMANDS = {
+    "backends": Command("every backend: what it serves, whether it runs here", "attn backends --registry attention", _backends),
+    "explain": Command(
+        "which backend a layer would get, and what speaks against the others",
+        "attn explain --head-size 96 --dtype float32 --feature sinks --platform cuda --arch sm_90",
+        _explain,
+    ),
+    "conform": Command(
+        "hold backends to the definition, on this machine",
+        "attn conform TORCH_SDPA --level quick",
+        _delegate("attn.testing.command"),
+    ),
+    "generate": Command("text from the demo model", 'attn generate "Once upon a time"', _delegate("attn.demo.generate")),
+    "demo": Command("watch the demo model attend", "attn demo", _delegate("attn.demo.show")),
+    "env": Command("versions, devices and variables: paste it into a bug report", "attn env --json", _env),
+    "readme": Command("the README's tables of backends", "python -m attn readme --write", _readme),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (without the program's name); the exit code."""
+    argv = sys.argv[1:] if argv is None else argv
+    try:
+        try:
+            args = parser(argv).parse_args(argv)
+            return args.run(args)
+        finally:
+            sys.stdout.flush()  # here, where a broken pipe is still ours to handle
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # `attn backends | head`: the reader has gone, and Python would complain at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except Exception as error:
+        said = mistake(error)
+        if said is None:
+            raise
+        print(f"attn: {said}", file=sys.stderr)
+        return 1 if isinstance(error, UnsupportedError) else 2
+
+
+def parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """The whole parser, with the arguments of that command alone which `argv` names."""
+    top = argparse.ArgumentParser("attn", description="Attention backends for torch and jax: which one, and why.")
+    top.add_argument("--version", action="version", version=f"attn {attn.__version__}")
+    chosen = next((word for word in argv if not word.startswith("-")), None)
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, command in COMMANDS.items():
+        sub = commands.add_parser(
+            name, help=command.summary, description=f"{command.summary[0].upper()}{command.summary[1:]}.",
+            epilog=f"example: {command.example}",
+        )  # fmt: skip
+        if name == chosen:
+            sub.set_defaults(run=command.configure(sub))
+    return top
+
+
+def mistake(error: Exception) -> str | None:
+    """What the user should read of `error`, or None when it is not of their making.
+
+    Theirs are: the errors that this package raises on purpose (an ordinary ValueError counts when our code raised it),
+    files that are not there, and packages of an extra that is not installed.
+    """
+    if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in EXTRAS:
+        package = (error.name or "").partition(".")[0]
+        return f"{package} is not installed: pip install 'attn[{EXTRAS[package]}]'"
+    if isinstance(error, AttnError) or (isinstance(error, ImportError) and error.name is None):
+        return str(error)
+    if isinstance(error, ValueError) and _raised_in(error).partition(".")[0] == "attn":
+        return str(error)
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return None
+
+
+def _raised_in(error: Exception) -> str:
+    """The module whose line raised."""
+    trace = error.__traceback__
+    assert trace is not None
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    return str(trace.tb_frame.f_globals.get("__name__", ""))
+
+
+def _json_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="machine-readable output")
+
+
+def _show(thing: Any, as_json: bool) -> int:
+    """Print a report object as text, or its `to_dict()` (or a dict itself) as JSON."""
+    data = thing if isinstance(thing, dict) else None
+    print(json.dumps(data or thing.to_dict(), indent=2) if as_json else thing)
+    return 0

@@ -1,0 +1,1 @@
+"""A small decoder for the examples: its training, its checkpoint, and the reader of such checkpoints."""

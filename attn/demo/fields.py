@@ -1,0 +1,83 @@
+"""JSON files whose fields are asked for by type, and the one error for a checkpoint that cannot be read."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from attn.errors import AttnError
+
+
+class CheckpointError(AttnError):
+    """A directory does not hold a checkpoint that can be read here."""
+
+
+class Fields:
+    """A JSON object whose fields are asked for by type; `place` is how errors call it."""
+
+    def __init__(self, values: Mapping[str, Any], place: str) -> None:
+        self.values, self.place = values, place
+
+    def wrong(self, name: str, allowed: str) -> CheckpointError:
+        if name not in self.values:
+            return CheckpointError(f"{self.place}: {name} is missing: must be {allowed}")
+        return CheckpointError(f"{self.place}: {name} = {_shown(self.values[name])}: must be {allowed}")
+
+    def given(self, name: str) -> bool:
+        return self.values.get(name) is not None
+
+    def integer(self, name: str, minimum: int = 1) -> int:
+        value = self.values.get(name)
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise self.wrong(name, f"an integer of at least {minimum}")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self.values.get(name)
+        if value is None and default is not None:
+            return default
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+            raise self.wrong(name, "a positive number")
+        return float(value)
+
+    def optional_number(self, name: str) -> float | None:
+        return self.number(name) if self.given(name) else None
+
+    def boolean(self, name: str, default: bool) -> bool:
+        value = self.values.get(name)
+        if value is None:
+            return default
+        if not isinstance(value, bool):
+            raise self.wrong(name, "true or false")
+        return value
+
+    def ids(self, name: str) -> tuple[int, ...]:
+        """A token id, a list of them or null."""
+        value = self.values.get(name)
+        found = () if value is None else tuple(value) if isinstance(value, list) else (value,)
+        if not all(isinstance(i, int) and not isinstance(i, bool) for i in found):
+            raise self.wrong(name, "a token id, a list of token ids, or null")
+        return found
+
+    def section(self, name: str) -> "Fields":
+        value = self.values.get(name)
+        if not isinstance(value, dict):
+            raise self.wrong(name, "an object")
+        return Fields(value, f"{self.place}: {name}")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in the file `path`."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: not readable as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: holds a {type(value).__name__}: must be a JSON object")
+    return value
+
+
+def _shown(value: object) -> str:
+    """`value` as it stands in the file, cut when it is long."""
+    text = json.dumps(value)
+    return text if len(text) <= 80 else text[:77] + "..."

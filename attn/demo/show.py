@@ -1,0 +1,274 @@
+"""`attn demo`: many requests served by a small model under torch and under JAX, then judged by a dense run.
+
+The cache has fewer blocks than the requests need at once, so some wait, and some are sent back in the middle and
+resumed. Under both frameworks every request must come out as dense decoding, without paging, batching or a cache,
+gives it, token for token: else the first token that differs is shown, and the exit code is 1.
+"""
+
+import argparse
+import dataclasses
+import json
+import time
+from collections.abc import Sequence
+from itertools import cycle, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from attn.demo import progress
+from attn.demo.batcher import Batcher, GenerationRequest
+from attn.demo.checkpoint import ModelConfig, load_config, load_tokenizer, load_weights
+from attn.demo.dense import Dense, dense_forward
+from attn.demo.engine import FRAMEWORKS, SHIPPED_MODEL, Runner, TextStream, load_runner, missing, serve
+from attn.demo.prompts import PROMPTS
+from attn.errors import AttnError
+from attn.imports import resolve_obj_by_qualname
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+_TEXTS = 3  # requests whose text is shown while it is written
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `run` reads."""
+    known = ", ".join(FRAMEWORKS)
+    parser.add_argument("--model", type=Path, default=SHIPPED_MODEL, metavar="DIR", help="a checkpoint (default: ours)")
+    parser.add_argument("--frameworks", metavar="A,B", help=f"of {known} (default: those that are installed)")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="a prompt a line (default: ours)")
+    parser.add_argument("--num-requests", type=int, metavar="N", help="prompts repeat if there are fewer")
+    parser.add_argument("--max-new-tokens", type=int, default=48, metavar="N", help="for each request (default: 48)")
+    parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens a cache block (default: 16)")
+    parser.add_argument("--num-blocks", type=int, metavar="N", help="default: a seventh of what all need at once")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="of torch on a CPU (default: 1)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end and nothing else")
+
+
+@dataclasses.dataclass(frozen=True)
+class Served:
+    """What one framework did: the requests, all finished, and its figures."""
+
+    runner: Runner
+    requests: list[GenerationRequest]
+    batcher: Batcher
+    most_waiting: int
+    startup_seconds: float
+    seconds: float
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        selection = self.runner.selection
+        return {
+            "framework": self.runner.framework,
+            "backend": selection.name,
+            "device": selection.device.name,
+            "tokens_per_second": self.batcher.stats.generated_tokens / self.seconds,
+            "seconds": self.seconds,
+            "startup_seconds": self.startup_seconds,
+            "most_waiting": self.most_waiting,
+            **dataclasses.asdict(self.batcher.stats),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Divergence:
+    """A token that dense decoding would not have chosen; `gap` is how much better the logit of its own choice is."""
+
+    request: int
+    framework: str
+    position: int
+    token: int
+    dense_token: int
+    gap: float
+
+
+def run(args: argparse.Namespace) -> int:
+    """The demo as `args` say; 1 if any token differs. Raises a ValueError of one line for what cannot be done."""
+    for name in ("num_requests", "threads"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            raise AttnError(f"{name}={value} must be at least 1")
+    frameworks, texts = _frameworks(args.frameworks), _prompts(args.prompts, args.num_requests)
+    config, tokenizer = load_config(args.model), load_tokenizer(args.model)
+    prompts = [tokenizer.encode(text).ids for text in texts]
+    needs = [-(-(len(prompt) + args.max_new_tokens) // max(args.block_size, 1)) for prompt in prompts]
+    num_blocks = max(*needs, sum(needs) // 7) if args.num_blocks is None else args.num_blocks
+    weights = load_weights(args.model, config)
+    if not missing("torch"):  # a model this small is served faster by one thread than by several that wait for each other
+        resolve_obj_by_qualname("torch.set_num_threads")(args.threads)
+    with progress.display(args.json) as display:
+        display.say(
+            f"{len(prompts)} requests of {min(map(len, prompts))} to {max(map(len, prompts))} tokens need {sum(needs)} "
+            f"blocks of {args.block_size} tokens if all run at once; the cache has {num_blocks}."
+        )
+        served = []
+        for framework in frameworks:
+            batchers = [_batcher(config, num_blocks, args.block_size) for _ in range(2)]
+            requests = [batchers[0].submit(prompt, args.max_new_tokens) for prompt in prompts]
+            began = time.perf_counter()
+            runner = load_runner(framework, config, weights, batchers[0])
+            display.say(f"\n{runner.selection}")
+            _warm_up(runner, batchers[1], prompts[0])
+            startup_seconds = time.perf_counter() - began
+            served.append(_served(runner, batchers[0], requests, tokenizer, display, startup_seconds))
+        began = time.perf_counter()
+        judge, forward = dense_forward(args.model, config, weights)
+        display.begin(judge, len(prompts))
+        divergences = []
+        for i in range(len(prompts)):
+            divergences += _judged(forward, i, served)
+            display.step(i + 1, len(prompts), "texts judged", list)
+        dense_seconds = time.perf_counter() - began
+    agreeing = len(prompts) - len({divergence.request for divergence in divergences})
+    if args.json:
+        figures = {
+            "agreeing": agreeing,
+            "requests": len(prompts),
+            "num_blocks": num_blocks,
+            "blocks_needed_at_once": sum(needs),
+            "served": [one.figures for one in served],
+            "dense": {"by": judge, "seconds": dense_seconds},
+            "divergences": [dataclasses.asdict(divergence) for divergence in divergences],
+        }
+        print(json.dumps(figures))
+    else:
+        _report(served, judge, dense_seconds, agreeing, tokenizer)
+        for divergence in divergences[:1]:
+            print(_explained(divergence, judge, tokenizer))
+    return int(bool(divergences))
+
+
+def _frameworks(asked: str | None) -> list[str]:
+    if asked is not None:
+        names = [name.strip() for name in asked.split(",")]
+        if not set(names) <= FRAMEWORKS.keys() or len(set(names)) != len(names):
+            raise AttnError(f"frameworks={asked!r}: must be some of {', '.join(FRAMEWORKS)}, each once")
+        return names
+    names = [name for name in FRAMEWORKS if not missing(name)]
+    if not names:
+        raise AttnError("no framework is installed: pip install 'attn[torch]' or 'attn[jax]'")
+    return names
+
+
+def _prompts(path: Path | None, count: int | None) -> list[str]:
+    """The texts to continue, `count` of them, from the lines of a file or the built-in ones."""
+    try:
+        texts = list(PROMPTS) if path is None else [line for line in path.read_text("utf-8").splitlines() if line]
+    except UnicodeDecodeError as error:
+        raise AttnError(f"{path}: not a text: {error}") from error
+    if not texts:
+        raise AttnError(f"{path}: has no prompt: must have one a line")
+    return list(islice(cycle(texts), count or len(texts)))
+
+
+def _batcher(config: ModelConfig, num_blocks: int, block_size: int) -> Batcher:
+    return Batcher(
+        num_blocks,
+        block_size,
+        vocab_size=config.vocab_size,
+        max_position_embeddings=config.max_position_embeddings,
+        eos_token_ids=config.eos_token_ids,
+        token_budget=128,
+        max_num_reqs=16,
+    )
+
+
+def _warm_up(runner: Runner, batcher: Batcher, prompt: Sequence[int]) -> None:
+    """A prompt and a decode step whose results nobody reads, so that compilation is not timed as serving."""
+    batcher.submit([*prompt, *prompt][:2], 2)
+    for _ in serve(runner, batcher):
+        pass
+
+
+def _served(
+    runner: Runner,
+    batcher: Batcher,
+    requests: list[GenerationRequest],
+    tokenizer: "Tokenizer",
+    display: progress.Display,
+    startup_seconds: float,
+) -> Served:
+    streams = [TextStream(tokenizer, request) for request in requests]
+
+    def texts() -> list[str]:
+        shown = [request.request_id for request in batcher.running[:_TEXTS]]
+        for i in shown:
+            streams[i].read()
+        return [f"{i:>4}: {_one_line(streams[i].text)}" for i in shown]
+
+    most_waiting = 0
+    display.begin(runner.framework, sum(request.max_new_tokens for request in requests))
+    began = time.perf_counter()
+    for _ in serve(runner, batcher):
+        stats, seconds = batcher.stats, time.perf_counter() - began
+        most_waiting = max(most_waiting, len(batcher.waiting))
+        display.step(
+            stats.generated_tokens,
+            sum(len(r.output) if r.finish_reason else r.max_new_tokens for r in requests),
+            f"{stats.generated_tokens / seconds:6.0f} tokens/s {len(batcher.running):>3} running "
+            f"{len(batcher.waiting):>3} waiting {stats.preemptions:>3} sent back",
+            texts,
+        )
+    return Served(runner, requests, batcher, most_waiting, startup_seconds, time.perf_counter() - began)
+
+
+def _one_line(text: str) -> str:
+    """The end of `text`, line breaks shown as such."""
+    return " ".join(text.split())[-progress.WIDTH :]
+
+
+def _judged(forward: Dense, index: int, served: Sequence[Served]) -> list[Divergence]:
+    """Where the texts of one request leave dense decoding, at most one place for each framework."""
+    found = []
+    verdicts: dict[tuple[int, ...], tuple[int, int, float] | None] = {}
+    for one in served:
+        request = one.requests[index]
+        output = tuple(request.output)
+        if output not in verdicts:
+            logits = forward(request.tokens[:-1], len(output))
+            best = logits.argmax(-1)
+            wrong = np.flatnonzero(best != output)
+            verdicts[output] = None
+            if wrong.size:
+                at = int(wrong[0])
+                verdicts[output] = at, int(best[at]), float(logits[at, best[at]] - logits[at, output[at]])
+        if (verdict := verdicts[output]) is not None:
+            at, dense_token, gap = verdict
+            found.append(Divergence(index, one.runner.framework, at, output[at], dense_token, gap))
+    return found
+
+
+def _report(served: Sequence[Served], judge: str, dense_seconds: float, agreeing: int, tokenizer: "Tokenizer") -> None:
+    """What came of it, in words and in a table."""
+    requests = served[0].requests
+    print(f"\n{'':<8}{'backend':<18}{'tokens':>7}{'seconds':>9}{'tokens/s':>10}{'start-up s':>12}{'steps':>7}")
+    for one in served:
+        f = one.figures
+        print(
+            f"{f['framework']:<8}{f['backend']:<18}{f['generated_tokens']:>7}{f['seconds']:>9.2f}"
+            f"{f['tokens_per_second']:>10.0f}{f['startup_seconds']:>12.2f}{f['steps']:>7}"
+        )
+    for one in served:
+        f = one.figures
+        print(
+            f"{f['framework']}: at most {f['most_waiting']} requests waited at once, {f['preemptions']} times one was "
+            f"sent back and resumed; at most {f['peak_blocks']} of {one.batcher.pool.num_blocks} blocks were in use; "
+            f"{f['prefix_hit_tokens']} tokens of prompts were found in shared blocks, and {f['recovered_tokens']} on "
+            f"resuming."
+        )
+    tokens = sum(len(request.output) for request in requests)
+    print(f"{judge}: {tokens} tokens judged by {len(requests)} dense passes without a cache, {dense_seconds:.1f} s")
+    for request in requests[:_TEXTS]:
+        prompt, text = (_one_line(tokenizer.decode(part)) for part in (request.prompt[-40:], request.output))
+        print(f"{request.request_id:>4}: ...{prompt} -> {text}")
+    names = " = ".join([*(one.runner.framework for one in served), judge])
+    print(f"{names}: {agreeing}/{len(requests)}")
+
+
+def _explained(divergence: Divergence, judge: str, tokenizer: "Tokenizer") -> str:
+    d = divergence
+    token, dense_token = (f"{i} {tokenizer.decode([i])!r}" for i in (d.token, d.dense_token))
+    return (
+        f"request {d.request}, generated token {d.position}: {d.framework} chose {token}, {judge} {dense_token}, "
+        f"whose logit is higher by {d.gap:.3g}"
+    )

@@ -1,0 +1,1 @@
+"""Attention for diffusion models: dense, mostly non-causal, long sequences."""

@@ -1,0 +1,1 @@
+"""The diffusion family's interface and registry."""

@@ -1,0 +1,57 @@
+"""Diffusion attention backend registry.
+
+An enum-based registry for diffusion attention backends, on the same base as the other two. The seed's examples use
+CUSTOM and ASCEND_ATTN, so both are members here.
+"""
+
+from collections.abc import Callable
+
+from attn import backend_enum
+from attn.backend_enum import BackendEnum
+from attn.logger import init_logger
+
+logger = init_logger(__name__)
+
+
+class DiffusionAttentionBackendEnum(
+    BackendEnum,
+    kind="diffusion attention backend",
+    unset=(
+        "Diffusion attention backend {name} must be registered before use. "
+        "Use register_diffusion_backend(DiffusionAttentionBackendEnum.{name}, 'your.module.YourClass')"
+    ),
+):
+    """Enumeration of all supported diffusion attention backends.
+
+    The enum value is the default class path, but this can be overridden at runtime using register_diffusion_backend().
+    To get the actual backend class (respecting overrides), use: backend.get_class()
+    """
+
+    FLASH_ATTN = "attn.torch.diffusion.backends.flash_attn.FlashAttentionBackend"
+    TORCH_SDPA = "attn.torch.diffusion.backends.sdpa.SDPABackend"
+    SAGE_ATTN = "attn.torch.diffusion.backends.sage_attn.SageAttentionBackend"
+    SAGE_ATTN_3 = "attn.torch.diffusion.backends.sage_attn3.SageAttention3Backend"
+    CUDNN_ATTN = "attn.torch.diffusion.backends.cudnn_attn.CuDNNAttentionBackend"
+    FLASHINFER_ATTN = "attn.torch.diffusion.backends.flashinfer_attn.FlashInferAttentionBackend"
+    ASCEND_ATTN = "attn.torch.diffusion.backends.ascend_attn.AscendAttentionBackend"
+    # Placeholder for third-party/custom backends - must be registered before use
+    CUSTOM = None
+
+
+def register_diffusion_backend(
+    backend: DiffusionAttentionBackendEnum | str, class_path: str | type | None = None, *, override: bool = False
+) -> Callable[[type], type]:
+    """Register or override a diffusion backend implementation.
+
+    Args:
+        backend: The DiffusionAttentionBackendEnum member to register, or a name of your own
+        class_path: Optional class path, or the class itself. If not provided and used as decorator, will be
+            auto-generated from the class.
+
+    Returns:
+        Decorator function if class_path is None, otherwise a no-op
+
+    Raises:
+        ValueError: a malformed name or path; TypeError: neither a member nor a name, or not a class.
+    """
+    return backend_enum.register(DiffusionAttentionBackendEnum, backend, class_path, override=override)

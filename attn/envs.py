@@ -1,0 +1,73 @@
+"""Every environment variable of the library, read when asked and never at import.
+
+| variable | meaning |
+|---|---|
+| ATTN_BACKEND | backend to use by name, obeyed or refused (VLLM_ATTENTION_BACKEND is honoured when it is unset) |
+| ATTN_DISABLE | comma-separated backends that automatic selection must not pick |
+| ATTN_FRAMEWORK | `torch` or `jax`: which wing serves a request whose dtype is a bare string |
+| ATTN_PLUGINS | comma-separated entry points of group `attn.backends` that may load (unset: all; empty: none) |
+| ATTN_DEBUG | `device`: block ids and slots that are on the device are fetched and checked |
+
+`read` looks into the table that `os.environ` itself keeps: a lookup of an unset name through the mapping protocol
+costs a microsecond (an exception raised and caught), which is half of a warm selection.
+"""
+
+import os
+
+VARIABLES = (
+    "ATTN_BACKEND",
+    "VLLM_ATTENTION_BACKEND",
+    "ATTN_DISABLE",
+    "ATTN_FRAMEWORK",
+    "ATTN_PLUGINS",
+    "ATTN_DEBUG",
+    "VLLM_USE_V1",
+)
+_ENCODED = {name: os.fsencode(name) for name in VARIABLES} if os.name == "posix" else {}
+
+
+def read(name: str) -> str | None:
+    """The value of environment variable `name` now, or None when unset."""
+    table = getattr(os.environ, "_data", None)
+    if table is not None and name in _ENCODED:
+        raw = table.get(_ENCODED[name])
+        return None if raw is None else os.fsdecode(raw)
+    return os.environ.get(name)
+
+
+_SELECTING = ("ATTN_BACKEND", "VLLM_ATTENTION_BACKEND", "ATTN_DISABLE", "ATTN_FRAMEWORK", "ATTN_PLUGINS")
+_SELECTING_ENCODED = tuple(_ENCODED.get(name) for name in _SELECTING)
+
+
+def selecting() -> tuple[object, ...]:
+    """A snapshot of the variables that selection depends on, raw: part of its cache key."""
+    table = getattr(os.environ, "_data", None)
+    if table is not None and _ENCODED:
+        get = table.get
+        a, b, c, d, e = _SELECTING_ENCODED
+        return get(a), get(b), get(c), get(d), get(e)
+    return tuple(map(read, _SELECTING))
+
+
+def read_list(name: str) -> tuple[str, ...] | None:
+    """A comma-separated variable as a tuple, blanks dropped; None when unset."""
+    value = read(name)
+    return None if value is None else tuple(part.strip() for part in value.split(",") if part.strip())
+
+
+def attn_backend() -> tuple[str, str] | None:
+    """(variable, backend name) that the environment asks for, or None. A value of nothing but spaces counts as unset."""
+    for name in ("ATTN_BACKEND", "VLLM_ATTENTION_BACKEND"):
+        if value := (read(name) or "").strip():
+            return name, value
+    return None
+
+
+def vllm_use_v1() -> bool:
+    """The seeds' `VLLM_USE_V1` switch: on unless set to 0. Nothing here depends on it; callers may pass it on."""
+    return read("VLLM_USE_V1") != "0"
+
+
+def debug(what: str) -> bool:
+    """Whether ATTN_DEBUG names `what`."""
+    return what in (read_list("ATTN_DEBUG") or ())

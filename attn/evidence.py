@@ -1,0 +1,91 @@
+"""Where each backend has been run and what came of it: a table that conformance runs write and reports read.
+
+A row is one run of the conformance suite. Its `kind` says how much it proves, and a row of one kind never becomes, nor
+hides, one of another: a kernel that was interpreted has not run, and one that was compiled has not been executed.
+
+| kind | meaning |
+|---|---|
+| ran | executed on the device named |
+| interpreted | a kernel's program executed by an interpreter on the host (Triton's, Pallas') |
+| compiled | lowered and compiled for the platform named, never executed |
+| stand-in | executed with a stand-in for the vendor's package: the adapter was tested, not the kernel |
+"""
+
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+KINDS = ("ran", "interpreted", "compiled", "stand-in")
+PATH = Path(__file__).with_name("evidence.json")
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One run: which backend of which registry, where, how (`kind`), when, with what, and how many cases failed.
+
+    `device` is what a person calls the device; a host processor is only named by its architecture. `date` is ISO 8601;
+    `versions` maps distributions to versions; `level` is the suite's.
+    """
+
+    backend: str
+    registry: str
+    framework: str
+    platform: str
+    device: str
+    kind: str
+    date: str
+    cases: int
+    failures: int
+    level: str = "quick"
+    versions: dict[str, str] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind={self.kind!r} is unknown; known: {', '.join(KINDS)}")
+        if self.cases < 1 or not 0 <= self.failures <= self.cases:
+            raise ValueError(f"cases={self.cases}, failures={self.failures}: need cases >= 1 and 0 <= failures <= cases")
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What a later run replaces: the same backend, place, kind and level."""
+        return (self.registry, self.backend, self.framework, self.platform, self.device, self.kind, self.level)
+
+    def __str__(self) -> str:
+        outcome = f"{self.cases} cases" if not self.failures else f"{self.failures} of {self.cases} cases FAILED"
+        return f"{self.kind} on {self.device} ({outcome}, {self.date[:10]})"
+
+
+def load(path: Path = PATH) -> list[Evidence]:
+    """Every row, in the file's order; none when there is no file. Raises ValueError for a malformed one."""
+    if not path.exists():
+        return []
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    known = {f.name for f in fields(Evidence)}
+    for row in rows:
+        if unknown := row.keys() - known:
+            raise ValueError(f"{path.name}: unknown field {sorted(unknown)[0]!r}; known: {', '.join(sorted(known))}")
+    return [Evidence(**row) for row in rows]
+
+
+def record(rows: Iterable[Evidence], path: Path = PATH) -> None:
+    """Add `rows` to the file, each in the place of an earlier run of the same key; sorted, one row a line."""
+    table = {row.key: row for row in [*load(path), *rows]}
+    lines = ",\n".join(json.dumps(_plain(table[key])) for key in sorted(table))
+    path.write_text(f"[\n{lines}\n]\n" if lines else "[]\n", encoding="utf-8")
+
+
+def _plain(row: Evidence) -> dict[str, Any]:
+    return {**asdict(row), "versions": dict(sorted(row.versions.items()))}
+
+
+def of(registry: str, backend: str, path: Path = PATH) -> list[Evidence]:
+    """The rows of one backend, the strongest kind first."""
+    found = [row for row in load(path) if (row.registry, row.backend) == (registry, backend)]
+    return sorted(found, key=lambda row: (KINDS.index(row.kind), row.device, row.level))
+
+
+def summary(registry: str, backend: str, path: Path = PATH) -> str:
+    """The rows of one backend as a phrase a place: `ran on NVIDIA H200 (260 cases, 2026-11-20)`; `none` without any."""
+    return "; ".join(map(str, of(registry, backend, path))) or "none"

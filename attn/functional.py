@@ -1,0 +1,292 @@
+"""`attn.attention(q, k, v)`: exact dense attention for notebooks and tests, on arrays of torch, jax or NumPy.
+
+The formula stands here once, over the dozen array operations that each wing lends (`attn.torch.functional.Ops`,
+`attn.jax.functional.Ops`): explicit maths in float32 (float64 for float64 arrays), differentiable; jitted under jax.
+NumPy arrays go to the float64 oracle itself. It is written to be right and short, not fast; `backend=` sends the same
+call through a real backend over a throwaway paged cache, so that the two can be laid side by side.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from attn import arrays, selector
+from attn.backends.arguments import Window, check_heads, check_scale, check_soft_cap, window_pair
+from attn.backends.metadata import CommonAttentionMetadata
+from attn.backends.registry import AttentionBackendEnum
+from attn.capabilities import AttentionType, Feature, supports_size
+from attn.dtypes import DTYPES, dtype_name
+from attn.errors import DTypeError, ShapeError, UnsupportedError
+from attn.imports import resolve_obj_by_qualname
+
+Array = Any
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """What of a call is no array: hashable, so that a compiled program can be kept for it."""
+
+    causal: bool
+    scale: float
+    window: Window
+    cap: float | None
+
+
+class _Extras(NamedTuple):
+    """A call's arrays beside q, k and v, each may be None: slopes, sinks [H]; mask, broadcastable to [B, H, n, m]."""
+
+    slopes: Any
+    sinks: Any
+    mask: Any
+
+
+def attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | Window | None = None,
+    logits_soft_cap: float | None = None,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    mask: Any = None,
+    return_lse: bool = False,
+    backend: AttentionBackendEnum | str | None = None,
+) -> Any:
+    """Attention of dense arrays, with the semantics of `attn.reference.attention`.
+
+    q: [B, n, H, D]; k: [B, m, K, D]; v: [B, m, K, Dv], or all three without B; one framework, one float dtype.
+    Query head h reads kv head h // (H / K), and row i stands at position i + (m - n): causal masking is bottom-right.
+
+    scale: of the scores; 1 / sqrt(D) when None.
+    window: an inclusive (left, right) pair, None for unbounded, or an int W for W keys.
+    logits_soft_cap: cap * tanh(score / cap), before the ALiBi bias.
+    alibi_slopes, sinks: [H].
+    mask: bool, True = attend, broadcastable to [B, H, n, m] ([H, n, m] without B), ANDed with the rest.
+    backend: None computes here. A registry member or name runs that backend, of whichever framework, over a paged
+        cache; it is obeyed or refused. A mask is refused then, and so are gradients unless the backend declares them.
+
+    Returns out [B, n, H, Dv] in the dtype and framework of q, or (out, lse [B, H, n]) with the natural-log LSE, sink
+    excluded, in float32 (float64 for float64 arrays). A row without keys is 0 and its LSE -inf. What is masked is
+    harmless, NaN included; a NaN that is attended reaches exactly the rows that attend it. Raises TypeError for what is
+    no array, `ShapeError`, `DTypeError`, ValueError for nonsense and `UnsupportedError` with a backend's reasons.
+    """
+    framework = _framework(q, k, v)
+    batched = _check_shapes(q, k, v)
+    rules = _Rules(
+        causal=bool(causal),
+        scale=check_scale(scale, q.shape[-1]),
+        window=window_pair(window, AttentionType.DECODER if causal else AttentionType.ENCODER_ONLY),
+        cap=check_soft_cap(logits_soft_cap),
+    )
+    extras = _Extras(alibi_slopes, sinks, mask)
+    if not batched:
+        q, k, v = q[None], k[None], v[None]
+    if backend is not None:
+        result = _through_backend(backend, framework, q, k, v, rules, extras, return_lse)
+    elif framework == "numpy":
+        result = _oracle(q, k, v, rules, extras)
+    else:
+        xp = resolve_obj_by_qualname(f"attn.{framework}.functional.Ops")
+        extras = _Extras(*(x if x is None else xp.asarray(x, like=q) for x in extras))
+        result = xp.compiled(_dense)(xp, rules, q, k, v, extras)
+    out, lse = result if batched else (x if x is None else x[0] for x in result)
+    return (out, lse) if return_lse else out
+
+
+def _framework(*qkv: Array) -> str:
+    found = [arrays.framework_of(x) for x in qkv]
+    if len(set(found)) > 1:
+        raise TypeError(f"q, k, v belong to {', '.join(found)}: must be one framework (see attn.arrays.to_framework)")
+    names = [dtype_name(x.dtype) for x in qkv]
+    if len(set(names)) > 1 or DTYPES[names[0]].kind != "float":
+        raise DTypeError(f"q, k, v have dtypes {', '.join(names)}: must be one float dtype")
+    return found[0]
+
+
+def _check_shapes(q: Array, k: Array, v: Array) -> bool:
+    """Whether there is a batch dimension. Raises `ShapeError`, or ValueError for head counts that do not divide."""
+    shapes = [tuple(x.shape) for x in (q, k, v)]
+    ranks = {len(s) for s in shapes}
+    if ranks not in ({3}, {4}):
+        raise ShapeError(f"q, k, v have shapes {_words(shapes)}: must be [B, S, heads, head_size], or all without B")
+    sq, sk, sv = shapes
+    if sq[:-3] != sk[:-3] or sk[:-1] != sv[:-1] or sq[-1] != sk[-1]:
+        raise ShapeError(
+            f"q, k, v have shapes {_words(shapes)}: batches must agree, k and v in keys and heads, q and k in head_size"
+        )
+    check_heads(sq[-2], sk[-2], sq[-1])
+    return len(sq) == 4
+
+
+def _words(shapes: list[tuple[int, ...]]) -> str:
+    return ", ".join(str(list(s)) for s in shapes)
+
+
+def _oracle(q: Array, k: Array, v: Array, rules: _Rules, extras: _Extras) -> tuple[Array, Array]:
+    """NumPy: `attn.reference.attention` in float64, a sequence at a time, rounded once at the end."""
+    import numpy as np
+
+    from attn import reference
+
+    batch, n, num_heads, _ = q.shape
+    mask = None if extras.mask is None else np.asarray(extras.mask)
+    if mask is not None:
+        mask = np.broadcast_to(mask, _mask_shape(mask.shape, q, k))
+    out = np.zeros((batch, n, num_heads, v.shape[-1]))
+    lse = np.zeros((batch, num_heads, n))
+    for b in range(batch):
+        out[b], lse[b] = reference.attention(
+            q[b],
+            k[b],
+            v[b],
+            causal=rules.causal,
+            scale=rules.scale,
+            window=rules.window,
+            logits_soft_cap=rules.cap,
+            alibi_slopes=extras.slopes,
+            sinks=extras.sinks,
+            mask=None if mask is None else mask[b],
+        )
+    return out.astype(q.dtype), lse.astype(np.float64 if q.dtype == np.float64 else np.float32)
+
+
+def _mask_shape(shape: tuple[int, ...], q: Array, k: Array) -> tuple[int, int, int, int]:
+    """[B, H, n, m], if a mask of `shape` broadcasts to it. Raises `ShapeError`."""
+    full = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    if len(shape) > 4 or any(have not in (1, want) for have, want in zip(shape[::-1], full[::-1], strict=False)):
+        raise ShapeError(f"mask has shape {list(shape)}: must broadcast to [B, H, n, m] = {list(full)}")
+    return full
+
+
+def _dense(xp: Any, rules: _Rules, q: Array, k: Array, v: Array, extras: _Extras) -> tuple[Array, Array]:
+    """The formula on arrays of one wing, a slice of rows at a time: (out [B, n, H, Dv], lse [B, H, n])."""
+    batch, n, num_heads, head_size = q.shape
+    m, num_kv_heads = k.shape[1], k.shape[2]
+    grouped = (num_kv_heads, num_heads // num_kv_heads)
+    mask = extras.mask
+    if mask is not None:
+        if "bool" not in str(mask.dtype):
+            raise DTypeError(f"mask has dtype {mask.dtype}: must be bool, True = attend")
+        mask = xp.broadcast_to(mask, _mask_shape(tuple(mask.shape), q, k)).reshape(batch, *grouped, n, m)
+    for name, array in (("alibi_slopes", extras.slopes), ("sinks", extras.sinks)):
+        if array is not None and tuple(array.shape) != (num_heads,):
+            raise ShapeError(f"{name} has shape {list(array.shape)}: must be [{num_heads}], one a query head")
+    slopes, sinks = (x if x is None else xp.wide(x).reshape(grouped) for x in (extras.slopes, extras.sinks))
+    query, key, value = (xp.wide(x) for x in (q.reshape(batch, n, *grouped, head_size), k, v))
+    step = xp.rows_at_once(n, batch * num_heads * m)
+    parts = []
+    for start in range(0, max(n, 1), step):
+        rows = slice(start, min(start + step, n))
+        position = xp.arange(rows.start, rows.stop, q) + (m - n)
+        some = _Extras(slopes, sinks, None if mask is None else mask[..., rows, :])
+        parts.append(_rows(xp, rules, query[:, rows], key, value, position, some))
+    out = xp.concat([part[0] for part in parts], 1).reshape(batch, n, num_heads, v.shape[-1])
+    lse = xp.concat([part[1] for part in parts], 3).reshape(batch, num_heads, n)
+    return xp.cast(out, like=q), lse
+
+
+def _rows(xp: Any, rules: _Rules, q: Array, k: Array, v: Array, position: Array, extras: _Extras) -> tuple[Array, Array]:
+    """q: [B, r, K, G, D] at `position` [r]; k: [B, m, K, D]; v: [B, m, K, Dv] -> [B, r, K, G, Dv], lse [B, K, G, r].
+
+    Of the extras, slopes and sinks are [K, G] here and the mask is [B, K, G, r, m].
+    Keys that no row attends are replaced by zeros before anything is multiplied, so that neither the result nor the
+    gradients meet what they hold; what only some rows attend is selected away from the others.
+    """
+    # how far each key is ahead of the row: [1, 1, 1, r, m]
+    ahead = (xp.arange(0, k.shape[1], q) - position[:, None])[None, None, None]
+    left, right = rules.window
+    allowed = ahead <= (0 if rules.causal else k.shape[1] + q.shape[1])
+    if left is not None:
+        allowed = allowed & (ahead >= -left)
+    if right is not None:
+        allowed = allowed & (ahead <= right)
+    if extras.mask is not None:
+        allowed = allowed & extras.mask
+    attended = xp.any(allowed, (2, 3)).swapaxes(1, 2)[..., None]
+    k, v = xp.where(attended, k, 0.0), xp.where(attended, v, 0.0)
+
+    scores = xp.einsum("brkgd,bmkd->bkgrm", q, k) * rules.scale
+    if rules.cap is not None:
+        scores = rules.cap * xp.tanh(scores / rules.cap)
+    if extras.slopes is not None:
+        scores = scores + extras.slopes[:, :, None, None] * (ahead if rules.causal else -abs(ahead))
+    scores = xp.where(allowed, scores, -math.inf)
+    top = xp.fixed_max(scores)
+    top = xp.where(top == -math.inf, 0.0, top)
+    weights = xp.exp(scores - top[..., None])
+    total = weights.sum(-1)
+    empty = total == 0
+    total = xp.where(empty, 1.0, total)
+    finite = xp.isfinite(v)
+    summed = xp.einsum("bkgrm,bmkd->brkgd", weights, xp.where(finite, v, 0.0))
+    summed = xp.add_if(~finite.all(), summed, lambda: _wild(xp, xp.broadcast_to(allowed, weights.shape), v))
+
+    lse = top + xp.log(total)
+    share = 1.0 / total if extras.sinks is None else xp.sigmoid(lse - extras.sinks[:, :, None]) / total
+    per_row = [xp.where(empty, 0.0, share), empty]  # [B, K, G, r] -> [B, r, K, G, 1]
+    share, none = (xp.moveaxis(x, 3, 1)[..., None] for x in per_row)
+    return xp.where(none, 0.0, summed * share), xp.where(empty, -math.inf, lse)
+
+
+def _wild(xp: Any, allowed: Array, v: Array) -> Array:
+    """What infinite and NaN values add to the rows that attend them: inf, -inf or NaN, else 0; [B, r, K, G, Dv]."""
+    total: Array = 0.0
+    for kind, found in ((math.inf, v == math.inf), (-math.inf, v == -math.inf), (math.nan, v != v)):
+        hits = xp.einsum("bkgrm,bmkd->brkgd", xp.cast(allowed, like=v), xp.cast(found, like=v)) > 0
+        total = total + xp.where(hits, kind, 0.0)
+    return total
+
+
+def _through_backend(
+    backend: AttentionBackendEnum | str,
+    framework: str,
+    q: Array,
+    k: Array,
+    v: Array,
+    rules: _Rules,
+    extras: _Extras,
+    return_lse: bool,
+) -> tuple[Array, Array | None]:
+    """The same call as one batch over a new paged cache of a backend's own layout, in that backend's framework."""
+    selection = selector.select(selector.make_request(q.shape[-1], q.dtype), backend=backend)
+    cls: Any = selection.require()
+    for feature, wanted in ((Feature.MASK, extras.mask is not None), (Feature.HEAD_SIZE_V, v.shape[-1] != q.shape[-1])):
+        if wanted:  # a paged cache has no place for either
+            raise UnsupportedError(f"{selection.name}: {feature.value} not supported over a paged cache, which backend= uses")
+    wing = cls.get_impl_cls().framework
+    run = resolve_obj_by_qualname(f"attn.{wing}.functional.through_backend")
+    allowed = cls.get_supported_kernel_block_size()
+    block_size = next((size for size in (16, 32, 64, 128, 256) if supports_size(size, allowed)), 16)
+    batch, n, num_heads, head_size = q.shape
+    m, num_kv_heads = k.shape[1], k.shape[2]
+    blocks_each = -(-m // block_size)
+    table = [range(b * blocks_each, (b + 1) * blocks_each) for b in range(batch)]
+    describe = CommonAttentionMetadata.from_lens
+    queries = describe([n] * batch, [m] * batch, table, block_size, causal=rules.causal)
+    context = describe([m] * batch, [m] * batch, table, block_size)
+    tokens = [
+        arrays.to_framework(x.reshape(-1, heads, head_size), wing)
+        for x, heads in ((q, num_heads), (k, num_kv_heads), (v, num_kv_heads))
+    ]
+    layer = {
+        "num_heads": num_heads,
+        "head_size": head_size,
+        "scale": rules.scale,
+        "num_kv_heads": num_kv_heads,
+        "alibi_slopes": extras.slopes,
+        "sliding_window": rules.window,
+        "logits_soft_cap": rules.cap,
+        "sinks": extras.sinks,
+        "block_size": block_size,
+        "backend": backend,
+    }
+    asked = {Feature.NON_CAUSAL: not rules.causal, Feature.LSE: return_lse}
+    features = tuple(feature for feature, on in asked.items() if on)
+    out, lse = run(*tokens, context.slot_mapping, queries, max(1, batch * blocks_each), layer, features)
+    out = arrays.to_framework(out, framework, like=q).reshape(q.shape)
+    if lse is not None:
+        lse = arrays.to_framework(lse, framework).reshape(num_heads, batch, n).swapaxes(0, 1)
+    return out, lse

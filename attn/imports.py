@@ -1,0 +1,75 @@
+"""Turning dotted names into objects, and asking what is installed without importing it.
+
+`resolve_obj_by_qualname` is the one bridge from the core to the wings: a registry holds strings, and this is where a
+string becomes a class. A path may be `package.module.Class` or `package.module:Outer.Inner`.
+"""
+
+import importlib
+import importlib.util
+import re
+import sys
+from importlib import metadata
+from typing import Any
+
+from attn.errors import BackendLoadError
+
+_DOTTED = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)"  # a name and its next part: what follows says how many of those
+_QUALNAME = re.compile(rf"{_DOTTED}*:{_DOTTED}*|{_DOTTED}+")
+_found: set[str] = set()
+
+
+def check_qualname(path: str) -> str:
+    """`path` if it can name an importable object, else a ValueError that says what such a path looks like."""
+    if not isinstance(path, str) or not _QUALNAME.fullmatch(path):
+        local = " (a class defined inside a function has no path: pass the class itself)"
+        raise ValueError(
+            f"class path {path!r} is not of the form 'package.module.Class' or 'package.module:Class'"
+            + (local if "<locals>" in str(path) else "")
+        )
+    return path
+
+
+def resolve_obj_by_qualname(qualname: str) -> Any:
+    """The object that `qualname` names, its module imported now.
+
+    Raises `BackendLoadError` (an ImportError and a ValueError) when the module cannot be imported, whatever it raised
+    short of KeyboardInterrupt, or has no such attribute; the cause is chained. Nothing is cached: a later call tries
+    again.
+    """
+    check_qualname(qualname)
+    module_name, _, attribute = qualname.partition(":") if ":" in qualname else qualname.rpartition(".")
+    try:
+        found: Any = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # a plugin may raise anything at import, SystemExit included
+        raise BackendLoadError(f"{qualname} cannot be imported: {type(error).__name__}: {error}") from error
+    return found
+
+
+def installed(module: str) -> bool:
+    """Whether top-level module `module` could be imported, found without importing it.
+
+    Only a find is remembered: what is missing may be installed while a notebook runs.
+    """
+    if module in sys.modules:
+        return sys.modules[module] is not None
+    if module in _found:
+        return True
+    try:
+        found = importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        found = False
+    if found:
+        _found.add(module)
+    return found
+
+
+def version_of(distribution: str) -> str | None:
+    """The installed version of a distribution, or None."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None

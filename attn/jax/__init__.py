@@ -1,0 +1,16 @@
+"""The jax wing: Pallas on TPU and GPU, XLA everywhere. Importing it imports jax, never torch."""
+
+import importlib
+from typing import Any
+
+_FACE = {
+    "Attention": "attn.jax.layer",
+    "merge_attn_states": "attn.jax.merge",
+}
+__all__ = list(_FACE)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FACE:
+        return getattr(importlib.import_module(_FACE[name]), name)
+    raise AttributeError(f"module 'attn.jax' has no attribute {name!r}")

@@ -1,0 +1,1 @@
+"""Backends of the jax wing, one module each."""

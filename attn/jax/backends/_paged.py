@@ -1,0 +1,210 @@
+"""The template of every paged backend under jax: checks, cache write, then one hook.
+
+The truth is a pure function, `apply(query, key, value, kv_cache, attn_metadata) -> (output, kv_cache)`, usable under jit,
+`shard_map` and donation; `forward` is the seeds' shape around it, which rebinds a cache held in an `nnx.Variable`. What an
+implementation adds is `_attend` (over the paged cache) and, for encoder types, `_attend_ragged` (over this call's keys).
+Checks look at static facts only, so they run once a compilation. Every limit is in the backend's capability record.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from attn.backends.abstract import AttentionLayer, AttentionType
+from attn.backends.metadata import PAD_SLOT_ID
+from attn.backends.paged import PagedBackend, PagedImpl, check_block_size, check_built
+from attn.capabilities import ENCODER_TYPES, Feature
+from attn.dtypes import dtype_name
+from attn.errors import DTypeError, MetadataError, ShapeError, UnsupportedError
+from attn.jax import kv_cache as caches
+from attn.jax.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
+
+
+class PagedAttentionBackend(PagedBackend):
+    """What paged backends share: metadata and builder."""
+
+    @staticmethod
+    def get_metadata_cls() -> type[PagedAttentionMetadata]:
+        return PagedAttentionMetadata
+
+    @staticmethod
+    def get_builder_cls() -> type[PagedAttentionMetadataBuilder]:
+        return PagedAttentionMetadataBuilder
+
+
+class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
+    """The template. A subclass sets `backend` and writes `_attend`."""
+
+    framework = "jax"
+
+    def is_causal(self, attn_metadata: PagedAttentionMetadata) -> bool:
+        """Whether rows see no later key: as the batch says for decoders; encoders and cross attention see both ways."""
+        return attn_metadata.causal and self.attn_type == AttentionType.DECODER
+
+    @staticmethod
+    def _float32(values: Any) -> Any:
+        return caches.constant(values)
+
+    def apply(
+        self,
+        query: jax.Array,
+        key: Any,
+        value: Any,
+        kv_cache: Any,
+        attn_metadata: PagedAttentionMetadata | None,
+        *,
+        k_scale: Any = 1.0,
+        v_scale: Any = 1.0,
+    ) -> tuple[Any, Any]:
+        """(output, kv_cache), a pure function of its arguments.
+
+        query: [T, H, D] or [T, H * D]; key, value: [T, K, D] likewise, written to `kv_cache` first unless the layer shares
+        another's cache or they are None. All have the T rows of `attn_metadata.slot_mapping` (`attn_metadata.pad`).
+        output: [T, H, D], rows past the batch's own are 0; where `need_to_return_lse_for_decode` is set, (output, lse
+        [H, T] float32, natural log, sinks excluded). `attn_metadata` None is a profiling run: zeros.
+        """
+        if query.ndim < 2 or query.size != query.shape[0] * self.num_heads * self.head_size:
+            name, want = self.backend.get_name(), f"[T, {self.num_heads}, {self.head_size}]"
+            raise ShapeError(f"{name}: query has shape {list(query.shape)}: must be {want}")
+        query = query.reshape(-1, self.num_heads, self.head_size)
+        if attn_metadata is None:
+            return jnp.zeros_like(query), kv_cache
+        check_built(self.backend, attn_metadata, PagedAttentionMetadata)
+        self._check_call(query, key, value, kv_cache, attn_metadata)
+        heads = (-1, self.num_kv_heads, self.head_size)
+        key, value = (None if x is None else x.reshape(heads) for x in (key, value))
+        if self.attn_type in ENCODER_TYPES:
+            out, lse = self._attend_ragged(query, key, value, attn_metadata)
+        else:
+            if self.kv_sharing_target_layer_name is not None:
+                key = value = None
+            out, lse, kv_cache = self._write_and_attend(query, key, value, kv_cache, attn_metadata, k_scale, v_scale)
+        return ((out, lse) if self.need_to_return_lse_for_decode else out), kv_cache
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: Any,
+        key: Any,
+        value: Any,
+        kv_cache: Any,
+        attn_metadata: PagedAttentionMetadata | None,
+        output: None = None,
+        output_scale: Any = None,
+        output_block_scale: Any = None,
+    ) -> Any:
+        """`apply` in the seeds' shape: `kv_cache` is an `nnx.Variable` (or whatever gives and takes its array through
+        `[...]`), rebound to the new cache; returns the output. JAX arrays are immutable, so `output` must be None."""
+        if output_scale is not None or output_block_scale is not None:
+            raise UnsupportedError(f"{self.backend.get_name()}: {Feature.OUTPUT_SCALE.value} not supported")
+        if output is not None:
+            raise ValueError("output= cannot be filled: jax arrays are immutable; use the returned array")
+        if isinstance(kv_cache, jax.Array):
+            raise TypeError("kv_cache is a jax.Array, which forward() cannot change: pass an nnx.Variable, or call apply()")
+        before = None if kv_cache is None else kv_cache[...]
+        scales = {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
+        out, after = self.apply(query, key, value, before, attn_metadata, **scales)
+        if kv_cache is not None:
+            kv_cache[...] = after
+        return out
+
+    def do_kv_cache_update(self, layer: AttentionLayer, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> jax.Array:
+        heads = (-1, self.num_kv_heads, self.head_size)
+        return self._write(key.reshape(heads), value.reshape(heads), kv_cache, slot_mapping, layer._k_scale, layer._v_scale)
+
+    def _slots(self, attn_metadata: PagedAttentionMetadata) -> jax.Array:
+        """The batch's slots, padding rows left out whatever they hold (under cross attention they are the encoder's)."""
+        slots = attn_metadata.slot_mapping
+        if self.attn_type == AttentionType.ENCODER_DECODER:
+            return slots
+        return jnp.where(jnp.arange(slots.shape[0]) < attn_metadata.num_actual_tokens, slots, PAD_SLOT_ID)
+
+    def _write(
+        self, key: jax.Array, value: jax.Array, kv_cache: jax.Array, slot_mapping: jax.Array, k_scale: Any, v_scale: Any
+    ) -> jax.Array:
+        """The cache with key, value [T, K, D] at `slot_mapping` [T]; for a layout of its own a backend overrides this."""
+        return caches.write_pair(key, value, kv_cache, slot_mapping, k_scale, v_scale)
+
+    def _write_and_attend(
+        self,
+        query: jax.Array,
+        key: Any,
+        value: Any,
+        kv_cache: jax.Array,
+        attn_metadata: PagedAttentionMetadata,
+        k_scale: Any,
+        v_scale: Any,
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+        """(out, lse, kv_cache): the write unless key is None, then `_attend`; a kernel that does both overrides this."""
+        if key is not None:
+            kv_cache = self._write(key, value, kv_cache, self._slots(attn_metadata), k_scale, v_scale)
+        if not caches.is_quantised(kv_cache.dtype):
+            k_scale = v_scale = 1.0
+        return *self._attend(query, kv_cache, attn_metadata, k_scale, v_scale), kv_cache
+
+    def _attend(
+        self, query: jax.Array, kv_cache: jax.Array, attn_metadata: PagedAttentionMetadata, k_scale: Any, v_scale: Any
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """(out [T, H, D], lse [H, T], or None where it is not needed) from the cache; 0 and -inf in padding rows."""
+        raise NotImplementedError
+
+    def _attend_ragged(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, attn_metadata: PagedAttentionMetadata
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """The same for encoder types: each request attends its own key/value rows [T, K, D]; no cache."""
+        raise NotImplementedError
+
+    def _check_call(self, query: Any, key: Any, value: Any, kv_cache: Any, attn_metadata: PagedAttentionMetadata) -> None:
+        """The checks of static facts: ranks, extents and dtypes, once a compilation."""
+        name, capabilities = self.backend.get_name(), self.backend.capabilities
+        assert capabilities is not None
+        dtype, rows = dtype_name(query.dtype), attn_metadata.slot_mapping.shape[0]
+        if dtype not in capabilities.dtypes:
+            raise DTypeError(f"{name}: query has dtype {dtype} (supports {', '.join(capabilities.dtypes)})")
+        features = capabilities.features
+        if not attn_metadata.causal and self.attn_type == AttentionType.DECODER and Feature.NON_CAUSAL not in features:
+            raise UnsupportedError(f"{name}: {Feature.NON_CAUSAL.value} not supported")
+        if attn_metadata.tree_mask is not None:
+            if Feature.TREE_MASK not in features:
+                raise UnsupportedError(f"{name}: {Feature.TREE_MASK.value} not supported")
+            if not self.is_causal(attn_metadata):
+                allowed = f"None for {self.attn_type} attention, causal={attn_metadata.causal}"
+                raise MetadataError("tree_mask", None, "a mask", allowed)
+        for what, array in (("query", query), ("key", key), ("value", value)):
+            if array is None:
+                if self.attn_type in ENCODER_TYPES or (key is None) != (value is None):
+                    raise ShapeError(f"{name}: {what} is None, but {self.attn_type} attention reads it")
+                continue
+            if array.dtype != query.dtype:
+                raise DTypeError(f"{name}: {what} has dtype {array.dtype}, query {query.dtype}: must be equal")
+            heads = self.num_heads if what == "query" else self.num_kv_heads
+            # a cross-attention layer's query rows are the decoder's, its slots the encoder's
+            of_slots = what != "query" or self.attn_type != AttentionType.ENCODER_DECODER
+            if array.size != array.shape[0] * heads * self.head_size or (of_slots and array.shape[0] != rows):
+                raise ShapeError(
+                    f"{name}: {what} has shape {list(array.shape)}: must be [{rows if of_slots else 'T'}, {heads}, "
+                    f"{self.head_size}], as many rows as the batch's slot_mapping (attn_metadata.pad adds them)"
+                )
+        if self.attn_type not in ENCODER_TYPES:
+            self._check_cache(query, kv_cache, attn_metadata.block_size)
+
+    def _check_cache(self, query: Any, kv_cache: Any, expected_block_size: int | None) -> None:
+        name = self.backend.get_name()
+        if not isinstance(kv_cache, jax.Array):
+            what = type(kv_cache).__name__
+            raise TypeError(f"{name}: kv_cache must be a jax.Array, got {what} (only forward() takes an nnx.Variable)")
+        want = self.backend.get_kv_cache_shape(0, 0, self.num_kv_heads, self.head_size, self.kv_cache_dtype)
+        if kv_cache.ndim != len(want):
+            raise ShapeError(f"{name}: kv_cache has shape {list(kv_cache.shape)}: must have {len(want)} dimensions")
+        num_blocks, block_size, *held = jax.eval_shape(self.backend.logical_kv_cache, kv_cache)[0].shape
+        check_block_size(name, block_size, expected_block_size)
+        want = self.backend.get_kv_cache_shape(num_blocks, block_size, self.num_kv_heads, self.head_size, self.kv_cache_dtype)
+        if kv_cache.shape != tuple(want):
+            raise ShapeError(
+                f"{name}: kv_cache holds [K, D] = {list(held)}, the layer has [{self.num_kv_heads}, {self.head_size}]"
+            )
+        element = caches.element_type(self.kv_cache_dtype, query.dtype)
+        if kv_cache.dtype != element:
+            needs = f"kv_cache_dtype={self.kv_cache_dtype} needs {element}"
+            raise DTypeError(f"{name}: kv_cache has dtype {kv_cache.dtype}: {needs}")

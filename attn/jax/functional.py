@@ -1,0 +1,91 @@
+"""What JAX lends to `attn.functional`: the array operations of its formula, and one batch over a throwaway cache."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from attn.capabilities import Feature
+
+
+class Ops:
+    """Array operations under the names that `attn.functional` uses; all of them trace."""
+
+    where = staticmethod(jnp.where)
+    # HIGHEST: a TPU would otherwise multiply float32 in bfloat16 passes
+    einsum = staticmethod(functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST))
+    exp = staticmethod(jnp.exp)
+    log = staticmethod(jnp.log)
+    tanh = staticmethod(jnp.tanh)
+    sigmoid = staticmethod(jax.nn.sigmoid)
+    isfinite = staticmethod(jnp.isfinite)
+    broadcast_to = staticmethod(jnp.broadcast_to)
+    moveaxis = staticmethod(jnp.moveaxis)
+    concat = staticmethod(jnp.concatenate)
+    any = staticmethod(jnp.any)
+
+    @staticmethod
+    @functools.cache
+    def compiled(formula: Callable[..., Any]) -> Callable[..., Any]:
+        """`formula(xp, rules, *arrays)` jitted: one program for each set of rules and shapes."""
+        return jax.jit(formula, static_argnums=(0, 1))
+
+    @staticmethod
+    def asarray(x: Any, like: jax.Array) -> jax.Array:
+        return jnp.asarray(x)
+
+    @staticmethod
+    def arange(start: int, stop: int, like: jax.Array) -> jax.Array:
+        return jnp.arange(start, stop)
+
+    @staticmethod
+    def cast(x: jax.Array, like: jax.Array) -> jax.Array:
+        return x.astype(like.dtype)
+
+    @staticmethod
+    def wide(x: jax.Array) -> jax.Array:
+        """`x` in the dtype that is computed in."""
+        return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
+
+    @staticmethod
+    def fixed_max(x: jax.Array) -> jax.Array:
+        """The maximum over the last axis as a constant of differentiation; -inf over none."""
+        return jax.lax.stop_gradient(x).max(-1, initial=-jnp.inf)
+
+    @staticmethod
+    def add_if(condition: jax.Array, x: jax.Array, more: Callable[[], jax.Array]) -> jax.Array:
+        """x + more() where the (0-d) condition holds, else x."""
+        return jax.lax.cond(condition, lambda: x + more(), lambda: x)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def rows_at_once(n: int, row: int) -> int:
+        """All of them: a Python loop of slices would be unrolled into the compiled program."""
+        return max(1, n)
+
+
+def through_backend(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    slots: Any,
+    batch: Any,
+    num_blocks: int,
+    arguments: dict[str, Any],
+    features: Sequence[str],
+) -> tuple[jax.Array, jax.Array | None]:
+    """One batch through `Attention(**arguments)`: (out [T, H, D], lse [H, T] or None).
+
+    query: [T, H, D]; key, value: [S, K, D], every key of every request, written at `slots` [S] of a new cache first.
+    """
+    from attn.jax.layer import Attention
+
+    layer = Attention(**arguments, dtype=query.dtype, features=tuple(features))
+    layer.impl.need_to_return_lse_for_decode = Feature.LSE in features
+    cache = layer.new_kv_cache(num_blocks)
+    cache = layer.impl.do_kv_cache_update(layer, key, value, cache, jnp.asarray(slots, jnp.int32))
+    backend: Any = layer.backend
+    metadata = backend.get_builder_cls()(layer.kv_cache_spec, config={"bucket": False}).build(0, batch)
+    result, _ = jax.jit(layer.impl.apply)(query, None, None, cache, metadata)
+    return result if Feature.LSE in features else (result, None)

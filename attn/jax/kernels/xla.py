@@ -1,0 +1,285 @@
+"""Ragged attention over pages in plain `jax.numpy`: the second opinion, on whatever XLA compiles for.
+
+Flash attention (arXiv 2205.14135) with the online softmax in float32, over static shapes. The T rows of a batch are cut
+into tiles of Q rows, each of one request; a loop walks the keys of all tiles at once, C at a time, gathering their pages.
+Its trip count is dynamic (what the longest tile needs), so a short batch in a long bucket is cheap; a window moves the
+tile's first chunk as well. Encoders use the same loop: their packed keys are pages of one token.
+
+Masked scores are IEEE -inf with a guarded maximum. Masked *values* are selected away, not multiplied by 0: should a product
+come out NaN, that chunk is done again with its non-finite values kept apart and given to just the rows that attend them. So
+what lies in unused slots is harmless, and a live NaN reaches exactly its rows. A live page id outside the cache is not
+clamped into a plausible answer: it makes NaN of the rows that attend it.
+
+Shape letters: T rows, R requests, B columns of the block table, H query heads, K kv heads, D head size, N pages of P tokens;
+X tiles of Q rows; M = H / K * Q rows of a tile that read one kv head; C keys of a chunk.
+
+Batches of the same shapes share one compilation whatever the numbers are (scale, cap and window included): only
+`max_query_len`, `causal` and which rules are present at all are static.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+#: Page ids [X, pages] -> keys, values, each [X, K, pages, P, D].
+Fetch = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+
+_compiled = functools.partial(jax.jit, static_argnames=("max_query_len", "causal"))
+
+
+@_compiled
+def paged_attention(
+    query: jax.Array,
+    kv_cache: jax.Array,
+    query_start_loc: jax.Array,
+    seq_lens: jax.Array,
+    block_table: jax.Array,
+    **rules: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """(out [T, H, D] in query's dtype, lse [H, T] float32) of a ragged batch over a paged cache.
+
+    query: [T, H, D]; kv_cache: [2, N, P, K, D], keys then values, of any dtype; query_start_loc: [R + 1]; seq_lens: [R];
+    block_table: [R, B]; all int32. `rules` are the keywords of `_attend`. Rows of no request come back as 0 and -inf.
+    """
+    num_blocks = kv_cache.shape[1]
+    pages = kv_cache.reshape(2 * num_blocks, *kv_cache.shape[2:])  # one array: taking [0] would copy half the cache
+    heads = jnp.arange(kv_cache.shape[3])[:, None]
+
+    def by_head(pages: jax.Array, ids: jax.Array) -> jax.Array:
+        return pages.at[ids[:, None], :, heads].get(mode="promise_in_bounds")
+
+    def by_page(pages: jax.Array, ids: jax.Array) -> jax.Array:
+        return jnp.moveaxis(pages.at[ids].get(mode="promise_in_bounds"), 3, 1)
+
+    def take(pages: jax.Array, ids: jax.Array) -> jax.Array:
+        # The same values; on CPUs one pass instead of two, but a TPU would first copy the whole cache into another layout.
+        return lax.platform_dependent(pages, ids, cpu=by_head, default=by_page)  # type: ignore[no-any-return]
+
+    def fetch(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        # XLA widens bf16 and fp8 on CPUs, and would widen the whole cache before the loop: tie it to this turn's ids.
+        here, ids = lax.optimization_barrier((pages, ids))
+        return take(here, ids), take(here, ids + num_blocks)
+
+    return _attend(query, fetch, kv_cache.shape[1:4], query_start_loc, seq_lens, block_table, **rules)
+
+
+@_compiled
+def ragged_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, query_start_loc: jax.Array, *, max_query_len: int, **rules: Any
+) -> tuple[jax.Array, jax.Array]:
+    """The same without a cache: each request attends its own rows of key, value [T, K, D]."""
+    table = query_start_loc[:-1, None] + jnp.arange(max_query_len, dtype=jnp.int32)
+
+    def fetch(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return tuple(x[ids].swapaxes(1, 2)[:, :, :, None] for x in (key, value))  # type: ignore[return-value]
+
+    extent, lens = (key.shape[0], 1, key.shape[1]), jnp.diff(query_start_loc)
+    return _attend(query, fetch, extent, query_start_loc, lens, table, max_query_len=max_query_len, **rules)
+
+
+def tile_rows(num_rows: int, num_requests: int, max_query_len: int) -> int:
+    """Q, a power of two: 1 for decodes; else as long as cutting every request to it pads the batch to 2 T rows at most."""
+    rows = 1
+    while rows < min(max_query_len, 64) and num_requests * (2 * rows - 1) <= num_rows:
+        rows *= 2
+    return rows
+
+
+def chunk_pages(page: int, columns: int, scored_rows: int) -> int:
+    """Pages a chunk: 256 keys, fewer where `scored_rows` (rows times heads) would fill memory with scores."""
+    keys = 256
+    while keys > 64 and keys * scored_rows > 1 << 26:
+        keys //= 2
+    return max(1, min(columns, keys // page))
+
+
+class _Tiles(NamedTuple):
+    """Which rows each tile has, and where each row of the batch went."""
+
+    request: jax.Array  # [X] (0 for a tile that is not there)
+    real: jax.Array  # [X, Q] whether the row is there
+    row: jax.Array  # [X, Q] its place in the batch (0 if not there)
+    order: jax.Array  # [X, Q] its number within the request
+    tile: jax.Array  # [T] tile and place in it of each row of the batch
+    place: jax.Array
+    owned: jax.Array  # [T] whether the row belongs to a request
+
+
+def _cut(query_start_loc: jax.Array, num_rows: int, q: int) -> _Tiles:
+    """Cut T rows into tiles of `q`. Their number is static: as many as R requests with T rows in all can need."""
+    lens = jnp.diff(query_start_loc)
+    num_requests = lens.shape[0]
+    num_tiles = (num_rows + num_requests * (q - 1)) // q
+    first_tile = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(-(-lens // q), dtype=jnp.int32)])
+
+    def owner(bounds: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """For each of `count` numbers: the interval of bounds [R + 1] it lies in, the distance from its start, if any."""
+        number = jnp.arange(count, dtype=jnp.int32)
+        request = jnp.sum(number[:, None] >= bounds[1:], axis=1, dtype=jnp.int32)
+        there = request < num_requests
+        request = jnp.where(there, request, 0)
+        return request, jnp.where(there, number - bounds[request], 0), there
+
+    request, nth, there = owner(first_tile, num_tiles)
+    order = nth[:, None] * q + jnp.arange(q, dtype=jnp.int32)
+    real = there[:, None] & (order < lens[request][:, None])
+    order = jnp.where(real, order, 0)
+    row = jnp.where(real, query_start_loc[request][:, None] + order, 0)
+    of, offset, owned = owner(query_start_loc, num_rows)
+    return _Tiles(request, real, row, order, first_tile[of] + offset // q, offset % q, owned)
+
+
+def _attend(
+    query: jax.Array,
+    fetch: Fetch,
+    extent: tuple[int, ...],
+    query_start_loc: jax.Array,
+    seq_lens: jax.Array,
+    block_table: jax.Array,
+    *,
+    scale: jax.Array | float,
+    max_query_len: int,
+    causal: bool = True,
+    window: tuple[Any, Any] = (None, None),
+    logits_soft_cap: jax.Array | float | None = None,
+    alibi_slopes: jax.Array | None = None,
+    sinks: jax.Array | None = None,
+    tree_mask: jax.Array | None = None,
+    k_scale: jax.Array | float = 1.0,
+    v_scale: jax.Array | float = 1.0,
+) -> tuple[jax.Array, jax.Array]:
+    """The loop. `extent` is (N, P, K).
+
+    max_query_len: static, at least the longest query; window: (left, right), inclusive, None for unbounded; alibi_slopes,
+    sinks: [H] float32; tree_mask: [R, W, W] bool, in place of the causal triangle for requests of at most W rows;
+    k_scale, v_scale: scalar or [K], what codes of a quantised cache are worth (folded into scores and output; the codes
+    themselves are exact in query's dtype).
+    """
+    num_rows, num_heads, head_size = query.shape
+    (num_requests, columns), (num_blocks, page, num_kv_heads) = block_table.shape, extent
+    if 0 in (num_rows, num_requests, columns, num_blocks):
+        return jnp.zeros_like(query), jnp.full((num_heads, num_rows), -jnp.inf, jnp.float32)
+    tile_len = tile_rows(num_rows, num_requests, max_query_len)
+    tiles = _cut(query_start_loc, num_rows, tile_len)
+    num_tiles, group = tiles.request.shape[0], num_heads // num_kv_heads
+    pages = chunk_pages(page, columns, num_tiles * tile_len * num_heads)
+    chunk = pages * page
+
+    def of_heads(values: jax.Array) -> jax.Array:
+        """[H] -> [K, M, 1], against scores [X, K, M, C]."""
+        return jnp.repeat(values.reshape(num_kv_heads, group), tile_len, axis=1)[..., None]
+
+    def of_kv_heads(values: Any) -> jax.Array:
+        """Scalar or [K] -> [K, 1, 1]."""
+        return jnp.broadcast_to(jnp.asarray(values, jnp.float32), (num_kv_heads,))[:, None, None]
+
+    def to_heads(x: jax.Array) -> jax.Array:
+        """[X, Q, C] -> [X, 1, M, C]: every head of the group sees the same."""
+        return jnp.tile(x, (1, group, 1))[:, None]
+
+    def dot(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+        # HIGHEST: neither TF32 nor bf16 passes for float32; 16-bit inputs are exact as they are
+        return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32, precision=lax.Precision.HIGHEST)
+
+    q = jnp.where(tiles.real[..., None, None], query[tiles.row], 0)  # rows that are not there must not spread a NaN
+    q = q.reshape(num_tiles, tile_len, num_kv_heads, group, head_size).transpose(0, 2, 3, 1, 4)
+    q = q.reshape(num_tiles, num_kv_heads, group * tile_len, head_size)
+    score_scale = scale * of_kv_heads(k_scale)
+    few = group * tile_len <= 32  # then turn the scores about: left to itself, XLA turns the keys, which are many more
+
+    table, length = block_table[tiles.request], seq_lens[tiles.request][:, None]  # [X, B], [X, 1]
+    context = length - jnp.diff(query_start_loc)[tiles.request][:, None]  # keys before the request's own rows
+    position = tiles.order + context  # [X, Q]
+    (left, right), used = window, -(-length // page)
+
+    # The keys [first chunk, stop) that a tile can see bound its part of the loop.
+    first = jnp.zeros_like(length) if left is None else jnp.maximum(position[:, :1] - left, 0) // chunk
+    reach = 0 if causal and tree_mask is None else right
+    stop = length if reach is None else jnp.minimum(length, position.max(axis=1, keepdims=True) + reach + 1)
+    trips = jnp.where(tiles.real[:, :1], -(-stop // chunk) - first, 0).max()
+
+    def visible(key: jax.Array) -> jax.Array:
+        """[X, Q, C]: which of the keys at positions [X, C] each row attends."""
+        p, j = position[..., None], key[:, None, :]
+        allowed = tiles.real[..., None] & (j < length[..., None])
+        if causal:
+            ordered = j <= p
+            if tree_mask is not None:
+                width = tree_mask.shape[1]
+                is_tree, node = (length - context <= width)[..., None], j - context[..., None]
+                row = jnp.minimum(tiles.order, width - 1)[..., None]
+                edge = tree_mask[tiles.request[:, None, None], row, jnp.clip(node, 0, width - 1)]
+                ordered = jnp.where(is_tree, (node < 0) | edge, ordered)
+            allowed &= ordered
+        if left is not None:
+            allowed &= j >= p - left
+        if right is not None:
+            allowed &= j <= p + right
+        return allowed
+
+    def step(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        top, total, acc = carry
+        column = (first + i) * pages + jnp.arange(pages, dtype=jnp.int32)  # [X, pages]
+        ids = jnp.take_along_axis(table, jnp.minimum(column, columns - 1), axis=1)
+        ids = jnp.where(column < used, ids, 0)  # table entries past the used columns are never followed
+        lost = (ids < 0) | (ids >= num_blocks) | ((column >= columns) & (column < used))  # no such page, or no entry for it
+        k, v = fetch(jnp.where(lost, 0, ids))
+        k, v = (x.reshape(num_tiles, num_kv_heads, chunk, head_size).astype(query.dtype) for x in (k, v))
+        key = (first + i) * chunk + jnp.arange(chunk, dtype=jnp.int32)  # [X, C]
+
+        if few:
+            s = lax.optimization_barrier(dot("xkcd,xkmd->xkcm", k, q)).swapaxes(2, 3) * score_scale
+        else:
+            s = dot("xkmd,xkcd->xkmc", q, k) * score_scale
+        if logits_soft_cap is not None:
+            s = logits_soft_cap * jnp.tanh(s / logits_soft_cap)
+        if alibi_slopes is not None:
+            distance = (key[:, None, :] - position[..., None]).astype(jnp.float32)
+            s += of_heads(alibi_slopes) * to_heads(distance if causal else -jnp.abs(distance))
+        s = jnp.where(jnp.repeat(lost, page, axis=1)[:, None, None], jnp.nan, s)
+        allowed = to_heads(visible(key))
+        s = jnp.where(allowed, s, -jnp.inf)
+
+        new_top = jnp.maximum(top, s.max(axis=-1))
+        finite_top = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+        weights, fade = jnp.exp(s - finite_top[..., None]), jnp.exp(top - finite_top)
+        part = dot("xkmc,xkcd->xkmd", weights.astype(v.dtype), v)
+        part = lax.cond(jnp.isnan(part).any(), lambda: _select(dot, weights, allowed, v), lambda: part)
+        return new_top, total * fade + weights.sum(axis=-1), acc * fade[..., None] + part
+
+    rows = jax.ShapeDtypeStruct((num_tiles, num_kv_heads, group * tile_len), jnp.float32)
+    sums = jax.ShapeDtypeStruct((*rows.shape, head_size), jnp.float32)
+    # Under shard_map the loop must start as varying over the same mesh axes as what it computes: ask the step for that.
+    nothing = map(jnp.full_like, jax.eval_shape(step, trips, (rows, rows, sums)), (-jnp.inf, 0.0, 0.0))
+    top, total, acc = lax.fori_loop(0, trips, step, tuple(nothing))
+
+    empty = top == -jnp.inf
+    total = jnp.where(empty, 1.0, total)
+    lse, out = top + jnp.log(total), acc / total[..., None] * of_kv_heads(v_scale)
+    if sinks is not None:
+        gate = jax.nn.sigmoid(lse[..., None] - of_heads(sinks))
+        out = jnp.where(empty[..., None], 0.0, out * gate)
+
+    def back(x: jax.Array, fill: float) -> jax.Array:
+        """[X, K, M, E] -> [T, H, E], each row from its tile."""
+        x = x.reshape(num_tiles, num_heads, tile_len, -1)[tiles.tile, :, tiles.place]
+        return jnp.where(tiles.owned[:, None, None], x, fill)
+
+    return back(out, 0.0).astype(query.dtype), back(lse[..., None], -jnp.inf)[..., 0].T
+
+
+def _select(dot: Callable[..., jax.Array], weights: jax.Array, allowed: jax.Array, v: jax.Array) -> jax.Array:
+    """weights [X, K, M, C] times v [X, K, C, D], where a row meets only the values it is allowed, NaN and inf included."""
+    attends = jnp.broadcast_to(allowed, weights.shape).astype(v.dtype)
+
+    def reach(what: jax.Array) -> jax.Array:
+        return dot("xkmc,xkcd->xkmd", attends, what.astype(v.dtype)) > 0
+
+    part = dot("xkmc,xkcd->xkmd", weights.astype(v.dtype), jnp.where(jnp.isfinite(v), v, 0))
+    part += jnp.where(reach(v == jnp.inf), jnp.inf, 0.0)
+    part += jnp.where(reach(v == -jnp.inf), -jnp.inf, 0.0)  # both infinities make NaN, as they should
+    return jnp.where(reach(jnp.isnan(v)), jnp.nan, part)

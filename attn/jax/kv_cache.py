@@ -1,0 +1,95 @@
+"""The paged cache under jax: allocated, and written as a value that replaces the old one.
+
+A write is one scatter; with the cache donated to the jitted step it happens in place. Two traps of JAX end here: a scatter
+at -1 would write the *last* slot, so PAD is sent out of range and dropped; and a cast to fp8 overflows to NaN, so codes are
+clipped first. A quantised cache (elements of one byte) stores x / scale, saturated and rounded to nearest even: NaN stays
+NaN in fp8; int8 has none, and stores 0 for it. Any other cache stores x itself, and its scales mean nothing.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attn.backends.abstract import AttentionBackend, KVCacheSpec
+from attn.dtypes import DTYPES, dtype_name, kv_cache_element
+from attn.errors import ShapeError
+
+
+def element_type(kv_cache_dtype: str, dtype: Any) -> Any:
+    """The dtype of a cache's elements for a model of `dtype`. Raises `DTypeError` for an unknown name."""
+    return jnp.dtype(kv_cache_element(kv_cache_dtype, dtype_name(dtype)))
+
+
+def is_quantised(element: Any) -> bool:
+    """Whether a cache of this element type holds codes, to be multiplied by a scale."""
+    return jnp.dtype(element).itemsize == 1
+
+
+def allocate(backend_cls: type[AttentionBackend], kv_cache_spec: KVCacheSpec, num_blocks: int, device: Any = None) -> jax.Array:
+    """A zeroed cache of `num_blocks` blocks in the backend's layout; `device` may be a sharding (None: the default)."""
+    spec = kv_cache_spec
+    shape = backend_cls.get_kv_cache_shape(num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size, spec.kv_cache_dtype)
+    return jnp.zeros(shape, element_type(spec.kv_cache_dtype, spec.dtype), device=device)
+
+
+def constant(value: Any) -> Any:
+    """`value` as float32, for a layer to keep: in NumPy, since an array made while JAX traces (a module built under jit or
+    `nnx.eval_shape`) would be a tracer that must not outlive the trace. A tracer that is passed in stays one."""
+    return value.astype(jnp.float32) if isinstance(value, jax.core.Tracer) else np.asarray(value, np.float32)
+
+
+def check_scale(name: str, value: Any, num_kv_heads: int) -> Any:
+    """A scale as float32, 0-d or [K]. Raises `ShapeError`, and ValueError unless finite and positive (a tracer's values go
+    unseen)."""
+    scale = constant(value)
+    if scale.shape not in ((), (num_kv_heads,)):
+        raise ShapeError(f"{name} has shape {list(scale.shape)}: must be a scalar or [{num_kv_heads}], one a kv head")
+    if isinstance(scale, np.ndarray) and not (np.isfinite(scale) & (scale > 0)).all():
+        raise ValueError(f"{name}={scale.tolist()} must be finite and above 0")
+    return scale
+
+
+def encode(x: jax.Array, element: Any, scale: Any = 1.0) -> jax.Array:
+    """x [..., K, D] as a cache of `element` stores it."""
+    if not is_quantised(element):
+        return x.astype(element)
+    limit = DTYPES[dtype_name(element)].max
+    codes = jnp.clip(x.astype(jnp.float32) / jnp.asarray(scale, jnp.float32)[..., None], -limit, limit)
+    if element == jnp.int8:
+        codes = jnp.where(jnp.isnan(codes), 0.0, jnp.round(codes))
+    return codes.astype(element)
+
+
+def drop_pads(slot_mapping: jax.Array, num_slots: int) -> jax.Array:
+    """`slot_mapping` with its negative entries out of range, for a scatter with mode="drop"."""
+    return jnp.where(slot_mapping < 0, num_slots, slot_mapping)
+
+
+def write(
+    key: jax.Array,
+    value: jax.Array,
+    key_cache: jax.Array,
+    value_cache: jax.Array,
+    slot_mapping: jax.Array,
+    k_scale: Any = 1.0,
+    v_scale: Any = 1.0,
+) -> tuple[jax.Array, jax.Array]:
+    """New (key_cache, value_cache), each [N, P, K, D], with key, value [T, K, D] at `slot_mapping` [T] (-1: nowhere)."""
+
+    def one(x: jax.Array, cache: jax.Array, scale: Any) -> jax.Array:
+        flat = cache.reshape(-1, *cache.shape[2:])
+        slots = drop_pads(slot_mapping, flat.shape[0])
+        return flat.at[slots].set(encode(x, cache.dtype, scale), mode="drop").reshape(cache.shape)
+
+    return one(key, key_cache, k_scale), one(value, value_cache, v_scale)
+
+
+def write_pair(
+    key: jax.Array, value: jax.Array, kv_cache: jax.Array, slot_mapping: jax.Array, k_scale: Any = 1.0, v_scale: Any = 1.0
+) -> jax.Array:
+    """The same for keys and values in one array [2, N, P, K, D]: one scatter, so that a donated cache is never copied."""
+    flat = kv_cache.reshape(2, -1, *kv_cache.shape[3:])
+    codes = jnp.stack([encode(key, kv_cache.dtype, k_scale), encode(value, kv_cache.dtype, v_scale)])
+    return flat.at[:, drop_pads(slot_mapping, flat.shape[1])].set(codes, mode="drop").reshape(kv_cache.shape)

@@ -1,0 +1,150 @@
+"""The paged backends' metadata under jax: the neutral batch as a pytree, padded so that few programs are compiled.
+
+XLA compiles one program a shape. The builder pads T, R, the block table's columns and the static bounds up to powers of
+two, so that one compilation serves every batch of a bucket; what is real is told by *values* (`num_actual_tokens`,
+lengths of 0), which cost nothing to change. Padding reads nothing and writes nothing: lengths 0, block 0, slot -1.
+"""
+
+import dataclasses
+import json
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export
+
+from attn import envs
+from attn.arrays import to_framework
+from attn.backends.abstract import AttentionMetadataBuilder
+from attn.backends.metadata import INT32_MAX, PAD_SLOT_ID, AttentionMetadata, CommonAttentionMetadata
+from attn.errors import MetadataError, ShapeError
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedAttentionMetadata(AttentionMetadata):
+    """One batch. The first seven are arrays (int32, on the device), the last four are static: they key the compilation."""
+
+    query_start_loc: jax.Array  # [R + 1], the last entry repeated past num_reqs
+    seq_lens: jax.Array  # [R], 0 past num_reqs
+    block_table: jax.Array  # [R, B], 0 past what is used
+    slot_mapping: jax.Array  # [T], -1 past num_actual_tokens
+    num_reqs: jax.Array  # []
+    num_actual_tokens: jax.Array  # []
+    tree_mask: jax.Array | None = None  # [R, W, W] bool
+    max_query_len: int = dataclasses.field(default=1, metadata={"static": True})
+    max_seq_len: int = dataclasses.field(default=1, metadata={"static": True})
+    causal: bool = dataclasses.field(default=True, metadata={"static": True})
+    block_size: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+    def pad(self, x: Any) -> jax.Array:
+        """Token rows x [t, ...] with zeros below, up to the T rows that this batch was padded to."""
+        rows = self.slot_mapping.shape[0]
+        missing = rows - x.shape[0]
+        if missing < 0:
+            raise ShapeError(f"x has {x.shape[0]} rows: must be at most {rows}, the batch's padded length")
+        return jnp.pad(jnp.asarray(x), ((0, missing), *((0, 0) for _ in x.shape[1:])))
+
+
+# so that a function of a batch can be exported (`jax.export`) and served where this package is installed
+export.register_pytree_node_serialization(
+    PagedAttentionMetadata,
+    serialized_name="attn.jax.metadata.PagedAttentionMetadata",
+    serialize_auxdata=lambda static: json.dumps(static).encode(),
+    deserialize_auxdata=lambda data: tuple(json.loads(data)),
+)
+
+
+def bucket(size: int) -> int:
+    """The power of two at or above `size` (1 for 0): the extent that a batch of `size` is padded to."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
+class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetadata]):
+    """Checks the neutral batch, pads it and puts it on the device.
+
+    `config={"bucket": False}` keeps the batch's exact extents: one compilation for each shape.
+    """
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> PagedAttentionMetadata:
+        """The batch on this builder's device. Raises `MetadataError` (see `CommonAttentionMetadata.validate`).
+
+        Block ids and slots are checked too when the cache's extent is known and they are on the host, unless
+        `fast_build`.
+        """
+        batch, spec = common_attn_metadata, self.kv_cache_spec
+        batch.validate(spec.block_size, None if fast_build else spec.num_blocks)
+        if envs.debug("device"):
+            batch.on_host().validate(spec.block_size, spec.num_blocks)
+        size = bucket if (self.config or {}).get("bucket", True) else int
+        num_reqs, num_rows, columns = map(size, (batch.num_reqs, batch.slot_mapping.shape[0], batch.block_table.shape[1]))
+        starts = batch.query_start_loc if batch.query_start_loc_cpu is None else batch.query_start_loc_cpu
+        lens = batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu
+        tree = batch.tree_mask
+        arrays = {
+            "query_start_loc": _padded(starts, (num_reqs + 1,), None),
+            "seq_lens": _padded(lens, (num_reqs,)),
+            "block_table": _padded(batch.block_table, (num_reqs, columns)),
+            "slot_mapping": _padded(_int32_slots(batch.slot_mapping), (num_rows,), PAD_SLOT_ID),
+            "num_reqs": np.int32(batch.num_reqs),
+            "num_actual_tokens": np.int32(batch.num_actual_tokens),
+            "tree_mask": None if tree is None else _padded(tree, (num_reqs, *tree.shape[1:])),
+        }
+        return PagedAttentionMetadata(
+            **jax.device_put(arrays, self.device),
+            max_query_len=size(batch.max_query_len),
+            max_seq_len=size(batch.max_seq_len),
+            causal=batch.causal,
+            block_size=spec.block_size,
+        )
+
+
+def check_ids(attn_metadata: PagedAttentionMetadata, block_size: int, num_blocks: int) -> None:
+    """`jax.experimental.checkify` checks of a batch's values against a cache of `num_blocks` blocks, for use inside jit.
+
+    Live block ids lie in the cache, slots too unless they are -1, and no two tokens write one slot. Functionalise the
+    step that calls it, then look at the error it returns:
+
+        error, output = jax.jit(checkify.checkify(step))(...)
+        error.throw()
+    """
+    from jax.experimental import checkify
+
+    table, slots = attn_metadata.block_table, attn_metadata.slot_mapping
+    used = -(-attn_metadata.seq_lens[:, None] // block_size)
+    live = jnp.arange(table.shape[1]) < used
+    checkify.check(
+        (used <= table.shape[1]).all() & (~live | ((table >= 0) & (table < num_blocks))).all(),
+        f"block_table: a live entry is not between 0 and {num_blocks - 1}, or a request has more blocks than columns",
+    )
+    num_slots = num_blocks * block_size
+    in_cache = (slots >= PAD_SLOT_ID) & (slots < num_slots)
+    checkify.check(in_cache.all(), f"slot_mapping: an entry is not -1 or between 0 and {num_slots - 1}")
+    written = jnp.sort(slots)
+    twice = (written[1:] == written[:-1]) & (written[1:] != PAD_SLOT_ID)
+    checkify.check(~twice.any(), "slot_mapping: a slot is written by more than one token")
+
+
+def _padded(array: Any, shape: tuple[int, ...], fill: int | None = 0) -> Any:
+    """`array` grown to `shape` at its ends with `fill`, or with its last entry (None); on the host if it is there."""
+    if not isinstance(array, np.ndarray):
+        array = to_framework(array, "jax")
+        widths = [(0, want - got) for want, got in zip(shape, array.shape, strict=True)]
+        return jnp.pad(array, widths, mode="edge") if fill is None else jnp.pad(array, widths, constant_values=fill)
+    grown = np.full(shape, array[-1] if fill is None else fill, array.dtype)
+    grown[tuple(map(slice, array.shape))] = array
+    return grown
+
+
+def _int32_slots(slot_mapping: Any) -> Any:
+    """Slots as int32, on the host if they are there. Raises `MetadataError` for one that int32 cannot hold."""
+    if not isinstance(slot_mapping, np.ndarray):
+        return to_framework(slot_mapping, "jax").astype(jnp.int32)
+    bad = (slot_mapping < PAD_SLOT_ID) | (slot_mapping > INT32_MAX)
+    if bad.any():
+        i = int(bad.argmax())
+        raise MetadataError("slot_mapping", i, int(slot_mapping[i]), f"between -1 and {INT32_MAX} under jax (int32)")
+    return slot_mapping.astype(np.int32)

@@ -1,0 +1,133 @@
+"""The jax wing's platforms: TPU, GPU and CPU, each with its order of backends and the reasons for it.
+
+A platform is asked only when a layer is selected; nothing here runs at import. `jax.default_backend()` says which one is
+here; the others answer too, about devices that are not.
+"""
+
+import functools
+import platform as host
+
+import jax
+
+from attn.capabilities import Device, Feature, Request
+from attn.platforms import Platform
+
+#: What `device_kind` begins with -> the generation's short name; the longest match wins ("TPU v5" alone is v5p).
+TPU_KINDS = {
+    "TPU v4": "v4",
+    "TPU v5 lite": "v5e",
+    "TPU v5e": "v5e",
+    "TPU v5": "v5p",
+    "TPU v6 lite": "v6e",
+    "TPU v6e": "v6e",
+    "TPU7x": "v7x",
+    "TPU v7x": "v7x",
+}
+
+
+class JaxPlatform(Platform):
+    """Base: a framework name, the device at hand, and the MLA branch."""
+
+    framework = "jax"
+    #: what a machine without such a device says
+    absent: str
+
+    @functools.cache  # noqa: B019  (one platform object a process)
+    def device(self) -> Device:
+        if jax.default_backend() != self.name:
+            return Device("jax", self.name, self.absent)
+        device = jax.devices()[0]
+        return Device("jax", self.name, device.device_kind, self.arch(device))
+
+    def arch(self, device: jax.Device) -> str:
+        """The hardware generation, as `Capabilities.archs` rules spell it."""
+        raise NotImplementedError
+
+    def dense(self, request: Request, device: Device) -> tuple[str, ...]:
+        raise NotImplementedError
+
+    def mla(self, request: Request, device: Device) -> tuple[str, ...]:
+        return ()
+
+    def priorities(self, request: Request, device: Device) -> tuple[str, ...]:
+        if {Feature.MLA, Feature.SPARSE_MLA} & request.features:
+            return self.mla(request, device)
+        return self.dense(request, device)
+
+
+class TpuPlatform(JaxPlatform):
+    """Google's TPUs."""
+
+    name, absent = "tpu", "TPU (none here)"
+
+    def arch(self, device: jax.Device) -> str:
+        return tpu_arch(device.device_kind)
+
+    def dense(self, request: Request, device: Device) -> tuple[str, ...]:
+        return (
+            "PALLAS",  # our kernel: pages go to VMEM by DMA and scores never leave it
+            "XLA_ATTN",  # any shape and feature; every chunk's scores travel through HBM
+        )
+
+    def mla(self, request: Request, device: Device) -> tuple[str, ...]:
+        return ("PALLAS_MLA",)
+
+
+class GpuPlatform(JaxPlatform):
+    """NVIDIA and AMD GPUs under jax."""
+
+    name, absent = "gpu", "GPU (none here)"
+
+    def arch(self, device: jax.Device) -> str:
+        capability = getattr(device, "compute_capability", "")
+        return f"sm_{capability.replace('.', '')}" if capability[:1].isdigit() else capability
+
+    def dense(self, request: Request, device: Device) -> tuple[str, ...]:
+        return (
+            "XLA_ATTN",  # every feature, and no second compiler to trust
+            "PALLAS",
+        )
+
+    def mla(self, request: Request, device: Device) -> tuple[str, ...]:
+        return ("PALLAS_MLA",)
+
+
+class CpuPlatform(JaxPlatform):
+    """Any host processor."""
+
+    name, absent = "cpu", f"{host.machine()} CPU"
+
+    @functools.cache  # noqa: B019
+    def device(self) -> Device:
+        return Device("jax", "cpu", f"{host.machine()} CPU", host.machine())  # there is always one, whatever is the default
+
+    def dense(self, request: Request, device: Device) -> tuple[str, ...]:
+        return (
+            "XLA_ATTN",
+            "PALLAS",  # interpreted here, for tests: thousands of times slower
+        )
+
+    def mla(self, request: Request, device: Device) -> tuple[str, ...]:
+        return ("PALLAS_MLA",)
+
+
+PLATFORMS: dict[str, type[JaxPlatform]] = {p.name: p for p in (TpuPlatform, GpuPlatform, CpuPlatform)}
+
+
+def tpu_arch(device_kind: str) -> str:
+    """`v5e`, `v6e`, `v7x`, ... for a TPU's `device_kind`; the kind itself for one not known here."""
+    known = max((kind for kind in TPU_KINDS if device_kind.startswith(kind)), key=len, default="")
+    return TPU_KINDS.get(known, device_kind.removeprefix("TPU ").replace(" ", "_"))
+
+
+@functools.cache
+def platform(name: str | None = None) -> JaxPlatform:
+    """The platform called `name`, or the one that `jax.default_backend()` runs on.
+
+    Raises ValueError for an unknown name.
+    """
+    if name is None:
+        name = jax.default_backend()
+    if name not in PLATFORMS:
+        raise ValueError(f"jax platform {name!r} is unknown; known: {', '.join(PLATFORMS)}")
+    return PLATFORMS[name]()

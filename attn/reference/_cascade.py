@@ -1,0 +1,91 @@
+"""A prefix that all requests share, attended once for the whole batch and merged with the rest.
+
+The same function as `paged_attention`: it exists because the merge of the two passes is where a backend
+goes wrong. Every check here is a condition under which the two-pass form is not the same function.
+"""
+
+from collections.abc import Sequence
+from typing import SupportsIndex
+
+import numpy as np
+import numpy.typing as npt
+
+from attn.reference._check import F64, check_ndim, floats, require, whole
+from attn.reference._paged import check_batch, paged_attention
+from attn.reference._states import apply_sinks, merge_states
+
+
+def cascade_attention(
+    query: npt.ArrayLike,
+    key_cache: npt.ArrayLike,
+    value_cache: npt.ArrayLike,
+    *,
+    query_start_loc: npt.ArrayLike,
+    seq_lens: npt.ArrayLike,
+    block_table: npt.ArrayLike,
+    common_prefix_len: int,
+    scale: float | None = None,
+    window: Sequence[SupportsIndex | None] = (None, None),
+    logits_soft_cap: float | None = None,
+    alibi_slopes: npt.ArrayLike | None = None,
+    sinks: npt.ArrayLike | None = None,
+    k_scale: npt.ArrayLike = 1.0,
+    v_scale: npt.ArrayLike = 1.0,
+) -> tuple[F64, F64]:
+    """`paged_attention` in two passes, when all requests begin with the same pages (SEMANTICS 4.12).
+
+    The first common_prefix_len keys, a multiple of P, are attended by all rows at once without a causal
+    rule; the rest request by request, causal; the two are merged by lse and sinks applied last. Shapes and
+    result as in `paged_attention`, to rounding. Windows and ALiBi would need global positions in both
+    passes, so they raise ValueError; so does a prefix that is not shared, or that reaches into new tokens.
+    """
+    require(tuple(window) == (None, None), f"window={window!r} (cascade attention supports none)")
+    require(alibi_slopes is None, "alibi_slopes given (cascade attention supports none)")
+    q = floats("query", query, 3)
+    starts, lengths, table = check_batch(q, query_start_loc, seq_lens, block_table)
+    keys = np.asarray(key_cache)
+    check_ndim("key_cache", keys, 4)
+    prefix, page = whole("common_prefix_len", common_prefix_len), keys.shape[1]
+    require(prefix % page == 0, f"common_prefix_len={prefix} is not a multiple of block_size={page}")
+    shared, active = prefix // page, np.diff(starts) > 0
+    context = (lengths - np.diff(starts))[active]
+    require(
+        bool((context >= prefix).all()),
+        f"common_prefix_len={prefix} is more than the shortest context ({context.min(initial=prefix)} keys)",
+    )
+    tables = table[active, :shared]
+    require(
+        bool((tables == tables[:1]).all()),
+        f"the first {shared} columns of block_table differ between requests",
+    )
+    total = int(starts[-1])
+    prefix_state = paged_attention(
+        q,
+        key_cache,
+        value_cache,
+        query_start_loc=[0, total] if total else [0],
+        seq_lens=[prefix] if total else [],
+        block_table=tables[:1],
+        scale=scale,
+        causal=False,
+        logits_soft_cap=logits_soft_cap,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+    suffix_state = paged_attention(
+        q,
+        key_cache,
+        value_cache,
+        query_start_loc=starts,
+        seq_lens=np.maximum(lengths - prefix, 0),
+        block_table=table[:, shared:],
+        scale=scale,
+        causal=True,
+        logits_soft_cap=logits_soft_cap,
+        k_scale=k_scale,
+        v_scale=v_scale,
+    )
+    outs, lses = zip(prefix_state, suffix_state, strict=True)
+    # A NaN here is a live NaN key or a padding row: neither is an empty part.
+    merged = merge_states(outs, lses, nan_is_empty=False)
+    return merged if sinks is None else apply_sinks(*merged, sinks)

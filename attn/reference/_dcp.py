@@ -1,0 +1,35 @@
+"""Decode context parallelism: which tokens of a sequence a rank holds (SEMANTICS 4.15).
+
+Token t lies on rank (t // interleave) % world. A rank's keys are strided, so a causal rule over them goes
+by their global positions: pass `dcp_key_positions` to `attention` as key_positions.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from attn.reference._check import I64, ints, require, whole
+
+
+def dcp_local_lens(seq_lens: npt.ArrayLike, world: int, rank: int, interleave: int) -> I64:
+    """How many of each sequence's tokens are on this rank: int64, the shape of `seq_lens`.
+
+    base = L // I // W * I;  base + clip(L - base * W - rank * I, 0, I).
+    """
+    lengths = ints("seq_lens", seq_lens)
+    require(bool((lengths >= 0).all()), f"seq_lens={lengths.tolist()} (>= 0)")
+    size, own, run = _check_group(world, rank, interleave)
+    base = lengths // run // size * run
+    local: I64 = base + np.clip(lengths - base * size - own * run, 0, run)
+    return local
+
+
+def dcp_key_positions(seq_len: int, world: int, rank: int, interleave: int) -> I64:
+    """Global positions of this rank's keys, in cache order: int64 [local length], rising."""
+    size, own, run = _check_group(world, rank, interleave)
+    local = np.arange(int(dcp_local_lens(whole("seq_len", seq_len), size, own, run)), dtype=np.int64)
+    return local // run * size * run + own * run + local % run
+
+
+def _check_group(world: int, rank: int, interleave: int) -> tuple[int, int, int]:
+    size = whole("world", world, least=1)
+    return size, whole("rank", rank, most=size - 1), whole("interleave", interleave, least=1)

@@ -1,0 +1,189 @@
+"""Attention of one sequence, dense, in float64: the definition that every backend is held to.
+
+Masked scores become IEEE -inf and the maximum is guarded, so a row without keys is exactly (0, -inf).
+A masked value is *selected away*: weights meet only finite values in the matrix product, and the values
+that are not finite are added afterwards, to just the rows that attend them. A live NaN therefore reaches
+exactly those rows, and a NaN or inf in a masked slot reaches none.
+Rows go through in slices, so that memory stays bounded at long context.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import SupportsIndex
+
+import numpy as np
+import numpy.typing as npt
+
+from attn.reference._check import (
+    F64,
+    I64,
+    Bool,
+    bools,
+    broadcast,
+    check_shape,
+    finite,
+    floats,
+    heads_per_group,
+    ints,
+    require,
+)
+from attn.reference._masks import check_window, row_positions
+from attn.reference._states import apply_sinks
+
+_SCORES_AT_ONCE = 1 << 21
+
+
+@dataclass(frozen=True)
+class _Rules:
+    """What turns dot products into masked scores, for all H heads, n rows and m keys of a sequence."""
+
+    scale: float
+    cap: float
+    causal: bool
+    left: int | None
+    right: int | None
+    slopes: F64 | None
+    mask: Bool | None
+    bias: F64 | None
+    query_positions: I64
+    key_positions: I64
+
+    def scores(self, dots: F64, heads: slice, rows: slice) -> tuple[F64, Bool]:
+        """Scores with -inf where not allowed, and what is allowed: [heads, rows, m] both."""
+        p, j = self.query_positions[rows, None], self.key_positions[None, :]
+        allowed = np.ones(dots.shape, dtype=np.bool_)
+        if self.causal:
+            allowed &= j <= p
+        if self.left is not None:
+            allowed &= j >= p - self.left
+        if self.right is not None:
+            allowed &= j <= p + self.right
+        if self.mask is not None:
+            allowed &= self.mask[heads, rows]
+        scores = dots * self.scale
+        if self.cap:
+            scores = self.cap * np.tanh(scores / self.cap)
+        if self.slopes is not None:
+            scores -= self.slopes[heads, None, None] * np.abs(p - j)
+        if self.bias is not None:
+            allowed &= ~np.isneginf(self.bias[heads, rows])
+            scores += self.bias[heads, rows]
+        return np.where(allowed, scores, -np.inf), allowed
+
+
+def attention(
+    query: npt.ArrayLike,
+    key: npt.ArrayLike,
+    value: npt.ArrayLike,
+    *,
+    scale: float | None = None,
+    causal: bool = False,
+    window: Sequence[SupportsIndex | None] = (None, None),
+    logits_soft_cap: float | None = None,
+    alibi_slopes: npt.ArrayLike | None = None,
+    sinks: npt.ArrayLike | None = None,
+    mask: npt.ArrayLike | None = None,
+    bias: npt.ArrayLike | None = None,
+    query_positions: npt.ArrayLike | None = None,
+    key_positions: npt.ArrayLike | None = None,
+) -> tuple[F64, F64]:
+    """Attention of one sequence (SEMANTICS 4.1-4.8).
+
+    query: [n, H, D]; key: [m, K, D]; value: [m, K, Dv]; any float dtype. Head h reads kv head h // (H/K).
+    Row i is at position p = i + (m - n) and key j at j, unless `query_positions` [n] and `key_positions`
+    [m] (int) say otherwise.
+
+        s_ij  = scale * <q_i, k_j>                  scale defaults to 1 / sqrt(D)
+        s_ij  = cap * tanh(s_ij / cap)              logits_soft_cap; None or 0 is off
+        s_ij += -slope_h * |p - j|, and the bias    alibi_slopes; under causal that is slope_h * (j - p)
+        s_ij  = -inf where not allowed
+        lse_i = log sum_j exp(s_ij)
+        out_i = sum_j exp(s_ij - lse_i) v_j         then * sigmoid(lse_i - sink_h)
+
+    Allowed is the AND of: causal, j <= p (bottom-right when positions are the default); window
+    (left, right), p - left <= j <= p + right, None = unbounded; mask, bool broadcastable to [H, n, m] with
+    True = attend; bias (float, broadcastable to [H, n, m]) not being -inf, so that an additive mask selects
+    like a bool one. alibi_slopes, sinks: [H].
+
+    Returns (out [n, H, Dv], lse [H, n]) in float64; lse is natural and excludes the sink. A row with no
+    allowed key has out 0 and lse -inf, also with a sink. What is masked is never read: NaN, inf and huge
+    numbers there are harmless. A NaN key or value that is attended makes NaN of the rows that attend it.
+    """
+    q, k, v = floats("query", query, 3), floats("key", key, 3), floats("value", value, 3)
+    n, num_heads, head_size = q.shape
+    m, num_kv_heads, _ = k.shape
+    group = heads_per_group(num_heads, num_kv_heads)
+    check_shape("key", k, (m, num_kv_heads, head_size))
+    check_shape("value", v, (m, num_kv_heads, v.shape[2]))
+    left, right = check_window(window)
+    shape = (num_heads, n, m)
+    rules = _Rules(
+        scale=default_scale(scale, head_size),
+        cap=_soft_cap(logits_soft_cap),
+        causal=bool(causal),
+        left=left,
+        right=right,
+        slopes=None if alibi_slopes is None else per_head("alibi_slopes", alibi_slopes, num_heads),
+        mask=None if mask is None else bools("mask", mask, shape),
+        bias=None if bias is None else broadcast("bias", floats("bias", bias), shape),
+        query_positions=_positions("query_positions", query_positions, row_positions(n, m)),
+        key_positions=_positions("key_positions", key_positions, np.arange(m, dtype=np.int64)),
+    )
+    out, lse = np.zeros((n, num_heads, v.shape[2])), np.full((num_heads, n), -np.inf)
+    step = max(1, _SCORES_AT_ONCE // max(1, group * m))
+    for kv_head in range(num_kv_heads):
+        heads = slice(kv_head * group, (kv_head + 1) * group)
+        for start in range(0, n, step):
+            rows = slice(start, min(start + step, n))
+            # Poison overflows and makes NaN on its way to being selected away.
+            with np.errstate(all="ignore"):
+                dots = q[rows, heads].transpose(1, 0, 2) @ k[:, kv_head].T
+                scores, allowed = rules.scores(dots, heads, rows)
+                part, lse[heads, rows] = _softmax_sum(scores, allowed, v[:, kv_head])
+            out[rows, heads] = part.transpose(1, 0, 2)
+    return (out, lse) if sinks is None else apply_sinks(out, lse, sinks)
+
+
+def _softmax_sum(scores: F64, allowed: Bool, value: F64) -> tuple[F64, F64]:
+    """Softmax of scores [h, r, m] over keys times value [m, Dv]: ([h, r, Dv], lse [h, r])."""
+    top = scores.max(axis=-1, initial=-np.inf)
+    top = np.where(np.isneginf(top), 0.0, top)
+    weights = np.exp(scores - top[..., None])
+    total = weights.sum(axis=-1)
+    is_finite = np.isfinite(value)
+    summed = weights @ np.where(is_finite, value, 0.0)
+    wild = ~is_finite.all(axis=1) & allowed.any(axis=(0, 1))
+    for j in np.flatnonzero(wild):
+        attends = allowed[..., j]
+        summed[attends] += weights[attends, j][:, None] * np.where(is_finite[j], 0.0, value[j])
+    norm = total[..., None]
+    return np.where(norm == 0, 0.0, summed / norm), top + np.log(total)
+
+
+def default_scale(scale: float | None, head_size: int) -> float:
+    """`scale`, or 1 / sqrt(head_size)."""
+    if scale is not None:
+        return finite("scale", scale)
+    require(head_size >= 1, f"head_size={head_size} (>= 1, or an explicit scale)")
+    return float(head_size**-0.5)
+
+
+def per_head(name: str, value: npt.ArrayLike, num_heads: int) -> F64:
+    """`value` as float64 [H]."""
+    array = floats(name, value, 1)
+    check_shape(name, array, (num_heads,))
+    return array
+
+
+def _soft_cap(logits_soft_cap: float | None) -> float:
+    cap = 0.0 if logits_soft_cap is None else finite("logits_soft_cap", logits_soft_cap)
+    require(cap >= 0, f"logits_soft_cap={cap} (> 0; None or 0 is off)")
+    return cap
+
+
+def _positions(name: str, value: npt.ArrayLike | None, default: I64) -> I64:
+    if value is None:
+        return default
+    array = ints(name, value, 1)
+    check_shape(name, array, default.shape)
+    return array

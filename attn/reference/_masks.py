@@ -1,0 +1,134 @@
+"""Which keys a query may see, and by how much distance counts: masks, windows and ALiBi slopes.
+
+Every mask is bool with True = attend, over rows i at absolute positions p = i + (m - n) and keys j, so
+that it drops into `attention(mask=...)` and is ANDed with the rest.
+"""
+
+from collections.abc import Sequence
+from typing import SupportsIndex
+
+import numpy as np
+
+from attn.reference._check import F64, I64, Bool, require, whole
+
+Window = tuple[int | None, int | None]
+_BACKWARD = ("decoder", "encoder_decoder")
+_BOTH_WAYS = ("encoder", "encoder_only")
+
+
+def alibi_slopes(num_heads: int) -> F64:
+    """The ALiBi slope of every head: float64 [num_heads] (SEMANTICS 4.8).
+
+    p = 2^floor(log2 H); the first p are r, r^2, ... r^p with r = 2^(-8/p); the rest are s, s^3, s^5, ...
+    with s = 2^(-4/p). Under tensor parallelism slice this by the *global* head.
+    """
+    count = whole("num_heads", num_heads, least=1)
+    power = 1 << (count.bit_length() - 1)
+    exponents = [-8.0 * (i + 1) / power for i in range(power)]
+    exponents += [-4.0 * (2 * i + 1) / power for i in range(count - power)]
+    slopes: F64 = np.exp2(np.array(exponents))
+    return slopes
+
+
+def check_window(window: Sequence[SupportsIndex | None]) -> Window:
+    """`(left, right)`, both inclusive, None = unbounded."""
+    require(
+        isinstance(window, Sequence) and not isinstance(window, str) and len(window) == 2,
+        f"window={window!r} (a pair (left, right); None on a side = unbounded)",
+    )
+    left, right = (None if side is None else whole("a side of window", side) for side in window)
+    return left, right
+
+
+def sliding_window_to_pair(
+    sliding_window: SupportsIndex | Sequence[SupportsIndex | None] | None, attn_type: str = "decoder"
+) -> Window:
+    """A model's `sliding_window` as the inclusive pair (left, right) (SEMANTICS 4.4).
+
+    W keys: (W-1, 0) for decoder and encoder_decoder, (W-1, W-1) for encoder and encoder_only;
+    None: (None, None); a pair passes through, validated.
+    """
+    require(attn_type in _BACKWARD + _BOTH_WAYS, f"attn_type={attn_type!r} ({', '.join(_BACKWARD + _BOTH_WAYS)})")
+    if sliding_window is None:
+        return None, None
+    if isinstance(sliding_window, Sequence):
+        return check_window(sliding_window)
+    reach = whole("sliding_window", sliding_window, least=1) - 1
+    return reach, (0 if attn_type in _BACKWARD else reach)
+
+
+def row_positions(n: int, m: int) -> I64:
+    """Absolute positions of n query rows that end at key m - 1: [n]."""
+    return np.arange(n, dtype=np.int64) + (m - n)
+
+
+def chunked_mask(n: int, m: int, chunk: int) -> Bool:
+    """Llama-4 local attention: causal inside chunks of `chunk` positions, bool [n, m] (SEMANTICS 4.4)."""
+    size = whole("chunk", chunk, least=1)
+    p, j = row_positions(whole("n", n), whole("m", m))[:, None], np.arange(m)[None, :]
+    visible: Bool = (j <= p) & (j // size == p // size)
+    return visible
+
+
+def block_sparse_mask(
+    n: int,
+    m: int,
+    *,
+    num_heads: int,
+    block_size: int,
+    local_blocks: int,
+    vert_stride: int,
+    homo_head: bool = False,
+    head_offset: int = 0,
+    total_heads: int | None = None,
+) -> Bool:
+    """Local blocks plus every `vert_stride`-th column of blocks: bool [num_heads, n, m] (SEMANTICS 4.13).
+
+    With query block qb = p // block_size and key block kb = j // block_size, a key is visible when
+    j <= p and (qb - kb < local_blocks or (kb + off_h + 1) % vert_stride == 0). off_h is 0 for `homo_head`,
+    else h * max(1, vert_stride // total_heads) with h = head_offset + local head. `head_offset` is the
+    first global head of this rank, `total_heads` the count over all ranks (default num_heads).
+    """
+    heads, offset = whole("num_heads", num_heads, least=1), whole("head_offset", head_offset)
+    total = heads if total_heads is None else whole("total_heads", total_heads, least=1)
+    require(offset + heads <= total, f"head_offset={offset} + num_heads={heads} is more than total_heads={total}")
+    size, stride = whole("block_size", block_size, least=1), whole("vert_stride", vert_stride, least=1)
+    local = whole("local_blocks", local_blocks)
+    p, j = row_positions(whole("n", n), whole("m", m))[:, None], np.arange(m)[None, :]
+    query_block, key_block = p // size, j // size
+    head = np.arange(offset, offset + heads)[:, None, None]
+    shift = 0 * head if homo_head else head * max(1, stride // total)
+    vertical = (key_block + shift + 1) % stride == 0
+    visible: Bool = (j <= p) & ((query_block - key_block < local) | vertical)
+    return visible
+
+
+def tree_mask_from_choices(choices: Sequence[Sequence[int]]) -> Bool:
+    """The ancestor-or-self mask of a draft tree: bool [W, W], W = len(choices) + 1 (SEMANTICS 4.11).
+
+    choices: one path of child indices for each node but the root, sorted by (length, lexicographic), each
+    with its parent present. Node 0 is the root; node i + 1 is choices[i]. Row = query node, column = key.
+    """
+    paths = _checked_paths(choices)
+    node_of = {path: node for node, path in enumerate(paths)}
+    mask = np.zeros((len(paths), len(paths)), dtype=np.bool_)
+    for node, path in enumerate(paths):
+        mask[node, [node_of[path[:depth]] for depth in range(len(path) + 1)]] = True
+    return mask
+
+
+def tree_depths(choices: Sequence[Sequence[int]]) -> I64:
+    """Depth of every node (root 0): int64 [W]. RoPE uses it; windows, ALiBi and masks use the KV slot."""
+    return np.array([len(path) for path in _checked_paths(choices)], dtype=np.int64)
+
+
+def _checked_paths(choices: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
+    """All nodes' paths, root first."""
+    paths = [tuple(whole("a step of choices", step) for step in path) for path in choices]
+    # Node numbers are the order of the draft tokens, so an unsorted list is refused, never re-ordered.
+    require(paths == sorted(paths, key=lambda path: (len(path), path)), "choices are not sorted by (length, path)")
+    nodes = {(), *paths}
+    require(len(nodes) == len(paths) + 1, "choices hold a path twice, or the empty path (the root is implicit)")
+    for path in paths:
+        require(path[:-1] in nodes, f"choices hold {path} without its parent {path[:-1]}")
+    return [(), *paths]

@@ -1,0 +1,190 @@
+"""Multi-head latent attention: the two forms of one function, its sparse form, and its fp8 cache row.
+
+A token is cached as one latent c [L] and one rotary key [Dr]. Unabsorbed, both are expanded to ordinary
+heads; absorbed, the up-projections move onto the query and the output, and every head shares the latent.
+The two agree exactly in exact arithmetic, and `scale` belongs to the unabsorbed head size in both.
+Legend: L kv_lora_rank, Dn nope size, Dr rope size, Dv v_head_dim. RoPE is applied by the caller.
+"""
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from attn.reference._check import F64, check_shape, floats, ints, require, whole
+from attn.reference._dense import attention
+from attn.reference._quant import dequantize, from_bf16_bits, quantize, to_bf16_bits
+
+_LATENT: Final = 512
+_ROPE: Final = 64
+_TILE: Final = 128
+_SCALES_AT: Final = _LATENT
+_ROPE_AT: Final = _SCALES_AT + 4 * (_LATENT // _TILE)
+_ROW: Final = _ROPE_AT + 2 * _ROPE
+
+
+def mla_unabsorbed(
+    q_nope: npt.ArrayLike,
+    q_pe: npt.ArrayLike,
+    kv_c: npt.ArrayLike,
+    k_pe: npt.ArrayLike,
+    w_uk: npt.ArrayLike,
+    w_uv: npt.ArrayLike,
+    *,
+    scale: float,
+    causal: bool = True,
+    logits_soft_cap: float | None = None,
+    sinks: npt.ArrayLike | None = None,
+    mask: npt.ArrayLike | None = None,
+    query_positions: npt.ArrayLike | None = None,
+    key_positions: npt.ArrayLike | None = None,
+) -> tuple[F64, F64]:
+    """MLA as ordinary attention with H heads, the prefill form (SEMANTICS 4.9).
+
+    q_nope: [n, H, Dn]; q_pe: [n, H, Dr]; kv_c: [m, L]; k_pe: [m, Dr]; w_uk: [L, H, Dn]; w_uv: [L, H, Dv].
+    k_h = [c W_UK_h | k_pe], v_h = c W_UV_h. The rest as in `attention`.
+    Returns (out [n, H, Dv], lse [H, n]).
+    """
+    nope, rope, latent, key_rope, up_k, up_v = _checked(q_nope, q_pe, kv_c, k_pe, w_uk, w_uv)
+    with np.errstate(all="ignore"):
+        key_nope, value = np.tensordot(latent, up_k, axes=1), np.tensordot(latent, up_v, axes=1)
+    shared_rope = np.broadcast_to(key_rope[:, None, :], (*key_nope.shape[:2], key_rope.shape[1]))
+    return attention(
+        np.concatenate([nope, rope], axis=2),
+        np.concatenate([key_nope, shared_rope], axis=2),
+        value,
+        scale=scale,
+        causal=causal,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        mask=mask,
+        query_positions=query_positions,
+        key_positions=key_positions,
+    )
+
+
+def mla_absorbed(
+    q_nope: npt.ArrayLike,
+    q_pe: npt.ArrayLike,
+    kv_c: npt.ArrayLike,
+    k_pe: npt.ArrayLike,
+    w_uk: npt.ArrayLike,
+    w_uv: npt.ArrayLike,
+    *,
+    scale: float,
+    causal: bool = True,
+    logits_soft_cap: float | None = None,
+    sinks: npt.ArrayLike | None = None,
+    mask: npt.ArrayLike | None = None,
+    query_positions: npt.ArrayLike | None = None,
+    key_positions: npt.ArrayLike | None = None,
+) -> tuple[F64, F64]:
+    """MLA over the latent itself, one kv head of size L + Dr, the decode form (SEMANTICS 4.9).
+
+    Arguments and result as in `mla_unabsorbed`: q'_h = [q_nope_h W_UK_h^T | q_pe_h], k = [c | k_pe], v = c,
+    out_h = (P c) W_UV_h.
+    """
+    nope, rope, latent, key_rope, up_k, up_v = _checked(q_nope, q_pe, kv_c, k_pe, w_uk, w_uv)
+    with np.errstate(all="ignore"):
+        absorbed = (nope.transpose(1, 0, 2) @ up_k.transpose(1, 2, 0)).transpose(1, 0, 2)
+    latent_out, lse = attention(
+        np.concatenate([absorbed, rope], axis=2),
+        np.concatenate([latent, key_rope], axis=1)[:, None],
+        latent[:, None],
+        scale=scale,
+        causal=causal,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        mask=mask,
+        query_positions=query_positions,
+        key_positions=key_positions,
+    )
+    with np.errstate(all="ignore"):
+        return (latent_out.transpose(1, 0, 2) @ up_v.transpose(1, 0, 2)).transpose(1, 0, 2), lse
+
+
+def sparse_mla(
+    query: npt.ArrayLike,
+    kv: npt.ArrayLike,
+    indices: npt.ArrayLike,
+    *,
+    scale: float,
+    kv_lora_rank: int,
+    sinks: npt.ArrayLike | None = None,
+) -> tuple[F64, F64]:
+    """Absorbed MLA where row i attends just the keys that its `indices` name (SEMANTICS 4.9, sparse).
+
+    query: [n, H, L + Dr]; kv: [m, L + Dr] (or [m, 1, L + Dr]), whose first kv_lora_rank columns are the
+    value too; indices: int [n, topk] into kv, -1 or >= m = none. Their order does not matter; one index
+    twice in a row would count twice, so it raises ValueError. No causal rule: the indices carry it.
+    Returns (out [n, H, L], lse [H, n]).
+    """
+    q, chosen = floats("query", query, 3), ints("indices", indices, 2)
+    cache = floats("kv", kv)
+    cache = cache.reshape(len(cache), -1) if cache.ndim == 3 and cache.shape[1] == 1 else cache
+    check_shape("kv", cache, (len(cache), q.shape[2]))
+    require(len(chosen) == len(q), f"indices have {len(chosen)} rows (expected {len(q)}, as query)")
+    require(bool((chosen >= -1).all()), f"indices hold {chosen.min(initial=0)} (>= -1)")
+    rank = whole("kv_lora_rank", kv_lora_rank, least=1, most=q.shape[2])
+    row, column = np.nonzero((chosen >= 0) & (chosen < len(cache)))
+    hits = np.zeros((len(q), len(cache)), dtype=np.int64)
+    np.add.at(hits, (row, chosen[row, column]), 1)
+    twice = np.argwhere(hits > 1)
+    if len(twice):
+        raise ValueError(f"indices row {twice[0][0]} names key {twice[0][1]} more than once")
+    return attention(q, cache[:, None], cache[:, None, :rank], scale=scale, sinks=sinks, mask=hits > 0)
+
+
+def pack_fp8_ds_mla(kv_c: npt.ArrayLike, k_pe: npt.ArrayLike, *, ue8m0: bool = False) -> npt.NDArray[np.uint8]:
+    """The 656-byte cache rows: uint8 [T, 656] = 512 e4m3 | 4 fp32 scales | 64 bf16 (SEMANTICS 4.9).
+
+    kv_c: [T, 512]; k_pe: [T, 64]. Each 128 latents share scale = amax / 448, in fp32 and at least the
+    smallest normal number, and are stored as x / scale in fp32. With `ue8m0` (DeepSeek-V3.2) the scale is
+    max(amax / 448, 1e-4) rounded up to a power of two. Numbers are little-endian.
+    """
+    latent, rope = floats("kv_c", kv_c, 2), floats("k_pe", k_pe, 2)
+    check_shape("kv_c", latent, (len(latent), _LATENT))
+    check_shape("k_pe", rope, (len(latent), _ROPE))
+    tiles = latent.astype(np.float32).reshape(len(latent), -1, _TILE)
+    with np.errstate(all="ignore"):
+        scale = np.abs(tiles).max(axis=-1) / np.float32(448)
+        if ue8m0:
+            fraction, exponent = np.frexp(np.maximum(scale, np.float32(1e-4)))
+            scale = np.ldexp(np.float32(1), exponent - (fraction == 0.5))
+        scale = np.maximum(scale, np.finfo(np.float32).tiny)
+        scaled = tiles / scale[..., None]
+    codes = quantize(scaled, "fp8_e4m3").view(np.uint8).reshape(len(latent), _LATENT)
+    tail = (scale.astype("<f4").view(np.uint8), to_bf16_bits(rope).astype("<u2").view(np.uint8))
+    return np.concatenate([codes, *tail], axis=1)
+
+
+def unpack_fp8_ds_mla(rows: npt.ArrayLike) -> tuple[F64, F64]:
+    """(kv_c [T, 512], k_pe [T, 64]) of packed rows, uint8 [T, 656], in float64."""
+    packed = np.ascontiguousarray(rows)
+    require(packed.dtype == np.uint8, f"rows have dtype={packed.dtype} (uint8)")
+    check_shape("rows", packed, (len(packed), _ROW))
+    scale = np.ascontiguousarray(packed[:, _SCALES_AT:_ROPE_AT]).view("<f4").astype(np.float64)
+    tiles = packed[:, :_LATENT].reshape(len(packed), -1, _TILE)
+    latent = dequantize(tiles, "fp8_e4m3", scale[..., None]).reshape(len(packed), _LATENT)
+    rope = np.ascontiguousarray(packed[:, _ROPE_AT:]).view("<u2").astype(np.uint16)
+    return latent, from_bf16_bits(rope)
+
+
+def _checked(
+    q_nope: npt.ArrayLike,
+    q_pe: npt.ArrayLike,
+    kv_c: npt.ArrayLike,
+    k_pe: npt.ArrayLike,
+    w_uk: npt.ArrayLike,
+    w_uv: npt.ArrayLike,
+) -> tuple[F64, F64, F64, F64, F64, F64]:
+    """All six as float64 with shapes that agree."""
+    nope, rope = floats("q_nope", q_nope, 3), floats("q_pe", q_pe, 3)
+    latent, key_rope = floats("kv_c", kv_c, 2), floats("k_pe", k_pe, 2)
+    up_k, up_v = floats("w_uk", w_uk, 3), floats("w_uv", w_uv, 3)
+    rows, num_heads, nope_size = nope.shape
+    check_shape("q_pe", rope, (rows, num_heads, rope.shape[2]))
+    check_shape("k_pe", key_rope, (len(latent), rope.shape[2]))
+    check_shape("w_uk", up_k, (latent.shape[1], num_heads, nope_size))
+    check_shape("w_uv", up_v, (latent.shape[1], num_heads, up_v.shape[2]))
+    return nope, rope, latent, key_rope, up_k, up_v

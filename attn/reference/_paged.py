@@ -1,0 +1,230 @@
+"""Attention of a ragged batch over a paged KV cache, and the write that fills it.
+
+A request's keys are gathered through its block table into a plain array, and from there on it is
+`attention`: nothing else of the cache, and nothing of the table past the last used column, is read.
+Rows past query_start_loc[-1] are padding and come back as NaN, the mark of "undefined" for comparers.
+"""
+
+from collections.abc import Sequence
+from typing import SupportsIndex
+
+import numpy as np
+import numpy.typing as npt
+
+from attn.reference._check import (
+    F64,
+    I64,
+    Bool,
+    bools,
+    check_ndim,
+    check_numeric,
+    check_shape,
+    floats,
+    heads_per_group,
+    ints,
+    require,
+)
+from attn.reference._dense import attention
+
+PerRequest = Sequence[npt.ArrayLike | None] | npt.NDArray[np.generic] | None
+
+
+def paged_attention(
+    query: npt.ArrayLike,
+    key_cache: npt.ArrayLike,
+    value_cache: npt.ArrayLike,
+    *,
+    query_start_loc: npt.ArrayLike,
+    seq_lens: npt.ArrayLike,
+    block_table: npt.ArrayLike,
+    scale: float | None = None,
+    causal: bool | npt.ArrayLike = True,
+    window: Sequence[SupportsIndex | None] = (None, None),
+    logits_soft_cap: float | None = None,
+    alibi_slopes: npt.ArrayLike | None = None,
+    sinks: npt.ArrayLike | None = None,
+    mask: PerRequest = None,
+    bias: PerRequest = None,
+    query_positions: npt.ArrayLike | None = None,
+    key_positions: PerRequest = None,
+    tree_mask: npt.ArrayLike | None = None,
+    k_scale: npt.ArrayLike = 1.0,
+    v_scale: npt.ArrayLike = 1.0,
+) -> tuple[F64, F64]:
+    """`attention` for R requests whose keys lie in pages (SEMANTICS 4.1, 4.10, 4.11).
+
+    query: [T, H, D]; key_cache: [N, P, K, D]; value_cache: [N, P, K, Dv]. Request r owns rows
+    query_start_loc[r]:query_start_loc[r + 1] and has seq_lens[r] keys *including* those rows' own, which
+    the cache already holds; key j lies in page block_table[r, j // P] at offset j % P.
+    query_start_loc: [R + 1]; seq_lens: [R]; block_table: [R, B].
+
+    causal: a bool, or [R] bools. mask, bias, key_positions: R entries, each None or as in `attention` for
+    that request alone ([H, q_len, seq_len], [seq_len]); query_positions: [T].
+    tree_mask: bool [R, W, W]. A request with q_len <= W uses the top-left [q_len, q_len] of its own tree
+    in place of the causal triangle among its new tokens; its earlier context stays visible. A longer one is
+    plain causal. Windows and ALiBi go by KV slot.
+    k_scale, v_scale: scalar or [K], multiplied into the cached keys and values.
+
+    Returns (out [T, H, Dv], lse [H, T]) in float64; padding rows hold NaN in both.
+    """
+    q = floats("query", query, 3)
+    keys, values = np.asarray(key_cache), np.asarray(value_cache)
+    num_heads, num_kv_heads = _check_caches(q, keys, values)
+    starts, lengths, table = check_batch(q, query_start_loc, seq_lens, block_table)
+    count = len(lengths)
+    is_causal = bools("causal", causal, (count,))
+    tree = _check_tree(tree_mask, is_causal)
+    k_factor = _head_scale("k_scale", k_scale, num_kv_heads)
+    v_factor = _head_scale("v_scale", v_scale, num_kv_heads)
+    positions = None if query_positions is None else ints("query_positions", query_positions, 1)
+    if positions is not None:
+        check_shape("query_positions", positions, (len(q),))
+
+    out, lse = np.full((len(q), num_heads, values.shape[3]), np.nan), np.full((num_heads, len(q)), np.nan)
+    for r in range(count):
+        rows, m = slice(starts[r], starts[r + 1]), int(lengths[r])
+        n = int(starts[r + 1] - starts[r])
+        if n == 0:
+            continue
+        pages = _used_pages(r, m, table, keys.shape)
+        own_causal, own_mask = bool(is_causal[r]), _entry("mask", mask, r, count)
+        if tree is not None and n <= tree.shape[1]:
+            own_causal, own_mask = False, _tree_visible(r, tree[r, :n, :n], m, own_mask, num_heads)
+        out[rows], lse[:, rows] = attention(
+            q[rows],
+            _gather("key_cache", keys, pages, m, k_factor),
+            _gather("value_cache", values, pages, m, v_factor),
+            scale=scale,
+            causal=own_causal,
+            window=window,
+            logits_soft_cap=logits_soft_cap,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            mask=own_mask,
+            bias=_entry("bias", bias, r, count),
+            query_positions=None if positions is None else positions[rows],
+            key_positions=_entry("key_positions", key_positions, r, count),
+        )
+    return out, lse
+
+
+def write_kv(
+    key: npt.ArrayLike,
+    value: npt.ArrayLike,
+    key_cache: npt.ArrayLike,
+    value_cache: npt.ArrayLike,
+    slot_mapping: npt.ArrayLike,
+) -> tuple[npt.NDArray[np.generic], npt.NDArray[np.generic]]:
+    """Store token t's key and value at slot_mapping[t] = block * P + offset; -1 stores nothing.
+
+    key: [T, K, D]; value: [T, K, Dv]; key_cache: [N, P, K, D]; value_cache: [N, P, K, Dv]; slot_mapping: [T].
+    Returns new caches of the old dtypes (a cast rounds to nearest even); every other byte is as it was.
+    Of two tokens with one slot the later wins. A cache of codes takes codes: an integer cache needs a key
+    and value of its own dtype.
+    """
+    slots = ints("slot_mapping", slot_mapping, 1)
+    written: list[npt.NDArray[np.generic]] = []
+    for name, new, cache in (("key", key, key_cache), ("value", value, value_cache)):
+        tokens, pages = np.asarray(new), np.array(cache)
+        check_ndim(f"{name}_cache", pages, 4)
+        check_shape(name, tokens, (len(slots), *pages.shape[2:]))
+        require(
+            pages.dtype.kind not in "iu" or tokens.dtype == pages.dtype,
+            f"{name} has dtype={tokens.dtype} for a cache of {pages.dtype} codes (the same dtype)",
+        )
+        last = pages.shape[0] * pages.shape[1] - 1
+        wrong = (slots < -1) | (slots > last)
+        require(not wrong.any(), f"slot_mapping holds {slots[wrong][:3].tolist()} (-1..{last})")
+        flat = pages.reshape(-1, *pages.shape[2:])
+        with np.errstate(all="ignore"):
+            flat[slots[slots >= 0]] = tokens[slots >= 0]
+        written.append(flat.reshape(pages.shape))
+    return written[0], written[1]
+
+
+def _check_caches(query: F64, keys: npt.NDArray[np.generic], values: npt.NDArray[np.generic]) -> tuple[int, int]:
+    """(H, K) of caches that agree with the query and with each other."""
+    for name, cache in (("key_cache", keys), ("value_cache", values)):
+        check_ndim(name, cache, 4)
+        check_numeric(name, cache)
+    num_blocks, page, num_kv_heads, _ = keys.shape
+    require(page >= 1, f"block_size={page} (>= 1)")
+    check_shape("key_cache", keys, (num_blocks, page, num_kv_heads, query.shape[2]))
+    check_shape("value_cache", values, (num_blocks, page, num_kv_heads, values.shape[3]))
+    heads_per_group(query.shape[1], num_kv_heads)
+    return query.shape[1], num_kv_heads
+
+
+def check_batch(
+    query: F64, query_start_loc: npt.ArrayLike, seq_lens: npt.ArrayLike, block_table: npt.ArrayLike
+) -> tuple[I64, I64, I64]:
+    """query_start_loc, seq_lens and block_table as consistent int64 arrays."""
+    starts, lengths = ints("query_start_loc", query_start_loc, 1), ints("seq_lens", seq_lens, 1)
+    table = ints("block_table", block_table, 2)
+    check_shape("query_start_loc", starts, (len(lengths) + 1,))
+    require(
+        len(table) == len(lengths),
+        f"block_table has {len(table)} rows (expected {len(lengths)}, as seq_lens)",
+    )
+    require(
+        starts[0] == 0 and bool((np.diff(starts) >= 0).all()) and starts[-1] <= len(query),
+        f"query_start_loc={starts.tolist()} (from 0, never falling, at most T={len(query)})",
+    )
+    require(bool((lengths >= 0).all()), f"seq_lens={lengths.tolist()} (>= 0)")
+    return starts, lengths, table
+
+
+def _check_tree(tree_mask: npt.ArrayLike | None, is_causal: Bool) -> Bool | None:
+    if tree_mask is None:
+        return None
+    tree = np.asarray(tree_mask)
+    check_ndim("tree_mask", tree, 3)
+    require(bool(is_causal.all()), "tree_mask replaces the causal triangle, so it needs causal=True")
+    return bools("tree_mask", tree, (len(is_causal), tree.shape[1], tree.shape[1]))
+
+
+def _head_scale(name: str, scale: npt.ArrayLike, num_kv_heads: int) -> F64:
+    """A scalar or [K] scale in a shape that multiplies [m, K, D]."""
+    array = floats(name, scale)
+    require(
+        array.ndim == 0 or array.shape == (num_kv_heads,),
+        f"{name} has shape={array.shape} (scalar or ({num_kv_heads},))",
+    )
+    return array.reshape(-1, 1)
+
+
+def _used_pages(r: int, length: int, table: I64, cache_shape: tuple[int, ...]) -> I64:
+    """The physical pages of request r, which must exist."""
+    used = -(-length // cache_shape[1])
+    require(
+        used <= table.shape[1],
+        f"seq_lens[{r}]={length} needs {used} blocks, block_table has {table.shape[1]} columns",
+    )
+    pages = table[r, :used]
+    wrong = (pages < 0) | (pages >= cache_shape[0])
+    require(not wrong.any(), f"block_table[{r}] holds {pages[wrong][:3].tolist()} (0..{cache_shape[0] - 1})")
+    return pages
+
+
+def _gather(name: str, cache: npt.NDArray[np.generic], pages: I64, length: int, factor: F64) -> F64:
+    """The first `length` tokens of these pages times the scale: [length, K, D]."""
+    tokens = floats(name, cache[pages]).reshape(-1, *cache.shape[2:])[:length]
+    with np.errstate(all="ignore"):
+        return tokens * factor
+
+
+def _entry(name: str, values: PerRequest, r: int, count: int) -> npt.ArrayLike | None:
+    if values is None:
+        return None
+    require(len(values) == count, f"{name} has {len(values)} entries (expected {count}, one for each request)")
+    entry: npt.ArrayLike | None = values[r]
+    return entry
+
+
+def _tree_visible(r: int, tree: Bool, length: int, mask: npt.ArrayLike | None, num_heads: int) -> Bool:
+    """All context, then the tree among the n new tokens, ANDed with the request's mask: [H, n, m]."""
+    n = len(tree)
+    require(length >= n, f"seq_lens[{r}]={length} is less than its {n} tree tokens")
+    visible = np.concatenate([np.ones((n, length - n), dtype=np.bool_), tree], axis=1)
+    shape = (num_heads, n, length)
+    return visible & (np.True_ if mask is None else bools("mask", mask, shape))

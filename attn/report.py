@@ -1,0 +1,358 @@
+"""What there is, what runs here and why: tables over the three registries, and the story of one choice.
+
+Everything shown is derived: names and paths from the registries, limits from the capability records, verdicts from the
+device at hand of each backend's own wing, evidence from what the conformance suite recorded. Nothing here raises
+because one backend is broken: a broken one is a row that says so.
+"""
+
+import os
+import platform as host
+import sys
+import textwrap
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import attn
+from attn import envs, evidence, plugins, selector
+from attn.backend_enum import BackendEnum, load_candidate
+from attn.backends.mla.prefill.registry import MLAPrefillBackendEnum
+from attn.backends.registry import AttentionBackendEnum
+from attn.capabilities import WINGS, AttentionType, Candidate, Capabilities, Device, Feature
+from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
+from attn.dtypes import framework_of_dtype
+from attn.imports import version_of
+from attn.platforms import platform_for
+from attn.verdicts import Selection, not_loadable
+
+REGISTRIES: dict[str, type[BackendEnum]] = {
+    "attention": AttentionBackendEnum,
+    "mla_prefill": MLAPrefillBackendEnum,
+    "diffusion": DiffusionAttentionBackendEnum,
+}
+NOT_BUILT = "not built yet"
+_COLUMNS = (
+    "backend", "wing", "status", "evidence", "platforms", "needs",
+    "dtypes", "head_size", "block_size", "kv cache", "features",
+)  # fmt: skip
+README_MARKS = ("<!-- backends:begin -->", "<!-- backends:end -->")
+#: Distributions that decide what runs; `attn env` tells their versions.
+DISTRIBUTIONS = (
+    "attn", "numpy", "torch", "triton", "flash-attn", "flashinfer-python", "xformers", "aiter", "sageattention",
+    "jax", "jaxlib", "libtpu", "flax", "transformers", "diffusers", "vllm",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BackendRow:
+    """One backend: where it comes from, whether it runs here, what it serves, what was seen of it.
+
+    `framework` is its wing, or "" for one that belongs to neither; `origin` is built-in, overridden, custom or plugin;
+    `reasons` say why it does not run here (empty: it does); `evidence` is what conformance runs recorded.
+    """
+
+    registry: str
+    name: str
+    path: str
+    origin: str
+    framework: str
+    reasons: tuple[str, ...]
+    capabilities: Capabilities | None
+    block_sizes: tuple[str, ...]
+    features: tuple[str, ...]
+    evidence: str
+
+    @property
+    def built(self) -> bool:
+        return not any(reason.startswith(NOT_BUILT) for reason in self.reasons)
+
+    @property
+    def verdict(self) -> str:
+        """`available`, `not built yet`, or every reason why it does not run here."""
+        if not self.built:
+            return NOT_BUILT
+        return "; ".join(self.reasons) or "available"
+
+    @property
+    def serves(self) -> str:
+        """The capability record in one line."""
+        can = self.capabilities
+        if can is None:
+            return ""
+        parts = [" ".join(can.dtypes), f"head_size {_sizes(can.head_sizes)}"]
+        parts += [f"block_size {', '.join(self.block_sizes)}"] if self.block_sizes else []
+        parts += [f"kv cache {' '.join(can.kv_cache_dtypes)}", " ".join(can.attn_types), " ".join(self.features)]
+        return " · ".join(part for part in parts if part)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data."""
+        can = self.capabilities
+        return {
+            "registry": self.registry,
+            "backend": self.name,
+            "path": self.path,
+            "origin": self.origin,
+            "framework": self.framework or None,
+            "available": not self.reasons,
+            "reasons": list(self.reasons),
+            "evidence": self.evidence,
+            "capabilities": None
+            if can is None
+            else {
+                "platforms": list(can.platforms),
+                "packages": list(can.packages),
+                "install": can.install,
+                "dtypes": list(can.dtypes),
+                "head_sizes": [str(size) for size in can.head_sizes],
+                "block_sizes": list(self.block_sizes),
+                "kv_cache_dtypes": list(can.kv_cache_dtypes),
+                "attn_types": list(can.attn_types),
+                "features": list(self.features),
+            },
+        }
+
+
+@dataclass(frozen=True)
+class BackendTable:
+    """Rows of `backends()`; prints as text, shows as a table in a notebook. `devices` names each wing's device."""
+
+    rows: tuple[BackendRow, ...]
+    devices: Mapping[str, str]
+
+    def __iter__(self) -> Iterator[BackendRow]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, name: str) -> BackendRow:
+        """The first row of that name. Raises KeyError."""
+        for row in self.rows:
+            if row.name == name:
+                return row
+        raise KeyError(name)
+
+    def __str__(self) -> str:
+        lines = [f"{wing}: {device}" for wing, device in self.devices.items()]
+        for registry in dict.fromkeys(row.registry for row in self.rows):
+            lines += ["", f"{registry} backends"]
+            rows = [row for row in self.rows if row.registry == registry]
+            cells = [(row.name, row.framework, row.evidence, row.verdict) for row in rows]
+            head, *body = text_table(("backend", "wing", "evidence", "here"), cells)
+            lines.append(head)
+            for row, line in zip(rows, body, strict=True):
+                lines += [line, *textwrap.wrap(row.serves, 112, initial_indent="      ", subsequent_indent="      ")]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{name}</th>" for name in ("registry", "backend", "wing", "here", "evidence", "serves"))
+        body = "".join(
+            f"<tr><td>{row.registry}</td><td><b>{escape(row.name)}</b></td><td>{row.framework}</td>"
+            + "".join(f"<td style='text-align:left'>{escape(x)}</td>" for x in (row.verdict, row.evidence, row.serves))
+            + "</tr>"
+            for row in self.rows
+        )
+        devices = ", ".join(f"{wing}: {device}" for wing, device in self.devices.items())
+        return f"<p>{escape(devices)}</p><table><tr>{head}</tr>{body}</table>"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain data, for `--json`."""
+        return {"devices": dict(self.devices), "backends": [row.to_dict() for row in self.rows]}
+
+
+def backends(registry: str | None = None) -> BackendTable:
+    """Every backend of every registry (or of one: attention, mla_prefill, diffusion), custom ones and plugins included.
+
+    Raises ValueError for an unknown registry, and for nothing else.
+    """
+    if registry is not None and registry not in REGISTRIES:
+        raise ValueError(f"registry={registry!r} is unknown; known: {', '.join(REGISTRIES)}")
+    reports = plugins.load()
+    devices = {wing: _device(wing) for wing in WINGS}
+    rows = []
+    for name, registered in REGISTRIES.items():
+        if registry in (None, name):
+            rows += [_row(name, registered[n], reports, devices) for n in registered.names()]
+            rows += [_plugin_row(name, report) for report in reports.values() if name == "attention" and report.problem]
+    return BackendTable(tuple(rows), {wing: str(device) for wing, device in devices.items()})
+
+
+def explain(
+    head_size: int,
+    dtype: Any,
+    kv_cache_dtype: str | None = None,
+    block_size: int | None = 16,
+    *,
+    features: Collection[str] = (),
+    attn_type: str = AttentionType.DECODER,
+    use_mla: bool = False,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    backend: AttentionBackendEnum | str | None = None,
+    framework: str | None = None,
+    device: Device | None = None,
+    disable: Collection[str] = (),
+) -> Selection:
+    """Which backend a layer would get, and what speaks against each other candidate; print it.
+
+    Arguments are those of `get_attn_backend` and `attn.selector.select`: `backend` asks for one by name, `device` may
+    describe a machine that is not at hand. `Selection.source` says who chose: `argument`, `context` (a force), the name
+    of an environment variable, or `priority` (the platform's list). Raises ValueError for malformed arguments; a
+    request that nobody serves is a `Selection` without a winner.
+    """
+    request = selector.make_request(
+        head_size,
+        dtype,
+        kv_cache_dtype,
+        block_size,
+        use_mla=use_mla,
+        attn_type=attn_type,
+        features=features,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+    )
+    framework = framework or framework_of_dtype(dtype)
+    return selector.select(request, framework=framework, backend=backend, device=device, disable=disable)
+
+
+def environment() -> dict[str, Any]:
+    """What a bug report needs: versions, devices, variables that are set, plugins and what became of them."""
+    found = {name: version_of(name) for name in DISTRIBUTIONS}
+    return {
+        "attn": attn.__version__,
+        "python": sys.version.split()[0],
+        "system": f"{host.system()} {host.release()} {host.machine()}, {os.cpu_count()} cores",
+        "versions": {name: version for name, version in found.items() if version and name != "attn"},
+        "devices": {wing: str(_device(wing)) for wing in WINGS},
+        "variables": {name: value for name in envs.VARIABLES if (value := envs.read(name)) is not None},
+        "plugins": {name: report.problem or f"ok: {report.value}" for name, report in plugins.load().items()},
+    }
+
+
+def readme_table() -> str:
+    """The README's tables of built-in backends in Markdown, the same on every machine that has both frameworks.
+
+    Overrides, custom backends and the device at hand do not enter; a test compares this with what stands in README.md.
+    """
+    sections = []
+    for name, registered in REGISTRIES.items():
+        title = f"{registered.kind[0].upper()}{registered.kind[1:]}s"
+        lines = [f"**{title}** (`attn backends --registry {name}`)", "", _markdown(_COLUMNS)]
+        rows = [_markdown(_readme_row(name, member)) for member in registered]
+        sections.append("\n".join([*lines, _markdown(["---"] * len(_COLUMNS)), *rows]))
+    return "\n\n".join(sections) + "\n"
+
+
+def replace_readme_table(readme: str) -> str:
+    """`readme` with the text between the two marks regenerated. Raises ValueError when the marks are not there."""
+    begin, end = README_MARKS
+    before, found, rest = readme.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise ValueError(f"README.md must contain {begin} and, after it, {end}")
+    return f"{before}{begin}\n\n{readme_table()}\n{end}{after}"
+
+
+def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of left-justified columns, two spaces apart."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = []
+    for cells in (head, *rows):
+        line = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+        lines.append(("  " + line).rstrip())
+    return lines
+
+
+def _markdown(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
+
+
+def _sizes(allowed: Sequence[object]) -> str:
+    return ", ".join(map(str, allowed))
+
+
+def _device(wing: str) -> Device | str:
+    """The device at hand of a wing, or the sentence that says why there is none."""
+    try:
+        return platform_for(wing).device()
+    except Exception as error:  # a driver may raise anything; the other wing's rows must not suffer
+        return str(error) or type(error).__name__
+
+
+def _row(registry: str, member: Any, reports: Mapping[str, Any], devices: Mapping[str, Any]) -> BackendRow:
+    candidate = member.candidate()
+    report = reports.get(member.name)
+    custom = member.name not in type(member).__members__
+    origin = "plugin" if custom and report is not None and not report.problem else "custom" if custom else "built-in"
+    if origin == "built-in" and member.is_overridden():
+        origin = "overridden"
+    return _described(registry, candidate, origin, devices)
+
+
+def _described(
+    registry: str, candidate: Candidate, origin: str, devices: Mapping[str, Any], *, judge: bool = True
+) -> BackendRow:
+    capabilities, framework = None, _wing_of_path(candidate.path)
+    blocks: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
+    reasons = list(not_loadable(candidate))
+    backend: Any = candidate.backend
+    try:
+        capabilities = getattr(backend, "capabilities", None)
+        if capabilities is not None:
+            framework = capabilities.framework
+            blocks, features = _block_sizes(backend), _features(backend)
+            if judge:
+                device = devices[framework]
+                reasons += [device] if isinstance(device, str) else capabilities.device_reasons(device)
+    except Exception as error:  # somebody else's class may hold or raise anything: its row says so, the others stand
+        reasons.append(f"broken: {type(error).__name__}: {error}")
+        capabilities, blocks, features = None, (), ()
+    return BackendRow(
+        registry, candidate.name, candidate.path, origin, framework, tuple(reasons), capabilities, blocks, features,
+        evidence.summary(registry, candidate.name),
+    )  # fmt: skip
+
+
+def _block_sizes(backend: Any) -> tuple[str, ...]:
+    """Only paged families have block sizes."""
+    sizes = getattr(backend, "get_supported_kernel_block_size", None)
+    return () if sizes is None else tuple(map(str, sizes()))
+
+
+def _features(backend: Any) -> tuple[str, ...]:
+    """Declared features in the order of `Feature`, with the LSE, which the implementation declares."""
+    impl = backend.get_impl_cls() if hasattr(backend, "get_impl_cls") else None
+    has = set(backend.capabilities.features) | ({Feature.LSE} if getattr(impl, "can_return_lse_for_decode", False) else set())
+    return tuple(feature.value for feature in Feature if feature in has)
+
+
+def _wing_of_path(path: str) -> str:
+    parts = path.split(".")
+    return parts[1] if parts[0] == "attn" and len(parts) > 1 and parts[1] in WINGS else ""
+
+
+def _plugin_row(registry: str, report: plugins.PluginReport) -> BackendRow:
+    reasons = (f"plugin left out: {report.problem}",)
+    return BackendRow(registry, report.name, report.value, "plugin", "", reasons, None, (), (), "")
+
+
+def _readme_row(registry: str, member: BackendEnum) -> list[str]:
+    if not member.value:
+        return _cells(member.name, "", "a slot for a class of yours")
+    row = _described(registry, load_candidate(member.name, member.value), "built-in", {}, judge=False)
+    can = row.capabilities
+    status = "built" if row.built else NOT_BUILT
+    if can is None:
+        return _cells(member.name, row.framework, status, row.evidence)
+    needs = can.install or ", ".join(can.packages) or "nothing more"
+    return _cells(
+        member.name, row.framework, status, row.evidence, ", ".join(can.platforms), needs, ", ".join(can.dtypes),
+        _sizes(can.head_sizes), ", ".join(row.block_sizes), ", ".join(can.kv_cache_dtypes), ", ".join(row.features),
+    )  # fmt: skip
+
+
+def _cells(name: str, *rest: str) -> list[str]:
+    """A README row, filled up with empty cells."""
+    return [f"`{name}`", *rest, *[""] * (len(_COLUMNS) - 1 - len(rest))]

@@ -1,0 +1,344 @@
+"""Which attention backend serves a request: forced, asked for by the environment, or first on the platform's list.
+
+The seeds' names and signatures, with what they left open settled: a force is a context variable (it cannot leak into
+other threads or tasks, nor outlive its `with` block), every change of force, environment or registration takes effect
+at the next call, and a backend asked for by name is obeyed or refused with its reasons, never replaced.
+"""
+
+import contextlib
+import contextvars
+import sys
+import threading
+from collections.abc import Collection, Generator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from attn import envs, plugins
+from attn.backend_enum import generation, load_candidate
+from attn.backends.abstract import AttentionBackend
+from attn.backends.arguments import list_of_names, positive_int
+from attn.backends.registry import BLOCKSPARSE_PATHS, AttentionBackendEnum
+from attn.capabilities import WINGS, AttentionType, Candidate, Device, Feature, Request
+from attn.dtypes import dtype_name, framework_of_dtype
+from attn.forks import renew_after_fork
+from attn.imports import resolve_obj_by_qualname
+from attn.logger import init_logger
+from attn.platforms import Platform, default_framework, platform_for
+from attn.verdicts import Selection, choose
+
+STR_BACKEND_ENV_VAR = "ATTN_BACKEND"
+
+logger = init_logger(__name__)
+
+_forced = contextvars.ContextVar[AttentionBackendEnum | None]("forced_attn_backend", default=None)
+_cache: dict[tuple[Any, ...], type[AttentionBackend]] = {}
+_CACHE_LIMIT = 4096  # far above what a process's models ask for; a caller that sweeps shapes must not grow it forever
+_cold = threading.RLock()
+renew_after_fork(globals(), "_cold")
+
+
+def __getattr__(name: str) -> Any:
+    if name == "forced_attn_backend":  # the seed's module attribute, read-only: force through the functions below
+        return _forced.get()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def backend_name_to_enum(backend_name: str) -> AttentionBackendEnum | None:
+    """
+    Convert a string backend name to an AttentionBackendEnum value.
+
+    Returns:
+    * AttentionBackendEnum: enum value if backend_name is a valid in-tree type, or a custom backend registered by name
+    * None: otherwise it's an invalid in-tree type or an out-of-tree platform is
+            loaded.
+    """
+    assert backend_name is not None
+    try:
+        return _as_member(backend_name)
+    except ValueError:
+        return None
+
+
+def get_env_variable_attn_backend() -> AttentionBackendEnum | None:
+    """
+    Get the backend override specified by the attention backend environment variable (ATTN_BACKEND, else
+    VLLM_ATTENTION_BACKEND), if one is specified.
+
+    Returns:
+
+    * AttentionBackendEnum value if an override is specified
+    * None otherwise, also for a name that no backend has (selection itself refuses that name)
+    """
+    asked = envs.attn_backend()
+    return None if asked is None else backend_name_to_enum(asked[1])
+
+
+def get_global_forced_attn_backend() -> AttentionBackendEnum | None:
+    """
+    Get the currently-forced choice of attention backend,
+    or None if auto-selection is currently enabled.
+    """
+    return _forced.get()
+
+
+def global_force_attn_backend(attn_backend: AttentionBackendEnum | str | None) -> None:
+    """
+    Force all attention operations to use a specified backend.
+
+    Passing `None` for the argument re-enables automatic
+    backend selection. The force holds in the current context (this thread, this asyncio task and what it starts).
+
+    Arguments:
+
+    * attn_backend: backend selection (None to revert to auto)
+
+    Raises ValueError for a name that no backend has, TypeError for what is neither member nor name.
+    """
+    _forced.set(None if attn_backend is None else _as_member(attn_backend))
+
+
+@contextlib.contextmanager
+def global_force_attn_backend_context_manager(attn_backend: AttentionBackendEnum | str) -> Generator[None, None, None]:
+    """
+    Globally force an attention backend override within a
+    context manager, reverting the global attention backend
+    override to its prior state upon exiting the context
+    manager.
+
+    Arguments:
+
+    * attn_backend: attention backend to force
+
+    Returns:
+
+    * Generator
+    """
+    original_value = get_global_forced_attn_backend()
+    global_force_attn_backend(attn_backend)
+    try:
+        yield
+    finally:
+        global_force_attn_backend(original_value)
+
+
+def get_attn_backend(
+    head_size: int,
+    dtype: Any,
+    kv_cache_dtype: str | None,
+    block_size: int,
+    is_attention_free: bool = False,
+    is_blocksparse: bool = False,
+    use_mla: bool = False,
+    **wants: Any,
+) -> type[AttentionBackend]:
+    """Selects which attention backend to use and lazily imports it.
+
+    Args:
+        head_size: size of a query/key head.
+        dtype: the model's dtype: a torch dtype, a jax or NumPy one, or its name. Its kind decides the framework.
+        kv_cache_dtype: None or "auto" for the model's own, or one of `attn.dtypes.KV_CACHE_DTYPES`.
+        block_size: tokens a block of the paged cache.
+        is_attention_free: the model has no attention layers: the placeholder backend.
+        is_blocksparse: the block-sparse backend.
+        use_mla: the layer is multi-head latent attention.
+        wants: further keywords of `make_request` (`features`, `attn_type`, `num_heads`, `num_kv_heads`).
+
+    Returns:
+        The backend class.
+
+    Raises:
+        UnsupportedError (a ValueError) with every candidate's reasons; ValueError for malformed arguments or an unknown
+        name in ATTN_BACKEND; BackendLoadError when an explicit choice cannot be imported.
+    """
+    if wants:
+        request = make_request(head_size, dtype, kv_cache_dtype, block_size, use_mla=use_mla, **wants)
+        return _backend_for(request, dtype, is_attention_free, is_blocksparse)
+    return _cached_get_attn_backend(
+        head_size, dtype, kv_cache_dtype, block_size, is_attention_free, is_blocksparse, True, use_mla
+    )
+
+
+def _cached_get_attn_backend(
+    head_size: int,
+    dtype: Any,
+    kv_cache_dtype: str | None,
+    block_size: int,
+    is_attention_free: bool,
+    is_blocksparse: bool = False,
+    use_v1: bool = False,
+    use_mla: bool = False,
+) -> type[AttentionBackend]:
+    """`get_attn_backend`, remembered under everything that the answer depends on. `use_v1` is accepted and unused."""
+    # Types are in the key because True == 1 == 1.0; loaded frameworks only matter to a dtype that is a bare string.
+    loaded = ("torch" in sys.modules, "jax" in sys.modules) if type(dtype) is str else None
+    key = (
+        head_size, type(head_size), dtype, kv_cache_dtype, block_size, type(block_size), is_attention_free,
+        is_blocksparse, use_mla, loaded, _forced.get(), generation(), envs.selecting(),
+    )  # fmt: skip
+    try:
+        return _cache[key]
+    except (KeyError, TypeError):  # TypeError: an argument so wrong that it has no hash; make_request names it
+        pass
+    request = make_request(head_size, dtype, kv_cache_dtype, block_size, use_mla=use_mla)
+    plugins.load()  # outside the lock, since a plugin may select while it loads
+    with _cold:
+        key = (*key[:-2], generation(), envs.selecting())
+        if key in _cache:
+            return _cache[key]
+        found = _backend_for(request, dtype, is_attention_free, is_blocksparse)
+        if key[-2:] == (generation(), envs.selecting()):  # nobody changed them meanwhile
+            if len(_cache) >= _CACHE_LIMIT:
+                _cache.clear()
+            _cache[key] = found
+        return found
+
+
+_cached_get_attn_backend.cache_clear = _cache.clear  # type: ignore[attr-defined]  # the seed's is a functools cache
+
+
+def _backend_for(request: Request, dtype: Any, is_attention_free: bool, is_blocksparse: bool) -> type[AttentionBackend]:
+    """The seeds' three branches: block-sparse, attention-free, and everything else."""
+    if is_blocksparse:
+        logger.info_once("Using BlocksparseFlashAttention backend.")
+        framework = _framework(dtype)
+        sparse = replace(request, features=request.features | {Feature.BLOCK_SPARSE})
+        candidate = load_candidate("BLOCKSPARSE", BLOCKSPARSE_PATHS[framework])
+        return choose([candidate], sparse, platform_for(framework).device(), "is_blocksparse").require()
+    if is_attention_free:
+        placeholder: type[AttentionBackend] = resolve_obj_by_qualname(
+            "attn.backends.placeholder_attn.PlaceholderAttentionBackend"
+        )
+        return placeholder
+    return select(request, framework=_framework(dtype)).require()
+
+
+def make_request(
+    head_size: int,
+    dtype: Any,
+    kv_cache_dtype: str | None = None,
+    block_size: int | None = None,
+    *,
+    use_mla: bool = False,
+    attn_type: str = AttentionType.DECODER,
+    features: Collection[str] = (),
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+) -> Request:
+    """A `Request` from a caller's words: any framework's dtype, NumPy integers, None for the defaults.
+
+    `features` is a list (or set) of names, never one string. Raises ValueError naming the argument, its value and what
+    is allowed.
+    """
+    wanted = {*list_of_names("features", features), *({Feature.MLA} if use_mla else ())}
+    return Request(
+        head_size=positive_int("head_size", head_size),
+        dtype=dtype_name(dtype),
+        kv_cache_dtype="auto" if kv_cache_dtype is None else kv_cache_dtype,
+        block_size=None if block_size is None else positive_int("block_size", block_size),
+        attn_type=attn_type,
+        features=frozenset(wanted),
+        num_heads=None if num_heads is None else positive_int("num_heads", num_heads),
+        num_kv_heads=None if num_kv_heads is None else positive_int("num_kv_heads", num_kv_heads),
+    )
+
+
+def select(
+    request: Request,
+    *,
+    framework: str | None = None,
+    backend: AttentionBackendEnum | str | None = None,
+    platform: Platform | None = None,
+    device: Device | None = None,
+    disable: Collection[str] = (),
+) -> Selection:
+    """The decision with all its reasons.
+
+    Who is asked, in order: the force of this context, `backend`, ATTN_BACKEND (or VLLM_ATTENTION_BACKEND), the
+    platform's priority list. `disable` (a list of names) and ATTN_DISABLE keep names out of automatic choice. `device`
+    may describe a machine that is not at hand ("what would serve on an MI300?"). Raises ValueError for an unknown name; a
+    request that nobody serves is a `Selection` without a winner (`require()` raises).
+    """
+    if device is not None and not isinstance(device, Device):
+        raise TypeError(f"device={device!r} must be an attn.Device, such as Device('torch', 'cuda')")
+    disable = list_of_names("disable", disable)
+    plugins.load()
+    member, source = _asked(backend)
+    if platform is None:
+        wing = framework or (device.framework if device else None) or _wing_of(member) or default_framework()
+        platform = platform_for(wing, device.platform if device else None)
+    device = device or platform.device()
+    if member is not None:
+        return _logged(choose([member.candidate()], request, device, source))
+    refused = {_as_member(name).name: "the caller" for name in disable}
+    refused |= {_as_member(name, "ATTN_DISABLE").name: "ATTN_DISABLE" for name in envs.read_list("ATTN_DISABLE") or ()}
+    candidates = [
+        Candidate(m.name, problem=f"disabled by {refused[m.name]}") if m.name in refused else m.candidate()
+        for m in _ranked(platform.priorities(request, device))
+    ]
+    return _logged(choose(candidates, request, device, source))
+
+
+def _ranked(names: Sequence[str]) -> list[AttentionBackendEnum]:
+    """The platform's list, with custom backends that declare capabilities before it (priority > 0) or after it."""
+    listed = [_as_member(name) for name in names]
+    customs = []
+    for member in list(AttentionBackendEnum.overrides):
+        own = member is AttentionBackendEnum.CUSTOM or member.name in AttentionBackendEnum.customs
+        if own and member not in listed:
+            candidate = member.candidate()
+            capabilities = getattr(candidate.backend, "capabilities", None)
+            if capabilities is not None or candidate.problem:
+                customs.append((getattr(capabilities, "priority", 0), member))
+    customs.sort(key=lambda entry: (-entry[0], entry[1].name))
+    return [m for p, m in customs if p > 0] + listed + [m for p, m in customs if p <= 0]
+
+
+def _asked(backend: AttentionBackendEnum | str | None) -> tuple[AttentionBackendEnum | None, str]:
+    """(the backend asked for by name, who asked), or (None, "priority")."""
+    if (forced := _forced.get()) is not None:
+        return forced, "context"
+    if backend is not None:
+        return _as_member(backend), "argument"
+    if (asked := envs.attn_backend()) is not None:
+        variable, name = asked
+        return _as_member(name, variable), variable
+    return None, "priority"
+
+
+def _as_member(backend: AttentionBackendEnum | str, variable: str = "") -> AttentionBackendEnum:
+    """`backend` as a member or custom backend; an unknown name is told together with the `variable` that it came by."""
+    if isinstance(backend, AttentionBackendEnum):
+        return backend
+    if not isinstance(backend, str):
+        raise TypeError(f"backend must be an AttentionBackendEnum member or a name, not {backend!r}")
+    if backend not in AttentionBackendEnum:
+        plugins.load()
+    try:
+        member: AttentionBackendEnum = AttentionBackendEnum[backend]
+    except ValueError as error:
+        raise ValueError(f"{variable}={backend}: {error}" if variable else str(error)) from None
+    return member
+
+
+def _framework(dtype: Any) -> str:
+    """The wing for a dtype: its own, that of a backend asked for by name, or the default one."""
+    return framework_of_dtype(dtype) or _wing_of(_asked(None)[0]) or default_framework()
+
+
+def _wing_of(member: AttentionBackendEnum | None) -> str | None:
+    """The wing that a backend asked for by name belongs to, when its path or its capabilities tell."""
+    if member is None:
+        return None
+    candidate = member.candidate()
+    capabilities = getattr(candidate.backend, "capabilities", None)
+    if capabilities is not None:
+        return str(capabilities.framework)
+    parts = candidate.path.split(".")
+    return parts[1] if parts[0] == "attn" and parts[1] in WINGS else None
+
+
+def _logged(selection: Selection) -> Selection:
+    if selection.winner is not None:
+        logger.info_once("Using %s attention backend on %s.", selection.name, str(selection.device))
+    logger.debug("%s", selection)
+    return selection

@@ -1,0 +1,147 @@
+"""One conformance case: a batch, a layer and the data's recipe, small enough to paste into a terminal.
+
+A case is data alone. `Case.json()` holds what differs from the defaults, and `Case.from_json` gives the same case back,
+so every failure prints the line that repeats it. Geometry (which pages, what is stale, which tree) and data (what is in
+the arrays) have seeds of their own, so that one can be kept while the other varies.
+"""
+
+import json
+import shlex
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self
+
+from attn.backends.arguments import Window, layer_features, window_pair
+from attn.capabilities import ENCODER_TYPES, AttentionType, Feature, Request
+from attn.dtypes import kv_cache_element
+from attn.testing.bits import CODES
+
+Scale = float | tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What to run and which property to hold it to.
+
+    query_lens, seq_lens: new tokens and tokens in the cache (new ones included), one entry a request.
+    k_scale, v_scale: of a quantised cache; a tuple has one entry a kv head.
+    sinks: "" (none), "randn", or "log_length": about ln of the longest context, where a sink matters most.
+    tree: width W of a random draft tree for each request; 0 is none.
+    kv_sharing: the layer reads another layer's cache; its own keys and values are NaN.
+    lse: ask for the log-sum-exp too.
+    inputs: "randn", "needle" (every query looks for one boundary key), "loud" (scores about 1e4), "far" (one score of
+        -524288), "constant" (V is one number), "magnitudes" (queries from 1e-3 to 1e3), "wide" (keys and values beyond
+        what the cache's dtype can hold).
+    poison: what lies in slots, pages and table entries that are not in use ("mixed", "huge", "zero").
+    shared_prefix: leading tokens that all long enough requests keep in the same physical pages.
+    padding: rows past the last real token, which must be left alone.
+    check: the property (`attn.testing.properties`); "oracle" compares with the float64 reference.
+    features: what else to ask of the backend: what a refusal is about, or `batch_invariant` where it is promised.
+    """
+
+    name: str
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+    num_heads: int = 6
+    num_kv_heads: int = 2
+    head_size: int = 64
+    block_size: int = 16
+    dtype: str = "float32"
+    kv_cache_dtype: str = "auto"
+    k_scale: Scale = 1.0
+    v_scale: Scale = 1.0
+    attn_type: str = AttentionType.DECODER
+    causal: bool = True
+    sliding_window: int | Window | None = None
+    logits_soft_cap: float | None = None
+    alibi: bool = False
+    sinks: str = ""
+    tree: int = 0
+    kv_sharing: bool = False
+    scale: float | None = None
+    lse: bool = False
+    inputs: str = "randn"
+    poison: str = "mixed"
+    shared_prefix: int = 0
+    padding: int = 0
+    num_blocks: int | None = None
+    check: str = "oracle"
+    features: tuple[str, ...] = ()
+    geometry_seed: int = 0
+    data_seed: int = 0
+
+    def __str__(self) -> str:
+        return self.name
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some fields changed."""
+        return replace(self, **changes)
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether the keys are this call's own and no cache is involved."""
+        return self.attn_type in ENCODER_TYPES
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.element in CODES
+
+    @property
+    def element(self) -> str:
+        """What the cache stores."""
+        return kv_cache_element(self.kv_cache_dtype, self.dtype)
+
+    @property
+    def window(self) -> Window:
+        """The inclusive pair that `sliding_window` means for this kind of attention."""
+        return window_pair(self.sliding_window, self.attn_type)
+
+    def request(self) -> Request:
+        """What this case asks of a backend."""
+        asked = {
+            Feature.NON_CAUSAL: not self.causal and self.attn_type == AttentionType.DECODER,
+            Feature.TREE_MASK: bool(self.tree),
+            Feature.LSE: self.lse,
+            Feature.PER_HEAD_SCALES: isinstance(self.k_scale, tuple) or isinstance(self.v_scale, tuple),
+        }
+        layer = layer_features(
+            self.window, self.logits_soft_cap, self.alibi or None, self.sinks or None, "other" if self.kv_sharing else None
+        )
+        return Request(
+            self.head_size,
+            self.dtype,
+            self.kv_cache_dtype,
+            self.block_size,
+            self.attn_type,
+            layer | frozenset(f.value for f, needed in asked.items() if needed) | frozenset(self.features),
+            self.num_heads,
+            self.num_kv_heads,
+        )
+
+    def json(self) -> str:
+        """The fields that differ from the defaults, on one line."""
+        stated = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
+        return json.dumps(stated, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The case of `json()`. Raises ValueError for what is no such object, or lacks a field, or has one too many."""
+        try:
+            stated = json.loads(text)
+            if not isinstance(stated, dict):
+                raise TypeError("it must be a JSON object")
+            case = cls(**{name: _tuples(value) for name, value in stated.items()})
+        except (json.JSONDecodeError, TypeError) as error:
+            raise ValueError(f"{text!r} is no case: {error}") from error
+        lens = (case.query_lens, case.seq_lens)
+        if not all(isinstance(x, tuple) and all(type(n) is int for n in x) for x in lens) or len(lens[0]) != len(lens[1]):
+            raise ValueError(f"query_lens={lens[0]} and seq_lens={lens[1]} must be lists of as many ints")
+        return case
+
+    def repro(self, backend: str = "") -> str:
+        """The command that runs this case again."""
+        target = f" {backend}" if backend else ""
+        return f"python -m attn.testing{target} --repro {shlex.quote(self.json())}"
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

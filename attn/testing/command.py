@@ -1,0 +1,90 @@
+"""The suite's command line: `python -m attn.testing [BACKEND ...]`, and what `attn conform` is made of.
+
+python -m attn.testing                             every backend that can run here
+python -m attn.testing XLA_ATTN --level full       one of them, at length
+python -m attn.testing CPU_ATTN --repro '{...}'    one case, as a failure printed it
+python -m attn.testing --mutants                   which rules and cases kill which planted bug
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from attn import plugins
+from attn.backends.registry import AttentionBackendEnum
+from attn.errors import UnsupportedError
+from attn.testing.case import Case
+from attn.testing.conformance import EXECUTED, run_case, run_conformance
+from attn.testing.suite import LEVELS
+from attn.verdicts import not_loadable
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    add = parser.add_argument
+    add("backends", nargs="*", metavar="BACKEND", help="names (default: every one that can run here)")
+    add("--level", choices=LEVELS, default="quick", help="how much to run (default: %(default)s)")
+    add("--only", default="", metavar="TEXT", help="only the cases whose name contains TEXT")
+    add("--dtype", action="append", default=[], help="only cases of this dtype; may be repeated")
+    add("--kind", choices=EXECUTED, help="how kernels execute (default: what the implementation says)")
+    add("--record", action="store_true", help="write the outcome into attn/evidence.json")
+    add("--repro", metavar="JSON", help="run this one case, on the backends named")
+    add("--mutants", action="store_true", help="run the suite on kernels with planted bugs instead")
+    add("--json", action="store_true", help="machine-readable output")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run what the arguments say; 1 when a case failed, a mutant lived, or a backend that was named ran no case."""
+    if args.mutants:
+        return _mutants(args.json)
+    if args.repro is not None:
+        return _repro(args.backends, args.repro, args.json)
+    report = run_conformance(
+        args.backends or None, args.level, kind=args.kind, record=args.record, only=args.only, dtypes=args.dtype
+    )
+    idle = [r for r in report.backends if r.skipped]
+    if not args.backends and len(idle) < len(report.backends):
+        idle = []  # whatever can run here was asked for, and did
+    if idle:
+        print(f"attn: not examined: {'; '.join(f'{r.backend}: {r.skipped}' for r in idle)}", file=sys.stderr)
+    return _done(report.ok and not idle, report.to_dict(), str(report), args.json)
+
+
+def _mutants(as_json: bool) -> int:
+    from attn.testing.mutants import format_table, mutation_table
+
+    table = mutation_table()
+    ok = all(kill.cases for kill in table)
+    return _done(ok, {"mutants": [asdict(kill) for kill in table]}, format_table(table), as_json)
+
+
+def _repro(names: Sequence[str], text: str, as_json: bool) -> int:
+    if not names:
+        raise ValueError("--repro needs the backend to run the case on")
+    case = Case.from_json(text)
+    plugins.load()
+    violations = []
+    for name in names:
+        member = AttentionBackendEnum[name]
+        if reasons := not_loadable(member.candidate()):
+            raise UnsupportedError(f"{name}: {'; '.join(reasons)}", reasons)
+        violations += run_case(member.get_class(), case)
+    told = [{"backend": v.backend, "rule": v.rule, "text": str(v)} for v in violations]
+    data = {"case": json.loads(case.json()), "violations": told}
+    return _done(not violations, data, "\n".join(map(str, violations)) or "no violation", as_json)
+
+
+def _done(ok: bool, data: dict[str, Any], text: str, as_json: bool) -> int:
+    """Print an outcome in the form that was asked for; the exit code."""
+    print(json.dumps({**data, "ok": ok}, indent=2) if as_json else text)
+    return int(not ok)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`python -m attn.testing`."""
+    parser = argparse.ArgumentParser("python -m attn.testing", description="Run the conformance suite.")
+    add_arguments(parser)
+    return run(parser.parse_args(sys.argv[1:] if argv is None else argv))

@@ -1,0 +1,314 @@
+"""From a case to the arrays of a call, the same on every machine: data, page placement, and poison everywhere else.
+
+What a backend has no business reading is never zero: cache slots past a sequence's end, pages of nobody, table entries
+past the last page, keys that every window has left behind, padding rows. The cache of a call holds the *context*; the
+new tokens' slots are poisoned too, since writing them is the backend's work.
+"""
+
+import functools
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import numpy as np
+
+from attn.backends.abstract import KVCacheSpec
+from attn.backends.metadata import CommonAttentionMetadata, slots_of
+from attn.capabilities import AttentionType
+from attn.reference import alibi_slopes
+from attn.testing.bits import Array, encode, poisoned, rounded
+from attn.testing.case import Case, Scale
+
+
+@dataclass
+class Call:
+    """The NumPy arrays of one forward: float32 values already rounded to the case's dtype, caches as stored bits.
+
+    query: [T, H, D]; key, value: [T, K, D] or None (nothing to write); key_cache, value_cache: [N, P, K, D] bits, or
+    None for encoders; alibi_slopes, sinks: [H] float32 or None; tree and lengths are in `batch`. All read-only: a runner
+    copies what it hands to a framework. `memo` keeps what was derived from this very call.
+    """
+
+    case: Case
+    query: Array
+    key: Array | None
+    value: Array | None
+    key_cache: Array | None
+    value_cache: Array | None
+    batch: CommonAttentionMetadata
+    alibi_slopes: Array | None
+    sinks: Array | None
+    memo: dict[str, Any] = field(default_factory=dict, repr=False)
+
+    def but(self, **changes: Any) -> Self:
+        """A copy with some arrays changed; fields of the case may be among them."""
+        own = {k: v for k, v in changes.items() if k in self.__dataclass_fields__}
+        own["case"] = self.case.replace(**{k: v for k, v in changes.items() if k not in own})
+        return replace(self, **own, memo={})
+
+    def with_batch(self, **changes: Any) -> Self:
+        """A copy whose batch has some fields changed."""
+        return self.but(batch=self.batch.replace(**changes))
+
+    def writable_batch(self) -> CommonAttentionMetadata:
+        """The batch with arrays of its own, since a framework may share their memory."""
+        arrays = {name: value.copy() for name, value in vars(self.batch).items() if isinstance(value, np.ndarray)}
+        return self.batch.replace(**arrays)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.batch.num_actual_tokens
+
+    @property
+    def scale(self) -> float:
+        return self.case.scale if self.case.scale is not None else 1.0 / math.sqrt(self.case.head_size)
+
+    def rows(self, r: int) -> slice:
+        """Request r's rows of the packed arrays."""
+        start = self.batch.query_start_loc
+        return slice(int(start[r]), int(start[r + 1]))
+
+
+@dataclass
+class Result:
+    """What a runner hands back, as NumPy.
+
+    output: [T, H, D] float32 values of dtype `dtype`; lse: [H, T] float32 or None; key_cache, value_cache: stored bits
+    after the call, or None; padding: what rows past the last token must hold (NaN: as they were; 0: zeros); spilled:
+    whether memory beside the output buffer changed.
+    """
+
+    output: Array
+    lse: Array | None
+    key_cache: Array | None
+    value_cache: Array | None
+    dtype: str
+    padding: float = float("nan")
+    spilled: bool = False
+
+
+def scale_array(scale: Scale) -> Array:
+    """A case's scale as the layer carries it: 0-d or [K] float32."""
+    return np.asarray(scale, np.float32)
+
+
+def layer_arguments(call: Call) -> dict[str, Any]:
+    """The constructor arguments of the implementation that serves a call, in no framework's terms; sinks left out."""
+    case = call.case
+    return {
+        "num_heads": case.num_heads,
+        "head_size": case.head_size,
+        "scale": call.scale,
+        "num_kv_heads": case.num_kv_heads,
+        "alibi_slopes": None if call.alibi_slopes is None else [float(s) for s in call.alibi_slopes],
+        "sliding_window": case.sliding_window,
+        "kv_cache_dtype": case.kv_cache_dtype,
+        "logits_soft_cap": case.logits_soft_cap,
+        "attn_type": case.attn_type,
+        "kv_sharing_target_layer_name": "another layer" if case.kv_sharing else None,
+    }
+
+
+def cache_spec(call: Call) -> KVCacheSpec:
+    """The cache that a call's layer keeps; its extent is unknown for an encoder, which keeps none."""
+    case = call.case
+    num_blocks = None if call.key_cache is None else call.key_cache.shape[0]
+    return KVCacheSpec(
+        case.block_size, case.num_kv_heads, case.head_size, case.dtype, case.kv_cache_dtype, num_blocks, case.sliding_window
+    )
+
+
+@functools.lru_cache(maxsize=512)
+def draw(case: Case) -> Call:
+    """The call of a case; kept, since several backends and checks ask for the same one."""
+    geometry = np.random.default_rng([1, case.geometry_seed])
+    requests = range(len(case.query_lens))
+    table, num_blocks = _tables(case, geometry)
+    tree = _trees(case)
+    slack = int(geometry.integers(0, 2)) * 3 * (max(case.query_lens, default=0) > 1)  # a captured graph's bound is not tight
+    q_lens, seq_lens = np.array(case.query_lens, np.int32), np.array(case.seq_lens, np.int32)
+    start = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
+    total = int(start[-1])
+    rows = total + case.padding
+
+    data = [_sequence(case, r) for r in requests]
+    query = np.full((rows, case.num_heads, case.head_size), np.nan, np.float32)
+    key = np.full((rows, case.num_kv_heads, case.head_size), np.nan, np.float32)
+    value = key.copy()
+    owner = np.repeat(np.arange(len(q_lens)), q_lens)
+    position = np.arange(total) - start[owner] + (seq_lens - q_lens)[owner]
+    for r in requests:
+        at = slice(start[r], start[r + 1])
+        query[at] = _queries(case, r, data[r][0])
+        fresh = max(case.query_lens[r] - case.seq_lens[r], 0)  # rows before the sequence have no key of their own
+        if case.attn_type != AttentionType.ENCODER_DECODER and case.query_lens[r] > fresh:
+            new = slice(max(case.seq_lens[r] - case.query_lens[r], 0), None)
+            key[start[r] + fresh : start[r + 1]], value[start[r] + fresh : start[r + 1]] = (x[new] for x in data[r])
+    slots = np.full(rows, -1, np.int64)
+    caches: tuple[Array | None, Array | None] = (None, None)
+    if not case.is_encoder:
+        caches = _filled_caches(case, table, num_blocks, data)
+        if case.attn_type == AttentionType.DECODER:
+            slots[:total] = slots_of(table, owner, position, case.block_size)
+    crosses = case.attn_type == AttentionType.ENCODER_DECODER
+    if case.kv_sharing:
+        key[:], value[:] = np.nan, np.nan
+
+    batch = CommonAttentionMetadata(
+        query_start_loc=start,
+        seq_lens=seq_lens,
+        block_table=table,
+        slot_mapping=slots,
+        num_reqs=len(q_lens),
+        num_actual_tokens=total,
+        max_query_len=int(q_lens.max(initial=0)) + slack,
+        max_seq_len=min(int(seq_lens.max(initial=0)) + slack, table.shape[1] * case.block_size),
+        causal=case.causal,
+        query_start_loc_cpu=start,
+        seq_lens_cpu=seq_lens,
+        tree_mask=tree,
+    )
+    call = Call(
+        case,
+        query,
+        None if crosses else key,
+        None if crosses else value,
+        *caches,
+        batch,
+        alibi_slopes(case.num_heads).astype(np.float32) if case.alibi else None,
+        _sinks(case),
+    )
+    for array in (query, key, value, *caches, table, slots, start, seq_lens, tree, call.alibi_slopes, call.sinks):
+        if array is not None:
+            array.setflags(write=False)
+    return call
+
+
+def _tables(case: Case, rng: np.random.Generator) -> tuple[Array, int]:
+    """(block_table [R, B], N): pages at random, a prefix in common, and a stale tail after each row's last page."""
+    used = [-(-m // case.block_size) for m in case.seq_lens]
+    shared = case.shared_prefix // case.block_size
+    num_blocks = case.num_blocks or _power_of_two(2 * sum(used) + 2)
+    if num_blocks < shared + sum(used):
+        raise ValueError(f"num_blocks={num_blocks} must be at least {shared + sum(used)}, the pages in use")
+    free = rng.permutation(num_blocks).astype(np.int32)
+    common, free = free[:shared], free[shared:]
+    columns = max(8, max(used, default=0) + 2)
+    table = np.where(rng.random((len(used), columns)) < 0.5, -1, rng.integers(0, num_blocks, (len(used), columns)))
+    table = table.astype(np.int32)
+    for r, count in enumerate(used):
+        shares = shared if shared and case.seq_lens[r] - case.query_lens[r] >= case.shared_prefix else 0
+        table[r, :shares] = common[:shares]
+        table[r, shares:count], free = free[: count - shares], free[count - shares :]
+    return table, num_blocks
+
+
+def _power_of_two(n: int) -> int:
+    """A compiled backend recompiles for every cache extent, so extents are few."""
+    return 1 << max(3, (n - 1).bit_length())
+
+
+def _trees(case: Case) -> Array | None:
+    """[R, W, W] ancestor-or-self masks, a random tree a request."""
+    if not case.tree:
+        return None
+    trees = np.zeros((len(case.query_lens), case.tree, case.tree), np.bool_)
+    for r, mask in enumerate(trees):
+        rng = np.random.default_rng([6, case.geometry_seed, r])
+        for node in range(case.tree):
+            if node:
+                mask[node] = mask[rng.integers(0, node)]
+            mask[node, node] = True
+    return trees
+
+
+def _sequence(case: Case, r: int) -> tuple[Array, Array]:
+    """(keys, values) [m, K, D] of request r, rounded to the model's dtype; of its own rows for an encoder."""
+    rng = np.random.default_rng([2, case.data_seed, r])
+    m = case.seq_lens[r]
+    shape = (m, case.num_kv_heads, case.head_size)
+    key, value = rng.standard_normal(shape, np.float32), rng.standard_normal(shape, np.float32)
+    if case.inputs == "far":
+        key = np.zeros(shape, np.float32)
+        key[..., 0] = 2048.0
+    elif case.inputs == "loud":
+        key *= 40.0
+    elif case.inputs == "constant":
+        value = np.full(shape, 1.625, np.float32)
+    elif case.inputs == "wide":
+        key, value = key * 8.0, value * 200.0
+    if case.shared_prefix:
+        common = np.random.default_rng([3, case.data_seed])
+        for array in (key, value):
+            prefix = common.standard_normal((case.shared_prefix, *shape[1:]), np.float32)
+            if m - case.query_lens[r] >= case.shared_prefix:
+                array[: case.shared_prefix] = prefix
+    return rounded(key, case.dtype), rounded(value, case.dtype)
+
+
+def _queries(case: Case, r: int, key: Array) -> Array:
+    """[n, H, D] of request r."""
+    rng = np.random.default_rng([4, case.data_seed, r])
+    n, m = case.query_lens[r], case.seq_lens[r]
+    query = rng.standard_normal((n, case.num_heads, case.head_size), np.float32)
+    if case.inputs == "far":
+        query = np.zeros_like(query)
+        query[..., 0] = -256.0 / (case.scale if case.scale is not None else case.head_size**-0.5)
+    elif case.inputs == "loud":
+        query *= 250.0
+    elif case.inputs == "magnitudes":
+        query *= np.float32(10.0 ** rng.integers(-3, 4))
+    elif case.inputs == "wide":
+        query *= 0.05
+    elif case.inputs == "needle" and m:
+        query = _needles(case, rng, key, n) + 0.25 * query
+    return rounded(query, case.dtype)
+
+
+def _needles(case: Case, rng: np.random.Generator, key: Array, n: int) -> Array:
+    """Queries [n, H, D] each aligned with one key near a boundary: self, its neighbours, window edges, page start, ends.
+
+    The target's score comes out at about 8. Without a window, the distances of a window of one page serve.
+    """
+    m = len(key)
+    p = np.arange(n) + m - n
+    left, right = case.window
+    left = case.block_size if left is None else left
+    right = 1 if right is None else right
+    page = p // case.block_size * case.block_size
+    edges = [p, p - 1, p + 1, p - left, p - left - 1, p - left + 1, p + right, p + right + 1, p + right - 1, page, page - 1]
+    edges += [np.zeros_like(p), np.full_like(p, m - 1), rng.integers(0, m, n)]
+    choice = rng.integers(0, len(edges), (n, case.num_heads))
+    target = np.stack(edges)[choice, np.arange(n)[:, None]]
+    target = np.where((target >= 0) & (target < m), target, rng.integers(0, m, target.shape))
+    head = np.arange(case.num_heads) // (case.num_heads // case.num_kv_heads)
+    scale = case.scale if case.scale is not None else case.head_size**-0.5
+    return (8.0 / (scale * case.head_size)) * key[target, head]
+
+
+def _filled_caches(case: Case, table: Array, num_blocks: int, data: list[tuple[Array, Array]]) -> tuple[Array, Array]:
+    """Key and value storage [N, P, K, D] with every request's readable context in place and poison elsewhere."""
+    shape = (num_blocks, case.block_size, case.num_kv_heads, case.head_size)
+    caches = tuple(poisoned(shape, case.element, case.poison) for _ in range(2))
+    written_here = case.attn_type == AttentionType.DECODER and not case.kv_sharing
+    left = case.window[0]
+    for r, (n, m) in enumerate(zip(case.query_lens, case.seq_lens, strict=True)):
+        end = max(m - n, 0) if written_here else m
+        begin = 0 if left is None else min(max(m - n - left, 0), end)  # what no row's window reaches any more
+        if n == 0 or end == begin:
+            continue
+        j = np.arange(begin, end)
+        page, offset = table[r, j // case.block_size], j % case.block_size
+        for cache, values, scale in zip(caches, data[r], (case.k_scale, case.v_scale), strict=True):
+            cache[page, offset] = encode(values[begin:end], case.element, scale_array(scale))
+    return caches[0], caches[1]
+
+
+def _sinks(case: Case) -> Array | None:
+    if not case.sinks:
+        return None
+    rng = np.random.default_rng([5, case.data_seed])
+    sinks = rng.standard_normal(case.num_heads)
+    if case.sinks == "log_length":
+        sinks = 0.5 * sinks + math.log(max(*case.seq_lens, 1, 1))
+    return sinks.astype(np.float32)

@@ -1,0 +1,134 @@
+"""Exact fixtures: the field's incidents as cases, every feature by itself, and contexts and caches of unusual size."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from attn.capabilities import ENCODER_TYPES, AttentionType
+from attn.dtypes import KV_CACHE_DTYPES
+from attn.testing.bits import CODES
+from attn.testing.case import Case
+from attn.testing.subject import M_LENS, Q_LENS, Subject, base_case, main_dtypes, per_head_scales
+
+
+def fixtures(subject: Subject) -> list[Case]:
+    """The exact cases of the field's incidents: lengths at their edges, scores at theirs, every feature by itself."""
+
+    def at(name: str, q: Sequence[int] = Q_LENS, m: Sequence[int] = M_LENS, **changes: Any) -> Case:
+        return base_case(subject, name, q, m, **changes)
+
+    page = at("").block_size
+    edges = (1, page - 1 or 1, page, page + 1, 2 * page)
+    found = [
+        at("mixed batch"),
+        at("mixed batch, needle", inputs="needle"),
+        at("page boundaries, decode", (1,) * 5, edges),
+        at("page boundaries, prefill", (1, *(min(n, 17) for n in edges[1:4]), 3), (1, *edges[1:4], 3), inputs="needle"),
+        at(
+            "page boundaries, context",
+            (2, 3, 2, 1, 18, 9),
+            (page + 1, page + 3, 2 * page, 2 * page + 1, page + 18, 9),
+            inputs="needle",
+        ),
+        at("no request", (), ()),
+        at("no token", (0, 0), (5, 0)),
+        at("no key", (3, 1, 2, 18, 9), (0, 0, 5, 18, 0), padding=2),
+        at("empty among others", (0, 3, 1, 0, 2, 18, 9), (5, 7, 17, 0, 2, 18, 9), inputs="needle"),
+        at("query longer than keys", (5, 20, 3, 2, 4), (3, 1, 0, 2, 30), inputs="needle"),
+        at("query much longer than keys", (34, 2), (1, 2)),
+        at("padding rows", padding=5),
+        at("huge numbers in masked slots", poison="huge"),
+        at("without lse", lse=False),
+        at("explicit scale", scale=0.31, inputs="needle"),
+        at("sharing another layer's cache", kv_sharing=True),
+        at("window of 1", sliding_window=1),
+        at("window of 16", sliding_window=16, inputs="needle"),
+        at("window of 17", sliding_window=17, inputs="needle"),
+        at("window (3, 2)", sliding_window=(3, 2), causal=False, inputs="needle"),
+        at("scores of 1e4 under a cap", inputs="loud", logits_soft_cap=30.0),
+        at("cap of 2", inputs="needle", logits_soft_cap=2.0),
+        at("alibi", alibi=True),
+        at("alibi without causality", alibi=True, causal=False),
+        at("sinks near ln of the length", sinks="log_length"),
+        at("sinks in rows without keys", (3, 1, 2, 18, 9), (0, 0, 5, 18, 0), sinks="randn"),
+        at("sinks under a cap", sinks="log_length", logits_soft_cap=2.0),
+        at("alibi under a cap", alibi=True, logits_soft_cap=2.0),
+        at("not causal", causal=False, inputs="needle"),
+        at("tree", (6, 4, 18, 1, 6), (20, 4, 18, 9, 40), tree=6),
+        at("tree in a window", (6, 4, 18, 1, 6), (20, 4, 18, 9, 40), tree=6, sliding_window=5),
+    ]
+    ones = (1,) * 5
+    for dtype in main_dtypes(subject):
+        found += [
+            at(f"{dtype}, randn", dtype=dtype),
+            at(f"{dtype}, needle", dtype=dtype, inputs="needle"),
+            at(f"{dtype}, constant V", dtype=dtype, inputs="constant", check="constant_value"),
+            at(f"{dtype}, one key of score -524288", ones, ones, dtype=dtype, inputs="far", scale=0.125, check="single_key"),
+            at(f"{dtype}, one key of any score", ones, ones, dtype=dtype, inputs="magnitudes", check="single_key"),
+        ]
+    found += [
+        at(f"{kind}, {words}", attn_type=kind, causal=False, inputs="needle", **more).replace(
+            **({"seq_lens": Q_LENS} if kind in ENCODER_TYPES else {})
+        )
+        for kind in subject.capabilities.attn_types
+        if kind != AttentionType.DECODER
+        for words, more in (
+            ("plain", {}),
+            ("window of 4", {"sliding_window": 4}),
+            ("alibi and a cap", {"alibi": True, "logits_soft_cap": 2.0}),
+        )
+    ]
+    for stored in subject.capabilities.kv_cache_dtypes:
+        found.append(at(f"{stored} cache", kv_cache_dtype=stored))
+        if KV_CACHE_DTYPES[stored] in CODES:
+            found += [
+                at(f"{stored} cache, scales", kv_cache_dtype=stored, inputs="needle", k_scale=0.037, v_scale=0.0215),
+                at(f"{stored} cache, saturated", kv_cache_dtype=stored, inputs="wide", k_scale=0.02, v_scale=0.5),
+            ]
+    return found
+
+
+def variety(subject: Subject) -> list[Case]:
+    """Sizes of every kind, one case each."""
+    c, small = subject.capabilities, main_dtypes(subject)[-1]
+    found = [
+        base_case(subject, f"head size {s}", head_size=s, dtype=small)
+        for s in subject.sizes((80, 256, 96, 192, 128, 64), c.head_sizes)
+    ]
+    heads = ((5, 5), (8, 1), (12, 3), (1, 1), (3, 1), (8, 8), (4, 2))
+    found += [base_case(subject, f"{h} heads on {k}", num_heads=h, num_kv_heads=k, inputs="needle") for h, k in heads]
+    found += [
+        base_case(subject, f"block size {s}", block_size=s, num_blocks=None)
+        for s in subject.sizes((1, 8, 32, 64, 128, 256), subject.block_sizes)
+    ]
+    found += [base_case(subject, f"{s} cache, {small}", kv_cache_dtype=s, dtype=small) for s in c.kv_cache_dtypes]
+    found += [
+        base_case(subject, f"{s} cache, per-head scales", kv_cache_dtype=s).replace(**per_head_scales(2))
+        for s in c.kv_cache_dtypes
+        if KV_CACHE_DTYPES[s] in CODES
+    ]
+    others = [dtype for dtype in c.dtypes if dtype not in main_dtypes(subject)]
+    return found + [base_case(subject, f"{dtype}, needle", dtype=dtype, inputs="needle") for dtype in others]
+
+
+def long_context(subject: Subject, full: bool) -> list[Case]:
+    """Long context, where randn averages to nothing: with a sink near ln of the length, and with needles."""
+    length = 32768 if full else 4096
+    dtype = "bfloat16" if "bfloat16" in subject.capabilities.dtypes else main_dtypes(subject)[0]
+    more: dict[str, Any] = {"num_heads": 2, "num_kv_heads": 1, "num_blocks": None}
+    q, m = (1, 3), (length, length // 4 + 3)
+    return [
+        base_case(subject, f"{length} keys, sinks near ln of the length", q, m, sinks="log_length", dtype=dtype, **more),
+        base_case(subject, f"{length} keys, needle", q, m, inputs="needle", dtype=dtype, **more),
+        base_case(subject, f"{length} keys, randn", q, m, dtype=dtype, **more),
+        base_case(subject, f"{length} keys, window", q, m, inputs="needle", sliding_window=129, dtype=dtype, **more),
+        base_case(subject, f"{length} keys, {main_dtypes(subject)[0]}", q, m, **more),
+    ]
+
+
+def vast(subject: Subject) -> list[Case]:
+    """Caches that outgrow an index: more than 65536 pages, and more than 2**31 elements."""
+    small: dict[str, Any] = {"dtype": main_dtypes(subject)[-1], "lse": False}
+    size = subject.sizes((128,), subject.capabilities.head_sizes)[0]
+    base = base_case(subject, "70000 pages", (1, 5), (70, 33), num_heads=2, num_kv_heads=1, **{**small, "num_blocks": 70000})
+    pages = 2**31 // (size * 2 * base.block_size) + 4096
+    return [base, base.replace(name="2**31 elements", head_size=size, num_heads=4, num_kv_heads=2, num_blocks=pages)]

@@ -1,0 +1,140 @@
+"""Configurations rather than incidents: the pairwise grid over what a subject declares, and random ones within it."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+from attn.capabilities import ENCODER_TYPES, AttentionType, Feature
+from attn.dtypes import KV_CACHE_DTYPES
+from attn.testing.bits import CODES
+from attn.testing.case import Case
+from attn.testing.pairwise import Choice, pairwise
+from attn.testing.subject import Subject, main_dtypes, per_head_scales
+
+
+def _axes(subject: Subject) -> dict[str, list[Any]]:
+    c = subject.capabilities
+
+    def on(feature: Feature, *values: Any) -> list[Any]:
+        return list(values) if subject.has(feature) else []
+
+    return {
+        "batch": list(_BATCHES),
+        "dtype": main_dtypes(subject),
+        "heads": [(6, 2), (4, 2), (5, 5), (8, 1)],
+        "head_size": subject.sizes((64, 80, 128), c.head_sizes),
+        "block_size": subject.sizes((16, 1, 5, 32, 128), subject.block_sizes),
+        "attn_type": list(c.attn_types),
+        "kv_cache_dtype": list(c.kv_cache_dtypes),
+        "scales": ["one", "scalar", *on(Feature.PER_HEAD_SCALES, "per_head")],
+        "window": [None, *on(Feature.SLIDING_WINDOW, 7, (20, None)), *on(Feature.TWO_SIDED_WINDOW, (4, 3))],
+        "cap": [None, *on(Feature.SOFT_CAP, 2.0, 30.0)],
+        "alibi": [False, *on(Feature.ALIBI, True)],
+        "sinks": ["", *on(Feature.SINKS, "randn", "log_length")],
+        "causal": [True, *on(Feature.NON_CAUSAL, False)],
+        "tree": [0, *on(Feature.TREE_MASK, 6)],
+        "kv_sharing": [False, *on(Feature.KV_SHARING, True)],
+        "inputs": ["randn", "needle"],
+        "poison": ["mixed", "huge"],
+        "padding": [0, 3],
+        "scale": [None, 0.17],
+        "lse": [True, False] if subject.lse else [False],
+    }
+
+
+#: Axes whose values a compiled program takes as it finds them.
+_DYNAMIC = ("kv_sharing", "inputs", "poison", "padding", "scale", "lse")
+
+
+def _settled(subject: Subject, axes: dict[str, list[Any]], choice: Choice) -> Choice | None:
+    """The choice made meaningful, or None where the subject does not serve it."""
+    choice = dict(choice)
+    kind = choice["attn_type"]
+    if kind != AttentionType.DECODER:
+        choice |= {"causal": False, "tree": 0, "kv_sharing": False}
+    if kind in ENCODER_TYPES:
+        choice |= {"kv_cache_dtype": axes["kv_cache_dtype"][0], "scales": "one"}
+    if choice["tree"]:
+        choice |= {"causal": True, "batch": "verify"}
+    if KV_CACHE_DTYPES[choice["kv_cache_dtype"]] not in CODES:
+        choice["scales"] = "one"
+    return choice if subject.serves(_from_choice(choice, 0)) else None
+
+
+def grid(subject: Subject, thrifty: bool, least: int = 60) -> list[Case]:
+    """Every pair of choices; `thrifty` first makes few combinations of what decides a program, then varies the rest."""
+    axes = _axes(subject)
+    if not thrifty:
+        choices = pairwise(axes, lambda choice: _settled(subject, axes, choice), least)
+    else:
+        fixed = {name: values for name, values in axes.items() if name not in _DYNAMIC}
+        free = {name: axes[name] for name in _DYNAMIC}
+        plain = {name: values[0] for name, values in free.items()}
+        programs = pairwise(fixed, lambda choice: _settled(subject, axes, plain | choice), 0, most=_GRID_PROGRAMS)
+
+        def vary(choice: Choice) -> Choice | None:
+            program = programs[choice["program"]]
+            batch = program["batch"] if "decode" in (program["batch"], choice["batch"]) or program["tree"] else choice["batch"]
+            settled = _settled(subject, axes, {**program, **choice, "batch": batch})
+            return None if settled is None else settled | {"program": choice["program"]}
+
+        choices = pairwise({"program": range(len(programs)), "batch": axes["batch"], **free}, vary, least)
+    return [_from_choice(choice, i) for i, choice in enumerate(choices)]
+
+
+_GRID_PROGRAMS = 10
+
+
+def _from_choice(choice: Choice, index: int) -> Case:
+    heads, size = choice["heads"], choice["block_size"]
+    q, m = _BATCHES[choice["batch"]](size)
+    scales: dict[str, dict[str, Any]] = {
+        "one": {}, "scalar": {"k_scale": 0.037, "v_scale": 0.0215}, "per_head": per_head_scales(heads[1]),
+    }  # fmt: skip
+    return Case(
+        f"grid {index}: {choice['batch']}",
+        q,
+        q if choice["attn_type"] in ENCODER_TYPES else m,
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        sliding_window=choice["window"],
+        logits_soft_cap=choice["cap"],
+        num_blocks=128 if size < 5 else 64 if size <= 32 else 32,
+        geometry_seed=index,
+        data_seed=1000 + index,
+        **{name: value for name, value in choice.items() if name in Case.__dataclass_fields__},
+        **scales[choice["scales"]],
+    )
+
+
+#: Shapes of batches for pages of P tokens: (query_lens, seq_lens). All but the decodes have 5 to 8 requests, 33 to 61 rows
+#: and a longest query of 17 to 20, which is one shape to a compiler that pads to powers of two.
+_BATCHES: dict[str, Callable[[int], tuple[tuple[int, ...], tuple[int, ...]]]] = {
+    "decode": lambda p: ((1,) * 5, (1, p, p + 1, 2 * p + 3, 17)),
+    "prefill": lambda p: ((1, 7, min(p + 1, 17), 19, 12), (1, 7, min(p + 1, 17), 19, 12)),
+    "context": lambda p: ((5, 17, 3, 1, 9), (p + 5, 2 * p + 17, p + 2, 2 * p, p + 8)),
+    "mixed": lambda p: ((1, 1, 7, 17, 1, 8), (2 * p, 17, 7, 2 * p + 17, p + 1, 8)),
+    "verify": lambda p: ((4, 6, 3, 1, 17, 3), (4, p + 6, 2 * p + 3, p + 1, 17, 20)),
+    "edges": lambda p: ((0, 3, 1, 0, 2, 19, 9), (5, 0, 2 * p - 1, 0, p + 2, p + 19, 9)),
+    "longer": lambda p: ((5, 20, 3, 2, 4), (3, 9, 0, 2, p + 4)),
+}
+
+
+def random_cases(subject: Subject, count: int) -> list[Case]:
+    """Anything goes, within what is declared; a case is found again by its seeds."""
+    axes, found, seed = _axes(subject), list[Case](), 0
+    while len(found) < count and seed < 40 * count:
+        rng = random.Random(seed)
+        settled = _settled(subject, axes, {name: rng.choice(values) for name, values in axes.items()})
+        q = [rng.choice((0, 1, 1, 2, rng.randrange(3, 40))) for _ in range(rng.randrange(1, 8))]
+        m = [max(0, n + rng.choice((0, 0, 1, -1, rng.randrange(120)))) for n in q]
+        padding, width = rng.choice((0, 0, 1, 4)), rng.choice((None, rng.randrange(1, 60)))
+        seed += 1
+        if settled is None:
+            continue
+        case = _from_choice(settled, seed - 1)
+        m = q if case.is_encoder else [max(a, b) for a, b in zip(q, m, strict=True)] if case.tree else m
+        window = case.sliding_window and (width or case.sliding_window)
+        own = {"query_lens": tuple(q), "seq_lens": tuple(m), "padding": padding, "sliding_window": window, "num_blocks": None}
+        found.append(case.replace(name=f"random {seed - 1}", **own))
+    return found

@@ -1,0 +1,509 @@
+"""What two answers of one backend owe each other: the metamorphic properties, by name.
+
+Each takes a case and a runner and yields violations. `same` is bitwise and used where IEEE arithmetic promises it (rule X)
+or the backend does (`batch_invariant`, rule I); everything else is held to the oracle's rules, so that a property also
+exercises the batch shape it makes. A property's base case asks for every feature that its variants use.
+"""
+
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from attn.capabilities import Feature
+from attn.reference import merge_states
+from attn.testing import transform as to
+from attn.testing.bits import Array, as_bytes, rounded
+from attn.testing.case import Case
+from attn.testing.draw import Call, Result, draw
+from attn.testing.expected import Expected, expect
+from attn.testing.rules import BUDGETS, Score, Violation, check_cache, compare
+
+Runner = Callable[[Call], Result]
+Check = Callable[[Case, Runner, Score], Iterator[Violation]]
+
+CHECKS: dict[str, Check] = {}
+
+
+def check(function: Check) -> Check:
+    """Register a property under its function's name."""
+    CHECKS[function.__name__] = function
+    return function
+
+
+def run_check(case: Case, run: Runner, score: Score | None = None) -> list[Violation]:
+    """Every violation of the case's property. What the runner raises goes through."""
+    return list(CHECKS[case.check.partition("=")[0]](case, run, score or Score()))
+
+
+# the vocabulary
+
+
+def judged(call: Call, run: Runner, score: Score, want: Expected | None = None) -> tuple[Result, list[Violation]]:
+    """Run a call and hold it to the oracle (or to `want`), its cache included."""
+    result = run(call)
+    found = list(check_cache(call, result))
+    return result, found + compare(call.case, result, want or expect(call, result), score)
+
+
+def mapped(want: Expected, rows: Array | slice = slice(None), heads: Array | slice = slice(None)) -> Expected:
+    """What is expected of some rows and heads."""
+    return Expected(want.out[rows][:, heads], want.lse[heads][:, rows], want.slack)
+
+
+def same(
+    case: Case, what: str, one: Result, other: Result, rows: Array | slice | None = None, rule: str = "X"
+) -> Iterator[Violation]:
+    """Bitwise: `other` row i equals `one` row rows[i]; by default all live rows."""
+    live = slice(0, sum(case.query_lens)) if rows is None else rows
+    pairs = [("output", one.output[live], other.output[: len(one.output[live])])]
+    if case.lse and one.lse is not None and other.lse is not None:
+        mine = one.lse[:, live]
+        pairs.append(("lse", mine.T, other.lse[:, : mine.shape[1]].T))
+    for name, a, b in pairs:
+        differ = as_bytes(np.ascontiguousarray(a)) != as_bytes(np.ascontiguousarray(b))
+        if differ.any():
+            place = tuple(int(i) for i in np.argwhere(differ)[0])
+            row = int(np.arange(len(one.output))[live][place[0]])
+            yield Violation(
+                rule, f"{name} bits changed: {what} ({int(differ.sum())} elements)", case, row, place[1], b[place], a[place]
+            )
+
+
+def invariant(case: Case, what: str, one: Result, other: Result, rows: Array | None = None) -> Iterator[Violation]:
+    """`same`, for backends that promise batch invariance."""
+    if Feature.BATCH_INVARIANT.value in case.features:
+        yield from same(case, what, one, other, rows, "I")
+
+
+def oracle_of(call: Call, run: Runner, score: Score) -> tuple[Result, Expected, list[Violation]]:
+    """The base of a comparison: its result, what was expected, and what was already wrong."""
+    result = run(call)
+    want = expect(call, result)
+    return result, want, list(check_cache(call, result)) + compare(call.case, result, want, score)
+
+
+# the oracle alone, and refinements of it
+
+
+@check
+def oracle(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+    """The float64 reference, rules A-D and W."""
+    yield from judged(draw(case), run, score)[1]
+
+
+@check
+def single_key(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+    """One visible key: the output is its value, to the bit, whatever the score."""
+    call = draw(case)
+    result, found = judged(call, run, score)
+    yield from found
+    want = expect(call, result)
+    seeing = np.flatnonzero(np.isfinite(want.lse).all(0))
+    exact = Result(rounded(want.out, case.dtype), None, None, None, case.dtype)
+    part = Result(result.output[seeing], None, None, None, case.dtype)
+    yield from same(case, "of a single key's value", exact, part, seeing)
+
+
+@check
+def constant_value(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+    """V of one number gives that number; the output never leaves V's range."""
+    result, found = judged(draw(case), run, score)
+    yield from found
+    low, high = 1.625 * (1 - BUDGETS[case.dtype].hard), 1.625 * (1 + BUDGETS[case.dtype].hard)
+    out = result.output[: sum(case.query_lens)]
+    outside = (out < low) | (out > high)
+    if outside.any():
+        row, head, d = (int(i) for i in np.argwhere(outside)[0])
+        yield Violation("B", "the average of one number is another", case, row, head, out[row, head, d], 1.625)
+
+
+@check
+def rerun(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+    """The same call twice gives the same bits."""
+    call = draw(case)
+    yield from same(case, "run again", run(call), run(call))
+
+
+@check
+def live_nan(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+    """A NaN in a live value reaches exactly the rows that attend it."""
+    call = draw(case)
+    assert call.value is not None and call.key is not None
+    for name in ("value", "key"):
+        edited = np.array(getattr(call, name))
+        edited[call.rows(len(case.query_lens) - 1).stop - 2, 0, 3] = np.nan  # the last but one token of the last request
+        yield from judged(to.frozen(call.but(**{name: edited})), run, score)[1]
+
+
+@check
+def without_mirrors(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+    """A batch without host copies of its lengths is served the same."""
+    yield from judged(draw(case).with_batch(query_start_loc_cpu=None, seq_lens_cpu=None), run, score)[1]
+
+
+@check
+def captured(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+    """40: the layer compiled as a whole, its cache donated, agrees with the layer called step by step."""
+    call = draw(case)
+    _, want, found = oracle_of(call, run, score)
+    yield from found + judged(call, run.captured, score, want)[1]  # type: ignore[attr-defined]
+
+
+# memory: pages, slots, tables
+
+
+@check
+def poison(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+    """2: what lies in unused memory changes no bit."""
+    base = run(draw(case))
+    for kind in ("zero", "huge"):
+        yield from same(case, f"poison {case.poison} against {kind}", base, run(draw(case.replace(poison=kind))))
+
+
+@check
+def permute_pages(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+    """1: pages and block table permuted together."""
+    call = draw(case)
+    base, want, found = oracle_of(call, run, score)
+    assert call.key_cache is not None
+    order = np.random.default_rng([8, case.geometry_seed]).permutation(call.key_cache.shape[0])
+    moved, more = judged(to.repaged(call, order), run, score, want)
+    yield from found + more
+    yield from invariant(case, "pages permuted", base, moved)
+
+
+@check
+def table_tail(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+    """3: entries past a row's last page are never read, however wild."""
+    call = draw(case)
+    base, want, found = oracle_of(call, run, score)
+    yield from found
+    used = -(-call.batch.seq_lens // case.block_size)
+    tail = np.arange(call.batch.block_table.shape[1]) >= used[:, None]
+    for garbage in (-1, -(2**31), 2**31 - 1):
+        other = to.frozen(call.with_batch(block_table=np.where(tail, garbage, call.batch.block_table).astype(np.int32)))
+        result, more = judged(other, run, score, want)
+        yield from more
+        yield from invariant(case, f"table tail of {garbage}", base, result)
+
+
+@check
+def shared_pages(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+    """4: a prefix in shared pages is the same as private copies of it."""
+    call = draw(case)
+    base, want, found = oracle_of(call, run, score)
+    private = to.placed(call, [to.tokens(call, r) for r in range(call.batch.num_reqs)])
+    result, more = judged(private, run, score, want)
+    yield from found + more
+    yield from invariant(case, "private copies of a prefix", base, result)
+
+
+@check
+def page_size(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+    """7: `page_size=<other>`: the same tokens in pages of another size."""
+    call = draw(case)
+    _, want, found = oracle_of(call, run, score)
+    other = to.placed(call, [to.tokens(call, r) for r in range(call.batch.num_reqs)], int(case.check.partition("=")[2]))
+    yield from found + judged(other, run, score, want)[1]
+
+
+@check
+def written_before(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+    """38: tokens that are in the cache already (all slots -1) give the same; the cache keeps every byte."""
+    call = draw(case)
+    _, want, found = oracle_of(call, run, score)
+    yield from found
+    ready = to.settled(call)
+    yield from judged(ready, run, score, want)[1]
+    yield from judged(ready.but(key=call.key, value=call.value), run, score, want)[1]
+
+
+@check
+def ignored_keys(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+    """37: with KV sharing the call's own keys and values are not looked at."""
+    call = draw(case)
+    base, _, found = oracle_of(call, run, score)
+    yield from found
+    for what, fresh in (("zeros", np.zeros_like(call.query[:, : case.num_kv_heads])), ("nothing", None)):
+        yield from same(case, f"own keys NaN against {what}", base, run(call.but(key=fresh, value=fresh)))
+
+
+# the batch: order, neighbours, chunks
+
+
+@check
+def batch_order(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+    """5, 39: requests in another order, and each alone; decodes and prefills apart."""
+    call = draw(case)
+    base, want, found = oracle_of(call, run, score)
+    yield from found
+    everyone = range(call.batch.num_reqs)
+    decodes = [r for r in everyone if case.query_lens[r] == 1]
+    for what, requests in (
+        ("batch reversed", everyone[::-1]),
+        ("first request alone", [0]),
+        ("last request alone", [everyone[-1]]),
+        ("decodes apart", decodes),
+        ("prefills apart", [r for r in everyone if r not in decodes]),
+    ):
+        if requests:
+            rows = to.rows_of(call, requests)
+            result, more = judged(to.picked(call, requests), run, score, mapped(want, rows))
+            # the cache of a part differs from the whole's where the others would have written
+            yield from more
+            yield from invariant(case, what, base, result, rows)
+
+
+@check
+def neighbours(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+    """6: more requests in the batch (empty, short, long in query or context) leave the others as they are."""
+    call = draw(case)
+    base, want, found = oracle_of(call, run, score)
+    yield from found
+    own = np.arange(call.num_tokens)
+    for extra in ((0, 5), (1, 3 * case.block_size + 1), (9, 9), (17, 40)):
+        other = case.replace(query_lens=(*case.query_lens, extra[0]), seq_lens=(*case.seq_lens, extra[1]), padding=0)
+        result, more = judged(draw(other), run, score)
+        yield from more
+        part = Result(result.output[own], None if result.lse is None else result.lse[:, own], None, None, result.dtype)
+        yield from compare(case.replace(padding=0), part, mapped(want, own))
+        yield from invariant(case, f"a neighbour of (q, kv) lengths {extra}", base, part, own)
+
+
+@check
+def chunked(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+    """11, 12: a prefill in chunks, the last one a single token, gives what the whole prefill gives."""
+    call = draw(case)
+    _, want, found = oracle_of(call, run, score)
+    yield from found
+    assert call.key_cache is not None and call.value_cache is not None
+    lens = case.query_lens
+    cuts = [[0] * len(lens), [n // 3 for n in lens], [n - 1 for n in lens], list(lens)]
+    caches = (call.key_cache, call.value_cache)
+    for begin, end in zip(cuts, cuts[1:], strict=False):
+        part = to.chunk(call, begin, end, caches)
+        result, more = judged(part, run, score, mapped(want, to.chunk_rows(call, begin, end)))
+        yield from more
+        if more or result.key_cache is None or result.value_cache is None:
+            return
+        caches = (result.key_cache, result.value_cache)
+
+
+@check
+def split_and_merge(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+    """9, 10: keys split at any point, an empty part among them, attended apart and merged by lse in any order."""
+    call = draw(case)
+    _, want, found = oracle_of(call, run, score)
+    yield from found
+    whole = [to.tokens(call, r) for r in range(call.batch.num_reqs)]
+    states = []
+    for a, b in ((0.0, 0.3), (0.3, 0.3), (0.3, 0.9), (0.9, 1.0)):
+        part = to.placed(call, [tuple(x[int(a * len(x)) : int(b * len(x))] for x in both) for both in whole])  # type: ignore[misc]
+        result, more = judged(part, run, score)
+        yield from more
+        if result.lse is None:
+            return
+        states.append(
+            (result.output[: call.num_tokens].astype(np.float64), result.lse[:, : call.num_tokens].astype(np.float64))
+        )
+    one, two, three, four = states
+    for order in ([one, two, three, four], [four, merge_states(*zip(three, one, strict=True)), two]):
+        out, lse = merge_states(*zip(*order, strict=True))
+        merged = Result(rounded(out, case.dtype), lse.astype(np.float32), None, None, case.dtype)
+        live = np.arange(call.num_tokens)
+        yield from compare(case.replace(padding=0), merged, mapped(want, live))
+
+
+# the maths
+
+
+@check
+def window_of_everything(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+    """13: a window as long as the sequence hides nothing."""
+    _, want, found = oracle_of(draw(case.replace(sliding_window=None)), run, score)
+    wide = draw(case.replace(sliding_window=None)).but(sliding_window=max(case.seq_lens) + 1)
+    yield from found + judged(wide, run, score, want)[1]
+
+
+@check
+def hidden_keys(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+    """8: context to the left of every window may be anything, and any length."""
+    call = draw(case)
+    _, want, found = oracle_of(call, run, score)
+    yield from found
+    left = case.window[0]
+    assert left is not None
+    longer = []
+    for r in range(call.batch.num_reqs):
+        both = to.tokens(call, r)
+        hidden = case.seq_lens[r] - case.query_lens[r] - left
+        if hidden >= 0:  # else the first row would come to see what is put before it
+            both = tuple(np.concatenate([x[-1:].repeat(case.block_size + 3, 0), x[hidden:]]) for x in both)  # type: ignore[assignment]
+        longer.append(both)
+    yield from judged(to.placed(call, longer), run, score, want)[1]
+
+
+@check
+def causal_by_window(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+    """13: a right bound of 0 without causality is causality."""
+    causal = draw(case).but(causal=True).with_batch(causal=True)
+    _, want, found = oracle_of(causal, run, score)
+    window = draw(case).but(sliding_window=(None, 0))
+    yield from found + judged(window, run, score, want)[1]
+
+
+@check
+def soft_cap_limits(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+    """14: a huge cap is none; a tiny one makes all keys equal."""
+    call = draw(case)
+    free = expect(call.but(logits_soft_cap=None))
+    yield from judged(call.but(logits_soft_cap=1e4), run, score, free)[1]
+    yield from judged(call.but(logits_soft_cap=1e-3), run, score)[1]
+
+
+@check
+def flat_alibi(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+    """15: slopes of zero are no slopes."""
+    call = draw(case)
+    assert call.alibi_slopes is not None
+    yield from judged(call.but(alibi_slopes=np.zeros_like(call.alibi_slopes)), run, score, expect(call.but(alibi_slopes=None)))[
+        1
+    ]
+
+
+@check
+def powers_of_two(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+    """16, 19: V times a power of two scales the output exactly; query and key scaled against each other change no bit."""
+    call = draw(case)
+    base = run(call)
+    assert call.key is not None and call.value is not None and call.key_cache is not None and call.value_cache is not None
+    louder = run(to.frozen(call.but(value=call.value * 4, value_cache=to.scaled(call.value_cache, case.element, 4))))
+    quarter = Result(louder.output / 4, louder.lse, None, None, louder.dtype)
+    yield from same(case, "V scaled by 4 (output / 4)", base, quarter)
+    traded = call.but(query=call.query * 2, key=call.key / 2, key_cache=to.scaled(call.key_cache, case.element, 0.5))
+    yield from same(case, "q * 2 and k / 2", base, run(to.frozen(traded)))
+
+
+@check
+def scales_fold(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+    """34: k_scale folds into the softmax scale and v_scale into the output, exactly for powers of two."""
+    call = to.settled(draw(case))
+    base = run(call)
+    keys = run(call.but(k_scale=_times(case.k_scale, 2), scale=call.scale / 2))
+    yield from same(case, "k_scale doubled, scale halved", base, keys)
+    values = run(call.but(v_scale=_times(case.v_scale, 4)))
+    yield from same(case, "v_scale times 4 (output / 4)", base, Result(values.output / 4, values.lse, None, None, values.dtype))
+
+
+def _times(scale: float | tuple[float, ...], factor: float) -> float | tuple[float, ...]:
+    return tuple(s * factor for s in scale) if isinstance(scale, tuple) else scale * factor
+
+
+@check
+def head_groups(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+    """22, 24: kv heads with their query heads in another order; half of them alone, as on a tensor-parallel rank."""
+    call = draw(case)
+    base, want, found = oracle_of(call, run, score)
+    yield from found
+    group = case.num_heads // case.num_kv_heads
+    for kv_heads in (np.arange(case.num_kv_heads)[::-1], np.arange(case.num_kv_heads // 2)):
+        heads = (kv_heads[:, None] * group + np.arange(group)).reshape(-1)
+        part = _with_heads(call, heads, kv_heads)
+        result, more = judged(part, run, score, mapped(want, heads=heads))
+        yield from more
+        if len(heads) == case.num_heads:
+            turned = Result(base.output[:, heads], None if base.lse is None else base.lse[heads], None, None, base.dtype)
+            yield from invariant(case, "head groups reversed", turned, result)
+
+
+@check
+def repeated_heads(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+    """23: grouped-query attention is multi-head attention with every kv head repeated."""
+    call = draw(case)
+    _, want, found = oracle_of(call, run, score)
+    kv_heads = np.arange(case.num_heads) // (case.num_heads // case.num_kv_heads)
+    yield from found + judged(_with_heads(call, np.arange(case.num_heads), kv_heads), run, score, want)[1]
+
+
+def _with_heads(call: Call, heads: Array, kv_heads: Array) -> Call:
+    def taken(array: Array | None, axis: int, chosen: Array) -> Array | None:
+        return None if array is None else np.take(array, chosen, axis)
+
+    scales = {
+        n: s if isinstance(s := getattr(call.case, n), float) else tuple(s[i] for i in kv_heads) for n in ("k_scale", "v_scale")
+    }
+    return to.frozen(
+        call.but(
+            query=call.query[:, heads], key=taken(call.key, 1, kv_heads), value=taken(call.value, 1, kv_heads),
+            key_cache=taken(call.key_cache, 2, kv_heads), value_cache=taken(call.value_cache, 2, kv_heads),
+            alibi_slopes=taken(call.alibi_slopes, 0, heads), sinks=taken(call.sinks, 0, heads),
+            num_heads=len(heads), num_kv_heads=len(kv_heads), **scales,
+        )
+    )  # fmt: skip
+
+
+@check
+def key_order(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+    """25: without causality the keys' order is nothing, and all of them twice adds ln 2 to the lse."""
+    call = draw(case)
+    _, want, found = oracle_of(call, run, score)
+    yield from found
+    whole = [to.tokens(call, r) for r in range(call.batch.num_reqs)]
+    yield from judged(to.placed(call, [(k[::-1], v[::-1]) for k, v in whole]), run, score, want)[1]
+    twice = to.placed(call, [(np.concatenate([k, k]), np.concatenate([v, v])) for k, v in whole])
+    yield from judged(twice, run, score, Expected(want.out, want.lse + np.log(2), want.slack))[1]
+
+
+@check
+def sinks_off(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+    """28: a sink of -inf is none; a sink takes its share after the fact: output * sigmoid(lse - sink)."""
+    call = draw(case)
+    assert call.sinks is not None
+    plain = expect(call.but(sinks=None))
+    yield from judged(call.but(sinks=np.full_like(call.sinks, -np.inf)), run, score, plain)[1]
+    share = 1 / (1 + np.exp(call.sinks[:, None] - plain.lse))
+    sunk = Expected(plain.out * share.T[..., None], plain.lse, plain.slack)
+    yield from judged(call, run, score, sunk)[1]
+
+
+@check
+def tree_paths(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+    """29: a chain is causality; a branch's rows do not see what the other branches hold, were it NaN."""
+    call = draw(case)
+    base, _, found = oracle_of(call, run, score)
+    yield from found
+    assert call.batch.tree_mask is not None and call.key is not None and call.value is not None
+    chain = np.broadcast_to(np.tri(case.tree, dtype=np.bool_), call.batch.tree_mask.shape)
+    yield from judged(to.frozen(call.with_batch(tree_mask=chain.copy())), run, score, expect(call.with_batch(tree_mask=None)))[
+        1
+    ]
+    key, value = np.array(call.key), np.array(call.value)
+    rows = []
+    for r, n in enumerate(case.query_lens):
+        own = call.rows(r)
+        rows.append(own.stop - 1)
+        hidden = ~call.batch.tree_mask[r, n - 1, :n] if n <= case.tree else np.zeros(n, np.bool_)
+        key[own][hidden], value[own][hidden] = np.nan, np.nan
+    poisoned = run(to.frozen(call.but(key=key, value=value)))
+    last = np.array(rows)
+    part = Result(poisoned.output[last], None if poisoned.lse is None else poisoned.lse[:, last], None, None, case.dtype)
+    yield from same(case, "NaN in the other branches", base, part, last)
+
+
+@check
+def future_edit(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+    """36: what later tokens hold changes no bit of the rows before them."""
+    call = draw(case)
+    base = run(call)
+    assert call.key is not None and call.value is not None
+    key, value = np.array(call.key), np.array(call.value)
+    before = []
+    for r, n in enumerate(case.query_lens):
+        own = call.rows(r)
+        before.append(np.arange(own.start, own.start + (n + 1) // 2))
+        key[own.start + (n + 1) // 2 : own.stop] = 3.0
+        value[own.start + (n + 1) // 2 : own.stop] = -5.0
+    edited = run(to.frozen(call.but(key=key, value=value)))
+    rows = np.concatenate(before)
+    part = Result(edited.output[rows], None if edited.lse is None else edited.lse[:, rows], None, None, case.dtype)
+    yield from same(case, "later tokens edited", base, part, rows)

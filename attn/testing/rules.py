@@ -1,0 +1,191 @@
+"""What counts as right: the oracle's answer to a call, and rules A-D (and W for the cache) that a result must all pass.
+
+A row is one (token, head). Tolerances depend on the dtype alone, never on the backend:
+
+A  finite where the oracle is; NaN and -inf exactly where it has them; empty rows exactly 0; padding rows untouched.
+B  rms(out - ref) <= R(dtype) * (rms(ref) + 1e-3), row by row.
+C  16-bit only, per case: max|out - ref| <= 2 max|eager - ref| + 2 max|(ref + .3 - .3) - ref|   (3x under a soft cap).
+D  |lse - ref| <= 1e-4 + 1e-5 |ref|.
+W  the cache: written slots hold the specified bytes, every other byte is as it was.
+
+B needs no slack for eager rounding of scores, which C has to grant; D sees what an output hides (a log base, a shift).
+A quantised cache is judged in two steps: its bytes by W, then the output against attention over *the bytes it wrote*.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from attn.testing.bits import Array, decode
+from attn.testing.case import Case
+from attn.testing.draw import Call, Result
+from attn.testing.expected import Expected, wrong_bytes
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A row's relative error in RMS: above `target` is reported, above `hard` fails."""
+
+    target: float
+    hard: float
+
+
+BUDGETS = {
+    "float64": Budget(1e-5, 1e-4),
+    "float32": Budget(1e-5, 1e-4),
+    "float16": Budget(2.0**-11, 2.0**-10),
+    "bfloat16": Budget(2.0**-8, 2.0**-7),
+}
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One rule broken by one case: the worst place, and how many others broke it too."""
+
+    rule: str
+    what: str
+    case: Case
+    row: int | None = None
+    head: int | None = None
+    got: Any = None
+    want: Any = None
+    backend: str = ""
+
+    def __str__(self) -> str:
+        head = "" if self.head is None else f", head {self.head}"
+        place = "" if self.row is None else f" at {_place(self.case, self.row)}{head}"
+        values = "" if self.got is None and self.want is None else f": got {_shown(self.got)}, want {_shown(self.want)}"
+        return f"rule {self.rule} [{self.case.name}]{place}: {self.what}{values}\n    {self.case.repro(self.backend)}"
+
+
+@dataclass
+class Score:
+    """How near the limits a result came: the worst row of rule B and the worst entry of rule D, relative to theirs."""
+
+    row: float = 0.0
+    lse: float = 0.0
+
+
+def lse_budget(case: Case) -> Budget:
+    """Rule D's factor: 1 is 1e-4 + 1e-5 |ref|. Reading codes times scale in 16 bits rounds the keys once more."""
+    return Budget(1.0, 10.0 if case.is_quantized and case.dtype in ("float16", "bfloat16") else 1.0)
+
+
+def compare(case: Case, result: Result, expected: Expected, score: Score | None = None) -> list[Violation]:
+    """Every rule of A-D that `result` breaks, worst place each; `score`, when given, is raised to what was measured."""
+    score = score or Score()
+    live = int(sum(case.query_lens))
+    if result.output.shape != expected.out.shape:
+        return [Violation("A", "output has another shape", case, got=result.output.shape, want=expected.out.shape)]
+    found = []
+    if result.dtype != case.dtype:
+        found.append(Violation("A", "output has another dtype than the query", case, got=result.dtype, want=case.dtype))
+    out, want = result.output[:live].astype(np.float64), expected.out[:live]
+    found += _padding(case, result, live)
+    found += _pattern(case, out, want, expected.lse[:, :live])
+    found += _rows(case, out, want, score)
+    if expected.slack is not None:
+        found += _worst_element(case, out, want, expected.slack)
+    if case.lse:
+        if result.lse is None:
+            found.append(Violation("D", "no lse was returned", case))
+        else:
+            found += _lse(case, result.lse[:, :live].astype(np.float64), expected.lse[:, :live], score)
+    return found
+
+
+def _padding(case: Case, result: Result, live: int) -> Iterator[Violation]:
+    rest = result.output[live:]
+    right = np.isnan(rest) if np.isnan(result.padding) else rest == result.padding
+    if not right.all():
+        row, head, d = (int(i) for i in np.argwhere(~right)[0])
+        yield Violation("A", "a padding row was written", case, live + row, head, rest[row, head, d], result.padding)
+    if result.spilled:
+        yield Violation("A", "memory beside the output was written", case)
+
+
+def _pattern(case: Case, out: Array, want: Array, lse: Array) -> Iterator[Violation]:
+    """Finite where finite, NaN where NaN (a live NaN reaches exactly the rows that attend it), 0 where there is no key."""
+    wrong = np.isnan(want) != np.isnan(out)
+    wrong |= ~np.isnan(want) & ~np.isfinite(out)
+    yield from _at(case, "A", "not finite where it must be, or the reverse", wrong, out, want)
+    nonzero = np.isneginf(lse).T[..., None] & (out != 0) & ~wrong
+    yield from _at(case, "A", "a row without keys is not exactly 0", nonzero, out, want)
+
+
+def _rows(case: Case, out: Array, want: Array, score: Score) -> Iterator[Violation]:
+    good: Array = np.asarray(np.isfinite(out).all(-1) & np.isfinite(want).all(-1))
+    error = np.sqrt(np.mean(np.square(np.where(good[..., None], out - want, 0)), -1))
+    size = np.sqrt(np.mean(np.square(np.where(good[..., None], want, 0)), -1)) + 1e-3
+    ratio = error / size
+    limit = BUDGETS[case.dtype].hard
+    if ratio.size:
+        score.row = max(score.row, float(ratio.max()))
+        if ratio.max() > limit:
+            row, head = (int(i) for i in np.unravel_index(ratio.argmax(), ratio.shape))
+            many = int((ratio > limit).sum())
+            d = int(np.abs(out[row, head] - want[row, head]).argmax())
+            yield Violation(
+                "B", f"relative row error {ratio.max():.2g} > {limit:.2g} ({many} of {ratio.size} rows)", case, row, head,
+                out[row, head, d], want[row, head, d],
+            )  # fmt: skip
+
+
+def _worst_element(case: Case, out: Array, want: Array, slack: float) -> Iterator[Violation]:
+    error = np.where(np.isfinite(out) & np.isfinite(want), np.abs(out - np.where(np.isfinite(want), want, 0)), 0)
+    yield from _at(case, "C", f"error above {slack:.2g}, twice an eager kernel's", error > slack, out, want, error)
+
+
+def _lse(case: Case, lse: Array, want: Array, score: Score) -> Iterator[Violation]:
+    wrong = (np.isnan(lse) != np.isnan(want)) | (np.isneginf(lse) != np.isneginf(want)) | np.isposinf(lse)
+    yield from _at(case, "A", "lse is NaN or infinite where it must not be, or the reverse", wrong.T, lse.T, want.T)
+    good = np.isfinite(lse) & np.isfinite(want)
+    error = np.abs(np.where(good, lse, 0) - np.where(good, want, 0)) / (1e-4 + 1e-5 * np.abs(np.where(good, want, 0)))
+    score.lse = max(score.lse, float(error.max(initial=0.0)))
+    limit = lse_budget(case).hard
+    yield from _at(
+        case, "D", f"lse error is {error.max(initial=0.0):.2g}x its tolerance", (error > limit).T, lse.T, want.T, error.T
+    )
+
+
+def _at(
+    case: Case, rule: str, what: str, wrong: Array, got: Array, want: Array, weight: Array | None = None
+) -> Iterator[Violation]:
+    """One violation for all places that are `wrong` ([T, H] or [T, H, D]), at the heaviest of them."""
+    if wrong.any():
+        place = tuple(int(i) for i in np.unravel_index((wrong if weight is None else weight * wrong).argmax(), wrong.shape))
+        yield Violation(rule, f"{what} ({int(wrong.sum())} places)", case, place[0], place[1], got[place], want[place])
+
+
+def check_cache(call: Call, result: Result) -> Iterator[Violation]:
+    """Rule W: what the cache holds after the call."""
+    case = call.case
+    if case.is_encoder:
+        return
+    if result.key_cache is None or result.value_cache is None:
+        yield Violation("W", "no cache was returned", case)
+        return
+    for which, stored, want, wrong in wrong_bytes(call, (result.key_cache, result.value_cache)):
+        if wrong.any():
+            slot, head, d = (int(i) for i in np.argwhere(wrong)[0])
+            mine = slot in call.batch.slot_mapping
+            what = "a written slot holds other bytes" if mine else "a slot was written that is not in slot_mapping"
+            got, meant = (decode(x[slot, head, d : d + 1], case.element)[0] for x in (stored, want))
+            place = f"{which} cache, slot {slot}, kv head {head}"
+            yield Violation("W", f"{place}: {what} ({int(wrong.sum())} elements)", case, got=got, want=meant)
+
+
+def _place(case: Case, row: int) -> str:
+    """`row 7 (request 2, token 1 of 3, 19 keys)`."""
+    first = 0
+    for r, n in enumerate(case.query_lens):
+        if row < first + n:
+            return f"row {row} (request {r}, token {row - first} of {n}, {case.seq_lens[r]} keys)"
+        first += n
+    return f"row {row} (padding)"
+
+
+def _shown(value: Any) -> str:
+    return f"{float(value):.6g}" if isinstance(value, np.floating | float) else str(value)

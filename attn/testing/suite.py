@@ -1,0 +1,183 @@
+"""Which cases a backend is held to: derived from its capabilities, positive and negative alike.
+
+What is declared is exercised (exact fixtures, a pairwise grid, random configurations, long context, metamorphic
+properties); what is not declared must be refused, by selection and by the constructor, with a reason that names it.
+Nothing is written down per backend. `quick` is for every push; `full` has more of the same, and on a GPU caches whose
+page numbers and offsets outgrow 16 and 32 bits; `smoke` is the fixtures alone, for kernels in an interpreter.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from attn.capabilities import ATTN_TYPES, Feature, supports_size
+from attn.dtypes import DTYPES, KV_CACHE_DTYPES
+from attn.errors import UnsupportedError
+from attn.testing.bits import CODES
+from attn.testing.case import Case
+from attn.testing.fixtures import fixtures, long_context, variety, vast
+from attn.testing.grid import grid, random_cases
+from attn.testing.subject import M_LENS, Q_LENS, Subject, base_case, main_dtypes, per_head_scales
+
+LEVELS = ("smoke", "quick", "full")
+
+
+def cases_of(subject: Subject, level: str = "quick") -> list[Case]:
+    """Every case of the suite for this subject, positive first. Raises ValueError for an unknown level."""
+    if level not in LEVELS:
+        raise ValueError(f"level={level!r} (supports {', '.join(LEVELS)})")
+    special = sorted({Feature.MLA, Feature.SPARSE_MLA, Feature.BLOCK_SPARSE} & subject.capabilities.features)
+    if special:
+        raise UnsupportedError(f"{subject.name} serves {', '.join(special)}: this suite is for dense paged attention")
+    full = level == "full"
+    thrifty = subject.compiles and not full
+    positive = fixtures(subject)
+    if level != "smoke":
+        positive += [*grid(subject, thrifty), *properties(subject, full), *long_context(subject, full)]
+        positive += [*variety(subject), *random_cases(subject, 100 if full else 12)]
+    if full and subject.device is not None and subject.device.platform in ("cuda", "rocm"):
+        positive += vast(subject)
+    # What `serves` leaves out here is asked for below, as a refusal.
+    served = [case for case in positive if subject.serves(case)]
+    return (_affordable(served) if thrifty else served) + refusals(subject)
+
+
+# what a compiled backend can afford
+
+_PROGRAMS = 42  #: programs that the cases of a quick run start from, at a second or two each
+
+
+def _affordable(cases: Sequence[Case]) -> list[Case]:
+    """The cases in order, without those that would need one more program than a quick run has."""
+    seen: set[object] = set()
+    kept = []
+    for case in cases:
+        key = _program(case)
+        if key in seen or len(seen) < _PROGRAMS:
+            seen.add(key)
+            kept.append(case)
+    return kept
+
+
+def _program(case: Case) -> object:
+    """What decides which program a compiler makes of a case: shapes in powers of two, dtypes, which rules are there.
+
+    A property counts as its base case; those whose variants have other shapes come early in the list.
+    """
+
+    def power(n: int) -> int:
+        return 1 << max(n - 1, 0).bit_length()
+
+    left, right = case.window
+    page = case.block_size
+    return (
+        power(sum(case.query_lens) + case.padding), power(len(case.query_lens)), power(max(case.query_lens, default=0)),
+        power(max(8, -(-max(case.seq_lens, default=0) // page))), case.num_blocks, page, case.num_heads, case.num_kv_heads,
+        case.head_size, case.dtype, "" if case.is_encoder else case.element, case.causal, case.is_encoder, left is None,
+        right is None, case.logits_soft_cap is None, case.alibi, not case.sinks, case.tree, isinstance(case.k_scale, tuple),
+    )  # fmt: skip
+
+
+def properties(subject: Subject, full: bool) -> list[Case]:
+    """The metamorphic properties, each on a case that asks for every feature its variants use."""
+    promised = {"features": (Feature.BATCH_INVARIANT.value,)} if subject.has(Feature.BATCH_INVARIANT) else {}
+    quantized = [s for s in subject.capabilities.kv_cache_dtypes if KV_CACHE_DTYPES[s] in CODES]
+    dtypes = main_dtypes(subject) if full else main_dtypes(subject)[:2]
+    cached = not base_case(subject, "").is_encoder
+    found = []
+    for dtype in dtypes:
+
+        def of(check: str, q: Sequence[int] = Q_LENS, m: Sequence[int] = M_LENS, dtype: str = dtype, **changes: Any) -> Case:
+            return base_case(
+                subject, f"{check.partition('=')[0]}, {dtype}", q, m, **{"dtype": dtype, "check": check, **promised, **changes}
+            )
+
+        found += [of("rerun"), of("without_mirrors")]
+        if not cached:
+            found += [of("batch_order"), of("head_groups"), of("repeated_heads")]
+            continue
+        page = of("").block_size
+        found += [
+            of("poison"),
+            of("permute_pages"),
+            of("table_tail"),
+            of("written_before"),
+            of("live_nan"),
+            of("neighbours"),
+            of("future_edit"),
+            of("ignored_keys", kv_sharing=True),
+            of(
+                "shared_pages",
+                m=(2 * page + 18, 2 * page + 6, 2 * page + 18, 2 * page + 1, 2 * page + 9),
+                shared_prefix=2 * page,
+            ),
+        ]
+        if dtype != "float16":  # powers of two meet float16's subnormals
+            found += [
+                of("powers_of_two"),
+                *(of("scales_fold", kv_cache_dtype=s, k_scale=0.037, v_scale=0.02) for s in quantized[:1]),
+            ]
+        if subject.compiles and not full and dtype != dtypes[0]:
+            continue  # what follows needs programs of its own
+        if subject.compiles:
+            found.append(of("captured"))
+        other = [s for s in subject.sizes((32, 8, 16, 64, 128), subject.block_sizes) if s != page][:1]
+        found += [
+            of("window_of_everything", sliding_window=7),
+            of("hidden_keys", sliding_window=7),
+            of("causal_by_window", causal=False),
+            of("key_order", causal=False),
+            of("soft_cap_limits", logits_soft_cap=5.0),
+            of("flat_alibi", alibi=True),
+            of("sinks_off", sinks="randn"),
+            of("tree_paths", (6, 4, 18, 1, 6), (20, 4, 18, 9, 40), tree=6),
+            of("batch_order"),
+            of("head_groups"),
+            of("repeated_heads"),
+            of("chunked", (24, 18), (24, 40)),
+            of("split_and_merge", (1,) * 5, (33, 20, 7, 40, 2)),
+            *(of(f"page_size={size}") for size in other),
+        ]
+        if full:
+            found += [
+                of("batch_order", sliding_window=7, sinks="randn"),
+                of("neighbours", sliding_window=7),
+                of("chunked", (33, 40), (33, 70), sliding_window=9),
+                of("head_groups", alibi=True, sinks="randn"),
+                of("poison", sliding_window=7),
+            ]
+    return found
+
+
+def refusals(subject: Subject) -> list[Case]:
+    """One case for each thing that is not declared; `check` is `refusal=<what the refusal must name>`."""
+    c = subject.capabilities
+    plain = base_case(subject, "", (1, 4), (20, 4), lse=False, num_heads=4)
+
+    def refused(what: str, **changes: Any) -> Case:
+        return plain.replace(name=f"refuses {what}", check=f"refusal={what}", **changes)
+
+    asked: dict[Feature, dict[str, Any]] = {
+        Feature.NON_CAUSAL: {"causal": False},
+        Feature.SLIDING_WINDOW: {"sliding_window": 4},
+        Feature.TWO_SIDED_WINDOW: {"sliding_window": (None, 2), "causal": False},
+        Feature.SOFT_CAP: {"logits_soft_cap": 30.0},
+        Feature.ALIBI: {"alibi": True},
+        Feature.SINKS: {"sinks": "randn"},
+        Feature.TREE_MASK: {"tree": 4},
+        Feature.KV_SHARING: {"kv_sharing": True},
+        Feature.PER_HEAD_SCALES: per_head_scales(plain.num_kv_heads),
+    }
+    found = []
+    for feature in Feature:
+        if not (subject.lse if feature == Feature.LSE else feature.value in c.features):
+            found.append(refused(feature.value, features=(feature.value,), **asked.get(feature, {})))
+    for name, known, declared in (
+        ("dtype", [d for d, info in DTYPES.items() if info.kind == "float"], c.dtypes),
+        ("kv_cache_dtype", list(KV_CACHE_DTYPES), c.kv_cache_dtypes),
+        ("attn_type", list(ATTN_TYPES), c.attn_types),
+    ):
+        found += [refused(f"{name}={x}", **{name: x}) for x in known if x not in declared]
+    for name, allowed in (("head_size", c.head_sizes), ("block_size", subject.block_sizes)):
+        beyond = [s for s in (8, 20, 33, 40, 64, 72, 96, 257, 1024) if not supports_size(s, allowed)][:3]
+        found += [refused(f"{name}={s}", **{name: s}) for s in beyond]
+    return found

@@ -1,0 +1,159 @@
+"""Ways to say the same batch differently: other pages, another order, other lengths.
+
+Everything here takes a `Call` and gives another; what the two answers owe each other is `attn.testing.properties`' matter.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from attn.testing.bits import Array, decode, encode, poisoned
+from attn.testing.draw import Call
+from attn.testing.expected import specified_cache
+
+Tokens = tuple[Array, Array]  #: stored (keys, values) [m, K, D] of one request
+
+
+def frozen(call: Call) -> Call:
+    """The same call with its arrays made read-only, as `draw` gives them."""
+    batch = call.batch
+    for array in (
+        call.query, call.key, call.value, call.key_cache, call.value_cache, call.alibi_slopes, call.sinks,
+        batch.block_table, batch.slot_mapping, batch.query_start_loc, batch.seq_lens, batch.tree_mask,
+    ):  # fmt: skip
+        if array is not None:
+            array.setflags(write=False)
+    return call
+
+
+def settled(call: Call) -> Call:
+    """The call as if its tokens had been written before: they are in the cache, and nothing is left to write."""
+    keys, values = specified_cache(call)
+    slots = np.full_like(call.batch.slot_mapping, -1)
+    return frozen(call.but(key=None, value=None, key_cache=keys, value_cache=values).with_batch(slot_mapping=slots))
+
+
+def tokens(call: Call, r: int) -> Tokens:
+    """Request r's stored keys and values in order, its new tokens included."""
+    j = np.arange(int(call.batch.seq_lens[r]))
+    page = call.batch.block_table[r, j // call.case.block_size]
+    keys, values = specified_cache(call)
+    return keys[page, j % call.case.block_size], values[page, j % call.case.block_size]
+
+
+def placed(call: Call, sequences: Sequence[Tokens], block_size: int | None = None) -> Call:
+    """The settled call whose requests have these keys and values, in new pages, everything else poisoned.
+
+    The number of pages stays as it is where that is enough, for the sake of backends that compile for it.
+    """
+    page = block_size or call.case.block_size
+    assert call.key_cache is not None
+    used = [-(-len(keys) // page) for keys, _ in sequences]
+    available = call.key_cache.shape[0] * call.case.block_size // page
+    num_blocks = available if sum(used) <= available else 1 << sum(used).bit_length()
+    shape = (num_blocks, page, *call.key_cache.shape[2:])
+    caches = [poisoned(shape, call.case.element, call.case.poison) for _ in range(2)]
+    ids = np.random.default_rng([7, call.case.geometry_seed]).permutation(num_blocks).astype(np.int32)
+    table = np.full((len(used), max(max(used, default=0), call.batch.block_table.shape[1])), -1, np.int32)
+    for r, both in enumerate(sequences):
+        table[r, : used[r]], ids = ids[: used[r]], ids[used[r] :]
+        j = np.arange(len(both[0]))
+        for cache, stored in zip(caches, both, strict=True):
+            cache[table[r, j // page], j % page] = stored
+    lens = np.array([len(keys) for keys, _ in sequences], np.int32)
+    batch = call.batch.replace(
+        block_table=table,
+        seq_lens=lens,
+        seq_lens_cpu=lens,
+        max_seq_len=int(lens.max(initial=0)),
+        slot_mapping=np.full_like(call.batch.slot_mapping, -1),
+    )
+    changes = {"block_size": page, "seq_lens": tuple(map(int, lens)), "num_blocks": num_blocks}
+    return frozen(call.but(key=None, value=None, key_cache=caches[0], value_cache=caches[1], batch=batch, **changes))
+
+
+def picked(call: Call, requests: Sequence[int]) -> Call:
+    """The call with these requests only, in this order, over the same cache; a request may be taken once."""
+    batch, chosen = call.batch, list(requests)
+    rows = rows_of(call, chosen)
+    lens = np.array([call.case.query_lens[r] for r in chosen], np.int32)
+    start = np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
+    new = batch.replace(
+        query_start_loc=start,
+        query_start_loc_cpu=start,
+        seq_lens=batch.seq_lens[chosen],
+        seq_lens_cpu=batch.seq_lens[chosen],
+        block_table=batch.block_table[chosen],
+        slot_mapping=batch.slot_mapping[rows],
+        num_reqs=len(chosen),
+        num_actual_tokens=len(rows),
+        max_query_len=int(lens.max(initial=0)),
+        max_seq_len=int(batch.seq_lens[chosen].max(initial=0)),
+        tree_mask=None if batch.tree_mask is None else batch.tree_mask[chosen],
+    )
+    return frozen(
+        call.but(
+            query=call.query[rows],
+            key=None if call.key is None else call.key[rows],
+            value=None if call.value is None else call.value[rows],
+            batch=new,
+            query_lens=tuple(map(int, lens)),
+            seq_lens=tuple(call.case.seq_lens[r] for r in chosen),
+            padding=0,
+        )
+    )
+
+
+def rows_of(call: Call, requests: Sequence[int]) -> Array:
+    """The rows of these requests, in their order."""
+    return np.concatenate([np.arange(call.num_tokens)[call.rows(r)] for r in requests] or [np.zeros(0, np.int64)])
+
+
+def repaged(call: Call, order: Array) -> Call:
+    """Page i moved to order[i], with the block table and the slots following."""
+    assert call.key_cache is not None and call.value_cache is not None
+    page, batch = call.case.block_size, call.batch
+    back = np.argsort(order)
+    table = np.where(batch.block_table >= 0, order[batch.block_table], -1).astype(np.int32)
+    slots = np.where(batch.slot_mapping >= 0, order[batch.slot_mapping // page] * page + batch.slot_mapping % page, -1)
+    moved = call.but(key_cache=call.key_cache[back], value_cache=call.value_cache[back])
+    return frozen(moved.with_batch(block_table=table, slot_mapping=slots.astype(np.int64)))
+
+
+def chunk(call: Call, begin: Sequence[int], end: Sequence[int], caches: Tokens) -> Call:
+    """Of each request r only the new tokens begin[r]..end[r], over the caches that earlier chunks left."""
+    batch, count = call.batch, range(call.batch.num_reqs)
+    rows = chunk_rows(call, begin, end)
+    lens = np.array([end[r] - begin[r] for r in count], np.int32)
+    start = np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
+    seq = np.array([call.case.seq_lens[r] - call.case.query_lens[r] + end[r] for r in count], np.int32)
+    assert call.key is not None and call.value is not None
+    new = batch.replace(
+        query_start_loc=start,
+        query_start_loc_cpu=start,
+        seq_lens=seq,
+        seq_lens_cpu=seq,
+        slot_mapping=batch.slot_mapping[rows],
+        num_actual_tokens=len(rows),
+        max_query_len=int(lens.max(initial=0)),
+    )
+    changes = {"query_lens": tuple(map(int, lens)), "seq_lens": tuple(map(int, seq)), "padding": 0}
+    return frozen(
+        call.but(
+            query=call.query[rows], key=call.key[rows], value=call.value[rows],
+            key_cache=caches[0].copy(), value_cache=caches[1].copy(), batch=new, **changes,
+        )
+    )  # fmt: skip
+
+
+def chunk_rows(call: Call, begin: Sequence[int], end: Sequence[int]) -> Array:
+    """Rows of the whole call that `chunk` takes."""
+    start = call.batch.query_start_loc
+    parts = [np.arange(start[r] + begin[r], start[r] + end[r]) for r in range(call.batch.num_reqs)]
+    return np.concatenate(parts or [np.zeros(0, np.int64)])
+
+
+def scaled(stored: Array, element: str, factor: float) -> Array:
+    """Stored values times a power of two, poison included."""
+    with np.errstate(all="ignore"):
+        return encode(decode(stored, element) * np.float32(factor), element)

@@ -1,0 +1,16 @@
+"""The torch wing: backends for CUDA, ROCm, XPU and CPU. Importing it imports torch, never jax."""
+
+import importlib
+from typing import Any
+
+_FACE = {
+    "Attention": "attn.torch.layer",
+    "merge_attn_states": "attn.torch.merge",
+}
+__all__ = list(_FACE)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _FACE:
+        return getattr(importlib.import_module(_FACE[name]), name)
+    raise AttributeError(f"module 'attn.torch' has no attribute {name!r}")

@@ -1,0 +1,84 @@
+"""The torch side of the border: arrays of JAX and NumPy in, NumPy out, sharing memory wherever both sides can.
+
+What is shared can be written to from here although JAX believes it immutable, so implementations never write to their
+inputs; a read-only NumPy array is copied, since torch has no such thing. JAX is not imported: its arrays speak DLPack,
+and a tracer is known by its class.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from attn.errors import DeviceError, DTypeError
+
+#: dtypes that NumPy knows through ml_dtypes only, and the integers of the same width that both sides have.
+_CARRIERS = {
+    "bfloat16": (torch.bfloat16, np.dtype(np.int16), torch.int16),
+    "float8_e4m3fn": (torch.float8_e4m3fn, np.dtype(np.uint8), torch.uint8),
+    "float8_e5m2": (torch.float8_e5m2, np.dtype(np.uint8), torch.uint8),
+    "float8_e4m3fnuz": (torch.float8_e4m3fnuz, np.dtype(np.uint8), torch.uint8),
+    "float8_e5m2fnuz": (torch.float8_e5m2fnuz, np.dtype(np.uint8), torch.uint8),
+}
+_NAMES = {tensor: name for name, (tensor, _, _) in _CARRIERS.items()}
+
+
+def from_foreign(x: Any, like: torch.Tensor | None = None) -> torch.Tensor:
+    """A NumPy or JAX array as a tensor, on the device of `like` (None: where it is).
+
+    Raises TypeError for a tracer, `DeviceError` for an array spread over several devices, `DTypeError` for a dtype that
+    torch has not.
+    """
+    tensor = _from_numpy(np.asarray(x)) if isinstance(x, np.ndarray | np.generic) else _from_dlpack(x)
+    return tensor if like is None else tensor.to(like.device)
+
+
+def _from_numpy(array: "np.ndarray[Any, Any]") -> torch.Tensor:
+    # torch would alias read-only memory as writable, and knows neither foreign byte orders nor negative strides
+    if not array.flags.writeable or not array.dtype.isnative or min(array.strides, default=0) < 0:
+        array = array.astype(array.dtype.newbyteorder("="), order="C", copy=True)
+    carried = _CARRIERS.get(array.dtype.name)
+    try:
+        if carried is None:
+            return torch.from_numpy(array)
+        dtype, carrier, _ = carried
+        return torch.from_numpy(array.view(carrier)).view(dtype)
+    except TypeError as error:
+        raise DTypeError(f"a NumPy array of dtype {array.dtype} has no counterpart in torch") from error
+
+
+def _from_dlpack(array: Any) -> torch.Tensor:
+    if any(cls.__name__ == "Tracer" for cls in type(array).__mro__):
+        raise TypeError(
+            "a JAX tracer has no memory and cannot cross to torch: call outside of jax.jit, jax.grad and jax.vmap, or use a "
+            "backend of the jax wing"
+        )
+    devices = array.devices()
+    if len(devices) != 1:
+        raise DeviceError(f"the array lies on {len(devices)} devices: gather it on one before it crosses to torch")
+    try:
+        return torch.from_dlpack(array)  # type: ignore[attr-defined,no-any-return]
+    except (BufferError, RuntimeError) as error:
+        raise DTypeError(f"a JAX array of dtype {array.dtype} cannot cross to torch: {error}") from error
+
+
+def to_numpy(x: torch.Tensor, like: Any = None) -> "np.ndarray[Any, Any]":
+    """A tensor as a NumPy array of the same dtype, sharing its memory when it is on the CPU.
+
+    `like` is accepted for the sake of the border's one signature; NumPy has no devices. bfloat16 and fp8 come as
+    ml_dtypes. Raises ValueError for a tensor that requires grad, `DTypeError` where NumPy has no such dtype.
+    """
+    if x.requires_grad:
+        raise ValueError("a tensor that requires grad cannot leave torch, gradients do not cross: pass tensor.detach()")
+    x = x.detach().cpu().resolve_conj().resolve_neg()
+    name = _NAMES.get(x.dtype)
+    try:
+        if name is None:
+            return x.numpy()  # type: ignore[no-any-return]
+        import ml_dtypes
+
+        return x.view(_CARRIERS[name][2]).numpy().view(getattr(ml_dtypes, name))  # type: ignore[no-any-return]
+    except TypeError as error:
+        raise DTypeError(f"a tensor of dtype {x.dtype} has no counterpart in NumPy") from error
+    except ModuleNotFoundError as error:
+        raise DTypeError(f"NumPy knows {name} through ml_dtypes, which is not installed; or pass tensor.float()") from error

@@ -1,0 +1,1 @@
+"""Backends of the torch wing, one module each."""

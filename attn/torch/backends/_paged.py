@@ -1,0 +1,228 @@
+"""The template of every paged decoder backend under torch: checks, cache write, then one hook.
+
+`forward` goes straight down: profiling run? write K/V unless the layer shares another's cache, attend, return. What an
+implementation adds is `_attend` (over the paged cache) and, for encoder types, `_attend_ragged` (over this call's keys).
+Every limit is in the backend's capability record; the constructor asks it, so a layer that cannot be served is refused
+before any weight is loaded.
+"""
+
+from typing import Any
+
+import torch
+
+from attn.backends.abstract import AttentionLayer, AttentionType
+from attn.backends.paged import PagedBackend, PagedImpl, check_block_size, check_built
+from attn.capabilities import ENCODER_TYPES, Feature
+from attn.errors import DeviceError, DTypeError, MetadataError, ShapeError, UnsupportedError
+from attn.torch import kv_cache as caches
+from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
+
+
+class PagedAttentionBackend(PagedBackend):
+    """What paged backends share: metadata and builder."""
+
+    accept_output_buffer = True
+
+    @staticmethod
+    def get_metadata_cls() -> type[PagedAttentionMetadata]:
+        return PagedAttentionMetadata
+
+    @staticmethod
+    def get_builder_cls() -> type[PagedAttentionMetadataBuilder]:
+        return PagedAttentionMetadataBuilder
+
+
+class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
+    """The template. A subclass sets `backend` and writes `_attend`."""
+
+    framework = "torch"
+
+    @staticmethod
+    def _float32(values: Any) -> torch.Tensor:
+        """A float32 tensor is kept itself, so that weights loaded into it later are seen."""
+        return torch.as_tensor(values, dtype=torch.float32)
+
+    def _by_head(self, name: str, tensor: torch.Tensor, heads: int) -> torch.Tensor:
+        """[T, heads, D] of a tensor that comes so or as [T, heads * D]."""
+        if tensor.shape[1:] not in ((heads, self.head_size), (heads * self.head_size,)):
+            raise ShapeError(
+                f"{self.backend.get_name()}: {name} has shape {list(tensor.shape)}: must be [T, {heads}, {self.head_size}]"
+            )
+        return tensor.reshape(-1, heads, self.head_size)
+
+    def _move_to(self, device: torch.device) -> None:
+        """The per-head vectors on the device of the call: copied by the first call there, never again."""
+        if self.alibi_slopes is not None and self.alibi_slopes.device != device:
+            self.alibi_slopes = self.alibi_slopes.to(device)
+        if self.sinks is not None and self.sinks.device != device:
+            self.sinks = self.sinks.to(device)
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: PagedAttentionMetadata,
+        output: torch.Tensor | None = None,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> Any:
+        if output_scale is not None or output_block_scale is not None:
+            raise UnsupportedError(f"{self.backend.get_name()}: {Feature.OUTPUT_SCALE.value} not supported")
+        query = self._by_head("query", query, self.num_heads)
+        key, value = (
+            None if x is None else self._by_head(name, x, self.num_kv_heads) for name, x in (("key", key), ("value", value))
+        )
+        out = torch.empty_like(query) if output is None else self._check_output(query, output)
+        if attn_metadata is None:
+            out.zero_()
+            return out if output is None else output
+        self._check_call(layer, query, key, value, kv_cache, attn_metadata)
+        self._move_to(query.device)
+        lse = None
+        if self.need_to_return_lse_for_decode:
+            lse = torch.empty(self.num_heads, query.shape[0], dtype=torch.float32, device=query.device)
+        if self.attn_type in ENCODER_TYPES:
+            self._attend_ragged(query, key, value, attn_metadata, out, lse)
+        else:
+            if self.kv_sharing_target_layer_name is None and key is not None:
+                slots = attn_metadata.slot_mapping
+                if self.attn_type != AttentionType.ENCODER_DECODER:  # there the rows are the encoder's, all of them real
+                    slots = slots[: attn_metadata.num_actual_tokens]
+                self.do_kv_cache_update(layer, key, value, kv_cache, slots)
+            self._attend(layer, query, kv_cache, attn_metadata, out, lse)
+        result = out if output is None else output
+        return result if lse is None else (result, lse)
+
+    def do_kv_cache_update(
+        self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> torch.Tensor:
+        key_cache, value_cache = self.backend.logical_kv_cache(kv_cache)
+        key, value = self._by_head("key", key, self.num_kv_heads), self._by_head("value", value, self.num_kv_heads)
+        caches.write(key, value, key_cache, value_cache, slot_mapping, layer._k_scale, layer._v_scale)
+        return kv_cache
+
+    def _attend(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: PagedAttentionMetadata,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        """Fill output [T, H, D] and, unless None, lse [H, T] for rows below `num_actual_tokens`, from the cache."""
+        raise NotImplementedError
+
+    def _attend_ragged(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_metadata: PagedAttentionMetadata,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        """The same for encoder types: each request attends its own key/value rows [T, K, D]; no cache."""
+        raise NotImplementedError
+
+    def _check_call(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        key: Any,
+        value: Any,
+        kv_cache: torch.Tensor,
+        attn_metadata: PagedAttentionMetadata,
+    ) -> None:
+        """The checks that cost nothing: ranks, extents, dtypes and devices, from Python attributes alone."""
+        name, capabilities = self.backend.get_name(), self.backend.capabilities
+        assert capabilities is not None
+        check_built(self.backend, attn_metadata, PagedAttentionMetadata)
+        dtype = str(query.dtype).removeprefix("torch.")
+        if dtype not in capabilities.dtypes:
+            raise DTypeError(f"{name}: query has dtype {dtype} (supports {', '.join(capabilities.dtypes)})")
+        if query.shape[0] < attn_metadata.num_actual_tokens:
+            raise ShapeError(
+                f"{name}: query has {query.shape[0]} rows: must be at least num_actual_tokens={attn_metadata.num_actual_tokens}"
+            )
+        if torch.is_grad_enabled() and Feature.BACKWARD not in capabilities.features:
+            for what, tensor in (("query", query), ("key", key), ("value", value)):
+                if tensor is not None and tensor.requires_grad:
+                    way_out = "call under torch.no_grad(), or detach"
+                    raise UnsupportedError(f"{name}: {what} requires grad: {Feature.BACKWARD.value} not supported ({way_out})")
+        self._check_masking(attn_metadata)
+        self._check_key_value(query, key, value, attn_metadata)
+        if self.attn_type not in ENCODER_TYPES:
+            self._check_cache(layer, query, kv_cache, attn_metadata.block_size)
+
+    def _check_output(self, query: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        """The buffer as [T, H, D]. Raises for one that is not like the query: nothing is cast on the way out."""
+        name = self.backend.get_name()
+        if output.numel() != query.numel() or output.shape[0] != query.shape[0]:
+            raise ShapeError(f"{name}: output has shape {list(output.shape)}: must be {list(query.shape)}, as the query")
+        if output.dtype != query.dtype:
+            raise DTypeError(f"{name}: output has dtype {output.dtype}, query {query.dtype}: must be equal")
+        if output.device != query.device:
+            raise DeviceError(f"{name}: output is on {output.device}, query on {query.device}")
+        return output.view(query.shape)
+
+    def _check_masking(self, attn_metadata: PagedAttentionMetadata) -> None:
+        name, features = self.backend.get_name(), self.backend.capabilities.features  # type: ignore[union-attr]
+        if not attn_metadata.causal and self.attn_type == AttentionType.DECODER and Feature.NON_CAUSAL not in features:
+            raise UnsupportedError(f"{name}: {Feature.NON_CAUSAL.value} not supported")
+        if attn_metadata.tree_mask is not None:
+            if Feature.TREE_MASK not in features:
+                raise UnsupportedError(f"{name}: {Feature.TREE_MASK.value} not supported")
+            if not attn_metadata.causal or self.attn_type != AttentionType.DECODER:
+                raise MetadataError(
+                    "tree_mask", None, "a mask", f"None for {self.attn_type} attention, causal={attn_metadata.causal}"
+                )
+
+    def _check_key_value(self, query: torch.Tensor, key: Any, value: Any, attn_metadata: PagedAttentionMetadata) -> None:
+        name = self.backend.get_name()
+        if (key is None) != (value is None):
+            raise ShapeError(f"{name}: one of key and value is None: give both or neither")
+        for what, tensor in (("key", key), ("value", value)):
+            if tensor is None:
+                if self.attn_type in ENCODER_TYPES:
+                    raise ShapeError(f"{name}: {what} is None, but {self.attn_type} attention reads it")
+                continue
+            if tensor.dtype != query.dtype:
+                raise DTypeError(f"{name}: {what} has dtype {tensor.dtype}, query {query.dtype}: must be equal")
+            if tensor.device != query.device:
+                raise DeviceError(f"{name}: {what} is on {tensor.device}, query on {query.device}")
+            rows = tensor.shape[0]
+            # cross attention writes the encoder's tokens, of which there may be fewer
+            if rows < attn_metadata.num_actual_tokens and self.attn_type != AttentionType.ENCODER_DECODER:
+                raise ShapeError(
+                    f"{name}: {what} has {rows} rows: must be at least num_actual_tokens={attn_metadata.num_actual_tokens}"
+                )
+
+    def _check_cache(self, layer: AttentionLayer, query: torch.Tensor, kv_cache: torch.Tensor, block_size: int | None) -> None:
+        name, features = self.backend.get_name(), self.backend.capabilities.features  # type: ignore[union-attr]
+        want = self.backend.get_kv_cache_shape(0, 0, self.num_kv_heads, self.head_size, self.kv_cache_dtype)
+        if kv_cache is not None and not isinstance(kv_cache, torch.Tensor):
+            raise TypeError(f"{name}: kv_cache must be a torch.Tensor, got {type(kv_cache).__name__}")
+        if kv_cache is None or kv_cache.dim() != len(want):
+            raise ShapeError(f"{name}: kv_cache must have {len(want)} dimensions (get_kv_cache_shape)")
+        key_cache, _ = self.backend.logical_kv_cache(kv_cache)
+        check_block_size(name, key_cache.shape[1], block_size)
+        if tuple(key_cache.shape[2:]) != (self.num_kv_heads, self.head_size):
+            raise ShapeError(
+                f"{name}: kv_cache holds [K, D] = {list(key_cache.shape[2:])}, the layer has "
+                f"[{self.num_kv_heads}, {self.head_size}]"
+            )
+        element = caches.element_type(self.kv_cache_dtype, query.dtype)
+        if kv_cache.dtype != element:
+            raise DTypeError(
+                f"{name}: kv_cache has dtype {kv_cache.dtype}: kv_cache_dtype={self.kv_cache_dtype} needs {element}"
+            )
+        if kv_cache.device != query.device:
+            raise DeviceError(f"{name}: kv_cache is on {kv_cache.device}, query on {query.device}")
+        if caches.is_quantised(element) and Feature.PER_HEAD_SCALES not in features:
+            for scale in (layer._k_scale, layer._v_scale):
+                if getattr(scale, "ndim", 0):
+                    raise UnsupportedError(f"{name}: {Feature.PER_HEAD_SCALES.value} not supported")

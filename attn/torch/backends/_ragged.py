@@ -1,0 +1,375 @@
+"""Paged attention one request at a time, in plain torch operators: what TORCH_SDPA and CPU_ATTN share.
+
+A request's keys are gathered from its pages (from the first page that its window reaches), cut at its length, and
+attended. `attend` is the maths itself, in fp32 (fp64 for float64), for every feature and any device; an implementation
+takes what it can do faster by overriding `_attend_one`. The loop needs the lengths on the host: callers that supply
+the mirrors in the metadata avoid a wait for the device.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from attn.backends.abstract import AttentionLayer, AttentionType
+from attn.capabilities import Feature
+from attn.errors import MetadataError
+from attn.torch import kv_cache as caches
+from attn.torch.backends._paged import PagedAttentionImpl
+from attn.torch.metadata import PagedAttentionMetadata
+
+DTYPES = ("float32", "float16", "bfloat16", "float64")
+KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8")
+FEATURES = frozenset(
+    {
+        Feature.NON_CAUSAL,
+        Feature.SLIDING_WINDOW,
+        Feature.TWO_SIDED_WINDOW,
+        Feature.SOFT_CAP,
+        Feature.ALIBI,
+        Feature.SINKS,
+        Feature.LSE,
+        Feature.TREE_MASK,
+        Feature.KV_SHARING,
+        Feature.PER_HEAD_SCALES,
+    }
+)
+
+_SCORES_AT_ONCE = 1 << 23  #: elements of a score matrix held at once, all heads together: 32 MiB in fp32
+
+
+def all_finite(x: torch.Tensor) -> bool:
+    """Whether x holds neither NaN nor infinity; waits for the device.
+
+    By its extremes, which NaN takes over: `isfinite` itself is 40 times slower for bfloat16 on a CPU.
+    """
+    if x.numel() == 0:
+        return True
+    low, high = x.aminmax()
+    return math.isfinite(low.item()) and math.isfinite(high.item())
+
+
+def fold(query: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
+    """[n, H, D] with the heads of a group as rows, head by head: [K, G * n, D]."""
+    n, num_heads, head_size = query.shape
+    by_group = query.view(n, num_kv_heads, num_heads // num_kv_heads, head_size)
+    return by_group.permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_size)
+
+
+def unfold(result: torch.Tensor, n: int) -> torch.Tensor:
+    """[K, G * n, D] back as [n, H, D]."""
+    num_kv_heads, rows, head_size = result.shape
+    return result.view(num_kv_heads, rows // n, n, head_size).permute(2, 0, 1, 3).reshape(n, -1, head_size)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Query rows of one request, and keys that hold every key they see.
+
+    query: [n, H, D], row i at `position` + i (below 0 when there are more queries than keys); key, value: [K, m, D],
+    key j at `first_key` + j, of any dtype and strides; output: [n, H, D] and lse: [H, n] (or None) are to be filled.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    position: int
+    first_key: int
+    output: torch.Tensor
+    lse: torch.Tensor | None
+
+    @property
+    def last(self) -> int:
+        """The last row's position."""
+        return self.position + self.query.shape[0] - 1
+
+    @property
+    def end(self) -> int:
+        """One past the last key."""
+        return self.first_key + self.key.shape[1]
+
+    def cut(self, start: int, stop: int, low: int, high: int) -> "Work":
+        """Rows start..stop over keys low..high (counted from key 0 of the request)."""
+        keys = slice(low - self.first_key, high - self.first_key)
+        return Work(
+            self.query[start:stop],
+            self.key[:, keys],
+            self.value[:, keys],
+            self.position + start,
+            low,
+            self.output[start:stop],
+            None if self.lse is None else self.lse[:, start:stop],
+        )
+
+    def as_type(self, dtype: torch.dtype) -> "Work":
+        """The same with keys and values in `dtype`."""
+        return self if dtype == self.key.dtype else replace(self, key=self.key.to(dtype), value=self.value.to(dtype))
+
+    def fill(self, result: torch.Tensor | float, log: torch.Tensor | float | None) -> None:
+        """Write the result [n, H, D] and, where it is wanted, the lse [H, n]."""
+        self.output[...] = result
+        if self.lse is not None:
+            assert log is not None
+            self.lse[...] = log
+
+    def finite(self) -> bool:
+        """Whether there is neither NaN nor infinity in what is to be read; waits for the device."""
+        return all_finite(self.query) and all_finite(self.key) and all_finite(self.value)
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What turns one request's dot products into weights, and its weights into an output.
+
+    Keys p - left <= j <= p + right are seen (None: no bound; causality is right = 0), and where `tree` [n, n] is given,
+    new tokens, from position `context` on, see each other as it says. ALiBi is slope * (j - p) where `signed`, otherwise
+    -slope * |p - j|: not the same where a tree lets a token see a later slot. slopes, sinks: [H].
+    k_scale, v_scale: [K, 1], or None and a float when k_scale is already part of `scale`.
+    """
+
+    scale: float
+    left: int | None = None
+    right: int | None = None
+    signed: bool = False
+    soft_cap: float | None = None
+    slopes: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
+    tree: torch.Tensor | None = None
+    context: int = 0
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | float | None = None
+
+    def plain(self) -> bool:
+        """Whether bounds are all there is up to the softmax, so that a fused kernel's scores are these."""
+        return all(extra is None for extra in (self.soft_cap, self.slopes, self.tree, self.k_scale))
+
+    def span(self, first: int, last: int, end: int) -> tuple[int, int]:
+        """[low, high) of the keys below `end` that any row at positions first..last sees; high >= low."""
+        low = 0 if self.left is None else max(0, first - self.left)
+        high = end if self.right is None else min(end, last + self.right + 1)
+        return low, max(low, high)
+
+    def see_all(self, work: Work) -> bool:
+        """Whether every row sees every key."""
+        return self.sees(work.position, work.last, work.first_key, work.end)
+
+    def sees(self, first: int, last: int, low: int, high: int) -> bool:
+        """Whether rows at positions first..last see all the keys low..high."""
+        return (
+            self.tree is None
+            and (self.left is None or last - self.left <= low)
+            and (self.right is None or first + self.right >= high - 1)
+        )
+
+    def mask(self, work: Work) -> torch.Tensor | None:
+        """[n, m] bool, True where a row sees a key; None when all do."""
+        if self.see_all(work):
+            return None
+        keys = torch.arange(work.first_key, work.end, device=work.query.device, dtype=torch.int32)
+        position = torch.arange(work.position, work.last + 1, device=work.query.device, dtype=torch.int32)
+        distance = keys - position[:, None]
+        seen = torch.ones_like(distance, dtype=torch.bool)
+        if self.left is not None:
+            seen &= distance >= -self.left
+        if self.right is not None:
+            seen &= distance <= self.right
+        if self.tree is not None:
+            among = self.tree[position - self.context][:, (keys - self.context).clamp(min=0)]
+            seen &= among | (keys < self.context)
+        return seen
+
+    def split(self, work: Work, step: int) -> Iterator[Work]:
+        """`work` by at most `step` rows, each part with no more keys than its rows reach."""
+        for start in range(0, work.query.shape[0], step):
+            stop = min(start + step, work.query.shape[0])
+            low, high = self.span(work.position + start, work.position + stop - 1, work.end)
+            yield work.cut(start, stop, low, high)
+
+    def drop_empty_rows(self, work: Work) -> Work:
+        """Settle the leading rows that come before every key, and return the rest: each of its rows sees a key."""
+        n, m = work.query.shape[0], work.key.shape[1]
+        empty = n if m == 0 else 0 if self.right is None else min(n, max(0, work.first_key - self.right - work.position))
+        if empty == 0:
+            return work
+        work.cut(0, empty, work.first_key, work.first_key).fill(0, -math.inf)
+        return work.cut(empty, n, work.first_key, work.end)
+
+
+def attend(work: Work, rules: Rules) -> None:
+    """One request's attention by definition (SEMANTICS 4.1), a slice of its rows at a time.
+
+    What a row does not see is selected away, never multiplied, so NaN there is harmless; a row that sees nothing is 0,
+    its lse -inf.
+    """
+    exact = torch.promote_types(work.query.dtype, torch.float32)
+    work = work.as_type(exact)
+    # only what a mask hides needs care, and looking costs a pass over the values
+    wild = not rules.see_all(work) and not all_finite(work.value)
+    for part in rules.split(work, max(1, _SCORES_AT_ONCE // max(1, work.query.shape[1] * work.key.shape[1]))):
+        if part.key.shape[1] == 0:
+            part.fill(0, -math.inf)
+            continue
+        seen = rules.mask(part)
+        scores = _scores(part, rules, exact)
+        if seen is not None:
+            scores = torch.where(seen, scores, -torch.inf)
+        top = scores.amax(-1, keepdim=True)
+        top = torch.where(top == -torch.inf, 0, top)
+        weights = torch.exp(scores - top)
+        norm = weights.sum(-1, keepdim=True)
+        result = torch.where(norm == 0, 0, _weighted_sum(weights, part.value, seen if wild else None) / norm)
+        n = part.query.shape[0]
+        log = (top + torch.log(norm)).view(-1, n)
+        part.fill(weigh(rules, unfold(result.flatten(1, 2), n), log), log)
+
+
+def _scores(work: Work, rules: Rules, exact: torch.dtype) -> torch.Tensor:
+    """[K, G, n, m] scores in `exact`, nothing masked."""
+    n, num_kv_heads = work.query.shape[0], work.key.shape[0]
+    scores = torch.bmm(fold(work.query, num_kv_heads).to(exact), work.key.transpose(1, 2)).unflatten(1, (-1, n)) * rules.scale
+    if rules.k_scale is not None:
+        scores = scores * rules.k_scale.view(-1, 1, 1, 1)
+    if rules.soft_cap is not None:
+        scores = rules.soft_cap * torch.tanh(scores / rules.soft_cap)
+    if rules.slopes is not None:
+        keys = torch.arange(work.first_key, work.end, device=scores.device)
+        distance = (keys - torch.arange(work.position, work.last + 1, device=scores.device)[:, None]).to(exact)
+        slopes = rules.slopes.to(exact).view(num_kv_heads, -1, 1, 1)
+        scores = scores + slopes * (distance if rules.signed else -distance.abs())
+    return scores
+
+
+def _weighted_sum(weights: torch.Tensor, value: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
+    """weights [K, G, n, m] times value [K, m, D]: [K, G, n, D].
+
+    `seen` [n, m] is given when a value may be NaN or infinite: such values reach the rows that see them and no others.
+    """
+    n = weights.shape[2]
+    if seen is None:
+        return torch.bmm(weights.flatten(1, 2), value).unflatten(1, (-1, n))
+    finite = value.isfinite()
+    summed = torch.bmm(weights.flatten(1, 2), torch.where(finite, value, 0)).unflatten(1, (-1, n))
+    for j in (~finite).any(-1).any(0).nonzero().flatten().tolist():
+        alone = weights[..., j, None] * torch.where(finite[:, j], 0, value[:, j])[:, None, None]
+        summed = summed + torch.where(seen[:, j, None], alone, 0)
+    return summed
+
+
+def weigh(rules: Rules, result: torch.Tensor, log: torch.Tensor | None) -> torch.Tensor:
+    """A softmax's result [n, H, D] with v_scale and sinks applied; its lse [H, n] is needed for sinks only."""
+    if isinstance(rules.v_scale, torch.Tensor):
+        result = result * rules.v_scale.repeat_interleave(result.shape[1] // rules.v_scale.shape[0], 0)
+    elif rules.v_scale is not None:
+        result = result * rules.v_scale
+    if rules.sinks is not None:
+        assert log is not None
+        share = torch.sigmoid(log - rules.sinks[:, None]).T[..., None]
+        result = torch.where(log.T[..., None] == -torch.inf, 0, result * share)
+    return result
+
+
+class RaggedAttentionImpl(PagedAttentionImpl):
+    """The loop over requests. A subclass sets `backend` and may override `_attend_one` and `_gather`."""
+
+    can_return_lse_for_decode = True
+
+    def _attend(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: PagedAttentionMetadata,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        causal = attn_metadata.causal and self.attn_type == AttentionType.DECODER
+        rules = self._scaled(self._rules(causal), layer, kv_cache)
+        self._attend_each(range(attn_metadata.num_reqs), query, kv_cache, attn_metadata, rules, output, lse)
+
+    def _attend_each(
+        self,
+        requests: Iterable[int],
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: PagedAttentionMetadata,
+        rules: Rules,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        key_cache, value_cache = self.backend.logical_kv_cache(kv_cache)
+        block_size = key_cache.shape[1]
+        starts, lengths = attn_metadata.host_lens()
+        for r in requests:
+            start, stop, total = int(starts[r]), int(starts[r + 1]), int(lengths[r])
+            if start == stop:
+                continue
+            position = total - (stop - start)
+            own = self._with_tree(rules, attn_metadata.tree_mask, r, stop - start, position)
+            low, _ = own.span(position, total - 1, total)
+            low = min(low, total)
+            blocks = attn_metadata.block_table[r, low // block_size : -(-total // block_size)]
+            held = slice(low % block_size, low % block_size + total - low)
+            key, value = self._gather(key_cache, value_cache, blocks)
+            logs = None if lse is None else lse[:, start:stop]
+            work = Work(query[start:stop], key[:, held], value[:, held], position, low, output[start:stop], logs)
+            self._attend_one(work, own)
+
+    def _attend_ragged(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_metadata: PagedAttentionMetadata,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        rules = self._rules(causal=False)
+        starts, _ = attn_metadata.host_lens()
+        for r in range(attn_metadata.num_reqs):
+            own = slice(int(starts[r]), int(starts[r + 1]))
+            if own.start == own.stop:
+                continue
+            keys, values = key[own].transpose(0, 1), value[own].transpose(0, 1)
+            logs = None if lse is None else lse[:, own]
+            self._attend_one(Work(query[own], keys, values, 0, 0, output[own], logs), rules)
+
+    def _attend_one(self, work: Work, rules: Rules) -> None:
+        """`attend`, or anything that gives the same."""
+        attend(work, rules)
+
+    def _gather(
+        self, key_cache: torch.Tensor, value_cache: torch.Tensor, blocks: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of some blocks, as `caches.gather`; they need not outlive the next call."""
+        return caches.gather(key_cache, blocks), caches.gather(value_cache, blocks)
+
+    def _rules(self, causal: bool) -> Rules:
+        left, right = self.window
+        return Rules(
+            scale=self.scale,
+            left=left,
+            right=0 if causal else right,
+            signed=causal,
+            soft_cap=self.logits_soft_cap,
+            slopes=None if self.alibi_slopes is None else self.alibi_slopes.detach(),
+            sinks=None if self.sinks is None else self.sinks.detach(),
+        )
+
+    def _scaled(self, rules: Rules, layer: AttentionLayer, kv_cache: torch.Tensor) -> Rules:
+        """The rules for a cache of codes: a scalar k_scale on the host folds into the softmax scale, exactly."""
+        if not caches.is_quantised(kv_cache.dtype):
+            return rules
+        k_scale, v_scale = (torch.as_tensor(scale).detach() for scale in (layer._k_scale, layer._v_scale))
+        if k_scale.ndim == v_scale.ndim == 0 and k_scale.device.type == v_scale.device.type == "cpu":
+            return replace(rules, scale=rules.scale * float(k_scale), v_scale=float(v_scale))
+        device = kv_cache.device
+        return replace(rules, k_scale=caches.per_head(k_scale, device), v_scale=caches.per_head(v_scale, device))
+
+    def _with_tree(self, rules: Rules, tree_mask: torch.Tensor | None, request: int, n: int, position: int) -> Rules:
+        """The rules of a request whose n new tokens form a tree: it replaces the causal triangle among them."""
+        if tree_mask is None or n > tree_mask.shape[1]:
+            return rules
+        if position < 0:
+            raise MetadataError("seq_lens", request, position + n, f"at least {n}, the tokens of its tree")
+        return replace(rules, right=self.window[1], tree=tree_mask[request, :n, :n], context=position)

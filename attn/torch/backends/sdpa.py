@@ -1,0 +1,77 @@
+"""TORCH_SDPA: PyTorch's own attention behind a paged cache, the fallback that serves everything everywhere.
+
+Where the maths is plain, `F.scaled_dot_product_attention` does it; where it is not, or where the log-sum-exp is needed,
+which that function keeps to itself, the written-out maths of `_ragged` does. It wins nowhere: it is chosen when no
+kernel serves the layer, and it is the yardstick of the others.
+"""
+
+import torch
+from torch.nn import functional as F
+
+from attn.capabilities import ATTN_TYPES, Capabilities
+from attn.torch import kv_cache as caches
+from attn.torch.backends import _ragged
+from attn.torch.backends._paged import PagedAttentionBackend
+from attn.torch.backends._ragged import RaggedAttentionImpl, Rules, Work
+
+_MASK_AT_ONCE = 1 << 24  #: rows x keys x heads of a masked call: bounds what torch may allocate when it has no kernel
+
+
+class TorchSDPABackend(PagedAttentionBackend):
+    capabilities = Capabilities(
+        framework="torch",
+        platforms=("cuda", "rocm", "xpu", "cpu"),
+        dtypes=_ragged.DTYPES,
+        kv_cache_dtypes=_ragged.KV_CACHE_DTYPES,
+        attn_types=ATTN_TYPES,
+        features=_ragged.FEATURES,
+    )
+
+    @staticmethod
+    def get_name() -> str:
+        return "TORCH_SDPA"
+
+    @staticmethod
+    def get_impl_cls() -> type["TorchSDPAImpl"]:
+        return TorchSDPAImpl
+
+
+class TorchSDPAImpl(RaggedAttentionImpl):
+    backend = TorchSDPABackend
+
+    def _attend_one(self, work: Work, rules: Rules) -> None:
+        work = rules.drop_empty_rows(work)
+        kind = work.query.dtype
+        if not caches.is_quantised(work.key.dtype):  # codes are exact in every dtype of a query
+            kind = torch.promote_types(kind, work.key.dtype)
+        # torch adds its mask to scores and multiplies hidden values by 0, so a NaN or an infinity may reach every row
+        if work.lse is None and rules.sinks is None and rules.plain() and work.as_type(kind).finite():
+            _sdpa(work.as_type(kind), rules)
+        else:
+            _ragged.attend(work, rules)
+
+
+def _sdpa(work: Work, rules: Rules) -> None:
+    """Plain attention by torch, every row seeing a key.
+
+    Heads of a group are folded into rows, since `enable_gqa` repeats the keys (13 times slower at one query row in
+    bfloat16 on a CPU). Masks are explicit, except in a square: `is_causal` means the top-left corner.
+    """
+    kind, group = work.key.dtype, work.query.shape[1] // work.key.shape[0]
+    if rules.left is None and rules.right == 0 and work.position == work.first_key and work.query.shape[0] > 1:
+        query, wide = work.query.transpose(0, 1).to(kind), [x.repeat_interleave(group, 0) for x in (work.key, work.value)]
+        result = F.scaled_dot_product_attention(query[None], wide[0][None], wide[1][None], is_causal=True, scale=rules.scale)
+        work.fill(_ragged.weigh(rules, result[0].transpose(0, 1), None), None)
+        return
+    n, num_heads, _ = work.query.shape
+    step = n if rules.see_all(work) else max(1, _MASK_AT_ONCE // (num_heads * work.key.shape[1]))
+    for part in rules.split(work, max(1, step)):
+        seen = rules.mask(part)
+        result = F.scaled_dot_product_attention(
+            _ragged.fold(part.query, part.key.shape[0])[None].to(kind),
+            part.key[None],
+            part.value[None],
+            attn_mask=None if seen is None else seen.repeat(group, 1),
+            scale=rules.scale,
+        )
+        part.fill(_ragged.weigh(rules, _ragged.unfold(result[0], part.query.shape[0]), None), None)

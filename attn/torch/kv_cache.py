@@ -1,0 +1,120 @@
+"""The paged KV cache under torch: one tensor a layer, written in place.
+
+A cache is allocated in its backend's own layout and seen through `logical_kv_cache` as keys and values
+[N, P, K, D], whatever their strides. A quantised cache stores x / scale, saturated and rounded to nearest even, and
+reads code * scale. Nothing here waits for the device: a slot of -1 is redirected instead of being masked out, so that
+shapes do not depend on values and a captured graph may hold the write.
+"""
+
+from typing import Any
+
+import torch
+
+from attn.backends.abstract import AttentionBackend, KVCacheSpec
+from attn.dtypes import DTYPES, dtype_name, kv_cache_element
+from attn.errors import ShapeError
+
+
+def element_type(kv_cache_dtype: str | None, dtype: Any) -> torch.dtype:
+    """What a cache of `kv_cache_dtype` stores for a model of `dtype` (a torch.dtype or a name). Raises `DTypeError`."""
+    element = getattr(torch, kv_cache_element(kv_cache_dtype, dtype_name(dtype)))
+    assert isinstance(element, torch.dtype)
+    return element
+
+
+def is_quantised(element: torch.dtype) -> bool:
+    """Whether elements of this type are codes, to be multiplied by a scale: int8 and the fp8 formats."""
+    return element.itemsize == 1
+
+
+def allocate(
+    backend: type[AttentionBackend], spec: KVCacheSpec, num_blocks: int, device: torch.device | str | None = None
+) -> torch.Tensor:
+    """A zeroed cache of `num_blocks` blocks: `get_kv_cache_shape`, laid out in memory as `get_kv_cache_stride_order`
+    says (physical dimension i is logical dimension order[i])."""
+    if num_blocks < 0:
+        raise ValueError(f"num_blocks={num_blocks} must be at least 0")
+    shape = backend.get_kv_cache_shape(num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size, spec.kv_cache_dtype)
+    order = backend.get_kv_cache_stride_order()
+    element = element_type(spec.kv_cache_dtype, spec.dtype)
+    physical = torch.zeros([shape[i] for i in order], dtype=element, device=device)
+    return physical.permute([order.index(i) for i in range(len(order))])
+
+
+def check_scale(name: str, value: Any, num_kv_heads: int) -> torch.Tensor:
+    """A scale as float32 on the CPU: 0-d, or [K] with one entry a kv head.
+
+    Raises `ShapeError` for another shape and ValueError unless every entry is finite and positive.
+    """
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+    # the device is named so that a `with torch.device("meta")` around a model's constructor cannot take the values
+    scale = torch.as_tensor(value, dtype=torch.float32, device="cpu").clone()
+    if tuple(scale.shape) not in ((), (num_kv_heads,)):
+        raise ShapeError(f"{name} has shape {list(scale.shape)}: must be a scalar or [{num_kv_heads}], one a kv head")
+    if not bool((torch.isfinite(scale) & (scale > 0)).all()):
+        raise ValueError(f"{name}={scale.tolist()} must be finite and above 0")
+    return scale
+
+
+def write(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | float = 1.0,
+    v_scale: torch.Tensor | float = 1.0,
+) -> None:
+    """Store token t's key and value at slot_mapping[t] = block * P + offset; -1 stores nothing.
+
+    key, value: [T', K, D]; caches: [N, P, K, D], of any strides; slot_mapping: [T] int. Rows past the shorter of T and T'
+    are padding. Scales (0-d or [K]) apply to quantised caches only: they undo themselves elsewhere.
+    """
+    tokens = min(key.shape[0], slot_mapping.shape[0])
+    if tokens == 0:
+        return
+    slots = slot_mapping[:tokens].to(torch.int64)
+    # A padded token repeats the write of the first real one: the same bytes to the same place, in any order.
+    real = slots >= 0
+    source = torch.where(real, torch.arange(tokens, device=slots.device), real.int().argmax())
+    slots = slots[source]
+    block_size = key_cache.shape[1]
+    at = slots.clamp(min=0)  # still -1 when there is no real token at all: then slot 0 keeps what it has
+    index = (at // block_size, at % block_size)
+    keep = (slots < 0).view(-1, 1, 1)
+    for new, cache, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
+        codes = encode(new.detach()[:tokens][source], cache.dtype, scale)
+        if cache.itemsize == 1:
+            codes, cache = codes.view(torch.uint8), cache.view(torch.uint8)  # fp8 lacks many an operator, bytes do not
+        cache.index_put_(index, torch.where(keep, cache[index], codes))
+
+
+def encode(x: torch.Tensor, element: torch.dtype, scale: torch.Tensor | float) -> torch.Tensor:
+    """x [T, K, D] as elements of a cache: a cast, or the codes of x / scale.
+
+    Codes saturate at the largest finite value and round to nearest even. NaN stays NaN in fp8; int8 has none, so there
+    it becomes 0.
+    """
+    if not is_quantised(element):
+        return x.to(element)
+    x = x.to(torch.promote_types(x.dtype, torch.float32)) / per_head(scale, x.device)
+    largest = DTYPES[dtype_name(element)].max
+    x = x.clamp(-largest, largest)
+    return x.nan_to_num(nan=0.0).round().to(element) if element == torch.int8 else x.to(element)
+
+
+def gather(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """The tokens of some blocks in order, elements as stored, by head: [K, B * P, D].
+
+    cache: [N, P, K, D] of any strides; blocks: [B] int. A copy, whose slots past the sequence's end hold whatever the
+    cache holds there: cut them off before computing.
+    """
+    stored = cache.view(torch.uint8) if cache.itemsize == 1 else cache
+    pages = stored.index_select(0, blocks).view(cache.dtype)
+    return pages.permute(2, 0, 1, 3).reshape(cache.shape[2], -1, cache.shape[3])
+
+
+def per_head(scale: torch.Tensor | float, device: torch.device) -> torch.Tensor:
+    """A scale (0-d or [K]) shaped to multiply [..., K, D]."""
+    return torch.as_tensor(scale, dtype=torch.float32, device=device).reshape(-1, 1)

@@ -1,0 +1,52 @@
+"""`attn.torch.Attention`: one attention layer as an `nn.Module`, its backend chosen once, when it is built."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from attn.layers import ChosenAttention
+
+_SCALES = ("_q_scale", "_k_scale", "_v_scale", "_prob_scale")
+
+
+class Attention(ChosenAttention, nn.Module):
+    __doc__ = ChosenAttention.__doc__
+
+    framework = "torch"
+
+    @staticmethod
+    def _default_dtype() -> torch.dtype:
+        return torch.get_default_dtype()
+
+    def _keep_scale(self, name: str, scale: torch.Tensor) -> None:
+        self.register_buffer(name, scale, persistent=False)
+        if scale.ndim == 0:
+            setattr(self, f"{name}_float", float(scale))
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """Moves scales with the module but never casts them: `half()` is about activations, not about codes' meaning."""
+        kept = {name: scale for name, scale in self._buffers.items() if name in _SCALES and scale is not None}
+        super()._apply(fn, recurse)
+        for name, scale in kept.items():
+            moved = self._buffers[name]
+            assert moved is not None
+            self._buffers[name] = scale.to(moved.device)
+        return self
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        kv_cache: torch.Tensor | None,
+        attn_metadata: Any,
+    ) -> Any:
+        """query: [T, H, D] (or [T, H * D]); key, value: [T, K, D], written to `kv_cache`, which changes in place.
+
+        Returns [T, H, D]; see `AttentionImpl.forward`.
+        """
+        return self.impl.forward(self, query, key, value, kv_cache, attn_metadata)
+
+    def extra_repr(self) -> str:
+        return f"{self.selection.name}, {self.selection.request}"

@@ -1,0 +1,45 @@
+"""Merging partial attention: (output, lse) pairs over disjoint sets of keys form a commutative monoid (SEMANTICS 4.6).
+
+The state is fp32 whatever the outputs are. Sinks are not part of it: they are applied once, after the last merge.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from attn.errors import ShapeError
+
+
+def merge_attn_states(
+    outputs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], *, nan_is_empty: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The attention over all keys from the attention over parts of them.
+
+    outputs: [T, H, D] each; lses: [H, T] each, natural log, sinks excluded; sequences, or stacked. A part with an lse of
+    -inf, +inf or NaN is empty and its output is never read; with `nan_is_empty=False` a NaN stays one. All parts empty: 0
+    and -inf.
+    Returns (output [T, H, D] in the first output's dtype, lse [H, T] float32, or float64 when all are).
+    """
+    if len(outputs) == 0 or len(outputs) != len(lses):
+        raise ShapeError(f"got {len(outputs)} outputs and {len(lses)} lses: must be equally many, at least one")
+    tokens, heads, _ = shape = outputs[0].shape
+    for i, (output, lse) in enumerate(zip(outputs, lses, strict=True)):
+        if output.shape != shape or lse.shape != (heads, tokens):
+            raise ShapeError(
+                f"outputs[{i}] has shape {list(output.shape)} and lses[{i}] {list(lse.shape)}: "
+                f"must be {list(shape)} and {[heads, tokens]}"
+            )
+    logs = torch.stack(list(lses))
+    logs = logs.to(torch.promote_types(logs.dtype, torch.float32))
+    empty = logs.isinf() | (logs.isnan() & nan_is_empty)
+    logs = torch.where(empty, -torch.inf, logs)
+    top = logs.amax(0)
+    top = torch.where(top == -torch.inf, 0, top)
+    weights = torch.exp(logs - top)
+    norm = weights.sum(0)
+    merged = torch.zeros(shape, dtype=logs.dtype, device=logs.device)
+    for output, weight, nothing in zip(outputs, weights, empty, strict=True):
+        # selected, not multiplied: an empty part may hold anything
+        merged += torch.where(nothing.T[..., None], 0, output.to(logs.dtype)) * weight.T[..., None]
+    merged = torch.where(norm.T[..., None] == 0, 0, merged / norm.T[..., None])
+    return merged.to(outputs[0].dtype), top + torch.log(norm)

@@ -1,0 +1,90 @@
+"""The paged backends' metadata: the neutral batch on a torch device, with host copies of the lengths."""
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from attn import envs
+from attn.arrays import to_framework
+from attn.backends.abstract import AttentionMetadataBuilder
+from attn.backends.metadata import AttentionMetadata, CommonAttentionMetadata
+
+if TYPE_CHECKING:
+    from attn.backends.metadata import IntArray
+
+
+@dataclass
+class PagedAttentionMetadata(AttentionMetadata):
+    """One batch on the device. Shapes and meanings are those of `CommonAttentionMetadata`.
+
+    query_start_loc: [R + 1] int32 · seq_lens: [R] int32 · block_table: [R, B] int32 · slot_mapping: [T] int64, all on the
+    device; `*_cpu` are NumPy mirrors (None when the caller gave none); tree_mask: [R, W, W] bool on the device or None.
+    """
+
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    num_reqs: int
+    num_actual_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    causal: bool = True
+    query_start_loc_cpu: "IntArray | None" = None
+    seq_lens_cpu: "IntArray | None" = None
+    tree_mask: torch.Tensor | None = None
+    block_size: int | None = None
+
+    def host_lens(self) -> "tuple[IntArray, IntArray]":
+        """(query_start_loc [R + 1], seq_lens [R]) on the host: the caller's mirrors, or fetched from the device.
+
+        The fetch synchronises; it happens only in backends that loop over requests on the host and only when the caller
+        supplied no mirrors. What was fetched is checked then (`CommonAttentionMetadata.validate`).
+        """
+        if self.query_start_loc_cpu is None or self.seq_lens_cpu is None:
+            self.query_start_loc_cpu = self.query_start_loc.cpu().numpy()
+            self.seq_lens_cpu = self.seq_lens.cpu().numpy()
+            if self.block_size is not None:  # nobody could check these when the batch was built
+                CommonAttentionMetadata(
+                    **{f.name: getattr(self, f.name) for f in fields(self) if f.name != "tree_mask"}
+                ).validate(self.block_size)
+        return self.query_start_loc_cpu, self.seq_lens_cpu
+
+
+class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetadata]):
+    """Checks the neutral batch and puts it on the device."""
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> PagedAttentionMetadata:
+        """The batch on this builder's device. Raises `MetadataError` (see `CommonAttentionMetadata.validate`).
+
+        Block ids and slots are checked too when the cache's extent is known and they are on the host, unless
+        `fast_build`.
+        """
+        batch, spec = common_attn_metadata, self.kv_cache_spec
+        batch.validate(spec.block_size, None if fast_build else spec.num_blocks)
+        if envs.debug("device"):
+            batch.on_host().validate(spec.block_size, spec.num_blocks)
+        return PagedAttentionMetadata(
+            query_start_loc=self._put(batch.query_start_loc, torch.int32),
+            seq_lens=self._put(batch.seq_lens, torch.int32),
+            block_table=self._put(batch.block_table, torch.int32),
+            slot_mapping=self._put(batch.slot_mapping, torch.int64),
+            num_reqs=batch.num_reqs,
+            num_actual_tokens=batch.num_actual_tokens,
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
+            causal=batch.causal,
+            query_start_loc_cpu=batch.query_start_loc_cpu,
+            seq_lens_cpu=batch.seq_lens_cpu,
+            tree_mask=None if batch.tree_mask is None else self._put(batch.tree_mask, torch.bool),
+            block_size=spec.block_size,
+        )
+
+    def _put(self, array: Any, dtype: torch.dtype) -> torch.Tensor:
+        tensor = to_framework(array, "torch")
+        target = tensor.device if self.device is None else torch.device(self.device)
+        # a copy to the host must have happened before it is read; one from the host is ordered by the device's stream
+        return tensor.to(device=target, dtype=dtype, non_blocking=target.type != "cpu")  # type: ignore[no-any-return]

@@ -1,0 +1,341 @@
+"""The neutral batch: what it refuses, in which words, and that looking at it costs no device anything."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from attn.backends.metadata import INT32_MAX, CommonAttentionMetadata, slots_of
+from attn.errors import AttnError, DTypeError, MetadataError, ShapeError
+
+BLOCK = 4
+
+
+def batch(**changes):
+    """Three requests: a decode, a prefill, a chunk. Query lengths 1, 5, 3; sequence lengths 9, 5, 7; blocks of 4."""
+    made = CommonAttentionMetadata.from_lens([1, 5, 3], [9, 5, 7], [[4, 2, 0], [1, 3], [5, 6]], BLOCK)
+    return made.replace(**changes)
+
+
+def ints(*values, dtype=np.int32):
+    return np.array(values, dtype)
+
+
+# --- a batch from lengths ------------------------------------------------------------------------------------------
+
+
+def test_from_lens():
+    made = batch()
+    assert made.query_start_loc.tolist() == [0, 1, 6, 9] and made.seq_lens.tolist() == [9, 5, 7]
+    assert made.block_table.tolist() == [[4, 2, 0], [1, 3, -1], [5, 6, -1]]
+    # token 8 of request 0 sits in its third block (0), tokens 0..4 of request 1 in blocks 1 and 3, 4..6 of 2 in block 6
+    assert made.slot_mapping.tolist() == [0, 4, 5, 6, 7, 12, 24, 25, 26]
+    assert (made.num_reqs, made.num_actual_tokens, made.max_query_len, made.max_seq_len) == (3, 9, 5, 9)
+    assert made.query_lens_cpu().tolist() == [1, 5, 3]
+    kinds = {name: str(getattr(made, name).dtype) for name in ("query_start_loc", "seq_lens", "block_table", "slot_mapping")}
+    assert kinds == {"query_start_loc": "int32", "seq_lens": "int32", "block_table": "int32", "slot_mapping": "int64"}
+    assert made.validate(BLOCK, 7) is made and made.validate(BLOCK, 7, strict=True) is made
+
+
+@pytest.mark.parametrize("table", [np.zeros((0, 4), np.int32), []], ids=["array", "list"])
+def test_an_empty_batch(table):
+    made = CommonAttentionMetadata.from_lens([], [], table, BLOCK)
+    assert made.query_start_loc.tolist() == [0] and made.slot_mapping.shape == (0,) and made.max_seq_len == 0
+    assert made.validate(BLOCK, 0) is made
+
+
+def test_requests_without_new_tokens_and_without_any_tokens():
+    made = CommonAttentionMetadata.from_lens([0, 2, 0], [3, 2, 0], [[1], [0], []], BLOCK)
+    assert made.query_start_loc.tolist() == [0, 0, 2, 2] and made.slot_mapping.tolist() == [0, 1]
+    assert made.validate(BLOCK, 2, strict=True) is made
+
+
+def test_more_queries_than_keys_is_defined_unless_strict():
+    made = CommonAttentionMetadata.from_lens([3], [1], [[2]], BLOCK)
+    assert made.slot_mapping.tolist() == [-1, -1, 8]
+    with pytest.raises(MetadataError) as caught:
+        made.validate(BLOCK, strict=True)
+    assert vars(caught.value) == {
+        "field": "seq_lens", "index": 0, "value": 1, "bound": "at least its query length 3 in a causal batch",
+    }  # fmt: skip
+    assert made.replace(causal=False).validate(BLOCK, strict=True)
+
+
+FROM_LENS = [
+    ([1, -2], [3, 3], MetadataError, "query_lens[1] = -2: must be between 0 and 2147483647"),
+    ([-2], [3], MetadataError, "query_lens[0] = -2: must be between 0 and 2147483647"),
+    ([1, 1], [3, -3], MetadataError, "seq_lens[1] = -3: must be between 0 and 2147483647"),
+    ([2**31], [1], MetadataError, "query_lens[0] = 2147483648: must be between 0 and 2147483647"),
+    ([1], [2**31], MetadataError, "seq_lens[0] = 2147483648: must be between 0 and 2147483647"),
+    ([1], [2**63], MetadataError, "seq_lens[0] = 9223372036854775808: must be between 0 and 2147483647"),
+    ([2**30, 2**30], [1, 1], MetadataError, "query_start_loc[2] = 2147483648: must be at most 2147483647"),
+    ([1.5], [3], DTypeError, "query_lens has dtype float64: must be integers"),
+    ([1], ["3"], DTypeError, "seq_lens has dtype <U1: must be integers"),
+    ([True], [3], DTypeError, "query_lens has dtype bool: must be integers"),
+    ([1, 1], [3], ShapeError, "seq_lens has shape [1]: must be [2]"),
+    ([[1, 1]], [3, 3], ShapeError, "query_lens has shape [1, 2]: must be [R]"),
+    (3, [3], ShapeError, "query_lens has shape []: must be [R]"),
+    ([1], [13], MetadataError, "seq_lens[0] = 13: must be at most 8 (2 blocks of 4 in its table row)"),
+]
+
+
+@pytest.mark.parametrize(("query_lens", "seq_lens", "error", "message"), FROM_LENS)
+def test_lengths_that_make_no_batch(query_lens, seq_lens, error, message):
+    rows = [[0, 1]] * (len(query_lens) if isinstance(query_lens, list) else 1)
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        CommonAttentionMetadata.from_lens(query_lens, seq_lens, rows, BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("rows", "error", "message"),
+    [
+        ([[0.5, 1]], DTypeError, "block_table has dtype float64: must be integers"),
+        ([[0, 2**31]], MetadataError, "block_table[0, 1] = 2147483648: must be between -2147483648 and 2147483647"),
+        (
+            [[-1, 0]],
+            MetadataError,
+            "block_table[0, 0] = -1: must be between 0 and 2147483647 (1 blocks of 4 hold 3 tokens)",
+        ),
+        ([[]], MetadataError, "seq_lens[0] = 3: must be at most 0 (0 blocks of 4 in its table row)"),
+        ([[0, 1], [2, 3]], ShapeError, "block_table has shape [2, 2]: must be [1, *]"),
+        ([], ShapeError, "block_table has shape [0, 0]: must be [1, *]"),
+        ([[[0], [1]]], ShapeError, "block_table[0] has shape [2, 1]: must be [B]"),
+    ],
+)
+def test_tables_that_make_no_batch(rows, error, message):
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        CommonAttentionMetadata.from_lens([1], [3], rows, BLOCK)
+
+
+def test_a_row_too_short_for_its_sequence_is_not_filled_up():
+    """The widest row sets the table's width; what is missing from a shorter one must not become slot -1."""
+    with pytest.raises(MetadataError, match=r"block_table\[1, 1\] = -1: .* \(2 blocks of 4 hold 5 tokens\)"):
+        CommonAttentionMetadata.from_lens([1, 1], [5, 5], [[0, 1], [2]], BLOCK)
+
+
+# --- V0: static facts, whoever's arrays ----------------------------------------------------------------------------
+
+STATIC = [
+    ({"query_start_loc": ints(0, 1, 6)}, ShapeError, "query_start_loc has shape [3]: must be [4]"),
+    ({"query_start_loc": ints(0, 1, 6, 9)[None]}, ShapeError, "query_start_loc has shape [1, 4]: must be [4]"),
+    (
+        {"query_start_loc": ints(0, 1, 6, 9, dtype=np.int64)},
+        DTypeError,
+        "query_start_loc has dtype int64: must be int32",
+    ),
+    ({"seq_lens": ints(9, 5)}, ShapeError, "seq_lens has shape [2]: must be [3]"),
+    ({"seq_lens": ints(9, 5, 7, dtype=np.float32)}, DTypeError, "seq_lens has dtype float32: must be int32"),
+    ({"seq_lens": [9, 5, 7]}, DTypeError, "seq_lens is a list: must be an array of int32"),
+    ({"seq_lens": None}, DTypeError, "seq_lens is a NoneType: must be an array of int32"),
+    ({"block_table": ints(1, 2, 3)}, ShapeError, "block_table has shape [3]: must be [3, *]"),
+    ({"block_table": np.zeros((2, 3), np.int32)}, ShapeError, "block_table has shape [2, 3]: must be [3, *]"),
+    ({"block_table": np.zeros((3, 3), np.int64)}, DTypeError, "block_table has dtype int64: must be int32"),
+    ({"slot_mapping": np.zeros((9, 1), np.int64)}, ShapeError, "slot_mapping has shape [9, 1]: must be [*]"),
+    ({"slot_mapping": np.zeros(9, np.int16)}, DTypeError, "slot_mapping has dtype int16: must be int32 or int64"),
+    (
+        {"slot_mapping": np.zeros(8, np.int64)},
+        ShapeError,
+        "slot_mapping has 8 entries: must be at least num_actual_tokens=9",
+    ),
+    ({"tree_mask": np.ones((3, 2), bool)}, ShapeError, "tree_mask has shape [3, 2]: must be [3, *, *]"),
+    ({"tree_mask": np.ones((3, 2, 4), bool)}, ShapeError, "tree_mask has shape [3, 2, 4]: must be [R, W, W]"),
+    ({"tree_mask": np.ones((3, 2, 2), np.uint8)}, DTypeError, "tree_mask has dtype uint8: must be bool"),
+    ({"dcp_local_seq_lens": ints(1, 2)}, ShapeError, "dcp_local_seq_lens has shape [2]: must be [3]"),
+    ({"dcp_local_seq_lens": np.ones(3)}, DTypeError, "dcp_local_seq_lens has dtype float64: must be int32"),
+    ({"query_start_loc_cpu": ints(0, 1)}, ShapeError, "query_start_loc_cpu has shape [2]: must be [4]"),
+    ({"seq_lens_cpu": ints(9, 5)}, ShapeError, "seq_lens_cpu has shape [2]: must be [3]"),
+    ({"seq_lens_cpu": np.ones(3)}, DTypeError, "seq_lens_cpu has dtype float64: must be int32 or int64"),
+    ({"seq_lens_cpu": [9, 5, 7]}, DTypeError, "seq_lens_cpu is a list: must be a NumPy array"),
+]
+SCALARS = [
+    (name, value)
+    for name in ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len")
+    for value in (-1, 2**31, 2.0, "3", None, True)
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), STATIC)
+def test_static_facts(changes, error, message):
+    with pytest.raises(error) as caught:
+        batch(**changes).validate(BLOCK)
+    assert str(caught.value) == message and isinstance(caught.value, AttnError)
+
+
+@pytest.mark.parametrize(("name", "value"), SCALARS)
+def test_host_numbers(name, value):
+    with pytest.raises(MetadataError) as caught:
+        batch(**{name: value}).validate(BLOCK)
+    found = caught.value
+    assert (found.field, found.index, found.bound) == (name, None, f"an int between 0 and {INT32_MAX}")
+    assert found.value is value
+
+
+@pytest.mark.parametrize("block_size", [0, -16, 2.0, None, True])
+def test_block_size(block_size):
+    with pytest.raises(MetadataError) as caught:
+        batch().validate(block_size)
+    assert (caught.value.field, caught.value.value) == ("block_size", block_size)
+
+
+def test_numpy_integers_are_host_numbers():
+    assert batch(num_reqs=np.int64(3), max_seq_len=np.int32(9)).validate(np.int64(BLOCK))
+
+
+# --- V1: values on the host ----------------------------------------------------------------------------------------
+
+HOST = [
+    ({"query_start_loc_cpu": ints(1, 1, 6, 9)}, "query_start_loc", 0, 1, "0"),
+    ({"query_start_loc_cpu": ints(-1, 1, 6, 9)}, "query_start_loc", 0, -1, "0"),
+    ({"query_start_loc_cpu": ints(0, 6, 1, 9)}, "query_start_loc", 2, 1, "at least 6, the entry before it"),
+    ({"query_start_loc_cpu": ints(0, 1, 9, 6)}, "query_start_loc", 3, 6, "at least 9, the entry before it"),
+    ({"query_start_loc_cpu": ints(0, 1, 6, 10)}, "query_start_loc", 3, 10, "at most num_actual_tokens=9"),
+    (
+        {"query_start_loc_cpu": ints(0, INT32_MAX, -(2**31), 0), "max_query_len": INT32_MAX},
+        "query_start_loc", 2, -(2**31), f"at least {INT32_MAX}, the entry before it",
+    ),
+    ({"max_query_len": 4}, "max_query_len", None, 4, "at least 5, the longest query"),
+    ({"max_seq_len": 8}, "max_seq_len", None, 8, "at least 9, the longest sequence"),
+    ({"seq_lens_cpu": ints(9, -5, 7)}, "seq_lens", 1, -5, "at least 0"),
+    (
+        {"seq_lens_cpu": ints(9, 5, 13), "max_seq_len": 13},
+        "seq_lens", 2, 13, "at most 12 (3 blocks of 4 in its table row)",
+    ),
+    (
+        {"seq_lens_cpu": ints(9, 5, INT32_MAX), "max_seq_len": INT32_MAX},
+        "seq_lens", 2, INT32_MAX, "at most 12 (3 blocks of 4 in its table row)",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "field", "index", "value", "bound"), HOST)
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_host_values(changes, field, index, value, bound, dtype):
+    changes = {name: x.astype(dtype) if isinstance(x, np.ndarray) else x for name, x in changes.items()}
+    with pytest.raises(MetadataError) as caught:
+        batch(**changes).validate(BLOCK)
+    assert vars(caught.value) == {"field": field, "index": index, "value": value, "bound": bound}
+    assert type(caught.value.value) is int
+
+
+def test_bounds_may_be_larger_than_the_truth():
+    """Fit for a captured graph; and padding tokens behind the real ones are nobody's."""
+    padded = batch(max_query_len=64, max_seq_len=4096, num_actual_tokens=12, slot_mapping=np.full(16, -1, np.int64))
+    assert padded.validate(BLOCK, 7, strict=True) is padded
+
+
+def test_without_mirrors_no_length_is_looked_at():
+    """A device's lengths are not fetched; NumPy's are their own mirrors."""
+    away = {
+        name: torch.from_numpy(ints(*values)) for name, values in (("query_start_loc", (9, 0, -1, 3)), ("seq_lens", (1, 2, 3)))
+    }
+    wrong = batch(**away, query_start_loc_cpu=None, seq_lens_cpu=None, max_query_len=0)
+    assert wrong.validate(BLOCK) is wrong and wrong.query_lens_cpu() is None
+    with pytest.raises(MetadataError, match=r"query_start_loc\[0\] = 9"):
+        batch(query_start_loc=ints(9, 0, -1, 3), query_start_loc_cpu=None).validate(BLOCK)
+
+
+IDS = [
+    (
+        {"block_table": ints(4, 7, 0, 1, 3, -1, 5, 6, -1).reshape(3, 3)},
+        "block_table",
+        (0, 1),
+        7,
+        "between 0 and 6 (3 blocks of 4 hold 9 tokens)",
+    ),
+    (
+        {"block_table": ints(4, 2, -1, 1, 3, -1, 5, 6, -1).reshape(3, 3)},
+        "block_table",
+        (0, 2),
+        -1,
+        "between 0 and 6 (3 blocks of 4 hold 9 tokens)",
+    ),
+    ({"slot_mapping": np.r_[28, 4:12].astype(np.int64)}, "slot_mapping", 0, 28, "-1 or between 0 and 27"),
+    ({"slot_mapping": np.r_[-2, 4:12].astype(np.int64)}, "slot_mapping", 0, -2, "-1 or between 0 and 27"),
+    ({"slot_mapping": np.r_[4:12, 6].astype(np.int64)}, "slot_mapping", 8, 6, "written by one token only"),
+]
+
+
+@pytest.mark.parametrize(("changes", "field", "index", "value", "bound"), IDS)
+def test_block_ids_and_slots(changes, field, index, value, bound):
+    wrong = batch(**changes)
+    assert wrong.validate(BLOCK) is wrong, "the cache's extent is not known yet"
+    with pytest.raises(MetadataError) as caught:
+        wrong.validate(BLOCK, 7)
+    assert vars(caught.value) == {"field": field, "index": index, "value": value, "bound": bound}
+
+
+def test_entries_that_are_never_read_may_be_anything():
+    table = batch().block_table.copy()
+    table[1, 2], table[2, 2] = 999_999, -77
+    slots = np.r_[batch().slot_mapping, [999_999, 0, 0]]
+    assert batch(block_table=table, slot_mapping=slots).validate(BLOCK, 7)
+    skipped = batch(slot_mapping=np.full(9, -1, np.int64))
+    assert skipped.validate(BLOCK, 7) is skipped, "-1 may come any number of times"
+
+
+def test_nothing_is_repaired():
+    """A refused batch is as the caller made it: no clamp, no cast, no copy."""
+    wrong = batch(slot_mapping=np.r_[28, 4:12].astype(np.int64), max_seq_len=9)
+    before = {name: np.copy(x) if isinstance(x, np.ndarray) else x for name, x in vars(wrong).items()}
+    with pytest.raises(MetadataError):
+        wrong.validate(BLOCK, 7)
+    for name, x in before.items():
+        np.testing.assert_array_equal(getattr(wrong, name), x)
+
+
+# --- arrays of devices ---------------------------------------------------------------------------------------------
+
+
+class OnDevice:
+    """An array whose shape and dtype may be read, and nothing else: every other access would synchronise."""
+
+    def __init__(self, like, dtype=None):
+        self.shape, self.dtype = like.shape, dtype or like.dtype
+
+    def _synchronises(self, *args, **kwargs):
+        raise AssertionError("a device array was read")
+
+    __array__ = __len__ = __iter__ = __getitem__ = __bool__ = __int__ = __eq__ = __lt__ = _synchronises
+    __hash__ = None
+    cpu = numpy = item = tolist = __dlpack__ = __array_interface__ = property(_synchronises)
+
+
+DEVICE_FIELDS = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
+
+
+def test_device_arrays_are_never_read():
+    made = batch()
+    on_device = made.replace(
+        **{name: OnDevice(getattr(made, name)) for name in DEVICE_FIELDS},
+        tree_mask=OnDevice(np.ones((3, 2, 2), bool)),
+        dcp_local_seq_lens=OnDevice(made.seq_lens),
+    )
+    assert on_device.validate(BLOCK, 7, strict=True) is on_device
+    with pytest.raises(MetadataError, match="seq_lens"):
+        on_device.replace(seq_lens_cpu=ints(9, 5, 13), max_seq_len=13).validate(BLOCK, 7)
+    with pytest.raises(ShapeError, match="block_table"):
+        on_device.replace(block_table=OnDevice(np.ones((2, 3), np.int32))).validate(BLOCK)
+    with pytest.raises(DTypeError, match="seq_lens has dtype int64: must be int32"):
+        on_device.replace(seq_lens=OnDevice(made.seq_lens, "torch.int64")).validate(BLOCK)
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax.numpy"])
+def test_every_frameworks_arrays_are_taken(framework):
+    """slot_mapping is int32 under jax, whose integers are 32 bits wide unless told otherwise."""
+    module, made = pytest.importorskip(framework), batch()
+    convert = module.from_numpy if framework == "torch" else lambda x: module.asarray(x.astype(np.int32))
+    converted = made.replace(**{name: convert(getattr(made, name)) for name in DEVICE_FIELDS})
+    assert converted.validate(BLOCK, 7, strict=True) is converted
+    with pytest.raises(DTypeError, match="seq_lens_cpu is a .*: must be a NumPy array"):
+        converted.replace(seq_lens_cpu=convert(made.seq_lens)).validate(BLOCK)
+    with pytest.raises(DTypeError, match="seq_lens has dtype float32: must be int32"):
+        converted.replace(seq_lens=module.ones(3)).validate(BLOCK)
+
+
+def test_slots():
+    table = ints(4, 2, 0, 1, 3, -1).reshape(2, 3)
+    slots = slots_of(table, np.array([0, 0, 1, 1]), np.array([0, 9, 5, -1]), BLOCK)
+    assert slots.tolist() == [16, 1, 13, -1] and slots.dtype == np.int64
+    assert slots_of(table[:0], np.zeros(0, int), np.zeros(0, int), BLOCK).shape == (0,)
+    assert slots_of(np.full((1, 1), INT32_MAX, np.int32), np.zeros(1, int), np.ones(1, int), 16).item() == INT32_MAX * 16 + 1

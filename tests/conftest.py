@@ -1,0 +1,91 @@
+"""What every test starts from: the library's module state as a fresh process has it, and backends made of nothing."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from attn import distributed, envs, imports, logger, plugins, selector
+from attn.backends.abstract import AttentionBackend, AttentionImpl, AttentionMetadata
+from attn.backends.mla.prefill.registry import MLAPrefillBackendEnum
+from attn.backends.registry import AttentionBackendEnum
+from attn.capabilities import Capabilities, Device, Request
+from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
+from attn.platforms import Platform
+
+REGISTRIES = (AttentionBackendEnum, MLAPrefillBackendEnum, DiffusionAttentionBackendEnum)
+
+
+@pytest.fixture(autouse=True)
+def fresh_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Put back everything that a test may have changed in the library, and hide the caller's environment from it."""
+    for name in envs.VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    tables = [table for registry in REGISTRIES for table in (registry.overrides, registry.customs, registry.objects)]
+    before = [dict(table) for table in tables]
+    loaded, registered = plugins._loaded, list(plugins._registered)
+    yield
+    for table, content in zip(tables, before, strict=True):
+        if table != content:
+            table.clear()
+            table.update(content)
+    plugins._loaded, plugins._registered[:] = loaded, registered
+    selector.global_force_attn_backend(None)
+    selector._cache.clear()
+    distributed.set_dcp_group(None)
+    imports._found.clear()
+    logger.forget_notices()
+
+
+class FakeImpl(AttentionImpl[AttentionMetadata]):
+    """Attention that returns its query."""
+
+    def __init__(self, num_heads: int, head_size: int, scale: float, **kwargs: Any) -> None:
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
+
+    def forward(self, layer: Any, query: Any, *args: Any, **kwargs: Any) -> Any:
+        return query
+
+
+@pytest.fixture
+def make_backend() -> Callable[..., type[AttentionBackend]]:
+    """`make_backend(name, **capabilities)`: a backend class of the CPU under torch that serves what it is told to."""
+
+    def make(name: str = "FAKE", **changes: Any) -> type[AttentionBackend]:
+        record = {"framework": "torch", "platforms": ("cpu",), "dtypes": ("float32", "float16", "bfloat16"), **changes}
+
+        class Fake(AttentionBackend):
+            capabilities = Capabilities(**record)
+            get_name = staticmethod(lambda: name)
+            get_impl_cls = staticmethod(lambda: FakeImpl)
+            get_metadata_cls = staticmethod(lambda: AttentionMetadata)
+            get_builder_cls = staticmethod(lambda: None)
+            get_kv_cache_shape = staticmethod(lambda *shape: shape)
+
+        Fake.__name__ = f"Fake_{name}"
+        return Fake
+
+    return make
+
+
+class FakePlatform(Platform):
+    """A CPU whose priority list is whatever a test sets."""
+
+    def __init__(self, framework: str, names: tuple[str, ...] = ()) -> None:
+        self.framework, self.name, self.names, self.asked = framework, "cpu", names, 0
+
+    def device(self) -> Device:
+        return Device(self.framework, "cpu", "test CPU", "x86_64")
+
+    def priorities(self, request: Request, device: Device) -> tuple[str, ...]:
+        self.asked += 1
+        return self.names
+
+
+@pytest.fixture
+def platform(monkeypatch: pytest.MonkeyPatch) -> FakePlatform:
+    """The torch wing's platform, replaced; its `names` are the priority list. jax's is empty."""
+    monkeypatch.setattr(selector, "default_framework", lambda: "torch")
+    fakes = {"torch": FakePlatform("torch"), "jax": FakePlatform("jax")}
+    monkeypatch.setattr(selector, "platform_for", lambda framework, name=None: fakes[framework])
+    return fakes["torch"]

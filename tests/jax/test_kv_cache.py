@@ -1,0 +1,89 @@
+"""The jax wing's cache: what is stored, where, and that nothing is copied."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attn import reference
+from attn.backends.abstract import KVCacheSpec
+from attn.errors import DTypeError, ShapeError
+from attn.jax import kv_cache
+from attn.jax.backends.xla_attn import XLAAttentionBackend
+
+K, D, P, N = 2, 16, 8, 10
+
+
+@pytest.mark.parametrize("code", ["fp8_e4m3", "fp8_e5m2", "int8"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_codes_are_the_oracles(code: str, dtype: str) -> None:
+    """Round to nearest even, saturated: bit for bit, over halfway cases, overflow, subnormals and infinities."""
+    rng = np.random.default_rng(0)
+    halves = np.arange(-300, 300) / 2
+    wide = rng.standard_normal(4000) * np.exp2(rng.integers(-20, 18, 4000))
+    x = np.concatenate([halves, wide, [np.inf, -np.inf, 0.0, -0.0, 448, 464, 480, 61440]])
+    x = np.resize(x, (len(x) // (K * D) + 1, K, D)).astype(jnp.dtype(dtype))
+    scale = np.array([1.0, 0.25], np.float32)  # powers of two: the oracle divides in float64
+    element = kv_cache.element_type(code, dtype)
+    got = np.asarray(kv_cache.encode(jnp.asarray(x), element, jnp.asarray(scale)))
+    np.testing.assert_array_equal(got.view(np.uint8), reference.quantize(x, code, scale).view(np.uint8))
+
+
+def test_nan_stays_nan_where_it_can() -> None:
+    x = jnp.full((1, 1, 1), jnp.nan)
+    assert jnp.isnan(kv_cache.encode(x, jnp.dtype("float8_e4m3fn")).astype(jnp.float32))
+    assert jnp.isnan(kv_cache.encode(x, jnp.dtype("float8_e5m2")).astype(jnp.float32))
+    assert kv_cache.encode(x, jnp.dtype("int8")) == 0
+
+
+def test_a_plain_cache_ignores_scales() -> None:
+    x = jnp.ones((1, K, D), jnp.float32)
+    assert (kv_cache.encode(x, jnp.dtype("bfloat16"), 4.0) == 1).all()
+
+
+def test_element_types() -> None:
+    assert kv_cache.element_type("auto", jnp.bfloat16) == jnp.bfloat16
+    assert kv_cache.element_type("fp8", "float32") == jnp.dtype("float8_e4m3fn")
+    with pytest.raises(DTypeError, match="kv_cache_dtype 'int3' is unknown"):
+        kv_cache.element_type("int3", "float32")
+
+
+def test_allocate() -> None:
+    cache = kv_cache.allocate(XLAAttentionBackend, KVCacheSpec(P, K, D, "bfloat16", "fp8_e5m2"), N)
+    assert cache.shape == (2, N, P, K, D) and cache.dtype == jnp.dtype("float8_e5m2") and not cache.astype(jnp.float32).any()
+
+
+@pytest.mark.parametrize("slots", [[3, -1, 79, 40], [-1, -1, -1, -1], [79, 0, 1, -1]])
+def test_slots(slots: list[int]) -> None:
+    """-1 writes nowhere, least of all the last slot, where JAX's own indexing would put it."""
+    rng = np.random.default_rng(0)
+    key, value = rng.standard_normal((2, 4, K, D), np.float32)
+    cache = rng.standard_normal((2, N, P, K, D), np.float32)
+    want = np.stack(reference.write_kv(key, value, cache[0], cache[1], np.array(slots)))
+    at = jnp.asarray(slots, jnp.int32)
+    np.testing.assert_array_equal(kv_cache.write_pair(jnp.asarray(key), jnp.asarray(value), jnp.asarray(cache), at), want)
+    apart = kv_cache.write(jnp.asarray(key), jnp.asarray(value), jnp.asarray(cache[0]), jnp.asarray(cache[1]), at)
+    np.testing.assert_array_equal(np.stack(apart), want)
+
+
+def test_a_donated_cache_is_written_in_place() -> None:
+    cache = jnp.zeros((2, N, P, K, D))
+    where = cache.unsafe_buffer_pointer()
+    rows = jnp.ones((3, K, D))
+    after = jax.jit(kv_cache.write_pair, donate_argnums=2)(rows, rows, cache, jnp.array([1, -1, 5]))
+    assert cache.is_deleted() and after.unsafe_buffer_pointer() == where
+    assert after.sum() == 2 * 2 * K * D
+
+
+def test_check_scale() -> None:
+    assert kv_cache.check_scale("k_scale", 0.5, K).shape == ()
+    assert kv_cache.check_scale("k_scale", [0.5, 2.0], K).tolist() == [0.5, 2.0]
+    assert jax.jit(lambda s: kv_cache.check_scale("k_scale", s, K) * 2)(0.5) == 1.0
+    wrong: Any
+    for wrong in (0.0, -1.0, float("nan"), float("inf"), [1.0, 0.0]):
+        with pytest.raises(ValueError, match="k_scale=.* must be finite and"):
+            kv_cache.check_scale("k_scale", wrong, K)
+    with pytest.raises(ShapeError, match=r"k_scale has shape \[3\]: must be a scalar or \[2\]"):
+        kv_cache.check_scale("k_scale", [1.0, 1.0, 1.0], K)

@@ -1,0 +1,355 @@
+"""The command line: what it prints, what it returns, and how it takes a newcomer's mistakes."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import attn
+from attn import cli, plugins
+from attn.errors import BackendLoadError, MetadataError, UnsupportedError
+
+
+def call(capsys, line, *more):
+    """(exit code, stdout, stderr) of a command line, run in this process; `more` are words that may hold spaces."""
+    try:
+        code = cli.main([*line.split(), *more])
+    except SystemExit as stop:  # argparse's own way out
+        code = stop.code
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def fresh(*arguments, stdout=subprocess.PIPE):
+    """A Python of its own, from the checkout's root."""
+    root = str(cli.Path(attn.__file__).parents[1])
+    return subprocess.run(
+        [sys.executable, *arguments],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": root},
+    )
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """Put a command `try` into the table that runs any function."""
+
+    def install(run):
+        monkeypatch.setitem(cli.COMMANDS, "try", cli.Command("x", "attn try", lambda parser: run))
+
+    return install
+
+
+# what each command says
+
+
+def test_backends(capsys):
+    code, out, err = call(capsys, "backends")
+    assert (code, err) == (0, "")
+    for words in ("attention backends", "mla_prefill backends", "diffusion backends", "TORCH_SDPA", "XLA_ATTN"):
+        assert words in out
+
+
+def test_backends_of_one_registry(capsys):
+    code, out, _ = call(capsys, "backends --registry diffusion --json")
+    assert code == 0 and {row["registry"] for row in json.loads(out)["backends"]} == {"diffusion"}
+
+
+def test_explain(capsys):
+    code, out, _ = call(capsys, "explain --head-size 96 --dtype float32 --feature sinks --framework torch")
+    assert code == 0 and "-> " in out and "features={sinks}" in out
+    assert "candidates: the priority list of torch on cpu" in out
+
+
+def test_explain_a_device_that_is_not_here(capsys):
+    h100 = "explain --head-size 128 --dtype bfloat16 --platform cuda --arch sm_90 --json --device-name"
+    code, out, _ = call(capsys, h100, "NVIDIA H100")
+    data = json.loads(out)
+    assert data["device"] == {"framework": "torch", "platform": "cuda", "name": "NVIDIA H100", "arch": "sm_90"}
+    assert code == (0 if data["backend"] else 1)
+    code, out, _ = call(capsys, "explain --head-size 128 --platform tpu --arch v6e")
+    assert "priority list of jax on tpu" in out
+
+
+def test_explain_all_the_arguments(capsys):
+    words = "explain --head-size 64 --dtype bfloat16 --kv-cache-dtype fp8 --block-size 32 --attn-type decoder"
+    words += " --feature sliding_window --feature soft_cap --num-heads 8 --num-kv-heads 2 --backend TORCH_SDPA --json"
+    code, out, _ = call(capsys, words)
+    data = json.loads(out)
+    assert code == 0 and data["backend"] == "TORCH_SDPA" and data["source"] == "argument"
+    assert data["request"]["features"] == ["sliding_window", "soft_cap"] and data["request"]["block_size"] == 32
+    code, out, _ = call(capsys, "explain --head-size 576 --mla --framework torch --disable TRITON_MLA --json")
+    assert "mla" in json.loads(out)["request"]["features"]
+
+
+def test_nobody_serves_is_exit_code_1(capsys):
+    code, out, err = call(capsys, "explain --head-size 64 --feature sparse_mla --backend TORCH_SDPA")
+    assert code == 1 and err == "" and out.startswith("no backend for head_size=64")
+    assert "sparse_mla not supported" in out
+
+
+def test_env(capsys, monkeypatch):
+    monkeypatch.setenv("ATTN_DISABLE", "FLASH_ATTN")
+    code, out, _ = call(capsys, "env")
+    assert code == 0 and f"attn: {attn.__version__}" in out and "ATTN_DISABLE: FLASH_ATTN" in out
+    assert "plugins: none" in out
+
+
+@pytest.mark.parametrize("command", ["backends", "env", "explain --head-size 64"])
+def test_json_is_valid(capsys, command):
+    code, out, err = call(capsys, f"{command} --json")
+    assert code == 0 and err == "" and isinstance(json.loads(out), dict)
+
+
+def test_readme(capsys, tmp_path, monkeypatch):
+    code, out, _ = call(capsys, "readme")
+    assert code == 0 and out.startswith("**Attention backends**")
+    package = tmp_path / "attn"
+    package.mkdir()
+    monkeypatch.setattr(attn, "__file__", str(package / "__init__.py"))
+    code, _, err = call(capsys, "readme --write")
+    assert code == 2 and err == f"attn: {tmp_path / 'README.md'}: No such file or directory\n"
+    (tmp_path / "README.md").write_text("<!-- backends:begin --><!-- backends:end -->")
+    assert call(capsys, "readme --write")[:2] == (0, "README.md: tables rewritten\n")
+    assert call(capsys, "readme --write")[:2] == (0, "README.md: unchanged\n")
+    assert out in (tmp_path / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_help_has_an_example(capsys, name):
+    code, out, _ = call(capsys, f"{name} --help")
+    assert code == 0 and "example: " in out and cli.COMMANDS[name].example.split()[0] in out
+
+
+def test_examples_parse():
+    import shlex
+
+    for name, command in cli.COMMANDS.items():
+        words = shlex.split(command.example)
+        argv = words[1:] if words[0] == "attn" else words[3:]
+        assert argv[0] == name
+        cli.parser(argv).parse_args(argv)
+
+
+def test_version(capsys):
+    assert call(capsys, "--version") == (0, f"attn {attn.__version__}\n", "")
+
+
+# conformance
+
+
+def test_conform(capsys):
+    code, out, _ = call(capsys, "conform TORCH_SDPA --json --only", "refuses block_sparse")
+    data = json.loads(out)
+    assert code == 0 and data["ok"] and [(row["backend"], row["cases"]) for row in data["backends"]] == [("TORCH_SDPA", 1)]
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("conform FLASHINFER", "FLASHINFER: not built yet: attn.torch.backends.flashinfer"),
+        ("conform TORCH_SDPA CUSTOM --only decodes", "CUSTOM: Backend CUSTOM must be registered before use"),
+        ("conform TORCH_SDPA --only no_such_case", "TORCH_SDPA: no case was selected"),
+        ("conform TORCH_SDPA --only oracle --dtype float8_e4m3fn", "TORCH_SDPA: no case was selected"),
+    ],
+)
+def test_conform_that_examines_nothing_is_exit_code_1(capsys, argv, words):
+    code, _, err = call(capsys, argv)
+    assert code == 1 and err.startswith("attn: not examined: ") and words in err and err.count("\n") == 1
+    code, out, err = call(capsys, f"{argv} --json")
+    assert code == 1 and not json.loads(out)["ok"] and words in err
+
+
+CASE = '{"name":"x","query_lens":[1],"seq_lens":[3]}'
+
+
+def test_repro(capsys):
+    assert call(capsys, "conform TORCH_SDPA --repro", CASE)[:2] == (0, "no violation\n")
+    code, out, _ = call(capsys, "conform TORCH_SDPA --json --repro", CASE)
+    data = json.loads(out)
+    assert code == 0 and data == {"ok": True, "case": json.loads(CASE), "violations": []}
+    code, _, err = call(capsys, "conform FLASHINFER --repro", CASE)
+    assert code == 1 and err.startswith("attn: FLASHINFER: not built yet") and err.count("\n") == 1
+
+
+def test_mutants_as_json(capsys, monkeypatch):
+    from attn.testing import mutants
+
+    monkeypatch.setattr(mutants, "mutation_table", lambda: [mutants.Kill("bug", 0, (), "")])
+    code, out, _ = call(capsys, "conform --mutants --json")
+    assert code == 1 and json.loads(out) == {"ok": False, "mutants": [{"mutant": "bug", "cases": 0, "rules": [], "first": ""}]}
+
+
+def test_a_case_that_fails_is_exit_code_1(capsys):
+    from attn.backends.registry import register_backend
+    from attn.torch.backends.sdpa import TorchSDPABackend, TorchSDPAImpl
+
+    class Forgetful(TorchSDPAImpl):
+        def _attend(self, layer, query, kv_cache, attn_metadata, output, lse):
+            output.zero_()
+
+    register_backend("FORGETFUL", type("Forgetful", (TorchSDPABackend,), {"get_impl_cls": staticmethod(lambda: Forgetful)}))
+    code, out, _ = call(capsys, "conform FORGETFUL --only", "float32, constant V")
+    assert code == 1 and "FAILED float32, constant V" in out and "--repro" in out
+
+
+# the model
+
+
+TINY = "--max-new-tokens 2 --json"
+
+
+def test_generate(capsys):
+    code, out, _ = call(capsys, f"generate --framework torch {TINY}", "def main(")
+    assert code == 0 and json.loads(out)["results"][0]["prompt"] == "def main("
+
+
+def test_demo(capsys):
+    code, out, _ = call(capsys, f"demo --frameworks torch --num-requests 2 {TINY}")
+    assert code == 0 and isinstance(json.loads(out), dict)
+
+
+# newcomers' first mistakes: exit code 2, one line
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("explain --head-size 64 --backend FLASH", "Unknown attention backend: 'FLASH'. Valid options are: FLASH_ATTN"),
+        ("explain --head-size 64 --feature sink", "feature 'sink' is unknown; known: non_causal"),
+        ("explain --head-size 64 --dtype fp23", "dtype 'fp23' is unknown; known: float64"),
+        ("explain --head-size -1", "head_size=-1 must be a positive int"),
+        ("explain --head-size 64 --num-heads 6 --num-kv-heads 4", "num_heads=6 is not a multiple of num_kv_heads=4"),
+        ("explain --head-size 64 --disable NOPE", "Unknown attention backend: 'NOPE'"),
+        ("explain --head-size 64 --backend torch_sdpa", "Did you mean TORCH_SDPA?"),
+        ("conform TORCH_SDPA --dtype fp23", "dtype 'fp23' is unknown; known: float64"),
+        ("conform TORCH_SDPA --repro {", "'{' is no case: Expecting property name"),
+        ("generate hello --model /no/such/model", "'/no/such/model' does not exist"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line(capsys, argv, words):
+    code, out, err = call(capsys, argv)
+    assert (code, out) == (2, "") and err.startswith("attn: ") and words in err and err.count("\n") == 1
+
+
+def test_an_unknown_backend_in_the_environment_is_named(capsys, monkeypatch):
+    monkeypatch.setenv("ATTN_BACKEND", "FLASHATTN")
+    code, _, err = call(capsys, "explain --head-size 64")
+    assert code == 2 and "ATTN_BACKEND=FLASHATTN: Unknown attention backend" in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("", "the following arguments are required: COMMAND"),
+        ("explian", "invalid choice: 'explian'"),
+        ("explain", "the following arguments are required: --head-size"),
+        ("explain --head-size many", "invalid int value: 'many'"),
+        ("explain --head-size 64 --arch sm_90", "--arch and --device-name describe a device of a --platform"),
+        ("backends --registry video", "invalid choice: 'video'"),
+    ],
+)
+def test_wrong_usage(capsys, argv, words):
+    code, out, err = call(capsys, argv)
+    assert (code, out) == (2, "") and words in err
+
+
+def raising(error):
+    def run(args):
+        raise error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (MetadataError("seq_lens", 1, -3, "at least 0"), 2, "seq_lens[1] = -3: must be at least 0"),
+        (UnsupportedError("nobody serves"), 1, "nobody serves"),
+        (BackendLoadError("torch is not installed: pip install 'attn[torch]'"), 2, "torch is not installed: pip"),
+        (ImportError("neither torch nor jax is installed: pip install ..."), 2, "neither torch nor jax"),
+        (ModuleNotFoundError("x", name="rich.table"), 2, "rich is not installed: pip install 'attn[demo]'"),
+        (FileNotFoundError(2, "No such file or directory", "x.json"), 2, "x.json: No such file or directory"),
+    ],
+)  # fmt: skip
+def test_mistakes_by_kind(capsys, command, error, code, line):
+    command(raising(error))
+    got, out, err = call(capsys, "try")
+    assert (got, out) == (code, "") and err.startswith(f"attn: {line}")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("of some library"),
+        RuntimeError("x"),
+        KeyError("x"),
+        ModuleNotFoundError("No module named 'attn.lost'", name="attn.lost"),
+        ImportError("cannot import name 'x' from 'attn'", name="attn"),
+    ],
+)
+def test_what_is_our_own_fault_keeps_its_traceback(command, error):
+    command(raising(error))
+    with pytest.raises(type(error)):
+        cli.main(["try"])
+
+
+def test_interrupted(command):
+    command(raising(KeyboardInterrupt()))
+    assert cli.main(["try"]) == 130
+
+
+def test_a_failed_plugin_is_shown_and_harms_nothing(capsys, monkeypatch):
+    class Point:
+        name, value = "BROKEN", "some_package:nothing"
+
+        def load(self):
+            raise ImportError("libfoo.so is missing")
+
+    monkeypatch.setattr(plugins.metadata, "entry_points", lambda group: [Point()])
+    plugins.forget()
+    code, out, _ = call(capsys, "backends")
+    assert code == 0 and "plugin left out: ImportError: libfoo.so is missing" in out
+    assert "BROKEN: ImportError: libfoo.so is missing" in call(capsys, "env")[1]
+
+
+# processes of their own
+
+
+def test_python_m_attn():
+    done = fresh("-m", "attn", "explain", "--head-size", "64", "--backend", "NOPE")
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("attn: Unknown attention backend")
+
+
+def test_help_loads_nothing():
+    script = (
+        "import sys; from attn import cli\n"
+        "try: cli.main(['--help'])\n"
+        "except SystemExit as stop: assert stop.code == 0\n"
+        "heavy = {'numpy', 'torch', 'jax', 'rich', 'attn.report', 'attn.selector'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    done = fresh("-c", script)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("argv", ["--help", "try"])
+def test_a_reader_that_goes_away_is_no_error(argv):
+    script = (
+        "import sys; from attn import cli\n"
+        "cli.COMMANDS['try'] = cli.Command('x', 'x', lambda parser: lambda args: print('x' * 100_000) or 0)\n"
+        f"sys.exit(cli.main([{argv!r}]))"
+    )
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = fresh("-c", script, stdout=write)
+    finally:
+        os.close(write)
+    assert done.stderr == "" and done.returncode in (0, 141)  # 0: argparse itself keeps quiet about it

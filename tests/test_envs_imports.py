@@ -1,0 +1,189 @@
+"""The ground floor: environment variables, dotted names, what is installed, notices, and locks after a fork."""
+
+import importlib
+import logging
+import os
+import re
+import sys
+import threading
+
+import pytest
+
+from attn import envs, forks, imports
+from attn.errors import BackendLoadError
+from attn.imports import check_qualname, installed, resolve_obj_by_qualname, version_of
+from attn.logger import init_logger
+
+# --- environment -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", envs.VARIABLES)
+def test_a_variable_is_read_when_asked(name, monkeypatch):
+    assert envs.read(name) is None
+    for value in ("one", "", "ümlaut"):
+        monkeypatch.setenv(name, value)
+        assert envs.read(name) == value
+    monkeypatch.delenv(name)
+    assert envs.read(name) is None
+
+
+def test_a_variable_without_a_place_in_the_table_is_read_too(monkeypatch):
+    monkeypatch.setenv("SOMETHING_ELSE", "1")
+    assert envs.read("SOMETHING_ELSE") == "1"
+
+
+@pytest.mark.parametrize("name", ["ATTN_BACKEND", "VLLM_ATTENTION_BACKEND", "ATTN_DISABLE", "ATTN_FRAMEWORK", "ATTN_PLUGINS"])
+def test_the_selections_snapshot_sees_every_variable_that_it_depends_on(name, monkeypatch):
+    before = envs.selecting()
+    monkeypatch.setenv(name, "")
+    empty = envs.selecting()
+    monkeypatch.setenv(name, "X")
+    assert len({before, empty, envs.selecting()}) == 3
+    monkeypatch.delenv(name)
+    assert envs.selecting() == before
+
+
+def test_an_environment_that_is_a_plain_mapping_is_read_through_its_protocol(monkeypatch):
+    """Some tools replace `os.environ`; it then has no table of bytes."""
+    monkeypatch.setattr(os, "environ", {"ATTN_BACKEND": "X"})
+    assert envs.read("ATTN_BACKEND") == "X" and envs.read("ATTN_DISABLE") is None
+    assert "X" in envs.selecting() and envs.attn_backend() == ("ATTN_BACKEND", "X")
+
+
+@pytest.mark.parametrize(
+    ("value", "parts"), [(None, None), ("", ()), (" , ", ()), ("A", ("A",)), (" A,B ,,C", ("A", "B", "C"))]
+)
+def test_lists(value, parts, monkeypatch):
+    if value is not None:
+        monkeypatch.setenv("ATTN_DISABLE", value)
+    assert envs.read_list("ATTN_DISABLE") == parts
+
+
+def test_a_backend_name_is_read_without_the_spaces_around_it(monkeypatch):
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "TORCH_SDPA\n")
+    monkeypatch.setenv("ATTN_BACKEND", "  ")
+    assert envs.attn_backend() == ("VLLM_ATTENTION_BACKEND", "TORCH_SDPA")
+    monkeypatch.setenv("ATTN_BACKEND", " CPU_ATTN ")
+    assert envs.attn_backend() == ("ATTN_BACKEND", "CPU_ATTN")
+
+
+def test_no_variable_is_documented_that_nothing_reads():
+    assert not {"ATTN_DIFFUSION_BACKEND", "ATTN_MLA_PREFILL_BACKEND"} & set(envs.VARIABLES)
+
+
+def test_debug_names(monkeypatch):
+    assert not envs.debug("device")
+    monkeypatch.setenv("ATTN_DEBUG", "other, device")
+    assert envs.debug("device") and envs.debug("other") and not envs.debug("dev")
+
+
+def test_every_variable_is_documented():
+    documented = set(re.findall(r"(?:ATTN|VLLM)_[A-Z_0-9]+", envs.__doc__)) | {"VLLM_USE_V1"}
+    assert documented == set(envs.VARIABLES)
+
+
+# --- dotted names ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "path", ["os.path.join", "collections:OrderedDict.fromkeys", "attn.errors.AttnError", "json.JSONDecoder"]
+)
+def test_names_resolve(path):
+    assert check_qualname(path) == path and callable(resolve_obj_by_qualname(path))
+
+
+def test_a_missing_attribute_names_the_module():
+    with pytest.raises(BackendLoadError, match="json.Missing cannot be imported: AttributeError: module 'json' has no"):
+        resolve_obj_by_qualname("json.Missing")
+
+
+@pytest.mark.parametrize("path", ["json", "", None, 3, "a.b c", "json.", "a.<locals>.b", "a.b\n"])
+def test_what_cannot_be_a_path_says_what_one_looks_like(path):
+    with pytest.raises(ValueError, match=r"is not of the form 'package.module.Class' or 'package.module:Class'"):
+        resolve_obj_by_qualname(path)
+
+
+def test_checking_a_very_long_path_is_quick():
+    with pytest.raises(ValueError):
+        check_qualname("a." * 5_000 + "<")
+
+
+# --- what is installed -------------------------------------------------------------------------------------------
+
+
+def test_installed_imports_nothing(tmp_path, monkeypatch):
+    (tmp_path / "vendor_never_imported.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    assert installed("vendor_never_imported") and "vendor_never_imported" not in sys.modules
+    assert installed("json") and not installed("no_such_vendor")
+
+
+def test_what_is_installed_meanwhile_is_found(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not installed("vendor_of_tomorrow")
+    (tmp_path / "vendor_of_tomorrow.py").touch()
+    importlib.invalidate_caches()
+    assert installed("vendor_of_tomorrow")
+
+
+def test_a_module_that_is_barred_is_not_installed(monkeypatch):
+    monkeypatch.setitem(sys.modules, "barred_vendor", None)
+    assert not installed("barred_vendor")
+
+
+def test_a_module_without_a_spec_counts_by_being_there(monkeypatch):
+    monkeypatch.setitem(sys.modules, "stub_vendor", type(sys)("stub_vendor"))
+    assert installed("stub_vendor")
+
+
+@pytest.mark.parametrize("name", ["", ".", "no_such_vendor.part"])
+def test_odd_names_are_not_installed(name):
+    assert installed(name) is False
+
+
+def test_versions():
+    assert version_of("pytest") == pytest.__version__ and version_of("no-such-distribution") is None
+
+
+# --- notices -----------------------------------------------------------------------------------------------------
+
+
+def test_a_notice_is_said_once_for_its_words_and_names_its_line(caplog):
+    logger = init_logger("attn.something")
+    with caplog.at_level(logging.INFO, logger="attn"):
+        for number in (1, 1, 2, 1):
+            logger.warning_once("number %d", number)
+            logger.info_once("number %d", number)
+    said = [(r.levelname, r.getMessage()) for r in caplog.records]
+    assert said == [("WARNING", "number 1"), ("INFO", "number 1"), ("WARNING", "number 2"), ("INFO", "number 2")]
+    assert {(r.funcName, r.filename) for r in caplog.records} == {
+        ("test_a_notice_is_said_once_for_its_words_and_names_its_line", os.path.basename(__file__))
+    }
+
+
+def test_the_library_has_no_handler_but_the_null_one():
+    init_logger("attn.a"), init_logger("attn.b")
+    assert [type(handler) for handler in logging.getLogger("attn").handlers] == [logging.NullHandler]
+    assert logging.getLogger("attn").level == logging.NOTSET
+
+
+# --- locks and forks ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:.*fork.*:RuntimeWarning")
+def test_a_block_that_forks_while_it_holds_the_lock_still_leaves_it():
+    module = {"lock": threading.RLock()}
+    forks.renew_after_fork(module, "lock")
+    before = module["lock"]
+    with module["lock"]:
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if module["lock"] is not before and module["lock"].acquire(blocking=False) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert module["lock"] is before
+
+
+def test_resolving_is_not_remembered():
+    assert not hasattr(imports.resolve_obj_by_qualname, "cache_info")

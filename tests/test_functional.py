@@ -1,0 +1,324 @@
+"""`attn.attention` in each framework against the float64 oracle; gradients; poison; jit; errors."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import attn
+from attn import reference
+from attn.errors import DTypeError, ShapeError, UnsupportedError
+
+MAKERS = {"torch": torch.tensor, "jax": jnp.asarray, "numpy": np.asarray}
+B, H, K, D, DV = 2, 4, 2, 8, 6
+
+#: (n, m, arguments): every rule of the signature, more queries than keys, no keys, no queries.
+CASES = {
+    "full": (5, 7, {}),
+    "causal": (5, 7, {"causal": True}),
+    "causal, rows before the first key": (7, 5, {"causal": True}),
+    "decode": (1, 9, {"causal": True}),
+    "no keys": (3, 0, {}),
+    "no queries": (0, 3, {"causal": True}),
+    "scale": (4, 4, {"scale": -0.3}),
+    "window of W keys": (6, 9, {"causal": True, "window": 3}),
+    "window both ways": (6, 9, {"window": (2, 1)}),
+    "window around nothing": (9, 4, {"window": (0, 0)}),
+    "window ahead": (5, 5, {"window": (None, 2)}),
+    "soft cap": (5, 7, {"logits_soft_cap": 1.5}),
+    "alibi": (5, 7, {"causal": True, "alibi_slopes": [0.5, 0.25, 0.1, 0.05]}),
+    "alibi, both ways": (5, 7, {"alibi_slopes": [0.5, 0.25, 0.1, 0.05]}),
+    "sinks": (7, 5, {"causal": True, "sinks": [1.0, 0.0, -math.inf, 3.0]}),
+    "mask": (5, 7, {"mask": "random"}),
+    "all at once": (
+        7,
+        6,
+        {
+            "causal": True,
+            "window": (3, 0),
+            "logits_soft_cap": 2.0,
+            "alibi_slopes": [0.1] * 4,
+            "sinks": [0.5] * 4,
+            "mask": "random",
+        },
+    ),
+}
+
+
+def attention(framework, qkv, **arguments):
+    """`attn.attention` on arrays of a framework, as NumPy."""
+    return jax.tree.map(np.asarray, attn.attention(*map(MAKERS[framework], qkv), **arguments))
+
+
+def arrays(n, m, arguments, seed=0, dtype=np.float32):
+    rng = np.random.default_rng(seed)
+    q, k, v = (rng.standard_normal(s).astype(dtype) for s in ((B, n, H, D), (B, m, K, D), (B, m, K, DV)))
+    arguments = dict(arguments)
+    if arguments.get("mask") == "random":
+        arguments["mask"] = rng.random((B, H, n, m)) < 0.6
+    return (q, k, v), arguments
+
+
+def oracle(qkv, *, mask=None, window=None, **arguments):
+    if isinstance(window, int):
+        window = reference.sliding_window_to_pair(window, "decoder" if arguments.get("causal") else "encoder_only")
+    masks = [None] * B if mask is None else mask
+    arguments["window"] = window or (None, None)
+    results = [reference.attention(*(x[b] for x in qkv), mask=masks[b], **arguments) for b in range(B)]
+    return [np.stack(part) for part in zip(*results, strict=True)]
+
+
+#: One formula serves both wings: jax, which compiles every case, is spared those that use no operation of their own.
+NOT_UNDER_JAX = (
+    "full",
+    "decode",
+    "scale",
+    "window of W keys",
+    "window around nothing",
+    "window ahead",
+    "alibi",
+    "mask",
+)
+
+
+@pytest.mark.parametrize(("framework", "case"), [(f, c) for f in MAKERS for c in CASES if f != "jax" or c not in NOT_UNDER_JAX])
+def test_agrees_with_the_oracle(framework, case):
+    n, m, arguments = CASES[case]
+    qkv, arguments = arrays(n, m, arguments)
+    want_out, want_lse = oracle(qkv, **arguments)
+    out, lse = attention(framework, qkv, return_lse=True, **arguments)
+    assert out.dtype == lse.dtype == np.float32
+    np.testing.assert_allclose(out, want_out, rtol=2e-5, atol=2e-6)
+    np.testing.assert_allclose(lse, want_lse, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("framework", MAKERS)
+def test_without_a_batch_dimension(framework):
+    qkv, _ = arrays(5, 7, {})
+    mask = np.random.default_rng(1).random((H, 5, 7)) < 0.6
+    out, lse = attention(framework, [x[0] for x in qkv], mask=mask, return_lse=True)
+    assert out.shape == (5, H, DV) and lse.shape == (H, 5)
+    np.testing.assert_allclose(out, attention(framework, qkv, mask=mask)[0], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_torch_dtypes(dtype):
+    qkv, _ = arrays(5, 7, {})
+    low = [torch.tensor(x).to(dtype) for x in qkv]
+    out, lse = attn.attention(*low, causal=True, return_lse=True)
+    want, want_lse = oracle([x.double().numpy() for x in low], causal=True)
+    assert out.dtype == dtype and lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    one_rounding = torch.finfo(dtype).eps / 2 * 1.01 + (1e-6 if dtype != torch.float64 else 1e-14)
+    np.testing.assert_allclose(out.double().numpy(), want, rtol=one_rounding, atol=one_rounding * 1e-1)
+    np.testing.assert_allclose(lse.numpy(), want_lse, rtol=1e-5 if dtype != torch.float64 else 1e-14)
+
+
+def test_jax_and_numpy_low_precision():
+    low = [np.asarray(x, jnp.bfloat16) for x in arrays(5, 7, {})[0]]
+    out, exact = (attention(framework, low, causal=True) for framework in ("jax", "numpy"))
+    assert out.dtype == exact.dtype == jnp.bfloat16
+    np.testing.assert_allclose(out.astype(np.float32), exact.astype(np.float32), rtol=2**-8, atol=1e-6)
+
+
+def test_torch_rows_go_through_in_slices(monkeypatch):
+    from attn.torch import functional
+
+    qkv, arguments = arrays(9, 8, {"causal": True, "mask": "random", "sinks": [0.5] * H})
+    whole = attn.attention(*map(torch.tensor, qkv), return_lse=True, **arguments)
+    monkeypatch.setattr(functional, "_SCORES_AT_ONCE", 2 * B * H * 8)
+    sliced = attn.attention(*map(torch.tensor, qkv), return_lse=True, **arguments)
+    for a, b in zip(whole, sliced, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def test_inside_a_jitted_function():
+    qkv, _ = arrays(5, 7, {})
+    eager = attn.attention(*map(jnp.asarray, qkv), causal=True)
+    jitted = jax.jit(functools.partial(attn.attention, causal=True))(*qkv)
+    assert isinstance(eager, jax.Array) and isinstance(jitted, jax.Array)
+    np.testing.assert_allclose(eager, jitted, rtol=1e-6, atol=1e-6)
+
+
+def test_jax_compiles_once_for_equal_rules():
+    from attn.functional import _Rules
+    from attn.jax.functional import Ops
+
+    traced = []
+
+    def formula(xp, rules, q):
+        traced.append(rules.scale)
+        return q * rules.scale
+
+    for scale in (0.5, 0.5, 0.25):
+        Ops.compiled(formula)(Ops, _Rules(True, scale, (3, 0), None), jnp.zeros(2))
+    assert traced == [0.5, 0.25]
+
+
+# gradients
+
+
+def scalar(out, lse):
+    """A loss that touches out and lse; rows without keys (lse -inf) count through out only."""
+    finite = lse > -math.inf
+    where = torch.where if isinstance(lse, torch.Tensor) else jnp.where
+    return (out * out).sum() + where(finite, lse, 0.0).sum()
+
+
+@pytest.mark.parametrize("case", ["full", "causal, rows before the first key", "all at once"])
+def test_torch_gradients_are_finite_differences(case):
+    n, m, arguments = CASES[case]
+    qkv, arguments = arrays(n, m, arguments, dtype=np.float64)
+    learnt = [torch.tensor(x[:1], requires_grad=True) for x in qkv]
+    if "mask" in arguments:
+        arguments["mask"] = arguments["mask"][:1]
+    if "sinks" in arguments:
+        learnt.append(torch.tensor(arguments.pop("sinks"), dtype=torch.float64, requires_grad=True))
+
+    def f(q, k, v, sinks=None):
+        return scalar(*attn.attention(q, k, v, sinks=sinks, return_lse=True, **arguments))
+
+    assert torch.autograd.gradcheck(f, learnt)
+
+
+@pytest.mark.parametrize("case", ["causal, rows before the first key", "all at once"])
+def test_jax_gradients_are_those_of_torch(case):
+    n, m, arguments = CASES[case]
+    qkv, arguments = arrays(n, m, arguments)
+    sinks = np.asarray(arguments.pop("sinks", [0.0] * H), np.float32)
+    tensors = [torch.tensor(x, requires_grad=True) for x in (*qkv, sinks)]
+    scalar(*attn.attention(*tensors[:3], sinks=tensors[3], return_lse=True, **arguments)).backward()
+
+    def loss(q, k, v, sinks):
+        return scalar(*attn.attention(q, k, v, sinks=sinks, return_lse=True, **arguments))
+
+    grads = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3)))(*map(jnp.asarray, (*qkv, sinks)))
+    for tensor, grad in zip(tensors, grads, strict=True):
+        np.testing.assert_allclose(grad, tensor.grad.numpy(), rtol=1e-4, atol=1e-5)
+
+
+# poison
+
+
+@pytest.mark.parametrize("framework", MAKERS)
+def test_what_is_masked_is_harmless(framework):
+    (q, k, v), _ = arrays(3, 8, {})
+    mask = np.ones((3, 8), bool)
+    mask[:, 5:] = False
+    clean = attention(framework, (q, k, v), mask=mask)
+    k[:, 5:] = v[:, 5:] = np.array([math.nan, math.inf, 3e38], np.float32)[:, None, None]
+    np.testing.assert_array_equal(attention(framework, (q, k, v), mask=mask), clean)
+
+
+@pytest.mark.parametrize("framework", MAKERS)
+@pytest.mark.parametrize("which", ["k", "v"])
+def test_a_live_nan_reaches_exactly_the_rows_that_attend_it(framework, which):
+    (q, k, v), _ = arrays(6, 6, {})
+    clean = attention(framework, (q, k, v), causal=True)
+    (k if which == "k" else v)[0, 3, 1, 2] = math.nan  # kv head 1: query heads 2 and 3
+    out = attention(framework, (q, k, v), causal=True)
+    hit = np.zeros(out.shape, bool)
+    hit[0, 3:, 2:, slice(None) if which == "k" else 2] = True
+    np.testing.assert_array_equal(np.isnan(out), hit)
+    np.testing.assert_allclose(out[~hit], clean[~hit], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("framework", MAKERS)
+def test_infinite_values_stay_infinite(framework):
+    (q, k, v), _ = arrays(4, 4, {})
+    v[0, 1, 0, 0], v[0, 2, 0, 1], v[0, 1, 1, 0], v[0, 2, 1, 0] = math.inf, -math.inf, math.inf, -math.inf
+    out, want = attention(framework, (q, k, v), causal=True), oracle((q, k, v), causal=True)[0]
+    wild = ~np.isfinite(want)
+    np.testing.assert_array_equal(out[wild], want[wild])
+    np.testing.assert_allclose(out[~wild], want[~wild], rtol=2e-5, atol=2e-6)
+    assert np.isposinf(out[0, 1:, :2, 0]).all() and np.isneginf(out[0, 2:, :2, 1]).all()
+    assert np.isnan(out[0, 2:, 2:, 0]).all()
+
+
+def test_gradients_do_not_meet_what_nobody_attends():
+    (q, k, v), _ = arrays(3, 8, {})
+    k[:, 5:], v[:, 5:] = math.nan, math.inf
+    tensors = [torch.tensor(x, requires_grad=True) for x in (q, k, v)]
+    attn.attention(*tensors, window=(0, 0), mask=np.arange(8) < 5).sum().backward()
+    assert all(torch.isfinite(t.grad).all() for t in tensors)
+    f = jax.grad(lambda *qkv: attn.attention(*qkv, mask=np.arange(8) < 5).sum(), argnums=(0, 1, 2))
+    grads = jax.jit(f)(*map(jnp.asarray, (q, k, v)))
+    assert all(bool(jnp.isfinite(g).all()) for g in grads)
+
+
+# mistakes
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"k": jnp.zeros((B, 7, K, D))}, TypeError, "q, k, v belong to torch, jax, torch: must be one framework"),
+        ({"q": [1.0]}, TypeError, "expected an array of torch, jax or numpy, got builtins.list"),
+        ({"k": torch.zeros(2, 7, 3, 8)}, ShapeError, "k and v in keys and heads"),
+        ({"q": torch.zeros(2, 5, 8)}, ShapeError, "all without B"),
+        ({"q": torch.zeros(2, 5, 3, 8)}, ValueError, "num_heads=3 is not a multiple of num_kv_heads=2"),
+        ({"q": torch.zeros(2, 5, 4, 8).half()}, DTypeError, "q, k, v have dtypes float16, float32, float32"),
+        ({"scale": 0.0}, ValueError, "scale=0.0 must be finite and not zero"),
+        ({"window": -1}, ValueError, "must be at least 1"),
+        ({"logits_soft_cap": -2.0}, ValueError, "logits_soft_cap=-2.0 must be finite and at least 0"),
+        ({"sinks": [1.0]}, ShapeError, r"sinks has shape \[1\]: must be \[4\]"),
+        ({"mask": np.ones((5, 6), bool)}, ShapeError, r"mask has shape \[5, 6\]: must broadcast to .* \[2, 4, 5, 7\]"),
+        ({"mask": np.zeros((5, 7))}, DTypeError, "must be bool, True = attend"),
+        ({"backend": "NOPE"}, ValueError, "Unknown attention backend: 'NOPE'. Valid options are: FLASH_ATTN"),
+    ],
+)
+def test_mistakes_are_named(change, error, words):
+    call = {"q": torch.zeros(B, 5, H, D), "k": torch.zeros(B, 7, K, D), "v": torch.zeros(B, 7, K, DV), **change}
+    with pytest.raises(error, match=words):
+        attn.attention(**call)
+
+
+# through a real backend
+
+
+def built(name):
+    member = attn.AttentionBackendEnum[name]
+    candidate = member.candidate()
+    if candidate.problem or candidate.missing:
+        pytest.skip(f"{name}: {candidate.problem or candidate.missing}")
+    return name
+
+
+@pytest.mark.parametrize(
+    ("backend", "framework"),
+    [("TORCH_SDPA", "torch"), ("TORCH_SDPA", "jax"), ("CPU_ATTN", "torch"), ("CPU_ATTN", "numpy")]
+    + [("XLA_ATTN", "jax"), ("XLA_ATTN", "torch")],
+)
+def test_a_backend_gives_the_same_answer(backend, framework):
+    rng = np.random.default_rng(3)
+    q, k, v = (rng.standard_normal((B, s, h, 32)).astype(np.float32) for s, h in ((5, H), (21, K), (21, K)))
+    arguments = {"causal": True, "window": 4, "return_lse": True}
+    exact = attention("numpy", (q, k, v), **arguments)
+    through = attn.attention(*map(MAKERS[framework], (q, k, v)), backend=built(backend), **arguments)
+    for want, got in zip(exact, through, strict=True):
+        assert isinstance(got, type(MAKERS[framework](q))) and tuple(got.shape) == want.shape
+        np.testing.assert_allclose(np.asarray(got), want, rtol=1e-4, atol=1e-5)
+    assert str(through[0].dtype).endswith("float32")
+
+
+def test_a_backend_that_cannot_run_is_refused_with_its_reasons(make_backend):
+    q, kv = torch.zeros(1, 5, H, 32), torch.zeros(1, 7, K, 32)
+    with pytest.raises(UnsupportedError, match="FLASHINFER  not built yet: attn.torch.backends.flashinfer"):
+        attn.attention(q, kv, kv, backend="FLASHINFER")
+    attn.register_backend("MINE", make_backend("MINE", packages=("no_such_package",)))
+    with pytest.raises(UnsupportedError, match="MINE  no_such_package is not installed"):
+        attn.attention(q, kv, kv, backend="MINE")
+
+
+def test_a_backend_refuses_what_it_would_drop():
+    q, k, v = torch.zeros(1, 5, H, 32), torch.zeros(1, 7, K, 32), torch.zeros(1, 7, K, 32)
+    name = built("CPU_ATTN")
+    with pytest.raises(UnsupportedError, match="CPU_ATTN: mask not supported over a paged cache"):
+        attn.attention(q, k, v, mask=torch.ones(5, 7, dtype=torch.bool), backend=name)
+    with pytest.raises(UnsupportedError, match="CPU_ATTN: head_size_v not supported"):
+        attn.attention(q, k, v[..., :16], backend=name)
+    with pytest.raises(UnsupportedError, match="backward not supported"):
+        attn.attention(q.requires_grad_(), k, v, causal=True, backend=name)

@@ -1,0 +1,175 @@
+"""The same bad input gets the same kind of error from every backend, and nothing is clamped, cast or dropped on the way."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from attn import CommonAttentionMetadata, distributed
+from attn.errors import AttnError, DTypeError, MetadataError, ShapeError, UnsupportedError
+from attn.imports import resolve_obj_by_qualname
+
+BACKENDS = {"CPU_ATTN": "torch", "TORCH_SDPA": "torch", "XLA_ATTN": "jax"}
+Batch = CommonAttentionMetadata
+
+
+class World:
+    """A layer of one backend with a cache of 8 blocks of 16, and how arrays are made for it."""
+
+    def __init__(self, name: str, **changes: Any) -> None:
+        self.wing = BACKENDS[name]
+        self.layer = resolve_obj_by_qualname(f"attn.{self.wing}.layer.Attention")(
+            4, 16, num_kv_heads=2, backend=name, **changes
+        )
+        self.cache = self.layer.new_kv_cache(8)
+
+    def array(self, values: Any, dtype: str = "float32") -> Any:
+        host = np.asarray(values)
+        return torch.from_numpy(host).to(getattr(torch, dtype)) if self.wing == "torch" else jnp.asarray(host, dtype)
+
+    def build(self, batch: Any) -> Any:
+        return self.layer.backend.get_builder_cls()(self.layer.kv_cache_spec).build(0, batch)
+
+    def call(
+        self, metadata: Any, rows: int = 5, cache: Any = None, query: Any = None, key: Any = None, dtype: str = "float32"
+    ) -> Any:
+        rows = metadata.slot_mapping.shape[0] if self.wing == "jax" and hasattr(metadata, "slot_mapping") else rows
+        query = self.array(np.ones((rows, 4, 16)), dtype) if query is None else query
+        key = self.array(np.ones((rows, 2, 16)), dtype) if key is None else key
+        out = self.layer(query, key, key, self.cache if cache is None else cache, metadata)
+        return out[0] if self.wing == "jax" else out
+
+
+GOOD = lambda: Batch.from_lens([5], [5], [[1]], 16)  # noqa: E731
+
+BAD: dict[str, tuple[type[Exception], str, Callable[[World], Any]]] = {
+    "an unbuilt batch": (TypeError, "build it from the neutral batch", lambda w: w.call(GOOD())),
+    "a batch of another block size": (
+        MetadataError, "block_size = 8: must be 16", lambda w: w.build(Batch.from_lens([5], [5], [[1, 2]], 8))),
+    "a cache of another block size": (
+        ShapeError, "blocks of 8 tokens", lambda w: w.call(
+            w.build(GOOD()), cache=w.array(np.zeros(w.layer.backend.get_kv_cache_shape(8, 8, 2, 16))))),
+    "a block that is not there": (
+        MetadataError, r"block_table\[0, 0\] = 99: must be between 0 and 7",
+        lambda w: w.build(Batch.from_lens([5], [5], [[99]], 16))),
+    "a length beyond the table": (
+        MetadataError, r"seq_lens\[0\] = 100: must be at most 16", lambda w: w.build(
+            GOOD().replace(seq_lens=np.array([100], np.int32), seq_lens_cpu=None, max_seq_len=100))),
+    "a slot below -1": (
+        MetadataError, r"slot_mapping\[0\] = -4294967296", lambda w: w.build(
+            GOOD().replace(slot_mapping=np.array([-(2**32), 1, 2, 3, 4])))),
+    "a query of another head size": (
+        ShapeError, "query has shape", lambda w: w.call(w.build(GOOD()), query=w.array(np.ones((8, 4, 15))))),
+    "a key of other heads": (ShapeError, "key has shape", lambda w: w.call(w.build(GOOD()), key=w.array(np.ones((8, 3, 16))))),
+    "a key of another dtype": (
+        DTypeError, "key has dtype", lambda w: w.call(w.build(GOOD()), rows=8, key=w.array(np.ones((8, 2, 16)), "bfloat16"))),
+    "a cache of another dtype": (
+        DTypeError, "kv_cache has dtype", lambda w: w.call(
+            w.build(GOOD()), cache=w.array(np.zeros(w.layer.backend.get_kv_cache_shape(8, 16, 2, 16)), "bfloat16"))),
+    "a cache of other heads": (
+        ShapeError, "kv_cache", lambda w: w.call(
+            w.build(GOOD()), cache=w.array(np.zeros(w.layer.backend.get_kv_cache_shape(8, 16, 4, 16))))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_bad_call_is_refused_alike(name: str, what: str) -> None:
+    kind, message, call = BAD[what]
+    with pytest.raises(kind, match=message):
+        call(World(name))
+
+
+@pytest.mark.parametrize(
+    ("message", "tree"),
+    [(r"tree_mask\[0, 0, 1\] = True", np.ones((1, 2, 2), bool)), (r"tree_mask\[0, 0, 0\] = False", np.zeros((1, 2, 2), bool))],
+)
+def test_a_tree_attends_itself_and_what_comes_before(message: str, tree: Any) -> None:
+    with pytest.raises(MetadataError, match=message):
+        Batch.from_lens([2], [4], [[1]], 16, tree_mask=tree)
+
+
+def test_two_requests_cannot_write_one_block() -> None:
+    with pytest.raises(MetadataError, match="written by one token only"):
+        Batch.from_lens([3, 3], [3, 3], [[1], [1]], 16)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_context_parallelism_is_refused_where_it_is_not_served(name: str) -> None:
+    distributed.set_dcp_group(distributed.DCPGroup(2, 1))
+    with pytest.raises(UnsupportedError, match="dcp not supported"):
+        World(name)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_an_empty_sequence_gives_zeros(name: str) -> None:
+    world = World(name)
+    out = world.call(world.build(Batch.from_lens([5], [0], [[]], 16)))
+    assert not np.asarray(out).any()
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_padding_rows_write_nothing_whatever_their_slots(name: str) -> None:
+    world = World(name)
+    slots = np.concatenate([GOOD().slot_mapping, [0, 100, 101]])
+    metadata = world.build(GOOD().replace(slot_mapping=slots))
+    if world.wing == "torch":
+        world.call(metadata, rows=8)
+        after = world.cache
+    else:
+        key = world.array(np.ones((8, 2, 16)))
+        after = world.layer(world.array(np.ones((8, 4, 16))), key, key, world.cache, metadata)[1]
+    keys, _ = world.layer.backend.logical_kv_cache(after)
+    written = np.asarray(keys).any((2, 3))
+    assert written[1, :5].all() and written.sum() == 5
+
+
+def test_lengths_fetched_from_a_device_are_checked() -> None:
+    """Without host mirrors a looping backend fetches the lengths; what it fetched must make sense."""
+    world = World("CPU_ATTN")
+    bad = GOOD().replace(
+        query_start_loc=torch.tensor([0, 5], dtype=torch.int32), seq_lens=torch.tensor([100], dtype=torch.int32),
+        query_start_loc_cpu=None, seq_lens_cpu=None, max_seq_len=100,
+    )  # fmt: skip
+    with pytest.raises(MetadataError, match=r"seq_lens\[0\] = 100"):
+        world.call(world.build(bad))
+
+
+def test_without_mirrors_a_page_that_no_column_names_gives_nan_under_jax() -> None:
+    """Values cannot be checked there without waiting for the device: the answer must not look like one."""
+    world = World("XLA_ATTN")
+    fields = {
+        n: jnp.asarray(v, jnp.int32) for n, v in (("query_start_loc", [0, 5]), ("seq_lens", [100]), ("block_table", [[0]]))
+    }
+    bad = GOOD().replace(**fields, query_start_loc_cpu=None, seq_lens_cpu=None, max_seq_len=100)
+    assert np.isnan(np.asarray(world.call(world.build(bad)))[:5]).all()
+
+
+def test_the_device_is_asked_when_debugging(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_DEBUG", "device")
+    for name in BACKENDS:
+        world = World(name)
+        bad = GOOD().replace(block_table=world.array([[99]], "int32"))
+        with pytest.raises(MetadataError, match=r"block_table\[0, 0\] = 99"):
+            world.build(bad)
+
+
+def test_an_output_buffer_must_be_like_the_query() -> None:
+    world = World("CPU_ATTN")
+    query, key, metadata = torch.ones(5, 4, 16), torch.ones(5, 2, 16), world.build(GOOD())
+    for buffer, kind in ((torch.zeros(5, 4, 16).double(), DTypeError), (torch.zeros(4, 4, 16), ShapeError)):
+        with pytest.raises(kind, match="output has"):
+            world.layer.impl.forward(world.layer, query, key, key, world.cache, metadata, buffer)
+
+
+def test_scales_are_not_cast_with_the_module() -> None:
+    layer = World("CPU_ATTN", kv_cache_dtype="int8", k_scale=1e-8, v_scale=[0.1, 0.2]).layer.half()
+    assert layer._k_scale.dtype == layer._v_scale.dtype == torch.float32
+    assert float(layer._k_scale) == pytest.approx(1e-8) and layer._v_scale.tolist() == pytest.approx([0.1, 0.2])
+
+
+def test_every_refusal_is_an_attn_error() -> None:
+    assert all(issubclass(kind, AttnError | TypeError) for kind, _, _ in BAD.values())

@@ -1,0 +1,227 @@
+"""Running the suite on backends that others bring: right, wrong in one place, and sloppy about refusing (about 15 s)."""
+
+import json
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from attn import evidence, reference
+from attn.backends.abstract import AttentionBackend
+from attn.backends.registry import registered_backend
+from attn.capabilities import Capabilities, Feature
+from attn.errors import UnsupportedError
+from attn.testing import Case, check_conformance, conformance_cases, run_case, run_conformance
+from attn.testing.command import main
+from attn.testing.shrink import minimised
+from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
+
+RECORD = Capabilities(
+    framework="torch",
+    platforms=("cpu",),
+    dtypes=("float32", "bfloat16"),
+    features=frozenset({Feature.SLIDING_WINDOW, Feature.SINKS}),
+)
+
+
+class MineBackend(PagedAttentionBackend):
+    """A third party's backend: the oracle behind torch tensors, in a layout of its own."""
+
+    capabilities = RECORD
+
+    @staticmethod
+    def get_name() -> str:
+        return "MINE"
+
+    @staticmethod
+    def get_impl_cls() -> type["MineImpl"]:
+        return MineImpl
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        return (num_blocks, 2, num_kv_heads, block_size, head_size)
+
+    @staticmethod
+    def logical_kv_cache(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = kv_cache.transpose(2, 3).unbind(1)
+        return keys, values
+
+
+class MineImpl(PagedAttentionImpl):
+    backend: Any = MineBackend
+    can_return_lse_for_decode = True
+    scale_error = 1.0
+
+    def _attend(self, layer: Any, query: Any, kv_cache: Any, attn_metadata: Any, output: Any, lse: Any) -> None:
+        meta = attn_metadata
+        keys, values = (x.float().numpy() for x in self.backend.logical_kv_cache(kv_cache))
+        out, logs = reference.paged_attention(
+            query.float().numpy(), keys, values, query_start_loc=meta.query_start_loc.numpy(), seq_lens=meta.seq_lens.numpy(),
+            block_table=meta.block_table.numpy(), scale=self.scale * self.scale_error, causal=meta.causal, window=self.window,
+            sinks=None if self.sinks is None else self.sinks.numpy(),
+        )  # fmt: skip
+        live = slice(0, meta.num_actual_tokens)
+        output[live] = torch.from_numpy(out[live]).to(output.dtype)
+        if lse is not None:
+            lse[:, live] = torch.from_numpy(logs[:, live]).float()
+
+
+CASES = conformance_cases(MineBackend)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_third_party_backend_conforms(case: Case) -> None:
+    check_conformance(MineBackend, case)
+
+
+class WrongScaleBackend(MineBackend):
+    @staticmethod
+    def get_name() -> str:
+        return "WRONG"
+
+    @staticmethod
+    def get_impl_cls() -> type["WrongScaleImpl"]:
+        return WrongScaleImpl
+
+
+class WrongScaleImpl(MineImpl):
+    backend = WrongScaleBackend
+    scale_error = 1.01
+
+
+def test_a_wrong_backend_fails_with_the_line_that_repeats_it() -> None:
+    with pytest.raises(AssertionError, match=r"rule [BD] \[mixed batch\](.|\n)*attn\.testing WRONG --repro"):
+        check_conformance(WrongScaleBackend, CASES[0])
+
+
+def test_the_report_lists_failures_and_the_smallest_of_them() -> None:
+    with registered_backend("WRONG", WrongScaleBackend):
+        report = run_conformance(["WRONG"], only="needle")
+        (wrong,) = report.backends
+        smallest = Case.from_json(re.search(r"--repro '(.*)'", wrong.smallest).group(1))
+        assert run_case(WrongScaleBackend, smallest)
+    assert not report.ok and not wrong.ok and len(wrong.failures) >= 3
+    assert sum(smallest.query_lens) <= 2 and sum(smallest.seq_lens) <= 4 and smallest.num_heads == 1
+    text = str(report)
+    assert f"{len(wrong.failures)} FAILED" in text and "smallest failing case" in text
+    assert json.loads(report.json())["backends"][0]["failures"][0]["repro"] == wrong.failures[0].repro
+
+
+class RaisingImpl(MineImpl):
+    def _attend(self, *args: Any) -> None:
+        raise RuntimeError("no kernel image is available")
+
+
+def test_what_a_backend_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(WrongScaleBackend, "get_impl_cls", staticmethod(lambda: RaisingImpl))
+    with registered_backend("WRONG", WrongScaleBackend):
+        (report,) = run_conformance(["WRONG"], only="mixed batch", minimise=False).backends
+    assert len(report.failures) == 2 and "RuntimeError: no kernel image" in str(report)
+    with pytest.raises(RuntimeError, match="no kernel image"):
+        check_conformance(WrongScaleBackend, CASES[0])
+
+
+class SloppyBackend(MineBackend):
+    """Says no when it is chosen, and yes when it is built."""
+
+    @staticmethod
+    def get_impl_cls() -> type["SloppyImpl"]:
+        return SloppyImpl
+
+
+class SloppyImpl(MineImpl):
+    backend = SloppyBackend
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{**kwargs, "logits_soft_cap": None, "alibi_slopes": None})
+
+    def _check_call(self, *args: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("what", "who"), [("soft_cap", "the constructor"), ("alibi", "the constructor"), ("tree_mask", "the call")]
+)
+def test_a_backend_that_drops_what_it_does_not_declare_is_found_out(what: str, who: str) -> None:
+    (case,) = (c for c in conformance_cases(SloppyBackend) if c.check == f"refusal={what}")
+    (violation,) = run_case(SloppyBackend, case)
+    assert violation.rule == "R" and f"{who} accepts {what}" in str(violation)
+    assert run_case(MineBackend, case) == []
+
+
+def test_a_class_without_capabilities_takes_them_from_its_author() -> None:
+    class Bare(MineBackend):
+        capabilities = None
+
+    with pytest.raises(UnsupportedError, match="MINE declares no capabilities"):
+        conformance_cases(Bare)
+    cases = conformance_cases(Bare, capabilities=RECORD)
+    assert [c for c in cases if not c.check.startswith("refusal")] == [c for c in CASES if not c.check.startswith("refusal")]
+    assert run_case(Bare, cases[0]) == []
+
+
+def test_what_cannot_run_here_is_skipped_with_its_verdict() -> None:
+    with registered_backend("ELSEWHERE", MineBackend), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            MineBackend, "capabilities", Capabilities("torch", ("rocm",), ("float32",), packages=("no_such_package",))
+        )
+        report = run_conformance(["ELSEWHERE", "CUSTOM"])
+        assert report.ok and "no_such_package is not installed" in str(report.backends[0])
+        patch.setattr(MineBackend, "capabilities", Capabilities("torch", ("rocm",), ("float32",)))
+        assert "platform=" in str(run_conformance(["ELSEWHERE"])) and "supports rocm" in str(run_conformance(["ELSEWHERE"]))
+        assert run_conformance(["ELSEWHERE"], kind="interpreted", only="mixed batch").backends[0].cases == 2
+    assert report.backends[1].skipped
+
+
+def test_an_interpreted_run_never_passes_as_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MineBackend, "interpreted_on", ("cpu",))
+    with registered_backend("MINE", MineBackend):
+        assert run_conformance(["MINE"], only="mixed batch").backends[0].kind == "interpreted"
+        with pytest.raises(ValueError, match="MINE is executed by an interpreter"):
+            run_conformance(["MINE"], kind="ran", only="mixed batch")
+        everything = {report.backend: report for report in run_conformance(only="no such case").backends}
+        assert "ask for it by name" in everything["MINE"].skipped
+
+
+def test_a_run_is_recorded_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[evidence.Evidence] = []
+    monkeypatch.setattr(evidence, "record", kept.extend)
+    with registered_backend("MINE", MineBackend):
+        run_conformance(["MINE"], "smoke", record=True, kind="stand-in", dtypes=("float32",))
+        (row,) = kept
+        assert (row.backend, row.kind, row.failures, row.platform) == ("MINE", "stand-in", 0, "cpu")
+        assert row.device.endswith("CPU") and row.level == "smoke, float32" and {"torch", "numpy"} <= row.versions.keys()
+        with pytest.raises(ValueError, match="whole suite"):
+            run_conformance(["MINE"], record=True, only="tree")
+        with pytest.raises(ValueError, match="kind='compiled'"):
+            run_conformance(["MINE"], kind="compiled")
+    with pytest.raises(ValueError, match="NOBODY"):
+        run_conformance(["NOBODY"])
+
+
+def test_the_command_runs_a_case_again(capsys: pytest.CaptureFixture[str]) -> None:
+    with registered_backend("WRONG", WrongScaleBackend), registered_backend("MINE", MineBackend):
+        assert main(["MINE", "--repro", CASES[0].json()]) == 0
+        assert capsys.readouterr().out == "no violation\n"
+        assert main(["WRONG", "--repro", CASES[0].json()]) == 1
+        assert "--repro" in capsys.readouterr().out
+        assert main(["MINE", "--only", "mixed batch", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["ok"]
+    with pytest.raises(ValueError, match="needs the backend"):
+        main(["--repro", CASES[0].json()])
+
+
+def test_minimising_keeps_what_fails() -> None:
+    case = Case("big", (3, 5, 4), (9, 30, 40), num_heads=8, num_kv_heads=2, sinks="randn", alibi=True, sliding_window=3)
+    smallest = minimised(case, lambda c: c.alibi and max(c.seq_lens, default=0) >= 30)
+    assert smallest.alibi and not smallest.sinks and smallest.num_heads == 1
+    assert smallest.seq_lens == (30,) and smallest.query_lens == (0,)
+
+
+def test_backends_are_classes_of_the_interface() -> None:
+    assert issubclass(MineBackend, AttentionBackend)
+    assert np.isfinite(CASES[0].num_heads)

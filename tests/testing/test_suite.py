@@ -1,0 +1,104 @@
+"""Cases follow from capabilities: all that is declared, nothing that is not, and a refusal for each of those (2 s)."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from attn.capabilities import Capabilities, Feature, MultipleOf
+from attn.errors import UnsupportedError
+from attn.testing import Case
+from attn.testing.mutants import SUBJECT
+from attn.testing.subject import Subject
+from attn.testing.suite import cases_of
+
+SMALL = Capabilities("torch", ("cpu",), ("bfloat16",), head_sizes=(128,), features=frozenset({Feature.SLIDING_WINDOW}))
+
+
+def subject(capabilities: Capabilities = SMALL, **changes: Any) -> Subject:
+    return Subject("SMALL", capabilities, **{"block_sizes": (MultipleOf(32),), "lse": False, **changes})
+
+
+def split(cases: list[Case]) -> tuple[list[Case], list[Case]]:
+    refusals = [case for case in cases if case.check.startswith("refusal")]
+    return [case for case in cases if case not in refusals], refusals
+
+
+@pytest.mark.parametrize("level", ["quick", "full"])
+def test_only_what_is_declared_is_asked_for(level: str) -> None:
+    positive, _ = split(cases_of(subject(), level))
+    assert len(positive) > 80
+    for case in positive:
+        request = case.request()
+        assert case.dtype == "bfloat16" and case.head_size == 128 and case.block_size % 32 == 0
+        assert request.features <= {"sliding_window"} and not case.lse
+        assert case.kv_cache_dtype == "auto" and case.attn_type == "decoder"
+
+
+def test_everything_declared_is_exercised_by_the_grid() -> None:
+    grid = [case for case in cases_of(SUBJECT) if case.name.startswith("grid")]
+    assert len(grid) >= 60
+    asked = set().union(*(case.request().features for case in grid))
+    assert asked == (SUBJECT.capabilities.features | {"lse"}) - {"batch_invariant"}
+    for name in ("dtypes", "kv_cache_dtypes", "attn_types"):
+        assert {getattr(case, name[:-1]) for case in grid} == set(getattr(SUBJECT.capabilities, name))
+
+
+def test_everything_undeclared_is_refused_once() -> None:
+    _, refusals = split(cases_of(subject()))
+    named = [case.check.partition("=")[2] for case in refusals]
+    assert len(set(named)) == len(named)
+    assert {f.value for f in Feature} - {"sliding_window"} <= set(named)
+    assert {"dtype=float32", "kv_cache_dtype=int8", "attn_type=encoder", "head_size=33", "block_size=8"} <= set(named)
+    assert not {"sliding_window", "dtype=bfloat16", "head_size=128", "block_size=64"} & set(named)
+
+
+def test_a_combination_that_a_backend_refuses_is_not_asked_for() -> None:
+    def refuses(request: Any) -> list[str]:
+        return ["soft cap with sinks"] if {"soft_cap", "sinks"} <= request.features else []
+
+    cases = cases_of(dataclasses.replace(SUBJECT, refuses=refuses))
+    assert any(case.sinks for case in cases) and any(case.logits_soft_cap for case in cases)
+    assert not any(case.sinks and case.logits_soft_cap for case in cases)
+    assert len([case for case in cases if case.name.startswith("grid")]) >= 60
+
+
+def test_an_encoder_only_backend_has_cases() -> None:
+    encoder = dataclasses.replace(SMALL, attn_types=("encoder_only",))
+    positive, refusals = split(cases_of(subject(encoder)))
+    assert len(positive) > 40 and all(case.is_encoder for case in positive)
+    assert "attn_type=decoder" in {case.check.partition("=")[2] for case in refusals}
+
+
+def test_batch_invariance_is_demanded_where_it_is_promised() -> None:
+    promised = dataclasses.replace(SMALL, features=frozenset({Feature.BATCH_INVARIANT}))
+    cases = [case for case in cases_of(subject(promised)) if case.check == "neighbours"]
+    assert cases and all("batch_invariant" in case.features for case in cases)
+
+
+def test_a_compiled_backend_gets_a_quick_run_that_shares_programs() -> None:
+    compiled = Subject("COMPILED", dataclasses.replace(SUBJECT.capabilities, framework="jax"))
+    quick = split(cases_of(compiled))[0]
+    assert len([case for case in quick if case.name.startswith("grid")]) >= 60
+    shapes = {(case.dtype, case.element, case.head_size, case.block_size, case.num_heads) for case in quick}
+    assert len(shapes) <= 30
+    assert len(split(cases_of(compiled, "full"))[0]) > 2 * len(quick)
+
+
+def test_scales_of_memory_are_for_gpus_and_the_full_suite() -> None:
+    from attn.capabilities import Device
+
+    gpu = dataclasses.replace(SUBJECT, device=Device("torch", "cuda", "a GPU", "sm_90"))
+    vast = [case for case in cases_of(gpu, "full") if (case.num_blocks or 0) > 65536]
+    assert len(vast) == 2
+    elements = max(c.num_blocks * c.block_size * c.num_kv_heads * c.head_size for c in vast)
+    assert elements > 2**31
+    assert not [case for case in cases_of(gpu) if (case.num_blocks or 0) > 65536]
+
+
+def test_other_kinds_of_backend_and_unknown_levels_are_refused() -> None:
+    mla = dataclasses.replace(SMALL, features=frozenset({Feature.MLA}))
+    with pytest.raises(UnsupportedError, match="mla"):
+        cases_of(subject(mla))
+    with pytest.raises(ValueError, match="level='slow'"):
+        cases_of(SUBJECT, "slow")

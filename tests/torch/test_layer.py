@@ -1,0 +1,99 @@
+"""`attn.torch.Attention`: a module that chooses its backend, owns its scales, and computes the oracle's answers."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from attn import reference
+from attn.backends.metadata import CommonAttentionMetadata
+from attn.errors import ShapeError, UnsupportedError
+from attn.torch import Attention
+
+H, K, D, P = 4, 2, 32, 16
+
+
+def test_two_steps_of_a_batch() -> None:
+    """A prefill and a decode through the module alone, the second reading what the first wrote."""
+    layer = Attention(H, D, num_kv_heads=K, dtype=torch.float32)
+    cache = layer.new_kv_cache(8)
+    builder = layer.backend.get_builder_cls()(layer.kv_cache_spec)
+    table = [[5, 2], [0, 7]]
+    qkv = [torch.randn(2, 21, heads, D) for heads in (H, K, K)]
+    for query_lens, seq_lens in (([18, 20], [18, 20]), ([3, 1], [21, 21])):
+        rows = [slice(m - n, m) for n, m in zip(query_lens, seq_lens, strict=True)]
+        now = [torch.cat([x[r, rows[r]] for r in range(2)]) for x in qkv]
+        meta = builder.build(0, CommonAttentionMetadata.from_lens(query_lens, seq_lens, table, P))
+        out = layer(*now, cache, meta)
+        for r, part in enumerate(out.split(query_lens)):
+            q, k, v = (x[r, : seq_lens[r]].numpy() for x in qkv)
+            want, _ = reference.attention(q[rows[r]], k, v, causal=True)
+            np.testing.assert_allclose(part, want, atol=2e-6)
+
+
+def test_the_choice_is_told() -> None:
+    layer = Attention(H, D, num_kv_heads=K, dtype=torch.bfloat16, features=("tree_mask",))
+    assert layer.selection.name and layer.selection.name in repr(layer)
+    assert "tree_mask" in layer.selection.request.features
+    assert layer.kv_cache_spec.dtype == "bfloat16"
+    assert Attention(H, D).kv_cache_spec.dtype == "float32"
+    with pytest.raises(UnsupportedError, match="mla not supported"):
+        Attention(H, D, features=("mla",), backend="TORCH_SDPA")
+
+
+def test_scales_are_buffers_that_no_checkpoint_holds() -> None:
+    layer = Attention(H, D, num_kv_heads=K, kv_cache_dtype="fp8", k_scale=0.5, v_scale=torch.tensor([0.5, 2.0]))
+    assert layer._k_scale_float == 0.5 and layer._q_scale_float == 1.0 and not hasattr(layer, "_v_scale_float")
+    assert "per_head_scales" in layer.selection.request.features
+    assert layer.state_dict() == {} and layer.to("meta")._v_scale.device.type == "meta"
+    with pytest.raises(ShapeError, match="_k_scale has shape"):
+        Attention(H, D, num_kv_heads=K, k_scale=torch.ones(3))
+
+
+@pytest.mark.parametrize("wrong", [{"num_heads": 3, "num_kv_heads": 2}, {"sliding_window": 0}, {"scale": float("nan")}])
+def test_nonsense_is_refused(wrong: Any) -> None:
+    with pytest.raises(ValueError):
+        Attention(**{"num_heads": H, "head_size": D, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"num_heads": 4.0}, "num_heads=4.0 must be a positive int"),
+        ({"scale": "0.5"}, "scale='0.5' must be a number"),
+        ({"sinks": "on"}, "sinks='on' must be a number, a list of numbers or an array"),
+        ({"k_scale": {}}, "k_scale={} must be a number, a list of numbers or an array"),
+        ({"v_scale": None}, "v_scale=None must be a number"),
+        ({"alibi_slopes": "on"}, "alibi_slopes='on' must be"),
+        ({"features": "lse"}, "features='lse' must be a list of names"),
+    ],
+)
+def test_arguments_of_a_wrong_type_are_named(wrong: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        Attention(**{"num_heads": H, "head_size": D, **wrong})
+
+
+def test_arguments_may_come_from_a_configuration() -> None:
+    """NumPy integers, None for the cache's dtype, and scales as a list."""
+    sizes = {"num_heads": np.int64(H), "head_size": np.int32(D), "num_kv_heads": np.int64(K), "block_size": np.int64(P)}
+    layer = Attention(**sizes, kv_cache_dtype=None, sliding_window=np.int64(4), features=["lse"])
+    assert layer.kv_cache_spec.kv_cache_dtype == "auto" and type(layer.kv_cache_spec.block_size) is int
+    assert layer.new_kv_cache(2) is not None and layer.impl.kv_cache_dtype == "auto"
+    layer = Attention(**sizes, kv_cache_dtype="fp8", k_scale=[0.5, 2.0])
+    assert "per_head_scales" in layer.selection.request.features and layer._k_scale.tolist() == [0.5, 2.0]
+
+
+def test_it_compiles_around_a_model() -> None:
+    """A captured step: the layer may break a graph, never change an answer."""
+    layer = Attention(H, D, num_kv_heads=K, backend="TORCH_SDPA").eval()
+    batch = CommonAttentionMetadata.from_lens([3], [3], [[0]], P)
+    meta = layer.backend.get_builder_cls()(layer.kv_cache_spec).build(0, batch)
+    x = torch.randn(3, H, D)
+
+    def step(x: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+        return layer(2 * x, x[:, :K], x[:, :K], cache, meta) + 1
+
+    with torch.no_grad():
+        want = step(x, layer.new_kv_cache(1))
+        torch.testing.assert_close(torch.compile(step, backend="eager")(x, layer.new_kv_cache(1)), want)

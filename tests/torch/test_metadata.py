@@ -1,0 +1,84 @@
+"""The torch wing's metadata: the neutral batch on a device, from anybody's arrays, checked."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from attn.backends.abstract import KVCacheSpec
+from attn.backends.metadata import CommonAttentionMetadata
+from attn.errors import DTypeError, MetadataError, ShapeError
+from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
+
+SPEC = KVCacheSpec(block_size=8, num_kv_heads=2, head_size=16, dtype="float32", num_blocks=10)
+NAMES = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
+
+
+def common(**changes: Any) -> CommonAttentionMetadata:
+    return CommonAttentionMetadata.from_lens([1, 5, 3], [17, 5, 30], [[1, 2, 3], [4], [9, 8, 7, 6]], 8).replace(**changes)
+
+
+def build(batch: CommonAttentionMetadata, fast: bool = False, device: Any = None) -> PagedAttentionMetadata:
+    return PagedAttentionMetadataBuilder(SPEC, device=device).build(0, batch, fast)
+
+
+def as_jax(array: Any) -> Any:
+    return pytest.importorskip("jax").numpy.asarray(array, np.int32)
+
+
+def frozen(array: Any) -> Any:
+    array = array.copy()
+    array.flags.writeable = False
+    return array
+
+
+@pytest.mark.parametrize("convert", [np.asarray, frozen, torch.from_numpy, as_jax])
+def test_a_batch_of_anybodys_arrays(convert: Any) -> None:
+    batch = common()
+    got = build(batch.replace(**{name: convert(getattr(batch, name)) for name in NAMES}))
+    for name in NAMES:
+        tensor = getattr(got, name)
+        assert tensor.dtype == (torch.int64 if name == "slot_mapping" else torch.int32)
+        assert tensor.tolist() == getattr(batch, name).tolist()
+    assert (got.num_reqs, got.num_actual_tokens, got.max_query_len, got.max_seq_len) == (3, 9, 5, 30)
+    assert got.causal and got.tree_mask is None
+
+
+def test_mirrors_are_kept_or_fetched_once() -> None:
+    batch = common()
+    got = build(batch)
+    assert got.host_lens() == (batch.query_start_loc_cpu, batch.seq_lens_cpu)
+    got = build(batch.replace(query_start_loc_cpu=None, seq_lens_cpu=None))
+    starts, lengths = got.host_lens()
+    assert starts.tolist() == [0, 1, 6, 9] and lengths.tolist() == [17, 5, 30]
+    assert got.host_lens()[0] is starts
+
+
+def test_tree_mask_and_device() -> None:
+    got = build(common(tree_mask=np.tril(np.ones((3, 5, 5), bool))), device="meta")
+    assert got.tree_mask is not None and got.tree_mask.shape == (3, 5, 5) and got.tree_mask.dtype == torch.bool
+    assert {getattr(got, name).device.type for name in (*NAMES, "tree_mask")} == {"meta"}
+
+
+def test_contradictions_are_refused() -> None:
+    with pytest.raises(MetadataError, match=r"block_table\[2, 1\] = 10: must be between 0 and 9"):
+        build(CommonAttentionMetadata.from_lens([1, 5, 3], [17, 5, 30], [[1, 2, 3], [4], [9, 10, 7, 6]], 8))
+    with pytest.raises(MetadataError, match=r"slot_mapping\[3\] = 80: must be -1 or between 0 and 79"):
+        build(common(slot_mapping=np.array([0, 1, 2, 80, 4, 5, 6, 7, 8])))
+    with pytest.raises(MetadataError, match="max_seq_len = 29: must be at least 30"):
+        build(common(max_seq_len=29))
+    with pytest.raises(ShapeError, match="block_table has shape"):
+        build(common(block_table=np.zeros((2, 4), np.int32)))
+    with pytest.raises(DTypeError, match="seq_lens has dtype int64"):
+        build(common(seq_lens=np.zeros(3, np.int64)))
+
+
+def test_values_on_a_device_are_looked_at_only_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots = np.array([0, 1, 2, 80, 4, 5, 6, 7, 8])
+    assert build(common(slot_mapping=slots), fast=True).slot_mapping.tolist() == slots.tolist()
+    on_device = common(slot_mapping=torch.from_numpy(slots))
+    assert build(on_device).slot_mapping.tolist() == slots.tolist()
+    monkeypatch.setenv("ATTN_DEBUG", "device")
+    with pytest.raises(MetadataError, match=r"slot_mapping\[3\] = 80"):
+        build(on_device)
