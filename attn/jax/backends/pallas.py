@@ -1,0 +1,155 @@
+"""PALLAS: our Pallas kernel for TPUs, which writes the new tokens and attends all pages in one launch.
+
+It wins on TPUs because scores never leave VMEM and pages arrive by DMA while others are computed on; numbers are in
+benchmarks/NOTES.md. On a CPU the same kernel runs in TPU interpret mode, thousands of times slower: for tests. On GPUs
+XLA_ATTN serves.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from attn.backends.abstract import AttentionType, MultipleOf
+from attn.backends.metadata import PAD_SLOT_ID, CommonAttentionMetadata
+from attn.capabilities import Capabilities, Feature
+from attn.errors import MetadataError, ShapeError
+from attn.jax import kv_cache as caches
+from attn.jax.backends._paged import PagedAttentionBackend, PagedAttentionImpl
+from attn.jax.kernels.tpu import ragged_paged_attention as kernel
+from attn.jax.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
+
+#: The widest tree: its edges are the lanes of one register.
+MAX_TREE_WIDTH = 128
+
+
+class PallasMetadataBuilder(PagedAttentionMetadataBuilder):
+    """Also checks that slots follow the block table, which is where the kernel writes."""
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> PagedAttentionMetadata:
+        built = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        if common_attn_metadata.causal and not fast_build:
+            _check_slots(common_attn_metadata, self.kv_cache_spec.block_size)
+        return built
+
+
+class PallasAttentionBackend(PagedAttentionBackend):
+    interpreted_on = ("cpu",)
+    capabilities = Capabilities(
+        framework="jax",
+        platforms=("tpu", "cpu"),
+        dtypes=("float32", "bfloat16"),
+        head_sizes=(MultipleOf(16, 64, 256),),
+        kv_cache_dtypes=("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"),
+        attn_types=(AttentionType.DECODER, AttentionType.ENCODER_DECODER),
+        features=frozenset(
+            {
+                Feature.NON_CAUSAL,
+                Feature.SLIDING_WINDOW,
+                Feature.TWO_SIDED_WINDOW,
+                Feature.SOFT_CAP,
+                Feature.ALIBI,
+                Feature.SINKS,
+                Feature.TREE_MASK,
+                Feature.KV_SHARING,
+                Feature.PER_HEAD_SCALES,
+            }
+        ),
+        archs=(("tpu", ("v5e", "v5p", "v6e", "v7x")),),
+    )
+
+    @staticmethod
+    def get_name() -> str:
+        return "PALLAS"
+
+    @staticmethod
+    def get_impl_cls() -> type["PallasAttentionImpl"]:
+        return PallasAttentionImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[PallasMetadataBuilder]:
+        return PallasMetadataBuilder
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """[N, 2, K, P, D]: a page is one DMA. D is padded to a multiple of 128 with zeros, which `logical_kv_cache`
+        shows; heads of 64 are [N, 1, K, P, 128] instead, keys and values side by side."""
+        return kernel.cache_shape(num_blocks, block_size, num_kv_heads, head_size)
+
+    @staticmethod
+    def logical_kv_cache(kv_cache: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return kernel.keys_and_values(kv_cache)
+
+
+class PallasAttentionImpl(PagedAttentionImpl):
+    """The kernel's shell. It compiles for the TPU that is here, or for that of the abstract mesh in use (ahead of time)."""
+
+    backend = PallasAttentionBackend
+    can_return_lse_for_decode = True
+
+    @staticmethod
+    def get_supported_kernel_block_size() -> list[int | MultipleOf]:
+        return [16, 32, 64, 128, 256]
+
+    def _write(
+        self, key: jax.Array, value: jax.Array, kv_cache: jax.Array, slot_mapping: jax.Array, k_scale: Any, v_scale: Any
+    ) -> jax.Array:
+        key, value = (caches.encode(x, kv_cache.dtype, s) for x, s in ((key, k_scale), (value, v_scale)))
+        return kernel.write(key, value, kv_cache, slot_mapping)
+
+    def _write_and_attend(
+        self,
+        query: jax.Array,
+        key: jax.Array | None,
+        value: jax.Array | None,
+        kv_cache: jax.Array,
+        attn_metadata: PagedAttentionMetadata,
+        k_scale: Any,
+        v_scale: Any,
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+        meta = attn_metadata
+        if meta.tree_mask is not None and meta.tree_mask.shape[1] > MAX_TREE_WIDTH:
+            raise ShapeError(f"PALLAS: tree_mask is {meta.tree_mask.shape[1]} wide: must be at most {MAX_TREE_WIDTH}")
+        if not caches.is_quantised(kv_cache.dtype):
+            k_scale = v_scale = 1.0
+        slots = self._slots(meta)
+        if key is not None and value is not None:
+            if self.attn_type == AttentionType.ENCODER_DECODER:
+                # the keys are the encoder's: not the last tokens of their requests, as the kernel takes new ones to be
+                kv_cache, key, value = self._write(key, value, kv_cache, slots, k_scale, v_scale), None, None
+            else:
+                key, value = (caches.encode(x, kv_cache.dtype, s) for x, s in ((key, k_scale), (value, v_scale)))
+        return kernel.ragged_paged_attention(
+            query, key, value, kv_cache, meta.query_start_loc, meta.seq_lens, meta.block_table, slots,
+            scale=self.scale, max_query_len=meta.max_query_len, causal=self.is_causal(meta), window=self.window,
+            logits_soft_cap=self.logits_soft_cap, alibi_slopes=self.alibi_slopes, sinks=self.sinks, tree_mask=meta.tree_mask,
+            k_scale=k_scale, v_scale=v_scale, return_lse=self.need_to_return_lse_for_decode,
+        )  # fmt: skip
+
+
+def _check_slots(batch: CommonAttentionMetadata, block_size: int) -> None:
+    """Raise `MetadataError` unless each request's slots are its block table's, or -1 for its first or last tokens.
+
+    Only what is on the host is looked at.
+    """
+    slots, starts, lens, table = batch.slot_mapping, batch.query_start_loc_cpu, batch.seq_lens_cpu, batch.block_table
+    if starts is None or lens is None or not isinstance(slots, np.ndarray) or not isinstance(table, np.ndarray):
+        return
+    for r in range(batch.num_reqs):
+        mine = slots[starts[r] : starts[r + 1]]
+        written = np.flatnonzero(mine != PAD_SLOT_ID)
+        if not written.size:
+            continue
+        position = lens[r] - len(mine) + np.arange(len(mine))
+        own = table[r, np.maximum(position, 0) // block_size] * block_size + position % block_size
+        wrong = written[(mine != own)[written]]
+        if wrong.size:
+            t = int(wrong[0])
+            raise MetadataError("slot_mapping", int(starts[r]) + t, int(mine[t]), f"{int(own[t])} by block_table, or -1")
+        if len(written) != written[-1] - written[0] + 1:
+            t = int(np.flatnonzero(mine[written[0] :] == PAD_SLOT_ID)[0] + written[0])
+            raise MetadataError("slot_mapping", int(starts[r]) + t, -1, "a slot between two others of its request")

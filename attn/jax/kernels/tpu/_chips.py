@@ -1,0 +1,93 @@
+"""What each TPU generation has, and the block sizes that follow from it.
+
+The rule, in words: as many keys a block as make a DMA worth its latency and still leave room for two blocks; as many
+query rows an item as keep the matrix unit fed from one load of the keys. `OVERRIDES` is for the few cases where
+measurement beats the rule.
+"""
+
+import math
+from typing import NamedTuple
+
+from jax.experimental.pallas import tpu as pltpu
+
+
+class Chip(NamedTuple):
+    """One TensorCore: memories in bytes."""
+
+    vmem: int
+    smem: int
+
+
+MIB = 1 << 20
+CHIPS = {
+    "v4": Chip(16 * MIB, MIB),
+    "v5e": Chip(128 * MIB, MIB),
+    "v5p": Chip(96 * MIB, MIB),
+    "v6e": Chip(128 * MIB, MIB),
+    "v7x": Chip(64 * MIB, MIB),
+}
+
+#: Where fp8 codes are taken apart by hand: 16-bit arithmetic, and no fp8 conversions of its own.
+WIDENS_E4M3 = ("v6e",)
+
+
+class Blocks(NamedTuple):
+    """Sizes a launch works in: keys a DMA block; query tokens a large item; keys a step of such an item, and keys and
+    rows of its score matrices; blocks held at a time."""
+
+    kv_block: int
+    large: int
+    chunk: int
+    key_tile: int
+    row_tile: int
+    slots: int = 3
+
+
+#: (chip, head lanes, bytes of a cache element) -> Blocks, measured better than the rule.
+OVERRIDES: dict[tuple[str, int, int], Blocks] = {}
+
+
+def target() -> str | None:
+    """The chip that is compiled for: the TPU here, or that of the abstract mesh in use; None where that is no TPU."""
+    if not pltpu.is_tpu_device():
+        return None
+    name = str(pltpu.get_tpu_info().chip_version)
+    return name if name in CHIPS else f"v{name}"
+
+
+def sublanes(itemsize: int) -> int:
+    """Rows of a native tile for elements of `itemsize` bytes."""
+    return 32 // itemsize
+
+
+def blocks_for(
+    chip: str, *, num_kv_heads: int, group: int, lanes: int, planes: int, page: int, columns: int, itemsize: int,
+    cache_itemsize: int, align: int, max_query_len: int, lse: bool,
+) -> Blocks:  # fmt: skip
+    """Block sizes for a launch on `chip`; `large` 0 where every request has one row. Raises ValueError for an unknown chip."""
+    if chip not in CHIPS:
+        raise ValueError(f"chip={chip!r} is unknown; known: {', '.join(CHIPS)}")
+    known = OVERRIDES.get((chip, lanes, cache_itemsize))
+    if known is not None:
+        return known
+    room = CHIPS[chip].vmem * 3 // 4
+    kv_block = max(1024, page)
+    while kv_block > page and kv_block >= 2 * columns * page:
+        kv_block //= 2  # no request has that many keys
+    # rows of an item are lanes of its scores, so they come in whole registers
+    smallest = align * 128 // math.gcd(align * group, 128)
+    large = smallest if max_query_len > 1 else 0
+    while large and 2 * large * group <= 512 and large < max_query_len:
+        large *= 2
+
+    def size(kv_block: int, large: int) -> int:
+        rows = num_kv_heads * large * group
+        states = rows * 4 * (2 * 16 + 2 * lanes + (128 if lse else 0))
+        return 3 * planes * num_kv_heads * kv_block * lanes * cache_itemsize + 3 * rows * lanes * itemsize + states
+
+    while size(kv_block, large) > room and kv_block > max(page, 128):
+        kv_block //= 2
+    while size(kv_block, large) > room and large > smallest:
+        large //= 2
+    row_tile = next((tile for tile in (512, 384, 256, 128) if large * group % tile == 0), 0)
+    return Blocks(kv_block, large, min(kv_block, 512), min(kv_block, 512), row_tile)

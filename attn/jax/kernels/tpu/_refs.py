@@ -1,0 +1,164 @@
+"""What a launch is made of: the static configuration, and the refs that its loops work on."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import tpu as pltpu
+
+LANES = 128
+LOG2_E = 1.4426950408889634
+Ref = Any
+
+#: Rows of `rules`: what multiplies scores and outputs, and what is added in units of log2.
+K_FACTOR, V_FACTOR, SINK, SLOPE = range(4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What is static: sizes, and which rules are on."""
+
+    num_kv_heads: int
+    group: int  # G: query rows that share a kv head
+    lanes: int  # D as stored, a multiple of 128
+    packed: bool  # keys and values of a token lie side by side in one row
+    page: int
+    tile: int  # rows of the cache that are written together
+    align: int  # a long request's query tokens begin at multiples of this
+    large: int  # query tokens of an item; 0 where every request is a single
+    kv_block: int  # keys a DMA block
+    slots: int  # blocks that VMEM holds: one computed on, the others on their way
+    chunk: int  # keys a step of a long request
+    key_tile: int  # keys of a score matrix
+    row_tile: int  # and its query rows
+    join: int  # J: kv heads that a single treats as one
+    single_rows: int  # J * G, padded to whole tiles
+    causal: bool
+    window: tuple[int | None, int | None]
+    logits_soft_cap: float | None
+    alibi: bool
+    sinks: bool
+    tree: bool
+    lse: bool
+    write: bool
+    even_odd: bool  # singles widen their keys with `widen_e4m3`, which changes their order
+    num_items: int
+    num_tiles: int
+    ring: int = 8
+
+    @property
+    def planes(self) -> int:
+        """How many arrays a page has for a head: keys and values, or one that holds both."""
+        return 1 if self.packed else 2
+
+    @property
+    def joined(self) -> int:
+        """How many groups of J kv heads there are."""
+        return self.num_kv_heads // self.join
+
+    @property
+    def rows(self) -> int:
+        """Rows of a kv head in an item of a long request."""
+        return self.large * self.group
+
+
+@dataclasses.dataclass(frozen=True)
+class Refs:
+    """Where everything lies; None where this launch has no such thing. E: J * lanes; M, S: rows of long, single items."""
+
+    items: Ref
+    tiles: Ref
+    counts: Ref
+    table: Ref
+    cache: Ref  # [N, planes, K, P, lanes] in HBM, as is what follows
+    kv: Ref  # [slots, planes, K, kv_block, lanes] in VMEM
+    kv_sem: Ref
+    q_sem: Ref
+    o_sem: Ref
+    # singles
+    query1: Ref = None  # [R, K / J, S, E], zero off the diagonal blocks
+    out1: Ref = None  # [R, K / J, S, lanes]
+    lse1: Ref = None  # [R, K / J, S, 128] float32
+    rules1: Ref = None  # [4, K / J, S, 128] float32 in VMEM
+    q1: Ref = None  # [2, K / J, S, E] in VMEM
+    o1: Ref = None
+    m1: Ref = None
+    l1: Ref = None
+    acc1: Ref = None  # [K / J, S, E]
+    lse_rows1: Ref = None
+    # long requests
+    query: Ref = None  # [K, rows of all, lanes]
+    out: Ref = None
+    lse: Ref = None  # [K, rows of all, 128]
+    tree: Ref = None  # [rows of all, 128]
+    rules: Ref = None  # [4, K, 8, M] float32 in VMEM
+    q: Ref = None  # [2, K, M, lanes] in VMEM
+    o: Ref = None
+    m: Ref = None  # [2, K, 8, M], rows alike
+    l: Ref = None  # noqa: E741
+    acc: Ref = None  # [2, K, lanes, M]
+    turn: Ref = None  # [1] in SMEM: which of the two is current
+    alarm: Ref = None  # [8, M]
+    lse_rows: Ref = None
+    edges: Ref = None  # [2, M, 128]
+    # the write
+    fresh: Ref = None  # [planes, K, X * tile, lanes]
+    old: Ref = None  # [ring, planes, K, tile, lanes] in VMEM
+    new: Ref = None
+    read_sem: Ref = None
+    write_sem: Ref = None
+
+
+def dot(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int) -> jax.Array:
+    """The matrix product over the axes given, summed in float32."""
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    dims = (((x_axis,), (y_axis,)), ((), ()))
+    return lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
+
+
+def widen(x: jax.Array, width: int) -> jax.Array:
+    """[rows, 128] with every lane alike -> [rows, width]."""
+    return x[:, :width] if width <= LANES else jnp.tile(x, (1, width // LANES))
+
+
+def rows_between(x: jax.Array, y: jax.Array | None, first: jax.Array, stop: jax.Array) -> jax.Array:
+    """x [n, rows, lanes] in rows [first, stop), and y (None: zeros) in the others, bit for bit.
+
+    Whole 32-bit words are masked, each of which holds 1, 2 or 4 rows of a lane: no chip then needs narrower masks.
+    """
+    count, rows, lanes = x.shape
+    bits = x.dtype.itemsize * 8
+    per_word = 32 // bits
+    words = pltpu.bitcast(x.reshape(count * rows, lanes), jnp.int32).reshape(count, rows // per_word, lanes)
+    row = lax.broadcasted_iota(jnp.int32, words.shape, 1) * per_word
+    keep = jnp.zeros(words.shape, jnp.int32)
+    for i in range(per_word):
+        part = ((1 << bits) - 1) << (i * bits)
+        part -= (part >> 31) << 32  # as a signed word
+        keep |= jnp.where((row + i >= first) & (row + i < stop), jnp.int32(part), 0)
+    words &= keep
+    if y is not None:
+        others = pltpu.bitcast(y.reshape(count * rows, lanes), jnp.int32).reshape(words.shape)
+        words |= others & ~keep
+    return pltpu.bitcast(words.reshape(-1, lanes), x.dtype).reshape(x.shape)
+
+
+def widen_e4m3(codes: jax.Array) -> jax.Array:
+    """float8_e4m3fn codes [n, lanes] as bfloat16, exactly: first the n / 2 even rows, then the odd ones.
+
+    The compiler widens through float32, a row group at a time, which costs more than the attention. Here words of 4
+    rows are taken apart into 2 words of 2 with shifts and masks. With the exponent's bias added, code 0.eeee.mmm reads
+    2 ** (e - 7) * (1 + m / 8): right for e > 0; for e = 0 twice that less 2 ** -6 is right, which is the smaller of
+    the two then and only then.
+    """
+    words = pltpu.bitcast(codes, jnp.int32)
+    halves = []
+    for size, sign in ((words << 4, words << 8), (lax.shift_right_logical(words, 4), words)):
+        bits = size & 0x07F007F0
+        normal = pltpu.bitcast(bits + 0x3C003C00, jnp.bfloat16)
+        value = jnp.minimum(normal, normal + normal - jnp.bfloat16(2**-6))
+        value = jnp.where(normal > 464, jnp.bfloat16(jnp.nan), value)  # the largest code, which would be 480
+        halves.append(pltpu.bitcast(pltpu.bitcast(value, jnp.int32) | (sign & -0x7FFF8000), jnp.bfloat16))
+    return jnp.concatenate(halves, axis=0)

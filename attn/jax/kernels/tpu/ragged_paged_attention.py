@@ -1,0 +1,279 @@
+"""Ragged attention over a paged KV cache for TPUs: prefill, decode and both at once, in one launch that also writes
+the new tokens.
+
+Layout. The cache is [N, planes, K, P, lanes]: a page is one contiguous DMA, and a head's keys of a page are a matrix
+with tokens on sublanes and the head on lanes, which the matrix unit takes as it is. A head of 64 lies with its values
+in one row of 128 (planes = 1): scores contract with zeros against the values, and the weighted sum of keys is thrown
+away, both for free. Other heads have planes = 2 and are padded to a multiple of 128 with zeros: a TPU pads the last
+dimension anyway, and where the shape does not say so XLA turns the whole cache round to save it, and turns it back for
+the kernel.
+
+What is undefined: rows of the cache past a request's length. What the kernel promises: it follows no block id past the
+used columns, writes no slot but those of `slot_mapping`, and returns 0 and -inf for rows of no request.
+
+Shape letters: T tokens, R requests, H query heads, K kv heads, G = H / K, D head size, N pages of P tokens, B table
+columns.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from attn.jax.kernels.tpu import _kernel, _plan
+from attn.jax.kernels.tpu._chips import CHIPS, WIDENS_E4M3, Blocks, blocks_for, sublanes, target
+from attn.jax.kernels.tpu._refs import LANES, LOG2_E, Config, Refs
+
+
+def cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, int, int, int, int]:
+    """[N, planes, K, P, lanes] of a cache."""
+    if 2 * head_size == LANES:
+        return (num_blocks, 1, num_kv_heads, block_size, LANES)
+    return (num_blocks, 2, num_kv_heads, block_size, -(-head_size // LANES) * LANES)
+
+
+def keys_and_values(kv_cache: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The cache as keys [N, P, K, D] and values [N, P, K, D], or wider where `cache_shape` pads heads: with zeros past D."""
+    pages = kv_cache.transpose(0, 1, 3, 2, 4)
+    if kv_cache.shape[1] == 1:
+        return pages[:, 0, ..., : LANES // 2], pages[:, 0, ..., LANES // 2 :]
+    return pages[:, 0], pages[:, 1]
+
+
+def stored(key: jax.Array, value: jax.Array, kv_cache: jax.Array) -> jax.Array:
+    """Rows key, value [T, K, D], already of the cache's dtype, as it stores them: [T, planes, K, lanes]."""
+    if kv_cache.shape[1] == 1:
+        return jnp.concatenate([key, value], axis=2)[:, None]
+    rows = jnp.stack([key, value], axis=1)
+    return jnp.pad(rows, ((0, 0), (0, 0), (0, 0), (0, kv_cache.shape[4] - key.shape[2])))
+
+
+def write(key: jax.Array, value: jax.Array, kv_cache: jax.Array, slot_mapping: jax.Array) -> jax.Array:
+    """The cache with key, value [T, K, D], of its dtype, at `slot_mapping` [T] (-1: nowhere): a scatter, for any slots."""
+    num_blocks, page = kv_cache.shape[0], kv_cache.shape[3]
+    block = jnp.where(slot_mapping < 0, num_blocks, slot_mapping // page)  # out of range, so dropped
+    return kv_cache.at[block, :, :, slot_mapping % page].set(stored(key, value, kv_cache), mode="drop")
+
+
+def ragged_paged_attention(
+    query: jax.Array,
+    key: jax.Array | None,
+    value: jax.Array | None,
+    kv_cache: jax.Array,
+    query_start_loc: jax.Array,
+    seq_lens: jax.Array,
+    block_table: jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    scale: float,
+    max_query_len: int,
+    chip: str | None = None,
+    causal: bool = True,
+    window: _plan.Window = (None, None),
+    logits_soft_cap: float | None = None,
+    alibi_slopes: jax.Array | None = None,
+    sinks: jax.Array | None = None,
+    tree_mask: jax.Array | None = None,
+    k_scale: jax.Array | float = 1.0,
+    v_scale: jax.Array | float = 1.0,
+    return_lse: bool = False,
+    blocks: Blocks | None = None,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    """(out [T, H, D], lse [H, T] float32 or None, the cache with the new tokens in it).
+
+    query: [T, H, D]; key, value: [T, K, D] of the cache's dtype (quantised already), or None to write nothing;
+    kv_cache: see `cache_shape`; query_start_loc: [R + 1], seq_lens: [R], block_table: [R, B], slot_mapping: [T],
+    int32. Token t of a request goes where its block table says; slot_mapping says only whether (-1: not), and may hold
+    back the first or last tokens of a request, not some between (`write` takes any). Raises ValueError when the tables
+    overflow the chip's SMEM. `max_query_len`: static, at least the longest query. `chip`: v5e, v6e, ... and
+    `interpret`, False or `pltpu.InterpretParams`: by default the TPU that is compiled for (`_chips.target`), or
+    else the interpreter.
+    """
+    num_tokens, num_heads, head_size = query.shape
+    num_blocks, planes, num_kv_heads, page, lanes = kv_cache.shape
+    num_requests, columns = block_table.shape
+    if 0 in (num_tokens, num_requests, columns, num_blocks):
+        lse = jnp.full((num_heads, num_tokens), -jnp.inf, jnp.float32) if return_lse else None
+        return jnp.zeros_like(query), lse, kv_cache
+    if chip is None:
+        chip = target()
+    if interpret is None:
+        interpret = pltpu.InterpretParams() if chip is None else False
+    chip = chip or "v5e"
+    group, dtype = num_heads // num_kv_heads, query.dtype
+    native = sublanes(dtype.itemsize)
+    align = native // math.gcd(group, native)
+    tile = min(sublanes(kv_cache.dtype.itemsize), page)
+    blocks = blocks or blocks_for(
+        chip, num_kv_heads=num_kv_heads, group=group, lanes=lanes, planes=planes, page=page, columns=columns,
+        itemsize=dtype.itemsize, cache_itemsize=kv_cache.dtype.itemsize, align=align, max_query_len=max_query_len,
+        lse=return_lse,
+    )  # fmt: skip
+    plan = _plan.make(
+        query_start_loc, seq_lens, block_table, slot_mapping,
+        page=page, tile=tile, align=align, large=blocks.large or 1, kv_block=blocks.kv_block, causal=causal, window=window,
+        tree_mask=tree_mask,
+    )  # fmt: skip
+    join = 1
+    while num_kv_heads % (2 * join) == 0 and 2 * join * group <= native:
+        join *= 2
+    cfg = Config(
+        num_kv_heads=num_kv_heads, group=group, lanes=lanes, packed=planes == 1, page=page, tile=tile, align=align,
+        large=blocks.large, kv_block=blocks.kv_block, slots=blocks.slots, chunk=blocks.chunk,
+        key_tile=blocks.key_tile, row_tile=blocks.row_tile,
+        join=join, single_rows=-(-join * group // native) * native, causal=causal, window=window,
+        logits_soft_cap=logits_soft_cap or None, alibi=alibi_slopes is not None, sinks=sinks is not None,
+        tree=tree_mask is not None, lse=return_lse, write=key is not None,
+        even_odd=chip in WIDENS_E4M3 and kv_cache.dtype == jnp.float8_e4m3fn and dtype == jnp.bfloat16,
+        num_items=plan.items.shape[0] // 8, num_tiles=plan.tiles.shape[0] // 5,
+    )  # fmt: skip
+
+    needed = 4 * sum(x.size for x in (plan.items, plan.tiles, plan.counts, block_table))
+    if needed > CHIPS[chip].smem:
+        raise ValueError(
+            f"block_table of {num_requests} requests x {columns} blocks and its plan take {needed} bytes of SMEM: {chip} has "
+            f"{CHIPS[chip].smem}; use fewer requests a batch or a larger block_size"
+        )
+    padded = jnp.pad(query, ((0, 0), (0, 0), (0, lanes - head_size)))
+    rules = _rules(cfg, scale, k_scale, v_scale, sinks, alibi_slopes)
+    arrays = {
+        "items": plan.items, "tiles": plan.tiles, "counts": plan.counts, "table": block_table.reshape(-1),
+        "query1": _single_queries(cfg, padded[query_start_loc[:-1]]), "rules1": _single_rows(cfg, rules),
+    }  # fmt: skip
+    if cfg.large:
+        arrays["query"] = _by_kv_head(cfg, padded[plan.token_of_row])
+        arrays["rules"] = jnp.tile(rules[:, :, None], (1, 1, 8, cfg.large))
+        if tree_mask is not None:
+            width = tree_mask.shape[1]
+            node = jnp.clip(plan.token_of_row - query_start_loc[plan.request_of_row], 0, width - 1)
+            edges = tree_mask[plan.request_of_row, node].astype(dtype)
+            arrays["tree"] = jnp.repeat(jnp.pad(edges, ((0, 0), (0, LANES - width))), group, axis=0)
+    if key is not None and value is not None:
+        arrays["fresh"] = stored(key, value, kv_cache)[plan.token_of_slot].transpose(1, 2, 0, 3)
+    made = _launch(cfg, arrays, kv_cache, chip, interpret)
+
+    def back(long: jax.Array | None, single: jax.Array, fill: float) -> jax.Array:
+        """[K, M, E] and [R, K / J, S, E] -> [T, H, E]."""
+        width = single.shape[-1]
+        rows = single[:, :, : join * group].reshape(num_requests, num_heads, width)[plan.request]
+        if long is not None:
+            of_long = long.reshape(num_kv_heads, -1, group, width).transpose(1, 0, 2, 3).reshape(-1, num_heads, width)
+            rows = jnp.where(plan.single[:, None, None], rows, of_long[plan.row_of])
+        return jnp.where(plan.live[:, None, None], rows, fill)
+
+    first = LANES // 2 if cfg.packed else 0
+    out = back(made.get("out"), made["out1"], 0)[..., first : first + head_size]
+    if not return_lse:
+        return out, None, made["cache"]
+    long_lse = made["lse"][..., :1] if cfg.large else None
+    return out, back(long_lse, made["lse1"][..., :1], -jnp.inf)[..., 0].T, made["cache"]
+
+
+def _rules(cfg: Config, scale: float, k_scale: Any, v_scale: Any, sinks: Any, alibi_slopes: Any) -> jax.Array:
+    """[4, K, G] float32: see `_refs.K_FACTOR`."""
+    shape = (cfg.num_kv_heads, cfg.group)
+    factor = scale / cfg.logits_soft_cap if cfg.logits_soft_cap else scale * LOG2_E
+    by_kv_head = [factor * jnp.asarray(k_scale, jnp.float32), jnp.asarray(v_scale, jnp.float32)]
+    by_head = [jnp.zeros(shape) if x is None else x.reshape(shape) * LOG2_E for x in (sinks, alibi_slopes)]
+    spread = [jnp.broadcast_to(x[..., None] if x.ndim else x, shape) for x in by_kv_head]
+    return jnp.stack([*spread, *by_head]).astype(jnp.float32)
+
+
+def _single_rows(cfg: Config, rules: jax.Array) -> jax.Array:
+    """rules for the rows of singles: [4, K / J, S, 128], every lane alike."""
+    rows = rules.reshape(4, cfg.joined, cfg.join * cfg.group)
+    rows = jnp.pad(rows, ((0, 0), (0, 0), (0, cfg.single_rows - rows.shape[2])))
+    return jnp.broadcast_to(rows[..., None], (*rows.shape, LANES))
+
+
+def _single_queries(cfg: Config, query: jax.Array) -> jax.Array:
+    """[R, H, lanes] -> [R, K / J, S, J * lanes], each head's row in the columns of its kv head."""
+    query = query.reshape(-1, cfg.joined, cfg.join, cfg.group, 1, cfg.lanes)
+    own = jnp.eye(cfg.join, dtype=jnp.bool_)[None, None, :, None, :, None]
+    rows = jnp.where(own, query, 0).reshape(-1, cfg.joined, cfg.join * cfg.group, cfg.join * cfg.lanes)
+    return jnp.pad(rows, ((0, 0), (0, 0), (0, cfg.single_rows - rows.shape[2]), (0, 0)))
+
+
+def _by_kv_head(cfg: Config, query: jax.Array) -> jax.Array:
+    """[M, H, lanes] -> [K, M * G, lanes]."""
+    query = query.reshape(-1, cfg.num_kv_heads, cfg.group, cfg.lanes).transpose(1, 0, 2, 3)
+    return query.reshape(cfg.num_kv_heads, -1, cfg.lanes)
+
+
+def _launch(cfg: Config, arrays: dict[str, jax.Array], kv_cache: jax.Array, chip: str, interpret: Any) -> dict[str, jax.Array]:
+    """The pallas_call: what it is given and what it makes go by the names of `Refs`."""
+    dtype, heads, lanes, rows = arrays["query1"].dtype, cfg.num_kv_heads, cfg.lanes, cfg.rows
+    num_requests = arrays["query1"].shape[0]
+    single = (cfg.joined, cfg.single_rows)
+    made = {
+        "out1": jax.ShapeDtypeStruct((num_requests, *single, lanes), dtype),
+    }
+    scratch: dict[str, Any] = {
+        "kv": pltpu.VMEM((cfg.slots, cfg.planes, heads, cfg.kv_block, lanes), kv_cache.dtype),
+        "kv_sem": pltpu.SemaphoreType.DMA((cfg.slots,)),
+        "q_sem": pltpu.SemaphoreType.DMA((2,)),
+        "o_sem": pltpu.SemaphoreType.DMA(()),
+        "q1": pltpu.VMEM((2, *single, cfg.join * lanes), dtype),
+        "o1": pltpu.VMEM((*single, lanes), dtype),
+        "m1": pltpu.VMEM((*single, LANES), jnp.float32),
+        "l1": pltpu.VMEM((*single, LANES), jnp.float32),
+        "acc1": pltpu.VMEM((*single, cfg.join * lanes), jnp.float32),
+    }
+    if cfg.lse:
+        made["lse1"] = jax.ShapeDtypeStruct((num_requests, *single, LANES), jnp.float32)
+        scratch["lse_rows1"] = pltpu.VMEM((*single, LANES), jnp.float32)
+    if cfg.large:
+        made["out"] = jax.ShapeDtypeStruct(arrays["query"].shape, dtype)
+        scratch |= {
+            "q": pltpu.VMEM((2, heads, rows, lanes), dtype),
+            "o": pltpu.VMEM((heads, rows, lanes), dtype),
+            "m": pltpu.VMEM((2, heads, 8, rows), jnp.float32),
+            "l": pltpu.VMEM((2, heads, 8, rows), jnp.float32),
+            "acc": pltpu.VMEM((2, heads, lanes, rows), jnp.float32),
+            "turn": pltpu.SMEM((1,), jnp.int32),
+            "alarm": pltpu.VMEM((8, rows), jnp.float32),
+        }
+        if cfg.lse:
+            made["lse"] = jax.ShapeDtypeStruct((heads, arrays["query"].shape[1], LANES), jnp.float32)
+            scratch["lse_rows"] = pltpu.VMEM((heads, rows, LANES), jnp.float32)
+        if cfg.tree:
+            scratch["edges"] = pltpu.VMEM((2, rows, LANES), dtype)
+    if cfg.write:
+        stage = pltpu.VMEM((cfg.ring, cfg.planes, heads, cfg.tile, lanes), kv_cache.dtype)
+        ring = pltpu.SemaphoreType.DMA((cfg.ring,))
+        scratch |= {"old": stage, "new": stage, "read_sem": ring, "write_sem": ring}
+    made["cache"] = jax.ShapeDtypeStruct(kv_cache.shape, kv_cache.dtype)
+    arrays = {**arrays, "cache_in": kv_cache}
+    names = [*arrays, *made, *scratch]
+
+    def body(*refs: Any) -> None:
+        named = dict(zip(names, refs, strict=True))
+        named.pop("cache_in")  # the same memory as `cache`
+        _kernel.run(cfg, Refs(**named))
+
+    num_scalars = 4
+    spaces = {name: pltpu.VMEM if name.startswith("rules") else pltpu.HBM for name in [*arrays, *made]}
+    results = pl.pallas_call(
+        body,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=num_scalars,
+            grid=(1,),
+            in_specs=[pl.BlockSpec(memory_space=spaces[name]) for name in [*arrays][num_scalars:]],
+            out_specs=[pl.BlockSpec(memory_space=spaces[name]) for name in made],
+            scratch_shapes=list(scratch.values()),
+        ),
+        out_shape=list(made.values()),
+        input_output_aliases={len(arrays) - 1: len(made) - 1},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",),
+            vmem_limit_bytes=CHIPS[chip].vmem * 15 // 16,
+            disable_bounds_checks=True,
+        ),
+        interpret=interpret,
+        name="ragged_paged_attention",
+    )(*arrays.values())
+    return dict(zip(made, results, strict=True))

@@ -1,0 +1,248 @@
+"""The TPU kernel in TPU interpret mode against the float64 oracle: races watched, uninitialised memory NaN (about 60
+s).
+
+Every slot of the cache that no request owns is NaN before the launch, and so are the slots that it is to write.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from attn import reference
+from attn.jax.kernels.tpu import _kernel, _plan
+from attn.jax.kernels.tpu import ragged_paged_attention as kernel
+from attn.jax.kernels.tpu._chips import CHIPS, Blocks, blocks_for
+from attn.jax.kernels.tpu._refs import widen_e4m3
+
+#: decode over two kv blocks; a short chunk; a prefill over several; a request without rows; a decode within a block
+QUERY_LENS, SEQ_LENS = (1, 5, 40, 0, 1), (70, 33, 100, 20, 16)
+BLOCKS = Blocks(kv_block=64, large=64, chunk=32, key_tile=16, row_tile=128)
+
+
+@dataclass
+class Launch:
+    """What a case gives the kernel, and what came back."""
+
+    arrays: dict[str, Any]
+    out: Any
+    lse: Any
+    before: tuple[Any, Any]
+    after: tuple[Any, Any]
+
+
+def launch(
+    *,
+    heads: tuple[int, int, int] = (8, 2, 128),
+    page: int = 16,
+    lens: tuple[tuple[int, ...], tuple[int, ...]] = (QUERY_LENS, SEQ_LENS),
+    dtype: str = "bfloat16",
+    cache_dtype: str | None = None,
+    gain: float = 1.0,
+    mode: str = "on_wait",
+    write: bool = True,
+    blocks: Blocks = BLOCKS,
+    padding: int = 3,
+    hold_back: int = 0,
+    chip: str = "v5e",
+    seed: int = 0,
+    **rules: Any,
+) -> Launch:
+    num_heads, num_kv_heads, head_size = heads
+    rng = np.random.default_rng(seed)
+    query_lens, seq_lens = (np.array([*x, *[0] * padding], np.int32) for x in lens)
+    starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+    rows, columns = int(starts[-1]) + padding, max(-(-m // page) for m in seq_lens) + 1
+    num_blocks = len(seq_lens) * columns + 1
+    ids = rng.permutation(num_blocks)
+    table = np.full((len(seq_lens), columns), num_blocks + 7, np.int32)  # what is not used is not followed
+    slots, live = np.full(rows, -1, np.int32), np.zeros((num_blocks, page), bool)
+    for r, length in enumerate(seq_lens):
+        used = -(-length // page)
+        table[r, :used], ids = ids[:used], ids[used:]
+        position = np.arange(length)
+        own = table[r, position // page] * page + position % page
+        live.reshape(-1)[own] = True
+        slots[starts[r] : starts[r + 1]] = own[length - query_lens[r] :]
+    slots[int(starts[2]) : int(starts[2]) + hold_back] = -1
+
+    element = jnp.dtype(cache_dtype or dtype)
+    shape = kernel.cache_shape(num_blocks, page, num_kv_heads, head_size)
+    spread = {"int8": 30.0}.get(element.name, 1.0)
+
+    def draw(*extents: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(extents, np.float32) * spread).astype(element)
+
+    key, value = draw(rows, num_kv_heads, head_size), draw(rows, num_kv_heads, head_size)
+    flat = kernel.write(
+        draw(num_blocks * page, num_kv_heads, head_size),
+        draw(num_blocks * page, num_kv_heads, head_size),
+        jnp.zeros(shape, element),
+        jnp.arange(num_blocks * page),
+    )
+    if write:
+        live.reshape(-1)[slots[slots >= 0]] = False
+    if element.itemsize > 1:
+        flat = jnp.where(live[:, None, None, :, None], flat, jnp.nan).astype(element)
+    query = jnp.asarray(rng.standard_normal((rows, num_heads, head_size), np.float32) * gain).astype(dtype)
+    arrays = {"query": query, "key": key if write else None, "value": value if write else None, "kv_cache": flat}
+    arrays |= {"query_start_loc": starts, "seq_lens": seq_lens, "block_table": table, "slot_mapping": slots}
+    rules = {"scale": head_size**-0.5, "return_lse": True, **rules}
+    interpret = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode=mode)
+    step = functools.partial(
+        kernel.ragged_paged_attention,
+        chip=chip,
+        max_query_len=int(query_lens.max()),
+        blocks=blocks,
+        interpret=interpret,
+        **rules,
+    )
+    out, lse, cache = jax.jit(lambda arrays: step(**arrays))(arrays)
+    assert not interpret_pallas_call.races.races_found
+    views = (tuple(as_float(x)[..., :head_size] for x in kernel.keys_and_values(c)) for c in (flat, cache))
+    return Launch(arrays, as_float(out), None if lse is None else np.asarray(lse), *views)
+
+
+def as_float(x: jax.Array) -> Any:
+    return np.asarray(x.astype(jnp.float32))
+
+
+def check(got: Launch, **rules: Any) -> None:
+    """The cache bit for bit; out and lse by the rules of the conformance suite; padding rows 0 and -inf."""
+    arrays = got.arrays
+    written = got.before
+    if arrays["key"] is not None:
+        new = (as_float(arrays[name]) for name in ("key", "value"))
+        written = reference.write_kv(*new, *got.before, arrays["slot_mapping"])
+    for cache, want in zip(got.after, written, strict=True):
+        np.testing.assert_array_equal(cache, want)
+    rules.pop("return_lse", None)
+    out, lse = reference.paged_attention(
+        as_float(arrays["query"]), *got.after, query_start_loc=arrays["query_start_loc"], seq_lens=arrays["seq_lens"],
+        block_table=arrays["block_table"], **rules,
+    )  # fmt: skip
+    rows = int(arrays["query_start_loc"][-1])
+    error = np.sqrt(np.mean((got.out[:rows] - out[:rows]) ** 2, axis=-1))
+    size = np.sqrt(np.mean(out[:rows] ** 2, axis=-1))
+    limit = 1e-5 if arrays["query"].dtype == jnp.float32 else 2.0**-7
+    assert (error <= limit * (size + 1e-3)).all(), np.max(error / (size + 1e-3))
+    assert not got.out[rows:].any()
+    if got.lse is not None:
+        np.testing.assert_allclose(got.lse[:, :rows], lse[:, :rows], atol=1e-4, rtol=1e-5)
+        assert np.isneginf(got.lse[:, rows:]).all()
+
+
+SLOPES = reference.alibi_slopes(8).astype(np.float32)
+SINKS = np.linspace(-2, 6, 8, dtype=np.float32)
+CASES: dict[str, dict[str, Any]] = {
+    "leaping": {"mode": "eager", "gain": 60.0},
+    "float32": {"dtype": "float32", "alibi_slopes": SLOPES, "sinks": SINKS},
+    "window": {"window": (20, None), "logits_soft_cap": 5.0, "heads": (4, 4, 64), "blocks": BLOCKS._replace(large=128)},
+    "bidirectional": {
+        "causal": False,
+        "window": (30, 9),
+        "heads": (6, 2, 80),
+        "page": 32,
+        "return_lse": False,
+        "blocks": BLOCKS._replace(large=128),
+    },
+    "shared": {"write": False, "heads": (2, 1, 256), "alibi_slopes": SLOPES[:2], "causal": False},
+    "held_back": {"hold_back": 7, "heads": (8, 1, 192), "page": 64, "sinks": SINKS},
+    "fp8": {"cache_dtype": "float8_e5m2", "k_scale": np.float32([0.5, 0.25]), "v_scale": np.float32([2, 3])},
+    "fp8_by_hand": {
+        "cache_dtype": "float8_e4m3fn",
+        "chip": "v6e",
+        "lens": ((1, 1), (100, 70)),
+        "window": (40, None),
+        "alibi_slopes": SLOPES,
+        "blocks": BLOCKS._replace(large=0),
+    },
+    "int8": {"cache_dtype": "int8", "page": 32, "k_scale": np.float32(0.05), "v_scale": np.float32(0.03)},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_the_oracle(name: str) -> None:
+    case = CASES[name]
+    arrays = {k: jnp.asarray(v) for k, v in case.items() if isinstance(v, np.ndarray | np.float32)}
+    rules = {k: v for k, v in case.items() if k in reference.paged_attention.__kwdefaults__}
+    check(launch(**{**case, **arrays}), **rules)
+
+
+def test_trees() -> None:
+    """Requests no longer than the tree obey it, a single row included; a longer one is causal."""
+    rng = np.random.default_rng(1)
+    lens = ((5, 1, 30, 1), (40, 33, 30, 20))
+    tree = np.tril(rng.random((7, 5, 5)) < 0.5) | np.eye(5, dtype=bool)
+    tree[3, 0, 0] = False
+    check(launch(lens=lens, tree_mask=jnp.asarray(tree)), tree_mask=tree)
+
+
+def test_every_e4m3_code_is_widened() -> None:
+    """Bit for bit, NaN and subnormal codes included: even rows, then odd ones."""
+    codes = jax.lax.bitcast_convert_type(jnp.tile(jnp.arange(256, dtype=jnp.uint8)[:, None], (1, 128)), jnp.float8_e4m3fn)
+
+    def body(x: Any, y: Any) -> None:
+        y[...] = widen_e4m3(x[...])
+
+    shape = jax.ShapeDtypeStruct(codes.shape, jnp.bfloat16)
+    got = as_float(pl.pallas_call(body, out_shape=shape, interpret=pltpu.InterpretParams())(codes))
+    want = as_float(codes)
+    np.testing.assert_array_equal(got, np.concatenate([want[::2], want[1::2]]))
+
+
+def test_what_is_planted_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy that is not waited for is a race, or NaN; a block id out of bounds raises."""
+    lens, decode = ((1, 1), (100, 70)), BLOCKS._replace(large=0)
+    real = _kernel._wait
+    with monkeypatch.context() as planted:
+        planted.setattr(_kernel, "_wait", lambda copies: None if len(copies) == 1 else real(copies))
+        with pytest.raises(AssertionError):
+            check(launch(lens=lens, blocks=decode, return_lse=False))
+    assert _plan.TABLE == 0
+    real_make = _plan.make
+
+    def astray(*args: Any, **kwargs: Any) -> Any:
+        plan = real_make(*args, **kwargs)
+        return plan._replace(items=plan.items.at[0].add(3))  # the first item reads past its request's used columns
+
+    monkeypatch.setattr(_plan, "make", astray)
+    with pytest.raises(Exception, match="(?i)out.of.bounds"):
+        launch(lens=lens, blocks=decode)
+
+
+def test_the_rule_of_block_sizes() -> None:
+    """Every chip's default fits its memory, and pages divide blocks."""
+    for chip, limits in CHIPS.items():
+        for heads, group, lanes in ((8, 4, 128), (32, 1, 128), (1, 71, 128), (8, 8, 256), (16, 1, 256)):
+            for page in (16, 256):
+                blocks = blocks_for(
+                    chip, num_kv_heads=heads, group=group, lanes=lanes, planes=2, page=page, columns=4096 // page, itemsize=2,
+                    cache_itemsize=2, align=16, max_query_len=4096, lse=True,
+                )  # fmt: skip
+                kv = blocks.slots * 2 * heads * blocks.kv_block * lanes * 2
+                assert kv < limits.vmem and blocks.kv_block % page == 0 and blocks.kv_block % blocks.chunk == 0
+                assert blocks.large * group % blocks.row_tile == 0 and blocks.chunk % blocks.key_tile == 0
+    with pytest.raises(ValueError, match="chip='v3' is unknown"):
+        blocks_for(
+            "v3", num_kv_heads=1, group=1, lanes=128, planes=2, page=16, columns=1, itemsize=2, cache_itemsize=2, align=16,
+            max_query_len=1, lse=False,
+        )  # fmt: skip
+
+
+def test_tables_that_overflow_smem() -> None:
+    with pytest.raises(ValueError, match="bytes of SMEM"):
+        jax.eval_shape(
+            lambda q, kv, starts, lens, table, slots: kernel.ragged_paged_attention(
+                q, None, None, kv, starts, lens, table, slots, scale=1.0, chip="v6e", max_query_len=1
+            ),
+            *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 8, 128), (9, 2, 2, 16, 128))),
+            *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((257,), (256,), (256, 2048), (256,))),
+        )

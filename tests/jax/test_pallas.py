@@ -1,0 +1,103 @@
+"""The PALLAS backend: chosen on TPUs, its limits in words, and one call of the layer in interpret mode (about 15 s)."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attn import reference
+from attn.backends.metadata import CommonAttentionMetadata
+from attn.capabilities import Device, Request
+from attn.errors import MetadataError, ShapeError
+from attn.jax import Attention
+from attn.jax.backends.pallas import PallasAttentionBackend
+from attn.jax.platforms import TpuPlatform
+
+H, K, D, P, N = 4, 2, 80, 16, 12
+TPU = Device("jax", "tpu", "TPU v6 lite", "v6e")
+
+
+def batch(query_lens: list[int], seq_lens: list[int]) -> CommonAttentionMetadata:
+    ids = iter(np.random.default_rng(0).permutation(N))
+    tables = [[int(next(ids)) for _ in range(-(-length // P))] for length in seq_lens]
+    return CommonAttentionMetadata.from_lens(query_lens, seq_lens, tables, P)
+
+
+def new_layer(**more: Any) -> Attention:
+    return Attention(H, D, num_kv_heads=K, block_size=P, backend="PALLAS", **more)
+
+
+def build(layer: Attention, common: CommonAttentionMetadata) -> Any:
+    return layer.backend.get_builder_cls()(layer.kv_cache_spec).build(0, common)
+
+
+def test_it_comes_first_on_a_tpu() -> None:
+    request = Request(128, "bfloat16", block_size=128, features=frozenset({"sinks", "alibi", "lse"}))
+    assert TpuPlatform().priorities(request, TPU)[0] == "PALLAS"
+    assert PallasAttentionBackend.why_not(request, TPU) == []
+
+
+@pytest.mark.parametrize(
+    ("request_", "device", "reason"),
+    [
+        (Request(72, "bfloat16"), TPU, "head_size=72 (supports multiples of 16 from 64 up to 256)"),
+        (Request(128, "float16"), TPU, "dtype=float16 (supports float32, bfloat16)"),
+        (Request(128, "bfloat16", block_size=24), TPU, "block_size=24 (supports 16, 32, 64, 128, 256)"),
+        (Request(128, "bfloat16"), Device("jax", "gpu", "H200", "sm_90"), "platform=gpu (supports tpu, cpu)"),
+        (Request(128, "bfloat16"), Device("jax", "tpu", "TPU v4", "v4"), "arch=v4 (supports v5e, v5p, v6e, v7x)"),
+    ],
+)
+def test_what_it_refuses(request_: Request, device: Device, reason: str) -> None:
+    assert reason in PallasAttentionBackend.why_not(request_, device)
+
+
+def test_a_layer_under_jit() -> None:
+    """A padded head, a mixed batch in a bucket: the oracle's output, LSE and cache; padding rows are 0."""
+    rng = np.random.default_rng(1)
+    layer = new_layer()
+    layer.impl.need_to_return_lse_for_decode = True
+    common = batch([1, 5, 20], [33, 40, 20])
+    meta, rows = build(layer, common), common.num_actual_tokens
+    q, k, v = (rng.standard_normal((rows, heads, D), np.float32) for heads in (H, K, K))
+    before = layer.impl._write(
+        *(jnp.asarray(rng.standard_normal((N * P, K, D), np.float32)) for _ in range(2)), layer.new_kv_cache(N),
+        jnp.arange(N * P), 1.0, 1.0,
+    )  # fmt: skip
+    step = jax.jit(layer.__call__, donate_argnums=3)
+    keys, values = (np.array(x[..., :D]) for x in layer.backend.logical_kv_cache(before))
+    (out, lse), after = step(meta.pad(q), meta.pad(k), meta.pad(v), before, meta)
+    written = reference.write_kv(k, v, keys, values, common.slot_mapping)
+    for got, want in zip(layer.backend.logical_kv_cache(after), written, strict=True):
+        np.testing.assert_array_equal(got[..., :D], want)
+    want_out, want_lse = reference.paged_attention(
+        q, *written, query_start_loc=common.query_start_loc, seq_lens=common.seq_lens, block_table=common.block_table
+    )
+    np.testing.assert_allclose(out[:rows], want_out, atol=1e-5)
+    np.testing.assert_allclose(lse[:, :rows], want_lse, atol=1e-5)
+    assert not out[rows:].any()
+
+
+def test_slots_that_the_kernel_would_not_write() -> None:
+    layer, common = new_layer(), batch([1, 5], [33, 40])
+    slots = np.array(common.slot_mapping)
+    for change, at in (({2: int(slots[2]) + 1}, 2), ({3: -1}, 3)):
+        wrong = slots.copy()
+        for token, slot in change.items():
+            wrong[token] = slot
+        with pytest.raises(MetadataError, match=rf"slot_mapping\[{at}\]"):
+            build(layer, common.replace(slot_mapping=wrong))
+    first_held_back = slots.copy()
+    first_held_back[1] = -1
+    build(layer, common.replace(slot_mapping=first_held_back))
+
+
+def test_a_cache_of_another_layout_or_a_wide_tree() -> None:
+    layer, common = new_layer(), batch([1], [5])
+    q = jnp.zeros((1, H, D))
+    with pytest.raises(ShapeError, match="holds"):
+        layer(q, q[:, :K], q[:, :K], jnp.zeros((N, 2, K + 1, P, 128)), build(layer, common))
+    wide = build(layer, common.replace(tree_mask=np.ones((1, 129, 129), bool)))
+    with pytest.raises(ShapeError, match="129 wide: must be at most 128"):
+        layer(q, q[:, :K], q[:, :K], layer.new_kv_cache(N), wide)
