@@ -1,0 +1,150 @@
+"""What the backends on our own Triton kernels share: the template's hooks, filled by one launch function.
+
+Nothing here waits for the device or depends on its values, so a forward can be captured in a CUDA graph and replayed for
+any batch within the bounds of its metadata. `fixed_split_size` makes a sequence's bits independent of its neighbours: by
+default a decode's keys are split as finely as the batch leaves the device idle.
+"""
+
+from typing import Any
+
+import torch
+
+from attn.backends.abstract import AttentionLayer, AttentionType
+from attn.capabilities import ATTN_TYPES, Capabilities, Device, Feature, MultipleOf, Request, arch_matches
+from attn.torch import kv_cache as caches
+from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
+from attn.torch.metadata import PagedAttentionMetadata
+
+FEATURES = frozenset(
+    {
+        Feature.NON_CAUSAL,
+        Feature.SLIDING_WINDOW,
+        Feature.TWO_SIDED_WINDOW,
+        Feature.SOFT_CAP,
+        Feature.ALIBI,
+        Feature.SINKS,
+        Feature.LSE,
+        Feature.TREE_MASK,
+        Feature.KV_SHARING,
+        Feature.PER_HEAD_SCALES,
+    }
+)
+KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8")
+_LARGEST_GROUP = 256  #: query heads a kv head: they are rows of one tile
+
+
+def capabilities(platforms: tuple[str, ...], **changes: Any) -> Capabilities:
+    """The record of a backend on these kernels; `changes` are fields that differ."""
+    record: dict[str, Any] = {
+        "framework": "torch",
+        "platforms": platforms,
+        "dtypes": ("bfloat16", "float16", "float32"),
+        "head_sizes": (MultipleOf(8, 32, 256),),
+        "kv_cache_dtypes": KV_CACHE_DTYPES,
+        "attn_types": ATTN_TYPES,
+        "features": FEATURES,
+        "packages": ("triton",),
+        "archs": (("cuda", ("sm_80+",)),),
+    }
+    return Capabilities(**{**record, **changes})
+
+
+class TritonPagedBackend(PagedAttentionBackend):
+    """Base of the family: limits that depend on each other."""
+
+    @classmethod
+    def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
+        why = super().why_not(request, device)
+        if device is not None and device.platform == "cuda" and request.kv_cache_dtype in ("fp8", "fp8_e4m3"):
+            # Triton converts e4m3 from Ada on; e5m2 everywhere
+            rule = "sm_89+"
+            if not arch_matches(device.arch, rule):
+                why.append(f"kv_cache_dtype={request.kv_cache_dtype} on {device.arch or 'an unknown arch'} (supports {rule})")
+        if request.num_heads and request.num_kv_heads and request.num_heads > _LARGEST_GROUP * request.num_kv_heads:
+            heads = f"num_heads={request.num_heads} for num_kv_heads={request.num_kv_heads}"
+            why.append(f"{heads} (supports up to {_LARGEST_GROUP} a kv head)")
+        return why
+
+
+class TritonPagedImpl(PagedAttentionImpl):
+    """The hooks. A subclass sets `backend`, and `_sparse` where it has a pattern."""
+
+    can_return_lse_for_decode = True
+
+    #: Keys that one program of a decode takes; 0 lets the launch rule choose by the batch.
+    fixed_split_size: int = 0
+
+    @staticmethod
+    def get_supported_kernel_block_size() -> list[int | MultipleOf]:
+        return [MultipleOf(16)]
+
+    def do_kv_cache_update(
+        self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> torch.Tensor:
+        from attn.torch.kernels.kv_write import write_kv
+
+        key_cache, value_cache = self.backend.logical_kv_cache(kv_cache)
+        key, value = self._by_head("key", key, self.num_kv_heads), self._by_head("value", value, self.num_kv_heads)
+        scales = (self._on(kv_cache.device, s) for s in (layer._k_scale, layer._v_scale))
+        write_kv(key, value, key_cache, value_cache, slot_mapping, *scales)
+        return kv_cache
+
+    def _attend(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: PagedAttentionMetadata,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        from attn.torch.kernels.paged_attention import paged_attention
+
+        key_cache, value_cache = self.backend.logical_kv_cache(kv_cache)
+        causal = attn_metadata.causal and self.attn_type == AttentionType.DECODER
+        paged_attention(
+            output, lse, query, key_cache, value_cache, attn_metadata.query_start_loc, attn_metadata.seq_lens,
+            attn_metadata.block_table, attn_metadata.max_query_len, attn_metadata.max_seq_len, self.scale, self.window[0],
+            0 if causal else self.window[1], self.window[1], self.logits_soft_cap or 0.0, self.alibi_slopes, self.sinks,
+            attn_metadata.tree_mask, *self._scales(layer, kv_cache), self.fixed_split_size, self._sparse(),
+        )  # fmt: skip
+
+    def _attend_ragged(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_metadata: PagedAttentionMetadata,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        from attn.torch.kernels.paged_attention import paged_attention
+
+        key, value = self._by_head("key", key, self.num_kv_heads), self._by_head("value", value, self.num_kv_heads)
+        paged_attention(
+            output, lse, query, key, value, attn_metadata.query_start_loc, None, None, attn_metadata.max_query_len,
+            attn_metadata.max_query_len, self.scale, self.window[0], self.window[1], None, self.logits_soft_cap or 0.0,
+            self.alibi_slopes, self.sinks,
+        )  # fmt: skip
+
+    def _sparse(self) -> list[int] | None:
+        """A block-sparse pattern for the kernel, or None."""
+        return None
+
+    def _scales(
+        self, layer: AttentionLayer, kv_cache: torch.Tensor
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None, float, float]:
+        """(k_scale, v_scale, k_factor, v_factor): a scale that lies on the host as a number costs the kernel nothing."""
+        if not caches.is_quantised(kv_cache.dtype):
+            return None, None, 1.0, 1.0
+        tensors: list[torch.Tensor | None] = []
+        factors = []
+        for scale in (layer._k_scale, layer._v_scale):
+            known = not isinstance(scale, torch.Tensor) or (scale.ndim == 0 and scale.device.type == "cpu")
+            factors.append(float(scale) if known else 1.0)
+            tensors.append(None if known else self._on(kv_cache.device, scale))
+        return tensors[0], tensors[1], factors[0], factors[1]
+
+    @staticmethod
+    def _on(device: torch.device, scale: Any) -> torch.Tensor:
+        return torch.as_tensor(scale, dtype=torch.float32, device=device).detach()

@@ -1,0 +1,87 @@
+"""Block-sparse attention (Phi-3-small): local blocks of keys, and every n-th column of blocks, by the kernels of TRITON_ATTN.
+
+The pattern is SEMANTICS 4.13: query block qb sees key block kb when kb <= qb and either qb - kb < local_blocks or
+(kb + shift + 1) % vert_stride == 0, with a shift for each head unless heads are alike. Tiles of keys that no head of a group
+attends are not loaded, which is the gain over a dense kernel. The selector's `is_blocksparse` leads here.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from attn.backends.arguments import Window
+from attn.capabilities import AttentionType, Feature, Request
+from attn.torch.backends import _triton
+
+
+@dataclass(frozen=True)
+class BlocksparseParams:
+    """The pattern. `head_offset` is the first global head of this rank, `total_heads` the count over all ranks (None: this
+    rank's own)."""
+
+    block_size: int = 64
+    local_blocks: int = 16
+    vert_stride: int = 8
+    homo_head: bool = False
+    head_offset: int = 0
+    total_heads: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("block_size", 1), ("local_blocks", 0), ("vert_stride", 1), ("head_offset", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ValueError(f"blocksparse_params: {name}={value!r} must be an int of at least {least}")
+
+
+class BlocksparseFlashAttentionBackend(_triton.TritonPagedBackend):
+    capabilities = _triton.capabilities(
+        ("cuda", "rocm"),
+        attn_types=(AttentionType.DECODER,),
+        features=_triton.FEATURES - {Feature.NON_CAUSAL, Feature.SLIDING_WINDOW, Feature.TWO_SIDED_WINDOW, Feature.TREE_MASK}
+        | {Feature.BLOCK_SPARSE},
+    )
+
+    @staticmethod
+    def get_name() -> str:
+        return "BLOCKSPARSE"
+
+    @staticmethod
+    def get_impl_cls() -> type["BlocksparseFlashAttentionImpl"]:
+        return BlocksparseFlashAttentionImpl
+
+
+class BlocksparseFlashAttentionImpl(_triton.TritonPagedImpl):
+    """`blocksparse_params`: a `BlocksparseParams`, or a dict of its fields; None for the defaults."""
+
+    backend = BlocksparseFlashAttentionBackend
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | Window | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        *,
+        sinks: Any = None,
+        blocksparse_params: BlocksparseParams | dict[str, Any] | None = None,
+    ) -> None:
+        params = blocksparse_params or BlocksparseParams()
+        self.params = BlocksparseParams(**params) if isinstance(params, dict) else params
+        super().__init__(
+            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap, attn_type,
+            kv_sharing_target_layer_name, sinks=sinks,
+        )  # fmt: skip
+
+    def request(self) -> Request:
+        asked = super().request()
+        return Request(**{**vars(asked), "features": asked.features | {Feature.BLOCK_SPARSE}})
+
+    def _sparse(self) -> list[int]:
+        p = self.params
+        shift = 0 if p.homo_head else max(1, p.vert_stride // (p.total_heads or self.num_heads))
+        return [p.block_size, p.local_blocks, p.vert_stride, shift, p.head_offset]

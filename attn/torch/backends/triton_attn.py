@@ -1,0 +1,24 @@
+"""TRITON_ATTN: our own kernels, every feature on every NVIDIA and AMD GPU that Triton compiles for.
+
+It wins where the vendors' kernels have no answer (ALiBi with windows, large head sizes in float32, trees, int8 caches) and
+in decode, which is bound by memory and where it reads the cache about as fast as the device copies; vendor prefill on
+Hopper is ahead of it. Measurements are in benchmarks/NOTES.md.
+"""
+
+from attn.torch.backends import _triton
+
+
+class TritonAttentionBackend(_triton.TritonPagedBackend):
+    capabilities = _triton.capabilities(("cuda", "rocm"))
+
+    @staticmethod
+    def get_name() -> str:
+        return "TRITON_ATTN"
+
+    @staticmethod
+    def get_impl_cls() -> type["TritonAttentionImpl"]:
+        return TritonAttentionImpl
+
+
+class TritonAttentionImpl(_triton.TritonPagedImpl):
+    backend = TritonAttentionBackend

@@ -1,0 +1,115 @@
+"""Writing new keys and values into a paged cache, quantised on the way.
+
+Grid [T]: one program stores one token's keys and values, all heads. fp8 codes are computed with integers (round to nearest
+even, saturating, NaN kept), so that they are the same bits on every architecture, those without fp8 conversions included.
+A slot of -1 stores nothing.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from attn.torch.kernels.launch import check_stride, power_of_two
+
+
+@triton.jit
+def _nearest(x):  # type: ignore[no-untyped-def]
+    """x rounded to an integer, ties to even, for |x| < 2^22: adding 1.5 * 2^23 leaves no room for a fraction."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def _fp8_code(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The byte of float32 x in an fp8 format of MANTISSA explicit bits, saturating at MAX; any NaN becomes 0x7F."""
+    bits = x.to(tl.uint32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    size = tl.minimum(tl.abs(x), MAX)
+    magnitude = size.to(tl.uint32, bitcast=True)
+    shift: tl.constexpr = 23 - MANTISSA
+    rounded = (magnitude + ((1 << (shift - 1)) - 1) + ((magnitude >> shift) & 1)) >> shift
+    normal = rounded - ((127 - BIAS) << MANTISSA)
+    # below the smallest normal number the code counts steps of 2^(1 - BIAS - MANTISSA)
+    least: tl.constexpr = 2.0 ** (1 - BIAS)
+    steps: tl.constexpr = 2.0 ** (BIAS + MANTISSA - 1)
+    subnormal = _nearest(tl.minimum(size, least) * steps).to(tl.uint32)
+    code = tl.where(size < least, subnormal, normal) | sign
+    return tl.where(x != x, 0x7F, code).to(tl.uint8)
+
+
+@triton.jit
+def _code(x, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """float32 x, already divided by its scale, as a byte."""
+    if KIND == "int8":
+        clipped = tl.minimum(tl.maximum(x, -127.0), 127.0)
+        return _nearest(tl.where(x != x, 0.0, clipped)).to(tl.int32).to(tl.uint8)
+    elif KIND == "e4m3":
+        return _fp8_code(x, 3, 7, 448.0)
+    else:
+        return _fp8_code(x, 2, 15, 57344.0)
+
+
+@triton.jit
+def _write(  # type: ignore[no-untyped-def]
+    key, value, key_cache, value_cache, slots, k_scale, v_scale,
+    key_t, value_t, kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head, kscale_h, vscale_h,
+    HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    if slot >= 0:
+        h, d = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_D)[None, :]
+        live = (h < HEADS) & (d < D)
+        block, place = slot // P, slot % P
+        k = tl.load(key + token * key_t + h * D + d, mask=live)
+        v = tl.load(value + token * value_t + h * D + d, mask=live)
+        if KIND != "":
+            k_by = tl.load(k_scale + h * kscale_h, mask=h < HEADS, other=1.0)
+            v_by = tl.load(v_scale + h * vscale_h, mask=h < HEADS, other=1.0)
+            k = _code(tl.math.div_rn(k.to(tl.float32), tl.broadcast_to(k_by, (BLOCK_H, BLOCK_D))), KIND)
+            v = _code(tl.math.div_rn(v.to(tl.float32), tl.broadcast_to(v_by, (BLOCK_H, BLOCK_D))), KIND)
+        k_at = key_cache + block * kc_block + place * kc_slot + h * kc_head + d
+        v_at = value_cache + block * vc_block + place * vc_slot + h * vc_head + d
+        tl.store(k_at, k.to(key_cache.dtype.element_ty), mask=live)
+        tl.store(v_at, v.to(value_cache.dtype.element_ty), mask=live)
+
+
+_KINDS = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+
+
+@torch.library.custom_op("attn::triton_write_kv", mutates_args=("key_cache", "value_cache"))
+def write_kv(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+) -> None:
+    """Store token t's key and value at slot_mapping[t] = block * P + offset; -1 stores nothing.
+
+    key, value: [T', K, D]; caches: [N, P, K, D], any strides with D dense; slot_mapping: [T] int; scales: 0-d or [K] float32
+    on the same device, used by one-byte caches only. Rows past the shorter of T and T' are padding.
+    """
+    tokens = min(key.shape[0], slot_mapping.shape[0])
+    if tokens == 0:
+        return
+    key, value = key.contiguous(), value.contiguous()
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        check_stride(name, cache)
+    heads, head_size = key.shape[1:]
+    kind = _KINDS.get(key_cache.dtype, "")
+    stored = [cache.view(torch.uint8) if kind else cache for cache in (key_cache, value_cache)]
+    block_h, block_d = power_of_two(heads), power_of_two(head_size)
+    _write[(tokens,)](
+        key, value, *stored, slot_mapping, k_scale, v_scale,
+        key.stride(0), value.stride(0), *key_cache.stride()[:3], *value_cache.stride()[:3],
+        1 if k_scale.ndim else 0, 1 if v_scale.ndim else 0,
+        HEADS=heads, D=head_size, P=key_cache.shape[1], BLOCK_H=block_h, BLOCK_D=block_d, KIND=kind,
+        num_warps=min(8, max(1, block_h * block_d // 256)),
+    )  # fmt: skip
+
+
+@write_kv.register_fake
+def _(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale) -> None:  # type: ignore[no-untyped-def]
+    return None

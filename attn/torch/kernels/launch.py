@@ -1,0 +1,156 @@
+"""Launch rules: tile sizes, warps and stages from shapes and the architecture, never from a table of measured shapes.
+
+A rule names what it wants in order of preference and takes the first that fits the architecture's shared memory. The one
+thing that depends on the batch is how finely a decode's keys are split, and that can be pinned (`split_size`) where a
+sequence's bits must not depend on its neighbours.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+#: Shared memory that one program may use, in bytes (NVIDIA: opt-in limit a block; AMD: LDS a workgroup).
+SHARED_MEMORY = {
+    "sm_75": 65536,
+    "sm_80": 166912,
+    "sm_86": 101376,
+    "sm_89": 101376,
+    "sm_90": 232448,
+    "sm_100": 232448,
+    "sm_103": 232448,
+    "sm_120": 101376,
+    "gfx90a": 65536,
+    "gfx942": 65536,
+    "gfx950": 163840,
+    "gfx1100": 65536,
+    "gfx1201": 65536,
+}
+_UNKNOWN = 65536  #: what an architecture that is not listed is taken to have: the least of those that are
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How one kernel is launched: rows and keys a tile, warps a program, stages of the software pipeline."""
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+    def options(self) -> dict[str, int]:
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def arch() -> str:
+    """`sm_90`, `gfx942`, or `interpreter`: what Triton compiles for now (asked of Triton, so a stand-in driver counts)."""
+    if triton.knobs.runtime.interpret:
+        return "interpreter"
+    target = triton.runtime.driver.active.get_current_target()
+    return f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch).partition(":")[0]
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Of a CUDA or ROCm device; 8 where tensors lie on the host (the interpreter, compilation without a device)."""
+    return _multiprocessors(device) if device.type == "cuda" else 8
+
+
+def can_launch_early(arch: str) -> bool:
+    """Whether a kernel's launch may overlap the end of the one before it (programmatic dependent launch, from Hopper on)."""
+    return arch.startswith("sm_") and int(arch[3:]) >= 90
+
+
+def _fitting(wanted: list[Launch], arch: str, block_d: int, itemsize: int, stored: int) -> Launch:
+    """The first of `wanted` whose tiles fit: queries once, keys and values a stage, one stage of them converted."""
+    limit = SHARED_MEMORY.get(arch, _UNKNOWN)
+    for launch in wanted:
+        stages = max(1, launch.num_stages - 1)  # the last stage computes out of what the others hold
+        tile = 2 * launch.block_n * block_d
+        need = launch.block_m * block_d * itemsize + tile * stages * stored + launch.block_m * launch.block_n * itemsize
+        if stored != itemsize:
+            need += tile * itemsize
+        if need <= limit:
+            return launch
+    return wanted[-1]
+
+
+@functools.lru_cache(maxsize=1024)
+def decode_launch(arch: str, group: int, head_size: int, itemsize: int, stored: int) -> Launch:
+    """For few query rows against many keys: bound by memory, so many small programs with loads in flight."""
+    block_m, block_d = max(16, power_of_two(group)), power_of_two(head_size)
+    if arch == "interpreter":
+        return Launch(block_m, 32, 4, 1)
+    if arch.startswith("gfx"):
+        wanted = [Launch(block_m, n, 4, 2) for n in (64, 32, 16)]
+    else:
+        # Keys of about 8 KiB a stage (of their value as the product takes it: one-byte codes are converted in registers), and
+        # stages enough that four programs fill shared memory: more of them share a multiprocessor unevenly, and the last is
+        # waited for. The table's load takes some of the stages.
+        n = min(64, max(16, power_of_two(8192 // (block_d * itemsize))))
+        warps, stages = (2, 8 if block_d > 64 else 6) if block_d <= 128 else (4, 6)
+        wanted = [Launch(block_m, n, warps, stages), *(Launch(block_m, k, warps, 3) for k in (32, 16))]
+    if itemsize == 4:
+        wanted = [Launch(block_m, 16, 4, s) for s in (3, 1)]
+    return _fitting(wanted, arch, block_d, itemsize, stored)
+
+
+@functools.lru_cache(maxsize=1024)
+def prefill_launch(arch: str, group: int, head_size: int, itemsize: int, stored: int) -> Launch:
+    """For many query rows: bound by arithmetic, so tiles as large as registers and shared memory allow."""
+    least, block_d = power_of_two(group), power_of_two(head_size)
+    if arch == "interpreter":
+        return Launch(max(32, least), 32, 4, 1)
+    if itemsize == 4:
+        # float32 products run on the ordinary cores and keep their operands in registers: small tiles
+        wanted = [Launch(max(32, least), 16, 8 if block_d > 128 else 4, s) for s in (2, 1)]
+    elif arch.startswith("gfx"):
+        # by the compiler's reports alone: larger tiles spill where LDS would hold them (gfx950)
+        wanted = [Launch(max(64 if block_d <= 128 else 32, least), n, 4, s) for n, s in ((32, 2), (16, 1))]
+    elif arch.startswith("sm_9"):
+        wide = [Launch(max(128, least), 128, 8, 3), Launch(max(128, least), 64, 8, 3)] if block_d <= 128 else []
+        wanted = [*wide, Launch(max(128, least), 64, 8, 2), Launch(max(64, least), 32, 8, 2)]
+    elif arch.startswith("sm_10"):
+        # Accumulators live in tensor memory, of which there are 512 columns: several of block_d and one of block_n. Below 64
+        # rows they live in registers.
+        wanted = [Launch(max(128, least), 64, 8, 3) if block_d <= 128 else Launch(max(32, least), 32, 4, 2)]
+    else:
+        # by the compiler's reports alone (spills), no such device having been at hand
+        wanted = [Launch(max(64, least), n, 4, s) for n, s in ((32, 2), (16, 2), (16, 1))]
+    return _fitting(wanted, arch, block_d, itemsize, stored)
+
+
+def split_size(units: int, keys: int, block_n: int, multiprocessors: int, most: int = 128) -> int:
+    """Keys a program of a decode takes, a multiple of block_n: as few splits as keep memory busy to the end.
+
+    `units` programs would each walk `keys` keys. Three run on a multiprocessor at a time, two saturate memory, and
+    from there on more splits only cost: a start (about four tiles' time) and the merge.
+    """
+    tiles = max(1, -(-keys // block_n))
+    floor = units * tiles / (2 * multiprocessors)
+
+    def cost(splits: int) -> float:
+        waves = -(-units * splits // (3 * multiprocessors))
+        merge = 0.0 if splits == 1 else 6 + splits / 8
+        return max(floor, waves * -(-tiles // splits)) + 4 * waves + merge
+
+    best = min(range(1, min(tiles, most) + 1), key=cost)
+    if cost(best) > 0.95 * cost(1):
+        best = 1
+    return -(-tiles // best) * block_n
+
+
+def check_stride(name: str, tensor: Any) -> None:
+    """Kernels read rows of D elements that lie side by side; anything else is a caller's mistake in this library."""
+    assert tensor.stride(-1) == 1, f"{name} has strides {tensor.stride()}: the last dimension must be dense"

@@ -1,0 +1,583 @@
+"""Attention of a ragged batch over a paged cache: one kernel for prefill, chunks, decode and every mixture.
+
+A program takes one tile: up to BLOCK_Q query tokens of one request times the G query heads of one kv head, packed as rows,
+against that request's keys, BLOCK_N at a time, with an online softmax in base 2 (Dao et al., FlashAttention-2, 2023).
+Tokens and heads share rows, so one pass over the keys serves the whole group. It is launched in two ways:
+
+    prefill  1-D grid, tiles x K, found by bisection in query_start_loc; longest rows of a request first.
+    decode   grid (R x K, splits), a tile a request; each program takes `split_size` of the visible keys and leaves a
+             partial result, which `_merge` joins (Flash-Decoding). A request that needs one split is finished at once.
+
+A mixed batch takes both launches, one after the other, each skipping the other's requests, so that a decode never pays for a
+prefill's tile (side by side on two streams they were no faster: a prefill tile fills a multiprocessor's registers). No
+lengths are fetched from the device and grids depend on extents and on max_query_len and max_seq_len alone: a captured
+launch serves any batch within those bounds.
+
+What is masked is selected away, never multiplied: scores become -inf and keys and values that no row sees are not loaded.
+A tile whose sums are not finite at the end is done again, slowly, so that a NaN or infinity among values that some rows see
+reaches just those rows. Masks are computed for the tiles of keys that need one; blocks outside every window are never
+touched. Offsets into a cache of 2^31 elements or more are 64-bit.
+
+Layouts: query, output [T, H, D]; caches [N, P, K, D] of any strides (last dimension dense); lse [H, T] float32, natural.
+Undefined: rows of tokens beyond query_start_loc[R], which are left alone.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from attn.torch.kernels.launch import (
+    Launch,
+    arch,
+    can_launch_early,
+    check_stride,
+    decode_launch,
+    multiprocessors,
+    power_of_two,
+    prefill_launch,
+    split_size,
+)
+
+LOG2E = 1.4426950408889634
+LN2 = 0.6931471805599453
+_BATCH = (
+    "left",
+    "right",
+    "tree_right",
+    "min_query",
+    "max_query",
+    "num_reqs",
+    "splits",
+    "split",
+    "tree_w",
+    "lse_h",
+    "sparse_local",
+    "sparse_stride",
+    "sparse_shift",
+    "sparse_offset",
+)  # fmt: skip  (what changes from batch to batch compiles nothing anew)
+UNBOUNDED = 1 << 30  #: a window side without a bound: further than any sequence is long
+
+
+@triton.jit
+def _request_of(query_start_loc, tile, num_reqs, BLOCK_Q: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The request of a prefill tile when request r's tiles start at query_start_loc[r] // BLOCK_Q + r."""
+    low, high = 0, num_reqs
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(query_start_loc + middle) // BLOCK_Q + middle <= tile:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit
+def _visible(first, last, seq_len, left, right, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(aligned begin, low, high) of the keys that some row at positions first..last sees."""
+    low = tl.maximum(first - left, 0)
+    high = tl.maximum(tl.minimum(last + right + 1, seq_len), 0)
+    return tl.where(low < high, low // BLOCK_N * BLOCK_N, high), low, high
+
+
+@triton.jit
+def _infinite_where(values, allowed, infinity):  # type: ignore[no-untyped-def]
+    """[rows, D]: `infinity` where a row is allowed a value that is NaN or that infinity, else 0 (both together: NaN)."""
+    wild = ((values != values) | (values == infinity)).to(tl.float16)
+    hits = tl.dot(allowed.to(tl.float16), wild)
+    return tl.where(hits > 0, infinity, 0.0)
+
+
+@triton.jit
+def _step(  # type: ignore[no-untyped-def]
+    acc, norm, top, q, start, low, high, upper,
+    table, k_base, v_base, tree_row, position, head, token, context, q_len, slope,
+    left, is_tree, k_block, k_slot, v_block, v_slot, factor, cap, tree_w,
+    sparse_local, sparse_stride, sparse_shift,
+    MASKED: tl.constexpr, CAREFUL: tl.constexpr, HAS_LEFT: tl.constexpr, PAGED: tl.constexpr, P: tl.constexpr, D: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_TREE: tl.constexpr,
+    SPARSE: tl.constexpr, SAME: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys: scores, running maximum, and the values they weigh. Without MASKED every row sees every key of it."""
+    d = tl.arange(0, BLOCK_D)
+    n = tl.arange(0, BLOCK_N)
+    j = start + n
+    # past either end the nearest visible key is loaded again: what lies there is neither read nor needs a mask
+    at = tl.minimum(tl.maximum(j, low), high - 1) if MASKED else j
+    if PAGED:
+        if P % BLOCK_N == 0:
+            page = tl.load(table + start // P)
+            place = at % P
+        elif BLOCK_N % P == 0 and not MASKED:
+            page = tl.load(table + start // P + n // P)
+            place = n % P  # known before the loop
+        else:
+            page = tl.load(table + at // P)
+            place = at % P
+        if WIDE:
+            page = page.to(tl.int64)
+        k_rows = page * k_block + place * k_slot
+        v_rows = k_rows if SAME else page * v_block + place * v_slot
+    else:
+        at = at.to(tl.int64)
+        k_rows = at * k_slot
+        v_rows = k_rows if SAME else at * v_slot
+    k_at = k_base + k_rows[:, None] + d[None, :]
+    v_at = v_base + v_rows[:, None] + d[None, :]
+    if D != BLOCK_D:
+        k = tl.load(k_at, mask=(d < D)[None, :], other=0.0)
+        v = tl.load(v_at, mask=(d < D)[None, :], other=0.0)
+    else:
+        k = tl.load(k_at)
+        v = tl.load(v_at)
+    s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
+
+    # Scores in base 2. Plain ones stay as they are and meet the factor inside the exponent, where it fuses.
+    if HAS_CAP:
+        s = cap * _tanh(s * factor)
+    elif HAS_ALIBI:
+        s = s * factor
+    if HAS_ALIBI:
+        s = s - slope[:, None] * tl.abs(j[None, :] - position[:, None]).to(tl.float32)
+    if MASKED:
+        allowed = _allowed(
+            j, low, upper, position, head, token, context, q_len, left, is_tree, tree_row, tree_w,
+            sparse_local, sparse_stride, sparse_shift, HAS_LEFT, HAS_TREE, SPARSE,
+        )  # fmt: skip
+        s = tl.where(allowed, s, float("-inf"))
+    if HAS_CAP or HAS_ALIBI:
+        above = tl.maximum(top, tl.max(s, 1))
+        guard = tl.where(above == float("-inf"), 0.0, above)
+        p = tl.exp2(s - guard[:, None])
+        shrink = tl.exp2(top - guard)
+    elif EXACT:
+        # subtracted before it is scaled, the largest score is exactly 0 and a single key's value comes out as it is
+        above = tl.maximum(top, tl.max(s, 1))
+        guard = tl.where(above == float("-inf"), 0.0, above)
+        p = tl.exp2((s - guard[:, None]) * factor)
+        shrink = tl.exp2((top - guard) * factor)
+    else:
+        above = tl.maximum(top, tl.max(s, 1) * factor)
+        guard = tl.where(above == float("-inf"), 0.0, above)
+        p = tl.exp2(s * factor - guard[:, None])
+        shrink = tl.exp2(top - guard)
+    norm = norm * shrink + tl.sum(p, 1)
+    acc = acc * shrink[:, None]
+    v = v.to(q.dtype)
+    p = p.to(v.dtype)
+    if CAREFUL:
+        wide = v.to(tl.float32)
+        v = tl.where((wide - wide) != 0.0, 0.0, wide).to(v.dtype)
+        acc += _infinite_where(wide, allowed, float("inf"))
+        acc += _infinite_where(wide, allowed, float("-inf"))
+    acc = tl.dot(p, v, acc, input_precision="ieee")
+    return acc, norm, above
+
+
+@triton.jit
+def _allowed(  # type: ignore[no-untyped-def]
+    j, low, upper, position, head, token, context, q_len, left, is_tree, tree_row, tree_w,
+    sparse_local, sparse_stride, sparse_shift, HAS_LEFT: tl.constexpr, HAS_TREE: tl.constexpr, SPARSE: tl.constexpr,
+):  # fmt: skip
+    """[rows, keys]: window and causality, the draft tree among new tokens, the pattern of blocks."""
+    allowed = j[None, :] <= upper[:, None]
+    if HAS_LEFT:
+        allowed = allowed & (j[None, :] >= position[:, None] - left)
+    if HAS_TREE:
+        new = j[None, :] - context
+        inside = (new >= 0) & (new < q_len) & (token < q_len)[:, None] & is_tree
+        seen = tl.load(tree_row + token[:, None] * tree_w + new, mask=inside, other=1)
+        allowed = allowed & (seen != 0)
+    if SPARSE > 0:
+        far = position[:, None] // SPARSE - j[None, :] // SPARSE
+        column = j[None, :] // SPARSE + head[:, None] * sparse_shift + 1
+        allowed = allowed & ((far < sparse_local) | (column % sparse_stride == 0))
+    return allowed
+
+
+@triton.jit
+def _tanh(x):  # type: ignore[no-untyped-def]
+    """tanh: by series where the quotient would cancel, and saturating on both sides where exp overflows."""
+    y = x * x
+    series = x * (1.0 + y * (-0.33333333 + y * (0.13333333 + y * (-0.05396825 + y * 0.02186949))))
+    return tl.where(tl.abs(x) < 0.25, series, 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0))
+
+
+@triton.jit(do_not_specialize=_BATCH)
+def _attention(  # type: ignore[no-untyped-def]
+    output, lse, partial, partial_lse, query, key_cache, value_cache, query_start_loc, seq_lens, block_table,
+    slopes, sinks, tree, k_scale, v_scale,
+    factor, v_factor, cap, left, right, tree_right, min_query, max_query, num_reqs, splits, split, tree_w,
+    sparse_local, sparse_stride, sparse_shift, sparse_offset,
+    o_t, o_h, lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, kscale_h, vscale_h,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
+    DECODE: tl.constexpr, HAS_SPLITS: tl.constexpr, PAGED: tl.constexpr, NEGATE: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_TREE: tl.constexpr, HAS_LSE: tl.constexpr, HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr,
+    SPARSE: tl.constexpr, MAY_BE_WILD: tl.constexpr, SAME: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    K: tl.constexpr = H // G
+    if EARLY:
+        # the merge may be launched already: it waits for this grid's end before it reads
+        tl.extra.cuda.gdc_launch_dependents()
+    pid = tl.program_id(0)
+    kv_head = pid % K
+    if DECODE:
+        r = pid // K
+        begin = tl.load(query_start_loc + r)
+        q_len = tl.load(query_start_loc + r + 1) - begin
+        tile = 0
+    else:
+        r = _request_of(query_start_loc, pid // K, num_reqs, BLOCK_Q)
+        begin = tl.load(query_start_loc + r)
+        q_len = tl.load(query_start_loc + r + 1) - begin
+        # the longest rows are the last: started first, they do not end last
+        tile = tl.cdiv(q_len, BLOCK_Q) - 1 - (pid // K - (begin // BLOCK_Q + r))
+    if (q_len <= min_query) | (q_len > max_query) | (tile < 0):
+        return
+    seq_len = tl.load(seq_lens + r) if PAGED else q_len
+    context = seq_len - q_len
+
+    row = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    token = tile * BLOCK_Q + row // G
+    head = kv_head * G + row % G
+    live = (row < BLOCK_Q * G) & (token < q_len)
+    position = context + token
+    first = context + tile * BLOCK_Q
+    last = context + tl.minimum(tile * BLOCK_Q + BLOCK_Q, q_len) - 1
+    is_tree = False
+    if HAS_TREE:
+        is_tree = q_len <= tree_w
+        right = tl.where(is_tree, tree_right, right)
+    aligned, low, high = _visible(first, last, seq_len, left, right, BLOCK_N)
+    stop = high
+    if HAS_SPLITS:
+        count = tl.cdiv(high - aligned, split)
+        s = tl.program_id(1)
+        if s >= tl.maximum(count, 1):
+            return
+        aligned = aligned + s * split
+        stop = tl.minimum(high, aligned + split)
+
+    at = (begin + token).to(tl.int64)
+    lanes = live[:, None] & (d < D)[None, :]
+    q = tl.load(query + at[:, None] * q_t + head[:, None] * q_h + d[None, :], mask=lanes, other=0.0)
+    if NEGATE:
+        q = (0.0 - q.to(tl.float32)).to(q.dtype)
+    if HAS_K_SCALE:
+        factor = factor * tl.load(k_scale + kv_head * kscale_h)
+    if HAS_V_SCALE:
+        v_factor = v_factor * tl.load(v_scale + kv_head * vscale_h)
+    slope = tl.zeros((BLOCK_M,), tl.float32)
+    if HAS_ALIBI:
+        slope = tl.load(slopes + head, mask=live, other=0.0) * 1.4426950408889634
+    if PAGED:
+        table = block_table + r.to(tl.int64) * table_r
+        k_base = key_cache + kv_head.to(tl.int64) * k_head
+        v_base = value_cache + kv_head.to(tl.int64) * v_head
+    else:
+        table = block_table
+        k_base = key_cache + kv_head.to(tl.int64) * k_head + begin.to(tl.int64) * k_slot
+        v_base = value_cache + kv_head.to(tl.int64) * v_head + begin.to(tl.int64) * v_slot
+    tree_row = tree
+    if HAS_TREE:
+        tree_row = tree + r.to(tl.int64) * tree_w * tree_w
+    shifted = head + sparse_offset
+
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    norm = tl.zeros((BLOCK_M,), tl.float32)
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    upper = tl.minimum(position + right, high - 1)
+    # In float32 every tile of several tokens is computed with care, so that what happens to one row changes no bit of another.
+    if SPARSE > 0:
+        for start in tl.range(aligned, stop, BLOCK_N):
+            if _sparse_tile(start, first, shifted, live, sparse_local, sparse_stride, sparse_shift, BLOCK_N, SPARSE):
+                acc, norm, top = _step(
+                    acc, norm, top, q, start, low, high, upper,
+                    table, k_base, v_base, tree_row, position, shifted, token, context, q_len, slope,
+                    left, is_tree, k_block, k_slot, v_block, v_slot, factor, cap, tree_w,
+                    sparse_local, sparse_stride, sparse_shift,
+                    True, False, HAS_LEFT, PAGED, P, D, BLOCK_N, BLOCK_D,
+                    HAS_CAP, HAS_ALIBI, HAS_TREE, SPARSE, SAME, WIDE, EXACT, PRECISION,
+                )  # fmt: skip
+    elif DECODE or EXACT:
+        for start in tl.range(aligned, stop, BLOCK_N):
+            acc, norm, top = _step(
+                acc, norm, top, q, start, low, high, upper,
+                table, k_base, v_base, tree_row, position, shifted, token, context, q_len, slope,
+                left, is_tree, k_block, k_slot, v_block, v_slot, factor, cap, tree_w,
+                sparse_local, sparse_stride, sparse_shift,
+                True, EXACT and BLOCK_Q > 1, HAS_LEFT, PAGED, P, D, BLOCK_N, BLOCK_D,
+                HAS_CAP, HAS_ALIBI, HAS_TREE, SPARSE, SAME, WIDE, EXACT, PRECISION,
+            )  # fmt: skip
+    else:
+        # the keys from full to rest are visible to every row: their tiles need no mask
+        full = aligned
+        rest = tl.minimum(first + right + 1, high)
+        if HAS_TREE:
+            rest = tl.where(is_tree, tl.minimum(rest, context), rest)
+        if HAS_LEFT:
+            full = tl.minimum(tl.cdiv(tl.maximum(last - left, aligned), BLOCK_N), tl.cdiv(high, BLOCK_N)) * BLOCK_N
+            for start in tl.range(aligned, full, BLOCK_N):
+                acc, norm, top = _step(
+                    acc, norm, top, q, start, low, high, upper,
+                    table, k_base, v_base, tree_row, position, shifted, token, context, q_len, slope,
+                    left, is_tree, k_block, k_slot, v_block, v_slot, factor, cap, tree_w,
+                    sparse_local, sparse_stride, sparse_shift,
+                    True, False, HAS_LEFT, PAGED, P, D, BLOCK_N, BLOCK_D,
+                    HAS_CAP, HAS_ALIBI, HAS_TREE, SPARSE, SAME, WIDE, EXACT, PRECISION,
+                )  # fmt: skip
+        rest = tl.maximum(full, tl.maximum(rest, 0) // BLOCK_N * BLOCK_N)
+        for start in tl.range(full, rest, BLOCK_N):
+            acc, norm, top = _step(
+                acc, norm, top, q, start, low, high, upper,
+                table, k_base, v_base, tree_row, position, shifted, token, context, q_len, slope,
+                left, is_tree, k_block, k_slot, v_block, v_slot, factor, cap, tree_w,
+                sparse_local, sparse_stride, sparse_shift,
+                False, False, HAS_LEFT, PAGED, P, D, BLOCK_N, BLOCK_D,
+                HAS_CAP, HAS_ALIBI, HAS_TREE, SPARSE, SAME, WIDE, EXACT, PRECISION,
+            )  # fmt: skip
+        for start in tl.range(rest, high, BLOCK_N):
+            acc, norm, top = _step(
+                acc, norm, top, q, start, low, high, upper,
+                table, k_base, v_base, tree_row, position, shifted, token, context, q_len, slope,
+                left, is_tree, k_block, k_slot, v_block, v_slot, factor, cap, tree_w,
+                sparse_local, sparse_stride, sparse_shift,
+                True, False, HAS_LEFT, PAGED, P, D, BLOCK_N, BLOCK_D,
+                HAS_CAP, HAS_ALIBI, HAS_TREE, SPARSE, SAME, WIDE, EXACT, PRECISION,
+            )  # fmt: skip
+    if MAY_BE_WILD and BLOCK_Q > 1 and (SPARSE > 0 or not EXACT):  # noqa: SIM102  (one is known when compiling)
+        # 0 * NaN: a value that is not finite may have reached rows that do not see it. Rare enough to start over.
+        if tl.max(((acc - acc) != 0.0).to(tl.int32)) > 0:
+            acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+            norm = tl.zeros((BLOCK_M,), tl.float32)
+            top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+            for start in tl.range(aligned, stop, BLOCK_N, num_stages=1):
+                acc, norm, top = _step(
+                    acc, norm, top, q, start, low, high, upper,
+                    table, k_base, v_base, tree_row, position, shifted, token, context, q_len, slope,
+                    left, is_tree, k_block, k_slot, v_block, v_slot, factor, cap, tree_w,
+                    sparse_local, sparse_stride, sparse_shift,
+                    True, True, HAS_LEFT, PAGED, P, D, BLOCK_N, BLOCK_D,
+                    HAS_CAP, HAS_ALIBI, HAS_TREE, SPARSE, SAME, WIDE, EXACT, PRECISION,
+                )  # fmt: skip
+
+    if EXACT and not (HAS_CAP or HAS_ALIBI):
+        top = top * factor
+    log = tl.where(norm == 0, float("-inf"), top + tl.log2(norm))
+    result = tl.where(norm[:, None] == 0, 0.0, acc / norm[:, None])
+    if HAS_SPLITS:  # noqa: SIM102
+        if count > 1:
+            state = ((r * BLOCK_Q + token).to(tl.int64) * H + head) * splits + s
+            tl.store(partial + state[:, None] * D + d[None, :], result, mask=lanes)
+            tl.store(partial_lse + state, log, mask=live)
+            return
+    _finish(output, lse, sinks, result, log, v_factor, at, head, d, live, lanes, o_t, o_h, lse_h, HAS_SINKS, HAS_LSE)
+
+
+@triton.jit
+def _sparse_tile(  # type: ignore[no-untyped-def]
+    start, first, head, live, sparse_local, sparse_stride, sparse_shift, BLOCK_N: tl.constexpr, SPARSE: tl.constexpr
+):  # fmt: skip
+    """Whether some row of the tile may attend keys start..start + BLOCK_N: the pattern over blocks, before any load."""
+    near = first // SPARSE - (start + BLOCK_N - 1) // SPARSE < sparse_local
+    wanted = 0
+    if not near:
+        for block in tl.range(start // SPARSE, (start + BLOCK_N - 1) // SPARSE + 1):
+            column = (block + head * sparse_shift + 1) % sparse_stride == 0
+            wanted += tl.max((column & live).to(tl.int32), 0)
+    return near | (wanted > 0)
+
+
+@triton.jit
+def _finish(  # type: ignore[no-untyped-def]
+    output, lse, sinks, result, log, v_factor, at, head, d, live, lanes, o_t, o_h, lse_h,
+    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+):  # fmt: skip
+    """Scale, let the sink take its share, and store rows; `log` is the log-sum-exp in base 2."""
+    result = result * v_factor
+    if HAS_SINKS:
+        sink = tl.load(sinks + head, mask=live, other=0.0) * 1.4426950408889634
+        # a row without keys is 0 whatever its sink is
+        share = 1.0 / (1.0 + tl.exp2(sink - log))
+        result = tl.where((log == float("-inf"))[:, None], 0.0, result * share[:, None])
+    tl.store(output + at[:, None] * o_t + head[:, None] * o_h + d[None, :], result.to(output.dtype.element_ty), mask=lanes)
+    if HAS_LSE:
+        tl.store(lse + head * lse_h + at, log * 0.6931471805599453, mask=live)
+
+
+@triton.jit(do_not_specialize=_BATCH)
+def _merge(  # type: ignore[no-untyped-def]
+    output, lse, partial, partial_lse, query_start_loc, seq_lens, sinks, v_scale,
+    v_factor, left, right, tree_right, max_query, splits, split, tree_w, o_t, o_h, lse_h, vscale_h,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_S: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_TREE: tl.constexpr, HAS_LSE: tl.constexpr,
+    HAS_V_SCALE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The second stage: grid (R x BLOCK_Q, H), one program joins the splits of one row. Parts without keys are not read."""
+    r = tl.program_id(0) // BLOCK_Q
+    token = tl.program_id(0) % BLOCK_Q
+    head = tl.program_id(1) + tl.zeros((1,), tl.int32)
+    begin = tl.load(query_start_loc + r)
+    q_len = tl.load(query_start_loc + r + 1) - begin
+    if (token >= q_len) | (q_len > max_query):
+        return
+    seq_len = tl.load(seq_lens + r)
+    if HAS_TREE:
+        right = tl.where(q_len <= tree_w, tree_right, right)
+    aligned, _, high = _visible(seq_len - q_len, seq_len - 1, seq_len, left, right, BLOCK_N)
+    count = tl.cdiv(high - aligned, split)
+    if count <= 1:
+        return
+    d = tl.arange(0, BLOCK_D)
+    part = tl.arange(0, BLOCK_S)
+    state = ((r * BLOCK_Q + token).to(tl.int64) * H + tl.program_id(1)) * splits
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    top = -float("inf")
+    for s in tl.range(0, count, BLOCK_S, num_stages=1):
+        top = tl.maximum(top, tl.max(tl.load(partial_lse + state + s + part, mask=s + part < count, other=float("-inf")), 0))
+    guard = tl.where(top == float("-inf"), 0.0, top)
+    acc = tl.zeros((BLOCK_D,), tl.float32)
+    norm = 0.0
+    for s in tl.range(0, count, BLOCK_S, num_stages=1):
+        logs = tl.load(partial_lse + state + s + part, mask=s + part < count, other=float("-inf"))
+        full = logs != float("-inf")
+        weight = tl.exp2(logs - guard)
+        rows = (state + s + part)[:, None] * D + d[None, :]
+        values = tl.load(partial + rows, mask=full[:, None] & (d < D)[None, :], other=0.0)
+        acc += tl.sum(values * weight[:, None], 0)
+        norm += tl.sum(weight, 0)
+    log = tl.where(norm == 0, float("-inf"), top + tl.log2(norm)) + tl.zeros((1,), tl.float32)
+    result = tl.where(norm == 0, 0.0, acc / norm)[None, :]
+    if HAS_V_SCALE:
+        v_factor = v_factor * tl.load(v_scale + tl.program_id(1) // G * vscale_h)
+    at = (begin + token).to(tl.int64) + tl.zeros((1,), tl.int64)
+    live = head >= 0
+    lanes = live[:, None] & (d < D)[None, :]
+    _finish(output, lse, sinks, result, log, v_factor, at, head, d, live, lanes, o_t, o_h, lse_h, HAS_SINKS, HAS_LSE)
+
+
+@torch.library.custom_op("attn::triton_paged_attention", mutates_args=("output", "lse"))
+def paged_attention(
+    output: torch.Tensor,
+    lse: torch.Tensor | None,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float,
+    left: int | None = None,
+    right: int | None = None,
+    tree_right: int | None = None,
+    soft_cap: float = 0.0,
+    slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    tree: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    k_factor: float = 1.0,
+    v_factor: float = 1.0,
+    fixed_split: int = 0,
+    sparse: list[int] | None = None,
+) -> None:
+    """Fill output [T, H, D] and, unless None, lse [H, T] for every token of every request.
+
+    query: [T, H, D]; caches: [N, P, K, D]; query_start_loc: [R + 1], seq_lens: [R], block_table: [R, B], int32. Without a block
+    table, caches are this call's own keys and values [T, K, D] and a request sees its own rows (encoders).
+    Keys p - left <= j <= p + right are seen, None being no bound (causality is right = 0). tree: [R, W, W] bool; for requests
+    of at most W tokens it and `tree_right` stand in for `right`. k_scale, v_scale: 0-d or [K] float32 on the device;
+    k_factor, v_factor: the same when the host knows them. fixed_split: keys a split of a decode takes, 0 to let the rule
+    choose by the batch. sparse: [block_size, local_blocks, vert_stride, shift a head, first head] (SEMANTICS 4.13).
+    """
+    num_reqs, heads, head_size = query_start_loc.shape[0] - 1, query.shape[1], query.shape[2]
+    if num_reqs < 1 or query.shape[0] == 0 or max_query_len == 0:
+        return
+    for name, tensor in (("output", output), ("query", query), ("key_cache", key_cache), ("value_cache", value_cache)):
+        check_stride(name, tensor)
+    paged = block_table is not None
+    page = key_cache.shape[1] if paged else 1
+    kv_heads = key_cache.shape[-2]
+    group, block_d = heads // kv_heads, power_of_two(head_size)
+    itemsize, stored, name = query.element_size(), key_cache.element_size(), arch()
+    decode = decode_launch(name, group, head_size, itemsize, stored)
+    # three tf32 products give float32's accuracy on tensor cores; the ordinary cores would take tiles that do not fit
+    precision = "tf32x3" if itemsize == 4 and name.startswith("sm") else "ieee"
+    early = can_launch_early(name)
+    prefill = prefill_launch(name, group, head_size, itemsize, stored)
+    # tokens of a request that one decode tile holds; one alone needs no mask between rows
+    most = decode.block_m // group if paged else 0
+    if paged and not fixed_split and not 1 < max_query_len <= most:
+        most = 1
+    factor, cap = abs(scale) * k_factor * LOG2E, 0.0
+    if soft_cap:
+        factor, cap = factor / LOG2E / soft_cap, soft_cap * LOG2E
+    unbounded = [UNBOUNDED if side is None else side for side in (left, right, tree_right)]
+    pattern = sparse or [0, 0, 1, 0, 0]
+    k_strides, v_strides = ((x.stride() if paged else (0, *x.stride()))[:3] for x in (key_cache, value_cache))
+    lse_h = lse.stride(0) if lse is not None else 0
+    tree_w = tree.shape[1] if tree is not None else 0
+    # 64-bit offsets cost a tenth of a prefill's instructions, so only caches that need them have them
+    wide = any(x.shape[0] * x.stride(0) >= 2**31 for x in (key_cache, value_cache))
+
+    def launch(
+        rule: Launch, block_q: int, grid: tuple[int, int], is_decode: bool, splits: int, split: int, least: int, limit: int
+    ) -> list[torch.Tensor]:
+        rows = num_reqs * block_q * heads * splits if splits > 1 else 0
+        partial = torch.empty(rows * head_size, dtype=torch.float32, device=query.device) if rows else output
+        partial_lse = torch.empty(rows, dtype=torch.float32, device=query.device) if rows else output
+        _attention[grid](
+            output, lse, partial, partial_lse, query, key_cache, value_cache, query_start_loc, seq_lens, block_table,
+            slopes, sinks, tree, k_scale, v_scale,
+            factor, v_factor, cap, *unbounded, least, limit, num_reqs, splits, split, tree_w,
+            pattern[1], pattern[2], pattern[3], pattern[4],
+            output.stride(0), output.stride(1), lse_h, query.stride(0), query.stride(1), *k_strides, *v_strides,
+            block_table.stride(0) if block_table is not None else 0, _step_of(k_scale), _step_of(v_scale),
+            H=heads, G=group, D=head_size, P=page,
+            BLOCK_M=rule.block_m, BLOCK_N=rule.block_n, BLOCK_D=block_d, BLOCK_Q=block_q,
+            DECODE=is_decode, HAS_SPLITS=splits > 1, PAGED=paged, NEGATE=scale < 0,
+            HAS_LEFT=left is not None, HAS_CAP=soft_cap != 0, HAS_ALIBI=slopes is not None, HAS_SINKS=sinks is not None,
+            HAS_TREE=tree is not None, HAS_LSE=lse is not None, HAS_K_SCALE=k_scale is not None,
+            HAS_V_SCALE=v_scale is not None, SPARSE=pattern[0], MAY_BE_WILD=key_cache.dtype != torch.int8,
+            SAME=k_strides == v_strides, WIDE=wide, EXACT=itemsize == 4, PRECISION=precision, EARLY=early and splits > 1,
+            **rule.options(),
+        )  # fmt: skip
+        return [partial, partial_lse]
+
+    if max_query_len > most:
+        block_q = prefill.block_m // group
+        tiles = query.shape[0] // block_q + num_reqs
+        launch(prefill, block_q, (tiles * kv_heads, 1), False, 1, 0, most, UNBOUNDED)
+    if not paged:
+        return
+    keys = max_seq_len
+    if left is not None:
+        keys = min(keys, left + most + min(unbounded[1], most) + decode.block_n)
+    split = fixed_split or split_size(num_reqs * kv_heads, keys, decode.block_n, multiprocessors(query.device))
+    splits = max(1, -(-keys // split))
+    partial, partial_lse = launch(decode, most, (num_reqs * kv_heads, splits), True, splits, split, 0, most)
+    if splits > 1:
+        _merge[(num_reqs * most, heads)](
+            output, lse, partial, partial_lse, query_start_loc, seq_lens, sinks, v_scale,
+            v_factor, *unbounded, most, splits, split, tree_w, output.stride(0), output.stride(1), lse_h, _step_of(v_scale),
+            H=heads, G=group, D=head_size, BLOCK_N=decode.block_n, BLOCK_D=block_d, BLOCK_Q=most, BLOCK_S=32,
+            HAS_SINKS=sinks is not None, HAS_TREE=tree is not None, HAS_LSE=lse is not None, HAS_V_SCALE=v_scale is not None,
+            EARLY=early, num_warps=4, **({"launch_pdl": True} if early else {}),
+        )  # fmt: skip
+
+
+def _step_of(scale: torch.Tensor | None) -> int:
+    """Elements from one kv head's scale to the next."""
+    return 1 if scale is not None and scale.ndim else 0
+
+
+@paged_attention.register_fake
+def _(*args, **kwargs) -> None:  # type: ignore[no-untyped-def]
+    return None

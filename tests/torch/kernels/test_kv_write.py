@@ -1,0 +1,54 @@
+"""The cache write in Triton stores the bytes that the torch write does, on a GPU or interpreted. About 3 s on one core."""
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+from attn.torch import kv_cache as caches
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+ON_GPU = torch.cuda.is_available()
+if not ON_GPU:
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are first imported
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
+
+SPECIAL = [
+    0.0, -0.0, 1e-9, -3e-3, 2.0**-9, 2.0**-10, 3 * 2.0**-11, 0.0625, 448.0, 464.0, 1e5, -1e30, 6e4, float("inf"), -float("inf"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("element", [torch.float32, torch.float16, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_same_bytes(element: torch.dtype, per_head: bool) -> None:
+    from attn.torch.kernels.kv_write import write_kv
+
+    torch.manual_seed(0)
+    shape = (7, 3, 40)
+    key = torch.randn(shape) * torch.logspace(-6, 4, 40)
+    key[0, 0, : len(SPECIAL)] = torch.tensor(SPECIAL)
+    value = torch.randn(shape)
+    slots = torch.tensor([5, -1, 40, 17, 0, -1])  # a row more than slots: padding
+    scale = torch.tensor([0.25, 1.0, 3.0]) if per_head else torch.tensor(0.5)
+    start = torch.randint(0, 100, (2, 4, 16, 3, 40)).to(element)
+    ours, want = start.clone().to(DEVICE), start.clone()
+    write_kv(key.to(DEVICE), value.to(DEVICE), ours[0], ours[1], slots.to(DEVICE), scale.to(DEVICE), scale.to(DEVICE))
+    caches.write(key, value, want[0], want[1], slots, scale, scale)
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[element.itemsize]
+    assert torch.equal(ours.cpu().view(whole), want.view(whole))
+
+
+@pytest.mark.parametrize("element", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+def test_nan(element: torch.dtype) -> None:
+    """NaN stays one in fp8 and is 0 in int8, which has none."""
+    from attn.torch.kernels.kv_write import write_kv
+
+    key = torch.full((1, 1, 16), torch.nan, device=DEVICE)
+    cache = torch.ones(2, 1, 16, 1, 16, device=DEVICE).to(element)
+    one = torch.ones((), device=DEVICE)
+    write_kv(key, key, cache[0], cache[1], torch.zeros(1, dtype=torch.int64, device=DEVICE), one, one)
+    stored = cache[:, 0, 0].float()
+    assert bool((stored == 0).all() if element == torch.int8 else stored.isnan().all())
