@@ -1,4 +1,4 @@
-"""The PALLAS backend: chosen on TPUs, its limits in words, and one call of the layer in interpret mode (about 15 s)."""
+"""The PALLAS backend: serving TPUs, its limits in words, and one call of the layer in interpret mode (about 15 s)."""
 
 from typing import Any
 
@@ -33,9 +33,9 @@ def build(layer: Attention, common: CommonAttentionMetadata) -> Any:
     return layer.backend.get_builder_cls()(layer.kv_cache_spec).build(0, common)
 
 
-def test_it_comes_first_on_a_tpu() -> None:
+def test_it_serves_a_tpu_and_comes_after_what_is_proven() -> None:
     request = Request(128, "bfloat16", block_size=128, features=frozenset({"sinks", "alibi", "lse"}))
-    assert TpuPlatform().priorities(request, TPU)[0] == "PALLAS"
+    assert TpuPlatform().priorities(request, TPU) == ("XLA_ATTN", "PALLAS")
     assert PallasAttentionBackend.why_not(request, TPU) == []
 
 

@@ -8,6 +8,7 @@ A slot of -1 stores nothing.
 import torch
 import triton
 import triton.language as tl
+from torch import library
 
 from attn.torch.kernels.launch import check_stride, power_of_two
 
@@ -76,7 +77,7 @@ def _write(  # type: ignore[no-untyped-def]
 _KINDS = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 
 
-@torch.library.custom_op("attn::triton_write_kv", mutates_args=("key_cache", "value_cache"))
+@library.custom_op("attn::triton_write_kv", mutates_args=("key_cache", "value_cache"))
 def write_kv(
     key: torch.Tensor,
     value: torch.Tensor,

@@ -25,6 +25,7 @@ Undefined: rows of tokens beyond query_start_loc[R], which are left alone.
 import torch
 import triton
 import triton.language as tl
+from torch import library
 
 from attn.torch.kernels.launch import (
     Launch,
@@ -461,7 +462,7 @@ def _merge(  # type: ignore[no-untyped-def]
     _finish(output, lse, sinks, result, log, v_factor, at, head, d, live, lanes, o_t, o_h, lse_h, HAS_SINKS, HAS_LSE)
 
 
-@torch.library.custom_op("attn::triton_paged_attention", mutates_args=("output", "lse"))
+@library.custom_op("attn::triton_paged_attention", mutates_args=("output", "lse"))
 def paged_attention(
     output: torch.Tensor,
     lse: torch.Tensor | None,
