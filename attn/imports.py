@@ -9,6 +9,8 @@ import importlib.util
 import re
 import sys
 from importlib import metadata
+from importlib.machinery import all_suffixes
+from pathlib import Path
 from typing import Any
 
 from attn.errors import BackendLoadError
@@ -50,7 +52,7 @@ def resolve_obj_by_qualname(qualname: str) -> Any:
 
 
 def installed(module: str) -> bool:
-    """Whether top-level module `module` could be imported, found without importing it.
+    """Whether a module could be imported, found without importing it nor, for `package.module`, the package.
 
     Only a find is remembered: what is missing may be installed while a notebook runs.
     """
@@ -58,10 +60,16 @@ def installed(module: str) -> bool:
         return sys.modules[module] is not None
     if module in _found:
         return True
+    top, *rest = module.split(".")
     try:
-        found = importlib.util.find_spec(module) is not None
+        spec = importlib.util.find_spec(top)
     except (ImportError, ValueError):
-        found = False
+        return False
+    found, places = spec is not None, list(spec.submodule_search_locations or []) if spec is not None else []
+    for part in rest:  # by name alone: import machinery would run the package first
+        paths = [Path(place) / part for place in places]
+        places = [str(path) for path in paths if path.is_dir()]
+        found = bool(places) or any(path.with_name(part + end).is_file() for path in paths for end in all_suffixes())
     if found:
         _found.add(module)
     return found

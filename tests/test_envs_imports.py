@@ -68,7 +68,7 @@ def test_a_backend_name_is_read_without_the_spaces_around_it(monkeypatch):
 
 
 def test_no_variable_is_documented_that_nothing_reads():
-    assert not {"ATTN_DIFFUSION_BACKEND", "ATTN_MLA_PREFILL_BACKEND"} & set(envs.VARIABLES)
+    assert not {"ATTN_DIFFUSION_BACKEND"} & set(envs.VARIABLES)
 
 
 def test_debug_names(monkeypatch):

@@ -1,0 +1,198 @@
+"""Who brings FlashAttention: four packages with one algorithm, four signatures, and different gaps.
+
+| provider | module | paged cache | windows | soft cap | ALiBi |
+|---|---|---|---|---|---|
+| FlashAttention 4 | `flash_attn.cute.interface` (CuTe DSL) | any page | yes | yes | no |
+| FlashAttention 3 | `flash_attn_interface` (Hopper) | any page | yes | yes | no |
+| FlashAttention 2 | `flash_attn.flash_attn_interface` | pages of 256 k | yes | yes | yes |
+| PyTorch | `torch.nn.attention.varlen` (2.12 on) | yes | yes | no | no |
+
+Each is a `Provider`: a capability record, the arguments that its functions must have (a version that lacks one is told
+so), and the call itself, from a `Call` in this library's conventions. Whatever a provider does differently ends here: it
+gives the log-sum-exp of rows without a key as +inf or -inf, and means sinks differently (FlashAttention 4 counts them
+into the log-sum-exp, in bfloat16), so that none is asked for sinks: the backend applies them, from the log-sum-exp.
+Signatures are those of the Dao-AILab/flash-attention repository at 0251105a and of torch 2.13.
+"""
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attn.capabilities import ATTN_TYPES, Capabilities, Device, Feature, MultipleOf, Request, supports_size
+from attn.imports import installed
+
+_FEATURES = frozenset({
+    Feature.NON_CAUSAL, Feature.SLIDING_WINDOW, Feature.TWO_SIDED_WINDOW, Feature.SOFT_CAP, Feature.SINKS, Feature.LSE,
+    Feature.KV_SHARING,
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Call:
+    """One attention over a batch, in this library's words.
+
+    query: [T, H, D]; key, value: a cache [N, P, K, D] with block_table [R, B] and lens [R], or the batch's own rows
+    [T, K, D] with neither. starts: [R + 1] int32, of the queries; key_starts: [R + 1] int32, of the keys. window: keys
+    p - left <= j <= p + right, None = unbounded; causality is right = 0.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    starts: torch.Tensor
+    key_starts: torch.Tensor
+    lens: torch.Tensor | None
+    block_table: torch.Tensor | None
+    max_query_len: int
+    max_seq_len: int
+    scale: float
+    window: tuple[int | None, int | None]
+    soft_cap: float
+    alibi_slopes: torch.Tensor | None
+
+    @property
+    def causal(self) -> bool:
+        """Whether the window is the causal triangle or a part of it."""
+        return self.window[1] == 0
+
+    def sides(self) -> tuple[int, int]:
+        """The window with -1 for unbounded."""
+        left, right = self.window
+        return (-1 if left is None else left, -1 if right is None else right)
+
+
+State = tuple[torch.Tensor, torch.Tensor]  #: output [T, H, D], lse [H, T] float32
+
+
+def _fa4(module: Any, call: Call) -> State:
+    out, lse = module.flash_attn_varlen_func(
+        call.query, call.key, call.value, cu_seqlens_q=call.starts,
+        cu_seqlens_k=call.key_starts if call.block_table is None else None, max_seqlen_q=call.max_query_len,
+        max_seqlen_k=call.max_seq_len, seqused_k=call.lens, page_table=call.block_table, softmax_scale=call.scale,
+        causal=call.causal and call.window[0] is None, window_size=call.window if call.window[0] is not None
+        or not call.causal else (None, None), softcap=call.soft_cap, return_lse=True,
+    )[:2]  # fmt: skip
+    return out, lse
+
+
+def _fa3(module: Any, call: Call) -> State:
+    if call.block_table is None:
+        out, lse = module.flash_attn_varlen_func(
+            call.query, call.key, call.value, call.starts, call.key_starts, call.max_query_len, call.max_seq_len,
+            softmax_scale=call.scale, causal=call.causal, window_size=call.sides(), softcap=call.soft_cap,
+            return_attn_probs=True,
+        )[:2]  # fmt: skip
+        return out, lse
+    out, lse = module.flash_attn_with_kvcache(
+        call.query, call.key, call.value, cache_seqlens=call.lens, page_table=call.block_table, cu_seqlens_q=call.starts,
+        max_seqlen_q=call.max_query_len, softmax_scale=call.scale, causal=call.causal, window_size=call.sides(),
+        softcap=call.soft_cap, return_softmax_lse=True,
+    )[:2]  # fmt: skip
+    return out, lse
+
+
+def _fa2(module: Any, call: Call) -> State:
+    out, lse = module.flash_attn_varlen_func(
+        call.query, call.key, call.value, call.starts, call.key_starts, call.max_query_len, call.max_seq_len,
+        softmax_scale=call.scale, causal=call.causal, window_size=call.sides(), softcap=call.soft_cap,
+        alibi_slopes=call.alibi_slopes, return_attn_probs=True, block_table=call.block_table,
+    )[:2]  # fmt: skip
+    return out, lse
+
+
+def _varlen(module: Any, call: Call) -> State:
+    paged = {} if call.block_table is None else {"seqused_k": call.lens, "block_table": call.block_table}
+    return module.varlen_attn(  # type: ignore[no-any-return]
+        call.query, call.key, call.value, call.starts, None if paged else call.key_starts, call.max_query_len,
+        call.max_seq_len, return_aux=module.AuxRequest(lse=True), scale=call.scale, window_size=call.sides(),
+        enable_gqa=True, **paged,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Provider:
+    """One package: what it serves, the arguments its functions must have, and the call."""
+
+    name: str
+    module: str
+    install: str
+    capabilities: Capabilities
+    block_size: MultipleOf
+    needs: tuple[tuple[str, tuple[str, ...]], ...]
+    attend: Callable[[Any, Call], State]
+
+    def present(self) -> bool:
+        """Whether the module is there, found without importing anything."""
+        return installed(self.module)
+
+    def load(self) -> Any:
+        """The module, imported now."""
+        return importlib.import_module(self.module)
+
+    def reasons(self, request: Request, device: Device | None) -> list[str]:
+        """Why this provider does not serve the request; it is imported only when nothing else speaks against it."""
+        why = self.capabilities.reasons(request, device)
+        if request.block_size is not None and not supports_size(request.block_size, (self.block_size,)):
+            why.append(f"block_size={request.block_size} (supports {self.block_size})")
+        return why or list(_lacking(self))
+
+
+@functools.cache
+def _lacking(provider: Provider) -> tuple[str, ...]:
+    """What the installed version's functions do not take: signatures are asked, not version numbers."""
+    module, why = provider.load(), []
+    for name, arguments in provider.needs:
+        function = getattr(module, name, None)
+        if function is None:
+            why.append(f"{provider.module} has no {name}")
+            continue
+        taken = inspect.signature(function).parameters
+        why += [f"{provider.module}.{name} has no {argument}" for argument in arguments if argument not in taken]
+    return tuple(why)
+
+
+def _record(archs: tuple[str, ...], features: frozenset[Feature], largest: int = 256) -> Capabilities:
+    return Capabilities(
+        framework="torch",
+        platforms=("cuda",),
+        dtypes=("bfloat16", "float16"),
+        head_sizes=(MultipleOf(8, 32, largest),),
+        attn_types=ATTN_TYPES,
+        features=features,
+        archs=(("cuda", archs),),
+    )
+
+
+#: The best first, where several serve: by generation, FlashAttention 4 and 3 ahead of 2 on Hopper (benchmarks/NOTES.md).
+PROVIDERS: tuple[Provider, ...] = (
+    Provider(
+        "FlashAttention 4", "flash_attn.cute.interface", "flash-attn-4",
+        _record(("sm_90", "sm_10*"), _FEATURES, 128), MultipleOf(16),
+        (("flash_attn_varlen_func", ("page_table", "seqused_k", "window_size", "softcap", "return_lse")),), _fa4,
+    ),
+    Provider(
+        "FlashAttention 3", "flash_attn_interface", "flash-attn-3", _record(("sm_90",), _FEATURES), MultipleOf(16),
+        (("flash_attn_with_kvcache", ("page_table", "cu_seqlens_q", "softcap", "return_softmax_lse")),
+         ("flash_attn_varlen_func", ("window_size", "softcap", "return_attn_probs"))), _fa3,
+    ),
+    Provider(
+        "FlashAttention 2", "flash_attn.flash_attn_interface", "flash-attn",
+        _record(("sm_80+",), _FEATURES | {Feature.ALIBI}), MultipleOf(256),
+        (("flash_attn_varlen_func", ("block_table", "window_size", "softcap", "alibi_slopes")),), _fa2,
+    ),
+    Provider(
+        "PyTorch's varlen_attn", "torch.nn.attention.varlen", "torch>=2.12",
+        _record(("sm_80+",), _FEATURES - {Feature.SOFT_CAP}), MultipleOf(16),
+        (("varlen_attn", ("block_table", "seqused_k", "window_size", "enable_gqa", "scale")),), _varlen,
+    ),
+)  # fmt: skip
+
+
+def present() -> Sequence[Provider]:
+    """The providers that are installed, the best first."""
+    return [provider for provider in PROVIDERS if provider.present()]

@@ -1,0 +1,175 @@
+"""FLASH_ATTN: FlashAttention over the paged cache, by the best of its providers that is installed and serves the layer.
+
+It leads prefill on Ampere, Hopper and Blackwell, and needs nothing but PyTorch where that brings its own paged
+`varlen_attn`. Which package computes is decided once for a layer's request and device, by `_flash_providers`; the
+reasons against the others stand in the refusal. Sinks are applied here, from the log-sum-exp (SEMANTICS 4.7): one
+rounding more, and the same for every provider.
+"""
+
+import functools
+from dataclasses import dataclass, fields, replace
+
+import torch
+
+from attn.backends.abstract import AttentionLayer, AttentionType
+from attn.backends.metadata import CommonAttentionMetadata
+from attn.capabilities import ATTN_TYPES, ENCODER_TYPES, Capabilities, Device, MultipleOf, Request
+from attn.errors import UnsupportedError
+from attn.torch.backends import _flash_providers as providers
+from attn.torch.backends._flash_providers import Call, Provider
+from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
+from attn.torch.backends._vendor import fill
+from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
+
+
+@dataclass
+class FlashAttentionMetadata(PagedAttentionMetadata):
+    """The batch, and key_starts [R + 1] int32: where each request's keys begin, were they in one row (no list but
+    FlashAttention 2's own takes their lengths that way)."""
+
+    key_starts: torch.Tensor | None = None
+
+
+class FlashAttentionMetadataBuilder(PagedAttentionMetadataBuilder):
+    """Adds the running sum of the lengths, once a batch."""
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> FlashAttentionMetadata:
+        plain = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        sums = torch.zeros_like(plain.query_start_loc)
+        torch.cumsum(plain.seq_lens, 0, dtype=torch.int32, out=sums[1:])
+        return FlashAttentionMetadata(**{f.name: getattr(plain, f.name) for f in fields(plain)}, key_starts=sums)
+
+
+class FlashAttentionBackend(PagedAttentionBackend):
+    capabilities = Capabilities(
+        framework="torch",
+        platforms=("cuda",),
+        dtypes=("bfloat16", "float16"),
+        head_sizes=(MultipleOf(8, 32, 256),),
+        attn_types=ATTN_TYPES,
+        features=frozenset().union(*(p.capabilities.features for p in providers.PROVIDERS)),
+        archs=(("cuda", ("sm_80+",)),),
+    )
+
+    @staticmethod
+    def get_name() -> str:
+        return "FLASH_ATTN"
+
+    @staticmethod
+    def get_impl_cls() -> type["FlashAttentionImpl"]:
+        return FlashAttentionImpl
+
+    @staticmethod
+    def get_metadata_cls() -> type[FlashAttentionMetadata]:
+        return FlashAttentionMetadata
+
+    @staticmethod
+    def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:
+        return FlashAttentionMetadataBuilder
+
+    @classmethod
+    def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
+        """No provider, or, of those that are here, each one's reasons."""
+        if why := super().why_not(request, device):
+            return why
+        found = providers.present()
+        if not found:
+            names = ", ".join(f"{p.name} (pip install {p.install!r})" for p in providers.PROVIDERS)
+            return [f"none of its providers is installed: {names}"]
+        why = []
+        for provider in found:
+            reasons = provider.reasons(request, device)
+            if not reasons:
+                return []
+            why.append(f"{provider.name}: {', '.join(reasons)}")
+        return why
+
+
+class FlashAttentionImpl(PagedAttentionImpl):
+    backend = FlashAttentionBackend
+    can_return_lse_for_decode = True
+
+    @staticmethod
+    def get_supported_kernel_block_size() -> list[int | MultipleOf]:
+        """Those of the providers that are here; without one, what the family takes."""
+        sizes = {p.block_size for p in providers.present() or providers.PROVIDERS}
+        return sorted(sizes, key=lambda size: size.base)[:1]  # each is a multiple of the smallest
+
+    def _attend(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: PagedAttentionMetadata,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        causal = attn_metadata.causal and self.attn_type == AttentionType.DECODER
+        keys = self.backend.logical_kv_cache(kv_cache)
+        window = (self.window[0], 0 if causal else self.window[1])
+        self._compute(query, *keys, attn_metadata, window, output, lse)
+
+    def _attend_ragged(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_metadata: PagedAttentionMetadata,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        self._compute(query, key, value, attn_metadata, self.window, output, lse)
+
+    def _compute(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        meta: PagedAttentionMetadata,
+        window: tuple[int | None, int | None],
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        assert isinstance(meta, FlashAttentionMetadata) and meta.key_starts is not None
+        rows, ragged = meta.num_actual_tokens, self.attn_type in ENCODER_TYPES
+        if rows == 0:
+            return
+        call = Call(
+            query=query[:rows],
+            key=key[:rows] if ragged else key,
+            value=value[:rows] if ragged else value,
+            starts=meta.query_start_loc,
+            key_starts=meta.query_start_loc if ragged else meta.key_starts,
+            lens=None if ragged else meta.seq_lens,
+            block_table=None if ragged else meta.block_table,
+            max_query_len=meta.max_query_len,
+            max_seq_len=meta.max_query_len if ragged else meta.max_seq_len,
+            scale=self.scale,
+            window=window,
+            soft_cap=self.logits_soft_cap or 0.0,
+            alibi_slopes=self.alibi_slopes,
+        )
+        request = replace(self.request(), dtype=str(query.dtype).removeprefix("torch."), block_size=meta.block_size)
+        if ragged:
+            request = replace(request, block_size=None)
+        provider = _provider(request, _arch(query.device))
+        out, log = provider.attend(provider.load(), call)
+        fill(out, log, self.sinks, output[:rows], None if lse is None else lse[:, :rows])
+
+
+def _arch(device: torch.device) -> str:
+    """`sm_90`; empty where tensors live on no GPU (a stand-in's tests)."""
+    return "sm_{}{}".format(*torch.cuda.get_device_capability(device)) if device.type == "cuda" else ""
+
+
+@functools.lru_cache(1024)
+def _provider(request: Request, arch: str) -> Provider:
+    """The first provider that serves; raises `UnsupportedError` with every one's reasons."""
+    device = Device("torch", "cuda", arch=arch) if arch else None
+    for provider in providers.present():
+        if not provider.reasons(request, device):
+            return provider
+    why = FlashAttentionBackend.why_not(request, device)
+    raise UnsupportedError(f"FLASH_ATTN does not serve {request}: {'; '.join(why)}", why)

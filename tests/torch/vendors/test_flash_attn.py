@@ -1,0 +1,132 @@
+"""FLASH_ATTN on stand-ins of its four providers: the suite on each, the choice among them, and a version too old."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from attn.capabilities import Device, Feature, Request
+from attn.errors import UnsupportedError
+from attn.testing import check_conformance
+from attn.testing.subject import subject_of
+from attn.testing.suite import cases_of
+from attn.torch.backends import _flash_providers as providers
+from attn.torch.backends import flash_attn
+from attn.torch.backends.flash_attn import FlashAttentionBackend
+
+H200 = Device("torch", "cuda", "NVIDIA H200", "sm_90")
+A100 = Device("torch", "cuda", "NVIDIA A100", "sm_80")
+PLAIN = Request(head_size=128, dtype="bfloat16", block_size=16)
+FOLDERS = {"FlashAttention 4": "fa4", "FlashAttention 3": "fa3", "FlashAttention 2": "fa2"}
+NAMES = [p.name for p in providers.PROVIDERS]
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered() -> Iterator[None]:
+    yield
+    providers._lacking.cache_clear()
+    flash_attn._provider.cache_clear()
+
+
+def _varlen_attn(
+    query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1),
+    enable_gqa=False, seqused_k=None, block_table=None, num_splits=None,
+):  # fmt: skip
+    """torch 2.13's `torch.nn.attention.varlen.varlen_attn`, which has no kernel on a CPU."""
+    import vendor
+
+    vendor.check("query", query, (int(cu_seq_q[-1]), None, None), *vendor.HALVES)
+    assert enable_gqa and return_aux.lse and (block_table is None) == (seqused_k is None) == (cu_seq_k is not None)
+    lens = cu_seq_k.diff() if seqused_k is None else seqused_k
+    assert int(cu_seq_q.diff().max()) <= max_q and int(lens.max()) <= max_k
+    rules = {"scale": scale, "window": vendor.window(window_size, False, -1)}
+    return vendor.varlen(query, key, value, cu_seq_q, lens, block_table, **rules)
+
+
+@pytest.fixture
+def only(monkeypatch: pytest.MonkeyPatch, standins: Callable[..., None]) -> Callable[[str], None]:
+    """`only(name)`: that provider's stand-in is there, and no other provider."""
+
+    def install(name: str) -> None:
+        standins(*([FOLDERS[name]] if name in FOLDERS else []))
+        monkeypatch.setattr(providers, "PROVIDERS", [p for p in providers.PROVIDERS if p.name == name])
+        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", _varlen_attn)
+
+    return install
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_suite_on_a_stand_in(name: str, only: Callable[[str], None]) -> None:
+    only(name)
+    cases = cases_of(subject_of(FlashAttentionBackend), "quick")
+    assert sum(not case.check.startswith("refusal") for case in cases) > 60
+    for case in cases:
+        check_conformance(FlashAttentionBackend, case)
+
+
+def _why(request: Request, device: Device = H200) -> str:
+    return "; ".join(FlashAttentionBackend.why_not(request, device))
+
+
+@pytest.mark.parametrize(
+    ("roots", "request_", "device", "chosen"),
+    [
+        (("fa2", "fa3", "fa4"), PLAIN, H200, "FlashAttention 4"),
+        (("fa2", "fa3"), PLAIN, H200, "FlashAttention 3"),
+        (("fa3",), replace(PLAIN, head_size=256), H200, "FlashAttention 3"),
+        (("fa2", "fa3"), replace(PLAIN, block_size=256), A100, "FlashAttention 2"),
+        (("fa2",), replace(PLAIN, block_size=256, features=frozenset({Feature.ALIBI})), H200, "FlashAttention 2"),
+        (("fa2",), PLAIN, A100, "PyTorch's varlen_attn"),
+    ],
+)
+def test_the_best_provider_that_serves_is_taken(
+    roots: tuple[str, ...], request_: Request, device: Device, chosen: str, standins: Callable[..., None]
+) -> None:
+    standins(*roots)
+    assert _why(request_, device) == ""
+    assert flash_attn._provider(request_, device.arch).name == chosen
+
+
+def test_a_refusal_names_every_provider_with_its_reasons(standins: Callable[..., None]) -> None:
+    standins("fa2", "fa3")
+    told = _why(replace(PLAIN, features=frozenset({Feature.ALIBI, Feature.SOFT_CAP})))
+    for words in ("FlashAttention 3: alibi not supported", "FlashAttention 2: block_size=16 (supports multiples of 256)"):
+        assert words in told
+    assert "PyTorch's varlen_attn: alibi not supported, soft_cap not supported" in told
+
+
+def test_without_a_provider_one_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(providers.Provider, "present", lambda self: False)
+    assert "pip install 'flash-attn-3'" in _why(PLAIN)
+
+
+def test_a_version_without_an_argument_is_a_reason_and_no_crash(
+    monkeypatch: pytest.MonkeyPatch, only: Callable[[str], None]
+) -> None:
+    only("PyTorch's varlen_attn")
+
+    def old(
+        query: Any, key: Any, value: Any, cu_seq_q: Any, cu_seq_k: Any, max_q: int, max_k: int, *, scale: Any = None
+    ) -> Any:
+        raise AssertionError("never called")
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", old)
+    told = _why(PLAIN)
+    assert "torch.nn.attention.varlen.varlen_attn has no block_table" in told and "has no window_size" in told
+
+
+def test_a_call_that_no_provider_serves_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(providers.Provider, "present", lambda self: False)
+    with pytest.raises(UnsupportedError, match="none of its providers is installed"):
+        flash_attn._provider(PLAIN, "sm_90")
+
+
+def test_a_provider_is_found_without_being_imported(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "flash_attn"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    (package / "flash_attn_interface.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found = {p.name for p in providers.present()}
+    assert "FlashAttention 2" in found and "FlashAttention 4" not in found
