@@ -3,6 +3,8 @@
 | variable | meaning |
 |---|---|
 | ATTN_BACKEND | backend to use by name, obeyed or refused (VLLM_ATTENTION_BACKEND is honoured when it is unset) |
+| ATTN_MLA_PREFILL_BACKEND | MLA prefill backend to use by name, obeyed or refused |
+| ATTN_DIFFUSION_BACKEND | diffusion backend to use by name, obeyed or refused |
 | ATTN_DISABLE | comma-separated backends that automatic selection must not pick |
 | ATTN_FRAMEWORK | `torch` or `jax`: which wing serves a request whose dtype is a bare string |
 | ATTN_PLUGINS | comma-separated entry points of group `attn.backends` that may load (unset: all; empty: none) |
@@ -17,6 +19,8 @@ import os
 VARIABLES = (
     "ATTN_BACKEND",
     "VLLM_ATTENTION_BACKEND",
+    "ATTN_MLA_PREFILL_BACKEND",
+    "ATTN_DIFFUSION_BACKEND",
     "ATTN_DISABLE",
     "ATTN_FRAMEWORK",
     "ATTN_PLUGINS",

@@ -30,6 +30,14 @@ class Platform(ABC):
     def priorities(self, request: Request, device: Device) -> tuple[str, ...]:
         """Names of backends in the order to try them for `request` on `device`."""
 
+    def mla_prefill_priorities(self, request: Request, device: Device) -> tuple[str, ...]:
+        """Names of MLA prefill backends in the order to try them; none where the wing has none for this platform."""
+        return ()
+
+    def diffusion_priorities(self, request: Request, device: Device) -> tuple[str, ...]:
+        """Names of diffusion backends in the order to try them."""
+        return ()
+
     @property
     def device_name(self) -> str:
         return self.name

@@ -5,6 +5,8 @@ from typing import Any
 
 _FACE = {
     "Attention": "attn.jax.layer",
+    "DiffusionAttention": "attn.jax.diffusion.layer",
+    "MLAAttention": "attn.jax.mla_layer",
     "merge_attn_states": "attn.jax.merge",
 }
 __all__ = list(_FACE)

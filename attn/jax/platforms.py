@@ -4,10 +4,13 @@ A platform is asked only when a layer is selected; nothing here runs at import. 
 here; the others answer too, about devices that are not.
 """
 
+import contextlib
 import functools
 import platform as host
+from collections.abc import Iterator
 
 import jax
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from attn.capabilities import Device, Feature, Request
 from attn.platforms import Platform
@@ -47,7 +50,14 @@ class JaxPlatform(Platform):
         raise NotImplementedError
 
     def mla(self, request: Request, device: Device) -> tuple[str, ...]:
-        return ()
+        """Multi-head latent attention: the proven backend first, as for dense requests."""
+        return ("XLA_MLA_SPARSE",) if Feature.SPARSE_MLA in request.features else ("XLA_MLA", "PALLAS_MLA")
+
+    def mla_prefill_priorities(self, request: Request, device: Device) -> tuple[str, ...]:
+        return ("XLA", "PALLAS")
+
+    def diffusion_priorities(self, request: Request, device: Device) -> tuple[str, ...]:
+        return ("CUDNN", "XLA_ATTN")
 
     def priorities(self, request: Request, device: Device) -> tuple[str, ...]:
         if {Feature.MLA, Feature.SPARSE_MLA} & request.features:
@@ -71,9 +81,6 @@ class TpuPlatform(JaxPlatform):
             "PALLAS",
         )
 
-    def mla(self, request: Request, device: Device) -> tuple[str, ...]:
-        return ("PALLAS_MLA",)
-
 
 class GpuPlatform(JaxPlatform):
     """NVIDIA and AMD GPUs under jax."""
@@ -89,9 +96,6 @@ class GpuPlatform(JaxPlatform):
             "XLA_ATTN",  # every feature, and no second compiler to trust
             "PALLAS",
         )
-
-    def mla(self, request: Request, device: Device) -> tuple[str, ...]:
-        return ("PALLAS_MLA",)
 
 
 class CpuPlatform(JaxPlatform):
@@ -109,9 +113,6 @@ class CpuPlatform(JaxPlatform):
             "PALLAS",  # interpreted here, for tests: thousands of times slower
         )
 
-    def mla(self, request: Request, device: Device) -> tuple[str, ...]:
-        return ("PALLAS_MLA",)
-
 
 PLATFORMS: dict[str, type[JaxPlatform]] = {p.name: p for p in (TpuPlatform, GpuPlatform, CpuPlatform)}
 
@@ -120,6 +121,23 @@ def tpu_arch(device_kind: str) -> str:
     """`v5e`, `v6e`, `v7x`, ... for a TPU's `device_kind`; the kind itself for one not known here."""
     known = max((kind for kind in TPU_KINDS if device_kind.startswith(kind)), key=len, default="")
     return TPU_KINDS.get(known, device_kind.removeprefix("TPU ").replace(" ", "_"))
+
+
+@contextlib.contextmanager
+def compiling_for(arch: str) -> Iterator[None]:
+    """Trace for a TPU generation (`v5e`, `v6e`, ...) that is not here, to lower, compile or export for it:
+
+        with compiling_for("v6e"):
+            artifact = jax.export.export(step, platforms=("tpu",))(*arguments).serialize()
+
+    Pallas kernels are traced for one chip, whose memories decide their block sizes: what is traced elsewhere on a host
+    without TPUs is for its interpreter, and JAX refuses to lower that for one. Raises ValueError for an unknown name.
+    """
+    kinds = {short: kind for kind, short in reversed(TPU_KINDS.items())}  # of several, the first: what libtpu calls it
+    if arch not in kinds:
+        raise ValueError(f"arch={arch!r} is no TPU generation known here; known: {', '.join(kinds)}")
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(kinds[arch], 1, "tpu"))):
+        yield
 
 
 @functools.cache

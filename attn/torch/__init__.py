@@ -5,6 +5,8 @@ from typing import Any
 
 _FACE = {
     "Attention": "attn.torch.layer",
+    "DiffusionAttention": "attn.torch.diffusion.layer",
+    "MLAAttention": "attn.torch.layer",
     "merge_attn_states": "attn.torch.merge",
 }
 __all__ = list(_FACE)

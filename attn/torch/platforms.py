@@ -22,7 +22,14 @@ class TorchPlatform(Platform):
         raise NotImplementedError
 
     def mla(self, request: Request, device: Device) -> tuple[str, ...]:
-        return ()
+        """Multi-head latent attention: the portable backends, wherever no other is listed."""
+        return ("TORCH_MLA_SPARSE",) if Feature.SPARSE_MLA in request.features else ("TORCH_MLA",)
+
+    def mla_prefill_priorities(self, request: Request, device: Device) -> tuple[str, ...]:
+        return ("TRITON", "TORCH_SDPA")
+
+    def diffusion_priorities(self, request: Request, device: Device) -> tuple[str, ...]:
+        return ("TRITON_ATTN", "TORCH_SDPA")
 
     def priorities(self, request: Request, device: Device) -> tuple[str, ...]:
         if {Feature.MLA, Feature.SPARSE_MLA} & request.features:
@@ -63,10 +70,34 @@ class CudaPlatform(TorchPlatform):
 
     def mla(self, request: Request, device: Device) -> tuple[str, ...]:
         if Feature.SPARSE_MLA in request.features:
-            return ("FLASHMLA_SPARSE",)
+            return ("FLASHMLA_SPARSE", "TRITON_MLA_SPARSE", "TORCH_MLA_SPARSE")
         if device.arch.startswith("sm_10"):
-            return ("FLASHINFER_MLA", "CUTLASS_MLA", "FLASH_ATTN_MLA", "FLASHMLA", "TRITON_MLA")
-        return ("FLASH_ATTN_MLA", "FLASHMLA", "FLASHINFER_MLA", "TRITON_MLA")
+            return ("FLASHINFER_MLA", "CUTLASS_MLA", "FLASH_ATTN_MLA", "FLASHMLA", "TRITON_MLA", "TORCH_MLA")
+        return ("FLASH_ATTN_MLA", "FLASHMLA", "FLASHINFER_MLA", "TRITON_MLA", "TORCH_MLA")
+
+    def mla_prefill_priorities(self, request: Request, device: Device) -> tuple[str, ...]:
+        if device.arch.startswith("sm_10"):
+            return ("TRTLLM_RAGGED", "FLASHINFER", "FLASH_ATTN", "TOKENSPEED_MLA", "TRITON", "TORCH_SDPA")
+        return (
+            "FLASH_ATTN",  # FA3 takes 192 / 128 heads as they are (vLLM's order)
+            "FLASHINFER",
+            "TRITON",  # our own
+            "TORCH_SDPA",
+        )
+
+
+    def diffusion_priorities(self, request: Request, device: Device) -> tuple[str, ...]:
+        # Approximate kernels come first, and serve only those whose error budget lets them.
+        if device.arch.startswith(("sm_10", "sm_12")):
+            return ("SAGE_ATTN_3", "CUDNN_ATTN", "FLASH_ATTN", "FLASHINFER_ATTN", "TRITON_ATTN", "TORCH_SDPA")
+        return (
+            "CUDNN_ATTN",  # H200 at Flux's shape: 611 TFLOP/s, FlashInfer FA3 653, FlashAttention 4 574, FlashAttention 2 319
+            "FLASHINFER_ATTN",
+            "FLASH_ATTN",
+            "SAGE_ATTN",  # 342-441 there: int8 in Triton does not pay on Hopper
+            "TRITON_ATTN",
+            "TORCH_SDPA",
+        )
 
 
 class RocmPlatform(TorchPlatform):
@@ -92,7 +123,9 @@ class RocmPlatform(TorchPlatform):
         )
 
     def mla(self, request: Request, device: Device) -> tuple[str, ...]:
-        return ("ROCM_AITER_MLA", "TRITON_MLA")
+        if Feature.SPARSE_MLA in request.features:
+            return ("TRITON_MLA_SPARSE", "TORCH_MLA_SPARSE")
+        return ("ROCM_AITER_MLA", "TRITON_MLA", "TORCH_MLA")
 
 
 class XpuPlatform(TorchPlatform):
@@ -107,9 +140,6 @@ class XpuPlatform(TorchPlatform):
 
     def dense(self, request: Request, device: Device) -> tuple[str, ...]:
         return ("IPEX", "TRITON_ATTN", "FLEX_ATTENTION", "TORCH_SDPA")
-
-    def mla(self, request: Request, device: Device) -> tuple[str, ...]:
-        return ("TRITON_MLA",)
 
 
 class CpuPlatform(TorchPlatform):

@@ -22,7 +22,7 @@ def check(name: str, tensor: Any, shape: Sequence[int | None], *dtypes: torch.dt
     agrees = tensor.dim() == len(shape) and all(w in (None, g) for w, g in zip(shape, tensor.shape, strict=True))
     assert agrees, f"{name} has shape {list(tensor.shape)}, not {list(shape)}"
     assert not dtypes or tensor.dtype in dtypes, f"{name} has dtype {tensor.dtype}, not one of {dtypes}"
-    assert tensor.shape[-1] == 1 or tensor.stride(-1) == 1, f"{name} has last stride {tensor.stride(-1)}, not 1"
+    assert tensor.numel() < 2 or tensor.shape[-1] == 1 or tensor.stride(-1) == 1, f"{name} has last stride {tensor.stride(-1)}, not 1"
     assert not contiguous or tensor.is_contiguous(), f"{name} is not contiguous"
 
 
@@ -63,3 +63,11 @@ def varlen(
         out = np.concatenate([o for o, _ in parts])
         lse = np.concatenate([s for _, s in parts], axis=1)
     return torch.from_numpy(out).to(q.dtype), torch.from_numpy(lse).float()
+
+
+def latent(
+    q: torch.Tensor, cache: torch.Tensor, starts: Any, lens: Any, table: torch.Tensor, scale: float, rank: int = 512
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Absorbed MLA, causal: q [T, H, L + Dr] over cache [N, P, L + Dr]. (out [T, H, L] in q's dtype, lse [H, T])."""
+    rows = cache[:, :, None]
+    return varlen(q, rows, rows[..., :rank], starts, lens, table, scale=scale, window=(None, 0))

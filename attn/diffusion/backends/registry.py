@@ -1,7 +1,7 @@
 """Diffusion attention backend registry.
 
 An enum-based registry for diffusion attention backends, on the same base as the other two. The seed's examples use
-CUSTOM and ASCEND_ATTN, so both are members here.
+CUSTOM and ASCEND_ATTN, so both are members here; our own kernels and JAX's backends are added.
 """
 
 from collections.abc import Callable
@@ -34,6 +34,11 @@ class DiffusionAttentionBackendEnum(
     CUDNN_ATTN = "attn.torch.diffusion.backends.cudnn_attn.CuDNNAttentionBackend"
     FLASHINFER_ATTN = "attn.torch.diffusion.backends.flashinfer_attn.FlashInferAttentionBackend"
     ASCEND_ATTN = "attn.torch.diffusion.backends.ascend_attn.AscendAttentionBackend"
+    # Ours, and what JAX has
+    TRITON_ATTN = "attn.torch.diffusion.backends.triton_attn.TritonAttentionBackend"
+    PALLAS = "attn.jax.diffusion.backends.pallas.PallasAttentionBackend"
+    CUDNN = "attn.jax.diffusion.backends.cudnn.CuDNNAttentionBackend"
+    XLA_ATTN = "attn.jax.diffusion.backends.xla_attn.XLAAttentionBackend"
     # Placeholder for third-party/custom backends - must be registered before use
     CUSTOM = None
 

@@ -6,6 +6,13 @@ import numpy as np
 import torch
 import vendor
 
+from flashinfer import decode, mla, prefill
+
+__all__ = [
+    "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper",
+    "decode", "mla", "prefill",
+]  # fmt: skip
+
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
@@ -134,6 +141,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
             "window_left": window_left, "logits_soft_cap": logits_soft_cap, "q_data_type": q_data_type,
             "kv_data_type": kv_data_type or q_data_type, "sm_scale": sm_scale, "starts": qo_indptr,
         }  # fmt: skip
+        assert (head_dim_qk, head_dim_vo) == (192, 128) or head_dim_vo in (None, head_dim_qk)
 
     def run(
         self, q, k, v, *args, q_scale=None, k_scale=None, v_scale=None, out=None, lse=None, return_lse=False, enable_pdl=None

@@ -1,0 +1,119 @@
+"""The dense contract: [B, S, H, D] in, [B, S, H, Dv] out, for image and video models.
+
+Attention here is dense, mostly without causality, over long sequences, with padding masks and, in multimodal models, a
+second stream (text) that is attended together with the first (image): the joint stream, put before or after it.
+
+Shape letters: B batch, S query rows, M keys, H query heads, K kv heads, D head_size; J rows of the joint stream.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from attn.capabilities import Capabilities, Device, Request
+
+Array = Any
+
+#: What a layer attends: its own sequence, another one (text, a reference image), or both streams at once.
+ROLES = ("self", "cross", "joint")
+JOINT_STRATEGIES = ("front", "rear")
+
+
+@dataclass(frozen=True)
+class DiffusionRequest(Request):
+    """What a layer asks of a diffusion backend. `attn_type` says nothing here; `block_size` is None: there is no cache.
+
+    `error_budget` is the relative RMS error of the output that the caller allows: 0 is exact arithmetic of the dtype,
+    which leaves out backends that quantise.
+    """
+
+    error_budget: float = 0.0
+
+
+@dataclass
+class DiffusionAttentionMetadata:
+    """What of a call is neither query, key nor value.
+
+    attn_mask: bool, True = attend: [B, M] for keys that are there (padding), or broadcastable to [B, H, S, M].
+    kv_lens: [B] ints on the host, keys that are there, where padding lies at the end; instead of a mask.
+    joint_query: [B, J, H, D]; joint_key, joint_value: [B, J, K, D]: a second stream, put before ("front") or after
+        ("rear") the first; all three or, where its rows ask nothing, the last two. The result holds the rows in that order.
+    joint_attn_mask: bool [B, J], keys of the joint stream that are there.
+    """
+
+    attn_mask: Array | None = None
+    kv_lens: Any = None
+    joint_query: Array | None = None
+    joint_key: Array | None = None
+    joint_value: Array | None = None
+    joint_attn_mask: Array | None = None
+    joint_strategy: str = "front"
+
+
+class DiffusionAttentionBackend(ABC):
+    """One kernel family behind the dense contract.
+
+    `capabilities` as for attention backends; MASK declares masks beyond key padding, BACKWARD gradients.
+    `error` is the relative RMS error that its arithmetic adds to its dtype's own (0: none), measured and told in
+    `error_note`; a backend with one is chosen only within a request's `error_budget`.
+    """
+
+    capabilities: ClassVar[Capabilities | None] = None
+    error: ClassVar[float] = 0.0
+    error_note: ClassVar[str] = ""
+
+    @staticmethod
+    @abstractmethod
+    def get_name() -> str:
+        raise NotImplementedError
+
+    @staticmethod
+    @abstractmethod
+    def get_impl_cls() -> type["DiffusionAttentionImpl"]:
+        raise NotImplementedError
+
+    @staticmethod
+    def get_metadata_cls() -> type[DiffusionAttentionMetadata]:
+        return DiffusionAttentionMetadata
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[Any]:
+        """Sizes, or rules for them; empty where nothing is declared."""
+        return [] if cls.capabilities is None else list(cls.capabilities.head_sizes)
+
+    @classmethod
+    def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
+        """Every reason why this backend does not serve `request` (on `device`); empty when it does."""
+        why = [] if cls.capabilities is None else cls.capabilities.reasons(request, device)
+        budget = getattr(request, "error_budget", 0.0)
+        if cls.error > budget:
+            why.append(f"relative error {cls.error:g} ({cls.error_note}): error_budget={budget:g} allows less")
+        return why
+
+
+class DiffusionAttentionImpl(ABC):
+    """One layer's dense attention.
+
+    num_heads, head_size; softmax_scale: 1 / sqrt(head_size) when None; causal: bottom-right; num_kv_heads: num_heads when
+    None.
+    """
+
+    framework: ClassVar[str] = "torch"
+
+    @abstractmethod
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        num_kv_heads: int | None = None,
+        prefix: str = "",
+    ) -> None:
+        raise NotImplementedError
+
+    @abstractmethod
+    def forward(self, query: Array, key: Array, value: Array, attn_metadata: DiffusionAttentionMetadata | None = None) -> Array:
+        """query: [B, S, H, D]; key, value: [B, M, K, D]. Returns [B, S, H, D] ([B, J + S, H, D], or the other way round,
+        with a joint query). A row that sees no key is 0."""
+        raise NotImplementedError

@@ -1,0 +1,193 @@
+"""The template of every diffusion backend, of both wings: checks, the joint stream, masks in one form, then one hook.
+
+It is written over the five array operations that a wing lends (`DenseAttentionImpl`'s abstract methods), so that the same
+nonsense gets the same sentence everywhere. What a backend adds is `_attend`, over plain [B, S, H, D] arrays and `Keys`.
+"""
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from attn.backends.arguments import check_heads, check_scale, refuse
+from attn.capabilities import Feature
+from attn.diffusion.backends.abstract import (
+    JOINT_STRATEGIES,
+    Array,
+    DiffusionAttentionBackend,
+    DiffusionAttentionImpl,
+    DiffusionAttentionMetadata,
+    DiffusionRequest,
+)
+from attn.dtypes import dtype_name
+from attn.errors import DTypeError, ShapeError, UnsupportedError
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Which keys a call attends: all (no field), some of each batch entry, or what a full mask says.
+
+    present: bool [B, M]; lens: [B] on the host, where those are each entry's first ones; mask: bool, four-dimensional,
+    broadcastable to [B, H, S, M].
+    """
+
+    present: Array | None = None
+    lens: tuple[int, ...] | None = None
+    mask: Array | None = None
+
+
+class DenseAttentionImpl(DiffusionAttentionImpl):
+    """The template. A wing lends the array operations, a backend sets `backend` and writes `_attend`."""
+
+    backend: ClassVar[type[DiffusionAttentionBackend]]
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        num_kv_heads: int | None = None,
+        prefix: str = "",
+    ) -> None:
+        """Raises ValueError for nonsense and `UnsupportedError` with this backend's reasons for what it does not serve."""
+        self.num_heads, self.num_kv_heads, self.head_size = check_heads(num_heads, num_kv_heads, head_size)
+        self.scale, self.causal, self.prefix = check_scale(softmax_scale, head_size), bool(causal), prefix
+        request = DiffusionRequest(
+            self.head_size, self._capabilities.dtypes[0], num_heads=self.num_heads, num_kv_heads=self.num_kv_heads,
+            error_budget=self.backend.error,  # who builds it has chosen it
+        )  # fmt: skip
+        refuse(self.backend, request)
+
+    def forward(self, query: Array, key: Array, value: Array, attn_metadata: DiffusionAttentionMetadata | None = None) -> Array:
+        meta = attn_metadata or DiffusionAttentionMetadata()
+        self._check(query, key, value)
+        present, lens = self._present(meta, key)
+        if meta.joint_key is not None or meta.joint_query is not None:
+            query, key, value, present = self._joined(meta, query, key, value, present)
+            lens = None
+        mask = self._full_mask(meta, query, key)
+        if query.shape[1] == 0 or key.shape[1] == 0:
+            return self._zeros_like(query)
+        if self.causal and present is not None:
+            raise UnsupportedError(f"{self._name}: a causal layer over padded keys: positions of padded rows mean nothing")
+        return self._attend(query, key, value, Keys(present, lens, mask))
+
+    @abstractmethod
+    def _attend(self, query: Array, key: Array, value: Array, keys: Keys) -> Array:
+        """query: [B, S, H, D]; key, value: [B, M, K, D]. Returns [B, S, H, D]; a row that sees no key is 0. Keys that are
+        not present may hold anything."""
+
+    # --- what a wing lends -------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _as_mask(self, given: Any, like: Array) -> Array:
+        """`given`, of any framework, as an array beside `like`."""
+
+    @abstractmethod
+    def _prefixes(self, lens: tuple[int, ...], like: Array) -> Array:
+        """bool [B, M]: the first lens[b] keys of each entry of `like` [B, M, ..]."""
+
+    @abstractmethod
+    def _all_present(self, like: Array) -> Array:
+        """bool [B, M], true, for `like` [B, M, ..]."""
+
+    @abstractmethod
+    def _concatenated(self, arrays: list[Array]) -> Array:
+        """Along the second dimension."""
+
+    @abstractmethod
+    def _zeros_like(self, array: Array) -> Array:
+        """Zeros."""
+
+    # --- checks and masks --------------------------------------------------------------------------------------------
+
+    @property
+    def _name(self) -> str:
+        return self.backend.get_name()
+
+    @property
+    def _capabilities(self) -> Any:
+        assert self.backend.capabilities is not None
+        return self.backend.capabilities
+
+    def _check(self, query: Array, key: Array, value: Array) -> None:
+        for what, array, heads in (
+            ("query", query, self.num_heads),
+            ("key", key, self.num_kv_heads),
+            ("value", value, self.num_kv_heads),
+        ):
+            shape = tuple(array.shape)
+            if len(shape) != 4 or shape[2:] != (heads, self.head_size):
+                raise ShapeError(f"{self._name}: {what} has shape {list(shape)}: must be [B, S, {heads}, {self.head_size}]")
+            if shape[0] != query.shape[0]:
+                raise ShapeError(f"{self._name}: {what} has batch {shape[0]}, query {query.shape[0]}: must be equal")
+            if array.dtype != query.dtype:
+                raise DTypeError(f"{self._name}: {what} has dtype {array.dtype}, query {query.dtype}: must be equal")
+        if key.shape[1] != value.shape[1]:
+            raise ShapeError(f"{self._name}: key has {key.shape[1]} rows, value {value.shape[1]}: must be equal")
+        if (dtype := dtype_name(query.dtype)) not in self._capabilities.dtypes:
+            raise DTypeError(f"{self._name}: query has dtype {dtype} (supports {', '.join(self._capabilities.dtypes)})")
+
+    def _present(self, meta: DiffusionAttentionMetadata, key: Array) -> tuple[Array | None, tuple[int, ...] | None]:
+        """The keys that are there, [B, M], from kv_lens or a mask of keys, and their number; Nones where all are."""
+        batch, length = key.shape[:2]
+        if meta.kv_lens is not None:
+            if meta.attn_mask is not None:
+                raise ValueError(f"{self._name}: kv_lens and attn_mask are two ways to say one thing: give one of them")
+            lens = tuple(int(n) for n in meta.kv_lens)
+            if len(lens) != batch or not all(0 <= n <= length for n in lens):
+                raise ValueError(f"{self._name}: kv_lens={list(lens)} must be {batch} ints of 0..{length}, one a batch entry")
+            return (None, None) if all(n == length for n in lens) else (self._prefixes(lens, key), lens)
+        if meta.attn_mask is None or meta.attn_mask.ndim != 2:
+            return None, None
+        return self._key_mask("attn_mask", meta.attn_mask, key), None
+
+    def _mask(self, name: str, given: Any, like: Array) -> Array:
+        mask = self._as_mask(given, like)
+        if dtype_name(mask.dtype) != "bool":
+            raise DTypeError(f"{self._name}: {name} has dtype {mask.dtype}: must be bool, True = attend")
+        return mask
+
+    def _key_mask(self, name: str, given: Any, key: Array) -> Array:
+        mask = self._mask(name, given, key)
+        if tuple(mask.shape) != tuple(key.shape[:2]):
+            raise ShapeError(f"{self._name}: {name} has shape {list(mask.shape)}: must be {list(key.shape[:2])}")
+        return mask
+
+    def _joined(
+        self, meta: DiffusionAttentionMetadata, query: Array, key: Array, value: Array, present: Array | None
+    ) -> tuple[Array, Array, Array, Array | None]:
+        """Both streams as one, in the order that the strategy says."""
+        if meta.joint_key is None or meta.joint_value is None:
+            raise ValueError(f"{self._name}: a joint stream needs joint_key and joint_value, with or without joint_query")
+        if meta.joint_strategy not in JOINT_STRATEGIES:
+            known = ", ".join(JOINT_STRATEGIES)
+            raise ValueError(f"{self._name}: joint_strategy={meta.joint_strategy!r} is unknown; known: {known}")
+        joint_query = query[:, :0] if meta.joint_query is None else meta.joint_query
+        joint = (joint_query, meta.joint_key, meta.joint_value)
+        self._check(*joint)
+        front = meta.joint_strategy == "front"
+
+        def together(second: Array, first: Array) -> Array:
+            return self._concatenated([second, first] if front else [first, second])
+
+        there = None
+        if present is not None or meta.joint_attn_mask is not None:
+            text, image = self._all_present(joint[1]), self._all_present(key) if present is None else present
+            if meta.joint_attn_mask is not None:
+                text = self._key_mask("joint_attn_mask", meta.joint_attn_mask, joint[1])
+            there = together(text, image)
+        q, k, v = (together(second, first) for second, first in zip(joint, (query, key, value), strict=True))
+        return q, k, v, there
+
+    def _full_mask(self, meta: DiffusionAttentionMetadata, query: Array, key: Array) -> Array | None:
+        """A mask of four dimensions, checked; None where there is none."""
+        if meta.attn_mask is None or meta.attn_mask.ndim == 2:
+            return None
+        if Feature.MASK not in self._capabilities.features:
+            raise UnsupportedError(f"{self._name}: {Feature.MASK.value} not supported (a [B, M] mask of keys is)")
+        mask = self._mask("attn_mask", meta.attn_mask, query)
+        full = (query.shape[0], self.num_heads, query.shape[1], key.shape[1])
+        if mask.ndim != 4 or any(have not in (1, want) for have, want in zip(mask.shape, full, strict=True)):
+            raise ShapeError(f"{self._name}: attn_mask has shape {list(mask.shape)}: must broadcast to {list(full)}")
+        return mask

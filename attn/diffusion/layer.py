@@ -1,0 +1,58 @@
+"""What the diffusion layers of both wings share: arguments, and the choice made of them once, when the layer is built."""
+
+from typing import Any, ClassVar
+
+from attn.backends.arguments import check_heads
+from attn.diffusion.selector import DiffusionAttentionConfig, Name, make_diffusion_request, select_diffusion
+from attn.verdicts import Selection
+
+
+class ChosenDiffusionAttention:
+    """Dense attention for image and video models: [B, S, H, D] in and out.
+
+    num_heads, head_size, softmax_scale (1 / sqrt(head_size) when None), causal (bottom-right), num_kv_heads.
+    role: what the layer does, by any name; category: self, cross or joint (the role where it is one of these).
+    config: backends by role, category and default; backend: one by name, before all of those. Both are obeyed or refused.
+    error_budget: relative RMS error that an approximate backend may have; 0 leaves those out.
+    features: further needs, such as `["mask"]` for masks beyond key padding or `["backward"]`.
+
+    `selection` is the decision with all its reasons; print it. Raises ValueError for nonsense and `UnsupportedError` with
+    every candidate's reasons when nobody serves the layer.
+    """
+
+    framework: ClassVar[str]
+    selection: Selection
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        num_kv_heads: int | None = None,
+        *,
+        role: str = "self",
+        category: str | None = None,
+        dtype: Any = None,
+        config: DiffusionAttentionConfig | None = None,
+        backend: Name | None = None,
+        error_budget: float = 0.0,
+        features: Any = (),
+        prefix: str = "",
+    ) -> None:
+        super().__init__()
+        num_heads, num_kv_heads, head_size = check_heads(num_heads, num_kv_heads, head_size)
+        request = make_diffusion_request(
+            head_size, self._default_dtype() if dtype is None else dtype, features=features, num_heads=num_heads,
+            num_kv_heads=num_kv_heads, error_budget=error_budget,
+        )  # fmt: skip
+        self.selection = select_diffusion(
+            request, role=role, category=category, config=config, backend=backend, framework=self.framework
+        )
+        self.backend = self.selection.require()
+        self.impl = self.backend.get_impl_cls()(num_heads, head_size, softmax_scale, causal, num_kv_heads, prefix)
+
+    @staticmethod
+    def _default_dtype() -> Any:
+        """The dtype of a layer that names none."""
+        raise NotImplementedError

@@ -1,0 +1,165 @@
+"""Which diffusion backend serves a layer: per role, per category, by default, or first on the platform's list.
+
+A model has layers of different roles: a name of its own ("audio_to_video"), or one of the categories self, cross and
+joint. `DiffusionAttentionConfig` says what is wanted for each; the choice tells who made it (`Selection.source`):
+`argument`, `per_role[...]`, `per_category[...]`, `default`, ATTN_DIFFUSION_BACKEND, or `priority`. What is asked for by
+name is obeyed or refused with reasons, never replaced.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from attn import envs, plugins
+from attn.backend_enum import ranked
+from attn.backends.arguments import list_of_names, positive_int
+from attn.capabilities import Candidate, Device
+from attn.diffusion.backends.abstract import ROLES, DiffusionAttentionBackend, DiffusionRequest
+from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
+from attn.dtypes import dtype_name, framework_of_dtype
+from attn.logger import init_logger
+from attn.platforms import Platform, default_framework, platform_for
+from attn.verdicts import Selection, choose
+
+logger = init_logger(__name__)
+
+ENV_VAR = "ATTN_DIFFUSION_BACKEND"
+Name = DiffusionAttentionBackendEnum | str
+
+
+@dataclass(frozen=True)
+class DiffusionAttentionConfig:
+    """Backends by role, by category (self, cross, joint) and for everything else; what is not named is left open."""
+
+    per_role: Mapping[str, Name] = field(default_factory=dict)
+    per_category: Mapping[str, Name] = field(default_factory=dict)
+    default: Name | None = None
+
+    def __post_init__(self) -> None:
+        for category in self.per_category:
+            _check_category(category)
+
+    def resolve(self, role: str, category: str) -> tuple[Name | None, str]:
+        """(what is wanted, who says so), or (None, "")."""
+        if role in self.per_role:
+            return self.per_role[role], f"per_role[{role!r}]"
+        if category in self.per_category:
+            return self.per_category[category], f"per_category[{category!r}]"
+        return self.default, "default" if self.default is not None else ""
+
+
+def make_diffusion_request(
+    head_size: int,
+    dtype: Any,
+    *,
+    features: Collection[str] = (),
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    error_budget: float = 0.0,
+) -> DiffusionRequest:
+    """A request from a caller's words: any framework's dtype, NumPy integers. Raises ValueError naming the argument."""
+    if not isinstance(error_budget, int | float) or isinstance(error_budget, bool) or not 0 <= error_budget < 1:
+        raise ValueError(f"error_budget={error_budget!r} must be a number of at least 0 and below 1 (0: exact backends only)")
+    return DiffusionRequest(
+        head_size=positive_int("head_size", head_size),
+        dtype=dtype_name(dtype),
+        features=frozenset(list_of_names("features", features)),
+        num_heads=None if num_heads is None else positive_int("num_heads", num_heads),
+        num_kv_heads=None if num_kv_heads is None else positive_int("num_kv_heads", num_kv_heads),
+        error_budget=float(error_budget),
+    )
+
+
+def select_diffusion(
+    request: DiffusionRequest,
+    *,
+    role: str = "self",
+    category: str | None = None,
+    config: DiffusionAttentionConfig | None = None,
+    backend: Name | None = None,
+    framework: str | None = None,
+    platform: Platform | None = None,
+    device: Device | None = None,
+    disable: Collection[str] = (),
+) -> Selection:
+    """The decision with all its reasons.
+
+    role: the layer's name for what it does; category: self, cross or joint (the role itself where it is one of them, else
+    self). `device` may describe a machine that is not at hand. Raises ValueError for an unknown name or category; a request
+    that nobody serves is a `Selection` without a winner (`require()` raises).
+    """
+    category = _check_category(category if category is not None else role if role in ROLES else "self")
+    plugins.load()
+    wing = framework or (device.framework if device else None) or default_framework()
+    platform = platform or platform_for(wing, device.platform if device else None)
+    device = device or platform.device()
+    wanted, source = _asked(backend, config, role, category)
+    if wanted is not None:
+        return _logged(choose([_as_member(wanted, source).candidate()], request, device, source), role)
+    out = {_as_member(name).name: "the caller" for name in list_of_names("disable", disable)}
+    for name in envs.read_list("ATTN_DISABLE") or ():
+        if name in DiffusionAttentionBackendEnum:  # the list is shared with the other registries
+            out.setdefault(name, "ATTN_DISABLE")
+    candidates = [
+        Candidate(m.name, problem=f"disabled by {out[m.name]}") if m.name in out else m.candidate()
+        for m in ranked(DiffusionAttentionBackendEnum, platform.diffusion_priorities(request, device))
+    ]
+    return _logged(choose(candidates, request, device), role)
+
+
+def get_diffusion_attn_backend(
+    head_size: int,
+    dtype: Any,
+    *,
+    role: str = "self",
+    category: str | None = None,
+    config: DiffusionAttentionConfig | None = None,
+    backend: Name | None = None,
+    features: Collection[str] = (),
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    error_budget: float = 0.0,
+) -> type[DiffusionAttentionBackend]:
+    """The class of the backend for a layer. Raises `UnsupportedError` with every candidate's reasons, ValueError for
+    malformed arguments, `BackendLoadError` when an explicit choice cannot be imported."""
+    request = make_diffusion_request(
+        head_size, dtype, features=features, num_heads=num_heads, num_kv_heads=num_kv_heads, error_budget=error_budget
+    )
+    framework = framework_of_dtype(dtype)
+    found = select_diffusion(request, role=role, category=category, config=config, backend=backend, framework=framework)
+    return found.require()
+
+
+def _asked(backend: Name | None, config: DiffusionAttentionConfig | None, role: str, category: str) -> tuple[Name | None, str]:
+    if backend is not None:
+        return backend, "argument"
+    wanted, source = (config or DiffusionAttentionConfig()).resolve(role, category)
+    if wanted is not None:
+        return wanted, source
+    name = (envs.read(ENV_VAR) or "").strip()
+    return (name, ENV_VAR) if name else (None, "")
+
+
+def _check_category(category: str) -> str:
+    if category not in ROLES:
+        raise ValueError(f"category={category!r} is unknown; known: {', '.join(ROLES)}")
+    return category
+
+
+def _as_member(backend: Name, source: str = "") -> DiffusionAttentionBackendEnum:
+    if isinstance(backend, DiffusionAttentionBackendEnum):
+        return backend
+    if not isinstance(backend, str):
+        raise TypeError(f"backend must be a DiffusionAttentionBackendEnum member or a name, not {backend!r}")
+    try:
+        member: DiffusionAttentionBackendEnum = DiffusionAttentionBackendEnum[backend]
+    except ValueError as error:
+        raise ValueError(f"{source}={backend}: {error}" if source not in ("", "argument") else str(error)) from None
+    return member
+
+
+def _logged(selection: Selection, role: str) -> Selection:
+    if selection.winner is not None:
+        logger.info_once("Using %s diffusion attention backend for %s on %s.", selection.name, role, str(selection.device))
+    logger.debug("%s", selection)
+    return selection

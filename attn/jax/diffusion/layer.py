@@ -1,0 +1,27 @@
+"""`attn.jax.DiffusionAttention`: dense attention as an nnx module, the backend chosen once, when it is built."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
+from attn.diffusion.layer import ChosenDiffusionAttention
+
+
+class DiffusionAttention(ChosenDiffusionAttention, nnx.Module):
+    __doc__ = ChosenDiffusionAttention.__doc__
+
+    framework = "jax"
+
+    @staticmethod
+    def _default_dtype() -> Any:
+        return jnp.float32
+
+    def __call__(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, attn_metadata: DiffusionAttentionMetadata | None = None
+    ) -> jax.Array:
+        """query: [B, S, H, D]; key, value: [B, M, K, D]. Returns [B, S, H, D]; see `DiffusionAttentionImpl.forward`."""
+        result: jax.Array = self.impl.forward(query, key, value, attn_metadata)
+        return result

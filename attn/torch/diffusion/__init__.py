@@ -1,0 +1,1 @@
+"""Dense attention for diffusion models under torch."""

@@ -1,0 +1,1 @@
+"""The diffusion backends of the torch wing."""

@@ -1,0 +1,69 @@
+"""The dense template under torch: its array operations, what only torch can check, and packing.
+
+Most kernels know no masks but take ragged batches; `pack` gives them the keys that are there, one after another: without
+causality the order of keys means nothing, so that any mask of keys is a shorter sequence.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from attn.arrays import to_framework
+from attn.capabilities import Feature
+from attn.diffusion.backends.abstract import DiffusionAttentionBackend
+from attn.diffusion.backends.dense import DenseAttentionImpl, Keys
+from attn.errors import DeviceError, UnsupportedError
+
+
+class DenseBackend(DiffusionAttentionBackend):
+    """Base of the torch wing's diffusion backends."""
+
+
+class DenseImpl(DenseAttentionImpl):
+    framework = "torch"
+
+    def _as_mask(self, given: Any, like: torch.Tensor) -> torch.Tensor:
+        mask: torch.Tensor = to_framework(given, "torch").to(like.device)
+        return mask
+
+    def _prefixes(self, lens: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
+        return torch.arange(like.shape[1], device=like.device) < torch.tensor(lens, device=like.device)[:, None]
+
+    def _all_present(self, like: torch.Tensor) -> torch.Tensor:
+        return torch.ones(like.shape[:2], dtype=torch.bool, device=like.device)
+
+    def _concatenated(self, arrays: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat(arrays, 1)
+
+    def _zeros_like(self, array: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(array)
+
+    def _check(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        super()._check(query, key, value)
+        for what, tensor in (("query", query), ("key", key), ("value", value)):
+            if tensor.device != query.device:
+                raise DeviceError(f"{self._name}: {what} is on {tensor.device}, query on {query.device}")
+            if tensor.requires_grad and torch.is_grad_enabled() and Feature.BACKWARD not in self._capabilities.features:
+                way_out = "call under torch.no_grad(), or detach"
+                raise UnsupportedError(
+                    f"{self._name}: {what} requires grad: {Feature.BACKWARD.value} not supported ({way_out})"
+                )
+
+
+def pack(keys: Keys, *tensors: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
+    """([B, M, ...] tensors as [total, ...] of the keys that are there, lengths [B] int32 on the host).
+
+    Waits for the device where only a mask on it knows the lengths.
+    """
+    batch, length = tensors[0].shape[:2]
+    if keys.present is None:
+        return [x.flatten(0, 1) for x in tensors], np.full(batch, length, np.int32)
+    lens = keys.present.sum(1).cpu().numpy() if keys.lens is None else np.array(keys.lens)
+    at = keys.present.flatten().nonzero()[:, 0]
+    return [x.flatten(0, 1).index_select(0, at) for x in tensors], lens.astype(np.int32)
+
+
+def bottom_right(rows: int, keys: int, device: torch.device) -> torch.Tensor:
+    """The causal triangle [S, M], True = attend, the last row seeing every key."""
+    return torch.ones(rows, keys, dtype=torch.bool, device=device).tril(keys - rows)

@@ -1,0 +1,29 @@
+"""Dense attention by `F.scaled_dot_product_attention`, whichever kernel is to run it; shared by TORCH_SDPA and CUDNN_ATTN."""
+
+import torch
+from torch.nn import functional as F
+
+from attn.diffusion.backends.dense import Keys
+from attn.torch.diffusion.backends._dense import DenseImpl, bottom_right
+
+
+class SDPABase(DenseImpl):
+    """The call, its masks, and rows without keys."""
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys) -> torch.Tensor:
+        mask = keys.mask
+        if keys.present is not None:
+            # what is not there may hold anything, and torch multiplies it by 0
+            gone = ~keys.present[:, :, None, None]
+            key, value = key.masked_fill(gone, 0), value.masked_fill(gone, 0)
+            mask = keys.present[:, None, None, :]
+        rows, length = query.shape[1], key.shape[1]
+        square = self.causal and rows == length and mask is None
+        if self.causal and not square:
+            triangle = bottom_right(rows, length, query.device)
+            mask = triangle[None, None] if mask is None else mask & triangle
+        out = F.scaled_dot_product_attention(
+            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attn_mask=mask, is_causal=square,
+            scale=self.scale, enable_gqa=self.num_heads != self.num_kv_heads,
+        ).transpose(1, 2)  # fmt: skip
+        return out if mask is None else torch.where(mask.any(-1).transpose(1, 2)[..., None], out, 0)

@@ -1,0 +1,61 @@
+"""ASCEND_ATTN: Huawei's fused attention for Ascend NPUs, `torch_npu.npu_fusion_attention`.
+
+Its masks are inverted (True = do not attend), its causal triangle is bottom-right with `sparse_mode=3` and a fixed
+2048 x 2048 mask, and `inner_precise=2` keeps rows without keys from becoming NaN. Signature of torch_npu 2.13.
+"""
+
+import torch
+
+from attn.capabilities import Capabilities, Feature, MultipleOf
+from attn.diffusion.backends.dense import Keys
+from attn.torch.diffusion.backends._dense import DenseBackend, DenseImpl, bottom_right
+
+_COMPRESSED = 2048  #: the side of the causal mask that sparse_mode 3 reads
+_CAUSAL, _AS_GIVEN = 3, 0
+_ROWS_WITHOUT_KEYS = 2
+
+
+class AscendAttentionBackend(DenseBackend):
+    capabilities = Capabilities(
+        framework="torch",
+        platforms=("npu",),
+        dtypes=("bfloat16", "float16"),
+        head_sizes=(MultipleOf(8, 8, 256),),
+        features=frozenset({Feature.MASK}),
+        packages=("torch_npu",),
+        install="torch_npu",
+    )
+
+    @staticmethod
+    def get_name() -> str:
+        return "ASCEND_ATTN"
+
+    @staticmethod
+    def get_impl_cls() -> type["AscendAttentionImpl"]:
+        return AscendAttentionImpl
+
+
+class AscendAttentionImpl(DenseImpl):
+    backend = AscendAttentionBackend
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys) -> torch.Tensor:
+        import torch_npu
+
+        rows, length = query.shape[1], key.shape[1]
+        mask = keys.mask if keys.present is None else keys.present[:, None, None, :]
+        rules = {}
+        if mask is not None:
+            mask = mask & bottom_right(rows, length, query.device) if self.causal else mask
+            full = (query.shape[0], 1 if mask.shape[1] == 1 else self.num_heads, rows, length)
+            rules = {"atten_mask": ~mask.expand(full), "sparse_mode": _AS_GIVEN}
+        elif self.causal:
+            triangle = torch.ones(_COMPRESSED, _COMPRESSED, dtype=torch.bool, device=query.device).triu(1)
+            rules = {"atten_mask": triangle, "sparse_mode": _CAUSAL}
+        out: torch.Tensor = torch_npu.npu_fusion_attention(
+            query, key, value, self.num_heads, "BSND", scale=self.scale, inner_precise=_ROWS_WITHOUT_KEYS, **rules
+        )[0]
+        if mask is not None:
+            out = torch.where(mask.any(-1).transpose(1, 2)[..., None], out, 0)
+        elif self.causal and rows > length:
+            out[:, : rows - length] = 0
+        return out

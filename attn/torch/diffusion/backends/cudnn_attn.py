@@ -1,0 +1,43 @@
+"""CUDNN_ATTN: cuDNN's fused attention by way of PyTorch, the fastest exact one for images and video on Hopper (611 of 788
+TFLOP/s at Flux's shape on an H200).
+
+cuDNN refuses a single key; asked for by name that is an error here, not another kernel.
+"""
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from attn.capabilities import Capabilities, Feature, MultipleOf
+from attn.diffusion.backends.dense import Keys
+from attn.errors import UnsupportedError
+from attn.torch.diffusion.backends._dense import DenseBackend
+from attn.torch.diffusion.backends._sdpa import SDPABase
+
+
+class CuDNNAttentionBackend(DenseBackend):
+    capabilities = Capabilities(
+        framework="torch",
+        platforms=("cuda",),
+        dtypes=("bfloat16", "float16"),
+        head_sizes=(MultipleOf(8, 8, 256),),
+        features=frozenset({Feature.MASK, Feature.BACKWARD}),
+        archs=(("cuda", ("sm_80+",)),),
+    )
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUDNN_ATTN"
+
+    @staticmethod
+    def get_impl_cls() -> type["CuDNNAttentionImpl"]:
+        return CuDNNAttentionImpl
+
+
+class CuDNNAttentionImpl(SDPABase):
+    backend = CuDNNAttentionBackend
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys) -> torch.Tensor:
+        if key.shape[1] == 1:
+            raise UnsupportedError("CUDNN_ATTN: one key: cuDNN supports 2 and more (TORCH_SDPA takes one)")
+        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
+            return super()._attend(query, key, value, keys)

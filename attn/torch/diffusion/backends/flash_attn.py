@@ -1,0 +1,65 @@
+"""FLASH_ATTN: FlashAttention 4, 3, 2 or PyTorch's own, the best that is installed; padded keys are packed, not masked.
+
+The providers are those of the attention backend of the same name; each gets the batch as a ragged one.
+"""
+
+import functools
+
+import torch
+
+from attn.capabilities import Capabilities, Device, MultipleOf, Request
+from attn.diffusion.backends.dense import Keys
+from attn.errors import UnsupportedError
+from attn.torch.backends import _flash_providers as providers
+from attn.torch.backends._flash_providers import Call, Provider
+from attn.torch.backends._vendor import arch_of, int32
+from attn.torch.diffusion.backends._dense import DenseBackend, DenseImpl, pack
+
+
+class FlashAttentionBackend(DenseBackend):
+    capabilities = Capabilities(
+        framework="torch",
+        platforms=("cuda",),
+        dtypes=("bfloat16", "float16"),
+        head_sizes=(MultipleOf(8, 32, 256),),
+        archs=(("cuda", ("sm_80+",)),),
+    )
+
+    @staticmethod
+    def get_name() -> str:
+        return "FLASH_ATTN"
+
+    @staticmethod
+    def get_impl_cls() -> type["FlashAttentionImpl"]:
+        return FlashAttentionImpl
+
+    @classmethod
+    def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
+        return super().why_not(request, device) or providers.why_none(Request(request.head_size, request.dtype), device)
+
+
+class FlashAttentionImpl(DenseImpl):
+    backend = FlashAttentionBackend
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys) -> torch.Tensor:
+        batch, rows = query.shape[:2]
+        (key, value), lens = pack(keys, key, value)
+        starts = torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=query.device)
+        bounds = int32([0, *lens.cumsum()]).to(query.device)
+        provider = _provider(str(query.dtype).removeprefix("torch."), self.head_size, arch_of(query.device))
+        call = Call(
+            query.flatten(0, 1), key, value, starts, bounds, None, None, rows, max(1, int(lens.max())), self.scale,
+            (None, 0 if self.causal else None), 0.0, None,
+        )  # fmt: skip
+        out, lse = provider.attend(provider.load(), call)
+        return torch.where(lse.isinf().T[..., None], 0, out).unflatten(0, (batch, rows))
+
+
+@functools.lru_cache(64)
+def _provider(dtype: str, head_size: int, arch: str) -> Provider:
+    request, device = Request(head_size, dtype), Device("torch", "cuda", arch=arch) if arch else None
+    found = providers.best(request, device)
+    if found is None:
+        why = providers.why_none(request, device)
+        raise UnsupportedError(f"FLASH_ATTN does not serve {request}: {'; '.join(why)}", why)
+    return found

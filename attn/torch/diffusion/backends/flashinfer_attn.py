@@ -1,0 +1,66 @@
+"""FLASHINFER_ATTN: FlashInfer's ragged wrapper (CUTLASS on Blackwell, FA3 on Hopper, FA2 elsewhere), keys packed.
+
+A plan is kept for the shape it was made for: the steps and layers of a denoising run share it.
+"""
+
+import functools
+from typing import Any
+
+import torch
+
+from attn.capabilities import Capabilities
+from attn.diffusion.backends.dense import Keys
+from attn.torch.backends._flashinfer import workspace
+from attn.torch.backends._vendor import int32
+from attn.torch.diffusion.backends._dense import DenseBackend, DenseImpl, pack
+
+
+class FlashInferAttentionBackend(DenseBackend):
+    capabilities = Capabilities(
+        framework="torch",
+        platforms=("cuda",),
+        dtypes=("bfloat16", "float16"),
+        head_sizes=(64, 128, 256),
+        packages=("flashinfer",),
+        install="flashinfer-python",
+        archs=(("cuda", ("sm_80+",)),),
+    )
+
+    @staticmethod
+    def get_name() -> str:
+        return "FLASHINFER_ATTN"
+
+    @staticmethod
+    def get_impl_cls() -> type["FlashInferAttentionImpl"]:
+        return FlashInferAttentionImpl
+
+
+class FlashInferAttentionImpl(DenseImpl):
+    backend = FlashInferAttentionBackend
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys) -> torch.Tensor:
+        batch, rows = query.shape[:2]
+        (key, value), lens = pack(keys, key, value)
+        wrapper = _planned(
+            query.device, query.dtype, rows, tuple(lens.tolist()), self.num_heads, self.num_kv_heads, self.head_size,
+            self.causal, self.scale,
+        )  # fmt: skip
+        out, lse = wrapper.run(query.flatten(0, 1).contiguous(), key.contiguous(), value.contiguous(), return_lse=True)
+        return torch.where(lse.isinf()[..., None], 0, out).unflatten(0, (batch, rows))
+
+
+@functools.lru_cache(8)
+def _planned(
+    device: torch.device, dtype: torch.dtype, rows: int, lens: tuple[int, ...], num_heads: int, num_kv_heads: int,
+    head_size: int, causal: bool, scale: float,
+) -> Any:  # fmt: skip
+    import flashinfer
+
+    wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), "NHD")
+    starts = int32(range(0, (len(lens) + 1) * rows, rows))
+    bounds = int32([0, *torch.tensor(lens).cumsum(0).tolist()])
+    wrapper.plan(
+        starts, bounds, num_heads, num_kv_heads, head_size, causal=causal, sm_scale=scale, q_data_type=dtype,
+        kv_data_type=dtype,
+    )  # fmt: skip
+    return wrapper

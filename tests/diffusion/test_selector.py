@@ -1,0 +1,99 @@
+"""Which diffusion backend serves a layer, who said so, and what speaks against the others."""
+
+import pytest
+
+from attn.capabilities import Device
+from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum, register_diffusion_backend
+from attn.diffusion.selector import (
+    DiffusionAttentionConfig,
+    get_diffusion_attn_backend,
+    make_diffusion_request,
+    select_diffusion,
+)
+from attn.errors import UnsupportedError
+
+torch = pytest.importorskip("torch")
+H200 = Device("torch", "cuda", "NVIDIA H200", "sm_90")
+FLUX = make_diffusion_request(128, "bfloat16", num_heads=24)
+
+
+def _chosen(**how: object) -> tuple[str | None, str]:
+    found = select_diffusion(FLUX, device=H200, **how)  # type: ignore[arg-type]
+    return found.name, found.source
+
+
+def test_the_platforms_list_serves_whoever_asks_for_nothing():
+    assert _chosen() == ("CUDNN_ATTN", "priority")
+    cpu = select_diffusion(FLUX, device=Device("torch", "cpu", "a CPU"))
+    assert (cpu.name, cpu.source) == ("TORCH_SDPA", "priority")
+
+
+@pytest.mark.parametrize(
+    ("how", "source"),
+    [
+        ({"role": "audio_to_video"}, "per_role['audio_to_video']"),
+        ({"role": "text", "category": "cross"}, "per_category['cross']"),
+        ({"role": "cross"}, "per_category['cross']"),
+        ({"role": "anything"}, "default"),
+    ],
+)
+def test_role_then_category_then_default(how, source):
+    wanted = {"per_role": {"audio_to_video": "TORCH_SDPA"}, "per_category": {"cross": "TORCH_SDPA"}, "default": "TORCH_SDPA"}
+    assert _chosen(config=DiffusionAttentionConfig(**wanted), **how) == ("TORCH_SDPA", source)
+
+
+def test_the_argument_outranks_the_configuration_and_that_the_environment(monkeypatch):
+    monkeypatch.setenv("ATTN_DIFFUSION_BACKEND", "CUDNN_ATTN")
+    config = DiffusionAttentionConfig(default="TORCH_SDPA")
+    assert _chosen() == ("CUDNN_ATTN", "ATTN_DIFFUSION_BACKEND")
+    assert _chosen(config=config) == ("TORCH_SDPA", "default")
+    assert _chosen(config=config, backend="CUDNN_ATTN") == ("CUDNN_ATTN", "argument")
+
+
+def test_a_name_is_obeyed_or_refused_never_replaced():
+    with pytest.raises(UnsupportedError, match="sageattention is not installed"):
+        select_diffusion(FLUX, device=H200, backend="SAGE_ATTN").require()
+    with pytest.raises(ValueError, match="Unknown diffusion attention backend: 'SAGE'"):
+        select_diffusion(FLUX, device=H200, backend="SAGE")
+    with pytest.raises(ValueError, match="ATTN_DIFFUSION_BACKEND|Unknown diffusion attention backend"):
+        select_diffusion(FLUX, device=H200, config=DiffusionAttentionConfig(default="NOBODY"))
+
+
+def test_an_approximate_backend_needs_a_budget():
+    exact = str(select_diffusion(FLUX, device=H200))
+    assert "relative error 0.02" in exact and "error_budget=0 allows less" in exact
+    loose = make_diffusion_request(128, "bfloat16", num_heads=24, error_budget=0.05)
+    assert "allows less" not in str(select_diffusion(loose, device=H200, backend="SAGE_ATTN"))
+
+
+@pytest.mark.parametrize("budget", [-0.1, 1, True, "some"])
+def test_a_budget_is_a_fraction(budget):
+    with pytest.raises(ValueError, match="error_budget=.* must be a number of at least 0 and below 1"):
+        make_diffusion_request(128, "bfloat16", error_budget=budget)
+
+
+def test_names_can_be_kept_out(monkeypatch):
+    assert select_diffusion(FLUX, device=H200, disable=["CUDNN_ATTN"]).name != "CUDNN_ATTN"
+    monkeypatch.setenv("ATTN_DISABLE", "CUDNN_ATTN,CPU_ATTN")  # the second is of another registry
+    told = str(select_diffusion(FLUX, device=H200))
+    assert "disabled by ATTN_DISABLE" in told
+
+
+def test_an_unknown_category_is_told():
+    with pytest.raises(ValueError, match="category='both' is unknown; known: self, cross, joint"):
+        select_diffusion(FLUX, device=H200, category="both")
+    with pytest.raises(ValueError, match="category='both' is unknown"):
+        DiffusionAttentionConfig(per_category={"both": "TORCH_SDPA"})
+
+
+def test_a_backend_of_ones_own_comes_first_by_its_priority():
+    from attn.capabilities import Capabilities
+    from attn.torch.diffusion.backends.sdpa import SDPABackend
+
+    class Mine(SDPABackend):
+        capabilities = Capabilities("torch", ("cpu", "cuda"), ("bfloat16",), priority=1)
+
+    register_diffusion_backend("MINE", Mine)
+    assert _chosen() == ("MINE", "priority")
+    register_diffusion_backend(DiffusionAttentionBackendEnum.TORCH_SDPA, Mine)
+    assert get_diffusion_attn_backend(128, torch.bfloat16, backend="TORCH_SDPA") is Mine

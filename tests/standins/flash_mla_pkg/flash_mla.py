@@ -1,0 +1,36 @@
+"""FlashMLA's `flash_mla_interface.py` (deepseek-ai/FlashMLA at 9241ae3e): dense decode for sm_90, +inf for an empty row."""
+
+import torch
+import vendor
+
+
+class FlashMLASchedMeta:
+    def __init__(self):
+        self.config = None
+
+
+def get_mla_metadata(*args, **kwargs):
+    return FlashMLASchedMeta(), None
+
+
+def flash_mla_with_kvcache(
+    q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits=None, softmax_scale=None,
+    causal=False, is_fp8_kvcache=False, indices=None, attn_sink=None, extra_k_cache=None, extra_indices_in_kvcache=None,
+    topk_length=None, extra_topk_length=None,
+):  # fmt: skip
+    assert isinstance(tile_scheduler_metadata, FlashMLASchedMeta) and num_splits is None and attn_sink is None
+    requests, rows, heads, _ = q.shape
+    config = (requests, rows, heads, k_cache.shape[1], causal, is_fp8_kvcache)
+    assert tile_scheduler_metadata.config in (None, config), "the schedule is for another batch"
+    tile_scheduler_metadata.config = config
+    vendor.check("q", q, (requests, rows, heads, 576), *vendor.HALVES)
+    assert head_dim_v == 512 and k_cache.shape[1] == 64, "page must be 64"
+    assert indices is None and not is_fp8_kvcache, "dense decode reads 16-bit caches"
+    vendor.check("k_cache", k_cache, (None, 64, 1, 576), q.dtype)
+    vendor.check("block_table", block_table, (requests, None), torch.int32)
+    vendor.check("cache_seqlens", cache_seqlens, (requests,), torch.int32)
+    assert causal or rows == 1
+    starts = torch.arange(requests + 1) * rows
+    out, lse = vendor.latent(q.flatten(0, 1), k_cache[:, :, 0], starts, cache_seqlens, block_table, softmax_scale)
+    lse = torch.where(lse == -torch.inf, torch.inf, lse)
+    return out.unflatten(0, (requests, rows)), lse.unflatten(1, (requests, rows)).transpose(0, 1).contiguous()

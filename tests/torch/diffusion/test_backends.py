@@ -1,0 +1,130 @@
+"""The diffusion backends of the torch wing: the dense suite, on the device at hand or on stand-ins."""
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from attn import imports
+from attn.capabilities import Device
+from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
+from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
+from attn.errors import DTypeError, ShapeError, UnsupportedError
+from attn.testing.dense import DenseCase, check_dense, dense_cases
+from attn.torch import DiffusionAttention
+from attn.torch.backends import _flash_providers as providers
+from attn.torch.diffusion.backends.sage_attn import SageAttentionBackend
+from attn.torch.diffusion.backends.sdpa import SDPABackend
+
+STANDINS = Path(__file__).parents[2] / "standins"
+VENDORS = [
+    ("FLASH_ATTN", "fa2"), ("FLASH_ATTN", "fa3"), ("FLASH_ATTN", "fa4"), ("FLASHINFER_ATTN", "flashinfer_pkg"),
+    ("SAGE_ATTN", "sage_pkg"), ("SAGE_ATTN_3", "sage_pkg"), ("ASCEND_ATTN", "npu_pkg"),
+]  # fmt: skip
+
+
+@pytest.fixture
+def standin(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    def install(root: str) -> None:
+        for folder in (STANDINS, STANDINS / root):
+            monkeypatch.syspath_prepend(str(folder))
+        importlib.invalidate_caches()
+        imports._found.clear()
+        monkeypatch.setattr(providers, "PROVIDERS", [p for p in providers.PROVIDERS if p.install.startswith("flash-attn")])
+
+    return install
+
+
+@pytest.mark.parametrize("case", dense_cases(SDPABackend), ids=str)
+def test_torch_sdpa_conforms(case: DenseCase) -> None:
+    check_dense(SDPABackend, case)
+
+
+@pytest.mark.parametrize(("name", "root"), VENDORS)
+def test_an_adapter_conforms_on_a_stand_in(name: str, root: str, standin: Callable[[str], None]) -> None:
+    standin(root)
+    backend: Any = DiffusionAttentionBackendEnum[name].get_class()
+    cases = dense_cases(backend)
+    assert len(cases) >= 12
+    for case in cases:
+        check_dense(backend, case)
+
+
+def test_sage_attention_leaves_its_callers_keys_alone(standin: Callable[[str], None]) -> None:
+    """The package subtracts the mean of the keys in place."""
+    standin("sage_pkg")
+    impl = SageAttentionBackend.get_impl_cls()(2, 64)
+    q, k, v = (torch.randn(1, 8, 2, 64, dtype=torch.bfloat16) for _ in range(3))
+    before = k.clone()
+    impl.forward(q, k, v)
+    assert torch.equal(k, before)
+
+
+def test_nan_behind_a_mask_of_keys_reaches_nothing() -> None:
+    impl = SDPABackend.get_impl_cls()(2, 64)
+    q, k, v = (torch.randn(2, 8, 2, 64) for _ in range(3))
+    k[0, 5:] = v[0, 5:] = torch.nan
+    assert torch.isfinite(impl.forward(q, k, v, DiffusionAttentionMetadata(kv_lens=[5, 8]))).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"key": torch.zeros(2, 8, 3, 64)}, ShapeError, r"key has shape \[2, 8, 3, 64\]: must be \[B, S, 2, 64\]"),
+        ({"value": torch.zeros(2, 7, 2, 64)}, ShapeError, "key has 8 rows, value 7"),
+        ({"value": torch.zeros(2, 8, 2, 64, dtype=torch.float16)}, DTypeError, "value has dtype torch.float16"),
+        ({"key": torch.zeros(3, 8, 2, 64)}, ShapeError, "key has batch 3, query 2"),
+    ],
+)
+def test_arrays_that_do_not_fit(change: dict[str, Any], error: type[Exception], words: str) -> None:
+    arrays = {name: torch.zeros(2, 8, 2, 64) for name in ("query", "key", "value")} | change
+    with pytest.raises(error, match=words):
+        SDPABackend.get_impl_cls()(2, 64).forward(**arrays)
+
+
+@pytest.mark.parametrize(
+    ("meta", "error", "words"),
+    [
+        ({"kv_lens": [8, 9]}, ValueError, r"kv_lens=\[8, 9\] must be 2 ints of 0..8"),
+        ({"kv_lens": [8]}, ValueError, "must be 2 ints"),
+        ({"kv_lens": [8, 7], "attn_mask": np.ones((2, 8), bool)}, ValueError, "give one of them"),
+        ({"attn_mask": np.ones((2, 7), bool)}, ShapeError, r"must be \[2, 8\]"),
+        ({"attn_mask": np.ones((2, 8), np.float32)}, DTypeError, "must be bool, True = attend"),
+        ({"attn_mask": np.ones((2, 3, 8, 8), bool)}, ShapeError, r"must broadcast to \[2, 2, 8, 8\]"),
+        ({"joint_key": torch.zeros(2, 3, 2, 64)}, ValueError, "needs joint_key and joint_value"),
+        (
+            {"joint_key": torch.zeros(2, 3, 2, 64), "joint_value": torch.zeros(2, 3, 2, 64), "joint_strategy": "middle"},
+            ValueError,
+            "'middle' is unknown; known: front, rear",
+        ),
+    ],
+)
+def test_metadata_that_contradicts_itself(meta: dict[str, Any], error: type[Exception], words: str) -> None:
+    x = torch.zeros(2, 8, 2, 64)
+    with pytest.raises(error, match=words):
+        SDPABackend.get_impl_cls()(2, 64).forward(x, x, x, DiffusionAttentionMetadata(**meta))
+
+
+def test_a_layer_chooses_says_why_and_is_differentiable() -> None:
+    layer = DiffusionAttention(4, 64, num_kv_heads=2, role="cross", features=["backward"], dtype=torch.float32)
+    assert layer.selection.name == "TORCH_SDPA" and "TORCH_SDPA" in repr(layer)
+    q, k, v = torch.randn(1, 5, 4, 64, requires_grad=True), torch.randn(1, 7, 2, 64), torch.randn(1, 7, 2, 64)
+    layer(q, k, v).sum().backward()
+    assert q.grad is not None and torch.isfinite(q.grad).all()
+
+
+def test_causality_over_padding_is_refused() -> None:
+    x = torch.zeros(1, 4, 2, 64)
+    with pytest.raises(UnsupportedError, match="causal layer over padded keys"):
+        SDPABackend.get_impl_cls()(2, 64, causal=True).forward(x, x, x, DiffusionAttentionMetadata(kv_lens=[3]))
+
+
+def test_cudnn_by_name_is_obeyed_or_refused_on_this_device() -> None:
+    told = "; ".join(DiffusionAttentionBackendEnum.CUDNN_ATTN.get_class().why_not(  # type: ignore[attr-defined]
+        DiffusionAttention(2, 64, dtype=torch.bfloat16).selection.request, Device("torch", "cpu")
+    ))  # fmt: skip
+    assert "platform=cpu (supports cuda)" in told
