@@ -14,7 +14,7 @@ import importlib.util
 import itertools
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
 from attn.capabilities import WINGS, Candidate
@@ -205,6 +205,21 @@ class BackendEnum(enum.Enum, metaclass=BackendEnumMeta):
 def _by_name(registry: type[BackendEnum], name: str) -> Any:
     """Unpickling: members travel by name, so that a renamed path or an override changes no old pickle."""
     return registry[name]
+
+
+def ranked(registry: Any, names: Sequence[str]) -> list[Any]:
+    """A platform's list as members, with custom backends that declare capabilities before it (priority > 0) or after it."""
+    listed = [registry[name] for name in names]
+    customs = []
+    for member in list(registry.overrides):
+        own = member.name == "CUSTOM" or member.name in registry.customs
+        if own and member not in listed:
+            candidate = member.candidate()
+            capabilities = getattr(candidate.backend, "capabilities", None)
+            if capabilities is not None or candidate.problem:
+                customs.append((getattr(capabilities, "priority", 0), member))
+    customs.sort(key=lambda entry: (-entry[0], entry[1].name))
+    return [m for p, m in customs if p > 0] + listed + [m for p, m in customs if p <= 0]
 
 
 def path_of(cls: type) -> str:

@@ -156,6 +156,11 @@ COMMANDS = {
         "attn conform TORCH_SDPA --level quick",
         _delegate("attn.testing.command"),
     ),
+    "aot": Command(
+        "compile kernels for TPUs and GPUs that are not here: memory, spills, estimated time",
+        "attn aot --target tpu-v6e --subset",
+        _delegate("attn.aot"),
+    ),
     "generate": Command("text from the demo model", 'attn generate "Once upon a time"', _delegate("attn.demo.generate")),
     "demo": Command("watch the demo model attend", "attn demo", _delegate("attn.demo.show")),
     "env": Command("versions, devices and variables: paste it into a bug report", "attn env --json", _env),

@@ -56,8 +56,12 @@ KV_CACHE_DTYPES = {
     "fp8_e4m3": "float8_e4m3fn",
     "fp8_e5m2": "float8_e5m2",
     "int8": "int8",
+    "int8_per_token_head": "int8",
+    "fp8_per_token_head": "float8_e4m3fn",
     "fp8_ds_mla": "uint8",
 }
+#: Caches whose tokens have a scale of their own for each kv head, a float32 kept in the same blocks (SEMANTICS 4.10).
+PER_TOKEN_HEAD = frozenset({"int8_per_token_head", "fp8_per_token_head"})
 
 
 def dtype_name(dtype: Any) -> str:
@@ -81,6 +85,14 @@ def framework_of_dtype(dtype: Any) -> str | None:
     if isinstance(dtype, str):
         return None
     return "torch" if type(dtype).__module__ == "torch" else "jax"
+
+
+def kv_cache_row(kv_cache_dtype: str | None, head_size: int) -> int:
+    """Elements that one head of one token takes in a cache: `head_size`, and four bytes where it has its own scale; 656
+    bytes of `fp8_ds_mla`, whatever the size."""
+    if kv_cache_dtype == "fp8_ds_mla":
+        return 656
+    return head_size + 4 * (kv_cache_dtype in PER_TOKEN_HEAD)
 
 
 def kv_cache_element(kv_cache_dtype: str | None, dtype: str) -> str:

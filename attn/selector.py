@@ -9,12 +9,12 @@ import contextlib
 import contextvars
 import sys
 import threading
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection, Generator
 from dataclasses import replace
 from typing import Any
 
 from attn import envs, plugins
-from attn.backend_enum import generation, load_candidate
+from attn.backend_enum import generation, load_candidate, ranked
 from attn.backends.abstract import AttentionBackend
 from attn.backends.arguments import list_of_names, positive_int
 from attn.backends.registry import BLOCKSPARSE_PATHS, AttentionBackendEnum
@@ -273,24 +273,9 @@ def select(
     refused |= {_as_member(name, "ATTN_DISABLE").name: "ATTN_DISABLE" for name in envs.read_list("ATTN_DISABLE") or ()}
     candidates = [
         Candidate(m.name, problem=f"disabled by {refused[m.name]}") if m.name in refused else m.candidate()
-        for m in _ranked(platform.priorities(request, device))
+        for m in ranked(AttentionBackendEnum, platform.priorities(request, device))
     ]
     return _logged(choose(candidates, request, device, source))
-
-
-def _ranked(names: Sequence[str]) -> list[AttentionBackendEnum]:
-    """The platform's list, with custom backends that declare capabilities before it (priority > 0) or after it."""
-    listed = [_as_member(name) for name in names]
-    customs = []
-    for member in list(AttentionBackendEnum.overrides):
-        own = member is AttentionBackendEnum.CUSTOM or member.name in AttentionBackendEnum.customs
-        if own and member not in listed:
-            candidate = member.candidate()
-            capabilities = getattr(candidate.backend, "capabilities", None)
-            if capabilities is not None or candidate.problem:
-                customs.append((getattr(capabilities, "priority", 0), member))
-    customs.sort(key=lambda entry: (-entry[0], entry[1].name))
-    return [m for p, m in customs if p > 0] + listed + [m for p, m in customs if p <= 0]
 
 
 def _asked(backend: AttentionBackendEnum | str | None) -> tuple[AttentionBackendEnum | None, str]:

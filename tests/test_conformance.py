@@ -8,24 +8,23 @@ from typing import Any
 
 import pytest
 
-from attn.backends.registry import AttentionBackendEnum
-from attn.testing import Case, check_conformance, subject_here
+from attn.testing import Case, candidate_of, check_conformance, subject_here
 from attn.testing.suite import cases_of
 
-BACKENDS = ("TORCH_SDPA", "CPU_ATTN", "XLA_ATTN")
+BACKENDS = ("TORCH_SDPA", "CPU_ATTN", "TORCH_MLA", "XLA_ATTN")
 
 
 def _cases() -> list[Any]:
     found = []
-    for member in map(AttentionBackendEnum.__getitem__, BACKENDS):
-        subject, why = subject_here(member)
+    for candidate in map(candidate_of, BACKENDS):
+        subject, why = subject_here(candidate)
         if subject is None:
-            found.append(pytest.param(member, None, id=member.name, marks=pytest.mark.skip(reason=why)))
+            found.append(pytest.param(None, None, id=candidate.name, marks=pytest.mark.skip(reason=why)))
         else:
-            found += [pytest.param(member, case, id=f"{member.name}-{case}") for case in cases_of(subject)]
+            found += [pytest.param(candidate.backend, case, id=f"{candidate.name}-{case}") for case in cases_of(subject)]
     return found
 
 
-@pytest.mark.parametrize(("member", "case"), _cases())
-def test_conformance(member: AttentionBackendEnum, case: Case) -> None:
-    check_conformance(member.get_class(), case)
+@pytest.mark.parametrize(("backend", "case"), _cases())
+def test_conformance(backend: Any, case: Case) -> None:
+    check_conformance(backend, case)

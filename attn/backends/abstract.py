@@ -58,6 +58,7 @@ class KVCacheSpec:
     kv_cache_dtype: str = "auto"
     num_blocks: int | None = None
     sliding_window: int | tuple[int | None, int | None] | None = None
+    attn_type: str = AttentionType.DECODER
 
 
 class AttentionLayer(Protocol):

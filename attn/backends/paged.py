@@ -21,6 +21,7 @@ from attn.backends.arguments import (
 )
 from attn.backends.metadata import AttentionMetadata
 from attn.capabilities import Feature, Request
+from attn.dtypes import kv_cache_row
 from attn.errors import ShapeError
 
 Array = Any
@@ -49,8 +50,11 @@ class PagedBackend(AttentionBackend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """[2, N, P, K, D]: keys, then values, a token's heads side by side (the layout called NHD)."""
-        return (2, num_blocks, block_size, num_kv_heads, head_size)
+        """[2, N, P, K, D]: keys, then values, a token's heads side by side (the layout called NHD).
+
+        With a scale for each token and head, D + 4 bytes: a block holds the codes of all its tokens, then their scales.
+        """
+        return (2, num_blocks, block_size, num_kv_heads, kv_cache_row(cache_dtype_str, head_size))
 
     @staticmethod
     def get_kv_cache_stride_order() -> tuple[int, ...]:

@@ -1,9 +1,9 @@
 """Attention backend registry.
 
-The names are those of vLLM's registry; PALLAS_MLA and XLA_ATTN are added. Two readings differ from the enum they come
-from: there `TORCH_SDPA = ""` and `CUSTOM = ""` are one member (an alias), so that registering a custom backend replaced
-SDPA; here every member is distinct, and TORCH_SDPA is a working backend. A member whose module is still to come keeps
-the path where it will live and says "not built yet".
+The names are those of vLLM's registry; PALLAS_MLA, XLA_ATTN and the portable and sparse MLA backends are added. Two
+readings differ from the enum they come from: there `TORCH_SDPA = ""` and `CUSTOM = ""` are one member (an alias), so that
+registering a custom backend replaced SDPA; here every member is distinct, and TORCH_SDPA is a working backend. A member
+whose module is still to come keeps the path where it will live and says "not built yet".
 """
 
 import contextlib
@@ -57,6 +57,11 @@ class AttentionBackendEnum(
     ROCM_AITER_UNIFIED_ATTN = "attn.torch.backends.rocm_aiter_unified_attn.RocmAiterUnifiedAttentionBackend"
     CPU_ATTN = "attn.torch.backends.cpu_attn.CPUAttentionBackend"
     PALLAS_MLA = "attn.jax.backends.pallas_mla.PallasMLABackend"
+    TORCH_MLA = "attn.torch.backends.mla.torch_mla.TorchMLABackend"
+    TORCH_MLA_SPARSE = "attn.torch.backends.mla.torch_mla_sparse.TorchMLASparseBackend"
+    TRITON_MLA_SPARSE = "attn.torch.backends.mla.triton_mla_sparse.TritonMLASparseBackend"
+    XLA_MLA = "attn.jax.backends.xla_mla.XLAMLABackend"
+    XLA_MLA_SPARSE = "attn.jax.backends.xla_mla_sparse.XLAMLASparseBackend"
     XLA_ATTN = "attn.jax.backends.xla_attn.XLAAttentionBackend"
     # Placeholder for third-party/custom backends - must be registered before use
     CUSTOM = ""

@@ -17,6 +17,7 @@ from attn.testing.case import Case
 from attn.testing.conformance import (
     BackendReport,
     Report,
+    candidate_of,
     cases_for,
     check_conformance,
     conformance_cases,
@@ -27,6 +28,7 @@ from attn.testing.conformance import (
 )
 from attn.testing.draw import Call, Result, cache_spec, draw, layer_arguments
 from attn.testing.expected import Expected, expect
+from attn.testing.latent import latent_rows
 from attn.testing.rules import Violation, compare
 
 __all__ = [
@@ -39,12 +41,14 @@ __all__ = [
     "Violation",
     "bits",
     "cache_spec",
+    "candidate_of",
     "cases_for",
     "check_conformance",
     "compare",
     "conformance_cases",
     "draw",
     "expect",
+    "latent_rows",
     "layer_arguments",
     "run_case",
     "run_conformance",

@@ -10,13 +10,24 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from attn.dtypes import DTYPES
-from attn.reference import dequantize, quantize
+from attn.dtypes import DTYPES, KV_CACHE_DTYPES, PER_TOKEN_HEAD
+from attn.reference import dequantize, pack_fp8_ds_mla, per_token_head_scales, quantize, unpack_fp8_ds_mla
 
 Array = npt.NDArray[Any]
 
 #: Element type of a quantised cache -> what `attn.reference.quantize` calls it.
 CODES = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2", "float8_e4m3fnuz": "fp8_e4m3fnuz", "int8": "int8"}
+
+#: Caches whose layer carries the scale of their codes.
+SCALED = frozenset(name for name, element in KV_CACHE_DTYPES.items() if element in CODES) - PER_TOKEN_HEAD
+#: Elements whose rows bring their own scale -> what their codes are. A row is D codes and the four bytes of a float32.
+SELF_SCALED = {name: str(KV_CACHE_DTYPES[name]) for name in sorted(PER_TOKEN_HEAD)}
+
+#: Element type of `fp8_ds_mla`, whose rows of 576 numbers are 656 bytes with scales of their own.
+PACKED = "uint8"
+_PACKED_POISONS = {"mixed": (0x7F, 0xFF, 0xFF, 0x7F, 0xFF), "huge": (0x7E, 0xFE, 0x7E), "zero": (0,)}
+
+FP8 = "float8_e4m3fn"  #: what an output with a scale is stored as
 
 #: What lies in memory that nobody may read.
 POISONS = {
@@ -26,9 +37,20 @@ POISONS = {
 }
 
 
-def encode(values: npt.ArrayLike, element: str, scale: npt.ArrayLike = 1.0) -> Array:
-    """`values` as stored in a cache of `element`: divided by `scale`, rounded to nearest even, saturating when 8-bit."""
+def encode(values: npt.ArrayLike, element: str, scale: npt.ArrayLike = 1.0, nudge: float = 1.0) -> Array:
+    """`values` as stored in a cache of `element`: divided by `scale`, rounded to nearest even, saturating when 8-bit.
+
+    `nudge` multiplies the values when their scale has been settled: a division that comes out a little different.
+    """
     array = np.asarray(values, np.float32)
+    if element == PACKED:
+        rows = array.reshape(-1, array.shape[-1])
+        return pack_fp8_ds_mla(rows[:, :512], rows[:, 512:]).reshape(*array.shape[:-1], -1)
+    if element in SELF_SCALED:
+        code = SELF_SCALED[element]
+        own = per_token_head_scales(array, CODES[code]).astype(np.float32)
+        return _joined(quantize(array * np.float32(nudge), CODES[code], own), own)
+    array = array * np.float32(nudge)
     if element in CODES:
         return quantize(array, CODES[element], scale)
     with np.errstate(over="ignore"):
@@ -42,7 +64,15 @@ def encode(values: npt.ArrayLike, element: str, scale: npt.ArrayLike = 1.0) -> A
 
 
 def decode(stored: Array, element: str) -> Array:
-    """The float32 values of stored bits, before any scale."""
+    """The float32 values of stored bits, before any scale of the layer's."""
+    if element == PACKED:
+        with np.errstate(all="ignore"):
+            parts = unpack_fp8_ds_mla(stored.reshape(-1, stored.shape[-1]))
+        return np.concatenate(parts, 1).reshape(*stored.shape[:-1], -1).astype(np.float32)
+    if element in SELF_SCALED:
+        codes, own = np.ascontiguousarray(stored[..., :-4]), np.ascontiguousarray(stored[..., -4:]).view(np.float32)
+        with np.errstate(all="ignore"):
+            return decode(codes.view(raw(SELF_SCALED[element])), SELF_SCALED[element]) * own
     if element in CODES:
         return dequantize(stored, CODES[element]).astype(np.float32)
     if element == "bfloat16":
@@ -55,9 +85,14 @@ def rounded(values: npt.ArrayLike, dtype: str) -> Array:
     return decode(encode(values, dtype), dtype)
 
 
+def _joined(codes: Array, own: Array) -> Array:
+    """Codes [..., D] and their scales [...] float32 as rows of D + 4 bytes."""
+    return np.concatenate([as_bytes(codes), np.ascontiguousarray(own[..., None]).view(np.uint8)], -1)
+
+
 def raw(element: str) -> np.dtype[Any]:
     """The NumPy dtype in which an element's bits travel."""
-    return encode(np.zeros(0), element).dtype
+    return np.dtype(np.uint8) if element == PACKED or element in SELF_SCALED else encode(np.zeros(0), element).dtype
 
 
 def as_bytes(stored: Array) -> Array:
@@ -67,6 +102,11 @@ def as_bytes(stored: Array) -> Array:
 
 def poisoned(shape: tuple[int, ...], element: str, kind: str) -> Array:
     """Storage full of poison; an element that cannot hold NaN or inf takes its largest finite value instead."""
+    if element == PACKED:
+        return np.resize(np.array(_PACKED_POISONS[kind], np.uint8), shape)
+    if element in SELF_SCALED:
+        codes = poisoned((*shape[:-1], shape[-1] - 4), SELF_SCALED[element], kind)
+        return _joined(codes, poisoned(shape[:-1], "float32", kind))
     values = np.array(POISONS[kind])
     if element in CODES and element != "float8_e5m2":
         values = np.where(np.isnan(values) & (element != "int8"), values, np.nan_to_num(values, nan=3e38))

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from attn.backends.arguments import Window, layer_features, window_pair
 from attn.capabilities import ENCODER_TYPES, AttentionType, Feature, Request
-from attn.dtypes import kv_cache_element
+from attn.dtypes import PER_TOKEN_HEAD, kv_cache_element
 from attn.testing.bits import CODES
 
 Scale = float | tuple[float, ...]
@@ -26,13 +26,17 @@ class Case:
     k_scale, v_scale: of a quantised cache; a tuple has one entry a kv head.
     sinks: "" (none), "randn", or "log_length": about ln of the longest context, where a sink matters most.
     tree: width W of a random draft tree for each request; 0 is none.
+    mla: (L, Dn, Dr, Dv) of multi-head latent attention: `head_size` is L + Dr then, and num_kv_heads 1; () is none.
+    topk: with `mla`, keys that an indexer chose for each row, at most (`Call.indices`); 0 is all.
+    sparse: (block_size, local_blocks, vert_stride, homo_head) of a block-sparse pattern (SEMANTICS 4.13); () is none.
     kv_sharing: the layer reads another layer's cache; its own keys and values are NaN.
     lse: ask for the log-sum-exp too.
     inputs: "randn", "needle" (every query looks for one boundary key), "loud" (scores about 1e4), "far" (one score of
         -524288), "constant" (V is one number), "magnitudes" (queries from 1e-3 to 1e3), "wide" (keys and values beyond
-        what the cache's dtype can hold).
+        what the cache's dtype can hold), "hollow" (every third token's key and value are zeros).
     poison: what lies in slots, pages and table entries that are not in use ("mixed", "huge", "zero").
     shared_prefix: leading tokens that all long enough requests keep in the same physical pages.
+    output_scale: of an output in fp8; None is an output in the query's dtype.
     padding: rows past the last real token, which must be left alone.
     check: the property (`attn.testing.properties`); "oracle" compares with the float64 reference.
     features: what else to ask of the backend: what a refusal is about, or `batch_invariant` where it is promised.
@@ -56,12 +60,16 @@ class Case:
     alibi: bool = False
     sinks: str = ""
     tree: int = 0
+    mla: tuple[int, ...] = ()
+    topk: int = 0
+    sparse: tuple[int, ...] = ()
     kv_sharing: bool = False
     scale: float | None = None
     lse: bool = False
     inputs: str = "randn"
     poison: str = "mixed"
     shared_prefix: int = 0
+    output_scale: float | None = None
     padding: int = 0
     num_blocks: int | None = None
     check: str = "oracle"
@@ -83,11 +91,23 @@ class Case:
 
     @property
     def is_quantized(self) -> bool:
-        return self.element in CODES
+        return kv_cache_element(self.kv_cache_dtype, self.dtype) in CODES
+
+    @property
+    def query_size(self) -> int:
+        """A query head's size: Dn + Dr for MLA, whose cached rows are wider."""
+        return self.mla[1] + self.mla[2] if self.mla else self.head_size
+
+    @property
+    def output_size(self) -> int:
+        """An output head's size: Dv for MLA."""
+        return self.mla[3] if self.mla else self.head_size
 
     @property
     def element(self) -> str:
-        """What the cache stores."""
+        """What the cache stores: a dtype, or the name of a cache whose rows bring their own scales."""
+        if self.kv_cache_dtype in PER_TOKEN_HEAD:
+            return self.kv_cache_dtype
         return kv_cache_element(self.kv_cache_dtype, self.dtype)
 
     @property
@@ -95,12 +115,22 @@ class Case:
         """The inclusive pair that `sliding_window` means for this kind of attention."""
         return window_pair(self.sliding_window, self.attn_type)
 
+    @property
+    def sparse_pattern(self) -> dict[str, Any]:
+        """The block-sparse pattern by the names of `attn.reference.block_sparse_mask`; empty without one."""
+        names = ("block_size", "local_blocks", "vert_stride")
+        return {**dict(zip(names, self.sparse, strict=False)), "homo_head": bool(self.sparse[3])} if self.sparse else {}
+
     def request(self) -> Request:
         """What this case asks of a backend."""
         asked = {
             Feature.NON_CAUSAL: not self.causal and self.attn_type == AttentionType.DECODER,
             Feature.TREE_MASK: bool(self.tree),
             Feature.LSE: self.lse,
+            Feature.BLOCK_SPARSE: bool(self.sparse),
+            Feature.MLA: bool(self.mla) and not self.topk,
+            Feature.SPARSE_MLA: bool(self.topk),
+            Feature.OUTPUT_SCALE: self.output_scale is not None,
             Feature.PER_HEAD_SCALES: isinstance(self.k_scale, tuple) or isinstance(self.v_scale, tuple),
         }
         layer = layer_features(

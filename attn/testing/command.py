@@ -2,6 +2,7 @@
 
 python -m attn.testing                             every backend that can run here
 python -m attn.testing XLA_ATTN --level full       one of them, at length
+python -m attn.testing TRITON_ATTN --jobs 16       kernels that compile: one process a core
 python -m attn.testing CPU_ATTN --repro '{...}'    one case, as a failure printed it
 python -m attn.testing --mutants                   which rules and cases kill which planted bug
 """
@@ -14,10 +15,9 @@ from dataclasses import asdict
 from typing import Any
 
 from attn import plugins
-from attn.backends.registry import AttentionBackendEnum
 from attn.errors import UnsupportedError
 from attn.testing.case import Case
-from attn.testing.conformance import EXECUTED, run_case, run_conformance
+from attn.testing.conformance import EXECUTED, candidate_of, run_case, run_conformance
 from attn.testing.suite import LEVELS
 from attn.verdicts import not_loadable
 
@@ -30,10 +30,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--only", default="", metavar="TEXT", help="only the cases whose name contains TEXT")
     add("--dtype", action="append", default=[], help="only cases of this dtype; may be repeated")
     add("--kind", choices=EXECUTED, help="how kernels execute (default: what the implementation says)")
+    add("--jobs", type=int, default=1, metavar="N", help="processes that share the cases (default: %(default)s)")
+    add("--part", type=_part, default=(1, 1), metavar="I/N", help="every N-th case from the I-th on")
     add("--record", action="store_true", help="write the outcome into attn/evidence.json")
     add("--repro", metavar="JSON", help="run this one case, on the backends named")
     add("--mutants", action="store_true", help="run the suite on kernels with planted bugs instead")
     add("--json", action="store_true", help="machine-readable output")
+
+
+def _part(text: str) -> tuple[int, int]:
+    """`2/4` as (2, 4)."""
+    i, _, n = text.partition("/")
+    return int(i), int(n)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,8 +51,9 @@ def run(args: argparse.Namespace) -> int:
     if args.repro is not None:
         return _repro(args.backends, args.repro, args.json)
     report = run_conformance(
-        args.backends or None, args.level, kind=args.kind, record=args.record, only=args.only, dtypes=args.dtype
-    )
+        args.backends or None, args.level, kind=args.kind, record=args.record, only=args.only, dtypes=args.dtype,
+        jobs=args.jobs, part=args.part,
+    )  # fmt: skip
     idle = [r for r in report.backends if r.skipped]
     if not args.backends and len(idle) < len(report.backends):
         idle = []  # whatever can run here was asked for, and did
@@ -68,10 +77,10 @@ def _repro(names: Sequence[str], text: str, as_json: bool) -> int:
     plugins.load()
     violations = []
     for name in names:
-        member = AttentionBackendEnum[name]
-        if reasons := not_loadable(member.candidate()):
+        candidate = candidate_of(name)
+        if reasons := not_loadable(candidate):
             raise UnsupportedError(f"{name}: {'; '.join(reasons)}", reasons)
-        violations += run_case(member.get_class(), case)
+        violations += run_case(candidate.backend, case)
     told = [{"backend": v.backend, "rule": v.rule, "text": str(v)} for v in violations]
     data = {"case": json.loads(case.json()), "violations": told}
     return _done(not violations, data, "\n".join(map(str, violations)) or "no violation", as_json)

@@ -9,26 +9,29 @@ import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from attn import evidence, plugins
 from attn.backend_enum import load_candidate, path_of
-from attn.backends.registry import AttentionBackendEnum
-from attn.capabilities import Capabilities, Device
+from attn.backends.registry import BLOCKSPARSE_PATHS, AttentionBackendEnum
+from attn.capabilities import Candidate, Capabilities, Device
 from attn.dtypes import dtype_name
 from attn.errors import AttnError, UnsupportedError
 from attn.imports import resolve_obj_by_qualname, version_of
 from attn.platforms import platform_for
 from attn.testing.case import Case
 from attn.testing.draw import Call, Result, draw
+from attn.testing.processes import spread
 from attn.testing.properties import run_check
 from attn.testing.rules import BUDGETS, Score, Violation, lse_budget
 from attn.testing.shrink import minimised
 from attn.testing.subject import Subject, subject_of
-from attn.testing.suite import cases_of
+from attn.testing.suite import cases_of, program_of
 from attn.verdicts import choose, not_loadable
 
 REFUSAL = "refusal"
+BLOCKSPARSE = "BLOCKSPARSE"
 #: The kinds of evidence that running the suite can give.
 EXECUTED = ("ran", "interpreted", "stand-in")
 #: What only a call can show, and a constructor cannot know; and what neither shows, so that selection alone refuses it.
@@ -109,7 +112,7 @@ def _refusal(backend: Any, case: Case, device: Device, runner: Runner) -> list[V
     attempts: list[tuple[str, Callable[[], Any]]] = []
     if getattr(backend, "capabilities", None) is not None:
         attempts.append(("selection", select))
-    if name in _SEEN_BY_CONSTRUCTOR:
+    if name in _SEEN_BY_CONSTRUCTOR and not (case.mla and name == "sinks"):  # MLA's constructor takes none
         drawn = draw(case.replace(kv_cache_dtype="auto"))  # no cache can be drawn of a dtype that holds no numbers
         attempts.append(("the constructor", lambda: runner.build(drawn.but(kv_cache_dtype=case.kv_cache_dtype))))
     if name in _SEEN_BY_CALL and (not value or value in _ARRAY_DTYPES):
@@ -216,6 +219,8 @@ def run_conformance(
     only: str = "",
     dtypes: Sequence[str] = (),
     minimise: bool = True,
+    jobs: int = 1,
+    part: tuple[int, int] = (1, 1),
 ) -> Report:
     """Run the suite on backends by name, or on every one that can run here (without an interpreter).
 
@@ -223,42 +228,58 @@ def run_conformance(
     the backend serves; None is `ran`, or `interpreted` where the backend says so (`interpreted_on`). `dtypes` leaves out
     cases of other dtypes (an interpreter may lack one), and the evidence says so; `only` keeps the cases whose name
     contains it, and no evidence is made of those. `record` writes a row for each backend into the evidence file, whatever
-    the outcome. Raises ValueError for an unknown name, level, kind or dtype, for a part that is to be recorded, and for
-    an interpreted run that is to pass as `ran`.
+    the outcome. `part` (i, n) takes every n-th case from the i-th on, so that n runs are the whole. `jobs` processes share
+    the cases: kernels that compile when they are first called keep one core busy each, and the device idle. Raises
+    ValueError for an unknown name, level, kind or dtype, for a part that is to be recorded, and for an interpreted run
+    that is to pass as `ran`.
     """
-    if record and only:
-        raise ValueError(f"record=True needs the whole suite, not the cases that contain {only!r}")
+    if jobs < 1:
+        raise ValueError(f"jobs={jobs} must be at least 1")
+    if not 1 <= part[0] <= part[1]:
+        raise ValueError(f"part={part[0]}/{part[1]} must be one of 1/{part[1]} to {part[1]}/{part[1]}")
+    if record and (only or part[1] > 1):
+        which = f"the cases that contain {only!r}" if only else f"part {part[0]} of {part[1]}"
+        raise ValueError(f"record=True needs the whole suite, not {which}")
     if kind is not None and kind not in EXECUTED:
         raise ValueError(f"kind={kind!r} (supports {', '.join(EXECUTED)}: the suite executes what it examines)")
     dtypes = [dtype_name(dtype) for dtype in dtypes]
     plugins.load()
     reports, rows = [], []
-    for name in AttentionBackendEnum.names() if names is None else names:
-        subject, why = subject_here(AttentionBackendEnum[name], kind or "ran")
+    for name in [*AttentionBackendEnum.names(), BLOCKSPARSE] if names is None else names:
+        candidate = candidate_of(name)
+        subject, why = subject_here(candidate, kind or "ran")
         if subject is None:
             reports.append(BackendReport(name, skipped=why))
             continue
-        backend = AttentionBackendEnum[name].get_class()
+        backend = candidate.backend
         if names is None and kind != "interpreted" and _is_interpreted(backend):
             reports.append(BackendReport(name, skipped="executed by an interpreter here, which takes long: ask for it by name"))
             continue
         cases = [case for case in cases_of(subject, level) if only in case.name]
         cases = [case for case in cases if not dtypes or case.dtype in dtypes or case.check.startswith(REFUSAL)]
+        cases = cases[part[0] - 1 :: part[1]]
         if not cases:
             reports.append(BackendReport(name, skipped="no case was selected"))
             continue
         words = f"{level}, {' '.join(dtypes)}" if dtypes else level
         report = BackendReport(name, level=words, kind=_kind(backend, kind))
-        reports.append(_examine(backend, cases, subject, report, minimise))
+        reports.append(_examine(backend, cases, subject, report, minimise, jobs))
         rows.append(_evidence(report, backend))
     if record:
         evidence.record(rows)
     return Report(reports)
 
 
-def subject_here(member: AttentionBackendEnum, kind: str = "ran") -> tuple[Subject | None, str]:
+def candidate_of(name: str) -> Candidate:
+    """A backend by name, loaded as far as it goes: a member of the registry, or the selector's block-sparse branch (which is
+    none). Raises ValueError for an unknown name."""
+    if name == BLOCKSPARSE:
+        return load_candidate(name, BLOCKSPARSE_PATHS["torch"])
+    return AttentionBackendEnum[name].candidate()
+
+
+def subject_here(candidate: Candidate, kind: str = "ran") -> tuple[Subject | None, str]:
     """(who is to be examined on this machine, ""), or (None, why that is impossible)."""
-    candidate = member.candidate()
     reasons = list(not_loadable(candidate))
     if candidate.backend is None or reasons:
         return None, "; ".join(reasons)
@@ -281,16 +302,26 @@ def _kind(backend: Any, asked: str | None) -> str:
 
 
 def _is_interpreted(backend: Any) -> bool:
-    return device_for(backend).platform in getattr(backend, "interpreted_on", ())
+    by_choice = getattr(backend, "is_interpreted", None)  # a kernel language's own switch
+    return device_for(backend).platform in getattr(backend, "interpreted_on", ()) or bool(by_choice and by_choice())
 
 
-def _examine(backend: Any, cases: Iterable[Case], subject: Subject, report: BackendReport, minimise: bool) -> BackendReport:
+@dataclass
+class _Outcome:
+    """What one case came to: its violations as text, and how near the limits it was."""
+
+    violations: list[str]
+    score: Score = field(default_factory=Score)
+
+
+def _examine(
+    backend: Any, cases: Sequence[Case], subject: Subject, report: BackendReport, minimise: bool, jobs: int
+) -> BackendReport:
     begin, device = time.perf_counter(), device_for(backend)
     report.device, report.platform = device.name or device.platform, device.platform
-    for case in cases:
+    for case, outcome in zip(cases, _outcomes(backend, cases, jobs), strict=True):
         report.cases += 1
-        score = Score()
-        violations = _told(backend, case, score)
+        violations, score = outcome.violations, outcome.score
         if violations:
             report.failures.append(Failure(case.name, violations, case.repro(report.backend)))
         elif score.row and (score.row > BUDGETS[case.dtype].target or score.lse > lse_budget(case).target):
@@ -299,18 +330,30 @@ def _examine(backend: Any, cases: Iterable[Case], subject: Subject, report: Back
             report.rows[case.dtype] = max(report.rows.get(case.dtype, 0.0), score.row)
         report.lse = max(report.lse, score.lse)
         if violations and minimise and not report.smallest and case.check == "oracle":
-            smallest = minimised(case, lambda simpler: subject.serves(simpler) and bool(_told(backend, simpler)))
+            smallest = minimised(case, lambda simpler: subject.serves(simpler) and bool(_outcome(backend, simpler).violations))
             report.smallest = smallest.repro(report.backend)
     report.seconds = time.perf_counter() - begin
     return report
 
 
-def _told(backend: Any, case: Case, score: Score | None = None) -> list[str]:
-    """The violations of a case as text. Whatever a backend under examination raises is a finding, not the end of the run."""
+def _outcomes(backend: Any, cases: Sequence[Case], jobs: int) -> Iterable[_Outcome]:
+    if jobs == 1:
+        return (_outcome(backend, case) for case in cases)
+    return spread(partial(_outcome_elsewhere, path_of(backend)), cases, jobs, lambda why: _Outcome([why]), program_of)
+
+
+def _outcome_elsewhere(path: str, case: Case) -> _Outcome:
+    """`_outcome` in a process that starts with nothing: the backend is found by its path."""
+    return _outcome(resolve_obj_by_qualname(path), case)
+
+
+def _outcome(backend: Any, case: Case) -> _Outcome:
+    """Whatever a backend under examination raises is a finding, not the end of the run."""
+    score = Score()
     try:
-        return [str(v) for v in run_case(backend, case, score=score)]
+        return _Outcome([str(v) for v in run_case(backend, case, score=score)], score)
     except Exception as error:
-        return [f"raised {type(error).__name__}: {error}\n    {case.repro(backend.get_name())}"]
+        return _Outcome([f"raised {type(error).__name__}: {error}\n    {case.repro(backend.get_name())}"], score)
 
 
 def _evidence(report: BackendReport, backend: Any) -> evidence.Evidence:

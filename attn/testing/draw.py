@@ -15,6 +15,7 @@ import numpy as np
 from attn.backends.abstract import KVCacheSpec
 from attn.backends.metadata import CommonAttentionMetadata, slots_of
 from attn.capabilities import AttentionType
+from attn.dtypes import kv_cache_row
 from attn.reference import alibi_slopes
 from attn.testing.bits import Array, encode, poisoned, rounded
 from attn.testing.case import Case, Scale
@@ -24,9 +25,10 @@ from attn.testing.case import Case, Scale
 class Call:
     """The NumPy arrays of one forward: float32 values already rounded to the case's dtype, caches as stored bits.
 
-    query: [T, H, D]; key, value: [T, K, D] or None (nothing to write); key_cache, value_cache: [N, P, K, D] bits, or
-    None for encoders; alibi_slopes, sinks: [H] float32 or None; tree and lengths are in `batch`. All read-only: a runner
-    copies what it hands to a framework. `memo` keeps what was derived from this very call.
+    query: [T, H, D]; key, value: [T, K, D] or None (nothing to write); key_cache, value_cache: [N, P, K, D] bits (rows of
+    D + 4 bytes where each token and head brings its scale), or None for encoders; alibi_slopes, sinks: [H] float32 or None;
+    tree and lengths are in `batch`. All read-only: a runner copies what it hands to a framework. `memo` keeps what was
+    derived from this very call.
     """
 
     case: Case
@@ -61,7 +63,31 @@ class Call:
 
     @property
     def scale(self) -> float:
-        return self.case.scale if self.case.scale is not None else 1.0 / math.sqrt(self.case.head_size)
+        return self.case.scale if self.case.scale is not None else 1.0 / math.sqrt(self.case.query_size)
+
+    @property
+    def output_shape(self) -> tuple[int, int, int]:
+        return (self.query.shape[0], self.case.num_heads, self.case.output_size)
+
+    @property
+    def indices(self) -> Array:
+        """[T, topk] int32: what each row of a sparse MLA case attends, -1 and positions past the end being none. A row's
+        choice depends on its position alone, so that the same token chooses the same in any batch."""
+        chosen = np.full((self.query.shape[0], self.case.topk), -1, np.int32)
+        for r in range(self.batch.num_reqs):
+            own, end = self.rows(r), int(self.batch.seq_lens[r])
+            for row in range(own.start, own.stop):
+                position = row - own.stop + end
+                rng = np.random.default_rng([10, self.case.data_seed, position + (1 << 20)])
+                pool = np.concatenate([rng.permutation(max(0, position + 1))[: self.case.topk - 3], [-1, 1 << 30, -1]])
+                places = rng.permutation(self.case.topk)[: len(pool)]
+                chosen[row, places] = pool
+        return chosen
+
+    @property
+    def weights(self) -> Array:
+        """MLA's up-projection [L, H, Dn + Dv]."""
+        return up_projection(self.case)
 
     def rows(self, r: int) -> slice:
         """Request r's rows of the packed arrays."""
@@ -93,9 +119,18 @@ def scale_array(scale: Scale) -> Array:
 
 
 def layer_arguments(call: Call) -> dict[str, Any]:
-    """The constructor arguments of the implementation that serves a call, in no framework's terms; sinks left out."""
+    """The constructor arguments of the implementation that serves a call, in no framework's terms; sinks left out, and the
+    weights of MLA (`kv_b_proj`) in NumPy."""
     case = call.case
+    special: dict[str, Any] = {"blocksparse_params": case.sparse_pattern} if case.sparse else {}
+    if case.mla:
+        rank, nope, rope, value = case.mla
+        special = {
+            "q_lora_rank": None, "kv_lora_rank": rank, "qk_nope_head_dim": nope, "qk_rope_head_dim": rope,
+            "qk_head_dim": nope + rope, "v_head_dim": value, "kv_b_proj": call.weights,
+        }  # fmt: skip
     return {
+        **special,
         "num_heads": case.num_heads,
         "head_size": case.head_size,
         "scale": call.scale,
@@ -109,13 +144,28 @@ def layer_arguments(call: Call) -> dict[str, Any]:
     }
 
 
+@functools.lru_cache(maxsize=64)
+def _up_projection(mla: tuple[int, ...], num_heads: int, dtype: str, seed: int) -> Array:
+    rank, nope, _, value = mla
+    drawn = np.random.default_rng([9, seed]).standard_normal((rank, num_heads, nope + value), np.float32)
+    weights = rounded(drawn * np.float32(rank**-0.5), dtype)
+    weights.setflags(write=False)
+    return weights
+
+
+def up_projection(case: Case) -> Array:
+    """An MLA case's weights [L, H, Dn + Dv], rounded to its dtype."""
+    return _up_projection(case.mla, case.num_heads, case.dtype, case.data_seed)
+
+
 def cache_spec(call: Call) -> KVCacheSpec:
     """The cache that a call's layer keeps; its extent is unknown for an encoder, which keeps none."""
     case = call.case
     num_blocks = None if call.key_cache is None else call.key_cache.shape[0]
     return KVCacheSpec(
-        case.block_size, case.num_kv_heads, case.head_size, case.dtype, case.kv_cache_dtype, num_blocks, case.sliding_window
-    )
+        case.block_size, case.num_kv_heads, case.head_size, case.dtype, case.kv_cache_dtype, num_blocks, case.sliding_window,
+        case.attn_type,
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=512)
@@ -132,7 +182,7 @@ def draw(case: Case) -> Call:
     rows = total + case.padding
 
     data = [_sequence(case, r) for r in requests]
-    query = np.full((rows, case.num_heads, case.head_size), np.nan, np.float32)
+    query = np.full((rows, case.num_heads, case.query_size), np.nan, np.float32)
     key = np.full((rows, case.num_kv_heads, case.head_size), np.nan, np.float32)
     value = key.copy()
     owner = np.repeat(np.arange(len(q_lens)), q_lens)
@@ -237,12 +287,16 @@ def _sequence(case: Case, r: int) -> tuple[Array, Array]:
         value = np.full(shape, 1.625, np.float32)
     elif case.inputs == "wide":
         key, value = key * 8.0, value * 200.0
+    elif case.inputs == "hollow":
+        key[::3], value[::3] = 0.0, 0.0
     if case.shared_prefix:
         common = np.random.default_rng([3, case.data_seed])
         for array in (key, value):
             prefix = common.standard_normal((case.shared_prefix, *shape[1:]), np.float32)
             if m - case.query_lens[r] >= case.shared_prefix:
                 array[: case.shared_prefix] = prefix
+    if case.mla:
+        value = key  # one row is both: what the value is, its weights say
     return rounded(key, case.dtype), rounded(value, case.dtype)
 
 
@@ -250,10 +304,10 @@ def _queries(case: Case, r: int, key: Array) -> Array:
     """[n, H, D] of request r."""
     rng = np.random.default_rng([4, case.data_seed, r])
     n, m = case.query_lens[r], case.seq_lens[r]
-    query = rng.standard_normal((n, case.num_heads, case.head_size), np.float32)
+    query = rng.standard_normal((n, case.num_heads, case.query_size), np.float32)
     if case.inputs == "far":
         query = np.zeros_like(query)
-        query[..., 0] = -256.0 / (case.scale if case.scale is not None else case.head_size**-0.5)
+        query[..., 0] = -256.0 / (case.scale if case.scale is not None else case.query_size**-0.5)
     elif case.inputs == "loud":
         query *= 250.0
     elif case.inputs == "magnitudes":
@@ -281,14 +335,18 @@ def _needles(case: Case, rng: np.random.Generator, key: Array, n: int) -> Array:
     choice = rng.integers(0, len(edges), (n, case.num_heads))
     target = np.stack(edges)[choice, np.arange(n)[:, None]]
     target = np.where((target >= 0) & (target < m), target, rng.integers(0, m, target.shape))
-    head = np.arange(case.num_heads) // (case.num_heads // case.num_kv_heads)
-    scale = case.scale if case.scale is not None else case.head_size**-0.5
-    return (8.0 / (scale * case.head_size)) * key[target, head]
+    if case.mla:
+        rank, nope, rope, _ = case.mla
+        shared = np.broadcast_to(key[..., rank:], (m, case.num_heads, rope))
+        key = np.concatenate([np.tensordot(key[:, 0, :rank], up_projection(case)[..., :nope], 1), shared], 2)
+    head = np.arange(case.num_heads) // (case.num_heads // key.shape[1])
+    scale = case.scale if case.scale is not None else case.query_size**-0.5
+    return (8.0 / (scale * case.query_size)) * key[target, head]
 
 
 def _filled_caches(case: Case, table: Array, num_blocks: int, data: list[tuple[Array, Array]]) -> tuple[Array, Array]:
     """Key and value storage [N, P, K, D] with every request's readable context in place and poison elsewhere."""
-    shape = (num_blocks, case.block_size, case.num_kv_heads, case.head_size)
+    shape = (num_blocks, case.block_size, case.num_kv_heads, kv_cache_row(case.kv_cache_dtype, case.head_size))
     caches = tuple(poisoned(shape, case.element, case.poison) for _ in range(2))
     written_here = case.attn_type == AttentionType.DECODER and not case.kv_sharing
     left = case.window[0]

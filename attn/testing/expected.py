@@ -6,11 +6,12 @@ stored*, so that the reader's tolerance need not cover what quantising itself co
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from attn.reference import attention, paged_attention
+from attn.reference import attention, block_sparse_mask, mla_unabsorbed, paged_attention
 from attn.testing.bits import Array, as_bytes, decode, encode, rounded
 from attn.testing.draw import Call, Result, scale_array
 from attn.testing.simulated import EagerKernel
@@ -53,7 +54,7 @@ def wrong_bytes(call: Call, stored: tuple[Array, Array]) -> Iterator[tuple[str, 
         wrong = as_bytes(flat) != as_bytes(meant)
         if case.is_quantized and fresh is not None and wrong.any():
             for nudge in (1 - 2.0**-21, 1 + 2.0**-21):
-                near = encode(fresh[live] * np.float32(nudge), case.element, scale_array(scale))
+                near = encode(fresh[live], case.element, scale_array(scale), nudge)
                 wrong[slots[live]] &= flat[slots[live]] != near
         yield which, flat, meant, wrong
 
@@ -91,11 +92,17 @@ def _layer(call: Call) -> dict[str, Any]:
 def _paged(call: Call, caches: tuple[Array, Array]) -> tuple[Array, Array]:
     """The oracle over the pages in use alone: a large cache is not decoded for the sake of a few pages."""
     batch, case = call.batch, call.case
+    if case.mla:
+        return _latent(call, caches[0], mla_unabsorbed)
     page = case.block_size
     used = -(-batch.seq_lens // page)
     live = np.arange(batch.block_table.shape[1]) < used[:, None]
     ids, compact = np.unique(np.where(live, batch.block_table, 0), return_inverse=True)
     keys, values = (decode(cache[ids], case.element) for cache in caches)
+    masks = None
+    if case.sparse:
+        lens = zip(np.diff(batch.query_start_loc), batch.seq_lens, strict=True)
+        masks = [block_sparse_mask(int(n), int(m), num_heads=case.num_heads, **case.sparse_pattern) for n, m in lens]
     return paged_attention(
         call.query,
         keys,
@@ -104,11 +111,63 @@ def _paged(call: Call, caches: tuple[Array, Array]) -> tuple[Array, Array]:
         seq_lens=batch.seq_lens,
         block_table=compact.reshape(batch.block_table.shape),
         causal=batch.causal,
+        mask=masks,
         tree_mask=batch.tree_mask,
         k_scale=scale_array(case.k_scale),
         v_scale=scale_array(case.v_scale),
         **_layer(call),
     )
+
+
+def _latent(call: Call, cache: Array, attend: Callable[..., tuple[Array, Array]]) -> tuple[Array, Array]:
+    """MLA by `attend` (as `attn.reference.mla_unabsorbed`), one request after another."""
+    case, batch = call.case, call.batch
+    rank, nope, _, _ = case.mla
+    up_k, up_v = call.weights[..., :nope], call.weights[..., nope:]
+    indices = call.indices if case.topk else None
+    out, lse = np.full(call.output_shape, np.nan), np.full(call.query.shape[1::-1], np.nan)
+    for r in range(batch.num_reqs):
+        rows, j = call.rows(r), np.arange(int(batch.seq_lens[r]))
+        stored = cache[batch.block_table[r, j // case.block_size], j % case.block_size, 0]
+        latent = decode(stored, case.element) * scale_array(case.k_scale)
+        query, mask = call.query[rows], None
+        if indices is not None:
+            mask = (indices[rows, :, None] == j).any(1)[None].repeat(case.num_heads, 0)
+        if len(query):
+            out[rows], lse[:, rows] = attend(
+                query[..., :nope], query[..., nope:], latent[:, :rank], latent[:, rank:], up_k, up_v,
+                scale=call.scale, causal=batch.causal and mask is None, mask=mask,
+            )  # fmt: skip
+    return out, lse
+
+
+def _eager_latent(
+    q_nope: Array,
+    q_pe: Array,
+    kv_c: Array,
+    k_pe: Array,
+    w_uk: Array,
+    w_uv: Array,
+    *,
+    scale: float,
+    causal: bool,
+    mask: Array | None,
+    dtype: str,
+) -> tuple[Array, Array]:
+    """`mla_absorbed` as a 16-bit program computes it: each product's result in the dtype, the softmax in float32."""
+    n, m = len(q_nope), len(kv_c)
+    latent, rope = rounded(kv_c, dtype), rounded(k_pe, dtype)
+    absorbed = rounded(np.einsum("nhd,lhd->nhl", q_nope, w_uk), dtype)
+    scores = scale * (np.einsum("nhl,ml->hnm", absorbed, latent) + np.einsum("nhr,mr->hnm", q_pe, rope))
+    scores = np.where(np.arange(m) <= np.arange(n)[:, None] + m - n, scores, -np.inf) if causal else scores
+    scores = scores if mask is None else np.where(mask, scores, -np.inf)
+    top = np.maximum(scores.max(-1, keepdims=True, initial=-np.inf), -3e38)
+    weights = np.exp(scores - top)
+    total = weights.sum(-1, keepdims=True)
+    mixed = np.einsum("hnm,ml->nhl", rounded(weights, dtype), latent) / np.where(total == 0, 1, total)[:, :, 0].T[..., None]
+    return rounded(np.einsum("nhl,lhv->nhv", rounded(mixed, dtype), w_uv), dtype), (top + np.log(np.maximum(total, 1e-45)))[
+        ..., 0
+    ]
 
 
 def _ragged(call: Call) -> tuple[Array, Array]:
@@ -129,7 +188,10 @@ def _with_slack(call: Call, answer: tuple[Array, Array]) -> Expected:
     slack = None
     if call.case.dtype in ("float16", "bfloat16"):
         live = slice(0, call.num_tokens)
-        eager = EagerKernel()(call).output[live]
+        if call.case.mla:
+            eager = _latent(call, specified_cache(call)[0], partial(_eager_latent, dtype=call.case.dtype))[0][live]
+        else:
+            eager = EagerKernel()(call.but(output_scale=None)).output[live]
         shifted = rounded(rounded(out[live] + 0.3, call.case.dtype) - np.float32(0.3), call.case.dtype)
         with np.errstate(invalid="ignore"):
             errors = [np.abs(x - out[live]) for x in (eager, shifted)]

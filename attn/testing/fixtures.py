@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-from attn.capabilities import ENCODER_TYPES, AttentionType
-from attn.dtypes import KV_CACHE_DTYPES
-from attn.testing.bits import CODES
+from attn.capabilities import ENCODER_TYPES, AttentionType, Feature
+from attn.testing.bits import SCALED, SELF_SCALED
 from attn.testing.case import Case
-from attn.testing.subject import M_LENS, Q_LENS, Subject, base_case, main_dtypes, per_head_scales
+from attn.testing.subject import M_LENS, Q_LENS, SPARSE, Subject, base_case, main_dtypes, per_head_scales
 
 
 def fixtures(subject: Subject) -> list[Case]:
@@ -54,8 +53,11 @@ def fixtures(subject: Subject) -> list[Case]:
         at("alibi under a cap", alibi=True, logits_soft_cap=2.0),
         at("not causal", causal=False, inputs="needle"),
         at("tree", (6, 4, 18, 1, 6), (20, 4, 18, 9, 40), tree=6),
+        at("fp8 output", output_scale=0.01, check="fp8_output"),
+        at("fp8 output, saturated, sinks", output_scale=0.001, sinks="randn", check="fp8_output"),
         at("tree in a window", (6, 4, 18, 1, 6), (20, 4, 18, 9, 40), tree=6, sliding_window=5),
     ]
+    found += [at(f"pattern {pattern}", sparse=pattern) for pattern in (SPARSE if subject.has(Feature.BLOCK_SPARSE) else ())]
     ones = (1,) * 5
     for dtype in main_dtypes(subject):
         found += [
@@ -79,7 +81,12 @@ def fixtures(subject: Subject) -> list[Case]:
     ]
     for stored in subject.capabilities.kv_cache_dtypes:
         found.append(at(f"{stored} cache", kv_cache_dtype=stored))
-        if KV_CACHE_DTYPES[stored] in CODES:
+        if stored in SELF_SCALED:
+            found += [
+                at(f"{stored} cache, needle", kv_cache_dtype=stored, inputs="needle"),
+                at(f"{stored} cache, tokens of zeros", kv_cache_dtype=stored, inputs="hollow"),
+            ]
+        if stored in SCALED:
             found += [
                 at(f"{stored} cache, scales", kv_cache_dtype=stored, inputs="needle", k_scale=0.037, v_scale=0.0215),
                 at(f"{stored} cache, saturated", kv_cache_dtype=stored, inputs="wide", k_scale=0.02, v_scale=0.5),
@@ -104,7 +111,7 @@ def variety(subject: Subject) -> list[Case]:
     found += [
         base_case(subject, f"{s} cache, per-head scales", kv_cache_dtype=s).replace(**per_head_scales(2))
         for s in c.kv_cache_dtypes
-        if KV_CACHE_DTYPES[s] in CODES
+        if s in SCALED
     ]
     others = [dtype for dtype in c.dtypes if dtype not in main_dtypes(subject)]
     return found + [base_case(subject, f"{dtype}, needle", dtype=dtype, inputs="needle") for dtype in others]

@@ -5,11 +5,10 @@ from collections.abc import Callable
 from typing import Any
 
 from attn.capabilities import ENCODER_TYPES, AttentionType, Feature
-from attn.dtypes import KV_CACHE_DTYPES
-from attn.testing.bits import CODES
+from attn.testing.bits import SCALED
 from attn.testing.case import Case
 from attn.testing.pairwise import Choice, pairwise
-from attn.testing.subject import Subject, main_dtypes, per_head_scales
+from attn.testing.subject import SPARSE, Subject, main_dtypes, per_head_scales
 
 
 def _axes(subject: Subject) -> dict[str, list[Any]]:
@@ -39,6 +38,7 @@ def _axes(subject: Subject) -> dict[str, list[Any]]:
         "padding": [0, 3],
         "scale": [None, 0.17],
         "lse": [True, False] if subject.lse else [False],
+        **({"sparse": list(SPARSE)} if subject.has(Feature.BLOCK_SPARSE) else {}),
     }
 
 
@@ -56,7 +56,7 @@ def _settled(subject: Subject, axes: dict[str, list[Any]], choice: Choice) -> Ch
         choice |= {"kv_cache_dtype": axes["kv_cache_dtype"][0], "scales": "one"}
     if choice["tree"]:
         choice |= {"causal": True, "batch": "verify"}
-    if KV_CACHE_DTYPES[choice["kv_cache_dtype"]] not in CODES:
+    if choice["kv_cache_dtype"] not in SCALED:
         choice["scales"] = "one"
     return choice if subject.serves(_from_choice(choice, 0)) else None
 

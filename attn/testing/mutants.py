@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from attn.capabilities import ATTN_TYPES, Capabilities, Feature
-from attn.testing.bits import Array, rounded
+from attn.testing.bits import SELF_SCALED, Array, rounded
 from attn.testing.case import Case
 from attn.testing.draw import Call, scale_array
 from attn.testing.properties import run_check
@@ -27,12 +27,13 @@ SUBJECT = Subject(
         framework="torch",
         platforms=("cpu",),
         dtypes=("float32", "float16", "bfloat16"),
-        kv_cache_dtypes=("auto", "float16", "bfloat16", "fp8", "fp8_e5m2", "int8"),
+        kv_cache_dtypes=("auto", "float16", "bfloat16", "fp8", "fp8_e5m2", "int8", "int8_per_token_head"),
         attn_types=ATTN_TYPES,
         features=frozenset(
             {
                 Feature.NON_CAUSAL, Feature.SLIDING_WINDOW, Feature.TWO_SIDED_WINDOW, Feature.SOFT_CAP, Feature.ALIBI,
                 Feature.SINKS, Feature.TREE_MASK, Feature.KV_SHARING, Feature.PER_HEAD_SCALES, Feature.BATCH_INVARIANT,
+                Feature.OUTPUT_SCALE,
             }
         ),
     ),
@@ -422,6 +423,33 @@ class Fp8OverflowsToNan(SimulatedKernel):
         if self.case.element != "float8_e4m3fn":
             return codes
         return np.where(np.abs(values / (scale[:, None] if scale.ndim else scale)) > 464, np.uint8(0x7F), codes)
+
+
+@mutant
+class OwnScaleOfTheFirstHead(SimulatedKernel):
+    """Where each token and head has a scale of its own, all heads are read with the first one's."""
+
+    def decode(self, stored: Array) -> Array:
+        if self.case.element in SELF_SCALED:
+            stored = np.concatenate([stored[..., :-4], np.broadcast_to(stored[:, :1, -4:], (*stored.shape[:2], 4))], -1)
+        return super().decode(stored)
+
+
+@mutant
+class OutputScaleMultiplied(SimulatedKernel):
+    """An fp8 output is multiplied by its scale and not divided."""
+
+    def output_codes(self, output: Array, scale: float) -> Array:
+        return super().output_codes(output, 1 / scale)
+
+
+@mutant
+class OutputWraps(SimulatedKernel):
+    """What is beyond an fp8 output's range becomes NaN and does not saturate."""
+
+    def output_codes(self, output: Array, scale: float) -> Array:
+        codes = super().output_codes(output, scale)
+        return np.where(np.abs(output / scale) > 464, np.uint8(0x7F), codes)
 
 
 @mutant

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attn.testing.bits import Array, decode, encode, rounded
+from attn.reference import block_sparse_mask
+from attn.testing.bits import FP8, Array, decode, encode, rounded
 from attn.testing.draw import Call, Result, scale_array
 
 
@@ -40,7 +41,8 @@ class SimulatedKernel:
                 rows = slice(int(start[r]), int(start[r + 1]))
                 if rows.stop > rows.start:
                     output[rows], lse[:, rows] = self.sequence(r, call.query[rows], *self.keys_and_values(r, rows, *caches))
-        return Result(self.store(output), lse if case.lse else None, caches[0], caches[1], case.dtype)
+        stored = case.dtype if case.output_scale is None else FP8
+        return Result(self.store(output), lse if case.lse else None, caches[0], caches[1], stored)
 
     # the cache
 
@@ -164,8 +166,12 @@ class SimulatedKernel:
     # masks
 
     def allowed(self, r: int, p: Array, j: Array, m: int) -> Array:
-        """[n, t] of request r: causal (or tree), and the window."""
+        """[n, t] (or [H, n, t]) of request r: causal (or tree), the window, and the pattern of blocks."""
         visible = self.in_window(p, j)
+        if self.case.sparse:
+            visible = (
+                visible & block_sparse_mask(len(p), m, num_heads=self.case.num_heads, **self.case.sparse_pattern)[..., j[0]]
+            )
         tree = self.tree(r)
         if tree is not None and len(p) <= tree.shape[1]:
             return visible & self.in_tree(tree, p, j, m)
@@ -244,7 +250,12 @@ class SimulatedKernel:
         return np.where(np.isneginf(lse)[..., None], 0, out / (1 + np.exp(sinks - lse))[..., None]), lse
 
     def store(self, output: Array) -> Array:
-        return rounded(output, self.case.dtype)
+        if self.case.output_scale is None:
+            return rounded(output, self.case.dtype)
+        return decode(self.output_codes(output, self.case.output_scale), FP8)
+
+    def output_codes(self, output: Array, scale: float) -> Array:
+        return encode(output, FP8, scale)
 
 
 class EagerKernel(SimulatedKernel):

@@ -14,6 +14,8 @@ from attn.testing.case import Case
 
 #: Lengths that most cases have, so that a compiled backend runs them with one program: decodes, a chunk, two prefills.
 Q_LENS, M_LENS = (1, 6, 18, 1, 9), (33, 9, 18, 20, 40)
+#: Block-sparse patterns (`Case.sparse`), the first the same for all heads, so that heads may be put in another order.
+SPARSE = ((4, 2, 3, 1), (5, 1, 4, 0), (16, 2, 3, 0), (8, 0, 2, 0))
 
 
 @dataclass(frozen=True)
@@ -26,11 +28,17 @@ class Subject:
     lse: bool = True
     device: Device | None = None
     refuses: Callable[[Request], Sequence[str]] = lambda request: ()
+    latent_dims: tuple[tuple[int, int], ...] | None = None
 
     @property
     def compiles(self) -> bool:
         """Whether every new shape costs this subject a compilation."""
         return self.capabilities.framework == "jax"
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether it serves multi-head latent attention, dense or sparse."""
+        return self.has(Feature.MLA) or self.has(Feature.SPARSE_MLA)
 
     def has(self, feature: Feature) -> bool:
         return feature.value in self.capabilities.features
@@ -64,6 +72,7 @@ def subject_of(backend: Any, capabilities: Capabilities | None = None, device: D
         bool(backend.get_impl_cls().can_return_lse_for_decode),
         device,
         (lambda request: backend.why_not(request, device)) if own is not None else (lambda request: ()),
+        getattr(backend, "latent_dims", None),
     )
 
 
@@ -83,7 +92,12 @@ def base_case(subject: Subject, name: str, q: Sequence[int] = Q_LENS, m: Sequenc
         causal=kind == AttentionType.DECODER,
         num_blocks=64,
         lse=subject.lse,
+        sparse=SPARSE[0] if subject.has(Feature.BLOCK_SPARSE) else (),
     )
+    if subject.is_latent:
+        rank, rope = (subject.latent_dims or ((512, 64),))[0]
+        case = case.replace(mla=(rank, 128, rope, 128), head_size=rank + rope, num_heads=4, num_kv_heads=1)
+        case = case.replace(topk=0 if subject.has(Feature.MLA) else 24)
     return case.replace(**changes)
 
 

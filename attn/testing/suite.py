@@ -11,11 +11,11 @@ from typing import Any
 
 from attn.capabilities import ATTN_TYPES, Feature, supports_size
 from attn.dtypes import DTYPES, KV_CACHE_DTYPES
-from attn.errors import UnsupportedError
-from attn.testing.bits import CODES
+from attn.testing.bits import SCALED
 from attn.testing.case import Case
 from attn.testing.fixtures import fixtures, long_context, variety, vast
 from attn.testing.grid import grid, random_cases
+from attn.testing.latent import latent_cases
 from attn.testing.subject import M_LENS, Q_LENS, Subject, base_case, main_dtypes, per_head_scales
 
 LEVELS = ("smoke", "quick", "full")
@@ -25,10 +25,9 @@ def cases_of(subject: Subject, level: str = "quick") -> list[Case]:
     """Every case of the suite for this subject, positive first. Raises ValueError for an unknown level."""
     if level not in LEVELS:
         raise ValueError(f"level={level!r} (supports {', '.join(LEVELS)})")
-    special = sorted({Feature.MLA, Feature.SPARSE_MLA, Feature.BLOCK_SPARSE} & subject.capabilities.features)
-    if special:
-        raise UnsupportedError(f"{subject.name} serves {', '.join(special)}: this suite is for dense paged attention")
     full = level == "full"
+    if subject.is_latent:
+        return [case for case in latent_cases(subject, level) if subject.serves(case)] + refusals(subject)
     thrifty = subject.compiles and not full
     positive = fixtures(subject)
     if level != "smoke":
@@ -51,14 +50,14 @@ def _affordable(cases: Sequence[Case]) -> list[Case]:
     seen: set[object] = set()
     kept = []
     for case in cases:
-        key = _program(case)
+        key = program_of(case)
         if key in seen or len(seen) < _PROGRAMS:
             seen.add(key)
             kept.append(case)
     return kept
 
 
-def _program(case: Case) -> object:
+def program_of(case: Case) -> object:
     """What decides which program a compiler makes of a case: shapes in powers of two, dtypes, which rules are there.
 
     A property counts as its base case; those whose variants have other shapes come early in the list.
@@ -74,13 +73,14 @@ def _program(case: Case) -> object:
         power(max(8, -(-max(case.seq_lens, default=0) // page))), case.num_blocks, page, case.num_heads, case.num_kv_heads,
         case.head_size, case.dtype, "" if case.is_encoder else case.element, case.causal, case.is_encoder, left is None,
         right is None, case.logits_soft_cap is None, case.alibi, not case.sinks, case.tree, isinstance(case.k_scale, tuple),
+        case.sparse,
     )  # fmt: skip
 
 
 def properties(subject: Subject, full: bool) -> list[Case]:
     """The metamorphic properties, each on a case that asks for every feature its variants use."""
     promised = {"features": (Feature.BATCH_INVARIANT.value,)} if subject.has(Feature.BATCH_INVARIANT) else {}
-    quantized = [s for s in subject.capabilities.kv_cache_dtypes if KV_CACHE_DTYPES[s] in CODES]
+    quantized = [s for s in subject.capabilities.kv_cache_dtypes if s in SCALED]
     dtypes = main_dtypes(subject) if full else main_dtypes(subject)[:2]
     cached = not base_case(subject, "").is_encoder
     found = []
@@ -111,6 +111,7 @@ def properties(subject: Subject, full: bool) -> list[Case]:
                 shared_prefix=2 * page,
             ),
         ]
+        found.append(of("fp8_output", output_scale=0.004))
         if dtype != "float16":  # powers of two meet float16's subnormals
             found += [
                 of("powers_of_two"),
@@ -134,7 +135,8 @@ def properties(subject: Subject, full: bool) -> list[Case]:
             of("head_groups"),
             of("repeated_heads"),
             of("chunked", (24, 18), (24, 40)),
-            of("split_and_merge", (1,) * 5, (33, 20, 7, 40, 2)),
+            # keys apart start again at position 0, where a pattern of blocks would be another
+            *([] if subject.has(Feature.BLOCK_SPARSE) else [of("split_and_merge", (1,) * 5, (33, 20, 7, 40, 2))]),
             *(of(f"page_size={size}") for size in other),
         ]
         if full:
@@ -166,6 +168,7 @@ def refusals(subject: Subject) -> list[Case]:
         Feature.TREE_MASK: {"tree": 4},
         Feature.KV_SHARING: {"kv_sharing": True},
         Feature.PER_HEAD_SCALES: per_head_scales(plain.num_kv_heads),
+        Feature.OUTPUT_SCALE: {"output_scale": 0.02},
     }
     found = []
     for feature in Feature:

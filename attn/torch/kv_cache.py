@@ -6,6 +6,7 @@ reads code * scale. Nothing here waits for the device: a slot of -1 is redirecte
 shapes do not depend on values and a captured graph may hold the write.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -57,6 +58,30 @@ def check_scale(name: str, value: Any, num_kv_heads: int) -> torch.Tensor:
     return scale
 
 
+def split(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The views of a cache with a scale for each token and head: keys, values [N, P, K, D]; their scales [N, P, K] float32.
+
+    kv_cache: [2, N, P, K, D + 4], one byte an element, its blocks contiguous. The codes of a block come first, so that every
+    row of D stays aligned; the scales of its tokens and heads follow.
+    """
+    _, blocks, page, heads, row = kv_cache.shape
+    if row != head_size + 4 or kv_cache.itemsize != 1:
+        raise ShapeError(
+            f"kv_cache has shape {list(kv_cache.shape)} and dtype {kv_cache.dtype}: must be [2, N, P, K, {head_size + 4}], "
+            "one byte an element, to hold a scale for each token and head"
+        )
+    content = kv_cache.view(2, blocks, page * heads * row)
+    codes = content[..., : page * heads * head_size].unflatten(-1, (page, heads, head_size))
+    scales = content[..., page * heads * head_size :].view(torch.float32).unflatten(-1, (page, heads))
+    return codes[0], codes[1], scales[0], scales[1]
+
+
+def own_scale(x: torch.Tensor, element: torch.dtype) -> torch.Tensor:
+    """The scales [T, K] float32 that x [T, K, D] gives itself: absmax / the largest code; NaN where x is not all finite."""
+    largest = x.abs().amax(-1).to(torch.float32) / DTYPES[dtype_name(element)].max
+    return torch.where(largest.isfinite(), largest, torch.nan)
+
+
 def write(
     key: torch.Tensor,
     value: torch.Tensor,
@@ -69,9 +94,25 @@ def write(
     """Store token t's key and value at slot_mapping[t] = block * P + offset; -1 stores nothing.
 
     key, value: [T', K, D]; caches: [N, P, K, D], of any strides; slot_mapping: [T] int. Rows past the shorter of T and T'
-    are padding. Scales (0-d or [K]) apply to quantised caches only: they undo themselves elsewhere.
+    are padding. Scales (0-d or [K]) apply to quantised caches only: they undo themselves elsewhere. Scales [N, P, K] are
+    part of the cache (`split`): each token and head gets its own, stored beside its codes.
     """
-    tokens = min(key.shape[0], slot_mapping.shape[0])
+    parts = []
+    for new, cache, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
+        if isinstance(scale, torch.Tensor) and scale.ndim == 3:
+            own = own_scale(new.detach(), cache.dtype)
+            parts.append((own, scale))
+            scale = torch.where(own == 0, 1, own)
+        parts.append((encode(new.detach(), cache.dtype, scale), cache))
+    put(parts, slot_mapping)
+
+
+def put(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], slot_mapping: torch.Tensor) -> None:
+    """Store row t of each part's elements [T', ...] in its cache [N, P, ...] at slot_mapping[t]; -1 stores nothing.
+
+    Elements are of the cache's dtype already. Rows past the shorter of T and T' are padding.
+    """
+    tokens = min(slot_mapping.shape[0], *(rows.shape[0] for rows, _ in parts))
     if tokens == 0:
         return
     slots = slot_mapping[:tokens].to(torch.int64)
@@ -79,15 +120,13 @@ def write(
     real = slots >= 0
     source = torch.where(real, torch.arange(tokens, device=slots.device), real.int().argmax())
     slots = slots[source]
-    block_size = key_cache.shape[1]
     at = slots.clamp(min=0)  # still -1 when there is no real token at all: then slot 0 keeps what it has
-    index = (at // block_size, at % block_size)
-    keep = (slots < 0).view(-1, 1, 1)
-    for new, cache, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
-        codes = encode(new.detach()[:tokens][source], cache.dtype, scale)
+    for rows, cache in parts:
+        index = (at // cache.shape[1], at % cache.shape[1])
         if cache.itemsize == 1:
-            codes, cache = codes.view(torch.uint8), cache.view(torch.uint8)  # fp8 lacks many an operator, bytes do not
-        cache.index_put_(index, torch.where(keep, cache[index], codes))
+            rows, cache = rows.view(torch.uint8), cache.view(torch.uint8)  # fp8 lacks many an operator, bytes do not
+        keep = (slots < 0).view(-1, *[1] * (rows.dim() - 1))
+        cache.index_put_(index, torch.where(keep, cache[index], rows[source]))
 
 
 def encode(x: torch.Tensor, element: torch.dtype, scale: torch.Tensor | float) -> torch.Tensor:
@@ -116,5 +155,5 @@ def gather(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
 
 
 def per_head(scale: torch.Tensor | float, device: torch.device) -> torch.Tensor:
-    """A scale (0-d or [K]) shaped to multiply [..., K, D]."""
-    return torch.as_tensor(scale, dtype=torch.float32, device=device).reshape(-1, 1)
+    """A scale (0-d, [K] or [T, K]) shaped to multiply [..., K, D]."""
+    return torch.as_tensor(scale, dtype=torch.float32, device=device)[..., None]

@@ -1,19 +1,17 @@
-"""`attn.torch.Attention`: one attention layer as an `nn.Module`, its backend chosen once, when it is built."""
+"""`attn.torch.Attention` and `MLAAttention`: attention layers as `nn.Module`s, the backend chosen once, when they are built."""
 
 from typing import Any
 
 import torch
 from torch import nn
 
-from attn.layers import ChosenAttention
+from attn.layers import ChosenAttention, ChosenLayer, ChosenMLAAttention
 
 _SCALES = ("_q_scale", "_k_scale", "_v_scale", "_prob_scale")
 
 
-class Attention(ChosenAttention, nn.Module):
-    __doc__ = ChosenAttention.__doc__
-
-    framework = "torch"
+class _Module(ChosenLayer, nn.Module):
+    """Where a module keeps its scales: buffers that move with it and are never cast."""
 
     @staticmethod
     def _default_dtype() -> torch.dtype:
@@ -34,6 +32,15 @@ class Attention(ChosenAttention, nn.Module):
             self._buffers[name] = scale.to(moved.device)
         return self
 
+    def extra_repr(self) -> str:
+        return f"{self.selection.name}, {self.selection.request}"
+
+
+class Attention(ChosenAttention, _Module):
+    __doc__ = ChosenAttention.__doc__
+
+    framework = "torch"
+
     def forward(
         self,
         query: torch.Tensor,
@@ -48,5 +55,22 @@ class Attention(ChosenAttention, nn.Module):
         """
         return self.impl.forward(self, query, key, value, kv_cache, attn_metadata)
 
-    def extra_repr(self) -> str:
-        return f"{self.selection.name}, {self.selection.request}"
+
+class MLAAttention(ChosenMLAAttention, _Module):
+    __doc__ = ChosenMLAAttention.__doc__
+
+    framework = "torch"
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Absorb `kv_b_proj` for activations of `act_dtype`: once weights are loaded, and again after loading others."""
+        self.impl.process_weights_after_loading(act_dtype)
+
+    def forward(
+        self, query: torch.Tensor, kv_c_normed: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: Any
+    ) -> Any:
+        """query: [T, H, Dn + Dr], kv_c_normed: [T, L], k_pe: [T, Dr], projected, normed and rotated by the model; the new
+        rows are written to `kv_cache`, which changes in place.
+
+        Returns [T, H, Dv]; see `MLACommonImpl.forward`.
+        """
+        return self.impl.forward(self, query, kv_c_normed, k_pe, kv_cache, attn_metadata)

@@ -12,10 +12,13 @@ import numpy.typing as npt
 import torch
 
 from attn.capabilities import Device
-from attn.testing import Call, Result, bits, cache_spec, layer_arguments
+from attn.testing import Call, Result, bits, cache_spec, latent_rows, layer_arguments
 from attn.torch import kv_cache as caches
 
 Array = npt.NDArray[Any]
+
+_Part = tuple[torch.Tensor, ...]
+_INTEGERS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 _MARGIN = 2  #: rows beside the output that must stay as they are
 
@@ -30,7 +33,11 @@ class Runner:
     def build(self, call: Call) -> Any:
         """The implementation of the call's layer. Raises what its constructor raises."""
         arguments = layer_arguments(call)
-        if call.sinks is not None:
+        if call.case.mla:
+            arguments["kv_b_proj"] = self._tensor(arguments["kv_b_proj"], call.case.dtype)
+            indices = torch.from_numpy(call.indices).to(self.device) if call.case.topk else None
+            arguments["indexer"] = SimpleNamespace(topk_indices=indices)
+        elif call.sinks is not None:
             arguments["sinks"] = torch.tensor(call.sinks, device=self.device)
         impl = self.backend.get_impl_cls()(**arguments)
         impl.need_to_return_lse_for_decode = call.case.lse
@@ -39,36 +46,53 @@ class Runner:
     def __call__(self, call: Call) -> Result:
         impl, spec = self.build(call), cache_spec(call)
         metadata = self.backend.get_builder_cls()(spec, ["layer"], None, self.device).build(0, call.writable_batch())
-        kv_cache, logical = self._cache(call)
-        query, key, value = (
-            None if x is None else self._tensor(x, call.case.dtype) for x in (call.query, call.key, call.value)
-        )
+        kv_cache, parts = self._cache(call)
+        fresh = (call.key, call.value)
+        if call.case.mla:
+            rank, whole = call.case.mla[0], latent_rows(call)[:, 0]
+            fresh = (whole[:, :rank], whole[:, rank:])
+        query, key, value = (None if x is None else self._tensor(x, call.case.dtype) for x in (call.query, *fresh))
         assert query is not None
         rows = query.shape[0]
-        buffer = query.new_full((rows + 2 * _MARGIN, *query.shape[1:]), torch.nan)
+        scaled = call.case.output_scale is not None
+        buffer = query.new_full((rows + 2 * _MARGIN, *call.output_shape[1:]), torch.nan)
+        if scaled:
+            buffer = buffer.to(torch.float8_e4m3fn)
+        output_scale = torch.tensor(call.case.output_scale, device=self.device) if scaled else None
         output = buffer[_MARGIN : _MARGIN + rows] if self.backend.accept_output_buffer else None
         with torch.no_grad():
-            result = impl.forward(_layer(call), query, key, value, kv_cache, metadata, output)
+            result = impl.forward(_layer(call), query, key, value, kv_cache, metadata, output, output_scale)
         out, lse = result if isinstance(result, tuple) else (result, None)
-        keys, values = (None, None) if logical is None else map(_bits, logical)
+        keys, values = (None, None) if parts is None else map(_stored, parts)
         return Result(
-            bits.decode(_bits(out.reshape(query.shape)), call.case.dtype),
+            bits.decode(_bits(out.reshape(call.output_shape)), str(out.dtype).removeprefix("torch.")),
             None if lse is None else _bits(lse),
             keys,
             values,
             str(out.dtype).removeprefix("torch."),
-            spilled=not bool(buffer[:_MARGIN].isnan().all() and buffer[_MARGIN + rows :].isnan().all()),
+            spilled=not bool(buffer[:_MARGIN].float().isnan().all() and buffer[_MARGIN + rows :].float().isnan().all()),
         )
 
-    def _cache(self, call: Call) -> tuple[torch.Tensor | None, tuple[torch.Tensor, torch.Tensor] | None]:
-        """(the cache in the backend's own layout, its logical view), holding the call's bytes."""
+    def _cache(self, call: Call) -> tuple[torch.Tensor | None, tuple[_Part, _Part] | None]:
+        """(the cache in the backend's own layout, holding the call's bytes; its keys and values as parts of stored rows)."""
         if call.key_cache is None or call.value_cache is None:
             return None, None
         kv_cache = caches.allocate(self.backend, cache_spec(call), call.key_cache.shape[0], self.device)
-        logical = self.backend.logical_kv_cache(kv_cache)
-        for part, stored in zip(logical, (call.key_cache, call.value_cache), strict=True):
-            _raw(part).copy_(_raw(self._put(stored, call.case.element)))
-        return kv_cache, logical
+        parts: tuple[_Part, _Part]
+        if call.case.element in bits.SELF_SCALED:
+            keys, values, key_scales, value_scales = caches.split(kv_cache, call.case.head_size)
+            parts = ((keys, key_scales[..., None]), (values, value_scales[..., None]))
+        else:
+            keys, values = self.backend.logical_kv_cache(kv_cache)
+            parts = ((keys,), (values,))
+        for part, stored in zip(parts, (call.key_cache, call.value_cache), strict=True):
+            begin = 0
+            for tensor in part:
+                end = begin + tensor.shape[-1] * tensor.itemsize // stored.itemsize
+                rows = np.array(stored[..., begin:end], order="C").view(_INTEGERS[tensor.itemsize])
+                _raw(tensor).copy_(torch.from_numpy(rows))
+                begin = end
+        return kv_cache, parts
 
     def _tensor(self, values: Array, dtype: str) -> torch.Tensor:
         return self._put(bits.encode(values, dtype), dtype)
@@ -89,6 +113,13 @@ def _layer(call: Call) -> SimpleNamespace:
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as integers, so that copying keeps every NaN's bits."""
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
+
+
+def _stored(part: _Part) -> Array:
+    """Rows as the suite keeps them: a dtype's bits, or codes and the bytes of their scale."""
+    if len(part) == 1:
+        return _bits(part[0])
+    return np.concatenate([_bits(tensor).view(np.uint8) for tensor in part], -1)
 
 
 def _bits(tensor: torch.Tensor) -> Array:

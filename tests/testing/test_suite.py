@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from attn.capabilities import Capabilities, Feature, MultipleOf
-from attn.errors import UnsupportedError
 from attn.testing import Case
 from attn.testing.mutants import SUBJECT
+from attn.testing.properties import run_check
+from attn.testing.simulated import SimulatedKernel
 from attn.testing.subject import Subject
 from attn.testing.suite import cases_of
 
@@ -39,7 +40,7 @@ def test_everything_declared_is_exercised_by_the_grid() -> None:
     grid = [case for case in cases_of(SUBJECT) if case.name.startswith("grid")]
     assert len(grid) >= 60
     asked = set().union(*(case.request().features for case in grid))
-    assert asked == (SUBJECT.capabilities.features | {"lse"}) - {"batch_invariant"}
+    assert asked == (SUBJECT.capabilities.features | {"lse"}) - {"batch_invariant", "output_scale"}
     for name in ("dtypes", "kv_cache_dtypes", "attn_types"):
         assert {getattr(case, name[:-1]) for case in grid} == set(getattr(SUBJECT.capabilities, name))
 
@@ -70,6 +71,18 @@ def test_an_encoder_only_backend_has_cases() -> None:
     assert "attn_type=decoder" in {case.check.partition("=")[2] for case in refusals}
 
 
+def test_a_block_sparse_backend_has_cases_with_patterns() -> None:
+    sparse = subject(dataclasses.replace(SMALL, head_sizes=(16,), features=frozenset({Feature.BLOCK_SPARSE})), lse=True)
+    positive, refusals = split(cases_of(sparse, "smoke"))
+    assert all(case.sparse for case in positive) and len({case.sparse for case in positive}) == 4
+    assert "block_sparse" not in {case.check.partition("=")[2] for case in refusals}
+    assert Case.from_json(positive[0].json()) == positive[0]
+    for case in positive:
+        assert run_check(case, SimulatedKernel()) == []
+    dense = {case.check.partition("=")[2] for case in split(cases_of(subject()))[1]}
+    assert "block_sparse" in dense
+
+
 def test_batch_invariance_is_demanded_where_it_is_promised() -> None:
     promised = dataclasses.replace(SMALL, features=frozenset({Feature.BATCH_INVARIANT}))
     cases = [case for case in cases_of(subject(promised)) if case.check == "neighbours"]
@@ -96,9 +109,6 @@ def test_scales_of_memory_are_for_gpus_and_the_full_suite() -> None:
     assert not [case for case in cases_of(gpu) if (case.num_blocks or 0) > 65536]
 
 
-def test_other_kinds_of_backend_and_unknown_levels_are_refused() -> None:
-    mla = dataclasses.replace(SMALL, features=frozenset({Feature.MLA}))
-    with pytest.raises(UnsupportedError, match="mla"):
-        cases_of(subject(mla))
+def test_unknown_levels_are_refused() -> None:
     with pytest.raises(ValueError, match="level='slow'"):
         cases_of(SUBJECT, "slow")

@@ -82,3 +82,43 @@ def test_values_on_a_device_are_looked_at_only_when_asked(monkeypatch: pytest.Mo
     monkeypatch.setenv("ATTN_DEBUG", "device")
     with pytest.raises(MetadataError, match=r"slot_mapping\[3\] = 80"):
         build(on_device)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"block_table": (1, 0, 10)},
+            r"block_table\[1, 0\] = 10: must be between 0 and 9 \(positions 0 on of request 1",
+        ),
+        ({"block_table": (2, 3, -1)}, r"block_table\[2, 3\] = -1: .*positions 24 on of request 2, 30 tokens long"),
+        ({"block_table": (1, 2, 99)}, ""),
+        ({"slot_mapping": (3, 80)}, r"slot_mapping\[3\] = 80: must be -1 or between 0 and 79 \(a token of request 1\)"),
+        ({"slot_mapping": (0, -2)}, r"slot_mapping\[0\] = -2: .*a token of request 0"),
+        ({"slot_mapping": (0, -1)}, ""),
+        ({"slot_mapping": (8, 36)}, r"slot_mapping\[8\] = 36: must be written by one token only \(a token of request 2\)"),
+        ({"seq_lens": (1, 33)}, r"seq_lens\[1\] = 33: must be at most 32 \(4 blocks of 8"),
+    ],
+)
+def test_ids_are_checked_where_they_are_when_asked(change: dict[str, Any], message: str) -> None:
+    """What changes on the device after the batch was built is found by the call, under ATTN_DEBUG=device."""
+    batch = build(common())
+    batch.check_ids(10, 8)
+    ((name, (*at, value)),) = change.items()
+    getattr(batch, name)[tuple(at)] = value
+    if not message:
+        return batch.check_ids(10, 8)
+    with pytest.raises(MetadataError, match=message):
+        batch.check_ids(10, 8)
+    return None
+
+
+def test_a_call_checks_ids_under_attn_debug(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attn.torch import Attention
+
+    layer = Attention(2, 16, num_kv_heads=2, dtype=torch.float32, block_size=8, backend="TORCH_SDPA")
+    cache, batch, x = layer.new_kv_cache(10), build(common()), torch.zeros(9, 2, 16)
+    batch.block_table[0, 2] = 1000
+    monkeypatch.setenv("ATTN_DEBUG", "device")
+    with pytest.raises(MetadataError, match=r"block_table\[0, 2\] = 1000"):
+        layer(x, x, x, cache, batch)

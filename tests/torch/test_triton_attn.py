@@ -1,7 +1,6 @@
-"""The TRITON_ATTN family: what it declares, and the conformance cases that are small enough for Triton's interpreter.
+"""The TRITON_ATTN family: what it declares, and what only calls of a certain kind show; `test_interpreted` runs the suite.
 
-On a GPU every quick case runs as it is. Without one the kernels run interpreted on the CPU, which is exact to rounding in
-float32 and float16 but truncates bfloat16, so such cases run in float32. About 30 s on one core with triton, none without.
+Without a GPU the kernels run interpreted on the CPU. About 15 s on one core with triton, none without.
 """
 
 import importlib.util
@@ -12,14 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import library
 
 from attn import selector
 from attn.backends.abstract import KVCacheSpec
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.capabilities import Device, Request
-from attn.errors import UnsupportedError
-from attn.reference import block_sparse_mask, paged_attention
-from attn.testing import Case, cases_for, check_conformance
+from attn.errors import DTypeError, ShapeError, UnsupportedError
+from attn.quant import QuantKey, kFp8StaticTensorSym
 from attn.torch import kv_cache as caches
 from attn.torch.backends.blocksparse_attn import BlocksparseFlashAttentionBackend
 from attn.torch.backends.rocm_attn import RocmAttentionBackend
@@ -29,61 +28,15 @@ from attn.torch.backends.triton_attn import TritonAttentionBackend
 ON_GPU = torch.cuda.is_available()
 if not ON_GPU:
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are first imported
-HERE = Device("torch", "cuda" if ON_GPU else "cpu")
 H200, A100 = Device("torch", "cuda", "H200", "sm_90"), Device("torch", "cuda", "A100", "sm_80")
 MI300 = Device("torch", "rocm", "MI300X", "gfx942")
 
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None,
+    reason="triton is not importable here (test_interpreted.py starts processes that have it)",
+)
 # the interpreter computes with NumPy, which speaks of the infinities that kernels handle on purpose, and with its old ways
 quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
-
-
-def _cases() -> list[Case]:
-    cases = [c for c in cases_for(TritonAttentionBackend, H200) if (c.num_blocks or 0) < 1000]
-    if ON_GPU:
-        return cases
-    small = []
-    for case in cases:
-        work = case.num_heads * sum(q * m for q, m in zip(case.query_lens, case.seq_lens, strict=True))
-        if case.check == "oracle" and 0 < work <= 6000 and case.head_size <= 128 and case.kv_cache_dtype != "bfloat16":
-            small.append(case.replace(dtype="float32") if case.dtype == "bfloat16" else case)
-    return small[::6]
-
-
-@needs_triton
-@quiet
-@pytest.mark.parametrize("case", _cases(), ids=lambda case: case.name)
-def test_conformance(case: Case) -> None:
-    check_conformance(TritonAttentionBackend, case, HERE)
-
-
-@needs_triton
-@quiet
-@pytest.mark.parametrize("homo_head", [False, True])
-def test_block_sparse(homo_head: bool) -> None:
-    """Prefill, chunk and decode in one batch, against the oracle under the formula's mask."""
-    rng = np.random.default_rng(0)
-    heads, kv_heads, size, page, params = 4, 2, 32, 16, {"block_size": 8, "local_blocks": 2, "vert_stride": 3}
-    q_lens, seq_lens = [30, 7, 1], [30, 50, 61]
-    blocks = [-(-m // page) for m in seq_lens]
-    tables = np.split(rng.permutation(sum(blocks)).astype(np.int32), np.cumsum(blocks)[:-1])
-    batch = CommonAttentionMetadata.from_lens(q_lens, seq_lens, tables, page)
-    spec = KVCacheSpec(page, kv_heads, size, "float32", num_blocks=sum(blocks))
-    device = torch.device("cuda" if ON_GPU else "cpu")
-    metadata = BlocksparseFlashAttentionBackend.get_builder_cls()(spec, ["layer"], None, device).build(0, batch)
-    cache = caches.allocate(BlocksparseFlashAttentionBackend, spec, sum(blocks), device).normal_()
-    query = torch.from_numpy(rng.standard_normal((sum(q_lens), heads, size), np.float32)).to(device)
-    impl = BlocksparseFlashAttentionBackend.get_impl_cls()(
-        heads, size, size**-0.5, kv_heads, blocksparse_params={**params, "homo_head": homo_head}
-    )
-    out = impl.forward(_layer(), query, None, None, cache, metadata)
-    pattern = {"num_heads": heads, "homo_head": homo_head, **params}
-    masks = [block_sparse_mask(n, m, **pattern) for n, m in zip(q_lens, seq_lens, strict=True)]
-    want, _ = paged_attention(
-        query.cpu().numpy(), *cache.cpu().numpy(), query_start_loc=batch.query_start_loc, seq_lens=batch.seq_lens,
-        block_table=batch.block_table, causal=True, mask=masks,
-    )  # fmt: skip
-    np.testing.assert_allclose(out.cpu().numpy(), want, atol=2e-5)
 
 
 @needs_triton
@@ -110,6 +63,88 @@ def test_fixed_split_is_batch_invariant() -> None:
     together = run([0, 1, 2, 3])
     for r in range(4):
         assert torch.equal(run([r])[0], together[r])
+
+
+def _small(kv_cache_dtype: str = "auto", **changes: Any) -> tuple[Any, Any, torch.Tensor, tuple[torch.Tensor, ...]]:
+    """(impl, metadata, cache, (query, key, value)) of a chunk and a decode."""
+    heads, kv_heads, size, page = 4, 2, 32, 16
+    device = torch.device("cuda" if ON_GPU else "cpu")
+    spec = KVCacheSpec(page, kv_heads, size, "float32", kv_cache_dtype, num_blocks=8)
+    batch = CommonAttentionMetadata.from_lens([5, 1], [21, 18], [[3, 1], [0, 6]], page)
+    metadata = TritonAttentionBackend.get_builder_cls()(spec, ["layer"], None, device).build(0, batch)
+    impl = TritonAttentionBackend.get_impl_cls()(heads, size, size**-0.5, kv_heads, kv_cache_dtype=kv_cache_dtype, **changes)
+    torch.manual_seed(0)
+    arrays = tuple(torch.randn(6, n, size, device=device) for n in (heads, kv_heads, kv_heads))
+    return impl, metadata, caches.allocate(TritonAttentionBackend, spec, 8, device), arrays
+
+
+@needs_triton
+@quiet
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8_per_token_head"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiles_as_one_graph(kv_cache_dtype: str, backend: str) -> None:
+    """fullgraph=True: no break, traced with fake tensors, and what the cache and the output hold is what eager gives."""
+    impl, metadata, cache, (query, key, value) = _small(kv_cache_dtype, logits_soft_cap=20.0)
+    impl.need_to_return_lse_for_decode = True
+    layer = _layer()
+
+    def step(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kv: torch.Tensor) -> Any:
+        return impl.forward(layer, q * 1.0, k, v, kv, metadata)
+
+    want = step(query, key, value, kept := cache.clone())
+    torch.compiler.reset()
+    got = torch.compile(step, fullgraph=True, backend=backend)(query, key, value, cache)
+    for one, other in zip(got, want, strict=True):
+        assert torch.equal(one, other)
+    assert torch.equal(cache.view(torch.uint8), kept.view(torch.uint8))
+
+
+@needs_triton
+@quiet
+def test_registered_as_operators() -> None:
+    """Schemas say what is written, and fakes what comes back."""
+    from attn.torch.kernels import kv_write, paged_attention
+
+    impl, metadata, cache, (query, key, value) = _small("int8_per_token_head")
+    keys, values, scales = impl._parts(cache)
+    checks = ("test_schema", "test_faketensor")
+    library.opcheck(kv_write.write_kv_per_token, (key, value, keys, values, *scales, metadata.slot_mapping), test_utils=checks)
+    one = torch.ones((), device=query.device)
+    plain = torch.zeros(2, 8, 16, 2, 32, device=query.device)
+    library.opcheck(kv_write.write_kv, (key, value, *plain, metadata.slot_mapping, one, one), test_utils=checks)
+    batch = (metadata.query_start_loc, metadata.seq_lens, metadata.block_table, 5, 21, 0.2)
+    lse = torch.empty(4, 6, device=query.device)
+    library.opcheck(paged_attention._op, (torch.empty_like(query), lse, query, *plain, *batch), test_utils=checks)
+
+
+@needs_triton
+@quiet
+def test_output_in_fp8() -> None:
+    """Allocated or given, of fp8 for an output_scale and refused otherwise; a fusion pass may ask beforehand."""
+    impl, metadata, cache, (query, key, value) = _small()
+    out = impl.forward(_layer(), query, key, value, cache, metadata)
+    codes = impl.forward(_layer(), query, None, None, cache, metadata, None, torch.tensor(0.02))
+    assert codes.dtype == torch.float8_e4m3fn
+    torch.testing.assert_close(codes.float() * 0.02, out, atol=2e-3, rtol=2**-4)
+    with pytest.raises(DTypeError, match="output has dtype torch.float32, must be torch.float8_e4m3fn for an output_scale"):
+        impl.forward(_layer(), query, None, None, cache, metadata, torch.empty_like(query), torch.tensor(0.02))
+    with pytest.raises(ShapeError, match=r"output_scale has shape \[2\]: must be one number"):
+        impl.forward(_layer(), query, None, None, cache, metadata, None, torch.ones(2))
+    with pytest.raises(UnsupportedError, match="output_block_scale not supported"):
+        impl.forward(_layer(), query, None, None, cache, metadata, None, torch.ones(()), torch.ones(()))
+    assert impl.fused_output_quant_supported(kFp8StaticTensorSym)
+    assert not impl.fused_output_quant_supported(QuantKey("int8"))
+
+
+@needs_triton
+@quiet
+def test_a_cache_with_its_own_scales_takes_no_others() -> None:
+    impl, metadata, cache, (query, key, value) = _small("int8_per_token_head")
+    layer = SimpleNamespace(**{**vars(_layer()), "_k_scale_float": 0.5})
+    with pytest.raises(UnsupportedError, match="int8_per_token_head keeps its own scales: k_scale and v_scale must be 1"):
+        impl.forward(layer, query, key, value, cache, metadata)
+    with pytest.raises(ShapeError, match=r"must be \[2, N, P, K, 36\]"):
+        impl.forward(_layer(), query, key, value, cache[..., :32].contiguous(), metadata)
 
 
 def _layer() -> Any:

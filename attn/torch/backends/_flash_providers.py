@@ -125,6 +125,7 @@ class Provider:
     block_size: MultipleOf
     needs: tuple[tuple[str, tuple[str, ...]], ...]
     attend: Callable[[Any, Call], State]
+    narrow_values: bool = False  #: whether value heads may be narrower than key heads
 
     def present(self) -> bool:
         """Whether the module is there, found without importing anything."""
@@ -178,7 +179,7 @@ PROVIDERS: tuple[Provider, ...] = (
     Provider(
         "FlashAttention 3", "flash_attn_interface", "flash-attn-3", _record(("sm_90",), _FEATURES), MultipleOf(16),
         (("flash_attn_with_kvcache", ("page_table", "cu_seqlens_q", "softcap", "return_softmax_lse")),
-         ("flash_attn_varlen_func", ("window_size", "softcap", "return_attn_probs"))), _fa3,
+         ("flash_attn_varlen_func", ("window_size", "softcap", "return_attn_probs"))), _fa3, narrow_values=True,
     ),
     Provider(
         "FlashAttention 2", "flash_attn.flash_attn_interface", "flash-attn",
@@ -196,3 +197,19 @@ PROVIDERS: tuple[Provider, ...] = (
 def present() -> Sequence[Provider]:
     """The providers that are installed, the best first."""
     return [provider for provider in PROVIDERS if provider.present()]
+
+
+def best(request: Request, device: Device | None) -> Provider | None:
+    """The best installed provider that serves the request, or None."""
+    return next((provider for provider in present() if not provider.reasons(request, device)), None)
+
+
+def why_none(request: Request, device: Device | None) -> list[str]:
+    """Nothing where one serves; otherwise that none is installed, or each one's reasons."""
+    found = present()
+    if not found:
+        names = ", ".join(f"{p.name} (pip install {p.install!r})" for p in PROVIDERS)
+        return [f"none of its providers is installed: {names}"]
+    if best(request, device) is not None:
+        return []
+    return [f"{provider.name}: {', '.join(provider.reasons(request, device))}" for provider in found]

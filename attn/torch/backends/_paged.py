@@ -10,12 +10,18 @@ from typing import Any
 
 import torch
 
+from attn import envs
 from attn.backends.abstract import AttentionLayer, AttentionType
 from attn.backends.paged import PagedBackend, PagedImpl, check_block_size, check_built
 from attn.capabilities import ENCODER_TYPES, Feature
+from attn.dtypes import PER_TOKEN_HEAD
 from attn.errors import DeviceError, DTypeError, MetadataError, ShapeError, UnsupportedError
+from attn.quant import QuantKey, kFp8StaticTensorSym
 from attn.torch import kv_cache as caches
 from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
+
+#: What an output is stored as when it comes with an output_scale.
+FUSED_OUTPUT = torch.float8_e4m3fn
 
 
 class PagedAttentionBackend(PagedBackend):
@@ -69,13 +75,13 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> Any:
-        if output_scale is not None or output_block_scale is not None:
-            raise UnsupportedError(f"{self.backend.get_name()}: {Feature.OUTPUT_SCALE.value} not supported")
+        fused = self._check_output_scale(query, output_scale, output_block_scale)
         query = self._by_head("query", query, self.num_heads)
         key, value = (
             None if x is None else self._by_head(name, x, self.num_kv_heads) for name, x in (("key", key), ("value", value))
         )
-        out = torch.empty_like(query) if output is None else self._check_output(query, output)
+        kind = FUSED_OUTPUT if fused else query.dtype
+        out = torch.empty_like(query, dtype=kind) if output is None else self._check_output(query, output, kind)
         if attn_metadata is None:
             out.zero_()
             return out if output is None else output
@@ -85,24 +91,31 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         if self.need_to_return_lse_for_decode:
             lse = torch.empty(self.num_heads, query.shape[0], dtype=torch.float32, device=query.device)
         if self.attn_type in ENCODER_TYPES:
-            self._attend_ragged(query, key, value, attn_metadata, out, lse)
+            self._attend_ragged(query, key, value, attn_metadata, out, lse, **fused)
         else:
             if self.kv_sharing_target_layer_name is None and key is not None:
                 slots = attn_metadata.slot_mapping
                 if self.attn_type != AttentionType.ENCODER_DECODER:  # there the rows are the encoder's, all of them real
                     slots = slots[: attn_metadata.num_actual_tokens]
                 self.do_kv_cache_update(layer, key, value, kv_cache, slots)
-            self._attend(layer, query, kv_cache, attn_metadata, out, lse)
+            self._attend(layer, query, kv_cache, attn_metadata, out, lse, **fused)
         result = out if output is None else output
         return result if lse is None else (result, lse)
 
     def do_kv_cache_update(
         self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> torch.Tensor:
-        key_cache, value_cache = self.backend.logical_kv_cache(kv_cache)
         key, value = self._by_head("key", key, self.num_kv_heads), self._by_head("value", value, self.num_kv_heads)
-        caches.write(key, value, key_cache, value_cache, slot_mapping, layer._k_scale, layer._v_scale)
+        key_cache, value_cache, scales = self._parts(kv_cache)
+        caches.write(key, value, key_cache, value_cache, slot_mapping, *(scales or (layer._k_scale, layer._v_scale)))
         return kv_cache
+
+    def _parts(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
+        """Keys and values [N, P, K, D], and where each token and head has scales of its own, both [N, P, K]."""
+        if self.kv_cache_dtype in PER_TOKEN_HEAD:
+            key_cache, value_cache, *scales = caches.split(kv_cache, self.head_size)
+            return key_cache, value_cache, (scales[0], scales[1])
+        return (*self.backend.logical_kv_cache(kv_cache), None)
 
     def _attend(
         self,
@@ -113,7 +126,11 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         output: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> None:
-        """Fill output [T, H, D] and, unless None, lse [H, T] for rows below `num_actual_tokens`, from the cache."""
+        """Fill output [T, H, D] and, unless None, lse [H, T] for rows below `num_actual_tokens`, from the cache.
+
+        Where the capabilities have `output_scale`, a keyword of that name ([] float32 on the device) may come along: output
+        is then `FUSED_OUTPUT` and takes result / output_scale, saturated and rounded to nearest even.
+        """
         raise NotImplementedError
 
     def _attend_ragged(
@@ -157,14 +174,36 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         self._check_key_value(query, key, value, attn_metadata)
         if self.attn_type not in ENCODER_TYPES:
             self._check_cache(layer, query, kv_cache, attn_metadata.block_size)
+            if not torch.compiler.is_compiling() and envs.debug("device"):
+                attn_metadata.check_ids(*self._parts(kv_cache)[0].shape[:2])
 
-    def _check_output(self, query: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    def _check_output_scale(self, query: torch.Tensor, output_scale: Any, output_block_scale: Any) -> dict[str, torch.Tensor]:
+        """{"output_scale": [] float32 on the device}, or nothing where none was given. Raises unless it is one number."""
+        name, capabilities = self.backend.get_name(), self.backend.capabilities
+        assert capabilities is not None
+        if output_block_scale is not None:
+            raise UnsupportedError(f"{name}: output_block_scale not supported")
+        if output_scale is None:
+            return {}
+        if Feature.OUTPUT_SCALE not in capabilities.features:
+            raise UnsupportedError(f"{name}: {Feature.OUTPUT_SCALE.value} not supported")
+        scale = torch.as_tensor(output_scale, dtype=torch.float32, device=query.device).detach()
+        if scale.numel() != 1:
+            raise ShapeError(f"{name}: output_scale has shape {list(scale.shape)}: must be one number")
+        return {"output_scale": scale.reshape(())}
+
+    def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:
+        capabilities = self.backend.capabilities
+        return quant_key == kFp8StaticTensorSym and capabilities is not None and Feature.OUTPUT_SCALE in capabilities.features
+
+    def _check_output(self, query: torch.Tensor, output: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
         """The buffer as [T, H, D]. Raises for one that is not like the query: nothing is cast on the way out."""
         name = self.backend.get_name()
         if output.numel() != query.numel() or output.shape[0] != query.shape[0]:
             raise ShapeError(f"{name}: output has shape {list(output.shape)}: must be {list(query.shape)}, as the query")
-        if output.dtype != query.dtype:
-            raise DTypeError(f"{name}: output has dtype {output.dtype}, query {query.dtype}: must be equal")
+        if output.dtype != kind:
+            why = f"query {query.dtype}: must be equal" if kind == query.dtype else f"must be {kind} for an output_scale"
+            raise DTypeError(f"{name}: output has dtype {output.dtype}, {why}")
         if output.device != query.device:
             raise DeviceError(f"{name}: output is on {output.device}, query on {query.device}")
         return output.view(query.shape)
@@ -208,7 +247,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
             raise TypeError(f"{name}: kv_cache must be a torch.Tensor, got {type(kv_cache).__name__}")
         if kv_cache is None or kv_cache.dim() != len(want):
             raise ShapeError(f"{name}: kv_cache must have {len(want)} dimensions (get_kv_cache_shape)")
-        key_cache, _ = self.backend.logical_kv_cache(kv_cache)
+        key_cache, _, own_scales = self._parts(kv_cache)
         check_block_size(name, key_cache.shape[1], block_size)
         if tuple(key_cache.shape[2:]) != (self.num_kv_heads, self.head_size):
             raise ShapeError(
@@ -222,7 +261,10 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
             )
         if kv_cache.device != query.device:
             raise DeviceError(f"{name}: kv_cache is on {kv_cache.device}, query on {query.device}")
-        if caches.is_quantised(element) and Feature.PER_HEAD_SCALES not in features:
+        if own_scales is not None:
+            if any(getattr(layer, f"{which}_scale_float", None) != 1.0 for which in ("_k", "_v")):
+                raise UnsupportedError(f"{name}: {self.kv_cache_dtype} keeps its own scales: k_scale and v_scale must be 1")
+        elif caches.is_quantised(element) and Feature.PER_HEAD_SCALES not in features:
             for scale in (layer._k_scale, layer._v_scale):
                 if getattr(scale, "ndim", 0):
                     raise UnsupportedError(f"{name}: {Feature.PER_HEAD_SCALES.value} not supported")

@@ -14,6 +14,7 @@ import torch
 
 from attn.backends.abstract import AttentionLayer, AttentionType
 from attn.capabilities import Feature
+from attn.dtypes import PER_TOKEN_HEAD
 from attn.errors import MetadataError
 from attn.torch import kv_cache as caches
 from attn.torch.backends._paged import PagedAttentionImpl
@@ -297,7 +298,7 @@ class RaggedAttentionImpl(PagedAttentionImpl):
         output: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> None:
-        key_cache, value_cache = self.backend.logical_kv_cache(kv_cache)
+        key_cache, value_cache, scales = self._parts(kv_cache)
         block_size = key_cache.shape[1]
         starts, lengths = attn_metadata.host_lens()
         for r in requests:
@@ -311,6 +312,11 @@ class RaggedAttentionImpl(PagedAttentionImpl):
             blocks = attn_metadata.block_table[r, low // block_size : -(-total // block_size)]
             held = slice(low % block_size, low % block_size + total - low)
             key, value = self._gather(key_cache, value_cache, blocks)
+            if scales is not None:
+                key, value = (
+                    codes.to(torch.float32) * caches.gather(own[..., None], blocks)
+                    for codes, own in zip((key, value), scales, strict=True)
+                )
             logs = None if lse is None else lse[:, start:stop]
             work = Work(query[start:stop], key[:, held], value[:, held], position, low, output[start:stop], logs)
             self._attend_one(work, own)
@@ -358,7 +364,7 @@ class RaggedAttentionImpl(PagedAttentionImpl):
 
     def _scaled(self, rules: Rules, layer: AttentionLayer, kv_cache: torch.Tensor) -> Rules:
         """The rules for a cache of codes: a scalar k_scale on the host folds into the softmax scale, exactly."""
-        if not caches.is_quantised(kv_cache.dtype):
+        if not caches.is_quantised(kv_cache.dtype) or self.kv_cache_dtype in PER_TOKEN_HEAD:
             return rules
         k_scale, v_scale = (torch.as_tensor(scale).detach() for scale in (layer._k_scale, layer._v_scale))
         if k_scale.ndim == v_scale.ndim == 0 and k_scale.device.type == v_scale.device.type == "cpu":

@@ -5,12 +5,15 @@ any batch within the bounds of its metadata. `fixed_split_size` makes a sequence
 default a decode's keys are split as finely as the batch leaves the device idle.
 """
 
+import functools
 from typing import Any
 
 import torch
 
+from attn import envs
 from attn.backends.abstract import AttentionLayer, AttentionType
 from attn.capabilities import ATTN_TYPES, Capabilities, Device, Feature, MultipleOf, Request, arch_matches
+from attn.dtypes import PER_TOKEN_HEAD, kv_cache_element
 from attn.torch import kv_cache as caches
 from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
 from attn.torch.metadata import PagedAttentionMetadata
@@ -27,9 +30,10 @@ FEATURES = frozenset(
         Feature.TREE_MASK,
         Feature.KV_SHARING,
         Feature.PER_HEAD_SCALES,
+        Feature.OUTPUT_SCALE,
     }
 )
-KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8")
+KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", *sorted(PER_TOKEN_HEAD))
 _LARGEST_GROUP = 256  #: query heads a kv head: they are rows of one tile
 
 
@@ -52,10 +56,18 @@ def capabilities(platforms: tuple[str, ...], **changes: Any) -> Capabilities:
 class TritonPagedBackend(PagedAttentionBackend):
     """Base of the family: limits that depend on each other."""
 
+    @staticmethod
+    def is_interpreted() -> bool:
+        """Whether TRITON_INTERPRET has the kernels interpreted on the host, wherever the tensors are."""
+        import triton
+
+        return bool(triton.knobs.runtime.interpret)
+
     @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
         why = super().why_not(request, device)
-        if device is not None and device.platform == "cuda" and request.kv_cache_dtype in ("fp8", "fp8_e4m3"):
+        is_e4m3 = kv_cache_element(request.kv_cache_dtype, request.dtype) == "float8_e4m3fn"
+        if device is not None and device.platform == "cuda" and is_e4m3:
             # Triton converts e4m3 from Ada on; e5m2 everywhere
             rule = "sm_89+"
             if not arch_matches(device.arch, rule):
@@ -81,12 +93,15 @@ class TritonPagedImpl(PagedAttentionImpl):
     def do_kv_cache_update(
         self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> torch.Tensor:
-        from attn.torch.kernels.kv_write import write_kv
+        from attn.torch.kernels.kv_write import write_kv, write_kv_per_token
 
-        key_cache, value_cache = self.backend.logical_kv_cache(kv_cache)
+        key_cache, value_cache, own = self._parts(kv_cache)
         key, value = self._by_head("key", key, self.num_kv_heads), self._by_head("value", value, self.num_kv_heads)
-        scales = (self._on(kv_cache.device, s) for s in (layer._k_scale, layer._v_scale))
-        write_kv(key, value, key_cache, value_cache, slot_mapping, *scales)
+        if own is not None:
+            write_kv_per_token(key, value, key_cache, value_cache, *own, slot_mapping)
+        else:
+            scales = (self._on(kv_cache.device, s) for s in (layer._k_scale, layer._v_scale))
+            write_kv(key, value, key_cache, value_cache, slot_mapping, *scales)
         return kv_cache
 
     def _attend(
@@ -97,17 +112,46 @@ class TritonPagedImpl(PagedAttentionImpl):
         attn_metadata: PagedAttentionMetadata,
         output: torch.Tensor,
         lse: torch.Tensor | None,
+        output_scale: torch.Tensor | None = None,
     ) -> None:
         from attn.torch.kernels.paged_attention import paged_attention
 
-        key_cache, value_cache = self.backend.logical_kv_cache(kv_cache)
+        key_cache, value_cache, own = self._parts(kv_cache)
+        scales = (*own, 1.0, 1.0) if own is not None else self._scales(layer, kv_cache)
         causal = attn_metadata.causal and self.attn_type == AttentionType.DECODER
-        paged_attention(
+        call = functools.partial(
+            paged_attention,
             output, lse, query, key_cache, value_cache, attn_metadata.query_start_loc, attn_metadata.seq_lens,
             attn_metadata.block_table, attn_metadata.max_query_len, attn_metadata.max_seq_len, self.scale, self.window[0],
             0 if causal else self.window[1], self.window[1], self.logits_soft_cap or 0.0, self.alibi_slopes, self.sinks,
-            attn_metadata.tree_mask, *self._scales(layer, kv_cache), self.fixed_split_size, self._sparse(),
+            attn_metadata.tree_mask, *scales, self.fixed_split_size, self._sparse(),
+            output_scale, self._prefill_programs(attn_metadata, key_cache),
         )  # fmt: skip
+        if not torch.compiler.is_compiling() and envs.switch("ATTN_AUTOTUNE"):
+            from attn.torch import autotune
+
+            kind = "decode" if attn_metadata.max_query_len == 1 else "prefill"
+            sizes = (query.element_size(), key_cache.element_size())
+            autotune.tune(kind, (self.num_heads // self.num_kv_heads, self.head_size, *sizes), call, query.device)
+        call()
+
+    def _prefill_programs(self, attn_metadata: PagedAttentionMetadata, key_cache: torch.Tensor) -> int:
+        """How a mixed batch shares the device, from the host's copies of its lengths: thought out once a batch and shape."""
+        start, seq_lens = attn_metadata.query_start_loc_cpu, attn_metadata.seq_lens_cpu
+        if attn_metadata.max_query_len == 1 or start is None or seq_lens is None or not key_cache.is_cuda:
+            return 0
+        from attn.torch.kernels.launch import multiprocessors, prefill_programs
+
+        plans = attn_metadata.__dict__.setdefault("_prefill_programs", {})
+        shape = (self.num_heads, self.num_kv_heads, self.head_size, self.window[0], key_cache.element_size())
+        if shape not in plans:
+            q_lens = (start[1:] - start[:-1]).astype(float)
+            keys = seq_lens.astype(float) if self.window[0] is None else seq_lens.clip(max=self.window[0] + q_lens)
+            pairs = (q_lens * (keys - (q_lens - 1) / 2))[q_lens > 1].sum()
+            nbytes = 2 * self.num_kv_heads * self.head_size * key_cache.element_size() * keys[q_lens == 1].sum()
+            flops = 4 * self.num_heads * self.head_size * pairs
+            plans[shape] = prefill_programs(flops, nbytes, multiprocessors(key_cache.device))
+        return int(plans[shape])
 
     def _attend_ragged(
         self,
@@ -117,6 +161,7 @@ class TritonPagedImpl(PagedAttentionImpl):
         attn_metadata: PagedAttentionMetadata,
         output: torch.Tensor,
         lse: torch.Tensor | None,
+        output_scale: torch.Tensor | None = None,
     ) -> None:
         from attn.torch.kernels.paged_attention import paged_attention
 
@@ -124,7 +169,7 @@ class TritonPagedImpl(PagedAttentionImpl):
         paged_attention(
             output, lse, query, key, value, attn_metadata.query_start_loc, None, None, attn_metadata.max_query_len,
             attn_metadata.max_query_len, self.scale, self.window[0], self.window[1], None, self.logits_soft_cap or 0.0,
-            self.alibi_slopes, self.sinks,
+            self.alibi_slopes, self.sinks, output_scale=output_scale,
         )  # fmt: skip
 
     def _sparse(self) -> list[int] | None:
@@ -140,7 +185,9 @@ class TritonPagedImpl(PagedAttentionImpl):
         tensors: list[torch.Tensor | None] = []
         factors = []
         for scale in (layer._k_scale, layer._v_scale):
-            known = not isinstance(scale, torch.Tensor) or (scale.ndim == 0 and scale.device.type == "cpu")
+            on_host = isinstance(scale, torch.Tensor) and scale.ndim == 0 and scale.device.type == "cpu"
+            # a traced graph would have the number only when it runs
+            known = not isinstance(scale, torch.Tensor) or (on_host and not torch.compiler.is_compiling())
             factors.append(float(scale) if known else 1.0)
             tensors.append(None if known else self._on(kv_cache.device, scale))
         return tensors[0], tensors[1], factors[0], factors[1]

@@ -18,7 +18,7 @@ from attn.errors import UnsupportedError
 from attn.torch.backends import _flash_providers as providers
 from attn.torch.backends._flash_providers import Call, Provider
 from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
-from attn.torch.backends._vendor import fill
+from attn.torch.backends._vendor import arch_of, fill
 from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
 
 
@@ -71,20 +71,7 @@ class FlashAttentionBackend(PagedAttentionBackend):
 
     @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
-        """No provider, or, of those that are here, each one's reasons."""
-        if why := super().why_not(request, device):
-            return why
-        found = providers.present()
-        if not found:
-            names = ", ".join(f"{p.name} (pip install {p.install!r})" for p in providers.PROVIDERS)
-            return [f"none of its providers is installed: {names}"]
-        why = []
-        for provider in found:
-            reasons = provider.reasons(request, device)
-            if not reasons:
-                return []
-            why.append(f"{provider.name}: {', '.join(reasons)}")
-        return why
+        return super().why_not(request, device) or providers.why_none(request, device)
 
 
 class FlashAttentionImpl(PagedAttentionImpl):
@@ -95,7 +82,7 @@ class FlashAttentionImpl(PagedAttentionImpl):
     def get_supported_kernel_block_size() -> list[int | MultipleOf]:
         """Those of the providers that are here; without one, what the family takes."""
         sizes = {p.block_size for p in providers.present() or providers.PROVIDERS}
-        return sorted(sizes, key=lambda size: size.base)[:1]  # each is a multiple of the smallest
+        return [min(sizes, key=lambda size: size.base)]  # every other is a multiple of it
 
     def _attend(
         self,
@@ -154,22 +141,17 @@ class FlashAttentionImpl(PagedAttentionImpl):
         request = replace(self.request(), dtype=str(query.dtype).removeprefix("torch."), block_size=meta.block_size)
         if ragged:
             request = replace(request, block_size=None)
-        provider = _provider(request, _arch(query.device))
+        provider = _provider(request, arch_of(query.device))
         out, log = provider.attend(provider.load(), call)
         fill(out, log, self.sinks, output[:rows], None if lse is None else lse[:, :rows])
 
 
-def _arch(device: torch.device) -> str:
-    """`sm_90`; empty where tensors live on no GPU (a stand-in's tests)."""
-    return "sm_{}{}".format(*torch.cuda.get_device_capability(device)) if device.type == "cuda" else ""
-
-
 @functools.lru_cache(1024)
 def _provider(request: Request, arch: str) -> Provider:
-    """The first provider that serves; raises `UnsupportedError` with every one's reasons."""
+    """The best provider that serves; raises `UnsupportedError` with every one's reasons."""
     device = Device("torch", "cuda", arch=arch) if arch else None
-    for provider in providers.present():
-        if not provider.reasons(request, device):
-            return provider
-    why = FlashAttentionBackend.why_not(request, device)
-    raise UnsupportedError(f"FLASH_ATTN does not serve {request}: {'; '.join(why)}", why)
+    found = providers.best(request, device)
+    if found is None:
+        why = providers.why_none(request, device)
+        raise UnsupportedError(f"FLASH_ATTN does not serve {request}: {'; '.join(why)}", why)
+    return found

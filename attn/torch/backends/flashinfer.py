@@ -1,18 +1,16 @@
 """FLASHINFER: FlashInfer's paged kernels, level with ours in decode and ahead in prefill on Hopper (FA3 templates).
 
 Its wrappers are planned on the host, once for a batch and a group of layers that agree in heads, window, cap, scale and
-dtypes; every other layer of the batch only runs. Wrappers are lent from the builder's pool for as long as a batch's
-metadata lives, so that two batches in flight never share a plan. A batch of decodes takes the decode wrapper; decodes
-that come first take it for themselves; everything else takes the prefill wrapper.
+dtypes; every other layer of the batch only runs (`_flashinfer` lends the wrappers). A batch of decodes takes the decode
+wrapper; decodes that come first take it for themselves; everything else takes the prefill wrapper.
 
 What FlashInfer means differently ends here: its log-sum-exp is base 2, [T, H]; its ALiBi has slopes of its own and another
 order with the cap, so ALiBi is refused (vLLM drops it in silence); a window is its left side. Signatures are those of
 the flashinfer-ai/flashinfer repository at fb28d724 (0.7).
 """
 
-import weakref
-from collections import defaultdict
-from dataclasses import dataclass, fields
+import functools
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,12 +20,10 @@ from attn.backends.abstract import AttentionLayer, AttentionType
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.capabilities import ATTN_TYPES, Capabilities, Feature
 from attn.torch import kv_cache as caches
+from attn.torch.backends._flashinfer import lend
 from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
-from attn.torch.backends._vendor import LN2, fill
+from attn.torch.backends._vendor import LN2, decodes_first, fill, int32, page_list
 from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
-
-_WORKSPACE = 128 << 20  #: bytes for split keys' partial results, as FlashInfer's documentation recommends
-_workspaces: dict[torch.device, torch.Tensor] = {}
 
 
 class Group(NamedTuple):
@@ -47,39 +43,12 @@ class Group(NamedTuple):
     kv_dtype: torch.dtype
 
 
-class Pool:
-    """Wrappers that no batch holds, by kind and by the tensor cores that decode wants or not."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device, self.idle = device, defaultdict[tuple[str, bool], list[Any]](list)
-
-    def take(self, kind: str, tensor_cores: bool) -> Any:
-        """A wrapper to plan with: an idle one or a new one."""
-        if self.idle[kind, tensor_cores]:
-            return self.idle[kind, tensor_cores].pop()
-        import flashinfer
-
-        if self.device not in _workspaces:
-            _workspaces[self.device] = torch.zeros(_WORKSPACE, dtype=torch.uint8, device=self.device)
-        workspace = _workspaces[self.device]
-        if kind == "decode":
-            return flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=tensor_cores)
-        if kind == "ragged":
-            return flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
-        return flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
-
-
 @dataclass
 class FlashInferMetadata(PagedAttentionMetadata):
     """The batch, its decodes that come first (`num_decodes`), and the plans made for it so far."""
 
-    pool: Pool | None = None
     num_decodes: int = 0
-
-    def __post_init__(self) -> None:
-        self.plans: dict[Group, Any] = {}
-        if self.pool is not None:
-            weakref.finalize(self, _give_back, self.pool, self.plans)
+    plans: dict[Group, Any] = field(default_factory=dict)
 
     def planned(self, group: Group) -> Any:
         """The wrapper that was planned for a group, planning it now if need be."""
@@ -88,68 +57,49 @@ class FlashInferMetadata(PagedAttentionMetadata):
         return self.plans[group]
 
     def _plan(self, group: Group) -> Any:
-        assert self.pool is not None and self.block_size is not None
+        import flashinfer
+
+        assert self.block_size is not None
         starts, lens = self.host_lens()
         starts = starts[group.first : group.last + 1] - starts[group.first]
         lens = lens[group.first : group.last]
-        wrapper = self.pool.take(group.kind, _tensor_cores(group))
+        # a group of 4 heads or more keeps tensor cores busy in decode too (FlashInfer's own advice)
+        dense = group.kind == "decode" and group.num_heads >= 4 * group.num_kv_heads
+        wrapper = lend(self, self.seq_lens.device, (group.kind, dense), functools.partial(_make, flashinfer, group.kind, dense))
         rules = {
             "window_left": group.window_left, "logits_soft_cap": group.soft_cap, "sm_scale": group.scale,
             "q_data_type": group.dtype, "kv_data_type": group.kv_dtype,
         }  # fmt: skip
         heads = (group.num_heads, group.num_kv_heads, group.head_size)
         if group.kind == "ragged":
-            bounds = _int32(starts)
-            wrapper.plan(bounds, bounds, *heads, causal=group.causal, **rules)
+            wrapper.plan(int32(starts), int32(starts), *heads, causal=group.causal, **rules)
             return wrapper
-        pages = -(-lens // self.block_size)
-        indptr = np.concatenate([[0], np.cumsum(pages)])
-        row = np.repeat(np.arange(group.first, group.last), pages)
-        column = np.arange(indptr[-1]) - np.repeat(indptr[:-1], pages)
-        width = self.block_table.shape[1]
-        at = torch.from_numpy(row * width + column).to(self.block_table.device)
-        indices = self.block_table.reshape(-1)[at] if width else self.block_table.new_zeros(0)
-        pages_of = (_int32(indptr), indices, _int32(np.where(lens > 0, (lens - 1) % self.block_size + 1, 0)))
+        pages = page_list(self.block_table, lens, self.block_size, group.first)
+        last = int32(np.where(lens > 0, (lens - 1) % self.block_size + 1, 0))
         if group.kind == "decode":
-            wrapper.plan(*pages_of, *heads, self.block_size, **rules)
+            wrapper.plan(*pages, last, *heads, self.block_size, **rules)
         else:
-            wrapper.plan(_int32(starts), *pages_of, *heads, self.block_size, causal=group.causal, **rules)
+            wrapper.plan(int32(starts), *pages, last, *heads, self.block_size, causal=group.causal, **rules)
         return wrapper
 
 
-def _give_back(pool: Pool, plans: dict[Group, Any]) -> None:
-    for group, wrapper in plans.items():
-        pool.idle[group.kind, _tensor_cores(group)].append(wrapper)
-
-
-def _tensor_cores(group: Group) -> bool:
-    """Decode with a group of 4 heads or more keeps tensor cores busy (FlashInfer's own advice)."""
-    return group.kind == "decode" and group.num_heads >= 4 * group.num_kv_heads
-
-
-def _int32(values: Any) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values, dtype=np.int32))
+def _make(flashinfer: Any, kind: str, tensor_cores: bool, workspace: torch.Tensor) -> Any:
+    if kind == "decode":
+        return flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=tensor_cores)
+    if kind == "ragged":
+        return flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
+    return flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
 
 
 class FlashInferMetadataBuilder(PagedAttentionMetadataBuilder):
-    """Keeps the pool of wrappers, and counts the decodes at the batch's head."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._pool: Pool | None = None
+    """Counts the decodes at the batch's head."""
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> FlashInferMetadata:
         plain = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        if self._pool is None or self._pool.device != plain.seq_lens.device:
-            self._pool = Pool(plain.seq_lens.device)
-        starts, _ = plain.host_lens()
-        rows = np.diff(starts)
-        longer = np.flatnonzero(rows != 1)
-        num_decodes = int(longer[0]) if len(longer) else len(rows)
-        values = {f.name: getattr(plain, f.name) for f in fields(plain)}
-        return FlashInferMetadata(**values, pool=self._pool, num_decodes=num_decodes)
+        head = decodes_first(plain.host_lens()[0])
+        return FlashInferMetadata(**{f.name: getattr(plain, f.name) for f in fields(plain)}, num_decodes=head)
 
 
 class FlashInferBackend(PagedAttentionBackend):

@@ -22,7 +22,7 @@ class TorchSDPABackend(PagedAttentionBackend):
         framework="torch",
         platforms=("cuda", "rocm", "xpu", "cpu"),
         dtypes=_ragged.DTYPES,
-        kv_cache_dtypes=_ragged.KV_CACHE_DTYPES,
+        kv_cache_dtypes=(*_ragged.KV_CACHE_DTYPES, "int8_per_token_head", "fp8_per_token_head"),
         attn_types=ATTN_TYPES,
         features=_ragged.FEATURES,
     )

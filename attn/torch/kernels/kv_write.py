@@ -2,7 +2,8 @@
 
 Grid [T]: one program stores one token's keys and values, all heads. fp8 codes are computed with integers (round to nearest
 even, saturating, NaN kept), so that they are the same bits on every architecture, those without fp8 conversions included.
-A slot of -1 stores nothing.
+A scale is given (one number, or one for each kv head), or each token and head takes its own: absmax / the largest code,
+stored beside the codes; 0 for a token of zeros, NaN for one that is not all finite. A slot of -1 stores nothing.
 """
 
 import torch
@@ -20,7 +21,7 @@ def _nearest(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _fp8_code(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr):  # type: ignore[no-untyped-def]
+def fp8_code(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr):  # type: ignore[no-untyped-def]
     """The byte of float32 x in an fp8 format of MANTISSA explicit bits, saturating at MAX; any NaN becomes 0x7F."""
     bits = x.to(tl.uint32, bitcast=True)
     sign = (bits >> 24) & 0x80
@@ -38,22 +39,46 @@ def _fp8_code(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr):
 
 
 @triton.jit
+def _bf16_code(x):  # type: ignore[no-untyped-def]
+    """The bits of float32 x in bfloat16, by integers too: not every conversion rounds (the interpreter's cuts off)."""
+    bits = x.to(tl.uint32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where(x != x, 0x7FC0, rounded).to(tl.uint16)
+
+
+@triton.jit
 def _code(x, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     """float32 x, already divided by its scale, as a byte."""
     if KIND == "int8":
         clipped = tl.minimum(tl.maximum(x, -127.0), 127.0)
         return _nearest(tl.where(x != x, 0.0, clipped)).to(tl.int32).to(tl.uint8)
     elif KIND == "e4m3":
-        return _fp8_code(x, 3, 7, 448.0)
+        return fp8_code(x, 3, 7, 448.0)
+    elif KIND == "e5m2":
+        return fp8_code(x, 2, 15, 57344.0)
     else:
-        return _fp8_code(x, 2, 15, 57344.0)
+        return _bf16_code(x)
+
+
+@triton.jit
+def _scaled_by_itself(x, live, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
+    """(codes, scales) of float32 x [heads, D]."""
+    most: tl.constexpr = 127.0 if KIND == "int8" else 448.0
+    x = tl.where(live, x, 0.0)
+    wild = tl.max(((x - x) != 0.0).to(tl.int32), 1) > 0
+    largest = tl.max(tl.where((x - x) != 0.0, 0.0, tl.abs(x)), 1)
+    scale = tl.where(wild, float("nan"), tl.math.div_rn(largest, tl.zeros_like(largest) + most))
+    by = tl.where(scale == 0.0, 1.0, scale)
+    return _code(tl.math.div_rn(x, tl.zeros_like(x) + by[:, None]), KIND), scale
 
 
 @triton.jit
 def _write(  # type: ignore[no-untyped-def]
     key, value, key_cache, value_cache, slots, k_scale, v_scale,
     key_t, value_t, kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head, kscale_h, vscale_h,
+    scale_block, scale_slot,
     HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr,
+    OWN: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
@@ -63,7 +88,15 @@ def _write(  # type: ignore[no-untyped-def]
         block, place = slot // P, slot % P
         k = tl.load(key + token * key_t + h * D + d, mask=live)
         v = tl.load(value + token * value_t + h * D + d, mask=live)
-        if KIND != "":
+        if OWN:
+            k, k_own = _scaled_by_itself(k.to(tl.float32), live, KIND)
+            v, v_own = _scaled_by_itself(v.to(tl.float32), live, KIND)
+            at = block * scale_block + place * scale_slot + tl.arange(0, BLOCK_H)
+            tl.store(k_scale + at, k_own, mask=tl.arange(0, BLOCK_H) < HEADS)
+            tl.store(v_scale + at, v_own, mask=tl.arange(0, BLOCK_H) < HEADS)
+        elif KIND == "bf16":
+            k, v = _code(k.to(tl.float32), KIND), _code(v.to(tl.float32), KIND)
+        elif KIND != "":
             k_by = tl.load(k_scale + h * kscale_h, mask=h < HEADS, other=1.0)
             v_by = tl.load(v_scale + h * vscale_h, mask=h < HEADS, other=1.0)
             k = _code(tl.math.div_rn(k.to(tl.float32), tl.broadcast_to(k_by, (BLOCK_H, BLOCK_D))), KIND)
@@ -74,7 +107,8 @@ def _write(  # type: ignore[no-untyped-def]
         tl.store(v_at, v.to(value_cache.dtype.element_ty), mask=live)
 
 
-_KINDS = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+_KINDS = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.bfloat16: "bf16"}
+_BITS = {1: torch.uint8, 2: torch.uint16}
 
 
 @library.custom_op("attn::triton_write_kv", mutates_args=("key_cache", "value_cache"))
@@ -92,6 +126,37 @@ def write_kv(
     key, value: [T', K, D]; caches: [N, P, K, D], any strides with D dense; slot_mapping: [T] int; scales: 0-d or [K] float32
     on the same device, used by one-byte caches only. Rows past the shorter of T and T' are padding.
     """
+    _launch(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, own=False)
+
+
+@library.custom_op("attn::triton_write_kv_per_token", mutates_args=("key_cache", "value_cache", "key_scales", "value_scales"))
+def write_kv_per_token(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    key_scales: torch.Tensor,
+    value_scales: torch.Tensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """`write_kv` where each token and head gets a scale of its own, stored in key_scales and value_scales.
+
+    Caches: int8 or float8_e4m3fn; scales: [N, P, K] float32 of equal strides with heads side by side.
+    """
+    assert key_scales.stride() == value_scales.stride() and key_scales.stride(2) == 1
+    _launch(key, value, key_cache, value_cache, slot_mapping, key_scales, value_scales, own=True)
+
+
+def _launch(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor,
+    v_scale: torch.Tensor,
+    own: bool,
+) -> None:
     tokens = min(key.shape[0], slot_mapping.shape[0])
     if tokens == 0:
         return
@@ -99,18 +164,20 @@ def write_kv(
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         check_stride(name, cache)
     heads, head_size = key.shape[1:]
-    kind = _KINDS.get(key_cache.dtype, "")
-    stored = [cache.view(torch.uint8) if kind else cache for cache in (key_cache, value_cache)]
+    kind = "" if key_cache.dtype == key.dtype else _KINDS.get(key_cache.dtype, "")
+    stored = [cache.view(_BITS[cache.itemsize]) if kind else cache for cache in (key_cache, value_cache)]
     block_h, block_d = power_of_two(heads), power_of_two(head_size)
+    scale_block, scale_slot = k_scale.stride()[:2] if own else (0, 0)
     _write[(tokens,)](
         key, value, *stored, slot_mapping, k_scale, v_scale,
         key.stride(0), value.stride(0), *key_cache.stride()[:3], *value_cache.stride()[:3],
-        1 if k_scale.ndim else 0, 1 if v_scale.ndim else 0,
-        HEADS=heads, D=head_size, P=key_cache.shape[1], BLOCK_H=block_h, BLOCK_D=block_d, KIND=kind,
+        1 if k_scale.ndim else 0, 1 if v_scale.ndim else 0, scale_block, scale_slot,
+        HEADS=heads, D=head_size, P=key_cache.shape[1], BLOCK_H=block_h, BLOCK_D=block_d, KIND=kind, OWN=own,
         num_warps=min(8, max(1, block_h * block_d // 256)),
     )  # fmt: skip
 
 
 @write_kv.register_fake
-def _(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale) -> None:  # type: ignore[no-untyped-def]
+@write_kv_per_token.register_fake
+def _(*args) -> None:  # type: ignore[no-untyped-def]
     return None

@@ -72,6 +72,12 @@ def can_launch_early(arch: str) -> bool:
     return arch.startswith("sm_") and int(arch[3:]) >= 90
 
 
+@functools.cache
+def may_use_gluon() -> bool:
+    """Whether this Triton's Gluon is one that the kernels written in it were measured with: its interface still changes."""
+    return triton.__version__.startswith("3.6.")
+
+
 def _fitting(wanted: list[Launch], arch: str, block_d: int, itemsize: int, stored: int) -> Launch:
     """The first of `wanted` whose tiles fit: queries once, keys and values a stage, one stage of them converted."""
     limit = SHARED_MEMORY.get(arch, _UNKNOWN)
@@ -84,6 +90,10 @@ def _fitting(wanted: list[Launch], arch: str, block_d: int, itemsize: int, store
         if need <= limit:
             return launch
     return wanted[-1]
+
+
+#: Launches that were measured, by ("decode" or "prefill", *the rule's arguments): they go before the rules.
+TUNED: dict[tuple[str | int, ...], Launch] = {}
 
 
 @functools.lru_cache(maxsize=1024)
@@ -100,6 +110,8 @@ def decode_launch(arch: str, group: int, head_size: int, itemsize: int, stored: 
         # waited for. The table's load takes some of the stages.
         n = min(64, max(16, power_of_two(8192 // (block_d * itemsize))))
         warps, stages = (2, 8 if block_d > 64 else 6) if block_d <= 128 else (4, 6)
+        if stored == 1 and itemsize == 2 and block_d == 128 and block_m == 16:
+            warps = 1  # what bounds a cache of bytes is instructions, of which one warp needs the fewest
         wanted = [Launch(block_m, n, warps, stages), *(Launch(block_m, k, warps, 3) for k in (32, 16))]
     if itemsize == 4:
         wanted = [Launch(block_m, 16, 4, s) for s in (3, 1)]
@@ -131,6 +143,7 @@ def prefill_launch(arch: str, group: int, head_size: int, itemsize: int, stored:
     return _fitting(wanted, arch, block_d, itemsize, stored)
 
 
+@functools.lru_cache(maxsize=4096)
 def split_size(units: int, keys: int, block_n: int, multiprocessors: int, most: int = 128) -> int:
     """Keys a program of a decode takes, a multiple of block_n: as few splits as keep memory busy to the end.
 
@@ -149,6 +162,24 @@ def split_size(units: int, keys: int, block_n: int, multiprocessors: int, most: 
     if cost(best) > 0.95 * cost(1):
         best = 1
     return -(-tiles // best) * block_n
+
+
+def prefill_programs(flops: float, nbytes: float, multiprocessors: int) -> int:
+    """How many multiprocessors the prefill of a mixed batch takes while its decode runs on the others; all of them at first.
+
+    `flops` of the prefill against `nbytes` of the decode's keys and values, at Hopper's rates. A decode fills memory from
+    three sevenths of the multiprocessors and slows down in proportion below. Shared out where that promises a tenth less
+    time than one after the other, in which the decode begins as the prefill's last programs end.
+    """
+    whole, decode = flops / 480e12, nbytes / 4e12
+
+    def time(programs: int) -> float:
+        prefill = whole * multiprocessors / programs
+        done = prefill * min(1.0, (multiprocessors - programs) / (3 / 7 * multiprocessors))
+        return prefill + max(0.0, decode - done)
+
+    best = min(range(max(1, multiprocessors // 8), multiprocessors), key=time)
+    return best if time(best) < 0.9 * (whole + 0.7 * decode) else multiprocessors
 
 
 def check_stride(name: str, tensor: Any) -> None:

@@ -22,17 +22,23 @@ Layouts: query, output [T, H, D]; caches [N, P, K, D] of any strides (last dimen
 Undefined: rows of tokens beyond query_start_loc[R], which are left alone.
 """
 
+import functools
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import library
 
+from attn.torch.kernels.kv_write import fp8_code
 from attn.torch.kernels.launch import (
+    TUNED,
     Launch,
     arch,
     can_launch_early,
     check_stride,
     decode_launch,
+    may_use_gluon,
     multiprocessors,
     power_of_two,
     prefill_launch,
@@ -94,7 +100,7 @@ def _step(  # type: ignore[no-untyped-def]
     acc, norm, top, q, start, low, high, upper,
     table, k_base, v_base, tree_row, position, head, token, context, q_len, slope,
     left, is_tree, k_block, k_slot, v_block, v_slot, factor, cap, tree_w,
-    sparse_local, sparse_stride, sparse_shift,
+    sparse_local, sparse_stride, sparse_shift, k_scale, v_scale, scale_block, scale_slot, PER_TOKEN: tl.constexpr,
     MASKED: tl.constexpr, CAREFUL: tl.constexpr, HAS_LEFT: tl.constexpr, PAGED: tl.constexpr, P: tl.constexpr, D: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_TREE: tl.constexpr,
     SPARSE: tl.constexpr, SAME: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
@@ -132,6 +138,10 @@ def _step(  # type: ignore[no-untyped-def]
         k = tl.load(k_at)
         v = tl.load(v_at)
     s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
+    if PER_TOKEN:
+        scale_rows = page * scale_block + place * scale_slot
+        s = s * tl.load(k_scale + scale_rows)[None, :]
+        v_by = tl.load(v_scale + scale_rows)
 
     # Scores in base 2. Plain ones stay as they are and meet the factor inside the exponent, where it fuses.
     if HAS_CAP:
@@ -164,6 +174,11 @@ def _step(  # type: ignore[no-untyped-def]
         shrink = tl.exp2(top - guard)
     norm = norm * shrink + tl.sum(p, 1)
     acc = acc * shrink[:, None]
+    if PER_TOKEN and q.dtype == tl.float16:
+        v = v.to(tl.float32) * v_by[:, None]  # weights times a small scale would be float16's subnormals
+    elif PER_TOKEN:
+        # selected, since a token that holds NaN has a scale of NaN
+        p = tl.where(allowed, p * v_by[None, :], 0.0) if MASKED else p * v_by[None, :]
     v = v.to(q.dtype)
     p = p.to(v.dtype)
     if CAREFUL:
@@ -207,23 +222,30 @@ def _tanh(x):  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=_BATCH)
 def _attention(  # type: ignore[no-untyped-def]
     output, lse, partial, partial_lse, query, key_cache, value_cache, query_start_loc, seq_lens, block_table,
-    slopes, sinks, tree, k_scale, v_scale,
+    slopes, sinks, tree, k_scale, v_scale, output_scale,
     factor, v_factor, cap, left, right, tree_right, min_query, max_query, num_reqs, splits, split, tree_w,
     sparse_local, sparse_stride, sparse_shift, sparse_offset,
-    o_t, o_h, lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, kscale_h, vscale_h,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr,
+    o_t, o_h, lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r,
+    kscale_h, vscale_h, scale_block, scale_slot,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, PER_TOKEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
     DECODE: tl.constexpr, HAS_SPLITS: tl.constexpr, PAGED: tl.constexpr, NEGATE: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_TREE: tl.constexpr, HAS_LSE: tl.constexpr, HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr,
     SPARSE: tl.constexpr, MAY_BE_WILD: tl.constexpr, SAME: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr,
-    PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr, BESIDE: tl.constexpr, IN_HALF: tl.constexpr, TO_FP8: tl.constexpr,
 ):  # fmt: skip
     K: tl.constexpr = H // G
     if EARLY:
         # the merge may be launched already: it waits for this grid's end before it reads
         tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0)
+    if BESIDE:  # noqa: SIM102  (one is known when compiling)
+        # Launched while the same batch's prefill still runs. One program more keeps this grid from ending before that one.
+        if pid == tl.num_programs(0) - 1:
+            if tl.program_id(1) == 0:
+                tl.extra.cuda.gdc_wait()
+            return
     kv_head = pid % K
     if DECODE:
         r = pid // K
@@ -268,10 +290,21 @@ def _attention(  # type: ignore[no-untyped-def]
     q = tl.load(query + at[:, None] * q_t + head[:, None] * q_h + d[None, :], mask=lanes, other=0.0)
     if NEGATE:
         q = (0.0 - q.to(tl.float32)).to(q.dtype)
+    if IN_HALF:
+        # One-byte codes widen to float16 in one instruction a pair, to bfloat16 in three, two of them slow. Queries follow,
+        # brought by a power of two to where float16 holds every bit of values down to 2**-31 of the largest in the tile.
+        wide_q = q.to(tl.float32)
+        peak = tl.max(tl.max(tl.where(tl.abs(wide_q) < float("inf"), tl.abs(wide_q), 0.0), 1), 0)
+        power = tl.maximum((peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), 7.888609052210118e-31)
+        q = (wide_q * (16384.0 / power)).to(tl.float16)
+        factor = factor * (power * 6.103515625e-05)
     if HAS_K_SCALE:
         factor = factor * tl.load(k_scale + kv_head * kscale_h)
     if HAS_V_SCALE:
         v_factor = v_factor * tl.load(v_scale + kv_head * vscale_h)
+    if PER_TOKEN:
+        k_scale += kv_head
+        v_scale += kv_head
     slope = tl.zeros((BLOCK_M,), tl.float32)
     if HAS_ALIBI:
         slope = tl.load(slopes + head, mask=live, other=0.0) * 1.4426950408889634
@@ -300,7 +333,7 @@ def _attention(  # type: ignore[no-untyped-def]
                     acc, norm, top, q, start, low, high, upper,
                     table, k_base, v_base, tree_row, position, shifted, token, context, q_len, slope,
                     left, is_tree, k_block, k_slot, v_block, v_slot, factor, cap, tree_w,
-                    sparse_local, sparse_stride, sparse_shift,
+                    sparse_local, sparse_stride, sparse_shift, k_scale, v_scale, scale_block, scale_slot, PER_TOKEN,
                     True, False, HAS_LEFT, PAGED, P, D, BLOCK_N, BLOCK_D,
                     HAS_CAP, HAS_ALIBI, HAS_TREE, SPARSE, SAME, WIDE, EXACT, PRECISION,
                 )  # fmt: skip
@@ -310,7 +343,7 @@ def _attention(  # type: ignore[no-untyped-def]
                 acc, norm, top, q, start, low, high, upper,
                 table, k_base, v_base, tree_row, position, shifted, token, context, q_len, slope,
                 left, is_tree, k_block, k_slot, v_block, v_slot, factor, cap, tree_w,
-                sparse_local, sparse_stride, sparse_shift,
+                sparse_local, sparse_stride, sparse_shift, k_scale, v_scale, scale_block, scale_slot, PER_TOKEN,
                 True, EXACT and BLOCK_Q > 1, HAS_LEFT, PAGED, P, D, BLOCK_N, BLOCK_D,
                 HAS_CAP, HAS_ALIBI, HAS_TREE, SPARSE, SAME, WIDE, EXACT, PRECISION,
             )  # fmt: skip
@@ -327,7 +360,7 @@ def _attention(  # type: ignore[no-untyped-def]
                     acc, norm, top, q, start, low, high, upper,
                     table, k_base, v_base, tree_row, position, shifted, token, context, q_len, slope,
                     left, is_tree, k_block, k_slot, v_block, v_slot, factor, cap, tree_w,
-                    sparse_local, sparse_stride, sparse_shift,
+                    sparse_local, sparse_stride, sparse_shift, k_scale, v_scale, scale_block, scale_slot, PER_TOKEN,
                     True, False, HAS_LEFT, PAGED, P, D, BLOCK_N, BLOCK_D,
                     HAS_CAP, HAS_ALIBI, HAS_TREE, SPARSE, SAME, WIDE, EXACT, PRECISION,
                 )  # fmt: skip
@@ -337,7 +370,7 @@ def _attention(  # type: ignore[no-untyped-def]
                 acc, norm, top, q, start, low, high, upper,
                 table, k_base, v_base, tree_row, position, shifted, token, context, q_len, slope,
                 left, is_tree, k_block, k_slot, v_block, v_slot, factor, cap, tree_w,
-                sparse_local, sparse_stride, sparse_shift,
+                sparse_local, sparse_stride, sparse_shift, k_scale, v_scale, scale_block, scale_slot, PER_TOKEN,
                 False, False, HAS_LEFT, PAGED, P, D, BLOCK_N, BLOCK_D,
                 HAS_CAP, HAS_ALIBI, HAS_TREE, SPARSE, SAME, WIDE, EXACT, PRECISION,
             )  # fmt: skip
@@ -346,7 +379,7 @@ def _attention(  # type: ignore[no-untyped-def]
                 acc, norm, top, q, start, low, high, upper,
                 table, k_base, v_base, tree_row, position, shifted, token, context, q_len, slope,
                 left, is_tree, k_block, k_slot, v_block, v_slot, factor, cap, tree_w,
-                sparse_local, sparse_stride, sparse_shift,
+                sparse_local, sparse_stride, sparse_shift, k_scale, v_scale, scale_block, scale_slot, PER_TOKEN,
                 True, False, HAS_LEFT, PAGED, P, D, BLOCK_N, BLOCK_D,
                 HAS_CAP, HAS_ALIBI, HAS_TREE, SPARSE, SAME, WIDE, EXACT, PRECISION,
             )  # fmt: skip
@@ -361,7 +394,7 @@ def _attention(  # type: ignore[no-untyped-def]
                     acc, norm, top, q, start, low, high, upper,
                     table, k_base, v_base, tree_row, position, shifted, token, context, q_len, slope,
                     left, is_tree, k_block, k_slot, v_block, v_slot, factor, cap, tree_w,
-                    sparse_local, sparse_stride, sparse_shift,
+                    sparse_local, sparse_stride, sparse_shift, k_scale, v_scale, scale_block, scale_slot, PER_TOKEN,
                     True, True, HAS_LEFT, PAGED, P, D, BLOCK_N, BLOCK_D,
                     HAS_CAP, HAS_ALIBI, HAS_TREE, SPARSE, SAME, WIDE, EXACT, PRECISION,
                 )  # fmt: skip
@@ -376,7 +409,10 @@ def _attention(  # type: ignore[no-untyped-def]
             tl.store(partial + state[:, None] * D + d[None, :], result, mask=lanes)
             tl.store(partial_lse + state, log, mask=live)
             return
-    _finish(output, lse, sinks, result, log, v_factor, at, head, d, live, lanes, o_t, o_h, lse_h, HAS_SINKS, HAS_LSE)
+    _finish(
+        output, lse, sinks, output_scale, result, log, v_factor, at, head, d, live, lanes, o_t, o_h, lse_h,
+        HAS_SINKS, HAS_LSE, TO_FP8,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -395,16 +431,18 @@ def _sparse_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _finish(  # type: ignore[no-untyped-def]
-    output, lse, sinks, result, log, v_factor, at, head, d, live, lanes, o_t, o_h, lse_h,
-    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+    output, lse, sinks, output_scale, result, log, v_factor, at, head, d, live, lanes, o_t, o_h, lse_h,
+    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, TO_FP8: tl.constexpr,
 ):  # fmt: skip
-    """Scale, let the sink take its share, and store rows; `log` is the log-sum-exp in base 2."""
+    """Scale, let the sink take its share, and store rows (or their e4m3 codes); `log` is the log-sum-exp in base 2."""
     result = result * v_factor
     if HAS_SINKS:
         sink = tl.load(sinks + head, mask=live, other=0.0) * 1.4426950408889634
         # a row without keys is 0 whatever its sink is
         share = 1.0 / (1.0 + tl.exp2(sink - log))
         result = tl.where((log == float("-inf"))[:, None], 0.0, result * share[:, None])
+    if TO_FP8:
+        result = fp8_code(tl.math.div_rn(result, tl.zeros_like(result) + tl.load(output_scale)), 3, 7, 448.0)
     tl.store(output + at[:, None] * o_t + head[:, None] * o_h + d[None, :], result.to(output.dtype.element_ty), mask=lanes)
     if HAS_LSE:
         tl.store(lse + head * lse_h + at, log * 0.6931471805599453, mask=live)
@@ -412,11 +450,11 @@ def _finish(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=_BATCH)
 def _merge(  # type: ignore[no-untyped-def]
-    output, lse, partial, partial_lse, query_start_loc, seq_lens, sinks, v_scale,
+    output, lse, partial, partial_lse, query_start_loc, seq_lens, sinks, v_scale, output_scale,
     v_factor, left, right, tree_right, max_query, splits, split, tree_w, o_t, o_h, lse_h, vscale_h,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_S: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_TREE: tl.constexpr, HAS_LSE: tl.constexpr,
-    HAS_V_SCALE: tl.constexpr, EARLY: tl.constexpr,
+    HAS_V_SCALE: tl.constexpr, EARLY: tl.constexpr, TO_FP8: tl.constexpr,
 ):  # fmt: skip
     """The second stage: grid (R x BLOCK_Q, H), one program joins the splits of one row. Parts without keys are not read."""
     r = tl.program_id(0) // BLOCK_Q
@@ -459,11 +497,13 @@ def _merge(  # type: ignore[no-untyped-def]
     at = (begin + token).to(tl.int64) + tl.zeros((1,), tl.int64)
     live = head >= 0
     lanes = live[:, None] & (d < D)[None, :]
-    _finish(output, lse, sinks, result, log, v_factor, at, head, d, live, lanes, o_t, o_h, lse_h, HAS_SINKS, HAS_LSE)
+    _finish(
+        output, lse, sinks, output_scale, result, log, v_factor, at, head, d, live, lanes, o_t, o_h, lse_h,
+        HAS_SINKS, HAS_LSE, TO_FP8,
+    )  # fmt: skip
 
 
-@library.custom_op("attn::triton_paged_attention", mutates_args=("output", "lse"))
-def paged_attention(
+def _paged_attention(
     output: torch.Tensor,
     lse: torch.Tensor | None,
     query: torch.Tensor,
@@ -488,16 +528,23 @@ def paged_attention(
     v_factor: float = 1.0,
     fixed_split: int = 0,
     sparse: list[int] | None = None,
+    output_scale: torch.Tensor | None = None,
+    prefill_programs: int = 0,
 ) -> None:
     """Fill output [T, H, D] and, unless None, lse [H, T] for every token of every request.
 
     query: [T, H, D]; caches: [N, P, K, D]; query_start_loc: [R + 1], seq_lens: [R], block_table: [R, B], int32. Without a block
     table, caches are this call's own keys and values [T, K, D] and a request sees its own rows (encoders).
     Keys p - left <= j <= p + right are seen, None being no bound (causality is right = 0). tree: [R, W, W] bool; for requests
-    of at most W tokens it and `tree_right` stand in for `right`. k_scale, v_scale: 0-d or [K] float32 on the device;
-    k_factor, v_factor: the same when the host knows them. fixed_split: keys a split of a decode takes, 0 to let the rule
-    choose by the batch. sparse: [block_size, local_blocks, vert_stride, shift a head, first head] (SEMANTICS 4.13).
+    of at most W tokens it and `tree_right` stand in for `right`. k_scale, v_scale: float32 on the device: 0-d, [K], or
+    [N, P, K] with equal strides and heads side by side, one for each token and head; k_factor, v_factor: the same when the
+    host knows them. fixed_split: keys a split of a decode takes, 0 to let the rule choose by the batch. sparse: [block_size,
+    local_blocks, vert_stride, shift a head, first head] (SEMANTICS 4.13). output_scale: 0-d float32 on the device; output is
+    then float8_e4m3fn and holds result / output_scale, saturated and rounded to nearest even. prefill_programs: how many
+    multiprocessors the prefill of a mixed batch takes where the decode runs beside it (Hopper), 0 for all.
     """
+    if to_fp8 := output_scale is not None:
+        output = output.view(torch.uint8)
     num_reqs, heads, head_size = query_start_loc.shape[0] - 1, query.shape[1], query.shape[2]
     if num_reqs < 1 or query.shape[0] == 0 or max_query_len == 0:
         return
@@ -508,11 +555,12 @@ def paged_attention(
     kv_heads = key_cache.shape[-2]
     group, block_d = heads // kv_heads, power_of_two(head_size)
     itemsize, stored, name = query.element_size(), key_cache.element_size(), arch()
-    decode = decode_launch(name, group, head_size, itemsize, stored)
+    shape = (name, group, head_size, itemsize, stored)
+    decode = TUNED.get(("decode", *shape)) or decode_launch(*shape)
     # three tf32 products give float32's accuracy on tensor cores; the ordinary cores would take tiles that do not fit
     precision = "tf32x3" if itemsize == 4 and name.startswith("sm") else "ieee"
     early = can_launch_early(name)
-    prefill = prefill_launch(name, group, head_size, itemsize, stored)
+    prefill = TUNED.get(("prefill", *shape)) or prefill_launch(*shape)
     # tokens of a request that one decode tile holds; one alone needs no mask between rows
     most = decode.block_m // group if paged else 0
     if paged and not fixed_split and not 1 < max_query_len <= most:
@@ -522,11 +570,24 @@ def paged_attention(
         factor, cap = factor / LOG2E / soft_cap, soft_cap * LOG2E
     unbounded = [UNBOUNDED if side is None else side for side in (left, right, tree_right)]
     pattern = sparse or [0, 0, 1, 0, 0]
+    # one scale for each token and head: [N, P, K]
+    per_token = k_scale is not None and k_scale.ndim == 3
+    scale_block, scale_slot = k_scale.stride()[:2] if per_token else (0, 0)  # type: ignore[union-attr]
+    if per_token:
+        assert v_scale is not None and v_scale.stride() == k_scale.stride()  # type: ignore[union-attr]
     k_strides, v_strides = ((x.stride() if paged else (0, *x.stride()))[:3] for x in (key_cache, value_cache))
     lse_h = lse.stride(0) if lse is not None else 0
     tree_w = tree.shape[1] if tree is not None else 0
     # 64-bit offsets cost a tenth of a prefill's instructions, so only caches that need them have them
     wide = any(x.shape[0] * x.stride(0) >= 2**31 for x in (key_cache, value_cache))
+
+    hopper = name == "sm_90" and may_use_gluon() and slopes is None and tree is None and sparse is None and not to_fp8
+    if hopper := hopper and k_scale is None and v_scale is None:
+        from attn.torch.kernels import hopper_prefill
+
+        hopper = hopper_prefill.serves(query, key_cache, value_cache, num_reqs, group, page if paged else 128)
+    half = query.dtype == torch.bfloat16 and stored == 1 and not per_token
+    beside = hopper and paged and max_query_len > most
 
     def launch(
         rule: Launch, block_q: int, grid: tuple[int, int], is_decode: bool, splits: int, split: int, least: int, limit: int
@@ -536,23 +597,31 @@ def paged_attention(
         partial_lse = torch.empty(rows, dtype=torch.float32, device=query.device) if rows else output
         _attention[grid](
             output, lse, partial, partial_lse, query, key_cache, value_cache, query_start_loc, seq_lens, block_table,
-            slopes, sinks, tree, k_scale, v_scale,
+            slopes, sinks, tree, k_scale, v_scale, output_scale,
             factor, v_factor, cap, *unbounded, least, limit, num_reqs, splits, split, tree_w,
             pattern[1], pattern[2], pattern[3], pattern[4],
             output.stride(0), output.stride(1), lse_h, query.stride(0), query.stride(1), *k_strides, *v_strides,
-            block_table.stride(0) if block_table is not None else 0, _step_of(k_scale), _step_of(v_scale),
-            H=heads, G=group, D=head_size, P=page,
+            block_table.stride(0) if block_table is not None else 0,
+            _step_of(k_scale), _step_of(v_scale), scale_block, scale_slot,
+            H=heads, G=group, D=head_size, P=page, PER_TOKEN=per_token,
             BLOCK_M=rule.block_m, BLOCK_N=rule.block_n, BLOCK_D=block_d, BLOCK_Q=block_q,
             DECODE=is_decode, HAS_SPLITS=splits > 1, PAGED=paged, NEGATE=scale < 0,
             HAS_LEFT=left is not None, HAS_CAP=soft_cap != 0, HAS_ALIBI=slopes is not None, HAS_SINKS=sinks is not None,
-            HAS_TREE=tree is not None, HAS_LSE=lse is not None, HAS_K_SCALE=k_scale is not None,
-            HAS_V_SCALE=v_scale is not None, SPARSE=pattern[0], MAY_BE_WILD=key_cache.dtype != torch.int8,
+            HAS_TREE=tree is not None, HAS_LSE=lse is not None, HAS_K_SCALE=k_scale is not None and not per_token,
+            HAS_V_SCALE=v_scale is not None and not per_token, SPARSE=pattern[0],
+            MAY_BE_WILD=per_token or key_cache.dtype != torch.int8,
             SAME=k_strides == v_strides, WIDE=wide, EXACT=itemsize == 4, PRECISION=precision, EARLY=early and splits > 1,
-            **rule.options(),
+            BESIDE=beside, IN_HALF=half, TO_FP8=to_fp8, **rule.options(), **({"launch_pdl": True} if beside else {}),
         )  # fmt: skip
         return [partial, partial_lse]
 
-    if max_query_len > most:
+    if max_query_len > most and hopper:
+        hopper_prefill.prefill(
+            output, lse, query, key_cache, value_cache, query_start_loc, seq_lens, block_table, sinks,
+            factor=factor, v_factor=v_factor, cap=cap, negate=scale < 0, left=unbounded[0], right=unbounded[1],
+            has_left=left is not None, min_query=most, programs=prefill_programs or multiprocessors(query.device),
+        )  # fmt: skip
+    elif max_query_len > most:
         block_q = prefill.block_m // group
         tiles = query.shape[0] // block_q + num_reqs
         launch(prefill, block_q, (tiles * kv_heads, 1), False, 1, 0, most, UNBOUNDED)
@@ -563,14 +632,15 @@ def paged_attention(
         keys = min(keys, left + most + min(unbounded[1], most) + decode.block_n)
     split = fixed_split or split_size(num_reqs * kv_heads, keys, decode.block_n, multiprocessors(query.device))
     splits = max(1, -(-keys // split))
-    partial, partial_lse = launch(decode, most, (num_reqs * kv_heads, splits), True, splits, split, 0, most)
+    partial, partial_lse = launch(decode, most, (num_reqs * kv_heads + beside, splits), True, splits, split, 0, most)
     if splits > 1:
         _merge[(num_reqs * most, heads)](
-            output, lse, partial, partial_lse, query_start_loc, seq_lens, sinks, v_scale,
+            output, lse, partial, partial_lse, query_start_loc, seq_lens, sinks, v_scale, output_scale,
             v_factor, *unbounded, most, splits, split, tree_w, output.stride(0), output.stride(1), lse_h, _step_of(v_scale),
             H=heads, G=group, D=head_size, BLOCK_N=decode.block_n, BLOCK_D=block_d, BLOCK_Q=most, BLOCK_S=32,
-            HAS_SINKS=sinks is not None, HAS_TREE=tree is not None, HAS_LSE=lse is not None, HAS_V_SCALE=v_scale is not None,
-            EARLY=early, num_warps=4, **({"launch_pdl": True} if early else {}),
+            HAS_SINKS=sinks is not None, HAS_TREE=tree is not None, HAS_LSE=lse is not None,
+            HAS_V_SCALE=v_scale is not None and not per_token,
+            EARLY=early, TO_FP8=to_fp8, num_warps=4, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
 
 
@@ -579,6 +649,16 @@ def _step_of(scale: torch.Tensor | None) -> int:
     return 1 if scale is not None and scale.ndim else 0
 
 
-@paged_attention.register_fake
+_op = library.custom_op("attn::triton_paged_attention", _paged_attention, mutates_args=("output", "lse"))
+
+
+@_op.register_fake
 def _(*args, **kwargs) -> None:  # type: ignore[no-untyped-def]
     return None
+
+
+@functools.wraps(_paged_attention)
+def paged_attention(output: torch.Tensor, lse: torch.Tensor | None, query: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    # the op is for those who trace; its way through the dispatcher costs an eager call some 50 us
+    eager = type(query) is torch.Tensor and not torch.compiler.is_compiling()
+    (_paged_attention if eager else _op)(output, lse, query, *args, **kwargs)

@@ -20,7 +20,7 @@ H200 = Device("torch", "cuda", "NVIDIA H200", "sm_90")
 
 @pytest.fixture(autouse=True)
 def vendor(standins: Callable[..., None]) -> None:
-    standins("flashinfer_")
+    standins("flashinfer_pkg")
 
 
 def test_the_suite_on_a_stand_in() -> None:

@@ -1,6 +1,7 @@
 """Registry for MLA prefill backends.
 
-The four vendors of vLLM's registry and a slot for one's own; any number more may be registered by name.
+The four vendors of vLLM's registry, members of our own that need none of them, and a slot for one's own; any number
+more may be registered by name.
 """
 
 from collections.abc import Callable
@@ -18,6 +19,7 @@ class MLAPrefillBackendEnum(
         "MLA prefill backend {name} must be registered before use. "
         "Use register_mla_prefill_backend(MLAPrefillBackendEnum.{name}, 'your.module.YourClass')"
     ),
+    methods=("get_name", "run_prefill_new_tokens", "run_prefill_context_chunk"),
 ):
     """Enumeration of all supported MLA prefill backends."""
 
@@ -25,6 +27,10 @@ class MLAPrefillBackendEnum(
     FLASHINFER = "attn.torch.backends.mla.prefill.flashinfer.FlashInferPrefillBackend"
     TRTLLM_RAGGED = "attn.torch.backends.mla.prefill.trtllm_ragged.TrtllmRaggedPrefillBackend"
     TOKENSPEED_MLA = "attn.torch.backends.mla.prefill.tokenspeed_mla.TokenspeedMLAPrefillBackend"
+    TRITON = "attn.torch.backends.mla.prefill.triton.TritonPrefillBackend"
+    TORCH_SDPA = "attn.torch.backends.mla.prefill.sdpa.TorchSDPAPrefillBackend"
+    XLA = "attn.jax.backends.xla_mla_prefill.XLAPrefillBackend"
+    PALLAS = "attn.jax.backends.pallas_mla_prefill.PallasPrefillBackend"
     # Placeholder for third-party/custom backends - must be registered before use
     CUSTOM = None
 

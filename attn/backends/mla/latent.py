@@ -1,0 +1,203 @@
+"""What the MLA backends of both wings share: the latent cache's shape, and a layer's checked arguments.
+
+A token is cached as one row [kv_c L | k_pe Dr] that every query head reads, so a request's `head_size` is L + Dr and its
+num_kv_heads 1, while `scale` belongs to the head before absorption, Dn + Dr (SEMANTICS 4.9). The wings' templates add the
+arrays: metadata, cache write, weights and the call itself.
+
+Shape letters beside the house's: L kv_lora_rank, Dn qk_nope_head_dim, Dr qk_rope_head_dim, Dv v_head_dim.
+"""
+
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from attn.backends.abstract import AttentionBackend, AttentionType, MLAAttentionImpl
+from attn.backends.arguments import (
+    Window,
+    check_attn_type,
+    check_heads,
+    check_scale,
+    check_soft_cap,
+    layer_features,
+    positive_int,
+    refuse,
+    window_pair,
+)
+from attn.backends.metadata import AttentionMetadata, CommonAttentionMetadata
+from attn.capabilities import KINDS, Feature, MultipleOf, Request, supports_size
+from attn.distributed import get_dcp_group
+from attn.dtypes import kv_cache_row
+from attn.errors import MetadataError, ShapeError, UnsupportedError
+
+if TYPE_CHECKING:
+    from attn.backends.metadata import IntArray
+
+Array = Any
+T = TypeVar("T", bound=AttentionMetadata)
+
+#: The `fp8_ds_mla` row: 512 e4m3 codes, 4 float32 scales (one for 128 codes), 64 bfloat16 rotary values.
+DS_MLA_LATENT, DS_MLA_ROPE, DS_MLA_TILE = 512, 64, 128
+DS_MLA_BYTES = DS_MLA_LATENT + 4 * (DS_MLA_LATENT // DS_MLA_TILE) + 2 * DS_MLA_ROPE
+
+
+def dcp_row_limits(batch: CommonAttentionMetadata) -> "tuple[IntArray, IntArray]":
+    """(owner, limit), each [T]: a row's request, and how many of the keys up to the row's own live on this rank.
+
+    Under decode context parallelism keys are strided over ranks (SEMANTICS 4.15), so a causal rule of local positions would
+    be wrong: only its own count says what a row sees. Raises `MetadataError` unless the lengths are on the host.
+    """
+    import numpy as np
+
+    starts, lens, group = batch.query_start_loc_cpu, batch.seq_lens_cpu, get_dcp_group()
+    if starts is None or lens is None:
+        raise MetadataError("seq_lens_cpu", None, None, "NumPy mirrors of query_start_loc and seq_lens, under DCP")
+    q_lens = starts[1:] - starts[:-1]
+    owner = np.repeat(np.arange(len(q_lens)), q_lens)
+    seen = np.maximum(np.arange(int(starts[-1])) - starts[owner] + (lens - q_lens)[owner] + 1, 0)
+    base = seen // group.interleave // group.world_size * group.interleave
+    limit = base + np.clip(seen - base * group.world_size - group.rank_in_group * group.interleave, 0, group.interleave)
+    return owner, limit.astype(np.int32)
+
+
+class LatentBackend(AttentionBackend):
+    """A cache of one row a token.
+
+    `latent_dims` are the (L, Dr) pairs that the kernels know, `qk_nope_head_dims` and `v_head_dims` the sizes of an
+    expanded head; None is any.
+    """
+
+    latent_dims: ClassVar[tuple[tuple[int, int], ...] | None] = None
+    qk_nope_head_dims: ClassVar[tuple[int | MultipleOf, ...] | None] = None
+    v_head_dims: ClassVar[tuple[int | MultipleOf, ...] | None] = None
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """[N, P, L + Dr]; for `fp8_ds_mla` [N, P, 656], in bytes."""
+        return (num_blocks, block_size, kv_cache_row(cache_dtype_str, head_size))
+
+    @staticmethod
+    def get_kv_cache_stride_order() -> tuple[int, ...]:
+        return (0, 1, 2)
+
+    @staticmethod
+    def logical_kv_cache(kv_cache: Array) -> tuple[Array, Array]:
+        """The rows twice, [N, P, 1, width]: a row is the key, and its first L columns are the value."""
+        rows = kv_cache[:, :, None]
+        return rows, rows
+
+    @classmethod
+    def latent_reasons(cls, kv_lora_rank: int, qk_nope_head_dim: int, qk_rope_head_dim: int, v_head_dim: int) -> list[str]:
+        """Every reason why the kernels do not take these dimensions; empty when they do."""
+        why = []
+        if cls.latent_dims is not None and (kv_lora_rank, qk_rope_head_dim) not in cls.latent_dims:
+            known = ", ".join(f"{rank} + {rope}" for rank, rope in cls.latent_dims)
+            why.append(f"kv_lora_rank + qk_rope_head_dim = {kv_lora_rank} + {qk_rope_head_dim} (supports {known})")
+        for name, size, allowed in (
+            ("qk_nope_head_dim", qk_nope_head_dim, cls.qk_nope_head_dims),
+            ("v_head_dim", v_head_dim, cls.v_head_dims),
+        ):
+            if allowed is not None and not supports_size(size, allowed):
+                why.append(f"{name}={size} (supports {', '.join(map(str, allowed))})")
+        return why
+
+
+class LatentImpl(MLAAttentionImpl[T]):
+    """One MLA layer's arguments, checked. A subclass sets `backend`."""
+
+    backend: ClassVar[type[LatentBackend]]
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float | None,
+        num_kv_heads: int = 1,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | Window | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        # MLA Specific Arguments
+        q_lora_rank: int | None = None,
+        kv_lora_rank: int = DS_MLA_LATENT,
+        qk_nope_head_dim: int = 128,
+        qk_rope_head_dim: int = DS_MLA_ROPE,
+        qk_head_dim: int | None = None,
+        v_head_dim: int = 128,
+        kv_b_proj: Any = None,
+        indexer: object | None = None,
+    ) -> None:
+        """The seeds' arguments; `scale` None means (Dn + Dr) ** -0.5, `qk_head_dim` None Dn + Dr.
+
+        kv_b_proj: the up-projection W_UK | W_UV: an object with `.weight` [H * (Dn + Dv), L] or `.kernel`
+        [L, H * (Dn + Dv)], or an array [L, H, Dn + Dv]. Raises ValueError for nonsense, `ShapeError` for dimensions that
+        do not fit together, and `UnsupportedError` with this backend's reasons for what it does not serve.
+        """
+        self.num_heads, self.num_kv_heads, self.head_size = check_heads(num_heads, num_kv_heads, head_size)
+        self.q_lora_rank = None if q_lora_rank is None else positive_int("q_lora_rank", q_lora_rank)
+        self.kv_lora_rank = positive_int("kv_lora_rank", kv_lora_rank)
+        self.qk_nope_head_dim = positive_int("qk_nope_head_dim", qk_nope_head_dim)
+        self.qk_rope_head_dim = positive_int("qk_rope_head_dim", qk_rope_head_dim)
+        self.qk_head_dim = self.qk_nope_head_dim + self.qk_rope_head_dim
+        self.v_head_dim = positive_int("v_head_dim", v_head_dim)
+        self.kv_cache_dtype = kv_cache_dtype
+        self._check_dimensions(self.qk_head_dim if qk_head_dim is None else qk_head_dim)
+        self.scale = check_scale(scale, self.qk_head_dim)
+        self.attn_type = check_attn_type(attn_type)
+        self.window = window_pair(sliding_window, attn_type)
+        self.logits_soft_cap = check_soft_cap(logits_soft_cap)
+        self.alibi_slopes = alibi_slopes
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.kv_b_proj, self.indexer = kv_b_proj, indexer
+        refuse(self.backend, self.request())
+        why = self.backend.latent_reasons(self.kv_lora_rank, self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim)
+        if why:
+            raise UnsupportedError(f"{self.backend.get_name()} does not serve this layer: {'; '.join(why)}", why)
+
+    def _check_dimensions(self, qk_head_dim: int) -> None:
+        rank, rope = self.kv_lora_rank, self.qk_rope_head_dim
+        if self.num_kv_heads != 1:
+            raise ShapeError(f"num_kv_heads={self.num_kv_heads} must be 1: every head reads the one latent")
+        if self.head_size != rank + rope:
+            raise ShapeError(f"head_size={self.head_size} must be kv_lora_rank + qk_rope_head_dim = {rank} + {rope}")
+        if qk_head_dim != self.qk_head_dim:
+            parts = f"{self.qk_nope_head_dim} + {rope}"
+            raise ShapeError(f"qk_head_dim={qk_head_dim} must be qk_nope_head_dim + qk_rope_head_dim = {parts}")
+        if self.kv_cache_dtype == "fp8_ds_mla" and (rank, rope) != (DS_MLA_LATENT, DS_MLA_ROPE):
+            wanted = f"kv_lora_rank={DS_MLA_LATENT} and qk_rope_head_dim={DS_MLA_ROPE}"
+            raise ShapeError(f"kv_cache_dtype=fp8_ds_mla needs {wanted}, got {rank} and {rope}")
+
+    def request(self) -> Request:
+        """What this layer asks of its backend, apart from the dtype (known when arrays arrive)."""
+        capabilities = self.backend.capabilities
+        assert capabilities is not None
+        kind = {kind for kind in KINDS if kind in capabilities.features}
+        features = layer_features(self.window, self.logits_soft_cap, self.alibi_slopes, None, self.kv_sharing_target_layer_name)
+        return Request(
+            head_size=self.head_size,
+            dtype=capabilities.dtypes[0],
+            kv_cache_dtype=self.kv_cache_dtype,
+            attn_type=self.attn_type,
+            features=features | kind | ({Feature.DCP} if self.dcp_world_size > 1 else set()),
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+        )
+
+    def up_projection(self, kv_b_proj: Any = None) -> Array:
+        """`kv_b_proj`'s weights (None: the layer's own) as [L, H, Dn + Dv], W_UK in the first Dn columns of a head: a view
+        where there is one. Raises `ShapeError` for weights of another size.
+        """
+        source = self.kv_b_proj if kv_b_proj is None else kv_b_proj
+        if hasattr(source, "kernel"):
+            weight = source.kernel[...]
+        elif hasattr(source, "weight"):
+            weight = source.weight[...].T
+        else:
+            weight = source
+        want = (self.kv_lora_rank, self.num_heads, self.qk_nope_head_dim + self.v_head_dim)
+        flat = (want[0], want[1] * want[2])
+        if weight is None or tuple(weight.shape) not in (want, flat):
+            got = "None" if weight is None else list(weight.shape)
+            raise ShapeError(f"kv_b_proj's weights are {got}: must be [L, H, Dn + Dv] = {list(want)}, or {list(flat)}")
+        return weight.reshape(want)

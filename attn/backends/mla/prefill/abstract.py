@@ -1,0 +1,105 @@
+"""The interface of an MLA prefill backend: attention of expanded heads, partial states to be merged.
+
+A long query is cheaper with the latent expanded to ordinary heads, Dn + Dr wide for queries and keys and Dv for values
+(SEMANTICS 4.9). The new tokens attend one another causally; what came before, the context, is gathered from the cache in
+chunks of bounded size, attended without a mask, and merged by log-sum-exp. The MLA template does the gathering, the
+expansion and the merge; a prefill backend does the two attentions.
+
+Shape letters: T tokens, R requests, H heads, m keys of a chunk; D = Dn + Dr; Dv v_head_dim.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from attn.capabilities import Capabilities, Device, MultipleOf, Request, supports_size
+
+if TYPE_CHECKING:
+    from attn.backends.metadata import IntArray
+
+Array = Any
+
+
+@dataclass(frozen=True)
+class MLAPrefillRequest(Request):
+    """What a layer asks of a prefill backend: `head_size` is Dn + Dr, `v_head_dim` the values' own size."""
+
+    v_head_dim: int = 128
+
+
+@dataclass(frozen=True)
+class MLAContextChunk:
+    """Some of the context of every request, the requests' keys one after another.
+
+    key_start_loc: [R + 1] int32 on the device, cumulative keys (equal neighbours: nothing of that request's);
+    key_start_loc_cpu: its NumPy mirror; num_keys: m; max_keys: the longest request's.
+    """
+
+    key_start_loc: Array
+    key_start_loc_cpu: "IntArray"
+    num_keys: int
+    max_keys: int
+
+
+@dataclass
+class MLAPrefillMetadata:
+    """The prefill requests of a batch, packed.
+
+    query_start_loc: [R + 1] int32 on the device, cumulative new tokens; query_start_loc_cpu: its NumPy mirror.
+    chunks: the context, empty where no request has any. plans: what a backend keeps for the layers that follow, under
+    a key of its own (a vendor's plan depends on the batch, not on the layer).
+    """
+
+    query_start_loc: Array
+    query_start_loc_cpu: "IntArray"
+    num_reqs: int
+    max_query_len: int
+    chunks: tuple[MLAContextChunk, ...] = ()
+    plans: dict[Any, Any] = field(default_factory=dict)
+
+
+class MLAPrefillBackend(ABC):
+    """One layer's prefill attention. The constructor takes what is the same in every call; limits are data.
+
+    `capabilities` as for attention backends (`head_sizes` are Dn + Dr); `v_head_dims` the sizes of a value head.
+    """
+
+    capabilities: ClassVar[Capabilities | None] = None
+    v_head_dims: ClassVar[tuple[int | MultipleOf, ...]] = (MultipleOf(1),)
+
+    def __init__(self, num_heads: int, qk_head_dim: int, v_head_dim: int, scale: float) -> None:
+        self.num_heads, self.qk_head_dim, self.v_head_dim, self.scale = num_heads, qk_head_dim, v_head_dim, scale
+
+    @staticmethod
+    @abstractmethod
+    def get_name() -> str:
+        raise NotImplementedError
+
+    @classmethod
+    def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
+        """Every reason why this backend does not serve `request` (on `device`); empty when it does."""
+        why = [] if cls.capabilities is None else cls.capabilities.reasons(request, device)
+        if isinstance(request, MLAPrefillRequest) and not supports_size(request.v_head_dim, cls.v_head_dims):
+            why.append(f"v_head_dim={request.v_head_dim} (supports {', '.join(map(str, cls.v_head_dims))})")
+        return why
+
+    @abstractmethod
+    def run_prefill_new_tokens(self, q: Array, k: Array, v: Array, meta: MLAPrefillMetadata, return_lse: bool) -> Any:
+        """Causal attention of each request's new tokens over themselves.
+
+        q, k: [T, H, D]; v: [T, H, Dv], dense in the last dimension, strided elsewhere (k's and v's heads may lie in one
+        array: a backend that needs them contiguous makes them so). Returns out [T, H, Dv] in q's dtype, or with
+        `return_lse` (out, lse [H, T] float32, natural).
+        """
+        raise NotImplementedError
+
+    @abstractmethod
+    def run_prefill_context_chunk(
+        self, chunk_idx: int, q: Array, k: Array, v: Array, meta: MLAPrefillMetadata
+    ) -> tuple[Array, Array]:
+        """Attention without a mask of each request's queries over its keys of `meta.chunks[chunk_idx]`.
+
+        q: [T, H, D]; k: [m, H, D]; v: [m, H, Dv]. Returns (out [T, H, Dv], lse [H, T] float32, natural); a request
+        without keys in the chunk has lse -inf, and its out is never read.
+        """
+        raise NotImplementedError

@@ -1,0 +1,134 @@
+"""The cases of multi-head latent attention: the same rules and properties, on rows that are key and value at once.
+
+A call's keys are the latent rows [T, 1, L + Dr], its values the same rows, and the weights that make heads of them belong to
+the case (`Call.weights`). A driver hands the rows on as kv_c and k_pe. Batches mix decodes, which are absorbed, and prefills
+longer than any threshold, which are expanded, so that both forms and the border between them are held to one oracle.
+"""
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from attn.capabilities import Feature
+from attn.dtypes import KV_CACHE_DTYPES
+from attn.testing.bits import Array, decode, rounded
+from attn.testing.case import Case
+from attn.testing.draw import Call
+from attn.testing.expected import specified_cache
+from attn.testing.subject import Subject, base_case, main_dtypes
+
+#: Decodes, drafts to be verified and prefills (longer than 16 is a prefill to most), with context and without.
+_Q, _M = (1, 6, 18, 1, 21), (33, 9, 18, 20, 70)
+_DIMS = ((32, 24, 16, 40), (128, 64, 64, 32), (256, 128, 64, 128))  #: where a backend takes any
+
+
+def latent_rows(call: Call) -> Array:
+    """The rows [T, 1, L + Dr] of every new token: the call's own, or, where nothing is left to write, what the cache holds."""
+    if call.key is not None:
+        return call.key
+    keys, batch, case = specified_cache(call)[0], call.batch, call.case
+    rows = np.full((call.query.shape[0], 1, case.head_size), np.nan, np.float32)
+    for r in range(batch.num_reqs):
+        own = call.rows(r)
+        position = np.arange(own.stop - own.start) + int(batch.seq_lens[r]) - (own.stop - own.start)
+        real = position >= 0
+        page = batch.block_table[r, position[real] // case.block_size]
+        stored = decode(keys[page, position[real] % case.block_size], case.element) * np.float32(case.k_scale)
+        rows[own.start : own.stop][real] = rounded(stored, case.dtype)
+    return rows
+
+
+def latent_cases(subject: Subject, level: str) -> list[Case]:
+    """Every positive case of a subject that serves MLA; what it does not serve is for the caller to leave out."""
+    positive = _fixtures(subject)
+    if level != "smoke":
+        positive += [*_properties(subject, level == "full"), *_random(subject, 60 if level == "full" else 12)]
+        more = {} if subject.has(Feature.MLA) else {"topk": 700}
+        positive.append(_at(subject, "4096 keys, needle", (1, 3), (4096, 1027), inputs="needle", num_blocks=None, **more))
+    return positive
+
+
+def _at(subject: Subject, name: str, q: Sequence[int] = _Q, m: Sequence[int] = _M, **changes: Any) -> Case:
+    return base_case(subject, name, q, m, **changes)
+
+
+def _fixtures(subject: Subject) -> list[Case]:
+    page = _at(subject, "").block_size
+    edges = (1, page - 1 or 1, page, page + 1, 2 * page)
+    found = [
+        _at(subject, "mixed batch"),
+        _at(subject, "mixed batch, needle", inputs="needle"),
+        _at(subject, "decodes", (1,) * 5, edges, inputs="needle"),
+        _at(subject, "drafts to verify", (4, 2, 16, 4, 3), (page + 5, 2, 16, 40, 2 * page), inputs="needle"),
+        _at(subject, "prefills with context", (17, 40, 23), (page + 17, 40, 2 * page + 23), inputs="needle"),
+        _at(subject, "prefills before decodes", (19, 1, 30, 2), (40, 20, 30, 9), inputs="needle"),
+        _at(subject, "no request", (), ()),
+        _at(subject, "no token", (0, 0), (5, 0)),
+        _at(subject, "no key", (3, 1, 2, 18, 9), (0, 0, 5, 18, 0), padding=2),
+        _at(subject, "query longer than keys", (5, 20, 3, 2, 34), (3, 1, 0, 2, 2), inputs="needle"),
+        _at(subject, "padding rows", padding=5),
+        _at(subject, "huge numbers in masked slots", poison="huge"),
+        _at(subject, "without lse", lse=False),
+        _at(subject, "explicit scale", scale=0.31, inputs="needle"),
+    ]
+    for dtype in main_dtypes(subject):
+        found += [_at(subject, f"{dtype}, {inputs}", dtype=dtype, inputs=inputs) for inputs in ("randn", "needle")]
+    for stored in subject.capabilities.kv_cache_dtypes:
+        scales = {"k_scale": 0.037, "v_scale": 0.037} if KV_CACHE_DTYPES[stored] in ("float8_e4m3fn", "float8_e5m2") else {}
+        found += [
+            _at(subject, f"{stored} cache, {dtype}", kv_cache_dtype=stored, inputs="needle", dtype=dtype, **scales)
+            for dtype in main_dtypes(subject)[:2]
+        ]
+    found += [
+        _at(subject, f"{heads} heads", num_heads=heads, dtype=main_dtypes(subject)[-1], inputs="needle") for heads in (1, 5, 16)
+    ]
+    found += [
+        _at(subject, f"block size {size}", block_size=size, num_blocks=None, inputs="needle")
+        for size in subject.sizes((1, 7, 32, 64, 128), subject.block_sizes)
+    ]
+    if subject.latent_dims is None:
+        found += [
+            _at(subject, f"L, Dn, Dr, Dv = {dims}", mla=dims, head_size=dims[0] + dims[2], inputs="needle") for dims in _DIMS
+        ]
+    return found
+
+
+def _properties(subject: Subject, full: bool) -> list[Case]:
+    dtypes = main_dtypes(subject) if full else main_dtypes(subject)[:2]
+    found = []
+    for dtype in dtypes:
+        page = _at(subject, "").block_size
+        other = [s for s in subject.sizes((32, 8, 16, 64, 128), subject.block_sizes) if s != page][:1]
+        checks: list[tuple[str, Sequence[int], Sequence[int]]] = [
+            *((check, _Q, _M) for check in ("rerun", "without_mirrors", "poison", "permute_pages", "table_tail", "live_nan")),
+            *((check, _Q, _M) for check in ("written_before", "neighbours", "batch_order", "future_edit")),
+            ("chunked", (48, 30), (48, 64)),
+            # keys apart start again at position 0, where an indexer would choose others
+            *([("split_and_merge", (1,) * 5, (33, 20, 7, 40, 2))] if subject.has(Feature.MLA) else []),
+            *((f"page_size={size}", _Q, _M) for size in other),
+        ]
+        found += [_at(subject, f"{check.partition('=')[0]}, {dtype}", q, m, dtype=dtype, check=check) for check, q, m in checks]
+    return found
+
+
+def _random(subject: Subject, count: int) -> list[Case]:
+    """Anything goes, within what is declared; a case is found again by its seeds."""
+    found = []
+    for seed in range(count):
+        rng = random.Random(seed)
+        q = [rng.choice((0, 1, 1, 2, 16, 17, rng.randrange(3, 60))) for _ in range(rng.randrange(1, 8))]
+        m = [max(0, n + rng.choice((0, 0, 1, -1, rng.randrange(120)))) for n in q]
+        stored = rng.choice(subject.capabilities.kv_cache_dtypes)
+        scale = 0.037 if KV_CACHE_DTYPES[stored] in ("float8_e4m3fn", "float8_e5m2") else 1.0
+        found.append(
+            _at(
+                subject, f"random {seed}", q, m, kv_cache_dtype=stored, k_scale=scale, v_scale=scale, num_blocks=None,
+                dtype=rng.choice(main_dtypes(subject)), num_heads=rng.choice((1, 3, 4, 8)), padding=rng.choice((0, 0, 3)),
+                block_size=rng.choice(subject.sizes((1, 16, 32, 64), subject.block_sizes)),
+                inputs=rng.choice(("randn", "needle")), poison=rng.choice(("mixed", "huge")),
+                lse=rng.choice((True, False)) and subject.lse, geometry_seed=seed, data_seed=1000 + seed,
+            )
+        )  # fmt: skip
+    return found

@@ -1,0 +1,232 @@
+"""The MLA batch under torch: who decodes absorbed, who prefills expanded, and which context goes into which chunk.
+
+A request of few new tokens is a *decode*: its queries are absorbed and read latents from the cache. One of many is a
+*prefill*: cheaper with keys and values expanded to heads. The two may lie in any order in the batch; where all decodes come
+first (what a scheduler that reorders sends) both parts are slices, otherwise rows are gathered by index. Lengths are needed
+on the host only for batches that hold a query longer than the threshold.
+"""
+
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from attn.backends.metadata import CommonAttentionMetadata
+from attn.backends.mla.latent import dcp_row_limits
+from attn.backends.mla.prefill.abstract import MLAContextChunk, MLAPrefillMetadata
+from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
+
+if TYPE_CHECKING:
+    from attn.backends.metadata import IntArray
+
+Rows = slice | torch.Tensor
+
+
+@dataclass
+class MLADecodeMetadata:
+    """The decode requests of a batch, packed.
+
+    rows: their rows in the batch, a slice or int64 [Td]. query_start_loc: [Rd + 1], seq_lens: [Rd], block_table: [Rd, B],
+    int32 on the device; `*_cpu` are NumPy mirrors, None where the caller gave none.
+    limits: [Td] int32 or None: how many of its request's cached keys each row sees, where that is not
+    seq_len - q_len + i + 1 (decode context parallelism: seq_lens and the cache are this rank's share then).
+    query_len: the new tokens of every request, None where they differ or are not known on the host.
+    plans: what a backend keeps for the layers that follow, under a key of its own.
+    """
+
+    rows: Rows
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    num_reqs: int
+    num_tokens: int
+    max_query_len: int
+    max_seq_len: int
+    block_size: int
+    query_start_loc_cpu: "IntArray | None" = None
+    seq_lens_cpu: "IntArray | None" = None
+    limits: torch.Tensor | None = None
+    plans: dict[Any, Any] = field(default_factory=dict)
+
+    def host_lens(self) -> "tuple[IntArray, IntArray]":
+        """(query_start_loc, seq_lens) on the host: the mirrors, or fetched, which waits for the device."""
+        if self.query_start_loc_cpu is None or self.seq_lens_cpu is None:
+            self.query_start_loc_cpu, self.seq_lens_cpu = self.query_start_loc.cpu().numpy(), self.seq_lens.cpu().numpy()
+        return self.query_start_loc_cpu, self.seq_lens_cpu
+
+    @property
+    def query_len(self) -> int | None:
+        if self.query_start_loc_cpu is None:
+            return 1 if self.max_query_len == 1 and self.num_tokens == self.num_reqs else None
+        lens = self.query_start_loc_cpu[1:] - self.query_start_loc_cpu[:-1]
+        return int(lens[0]) if len(lens) and bool((lens == lens[0]).all()) else None
+
+
+@dataclass
+class ContextPlan:
+    """The context of the prefill requests cut into chunks: what the prefill backend is told, and where the rows lie.
+
+    places: (pages [m], offsets [m]) int64 on the device, one pair a chunk.
+    """
+
+    meta: MLAPrefillMetadata
+    places: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+
+
+@dataclass
+class MLAPrefillBatch:
+    """The prefill requests of a batch, packed.
+
+    rows: their rows in the batch; empty: int64 rows of theirs that come before the sequence (q_len > seq_len) and see
+    nothing, or None; block_table: [Rp, B] on the device; context_lens: [Rp] on the host.
+    """
+
+    rows: Rows
+    empty: torch.Tensor | None
+    block_table: torch.Tensor
+    query_lens: "IntArray"
+    context_lens: "IntArray"
+    block_size: int
+    plans: dict[int, ContextPlan] = field(default_factory=dict)
+
+    def plan(self, workspace: int) -> ContextPlan:
+        """Chunks of at most `workspace` tokens (but at least one a request), kept for the layers that follow."""
+        if workspace not in self.plans:
+            self.plans[workspace] = self._plan(workspace)
+        return self.plans[workspace]
+
+    def _plan(self, workspace: int) -> ContextPlan:
+        device, page = self.block_table.device, self.block_size
+        context = self.context_lens
+        share = max(1, workspace // max(1, int((context > 0).sum())))
+        share = share // page * page or share  # whole pages, where there is room for one
+        chunks, places = [], []
+        for low in range(0, int(context.max(initial=0)), share):
+            keys = np.clip(context - low, 0, share)
+            total = int(keys.sum())
+            start = np.concatenate([[0], np.cumsum(keys)]).astype(np.int32)
+            owner = np.repeat(np.arange(len(keys)), keys)
+            position = _put(np.arange(total) - start[owner] + low, device)
+            pages = self.block_table[_put(owner, device), position // page].long()
+            places.append((pages, position % page))
+            chunks.append(MLAContextChunk(_put(start, device), start, total, int(keys.max())))
+        queries = np.concatenate([[0], np.cumsum(self.query_lens)]).astype(np.int32)
+        meta = MLAPrefillMetadata(
+            query_start_loc=_put(queries, device),
+            query_start_loc_cpu=queries,
+            num_reqs=len(self.query_lens),
+            max_query_len=int(self.query_lens.max(initial=0)),
+            chunks=tuple(chunks),
+        )
+        return ContextPlan(meta, tuple(places))
+
+
+@dataclass
+class MLACommonMetadata(PagedAttentionMetadata):
+    """One batch on the device, and its two parts (None: no such request)."""
+
+    decode: MLADecodeMetadata | None = None
+    prefill: MLAPrefillBatch | None = None
+
+
+class MLACommonMetadataBuilder(PagedAttentionMetadataBuilder):
+    """Splits the batch. `decode_threshold` is the longest query that decodes; None is every query."""
+
+    decode_threshold: int | None = 16
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> MLACommonMetadata:
+        """The batch on this builder's device. Raises `MetadataError` (see `CommonAttentionMetadata.validate`)."""
+        paged = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        batch = MLACommonMetadata(**{f.name: getattr(paged, f.name) for f in fields(paged)})
+        local = common_attn_metadata.dcp_local_seq_lens
+        if local is not None:
+            self._share_context(batch, common_attn_metadata, self._put(local, torch.int32))
+        elif self.decode_threshold is None or batch.max_query_len <= self.decode_threshold:
+            batch.decode = _decode_all(batch)
+        else:
+            _split(batch, self.decode_threshold)
+        return batch
+
+    @staticmethod
+    def _share_context(batch: MLACommonMetadata, common: CommonAttentionMetadata, local: torch.Tensor) -> None:
+        """Under decode context parallelism every request is a decode: its keys are strided over ranks, and only a row's own
+        count of local keys says what it sees."""
+        _, limits = dcp_row_limits(common)
+        decode = batch.decode = _decode_all(batch)
+        decode.limits = _put(limits, local.device)
+        decode.seq_lens, decode.seq_lens_cpu = local, None
+
+
+def _decode_all(batch: MLACommonMetadata) -> MLADecodeMetadata:
+    """The whole batch as decodes, by reference: nothing is fetched, nothing is copied."""
+    starts = batch.query_start_loc_cpu
+    tokens = batch.num_actual_tokens if starts is None else int(starts[-1])
+    assert batch.block_size is not None
+    return MLADecodeMetadata(
+        rows=slice(0, tokens),
+        query_start_loc=batch.query_start_loc,
+        seq_lens=batch.seq_lens,
+        block_table=batch.block_table,
+        num_reqs=batch.num_reqs,
+        num_tokens=tokens,
+        max_query_len=batch.max_query_len,
+        max_seq_len=batch.max_seq_len,
+        block_size=batch.block_size,
+        query_start_loc_cpu=starts,
+        seq_lens_cpu=batch.seq_lens_cpu,
+    )
+
+
+def _split(batch: MLACommonMetadata, threshold: int) -> None:
+    """Fill `decode` and `prefill` of a batch with queries longer than `threshold`."""
+    starts, lens = batch.host_lens()
+    q_lens = starts[1:] - starts[:-1]
+    device, block_size = batch.seq_lens.device, batch.block_size
+    assert block_size is not None
+    short = q_lens <= threshold
+    decodes, prefills = np.flatnonzero(short), np.flatnonzero(~short)
+    ordered = not len(decodes) or decodes[-1] == len(decodes) - 1
+    if len(decodes) and int(q_lens[decodes].sum()):
+        packed = np.concatenate([[0], np.cumsum(q_lens[decodes])]).astype(np.int32)
+        which = slice(0, len(decodes)) if ordered else _put(decodes, device)
+        batch.decode = MLADecodeMetadata(
+            rows=slice(0, int(packed[-1])) if ordered else _put(_tokens(starts, decodes), device),
+            query_start_loc=batch.query_start_loc[: len(decodes) + 1] if ordered else _put(packed, device),
+            seq_lens=batch.seq_lens[which],
+            block_table=batch.block_table[which],
+            num_reqs=len(decodes),
+            num_tokens=int(packed[-1]),
+            max_query_len=threshold,
+            max_seq_len=batch.max_seq_len,
+            block_size=block_size,
+            query_start_loc_cpu=packed,
+            seq_lens_cpu=lens[decodes],
+        )
+    if not len(prefills):
+        return
+    skipped = np.maximum(q_lens - lens, 0)[prefills]  # rows before the sequence
+    tokens = _tokens(starts, prefills, skipped)
+    first = int(starts[prefills[0]])
+    whole = ordered and not skipped.any()
+    dead = np.concatenate([np.arange(starts[r], starts[r] + n) for r, n in zip(prefills, skipped, strict=True)])
+    batch.prefill = MLAPrefillBatch(
+        rows=slice(first, first + len(tokens)) if whole else _put(tokens, device),
+        empty=_put(dead.astype(np.int64), device) if len(dead) else None,
+        block_table=batch.block_table[slice(prefills[0], None) if ordered else _put(prefills, device)],
+        query_lens=q_lens[prefills] - skipped,
+        context_lens=lens[prefills] - (q_lens[prefills] - skipped),
+        block_size=block_size,
+    )
+
+
+def _tokens(starts: "IntArray", requests: "IntArray", skipped: "IntArray | None" = None) -> "IntArray":
+    """The rows of some requests, without the first `skipped` of each."""
+    first = starts[requests] if skipped is None else starts[requests] + skipped
+    return np.concatenate([np.arange(a, b) for a, b in zip(first, starts[requests + 1], strict=True)]).astype(np.int64)
+
+
+def _put(array: "IntArray", device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=device.type != "cpu")

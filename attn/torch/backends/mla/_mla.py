@@ -1,0 +1,302 @@
+"""The template of every MLA backend under torch: cache write, absorbed decode, expanded prefill, one hook.
+
+`forward` writes the new rows, then answers the batch's two parts. Decodes are absorbed (SEMANTICS 4.9): W_UK moves onto
+the query, so that every head attends the cached latent itself, and W_UV onto the result; what a backend adds is `_decode`.
+Prefills expand the latent to heads and go to an MLA prefill backend of their own choice, the context in chunks of bounded
+size, merged by log-sum-exp. Every key that is attended is what the cache holds once it is written, the new tokens' own
+included: results depend neither on how a prompt is cut into chunks nor on which form answered.
+
+Weights are absorbed once, by `process_weights_after_loading` or the first call; after loading other weights call it again.
+"""
+
+from typing import Any, TypeVar
+
+import torch
+
+from attn.backends.abstract import AttentionLayer
+from attn.backends.mla.latent import LatentBackend, LatentImpl
+from attn.backends.mla.prefill.abstract import MLAPrefillBackend
+from attn.backends.mla.prefill.selector import get_mla_prefill_backend
+from attn.backends.paged import check_block_size, check_built
+from attn.capabilities import Feature
+from attn.errors import DeviceError, DTypeError, ShapeError, UnsupportedError
+from attn.torch import kv_cache as caches
+from attn.torch.backends.mla import _rows
+from attn.torch.backends.mla._metadata import (
+    MLACommonMetadata,
+    MLACommonMetadataBuilder,
+    MLADecodeMetadata,
+    MLAPrefillBatch,
+)
+from attn.torch.merge import merge_attn_states
+
+M = TypeVar("M", bound=MLACommonMetadata)
+
+#: Bytes of expanded keys and values that a chunk of context may take: 6,500 tokens of 128 bfloat16 heads, 52,000 of 16.
+_WORKSPACE = 512 << 20
+
+
+class MLACommonBackend(LatentBackend):
+    """What MLA backends share: metadata and builder."""
+
+    accept_output_buffer = True
+
+    @staticmethod
+    def get_metadata_cls() -> type[MLACommonMetadata]:
+        return MLACommonMetadata
+
+    @staticmethod
+    def get_builder_cls() -> type[MLACommonMetadataBuilder]:
+        return MLACommonMetadataBuilder
+
+
+class MLACommonImpl(LatentImpl[MLACommonMetadata]):
+    """The template. A subclass sets `backend` and writes `_decode`.
+
+    `prefill_backend` is the MLA prefill backend to use by name, obeyed or refused; None lets the platform choose.
+    """
+
+    framework = "torch"
+    prefill_backend: str | None = None
+    _absorbed: "tuple[torch.dtype, torch.device] | None" = None
+    _prefill: MLAPrefillBackend
+
+    def process_weights_after_loading(self, act_dtype: Any) -> None:
+        """Absorb `kv_b_proj` for activations of `act_dtype`: copies [H, Dn, L] and [H, L, Dv], contiguous, and the whole
+        [L, H * (Dn + Dv)] for prefills (the weight itself where its dtype is `act_dtype`). Picks the prefill backend."""
+        up = self.up_projection()
+        if not isinstance(up, torch.Tensor):
+            raise TypeError(f"{self.backend.get_name()}: kv_b_proj holds a {type(up).__name__}: must be torch tensors")
+        up = up.detach().to(act_dtype)
+        self._w_up = up.reshape(self.kv_lora_rank, -1)
+        self._w_uk_t = up[..., : self.qk_nope_head_dim].permute(1, 2, 0).contiguous()
+        self._w_uv = up[..., self.qk_nope_head_dim :].transpose(0, 1).contiguous()
+        self._prefill = self._choose_prefill(act_dtype, up.device)
+        self._absorbed = (act_dtype, up.device)
+
+    def _choose_prefill(self, act_dtype: Any, device: torch.device) -> MLAPrefillBackend:
+        chosen = get_mla_prefill_backend(
+            self.qk_head_dim, self.v_head_dim, act_dtype, framework="torch", num_heads=self.num_heads,
+            backend=self.prefill_backend, on_host=device.type == "cpu",
+        )  # fmt: skip
+        return chosen(self.num_heads, self.qk_head_dim, self.v_head_dim, self.scale)
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        hidden_states_or_cq: torch.Tensor,
+        kv_c_normed: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: MLACommonMetadata,
+        output: torch.Tensor | None = None,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> Any:
+        """MLA of one layer over one batch.
+
+        hidden_states_or_cq: the queries [T, H, Dn + Dr] (or [T, H * (Dn + Dr)]), projected and rotated; kv_c_normed:
+        [T, L]; k_pe: [T, Dr] or [T, 1, Dr], rotated; kv_cache: as `get_kv_cache_shape`, written in place; output: [T, H,
+        Dv] or [T, H * Dv] to fill, or None. Returns the output; where `need_to_return_lse_for_decode` is set, (output, lse
+        [H, T] float32, natural log). Rows at or past `num_actual_tokens` are left alone; metadata None is a profiling run.
+        """
+        name = self.backend.get_name()
+        if output_scale is not None or output_block_scale is not None:
+            raise UnsupportedError(f"{name}: {Feature.OUTPUT_SCALE.value} not supported")
+        query = self._shaped("query", hidden_states_or_cq, (self.num_heads, self.qk_head_dim))
+        kv_c = self._shaped("kv_c_normed", kv_c_normed, (self.kv_lora_rank,))
+        rope = self._shaped("k_pe", k_pe, (1, self.qk_rope_head_dim))[:, 0]
+        shape = (query.shape[0], self.num_heads, self.v_head_dim)
+        out = query.new_empty(shape) if output is None else self._check_output(query, output, shape)
+        if attn_metadata is None:
+            out.zero_()
+            return out if output is None else output
+        self._check_call(layer, query, kv_c, rope, kv_cache, attn_metadata)
+        if self._absorbed != (query.dtype, query.device):
+            self._absorb_for(query)
+        lse = None
+        if self.need_to_return_lse_for_decode:
+            lse = torch.empty(self.num_heads, query.shape[0], dtype=torch.float32, device=query.device)
+        self.do_kv_cache_update(layer, kv_c, rope, kv_cache, attn_metadata.slot_mapping[: attn_metadata.num_actual_tokens])
+        if attn_metadata.decode is not None and attn_metadata.decode.num_tokens:
+            self._run_decode(layer, query, kv_cache, attn_metadata.decode, out, lse)
+        if attn_metadata.prefill is not None:
+            self._run_prefill(layer, query, kv_c, rope, kv_cache, attn_metadata.prefill, out, lse)
+        result = out if output is None else output
+        return result if lse is None else (result, lse)
+
+    def do_kv_cache_update(
+        self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> torch.Tensor:
+        """Write kv_c [T, L] and k_pe [T, Dr] as rows at `slot_mapping` [T]; -1 writes nothing."""
+        rows = _rows.encode(key.detach(), value.detach(), self.kv_cache_dtype, kv_cache.dtype, layer._k_scale)
+        caches.put([(rows, kv_cache)], slot_mapping)
+        return kv_cache
+
+    # --- decode ------------------------------------------------------------------------------------------------------
+
+    def _decode(
+        self, layer: AttentionLayer, q: torch.Tensor, kv_cache: torch.Tensor, meta: MLADecodeMetadata
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Absorbed attention over the cache, which holds the new rows already.
+
+        q: [Td, H, L + Dr] in the activations' dtype, contiguous (q[..., :L] is absorbed, q[..., L:] rotary). Returns (out
+        [Td, H, L], lse [H, Td] float32, natural): row i of a request sees its first seq_len - q_len + i + 1 keys
+        (`meta.limits` where given); a row without keys is 0 and -inf. The lse may be None unless
+        `need_to_return_lse_for_decode`.
+        """
+        raise NotImplementedError
+
+    def _run_decode(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        meta: MLADecodeMetadata,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        own = query[meta.rows]
+        latent, log = self._decode(layer, self._absorb(own), kv_cache, meta)
+        latent = latent.to(query.dtype).transpose(0, 1)
+        if isinstance(meta.rows, slice):
+            torch.bmm(latent, self._w_uv, out=out[meta.rows].transpose(0, 1))
+        else:
+            out[meta.rows] = torch.bmm(latent, self._w_uv).transpose(0, 1)
+        if lse is not None:
+            assert log is not None
+            lse[:, meta.rows] = log
+
+    def _absorb(self, query: torch.Tensor) -> torch.Tensor:
+        """[q_nope W_UK^T | q_pe] of queries [T, H, Dn + Dr]: [T, H, L + Dr], contiguous."""
+        nope = self.qk_nope_head_dim
+        absorbed = query.new_empty(*query.shape[:2], self.head_size)
+        torch.bmm(
+            query[..., :nope].transpose(0, 1), self._w_uk_t, out=absorbed[..., : self.kv_lora_rank].transpose(0, 1)
+        )  # written where it belongs: no concatenation
+        absorbed[..., self.kv_lora_rank :] = query[..., nope:]
+        return absorbed
+
+    # --- prefill -----------------------------------------------------------------------------------------------------
+
+    def _run_prefill(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        kv_c: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        batch: MLAPrefillBatch,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        per_token = self.num_heads * (self.qk_head_dim + self.v_head_dim) * query.element_size()
+        plan = batch.plan(max(1, _WORKSPACE // per_token))
+        own = query[batch.rows]
+        element = kv_cache.dtype
+        rows = _rows.encode(kv_c[batch.rows], k_pe[batch.rows], self.kv_cache_dtype, element, layer._k_scale)
+        key, value = self._expand(_rows.decode(rows, self.kv_cache_dtype, layer._k_scale).to(query.dtype))
+        if plan.meta.chunks or lse is not None:
+            result, log = self._prefill.run_prefill_new_tokens(own, key, value, plan.meta, True)
+        else:
+            result, log = self._prefill.run_prefill_new_tokens(own, key, value, plan.meta, False), None
+        for i, place in enumerate(plan.places):
+            rows = _rows.decode(_rows.gather(kv_cache, *place), self.kv_cache_dtype, layer._k_scale)
+            key, value = self._expand(rows.to(query.dtype))
+            part, part_log = self._prefill.run_prefill_context_chunk(i, own, key, value, plan.meta)
+            result, log = merge_attn_states([result.float(), part], [log, part_log], nan_is_empty=False)
+        out[batch.rows] = result.to(out.dtype)
+        if lse is not None:
+            lse[:, batch.rows] = log
+        if batch.empty is not None:
+            out[batch.empty] = 0
+            if lse is not None:
+                lse[:, batch.empty] = -torch.inf
+
+    def _expand(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latent rows [m, L + Dr] as keys [m, H, Dn + Dr] and values [m, H, Dv]; the values are a view."""
+        heads = (rows[:, : self.kv_lora_rank] @ self._w_up).view(len(rows), self.num_heads, -1)
+        key = rows.new_empty(len(rows), self.num_heads, self.qk_head_dim)
+        key[..., : self.qk_nope_head_dim] = heads[..., : self.qk_nope_head_dim]
+        key[..., self.qk_nope_head_dim :] = rows[:, None, self.kv_lora_rank :]
+        return key, heads[..., self.qk_nope_head_dim :]
+
+    # --- checks ------------------------------------------------------------------------------------------------------
+
+    def _absorb_for(self, query: torch.Tensor) -> None:
+        """Absorb for this call's dtype and device. Raises `DeviceError` when the weights lie elsewhere."""
+        self.process_weights_after_loading(query.dtype)
+        assert self._absorbed is not None
+        if self._absorbed[1] != query.device:
+            raise DeviceError(f"{self.backend.get_name()}: kv_b_proj is on {self._absorbed[1]}, query on {query.device}")
+
+    def _shaped(self, name: str, tensor: torch.Tensor, want: tuple[int, ...]) -> torch.Tensor:
+        """[T, *want] of a tensor that comes so or with the last dimensions as one."""
+        flat = 1
+        for extent in want:
+            flat *= extent
+        if tensor.shape[1:] not in (want, (flat,)):
+            raise ShapeError(f"{self.backend.get_name()}: {name} has shape {list(tensor.shape)}: must be {['T', *want]}")
+        return tensor.reshape(-1, *want)
+
+    def _check_output(self, query: torch.Tensor, output: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """The buffer as [T, H, Dv]. Raises for one of another size, dtype or device."""
+        name = self.backend.get_name()
+        if tuple(output.shape) not in (shape, (shape[0], shape[1] * shape[2])):
+            raise ShapeError(f"{name}: output has shape {list(output.shape)}: must be {list(shape)}")
+        if output.dtype != query.dtype:
+            raise DTypeError(f"{name}: output has dtype {output.dtype}, query {query.dtype}: must be equal")
+        if output.device != query.device:
+            raise DeviceError(f"{name}: output is on {output.device}, query on {query.device}")
+        return output.view(shape)
+
+    def _check_call(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        kv_c: torch.Tensor,
+        k_pe: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: MLACommonMetadata,
+    ) -> None:
+        """The checks that cost nothing: ranks, extents, dtypes and devices, from Python attributes alone."""
+        name, capabilities = self.backend.get_name(), self.backend.capabilities
+        assert capabilities is not None
+        check_built(self.backend, attn_metadata, MLACommonMetadata)
+        dtype = str(query.dtype).removeprefix("torch.")
+        if dtype not in capabilities.dtypes:
+            raise DTypeError(f"{name}: query has dtype {dtype} (supports {', '.join(capabilities.dtypes)})")
+        if not attn_metadata.causal:
+            raise UnsupportedError(f"{name}: {Feature.NON_CAUSAL.value} not supported")
+        if attn_metadata.tree_mask is not None:
+            raise UnsupportedError(f"{name}: {Feature.TREE_MASK.value} not supported")
+        for what, tensor in (("query", query), ("kv_c_normed", kv_c), ("k_pe", k_pe)):
+            if tensor.shape[0] < attn_metadata.num_actual_tokens:
+                least = f"must be at least num_actual_tokens={attn_metadata.num_actual_tokens}"
+                raise ShapeError(f"{name}: {what} has {tensor.shape[0]} rows: {least}")
+            if tensor.dtype != query.dtype:
+                raise DTypeError(f"{name}: {what} has dtype {tensor.dtype}, query {query.dtype}: must be equal")
+            if tensor.device != query.device:
+                raise DeviceError(f"{name}: {what} is on {tensor.device}, query on {query.device}")
+            if tensor.requires_grad and torch.is_grad_enabled():
+                way_out = "call under torch.no_grad(), or detach"
+                raise UnsupportedError(f"{name}: {what} requires grad: {Feature.BACKWARD.value} not supported ({way_out})")
+        self._check_cache(layer, query, kv_cache, attn_metadata.block_size)
+
+    def _check_cache(self, layer: AttentionLayer, query: torch.Tensor, kv_cache: torch.Tensor, block_size: int | None) -> None:
+        name = self.backend.get_name()
+        width = self.backend.get_kv_cache_shape(0, 0, 1, self.head_size, self.kv_cache_dtype)[2]
+        if not isinstance(kv_cache, torch.Tensor):
+            raise TypeError(f"{name}: kv_cache must be a torch.Tensor, got {type(kv_cache).__name__}")
+        if kv_cache.dim() != 3 or kv_cache.shape[2] != width:
+            raise ShapeError(f"{name}: kv_cache has shape {list(kv_cache.shape)}: must be [N, P, {width}]")
+        check_block_size(name, kv_cache.shape[1], block_size)
+        element = caches.element_type(self.kv_cache_dtype, query.dtype)
+        if kv_cache.dtype != element:
+            raise DTypeError(
+                f"{name}: kv_cache has dtype {kv_cache.dtype}: kv_cache_dtype={self.kv_cache_dtype} needs {element}"
+            )
+        if kv_cache.device != query.device:
+            raise DeviceError(f"{name}: kv_cache is on {kv_cache.device}, query on {query.device}")
+        if getattr(layer._k_scale, "ndim", 0):
+            raise UnsupportedError(f"{name}: {Feature.PER_HEAD_SCALES.value} not supported: a latent row has one scale")

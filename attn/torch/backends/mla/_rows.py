@@ -1,0 +1,60 @@
+"""Latent cache rows under torch: written in place, read back as floats, in all three formats.
+
+A row is [kv_c L | k_pe Dr] in the model's dtype, or fp8 codes of it under one scale for the whole row, or the 656 bytes of
+`fp8_ds_mla`: 512 e4m3 codes, one float32 scale a 128 of them (amax / 448), and k_pe in bfloat16, unquantised (the layout of
+FlashMLA's and vLLM's caches). What a packed row holds is bit for bit what `attn.reference.pack_fp8_ds_mla` makes.
+"""
+
+import torch
+
+from attn.backends.mla.latent import DS_MLA_BYTES, DS_MLA_LATENT, DS_MLA_TILE
+from attn.torch import kv_cache as caches
+
+PACKED = "fp8_ds_mla"
+_ROPE_AT = DS_MLA_LATENT + 4 * (DS_MLA_LATENT // DS_MLA_TILE)
+_TINY = torch.finfo(torch.float32).tiny
+
+
+def pack(kv_c: torch.Tensor, k_pe: torch.Tensor) -> torch.Tensor:
+    """kv_c [T, 512] and k_pe [T, 64] as `fp8_ds_mla` rows: [T, 656] uint8."""
+    tiles = kv_c.float().unflatten(1, (-1, DS_MLA_TILE))
+    scale = (tiles.abs().amax(-1) / 448.0).clamp(min=_TINY)
+    codes = (tiles / scale[..., None]).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+    tail = (scale.view(torch.uint8), k_pe.to(torch.bfloat16).contiguous().view(torch.uint8))
+    return torch.cat([codes.view(torch.uint8).flatten(1), *tail], 1)
+
+
+def unpack(rows: torch.Tensor) -> torch.Tensor:
+    """`fp8_ds_mla` rows [m, 656] as float32 [m, 576]."""
+    rows = rows.contiguous()
+    assert rows.shape[1] == DS_MLA_BYTES
+    codes = rows[:, :DS_MLA_LATENT].view(torch.float8_e4m3fn).float().unflatten(1, (-1, DS_MLA_TILE))
+    scale = rows[:, DS_MLA_LATENT:_ROPE_AT].contiguous().view(torch.float32)
+    rope = rows[:, _ROPE_AT:].contiguous().view(torch.bfloat16).float()
+    return torch.cat([(codes * scale[..., None]).flatten(1), rope], 1)
+
+
+def encode(
+    kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache_dtype: str, element: torch.dtype, k_scale: torch.Tensor | float
+) -> torch.Tensor:
+    """kv_c [T, L] and k_pe [T, Dr] as rows of a cache: [T, W] of its element type."""
+    if kv_cache_dtype == PACKED:
+        return pack(kv_c, k_pe)
+    row = torch.cat([kv_c, k_pe], 1)
+    return caches.encode(row[:, None], element, k_scale)[:, 0]
+
+
+def decode(rows: torch.Tensor, kv_cache_dtype: str, k_scale: torch.Tensor | float) -> torch.Tensor:
+    """Rows [m, W] as they were stored, as numbers [m, L + Dr]: as they are, or float32 where the cache is quantised."""
+    if kv_cache_dtype == PACKED:
+        return unpack(rows)
+    if not caches.is_quantised(rows.dtype):
+        return rows
+    return rows.float() * torch.as_tensor(k_scale, dtype=torch.float32, device=rows.device)
+
+
+def gather(kv_cache: torch.Tensor, pages: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Rows [m, W] of cache [N, P, W] at pages [m] and offsets [m], as stored."""
+    if kv_cache.itemsize != 1:
+        return kv_cache[pages, offsets]
+    return kv_cache.view(torch.uint8)[pages, offsets].view(kv_cache.dtype)

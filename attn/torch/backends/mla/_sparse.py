@@ -1,0 +1,54 @@
+"""What sparse MLA backends share: every row attends the keys that an indexer chose, absorbed, whatever its query's length.
+
+`indexer` is any object with `topk_indices`: int32 [>= T, topk] on the queries' device, row t naming positions of keys in its
+own request, -1 (or a position at or past the sequence's end) being none, in any order (DeepSeek Sparse Attention). It is
+read at every call, so that one buffer serves all layers. The indices carry causality. A position that stands in a row twice
+would count twice: ATTN_DEBUG=device looks, and refuses it.
+"""
+
+import torch
+
+from attn import envs
+from attn.errors import DTypeError, MetadataError, ShapeError
+from attn.torch.backends.mla._metadata import MLACommonMetadataBuilder, MLADecodeMetadata
+from attn.torch.backends.mla._mla import MLACommonBackend, MLACommonImpl
+
+
+class SparseMLABuilder(MLACommonMetadataBuilder):
+    """Every request is a decode."""
+
+    decode_threshold = None
+
+
+class SparseMLABackend(MLACommonBackend):
+    @staticmethod
+    def get_builder_cls() -> type[SparseMLABuilder]:
+        return SparseMLABuilder
+
+
+class SparseMLAImpl(MLACommonImpl):
+    """The template. A subclass sets `backend` and writes `_decode`, which asks `_indices` for its rows'."""
+
+    can_return_lse_for_decode = True
+
+    def _indices(self, q: torch.Tensor, meta: MLADecodeMetadata) -> torch.Tensor:
+        """[Td, topk] int32. Raises `ShapeError`, `DTypeError`, or (under ATTN_DEBUG=device) `MetadataError`."""
+        name = self.backend.get_name()
+        chosen = getattr(self.indexer, "topk_indices", None)
+        if not isinstance(chosen, torch.Tensor):
+            raise DTypeError(f"{name}: indexer.topk_indices is a {type(chosen).__name__}: must be an int32 tensor [T, topk]")
+        if chosen.dtype != torch.int32:
+            raise DTypeError(f"{name}: indexer.topk_indices has dtype {chosen.dtype}: must be torch.int32")
+        if chosen.dim() != 2 or chosen.shape[0] < q.shape[0]:
+            raise ShapeError(
+                f"{name}: indexer.topk_indices has shape {list(chosen.shape)}: must be [{q.shape[0]} or more, topk]"
+            )
+        assert isinstance(meta.rows, slice)  # all rows are one part
+        own = chosen[meta.rows]
+        if envs.debug("device"):
+            ordered = own.sort(1).values
+            twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).nonzero()
+            if len(twice):
+                row, at = twice[0].tolist()
+                raise MetadataError("topk_indices", row, int(ordered[row, at]), "named once a row")
+        return own

@@ -1,0 +1,65 @@
+"""What the MLA backends on our own Triton kernels share: the call, and what an architecture cannot convert."""
+
+import torch
+
+from attn.backends.abstract import AttentionLayer
+from attn.backends.mla.latent import LatentImpl
+from attn.capabilities import Capabilities, Device, MultipleOf, Request, arch_matches
+from attn.torch import kv_cache as caches
+from attn.torch.backends.mla import _rows
+from attn.torch.backends.mla._metadata import MLADecodeMetadata
+
+_E4M3 = ("fp8", "fp8_e4m3", _rows.PACKED)
+
+
+def capabilities(features: frozenset[str]) -> Capabilities:
+    """The record of a backend on these kernels: the latent is held whole in registers, which ends at 512 + 64."""
+    return Capabilities(
+        framework="torch",
+        platforms=("cuda", "rocm"),
+        dtypes=("bfloat16", "float16", "float32"),
+        head_sizes=(MultipleOf(16, 32, 576),),
+        kv_cache_dtypes=("auto", "bfloat16", "float16", "float32", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"),
+        features=features,
+        packages=("triton",),
+        archs=(("cuda", ("sm_80+",)),),
+    )
+
+
+def code_reasons(request: Request, device: Device | None) -> list[str]:
+    """Why a device cannot read the request's cache: Triton converts e4m3 from Ada on, e5m2 everywhere."""
+    rule = "sm_89+"
+    if device is None or device.platform != "cuda" or request.kv_cache_dtype not in _E4M3 or arch_matches(device.arch, rule):
+        return []
+    return [f"kv_cache_dtype={request.kv_cache_dtype} on {device.arch or 'an unknown arch'} (supports {rule})"]
+
+
+def decode(
+    impl: "LatentImpl[object]",  # type: ignore[type-var]
+    layer: AttentionLayer,
+    q: torch.Tensor,
+    kv_cache: torch.Tensor,
+    meta: MLADecodeMetadata,
+    indices: torch.Tensor | None,
+    fixed_split: int,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(out [Td, H, L], lse [H, Td] or None) of absorbed queries; `indices` [Td, topk] for a sparse backend."""
+    from attn.torch.kernels.mla_decode import mla_decode
+
+    out = q.new_empty(*q.shape[:2], impl.kv_lora_rank)
+    lse = None
+    if impl.need_to_return_lse_for_decode:
+        lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
+    packed = impl.kv_cache_dtype == _rows.PACKED
+    k_scale, k_factor = None, 1.0
+    if caches.is_quantised(kv_cache.dtype) and not packed:
+        scale = layer._k_scale
+        if not isinstance(scale, torch.Tensor) or scale.device.type == "cpu":
+            k_factor = float(scale)  # the host knows it: it costs the kernel nothing
+        else:
+            k_scale = scale.detach().to(q.device, torch.float32)
+    mla_decode(
+        out, lse, q, kv_cache, meta.query_start_loc, meta.seq_lens, meta.block_table, meta.max_query_len, meta.max_seq_len,
+        impl.scale, packed, k_scale, k_factor, meta.limits, indices, fixed_split,
+    )  # fmt: skip
+    return out, lse

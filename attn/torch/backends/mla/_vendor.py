@@ -1,0 +1,79 @@
+"""What adapters of vendors' MLA decode kernels share: batches of one query length, and one convention for the answer."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from attn.backends.abstract import AttentionLayer
+from attn.torch.backends.mla._metadata import MLADecodeMetadata, Rows
+from attn.torch.backends.mla._mla import MLACommonImpl
+
+
+def state(out: torch.Tensor, log: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [T, H, L], lse [H, T]) with a row that sees no key, whose lse vendors give as either infinity, as 0 and -inf."""
+    empty = log.isinf()
+    return torch.where(empty.T[..., None], 0, out), torch.where(empty, -torch.inf, log)
+
+
+def with_heads(q: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """q [T, H, D] with heads of zeros added, where a kernel knows certain numbers of heads only."""
+    return q if q.shape[1] == num_heads else torch.nn.functional.pad(q, (0, 0, 0, num_heads - q.shape[1]))
+
+
+def by_query_len(meta: MLADecodeMetadata) -> Iterator[tuple[int, Rows, Rows]]:
+    """(q_len, requests, rows) for each distinct query length of the batch; where there is but one, slices."""
+    if meta.query_len is not None:
+        if meta.query_len:
+            yield meta.query_len, slice(None), slice(0, meta.num_tokens)
+        return
+    starts, _ = meta.host_lens()
+    lens = np.diff(starts)
+    for length in np.unique(lens[lens > 0]):
+        who = np.flatnonzero(lens == length)
+        rows = (starts[who][:, None] + np.arange(length)).reshape(-1).astype(np.int64)
+        device = meta.seq_lens.device
+        yield int(length), torch.from_numpy(who).to(device), torch.from_numpy(rows).to(device)
+
+
+class UniformMLAImpl(MLACommonImpl):
+    """For kernels whose requests all have one query length. A subclass writes `_decode_uniform`."""
+
+    can_return_lse_for_decode = True
+
+    def _decode_uniform(
+        self,
+        layer: AttentionLayer,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        lens: torch.Tensor,
+        block_table: torch.Tensor,
+        meta: MLADecodeMetadata,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """q: [R, n, H, L + Dr] contiguous; lens: [R], block_table: [R, B] int32. Returns (out [R, n, H, L], lse [R, H, n]
+        natural, an infinity where a row sees no key)."""
+        raise NotImplementedError
+
+    def _decode(
+        self, layer: AttentionLayer, q: torch.Tensor, kv_cache: torch.Tensor, meta: MLADecodeMetadata
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out = q.new_zeros(*q.shape[:2], self.kv_lora_rank)
+        lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float32, device=q.device)
+        for length, requests, rows in by_query_len(meta):
+            part = q[rows].reshape(-1, length, *q.shape[1:])
+            got, log = self._decode_uniform(layer, part, kv_cache, meta.seq_lens[requests], meta.block_table[requests], meta)
+            got, log = state(got.reshape(-1, *got.shape[2:]), log.transpose(0, 1).reshape(q.shape[1], -1))
+            if isinstance(rows, slice) and rows == slice(0, q.shape[0]):
+                return got, log
+            out[rows], lse[:, rows] = got, log
+        return out, lse
+
+    def _plan(self, meta: MLADecodeMetadata, *key: Any) -> Any:
+        """The batch's plan under a key of this backend and its heads, or None."""
+        return meta.plans.get((self.backend.get_name(), self.num_heads, *key))
+
+    def _keep(self, meta: MLADecodeMetadata, plan: Any, *key: Any) -> Any:
+        """Keep a plan for the layers that follow."""
+        meta.plans[self.backend.get_name(), self.num_heads, *key] = plan
+        return plan

@@ -1,0 +1,86 @@
+"""CUTLASS_MLA: the CUTLASS decode kernel for datacentre Blackwell that vLLM's extension brings.
+
+One token a request, 128 heads (fewer are padded with zeros and cut off again), pages of 128, 512 + 64 columns. The kernel
+works in place: output, log-sum-exp (natural, [R, 128]) and a workspace whose size it is asked for. Schema of
+`sm100_cutlass_mla_decode` as in vLLM 0.33's `_custom_ops`.
+"""
+
+import torch
+
+from attn.backends.abstract import AttentionLayer
+from attn.capabilities import Capabilities, Device, Feature, MultipleOf, Request
+from attn.torch.backends.mla._metadata import MLACommonMetadataBuilder, MLADecodeMetadata
+from attn.torch.backends.mla._mla import MLACommonBackend
+from attn.torch.backends.mla._vendor import UniformMLAImpl, with_heads
+
+_HEADS = 128
+_ANY_SPLITS = -1  #: the kernel chooses
+
+
+class CutlassMLAMetadataBuilder(MLACommonMetadataBuilder):
+    decode_threshold = 1
+
+
+class CutlassMLABackend(MLACommonBackend):
+    capabilities = Capabilities(
+        framework="torch",
+        platforms=("cuda",),
+        dtypes=("bfloat16", "float16"),
+        head_sizes=(576,),
+        features=frozenset({Feature.MLA, Feature.LSE}),
+        packages=("vllm",),
+        install="vllm",
+        archs=(("cuda", ("sm_10*",)),),
+    )
+    latent_dims = ((512, 64),)
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUTLASS_MLA"
+
+    @staticmethod
+    def get_impl_cls() -> type["CutlassMLAImpl"]:
+        return CutlassMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[CutlassMLAMetadataBuilder]:
+        return CutlassMLAMetadataBuilder
+
+    @classmethod
+    def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
+        why = super().why_not(request, device)
+        if request.num_heads is not None and request.num_heads > _HEADS:
+            why.append(f"num_heads={request.num_heads} (supports up to {_HEADS})")
+        return why
+
+
+class CutlassMLAImpl(UniformMLAImpl):
+    backend = CutlassMLABackend
+
+    @staticmethod
+    def get_supported_kernel_block_size() -> list[int | MultipleOf]:
+        return [128]
+
+    def _decode_uniform(
+        self,
+        layer: AttentionLayer,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        lens: torch.Tensor,
+        block_table: torch.Tensor,
+        meta: MLADecodeMetadata,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        from vllm import _custom_ops as ops
+
+        requests, _, heads, _ = q.shape
+        rank = self.kv_lora_rank
+        padded = with_heads(q[:, 0], _HEADS)
+        out = q.new_empty(requests, _HEADS, rank)
+        lse = torch.empty(requests, _HEADS, dtype=torch.float32, device=q.device)
+        processors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.device.type == "cuda" else 1
+        size = ops.sm100_cutlass_mla_get_workspace_size(max(1, meta.max_seq_len), requests, processors, _ANY_SPLITS)
+        workspace = torch.empty(size, dtype=torch.uint8, device=q.device)
+        ops.sm100_cutlass_mla_decode(
+            out, lse, padded[..., :rank], padded[..., rank:], kv_cache, lens, block_table, workspace, self.scale, _ANY_SPLITS
+        )
+        return out[:, None, :heads], lse[:, :heads, None]

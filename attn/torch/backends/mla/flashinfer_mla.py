@@ -1,0 +1,112 @@
+"""FLASHINFER_MLA: TensorRT-LLM's kernels on datacentre Blackwell, FlashInfer's FA2/FA3 templates elsewhere.
+
+On sm_10x `trtllm_batch_decode_with_kv_cache_mla` takes requests of one query length, pages of 32 or 64 and any scale as a
+number. Elsewhere `BatchMLAPagedAttentionWrapper` takes ragged queries and any page; it is planned once a batch, and on
+sm_90 reads e4m3 caches. Both give a base-2 log-sum-exp; TensorRT-LLM's backend is named, since "auto" may take another
+with another base (flashinfer #4485). Interface of flashinfer-ai/flashinfer at fb28d724 (0.7).
+"""
+
+from typing import Any
+
+import torch
+
+from attn.backends.abstract import AttentionLayer
+from attn.capabilities import Capabilities, Device, Feature, MultipleOf, Request
+from attn.torch import kv_cache as caches
+from attn.torch.backends._flashinfer import lend, workspace
+from attn.torch.backends._vendor import LN2, arch_of, int32, page_list
+from attn.torch.backends.mla._metadata import MLADecodeMetadata
+from attn.torch.backends.mla._mla import MLACommonBackend
+from attn.torch.backends.mla._vendor import UniformMLAImpl, state
+
+_FP8 = ("fp8", "fp8_e4m3")
+_TRTLLM_PAGES = (32, 64)
+
+
+class FlashInferMLABackend(MLACommonBackend):
+    capabilities = Capabilities(
+        framework="torch",
+        platforms=("cuda",),
+        dtypes=("bfloat16", "float16"),
+        head_sizes=(576,),
+        kv_cache_dtypes=("auto", *_FP8),
+        features=frozenset({Feature.MLA, Feature.LSE}),
+        packages=("flashinfer",),
+        install="flashinfer-python",
+        archs=(("cuda", ("sm_80+",)),),
+    )
+    latent_dims = ((512, 64),)
+
+    @staticmethod
+    def get_name() -> str:
+        return "FLASHINFER_MLA"
+
+    @staticmethod
+    def get_impl_cls() -> type["FlashInferMLAImpl"]:
+        return FlashInferMLAImpl
+
+    @classmethod
+    def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
+        why = super().why_not(request, device)
+        if request.kv_cache_dtype in _FP8:
+            if request.dtype != "bfloat16":
+                why.append(f"kv_cache_dtype={request.kv_cache_dtype} with dtype={request.dtype} (supports bfloat16)")
+            if device is not None and device.arch != "sm_90":
+                why.append(f"kv_cache_dtype={request.kv_cache_dtype} on {device.arch or 'an unknown arch'} (supports sm_90)")
+        pages = request.block_size
+        if device is not None and device.arch.startswith("sm_10") and pages is not None and pages not in _TRTLLM_PAGES:
+            why.append(f"block_size={pages} on {device.arch} (supports {', '.join(map(str, _TRTLLM_PAGES))})")
+        return why
+
+
+class FlashInferMLAImpl(UniformMLAImpl):
+    backend = FlashInferMLABackend
+
+    @staticmethod
+    def get_supported_kernel_block_size() -> list[int | MultipleOf]:
+        return [MultipleOf(1)]
+
+    def _decode(
+        self, layer: AttentionLayer, q: torch.Tensor, kv_cache: torch.Tensor, meta: MLADecodeMetadata
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if arch_of(q.device).startswith("sm_10"):
+            return super()._decode(layer, q, kv_cache, meta)
+        rank = self.kv_lora_rank
+        key = (self.scale, q.dtype, kv_cache.dtype)
+        wrapper = self._plan(meta, *key) or self._keep(meta, self._planned(q, kv_cache, meta), *key)
+        scales = {}
+        if caches.is_quantised(kv_cache.dtype):
+            scales = {"ckv_scale": float(layer._k_scale), "kpe_scale": float(layer._k_scale)}
+        out, lse = wrapper.run(
+            q[..., :rank], q[..., rank:], kv_cache[..., :rank], kv_cache[..., rank:], return_lse=True, **scales
+        )
+        return state(out, (lse * LN2).T)
+
+    def _planned(self, q: torch.Tensor, kv_cache: torch.Tensor, meta: MLADecodeMetadata) -> Any:
+        import flashinfer
+
+        wrapper = lend(meta, q.device, "mla", flashinfer.mla.BatchMLAPagedAttentionWrapper)
+        starts, lens = meta.host_lens()
+        wrapper.plan(
+            int32(starts), *page_list(meta.block_table, lens, meta.block_size), int32(lens), self.num_heads,
+            self.kv_lora_rank, self.qk_rope_head_dim, meta.block_size, True, self.scale, q.dtype, kv_cache.dtype,
+        )  # fmt: skip
+        return wrapper
+
+    def _decode_uniform(
+        self,
+        layer: AttentionLayer,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        lens: torch.Tensor,
+        block_table: torch.Tensor,
+        meta: MLADecodeMetadata,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        import flashinfer
+
+        out, lse = flashinfer.decode.trtllm_batch_decode_with_kv_cache_mla(
+            q, kv_cache[:, None], workspace(q.device), self.qk_nope_head_dim, self.kv_lora_rank, self.qk_rope_head_dim,
+            block_table, lens, meta.max_seq_len, bmm1_scale=self.scale, bmm2_scale=1.0, backend="trtllm-gen", return_lse=True,
+        )  # fmt: skip
+        requests, rows, heads, _ = q.shape
+        return out.reshape(*q.shape[:3], -1), (lse * LN2).reshape(requests, rows, heads).transpose(1, 2)

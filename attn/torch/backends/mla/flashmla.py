@@ -1,0 +1,62 @@
+"""FLASHMLA: DeepSeek's MLA decode kernel for Hopper, the one that the model's authors serve with.
+
+A page holds 64 tokens, a row 512 + 64; requests of one query length make a call, whose tile schedule depends on the batch
+alone and is shared by the layers that follow. Interface of the deepseek-ai/FlashMLA repository at 9241ae3e: dense decode
+is for sm_90 and bfloat16 or float16 caches; the log-sum-exp is natural, +inf for a row that sees no key.
+"""
+
+import torch
+
+from attn.backends.abstract import AttentionLayer
+from attn.capabilities import Capabilities, Feature, MultipleOf
+from attn.torch.backends.mla._metadata import MLADecodeMetadata
+from attn.torch.backends.mla._mla import MLACommonBackend
+from attn.torch.backends.mla._vendor import UniformMLAImpl
+
+
+class FlashMLABackend(MLACommonBackend):
+    capabilities = Capabilities(
+        framework="torch",
+        platforms=("cuda",),
+        dtypes=("bfloat16", "float16"),
+        head_sizes=(576,),
+        features=frozenset({Feature.MLA, Feature.LSE}),
+        packages=("flash_mla",),
+        install="git+https://github.com/deepseek-ai/FlashMLA",
+        archs=(("cuda", ("sm_90",)),),
+    )
+    latent_dims = ((512, 64),)
+
+    @staticmethod
+    def get_name() -> str:
+        return "FLASHMLA"
+
+    @staticmethod
+    def get_impl_cls() -> type["FlashMLAImpl"]:
+        return FlashMLAImpl
+
+
+class FlashMLAImpl(UniformMLAImpl):
+    backend = FlashMLABackend
+
+    @staticmethod
+    def get_supported_kernel_block_size() -> list[int | MultipleOf]:
+        return [64]
+
+    def _decode_uniform(
+        self,
+        layer: AttentionLayer,
+        q: torch.Tensor,
+        kv_cache: torch.Tensor,
+        lens: torch.Tensor,
+        block_table: torch.Tensor,
+        meta: MLADecodeMetadata,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        import flash_mla
+
+        key = (q.shape[1], q.dtype)
+        schedule = self._plan(meta, *key) or self._keep(meta, flash_mla.get_mla_metadata()[0], *key)
+        out, lse = flash_mla.flash_mla_with_kvcache(
+            q, kv_cache[:, :, None], block_table, lens, self.kv_lora_rank, schedule, softmax_scale=self.scale, causal=True
+        )
+        return out, lse

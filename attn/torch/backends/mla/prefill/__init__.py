@@ -1,0 +1,1 @@
+"""MLA prefill under torch: attention of expanded heads."""

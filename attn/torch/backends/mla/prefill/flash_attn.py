@@ -1,0 +1,83 @@
+"""FLASH_ATTN: MLA prefill by whichever FlashAttention is installed and serves 192-wide heads.
+
+FlashAttention 3 takes values narrower than keys as they are; the others get them padded with zeros to the keys' width, and
+the padding is cut off the result. The providers are those of the attention backend of the same name.
+"""
+
+import functools
+
+import torch
+
+from attn.backends.mla.prefill.abstract import MLAPrefillBackend, MLAPrefillMetadata
+from attn.capabilities import Capabilities, Device, Feature, MultipleOf, Request
+from attn.errors import UnsupportedError
+from attn.torch.backends import _flash_providers as providers
+from attn.torch.backends._flash_providers import Call, Provider
+from attn.torch.backends._vendor import arch_of
+
+
+class FlashAttnPrefillBackend(MLAPrefillBackend):
+    capabilities = Capabilities(
+        framework="torch",
+        platforms=("cuda",),
+        dtypes=("bfloat16", "float16"),
+        head_sizes=(MultipleOf(8, 32, 256),),
+        features=frozenset({Feature.MLA, Feature.LSE}),
+        archs=(("cuda", ("sm_80+",)),),
+    )
+    v_head_dims = (MultipleOf(8, 8, 256),)
+
+    @staticmethod
+    def get_name() -> str:
+        return "FLASH_ATTN"
+
+    @classmethod
+    def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
+        return super().why_not(request, device) or providers.why_none(_plain(request), device)
+
+    def run_prefill_new_tokens(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meta: MLAPrefillMetadata, return_lse: bool
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        state = self._attend(q, k, v, meta, meta.query_start_loc, meta.max_query_len, (None, 0))
+        return state if return_lse else state[0]
+
+    def run_prefill_context_chunk(
+        self, chunk_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meta: MLAPrefillMetadata
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        chunk = meta.chunks[chunk_idx]
+        return self._attend(q, k, v, meta, chunk.key_start_loc, chunk.max_keys, (None, None))
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        meta: MLAPrefillMetadata,
+        key_starts: torch.Tensor,
+        max_keys: int,
+        window: tuple[int | None, int | None],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        provider = _provider(str(q.dtype).removeprefix("torch."), q.shape[2], arch_of(q.device))
+        width = v.shape[2]
+        if not provider.narrow_values and width < k.shape[2]:
+            v = torch.nn.functional.pad(v, (0, k.shape[2] - width))
+        call = Call(
+            q, k, v, meta.query_start_loc, key_starts, None, None, meta.max_query_len, max_keys, self.scale, window, 0.0, None
+        )
+        out, lse = provider.attend(provider.load(), call)
+        return out[..., :width], torch.where(lse.isinf(), -torch.inf, lse)
+
+
+def _plain(request: Request) -> Request:
+    """The same as a request for ordinary attention of heads as wide as the keys."""
+    return Request(request.head_size, request.dtype)
+
+
+@functools.lru_cache(64)
+def _provider(dtype: str, head_size: int, arch: str) -> Provider:
+    request, device = Request(head_size, dtype), Device("torch", "cuda", arch=arch) if arch else None
+    found = providers.best(request, device)
+    if found is None:
+        why = providers.why_none(request, device)
+        raise UnsupportedError(f"FLASH_ATTN does not serve {request}: {'; '.join(why)}", why)
+    return found

@@ -1,0 +1,70 @@
+"""TORCH_SDPA: MLA prefill in plain torch operators, one request at a time, on any device.
+
+On a CPU the kernel beneath `F.scaled_dot_product_attention` does the work, called by its own name because it also returns
+the log-sum-exp; it wants values as wide as keys, so they are padded with zeros. Elsewhere, and where that kernel would not
+be exact (NaN or infinity under its mask), it is the written-out maths of `_ragged`.
+"""
+
+import math
+
+import torch
+
+from attn.backends.mla.prefill.abstract import MLAPrefillBackend, MLAPrefillMetadata
+from attn.capabilities import Capabilities, Feature
+from attn.torch.backends import _ragged
+from attn.torch.backends._ragged import Rules, Work
+
+
+class TorchSDPAPrefillBackend(MLAPrefillBackend):
+    capabilities = Capabilities(
+        framework="torch",
+        platforms=("cuda", "rocm", "xpu", "cpu"),
+        dtypes=_ragged.DTYPES,
+        features=frozenset({Feature.MLA, Feature.LSE}),
+    )
+
+    @staticmethod
+    def get_name() -> str:
+        return "TORCH_SDPA"
+
+    def run_prefill_new_tokens(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meta: MLAPrefillMetadata, return_lse: bool
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        starts = meta.query_start_loc_cpu.tolist()
+        out, lse = self._each(q, k, v, starts, starts, True)
+        return (out, lse) if return_lse else out
+
+    def run_prefill_context_chunk(
+        self, chunk_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meta: MLAPrefillMetadata
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        chunk = meta.chunks[chunk_idx]
+        return self._each(q, k, v, meta.query_start_loc_cpu.tolist(), chunk.key_start_loc_cpu.tolist(), False)
+
+    def _each(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, queries: list[int], keys: list[int], causal: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out = q.new_empty(*q.shape[:2], v.shape[-1])
+        lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
+        for r in range(len(queries) - 1):
+            rows, own = slice(queries[r], queries[r + 1]), slice(keys[r], keys[r + 1])
+            work = Work(
+                q[rows], k[own].transpose(0, 1), v[own].transpose(0, 1), 0, 0, out[rows], lse[:, rows],
+            )  # fmt: skip
+            if q.device.type != "cpu" or not _kernel(work, self.scale, causal):
+                _ragged.attend(work, Rules(scale=self.scale, right=0 if causal else None))
+        return out, lse
+
+
+def _kernel(work: Work, scale: float, causal: bool) -> bool:
+    """The kernel on one request; False where it would not be exact."""
+    wide = work.key.shape[2]
+    if work.key.shape[1] == 0 or work.value.shape[2] > wide or (causal and not work.finite()):
+        return False
+    value = torch.nn.functional.pad(work.value, (0, wide - work.value.shape[2]))[None]
+    result, log = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        work.query.transpose(0, 1)[None], work.key.contiguous()[None], value, is_causal=causal, scale=scale
+    )
+    if not math.isfinite(log.sum().item()):
+        return False  # some score was infinite: the result may be 0 then where it should be NaN
+    work.fill(result[0].transpose(0, 1)[..., : work.value.shape[2]], log[0])
+    return True

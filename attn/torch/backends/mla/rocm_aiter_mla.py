@@ -1,0 +1,76 @@
+"""ROCM_AITER_MLA: AMD's assembly MLA decode kernels for CDNA 3 and later.
+
+AITER reads the cache token by token (its page is 1), so that the page list names every token's slot, whatever the cache's
+own block size; that list is made once a batch. Its kernels know 16 or 128 heads (others with some query lengths alone):
+fewer are padded with zeros. Interface of ROCm/aiter at e4048607; the log-sum-exp is natural, [T, H].
+"""
+
+import torch
+
+from attn.backends.abstract import AttentionLayer
+from attn.capabilities import Capabilities, Device, Feature, MultipleOf, Request
+from attn.torch.backends._vendor import token_list
+from attn.torch.backends.mla._metadata import MLADecodeMetadata
+from attn.torch.backends.mla._mla import MLACommonBackend
+from attn.torch.backends.mla._vendor import UniformMLAImpl, state, with_heads
+
+_HEADS = (16, 128)
+
+
+class AiterMLABackend(MLACommonBackend):
+    capabilities = Capabilities(
+        framework="torch",
+        platforms=("rocm",),
+        dtypes=("bfloat16", "float16"),
+        head_sizes=(576,),
+        features=frozenset({Feature.MLA, Feature.LSE}),
+        packages=("aiter",),
+        install="git+https://github.com/ROCm/aiter",
+        archs=(("rocm", ("gfx942", "gfx950")),),
+    )
+    latent_dims = ((512, 64),)
+
+    @staticmethod
+    def get_name() -> str:
+        return "ROCM_AITER_MLA"
+
+    @staticmethod
+    def get_impl_cls() -> type["AiterMLAImpl"]:
+        return AiterMLAImpl
+
+    @classmethod
+    def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
+        why = super().why_not(request, device)
+        if request.num_heads is not None and request.num_heads > _HEADS[-1]:
+            why.append(f"num_heads={request.num_heads} (supports up to {_HEADS[-1]})")
+        return why
+
+
+class AiterMLAImpl(UniformMLAImpl):
+    backend = AiterMLABackend
+
+    @staticmethod
+    def get_supported_kernel_block_size() -> list[int | MultipleOf]:
+        return [MultipleOf(1)]
+
+    def _decode(
+        self, layer: AttentionLayer, q: torch.Tensor, kv_cache: torch.Tensor, meta: MLADecodeMetadata
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        from aiter.mla import mla_decode_fwd
+
+        indptr, slots, ones = self._plan(meta, "slots") or self._keep(meta, _slots(meta), "slots")
+        heads = next(known for known in _HEADS if known >= self.num_heads)
+        q = with_heads(q, heads)
+        out = q.new_zeros(*q.shape[:2], self.kv_lora_rank)
+        _, lse = mla_decode_fwd(
+            q, kv_cache.reshape(-1, 1, 1, kv_cache.shape[2]), out, meta.query_start_loc, indptr, slots, ones,
+            meta.max_query_len, sm_scale=self.scale, return_lse=True,
+        )  # fmt: skip
+        return state(out[:, : self.num_heads], lse.reshape(q.shape[:2])[:, : self.num_heads].T)
+
+
+def _slots(meta: MLADecodeMetadata) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(indptr [R + 1], every token's slot in the cache, the length of each request's last page: 1), on the device."""
+    _, lens = meta.host_lens()
+    indptr, slots = token_list(meta.block_table, lens, meta.block_size)
+    return indptr, slots, torch.ones_like(meta.seq_lens)

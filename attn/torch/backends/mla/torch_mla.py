@@ -1,0 +1,72 @@
+"""TORCH_MLA: multi-head latent attention in plain torch operators, on any device torch has.
+
+It is the reference path and the fallback: a request's latents are gathered from its pages once for all heads and attended
+by the written-out maths of `_ragged`, in float32 (float64 for float64), the gathered rows serving as keys and, in their
+first columns, as values. The loop over requests needs their lengths on the host.
+"""
+
+from dataclasses import replace
+
+import torch
+
+from attn.backends.abstract import AttentionLayer
+from attn.capabilities import Capabilities, Feature
+from attn.torch.backends import _ragged
+from attn.torch.backends._ragged import Rules, Work
+from attn.torch.backends.mla import _rows
+from attn.torch.backends.mla._metadata import MLADecodeMetadata
+from attn.torch.backends.mla._mla import MLACommonBackend, MLACommonImpl
+
+
+class TorchMLABackend(MLACommonBackend):
+    capabilities = Capabilities(
+        framework="torch",
+        platforms=("cuda", "rocm", "xpu", "cpu"),
+        dtypes=_ragged.DTYPES,
+        kv_cache_dtypes=("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"),
+        features=frozenset({Feature.MLA, Feature.LSE, Feature.DCP}),
+    )
+
+    @staticmethod
+    def get_name() -> str:
+        return "TORCH_MLA"
+
+    @staticmethod
+    def get_impl_cls() -> type["TorchMLAImpl"]:
+        return TorchMLAImpl
+
+
+class TorchMLAImpl(MLACommonImpl):
+    backend = TorchMLABackend
+    can_return_lse_for_decode = True
+
+    def _decode(
+        self, layer: AttentionLayer, q: torch.Tensor, kv_cache: torch.Tensor, meta: MLADecodeMetadata
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        out = q.new_empty(*q.shape[:2], self.kv_lora_rank, dtype=torch.promote_types(q.dtype, torch.float32))
+        lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
+        starts, lengths = meta.host_lens()
+        limits = None if meta.limits is None else meta.limits.cpu().tolist()
+        for r in range(meta.num_reqs):
+            start, stop, total = int(starts[r]), int(starts[r + 1]), int(lengths[r])
+            if start == stop:
+                continue
+            position = torch.arange(total, device=q.device)
+            pages = meta.block_table[r].long()[position // meta.block_size]
+            rows = _rows.gather(kv_cache, pages, position % meta.block_size)
+            rows = _rows.decode(rows, self.kv_cache_dtype, layer._k_scale)[None]
+            work = Work(
+                q[start:stop], rows, rows[..., : self.kv_lora_rank], total - (stop - start), 0, out[start:stop],
+                lse[:, start:stop],
+            )  # fmt: skip
+            self._attend(work, None if limits is None else limits[start:stop])
+        return out, lse
+
+    def _attend(self, work: Work, limits: list[int] | None) -> None:
+        """One request's rows: causal, or each over the number of keys that `limits` says."""
+        rules = Rules(scale=self.scale, right=0)
+        if limits is None:
+            _ragged.attend(work, rules)
+            return
+        for i, seen in enumerate(limits):
+            _ragged.attend(replace(work.cut(i, i + 1, 0, seen), position=seen - 1), rules)

@@ -1,0 +1,66 @@
+"""TORCH_MLA_SPARSE: MLA over chosen keys in plain torch operators, on any device torch has.
+
+The reference path: the rows that a few tokens chose are gathered from their pages and attended in float32 (float64 for
+float64). What is not chosen is selected away, never multiplied.
+"""
+
+import torch
+
+from attn.backends.abstract import AttentionLayer
+from attn.capabilities import Capabilities, Feature
+from attn.torch.backends import _ragged
+from attn.torch.backends.mla import _rows
+from attn.torch.backends.mla._metadata import MLADecodeMetadata
+from attn.torch.backends.mla._sparse import SparseMLABackend, SparseMLAImpl
+
+_GATHERED = 1 << 24  #: numbers of gathered rows held at once: 64 MiB in float32
+
+
+class TorchMLASparseBackend(SparseMLABackend):
+    capabilities = Capabilities(
+        framework="torch",
+        platforms=("cuda", "rocm", "xpu", "cpu"),
+        dtypes=_ragged.DTYPES,
+        kv_cache_dtypes=("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"),
+        features=frozenset({Feature.SPARSE_MLA, Feature.LSE}),
+    )
+
+    @staticmethod
+    def get_name() -> str:
+        return "TORCH_MLA_SPARSE"
+
+    @staticmethod
+    def get_impl_cls() -> type["TorchMLASparseImpl"]:
+        return TorchMLASparseImpl
+
+
+class TorchMLASparseImpl(SparseMLAImpl):
+    backend = TorchMLASparseBackend
+
+    def _decode(
+        self, layer: AttentionLayer, q: torch.Tensor, kv_cache: torch.Tensor, meta: MLADecodeMetadata
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        exact = torch.promote_types(q.dtype, torch.float32)
+        indices = self._indices(q, meta).long()
+        starts, lengths = meta.host_lens()
+        out = q.new_empty(*q.shape[:2], self.kv_lora_rank, dtype=exact)
+        lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
+        step = max(1, _GATHERED // max(1, indices.shape[1] * q.shape[2]))
+        for r in range(meta.num_reqs):
+            begin, end, total = int(starts[r]), int(starts[r + 1]), int(lengths[r])
+            for start in range(begin, end, step):
+                rows = slice(start, min(start + step, end))
+                chosen = indices[rows]
+                real = (chosen >= 0) & (chosen < total)
+                at = torch.where(real, chosen, 0)
+                pages = meta.block_table[r].long()[at // meta.block_size].clamp(min=0)
+                stored = _rows.gather(kv_cache, pages.flatten(), (at % meta.block_size).flatten())
+                keys = _rows.decode(stored, self.kv_cache_dtype, layer._k_scale).to(exact).view(*at.shape, -1)
+                keys = torch.where(real[..., None], keys, 0)
+                scores = torch.bmm(q[rows].to(exact), keys.transpose(1, 2)) * self.scale
+                scores = torch.where(real[:, None], scores, -torch.inf)
+                log = scores.logsumexp(-1)
+                weights = torch.where(log[..., None] == -torch.inf, 0, torch.exp(scores - log[..., None]))
+                out[rows] = torch.bmm(weights, keys[..., : self.kv_lora_rank])
+                lse[:, rows] = log.T.float()
+        return out, lse

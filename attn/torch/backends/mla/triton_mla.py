@@ -1,0 +1,43 @@
+"""TRITON_MLA: multi-head latent attention by our own Triton kernels, on NVIDIA and AMD GPUs.
+
+One kernel serves every decode (`attn.torch.kernels.mla_decode`): split keys, 16 to 64 (token, head) rows a tile, a tile of
+latents loaded once for scores and values. Nothing waits for the device, so a decode can be captured in a CUDA graph and
+replayed for any batch within the bounds of its metadata. Prefills go to an MLA prefill backend.
+"""
+
+import torch
+
+from attn.backends.abstract import AttentionLayer
+from attn.capabilities import Device, Feature, Request
+from attn.torch.backends.mla import _triton
+from attn.torch.backends.mla._metadata import MLADecodeMetadata
+from attn.torch.backends.mla._mla import MLACommonBackend, MLACommonImpl
+
+
+class TritonMLABackend(MLACommonBackend):
+    capabilities = _triton.capabilities(frozenset({Feature.MLA, Feature.LSE, Feature.DCP}))
+
+    @staticmethod
+    def get_name() -> str:
+        return "TRITON_MLA"
+
+    @staticmethod
+    def get_impl_cls() -> type["TritonMLAImpl"]:
+        return TritonMLAImpl
+
+    @classmethod
+    def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
+        return super().why_not(request, device) + _triton.code_reasons(request, device)
+
+
+class TritonMLAImpl(MLACommonImpl):
+    backend = TritonMLABackend
+    can_return_lse_for_decode = True
+
+    #: Keys that one program takes; 0 lets the launch rule choose by the batch.
+    fixed_split_size: int = 0
+
+    def _decode(
+        self, layer: AttentionLayer, q: torch.Tensor, kv_cache: torch.Tensor, meta: MLADecodeMetadata
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return _triton.decode(self, layer, q, kv_cache, meta, None, self.fixed_split_size)

@@ -1,0 +1,41 @@
+"""TRITON_MLA_SPARSE: MLA over chosen keys by our own Triton kernel, on NVIDIA and AMD GPUs.
+
+The kernel of TRITON_MLA with a tile for each token's heads, reading the rows that the token's indices name instead of the
+sequence's; split over the list of keys like a decode over its sequence.
+"""
+
+import torch
+
+from attn.backends.abstract import AttentionLayer
+from attn.capabilities import Device, Feature, Request
+from attn.torch.backends.mla import _triton
+from attn.torch.backends.mla._metadata import MLADecodeMetadata
+from attn.torch.backends.mla._sparse import SparseMLABackend, SparseMLAImpl
+
+
+class TritonMLASparseBackend(SparseMLABackend):
+    capabilities = _triton.capabilities(frozenset({Feature.SPARSE_MLA, Feature.LSE}))
+
+    @staticmethod
+    def get_name() -> str:
+        return "TRITON_MLA_SPARSE"
+
+    @staticmethod
+    def get_impl_cls() -> type["TritonMLASparseImpl"]:
+        return TritonMLASparseImpl
+
+    @classmethod
+    def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
+        return super().why_not(request, device) + _triton.code_reasons(request, device)
+
+
+class TritonMLASparseImpl(SparseMLAImpl):
+    backend = TritonMLASparseBackend
+
+    #: Keys of a list that one program takes; 0 lets the launch rule choose by the batch.
+    fixed_split_size: int = 0
+
+    def _decode(
+        self, layer: AttentionLayer, q: torch.Tensor, kv_cache: torch.Tensor, meta: MLADecodeMetadata
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return _triton.decode(self, layer, q, kv_cache, meta, self._indices(q, meta), self.fixed_split_size)

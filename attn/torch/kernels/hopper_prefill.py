@@ -1,0 +1,520 @@
+"""Prefill on Hopper: the ragged paged attention of `paged_attention`, scheduled by hand (Gluon) for sm_90.
+
+Each program holds 128 packed rows (tokens of one request x the G query heads of a kv head) in two consumers of four warps
+and 64 rows, and one warp that feeds them: it looks pages up and copies them by the bulk tensor engine into a ring of key
+and value tiles of 128 keys. A consumer has the next tile's scores in flight while it weighs the values of the last one and
+takes the exponentials in between, and the two consumers drift apart until one's exponentials hide the other's products
+(Shah et al., FlashAttention-3, 2024). Tiles go from the last key to the first, so that the tiles that need a mask come
+first and last.
+
+Grid: any number of programs; program i takes the tiles i, i + programs, ... in the order request, longest rows first, kv
+head. With as many programs as tiles the hardware balances them; with fewer, some multiprocessors are left to a decode that
+runs beside (`paged_attention`). No length is fetched from the device.
+
+Pages beyond a request's last are not read (the engine fills zeros in), nor are values of slots beyond its length used: the
+producer overwrites them. A NaN or infinity among values that some row sees makes a consumer start its tile over, key by
+key, so that it reaches just the rows that see it.
+
+Layouts: query, output [T, H, D]; caches [N, P, K, D] of any strides (multiples of 16 bytes; last dimension dense), or a
+call's own keys and values [T, K, D] (as [1, T, K, D]); lse [H, T] float32, natural. D is 64 or 128, G at most 128, and at
+most REQUESTS requests.
+"""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+REQUESTS = 1024  #: how many a batch may have: their tiles are counted by one vector operation
+ROWS = 128  #: of a program: two consumers of 64
+KEYS = 128  #: of a tile
+_STAGES = 2  #: of the ring
+_REGISTERS = (240, 24)  #: a thread, of consumers and producer
+_BATCH = ("left", "right", "min_query", "num_reqs", "num_pages", "lse_h")
+
+
+@gluon.jit
+def _add(a, b):  # type: ignore[no-untyped-def]
+    return a + b
+
+
+@gluon.jit
+def _ends_of(query_start_loc, min_query, num_reqs, BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr, R: gl.constexpr):  # type: ignore[no-untyped-def]
+    """[R]: how many tiles the requests up to each one have together; those with few tokens have none."""
+    i = gl.arange(0, R, layout=LAYOUT)
+    begin = gl.load(query_start_loc + i, mask=i < num_reqs, other=0)
+    end = gl.load(query_start_loc + i + 1, mask=i < num_reqs, other=0)
+    q_len = end - begin
+    return gl.associative_scan(gl.where(q_len > min_query, (q_len + BLOCK_Q - 1) // BLOCK_Q, 0), 0, _add)
+
+
+@gluon.jit
+def _unit(turn):  # type: ignore[no-untyped-def]
+    """A program's unit of work in its `turn`: odd turns go backwards, so that nobody has all the long ones."""
+    i = gl.program_id(0)
+    return turn * gl.num_programs(0) + gl.where(turn % 2 == 0, i, gl.num_programs(0) - 1 - i)
+
+
+@gluon.jit
+def _turns(units):  # type: ignore[no-untyped-def]
+    whole = units // gl.num_programs(0)
+    return gl.where(_unit(whole) < units, whole + 1, whole)
+
+
+@gluon.jit
+def _tile_of(  # type: ignore[no-untyped-def]
+    ends, unit, query_start_loc, seq_lens, left, right, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr, PAGED: gl.constexpr
+):  # fmt: skip
+    """A tile of queries: (request, its row, tokens and keys; first token; last position; first aligned and last key + 1)."""
+    before = ends <= unit
+    r = gl.sum(before.to(gl.int32), 0)
+    begin = gl.load(query_start_loc + r)
+    q_len = gl.load(query_start_loc + r + 1) - begin
+    # the longest rows are the last: started first, they do not end last
+    tile = (q_len + BLOCK_Q - 1) // BLOCK_Q - 1 - (unit - gl.max(gl.where(before, ends, 0), 0))
+    seq_len = gl.load(seq_lens + r) if PAGED else q_len
+    context = seq_len - q_len
+    first = tile * BLOCK_Q
+    last = context + gl.minimum(first + BLOCK_Q, q_len) - 1
+    low = gl.maximum(context + first - left, 0) // BLOCK_N * BLOCK_N
+    high = gl.maximum(gl.minimum(last + right + 1, seq_len), 0)
+    low = gl.minimum(low, high)
+    return r, begin, q_len, seq_len, first, last, low, high
+
+
+@gluon.jit
+def _produce(  # type: ignore[no-untyped-def]
+    k_desc, v_desc, k_ring, v_ring, k_full, k_empty, v_full, v_empty, v_raw,
+    query_start_loc, seq_lens, block_table, left, right, min_query, num_reqs, num_pages, table_r,
+    K: gl.constexpr, D: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, PAGED: gl.constexpr, R: gl.constexpr,
+):  # fmt: skip
+    """One warp: the tiles of keys and values into the ring, in the order in which the consumers take them."""
+    COLUMNS: gl.constexpr = 64
+    HALVES: gl.constexpr = D // COLUMNS
+    BOXES: gl.constexpr = BLOCK_N // BOX
+    dtype: gl.constexpr = k_ring.dtype
+    box_layout: gl.constexpr = k_desc.layout
+    k_boxes = k_ring._reinterpret(dtype, [STAGES * HALVES * BOXES, 1, BOX, 1, COLUMNS], box_layout)
+    v_boxes = v_ring._reinterpret(dtype, [STAGES * HALVES * BOXES, 1, BOX, 1, COLUMNS], box_layout)
+    rows_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    v_rows = v_ring._reinterpret(dtype, [STAGES * HALVES * (BLOCK_N // 16), 16, COLUMNS], rows_layout)
+    clear_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
+    row = gl.arange(0, 16, layout=gl.SliceLayout(1, clear_layout))
+    ends = _ends_of(query_start_loc, min_query, num_reqs, BLOCK_Q, gl.BlockedLayout([R // 32], [32], [1], [0]), R)
+    units = gl.max(ends, 0) * K
+    count = 0
+    raw_phase = 0
+    for turn in range(_turns(units)):
+        unit = _unit(turn)
+        r, begin, q_len, seq_len, first, last, low, high = _tile_of(
+            ends, unit // K, query_start_loc, seq_lens, left, right, BLOCK_Q, BLOCK_N, PAGED
+        )
+        kv_head = unit % K
+        table = block_table
+        if PAGED:
+            table = block_table + r.to(gl.int64) * table_r
+        tiles = (high - low + BLOCK_N - 1) // BLOCK_N
+        for i in range(tiles):
+            start = low + (tiles - 1 - i) * BLOCK_N
+            pages = ()
+            places = ()
+            for b in gl.static_range(BOXES):
+                at = start + b * BOX
+                if PAGED:
+                    # no page: the engine writes zeros for what lies outside of its tensor
+                    pages = pages + (gl.load(table + at // P, mask=at < seq_len, other=num_pages),)
+                    places = places + (at % P,)
+                else:
+                    pages = pages + (0,)
+                    places = places + (begin + at,)
+            stage = count % STAGES
+            phase = count // STAGES & 1
+            mbarrier.wait(k_empty.index(stage), phase ^ 1)
+            k_bar = k_full.index(stage)
+            mbarrier.expect(k_bar, BLOCK_N * D * 2)
+            for b in gl.static_range(BOXES):
+                for h in gl.static_range(HALVES):
+                    tma.async_copy_global_to_shared(
+                        k_desc, [pages[b], places[b], kv_head, h * COLUMNS], k_bar,
+                        k_boxes.index(stage * (HALVES * BOXES) + h * BOXES + b),
+                    )  # fmt: skip
+            mbarrier.wait(v_empty.index(stage), phase ^ 1)
+            partial = start + BLOCK_N > seq_len
+            if partial:
+                mbarrier.expect(v_raw, BLOCK_N * D * 2)
+                for b in gl.static_range(BOXES):
+                    for h in gl.static_range(HALVES):
+                        tma.async_copy_global_to_shared(
+                            v_desc, [pages[b], places[b], kv_head, h * COLUMNS], v_raw,
+                            v_boxes.index(stage * (HALVES * BOXES) + h * BOXES + b),
+                        )  # fmt: skip
+                mbarrier.wait(v_raw, raw_phase)
+                raw_phase ^= 1
+                valid = seq_len - start
+                for c in range(valid // 16, BLOCK_N // 16):
+                    for h in gl.static_range(HALVES):
+                        part = v_rows.index(stage * (HALVES * (BLOCK_N // 16)) + h * (BLOCK_N // 16) + c)
+                        nothing = gl.zeros([16, COLUMNS], dtype, clear_layout)
+                        part.store(gl.where((row + c * 16 < valid)[:, None], part.load(clear_layout), nothing))
+                fence_async_shared()
+                gl.thread_barrier()
+                mbarrier.arrive(v_full.index(stage), count=1)
+            else:
+                v_bar = v_full.index(stage)
+                mbarrier.expect(v_bar, BLOCK_N * D * 2)
+                for b in gl.static_range(BOXES):
+                    for h in gl.static_range(HALVES):
+                        tma.async_copy_global_to_shared(
+                            v_desc, [pages[b], places[b], kv_head, h * COLUMNS], v_bar,
+                            v_boxes.index(stage * (HALVES * BOXES) + h * BOXES + b),
+                        )  # fmt: skip
+            count += 1
+
+
+@gluon.jit
+def _tanh(x):  # type: ignore[no-untyped-def]
+    """tanh: by series where the quotient would cancel, and saturating on both sides where exp overflows."""
+    y = x * x
+    series = x * (1.0 + y * (-0.33333333 + y * (0.13333333 + y * (-0.05396825 + y * 0.02186949))))
+    return gl.where(gl.abs(x) < 0.25, series, 1.0 - 2.0 / (gl.exp2(x * 2.8853900817779268) + 1.0))
+
+
+@gluon.jit
+def _weigh(  # type: ignore[no-untyped-def]
+    s, top, norm, start, upper, lower, factor, cap,
+    MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, S_LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """The online softmax of one tile of scores: (weights, running maximum, running sum, what earlier sums shrink by)."""
+    if HAS_CAP:
+        s = cap * _tanh(s * factor)
+    if MASKED:
+        j = start + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S_LAYOUT))
+        allowed = j[None, :] <= upper[:, None]
+        if HAS_LEFT:
+            allowed = allowed & (j[None, :] >= lower[:, None])
+        s = gl.where(allowed, s, float("-inf"))
+    # plain scores meet the factor inside the exponent, where it fuses
+    above = gl.maximum(top, gl.max(s, 1) if HAS_CAP else gl.max(s, 1) * factor)
+    guard = gl.where(above == float("-inf"), 0.0, above)
+    p = gl.exp2((s if HAS_CAP else s * factor) - guard[:, None])
+    shrink = gl.exp2(top - guard)
+    norm = norm * shrink + gl.sum(p, 1)
+    return p, above, norm, shrink
+
+
+@gluon.jit
+def _step(  # type: ignore[no-untyped-def]
+    p, acc, top, norm, count, q, k_ring, v_ring, k_full, k_empty, v_full, v_empty, start, upper, lower, factor, cap,
+    MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The scores of tile `count` while the values of the tile before it are weighed by `p`."""
+    stage = count % STAGES
+    old = (count - 1) % STAGES
+    mbarrier.wait(k_full.index(stage), count // STAGES & 1)
+    s = warpgroup_mma(
+        q, k_ring.index(stage).permute((1, 0)), gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT), use_acc=False, is_async=True
+    )
+    mbarrier.wait(v_full.index(old), (count - 1) // STAGES & 1)
+    acc = warpgroup_mma(p, v_ring.index(old), acc, is_async=True)
+    s = warpgroup_mma_wait(1, deps=[s])
+    mbarrier.arrive(k_empty.index(stage), count=1)
+    weights, top, norm, shrink = _weigh(
+        s, top, norm, start, upper, lower, factor, cap, MASKED, HAS_LEFT, HAS_CAP, S_LAYOUT, BLOCK_N
+    )
+    # waiting for the weights too keeps the compiler from taking the exponentials after the wait
+    acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
+    mbarrier.arrive(v_empty.index(old), count=1)
+    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
+    p = gl.convert_layout(weights.to(q.dtype), P_LAYOUT)
+    return p, acc, top, norm
+
+
+@gluon.jit
+def _consume(  # type: ignore[no-untyped-def]
+    output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
+    query_start_loc, seq_lens, block_table, sinks, factor, v_factor, cap, left, right, min_query, num_reqs,
+    o_t, o_h, lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r,
+    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, P: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr,
+    STAGES: gl.constexpr, PAGED: gl.constexpr, NEGATE: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr,
+    HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, R: gl.constexpr, WHICH: gl.constexpr,
+):  # fmt: skip
+    """Four warps: 64 rows of each of the program's tiles."""
+    K: gl.constexpr = H // G
+    dtype: gl.constexpr = q_ring.dtype
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    q_tile = q_ring.index(WHICH)
+    ends = _ends_of(query_start_loc, min_query, num_reqs, BLOCK_Q, gl.BlockedLayout([R // 128], [32], [4], [0]), R)
+    units = gl.max(ends, 0) * K
+    count = 0
+    copy_row = WHICH * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, COPY))
+    copy_d = gl.arange(0, D, layout=gl.SliceLayout(0, COPY))
+    row = WHICH * 64 + gl.arange(0, 64, layout=ROW)
+    for turn in range(_turns(units)):
+        unit = _unit(turn)
+        r, begin, q_len, seq_len, first, last, low, high = _tile_of(
+            ends, unit // K, query_start_loc, seq_lens, left, right, BLOCK_Q, BLOCK_N, PAGED
+        )
+        kv_head = unit % K
+        context = seq_len - q_len
+        token = first + copy_row // G
+        head = kv_head * G + copy_row % G
+        live = (copy_row < BLOCK_Q * G) & (token < q_len)
+        at = (begin + token).to(gl.int64)
+        q = gl.load(query + (at * q_t + head * q_h)[:, None] + copy_d[None, :], mask=live[:, None], other=0.0)
+        if NEGATE:
+            q = (0.0 - q.to(gl.float32)).to(dtype)
+        q_tile.store(q)
+        fence_async_shared()
+        gl.thread_barrier()
+
+        position = context + first + row // G
+        upper = gl.minimum(position + right, high - 1)
+        lower = position - left
+        tiles = (high - low + BLOCK_N - 1) // BLOCK_N
+        # this consumer's own first token decides which tiles need a mask at their upper end
+        mine = context + first + WHICH * 64 // G
+        right_of = tiles - gl.minimum(gl.maximum(gl.minimum(mine + right + 1, high) - low, 0) // BLOCK_N, tiles)
+        left_from = tiles
+        if HAS_LEFT:
+            left_from = tiles - gl.minimum((gl.maximum(last - left - low, 0) + BLOCK_N - 1) // BLOCK_N, tiles)
+        right_of = gl.maximum(right_of, 1)
+        left_from = gl.maximum(left_from, right_of)
+
+        acc = gl.zeros([64, D], gl.float32, O_LAYOUT)
+        norm = gl.zeros([64], gl.float32, ROW)
+        top = gl.full([64], float("-inf"), gl.float32, ROW)
+        if tiles > 0:
+            stage = count % STAGES
+            mbarrier.wait(k_full.index(stage), count // STAGES & 1)
+            s = warpgroup_mma(
+                q_tile, k_ring.index(stage).permute((1, 0)), gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT), use_acc=False,
+                is_async=True,
+            )  # fmt: skip
+            s = warpgroup_mma_wait(0, deps=[s])
+            mbarrier.arrive(k_empty.index(stage), count=1)
+            start = low + (tiles - 1) * BLOCK_N
+            weights, top, norm, shrink = _weigh(
+                s, top, norm, start, upper, lower, factor, cap, True, HAS_LEFT, HAS_CAP, S_LAYOUT, BLOCK_N
+            )
+            p = gl.convert_layout(weights.to(dtype), P_LAYOUT)
+            count += 1
+            for _i in range(1, right_of):
+                start -= BLOCK_N
+                p, acc, top, norm = _step(
+                    p, acc, top, norm, count, q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, start, upper, lower,
+                    factor, cap, True, HAS_LEFT, HAS_CAP, S_LAYOUT, P_LAYOUT, BLOCK_N, STAGES,
+                )  # fmt: skip
+                count += 1
+            for _i in range(right_of, left_from):
+                start -= BLOCK_N
+                p, acc, top, norm = _step(
+                    p, acc, top, norm, count, q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, start, upper, lower,
+                    factor, cap, False, HAS_LEFT, HAS_CAP, S_LAYOUT, P_LAYOUT, BLOCK_N, STAGES,
+                )  # fmt: skip
+                count += 1
+            if HAS_LEFT:
+                for _i in range(left_from, tiles):
+                    start -= BLOCK_N
+                    p, acc, top, norm = _step(
+                        p, acc, top, norm, count, q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, start, upper,
+                        lower, factor, cap, True, HAS_LEFT, HAS_CAP, S_LAYOUT, P_LAYOUT, BLOCK_N, STAGES,
+                    )  # fmt: skip
+                    count += 1
+            old = (count - 1) % STAGES
+            mbarrier.wait(v_full.index(old), (count - 1) // STAGES & 1)
+            acc = warpgroup_mma(p, v_ring.index(old), acc, is_async=True)
+            acc = warpgroup_mma_wait(0, deps=[acc])
+            mbarrier.arrive(v_empty.index(old), count=1)
+
+        O_ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
+        sum_ = gl.convert_layout(norm, O_ROW)
+        log = gl.where(norm == 0, float("-inf"), top + gl.log2(norm))
+        if gl.max(gl.max(((acc - acc) != 0.0).to(gl.int32), 1), 0) > 0:
+            acc = _careful(
+                q_tile, key_cache, value_cache, block_table, r, begin, kv_head, low, high, upper, lower, top, factor, cap,
+                k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, D, P, PAGED, HAS_LEFT, HAS_CAP, O_LAYOUT,
+            )  # fmt: skip
+        share = v_factor / gl.where(sum_ == 0, 1.0, sum_)
+        if HAS_SINKS:
+            seen = (row < BLOCK_Q * G) & (first + row // G < q_len)
+            sink = gl.load(sinks + kv_head * G + row % G, mask=seen, other=0.0) * 1.4426950408889634
+            # a row without keys is 0 whatever its sink is
+            kept = gl.where(log == float("-inf"), 0.0, 1.0 / (1.0 + gl.exp2(sink - log)))
+            share = share * gl.convert_layout(kept, O_ROW)
+        result = gl.where((sum_ == 0)[:, None], 0.0, acc * share[:, None]).to(dtype)
+        # through the queries' place, which nobody reads any more, so that rows are written 16 bytes a thread
+        q_tile.store(result)
+        gl.thread_barrier()
+        rows = at * o_t + head * o_h
+        gl.store(output + rows[:, None] + copy_d[None, :], q_tile.load(COPY), mask=live[:, None])
+        if HAS_LSE:
+            token = first + row // G
+            seen = (row < BLOCK_Q * G) & (token < q_len)
+            gl.store(lse + (kv_head * G + row % G) * lse_h + begin + token, log * 0.6931471805599453, mask=seen)
+        gl.thread_barrier()
+
+
+@gluon.jit
+def _careful(  # type: ignore[no-untyped-def]
+    q_tile, key_cache, value_cache, block_table, r, begin, kv_head, low, high, upper, lower, top, factor, cap,
+    k_block, k_slot, k_head, v_block, v_slot, v_head, table_r,
+    D: gl.constexpr, P: gl.constexpr, PAGED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """The weighed sum of values, a key at a time: what a row does not see is selected away instead of weighed by 0."""
+    ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
+    d = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
+    q = q_tile.load(LAYOUT).to(gl.float32)
+    upper = gl.convert_layout(upper, ROW)
+    lower = gl.convert_layout(lower, ROW)
+    top = gl.convert_layout(top, ROW)
+    guard = gl.where(top == float("-inf"), 0.0, top)
+    acc = gl.zeros([64, D], gl.float32, LAYOUT)
+    for j in range(low, high):
+        if PAGED:
+            page = gl.load(block_table + r.to(gl.int64) * table_r + j // P).to(gl.int64)
+            k_at = page * k_block + (j % P) * k_slot
+            v_at = page * v_block + (j % P) * v_slot
+        else:
+            k_at = (begin + j).to(gl.int64) * k_slot
+            v_at = (begin + j).to(gl.int64) * v_slot
+        k = gl.load(key_cache + k_at + kv_head * k_head + d).to(gl.float32)
+        v = gl.load(value_cache + v_at + kv_head * v_head + d).to(gl.float32)
+        s = gl.sum(q * k[None, :], 1) * factor
+        if HAS_CAP:
+            s = cap * _tanh(s)
+        p = gl.exp2(s - guard)
+        allowed = j <= upper
+        if HAS_LEFT:
+            allowed = allowed & (j >= lower)
+        acc += gl.where(allowed[:, None], p[:, None] * v[None, :], 0.0)
+    return acc
+
+
+@gluon.jit(do_not_specialize=_BATCH)
+def _prefill(  # type: ignore[no-untyped-def]
+    output, lse, query, key_cache, value_cache, k_desc, v_desc, query_start_loc, seq_lens, block_table, sinks,
+    factor, v_factor, cap, left, right, min_query, num_reqs, num_pages,
+    o_t, o_h, lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r,
+    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, BLOCK_Q: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PAGED: gl.constexpr, NEGATE: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, R: gl.constexpr,
+    CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = query.dtype.element_ty
+    ring: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    q_ring = gl.allocate_shared_memory(dtype, [2, 64, D], ring)
+    k_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], ring)
+    v_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], ring)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    v_raw = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
+        mbarrier.init(k_empty.index(i), count=2)
+        mbarrier.init(v_empty.index(i), count=2)
+    mbarrier.init(v_raw, count=1)
+    fence_async_shared()
+    K: gl.constexpr = H // G
+    # a decode of the same batch may start on the multiprocessors that this grid leaves
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
+    gl.warp_specialize(
+        [
+            (_consume, (
+                output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
+                query_start_loc, seq_lens, block_table, sinks, factor, v_factor, cap, left, right, min_query, num_reqs,
+                o_t, o_h, lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r,
+                H, G, D, P, BLOCK_Q, BLOCK_N, STAGES, PAGED, NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, R, 0,
+            )),
+            (_consume, (
+                output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
+                query_start_loc, seq_lens, block_table, sinks, factor, v_factor, cap, left, right, min_query, num_reqs,
+                o_t, o_h, lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r,
+                H, G, D, P, BLOCK_Q, BLOCK_N, STAGES, PAGED, NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, R, 1,
+            )),
+            (_produce, (
+                k_desc, v_desc, k_ring, v_ring, k_full, k_empty, v_full, v_empty, v_raw,
+                query_start_loc, seq_lens, block_table, left, right, min_query, num_reqs, num_pages, table_r,
+                K, D, P, BOX, BLOCK_Q, BLOCK_N, STAGES, PAGED, R,
+            )),
+        ],
+        [4, 1],
+        [CONSUMER_REGS, PRODUCER_REGS],
+    )  # fmt: skip
+
+
+def serves(
+    query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, num_reqs: int, group: int, page: int
+) -> bool:
+    """Whether shapes, dtypes and addresses are such as this kernel takes; the features are the caller's to check."""
+    if query.dtype not in (torch.bfloat16, torch.float16) or query.shape[-1] not in (64, 128):
+        return False
+    if num_reqs > REQUESTS or group > ROWS or page % 16:
+        return False
+    for cache in (key_cache, value_cache):
+        if cache.dtype != query.dtype or cache.data_ptr() % 16 or any(step % 8 for step in cache.stride()[:-1]):
+            return False
+    return True
+
+
+def prefill(
+    output: torch.Tensor,
+    lse: torch.Tensor | None,
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor | None,
+    block_table: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    *,
+    factor: float,
+    v_factor: float,
+    cap: float,
+    negate: bool,
+    left: int,
+    right: int,
+    has_left: bool,
+    min_query: int,
+    programs: int,
+) -> None:
+    """Fill the rows of all requests of more than `min_query` tokens; the rest of the contract is `paged_attention`'s.
+
+    factor: of scores, into base 2 (into the cap's units with a soft cap, whose `cap` is then in base 2). left, right: keys
+    seen on either side, so large that it bounds nothing where there is none. programs: how many multiprocessors it may take.
+    """
+    paged = block_table is not None
+    caches = [key_cache, value_cache] if paged else [key_cache[None], value_cache[None]]
+    heads, kv_heads = query.shape[1], key_cache.shape[-2]
+    page = key_cache.shape[1] if paged else ROWS
+    box, group = min(page & -page, KEYS), heads // kv_heads
+    block_q = ROWS // group
+    num_reqs = query_start_loc.shape[0] - 1
+    layout = gl.NVMMASharedLayout(128, 16, rank=4)
+    maps = [TensorDescriptor(x, list(x.shape), list(x.stride()), [1, box, 1, 64], layout) for x in caches]
+    tiles = (query.shape[0] // block_q + num_reqs) * kv_heads
+    _prefill[(min(tiles, programs),)](
+        output, lse, query, *caches, *maps, query_start_loc, seq_lens, block_table, sinks,
+        factor, v_factor, cap, left, right, min_query, num_reqs, key_cache.shape[0],
+        output.stride(0), output.stride(1), lse.stride(0) if lse is not None else 0, query.stride(0), query.stride(1),
+        *caches[0].stride()[:3], *caches[1].stride()[:3], block_table.stride(0) if block_table is not None else 0,
+        H=heads, G=group, D=query.shape[2], P=page, BOX=box, BLOCK_Q=block_q, BLOCK_N=KEYS, STAGES=_STAGES, PAGED=paged,
+        NEGATE=negate, HAS_LEFT=has_left, HAS_CAP=cap != 0, HAS_SINKS=sinks is not None, HAS_LSE=lse is not None, R=REQUESTS,
+        CONSUMER_REGS=_REGISTERS[0], PRODUCER_REGS=_REGISTERS[1], num_warps=4,
+    )  # fmt: skip

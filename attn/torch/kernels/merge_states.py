@@ -1,0 +1,123 @@
+"""Joining attention over disjoint sets of keys: states (output, lse) become the state over all keys, on the device.
+
+One program joins all states of one token for some heads, in one pass: a running maximum of the log-sum-exps, weights
+relative to it (SEMANTICS 4.6; the merge step of Flash-Decoding). The state is float32 whatever the outputs are. A state whose
+lse is -inf or +inf, or NaN unless it is to be kept, is empty: its output is not loaded, so whatever it holds stays there.
+
+Layouts: outputs [S, T, H, D] (or two of [T, H, D]), any strides with D dense; lses [S, H, T] float32, natural, T dense.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import library
+
+from attn.torch.kernels.launch import check_stride, power_of_two
+
+
+@triton.jit
+def _joined(acc, norm, top, rows, logs, live, lanes, NAN_IS_EMPTY: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One more state: acc [heads, D] and norm [heads] are sums relative to exp(top)."""
+    log = tl.load(logs, mask=live, other=float("-inf"))
+    empty = (log == float("inf")) | (log == float("-inf"))
+    if NAN_IS_EMPTY:
+        empty = empty | (log != log)
+    log = tl.where(empty, float("-inf"), log)
+    values = tl.load(rows, mask=lanes & (log != float("-inf"))[:, None], other=0.0).to(tl.float32)
+    above = tl.maximum(top, log)
+    guard = tl.where(above == float("-inf"), 0.0, above)
+    shrink, weight = tl.exp(top - guard), tl.exp(log - guard)
+    return acc * shrink[:, None] + values * weight[:, None], norm * shrink + weight, above
+
+
+@triton.jit(do_not_specialize=["states", "heads", "out_lse_h", "lse_s", "lse_h", "other_lse_h"])
+def _merge(  # type: ignore[no-untyped-def]
+    output, lse, outputs, lses, other, other_lse,
+    states, heads, out_t, out_h, out_lse_h, in_s, in_t, in_h, lse_s, lse_h, other_t, other_h, other_lse_h,
+    D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, STACKED: tl.constexpr, NAN_IS_EMPTY: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)).to(tl.int64)
+    d = tl.arange(0, BLOCK_D)[None, :]
+    live = head < heads
+    lanes = live[:, None] & (d < D)
+    acc = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
+    norm = tl.zeros((BLOCK_H,), tl.float32)
+    top = tl.full((BLOCK_H,), float("-inf"), tl.float32)
+    rows, logs = outputs + token * in_t + head[:, None] * in_h + d, lses + head * lse_h + token
+    if STACKED:
+        for _ in range(states):
+            acc, norm, top = _joined(acc, norm, top, rows, logs, live, lanes, NAN_IS_EMPTY)
+            rows += in_s
+            logs += lse_s
+    else:
+        acc, norm, top = _joined(acc, norm, top, rows, logs, live, lanes, NAN_IS_EMPTY)
+        rows = other + token * other_t + head[:, None] * other_h + d
+        acc, norm, top = _joined(acc, norm, top, rows, other_lse + head * other_lse_h + token, live, lanes, NAN_IS_EMPTY)
+    merged = tl.where(norm[:, None] == 0.0, 0.0, acc / norm[:, None])
+    log = tl.where(norm == 0.0, float("-inf"), top + tl.log(norm))
+    tl.store(output + token * out_t + head[:, None] * out_h + d, merged.to(output.dtype.element_ty), mask=lanes)
+    tl.store(lse + head * out_lse_h + token, log, mask=live)
+
+
+@library.custom_op("attn::triton_merge_states", mutates_args=())
+def merge_states(outputs: torch.Tensor, lses: torch.Tensor, nan_is_empty: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output [T, H, D], lse [H, T] float32) over all keys, from S states over parts of them.
+
+    outputs: [S, T, H, D], bfloat16, float16 or float32; lses: [S, H, T] float32, natural, sinks excluded. S may be 0. With
+    all states empty a row is 0 and its lse -inf. With `nan_is_empty=False` a NaN among the lses stays one.
+    """
+    return _launch(outputs, lses, None, None, nan_is_empty)
+
+
+@library.custom_op("attn::triton_merge_two_states", mutates_args=())
+def merge_two_states(
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    other: torch.Tensor,
+    other_lse: torch.Tensor,
+    nan_is_empty: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`merge_states` of two that lie apart, such as a shared prefix and the rest: outputs [T, H, D], lses [H, T]."""
+    return _launch(output[None], lse[None], other, other_lse, nan_is_empty)
+
+
+def _launch(
+    outputs: torch.Tensor,
+    lses: torch.Tensor,
+    other: torch.Tensor | None,
+    other_lse: torch.Tensor | None,
+    nan_is_empty: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    states, tokens, heads, head_size = outputs.shape
+    output, lse = _results(outputs, lses)
+    if tokens == 0:
+        return output, lse
+    for name, tensor in (("outputs", outputs), ("lses", lses), ("other", other), ("other_lse", other_lse)):
+        if tensor is not None:
+            check_stride(name, tensor)
+    block_d = power_of_two(head_size)
+    block_h = min(power_of_two(heads), max(1, 2048 // block_d))
+    _merge[(tokens, -(-heads // block_h))](
+        output, lse, outputs, lses, other, other_lse,
+        states, heads, output.stride(0), output.stride(1), lse.stride(0), *outputs.stride()[:3], *lses.stride()[:2],
+        *(other.stride()[:2] if other is not None else (0, 0)), other_lse.stride(0) if other_lse is not None else 0,
+        D=head_size, BLOCK_H=block_h, BLOCK_D=block_d, STACKED=other is None, NAN_IS_EMPTY=nan_is_empty,
+        num_warps=4,
+    )  # fmt: skip
+    return output, lse
+
+
+def _results(outputs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Undefined memory for a merged state."""
+    return outputs.new_empty(outputs.shape[1:]), lses.new_empty(lses.shape[1:], dtype=torch.float32)
+
+
+@merge_states.register_fake
+def _(outputs, lses, nan_is_empty=True):  # type: ignore[no-untyped-def]
+    return _results(outputs, lses)
+
+
+@merge_two_states.register_fake
+def _(output, lse, other, other_lse, nan_is_empty=True):  # type: ignore[no-untyped-def]
+    return _results(output[None], lse[None])

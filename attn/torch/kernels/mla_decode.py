@@ -1,0 +1,331 @@
+"""Absorbed MLA over a paged cache of latents, dense or by a list of chosen keys: split keys, one merge.
+
+All H heads attend the same row [latent L | rotary Dr], the latent being the value too. A program takes BLOCK_M rows, each a
+(token, head) pair of one request, against a part of its keys, BLOCK_N at a time, with an online softmax in base 2 (Dao et al.,
+FlashAttention-2, 2023; Flash-Decoding for the split). A tile of keys is loaded once and used twice, transposed for the scores
+and as it is for the values, which is what makes MLA's 2 (2 L + Dr) operations a key and head cheap in bytes.
+
+    grid (requests x row tiles, splits); row tiles vary fastest, so that heads that share keys run together and share L2.
+    dense   rows of a request's tokens side by side; row i sees its first seq_len - q_len + i + 1 keys (or limits[i]).
+    sparse  a tile holds one token's heads; its keys are those that `indices` names, -1 (or beyond the sequence) being none.
+
+A program whose part is the whole writes the result, otherwise a float32 state that `_merge` joins. No lengths are fetched from
+the device and grids depend on extents and maxima alone: a captured launch serves any batch within those bounds.
+
+What is masked is selected away: its score is -inf and the row that is loaded in its place is one that is seen, or, where
+tokens differ in what they see, has its values that are not finite replaced by 0 (a row that sees them has a NaN for a score
+already). Offsets into a cache of 2^31 elements or more are 64-bit.
+
+Layouts: q [T, H, L + Dr], out [T, H, L]; cache [N, P, W], dense in the last dimension; lse [H, T] float32, natural. Rows of a
+`packed` cache are fp8_ds_mla's 656 bytes. Undefined: rows of tokens beyond query_start_loc[R], which are left alone.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import library
+
+from attn.torch.kernels.launch import arch, can_launch_early, check_stride, multiprocessors, power_of_two
+from attn.torch.kernels.mla_launch import mla_launch, mla_split
+
+LOG2E = 1.4426950408889634
+_BATCH = ("splits", "split", "max_seen")
+
+
+@triton.jit
+def _tile(  # type: ignore[no-untyped-def]
+    cache, rows, dtype, scales,
+    L: tl.constexpr, DR: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """(latent [N, L], rotary [N, Dr]) of cache rows at element offsets `rows` [N], in `dtype`; codes as numbers, unscaled,
+    except those of packed rows."""
+    d = tl.arange(0, BLOCK_L)
+    e = tl.arange(0, BLOCK_R)
+    if PACKED:
+        codes = tl.load((cache + rows[:, None] + d[None, :]).to(tl.pointer_type(tl.float8e4nv)))
+        quarter = tl.arange(0, 4)
+        own = tl.load((cache + rows[:, None] + 512 + 4 * quarter[None, :]).to(tl.pointer_type(tl.float32)))
+        numbers = tl.reshape(codes.to(tl.float32), (BLOCK_N, 4, 128)) * own[:, :, None]
+        latent = tl.reshape(numbers, (BLOCK_N, BLOCK_L)).to(dtype)
+        rotary = tl.load((cache + rows[:, None] + 528 + 2 * e[None, :]).to(tl.pointer_type(tl.bfloat16))).to(dtype)
+    else:
+        at, rope_at = cache + rows[:, None] + d[None, :], cache + rows[:, None] + L + e[None, :]
+        latent = tl.load(at).to(dtype) if L == BLOCK_L else tl.load(at, mask=(d < L)[None, :], other=0.0).to(dtype)
+        rotary = tl.load(rope_at).to(dtype) if DR == BLOCK_R else tl.load(rope_at, mask=(e < DR)[None, :], other=0.0).to(dtype)
+    return latent, rotary
+
+
+@triton.jit
+def _step(  # type: ignore[no-untyped-def]
+    acc, norm, top, q, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot, seq_len, factor,
+    MASKED: tl.constexpr, CAREFUL: tl.constexpr, SPARSE: tl.constexpr, P: tl.constexpr, L: tl.constexpr, DR: tl.constexpr,
+    BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys. `seen` [M]: how many keys each row sees; `last`: the last key that some row sees. Without MASKED
+    every row sees every key of the tile."""
+    n = tl.arange(0, BLOCK_N)
+    j = start + n
+    at = tl.minimum(j, last) if MASKED else j
+    if SPARSE:
+        position = tl.load(chosen + at)
+        real = (position >= 0) & (position < seq_len) & (j <= last)
+        # what is not there is read where something is: the sequence's first key, and masked
+        at = tl.where(real, position, 0)
+    if P % BLOCK_N == 0 and not SPARSE:  # noqa: SIM108  (one is known when compiling)
+        page = tl.load(table + start // P)
+    else:
+        page = tl.load(table + at // P)
+    if WIDE:
+        page = page.to(tl.int64)
+    k, k_rope = _tile(
+        cache, page * c_block + at % P * c_slot, q.dtype, seq_len, L, DR, BLOCK_L, BLOCK_R, BLOCK_N, PACKED,
+    )  # fmt: skip
+    s = tl.dot(q_rope, tl.trans(k_rope), input_precision=PRECISION)
+    s = tl.dot(q, tl.trans(k), s, input_precision=PRECISION)
+    if SPARSE:
+        s = tl.where(real[None, :], s, float("-inf"))
+    elif MASKED:
+        s = tl.where(j[None, :] < seen[:, None], s, float("-inf"))
+    above = tl.maximum(top, tl.max(s, 1) * factor)
+    guard = tl.where(above == float("-inf"), 0.0, above)
+    p = tl.exp2(s * factor - guard[:, None])
+    shrink = tl.exp2(top - guard)
+    norm = norm * shrink + tl.sum(p, 1)
+    acc = acc * shrink[:, None]
+    if CAREFUL:
+        wide = k.to(tl.float32)
+        k = tl.where((wide - wide) != 0.0, 0.0, wide).to(q.dtype)
+    acc = tl.dot(p.to(q.dtype), k, acc, input_precision="ieee" if PRECISION == "ieee" else PRECISION)
+    return acc, norm, above
+
+
+@triton.jit(do_not_specialize=_BATCH)
+def _attend(  # type: ignore[no-untyped-def]
+    out, lse, partial, partial_lse, query, cache, query_start_loc, seq_lens, limits, block_table, indices, k_scale,
+    factor, v_factor, splits, split, topk,
+    o_t, o_h, lse_h, q_t, q_h, c_block, c_slot, table_r, indices_t,
+    H: tl.constexpr, L: tl.constexpr, DR: tl.constexpr, P: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, TILES: tl.constexpr,
+    MAX_QUERY: tl.constexpr, SPARSE: tl.constexpr, HAS_SPLITS: tl.constexpr, HAS_LIMITS: tl.constexpr, HAS_LSE: tl.constexpr,
+    HAS_K_SCALE: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    if EARLY:
+        # the merge may be launched already: it waits for this grid's end before it reads
+        tl.extra.cuda.gdc_launch_dependents()
+    r = tl.program_id(0) // TILES
+    tile = tl.program_id(0) % TILES
+    begin = tl.load(query_start_loc + r)
+    q_len = tl.load(query_start_loc + r + 1) - begin
+    row = tl.arange(0, BLOCK_M)
+    if SPARSE:  # a tile is BLOCK_M heads of one token
+        heads: tl.constexpr = (H + BLOCK_M - 1) // BLOCK_M
+        token = tile // heads + tl.zeros((BLOCK_M,), tl.int32)
+        head = tile % heads * BLOCK_M + row
+        first = tile // heads
+    else:
+        token = (tile * BLOCK_M + row) // H
+        head = (tile * BLOCK_M + row) % H
+        first = tile * BLOCK_M // H
+    if first >= q_len:
+        return
+    seq_len = tl.load(seq_lens + r)
+    live = (token < q_len) & (head < H)
+    at = (begin + token).to(tl.int64)
+    chosen = indices
+    if SPARSE:
+        seen = tl.zeros((BLOCK_M,), tl.int32)
+        low, high = topk, topk
+        chosen = indices + (begin + first).to(tl.int64) * indices_t
+    else:
+        seen = seq_len - q_len + token + 1
+        if HAS_LIMITS:
+            seen = tl.load(limits + at, mask=live, other=0)
+        seen = tl.maximum(tl.where(live, seen, 0), 0)
+        high = tl.minimum(tl.max(seen, 0), seq_len)  # keys that some row of the tile sees
+        low = tl.min(tl.where(live, seen, high), 0)  # keys that every live row sees
+    begins, stop = 0, high
+    count = 1
+    if HAS_SPLITS:
+        count = tl.cdiv(high, split)
+        s = tl.program_id(1)
+        if s >= tl.maximum(count, 1):
+            return
+        begins = s * split
+        stop = tl.minimum(high, begins + split)
+
+    d = tl.arange(0, BLOCK_L)
+    e = tl.arange(0, BLOCK_R)
+    q_at = query + at[:, None] * q_t + head[:, None] * q_h
+    q = tl.load(q_at + d[None, :], mask=live[:, None] & (d < L)[None, :], other=0.0)
+    q_rope = tl.load(q_at + L + e[None, :], mask=live[:, None] & (e < DR)[None, :], other=0.0)
+    if HAS_K_SCALE:
+        scale = tl.load(k_scale)
+        factor = factor * scale
+        v_factor = v_factor * scale
+    table = block_table + r.to(tl.int64) * table_r
+
+    acc = tl.zeros((BLOCK_M, BLOCK_L), tl.float32)
+    norm = tl.zeros((BLOCK_M,), tl.float32)
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    if SPARSE:
+        if seq_len > 0:
+            for start in tl.range(begins, stop, BLOCK_N):
+                acc, norm, top = _step(
+                    acc, norm, top, q, q_rope, start, seen, topk - 1, cache, table, chosen, c_block, c_slot, seq_len, factor,
+                    True, True, True, P, L, DR, BLOCK_L, BLOCK_R, BLOCK_N, PACKED, WIDE, PRECISION,
+                )  # fmt: skip
+    else:
+        # every row sees the keys below `low`, whose whole tiles need no mask
+        rest = tl.maximum(begins, tl.minimum(low, stop) // BLOCK_N * BLOCK_N)
+        for start in tl.range(begins, rest, BLOCK_N):
+            acc, norm, top = _step(
+                acc, norm, top, q, q_rope, start, seen, high - 1, cache, table, chosen, c_block, c_slot, seq_len, factor,
+                False, False, False, P, L, DR, BLOCK_L, BLOCK_R, BLOCK_N, PACKED, WIDE, PRECISION,
+            )  # fmt: skip
+        for start in tl.range(rest, stop, BLOCK_N, num_stages=1):
+            acc, norm, top = _step(
+                acc, norm, top, q, q_rope, start, seen, high - 1, cache, table, chosen, c_block, c_slot, seq_len, factor,
+                True, MAX_QUERY > 1, False, P, L, DR, BLOCK_L, BLOCK_R, BLOCK_N, PACKED, WIDE, PRECISION,
+            )  # fmt: skip
+
+    log = tl.where(norm == 0, float("-inf"), top + tl.log2(norm))
+    result = tl.where(norm[:, None] == 0, 0.0, acc / norm[:, None]) * v_factor
+    lanes = live[:, None] & (d < L)[None, :]
+    if HAS_SPLITS:  # noqa: SIM102
+        if count > 1:
+            state = (at * H + head) * splits + tl.program_id(1)
+            tl.store(partial + state[:, None] * L + d[None, :], result, mask=lanes)
+            tl.store(partial_lse + state, log, mask=live)
+            return
+    tl.store(out + at[:, None] * o_t + head[:, None] * o_h + d[None, :], result.to(out.dtype.element_ty), mask=lanes)
+    if HAS_LSE:
+        tl.store(lse + head * lse_h + at, log * 0.6931471805599453, mask=live)
+
+
+@triton.jit(do_not_specialize=_BATCH)
+def _merge(  # type: ignore[no-untyped-def]
+    out, lse, partial, partial_lse, query_start_loc, seq_lens, limits, splits, split, topk, o_t, o_h, lse_h,
+    H: tl.constexpr, L: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_S: tl.constexpr,
+    MAX_QUERY: tl.constexpr, SPARSE: tl.constexpr, HAS_LIMITS: tl.constexpr, HAS_LSE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """The second stage: grid (R x MAX_QUERY, H), one program joins the splits of one row. Parts without keys are not read."""
+    r = tl.program_id(0) // MAX_QUERY
+    token = tl.program_id(0) % MAX_QUERY
+    head = tl.program_id(1)
+    begin = tl.load(query_start_loc + r)
+    q_len = tl.load(query_start_loc + r + 1) - begin
+    if token >= q_len:
+        return
+    at = (begin + token).to(tl.int64)
+    if SPARSE:
+        high = topk
+    else:
+        # the number of splits is that of the row's tile: of the last of its tokens
+        tail = tl.minimum((((token * H + head) // BLOCK_M + 1) * BLOCK_M - 1) // H, q_len - 1)
+        seq_len = tl.load(seq_lens + r)
+        high = seq_len - q_len + tail + 1
+        if HAS_LIMITS:
+            head_token = (token * H + head) // BLOCK_M * BLOCK_M // H
+            high = 0
+            for i in tl.range(head_token, tail + 1, num_stages=1):
+                high = tl.maximum(high, tl.load(limits + begin + i))
+        high = tl.minimum(tl.maximum(high, 0), seq_len)
+    count = tl.cdiv(high, split)
+    if count <= 1:
+        return
+    d = tl.arange(0, BLOCK_L)
+    part = tl.arange(0, BLOCK_S)
+    state = (at * H + head) * splits
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    top = -float("inf")
+    for s in tl.range(0, count, BLOCK_S, num_stages=1):
+        top = tl.maximum(top, tl.max(tl.load(partial_lse + state + s + part, mask=s + part < count, other=float("-inf")), 0))
+    guard = tl.where(top == float("-inf"), 0.0, top)
+    acc = tl.zeros((BLOCK_L,), tl.float32)
+    norm = 0.0
+    for s in tl.range(0, count, BLOCK_S, num_stages=1):
+        logs = tl.load(partial_lse + state + s + part, mask=s + part < count, other=float("-inf"))
+        full = logs != float("-inf")
+        weight = tl.exp2(logs - guard)
+        rows = (state + s + part)[:, None] * L + d[None, :]
+        values = tl.load(partial + rows, mask=full[:, None] & (d < L)[None, :], other=0.0)
+        acc += tl.sum(values * weight[:, None], 0)
+        norm += tl.sum(weight, 0)
+    result = tl.where(norm == 0, 0.0, acc / norm)
+    tl.store(out + at * o_t + head * o_h + d, result.to(out.dtype.element_ty), mask=d < L)
+    if HAS_LSE:
+        log = tl.where(norm == 0, float("-inf"), top + tl.log2(norm))
+        tl.store(lse + head * lse_h + at, log * 0.6931471805599453)
+
+
+@library.custom_op("attn::triton_mla_decode", mutates_args=("out", "lse"))
+def mla_decode(
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float,
+    packed: bool = False,
+    k_scale: torch.Tensor | None = None,
+    k_factor: float = 1.0,
+    limits: torch.Tensor | None = None,
+    indices: torch.Tensor | None = None,
+    fixed_split: int = 0,
+) -> None:
+    """Fill out [T, H, L] and, unless None, lse [H, T] for every token of every request.
+
+    query: [T, H, L + Dr]; cache: [N, P, L + Dr], or [N, P, 656] uint8 when `packed`; query_start_loc: [R + 1], seq_lens: [R],
+    block_table: [R, B], int32. k_scale: 0-d float32 on the device, k_factor the same when the host knows it: a row is code *
+    scale. limits: [T] int32, the keys each row sees. indices: [T, topk] int32 key positions each row attends, in place of
+    causality. fixed_split: keys a split takes, 0 to let the rule choose by the batch.
+    """
+    requests, (tokens, heads, width), rank = query_start_loc.shape[0] - 1, query.shape, out.shape[2]
+    if requests < 1 or tokens == 0 or max_query_len == 0:
+        return
+    for name, tensor in (("out", out), ("query", query), ("cache", cache)):
+        check_stride(name, tensor)
+    itemsize, stored, name = query.element_size(), cache.element_size(), arch()
+    sparse = indices is not None
+    rows = heads if sparse else heads * max_query_len
+    rule = mla_launch(name, rows, rank, width - rank, itemsize, stored)
+    tiles = -(-heads // rule.block_m) * max_query_len if sparse else -(-rows // rule.block_m)
+    topk = indices.shape[1] if indices is not None else 0
+    keys = topk if sparse else max_seq_len
+    split = fixed_split or mla_split(requests * tiles, keys, rule.block_n, multiprocessors(query.device))
+    splits = max(1, -(-keys // split))
+    state = tokens * heads * splits if splits > 1 else 0
+    partial = torch.empty(state * rank, dtype=torch.float32, device=query.device) if state else out
+    partial_lse = torch.empty(state, dtype=torch.float32, device=query.device) if state else out
+    early = can_launch_early(name) and splits > 1
+    lse_h = lse.stride(0) if lse is not None else 0
+    common = {
+        "H": heads, "L": rank, "BLOCK_M": rule.block_m, "BLOCK_L": power_of_two(rank), "MAX_QUERY": max_query_len,
+        "SPARSE": sparse, "HAS_LIMITS": limits is not None, "HAS_LSE": lse is not None, "EARLY": early,
+    }  # fmt: skip
+    _attend[(requests * tiles, splits)](
+        out, lse, partial, partial_lse, query, cache, query_start_loc, seq_lens, limits, block_table, indices, k_scale,
+        scale * k_factor * LOG2E, k_factor, splits, split, topk,
+        out.stride(0), out.stride(1), lse_h, query.stride(0), query.stride(1), cache.stride(0), cache.stride(1),
+        block_table.stride(0), indices.stride(0) if indices is not None else 0,
+        DR=width - rank, P=cache.shape[1], BLOCK_N=rule.block_n, BLOCK_R=power_of_two(width - rank), TILES=tiles,
+        HAS_SPLITS=splits > 1, HAS_K_SCALE=k_scale is not None, PACKED=packed, WIDE=cache.shape[0] * cache.stride(0) >= 2**31,
+        PRECISION="tf32x3" if itemsize == 4 and name.startswith("sm") else "ieee", **common, **rule.options(),
+    )  # fmt: skip
+    if splits > 1:
+        _merge[(requests * max_query_len, heads)](
+            out, lse, partial, partial_lse, query_start_loc, seq_lens, limits, splits, split, topk, out.stride(0),
+            out.stride(1), lse_h, BLOCK_S=8, **common, num_warps=4, **({"launch_pdl": True} if early else {}),
+        )  # fmt: skip
+
+
+@mla_decode.register_fake
+def _(*args, **kwargs) -> None:  # type: ignore[no-untyped-def]
+    return None

@@ -1,0 +1,75 @@
+"""Launch rules of the MLA kernels: rows, keys, warps and stages from shapes and the architecture.
+
+A row's accumulator is L float32 wide (512: two registers a thread of 256), so that what limits a program is registers, not
+shared memory: 64 rows are the most, and eight warps hold them.
+"""
+
+import functools
+
+from attn.torch.kernels.launch import SHARED_MEMORY, Launch, power_of_two
+
+
+@functools.lru_cache(maxsize=1024)
+def mla_launch(arch: str, rows: int, rank: int, rope: int, itemsize: int, stored: int) -> Launch:
+    """For `rows` (token, head) pairs of one request over latents of `rank` + `rope`: the first of a list that fits."""
+    block_m = min(64, max(16, power_of_two(rows)))
+    if arch == "interpreter":
+        return Launch(block_m, 16, 4, 1)
+    if itemsize == 4:
+        wanted = [Launch(16, 16, 4, 2), Launch(16, 16, 4, 1)]
+    elif arch.startswith("gfx"):
+        block_m = min(block_m, 32)
+        wanted = [Launch(block_m, n, 4, s) for n, s in ((32, 2), (16, 2), (16, 1))]
+    elif block_m == 64 and arch.startswith(("sm_9", "sm_10")):
+        wanted = [Launch(64, n, 8, s) for n, s in ((64, 2), (32, 3), (32, 2), (16, 2))]
+    else:
+        block_m = min(block_m, 32)
+        wanted = [Launch(block_m, n, 4 if block_m == 16 else 8, s) for n, s in ((32, 4), (32, 3), (32, 2), (16, 2), (16, 1))]
+    limit = SHARED_MEMORY.get(arch, 65536)
+    for launch in wanted:
+        if _shared(launch, rank, rope, itemsize, stored) <= limit:
+            return launch
+    return wanted[-1]
+
+
+def _shared(launch: Launch, rank: int, rope: int, itemsize: int, stored: int) -> int:
+    """Bytes of shared memory: queries once, keys a stage (and once more converted), the weights."""
+    row = power_of_two(rank) + power_of_two(rope)
+    stages = max(1, launch.num_stages - 1)
+    need = launch.block_m * row * itemsize + launch.block_n * row * stages * stored + launch.block_m * launch.block_n * itemsize
+    return need + (launch.block_n * row * itemsize if stored != itemsize else 0)
+
+
+def mla_split(units: int, keys: int, block_n: int, multiprocessors: int, most: int = 64) -> int:
+    """Keys a program takes, a multiple of block_n: splits that fill whole waves, one program a multiprocessor."""
+    tiles = max(1, -(-keys // block_n))
+
+    def cost(splits: int) -> float:
+        waves = -(-units * splits // multiprocessors)
+        return waves * (-(-tiles // splits) + 3) + (0.0 if splits == 1 else 4 + splits / 8)
+
+    best = min(range(1, min(tiles, most) + 1), key=cost)
+    return -(-tiles // best) * block_n
+
+
+@functools.lru_cache(maxsize=1024)
+def mla_prefill_launch(arch: str, size: int, width: int, itemsize: int) -> Launch:
+    """For many query rows of expanded heads: bound by arithmetic, so tiles as large as registers and shared memory allow."""
+    if arch == "interpreter":
+        return Launch(32, 32, 4, 1)
+    if itemsize == 4:
+        wanted = [Launch(32, 16, 4, s) for s in (2, 1)]
+    elif arch.startswith("gfx"):
+        wanted = [Launch(64, 32, 4, s) for s in (2, 1)]
+    elif arch.startswith(("sm_9", "sm_10")):
+        wanted = [Launch(128, 128, 8, 2), Launch(128, 64, 8, 3), Launch(128, 64, 8, 2), Launch(64, 32, 4, 2)]
+    else:
+        wanted = [Launch(64, n, 4, s) for n, s in ((64, 2), (32, 2), (32, 1))]
+    limit = SHARED_MEMORY.get(arch, 65536)
+    for launch in wanted:
+        stages = max(1, launch.num_stages - 1)
+        if (
+            launch.block_m * size + launch.block_n * (size + width) * stages + launch.block_m * launch.block_n
+        ) * itemsize <= limit:
+            return launch
+    return wanted[-1]

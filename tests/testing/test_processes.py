@@ -1,0 +1,40 @@
+"""Cases spread over processes: in order, each once, and a process that dies takes one case with it. About 12 s."""
+
+import json
+import os
+import time
+
+import pytest
+
+from attn.testing import run_conformance
+from attn.testing.command import main
+from attn.testing.processes import spread
+
+
+def halved(task: int) -> int:
+    if task < 0:
+        os._exit(3)
+    time.sleep(0.05 * (task % 3))
+    return task // 2
+
+
+def test_results_come_in_order_whoever_was_first() -> None:
+    assert list(spread(halved, range(8), 2, lambda why: -1, lambda task: task % 2)) == [n // 2 for n in range(8)]
+    assert list(spread(halved, [], 2, lambda why: -1)) == []
+
+
+def test_a_process_that_dies_costs_its_own_task() -> None:
+    told: list[str] = []
+    assert list(spread(halved, [6, -1, 8], 2, lambda why: len(told.append(why) or []) - 1)) == [3, -1, 4]
+    assert len(told) == 1 and "the process that ran it died" in told[0]
+
+
+def test_a_run_in_processes_is_the_same_run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert main(["CPU_ATTN", "--only", "page boundaries", "--jobs", "2", "--json"]) == 0
+    (there,) = json.loads(capsys.readouterr().out)["backends"]
+    (here,) = run_conformance(["CPU_ATTN"], only="page boundaries").to_dict()["backends"]
+    assert {**there, "seconds": 0} == {**here, "seconds": 0} and there["cases"] == 3
+    assert "OMP_NUM_THREADS" not in os.environ
+    with pytest.raises(ValueError, match="jobs=0 must be at least 1"):
+        run_conformance(["CPU_ATTN"], jobs=0)

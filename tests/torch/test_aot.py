@@ -1,0 +1,83 @@
+"""The Triton kernels under ptxas and LLVM, without a GPU (about 30 s of one core an architecture).
+
+Triton comes from PYTHONPATH or from the environment's folder `compilers` (`make compilers`); without it these are skipped.
+"""
+
+import functools
+import sys
+from pathlib import Path
+
+import pytest
+
+from attn import aot
+from attn.errors import BackendLoadError
+from attn.torch import aot as wing
+
+
+@functools.cache
+def triton() -> str:
+    try:
+        return aot.compiler_path("sm_90")
+    except BackendLoadError as error:
+        pytest.skip(str(error))
+
+
+def kernels(target):
+    return {name for name in wing.KERNELS if target in wing.ONLY_ON.get(name, (target,))}
+
+
+@pytest.mark.parametrize("target", ["sm_90", "sm_100", "gfx942"])
+def test_the_subset_of_the_grid_compiles(target):
+    triton()
+    cases = [case for case in aot.cases(target) if case.subset]
+    assert {case.kernel for case in cases} == kernels(target)
+    rows = aot.compile_cases(target, cases)
+    assert [f"{row.label}: {row.reason}" for row in rows if row.status != "compiled"] == []
+    for part in (part for row in rows for part in row.parts):
+        assert 0 < part["registers"] <= (255 if target.startswith("sm_") else 512)
+        assert part["shared"] <= part["limit"] and part["spills"] >= 0
+
+
+TOO_MUCH = """
+from attn.torch.aot import *
+from attn.torch import aot
+from attn.torch.kernels import launch
+
+def measure(*args):
+    launch.SHARED_MEMORY["sm_90"] = 4096
+    return aot.measure(*args)
+"""
+
+
+def test_shared_memory_beyond_the_architectures_is_a_failure(tmp_path, monkeypatch):
+    triton()
+    (tmp_path / "small_wing.py").write_text(TOO_MUCH)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setitem(aot.TARGETS, "sm_90", aot.Target("small_wing", "triton"))
+    (case,) = [case for case in aot.cases("sm_90") if case.kernel == "paged_attention" and case.subset][:1]
+    (row,) = aot.compile_cases("sm_90", [case])
+    sys.modules.pop("small_wing")
+    assert row.status == "failed" and "shared memory" in row.reason and "4096" in row.reason
+
+
+def test_what_an_architecture_does_not_get_is_refused_with_the_reason():
+    refused = {
+        case.choice["kv"]: case.refused for case in aot.cases("sm_80") if case.kernel == "paged_attention" and case.refused
+    }
+    assert set(refused) == {"fp8_e4m3", "fp8_per_token_head"}
+    assert all("sm_89+" in reason for reason in refused.values())
+    assert not any(case.refused for target in ("sm_90", "gfx942") for case in aot.cases(target))
+
+
+def test_figures_of_amds_assembly(tmp_path):
+    assembly = Path(tmp_path / "x.amdgcn")
+    assembly.write_text(".vgpr_count:     172\n  .agpr_count:   32\n .vgpr_spill_count: 5\n.private_segment_fixed_size: 24\n")
+    assert {k: v for k, v in wing._amd(str(assembly)).items() if k != "code_kib"} == {
+        "registers": 172, "spills": 5, "stack": 24,
+    }  # fmt: skip
+
+
+def test_a_kernel_that_is_compiled_twice_has_two_names():
+    parts = [{"name": "attention"}, {"name": "merge"}, {"name": "attention"}]
+    assert [part["name"] for part in wing._numbered(parts)] == ["attention 1", "merge", "attention 2"]
