@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from attn import reference
 from attn.capabilities import Feature, supports_size
+from attn.diffusion.backends.abstract import DiffusionRequest
 from attn.imports import resolve_obj_by_qualname
 from attn.testing import bits
 from attn.testing.rules import BUDGETS
@@ -44,6 +45,12 @@ class DenseCase:
 
     def __str__(self) -> str:
         return self.name
+
+    def request(self, error_budget: float = 0.0) -> DiffusionRequest:
+        """What this case asks of a backend."""
+        features = frozenset({Feature.MASK.value} if self.mask else ())
+        heads = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
+        return DiffusionRequest(self.head_size, self.dtype, features=features, error_budget=error_budget, **heads)
 
 
 @dataclass
@@ -91,7 +98,9 @@ def dense_cases(backend: Any) -> list[DenseCase]:
         ]
     if Feature.MASK in c.features:
         found += [replace(plain, name="mask", mask=True), replace(plain, name="mask, grouped", mask=True, num_kv_heads=2)]
-    return list({case.name: case for case in found}.values())
+    # what is refused in this combination is no case: a provider that is here may serve less than the family
+    served = [case for case in found if not backend.why_not(case.request(backend.error))]
+    return list({case.name: case for case in served}.values())
 
 
 def draw_dense(case: DenseCase) -> DenseCall:

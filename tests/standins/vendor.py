@@ -22,7 +22,9 @@ def check(name: str, tensor: Any, shape: Sequence[int | None], *dtypes: torch.dt
     agrees = tensor.dim() == len(shape) and all(w in (None, g) for w, g in zip(shape, tensor.shape, strict=True))
     assert agrees, f"{name} has shape {list(tensor.shape)}, not {list(shape)}"
     assert not dtypes or tensor.dtype in dtypes, f"{name} has dtype {tensor.dtype}, not one of {dtypes}"
-    assert tensor.numel() < 2 or tensor.shape[-1] == 1 or tensor.stride(-1) == 1, f"{name} has last stride {tensor.stride(-1)}, not 1"
+    assert tensor.numel() < 2 or tensor.shape[-1] == 1 or tensor.stride(-1) == 1, (
+        f"{name} has last stride {tensor.stride(-1)}, not 1"
+    )
     assert not contiguous or tensor.is_contiguous(), f"{name} is not contiguous"
 
 

@@ -142,3 +142,29 @@ def test_check_scale() -> None:
     for wrong in (0.0, -1.0, np.inf, np.nan, [1.0, 0.0]):
         with pytest.raises(ValueError, match="must be finite and above 0"):
             kv_cache.check_scale("s", wrong, K)
+
+
+@pytest.mark.parametrize("kind", ["int8_per_token_head", "fp8_per_token_head"])
+def test_a_scale_for_each_token_and_head(kind: str) -> None:
+    """Written beside the codes, read back within half a step; a token of zeros is zeros; blocks keep what is not written."""
+    spec = KVCacheSpec(16, 3, 40, "bfloat16", kind)
+    cache = kv_cache.allocate(TorchSDPABackend, spec, 4)
+    assert cache.shape == (2, 4, 16, 3, 44) and cache.itemsize == 1
+    keys, values, key_scales, value_scales = kv_cache.split(cache, 40)
+    assert keys.shape == values.shape == (4, 16, 3, 40) and key_scales.shape == value_scales.shape == (4, 16, 3)
+    assert keys.stride(1) == 120 and key_scales.dtype == torch.float32
+    torch.manual_seed(0)
+    x = torch.randn(3, 3, 40) * torch.tensor([1e-3, 1.0, 100.0])[:, None, None]
+    x[1, 2] = 0
+    kv_cache.write(x, 2 * x, keys, values, torch.tensor([17, -1, 60]), key_scales, value_scales)
+    for t, slot in ((0, (1, 1)), (2, (3, 12))):
+        for stored, scales, want in ((keys, key_scales, x), (values, value_scales, 2 * x)):
+            got = stored[slot].float() * scales[slot][:, None]
+            step = scales[slot] if stored.dtype == torch.int8 else 32 * scales[slot]
+            assert bool(((got - want[t]).abs() <= 0.5001 * step[:, None]).all())
+            assert torch.equal(scales[slot], want[t].abs().amax(-1) / (127 if stored.dtype == torch.int8 else 448))
+    assert not key_scales[0].any() and not keys[2].float().any()
+    kv_cache.write(x[1:2], x[1:2], keys, values, torch.tensor([0]), key_scales, value_scales)
+    assert key_scales[0, 0, 2] == 0 and not keys[0, 0, 2].float().any()
+    with pytest.raises(ShapeError, match=r"must be \[2, N, P, K, 36\], one byte an element"):
+        kv_cache.split(cache, 32)

@@ -100,6 +100,9 @@ class DiffusionAttentionImpl(ABC):
 
     framework: ClassVar[str] = "torch"
 
+    #: Whether `forward_lse` works: partial results of this backend can be merged (ring attention).
+    can_return_lse: ClassVar[bool] = False
+
     @abstractmethod
     def __init__(
         self,
@@ -116,4 +119,10 @@ class DiffusionAttentionImpl(ABC):
     def forward(self, query: Array, key: Array, value: Array, attn_metadata: DiffusionAttentionMetadata | None = None) -> Array:
         """query: [B, S, H, D]; key, value: [B, M, K, D]. Returns [B, S, H, D] ([B, J + S, H, D], or the other way round,
         with a joint query). A row that sees no key is 0."""
+        raise NotImplementedError
+
+    def forward_lse(
+        self, query: Array, key: Array, value: Array, attn_metadata: DiffusionAttentionMetadata | None = None
+    ) -> tuple[Array, Array]:
+        """`forward`, and the natural log-sum-exp [B, H, S] float32 (-inf for a row that sees no key)."""
         raise NotImplementedError

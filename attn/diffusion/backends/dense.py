@@ -59,6 +59,22 @@ class DenseAttentionImpl(DiffusionAttentionImpl):
         refuse(self.backend, request)
 
     def forward(self, query: Array, key: Array, value: Array, attn_metadata: DiffusionAttentionMetadata | None = None) -> Array:
+        query, key, value, keys = self._prepared(query, key, value, attn_metadata)
+        if query.shape[1] == 0 or key.shape[1] == 0:
+            return self._zeros_like(query)
+        return self._attend(query, key, value, keys)
+
+    def forward_lse(
+        self, query: Array, key: Array, value: Array, attn_metadata: DiffusionAttentionMetadata | None = None
+    ) -> tuple[Array, Array]:
+        if not self.can_return_lse:
+            raise UnsupportedError(f"{self._name}: {Feature.LSE.value} not supported")
+        return self._attend_lse(*self._prepared(query, key, value, attn_metadata))
+
+    def _prepared(
+        self, query: Array, key: Array, value: Array, attn_metadata: DiffusionAttentionMetadata | None
+    ) -> tuple[Array, Array, Array, Keys]:
+        """The call as one stream, checked."""
         meta = attn_metadata or DiffusionAttentionMetadata()
         self._check(query, key, value)
         present, lens = self._present(meta, key)
@@ -66,16 +82,18 @@ class DenseAttentionImpl(DiffusionAttentionImpl):
             query, key, value, present = self._joined(meta, query, key, value, present)
             lens = None
         mask = self._full_mask(meta, query, key)
-        if query.shape[1] == 0 or key.shape[1] == 0:
-            return self._zeros_like(query)
         if self.causal and present is not None:
             raise UnsupportedError(f"{self._name}: a causal layer over padded keys: positions of padded rows mean nothing")
-        return self._attend(query, key, value, Keys(present, lens, mask))
+        return query, key, value, Keys(present, lens, mask)
 
     @abstractmethod
     def _attend(self, query: Array, key: Array, value: Array, keys: Keys) -> Array:
         """query: [B, S, H, D]; key, value: [B, M, K, D]. Returns [B, S, H, D]; a row that sees no key is 0. Keys that are
         not present may hold anything."""
+
+    def _attend_lse(self, query: Array, key: Array, value: Array, keys: Keys) -> tuple[Array, Array]:
+        """The same with the log-sum-exp [B, H, S], where `can_return_lse`."""
+        raise NotImplementedError
 
     # --- what a wing lends -------------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 
 from attn.capabilities import ATTN_TYPES, Capabilities, Device, Feature, MultipleOf, Request, supports_size
+from attn.errors import UnsupportedError
 from attn.imports import installed
 
 _FEATURES = frozenset({
@@ -213,3 +214,17 @@ def why_none(request: Request, device: Device | None) -> list[str]:
     if best(request, device) is not None:
         return []
     return [f"{provider.name}: {', '.join(provider.reasons(request, device))}" for provider in found]
+
+
+@functools.lru_cache(1024)
+def chosen(request: Request, arch: str) -> Provider:
+    """The best provider for a request on an architecture (empty: not known), kept for the process.
+
+    Raises `UnsupportedError` with every one's reasons when none serves.
+    """
+    device = Device("torch", "cuda", arch=arch) if arch else None
+    found = best(request, device)
+    if found is None:
+        why = why_none(request, device)
+        raise UnsupportedError(f"FLASH_ATTN does not serve {request}: {'; '.join(why)}", why)
+    return found

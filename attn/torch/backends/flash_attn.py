@@ -6,7 +6,6 @@ reasons against the others stand in the refusal. Sinks are applied here, from th
 rounding more, and the same for every provider.
 """
 
-import functools
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -14,9 +13,8 @@ import torch
 from attn.backends.abstract import AttentionLayer, AttentionType
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.capabilities import ATTN_TYPES, ENCODER_TYPES, Capabilities, Device, MultipleOf, Request
-from attn.errors import UnsupportedError
 from attn.torch.backends import _flash_providers as providers
-from attn.torch.backends._flash_providers import Call, Provider
+from attn.torch.backends._flash_providers import Call
 from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
 from attn.torch.backends._vendor import arch_of, fill
 from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
@@ -141,17 +139,6 @@ class FlashAttentionImpl(PagedAttentionImpl):
         request = replace(self.request(), dtype=str(query.dtype).removeprefix("torch."), block_size=meta.block_size)
         if ragged:
             request = replace(request, block_size=None)
-        provider = _provider(request, arch_of(query.device))
+        provider = providers.chosen(request, arch_of(query.device))
         out, log = provider.attend(provider.load(), call)
         fill(out, log, self.sinks, output[:rows], None if lse is None else lse[:, :rows])
-
-
-@functools.lru_cache(1024)
-def _provider(request: Request, arch: str) -> Provider:
-    """The best provider that serves; raises `UnsupportedError` with every one's reasons."""
-    device = Device("torch", "cuda", arch=arch) if arch else None
-    found = providers.best(request, device)
-    if found is None:
-        why = providers.why_none(request, device)
-        raise UnsupportedError(f"FLASH_ATTN does not serve {request}: {'; '.join(why)}", why)
-    return found

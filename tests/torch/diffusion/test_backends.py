@@ -1,15 +1,12 @@
 """The diffusion backends of the torch wing: the dense suite, on the device at hand or on stand-ins."""
 
-import importlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from attn import imports
 from attn.capabilities import Device
 from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
@@ -20,7 +17,6 @@ from attn.torch.backends import _flash_providers as providers
 from attn.torch.diffusion.backends.sage_attn import SageAttentionBackend
 from attn.torch.diffusion.backends.sdpa import SDPABackend
 
-STANDINS = Path(__file__).parents[2] / "standins"
 VENDORS = [
     ("FLASH_ATTN", "fa2"), ("FLASH_ATTN", "fa3"), ("FLASH_ATTN", "fa4"), ("FLASHINFER_ATTN", "flashinfer_pkg"),
     ("SAGE_ATTN", "sage_pkg"), ("SAGE_ATTN_3", "sage_pkg"), ("ASCEND_ATTN", "npu_pkg"),
@@ -28,12 +24,12 @@ VENDORS = [
 
 
 @pytest.fixture
-def standin(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+def standin(monkeypatch: pytest.MonkeyPatch, standins: Callable[..., None]) -> Callable[[str], None]:
+    """One vendor's stand-in, and of FlashAttention's providers no other."""
+
     def install(root: str) -> None:
-        for folder in (STANDINS, STANDINS / root):
-            monkeypatch.syspath_prepend(str(folder))
-        importlib.invalidate_caches()
-        imports._found.clear()
+        standins(root)
+        providers.chosen.cache_clear()
         monkeypatch.setattr(providers, "PROVIDERS", [p for p in providers.PROVIDERS if p.install.startswith("flash-attn")])
 
     return install

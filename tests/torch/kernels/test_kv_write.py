@@ -21,7 +21,9 @@ SPECIAL = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("element", [torch.float32, torch.float16, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize(
+    "element", [torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2]
+)
 @pytest.mark.parametrize("per_head", [False, True])
 def test_same_bytes(element: torch.dtype, per_head: bool) -> None:
     from attn.torch.kernels.kv_write import write_kv
@@ -39,6 +41,32 @@ def test_same_bytes(element: torch.dtype, per_head: bool) -> None:
     caches.write(key, value, want[0], want[1], slots, scale, scale)
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[element.itemsize]
     assert torch.equal(ours.cpu().view(whole), want.view(whole))
+
+
+@pytest.mark.parametrize("kind", ["int8_per_token_head", "fp8_per_token_head"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_same_bytes_with_scales_of_their_own(kind: str, dtype: torch.dtype) -> None:
+    """Codes and scales: tokens of zeros, of tiny and of huge numbers, and one that is not all finite."""
+    from attn.torch.kernels.kv_write import write_kv_per_token
+
+    torch.manual_seed(0)
+    key, value = torch.randn(7, 3, 40), torch.randn(7, 3, 40) * torch.logspace(-4, 4, 7)[:, None, None]
+    key[0], value[1, 1], key[2, 0, 5], value[2, 1, 0] = 0, 0, torch.nan, torch.inf
+    key, value = key.to(dtype), value.to(dtype)
+    slots = torch.tensor([5, -1, 40, 17, 0, 63])
+    ours, want = (torch.full((2, 4, 16, 3, 44), 7, dtype=torch.uint8).view(caches.element_type(kind, dtype)) for _ in range(2))
+    there = ours.to(DEVICE)
+    write_kv_per_token(key.to(DEVICE), value.to(DEVICE), *caches.split(there, 40), slots.to(DEVICE))
+    ours = there.cpu()
+    caches.write(key, value, *(split := caches.split(want, 40))[:2], slots, *split[2:])
+    names = ("key", "value", "key_scale", "value_scale")
+    for name, one, other in zip(names, caches.split(ours, 40), split, strict=True):
+        live = torch.ones(4, 16, 3, dtype=torch.bool)
+        if "scale" not in name:  # codes of what is not finite say nothing: its scale is NaN
+            live &= caches.split(want, 40)[2 if name == "key" else 3].isfinite()
+        torch.testing.assert_close(one.float()[live], other.float()[live], rtol=0, atol=0, equal_nan=True)
+    _, _, key_scales, value_scales = split
+    assert bool((key_scales[0, 5] == 0).all()) and bool(key_scales[2, 8, 0].isnan()) and bool(value_scales[2, 8, 1].isnan())
 
 
 @pytest.mark.parametrize("element", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])

@@ -12,7 +12,6 @@ from attn.testing import check_conformance
 from attn.testing.subject import subject_of
 from attn.testing.suite import cases_of
 from attn.torch.backends import _flash_providers as providers
-from attn.torch.backends import flash_attn
 from attn.torch.backends.flash_attn import FlashAttentionBackend
 
 H200 = Device("torch", "cuda", "NVIDIA H200", "sm_90")
@@ -26,7 +25,7 @@ NAMES = [p.name for p in providers.PROVIDERS]
 def nothing_remembered() -> Iterator[None]:
     yield
     providers._lacking.cache_clear()
-    flash_attn._provider.cache_clear()
+    providers.chosen.cache_clear()
 
 
 def _varlen_attn(
@@ -85,7 +84,7 @@ def test_the_best_provider_that_serves_is_taken(
 ) -> None:
     standins(*roots)
     assert _why(request_, device) == ""
-    assert flash_attn._provider(request_, device.arch).name == chosen
+    assert providers.chosen(request_, device.arch).name == chosen
 
 
 def test_a_refusal_names_every_provider_with_its_reasons(standins: Callable[..., None]) -> None:
@@ -119,7 +118,7 @@ def test_a_version_without_an_argument_is_a_reason_and_no_crash(
 def test_a_call_that_no_provider_serves_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(providers.Provider, "present", lambda self: False)
     with pytest.raises(UnsupportedError, match="none of its providers is installed"):
-        flash_attn._provider(PLAIN, "sm_90")
+        providers.chosen(PLAIN, "sm_90")
 
 
 def test_a_provider_is_found_without_being_imported(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ MI300 = Device("torch", "rocm", "AMD Instinct MI300X", "gfx942")
 PLAIN = Request(head_size=576, dtype="bfloat16", block_size=64, features=frozenset({Feature.MLA}), num_heads=16)
 ROOTS = {
     "FLASHMLA": "flash_mla_pkg", "FLASHINFER_MLA": "flashinfer_pkg", "FLASH_ATTN_MLA": "fa3", "CUTLASS_MLA": "vllm_pkg",
-    "ROCM_AITER_MLA": "aiter_pkg",
+    "ROCM_AITER_MLA": "aiter_pkg", "FLASHMLA_SPARSE": "flash_mla_pkg",
 }  # fmt: skip
 
 
@@ -54,6 +54,7 @@ def test_the_suite_on_flashinfers_blackwell_kernel(standins: Callable[..., None]
         ("FLASHINFER_MLA", B200, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8 on sm_100 (supports sm_90)"),
         ("CUTLASS_MLA", B200, {"num_heads": 256, "block_size": 128}, "num_heads=256 (supports up to 128)"),
         ("ROCM_AITER_MLA", MI300, {"num_heads": 256}, "num_heads=256 (supports up to 128)"),
+        ("FLASHMLA_SPARSE", H200, {"kv_cache_dtype": "fp8_ds_mla", "block_size": 16}, "block_size=16 of an fp8_ds_mla cache"),
         ("FLASH_ATTN_MLA", B200, {}, "FlashAttention 4 is not installed"),
         ("FLASH_ATTN_MLA", H200, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8 (supports auto)"),
     ],

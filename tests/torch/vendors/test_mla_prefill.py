@@ -13,7 +13,6 @@ from attn.backends.mla.prefill.registry import MLAPrefillBackendEnum
 from attn.backends.mla.prefill.selector import make_mla_prefill_request, select_mla_prefill
 from attn.capabilities import Device
 from attn.torch.backends import _flash_providers as providers
-from attn.torch.backends.mla.prefill import flash_attn
 
 B200, H200 = Device("torch", "cuda", "NVIDIA B200", "sm_100"), Device("torch", "cuda", "NVIDIA H200", "sm_90")
 H, D, DV, SCALE = 4, 192, 128, 192**-0.5
@@ -65,7 +64,7 @@ def test_a_prefill_adapter(
 ) -> None:
     standins(root)
     monkeypatch.setattr(providers, "PROVIDERS", [p for p in providers.PROVIDERS if p.install.startswith("flash-attn")])
-    flash_attn._provider.cache_clear()
+    providers.chosen.cache_clear()
     meta, t = batch
     backend = MLAPrefillBackendEnum[name].get_class()(H, D, DV, SCALE)
     for _ in range(2):  # a plan is used again by the layer that follows

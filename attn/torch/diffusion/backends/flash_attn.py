@@ -3,15 +3,13 @@
 The providers are those of the attention backend of the same name; each gets the batch as a ragged one.
 """
 
-import functools
-
 import torch
 
 from attn.capabilities import Capabilities, Device, MultipleOf, Request
 from attn.diffusion.backends.dense import Keys
-from attn.errors import UnsupportedError
+from attn.dtypes import dtype_name
 from attn.torch.backends import _flash_providers as providers
-from attn.torch.backends._flash_providers import Call, Provider
+from attn.torch.backends._flash_providers import Call
 from attn.torch.backends._vendor import arch_of, int32
 from attn.torch.diffusion.backends._dense import DenseBackend, DenseImpl, pack
 
@@ -40,26 +38,24 @@ class FlashAttentionBackend(DenseBackend):
 
 class FlashAttentionImpl(DenseImpl):
     backend = FlashAttentionBackend
+    can_return_lse = True
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys) -> torch.Tensor:
+        return self._attend_lse(query, key, value, keys)[0]
+
+    def _attend_lse(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         batch, rows = query.shape[:2]
         (key, value), lens = pack(keys, key, value)
         starts = torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=query.device)
         bounds = int32([0, *lens.cumsum()]).to(query.device)
-        provider = _provider(str(query.dtype).removeprefix("torch."), self.head_size, arch_of(query.device))
+        provider = providers.chosen(Request(self.head_size, dtype_name(query.dtype)), arch_of(query.device))
         call = Call(
             query.flatten(0, 1), key, value, starts, bounds, None, None, rows, max(1, int(lens.max())), self.scale,
             (None, 0 if self.causal else None), 0.0, None,
         )  # fmt: skip
         out, lse = provider.attend(provider.load(), call)
-        return torch.where(lse.isinf().T[..., None], 0, out).unflatten(0, (batch, rows))
-
-
-@functools.lru_cache(64)
-def _provider(dtype: str, head_size: int, arch: str) -> Provider:
-    request, device = Request(head_size, dtype), Device("torch", "cuda", arch=arch) if arch else None
-    found = providers.best(request, device)
-    if found is None:
-        why = providers.why_none(request, device)
-        raise UnsupportedError(f"FLASH_ATTN does not serve {request}: {'; '.join(why)}", why)
-    return found
+        empty = lse.isinf()
+        natural = torch.where(empty, -torch.inf, lse).unflatten(1, (batch, rows)).transpose(0, 1)
+        return torch.where(empty.T[..., None], 0, out).unflatten(0, (batch, rows)), natural

@@ -11,7 +11,7 @@ import torch
 from attn.capabilities import Capabilities
 from attn.diffusion.backends.dense import Keys
 from attn.torch.backends._flashinfer import workspace
-from attn.torch.backends._vendor import int32
+from attn.torch.backends._vendor import LN2, int32
 from attn.torch.diffusion.backends._dense import DenseBackend, DenseImpl, pack
 
 
@@ -37,8 +37,14 @@ class FlashInferAttentionBackend(DenseBackend):
 
 class FlashInferAttentionImpl(DenseImpl):
     backend = FlashInferAttentionBackend
+    can_return_lse = True
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys) -> torch.Tensor:
+        return self._attend_lse(query, key, value, keys)[0]
+
+    def _attend_lse(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         batch, rows = query.shape[:2]
         (key, value), lens = pack(keys, key, value)
         wrapper = _planned(
@@ -46,7 +52,9 @@ class FlashInferAttentionImpl(DenseImpl):
             self.causal, self.scale,
         )  # fmt: skip
         out, lse = wrapper.run(query.flatten(0, 1).contiguous(), key.contiguous(), value.contiguous(), return_lse=True)
-        return torch.where(lse.isinf()[..., None], 0, out).unflatten(0, (batch, rows))
+        empty = lse.isinf()
+        natural = torch.where(empty, -torch.inf, lse * LN2).unflatten(0, (batch, rows)).transpose(1, 2)
+        return torch.where(empty[..., None], 0, out).unflatten(0, (batch, rows)), natural
 
 
 @functools.lru_cache(8)

@@ -1,6 +1,10 @@
 """TORCH_SDPA: PyTorch's own choice of kernel, on any device, with any mask, differentiable: the universal fallback."""
 
+import torch
+
 from attn.capabilities import Capabilities, Feature, MultipleOf
+from attn.diffusion.backends.dense import Keys
+from attn.functional import attention
 from attn.torch.diffusion.backends._dense import DenseBackend
 from attn.torch.diffusion.backends._sdpa import SDPABase
 
@@ -25,3 +29,12 @@ class SDPABackend(DenseBackend):
 
 class SDPAImpl(SDPABase):
     backend = SDPABackend
+    can_return_lse = True
+
+    def _attend_lse(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # torch keeps the log-sum-exp to itself: the written-out formula has it
+        mask = keys.mask if keys.present is None else keys.present[:, None, None, :]
+        out, lse = attention(query, key, value, causal=self.causal, scale=self.scale, mask=mask, return_lse=True)
+        return out, lse

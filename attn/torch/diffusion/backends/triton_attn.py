@@ -34,8 +34,22 @@ class TritonAttentionBackend(DenseBackend):
 
 class TritonAttentionImpl(DenseImpl):
     backend = TritonAttentionBackend
+    can_return_lse = True
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys) -> torch.Tensor:
+        return self._run(query, key, value, keys, None)
+
+    def _attend_lse(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        batch, rows = query.shape[:2]
+        lse = torch.empty(self.num_heads, batch * rows, dtype=torch.float32, device=query.device)
+        out = self._run(query, key, value, keys, lse)
+        return out, lse.unflatten(1, (batch, rows)).transpose(0, 1)
+
+    def _run(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys, lse: torch.Tensor | None
+    ) -> torch.Tensor:
         from attn.torch.kernels.paged_attention import paged_attention
 
         batch, rows = query.shape[:2]
@@ -54,7 +68,7 @@ class TritonAttentionImpl(DenseImpl):
         starts = torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=device)
         out = torch.empty_like(query).flatten(0, 1)
         paged_attention(
-            out, None, query.flatten(0, 1), *cached, starts, lens, pages, rows, length - short, self.scale, None,
+            out, lse, query.flatten(0, 1), *cached, starts, lens, pages, rows, length - short, self.scale, None,
             0 if self.causal else None, None, 0.0, None, None,
         )  # fmt: skip
         return out.unflatten(0, (batch, rows))

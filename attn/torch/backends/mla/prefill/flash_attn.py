@@ -4,15 +4,13 @@ FlashAttention 3 takes values narrower than keys as they are; the others get the
 the padding is cut off the result. The providers are those of the attention backend of the same name.
 """
 
-import functools
-
 import torch
 
 from attn.backends.mla.prefill.abstract import MLAPrefillBackend, MLAPrefillMetadata
 from attn.capabilities import Capabilities, Device, Feature, MultipleOf, Request
-from attn.errors import UnsupportedError
+from attn.dtypes import dtype_name
 from attn.torch.backends import _flash_providers as providers
-from attn.torch.backends._flash_providers import Call, Provider
+from attn.torch.backends._flash_providers import Call
 from attn.torch.backends._vendor import arch_of
 
 
@@ -57,7 +55,7 @@ class FlashAttnPrefillBackend(MLAPrefillBackend):
         max_keys: int,
         window: tuple[int | None, int | None],
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        provider = _provider(str(q.dtype).removeprefix("torch."), q.shape[2], arch_of(q.device))
+        provider = providers.chosen(Request(q.shape[2], dtype_name(q.dtype)), arch_of(q.device))
         width = v.shape[2]
         if not provider.narrow_values and width < k.shape[2]:
             v = torch.nn.functional.pad(v, (0, k.shape[2] - width))
@@ -71,13 +69,3 @@ class FlashAttnPrefillBackend(MLAPrefillBackend):
 def _plain(request: Request) -> Request:
     """The same as a request for ordinary attention of heads as wide as the keys."""
     return Request(request.head_size, request.dtype)
-
-
-@functools.lru_cache(64)
-def _provider(dtype: str, head_size: int, arch: str) -> Provider:
-    request, device = Request(head_size, dtype), Device("torch", "cuda", arch=arch) if arch else None
-    found = providers.best(request, device)
-    if found is None:
-        why = providers.why_none(request, device)
-        raise UnsupportedError(f"FLASH_ATTN does not serve {request}: {'; '.join(why)}", why)
-    return found

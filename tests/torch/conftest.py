@@ -9,7 +9,7 @@ import pytest
 
 from attn import imports
 
-STANDINS = Path(__file__).parents[2] / "standins"
+STANDINS = Path(__file__).parents[1] / "standins"
 
 
 @pytest.fixture

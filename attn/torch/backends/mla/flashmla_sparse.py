@@ -1,0 +1,89 @@
+"""FLASHMLA_SPARSE: DeepSeek's kernels for sparse attention, on Hopper and Blackwell.
+
+A bfloat16 cache is read by the kernel of prefill, which takes any rows of one long list; the 656-byte `fp8_ds_mla` cache by
+that of decode, one token a request. Both want physical slots, lists of a multiple of 128 (shorter ones end in -1), and 64
+or 128 heads (fewer are padded with zeros). The log-sum-exp of both is natural: the repository's README calls the first
+base 2, its kernel and its reference do not; +inf where nothing is attended. Interface of deepseek-ai/FlashMLA at 9241ae3e.
+"""
+
+import torch
+
+from attn.backends.abstract import AttentionLayer
+from attn.capabilities import Capabilities, Device, Feature, MultipleOf, Request
+from attn.torch.backends.mla._metadata import MLADecodeMetadata
+from attn.torch.backends.mla._sparse import SparseMLABackend, SparseMLAImpl
+from attn.torch.backends.mla._vendor import state, with_heads
+
+_HEADS = (64, 128)
+_LIST = 128  #: lists of keys are a multiple of this
+_PACKED_PAGE = 64
+
+
+class FlashMLASparseBackend(SparseMLABackend):
+    capabilities = Capabilities(
+        framework="torch",
+        platforms=("cuda",),
+        dtypes=("bfloat16",),
+        head_sizes=(576,),
+        kv_cache_dtypes=("auto", "bfloat16", "fp8_ds_mla"),
+        features=frozenset({Feature.SPARSE_MLA, Feature.LSE}),
+        packages=("flash_mla",),
+        install="git+https://github.com/deepseek-ai/FlashMLA",
+        archs=(("cuda", ("sm_90", "sm_100")),),
+    )
+    latent_dims = ((512, 64),)
+
+    @staticmethod
+    def get_name() -> str:
+        return "FLASHMLA_SPARSE"
+
+    @staticmethod
+    def get_impl_cls() -> type["FlashMLASparseImpl"]:
+        return FlashMLASparseImpl
+
+    @classmethod
+    def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
+        why = super().why_not(request, device)
+        if request.num_heads is not None and request.num_heads > _HEADS[-1]:
+            why.append(f"num_heads={request.num_heads} (supports up to {_HEADS[-1]})")
+        if request.kv_cache_dtype == "fp8_ds_mla" and request.block_size not in (None, _PACKED_PAGE):
+            why.append(f"block_size={request.block_size} of an fp8_ds_mla cache (supports {_PACKED_PAGE})")
+        return why
+
+
+class FlashMLASparseImpl(SparseMLAImpl):
+    backend = FlashMLASparseBackend
+
+    @staticmethod
+    def get_supported_kernel_block_size() -> list[int | MultipleOf]:
+        return [MultipleOf(1)]
+
+    def _decode(
+        self, layer: AttentionLayer, q: torch.Tensor, kv_cache: torch.Tensor, meta: MLADecodeMetadata
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        import flash_mla
+
+        slots = _slots(self._indices(q, meta), meta)
+        heads = next(known for known in _HEADS if known >= self.num_heads)
+        q, own = with_heads(q, heads), slice(0, self.num_heads)
+        if self.kv_cache_dtype == "fp8_ds_mla":
+            schedule, _ = flash_mla.get_mla_metadata()
+            out, lse = flash_mla.flash_mla_with_kvcache(
+                q[:, None], kv_cache[:, :, None], None, None, self.kv_lora_rank, schedule, softmax_scale=self.scale,
+                is_fp8_kvcache=True, indices=slots[:, None],
+            )  # fmt: skip
+            return state(out[:, 0, own], lse[:, own, 0].T)
+        rows = kv_cache.reshape(-1, 1, kv_cache.shape[2])
+        out, _, lse = flash_mla.flash_mla_sparse_fwd(q, rows, slots[:, None], self.scale, self.kv_lora_rank)
+        return state(out[:, own], lse[:, own].T)
+
+
+def _slots(indices: torch.Tensor, meta: MLADecodeMetadata) -> torch.Tensor:
+    """Positions in each row's own request as slots of the cache, -1 for none, a multiple of `_LIST` of them."""
+    row = torch.arange(len(indices), device=indices.device, dtype=torch.int32)
+    request = torch.searchsorted(meta.query_start_loc, row, right=True) - 1
+    real = (indices >= 0) & (indices < meta.seq_lens[request][:, None])
+    at = torch.where(real, indices, 0)
+    pages = meta.block_table[request].gather(1, (at // meta.block_size).long())
+    slots = torch.where(real, pages * meta.block_size + at % meta.block_size, -1)
+    return torch.nn.functional.pad(slots, (0, -slots.shape[1] % _LIST), value=-1)

@@ -1,0 +1,171 @@
+"""Sequences too long for one device: Ulysses and ring attention over a `torch.distributed` group.
+
+Each rank holds S / W rows of every tensor. *Ulysses* (arXiv 2309.14509) exchanges rows for heads, so that a rank attends
+whole sequences with H / W heads: two all-to-alls, any backend, masks and joint streams included; heads must divide. *Ring*
+(arXiv 2310.01889) keeps queries and passes keys and values around, merging partial results by log-sum-exp: any number of
+heads, a backend that returns the log-sum-exp, no causality.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from attn.backends.arguments import check_heads
+from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
+from attn.errors import ShapeError, UnsupportedError
+from attn.torch.diffusion.layer import DiffusionAttention
+from attn.torch.merge import merge_attn_states
+
+STRATEGIES = ("ulysses", "ring")
+
+
+class SequenceParallelAttention(nn.Module):
+    """`DiffusionAttention` over a sequence that a group of ranks shares.
+
+    Arguments are those of `DiffusionAttention` (num_heads and num_kv_heads of the whole layer), and:
+        group: a `torch.distributed` process group; the default one when None.
+        strategy: "ulysses" or "ring".
+
+    Raises ValueError for an unknown strategy, `ShapeError` for heads that the ranks do not divide, `UnsupportedError` for
+    causal rings and backends without a log-sum-exp.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        num_kv_heads: int | None = None,
+        *,
+        group: Any = None,
+        strategy: str = "ulysses",
+        **choice: Any,
+    ) -> None:
+        super().__init__()
+        if strategy not in STRATEGIES:
+            raise ValueError(f"strategy={strategy!r} is unknown; known: {', '.join(STRATEGIES)}")
+        num_heads, num_kv_heads, head_size = check_heads(num_heads, num_kv_heads, head_size)
+        self.group, self.strategy = group, strategy
+        self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        if strategy == "ulysses":
+            for name, heads in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
+                if heads % self.ranks:
+                    raise ShapeError(f"{name}={heads} over {self.ranks} ranks: Ulysses needs a multiple (ring does not)")
+            num_heads, num_kv_heads = num_heads // self.ranks, num_kv_heads // self.ranks
+        elif causal:
+            raise UnsupportedError("ring: a causal layer is not supported (ranks would wait for each other): take ulysses")
+        self.local = DiffusionAttention(num_heads, head_size, softmax_scale, causal, num_kv_heads, **choice)
+        if strategy == "ring" and not self.local.impl.can_return_lse:
+            raise UnsupportedError(f"ring: {self.local.selection.name} returns no log-sum-exp")
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_metadata: DiffusionAttentionMetadata | None = None,
+    ) -> torch.Tensor:
+        """query: [B, S / W, H, D]; key, value: [B, M / W, K, D]: this rank's rows, the same number on every rank.
+
+        attn_mask: bool [B, M / W], this rank's keys. Joint streams are whole on every rank, and so are their rows in the
+        result: [B, J + S / W, H, D]. Returns this rank's rows.
+        """
+        meta = attn_metadata or DiffusionAttentionMetadata()
+        if meta.kv_lens is not None or (meta.attn_mask is not None and meta.attn_mask.ndim != 2):
+            raise UnsupportedError(f"{self.strategy}: masks of keys [B, M / W] only: lengths and full masks span the ranks")
+        if self.strategy == "ulysses":
+            return self._ulysses(query, key, value, meta)
+        return self._ring(query, key, value, meta)
+
+    # --- Ulysses -----------------------------------------------------------------------------------------------------
+
+    def _ulysses(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, meta: DiffusionAttentionMetadata
+    ) -> torch.Tensor:
+        whole = DiffusionAttentionMetadata(
+            attn_mask=None if meta.attn_mask is None else self._gathered(meta.attn_mask, 1),
+            joint_query=self._own_heads(meta.joint_query),
+            joint_key=self._own_heads(meta.joint_key),
+            joint_value=self._own_heads(meta.joint_value),
+            joint_attn_mask=meta.joint_attn_mask,
+            joint_strategy=meta.joint_strategy,
+        )
+        out = self.local(*(self._rows_for_heads(x) for x in (query, key, value)), whole)
+        joint = 0 if meta.joint_query is None else meta.joint_query.shape[1]
+        if not joint:
+            return self._heads_for_rows(out)
+        front = meta.joint_strategy == "front"
+        text, image = (out[:, :joint], out[:, joint:]) if front else (out[:, -joint:], out[:, :-joint])
+        parts = [self._gathered(text, 2), self._heads_for_rows(image)]
+        return torch.cat(parts if front else parts[::-1], 1)
+
+    def _rows_for_heads(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, S / W, H, D] of every head as [B, S, H / W, D] of this rank's."""
+        batch, rows, heads, size = x.shape
+        sent = x.view(batch, rows, self.ranks, heads // self.ranks, size).permute(2, 0, 1, 3, 4).contiguous()
+        got = torch.empty_like(sent)
+        dist.all_to_all_single(got, sent, group=self.group)
+        return got.transpose(0, 1).reshape(batch, self.ranks * rows, heads // self.ranks, size)
+
+    def _heads_for_rows(self, x: torch.Tensor) -> torch.Tensor:
+        """The way back: [B, S, H / W, D] as [B, S / W, H, D]."""
+        batch, rows, heads, size = x.shape
+        sent = x.view(batch, self.ranks, rows // self.ranks, heads, size).transpose(0, 1).contiguous()
+        got = torch.empty_like(sent)
+        dist.all_to_all_single(got, sent, group=self.group)
+        return got.permute(1, 2, 0, 3, 4).reshape(batch, rows // self.ranks, self.ranks * heads, size)
+
+    def _own_heads(self, x: torch.Tensor | None) -> torch.Tensor | None:
+        return None if x is None else x.chunk(self.ranks, 2)[self.rank]
+
+    def _gathered(self, x: torch.Tensor, dim: int) -> torch.Tensor:
+        parts = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.ranks)]
+        dist.all_gather(parts, x.contiguous(), group=self.group)
+        return torch.cat(parts, dim)
+
+    # --- ring --------------------------------------------------------------------------------------------------------
+
+    def _ring(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, meta: DiffusionAttentionMetadata
+    ) -> torch.Tensor:
+        impl, front = self.local.impl, meta.joint_strategy == "front"
+        if meta.joint_query is not None:  # its rows see every key on every rank, and come out the same
+            query = torch.cat([meta.joint_query, query] if front else [query, meta.joint_query], 1)
+        outs: list[torch.Tensor] = []
+        lses: list[torch.Tensor] = []
+        if meta.joint_key is not None:  # every rank has it whole: it counts once
+            part = DiffusionAttentionMetadata(attn_mask=meta.joint_attn_mask)
+            out, lse = impl.forward_lse(query, meta.joint_key, meta.joint_value, part)
+            outs, lses = [out], [lse]
+        held = [key, value, *([] if meta.attn_mask is None else [meta.attn_mask.to(torch.uint8)])]
+        for step in range(self.ranks):
+            coming = self._passed_on(held) if step < self.ranks - 1 else None
+            part = DiffusionAttentionMetadata(attn_mask=held[2].bool() if len(held) == 3 else None)
+            out, lse = impl.forward_lse(query, held[0], held[1], part)
+            outs.append(out)
+            lses.append(lse)
+            if coming is not None:
+                arrived, requests = coming
+                for request in requests:
+                    request.wait()
+                held = arrived
+        batch, rows = query.shape[:2]
+        merged, _ = merge_attn_states(
+            [out.float().flatten(0, 1) for out in outs], [lse.transpose(0, 1).flatten(1) for lse in lses]
+        )
+        return merged.to(query.dtype).unflatten(0, (batch, rows))
+
+    def _passed_on(self, held: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[Any]]:
+        """What the rank before holds, on its way here, while this rank's goes to the next."""
+        group = self.group or dist.group.WORLD
+        after = dist.get_global_rank(group, (self.rank + 1) % self.ranks)
+        before = dist.get_global_rank(group, (self.rank - 1) % self.ranks)
+        arrived = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in held]
+        moves = []
+        for mine, theirs in zip(held, arrived, strict=True):
+            moves.append(dist.P2POp(dist.isend, mine.contiguous(), after, group))
+            moves.append(dist.P2POp(dist.irecv, theirs, before, group))
+        return arrived, dist.batch_isend_irecv(moves)

@@ -1,0 +1,102 @@
+"""The Hopper prefill against float64, where there is a Hopper GPU: every shape, mask and poison that it takes. 90 s there."""
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+    pytest.skip("no Hopper GPU here", allow_module_level=True)
+
+from attn.torch.kernels import hopper_prefill
+from attn.torch.kernels.paged_attention import paged_attention
+
+CASES: dict[str, dict[str, Any]] = {
+    "one": {"lens": [(300, 300)]},
+    "many": {"lens": [(300, 300), (1, 50), (77, 1000), (0, 10), (128, 128), (5, 3)]},
+    "stale slots": {"stale": True},
+    "page 48, group of 3": {"heads": (6, 2), "page": 48, "stale": True},
+    "page 64": {"page": 64, "stale": True},
+    "page 128, float16": {"heads": (8, 8), "page": 128, "dtype": torch.float16, "stale": True},
+    "page 256": {"page": 256, "stale": True},
+    "head size 64, soft cap": {"heads": (16, 2), "size": 64, "cap": 20.0},
+    "window, sinks": {"left": 100, "sinks": True, "stale": True},
+    "two-sided window": {"left": 200, "right": 50, "page": 32},
+    "bidirectional": {"right": None},
+    "own keys": {"right": None, "paged": False, "lens": [(300, 300), (1, 1), (530, 530)]},
+    "values that are not finite": {"wild": True},
+    "the same, window": {"wild": True, "left": 50, "size": 64},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_attention(name: str) -> None:
+    given: dict[str, Any] = {
+        "lens": [(300, 301), (1, 55), (77, 1003)], "heads": (8, 2), "size": 128, "page": 16, "dtype": torch.bfloat16,
+        "cap": 0.0, "left": None, "right": 0, "sinks": False, "stale": False, "wild": False, "paged": True, **CASES[name],
+    }  # fmt: skip
+    (heads, kv_heads), size, page, lens, dtype = (given[k] for k in ("heads", "size", "page", "lens", "dtype"))
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", dtype=dtype, generator=generator)
+
+    starts = torch.tensor([0, *(q for q, _ in lens)], device="cuda").cumsum(0).int()
+    tokens = int(starts[-1])
+    query, sinks = random(tokens, heads, size), random(heads).float() if given["sinks"] else None
+    table = seq_lens = None
+    if given["paged"]:
+        counts = [-(-s // page) for _, s in lens]
+        ids = torch.randperm(sum(counts) + 3, device="cuda", generator=generator).int()
+        table = torch.full((len(lens), max(counts)), -1, dtype=torch.int32, device="cuda")
+        for r, n in enumerate(counts):
+            table[r, :n] = ids[sum(counts[:r]) : sum(counts[:r]) + n]
+        key, value = random(len(ids), page, kv_heads, size), random(len(ids), page, kv_heads, size)
+        seq_lens = torch.tensor([s for _, s in lens], dtype=torch.int32, device="cuda")
+        for r, (_, s) in enumerate(lens):
+            if given["stale"] and s % page:
+                for cache in (key, value):
+                    cache[table[r, s // page].long(), s % page :] = torch.nan
+        if given["wild"]:
+            value[table[0, 0].long(), 3] = torch.nan
+            value[table[0, (lens[0][1] - 1) // page].long(), (lens[0][1] - 1) % page, :, :5] = torch.inf
+    else:
+        key, value = random(tokens, kv_heads, size), random(tokens, kv_heads, size)
+    assert hopper_prefill.serves(query, key, value, len(lens), heads // kv_heads, page)
+    output = torch.full_like(query, torch.nan)
+    lse = torch.full((heads, tokens), torch.nan, device="cuda")
+    most = max(s for _, s in lens)
+    paged_attention(
+        output, lse, query, key, value, starts, seq_lens, table, max(q for q, _ in lens), most, size**-0.5, given["left"],
+        given["right"], None, given["cap"], None, sinks,
+    )  # fmt: skip
+    for r, (n, s) in enumerate(lens):
+        rows = slice(int(starts[r]), int(starts[r + 1]))
+        own = (
+            part[rows] if table is None else part[table[r, : -(-s // page)].long()].flatten(0, 1)[:s] for part in (key, value)
+        )
+        k, v = (x.double().repeat_interleave(heads // kv_heads, 1) for x in own)
+        scores = torch.einsum("thd,shd->hts", query[rows].double(), k) * size**-0.5
+        if given["cap"]:
+            scores = given["cap"] * torch.tanh(scores / given["cap"])
+        position, j = torch.arange(n, device="cuda")[:, None] + s - n, torch.arange(s, device="cuda")[None]
+        seen = torch.ones(n, s, dtype=torch.bool, device="cuda")
+        seen &= j <= position + (s if given["right"] is None else given["right"])
+        seen &= j >= position - (s if given["left"] is None else given["left"])
+        scores = scores.masked_fill(~seen, -torch.inf)
+        log = scores.logsumexp(-1)
+        weights = (scores - log.masked_fill(log.isinf(), 0.0)[..., None]).exp()
+        if sinks is not None:
+            weights = weights / (1 + (sinks[:, None].double() - log).exp())[..., None]
+        want = torch.einsum("hts,shd->thd", weights, v.where(v.isfinite(), 0.0))
+        for kind, wild in ((v.isnan(), torch.nan), (v == torch.inf, torch.inf)):
+            want = torch.where(torch.einsum("ts,shd->thd", seen.double(), kind.double()) > 0, want + wild, want)
+        got = output[rows].double()
+        assert bool(((got.isnan() == want.isnan()) & (got.isinf() == want.isinf())).all())
+        finite = want.isfinite()
+        error = (got - want)[finite].square().sum() / want[finite].square().sum().clamp_min(1e-30)
+        assert float(error.sqrt()) < (5e-3 if dtype == torch.bfloat16 else 1e-3)
+        torch.testing.assert_close(lse[:, rows].double(), log, rtol=1e-5, atol=1e-4)
