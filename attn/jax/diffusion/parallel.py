@@ -1,0 +1,122 @@
+"""Sequences too long for one chip: Ulysses and ring attention over a mesh axis, for use inside `jax.shard_map`.
+
+The twin of `attn.torch.diffusion.parallel`: Ulysses (arXiv 2309.14509) exchanges rows for heads by two all-to-alls; a ring
+(arXiv 2310.01889) passes keys and values around by `ppermute` and merges partial results by log-sum-exp.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from attn.backends.arguments import check_heads, positive_int
+from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
+from attn.errors import ShapeError, UnsupportedError
+from attn.jax.diffusion.layer import DiffusionAttention
+from attn.jax.merge import merge_attn_states
+
+STRATEGIES = ("ulysses", "ring")
+
+
+class SequenceParallelAttention(nnx.Module):
+    """`DiffusionAttention` over a sequence that the devices of a mesh axis share.
+
+    Arguments are those of `DiffusionAttention` (num_heads and num_kv_heads of the whole layer), and:
+        axis_name: the mesh axis; axis_size: how many devices it has.
+        strategy: "ulysses" or "ring".
+
+    Raises ValueError for an unknown strategy, `ShapeError` for heads that the devices do not divide, `UnsupportedError` for
+    causal rings and backends without a log-sum-exp.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        num_kv_heads: int | None = None,
+        *,
+        axis_name: str,
+        axis_size: int,
+        strategy: str = "ulysses",
+        **choice: Any,
+    ) -> None:
+        if strategy not in STRATEGIES:
+            raise ValueError(f"strategy={strategy!r} is unknown; known: {', '.join(STRATEGIES)}")
+        num_heads, num_kv_heads, head_size = check_heads(num_heads, num_kv_heads, head_size)
+        self.axis, self.devices, self.strategy = axis_name, positive_int("axis_size", axis_size), strategy
+        if strategy == "ulysses":
+            for name, heads in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
+                if heads % self.devices:
+                    raise ShapeError(f"{name}={heads} over {self.devices} devices: Ulysses needs a multiple (ring does not)")
+            num_heads, num_kv_heads = num_heads // self.devices, num_kv_heads // self.devices
+        elif causal:
+            raise UnsupportedError("ring: a causal layer is not supported (devices would wait for each other): take ulysses")
+        self.local = DiffusionAttention(num_heads, head_size, softmax_scale, causal, num_kv_heads, **choice)
+        if strategy == "ring" and not self.local.impl.can_return_lse:
+            raise UnsupportedError(f"ring: {self.local.selection.name} returns no log-sum-exp")
+
+    def __call__(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, attn_metadata: DiffusionAttentionMetadata | None = None
+    ) -> jax.Array:
+        """query: [B, S / W, H, D]; key, value: [B, M / W, K, D]: this device's rows.
+
+        attn_mask: bool [B, M / W], this device's keys. Joint streams are whole on every device, and so are their rows in
+        the result: [B, J + S / W, H, D]. Returns this device's rows.
+        """
+        meta = attn_metadata or DiffusionAttentionMetadata()
+        if meta.kv_lens is not None or (meta.attn_mask is not None and meta.attn_mask.ndim != 2):
+            raise UnsupportedError(f"{self.strategy}: masks of keys [B, M / W] only: lengths and full masks span the devices")
+        return (self._ulysses if self.strategy == "ulysses" else self._ring)(query, key, value, meta)
+
+    def _ulysses(self, query: jax.Array, key: jax.Array, value: jax.Array, meta: DiffusionAttentionMetadata) -> jax.Array:
+        def exchanged(x: jax.Array, split: int, join: int) -> jax.Array:
+            return lax.all_to_all(x, self.axis, split, join, tiled=True)
+
+        def own_heads(x: jax.Array | None) -> jax.Array | None:
+            if x is None:
+                return None
+            heads = x.shape[2] // self.devices
+            return lax.dynamic_slice_in_dim(x, lax.axis_index(self.axis) * heads, heads, 2)
+
+        mask = None if meta.attn_mask is None else lax.all_gather(meta.attn_mask, self.axis, axis=1, tiled=True)
+        whole = DiffusionAttentionMetadata(
+            attn_mask=mask,
+            joint_query=own_heads(meta.joint_query),
+            joint_key=own_heads(meta.joint_key),
+            joint_value=own_heads(meta.joint_value),
+            joint_attn_mask=meta.joint_attn_mask,
+            joint_strategy=meta.joint_strategy,
+        )
+        out = self.local(*(exchanged(x, 2, 1) for x in (query, key, value)), whole)
+        joint = 0 if meta.joint_query is None else meta.joint_query.shape[1]
+        if not joint:
+            return exchanged(out, 1, 2)
+        front = meta.joint_strategy == "front"
+        text, image = (out[:, :joint], out[:, joint:]) if front else (out[:, -joint:], out[:, :-joint])
+        parts = [lax.all_gather(text, self.axis, axis=2, tiled=True), exchanged(image, 1, 2)]
+        return jnp.concatenate(parts if front else parts[::-1], 1)
+
+    def _ring(self, query: jax.Array, key: jax.Array, value: jax.Array, meta: DiffusionAttentionMetadata) -> jax.Array:
+        impl, front = self.local.impl, meta.joint_strategy == "front"
+        if meta.joint_query is not None:  # its rows see every key on every device, and come out the same
+            query = jnp.concatenate([meta.joint_query, query] if front else [query, meta.joint_query], 1)
+        states = []
+        if meta.joint_key is not None:  # every device has it whole: it counts once
+            part = DiffusionAttentionMetadata(attn_mask=meta.joint_attn_mask)
+            states.append(impl.forward_lse(query, meta.joint_key, meta.joint_value, part))
+        held = (key, value, meta.attn_mask)
+        onwards = [(i, (i + 1) % self.devices) for i in range(self.devices)]
+        for step in range(self.devices):
+            states.append(impl.forward_lse(query, held[0], held[1], DiffusionAttentionMetadata(attn_mask=held[2])))
+            if step < self.devices - 1:  # does not wait for the attention above: XLA overlaps them
+                held = jax.tree.map(lambda x: lax.ppermute(x, self.axis, onwards), held)
+        batch, rows, heads, size = query.shape
+        merged, _ = merge_attn_states(
+            [out.astype(jnp.float32).reshape(batch * rows, heads, size) for out, _ in states],
+            [jnp.swapaxes(lse, 0, 1).reshape(heads, batch * rows) for _, lse in states],
+        )
+        return merged.astype(query.dtype).reshape(batch, rows, heads, size)
