@@ -1,0 +1,110 @@
+"""diffusers: tiny random Flux- and Wan-shaped transformers give the same latents through `attn` as through its own backend."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from attn.errors import UnsupportedError
+from attn.integrations import diffusers as integration
+
+diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed (pip install diffusers)")
+
+
+@pytest.fixture(autouse=True)
+def native_again() -> Iterator[None]:
+    """diffusers keeps the active backend for the whole process."""
+    from diffusers.models import attention_dispatch as dispatch
+
+    yield
+    dispatch._AttentionBackendRegistry.set_active_backend(dispatch.AttentionBackendName.NATIVE)
+
+
+def _flux() -> tuple[Any, dict[str, Any]]:
+    from diffusers import FluxTransformer2DModel
+
+    torch.manual_seed(0)
+    model = FluxTransformer2DModel(
+        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
+        joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8),
+    ).eval()  # fmt: skip
+    inputs = {
+        "hidden_states": torch.randn(2, 16, 4), "encoder_hidden_states": torch.randn(2, 7, 32),
+        "pooled_projections": torch.randn(2, 32), "timestep": torch.tensor([0.5, 0.5]),
+        "img_ids": torch.randn(16, 3), "txt_ids": torch.randn(7, 3),
+    }  # fmt: skip
+    return model, inputs
+
+
+def _wan() -> tuple[Any, dict[str, Any]]:
+    from diffusers import WanTransformer3DModel
+
+    torch.manual_seed(0)
+    model = WanTransformer3DModel(
+        patch_size=(1, 2, 2), num_attention_heads=2, attention_head_dim=12, in_channels=4, out_channels=4, text_dim=16,
+        freq_dim=256, ffn_dim=32, num_layers=2, cross_attn_norm=True, qk_norm="rms_norm_across_heads", rope_max_seq_len=32,
+    ).eval()  # fmt: skip
+    inputs = {
+        "hidden_states": torch.randn(1, 4, 2, 8, 8), "timestep": torch.tensor([10]),
+        "encoder_hidden_states": torch.randn(1, 9, 16),
+    }  # fmt: skip
+    return model, inputs
+
+
+def _latents(model: Any, inputs: dict[str, Any], backend: str) -> torch.Tensor:
+    model.set_attention_backend(backend)
+    with torch.no_grad():
+        out: torch.Tensor = model(**inputs, return_dict=False)[0]
+    return out
+
+
+@pytest.mark.parametrize("make", [_flux, _wan], ids=["flux", "wan"])
+@pytest.mark.parametrize("name", ["attn", "attn:TORCH_SDPA"])
+def test_latents_are_those_of_the_native_backend(make: Any, name: str) -> None:
+    assert name in integration.register()
+    model, inputs = make()
+    want = _latents(model, inputs, "native")
+    torch.testing.assert_close(_latents(model, inputs, name), want, atol=2e-6, rtol=1e-5)
+
+
+def test_the_negative_control_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny random model can hide what its attention does: with another scale the latents must differ."""
+    integration.register()
+    model, inputs = _flux()
+    want = _latents(model, inputs, "native")
+    real = integration._impl
+    monkeypatch.setattr(integration, "_impl", lambda *a: real(*a[:7], 3.0, *a[8:]))
+    assert (_latents(model, inputs, "attn") - want).abs().max() > 1e-3
+
+
+def test_a_name_that_cannot_serve_is_refused_with_its_reasons() -> None:
+    integration.register()
+    model, inputs = _flux()
+    with pytest.raises(UnsupportedError, match="sageattention is not installed"):
+        _latents(model, inputs, "attn:SAGE_ATTN")
+
+
+def test_masks_in_diffusers_way() -> None:
+    integration.register()
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+    q, k, v = (torch.randn(2, 5, 2, 16) for _ in range(3))
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]], dtype=torch.bool)
+    full = mask[:, None, None].expand(2, 1, 5, 5)
+    added = torch.zeros(full.shape).masked_fill(~full, -torch.inf)
+    want = dispatch_attention_fn(q, k, v, attn_mask=full, backend="native")
+    for given in (mask, full, added):
+        torch.testing.assert_close(dispatch_attention_fn(q, k, v, attn_mask=given, backend="attn"), want)
+    with pytest.raises(UnsupportedError, match="biases are not supported"):
+        dispatch_attention_fn(q, k, v, attn_mask=torch.randn(2, 1, 5, 5), backend="attn")
+    with pytest.raises(UnsupportedError, match="dropout_p=0.1"):
+        dispatch_attention_fn(q, k, v, dropout_p=0.1, backend="attn")
+
+
+def test_gradients_reach_the_model() -> None:
+    integration.register()
+    model, inputs = _wan()
+    model.set_attention_backend("attn")
+    model(**inputs, return_dict=False)[0].sum().backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
