@@ -161,6 +161,9 @@ COMMANDS = {
         "attn aot --target tpu-v6e --subset",
         _delegate("attn.aot"),
     ),
+    "bench": Command(
+        "how fast backends are here, every time checked", "attn bench 64q1s4k --backend TRITON_ATTN", _delegate("attn.bench")
+    ),
     "generate": Command("text from the demo model", 'attn generate "Once upon a time"', _delegate("attn.demo.generate")),
     "demo": Command("watch the demo model attend", "attn demo", _delegate("attn.demo.show")),
     "env": Command("versions, devices and variables: paste it into a bug report", "attn env --json", _env),

@@ -8,7 +8,9 @@
 | ATTN_DISABLE | comma-separated backends that automatic selection must not pick |
 | ATTN_FRAMEWORK | `torch` or `jax`: which wing serves a request whose dtype is a bare string |
 | ATTN_PLUGINS | comma-separated entry points of group `attn.backends` that may load (unset: all; empty: none) |
-| ATTN_DEBUG | `device`: block ids and slots that are on the device are fetched and checked |
+| ATTN_DEBUG | `device`: block ids and slots that are on the device are checked too, at each call of the torch wing |
+| ATTN_AUTOTUNE | `1`: Triton kernels' launches are measured here and kept (unset or `0`: taken from rules) |
+| ATTN_CACHE_DIR | where they are kept (unset: `attn` in the user's cache directory) |
 
 `read` looks into the table that `os.environ` itself keeps: a lookup of an unset name through the mapping protocol
 costs a microsecond (an exception raised and caught), which is half of a warm selection.
@@ -25,6 +27,8 @@ VARIABLES = (
     "ATTN_FRAMEWORK",
     "ATTN_PLUGINS",
     "ATTN_DEBUG",
+    "ATTN_AUTOTUNE",
+    "ATTN_CACHE_DIR",
     "VLLM_USE_V1",
 )
 _ENCODED = {name: os.fsencode(name) for name in VARIABLES} if os.name == "posix" else {}
@@ -70,6 +74,14 @@ def attn_backend() -> tuple[str, str] | None:
 def vllm_use_v1() -> bool:
     """The seeds' `VLLM_USE_V1` switch: on unless set to 0. Nothing here depends on it; callers may pass it on."""
     return read("VLLM_USE_V1") != "0"
+
+
+def switch(name: str) -> bool:
+    """Whether variable `name` is 1; unset, empty and 0 are off. Raises ValueError for anything else."""
+    value = (read(name) or "0").strip()
+    if value not in ("0", "1"):
+        raise ValueError(f"{name}={value!r} must be 0 or 1")
+    return value == "1"
 
 
 def debug(what: str) -> bool:

@@ -11,7 +11,7 @@ import pytest
 from attn.testing import Case, candidate_of, check_conformance, subject_here
 from attn.testing.suite import cases_of
 
-BACKENDS = ("TORCH_SDPA", "CPU_ATTN", "TORCH_MLA", "XLA_ATTN")
+BACKENDS = ("TORCH_SDPA", "CPU_ATTN", "TORCH_MLA", "TORCH_MLA_SPARSE", "XLA_ATTN")
 
 
 def _cases() -> list[Any]:

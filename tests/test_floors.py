@@ -35,8 +35,8 @@ FLOORS = [
     ("attn.verdicts",),
     ("attn.platforms",),
     ("attn.backends", "attn.diffusion", "attn.plugins"),
-    ("attn.selector", "attn.layers", "attn.evidence", "attn.testing", "attn.aot"),
-    ("attn.report", "attn.functional", "attn.bench"),
+    ("attn.selector", "attn.layers", "attn.evidence", "attn.testing", "attn.aot", "attn.bench"),
+    ("attn.report", "attn.functional"),
     DOORS,
 ]
 #: The ground floor needs the standard library alone (the oracle: NumPy too).

@@ -29,8 +29,16 @@ class Ops:
     @staticmethod
     @functools.cache
     def compiled(formula: Callable[..., Any]) -> Callable[..., Any]:
-        """`formula(xp, rules, *arrays)` jitted: one program for each set of rules and shapes."""
-        return jax.jit(formula, static_argnums=(0, 1))
+        """`formula(xp, rules, *arrays)` jitted: one program for each set of rules and shapes.
+
+        On a TPU the kernel answers, where it has the rules: no mask, and no other dtype than bfloat16 and float32.
+        """
+        written_out = jax.jit(formula, static_argnums=(0, 1))
+
+        def run(xp: Any, rules: Any, *arrays: Any) -> Any:
+            return _by_kernel(rules, *arrays) if _kernel_takes(*arrays) else written_out(xp, rules, *arrays)
+
+        return run
 
     @staticmethod
     def asarray(x: Any, like: jax.Array) -> jax.Array:
@@ -63,6 +71,32 @@ class Ops:
     def rows_at_once(n: int, row: int) -> int:
         """All of them: a Python loop of slices would be unrolled into the compiled program."""
         return max(1, n)
+
+
+def on_tpu(x: jax.Array) -> bool:
+    """Whether x lies on a TPU, or would, where it is a tracer."""
+    if isinstance(x, jax.core.Tracer):
+        return jax.default_backend() == "tpu"
+    return {device.platform for device in x.devices()} == {"tpu"}
+
+
+def _kernel_takes(*arrays: Any) -> bool:
+    """Whether these are q, k, v and extras of which the TPU kernel makes the formula's result."""
+    if len(arrays) != 4:
+        return False
+    q, _, _, extras = arrays
+    return extras.mask is None and q.dtype in (jnp.bfloat16, jnp.float32) and on_tpu(q)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _by_kernel(rules: Any, q: jax.Array, k: jax.Array, v: jax.Array, extras: Any) -> tuple[jax.Array, jax.Array]:
+    from attn.jax.kernels.tpu import flash_attention as kernel
+
+    result: tuple[jax.Array, jax.Array] = kernel.flash_attention(
+        q, k, v, causal=rules.causal, sliding_window=rules.window, scale=rules.scale, logits_soft_cap=rules.cap,
+        alibi_slopes=extras.slopes, sinks=extras.sinks, return_lse=True,
+    )  # fmt: skip
+    return result
 
 
 def through_backend(

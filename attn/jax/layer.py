@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from attn.layers import ChosenAttention
+from attn.layers import ChosenAttention, ChosenLayer
 
 
 def _kept(name: str) -> Any:
@@ -15,8 +15,8 @@ def _kept(name: str) -> Any:
     return property(lambda layer: np.asarray(getattr(layer, f"{name}_static"), np.float32))
 
 
-class Attention(ChosenAttention, nnx.Module):
-    __doc__ = ChosenAttention.__doc__
+class ChosenModule(ChosenLayer, nnx.Module):
+    """Where a module keeps its scales."""
 
     framework = "jax"
     # Scales are static, like the backend: no leaves of the module's state, so that a checkpoint need not hold them and a
@@ -31,6 +31,10 @@ class Attention(ChosenAttention, nnx.Module):
         if scale.ndim == 0:
             setattr(self, f"{name}_float", float(scale))
         setattr(self, f"{name}_static", tuple(scale.tolist()) if scale.ndim else float(scale))
+
+
+class Attention(ChosenAttention, ChosenModule):
+    __doc__ = ChosenAttention.__doc__
 
     def __call__(
         self, query: jax.Array, key: jax.Array | None, value: jax.Array | None, kv_cache: jax.Array | None, attn_metadata: Any

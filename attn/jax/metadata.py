@@ -46,6 +46,21 @@ class PagedAttentionMetadata(AttentionMetadata):
             raise ShapeError(f"x has {x.shape[0]} rows: must be at most {rows}, the batch's padded length")
         return jnp.pad(jnp.asarray(x), ((0, missing), *((0, 0) for _ in x.shape[1:])))
 
+    def of_layer(self, layer: Any, num_blocks: int) -> "PagedAttentionMetadata":
+        """This batch for layer number `layer` (it may be traced) of caches of `num_blocks` blocks that lie one after the
+        other along N in one array. A scan over layers that carries that array changes it in place; one that takes a
+        stack of caches apart and puts it together again copies every one of them.
+        """
+        skip = jnp.asarray(layer, jnp.int32) * num_blocks
+        slots = self.slot_mapping
+        if self.block_size is None:
+            raise MetadataError("block_size", None, None, "the block size of the caches")
+        return dataclasses.replace(
+            self,
+            block_table=self.block_table + skip,
+            slot_mapping=jnp.where(slots < 0, slots, slots + skip * self.block_size),
+        )
+
 
 # so that a function of a batch can be exported (`jax.export`) and served where this package is installed
 export.register_pytree_node_serialization(
@@ -102,7 +117,7 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
         )
 
 
-def check_ids(attn_metadata: PagedAttentionMetadata, block_size: int, num_blocks: int) -> None:
+def check_ids(attn_metadata: PagedAttentionMetadata, block_size: int, num_blocks: int, *, debug: bool = False) -> jax.Array:
     """`jax.experimental.checkify` checks of a batch's values against a cache of `num_blocks` blocks, for use inside jit.
 
     Live block ids lie in the cache, slots too unless they are -1, and no two tokens write one slot. Functionalise the
@@ -110,22 +125,31 @@ def check_ids(attn_metadata: PagedAttentionMetadata, block_size: int, num_blocks
 
         error, output = jax.jit(checkify.checkify(step))(...)
         error.throw()
+
+    `debug`: checks that vanish from a step which is not functionalised, where others raise. Every layer makes such ones
+    itself under ATTN_DEBUG=device. Returns whether all hold, 0-d bool.
     """
     from jax.experimental import checkify
 
+    check = checkify.debug_check if debug else checkify.check
     table, slots = attn_metadata.block_table, attn_metadata.slot_mapping
     used = -(-attn_metadata.seq_lens[:, None] // block_size)
     live = jnp.arange(table.shape[1]) < used
-    checkify.check(
-        (used <= table.shape[1]).all() & (~live | ((table >= 0) & (table < num_blocks))).all(),
-        f"block_table: a live entry is not between 0 and {num_blocks - 1}, or a request has more blocks than columns",
-    )
     num_slots = num_blocks * block_size
-    in_cache = (slots >= PAD_SLOT_ID) & (slots < num_slots)
-    checkify.check(in_cache.all(), f"slot_mapping: an entry is not -1 or between 0 and {num_slots - 1}")
     written = jnp.sort(slots)
     twice = (written[1:] == written[:-1]) & (written[1:] != PAD_SLOT_ID)
-    checkify.check(~twice.any(), "slot_mapping: a slot is written by more than one token")
+    held = {
+        f"block_table: a live entry is not between 0 and {num_blocks - 1}, or a request has more blocks than columns": (
+            (used <= table.shape[1]).all() & (~live | ((table >= 0) & (table < num_blocks))).all()
+        ),
+        f"slot_mapping: an entry is not -1 or between 0 and {num_slots - 1}": (
+            (slots >= PAD_SLOT_ID) & (slots < num_slots)
+        ).all(),
+        "slot_mapping: a slot is written by more than one token": ~twice.any(),
+    }
+    for said, holds in held.items():
+        check(holds, said)
+    return jnp.stack([*held.values()]).all()
 
 
 def _padded(array: Any, shape: tuple[int, ...], fill: int | None = 0) -> Any:

@@ -50,14 +50,15 @@ class JaxPlatform(Platform):
         raise NotImplementedError
 
     def mla(self, request: Request, device: Device) -> tuple[str, ...]:
-        """Multi-head latent attention: the proven backend first, as for dense requests."""
+        """Multi-head latent attention: the proven backend first."""
         return ("XLA_MLA_SPARSE",) if Feature.SPARSE_MLA in request.features else ("XLA_MLA", "PALLAS_MLA")
 
     def mla_prefill_priorities(self, request: Request, device: Device) -> tuple[str, ...]:
         return ("XLA", "PALLAS")
 
     def diffusion_priorities(self, request: Request, device: Device) -> tuple[str, ...]:
-        return ("CUDNN", "XLA_ATTN")
+        # PALLAS is for TPUs; on a CPU it would be interpreted, so that XLA_ATTN comes first there
+        return ("PALLAS", "XLA_ATTN") if self.name == "tpu" else ("CUDNN", "XLA_ATTN", "PALLAS")
 
     def priorities(self, request: Request, device: Device) -> tuple[str, ...]:
         if {Feature.MLA, Feature.SPARSE_MLA} & request.features:
@@ -75,10 +76,11 @@ class TpuPlatform(JaxPlatform):
 
     def dense(self, request: Request, device: Device) -> tuple[str, ...]:
         return (
-            "XLA_ATTN",  # any shape and feature, the whole conformance suite; every chunk's scores travel through HBM
-            # Faster by estimate (pages go to VMEM by DMA and scores never leave it), so meant to be first: but it has not
-            # passed the suite yet, nor run on a TPU, and correct comes before fast. By name it is there now.
+            # Pages go to VMEM by DMA and scores never leave it: by libtpu's estimate decode takes less time than HBM needs to
+            # deliver the keys, and the cache is never copied (benchmarks/NOTES.md). It passes the conformance suite in TPU
+            # interpret mode; it has not run on a TPU.
             "PALLAS",
+            "XLA_ATTN",  # any shape and feature; every chunk's scores travel through HBM
         )
 
 

@@ -3,19 +3,59 @@
 The layer is called as it is, not under a jit of its own: a backend jits what it computes, and so shares programs between
 layers whose numbers alone differ. `captured` is the whole layer compiled. Rows that the builder adds hold NaN here:
 nothing may depend on them.
+
+A backend whose kernels an interpreter executes here (`interpreted_on`) is watched: TPU interpret mode simulates DMAs and
+semaphores, fills fresh memory with NaN, raises for what is out of bounds and reports races. A copy that nobody waits for
+shows as wrong values when DMAs happen as late as they may ("on_wait"), and as a race when they happen at once ("eager"):
+either mode misses what the other sees, so half of the requests are held to each, and `captured` repeats its case in the
+other one.
 """
 
-from typing import Any
+import contextlib
+import io
+import zlib
+from collections.abc import Iterator
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from jax.experimental.pallas import tpu as pltpu
 
 from attn.capabilities import Device
 from attn.testing import Call, Result, bits, cache_spec, layer_arguments
 
 Array = npt.NDArray[Any]
+
+DMAMode = Literal["on_wait", "eager"]
+DMA_MODES: tuple[DMAMode, ...] = ("on_wait", "eager")
+
+
+class KernelRace(RuntimeError):
+    """Two accesses to one place of a simulated memory, one of them a write, that nothing orders."""
+
+
+@contextlib.contextmanager
+def watched(dma_mode: DMAMode) -> Iterator[None]:
+    """Interpret the Pallas TPU kernels that are called inside, strictly. Raises `KernelRace` after one that races.
+
+    Results must be waited for inside.
+    """
+    params = pltpu.InterpretParams(
+        detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan", dma_execution_mode=dma_mode
+    )
+    pltpu.reset_tpu_interpret_mode_state()  # what a kernel that raised has left
+    said = io.StringIO()  # the interpreter tells of races in print alone
+    optimised = not jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)  # a program runs once or twice: compiling is what takes time
+    try:
+        with pltpu.force_tpu_interpret_mode(params), contextlib.redirect_stdout(said):
+            yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", not optimised)
+    if "RACE DETECTED" in said.getvalue():
+        raise KernelRace(f"dma_execution_mode={dma_mode}: {said.getvalue()[:2000]}")
 
 
 class Runner:
@@ -23,6 +63,8 @@ class Runner:
 
     def __init__(self, backend: Any, device: Device | None = None) -> None:
         self.backend, self.device = backend, device
+        platform = jax.default_backend() if device is None else device.platform
+        self.is_interpreted = platform in getattr(backend, "interpreted_on", ())
         self._places: dict[tuple[int, ...], tuple[Array, Array]] = {}
 
     def build(self, call: Call) -> Any:
@@ -33,32 +75,65 @@ class Runner:
         return impl
 
     def __call__(self, call: Call) -> Result:
-        return self._run(call, self.build(call).apply)
+        with self._watch(call):
+            return self._run(call, self._applied(call))
 
     def captured(self, call: Call) -> Result:
         """The same with the layer jitted as a whole and its cache donated."""
-        return self._run(call, jax.jit(self.build(call).apply, donate_argnums=3))
+        with self._watch(call, 1):
+            return self._run(call, jax.jit(self._applied(call), donate_argnums=3))
+
+    def _applied(self, call: Call) -> Any:
+        """The layer as a function of what every call has; MLA's weights and chosen keys are bound."""
+        impl = self.build(call)
+        if not call.case.mla:
+            return impl.apply
+        w_uk, w_uv = (w.astype(call.case.dtype) for w in impl.weights())
+
+        def apply(*arrays: Any, k_scale: Any, v_scale: Any) -> Any:
+            indices = None
+            if call.case.topk:
+                missing = arrays[0].shape[0] - len(call.indices)
+                indices = jnp.asarray(np.pad(call.indices, ((0, missing), (0, 0)), constant_values=-1))
+            return impl.apply(*arrays, w_uk=w_uk, w_uv=w_uv, k_scale=k_scale, indices=indices)
+
+        return apply
+
+    def dma_mode(self, call: Call, other: int = 0) -> DMAMode:
+        """Which of `DMA_MODES` a call is held to; requests alike have the same one, so that they share programs."""
+        return DMA_MODES[(zlib.crc32(str(call.case.request()).encode()) + other) % 2]
+
+    def _watch(self, call: Call, other: int = 0) -> contextlib.AbstractContextManager[None]:
+        return watched(self.dma_mode(call, other)) if self.is_interpreted else contextlib.nullcontext()
 
     def _run(self, call: Call, apply: Any) -> Result:
         case, count = call.case, call.query.shape[0]
         metadata = self.backend.get_builder_cls()(cache_spec(call), ["layer"], None, None).build(0, call.writable_batch())
         rows = metadata.slot_mapping.shape[0]
-        arrays = [None if x is None else self._rows(x, case.dtype, rows) for x in (call.query, call.key, call.value)]
+        fresh = (call.key, call.value)
+        if case.mla and call.key is not None:
+            fresh = (call.key[:, 0, : case.mla[0]], call.key[:, 0, case.mla[0] :])
+        arrays = [None if x is None else self._rows(x, case.dtype, rows) for x in (call.query, *fresh)]
         scales = {"k_scale": jnp.asarray(case.k_scale, jnp.float32), "v_scale": jnp.asarray(case.v_scale, jnp.float32)}
         result, kv_cache = apply(*arrays, self._cache(call), metadata, **scales)
         out, lse = result if isinstance(result, tuple) else (result, None)
-        values = bits.decode(_bits(out), case.dtype).reshape(rows, *call.query.shape[1:])
-        keys_and_values = (None, None)
-        if kv_cache is not None:
+        values = bits.decode(_bits(out), case.dtype).reshape(rows, *call.output_shape[1:])
+        keys = vals = None
+        spilled = bool(np.any(values[count:] != 0))
+        if kv_cache is not None and call.key_cache is not None:
             flat = _bits(kv_cache).reshape(-1)
-            keys_and_values = tuple(flat[place] for place in self._where(call))  # type: ignore[assignment]
+            stored = [flat[place] for place in self._where(call)]
+            size = call.key_cache.shape[3]
+            keys, vals = (view[..., :size] for view in stored)
+            spilled |= any(bool(view[..., size:].any()) for view in stored)  # what pads a head must stay zero
         return Result(
             values[:count],
             None if lse is None else np.asarray(lse)[:, :count],
-            *keys_and_values,
+            keys,
+            vals,
             str(out.dtype),
             padding=0.0,
-            spilled=bool(np.any(values[count:] != 0)),
+            spilled=spilled,
         )
 
     def _rows(self, values: Array, dtype: str, rows: int) -> jax.Array:

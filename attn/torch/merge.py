@@ -1,6 +1,7 @@
 """Merging partial attention: (output, lse) pairs over disjoint sets of keys form a commutative monoid (SEMANTICS 4.6).
 
-The state is fp32 whatever the outputs are. Sinks are not part of it: they are applied once, after the last merge.
+The state is fp32 whatever the outputs are. Sinks are not part of it: they are applied once, after the last merge. Written
+out here in torch's operators, for any device and for gradients; on a GPU one kernel does the same where Triton is installed.
 """
 
 from collections.abc import Sequence
@@ -8,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from attn.errors import ShapeError
+from attn.imports import installed
 
 
 def merge_attn_states(
@@ -29,6 +31,13 @@ def merge_attn_states(
                 f"outputs[{i}] has shape {list(output.shape)} and lses[{i}] {list(lse.shape)}: "
                 f"must be {list(shape)} and {[heads, tokens]}"
             )
+    if _has_kernel([*outputs, *lses]):
+        from attn.torch.kernels.merge_states import merge_states, merge_two_states
+
+        if len(outputs) == 2:
+            return merge_two_states(outputs[0], lses[0], outputs[1], lses[1], nan_is_empty)
+        stacked = (x if isinstance(x, torch.Tensor) else torch.stack(list(x)) for x in (outputs, lses))
+        return merge_states(*stacked, nan_is_empty)
     logs = torch.stack(list(lses))
     logs = logs.to(torch.promote_types(logs.dtype, torch.float32))
     empty = logs.isinf() | (logs.isnan() & nan_is_empty)
@@ -43,3 +52,16 @@ def merge_attn_states(
         merged += torch.where(nothing.T[..., None], 0, output.to(logs.dtype)) * weight.T[..., None]
     merged = torch.where(norm.T[..., None] == 0, 0, merged / norm.T[..., None])
     return merged.to(outputs[0].dtype), top + torch.log(norm)
+
+
+def _has_kernel(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether the Triton kernel takes these outputs, and as many lses after them: its dtypes, its device, dense rows."""
+    count = len(tensors) // 2
+    kinds = {output.dtype for output in tensors[:count]}
+    return (
+        all(x.is_cuda and x.stride(-1) == 1 and not x.requires_grad for x in tensors)
+        and len(kinds) == 1
+        and kinds <= {torch.float32, torch.float16, torch.bfloat16}
+        and all(lse.dtype == torch.float32 for lse in tensors[count:])
+        and installed("triton")
+    )

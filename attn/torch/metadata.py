@@ -8,7 +8,8 @@ import torch
 from attn import envs
 from attn.arrays import to_framework
 from attn.backends.abstract import AttentionMetadataBuilder
-from attn.backends.metadata import AttentionMetadata, CommonAttentionMetadata
+from attn.backends.metadata import PAD_SLOT_ID, AttentionMetadata, CommonAttentionMetadata
+from attn.errors import DeviceError, MetadataError
 
 if TYPE_CHECKING:
     from attn.backends.metadata import IntArray
@@ -50,6 +51,39 @@ class PagedAttentionMetadata(AttentionMetadata):
                     **{f.name: getattr(self, f.name) for f in fields(self) if f.name != "tree_mask"}
                 ).validate(self.block_size)
         return self.query_start_loc_cpu, self.seq_lens_cpu
+
+    def check_ids(self, num_blocks: int, block_size: int) -> None:
+        """Raise `MetadataError` unless live block ids and slots lie in a cache of that extent, and no slot is written twice.
+
+        What is looked at are the tensors as they are on the device now, which a captured graph's owner may have changed since
+        the batch was built. Waits for the device, so it is for debugging (ATTN_DEBUG=device) and not for a capture.
+        """
+        if self.block_table.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise DeviceError("ATTN_DEBUG=device waits for the device: it must be off while a graph is captured")
+        table, seq_lens, slots = self.block_table, self.seq_lens, self.slot_mapping[: self.num_actual_tokens]
+        columns, last = table.shape[1], num_blocks * block_size - 1
+        long = seq_lens > columns * block_size
+        if bool(long.any()):
+            (r, *_) = long.nonzero().flatten().tolist()
+            bound = f"at most {columns * block_size} ({columns} blocks of {block_size} in its table row)"
+            raise MetadataError("seq_lens", r, int(seq_lens[r]), bound)
+        used = (seq_lens + block_size - 1) // block_size
+        live = torch.arange(columns, device=table.device) < used[:, None]
+        wild = live & ((table < 0) | (table >= num_blocks))
+        if bool(wild.any()):
+            r, c = wild.nonzero()[0].tolist()
+            bound = (
+                f"between 0 and {num_blocks - 1} (positions {c * block_size} on of request {r}, {int(seq_lens[r])} tokens long)"
+            )
+            raise MetadataError("block_table", (r, c), int(table[r, c]), bound)
+        order = slots.sort(stable=True)
+        twice = (order.values[1:] == order.values[:-1]) & (order.values[1:] >= 0)
+        wild = (slots < PAD_SLOT_ID) | (slots > last)
+        for bad, bound in ((wild, f"-1 or between 0 and {last}"), (twice, "written by one token only")):
+            if bool(bad.any()):
+                t = int(bad.nonzero()[0]) if bad is wild else int(order.indices[1:][bad][0])
+                r = int((self.query_start_loc[1:] <= t).sum())
+                raise MetadataError("slot_mapping", t, int(slots[t]), f"{bound} (a token of request {r})")
 
 
 class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetadata]):

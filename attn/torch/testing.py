@@ -14,6 +14,7 @@ import torch
 from attn.capabilities import Device
 from attn.testing import Call, Result, bits, cache_spec, latent_rows, layer_arguments
 from attn.torch import kv_cache as caches
+from attn.torch.interpreter import correct_bfloat16
 
 Array = npt.NDArray[Any]
 
@@ -27,6 +28,9 @@ class Runner:
     """`Runner(backend, device)(call)` runs a call on a backend class; `build` alone constructs the layer."""
 
     def __init__(self, backend: Any, device: Device | None = None) -> None:
+        by_choice = getattr(backend, "is_interpreted", None)
+        if by_choice is not None and by_choice():
+            correct_bfloat16()
         platform = device.platform if device is not None else "cpu"
         self.backend, self.device = backend, torch.device("cuda" if platform == "rocm" else platform)
 

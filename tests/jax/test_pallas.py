@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 
 from attn import reference
 from attn.backends.metadata import CommonAttentionMetadata
@@ -13,7 +14,7 @@ from attn.capabilities import Device, Request
 from attn.errors import MetadataError, ShapeError
 from attn.jax import Attention
 from attn.jax.backends.pallas import PallasAttentionBackend
-from attn.jax.platforms import TpuPlatform
+from attn.jax.platforms import TpuPlatform, compiling_for
 
 H, K, D, P, N = 4, 2, 80, 16, 12
 TPU = Device("jax", "tpu", "TPU v6 lite", "v6e")
@@ -33,9 +34,9 @@ def build(layer: Attention, common: CommonAttentionMetadata) -> Any:
     return layer.backend.get_builder_cls()(layer.kv_cache_spec).build(0, common)
 
 
-def test_it_serves_a_tpu_and_comes_after_what_is_proven() -> None:
+def test_it_serves_a_tpu_and_comes_first() -> None:
     request = Request(128, "bfloat16", block_size=128, features=frozenset({"sinks", "alibi", "lse"}))
-    assert TpuPlatform().priorities(request, TPU) == ("XLA_ATTN", "PALLAS")
+    assert TpuPlatform().priorities(request, TPU) == ("PALLAS", "XLA_ATTN")
     assert PallasAttentionBackend.why_not(request, TPU) == []
 
 
@@ -46,6 +47,11 @@ def test_it_serves_a_tpu_and_comes_after_what_is_proven() -> None:
         (Request(128, "float16"), TPU, "dtype=float16 (supports float32, bfloat16)"),
         (Request(128, "bfloat16", block_size=24), TPU, "block_size=24 (supports 16, 32, 64, 128, 256)"),
         (Request(128, "bfloat16"), Device("jax", "gpu", "H200", "sm_90"), "platform=gpu (supports tpu, cpu)"),
+        (
+            Request(128, "bfloat16"),
+            Device("jax", "gpu", "H200", "sm_90"),
+            "its kernels are programs for TPUs, which a CPU interprets for tests; XLA_ATTN serves GPUs",
+        ),
         (Request(128, "bfloat16"), Device("jax", "tpu", "TPU v4", "v4"), "arch=v4 (supports v5e, v5p, v6e, v7x)"),
     ],
 )
@@ -91,6 +97,45 @@ def test_slots_that_the_kernel_would_not_write() -> None:
     first_held_back = slots.copy()
     first_held_back[1] = -1
     build(layer, common.replace(slot_mapping=first_held_back))
+
+
+def test_slots_of_other_kinds_of_batches() -> None:
+    """A batch that is not causal is the kernel's to write too; under cross attention slots are the encoder's."""
+    layer, common = new_layer(), batch([1, 5], [33, 40])
+    elsewhere = common.replace(slot_mapping=np.array(common.slot_mapping)[::-1].copy(), causal=False)
+    with pytest.raises(MetadataError, match="slot_mapping"):
+        build(layer, elsewhere)
+    build(new_layer(attn_type="encoder_decoder"), elsewhere)
+
+
+def test_slots_on_the_device_are_checked_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, common = new_layer(), batch([1, 5], [33, 40])
+    slots = np.array(common.slot_mapping)
+    slots[[1, 2]] = slots[[2, 1]]
+    on_device = common.replace(slot_mapping=jnp.asarray(slots, jnp.int32))
+    build(layer, on_device)
+    monkeypatch.setenv("ATTN_DEBUG", "device")
+    with pytest.raises(MetadataError, match=r"slot_mapping\[1\]"):
+        build(layer, on_device)
+
+
+def test_export_for_a_tpu() -> None:
+    """The artifact holds the kernel, compiled when it is loaded; without a chip to compile for, JAX refuses."""
+    pytest.importorskip("flatbuffers", reason="jax.export needs it and does not depend on it")
+    layer, common = new_layer(), batch([1, 5], [33, 40])
+    meta = build(layer, common)
+    q, k, v = (jnp.zeros((meta.slot_mapping.shape[0], heads, D)) for heads in (H, K, K))
+    arguments = (q, k, v, layer.new_kv_cache(N), meta)
+    with compiling_for("v6e"):
+        exported = export.export(jax.jit(layer.__call__, donate_argnums=3), platforms=("tpu",))(*arguments)
+    text = exported.mlir_module()
+    assert "tpu_custom_call" in text and "callback" not in text
+    assert "output_operand_alias<" in text  # the kernel's cache, and the step's
+    assert "tf.aliasing_output" in text or "jax.buffer_donor" in text
+    loaded = export.deserialize(exported.serialize())
+    assert loaded.platforms == ("tpu",) and loaded.in_avals == exported.in_avals
+    with pytest.raises(ValueError, match="different from the lowering platform tpu"):
+        export.export(jax.jit(layer.__call__), platforms=("tpu",))(*arguments)
 
 
 def test_a_cache_of_another_layout_or_a_wide_tree() -> None:

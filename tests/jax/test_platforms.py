@@ -9,6 +9,7 @@ import pytest
 from attn import selector
 from attn.capabilities import Device, Request
 from attn.jax import platforms
+from attn.jax.kernels.tpu import _chips
 
 
 def test_here_is_the_default_backend() -> None:
@@ -48,12 +49,29 @@ def test_gpu_generations(capability: str, arch: str) -> None:
     assert platforms.platform("gpu").arch(device) == arch
 
 
-@pytest.mark.parametrize(("name", "first"), [("tpu", "XLA_ATTN"), ("gpu", "XLA_ATTN"), ("cpu", "XLA_ATTN")])
+@pytest.mark.parametrize(("name", "first"), [("tpu", "PALLAS"), ("gpu", "XLA_ATTN"), ("cpu", "XLA_ATTN")])
 def test_order(name: str, first: str) -> None:
     platform, device = platforms.platform(name), Device("jax", name)
     order = platform.priorities(Request(64, "float32"), device)
     assert order[0] == first and set(order) == {"PALLAS", "XLA_ATTN"}
-    assert platform.priorities(Request(576, "bfloat16", features=frozenset({"mla"})), device) == ("PALLAS_MLA",)
+    mla = platform.priorities(Request(576, "bfloat16", features=frozenset({"mla"})), device)
+    assert set(mla) == {"PALLAS_MLA", "XLA_MLA"}
+
+
+def test_on_a_tpu_pallas_is_chosen_and_xla_attn_takes_the_rest() -> None:
+    v6e = Device("jax", "tpu", "TPU v6 lite", "v6e")
+    assert selector.select(Request(128, "bfloat16", block_size=128), device=v6e).name == "PALLAS"
+    odd = selector.select(Request(72, "float16", block_size=24), device=v6e)
+    assert odd.name == "XLA_ATTN" and "head_size=72" in str(odd)
+
+
+def test_compiling_for_a_generation_that_is_not_here() -> None:
+    for arch in ("v5e", "v6e", "v7x"):
+        with platforms.compiling_for(arch):
+            assert _chips.target() == arch
+    assert _chips.target() is None or jax.default_backend() == "tpu"
+    with pytest.raises(ValueError, match="arch='v3' is no TPU generation known here; known: "), platforms.compiling_for("v3"):
+        pass
 
 
 def test_xla_attn_serves_every_platform() -> None:

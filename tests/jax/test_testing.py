@@ -1,12 +1,16 @@
-"""The jax driver of the conformance suite: layouts of any kind, padded rows, the layer as a whole (about 10 s)."""
+"""The jax driver of the conformance suite: layouts of any kind, padded rows, the whole layer, planted races (about 10 s)."""
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from attn.jax.backends.xla_attn import XLAAttentionBackend, XLAAttentionImpl
-from attn.jax.testing import Runner
+from attn.jax.testing import DMA_MODES, KernelRace, Runner, watched
 from attn.testing import Case, bits, draw, run_case
 from attn.testing.expected import specified_cache
 
@@ -59,3 +63,36 @@ def test_padded_rows_that_are_not_zero_are_seen() -> None:
 
 def test_the_layer_compiled_whole_gives_the_same() -> None:
     assert run_case(XLAAttentionBackend, CASE.replace(check="captured")) == []
+
+
+def launch(wait: bool = True, source: int = 1) -> jax.Array:
+    """Twice the row of [[0...], [1...]] that a kernel fetches by DMA."""
+
+    def body(row: Any, x: Any, y: Any, buffer: Any, sem: Any) -> None:
+        copy = pltpu.make_async_copy(x.at[pl.ds(row[0], 1)], buffer, sem)
+        copy.start()
+        if wait:
+            copy.wait()
+        y[...] = 2 * buffer[...]
+
+    rows = jnp.arange(2, dtype=jnp.float32)[:, None] * jnp.ones((1, 128))
+    return pl.pallas_call(
+        body,
+        out_shape=jax.ShapeDtypeStruct((1, 128), jnp.float32),
+        in_specs=[pl.BlockSpec(memory_space=pltpu.SMEM), pl.BlockSpec(memory_space=pltpu.HBM)],
+        scratch_shapes=[pltpu.VMEM((1, 128), jnp.float32), pltpu.SemaphoreType.DMA(())],
+    )(jnp.array([source]), rows).block_until_ready()
+
+
+def test_what_is_planted_is_caught() -> None:
+    """A copy that is not waited for is a race in one mode and NaN in the other, a row that is not there raises in both."""
+    for mode in DMA_MODES:
+        with watched(mode):
+            assert (launch() == 2).all()
+        with pytest.raises(jax.errors.JaxRuntimeError, match="(?i)out.of.bounds"), watched(mode):
+            launch(source=2)
+    with watched("on_wait"):
+        assert jnp.isnan(launch(wait=False)).all()
+    with pytest.raises(KernelRace, match="dma_execution_mode=eager: RACE DETECTED"), watched("eager"):
+        launch(wait=False)
+    assert not jax.config.read("jax_disable_most_optimizations")

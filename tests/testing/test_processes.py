@@ -38,3 +38,14 @@ def test_a_run_in_processes_is_the_same_run(capsys: pytest.CaptureFixture[str], 
     assert "OMP_NUM_THREADS" not in os.environ
     with pytest.raises(ValueError, match="jobs=0 must be at least 1"):
         run_conformance(["CPU_ATTN"], jobs=0)
+
+
+def test_parts_are_the_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    counts = [run_conformance(["CPU_ATTN"], only="no ", part=part).backends[0].cases for part in ((1, 1), (1, 2), (2, 2))]
+    assert counts[0] == counts[1] + counts[2] > 2
+    assert main(["CPU_ATTN", "--only", "no ", "--part", "2/2", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["backends"][0]["cases"] == counts[2]
+    with pytest.raises(ValueError, match="part=3/2 must be one of 1/2 to 2/2"):
+        run_conformance(["CPU_ATTN"], part=(3, 2))
+    with pytest.raises(ValueError, match="whole suite, not part 1 of 2"):
+        run_conformance(["CPU_ATTN"], part=(1, 2), record=True)

@@ -3,14 +3,19 @@
 The truth is a pure function, `apply(query, key, value, kv_cache, attn_metadata) -> (output, kv_cache)`, usable under jit,
 `shard_map` and donation; `forward` is the seeds' shape around it, which rebinds a cache held in an `nnx.Variable`. What an
 implementation adds is `_attend` (over the paged cache) and, for encoder types, `_attend_ragged` (over this call's keys).
-Checks look at static facts only, so they run once a compilation. Every limit is in the backend's capability record.
+Checks look at static facts only, so they run once a compilation. Every limit is in the backend's capability record. With
+ATTN_DEBUG=device the values of a batch are checked too, inside the step, when that is functionalised by
+`jax.experimental.checkify`; elsewhere the checks vanish.
 """
 
+import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from attn import envs
 from attn.backends.abstract import AttentionLayer, AttentionType
 from attn.backends.metadata import PAD_SLOT_ID
 from attn.backends.paged import PagedBackend, PagedImpl, check_block_size, check_built
@@ -18,7 +23,7 @@ from attn.capabilities import ENCODER_TYPES, Feature
 from attn.dtypes import dtype_name
 from attn.errors import DTypeError, MetadataError, ShapeError, UnsupportedError
 from attn.jax import kv_cache as caches
-from attn.jax.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
+from attn.jax.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder, check_ids
 
 
 class PagedAttentionBackend(PagedBackend):
@@ -74,12 +79,14 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         self._check_call(query, key, value, kv_cache, attn_metadata)
         heads = (-1, self.num_kv_heads, self.head_size)
         key, value = (None if x is None else x.reshape(heads) for x in (key, value))
+        query, key, value, kv_cache = _undifferentiable(self.backend.get_name(), (query, key, value, kv_cache))
         if self.attn_type in ENCODER_TYPES:
             out, lse = self._attend_ragged(query, key, value, attn_metadata)
         else:
             if self.kv_sharing_target_layer_name is not None:
                 key = value = None
-            out, lse, kv_cache = self._write_and_attend(query, key, value, kv_cache, attn_metadata, k_scale, v_scale)
+            attend = self._check_and_attend if envs.debug("device") else self._write_and_attend
+            out, lse, kv_cache = attend(query, key, value, kv_cache, attn_metadata, k_scale, v_scale)
         return ((out, lse) if self.need_to_return_lse_for_decode else out), kv_cache
 
     def forward(
@@ -125,6 +132,22 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
     ) -> jax.Array:
         """The cache with key, value [T, K, D] at `slot_mapping` [T]; for a layout of its own a backend overrides this."""
         return caches.write_pair(key, value, kv_cache, slot_mapping, k_scale, v_scale)
+
+    def _check_and_attend(
+        self, query: jax.Array, key: Any, value: Any, kv_cache: jax.Array, attn_metadata: PagedAttentionMetadata, *scales: Any
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+        """`_write_and_attend` after a check of the batch's values. A batch that fails it reads and writes nothing, so that
+        the kernel lives for the caller to look at the error; its output is NaN."""
+        meta = attn_metadata
+        fine = check_ids(meta, *self._extent(kv_cache)[:2], debug=True)
+        safe = dataclasses.replace(
+            meta,
+            block_table=jnp.where(fine, meta.block_table, 0),
+            slot_mapping=jnp.where(fine, meta.slot_mapping, PAD_SLOT_ID),
+            seq_lens=jnp.where(fine, meta.seq_lens, 0),
+        )
+        out, lse, kv_cache = self._write_and_attend(query, key, value, kv_cache, safe, *scales)
+        return jnp.where(fine, out, jnp.nan), lse, kv_cache
 
     def _write_and_attend(
         self,
@@ -197,14 +220,31 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         want = self.backend.get_kv_cache_shape(0, 0, self.num_kv_heads, self.head_size, self.kv_cache_dtype)
         if kv_cache.ndim != len(want):
             raise ShapeError(f"{name}: kv_cache has shape {list(kv_cache.shape)}: must have {len(want)} dimensions")
-        num_blocks, block_size, *held = jax.eval_shape(self.backend.logical_kv_cache, kv_cache)[0].shape
+        block_size, num_blocks, held = self._extent(kv_cache)
         check_block_size(name, block_size, expected_block_size)
         want = self.backend.get_kv_cache_shape(num_blocks, block_size, self.num_kv_heads, self.head_size, self.kv_cache_dtype)
         if kv_cache.shape != tuple(want):
-            raise ShapeError(
-                f"{name}: kv_cache holds [K, D] = {list(held)}, the layer has [{self.num_kv_heads}, {self.head_size}]"
-            )
+            raise ShapeError(f"{name}: kv_cache holds [K, D] = {held}, the layer has [{self.num_kv_heads}, {self.head_size}]")
         element = caches.element_type(self.kv_cache_dtype, query.dtype)
         if kv_cache.dtype != element:
             needs = f"kv_cache_dtype={self.kv_cache_dtype} needs {element}"
             raise DTypeError(f"{name}: kv_cache has dtype {kv_cache.dtype}: {needs}")
+
+    def _extent(self, kv_cache: jax.Array) -> tuple[int, int, list[int]]:
+        """(P, N, [K, D]) of a cache in whatever layout."""
+        num_blocks, block_size, *held = jax.eval_shape(self.backend.logical_kv_cache, kv_cache)[0].shape
+        return block_size, num_blocks, held
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _undifferentiable(name: str, arrays: Any) -> Any:
+    """`arrays` as they are, through which no derivative passes: better our words than those of a loop deep in a kernel."""
+    return arrays
+
+
+@_undifferentiable.defjvp
+def _refuse_derivatives(name: str, primals: Any, tangents: Any) -> Any:
+    raise UnsupportedError(
+        f"{name}: {Feature.BACKWARD.value} not supported: its layers are for serving. To train, use "
+        "attn.attention (any device), or attn.jax.kernels.tpu.flash_attention (TPU)"
+    )

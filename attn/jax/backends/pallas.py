@@ -1,37 +1,52 @@
-"""PALLAS: our Pallas kernel for TPUs, which writes the new tokens and attends all pages in one launch.
+"""PALLAS: our Pallas kernels for TPUs: one writes the new tokens and attends all pages in one launch, one is for encoders.
 
-It wins on TPUs because scores never leave VMEM and pages arrive by DMA while others are computed on; numbers are in
-benchmarks/NOTES.md. On a CPU the same kernel runs in TPU interpret mode, thousands of times slower: for tests. On GPUs
-XLA_ATTN serves.
+They win on TPUs because scores never leave VMEM and keys arrive by DMA while others are computed on; numbers are in
+benchmarks/NOTES.md. Cross attention reads the encoder's keys from pages, written once, by a scatter. An encoder's requests
+are the segments of one dense sequence, and a block of keys meets the rows of its own alone. On a CPU the same kernels run
+in TPU interpret mode, thousands of times slower: for tests. On GPUs XLA_ATTN serves.
 """
 
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from attn import envs
 from attn.backends.abstract import AttentionType, MultipleOf
 from attn.backends.metadata import PAD_SLOT_ID, CommonAttentionMetadata
-from attn.capabilities import Capabilities, Feature
+from attn.capabilities import ATTN_TYPES, Capabilities, Device, Feature, Request
 from attn.errors import MetadataError, ShapeError
 from attn.jax import kv_cache as caches
 from attn.jax.backends._paged import PagedAttentionBackend, PagedAttentionImpl
+from attn.jax.backends._tpu import why_not_tiles
 from attn.jax.kernels.tpu import ragged_paged_attention as kernel
+from attn.jax.kernels.tpu.flash_attention import flash_attention
 from attn.jax.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
 
 #: The widest tree: its edges are the lanes of one register.
 MAX_TREE_WIDTH = 128
 
+#: One program for all layers of a shape and of these rules, whatever their other numbers are.
+_attend = jax.jit(
+    kernel.ragged_paged_attention,
+    static_argnames=("max_query_len", "causal", "window", "logits_soft_cap", "return_lse"),
+)
+_attend_segments = jax.jit(flash_attention, static_argnames=("sliding_window", "scale", "logits_soft_cap", "return_lse"))
+
 
 class PallasMetadataBuilder(PagedAttentionMetadataBuilder):
-    """Also checks that slots follow the block table, which is where the kernel writes."""
+    """Also checks that a decoder's slots follow the block table, which is where the kernel writes."""
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PagedAttentionMetadata:
         built = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        if common_attn_metadata.causal and not fast_build:
-            _check_slots(common_attn_metadata, self.kv_cache_spec.block_size)
+        if self.kv_cache_spec.attn_type == AttentionType.DECODER:
+            if envs.debug("device"):
+                _check_slots(common_attn_metadata.on_host(), self.kv_cache_spec.block_size)
+            elif not fast_build:
+                _check_slots(common_attn_metadata, self.kv_cache_spec.block_size)
         return built
 
 
@@ -43,7 +58,7 @@ class PallasAttentionBackend(PagedAttentionBackend):
         dtypes=("float32", "bfloat16"),
         head_sizes=(MultipleOf(16, 64, 256),),
         kv_cache_dtypes=("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"),
-        attn_types=(AttentionType.DECODER, AttentionType.ENCODER_DECODER),
+        attn_types=ATTN_TYPES,
         features=frozenset(
             {
                 Feature.NON_CAUSAL,
@@ -71,6 +86,13 @@ class PallasAttentionBackend(PagedAttentionBackend):
     @staticmethod
     def get_builder_cls() -> type[PallasMetadataBuilder]:
         return PallasMetadataBuilder
+
+    @classmethod
+    def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
+        why = super().why_not(request, device) + why_not_tiles(request, device)
+        if device is not None and device.platform == "gpu":
+            why.append("its kernels are programs for TPUs, which a CPU interprets for tests; XLA_ATTN serves GPUs")
+        return why
 
     @staticmethod
     def get_kv_cache_shape(
@@ -123,12 +145,27 @@ class PallasAttentionImpl(PagedAttentionImpl):
                 kv_cache, key, value = self._write(key, value, kv_cache, slots, k_scale, v_scale), None, None
             else:
                 key, value = (caches.encode(x, kv_cache.dtype, s) for x, s in ((key, k_scale), (value, v_scale)))
-        return kernel.ragged_paged_attention(
+        return _attend(
             query, key, value, kv_cache, meta.query_start_loc, meta.seq_lens, meta.block_table, slots,
             scale=self.scale, max_query_len=meta.max_query_len, causal=self.is_causal(meta), window=self.window,
             logits_soft_cap=self.logits_soft_cap, alibi_slopes=self.alibi_slopes, sinks=self.sinks, tree_mask=meta.tree_mask,
             k_scale=k_scale, v_scale=v_scale, return_lse=self.need_to_return_lse_for_decode,
         )  # fmt: skip
+
+    def _attend_ragged(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, attn_metadata: PagedAttentionMetadata
+    ) -> tuple[jax.Array, jax.Array | None]:
+        ends, row = attn_metadata.query_start_loc[1:], jnp.arange(query.shape[0])
+        request = jnp.searchsorted(ends, row, side="right")  # in order, so that whole blocks are of few; R in padding rows
+        live = row < ends[-1]
+        value = jnp.where(live[:, None, None], value, 0)  # NaN there would cost a second pass
+        out, lse = _attend_segments(
+            query[None], key[None], value[None],
+            q_segment_ids=request[None], kv_segment_ids=jnp.where(live, request, ends.shape[0] + 1)[None],
+            sliding_window=self.window, scale=self.scale, logits_soft_cap=self.logits_soft_cap,
+            alibi_slopes=self.alibi_slopes, sinks=self.sinks, return_lse=True,
+        )  # fmt: skip
+        return out[0], lse[0]
 
 
 def _check_slots(batch: CommonAttentionMetadata, block_size: int) -> None:

@@ -1,8 +1,8 @@
 """TRITON_ATTN: our own kernels, every feature on every NVIDIA and AMD GPU that Triton compiles for.
 
 It wins where the vendors' kernels have no answer (ALiBi with windows, large head sizes in float32, trees, int8 caches) and
-in decode, which is bound by memory and where it reads the cache about as fast as the device copies; vendor prefill on
-Hopper is ahead of it. Measurements are in benchmarks/NOTES.md.
+in decode, which is bound by memory and where it reads the cache about as fast as the device copies. On Hopper, prefill of
+16-bit caches has a schedule of its own and runs beside the decodes of its batch. Measurements are in benchmarks/NOTES.md.
 """
 
 from attn.torch.backends import _triton

@@ -11,9 +11,9 @@ Grid: any number of programs; program i takes the tiles i, i + programs, ... in 
 head. With as many programs as tiles the hardware balances them; with fewer, some multiprocessors are left to a decode that
 runs beside (`paged_attention`). No length is fetched from the device.
 
-Pages beyond a request's last are not read (the engine fills zeros in), nor are values of slots beyond its length used: the
-producer overwrites them. A NaN or infinity among values that some row sees makes a consumer start its tile over, key by
-key, so that it reaches just the rows that see it.
+Pages beyond a request's last are not read (the engine fills zeros in), nor are values used of slots beyond its length or
+before the first key that a row of the tile sees: the producer overwrites them. A NaN or infinity among values that some row
+sees makes a consumer start its tile over, key by key, so that it reaches just the rows that see it.
 
 Layouts: query, output [T, H, D]; caches [N, P, K, D] of any strides (multiples of 16 bytes; last dimension dense), or a
 call's own keys and values [T, K, D] (as [1, T, K, D]); lse [H, T] float32, natural. D is 64 or 128, G at most 128, and at
@@ -72,7 +72,7 @@ def _turns(units):  # type: ignore[no-untyped-def]
 def _tile_of(  # type: ignore[no-untyped-def]
     ends, unit, query_start_loc, seq_lens, left, right, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr, PAGED: gl.constexpr
 ):  # fmt: skip
-    """A tile of queries: (request, its row, tokens and keys; first token; last position; first aligned and last key + 1)."""
+    """A tile of queries: (request, its row, tokens and keys; first token, last position; first key, aligned, last key + 1)."""
     before = ends <= unit
     r = gl.sum(before.to(gl.int32), 0)
     begin = gl.load(query_start_loc + r)
@@ -83,10 +83,10 @@ def _tile_of(  # type: ignore[no-untyped-def]
     context = seq_len - q_len
     first = tile * BLOCK_Q
     last = context + gl.minimum(first + BLOCK_Q, q_len) - 1
-    low = gl.maximum(context + first - left, 0) // BLOCK_N * BLOCK_N
     high = gl.maximum(gl.minimum(last + right + 1, seq_len), 0)
-    low = gl.minimum(low, high)
-    return r, begin, q_len, seq_len, first, last, low, high
+    seen = gl.maximum(context + first - left, 0)
+    low = gl.minimum(seen // BLOCK_N * BLOCK_N, high)
+    return r, begin, q_len, seq_len, first, last, seen, low, high
 
 
 @gluon.jit
@@ -114,7 +114,7 @@ def _produce(  # type: ignore[no-untyped-def]
     raw_phase = 0
     for turn in range(_turns(units)):
         unit = _unit(turn)
-        r, begin, q_len, seq_len, first, last, low, high = _tile_of(
+        r, begin, q_len, seq_len, first, last, seen, low, high = _tile_of(
             ends, unit // K, query_start_loc, seq_lens, left, right, BLOCK_Q, BLOCK_N, PAGED
         )
         kv_head = unit % K
@@ -147,7 +147,7 @@ def _produce(  # type: ignore[no-untyped-def]
                         k_boxes.index(stage * (HALVES * BOXES) + h * BOXES + b),
                     )  # fmt: skip
             mbarrier.wait(v_empty.index(stage), phase ^ 1)
-            partial = start + BLOCK_N > seq_len
+            partial = (start + BLOCK_N > seq_len) | (start < seen)
             if partial:
                 mbarrier.expect(v_raw, BLOCK_N * D * 2)
                 for b in gl.static_range(BOXES):
@@ -159,11 +159,13 @@ def _produce(  # type: ignore[no-untyped-def]
                 mbarrier.wait(v_raw, raw_phase)
                 raw_phase ^= 1
                 valid = seq_len - start
-                for c in range(valid // 16, BLOCK_N // 16):
-                    for h in gl.static_range(HALVES):
-                        part = v_rows.index(stage * (HALVES * (BLOCK_N // 16)) + h * (BLOCK_N // 16) + c)
-                        nothing = gl.zeros([16, COLUMNS], dtype, clear_layout)
-                        part.store(gl.where((row + c * 16 < valid)[:, None], part.load(clear_layout), nothing))
+                for c in range(BLOCK_N // 16):
+                    if (c * 16 < seen - start) | (c * 16 + 16 > valid):
+                        kept = (row + c * 16 >= seen - start) & (row + c * 16 < valid)
+                        for h in gl.static_range(HALVES):
+                            part = v_rows.index(stage * (HALVES * (BLOCK_N // 16)) + h * (BLOCK_N // 16) + c)
+                            nothing = gl.zeros([16, COLUMNS], dtype, clear_layout)
+                            part.store(gl.where(kept[:, None], part.load(clear_layout), nothing))
                 fence_async_shared()
                 gl.thread_barrier()
                 mbarrier.arrive(v_full.index(stage), count=1)
@@ -264,7 +266,7 @@ def _consume(  # type: ignore[no-untyped-def]
     row = WHICH * 64 + gl.arange(0, 64, layout=ROW)
     for turn in range(_turns(units)):
         unit = _unit(turn)
-        r, begin, q_len, seq_len, first, last, low, high = _tile_of(
+        r, begin, q_len, seq_len, first, last, seen, low, high = _tile_of(
             ends, unit // K, query_start_loc, seq_lens, left, right, BLOCK_Q, BLOCK_N, PAGED
         )
         kv_head = unit % K

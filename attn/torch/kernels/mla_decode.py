@@ -12,9 +12,9 @@ and as it is for the values, which is what makes MLA's 2 (2 L + Dr) operations a
 A program whose part is the whole writes the result, otherwise a float32 state that `_merge` joins. No lengths are fetched from
 the device and grids depend on extents and maxima alone: a captured launch serves any batch within those bounds.
 
-What is masked is selected away: its score is -inf and the row that is loaded in its place is one that is seen, or, where
-tokens differ in what they see, has its values that are not finite replaced by 0 (a row that sees them has a NaN for a score
-already). Offsets into a cache of 2^31 elements or more are 64-bit.
+What is masked is selected away: its score is -inf and the row that is loaded in its place is one that is seen (or zeros), or,
+where tokens differ in what they see, has its values that are not finite replaced by 0 (a row that sees them has a NaN for a
+score already). Offsets into a cache of 2^31 elements or more are 64-bit.
 
 Layouts: q [T, H, L + Dr], out [T, H, L]; cache [N, P, W], dense in the last dimension; lse [H, T] float32, natural. Rows of a
 `packed` cache are fp8_ds_mla's 656 bytes. Undefined: rows of tokens beyond query_start_loc[R], which are left alone.
@@ -33,44 +33,17 @@ _BATCH = ("splits", "split", "max_seen")
 
 
 @triton.jit
-def _tile(  # type: ignore[no-untyped-def]
-    cache, rows, dtype, scales,
-    L: tl.constexpr, DR: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-    PACKED: tl.constexpr,
+def _places(  # type: ignore[no-untyped-def]
+    start, last, table, chosen, seq_len,
+    MASKED: tl.constexpr, SPARSE: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """(latent [N, L], rotary [N, Dr]) of cache rows at element offsets `rows` [N], in `dtype`; codes as numbers, unscaled,
-    except those of packed rows."""
-    d = tl.arange(0, BLOCK_L)
-    e = tl.arange(0, BLOCK_R)
-    if PACKED:
-        codes = tl.load((cache + rows[:, None] + d[None, :]).to(tl.pointer_type(tl.float8e4nv)))
-        quarter = tl.arange(0, 4)
-        own = tl.load((cache + rows[:, None] + 512 + 4 * quarter[None, :]).to(tl.pointer_type(tl.float32)))
-        numbers = tl.reshape(codes.to(tl.float32), (BLOCK_N, 4, 128)) * own[:, :, None]
-        latent = tl.reshape(numbers, (BLOCK_N, BLOCK_L)).to(dtype)
-        rotary = tl.load((cache + rows[:, None] + 528 + 2 * e[None, :]).to(tl.pointer_type(tl.bfloat16))).to(dtype)
-    else:
-        at, rope_at = cache + rows[:, None] + d[None, :], cache + rows[:, None] + L + e[None, :]
-        latent = tl.load(at).to(dtype) if L == BLOCK_L else tl.load(at, mask=(d < L)[None, :], other=0.0).to(dtype)
-        rotary = tl.load(rope_at).to(dtype) if DR == BLOCK_R else tl.load(rope_at, mask=(e < DR)[None, :], other=0.0).to(dtype)
-    return latent, rotary
-
-
-@triton.jit
-def _step(  # type: ignore[no-untyped-def]
-    acc, norm, top, q, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot, seq_len, factor,
-    MASKED: tl.constexpr, CAREFUL: tl.constexpr, SPARSE: tl.constexpr, P: tl.constexpr, L: tl.constexpr, DR: tl.constexpr,
-    BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """One tile of keys. `seen` [M]: how many keys each row sees; `last`: the last key that some row sees. Without MASKED
-    every row sees every key of the tile."""
-    n = tl.arange(0, BLOCK_N)
-    j = start + n
+    """(key indices j, where a list's entry is real, page, slot in it) of a tile; what is beyond the last key is read there."""
+    j = start + tl.arange(0, BLOCK_N)
     at = tl.minimum(j, last) if MASKED else j
+    real = j <= last
     if SPARSE:
         position = tl.load(chosen + at)
-        real = (position >= 0) & (position < seq_len) & (j <= last)
+        real = real & (position >= 0) & (position < seq_len)
         # what is not there is read where something is: the sequence's first key, and masked
         at = tl.where(real, position, 0)
     if P % BLOCK_N == 0 and not SPARSE:  # noqa: SIM108  (one is known when compiling)
@@ -79,26 +52,115 @@ def _step(  # type: ignore[no-untyped-def]
         page = tl.load(table + at // P)
     if WIDE:
         page = page.to(tl.int64)
-    k, k_rope = _tile(
-        cache, page * c_block + at % P * c_slot, q.dtype, seq_len, L, DR, BLOCK_L, BLOCK_R, BLOCK_N, PACKED,
-    )  # fmt: skip
+    return j, real, page, at % P
+
+
+@triton.jit
+def _softmax(s, norm, top, factor):  # type: ignore[no-untyped-def]
+    """(weights, what earlier sums shrink by, norm, maximum) after a tile of scores."""
+    above = tl.maximum(top, tl.max(s, 1) * factor)
+    guard = tl.where(above == float("-inf"), 0.0, above)
+    p = tl.exp2(s * factor - guard[:, None])
+    shrink = tl.exp2(top - guard)
+    return p, shrink, norm * shrink + tl.sum(p, 1), above
+
+
+@triton.jit
+def _step(  # type: ignore[no-untyped-def]
+    acc, norm, top, q, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot, seq_len, factor,
+    MASKED: tl.constexpr, CAREFUL: tl.constexpr, SPARSE: tl.constexpr, P: tl.constexpr, L: tl.constexpr, DR: tl.constexpr,
+    BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys. `seen` [M]: how many keys each row sees; `last`: the last key that some row sees. Without MASKED
+    every row sees every key of the tile."""
+    j, real, page, slot = _places(start, last, table, chosen, seq_len, MASKED, SPARSE, P, BLOCK_N, WIDE)
+    d = tl.arange(0, BLOCK_L)
+    e = tl.arange(0, BLOCK_R)
+    rows = cache + (page * c_block + slot * c_slot)[:, None]
+    rope_at = rows + L + e[None, :]
+    if SPARSE:  # zeros where there is no key, so that whatever lies in the cache meets no weight of 0
+        k = tl.load(rows + d[None, :], mask=real[:, None] & (d < L)[None, :], other=0.0)
+        k_rope = tl.load(rope_at, mask=real[:, None] & (e < DR)[None, :], other=0.0)
+    else:
+        k = tl.load(rows + d[None, :]) if L == BLOCK_L else tl.load(rows + d[None, :], mask=(d < L)[None, :], other=0.0)
+        k_rope = tl.load(rope_at) if DR == BLOCK_R else tl.load(rope_at, mask=(e < DR)[None, :], other=0.0)
+    k, k_rope = k.to(q.dtype), k_rope.to(q.dtype)
     s = tl.dot(q_rope, tl.trans(k_rope), input_precision=PRECISION)
     s = tl.dot(q, tl.trans(k), s, input_precision=PRECISION)
     if SPARSE:
         s = tl.where(real[None, :], s, float("-inf"))
     elif MASKED:
         s = tl.where(j[None, :] < seen[:, None], s, float("-inf"))
-    above = tl.maximum(top, tl.max(s, 1) * factor)
-    guard = tl.where(above == float("-inf"), 0.0, above)
-    p = tl.exp2(s * factor - guard[:, None])
-    shrink = tl.exp2(top - guard)
-    norm = norm * shrink + tl.sum(p, 1)
+    p, shrink, norm, top = _softmax(s, norm, top, factor)
     acc = acc * shrink[:, None]
     if CAREFUL:
         wide = k.to(tl.float32)
         k = tl.where((wide - wide) != 0.0, 0.0, wide).to(q.dtype)
-    acc = tl.dot(p.to(q.dtype), k, acc, input_precision="ieee" if PRECISION == "ieee" else PRECISION)
-    return acc, norm, above
+    acc = tl.dot(p.to(q.dtype), k, acc, input_precision=PRECISION)
+    return acc, norm, top
+
+
+@triton.jit
+def _quarter(codes, own, at):  # type: ignore[no-untyped-def]
+    """(codes [N, 128] of one quarter as numbers, its scale [N]) of packed rows."""
+    k = tl.load(codes[:, None] + at + tl.arange(0, 128)[None, :]).to(tl.float32)
+    return k, tl.load(own + at // 128)
+
+
+@triton.jit
+def _packed_step(  # type: ignore[no-untyped-def]
+    a0, a1, a2, a3, norm, top, q0, q1, q2, q3, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot, seq_len,
+    factor, SPARSE: tl.constexpr, P: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """`_step` for rows of 656 bytes: a quarter's scale multiplies its scores and its weights, so that codes stay codes, which
+    are exact in every dtype of a query."""
+    j, real, page, slot = _places(start, last, table, chosen, seq_len, True, SPARSE, P, BLOCK_N, WIDE)
+    rows = cache + page * c_block + slot * c_slot
+    codes = rows.to(tl.pointer_type(tl.float8e4nv))
+    own = rows.to(tl.pointer_type(tl.float32)) + 128
+    rope_at = (rows.to(tl.pointer_type(tl.bfloat16)) + 264)[:, None] + tl.arange(0, BLOCK_R)[None, :]
+    dtype = q0.dtype
+    s = tl.dot(q_rope, tl.trans(tl.load(rope_at).to(dtype)), input_precision=PRECISION)
+    k0, w0 = _quarter(codes, own, 0)
+    k1, w1 = _quarter(codes, own, 128)
+    k2, w2 = _quarter(codes, own, 256)
+    k3, w3 = _quarter(codes, own, 384)
+    s += tl.dot(q0, tl.trans(k0.to(dtype)), input_precision=PRECISION) * w0[None, :]
+    s += tl.dot(q1, tl.trans(k1.to(dtype)), input_precision=PRECISION) * w1[None, :]
+    s += tl.dot(q2, tl.trans(k2.to(dtype)), input_precision=PRECISION) * w2[None, :]
+    s += tl.dot(q3, tl.trans(k3.to(dtype)), input_precision=PRECISION) * w3[None, :]
+    s = tl.where(real[None, :], s, float("-inf")) if SPARSE else tl.where(j[None, :] < seen[:, None], s, float("-inf"))
+    p, shrink, norm, top = _softmax(s, norm, top, factor)
+    a0 = _weighed(a0, p, shrink, k0, w0, dtype, PRECISION)
+    a1 = _weighed(a1, p, shrink, k1, w1, dtype, PRECISION)
+    a2 = _weighed(a2, p, shrink, k2, w2, dtype, PRECISION)
+    a3 = _weighed(a3, p, shrink, k3, w3, dtype, PRECISION)
+    return a0, a1, a2, a3, norm, top
+
+
+@triton.jit
+def _weighed(acc, p, shrink, k, own, dtype, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
+    """acc and a quarter's values; what is not finite counts as 0, its rows having NaN for a weight."""
+    own = tl.where((own - own) != 0.0, 0.0, own)
+    values = tl.where(k != k, 0.0, k).to(dtype)
+    return tl.dot((p * own[None, :]).to(dtype), values, acc * shrink[:, None], input_precision=PRECISION)
+
+
+@triton.jit
+def _store(  # type: ignore[no-untyped-def]
+    out, partial, acc, norm, v_factor, at, head, live, column, o_t, o_h, splits, split,
+    H: tl.constexpr, L: tl.constexpr, WIDTH: tl.constexpr, IS_PART,
+):  # fmt: skip
+    """Columns `column`... of the result: into the output, or into the state that `_merge` joins."""
+    d = column + tl.arange(0, WIDTH)
+    result = tl.where(norm[:, None] == 0, 0.0, acc / norm[:, None]) * v_factor
+    lanes = live[:, None] & (d < L)[None, :]
+    if IS_PART:
+        state = (at * H + head) * splits + split
+        tl.store(partial + state[:, None] * L + d[None, :], result, mask=lanes)
+    else:
+        tl.store(out + at[:, None] * o_t + head[:, None] * o_h + d[None, :], result.to(out.dtype.element_ty), mask=lanes)
 
 
 @triton.jit(do_not_specialize=_BATCH)
@@ -158,49 +220,65 @@ def _attend(  # type: ignore[no-untyped-def]
     d = tl.arange(0, BLOCK_L)
     e = tl.arange(0, BLOCK_R)
     q_at = query + at[:, None] * q_t + head[:, None] * q_h
-    q = tl.load(q_at + d[None, :], mask=live[:, None] & (d < L)[None, :], other=0.0)
     q_rope = tl.load(q_at + L + e[None, :], mask=live[:, None] & (e < DR)[None, :], other=0.0)
     if HAS_K_SCALE:
         scale = tl.load(k_scale)
         factor = factor * scale
         v_factor = v_factor * scale
     table = block_table + r.to(tl.int64) * table_r
-
-    acc = tl.zeros((BLOCK_M, BLOCK_L), tl.float32)
     norm = tl.zeros((BLOCK_M,), tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    if SPARSE:
-        if seq_len > 0:
+    if SPARSE:  # a sequence without keys has none to read in an absent one's place
+        stop = tl.where(seq_len > 0, stop, begins)
+        last = topk - 1
+    else:
+        last = high - 1
+    is_part = HAS_SPLITS and count > 1
+    if PACKED:
+        part = tl.arange(0, 128)
+        q0 = tl.load(q_at + part[None, :], mask=live[:, None], other=0.0)
+        q1 = tl.load(q_at + 128 + part[None, :], mask=live[:, None], other=0.0)
+        q2 = tl.load(q_at + 256 + part[None, :], mask=live[:, None], other=0.0)
+        q3 = tl.load(q_at + 384 + part[None, :], mask=live[:, None], other=0.0)
+        a0 = tl.zeros((BLOCK_M, 128), tl.float32)
+        a1, a2, a3 = a0, a0, a0
+        for start in tl.range(begins, stop, BLOCK_N):
+            a0, a1, a2, a3, norm, top = _packed_step(
+                a0, a1, a2, a3, norm, top, q0, q1, q2, q3, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot,
+                seq_len, factor, SPARSE, P, BLOCK_R, BLOCK_N, WIDE, PRECISION,
+            )  # fmt: skip
+        _store(out, partial, a0, norm, v_factor, at, head, live, 0, o_t, o_h, splits, tl.program_id(1), H, L, 128, is_part)
+        _store(out, partial, a1, norm, v_factor, at, head, live, 128, o_t, o_h, splits, tl.program_id(1), H, L, 128, is_part)
+        _store(out, partial, a2, norm, v_factor, at, head, live, 256, o_t, o_h, splits, tl.program_id(1), H, L, 128, is_part)
+        _store(out, partial, a3, norm, v_factor, at, head, live, 384, o_t, o_h, splits, tl.program_id(1), H, L, 128, is_part)
+    else:
+        q = tl.load(q_at + d[None, :], mask=live[:, None] & (d < L)[None, :], other=0.0)
+        acc = tl.zeros((BLOCK_M, BLOCK_L), tl.float32)
+        # every row sees the keys below `low`, whose whole tiles need no mask
+        rest = begins if SPARSE else tl.maximum(begins, tl.minimum(low, stop) // BLOCK_N * BLOCK_N)
+        if not SPARSE:
+            for start in tl.range(begins, rest, BLOCK_N):
+                acc, norm, top = _step(
+                    acc, norm, top, q, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot, seq_len, factor,
+                    False, False, False, P, L, DR, BLOCK_L, BLOCK_R, BLOCK_N, WIDE, PRECISION,
+                )  # fmt: skip
+            for start in tl.range(rest, stop, BLOCK_N, num_stages=1):
+                acc, norm, top = _step(
+                    acc, norm, top, q, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot, seq_len, factor,
+                    True, MAX_QUERY > 1, False, P, L, DR, BLOCK_L, BLOCK_R, BLOCK_N, WIDE, PRECISION,
+                )  # fmt: skip
+        else:
             for start in tl.range(begins, stop, BLOCK_N):
                 acc, norm, top = _step(
-                    acc, norm, top, q, q_rope, start, seen, topk - 1, cache, table, chosen, c_block, c_slot, seq_len, factor,
-                    True, True, True, P, L, DR, BLOCK_L, BLOCK_R, BLOCK_N, PACKED, WIDE, PRECISION,
+                    acc, norm, top, q, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot, seq_len, factor,
+                    True, False, True, P, L, DR, BLOCK_L, BLOCK_R, BLOCK_N, WIDE, PRECISION,
                 )  # fmt: skip
-    else:
-        # every row sees the keys below `low`, whose whole tiles need no mask
-        rest = tl.maximum(begins, tl.minimum(low, stop) // BLOCK_N * BLOCK_N)
-        for start in tl.range(begins, rest, BLOCK_N):
-            acc, norm, top = _step(
-                acc, norm, top, q, q_rope, start, seen, high - 1, cache, table, chosen, c_block, c_slot, seq_len, factor,
-                False, False, False, P, L, DR, BLOCK_L, BLOCK_R, BLOCK_N, PACKED, WIDE, PRECISION,
-            )  # fmt: skip
-        for start in tl.range(rest, stop, BLOCK_N, num_stages=1):
-            acc, norm, top = _step(
-                acc, norm, top, q, q_rope, start, seen, high - 1, cache, table, chosen, c_block, c_slot, seq_len, factor,
-                True, MAX_QUERY > 1, False, P, L, DR, BLOCK_L, BLOCK_R, BLOCK_N, PACKED, WIDE, PRECISION,
-            )  # fmt: skip
+        _store(out, partial, acc, norm, v_factor, at, head, live, 0, o_t, o_h, splits, tl.program_id(1), H, L, BLOCK_L, is_part)
 
     log = tl.where(norm == 0, float("-inf"), top + tl.log2(norm))
-    result = tl.where(norm[:, None] == 0, 0.0, acc / norm[:, None]) * v_factor
-    lanes = live[:, None] & (d < L)[None, :]
-    if HAS_SPLITS:  # noqa: SIM102
-        if count > 1:
-            state = (at * H + head) * splits + tl.program_id(1)
-            tl.store(partial + state[:, None] * L + d[None, :], result, mask=lanes)
-            tl.store(partial_lse + state, log, mask=live)
-            return
-    tl.store(out + at[:, None] * o_t + head[:, None] * o_h + d[None, :], result.to(out.dtype.element_ty), mask=lanes)
-    if HAS_LSE:
+    if is_part:
+        tl.store(partial_lse + (at * H + head) * splits + tl.program_id(1), log, mask=live)
+    elif HAS_LSE:
         tl.store(lse + head * lse_h + at, log * 0.6931471805599453, mask=live)
 
 

@@ -8,10 +8,10 @@ Tokens and heads share rows, so one pass over the keys serves the whole group. I
     decode   grid (R x K, splits), a tile a request; each program takes `split_size` of the visible keys and leaves a
              partial result, which `_merge` joins (Flash-Decoding). A request that needs one split is finished at once.
 
-A mixed batch takes both launches, one after the other, each skipping the other's requests, so that a decode never pays for a
-prefill's tile (side by side on two streams they were no faster: a prefill tile fills a multiprocessor's registers). No
-lengths are fetched from the device and grids depend on extents and on max_query_len and max_seq_len alone: a captured
-launch serves any batch within those bounds.
+A mixed batch takes both launches, each skipping the other's requests, so that a decode never pays for a prefill's tile: one
+after the other, or, on Hopper, where `hopper_prefill` takes 16-bit caches, side by side: the decode is launched early onto the
+multiprocessors that the prefill leaves. No lengths are fetched from the device and grids depend on extents and on
+max_query_len and max_seq_len alone: a captured launch serves any batch within those bounds.
 
 What is masked is selected away, never multiplied: scores become -inf and keys and values that no row sees are not loaded.
 A tile whose sums are not finite at the end is done again, slowly, so that a NaN or infinity among values that some rows see
@@ -38,6 +38,7 @@ from attn.torch.kernels.launch import (
     can_launch_early,
     check_stride,
     decode_launch,
+    long_decode,
     may_use_gluon,
     multiprocessors,
     power_of_two,
@@ -137,7 +138,7 @@ def _step(  # type: ignore[no-untyped-def]
     else:
         k = tl.load(k_at)
         v = tl.load(v_at)
-    s = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision=PRECISION)
+    s = tl.dot(q, tl.trans(_in(k, q.dtype)), input_precision=PRECISION)
     if PER_TOKEN:
         scale_rows = page * scale_block + place * scale_slot
         s = s * tl.load(k_scale + scale_rows)[None, :]
@@ -179,7 +180,7 @@ def _step(  # type: ignore[no-untyped-def]
     elif PER_TOKEN:
         # selected, since a token that holds NaN has a scale of NaN
         p = tl.where(allowed, p * v_by[None, :], 0.0) if MASKED else p * v_by[None, :]
-    v = v.to(q.dtype)
+    v = _in(v, q.dtype)
     p = p.to(v.dtype)
     if CAREFUL:
         wide = v.to(tl.float32)
@@ -188,6 +189,16 @@ def _step(  # type: ignore[no-untyped-def]
         acc += _infinite_where(wide, allowed, float("-inf"))
     acc = tl.dot(p, v, acc, input_precision="ieee")
     return acc, norm, above
+
+
+@triton.jit
+def _in(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Keys or values in the dtype of the product; int8 in float16 by its bits: 1024 + code + 128, less 1152."""
+    if x.dtype == tl.int8 and dtype == tl.float16:
+        bits = (x.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.uint16) | 0x6400
+        return bits.to(tl.float16, bitcast=True) - 1152.0
+    else:
+        return x.to(dtype)
 
 
 @triton.jit
@@ -630,7 +641,12 @@ def _paged_attention(
     keys = max_seq_len
     if left is not None:
         keys = min(keys, left + most + min(unbounded[1], most) + decode.block_n)
-    split = fixed_split or split_size(num_reqs * kv_heads, keys, decode.block_n, multiprocessors(query.device))
+    units, processors = num_reqs * kv_heads, multiprocessors(query.device)
+    if fixed_split % decode.block_n:
+        raise ValueError(f"fixed_split={fixed_split} must be a multiple of {decode.block_n}, the keys of a tile")
+    split = fixed_split or split_size(units, keys, decode.block_n, processors)
+    if not fixed_split and ("decode", *shape) not in TUNED:
+        decode, split = long_decode(*shape, units, keys, processors) or (decode, split)
     splits = max(1, -(-keys // split))
     partial, partial_lse = launch(decode, most, (num_reqs * kv_heads + beside, splits), True, splits, split, 0, most)
     if splits > 1:

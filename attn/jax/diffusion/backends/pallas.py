@@ -39,11 +39,10 @@ class PallasAttentionImpl(DenseImpl):
     def _attend_lse(self, query: jax.Array, key: jax.Array, value: jax.Array, keys: Keys) -> tuple[jax.Array, jax.Array]:
         from attn.jax.kernels.tpu.flash_attention import flash_attention
 
-        given = {}
-        if keys.lens is not None:
-            given["kv_lens"] = jnp.asarray(keys.lens, jnp.int32)
-        elif keys.present is not None:
-            given["kv_segment_ids"] = keys.present.astype(jnp.int32)
-            given["q_segment_ids"] = jnp.ones(query.shape[:2], jnp.int32)
-        out, lse = flash_attention(query, key, value, causal=self.causal, scale=self.scale, return_lse=True, **given)
+        lens = None if keys.lens is None else jnp.asarray(keys.lens, jnp.int32)
+        segments = None if keys.lens is not None or keys.present is None else keys.present.astype(jnp.int32)
+        out, lse = flash_attention(
+            query, key, value, causal=self.causal, scale=self.scale, return_lse=True, kv_lens=lens, kv_segment_ids=segments,
+            q_segment_ids=None if segments is None else jnp.ones(query.shape[:2], jnp.int32),
+        )  # fmt: skip
         return out, lse

@@ -29,6 +29,8 @@ CHIPS = {
 
 #: Where fp8 codes are taken apart by hand: 16-bit arithmetic, and no fp8 conversions of its own.
 WIDENS_E4M3 = ("v6e",)
+#: Chips that convert float8_e4m3b11fnuz, and not float8_e4m3fn, by an instruction.
+REBIASES_E4M3 = ("v5e", "v5p", "v6e")
 
 
 class Blocks(NamedTuple):
@@ -62,32 +64,37 @@ def sublanes(itemsize: int) -> int:
 
 def blocks_for(
     chip: str, *, num_kv_heads: int, group: int, lanes: int, planes: int, page: int, columns: int, itemsize: int,
-    cache_itemsize: int, align: int, max_query_len: int, lse: bool,
+    cache_itemsize: int, align: int, max_query_len: int, lse: bool, reach: int | None = None,
 ) -> Blocks:  # fmt: skip
-    """Block sizes for a launch on `chip`; `large` 0 where every request has one row. Raises ValueError for an unknown chip."""
+    """Block sizes for a launch on `chip`; `large` 0 where every request has one row. Raises ValueError for an unknown chip.
+
+    `reach`: how many keys before its own position a row may see, where a window says so.
+    """
     if chip not in CHIPS:
         raise ValueError(f"chip={chip!r} is unknown; known: {', '.join(CHIPS)}")
     known = OVERRIDES.get((chip, lanes, cache_itemsize))
     if known is not None:
         return known
     room = CHIPS[chip].vmem * 3 // 4
-    kv_block = max(1024, page)
-    while kv_block > page and kv_block >= 2 * columns * page:
-        kv_block //= 2  # no request has that many keys
     # rows of an item are lanes of its scores, so they come in whole registers
     smallest = align * 128 // math.gcd(align * group, 128)
     large = smallest if max_query_len > 1 else 0
     while large and 2 * large * group <= 512 and large < max_query_len:
         large *= 2
+    whole = kv_block = max(1024, 2048 // cache_itemsize, page)
+    most = columns * page if reach is None else min(columns * page, page + reach + max(large, 1))
+    while kv_block > page and kv_block >= 2 * most:
+        kv_block //= 2  # no item sees that many keys
+    slots = min(3 * whole // kv_block, 8)  # as many bytes on their way, whatever the block
 
     def size(kv_block: int, large: int) -> int:
         rows = num_kv_heads * large * group
         states = rows * 4 * (2 * 16 + 2 * lanes + (128 if lse else 0))
-        return 3 * planes * num_kv_heads * kv_block * lanes * cache_itemsize + 3 * rows * lanes * itemsize + states
+        return slots * planes * num_kv_heads * kv_block * lanes * cache_itemsize + 3 * rows * lanes * itemsize + states
 
     while size(kv_block, large) > room and kv_block > max(page, 128):
         kv_block //= 2
     while size(kv_block, large) > room and large > smallest:
         large //= 2
     row_tile = next((tile for tile in (512, 384, 256, 128) if large * group % tile == 0), 0)
-    return Blocks(kv_block, large, min(kv_block, 512), min(kv_block, 512), row_tile)
+    return Blocks(kv_block, large, min(kv_block, 1024), min(kv_block, 256), row_tile, slots)

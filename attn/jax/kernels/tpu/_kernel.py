@@ -214,16 +214,44 @@ def _attend(cfg: Config, refs: Refs) -> None:
             def long_block(begin: jax.Array, slot: jax.Array, whole: jax.Array) -> None:
                 pl.when(jnp.logical_not(whole))(lambda: _clean(cfg, refs, slot, low - begin, high - begin))
 
-                def chunk(c: jax.Array, _: None) -> None:
-                    start = pl.multiple_of(c * cfg.chunk, cfg.chunk)
-                    clear = _long.is_clear(cfg, scalars, begin + start, begin + start + cfg.chunk)
-                    pl.when(clear)(lambda: _long.attend(cfg, refs, scalars, slot, begin, start, False))
-                    pl.when(jnp.logical_not(clear))(lambda: _long.attend(cfg, refs, scalars, slot, begin, start, True))
-
                 visible = jnp.clip(high - begin, 1, cfg.kv_block)
-                lax.fori_loop(0, lax.div(visible + (cfg.chunk - 1), cfg.chunk), chunk, None)
+
+                def steps(size: int, start: jax.Array, stop: jax.Array) -> None:
+                    """All of rows [start, stop), by steps of `size` where they are clear and else by smaller ones."""
+
+                    def one(n: jax.Array, _: None) -> None:
+                        first = pl.multiple_of(start + n * size, size)
+                        step = _long.Step(slot, first, begin + first, size)
+                        clear = _long.is_clear(cfg, scalars, begin + first, begin + first + size)
+                        pl.when(clear)(lambda: _long.attend(cfg, refs, scalars, step, False))
+
+                        @pl.when(jnp.logical_not(clear))
+                        def _() -> None:
+                            if size > cfg.key_tile:
+                                steps(cfg.key_tile, first, jnp.minimum(first + size, stop))
+                            else:
+                                _long.attend(cfg, refs, scalars, step, True)
+
+                    lax.fori_loop(0, lax.div(stop - start + (size - 1), size), one, None)
+
+                steps(cfg.chunk, jnp.int32(0), visible)
 
             state_after = lax.fori_loop(0, blocks, block, state)
+            if single:
+                spent = jnp.where(state_after[0] == 0, cfg.slots, state_after[0]) - 1
+
+                @pl.when(_single.failed(cfg, refs))
+                def _() -> None:
+                    _single.reset(cfg, refs)
+
+                    def again(b: jax.Array, _: None) -> None:
+                        each_page(i, b, spent, lambda copy: copy.start())
+                        each_page(i, b, spent, lambda copy: copy.wait())
+                        begin = first_page(i) * cfg.page + b * cfg.kv_block
+                        _clean(cfg, refs, spent, low - begin, high - begin)
+                        _single.attend(cfg, refs, spent, scalars.q_slot, begin, (low, high, position), True, exact=True)
+
+                    lax.fori_loop(0, blocks, again, None)
 
             @pl.when(i > 0)
             def _() -> None:

@@ -1,10 +1,12 @@
-"""Prefill: the query rows of a long request meet a chunk of keys.
+"""Prefill: the query rows of a long request meet a step of keys.
 
-Scores are held transposed, keys on sublanes and query rows on lanes. The maximum over keys is then an elementwise one,
-and the second product has the weights on the stationary side of the matrix unit, whose 256 columns they fill; with
-rows on sublanes the 128 lanes of the values would leave half of it idle, and every maximum would cross lanes. The sum,
-too, is kept transposed, and turned once an item. The state (m, l, acc) is double: a chunk reads one and writes the
-other, so that a chunk can be done again.
+Scores are held transposed, keys on sublanes and query rows on lanes. The sum over keys is then an elementwise one, and
+the second product has the weights on the stationary side of the matrix unit, whose 256 columns they fill; with rows on
+sublanes the 128 lanes of the values would leave half of it idle, and every sum would cross lanes. The state (m, l,
+acc) is double: a step reads one and writes the other, so that a step can be done again.
+
+m is what exponentials are taken relative to. It need not be the maximum: any m serves as long as sums neither overflow
+nor vanish, and then it need not change, so nothing is rescaled and no maximum is sought.
 """
 
 import functools
@@ -16,7 +18,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from attn.jax.kernels.tpu._plan import NO_TREE
-from attn.jax.kernels.tpu._refs import K_FACTOR, LANES, LOG2_E, SINK, SLOPE, V_FACTOR, Config, Refs, dot
+from attn.jax.kernels.tpu._refs import (
+    K_FACTOR,
+    LANES,
+    LOG2_E,
+    SINK,
+    SLOPE,
+    V_FACTOR,
+    Config,
+    Refs,
+    dot,
+    own_lanes,
+    widened,
+    widened_exactly,
+)
 
 
 class Item(NamedTuple):
@@ -29,18 +44,30 @@ class Item(NamedTuple):
     context: jax.Array
 
 
-#: By how much, in powers of two, a score may exceed what the exponentials are taken relative to.
-_HEADROOM = 24.0
+class Step(NamedTuple):
+    """The keys of a step: rows [start, start + size) of the block in `slot`, the first of which is at position `first`."""
+
+    slot: jax.Array
+    start: jax.Array
+    first: jax.Array
+    size: int
+
+
+#: How far from 1, in powers of two, a sum of exponentials may be before m is chosen anew. What vanishes beside a sum
+#: this small is below 2 ** -66 of it, and what a sum this large multiplies stays far from overflow.
+_ROOM = 60.0
 
 #: Scores of one straight stretch of code: the matrix unit idles at its ends, and compilation takes longer with its length.
-_SCORES_AT_ONCE = 1 << 21
+_SCORES_AT_ONCE = 1 << 22
+
+#: Keys whose weights wait for their product with the values, so that the matrix unit has work during exponentials.
+_KEYS_WAITING = 768
 
 
 def reset(cfg: Config, refs: Refs) -> None:
     refs.turn[0] = 0
-    refs.m[0] = jnp.full(refs.m.shape[1:], -jnp.inf, jnp.float32)
-    refs.l[0] = jnp.zeros(refs.l.shape[1:], jnp.float32)
-    refs.acc[0] = jnp.zeros(refs.acc.shape[1:], jnp.float32)
+    for state in (refs.m, refs.l, refs.acc):
+        state[0] = jnp.zeros(state.shape[1:], jnp.float32)
 
 
 def is_clear(cfg: Config, item: Item, first: jax.Array, stop: jax.Array) -> jax.Array:
@@ -59,109 +86,123 @@ def is_clear(cfg: Config, item: Item, first: jax.Array, stop: jax.Array) -> jax.
     return clear
 
 
-def attend(cfg: Config, refs: Refs, item: Item, slot: jax.Array, begin: jax.Array, start: jax.Array, masked: bool) -> None:
-    """All heads meet the keys in rows [start, start + chunk) of the block in `slot`, whose first key is `begin`."""
+def attend(cfg: Config, refs: Refs, item: Item, step: Step, masked: bool) -> None:
+    """All heads meet the keys of a step."""
     before = refs.turn[0]
     after = 1 - before
     refs.turn[0] = after
-    refs.alarm[...] = jnp.zeros(refs.alarm.shape, jnp.float32)
+    refs.m[after] = refs.m[before]
+    refs.alarm[...] = jnp.zeros(refs.alarm.shape, jnp.int32)
     at_once = 1
-    while cfg.num_kv_heads % (2 * at_once) == 0 and 2 * at_once * cfg.rows * cfg.chunk <= _SCORES_AT_ONCE:
+    while cfg.num_kv_heads % (2 * at_once) == 0 and 2 * at_once * cfg.rows * step.size <= _SCORES_AT_ONCE:
         at_once *= 2
 
     def heads(n: jax.Array, _: None) -> None:
-        _streamed(cfg, refs, item, slot, begin, start, masked, [n * at_once + i for i in range(at_once)], before, after)
+        _streamed(cfg, refs, item, step, masked, [n * at_once + i for i in range(at_once)], before, after)
 
     lax.fori_loop(0, cfg.num_kv_heads // at_once, heads, None)
 
     @pl.when(jnp.max(refs.alarm[...]) > 0)
     def _() -> None:
         def head(k: jax.Array, _: None) -> None:
-            _exact(cfg, refs, item, slot, begin, start, k, before, after)
+            _exact(cfg, refs, item, step, k, before, after)
 
         lax.fori_loop(0, cfg.num_kv_heads, head, None)
 
 
 def _streamed(
-    cfg: Config, refs: Refs, item: Item, slot: jax.Array, begin: jax.Array, start: jax.Array, masked: bool,
-    heads: list[jax.Array], before: jax.Array, after: jax.Array,
-) -> None:  # fmt: skip
-    """One pass over the scores: exponentials are relative to the maximum of the chunks *before*.
+    cfg: Config, refs: Refs, item: Item, step: Step, masked: bool, heads: list[jax.Array], before: jax.Array, after: jax.Array
+) -> None:
+    """One pass over the scores, with the m there is.
 
-    So they need not wait for this chunk's maximum, nor scores be kept until it is known. That is exact as long as no
-    score exceeds the old maximum by more than floats have room for; a row that has none yet takes 0. Where it does not
-    hold, `alarm` is raised and the chunk done again. The products of values come one tile late, so that the matrix
-    unit has work during exponentials.
+    Where a sum leaves its range, or a number is not finite that not every row may see, `alarm` is raised and the step
+    is done again. The products of values come late.
     """
-    dtype = refs.q.dtype
-    tiles = [(top, at) for top in range(0, cfg.rows, cfg.row_tile) for at in range(0, cfg.chunk, cfg.key_tile)]
-    late = None
+    tiles = [(top, at) for top in range(0, cfg.rows, cfg.row_tile) for at in range(0, step.size, cfg.key_tile)]
+    waiting: list[Any] = []
     for k in heads:
         for top, offset in tiles:
             at = slice(top, top + cfg.row_tile)
-            keys_at = pl.ds(start + offset, cfg.key_tile)
-            s = _scores(cfg, refs, item, slot, begin + start + offset, keys_at, k, top, masked)
-            if late is not None:
-                late()
-            old = refs.m[before, k, :, at]
-            base = jnp.where(old == -jnp.inf, 0.0, old)
-            p = jnp.exp2(s - base[:1])
-            is_first, is_last = offset == 0, offset + cfg.key_tile == cfg.chunk
-            source = before if is_first else after
-            new = jnp.maximum(refs.m[source, k, :, at], jnp.max(s, axis=0, keepdims=True))
+            keys_at = pl.ds(step.start + offset, cfg.key_tile)
+            keys = widened(cfg, refs.kv[step.slot, 0, k, keys_at, :], refs.q.dtype, refs.alarm)
+            s = _scores(cfg, refs, item, step.first + offset, keys, k, top, masked)
+            if len(waiting) * cfg.key_tile >= _KEYS_WAITING:
+                waiting.pop(0)()
+            p = jnp.exp2(s - refs.m[before, k, :1, at])
+            source = before if offset == 0 else after
             total = refs.l[source, k, :, at] + jnp.sum(p, axis=0, keepdims=True)
-            fade = None
-            if is_last:
-                grown = jnp.where(old == -jnp.inf, jnp.abs(new), new - old)
-                unseen = new == -jnp.inf
-                fade = jnp.exp2(base - jnp.where(unseen, base, new))
-                total = total * fade
-                refs.alarm[:, at] = jnp.maximum(refs.alarm[:, at], jnp.where((grown <= _HEADROOM) | unseen, 0.0, 1.0))
-            refs.m[after, k, :, at] = new
             refs.l[after, k, :, at] = total
-            late = functools.partial(_add_values, cfg, refs, slot, keys_at, k, at, p.astype(dtype), source, after, fade)
-    assert late is not None
-    late()
+            fine = (total >= 2.0**-_ROOM) & (total <= 2.0**_ROOM)
+            if masked:
+                fine |= (total == 0) & (jnp.max(s, axis=0, keepdims=True) == -jnp.inf)
+            if offset + cfg.key_tile == step.size:
+                refs.alarm[:, at] |= jnp.where(fine, 0, 1)
+            waiting.append(
+                functools.partial(
+                    _add_values, cfg, refs, step.slot, keys_at, k, at, p.astype(refs.q.dtype), source, after, masked
+                )
+            )
+    for product in waiting:
+        product()
 
 
 def _add_values(
     cfg: Config, refs: Refs, slot: jax.Array, keys_at: Any, k: jax.Array, at: slice, p: jax.Array, source: jax.Array,
-    after: jax.Array, fade: jax.Array | None,
+    after: jax.Array, masked: bool,
 ) -> None:  # fmt: skip
-    values = refs.kv[slot, cfg.planes - 1, k, keys_at, :].astype(p.dtype)
+    values = widened(cfg, refs.kv[slot, cfg.planes - 1, k, keys_at, :], p.dtype, refs.alarm)
     total = refs.acc[source, k, :, at] + dot(values, p, 0, 0)
-    refs.acc[after, k, :, at] = total if fade is None else total * fade[:1]
+    refs.acc[after, k, :, at] = total
+    if masked:  # 0 * NaN is NaN for the rows that may not see it
+        strange = jnp.max(jnp.where(jnp.abs(total) < jnp.inf, 0, 1), axis=0, keepdims=True)
+        refs.alarm[:, at] |= strange
 
 
-def _exact(
-    cfg: Config, refs: Refs, item: Item, slot: jax.Array, begin: jax.Array, start: jax.Array, k: jax.Array, before: jax.Array,
-    after: jax.Array,
-) -> None:  # fmt: skip
-    """The same for one head with the maximum first: for chunks whose scores leap."""
-    source = before
-    for offset in range(0, cfg.chunk, cfg.key_tile):
-        keys_at = pl.ds(start + offset, cfg.key_tile)
+def _exact(cfg: Config, refs: Refs, item: Item, step: Step, k: jax.Array, before: jax.Array, after: jax.Array) -> None:
+    """The same for one head with the maximum as m, and no row touched by what it may not see."""
+    dtype = refs.q.dtype
+
+    def tile(n: jax.Array, _: None) -> None:
+        offset = n * cfg.key_tile
+        source = jnp.where(n == 0, before, after)
+        keys_at = pl.ds(pl.multiple_of(step.start + offset, cfg.key_tile), cfg.key_tile)
+        keys = widened_exactly(cfg, refs.kv[step.slot, 0, k, keys_at, :])
+        keys = jnp.where(own_lanes(cfg, keys.shape, 0), keys, 0.0).astype(dtype)
+        values = widened_exactly(cfg, refs.kv[step.slot, cfg.planes - 1, k, keys_at, :])
+        finite = jnp.abs(values) < jnp.inf
+        has_strange = jnp.max(jnp.where(finite, 0, 1)) > 0
         for top in range(0, cfg.rows, cfg.row_tile):
             at = slice(top, top + cfg.row_tile)
-            s = _scores(cfg, refs, item, slot, begin + start + offset, keys_at, k, top, True)
-            old = refs.m[source, k, :, at]
-            new = jnp.maximum(old, jnp.max(s, axis=0, keepdims=True))
-            safe = jnp.where(new == -jnp.inf, 0.0, new)
-            p, fade = jnp.exp2(s - safe[:1]), jnp.exp2(old - safe)
+            s = _scores(cfg, refs, item, step.first + offset, keys, k, top, True)
+            m, total = refs.m[source, k, :, at], refs.l[source, k, :, at]
+            so_far = jnp.where(total == 0, -jnp.inf, m + jnp.log2(total))
+            new = jnp.maximum(so_far, jnp.max(s, axis=0, keepdims=True))
+            new = jnp.where(new == -jnp.inf, 0.0, new)
+            p, fade = jnp.exp2(s - new[:1]), jnp.where(total == 0, 0.0, jnp.exp2(m - new))
             refs.m[after, k, :, at] = new
-            refs.l[after, k, :, at] = refs.l[source, k, :, at] * fade + jnp.sum(p, axis=0, keepdims=True)
-            values = refs.kv[slot, cfg.planes - 1, k, keys_at, :].astype(refs.q.dtype)
-            part = dot(values, p.astype(refs.q.dtype), 0, 0)
+            refs.l[after, k, :, at] = total * fade + jnp.sum(p, axis=0, keepdims=True)
+            part = dot(jnp.where(finite, values, 0.0).astype(dtype), p.astype(dtype), 0, 0)
             refs.acc[after, k, :, at] = refs.acc[source, k, :, at] * fade[:1] + part
-        source = after
+
+            @pl.when(has_strange)
+            def _(at: slice = at, s: jax.Array = s) -> None:
+                seen = jnp.where(s == -jnp.inf, 0.0, 1.0).astype(dtype)
+                for number, which in (
+                    (jnp.nan, values != values),
+                    (jnp.inf, values == jnp.inf),
+                    (-jnp.inf, values == -jnp.inf),
+                ):
+                    met = dot(jnp.where(which, 1.0, 0.0).astype(dtype), seen, 0, 0)
+                    refs.acc[after, k, :, at] += jnp.where(met > 0, number, 0.0)
+
+    lax.fori_loop(0, step.size // cfg.key_tile, tile, None)
 
 
 def _scores(
-    cfg: Config, refs: Refs, item: Item, slot: jax.Array, first: jax.Array, keys_at: Any, k: jax.Array, top: int, masked: bool
+    cfg: Config, refs: Refs, item: Item, first: jax.Array, keys: jax.Array, k: jax.Array, top: int, masked: bool
 ) -> jax.Array:
     """[keys, rows] of one tile, in units of log2; `first` is the position of its first key, `top` its first row."""
     at = slice(top, top + cfg.row_tile)
-    keys = refs.kv[slot, 0, k, keys_at, :].astype(refs.q.dtype)
     s = dot(keys, refs.q[item.q_slot, k, at, :], 1, 1) * refs.rules[K_FACTOR, k, :1, at]
     if cfg.logits_soft_cap:
         s = jnp.tanh(s) * (cfg.logits_soft_cap * LOG2_E)
@@ -202,7 +243,7 @@ def finish(cfg: Config, refs: Refs) -> None:
         m, total = refs.m[turn, k], refs.l[turn, k]
         weight = total
         if cfg.sinks:
-            weight = total + jnp.exp2(refs.rules[SINK, k] - jnp.where(m == -jnp.inf, 0.0, m))
+            weight = total + jnp.exp2(refs.rules[SINK, k] - m)
         share = jnp.where(total == 0.0, 0.0, refs.rules[V_FACTOR, k] / jnp.where(total == 0.0, 1.0, weight))
         refs.o[k] = jnp.transpose(refs.acc[turn, k] * share[:1]).astype(refs.o.dtype)
         if cfg.lse:

@@ -120,7 +120,7 @@ def make(
     ])  # fmt: skip
 
     # Tiles of new rows: those of positions [context, seq) that have a slot.
-    first = context // tile
+    first = jnp.maximum(context, 0) // tile  # rows before the first key have no place in the cache
     per_request = jnp.where(q_lens > 0, -(-seq_lens // tile) - first, 0)
     tile_end = jnp.cumsum(per_request, dtype=jnp.int32)
     begin = tile_end - per_request

@@ -1,6 +1,8 @@
 """What a launch is made of: the static configuration, and the refs that its loops work on."""
 
 import dataclasses
+import functools
+import operator
 from typing import Any
 
 import jax
@@ -10,6 +12,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128
 LOG2_E = 1.4426950408889634
+#: What codes of float8_e4m3fn stand for over what they stand for as float8_e4m3b11fnuz.
+E4M3_GAIN = 16.0
 Ref = Any
 
 #: Rows of `rules`: what multiplies scores and outputs, and what is added in units of log2.
@@ -30,8 +34,8 @@ class Config:
     large: int  # query tokens of an item; 0 where every request is a single
     kv_block: int  # keys a DMA block
     slots: int  # blocks that VMEM holds: one computed on, the others on their way
-    chunk: int  # keys a step of a long request
-    key_tile: int  # keys of a score matrix
+    chunk: int  # keys a step of a long request where every row sees them all
+    key_tile: int  # keys of a score matrix, and of any other step
     row_tile: int  # and its query rows
     join: int  # J: kv heads that a single treats as one
     single_rows: int  # J * G, padded to whole tiles
@@ -43,7 +47,7 @@ class Config:
     tree: bool
     lse: bool
     write: bool
-    even_odd: bool  # singles widen their keys with `widen_e4m3`, which changes their order
+    rebiased: bool  # the cache is float8_e4m3fn, read as another format: see `widened`
     num_items: int
     num_tiles: int
     ring: int = 8
@@ -88,6 +92,7 @@ class Refs:
     l1: Ref = None
     acc1: Ref = None  # [K / J, S, E]
     lse_rows1: Ref = None
+    alarm1: Ref = None  # [8, 128] int32
     # long requests
     query: Ref = None  # [K, rows of all, lanes]
     out: Ref = None
@@ -100,7 +105,7 @@ class Refs:
     l: Ref = None  # noqa: E741
     acc: Ref = None  # [2, K, lanes, M]
     turn: Ref = None  # [1] in SMEM: which of the two is current
-    alarm: Ref = None  # [8, M]
+    alarm: Ref = None  # [8, M] int32, above 0 where a step must be done again
     lse_rows: Ref = None
     edges: Ref = None  # [2, M, 128]
     # the write
@@ -143,6 +148,37 @@ def rows_between(x: jax.Array, y: jax.Array | None, first: jax.Array, stop: jax.
         others = pltpu.bitcast(y.reshape(count * rows, lanes), jnp.int32).reshape(words.shape)
         words |= others & ~keep
     return pltpu.bitcast(words.reshape(-1, lanes), x.dtype).reshape(x.shape)
+
+
+def widened(cfg: Config, rows: jax.Array, dtype: Any, alarm: Ref) -> jax.Array:
+    """Rows [n, lanes] of the cache as `dtype`, times 2 ** -4 where `cfg.rebiased`.
+
+    Chips before v7x take float8_e4m3fn apart in 15 operations a register, but have an instruction for
+    float8_e4m3b11fnuz: the same codes mean 16 times less there, subnormals too, except that -0 is a NaN, which is
+    cleared here, and that there are no others, so `alarm` [8, at least lanes] int32 is raised where one was.
+    """
+    if not cfg.rebiased:
+        return rows.astype(dtype)
+    words = pltpu.bitcast(rows, jnp.int32)
+    size = words & 0x7F7F7F7F
+    words &= (size + 0x7F7F7F7F) | 0x7F7F7F7F
+    above = size + 0x01010101
+    height = min(8, above.shape[0])
+    strange = functools.reduce(operator.or_, (above[i : i + height] for i in range(0, above.shape[0], height)))
+    for lane in range(0, above.shape[1], LANES):
+        alarm[:height, :LANES] |= jnp.where((strange[:, lane : lane + LANES] & -0x7F7F7F80) != 0, 1, 0)
+    return pltpu.bitcast(words, jnp.float8_e4m3b11fnuz).astype(dtype)
+
+
+def widened_exactly(cfg: Config, rows: jax.Array) -> jax.Array:
+    """The same in float32, NaN included, for steps that are done again."""
+    return rows.astype(jnp.float32) * (1 / E4M3_GAIN if cfg.rebiased else 1.0)
+
+
+def own_lanes(cfg: Config, shape: tuple[int, int], head: int) -> jax.Array:
+    """Where rows of joined heads hold the keys of `head`: the others' numbers, times 0, may be NaN."""
+    lane = lax.broadcasted_iota(jnp.int32, shape, 1) - head * cfg.lanes
+    return (lane >= 0) & (lane < (cfg.lanes // 2 if cfg.packed else cfg.lanes))
 
 
 def widen_e4m3(codes: jax.Array) -> jax.Array:

@@ -4,75 +4,121 @@ With G rows a kv head, a score matrix of one head would fill a part of the subla
 their keys side by side are one matrix of J * lanes columns (free: a lane offset of 128 is another register), and the
 queries are block-diagonal, so one product gives the J * G rows of scores as one dense matrix. The product with the
 joined values gives every head's weighted sum of every head's values; the diagonal blocks, picked once an item, are
-what is wanted. Keys and values pass the matrix unit once, which is all that costs. Products of keys come first, for as
-many groups as the registers hold, then the exponentials, then the products of values: the scheduler keeps source
-order, and a chain a head would wait at each link.
+what is wanted. Keys and values pass the matrix unit once, which is all that costs. Products of keys run ahead of
+exponentials and products of values, by as much as the registers hold: the scheduler keeps source order, and a chain a
+head would wait at each link.
 """
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
-from attn.jax.kernels.tpu._refs import K_FACTOR, LOG2_E, SINK, SLOPE, V_FACTOR, Config, Refs, dot, widen, widen_e4m3
+from attn.jax.kernels.tpu._refs import (
+    K_FACTOR,
+    LANES,
+    LOG2_E,
+    SINK,
+    SLOPE,
+    V_FACTOR,
+    Config,
+    Refs,
+    dot,
+    own_lanes,
+    widen,
+    widened,
+    widened_exactly,
+)
 
-#: Registers that scores may take while their group waits: all, since the few that spill cost less than a stall.
+#: Registers that scores may take in one straight stretch: all, since the few that spill cost less than a stall.
 _SCORE_REGISTERS = 64
+
+#: And those that may wait for their exponentials when the next product of keys is begun.
+_WAITING_REGISTERS = 48
+
+#: Keys of a score matrix.
+_KEYS_AT_ONCE = 1024
 
 
 def reset(cfg: Config, refs: Refs) -> None:
     refs.m1[...] = jnp.full(refs.m1.shape, -jnp.inf, jnp.float32)
     refs.l1[...] = jnp.zeros(refs.l1.shape, jnp.float32)
     refs.acc1[...] = jnp.zeros(refs.acc1.shape, jnp.float32)
+    refs.alarm1[...] = jnp.zeros(refs.alarm1.shape, jnp.int32)
+
+
+def failed(cfg: Config, refs: Refs) -> jax.Array:
+    """Whether the item is to be done again, `exact`: a sum is not finite, or a NaN of the cache was lost."""
+    strange = jnp.where(refs.l1[...] < jnp.inf, 0, 1).reshape(-1, 8, LANES)
+    return jnp.max(jnp.maximum(jnp.max(strange, axis=0), refs.alarm1[...])) > 0
 
 
 def attend(
-    cfg: Config, refs: Refs, slot: jax.Array, q_slot: jax.Array, begin: jax.Array, bounds: tuple[jax.Array, ...], masked: bool
-) -> None:
-    """All heads meet the keys [begin, begin + kv_block) in `slot`; `bounds` is (low, high, position)."""
+    cfg: Config, refs: Refs, slot: jax.Array, q_slot: jax.Array, begin: jax.Array, bounds: tuple[jax.Array, ...], masked: bool,
+    exact: bool = False,
+) -> None:  # fmt: skip
+    """All heads meet the keys [begin, begin + kv_block) in `slot`; `bounds` is (low, high, position).
+
+    `exact`: no head is touched by the keys of those joined with it, which it multiplies by 0.
+    """
     low, high, position = bounds
-    shape = (cfg.single_rows, cfg.kv_block)
+    keys_at_once = min(cfg.kv_block, _KEYS_AT_ONCE)
+    shape = (cfg.single_rows, keys_at_once)
     dtype = refs.q1.dtype
 
-    def joined(plane: int, n: jax.Array) -> jax.Array:
-        heads = [refs.kv[slot, plane, n * cfg.join + i] for i in range(cfg.join)]
-        heads = [widen_e4m3(codes) if cfg.even_odd else codes.astype(dtype) for codes in heads]
+    def joined(plane: int, n: jax.Array, first: int) -> jax.Array:
+        heads = [refs.kv[slot, plane, n * cfg.join + i, pl.ds(first, keys_at_once), :] for i in range(cfg.join)]
+        heads = [widened_exactly(cfg, x) if exact else widened(cfg, x, dtype, refs.alarm1) for x in heads]
         return heads[0] if cfg.join == 1 else jnp.concatenate(heads, axis=1)
 
-    def scores(n: jax.Array) -> jax.Array:
-        s = dot(refs.q1[q_slot, n], joined(0, n), 1, 1) * widen(refs.rules1[K_FACTOR, n], cfg.kv_block)
+    def product(n: jax.Array, first: int) -> jax.Array:
+        queries, keys = refs.q1[q_slot, n], joined(0, n, first)
+        if not exact:
+            return dot(queries, keys, 1, 1)
+        row = lax.broadcasted_iota(jnp.int32, shape, 0)
+        s = jnp.zeros(shape, jnp.float32)
+        for i in range(cfg.join):
+            own = jnp.where(own_lanes(cfg, keys.shape, i), keys, 0.0).astype(dtype)
+            s = jnp.where(row >= i * cfg.group, dot(queries, own, 1, 1), s)
+        return s
+
+    def scores(n: jax.Array, first: int) -> jax.Array:
+        s = product(n, first) * widen(refs.rules1[K_FACTOR, n], keys_at_once)
         if cfg.logits_soft_cap:
             s = jnp.tanh(s) * (cfg.logits_soft_cap * LOG2_E)
-        j = lax.broadcasted_iota(jnp.int32, shape, 1)
-        if cfg.even_odd:
-            j = jnp.where(2 * j < cfg.kv_block, 2 * j, 2 * j - cfg.kv_block + 1)
-        j += begin
+        j = begin + first + lax.broadcasted_iota(jnp.int32, shape, 1)
         if cfg.alibi:
             away = (j - position).astype(jnp.float32)
-            s += widen(refs.rules1[SLOPE, n], cfg.kv_block) * (away if cfg.causal else -jnp.abs(away))
+            s += widen(refs.rules1[SLOPE, n], keys_at_once) * (away if cfg.causal else -jnp.abs(away))
         return jnp.where((j >= low) & (j < high), s, -jnp.inf) if masked else s
 
-    def weights(n: jax.Array, s: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def add(n: jax.Array, first: int, s: jax.Array) -> None:
         m = refs.m1[n]
         new_m = jnp.maximum(m, jnp.max(s, axis=1, keepdims=True))
         safe = jnp.where(new_m == -jnp.inf, 0.0, new_m) if masked else new_m
-        p = jnp.exp2(s - widen(safe, cfg.kv_block))
+        p = jnp.exp2(s - widen(safe, keys_at_once))
         fade = jnp.exp2(m - safe)
         refs.m1[n] = new_m
         refs.l1[n] = refs.l1[n] * fade + jnp.sum(p, axis=1, keepdims=True)
-        return p.astype(dtype), fade
+        values = joined(cfg.planes - 1, n, first).astype(dtype)
+        refs.acc1[n] = refs.acc1[n] * widen(fade, cfg.join * cfg.lanes) + dot(p.astype(dtype), values, 1, 0)
 
-    def stage(first: jax.Array, count: int) -> None:
-        groups = [first + i for i in range(count)]
-        held = [weights(n, s) for n, s in zip(groups, [scores(n) for n in groups], strict=True)]
-        for n, (p, fade) in zip(groups, held, strict=True):
-            values = joined(0 if cfg.packed else 1, n)
-            refs.acc1[n] = refs.acc1[n] * widen(fade, cfg.join * cfg.lanes) + dot(p, values, 1, 0)
+    def stage(first_group: jax.Array, count: int) -> None:
+        waiting: list[tuple[jax.Array, int, jax.Array]] = []
+        for first in range(0, cfg.kv_block, keys_at_once):
+            for n in [first_group + i for i in range(count)]:
+                waiting.append((n, first, scores(n, first)))
+                if len(waiting) > lag:
+                    add(*waiting.pop(0))
+        for task in waiting:
+            add(*task)
 
-    at_once = max(1, min(cfg.joined, _SCORE_REGISTERS * 1024 // (shape[0] * shape[1])))
+    lag = 0 if exact else _WAITING_REGISTERS * 1024 // (shape[0] * shape[1])
+    at_once = 1 if exact else max(1, min(cfg.joined, _SCORE_REGISTERS * 1024 // (shape[0] * cfg.kv_block)))
     while cfg.joined % at_once:
         at_once -= 1
     stages = cfg.joined // at_once
-    lax.fori_loop(0, stages, lambda i, _: stage(i * at_once, at_once), None, unroll=stages <= 2)
+    lax.fori_loop(0, stages, lambda i, _: stage(i * at_once, at_once), None, unroll=not exact and stages <= 2)
 
 
 def finish(cfg: Config, refs: Refs) -> None:

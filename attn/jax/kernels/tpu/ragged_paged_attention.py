@@ -24,8 +24,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from attn.jax.kernels.tpu import _kernel, _plan
-from attn.jax.kernels.tpu._chips import CHIPS, WIDENS_E4M3, Blocks, blocks_for, sublanes, target
-from attn.jax.kernels.tpu._refs import LANES, LOG2_E, Config, Refs
+from attn.jax.kernels.tpu._chips import CHIPS, REBIASES_E4M3, Blocks, blocks_for, sublanes, target
+from attn.jax.kernels.tpu._refs import E4M3_GAIN, LANES, LOG2_E, Config, Refs
 
 
 def cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, int, int, int, int]:
@@ -111,7 +111,7 @@ def ragged_paged_attention(
     blocks = blocks or blocks_for(
         chip, num_kv_heads=num_kv_heads, group=group, lanes=lanes, planes=planes, page=page, columns=columns,
         itemsize=dtype.itemsize, cache_itemsize=kv_cache.dtype.itemsize, align=align, max_query_len=max_query_len,
-        lse=return_lse,
+        lse=return_lse, reach=window[0] if causal else None,
     )  # fmt: skip
     plan = _plan.make(
         query_start_loc, seq_lens, block_table, slot_mapping,
@@ -128,7 +128,7 @@ def ragged_paged_attention(
         join=join, single_rows=-(-join * group // native) * native, causal=causal, window=window,
         logits_soft_cap=logits_soft_cap or None, alibi=alibi_slopes is not None, sinks=sinks is not None,
         tree=tree_mask is not None, lse=return_lse, write=key is not None,
-        even_odd=chip in WIDENS_E4M3 and kv_cache.dtype == jnp.float8_e4m3fn and dtype == jnp.bfloat16,
+        rebiased=chip in REBIASES_E4M3 and kv_cache.dtype == jnp.float8_e4m3fn,
         num_items=plan.items.shape[0] // 8, num_tiles=plan.tiles.shape[0] // 5,
     )  # fmt: skip
 
@@ -177,7 +177,8 @@ def _rules(cfg: Config, scale: float, k_scale: Any, v_scale: Any, sinks: Any, al
     """[4, K, G] float32: see `_refs.K_FACTOR`."""
     shape = (cfg.num_kv_heads, cfg.group)
     factor = scale / cfg.logits_soft_cap if cfg.logits_soft_cap else scale * LOG2_E
-    by_kv_head = [factor * jnp.asarray(k_scale, jnp.float32), jnp.asarray(v_scale, jnp.float32)]
+    gain = E4M3_GAIN if cfg.rebiased else 1.0
+    by_kv_head = [gain * factor * jnp.asarray(k_scale, jnp.float32), gain * jnp.asarray(v_scale, jnp.float32)]
     by_head = [jnp.zeros(shape) if x is None else x.reshape(shape) * LOG2_E for x in (sinks, alibi_slopes)]
     spread = [jnp.broadcast_to(x[..., None] if x.ndim else x, shape) for x in by_kv_head]
     return jnp.stack([*spread, *by_head]).astype(jnp.float32)
@@ -222,6 +223,7 @@ def _launch(cfg: Config, arrays: dict[str, jax.Array], kv_cache: jax.Array, chip
         "m1": pltpu.VMEM((*single, LANES), jnp.float32),
         "l1": pltpu.VMEM((*single, LANES), jnp.float32),
         "acc1": pltpu.VMEM((*single, cfg.join * lanes), jnp.float32),
+        "alarm1": pltpu.VMEM((8, LANES), jnp.int32),
     }
     if cfg.lse:
         made["lse1"] = jax.ShapeDtypeStruct((num_requests, *single, LANES), jnp.float32)
@@ -235,7 +237,7 @@ def _launch(cfg: Config, arrays: dict[str, jax.Array], kv_cache: jax.Array, chip
             "l": pltpu.VMEM((2, heads, 8, rows), jnp.float32),
             "acc": pltpu.VMEM((2, heads, lanes, rows), jnp.float32),
             "turn": pltpu.SMEM((1,), jnp.int32),
-            "alarm": pltpu.VMEM((8, rows), jnp.float32),
+            "alarm": pltpu.VMEM((8, rows), jnp.int32),
         }
         if cfg.lse:
             made["lse"] = jax.ShapeDtypeStruct((heads, arrays["query"].shape[1], LANES), jnp.float32)

@@ -18,7 +18,9 @@ _TINY = torch.finfo(torch.float32).tiny
 def pack(kv_c: torch.Tensor, k_pe: torch.Tensor) -> torch.Tensor:
     """kv_c [T, 512] and k_pe [T, 64] as `fp8_ds_mla` rows: [T, 656] uint8."""
     tiles = kv_c.float().unflatten(1, (-1, DS_MLA_TILE))
-    scale = (tiles.abs().amax(-1) / 448.0).clamp(min=_TINY)
+    largest = tiles.abs().amax(-1)
+    # divided by a tensor: by a number, a GPU multiplies with its reciprocal, which is another scale now and then
+    scale = (largest / torch.full_like(largest, 448.0)).clamp(min=_TINY)
     codes = (tiles / scale[..., None]).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
     tail = (scale.view(torch.uint8), k_pe.to(torch.bfloat16).contiguous().view(torch.uint8))
     return torch.cat([codes.view(torch.uint8).flatten(1), *tail], 1)

@@ -20,7 +20,7 @@ from attn import reference
 from attn.jax.kernels.tpu import _kernel, _plan
 from attn.jax.kernels.tpu import ragged_paged_attention as kernel
 from attn.jax.kernels.tpu._chips import CHIPS, Blocks, blocks_for
-from attn.jax.kernels.tpu._refs import widen_e4m3
+from attn.jax.kernels.tpu._refs import Config, widen_e4m3, widened, widened_exactly
 
 #: decode over two kv blocks; a short chunk; a prefill over several; a request without rows; a decode within a block
 QUERY_LENS, SEQ_LENS = (1, 5, 40, 0, 1), (70, 33, 100, 20, 16)
@@ -53,6 +53,7 @@ def launch(
     hold_back: int = 0,
     chip: str = "v5e",
     seed: int = 0,
+    strange: tuple[tuple[int, int, int, float], ...] = (),
     **rules: Any,
 ) -> Launch:
     num_heads, num_kv_heads, head_size = heads
@@ -91,6 +92,12 @@ def launch(
         live.reshape(-1)[slots[slots >= 0]] = False
     if element.itemsize > 1:
         flat = jnp.where(live[:, None, None, :, None], flat, jnp.nan).astype(element)
+    for plane, r, position, number in strange:  # in the last kv head
+        place = int(table[r, position // page]), position % page
+        if flat.shape[1] == 1:
+            flat = flat.at[place[0], 0, -1, place[1], 5 + plane * head_size].set(number)
+        else:
+            flat = flat.at[place[0], plane, -1, place[1], 5].set(number)
     query = jnp.asarray(rng.standard_normal((rows, num_heads, head_size), np.float32) * gain).astype(dtype)
     arrays = {"query": query, "key": key if write else None, "value": value if write else None, "kv_cache": flat}
     arrays |= {"query_start_loc": starts, "seq_lens": seq_lens, "block_table": table, "slot_mapping": slots}
@@ -176,6 +183,37 @@ def test_against_the_oracle(name: str) -> None:
     check(launch(**{**case, **arrays}), **rules)
 
 
+STRANGE: dict[str, dict[str, Any]] = {
+    # keys and values of a single and of a long request, hidden from some of the rows of its step
+    "bfloat16": {"strange": ((0, 0, 3, np.nan), (1, 4, 2, -np.inf), (1, 2, 75, np.nan), (0, 2, 80, np.inf))},
+    "packed": {"heads": (8, 4, 64), "strange": ((0, 0, 40, np.nan), (1, 4, 2, np.inf), (1, 2, 70, np.inf), (0, 2, 85, np.nan))},
+    "e4m3": {
+        "cache_dtype": "float8_e4m3fn",
+        "chip": "v6e",
+        "strange": ((0, 0, 3, np.nan), (1, 4, 2, np.nan), (1, 2, 75, np.nan)),
+        "blocks": BLOCKS._replace(key_tile=32),
+    },
+}
+
+
+@pytest.mark.parametrize("name", STRANGE)
+def test_strange_numbers_reach_whom_they_may(name: str) -> None:
+    """NaN and infinity reach exactly the rows and heads that see them; the others are as accurate as ever."""
+    got = launch(**STRANGE[name], write=False, scale=0.1)
+    arrays = got.arrays
+    out, lse = reference.paged_attention(
+        as_float(arrays["query"]), *got.after, query_start_loc=arrays["query_start_loc"], seq_lens=arrays["seq_lens"],
+        block_table=arrays["block_table"], scale=0.1,
+    )  # fmt: skip
+    rows = int(arrays["query_start_loc"][-1])
+    fine = np.isfinite(out[:rows]).all(axis=-1)
+    assert not fine.all()
+    np.testing.assert_array_equal(np.isfinite(got.out[:rows]).all(axis=-1), fine)
+    np.testing.assert_allclose(got.out[:rows][fine], out[:rows][fine], atol=2e-2)
+    clear = np.isfinite(lse[:, :rows])
+    np.testing.assert_allclose(got.lse[:, :rows][clear], lse[:, :rows][clear], atol=1e-4, rtol=1e-5)
+
+
 def test_trees() -> None:
     """Requests no longer than the tree obey it, a single row included; a longer one is causal."""
     rng = np.random.default_rng(1)
@@ -196,6 +234,29 @@ def test_every_e4m3_code_is_widened() -> None:
     got = as_float(pl.pallas_call(body, out_shape=shape, interpret=pltpu.InterpretParams())(codes))
     want = as_float(codes)
     np.testing.assert_array_equal(got, np.concatenate([want[::2], want[1::2]]))
+
+
+def test_e4m3_codes_as_another_format() -> None:
+    """Every code is 16 times less, exactly; the two NaN codes, and no other, raise the alarm."""
+    codes = np.arange(256, dtype=np.uint8)
+    rows = np.repeat(codes.reshape(8, 32)[:, :, None], 128, axis=2)
+    as_e4m3 = jax.lax.bitcast_convert_type(jnp.asarray(rows), jnp.float8_e4m3fn)
+    cfg = Config(**{**dict.fromkeys(Config.__dataclass_fields__, 1), "rebiased": True})
+
+    def body(x: Any, y: Any, exact: Any, alarm: Any) -> None:
+        for n in range(8):
+            alarm[n] = jnp.zeros((8, 128), jnp.int32)
+            y[n] = widened(cfg, x[n], jnp.bfloat16, alarm.at[n])
+            exact[n] = widened_exactly(cfg, x[n])
+
+    shapes = [jax.ShapeDtypeStruct((8, 32, 128), x) for x in (jnp.bfloat16, jnp.float32)]
+    shapes.append(jax.ShapeDtypeStruct((8, 8, 128), jnp.int32))
+    got, exact, alarm = pl.pallas_call(body, out_shape=shapes, interpret=pltpu.InterpretParams())(as_e4m3)
+    want = as_float(as_e4m3) / 16
+    is_nan = np.isnan(want)
+    np.testing.assert_array_equal(as_float(got)[~is_nan], want[~is_nan])
+    np.testing.assert_array_equal(np.asarray(exact), want)
+    np.testing.assert_array_equal(np.asarray(alarm).any(axis=(1, 2)), is_nan.any(axis=(1, 2)))
 
 
 def test_what_is_planted_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

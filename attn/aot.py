@@ -1,0 +1,489 @@
+"""Kernels compiled for accelerators that are not here, and what their compilers say of them: `attn aot`.
+
+The real compilers need no device: libtpu compiles for any TPU on any host, Triton for any GPU. A wing declares its grid
+of cases and compiles one (`attn.jax.aot`, `attn.torch.aot`); this module knows the targets, runs cases in processes of
+their own and makes the table. Processes, because a compiler may abort, outgrow memory or never return, and because
+libtpu reads its flags once: whatever happens to a case is that case's row. Nothing here executes a kernel.
+
+A wing's module has
+    STEPS                                   what is done to a case, in order; a later step may fail and only cost figures
+    COLUMNS                                 (heading, key, format) of the table
+    cases(target) -> list[Case]             the declared grid; what a kernel refuses is in it with the reason
+    environment(target, step, dump) -> dict variables of the process that compiles, `dump` a folder of its own
+    measure(case, target, step, dump) -> dict      figures of one case, {"parts": [{"name": ...}, ...], "notes": [], ...}
+"""
+
+import argparse
+import contextlib
+import importlib
+import importlib.machinery
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import attn
+from attn.capabilities import AttentionType, Feature, Request
+from attn.errors import BackendLoadError
+from attn.imports import resolve_obj_by_qualname
+
+#: The compilers as they were tested, by the module that shows they are there.
+COMPILERS = {"libtpu": "libtpu==0.0.51", "triton": "triton==3.6.0"}
+
+
+Choice = dict[str, Any]
+
+
+class Target(NamedTuple):
+    """What is compiled for: the wing's module that does it, and the compiler it needs."""
+
+    wing: str
+    compiler: str
+
+
+TARGETS = {
+    **{f"tpu-{chip}": Target("attn.jax.aot", "libtpu") for chip in ("v5e", "v6e", "v7x")},
+    **{
+        arch: Target("attn.torch.aot", "triton")
+        for arch in ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950", "gfx1100")
+    },
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to compile: a kernel, and all that is static about it (`choice`, plain data).
+
+    `name` is unique within its kernel. `subset`: part of the selection that tests compile. `refused`: why the kernel does
+    not take it, in which case nobody tries.
+    """
+
+    kernel: str
+    name: str
+    choice: Mapping[str, Any]
+    subset: bool = False
+    refused: str = ""
+
+    @property
+    def label(self) -> str:
+        return f"{self.kernel}/{self.name}"
+
+
+def grid(
+    kernel: str,
+    axes: Mapping[str, Sequence[Any]],
+    settle: Callable[[Choice], Choice | None] = lambda choice: choice,
+    refusal: Callable[[Choice], str] = lambda choice: "",
+) -> list[Case]:
+    """A kernel's cases: every pair of values of two axes that `settle` lets stand together, as `attn.testing.pairwise`.
+
+    The subset has every value of every axis that is not refused, in few cases.
+    """
+    from attn.testing.pairwise import pairwise  # whose package needs NumPy
+
+    choices = {_named(axes, choice): choice for choice in pairwise(axes, settle, least=0)}
+    refused = {name: refusal(choice) for name, choice in choices.items()}
+    served = {name: set(choice.items()) for name, choice in choices.items() if not refused[name]}
+    left = {item for items in served.values() for item in items}
+    subset = []
+    while left:
+        subset.append(max(served, key=lambda name: len(left & served[name])))
+        left -= served[subset[-1]]
+    return [Case(kernel, name, choice, name in subset, refused[name]) for name, choice in choices.items()]
+
+
+def _named(axes: Mapping[str, Sequence[Any]], choice: Choice) -> str:
+    """The values of a choice, but not those of a switch that is off or of a pair's first."""
+    words = []
+    for axis, values in axes.items():
+        value = choice[axis]
+        if value is True:
+            words.append(axis)
+        elif value is not False and (len(values) != 2 or value != values[0]):
+            words.append(f"{axis}={'/'.join(map(str, value)) if isinstance(value, tuple) else value}")
+    return ",".join(words)
+
+
+def request_of(choice: Mapping[str, Any]) -> Request:
+    """The `Request` of a layer that needs what a paged attention kernel's choice names, for asking a backend about it."""
+    mask = choice["mask"]
+    features = {
+        Feature.NON_CAUSAL: mask in ("bidirectional", "two-sided"),
+        Feature.SLIDING_WINDOW: mask in ("window", "two-sided"),
+        Feature.TWO_SIDED_WINDOW: mask == "two-sided",
+        Feature.TREE_MASK: mask == "tree",
+        **{feature: True for feature in Feature if choice.get(feature.value) is True},
+    }
+    heads, kv_heads = choice["heads"]
+    return Request(
+        choice["head_size"], choice["dtype"], choice["kv"], choice["block_size"], AttentionType.DECODER,
+        frozenset(feature for feature, wanted in features.items() if wanted), heads, kv_heads,
+    )  # fmt: skip
+
+
+@dataclass
+class Row:
+    """What came of a case. `status` is compiled, failed or refused, and `reason` says why in one line.
+
+    `figures` are the case's, `parts` those of each program it launches; `notes` say which figures are missing and why.
+    """
+
+    target: str
+    kernel: str
+    case: str
+    status: str
+    reason: str = ""
+    seconds: float = 0.0
+    figures: dict[str, Any] = field(default_factory=dict)
+    parts: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        return f"{self.kernel}/{self.case}"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one case may take: wall-clock seconds a step, and GiB of memory."""
+
+    seconds: float = 600.0
+    memory: float = 12.0
+
+
+Report = Callable[[str, str], None]  # (case label, what happened to it)
+
+
+def compiler_path(target: str) -> str:
+    """The folder to put before a process's path, so that it finds the compiler; empty when that is importable already.
+
+    Raises BackendLoadError, saying what to install, when it is nowhere.
+    """
+    needed = TARGETS[target].compiler
+    importlib.invalidate_caches()  # it may have been installed just now
+    if importlib.machinery.PathFinder.find_spec(needed):
+        return ""
+    folder = str(Path(sys.prefix) / "compilers")
+    if importlib.machinery.PathFinder.find_spec(needed, [folder]):
+        return folder
+    raise BackendLoadError(
+        f"{target} needs {needed}, which is not installed: "
+        f"pip install --no-deps --target {folder} {COMPILERS[needed]} (or anywhere on PYTHONPATH)"
+    )
+
+
+def cases(target: str) -> list[Case]:
+    """The declared grid of `target`. Raises ValueError for an unknown target."""
+    if target not in TARGETS:
+        raise ValueError(f"target={target!r} is unknown; known: {', '.join(TARGETS)}")
+    found: list[Case] = _wing(target, "cases")(target)
+    return found
+
+
+def compile_cases(
+    target: str, wanted: Sequence[Case], *, jobs: int = 1, limits: Limits | None = None, report: Report | None = None
+) -> list[Row]:
+    """A row for each case, in their order, compiled by `jobs` processes at a time; `report` hears of each as it is done."""
+    limits = limits or Limits()
+    path = compiler_path(target)
+    rows = {case.label: Row(target, case.kernel, case.name, "refused" if case.refused else "", case.refused) for case in wanted}
+    assert len(rows) == len(wanted), "two cases of one name"
+    steps: tuple[str, ...] = _wing(target, "STEPS")
+    for step in steps:
+        # after the first step, only what compiled goes on
+        labels = [label for label, row in rows.items() if row.status == ("" if step == steps[0] else "compiled")]
+        for label, outcome in _compiled(target, step, labels, path, jobs, limits):
+            row = rows[label]
+            row.seconds = round(row.seconds + outcome.pop("seconds", 0.0), 1)
+            if error := outcome.pop("error", ""):
+                if step == steps[0]:
+                    row.status, row.reason = "failed", error
+                else:
+                    row.notes.append(f"no {step}: {error}")
+            else:
+                row.status = "compiled"
+                _merge(row, outcome)
+            if report:
+                report(label, f"{step}: {error or 'ok'}")
+    return list(rows.values())
+
+
+def _merge(row: Row, outcome: dict[str, Any]) -> None:
+    """Take a step's figures in; parts are matched by name."""
+    for part in outcome.pop("parts", []):
+        known = next((p for p in row.parts if p["name"] == part["name"]), None)
+        if known is None:
+            row.parts.append(part)
+        else:
+            known.update(part)
+    row.notes += outcome.pop("notes", [])
+    row.figures.update(outcome)
+
+
+def _wing(target: str, name: str) -> Any:
+    return resolve_obj_by_qualname(f"{TARGETS[target].wing}.{name}")
+
+
+# --- processes ------------------------------------------------------------------------------------------------------
+
+_AT_ONCE = 12  #: cases a process compiles before it makes room for a fresh one
+
+
+def _compiled(
+    target: str, step: str, labels: Sequence[str], path: str, jobs: int, limits: Limits
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    size = max(1, min(_AT_ONCE, -(-len(labels) // jobs)))
+    groups = [labels[i : i + size] for i in range(0, len(labels), size)]
+    outcomes: queue.Queue[tuple[str, dict[str, Any]] | None] = queue.Queue()
+    stop = threading.Event()
+
+    def work(group: Sequence[str]) -> None:
+        try:
+            for outcome in _group(target, step, group, path, limits, stop):
+                outcomes.put(outcome)
+        finally:
+            outcomes.put(None)
+
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            running = [pool.submit(work, group) for group in groups]
+            ended = 0
+            while ended < len(groups):
+                if outcome := outcomes.get():
+                    yield outcome
+                else:
+                    ended += 1
+            for future in running:
+                future.result()
+        finally:
+            stop.set()
+
+
+def _group(
+    target: str, step: str, labels: Sequence[str], path: str, limits: Limits, stop: threading.Event
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Outcomes of `labels`: a process that dies takes the case it was at with it, and another goes on."""
+    left = list(labels)
+    while left and not stop.is_set():
+        with tempfile.TemporaryDirectory(prefix="attn-aot-") as dump:
+            error = yield from _process(target, step, left, path, limits, Path(dump))
+        if left and not stop.is_set():
+            yield left.pop(0), {"error": error or "the process ended without a word"}
+
+
+def _process(
+    target: str, step: str, left: list[str], path: str, limits: Limits, dump: Path
+) -> Generator[tuple[str, dict[str, Any]], None, str]:
+    """Outcomes of one process, each taken from `left`; what it returns is why it ended."""
+    root = str(Path(attn.__file__).parents[1])
+    paths = [x for x in (path, root, os.environ.get("PYTHONPATH", "")) if x]
+    environment = {**os.environ, **_wing(target, "environment")(target, step, str(dump)), "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-m", "attn.aot", TARGETS[target].wing, target, step, str(dump), str(limits.memory)]
+    late = threading.Event()
+    with (dump / "stderr").open("w+b") as said:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True, env=environment
+        )
+
+        def give_up() -> None:
+            late.set()
+            process.kill()
+
+        def watch() -> threading.Timer:
+            timer = threading.Timer(limits.seconds, give_up)
+            timer.daemon = True
+            timer.start()
+            return timer
+
+        timer = watch()
+        try:
+            assert process.stdin is not None and process.stdout is not None
+            with contextlib.suppress(BrokenPipeError):  # it died before it read: what it said tells why
+                process.stdin.write("\n".join(left))
+                process.stdin.close()
+            for line in process.stdout:
+                timer.cancel()
+                outcome = json.loads(line)
+                left.remove(outcome["label"])
+                yield outcome.pop("label"), outcome
+                timer = watch()
+            code = process.wait()
+        finally:
+            timer.cancel()
+            process.kill()
+            process.wait()
+            if process.stdout:
+                process.stdout.close()
+        if late.is_set():
+            return f"not done within {limits.seconds:g} s"
+        said.seek(0)
+        return _last_words(said.read().decode(errors="replace"), code)
+
+
+def _last_words(text: str, code: int) -> str:
+    """Why a process died, from what it wrote: a fatal log line, LLVM's, an exception, or its last line."""
+    for pattern in (r"^F\d{4} [^\]]*\] (.*)$", r"^(LLVM ERROR: .*)$", r"^(\w*(?:Error|Exception)\b.*)$"):
+        if found := re.findall(pattern, text, re.MULTILINE):
+            return one_line(found[-1])
+    lines = [line for line in text.splitlines() if line.strip()]
+    ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return one_line(f"{ended}: {lines[-1]}" if lines else ended)
+
+
+def one_line(text: str, most: int = 400) -> str:
+    """`text` with its white space collapsed, and its middle left out where it is long."""
+    text = " ".join(text.split())
+    return text if len(text) <= most else f"{text[: most * 3 // 4]} ... {text[-most // 4 :]}"
+
+
+def worker(wing: str, target: str, step: str, dump: str, memory: str) -> None:
+    """What a process does: labels come in on stdin, a line of JSON goes out for each as soon as it is done."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else is printed here is no outcome
+    _limit_memory(float(memory))
+    module = importlib.import_module(wing)
+    named = {case.label: case for case in module.cases(target)}
+    for label in sys.stdin.read().split("\n"):
+        begin = time.monotonic()
+        try:
+            outcome = module.measure(named[label], target, step, dump)
+        except Exception as error:  # a compiler's verdict is whatever it raises
+            outcome = {"error": one_line(f"{type(error).__name__}: {error}")}
+        seconds = round(time.monotonic() - begin, 2)
+        print(json.dumps({"label": label, "seconds": seconds, **outcome}), file=out, flush=True)
+
+
+def _limit_memory(gigabytes: float) -> None:
+    if sys.platform == "linux":
+        import resource
+
+        limit = int(gigabytes * 2**30)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+def table(target: str, rows: Sequence[Row]) -> str:
+    """Rows as text: a line for each program that a case launches, then what failed, was refused or has no figure."""
+    columns: Sequence[tuple[str, str, str]] = _wing(target, "COLUMNS")
+    body = []
+    for row in rows:
+        for i, part in enumerate(row.parts):
+            figures = {**(row.figures if i == 0 else {}), **part}
+            name = row.label if len(row.parts) == 1 else f"{row.label} [{part['name']}]"
+            body.append((name, *(_shown(figures.get(key), how) for _, key, how in columns)))
+    lines = []
+    if body:
+        cells = [("case", *(heading for heading, _, _ in columns)), *body]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        for first, *rest in cells:
+            lines.append("  ".join([first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(rest, widths[1:], strict=True))]))
+    for status in ("failed", "refused"):
+        lines += [f"{status}: {row.label}: {row.reason}" for row in rows if row.status == status]
+    for note in dict.fromkeys(note for row in rows for note in row.notes):
+        labels = [row.label for row in rows if note in row.notes]
+        lines.append(f"{note}: {labels[0]}" + (f" and {len(labels) - 1} more" if len(labels) > 1 else ""))
+    counts = [f"{sum(row.status == s for row in rows)} {s}" for s in ("compiled", "failed", "refused")]
+    return "\n".join([*lines, f"{target}: {', '.join(counts)}"])
+
+
+def _shown(value: Any, how: str) -> str:
+    return "-" if value is None else format(value, how)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's arguments."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    packages = " ".join(COMPILERS.values())
+    parser.epilog = f"""\
+example: attn aot --target tpu-v6e --kernel ragged_paged_attention --case decode
+
+No device is needed, only a compiler, apart from the environment (libtpu inside it makes jax look for a TPU):
+    pip install --no-deps --target {Path(sys.prefix) / "compilers"} {packages}
+or any other folder that PYTHONPATH names. `make test` installs them.
+
+TPU figures are libtpu's: memory after allocation, and its static simulator's cycles for a small batch, beside the time
+that the batch's bytes and products would take at the chip's peak. The simulator models a transfer's latency and issue and
+not a saturated HBM: read max(estimate, HBM floor) as the bound. GPU figures are those of ptxas and LLVM.
+Exit code 0: everything compiled that is not refused; 1: something failed."""
+    add = parser.add_argument
+    add("--target", required=True, choices=TARGETS, help="what to compile for")
+    add("--kernel", default="", metavar="NAME", help="only this kernel")
+    add("--case", default="", metavar="SUBSTRING", help="only cases whose name contains it")
+    add("--subset", action="store_true", help="only the few cases that tests compile")
+    add("--list", action="store_true", help="show the grid and compile nothing")
+    add("--jobs", type=int, default=1, metavar="N", help="processes at a time (default: %(default)s)")
+    add("--seconds", type=float, default=Limits.seconds, help="time limit of a step of a case (default: %(default)g)")
+    add("--memory", type=float, default=Limits.memory, metavar="GIB", help="memory limit of a process (default: %(default)g)")
+    add("--json", action="store_true", help="machine-readable output")
+    add("--out", type=Path, metavar="FILE", help="write the JSON there as well")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compile what the arguments name; 1 when something failed."""
+    if args.jobs < 1:
+        raise ValueError(f"--jobs {args.jobs} must be at least 1")
+    if not args.list:
+        compiler_path(args.target)  # told before anything heavy is imported
+    grid = cases(args.target)
+    kernels = dict.fromkeys(case.kernel for case in grid)
+    if args.kernel and args.kernel not in kernels:
+        raise ValueError(f"--kernel {args.kernel} is unknown; {args.target} has {', '.join(kernels)}")
+    chosen = [
+        case
+        for case in grid
+        if args.kernel in ("", case.kernel) and args.case in case.label and (case.subset or not args.subset)
+    ]
+    if not chosen:
+        raise ValueError(f"no case of {args.target} matches; attn aot --target {args.target} --list shows them")
+    if args.list:
+        shown = [asdict(case) for case in chosen]
+        lines = [case.label + (f"  (refused: {case.refused})" if case.refused else "") for case in chosen]
+        print(json.dumps({"target": args.target, "cases": shown}, indent=2) if args.json else "\n".join(lines))
+        return 0
+    begin = time.monotonic()
+    with _progress(sum(not case.refused for case in chosen) * len(_wing(args.target, "STEPS"))) as report:
+        rows = compile_cases(args.target, chosen, jobs=args.jobs, limits=Limits(args.seconds, args.memory), report=report)
+    ok = not any(row.status == "failed" for row in rows)
+    data = {
+        "target": args.target,
+        "compiler": COMPILERS[TARGETS[args.target].compiler],
+        "seconds": round(time.monotonic() - begin, 1),
+        "rows": [asdict(row) for row in rows],
+        "ok": ok,
+    }
+    if args.out:
+        args.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(data, indent=2) if args.json else table(args.target, rows))
+    return int(not ok)
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Report | None]:
+    """A bar on a terminal, beside the output and not in it."""
+    if not sys.stderr.isatty() or not importlib.machinery.PathFinder.find_spec("rich"):
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    shown = (BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    with Progress(*shown, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda label, outcome: bar.update(task, advance=1, description=f"{label} {outcome}"[:100])
+
+
+if __name__ == "__main__":
+    worker(*sys.argv[1:])

@@ -1,0 +1,371 @@
+"""The template of every MLA backend under jax: checks, absorption, cache write, then one hook.
+
+The truth is a pure function, `apply(q, kv_c_normed, k_pe, kv_cache, attn_metadata, *, w_uk, w_uv) -> (output, kv_cache)`,
+usable under jit, `shard_map` over heads and donation. Weights are arguments, never captured: a model's own leaves, trained,
+sharded or scanned like any other. What an implementation adds is `_decode`, attention over the latent itself with the query
+absorbed. It serves every row, of prompts too, and costs 2 (2 L + Dr) flops a head and pair of row and key; expanding keys
+and values costs 2 (Dn + Dr + Dv), and 2 L (Dn + Dv) a head and key once. So prompts long enough are expanded, which the
+batch's bucket decides, by a member of the MLA prefill registry.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from attn.backends.abstract import AttentionLayer
+from attn.backends.metadata import PAD_SLOT_ID, CommonAttentionMetadata
+from attn.backends.mla.latent import LatentBackend, LatentImpl, dcp_row_limits
+from attn.backends.mla.prefill.abstract import MLAContextChunk, MLAPrefillBackend, MLAPrefillMetadata
+from attn.backends.mla.prefill.selector import get_mla_prefill_backend
+from attn.backends.paged import check_block_size, check_built
+from attn.capabilities import Feature
+from attn.dtypes import dtype_name
+from attn.errors import DTypeError, MetadataError, ShapeError, UnsupportedError
+from attn.jax import kv_cache as caches
+from attn.jax.kernels import xla_mla
+from attn.jax.merge import merge_attn_states
+from attn.jax.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
+
+#: Context rows that are gathered and expanded at a time: a workspace of W * H * (Dn + Dr + Dv) elements.
+WORKSPACE = 4096
+
+
+def latent_rows(kv_c: jax.Array, k_pe: jax.Array, element: Any, scale: Any = 1.0) -> jax.Array:
+    """kv_c [T, L] and k_pe [T, Dr] as a latent cache of `element` stores them: [T, L + Dr], or [T, 656] uint8."""
+    if element == jnp.uint8:
+        return xla_mla.pack_fp8_ds_mla(kv_c, k_pe)
+    return caches.encode(jnp.concatenate([kv_c, k_pe], axis=-1), element, scale)
+
+
+def write(rows: jax.Array, kv_cache: jax.Array, slot_mapping: jax.Array) -> jax.Array:
+    """The cache [N, P, width] with encoded rows [T, width] at `slot_mapping` [T] (-1: nowhere); one scatter."""
+    flat = kv_cache.reshape(-1, kv_cache.shape[2])
+    return flat.at[caches.drop_pads(slot_mapping, flat.shape[0])].set(rows, mode="drop").reshape(kv_cache.shape)
+
+
+def absorb(q_nope: jax.Array, w_uk: jax.Array) -> jax.Array:
+    """q_nope [T, H, Dn] against latents: [T, H, L]."""
+    return _product("thd,lhd->thl", q_nope, w_uk)
+
+
+def expand(latents: jax.Array, weights: jax.Array) -> jax.Array:
+    """Latent heads [T, H, L] through the up-projection [L, H, E]: [T, H, E]."""
+    return _product("thl,lhe->the", latents, weights)
+
+
+def _product(spec: str, x: jax.Array, weights: jax.Array) -> jax.Array:
+    made = jnp.einsum(spec, x, weights, preferred_element_type=jnp.float32, precision=lax.Precision.HIGHEST)
+    return made.astype(x.dtype)
+
+
+class MLAMetadataBuilder(PagedAttentionMetadataBuilder):
+    """The paged builder; under decode context parallelism each row becomes a request of the keys that it sees here."""
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> PagedAttentionMetadata:
+        batch = common_attn_metadata
+        if batch.dcp_local_seq_lens is not None:
+            owner, limit = dcp_row_limits(batch)
+            starts = np.arange(len(owner) + 1, dtype=np.int32)
+            batch = batch.replace(
+                query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=limit, seq_lens_cpu=limit, num_reqs=len(owner),
+                block_table=batch.block_table[owner], max_query_len=1, dcp_local_seq_lens=None,
+            )  # fmt: skip
+        return super().build(common_prefix_len, batch, fast_build)
+
+
+class MLABackend(LatentBackend):
+    """What MLA backends share: metadata and builder."""
+
+    @staticmethod
+    def get_metadata_cls() -> type[PagedAttentionMetadata]:
+        return PagedAttentionMetadata
+
+    @staticmethod
+    def get_builder_cls() -> type[MLAMetadataBuilder]:
+        return MLAMetadataBuilder
+
+
+class MLAImpl(LatentImpl[PagedAttentionMetadata]):
+    """The template. A subclass sets `backend` and writes `_decode`."""
+
+    framework = "jax"
+    can_return_lse_for_decode = True
+
+    #: A member of the MLA prefill registry, by name or as a class, or None: the platform's first that serves the layer.
+    prefill_backend: Any = None
+
+    def weights(self, kv_b_proj: Any = None) -> tuple[jax.Array, jax.Array]:
+        """(w_uk [L, H, Dn], w_uv [L, H, Dv]) of an up-projection (None: the layer's own): slices, so jit fuses them."""
+        both = jnp.asarray(self.up_projection(kv_b_proj))
+        return both[..., : self.qk_nope_head_dim], both[..., self.qk_nope_head_dim :]
+
+    def apply(
+        self,
+        q: jax.Array,
+        kv_c_normed: Any,
+        k_pe: Any,
+        kv_cache: jax.Array,
+        attn_metadata: PagedAttentionMetadata | None,
+        *,
+        w_uk: jax.Array,
+        w_uv: jax.Array,
+        k_scale: Any = 1.0,
+        indices: Any = None,
+    ) -> tuple[Any, jax.Array]:
+        """(output, kv_cache), a pure function of its arguments.
+
+        q: [T, H, Dn + Dr] or [T, H * (Dn + Dr)], rotary part last; kv_c_normed: [T, L]; k_pe: [T, Dr] or [T, 1, Dr], both
+        written to `kv_cache` first unless they are None; all have the T rows of `attn_metadata.slot_mapping`
+        (`attn_metadata.pad`). w_uk: [L, H, Dn]; w_uv: [L, H, Dv]. k_scale: what a code of an fp8 cache is worth.
+        output: [T, H, Dv], rows past the batch's own are 0; where `need_to_return_lse_for_decode` is set, (output, lse
+        [H, T] float32, natural log). `attn_metadata` None is a profiling run: zeros. indices:
+        [T, topk] int32, for sparse backends: positions of keys in the row's own request, in any order, -1 for none.
+        """
+        q = self._heads(q, w_uk, w_uv)
+        if attn_metadata is None:
+            return jnp.zeros((*q.shape[:2], self.v_head_dim), q.dtype), kv_cache
+        check_built(self.backend, attn_metadata, PagedAttentionMetadata)
+        kv_c_normed, k_pe = self._check_call(q, kv_c_normed, k_pe, kv_cache, attn_metadata, indices)
+        if not caches.is_quantised(kv_cache.dtype) or kv_cache.dtype == jnp.uint8:  # a packed row brings its own scales
+            k_scale = 1.0
+        new = None if kv_c_normed is None else latent_rows(kv_c_normed, k_pe, kv_cache.dtype, k_scale)
+        if new is not None and self.expands(attn_metadata):
+            kv_cache = self._write(new, kv_cache, self._slots(attn_metadata))
+            long = jnp.diff(attn_metadata.query_start_loc) >= self.expand_from
+            short = dataclasses.replace(attn_metadata, seq_lens=jnp.where(long, 0, attn_metadata.seq_lens))
+            absorbed_out, absorbed_lse, _ = self._absorbed(q, None, kv_cache, short, w_uk, w_uv, k_scale)
+            out, lse = self._expanded(q, new, kv_cache, attn_metadata, w_uk, w_uv, k_scale, long)
+            own = long[_request_of(attn_metadata.query_start_loc, q.shape[0])]
+            out = jnp.where(own[:, None, None], out.astype(q.dtype), absorbed_out)
+            if self.need_to_return_lse_for_decode:
+                lse = jnp.where(own, lse, absorbed_lse)
+        else:
+            out, lse, kv_cache = self._absorbed(q, new, kv_cache, attn_metadata, w_uk, w_uv, k_scale, indices=indices)
+        return ((out, lse) if self.need_to_return_lse_for_decode else out), kv_cache
+
+    @property
+    def expand_from(self) -> int:
+        """The query length from which expanding costs fewer flops (see the module's text)."""
+        rank, dims = self.kv_lora_rank, self.qk_nope_head_dim + self.v_head_dim
+        saved = 2 * rank + self.qk_rope_head_dim - (self.qk_head_dim + self.v_head_dim)
+        return rank * dims // saved + 1 if saved > 0 else 1 << 30
+
+    def expands(self, attn_metadata: PagedAttentionMetadata) -> bool:
+        """Whether a batch of this bucket may hold a request that is worth expanding."""
+        return attn_metadata.causal and attn_metadata.max_query_len >= self.expand_from
+
+    def _absorbed(
+        self,
+        q: jax.Array,
+        new: Any,
+        kv_cache: jax.Array,
+        attn_metadata: Any,
+        w_uk: Any,
+        w_uv: Any,
+        k_scale: Any,
+        indices: Any = None,
+    ) -> tuple[jax.Array, Any, jax.Array]:
+        """(out [T, H, Dv], lse, kv_cache) over the latent itself."""
+        q_nope, q_pe = q[..., : self.qk_nope_head_dim], q[..., self.qk_nope_head_dim :]
+        latents, lse, kv_cache = self._write_and_decode(
+            absorb(q_nope, w_uk), q_pe, new, kv_cache, attn_metadata, k_scale, indices=indices
+        )
+        return expand(latents, w_uv), lse, kv_cache
+
+    def _expanded(
+        self, q: jax.Array, new: jax.Array, kv_cache: jax.Array, attn_metadata: Any, w_uk: Any, w_uv: Any, k_scale: Any,
+        long: jax.Array,
+    ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+        """(out [T, H, Dv] float32, lse [H, T]) of the requests that `long` [R] marks, by expanded heads.
+
+        New rows are taken as the cache holds them (a quantised one rounds them), so that an answer does not depend on how a
+        prompt is cut. Context comes a workspace at a time, in as many turns as there is context.
+        """
+        meta, width, page = attn_metadata, self.head_size, kv_cache.shape[1]
+        prefill = self._prefill(q)
+        on_host: Any = None  # under jit there is no such mirror
+        batch = MLAPrefillMetadata(meta.query_start_loc, on_host, long.shape[0], meta.max_query_len)
+
+        def heads(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+            """Keys [m, H, Dn + Dr] and values [m, H, Dv] of cache rows [m, width]."""
+            worth = xla_mla.numbers(rows, q.dtype, k_scale)[:, :width]
+            latent, rope = worth[:, : self.kv_lora_rank], worth[:, self.kv_lora_rank :]
+            nope, value = (_product("tl,lhe->the", latent, w) for w in (w_uk, w_uv))
+            rope = jnp.broadcast_to(rope[:, None], (*nope.shape[:2], rope.shape[1]))
+            return jnp.concatenate([nope, rope], axis=-1), value
+
+        context = jnp.where(long, meta.seq_lens - jnp.diff(meta.query_start_loc), 0)
+        ends = jnp.cumsum(jnp.maximum(context, 0), dtype=jnp.int32)
+        bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
+        size = min(WORKSPACE, meta.block_table.size * page)
+        flat = kv_cache.reshape(-1, kv_cache.shape[2])
+
+        def turn(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+            place = i * size + jnp.arange(size, dtype=jnp.int32)
+            request = _request_of(bounds, size, place)
+            position = jnp.where(place < ends[-1], place - bounds[request], 0)
+            slot = meta.block_table[request, position // page] * page + position % page
+            slot = jnp.where(place < ends[-1], slot, 0)
+            starts = jnp.clip(bounds - i * size, 0, size)
+            chunk = dataclasses.replace(batch, chunks=(MLAContextChunk(starts, on_host, size, size),))
+            out, lse = prefill.run_prefill_context_chunk(0, q, *heads(flat[slot]), chunk)
+            return merge_attn_states([state[0], out], [state[1], lse], nan_is_empty=False)
+
+        out, lse = prefill.run_prefill_new_tokens(q, *heads(new), batch, True)
+        return lax.fori_loop(0, -(-ends[-1] // size), turn, (out.astype(jnp.float32), lse))
+
+    def _prefill(self, q: jax.Array) -> MLAPrefillBackend:
+        chosen = self.prefill_backend
+        if not isinstance(chosen, type):
+            chosen = get_mla_prefill_backend(
+                self.qk_head_dim, self.v_head_dim, q.dtype, framework="jax", num_heads=self.num_heads, backend=chosen
+            )
+        return chosen(q.shape[1], self.qk_head_dim, self.v_head_dim, self.scale)  # type: ignore[no-any-return]
+
+    def forward(
+        self,
+        layer: AttentionLayer,
+        hidden_states_or_cq: Any,
+        kv_c_normed: Any,
+        k_pe: Any,
+        kv_cache: Any,
+        attn_metadata: PagedAttentionMetadata | None,
+        output: None = None,
+        output_scale: Any = None,
+        output_block_scale: Any = None,
+    ) -> Any:
+        """`apply` in the seeds' shape: `hidden_states_or_cq` is q, weights are `kv_b_proj`'s, and `kv_cache` is an
+        `nnx.Variable` (or whatever gives and takes its array through `[...]`), rebound to the new cache. Returns the output;
+        JAX arrays are immutable, so `output` must be None."""
+        if output_scale is not None or output_block_scale is not None:
+            raise UnsupportedError(f"{self.backend.get_name()}: {Feature.OUTPUT_SCALE.value} not supported")
+        if output is not None:
+            raise ValueError("output= cannot be filled: jax arrays are immutable; use the returned array")
+        if isinstance(kv_cache, jax.Array):
+            raise TypeError("kv_cache is a jax.Array, which forward() cannot change: pass an nnx.Variable, or call apply()")
+        w_uk, w_uv = self.weights()
+        before: Any = None if kv_cache is None else kv_cache[...]
+        out, after = self.apply(
+            hidden_states_or_cq, kv_c_normed, k_pe, before, attn_metadata, w_uk=w_uk, w_uv=w_uv, k_scale=layer._k_scale
+        )
+        if kv_cache is not None:
+            kv_cache[...] = after
+        return out
+
+    def do_kv_cache_update(self, layer: AttentionLayer, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> jax.Array:
+        """The cache with key = kv_c [T, L] and value = k_pe [T, Dr] written."""
+        rows = latent_rows(key, value.reshape(value.shape[0], -1), kv_cache.dtype, layer._k_scale)
+        return self._write(rows, kv_cache, slot_mapping)
+
+    def _write(self, rows: jax.Array, kv_cache: jax.Array, slot_mapping: jax.Array) -> jax.Array:
+        """The cache with encoded rows at `slot_mapping`; for a layout of its own a backend overrides this."""
+        return write(rows, kv_cache, slot_mapping)
+
+    def _slots(self, attn_metadata: PagedAttentionMetadata) -> jax.Array:
+        """The batch's slots, padding rows left out whatever they hold."""
+        slots = attn_metadata.slot_mapping
+        return jnp.where(jnp.arange(slots.shape[0]) < attn_metadata.num_actual_tokens, slots, PAD_SLOT_ID)
+
+    def _write_and_decode(
+        self,
+        q_nope: jax.Array,
+        q_pe: jax.Array,
+        rows: jax.Array | None,
+        kv_cache: jax.Array,
+        attn_metadata: PagedAttentionMetadata,
+        k_scale: Any,
+        indices: Any = None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(out, lse, kv_cache): the write unless `rows` is None, then `_decode`; a kernel that does both overrides this."""
+        if rows is not None:
+            kv_cache = self._write(rows, kv_cache, self._slots(attn_metadata))
+        query = jnp.concatenate([q_nope, q_pe], axis=-1)
+        return *self._decode(query, kv_cache, attn_metadata, k_scale, indices=indices), kv_cache
+
+    def _decode(
+        self, query: jax.Array, kv_cache: jax.Array, attn_metadata: PagedAttentionMetadata, k_scale: Any, indices: Any = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """(out [T, H, L], lse [H, T]) of absorbed query rows [T, H, L + Dr]; 0 and -inf in padding rows."""
+        raise NotImplementedError
+
+    def _heads(self, q: jax.Array, w_uk: Any, w_uv: Any) -> jax.Array:
+        """q as [T, H, Dn + Dr], against weights of the layer's shape. The heads of `w_uk` count: fewer under `shard_map`."""
+        name, rank = self.backend.get_name(), self.kv_lora_rank
+        heads = w_uk.shape[1] if w_uk.ndim == 3 else self.num_heads
+        for what, array, width in (("w_uk", w_uk, self.qk_nope_head_dim), ("w_uv", w_uv, self.v_head_dim)):
+            if array.shape != (rank, heads, width):
+                raise ShapeError(f"{name}: {what} has shape {list(array.shape)}: must be [{rank}, {heads}, {width}]")
+        if self.num_heads % heads:
+            raise ShapeError(f"{name}: w_uk has {heads} heads: must be {self.num_heads}, or an equal share of them")
+        if q.ndim < 2 or q.size != q.shape[0] * heads * self.qk_head_dim:
+            raise ShapeError(f"{name}: q has shape {list(q.shape)}: must be [T, {heads}, {self.qk_head_dim}]")
+        return q.reshape(-1, heads, self.qk_head_dim)
+
+    def _check_call(
+        self, q: jax.Array, kv_c: Any, k_pe: Any, kv_cache: Any, attn_metadata: PagedAttentionMetadata, indices: Any
+    ) -> tuple[Any, Any]:
+        """The checks of static facts, once a compilation; (kv_c [T, L], k_pe [T, Dr])."""
+        name, capabilities = self.backend.get_name(), self.backend.capabilities
+        assert capabilities is not None
+        dtype, rows = dtype_name(q.dtype), attn_metadata.slot_mapping.shape[0]
+        if dtype not in capabilities.dtypes:
+            raise DTypeError(f"{name}: q has dtype {dtype} (supports {', '.join(capabilities.dtypes)})")
+        if not attn_metadata.causal and Feature.NON_CAUSAL not in capabilities.features:
+            raise UnsupportedError(f"{name}: {Feature.NON_CAUSAL.value} not supported")
+        if indices is not None and Feature.SPARSE_MLA not in capabilities.features:
+            raise UnsupportedError(f"{name}: {Feature.SPARSE_MLA.value} not supported")
+        if attn_metadata.tree_mask is not None:
+            raise UnsupportedError(f"{name}: {Feature.TREE_MASK.value} not supported")
+        if (kv_c is None) != (k_pe is None):
+            raise ShapeError(f"{name}: one of kv_c_normed and k_pe is None: pass both, or neither (nothing is written then)")
+        if q.shape[0] != rows:
+            raise ShapeError(f"{name}: q has {q.shape[0]} rows: must be {rows}, the batch's (attn_metadata.pad adds them)")
+        widths = {"kv_c_normed": (kv_c, self.kv_lora_rank), "k_pe": (k_pe, self.qk_rope_head_dim)}
+        for what, (array, width) in widths.items():
+            if array is None:
+                continue
+            if array.dtype != q.dtype:
+                raise DTypeError(f"{name}: {what} has dtype {array.dtype}, q {q.dtype}: must be equal")
+            if array.shape[0] != rows or array.size != rows * width:
+                raise ShapeError(f"{name}: {what} has shape {list(array.shape)}: must be [{rows}, {width}]")
+        self._check_cache(q, kv_cache, attn_metadata.block_size)
+        return tuple(None if x is None else x.reshape(rows, -1) for x in (kv_c, k_pe))  # type: ignore[return-value]
+
+    def _check_cache(self, q: jax.Array, kv_cache: Any, expected_block_size: int | None) -> None:
+        name = self.backend.get_name()
+        if not isinstance(kv_cache, jax.Array):
+            what = type(kv_cache).__name__
+            raise TypeError(f"{name}: kv_cache must be a jax.Array, got {what} (only forward() takes an nnx.Variable)")
+        if kv_cache.ndim != 3:
+            raise ShapeError(f"{name}: kv_cache has shape {list(kv_cache.shape)}: must have 3 dimensions")
+        num_blocks, block_size = kv_cache.shape[:2]
+        check_block_size(name, block_size, expected_block_size)
+        want = self.backend.get_kv_cache_shape(num_blocks, block_size, 1, self.head_size, self.kv_cache_dtype)
+        if kv_cache.shape != tuple(want):
+            raise ShapeError(f"{name}: kv_cache has rows of {kv_cache.shape[2]}, the layer's are {want[2]} wide")
+        element = caches.element_type(self.kv_cache_dtype, q.dtype)
+        if kv_cache.dtype != element:
+            needs = f"kv_cache_dtype={self.kv_cache_dtype} needs {element}"
+            raise DTypeError(f"{name}: kv_cache has dtype {kv_cache.dtype}: {needs}")
+
+
+def _request_of(bounds: jax.Array, count: int, index: jax.Array | None = None) -> jax.Array:
+    """[count]: in which of the runs between `bounds` [R + 1] each index lies (None: 0, 1, ...); 0 past the last."""
+    index = jnp.arange(count, dtype=jnp.int32) if index is None else index
+    request = jnp.sum(index[:, None] >= bounds[1:], axis=1, dtype=jnp.int32)
+    return jnp.where(request < bounds.shape[0] - 1, request, 0)
+
+
+def check_indices(indices: jax.Array) -> None:
+    """Raise `MetadataError` for a key named twice in one row of indices [T, topk]; it waits for the device."""
+    chosen = jnp.sort(indices, axis=1)
+    twice = (chosen[:, 1:] == chosen[:, :-1]) & (chosen[:, 1:] >= 0)
+    if twice.any():
+        row, column = (int(x) for x in jnp.argwhere(twice)[0])
+        raise MetadataError("indices", row, int(chosen[row, column]), "named once in its row")

@@ -1,0 +1,83 @@
+"""PALLAS_MLA: our Pallas kernel for multi-head latent attention on TPUs, which writes the new tokens and attends all pages
+in one launch.
+
+It wins on TPUs because a page is fetched once and serves as keys and as values, and scores never leave VMEM; numbers are in
+benchmarks/NOTES.md. On a CPU the same kernel runs in TPU interpret mode, thousands of times slower: for tests. Rows of
+`fp8_ds_mla` bytes, and GPUs, are XLA_MLA's.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from attn.backends.abstract import MultipleOf
+from attn.capabilities import Capabilities, Device, Feature, Request
+from attn.jax.backends._mla import MLABackend, MLAImpl, write
+from attn.jax.backends._tpu import why_not_tiles
+from attn.jax.kernels.tpu import mla_attention as kernel
+from attn.jax.metadata import PagedAttentionMetadata
+
+#: One program for all layers of a shape, whatever their numbers are.
+_attend = jax.jit(kernel.mla_attention, static_argnames=("scale", "max_query_len", "causal", "return_lse"))
+
+
+class PallasMLABackend(MLABackend):
+    interpreted_on = ("cpu",)
+    capabilities = Capabilities(
+        framework="jax",
+        platforms=("tpu", "cpu"),
+        dtypes=("float32", "bfloat16"),
+        kv_cache_dtypes=("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"),
+        features=frozenset({Feature.MLA, Feature.NON_CAUSAL, Feature.DCP}),
+        archs=(("tpu", ("v5e", "v5p", "v6e", "v7x")),),
+    )
+
+    @staticmethod
+    def get_name() -> str:
+        return "PALLAS_MLA"
+
+    @staticmethod
+    def get_impl_cls() -> type["PallasMLAImpl"]:
+        return PallasMLAImpl
+
+    @classmethod
+    def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
+        return super().why_not(request, device) + why_not_tiles(request, device)
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """[N, P, lanes]: L + Dr padded to a multiple of 128 with zeros (640 for 576), which `logical_kv_cache` shows."""
+        return (num_blocks, block_size, kernel.row_lanes(head_size))
+
+
+class PallasMLAImpl(MLAImpl):
+    backend = PallasMLABackend
+
+    @staticmethod
+    def get_supported_kernel_block_size() -> list[int | MultipleOf]:
+        # a page is a DMA and holds whole tiles; longer ones than a block of keys would need splitting
+        return [16, 32, 64, 128, 256]
+
+    def _write(self, rows: jax.Array, kv_cache: jax.Array, slot_mapping: jax.Array) -> jax.Array:
+        return write(jnp.pad(rows, ((0, 0), (0, kv_cache.shape[2] - rows.shape[1]))), kv_cache, slot_mapping)
+
+    def _write_and_decode(
+        self,
+        q_nope: jax.Array,
+        q_pe: jax.Array,
+        rows: jax.Array | None,
+        kv_cache: jax.Array,
+        attn_metadata: PagedAttentionMetadata,
+        k_scale: Any,
+        indices: Any = None,
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        meta, rank = attn_metadata, self.kv_lora_rank
+        new = (None, None) if rows is None else (rows[:, :rank], rows[:, rank:])
+        return _attend(  # type: ignore[no-any-return]
+            q_nope, q_pe, *new, kv_cache, meta.query_start_loc, meta.seq_lens, meta.block_table, self._slots(meta),
+            scale=self.scale, max_query_len=meta.max_query_len, causal=meta.causal, k_scale=k_scale,
+            return_lse=self.need_to_return_lse_for_decode,
+        )  # fmt: skip

@@ -1,0 +1,58 @@
+"""PALLAS prefill for MLA: expanded heads by our flash attention kernel for TPUs, requests told apart by segment ids.
+
+Packed requests are one long sequence whose rows see their own segment only; new tokens lie in the order of their
+positions, so the causal rule of the whole is that of each request.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from attn.backends.abstract import MultipleOf
+from attn.backends.mla.prefill.abstract import MLAPrefillBackend, MLAPrefillMetadata
+from attn.capabilities import Capabilities, Feature
+from attn.jax.kernels.tpu.flash_attention import flash_attention
+
+#: Segments of rows and of keys that belong to no request: unlike each other, so that these rows see nothing.
+_NO_ROW, _NO_KEY = -1, -2
+
+
+class PallasPrefillBackend(MLAPrefillBackend):
+    interpreted_on = ("cpu",)
+    capabilities = Capabilities(
+        framework="jax",
+        platforms=("tpu", "cpu"),
+        dtypes=("float32", "bfloat16"),
+        head_sizes=(MultipleOf(1, 1, 256),),
+        features=frozenset({Feature.MLA}),
+        archs=(("tpu", ("v5e", "v5p", "v6e", "v7x")),),
+    )
+
+    @staticmethod
+    def get_name() -> str:
+        return "PALLAS"
+
+    def run_prefill_new_tokens(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, meta: MLAPrefillMetadata, return_lse: bool
+    ) -> Any:
+        out, lse = self._attend(q, k, v, meta.query_start_loc, meta.query_start_loc, True)
+        return (out, lse) if return_lse else out
+
+    def run_prefill_context_chunk(
+        self, chunk_idx: int, q: jax.Array, k: jax.Array, v: jax.Array, meta: MLAPrefillMetadata
+    ) -> tuple[jax.Array, jax.Array]:
+        return self._attend(q, k, v, meta.query_start_loc, meta.chunks[chunk_idx].key_start_loc, False)
+
+    def _attend(self, q: Any, k: Any, v: Any, starts: Any, key_starts: Any, causal: bool) -> tuple[jax.Array, jax.Array]:
+        out, lse = flash_attention(
+            q[None], k[None], v[None], q_segment_ids=_segments(starts, q.shape[0], _NO_ROW),
+            kv_segment_ids=_segments(key_starts, k.shape[0], _NO_KEY), causal=causal, scale=self.scale, return_lse=True,
+        )  # fmt: skip
+        return out[0], lse[0]
+
+
+def _segments(starts: jax.Array, rows: int, nobody: int) -> jax.Array:
+    """[1, rows] int32: which of the runs between `starts` [R + 1] a row lies in."""
+    segment = jnp.sum(jnp.arange(rows)[:, None] >= starts[1:], axis=1, dtype=jnp.int32)
+    return jnp.where(segment < starts.shape[0] - 1, segment, nobody)[None]

@@ -1,0 +1,62 @@
+"""XLA_MLA_SPARSE: latent attention over the keys that an indexer chose (DeepSeek-V3.2), in `jax.numpy`.
+
+A row's cost is that of its `topk` keys however long the context is; gathering them one by one is slow beside reading pages,
+so short contexts are XLA_MLA's. `attn.jax.kernels.xla_mla.lightning_indexer` chooses.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from attn import envs
+from attn.capabilities import Capabilities, Feature
+from attn.errors import DTypeError, ShapeError
+from attn.jax.backends._mla import MLABackend, MLAImpl, check_indices
+from attn.jax.kernels import xla_mla
+from attn.jax.metadata import PagedAttentionMetadata
+
+
+class XLAMLASparseBackend(MLABackend):
+    capabilities = Capabilities(
+        framework="jax",
+        platforms=("tpu", "gpu", "cpu"),
+        dtypes=("float32", "bfloat16", "float16"),
+        kv_cache_dtypes=("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"),
+        features=frozenset({Feature.SPARSE_MLA, Feature.DCP}),
+    )
+
+    @staticmethod
+    def get_name() -> str:
+        return "XLA_MLA_SPARSE"
+
+    @staticmethod
+    def get_impl_cls() -> type["XLAMLASparseImpl"]:
+        return XLAMLASparseImpl
+
+
+class XLAMLASparseImpl(MLAImpl):
+    """Without `indices` the layer's `indexer` is asked: an object whose `topk_indices` is such an array."""
+
+    backend = XLAMLASparseBackend
+
+    def _decode(
+        self, query: jax.Array, kv_cache: jax.Array, attn_metadata: PagedAttentionMetadata, k_scale: Any, indices: Any = None
+    ) -> tuple[jax.Array, jax.Array]:
+        meta = attn_metadata
+        indices = getattr(self.indexer, "topk_indices", None) if indices is None else indices
+        _check(indices, query.shape[0])
+        return xla_mla.sparse_attention(
+            query, kv_cache, indices, meta.query_start_loc, meta.seq_lens, meta.block_table,
+            kv_lora_rank=self.kv_lora_rank, scale=self.scale, k_scale=k_scale,
+        )  # fmt: skip
+
+
+def _check(indices: Any, rows: int) -> None:
+    if indices is None or indices.ndim != 2 or indices.shape[0] != rows:
+        got = "None" if indices is None else list(indices.shape)
+        raise ShapeError(f"XLA_MLA_SPARSE: indices has shape {got}: must be [{rows}, topk], one row a query row")
+    if indices.dtype != jnp.int32:
+        raise DTypeError(f"XLA_MLA_SPARSE: indices has dtype {indices.dtype}: must be int32")
+    if envs.debug("device") and not isinstance(indices, jax.core.Tracer):
+        check_indices(indices)

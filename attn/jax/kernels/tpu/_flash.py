@@ -1,0 +1,266 @@
+"""What both passes of dense attention share: the configuration, the masks, and which keys a group of rows meets.
+
+Everything lies transposed, query rows on lanes and keys or the head on sublanes. A *unit* is G * Q lanes: Q successive
+positions of the G query heads that share a kv head, head by head, so that each meets the same keys. A *group* is the
+units of a grid step, of successive positions. Keys go by *chunks*; a launch holds all keys of a kv head in VMEM.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from attn.jax.kernels.tpu._refs import LANES, LOG2_E, Ref, dot
+
+#: Rows of `rules`: added in units of log2.
+SINK, SLOPE = range(2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """What is static."""
+
+    heads: int  # G: query heads of a unit
+    positions: int  # Q: positions of a unit, a power of two
+    units: int  # of a group
+    groups: int
+    chunk: int  # keys a step, a multiple of 128
+    keys: int  # of a launch, a multiple of the chunk
+    first_row: int  # real rows begin here, behind padding, and are this many:
+    num_rows: int
+    scale: float
+    causal: bool
+    left: int | None
+    right: int | None
+    logits_soft_cap: float | None
+    alibi: bool
+    sinks: bool
+    segments: bool
+
+    @property
+    def rows(self) -> int:
+        """Lanes of a unit."""
+        return self.heads * self.positions
+
+    @property
+    def reach(self) -> int:
+        """Positions of a group."""
+        return self.units * self.positions
+
+    @property
+    def chunks(self) -> int:
+        return self.keys // self.chunk
+
+
+class Masks(NamedTuple):
+    """Refs that say who sees whom."""
+
+    bounds: Ref  # [2 B] in SMEM: of each sequence, the position of its first (padded) row, and its keys
+    spans: Ref  # [B * 2 * (units of all groups + chunks)] in SMEM: least and greatest segment id of each unit and chunk
+    rules: Ref  # [1, 2, rows] float32, or None
+    row_segments: Ref  # [1, units, 1, rows] int32, or None
+    key_segments: Ref  # [1, keys, 128] int32, or None
+
+
+class Place(NamedTuple):
+    """Where a grid step stands: sequence, group, the position of the group's first row, and the sequence's keys."""
+
+    sequence: jax.Array
+    group: jax.Array
+    position: jax.Array
+    length: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """A unit's scores of the keys [first, first + count)."""
+
+    unit: Any
+    first: Any
+    count: int
+    masked: bool = False
+    limit: Any = None  # of a masked one: keys from here on are not seen
+    diagonal: bool = False  # its unit's last: its last Q keys have the rows' own positions, and all before are seen
+
+
+Stretch = Callable[[list[Tile]], None]
+
+
+def place(cfg: Config, masks: Masks, sequence: jax.Array, group: jax.Array) -> Place:
+    position = masks.bounds[2 * sequence] + group * cfg.reach
+    return Place(sequence, group, position, masks.bounds[2 * sequence + 1])
+
+
+def seen_keys(cfg: Config, at: Place, first: Any, count: int) -> tuple[jax.Array, jax.Array]:
+    """[low, high): the keys that any of `count` successive rows sees, of which the first is at position `first`."""
+    low, high = jnp.int32(0), at.length
+    if cfg.causal:
+        high = jnp.minimum(high, first + count)
+    if cfg.right is not None:
+        high = jnp.minimum(high, first + count + cfg.right)
+    if cfg.left is not None:
+        low = jnp.clip(first - cfg.left, 0, cfg.keys)
+    return low, jnp.clip(high, 0, cfg.keys)
+
+
+def clear_chunks(cfg: Config, at: Place, low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """[start, stop): the chunks of keys [low, high) that every row of the group sees whole, segments aside."""
+    begin, end = low, jnp.minimum(high, at.length)
+    if cfg.causal:
+        end = jnp.minimum(end, at.position + 1)
+    if cfg.right is not None:
+        end = jnp.minimum(end, at.position + cfg.right + 1)
+    if cfg.left is not None:
+        begin = jnp.maximum(begin, at.position + cfg.reach - 1 - cfg.left)
+    start = lax.div(begin + (cfg.chunk - 1), cfg.chunk)
+    return start, jnp.maximum(start, lax.div(jnp.maximum(end, 0), cfg.chunk))
+
+
+def each_chunk(cfg: Config, masks: Masks, at: Place, attend: Stretch, finish: Callable[[], None]) -> None:
+    """attend(tiles), each list one stretch of code, until every row of the group has met all keys it sees; then finish().
+
+    A chunk that all rows see is a stretch with all units. A causal group's diagonal, where it lies on the grid of
+    chunks, comes last: one stretch without what no row sees, whose tiles finish their units. Of the other keys, what no
+    row of a unit sees is passed over, and the rest goes unit by unit, masked.
+    """
+    limit: Any = cfg.keys
+    aligned = None
+    if cfg.causal and (cfg.left is None or cfg.left >= cfg.reach - 1):
+        aligned = (lax.rem(at.position, cfg.chunk) == 0) & (at.position >= 0) & (at.position + cfg.reach <= cfg.keys)
+        limit = jnp.where(aligned, at.position, cfg.keys)
+    low, high = seen_keys(cfg, at, at.position, cfg.reach)
+    high = jnp.minimum(high, limit)
+    start, stop = clear_chunks(cfg, at, low, high)
+
+    def by_unit(c: jax.Array) -> None:
+        def unit(u: jax.Array, _: None) -> None:
+            tile = Tile(u, pl.multiple_of(c * cfg.chunk, cfg.chunk), cfg.chunk, masked=True, limit=limit)
+            pl.when(meets(cfg, masks, at, u, c, limit))(lambda: attend([tile]))
+
+        lax.fori_loop(0, cfg.units, unit, None)
+
+    def whole(c: jax.Array) -> None:
+        def clear() -> None:
+            attend([Tile(u, pl.multiple_of(c * cfg.chunk, cfg.chunk), cfg.chunk) for u in range(cfg.units)])
+
+        if not cfg.segments:
+            clear()
+            return
+        alike = one_segment(cfg, masks, at, c)
+        pl.when(alike)(clear)
+        pl.when(jnp.logical_not(alike))(lambda: by_unit(c))
+
+    last = lax.div(high + (cfg.chunk - 1), cfg.chunk)
+    first = jnp.minimum(lax.div(low, cfg.chunk), last)
+    start, stop = jnp.clip(start, first, last), jnp.clip(stop, first, last)
+    lax.fori_loop(start, stop, lambda c, _: whole(c), None)
+    # a window's left edge and the end of the rest go by one loop, so that there is one copy of its body
+    edge = start - first
+    lax.fori_loop(0, edge + last - stop, lambda i, _: by_unit(jnp.where(i < edge, first + i, stop + i - edge)), None)
+    if aligned is None:
+        finish()
+    else:
+        pl.when(aligned)(lambda: attend(_diagonal(cfg, at)))
+        pl.when(jnp.logical_not(aligned))(finish)
+
+
+def _diagonal(cfg: Config, at: Place) -> list[Tile]:
+    """Unit u sees the keys at the positions of the units before it, and its own up to the diagonal."""
+    tiles = []
+    step = max(cfg.chunk, cfg.positions)
+    for u in range(cfg.units):
+        stop = (u + 1) * cfg.positions
+        for begin in range(0, stop, step):
+            count = min(step, stop - begin)
+            first = pl.multiple_of(at.position + begin, cfg.chunk)
+            tiles.append(Tile(u, first, count, diagonal=begin + count == stop))
+    return tiles
+
+
+def meets(cfg: Config, masks: Masks, at: Place, unit: jax.Array, chunk: jax.Array, limit: Any) -> jax.Array:
+    """Whether some row of the unit may see some key of the chunk below `limit`."""
+    low, high = seen_keys(cfg, at, at.position + unit * cfg.positions, cfg.positions)
+    some = (chunk * cfg.chunk < jnp.minimum(high, limit)) & (chunk * cfg.chunk + cfg.chunk > low)
+    if cfg.segments:
+        least, greatest = _unit_span(cfg, masks, at, unit)
+        key_least, key_greatest = _chunk_span(cfg, masks, at, chunk)
+        some &= (least <= key_greatest) & (greatest >= key_least)
+    return some
+
+
+def one_segment(cfg: Config, masks: Masks, at: Place, chunk: jax.Array) -> jax.Array:
+    """Whether the group and the chunk are of one and the same segment."""
+    least, greatest = _chunk_span(cfg, masks, at, chunk)
+    alike = least == greatest
+    for u in range(cfg.units):
+        unit_least, unit_greatest = _unit_span(cfg, masks, at, u)
+        alike &= (unit_least == least) & (unit_greatest == least)
+    return alike
+
+
+def _unit_span(cfg: Config, masks: Masks, at: Place, unit: Any) -> tuple[jax.Array, jax.Array]:
+    total = cfg.units * cfg.groups
+    base = at.sequence * 2 * (total + cfg.chunks) + at.group * cfg.units + unit
+    return masks.spans[base], masks.spans[base + total]
+
+
+def _chunk_span(cfg: Config, masks: Masks, at: Place, chunk: jax.Array) -> tuple[jax.Array, jax.Array]:
+    total = cfg.units * cfg.groups
+    base = at.sequence * 2 * (total + cfg.chunks) + 2 * total + chunk
+    return masks.spans[base], masks.spans[base + cfg.chunks]
+
+
+def scores(
+    cfg: Config, masks: Masks, at: Place, tile: Tile, queries: jax.Array, keys: jax.Array
+) -> tuple[jax.Array, jax.Array | None]:
+    """([keys, rows] in units of log2, -inf where not seen; their derivative by the uncapped scores, or None for 1).
+
+    queries: [D, rows] of the tile's unit; keys: [count, D] of the tile.
+    """
+    s = dot(keys, queries, 1, 0)
+    slope = None
+    if cfg.logits_soft_cap:
+        t = jnp.tanh(s * (cfg.scale / cfg.logits_soft_cap))
+        s, slope = t * (cfg.logits_soft_cap * LOG2_E), 1.0 - t * t
+    else:
+        s *= cfg.scale * LOG2_E
+    unit, first, count = tile.unit, tile.first, tile.count
+    own = lax.broadcasted_iota(jnp.int32, (1, cfg.rows), 1) & (cfg.positions - 1)
+    position = at.position + unit * cfg.positions + own
+    if cfg.alibi:
+        away = (first + lax.broadcasted_iota(jnp.int32, s.shape, 0) - position).astype(jnp.float32)
+        s += masks.rules[0, SLOPE : SLOPE + 1] * (away if cfg.causal else -jnp.abs(away))
+    if tile.masked:
+        j = first + lax.broadcasted_iota(jnp.int32, s.shape, 0)
+        seen = j < jnp.minimum(at.length, tile.limit)
+        if cfg.causal:
+            seen &= j <= position
+        if cfg.left is not None:
+            seen &= j >= position - cfg.left
+        if cfg.right is not None:
+            seen &= j <= position + cfg.right
+        s = jnp.where(_of_segment(cfg, masks, unit, first, count, seen), s, -jnp.inf)
+    elif tile.diagonal:
+        before = count - cfg.positions
+        shape = (cfg.positions, cfg.rows)
+        seen = lax.broadcasted_iota(jnp.int32, shape, 0) <= lax.broadcasted_iota(jnp.int32, shape, 1) & (cfg.positions - 1)
+        edge = jnp.where(_of_segment(cfg, masks, unit, first + before, cfg.positions, seen), s[before:], -jnp.inf)
+        if before:
+            free = s[:before]
+            if cfg.segments:
+                free = jnp.where(_of_segment(cfg, masks, unit, first, before, None), free, -jnp.inf)
+            edge = jnp.concatenate([free, edge])
+        s = edge
+    return s, slope
+
+
+def _of_segment(cfg: Config, masks: Masks, unit: Any, first: Any, count: int, seen: jax.Array | None) -> Any:
+    if not cfg.segments:
+        return seen
+    of_keys = masks.key_segments[0, pl.ds(first, count), :]
+    alike = jnp.tile(of_keys, (1, cfg.rows // LANES)) == masks.row_segments[0, unit]
+    return alike if seen is None else seen & alike

@@ -1,0 +1,147 @@
+"""The forward pass: no running maximum, and long straight stretches of code.
+
+Exponentials are taken of the scores as they are. That is exact as long as a row's sum stays within what float32 holds
+with room to spare, which scores below 66 in size do; a unit with a row outside of it is done again with the maximum
+first. So nothing waits for a maximum, the sum is never rescaled, and the order of keys is free: products, exponentials
+and products of different units overlap. The keys at the rows' own positions, the diagonal of a causal group, are one
+stretch that skips what no row sees; the others go a chunk a stretch, all units of the group in each.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from attn.jax.kernels.tpu._flash import SINK, Config, Masks, Place, Tile, each_chunk, meets, place, scores, seen_keys
+from attn.jax.kernels.tpu._refs import LOG2_E, Ref, dot
+
+#: A log-sum-exp up to this size needs no maximum: it leaves 30 binary digits below for what adds to the sum.
+_LARGEST = 96 / LOG2_E
+
+
+@dataclasses.dataclass(frozen=True)
+class Refs:
+    """Where everything lies: in VMEM but for the scalars of `masks`."""
+
+    masks: Masks
+    query: Ref  # [1, 1, units, D, rows]
+    keys: Ref  # [1, 1, keys, D]
+    values: Ref  # [1, 1, Dv, keys]
+    out: Ref  # [1, 1, units, Dv, rows]
+    lse: Ref  # [1, 1, units, 1, rows] float32
+    total: Ref  # [units, 8, rows] float32: sums of exponentials, the 8 rows still apart
+    acc: Ref  # [units, Dv, rows] float32
+    top: Ref  # [8, rows] float32: the maximum, where it is needed
+
+
+def run(cfg: Config, refs: Refs) -> None:
+    """A group's step. It finds `total` and `acc` zero and leaves them so."""
+    at = place(cfg, refs.masks, pl.program_id(0), pl.program_id(2))
+
+    @pl.when((pl.program_id(1) == 0) & (at.group == 0))
+    def _clear() -> None:
+        refs.total[...] = jnp.zeros(refs.total.shape, jnp.float32)
+        refs.acc[...] = jnp.zeros(refs.acc.shape, jnp.float32)
+
+    def finish() -> None:
+        _check(cfg, refs, at, [_finish(cfg, refs, at, u) for u in range(cfg.units)])
+
+    each_chunk(cfg, refs.masks, at, functools.partial(_attend, cfg, refs, at), finish)
+
+
+def _attend(cfg: Config, refs: Refs, at: Place, tiles: list[Tile]) -> None:
+    """All tiles in one stretch, skewed so that the matrix unit has work during exponentials: the products of keys come
+    one tile early, those of values one late."""
+    wrong: list[jax.Array] = []
+    waiting = None
+    s = _tile_scores(cfg, refs, at, tiles[0])
+    for i, tile in enumerate(tiles):
+        ahead = _tile_scores(cfg, refs, at, tiles[i + 1]) if i + 1 < len(tiles) else None
+        if waiting is not None:
+            wrong += _add_values(cfg, refs, at, *waiting)
+        p = jnp.exp2(s)
+        refs.total[tile.unit] += jnp.sum(p.reshape(-1, 8, cfg.rows), axis=0)
+        waiting = tile, p.astype(refs.query.dtype)
+        if ahead is not None:
+            s = ahead
+    if waiting is not None:
+        wrong += _add_values(cfg, refs, at, *waiting)
+    if wrong:
+        _check(cfg, refs, at, wrong)
+
+
+def _tile_scores(cfg: Config, refs: Refs, at: Place, tile: Tile) -> jax.Array:
+    keys = refs.keys[0, 0, pl.ds(tile.first, tile.count), :]
+    return scores(cfg, refs.masks, at, tile, refs.query[0, 0, tile.unit], keys)[0]
+
+
+def _add_values(cfg: Config, refs: Refs, at: Place, tile: Tile, p: jax.Array) -> list[jax.Array]:
+    """Of a unit's last tile, what `_finish` says."""
+    refs.acc[tile.unit] += dot(refs.values[0, 0, :, pl.ds(tile.first, tile.count)], p, 1, 0)
+    return [_finish(cfg, refs, at, tile.unit)] if tile.diagonal else []
+
+
+def _finish(cfg: Config, refs: Refs, at: Place, unit: Any) -> jax.Array:
+    """Write a unit's results; [1, rows]: 1 for each real row whose sum needs a maximum, or has no term, or is NaN, else 0."""
+    total = jnp.sum(refs.total[unit], axis=0, keepdims=True)
+    _write(cfg, refs, unit, jnp.zeros_like(total), total)
+    return _outside(cfg, at, unit, refs.lse[0, 0, unit])
+
+
+def _outside(cfg: Config, at: Place, unit: Any, lse: jax.Array) -> jax.Array:
+    lane = lax.broadcasted_iota(jnp.int32, lse.shape, 1) & (cfg.positions - 1)
+    row = (at.group * cfg.units + unit) * cfg.positions + lane
+    fine = (jnp.abs(lse) <= _LARGEST) | (row < cfg.first_row) | (row >= cfg.first_row + cfg.num_rows)
+    return jnp.where(fine, 0.0, 1.0)
+
+
+def _check(cfg: Config, refs: Refs, at: Place, wrong: list[jax.Array]) -> None:
+    """Do the units again that have a wrong row."""
+
+    @pl.when(jnp.max(functools.reduce(jnp.maximum, wrong)) > 0)
+    def _some() -> None:
+        def unit(u: jax.Array, _: None) -> None:
+            pl.when(jnp.max(_outside(cfg, at, u, refs.lse[0, 0, u])) > 0)(lambda: _exact(cfg, refs, at, u))
+
+        lax.fori_loop(0, cfg.units, unit, None)
+
+
+def _write(cfg: Config, refs: Refs, unit: Any, top: jax.Array, total: jax.Array) -> None:
+    """out and lse of a unit, and zeros for the next; top, total: [1, rows]."""
+    weight = total
+    if cfg.sinks:
+        weight = total + jnp.exp2(refs.masks.rules[0, SINK : SINK + 1] - top)
+    empty = total == 0.0
+    share = jnp.where(empty, 0.0, 1.0 / jnp.where(empty, 1.0, weight))
+    refs.out[0, 0, unit] = (refs.acc[unit] * share).astype(refs.out.dtype)
+    refs.lse[0, 0, unit] = (top + jnp.log2(total)) * (1 / LOG2_E)
+    refs.total[unit] = jnp.zeros(refs.total.shape[1:], jnp.float32)
+    refs.acc[unit] = jnp.zeros(refs.acc.shape[1:], jnp.float32)
+
+
+def _exact(cfg: Config, refs: Refs, at: Place, unit: jax.Array) -> None:
+    """A unit again, every chunk masked and with its maximum first."""
+    refs.top[...] = jnp.full(refs.top.shape, -jnp.inf, jnp.float32)
+
+    def step(c: jax.Array, _: None) -> None:
+        @pl.when(meets(cfg, refs.masks, at, unit, c, cfg.keys))
+        def _chunk() -> None:
+            tile = Tile(unit, pl.multiple_of(c * cfg.chunk, cfg.chunk), cfg.chunk, masked=True, limit=cfg.keys)
+            s = _tile_scores(cfg, refs, at, tile)
+            old = refs.top[...]
+            new = jnp.maximum(old, jnp.max(s, axis=0, keepdims=True))
+            safe = jnp.where(new == -jnp.inf, 0.0, new)
+            p, fade = jnp.exp2(s - safe[:1]), jnp.exp2(old - safe)
+            refs.top[...] = new
+            refs.total[unit] = refs.total[unit] * fade + jnp.sum(p.reshape(-1, 8, cfg.rows), axis=0)
+            refs.acc[unit] = refs.acc[unit] * fade[:1]
+            _add_values(cfg, refs, at, tile, p.astype(refs.query.dtype))
+
+    low, high = seen_keys(cfg, at, at.position + unit * cfg.positions, cfg.positions)
+    lax.fori_loop(lax.div(low, cfg.chunk), lax.div(high + (cfg.chunk - 1), cfg.chunk), step, None)
+    top = refs.top[:1]
+    _write(cfg, refs, unit, jnp.where(top == -jnp.inf, 0.0, top), jnp.sum(refs.total[unit], axis=0, keepdims=True))

@@ -1,0 +1,230 @@
+"""Multi-head latent attention over a paged cache for TPUs: absorbed queries, decode, speculation and prompts in one launch
+that also writes the new tokens.
+
+Layout. The cache is [N, P, lanes], a row [kv_c L | k_pe Dr | zeros] padded to a multiple of 128: a TPU pads the last
+dimension anyway, and where the shape does not say so XLA turns the whole cache round to save it. A page is one DMA, and
+what it brings is used twice: all lanes as keys, the first L as values.
+
+What is undefined: rows of the cache past a request's length. What the kernel promises: it follows no block id past the used
+columns, writes no slot but those of `slot_mapping`, and returns 0 and -inf for rows of no request or without keys.
+
+Shape letters: T tokens, R requests, H query heads, L kv_lora_rank, Dr rope size, N pages of P tokens, B table columns.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from attn.jax.kernels.tpu import _plan
+from attn.jax.kernels.tpu._chips import CHIPS, WIDENS_E4M3, sublanes, target
+from attn.jax.kernels.tpu._mla_kernel import Config, Kind, Refs, run
+from attn.jax.kernels.tpu._refs import LANES, LOG2_E
+
+
+class Blocks(NamedTuple):
+    """Sizes a launch works in: keys a DMA block, query tokens a long item (0: there is none), keys and rows of a score
+    matrix, and blocks held at a time."""
+
+    kv_block: int
+    large: int
+    key_tile: int
+    row_tile: int
+    slots: int = 4
+
+
+def row_lanes(width: int) -> int:
+    """Columns of the cache for rows of `width` = L + Dr values."""
+    return _round_up(width, LANES)
+
+
+def blocks_for(chip: str, *, heads: int, page: int, columns: int, align: int, max_query_len: int) -> Blocks:
+    """Block sizes for a launch on `chip`. Raises ValueError for an unknown chip.
+
+    2,048 keys at a time, since the products of a block wait for its exponentials and longer blocks wait less often; 512
+    rows an item, and 256 of them between two loads of keys, keep the matrix unit busy.
+    """
+    if chip not in CHIPS:
+        raise ValueError(f"chip={chip!r} is unknown; known: {', '.join(CHIPS)}")
+    kv_block = max(2048, page)
+    while kv_block > max(page, LANES) and kv_block >= 2 * columns * page:
+        kv_block //= 2  # no request has that many keys
+    large = align if max_query_len > 1 else 0
+    while large and 2 * large * heads <= 512 and large < max_query_len:
+        large *= 2
+    return Blocks(kv_block, large, min(kv_block, 512), 256 if large and large * heads % 256 == 0 else 128)
+
+
+def mla_attention(
+    q_nope: jax.Array,
+    q_pe: jax.Array,
+    new_kv_c: jax.Array | None,
+    new_k_pe: jax.Array | None,
+    kv_cache: jax.Array,
+    query_start_loc: jax.Array,
+    seq_lens: jax.Array,
+    block_table: jax.Array,
+    slot_mapping: jax.Array,
+    *,
+    scale: float,
+    max_query_len: int,
+    chip: str | None = None,
+    causal: bool = True,
+    k_scale: jax.Array | float = 1.0,
+    return_lse: bool = False,
+    blocks: Blocks | None = None,
+    interpret: Any = None,
+) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    """(out [T, H, L], lse [H, T] float32 natural or None, the cache with the new tokens in it).
+
+    q_nope: [T, H, L], absorbed; q_pe: [T, H, Dr]; new_kv_c: [T, L] and new_k_pe: [T, Dr] of the cache's dtype (quantised
+    already), or both None to write nothing; kv_cache: [N, P, row_lanes(L + Dr)], zeros past L + Dr; query_start_loc:
+    [R + 1], seq_lens: [R], block_table: [R, B], slot_mapping: [T], int32. Token t of a request goes where its block table
+    says; slot_mapping says only whether (-1: not), and may hold back the first or last tokens of a request, not some
+    between. `max_query_len`: static, at least the longest query. `k_scale`: what a code of a quantised cache is worth.
+    `chip`: v5e, v6e, ... and `interpret`, False or `pltpu.InterpretParams`: by default the TPU that is compiled for, or
+    else the interpreter. Raises ValueError when the tables overflow the chip's SMEM.
+    """
+    num_tokens, heads, rank = q_nope.shape
+    num_blocks, page, lanes = kv_cache.shape
+    num_requests, columns = block_table.shape
+    if 0 in (num_tokens, num_requests, columns, num_blocks):
+        lse = jnp.full((heads, num_tokens), -jnp.inf, jnp.float32) if return_lse else None
+        return jnp.zeros_like(q_nope), lse, kv_cache
+    if chip is None:
+        chip = target()
+    if interpret is None:
+        interpret = pltpu.InterpretParams() if chip is None else False
+    chip, dtype = chip or "v5e", q_nope.dtype
+    native = sublanes(dtype.itemsize)
+    align = native // math.gcd(heads, native)
+    tile = min(sublanes(kv_cache.dtype.itemsize), page)
+    blocks = blocks or blocks_for(chip, heads=heads, page=page, columns=columns, align=align, max_query_len=max_query_len)
+    plan = _plan.make(
+        query_start_loc, seq_lens, block_table, slot_mapping,
+        page=page, tile=tile, align=align, large=blocks.large or 1, kv_block=blocks.kv_block, causal=causal,
+        window=(None, None), tree_mask=None,
+    )  # fmt: skip
+    cfg = Config(
+        heads=heads, lanes=lanes, values=_round_up(rank, LANES), page=page, tile=tile, align=align, large=blocks.large,
+        kv_block=blocks.kv_block, key_tile=blocks.key_tile, row_tile=blocks.row_tile, slots=blocks.slots, causal=causal,
+        lse=return_lse, write=new_kv_c is not None, widened=kv_cache.dtype != dtype,
+        even_odd=chip in WIDENS_E4M3 and kv_cache.dtype == jnp.float8_e4m3fn and dtype == jnp.bfloat16,
+        num_items=plan.items.shape[0] // 8, num_tiles=plan.tiles.shape[0] // 5,
+    )  # fmt: skip
+    needed = 4 * sum(x.size for x in (plan.items, plan.tiles, plan.counts, block_table))
+    if needed > CHIPS[chip].smem:
+        raise ValueError(
+            f"block_table of {num_requests} requests x {columns} blocks and its plan take {needed} bytes of SMEM: {chip} has "
+            f"{CHIPS[chip].smem}; use fewer requests a batch or a larger block_size"
+        )
+
+    def padded(x: jax.Array, width: int) -> jax.Array:
+        return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
+
+    query = padded(jnp.concatenate([q_nope, q_pe], axis=-1), lanes)
+    worth = jnp.asarray(k_scale, jnp.float32)
+    single = query[query_start_loc[:-1]]
+    arrays = {
+        "items": plan.items, "tiles": plan.tiles, "counts": plan.counts, "table": block_table.reshape(-1),
+        "factors": jnp.stack([worth * (scale * LOG2_E), worth]),
+        "single.query": jnp.pad(single, ((0, 0), (0, -heads % native), (0, 0))),
+    }  # fmt: skip
+    if cfg.large:
+        arrays["long.query"] = query[plan.token_of_row].reshape(-1, lanes)
+        order = jnp.arange(cfg.large * heads, dtype=jnp.int32) // heads
+        arrays["long.order"] = jnp.broadcast_to(order[:, None], (order.shape[0], LANES))
+    if new_kv_c is not None and new_k_pe is not None:
+        new = padded(jnp.concatenate([new_kv_c, new_k_pe], axis=-1), lanes)
+        arrays["fresh"] = new[plan.token_of_slot][None, None]
+    made = _launch(cfg, arrays, kv_cache, chip, interpret)
+
+    def back(name: str, fill: float) -> jax.Array:
+        """[R, S, E] and [rows of all, E] -> [T, H, E]."""
+        rows = made[f"single.{name}"][:, :heads][plan.request]
+        if cfg.large:
+            of_long = made[f"long.{name}"].reshape(-1, heads, rows.shape[-1])
+            rows = jnp.where(plan.single[:, None, None], rows, of_long[plan.row_of])
+        return jnp.where(plan.live[:, None, None], rows, fill)
+
+    out = back("out", 0)[..., :rank]
+    lse = back("lse", -jnp.inf)[..., 0].T if return_lse else None
+    return out, lse, made["cache"].reshape(kv_cache.shape)
+
+
+def _round_up(x: int, multiple: int) -> int:
+    return -(-x // multiple) * multiple
+
+
+def _launch(cfg: Config, arrays: dict[str, jax.Array], kv_cache: jax.Array, chip: str, interpret: Any) -> dict[str, jax.Array]:
+    """The pallas_call: what it is given and what it makes go by the names of `Refs`, those of a kind behind its name."""
+    dtype = arrays["single.query"].dtype
+    made: dict[str, Any] = {}
+    scratch: dict[str, Any] = {
+        "kv": pltpu.VMEM((cfg.slots, cfg.kv_block, cfg.lanes), kv_cache.dtype),
+        "kv_sem": pltpu.SemaphoreType.DMA((cfg.slots,)),
+        "q_sem": pltpu.SemaphoreType.DMA((2,)),
+        "o_sem": pltpu.SemaphoreType.DMA(()),
+    }
+    if cfg.widened:
+        scratch["wide"] = pltpu.VMEM((cfg.kv_block, cfg.lanes), dtype)
+    if cfg.write:
+        stage = pltpu.VMEM((cfg.ring, 1, 1, cfg.tile, cfg.lanes), kv_cache.dtype)
+        ring = pltpu.SemaphoreType.DMA((cfg.ring,))
+        scratch |= {"old": stage, "new": stage, "read_sem": ring, "write_sem": ring}
+    tokens = {"single": 1} | ({"long": cfg.large} if cfg.large else {})
+    for kind, count in tokens.items():
+        given = arrays[f"{kind}.query"].shape
+        rows = given[-2] if kind == "single" else count * cfg.heads
+        made[f"{kind}.out"] = jax.ShapeDtypeStruct((*given[:-1], cfg.values), dtype)
+        scratch |= {
+            f"{kind}.q": pltpu.VMEM((2, rows, cfg.lanes), dtype),
+            f"{kind}.o": pltpu.VMEM((rows, cfg.values), dtype),
+            f"{kind}.m": pltpu.VMEM((rows, LANES), jnp.float32),
+            f"{kind}.l": pltpu.VMEM((rows, LANES), jnp.float32),
+            f"{kind}.acc": pltpu.VMEM((rows, cfg.values), jnp.float32),
+        }
+        if cfg.lse:
+            made[f"{kind}.lse"] = jax.ShapeDtypeStruct((*given[:-1], LANES), jnp.float32)
+            scratch[f"{kind}.lse_rows"] = pltpu.VMEM((rows, LANES), jnp.float32)
+    pages = kv_cache.reshape(kv_cache.shape[0], 1, 1, *kv_cache.shape[1:])
+    made["cache"] = jax.ShapeDtypeStruct(pages.shape, pages.dtype)
+    arrays = {**arrays, "cache_in": pages}
+    names = [*arrays, *made, *scratch]
+
+    def body(*refs: Any) -> None:
+        named = dict(zip(names, refs, strict=True))
+        named.pop("cache_in")  # the same memory as `cache`
+        plain = {name: ref for name, ref in named.items() if "." not in name}
+        kinds = {
+            kind: Kind(count, **{name.split(".")[1]: ref for name, ref in named.items() if name.startswith(f"{kind}.")})
+            for kind, count in tokens.items()
+        }
+        run(cfg, Refs(**plain, **kinds))
+
+    num_scalars = 4
+    spaces = {name: pltpu.HBM for name in [*arrays, *made]}
+    spaces |= {"factors": pltpu.SMEM, "long.order": pltpu.VMEM}
+    results = pl.pallas_call(
+        body,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=num_scalars,
+            grid=(1,),
+            in_specs=[pl.BlockSpec(memory_space=spaces[name]) for name in [*arrays][num_scalars:]],
+            out_specs=[pl.BlockSpec(memory_space=spaces[name]) for name in made],
+            scratch_shapes=list(scratch.values()),
+        ),
+        out_shape=list(made.values()),
+        input_output_aliases={len(arrays) - 1: len(made) - 1},
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("arbitrary",),
+            vmem_limit_bytes=CHIPS[chip].vmem * 15 // 16,
+            disable_bounds_checks=True,
+        ),
+        interpret=interpret,
+        name="mla_attention",
+    )(*arrays.values())
+    return dict(zip(made, results, strict=True))

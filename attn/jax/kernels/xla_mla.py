@@ -1,0 +1,216 @@
+"""Multi-head latent attention in plain `jax.numpy`: absorbed, dense or over chosen keys, and the `fp8_ds_mla` row.
+
+Absorbed MLA is attention with one kv head, whose keys are cache rows [kv_c | k_pe] and whose values are the same rows' first
+L columns. So both functions here are `attn.jax.kernels.xla`'s loop with a fetch that takes each row once and hands it out
+twice; the L + Dr columns of the result that are not values are cut off, which wastes 11 % of the second product.
+
+Sparse attention is the same loop again with pages of one token: a query row is a request whose block table is its list of
+keys. Order does not matter, so sorting the list puts the entries that name no key behind its length.
+
+Shape letters: T rows, R requests, H query heads, L kv_lora_rank, Dr rope size, W = L + Dr, N pages of P tokens, B columns
+of the block table.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from attn.jax.kernels import xla
+
+_LATENT, _TILE, _SCALES, _ROPE = 512, 128, 512, 528  # the fp8_ds_mla row: where its parts begin
+_NONE = jnp.iinfo(jnp.int32).max
+
+
+@functools.partial(jax.jit, static_argnames=("kv_lora_rank", "max_query_len", "causal"))
+def latent_attention(
+    query: jax.Array,
+    kv_cache: jax.Array,
+    query_start_loc: jax.Array,
+    seq_lens: jax.Array,
+    block_table: jax.Array,
+    *,
+    kv_lora_rank: int,
+    scale: jax.Array | float,
+    max_query_len: int,
+    causal: bool = True,
+    k_scale: jax.Array | float = 1.0,
+) -> tuple[jax.Array, jax.Array]:
+    """(out [T, H, L] in query's dtype, lse [H, T] float32, natural) of a ragged batch over a paged latent cache.
+
+    query: [T, H, W], absorbed; kv_cache: [N, P, W] of any dtype, codes worth `k_scale` each, or [N, P, 656] uint8
+    (`fp8_ds_mla`); query_start_loc: [R + 1]; seq_lens: [R]; block_table: [R, B]; all int32. `max_query_len` is static, at
+    least the longest query. Rows of no request, or without keys, come back as 0 and -inf.
+    """
+    extent = (*kv_cache.shape[:2], 1)
+    out, lse = xla._attend(
+        query, _fetch(kv_cache, query.dtype), extent, query_start_loc, seq_lens, block_table,
+        scale=scale, max_query_len=max_query_len, causal=causal, k_scale=k_scale, v_scale=k_scale,
+    )  # fmt: skip
+    return out[..., :kv_lora_rank], lse
+
+
+@functools.partial(jax.jit, static_argnames="kv_lora_rank")
+def sparse_attention(
+    query: jax.Array,
+    kv_cache: jax.Array,
+    indices: jax.Array,
+    query_start_loc: jax.Array,
+    seq_lens: jax.Array,
+    block_table: jax.Array,
+    *,
+    kv_lora_rank: int,
+    scale: jax.Array | float,
+    k_scale: jax.Array | float = 1.0,
+) -> tuple[jax.Array, jax.Array]:
+    """The same where row t attends just the keys at the positions `indices` [T, topk] int32 of its own request.
+
+    -1, or a position at or past the request's length, is no key. Order does not matter; a position named twice counts
+    twice. There is no causal rule: the indices carry it.
+    """
+    num_blocks, page, width = kv_cache.shape
+    rows, topk = indices.shape
+    row = jnp.arange(rows, dtype=jnp.int32)
+    request = jnp.sum(row[:, None] >= query_start_loc[1:], axis=1, dtype=jnp.int32)
+    owned = request < seq_lens.shape[0]
+    request = jnp.where(owned, request, 0)
+    there = owned[:, None] & (indices >= 0) & (indices < seq_lens[request][:, None])
+    position = jnp.where(there, indices, 0)
+    slot = jnp.take_along_axis(block_table[request], position // page, axis=1) * page + position % page
+    slot = jnp.sort(jnp.where(there, slot, _NONE), axis=1)
+    out, lse = xla._attend(
+        query, _fetch(kv_cache.reshape(-1, 1, width), query.dtype), (num_blocks * page, 1, 1),
+        jnp.arange(rows + 1, dtype=jnp.int32), there.sum(axis=1, dtype=jnp.int32), slot,
+        scale=scale, max_query_len=1, k_scale=k_scale, v_scale=k_scale,
+    )  # fmt: skip
+    return out[..., :kv_lora_rank], lse
+
+
+def _fetch(kv_cache: jax.Array, dtype: Any) -> xla.Fetch:
+    """Pages of a latent cache as keys and values, [X, 1, pages, P, W] both."""
+
+    def fetch(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        # XLA widens bf16 and fp8 on CPUs, and would widen the whole cache before the loop: tie it to this turn's ids.
+        pages, ids = lax.optimization_barrier((kv_cache, ids))
+        rows = pages.at[ids].get(mode="promise_in_bounds")[:, None]
+        if kv_cache.dtype == jnp.uint8:
+            rows = jnp.concatenate(unpack_fp8_ds_mla(rows), axis=-1).astype(dtype)
+        return rows, rows
+
+    return fetch
+
+
+@functools.partial(jax.jit, static_argnames=("max_query_len", "max_keys", "causal"))
+def expanded_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    query_start_loc: jax.Array,
+    key_start_loc: jax.Array,
+    *,
+    scale: jax.Array | float,
+    max_query_len: int,
+    max_keys: int,
+    causal: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """(out [T, H, Dv], lse [H, T]) of ordinary heads: request r attends rows [key_start_loc[r], key_start_loc[r + 1]).
+
+    query: [T, H, D]; key: [m, H, D]; value: [m, H, Dv], Dv at most D; both bounds are static.
+    """
+    value_width = value.shape[2]
+    value = jnp.pad(value, ((0, 0), (0, 0), (0, key.shape[2] - value_width)))
+
+    def fetch(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return tuple(x[ids].swapaxes(1, 2)[:, :, :, None] for x in (key, value))  # type: ignore[return-value]
+
+    table = key_start_loc[:-1, None] + jnp.arange(max_keys, dtype=jnp.int32)
+    out, lse = xla._attend(
+        query, fetch, (key.shape[0], 1, key.shape[1]), query_start_loc, jnp.diff(key_start_loc), table,
+        scale=scale, max_query_len=max_query_len, causal=causal,
+    )  # fmt: skip
+    return out[..., :value_width], lse
+
+
+def numbers(rows: jax.Array, dtype: Any, k_scale: jax.Array | float = 1.0) -> jax.Array:
+    """What cache rows [..., width] are worth, in `dtype`: [..., L + Dr]."""
+    if rows.dtype == jnp.uint8:
+        return jnp.concatenate(unpack_fp8_ds_mla(rows), axis=-1).astype(dtype)
+    return (rows.astype(jnp.float32) * k_scale).astype(dtype)
+
+
+def pack_fp8_ds_mla(kv_c: jax.Array, k_pe: jax.Array, *, ue8m0: bool = False) -> jax.Array:
+    """Rows of 656 bytes, uint8 [..., 656] = 512 e4m3 | 4 float32 scales | 64 bfloat16, little-endian.
+
+    kv_c: [..., 512]; k_pe: [..., 64]. Each 128 latents share scale = amax / 448 and are stored as x / scale, rounded to
+    nearest even; with `ue8m0` (DeepSeek-V3.2) the scale is max(amax / 448, 1e-4) rounded up to a power of two.
+    """
+    tiles = kv_c.astype(jnp.float32).reshape(*kv_c.shape[:-1], -1, _TILE)
+    top = jnp.where(jnp.isnan(tiles).any(axis=-1), jnp.nan, jnp.abs(tiles).max(axis=-1))  # a maximum may lose NaN on CPUs
+    # By a constant or what is alike in a row, XLA multiplies with the reciprocal, which rounds otherwise: so it is kept from
+    # knowing.
+    scale = top / jnp.where(jnp.isnan(top), 1.0, 448.0)
+    if ue8m0:
+        fraction, exponent = jnp.frexp(jnp.maximum(scale, 1e-4))
+        scale = jnp.ldexp(jnp.float32(1), exponent - (fraction == 0.5))
+    scale = jnp.maximum(scale, jnp.finfo(jnp.float32).tiny)
+    scaled = tiles / jnp.where(jnp.isnan(tiles), 1.0, scale[..., None])
+    codes = jnp.clip(scaled, -448.0, 448.0).astype(jnp.float8_e4m3fn).reshape(kv_c.shape)
+
+    def as_bytes(x: jax.Array) -> jax.Array:
+        return lax.bitcast_convert_type(x, jnp.uint8).reshape(*kv_c.shape[:-1], -1)
+
+    return jnp.concatenate([as_bytes(codes), as_bytes(scale), as_bytes(k_pe.astype(jnp.bfloat16))], axis=-1)
+
+
+def unpack_fp8_ds_mla(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(kv_c [..., 512], k_pe [..., 64]) of packed rows uint8 [..., 656], in float32."""
+
+    def parts(first: int, stop: int, dtype: Any) -> jax.Array:
+        size = jnp.dtype(dtype).itemsize
+        found = rows[..., first:stop].reshape(*rows.shape[:-1], -1, size)
+        return lax.bitcast_convert_type(found[..., 0] if size == 1 else found, dtype).astype(jnp.float32)
+
+    codes = parts(0, _LATENT, jnp.float8_e4m3fn).reshape(*rows.shape[:-1], -1, _TILE)
+    latent = codes * parts(_SCALES, _ROPE, jnp.float32)[..., None]
+    return latent.reshape(*rows.shape[:-1], _LATENT), parts(_ROPE, rows.shape[-1], jnp.bfloat16)
+
+
+@functools.partial(jax.jit, static_argnames="topk")
+def lightning_indexer(
+    query: jax.Array,
+    weights: jax.Array,
+    key_cache: jax.Array,
+    query_start_loc: jax.Array,
+    seq_lens: jax.Array,
+    block_table: jax.Array,
+    *,
+    topk: int,
+) -> tuple[jax.Array, jax.Array]:
+    """(indices [T, topk] int32, scores [T, B * P] float32): the keys that DeepSeek's sparse attention lets each row attend.
+
+    score(t, s) = sum over index heads i of weights(t, i) * relu(query(t, i) . key(s)), for s up to t's own position; -inf
+    elsewhere. query: [T, I, E]; weights: [T, I], any scale of the model's folded in; key_cache: [N, P, E], the index keys
+    on the batch's pages. The top `topk` positions of a row come best first (of equal scores the earlier), then -1.
+    """
+    rows, page = query.shape[0], key_cache.shape[1]
+    row = jnp.arange(rows, dtype=jnp.int32)
+    request = jnp.sum(row[:, None] >= query_start_loc[1:], axis=1, dtype=jnp.int32)
+    owned = request < seq_lens.shape[0]
+    request = jnp.where(owned, request, 0)
+    position = seq_lens[request] - query_start_loc[request + 1] + row
+    used = -(-seq_lens // page)[:, None]
+    table = jnp.where(jnp.arange(block_table.shape[1]) < used, block_table, 0)
+    keys = key_cache[table].reshape(table.shape[0], -1, key_cache.shape[2])
+
+    def one(q: jax.Array, w: jax.Array, r: jax.Array) -> jax.Array:
+        dots = jnp.einsum("ie,se->is", q, keys[r].astype(q.dtype), precision="highest", preferred_element_type=jnp.float32)
+        return w.astype(jnp.float32) @ jax.nn.relu(dots)
+
+    scores = lax.map(lambda x: one(*x), (query, weights, request))  # a row at a time: [T, I, S] would fill the memory
+    seen = owned[:, None] & (jnp.arange(scores.shape[1], dtype=jnp.int32) <= position[:, None])
+    scores = jnp.where(seen, scores, -jnp.inf)
+    best, indices = lax.top_k(scores, min(topk, scores.shape[1]))
+    indices = jnp.where(best > -jnp.inf, indices, -1).astype(jnp.int32)
+    return jnp.pad(indices, ((0, 0), (0, topk - indices.shape[1])), constant_values=-1), scores

@@ -1,0 +1,431 @@
+"""The Triton kernels' declared grid, compiled for GPUs that are not here: the torch wing of `attn aot`.
+
+Triton compiles without a device: ptxas and LLVM come with it. What a launch asks a driver for is answered by `_Nowhere`, so
+the kernels' own host functions run, on tensors of the host, with the tiles and the specialisation that they choose for the
+target; each kernel that they would launch is compiled, and the launch does nothing. A kernel is an entry of `KERNELS`.
+"""
+
+import re
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from attn.aot import Case, Choice, grid, request_of
+from attn.capabilities import Device
+from attn.dtypes import PER_TOKEN_HEAD, kv_cache_element
+from attn.torch.backends.rocm_attn import RocmAttentionBackend
+from attn.torch.backends.triton_attn import TritonAttentionBackend
+
+STEPS = ("compile",)
+COLUMNS = (
+    ("registers", "registers", "d"),
+    ("spills", "spills", "d"),
+    ("stack B", "stack", "d"),
+    ("shared B", "shared", "d"),
+    ("limit B", "limit", "d"),
+    ("code KiB", "code_kib", ".0f"),
+)
+
+
+class Kernel(NamedTuple):
+    """A kernel's part of the grid: axes of choices, of which the grid has every pair that `settle` lets stand; `refusal`, why
+    an architecture does not get it; `launch`, which calls the host function."""
+
+    axes: Mapping[str, Sequence[Any]]
+    launch: Callable[[Choice], None]
+    settle: Callable[[Choice], Choice | None] = lambda choice: choice
+    refusal: Callable[[Choice, str], str] = lambda choice, arch: ""
+
+
+def cases(target: str) -> list[Case]:
+    """Every case of every kernel for a target; those of a kernel that is not made for it are left out."""
+    found = []
+    for name, kernel in KERNELS.items():
+        if name not in ONLY_ON or target in ONLY_ON[name]:
+            found += grid(name, kernel.axes, kernel.settle, lambda choice, kernel=kernel: kernel.refusal(choice, target))  # type: ignore[misc]
+    return found
+
+
+def environment(target: str, step: str, dump: str) -> dict[str, str]:
+    """See `attn.aot`."""
+    return {"TRITON_CACHE_DIR": dump, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def measure(case: Case, target: str, step: str, dump: str) -> dict[str, Any]:
+    """See `attn.aot`. Raises RuntimeError when a program takes more shared memory than the architecture has."""
+    import triton
+
+    from attn.torch.kernels.launch import SHARED_MEMORY
+
+    parts = []
+
+    def listen(*, src: Any, metadata: Mapping[str, Any], metadata_group: Mapping[str, str], **_: Any) -> None:
+        files = {Path(name).suffix[1:]: path for name, path in metadata_group.items()}
+        figures = _nvidia(files["cubin"]) if target.startswith("sm_") else _amd(files["amdgcn"])
+        parts.append({"name": metadata["name"].lstrip("_"), **figures, "shared": metadata["shared"]})
+
+    triton.runtime.driver.set_active(_nowhere(target, SHARED_MEMORY[target]))
+    triton.knobs.compilation.listener = listen
+    torch.manual_seed(0)
+    KERNELS[case.kernel].launch(dict(case.choice))
+    for part in parts:
+        part["limit"] = SHARED_MEMORY[target]
+        if part["shared"] > part["limit"]:
+            raise RuntimeError(f"{part['name']} takes {part['shared']} bytes of shared memory: {target} has {part['limit']}")
+    if not parts:
+        raise RuntimeError("nothing was compiled")
+    return {"parts": _numbered(parts)}
+
+
+def _numbered(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Names made unique, in order of launch."""
+    names = [part["name"] for part in parts]
+    return [
+        {**part, "name": name if names.count(name) == 1 else f"{name} {names[: i + 1].count(name)}"}
+        for i, (part, name) in enumerate(zip(parts, names, strict=True))
+    ]
+
+
+def _nowhere(target: str, shared: int) -> Any:
+    """A driver of a device of that architecture which is not there."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.driver import DriverBase
+
+    if target.startswith("sm_"):
+        gpu = GPUTarget("cuda", int(target[3:]), 32)
+    else:
+        gpu = GPUTarget("hip", target, 32 if target.startswith("gfx1") else 64)
+
+    class Nothing:
+        """What a loaded binary answers: it fits, and its launch does nothing."""
+
+        def get_device_properties(self, device: int) -> dict[str, int]:
+            return {"max_shared_mem": shared, "multiprocessor_count": 132, "max_num_regs": 65536, "warpSize": gpu.warp_size}
+
+        def load_binary(self, *args: Any) -> tuple[None, None, int, int, int]:
+            return None, None, 0, 0, 1024
+
+        def unload_module(self, *args: Any) -> None: ...
+
+    class Nowhere(DriverBase):
+        utils = Nothing()
+
+        @classmethod
+        def is_active(cls) -> bool:
+            return True
+
+        def map_python_to_cpp_type(self, ty: str) -> str:
+            return ty
+
+        def get_current_target(self) -> Any:
+            return gpu
+
+        def get_active_torch_device(self) -> torch.device:
+            return torch.device("cpu")
+
+        def get_benchmarker(self) -> Any:
+            raise RuntimeError("nothing can be timed without a device")
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+        def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+            return lambda *args, **kwargs: None
+
+    return Nowhere()
+
+
+def _nvidia(cubin: str) -> dict[str, Any]:
+    """ptxas' registers and stack, and the instructions that move spilled registers."""
+    from triton import knobs
+
+    tool = knobs.nvidia.cuobjdump.path
+    usage = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+    code = subprocess.run([tool, "-sass", cubin], capture_output=True, text=True, check=True).stdout
+    registers, stack = (int(re.findall(rf"{name}:(\d+)", usage)[-1]) for name in ("REG", "STACK"))
+    spills = len(re.findall(r"\b(?:STL|LDL)\b", code))
+    return {"registers": registers, "spills": spills, "stack": stack, "code_kib": Path(cubin).stat().st_size / 1024}
+
+
+def _amd(assembly: str) -> dict[str, Any]:
+    """LLVM's vector registers (where there are accumulators they are counted in), those spilled, and private memory."""
+    text = Path(assembly).read_text()
+
+    def told(name: str) -> int:
+        found = re.findall(rf"\.{name}:\s+(\d+)", text)
+        return int(found[-1]) if found else 0
+
+    return {
+        "registers": told("vgpr_count"),
+        "spills": told("vgpr_spill_count"),
+        "stack": told("private_segment_fixed_size"),
+        "code_kib": len(text) / 1024,
+    }
+
+
+# --- paged attention ------------------------------------------------------------------------------------------------
+
+#: New tokens and lengths of the requests of a batch; in "draft" every request fits a decode's tile.
+BATCHES = {
+    "decode": ((1, 1, 1), (900, 40, 2048)),
+    "draft": ((3, 2, 3), (900, 40, 2048)),
+    "mixed": ((1, 200, 1), (900, 300, 2048)),
+    "prefill": ((300, 60), (800, 60)),
+}
+WINDOWS: dict[str, tuple[int | None, int | None]] = {
+    "causal": (None, 0), "bidirectional": (None, None), "window": (127, 0), "two-sided": (64, 32), "tree": (None, 0),
+}  # fmt: skip
+
+PAGED: dict[str, Sequence[Any]] = {
+    "batch": tuple(BATCHES),
+    "heads": ((8, 2), (4, 4), (16, 1), (6, 2), (32, 8)),
+    "head_size": (64, 80, 96, 128, 192, 256),
+    "block_size": (16, 48, 64, 128, 256),
+    "dtype": ("bfloat16", "float16", "float32"),
+    "kv": ("auto", "fp8_e4m3", "fp8_e5m2", "int8", "int8_per_token_head", "fp8_per_token_head"),
+    "mask": tuple(WINDOWS),
+    "soft_cap": (False, True),
+    "alibi": (False, True),
+    "sinks": (False, True),
+    "lse": (False, True),
+    "per_head_scales": (False, True),
+    "output_scale": (False, True),
+    "pattern": (False, True),  # block-sparse
+    "large_cache": (False, True),  # 2 ** 31 elements and more
+    "fixed_split": (False, True),
+}
+
+
+def _settle_paged(choice: Choice) -> Choice:
+    if choice["kv"] == "auto" or choice["kv"] in PER_TOKEN_HEAD:
+        choice["per_head_scales"] = False
+    if choice["pattern"]:  # block-sparse layers are causal and nothing else
+        choice["mask"] = "causal"
+    return choice
+
+
+class _Cuda(TritonAttentionBackend):
+    """TRITON_ATTN's judgement where its package need not be importable."""
+
+    assert TritonAttentionBackend.capabilities is not None
+    capabilities = replace(TritonAttentionBackend.capabilities, packages=())
+
+
+class _Rocm(RocmAttentionBackend):
+    """ROCM_ATTN's."""
+
+    assert RocmAttentionBackend.capabilities is not None
+    capabilities = replace(RocmAttentionBackend.capabilities, packages=())
+
+
+def _refuse_paged(choice: Choice, arch: str) -> str:
+    backend, platform = (_Cuda, "cuda") if arch.startswith("sm_") else (_Rocm, "rocm")
+    return "; ".join(backend.why_not(request_of(choice), Device("torch", platform, arch=arch)))
+
+
+def _launch_paged(choice: Choice) -> None:
+    from attn.torch.kernels.paged_attention import paged_attention
+
+    query_lens, seq_lens = BATCHES[choice["batch"]]
+    (heads, kv_heads), size, page = choice["heads"], choice["head_size"], choice["block_size"]
+    dtype, tokens, requests = getattr(torch, choice["dtype"]), sum(query_lens), len(query_lens)
+    stored = getattr(torch, str(kv_cache_element(choice["kv"], choice["dtype"])))
+    columns = -(-max(seq_lens) // page)
+    blocks = requests * columns
+    if choice["large_cache"]:
+        blocks = 2**31 // (page * kv_heads * size) + 1  # never written to, so never backed by memory
+    cache = torch.empty((blocks, page, kv_heads, size), dtype=stored)
+    scales: list[torch.Tensor | None] = [None, None]
+    if choice["kv"] in PER_TOKEN_HEAD:
+        scales = [torch.ones(min(blocks, requests * columns), page, kv_heads) for _ in "kv"]
+    elif choice["per_head_scales"]:
+        scales = [torch.ones(kv_heads) for _ in "kv"]
+    left, right = WINDOWS[choice["mask"]]
+    scaled = choice["output_scale"]
+    paged_attention(
+        torch.empty(tokens, heads, size, dtype=torch.float8_e4m3fn if scaled else dtype),
+        torch.empty(heads, tokens) if choice["lse"] else None,
+        torch.empty(tokens, heads, size, dtype=dtype),
+        cache,
+        cache,
+        torch.tensor([0, *torch.tensor(query_lens).cumsum(0)], dtype=torch.int32),
+        torch.tensor(seq_lens, dtype=torch.int32),
+        torch.zeros(requests, columns, dtype=torch.int32),
+        max(query_lens),
+        max(seq_lens),
+        size**-0.5,
+        left=left,
+        right=right,
+        soft_cap=30.0 if choice["soft_cap"] else 0.0,
+        slopes=torch.ones(heads) if choice["alibi"] else None,
+        sinks=torch.ones(heads) if choice["sinks"] else None,
+        tree=torch.ones(requests, 8, 8, dtype=torch.bool) if choice["mask"] == "tree" else None,
+        k_scale=scales[0],
+        v_scale=scales[1],
+        fixed_split=256 if choice["fixed_split"] else 0,
+        sparse=[64, 4, 8, 1, 0] if choice["pattern"] else None,
+        output_scale=torch.ones(()) if scaled else None,
+    )
+
+
+# --- writing the cache ----------------------------------------------------------------------------------------------
+
+WRITE: dict[str, Sequence[Any]] = {
+    "heads": ((8, 2), (4, 4), (16, 1), (6, 3)),
+    "head_size": (64, 80, 128, 256),
+    "block_size": (16, 48, 128),
+    "dtype": ("bfloat16", "float16", "float32"),
+    "kv": PAGED["kv"],
+    "per_head_scales": (False, True),
+}
+
+
+def _settle_write(choice: Choice) -> Choice:
+    if choice["kv"] == "auto" or choice["kv"] in PER_TOKEN_HEAD:
+        choice["per_head_scales"] = False
+    return choice
+
+
+def _launch_write(choice: Choice) -> None:
+    from attn.torch.kernels.kv_write import write_kv, write_kv_per_token
+
+    (_, kv_heads), size, page = choice["heads"], choice["head_size"], choice["block_size"]
+    stored = getattr(torch, str(kv_cache_element(choice["kv"], choice["dtype"])))
+    new = [torch.empty(9, kv_heads, size, dtype=getattr(torch, choice["dtype"])) for _ in "kv"]
+    caches = [torch.empty(4, page, kv_heads, size, dtype=stored) for _ in "kv"]
+    slots = torch.zeros(9, dtype=torch.int64)
+    if choice["kv"] in PER_TOKEN_HEAD:
+        write_kv_per_token(*new, *caches, *(torch.empty(4, page, kv_heads) for _ in "kv"), slots)
+    else:
+        write_kv(*new, *caches, slots, *(torch.ones(kv_heads if choice["per_head_scales"] else ()) for _ in "kv"))
+
+
+# --- prompts on Hopper ----------------------------------------------------------------------------------------------
+
+HOPPER: dict[str, Sequence[Any]] = {
+    "batch": ("mixed", "prefill"),
+    "heads": PAGED["heads"],
+    "head_size": (64, 128),
+    "block_size": PAGED["block_size"],
+    "dtype": ("bfloat16", "float16"),
+    "mask": ("causal", "bidirectional", "window", "two-sided"),
+    "soft_cap": (False, True),
+    "sinks": (False, True),
+    "lse": (False, True),
+}
+
+
+def _launch_hopper(choice: Choice) -> None:
+    """What `paged_attention` takes its own kernel for on that architecture."""
+    others = {axis: False for axis in PAGED if axis not in choice}
+    _launch_paged({**others, **choice, "kv": "auto"})
+
+
+# --- joining states -------------------------------------------------------------------------------------------------
+
+MERGE: dict[str, Sequence[Any]] = {
+    "states": (2, 5),
+    "head_size": (64, 80, 128, 256),
+    "dtype": ("bfloat16", "float16", "float32"),
+    "apart": (False, True),
+}
+
+
+def _launch_merge(choice: Choice) -> None:
+    from attn.torch.kernels.merge_states import merge_states, merge_two_states
+
+    outputs = torch.empty(choice["states"], 9, 4, choice["head_size"], dtype=getattr(torch, choice["dtype"]))
+    lses = torch.empty(choice["states"], 4, 9)
+    if choice["apart"]:
+        merge_two_states(outputs[0], lses[0], outputs[1], lses[1])
+    else:
+        merge_states(outputs, lses)
+
+
+# --- multi-head latent attention ------------------------------------------------------------------------------------
+
+RANK, ROPE, VALUE = 512, 64, 128
+LATENT: dict[str, Sequence[Any]] = {
+    "batch": ("decode", "draft"),
+    "num_heads": (16, 32, 128),
+    "block_size": (16, 64, 128),
+    "dtype": ("bfloat16", "float16", "float32"),
+    "kv": ("auto", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"),
+    "lse": (False, True),
+    "limits": (False, True),
+    "indices": (False, True),
+    "device_scale": (False, True),
+}
+
+
+def _settle_latent(choice: Choice) -> Choice:
+    if choice["kv"] in ("auto", "fp8_ds_mla"):
+        choice["device_scale"] = False
+    return choice
+
+
+def _refuse_latent(choice: Choice, arch: str) -> str:
+    if arch == "sm_80" and choice["kv"] in ("fp8_e4m3", "fp8_ds_mla"):
+        return f"kv={choice['kv']} on sm_80 (supports sm_89+)"  # as TRITON_ATTN says of e4m3
+    return ""
+
+
+def _launch_latent(choice: Choice) -> None:
+    from attn.torch.kernels.mla_decode import mla_decode
+
+    query_lens, seq_lens = BATCHES[choice["batch"]]
+    heads, page, tokens, requests = choice["num_heads"], choice["block_size"], sum(query_lens), len(query_lens)
+    dtype, columns, packed = getattr(torch, choice["dtype"]), -(-max(seq_lens) // page), choice["kv"] == "fp8_ds_mla"
+    stored = getattr(torch, str(kv_cache_element(choice["kv"], choice["dtype"])))
+    mla_decode(
+        torch.empty(tokens, heads, RANK, dtype=dtype),
+        torch.empty(heads, tokens) if choice["lse"] else None,
+        torch.empty(tokens, heads, RANK + ROPE, dtype=dtype),
+        torch.empty(requests * columns, page, 656 if packed else RANK + ROPE, dtype=stored),
+        torch.tensor([0, *torch.tensor(query_lens).cumsum(0)], dtype=torch.int32),
+        torch.tensor(seq_lens, dtype=torch.int32),
+        torch.zeros(requests, columns, dtype=torch.int32),
+        max(query_lens),
+        max(seq_lens),
+        (RANK + ROPE) ** -0.5,
+        packed=packed,
+        k_scale=torch.ones(()) if choice["device_scale"] else None,
+        limits=torch.ones(tokens, dtype=torch.int32) if choice["limits"] else None,
+        indices=torch.zeros(tokens, 64, dtype=torch.int32) if choice["indices"] else None,
+    )
+
+
+EXPANDED: dict[str, Sequence[Any]] = {
+    "dtype": ("bfloat16", "float16", "float32"),
+    "causal": (False, True),
+    "lse": (False, True),
+}
+
+
+def _launch_expanded(choice: Choice) -> None:
+    from attn.torch.kernels.mla_prefill import mla_prefill
+
+    dtype, starts = getattr(torch, choice["dtype"]), torch.tensor([0, 300, 360], dtype=torch.int32)
+    query, key = (torch.empty(360, 8, 192, dtype=dtype) for _ in "qk")
+    value = torch.empty(360, 8, VALUE, dtype=dtype)
+    lse = torch.empty(8, 360) if choice["lse"] else None
+    mla_prefill(torch.empty_like(value), lse, query, key, value, starts, starts, 192**-0.5, choice["causal"])
+
+
+KERNELS = {
+    "paged_attention": Kernel(PAGED, _launch_paged, _settle_paged, _refuse_paged),
+    "hopper_prefill": Kernel(HOPPER, _launch_hopper),
+    "kv_write": Kernel(WRITE, _launch_write, _settle_write),
+    "merge_states": Kernel(MERGE, _launch_merge),
+    "mla_decode": Kernel(LATENT, _launch_latent, _settle_latent, _refuse_latent),
+    "mla_prefill": Kernel(EXPANDED, _launch_expanded),
+}
+#: Kernels that are made for some architectures.
+ONLY_ON: dict[str, tuple[str, ...]] = {"hopper_prefill": ("sm_90",)}

@@ -1,0 +1,215 @@
+"""The stopwatch of `attn bench` under torch: any paged backend on the default accelerator, or on the CPU.
+
+On a GPU the call is captured in a CUDA graph and its replays are timed by events. Before every replay 256 MiB are written,
+which leaves the L2 cache full of lines that the call must first write back (some 8 us on an H200); the clean median is
+taken when they are read instead. As many replays go before unmeasured, since an idle device takes its clocks up over the
+first dozens. On a CPU calls are timed by the wall clock, 64 MiB written or read before each.
+
+Inputs are random and pages lie at random places. The output of the timed calls is compared with float32 attention over the
+cache as it is stored, over up to three requests of each length.
+"""
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from attn import dtypes
+from attn.backends.abstract import KVCacheSpec
+from attn.backends.metadata import CommonAttentionMetadata
+from attn.backends.registry import AttentionBackendEnum
+from attn.bench import Case, Timing, parse
+from attn.errors import UnsupportedError
+from attn.torch import kv_cache as caches
+from attn.torch.metadata import PagedAttentionMetadata
+
+_SCALE = {torch.int8: 0.03}  #: of codes about +-90; other caches hold numbers about 1
+
+
+class Workload:
+    """A layer, a filled cache and one batch on the device; `forward()` attends without writing the cache."""
+
+    def __init__(self, case: Case, backend: str, device: torch.device) -> None:
+        import numpy as np
+
+        if case.kv_cache_dtype in dtypes.PER_TOKEN_HEAD:
+            raise UnsupportedError(
+                f"kv_cache_dtype={case.kv_cache_dtype}: caches of codes with scales between them are not filled here"
+            )
+        cls: Any = AttentionBackendEnum[backend].get_class()
+        self.case, self.lens, self.device = case, parse(case.batch), device
+        pages = [-(-m // case.block_size) for _, m in self.lens]
+        self.tables = np.split(np.random.default_rng(0).permutation(sum(pages)).astype(np.int32), np.cumsum(pages)[:-1])
+        spec = KVCacheSpec(case.block_size, case.num_kv_heads, case.head_size, case.dtype, case.kv_cache_dtype, sum(pages))
+        self.batch = CommonAttentionMetadata.from_lens(
+            [q for q, _ in self.lens], [m for _, m in self.lens], self.tables, case.block_size
+        )
+        self._builder = cls.get_builder_cls()(spec, ["layer"], None, device)
+        self.metadata = self.build()
+        self.cache = caches.allocate(cls, spec, sum(pages), device)
+        generator = torch.Generator(device).manual_seed(0)
+        self.key_cache, self.value_cache = cls.logical_kv_cache(self.cache)
+        for part in (self.key_cache, self.value_cache):
+            noise = torch.randn(part.shape, device=device, dtype=torch.float16, generator=generator)
+            part.copy_((noise * 30 if part.dtype == torch.int8 else noise).to(part.dtype))
+        shape = (sum(q for q, _ in self.lens), case.num_heads, case.head_size)
+        self.query = torch.randn(shape, device=device, dtype=getattr(torch, case.dtype), generator=generator)
+        self.output = torch.full_like(self.query, torch.nan)
+        self.impl = cls.get_impl_cls()(
+            case.num_heads, case.head_size, case.head_size**-0.5, case.num_kv_heads, kv_cache_dtype=case.kv_cache_dtype
+        )
+        self._k_scale = self._v_scale = torch.tensor(_SCALE.get(self.cache.dtype, 1.0))
+
+    def build(self) -> PagedAttentionMetadata:
+        return self._builder.build(0, self.batch)  # type: ignore[no-any-return]
+
+    def forward(self) -> None:
+        self.impl.forward(self, self.query, None, None, self.cache, self.metadata, self.output)
+
+    def dense(self, r: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Request r's keys and values [S, K, D] in float32, gathered and dequantised."""
+        blocks = torch.from_numpy(self.tables[r].astype("int64")).to(self.device)
+        tokens = self.lens[r][1]
+        parts = (part[blocks].flatten(0, 1)[:tokens] for part in (self.key_cache, self.value_cache))
+        key, value = (part.float() * float(self._k_scale) for part in parts)
+        return key, value
+
+    def error(self, most: int = 3) -> float:
+        """Relative RMS of `output` against float32 over up to `most` requests of each length."""
+        wrong = total = 0.0
+        seen: dict[tuple[int, int], int] = {}
+        begin, group = 0, self.case.num_heads // self.case.num_kv_heads
+        for r, (n, m) in enumerate(self.lens):
+            seen[n, m] = seen.get((n, m), 0) + 1
+            if seen[n, m] <= most:
+                key, value = self.dense(r)
+                for first in range(0, n, 256):  # a few rows at a time, so that long prompts fit
+                    rows = slice(begin + first, begin + min(first + 256, n))
+                    q = self.query[rows].float().unflatten(1, (-1, group))
+                    last = torch.arange(first, first + len(q), device=self.device)[:, None] + m - n
+                    hidden = torch.arange(m, device=self.device)[None] > last
+                    s = torch.einsum("tkgd,skd->kgts", q, key) * self.case.head_size**-0.5
+                    want = torch.einsum("kgts,skd->tkgd", s.masked_fill(hidden, -torch.inf).softmax(-1), value)
+                    got = self.output[rows].float().view_as(want)
+                    wrong += float((got - want).square().sum())
+                    total += float(want.square().sum())
+            begin += n
+        return (wrong / total) ** 0.5
+
+
+class TorchBench:
+    """One device and its ceilings, measured when it is opened: a copy (read and written) and a bfloat16 matrix product."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(kind) if device is None else device
+        self.on_gpu = self.device.type == "cuda"
+        mib = 256 if self.on_gpu else 64
+        self._evict = torch.zeros(mib << 18, device=self.device)
+        self.copy_gb_per_s = self._copy()
+        self.gemm_tflop_per_s = self._gemm()
+
+    def about(self) -> dict[str, Any]:
+        import platform
+
+        found = {
+            "device": torch.cuda.get_device_name() if self.on_gpu else f"{platform.machine()} CPU",
+            "torch": torch.__version__,
+        }
+        if self.on_gpu:
+            import triton
+
+            found["triton"] = triton.__version__
+        else:
+            found["threads"] = str(torch.get_num_threads())
+        ceilings = {"copy_gb_per_s": round(self.copy_gb_per_s, 1), "gemm_tflop_per_s": round(self.gemm_tflop_per_s, 2)}
+        return {**found, **ceilings}
+
+    def measure(self, case: Case, backend: str) -> Timing:
+        """Raises what the backend raises for a case that it does not serve."""
+        with torch.no_grad():
+            workload = Workload(case, backend, self.device)
+            return self.timed(workload.forward, workload.build, lambda: workload.output.fill_(torch.nan), workload.error)
+
+    def timed(
+        self,
+        call: Callable[[], object],
+        build: Callable[[], object],
+        poison: Callable[[], object],
+        error: Callable[[], float],
+        count: int = 40,
+    ) -> Timing:
+        """Times of `call`, whose output `poison` spoils before and `error` judges after."""
+        call()
+        host_us, build_us = self._host_us(call), self._host_us(build)
+        again = self.captured(call) if self.on_gpu else call
+        count = count if self.on_gpu else 7
+        poison()
+        times = self.times(again, self._evict.zero_, count)
+        wrong = error()
+        clean = statistics.median(self.times(again, self._evict.amax, count))
+        return Timing(
+            statistics.median(times), times[len(times) // 5], times[4 * len(times) // 5], clean, build_us, host_us, wrong
+        )
+
+    def times(self, call: Callable[[], object], flush: Callable[[], object], count: int) -> list[float]:
+        """Milliseconds of `count` calls in order of size, `flush` called before each."""
+        if not self.on_gpu:
+            found = []
+            for _ in range(count):
+                flush()
+                begin = time.perf_counter()
+                call()
+                found.append(1e3 * (time.perf_counter() - begin))
+            return sorted(found)
+        for _ in range(count):
+            flush()
+            call()
+        events = [[torch.cuda.Event(enable_timing=True) for _ in "be"] for _ in range(count)]
+        for begin_event, end_event in events:
+            flush()
+            begin_event.record()
+            call()
+            end_event.record()
+        torch.cuda.synchronize()
+        return sorted(begin_event.elapsed_time(end_event) for begin_event, end_event in events)
+
+    @staticmethod
+    def captured(call: Callable[[], object]) -> Callable[[], object]:
+        """The replay of `call` as a graph, after two warm-up calls on a side stream."""
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            call()
+            call()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            call()
+        return graph.replay
+
+    def _host_us(self, call: Callable[[], object]) -> float:
+        """Microseconds until `call` returns, the device idle at its start: the median of several."""
+        found = []
+        for _ in range(20 if self.on_gpu else 3):
+            if self.on_gpu:
+                torch.cuda.synchronize()
+            begin = time.perf_counter()
+            call()
+            found.append(1e6 * (time.perf_counter() - begin))
+        return statistics.median(found)
+
+    def _copy(self) -> float:
+        source = torch.randn((1 << 30) if self.on_gpu else (16 << 20), device=self.device)
+        target = torch.empty_like(source)
+        times = self.times(lambda: target.copy_(source), lambda: None, 12 if self.on_gpu else 3)
+        return 2 * source.numel() * 4 / statistics.median(times) / 1e6
+
+    def _gemm(self) -> float:
+        n = 8192 if self.on_gpu else 1024
+        a, b = (torch.randn(n, n, device=self.device, dtype=torch.bfloat16) for _ in "ab")
+        out = torch.empty_like(a)
+        times = self.times(lambda: torch.mm(a, b, out=out), lambda: None, 12 if self.on_gpu else 3)
+        return 2 * n**3 / statistics.median(times) / 1e9

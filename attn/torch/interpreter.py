@@ -1,0 +1,50 @@
+"""Triton's interpreter with bfloat16 that counts: for examining our kernels without a GPU, never for serving.
+
+The interpreter keeps bfloat16 as its bits in uint16. Releases up to 3.9 multiply those bits in `tl.dot`, convert integers to
+them by value, and cut float32 off where hardware rounds to nearest even (triton-lang/triton issue 11584, declined). Here the
+three are replaced by what a device does. Sums and products of bfloat16 tensors stay wrong: our kernels have none.
+"""
+
+import functools
+from typing import Any
+
+import numpy as np
+
+
+@functools.cache
+def correct_bfloat16() -> None:
+    """Replace the interpreter's conversions and products, once a process. Needs triton; changes nothing that is compiled."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    plain_cast = builder.cast_impl
+
+    def widened(x: Any) -> Any:
+        kind = x.dtype.scalar
+        if kind == tl.bfloat16:
+            return (x.data.astype(np.uint32) << 16).view(np.float32)
+        if kind.is_floating() and kind.primitive_bitwidth == 8:
+            return interpreter._convert_float(x.data, kind, tl.float32, None).view(np.float32)
+        return x.data
+
+    def cast(self: Any, source: Any, target: Any) -> Any:
+        kinds = (source.dtype.scalar, target.scalar)
+        if tl.bfloat16 not in kinds or kinds[0] == kinds[1]:
+            return plain_cast(self, source, target)
+        values = widened(source)
+        if kinds[1] == tl.bfloat16:
+            return handle(_nearest(values.astype(np.float32)), kinds[1])
+        return handle(values.astype(interpreter._get_np_dtype(kinds[1])), kinds[1])
+
+    def dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+        return handle(np.matmul(widened(a), widened(b), dtype=d.data.dtype) + d.data, d.dtype.scalar)
+
+    builder.cast_impl, builder.create_dot = cast, dot
+
+
+def _nearest(values: Any) -> Any:
+    """The bits of float32 values in bfloat16, to nearest even; NaN stays one."""
+    bits = values.view(np.uint32)
+    rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)

@@ -1,0 +1,514 @@
+"""Our TPU kernels beside the peers', by libtpu's static estimate: the table of benchmarks/results/pallas.json.
+
+    python -m benchmarks.pallas --compilers .venv/compilers --peers FOLDER      what is missing, then the table
+    python -m benchmarks.pallas --table                                         the table alone
+
+FOLDER holds tpu-inference 0.32, unpacked (`pip download --no-deps tpu-inference==0.32.0`, then unzip); without it its rows are
+left out. Each row is compiled in a process of its own, with the batch's scalars built in, and kept in the JSON under its name,
+so that a run can be stopped and taken up again; our rows are done again when the kernels' sources have changed. The method is
+that of `attn aot` (`attn.jax._libtpu`); what an estimate means is said there.
+
+Floors: HBM and MXU as in `attn aot`. For prompts also those of the softmax, per score: one exponential (EUP, one slot), three
+vector operations (VALU: maximum, subtraction, sum; four slots), and, where keys lie on lanes, two reductions across them (XLU,
+two slots); 1,024 lanes a slot and cycle.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import importlib
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from collections.abc import Iterator, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks/results/pallas.json"
+CHIPS = ("v6e", "v5e", "v7x")
+PAGES = (128, 16, 64, 256)
+OURS = "attn"
+
+
+class Batch(NamedTuple):
+    """New tokens and lengths of the requests."""
+
+    query_lens: tuple[int, ...]
+    seq_lens: tuple[int, ...]
+
+
+BATCHES = {
+    "64q1s4k": Batch((1,) * 64, (4096,) * 64),
+    "16q1s32k": Batch((1,) * 16, (32768,) * 16),
+    "63q1s4k_1985s4k": Batch((1,) * 63 + (1985,), (4096,) * 64),
+    "2ks8k": Batch((2048,), (8192,)),
+    "2k": Batch((2048,), (2048,)),
+}
+
+
+class Row(NamedTuple):
+    """A kind of launch. `heads`: query, kv, size; `goals`: microseconds by (chip, page); `peers`: by their names here."""
+
+    name: str
+    kind: str  # paged, latent or dense
+    batch: str
+    heads: tuple[int, int, int]
+    peers: tuple[str, ...]
+    pages: tuple[int, ...] = PAGES
+    stored: str = "bfloat16"
+    window: int | None = None
+    sinks: bool = False
+    goals: dict[tuple[str, int], float] = {}
+
+
+RPA, RPA64, JAX = "rpa_v3", "rpa_v3_hd64", "jax_rpa"
+ROWS = (
+    Row("decode 64 x 4k", "paged", "64q1s4k", (32, 8, 128), (RPA, JAX), goals={("v6e", 128): 560}),
+    Row("mixed 63 + 1,985 at 4k", "paged", "63q1s4k_1985s4k", (32, 8, 128), (RPA, JAX), goals={("v6e", 128): 700}),
+    Row("prefill 2k at 8k", "paged", "2ks8k", (32, 8, 128), (RPA,), goals={("v6e", 128): 500, ("v5e", 128): 1400}),
+    Row("decode 64 x 4k, D 64, sinks", "paged", "64q1s4k", (64, 8, 64), (RPA64,), sinks=True, goals={("v6e", 128): 320}),
+    Row("decode 64 x 4k, D 64, sinks, window 128", "paged", "64q1s4k", (64, 8, 64), (RPA64,), (128,), window=128, sinks=True),
+    Row("prefill 2k at 8k, D 64, sinks", "paged", "2ks8k", (64, 8, 64), (RPA64,), (128,), sinks=True),
+    Row("decode 64 x 4k, e4m3", "paged", "64q1s4k", (32, 8, 128), (RPA,), stored="float8_e4m3fn", goals={("v6e", 128): 330}),
+    Row("decode 64 x 4k, int8", "paged", "64q1s4k", (32, 8, 128), (), (128,), stored="int8"),
+    Row(
+        "decode 64 x 4k, window 1,024", "paged", "64q1s4k", (32, 8, 128), (RPA,), (128,), window=1024, goals={("v6e", 128): 175}
+    ),
+    Row("decode 16 x 32k", "paged", "16q1s32k", (32, 8, 128), (RPA,)),
+    Row("prefill 2k at 8k, 64/8 heads", "paged", "2ks8k", (64, 8, 128), (RPA,), (128,)),
+    Row("dense causal 2k", "dense", "2k", (32, 8, 128), ("splash", "jax_flash", "tpuinf_flash"), (0,), goals={("v6e", 0): 75}),
+    Row("dense causal 2k, with gradient", "dense_backward", "2k", (32, 8, 128), (), (0,)),
+    Row("MLA decode 64 x 4k, 128 heads", "latent", "64q1s4k", (128, 1, 576), ("mla_v1",), (128,), goals={("v6e", 128): 250}),
+)
+#: Peers' figures that were measured by the same method before this script (TPU.md), in microseconds: used until a row is
+#: measured here. None: it does not compile with its default block sizes (VMEM).
+TPU_MD: dict[tuple[str, str, int, str], float | None] = {
+    ("decode 64 x 4k", "v5e", 128, RPA): 941, ("decode 64 x 4k", "v6e", 128, RPA): 565,
+    ("decode 64 x 4k", "v7x", 128, RPA): 283,
+    ("decode 64 x 4k", "v6e", 16, RPA): 605, ("decode 64 x 4k", "v6e", 64, RPA): 572, ("decode 64 x 4k", "v6e", 256, RPA): 562,
+    ("decode 64 x 4k", "v5e", 128, JAX): 1363, ("decode 64 x 4k", "v6e", 128, JAX): 852,
+    ("mixed 63 + 1,985 at 4k", "v5e", 128, RPA): 1745, ("mixed 63 + 1,985 at 4k", "v6e", 128, RPA): 1054,
+    ("mixed 63 + 1,985 at 4k", "v7x", 128, RPA): None, ("mixed 63 + 1,985 at 4k", "v6e", 128, JAX): 1673,
+    ("prefill 2k at 8k", "v5e", 128, RPA): 1664, ("prefill 2k at 8k", "v6e", 128, RPA): 1017,
+    ("prefill 2k at 8k", "v7x", 128, RPA): None, ("prefill 2k at 8k, 64/8 heads", "v6e", 128, RPA): 2028,
+    ("decode 64 x 4k, D 64, sinks", "v5e", 128, RPA64): 617, ("decode 64 x 4k, D 64, sinks", "v6e", 128, RPA64): 383,
+    ("decode 64 x 4k, e4m3", "v6e", 128, RPA): 572, ("decode 64 x 4k, e4m3", "v7x", 128, RPA): 387,
+    ("decode 64 x 4k, window 1,024", "v6e", 128, RPA): 566,
+    ("dense causal 2k", "v5e", 0, "splash"): 196, ("dense causal 2k", "v6e", 0, "splash"): 104,
+    ("dense causal 2k", "v5e", 0, "jax_flash"): 464, ("dense causal 2k", "v6e", 0, "jax_flash"): 275,
+    ("dense causal 2k", "v5e", 0, "tpuinf_flash"): 674, ("dense causal 2k", "v6e", 0, "tpuinf_flash"): 478,
+    ("MLA decode 64 x 4k, 128 heads", "v5e", 128, "mla_v1"): 935, ("MLA decode 64 x 4k, 128 heads", "v6e", 128, "mla_v1"): 450,
+    ("MLA decode 64 x 4k, 128 heads", "v7x", 128, "mla_v1"): 379,
+}  # fmt: skip
+FROM_WHEEL = (RPA, RPA64, "tpuinf_flash", "mla_v1")
+MAX_LEN = 32768  #: tokens that a block table has columns for
+
+
+# --- one row, in its own process ------------------------------------------------------------------------------------
+
+
+def measure(row: Row, chip: str, page: int, kernel: str, dump: str, peers: str) -> dict[str, Any]:
+    """The estimate of a row, in a process with libtpu's environment."""
+    from attn.jax import _libtpu, aot
+
+    own = kernel == OURS
+    program = ours(row, chip, page) if own else peer(row, chip, page, kernel, peers)
+    copies = not (own and chip in aot.KERNELS[OUR_KERNELS[row.kind]].no_copies)
+    with contextlib.nullcontext() if own else unsigned_division():
+        parts = _libtpu.estimate_program(program, chip, dump, copies)
+    return {
+        "us": round(sum(part["us"] for part in parts), 1),
+        **{name: sum(part[name] for part in parts) for name in ("cycles", "spills", "bundles")},
+        "vmem_mib": round(max(part["vmem"] for part in parts) / 2**20, 1),
+        "smem_kib": round(max(part["smem"] for part in parts) / 2**10, 1),
+        "copies": copies,
+    }
+
+
+OUR_KERNELS = {
+    "paged": "ragged_paged_attention",
+    "latent": "mla_attention",
+    "dense": "flash_attention",
+    "dense_backward": "flash_attention",
+}
+
+
+def ours(row: Row, chip: str, page: int) -> Any:
+    from attn.jax import aot
+
+    batch, (heads, kv_heads, size) = BATCHES[row.batch], row.heads
+    if row.kind == "latent":
+        return aot.latent(chip, *batch, heads, page, columns=MAX_LEN // page)
+    if row.kind.startswith("dense"):
+        lengths = (batch.query_lens[0], batch.seq_lens[0])
+        return aot.dense(chip, lengths, (heads, kv_heads), (size, size), backward=row.kind == "dense_backward")
+    window = (None if row.window is None else row.window - 1, None)
+    return aot.ragged(
+        chip, *batch, (heads, kv_heads), size, page, stored=row.stored, columns=MAX_LEN // page, window=window, sinks=row.sinks
+    )
+
+
+def peer(row: Row, chip: str, page: int, kernel: str, wheel: str) -> Any:
+    """A peer's program: its own block sizes, its own cache layout."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from attn.jax._libtpu import Program
+
+    generation = int(chip[1])
+    names = {5: "TPU v5e", 6: "TPU v6e", 7: "TPU v7"}
+    if kernel in FROM_WHEEL:
+        _without_vllm(wheel, names[generation])
+    batch, (heads, kv_heads, size) = BATCHES[row.batch], row.heads
+    requests, tokens = len(batch.query_lens), -(-sum(batch.query_lens) // 8) * 8
+    bf16, stored = jnp.dtype("bfloat16"), jnp.dtype(row.stored)
+
+    def shape(*extents: int, dtype: Any = bf16) -> Any:
+        return jax.ShapeDtypeStruct(extents, dtype)
+
+    def program(call: Any, arrays: Sequence[Any], known: Sequence[Any] = (), donated: tuple[int, ...] = ()) -> Any:
+        return Program(call, arrays, [np.asarray(x, np.int32) for x in known], donated, 0, 0, "bfloat16")
+
+    scale = size**-0.5
+    if row.kind == "dense":
+        return program(*_dense_peer(kernel, heads, kv_heads, size, batch.query_lens[0], shape, scale))
+    module = importlib.import_module(
+        {
+            RPA: "tpu_inference.kernels.ragged_paged_attention.v3.kernel",
+            RPA64: "tpu_inference.kernels.ragged_paged_attention.v3.kernel_hd64",
+            JAX: "jax.experimental.pallas.ops.tpu.ragged_paged_attention.kernel",
+            "mla_v1": "tpu_inference.kernels.mla.v1.kernel",
+        }[kernel]
+    )
+    for name in (module.__name__, *(n for n in sys.modules if "tuned_block_sizes" in n)):
+        for asked, answer in (("get_tpu_version", generation), ("get_device_name", names[generation])):
+            if hasattr(sys.modules[name], asked):
+                setattr(sys.modules[name], asked, lambda *args, answer=answer: answer)
+    function = module.mla_ragged_paged_attention if kernel == "mla_v1" else None
+    function = function or getattr(module, "ragged_paged_attention_hd64" if kernel == RPA64 else "ragged_paged_attention")
+    function = function.__wrapped__  # without its jit, so that what is known stays known
+    pages = sum(-(-length // page) for length in batch.seq_lens) + 8
+    columns = MAX_LEN // page
+    starts = np.concatenate([[0], np.cumsum(batch.query_lens)])
+    table = np.zeros((requests, columns), np.int32)
+    decodes = sum(n == 1 for n in batch.query_lens)
+    # how many of the requests are decodes, decodes and chunks, all: the peers want them in this order
+    kinds = [decodes, decodes, requests]
+    window = {"sliding_window": row.window}
+    vmem = _vmem(chip)
+    if kernel == JAX:
+        more = {
+            "vmem_limit_bytes": 60 << 20,
+            "num_kv_pages_per_block": max(1, 2048 // page),
+            "num_queries_per_block": min(32, tokens),
+        }
+        arrays = [shape(tokens, heads, size), shape(pages, page, 2 * kv_heads, size)]
+        known = [batch.seq_lens, table, starts, [requests]]
+        return program(lambda *a: function(*a, sm_scale=scale, **window, **more), arrays, known)
+    if kernel == "mla_v1":
+        more = {"num_kv_pages_per_block": max(1, 1024 // page), "num_queries_per_block": 4}
+        limit = (100 if chip != "v7x" else 60) << 20
+        cache = module.get_kv_cache_shape(pages, page, 640, bf16)
+        arrays = [shape(tokens, heads, 512), shape(tokens, heads, 64), shape(tokens, 512), shape(tokens, 64), shape(*cache)]
+        known = [batch.seq_lens, table.ravel(), starts, kinds]
+        return program(lambda *a: function(*a, sm_scale=0.1, vmem_limit_bytes=limit, **more), arrays, known)
+    more = {"k_scale": 1.0, "v_scale": 1.0} if stored.itemsize == 1 else {}
+    new = shape(tokens, kv_heads, size, dtype=stored)
+    cache = shape(*module.get_kv_cache_shape(pages, page, kv_heads, size, stored), dtype=stored)
+    arrays = [shape(tokens, heads, size), new, new, cache, *([shape(heads, dtype=jnp.float32)] if kernel == RPA64 else [])]
+    known = [batch.seq_lens, table.ravel(), starts, kinds]
+
+    def call(query: Any, key: Any, value: Any, cache: Any, *rest: Any) -> Any:
+        sinks, rest = (rest[:1], rest[1:]) if kernel == RPA64 else ((), rest)
+        return function(query, key, value, cache, *rest, *sinks, sm_scale=scale, vmem_limit_bytes=vmem, **window, **more)
+
+    return program(call, arrays, known)
+
+
+def _dense_peer(kernel: str, heads: int, kv_heads: int, size: int, rows: int, shape: Any, scale: float) -> tuple[Any, Any]:
+    import jax
+
+    if kernel == "splash":
+        base = "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_"
+        splash, masks = importlib.import_module(base + "kernel"), importlib.import_module(base + "mask")
+        mask = masks.MultiHeadMask([masks.CausalMask((rows, rows)) for _ in range(heads // kv_heads)])
+        sizes = splash.BlockSizes(block_q=512, block_kv=1024, block_kv_compute=512)
+
+        def call(q: Any, k: Any, v: Any) -> Any:
+            return jax.vmap(splash.make_splash_mqa_single_device(mask, block_sizes=sizes))(q, k, v)
+
+        return call, [shape(kv_heads, heads // kv_heads, rows, size), *[shape(kv_heads, rows, size)] * 2]
+    path = {
+        "jax_flash": "jax.experimental.pallas.ops.tpu.flash_attention",
+        "tpuinf_flash": "tpu_inference.kernels.flash_attention.kernel",
+    }
+    function = importlib.import_module(path[kernel]).flash_attention
+    return lambda q, k, v: function(q, k, v, causal=True, sm_scale=scale), [shape(1, heads, rows, size)] * 3
+
+
+@contextlib.contextmanager
+def unsigned_division() -> Iterator[None]:
+    """Peers divide int32 scalars with `//` and `%`, whose corrections for negative numbers hide loop bounds from the simulator,
+    which then counts a loop once. No number here is negative: within this, such divisions are unsigned ones, and shifts and
+    masks where they can be."""
+    import jax.numpy as jnp
+    from jax import lax
+    from jax._src import core
+
+    def scalar(x: Any) -> bool:
+        return getattr(x, "shape", None) == () and getattr(x, "dtype", None) == jnp.int32
+
+    def instead(name: str, operation: Any) -> tuple[Any, Any]:
+        found = vars(core.ShapedArray)[name]
+
+        def divide(x: Any, y: Any) -> Any:
+            if scalar(x) and isinstance(y, int) and y.bit_count() == 1:
+                return lax.shift_right_arithmetic(x, y.bit_length() - 1) if name == "_floordiv" else lax.bitwise_and(x, y - 1)
+            if scalar(x) and (isinstance(y, int) or scalar(y)):
+                return operation(jnp.asarray(x).astype(jnp.uint32), jnp.asarray(y).astype(jnp.uint32)).astype(jnp.int32)
+            return found.__func__(x, y)
+
+        return found, staticmethod(divide)
+
+    def unsigned(operation: Any) -> Any:
+        def divide(x: Any, y: Any) -> Any:
+            if scalar(x) or scalar(y):
+                return operation(jnp.asarray(x).astype(jnp.uint32), jnp.asarray(y).astype(jnp.uint32)).astype(jnp.int32)
+            return operation(x, y)
+
+        return divide
+
+    div, rem = lax.div, lax.rem
+    methods = {name: instead(name, operation) for name, operation in (("_floordiv", div), ("_mod", rem))}
+    for name, (_, new) in methods.items():
+        setattr(core.ShapedArray, name, new)
+    lax.div, lax.rem = unsigned(div), unsigned(rem)
+    try:
+        yield
+    finally:
+        lax.div, lax.rem = div, rem
+        for name, (old, _) in methods.items():
+            setattr(core.ShapedArray, name, old)
+
+
+def _vmem(chip: str) -> int:
+    """What pallas says the chip has, which the peers ask it for."""
+    import jax
+    from jax.experimental.pallas import tpu as pltpu
+
+    from attn.jax import _libtpu
+
+    with jax.sharding.use_abstract_mesh(_libtpu._mesh(chip).abstract_mesh):
+        return int(pltpu.get_tpu_info().vmem_capacity_bytes)
+
+
+def _without_vllm(wheel: str, device: str) -> None:
+    """tpu_inference's kernels without its package, which imports vLLM: the four helpers that they use of it."""
+    from jax._src import dtypes as jax_dtypes
+
+    class Logger(logging.Logger):
+        def info_once(self, *args: Any) -> None: ...
+
+        warning_once = debug_once = info_once
+
+    class Unset(types.ModuleType):
+        def __getattr__(self, name: str) -> None:
+            if name.startswith("__"):
+                raise AttributeError(name)
+
+    package = types.ModuleType("tpu_inference")
+    package.__path__ = [str(Path(wheel) / "tpu_inference")]
+    log, envs, utils = (
+        types.ModuleType("tpu_inference.logger"),
+        Unset("tpu_inference.envs"),
+        types.ModuleType("tpu_inference.utils"),
+    )
+    log.init_logger = Logger  # type: ignore[attr-defined]
+    vars(utils).update(
+        align_to=lambda x, a: -(-x // a) * a, get_device_name=lambda *args: device, TPU_HEAD_SIZE_ALIGNMENT=128,
+        get_dtype_packing=lambda dtype: 32 // jax_dtypes.itemsize_bits(dtype),
+    )  # fmt: skip
+    package.envs = envs  # type: ignore[attr-defined]
+    for module in (package, log, envs, utils):
+        sys.modules[module.__name__] = module
+
+
+# --- all of them ----------------------------------------------------------------------------------------------------
+
+
+def wanted(peers: bool) -> Iterator[tuple[Row, str, int, str]]:
+    """Everything to measure, the most telling first: page 128 on every chip, then the other pages."""
+    for rank in range(len(PAGES)):
+        for row in ROWS:
+            if rank < len(row.pages):
+                for chip in CHIPS:
+                    yield row, chip, row.pages[rank], OURS
+    if peers:
+        for rank in range(len(PAGES)):
+            for row in ROWS:
+                if rank < len(row.pages):
+                    for chip in CHIPS:
+                        for kernel in row.peers:
+                            yield row, chip, row.pages[rank], kernel
+
+
+def key_of(row: Row, chip: str, page: int, kernel: str) -> str:
+    return f"{row.name} | {chip} | {page} | {kernel}"
+
+
+def source() -> str:
+    """A digest of our TPU kernels."""
+    files = sorted((ROOT / "attn/jax/kernels/tpu").glob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:12]
+
+
+def run_one(row: Row, chip: str, page: int, kernel: str, args: argparse.Namespace) -> dict[str, Any]:
+    from attn.aot import _last_words, one_line
+    from attn.jax import _libtpu
+
+    with tempfile.TemporaryDirectory() as dump:
+        path = os.pathsep.join(x for x in (args.compilers, str(ROOT), os.environ.get("PYTHONPATH", "")) if x)
+        env = {**os.environ, **_libtpu.environment(chip, dump, estimate=True), "PYTHONPATH": path}
+        spec = json.dumps([row.name, chip, page, kernel, dump, args.peers])
+        begin = time.monotonic()
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "benchmarks.pallas", "--worker", spec],
+                env=env, cwd=ROOT, capture_output=True, text=True, timeout=args.seconds, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return {"error": f"not done within {args.seconds:g} s"}
+    told = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    made = json.loads(told[-1][7:]) if told else {"error": _last_words(done.stderr, done.returncode)}
+    if "error" in made:
+        made["error"] = one_line(made["error"])
+    return {**made, "seconds": round(time.monotonic() - begin, 1)}
+
+
+def work(spec: str) -> None:
+    name, chip, page, kernel, dump, peers = json.loads(spec)
+    (row,) = [row for row in ROWS if row.name == name]
+    try:
+        made = measure(row, chip, page, kernel, dump, peers)
+    except Exception as error:  # the compiler's verdict is part of the table
+        made = {"error": f"{type(error).__name__}: {error}"}
+    print("RESULT " + json.dumps(made), flush=True)
+
+
+def floors(row: Row, chip: str, page: int) -> dict[str, float]:
+    """Microseconds by each of the chip's limits; those of the softmax for prompts."""
+    from attn.jax import _libtpu, aot
+
+    program = ours(row, chip, page or 128)
+    found = program.floors(chip)
+    batch = BATCHES[row.batch]
+    if max(batch.query_lens) > 1:
+        flops, _ = aot.cost(*batch, num_heads=row.heads[0], head_size=1, window=(row.window and row.window - 1, None))
+        bundles = flops / 4 / 1024  # registers of scores
+        cycle = 1e-3 / _libtpu.CHIPS[chip].ghz
+        found |= {"eup_us": bundles * cycle, "valu_us": bundles * 3 / 4 * cycle, "xlu_us": bundles * 2 / 2 * cycle}
+    return found
+
+
+def table(rows: dict[str, Any]) -> str:
+    """Markdown: a line for each launch, chip and page that has a figure of ours."""
+    head = (
+        "launch", "chip", "page", "goal", "ours us", "spills", "HBM", "MXU", "VALU", "EUP", "XLU", "peers us (spills)",
+        "best peer / ours",
+    )  # fmt: skip
+    lines = [" | ".join(("", *head, "")).strip(), "|" + "---|" * len(head)]
+    for row in ROWS:
+        for chip in CHIPS:
+            for page in sorted(row.pages):
+                mine = rows.get(key_of(row, chip, page, OURS))
+                if mine is None:
+                    continue
+                told, best = [], math.inf
+                for kernel in row.peers:
+                    text, us = _peer_cell(rows, row, chip, page, kernel)
+                    told += [text] if text else []
+                    best = min(best, us)
+                us = mine.get("us")
+                goal = row.goals.get((chip, page))
+                shown = f"{us:.0f}{'' if mine['copies'] else ' (a)'}" if us else f"none: {mine['error'][:60]}"
+                limit = floors(row, chip, page)
+                cells = [
+                    f"{limit[name]:.0f}" if name in limit else ""
+                    for name in ("hbm_us", "mxu_us", "valu_us", "eup_us", "xlu_us")
+                ]
+                met = f"{goal:g} {'met' if us and us <= goal else 'missed'}" if goal else ""
+                ratio = f"{best / us:.2f}" if us and best < math.inf else ""
+                lines.append(
+                    f"| {row.name} | {chip} | {page or '–'} | {met} | {shown} | {mine.get('spills', '')} | "
+                    + " | ".join(cells) + f" | {'; '.join(told)} | {ratio} |"
+                )  # fmt: skip
+    lines += [
+        "",
+        "(a) without its copies, which v7x's simulator does not follow: the time to compute. (b) from TPU.md.",
+    ]
+    return "\n".join(lines)
+
+
+def _peer_cell(rows: dict[str, Any], row: Row, chip: str, page: int, kernel: str) -> tuple[str, float]:
+    made = rows.get(key_of(row, chip, page, kernel))
+    if made and "us" in made:
+        return f"{kernel} {made['us']:.0f} ({made['spills']})", made["us"]
+    known = TPU_MD.get((row.name, chip, page, kernel), 0)
+    if known:
+        return f"{kernel} {known:.0f} (b)", known
+    if made or known is None:
+        said = made["error"] if made else "VMEM overflow at its default block sizes (b)"
+        return f"{kernel}: {said[:60]}", math.inf
+    return "", math.inf
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Estimates of our TPU kernels and of the peers', by libtpu.")
+    parser.add_argument("--compilers", default=str(Path(sys.prefix) / "compilers"), help="folder with libtpu (%(default)s)")
+    parser.add_argument("--peers", default="", help="folder with tpu-inference, unpacked")
+    parser.add_argument("--only", action="append", default=[], help="rows whose key contains it; may be repeated (all must)")
+    parser.add_argument("--seconds", type=float, default=400, help="time limit of a row (%(default)g)")
+    parser.add_argument("--budget", type=float, default=math.inf, help="stop beginning rows after so many seconds")
+    parser.add_argument("--again", action="store_true", help="measure even what the JSON has")
+    parser.add_argument("--table", action="store_true", help="print the table and measure nothing")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        return work(args.worker)
+    stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": {}}
+    rows, digest, begin = stored["rows"], source(), time.monotonic()
+    for row, chip, page, kernel in wanted(bool(args.peers)):
+        key = key_of(row, chip, page, kernel)
+        known = rows.get(key)
+        stale = known is None or args.again or (kernel == OURS and known.get("source") != digest)
+        if args.table or not stale or not all(text in key for text in args.only) or time.monotonic() - begin > args.budget:
+            continue
+        made = run_one(row, chip, page, kernel, args)
+        made |= {"date": date.today().isoformat()} | ({"source": digest} if kernel == OURS else {})
+        print(f"{key}: {made.get('us', made.get('error'))} ({made.get('seconds')} s)", file=sys.stderr, flush=True)
+        # another run may have written meanwhile
+        stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": {}}
+        rows = stored["rows"]
+        rows[key] = made
+        about = {"libtpu": "0.0.51", "tpu-inference": "0.32.0", "method": "libtpu's static estimate, no TPU"}
+        RESULTS.write_text(json.dumps({**about, "jax": _version(), "rows": dict(sorted(rows.items()))}, indent=1) + "\n")
+    print(table(rows))
+
+
+def _version() -> str:
+    import jax
+
+    return str(jax.__version__)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,316 @@
+"""The dense TPU kernels in TPU interpret mode: the float64 oracle, gradients against the plain formula's (about 100 s).
+
+Races are watched and uninitialised memory is NaN. Blocks are small, so that a case has several groups and chunks.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental.pallas import tpu as pltpu
+
+import attn
+from attn import reference
+from attn.jax import functional
+from attn.jax.kernels.tpu import flash_attention as module
+from attn.jax.kernels.tpu._chips import CHIPS
+from attn.jax.kernels.tpu.flash_attention import BlockSizes, block_sizes_for, flash_attention, vmem_bytes
+
+BLOCKS = (BlockSizes(positions=128, units=2, chunk=128, keys=4096),) * 2
+#: relative norm of the error of a gradient
+GRADIENT_ERROR = {"float32": 1e-5, "bfloat16": 1e-2}
+
+
+def draw(shape: tuple[int, ...], rng: np.random.Generator, dtype: str, gain: float = 1.0) -> jax.Array:
+    return jnp.asarray(rng.standard_normal(shape, np.float32) * gain).astype(dtype)
+
+
+def tensors(
+    rows: int, keys: int, heads: tuple[int, int] = (4, 2), size: int = 64, value_size: int | None = None, batch: int = 1,
+    dtype: str = "bfloat16", gain: float = 1.0,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+    rng = np.random.default_rng(0)
+    return (
+        draw((batch, rows, heads[0], size), rng, dtype, gain),
+        draw((batch, keys, heads[1], size), rng, dtype),
+        draw((batch, keys, heads[1], value_size or size), rng, dtype),
+    )
+
+
+def interpreter(mode: str = "on_wait") -> pltpu.InterpretParams:
+    return pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode=mode)
+
+
+def split(rules: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(arrays, the rest)."""
+    found = {name: jnp.asarray(x) for name, x in rules.items() if isinstance(x, np.ndarray)}
+    return found, {name: x for name, x in rules.items() if name not in found}
+
+
+def by_sequence(q: Any, k: Any, rules: dict[str, Any]) -> list[tuple[int, int, Any]]:
+    """(sequence, its keys, its mask of segments) of a case."""
+    lens, of_rows = rules.get("kv_lens", [k.shape[1]] * q.shape[0]), rules.get("q_segment_ids")
+    if of_rows is None:
+        return [(b, int(lens[b]), None) for b in range(q.shape[0])]
+    of_keys = rules["kv_segment_ids"]
+    return [(b, int(lens[b]), of_rows[b][:, None] == of_keys[b][None, : int(lens[b])]) for b in range(q.shape[0])]
+
+
+def check(qkv: Any, blocks: Any = BLOCKS, mode: str = "on_wait", **rules: Any) -> None:
+    """out and lse against the oracle, the gradients of a random functional of both against the formula's."""
+    q, k, v = qkv
+    arrays, static = split(rules)
+    rng = np.random.default_rng(1)
+    weight = draw((*q.shape[:3], v.shape[3]), rng, "float32")
+    lse_weight = draw((q.shape[0], q.shape[2], q.shape[1]), rng, "float32")
+
+    def functional_of(out: jax.Array, lse: jax.Array) -> jax.Array:
+        return (out.astype(jnp.float32) * weight).sum() + (jnp.where(lse == -jnp.inf, 0, lse) * lse_weight).sum()
+
+    def ours(q: jax.Array, k: jax.Array, v: jax.Array, arrays: dict[str, jax.Array]) -> Any:
+        made = flash_attention(
+            q, k, v, return_lse=True, interpret=interpreter(mode), block_sizes=blocks, **arrays, **static
+        )  # fmt: skip
+        return functional_of(*made), made
+
+    def formula(q: jax.Array, k: jax.Array, v: jax.Array, arrays: dict[str, jax.Array]) -> Any:
+        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+        parts = []
+        for b, keys, mask in by_sequence(q, k, rules):
+            extras = {name: arrays[name] for name in ("sinks", "alibi_slopes") if name in arrays}
+            parts.append(attn.attention(
+                q[b], k[b, :keys], v[b, :keys], causal=static.get("causal", False), window=static.get("sliding_window"),
+                scale=static.get("scale"), logits_soft_cap=static.get("logits_soft_cap"), mask=mask, return_lse=True, **extras,
+            ))  # fmt: skip
+        return functional_of(*(jnp.stack(x) for x in zip(*parts, strict=True)))
+
+    # what only says who sees whom has no gradient, and slopes refuse one
+    learnt = {name: arrays[name] for name in ("sinks",) if name in arrays}
+    fixed = {name: x for name, x in arrays.items() if name not in learnt}
+    everything = (0, 1, 2, 3)
+    step = jax.grad(lambda q, k, v, learnt: ours(q, k, v, {**fixed, **learnt}), everything, has_aux=True)
+    got, (out, lse) = jax.jit(step)(q, k, v, learnt)
+    assert not interpret_pallas_call.races.races_found
+    want = jax.jit(jax.grad(lambda q, k, v, learnt: formula(q, k, v, {**fixed, **learnt}), everything))(q, k, v, learnt)
+    assert_close(qkv, np.asarray(out, np.float64), np.asarray(lse), rules)
+    for name, x, y in zip("qkv", got, want, strict=False):
+        assert relative(x, y) <= GRADIENT_ERROR[q.dtype.name], (name, relative(x, y))
+    if learnt:
+        assert relative(got[3]["sinks"], want[3]["sinks"]) <= GRADIENT_ERROR[q.dtype.name]
+
+
+def relative(x: jax.Array, y: jax.Array) -> float:
+    wide = np.asarray(y, np.float64)
+    return float(np.linalg.norm(np.asarray(x, np.float64) - wide) / (np.linalg.norm(wide) + 1e-30))
+
+
+def assert_close(qkv: tuple[jax.Array, ...], out: Any, lse: Any, rules: dict[str, Any]) -> None:
+    q, k, v = (np.asarray(x.astype(jnp.float32), np.float64) for x in qkv)
+    names = ("causal", "scale", "logits_soft_cap", "alibi_slopes", "sinks")
+    for b, keys, mask in by_sequence(q, k, rules):
+        want, want_lse = reference.attention(
+            q[b], k[b, :keys], v[b, :keys], window=rules.get("sliding_window") or (None, None), mask=mask,
+            **{name: rules[name] for name in names if name in rules},
+        )  # fmt: skip
+        np.testing.assert_array_equal(np.isnan(out[b]), np.isnan(want))
+        np.testing.assert_array_equal(np.isnan(lse[b]), np.isnan(want_lse))
+        error = np.sqrt(np.mean(np.nan_to_num(out[b] - want) ** 2, axis=-1))
+        size = np.sqrt(np.mean(np.nan_to_num(want) ** 2, axis=-1))
+        limit = 1e-5 if qkv[0].dtype == jnp.float32 else 2.0**-7
+        assert (error <= limit * (size + 1e-3)).all(), np.max(error / (size + 1e-3))
+        live = np.isfinite(want_lse)
+        np.testing.assert_array_equal(lse[b][~live], want_lse[~live])
+        np.testing.assert_allclose(lse[b][live], want_lse[live], atol=1e-4, rtol=1e-5)
+
+
+SLOPES = reference.alibi_slopes(4).astype(np.float32)
+SINKS = np.array([-1, 0, 3, 5], np.float32)
+SEGMENTS = np.sort(np.random.default_rng(0).integers(0, 3, (1, 260)), axis=1).astype(np.int32)
+
+CASES: dict[str, tuple[tuple[jax.Array, jax.Array, jax.Array], dict[str, Any]]] = {
+    "causal": (tensors(300, 300), {"causal": True}),
+    "eager": (tensors(130, 130, (2, 2), 192, 128), {"causal": True, "mode": "eager", "blocks": None}),
+    "own lengths": (
+        tensors(150, 333, (4, 1), 128, batch=2),
+        {"causal": True, "kv_lens": np.array([333, 170], np.int32), "sinks": SINKS},
+    ),
+    "rows before the keys, leaping scores": (tensors(230, 150, gain=60.0), {"causal": True}),
+    "window, soft cap": (tensors(270, 270, size=80), {"causal": True, "sliding_window": (70, None), "logits_soft_cap": 5.0}),
+    "window both ways": (tensors(200, 230, (6, 2), 96), {"sliding_window": (30, 9), "scale": 0.2}),
+    "float32": (tensors(200, 200, dtype="float32"), {"causal": True, "alibi_slopes": SLOPES, "sinks": SINKS}),
+    "alibi both ways": (tensors(140, 200, (4, 4)), {"alibi_slopes": SLOPES}),
+    "segments": (tensors(260, 260), {"causal": True, "q_segment_ids": SEGMENTS, "kv_segment_ids": SEGMENTS}),
+    "launches": (
+        tensors(150, 700),
+        {"kv_lens": np.array([650], np.int32), "sinks": SINKS, "blocks": (BLOCKS[0]._replace(keys=384),) * 2},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_the_oracle(name: str) -> None:
+    qkv, rules = CASES[name]
+    check(qkv, **rules)
+
+
+@functools.partial(jax.jit, static_argnames=("causal",))
+def interpreted(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool, **arrays: jax.Array) -> Any:
+    return flash_attention(
+        q, k, v, causal=causal, return_lse=True, interpret=interpreter(), block_sizes=BLOCKS, **arrays
+    )  # fmt: skip
+
+
+def test_nan_reaches_who_sees_it() -> None:
+    """NaN and infinities in keys and values, seen by some rows and behind the length: exactly the oracle's rows."""
+    q, k, v = tensors(150, 200, dtype="float32")
+    k = k.at[0, 120, 1, 3].set(jnp.nan).at[0, 190:].set(jnp.nan)
+    v = v.at[0, 100, 0, 5].set(jnp.nan).at[0, 110, 1, 2].set(jnp.inf).at[0, 190:].set(jnp.nan)
+    rules = {"causal": True, "kv_lens": np.array([190], np.int32)}
+    out, lse = interpreted(q, k, v, True, kv_lens=jnp.asarray(rules["kv_lens"]))
+    names = ("inf", np.isinf(np.asarray(out))), ("nan", np.isnan(np.asarray(out)))
+    assert all(found.any() for _, found in names)
+    finite = np.where(np.isinf(np.asarray(out)), 0, np.asarray(out))
+    want, want_lse = reference.attention(*(np.asarray(x[0, :190], np.float64) for x in (q, k, v)), causal=True)
+    np.testing.assert_array_equal(np.isnan(finite[0]), np.isnan(want))
+    np.testing.assert_array_equal(np.isinf(np.asarray(out)[0]), np.isinf(want))
+    np.testing.assert_array_equal(np.isnan(np.asarray(lse)[0]), np.isnan(want_lse))
+
+
+def test_gradients_do_not_meet_what_is_masked() -> None:
+    """What lies behind a sequence's length is NaN, and its gradient 0; the others are as without."""
+    q, k, v = tensors(140, 200, dtype="float32")
+    lens = jnp.array([170], jnp.int32)
+    step = jax.jit(jax.grad(lambda q, k, v: interpreted(q, k, v, True, kv_lens=lens)[0].sum(), (0, 1, 2)))
+    clean = step(q, k.at[:, 170:].set(0), v.at[:, 170:].set(0))
+    poisoned = step(q, k.at[:, 170:].set(jnp.nan), v.at[:, 170:].set(jnp.nan))
+    for x, y in zip(poisoned, clean, strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert not np.asarray(poisoned[1])[:, 170:].any()
+
+
+def test_finite_differences() -> None:
+    q, k, v = tensors(20, 24, (2, 1), dtype="float32")
+    direction = tensors(20, 24, (2, 1), dtype="float32", gain=0.5)
+
+    @jax.jit
+    def value(step: jax.Array) -> jax.Array:
+        moved = (x + step * dx[::-1] for x, dx in zip((q, k, v), direction, strict=True))
+        out, lse = flash_attention(*moved, causal=True, return_lse=True, interpret=interpreter())
+        return jnp.sin(out).sum() + jnp.cos(lse).sum()
+
+    slope = jax.grad(value)(jnp.float32(0.1))
+    h = 2e-2
+    by_differences = (8 * (value(0.1 + h) - value(0.1 - h)) - (value(0.1 + 2 * h) - value(0.1 - 2 * h))) / (12 * h)
+    np.testing.assert_allclose(slope, by_differences, rtol=2e-3)
+
+
+def test_training() -> None:
+    """A few steps of gradient descent on one attention layer: the loss falls, and is the formula's."""
+    rng = np.random.default_rng(0)
+    x, target = draw((2, 20, 32), rng, "float32"), draw((2, 20, 32), rng, "float32")
+    start = {name: draw((32, 32), rng, "float32", 32**-0.5) for name in ("q", "k", "v", "out")}
+
+    def losses(attend: Any) -> list[float]:
+        def loss(weights: dict[str, jax.Array]) -> jax.Array:
+            q, k, v = ((x @ weights[name]).reshape(2, 20, 2, 16) for name in ("q", "k", "v"))
+            return ((attend(q, k, v).reshape(2, 20, 32) @ weights["out"] - target) ** 2).mean()
+
+        step = jax.jit(jax.value_and_grad(loss))
+        weights, seen = start, []
+        for _ in range(4):
+            value, gradient = step(weights)
+            seen.append(float(value))
+            weights = jax.tree.map(lambda w, g: w - 2.0 * g, weights, gradient)
+        return seen
+
+    got = losses(functools.partial(flash_attention, causal=True, interpret=interpreter()))
+    want = losses(functools.partial(attn.attention, causal=True))
+    np.testing.assert_allclose(got, want, rtol=1e-4)
+    assert all(later < earlier for earlier, later in zip(got, got[1:], strict=False))
+
+
+def test_attention_on_a_tpu_comes_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`attn.attention` on jax arrays takes the kernel on a TPU where it has the rules, and else the formula."""
+    q, k, v = tensors(20, 20, dtype="float32")
+    want = attn.attention(q, k, v, causal=True, window=7)
+    calls = []
+
+    def spy(*args: Any, **kwargs: Any) -> Any:
+        calls.append(kwargs)
+        return flash_attention(*args, **kwargs)
+
+    monkeypatch.setattr(functional, "on_tpu", lambda x: True)
+    monkeypatch.setattr(module, "flash_attention", spy)
+    got = attn.attention(q, k, v, causal=True, window=7)
+    assert len(calls) == 1
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    attn.attention(q, k, v, causal=True, mask=jnp.ones((), bool))
+    attn.attention(*(x.astype(jnp.float16) for x in (q, k, v)))
+    assert len(calls) == 1
+
+
+def test_nothing_to_attend() -> None:
+    q, k, v = tensors(3, 0)
+    out, lse = flash_attention(q, k, v, return_lse=True, interpret=interpreter())
+    assert not np.asarray(out).any() and np.isneginf(np.asarray(lse)).all() and lse.shape == (1, 4, 3)
+    gradient = jax.grad(lambda q: flash_attention(q, k, v, interpret=interpreter()).sum().astype(jnp.float32))(q)
+    assert gradient.shape == q.shape and not np.asarray(gradient).any()
+
+
+def test_what_has_no_gradient_says_so() -> None:
+    q, k, v = tensors(4, 4)
+
+    def loss(q: jax.Array, slopes: jax.Array) -> jax.Array:
+        return flash_attention(q, k, v, alibi_slopes=slopes, interpret=interpreter()).astype(jnp.float32).sum()
+
+    slopes = jnp.asarray(SLOPES)
+    with pytest.raises(TypeError, match="alibi_slopes have no gradient"):
+        jax.eval_shape(jax.grad(loss, 1), q, slopes)
+    jax.eval_shape(jax.grad(loss), q, slopes)
+    with pytest.raises(TypeError, match="differentiable once"):
+        jax.eval_shape(jax.grad(lambda q: jax.grad(loss)(q, slopes).astype(jnp.float32).sum()), q)
+
+
+WRONG: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
+    "rank": (ValueError, r"must be \[B, S, H, D\]", {"q": (4, 4, 64)}),
+    "head sizes": (ValueError, "q and k in head size", {"k": (1, 4, 2, 32)}),
+    "keys": (ValueError, "k and v in keys", {"v": (1, 5, 2, 64)}),
+    "heads": (ValueError, "4 query heads must be a multiple of 3 kv heads", {"k": (1, 4, 3, 64), "v": (1, 4, 3, 64)}),
+    "dtype": (TypeError, "must be all bfloat16 or all float32", {"dtype": "float16"}),
+    "window": (ValueError, "each side must be None or at least 0", {"sliding_window": (-1, 0)}),
+    "soft cap": (ValueError, "logits_soft_cap=-1.0", {"logits_soft_cap": -1.0}),
+    "chip": (ValueError, "chip='v3' is unknown", {"chip": "v3"}),
+    "one segment": (ValueError, "give both or neither", {"q_segment_ids": np.zeros((1, 4), np.int32)}),
+    "sinks": (ValueError, r"sinks has shape \[3\]: must be \[4\]", {"sinks": np.zeros(3, np.float32)}),
+    "lens": (TypeError, "kv_lens has dtype float32: must be int32", {"kv_lens": np.zeros(1, np.float32)}),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_nonsense_is_refused(name: str) -> None:
+    error, text, changed = WRONG[name]
+    dtype = changed.get("dtype", "bfloat16")
+    shapes = {"q": (1, 4, 4, 64), "k": (1, 4, 2, 64), "v": (1, 4, 2, 64)}
+    qkv = [jnp.zeros(changed.get(n, shape), dtype) for n, shape in shapes.items()]
+    arguments = {n: x for n, x in changed.items() if n not in ("q", "k", "v", "dtype")}
+    with pytest.raises(error, match=text):
+        flash_attention(*qkv, **arguments)
+
+
+def test_the_rule_of_block_sizes() -> None:
+    """On every chip and at every length, blocks leave a quarter of VMEM to what the compiler spills."""
+    for chip, limits in CHIPS.items():
+        for heads in (1, 3, 4, 7):
+            for size, value_size in ((64, 64), (128, 128), (192, 128), (256, 256)):
+                for itemsize, backward in ((2, False), (2, True), (4, False), (4, True)):
+                    sizes = block_sizes_for(
+                        chip, heads=heads, rows=1 << 16, num_keys=1 << 16, head_size=size, value_size=value_size,
+                        itemsize=itemsize, backward=backward,
+                    )  # fmt: skip
+                    held = vmem_bytes(sizes, heads, size, value_size, itemsize, backward)
+                    assert held <= limits.vmem * 3 // 4, (chip, heads, size, itemsize, sizes)
+                    assert sizes.keys % sizes.chunk == 0 and sizes.positions in (128, 256)

@@ -1,0 +1,136 @@
+"""PALLAS_MLA and its TPU kernel in TPU interpret mode against the float64 oracle: races watched, uninitialised memory NaN
+(about 35 s).
+
+Every slot of the cache that no request owns is NaN before the launch, and so are the slots that it is to write.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
+from jax.experimental.pallas import tpu as pltpu
+
+from attn.jax.backends import pallas_mla
+from attn.jax.kernels.tpu import mla_attention as kernel
+from attn.jax.kernels.tpu._chips import CHIPS
+from attn.jax.kernels.tpu.mla_attention import Blocks, blocks_for
+
+#: decode over two kv blocks; a short chunk; a prefill over several; a request without rows; a decode within a block
+LENS = (1, 5, 20, 0, 1), (70, 33, 80, 20, 16)
+DECODES = (1, 1, 1), (70, 64, 3)
+BLOCKS = Blocks(kv_block=64, large=8, key_tile=32, row_tile=32, slots=3)
+WIDE = (144, 16, 24, 20)  #: values of two registers' lanes, rows of two as well
+
+CASES: dict[str, dict[str, Any]] = {
+    "float32": {"mode": "eager"},
+    "bfloat16": {"dtype": "bfloat16", "heads": 16, "blocks": BLOCKS._replace(large=4), "dims": WIDE},
+    "six heads": {"dtype": "bfloat16", "heads": 6, "page": 32, "causal": False},
+    "fp8": {"kv_cache_dtype": "fp8_e5m2", "k_scale": 0.5, "dtype": "bfloat16", "page": 32, "mode": "eager"},
+    "fp8 by hand": {
+        "kv_cache_dtype": "fp8", "k_scale": 0.02, "dtype": "bfloat16", "heads": 16, "page": 32, "chip": "v6e",
+        "blocks": BLOCKS._replace(large=2),
+    },
+    "decode": {"lens": DECODES, "heads": 16, "dtype": "bfloat16", "blocks": BLOCKS._replace(large=0)},
+    "deepseek": {
+        "lens": ((4, 4), (40, 21)), "heads": 16, "dtype": "bfloat16", "dims": (512, 64, 128, 128),
+        "blocks": BLOCKS._replace(large=4, row_tile=64),
+    },
+}  # fmt: skip
+
+
+def make(make_mla: Any, lens: Any = LENS, **more: Any) -> Any:
+    return make_mla(*lens, backend="PALLAS_MLA", **more)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """launched(blocks, mode, chip): the backend's kernel runs so."""
+
+    def run(blocks: Blocks = BLOCKS, mode: str = "on_wait", chip: str = "v5e") -> None:
+        interpret = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode=mode)
+        step = functools.partial(kernel.mla_attention, blocks=blocks, interpret=interpret, chip=chip)
+        static = ("scale", "max_query_len", "causal", "return_lse")
+        monkeypatch.setattr(pallas_mla, "_attend", jax.jit(step, static_argnames=static))
+
+    return run
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_against_the_oracle(make_mla: Any, launched: Any, name: str) -> None:
+    case = dict(CASES[name])
+    launched(**{key: case.pop(key) for key in ("blocks", "mode", "chip") if key in case})
+    batch = make(make_mla, **case)
+    got, cache = batch.layer(*batch.arguments())
+    assert not interpret_pallas_call.races.races_found
+    batch.check(got, cache)
+
+
+def test_nan_reaches_the_rows_that_see_it(make_mla: Any, launched: Any) -> None:
+    launched()
+    batch = make(make_mla, ((5, 1), (20, 9)))
+    batch.kv_c[2, 3], batch.kv_c[4, 5] = np.nan, np.inf
+    (out, _), _ = batch.layer(*batch.arguments())
+    lost = ~np.isfinite(np.asarray(out[:6])).all(axis=(1, 2))
+    np.testing.assert_array_equal(lost, [False, False, True, True, True, False])
+
+
+def test_nothing_is_written_without_new_rows(make_mla: Any, launched: Any) -> None:
+    """A layer that shares another's cache; and rows held back by a slot of -1."""
+    launched()
+    batch = make(make_mla)
+    q, kv_c, k_pe, cache, metadata = batch.arguments()
+    got, written = batch.layer(q, kv_c, k_pe, cache, metadata)
+    again, kept = batch.layer(q, None, None, written, metadata)
+    np.testing.assert_array_equal(kept, written)
+    np.testing.assert_array_equal(again[0], got[0])
+
+
+def test_the_defaults_run(make_mla: Any) -> None:
+    """No chip, no blocks: the interpreter with the rule's sizes."""
+    batch = make(make_mla, ((1, 3), (20, 9)))
+    batch.check(*batch.layer(*batch.arguments()))
+
+
+def test_what_is_planted_is_caught(make_mla: Any, launched: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy that is not waited for is a race, or NaN; a block id out of bounds raises."""
+    real = kernel._plan.make
+
+    def astray(*args: Any, **kwargs: Any) -> Any:
+        plan = real(*args, **kwargs)
+        return plan._replace(items=plan.items.at[0].add(4))  # the first item reads past its request's used columns
+
+    launched(BLOCKS._replace(large=0))
+    batch = make(make_mla, DECODES)
+    batch.common.block_table[0, -1] = 10**6
+    monkeypatch.setattr(kernel._plan, "make", astray)
+    bad = batch.layer.backend.get_builder_cls()(batch.layer.kv_cache_spec).build(0, batch.common, fast_build=True)
+    with pytest.raises(Exception, match="(?i)out.of.bounds"):
+        batch.layer(*batch.arguments()[:4], bad)
+
+
+def test_the_rule_of_block_sizes() -> None:
+    """Every chip's default fits its memory, pages divide blocks and row tiles items."""
+    for chip, limits in CHIPS.items():
+        for heads in (16, 32, 64, 128):
+            for page in (16, 256):
+                blocks = blocks_for(chip, heads=heads, page=page, columns=4096 // page, align=1, max_query_len=4096)
+                assert blocks.slots * blocks.kv_block * 640 * 2 < limits.vmem // 2 or chip == "v4"
+                assert blocks.kv_block % page == 0 and blocks.kv_block % blocks.key_tile == 0
+                assert blocks.large * heads % blocks.row_tile == 0
+    with pytest.raises(ValueError, match="chip='v3' is unknown"):
+        blocks_for("v3", heads=16, page=16, columns=1, align=1, max_query_len=1)
+
+
+def test_tables_that_overflow_smem() -> None:
+    with pytest.raises(ValueError, match="bytes of SMEM"):
+        jax.eval_shape(
+            lambda q, pe, kv, starts, lens, table, slots: kernel.mla_attention(
+                q, pe, None, None, kv, starts, lens, table, slots, scale=1.0, chip="v6e", max_query_len=1
+            ),
+            *(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((256, 16, 512), (256, 16, 64), (9, 16, 640))),
+            *(jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((257,), (256,), (256, 2048), (256,))),
+        )

@@ -1,0 +1,169 @@
+"""XLA_MLA against the float64 oracle: cache formats, buckets, expanded prompts, ranks of a context-parallel group (about
+20 s)."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from attn import distributed, reference
+from attn.distributed import DCPGroup
+from attn.errors import DTypeError, MetadataError, ShapeError, UnsupportedError
+from attn.jax import MLAAttention, merge_attn_states
+from attn.jax.backends import _mla
+from attn.jax.kernels import xla_mla
+
+DEEPSEEK = (512, 64, 128, 128)
+FORMATS = {
+    "float32": {},
+    "bfloat16": {"dtype": "bfloat16", "heads": 16},
+    "float32 over bfloat16": {"kv_cache_dtype": "bfloat16"},
+    "fp8": {"dtype": "bfloat16", "kv_cache_dtype": "fp8", "k_scale": 0.02},
+    "e5m2": {"kv_cache_dtype": "fp8_e5m2", "k_scale": 0.5},
+    "fp8_ds_mla": {"dims": DEEPSEEK, "kv_cache_dtype": "fp8_ds_mla"},
+    "non_causal": {"causal": False},
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_against_the_oracle(make_mla: Any, name: str) -> None:
+    """A mixed batch: decodes, a chunk, a prefill, no rows, more rows than keys; the donated cache keeps its memory."""
+    batch = make_mla(**FORMATS[name])
+    arguments = batch.arguments()
+    where = arguments[3].unsafe_buffer_pointer()
+    got, cache = jax.jit(batch.layer.__call__, donate_argnums=3)(*arguments)
+    assert arguments[3].is_deleted()
+    assert name != "float32" or cache.unsafe_buffer_pointer() == where
+    batch.check(got, cache)
+
+
+def test_the_packed_row_byte_for_byte() -> None:
+    rng = np.random.default_rng(0)
+    kv_c = rng.standard_normal((40, 512), np.float32) * np.exp(5 * rng.standard_normal((40, 1), np.float32))
+    kv_c[3], kv_c[4, :128], kv_c[5, 7] = 0, 1e-30, np.nan
+    kv_c[20:] = kv_c[20:].astype(jnp.bfloat16)  # few digits, so many ties
+    k_pe = rng.standard_normal((40, 64), np.float32)
+    for ue8m0 in (False, True):
+        want = reference.pack_fp8_ds_mla(kv_c, k_pe, ue8m0=ue8m0)
+        got = jax.jit(xla_mla.pack_fp8_ds_mla, static_argnames="ue8m0")(kv_c, k_pe, ue8m0=ue8m0)
+        np.testing.assert_array_equal(got, want)
+        for mine, theirs in zip(xla_mla.unpack_fp8_ds_mla(got), reference.unpack_fp8_ds_mla(want), strict=True):
+            np.testing.assert_array_equal(mine, theirs.astype(np.float32))
+
+
+def test_nan_reaches_the_rows_that_see_it(make_mla: Any) -> None:
+    batch = make_mla((4, 1), (10, 9))
+    batch.kv_c[1, 3] = np.nan  # the second new token of the first request
+    (out, _), _ = batch.layer(*batch.arguments())
+    lost = np.isnan(np.asarray(out[:5])).any(axis=(1, 2))
+    np.testing.assert_array_equal(lost, [False, True, True, True, False])
+
+
+def test_expanded_prompts(make_mla: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long prompts beside decodes, with and without context, which comes in several turns of the workspace."""
+    monkeypatch.setattr(_mla, "WORKSPACE", 64)
+    lens = (1, 80, 0, 90, 75, 5), (33, 80, 9, 100, 200, 40)
+    batch = make_mla(*lens, kv_cache_dtype="fp8", k_scale=0.02)
+    assert batch.layer.impl.expand_from == 71 and batch.layer.impl.expands(batch.metadata)
+    got, cache = jax.jit(batch.layer.__call__)(*batch.arguments())
+    batch.check(got, cache)
+    batch = make_mla((1, 75), (20, 90), options={"prefill_backend": "PALLAS"}, heads=2)
+    batch.check(*jax.jit(batch.layer.__call__)(*batch.arguments()))
+    batch = make_mla(*lens, options={"prefill_backend": "NOBODY"})
+    with pytest.raises(ValueError, match="NOBODY"):
+        batch.layer(*batch.arguments())
+
+
+def test_nothing_is_written_without_new_rows(make_mla: Any) -> None:
+    batch = make_mla()
+    q, kv_c, k_pe, cache, metadata = batch.arguments()
+    got, written = batch.layer(q, kv_c, k_pe, cache, metadata)
+    again, kept = batch.layer(q, None, None, written, metadata)
+    np.testing.assert_array_equal(kept, written)
+    np.testing.assert_array_equal(again[0], got[0])
+
+
+@pytest.mark.parametrize("interleave", [1, 4])
+def test_ranks_of_a_context_parallel_group(make_mla: Any, interleave: int) -> None:
+    """Each rank's cache holds its own tokens; the ranks' states merge to the whole, drafts of several tokens included."""
+    whole = make_mla((1, 3, 1, 2), (33, 18, 1, 40))
+    got, cache = whole.layer(*whole.arguments())
+    rows, size, page = whole.rows_of(cache), 2, whole.page
+    parts = []
+    try:
+        for rank in range(size):
+            distributed.set_dcp_group(DCPGroup(size, rank, interleave))
+            layer = MLAAttention(4, 32, 24, 16, 20, jnp.asarray(whole.w), block_size=page)
+            assert layer.impl.need_to_return_lse_for_decode
+            mine = [np.arange(length)[np.arange(length) // interleave % size == rank] for length in whole.seq_lens]
+            slots = [page * 4 * r + np.arange(len(positions)) for r, positions in enumerate(mine)]
+            content = np.full((16 * page, 48), np.nan, np.float32)
+            written = []
+            for r, positions in enumerate(mine):
+                content[slots[r]] = rows[whole.slots_of(r)[positions]]
+                new = np.arange(whole.seq_lens[r] - whole.query_lens[r], whole.seq_lens[r])
+                at = {int(p): int(s) for p, s in zip(positions, slots[r], strict=True)}
+                written += [at.get(int(p), -1) for p in new]
+            content[[s for s in written if s >= 0]] = np.nan
+            batch = whole.common.replace(
+                block_table=np.arange(16, dtype=np.int32).reshape(4, 4), slot_mapping=np.array(written),
+                dcp_local_seq_lens=np.array([len(m) for m in mine], np.int32),
+            )  # fmt: skip
+            metadata = layer.backend.get_builder_cls()(layer.kv_cache_spec).build(0, batch)
+            pad = [metadata.pad(x) for x in (whole.q, whole.kv_c, whole.k_pe)]
+            part, after = layer(*pad, jnp.asarray(content.reshape(16, page, 48)), metadata)
+            parts.append(part)
+            np.testing.assert_array_equal(
+                np.asarray(after).reshape(-1, 48)[slots[1]], rows[whole.slots_of(1)[mine[1]]].astype(np.float32)
+            )
+    finally:
+        distributed.set_dcp_group(None)
+    out, lse = merge_attn_states([out for out, _ in parts], [lse for _, lse in parts])
+    np.testing.assert_allclose(out[:7], got[0][:7], atol=1e-5)
+    np.testing.assert_allclose(lse[:, :7], got[1][:, :7], atol=1e-5)
+
+
+def test_what_is_refused(make_mla: Any) -> None:
+    batch = make_mla()
+    layer, (q, kv_c, k_pe, cache, metadata) = batch.layer, batch.arguments()
+    w = {"w_uk": jnp.zeros((32, 4, 24)), "w_uv": jnp.zeros((32, 4, 20))}
+    calls = {
+        "q has shape": (ShapeError, (q[:, :3], kv_c, k_pe, cache, metadata)),
+        "kv_c_normed has shape": (ShapeError, (q, kv_c[:, :8], k_pe, cache, metadata)),
+        "pass both, or neither": (ShapeError, (q, None, k_pe, cache, metadata)),
+        "rows: must be": (ShapeError, (q[:8], kv_c, k_pe, cache, metadata)),
+        "rows of 48|rows of 64": (ShapeError, (q, kv_c, k_pe, jnp.zeros((9, 16, 64)), metadata)),
+        "blocks of 8 tokens": (ShapeError, (q, kv_c, k_pe, jnp.zeros((9, 8, 48)), metadata)),
+        "kv_cache has dtype bfloat16": (DTypeError, (q, kv_c, k_pe, cache.astype(jnp.bfloat16), metadata)),
+        "k_pe has dtype": (DTypeError, (q, kv_c, k_pe.astype(jnp.bfloat16), cache, metadata)),
+        "must be a jax.Array": (TypeError, (q, kv_c, k_pe, None, metadata)),
+        "attn_metadata is a": (TypeError, (q, kv_c, k_pe, cache, batch.common)),
+    }
+    for words, (error, arguments) in calls.items():
+        with pytest.raises(error, match=words):
+            layer(*arguments)
+    with pytest.raises(ShapeError, match="w_uv has shape"):
+        layer.impl.apply(q, kv_c, k_pe, cache, metadata, **{**w, "w_uv": w["w_uk"]})
+    with pytest.raises(UnsupportedError, match="int8"):
+        make_mla(kv_cache_dtype="int8")
+    with pytest.raises(ShapeError, match="fp8_ds_mla needs"):
+        make_mla(kv_cache_dtype="fp8_ds_mla")
+    with pytest.raises(MetadataError, match="NumPy mirrors"):
+        distributed.set_dcp_group(DCPGroup(2, 0))
+        try:
+            dcp = batch.common.replace(
+                query_start_loc=jnp.asarray(batch.common.query_start_loc), query_start_loc_cpu=None,
+                dcp_local_seq_lens=batch.common.seq_lens,
+            )  # fmt: skip
+            layer.backend.get_builder_cls()(layer.kv_cache_spec).build(0, dcp)
+        finally:
+            distributed.set_dcp_group(None)
+
+
+def test_a_profiling_run(make_mla: Any) -> None:
+    batch = make_mla()
+    q, kv_c, k_pe, cache, _ = batch.arguments()
+    out, kept = batch.layer(q, kv_c, k_pe, cache, None)
+    assert out.shape == (q.shape[0], 4, 20) and not out.any() and kept is cache

@@ -1,0 +1,208 @@
+"""The TPU kernels under the real TPU compiler, without a TPU (about 50 s of one core a chip), and the tools for it.
+
+libtpu comes from PYTHONPATH or from the environment's folder `compilers` (`make compilers`); without it these are skipped.
+"""
+
+import functools
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from attn import aot
+from attn.capabilities import Device, Feature, Request
+from attn.errors import BackendLoadError
+from attn.jax import _libtpu
+from attn.jax import aot as wing
+from attn.jax.backends.pallas import PallasAttentionBackend
+from attn.jax.backends.pallas_mla import PallasMLABackend
+from attn.jax.kernels.tpu import _chips
+
+TARGETS = [name for name in aot.TARGETS if name.startswith("tpu-")]
+
+
+@functools.cache
+def libtpu() -> str:
+    """The folder to put on the path; skips the test when there is none."""
+    try:
+        return aot.compiler_path("tpu-v5e")
+    except BackendLoadError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_subset_of_the_grid_compiles(target):
+    libtpu()
+    cases = [case for case in aot.cases(target) if case.subset]
+    assert {case.kernel for case in cases} == set(wing.KERNELS)
+    rows = aot.compile_cases(target, cases)
+    assert [f"{row.label}: {row.reason}" for row in rows if row.status != "compiled"] == []
+    chip = _chips.CHIPS[target.removeprefix("tpu-")]
+    for row in rows:
+        assert row.parts and row.figures["hbm_us"] > 0 and row.figures["mxu_us"] > 0
+        for part in row.parts:
+            assert 0 < part["vmem"] <= chip.vmem and 0 <= part["smem"] <= chip.smem and part["bundles"] > 0
+    # a case or two may lie beyond the simulator; that says so, and the others have their figures
+    estimated = [row for row in rows if all("us" in part for part in row.parts)]
+    assert len(estimated) >= len(rows) - 2
+    assert all(any(note.startswith("no estimate: ") for note in row.notes) for row in rows if row not in estimated)
+    assert all(row.figures["ratio"] > 0 for row in estimated)
+
+
+SCRIPT = """
+import json, os, sys
+dump = sys.argv[1]
+from attn.jax import _libtpu
+os.environ.update(_libtpu.environment("v6e", dump, estimate=True))
+import jax, jax.numpy as jnp, numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+def program(times, rows):
+    def body(count, x, out, kept):
+        kept[...] = x[...]
+        def step(i, _):
+            kept[...] = kept[...] * 2 + 1
+        lax.fori_loop(0, count[0], step, None)
+        out[...] = kept[...]
+    def call(x, count):
+        return pl.pallas_call(
+            body,
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=1, grid=(1,), in_specs=[pl.BlockSpec(memory_space=pltpu.VMEM)],
+                out_specs=pl.BlockSpec(memory_space=pltpu.VMEM), scratch_shapes=[pltpu.VMEM(x.shape, x.dtype)]),
+            out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), name="doubling",
+            compiler_params=pltpu.CompilerParams(vmem_limit_bytes=64 << 20),
+        )(count + 1, x)
+    shape = jax.ShapeDtypeStruct((rows, 128), jnp.float32)
+    return _libtpu.Program(call, [shape], [np.array([times], np.int32)], (), 0.0, 0.0, "float32")
+
+told = {}
+for times in (3, 103):
+    (part,) = _libtpu.estimate_program(program(times, 64), "v6e", dump)
+    told[times] = part["cycles"]
+(told["whole"],) = _libtpu.compile_program(program(3, 64), "v6e", dump)
+try:
+    _libtpu.compile_program(program(3, 1 << 17), "v6e", dump)
+except _libtpu.CompileError as error:
+    told["refused"] = str(error)
+print(json.dumps(told))
+"""
+
+
+def test_estimates_follow_the_batch_and_refusals_are_the_compilers_own(tmp_path):
+    path = os.pathsep.join(x for x in (libtpu(), os.environ.get("PYTHONPATH", ""), os.getcwd()) if x)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    per_step = (told["103"] - told["3"]) / 100
+    assert 8 <= per_step <= 100  # eight registers are read, changed and written
+    assert told["whole"]["name"] == "doubling" and told["whole"]["vmem"] >= 64 * 128 * 4
+    assert told["whole"]["slots"]["VALU"] > 0
+    assert "vmem" in told["refused"].lower() and "\n" not in told["refused"]
+
+
+# what needs no compiler
+
+
+def test_launches_know_the_scalars_that_the_batch_decides():
+    def body(count, x, out):
+        out[...] = x[...] * count[1]
+
+    def call(x, lens):
+        made = pl.pallas_call(
+            body,
+            grid_spec=pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=1, grid=(lens.sum() // lens.sum(),)),
+            out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+            input_output_aliases={1: 0},
+            name="scaled",
+            interpret=True,
+        )(jnp.cumsum(lens, dtype=jnp.int32), x * 2)
+        return made + 1
+
+    x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
+    (launch,) = _libtpu.launches(call, [x], [np.array([3, 4], np.int32)])
+    assert launch.name == "scaled" and launch.donated == (1,)
+    assert [(s.shape, s.dtype) for s in launch.operands] == [((2,), jnp.int32), ((8, 128), jnp.float32)]
+    assert pl.pallas_call.__module__.startswith("jax")  # put back
+
+
+def test_operations_of_a_kernel_are_found_by_its_name():
+    assert all(_libtpu._is(op, "flash") for op in ("flash", "flash.1", "jvp_flash_.12", "transpose_jvp_flash__.1"))
+    assert not any(_libtpu._is(op, "flash") for op in ("flash_backward.1", "flash_fusion", "my_flash.1"))
+    made = _libtpu._named([("flash", {"us": 1}), ("merge", {"us": 2}), ("flash", {"us": 3})])
+    assert [part["name"] for part in made] == ["flash 1", "merge", "flash 2"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "size", "features"), [(PallasAttentionBackend, 128, ()), (PallasMLABackend, 576, (Feature.MLA,))]
+)
+def test_pages_that_are_no_whole_tiles_are_refused_on_a_tpu(backend, size, features):
+    """What the compiler cannot address; an interpreter can."""
+    request = Request(size, "bfloat16", "fp8", 16, features=frozenset(features))
+    (why,) = backend.why_not(request, Device("jax", "tpu", arch="v6e"))
+    assert why == "block_size=16 with kv_cache_dtype=fp8 on a TPU (supports multiples of 32)"
+    assert backend.why_not(request, Device("jax", "cpu", arch="x86_64")) == []
+    for changed in ({"block_size": 32}, {"kv_cache_dtype": "auto"}):
+        assert backend.why_not(replace(request, **changed), Device("jax", "tpu", arch="v6e")) == []
+
+
+def test_static_figures_of_a_dump():
+    allocations = """
+  #allocation0 [shape = 'u32[]', space=smem, size = 0x4, offset = 0x4, fixed_abs, tag = 'constant']
+  #allocation2 [shape = 'u32[144,128]{1,0:T(1,128)}', space=vmem, size = 0x12000, scoped, tag = 'internal scratch']
+  #allocation16 [shape = 'u8[512]{0}', space=smem, size = 0x200, scoped, tag = 'prefetched SMEM operand 0']
+  #allocation65_spill [shape = 'u8[4096]{0}', space=vmem, size = 0x1000, scoped, tag = 'register spill']
+"""
+    utilisation = "== CAPACITY:\nMATMUL, VALU\n2 4\n== UTILIZATION:\n0 3\n1 4\n0 0\n"
+    figures = _libtpu.static_figures({"post-ra": allocations, _libtpu._UTILISATION: utilisation})
+    assert figures == {
+        "vmem": 0x13000, "smem": 0x200, "spills": 1, "scalar_spills": 0, "bundles": 3, "slots": {"MATMUL": 1, "VALU": 7},
+    }  # fmt: skip
+
+
+def test_floors_are_those_of_the_peers_table():
+    """The figures of v6e at 32/8 heads of 128: decode of 64 requests of 4k, and 2k new tokens at 8k."""
+    decode = wing.ragged("v6e", [1] * 64, [4096] * 64, (32, 8), 128, 128, columns=32)
+    assert decode.floors("v6e")["hbm_us"] == pytest.approx(655, abs=1)
+    window = wing.ragged("v6e", [1] * 64, [4096] * 64, (32, 8), 128, 128, columns=32, window=(1023, None))
+    assert window.floors("v6e")["hbm_us"] == pytest.approx(164, abs=1)
+    prefill = wing.ragged("v6e", [2048], [8192], (32, 8), 128, 128, columns=64)
+    assert prefill.floors("v6e")["mxu_us"] == pytest.approx(262, abs=1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "scores", "rows"),
+    [
+        ({"query_lens": [2], "seq_lens": [5]}, 4 + 5, 5),
+        ({"query_lens": [2], "seq_lens": [5], "causal": False}, 10, 5),
+        ({"query_lens": [2], "seq_lens": [5], "window": (1, None)}, 4, 3),
+        ({"query_lens": [2, 1], "seq_lens": [5, 9], "window": (1, 1), "causal": False}, 3 + 2 + 2, 3 + 2),
+    ],
+)
+def test_cost_counts_what_is_visible(arguments, scores, rows):
+    assert wing.cost(**arguments, num_heads=3, head_size=8) == (2 * 3 * 16 * scores, rows)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_grid_meets_every_head_size_block_size_and_dtype(target):
+    for kernel in wing.KERNELS.values():
+        assert all(len(values) > 1 for values in kernel.axes.values())
+    axes = wing.KERNELS["ragged_paged_attention"].axes
+    choices = [case.choice for case in aot.cases(target) if case.kernel == "ragged_paged_attention"]
+    for axis in ("block_size", "dtype", "kv", "mask", "soft_cap", "alibi", "sinks", "lse", "kv_sharing"):
+        met = {(choice["head_size"], choice[axis]) for choice in choices}
+        assert met == {(size, value) for size in axes["head_size"] for value in axes[axis]}

@@ -1,0 +1,42 @@
+"""The conformance suite on PALLAS in TPU interpret mode: races, uninitialised memory and bounds watched (about 6 minutes).
+
+Compiling the interpreted programs is what takes the time, so a test is all cases of one program; the runner of
+`attn.jax.testing` says which of the two ways to execute DMAs a case is held to.
+"""
+
+from typing import Any
+
+import jax
+import pytest
+
+from attn.jax.backends.pallas import PallasAttentionBackend
+from attn.jax.testing import Runner
+from attn.testing import Case, cases_for, draw, run_case
+from attn.testing.suite import program_of
+
+
+def _programs() -> list[Any]:
+    """The cases, refusals apart, by the program that they need."""
+    found: dict[object, list[Case]] = {}
+    for case in cases_for(PallasAttentionBackend):
+        key = "refusals" if case.check.startswith("refusal") else program_of(case)
+        found.setdefault(key, []).append(case)
+    return [pytest.param(cases, id=f"{cases[0]} and {len(cases) - 1} more") for cases in found.values()]
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="on a device the kernels run: attn conform PALLAS")
+@pytest.mark.parametrize("cases", _programs())
+def test_conformance(cases: list[Case]) -> None:
+    violations = [violation for case in cases for violation in run_case(PallasAttentionBackend, case)]
+    assert not violations, "\n".join(map(str, violations))
+
+
+def test_both_ways_of_dmas_are_met() -> None:
+    """By every kind of cache, and by decoders with and without each rule."""
+    modes: dict[str, set[str]] = {}
+    runner = Runner(PallasAttentionBackend)
+    for case in cases_for(PallasAttentionBackend):
+        if not case.check.startswith("refusal"):
+            for word in (case.dtype, case.element, *case.request().features):
+                modes.setdefault(word, set()).add(runner.dma_mode(draw(case)))
+    assert all(len(met) == 2 for met in modes.values()), modes
