@@ -1,4 +1,4 @@
-"""The TPU kernels under the real TPU compiler, without a TPU (about 50 s of one core a chip), and the tools for it.
+"""The TPU kernels under the real TPU compiler, without a TPU (about 200 s of one core in all), and the tools for it.
 
 libtpu comes from PYTHONPATH or from the environment's folder `compilers` (`make compilers`); without it these are skipped.
 """
@@ -41,9 +41,11 @@ def libtpu() -> str:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_subset_of_the_grid_compiles(target):
+    """Every value of every axis once, a third of the cases for each chip; the whole grid is for `attn aot`."""
     libtpu()
-    cases = [case for case in aot.cases(target) if case.subset]
-    assert {case.kernel for case in cases} == set(wing.KERNELS)
+    subset = [case for case in aot.cases(target) if case.subset]
+    assert {case.kernel for case in subset} == set(wing.KERNELS)
+    cases = subset[TARGETS.index(target) :: len(TARGETS)]
     rows = aot.compile_cases(target, cases)
     assert [f"{row.label}: {row.reason}" for row in rows if row.status != "compiled"] == []
     chip = _chips.CHIPS[target.removeprefix("tpu-")]

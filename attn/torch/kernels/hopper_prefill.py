@@ -130,11 +130,11 @@ def _produce(  # type: ignore[no-untyped-def]
                 at = start + b * BOX
                 if PAGED:
                     # no page: the engine writes zeros for what lies outside of its tensor
-                    pages = pages + (gl.load(table + at // P, mask=at < seq_len, other=num_pages),)
-                    places = places + (at % P,)
+                    pages = pages + (gl.load(table + at // P, mask=at < seq_len, other=num_pages),)  # type: ignore[assignment]
+                    places = places + (at % P,)  # type: ignore[assignment]
                 else:
-                    pages = pages + (0,)
-                    places = places + (begin + at,)
+                    pages = pages + (0,)  # type: ignore[assignment]
+                    places = places + (begin + at,)  # type: ignore[assignment]
             stage = count % STAGES
             phase = count // STAGES & 1
             mbarrier.wait(k_empty.index(stage), phase ^ 1)

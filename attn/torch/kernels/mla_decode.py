@@ -373,7 +373,7 @@ def mla_decode(
     itemsize, stored, name = query.element_size(), cache.element_size(), arch()
     sparse = indices is not None
     rows = heads if sparse else heads * max_query_len
-    rule = mla_launch(name, rows, rank, width - rank, itemsize, stored)
+    rule = mla_launch(name, rows, rank, width - rank, itemsize, stored, sparse, packed)
     tiles = -(-heads // rule.block_m) * max_query_len if sparse else -(-rows // rule.block_m)
     topk = indices.shape[1] if indices is not None else 0
     keys = topk if sparse else max_seq_len

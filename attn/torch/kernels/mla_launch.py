@@ -10,7 +10,9 @@ from attn.torch.kernels.launch import SHARED_MEMORY, Launch, power_of_two
 
 
 @functools.lru_cache(maxsize=1024)
-def mla_launch(arch: str, rows: int, rank: int, rope: int, itemsize: int, stored: int) -> Launch:
+def mla_launch(
+    arch: str, rows: int, rank: int, rope: int, itemsize: int, stored: int, sparse: bool = False, packed: bool = False
+) -> Launch:
     """For `rows` (token, head) pairs of one request over latents of `rank` + `rope`: the first of a list that fits."""
     block_m = min(64, max(16, power_of_two(rows)))
     if arch == "interpreter":
@@ -21,11 +23,11 @@ def mla_launch(arch: str, rows: int, rank: int, rope: int, itemsize: int, stored
         block_m = min(block_m, 32)
         wanted = [Launch(block_m, n, 4, s) for n, s in ((32, 2), (16, 2), (16, 1))]
     elif block_m == 64 and arch.startswith("sm_9"):
-        wanted = [Launch(64, n, 8, s) for n, s in ((64, 2), (32, 2), (16, 2))]
+        wanted = [Launch(64, n, 8, s) for n, s in ((32, 4) if packed else (64, 2), (32, 2), (16, 2))]
     elif arch.startswith("sm_9"):
         # 147 KB of keys in flight keep memory busy: the table's load takes some of the stages (benchmarks/NOTES.md)
-        warps = 8 if stored < itemsize or block_m == 32 else 4
-        wanted = [Launch(block_m, n, warps, s) for n, s in ((64, 5), (32, 5), (32, 2), (16, 2))]
+        warps = 8 if sparse or stored < itemsize or block_m == 32 else 4
+        wanted = [Launch(block_m, n, warps, s) for n, s in ((64, 7 if sparse else 5), (32, 5), (32, 2), (16, 2))]
     else:
         # by the compiler's reports alone, no such device having been at hand
         block_m = min(block_m, 32)

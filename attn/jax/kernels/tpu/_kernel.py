@@ -226,7 +226,7 @@ def _attend(cfg: Config, refs: Refs) -> None:
                         pl.when(clear)(lambda: _long.attend(cfg, refs, scalars, step, False))
 
                         @pl.when(jnp.logical_not(clear))
-                        def _() -> None:
+                        def _at_the_edge() -> None:
                             if size > cfg.key_tile:
                                 steps(cfg.key_tile, first, jnp.minimum(first + size, stop))
                             else:

@@ -175,7 +175,7 @@ def widened_exactly(cfg: Config, rows: jax.Array) -> jax.Array:
     return rows.astype(jnp.float32) * (1 / E4M3_GAIN if cfg.rebiased else 1.0)
 
 
-def own_lanes(cfg: Config, shape: tuple[int, int], head: int) -> jax.Array:
+def own_lanes(cfg: Config, shape: tuple[int, ...], head: int) -> jax.Array:
     """Where rows of joined heads hold the keys of `head`: the others' numbers, times 0, may be NaN."""
     lane = lax.broadcasted_iota(jnp.int32, shape, 1) - head * cfg.lanes
     return (lane >= 0) & (lane < (cfg.lanes // 2 if cfg.packed else cfg.lanes))
