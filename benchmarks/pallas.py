@@ -14,7 +14,6 @@ two slots); 1,024 lanes a slot and cycle.
 """
 
 import argparse
-import contextlib
 import hashlib
 import importlib
 import json
@@ -122,8 +121,10 @@ def measure(row: Row, chip: str, page: int, kernel: str, dump: str, peers: str) 
     own = kernel == OURS
     program = ours(row, chip, page) if own else peer(row, chip, page, kernel, peers)
     copies = not (own and chip in aot.KERNELS[OUR_KERNELS[row.kind]].no_copies)
-    with contextlib.nullcontext() if own else unsigned_division():
-        parts = _libtpu.estimate_program(program, chip, dump, copies)
+    parts = _libtpu.estimate_program(program, chip, dump, copies)
+    us, floor = sum(part["us"] for part in parts), program.floors(chip)["mxu_us"]
+    if us < floor:
+        raise RuntimeError(f"{us:.0f} us are less than its products take ({floor:.0f}): the simulator missed a loop")
     return {
         "us": round(sum(part["us"] for part in parts), 1),
         **{name: sum(part[name] for part in parts) for name in ("cycles", "spills", "bundles")},
@@ -253,51 +254,6 @@ def _dense_peer(kernel: str, heads: int, kv_heads: int, size: int, rows: int, sh
     }
     function = importlib.import_module(path[kernel]).flash_attention
     return lambda q, k, v: function(q, k, v, causal=True, sm_scale=scale), [shape(1, heads, rows, size)] * 3
-
-
-@contextlib.contextmanager
-def unsigned_division() -> Iterator[None]:
-    """Peers divide int32 scalars with `//` and `%`, whose corrections for negative numbers hide loop bounds from the simulator,
-    which then counts a loop once. No number here is negative: within this, such divisions are unsigned ones, and shifts and
-    masks where they can be."""
-    import jax.numpy as jnp
-    from jax import lax
-    from jax._src import core
-
-    def scalar(x: Any) -> bool:
-        return getattr(x, "shape", None) == () and getattr(x, "dtype", None) == jnp.int32
-
-    def instead(name: str, operation: Any) -> tuple[Any, Any]:
-        found = vars(core.ShapedArray)[name]
-
-        def divide(x: Any, y: Any) -> Any:
-            if scalar(x) and isinstance(y, int) and y.bit_count() == 1:
-                return lax.shift_right_arithmetic(x, y.bit_length() - 1) if name == "_floordiv" else lax.bitwise_and(x, y - 1)
-            if scalar(x) and (isinstance(y, int) or scalar(y)):
-                return operation(jnp.asarray(x).astype(jnp.uint32), jnp.asarray(y).astype(jnp.uint32)).astype(jnp.int32)
-            return found.__func__(x, y)
-
-        return found, staticmethod(divide)
-
-    def unsigned(operation: Any) -> Any:
-        def divide(x: Any, y: Any) -> Any:
-            if scalar(x) or scalar(y):
-                return operation(jnp.asarray(x).astype(jnp.uint32), jnp.asarray(y).astype(jnp.uint32)).astype(jnp.int32)
-            return operation(x, y)
-
-        return divide
-
-    div, rem = lax.div, lax.rem
-    methods = {name: instead(name, operation) for name, operation in (("_floordiv", div), ("_mod", rem))}
-    for name, (_, new) in methods.items():
-        setattr(core.ShapedArray, name, new)
-    lax.div, lax.rem = unsigned(div), unsigned(rem)
-    try:
-        yield
-    finally:
-        lax.div, lax.rem = div, rem
-        for name, (old, _) in methods.items():
-            setattr(core.ShapedArray, name, old)
 
 
 def _vmem(chip: str) -> int:

@@ -34,8 +34,8 @@ def register(*, error_budget: float = 0.0) -> tuple[str, ...]:
     try:
         from diffusers.models import attention_dispatch as dispatch
 
-        enum, registry = dispatch.AttentionBackendName, dispatch._AttentionBackendRegistry
-        add = registry.register
+        enum: Any = dispatch.AttentionBackendName
+        add: Any = dispatch._AttentionBackendRegistry.register
     except ImportError as error:
         raise BackendLoadError(
             f"diffusers' attention dispatcher cannot be imported: {error} (pip install diffusers)"

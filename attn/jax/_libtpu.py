@@ -141,7 +141,7 @@ def estimate_program(program: Program, chip: str, dump: str, copies: bool = True
 
     Without `copies` nothing is moved or waited for: the time to compute, where a simulator does not follow copies.
     """
-    with contextlib.nullcontext() if copies else _without_copies():
+    with _unsigned_division(), contextlib.nullcontext() if copies else _without_copies():
         return _estimates(program, chip, dump)
 
 
@@ -215,6 +215,49 @@ def _watched(found: list[Launch]) -> Iterator[None]:
         yield
     finally:
         pl.pallas_call = real
+
+
+@contextlib.contextmanager
+def _unsigned_division() -> Iterator[None]:
+    """Signed divisions of int32 scalars hide loop bounds from the simulator, which then counts a loop once and says nothing.
+    Kernels divide nothing negative: within this, such divisions are unsigned, and shifts and masks where they can be."""
+    from jax import lax
+    from jax._src import core
+
+    def scalar(x: Any) -> bool:
+        return getattr(x, "shape", None) == () and getattr(x, "dtype", None) == jnp.int32
+
+    def instead(name: str, operation: Any) -> tuple[Any, Any]:
+        found = vars(core.ShapedArray)[name]
+
+        def divide(x: Any, y: Any) -> Any:
+            if scalar(x) and isinstance(y, int) and y.bit_count() == 1:
+                return lax.shift_right_arithmetic(x, y.bit_length() - 1) if name == "_floordiv" else lax.bitwise_and(x, y - 1)
+            if scalar(x) and (isinstance(y, int) or scalar(y)):
+                return operation(jnp.asarray(x).astype(jnp.uint32), jnp.asarray(y).astype(jnp.uint32)).astype(jnp.int32)
+            return found.__func__(x, y)
+
+        return found, staticmethod(divide)
+
+    def unsigned(operation: Any) -> Any:
+        def divide(x: Any, y: Any) -> Any:
+            if scalar(x) or scalar(y):
+                return operation(jnp.asarray(x).astype(jnp.uint32), jnp.asarray(y).astype(jnp.uint32)).astype(jnp.int32)
+            return operation(x, y)
+
+        return divide
+
+    div, rem = lax.div, lax.rem
+    methods = {name: instead(name, operation) for name, operation in (("_floordiv", div), ("_mod", rem))}
+    for name, (_, new) in methods.items():
+        setattr(core.ShapedArray, name, new)
+    lax.div, lax.rem = unsigned(div), unsigned(rem)
+    try:
+        yield
+    finally:
+        lax.div, lax.rem = div, rem
+        for name, (old, _) in methods.items():
+            setattr(core.ShapedArray, name, old)
 
 
 @contextlib.contextmanager

@@ -78,6 +78,8 @@ def measure(case: Case, target: str, step: str, dump: str) -> dict[str, Any]:
     parts = _libtpu.estimate_program(program, chip, dump, copies)
     total = sum(part["us"] for part in parts)
     kept = [{key: part[key] for key in ("name", "cycles", "us")} for part in parts]
+    if total < floors["mxu_us"]:
+        raise RuntimeError(f"{total:.2f} us are less than its products take: the simulator missed a loop")
     notes = [] if copies else [COMPUTE_ALONE]
     return {"parts": kept, "ratio": round(total / max(floors.values()), 2), "notes": notes}
 

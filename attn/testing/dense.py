@@ -49,8 +49,10 @@ class DenseCase:
     def request(self, error_budget: float = 0.0) -> DiffusionRequest:
         """What this case asks of a backend."""
         features = frozenset({Feature.MASK.value} if self.mask else ())
-        heads = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
-        return DiffusionRequest(self.head_size, self.dtype, features=features, error_budget=error_budget, **heads)
+        return DiffusionRequest(
+            self.head_size, self.dtype, features=features, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads,
+            error_budget=error_budget,
+        )  # fmt: skip
 
 
 @dataclass

@@ -15,7 +15,7 @@ from attn.capabilities import Feature
 from attn.dtypes import KV_CACHE_DTYPES
 from attn.testing.bits import Array, decode, rounded
 from attn.testing.case import Case
-from attn.testing.draw import Call
+from attn.testing.draw import Call, scale_array
 from attn.testing.expected import specified_cache
 from attn.testing.subject import Subject, base_case, main_dtypes
 
@@ -35,7 +35,7 @@ def latent_rows(call: Call) -> Array:
         position = np.arange(own.stop - own.start) + int(batch.seq_lens[r]) - (own.stop - own.start)
         real = position >= 0
         page = batch.block_table[r, position[real] // case.block_size]
-        stored = decode(keys[page, position[real] % case.block_size], case.element) * np.float32(case.k_scale)
+        stored = decode(keys[page, position[real] % case.block_size], case.element) * scale_array(case.k_scale)
         rows[own.start : own.stop][real] = rounded(stored, case.dtype)
     return rows
 
@@ -45,7 +45,7 @@ def latent_cases(subject: Subject, level: str) -> list[Case]:
     positive = _fixtures(subject)
     if level != "smoke":
         positive += [*_properties(subject, level == "full"), *_random(subject, 60 if level == "full" else 12)]
-        more = {} if subject.has(Feature.MLA) else {"topk": 700}
+        more: dict[str, Any] = {} if subject.has(Feature.MLA) else {"topk": 700}
         positive.append(_at(subject, "4096 keys, needle", (1, 3), (4096, 1027), inputs="needle", num_blocks=None, **more))
     return positive
 
@@ -76,7 +76,8 @@ def _fixtures(subject: Subject) -> list[Case]:
     for dtype in main_dtypes(subject):
         found += [_at(subject, f"{dtype}, {inputs}", dtype=dtype, inputs=inputs) for inputs in ("randn", "needle")]
     for stored in subject.capabilities.kv_cache_dtypes:
-        scales = {"k_scale": 0.037, "v_scale": 0.037} if KV_CACHE_DTYPES[stored] in ("float8_e4m3fn", "float8_e5m2") else {}
+        is_scaled = KV_CACHE_DTYPES[stored] in ("float8_e4m3fn", "float8_e5m2")
+        scales: dict[str, Any] = {"k_scale": 0.037, "v_scale": 0.037} if is_scaled else {}
         found += [
             _at(subject, f"{stored} cache, {dtype}", kv_cache_dtype=stored, inputs="needle", dtype=dtype, **scales)
             for dtype in main_dtypes(subject)[:2]

@@ -41,10 +41,11 @@ class Workload:
         cls: Any = AttentionBackendEnum[backend].get_class()
         self.case, self.lens, self.device = case, parse(case.batch), device
         pages = [-(-m // case.block_size) for _, m in self.lens]
-        self.tables: Any = np.split(np.random.default_rng(0).permutation(sum(pages)).astype(np.int32), np.cumsum(pages)[:-1])
+        tables: Any = np.split(np.random.default_rng(0).permutation(sum(pages)).astype(np.int32), np.cumsum(pages)[:-1])
+        self.tables = tables
         spec = KVCacheSpec(case.block_size, case.num_kv_heads, case.head_size, case.dtype, case.kv_cache_dtype, sum(pages))
         self.batch = CommonAttentionMetadata.from_lens(
-            [q for q, _ in self.lens], [m for _, m in self.lens], self.tables, case.block_size
+            [q for q, _ in self.lens], [m for _, m in self.lens], tables, case.block_size
         )
         self._builder = cls.get_builder_cls()(spec, ["layer"], None, device)
         self.metadata = self.build()

@@ -31,6 +31,8 @@ RUNS = [
     "ROCM_ATTN --level smoke --only needle",
     "BLOCKSPARSE --level smoke --part 1/2",
     "BLOCKSPARSE --level smoke --part 2/2",
+    "TRITON_MLA --level smoke --only needle",
+    "TRITON_MLA_SPARSE --level smoke --only needle",
 ]
 
 

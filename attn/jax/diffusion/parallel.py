@@ -91,7 +91,8 @@ class SequenceParallelAttention(nnx.Module):
             joint_attn_mask=meta.joint_attn_mask,
             joint_strategy=meta.joint_strategy,
         )
-        out = self.local(*(exchanged(x, 2, 1) for x in (query, key, value)), whole)
+        query, key, value = (exchanged(x, 2, 1) for x in (query, key, value))
+        out = self.local(query, key, value, whole)
         joint = 0 if meta.joint_query is None else meta.joint_query.shape[1]
         if not joint:
             return exchanged(out, 1, 2)

@@ -160,7 +160,7 @@ class SequenceParallelAttention(nn.Module):
 
     def _passed_on(self, held: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[Any]]:
         """What the rank before holds, on its way here, while this rank's goes to the next."""
-        group = self.group or dist.group.WORLD
+        group: Any = self.group or dist.group.WORLD
         after = dist.get_global_rank(group, (self.rank + 1) % self.ranks)
         before = dist.get_global_rank(group, (self.rank - 1) % self.ranks)
         arrived = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in held]

@@ -1,5 +1,5 @@
 """XLA_MLA against the float64 oracle: cache formats, buckets, expanded prompts, ranks of a context-parallel group (about
-20 s)."""
+35 s)."""
 
 from typing import Any
 

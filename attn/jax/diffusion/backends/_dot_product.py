@@ -13,8 +13,30 @@ class DotProductImpl(DenseImpl):
     """The call, its masks, and rows without keys."""
 
     implementation: ClassVar[Literal["xla", "cudnn"]]
+    can_return_lse = True
 
     def _attend(self, query: jax.Array, key: jax.Array, value: jax.Array, keys: Keys) -> jax.Array:
+        key, value, mask, square = self._masked(query, key, value, keys)
+        out = jax.nn.dot_product_attention(
+            query, key, value, mask=mask, is_causal=square, scale=self.scale, implementation=self.implementation
+        )
+        return out if mask is None else jnp.where(_rows(mask.any(-1)), out, 0)
+
+    def _attend_lse(self, query: jax.Array, key: jax.Array, value: jax.Array, keys: Keys) -> tuple[jax.Array, jax.Array]:
+        key, value, mask, square = self._masked(query, key, value, keys)
+        out, lse = jax.nn.dot_product_attention(
+            query, key, value, mask=mask, is_causal=square, scale=self.scale, implementation=self.implementation,
+            return_residual=True,
+        )  # fmt: skip
+        lse = jnp.swapaxes(lse, 1, 2)
+        if mask is None:
+            return out, lse
+        return jnp.where(_rows(mask.any(-1)), out, 0), jnp.where(mask.any(-1), lse, -jnp.inf)
+
+    def _masked(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, keys: Keys
+    ) -> tuple[jax.Array, jax.Array, jax.Array | None, bool]:
+        """(key, value, a mask or None, whether causality is the function's own, which is top-left and takes no mask here)."""
         mask = keys.mask
         if keys.present is not None:
             # what is not there may hold anything, and would be multiplied by 0
@@ -22,15 +44,13 @@ class DotProductImpl(DenseImpl):
             key, value = jnp.where(there, key, 0), jnp.where(there, value, 0)
             mask = keys.present[:, None, None, :]
         rows, length = query.shape[1], key.shape[1]
-        square = self.causal and rows == length
-        if self.causal and not square:  # its own causality is top-left
+        square = self.causal and rows == length and mask is None
+        if self.causal and not square:
             triangle = jnp.tril(jnp.ones((rows, length), bool), length - rows)[None, None]
             mask = triangle if mask is None else mask & triangle
-        out = jax.nn.dot_product_attention(
-            query, key, value, mask=mask, is_causal=square, scale=self.scale,
-            implementation=self.implementation,
-        )  # fmt: skip
-        if mask is None:
-            return out
-        seen = mask.any(-1) if not square else (mask & jnp.tril(jnp.ones((rows, length), bool))).any(-1)
-        return jnp.where(jnp.swapaxes(seen, 1, 2)[..., None], out, 0)
+        return key, value, mask, square
+
+
+def _rows(seen: jax.Array) -> jax.Array:
+    """[B, H, S] against an output [B, S, H, D]."""
+    return jnp.swapaxes(seen, 1, 2)[..., None]

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 
 from attn.capabilities import Capabilities, Feature, MultipleOf
 from attn.diffusion.backends.dense import Keys
-from attn.functional import attention
 from attn.jax.diffusion.backends._dense import DenseBackend
 from attn.jax.diffusion.backends._dot_product import DotProductImpl
 
@@ -30,18 +29,18 @@ class XLAAttentionBackend(DenseBackend):
 
 class XLAAttentionImpl(DotProductImpl):
     backend = XLAAttentionBackend
-    can_return_lse = True
     implementation = "xla"
 
     def _attend(self, query: jax.Array, key: jax.Array, value: jax.Array, keys: Keys) -> jax.Array:
-        if query.dtype != jnp.float16:
-            return super()._attend(query, key, value, keys)
-        # XLA has no float16 product with a float32 sum on a CPU
-        query, key, value = (x.astype(jnp.float32) for x in (query, key, value))
-        return super()._attend(query, key, value, keys).astype(jnp.float16)
+        return super()._attend(*_wide(query, key, value), keys).astype(query.dtype)
 
     def _attend_lse(self, query: jax.Array, key: jax.Array, value: jax.Array, keys: Keys) -> tuple[jax.Array, jax.Array]:
-        # the written-out formula has the log-sum-exp in float32, whatever goes in
-        mask = keys.mask if keys.present is None else keys.present[:, None, None, :]
-        out, lse = attention(query, key, value, causal=self.causal, scale=self.scale, mask=mask, return_lse=True)
-        return out, lse
+        out, lse = super()._attend_lse(*_wide(query, key, value), keys)
+        return out.astype(query.dtype), lse
+
+
+def _wide(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """float16 as float32: XLA has no float16 product with a float32 sum on a CPU."""
+    if query.dtype != jnp.float16:
+        return query, key, value
+    return query.astype(jnp.float32), key.astype(jnp.float32), value.astype(jnp.float32)

@@ -3,11 +3,11 @@
 import torch
 
 from attn.backends.abstract import AttentionLayer
-from attn.backends.mla.latent import LatentImpl
 from attn.capabilities import Capabilities, Device, MultipleOf, Request, arch_matches
 from attn.torch import kv_cache as caches
 from attn.torch.backends.mla import _rows
 from attn.torch.backends.mla._metadata import MLADecodeMetadata
+from attn.torch.backends.mla._mla import MLACommonImpl
 
 _E4M3 = ("fp8", "fp8_e4m3", _rows.PACKED)
 
@@ -35,7 +35,7 @@ def code_reasons(request: Request, device: Device | None) -> list[str]:
 
 
 def decode(
-    impl: "LatentImpl[object]",  # type: ignore[type-var]
+    impl: MLACommonImpl,
     layer: AttentionLayer,
     q: torch.Tensor,
     kv_cache: torch.Tensor,

@@ -4,9 +4,11 @@ import torch
 
 from attn.capabilities import Capabilities, Feature, MultipleOf
 from attn.diffusion.backends.dense import Keys
-from attn.functional import attention
-from attn.torch.diffusion.backends._dense import DenseBackend
+from attn.torch.diffusion.backends._dense import DenseBackend, bottom_right
 from attn.torch.diffusion.backends._sdpa import SDPABase
+
+
+_SCORES_AT_ONCE = 1 << 24  #: 64 MiB of scores in float32
 
 
 class SDPABackend(DenseBackend):
@@ -34,7 +36,28 @@ class SDPAImpl(SDPABase):
     def _attend_lse(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        # torch keeps the log-sum-exp to itself: the written-out formula has it
-        mask = keys.mask if keys.present is None else keys.present[:, None, None, :]
-        out, lse = attention(query, key, value, causal=self.causal, scale=self.scale, mask=mask, return_lse=True)
-        return out, lse
+        """torch keeps the log-sum-exp to itself: the written-out formula, in float32, some rows at a time."""
+        mask = keys.mask
+        if keys.present is not None:
+            gone = ~keys.present[:, :, None, None]
+            key, value = key.masked_fill(gone, 0), value.masked_fill(gone, 0)
+            mask = keys.present[:, None, None, :]
+        batch, rows = query.shape[:2]
+        wide = torch.promote_types(query.dtype, torch.float32)
+        group = self.num_heads // self.num_kv_heads
+        k, v = (x.to(wide).repeat_interleave(group, 2).transpose(1, 2) for x in (key, value))
+        out = query.new_empty(batch, self.num_heads, rows, self.head_size)
+        lse = torch.empty(batch, self.num_heads, rows, dtype=torch.float32, device=query.device)
+        triangle = bottom_right(rows, key.shape[1], query.device) if self.causal else None
+        step = max(1, _SCORES_AT_ONCE // max(1, batch * self.num_heads * key.shape[1]))
+        for start in range(0, rows, step):
+            part = slice(start, start + step)
+            scores = query[:, part].transpose(1, 2).to(wide) @ k.transpose(2, 3) * self.scale
+            if mask is not None:
+                scores = scores.masked_fill(~(mask if mask.shape[2] == 1 else mask[:, :, part]), -torch.inf)
+            if triangle is not None:
+                scores = scores.masked_fill(~triangle[part], -torch.inf)
+            log = scores.logsumexp(-1)
+            weights = torch.where(log[..., None] == -torch.inf, 0, torch.exp(scores - log[..., None]))
+            out[:, :, part], lse[:, :, part] = (weights @ v).to(query.dtype), log.float()
+        return out.transpose(1, 2), lse

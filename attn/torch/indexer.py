@@ -1,0 +1,48 @@
+"""The lightning indexer of DeepSeek Sparse Attention: which keys each row attends (DeepSeek-V3.2-Exp, 2025).
+
+A few light heads score every earlier token, I(t, s) = sum over heads i of w(t, i) relu(q(t, i) . k(s)), and the top positions
+of a row are what sparse MLA attends. Plain torch operators, in float32, one request after another; the twin of
+`attn.jax.kernels.xla_mla.lightning_indexer`. Which of equal scores are taken may differ between implementations.
+"""
+
+import torch
+
+#: Scores held at once, heads included: 64 MiB.
+_SCORES_AT_ONCE = 1 << 24
+
+
+def lightning_indexer(
+    query: torch.Tensor,
+    weights: torch.Tensor,
+    key_cache: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    *,
+    topk: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(indices [T, topk] int32, scores [T, B * P] float32).
+
+    query: [T, I, E]; weights: [T, I], any scale of the model's folded in; key_cache: [N, P, E], the index keys on the batch's
+    pages; query_start_loc: [R + 1], seq_lens: [R], block_table: [R, B], int32. A row's positions come best first, then -1;
+    scores past its own position are -inf. Lengths are fetched to the host.
+    """
+    page, columns = key_cache.shape[1], block_table.shape[1] * key_cache.shape[1]
+    scores = torch.full((query.shape[0], columns), -torch.inf, dtype=torch.float32, device=query.device)
+    starts, lens = query_start_loc.tolist(), seq_lens.tolist()
+    for r, total in enumerate(lens):
+        own = slice(starts[r], starts[r + 1])
+        if own.start == own.stop or total == 0:
+            continue
+        keys = key_cache[block_table[r, : -(-total // page)].long()].flatten(0, 1)[:total].float()
+        j = torch.arange(total, device=query.device)
+        step = max(1, _SCORES_AT_ONCE // (query.shape[1] * total))
+        for first in range(own.start, own.stop, step):
+            rows = slice(first, min(first + step, own.stop))
+            dots = torch.relu(query[rows].float() @ keys.T)
+            found = torch.bmm(weights[rows, None].float(), dots)[:, 0]
+            position = torch.arange(rows.start, rows.stop, device=query.device) - own.stop + total
+            scores[rows, :total] = torch.where(j <= position[:, None], found, -torch.inf)
+    best, indices = scores.topk(min(topk, columns), dim=1)
+    indices = torch.where(best > -torch.inf, indices, -1).to(torch.int32)
+    return torch.nn.functional.pad(indices, (0, topk - indices.shape[1]), value=-1), scores
