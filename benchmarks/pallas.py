@@ -26,6 +26,7 @@ import tempfile
 import time
 import types
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -439,6 +440,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", default=[], help="rows whose key contains it; may be repeated (all must)")
     parser.add_argument("--seconds", type=float, default=400, help="time limit of a row (%(default)g)")
     parser.add_argument("--budget", type=float, default=math.inf, help="stop beginning rows after so many seconds")
+    parser.add_argument("--jobs", type=int, default=1, help="rows at a time (%(default)s); a row takes up to 12 GB")
     parser.add_argument("--again", action="store_true", help="measure even what the JSON has")
     parser.add_argument("--table", action="store_true", help="print the table and measure nothing")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -447,21 +449,32 @@ def main() -> None:
         return work(args.worker)
     stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": {}}
     rows, begin = stored["rows"], time.monotonic()
-    for row, chip, page, kernel in wanted(bool(args.peers)):
-        key = key_of(row, chip, page, kernel)
-        known, digest = rows.get(key), source(row.kind)
-        stale = known is None or args.again or (kernel == OURS and known.get("source") != digest)
-        if args.table or not stale or not all(text in key for text in args.only) or time.monotonic() - begin > args.budget:
-            continue
-        made = run_one(row, chip, page, kernel, args)
-        made |= {"date": date.today().isoformat()} | ({"source": digest} if kernel == OURS else {})
-        print(f"{key}: {made.get('us', made.get('error'))} ({made.get('seconds')} s)", file=sys.stderr, flush=True)
-        # another run may have written meanwhile
-        stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": {}}
-        rows = stored["rows"]
-        rows[key] = made
-        about = {"libtpu": "0.0.51", "tpu-inference": "0.32.0", "method": "libtpu's static estimate, no TPU"}
-        RESULTS.write_text(json.dumps({**about, "jax": _version(), "rows": dict(sorted(rows.items()))}, indent=1) + "\n")
+    missing = []
+    for job in wanted(bool(args.peers)):
+        key, digest = key_of(*job), source(job[0].kind)
+        known = rows.get(key)
+        stale = known is None or args.again or (job[3] == OURS and known.get("source") != digest)
+        if stale and not args.table and all(text in key for text in args.only):
+            missing.append(job)
+
+    def run(job: tuple[Row, str, int, str]) -> dict[str, Any] | None:
+        return None if time.monotonic() - begin > args.budget else run_one(*job, args)
+
+    with ThreadPoolExecutor(args.jobs) as pool:
+        running = {pool.submit(run, job): job for job in missing}
+        for future in as_completed(running):
+            job, made = running[future], future.result()
+            if made is None:
+                continue
+            key = key_of(*job)
+            made |= {"date": date.today().isoformat()} | ({"source": source(job[0].kind)} if job[3] == OURS else {})
+            print(f"{key}: {made.get('us', made.get('error'))} ({made.get('seconds')} s)", file=sys.stderr, flush=True)
+            # another run may have written meanwhile
+            stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": {}}
+            rows = stored["rows"]
+            rows[key] = made
+            about = {"libtpu": "0.0.51", "tpu-inference": "0.32.0", "method": "libtpu's static estimate, no TPU"}
+            RESULTS.write_text(json.dumps({**about, "jax": _version(), "rows": dict(sorted(rows.items()))}, indent=1) + "\n")
     print(table(rows))
 
 

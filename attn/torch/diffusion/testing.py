@@ -15,8 +15,11 @@ def dense(backend: Any, call: DenseCall) -> Array:
     """A diffusion backend's answer to a call of the dense family, [B, S, H, D] in float64."""
     case = call.case
 
+    served = backend.capabilities.platforms
+    device = "cuda" if torch.cuda.is_available() and {"cuda", "rocm"} & set(served) else "cpu"
+
     def tensor(values: Array) -> torch.Tensor:
-        return torch.from_numpy(values.copy()).to(getattr(torch, case.dtype))
+        return torch.from_numpy(values.copy()).to(device, getattr(torch, case.dtype))
 
     impl = backend.get_impl_cls()(case.num_heads, case.head_size, case.scale, case.causal, case.num_kv_heads)
     meta = DiffusionAttentionMetadata(joint_strategy="rear" if case.rear else "front")

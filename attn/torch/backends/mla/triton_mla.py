@@ -9,12 +9,14 @@ import torch
 
 from attn.backends.abstract import AttentionLayer
 from attn.capabilities import Device, Feature, Request
+from attn.torch.backends._triton import TritonPagedBackend
 from attn.torch.backends.mla import _triton
 from attn.torch.backends.mla._metadata import MLADecodeMetadata
 from attn.torch.backends.mla._mla import MLACommonBackend, MLACommonImpl
 
 
 class TritonMLABackend(MLACommonBackend):
+    is_interpreted = staticmethod(TritonPagedBackend.is_interpreted)
     capabilities = _triton.capabilities(frozenset({Feature.MLA, Feature.LSE, Feature.DCP}))
 
     @staticmethod

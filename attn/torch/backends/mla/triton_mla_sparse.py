@@ -8,12 +8,14 @@ import torch
 
 from attn.backends.abstract import AttentionLayer
 from attn.capabilities import Device, Feature, Request
+from attn.torch.backends._triton import TritonPagedBackend
 from attn.torch.backends.mla import _triton
 from attn.torch.backends.mla._metadata import MLADecodeMetadata
 from attn.torch.backends.mla._sparse import SparseMLABackend, SparseMLAImpl
 
 
 class TritonMLASparseBackend(SparseMLABackend):
+    is_interpreted = staticmethod(TritonPagedBackend.is_interpreted)
     capabilities = _triton.capabilities(frozenset({Feature.SPARSE_MLA, Feature.LSE}))
 
     @staticmethod
