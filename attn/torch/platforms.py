@@ -85,7 +85,6 @@ class CudaPlatform(TorchPlatform):
             "TORCH_SDPA",
         )
 
-
     def diffusion_priorities(self, request: Request, device: Device) -> tuple[str, ...]:
         # Approximate kernels come first, and serve only those whose error budget lets them.
         if device.arch.startswith(("sm_10", "sm_12")):

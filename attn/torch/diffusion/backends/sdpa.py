@@ -7,7 +7,6 @@ from attn.diffusion.backends.dense import Keys
 from attn.torch.diffusion.backends._dense import DenseBackend, bottom_right
 from attn.torch.diffusion.backends._sdpa import SDPABase
 
-
 _SCORES_AT_ONCE = 1 << 24  #: 64 MiB of scores in float32
 
 
