@@ -101,7 +101,7 @@ def dense_cases(backend: Any) -> list[DenseCase]:
     if Feature.MASK in c.features:
         found += [replace(plain, name="mask", mask=True), replace(plain, name="mask, grouped", mask=True, num_kv_heads=2)]
     # what is refused in this combination is no case: a provider that is here may serve less than the family
-    served = [case for case in found if not backend.why_not(case.request(backend.error))]
+    served = [case for case in found if not backend.why_not(case.request(backend.error)) and case.keys >= backend.min_keys]
     return list({case.name: case for case in served}.values())
 
 

@@ -90,7 +90,7 @@ class CudaPlatform(TorchPlatform):
         if device.arch.startswith(("sm_10", "sm_12")):
             return ("SAGE_ATTN_3", "CUDNN_ATTN", "FLASH_ATTN", "FLASHINFER_ATTN", "TRITON_ATTN", "TORCH_SDPA")
         return (
-            "CUDNN_ATTN",  # H200 at Flux's shape: 611 TFLOP/s, FlashInfer FA3 653, FlashAttention 4 574, FlashAttention 2 319
+            "CUDNN_ATTN",  # H200 at Flux's shape: 604-611 TFLOP/s, FlashInfer FA3 653, FlashAttention 4 574, ours 473
             "FLASHINFER_ATTN",
             "FLASH_ATTN",
             "SAGE_ATTN",  # 342-441 there: int8 in Triton does not pay on Hopper

@@ -45,9 +45,10 @@ def test_the_subset_of_the_grid_compiles(target, part):
 TOO_MUCH = """
 from attn.torch.aot import *
 from attn.torch import aot
-from attn.torch.kernels import launch
 
 def measure(*args):
+    from attn.torch.kernels import launch
+
     launch.SHARED_MEMORY["sm_90"] = 4096
     return aot.measure(*args)
 """

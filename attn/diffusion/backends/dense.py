@@ -82,6 +82,8 @@ class DenseAttentionImpl(DiffusionAttentionImpl):
             query, key, value, present = self._joined(meta, query, key, value, present)
             lens = None
         mask = self._full_mask(meta, query, key)
+        if 0 < key.shape[1] < self.backend.min_keys:
+            raise UnsupportedError(f"{self._name}: {key.shape[1]} keys (supports {self.backend.min_keys} and more)")
         if self.causal and present is not None:
             raise UnsupportedError(f"{self._name}: a causal layer over padded keys: positions of padded rows mean nothing")
         return query, key, value, Keys(present, lens, mask)

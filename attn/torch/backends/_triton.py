@@ -137,6 +137,8 @@ class TritonPagedImpl(PagedAttentionImpl):
 
     def _prefill_programs(self, attn_metadata: PagedAttentionMetadata, key_cache: torch.Tensor) -> int:
         """How a mixed batch shares the device, from the host's copies of its lengths: thought out once a batch and shape."""
+        if torch.compiler.is_compiling():  # a graph is for any batch of its shapes
+            return 0
         start, seq_lens = attn_metadata.query_start_loc_cpu, attn_metadata.seq_lens_cpu
         if attn_metadata.max_query_len == 1 or start is None or seq_lens is None or not key_cache.is_cuda:
             return 0

@@ -113,6 +113,14 @@ def test_a_layer_chooses_says_why_and_is_differentiable() -> None:
     assert q.grad is not None and torch.isfinite(q.grad).all()
 
 
+def test_one_key_is_refused_by_cudnn_in_words() -> None:
+    from attn.torch.diffusion.backends.cudnn_attn import CuDNNAttentionBackend
+
+    x = torch.zeros(1, 1, 2, 64, dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedError, match="CUDNN_ATTN: 1 keys \\(supports 2 and more\\)"):
+        CuDNNAttentionBackend.get_impl_cls()(2, 64).forward(x, x, x)
+
+
 def test_causality_over_padding_is_refused() -> None:
     x = torch.zeros(1, 4, 2, 64)
     with pytest.raises(UnsupportedError, match="causal layer over padded keys"):

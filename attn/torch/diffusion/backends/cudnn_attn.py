@@ -9,7 +9,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attn.capabilities import Capabilities, Feature, MultipleOf
 from attn.diffusion.backends.dense import Keys
-from attn.errors import UnsupportedError
 from attn.torch.diffusion.backends._dense import DenseBackend
 from attn.torch.diffusion.backends._sdpa import SDPABase
 
@@ -23,6 +22,7 @@ class CuDNNAttentionBackend(DenseBackend):
         features=frozenset({Feature.MASK, Feature.BACKWARD}),
         archs=(("cuda", ("sm_80+",)),),
     )
+    min_keys = 2
 
     @staticmethod
     def get_name() -> str:
@@ -37,7 +37,5 @@ class CuDNNAttentionImpl(SDPABase):
     backend = CuDNNAttentionBackend
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys) -> torch.Tensor:
-        if key.shape[1] == 1:
-            raise UnsupportedError("CUDNN_ATTN: one key: cuDNN supports 2 and more (TORCH_SDPA takes one)")
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
             return super()._attend(query, key, value, keys)
