@@ -17,7 +17,7 @@ from typing import Any
 from attn import plugins
 from attn.errors import UnsupportedError
 from attn.testing.case import Case
-from attn.testing.conformance import EXECUTED, candidate_of, run_case, run_conformance
+from attn.testing.conformance import EXECUTED, Report, candidate_of, run_case, run_conformance
 from attn.testing.suite import LEVELS
 from attn.verdicts import not_loadable
 
@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     add = parser.add_argument
     add("backends", nargs="*", metavar="BACKEND", help="names (default: every one that can run here)")
+    add("--registry", choices=("attention", "diffusion"), default="attention", help="which backends (default: %(default)s)")
     add("--level", choices=LEVELS, default="quick", help="how much to run (default: %(default)s)")
     add("--only", default="", metavar="TEXT", help="only the cases whose name contains TEXT")
     add("--dtype", action="append", default=[], help="only cases of this dtype; may be repeated")
@@ -50,10 +51,20 @@ def run(args: argparse.Namespace) -> int:
         return _mutants(args.json)
     if args.repro is not None:
         return _repro(args.backends, args.repro, args.json)
+    if args.registry == "diffusion":
+        from attn.testing.dense import run_dense
+
+        report = run_dense(args.backends or None, kind=args.kind, only=args.only, record=args.record)
+        return _told(args, report)
     report = run_conformance(
         args.backends or None, args.level, kind=args.kind, record=args.record, only=args.only, dtypes=args.dtype,
         jobs=args.jobs, part=args.part,
     )  # fmt: skip
+    return _told(args, report)
+
+
+def _told(args: argparse.Namespace, report: Report) -> int:
+    """Print a report; the exit code."""
     idle = [r for r in report.backends if r.skipped]
     if not args.backends and len(idle) < len(report.backends):
         idle = []  # whatever can run here was asked for, and did

@@ -180,7 +180,8 @@ class BackendReport:
             lines.append(
                 f"    worst row, {dtype}: {worst:.2g} (target {BUDGETS[dtype].target:.2g}, limit {BUDGETS[dtype].hard:.2g})"
             )
-        lines.append(f"    worst lse: {self.lse:.2g} of its tolerance")
+        if self.lse:
+            lines.append(f"    worst lse: {self.lse:.2g} of its tolerance")
         if self.above_target:
             lines.append(f"    above target, within the limit: {', '.join(self.above_target)}")
         for failure in self.failures[:_SHOWN]:
@@ -264,7 +265,7 @@ def run_conformance(
         words = f"{level}, {' '.join(dtypes)}" if dtypes else level
         report = BackendReport(name, level=words, kind=_kind(backend, kind))
         reports.append(_examine(backend, cases, subject, report, minimise, jobs))
-        rows.append(_evidence(report, backend))
+        rows.append(evidence_of(report, backend))
     if record:
         evidence.record(rows)
     return Report(reports)
@@ -356,12 +357,13 @@ def _outcome(backend: Any, case: Case) -> _Outcome:
         return _Outcome([f"raised {type(error).__name__}: {error}\n    {case.repro(backend.get_name())}"], score)
 
 
-def _evidence(report: BackendReport, backend: Any) -> evidence.Evidence:
+def evidence_of(report: BackendReport, backend: Any, registry: str = "attention") -> evidence.Evidence:
+    """The row of one backend's run."""
     framework = _framework(backend)
     packages = (framework, "numpy", *getattr(backend.capabilities, "packages", ()))
     return evidence.Evidence(
         backend=report.backend,
-        registry="attention",
+        registry=registry,
         framework=framework,
         platform=report.platform,
         device=report.device,

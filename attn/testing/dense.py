@@ -5,6 +5,7 @@ driver (`attn.torch.diffusion.testing`, and its twin under jax) turns a call in 
 backend approximates is held to the error that it declares, everything else to the paged family's rules (`rules.BUDGETS`).
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,12 +13,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from attn import reference
+from attn import evidence, reference
 from attn.capabilities import Feature, supports_size
 from attn.diffusion.backends.abstract import DiffusionRequest
+from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.imports import resolve_obj_by_qualname
 from attn.testing import bits
+from attn.testing.conformance import EXECUTED, BackendReport, Failure, Report, device_for, evidence_of
 from attn.testing.rules import BUDGETS
+from attn.verdicts import not_loadable
 
 Array = npt.NDArray[Any]
 
@@ -165,12 +169,52 @@ def check_dense(backend: Any, case: DenseCase) -> None:
     )
 
 
-def failures(backend: Any, cases: Sequence[DenseCase] | None = None) -> dict[str, str]:
-    """{case: what was wrong} of every case that fails."""
-    found = {}
-    for case in dense_cases(backend) if cases is None else cases:
-        try:
-            check_dense(backend, case)
-        except AssertionError as error:
-            found[case.name] = str(error)
-    return found
+def run_dense(names: Sequence[str] | None = None, *, kind: str | None = None, only: str = "", record: bool = False) -> Report:
+    """The dense suite on diffusion backends by name, or on every one that runs here; `record` keeps the outcome as evidence.
+
+    `kind` as in `run_conformance`: with `stand-in` or `interpreted` no device is asked for; None is `ran`, or
+    `interpreted` where the backend says so. Raises ValueError for an unknown name or kind, for a part that is to be
+    recorded, and for an interpreted run that is to pass as `ran`.
+    """
+    if kind is not None and kind not in EXECUTED:
+        raise ValueError(f"kind={kind!r} (supports {', '.join(EXECUTED)})")
+    if record and only:
+        raise ValueError(f"record=True needs the whole suite, not the cases that contain {only!r}")
+    reports, rows = [], []
+    for name in DiffusionAttentionBackendEnum.names() if names is None else names:
+        candidate = DiffusionAttentionBackendEnum[name].candidate()
+        why = list(not_loadable(candidate))
+        backend: Any = candidate.backend
+        if backend is None or why:
+            reports.append(BackendReport(name, skipped="; ".join(why)))
+            continue
+        device = device_for(backend)
+        interpreted = device.platform in backend.interpreted_on
+        if interpreted and kind == "ran":
+            raise ValueError(f"{name} is executed by an interpreter here: kind must be 'interpreted'")
+        how = kind or ("interpreted" if interpreted else "ran")
+        if interpreted and names is None and kind is None:
+            reports.append(BackendReport(name, skipped="executed by an interpreter here, which takes long: ask for it by name"))
+            continue
+        if how == "ran" and (refused := backend.capabilities.device_reasons(device)):
+            reports.append(BackendReport(name, skipped="; ".join(refused)))
+            continue
+        report = BackendReport(name, device.name or device.platform, device.platform, "dense", how)
+        begin = time.perf_counter()
+        for case in dense_cases(backend):
+            if only not in case.name:
+                continue
+            report.cases += 1
+            try:
+                check_dense(backend, case)
+            except AssertionError as error:
+                report.failures.append(Failure(case.name, [str(error)], ""))
+        report.seconds = time.perf_counter() - begin
+        if not report.cases:
+            report.skipped = "no case was selected"
+        else:
+            rows.append(evidence_of(report, backend, "diffusion"))
+        reports.append(report)
+    if record:
+        evidence.record(rows)
+    return Report(reports)

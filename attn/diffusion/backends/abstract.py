@@ -54,7 +54,7 @@ class DiffusionAttentionBackend(ABC):
     """One kernel family behind the dense contract.
 
     `capabilities` as for attention backends; MASK declares masks beyond key padding, BACKWARD gradients.
-    `min_keys`: the fewest keys that the kernels take.
+    `interpreted_on`: platforms where an interpreter executes its kernels. `min_keys`: the fewest keys that the kernels take.
     `error` is the relative RMS error that its arithmetic adds to its dtype's own (0: none), measured and told in
     `error_note`; a backend with one is chosen only within a request's `error_budget`.
     """
@@ -62,6 +62,7 @@ class DiffusionAttentionBackend(ABC):
     capabilities: ClassVar[Capabilities | None] = None
     error: ClassVar[float] = 0.0
     min_keys: ClassVar[int] = 1
+    interpreted_on: ClassVar[tuple[str, ...]] = ()
     error_note: ClassVar[str] = ""
 
     @staticmethod

@@ -12,6 +12,7 @@ from attn.jax.diffusion.backends._dense import DenseBackend, DenseImpl
 
 
 class PallasAttentionBackend(DenseBackend):
+    interpreted_on = ("cpu",)
     capabilities = Capabilities(
         framework="jax",
         platforms=("tpu", "cpu"),
