@@ -353,3 +353,13 @@ def test_a_reader_that_goes_away_is_no_error(argv):
     finally:
         os.close(write)
     assert done.stderr == "" and done.returncode in (0, 141)  # 0: argparse itself keeps quiet about it
+
+
+def test_conform_of_the_diffusion_registry(capsys):
+    code, out, _ = call(capsys, "conform --registry diffusion TORCH_SDPA --json --only", "padded")
+    told = json.loads(out)
+    assert code == 0 and told["ok"] and told["backends"][0]["cases"] == 2 and told["backends"][0]["level"] == "dense"
+    code, _, err = call(capsys, "conform --registry diffusion SAGE_ATTN")
+    assert code == 1 and "SAGE_ATTN: sageattention is not installed" in err
+    code, _, err = call(capsys, "conform --registry diffusion NOBODY")
+    assert code == 2 and "Unknown diffusion attention backend: 'NOBODY'" in err

@@ -42,6 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _part(text: str) -> tuple[int, int]:
     """`2/4` as (2, 4)."""
     i, _, n = text.partition("/")
+    if not (i.isdigit() and n.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} must be I/N, such as 2/4: the second of four parts")
     return int(i), int(n)
 
 
