@@ -11,13 +11,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from attn.backends.arguments import check_heads, positive_int
+from attn.backends.arguments import positive_int
 from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
-from attn.errors import ShapeError, UnsupportedError
+from attn.diffusion.parallel import share_heads
+from attn.errors import UnsupportedError
 from attn.jax.diffusion.layer import DiffusionAttention
 from attn.jax.merge import merge_attn_states
-
-STRATEGIES = ("ulysses", "ring")
 
 
 class SequenceParallelAttention(nnx.Module):
@@ -44,17 +43,10 @@ class SequenceParallelAttention(nnx.Module):
         strategy: str = "ulysses",
         **choice: Any,
     ) -> None:
-        if strategy not in STRATEGIES:
-            raise ValueError(f"strategy={strategy!r} is unknown; known: {', '.join(STRATEGIES)}")
-        num_heads, num_kv_heads, head_size = check_heads(num_heads, num_kv_heads, head_size)
         self.axis, self.devices, self.strategy = axis_name, positive_int("axis_size", axis_size), strategy
-        if strategy == "ulysses":
-            for name, heads in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
-                if heads % self.devices:
-                    raise ShapeError(f"{name}={heads} over {self.devices} devices: Ulysses needs a multiple (ring does not)")
-            num_heads, num_kv_heads = num_heads // self.devices, num_kv_heads // self.devices
-        elif causal:
-            raise UnsupportedError("ring: a causal layer is not supported (devices would wait for each other): take ulysses")
+        num_heads, num_kv_heads, head_size = share_heads(
+            num_heads, num_kv_heads, head_size, strategy=strategy, causal=causal, size=self.devices, members="devices"
+        )
         self.local = DiffusionAttention(num_heads, head_size, softmax_scale, causal, num_kv_heads, **choice)
         if strategy == "ring" and not self.local.impl.can_return_lse:
             raise UnsupportedError(f"ring: {self.local.selection.name} returns no log-sum-exp")

@@ -12,13 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from attn.backends.arguments import check_heads
 from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
-from attn.errors import ShapeError, UnsupportedError
+from attn.diffusion.parallel import share_heads
+from attn.errors import UnsupportedError
 from attn.torch.diffusion.layer import DiffusionAttention
 from attn.torch.merge import merge_attn_states
-
-STRATEGIES = ("ulysses", "ring")
 
 
 class SequenceParallelAttention(nn.Module):
@@ -45,18 +43,11 @@ class SequenceParallelAttention(nn.Module):
         **choice: Any,
     ) -> None:
         super().__init__()
-        if strategy not in STRATEGIES:
-            raise ValueError(f"strategy={strategy!r} is unknown; known: {', '.join(STRATEGIES)}")
-        num_heads, num_kv_heads, head_size = check_heads(num_heads, num_kv_heads, head_size)
         self.group, self.strategy = group, strategy
         self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        if strategy == "ulysses":
-            for name, heads in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
-                if heads % self.ranks:
-                    raise ShapeError(f"{name}={heads} over {self.ranks} ranks: Ulysses needs a multiple (ring does not)")
-            num_heads, num_kv_heads = num_heads // self.ranks, num_kv_heads // self.ranks
-        elif causal:
-            raise UnsupportedError("ring: a causal layer is not supported (ranks would wait for each other): take ulysses")
+        num_heads, num_kv_heads, head_size = share_heads(
+            num_heads, num_kv_heads, head_size, strategy=strategy, causal=causal, size=self.ranks, members="ranks"
+        )
         self.local = DiffusionAttention(num_heads, head_size, softmax_scale, causal, num_kv_heads, **choice)
         if strategy == "ring" and not self.local.impl.can_return_lse:
             raise UnsupportedError(f"ring: {self.local.selection.name} returns no log-sum-exp")

@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
+from attn.errors import ShapeError, UnsupportedError
 from attn.torch import DiffusionAttention
 from attn.torch.diffusion.parallel import SequenceParallelAttention
 
@@ -77,9 +78,9 @@ class FakeRanks:
 @pytest.mark.parametrize(
     ("arguments", "error", "words"),
     [
-        ({"num_heads": 3}, Exception, "num_heads=3 over 2 ranks: Ulysses needs a multiple"),
-        ({"num_heads": 4, "num_kv_heads": 1}, Exception, "num_kv_heads=1 over 2 ranks"),
-        ({"num_heads": 3, "strategy": "ring", "causal": True}, Exception, "ring: a causal layer is not supported"),
+        ({"num_heads": 3}, ShapeError, "num_heads=3 over 2 ranks: Ulysses needs a multiple"),
+        ({"num_heads": 4, "num_kv_heads": 1}, ShapeError, "num_kv_heads=1 over 2 ranks"),
+        ({"num_heads": 3, "strategy": "ring", "causal": True}, UnsupportedError, "ring: a causal layer is not supported"),
         ({"num_heads": 4, "strategy": "star"}, ValueError, "'star' is unknown; known: ulysses, ring"),
     ],
 )
