@@ -7,16 +7,20 @@ from attn.diffusion.backends.dense import Keys
 from attn.torch.diffusion.backends._dense import DenseImpl, bottom_right
 
 
+def masked(key: torch.Tensor, value: torch.Tensor, keys: Keys) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """(key, value, mask): absent keys and values zeroed, and a bool mask that broadcasts to [B, H, S, M], or None."""
+    if keys.present is None:
+        return key, value, keys.mask
+    # what is not there may hold anything, and torch multiplies it by 0
+    gone = ~keys.present[:, :, None, None]
+    return key.masked_fill(gone, 0), value.masked_fill(gone, 0), keys.present[:, None, None, :]
+
+
 class SDPABase(DenseImpl):
     """The call, its masks, and rows without keys."""
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys) -> torch.Tensor:
-        mask = keys.mask
-        if keys.present is not None:
-            # what is not there may hold anything, and torch multiplies it by 0
-            gone = ~keys.present[:, :, None, None]
-            key, value = key.masked_fill(gone, 0), value.masked_fill(gone, 0)
-            mask = keys.present[:, None, None, :]
+        key, value, mask = masked(key, value, keys)
         rows, length = query.shape[1], key.shape[1]
         square = self.causal and rows == length and mask is None
         if self.causal and not square:

@@ -5,7 +5,7 @@ import torch
 from attn.capabilities import Capabilities, Feature, MultipleOf
 from attn.diffusion.backends.dense import Keys
 from attn.torch.diffusion.backends._dense import DenseBackend, bottom_right
-from attn.torch.diffusion.backends._sdpa import SDPABase
+from attn.torch.diffusion.backends._sdpa import SDPABase, masked
 
 _SCORES_AT_ONCE = 1 << 24  #: 64 MiB of scores in float32
 
@@ -36,11 +36,7 @@ class SDPAImpl(SDPABase):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """torch keeps the log-sum-exp to itself: the written-out formula, in float32, some rows at a time."""
-        mask = keys.mask
-        if keys.present is not None:
-            gone = ~keys.present[:, :, None, None]
-            key, value = key.masked_fill(gone, 0), value.masked_fill(gone, 0)
-            mask = keys.present[:, None, None, :]
+        key, value, mask = masked(key, value, keys)
         batch, rows = query.shape[:2]
         wide = torch.promote_types(query.dtype, torch.float32)
         group = self.num_heads // self.num_kv_heads
