@@ -59,6 +59,9 @@ class Feature(enum.StrEnum):
     HEAD_SIZE_V = "head_size_v"  #: value heads of another size than key heads
     BACKWARD = "backward"
     BATCH_INVARIANT = "batch_invariant"  #: a sequence's bits do not depend on its neighbours (level D2)
+    #: What a row does not see (stale slots, masked keys) may be NaN or infinite. Most vendors' kernels multiply it by a
+    #: weight of 0, which is right only while it is finite (FlashAttention #1745, FlashInfer #1018).
+    NAN_SAFE = "nan_safe"
     MLA = "mla"
     SPARSE_MLA = "sparse_mla"
 

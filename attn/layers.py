@@ -194,6 +194,7 @@ class ChosenMLAAttention(ChosenLayer):
             AttentionType.DECODER, None, q_lora_rank, rank, nope, rope, nope + rope, v_head_dim, kv_b_proj, indexer,
         )  # fmt: skip
         self.impl.prefill_backend = prefill_backend
+        self.impl.prefill_features = request.features & {Feature.NAN_SAFE}
         self.kv_cache_spec = KVCacheSpec(
             request.block_size or block_size, 1, rank + rope, request.dtype, request.kv_cache_dtype
         )

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 from jax.experimental.pallas import tpu as pltpu
 
-from attn.capabilities import Device
+from attn.capabilities import Device, Feature
 from attn.testing import Call, Result, bits, cache_spec, layer_arguments
 
 Array = npt.NDArray[Any]
@@ -72,6 +72,7 @@ class Runner:
         sinks = {} if call.sinks is None else {"sinks": jnp.asarray(call.sinks)}
         impl = self.backend.get_impl_cls()(**layer_arguments(call), **sinks)
         impl.need_to_return_lse_for_decode = call.case.lse
+        impl.prefill_features = call.case.request().features & {Feature.NAN_SAFE}
         return impl
 
     def __call__(self, call: Call) -> Result:

@@ -106,7 +106,8 @@ def poisoned(shape: tuple[int, ...], element: str, kind: str) -> Array:
         return np.resize(np.array(_PACKED_POISONS[kind], np.uint8), shape)
     if element in SELF_SCALED:
         codes = poisoned((*shape[:-1], shape[-1] - 4), SELF_SCALED[element], kind)
-        return _joined(codes, poisoned(shape[:-1], "float32", kind))
+        own = poisoned(shape[:-1], "float32", kind)
+        return _joined(codes, own / np.float32(DTYPES[SELF_SCALED[element]].max))  # so that a huge number is finite
     values = np.array(POISONS[kind])
     if element in CODES and element != "float8_e5m2":
         values = np.where(np.isnan(values) & (element != "int8"), values, np.nan_to_num(values, nan=3e38))

@@ -6,6 +6,7 @@ the arrays) have seeds of their own, so that one can be kept while the other var
 """
 
 import json
+import math
 import shlex
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
@@ -34,7 +35,7 @@ class Case:
     inputs: "randn", "needle" (every query looks for one boundary key), "loud" (scores about 1e4), "far" (one score of
         -524288), "constant" (V is one number), "magnitudes" (queries from 1e-3 to 1e3), "wide" (keys and values beyond
         what the cache's dtype can hold), "hollow" (every third token's key and value are zeros).
-    poison: what lies in slots, pages and table entries that are not in use ("mixed", "huge", "zero").
+    poison: what lies in slots and pages that are not in use: "mixed" (NaN and infinities among it), "huge" or "zero".
     shared_prefix: leading tokens that all long enough requests keep in the same physical pages.
     output_scale: of an output in fp8; None is an output in the query's dtype.
     padding: rows past the last real token, which must be left alone.
@@ -94,6 +95,16 @@ class Case:
         return kv_cache_element(self.kv_cache_dtype, self.dtype) in CODES
 
     @property
+    def is_wild(self) -> bool:
+        """Whether keys and values that a row does not see may be NaN or infinite."""
+        return self.poison == "mixed" and not self.is_encoder
+
+    @property
+    def hidden(self) -> float:
+        """What a property puts into keys and values that some rows must not notice: NaN, or a large number."""
+        return math.nan if self.is_wild else 2.0**14
+
+    @property
     def query_size(self) -> int:
         """A query head's size: Dn + Dr for MLA, whose cached rows are wider."""
         return self.mla[1] + self.mla[2] if self.mla else self.head_size
@@ -132,6 +143,7 @@ class Case:
             Feature.SPARSE_MLA: bool(self.topk),
             Feature.OUTPUT_SCALE: self.output_scale is not None,
             Feature.PER_HEAD_SCALES: isinstance(self.k_scale, tuple) or isinstance(self.v_scale, tuple),
+            Feature.NAN_SAFE: self.is_wild,
         }
         layer = layer_features(
             self.window, self.logits_soft_cap, self.alibi or None, self.sinks or None, "other" if self.kv_sharing else None

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from attn import evidence, plugins
 from attn.backend_enum import load_candidate, path_of
 from attn.backends.registry import BLOCKSPARSE_PATHS, AttentionBackendEnum
-from attn.capabilities import Candidate, Capabilities, Device
+from attn.capabilities import Candidate, Capabilities, Device, Feature
 from attn.dtypes import dtype_name
 from attn.errors import AttnError, UnsupportedError
 from attn.imports import resolve_obj_by_qualname, version_of
@@ -148,7 +148,8 @@ _SHOWN = 8  #: failures printed in full
 @dataclass
 class BackendReport:
     """One backend's outcome. `rows` maps a dtype to its worst row error (rule B), `lse` is the worst of rule D as a multiple of
-    its tolerance; `above_target` are the cases that passed with less margin than the rules aim at; `smallest` repeats the
+    its tolerance; `tame` says that keys and values that no row sees were finite in every case, since the backend does not
+    declare `nan_safe`; `above_target` are the cases that passed with less margin than the rules aim at; `smallest` repeats the
     first failure, minimised. `skipped` says why there is nothing else."""
 
     backend: str
@@ -160,6 +161,7 @@ class BackendReport:
     failures: list[Failure] = field(default_factory=list)
     rows: dict[str, float] = field(default_factory=dict)
     lse: float = 0.0
+    tame: bool = False
     above_target: list[str] = field(default_factory=list)
     seconds: float = 0.0
     smallest: str = ""
@@ -182,6 +184,8 @@ class BackendReport:
             )
         if self.lse:
             lines.append(f"    worst lse: {self.lse:.2g} of its tolerance")
+        if self.tame:
+            lines.append("    nan_safe is not declared: what no row sees held large finite numbers, never NaN")
         if self.above_target:
             lines.append(f"    above target, within the limit: {', '.join(self.above_target)}")
         for failure in self.failures[:_SHOWN]:
@@ -320,6 +324,7 @@ def _examine(
 ) -> BackendReport:
     begin, device = time.perf_counter(), device_for(backend)
     report.device, report.platform = device.name or device.platform, device.platform
+    report.tame = not subject.has(Feature.NAN_SAFE)
     for case, outcome in zip(cases, _outcomes(backend, cases, jobs), strict=True):
         report.cases += 1
         violations, score = outcome.violations, outcome.score

@@ -34,7 +34,7 @@ def _axes(subject: Subject) -> dict[str, list[Any]]:
         "tree": [0, *on(Feature.TREE_MASK, 6)],
         "kv_sharing": [False, *on(Feature.KV_SHARING, True)],
         "inputs": ["randn", "needle"],
-        "poison": ["mixed", "huge"],
+        "poison": list(subject.poisons),
         "padding": [0, 3],
         "scale": [None, 0.17],
         "lse": [True, False] if subject.lse else [False],

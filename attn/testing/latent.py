@@ -128,7 +128,7 @@ def _random(subject: Subject, count: int) -> list[Case]:
                 subject, f"random {seed}", q, m, kv_cache_dtype=stored, k_scale=scale, v_scale=scale, num_blocks=None,
                 dtype=rng.choice(main_dtypes(subject)), num_heads=rng.choice((1, 3, 4, 8)), padding=rng.choice((0, 0, 3)),
                 block_size=rng.choice(subject.sizes((1, 16, 32, 64), subject.block_sizes)),
-                inputs=rng.choice(("randn", "needle")), poison=rng.choice(("mixed", "huge")),
+                inputs=rng.choice(("randn", "needle")), poison=rng.choice(subject.poisons),
                 lse=rng.choice((True, False)) and subject.lse, geometry_seed=seed, data_seed=1000 + seed,
             )
         )  # fmt: skip

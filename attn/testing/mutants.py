@@ -33,7 +33,7 @@ SUBJECT = Subject(
             {
                 Feature.NON_CAUSAL, Feature.SLIDING_WINDOW, Feature.TWO_SIDED_WINDOW, Feature.SOFT_CAP, Feature.ALIBI,
                 Feature.SINKS, Feature.TREE_MASK, Feature.KV_SHARING, Feature.PER_HEAD_SCALES, Feature.BATCH_INVARIANT,
-                Feature.OUTPUT_SCALE,
+                Feature.OUTPUT_SCALE, Feature.NAN_SAFE,
             }
         ),
     ),

@@ -126,12 +126,12 @@ def rerun(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 @check
 def live_nan(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """A NaN in a live value reaches exactly the rows that attend it."""
+    """A NaN in a live value reaches exactly the rows that attend it (a large number, where NaN may not be masked)."""
     call = draw(case)
     assert call.value is not None and call.key is not None
     for names in (("key", "value"),) if case.mla else (("value",), ("key",)):  # MLA's rows are both
         edited = np.array(getattr(call, names[0]))
-        edited[call.rows(len(case.query_lens) - 1).stop - 2, 0, 3] = np.nan  # the last but one token of the last request
+        edited[call.rows(len(case.query_lens) - 1).stop - 2, 0, 3] = case.hidden  # the last but one token of the last request
         yield from judged(to.frozen(call.but(**dict.fromkeys(names, edited))), run, score)[1]
 
 
@@ -495,7 +495,7 @@ def sinks_off(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 @check
 def tree_paths(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """29: a chain is causality; a branch's rows do not see what the other branches hold, were it NaN.
+    """29: a chain is causality; a branch's rows do not see what the other branches hold, were it NaN (`Case.hidden`).
 
     Not to the bit: a kernel may do again, another way, a block in which a value is not finite.
     """
@@ -513,7 +513,7 @@ def tree_paths(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
         own = call.rows(r)
         rows.append(own.stop - 1)
         hidden = ~call.batch.tree_mask[r, n - 1, :n] if n <= case.tree else np.zeros(n, np.bool_)
-        key[own][hidden], value[own][hidden] = np.nan, np.nan
+        key[own][hidden], value[own][hidden] = case.hidden, case.hidden
     poisoned = run(to.frozen(call.but(key=key, value=value)))
     last = np.array(rows)
     part = Result(poisoned.output[last], None if poisoned.lse is None else poisoned.lse[:, last], None, None, case.dtype)

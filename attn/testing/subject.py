@@ -40,6 +40,11 @@ class Subject:
         """Whether it serves multi-head latent attention, dense or sparse."""
         return self.has(Feature.MLA) or self.has(Feature.SPARSE_MLA)
 
+    @property
+    def poisons(self) -> tuple[str, ...]:
+        """What may lie in memory that is not in use: anything, or finite numbers for a backend that multiplies them by 0."""
+        return ("mixed", "huge") if self.has(Feature.NAN_SAFE) else ("huge",)
+
     def has(self, feature: Feature) -> bool:
         return feature.value in self.capabilities.features
 
@@ -92,6 +97,7 @@ def base_case(subject: Subject, name: str, q: Sequence[int] = Q_LENS, m: Sequenc
         causal=kind == AttentionType.DECODER,
         num_blocks=64,
         lse=subject.lse,
+        poison=subject.poisons[0],
         sparse=SPARSE[0] if subject.has(Feature.BLOCK_SPARSE) else (),
     )
     if subject.is_latent:

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attn.capabilities import Device
+from attn.capabilities import Device, Feature
 from attn.testing import Call, Result, bits, cache_spec, latent_rows, layer_arguments
 from attn.torch import kv_cache as caches
 from attn.torch.interpreter import correct_bfloat16
@@ -45,6 +45,7 @@ class Runner:
             arguments["sinks"] = torch.tensor(call.sinks, device=self.device)
         impl = self.backend.get_impl_cls()(**arguments)
         impl.need_to_return_lse_for_decode = call.case.lse
+        impl.prefill_features = call.case.request().features & {Feature.NAN_SAFE}
         return impl
 
     def __call__(self, call: Call) -> Result:

@@ -41,6 +41,12 @@ def test_poison_is_as_wild_as_the_element_allows(element: str) -> None:
     assert not bits.decode(bits.poisoned((50,), element, "zero"), element).any()
 
 
+@pytest.mark.parametrize("element", bits.SELF_SCALED)
+def test_huge_poison_is_finite_when_multiplied_by_the_scale_of_its_row(element: str) -> None:
+    rows = bits.poisoned((50, 8 + 4), element, "huge")
+    assert np.isfinite(bits.decode(rows, element)).all() and np.abs(bits.decode(rows, element)).max() > 1e38
+
+
 def test_bytes_tell_signed_zeros_and_nans_apart() -> None:
     zeros = np.array([0.0, -0.0, np.nan], np.float32)
     assert np.array_equal(bits.as_bytes(zeros) == bits.as_bytes(zeros[[1, 0, 2]]), [False, False, True])

@@ -51,9 +51,11 @@ def test_the_request_names_what_the_case_needs() -> None:
     )  # fmt: skip
     assert case.request().features == {
         "sliding_window", "two_sided_window", "non_causal", "alibi", "sinks", "soft_cap", "kv_sharing", "lse",
-        "per_head_scales",
+        "per_head_scales", "nan_safe",
     }  # fmt: skip
-    assert Case("plain", (1,), (1,)).request().features == frozenset()
+    assert Case("plain", (1,), (1,)).request().features == {"nan_safe"}
+    assert Case("finite", (1,), (1,), poison="huge").request().features == frozenset()
+    assert Case("no cache", (1,), (1,), attn_type="encoder", causal=False).request().features == frozenset()
 
 
 def test_an_encoder_reads_no_cache_and_looks_both_ways() -> None:

@@ -111,6 +111,14 @@ def test_the_report_lists_failures_and_the_smallest_of_them() -> None:
     assert json.loads(report.json())["backends"][0]["failures"][0]["repro"] == wrong.failures[0].repro
 
 
+def test_the_report_says_where_no_nan_was_masked() -> None:
+    with registered_backend("MINE", MineBackend):
+        (tame,) = run_conformance(["MINE"], only="mixed batch").backends
+    (wild,) = run_conformance(["CPU_ATTN"], only="mixed batch, needle").backends
+    assert tame.tame and "nan_safe is not declared" in str(tame)
+    assert wild.ok and not wild.tame and "nan_safe" not in str(wild)
+
+
 class RaisingImpl(MineImpl):
     def _attend(self, *args: Any) -> None:
         raise RuntimeError("no kernel image is available")

@@ -3,6 +3,8 @@
 What each mutant gets wrong is in its docstring; `python -m attn.testing --mutants` prints which rules and cases see it.
 """
 
+from dataclasses import replace
+
 import pytest
 
 from attn.testing.mutants import MUTANTS, SUBJECT, killers, mutation_table, positive_cases
@@ -43,3 +45,18 @@ def test_the_table_tells_rules_and_first_case() -> None:
 
 def test_the_full_suite_holds_more() -> None:
     assert len(cases_of(SUBJECT, "full")) > len(cases_of(SUBJECT)) + 80
+
+
+FINITE = replace(SUBJECT, capabilities=replace(SUBJECT.capabilities, features=SUBJECT.capabilities.features - {"nan_safe"}))
+FINITE_CASES = [case for case in cases_of(FINITE) if not case.check.startswith("refusal")]
+
+
+def test_a_kernel_that_multiplies_by_zero_conforms_where_it_promises_nothing_else() -> None:
+    assert killers(MUTANTS["MaskedValueMultiplied"](), FINITE_CASES) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["CausalOneTooMany", "WindowLeftOneMore", "ExtraKey", "StaleTailRead", "TreeIgnored", "AdditiveMask"]
+)
+def test_large_numbers_show_a_wrong_mask_too(name: str) -> None:
+    assert killers(MUTANTS[name](), FINITE_CASES, enough=1)

@@ -89,6 +89,16 @@ def test_batch_invariance_is_demanded_where_it_is_promised() -> None:
     assert cases and all("batch_invariant" in case.features for case in cases)
 
 
+def test_nan_in_what_no_row_sees_is_for_backends_that_promise_to_mask_it() -> None:
+    positive, refusals = split(cases_of(subject()))
+    assert not any(case.is_wild for case in positive) and "huge" in {case.poison for case in positive}
+    assert "nan_safe" in {case.check.partition("=")[2] for case in refusals}
+    promised = dataclasses.replace(SMALL, features=frozenset({Feature.NAN_SAFE}))
+    assert sum(case.is_wild for case in split(cases_of(subject(promised)))[0]) > 60
+    encoder = dataclasses.replace(promised, attn_types=("encoder_only",))
+    assert not any(case.is_wild for case in split(cases_of(subject(encoder)))[0])
+
+
 def test_a_compiled_backend_gets_a_quick_run_that_shares_programs() -> None:
     compiled = Subject("COMPILED", dataclasses.replace(SUBJECT.capabilities, framework="jax"))
     quick = split(cases_of(compiled))[0]

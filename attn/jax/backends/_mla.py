@@ -9,6 +9,7 @@ batch's bucket decides, by a member of the MLA prefill registry.
 """
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -99,6 +100,8 @@ class MLAImpl(LatentImpl[PagedAttentionMetadata]):
 
     #: A member of the MLA prefill registry, by name or as a class, or None: the platform's first that serves the layer.
     prefill_backend: Any = None
+    #: What it must serve (`nan_safe`, where the layer's callers need that).
+    prefill_features: Collection[str] = ()
 
     def weights(self, kv_b_proj: Any = None) -> tuple[jax.Array, jax.Array]:
         """(w_uk [L, H, Dn], w_uv [L, H, Dv]) of an up-projection (None: the layer's own): slices, so jit fuses them."""
@@ -224,7 +227,13 @@ class MLAImpl(LatentImpl[PagedAttentionMetadata]):
         chosen = self.prefill_backend
         if not isinstance(chosen, type):
             chosen = get_mla_prefill_backend(
-                self.qk_head_dim, self.v_head_dim, q.dtype, framework="jax", num_heads=self.num_heads, backend=chosen
+                self.qk_head_dim,
+                self.v_head_dim,
+                q.dtype,
+                framework="jax",
+                num_heads=self.num_heads,
+                backend=chosen,
+                features=self.prefill_features,
             )
         return chosen(q.shape[1], self.qk_head_dim, self.v_head_dim, self.scale)  # type: ignore[no-any-return]
 

@@ -70,6 +70,7 @@ class PallasAttentionBackend(PagedAttentionBackend):
                 Feature.TREE_MASK,
                 Feature.KV_SHARING,
                 Feature.PER_HEAD_SCALES,
+                Feature.NAN_SAFE,
             }
         ),
         archs=(("tpu", ("v5e", "v5p", "v6e", "v7x")),),

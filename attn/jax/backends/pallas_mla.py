@@ -29,7 +29,7 @@ class PallasMLABackend(MLABackend):
         platforms=("tpu", "cpu"),
         dtypes=("float32", "bfloat16"),
         kv_cache_dtypes=("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"),
-        features=frozenset({Feature.MLA, Feature.NON_CAUSAL, Feature.DCP}),
+        features=frozenset({Feature.MLA, Feature.NON_CAUSAL, Feature.DCP, Feature.NAN_SAFE}),
         archs=(("tpu", ("v5e", "v5p", "v6e", "v7x")),),
     )
 

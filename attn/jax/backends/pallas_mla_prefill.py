@@ -25,7 +25,7 @@ class PallasPrefillBackend(MLAPrefillBackend):
         platforms=("tpu", "cpu"),
         dtypes=("float32", "bfloat16"),
         head_sizes=(MultipleOf(1, 1, 256),),
-        features=frozenset({Feature.MLA}),
+        features=frozenset({Feature.MLA, Feature.NAN_SAFE}),
         archs=(("tpu", ("v5e", "v5p", "v6e", "v7x")),),
     )
 

@@ -34,6 +34,7 @@ class XLAAttentionBackend(PagedAttentionBackend):
                 Feature.TREE_MASK,
                 Feature.KV_SHARING,
                 Feature.PER_HEAD_SCALES,
+                Feature.NAN_SAFE,
             }
         ),
     )

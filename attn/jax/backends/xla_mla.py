@@ -20,7 +20,7 @@ class XLAMLABackend(MLABackend):
         platforms=("tpu", "gpu", "cpu"),
         dtypes=("float32", "bfloat16", "float16"),
         kv_cache_dtypes=("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"),
-        features=frozenset({Feature.MLA, Feature.NON_CAUSAL, Feature.DCP}),
+        features=frozenset({Feature.MLA, Feature.NON_CAUSAL, Feature.DCP, Feature.NAN_SAFE}),
     )
 
     @staticmethod

@@ -14,7 +14,7 @@ class XLAPrefillBackend(MLAPrefillBackend):
         framework="jax",
         platforms=("tpu", "gpu", "cpu"),
         dtypes=("float32", "bfloat16", "float16"),
-        features=frozenset({Feature.MLA}),
+        features=frozenset({Feature.MLA, Feature.NAN_SAFE}),
     )
 
     @staticmethod

@@ -34,6 +34,7 @@ FEATURES = frozenset(
         Feature.TREE_MASK,
         Feature.KV_SHARING,
         Feature.PER_HEAD_SCALES,
+        Feature.NAN_SAFE,
     }
 )
 

@@ -31,6 +31,7 @@ FEATURES = frozenset(
         Feature.KV_SHARING,
         Feature.PER_HEAD_SCALES,
         Feature.OUTPUT_SCALE,
+        Feature.NAN_SAFE,
     }
 )
 KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", *sorted(PER_TOKEN_HEAD))

@@ -77,13 +77,15 @@ def get_mla_prefill_backend(
     num_heads: int | None = None,
     backend: MLAPrefillBackendEnum | str | None = None,
     on_host: bool = False,
+    features: Collection[str] = (),
 ) -> type[MLAPrefillBackend]:
-    """The prefill backend's class for heads of Dn + Dr and Dv; `on_host` when the arrays lie on the CPU.
+    """The prefill backend's class for heads of Dn + Dr and Dv; `on_host` when the arrays lie on the CPU; `features` are
+    names of what else it must serve.
 
     Raises `UnsupportedError` with every candidate's reasons, ValueError for malformed arguments or an unknown name, and
     `BackendLoadError` when an explicit choice cannot be imported.
     """
-    request = make_mla_prefill_request(qk_head_dim, v_head_dim, dtype, num_heads=num_heads)
+    request = make_mla_prefill_request(qk_head_dim, v_head_dim, dtype, num_heads=num_heads, features=features)
     platform = platform_for(framework, "cpu" if on_host else None)
     return select_mla_prefill(request, framework=framework, backend=backend, platform=platform).require()
 

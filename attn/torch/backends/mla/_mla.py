@@ -9,6 +9,7 @@ included: results depend neither on how a prompt is cut into chunks nor on which
 Weights are absorbed once, by `process_weights_after_loading` or the first call; after loading other weights call it again.
 """
 
+from collections.abc import Collection
 from typing import Any, TypeVar
 
 import torch
@@ -54,10 +55,12 @@ class MLACommonImpl(LatentImpl[MLACommonMetadata]):
     """The template. A subclass sets `backend` and writes `_decode`.
 
     `prefill_backend` is the MLA prefill backend to use by name, obeyed or refused; None lets the platform choose.
+    `prefill_features` are what it must serve (`nan_safe`, where the layer's callers need that).
     """
 
     framework = "torch"
     prefill_backend: str | None = None
+    prefill_features: Collection[str] = ()
     _absorbed: "tuple[torch.dtype, torch.device] | None" = None
     _prefill: MLAPrefillBackend
 
@@ -77,7 +80,7 @@ class MLACommonImpl(LatentImpl[MLACommonMetadata]):
     def _choose_prefill(self, act_dtype: Any, device: torch.device) -> MLAPrefillBackend:
         chosen = get_mla_prefill_backend(
             self.qk_head_dim, self.v_head_dim, act_dtype, framework="torch", num_heads=self.num_heads,
-            backend=self.prefill_backend, on_host=device.type == "cpu",
+            backend=self.prefill_backend, on_host=device.type == "cpu", features=self.prefill_features,
         )  # fmt: skip
         return chosen(self.num_heads, self.qk_head_dim, self.v_head_dim, self.scale)
 

@@ -24,7 +24,7 @@ class TorchMLABackend(MLACommonBackend):
         platforms=("cuda", "rocm", "xpu", "cpu"),
         dtypes=_ragged.DTYPES,
         kv_cache_dtypes=("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"),
-        features=frozenset({Feature.MLA, Feature.LSE, Feature.DCP}),
+        features=frozenset({Feature.MLA, Feature.LSE, Feature.DCP, Feature.NAN_SAFE}),
     )
 
     @staticmethod

@@ -22,7 +22,7 @@ class TorchMLASparseBackend(SparseMLABackend):
         platforms=("cuda", "rocm", "xpu", "cpu"),
         dtypes=_ragged.DTYPES,
         kv_cache_dtypes=("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"),
-        features=frozenset({Feature.SPARSE_MLA, Feature.LSE}),
+        features=frozenset({Feature.SPARSE_MLA, Feature.LSE, Feature.NAN_SAFE}),
     )
 
     @staticmethod

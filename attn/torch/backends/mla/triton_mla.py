@@ -17,7 +17,7 @@ from attn.torch.backends.mla._mla import MLACommonBackend, MLACommonImpl
 
 class TritonMLABackend(MLACommonBackend):
     is_interpreted = staticmethod(TritonPagedBackend.is_interpreted)
-    capabilities = _triton.capabilities(frozenset({Feature.MLA, Feature.LSE, Feature.DCP}))
+    capabilities = _triton.capabilities(frozenset({Feature.MLA, Feature.LSE, Feature.DCP, Feature.NAN_SAFE}))
 
     @staticmethod
     def get_name() -> str:

@@ -16,7 +16,7 @@ from attn.torch.backends.mla._sparse import SparseMLABackend, SparseMLAImpl
 
 class TritonMLASparseBackend(SparseMLABackend):
     is_interpreted = staticmethod(TritonPagedBackend.is_interpreted)
-    capabilities = _triton.capabilities(frozenset({Feature.SPARSE_MLA, Feature.LSE}))
+    capabilities = _triton.capabilities(frozenset({Feature.SPARSE_MLA, Feature.LSE, Feature.NAN_SAFE}))
 
     @staticmethod
     def get_name() -> str:

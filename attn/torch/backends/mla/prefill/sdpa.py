@@ -20,7 +20,7 @@ class TorchSDPAPrefillBackend(MLAPrefillBackend):
         framework="torch",
         platforms=("cuda", "rocm", "xpu", "cpu"),
         dtypes=_ragged.DTYPES,
-        features=frozenset({Feature.MLA, Feature.LSE}),
+        features=frozenset({Feature.MLA, Feature.LSE, Feature.NAN_SAFE}),
     )
 
     @staticmethod

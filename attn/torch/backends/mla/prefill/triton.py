@@ -12,7 +12,7 @@ class TritonPrefillBackend(MLAPrefillBackend):
         platforms=("cuda", "rocm"),
         dtypes=("bfloat16", "float16", "float32"),
         head_sizes=(MultipleOf(8, 24, 256),),
-        features=frozenset({Feature.MLA, Feature.LSE}),
+        features=frozenset({Feature.MLA, Feature.LSE, Feature.NAN_SAFE}),
         packages=("triton",),
         archs=(("cuda", ("sm_80+",)),),
     )
