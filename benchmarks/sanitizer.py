@@ -1,0 +1,351 @@
+"""The Triton kernels under compute-sanitizer on a GPU: twenty cases for memory, the Hopper prefill for races.
+
+    python -m benchmarks.sanitizer memcheck
+    python -m benchmarks.sanitizer racecheck [--logs FOLDER]
+
+memcheck takes twenty of the conformance suite's cases for TRITON_ATTN, each tensor an allocation of its own, so that whatever
+reads or writes beside one is seen.
+
+racecheck needs a Hopper GPU. It reports words of shared memory in the Gluon prefill, and this tells whose they are. Besides
+`hopper_prefill` it runs three kernels of the same partitions: in `bare` they share nothing, so that whatever is reported is
+the handshake by which Triton hands partitions their work; in `ordered` two of them pass a tile to and fro by mbarriers, as the
+prefill's do, and nothing more may be reported; in `planted` they do so without, and the tile must be. Each report is then told
+by the place in shared memory (the handshake's bytes come last: a worker warp reads its own, which PTX shows) and by the machine
+instructions in question. Exit code 0: only the handshake is reported in the prefill, as in `bare`, and the tool saw the
+planted race.
+"""
+
+import argparse
+import collections
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+CASES = 20
+RACED = ("hopper_prefill", "bare", "ordered", "planted")
+_WORKERS = 4  #: the first worker warp: the default partition's come before
+
+
+# --- the programs that are looked at ---------------------------------------------------------------------------------
+
+
+def memory_cases(part: int, parts: int) -> int:
+    """Run every `parts`-th of the twenty cases; the number of violations."""
+    from attn.testing.conformance import cases_for, run_case
+    from attn.torch.backends.triton_attn import TritonAttentionBackend
+
+    cases = [case for case in cases_for(TritonAttentionBackend, level="quick") if case.check == "oracle"]
+    chosen = [cases[i * len(cases) // CASES] for i in range(CASES)][part::parts]
+    wrong = [str(v) for case in chosen for v in run_case(TritonAttentionBackend, case)]
+    print("\n".join([*(f"case {case.name}" for case in chosen), *wrong]))
+    return len(wrong)
+
+
+def race(name: str) -> int:
+    """Launch one of `RACED` and say where it lies: a line of JSON."""
+    import torch
+    import triton
+
+    kernel = "_prefill" if name == "hopper_prefill" else "_bare" if name == "bare" else "_handover"
+    told: dict[str, Any] = {}
+
+    def listen(*, metadata: Any, metadata_group: Any, **_: Any) -> None:
+        if metadata["name"] == kernel:
+            files = {Path(file).suffix[1:]: path for file, path in metadata_group.items()}
+            told.update(kernel=kernel, shared=metadata["shared"], ptx=files["ptx"], cubin=files["cubin"])
+
+    triton.knobs.compilation.listener = listen
+    out = torch.full((3, 128), -1, dtype=torch.int32, device="cuda")
+    want = torch.arange(128, dtype=torch.int32, device="cuda") + torch.arange(3, device="cuda")[:, None]
+    if name == "hopper_prefill":
+        right = _prefill()
+    else:
+        from benchmarks import _handshake
+
+        if name == "bare":
+            _handshake._bare[(2,)](out, num_warps=4)
+            right = bool((out == want).all())
+        else:
+            _handshake._handover[(1,)](out, ORDERED=name == "ordered", num_warps=4)
+            torch.cuda.synchronize()
+            right = name == "planted" or bool((out == want).all())  # what a race gives is not asked
+    torch.cuda.synchronize()
+    print("TOLD " + json.dumps({**told, "right": right}))
+    return int(not right)
+
+
+def _prefill() -> bool:
+    """Two prompts, one with a context, over pages of 16 and some of another batch: two kinds of tile, several turns each."""
+    import torch
+
+    from attn.torch.kernels import hopper_prefill
+
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator)
+
+    page, lens = 16, [(300, 300), (77, 403)]
+    counts = [-(-s // page) for _, s in lens]
+    table = torch.full((2, max(counts)), -1, dtype=torch.int32, device="cuda")
+    for r, n in enumerate(counts):
+        table[r, :n] = torch.arange(sum(counts[:r]), sum(counts[:r]) + n)
+    query, key, value = random(377, 8, 128), random(sum(counts), page, 2, 128), random(sum(counts), page, 2, 128)
+    starts = torch.tensor([0, 300, 377], dtype=torch.int32, device="cuda")
+    seq_lens = torch.tensor([s for _, s in lens], dtype=torch.int32, device="cuda")
+    output, lse = torch.empty_like(query), torch.empty(8, 377, device="cuda")
+    factor = 128**-0.5 * 1.4426950408889634
+    hopper_prefill.prefill(
+        output, lse, query, key, value, starts, seq_lens, table, None, factor=factor, v_factor=1.0, cap=0.0, negate=False,
+        left=1 << 30, right=0, has_left=False, min_query=1, programs=3,
+    )  # fmt: skip
+    for r, (n, s) in enumerate(lens):
+        rows = slice(int(starts[r]), int(starts[r + 1]))
+        k, v = (x[table[r, : counts[r]].long()].flatten(0, 1)[:s].double().repeat_interleave(4, 1) for x in (key, value))
+        scores = torch.einsum("thd,shd->hts", query[rows].double(), k) * 128**-0.5
+        hidden = torch.arange(s, device="cuda") > torch.arange(n, device="cuda")[:, None] + s - n
+        want = torch.einsum("hts,shd->thd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+        if float((output[rows] - want).square().mean().sqrt()) > 5e-3:
+            return False
+    return True
+
+
+# --- what the tool says ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Run:
+    """One process under the tool."""
+
+    code: int
+    said: str
+    log: str
+    seconds: float
+
+
+def run(tool: str, command: list[str], log: Path, extra: tuple[str, ...] = ()) -> Run:
+    """`command` (arguments of this module) under a tool, or alone where `tool` is empty. Never longer than 75 s."""
+    import time
+
+    whole = [sys.executable, "-m", "benchmarks.sanitizer", *command]
+    if tool:
+        sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+        whole = [sanitizer, "--tool", tool, "--log-file", str(log), "--print-limit", "100000", *extra, *whole]
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "TRITON_CACHE_DIR": str(log.parent / "cache")}
+    begin = time.monotonic()
+    try:
+        done = subprocess.run(whole, capture_output=True, text=True, timeout=75, env=environment)
+        code, said = done.returncode, done.stdout + done.stderr
+    except subprocess.TimeoutExpired as late:
+        parts = [x.decode(errors="replace") if isinstance(x, bytes) else x or "" for x in (late.stdout, late.stderr)]
+        code, said = 124, "".join(parts)
+    seconds = time.monotonic() - begin
+    return Run(code, said, log.read_text(errors="replace") if log.exists() else "", seconds)
+
+
+def at_once(jobs: dict[str, Callable[[], Run]]) -> dict[str, Run]:
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        futures = {name: pool.submit(job) for name, job in jobs.items()}
+        return {name: future.result() for name, future in futures.items()}
+
+
+@dataclass(frozen=True)
+class Access:
+    kind: str  #: Read or Write
+    place: str  #: kernel+0xoffset
+    source: str
+
+    @property
+    def offset(self) -> int:
+        return int(self.place.rpartition("+0x")[2], 16)
+
+
+@dataclass(frozen=True)
+class Hazard:
+    """A byte of shared memory that two threads reached without an order that the tool knows."""
+
+    kind: str
+    address: int
+    first: Access
+    second: Access
+
+
+_HEAD = re.compile(r"Potential (\w+) hazard detected at __shared__ 0x([0-9a-f]+) in block")
+_ACCESS = re.compile(r"(Read|Write) Thread \([\d,]+\) at (\S.*?\+0x[0-9a-f]+)(?: in (\S+))?")
+
+
+def hazards(log: str) -> list[Hazard]:
+    """The records of `--racecheck-report hazard`."""
+    found, lines = [], log.splitlines()
+    for i, line in enumerate(lines):
+        if head := _HEAD.search(line):
+            accesses = [Access(*(x or "" for x in m.groups())) for m in map(_ACCESS.search, lines[i + 1 : i + 3]) if m]
+            if len(accesses) == 2:
+                found.append(Hazard(head[1], int(head[2], 16), accesses[0], accesses[1]))
+    return found
+
+
+@dataclass
+class Places:
+    """A kernel's shared memory: the handshake's bytes, mbarriers, and the rest; and its machine code."""
+
+    shared: int
+    state: range
+    barriers: range
+    code: dict[int, str] = field(default_factory=dict)
+
+    def named(self, offset: int) -> str:
+        if offset in self.state:
+            return "handshake"
+        return "mbarriers" if offset in self.barriers else "tiles and scratch" if 0 <= offset < self.shared else "nowhere"
+
+
+def places(told: dict[str, Any]) -> Places:
+    """From PTX: worker warp w reads byte `state + w - 4`; mbarriers are where they are initialised."""
+    ptx = Path(told["ptx"]).read_text()
+    reads = [int(n or 0) for n in re.findall(r"ld\.shared\.[bsu]8\s+%\w+, \[%\w+(?:\+(-?\d+))?\]", ptx)]
+    state = max(reads) + _WORKERS  # the handshake lies last
+    sums = dict(re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", ptx))
+    inits = [int(sums.get(r, 0)) for r in re.findall(r"mbarrier\.init\S* \[(%r\d+)\]", ptx)]
+    barriers = range(min(inits), max(inits) + 8) if inits else range(0)
+    cuobjdump = shutil.which("cuobjdump")
+    if not cuobjdump:
+        from triton import knobs
+
+        cuobjdump = knobs.nvidia.cuobjdump.path
+    sass = subprocess.run([cuobjdump, "-sass", told["cubin"]], capture_output=True, text=True).stdout
+    code = {int(at, 16): " ".join(text.split()) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;/]+);", sass)}
+    return Places(told["shared"], range(state, told["shared"]), barriers, code)
+
+
+def judge(runs: dict[str, Run]) -> int:
+    """Print every report by place and instruction, and the verdict."""
+    told, found = {}, {}
+    for name, done in runs.items():
+        lines = [line for line in done.said.splitlines() if line.startswith("TOLD ")]
+        if not lines:
+            print(f"{name}: no result (exit code {done.code})\n{done.said[-3000:]}\n{done.log[-3000:]}")
+            return 2
+        told[name], found[name] = json.loads(lines[-1][5:]), hazards(done.log)
+        if not told[name]["right"]:
+            print(f"{name}: its numbers are wrong")
+            return 2
+    known = {name: places(t) for name, t in told.items()}
+    # the tool counts from the window's start, of which the system keeps the first KiB on Hopper
+    base = 0x400 if all(h.address >= 0x400 for h in found["planted"]) else 0
+    seen: dict[str, set[str]] = {}
+    for name, spot in known.items():
+        log, t = runs[name].log, told[name]
+        summary = [line.strip("= ") for line in log.splitlines() if "RACECHECK SUMMARY" in line]
+        print(f"\n== {name} ({t['kernel']}, {t['shared']} bytes of shared memory, {runs[name].seconds:.0f} s): {summary}")
+        print(f"   handshake {spot.state}, mbarriers {spot.barriers}; addresses below are less {base:#x}")
+        if not summary:
+            print(log[-2000:])
+        seen[name] = set()
+        groups: dict[tuple[str, Hazard], list[int]] = collections.defaultdict(list)
+        for h in found[name]:
+            where = spot.named(h.address - base)
+            seen[name].add(where)
+            groups[where, Hazard(h.kind, 0, h.first, h.second)].append(h.address - base)
+        for (where, h), at in groups.items():
+            print(f"   {h.kind} in {where}, bytes {min(at)}..{max(at)} ({len(set(at))} of them, {len(at)} reports)")
+            for access in (h.first, h.second):
+                text = spot.code.get(access.offset, "?")
+                print(f"      {access.kind:5s} {access.place.rpartition('+')[2]} {access.source or '-'}: {text}")
+        for line in log.splitlines():
+            if "Race reported" in line or " and " in line and "access at" in line or "Warning" in line:
+                print(f"   | {line.strip('= ')[:200]}")
+    reasons = []
+    if not seen["planted"] & {"tiles and scratch"}:
+        reasons.append("the planted race was not seen, so silence proves nothing")
+    if seen["ordered"] - {"handshake"}:
+        reasons.append("mbarriers are no order to this tool, so what it says of rings proves nothing")
+    if seen["bare"] - {"handshake"}:
+        reasons.append(f"partitions that share nothing are reported for {sorted(seen['bare'])}")
+    if ours := seen["hopper_prefill"] - {"handshake"}:
+        reasons.append(f"the prefill is reported for {sorted(ours)}: a race, or an order that the tool does not know")
+    if seen["hopper_prefill"] > seen["bare"]:
+        reasons.append("the handshake is reported in the prefill and not in the kernel that consists of it")
+    for reason in reasons:
+        print(f"\nOPEN: {reason}")
+    if not reasons:
+        print(f"\nVERDICT: {len(found['hopper_prefill'])} reports in the prefill, all of the handshake's bytes; so is `bare`'s")
+    return int(bool(reasons))
+
+
+def racecheck(folder: Path) -> int:
+    runs = at_once({name: lambda name=name: run("", ["race", name], folder / f"{name}.warm") for name in RACED})  # type: ignore[misc]
+    if failed := {name: done.said[-2000:] for name, done in runs.items() if done.code}:
+        print("\n".join(f"{name} fails without the tool: {said}" for name, said in failed.items()))
+        return 2
+
+    def job(name: str) -> Run:
+        kernel = json.loads(re.findall(r"^TOLD (.*)$", runs[name].said, re.MULTILINE)[-1])["kernel"]
+        extra = ("--racecheck-report", "all", "--kernel-name", f"kernel_substring={kernel}")
+        return run("racecheck", ["race", name], folder / f"{name}.log", extra)
+
+    return judge(at_once({name: lambda name=name: job(name) for name in RACED}))  # type: ignore[misc]
+
+
+def memcheck(folder: Path, parts: int = 10) -> int:
+    def everywhere(tool: str, name: str) -> dict[str, Run]:
+        extra = ("--leak-check", "no") if tool else ()
+        return at_once(
+            {
+                str(i): lambda i=i: run(tool, ["memory", str(i), str(parts)], folder / f"{name}{i}", extra)  # type: ignore[misc]
+                for i in range(parts)
+            }
+        )
+
+    for name, done in everywhere("", "warm").items():
+        if done.code:
+            print(f"part {name} fails without the tool: {done.said[-2000:]}")
+            return 2
+    errors = cases = 0
+    for done in everywhere("memcheck", "memcheck").values():
+        cases += done.said.count("\ncase ") + done.said.startswith("case ")
+        summary = re.findall(r"ERROR SUMMARY: (\d+) error", done.log)
+        if done.code or not summary:
+            print(f"exit code {done.code}\n{done.said[-2000:]}\n{done.log[-4000:]}")
+            errors += 1
+        errors += sum(map(int, summary))
+    print(f"memcheck: {cases} cases, {errors} errors")
+    return int(errors > 0 or cases != CASES)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", default="racecheck", choices=("memcheck", "racecheck", "memory", "race"))
+    parser.add_argument("rest", nargs="*", help=argparse.SUPPRESS)
+    parser.add_argument("--logs", type=Path, help="keep what the tool wrote here")
+    args = parser.parse_args()
+    if args.what == "memory":
+        return memory_cases(*map(int, args.rest))
+    if args.what == "race":
+        return race(*args.rest)
+    import torch
+
+    if not torch.cuda.is_available():
+        print("no CUDA device here")
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            return (memcheck if args.what == "memcheck" else racecheck)(Path(folder))
+        finally:
+            if args.logs:
+                args.logs.mkdir(parents=True, exist_ok=True)
+                for log in Path(folder).glob("*.log"):
+                    shutil.copy(log, args.logs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
