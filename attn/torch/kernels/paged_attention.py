@@ -98,15 +98,18 @@ def _infinite_where(values, allowed, infinity):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _step(  # type: ignore[no-untyped-def]
-    acc, norm, top, q, start, low, high, upper,
+    acc, norm, top, start, MASKED: tl.constexpr, CAREFUL: tl.constexpr, q, low, high, upper,
     table, k_base, v_base, tree_row, position, head, token, context, q_len, slope,
     left, is_tree, k_block, k_slot, v_block, v_slot, factor, cap, tree_w,
     sparse_local, sparse_stride, sparse_shift, k_scale, v_scale, scale_block, scale_slot, PER_TOKEN: tl.constexpr,
-    MASKED: tl.constexpr, CAREFUL: tl.constexpr, HAS_LEFT: tl.constexpr, PAGED: tl.constexpr, P: tl.constexpr, D: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_TREE: tl.constexpr,
-    SPARSE: tl.constexpr, SAME: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_LEFT: tl.constexpr, PAGED: tl.constexpr, P: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_TREE: tl.constexpr, SPARSE: tl.constexpr,
+    SAME: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, IN_HALF: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys: scores, running maximum, and the values they weigh. Without MASKED every row sees every key of it."""
+    # Weights in float16 reach 2**15 instead of 1: from 2**-39 of the largest on they are numbers, from 2**-29 on exact.
+    LIFT: tl.constexpr = 15.0 if q.dtype == tl.float16 else 0.0
+    by = factor[:, None] if IN_HALF else factor
     d = tl.arange(0, BLOCK_D)
     n = tl.arange(0, BLOCK_N)
     j = start + n
@@ -146,9 +149,9 @@ def _step(  # type: ignore[no-untyped-def]
 
     # Scores in base 2. Plain ones stay as they are and meet the factor inside the exponent, where it fuses.
     if HAS_CAP:
-        s = cap * _tanh(s * factor)
+        s = cap * _tanh(s * by)
     elif HAS_ALIBI:
-        s = s * factor
+        s = s * by
     if HAS_ALIBI:
         s = s - slope[:, None] * tl.abs(j[None, :] - position[:, None]).to(tl.float32)
     if MASKED:
@@ -158,7 +161,7 @@ def _step(  # type: ignore[no-untyped-def]
         )  # fmt: skip
         s = tl.where(allowed, s, float("-inf"))
     if HAS_CAP or HAS_ALIBI:
-        above = tl.maximum(top, tl.max(s, 1))
+        above = tl.maximum(top, tl.max(s, 1) - LIFT)
         guard = tl.where(above == float("-inf"), 0.0, above)
         p = tl.exp2(s - guard[:, None])
         shrink = tl.exp2(top - guard)
@@ -169,9 +172,9 @@ def _step(  # type: ignore[no-untyped-def]
         p = tl.exp2((s - guard[:, None]) * factor)
         shrink = tl.exp2((top - guard) * factor)
     else:
-        above = tl.maximum(top, tl.max(s, 1) * factor)
+        above = tl.maximum(top, tl.max(s, 1) * factor - LIFT)
         guard = tl.where(above == float("-inf"), 0.0, above)
-        p = tl.exp2(s * factor - guard[:, None])
+        p = tl.exp2(s * by - guard[:, None])
         shrink = tl.exp2(top - guard)
     norm = norm * shrink + tl.sum(p, 1)
     acc = acc * shrink[:, None]
@@ -302,12 +305,12 @@ def _attention(  # type: ignore[no-untyped-def]
     if NEGATE:
         q = (0.0 - q.to(tl.float32)).to(q.dtype)
     if IN_HALF:
-        # One-byte codes widen to float16 in one instruction a pair, to bfloat16 in three, two of them slow. Queries follow,
-        # brought by a power of two to where float16 holds every bit of values down to 2**-31 of the largest in the tile.
+        # One-byte codes widen to float16 in one instruction a pair, to bfloat16 in three, two of them slow. Queries follow, each
+        # row brought by a power of two to where float16 holds every bit of values down to 2**-31 of the row's largest.
         wide_q = q.to(tl.float32)
-        peak = tl.max(tl.max(tl.where(tl.abs(wide_q) < float("inf"), tl.abs(wide_q), 0.0), 1), 0)
+        peak = tl.max(tl.where(tl.abs(wide_q) < float("inf"), tl.abs(wide_q), 0.0), 1)
         power = tl.maximum((peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), 7.888609052210118e-31)
-        q = (wide_q * (16384.0 / power)).to(tl.float16)
+        q = (wide_q * (16384.0 / power)[:, None]).to(tl.float16)
         factor = factor * (power * 6.103515625e-05)
     if HAS_K_SCALE:
         factor = factor * tl.load(k_scale + kv_head * kscale_h)
@@ -336,64 +339,33 @@ def _attention(  # type: ignore[no-untyped-def]
     norm = tl.zeros((BLOCK_M,), tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     upper = tl.minimum(position + right, high - 1)
-    # In float32 every tile of several tokens is computed with care, so that what happens to one row changes no bit of another.
-    if SPARSE > 0:
-        for start in tl.range(aligned, stop, BLOCK_N):
-            if _sparse_tile(start, first, shifted, live, sparse_local, sparse_stride, sparse_shift, BLOCK_N, SPARSE):
-                acc, norm, top = _step(
-                    acc, norm, top, q, start, low, high, upper,
-                    table, k_base, v_base, tree_row, position, shifted, token, context, q_len, slope,
-                    left, is_tree, k_block, k_slot, v_block, v_slot, factor, cap, tree_w,
-                    sparse_local, sparse_stride, sparse_shift, k_scale, v_scale, scale_block, scale_slot, PER_TOKEN,
-                    True, False, HAS_LEFT, PAGED, P, D, BLOCK_N, BLOCK_D,
-                    HAS_CAP, HAS_ALIBI, HAS_TREE, SPARSE, SAME, WIDE, EXACT, PRECISION,
-                )  # fmt: skip
-    elif DECODE or EXACT:
-        for start in tl.range(aligned, stop, BLOCK_N):
-            acc, norm, top = _step(
-                acc, norm, top, q, start, low, high, upper,
-                table, k_base, v_base, tree_row, position, shifted, token, context, q_len, slope,
-                left, is_tree, k_block, k_slot, v_block, v_slot, factor, cap, tree_w,
-                sparse_local, sparse_stride, sparse_shift, k_scale, v_scale, scale_block, scale_slot, PER_TOKEN,
-                True, EXACT and BLOCK_Q > 1, HAS_LEFT, PAGED, P, D, BLOCK_N, BLOCK_D,
-                HAS_CAP, HAS_ALIBI, HAS_TREE, SPARSE, SAME, WIDE, EXACT, PRECISION,
-            )  # fmt: skip
-    else:
-        # the keys from full to rest are visible to every row: their tiles need no mask
-        full = aligned
+    # The keys from full to rest are visible to every row: their tiles need no mask. Where it is not worth finding them, all
+    # are behind them. In float32 every tile of several tokens is computed with care, so that what happens to one row changes
+    # no bit of another.
+    CLEAR: tl.constexpr = not (SPARSE > 0 or DECODE or EXACT)
+    full, rest = aligned, aligned
+    if CLEAR:
         rest = tl.minimum(first + right + 1, high)
         if HAS_TREE:
             rest = tl.where(is_tree, tl.minimum(rest, context), rest)
         if HAS_LEFT:
             full = tl.minimum(tl.cdiv(tl.maximum(last - left, aligned), BLOCK_N), tl.cdiv(high, BLOCK_N)) * BLOCK_N
-            for start in tl.range(aligned, full, BLOCK_N):
-                acc, norm, top = _step(
-                    acc, norm, top, q, start, low, high, upper,
-                    table, k_base, v_base, tree_row, position, shifted, token, context, q_len, slope,
-                    left, is_tree, k_block, k_slot, v_block, v_slot, factor, cap, tree_w,
-                    sparse_local, sparse_stride, sparse_shift, k_scale, v_scale, scale_block, scale_slot, PER_TOKEN,
-                    True, False, HAS_LEFT, PAGED, P, D, BLOCK_N, BLOCK_D,
-                    HAS_CAP, HAS_ALIBI, HAS_TREE, SPARSE, SAME, WIDE, EXACT, PRECISION,
-                )  # fmt: skip
         rest = tl.maximum(full, tl.maximum(rest, 0) // BLOCK_N * BLOCK_N)
-        for start in tl.range(full, rest, BLOCK_N):
-            acc, norm, top = _step(
-                acc, norm, top, q, start, low, high, upper,
-                table, k_base, v_base, tree_row, position, shifted, token, context, q_len, slope,
-                left, is_tree, k_block, k_slot, v_block, v_slot, factor, cap, tree_w,
-                sparse_local, sparse_stride, sparse_shift, k_scale, v_scale, scale_block, scale_slot, PER_TOKEN,
-                False, False, HAS_LEFT, PAGED, P, D, BLOCK_N, BLOCK_D,
-                HAS_CAP, HAS_ALIBI, HAS_TREE, SPARSE, SAME, WIDE, EXACT, PRECISION,
-            )  # fmt: skip
-        for start in tl.range(rest, high, BLOCK_N):
-            acc, norm, top = _step(
-                acc, norm, top, q, start, low, high, upper,
-                table, k_base, v_base, tree_row, position, shifted, token, context, q_len, slope,
-                left, is_tree, k_block, k_slot, v_block, v_slot, factor, cap, tree_w,
-                sparse_local, sparse_stride, sparse_shift, k_scale, v_scale, scale_block, scale_slot, PER_TOKEN,
-                True, False, HAS_LEFT, PAGED, P, D, BLOCK_N, BLOCK_D,
-                HAS_CAP, HAS_ALIBI, HAS_TREE, SPARSE, SAME, WIDE, EXACT, PRECISION,
-            )  # fmt: skip
+    for part in tl.static_range(3):
+        if part == 2 or (CLEAR and (part == 1 or HAS_LEFT)):
+            begin_at = aligned if part == 0 else full if part == 1 else rest
+            end_at = full if part == 0 else rest if part == 1 else stop
+            for start in tl.range(begin_at, end_at, BLOCK_N):
+                if SPARSE == 0 or _sparse_tile(
+                    start, first, shifted, live, sparse_local, sparse_stride, sparse_shift, BLOCK_N, SPARSE
+                ):
+                    acc, norm, top = _step(
+                        acc, norm, top, start, part != 1, EXACT and BLOCK_Q > 1 and SPARSE == 0, q, low, high, upper, table, k_base, v_base, tree_row,
+                        position, shifted, token, context, q_len, slope, left, is_tree, k_block, k_slot, v_block, v_slot, factor, cap,
+                        tree_w, sparse_local, sparse_stride, sparse_shift, k_scale, v_scale, scale_block, scale_slot, PER_TOKEN,
+                        HAS_LEFT, PAGED, P, D, BLOCK_N, BLOCK_D, HAS_CAP, HAS_ALIBI, HAS_TREE, SPARSE, SAME, WIDE, EXACT, PRECISION,
+                        IN_HALF,
+                    )  # fmt: skip
     if MAY_BE_WILD and BLOCK_Q > 1 and (SPARSE > 0 or not EXACT):  # noqa: SIM102  (one is known when compiling)
         # 0 * NaN: a value that is not finite may have reached rows that do not see it. Rare enough to start over.
         if tl.max(((acc - acc) != 0.0).to(tl.int32)) > 0:
@@ -402,12 +374,11 @@ def _attention(  # type: ignore[no-untyped-def]
             top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
             for start in tl.range(aligned, stop, BLOCK_N, num_stages=1):
                 acc, norm, top = _step(
-                    acc, norm, top, q, start, low, high, upper,
-                    table, k_base, v_base, tree_row, position, shifted, token, context, q_len, slope,
-                    left, is_tree, k_block, k_slot, v_block, v_slot, factor, cap, tree_w,
-                    sparse_local, sparse_stride, sparse_shift, k_scale, v_scale, scale_block, scale_slot, PER_TOKEN,
-                    True, True, HAS_LEFT, PAGED, P, D, BLOCK_N, BLOCK_D,
-                    HAS_CAP, HAS_ALIBI, HAS_TREE, SPARSE, SAME, WIDE, EXACT, PRECISION,
+                    acc, norm, top, start, True, True, q, low, high, upper, table, k_base, v_base, tree_row,
+                    position, shifted, token, context, q_len, slope, left, is_tree, k_block, k_slot, v_block, v_slot, factor, cap,
+                    tree_w, sparse_local, sparse_stride, sparse_shift, k_scale, v_scale, scale_block, scale_slot, PER_TOKEN,
+                    HAS_LEFT, PAGED, P, D, BLOCK_N, BLOCK_D, HAS_CAP, HAS_ALIBI, HAS_TREE, SPARSE, SAME, WIDE, EXACT, PRECISION,
+                    IN_HALF,
                 )  # fmt: skip
 
     if EXACT and not (HAS_CAP or HAS_ALIBI):
