@@ -1,6 +1,7 @@
 """The stopwatch of `attn bench` under torch: any paged backend on the default accelerator, or on the CPU.
 
-On a GPU the call is captured in a CUDA graph and its replays are timed by events. Before every replay 256 MiB are written,
+On a GPU the call is captured in a CUDA graph and its replays are timed by events (the calls themselves where it cannot be
+captured). Before every replay 256 MiB are written,
 which leaves the L2 cache full of lines that the call must first write back (some 8 us on an H200); the clean median is
 taken when they are read instead. As many replays go before unmeasured, since an idle device takes its clocks up over the
 first dozens. On a CPU calls are timed by the wall clock, 64 MiB written or read before each.
@@ -9,9 +10,13 @@ Inputs are random and pages lie at random places. The output of the timed calls 
 cache as it is stored, over up to three requests of each length.
 """
 
+import contextlib
+import signal
 import statistics
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -24,14 +29,20 @@ from attn.bench import Case, Timing, parse
 from attn.errors import UnsupportedError
 from attn.torch import kv_cache as caches
 from attn.torch.metadata import PagedAttentionMetadata
+from attn.torch.peers import Peer, peers_on
 
 _SCALE = {torch.int8: 0.03}  #: of codes about +-90; other caches hold numbers about 1
+_PACKAGES = ("flashinfer-python", "flash-attn-4", "flash-attn-3", "flash-attn", "xformers", "nvidia-cutlass-dsl", "vllm")
+_PATIENCE = 2000.0  #: milliseconds that the timed calls of a slow kernel may take together
 
 
 class Workload:
-    """A layer, a filled cache and one batch on the device; `forward()` attends without writing the cache."""
+    """A layer, a filled cache and one batch on the device; `forward()` attends without writing the cache.
 
-    def __init__(self, case: Case, backend: str, device: torch.device) -> None:
+    `impl_cls` stands in for the backend's own implementation.
+    """
+
+    def __init__(self, case: Case, backend: str, device: torch.device, impl_cls: Any = None) -> None:
         import numpy as np
 
         if case.kv_cache_dtype in dtypes.PER_TOKEN_HEAD:
@@ -58,10 +69,11 @@ class Workload:
         shape = (sum(q for q, _ in self.lens), case.num_heads, case.head_size)
         self.query = torch.randn(shape, device=device, dtype=getattr(torch, case.dtype), generator=generator)
         self.output = torch.full_like(self.query, torch.nan)
-        self.impl = cls.get_impl_cls()(
+        self.impl = (impl_cls or cls.get_impl_cls())(
             case.num_heads, case.head_size, case.head_size**-0.5, case.num_kv_heads, kv_cache_dtype=case.kv_cache_dtype
         )
-        self._k_scale = self._v_scale = torch.tensor(_SCALE.get(self.cache.dtype, 1.0))
+        self._k_scale_float = self._v_scale_float = _SCALE.get(self.cache.dtype, 1.0)
+        self._k_scale = self._v_scale = torch.tensor(self._k_scale_float)
 
     def build(self) -> PagedAttentionMetadata:
         return self._builder.build(0, self.batch)  # type: ignore[no-any-return]
@@ -109,6 +121,8 @@ class TorchBench:
         self.on_gpu = self.device.type == "cuda"
         mib = 256 if self.on_gpu else 64
         self._evict = torch.zeros(mib << 18, device=self.device)
+        self._peers = peers_on(self.device)
+        self._shared: Workload | None = None
         self.copy_gb_per_s = self._copy()
         self.gemm_tflop_per_s = self._gemm()
 
@@ -125,14 +139,44 @@ class TorchBench:
             found["triton"] = triton.__version__
         else:
             found["threads"] = str(torch.get_num_threads())
+        present = {package.metadata["Name"].lower(): package.version for package in metadata.distributions()}
+        found |= {name: present[name] for name in _PACKAGES if name in present}
         ceilings = {"copy_gb_per_s": round(self.copy_gb_per_s, 1), "gemm_tflop_per_s": round(self.gemm_tflop_per_s, 2)}
         return {**found, **ceilings}
 
-    def measure(self, case: Case, backend: str) -> Timing:
-        """Raises what the backend raises for a case that it does not serve."""
+    def peers(self) -> Sequence[str]:
+        return tuple(self._peers)
+
+    def measure(self, case: Case, name: str, limit: float = 0.0) -> Timing:
+        """Raises what the backend or the peer raises for a case that it does not serve, TimeoutError when it is not ready
+        after `limit` seconds (0, or outside the main thread: however long it takes)."""
         with torch.no_grad():
-            workload = Workload(case, backend, self.device)
+            if name in self._peers:
+                return self._measure_peer(case, self._peers[name], limit)
+            with _deadline(limit):
+                workload = Workload(case, name, self.device)
+                workload.forward()
             return self.timed(workload.forward, workload.build, lambda: workload.output.fill_(torch.nan), workload.error)
+
+    def _measure_peer(self, case: Case, peer: Peer, limit: float) -> Timing:
+        if self._shared is None or self._shared.case != case:  # peers of a case read the same tensors
+            self._shared = None
+            self._shared = Workload(case, "TRITON_ATTN" if self.on_gpu else "TORCH_SDPA", self.device)
+        workload, held = self._shared, torch.empty(0)
+        with _deadline(limit):
+            attend = peer.prepare(workload)
+            held = attend()
+
+        def call() -> None:
+            nonlocal held
+            held = attend()
+
+        def error() -> float:
+            out = held.transpose(1, 2).flatten(0, 1) if held.dim() == 4 else held
+            workload.output.copy_(out)
+            return workload.error()
+
+        return self.timed(call, lambda: None, lambda: held.fill_(torch.nan), error)
 
     def timed(
         self,
@@ -144,16 +188,34 @@ class TorchBench:
     ) -> Timing:
         """Times of `call`, whose output `poison` spoils before and `error` judges after."""
         call()
-        host_us, build_us = self._host_us(call), self._host_us(build)
-        again = self.captured(call) if self.on_gpu else call
-        count = count if self.on_gpu else 7
+        count = self._affordable(call, count if self.on_gpu else 7)
+        host_us, build_us = self._host_us(call, count), self._host_us(build, count)
+        again, replayed = self._captured_or_not(call) if self.on_gpu else (call, False)
         poison()
         times = self.times(again, self._evict.zero_, count)
         wrong = error()
         clean = statistics.median(self.times(again, self._evict.amax, count))
-        return Timing(
-            statistics.median(times), times[len(times) // 5], times[4 * len(times) // 5], clean, build_us, host_us, wrong
-        )
+        low, high = times[len(times) // 5], times[4 * len(times) // 5]
+        return Timing(statistics.median(times), low, high, clean, build_us, host_us, wrong, replayed)
+
+    def _affordable(self, call: Callable[[], object], count: int) -> int:
+        """As many calls, or what a slow one leaves time for."""
+        self._synchronize()
+        begin = time.perf_counter()
+        call()
+        self._synchronize()
+        return max(5, min(count, int(_PATIENCE / (1e3 * (time.perf_counter() - begin)))))
+
+    def _synchronize(self) -> None:
+        if self.on_gpu:
+            torch.cuda.synchronize()
+
+    def _captured_or_not(self, call: Callable[[], object]) -> tuple[Callable[[], object], bool]:
+        try:
+            return self.captured(call), True
+        except RuntimeError:  # a kernel that asks the device for a number, say
+            torch.cuda.synchronize()
+            return call, False
 
     def times(self, call: Callable[[], object], flush: Callable[[], object], count: int) -> list[float]:
         """Milliseconds of `count` calls in order of size, `flush` called before each."""
@@ -191,12 +253,11 @@ class TorchBench:
             call()
         return graph.replay
 
-    def _host_us(self, call: Callable[[], object]) -> float:
+    def _host_us(self, call: Callable[[], object], count: int) -> float:
         """Microseconds until `call` returns, the device idle at its start: the median of several."""
         found = []
-        for _ in range(20 if self.on_gpu else 3):
-            if self.on_gpu:
-                torch.cuda.synchronize()
+        for _ in range(min(count, 20) if self.on_gpu else 3):
+            self._synchronize()
             begin = time.perf_counter()
             call()
             found.append(1e6 * (time.perf_counter() - begin))
@@ -214,3 +275,22 @@ class TorchBench:
         out = torch.empty_like(a)
         times = self.times(lambda: torch.mm(a, b, out=out), lambda: None, 12 if self.on_gpu else 3)
         return 2 * n**3 / statistics.median(times) / 1e9
+
+
+@contextlib.contextmanager
+def _deadline(seconds: float) -> Iterator[None]:
+    """TimeoutError after so many seconds; compilers that are waited for as processes are ended with it."""
+    if seconds <= 0 or not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"not ready after {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

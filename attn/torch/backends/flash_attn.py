@@ -139,6 +139,10 @@ class FlashAttentionImpl(PagedAttentionImpl):
         request = replace(self.request(), dtype=str(query.dtype).removeprefix("torch."), block_size=meta.block_size)
         if ragged:
             request = replace(request, block_size=None)
-        provider = providers.chosen(request, arch_of(query.device))
+        provider = self._provider(request, arch_of(query.device))
         out, log = provider.attend(provider.load(), call)
         fill(out, log, self.sinks, output[:rows], None if lse is None else lse[:, :rows])
+
+    def _provider(self, request: Request, arch: str) -> providers.Provider:
+        """Who computes a request: the best that serves it."""
+        return providers.chosen(request, arch)

@@ -1,0 +1,189 @@
+"""The peers of `attn bench`: kernels that are no backends here, on the queries, keys and values of a benchmark's workload.
+
+`sdpa`, `sdpa-flash`, `sdpa-cudnn` and `flex` are PyTorch's, on keys copied out of the pages beforehand ("dense"): what a
+kernel without pages would take. `flashinfer-*` are FlashInfer's wrappers over the pages, called as its documentation
+does, without this library's adapter: the difference to FLASHINFER's row is the adapter's cost. `vllm-triton` is vLLM's
+unified attention kernel under the rule by which vLLM splits keys. `FLASH_ATTN:<package>` is that backend held to one of its
+providers. Signatures: FlashInfer 0.7, vLLM 0.33.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from attn.capabilities import Request
+from attn.errors import UnsupportedError
+from attn.imports import installed
+from attn.torch.backends import _flash_providers as providers
+
+if TYPE_CHECKING:
+    from attn.torch.bench import Workload
+
+Call = Callable[[], torch.Tensor]
+_WORKSPACE = 512 << 20  #: bytes; FlashInfer's own benchmarks take as much, and decode of 16 x 32k needs it
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A kernel and how it is called. `prepare` makes of a workload the call that is timed, which returns the output:
+    [T, H, D], or [R, H, Q, D] of a dense one. It raises `UnsupportedError` for what the kernel does not take."""
+
+    name: str
+    prepare: Callable[["Workload"], Call]
+    module: str = "torch"
+    gpu: bool = True  #: runs on a GPU alone
+
+
+def peers_on(device: torch.device) -> dict[str, Peer]:
+    """Those that are installed for a device, by name."""
+    found = [*PEERS, *_of_providers()]
+    return {p.name: p for p in found if (device.type == "cuda" or not p.gpu) and installed(p.module)}
+
+
+# dense
+
+
+def _dense(workload: "Workload") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Query [R, H, Q, D], key and value [R, K, S, D]."""
+    case = workload.case
+    if case.kv_cache_dtype != "auto":
+        raise UnsupportedError(f"kv_cache_dtype={case.kv_cache_dtype}: a dense kernel would read it in {case.dtype}")
+    if len(set(workload.lens)) > 1 or workload.lens[0][0] not in (1, workload.lens[0][1]):
+        raise UnsupportedError("takes requests of one length, all new or one token each")
+    dtype, requests = workload.query.dtype, len(workload.lens)
+    pairs = [workload.dense(r) for r in range(requests)]
+    key, value = (torch.stack([p[i] for p in pairs]).to(dtype).transpose(1, 2).contiguous() for i in (0, 1))
+    return workload.query.unflatten(0, (requests, -1)).transpose(1, 2).contiguous(), key, value
+
+
+def _sdpa(backend: SDPBackend | None) -> Callable[["Workload"], Call]:
+    def prepare(workload: "Workload") -> Call:
+        q, k, v = _dense(workload)
+        causal = q.shape[2] > 1
+        if backend is None:
+            return lambda: scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+
+        def call() -> torch.Tensor:
+            with sdpa_kernel(backend):
+                return scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+
+        return call
+
+    return prepare
+
+
+def _flex(workload: "Workload") -> Call:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    q, k, v = _dense(workload)
+    mask = None
+    if q.shape[2] > 1:
+        mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, q.shape[2], k.shape[2], device=q.device)
+    attend = torch.compile(flex_attention)
+    return lambda: attend(q, k, v, block_mask=mask, enable_gqa=True)  # type: ignore[no-any-return]
+
+
+# paged
+
+
+def _flashinfer(kind: str) -> Callable[["Workload"], Call]:
+    def prepare(workload: "Workload") -> Call:
+        import flashinfer
+
+        case, device = workload.case, workload.device
+        lens = torch.tensor([m for _, m in workload.lens], dtype=torch.int32)
+        pages = (lens + case.block_size - 1) // case.block_size
+        indptr = torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int().to(device)
+        indices = torch.cat([torch.from_numpy(t) for t in workload.tables]).to(device)
+        last = ((lens - 1) % case.block_size + 1).int().to(device)
+        space = torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)
+        cache = (workload.key_cache, workload.value_cache)
+        shape = (case.num_heads, case.num_kv_heads, case.head_size)
+        dtypes = {"q_data_type": workload.query.dtype, "kv_data_type": workload.cache.dtype}
+        if kind == "decode":
+            if any(q > 1 for q, _ in workload.lens):
+                raise UnsupportedError("takes one token a request")
+            decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(space, "NHD", use_tensor_cores=True)
+            decode.plan(indptr, indices, last, *shape, case.block_size, **dtypes)
+            return lambda: decode.run(workload.query, cache)  # type: ignore[no-any-return]
+        starts = workload.metadata.query_start_loc
+        prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(space, "NHD", backend=kind)
+        prefill.plan(starts, indptr, indices, last, *shape, case.block_size, causal=True, **dtypes)
+        return lambda: prefill.run(workload.query, cache)  # type: ignore[no-any-return]
+
+    return prepare
+
+
+_SPLITS, _LEAST_PROGRAMS, _LONGEST_SPLIT = 16, 128, 8  #: vLLM's own numbers (v1/attention/backends/triton_attn.py)
+
+
+def _vllm(workload: "Workload") -> Call:
+    from vllm.v1.attention.ops.triton_unified_attention import KVQuantMode, unified_attention
+
+    case, meta, device = workload.case, workload.metadata, workload.device
+    modes = {torch.float8_e4m3fn: KVQuantMode.FP8_PER_TENSOR, workload.query.dtype: KVQuantMode.NONE}
+    if workload.cache.dtype not in modes:
+        raise UnsupportedError(f"kv_cache_dtype={case.kv_cache_dtype} (supports auto, fp8)")
+    most = max(q for q, _ in workload.lens)
+    rows, heads = (len(workload.query) if most <= _LONGEST_SPLIT else 1), case.num_heads
+    width = 1 << (case.head_size - 1).bit_length()
+    parts = torch.empty(rows, heads, _SPLITS, width, device=device)
+    tops, sums = (torch.empty(rows, heads, _SPLITS, device=device) for _ in range(2))
+    one = torch.ones(len(workload.lens), case.num_kv_heads, device=device)
+
+    def call() -> torch.Tensor:
+        unified_attention(
+            workload.query, workload.key_cache, workload.value_cache, workload.output, meta.query_start_loc, most,
+            meta.seq_lens, max(m for _, m in workload.lens), case.head_size**-0.5, True, (-1, -1), meta.block_table, 0.0,
+            None, one, one, _LEAST_PROGRAMS // case.num_kv_heads, _SPLITS, parts, tops, sums,
+            kv_quant_mode=modes[workload.cache.dtype],
+        )  # fmt: skip
+        return workload.output
+
+    return call
+
+
+# one package behind FLASH_ATTN
+
+
+def _of_providers() -> Iterator[Peer]:
+    for provider in providers.present():
+        yield Peer(f"FLASH_ATTN:{provider.name}", _held_to(provider), provider.module)
+
+
+def _held_to(provider: providers.Provider) -> Callable[["Workload"], Call]:
+    def prepare(workload: "Workload") -> Call:
+        from attn.torch.backends.flash_attn import FlashAttentionImpl
+        from attn.torch.platforms import platform
+
+        class Held(FlashAttentionImpl):
+            def _provider(self, request: Request, arch: str) -> providers.Provider:
+                return provider
+
+        case = workload.case
+        request = Request(case.head_size, case.dtype, case.kv_cache_dtype, case.block_size)
+        if why := provider.reasons(request, platform().device()):
+            raise UnsupportedError("; ".join(why))
+        own = type(workload)(case, "FLASH_ATTN", workload.device, Held)
+
+        def call() -> torch.Tensor:
+            own.forward()
+            return own.output
+
+        return call
+
+    return prepare
+
+
+PEERS = (
+    Peer("sdpa", _sdpa(None), gpu=False),
+    Peer("sdpa-flash", _sdpa(SDPBackend.FLASH_ATTENTION)),
+    Peer("sdpa-cudnn", _sdpa(SDPBackend.CUDNN_ATTENTION)),
+    Peer("flex", _flex, gpu=False),
+    *(Peer(f"flashinfer-{kind}", _flashinfer(kind), "flashinfer") for kind in ("decode", "fa2", "fa3")),
+    Peer("vllm-triton", _vllm, "vllm.v1.attention.ops.triton_unified_attention"),
+)
