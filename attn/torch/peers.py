@@ -110,6 +110,8 @@ def _flashinfer(kind: str) -> Callable[["Workload"], Call]:
             decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(space, "NHD", use_tensor_cores=True)
             decode.plan(indptr, indices, last, *shape, case.block_size, **dtypes)
             return lambda: decode.run(workload.query, cache)  # type: ignore[no-any-return]
+        if kind == "fa3" and workload.cache.dtype != workload.query.dtype:
+            raise UnsupportedError(f"kv_cache_dtype={case.kv_cache_dtype}: takes queries in the cache's dtype alone")
         starts = workload.metadata.query_start_loc
         prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(space, "NHD", backend=kind)
         prefill.plan(starts, indptr, indices, last, *shape, case.block_size, causal=True, **dtypes)
