@@ -375,6 +375,10 @@ def open_bench(framework: str) -> Bench:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add, default = parser.add_argument, Case("")
     add("batches", nargs="*", metavar="BATCH", help="such as 64q1s4k or 2q2k_32q1s1k (default: a table of a dozen)")
+    add(
+        "--registry", choices=("attention", "diffusion"), default="attention",
+        help="diffusion: shapes such as 2x4608x24x128 instead of batches, every backend that is here (default: %(default)s)",
+    )  # fmt: skip
     add("--backend", action="append", metavar="NAME", help="may be repeated (default: TRITON_ATTN)")
     add("--heads", default=default.heads, help="query heads/kv heads (default: %(default)s)")
     add("--head-size", type=int, default=default.head_size, help="(default: %(default)s)")
@@ -393,6 +397,10 @@ def run(args: argparse.Namespace) -> int:
     """1 when some row is not right (or, judging a file, a choice lost), else 0."""
     if args.judge:
         return _judged_file(args.judge)
+    if args.registry == "diffusion":
+        from attn.diffusion import bench as dense
+
+        return dense.run(args)
     model = Case("", args.heads, args.head_size, args.block_size, args.dtype, args.kv_cache_dtype)
     cases = [replace(model, batch=batch) for batch in args.batches] or list(SUITE)
     for case in cases:

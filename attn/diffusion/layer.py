@@ -15,6 +15,7 @@ class ChosenDiffusionAttention:
     config: backends by role, category and default; backend: one by name, before all of those. Both are obeyed or refused.
     error_budget: relative RMS error that an approximate backend may have; 0 leaves those out.
     features: further needs, such as `["mask"]` for masks beyond key padding or `["backward"]`.
+    key_mask: whether calls will leave keys out (`kv_lens`, masks [B, M]); backends that cannot are then left out.
 
     `selection` is the decision with all its reasons; print it. Raises ValueError for nonsense and `UnsupportedError` with
     every candidate's reasons when nobody serves the layer.
@@ -38,13 +39,14 @@ class ChosenDiffusionAttention:
         backend: Name | None = None,
         error_budget: float = 0.0,
         features: Any = (),
+        key_mask: bool = False,
         prefix: str = "",
     ) -> None:
         super().__init__()
         num_heads, num_kv_heads, head_size = check_heads(num_heads, num_kv_heads, head_size)
         request = make_diffusion_request(
             head_size, self._default_dtype() if dtype is None else dtype, features=features, num_heads=num_heads,
-            num_kv_heads=num_kv_heads, error_budget=error_budget,
+            num_kv_heads=num_kv_heads, error_budget=error_budget, causal=causal, key_mask=key_mask,
         )  # fmt: skip
         self.selection = select_diffusion(
             request, role=role, category=category, config=config, backend=backend, framework=self.framework

@@ -56,6 +56,10 @@ def make_diffusion_request(
     num_heads: int | None = None,
     num_kv_heads: int | None = None,
     error_budget: float = 0.0,
+    causal: bool = False,
+    key_mask: bool = False,
+    rows: int | None = None,
+    keys: int | None = None,
 ) -> DiffusionRequest:
     """A request from a caller's words: any framework's dtype, NumPy integers. Raises ValueError naming the argument."""
     if not isinstance(error_budget, int | float) or isinstance(error_budget, bool) or not 0 <= error_budget < 1:
@@ -67,6 +71,10 @@ def make_diffusion_request(
         num_heads=None if num_heads is None else positive_int("num_heads", num_heads),
         num_kv_heads=None if num_kv_heads is None else positive_int("num_kv_heads", num_kv_heads),
         error_budget=float(error_budget),
+        causal=bool(causal),
+        key_mask=bool(key_mask),
+        rows=None if rows is None else positive_int("rows", rows),
+        keys=None if keys is None else positive_int("keys", keys),
     )
 
 
@@ -119,12 +127,15 @@ def get_diffusion_attn_backend(
     num_heads: int | None = None,
     num_kv_heads: int | None = None,
     error_budget: float = 0.0,
+    causal: bool = False,
+    key_mask: bool = False,
 ) -> type[DiffusionAttentionBackend]:
     """The class of the backend for a layer. Raises `UnsupportedError` with every candidate's reasons, ValueError for
     malformed arguments, `BackendLoadError` when an explicit choice cannot be imported."""
     request = make_diffusion_request(
-        head_size, dtype, features=features, num_heads=num_heads, num_kv_heads=num_kv_heads, error_budget=error_budget
-    )
+        head_size, dtype, features=features, num_heads=num_heads, num_kv_heads=num_kv_heads, error_budget=error_budget,
+        causal=causal, key_mask=key_mask,
+    )  # fmt: skip
     framework = framework_of_dtype(dtype)
     found = select_diffusion(request, role=role, category=category, config=config, backend=backend, framework=framework)
     return found.require()

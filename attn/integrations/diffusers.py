@@ -94,7 +94,8 @@ def _function(backend: str | None, error_budget: float) -> Any:
         full = attn_mask is not None and attn_mask.ndim != 2
         impl = _impl(
             backend, error_budget, query.device.type, query.shape[2], key.shape[2], query.shape[3], query.dtype,
-            None if scale is None else float(scale), is_causal, full, wants_grad,
+            None if scale is None else float(scale), is_causal, full, wants_grad, attn_mask is not None and not full,
+            query.shape[1], key.shape[1],
         )  # fmt: skip
         meta = DiffusionAttentionMetadata(attn_mask=None if attn_mask is None else _bool(attn_mask))
         if return_lse:
@@ -118,6 +119,9 @@ def _impl(
     causal: bool,
     mask: bool,
     grad: bool,
+    key_mask: bool,
+    rows: int,
+    keys: int,
 ) -> Any:
     """The implementation for calls that agree in all of this; the choice is logged once."""
     features = [*(["mask"] if mask else []), *(["backward"] if grad else [])]
@@ -125,8 +129,9 @@ def _impl(
     if backend is not None:  # asked for by name: its error is known
         budget = max(budget, getattr(DiffusionAttentionBackendEnum[backend].get_class(), "error", 0.0))
     request = make_diffusion_request(
-        head_size, dtype, features=features, num_heads=num_heads, num_kv_heads=num_kv_heads, error_budget=budget
-    )
+        head_size, dtype, features=features, num_heads=num_heads, num_kv_heads=num_kv_heads, error_budget=budget,
+        causal=causal, key_mask=key_mask, rows=rows or None, keys=keys or None,
+    )  # fmt: skip
     platform = platform_for("torch", "cpu" if device_type == "cpu" else None)
     chosen = select_diffusion(request, backend=backend, framework="torch", platform=platform).require()
     return chosen.get_impl_cls()(num_heads, head_size, scale, causal, num_kv_heads)

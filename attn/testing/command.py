@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     if args.registry == "diffusion":
         from attn.testing.dense import run_dense
 
-        report = run_dense(args.backends or None, kind=args.kind, only=args.only, record=args.record)
+        report = run_dense(args.backends or None, level=args.level, kind=args.kind, only=args.only, record=args.record)
         return _told(args, report)
     report = run_conformance(
         args.backends or None, args.level, kind=args.kind, record=args.record, only=args.only, dtypes=args.dtype,

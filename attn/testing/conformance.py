@@ -257,7 +257,7 @@ def run_conformance(
             reports.append(BackendReport(name, skipped=why))
             continue
         backend = candidate.backend
-        if names is None and kind != "interpreted" and _is_interpreted(backend):
+        if names is None and kind != "interpreted" and is_interpreted(backend):
             reports.append(BackendReport(name, skipped="executed by an interpreter here, which takes long: ask for it by name"))
             continue
         cases = [case for case in cases_of(subject, level) if only in case.name]
@@ -301,12 +301,13 @@ def subject_here(candidate: Candidate, kind: str = "ran") -> tuple[Subject | Non
 
 def _kind(backend: Any, asked: str | None) -> str:
     """How a backend will be executed here. An interpreter's work never passes as the device's."""
-    if asked == "ran" and _is_interpreted(backend):
+    if asked == "ran" and is_interpreted(backend):
         raise ValueError(f"{backend.get_name()} is executed by an interpreter here: kind must be 'interpreted'")
-    return asked or ("interpreted" if _is_interpreted(backend) else "ran")
+    return asked or ("interpreted" if is_interpreted(backend) else "ran")
 
 
-def _is_interpreted(backend: Any) -> bool:
+def is_interpreted(backend: Any) -> bool:
+    """Whether kernels would be executed by an interpreter here."""
     by_choice = getattr(backend, "is_interpreted", None)  # a kernel language's own switch
     return device_for(backend).platform in getattr(backend, "interpreted_on", ()) or bool(by_choice and by_choice())
 

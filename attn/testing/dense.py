@@ -1,8 +1,10 @@
 """The dense family's part of the suite: diffusion backends against the float64 oracle, cases derived from capabilities.
 
-Lengths that no tile divides, masks of every kind, both orders of a joint stream, grouped heads, NaN behind masks. A wing's
-driver (`attn.torch.diffusion.testing`, and its twin under jax) turns a call in NumPy into its arrays and back. What a
-backend approximates is held to the error that it declares, everything else to the paged family's rules (`rules.BUDGETS`).
+Lengths that no tile divides, masks of every kind, both orders of a joint stream, grouped heads, NaN behind masks; what a
+backend's limits leave out must be refused in the words of `why_not_call`. A wing's driver (`attn.torch.diffusion.testing`,
+and its twin under jax) turns a call in NumPy into its arrays and back. What a backend approximates is held to the error that
+it declares, everything else to the paged family's rules (`rules.BUDGETS`). Level `full` adds Flux's length and, on a GPU,
+arrays whose offsets outgrow 32 bits, which are drawn there and compared row by row at chosen places (`vast`).
 """
 
 import time
@@ -14,13 +16,15 @@ import numpy as np
 import numpy.typing as npt
 
 from attn import evidence, reference
-from attn.capabilities import Feature, supports_size
+from attn.capabilities import Device, Feature, supports_size
 from attn.diffusion.backends.abstract import DiffusionRequest
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
+from attn.errors import UnsupportedError
 from attn.imports import resolve_obj_by_qualname
 from attn.testing import bits
-from attn.testing.conformance import EXECUTED, BackendReport, Failure, Report, device_for, evidence_of
+from attn.testing.conformance import EXECUTED, BackendReport, Failure, Report, device_for, evidence_of, is_interpreted
 from attn.testing.rules import BUDGETS
+from attn.testing.suite import LEVELS
 from attn.verdicts import not_loadable
 
 Array = npt.NDArray[Any]
@@ -29,7 +33,8 @@ Array = npt.NDArray[Any]
 @dataclass(frozen=True)
 class DenseCase:
     """rows S and keys M of each of `batch` entries; lens: keys that are there, [] for all; holes: a key mask that is no
-    prefix; mask: a full boolean mask; joint: (rows, keys) of a second stream, put to the front or the rear."""
+    prefix; mask: a full boolean mask; joint: (rows, keys) of a second stream, put to the front or the rear; vast: drawn on
+    the device and compared at chosen rows; refused: the reasons with which the call must be turned down."""
 
     name: str
     rows: int = 33
@@ -46,6 +51,8 @@ class DenseCase:
     mask: bool = False
     joint: tuple[int, int] = (0, 0)
     rear: bool = False
+    vast: bool = False
+    refused: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return self.name
@@ -55,8 +62,14 @@ class DenseCase:
         features = frozenset({Feature.MASK.value} if self.mask else ())
         return DiffusionRequest(
             self.head_size, self.dtype, features=features, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads,
-            error_budget=error_budget,
+            error_budget=error_budget, **self.asked,
         )  # fmt: skip
+
+    @property
+    def asked(self) -> dict[str, Any]:
+        """What `why_not_call` judges."""
+        rows, keys = self.rows + self.joint[0], self.keys + self.joint[1]
+        return {"rows": rows, "keys": keys, "causal": self.causal, "key_mask": bool(self.lens) or self.holes}
 
 
 @dataclass
@@ -72,15 +85,22 @@ class DenseCall:
     joint: tuple[Array, Array, Array] | None
 
 
-def dense_cases(backend: Any) -> list[DenseCase]:
-    """The cases that a backend class must pass, from its capabilities."""
+def dense_cases(backend: Any, level: str = "quick", device: Device | None = None) -> list[DenseCase]:
+    """The cases that a backend class must pass, from its capabilities and limits, and calls that it must refuse.
+
+    Raises ValueError for an unknown level.
+    """
+    if level not in LEVELS:
+        raise ValueError(f"level={level!r} (supports {', '.join(LEVELS)})")
     c = backend.capabilities
     size = next(s for s in (64, 128, 32, 192, 256) if supports_size(s, c.head_sizes))
     plain = DenseCase("self", head_size=size, dtype=next(d for d in ("bfloat16", "float32", "float16") if d in c.dtypes))
-    exact = backend.error == 0
     found = [
         plain,
+        replace(plain, name="one row, one key", rows=1, keys=1),
         replace(plain, name="one row", rows=1, keys=77),
+        replace(plain, name="one key", keys=1, rows=3),
+        replace(plain, name="77 rows", rows=77, keys=77),
         replace(plain, name="cross", rows=40, keys=77),
         replace(plain, name="grouped heads", num_heads=6, num_kv_heads=2),
         replace(plain, name="causal", causal=True, rows=70, keys=70),
@@ -91,22 +111,51 @@ def dense_cases(backend: Any) -> list[DenseCase]:
         replace(plain, name="joint, front", joint=(7, 7)),
         replace(plain, name="joint, rear", joint=(7, 7), rear=True),
         replace(plain, name="joint keys alone", joint=(0, 9)),
+        replace(plain, name="causal, fewer rows than keys", causal=True, rows=20, keys=50),
+        replace(plain, name="causal, more rows than keys", causal=True, rows=50, keys=20),
+        replace(plain, name="padded keys", rows=20, keys=40, lens=(17, 40)),
+        replace(plain, name="an entry without keys", rows=20, keys=40, lens=(0, 33)),
+        replace(plain, name="holes among keys", rows=20, keys=40, holes=True),
+        replace(plain, name="joint, padded text", joint=(7, 7), lens=(20, 33)),
+        replace(plain, name="causal, padded keys", causal=True, rows=40, keys=40, lens=(17, 40)),
     ]
-    if exact:
+    if level == "full":
+        few = replace(plain, batch=1, num_heads=2, num_kv_heads=1)
         found += [
-            replace(plain, name="one key", keys=1, rows=3),
-            replace(plain, name="causal, fewer rows than keys", causal=True, rows=20, keys=50),
-            replace(plain, name="causal, more rows than keys", causal=True, rows=50, keys=20),
-            replace(plain, name="padded keys", rows=20, keys=40, lens=(17, 40)),
-            replace(plain, name="an entry without keys", rows=20, keys=40, lens=(0, 33)),
-            replace(plain, name="holes among keys", rows=20, keys=40, holes=True),
-            replace(plain, name="joint, padded text", joint=(7, 7), lens=(20, 33)),
+            replace(few, name="4608 rows", rows=4608, keys=4608),
+            replace(few, name="4608 rows with the joint stream's", rows=4096, keys=4096, joint=(512, 512)),
+            *(_vast(plain) if device is not None and device.platform in ("cuda", "rocm") else ()),
         ]
     if Feature.MASK in c.features:
         found += [replace(plain, name="mask", mask=True), replace(plain, name="mask, grouped", mask=True, num_kv_heads=2)]
-    # what is refused in this combination is no case: a provider that is here may serve less than the family
-    served = [case for case in found if not backend.why_not(case.request(backend.error)) and case.keys >= backend.min_keys]
-    return list({case.name: case for case in served}.values())
+    cases: dict[str, DenseCase] = {}
+    for case in found:
+        why = backend.why_not_call(**case.asked)
+        if why:
+            cases[f"refused: {case}"] = replace(case, name=f"refused: {case}", vast=False, refused=tuple(why))
+            case = _fitted(case, backend)
+        # what is refused in this combination is no case: a provider that is here may serve less than the family
+        if not backend.why_not(case.request(backend.error)):
+            cases[case.name] = case
+    return list(cases.values())
+
+
+def _fitted(case: DenseCase, backend: Any) -> DenseCase:
+    """The case with as many keys more as a multiple needs (and as many rows, where they were equal)."""
+    more = -(case.keys + case.joint[1]) % backend.key_multiple
+    return replace(case, keys=case.keys + more, rows=case.rows + more * (case.rows == case.keys))
+
+
+def _vast(plain: DenseCase) -> list[DenseCase]:
+    """Queries, keys, or both, of more than 2**31 elements, with so few of the others that they take no time."""
+    long = replace(plain, batch=1, num_heads=32, num_kv_heads=32, head_size=128, rows=77, keys=77, vast=True)
+    many = 2**31 // (32 * 128) + 64  # rows of a sequence; the last 64 lie beyond
+    return [
+        replace(long, name="keys of 2**31 elements", keys=many),
+        replace(long, name="queries of 2**31 elements", rows=many, joint=(512, 512), keys=64),
+        replace(long, name="a batch of 2**31 elements", batch=64, rows=8256, keys=8256),
+        replace(long, name="a batch of 2**31 elements, padded", batch=64, rows=8256, keys=8256, lens=(8000,) * 63 + (8200,)),
+    ]
 
 
 def draw_dense(case: DenseCase) -> DenseCall:
@@ -153,23 +202,77 @@ def expected_dense(call: DenseCall) -> Array:
 
 def check_dense(backend: Any, case: DenseCase) -> None:
     """Run one case on a backend class; AssertionError with the worst row's error against what is allowed."""
+    wing = f"attn.{backend.get_impl_cls().framework}.diffusion.testing"
+    if case.vast:
+        return _check_vast(backend, case, resolve_obj_by_qualname(f"{wing}.vast"))
     call = draw_dense(case)
-    run: Callable[[Any, DenseCall], Array] = resolve_obj_by_qualname(
-        f"attn.{backend.get_impl_cls().framework}.diffusion.testing.dense"
-    )
+    run: Callable[[Any, DenseCall], Array] = resolve_obj_by_qualname(f"{wing}.dense")
+    if case.refused:
+        try:
+            run(backend, call)
+        except UnsupportedError as refusal:
+            assert set(case.refused) <= set(refusal.reasons), f"{case}: refused with other reasons: {refusal}"
+            return
+        raise AssertionError(f"{case}: was computed, not refused: {'; '.join(case.refused)}")
     got, want = run(backend, call).astype(np.float64), expected_dense(call)
     assert got.shape == want.shape, f"{case}: shape {got.shape}, not {want.shape}"
     assert np.isfinite(got).all(), f"{case}: {np.sum(~np.isfinite(got))} numbers are not finite"
+    _judge(backend, case, got, want)
+
+
+def _judge(backend: Any, case: DenseCase, got: Array, want: Array) -> None:
+    """Every row's error against the dtype's budget; of an approximation, all rows' together against what it declares."""
     size = np.sqrt((want**2).mean(-1))
     error = np.sqrt(((got - want) ** 2).mean(-1)) / np.where(size == 0, 1, size)
-    allowed = max(BUDGETS[case.dtype].hard, 3 * backend.error)
-    worst = np.unravel_index(error.argmax(), error.shape)
-    assert error[worst] <= allowed, (
-        f"{case}: relative row error {error[worst]:.3g} > {allowed:.3g} at [batch, row, head] {worst}"
-    )
+    own = BUDGETS[case.dtype].hard
+    worst, most = np.unravel_index(error.argmax(), error.shape), own + 3 * backend.error
+    assert error[worst] <= most, f"{case}: relative row error {error[worst]:.3g} > {most:.3g} at [.., row, head] {worst}"
+    whole, most = np.sqrt(((got - want) ** 2).sum() / max((want**2).sum(), 1e-30)), own + backend.error
+    assert not backend.error or whole <= most, f"{case}: relative error {whole:.3g} > {most:.3g}, declared {backend.error}"
 
 
-def run_dense(names: Sequence[str] | None = None, *, kind: str | None = None, only: str = "", record: bool = False) -> Report:
+@dataclass
+class Sampled:
+    """Rows of one head of a vast call: query, out [R, D]; the keys and values that they see [M, D]; `finite`: all output."""
+
+    query: Array
+    out: Array
+    key: Array
+    value: Array
+    finite: bool
+
+
+def vast_places(case: DenseCase) -> list[tuple[int, int, int, list[tuple[int, int]]]]:
+    """[(batch entry, head, its keys, [(row, the key that it looks for)])]: the first, the middle and the last of everything.
+
+    A row that looks for a key shows whether that key was read; the last ones are those that 32 bits do not reach.
+    """
+
+    def ends(n: int) -> list[int]:
+        return [0, n // 2, max(0, n - 64), max(0, n - 2), n - 1]
+
+    found = []
+    for b, h in sorted({(0, 0), (case.batch // 2, 1), (case.batch - 1, case.num_heads - 1)}):
+        keys = case.lens[b] if case.lens else case.keys + case.joint[1]
+        found.append((b, h, keys, list(zip(ends(case.rows + case.joint[0]), ends(keys), strict=True))))
+    return found
+
+
+def _check_vast(backend: Any, case: DenseCase, run: Callable[[Any, DenseCase], Any]) -> None:
+    for found in run(backend, case):
+        assert found.finite, f"{case}: numbers that are not finite"
+        want = reference.attention(found.query[:, None], found.key[:, None], found.value[:, None], scale=case.scale)[0]
+        _judge(backend, case, found.out[:, None], want)
+
+
+def run_dense(
+    names: Sequence[str] | None = None,
+    *,
+    level: str = "quick",
+    kind: str | None = None,
+    only: str = "",
+    record: bool = False,
+) -> Report:
     """The dense suite on diffusion backends by name, or on every one that runs here; `record` keeps the outcome as evidence.
 
     `kind` as in `run_conformance`: with `stand-in` or `interpreted` no device is asked for; None is `ran`, or
@@ -189,7 +292,7 @@ def run_dense(names: Sequence[str] | None = None, *, kind: str | None = None, on
             reports.append(BackendReport(name, skipped="; ".join(why)))
             continue
         device = device_for(backend)
-        interpreted = device.platform in backend.interpreted_on
+        interpreted = is_interpreted(backend)
         if interpreted and kind == "ran":
             raise ValueError(f"{name} is executed by an interpreter here: kind must be 'interpreted'")
         how = kind or ("interpreted" if interpreted else "ran")
@@ -199,9 +302,10 @@ def run_dense(names: Sequence[str] | None = None, *, kind: str | None = None, on
         if how == "ran" and (refused := backend.capabilities.device_reasons(device)):
             reports.append(BackendReport(name, skipped="; ".join(refused)))
             continue
-        report = BackendReport(name, device.name or device.platform, device.platform, "dense", how)
+        words = "dense, full" if level == "full" else "dense"
+        report = BackendReport(name, device.name or device.platform, device.platform, words, how)
         begin = time.perf_counter()
-        for case in dense_cases(backend):
+        for case in dense_cases(backend, level, device):
             if only not in case.name:
                 continue
             report.cases += 1
@@ -209,6 +313,8 @@ def run_dense(names: Sequence[str] | None = None, *, kind: str | None = None, on
                 check_dense(backend, case)
             except AssertionError as error:
                 report.failures.append(Failure(case.name, [str(error)], ""))
+            except Exception as error:  # whatever a vendor's kernel raises is the case's outcome, and no other's
+                report.failures.append(Failure(case.name, [f"{case}: {type(error).__name__}: {error}"], ""))
         report.seconds = time.perf_counter() - begin
         if not report.cases:
             report.skipped = "no case was selected"

@@ -419,6 +419,34 @@ def _launch_expanded(choice: Choice) -> None:
     mla_prefill(torch.empty_like(value), lse, query, key, value, starts, starts, 192**-0.5, choice["causal"])
 
 
+# --- dense attention with 8-bit scores ------------------------------------------------------------------------------
+
+INT8: dict[str, Sequence[Any]] = {
+    "lengths": ((300, 300), (300, 77)),
+    "heads": ((4, 4), (8, 2)),
+    "head_size": (80, 128, 256),
+    "dtype": ("bfloat16", "float16"),
+    "causal": (False, True),
+    "lse": (False, True),
+    "smooth": (True, False),
+    "large": (False, True),  # 2 ** 31 elements and more
+}
+
+
+def _launch_int8(choice: Choice) -> None:
+    from attn.torch.kernels.int8_attention import int8_attention
+
+    (rows, keys), (heads, kv_heads), size = choice["lengths"], choice["heads"], choice["head_size"]
+    dtype, wide = getattr(torch, choice["dtype"]), 2**31 // keys // size if choice["large"] else kv_heads
+    query = torch.empty(2, rows, heads, size, dtype=dtype)
+    key = torch.empty(2, keys, wide + 1, size, dtype=dtype)[:, :, :kv_heads]  # never written to
+    int8_attention(
+        torch.empty_like(query), torch.empty(2, heads, rows) if choice["lse"] else None, query, key, key,
+        torch.full((2,), keys, dtype=torch.int32), torch.zeros(2, kv_heads, size) if choice["smooth"] else None, size**-0.5,
+        choice["causal"],
+    )  # fmt: skip
+
+
 KERNELS = {
     "paged_attention": Kernel(PAGED, _launch_paged, _settle_paged, _refuse_paged),
     "hopper_prefill": Kernel(HOPPER, _launch_hopper),
@@ -426,6 +454,7 @@ KERNELS = {
     "merge_states": Kernel(MERGE, _launch_merge),
     "mla_decode": Kernel(LATENT, _launch_latent, _settle_latent, _refuse_latent),
     "mla_prefill": Kernel(EXPANDED, _launch_expanded),
+    "int8_attention": Kernel(INT8, _launch_int8),
 }
 #: Kernels that are made for some architectures.
 ONLY_ON: dict[str, tuple[str, ...]] = {"hopper_prefill": ("sm_90",)}

@@ -29,7 +29,7 @@ class TorchPlatform(Platform):
         return ("TRITON", "TORCH_SDPA")
 
     def diffusion_priorities(self, request: Request, device: Device) -> tuple[str, ...]:
-        return ("TRITON_ATTN", "TORCH_SDPA")
+        return ("TRITON_ATTN", "TORCH_SDPA", "TRITON_INT8_ATTN")  # the last by name alone: nowhere was it seen to be faster
 
     def priorities(self, request: Request, device: Device) -> tuple[str, ...]:
         if {Feature.MLA, Feature.SPARSE_MLA} & request.features:
@@ -88,7 +88,9 @@ class CudaPlatform(TorchPlatform):
     def diffusion_priorities(self, request: Request, device: Device) -> tuple[str, ...]:
         # Approximate kernels come first, and serve only those whose error budget lets them.
         if device.arch.startswith(("sm_10", "sm_12")):
-            return ("SAGE_ATTN_3", "CUDNN_ATTN", "FLASH_ATTN", "FLASHINFER_ATTN", "TRITON_ATTN", "TORCH_SDPA")
+            return (
+                "SAGE_ATTN_3", "CUDNN_ATTN", "FLASH_ATTN", "FLASHINFER_ATTN", "TRITON_ATTN", "TORCH_SDPA", "TRITON_INT8_ATTN",
+            )  # fmt: skip
         return (
             "CUDNN_ATTN",  # H200 at Flux's shape: 604-611 TFLOP/s, FlashInfer FA3 653, FlashAttention 4 574, ours 473
             "FLASHINFER_ATTN",
@@ -96,6 +98,7 @@ class CudaPlatform(TorchPlatform):
             "SAGE_ATTN",  # 342-441 there: int8 in Triton does not pay on Hopper
             "TRITON_ATTN",
             "TORCH_SDPA",
+            "TRITON_INT8_ATTN",  # by name alone until it is seen to be faster
         )
 
 

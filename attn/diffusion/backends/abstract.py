@@ -24,10 +24,15 @@ class DiffusionRequest(Request):
     """What a layer asks of a diffusion backend. `attn_type` says nothing here; `block_size` is None: there is no cache.
 
     `error_budget` is the relative RMS error of the output that the caller allows: 0 is exact arithmetic of the dtype,
-    which leaves out backends that quantise.
+    which leaves out backends that quantise. `causal`: as the layer; `key_mask`: calls may leave keys out (`kv_lens`, masks
+    [B, M]); `rows`, `keys`: of a call, joint streams included, where they are known beforehand.
     """
 
     error_budget: float = 0.0
+    causal: bool = False
+    key_mask: bool = False
+    rows: int | None = None
+    keys: int | None = None
 
 
 @dataclass
@@ -54,14 +59,21 @@ class DiffusionAttentionBackend(ABC):
     """One kernel family behind the dense contract.
 
     `capabilities` as for attention backends; MASK declares masks beyond key padding, BACKWARD gradients.
-    `interpreted_on`: platforms where an interpreter executes its kernels. `min_keys`: the fewest keys that the kernels take.
-    `error` is the relative RMS error that its arithmetic adds to its dtype's own (0: none), measured and told in
-    `error_note`; a backend with one is chosen only within a request's `error_budget`.
+    `interpreted_on`: platforms where an interpreter executes its kernels. `error` is the relative RMS error that its
+    arithmetic adds to its dtype's own (0: none), measured and told in `error_note`; a backend with one is chosen only within
+    a request's `error_budget`.
+
+    Limits of the calls that the kernels take, judged by `why_not_call` alone: `min_keys`, the fewest keys; `key_multiple`,
+    which their number must be a multiple of where the layer is not causal; `key_masks`, whether keys may be left out;
+    `causal_unequal`, whether a causal layer may have another number of rows than of keys.
     """
 
     capabilities: ClassVar[Capabilities | None] = None
     error: ClassVar[float] = 0.0
     min_keys: ClassVar[int] = 1
+    key_multiple: ClassVar[int] = 1
+    key_masks: ClassVar[bool] = True
+    causal_unequal: ClassVar[bool] = True
     interpreted_on: ClassVar[tuple[str, ...]] = ()
     error_note: ClassVar[str] = ""
 
@@ -91,6 +103,24 @@ class DiffusionAttentionBackend(ABC):
         budget = getattr(request, "error_budget", 0.0)
         if cls.error > budget:
             why.append(f"relative error {cls.error:g} ({cls.error_note}): error_budget={budget:g} allows less")
+        if isinstance(request, DiffusionRequest):
+            why += cls.why_not_call(request.rows, request.keys, request.causal, request.key_mask)
+        return why
+
+    @classmethod
+    def why_not_call(cls, rows: int | None, keys: int | None, causal: bool, key_mask: bool) -> list[str]:
+        """Every reason why a call of `rows` rows and `keys` keys (None: not known) is not served."""
+        why = []
+        if keys is not None and 0 < keys < cls.min_keys:
+            why.append(f"keys={keys} (supports {cls.min_keys} and more)")
+        if keys is not None and keys % cls.key_multiple and not causal:
+            why.append(f"keys={keys} without causality (supports multiples of {cls.key_multiple})")
+        if key_mask and not cls.key_masks:
+            why.append("a mask of keys is not supported (pad nothing, or take another backend)")
+        if causal and key_mask:
+            why.append("a causal layer over padded keys: positions of padded rows mean nothing")
+        if causal and not cls.causal_unequal and None not in (rows, keys) and rows != keys:
+            why.append(f"causal with rows={rows} and keys={keys} (supports equally many)")
         return why
 
 

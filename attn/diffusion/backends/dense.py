@@ -54,7 +54,7 @@ class DenseAttentionImpl(DiffusionAttentionImpl):
         self.scale, self.causal, self.prefix = check_scale(softmax_scale, head_size), bool(causal), prefix
         request = DiffusionRequest(
             self.head_size, self._capabilities.dtypes[0], num_heads=self.num_heads, num_kv_heads=self.num_kv_heads,
-            error_budget=self.backend.error,  # who builds it has chosen it
+            error_budget=self.backend.error, causal=self.causal,  # who builds it has chosen its error
         )  # fmt: skip
         refuse(self.backend, request)
 
@@ -82,10 +82,8 @@ class DenseAttentionImpl(DiffusionAttentionImpl):
             query, key, value, present = self._joined(meta, query, key, value, present)
             lens = None
         mask = self._full_mask(meta, query, key)
-        if 0 < key.shape[1] < self.backend.min_keys:
-            raise UnsupportedError(f"{self._name}: {key.shape[1]} keys (supports {self.backend.min_keys} and more)")
-        if self.causal and present is not None:
-            raise UnsupportedError(f"{self._name}: a causal layer over padded keys: positions of padded rows mean nothing")
+        if why := self.backend.why_not_call(query.shape[1], key.shape[1], self.causal, present is not None):
+            raise UnsupportedError(f"{self._name}: {'; '.join(why)}", why)
         return query, key, value, Keys(present, lens, mask)
 
     @abstractmethod

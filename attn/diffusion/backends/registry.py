@@ -36,6 +36,7 @@ class DiffusionAttentionBackendEnum(
     ASCEND_ATTN = "attn.torch.diffusion.backends.ascend_attn.AscendAttentionBackend"
     # Ours, and what JAX has
     TRITON_ATTN = "attn.torch.diffusion.backends.triton_attn.TritonAttentionBackend"
+    TRITON_INT8_ATTN = "attn.torch.diffusion.backends.triton_int8_attn.TritonInt8AttentionBackend"
     PALLAS = "attn.jax.diffusion.backends.pallas.PallasAttentionBackend"
     CUDNN = "attn.jax.diffusion.backends.cudnn.CuDNNAttentionBackend"
     XLA_ATTN = "attn.jax.diffusion.backends.xla_attn.XLAAttentionBackend"

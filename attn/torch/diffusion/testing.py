@@ -1,22 +1,23 @@
 """The torch driver of the dense family's suite: a call in NumPy becomes tensors, and comes back."""
 
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import torch
 
 from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
-from attn.testing.dense import DenseCall
+from attn.testing.conformance import is_interpreted
+from attn.testing.dense import DenseCall, DenseCase, Sampled, vast_places
+from attn.torch.interpreter import correct_bfloat16
 
 Array = npt.NDArray[Any]
 
 
 def dense(backend: Any, call: DenseCall) -> Array:
     """A diffusion backend's answer to a call of the dense family, [B, S, H, D] in float64."""
-    case = call.case
-
-    served = backend.capabilities.platforms
-    device = "cuda" if torch.cuda.is_available() and {"cuda", "rocm"} & set(served) else "cpu"
+    case, device = call.case, _device(backend)
 
     def tensor(values: Array) -> torch.Tensor:
         return torch.from_numpy(values.copy()).to(device, getattr(torch, case.dtype))
@@ -36,3 +37,52 @@ def dense(backend: Any, call: DenseCall) -> Array:
     assert out.dtype == getattr(torch, case.dtype)
     array: Array = out.double().cpu().numpy()
     return array
+
+
+def _device(backend: Any) -> str:
+    if is_interpreted(backend):
+        correct_bfloat16()
+        return "cpu"
+    return "cuda" if torch.cuda.is_available() and {"cuda", "rocm"} & set(backend.capabilities.platforms) else "cpu"
+
+
+_AT_ONCE = 1 << 16  #: rows
+
+
+def vast(backend: Any, case: DenseCase) -> Iterator[Sampled]:
+    """A diffusion backend's answer to a call that is too large to leave the device, at the places of `vast_places`."""
+    device, dtype = _device(backend), getattr(torch, case.dtype)
+    generator = torch.Generator(device).manual_seed(0)
+
+    def normal(rows: int, heads: int) -> torch.Tensor:
+        whole = torch.empty(case.batch, rows, heads, case.head_size, dtype=dtype, device=device)
+        for part in whole.flatten(0, 1).split(_AT_ONCE):
+            part.normal_(generator=generator)
+        return whole
+
+    rows, keys = case.rows + case.joint[0], case.keys + case.joint[1]
+    query, key, value = (normal(n, h) for n, h in ((rows, case.num_heads), *((keys, case.num_kv_heads),) * 2))
+    places, group = vast_places(case), case.num_heads // case.num_kv_heads
+    for b, h, length, pairs in places:
+        strength = (np.log(length) + 3.5) * case.head_size**-0.5  # the key's weight is some 30 times that of all others
+        for row, target in pairs:
+            query[b, row, h] = query[b, row, h] / 4 + strength * key[b, target, h // group]
+    meta = DiffusionAttentionMetadata(joint_strategy="rear" if case.rear else "front", kv_lens=case.lens or None)
+    for b, length in enumerate(case.lens):
+        key[b, length:] = value[b, length:] = torch.nan
+    given = [query, key, value]
+    if case.joint[1]:
+        assert not case.rear  # the joint stream's rows come first
+        split = case.joint + case.joint[1:]
+        meta.joint_query, meta.joint_key, meta.joint_value = (x[:, :n] for x, n in zip(given, split, strict=True))
+        given = [x[:, n:] for x, n in zip(given, split, strict=True)]
+    impl = backend.get_impl_cls()(case.num_heads, case.head_size, case.scale, case.causal, case.num_kv_heads)
+    with torch.no_grad():
+        out: torch.Tensor = impl.forward(*given, meta)
+    assert out.shape == query.shape and out.dtype == dtype
+    finite = all(bool(torch.isfinite(part).all()) for part in out.flatten(0, 1).split(_AT_ONCE))
+    for b, h, length, pairs in places:
+        at = [row for row, _ in pairs]
+        parts = (query[b, at, h], out[b, at, h], key[b, :length, h // group], value[b, :length, h // group])
+        q, o, k, v = (x.float().cpu().numpy() for x in parts)
+        yield Sampled(q, o, k, v, finite)

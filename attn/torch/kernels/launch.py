@@ -143,6 +143,24 @@ def prefill_launch(arch: str, group: int, head_size: int, itemsize: int, stored:
     return _fitting(wanted, arch, block_d, itemsize, stored)
 
 
+@functools.lru_cache(maxsize=64)
+def int8_launch(arch: str, head_size: int) -> Launch:
+    """For dense attention with 8-bit scores: a query tile and a key tile are half as large, a value tile is not."""
+    block_d = power_of_two(head_size)
+    if arch == "interpreter":
+        return Launch(32, 32, 4, 1)
+    warps = 8 if block_d > 64 else 4
+    if arch.startswith("gfx"):
+        wanted = [Launch(128 if block_d <= 128 else 64, 64 if block_d <= 128 else 32, 4, s) for s in (2, 1)]
+    elif arch.startswith("sm_9"):
+        wanted = [Launch(128, 128, 8, 3), Launch(128, 64, 8, 3)] if block_d <= 128 else [Launch(128, 64, 8, 2)]
+    elif arch.startswith("sm_10"):
+        wanted = [Launch(128, 64, warps, 3), Launch(128, 64, warps, 2)]
+    else:
+        wanted = [Launch(128 if block_d <= 128 else 64, n, warps, s) for n, s in ((64, 3), (64, 2), (32, 2))]
+    return _fitting(wanted, arch, block_d, 2, 2)
+
+
 @functools.lru_cache(maxsize=4096)
 def split_size(units: int, keys: int, block_n: int, multiprocessors: int, most: int = 128) -> int:
     """Keys a program of a decode takes, a multiple of block_n: as few splits as keep memory busy to the end.

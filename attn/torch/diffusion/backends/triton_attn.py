@@ -1,19 +1,20 @@
 """TRITON_ATTN: our own Triton kernel on dense batches: exact, any head size, on NVIDIA and AMD GPUs.
 
-It is the paged kernel: dense keys are a cache whose pages lie in order. A length that is no multiple of a page is padded
-once; key masks pack.
+It is the paged kernel. A sequence that attends itself goes in as it is, as encoders' do; other keys are a cache whose pages
+lie in order. A length that is no multiple of a page is then padded once; keys that are there are put first.
 """
 
 import torch
 
 from attn.capabilities import Capabilities, MultipleOf
 from attn.diffusion.backends.dense import Keys
-from attn.torch.diffusion.backends._dense import DenseBackend, DenseImpl
+from attn.torch.diffusion.backends._dense import DenseImpl
+from attn.torch.diffusion.backends._triton import TritonBackend, front
 
-_PAGE = 64
+_PAGE = 128  #: keys; the Hopper kernel copies a tile of 128 at once from pages as large
 
 
-class TritonAttentionBackend(DenseBackend):
+class TritonAttentionBackend(TritonBackend):
     capabilities = Capabilities(
         framework="torch",
         platforms=("cuda", "rocm"),
@@ -53,22 +54,21 @@ class TritonAttentionImpl(DenseImpl):
         from attn.torch.kernels.paged_attention import paged_attention
 
         batch, rows = query.shape[:2]
-        device = query.device
-        if keys.present is None:
-            lens = torch.full((batch,), key.shape[1], dtype=torch.int32, device=device)
-        else:  # without causality the order of keys means nothing: those that are there come first
-            order = (~keys.present).to(torch.uint8).argsort(dim=1, stable=True)[..., None, None]
-            key, value = (x.gather(1, order.expand_as(x)) for x in (key, value))
-            lens = keys.present.sum(1, dtype=torch.int32)
-        if short := -key.shape[1] % _PAGE:
-            key, value = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, short)) for x in (key, value))
-        length = key.shape[1]
-        pages = torch.arange(batch * length // _PAGE, dtype=torch.int32, device=device).view(batch, -1)
-        cached = (x.contiguous().view(-1, _PAGE, *x.shape[2:]) for x in (key, value))
+        device, length = query.device, key.shape[1]
+        lens: torch.Tensor | None = None
+        pages: torch.Tensor | None = None
+        if keys.present is None and rows == length:
+            caches = [x.flatten(0, 1) for x in (key, value)]
+        else:
+            key, value, lens = front(keys, key, value)
+            if short := -length % _PAGE:
+                key, value = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, short)) for x in (key, value))
+            caches = [x.contiguous().view(-1, _PAGE, *x.shape[2:]) for x in (key, value)]
+            pages = torch.arange(caches[0].shape[0], dtype=torch.int32, device=device).view(batch, -1)
         starts = torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=device)
-        out = torch.empty_like(query).flatten(0, 1)
+        out = torch.empty_like(query, memory_format=torch.contiguous_format).flatten(0, 1)
         paged_attention(
-            out, lse, query.flatten(0, 1), *cached, starts, lens, pages, rows, length - short, self.scale, None,
+            out, lse, query.flatten(0, 1), *caches, starts, lens, pages, rows, length, self.scale, None,
             0 if self.causal else None, None, 0.0, None, None,
         )  # fmt: skip
         return out.unflatten(0, (batch, rows))

@@ -1,0 +1,213 @@
+"""Dense attention whose scores are products of 8-bit integers (Zhang et al., SageAttention, arXiv 2410.02367).
+
+Queries and keys are rounded to int8, queries with a scale for each row, keys with one for each tile. Before that the keys'
+mean over the sequence is subtracted: it adds the same number to every score of a row, which a softmax does not see, and it
+is what keys' outlying channels mostly consist of, which would otherwise set the tiles' scales. Products of codes are exact
+in int32; scores, softmax and sums are float32; values are weighed in their own 16 bits.
+
+    _quantize   grid tiles x H x B: codes [B, H, S', D'] (S' a multiple of the tile, D' a power of two, zeros beyond the array)
+                and scales; for queries also their product with the keys' mean, which a log-sum-exp needs back.
+    _attend     grid tiles x H x B, heads that share keys next to one another: an online softmax in base 2.
+
+Keys from `lens[b]` on do not exist: their codes are 0, their scores -inf, their values are not loaded. A NaN or infinity in
+a query's row reaches that row; among a head's keys it reaches all rows of that head (a mean holds it), among values those of
+the tiles that see it. Offsets are 64-bit wherever an array may have 2^31 elements.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from attn.torch.kernels.launch import arch, check_stride, int8_launch, power_of_two
+
+LOG2E = 1.4426950408889634
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _quantize(  # type: ignore[no-untyped-def]
+    codes, scales, shift, x, mean, lens, factor, rows, padded, x_b, x_s, x_h, mean_b, mean_h,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+    IS_QUERY: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_SHIFT: tl.constexpr,
+):  # fmt: skip
+    """One tile: queries times `factor`, a scale a row (`shift`: their product with the mean); keys less the mean, one scale."""
+    tiles = padded // BLOCK
+    pid = tl.program_id(0)
+    tile = pid % tiles
+    unit = pid // tiles
+    b = unit // H
+    head = unit % H
+    row = tile * BLOCK + tl.arange(0, BLOCK)
+    d = tl.arange(0, BLOCK_D)
+    live = row < rows
+    if not IS_QUERY:
+        live = row < tl.load(lens + b)
+    at = x + b.to(tl.int64) * x_b + head.to(tl.int64) * x_h + row.to(tl.int64)[:, None] * x_s + d[None, :]
+    lanes = live[:, None] & (d < D)[None, :]
+    values = tl.load(at, mask=lanes, other=0.0).to(tl.float32)
+    out = unit.to(tl.int64) * padded + row
+    if HAS_MEAN:
+        middle = tl.load(mean + b.to(tl.int64) * mean_b + head // G * mean_h + d, mask=d < D, other=0.0)
+        if HAS_SHIFT:
+            tl.store(shift + out, tl.sum(values * middle[None, :], 1) * factor)
+        if not IS_QUERY:
+            values = tl.where(lanes, values - middle[None, :], 0.0)
+    if IS_QUERY:
+        values = values * factor
+    # a maximum may pass over NaN; a sum of what is 0 for every number does not
+    wild = tl.sum(values - values, 1)
+    peak = tl.max(tl.abs(values), 1)
+    if not IS_QUERY:
+        peak = tl.max(peak, 0) + tl.zeros((BLOCK,), tl.float32)
+        wild = tl.sum(wild, 0) + tl.zeros((BLOCK,), tl.float32)
+    inverse = tl.where(peak > 1e-30, 127.0 / peak, 0.0)  # what is smaller yet would add nothing to any score
+    rounded = tl.floor(tl.where((wild == 0.0)[:, None], values * inverse[:, None], 0.0) + 0.5)
+    tl.store(codes + out[:, None] * BLOCK_D + d[None, :], rounded.to(tl.int8))
+    scale = tl.where(peak > 1e-30, peak / 127.0, 0.0) + wild
+    if IS_QUERY:
+        tl.store(scales + out, scale)
+    else:
+        tl.store(scales + pid + tl.arange(0, BLOCK), scale, mask=tl.arange(0, BLOCK) == 0)
+
+
+@triton.jit
+def _step(  # type: ignore[no-untyped-def]
+    acc, norm, top, q, q_scale, k_at, k_scales, v_at, start, length, upper, v_s,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, WIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """One tile of keys. Without MASKED every row sees every key of it."""
+    n = tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    j = start + n
+    k = tl.load(k_at + j[:, None] * BLOCK_D + d[None, :])
+    scale = q_scale * tl.load(k_scales + start // BLOCK_N)
+    s = tl.dot(q, tl.trans(k), out_dtype=tl.int32).to(tl.float32)
+    if MASKED:
+        allowed = (j < length)[None, :]
+        if CAUSAL:
+            allowed = allowed & (j[None, :] <= upper[:, None])
+        s = tl.where(allowed, s, float("-inf"))
+    # scores meet their scale inside the exponent, where it fuses; a scale of 0 would make NaN of what is masked
+    above = tl.maximum(top, tl.where(tl.max(s, 1) == float("-inf"), float("-inf"), tl.max(s, 1) * scale))
+    guard = tl.where(above == float("-inf"), 0.0, above)
+    p = tl.exp2(s * scale[:, None] - guard[:, None])
+    if MASKED:
+        p = tl.where(allowed, p, 0.0)
+    shrink = tl.exp2(top - guard)
+    norm = norm * shrink + tl.sum(p, 1)
+    acc = acc * shrink[:, None]
+    at = tl.minimum(j, length - 1) if MASKED else j  # beyond the last key it is loaded again
+    if WIDE:
+        at = at.to(tl.int64)
+    v_rows = v_at + at[:, None] * v_s + d[None, :]
+    v = tl.load(v_rows) if D == BLOCK_D else tl.load(v_rows, mask=(d < D)[None, :], other=0.0)
+    return tl.dot(p.to(v.dtype), v, acc), norm, above
+
+
+@triton.jit(do_not_specialize=["rows", "lse_b", "lse_h"])
+def _attend(  # type: ignore[no-untyped-def]
+    output, lse, shift, q_codes, q_scales, k_codes, k_scales, value, lens, rows, q_padded, k_padded,
+    o_b, o_s, o_h, lse_b, lse_h, v_b, v_s, v_h,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_LSE: tl.constexpr, HAS_SHIFT: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    tiles = q_padded // BLOCK_M
+    pid = tl.program_id(0)
+    tile = pid % tiles
+    if CAUSAL:
+        tile = tiles - 1 - tile  # the longest rows are the last: started first, they do not end last
+    unit = pid // tiles
+    b = unit // H
+    head = unit % H
+    kv_unit = (b * (H // G) + head // G).to(tl.int64)
+    length = tl.load(lens + b)
+    row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    upper = row + length - rows
+    high = length
+    full = length
+    if CAUSAL:
+        high = tl.maximum(tl.minimum(length, (tile + 1) * BLOCK_M + length - rows), 0)
+        full = tl.maximum(tl.minimum(tile * BLOCK_M + length - rows + 1, high), 0)
+    full = full // BLOCK_N * BLOCK_N
+    at = unit.to(tl.int64) * q_padded + row
+    q = tl.load(q_codes + at[:, None] * BLOCK_D + d[None, :])
+    q_scale = tl.load(q_scales + at)
+    k_at = k_codes + kv_unit * k_padded * BLOCK_D
+    scales_at = k_scales + kv_unit * (k_padded // BLOCK_N)
+    v_at = value + b.to(tl.int64) * v_b + (head // G).to(tl.int64) * v_h
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    norm = tl.zeros((BLOCK_M,), tl.float32)
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    for start in tl.range(0, full, BLOCK_N):
+        acc, norm, top = _step(
+            acc, norm, top, q, q_scale, k_at, scales_at, v_at, start, length, upper, v_s,
+            False, CAUSAL, WIDE, D, BLOCK_D, BLOCK_N,
+        )  # fmt: skip
+    for start in tl.range(full, high, BLOCK_N):
+        acc, norm, top = _step(
+            acc, norm, top, q, q_scale, k_at, scales_at, v_at, start, length, upper, v_s,
+            True, CAUSAL, WIDE, D, BLOCK_D, BLOCK_N,
+        )  # fmt: skip
+    live = row < rows
+    result = tl.where(norm[:, None] == 0, 0.0, acc / norm[:, None])
+    o_rows = output + b.to(tl.int64) * o_b + head.to(tl.int64) * o_h + row.to(tl.int64)[:, None] * o_s
+    tl.store(o_rows + d[None, :], result.to(output.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
+    if HAS_LSE:
+        log = tl.where(norm == 0, float("-inf"), top + tl.log2(norm))
+        if HAS_SHIFT:
+            log = log + tl.load(shift + at)
+        tl.store(lse + b.to(tl.int64) * lse_b + head.to(tl.int64) * lse_h + row, log * 0.6931471805599453, mask=live)
+
+
+def int8_attention(
+    output: torch.Tensor,
+    lse: torch.Tensor | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lens: torch.Tensor,
+    mean: torch.Tensor | None,
+    scale: float,
+    causal: bool = False,
+) -> None:
+    """Fill output [B, S, H, D] and, unless None, lse [B, H, S] float32 (natural; -inf without keys, where output is 0).
+
+    query: [B, S, H, D]; key, value: [B, M, K, D], float16 or bfloat16, any strides but for a dense last dimension. lens: [B]
+    int32, entry b has keys 0 .. lens[b] - 1, what lies behind may be anything. mean: [B, K, D] float32, subtracted from the
+    keys (their mean over the sequence: any vector gives the same attention, with another error); None subtracts nothing.
+    causal: row i sees keys up to i + lens[b] - S.
+    """
+    batch, rows, heads, size = query.shape
+    keys, kv_heads = key.shape[1:3]
+    for name, tensor in (("output", output), ("query", query), ("key", key), ("value", value)):
+        check_stride(name, tensor)
+    launch, block_d = int8_launch(arch(), size), power_of_two(size)
+    group, smooth = heads // kv_heads, mean is not None
+    mean = query if mean is None else mean.contiguous()
+    has_shift = smooth and lse is not None
+    fixed = {"D": size, "BLOCK_D": block_d, "num_warps": 4 if block_d <= 128 else 8}
+
+    def coded(x: torch.Tensor, length: int, count: int, block: int, scales: int, **kind: Any) -> tuple[torch.Tensor, ...]:
+        padded = -(-length // block) * block
+        codes = torch.empty(batch * count * padded * block_d, dtype=torch.int8, device=x.device)
+        found = torch.empty(batch * count * padded // scales, dtype=torch.float32, device=x.device)
+        moved = torch.empty_like(found) if kind["HAS_SHIFT"] else found
+        _quantize[(padded // block * count * batch,)](
+            codes, found, moved, x, mean, lens, scale * LOG2E, length, padded, *x.stride()[:3],
+            mean.stride(0), mean.stride(1), H=count, BLOCK=block, HAS_MEAN=smooth, **kind, **fixed,
+        )  # fmt: skip
+        return codes, found, moved
+
+    q, q_scales, shift = coded(query, rows, heads, launch.block_m, 1, G=group, IS_QUERY=True, HAS_SHIFT=has_shift)
+    k, k_scales, _ = coded(key, keys, kv_heads, launch.block_n, launch.block_n, G=1, IS_QUERY=False, HAS_SHIFT=False)
+    tiles = -(-rows // launch.block_m)
+    _attend[(tiles * heads * batch,)](
+        output, lse, shift, q, q_scales, k, k_scales, value, lens, rows, tiles * launch.block_m,
+        -(-keys // launch.block_n) * launch.block_n, *output.stride()[:3],
+        *(lse.stride()[:2] if lse is not None else (0, 0)), *value.stride()[:3],
+        H=heads, G=group, D=size, BLOCK_D=block_d, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, CAUSAL=causal,
+        HAS_LSE=lse is not None, HAS_SHIFT=has_shift, WIDE=keys * value.stride(1) >= 2**31, **launch.options(),
+    )  # fmt: skip
