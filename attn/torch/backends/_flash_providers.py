@@ -16,7 +16,6 @@ Signatures are those of the Dao-AILab/flash-attention repository at 0251105a and
 
 import functools
 import importlib
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +25,7 @@ import torch
 from attn.capabilities import ATTN_TYPES, Capabilities, Device, Feature, MultipleOf, Request, supports_size
 from attn.errors import UnsupportedError
 from attn.imports import installed
+from attn.torch.backends._vendor import lacking
 
 _FEATURES = frozenset({
     Feature.NON_CAUSAL, Feature.SLIDING_WINDOW, Feature.TWO_SIDED_WINDOW, Feature.SOFT_CAP, Feature.SINKS, Feature.LSE,
@@ -146,16 +146,8 @@ class Provider:
 
 @functools.cache
 def _lacking(provider: Provider) -> tuple[str, ...]:
-    """What the installed version's functions do not take: signatures are asked, not version numbers."""
-    module, why = provider.load(), []
-    for name, arguments in provider.needs:
-        function = getattr(module, name, None)
-        if function is None:
-            why.append(f"{provider.module} has no {name}")
-            continue
-        taken = inspect.signature(function).parameters
-        why += [f"{provider.module}.{name} has no {argument}" for argument in arguments if argument not in taken]
-    return tuple(why)
+    """What the installed version's functions do not take, remembered."""
+    return lacking(provider.module, provider.load(), provider.needs)
 
 
 def _record(archs: tuple[str, ...], features: frozenset[Feature], largest: int = 256) -> Capabilities:

@@ -6,12 +6,14 @@ Every limit is in the backend's capability record; the constructor asks it, so a
 before any weight is loaded.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from attn import envs
 from attn.backends.abstract import AttentionLayer, AttentionType
+from attn.backends.arguments import refuse
 from attn.backends.paged import PagedBackend, PagedImpl, check_block_size, check_built
 from attn.capabilities import ENCODER_TYPES, Feature
 from attn.dtypes import PER_TOKEN_HEAD
@@ -36,6 +38,21 @@ class PagedAttentionBackend(PagedBackend):
     @staticmethod
     def get_builder_cls() -> type[PagedAttentionMetadataBuilder]:
         return PagedAttentionMetadataBuilder
+
+
+class HeadsFirstBackend(PagedAttentionBackend):
+    """A cache with a head's tokens side by side within a block, so that a block of one head is one run of memory."""
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """[2, N, K, P, D]: keys, then values, a head's tokens side by side (the layout called HND)."""
+        return (2, num_blocks, num_kv_heads, block_size, head_size)
+
+    @staticmethod
+    def logical_kv_cache(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return kv_cache[0].transpose(1, 2), kv_cache[1].transpose(1, 2)
 
 
 class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
@@ -210,8 +227,11 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
 
     def _check_masking(self, attn_metadata: PagedAttentionMetadata) -> None:
         name, features = self.backend.get_name(), self.backend.capabilities.features  # type: ignore[union-attr]
-        if not attn_metadata.causal and self.attn_type == AttentionType.DECODER and Feature.NON_CAUSAL not in features:
-            raise UnsupportedError(f"{name}: {Feature.NON_CAUSAL.value} not supported")
+        if not attn_metadata.causal and self.attn_type == AttentionType.DECODER:
+            if Feature.NON_CAUSAL not in features:
+                raise UnsupportedError(f"{name}: {Feature.NON_CAUSAL.value} not supported")
+            layer = self.request()  # served by itself, and perhaps not in this combination
+            refuse(self.backend, replace(layer, features=layer.features | {Feature.NON_CAUSAL}))
         if attn_metadata.tree_mask is not None:
             if Feature.TREE_MASK not in features:
                 raise UnsupportedError(f"{name}: {Feature.TREE_MASK.value} not supported")

@@ -4,7 +4,9 @@ Vendors disagree on the log-sum-exp of a row that sees no key (-inf, +inf), on w
 mean; here the first two are settled, and sinks are applied by formula (SEMANTICS 4.7): no vendor is asked for them.
 """
 
+import inspect
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -46,11 +48,22 @@ def page_list(block_table: torch.Tensor, lens: Any, block_size: int, first: int 
 
 def token_list(block_table: torch.Tensor, lens: Any, block_size: int, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """(bounds [R + 1], every token's slot in the cache [bounds[-1]]), int32 on the device, as `page_list`."""
-    indptr, pages = page_list(block_table, lens, block_size, first)
-    bounds = np.concatenate([[0], np.cumsum(lens)])
-    token = np.arange(bounds[-1]) - np.repeat(bounds[:-1], lens)
-    page = torch.from_numpy(np.repeat(indptr[:-1].numpy(), lens) + token // block_size).to(pages.device)
-    return int32(bounds).to(pages.device), pages[page] * block_size + int32(token % block_size).to(pages.device)
+    bounds, begin = np.concatenate([[0], np.cumsum(lens)]), np.zeros(len(lens), int)
+    slots = token_slots(block_table, block_size, np.arange(first, first + len(lens)), begin, np.asarray(lens))
+    return int32(bounds).to(slots.device), slots
+
+
+def token_slots(block_table: torch.Tensor, block_size: int, requests: Any, begin: Any, end: Any) -> torch.Tensor:
+    """The slots [sum(end - begin)] int32, on the device, of tokens begin[i]..end[i] of request requests[i], one after another.
+
+    block_table: [.., B] on the device; requests, begin, end: [n] on the host, begin <= end.
+    """
+    counts = end - begin
+    token = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts - begin, counts)
+    at = np.repeat(requests, counts) * block_table.shape[1] + token // block_size
+    device = block_table.device
+    pages = block_table.reshape(-1)[torch.from_numpy(at).to(device)]
+    return pages * block_size + int32(token % block_size).to(device)
 
 
 def decodes_first(starts: Any) -> int:
@@ -62,3 +75,21 @@ def decodes_first(starts: Any) -> int:
 def arch_of(device: torch.device) -> str:
     """`sm_90`; empty where tensors live on no GPU (stand-ins in tests)."""
     return "sm_{}{}".format(*torch.cuda.get_device_capability(device)) if device.type == "cuda" else ""
+
+
+def lacking(who: str, module: Any, needs: Sequence[tuple[str, Sequence[str]]]) -> tuple[str, ...]:
+    """What an installed version does not have, as reasons: signatures are asked, not version numbers.
+
+    needs: dotted names within the module, each with the arguments that it must take.
+    """
+    why = []
+    for name, arguments in needs:
+        found = module
+        for part in name.split("."):
+            found = getattr(found, part, None)
+        if found is None:
+            why.append(f"{who} has no {name}")
+            continue
+        taken = inspect.signature(found).parameters
+        why += [f"{who}.{name} has no {argument}" for argument in arguments if argument not in taken]
+    return tuple(why)

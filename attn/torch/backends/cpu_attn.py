@@ -18,7 +18,7 @@ import torch
 from attn.capabilities import ATTN_TYPES, Capabilities
 from attn.torch import kv_cache as caches
 from attn.torch.backends import _ragged
-from attn.torch.backends._paged import PagedAttentionBackend
+from attn.torch.backends._paged import HeadsFirstBackend
 from attn.torch.backends._ragged import RaggedAttentionImpl, Rules, Work
 from attn.torch.metadata import PagedAttentionMetadata
 
@@ -32,7 +32,7 @@ _FEW = 32  #: query rows up to which heads are folded: beyond, rows alone fill t
 _buffers = threading.local()
 
 
-class CPUAttentionBackend(PagedAttentionBackend):
+class CPUAttentionBackend(HeadsFirstBackend):
     capabilities = Capabilities(
         framework="torch",
         platforms=("cpu",),
@@ -49,17 +49,6 @@ class CPUAttentionBackend(PagedAttentionBackend):
     @staticmethod
     def get_impl_cls() -> type["CPUAttentionImpl"]:
         return CPUAttentionImpl
-
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
-    ) -> tuple[int, ...]:
-        """[2, N, K, P, D]: keys, then values, a head's tokens side by side (the layout called HND)."""
-        return (2, num_blocks, num_kv_heads, block_size, head_size)
-
-    @staticmethod
-    def logical_kv_cache(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return kv_cache[0].transpose(1, 2), kv_cache[1].transpose(1, 2)
 
 
 class CPUAttentionImpl(RaggedAttentionImpl):

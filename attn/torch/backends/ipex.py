@@ -1,0 +1,173 @@
+"""IPEX: Intel Extension for PyTorch's paged attention on a CPU, from before PyTorch's own kernels had bfloat16 in AVX-512.
+
+Decodes at the head of a batch take `single_query_cached_kv_attention`, everything after them `flash_attn_varlen_func`,
+encoders `varlen_attention`. What their sources (v2.8.0+cpu) mean differently ends here:
+- A window's keys are copied to pages of their own, which begin where the first row's window does. The decode kernel counts
+  a window in keys, merges the parts of a context that lie outside it as if their scores were 0, and both kernels multiply
+  what they hide by 0. A window of one key cannot be said to the prefill kernel: there each row becomes a decode.
+- Given no window, the decode kernel takes four rows with the same first page for beams of one length, and fails; given one
+  as long as the context, it does not, and hides nothing. It refuses a window and a soft cap together: a cap takes every
+  row to the prefill kernel.
+- `varlen_attention` ignores its scale on a CPU: queries carry it. Rows without a key come back as anything.
+- `reshape_and_cache` writes slot -1 in front of its page, and fp8 scales are read by no kernel: the layers' own writer
+  is kept, and fp8 caches are refused, as are ALiBi (decodes only) and whatever needs a log-sum-exp.
+On an XPU the same functions want another cache ([N, P, K, D]) and drop a decode's window: that platform is not served.
+"""
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+
+from attn.backends.abstract import AttentionLayer, AttentionType
+from attn.capabilities import ATTN_TYPES, ENCODER_TYPES, Capabilities, Device, Feature, MultipleOf, Request
+from attn.errors import UnsupportedError
+from attn.imports import resolve_obj_by_qualname, version_of
+from attn.torch.backends._paged import HeadsFirstBackend, PagedAttentionImpl
+from attn.torch.backends._vendor import decodes_first, int32, lacking, token_slots
+from attn.torch.metadata import PagedAttentionMetadata
+
+_NEEDS = (
+    ("modules.PagedAttention.single_query_cached_kv_attention", ("head_mapping", "window_size", "softcap")),
+    ("modules.PagedAttention.flash_attn_varlen_func", ("cu_seqlens_kv", "block_tables", "window_size_left", "softcap")),
+    ("functional.varlen_attention", ("seqlen_q", "is_causal", "softmax_scale", "softcap")),
+)
+
+
+class IpexAttentionBackend(HeadsFirstBackend):
+    capabilities = Capabilities(
+        framework="torch",
+        platforms=("cpu",),
+        dtypes=("float32", "bfloat16", "float16"),
+        head_sizes=(MultipleOf(16, 16, 256),),
+        attn_types=ATTN_TYPES,
+        features=frozenset({Feature.NON_CAUSAL, Feature.SLIDING_WINDOW, Feature.SOFT_CAP, Feature.KV_SHARING}),
+        packages=("intel_extension_for_pytorch",),
+        install="intel-extension-for-pytorch",
+        archs=(("cpu", ("x86_64",)),),
+    )
+
+    @staticmethod
+    def get_name() -> str:
+        return "IPEX"
+
+    @staticmethod
+    def get_impl_cls() -> type["IpexAttentionImpl"]:
+        return IpexAttentionImpl
+
+    @classmethod
+    def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
+        why = super().why_not(request, device)
+        asked = request.features
+        causal = request.attn_type == AttentionType.DECODER and Feature.NON_CAUSAL not in asked
+        if Feature.SLIDING_WINDOW in asked and not causal:
+            why.append(f"{Feature.SLIDING_WINDOW.value} without causality not supported")
+        if Feature.SOFT_CAP in asked and request.attn_type in ENCODER_TYPES:
+            why.append(f"{Feature.SOFT_CAP.value} with attn_type={request.attn_type} not supported")
+        own = version_of("intel-extension-for-pytorch")
+        if own and own.split(".")[:2] != torch.__version__.split(".")[:2]:  # imported, it would end the process
+            why.append(f"intel-extension-for-pytorch {own} needs the torch of its number ({torch.__version__} is here)")
+        return why
+
+
+class IpexAttentionImpl(PagedAttentionImpl):
+    backend = IpexAttentionBackend
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # here and not in `why_not`: importing it takes seconds and replaces operators of torch's, which a choice must not
+        if why := _lacking():
+            raise UnsupportedError(f"{self.backend.get_name()}: {'; '.join(why)}", why)
+
+    @staticmethod
+    def get_supported_kernel_block_size() -> list[int | MultipleOf]:
+        return [16, 32, 64, 128]  # divisors of the 128 keys that a decode's part has
+
+    def _attend(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: PagedAttentionMetadata,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        meta, left = attn_metadata, self.window[0]
+        causal = self.window[1] == 0 or (meta.causal and self.attn_type == AttentionType.DECODER)
+        starts, lens = meta.host_lens()
+        request = np.repeat(np.arange(len(lens)), np.diff(starts))  # of each row
+        ends = lens[request] - (starts[request + 1] - 1 - np.arange(len(request))) if causal else lens[request]
+        query, output = query[: len(request)].contiguous(), output[: len(request)]
+        keys, values, table = kv_cache[0], kv_cache[1], meta.block_table
+        requests = np.arange(len(lens))
+        if left == 0:
+            requests, lens, starts = request, np.maximum(ends, 0), np.arange(len(request) + 1)
+        if left is not None:
+            begin = np.clip(lens - np.diff(starts) - left, 0, lens)
+            keys, values, table = _copied(keys, values, table, requests, begin, lens)
+            lens = lens - begin
+        cap = None if left == 0 else self.logits_soft_cap  # one key has all the weight, whatever its score
+        first = decodes_first(starts) if cap is None else 0
+        if longest := int(lens[:first].max(initial=0)):
+            heads = torch.arange(self.num_kv_heads, dtype=torch.int32).repeat_interleave(self.num_heads // self.num_kv_heads)
+            _llm().modules.PagedAttention.single_query_cached_kv_attention(
+                output[:first], query[:first], keys, values, heads, self.scale, table[:first], int32(lens[:first]),
+                keys.shape[2], longest, None, window_size=longest,
+            )  # fmt: skip
+        if longest := int(lens[first:].max(initial=0)):
+            rows, counts = int(starts[first]), np.diff(starts[first:])
+            bounds = [int32(np.concatenate([[0], np.cumsum(n)])) for n in (counts, lens[first:])]
+            _llm().modules.PagedAttention.flash_attn_varlen_func(
+                output[rows:], query[rows:], keys, values, *bounds, max(1, int(counts.max())), longest, self.scale, causal,
+                table[first:], None, window_size_left=-1 if left is None else left, softcap=-1.0 if cap is None else cap,
+            )  # fmt: skip
+        if (ends <= 0).any():
+            output[torch.from_numpy(ends <= 0)] = 0
+
+    def _attend_ragged(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_metadata: PagedAttentionMetadata,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        rows, starts, longest = attn_metadata.num_actual_tokens, attn_metadata.query_start_loc, attn_metadata.max_query_len
+        if rows == 0:
+            return
+        plain = self.head_size**-0.5
+        query = query[:rows] if self.scale == plain else (query[:rows].float() * (self.scale / plain)).to(query.dtype)
+        _llm().functional.varlen_attention(
+            query, key[:rows], value[:rows], output[:rows], starts, starts, None, longest, longest, 0.0, plain, False,
+            self.window[1] == 0, False, None,
+        )  # fmt: skip
+
+
+def _copied(
+    keys: torch.Tensor, values: torch.Tensor, table: torch.Tensor, requests: Any, begin: Any, end: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Tokens begin[i]..end[i] of requests[i] as token 0, 1, ... of pages of their own [n, K, P, D], and their table."""
+    _, heads, page, size = keys.shape
+    held = end - begin
+    pages = -(-held // page)
+    row = np.cumsum(pages) - pages  # each one's first page
+    at = np.arange(held.sum()) + np.repeat(row * page - (np.cumsum(held) - held), held)
+    slots = torch.zeros(int(pages.sum()) * page, dtype=torch.int64)
+    slots[torch.from_numpy(at)] = token_slots(table, page, requests, begin, end).long()
+    slots = slots.view(-1, 1, page)
+    runs = ((slots // page * heads + torch.arange(heads)[:, None]) * page + slots % page).flatten()
+    copies = [part.reshape(-1, size).index_select(0, runs).view(-1, heads, page, size) for part in (keys, values)]
+    columns = np.arange(max(1, int(pages.max(initial=0))))
+    return copies[0], copies[1], int32(np.minimum(row[:, None] + columns, max(0, len(slots) - 1)))
+
+
+def _llm() -> Any:
+    return resolve_obj_by_qualname("intel_extension_for_pytorch.llm")
+
+
+@functools.cache
+def _lacking() -> tuple[str, ...]:
+    name = "intel-extension-for-pytorch"
+    return lacking(" ".join(filter(None, (name, version_of(name)))), _llm(), _NEEDS)

@@ -1,0 +1,240 @@
+"""XFORMERS: memory-efficient attention by whichever operator of xformers serves, the one vendor's kernel before Ampere.
+
+Only its split-K operator reads a paged cache by itself, in Triton: full causal decodes over pages of a multiple of 64
+take it. Everything else has its keys gathered and a block-diagonal mask over them, for which xformers picks
+FlashAttention or CUTLASS. A window's keys are gathered from where the first row's window begins, in decode too: the paged
+masks know no window but a start, and below it multiply what a page still holds by 0 (vllm#23969 applied none).
+What differs ends here: masks are planned from host lengths, once for a batch and all layers of one rule; rows without a
+key must not be asked for; the log-sum-exp is packed or, from CUTLASS, padded. There is no soft cap, and no ALiBi but as
+a bias of every score. Interface of facebookresearch/xformers 0.0.35.
+"""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from attn.backends.abstract import AttentionLayer, AttentionType
+from attn.backends.metadata import CommonAttentionMetadata
+from attn.capabilities import ATTN_TYPES, Capabilities, Device, Feature, MultipleOf, Request, arch_matches
+from attn.imports import installed, resolve_obj_by_qualname, version_of
+from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
+from attn.torch.backends._vendor import arch_of, fill, lacking, token_slots
+from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
+
+_NEEDS = (
+    ("memory_efficient_attention_forward_requires_grad", ("attn_bias", "scale", "op")),
+    ("attn_bias.BlockDiagonalMask.from_seqlens", ("q_seqlen", "kv_seqlen", "device")),
+    ("attn_bias.BlockDiagonalMask.make_causal_from_bottomright", ()),
+    ("attn_bias.BlockDiagonalMask.make_local_attention_from_bottomright", ("window_size",)),
+    ("attn_bias.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask.from_seqlens", ("block_tables", "page_size", "device")),
+    ("triton_splitk.FwOp", ()),
+)
+
+
+class Rule(NamedTuple):
+    """What a plan depends on beside the batch. `paged`: whether split-K may read the pages; `own`: keys are the call's."""
+
+    causal: bool
+    left: int | None
+    paged: bool
+    own: bool
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some requests, for one call: their rows, how many each has, the slots of their keys (None: all), mask and operator."""
+
+    rows: torch.Tensor | slice
+    counts: list[int]
+    slots: torch.Tensor | None
+    mask: Any
+    op: Any = None
+
+
+@dataclass
+class XFormersMetadata(PagedAttentionMetadata):
+    """The batch, and the plans made for it so far."""
+
+    plans: dict[Rule, list[Part]] = field(default_factory=dict)
+
+    def planned(self, rule: Rule) -> list[Part]:
+        """The parts of the batch under a rule, planned now if need be. A row without a key is in none."""
+        if rule not in self.plans:
+            self.plans[rule] = list(self._plan(rule))
+        return self.plans[rule]
+
+    def _plan(self, rule: Rule) -> Iterator[Part]:
+        fmha = _fmha()
+        starts, lens = self.host_lens()
+        counts = np.diff(starts)
+        lens = counts if rule.own else lens
+        counts = np.minimum(counts, lens) if rule.causal else np.where(lens > 0, counts, 0)
+        alone = counts == 1 if rule.paged and rule.causal and rule.left is None else np.zeros(len(counts), bool)
+        device = self.seq_lens.device
+        for paged, chosen in ((True, alone), (False, (counts > 0) & ~alone)):
+            requests = np.flatnonzero(chosen)
+            if not len(requests):
+                continue
+            n, end = counts[requests], lens[requests]
+            rows = np.concatenate([np.arange(stop - c, stop) for stop, c in zip(starts[requests + 1], n, strict=True)])
+            whole = rows[-1] - rows[0] + 1 == len(rows)
+            at = slice(int(rows[0]), int(rows[-1]) + 1) if whole else torch.from_numpy(rows).to(device)
+            if paged:
+                kind = fmha.attn_bias.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask
+                table = self.block_table[torch.from_numpy(requests).to(device)]
+                mask = kind.from_seqlens(n.tolist(), end.tolist(), table, self.block_size, device=device)
+                yield Part(at, n.tolist(), None, mask, fmha.triton_splitk.FwOp)
+                continue
+            begin = np.zeros_like(end) if rule.left is None else np.maximum(end - n - rule.left, 0)
+            mask = fmha.attn_bias.BlockDiagonalMask.from_seqlens(n.tolist(), (end - begin).tolist(), device=device)
+            if rule.left is not None:
+                mask = mask.make_local_attention_from_bottomright(rule.left + 1)
+            elif rule.causal:
+                mask = mask.make_causal_from_bottomright()
+            if rule.own:
+                yield Part(at, n.tolist(), None, mask)
+            else:
+                assert self.block_size is not None
+                yield Part(at, n.tolist(), token_slots(self.block_table, self.block_size, requests, begin, end), mask)
+
+
+class XFormersMetadataBuilder(PagedAttentionMetadataBuilder):
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> XFormersMetadata:
+        plain = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        return XFormersMetadata(**{f.name: getattr(plain, f.name) for f in fields(plain)})
+
+
+class XFormersAttentionBackend(PagedAttentionBackend):
+    capabilities = Capabilities(
+        framework="torch",
+        platforms=("cuda",),
+        dtypes=("bfloat16", "float16"),
+        head_sizes=(MultipleOf(8, 32, 256),),
+        attn_types=ATTN_TYPES,
+        features=frozenset({Feature.NON_CAUSAL, Feature.SLIDING_WINDOW, Feature.SINKS, Feature.LSE, Feature.KV_SHARING}),
+        packages=("xformers",),
+        install="xformers",
+        archs=(("cuda", ("sm_75+",)),),
+    )
+
+    @staticmethod
+    def get_name() -> str:
+        return "XFORMERS"
+
+    @staticmethod
+    def get_impl_cls() -> type["XFormersImpl"]:
+        return XFormersImpl
+
+    @staticmethod
+    def get_metadata_cls() -> type[XFormersMetadata]:
+        return XFormersMetadata
+
+    @staticmethod
+    def get_builder_cls() -> type[XFormersMetadataBuilder]:
+        return XFormersMetadataBuilder
+
+    @classmethod
+    def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
+        why = super().why_not(request, device)
+        causal = request.attn_type == AttentionType.DECODER and Feature.NON_CAUSAL not in request.features
+        if Feature.SLIDING_WINDOW in request.features and not causal:
+            why.append(f"{Feature.SLIDING_WINDOW.value} without causality not supported")
+        if device is not None and request.dtype == "bfloat16" and arch_matches(device.arch, "sm_7?"):
+            why.append(f"dtype=bfloat16 on {device.arch} (supports sm_80+)")
+        return why or list(_lacking())
+
+
+class XFormersImpl(PagedAttentionImpl):
+    backend = XFormersAttentionBackend
+    can_return_lse_for_decode = True
+
+    def _attend(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: PagedAttentionMetadata,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        causal = self.window[1] == 0 or (attn_metadata.causal and self.attn_type == AttentionType.DECODER)
+        keys, values = (part.flatten(0, 1) for part in self.backend.logical_kv_cache(kv_cache))
+        paged = _reads_pages(self.head_size, attn_metadata.block_size, arch_of(query.device))
+        self._compute(query, keys, values, attn_metadata, Rule(causal, self.window[0], paged, own=False), output, lse)
+
+    def _attend_ragged(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_metadata: PagedAttentionMetadata,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        rows, rule = attn_metadata.num_actual_tokens, Rule(self.window[1] == 0, None, paged=False, own=True)
+        self._compute(query, key[:rows], value[:rows], attn_metadata, rule, output, lse)
+
+    def _compute(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        meta: PagedAttentionMetadata,
+        rule: Rule,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        """Attend keys, values [.., K, D], a token a row."""
+        assert isinstance(meta, XFormersMetadata)
+        rows, groups = meta.num_actual_tokens, (self.num_kv_heads, self.num_heads // self.num_kv_heads)
+        out = torch.empty_like(query[:rows])
+        log = torch.full((self.num_heads, rows), -torch.inf, dtype=torch.float32, device=query.device)
+        for part in meta.planned(rule):
+            held = [x if part.slots is None else x.index_select(0, part.slots) for x in (keys, values)]
+            # [1, tokens, K, heads of a group, D], the keys' fourth stride 0
+            wide = [x[None, :, :, None].expand(-1, -1, -1, groups[1], -1) for x in held]
+            result, state = _fmha().memory_efficient_attention_forward_requires_grad(
+                query[part.rows].unflatten(1, groups)[None], *wide, attn_bias=part.mask, scale=self.scale, op=part.op
+            )
+            out[part.rows], log[:, part.rows] = result[0].flatten(1, 2), _packed(state.flatten(1, 2).float(), part.counts)
+        fill(out, log, self.sinks, output[:rows], None if lse is None else lse[:, :rows])
+
+
+def _packed(log: torch.Tensor, counts: list[int]) -> torch.Tensor:
+    """[H, T] of a log-sum-exp that is so already, [1, H, T and more], or padded for each request, [R, H, longest and more]."""
+    counts = [sum(counts)] if log.shape[0] == 1 else counts
+    return torch.cat([own[:, :n] for own, n in zip(log, counts, strict=True)], 1)
+
+
+def _fmha() -> Any:
+    import xformers.ops.fmha
+
+    return xformers.ops.fmha
+
+
+def _reads_pages(head_size: int, block_size: int | None, arch: str) -> bool:
+    """Whether the split-K operator serves: it computes in blocks of 64 keys, and smaller pages silently wrong."""
+    right = block_size is not None and block_size % 64 == 0 and head_size in (16, 32, 64, 128, 256, 512)
+    return right and (not arch or arch_matches(arch, "sm_80+")) and _has_block_pointers()
+
+
+@functools.cache
+def _has_block_pointers() -> bool:
+    """Whether Triton still has what split-K's kernel is written with: 3.9 took it away."""
+    return installed("triton") and hasattr(resolve_obj_by_qualname("triton.language"), "make_block_ptr")
+
+
+def _lacking() -> tuple[str, ...]:
+    """What the installed xformers does not have; nothing is said, and nothing imported, where there is none."""
+    return _asked() if installed("xformers") else ()
+
+
+@functools.cache
+def _asked() -> tuple[str, ...]:
+    return lacking(" ".join(filter(None, ("xformers", version_of("xformers")))), _fmha(), _NEEDS)
