@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from attn.jax.kernels.tpu._pages import Item
 from attn.jax.kernels.tpu._plan import NO_TREE
 from attn.jax.kernels.tpu._refs import (
     K_FACTOR,
@@ -32,16 +33,6 @@ from attn.jax.kernels.tpu._refs import (
     widened,
     widened_exactly,
 )
-
-
-class Item(NamedTuple):
-    """The scalars of an item, and which half of the double buffers holds its queries."""
-
-    q_slot: jax.Array
-    position: jax.Array
-    low: jax.Array
-    high: jax.Array
-    context: jax.Array
 
 
 class Step(NamedTuple):

@@ -20,42 +20,64 @@ Ref = Any
 K_FACTOR, V_FACTOR, SINK, SLOPE = range(4)
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """What is static: sizes, and which rules are on."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PagedConfig:
+    """What is static in any launch over pages."""
 
-    num_kv_heads: int
-    group: int  # G: query rows that share a kv head
-    lanes: int  # D as stored, a multiple of 128
-    packed: bool  # keys and values of a token lie side by side in one row
+    num_kv_heads: int = 1
+    planes: int = 1  # arrays that a page has for a head: keys and values, or one that holds both
+    lanes: int  # of a row as stored, a multiple of 128
     page: int
     tile: int  # rows of the cache that are written together
     align: int  # a long request's query tokens begin at multiples of this
     large: int  # query tokens of an item; 0 where every request is a single
     kv_block: int  # keys a DMA block
     slots: int  # blocks that VMEM holds: one computed on, the others on their way
+    causal: bool
+    lse: bool
+    write: bool
+    num_items: int
+    num_tiles: int
+    ring: int = 8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PagedRefs:
+    """Where it lies; None where this launch has no such thing."""
+
+    items: Ref
+    tiles: Ref
+    counts: Ref
+    table: Ref
+    cache: Ref  # [N, planes, K, P, lanes] in HBM
+    kv: Ref  # [slots, planes, K, kv_block, lanes] in VMEM
+    kv_sem: Ref
+    q_sem: Ref
+    o_sem: Ref
+    # the write
+    fresh: Ref = None  # [planes, K, X * tile, lanes] in HBM
+    old: Ref = None  # [ring, planes, K, tile, lanes] in VMEM
+    new: Ref = None
+    read_sem: Ref = None
+    write_sem: Ref = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(PagedConfig):
+    """The ragged kernel's sizes, and which rules are on. With one plane a row holds [key | value]."""
+
+    group: int  # G: query rows that share a kv head
     chunk: int  # keys a step of a long request where every row sees them all
     key_tile: int  # keys of a score matrix, and of any other step
     row_tile: int  # and its query rows
     join: int  # J: kv heads that a single treats as one
     single_rows: int  # J * G, padded to whole tiles
-    causal: bool
     window: tuple[int | None, int | None]
     logits_soft_cap: float | None
     alibi: bool
     sinks: bool
     tree: bool
-    lse: bool
-    write: bool
     rebiased: bool  # the cache is float8_e4m3fn, read as another format: see `widened`
-    num_items: int
-    num_tiles: int
-    ring: int = 8
-
-    @property
-    def planes(self) -> int:
-        """How many arrays a page has for a head: keys and values, or one that holds both."""
-        return 1 if self.packed else 2
 
     @property
     def joined(self) -> int:
@@ -68,19 +90,10 @@ class Config:
         return self.large * self.group
 
 
-@dataclasses.dataclass(frozen=True)
-class Refs:
-    """Where everything lies; None where this launch has no such thing. E: J * lanes; M, S: rows of long, single items."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Refs(PagedRefs):
+    """The same of the ragged kernel. E: J * lanes; M, S: rows of long, single items."""
 
-    items: Ref
-    tiles: Ref
-    counts: Ref
-    table: Ref
-    cache: Ref  # [N, planes, K, P, lanes] in HBM, as is what follows
-    kv: Ref  # [slots, planes, K, kv_block, lanes] in VMEM
-    kv_sem: Ref
-    q_sem: Ref
-    o_sem: Ref
     # singles
     query1: Ref = None  # [R, K / J, S, E], zero off the diagonal blocks
     out1: Ref = None  # [R, K / J, S, lanes]
@@ -108,12 +121,6 @@ class Refs:
     alarm: Ref = None  # [8, M] int32, above 0 where a step must be done again
     lse_rows: Ref = None
     edges: Ref = None  # [2, M, 128]
-    # the write
-    fresh: Ref = None  # [planes, K, X * tile, lanes]
-    old: Ref = None  # [ring, planes, K, tile, lanes] in VMEM
-    new: Ref = None
-    read_sem: Ref = None
-    write_sem: Ref = None
 
 
 def dot(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int) -> jax.Array:
@@ -178,7 +185,7 @@ def widened_exactly(cfg: Config, rows: jax.Array) -> jax.Array:
 def own_lanes(cfg: Config, shape: tuple[int, ...], head: int) -> jax.Array:
     """Where rows of joined heads hold the keys of `head`: the others' numbers, times 0, may be NaN."""
     lane = lax.broadcasted_iota(jnp.int32, shape, 1) - head * cfg.lanes
-    return (lane >= 0) & (lane < (cfg.lanes // 2 if cfg.packed else cfg.lanes))
+    return (lane >= 0) & (lane < (cfg.lanes // 2 if cfg.planes == 1 else cfg.lanes))
 
 
 def widen_e4m3(codes: jax.Array) -> jax.Array:

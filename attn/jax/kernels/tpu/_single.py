@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from attn.jax.kernels.tpu._pages import Item
 from attn.jax.kernels.tpu._refs import (
     K_FACTOR,
     LANES,
@@ -53,15 +54,11 @@ def failed(cfg: Config, refs: Refs) -> jax.Array:
     return jnp.max(jnp.maximum(jnp.max(strange, axis=0), refs.alarm1[...])) > 0
 
 
-def attend(
-    cfg: Config, refs: Refs, slot: jax.Array, q_slot: jax.Array, begin: jax.Array, bounds: tuple[jax.Array, ...], masked: bool,
-    exact: bool = False,
-) -> None:  # fmt: skip
-    """All heads meet the keys [begin, begin + kv_block) in `slot`; `bounds` is (low, high, position).
+def attend(cfg: Config, refs: Refs, item: Item, slot: jax.Array, begin: jax.Array, masked: bool, exact: bool = False) -> None:
+    """All heads meet the keys [begin, begin + kv_block) in `slot`.
 
     `exact`: no head is touched by the keys of those joined with it, which it multiplies by 0.
     """
-    low, high, position = bounds
     keys_at_once = min(cfg.kv_block, _KEYS_AT_ONCE)
     shape = (cfg.single_rows, keys_at_once)
     dtype = refs.q1.dtype
@@ -72,7 +69,7 @@ def attend(
         return heads[0] if cfg.join == 1 else jnp.concatenate(heads, axis=1)
 
     def product(n: jax.Array, first: int) -> jax.Array:
-        queries, keys = refs.q1[q_slot, n], joined(0, n, first)
+        queries, keys = refs.q1[item.q_slot, n], joined(0, n, first)
         if not exact:
             return dot(queries, keys, 1, 1)
         row = lax.broadcasted_iota(jnp.int32, shape, 0)
@@ -88,9 +85,9 @@ def attend(
             s = jnp.tanh(s) * (cfg.logits_soft_cap * LOG2_E)
         j = begin + first + lax.broadcasted_iota(jnp.int32, shape, 1)
         if cfg.alibi:
-            away = (j - position).astype(jnp.float32)
+            away = (j - item.position).astype(jnp.float32)
             s += widen(refs.rules1[SLOPE, n], keys_at_once) * (away if cfg.causal else -jnp.abs(away))
-        return jnp.where((j >= low) & (j < high), s, -jnp.inf) if masked else s
+        return jnp.where((j >= item.low) & (j < item.high), s, -jnp.inf) if masked else s
 
     def add(n: jax.Array, first: int, s: jax.Array) -> None:
         m = refs.m1[n]
@@ -138,4 +135,4 @@ def finish(cfg: Config, refs: Refs) -> None:
         if cfg.lse:
             refs.lse_rows1[n] = (m + jnp.log2(total)) * (1 / LOG2_E)
 
-    lax.fori_loop(0, cfg.joined, one, None, unroll=cfg.joined <= 2)
+    lax.fori_loop(0, cfg.joined, one, None, unroll=cfg.joined <= 4)

@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from attn.jax.kernels.tpu import _plan
 from attn.jax.kernels.tpu._chips import CHIPS, WIDENS_E4M3, sublanes, target
-from attn.jax.kernels.tpu._mla_kernel import Config, Kind, Refs, run
+from attn.jax.kernels.tpu._mla_kernel import Config, Refs, Rows, run
 from attn.jax.kernels.tpu._refs import LANES, LOG2_E
 
 
@@ -164,7 +164,7 @@ def _launch(cfg: Config, arrays: dict[str, jax.Array], kv_cache: jax.Array, chip
     dtype = arrays["single.query"].dtype
     made: dict[str, Any] = {}
     scratch: dict[str, Any] = {
-        "kv": pltpu.VMEM((cfg.slots, cfg.kv_block, cfg.lanes), kv_cache.dtype),
+        "kv": pltpu.VMEM((cfg.slots, 1, 1, cfg.kv_block, cfg.lanes), kv_cache.dtype),
         "kv_sem": pltpu.SemaphoreType.DMA((cfg.slots,)),
         "q_sem": pltpu.SemaphoreType.DMA((2,)),
         "o_sem": pltpu.SemaphoreType.DMA(()),
@@ -200,7 +200,7 @@ def _launch(cfg: Config, arrays: dict[str, jax.Array], kv_cache: jax.Array, chip
         named.pop("cache_in")  # the same memory as `cache`
         plain = {name: ref for name, ref in named.items() if "." not in name}
         kinds = {
-            kind: Kind(count, **{name.split(".")[1]: ref for name, ref in named.items() if name.startswith(f"{kind}.")})
+            kind: Rows(count, **{name.split(".")[1]: ref for name, ref in named.items() if name.startswith(f"{kind}.")})
             for kind, count in tokens.items()
         }
         run(cfg, Refs(**plain, **kinds))

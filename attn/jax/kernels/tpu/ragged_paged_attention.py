@@ -122,7 +122,7 @@ def ragged_paged_attention(
     while num_kv_heads % (2 * join) == 0 and 2 * join * group <= native:
         join *= 2
     cfg = Config(
-        num_kv_heads=num_kv_heads, group=group, lanes=lanes, packed=planes == 1, page=page, tile=tile, align=align,
+        num_kv_heads=num_kv_heads, planes=planes, group=group, lanes=lanes, page=page, tile=tile, align=align,
         large=blocks.large, kv_block=blocks.kv_block, slots=blocks.slots, chunk=blocks.chunk,
         key_tile=blocks.key_tile, row_tile=blocks.row_tile,
         join=join, single_rows=-(-join * group // native) * native, causal=causal, window=window,
@@ -165,7 +165,7 @@ def ragged_paged_attention(
             rows = jnp.where(plan.single[:, None, None], rows, of_long[plan.row_of])
         return jnp.where(plan.live[:, None, None], rows, fill)
 
-    first = LANES // 2 if cfg.packed else 0
+    first = LANES // 2 if planes == 1 else 0
     out = back(made.get("out"), made["out1"], 0)[..., first : first + head_size]
     if not return_lse:
         return out, None, made["cache"]

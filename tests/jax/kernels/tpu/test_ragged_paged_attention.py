@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from attn import reference
-from attn.jax.kernels.tpu import _kernel, _plan
+from attn.jax.kernels.tpu import _pages, _plan
 from attn.jax.kernels.tpu import ragged_paged_attention as kernel
 from attn.jax.kernels.tpu._chips import CHIPS, Blocks, blocks_for
 from attn.jax.kernels.tpu._refs import Config, widen_e4m3, widened, widened_exactly
@@ -262,9 +262,9 @@ def test_e4m3_codes_as_another_format() -> None:
 def test_what_is_planted_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy that is not waited for is a race, or NaN; a block id out of bounds raises."""
     lens, decode = ((1, 1), (100, 70)), BLOCKS._replace(large=0)
-    real = _kernel._wait
+    real = _pages._wait
     with monkeypatch.context() as planted:
-        planted.setattr(_kernel, "_wait", lambda copies: None if len(copies) == 1 else real(copies))
+        planted.setattr(_pages, "_wait", lambda copies: None if len(copies) == 1 else real(copies))
         with pytest.raises(AssertionError):
             check(launch(lens=lens, blocks=decode, return_lse=False))
     assert _plan.TABLE == 0

@@ -1,0 +1,269 @@
+"""What the paged kernels do around their products: new tokens into tiles of the cache, then blocks of pages to items.
+
+A kv block is `kv_block` tokens of one request, brought page by page into one of the slots of `kv` while another is
+computed on; the pipeline runs ahead across items, so a request's first blocks arrive during the last ones of the
+request before. One output buffer suffices: the write of item i must be over before that of item i + 1 begins, because
+an item writes whole tiles and its last rows may belong to the next one.
+
+Pages are asked for in straight code and whole blocks waited for at once: with a loop over pages for either, a block of
+eight pages spent a tenth of its time there.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from attn.jax.kernels.tpu import _plan
+from attn.jax.kernels.tpu._refs import PagedConfig, PagedRefs, Ref, rows_between
+
+#: Pages that are asked for without a loop.
+_PAGES_AT_ONCE = 8
+
+
+class Item(NamedTuple):
+    """The scalars of an item, and which half of the double buffers holds its queries."""
+
+    q_slot: jax.Array
+    position: jax.Array
+    low: jax.Array
+    high: jax.Array
+    context: jax.Array
+
+
+class Kind(NamedTuple):
+    """What is done for items of one kind: requests of one row, or tiles of longer ones.
+
+    `meet` gets the item, the position of the block's first key, and the slot that holds it. `again` is two functions: where
+    the first says so after the last block, the item is done again with the second as `meet`.
+    """
+
+    queries: Callable[[jax.Array], list[Any]]  #: the copies that bring an item's rows, by its number
+    outputs: Callable[[jax.Array], list[Any]]  #: and those that take its results away
+    reset: Callable[[], None]
+    meet: Callable[[Item, jax.Array, jax.Array], None]
+    finish: Callable[[], None]
+    again: tuple[Callable[[], jax.Array], Callable[[Item, jax.Array, jax.Array], None]] | None = None
+
+
+def copy(source: Ref, target: Ref, sem: Ref) -> Any:
+    return pltpu.make_async_copy(source, target, sem)
+
+
+def _start(copies: list[Any]) -> None:
+    for one in copies:
+        one.start()
+
+
+def _wait(copies: list[Any]) -> None:
+    for one in copies:
+        one.wait()
+
+
+def write(cfg: PagedConfig, refs: PagedRefs) -> None:
+    """Put every tile of new rows into the cache, keeping the rows of a tile that are not new."""
+    lag = cfg.ring // 2
+    count = refs.counts[1]
+
+    def field(column: int, t: jax.Array) -> jax.Array:
+        return refs.tiles[column * cfg.num_tiles + t]
+
+    def wanted(t: jax.Array) -> jax.Array:
+        return field(_plan.FIRST, t) < field(_plan.STOP, t)
+
+    def partial(t: jax.Array) -> jax.Array:
+        return field(_plan.STOP, t) - field(_plan.FIRST, t) < cfg.tile
+
+    def place(t: jax.Array) -> Ref:
+        offset = pl.multiple_of(field(_plan.OFFSET, t), cfg.tile)
+        return refs.cache.at[field(_plan.PAGE, t), :, :, pl.ds(offset, cfg.tile), :]
+
+    def reads(t: jax.Array) -> tuple[Any, Any]:
+        slot = lax.rem(t, cfg.ring)
+        source = pl.multiple_of(field(_plan.SOURCE, t), cfg.tile)
+        fresh = refs.fresh.at[:, :, pl.ds(source, cfg.tile), :]
+        return (
+            copy(fresh, refs.new.at[slot], refs.read_sem.at[slot]),
+            copy(place(t), refs.old.at[slot], refs.read_sem.at[slot]),
+        )
+
+    def write(t: jax.Array) -> Any:
+        slot = lax.rem(t, cfg.ring)
+        return copy(refs.new.at[slot], place(t), refs.write_sem.at[slot])
+
+    def step(t: jax.Array, _: None) -> None:
+        u, w = t - lag, t - cfg.ring
+
+        @pl.when((w >= 0) & (w < count))
+        def _free_slot() -> None:
+            pl.when(wanted(w))(lambda: write(w).wait())
+
+        @pl.when(t < count)
+        def _read() -> None:
+            @pl.when(wanted(t))
+            def _() -> None:
+                new, old = reads(t)
+                new.start()
+                pl.when(partial(t))(old.start)
+
+        @pl.when((u >= 0) & (u < count))
+        def _merge_and_write() -> None:
+            @pl.when(wanted(u))
+            def _() -> None:
+                slot = lax.rem(u, cfg.ring)
+                new, old = reads(u)
+                new.wait()
+
+                @pl.when(partial(u))
+                def _() -> None:
+                    old.wait()
+                    flat = (cfg.planes * cfg.num_kv_heads, cfg.tile, cfg.lanes)
+                    fresh, kept = refs.new[slot].reshape(flat), refs.old[slot].reshape(flat)
+                    merged = rows_between(fresh, kept, field(_plan.FIRST, u), field(_plan.STOP, u))
+                    refs.new[slot] = merged.reshape(refs.new.shape[1:])
+
+                write(u).start()
+
+    lax.fori_loop(0, count + cfg.ring, step, None)
+
+
+def attend(cfg: PagedConfig, refs: PagedRefs, single: Kind, long: Kind | None) -> None:
+    """Every item of the plan meets the blocks that it may see; without `long` all are single."""
+    count, zero = refs.counts[0], jnp.int32(0)
+    per_block = cfg.kv_block // cfg.page
+
+    def field(column: int, i: jax.Array) -> jax.Array:
+        return refs.items[column * cfg.num_items + i]
+
+    def by_kind(i: jax.Array, do: Callable[[Kind], Any]) -> Any:
+        """do(kind) for the kind of item i."""
+        if long is None:
+            return do(single)
+        return lax.cond(field(_plan.SINGLE, i) == 1, lambda: do(single), lambda: do(long))
+
+    def first_page(i: jax.Array) -> jax.Array:
+        return lax.div(field(_plan.LOW, i), cfg.page)
+
+    def pages(i: jax.Array, b: jax.Array, slot: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
+        """(how many pages of block b of item i hold a visible key, the copy of the nth of them into `slot`)."""
+        begin = first_page(i) + b * per_block
+        stop = lax.div(field(_plan.HIGH, i) + (cfg.page - 1), cfg.page)
+        base = field(_plan.TABLE, i) + begin
+
+        def nth(n: jax.Array) -> Any:
+            rows = pl.ds(pl.multiple_of(n * cfg.page, cfg.page), cfg.page)
+            return copy(refs.cache.at[refs.table[base + n]], refs.kv.at[slot, :, :, rows, :], refs.kv_sem.at[slot])
+
+        return jnp.clip(stop - begin, 0, per_block), nth
+
+    def start(i: jax.Array, b: jax.Array, slot: jax.Array, there: jax.Array | bool = True) -> None:
+        number, nth = pages(i, b, slot)
+        number = jnp.where(there, number, 0)
+        at_once = min(_PAGES_AT_ONCE, per_block)
+
+        def some(n: jax.Array, _: None) -> None:
+            for page in [n * at_once + k for k in range(at_once)]:
+                pl.when(page < number)(nth(page).start)
+
+        if per_block == at_once:
+            some(zero, None)
+        else:
+            lax.fori_loop(0, lax.div(number + (at_once - 1), at_once), some, None)
+
+    def wait(i: jax.Array, b: jax.Array, slot: jax.Array) -> None:
+        number, nth = pages(i, b, slot)
+        whole = copy(refs.kv.at[slot], refs.kv.at[slot], refs.kv_sem.at[slot])  # as many bytes as all pages of a block
+        pl.when(number == per_block)(whole.wait)
+
+        @pl.when(number < per_block)
+        def _() -> None:
+            lax.fori_loop(0, number, lambda n, _: nth(n).wait(), None)
+
+    def fetch_next(i: jax.Array, b: jax.Array, slot: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Start block b of item i, if there is such an item, into `slot`; the same three of the block after it."""
+        known = jnp.minimum(i, cfg.num_items - 1)
+        start(known, b, slot, i < count)
+        last = b + 1 >= field(_plan.BLOCKS, known)
+        return jnp.where(last, i + 1, i), jnp.where(last, 0, b + 1), after(slot)
+
+    def after(slot: jax.Array) -> jax.Array:
+        return jnp.where(slot + 1 == cfg.slots, 0, slot + 1)
+
+    @pl.when(count > 0)
+    def _() -> None:
+        by_kind(zero, lambda kind: _start(kind.queries(zero)))
+
+    ahead = lax.fori_loop(0, cfg.slots - 1, lambda _, ahead: fetch_next(*ahead), (zero, zero, zero))
+
+    def item(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        blocks = field(_plan.BLOCKS, i)
+        position, low, high, context = (field(column, i) for column in (_plan.POSITION, _plan.LOW, _plan.HIGH, _plan.CONTEXT))
+        scalars = Item(lax.rem(i, 2), position, low, high, context)
+
+        def begin(b: jax.Array) -> jax.Array:
+            return first_page(i) * cfg.page + b * cfg.kv_block
+
+        @pl.when(i + 1 < count)
+        def _() -> None:
+            by_kind(i + 1, lambda kind: _start(kind.queries(i + 1)))
+
+        def work(kind: Kind) -> tuple[jax.Array, ...]:
+            _wait(kind.queries(i))
+            kind.reset()
+
+            def block(b: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                slot, *ahead = state
+                then = fetch_next(*ahead)
+                wait(i, b, slot)
+                kind.meet(scalars, begin(b), slot)
+                return after(slot), *then
+
+            state_after = lax.fori_loop(0, blocks, block, state)
+            if kind.again is not None:
+                failed, meet_again = kind.again
+                spent = jnp.where(state_after[0] == 0, cfg.slots, state_after[0]) - 1
+
+                @pl.when(failed())
+                def _() -> None:
+                    kind.reset()
+
+                    def again(b: jax.Array, _: None) -> None:
+                        start(i, b, spent)
+                        wait(i, b, spent)
+                        meet_again(scalars, begin(b), spent)
+
+                    lax.fori_loop(0, blocks, again, None)
+
+            @pl.when(i > 0)
+            def _() -> None:
+                by_kind(i - 1, lambda kind: _wait(kind.outputs(i - 1)))
+
+            kind.finish()
+            _start(kind.outputs(i))
+            return state_after
+
+        return by_kind(i, work)
+
+    lax.fori_loop(0, count, item, (zero, *ahead))
+
+    @pl.when(count > 0)
+    def _() -> None:
+        by_kind(count - 1, lambda kind: _wait(kind.outputs(count - 1)))
+
+
+def clean(cfg: PagedConfig, refs: PagedRefs, slot: jax.Array, first: jax.Array, stop: jax.Array) -> None:
+    """Zero the values in rows of the block outside [first, stop)."""
+    plane = cfg.planes - 1
+
+    def tile(t: jax.Array, _: None) -> None:
+        start = pl.multiple_of(t * cfg.tile, cfg.tile)
+        at = (slot, plane, slice(None), pl.ds(start, cfg.tile), slice(None))
+        refs.kv[at] = rows_between(refs.kv[at], None, first - start, stop - start)
+
+    # a block begins in the first page that is seen, so what lies before `first` is less than a page
+    lax.fori_loop(0, lax.div(jnp.maximum(first, 0) + (cfg.tile - 1), cfg.tile), tile, None)
+    lax.fori_loop(lax.div(jnp.clip(stop, 0, cfg.kv_block), cfg.tile), cfg.kv_block // cfg.tile, tile, None)
