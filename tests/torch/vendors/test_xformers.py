@@ -123,7 +123,10 @@ def test_what_it_does_not_serve_is_a_reason(here: None) -> None:
     assert _why(PLAIN) == _why(PLAIN, T4) == ""
     assert "dtype=bfloat16 on sm_75 (supports sm_80+)" in _why(replace(PLAIN, dtype="bfloat16"), T4)
     window = frozenset({Feature.SLIDING_WINDOW})
-    for asked in (replace(PLAIN, features=window | {Feature.NON_CAUSAL}), replace(PLAIN, features=window, attn_type=AttentionType.ENCODER)):
+    for asked in (
+        replace(PLAIN, features=window | {Feature.NON_CAUSAL}),
+        replace(PLAIN, features=window, attn_type=AttentionType.ENCODER),
+    ):
         assert "sliding_window without causality not supported" in _why(asked)
     told = _why(replace(PLAIN, features=frozenset({Feature.ALIBI, Feature.SOFT_CAP, Feature.TWO_SIDED_WINDOW})))
     assert told == "alibi not supported; soft_cap not supported; two_sided_window not supported"

@@ -39,7 +39,9 @@ def memory_efficient_attention_forward_requires_grad(
         table = attn_bias.block_tables
         vendor.check("block_tables", table, (len(lens), None), torch.int32)
         keys, values = (x.unflatten(0, (-1, attn_bias.page_size)) for x in (keys, values))
-    out, lse = vendor.varlen(flat, keys, values, attn_bias.q_seqinfo.seqstart, lens, table, scale=scale, window=attn_bias.window)
+    out, lse = vendor.varlen(
+        flat, keys, values, attn_bias.q_seqinfo.seqstart, lens, table, scale=scale, window=attn_bias.window
+    )
     out, lse = out.unflatten(1, (groups, heads))[None], lse.unflatten(0, (groups, heads))[None]
     if op is not None or len(lens) % 2 == 0:
         return out, lse
