@@ -81,7 +81,7 @@ def _small(kv_cache_dtype: str = "auto", **changes: Any) -> tuple[Any, Any, torc
 @needs_triton
 @quiet
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8_per_token_head"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", *(["inductor"] if ON_GPU else [])])
 def test_compiles_as_one_graph(kv_cache_dtype: str, backend: str) -> None:
     """fullgraph=True: no break, traced with fake tensors, and what the cache and the output hold is what eager gives."""
     impl, metadata, cache, (query, key, value) = _small(kv_cache_dtype, logits_soft_cap=20.0)
@@ -97,6 +97,56 @@ def test_compiles_as_one_graph(kv_cache_dtype: str, backend: str) -> None:
     for one, other in zip(got, want, strict=True):
         assert torch.equal(one, other)
     assert torch.equal(cache.view(torch.uint8), kept.view(torch.uint8))
+
+
+@pytest.mark.skipif(not ON_GPU, reason="graphs are captured on a GPU")
+@needs_triton
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "int8", "int8_per_token_head"])
+@pytest.mark.parametrize("query_lens", [(1, 1, 1), (3, 2, 3), (1, 200, 1)])
+def test_replays_are_eager_calls(kv_cache_dtype: str, query_lens: tuple[int, ...]) -> None:
+    """A captured step serves every batch within its bounds with an eager call's bits: the cache, the output, the lse."""
+    heads, kv_heads, size, page, columns = 8, 2, 64, 16, 150
+    device = torch.device("cuda")
+    spec = KVCacheSpec(page, kv_heads, size, "bfloat16", kv_cache_dtype, num_blocks=3 * columns)
+    tables = np.random.default_rng(0).permutation(3 * columns).astype(np.int32).reshape(3, columns)
+    build = TritonAttentionBackend.get_builder_cls()(spec, ["layer"], None, device).build
+    lens = [[2400, 900, 2000], [300, 201, 250], [5, 2399, 4]]
+
+    def batch(seq_lens: list[int]) -> Any:
+        return build(0, CommonAttentionMetadata.from_lens(list(query_lens), seq_lens, list(tables), page))
+
+    metadata = batch([max(a, b, c) for a, b, c in zip(*lens, strict=True)])
+    impl = TritonAttentionBackend.get_impl_cls()(heads, size, size**-0.5, kv_heads, kv_cache_dtype=kv_cache_dtype)
+    impl.need_to_return_lse_for_decode = True
+    cache = caches.allocate(TritonAttentionBackend, spec, 3 * columns, device)
+    cache.zero_()
+    arrays = [torch.zeros(sum(query_lens), n, size, device=device, dtype=torch.bfloat16) for n in (heads, kv_heads, kv_heads)]
+
+    def step() -> Any:
+        return impl.forward(_layer(), *arrays, cache, metadata)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = step()
+    for i, seq_lens in enumerate(lens):
+        torch.manual_seed(i)
+        for array in arrays:
+            array.normal_()
+        other = batch(seq_lens)
+        for name in ("seq_lens", "block_table", "slot_mapping"):
+            getattr(metadata, name).copy_(getattr(other, name))
+        before = cache.clone()
+        graph.replay()
+        got, kept = [x.clone() for x in held], cache.clone()
+        cache.copy_(before)
+        for one, want in zip(got, step(), strict=True):
+            assert bool(one.isfinite().all()) and torch.equal(one, want)
+        assert torch.equal(cache.view(torch.uint8), kept.view(torch.uint8))
 
 
 @needs_triton

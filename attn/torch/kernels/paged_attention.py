@@ -305,8 +305,8 @@ def _attention(  # type: ignore[no-untyped-def]
     if NEGATE:
         q = (0.0 - q.to(tl.float32)).to(q.dtype)
     if IN_HALF:
-        # One-byte codes widen to float16 in one instruction a pair, to bfloat16 in three, two of them slow. Queries follow, each
-        # row brought by a power of two to where float16 holds every bit of values down to 2**-31 of the row's largest.
+        # One-byte codes widen to float16 in one instruction a pair, to bfloat16 in three, two of them slow. Queries follow: a
+        # power of two brings each row to where float16 holds every bit of values down to 2**-31 of the row's largest.
         wide_q = q.to(tl.float32)
         peak = tl.max(tl.where(tl.abs(wide_q) < float("inf"), tl.abs(wide_q), 0.0), 1)
         power = tl.maximum((peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), 7.888609052210118e-31)
@@ -360,11 +360,11 @@ def _attention(  # type: ignore[no-untyped-def]
                     start, first, shifted, live, sparse_local, sparse_stride, sparse_shift, BLOCK_N, SPARSE
                 ):
                     acc, norm, top = _step(
-                        acc, norm, top, start, part != 1, EXACT and BLOCK_Q > 1 and SPARSE == 0, q, low, high, upper, table, k_base, v_base, tree_row,
-                        position, shifted, token, context, q_len, slope, left, is_tree, k_block, k_slot, v_block, v_slot, factor, cap,
-                        tree_w, sparse_local, sparse_stride, sparse_shift, k_scale, v_scale, scale_block, scale_slot, PER_TOKEN,
-                        HAS_LEFT, PAGED, P, D, BLOCK_N, BLOCK_D, HAS_CAP, HAS_ALIBI, HAS_TREE, SPARSE, SAME, WIDE, EXACT, PRECISION,
-                        IN_HALF,
+                        acc, norm, top, start, part != 1, EXACT and BLOCK_Q > 1 and SPARSE == 0, q, low, high, upper,
+                        table, k_base, v_base, tree_row, position, shifted, token, context, q_len, slope, left, is_tree,
+                        k_block, k_slot, v_block, v_slot, factor, cap, tree_w, sparse_local, sparse_stride,
+                        sparse_shift, k_scale, v_scale, scale_block, scale_slot, PER_TOKEN, HAS_LEFT, PAGED, P, D,
+                        BLOCK_N, BLOCK_D, HAS_CAP, HAS_ALIBI, HAS_TREE, SPARSE, SAME, WIDE, EXACT, PRECISION, IN_HALF,
                     )  # fmt: skip
     if MAY_BE_WILD and BLOCK_Q > 1 and (SPARSE > 0 or not EXACT):  # noqa: SIM102  (one is known when compiling)
         # 0 * NaN: a value that is not finite may have reached rows that do not see it. Rare enough to start over.
@@ -374,11 +374,11 @@ def _attention(  # type: ignore[no-untyped-def]
             top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
             for start in tl.range(aligned, stop, BLOCK_N, num_stages=1):
                 acc, norm, top = _step(
-                    acc, norm, top, start, True, True, q, low, high, upper, table, k_base, v_base, tree_row,
-                    position, shifted, token, context, q_len, slope, left, is_tree, k_block, k_slot, v_block, v_slot, factor, cap,
-                    tree_w, sparse_local, sparse_stride, sparse_shift, k_scale, v_scale, scale_block, scale_slot, PER_TOKEN,
-                    HAS_LEFT, PAGED, P, D, BLOCK_N, BLOCK_D, HAS_CAP, HAS_ALIBI, HAS_TREE, SPARSE, SAME, WIDE, EXACT, PRECISION,
-                    IN_HALF,
+                    acc, norm, top, start, True, True, q, low, high, upper, table, k_base, v_base, tree_row, position,
+                    shifted, token, context, q_len, slope, left, is_tree, k_block, k_slot, v_block, v_slot, factor, cap,
+                    tree_w, sparse_local, sparse_stride, sparse_shift, k_scale, v_scale, scale_block, scale_slot,
+                    PER_TOKEN, HAS_LEFT, PAGED, P, D, BLOCK_N, BLOCK_D, HAS_CAP, HAS_ALIBI, HAS_TREE, SPARSE, SAME,
+                    WIDE, EXACT, PRECISION, IN_HALF,
                 )  # fmt: skip
 
     if EXACT and not (HAS_CAP or HAS_ALIBI):
@@ -438,7 +438,7 @@ def _merge(  # type: ignore[no-untyped-def]
     BLOCK_S: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_TREE: tl.constexpr, HAS_LSE: tl.constexpr,
     HAS_V_SCALE: tl.constexpr, EARLY: tl.constexpr, TO_FP8: tl.constexpr,
 ):  # fmt: skip
-    """The second stage: grid (R x BLOCK_Q, H), one program joins the splits of one row. Parts without keys are not read."""
+    """The second stage: grid (R x BLOCK_Q, H), one program joins the splits of one row."""
     r = tl.program_id(0) // BLOCK_Q
     token = tl.program_id(0) % BLOCK_Q
     head = tl.program_id(1) + tl.zeros((1,), tl.int32)
@@ -458,20 +458,21 @@ def _merge(  # type: ignore[no-untyped-def]
     state = ((r * BLOCK_Q + token).to(tl.int64) * H + tl.program_id(1)) * splits
     if EARLY:
         tl.extra.cuda.gdc_wait()
+    # in one pass, so that nothing waits for the second of two loads; every part has a result, and one without keys weighs 0
     top = -float("inf")
-    for s in tl.range(0, count, BLOCK_S, num_stages=1):
-        top = tl.maximum(top, tl.max(tl.load(partial_lse + state + s + part, mask=s + part < count, other=float("-inf")), 0))
-    guard = tl.where(top == float("-inf"), 0.0, top)
     acc = tl.zeros((BLOCK_D,), tl.float32)
     norm = 0.0
     for s in tl.range(0, count, BLOCK_S, num_stages=1):
         logs = tl.load(partial_lse + state + s + part, mask=s + part < count, other=float("-inf"))
-        full = logs != float("-inf")
-        weight = tl.exp2(logs - guard)
         rows = (state + s + part)[:, None] * D + d[None, :]
-        values = tl.load(partial + rows, mask=full[:, None] & (d < D)[None, :], other=0.0)
-        acc += tl.sum(values * weight[:, None], 0)
-        norm += tl.sum(weight, 0)
+        values = tl.load(partial + rows, mask=(s + part < count)[:, None] & (d < D)[None, :], other=0.0)
+        above = tl.maximum(top, tl.max(logs, 0))
+        guard = tl.where(above == float("-inf"), 0.0, above)
+        weight = tl.exp2(logs - guard)
+        shrink = tl.exp2(top - guard)
+        acc = acc * shrink + tl.sum(values * weight[:, None], 0)
+        norm = norm * shrink + tl.sum(weight, 0)
+        top = above
     log = tl.where(norm == 0, float("-inf"), top + tl.log2(norm)) + tl.zeros((1,), tl.float32)
     result = tl.where(norm == 0, 0.0, acc / norm)[None, :]
     if HAS_V_SCALE:
