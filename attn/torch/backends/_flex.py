@@ -1,0 +1,271 @@
+"""FlexAttention over a paged cache without a gather: which pages each block of rows visits, and the mods that mask them.
+
+The batch is one sequence of query rows in which every request begins at a block of `block` rows of its own; the cache is
+one long sequence of keys, page after page, as it lies. A block's list of pages (`Plan`) comes straight from the block
+table, so that nothing but a request's own pages is read; those that every row of the block sees whole are listed apart
+and masked by nothing. A mod is told where a key lies, not what it is: `pages`, one row a request, turns the page's number
+into its place in that request, so that one page may serve several requests, at different places too. A page that a table
+names more than once stands for the last of them (a window's dead entries may name a page that has been handed out anew).
+
+`pages` takes 4 bytes for each request and page of the cache, and indices into it are 64-bit. Everything is made on the
+device, without waiting for it, once a batch and group of layers that agree in their masks.
+"""
+
+import functools
+import types
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from attn.torch.metadata import PagedAttentionMetadata
+
+
+class Masks(NamedTuple):
+    """What decides which keys are seen: layers that agree in it share a plan.
+
+    Keys p - left <= j <= p + right, None = unbounded; `causal` bounds the right by the row itself, or by its tree.
+    """
+
+    left: int | None
+    right: int | None
+    causal: bool
+    tree: bool
+
+
+class Rules(NamedTuple):
+    """Everything that a program has built in, apart from the shapes that it is compiled for. `alibi` is "", "signed"
+    (slope * (j - p)) or "symmetric" (-slope * |p - j|)."""
+
+    masks: Masks
+    scale: float
+    soft_cap: float | None
+    alibi: str
+    lse: bool
+    block: int
+    page: int
+
+
+class Rows(NamedTuple):
+    """What the mods ask of each query row, all [rows]: its request's row in `pages` (int64), its position, its request's
+    length, where the new tokens begin and where its row of the trees begins (int64; -1: it has none)."""
+
+    base: torch.Tensor
+    position: torch.Tensor
+    length: torch.Tensor
+    context: torch.Tensor
+    tree: torch.Tensor
+
+
+class Lists(NamedTuple):
+    """Pages by block of rows, [blocks] how many and [blocks, columns] which: those to be masked, and those seen whole."""
+
+    count: torch.Tensor
+    pages: torch.Tensor
+    full_count: torch.Tensor
+    full_pages: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A batch laid out: `source` [rows] is the token of each row, `back` [T] the row of each token."""
+
+    source: torch.Tensor
+    back: torch.Tensor
+    rows: Rows
+    lists: Lists
+    pages: torch.Tensor
+    trees: torch.Tensor
+    unseeing: torch.Tensor  #: [T] bool: tokens that see no key
+
+
+def block_rows(tokens: int, requests: int) -> int:
+    """Rows of a block: many where requests are long enough to fill them, since a block has one request."""
+    return 64 if tokens >= 32 * requests else 16
+
+
+def extent(tokens: int, requests: int, block: int) -> int:
+    """Blocks that hold any batch of so many tokens and requests: what the host knows without asking the device.
+
+    128 rows at least, below which another kernel would be compiled.
+    """
+    return max(128 // block, -(-(tokens + requests * (block - 1)) // block))
+
+
+def lay_out(
+    meta: PagedAttentionMetadata, table: torch.Tensor, lens: torch.Tensor, num_pages: int, page: int, block: int, masks: Masks
+) -> Plan:
+    """The plan of a batch over a cache of `num_pages` pages; table [R, B] names those of each request, lens [R] tokens."""
+    device, starts = table.device, meta.query_start_loc
+    new = starts[1:] - starts[:-1]
+    blocks = -(-new // block)
+    ends = blocks.cumsum(0)
+    number = torch.arange(extent(meta.num_actual_tokens, meta.num_reqs, block), device=device)
+    owner = torch.searchsorted(ends, number, right=True).clamp(max=meta.num_reqs - 1)
+    token = (number - (ends - blocks)[owner])[:, None] * block + torch.arange(block, device=device)
+    live = token < new[owner][:, None]
+    context, total = (lens - new)[owner], lens[owner]
+    position = token + context[:, None]
+
+    has_tree = torch.zeros_like(new, dtype=torch.bool)
+    trees, width = torch.zeros(2, dtype=torch.bool, device=device), 0
+    if masks.tree and meta.tree_mask is not None:
+        trees, width = meta.tree_mask.reshape(-1), meta.tree_mask.shape[1]
+        has_tree = new <= width
+    branches = has_tree[owner]
+    rows = Rows(
+        (owner[:, None] * num_pages).expand_as(token).to(torch.int64).flatten(),
+        position.to(torch.int32).flatten(),
+        torch.where(live, total[:, None], 0).to(torch.int32).flatten(),
+        context[:, None].expand_as(token).to(torch.int32).flatten(),
+        torch.where(branches[:, None] & live, (owner[:, None] * width + token) * width, -1).flatten(),
+    )
+
+    first, last = position[:, 0], torch.minimum(position[:, -1], total - 1)
+    reach = total if masks.right is None else torch.minimum(total, last + masks.right + 1)
+    shared = total if masks.right is None else torch.minimum(total, first + masks.right + 1)
+    if masks.causal:
+        reach = torch.where(branches, reach, torch.minimum(reach, last + 1))
+        shared = torch.minimum(shared, torch.where(branches, context, first + 1))
+    low = torch.zeros_like(first) if masks.left is None else (first - masks.left).clamp(min=0) // page
+    high = torch.where(live[:, 0], torch.maximum(-(-reach // page), low), low)
+    whole = low if masks.left is None else torch.minimum(torch.maximum(-((masks.left - last) // page), low), high)
+    until = torch.minimum(torch.maximum(shared // page, whole), high)
+
+    back = torch.arange(meta.num_actual_tokens, device=device)
+    mine = torch.searchsorted(starts[1:], back, right=True, out_int32=True)
+    back = (ends - blocks)[mine] * block + back - starts[mine]
+    source = torch.where(live, starts[owner][:, None] + token, 0).flatten()
+    blind = rows.length[back] == 0
+    if masks.right is not None or masks.causal:
+        blind |= rows.position[back] + (0 if masks.causal else masks.right or 0) < 0
+    # a kernel for the CPU wants room for every page of the cache in each list
+    columns = max(2, table.shape[1], num_pages if device.type == "cpu" else 0)
+    lists = _lists(table, owner, low, whole, until, high, columns)
+    pages = _places(table, lens, num_pages, page)
+    for x in (*rows, *lists, pages, trees):
+        varying(x, *range(x.dim()))
+    return Plan(source, back, rows, lists, pages, trees, blind)
+
+
+def _lists(
+    table: torch.Tensor,
+    owner: torch.Tensor,
+    low: torch.Tensor,
+    whole: torch.Tensor,
+    until: torch.Tensor,
+    high: torch.Tensor,
+    columns: int,
+) -> Lists:
+    """The pages low..high of each block's request, of which whole..until are seen by all of its rows."""
+    column = torch.arange(columns, device=table.device)
+
+    def named(places: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+        held = table[owner[:, None], places.clamp(0, table.shape[1] - 1)]
+        return torch.where(column < count[:, None], held, 0).to(torch.int32)
+
+    before = (whole - low)[:, None]
+    count, full = whole - low + high - until, until - whole
+    some = torch.where(column < before, low[:, None] + column, until[:, None] + column - before)
+    return Lists(
+        count.to(torch.int32), named(some, count), full.to(torch.int32), named(whole[:, None] + column, full)
+    )  # fmt: skip
+
+
+def _places(table: torch.Tensor, lens: torch.Tensor, num_pages: int, page: int) -> torch.Tensor:
+    """[R * N + 1] int32: where in request r page n is, in pages, at r * N + n; -1 where it is not."""
+    requests, columns = table.shape
+    place = torch.arange(columns, device=table.device, dtype=torch.int32).expand(requests, columns)
+    used = place < -(-lens[:, None] // page)
+    first = torch.arange(requests, device=table.device)[:, None] * num_pages
+    at = torch.where(used, first + table, requests * num_pages)
+    found = torch.full((requests * num_pages + 1,), -1, dtype=torch.int32, device=table.device)
+    return found.scatter_reduce_(0, at.flatten(), place.flatten(), "amax")
+
+
+@functools.cache
+def program(rules: Rules, shape: tuple[Any, ...], backend: str) -> Callable[..., Any]:
+    """The function of one set of rules and static facts (dtype, heads, device: `shape`), compiled by `backend` when it is
+    first called, and again when an extent turns out to vary."""
+    masks, page = rules.masks, rules.page
+
+    def run(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rows: Rows,
+        lists: Lists,
+        pages: torch.Tensor,
+        trees: torch.Tensor,
+        slopes: torch.Tensor,
+    ) -> Any:
+        from torch.nn.attention import flex_attention as flex
+
+        def key_of(q: Any, kv: Any) -> tuple[Any, Any]:
+            place = pages[rows.base[q] + kv // page]
+            return place, place * page + kv % page
+
+        def mask_mod(b: Any, h: Any, q: Any, kv: Any) -> Any:
+            place, j = key_of(q, kv)
+            distance = j - rows.position[q]
+            seen = (place >= 0) & (j < rows.length[q])
+            if masks.left is not None:
+                seen = seen & (distance >= -masks.left)
+            if masks.right is not None:
+                seen = seen & (distance <= masks.right)
+            if not masks.causal:
+                return seen
+            if not masks.tree:
+                return seen & (distance <= 0)
+            new = j - rows.context[q]
+            branch = rows.tree[q]
+            among = (new >= 0) & (branch >= 0) & (j < rows.length[q])
+            return seen & torch.where(branch >= 0, (new < 0) | trees[torch.where(among, branch + new, 0)], distance <= 0)
+
+        def score_mod(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+            if rules.soft_cap is not None:
+                score = rules.soft_cap * torch.tanh(score / rules.soft_cap)
+            if rules.alibi:
+                distance = (key_of(q, kv)[1] - rows.position[q]).to(torch.float32)
+                score = score + slopes[h] * (distance if rules.alibi == "signed" else -distance.abs())
+            return score
+
+        block_mask = flex.BlockMask.from_kv_blocks(
+            *(x[None, None] for x in lists), BLOCK_SIZE=(rules.block, page), mask_mod=mask_mod,
+            seq_lengths=(query.shape[2], key.shape[2]), compute_q_blocks=False,
+        )  # fmt: skip
+        return flex.flex_attention(
+            query, key, value, score_mod if rules.soft_cap is not None or rules.alibi else None, block_mask, rules.scale,
+            query.shape[1] != key.shape[1], kernel_options=tiles(query, rules),
+            return_aux=flex.AuxRequest(lse=True) if rules.lse else None,
+        )  # fmt: skip
+
+    # The compiler keeps so many programs for a code object, and a number that changes between two calls of one name is no
+    # constant to it: each set of rules has a code object and a name of its own.
+    name = f"flex_{zlib.crc32(repr((rules, shape, backend)).encode()):08x}"
+    own = types.FunctionType(run.__code__.replace(co_name=name), run.__globals__, name, None, run.__closure__)
+    return torch.compile(own, backend=backend, fullgraph=True)
+
+
+def varying(tensor: torch.Tensor, *dims: int) -> torch.Tensor:
+    """The tensor itself, marked for the compiler: these extents differ from batch to batch (all others are constants,
+    which `dynamic=True` would not have left any number in the rules to be)."""
+    for dim in dims:
+        torch._dynamo.maybe_mark_dynamic(tensor, dim)
+    return tensor
+
+
+_SHARED_MEMORY = 96 << 10  #: bytes that a tile of queries and two of keys and values may take: what an Ada GPU has
+
+
+def tiles(query: torch.Tensor, rules: Rules) -> dict[str, Any] | None:
+    """The kernel's tiles on a GPU: they divide a block and a page, and fit into shared memory."""
+    if query.device.type == "cpu":
+        return None
+    row = query.shape[3] * query.dtype.itemsize
+    rows = rules.block if row <= 512 else min(rules.block, 32)
+    room = (_SHARED_MEMORY - rows * row) // (4 * row)
+    keys = next(n for n in (64, 32, 16) if rules.page % n == 0 and (n <= room or n == 16))
+    return {"BLOCK_M": rows, "BLOCK_N": keys, "num_stages": 2, "num_warps": 4}

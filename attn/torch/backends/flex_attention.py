@@ -1,0 +1,217 @@
+"""FLEX_ATTENTION: PyTorch's compiler writes the kernel, for masks and scores that no other kernel here serves.
+
+It wins nowhere: it is the last exact resort on a GPU that has Triton and nothing better, and it needs nothing but
+PyTorch. The cache is attended in place, through a `BlockMask` made from the block table (`_flex`); every rule is a mod.
+One program is compiled for a set of rules, a dtype and a number of heads, for batches of any shape: seconds, once.
+
+On a GPU that program is a Triton kernel. On a CPU it is C++, which needs a compiler and cannot tell the log-sum-exp;
+where that is wanted, or sinks (which need it), the same mods run in PyTorch's written-out form, a few rows at a time
+against the whole cache. The GPU kernels count elements in 32 bits (pytorch#185264, vllm#50427): a larger cache is
+refused by the call, and so are others' tables that name one page twice where a row sees both.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+
+from attn.backends.abstract import AttentionLayer, AttentionType
+from attn.backends.metadata import CommonAttentionMetadata
+from attn.capabilities import ATTN_TYPES, ENCODER_TYPES, Capabilities, Device, Feature, MultipleOf, Request
+from attn.errors import UnsupportedError
+from attn.imports import installed
+from attn.torch.backends import _flex
+from attn.torch.backends._flex import Masks, Plan, Rules
+from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
+from attn.torch.backends._vendor import fill
+from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
+
+_SCORES_AT_ONCE = 1 << 24  #: elements of a score matrix that is written out, all heads together: 64 MiB in fp32
+
+
+@dataclass
+class FlexAttentionMetadata(PagedAttentionMetadata):
+    """The batch, and the plans made for it so far: one for each extent of a cache and set of masks."""
+
+    plans: dict[tuple[Any, ...], Plan] = field(default_factory=dict)
+
+    def planned(self, num_pages: int, page: int, block: int, masks: Masks) -> Plan:
+        """The plan for a cache of `num_pages` pages, making it now if need be; page 0: for the call's own keys."""
+        key = (num_pages, page, block, masks)
+        if key not in self.plans:
+            table, lens = self.block_table, self.seq_lens
+            if page == 0:  # a request's keys lie as its rows do
+                lens = self.query_start_loc[1:] - self.query_start_loc[:-1]
+                first = (-(-lens // block)).cumsum(0) + lens // -block
+                columns = max(1, -(-self.max_query_len // block))
+                table = first[:, None] + torch.arange(columns, device=lens.device)
+            self.plans[key] = _flex.lay_out(self, table, lens, num_pages, page or block, block, masks)
+        return self.plans[key]
+
+
+class FlexAttentionMetadataBuilder(PagedAttentionMetadataBuilder):
+    """The plain batch, to which plans are added as layers ask for them."""
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> FlexAttentionMetadata:
+        plain = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        return FlexAttentionMetadata(**{f.name: getattr(plain, f.name) for f in fields(plain)})
+
+
+class FlexAttentionBackend(PagedAttentionBackend):
+    capabilities = Capabilities(
+        framework="torch",
+        platforms=("cuda", "rocm", "xpu", "cpu"),
+        dtypes=("bfloat16", "float16", "float32"),
+        head_sizes=(MultipleOf(8, 16, 256),),
+        attn_types=ATTN_TYPES,
+        features=frozenset(
+            {
+                Feature.NON_CAUSAL,
+                Feature.SLIDING_WINDOW,
+                Feature.TWO_SIDED_WINDOW,
+                Feature.SOFT_CAP,
+                Feature.ALIBI,
+                Feature.SINKS,
+                Feature.LSE,
+                Feature.TREE_MASK,
+                Feature.KV_SHARING,
+            }
+        ),
+        archs=(("cuda", ("sm_80+",)),),
+    )
+
+    #: Elements that the keys (or the values) of a layer's cache may span on a GPU: offsets there are 32-bit.
+    max_cache_span = 2**31
+
+    @staticmethod
+    def get_name() -> str:
+        return "FLEX_ATTENTION"
+
+    @staticmethod
+    def get_impl_cls() -> type["FlexAttentionImpl"]:
+        return FlexAttentionImpl
+
+    @staticmethod
+    def get_metadata_cls() -> type[FlexAttentionMetadata]:
+        return FlexAttentionMetadata
+
+    @staticmethod
+    def get_builder_cls() -> type[FlexAttentionMetadataBuilder]:
+        return FlexAttentionMetadataBuilder
+
+    @classmethod
+    def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
+        why = super().why_not(request, device)
+        if device is not None and device.platform == "cpu":
+            if not any(map(shutil.which, (os.environ.get("CXX", "g++"), "clang++"))):
+                why.append("no C++ compiler is installed (g++, or the one that CXX names)")
+        elif device is not None and not installed("triton"):
+            why.append("triton is not installed")
+        return why
+
+
+class FlexAttentionImpl(PagedAttentionImpl):
+    backend = FlexAttentionBackend
+    can_return_lse_for_decode = True
+
+    @staticmethod
+    def get_supported_kernel_block_size() -> list[int | MultipleOf]:
+        return [MultipleOf(16)]
+
+    def _attend(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: PagedAttentionMetadata,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        causal = attn_metadata.causal and self.attn_type == AttentionType.DECODER
+        keys, values = self.backend.logical_kv_cache(kv_cache)
+        if query.is_cuda or query.device.type == "xpu":
+            check_span(keys)
+            check_span(values)
+        self._compute(query, keys, values, attn_metadata, causal, output, lse)
+
+    def _attend_ragged(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_metadata: PagedAttentionMetadata,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        self._compute(query, key, value, attn_metadata, False, output, lse)
+
+    def _compute(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        meta: PagedAttentionMetadata,
+        causal: bool,
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        assert isinstance(meta, FlexAttentionMetadata)
+        tokens, ragged = meta.num_actual_tokens, self.attn_type in ENCODER_TYPES
+        if tokens == 0:
+            return
+        block = _flex.block_rows(tokens, meta.num_reqs)
+        masks = Masks(*self.window, causal, meta.tree_mask is not None)
+        if ragged:
+            blocks = _flex.extent(tokens, meta.num_reqs, block)
+            plan = meta.planned(blocks, 0, block, masks)
+            key, value = (x[plan.source].unflatten(0, (blocks, block)) for x in (key, value))
+        else:
+            plan = meta.planned(key.shape[0], key.shape[1], block, masks)
+        on_cpu = query.device.type == "cpu"
+        wanted = lse is not None or self.sinks is not None
+        alibi = "" if self.alibi_slopes is None else "signed" if causal else "symmetric"
+        rules = Rules(masks, self.scale, self.logits_soft_cap, alibi, wanted or not on_cpu, block, key.shape[1])
+        shape = (query.dtype, self.num_heads, self.num_kv_heads, self.head_size, query.device.type)
+        slopes = query.new_zeros(self.num_heads, dtype=torch.float32) if self.alibi_slopes is None else self.alibi_slopes
+        # [1, K, N * P, D]: the cache as it lies
+        keys, values = (_flex.varying(x.flatten(0, 1).transpose(0, 1)[None], 2) for x in (key, value))
+        run = _flex.program(rules, shape, "eager" if on_cpu and wanted else "inductor")
+        padded = _flex.varying(query[plan.source].transpose(0, 1)[None], 2)
+        step = max(1, _SCORES_AT_ONCE // (self.num_heads * keys.shape[2] * block)) if on_cpu and wanted else len(plan.lists[0])
+        with torch.no_grad():
+            parts = [
+                run(padded[:, :, rows], keys, values, some, lists, plan.pages, plan.trees, slopes)
+                for rows, some, lists in _split(plan, step, block)
+            ]
+        if rules.lse:
+            out = torch.cat([part[0] for part in parts], 2)
+            log = torch.cat([part[1].lse for part in parts], 2)[0][:, plan.back]
+        else:
+            out, log = parts[0], torch.where(plan.unseeing, -torch.inf, 0.0).expand(self.num_heads, -1)
+        fill(out[0].transpose(0, 1)[plan.back], log, self.sinks, output[:tokens], None if lse is None else lse[:, :tokens])
+
+
+def _split(plan: Plan, step: int, block: int) -> Iterator[tuple[slice, _flex.Rows, _flex.Lists]]:
+    """The plan by at most `step` blocks."""
+    if step >= len(plan.lists.count):
+        yield slice(None), plan.rows, plan.lists
+        return
+    for begin in range(0, len(plan.lists.count), step):
+        rows, own = slice(begin * block, (begin + step) * block), slice(begin, begin + step)
+        yield rows, _flex.Rows(*(x[rows] for x in plan.rows)), _flex.Lists(*(x[own] for x in plan.lists))
+
+
+def check_span(cache: torch.Tensor) -> None:
+    """Raise `UnsupportedError` when keys or values [N, P, K, D] reach farther than the kernels can count."""
+    span = 1 + sum((extent - 1) * stride for extent, stride in zip(cache.shape, cache.stride(), strict=True))
+    if span > FlexAttentionBackend.max_cache_span:
+        most = FlexAttentionBackend.max_cache_span // cache.stride(0)
+        raise UnsupportedError(
+            f"FLEX_ATTENTION: a cache of {cache.shape[0]} blocks spans {span} elements (supports "
+            f"{FlexAttentionBackend.max_cache_span}, {most} blocks): PyTorch's kernels count them in 32 bits"
+        )
