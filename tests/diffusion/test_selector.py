@@ -61,9 +61,39 @@ def test_a_name_is_obeyed_or_refused_never_replaced():
 
 def test_an_approximate_backend_needs_a_budget():
     exact = str(select_diffusion(FLUX, device=H200))
-    assert "relative error 0.02" in exact and "error_budget=0 allows less" in exact
+    assert "relative error 0.05" in exact and "error_budget=0 allows less" in exact
     loose = make_diffusion_request(128, "bfloat16", num_heads=24, error_budget=0.05)
     assert "allows less" not in str(select_diffusion(loose, device=H200, backend="SAGE_ATTN"))
+    found = select_diffusion(
+        make_diffusion_request(128, "bfloat16", error_budget=0.02), device=H200, backend="TRITON_INT8_ATTN"
+    )
+    assert found.name is None and any("error_budget=0.02 allows less" in reason for reason in found.reasons)
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"key_mask": True}, "a mask of keys is not supported"),
+        ({"keys": 77}, "keys=77 without causality (supports multiples of 64)"),
+        ({"keys": 1, "causal": True}, "keys=1 (supports 2 and more)"),
+        ({"rows": 64, "keys": 128, "causal": True}, "causal with rows=64 and keys=128 (supports equally many)"),
+    ],
+)
+def test_limits_of_calls_are_reasons_where_the_call_is_known(more, words):
+    def asked(**known: object) -> tuple[str, ...]:
+        request = make_diffusion_request(128, "bfloat16", error_budget=0.1, **known)  # type: ignore[arg-type]
+        return select_diffusion(request, device=H200, backend="SAGE_ATTN").reasons
+
+    assert words in " ".join(asked(**more))
+    assert words not in " ".join(asked())
+
+
+def test_a_layer_that_will_leave_keys_out_says_so():
+    from attn.torch import DiffusionAttention
+
+    assert DiffusionAttention(4, 64, key_mask=True).selection.request.key_mask
+    with pytest.raises(UnsupportedError, match="causal layer over padded keys"):
+        DiffusionAttention(4, 64, causal=True, key_mask=True)
 
 
 @pytest.mark.parametrize("budget", [-0.1, 1, True, "some"])

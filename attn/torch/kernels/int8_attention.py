@@ -156,9 +156,10 @@ def _attend(  # type: ignore[no-untyped-def]
     o_rows = output + b.to(tl.int64) * o_b + head.to(tl.int64) * o_h + row.to(tl.int64)[:, None] * o_s
     tl.store(o_rows + d[None, :], result.to(output.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
     if HAS_LSE:
-        log = tl.where(norm == 0, float("-inf"), top + tl.log2(norm))
+        log = top + tl.log2(norm)
         if HAS_SHIFT:
             log = log + tl.load(shift + at)
+        log = tl.where(norm == 0, float("-inf"), log)
         tl.store(lse + b.to(tl.int64) * lse_b + head.to(tl.int64) * lse_h + row, log * 0.6931471805599453, mask=live)
 
 

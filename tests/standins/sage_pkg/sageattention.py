@@ -1,4 +1,5 @@
-"""SageAttention 1.0.6's `sageattn`: it changes its caller's keys, and knows no mask. Exact here, but for the keys' mean."""
+"""SageAttention 1.0.6's `sageattn`: it changes its caller's keys, and knows no mask, not even at the end of its last tile
+of 64 keys, whose rest has score 0. Exact here, but for that."""
 
 import torch
 import vendor
@@ -11,9 +12,10 @@ def sageattn(q, k, v, tensor_layout="HND", is_causal=False, sm_scale=None, smoot
     vendor.check("k", k, (batch, None, None, size), q.dtype)
     vendor.check("v", v, tuple(k.shape), q.dtype)
     assert size in (64, 96, 128) and (not is_causal or rows == k.shape[1])
-    out = exact(q, k, v, is_causal, sm_scale)
     k -= k.mean(1, keepdim=True)
-    return out
+    if not is_causal:
+        k, v = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, -x.shape[1] % 64)) for x in (k, v))
+    return exact(q, k, v, is_causal, sm_scale)
 
 
 def exact(q, k, v, is_causal, sm_scale):

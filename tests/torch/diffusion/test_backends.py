@@ -15,6 +15,7 @@ from attn.testing.dense import DenseCase, check_dense, dense_cases
 from attn.torch import DiffusionAttention
 from attn.torch.backends import _flash_providers as providers
 from attn.torch.diffusion.backends.sage_attn import SageAttentionBackend
+from attn.torch.diffusion.backends.sage_attn3 import SageAttention3Backend
 from attn.torch.diffusion.backends.sdpa import SDPABackend
 
 VENDORS = [
@@ -45,7 +46,7 @@ def test_an_adapter_conforms_on_a_stand_in(name: str, root: str, standin: Callab
     standin(root)
     backend: Any = DiffusionAttentionBackendEnum[name].get_class()
     cases = dense_cases(backend)
-    assert len(cases) >= 12
+    assert sum(not case.refused for case in cases) >= 12
     for case in cases:
         check_dense(backend, case)
 
@@ -54,10 +55,14 @@ def test_sage_attention_leaves_its_callers_keys_alone(standin: Callable[[str], N
     """The package subtracts the mean of the keys in place."""
     standin("sage_pkg")
     impl = SageAttentionBackend.get_impl_cls()(2, 64)
-    q, k, v = (torch.randn(1, 8, 2, 64, dtype=torch.bfloat16) for _ in range(3))
+    q, k, v = (torch.randn(1, 64, 2, 64, dtype=torch.bfloat16) for _ in range(3))
     before = k.clone()
     impl.forward(q, k, v)
     assert torch.equal(k, before)
+    one = torch.randn(1, 64, 1, 64, dtype=torch.bfloat16)  # of one head, [B, H, S, D] is no copy
+    before = one.clone()
+    SageAttention3Backend.get_impl_cls()(1, 64).forward(one, one, one)
+    assert torch.equal(one, before)
 
 
 def test_nan_behind_a_mask_of_keys_reaches_nothing() -> None:
@@ -117,7 +122,7 @@ def test_one_key_is_refused_by_cudnn_in_words() -> None:
     from attn.torch.diffusion.backends.cudnn_attn import CuDNNAttentionBackend
 
     x = torch.zeros(1, 1, 2, 64, dtype=torch.bfloat16)
-    with pytest.raises(UnsupportedError, match="CUDNN_ATTN: 1 keys \\(supports 2 and more\\)"):
+    with pytest.raises(UnsupportedError, match="CUDNN_ATTN: keys=1 \\(supports 2 and more\\)"):
         CuDNNAttentionBackend.get_impl_cls()(2, 64).forward(x, x, x)
 
 

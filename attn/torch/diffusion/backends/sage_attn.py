@@ -3,7 +3,8 @@
 The package subtracts the keys' mean in place, changing its caller's tensor: it gets a copy. It knows neither masks nor
 causality over another number of rows than of keys. PyPI's 1.0.6 has Triton kernels for head sizes 64, 96 and 128, which
 take the end of the last tile of 64 keys for keys of score 0 unless a causal mask hides it (error 0.28 at 77 keys), and
-divide by the largest of a single key less its mean; later versions take the same arguments.
+divide by the largest of a single key less its mean; values beyond float16's overflow. Later versions take the same
+arguments. `error`: attn/testing/approximate.py.
 """
 
 import torch
@@ -27,8 +28,8 @@ class SageAttentionBackend(DenseBackend):
     key_multiple = 64
     key_masks = False
     causal_unequal = False
-    error = 0.02
-    error_note = "int8 queries and keys: 0.01-0.02 on normal inputs, version 1.0.6"
+    error = 0.05
+    error_note = "int8 queries and keys: 0.013 on normal inputs, more on sharp scores and heavy tails"
 
     @staticmethod
     def get_name() -> str:

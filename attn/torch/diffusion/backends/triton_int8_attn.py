@@ -2,7 +2,8 @@
 
 Where products of int8 run at twice the rate of 16 bits and nothing hand-written is at hand (Ampere, Ada) it is the fast
 one; on Hopper and later cuDNN is ahead of it. Unlike the `sageattention` package of PyPI it takes padded keys, any length,
-causality over any shape, head sizes up to 256, and returns the log-sum-exp. See `attn.torch.kernels.int8_attention`.
+causality over any shape, head sizes up to 256, and returns the log-sum-exp. See `attn.torch.kernels.int8_attention`;
+`error`: attn/testing/approximate.py.
 """
 
 import torch
@@ -22,8 +23,8 @@ class TritonInt8AttentionBackend(TritonBackend):
         packages=("triton",),
         archs=(("cuda", ("sm_80+",)),),
     )
-    error = 0.02
-    error_note = "int8 queries and keys"
+    error = 0.035
+    error_note = "int8 queries and keys: 0.011 on normal inputs, more on sharp scores and heavy tails"
 
     @staticmethod
     def get_name() -> str:
