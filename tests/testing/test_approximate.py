@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_backend_declares_the_worst_that_its_model_finds_and_little_more(name):
-    found = {(kind, size): error for size in (64, 128) for kind, error in measured(MODELS[name], 512, size).items()}
+    found = {(kind, size): error for size in (64, 128) for kind, error in measured(MODELS[name], 256, size).items()}
     declared = DiffusionAttentionBackendEnum[name].get_class().error
     assert max(found.values()) <= declared <= 1.6 * max(found.values()), found
 
@@ -23,7 +23,7 @@ def test_every_approximate_backend_has_a_model():
 
 
 def test_smoothing_keys_takes_their_channels_offsets_out_and_nothing_else():
-    plain, smooth = (measured(int8_scores(1, 128, "bfloat16", flag)) for flag in (False, True))
+    plain, smooth = (measured(int8_scores(1, 128, "bfloat16", flag), 256) for flag in (False, True))
     assert plain["key channels"] > 2.5 * smooth["key channels"]
     assert smooth["key channels"] == pytest.approx(smooth["normal"], rel=0.05)
     assert plain["normal"] == pytest.approx(smooth["normal"], rel=0.1)

@@ -57,6 +57,11 @@ def test_conformance(run: str) -> None:
     interpreted("attn", "conform", *run.split(), "--kind", "interpreted")
 
 
+@pytest.mark.parametrize("run", ["TRITON_ATTN --only keys", "TRITON_INT8_ATTN --only causal", "TRITON_INT8_ATTN --only joint"])
+def test_dense_conformance(run: str) -> None:
+    interpreted("attn", "conform", "--registry", "diffusion", *run.split(), "--kind", "interpreted")
+
+
 @pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="these tests run in this process")
 @pytest.mark.parametrize(
     "tests",

@@ -1,4 +1,5 @@
-"""SageAttention 3's `sageattn3_blackwell`: [B, H, S, D], scale 1 / sqrt(D), as many kv heads as heads; it changes its caller's keys."""
+"""SageAttention 3's `sageattn3_blackwell`: [B, H, S, D], scale 1 / sqrt(D), as many kv heads as heads; it changes its
+caller's keys."""
 
 import vendor
 from sageattention import exact

@@ -1,6 +1,7 @@
 """The diffusion backends of the torch wing: the dense suite, on the device at hand or on stand-ins."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,12 +12,12 @@ from attn.capabilities import Device
 from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.errors import DTypeError, ShapeError, UnsupportedError
-from attn.testing.dense import DenseCase, check_dense, dense_cases
+from attn.testing.dense import DenseCase, check_dense, dense_cases, run_dense
 from attn.torch import DiffusionAttention
 from attn.torch.backends import _flash_providers as providers
 from attn.torch.diffusion.backends.sage_attn import SageAttentionBackend
 from attn.torch.diffusion.backends.sage_attn3 import SageAttention3Backend
-from attn.torch.diffusion.backends.sdpa import SDPABackend
+from attn.torch.diffusion.backends.sdpa import SDPABackend, SDPAImpl
 
 VENDORS = [
     ("FLASH_ATTN", "fa2"), ("FLASH_ATTN", "fa3"), ("FLASH_ATTN", "fa4"), ("FLASHINFER_ATTN", "flashinfer_pkg"),
@@ -137,3 +138,73 @@ def test_cudnn_by_name_is_obeyed_or_refused_on_this_device() -> None:
         DiffusionAttention(2, 64, dtype=torch.bfloat16).selection.request, Device("torch", "cpu")
     ))  # fmt: skip
     assert "platform=cpu (supports cuda)" in told
+
+
+def _small(case: DenseCase) -> DenseCase:
+    """A vast case at a size that the host can afford."""
+    lens = {"lens": (200, 300, 250), "batch": 3, "keys": 300} if case.lens else {}
+    joint = (7, 20) if case.joint[0] else (0, 0)
+    rows, keys, batch = min(case.rows, 200), min(case.keys, 300), min(case.batch, 3)
+    return replace(
+        case, **{"rows": rows, "keys": keys, "batch": batch, "num_heads": 2, "num_kv_heads": 1, "joint": joint, **lens}
+    )
+
+
+def vast_cases() -> list[DenseCase]:
+    return [case for case in dense_cases(SDPABackend, "full", Device("torch", "cuda")) if case.vast]
+
+
+def test_the_full_suite_has_fluxs_length_and_on_a_gpu_arrays_beyond_32_bits() -> None:
+    names = {case.name for case in dense_cases(SDPABackend, "full", Device("torch", "cpu"))}
+    assert {"4608 rows", "4608 rows with the joint stream's", "one row, one key", "77 rows"} <= names
+    assert not any("2**31" in name for name in names) and len(vast_cases()) == 4
+    for case in vast_cases():
+        sizes = [case.batch * n * case.num_heads * case.head_size for n in (case.rows, case.keys)]
+        assert max(sizes) > 2**31 and 4 * case.num_heads * case.batch * case.rows * case.keys * case.head_size < 1e15
+
+
+@pytest.mark.parametrize("case", [_small(case) for case in vast_cases()], ids=str)
+def test_a_vast_case_is_drawn_and_compared_where_it_says(case: DenseCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_dense(SDPABackend, case)
+    attend = SDPAImpl._attend
+
+    def last_key_missed(self: Any, query: Any, key: Any, value: Any, keys: Any) -> Any:
+        last = -1 if not case.lens else case.lens[-1] - 1
+        key, value = key.clone(), value.clone()
+        key[-1, last], value[-1, last] = key[-1, 0], value[-1, 0]
+        return attend(self, query, key, value, keys)
+
+    monkeypatch.setattr(SDPAImpl, "_attend", last_key_missed)
+    with pytest.raises(AssertionError, match="relative row error"):
+        check_dense(SDPABackend, case)
+
+
+def test_a_call_beyond_a_limit_must_be_refused_in_its_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Odd(SDPABackend):
+        key_multiple = 64
+        key_masks = False
+
+    class OddImpl(SDPAImpl):
+        backend = Odd
+
+    monkeypatch.setattr(Odd, "get_impl_cls", staticmethod(lambda: OddImpl))
+    cases = {case.name: case for case in dense_cases(Odd)}
+    assert cases["77 rows"].keys == cases["77 rows"].rows == 128 and cases["joint, front"].keys == 57
+    assert cases["refused: 77 rows"].refused == ("keys=77 without causality (supports multiples of 64)",)
+    assert "padded keys" not in cases and "mask of keys" in cases["refused: padded keys"].refused[-1]
+    check_dense(Odd, cases["refused: 77 rows"])
+    monkeypatch.setattr(OddImpl, "backend", SDPABackend)
+    with pytest.raises(AssertionError, match="was computed, not refused: keys=77"):
+        check_dense(Odd, cases["refused: 77 rows"])
+
+
+def test_what_a_kernel_raises_is_its_cases_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any) -> Any:
+        raise RuntimeError("illegal memory access")
+
+    monkeypatch.setattr(SDPAImpl, "_attend", broken)
+    report = run_dense(["TORCH_SDPA"], only="joint, rear", level="full")
+    (row,) = report.backends
+    assert (row.level, len(row.failures)) == ("dense, full", 1) and "illegal memory access" in str(row.failures[0])
+    with pytest.raises(ValueError, match=r"level='huge' \(supports smoke, quick, full\)"):
+        run_dense(["TORCH_SDPA"], level="huge")
