@@ -39,7 +39,8 @@ _COLUMNS = (
 README_MARKS = ("<!-- backends:begin -->", "<!-- backends:end -->")
 #: Distributions that decide what runs; `attn env` tells their versions.
 DISTRIBUTIONS = (
-    "attn", "numpy", "torch", "triton", "flash-attn", "flashinfer-python", "xformers", "aiter", "sageattention",
+    "attn", "numpy", "torch", "triton", "flash-attn", "flashinfer-python", "xformers", "intel-extension-for-pytorch",
+    "aiter", "sageattention",
     "jax", "jaxlib", "libtpu", "flax", "transformers", "diffusers", "vllm",
 )  # fmt: skip
 

@@ -99,7 +99,7 @@ class IpexAttentionImpl(PagedAttentionImpl):
         request = np.repeat(np.arange(len(lens)), np.diff(starts))  # of each row
         ends = lens[request] - (starts[request + 1] - 1 - np.arange(len(request))) if causal else lens[request]
         query, output = query[: len(request)].contiguous(), output[: len(request)]
-        keys, values, table = kv_cache[0], kv_cache[1], meta.block_table
+        keys, values, table = kv_cache[0].contiguous(), kv_cache[1].contiguous(), meta.block_table
         requests = np.arange(len(lens))
         if left == 0:
             requests, lens, starts = request, np.maximum(ends, 0), np.arange(len(request) + 1)
@@ -115,11 +115,12 @@ class IpexAttentionImpl(PagedAttentionImpl):
                 output[:first], query[:first], keys, values, heads, self.scale, table[:first], int32(lens[:first]),
                 keys.shape[2], longest, None, window_size=longest,
             )  # fmt: skip
-        if longest := int(lens[first:].max(initial=0)):
-            rows, counts = int(starts[first]), np.diff(starts[first:])
+        rows = int(starts[first])
+        if rows < len(request) and (longest := int(lens[first:].max(initial=0))):
+            counts = np.diff(starts[first:])
             bounds = [int32(np.concatenate([[0], np.cumsum(n)])) for n in (counts, lens[first:])]
             _llm().modules.PagedAttention.flash_attn_varlen_func(
-                output[rows:], query[rows:], keys, values, *bounds, max(1, int(counts.max())), longest, self.scale, causal,
+                output[rows:], query[rows:], keys, values, *bounds, int(counts.max()), longest, self.scale, causal,
                 table[first:], None, window_size_left=-1 if left is None else left, softcap=-1.0 if cap is None else cap,
             )  # fmt: skip
         if (ends <= 0).any():
