@@ -15,10 +15,11 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from attn.capabilities import Request
+from attn.capabilities import Device, Request
 from attn.errors import UnsupportedError
 from attn.imports import installed
 from attn.torch.backends import _flash_providers as providers
+from attn.torch.backends._vendor import arch_of
 
 if TYPE_CHECKING:
     from attn.torch.bench import Workload
@@ -160,7 +161,6 @@ def _of_providers() -> Iterator[Peer]:
 def _held_to(provider: providers.Provider) -> Callable[["Workload"], Call]:
     def prepare(workload: "Workload") -> Call:
         from attn.torch.backends.flash_attn import FlashAttentionImpl
-        from attn.torch.platforms import platform
 
         class Held(FlashAttentionImpl):
             def _provider(self, request: Request, arch: str) -> providers.Provider:
@@ -168,7 +168,8 @@ def _held_to(provider: providers.Provider) -> Callable[["Workload"], Call]:
 
         case = workload.case
         request = Request(case.head_size, case.dtype, case.kv_cache_dtype, case.block_size)
-        if why := provider.reasons(request, platform().device()):
+        arch = arch_of(workload.device)
+        if why := provider.reasons(request, Device("torch", "cuda", arch=arch) if arch else None):
             raise UnsupportedError("; ".join(why))
         own = type(workload)(case, "FLASH_ATTN", workload.device, Held)
 
