@@ -166,7 +166,7 @@ def test_explain_follows_the_dtypes_framework():
 def test_explain_a_machine_that_is_not_here():
     h100 = Device("torch", "cuda", "NVIDIA H100", "sm_90")
     selection = attn.explain(128, "bfloat16", device=h100)
-    assert "on NVIDIA H100 (torch)" in str(selection) and selection.trace[0].name == "FLASH_ATTN"
+    assert "on NVIDIA H100 (torch)" in str(selection) and selection.trace[0].name == "TRITON_ATTN"
 
 
 def test_explain_says_who_asked(monkeypatch):

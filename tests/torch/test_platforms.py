@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from attn.backends.registry import AttentionBackendEnum
 from attn.capabilities import Device, Feature, Request
 from attn.torch import platforms
 
@@ -37,5 +38,16 @@ def test_orders(name: str) -> None:
 
 def test_generations_differ() -> None:
     cuda = platforms.platform("cuda")
-    first = {arch: cuda.priorities(DENSE, Device("torch", "cuda", arch=arch))[0] for arch in ("sm_90", "sm_100", "sm_120")}
-    assert first == {"sm_90": "FLASH_ATTN", "sm_100": "FLASHINFER", "sm_120": "FLASH_ATTN"}
+    archs = {"sm_75": "XFORMERS", "sm_86": "FLASH_ATTN", "sm_90": "TRITON_ATTN", "sm_103": "FLASHINFER", "sm_121": "FLASH_ATTN"}
+    assert {arch: cuda.priorities(DENSE, Device("torch", "cuda", arch=arch))[0] for arch in archs} == archs
+    rocm = platforms.platform("rocm")
+    archs = {"gfx942": "ROCM_AITER_FA", "gfx1100": "ROCM_ATTN", "": "ROCM_ATTN"}
+    assert {arch: rocm.priorities(DENSE, Device("torch", "rocm", arch=arch))[0] for arch in archs} == archs
+
+
+def test_every_generation_of_a_platform_knows_the_same_backends_and_all_of_them_exist() -> None:
+    for cls in platforms.PLATFORMS.values():
+        assert len({frozenset(names) for names in cls.dense.values()}) == 1
+        for orders in (cls.dense, cls.mla, cls.sparse_mla):
+            assert {name for names in orders.values() for name in names} <= set(AttentionBackendEnum.names())
+            assert list(orders)[-1] == "*" and all(len(set(names)) == len(names) for names in orders.values())
