@@ -4,10 +4,12 @@
 string becomes a class. A path may be `package.module.Class` or `package.module:Outer.Inner`.
 """
 
+import contextlib
 import importlib
 import importlib.util
 import re
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 from importlib.machinery import all_suffixes
 from pathlib import Path
@@ -40,15 +42,22 @@ def resolve_obj_by_qualname(qualname: str) -> Any:
     """
     check_qualname(qualname)
     module_name, _, attribute = qualname.partition(":") if ":" in qualname else qualname.rpartition(".")
-    try:
+    with loading(qualname):
         found: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
             found = getattr(found, part)
+    return found
+
+
+@contextlib.contextmanager
+def loading(what: str) -> Iterator[None]:
+    """Whatever an import inside raises, short of KeyboardInterrupt, becomes a `BackendLoadError` that names `what`."""
+    try:
+        yield
     except (KeyboardInterrupt, GeneratorExit):
         raise
-    except BaseException as error:  # a plugin may raise anything at import, SystemExit included
-        raise BackendLoadError(f"{qualname} cannot be imported: {type(error).__name__}: {error}") from error
-    return found
+    except BaseException as error:  # a plugin or a vendor may raise anything at import, SystemExit included
+        raise BackendLoadError(f"{what} cannot be imported: {type(error).__name__}: {error}") from error
 
 
 def installed(module: str) -> bool:

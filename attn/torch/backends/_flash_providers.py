@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from attn.capabilities import ATTN_TYPES, Capabilities, Device, Feature, MultipleOf, Request, supports_size
-from attn.errors import UnsupportedError
-from attn.imports import installed
+from attn.errors import BackendLoadError, UnsupportedError
+from attn.imports import installed, loading
 from attn.torch.backends._vendor import lacking
 
 _FEATURES = frozenset({
@@ -133,15 +133,21 @@ class Provider:
         return installed(self.module)
 
     def load(self) -> Any:
-        """The module, imported now."""
-        return importlib.import_module(self.module)
+        """The module, imported now. Raises `BackendLoadError` for one that is there and broken."""
+        with loading(self.module):
+            module = importlib.import_module(self.module)
+        return module
 
     def reasons(self, request: Request, device: Device | None) -> list[str]:
-        """Why this provider does not serve the request; it is imported only when nothing else speaks against it."""
+        """Why this provider does not serve the request; it is imported only when nothing else speaks against it, and when
+        that fails, another may still serve."""
         why = self.capabilities.reasons(request, device)
         if request.block_size is not None and not supports_size(request.block_size, (self.block_size,)):
             why.append(f"block_size={request.block_size} (supports {self.block_size})")
-        return why or list(_lacking(self))
+        try:
+            return why or list(_lacking(self))
+        except BackendLoadError as error:
+            return [str(error)]
 
 
 @functools.cache
