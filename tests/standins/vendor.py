@@ -28,6 +28,21 @@ def check(name: str, tensor: Any, shape: Sequence[int | None], *dtypes: torch.dt
     assert not contiguous or tensor.is_contiguous(), f"{name} is not contiguous"
 
 
+def bulk_copied(name: str, tensor: torch.Tensor) -> None:
+    """AssertionError unless every stride but the last is a multiple of 16 bytes, as the tensor memory accelerator wants it,
+    that of a dimension of one included (vllm#40737)."""
+    wrong = [step for step in tensor.stride()[:-1] if step * tensor.itemsize % 16]
+    assert not wrong, f"{name} has strides {tensor.stride()} of {tensor.itemsize} bytes: not multiples of 16 bytes"
+
+
+def looked_up(table: torch.Tensor, lens: torch.Tensor, page: int, pages: int, tile: int) -> None:
+    """AssertionError unless the entries of whole tiles of keys name pages of the cache: a kernel that takes keys a tile at a
+    time looks up what is past the end too, and masks it afterwards (vllm#42494)."""
+    columns = torch.arange(table.shape[1])
+    read = table[columns < -(-(-(-lens // tile) * tile) // page)[:, None]]
+    assert bool(((read >= 0) & (read < pages)).all()), f"page ids of a tile of {tile} keys are outside of {pages} pages"
+
+
 def array(tensor: torch.Tensor) -> Any:
     """A tensor's numbers in float64, or its integers."""
     return tensor.double().numpy() if tensor.is_floating_point() else tensor.numpy()

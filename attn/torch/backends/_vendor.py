@@ -28,6 +28,16 @@ def fill(
         lse[...] = log
 
 
+def canonical(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory with a dense tensor's strides where a dimension is 1: no index uses them, but kernels that copy in bulk
+    (TMA) want multiples of 16 bytes there too, and a permuted view may have any number (vllm#40737)."""
+    strides, step = list(tensor.stride()), 1
+    for i in reversed(range(tensor.dim())):
+        strides[i] = step if tensor.shape[i] == 1 else strides[i]
+        step = strides[i] * tensor.shape[i]
+    return tensor if tuple(strides) == tensor.stride() else tensor.as_strided(tensor.shape, strides)
+
+
 def int32(values: Any) -> torch.Tensor:
     """Host integers as vendors' plans take them: a tensor of their own."""
     return torch.from_numpy(np.array(values, dtype=np.int32))

@@ -16,7 +16,7 @@ from attn.capabilities import ATTN_TYPES, ENCODER_TYPES, Capabilities, Device, M
 from attn.torch.backends import _flash_providers as providers
 from attn.torch.backends._flash_providers import Call
 from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
-from attn.torch.backends._vendor import arch_of, fill
+from attn.torch.backends._vendor import arch_of, canonical, fill
 from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
 
 
@@ -92,9 +92,9 @@ class FlashAttentionImpl(PagedAttentionImpl):
         lse: torch.Tensor | None,
     ) -> None:
         causal = attn_metadata.causal and self.attn_type == AttentionType.DECODER
-        keys = self.backend.logical_kv_cache(kv_cache)
+        key_cache, value_cache = map(canonical, self.backend.logical_kv_cache(kv_cache))
         window = (self.window[0], 0 if causal else self.window[1])
-        self._compute(query, *keys, attn_metadata, window, output, lse)
+        self._compute(query, key_cache, value_cache, attn_metadata, window, output, lse)
 
     def _attend_ragged(
         self,

@@ -22,7 +22,7 @@ from attn.capabilities import ATTN_TYPES, Capabilities, Feature
 from attn.torch import kv_cache as caches
 from attn.torch.backends._flashinfer import lend
 from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
-from attn.torch.backends._vendor import LN2, decodes_first, fill, int32, page_list
+from attn.torch.backends._vendor import LN2, canonical, decodes_first, fill, int32, page_list
 from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
 
 
@@ -157,7 +157,7 @@ class FlashInferImpl(PagedAttentionImpl):
     ) -> None:
         assert isinstance(attn_metadata, FlashInferMetadata)
         causal = self.window[1] == 0 or (attn_metadata.causal and self.attn_type == AttentionType.DECODER)
-        keys = self.backend.logical_kv_cache(kv_cache)
+        keys = tuple(map(canonical, self.backend.logical_kv_cache(kv_cache)))
         scales = {}
         if caches.is_quantised(kv_cache.dtype):
             scales = {"k_scale": layer._k_scale_float, "v_scale": layer._v_scale_float}

@@ -20,6 +20,8 @@ def flash_attn_with_kvcache(
     vendor.check("q", q, (tokens, heads, size), *vendor.HALVES)
     vendor.check("k_cache", k_cache, (pages, page, kv_heads, size), q.dtype)
     vendor.check("v_cache", v_cache, (pages, page, kv_heads, value_size), q.dtype)
+    for name, cache in (("k_cache", k_cache), ("v_cache", v_cache)):
+        vendor.bulk_copied(name, cache)
     vendor.check("cache_seqlens", cache_seqlens, (requests,), torch.int32)
     vendor.check("page_table", page_table, (requests, None), torch.int32)
     vendor.check("cu_seqlens_q", cu_seqlens_q, (requests + 1,), torch.int32)

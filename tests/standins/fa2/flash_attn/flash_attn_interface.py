@@ -20,6 +20,7 @@ def flash_attn_varlen_func(
         vendor.check("v", v, tuple(k.shape), q.dtype)
         vendor.check("block_table", block_table, (requests, None), torch.int32)
         assert k.shape[1] % 256 == 0, "Paged KV cache block size must be divisible by 256"
+        vendor.looked_up(block_table, cu_seqlens_k.diff(), k.shape[1], len(k), 128)
     for name, starts in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
         vendor.check(name, starts, (requests + 1,), torch.int32)
     assert int(cu_seqlens_q.diff().max()) <= max_seqlen_q and int(cu_seqlens_k.diff().max()) <= max_seqlen_k

@@ -46,6 +46,7 @@ class _Wrapper:
         if plan["table"] is not None:
             for name, part in (("k", k), ("v", v)):
                 vendor.check(name, part, (None, plan["page"], num_kv_heads, head_size), plan["kv_data_type"])
+                vendor.bulk_copied(name, part)
         left = None if plan["window_left"] < 0 else plan["window_left"]
         rules = {
             "scale": plan["sm_scale"], "window": (left, 0 if plan["causal"] else None),
