@@ -1,6 +1,10 @@
-"""What every test starts from: the library's module state as a fresh process has it, and backends made of nothing."""
+"""What every test starts from: the library's module state as a fresh process has it, backends made of nothing, and
+stand-ins for vendors' packages."""
 
+import importlib
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +17,7 @@ from attn.capabilities import Capabilities, Device, Request
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.platforms import Platform
 
+STANDINS = Path(__file__).parent / "standins"
 REGISTRIES = (AttentionBackendEnum, MLAPrefillBackendEnum, DiffusionAttentionBackendEnum)
 
 
@@ -89,3 +94,20 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> FakePlatform:
     fakes = {"torch": FakePlatform("torch"), "jax": FakePlatform("jax")}
     monkeypatch.setattr(selector, "platform_for", lambda framework, name=None: fakes[framework])
     return fakes["torch"]
+
+
+@pytest.fixture
+def standins(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """`standins("fa3", ...)`: these folders of stand-ins can be imported, as if the vendor were installed."""
+    before = set(sys.modules)
+
+    def install(*roots: str) -> None:
+        for root in (".", *roots):
+            monkeypatch.syspath_prepend(str((STANDINS / root).resolve()))
+        importlib.invalidate_caches()
+        imports._found.clear()
+
+    yield install
+    for name in set(sys.modules) - before:
+        if str(STANDINS) in str(getattr(sys.modules[name], "__file__", "") or getattr(sys.modules[name], "__path__", "")):
+            del sys.modules[name]

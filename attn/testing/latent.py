@@ -44,7 +44,7 @@ def latent_cases(subject: Subject, level: str) -> list[Case]:
     """Every positive case of a subject that serves MLA; what it does not serve is for the caller to leave out."""
     positive = _fixtures(subject)
     if level != "smoke":
-        positive += [*_properties(subject, level == "full"), *_random(subject, 60 if level == "full" else 12)]
+        positive += [*properties(subject, level == "full"), *_random(subject, 60 if level == "full" else 12)]
         more: dict[str, Any] = {} if subject.has(Feature.MLA) else {"topk": 700}
         positive.append(_at(subject, "4096 keys, needle", (1, 3), (4096, 1027), inputs="needle", num_blocks=None, **more))
     return positive
@@ -96,7 +96,8 @@ def _fixtures(subject: Subject) -> list[Case]:
     return found
 
 
-def _properties(subject: Subject, full: bool) -> list[Case]:
+def properties(subject: Subject, full: bool) -> list[Case]:
+    """The metamorphic properties that latent attention has."""
     dtypes = main_dtypes(subject) if full else main_dtypes(subject)[:2]
     found = []
     for dtype in dtypes:
