@@ -129,7 +129,7 @@ def main() -> None:
         torch.cuda.synchronize()
         time.sleep(1.0)
         ramp = []
-        for _ in range(10):
+        for _ in range(30):
             events = [[torch.cuda.Event(enable_timing=True) for _ in "be"] for _ in range(40)]
             for begin, end in events:
                 bench._evict.zero_()
