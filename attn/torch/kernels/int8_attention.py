@@ -55,16 +55,16 @@ def _quantize(  # type: ignore[no-untyped-def]
             values = tl.where(lanes, values - middle[None, :], 0.0)
     if IS_QUERY:
         values = values * factor
-    # a maximum may pass over NaN; a sum of what is 0 for every number does not
-    wild = tl.sum(values - values, 1)
+    # A maximum may pass over NaN. (A number less itself is no test: where it is a product, compilers fuse the two.)
+    wild = tl.max((tl.abs(values) < float("inf")).to(tl.int32) ^ 1, 1)
     peak = tl.max(tl.abs(values), 1)
     if not IS_QUERY:
         peak = tl.max(peak, 0) + tl.zeros((BLOCK,), tl.float32)
-        wild = tl.sum(wild, 0) + tl.zeros((BLOCK,), tl.float32)
+        wild = tl.max(wild, 0) + tl.zeros((BLOCK,), tl.int32)
     inverse = tl.where(peak > 1e-30, 127.0 / peak, 0.0)  # what is smaller yet would add nothing to any score
-    rounded = tl.floor(tl.where((wild == 0.0)[:, None], values * inverse[:, None], 0.0) + 0.5)
+    rounded = tl.floor(tl.where((wild == 0)[:, None], values * inverse[:, None], 0.0) + 0.5)
     tl.store(codes + out[:, None] * BLOCK_D + d[None, :], rounded.to(tl.int8))
-    scale = tl.where(peak > 1e-30, peak / 127.0, 0.0) + wild
+    scale = tl.where(wild == 0, tl.where(peak > 1e-30, peak / 127.0, 0.0), float("nan"))
     if IS_QUERY:
         tl.store(scales + out, scale)
     else:
