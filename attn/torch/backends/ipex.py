@@ -1,10 +1,11 @@
-"""IPEX: Intel Extension for PyTorch's paged attention on a CPU, from before PyTorch's own kernels had bfloat16 in AVX-512.
+"""IPEX: Intel Extension for PyTorch's paged attention on a CPU, for those who have it: it wants the torch of its number.
 
 Decodes at the head of a batch take `single_query_cached_kv_attention`, everything after them `flash_attn_varlen_func`,
 encoders `varlen_attention`. What their sources (v2.8.0+cpu) mean differently ends here:
-- A window's keys are copied to pages of their own, which begin where the first row's window does. The decode kernel counts
-  a window in keys, merges the parts of a context that lie outside it as if their scores were 0, and both kernels multiply
-  what they hide by 0. A window of one key cannot be said to the prefill kernel: there each row becomes a decode.
+- A window's keys are copied to pages of their own, which begin where the first row's window does: the decode kernel merges
+  the parts of a context that lie outside its window as if their scores were 0. A window of one key cannot be said to the
+  prefill kernel, which also multiplies by 0 what a row does not see: for that window, and where a value that some row does
+  not see is no finite number, each row becomes a request of its own.
 - Given no window, the decode kernel takes four rows with the same first page for beams of one length, and fails; given one
   as long as the context, it does not, and hides nothing. It refuses a window and a soft cap together: a cap takes every
   row to the prefill kernel.
@@ -25,6 +26,7 @@ from attn.capabilities import ATTN_TYPES, ENCODER_TYPES, Capabilities, Device, F
 from attn.errors import UnsupportedError
 from attn.imports import resolve_obj_by_qualname, version_of
 from attn.torch.backends._paged import HeadsFirstBackend, PagedAttentionImpl
+from attn.torch.backends._ragged import all_finite
 from attn.torch.backends._vendor import decodes_first, int32, lacking, token_slots
 from attn.torch.metadata import PagedAttentionMetadata
 
@@ -96,16 +98,17 @@ class IpexAttentionImpl(PagedAttentionImpl):
         meta, left = attn_metadata, self.window[0]
         causal = self.window[1] == 0 or (meta.causal and self.attn_type == AttentionType.DECODER)
         starts, lens = meta.host_lens()
-        request = np.repeat(np.arange(len(lens)), np.diff(starts))  # of each row
+        counts = np.diff(starts)
+        request = np.repeat(np.arange(len(lens)), counts)  # of each row
         ends = lens[request] - (starts[request + 1] - 1 - np.arange(len(request))) if causal else lens[request]
         query, output = query[: len(request)].contiguous(), output[: len(request)]
         keys, values, table = kv_cache[0].contiguous(), kv_cache[1].contiguous(), meta.block_table
-        requests = np.arange(len(lens))
-        if left == 0:
-            requests, lens, starts = request, np.maximum(ends, 0), np.arange(len(request) + 1)
+        begin = np.clip(lens - counts - (left or 0), 0, lens)  # the first key that some row may not see
+        if causal and (left == 0 or _spoilt(values, table, counts, begin, lens)):
+            counts, lens, table = np.ones_like(request), np.maximum(ends, 0), table[torch.from_numpy(request)]
+            starts, begin = np.arange(len(request) + 1), np.clip(ends - 1 - (left or 0), 0, None)
         if left is not None:
-            begin = np.clip(lens - np.diff(starts) - left, 0, lens)
-            keys, values, table = _copied(keys, values, table, requests, begin, lens)
+            keys, values, table = _copied(keys, values, table, begin, lens)
             lens = lens - begin
         cap = None if left == 0 else self.logits_soft_cap  # one key has all the weight, whatever its score
         first = decodes_first(starts) if cap is None else 0
@@ -117,10 +120,9 @@ class IpexAttentionImpl(PagedAttentionImpl):
             )  # fmt: skip
         rows = int(starts[first])
         if rows < len(request) and (longest := int(lens[first:].max(initial=0))):
-            counts = np.diff(starts[first:])
-            bounds = [int32(np.concatenate([[0], np.cumsum(n)])) for n in (counts, lens[first:])]
+            bounds = [int32(np.concatenate([[0], np.cumsum(n)])) for n in (counts[first:], lens[first:])]
             _llm().modules.PagedAttention.flash_attn_varlen_func(
-                output[rows:], query[rows:], keys, values, *bounds, int(counts.max()), longest, self.scale, causal,
+                output[rows:], query[rows:], keys, values, *bounds, int(counts[first:].max()), longest, self.scale, causal,
                 table[first:], None, window_size_left=-1 if left is None else left, softcap=-1.0 if cap is None else cap,
             )  # fmt: skip
         if (ends <= 0).any():
@@ -146,17 +148,24 @@ class IpexAttentionImpl(PagedAttentionImpl):
         )  # fmt: skip
 
 
+def _spoilt(values: torch.Tensor, table: torch.Tensor, counts: Any, begin: Any, lens: Any) -> bool:
+    """Whether a value from key `begin` on is NaN or infinite in a request of several rows: it would reach them all."""
+    several = np.flatnonzero(counts > 1)
+    slots = token_slots(table, values.shape[2], several, begin[several], lens[several]).long()
+    return not all_finite(values[slots // values.shape[2], :, slots % values.shape[2]])
+
+
 def _copied(
-    keys: torch.Tensor, values: torch.Tensor, table: torch.Tensor, requests: Any, begin: Any, end: Any
+    keys: torch.Tensor, values: torch.Tensor, table: torch.Tensor, begin: Any, end: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens begin[i]..end[i] of requests[i] as token 0, 1, ... of pages of their own [n, K, P, D], and their table."""
+    """Tokens begin[i]..end[i] of request i as token 0, 1, ... of pages of their own [n, K, P, D], and their table."""
     _, heads, page, size = keys.shape
     held = end - begin
     pages = -(-held // page)
     row = np.cumsum(pages) - pages  # each one's first page
     at = np.arange(held.sum()) + np.repeat(row * page - (np.cumsum(held) - held), held)
     slots = torch.zeros(int(pages.sum()) * page, dtype=torch.int64)
-    slots[torch.from_numpy(at)] = token_slots(table, page, requests, begin, end).long()
+    slots[torch.from_numpy(at)] = token_slots(table, page, np.arange(len(held)), begin, end).long()
     slots = slots.view(-1, 1, page)
     runs = ((slots // page * heads + torch.arange(heads)[:, None]) * page + slots % page).flatten()
     copies = [part.reshape(-1, size).index_select(0, runs).view(-1, heads, page, size) for part in (keys, values)]

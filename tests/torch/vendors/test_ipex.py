@@ -90,7 +90,7 @@ def test_a_windows_keys_become_pages_of_their_own() -> None:
     pages = torch.arange(6 * 2 * 16 * 1, dtype=torch.float32).view(6, 2, 16, 1)
     table = torch.tensor([[4, 1, 5], [2, 0, 3]], dtype=torch.int32)
     begin, end = np.array([20, 0]), np.array([41, 3])
-    keys, values, own = adapter._copied(pages, -pages, table, np.arange(2), begin, end)
+    keys, values, own = adapter._copied(pages, -pages, table, begin, end)
     assert keys.shape == (3, 2, 16, 1) and own.tolist() == [[0, 1], [2, 2]] and torch.equal(values, -keys)
     rows = [torch.cat([pages[p] for p in row], 1)[:, low:high] for row, low, high in zip(table, begin, end, strict=True)]
     assert torch.equal(torch.cat([keys[0], keys[1]], 1)[:, :21], rows[0]) and torch.equal(keys[2][:, :3], rows[1])

@@ -57,6 +57,12 @@ class PagedAttention:
         assert alibi_slopes is None, "alibi_slopes is not supported for flash_attn_varlen yet"
         assert kv_cache_dtype == "auto" and k_scale == v_scale == 1.0 and window_size_right == -1
         assert window_size_left != 0, "a left side of 0 is taken for no window"
+        for r in range(requests if is_cusal else 0):
+            n, m = int(cu_seqlens_q[r + 1] - cu_seqlens_q[r]), int(cu_seqlens_kv[r + 1] - cu_seqlens_kv[r])
+            last = 0 if window_size_left == -1 else max(0, m - 1 - window_size_left)  # the last row's first key
+            held = values[block_tables[r, : -(-m // values.shape[1])].long()].flatten(0, 1)[:m]
+            hidden = torch.cat([held[:last], held[max(0, m - n + 1) :]]) if n > 1 else held[:0]
+            assert bool(hidden.isfinite().all()), "what a row does not see is multiplied by 0"
         sides = (None if window_size_left == -1 else window_size_left, 0 if is_cusal else None)
         got, lse = vendor.varlen(
             query, keys, values, cu_seqlens_q, cu_seqlens_kv.diff(), block_tables, scale=scale, window=sides,
