@@ -194,7 +194,8 @@ class XpuPlatform(TorchPlatform):
         present = hasattr(torch, "xpu") and torch.xpu.is_available()
         return Device("torch", "xpu", torch.xpu.get_device_name() if present else "Intel GPU (none here)")
 
-    #: Nothing was run on one: Intel's own package first, then what may compile there, then what needs no compiler.
+    #: Nothing was run on one. IPEX is listed for the reason it gives, its kernels of the same names want another cache here;
+    #: then what may compile, then what needs no compiler.
     dense: ClassVar[Orders] = {"*": ("IPEX", "TRITON_ATTN", "FLEX_ATTENTION", "TORCH_SDPA")}
 
 

@@ -10,6 +10,7 @@ a bias of every score. Interface of facebookresearch/xformers 0.0.35.
 """
 
 import functools
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
@@ -147,7 +148,7 @@ class XFormersAttentionBackend(PagedAttentionBackend):
             why.append(f"{Feature.SLIDING_WINDOW.value} without causality not supported")
         if device is not None and request.dtype == "bfloat16" and arch_matches(device.arch, "sm_7?"):
             why.append(f"dtype=bfloat16 on {device.arch} (supports sm_80+)")
-        return why or list(_lacking())
+        return why or list(_lacking(device is not None and device.platform == "cuda"))
 
 
 class XFormersImpl(PagedAttentionImpl):
@@ -230,11 +231,15 @@ def _has_block_pointers() -> bool:
     return installed("triton") and hasattr(resolve_obj_by_qualname("triton.language"), "make_block_ptr")
 
 
-def _lacking() -> tuple[str, ...]:
+def _lacking(on_gpu: bool) -> tuple[str, ...]:
     """What the installed xformers does not have; nothing is said, and nothing imported, where there is none."""
-    return _asked() if installed("xformers") else ()
+    return _asked(on_gpu) if installed("xformers") else ()
 
 
 @functools.cache
-def _asked() -> tuple[str, ...]:
-    return lacking(" ".join(filter(None, ("xformers", version_of("xformers")))), _fmha(), _NEEDS)
+def _asked(on_gpu: bool) -> tuple[str, ...]:
+    who = " ".join(filter(None, ("xformers", version_of("xformers"))))
+    why = lacking(who, _fmha(), _NEEDS)
+    # without its extension it refuses every operator on a GPU, those that it takes from torch and Triton included
+    broken = getattr(sys.modules.get("xformers._cpp_lib"), "_cpp_library_load_exception", None)
+    return (*why, f"{who} did not load its extension: {broken.__cause__ or broken}") if on_gpu and broken else why

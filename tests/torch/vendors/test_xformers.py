@@ -153,6 +153,14 @@ def test_a_version_without_a_mask_is_a_reason_and_no_crash(here: None, monkeypat
     assert "xformers 0.0.20.attn_bias.BlockDiagonalMask.from_seqlens has no device" in told
 
 
+def test_an_extension_that_did_not_load_is_a_reason_on_a_gpu(here: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Built for another CUDA: xformers then refuses all its operators, in the midst of a call."""
+    error = OSError("libcudart.so.12: cannot open shared object file")
+    monkeypatch.setitem(sys.modules, "xformers._cpp_lib", SimpleNamespace(_cpp_library_load_exception=error))
+    assert _why(PLAIN) == "xformers did not load its extension: libcudart.so.12: cannot open shared object file"
+    assert XFormersAttentionBackend.why_not(PLAIN) == []
+
+
 def test_nothing_is_imported_where_something_else_speaks_against_it(here: None) -> None:
     assert _why(replace(PLAIN, dtype="float32")) == "dtype=float32 (supports bfloat16, float16)"
     assert "xformers" not in sys.modules
