@@ -50,6 +50,7 @@ def run_ipex(level: str) -> int:
 
 def run_xformers(level: str) -> int:
     import torch
+    import xformers
     import xformers.ops.fmha as fmha
 
     from attn.testing.conformance import run_case
@@ -92,9 +93,7 @@ def run_xformers(level: str) -> int:
     paged = [c for c in cases if c.block_size == 16 and c.head_size == 64 and 1 in c.query_lens and not c.sliding_window]
     cases += [c.replace(name=f"{c.name}, pages of 64", block_size=64, num_blocks=None) for c in paged if not c.is_encoder]
     bad = [(case, found) for case in cases if (found := run_case(Backend, case))]
-    print(
-        f"XFORMERS, xformers {fmha.__package__ and __import__('xformers').__version__}: {len(cases)} cases, {len(bad)} failed"
-    )
+    print(f"XFORMERS on xformers {xformers.__version__}: {len(cases)} cases, {len(bad)} failed")
     print("\n".join(f"    {count:4} calls of {what}" for what, count in launched.most_common()))
     for _, found in bad[:10]:
         print("\n".join(map(str, found)))
