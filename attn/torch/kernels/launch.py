@@ -150,7 +150,9 @@ def int8_launch(arch: str, head_size: int) -> Launch:
     if arch == "interpreter":
         return Launch(32, 32, 4, 1)
     warps = 8 if block_d > 64 else 4
-    if arch.startswith("gfx"):
+    if arch.startswith("gfx1"):  # waves of 32
+        wanted = [Launch(64, 32, 8 if block_d > 64 else 4, s) for s in (2, 1)]
+    elif arch.startswith("gfx"):
         wanted = [Launch(128 if block_d <= 128 else 64, 64 if block_d <= 128 else 32, 4, s) for s in (2, 1)]
     elif arch.startswith("sm_9"):
         wanted = [Launch(128, 128, 8, 3), Launch(128, 64, 8, 3)] if block_d <= 128 else [Launch(128, 64, 8, 2)]
