@@ -50,7 +50,8 @@ class BackendRow:
     """One backend: where it comes from, whether it runs here, what it serves, what was seen of it.
 
     `framework` is its wing, or "" for one that belongs to neither; `origin` is built-in, overridden, custom or plugin;
-    `reasons` say why it does not run here (empty: it does); `evidence` is what conformance runs recorded.
+    `reasons` say why it does not run here (empty: it does); `evidence` is what conformance runs recorded; `limits` are
+    what a diffusion backend says beyond its capabilities, its error among them.
     """
 
     registry: str
@@ -63,6 +64,7 @@ class BackendRow:
     block_sizes: tuple[str, ...]
     features: tuple[str, ...]
     evidence: str
+    limits: tuple[str, ...] = ()
 
     @property
     def built(self) -> bool:
@@ -83,7 +85,12 @@ class BackendRow:
             return ""
         parts = [" ".join(can.dtypes), f"head_size {_sizes(can.head_sizes)}"]
         parts += [f"block_size {', '.join(self.block_sizes)}"] if self.block_sizes else []
-        parts += [f"kv cache {' '.join(can.kv_cache_dtypes)}", " ".join(can.attn_types), " ".join(self.features)]
+        parts += [
+            f"kv cache {' '.join(can.kv_cache_dtypes)}",
+            " ".join(can.attn_types),
+            " ".join(self.features),
+            ", ".join(self.limits),
+        ]
         return " · ".join(part for part in parts if part)
 
     def to_dict(self) -> dict[str, Any]:
@@ -110,6 +117,7 @@ class BackendRow:
                 "kv_cache_dtypes": list(can.kv_cache_dtypes),
                 "attn_types": list(can.attn_types),
                 "features": list(self.features),
+                "limits": list(self.limits),
             },
         }
 
@@ -297,6 +305,7 @@ def _described(
     capabilities, framework = None, _wing_of_path(candidate.path)
     blocks: tuple[str, ...] = ()
     features: tuple[str, ...] = ()
+    limits: tuple[str, ...] = ()
     reasons = list(not_loadable(candidate))
     backend: Any = candidate.backend
     try:
@@ -304,15 +313,16 @@ def _described(
         if capabilities is not None:
             framework = capabilities.framework
             blocks, features = _block_sizes(backend), _features(backend)
+            limits = tuple(backend.limits()) if hasattr(backend, "limits") else ()
             if judge:
                 device = devices[framework]
                 reasons += [device] if isinstance(device, str) else capabilities.device_reasons(device)
     except Exception as error:  # somebody else's class may hold or raise anything: its row says so, the others stand
         reasons.append(f"broken: {type(error).__name__}: {error}")
-        capabilities, blocks, features = None, (), ()
+        capabilities, blocks, features, limits = None, (), (), ()
     return BackendRow(
         registry, candidate.name, candidate.path, origin, framework, tuple(reasons), capabilities, blocks, features,
-        evidence.summary(registry, candidate.name),
+        evidence.summary(registry, candidate.name), limits,
     )  # fmt: skip
 
 
@@ -325,7 +335,8 @@ def _block_sizes(backend: Any) -> tuple[str, ...]:
 def _features(backend: Any) -> tuple[str, ...]:
     """Declared features in the order of `Feature`, with the LSE, which the implementation declares."""
     impl = backend.get_impl_cls() if hasattr(backend, "get_impl_cls") else None
-    has = set(backend.capabilities.features) | ({Feature.LSE} if getattr(impl, "can_return_lse_for_decode", False) else set())
+    log = any(getattr(impl, name, False) for name in ("can_return_lse_for_decode", "can_return_lse"))
+    has = set(backend.capabilities.features) | ({Feature.LSE} if log else set())
     return tuple(feature.value for feature in Feature if feature in has)
 
 
@@ -350,7 +361,7 @@ def _readme_row(registry: str, member: BackendEnum) -> list[str]:
     needs = can.install or ", ".join(can.packages) or "nothing more"
     return _cells(
         member.name, row.framework, status, row.evidence, ", ".join(can.platforms), needs, ", ".join(can.dtypes),
-        _sizes(can.head_sizes), ", ".join(row.block_sizes), ", ".join(can.kv_cache_dtypes), ", ".join(row.features),
+        _sizes(can.head_sizes), ", ".join(row.block_sizes), ", ".join(can.kv_cache_dtypes), ", ".join([*row.features, *row.limits]),
     )  # fmt: skip
 
 

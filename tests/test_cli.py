@@ -358,7 +358,7 @@ def test_a_reader_that_goes_away_is_no_error(argv):
 def test_conform_of_the_diffusion_registry(capsys):
     code, out, _ = call(capsys, "conform --registry diffusion TORCH_SDPA --json --only", "padded")
     told = json.loads(out)
-    assert code == 0 and told["ok"] and told["backends"][0]["cases"] == 2 and told["backends"][0]["level"] == "dense"
+    assert code == 0 and told["ok"] and told["backends"][0]["cases"] == 3 and told["backends"][0]["level"] == "dense"
     code, _, err = call(capsys, "conform --registry diffusion SAGE_ATTN")
     assert code == 1 and "SAGE_ATTN: sageattention is not installed" in err
     code, _, err = call(capsys, "conform --registry diffusion NOBODY")

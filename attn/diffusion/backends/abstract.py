@@ -108,6 +108,18 @@ class DiffusionAttentionBackend(ABC):
         return why
 
     @classmethod
+    def limits(cls) -> list[str]:
+        """What a table says of the error and of the calls that are not taken, a few words each."""
+        words = {
+            f"error {cls.error:g}": cls.error,
+            f"{cls.min_keys} keys and more": cls.min_keys > 1,
+            f"keys in multiples of {cls.key_multiple} without causality": cls.key_multiple > 1,
+            "no masks of keys": not cls.key_masks,
+            "causal with as many rows as keys": not cls.causal_unequal,
+        }
+        return [text for text, applies in words.items() if applies]
+
+    @classmethod
     def why_not_call(cls, rows: int | None, keys: int | None, causal: bool, key_mask: bool) -> list[str]:
         """Every reason why a call of `rows` rows and `keys` keys (None: not known) is not served."""
         why = []
