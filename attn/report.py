@@ -359,9 +359,10 @@ def _readme_row(registry: str, member: BackendEnum) -> list[str]:
     if can is None:
         return _cells(member.name, row.framework, status, row.evidence)
     needs = can.install or ", ".join(can.packages) or "nothing more"
+    served = ", ".join([*row.features, *row.limits])
     return _cells(
         member.name, row.framework, status, row.evidence, ", ".join(can.platforms), needs, ", ".join(can.dtypes),
-        _sizes(can.head_sizes), ", ".join(row.block_sizes), ", ".join(can.kv_cache_dtypes), ", ".join([*row.features, *row.limits]),
+        _sizes(can.head_sizes), ", ".join(row.block_sizes), ", ".join(can.kv_cache_dtypes), served,
     )  # fmt: skip
 
 

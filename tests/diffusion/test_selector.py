@@ -88,6 +88,18 @@ def test_limits_of_calls_are_reasons_where_the_call_is_known(more, words):
     assert words not in " ".join(asked())
 
 
+def test_tables_tell_the_limits_and_the_error():
+    from attn.report import backends
+
+    table = backends("diffusion")
+    assert table["SAGE_ATTN"].limits == (
+        "error 0.05", "2 keys and more", "keys in multiples of 64 without causality", "no masks of keys",
+        "causal with as many rows as keys",
+    )  # fmt: skip
+    assert table["TORCH_SDPA"].limits == () and "lse" in table["TORCH_SDPA"].features
+    assert "error 0.035" in table["TRITON_INT8_ATTN"].serves
+
+
 def test_a_layer_that_will_leave_keys_out_says_so():
     from attn.torch import DiffusionAttention
 
