@@ -143,7 +143,10 @@ def dense_cases(backend: Any, level: str = "quick", device: Device | None = None
 def _fitted(case: DenseCase, backend: Any) -> DenseCase:
     """The case with as many keys more as a multiple needs (and as many rows, where they were equal)."""
     more = -(case.keys + case.joint[1]) % backend.key_multiple
-    return replace(case, keys=case.keys + more, rows=case.rows + more * (case.rows == case.keys))
+    if case.causal or not more:
+        return case
+    name = f"{case}, and {more} keys more"
+    return replace(case, name=name, keys=case.keys + more, rows=case.rows + more * (case.rows == case.keys))
 
 
 def _vast(plain: DenseCase) -> list[DenseCase]:

@@ -424,7 +424,7 @@ def _launch_expanded(choice: Choice) -> None:
 INT8: dict[str, Sequence[Any]] = {
     "lengths": ((300, 300), (300, 77)),
     "heads": ((4, 4), (8, 2)),
-    "head_size": (80, 128, 256),
+    "head_size": (128, 256),
     "dtype": ("bfloat16", "float16"),
     "causal": (False, True),
     "lse": (False, True),

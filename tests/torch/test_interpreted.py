@@ -57,7 +57,7 @@ def test_conformance(run: str) -> None:
     interpreted("attn", "conform", *run.split(), "--kind", "interpreted")
 
 
-@pytest.mark.parametrize("run", ["TRITON_ATTN --only keys", "TRITON_INT8_ATTN --only causal", "TRITON_INT8_ATTN --only joint"])
+@pytest.mark.parametrize("run", ["TRITON_ATTN --only padded", "TRITON_INT8_ATTN --only padded"])
 def test_dense_conformance(run: str) -> None:
     interpreted("attn", "conform", "--registry", "diffusion", *run.split(), "--kind", "interpreted")
 

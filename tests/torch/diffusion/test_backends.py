@@ -189,7 +189,8 @@ def test_a_call_beyond_a_limit_must_be_refused_in_its_words(monkeypatch: pytest.
 
     monkeypatch.setattr(Odd, "get_impl_cls", staticmethod(lambda: OddImpl))
     cases = {case.name: case for case in dense_cases(Odd)}
-    assert cases["77 rows"].keys == cases["77 rows"].rows == 128 and cases["joint, front"].keys == 57
+    more = cases["77 rows, and 51 keys more"]
+    assert more.keys == more.rows == 128 and cases["joint, front, and 24 keys more"].keys == 57
     assert cases["refused: 77 rows"].refused == ("keys=77 without causality (supports multiples of 64)",)
     assert "padded keys" not in cases and "mask of keys" in cases["refused: padded keys"].refused[-1]
     check_dense(Odd, cases["refused: 77 rows"])
