@@ -64,6 +64,17 @@ def pack(keys: Keys, *tensors: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
     return [x.flatten(0, 1).index_select(0, at) for x in tensors], lens.astype(np.int32)
 
 
+def without_keys_zeroed(
+    out: torch.Tensor, lse: torch.Tensor, keys: Keys, causal: bool, length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(out [B, S, H, D], lse [B, H, S]) with rows that see none of the `length` keys at 0 and -inf, whatever a vendor left
+    there. Where every row sees a key the output is not read again."""
+    if keys.present is None and not (causal and out.shape[1] > length):
+        return out, lse
+    empty = lse.isinf()
+    return torch.where(empty.transpose(1, 2)[..., None], 0, out), torch.where(empty, -torch.inf, lse)
+
+
 def bottom_right(rows: int, keys: int, device: torch.device) -> torch.Tensor:
     """The causal triangle [S, M], True = attend, the last row seeing every key."""
     return torch.ones(rows, keys, dtype=torch.bool, device=device).tril(keys - rows)

@@ -11,7 +11,7 @@ from attn.dtypes import dtype_name
 from attn.torch.backends import _flash_providers as providers
 from attn.torch.backends._flash_providers import Call
 from attn.torch.backends._vendor import arch_of, int32
-from attn.torch.diffusion.backends._dense import DenseBackend, DenseImpl, pack
+from attn.torch.diffusion.backends._dense import DenseBackend, DenseImpl, pack, without_keys_zeroed
 
 
 class FlashAttentionBackend(DenseBackend):
@@ -46,7 +46,7 @@ class FlashAttentionImpl(DenseImpl):
     def _attend_lse(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        batch, rows = query.shape[:2]
+        (batch, rows), length = query.shape[:2], key.shape[1]
         (key, value), lens = pack(keys, key, value)
         starts = torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=query.device)
         bounds = int32([0, *lens.cumsum()]).to(query.device)
@@ -56,6 +56,5 @@ class FlashAttentionImpl(DenseImpl):
             (None, 0 if self.causal else None), 0.0, None,
         )  # fmt: skip
         out, lse = provider.attend(provider.load(), call)
-        empty = lse.isinf()
-        natural = torch.where(empty, -torch.inf, lse).unflatten(1, (batch, rows)).transpose(0, 1)
-        return torch.where(empty.T[..., None], 0, out).unflatten(0, (batch, rows)), natural
+        out, lse = out.unflatten(0, (batch, rows)), lse.unflatten(1, (batch, rows)).transpose(0, 1)
+        return without_keys_zeroed(out, lse, keys, self.causal, length)

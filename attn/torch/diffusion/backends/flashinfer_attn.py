@@ -12,7 +12,7 @@ from attn.capabilities import Capabilities
 from attn.diffusion.backends.dense import Keys
 from attn.torch.backends._flashinfer import workspace
 from attn.torch.backends._vendor import LN2, int32
-from attn.torch.diffusion.backends._dense import DenseBackend, DenseImpl, pack
+from attn.torch.diffusion.backends._dense import DenseBackend, DenseImpl, pack, without_keys_zeroed
 
 
 class FlashInferAttentionBackend(DenseBackend):
@@ -45,16 +45,15 @@ class FlashInferAttentionImpl(DenseImpl):
     def _attend_lse(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        batch, rows = query.shape[:2]
+        (batch, rows), length = query.shape[:2], key.shape[1]
         (key, value), lens = pack(keys, key, value)
         wrapper = _planned(
             query.device, query.dtype, rows, tuple(lens.tolist()), self.num_heads, self.num_kv_heads, self.head_size,
             self.causal, self.scale,
         )  # fmt: skip
         out, lse = wrapper.run(query.flatten(0, 1).contiguous(), key.contiguous(), value.contiguous(), return_lse=True)
-        empty = lse.isinf()
-        natural = torch.where(empty, -torch.inf, lse * LN2).unflatten(0, (batch, rows)).transpose(1, 2)
-        return torch.where(empty[..., None], 0, out).unflatten(0, (batch, rows)), natural
+        out, lse = out.unflatten(0, (batch, rows)), (lse * LN2).unflatten(0, (batch, rows)).transpose(1, 2)
+        return without_keys_zeroed(out, lse, keys, self.causal, length)
 
 
 @functools.lru_cache(8)
