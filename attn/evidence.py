@@ -87,5 +87,10 @@ def of(registry: str, backend: str, path: Path = PATH) -> list[Evidence]:
 
 
 def summary(registry: str, backend: str, path: Path = PATH) -> str:
-    """The rows of one backend as a phrase a place: `ran on NVIDIA H200 (260 cases, 2026-11-20)`; `none` without any."""
-    return "; ".join(map(str, of(registry, backend, path))) or "none"
+    """The rows of one backend as a phrase a place: `ran on NVIDIA H200 (260 cases, 2026-11-20)`; `none` without any.
+
+    Of several levels in one place and of one kind the longest run speaks, and every one that failed.
+    """
+    rows = of(registry, backend, path)
+    longest = {(row.kind, row.device): row for row in sorted(rows, key=lambda row: row.cases)}
+    return "; ".join(str(row) for row in rows if row.failures or row is longest[row.kind, row.device]) or "none"

@@ -18,7 +18,7 @@ import attn
 from attn import envs, evidence, plugins, selector
 from attn.backend_enum import BackendEnum, load_candidate
 from attn.backends.mla.prefill.registry import MLAPrefillBackendEnum
-from attn.backends.registry import AttentionBackendEnum
+from attn.backends.registry import AttentionBackendEnum, blocksparse_candidate
 from attn.capabilities import WINGS, AttentionType, Candidate, Capabilities, Device, Feature
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.dtypes import framework_of_dtype
@@ -183,6 +183,7 @@ def backends(registry: str | None = None) -> BackendTable:
     for name, registered in REGISTRIES.items():
         if registry in (None, name):
             rows += [_row(name, registered[n], reports, devices) for n in registered.names()]
+            rows += [_described(name, candidate, "built-in", devices) for candidate in _beside(name)]
             rows += [_plugin_row(name, report) for report in reports.values() if name == "attention" and report.problem]
     return BackendTable(tuple(rows), {wing: str(device) for wing, device in devices.items()})
 
@@ -249,6 +250,7 @@ def readme_table() -> str:
         title = f"{registered.kind[0].upper()}{registered.kind[1:]}s"
         lines = [f"**{title}** (`attn backends --registry {name}`)", "", _markdown(_COLUMNS)]
         rows = [_markdown(_readme_row(name, member)) for member in registered]
+        rows += [_markdown(_readme_cells(name, candidate)) for candidate in _beside(name)]
         sections.append("\n".join([*lines, _markdown(["---"] * len(_COLUMNS)), *rows]))
     return "\n\n".join(sections) + "\n"
 
@@ -326,6 +328,11 @@ def _described(
     )  # fmt: skip
 
 
+def _beside(registry: str) -> list[Candidate]:
+    """What serves beside a registry's members: the selector's block-sparse branch is none of them."""
+    return [blocksparse_candidate()] if registry == "attention" else []
+
+
 def _block_sizes(backend: Any) -> tuple[str, ...]:
     """Only paged families have block sizes."""
     sizes = getattr(backend, "get_supported_kernel_block_size", None)
@@ -353,15 +360,19 @@ def _plugin_row(registry: str, report: plugins.PluginReport) -> BackendRow:
 def _readme_row(registry: str, member: BackendEnum) -> list[str]:
     if not member.value:
         return _cells(member.name, "", "a slot for a class of yours")
-    row = _described(registry, load_candidate(member.name, member.value), "built-in", {}, judge=False)
+    return _readme_cells(registry, load_candidate(member.name, member.value))
+
+
+def _readme_cells(registry: str, candidate: Candidate) -> list[str]:
+    row = _described(registry, candidate, "built-in", {}, judge=False)
     can = row.capabilities
     status = "built" if row.built else NOT_BUILT
     if can is None:
-        return _cells(member.name, row.framework, status, row.evidence)
+        return _cells(row.name, row.framework, status, row.evidence)
     needs = can.install or ", ".join(can.packages) or "nothing more"
     served = ", ".join([*row.features, *row.limits])
     return _cells(
-        member.name, row.framework, status, row.evidence, ", ".join(can.platforms), needs, ", ".join(can.dtypes),
+        row.name, row.framework, status, row.evidence, ", ".join(can.platforms), needs, ", ".join(can.dtypes),
         _sizes(can.head_sizes), ", ".join(row.block_sizes), ", ".join(can.kv_cache_dtypes), served,
     )  # fmt: skip
 

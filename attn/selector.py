@@ -14,10 +14,10 @@ from dataclasses import replace
 from typing import Any
 
 from attn import envs, plugins
-from attn.backend_enum import generation, load_candidate, ranked
+from attn.backend_enum import generation, ranked
 from attn.backends.abstract import AttentionBackend
 from attn.backends.arguments import list_of_names, positive_int
-from attn.backends.registry import BLOCKSPARSE_PATHS, AttentionBackendEnum
+from attn.backends.registry import AttentionBackendEnum, blocksparse_candidate
 from attn.capabilities import WINGS, AttentionType, Candidate, Device, Feature, Request
 from attn.dtypes import dtype_name, framework_of_dtype
 from attn.forks import renew_after_fork
@@ -202,7 +202,7 @@ def _backend_for(request: Request, dtype: Any, is_attention_free: bool, is_block
         logger.info_once("Using BlocksparseFlashAttention backend.")
         framework = _framework(dtype)
         sparse = replace(request, features=request.features | {Feature.BLOCK_SPARSE})
-        candidate = load_candidate("BLOCKSPARSE", BLOCKSPARSE_PATHS[framework])
+        candidate = blocksparse_candidate(framework)
         return choose([candidate], sparse, platform_for(framework).device(), "is_blocksparse").require()
     if is_attention_free:
         placeholder: type[AttentionBackend] = resolve_obj_by_qualname(

@@ -51,6 +51,16 @@ def test_the_summary_counts_failures(tmp_path: Path) -> None:
     assert evidence.summary("attention", "FLASH_ATTN", path) == evidence.summary("diffusion", "PALLAS", path) == "none"
 
 
+def test_the_longest_run_in_a_place_speaks_and_every_failure(tmp_path: Path) -> None:
+    path = tmp_path / "evidence.json"
+    short = dataclasses.replace(ROW, level="smoke", cases=90)
+    evidence.record([ROW, short], path)
+    assert evidence.summary("attention", "XLA_ATTN", path) == "ran on x86_64 CPU (200 cases, 2026-11-20)"
+    evidence.record([dataclasses.replace(short, failures=1)], path)
+    said = evidence.summary("attention", "XLA_ATTN", path)
+    assert "(200 cases" in said and "1 of 90 cases FAILED" in said
+
+
 @pytest.mark.parametrize("wrong", [{"kind": "hoped"}, {"cases": 0}, {"failures": 201}, {"failures": -1}])
 def test_nonsense_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):

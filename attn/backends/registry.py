@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from attn import backend_enum
-from attn.backend_enum import BackendEnum, BackendEnumMeta
+from attn.backend_enum import BackendEnum, BackendEnumMeta, load_candidate
+from attn.capabilities import Candidate
 from attn.logger import init_logger
 
 logger = init_logger(__name__)
@@ -75,6 +76,12 @@ BLOCKSPARSE_PATHS = {
     "torch": "attn.torch.backends.blocksparse_attn.BlocksparseFlashAttentionBackend",
     "jax": "attn.jax.backends.blocksparse_attn.BlocksparseFlashAttentionBackend",
 }
+BLOCKSPARSE = "BLOCKSPARSE"
+
+
+def blocksparse_candidate(framework: str = "torch") -> Candidate:
+    """What the selector's block-sparse branch leads to, loaded as far as it goes."""
+    return load_candidate(BLOCKSPARSE, BLOCKSPARSE_PATHS[framework])
 
 
 def register_backend(

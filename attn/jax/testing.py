@@ -23,8 +23,10 @@ import numpy as np
 import numpy.typing as npt
 from jax.experimental.pallas import tpu as pltpu
 
+from attn.backends.mla.prefill.abstract import MLAContextChunk, MLAPrefillMetadata
 from attn.capabilities import Device, Feature
 from attn.testing import Call, Result, bits, cache_spec, layer_arguments
+from attn.testing.prefill import PrefillCall
 
 Array = npt.NDArray[Any]
 
@@ -173,3 +175,25 @@ def _bits(array: jax.Array) -> Array:
     """An array as `attn.testing.bits` stores its dtype."""
     host = np.asarray(array)
     return host.view(bits.raw(str(host.dtype)))
+
+
+def prefill(backend: Any, call: PrefillCall) -> tuple[Array, list[tuple[Array, Array]]]:
+    """An MLA prefill backend's answers: the new tokens' output alone, then (out, lse) of them and of each chunk, NumPy."""
+    case, starts = call.case, call.query_start_loc
+    chunks = tuple(
+        MLAContextChunk(jnp.asarray(at), at, int(at[-1]), int(np.diff(at).max(initial=0))) for *_, at in call.parts[1:]
+    )
+    meta = MLAPrefillMetadata(jnp.asarray(starts), starts, len(starts) - 1, int(np.diff(starts).max(initial=0)), chunks)
+    impl = backend(case.num_heads, *case.sizes, call.scale)
+    query = jnp.asarray(call.query, case.dtype)
+    new, *context = [tuple(jnp.asarray(x, case.dtype) for x in part[:2]) for part in call.parts]
+
+    def host(state: Any) -> tuple[Array, Array]:
+        out, lse = (np.asarray(x, np.float32) for x in state)
+        return out, lse
+
+    alone = impl.run_prefill_new_tokens(query, *new, meta, False)
+    assert alone.dtype == query.dtype
+    states = [host(impl.run_prefill_new_tokens(query, *new, meta, True))]
+    states += [host(impl.run_prefill_context_chunk(i, query, *part, meta)) for i, part in enumerate(context)]
+    return np.asarray(alone, np.float32), states

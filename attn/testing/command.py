@@ -8,6 +8,7 @@ python -m attn.testing --mutants                   which rules and cases kill wh
 """
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Sequence
@@ -26,7 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments."""
     add = parser.add_argument
     add("backends", nargs="*", metavar="BACKEND", help="names (default: every one that can run here)")
-    add("--registry", choices=("attention", "diffusion"), default="attention", help="which backends (default: %(default)s)")
+    which = ("attention", "mla_prefill", "diffusion")
+    add("--registry", choices=which, default="attention", help="which backends (default: %(default)s)")
     add("--level", choices=LEVELS, default="quick", help="how much to run (default: %(default)s)")
     add("--only", default="", metavar="TEXT", help="only the cases whose name contains TEXT")
     add("--dtype", action="append", default=[], help="only cases of this dtype; may be repeated")
@@ -53,11 +55,12 @@ def run(args: argparse.Namespace) -> int:
         return _mutants(args.json)
     if args.repro is not None:
         return _repro(args.backends, args.repro, args.json)
-    if args.registry == "diffusion":
+    if args.registry != "attention":
         from attn.testing.dense import run_dense
+        from attn.testing.prefill import run_prefill
 
-        report = run_dense(args.backends or None, level=args.level, kind=args.kind, only=args.only, record=args.record)
-        return _told(args, report)
+        run_part = functools.partial(run_dense, level=args.level) if args.registry == "diffusion" else run_prefill
+        return _told(args, run_part(args.backends or None, kind=args.kind, only=args.only, record=args.record))
     report = run_conformance(
         args.backends or None, args.level, kind=args.kind, record=args.record, only=args.only, dtypes=args.dtype,
         jobs=args.jobs, part=args.part,

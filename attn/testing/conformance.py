@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from attn import evidence, plugins
 from attn.backend_enum import load_candidate, path_of
-from attn.backends.registry import BLOCKSPARSE_PATHS, AttentionBackendEnum
+from attn.backends.registry import BLOCKSPARSE, AttentionBackendEnum, blocksparse_candidate
 from attn.capabilities import Candidate, Capabilities, Device, Feature
 from attn.dtypes import dtype_name
 from attn.errors import AttnError, UnsupportedError
@@ -31,7 +31,6 @@ from attn.testing.suite import cases_of, program_of
 from attn.verdicts import choose, not_loadable
 
 REFUSAL = "refusal"
-BLOCKSPARSE = "BLOCKSPARSE"
 #: The kinds of evidence that running the suite can give.
 EXECUTED = ("ran", "interpreted", "stand-in")
 #: What only a call can show, and a constructor cannot know; and what neither shows, so that selection alone refuses it.
@@ -279,7 +278,7 @@ def candidate_of(name: str) -> Candidate:
     """A backend by name, loaded as far as it goes: a member of the registry, or the selector's block-sparse branch (which is
     none). Raises ValueError for an unknown name."""
     if name == BLOCKSPARSE:
-        return load_candidate(name, BLOCKSPARSE_PATHS["torch"])
+        return blocksparse_candidate()
     return AttentionBackendEnum[name].candidate()
 
 

@@ -7,7 +7,7 @@ it declares, everything else to the paged family's rules (`rules.BUDGETS`). Leve
 arrays whose offsets outgrow 32 bits, which are drawn there and compared row by row at chosen places (`vast`).
 """
 
-import time
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,17 +15,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from attn import evidence, reference
+from attn import reference
 from attn.capabilities import Device, Feature, supports_size
 from attn.diffusion.backends.abstract import DiffusionRequest
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.errors import UnsupportedError
 from attn.imports import resolve_obj_by_qualname
 from attn.testing import bits
-from attn.testing.conformance import EXECUTED, BackendReport, Failure, Report, device_for, evidence_of, is_interpreted
+from attn.testing.conformance import Report
+from attn.testing.family import run_family
 from attn.testing.rules import BUDGETS
 from attn.testing.suite import LEVELS
-from attn.verdicts import not_loadable
 
 Array = npt.NDArray[Any]
 
@@ -85,7 +85,7 @@ class DenseCall:
     joint: tuple[Array, Array, Array] | None
 
 
-def dense_cases(backend: Any, level: str = "quick", device: Device | None = None) -> list[DenseCase]:
+def dense_cases(backend: Any, device: Device | None = None, level: str = "quick") -> list[DenseCase]:
     """The cases that a backend class must pass, from its capabilities and limits, and calls that it must refuse.
 
     Raises ValueError for an unknown level.
@@ -276,54 +276,9 @@ def run_dense(
     only: str = "",
     record: bool = False,
 ) -> Report:
-    """The dense suite on diffusion backends by name, or on every one that runs here; `record` keeps the outcome as evidence.
-
-    `kind` as in `run_conformance`: with `stand-in` or `interpreted` no device is asked for; None is `ran`, or
-    `interpreted` where the backend says so. Raises ValueError for an unknown name or kind, for a part that is to be
-    recorded, and for an interpreted run that is to pass as `ran`.
-    """
-    if kind is not None and kind not in EXECUTED:
-        raise ValueError(f"kind={kind!r} (supports {', '.join(EXECUTED)})")
-    if record and only:
-        raise ValueError(f"record=True needs the whole suite, not the cases that contain {only!r}")
-    reports, rows = [], []
-    for name in DiffusionAttentionBackendEnum.names() if names is None else names:
-        candidate = DiffusionAttentionBackendEnum[name].candidate()
-        why = list(not_loadable(candidate))
-        backend: Any = candidate.backend
-        if backend is None or why:
-            reports.append(BackendReport(name, skipped="; ".join(why)))
-            continue
-        device = device_for(backend)
-        interpreted = is_interpreted(backend)
-        if interpreted and kind == "ran":
-            raise ValueError(f"{name} is executed by an interpreter here: kind must be 'interpreted'")
-        how = kind or ("interpreted" if interpreted else "ran")
-        if interpreted and names is None and kind is None:
-            reports.append(BackendReport(name, skipped="executed by an interpreter here, which takes long: ask for it by name"))
-            continue
-        if how == "ran" and (refused := backend.capabilities.device_reasons(device)):
-            reports.append(BackendReport(name, skipped="; ".join(refused)))
-            continue
-        words = "dense, full" if level == "full" else "dense"
-        report = BackendReport(name, device.name or device.platform, device.platform, words, how)
-        begin = time.perf_counter()
-        for case in dense_cases(backend, level, device):
-            if only not in case.name:
-                continue
-            report.cases += 1
-            try:
-                check_dense(backend, case)
-            except AssertionError as error:
-                report.failures.append(Failure(case.name, [str(error)], ""))
-            except Exception as error:  # whatever a vendor's kernel raises is the case's outcome, and no other's
-                report.failures.append(Failure(case.name, [f"{case}: {type(error).__name__}: {error}"], ""))
-        report.seconds = time.perf_counter() - begin
-        if not report.cases:
-            report.skipped = "no case was selected"
-        else:
-            rows.append(evidence_of(report, backend, "diffusion"))
-        reports.append(report)
-    if record:
-        evidence.record(rows)
-    return Report(reports)
+    """The dense suite on diffusion backends by name, or on every one that runs here; arguments as `run_family`'s."""
+    cases = functools.partial(dense_cases, level=level)
+    words = "dense, full" if level == "full" else "dense"
+    return run_family(
+        "diffusion", DiffusionAttentionBackendEnum, cases, check_dense, names, kind=kind, only=only, record=record, level=words
+    )

@@ -4,6 +4,7 @@ The output buffer lies inside a larger one, NaN throughout, so that rows that we
 have been are both seen.
 """
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,8 +12,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from attn.backends.mla.prefill.abstract import MLAContextChunk, MLAPrefillMetadata
 from attn.capabilities import Device, Feature
 from attn.testing import Call, Result, bits, cache_spec, latent_rows, layer_arguments
+from attn.testing.prefill import PrefillCall
 from attn.torch import kv_cache as caches
 from attn.torch.interpreter import correct_bfloat16
 
@@ -138,3 +141,43 @@ def _bits(tensor: torch.Tensor) -> Array:
     raw, kind = kinds.get(host.dtype, (host.dtype, None))
     array: Array = host.view(raw).numpy().copy()
     return array if kind is None else array.view(kind)
+
+
+def prefill(backend: Any, call: PrefillCall) -> tuple[Array, list[tuple[Array, Array]]]:
+    """An MLA prefill backend's answers: the new tokens' output alone, then (out, lse) of them and of each chunk, NumPy.
+
+    Values are a view beside their keys, as the template's are.
+    """
+    on_gpu = torch.cuda.is_available() and {"cuda", "rocm"} & set(backend.capabilities.platforms)
+    device = torch.device("cuda" if on_gpu else "cpu")
+    if os.environ.get("TRITON_INTERPRET") == "1" and not on_gpu:
+        correct_bfloat16()
+
+    def put(values: Array, dtype: torch.dtype = getattr(torch, call.case.dtype)) -> torch.Tensor:  # noqa: B008
+        return torch.from_numpy(values.copy()).to(device, dtype)
+
+    def beside(keys: Array, values: Array) -> tuple[torch.Tensor, torch.Tensor]:
+        size = keys.shape[2]
+        both = put(np.concatenate([keys, values], 2))
+        return both[..., :size].contiguous(), both[..., size:]
+
+    def host(state: Any) -> tuple[Array, Array]:
+        out, lse = (x.float().cpu().numpy() for x in state)
+        return out, lse
+
+    starts, int32 = call.query_start_loc, torch.int32
+    chunks = tuple(
+        MLAContextChunk(put(at, int32), at, int(at[-1]), int(np.diff(at).max(initial=0))) for *_, at in call.parts[1:]
+    )
+    meta = MLAPrefillMetadata(put(starts, int32), starts, len(starts) - 1, int(np.diff(starts).max(initial=0)), chunks)
+    case = call.case
+    impl = backend(case.num_heads, *case.sizes, call.scale)
+    query = put(call.query)
+    with torch.no_grad():
+        new = beside(*call.parts[0][:2])
+        alone = impl.run_prefill_new_tokens(query, *new, meta, False)
+        assert alone.dtype == query.dtype
+        states = [host(impl.run_prefill_new_tokens(query, *new, meta, True))]
+        for i, (keys, values, _) in enumerate(call.parts[1:]):
+            states.append(host(impl.run_prefill_context_chunk(i, query, *beside(keys, values), meta)))
+    return alone.float().cpu().numpy(), states

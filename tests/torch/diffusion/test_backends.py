@@ -151,11 +151,11 @@ def _small(case: DenseCase) -> DenseCase:
 
 
 def vast_cases() -> list[DenseCase]:
-    return [case for case in dense_cases(SDPABackend, "full", Device("torch", "cuda")) if case.vast]
+    return [case for case in dense_cases(SDPABackend, Device("torch", "cuda"), "full") if case.vast]
 
 
 def test_the_full_suite_has_fluxs_length_and_on_a_gpu_arrays_beyond_32_bits() -> None:
-    names = {case.name for case in dense_cases(SDPABackend, "full", Device("torch", "cpu"))}
+    names = {case.name for case in dense_cases(SDPABackend, Device("torch", "cpu"), "full")}
     assert {"4608 rows", "4608 rows with the joint stream's", "one row, one key", "77 rows"} <= names
     assert not any("2**31" in name for name in names) and len(vast_cases()) == 4
     for case in vast_cases():

@@ -1,0 +1,144 @@
+"""The prefill family's part of the suite: MLA prefill backends against the float64 oracle, cases derived from capabilities.
+
+What the MLA template asks of them: new tokens that attend one another causally, context in chunks without a mask, requests
+that have no token or no key of a chunk, values that are a strided view beside their keys; and that all parts, merged by
+their log-sum-exps, are the attention over everything. A wing's driver (`attn.torch.testing.prefill`, `attn.jax.testing`)
+turns a call in NumPy into its arrays and back; the rules are the paged family's.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from attn import reference
+from attn.backends.mla.prefill.registry import MLAPrefillBackendEnum
+from attn.backends.mla.prefill.selector import make_mla_prefill_request
+from attn.capabilities import supports_size
+from attn.imports import resolve_obj_by_qualname
+from attn.testing.bits import Array, rounded
+from attn.testing.case import Case
+from attn.testing.conformance import Report
+from attn.testing.draw import Result
+from attn.testing.expected import Expected
+from attn.testing.family import run_family
+from attn.testing.rules import BUDGETS, compare
+
+State = tuple[Array, Array]  #: out [T, H, Dv], lse [H, T]
+#: Sizes (D, Dv) of heads that are tried, DeepSeek's first.
+_SIZES = ((192, 128), (96, 64), (40, 24), (128, 128), (256, 256), (192, 192))
+
+
+@dataclass(frozen=True)
+class PrefillCase:
+    """New tokens of each request, and for each chunk of the context how many keys of each request it holds."""
+
+    name: str
+    query_lens: tuple[int, ...] = (5, 1, 17, 40)
+    chunks: tuple[tuple[int, ...], ...] = ((9, 0, 33, 4), (0, 0, 64, 0))
+    num_heads: int = 4
+    sizes: tuple[int, int] = (192, 128)
+    dtype: str = "bfloat16"
+    scale: float | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass
+class PrefillCall:
+    """A case's arrays in float32, each number one of the case's dtype. query: [T, H, D]; parts: (keys [m, H, D], values
+    [m, H, Dv], key_start_loc [R + 1]) of the new tokens, then of each chunk."""
+
+    case: PrefillCase
+    scale: float
+    query: Array
+    query_start_loc: Array
+    parts: list[tuple[Array, Array, Array]]
+
+
+def prefill_cases(backend: Any) -> list[PrefillCase]:
+    """The cases that a backend class must pass, from its capabilities."""
+    c = backend.capabilities
+    sizes = [s for s in _SIZES if supports_size(s[0], c.head_sizes) and supports_size(s[1], backend.v_head_dims)]
+    dtypes = [d for d in ("bfloat16", "float32", "float16", "float64") if d in c.dtypes and d in BUDGETS]
+    plain = PrefillCase("new tokens and context", sizes=sizes[0], dtype=dtypes[0])
+    found = [
+        plain,
+        replace(plain, name="no context", chunks=()),
+        replace(plain, name="one request", query_lens=(70,), chunks=((33,),)),
+        replace(plain, name="longer than a tile", query_lens=(130, 257), chunks=((1, 200),)),
+        replace(plain, name="requests without tokens", query_lens=(7, 0, 3), chunks=((4, 0, 0),)),
+        replace(plain, name="explicit scale", scale=0.31),
+        *(replace(plain, name=f"{heads} heads", num_heads=heads) for heads in (1, 5, 16)),
+        *(replace(plain, name=dtype, dtype=dtype) for dtype in dtypes),
+        *(replace(plain, name=f"heads of {size[0]} and {size[1]}", sizes=size) for size in sizes),
+    ]
+    return [case for case in found if not backend.why_not(_request(case))]
+
+
+def _request(case: PrefillCase) -> Any:
+    return make_mla_prefill_request(*case.sizes, case.dtype, num_heads=case.num_heads)
+
+
+def draw_prefill(case: PrefillCase) -> PrefillCall:
+    """The arrays of a case, always the same."""
+    rng = np.random.default_rng((11, *case.query_lens, *case.sizes, case.num_heads))
+
+    def normal(rows: int, size: int) -> Array:
+        return rounded(rng.standard_normal((rows, case.num_heads, size), np.float32), case.dtype)
+
+    def starts(lens: Sequence[int]) -> Array:
+        return np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
+
+    size, value_size = case.sizes
+    query = normal(sum(case.query_lens), size)
+    parts = [(normal(sum(n), size), normal(sum(n), value_size), starts(n)) for n in (case.query_lens, *case.chunks)]
+    return PrefillCall(case, size**-0.5 if case.scale is None else case.scale, query, starts(case.query_lens), parts)
+
+
+def _expected(call: PrefillCall, parts: Sequence[int], causal: bool) -> State:
+    """The oracle's answer over some parts of the keys, the last of which is causal where `causal`."""
+    out = np.zeros((len(call.query), call.case.num_heads, call.case.sizes[1]))
+    lse = np.full((call.case.num_heads, len(call.query)), -np.inf)
+    for r in range(len(call.case.query_lens)):
+        rows = slice(call.query_start_loc[r], call.query_start_loc[r + 1])
+        own = [tuple(x[starts[r] : starts[r + 1]] for x in (k, v)) for k, v, starts in (call.parts[i] for i in parts)]
+        keys, values = (np.concatenate([part[i] for part in own]) for i in (0, 1))
+        if rows.stop > rows.start:
+            out[rows], lse[:, rows] = reference.attention(call.query[rows], keys, values, scale=call.scale, causal=causal)
+    return out, lse
+
+
+def check_prefill(backend: Any, case: PrefillCase) -> None:
+    """Run one case on a backend class; AssertionError with every rule that is broken."""
+    call = draw_prefill(case)
+    run: Callable[[Any, PrefillCall], tuple[Array, list[State]]] = resolve_obj_by_qualname(
+        f"attn.{backend.capabilities.framework}.testing.prefill"
+    )
+    alone, states = run(backend, call)
+    wanted = [_expected(call, [i], i == 0) for i in range(len(call.parts))]
+    found = _broken(case, "new tokens, without lse", (alone, wanted[0][1]), wanted[0])
+    for i, (state, want) in enumerate(zip(states, wanted, strict=True)):
+        found += _broken(case, f"chunk {i - 1}" if i else "new tokens", state, want)
+    outs, logs = zip(*states, strict=True)
+    merged = reference.merge_states(list(outs), list(logs))
+    found += _broken(case, "everything, merged", merged, _expected(call, [*range(1, len(call.parts)), 0], True))
+    assert not found, f"{case}: {'; '.join(found)}"
+
+
+def _broken(case: PrefillCase, what: str, state: State, want: State) -> list[str]:
+    """The rules that a state breaks; the output of a row without keys is never read, so anything may be there."""
+    out = np.where(np.isneginf(want[1]).T[..., None], 0, state[0]).astype(np.float32)
+    as_case = Case(what, case.query_lens, case.query_lens, num_heads=case.num_heads, dtype=case.dtype, lse=True)
+    result = Result(rounded(out, case.dtype), state[1].astype(np.float32), None, None, case.dtype)
+    return [f"rule {v.rule} ({what}): {v.what}" for v in compare(as_case, result, Expected(*want, None))]
+
+
+def run_prefill(names: Sequence[str] | None = None, *, kind: str | None = None, only: str = "", record: bool = False) -> Report:
+    """The prefill suite on MLA prefill backends by name, or on every one that runs here; arguments as `run_family`'s."""
+    return run_family(
+        "mla_prefill", MLAPrefillBackendEnum, lambda backend, _: prefill_cases(backend), check_prefill, names, kind=kind, only=only, record=record,
+        level="prefill",
+    )  # fmt: skip

@@ -1,0 +1,105 @@
+"""The prefill family's suite: right backends pass, planted bugs do not, and every registry's outcome can be kept (10 s)."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from attn import evidence
+from attn.backends.mla.prefill.registry import MLAPrefillBackendEnum, register_mla_prefill_backend
+from attn.testing.command import main
+from attn.testing.prefill import PrefillCase, check_prefill, draw_prefill, prefill_cases, run_prefill
+from attn.torch.backends.mla.prefill.sdpa import TorchSDPAPrefillBackend
+
+CASES = {case.name: case for case in prefill_cases(TorchSDPAPrefillBackend)}
+#: What the suite starts from, smaller.
+SMALL = PrefillCase("small", (5, 1, 7), ((9, 0, 4), (0, 0, 6)), sizes=(40, 24), num_heads=2)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_portable_backend(name: str) -> None:
+    check_prefill(TorchSDPAPrefillBackend, CASES[name])
+
+
+def test_the_jax_backend() -> None:
+    check_prefill(MLAPrefillBackendEnum["XLA"].get_class(), SMALL)
+
+
+class _Planted(TorchSDPAPrefillBackend):
+    """A right backend whose states a subclass changes."""
+
+    def run_prefill_new_tokens(self, q: Any, k: Any, v: Any, meta: Any, return_lse: bool) -> Any:
+        out, lse = super().run_prefill_new_tokens(q, k, v, meta, True)
+        state = self.changed(out, lse)
+        return state if return_lse else state[0]
+
+    def run_prefill_context_chunk(self, chunk_idx: int, q: Any, k: Any, v: Any, meta: Any) -> Any:
+        return self.changed(*super().run_prefill_context_chunk(chunk_idx, q, k, v, meta))
+
+    def changed(self, out: Any, lse: Any) -> Any:
+        return out, lse
+
+
+class _BaseTwo(_Planted):
+    def changed(self, out: Any, lse: Any) -> Any:
+        return out, lse / np.log(2)
+
+
+class _FiniteWhenEmpty(_Planted):
+    def changed(self, out: Any, lse: Any) -> Any:
+        return out, torch.where(lse.isinf(), 0.0, lse)
+
+
+class _ScaleOfTheAbsorbedHead(_Planted):
+    def __init__(self, num_heads: int, qk_head_dim: int, v_head_dim: int, scale: float) -> None:
+        super().__init__(num_heads, qk_head_dim, v_head_dim, (qk_head_dim + 1) ** -0.5)
+
+
+class _StridesFromShapes(_Planted):
+    """Takes a view for dense memory, as tokenspeed-mla does."""
+
+    def run_prefill_new_tokens(self, q: Any, k: Any, v: Any, meta: Any, return_lse: bool) -> Any:
+        dense = torch.as_strided(v, v.shape, (v.shape[1] * v.shape[2], v.shape[2], 1))
+        return super().run_prefill_new_tokens(q, k, dense, meta, return_lse)
+
+
+class _ChunkOfTheFirst(_Planted):
+    def run_prefill_context_chunk(self, chunk_idx: int, q: Any, k: Any, v: Any, meta: Any) -> Any:
+        return super().run_prefill_context_chunk(0 if len(k) == meta.chunks[0].num_keys else chunk_idx, q, -k, v, meta)
+
+
+@pytest.mark.parametrize("planted", [_BaseTwo, _FiniteWhenEmpty, _ScaleOfTheAbsorbedHead, _StridesFromShapes, _ChunkOfTheFirst])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_planted_bug_is_seen(planted: Any, dtype: str) -> None:
+    case = PrefillCase("small", SMALL.query_lens, SMALL.chunks, sizes=SMALL.sizes, num_heads=2, dtype=dtype)
+    check_prefill(_Planted, case)
+    with pytest.raises(AssertionError, match="rule"):
+        check_prefill(planted, case)
+
+
+def test_a_run_is_a_report_and_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[evidence.Evidence] = []
+    monkeypatch.setattr(evidence, "record", kept.extend)
+    monkeypatch.setattr("attn.testing.prefill.prefill_cases", lambda backend: [SMALL])
+    register_mla_prefill_backend("BASE_TWO", _BaseTwo)
+    good, bad, absent = run_prefill(["TORCH_SDPA", "BASE_TWO", "FLASHINFER"], record=True).backends
+    assert good.ok and good.cases == 1 and not bad.ok and "rule D" in str(bad)
+    assert "flashinfer is not installed" in absent.skipped
+    assert [(row.registry, row.backend, row.failures) for row in kept] == [
+        ("mla_prefill", "TORCH_SDPA", 0), ("mla_prefill", "BASE_TWO", 1),
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="needs the whole suite"):
+        run_prefill(["TORCH_SDPA"], record=True, only="small")
+
+
+def test_on_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--registry", "mla_prefill", "TORCH_SDPA", "--only", "no context"]) == 0
+    assert "TORCH_SDPA ran on" in capsys.readouterr().out
+    assert main(["--registry", "mla_prefill", "TRTLLM_RAGGED"]) == 1
+    assert "not examined: TRTLLM_RAGGED: " in capsys.readouterr().err
+
+
+def test_a_case_is_always_the_same() -> None:
+    one, other = draw_prefill(SMALL), draw_prefill(SMALL)
+    assert np.array_equal(one.query, other.query) and len(one.parts) == 1 + len(SMALL.chunks)
