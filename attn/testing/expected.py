@@ -19,11 +19,13 @@ from attn.testing.simulated import EagerKernel
 
 @dataclass
 class Expected:
-    """The oracle's answer: out [T, H, D], lse [H, T] in float64, NaN in padding rows; `slack` is rule C's bound."""
+    """The oracle's answer: out [T, H, D], lse [H, T] in float64, NaN in padding rows; `slack` is rule C's bound, `noise`
+    [H, T] what 16-bit MLA adds to rule D's tolerance (`_lse_noise`)."""
 
     out: Array
     lse: Array
     slack: float | None
+    noise: Array | None = None
 
 
 def specified_cache(call: Call) -> tuple[Array, Array]:
@@ -183,6 +185,58 @@ def _ragged(call: Call) -> tuple[Array, Array]:
     return out, lse
 
 
+#: The unit roundoff of a dtype: nearest rounding changes a number by at most this share of it.
+_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+_DEVIATIONS = 6.0  #: of a normal error: exceeded once in 5e8 rows
+
+
+def _lse_noise(call: Call, lse: Array) -> Array | None:
+    """[H, T]: how far 16-bit MLA may take an lse from the oracle's, by rounding what it makes of its inputs.
+
+    Absorbed, each element of q' = q_nope W_UK^T is rounded once for all keys; expanded, each element of every key. To first
+    order a score's error is scale * sum_l (error of element l) * (what it multiplies), the lse's the mean of its scores'
+    weighted by the probabilities p, and an element's error that of nearest rounding: independent of the others', with a
+    deviation of at most u |x| / sqrt(3) (Higham & Mary, 2019, for why that holds). The bound that needs no independence, u *
+    scale * sum |q| |k|, is some 20 times as wide. A row of a quantised cache is code times scale, which a backend may round
+    before either: what that shifts the lse by is known, since the codes are, and added as it is.
+    """
+    case, batch = call.case, call.batch
+    if not case.mla or case.dtype not in _ROUNDOFF:
+        return None
+    rank, nope, _, _ = case.mla
+    up_k = call.weights[..., :nope].astype(np.float64)
+    noise, cache = np.zeros_like(lse), specified_cache(call)[0]
+    for r in range(batch.num_reqs):
+        rows, j = call.rows(r), np.arange(int(batch.seq_lens[r]))
+        if rows.stop == rows.start or not len(j):
+            continue
+        stored = cache[batch.block_table[r, j // case.block_size], j % case.block_size, 0]
+        latent = np.nan_to_num(decode(stored, case.element) * scale_array(case.k_scale)).astype(np.float64)
+        kv_c, k_pe, query = latent[:, :rank], latent[:, rank:], call.query[rows].astype(np.float64)
+        q_nope, q_pe = query[..., :nope], query[..., nope:]
+        absorbed = np.einsum("nhd,lhd->hnl", q_nope, up_k)
+        scores = call.scale * (absorbed @ kv_c.T + np.einsum("nhr,mr->hnm", q_pe, k_pe))
+        p = np.exp(np.minimum(scores - np.where(np.isfinite(lse[:, rows]), lse[:, rows], np.inf)[..., None], 0))
+        p = np.where(_visible(call, rows, len(j)), p, 0)
+        by_query = np.einsum("hnl,hnl->hn", absorbed**2, (p @ kv_c) ** 2)
+        keys = np.einsum("ml,lhd->mhd", kv_c, up_k)
+        by_key = np.einsum("hnm,nhd,mhd->hn", p**2, q_nope**2, keys**2, optimize=True)
+        lost = rounded(latent, case.dtype) - latent
+        shift = (p * (absorbed @ lost[:, :rank].T + np.einsum("nhr,mr->hnm", q_pe, lost[:, rank:]))).sum(-1)
+        random = _DEVIATIONS * _ROUNDOFF[case.dtype] * np.sqrt(np.maximum(by_query, by_key) / 3)
+        noise[:, rows] = call.scale * (random + np.abs(shift))
+    return noise
+
+
+def _visible(call: Call, rows: slice, m: int) -> Array:
+    """[n, m]: which keys each row of a request of an MLA case sees."""
+    n, j = rows.stop - rows.start, np.arange(m)
+    if call.case.topk:
+        return np.asarray((call.indices[rows, :, None] == j).any(1))
+    seen: Array = j <= np.arange(n)[:, None] + m - n
+    return seen if call.batch.causal else np.ones_like(seen)
+
+
 def _with_slack(call: Call, answer: tuple[Array, Array]) -> Expected:
     out, lse = answer
     slack = None
@@ -198,4 +252,4 @@ def _with_slack(call: Call, answer: tuple[Array, Array]) -> Expected:
         factor = 3.0 if call.case.logits_soft_cap else 2.0
         worst = [np.max(e, where=np.isfinite(e), initial=0.0) for e in errors]
         slack = factor * float(worst[0]) + 2.0 * float(worst[1])
-    return Expected(out, lse, slack)
+    return Expected(out, lse, slack, _lse_noise(call, lse) if call.case.lse else None)

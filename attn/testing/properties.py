@@ -47,7 +47,8 @@ def judged(call: Call, run: Runner, score: Score, want: Expected | None = None) 
 
 def mapped(want: Expected, rows: Array | slice = slice(None), heads: Array | slice = slice(None)) -> Expected:
     """What is expected of some rows and heads."""
-    return Expected(want.out[rows][:, heads], want.lse[heads][:, rows], want.slack)
+    noise = None if want.noise is None else want.noise[heads][:, rows]
+    return Expected(want.out[rows][:, heads], want.lse[heads][:, rows], want.slack, noise)
 
 
 def same(
