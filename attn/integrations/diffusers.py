@@ -10,16 +10,15 @@ diffusers' list of backends is a closed enum, so that members are added to it; e
 0.42: a dispatcher that has changed is a sentence, not a crash.
 """
 
-import functools
 from typing import Any
 
 import torch
 
 from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
-from attn.diffusion.selector import make_diffusion_request, select_diffusion
+from attn.diffusion.selector import make_diffusion_request
 from attn.errors import BackendLoadError, UnsupportedError
-from attn.platforms import platform_for
+from attn.torch.diffusion.chosen import chosen_impl
 
 _NAME = "attn"
 
@@ -92,7 +91,7 @@ def _function(backend: str | None, error_budget: float) -> Any:
             )
         wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
         full = attn_mask is not None and attn_mask.ndim != 2
-        impl = _impl(
+        impl = chosen_impl(
             backend, error_budget, query.device.type, query.shape[2], key.shape[2], query.shape[3], query.dtype,
             None if scale is None else float(scale), is_causal, full, wants_grad, attn_mask is not None and not full,
             query.shape[1], key.shape[1],
@@ -104,37 +103,6 @@ def _function(backend: str | None, error_budget: float) -> Any:
         return impl.forward(query, key, value, meta)
 
     return attention
-
-
-@functools.lru_cache(256)
-def _impl(
-    backend: str | None,
-    error_budget: float,
-    device_type: str,
-    num_heads: int,
-    num_kv_heads: int,
-    head_size: int,
-    dtype: torch.dtype,
-    scale: float | None,
-    causal: bool,
-    mask: bool,
-    grad: bool,
-    key_mask: bool,
-    rows: int,
-    keys: int,
-) -> Any:
-    """The implementation for calls that agree in all of this; the choice is logged once."""
-    features = [*(["mask"] if mask else []), *(["backward"] if grad else [])]
-    budget = error_budget
-    if backend is not None:  # asked for by name: its error is known
-        budget = max(budget, getattr(DiffusionAttentionBackendEnum[backend].get_class(), "error", 0.0))
-    request = make_diffusion_request(
-        head_size, dtype, features=features, num_heads=num_heads, num_kv_heads=num_kv_heads, error_budget=budget,
-        causal=causal, key_mask=key_mask, rows=rows or None, keys=keys or None,
-    )  # fmt: skip
-    platform = platform_for("torch", "cpu" if device_type == "cpu" else None)
-    chosen = select_diffusion(request, backend=backend, framework="torch", platform=platform).require()
-    return chosen.get_impl_cls()(num_heads, head_size, scale, causal, num_kv_heads)
 
 
 def _bool(mask: torch.Tensor) -> torch.Tensor:

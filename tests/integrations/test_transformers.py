@@ -1,0 +1,224 @@
+"""transformers: tiny models with sharpened random weights give eager's logits and text through `attn`.
+
+Random tiny models barely depend on what attention does; with query and key projections multiplied by `SHARP` a dropped cap,
+sink or scale moves logits by tenths (the negative controls show it), so that equality means something.
+"""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from attn.errors import UnsupportedError  # noqa: E402
+from attn.integrations import transformers as attn_transformers  # noqa: E402
+
+SHARP = 12.0
+SMALL = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 64, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
+}  # fmt: skip
+DECODERS = {
+    "llama": ("LlamaConfig", {"head_dim": 16}),
+    "qwen3": ("Qwen3Config", {"head_dim": 16}),
+    "gemma2": (
+        "Gemma2Config",
+        {"head_dim": 16, "sliding_window": 6, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 40},
+    ),
+    "gemma3": ("Gemma3TextConfig", {"head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 40}),
+    "gpt_oss": (
+        "GptOssConfig",
+        {"head_dim": 16, "sliding_window": 6, "num_local_experts": 2, "num_experts_per_tok": 1},
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {
+            "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
+            "v_head_dim": 10, "first_k_dense_replace": 2,
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def registered():
+    attn_transformers.register()
+
+
+def sharpened(model):
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if any(part in name for part in ("q_proj", "k_proj", "q_b_proj", "kv_b_proj", "query.", "key.", ".q.", ".k.")):
+                weight.mul_(SHARP)
+            if name.endswith("sinks"):
+                weight.normal_()
+    return model.eval()
+
+
+def decoder(kind):
+    name, extra = DECODERS[kind]
+    torch.manual_seed(0)
+    config = getattr(transformers, name)(**{**SMALL, **extra})
+    return sharpened(transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+
+
+def batch(padding):
+    torch.manual_seed(1)
+    ids, mask = torch.randint(2, 64, (2, 17)), torch.ones(2, 17, dtype=torch.long)
+    if padding == "left":
+        mask[0, :5] = 0
+    if padding == "right":
+        mask[1, 11:] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@torch.no_grad()
+def logits(model, implementation, inputs):
+    model.set_attn_implementation(implementation)
+    return model(**inputs).logits
+
+
+def text(model, implementation, inputs, **options):
+    model.set_attn_implementation(implementation)
+    return model.generate(**inputs, max_new_tokens=12, do_sample=False, **options)
+
+
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize("kind", DECODERS)
+def test_logits_are_eagers(kind, padding):
+    model, inputs = decoder(kind), batch(padding)
+    real = inputs["attention_mask"].bool()
+    want, got = (logits(model, name, inputs)[real] for name in ("eager", "attn"))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("cache", [None, "static"])
+@pytest.mark.parametrize("kind", DECODERS)
+def test_greedy_text_is_eagers(kind, cache):
+    model, inputs = decoder(kind), batch("left")
+    options = {} if cache is None else {"cache_implementation": cache}
+    assert torch.equal(text(model, "attn", inputs, **options), text(model, "eager", inputs, **options))
+
+
+def test_a_backend_by_name_serves_the_whole_model():
+    model, inputs = decoder("gemma2"), batch("left")
+    assert torch.equal(text(model, "attn:TORCH_SDPA", inputs), text(model, "eager", inputs))
+
+
+@pytest.mark.parametrize(
+    ("kind", "lost"), [("gemma2", "softcap"), ("gemma2", "scaling"), ("gpt_oss", "s_aux"), ("gemma3", "attention_mask")]
+)
+def test_a_lost_argument_would_show(kind, lost):
+    """Negative controls: the same models tell when a term is dropped."""
+    from transformers import AttentionInterface
+
+    whole = attn_transformers._function(None)
+
+    def without(module, query, key, value, attention_mask, **kwargs):
+        if lost == "attention_mask":
+            attention_mask = None
+        kwargs = {name: value for name, value in kwargs.items() if name != lost}
+        return whole(module, query, key, value, attention_mask, **kwargs)
+
+    AttentionInterface.register("attn_lossy", without)
+    transformers.masking_utils.AttentionMaskInterface.register("attn_lossy", attn_transformers.mask)
+    model, inputs = decoder(kind), batch("left")
+    real = inputs["attention_mask"].bool()
+    want, got = (logits(model, name, inputs)[real] for name in ("eager", "attn_lossy"))
+    assert (got - want).abs().max() > 0.01
+
+
+def test_an_encoder_and_its_padding():
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64,
+        hidden_dropout_prob=0, attention_probs_dropout_prob=0,
+    )  # fmt: skip
+    model = sharpened(transformers.AutoModel.from_config(config, attn_implementation="eager"))
+    for padding in ("none", "right"):
+        inputs = batch(padding)
+        real = inputs["attention_mask"].bool()
+        states = []
+        for name in ("eager", "attn", "attn:TORCH_SDPA"):
+            model.set_attn_implementation(name)
+            with torch.no_grad():
+                states.append(model(**inputs).last_hidden_state[real])
+        for got in states[1:]:
+            torch.testing.assert_close(got, states[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["bart", "t5"])
+def test_encoder_decoders(kind):
+    torch.manual_seed(0)
+    if kind == "bart":
+        config = transformers.BartConfig(
+            d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+            encoder_ffn_dim=48, decoder_ffn_dim=48, vocab_size=64, max_position_embeddings=64, dropout=0, pad_token_id=0,
+            bos_token_id=1, eos_token_id=None, forced_eos_token_id=None, decoder_start_token_id=1,
+        )  # fmt: skip
+    else:
+        config = transformers.T5Config(
+            d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=64, dropout_rate=0, decoder_start_token_id=1,
+            pad_token_id=0, eos_token_id=None,
+        )  # fmt: skip
+    model = sharpened(transformers.AutoModelForSeq2SeqLM.from_config(config, attn_implementation="eager"))
+    inputs = batch("right")
+    assert torch.equal(text(model, "attn", inputs), text(model, "eager", inputs))
+
+
+def test_training_goes_through():
+    model, inputs = decoder("llama"), batch("left")
+    grads = []
+    for name in ("eager", "attn"):
+        model.set_attn_implementation(name)
+        model.zero_grad()
+        real = inputs["attention_mask"].bool()
+        model(**inputs).logits[real].square().mean().backward()
+        grads.append(model.model.layers[0].self_attn.k_proj.weight.grad.clone())
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "gpt_oss"])
+def test_continuous_batching_is_its_dense_text(kind):
+    """Chunked prompts, more requests than fit at once, pages of 16 shared by prefix."""
+    from transformers import GenerationConfig
+    from transformers.generation import ContinuousBatchingConfig
+
+    model = decoder(kind)
+    torch.manual_seed(2)
+    shared = torch.randint(2, 64, (20,)).tolist()
+    prompts = [shared + [3, 4], shared + [9], torch.randint(2, 64, (5,)).tolist(), torch.randint(2, 64, (33,)).tolist()]
+    greedy = GenerationConfig(max_new_tokens=10, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    paging = ContinuousBatchingConfig(page_size=16, num_blocks=24, max_batch_tokens=16, auto_switch_to_flash=False)
+    with attn_transformers.paged(model):
+        answers = model.generate_batch(prompts, generation_config=greedy, continuous_batching_config=paging)
+    assert model.config._attn_implementation == "eager"
+    by_prompt = {tuple(answer.prompt_ids): answer for answer in answers.values()}
+    for prompt in prompts:
+        answer = by_prompt[tuple(prompt)]
+        assert answer.error is None
+        want = text(model, "eager", {"input_ids": torch.tensor([prompt])})[0, len(prompt) :][:10].tolist()
+        assert answer.generated_tokens == want
+
+
+def test_what_is_not_understood_names_the_layer():
+    model, inputs = decoder("llama"), batch("none")
+    model.set_attn_implementation("attn")
+    with pytest.raises(UnsupportedError, match="LlamaAttention of layer 0: output_attentions not supported"):
+        model(**inputs, output_attentions=True)
+    with pytest.raises(UnsupportedError, match="LlamaAttention of layer 0: alibi not supported"):
+        model(**inputs, alibi=torch.zeros(1))
+    odd = torch.tril(torch.ones(1, 1, 17, 17, dtype=torch.bool))
+    odd[0, 0, 5, 2] = False
+    model.set_attn_implementation("attn:TORCH_SDPA")
+    with pytest.raises(UnsupportedError, match=r"attn:TORCH_SDPA.*a mask that is no causal or windowed pattern"):
+        model(input_ids=inputs["input_ids"], attention_mask=odd.expand(2, 1, 17, 17))
+
+
+def test_a_mask_of_the_callers_own():
+    model, inputs = decoder("llama"), batch("none")
+    drawn = torch.tril(torch.ones(17, 17, dtype=torch.bool)).repeat(2, 1, 1, 1)
+    drawn[:, 0, 5:, 2] = False
+    added = torch.zeros(drawn.shape).masked_fill(~drawn, torch.finfo(torch.float32).min)
+    want = logits(model, "eager", {"input_ids": inputs["input_ids"], "attention_mask": added})
+    got = logits(model, "attn", {"input_ids": inputs["input_ids"], "attention_mask": added})
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
