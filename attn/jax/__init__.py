@@ -7,6 +7,8 @@ _FACE = {
     "Attention": "attn.jax.layer",
     "DiffusionAttention": "attn.jax.diffusion.layer",
     "MLAAttention": "attn.jax.mla_layer",
+    "attention_fn": "attn.jax.dot_product",
+    "dot_product_attention": "attn.jax.dot_product",
     "merge_attn_states": "attn.jax.merge",
 }
 __all__ = list(_FACE)

@@ -8,6 +8,8 @@ _FACE = {
     "DiffusionAttention": "attn.torch.diffusion.layer",
     "MLAAttention": "attn.torch.layer",
     "merge_attn_states": "attn.torch.merge",
+    "scaled_dot_product_attention": "attn.torch.dot_product",
+    "sdpa_backend": "attn.torch.dot_product",
 }
 __all__ = list(_FACE)
 

@@ -1,0 +1,165 @@
+"""`attn.jax.dot_product_attention`: `jax.nn.dot_product_attention` with the backend chosen, and flax's `attention_fn`.
+
+The diffusion registry decides: on a TPU our Pallas flash kernel for what it serves (causal squares, windows, key lengths; no
+bias, no drawn mask), cuDNN on a GPU, else XLA. The last two are `jax.nn`'s own implementations.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from attn.arrays import framework_of
+from attn.capabilities import Feature
+from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
+from attn.diffusion.selector import make_diffusion_request, select_diffusion
+from attn.errors import ShapeError, UnsupportedError
+
+_OF_JAX = {"CUDNN": "cudnn", "XLA_ATTN": "xla"}  #: backends that are implementations of `jax.nn.dot_product_attention`
+
+
+def dot_product_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: jax.Array | None = None,
+    key_value_seq_lengths: jax.Array | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+    backend: DiffusionAttentionBackendEnum | str | None = None,
+) -> Any:
+    """Attention with the signature and the semantics of `jax.nn.dot_product_attention`, differentiable.
+
+    query: [B, T, N, H] or [T, N, H]; key, value: [B, S, K, H] or [S, K, H]; bias: added to scores, and mask: bool, True =
+    attend, both broadcastable to [B, N, T, S]. is_causal and local_window_size (left, right) count from the first row and
+    the first key (top-left). query_seq_lengths, key_value_seq_lengths: [B] int32; rows past a query's length are 0.
+    implementation: "xla" or "cudnn", jax's own, taken as asked. backend: a diffusion backend by name, obeyed or refused.
+
+    Returns [B, T, N, H] or [T, N, H] in the query's dtype; with return_residual also the natural log-sum-exp [B, T, N] (or
+    [T, N]) float32. One difference: a row that sees no key is 0, with every backend, where `jax.nn` returns a mean of values.
+    Raises `UnsupportedError` with every reason, and what `jax.nn` raises for shapes.
+    """
+    for name, array in (("query", query), ("key", key), ("value", value)):
+        if framework_of(array) not in ("jax", "numpy"):
+            raise TypeError(f"{name} is of {framework_of(array)}: must be an array of jax (see attn.arrays.to_framework)")
+    query, key, value = (jnp.asarray(x) for x in (query, key, value))
+    if query.ndim not in (3, 4) or key.ndim != query.ndim or value.ndim != query.ndim:
+        shapes = ", ".join(str(list(x.shape)) for x in (query, key, value))
+        raise ShapeError(f"query, key, value have shapes {shapes}: must be [B, T, heads, head_size], or all without B")
+    if implementation is not None and backend is not None:
+        raise ValueError(f"implementation={implementation!r} and backend={backend!r} are two ways to say one thing: give one")
+    batched = query.ndim == 4
+    if not batched:
+        query, key, value = query[None], key[None], value[None]
+    rows, keys = query.shape[1], key.shape[1]
+    window = (local_window_size,) * 2 if isinstance(local_window_size, int) else local_window_size
+    # our kernel counts from the last row and key: the same for squares, and for causal calls whose last keys nobody sees
+    if is_causal and keys > rows:
+        key, value, keys = key[:, :rows], value[:, :rows], rows
+        bias, mask = (x if x is None or x.shape[-1] == 1 else x[..., :rows] for x in (bias, mask))
+        if key_value_seq_lengths is not None:
+            key_value_seq_lengths = jnp.minimum(key_value_seq_lengths, rows)
+    aligned = rows == keys or not (is_causal or window)
+    drawn = bias is not None or mask is not None or not aligned
+    name = implementation
+    if implementation is None:
+        request = make_diffusion_request(
+            query.shape[-1], query.dtype, num_heads=query.shape[2], num_kv_heads=key.shape[2],
+            features=[Feature.BACKWARD, *([Feature.MASK] if drawn else [])],
+        )  # fmt: skip
+        chosen = select_diffusion(request, backend=backend, framework="jax")
+        chosen.require()
+        name = _OF_JAX.get(chosen.name or "", chosen.name)
+    if name == "PALLAS":
+        out, lse = _pallas(query, key, value, scale, is_causal, window, key_value_seq_lengths)
+    elif name in ("xla", "cudnn"):
+        out, lse = jax.nn.dot_product_attention(
+            query, key, value, bias, mask, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths, local_window_size=window, implementation=name, return_residual=True,
+        )  # fmt: skip
+        if mask is not None or key_value_seq_lengths is not None or window is not None:
+            seen = _seen(query, key, mask, is_causal, window, key_value_seq_lengths)
+            out, lse = jnp.where(seen[..., None], out, 0), jnp.where(seen, lse, -jnp.inf)
+    else:
+        raise UnsupportedError(f"{name}: not reachable through dot_product_attention (PALLAS, CUDNN and XLA_ATTN are)")
+    if query_seq_lengths is not None:
+        real = jnp.arange(rows)[None, :, None] < jnp.asarray(query_seq_lengths)[:, None, None]
+        out, lse = jnp.where(real[..., None], out, 0), jnp.where(real, lse, -jnp.inf)
+    if not batched:
+        out, lse = out[0], lse[0]
+    return (out, lse) if return_residual else out
+
+
+def _pallas(
+    query: jax.Array, key: jax.Array, value: jax.Array, scale: float | None, causal: bool, window: Any, kv_lens: Any
+) -> tuple[jax.Array, jax.Array]:
+    from attn.jax.kernels.tpu.flash_attention import flash_attention
+
+    lens = None if kv_lens is None else jnp.asarray(kv_lens, jnp.int32)
+    out, lse = flash_attention(
+        query, key, value, causal=causal, sliding_window=window, scale=scale, kv_lens=lens, return_lse=True
+    )
+    return out, jnp.swapaxes(lse, 1, 2)
+
+
+def _seen(query: jax.Array, key: jax.Array, mask: Any, causal: bool, window: Any, kv_lens: Any) -> jax.Array:
+    """bool [B, T, N]: the rows that see a key."""
+    rows, keys = query.shape[1], key.shape[1]
+    ahead = jnp.arange(keys) - jnp.arange(rows)[:, None]
+    allowed = jnp.ones((1, 1, rows, keys), bool)
+    if causal:
+        allowed &= ahead <= 0
+    if window is not None:
+        allowed &= (ahead >= -window[0]) & (ahead <= window[1])
+    if kv_lens is not None:
+        allowed = allowed & (jnp.arange(keys) < jnp.asarray(kv_lens)[:, None])[:, None, None]
+    if mask is not None:
+        allowed = allowed & (mask if mask.ndim == 4 else mask[None])
+    seen = jnp.broadcast_to(allowed.any(-1), (query.shape[0], query.shape[2], rows))
+    return jnp.swapaxes(seen, 1, 2)
+
+
+def attention_fn(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    broadcast_dropout: bool = True,
+    dropout_rng: Any = None,
+    dropout_rate: float = 0.0,
+    deterministic: bool = False,
+    dtype: Any = None,
+    precision: Any = None,
+    module: Any = None,
+    is_causal: bool = False,
+    **_: Any,
+) -> jax.Array:
+    """`dot_product_attention` as the `attention_fn` of `nnx.MultiHeadAttention` and of linen's.
+
+        nnx.MultiHeadAttention(8, 64, 64, attention_fn=attn.jax.attention_fn, decode=False, rngs=nnx.Rngs(0))
+
+    Every argument that linen may pass is named, since it drops, silently, what a signature does not. mask: as flax makes it,
+    of any dtype, non-zero = attend. Dropout in force is refused, not dropped; so is `module` (flax's sowing of weights).
+    """
+    if dropout_rate and not deterministic:
+        raise UnsupportedError(f"dropout_rate={dropout_rate}: dropout of attention weights is not supported")
+    if module is not None:
+        raise UnsupportedError("module: weights are never held, so that they cannot be sown: sow_weights=False")
+    if dtype is not None:
+        query, key, value = (x.astype(dtype) for x in (query, key, value))
+    if mask is not None:
+        mask = mask.astype(bool)
+    lead = query.shape[:-3]
+    flat = [x.reshape(-1, *x.shape[-3:]) for x in (query, key, value)]
+    extras = [
+        None if x is None else jnp.broadcast_to(x, (*lead, *x.shape[-3:])).reshape(-1, *x.shape[-3:]) for x in (bias, mask)
+    ]
+    out: jax.Array = dot_product_attention(*flat, *extras, is_causal=is_causal)
+    return out.reshape(*lead, *out.shape[1:])

@@ -1,0 +1,88 @@
+"""`attn.torch.scaled_dot_product_attention`: torch's function of that name with the backend chosen."""
+
+import contextlib
+import contextvars
+from collections.abc import Generator
+
+import torch
+import torch.nn.functional as F
+
+from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
+from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
+from attn.errors import ShapeError, UnsupportedError
+from attn.torch.diffusion.chosen import chosen_impl
+
+_asked: contextvars.ContextVar[str | None] = contextvars.ContextVar("attn_sdpa_backend", default=None)
+
+
+@contextlib.contextmanager
+def sdpa_backend(backend: DiffusionAttentionBackendEnum | str | None) -> Generator[None, None, None]:
+    """In the block, `scaled_dot_product_attention` runs one diffusion backend, obeyed or refused; None gives the choice back.
+
+    Holds in the current context (this thread, this asyncio task). In the manner of `torch.nn.attention.sdpa_kernel`. Raises
+    ValueError for a name that no backend has.
+    """
+    name = None if backend is None else DiffusionAttentionBackendEnum[getattr(backend, "name", backend)].name
+    token = _asked.set(name)
+    try:
+        yield
+    finally:
+        _asked.reset(token)
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Attention with the signature and the semantics of `torch.nn.functional.scaled_dot_product_attention`.
+
+    query: [..., H, L, E]; key: [..., K, S, E]; value: [..., K, S, Ev]; attn_mask: bool, True = attend, or floats to be added,
+    broadcastable to [..., H, L, S]; is_causal counts from the first row and key (top-left). Returns [..., H, L, Ev]; a row
+    that sees no key is 0. The diffusion registry chooses (`sdpa_backend` and ATTN_DIFFUSION_BACKEND force one). Added floats
+    are torch's own function's, where no backend was asked for by name. Raises `UnsupportedError` with reasons and
+    `ShapeError`; dropout is refused.
+    """
+    if dropout_p:
+        raise UnsupportedError(f"dropout_p={dropout_p}: dropout of attention weights is not supported")
+    if query.ndim < 3 or key.ndim != query.ndim or value.ndim != query.ndim:
+        shapes = ", ".join(str(list(x.shape)) for x in (query, key, value))
+        raise ShapeError(f"query, key, value have shapes {shapes}: must be [..., heads, rows, head_size], of one rank")
+    if is_causal and attn_mask is not None:
+        raise ValueError("is_causal and attn_mask: give one of them")
+    asked = _asked.get()
+    added = attn_mask is not None and attn_mask.dtype != torch.bool
+    if added:
+        if asked is not None:
+            raise UnsupportedError(f"{asked}: attn_mask of {attn_mask.dtype}: numbers added to scores are not supported")  # type: ignore[union-attr]
+        return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
+    rows, width = query.shape[-2], value.shape[-1]
+    if is_causal and key.shape[-2] > rows:
+        key, value = key[..., :rows, :], value[..., :rows, :]  # what no row sees, counted from the first
+    if is_causal and key.shape[-2] < rows:
+        attn_mask = torch.ones(rows, key.shape[-2], dtype=torch.bool, device=query.device).tril()
+        is_causal = False
+    if key.shape[-3] != query.shape[-3] and not enable_gqa:
+        raise ShapeError(f"key has {key.shape[-3]} heads, query {query.shape[-3]}: equal numbers, or enable_gqa=True")
+    lead = query.shape[:-3]
+    mask = None
+    if attn_mask is not None:
+        mask = torch.broadcast_to(attn_mask, (*lead, *attn_mask.shape[-3:])) if attn_mask.ndim > 3 else attn_mask
+        mask = mask.reshape(-1, *mask.shape[-3:]) if mask.ndim > 3 else mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if width > query.shape[-1]:
+        query, key = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key))  # zeros that add nothing to a score
+    elif width < query.shape[-1]:
+        value = F.pad(value, (0, query.shape[-1] - width))
+    q, k, v = (x.reshape(-1, *x.shape[-3:]).transpose(1, 2) for x in (query, key, value))
+    wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    impl = chosen_impl(
+        asked, 0.0, q.device.type, q.shape[2], k.shape[2], q.shape[3], q.dtype, scale, is_causal, mask is not None, wants_grad
+    )
+    out: torch.Tensor = impl.forward(q, k, v, DiffusionAttentionMetadata(attn_mask=mask))
+    return out.transpose(1, 2)[..., :width].reshape(*lead, out.shape[2], rows, width)
