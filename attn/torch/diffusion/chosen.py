@@ -30,7 +30,8 @@ def chosen_impl(
 ) -> Any:
     """The implementation for calls that agree in all of this; the choice is logged once.
 
-    mask: a mask beyond one of keys comes along; grad: gradients are wanted; key_mask: a mask of keys comes along. Raises `UnsupportedError` with all reasons.
+    mask: a mask beyond one of keys comes along; grad: gradients are wanted; key_mask: one of keys does.
+    Raises `UnsupportedError` with all reasons.
     """
     features = [*([Feature.MASK] if mask else []), *([Feature.BACKWARD] if grad else [])]
     budget = error_budget
