@@ -165,17 +165,16 @@ def _step(  # type: ignore[no-untyped-def]
         guard = tl.where(above == float("-inf"), 0.0, above)
         p = tl.exp2(s - guard[:, None])
         shrink = tl.exp2(top - guard)
-    elif EXACT or q.dtype == tl.float16:
-        # Subtracted before it is scaled, the largest score is exactly 0 and a single key's value comes out as it is; fused the
-        # other way round, the rounding of a score of 2**24 would lift a weight beyond float16.
+    elif EXACT:
+        # subtracted before it is scaled, the largest score is exactly 0 and a single key's value comes out as it is
         above = tl.maximum(top, tl.max(s, 1))
         guard = tl.where(above == float("-inf"), 0.0, above)
-        p = tl.exp2((s - guard[:, None]) * by + LIFT)
+        p = tl.exp2((s - guard[:, None]) * factor)
         shrink = tl.exp2((top - guard) * factor)
     else:
-        above = tl.maximum(top, tl.max(s, 1) * factor)
+        above = tl.maximum(top, tl.max(s, 1) * factor - LIFT)
         guard = tl.where(above == float("-inf"), 0.0, above)
-        p = tl.exp2(s * factor - guard[:, None])
+        p = tl.exp2(s * by - guard[:, None])
         shrink = tl.exp2(top - guard)
     norm = norm * shrink + tl.sum(p, 1)
     acc = acc * shrink[:, None]
@@ -310,7 +309,7 @@ def _attention(  # type: ignore[no-untyped-def]
         # power of two brings each row to where float16 holds every bit of values down to 2**-31 of the row's largest.
         wide_q = q.to(tl.float32)
         peak = tl.max(tl.where(tl.abs(wide_q) < float("inf"), tl.abs(wide_q), 0.0), 1)
-        power = tl.maximum((peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), 8.673617379884035e-19)
+        power = tl.maximum((peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), 7.888609052210118e-31)
         q = (wide_q * (16384.0 / power)[:, None]).to(tl.float16)
         factor = factor * (power * 6.103515625e-05)
     if HAS_K_SCALE:
@@ -382,8 +381,8 @@ def _attention(  # type: ignore[no-untyped-def]
                     WIDE, EXACT, PRECISION, IN_HALF,
                 )  # fmt: skip
 
-    if (EXACT or q.dtype == tl.float16) and not (HAS_CAP or HAS_ALIBI):
-        top = top * factor - (15.0 if q.dtype == tl.float16 else 0.0)  # as if lifted (`_step`)
+    if EXACT and not (HAS_CAP or HAS_ALIBI):
+        top = top * factor
     log = tl.where(norm == 0, float("-inf"), top + tl.log2(norm))
     result = tl.where(norm[:, None] == 0, 0.0, acc / norm[:, None])
     if HAS_SPLITS:  # noqa: SIM102
