@@ -101,7 +101,8 @@ class TritonPagedImpl(PagedAttentionImpl):
         if own is not None:
             write_kv_per_token(key, value, key_cache, value_cache, *own, slot_mapping)
         else:
-            scales = (self._on(kv_cache.device, s) for s in (layer._k_scale, layer._v_scale))
+            coded = caches.is_quantised(kv_cache.dtype)
+            scales = (self._on(kv_cache.device, s) if coded else None for s in (layer._k_scale, layer._v_scale))
             write_kv(key, value, key_cache, value_cache, slot_mapping, *scales)
         return kv_cache
 
@@ -197,4 +198,8 @@ class TritonPagedImpl(PagedAttentionImpl):
 
     @staticmethod
     def _on(device: torch.device, scale: Any) -> torch.Tensor:
+        """A scale where kernels read it. One number from the host is filled in: a graph under capture takes no copy of it."""
+        on_host = not isinstance(scale, torch.Tensor) or (scale.ndim == 0 and scale.device.type == "cpu")
+        if on_host and not torch.compiler.is_compiling():
+            return torch.full((), float(scale), dtype=torch.float32, device=device)
         return torch.as_tensor(scale, dtype=torch.float32, device=device).detach()

@@ -118,13 +118,13 @@ def write_kv(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
 ) -> None:
     """Store token t's key and value at slot_mapping[t] = block * P + offset; -1 stores nothing.
 
     key, value: [T', K, D]; caches: [N, P, K, D], any strides with D dense; slot_mapping: [T] int; scales: 0-d or [K] float32
-    on the same device, used by one-byte caches only. Rows past the shorter of T and T' are padding.
+    on the same device, which one-byte caches need and others do not look at. Rows past the shorter of T and T' are padding.
     """
     _launch(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, own=False)
 
@@ -153,8 +153,8 @@ def _launch(
     key_cache: torch.Tensor,
     value_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
-    k_scale: torch.Tensor,
-    v_scale: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
     own: bool,
 ) -> None:
     tokens = min(key.shape[0], slot_mapping.shape[0])
@@ -167,11 +167,11 @@ def _launch(
     kind = "" if key_cache.dtype == key.dtype else _KINDS.get(key_cache.dtype, "")
     stored = [cache.view(_BITS[cache.itemsize]) if kind else cache for cache in (key_cache, value_cache)]
     block_h, block_d = power_of_two(heads), power_of_two(head_size)
-    scale_block, scale_slot = k_scale.stride()[:2] if own else (0, 0)
+    scale_block, scale_slot = k_scale.stride()[:2] if own and k_scale is not None else (0, 0)
     _write[(tokens,)](
         key, value, *stored, slot_mapping, k_scale, v_scale,
         key.stride(0), value.stride(0), *key_cache.stride()[:3], *value_cache.stride()[:3],
-        1 if k_scale.ndim else 0, 1 if v_scale.ndim else 0, scale_block, scale_slot,
+        *(1 if scale is not None and scale.ndim else 0 for scale in (k_scale, v_scale)), scale_block, scale_slot,
         HEADS=heads, D=head_size, P=key_cache.shape[1], BLOCK_H=block_h, BLOCK_D=block_d, KIND=kind, OWN=own,
         num_warps=min(8, max(1, block_h * block_d // 256)),
     )  # fmt: skip

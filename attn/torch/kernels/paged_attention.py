@@ -105,10 +105,9 @@ def _step(  # type: ignore[no-untyped-def]
     HAS_LEFT: tl.constexpr, PAGED: tl.constexpr, P: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_TREE: tl.constexpr, SPARSE: tl.constexpr,
     SAME: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, IN_HALF: tl.constexpr,
+    LATE: tl.constexpr, LIFT: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys: scores, running maximum, and the values they weigh. Without MASKED every row sees every key of it."""
-    # Weights in float16 reach 2**15 instead of 1: from 2**-39 of the largest on they are numbers, from 2**-29 on exact.
-    LIFT: tl.constexpr = 15.0 if q.dtype == tl.float16 else 0.0
     by = factor[:, None] if IN_HALF else factor
     d = tl.arange(0, BLOCK_D)
     n = tl.arange(0, BLOCK_N)
@@ -161,20 +160,20 @@ def _step(  # type: ignore[no-untyped-def]
         )  # fmt: skip
         s = tl.where(allowed, s, float("-inf"))
     if HAS_CAP or HAS_ALIBI:
-        above = tl.maximum(top, tl.max(s, 1) - LIFT)
+        above = tl.maximum(top, tl.max(s, 1))
         guard = tl.where(above == float("-inf"), 0.0, above)
-        p = tl.exp2(s - guard[:, None])
+        p = tl.exp2((s - guard[:, None]) + LIFT) if LIFT else tl.exp2(s - guard[:, None])
         shrink = tl.exp2(top - guard)
-    elif EXACT:
+    elif LATE:
         # subtracted before it is scaled, the largest score is exactly 0 and a single key's value comes out as it is
         above = tl.maximum(top, tl.max(s, 1))
         guard = tl.where(above == float("-inf"), 0.0, above)
-        p = tl.exp2((s - guard[:, None]) * factor)
+        p = tl.exp2((s - guard[:, None]) * by + LIFT) if LIFT else tl.exp2((s - guard[:, None]) * by)
         shrink = tl.exp2((top - guard) * factor)
     else:
-        above = tl.maximum(top, tl.max(s, 1) * factor - LIFT)
+        above = tl.maximum(top, tl.max(s, 1) * factor)
         guard = tl.where(above == float("-inf"), 0.0, above)
-        p = tl.exp2(s * by - guard[:, None])
+        p = tl.exp2(s * factor - guard[:, None])
         shrink = tl.exp2(top - guard)
     norm = norm * shrink + tl.sum(p, 1)
     acc = acc * shrink[:, None]
@@ -335,6 +334,10 @@ def _attention(  # type: ignore[no-untyped-def]
         tree_row = tree + r.to(tl.int64) * tree_w * tree_w
     shifted = head + sparse_offset
 
+    # Weights in float16 reach 2**15 instead of 1: from 2**-39 of the largest on they are numbers, from 2**-29 on exact. Nothing
+    # may exceed the largest by much there, as it does by rounding where scores of 2**24 are scaled before it is subtracted.
+    LIFT: tl.constexpr = 15 if q.dtype == tl.float16 else 0
+    LATE: tl.constexpr = EXACT or q.dtype == tl.float16
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     norm = tl.zeros((BLOCK_M,), tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
@@ -365,6 +368,7 @@ def _attention(  # type: ignore[no-untyped-def]
                         k_block, k_slot, v_block, v_slot, factor, cap, tree_w, sparse_local, sparse_stride,
                         sparse_shift, k_scale, v_scale, scale_block, scale_slot, PER_TOKEN, HAS_LEFT, PAGED, P, D,
                         BLOCK_N, BLOCK_D, HAS_CAP, HAS_ALIBI, HAS_TREE, SPARSE, SAME, WIDE, EXACT, PRECISION, IN_HALF,
+                        LATE, LIFT,
                     )  # fmt: skip
     if MAY_BE_WILD and BLOCK_Q > 1 and (SPARSE > 0 or not EXACT):  # noqa: SIM102  (one is known when compiling)
         # 0 * NaN: a value that is not finite may have reached rows that do not see it. Rare enough to start over.
@@ -378,11 +382,13 @@ def _attention(  # type: ignore[no-untyped-def]
                     shifted, token, context, q_len, slope, left, is_tree, k_block, k_slot, v_block, v_slot, factor, cap,
                     tree_w, sparse_local, sparse_stride, sparse_shift, k_scale, v_scale, scale_block, scale_slot,
                     PER_TOKEN, HAS_LEFT, PAGED, P, D, BLOCK_N, BLOCK_D, HAS_CAP, HAS_ALIBI, HAS_TREE, SPARSE, SAME,
-                    WIDE, EXACT, PRECISION, IN_HALF,
+                    WIDE, EXACT, PRECISION, IN_HALF, LATE, LIFT,
                 )  # fmt: skip
 
-    if EXACT and not (HAS_CAP or HAS_ALIBI):
+    if LATE and not (HAS_CAP or HAS_ALIBI):
         top = top * factor
+    if LIFT:
+        top = top - LIFT
     log = tl.where(norm == 0, float("-inf"), top + tl.log2(norm))
     result = tl.where(norm[:, None] == 0, 0.0, acc / norm[:, None])
     if HAS_SPLITS:  # noqa: SIM102
