@@ -6,13 +6,14 @@
 memcheck takes twenty of the conformance suite's cases for TRITON_ATTN, each tensor an allocation of its own, so that whatever
 reads or writes beside one is seen.
 
-racecheck needs a Hopper GPU. It reports words of shared memory in the Gluon prefill, and this tells whose they are. Besides
-`hopper_prefill` it runs three kernels of the same partitions: in `bare` they share nothing, so that whatever is reported is
-the handshake by which Triton hands partitions their work; in `ordered` two of them pass a tile to and fro by mbarriers, as the
-prefill's do, and nothing more may be reported; in `planted` they do so without, and the tile must be. Each report is then told
-by the place in shared memory (the handshake's bytes come last: a worker warp reads its own, which PTX shows) and by the machine
-instructions in question. Exit code 0: only the handshake is reported in the prefill, as in `bare`, and the tool saw the
-planted race.
+racecheck needs a Hopper GPU. It reports bytes of shared memory in the Gluon prefill, and this tells whose they are. Besides
+`hopper_prefill` it runs kernels of the same partitions: `bare` and `barriers`, which share nothing (the second with barriers
+among a partition's warps), `ordered`, in which two of them pass a tile to and fro by mbarriers as the prefill's do, and
+`planted`, in which they do so without: there the tile must be reported. Each report is told by its place in shared memory (the
+bytes through which Triton hands partitions their work come last: a worker warp reads its own, which PTX shows) and by its two
+machine instructions. Exit code 0: what is reported in the prefill is that handshake alone, its every write is followed and its
+every read preceded by barrier 1, which all threads of a program take, it is reported in another kernel too, and the planted
+race was seen. Mbarriers are no order to the tool (`ordered` is reported): what it says of rings proves nothing.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 CASES = 20
-RACED = ("hopper_prefill", "bare", "ordered", "planted")
+RACED = ("hopper_prefill", "bare", "barriers", "ordered", "planted")
 _WORKERS = 4  #: the first worker warp: the default partition's come before
 
 
@@ -55,7 +56,7 @@ def race(name: str) -> int:
     import torch
     import triton
 
-    kernel = "_prefill" if name == "hopper_prefill" else "_bare" if name == "bare" else "_handover"
+    kernel = "_prefill" if name == "hopper_prefill" else "_bare" if name in ("bare", "barriers") else "_handover"
     told: dict[str, Any] = {}
 
     def listen(*, metadata: Any, metadata_group: Any, **_: Any) -> None:
@@ -71,8 +72,8 @@ def race(name: str) -> int:
     else:
         from benchmarks.kernels import handshake
 
-        if name == "bare":
-            handshake._bare[(2,)](out, num_warps=4)
+        if kernel == "_bare":
+            handshake._bare[(2,)](out, BARRIERS=name == "barriers", num_warps=4)
             right = bool((out == want).all())
         else:
             handshake._handover[(1,)](out, ORDERED=name == "ordered", num_warps=4)
@@ -208,6 +209,16 @@ class Places:
             return "handshake"
         return "mbarriers" if offset in self.barriers else "tiles and scratch" if 0 <= offset < self.shared else "nowhere"
 
+    def parted(self, h: Hazard) -> bool:
+        """Whether the write is at once followed, and the read at once preceded, by the barrier of all threads."""
+        write, read = sorted((h.first, h.second), key=lambda access: access.kind == "Read")
+        if (write.kind, read.kind) != ("Write", "Read"):
+            return False
+        order = sorted(self.code)
+        after, before = order.index(write.offset) + 1, order.index(read.offset)
+        sides = order[after : after + 2], order[max(0, before - 3) : before]
+        return all(any(re.fullmatch(r"BAR\.SYNC\S* 0x1", self.code[at]) for at in side) for side in sides)
+
 
 def places(told: dict[str, Any]) -> Places:
     """From PTX: worker warp w reads byte `state + w - 4`; mbarriers are where they are initialised."""
@@ -243,6 +254,7 @@ def judge(runs: dict[str, Run]) -> int:
     # the tool counts from the window's start, of which the system keeps the first KiB on Hopper
     base = 0x400 if all(h.address >= 0x400 for h in found["planted"]) else 0
     seen: dict[str, set[str]] = {}
+    loose: dict[str, int] = collections.Counter()
     for name, spot in known.items():
         log, t = runs[name].log, told[name]
         summary = [line.strip("= ") for line in log.splitlines() if "RACECHECK SUMMARY" in line]
@@ -257,7 +269,10 @@ def judge(runs: dict[str, Run]) -> int:
             seen[name].add(where)
             groups[where, Hazard(h.kind, 0, h.first, h.second)].append(h.address - base)
         for (where, h), at in groups.items():
-            print(f"   {h.kind} in {where}, bytes {min(at)}..{max(at)} ({len(set(at))} of them, {len(at)} reports)")
+            parted = where == "handshake" and spot.parted(h)
+            loose[name] += where == "handshake" and not parted
+            told_apart = ", barrier 1 between them" if parted else ""
+            print(f"   {h.kind} in {where}, bytes {min(at)}..{max(at)} ({len(set(at))} of them, {len(at)} reports){told_apart}")
             for access in (h.first, h.second):
                 text = spot.code.get(access.offset, "?")
                 print(f"      {access.kind:5s} {access.place.rpartition('+')[2]} {access.source or '-'}: {text}")
@@ -267,18 +282,24 @@ def judge(runs: dict[str, Run]) -> int:
     reasons = []
     if not seen["planted"] & {"tiles and scratch"}:
         reasons.append("the planted race was not seen, so silence proves nothing")
-    if seen["ordered"] - {"handshake"}:
-        reasons.append("mbarriers are no order to this tool, so what it says of rings proves nothing")
-    if seen["bare"] - {"handshake"}:
-        reasons.append(f"partitions that share nothing are reported for {sorted(seen['bare'])}")
+    for name in ("bare", "barriers"):
+        if seen[name] - {"handshake"}:
+            reasons.append(f"{name}, whose partitions share nothing, is reported for {sorted(seen[name])}")
     if ours := seen["hopper_prefill"] - {"handshake"}:
         reasons.append(f"the prefill is reported for {sorted(ours)}: a race, or an order that the tool does not know")
-    if seen["hopper_prefill"] > seen["bare"]:
-        reasons.append("the handshake is reported in the prefill and not in the kernel that consists of it")
+    if loose["hopper_prefill"]:
+        reasons.append("a write and a read of the handshake have no barrier of all threads between them")
+    others = [name for name in RACED[1:] if "handshake" in seen[name]]
+    if "handshake" in seen["hopper_prefill"] and not others:
+        reasons.append("the handshake is reported in the prefill and in no other kernel")
     for reason in reasons:
         print(f"\nOPEN: {reason}")
     if not reasons:
-        print(f"\nVERDICT: {len(found['hopper_prefill'])} reports in the prefill, all of the handshake's bytes; so is `bare`'s")
+        count = len(found["hopper_prefill"])
+        print(f"\nVERDICT: {count} reports in the prefill, all of the handshake's bytes, a barrier of all threads in between;")
+        print(f"the handshake is reported in {', '.join(others) or 'no other kernel'} too")
+    if seen["ordered"] - {"handshake"}:
+        print("Mbarriers are no order to this tool: of rings it can say nothing either way")
     return int(bool(reasons))
 
 
@@ -290,7 +311,7 @@ def racecheck(folder: Path) -> int:
 
     def job(name: str) -> Run:
         kernel = json.loads(re.findall(r"^TOLD (.*)$", runs[name].said, re.MULTILINE)[-1])["kernel"]
-        extra = ("--racecheck-report", "all", "--kernel-name", f"kernel_substring={kernel}")
+        extra = ("--racecheck-report", "all", "--kernel-name", f"kernel_substring={kernel}", "--num-cuda-barriers", "16")
         return run("racecheck", ["race", name], folder / f"{name}.log", extra)
 
     return judge(at_once({name: lambda name=name: job(name) for name in RACED}))  # type: ignore[misc]

@@ -11,17 +11,23 @@ REGISTERS = gl.constexpr(_REGISTERS)
 
 
 @gluon.jit
-def _alone(out, WHICH: gl.constexpr, WARPS: gl.constexpr):  # type: ignore[no-untyped-def]
+def _alone(out, WHICH: gl.constexpr, WARPS: gl.constexpr, BARRIERS: gl.constexpr):  # type: ignore[no-untyped-def]
     """A partition that shares nothing: it writes a row of its own."""
+    if BARRIERS:
+        gl.thread_barrier()
     for n in gl.static_range(4 // WARPS):
         i = n * 32 + gl.arange(0, 32 * WARPS, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
         gl.store(out + WHICH * 128 + i, i + WHICH)
 
 
 @gluon.jit
-def _bare(out):  # type: ignore[no-untyped-def]
+def _bare(out, BARRIERS: gl.constexpr):  # type: ignore[no-untyped-def]
+    if BARRIERS:
+        gl.thread_barrier()
     gl.warp_specialize(
-        [(_alone, (out, 0, 4)), (_alone, (out, 1, 4)), (_alone, (out, 2, 1))], [4, 1], [REGISTERS[0], REGISTERS[1]]
+        [(_alone, (out, 0, 4, BARRIERS)), (_alone, (out, 1, 4, BARRIERS)), (_alone, (out, 2, 1, BARRIERS))],
+        [4, 1],
+        [REGISTERS[0], REGISTERS[1]],
     )
 
 
