@@ -308,7 +308,7 @@ def _attention(  # type: ignore[no-untyped-def]
         # power of two brings each row to where float16 holds every bit of values down to 2**-31 of the row's largest.
         wide_q = q.to(tl.float32)
         peak = tl.max(tl.where(tl.abs(wide_q) < float("inf"), tl.abs(wide_q), 0.0), 1)
-        power = tl.maximum((peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), 7.888609052210118e-31)
+        power = tl.maximum((peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), 8.673617379884035e-19)
         q = (wide_q * (16384.0 / power)[:, None]).to(tl.float16)
         factor = factor * (power * 6.103515625e-05)
     if HAS_K_SCALE:
