@@ -154,6 +154,8 @@ def chunk_rows(call: Call, begin: Sequence[int], end: Sequence[int]) -> Array:
 
 
 def scaled(stored: Array, element: str, factor: float) -> Array:
-    """Stored values times a power of two, poison included."""
+    """Stored values times a power of two, poison included; what was finite and would not be stays as it is."""
+    values = decode(stored, element)
     with np.errstate(all="ignore"):
-        return encode(decode(stored, element) * np.float32(factor), element)
+        product = encode(values * np.float32(factor), element)
+    return np.where(np.isfinite(values) & ~np.isfinite(decode(product, element)), stored, product)

@@ -3,18 +3,18 @@
 The batch is one sequence of query rows in which every request begins at a block of `block` rows of its own; the cache is
 one long sequence of keys, page after page, as it lies. A block's list of pages (`Plan`) comes straight from the block
 table, so that nothing but a request's own pages is read; those that every row of the block sees whole are listed apart
-and masked by nothing. A mod is told where a key lies, not what it is: `pages`, one row a request, turns the page's number
+and masked by nothing. A mod is told where a key lies, not what it is: `places`, one row a request, turns the page's number
 into its place in that request, so that one page may serve several requests, at different places too. A page that a table
 names more than once stands for the last of them (a window's dead entries may name a page that has been handed out anew).
 
-`pages` takes 4 bytes for each request and page of the cache, and indices into it are 64-bit. Everything is made on the
+`places` takes 4 bytes for each request and page of the cache, and indices into it are 64-bit. Everything is made on the
 device, without waiting for it, once a batch and group of layers that agree in their masks.
 """
 
 import functools
 import types
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -48,37 +48,32 @@ class Rules(NamedTuple):
     page: int
 
 
-class Rows(NamedTuple):
-    """What the mods ask of each query row, all [rows]: its request's row in `pages` (int64), its position, its request's
-    length, where the new tokens begin and where its row of the trees begins (int64; -1: it has none)."""
-
-    base: torch.Tensor
-    position: torch.Tensor
-    length: torch.Tensor
-    context: torch.Tensor
-    tree: torch.Tensor
-
-
-class Lists(NamedTuple):
-    """Pages by block of rows, [blocks] how many and [blocks, columns] which: those to be masked, and those seen whole."""
-
-    count: torch.Tensor
-    pages: torch.Tensor
-    full_count: torch.Tensor
-    full_pages: torch.Tensor
-
-
 @dataclass(frozen=True)
 class Plan:
-    """A batch laid out: `source` [rows] is the token of each row, `back` [T] the row of each token."""
+    """A batch laid out in blocks of rows; int64 where nothing else is said, since indices follow from it.
+
+    source: [blocks * block], the token of each row; back: [T], the row of each token.
+    rows: [blocks, block, 5], what the mods ask of a row: where its request begins in `places`, its position, its
+    request's length, where the new tokens begin, where its row of the trees begins (-1: it has none).
+    lists: int32, how many pages a block visits [blocks] and which [blocks, columns]: those to be masked, then the same of
+    those that all of its rows see whole.
+    places: [R * N + 1] int32: where in request r page n is, in pages, at r * N + n; -1 where it is not.
+    trees: bool, all tree masks one after another; unseeing: [T] bool, tokens that see no key.
+    """
 
     source: torch.Tensor
     back: torch.Tensor
-    rows: Rows
-    lists: Lists
-    pages: torch.Tensor
+    rows: torch.Tensor
+    lists: tuple[torch.Tensor, ...]
+    places: torch.Tensor
     trees: torch.Tensor
-    unseeing: torch.Tensor  #: [T] bool: tokens that see no key
+    unseeing: torch.Tensor
+
+    def split(self, step: int) -> Iterator[tuple[slice, torch.Tensor, tuple[torch.Tensor, ...]]]:
+        """(blocks, their rows, their lists) by at most `step` blocks."""
+        for begin in range(0, len(self.rows), step):
+            own = slice(begin, begin + step)
+            yield own, self.rows[own], tuple(x[own] for x in self.lists)
 
 
 def block_rows(tokens: int, requests: int) -> int:
@@ -115,13 +110,14 @@ def lay_out(
         trees, width = meta.tree_mask.reshape(-1), meta.tree_mask.shape[1]
         has_tree = new <= width
     branches = has_tree[owner]
-    rows = Rows(
-        (owner[:, None] * num_pages).expand_as(token).to(torch.int64).flatten(),
-        position.to(torch.int32).flatten(),
-        torch.where(live, total[:, None], 0).to(torch.int32).flatten(),
-        context[:, None].expand_as(token).to(torch.int32).flatten(),
-        torch.where(branches[:, None] & live, (owner[:, None] * width + token) * width, -1).flatten(),
+    facts = (
+        (owner * num_pages)[:, None],
+        position,
+        torch.where(live, total[:, None], 0),
+        context[:, None],
+        torch.where(branches[:, None] & live, (owner[:, None] * width + token) * width, -1),
     )
+    rows = torch.stack([x.expand_as(token) for x in facts], 2).to(torch.int64)
 
     first, last = position[:, 0], torch.minimum(position[:, -1], total - 1)
     reach = total if masks.right is None else torch.minimum(total, last + masks.right + 1)
@@ -138,44 +134,35 @@ def lay_out(
     mine = torch.searchsorted(starts[1:], back, right=True, out_int32=True)
     back = (ends - blocks)[mine] * block + back - starts[mine]
     source = torch.where(live, starts[owner][:, None] + token, 0).flatten()
-    blind = rows.length[back] == 0
+    at, length = rows.flatten(0, 1)[back, 1:3].T
+    unseeing = length == 0
     if masks.right is not None or masks.causal:
-        blind |= rows.position[back] + (0 if masks.causal else masks.right or 0) < 0
+        unseeing |= at + (0 if masks.causal else masks.right or 0) < 0
     # a kernel for the CPU wants room for every page of the cache in each list
     columns = max(2, table.shape[1], num_pages if device.type == "cpu" else 0)
-    lists = _lists(table, owner, low, whole, until, high, columns)
-    pages = _places(table, lens, num_pages, page)
-    for x in (*rows, *lists, pages, trees):
-        varying(x, *range(x.dim()))
-    return Plan(source, back, rows, lists, pages, trees, blind)
+    some = _named(table, owner, whole - low + high - until, low, whole - low, until, columns)
+    full = _named(table, owner, until - whole, whole, until - whole, until, columns)
+    return Plan(source, back, rows, (*some, *full), _places(table, lens, num_pages, page), trees, unseeing)
 
 
-def _lists(
+def _named(
     table: torch.Tensor,
     owner: torch.Tensor,
-    low: torch.Tensor,
-    whole: torch.Tensor,
-    until: torch.Tensor,
-    high: torch.Tensor,
+    count: torch.Tensor,
+    start: torch.Tensor,
+    run: torch.Tensor,
+    then: torch.Tensor,
     columns: int,
-) -> Lists:
-    """The pages low..high of each block's request, of which whole..until are seen by all of its rows."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(count, [blocks, columns] pages): `run` places from `start` on, then those from `then` on, as the table names them."""
     column = torch.arange(columns, device=table.device)
-
-    def named(places: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        held = table[owner[:, None], places.clamp(0, table.shape[1] - 1)]
-        return torch.where(column < count[:, None], held, 0).to(torch.int32)
-
-    before = (whole - low)[:, None]
-    count, full = whole - low + high - until, until - whole
-    some = torch.where(column < before, low[:, None] + column, until[:, None] + column - before)
-    return Lists(
-        count.to(torch.int32), named(some, count), full.to(torch.int32), named(whole[:, None] + column, full)
-    )  # fmt: skip
+    place = torch.where(column < run[:, None], start[:, None] + column, (then - run)[:, None] + column)
+    held = table[owner[:, None], place.clamp(0, table.shape[1] - 1)]
+    return count.to(torch.int32), torch.where(column < count[:, None], held, 0).to(torch.int32)
 
 
 def _places(table: torch.Tensor, lens: torch.Tensor, num_pages: int, page: int) -> torch.Tensor:
-    """[R * N + 1] int32: where in request r page n is, in pages, at r * N + n; -1 where it is not."""
+    """`Plan.places`. Of a page that is named twice the last place stands."""
     requests, columns = table.shape
     place = torch.arange(columns, device=table.device, dtype=torch.int32).expand(requests, columns)
     used = place < -(-lens[:, None] // page)
@@ -195,22 +182,31 @@ def program(rules: Rules, shape: tuple[Any, ...], backend: str) -> Callable[...,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        rows: Rows,
-        lists: Lists,
-        pages: torch.Tensor,
+        rows: torch.Tensor,
+        lists: tuple[torch.Tensor, ...],
+        places: torch.Tensor,
         trees: torch.Tensor,
         slopes: torch.Tensor,
     ) -> Any:
+        """query: [blocks, block, H, D]; key, value: [N, P, K, D]; slopes: [H] float32; the rest as in `Plan`."""
         from torch.nn.attention import flex_attention as flex
 
+        for x in (query, *lists):  # few sizes: a kernel for the CPU mistakes the eleventh for another
+            torch._check(x.shape[0] == rows.shape[0])
+        torch._check(lists[1].shape[1] == lists[3].shape[1])
+        torch._check(key.shape[0] == value.shape[0])
+        facts = rows.flatten(0, 1)
+        query = query.flatten(0, 1).transpose(0, 1)[None]
+        key, value = (x.flatten(0, 1).transpose(0, 1)[None] for x in (key, value))
+
         def key_of(q: Any, kv: Any) -> tuple[Any, Any]:
-            place = pages[rows.base[q] + kv // page]
+            place = places[facts[q, 0] + kv // page]
             return place, place * page + kv % page
 
         def mask_mod(b: Any, h: Any, q: Any, kv: Any) -> Any:
             place, j = key_of(q, kv)
-            distance = j - rows.position[q]
-            seen = (place >= 0) & (j < rows.length[q])
+            distance, inside = j - facts[q, 1], j < facts[q, 2]
+            seen = (place >= 0) & inside
             if masks.left is not None:
                 seen = seen & (distance >= -masks.left)
             if masks.right is not None:
@@ -219,22 +215,21 @@ def program(rules: Rules, shape: tuple[Any, ...], backend: str) -> Callable[...,
                 return seen
             if not masks.tree:
                 return seen & (distance <= 0)
-            new = j - rows.context[q]
-            branch = rows.tree[q]
-            among = (new >= 0) & (branch >= 0) & (j < rows.length[q])
+            new, branch = j - facts[q, 3], facts[q, 4]
+            among = (new >= 0) & inside & (branch >= 0)
             return seen & torch.where(branch >= 0, (new < 0) | trees[torch.where(among, branch + new, 0)], distance <= 0)
 
         def score_mod(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
             if rules.soft_cap is not None:
                 score = rules.soft_cap * torch.tanh(score / rules.soft_cap)
             if rules.alibi:
-                distance = (key_of(q, kv)[1] - rows.position[q]).to(torch.float32)
+                distance = (key_of(q, kv)[1] - facts[q, 1]).to(torch.float32)
                 score = score + slopes[h] * (distance if rules.alibi == "signed" else -distance.abs())
             return score
 
         block_mask = flex.BlockMask.from_kv_blocks(
-            *(x[None, None] for x in lists), BLOCK_SIZE=(rules.block, page), mask_mod=mask_mod,
-            seq_lengths=(query.shape[2], key.shape[2]), compute_q_blocks=False,
+            *(x[None, None] for x in lists), BLOCK_SIZE=(rules.block, page),
+            mask_mod=mask_mod, seq_lengths=(query.shape[2], key.shape[2]), compute_q_blocks=False,
         )  # fmt: skip
         return flex.flex_attention(
             query, key, value, score_mod if rules.soft_cap is not None or rules.alibi else None, block_mask, rules.scale,
@@ -249,12 +244,11 @@ def program(rules: Rules, shape: tuple[Any, ...], backend: str) -> Callable[...,
     return torch.compile(own, backend=backend, fullgraph=True)
 
 
-def varying(tensor: torch.Tensor, *dims: int) -> torch.Tensor:
-    """The tensor itself, marked for the compiler: these extents differ from batch to batch (all others are constants,
-    which `dynamic=True` would not have left any number in the rules to be)."""
-    for dim in dims:
+def vary(dim: int, *tensors: torch.Tensor) -> None:
+    """Tell the compiler that a dimension of a program's arguments differs from batch to batch. All others are constants,
+    which `dynamic=True` would not leave any number in the rules to be."""
+    for tensor in tensors:
         torch._dynamo.maybe_mark_dynamic(tensor, dim)
-    return tensor
 
 
 _SHARED_MEMORY = 96 << 10  #: bytes that a tile of queries and two of keys and values may take: what an Ada GPU has

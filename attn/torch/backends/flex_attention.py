@@ -12,7 +12,6 @@ refused by the call, and so are others' tables that name one page twice where a 
 
 import os
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -133,11 +132,9 @@ class FlexAttentionImpl(PagedAttentionImpl):
         lse: torch.Tensor | None,
     ) -> None:
         causal = attn_metadata.causal and self.attn_type == AttentionType.DECODER
-        keys, values = self.backend.logical_kv_cache(kv_cache)
-        if query.is_cuda or query.device.type == "xpu":
-            check_span(keys)
-            check_span(values)
-        self._compute(query, keys, values, attn_metadata, causal, output, lse)
+        if query.device.type != "cpu":
+            check_span(kv_cache[0])
+        self._compute(query, *self.backend.logical_kv_cache(kv_cache), attn_metadata, causal, output, lse)
 
     def _attend_ragged(
         self,
@@ -160,6 +157,7 @@ class FlexAttentionImpl(PagedAttentionImpl):
         output: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> None:
+        """Attend keys and values [N, P, K, D], or the call's own [T, K, D]."""
         assert isinstance(meta, FlexAttentionMetadata)
         tokens, ragged = meta.num_actual_tokens, self.attn_type in ENCODER_TYPES
         if tokens == 0:
@@ -174,36 +172,28 @@ class FlexAttentionImpl(PagedAttentionImpl):
             plan = meta.planned(key.shape[0], key.shape[1], block, masks)
         on_cpu = query.device.type == "cpu"
         wanted = lse is not None or self.sinks is not None
+        written_out = on_cpu and wanted
         alibi = "" if self.alibi_slopes is None else "signed" if causal else "symmetric"
         rules = Rules(masks, self.scale, self.logits_soft_cap, alibi, wanted or not on_cpu, block, key.shape[1])
         shape = (query.dtype, self.num_heads, self.num_kv_heads, self.head_size, query.device.type)
         slopes = query.new_zeros(self.num_heads, dtype=torch.float32) if self.alibi_slopes is None else self.alibi_slopes
-        # [1, K, N * P, D]: the cache as it lies
-        keys, values = (_flex.varying(x.flatten(0, 1).transpose(0, 1)[None], 2) for x in (key, value))
-        run = _flex.program(rules, shape, "eager" if on_cpu and wanted else "inductor")
-        padded = _flex.varying(query[plan.source].transpose(0, 1)[None], 2)
-        step = max(1, _SCORES_AT_ONCE // (self.num_heads * keys.shape[2] * block)) if on_cpu and wanted else len(plan.lists[0])
+        run = _flex.program(rules, shape, "eager" if written_out else "inductor")
+        laid = query[plan.source].unflatten(0, (-1, block))
+        scores = self.num_heads * block * key.shape[0] * key.shape[1]
+        step = max(1, _SCORES_AT_ONCE // scores) if written_out else len(laid)
         with torch.no_grad():
-            parts = [
-                run(padded[:, :, rows], keys, values, some, lists, plan.pages, plan.trees, slopes)
-                for rows, some, lists in _split(plan, step, block)
-            ]
+            parts = []
+            for own, rows, lists in plan.split(step):
+                some = laid[own]
+                _flex.vary(0, some, rows, *lists, key, value, plan.places, plan.trees)
+                _flex.vary(1, lists[1], lists[3])
+                parts.append(run(some, key, value, rows, lists, plan.places, plan.trees, slopes))
         if rules.lse:
             out = torch.cat([part[0] for part in parts], 2)
             log = torch.cat([part[1].lse for part in parts], 2)[0][:, plan.back]
         else:
             out, log = parts[0], torch.where(plan.unseeing, -torch.inf, 0.0).expand(self.num_heads, -1)
         fill(out[0].transpose(0, 1)[plan.back], log, self.sinks, output[:tokens], None if lse is None else lse[:, :tokens])
-
-
-def _split(plan: Plan, step: int, block: int) -> Iterator[tuple[slice, _flex.Rows, _flex.Lists]]:
-    """The plan by at most `step` blocks."""
-    if step >= len(plan.lists.count):
-        yield slice(None), plan.rows, plan.lists
-        return
-    for begin in range(0, len(plan.lists.count), step):
-        rows, own = slice(begin * block, (begin + step) * block), slice(begin, begin + step)
-        yield rows, _flex.Rows(*(x[rows] for x in plan.rows)), _flex.Lists(*(x[own] for x in plan.lists))
 
 
 def check_span(cache: torch.Tensor) -> None:
