@@ -138,11 +138,15 @@ def lay_out(
     unseeing = length == 0
     if masks.right is not None or masks.causal:
         unseeing |= at + (0 if masks.causal else masks.right or 0) < 0
-    # a kernel for the CPU wants room for every page of the cache in each list
-    columns = max(2, table.shape[1], num_pages if device.type == "cpu" else 0)
+    columns = _columns(table, num_pages)
     some = _named(table, owner, whole - low + high - until, low, whole - low, until, columns)
     full = _named(table, owner, until - whole, whole, until - whole, until, columns)
     return Plan(source, back, rows, (*some, *full), _places(table, lens, num_pages, page), trees, unseeing)
+
+
+def _columns(table: torch.Tensor, num_pages: int) -> int:
+    """The width of a list of pages. A kernel for the CPU wants room for the whole cache in each."""
+    return max(2, table.shape[1], num_pages if table.device.type == "cpu" else 0)
 
 
 def _named(

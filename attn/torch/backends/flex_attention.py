@@ -6,8 +6,11 @@ One program is compiled for a set of rules, a dtype and a number of heads, for b
 
 On a GPU that program is a Triton kernel. On a CPU it is C++, which needs a compiler and cannot tell the log-sum-exp;
 where that is wanted, or sinks (which need it), the same mods run in PyTorch's written-out form, a few rows at a time
-against the whole cache. The GPU kernels count elements in 32 bits (pytorch#185264, vllm#50427): a larger cache is
-refused by the call, and so are others' tables that name one page twice where a row sees both.
+against the whole cache. Masked values are multiplied by 0 on both, so that NaN there is not masked (`nan_safe`).
+
+Two refusals come with a call or a batch. The GPU kernels count elements in 32 bits (pytorch#185264, vllm#50427), which
+bounds a layer's cache. And a page has one place in a request: a table that names it twice where a row may see both is
+refused by the builder, where the table is on the host (elsewhere the later place stands).
 """
 
 import os
@@ -15,9 +18,11 @@ import shutil
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+import numpy as np
 import torch
 
 from attn.backends.abstract import AttentionLayer, AttentionType
+from attn.backends.arguments import window_pair
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.capabilities import ATTN_TYPES, ENCODER_TYPES, Capabilities, Device, Feature, MultipleOf, Request
 from attn.errors import UnsupportedError
@@ -58,7 +63,26 @@ class FlexAttentionMetadataBuilder(PagedAttentionMetadataBuilder):
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> FlexAttentionMetadata:
         plain = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        if not fast_build and self.kv_cache_spec.attn_type not in ENCODER_TYPES:
+            self._check_places(common_attn_metadata)
         return FlexAttentionMetadata(**{f.name: getattr(plain, f.name) for f in fields(plain)})
+
+    def _check_places(self, batch: CommonAttentionMetadata) -> None:
+        """Raise `UnsupportedError` where a request's table names a page twice, from the first that a window reaches on."""
+        table, lens, query_lens = batch.block_table, batch.seq_lens_cpu, batch.query_lens_cpu()
+        if not isinstance(table, np.ndarray) or lens is None or query_lens is None or not table.size:
+            return
+        page, left = self.kv_cache_spec.block_size, window_pair(self.kv_cache_spec.sliding_window, AttentionType.DECODER)[0]
+        place = np.arange(table.shape[1])
+        begin = np.zeros_like(lens) if left is None else np.maximum(lens - query_lens - left, 0) // page
+        live = (place >= begin[:, None]) & (place < -(-lens // page)[:, None])
+        ordered = np.sort(np.where(live, table, -1 - place), 1)
+        twice = np.argwhere((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0))
+        if len(twice):
+            r, i = (int(x) for x in twice[0])
+            raise UnsupportedError(
+                f"FLEX_ATTENTION: block_table[{r}] names block {ordered[r, i]} twice: a block has one place in a request"
+            )
 
 
 class FlexAttentionBackend(PagedAttentionBackend):
