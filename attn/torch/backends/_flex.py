@@ -54,11 +54,12 @@ class Plan:
 
     source: [blocks * block], the token of each row; back: [T], the row of each token.
     rows: [blocks, block, 5], what the mods ask of a row: where its request begins in `places`, its position, its
-    request's length, where the new tokens begin, where its row of the trees begins (-1: it has none).
+    request's length, where the new tokens begin, where its row of a tree mask begins in `places` (-1: it has none).
     lists: int32, how many pages a block visits [blocks] and which [blocks, columns]: those to be masked, then the same of
     those that all of its rows see whole.
-    places: [R * N + 1] int32: where in request r page n is, in pages, at r * N + n; -1 where it is not.
-    trees: bool, all tree masks one after another; unseeing: [T] bool, tokens that see no key.
+    places: [R * N + 1] int32: where in request r page n is, in pages, at r * N + n; -1 where it is not. The tree masks
+    follow: a tensor of their own would be one size too many for the compiler's kernels for the CPU.
+    unseeing: [T] bool, tokens that see no key.
     """
 
     source: torch.Tensor
@@ -66,7 +67,6 @@ class Plan:
     rows: torch.Tensor
     lists: tuple[torch.Tensor, ...]
     places: torch.Tensor
-    trees: torch.Tensor
     unseeing: torch.Tensor
 
     def split(self, step: int) -> Iterator[tuple[slice, torch.Tensor, tuple[torch.Tensor, ...]]]:
@@ -104,18 +104,18 @@ def lay_out(
     context, total = (lens - new)[owner], lens[owner]
     position = token + context[:, None]
 
-    has_tree = torch.zeros_like(new, dtype=torch.bool)
-    trees, width = torch.zeros(2, dtype=torch.bool, device=device), 0
+    places, width = _places(table, lens, num_pages, page), 0
+    trees_from = places.shape[0]
     if masks.tree and meta.tree_mask is not None:
-        trees, width = meta.tree_mask.reshape(-1), meta.tree_mask.shape[1]
-        has_tree = new <= width
-    branches = has_tree[owner]
+        width = meta.tree_mask.shape[1]
+        places = torch.cat((places, meta.tree_mask.flatten().to(torch.int32)))
+    branches = (new <= width)[owner]
     facts = (
         (owner * num_pages)[:, None],
         position,
         torch.where(live, total[:, None], 0),
         context[:, None],
-        torch.where(branches[:, None] & live, (owner[:, None] * width + token) * width, -1),
+        torch.where(branches[:, None] & live, trees_from + (owner[:, None] * width + token) * width, -1),
     )
     rows = torch.stack([x.expand_as(token) for x in facts], 2).to(torch.int64)
 
@@ -141,7 +141,7 @@ def lay_out(
     columns = _columns(table, num_pages)
     some = _named(table, owner, whole - low + high - until, low, whole - low, until, columns)
     full = _named(table, owner, until - whole, whole, until - whole, until, columns)
-    return Plan(source, back, rows, (*some, *full), _places(table, lens, num_pages, page), trees, unseeing)
+    return Plan(source, back, rows, (*some, *full), places, unseeing)
 
 
 def _columns(table: torch.Tensor, num_pages: int) -> int:
@@ -166,7 +166,7 @@ def _named(
 
 
 def _places(table: torch.Tensor, lens: torch.Tensor, num_pages: int, page: int) -> torch.Tensor:
-    """`Plan.places`. Of a page that is named twice the last place stands."""
+    """The first part of `Plan.places`. Of a page that is named twice the last place stands."""
     requests, columns = table.shape
     place = torch.arange(columns, device=table.device, dtype=torch.int32).expand(requests, columns)
     used = place < -(-lens[:, None] // page)
@@ -189,7 +189,6 @@ def program(rules: Rules, shape: tuple[Any, ...], backend: str) -> Callable[...,
         rows: torch.Tensor,
         lists: tuple[torch.Tensor, ...],
         places: torch.Tensor,
-        trees: torch.Tensor,
         slopes: torch.Tensor,
     ) -> Any:
         """query: [blocks, block, H, D]; key, value: [N, P, K, D]; slopes: [H] float32; the rest as in `Plan`."""
@@ -221,7 +220,8 @@ def program(rules: Rules, shape: tuple[Any, ...], backend: str) -> Callable[...,
                 return seen & (distance <= 0)
             new, branch = j - facts[q, 3], facts[q, 4]
             among = (new >= 0) & inside & (branch >= 0)
-            return seen & torch.where(branch >= 0, (new < 0) | trees[torch.where(among, branch + new, 0)], distance <= 0)
+            related = places[torch.where(among, branch + new, 0)] == 1
+            return seen & torch.where(branch >= 0, (new < 0) | (among & related), distance <= 0)
 
         def score_mod(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
             if rules.soft_cap is not None:
@@ -231,11 +231,12 @@ def program(rules: Rules, shape: tuple[Any, ...], backend: str) -> Callable[...,
                 score = score + slopes[h] * (distance if rules.alibi == "signed" else -distance.abs())
             return score
 
+        some, some_pages, whole, whole_pages = (x[None, None] for x in lists)
         block_mask = flex.BlockMask.from_kv_blocks(
-            *(x[None, None] for x in lists), BLOCK_SIZE=(rules.block, page),
-            mask_mod=mask_mod, seq_lengths=(query.shape[2], key.shape[2]), compute_q_blocks=False,
-        )  # fmt: skip
-        return flex.flex_attention(
+            some, some_pages, whole, whole_pages, (rules.block, page), mask_mod, (query.shape[2], key.shape[2]), False
+        )
+        attend: Any = flex.flex_attention  # its overloads would have each way of asking for the lse written apart
+        return attend(
             query, key, value, score_mod if rules.soft_cap is not None or rules.alibi else None, block_mask, rules.scale,
             query.shape[1] != key.shape[1], kernel_options=tiles(query, rules),
             return_aux=flex.AuxRequest(lse=True) if rules.lse else None,

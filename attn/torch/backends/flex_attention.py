@@ -209,9 +209,9 @@ class FlexAttentionImpl(PagedAttentionImpl):
             parts = []
             for own, rows, lists in plan.split(step):
                 some = laid[own]
-                _flex.vary(0, some, rows, *lists, key, value, plan.places, plan.trees)
+                _flex.vary(0, some, rows, *lists, key, value, plan.places)
                 _flex.vary(1, lists[1], lists[3])
-                parts.append(run(some, key, value, rows, lists, plan.places, plan.trees, slopes))
+                parts.append(run(some, key, value, rows, lists, plan.places, slopes))
         if rules.lse:
             out = torch.cat([part[0] for part in parts], 2)
             log = torch.cat([part[1].lse for part in parts], 2)[0][:, plan.back]

@@ -138,7 +138,9 @@ def test_pages_that_trees_decide_on_are_never_whole() -> None:
     meta = _metadata([20, 30], [60, 70], tree=tree)
     plan = _flex.lay_out(meta, meta.block_table, meta.seq_lens, 64, P, 16, Masks(None, None, True, True))
     assert plan.lists[2].tolist()[:4] == [2, 2, 2, 3]  # whole pages before token 40, and before tokens 41 and 57
-    assert (plan.rows[:2, :, 4].flatten()[:20] == torch.arange(20) * 20).all() and (plan.rows[2:, :, 4] == -1).all()
+    begin = plan.rows[0, 0, 4]
+    assert begin == 2 * 64 + 1 and plan.places[begin:].view(2, 20, 20).tolist() == tree.astype(int).tolist()
+    assert (plan.rows[:2, :, 4].flatten()[:20] - begin == torch.arange(20) * 20).all() and (plan.rows[2:, :, 4] == -1).all()
 
 
 def _layer(**changes: Any) -> tuple[Attention, Attention]:
