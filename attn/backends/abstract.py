@@ -93,6 +93,9 @@ class AttentionBackend(ABC):
     #: Platforms on which an interpreter executes this backend's kernels: evidence from there is never of the device.
     interpreted_on: ClassVar[tuple[str, ...]] = ()
 
+    #: Elements that the keys of one layer's cache may span on a GPU (None: any number); a call refuses more.
+    max_cache_span: ClassVar[int | None] = None
+
     @staticmethod
     @abstractmethod
     def get_name() -> str:

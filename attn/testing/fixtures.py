@@ -138,4 +138,6 @@ def vast(subject: Subject) -> list[Case]:
     size = subject.sizes((128,), subject.capabilities.head_sizes)[0]
     base = base_case(subject, "70000 pages", (1, 5), (70, 33), num_heads=2, num_kv_heads=1, **{**small, "num_blocks": 70000})
     pages = 2**31 // (size * 2 * base.block_size) + 4096
-    return [base, base.replace(name="2**31 elements", head_size=size, num_heads=4, num_kv_heads=2, num_blocks=pages)]
+    large = base.replace(name="2**31 elements", head_size=size, num_heads=4, num_kv_heads=2, num_blocks=pages)
+    counted = subject.max_cache_span is None or pages * base.block_size * 2 * size <= subject.max_cache_span
+    return [base, large if counted else large.replace(check="too_large")]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from attn.capabilities import Feature
+from attn.errors import UnsupportedError
 from attn.reference import merge_states
 from attn.testing import transform as to
 from attn.testing.bits import FP8, Array, as_bytes, decode, encode, rounded
@@ -175,6 +176,16 @@ def fp8_output(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     padding = result.output[call.num_tokens :]
     if not np.isnan(padding).all():
         yield Violation("A", "a padding row was written", case)
+
+
+@check
+def too_large(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+    """A cache that spans more than a backend's kernels can count (`max_cache_span`) is refused, never miscounted."""
+    try:
+        run(draw(case))
+    except UnsupportedError:
+        return
+    yield Violation("R", "the call accepts a cache beyond max_cache_span", case)
 
 
 # memory: pages, slots, tables

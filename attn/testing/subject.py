@@ -29,6 +29,7 @@ class Subject:
     device: Device | None = None
     refuses: Callable[[Request], Sequence[str]] = lambda request: ()
     latent_dims: tuple[tuple[int, int], ...] | None = None
+    max_cache_span: int | None = None
 
     @property
     def compiles(self) -> bool:
@@ -78,6 +79,7 @@ def subject_of(backend: Any, capabilities: Capabilities | None = None, device: D
         device,
         (lambda request: backend.why_not(request, device)) if own is not None else (lambda request: ()),
         getattr(backend, "latent_dims", None),
+        getattr(backend, "max_cache_span", None),
     )
 
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from attn.capabilities import Capabilities, Feature, MultipleOf
+from attn.capabilities import Capabilities, Device, Feature, MultipleOf
+from attn.errors import UnsupportedError
 from attn.testing import Case
 from attn.testing.mutants import SUBJECT
 from attn.testing.properties import run_check
@@ -109,14 +110,25 @@ def test_a_compiled_backend_gets_a_quick_run_that_shares_programs() -> None:
 
 
 def test_scales_of_memory_are_for_gpus_and_the_full_suite() -> None:
-    from attn.capabilities import Device
-
     gpu = dataclasses.replace(SUBJECT, device=Device("torch", "cuda", "a GPU", "sm_90"))
     vast = [case for case in cases_of(gpu, "full") if (case.num_blocks or 0) > 65536]
     assert len(vast) == 2
     elements = max(c.num_blocks * c.block_size * c.num_kv_heads * c.head_size for c in vast)
     assert elements > 2**31
     assert not [case for case in cases_of(gpu) if (case.num_blocks or 0) > 65536]
+
+
+def test_a_cache_that_kernels_cannot_count_is_to_be_refused() -> None:
+    gpu = dataclasses.replace(SUBJECT, device=Device("torch", "cuda", "a GPU", "sm_90"), max_cache_span=2**31)
+    (large,) = [case for case in cases_of(gpu, "full") if case.name == "2**31 elements"]
+    assert large.check == "too_large"
+    small = large.replace(num_blocks=8)
+
+    def refuses(call: Any) -> Any:
+        raise UnsupportedError("too many elements")
+
+    assert run_check(small, refuses) == []
+    assert [v.rule for v in run_check(small, SimulatedKernel())] == ["R"]
 
 
 def test_unknown_levels_are_refused() -> None:

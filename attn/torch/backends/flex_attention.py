@@ -108,8 +108,7 @@ class FlexAttentionBackend(PagedAttentionBackend):
         archs=(("cuda", ("sm_80+",)),),
     )
 
-    #: Elements that the keys (or the values) of a layer's cache may span on a GPU: offsets there are 32-bit.
-    max_cache_span = 2**31
+    max_cache_span = 2**31  # offsets are 32-bit
 
     @staticmethod
     def get_name() -> str:

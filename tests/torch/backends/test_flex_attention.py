@@ -33,8 +33,8 @@ def _written_out() -> list[Case]:
             found.append(case)
         elif case.lse or case.sinks:
             count += case.name.startswith("grid")
-            sampled = case.name.startswith("grid") and count % 12 == 0
-            if case.name in smoke or sampled or (case.check in _PROPERTIES and case.dtype == "float32"):
+            sampled = case.name.startswith("grid") and count % 16 == 0
+            if sampled or (case.dtype == "float32" and (case.name in smoke or case.check in _PROPERTIES)):
                 found.append(case)
     return found
 
