@@ -48,6 +48,16 @@ class Rules(NamedTuple):
     page: int
 
 
+class Shape(NamedTuple):
+    """What else a program is compiled for; `device` is its type."""
+
+    dtype: torch.dtype
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    device: str
+
+
 @dataclass(frozen=True)
 class Plan:
     """A batch laid out in blocks of rows; int64 where nothing else is said, since indices follow from it.
@@ -177,10 +187,10 @@ def _places(table: torch.Tensor, lens: torch.Tensor, num_pages: int, page: int) 
 
 
 @functools.cache
-def program(rules: Rules, shape: tuple[Any, ...], backend: str) -> Callable[..., Any]:
-    """The function of one set of rules and static facts (dtype, heads, device: `shape`), compiled by `backend` when it is
-    first called, and again when an extent turns out to vary."""
+def program(rules: Rules, shape: Shape, backend: str) -> Callable[..., Any]:
+    """The function of one set of rules and shape, compiled by `backend` when it is first called."""
     masks, page = rules.masks, rules.page
+    options = None if shape.device == "cpu" else tiles(rules, shape.head_size * shape.dtype.itemsize)
 
     def run(
         query: torch.Tensor,
@@ -238,7 +248,7 @@ def program(rules: Rules, shape: tuple[Any, ...], backend: str) -> Callable[...,
         attend: Any = flex.flex_attention  # its overloads would have each way of asking for the lse written apart
         return attend(
             query, key, value, score_mod if rules.soft_cap is not None or rules.alibi else None, block_mask, rules.scale,
-            query.shape[1] != key.shape[1], kernel_options=tiles(query, rules),
+            query.shape[1] != key.shape[1], kernel_options=options,
             return_aux=flex.AuxRequest(lse=True) if rules.lse else None,
         )  # fmt: skip
 
@@ -259,11 +269,8 @@ def vary(dim: int, *tensors: torch.Tensor) -> None:
 _SHARED_MEMORY = 96 << 10  #: bytes that a tile of queries and two of keys and values may take: what an Ada GPU has
 
 
-def tiles(query: torch.Tensor, rules: Rules) -> dict[str, Any] | None:
-    """The kernel's tiles on a GPU: they divide a block and a page, and fit into shared memory."""
-    if query.device.type == "cpu":
-        return None
-    row = query.shape[3] * query.dtype.itemsize
+def tiles(rules: Rules, row: int) -> dict[str, int]:
+    """The kernel's tiles on a GPU for heads of `row` bytes: they divide a block and a page, and fit into shared memory."""
     rows = rules.block if row <= 512 else min(rules.block, 32)
     room = (_SHARED_MEMORY - rows * row) // (4 * row)
     keys = next(n for n in (64, 32, 16) if rules.page % n == 0 and (n <= room or n == 16))

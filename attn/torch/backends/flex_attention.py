@@ -28,7 +28,7 @@ from attn.capabilities import ATTN_TYPES, ENCODER_TYPES, Capabilities, Device, F
 from attn.errors import UnsupportedError
 from attn.imports import installed
 from attn.torch.backends import _flex
-from attn.torch.backends._flex import Masks, Plan, Rules
+from attn.torch.backends._flex import Masks, Plan, Rules, Shape
 from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
 from attn.torch.backends._vendor import fill
 from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
@@ -198,7 +198,7 @@ class FlexAttentionImpl(PagedAttentionImpl):
         written_out = on_cpu and wanted
         alibi = "" if self.alibi_slopes is None else "signed" if causal else "symmetric"
         rules = Rules(masks, self.scale, self.logits_soft_cap, alibi, wanted or not on_cpu, block, key.shape[1])
-        shape = (query.dtype, self.num_heads, self.num_kv_heads, self.head_size, query.device.type)
+        shape = Shape(query.dtype, self.num_heads, self.num_kv_heads, self.head_size, query.device.type)
         slopes = query.new_zeros(self.num_heads, dtype=torch.float32) if self.alibi_slopes is None else self.alibi_slopes
         run = _flex.program(rules, shape, "eager" if written_out else "inductor")
         laid = query[plan.source].unflatten(0, (-1, block))
