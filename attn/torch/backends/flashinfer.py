@@ -65,7 +65,9 @@ class FlashInferMetadata(PagedAttentionMetadata):
         lens = lens[group.first : group.last]
         # a group of 4 heads or more keeps tensor cores busy in decode too (FlashInfer's own advice)
         dense = group.kind == "decode" and group.num_heads >= 4 * group.num_kv_heads
-        wrapper = lend(self, self.seq_lens.device, (group.kind, dense), functools.partial(_make, flashinfer, group.kind, dense))
+        # a paged wrapper's first plan chooses its kernels (FA2 or FA3) from the dtypes, and keeps them for every later one
+        kind = (group.kind, dense, group.dtype, group.kv_dtype)
+        wrapper = lend(self, self.seq_lens.device, kind, functools.partial(_make, flashinfer, group.kind, dense))
         rules = {
             "window_left": group.window_left, "logits_soft_cap": group.soft_cap, "sm_scale": group.scale,
             "q_data_type": group.dtype, "kv_data_type": group.kv_dtype,

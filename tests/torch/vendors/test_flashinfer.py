@@ -67,6 +67,18 @@ def test_two_batches_in_flight_never_share_a_wrapper_and_dead_ones_give_theirs_b
     assert _built(builder, [1, 1], [9, 9]).planned(_group()) is held
 
 
+def test_a_wrapper_is_lent_again_for_the_same_dtypes_alone() -> None:
+    """A paged wrapper's first plan decides between FA3 and FA2 for good; FA3 takes no fp8 cache."""
+    builder, group = FlashInferBackend.get_builder_cls()(SPEC), _group("prefill")
+    first = _built(builder, [2, 2], [40, 5])
+    held = first.planned(group)
+    del first
+    gc.collect()
+    second = _built(builder, [2, 2], [9, 9])
+    assert second.planned(group._replace(kv_dtype=torch.float8_e4m3fn)) is not held
+    assert second.planned(group) is held
+
+
 @pytest.mark.parametrize(("query_lens", "decodes"), [([1, 1, 5], 2), ([5, 1, 1], 0), ([1, 0, 1], 1), ([1, 1], 2), ([], 0)])
 def test_decodes_count_only_at_the_head_of_the_batch(query_lens: list[int], decodes: int) -> None:
     meta = _built(FlashInferBackend.get_builder_cls()(SPEC), query_lens, [20] * len(query_lens))

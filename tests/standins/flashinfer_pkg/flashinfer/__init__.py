@@ -20,10 +20,14 @@ class _Wrapper:
     def __init__(self, float_workspace_buffer, kv_layout):
         vendor.check("float_workspace_buffer", float_workspace_buffer, (None,), torch.uint8)
         assert len(float_workspace_buffer) >= 1 << 20 and kv_layout == "NHD"
-        self.planned = None
+        self.planned = self.chosen = None
 
     def _plan(self, indptr, indices, last, heads, page, **rules):
         num_heads, num_kv_heads, head_size = heads
+        # the paged wrappers' "auto" is resolved by the first plan, from dtypes, and stays: FA3 takes no fp8 cache
+        dtypes = (rules["q_data_type"], rules["kv_data_type"])
+        assert self.chosen in (None, dtypes), f"the wrapper's kernels were chosen for {self.chosen}, not {dtypes}"
+        self.chosen = dtypes
         assert num_heads % num_kv_heads == 0 and head_size in (64, 128, 256)
         requests = len(indptr) - 1
         vendor.check("paged_kv_indptr", indptr, (requests + 1,), torch.int32)
