@@ -16,7 +16,6 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from importlib import metadata
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.registry import AttentionBackendEnum
 from attn.bench import Case, Timing, parse
 from attn.errors import UnsupportedError
+from attn.imports import version_of
 from attn.torch import kv_cache as caches
 from attn.torch.metadata import PagedAttentionMetadata
 from attn.torch.peers import Peer, peers_on
@@ -139,8 +139,7 @@ class TorchBench:
             found["triton"] = triton.__version__
         else:
             found["threads"] = str(torch.get_num_threads())
-        present = {package.metadata["Name"].lower(): package.version for package in metadata.distributions()}
-        found |= {name: present[name] for name in _PACKAGES if name in present}
+        found |= {name: version for name in _PACKAGES if (version := version_of(name))}
         ceilings = {"copy_gb_per_s": round(self.copy_gb_per_s, 1), "gemm_tflop_per_s": round(self.gemm_tflop_per_s, 2)}
         return {**found, **ceilings}
 
