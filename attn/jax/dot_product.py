@@ -67,7 +67,7 @@ def dot_product_attention(
             key_value_seq_lengths = jnp.minimum(key_value_seq_lengths, rows)
     aligned = rows == keys or not (is_causal or window)
     drawn = bias is not None or mask is not None or not aligned
-    name = implementation
+    name: Any = implementation
     if implementation is None:
         request = make_diffusion_request(
             query.shape[-1], query.dtype, num_heads=query.shape[2], num_kv_heads=key.shape[2],
@@ -79,7 +79,8 @@ def dot_product_attention(
     if name == "PALLAS":
         out, lse = _pallas(query, key, value, scale, is_causal, window, key_value_seq_lengths)
     elif name in ("xla", "cudnn"):
-        out, lse = jax.nn.dot_product_attention(
+        theirs: Any = jax.nn.dot_product_attention
+        out, lse = theirs(
             query, key, value, bias, mask, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
             key_value_seq_lengths=key_value_seq_lengths, local_window_size=window, implementation=name, return_residual=True,
         )  # fmt: skip

@@ -22,7 +22,9 @@ def sdpa_backend(backend: DiffusionAttentionBackendEnum | str | None) -> Generat
     Holds in the current context (this thread, this asyncio task). In the manner of `torch.nn.attention.sdpa_kernel`. Raises
     ValueError for a name that no backend has.
     """
-    name = None if backend is None else DiffusionAttentionBackendEnum[getattr(backend, "name", backend)].name
+    name = backend.name if isinstance(backend, DiffusionAttentionBackendEnum) else backend
+    if name is not None:
+        DiffusionAttentionBackendEnum[name]  # raises for what is no name
     token = _asked.set(name)
     try:
         yield
