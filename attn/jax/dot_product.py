@@ -67,7 +67,7 @@ def dot_product_attention(
             key_value_seq_lengths = jnp.minimum(key_value_seq_lengths, rows)
     aligned = rows == keys or not (is_causal or window)
     drawn = bias is not None or mask is not None or not aligned
-    name: Any = implementation
+    how = implementation
     if implementation is None:
         request = make_diffusion_request(
             query.shape[-1], query.dtype, num_heads=query.shape[2], num_kv_heads=key.shape[2],
@@ -75,20 +75,20 @@ def dot_product_attention(
         )  # fmt: skip
         chosen = select_diffusion(request, backend=backend, framework="jax")
         chosen.require()
-        name = _OF_JAX.get(chosen.name or "", chosen.name)
-    if name == "PALLAS":
+        how = _OF_JAX.get(chosen.name or "", chosen.name)
+    if how == "PALLAS":
         out, lse = _pallas(query, key, value, scale, is_causal, window, key_value_seq_lengths)
-    elif name in ("xla", "cudnn"):
+    elif how in ("xla", "cudnn"):
         theirs: Any = jax.nn.dot_product_attention
         out, lse = theirs(
             query, key, value, bias, mask, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
-            key_value_seq_lengths=key_value_seq_lengths, local_window_size=window, implementation=name, return_residual=True,
+            key_value_seq_lengths=key_value_seq_lengths, local_window_size=window, implementation=how, return_residual=True,
         )  # fmt: skip
         if mask is not None or key_value_seq_lengths is not None or window is not None:
             seen = _seen(query, key, mask, is_causal, window, key_value_seq_lengths)
             out, lse = jnp.where(seen[..., None], out, 0), jnp.where(seen, lse, -jnp.inf)
     else:
-        raise UnsupportedError(f"{name}: not reachable through dot_product_attention (PALLAS, CUDNN and XLA_ATTN are)")
+        raise UnsupportedError(f"{how}: not reachable through dot_product_attention (PALLAS, CUDNN and XLA_ATTN are)")
     if query_seq_lengths is not None:
         real = jnp.arange(rows)[None, :, None] < jnp.asarray(query_seq_lengths)[:, None, None]
         out, lse = jnp.where(real[..., None], out, 0), jnp.where(real, lse, -jnp.inf)
