@@ -125,8 +125,11 @@ def prefill_launch(arch: str, group: int, head_size: int, itemsize: int, stored:
     if arch == "interpreter":
         return Launch(max(32, least), 32, 4, 1)
     if itemsize == 4:
-        # float32 products run on the ordinary cores and keep their operands in registers: small tiles
-        wanted = [Launch(max(32, least), 16, 8 if block_d > 128 else 4, s) for s in (2, 1)]
+        # Small tiles. On NVIDIA three tf32 products stand for one of float32 and take the queries' place in shared memory three
+        # times (by the compiler's reports): 16 rows where 32 of them and the tiles would not fit.
+        room = SHARED_MEMORY.get(arch, _UNKNOWN) if arch.startswith("sm") else 1 << 30
+        rows, warps = (32, 8 if block_d > 128 else 4) if 4 * 32 * block_d * itemsize <= room else (16, 4)
+        wanted = [Launch(max(rows, least), 16, warps, s) for s in (2, 1)]
     elif arch.startswith("gfx"):
         # by the compiler's reports alone: larger tiles spill where LDS would hold them (gfx950)
         wanted = [Launch(max(64 if block_d <= 128 else 32, least), n, 4, s) for n, s in ((32, 2), (16, 1))]
