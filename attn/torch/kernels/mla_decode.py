@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 from torch import library
 
-from attn.torch.kernels.launch import arch, can_launch_early, check_stride, multiprocessors, power_of_two
+from attn.torch.kernels.launch import arch, can_launch_early, check_stride, may_use_gluon, multiprocessors, power_of_two
 from attn.torch.kernels.mla_launch import mla_launch, mla_split
 
 LOG2E = 1.4426950408889634
@@ -388,15 +388,29 @@ def mla_decode(
         "H": heads, "L": rank, "BLOCK_M": rule.block_m, "BLOCK_L": power_of_two(rank), "MAX_QUERY": max_query_len,
         "SPARSE": sparse, "HAS_LIMITS": limits is not None, "HAS_LSE": lse is not None, "EARLY": early,
     }  # fmt: skip
-    _attend[(requests * tiles, splits)](
-        out, lse, partial, partial_lse, query, cache, query_start_loc, seq_lens, limits, block_table, indices, k_scale,
-        scale * k_factor * LOG2E, k_factor, splits, split, topk,
-        out.stride(0), out.stride(1), lse_h, query.stride(0), query.stride(1), cache.stride(0), cache.stride(1),
-        block_table.stride(0), indices.stride(0) if indices is not None else 0,
-        DR=width - rank, P=cache.shape[1], BLOCK_N=rule.block_n, BLOCK_R=power_of_two(width - rank), TILES=tiles,
-        HAS_SPLITS=splits > 1, HAS_K_SCALE=k_scale is not None, PACKED=packed, WIDE=cache.shape[0] * cache.stride(0) >= 2**31,
-        PRECISION="tf32x3" if itemsize == 4 and name.startswith("sm") else "ieee", **common, **rule.options(),
-    )  # fmt: skip
+    # by hand where a program's rows are as many as two warpgroups hold
+    hopper = name == "sm_90" and may_use_gluon() and rule.block_m == 64 and not (sparse or packed)
+    if hopper := hopper and k_scale is None and k_factor == 1.0:
+        from attn.torch.kernels import hopper_mla
+
+        hopper = hopper_mla.serves(query, cache, rank, split)
+    if hopper:
+        hopper_mla.attend(
+            out, lse, partial, partial_lse, query, cache, query_start_loc, seq_lens, limits, block_table,
+            factor=scale * LOG2E, v_factor=1.0, tiles=tiles, splits=splits, split=split,
+        )  # fmt: skip
+    else:
+        _attend[(requests * tiles, splits)](
+            out, lse, partial, partial_lse, query, cache, query_start_loc, seq_lens, limits, block_table, indices, k_scale,
+            scale * k_factor * LOG2E, k_factor, splits, split, topk,
+            out.stride(0), out.stride(1), lse_h, query.stride(0), query.stride(1), cache.stride(0), cache.stride(1),
+            block_table.stride(0), indices.stride(0) if indices is not None else 0,
+            DR=width - rank, P=cache.shape[1], BLOCK_N=rule.block_n, BLOCK_R=power_of_two(width - rank), TILES=tiles,
+            HAS_SPLITS=splits > 1, HAS_K_SCALE=k_scale is not None, PACKED=packed,
+            WIDE=cache.shape[0] * cache.stride(0) >= 2**31,
+            PRECISION="tf32x3" if itemsize == 4 and name.startswith("sm") else "ieee",
+            **common, **rule.options(),
+        )  # fmt: skip
     if splits > 1:
         _merge[(requests * max_query_len, heads)](
             out, lse, partial, partial_lse, query_start_loc, seq_lens, limits, splits, split, topk, out.stride(0),

@@ -1,0 +1,423 @@
+"""Absorbed MLA decode on Hopper: the dense part of `mla_decode` for many rows, scheduled by hand (Gluon) for sm_90.
+
+A program takes 64 (token, head) rows of one request against a part of its keys, in two consumers of four warps and one warp
+that feeds them. The result [64, 512] fills the registers of both: consumer h holds columns 256 h and up. Consumer w makes the
+scores and weights of the tiles w, w + 2, ... of 64 keys; the weights reach the other one through shared memory, and both weigh
+their half of the tile's values. So one consumer's scores run while the other takes exponentials (the alternation of DeepSeek's
+FlashMLA, 2025), and every tensor operation is made once.
+
+A tile is three pieces, latents 0-255 and 256-511 and the rotary part, which the producer looks up and copies by the bulk tensor
+engine as soon as each is free: two tiles, the queries' latents and two tiles of weights fill shared memory; the queries' rotary
+part stays in registers.
+
+The grid, the split of keys, the states and their merge are `mla_decode`'s. What lies beyond what rows see is masked, and in
+tiles where rows differ in what they see, latents that are not finite are replaced by 0 (a row that sees them has a NaN for a
+score already). No length is fetched from the device.
+
+Layouts: q [T, H, 576], out [T, H, 512], both bf16 or float16; cache [N, P, 576] of the same dtype, P a multiple of 16, strides
+of multiples of 16 bytes; lse [H, T] float32, natural.
+"""
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+ROWS = 64  #: (token, head) pairs of a program
+KEYS = 64  #: of a tile
+RANK, ROPE = 512, 64
+_PIECES = 1
+_DIAG = 0
+_REGISTERS = (240, 24)  #: a thread, of consumers and producer
+_BATCH = ("row_tiles", "splits", "split", "num_pages", "lse_h", "table_r")
+
+
+@gluon.jit
+def _part(  # type: ignore[no-untyped-def]
+    query_start_loc, seq_lens, limits, row_tiles, split, H: gl.constexpr, HAS_LIMITS: gl.constexpr
+):  # fmt: skip
+    """(request, its first token, tokens and first row here; keys that all rows see, first key, tiles of keys, splits).
+
+    A program that has nothing to do has -1 splits."""
+    r = gl.program_id(0) // row_tiles
+    first_row = gl.program_id(0) % row_tiles * 64
+    begin = gl.load(query_start_loc + r)
+    q_len = gl.load(query_start_loc + r + 1) - begin
+    seq_len = gl.load(seq_lens + r)
+    first = first_row // H
+    last = gl.minimum((first_row + 63) // H, q_len - 1)
+    low = seq_len - q_len + first + 1
+    high = seq_len - q_len + last + 1
+    if HAS_LIMITS:
+        low = seq_len
+        high = seq_len * 0
+        for i in range(first, last + 1):
+            seen = gl.load(limits + begin + i)
+            low = gl.minimum(low, seen)
+            high = gl.maximum(high, seen)
+    high = gl.minimum(gl.maximum(high, 0), seq_len)
+    begins = gl.program_id(1) * split
+    count = (high + split - 1) // split
+    count = gl.where(gl.program_id(1) < gl.maximum(count, 1), count, -1)
+    count = gl.where(first < q_len, count, -1)
+    tiles = gl.where(count < 0, 0, (gl.minimum(gl.maximum(high - begins, 0), split) + 63) // 64)
+    return r, begin, q_len, first_row, low, high, begins, tiles, count
+
+
+@gluon.jit
+def _rows(begin, q_len, first_row, count, H: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
+    """[64] each: token here, token in the batch, head, whether there is such a row and something to do."""
+    row = first_row + gl.arange(0, 64, layout=LAYOUT)
+    token = row // H
+    return token, (begin + token).to(gl.int64), row % H, (token < q_len) & (count >= 0)
+
+
+@gluon.jit
+def _copy(desc, k_boxes, r_boxes, k_full, k_empty, r_full, r_empty, pages, places, stage, phase, BOXES: gl.constexpr, PIECES: gl.constexpr):
+    mbarrier.wait(r_empty.index(stage), phase ^ 1)
+    mbarrier.expect(r_full.index(stage), 64 * 64 * 2)
+    for b in gl.static_range(BOXES):
+        tma.async_copy_global_to_shared(
+            desc, [pages[b], places[b], 512], r_full.index(stage), r_boxes.index(stage * BOXES + b)
+        )
+    for h in gl.static_range(2):
+        piece = stage * 2 + h
+        mbarrier.wait(k_empty.index(piece), phase ^ 1)
+        for c in gl.static_range(4):
+            bar = k_full.index(piece * PIECES + c * PIECES // 4)
+            if c * PIECES % 4 == 0:
+                mbarrier.expect(bar, 64 * 256 * 2 // PIECES)
+            for b in gl.static_range(BOXES):
+                tma.async_copy_global_to_shared(
+                    desc, [pages[b], places[b], h * 256 + c * 64], bar, k_boxes.index((piece * 4 + c) * BOXES + b)
+                )
+
+
+@gluon.jit
+def _produce(  # type: ignore[no-untyped-def]
+    desc, k_ring, r_ring, k_full, k_empty, r_full, r_empty, query_start_loc, seq_lens, limits, block_table, row_tiles,
+    split, num_pages, table_r, H: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, PIECES: gl.constexpr, HAS_LIMITS: gl.constexpr,
+    DIAG: gl.constexpr,
+):  # fmt: skip
+    """One warp: the tiles of keys in order, piece by piece, each as soon as its place is free."""
+    BOXES: gl.constexpr = 64 // BOX
+    k_boxes = k_ring._reinterpret(k_ring.dtype, [16 * BOXES, 1, BOX, 64], desc.layout)
+    r_boxes = r_ring._reinterpret(k_ring.dtype, [2 * BOXES, 1, BOX, 64], desc.layout)
+    r, begin, q_len, first_row, low, high, begins, tiles, count = _part(
+        query_start_loc, seq_lens, limits, row_tiles, split, H, HAS_LIMITS
+    )
+    table = block_table + r.to(gl.int64) * table_r
+    for i in range(tiles):
+        start = begins + i * 64
+        pages = ()
+        places = ()
+        for b in gl.static_range(BOXES):
+            at = start + b * BOX
+            # no page: the engine writes zeros for what lies outside of its tensor
+            pages = pages + (gl.load(table + at // P, mask=at < high, other=num_pages),)  # type: ignore[assignment]
+            places = places + (at % P,)  # type: ignore[assignment]
+        stage = i % 2
+        phase = i // 2 & 1
+        if DIAG == 1 and i >= 2:
+            mbarrier.wait(r_empty.index(stage), phase ^ 1)
+            mbarrier.arrive(r_full.index(stage), count=1)
+            for h in gl.static_range(2):
+                mbarrier.wait(k_empty.index(stage * 2 + h), phase ^ 1)
+                for c in gl.static_range(PIECES):
+                    mbarrier.arrive(k_full.index((stage * 2 + h) * PIECES + c), count=1)
+        else:
+            _copy(desc, k_boxes, r_boxes, k_full, k_empty, r_full, r_empty, pages, places, stage, phase, BOXES, PIECES)
+
+
+@gluon.jit
+def _scores(q_tile, q_rope, k_ring, r_ring, k_full, r_full, k, PIECES: gl.constexpr, S_LAYOUT: gl.constexpr, WHICH: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The products of one's own tile, each piece's as it arrives; under way when this returns."""
+    # 0, which the compiler does not know: or else it keeps the places of all operands in registers, which there are not
+    far = gl.inline_asm_elementwise("shr.u32 $0, $1, 31;", "=r,r", [k], gl.int32, is_pure=True, pack=1)
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    q = q_tile._reinterpret(q_tile.dtype, [2 * PIECES, 64, 256 // PIECES], swizzled)
+    keys = k_ring._reinterpret(q_tile.dtype, [4 * PIECES, 64, 256 // PIECES], swizzled)
+    mbarrier.wait(r_full.index(WHICH), k & 1)
+    nothing = gl.zeros([64, 64], gl.float32, S_LAYOUT)
+    s = warpgroup_mma(q_rope, r_ring.index(WHICH + far).permute((1, 0)), nothing, use_acc=False, is_async=True)
+    for c in gl.static_range(2 * PIECES):
+        mbarrier.wait(k_full.index(WHICH * 2 * PIECES + c), k & 1)
+        s = warpgroup_mma(q.index(far + c), keys.index(WHICH * 2 * PIECES + c + far).permute((1, 0)), s, is_async=True)
+    return s
+
+
+@gluon.jit
+def _join(acc, top, norm, tops, p_full, phase, WHICH: gl.constexpr):  # type: ignore[no-untyped-def]
+    """(acc, maximum, norm) on the scale of the other consumer's tile, once its weights are there."""
+    mbarrier.wait(p_full.index(1 - WHICH), phase)
+    above = tops.index(1 - WHICH).load(top.type.layout)
+    shrink = gl.exp2(top - gl.where(above == float("-inf"), 0.0, above))
+    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
+    return acc, above, norm * shrink
+
+
+@gluon.jit
+def _clean(k_ring, WHICH: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Zeros for what is not finite among the latents of one's own tile, whose scores are made."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    parts = k_ring._reinterpret(k_ring.dtype, [64, 16, 64], gl.NVMMASharedLayout(128, 16, rank=2))
+    for c in range(WHICH * 32, WHICH * 32 + 32):
+        x = parts.index(c).load(LAYOUT)
+        wide = x.to(gl.float32)
+        parts.index(c).store(gl.where((wide - wide) != 0.0, gl.zeros([16, 64], k_ring.dtype, LAYOUT), x))
+
+
+@gluon.jit
+def _step(  # type: ignore[no-untyped-def]
+    acc, top, norm, q, q_rope, k_ring, r_ring, p_ring, tops, k_full, k_empty, r_full, r_empty, p_full,
+    k, other, start, seen, low, factor,
+    PIECES: gl.constexpr, DIAG: gl.constexpr, AFTER: gl.constexpr, MASKED: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, WHICH: gl.constexpr,
+):  # fmt: skip
+    """One's own tile, and (AFTER) the values of the tile before it, which is the other's, beside its scores."""
+    OTHER: gl.constexpr = 1 - WHICH
+    s = _scores(q, q_rope, k_ring, r_ring, k_full, r_full, k, PIECES, S_LAYOUT, WHICH)
+    if AFTER:
+        acc, top, norm = _join(acc, top, norm, tops, p_full, other, WHICH)
+        acc = warpgroup_mma(p_ring.index(OTHER), k_ring.index(OTHER * 2 + WHICH), acc, is_async=True)
+        s = warpgroup_mma_wait(1, deps=[s])
+    else:
+        s = warpgroup_mma_wait(0, deps=[s])
+    gl.thread_barrier()
+    mbarrier.arrive(r_empty.index(WHICH), count=1)
+    if MASKED:
+        j = start + gl.arange(0, 64, layout=gl.SliceLayout(0, S_LAYOUT))
+        s = gl.where(j[None, :] < seen[:, None], s, float("-inf"))
+    above = gl.maximum(top, gl.max(s, 1) * factor)
+    guard = gl.where(above == float("-inf"), 0.0, above)
+    if DIAG == 2:
+        weights = s
+    else:
+        weights = gl.exp2(s * factor - guard[:, None])
+    shrink = gl.exp2(top - guard)
+    norm = norm * shrink + gl.sum(weights, 1)
+    top = above
+    p = weights.to(k_ring.dtype)
+    p_ring.index(WHICH).store(p)
+    tops.index(WHICH).store(top)
+    if AFTER and MASKED:
+        acc = warpgroup_mma_wait(0, deps=[acc])
+    if MASKED:  # noqa: SIM102  (known when compiling)
+        if start + 64 > low:
+            _clean(k_ring, WHICH)
+    fence_async_shared()
+    gl.thread_barrier()
+    mbarrier.arrive(p_full.index(WHICH), count=1)
+    p = gl.convert_layout(p, P_LAYOUT)
+    if AFTER:
+        # waiting for the weights too keeps the compiler from taking the exponentials after the wait
+        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+        gl.thread_barrier()
+        mbarrier.arrive(k_empty.index(OTHER * 2 + WHICH), count=1)
+    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
+    acc = warpgroup_mma(p, k_ring.index(WHICH * 2 + WHICH), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    gl.thread_barrier()
+    mbarrier.arrive(k_empty.index(WHICH * 2 + WHICH), count=1)
+    return acc, top, norm
+
+
+@gluon.jit
+def _consume(  # type: ignore[no-untyped-def]
+    out, lse, partial, partial_lse, query, q_tile, k_ring, r_ring, p_ring, tops, norms,
+    k_full, k_empty, r_full, r_empty, p_full, q_full, end, query_start_loc, seq_lens, limits, factor, v_factor, row_tiles,
+    splits, split, o_t, o_h, lse_h, q_t, q_h,
+    H: gl.constexpr, PIECES: gl.constexpr, HAS_LIMITS: gl.constexpr, HAS_LSE: gl.constexpr, WHICH: gl.constexpr, DIAG: gl.constexpr,
+):  # fmt: skip
+    """Four warps: the scores of every other tile, half of the columns of the result."""
+    dtype: gl.constexpr = k_ring.dtype
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
+    P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
+    ROPE_COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    r, begin, q_len, first_row, low, high, begins, tiles, count = _part(
+        query_start_loc, seq_lens, limits, row_tiles, split, H, HAS_LIMITS
+    )
+
+    token, at, head, live = _rows(begin, q_len, first_row, count, H, gl.SliceLayout(1, ROPE_COPY))
+    e = 512 + gl.arange(0, 64, layout=gl.SliceLayout(0, ROPE_COPY))
+    place = (at * q_t + head * q_h)[:, None] + e[None, :]
+    p_ring.index(WHICH).store(gl.load(query + place, mask=live[:, None], other=0.0))
+    copy_token, copy_at, copy_head, copy_live = _rows(begin, q_len, first_row, count, H, gl.SliceLayout(1, COPY))
+    d = WHICH * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, COPY))
+    copy_place = (copy_at * q_t + copy_head * q_h)[:, None] + d[None, :]
+    q_tile.index(WHICH).store(gl.load(query + copy_place, mask=copy_live[:, None], other=0.0))
+    fence_async_shared()
+    gl.thread_barrier()
+    mbarrier.arrive(q_full.index(0), count=1)
+    q_rope = p_ring.index(WHICH).load(gl.DotOperandLayout(0, S_LAYOUT, 2))
+
+    row_token, row_at, row_head, row_live = _rows(begin, q_len, first_row, count, H, ROW)
+    if HAS_LIMITS:  # noqa: SIM108  (one is known when compiling)
+        seen = gl.load(limits + row_at, mask=row_live, other=0)
+    else:
+        seen = gl.load(seq_lens + r) - q_len + row_token + 1
+    acc = gl.zeros([64, 256], gl.float32, O_LAYOUT)
+    norm = gl.zeros([64], gl.float32, ROW)
+    top = gl.full([64], float("-inf"), gl.float32, ROW)
+    mine = (tiles + 1 - WHICH) // 2
+    # every row sees the keys below `low`, whose whole tiles need no mask
+    plain = (gl.minimum(gl.maximum(low - begins, 0) // 64, tiles) + 1 - WHICH) // 2
+    mbarrier.wait(q_full.index(0), 0)
+    if mine > 0:
+        acc, top, norm = _step(
+            acc, top, norm, q_tile, q_rope, k_ring, r_ring, p_ring, tops, k_full, k_empty, r_full, r_empty, p_full,
+            0, 0, begins + WHICH * 64, seen, low, factor, PIECES, DIAG, WHICH == 1, True, S_LAYOUT, P_LAYOUT, WHICH,
+        )  # fmt: skip
+    for k in range(1, plain):
+        acc, top, norm = _step(
+            acc, top, norm, q_tile, q_rope, k_ring, r_ring, p_ring, tops, k_full, k_empty, r_full, r_empty, p_full,
+            k, (k + 1 + WHICH) & 1, begins + (2 * k + WHICH) * 64, seen, low, factor, PIECES, DIAG, True, False, S_LAYOUT, P_LAYOUT, WHICH,
+        )  # fmt: skip
+    for k in range(gl.maximum(1, plain), mine):
+        acc, top, norm = _step(
+            acc, top, norm, q_tile, q_rope, k_ring, r_ring, p_ring, tops, k_full, k_empty, r_full, r_empty, p_full,
+            k, (k + 1 + WHICH) & 1, begins + (2 * k + WHICH) * 64, seen, low, factor, PIECES, DIAG, True, True, S_LAYOUT, P_LAYOUT, WHICH,
+        )  # fmt: skip
+    if (tiles > 0) & (tiles % 2 == WHICH):
+        # the last tile is the other's
+        acc, top, norm = _join(acc, top, norm, tops, p_full, (mine + 1 + WHICH) & 1, WHICH)
+        acc = warpgroup_mma(p_ring.index(1 - WHICH), k_ring.index((1 - WHICH) * 2 + WHICH), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+
+    # both have the same maximum at the end; each has the sum of its own tiles' weights
+    norms.index(WHICH).store(norm)
+    gl.thread_barrier()
+    mbarrier.arrive(end.index(WHICH), count=1)
+    mbarrier.wait(end.index(1 - WHICH), 0)
+    norm += norms.index(1 - WHICH).load(ROW)
+    sum_ = gl.convert_layout(norm, gl.SliceLayout(1, O_LAYOUT))
+    share = v_factor / gl.where(sum_ == 0, 1.0, sum_)
+    acc = gl.where((sum_ == 0)[:, None], 0.0, acc * share[:, None])
+    log = gl.where(norm == 0, float("-inf"), top + gl.log2(norm))
+    state = (row_at * H + row_head) * splits + gl.program_id(1)
+    if count > 1:
+        column = WHICH * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, O_LAYOUT))
+        o_token, o_at, o_h_, o_live = _rows(begin, q_len, first_row, count, H, gl.SliceLayout(1, O_LAYOUT))
+        part = ((o_at * H + o_h_) * splits + gl.program_id(1)) * 512
+        gl.store(partial + part[:, None] + column[None, :], acc, mask=o_live[:, None])
+        if WHICH == 0:
+            gl.store(partial_lse + state, log, mask=row_live)
+    else:
+        # through the queries' place, which nobody reads any more, so that rows are written 16 bytes a thread
+        q_tile.index(WHICH).store(acc.to(dtype))
+        gl.thread_barrier()
+        o_place = (copy_at * o_t + copy_head * o_h)[:, None] + d[None, :]
+        gl.store(out + o_place, q_tile.index(WHICH).load(COPY), mask=copy_live[:, None])
+        if HAS_LSE and WHICH == 0:
+            gl.store(lse + row_head * lse_h + row_at, log * 0.6931471805599453, mask=row_live)
+
+
+@gluon.jit(do_not_specialize=_BATCH)
+def _attend(  # type: ignore[no-untyped-def]
+    out, lse, partial, partial_lse, query, desc, query_start_loc, seq_lens, limits, block_table, factor, v_factor,
+    row_tiles, splits, split, num_pages, o_t, o_h, lse_h, q_t, q_h, table_r,
+    H: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, PIECES: gl.constexpr, HAS_LIMITS: gl.constexpr, HAS_LSE: gl.constexpr,
+    DIAG: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+):  # fmt: skip
+    dtype: gl.constexpr = query.dtype.element_ty
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    lines: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q_tile = gl.allocate_shared_memory(dtype, [2, 64, 256], swizzled)
+    k_ring = gl.allocate_shared_memory(dtype, [4, 64, 256], swizzled)
+    r_ring = gl.allocate_shared_memory(dtype, [2, 64, 64], swizzled)
+    p_ring = gl.allocate_shared_memory(dtype, [2, 64, 64], swizzled)
+    tops = gl.allocate_shared_memory(gl.float32, [2, 64], lines)
+    norms = gl.allocate_shared_memory(gl.float32, [2, 64], lines)
+    k_full = gl.allocate_shared_memory(gl.int64, [4 * PIECES, 1], mbarrier.MBarrierLayout())
+    k_empty = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
+    r_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    r_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    p_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    end = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(4 * PIECES):
+        mbarrier.init(k_full.index(i), count=1)
+    for i in gl.static_range(4):
+        mbarrier.init(k_empty.index(i), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(r_full.index(i), count=1)
+        mbarrier.init(r_empty.index(i), count=1)
+        mbarrier.init(p_full.index(i), count=1)
+        mbarrier.init(end.index(i), count=1)
+    mbarrier.init(q_full.index(0), count=2)
+    fence_async_shared()
+    # the merge may be launched already: it waits for this grid's end before it reads
+    gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
+    gl.warp_specialize(
+        [
+            (_consume, (
+                out, lse, partial, partial_lse, query, q_tile, k_ring, r_ring, p_ring, tops, norms,
+                k_full, k_empty, r_full, r_empty, p_full, q_full, end, query_start_loc, seq_lens, limits, factor, v_factor,
+                row_tiles, splits, split, o_t, o_h, lse_h, q_t, q_h, H, PIECES, HAS_LIMITS, HAS_LSE, 0, DIAG,
+            )),
+            (_consume, (
+                out, lse, partial, partial_lse, query, q_tile, k_ring, r_ring, p_ring, tops, norms,
+                k_full, k_empty, r_full, r_empty, p_full, q_full, end, query_start_loc, seq_lens, limits, factor, v_factor,
+                row_tiles, splits, split, o_t, o_h, lse_h, q_t, q_h, H, PIECES, HAS_LIMITS, HAS_LSE, 1, DIAG,
+            )),
+            (_produce, (
+                desc, k_ring, r_ring, k_full, k_empty, r_full, r_empty, query_start_loc, seq_lens, limits, block_table,
+                row_tiles, split, num_pages, table_r, H, P, BOX, PIECES, HAS_LIMITS, DIAG,
+            )),
+        ],
+        [4, 1],
+        [CONSUMER_REGS, PRODUCER_REGS],
+    )  # fmt: skip
+
+
+def serves(query: torch.Tensor, cache: torch.Tensor, rank: int, split: int) -> bool:
+    """Whether shapes, dtypes and addresses are such as this kernel takes; the launch is the rule's to choose."""
+    if query.dtype not in (torch.bfloat16, torch.float16) or cache.dtype != query.dtype:
+        return False
+    if rank != RANK or query.shape[-1] != RANK + ROPE or cache.shape[-1] != RANK + ROPE or split % KEYS:
+        return False
+    return cache.shape[1] % 16 == 0 and cache.data_ptr() % 16 == 0 and all(step % 8 == 0 for step in cache.stride()[:-1])
+
+
+def attend(
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    partial: torch.Tensor,
+    partial_lse: torch.Tensor,
+    query: torch.Tensor,
+    cache: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    limits: torch.Tensor | None,
+    block_table: torch.Tensor,
+    *,
+    factor: float,
+    v_factor: float,
+    tiles: int,
+    splits: int,
+    split: int,
+) -> None:
+    """What `mla_decode`'s own kernel does with the same arguments: results, or states where a row has several splits.
+
+    factor: of scores, into base 2. tiles: of rows, a request.
+    """
+    page = cache.shape[1]
+    box = min(page & -page, KEYS)
+    layout = gl.NVMMASharedLayout(128, 16, rank=3)
+    desc = TensorDescriptor(cache, list(cache.shape), list(cache.stride()), [1, box, 64], layout)
+    _attend[((query_start_loc.shape[0] - 1) * tiles, splits)](
+        out, lse, partial, partial_lse, query, desc, query_start_loc, seq_lens, limits, block_table, factor, v_factor,
+        tiles, splits, split if splits > 1 else 1 << 30, cache.shape[0], out.stride(0), out.stride(1), lse.stride(0) if lse is not None else 0,
+        query.stride(0), query.stride(1), block_table.stride(0),
+        H=query.shape[1], P=page, BOX=box, PIECES=_PIECES, DIAG=_DIAG, HAS_LIMITS=limits is not None,
+        HAS_LSE=lse is not None, CONSUMER_REGS=_REGISTERS[0], PRODUCER_REGS=_REGISTERS[1], num_warps=4,
+    )  # fmt: skip
