@@ -402,6 +402,19 @@ def _launch_latent(choice: Choice) -> None:
     )
 
 
+HOPPER_LATENT: dict[str, Sequence[Any]] = {
+    "num_heads": (128, 64),
+    "block_size": (64, 16),
+    "dtype": ("bfloat16", "float16"),
+    "limits": (False, True),
+}
+
+
+def _launch_hopper_latent(choice: Choice) -> None:
+    """What `mla_decode` takes its own kernel for on that architecture."""
+    _launch_latent({**choice, "batch": "decode", "kv": "auto", "lse": True, "indices": False, "device_scale": False})
+
+
 EXPANDED: dict[str, Sequence[Any]] = {
     "dtype": ("bfloat16", "float16", "float32"),
     "causal": (False, True),
@@ -453,8 +466,9 @@ KERNELS = {
     "kv_write": Kernel(WRITE, _launch_write, _settle_write),
     "merge_states": Kernel(MERGE, _launch_merge),
     "mla_decode": Kernel(LATENT, _launch_latent, _settle_latent, _refuse_latent),
+    "hopper_mla": Kernel(HOPPER_LATENT, _launch_hopper_latent),
     "mla_prefill": Kernel(EXPANDED, _launch_expanded),
     "int8_attention": Kernel(INT8, _launch_int8),
 }
 #: Kernels that are made for some architectures.
-ONLY_ON: dict[str, tuple[str, ...]] = {"hopper_prefill": ("sm_90",)}
+ONLY_ON: dict[str, tuple[str, ...]] = {"hopper_prefill": ("sm_90",), "hopper_mla": ("sm_90",)}

@@ -3,12 +3,13 @@
 A program takes 64 (token, head) rows of one request against a part of its keys, in two consumers of four warps and one warp
 that feeds them. The result [64, 512] fills the registers of both: consumer h holds columns 256 h and up. Consumer w makes the
 scores and weights of the tiles w, w + 2, ... of 64 keys; the weights reach the other one through shared memory, and both weigh
-their half of the tile's values. So one consumer's scores run while the other takes exponentials (the alternation of DeepSeek's
-FlashMLA, 2025), and every tensor operation is made once.
+their half of the tile's values, so that every product is made once (the split of DeepSeek's FlashMLA, 2025).
 
 A tile is three pieces, latents 0-255 and 256-511 and the rotary part, which the producer looks up and copies by the bulk tensor
-engine as soon as each is free: two tiles, the queries' latents and two tiles of weights fill shared memory; the queries' rotary
-part stays in registers.
+engine as soon as each is free. Two tiles, the queries' latents and two tiles of weights fill shared memory (the queries' rotary
+part stays in registers), so a tile's copy can only start once both have weighed the tile two before it. Hence the order of a
+consumer's work: the other's tile is weighed, and its place given back, before one waits for the next of one's own. Scores of
+one tile beside the exponentials of another would need it earlier than it can be there (benchmarks/NOTES.md).
 
 The grid, the split of keys, the states and their merge are `mla_decode`'s. What lies beyond what rows see is masked, and in
 tiles where rows differ in what they see, latents that are not finite are replaced by 0 (a row that sees them has a NaN for a
@@ -30,11 +31,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-ROWS = 64  #: (token, head) pairs of a program
 KEYS = 64  #: of a tile
 RANK, ROPE = 512, 64
-_PIECES = 1
-_DIAG = 0
 _REGISTERS = (240, 24)  #: a thread, of consumers and producer
 _BATCH = ("row_tiles", "splits", "split", "num_pages", "lse_h", "table_r")
 
@@ -80,31 +78,9 @@ def _rows(begin, q_len, first_row, count, H: gl.constexpr, LAYOUT: gl.constexpr)
 
 
 @gluon.jit
-def _copy(desc, k_boxes, r_boxes, k_full, k_empty, r_full, r_empty, pages, places, stage, phase, BOXES: gl.constexpr, PIECES: gl.constexpr):
-    mbarrier.wait(r_empty.index(stage), phase ^ 1)
-    mbarrier.expect(r_full.index(stage), 64 * 64 * 2)
-    for b in gl.static_range(BOXES):
-        tma.async_copy_global_to_shared(
-            desc, [pages[b], places[b], 512], r_full.index(stage), r_boxes.index(stage * BOXES + b)
-        )
-    for h in gl.static_range(2):
-        piece = stage * 2 + h
-        mbarrier.wait(k_empty.index(piece), phase ^ 1)
-        for c in gl.static_range(4):
-            bar = k_full.index(piece * PIECES + c * PIECES // 4)
-            if c * PIECES % 4 == 0:
-                mbarrier.expect(bar, 64 * 256 * 2 // PIECES)
-            for b in gl.static_range(BOXES):
-                tma.async_copy_global_to_shared(
-                    desc, [pages[b], places[b], h * 256 + c * 64], bar, k_boxes.index((piece * 4 + c) * BOXES + b)
-                )
-
-
-@gluon.jit
 def _produce(  # type: ignore[no-untyped-def]
-    desc, k_ring, r_ring, k_full, k_empty, r_full, r_empty, query_start_loc, seq_lens, limits, block_table, row_tiles,
-    split, num_pages, table_r, H: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, PIECES: gl.constexpr, HAS_LIMITS: gl.constexpr,
-    DIAG: gl.constexpr,
+    desc, k_ring, r_ring, k_full, k_empty, r_full, r_empty, query_start_loc, seq_lens, limits, block_table, row_tiles, split,
+    num_pages, table_r, H: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, HAS_LIMITS: gl.constexpr,
 ):  # fmt: skip
     """One warp: the tiles of keys in order, piece by piece, each as soon as its place is free."""
     BOXES: gl.constexpr = 64 // BOX
@@ -125,115 +101,111 @@ def _produce(  # type: ignore[no-untyped-def]
             places = places + (at % P,)  # type: ignore[assignment]
         stage = i % 2
         phase = i // 2 & 1
-        if DIAG == 1 and i >= 2:
-            mbarrier.wait(r_empty.index(stage), phase ^ 1)
-            mbarrier.arrive(r_full.index(stage), count=1)
-            for h in gl.static_range(2):
-                mbarrier.wait(k_empty.index(stage * 2 + h), phase ^ 1)
-                for c in gl.static_range(PIECES):
-                    mbarrier.arrive(k_full.index((stage * 2 + h) * PIECES + c), count=1)
-        else:
-            _copy(desc, k_boxes, r_boxes, k_full, k_empty, r_full, r_empty, pages, places, stage, phase, BOXES, PIECES)
+        mbarrier.wait(r_empty.index(stage), phase ^ 1)
+        mbarrier.expect(r_full.index(stage), 64 * 64 * 2)
+        for b in gl.static_range(BOXES):
+            tma.async_copy_global_to_shared(
+                desc, [pages[b], places[b], 512], r_full.index(stage), r_boxes.index(stage * BOXES + b)
+            )
+        for h in gl.static_range(2):
+            piece = stage * 2 + h
+            mbarrier.wait(k_empty.index(piece), phase ^ 1)
+            mbarrier.expect(k_full.index(piece), 64 * 256 * 2)
+            for c in gl.static_range(4):
+                for b in gl.static_range(BOXES):
+                    tma.async_copy_global_to_shared(
+                        desc, [pages[b], places[b], h * 256 + c * 64], k_full.index(piece),
+                        k_boxes.index((piece * 4 + c) * BOXES + b),
+                    )  # fmt: skip
 
 
 @gluon.jit
-def _scores(q_tile, q_rope, k_ring, r_ring, k_full, r_full, k, PIECES: gl.constexpr, S_LAYOUT: gl.constexpr, WHICH: gl.constexpr):  # type: ignore[no-untyped-def]
+def _scores(q_tile, q_rope, k_ring, r_ring, k_full, r_full, k, S_LAYOUT: gl.constexpr, WHICH: gl.constexpr):  # type: ignore[no-untyped-def]
     """The products of one's own tile, each piece's as it arrives; under way when this returns."""
     # 0, which the compiler does not know: or else it keeps the places of all operands in registers, which there are not
     far = gl.inline_asm_elementwise("shr.u32 $0, $1, 31;", "=r,r", [k], gl.int32, is_pure=True, pack=1)
-    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    q = q_tile._reinterpret(q_tile.dtype, [2 * PIECES, 64, 256 // PIECES], swizzled)
-    keys = k_ring._reinterpret(q_tile.dtype, [4 * PIECES, 64, 256 // PIECES], swizzled)
     mbarrier.wait(r_full.index(WHICH), k & 1)
     nothing = gl.zeros([64, 64], gl.float32, S_LAYOUT)
     s = warpgroup_mma(q_rope, r_ring.index(WHICH + far).permute((1, 0)), nothing, use_acc=False, is_async=True)
-    for c in gl.static_range(2 * PIECES):
-        mbarrier.wait(k_full.index(WHICH * 2 * PIECES + c), k & 1)
-        s = warpgroup_mma(q.index(far + c), keys.index(WHICH * 2 * PIECES + c + far).permute((1, 0)), s, is_async=True)
+    for h in gl.static_range(2):
+        mbarrier.wait(k_full.index(WHICH * 2 + h), k & 1)
+        s = warpgroup_mma(q_tile.index(far + h), k_ring.index(WHICH * 2 + h + far).permute((1, 0)), s, is_async=True)
     return s
 
 
 @gluon.jit
-def _join(acc, top, norm, tops, p_full, phase, WHICH: gl.constexpr):  # type: ignore[no-untyped-def]
-    """(acc, maximum, norm) on the scale of the other consumer's tile, once its weights are there."""
-    mbarrier.wait(p_full.index(1 - WHICH), phase)
-    above = tops.index(1 - WHICH).load(top.type.layout)
+def _join(acc, top, norm, k_ring, p_ring, tops, k_empty, t_full, p_full, phase, WHICH: gl.constexpr):  # type: ignore[no-untyped-def]
+    """The other consumer's tile: (acc with its values, maximum, norm on its scale)."""
+    OTHER: gl.constexpr = 1 - WHICH
+    mbarrier.wait(t_full.index(OTHER), phase)
+    above = tops.index(OTHER).load(top.type.layout)
     shrink = gl.exp2(top - gl.where(above == float("-inf"), 0.0, above))
     acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
+    mbarrier.wait(p_full.index(OTHER), phase)
+    acc = warpgroup_mma(p_ring.index(OTHER), k_ring.index(OTHER * 2 + WHICH), acc, is_async=True)
+    acc = warpgroup_mma_wait(0, deps=[acc])
+    gl.thread_barrier()
+    mbarrier.arrive(k_empty.index(OTHER * 2 + WHICH), count=1)
     return acc, above, norm * shrink
 
 
 @gluon.jit
-def _clean(k_ring, WHICH: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Zeros for what is not finite among the latents of one's own tile, whose scores are made."""
+def _clean(k_ring, least, WHICH: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Zeros for what is not finite among the latents of one's own tile, whose scores are made, from row `least` on."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     parts = k_ring._reinterpret(k_ring.dtype, [64, 16, 64], gl.NVMMASharedLayout(128, 16, rank=2))
-    for c in range(WHICH * 32, WHICH * 32 + 32):
-        x = parts.index(c).load(LAYOUT)
-        wide = x.to(gl.float32)
-        parts.index(c).store(gl.where((wide - wide) != 0.0, gl.zeros([16, 64], k_ring.dtype, LAYOUT), x))
+    for column in range(8):
+        for i in range(gl.maximum(least, 0) // 16, 4):
+            part = parts.index(WHICH * 32 + column * 4 + i)
+            x = part.load(LAYOUT)
+            wide = x.to(gl.float32)
+            part.store(gl.where((wide - wide) != 0.0, gl.zeros([16, 64], k_ring.dtype, LAYOUT), x))
 
 
 @gluon.jit
 def _step(  # type: ignore[no-untyped-def]
-    acc, top, norm, q, q_rope, k_ring, r_ring, p_ring, tops, k_full, k_empty, r_full, r_empty, p_full,
-    k, other, start, seen, low, factor,
-    PIECES: gl.constexpr, DIAG: gl.constexpr, AFTER: gl.constexpr, MASKED: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, WHICH: gl.constexpr,
+    acc, top, norm, q, q_rope, k_ring, r_ring, p_ring, tops, k_full, k_empty, r_full, r_empty, t_full, p_full,
+    k, start, seen, low, factor,
+    MASKED: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
-    """One's own tile, and (AFTER) the values of the tile before it, which is the other's, beside its scores."""
-    OTHER: gl.constexpr = 1 - WHICH
-    s = _scores(q, q_rope, k_ring, r_ring, k_full, r_full, k, PIECES, S_LAYOUT, WHICH)
-    if AFTER:
-        acc, top, norm = _join(acc, top, norm, tops, p_full, other, WHICH)
-        acc = warpgroup_mma(p_ring.index(OTHER), k_ring.index(OTHER * 2 + WHICH), acc, is_async=True)
-        s = warpgroup_mma_wait(1, deps=[s])
-    else:
-        s = warpgroup_mma_wait(0, deps=[s])
+    """One's own tile: its scores, its weights, which the other one waits for, its values."""
+    s = _scores(q, q_rope, k_ring, r_ring, k_full, r_full, k, S_LAYOUT, WHICH)
+    s = warpgroup_mma_wait(0, deps=[s])
     gl.thread_barrier()
     mbarrier.arrive(r_empty.index(WHICH), count=1)
     if MASKED:
         j = start + gl.arange(0, 64, layout=gl.SliceLayout(0, S_LAYOUT))
         s = gl.where(j[None, :] < seen[:, None], s, float("-inf"))
     above = gl.maximum(top, gl.max(s, 1) * factor)
+    tops.index(WHICH).store(above)
+    gl.thread_barrier()
+    # the other one brings its sums to this scale while the exponentials are taken
+    mbarrier.arrive(t_full.index(WHICH), count=1)
     guard = gl.where(above == float("-inf"), 0.0, above)
-    if DIAG == 2:
-        weights = s
-    else:
-        weights = gl.exp2(s * factor - guard[:, None])
+    weights = gl.exp2(s * factor - guard[:, None])
     shrink = gl.exp2(top - guard)
+    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
     norm = norm * shrink + gl.sum(weights, 1)
-    top = above
     p = weights.to(k_ring.dtype)
     p_ring.index(WHICH).store(p)
-    tops.index(WHICH).store(top)
-    if AFTER and MASKED:
-        acc = warpgroup_mma_wait(0, deps=[acc])
-    if MASKED:  # noqa: SIM102  (known when compiling)
-        if start + 64 > low:
-            _clean(k_ring, WHICH)
+    if MASKED:
+        _clean(k_ring, low - start, WHICH)
     fence_async_shared()
     gl.thread_barrier()
     mbarrier.arrive(p_full.index(WHICH), count=1)
-    p = gl.convert_layout(p, P_LAYOUT)
-    if AFTER:
-        # waiting for the weights too keeps the compiler from taking the exponentials after the wait
-        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
-        gl.thread_barrier()
-        mbarrier.arrive(k_empty.index(OTHER * 2 + WHICH), count=1)
-    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
-    acc = warpgroup_mma(p, k_ring.index(WHICH * 2 + WHICH), acc, is_async=True)
+    acc = warpgroup_mma(gl.convert_layout(p, P_LAYOUT), k_ring.index(WHICH * 2 + WHICH), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
     gl.thread_barrier()
     mbarrier.arrive(k_empty.index(WHICH * 2 + WHICH), count=1)
-    return acc, top, norm
+    return acc, above, norm
 
 
 @gluon.jit
 def _consume(  # type: ignore[no-untyped-def]
     out, lse, partial, partial_lse, query, q_tile, k_ring, r_ring, p_ring, tops, norms,
-    k_full, k_empty, r_full, r_empty, p_full, q_full, end, query_start_loc, seq_lens, limits, factor, v_factor, row_tiles,
-    splits, split, o_t, o_h, lse_h, q_t, q_h,
-    H: gl.constexpr, PIECES: gl.constexpr, HAS_LIMITS: gl.constexpr, HAS_LSE: gl.constexpr, WHICH: gl.constexpr, DIAG: gl.constexpr,
+    k_full, k_empty, r_full, r_empty, t_full, p_full, q_full, end, query_start_loc, seq_lens, limits, factor, v_factor,
+    row_tiles, splits, split, o_t, o_h, lse_h, q_t, q_h,
+    H: gl.constexpr, HAS_LIMITS: gl.constexpr, HAS_LSE: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Four warps: the scores of every other tile, half of the columns of the result."""
     dtype: gl.constexpr = k_ring.dtype
@@ -272,26 +244,22 @@ def _consume(  # type: ignore[no-untyped-def]
     # every row sees the keys below `low`, whose whole tiles need no mask
     plain = (gl.minimum(gl.maximum(low - begins, 0) // 64, tiles) + 1 - WHICH) // 2
     mbarrier.wait(q_full.index(0), 0)
-    if mine > 0:
+    if WHICH == 1 and tiles > 0:
+        acc, top, norm = _join(acc, top, norm, k_ring, p_ring, tops, k_empty, t_full, p_full, 0, WHICH)
+    for k in range(0, plain):
         acc, top, norm = _step(
-            acc, top, norm, q_tile, q_rope, k_ring, r_ring, p_ring, tops, k_full, k_empty, r_full, r_empty, p_full,
-            0, 0, begins + WHICH * 64, seen, low, factor, PIECES, DIAG, WHICH == 1, True, S_LAYOUT, P_LAYOUT, WHICH,
+            acc, top, norm, q_tile, q_rope, k_ring, r_ring, p_ring, tops, k_full, k_empty, r_full, r_empty, t_full, p_full,
+            k, begins + (2 * k + WHICH) * 64, seen, low, factor, False, S_LAYOUT, P_LAYOUT, WHICH,
         )  # fmt: skip
-    for k in range(1, plain):
+        if 2 * k + WHICH + 1 < tiles:
+            acc, top, norm = _join(acc, top, norm, k_ring, p_ring, tops, k_empty, t_full, p_full, (k + WHICH) & 1, WHICH)
+    for k in range(plain, mine):
         acc, top, norm = _step(
-            acc, top, norm, q_tile, q_rope, k_ring, r_ring, p_ring, tops, k_full, k_empty, r_full, r_empty, p_full,
-            k, (k + 1 + WHICH) & 1, begins + (2 * k + WHICH) * 64, seen, low, factor, PIECES, DIAG, True, False, S_LAYOUT, P_LAYOUT, WHICH,
+            acc, top, norm, q_tile, q_rope, k_ring, r_ring, p_ring, tops, k_full, k_empty, r_full, r_empty, t_full, p_full,
+            k, begins + (2 * k + WHICH) * 64, seen, low, factor, True, S_LAYOUT, P_LAYOUT, WHICH,
         )  # fmt: skip
-    for k in range(gl.maximum(1, plain), mine):
-        acc, top, norm = _step(
-            acc, top, norm, q_tile, q_rope, k_ring, r_ring, p_ring, tops, k_full, k_empty, r_full, r_empty, p_full,
-            k, (k + 1 + WHICH) & 1, begins + (2 * k + WHICH) * 64, seen, low, factor, PIECES, DIAG, True, True, S_LAYOUT, P_LAYOUT, WHICH,
-        )  # fmt: skip
-    if (tiles > 0) & (tiles % 2 == WHICH):
-        # the last tile is the other's
-        acc, top, norm = _join(acc, top, norm, tops, p_full, (mine + 1 + WHICH) & 1, WHICH)
-        acc = warpgroup_mma(p_ring.index(1 - WHICH), k_ring.index((1 - WHICH) * 2 + WHICH), acc, is_async=True)
-        acc = warpgroup_mma_wait(0, deps=[acc])
+        if 2 * k + WHICH + 1 < tiles:
+            acc, top, norm = _join(acc, top, norm, k_ring, p_ring, tops, k_empty, t_full, p_full, (k + WHICH) & 1, WHICH)
 
     # both have the same maximum at the end; each has the sum of its own tiles' weights
     norms.index(WHICH).store(norm)
@@ -306,8 +274,8 @@ def _consume(  # type: ignore[no-untyped-def]
     state = (row_at * H + row_head) * splits + gl.program_id(1)
     if count > 1:
         column = WHICH * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, O_LAYOUT))
-        o_token, o_at, o_h_, o_live = _rows(begin, q_len, first_row, count, H, gl.SliceLayout(1, O_LAYOUT))
-        part = ((o_at * H + o_h_) * splits + gl.program_id(1)) * 512
+        o_token, o_at, o_head, o_live = _rows(begin, q_len, first_row, count, H, gl.SliceLayout(1, O_LAYOUT))
+        part = ((o_at * H + o_head) * splits + gl.program_id(1)) * 512
         gl.store(partial + part[:, None] + column[None, :], acc, mask=o_live[:, None])
         if WHICH == 0:
             gl.store(partial_lse + state, log, mask=row_live)
@@ -325,8 +293,8 @@ def _consume(  # type: ignore[no-untyped-def]
 def _attend(  # type: ignore[no-untyped-def]
     out, lse, partial, partial_lse, query, desc, query_start_loc, seq_lens, limits, block_table, factor, v_factor,
     row_tiles, splits, split, num_pages, o_t, o_h, lse_h, q_t, q_h, table_r,
-    H: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, PIECES: gl.constexpr, HAS_LIMITS: gl.constexpr, HAS_LSE: gl.constexpr,
-    DIAG: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+    H: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, HAS_LIMITS: gl.constexpr, HAS_LSE: gl.constexpr,
+    CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = query.dtype.element_ty
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -337,20 +305,21 @@ def _attend(  # type: ignore[no-untyped-def]
     p_ring = gl.allocate_shared_memory(dtype, [2, 64, 64], swizzled)
     tops = gl.allocate_shared_memory(gl.float32, [2, 64], lines)
     norms = gl.allocate_shared_memory(gl.float32, [2, 64], lines)
-    k_full = gl.allocate_shared_memory(gl.int64, [4 * PIECES, 1], mbarrier.MBarrierLayout())
+    k_full = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [4, 1], mbarrier.MBarrierLayout())
     r_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     r_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    t_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     p_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     end = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(4 * PIECES):
-        mbarrier.init(k_full.index(i), count=1)
     for i in gl.static_range(4):
+        mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(k_empty.index(i), count=1)
     for i in gl.static_range(2):
         mbarrier.init(r_full.index(i), count=1)
         mbarrier.init(r_empty.index(i), count=1)
+        mbarrier.init(t_full.index(i), count=1)
         mbarrier.init(p_full.index(i), count=1)
         mbarrier.init(end.index(i), count=1)
     mbarrier.init(q_full.index(0), count=2)
@@ -361,17 +330,17 @@ def _attend(  # type: ignore[no-untyped-def]
         [
             (_consume, (
                 out, lse, partial, partial_lse, query, q_tile, k_ring, r_ring, p_ring, tops, norms,
-                k_full, k_empty, r_full, r_empty, p_full, q_full, end, query_start_loc, seq_lens, limits, factor, v_factor,
-                row_tiles, splits, split, o_t, o_h, lse_h, q_t, q_h, H, PIECES, HAS_LIMITS, HAS_LSE, 0, DIAG,
+                k_full, k_empty, r_full, r_empty, t_full, p_full, q_full, end, query_start_loc, seq_lens, limits, factor,
+                v_factor, row_tiles, splits, split, o_t, o_h, lse_h, q_t, q_h, H, HAS_LIMITS, HAS_LSE, 0,
             )),
             (_consume, (
                 out, lse, partial, partial_lse, query, q_tile, k_ring, r_ring, p_ring, tops, norms,
-                k_full, k_empty, r_full, r_empty, p_full, q_full, end, query_start_loc, seq_lens, limits, factor, v_factor,
-                row_tiles, splits, split, o_t, o_h, lse_h, q_t, q_h, H, PIECES, HAS_LIMITS, HAS_LSE, 1, DIAG,
+                k_full, k_empty, r_full, r_empty, t_full, p_full, q_full, end, query_start_loc, seq_lens, limits, factor,
+                v_factor, row_tiles, splits, split, o_t, o_h, lse_h, q_t, q_h, H, HAS_LIMITS, HAS_LSE, 1,
             )),
             (_produce, (
                 desc, k_ring, r_ring, k_full, k_empty, r_full, r_empty, query_start_loc, seq_lens, limits, block_table,
-                row_tiles, split, num_pages, table_r, H, P, BOX, PIECES, HAS_LIMITS, DIAG,
+                row_tiles, split, num_pages, table_r, H, P, BOX, HAS_LIMITS,
             )),
         ],
         [4, 1],
@@ -408,7 +377,7 @@ def attend(
 ) -> None:
     """What `mla_decode`'s own kernel does with the same arguments: results, or states where a row has several splits.
 
-    factor: of scores, into base 2. tiles: of rows, a request.
+    factor: of scores, into base 2; v_factor: of values. tiles: of 64 rows, a request. split: keys a program takes.
     """
     page = cache.shape[1]
     box = min(page & -page, KEYS)
@@ -416,8 +385,8 @@ def attend(
     desc = TensorDescriptor(cache, list(cache.shape), list(cache.stride()), [1, box, 64], layout)
     _attend[((query_start_loc.shape[0] - 1) * tiles, splits)](
         out, lse, partial, partial_lse, query, desc, query_start_loc, seq_lens, limits, block_table, factor, v_factor,
-        tiles, splits, split if splits > 1 else 1 << 30, cache.shape[0], out.stride(0), out.stride(1), lse.stride(0) if lse is not None else 0,
-        query.stride(0), query.stride(1), block_table.stride(0),
-        H=query.shape[1], P=page, BOX=box, PIECES=_PIECES, DIAG=_DIAG, HAS_LIMITS=limits is not None,
-        HAS_LSE=lse is not None, CONSUMER_REGS=_REGISTERS[0], PRODUCER_REGS=_REGISTERS[1], num_warps=4,
+        tiles, splits, split if splits > 1 else 1 << 30, cache.shape[0],
+        out.stride(0), out.stride(1), lse.stride(0) if lse is not None else 0, query.stride(0), query.stride(1),
+        block_table.stride(0), H=query.shape[1], P=page, BOX=box, HAS_LIMITS=limits is not None, HAS_LSE=lse is not None,
+        CONSUMER_REGS=_REGISTERS[0], PRODUCER_REGS=_REGISTERS[1], num_warps=4,
     )  # fmt: skip

@@ -9,6 +9,8 @@ and as it is for the values, which is what makes MLA's 2 (2 L + Dr) operations a
     dense   rows of a request's tokens side by side; row i sees its first seq_len - q_len + i + 1 keys (or limits[i]).
     sparse  a tile holds one token's heads; its keys are those that `indices` names, -1 (or beyond the sequence) being none.
 
+On Hopper, programs of 64 rows over 16-bit latents are `hopper_mla`'s (`mla_launch.by_hand`); grid, states and merge stay.
+
 A program whose part is the whole writes the result, otherwise a float32 state that `_merge` joins. No lengths are fetched from
 the device and grids depend on extents and maxima alone: a captured launch serves any batch within those bounds.
 
@@ -25,8 +27,8 @@ import triton
 import triton.language as tl
 from torch import library
 
-from attn.torch.kernels.launch import arch, can_launch_early, check_stride, may_use_gluon, multiprocessors, power_of_two
-from attn.torch.kernels.mla_launch import mla_launch, mla_split
+from attn.torch.kernels.launch import arch, can_launch_early, check_stride, multiprocessors, power_of_two
+from attn.torch.kernels.mla_launch import by_hand, mla_launch, mla_split
 
 LOG2E = 1.4426950408889634
 _BATCH = ("splits", "split", "max_seen")
@@ -388,16 +390,14 @@ def mla_decode(
         "H": heads, "L": rank, "BLOCK_M": rule.block_m, "BLOCK_L": power_of_two(rank), "MAX_QUERY": max_query_len,
         "SPARSE": sparse, "HAS_LIMITS": limits is not None, "HAS_LSE": lse is not None, "EARLY": early,
     }  # fmt: skip
-    # by hand where a program's rows are as many as two warpgroups hold
-    hopper = name == "sm_90" and may_use_gluon() and rule.block_m == 64 and not (sparse or packed)
-    if hopper := hopper and k_scale is None and k_factor == 1.0:
+    if hopper := by_hand(name, rule, sparse, packed) and k_scale is None:
         from attn.torch.kernels import hopper_mla
 
         hopper = hopper_mla.serves(query, cache, rank, split)
     if hopper:
         hopper_mla.attend(
             out, lse, partial, partial_lse, query, cache, query_start_loc, seq_lens, limits, block_table,
-            factor=scale * LOG2E, v_factor=1.0, tiles=tiles, splits=splits, split=split,
+            factor=scale * k_factor * LOG2E, v_factor=k_factor, tiles=tiles, splits=splits, split=split,
         )  # fmt: skip
     else:
         _attend[(requests * tiles, splits)](

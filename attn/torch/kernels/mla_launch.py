@@ -6,7 +6,7 @@ shared memory: 64 rows are the most, and eight warps hold them.
 
 import functools
 
-from attn.torch.kernels.launch import SHARED_MEMORY, Launch, power_of_two
+from attn.torch.kernels.launch import SHARED_MEMORY, Launch, may_use_gluon, power_of_two
 
 
 @functools.lru_cache(maxsize=1024)
@@ -37,6 +37,11 @@ def mla_launch(
         if _shared(launch, rank, rope, itemsize, stored) <= limit:
             return launch
     return wanted[-1]
+
+
+def by_hand(arch: str, launch: Launch, sparse: bool, packed: bool) -> bool:
+    """Whether `hopper_mla` is the faster kernel, where it serves: on Hopper, for programs of 64 rows over plain latents."""
+    return arch == "sm_90" and launch.block_m == 64 and not (sparse or packed) and may_use_gluon()
 
 
 def _shared(launch: Launch, rank: int, rope: int, itemsize: int, stored: int) -> int:
