@@ -407,12 +407,13 @@ HOPPER_LATENT: dict[str, Sequence[Any]] = {
     "block_size": (64, 16),
     "dtype": ("bfloat16", "float16"),
     "limits": (False, True),
+    "indices": (False, True),
 }
 
 
 def _launch_hopper_latent(choice: Choice) -> None:
     """What `mla_decode` takes its own kernel for on that architecture."""
-    _launch_latent({**choice, "batch": "decode", "kv": "auto", "lse": True, "indices": False, "device_scale": False})
+    _launch_latent({**choice, "batch": "decode", "kv": "auto", "lse": True, "device_scale": False})
 
 
 EXPANDED: dict[str, Sequence[Any]] = {

@@ -1,28 +1,30 @@
-"""Absorbed MLA decode on Hopper: the dense part of `mla_decode` for many rows, scheduled by hand (Gluon) for sm_90.
+"""Absorbed MLA on Hopper for many rows, dense or by chosen keys: `mla_decode`'s first stage by hand (Gluon) for sm_90.
 
-A program takes 64 (token, head) rows of one request against a part of its keys, in two consumers of four warps and one warp
+A program takes 64 (token, head) rows of one request against a part of its keys, in two consumers of four warps and a producer
 that feeds them. The result [64, 512] fills the registers of both: consumer h holds columns 256 h and up. Consumer w makes the
 scores and weights of the tiles w, w + 2, ... of 64 keys; the weights reach the other one through shared memory, and both weigh
 their half of the tile's values, so that every product is made once (the split of DeepSeek's FlashMLA, 2025).
 
-A tile is three pieces, latents 0-255 and 256-511 and the rotary part, which the producer looks up and copies by the bulk tensor
-engine as soon as each is free. Two tiles, the queries' latents and two tiles of weights fill shared memory (the queries' rotary
-part stays in registers), so a tile's copy can only start once both have weighed the tile two before it. Hence the order of a
-consumer's work: the other's tile is weighed, and its place given back, before one waits for the next of one's own. Scores of
-one tile beside the exponentials of another would need it earlier than it can be there (benchmarks/NOTES.md).
+A tile is three pieces, latents 0-255 and 256-511 and the rotary part, which the producer looks up and copies as soon as each is
+free: one warp by the bulk tensor engine where keys lie in pages, four warps row by row where a list names them (zeros where it
+names none). Two tiles, the queries' latents and two tiles of weights fill shared memory (the queries' rotary part stays in
+registers), so a tile's copy can only start once both have weighed the tile two before it. Hence the order of a consumer's work:
+the other's tile is weighed, and its place given back, before one waits for the next of one's own. Scores of one tile beside the
+exponentials of another would need it earlier than it can be there (benchmarks/NOTES.md).
 
 The grid, the split of keys, the states and their merge are `mla_decode`'s. What lies beyond what rows see is masked, and in
 tiles where rows differ in what they see, latents that are not finite are replaced by 0 (a row that sees them has a NaN for a
 score already). No length is fetched from the device.
 
-Layouts: q [T, H, 576], out [T, H, 512], both bf16 or float16; cache [N, P, 576] of the same dtype, P a multiple of 16, strides
-of multiples of 16 bytes; lse [H, T] float32, natural.
+Layouts: q [T, H, 576], out [T, H, 512], both bf16 or float16; cache [N, P, 576] of the same dtype, strides multiples of 16; lse
+[H, T] float32, natural. Dense: P a multiple of 16. Chosen keys: H a multiple of 64, a program's rows being heads of one token.
 """
 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
     fence_async_shared,
     mbarrier,
     tma,
@@ -31,17 +33,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+ROWS = 64  #: (token, head) pairs of a program
 KEYS = 64  #: of a tile
 RANK, ROPE = 512, 64
-_REGISTERS = (240, 24)  #: a thread, of consumers and producer
-_BATCH = ("row_tiles", "splits", "split", "num_pages", "lse_h", "table_r")
+_REGISTERS = ((240, 24), (232, 40))  #: a thread of consumers and producer: one that copies boxes, one that gathers
+_BATCH = ("row_tiles", "splits", "split", "topk", "num_pages", "lse_h", "table_r", "indices_t")
 
 
 @gluon.jit
 def _part(  # type: ignore[no-untyped-def]
-    query_start_loc, seq_lens, limits, row_tiles, split, H: gl.constexpr, HAS_LIMITS: gl.constexpr
+    query_start_loc, seq_lens, limits, row_tiles, split, topk, H: gl.constexpr, HAS_LIMITS: gl.constexpr, SPARSE: gl.constexpr
 ):  # fmt: skip
-    """(request, its first token, tokens and first row here; keys that all rows see, first key, tiles of keys, splits).
+    """(request, its first token, tokens, keys, first row here; keys that all rows see and some row, first key, tiles, splits).
 
     A program that has nothing to do has -1 splits."""
     r = gl.program_id(0) // row_tiles
@@ -61,12 +64,14 @@ def _part(  # type: ignore[no-untyped-def]
             low = gl.minimum(low, seen)
             high = gl.maximum(high, seen)
     high = gl.minimum(gl.maximum(high, 0), seq_len)
+    if SPARSE:
+        high = topk
     begins = gl.program_id(1) * split
     count = (high + split - 1) // split
     count = gl.where(gl.program_id(1) < gl.maximum(count, 1), count, -1)
     count = gl.where(first < q_len, count, -1)
     tiles = gl.where(count < 0, 0, (gl.minimum(gl.maximum(high - begins, 0), split) + 63) // 64)
-    return r, begin, q_len, first_row, low, high, begins, tiles, count
+    return r, begin, q_len, seq_len, first_row, low, high, begins, tiles, count
 
 
 @gluon.jit
@@ -78,16 +83,54 @@ def _rows(begin, q_len, first_row, count, H: gl.constexpr, LAYOUT: gl.constexpr)
 
 
 @gluon.jit
+def _gather(  # type: ignore[no-untyped-def]
+    cache, k_ring, r_ring, k_full, k_empty, r_full, r_empty, query_start_loc, seq_lens, limits, block_table, indices, row_tiles,
+    split, topk, c_block, c_slot, table_r, indices_t,
+    H: gl.constexpr, P: gl.constexpr, HAS_LIMITS: gl.constexpr, SPARSE: gl.constexpr,
+):  # fmt: skip
+    """Four warps: the tiles of chosen keys in order, row by row; zeros where there is no key."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    parts = k_ring._reinterpret(k_ring.dtype, [16, 64, 64], swizzled)
+    r, begin, q_len, seq_len, first_row, low, high, begins, tiles, count = _part(
+        query_start_loc, seq_lens, limits, row_tiles, split, topk, H, HAS_LIMITS, SPARSE
+    )
+    table = block_table + r.to(gl.int64) * table_r
+    chosen = indices + (begin + first_row // H).to(gl.int64) * indices_t
+    column = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
+    for i in range(tiles):
+        j = begins + i * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+        position = gl.load(chosen + j, mask=j < topk, other=-1)
+        real = (position >= 0) & (position < seq_len)
+        page = gl.load(table + position // P, mask=real, other=0)
+        rows = (cache + page.to(gl.int64) * c_block + (position % P) * c_slot)[:, None] + column[None, :]
+        stage = i % 2
+        phase = i // 2 & 1
+        mbarrier.wait(r_empty.index(stage), phase ^ 1)
+        async_copy.async_copy_global_to_shared(r_ring.index(stage), rows + 512, mask=real[:, None])
+        async_copy.mbarrier_arrive(r_full.index(stage), increment_count=False)
+        for h in gl.static_range(2):
+            piece = stage * 2 + h
+            mbarrier.wait(k_empty.index(piece), phase ^ 1)
+            for c in gl.static_range(4):
+                async_copy.async_copy_global_to_shared(
+                    parts.index(piece * 4 + c), rows + (h * 256 + c * 64), mask=real[:, None]
+                )
+            async_copy.mbarrier_arrive(k_full.index(piece), increment_count=False)
+
+
+@gluon.jit
 def _produce(  # type: ignore[no-untyped-def]
     desc, k_ring, r_ring, k_full, k_empty, r_full, r_empty, query_start_loc, seq_lens, limits, block_table, row_tiles, split,
-    num_pages, table_r, H: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, HAS_LIMITS: gl.constexpr,
+    topk, num_pages, table_r,
+    H: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, HAS_LIMITS: gl.constexpr, SPARSE: gl.constexpr,
 ):  # fmt: skip
     """One warp: the tiles of keys in order, piece by piece, each as soon as its place is free."""
     BOXES: gl.constexpr = 64 // BOX
     k_boxes = k_ring._reinterpret(k_ring.dtype, [16 * BOXES, 1, BOX, 64], desc.layout)
     r_boxes = r_ring._reinterpret(k_ring.dtype, [2 * BOXES, 1, BOX, 64], desc.layout)
-    r, begin, q_len, first_row, low, high, begins, tiles, count = _part(
-        query_start_loc, seq_lens, limits, row_tiles, split, H, HAS_LIMITS
+    r, begin, q_len, seq_len, first_row, low, high, begins, tiles, count = _part(
+        query_start_loc, seq_lens, limits, row_tiles, split, topk, H, HAS_LIMITS, SPARSE
     )
     table = block_table + r.to(gl.int64) * table_r
     for i in range(tiles):
@@ -120,15 +163,21 @@ def _produce(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _scores(q_tile, q_rope, k_ring, r_ring, k_full, r_full, k, S_LAYOUT: gl.constexpr, WHICH: gl.constexpr):  # type: ignore[no-untyped-def]
+def _scores(  # type: ignore[no-untyped-def]
+    q_tile, q_rope, k_ring, r_ring, k_full, r_full, k, SPARSE: gl.constexpr, S_LAYOUT: gl.constexpr, WHICH: gl.constexpr
+):  # fmt: skip
     """The products of one's own tile, each piece's as it arrives; under way when this returns."""
     # 0, which the compiler does not know: or else it keeps the places of all operands in registers, which there are not
     far = gl.inline_asm_elementwise("shr.u32 $0, $1, 31;", "=r,r", [k], gl.int32, is_pure=True, pack=1)
     mbarrier.wait(r_full.index(WHICH), k & 1)
+    if SPARSE:  # rows that threads copied, which the tensor cores are to see
+        fence_async_shared()
     nothing = gl.zeros([64, 64], gl.float32, S_LAYOUT)
     s = warpgroup_mma(q_rope, r_ring.index(WHICH + far).permute((1, 0)), nothing, use_acc=False, is_async=True)
     for h in gl.static_range(2):
         mbarrier.wait(k_full.index(WHICH * 2 + h), k & 1)
+        if SPARSE:
+            fence_async_shared()
         s = warpgroup_mma(q_tile.index(far + h), k_ring.index(WHICH * 2 + h + far).permute((1, 0)), s, is_async=True)
     return s
 
@@ -165,16 +214,21 @@ def _clean(k_ring, least, WHICH: gl.constexpr):  # type: ignore[no-untyped-def]
 @gluon.jit
 def _step(  # type: ignore[no-untyped-def]
     acc, top, norm, q, q_rope, k_ring, r_ring, p_ring, tops, k_full, k_empty, r_full, r_empty, t_full, p_full,
-    k, start, seen, low, factor,
-    MASKED: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, WHICH: gl.constexpr,
+    chosen, k, start, seen, low, factor,
+    MASKED: gl.constexpr, SPARSE: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
-    """One's own tile: its scores, its weights, which the other one waits for, its values."""
-    s = _scores(q, q_rope, k_ring, r_ring, k_full, r_full, k, S_LAYOUT, WHICH)
+    """One's own tile: its scores, its weights, which the other one waits for, its values. SPARSE: `low` is the list's
+    length, `seen` how many keys there are."""
+    j = start + gl.arange(0, 64, layout=gl.SliceLayout(0, S_LAYOUT))
+    if SPARSE:
+        position = gl.load(chosen + j, mask=j < low, other=-1)
+    s = _scores(q, q_rope, k_ring, r_ring, k_full, r_full, k, SPARSE, S_LAYOUT, WHICH)
     s = warpgroup_mma_wait(0, deps=[s])
     gl.thread_barrier()
     mbarrier.arrive(r_empty.index(WHICH), count=1)
-    if MASKED:
-        j = start + gl.arange(0, 64, layout=gl.SliceLayout(0, S_LAYOUT))
+    if SPARSE:
+        s = gl.where(((position >= 0) & (position < seen))[None, :], s, float("-inf"))
+    elif MASKED:
         s = gl.where(j[None, :] < seen[:, None], s, float("-inf"))
     above = gl.maximum(top, gl.max(s, 1) * factor)
     tops.index(WHICH).store(above)
@@ -204,8 +258,8 @@ def _step(  # type: ignore[no-untyped-def]
 def _consume(  # type: ignore[no-untyped-def]
     out, lse, partial, partial_lse, query, q_tile, k_ring, r_ring, p_ring, tops, norms,
     k_full, k_empty, r_full, r_empty, t_full, p_full, q_full, end, query_start_loc, seq_lens, limits, factor, v_factor,
-    row_tiles, splits, split, o_t, o_h, lse_h, q_t, q_h,
-    H: gl.constexpr, HAS_LIMITS: gl.constexpr, HAS_LSE: gl.constexpr, WHICH: gl.constexpr,
+    indices, row_tiles, splits, split, topk, o_t, o_h, lse_h, q_t, q_h, indices_t,
+    H: gl.constexpr, HAS_LIMITS: gl.constexpr, HAS_LSE: gl.constexpr, SPARSE: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Four warps: the scores of every other tile, half of the columns of the result."""
     dtype: gl.constexpr = k_ring.dtype
@@ -215,8 +269,8 @@ def _consume(  # type: ignore[no-untyped-def]
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     ROPE_COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    r, begin, q_len, first_row, low, high, begins, tiles, count = _part(
-        query_start_loc, seq_lens, limits, row_tiles, split, H, HAS_LIMITS
+    r, begin, q_len, seq_len, first_row, low, high, begins, tiles, count = _part(
+        query_start_loc, seq_lens, limits, row_tiles, split, topk, H, HAS_LIMITS, SPARSE
     )
 
     token, at, head, live = _rows(begin, q_len, first_row, count, H, gl.SliceLayout(1, ROPE_COPY))
@@ -233,33 +287,41 @@ def _consume(  # type: ignore[no-untyped-def]
     q_rope = p_ring.index(WHICH).load(gl.DotOperandLayout(0, S_LAYOUT, 2))
 
     row_token, row_at, row_head, row_live = _rows(begin, q_len, first_row, count, H, ROW)
-    if HAS_LIMITS:  # noqa: SIM108  (one is known when compiling)
+    chosen = indices
+    if SPARSE:
+        chosen = indices + (begin + first_row // H).to(gl.int64) * indices_t
+        seen = seq_len
+        low = topk
+    elif HAS_LIMITS:
         seen = gl.load(limits + row_at, mask=row_live, other=0)
     else:
-        seen = gl.load(seq_lens + r) - q_len + row_token + 1
+        seen = seq_len - q_len + row_token + 1
     acc = gl.zeros([64, 256], gl.float32, O_LAYOUT)
     norm = gl.zeros([64], gl.float32, ROW)
     top = gl.full([64], float("-inf"), gl.float32, ROW)
     mine = (tiles + 1 - WHICH) // 2
     # every row sees the keys below `low`, whose whole tiles need no mask
-    plain = (gl.minimum(gl.maximum(low - begins, 0) // 64, tiles) + 1 - WHICH) // 2
+    plain = mine
+    if not SPARSE:
+        plain = (gl.minimum(gl.maximum(low - begins, 0) // 64, tiles) + 1 - WHICH) // 2
     mbarrier.wait(q_full.index(0), 0)
     if WHICH == 1 and tiles > 0:
         acc, top, norm = _join(acc, top, norm, k_ring, p_ring, tops, k_empty, t_full, p_full, 0, WHICH)
     for k in range(0, plain):
         acc, top, norm = _step(
             acc, top, norm, q_tile, q_rope, k_ring, r_ring, p_ring, tops, k_full, k_empty, r_full, r_empty, t_full, p_full,
-            k, begins + (2 * k + WHICH) * 64, seen, low, factor, False, S_LAYOUT, P_LAYOUT, WHICH,
+            chosen, k, begins + (2 * k + WHICH) * 64, seen, low, factor, False, SPARSE, S_LAYOUT, P_LAYOUT, WHICH,
         )  # fmt: skip
         if 2 * k + WHICH + 1 < tiles:
             acc, top, norm = _join(acc, top, norm, k_ring, p_ring, tops, k_empty, t_full, p_full, (k + WHICH) & 1, WHICH)
-    for k in range(plain, mine):
-        acc, top, norm = _step(
-            acc, top, norm, q_tile, q_rope, k_ring, r_ring, p_ring, tops, k_full, k_empty, r_full, r_empty, t_full, p_full,
-            k, begins + (2 * k + WHICH) * 64, seen, low, factor, True, S_LAYOUT, P_LAYOUT, WHICH,
-        )  # fmt: skip
-        if 2 * k + WHICH + 1 < tiles:
-            acc, top, norm = _join(acc, top, norm, k_ring, p_ring, tops, k_empty, t_full, p_full, (k + WHICH) & 1, WHICH)
+    if not SPARSE:
+        for k in range(plain, mine):
+            acc, top, norm = _step(
+                acc, top, norm, q_tile, q_rope, k_ring, r_ring, p_ring, tops, k_full, k_empty, r_full, r_empty, t_full, p_full,
+                chosen, k, begins + (2 * k + WHICH) * 64, seen, low, factor, True, False, S_LAYOUT, P_LAYOUT, WHICH,
+            )  # fmt: skip
+            if 2 * k + WHICH + 1 < tiles:
+                acc, top, norm = _join(acc, top, norm, k_ring, p_ring, tops, k_empty, t_full, p_full, (k + WHICH) & 1, WHICH)
 
     # both have the same maximum at the end; each has the sum of its own tiles' weights
     norms.index(WHICH).store(norm)
@@ -291,9 +353,9 @@ def _consume(  # type: ignore[no-untyped-def]
 
 @gluon.jit(do_not_specialize=_BATCH)
 def _attend(  # type: ignore[no-untyped-def]
-    out, lse, partial, partial_lse, query, desc, query_start_loc, seq_lens, limits, block_table, factor, v_factor,
-    row_tiles, splits, split, num_pages, o_t, o_h, lse_h, q_t, q_h, table_r,
-    H: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, HAS_LIMITS: gl.constexpr, HAS_LSE: gl.constexpr,
+    out, lse, partial, partial_lse, query, cache, desc, query_start_loc, seq_lens, limits, block_table, indices, factor,
+    v_factor, row_tiles, splits, split, topk, num_pages, o_t, o_h, lse_h, q_t, q_h, c_block, c_slot, table_r, indices_t,
+    H: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, HAS_LIMITS: gl.constexpr, HAS_LSE: gl.constexpr, SPARSE: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = query.dtype.element_ty
@@ -313,11 +375,12 @@ def _attend(  # type: ignore[no-untyped-def]
     p_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     end = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    FILLERS: gl.constexpr = 128 if SPARSE else 1
     for i in gl.static_range(4):
-        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(k_full.index(i), count=FILLERS)
         mbarrier.init(k_empty.index(i), count=1)
     for i in gl.static_range(2):
-        mbarrier.init(r_full.index(i), count=1)
+        mbarrier.init(r_full.index(i), count=FILLERS)
         mbarrier.init(r_empty.index(i), count=1)
         mbarrier.init(t_full.index(i), count=1)
         mbarrier.init(p_full.index(i), count=1)
@@ -326,35 +389,63 @@ def _attend(  # type: ignore[no-untyped-def]
     fence_async_shared()
     # the merge may be launched already: it waits for this grid's end before it reads
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
-    gl.warp_specialize(
-        [
-            (_consume, (
-                out, lse, partial, partial_lse, query, q_tile, k_ring, r_ring, p_ring, tops, norms,
-                k_full, k_empty, r_full, r_empty, t_full, p_full, q_full, end, query_start_loc, seq_lens, limits, factor,
-                v_factor, row_tiles, splits, split, o_t, o_h, lse_h, q_t, q_h, H, HAS_LIMITS, HAS_LSE, 0,
-            )),
-            (_consume, (
-                out, lse, partial, partial_lse, query, q_tile, k_ring, r_ring, p_ring, tops, norms,
-                k_full, k_empty, r_full, r_empty, t_full, p_full, q_full, end, query_start_loc, seq_lens, limits, factor,
-                v_factor, row_tiles, splits, split, o_t, o_h, lse_h, q_t, q_h, H, HAS_LIMITS, HAS_LSE, 1,
-            )),
-            (_produce, (
-                desc, k_ring, r_ring, k_full, k_empty, r_full, r_empty, query_start_loc, seq_lens, limits, block_table,
-                row_tiles, split, num_pages, table_r, H, P, BOX, HAS_LIMITS,
-            )),
-        ],
-        [4, 1],
-        [CONSUMER_REGS, PRODUCER_REGS],
-    )  # fmt: skip
+    if SPARSE:
+        gl.warp_specialize(
+            [
+                (_consume, (
+                    out, lse, partial, partial_lse, query, q_tile, k_ring, r_ring, p_ring, tops, norms,
+                    k_full, k_empty, r_full, r_empty, t_full, p_full, q_full, end, query_start_loc, seq_lens, limits, factor,
+                    v_factor, indices, row_tiles, splits, split, topk, o_t, o_h, lse_h, q_t, q_h, indices_t,
+                    H, HAS_LIMITS, HAS_LSE, SPARSE, 0,
+                )),
+                (_consume, (
+                    out, lse, partial, partial_lse, query, q_tile, k_ring, r_ring, p_ring, tops, norms,
+                    k_full, k_empty, r_full, r_empty, t_full, p_full, q_full, end, query_start_loc, seq_lens, limits, factor,
+                    v_factor, indices, row_tiles, splits, split, topk, o_t, o_h, lse_h, q_t, q_h, indices_t,
+                    H, HAS_LIMITS, HAS_LSE, SPARSE, 1,
+                )),
+                (_gather, (
+                    cache, k_ring, r_ring, k_full, k_empty, r_full, r_empty, query_start_loc, seq_lens, limits, block_table,
+                    indices, row_tiles, split, topk, c_block, c_slot, table_r, indices_t, H, P, HAS_LIMITS, SPARSE,
+                )),
+            ],
+            [4, 4],
+            [CONSUMER_REGS, PRODUCER_REGS],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_consume, (
+                    out, lse, partial, partial_lse, query, q_tile, k_ring, r_ring, p_ring, tops, norms,
+                    k_full, k_empty, r_full, r_empty, t_full, p_full, q_full, end, query_start_loc, seq_lens, limits, factor,
+                    v_factor, indices, row_tiles, splits, split, topk, o_t, o_h, lse_h, q_t, q_h, indices_t,
+                    H, HAS_LIMITS, HAS_LSE, SPARSE, 0,
+                )),
+                (_consume, (
+                    out, lse, partial, partial_lse, query, q_tile, k_ring, r_ring, p_ring, tops, norms,
+                    k_full, k_empty, r_full, r_empty, t_full, p_full, q_full, end, query_start_loc, seq_lens, limits, factor,
+                    v_factor, indices, row_tiles, splits, split, topk, o_t, o_h, lse_h, q_t, q_h, indices_t,
+                    H, HAS_LIMITS, HAS_LSE, SPARSE, 1,
+                )),
+                (_produce, (
+                    desc, k_ring, r_ring, k_full, k_empty, r_full, r_empty, query_start_loc, seq_lens, limits, block_table,
+                    row_tiles, split, topk, num_pages, table_r, H, P, BOX, HAS_LIMITS, SPARSE,
+                )),
+            ],
+            [4, 1],
+            [CONSUMER_REGS, PRODUCER_REGS],
+        )  # fmt: skip
 
 
-def serves(query: torch.Tensor, cache: torch.Tensor, rank: int, split: int) -> bool:
+def serves(query: torch.Tensor, cache: torch.Tensor, rank: int, split: int, sparse: bool) -> bool:
     """Whether shapes, dtypes and addresses are such as this kernel takes; the launch is the rule's to choose."""
     if query.dtype not in (torch.bfloat16, torch.float16) or cache.dtype != query.dtype:
         return False
     if rank != RANK or query.shape[-1] != RANK + ROPE or cache.shape[-1] != RANK + ROPE or split % KEYS:
         return False
-    return cache.shape[1] % 16 == 0 and cache.data_ptr() % 16 == 0 and all(step % 8 == 0 for step in cache.stride()[:-1])
+    if cache.data_ptr() % 16 or any(step % 16 for step in cache.stride()[:-1]):
+        return False
+    return query.shape[1] % ROWS == 0 if sparse else cache.shape[1] % 16 == 0
 
 
 def attend(
@@ -368,6 +459,7 @@ def attend(
     seq_lens: torch.Tensor,
     limits: torch.Tensor | None,
     block_table: torch.Tensor,
+    indices: torch.Tensor | None,
     *,
     factor: float,
     v_factor: float,
@@ -379,14 +471,19 @@ def attend(
 
     factor: of scores, into base 2; v_factor: of values. tiles: of 64 rows, a request. split: keys a program takes.
     """
-    page = cache.shape[1]
+    page, sparse = cache.shape[1], indices is not None
     box = min(page & -page, KEYS)
-    layout = gl.NVMMASharedLayout(128, 16, rank=3)
-    desc = TensorDescriptor(cache, list(cache.shape), list(cache.stride()), [1, box, 64], layout)
+    desc = None
+    if not sparse:
+        layout = gl.NVMMASharedLayout(128, 16, rank=3)
+        desc = TensorDescriptor(cache, list(cache.shape), list(cache.stride()), [1, box, 64], layout)
+    consumers, producer = _REGISTERS[sparse]
     _attend[((query_start_loc.shape[0] - 1) * tiles, splits)](
-        out, lse, partial, partial_lse, query, desc, query_start_loc, seq_lens, limits, block_table, factor, v_factor,
-        tiles, splits, split if splits > 1 else 1 << 30, cache.shape[0],
-        out.stride(0), out.stride(1), lse.stride(0) if lse is not None else 0, query.stride(0), query.stride(1),
-        block_table.stride(0), H=query.shape[1], P=page, BOX=box, HAS_LIMITS=limits is not None, HAS_LSE=lse is not None,
-        CONSUMER_REGS=_REGISTERS[0], PRODUCER_REGS=_REGISTERS[1], num_warps=4,
+        out, lse, partial, partial_lse, query, cache, desc, query_start_loc, seq_lens, limits, block_table, indices,
+        factor, v_factor, tiles, splits, split if splits > 1 else 1 << 30, indices.shape[1] if indices is not None else 0,
+        cache.shape[0], out.stride(0), out.stride(1), lse.stride(0) if lse is not None else 0,
+        query.stride(0), query.stride(1), cache.stride(0), cache.stride(1), block_table.stride(0),
+        indices.stride(0) if indices is not None else 0,
+        H=query.shape[1], P=page, BOX=box, HAS_LIMITS=limits is not None, HAS_LSE=lse is not None, SPARSE=sparse,
+        CONSUMER_REGS=consumers, PRODUCER_REGS=producer, num_warps=4,
     )  # fmt: skip

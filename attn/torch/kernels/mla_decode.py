@@ -390,13 +390,13 @@ def mla_decode(
         "H": heads, "L": rank, "BLOCK_M": rule.block_m, "BLOCK_L": power_of_two(rank), "MAX_QUERY": max_query_len,
         "SPARSE": sparse, "HAS_LIMITS": limits is not None, "HAS_LSE": lse is not None, "EARLY": early,
     }  # fmt: skip
-    if hopper := by_hand(name, rule, sparse, packed) and k_scale is None:
+    if hopper := by_hand(name, rule, packed) and k_scale is None:
         from attn.torch.kernels import hopper_mla
 
-        hopper = hopper_mla.serves(query, cache, rank, split)
+        hopper = hopper_mla.serves(query, cache, rank, split, sparse)
     if hopper:
         hopper_mla.attend(
-            out, lse, partial, partial_lse, query, cache, query_start_loc, seq_lens, limits, block_table,
+            out, lse, partial, partial_lse, query, cache, query_start_loc, seq_lens, limits, block_table, indices,
             factor=scale * k_factor * LOG2E, v_factor=k_factor, tiles=tiles, splits=splits, split=split,
         )  # fmt: skip
     else:

@@ -39,9 +39,9 @@ def mla_launch(
     return wanted[-1]
 
 
-def by_hand(arch: str, launch: Launch, sparse: bool, packed: bool) -> bool:
+def by_hand(arch: str, launch: Launch, packed: bool) -> bool:
     """Whether `hopper_mla` is the faster kernel, where it serves: on Hopper, for programs of 64 rows over plain latents."""
-    return arch == "sm_90" and launch.block_m == 64 and not (sparse or packed) and may_use_gluon()
+    return arch == "sm_90" and launch.block_m == 64 and not packed and may_use_gluon()
 
 
 def _shared(launch: Launch, rank: int, rope: int, itemsize: int, stored: int) -> int:

@@ -25,7 +25,7 @@ CASES: dict[str, dict[str, Any]] = {
     "empty requests": {"lens": [(1, 0), (1, 300), (0, 5), (1, 0)]},
     "empty requests, one split": {"lens": [(1, 0), (1, 300), (0, 5), (1, 0)], "split": 4096},
     "drafts": {"lens": DRAFTS},
-    "drafts of fewer tokens than keys": {"lens": [(4, 3), (7, 2), (2, 100)], "heads": 32},
+    "drafts of more tokens than keys": {"lens": [(4, 3), (7, 2), (2, 100)], "heads": 32},
     "16 heads, 16 tokens, page 16": {"lens": [(16, 700), *DRAFTS], "heads": 16, "page": 16},
     "40 heads, page 48": {"lens": DRAFTS, "heads": 40, "page": 48},
     "page 128, float16": {"lens": DRAFTS, "page": 128, "dtype": torch.float16},
@@ -37,6 +37,11 @@ CASES: dict[str, dict[str, Any]] = {
     "a NaN that some rows of a tile see": {"lens": [(4, 700), (3, 66)], "wild": (0, 697), "heads": 16},
     "bounds beyond the batch": {"lens": [(1, 700), (1, 66)], "most": (4, 20000)},
     "many splits": {"lens": [(1, 33333)]},
+    "chosen keys": {"lens": [(1, 700), (2, 5000), (1, 3), (0, 9), (1, 0), (3, 64)], "topk": 512},
+    "chosen keys, one split": {"lens": [(1, 700), (2, 5000), (1, 3)], "topk": 320, "split": 4096},
+    "chosen keys, 64 heads, page 1": {"lens": [(1, 700), (2, 300)], "topk": 100, "heads": 64, "page": 1},
+    "chosen keys, page 48, float16": {"lens": [(4, 700), (1, 66)], "topk": 2048, "page": 48, "dtype": torch.float16},
+    "fewer chosen keys than a tile": {"lens": [(1, 700), (1, 66)], "topk": 7},
     "more programs than multiprocessors": {"lens": [(1, 100 + 37 * i) for i in range(200)]},
 }
 
@@ -44,7 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {
-        "heads": 128, "page": 64, "dtype": torch.bfloat16, "split": 0, "limits": False, "wild": None, "most": None,
+        "heads": 128, "page": 64, "dtype": torch.bfloat16, "split": 0, "limits": False, "wild": None, "most": None, "topk": 0,
         **CASES[name],
     }  # fmt: skip
     lens, heads, page, dtype = (given[k] for k in ("lens", "heads", "page", "dtype"))
@@ -68,6 +73,17 @@ def test_it_is_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     limits = None
     if given["limits"]:
         limits = torch.cat([(torch.arange(n) * 5 + s - 5 * n + 2).clamp(-1, s) for n, s in lens]).int().cuda()
+    chosen = None
+    if given["topk"]:
+        rows = []
+        for n, s in lens:
+            for i in range(n):
+                # in no order, entries that are none among them and beyond the end; one token has none at all
+                some = torch.randperm(s + 40, generator=torch.Generator().manual_seed(s + i))[: given["topk"]]
+                some = torch.cat([some, torch.full((given["topk"] - len(some),), -1)])
+                some[i::5] = -1
+                rows.append(torch.full_like(some, -1) if (n, i) == (2, 1) else some)
+        chosen = torch.stack(rows).int().cuda()
     calls = []
     attend = hopper_mla.attend
     monkeypatch.setattr(hopper_mla, "attend", lambda *args, **kwargs: (calls.append(kwargs), attend(*args, **kwargs)))
@@ -76,17 +92,20 @@ def test_it_is_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lse = torch.full((heads, tokens), torch.nan, device="cuda")
     mla_decode(
         out, lse, query, cache, starts, seq_lens, table, most_tokens, most_keys, 192**-0.5, limits=limits,
-        fixed_split=given["split"],
+        indices=chosen, fixed_split=given["split"],
     )  # fmt: skip
     assert len(calls) == 1, "another kernel served"
     for r, (n, s) in enumerate(lens):
         own = cache[table[r, : counts[r]].long()].flatten(0, 1)[:s].double()
         for i in range(n):
             t = int(starts[r]) + i
-            seen = max(int(limits[t]) if limits is not None else s - n + i + 1, 0)
-            scores = query[t].double() @ own[:seen].T * 192**-0.5
+            if chosen is not None:
+                keys = own[[j for j in chosen[t].tolist() if 0 <= j < s]]
+            else:
+                keys = own[: max(int(limits[t]) if limits is not None else s - n + i + 1, 0)]
+            scores = query[t].double() @ keys.T * 192**-0.5
             log = scores.logsumexp(-1)
-            want = scores.softmax(-1) @ own[:seen, :512]
+            want = scores.softmax(-1) @ keys[:, :512]
             got = out[t].double()
             assert bool((got.isnan() == want.isnan()).all())
             if bool(want.isnan().any()):
@@ -96,11 +115,16 @@ def test_it_is_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_it_declines() -> None:
-    query, cache = torch.empty(1, 64, 576, dtype=torch.bfloat16), torch.empty(2, 64, 576, dtype=torch.bfloat16)
-    assert hopper_mla.serves(query, cache, 512, 4096)
-    assert not hopper_mla.serves(query, cache, 512, 4100)
-    assert not hopper_mla.serves(query, cache.half(), 512, 4096)
-    assert not hopper_mla.serves(query.float(), cache.float(), 512, 4096)
-    assert not hopper_mla.serves(query, cache[:, :8].contiguous(), 512, 4096)
-    assert not hopper_mla.serves(query[..., :320], cache[..., :320], 256, 4096)
-    assert not hopper_mla.serves(query, torch.empty(2, 64, 580, dtype=torch.bfloat16)[..., :576], 512, 4096)
+    query, cache = torch.empty(1, 96, 576, dtype=torch.bfloat16), torch.empty(2, 64, 576, dtype=torch.bfloat16)
+    assert hopper_mla.serves(query, cache, 512, 4096, False)
+    assert not hopper_mla.serves(query, cache, 512, 4096, True)
+    assert hopper_mla.serves(query[:, :64], cache[:, :1], 512, 4096, True)
+    for other, rank, split in (
+        (cache, 512, 4100),
+        (cache.half(), 512, 4096),
+        (cache[:, :8].contiguous(), 512, 4096),
+        (cache[..., :320], 256, 4096),
+        (torch.empty(2, 64, 580, dtype=torch.bfloat16)[..., :576], 512, 4096),
+    ):
+        assert not hopper_mla.serves(query[..., : other.shape[-1]], other, rank, split, False)
+    assert not hopper_mla.serves(query.float(), cache.float(), 512, 4096, False)
