@@ -76,14 +76,23 @@ def _longs(cfg: Config, refs: Refs) -> _pages.Kind:
                 first = pl.multiple_of(start + n * size, size)
                 step = _long.Step(slot, first, begin + first, size)
                 clear = _long.is_clear(cfg, item, begin + first, begin + first + size)
-                pl.when(clear)(lambda: _long.attend(cfg, refs, item, step, False))
+                smallest = size == cfg.key_tile
+
+                @pl.when(clear)
+                def _clear() -> None:
+                    _long.attend(cfg, refs, item, step, False)
+                    if not smallest:
+                        _long.settle(cfg, refs, item, step)
 
                 @pl.when(jnp.logical_not(clear))
                 def _at_the_edge() -> None:
-                    if size > cfg.key_tile:
-                        steps(cfg.key_tile, first, jnp.minimum(first + size, stop))
-                    else:
+                    if smallest:
                         _long.attend(cfg, refs, item, step, True)
+                    else:
+                        steps(cfg.key_tile, first, jnp.minimum(first + size, stop))
+
+                if smallest:
+                    _long.settle(cfg, refs, item, step)
 
             lax.fori_loop(0, lax.div(stop - start + (size - 1), size), one, None)
 

@@ -2,8 +2,8 @@
 
 Scores are held transposed, keys on sublanes and query rows on lanes. The sum over keys is then an elementwise one, and
 the second product has the weights on the stationary side of the matrix unit, whose 256 columns they fill; with rows on
-sublanes the 128 lanes of the values would leave half of it idle, and every sum would cross lanes. The state (m, l,
-acc) is double: a step reads one and writes the other, so that a step can be done again.
+sublanes the 128 lanes of the values would leave half of it idle, and every sum would cross lanes. The sums (l and acc)
+are double: a step reads one and writes the other, so that a step can be done again.
 
 m is what exponentials are taken relative to. It need not be the maximum: any m serves as long as sums neither overflow
 nor vanish, and then it need not change, so nothing is rescaled and no maximum is sought.
@@ -57,7 +57,8 @@ _KEYS_WAITING = 768
 
 def reset(cfg: Config, refs: Refs) -> None:
     refs.turn[0] = 0
-    for state in (refs.m, refs.l, refs.acc):
+    refs.m[...] = jnp.zeros(refs.m.shape, jnp.float32)
+    for state in (refs.l, refs.acc):
         state[0] = jnp.zeros(state.shape[1:], jnp.float32)
 
 
@@ -78,11 +79,10 @@ def is_clear(cfg: Config, item: Item, first: jax.Array, stop: jax.Array) -> jax.
 
 
 def attend(cfg: Config, refs: Refs, item: Item, step: Step, masked: bool) -> None:
-    """All heads meet the keys of a step."""
+    """All heads meet the keys of a step; `settle` has to follow."""
     before = refs.turn[0]
     after = 1 - before
     refs.turn[0] = after
-    refs.m[after] = refs.m[before]
     refs.alarm[...] = jnp.zeros(refs.alarm.shape, jnp.int32)
     at_once = 1
     while cfg.num_kv_heads % (2 * at_once) == 0 and 2 * at_once * cfg.rows * step.size <= _SCORES_AT_ONCE:
@@ -93,10 +93,16 @@ def attend(cfg: Config, refs: Refs, item: Item, step: Step, masked: bool) -> Non
 
     lax.fori_loop(0, cfg.num_kv_heads // at_once, heads, None)
 
+
+def settle(cfg: Config, refs: Refs, item: Item, step: Step) -> None:
+    """Do a step again where the alarm was raised. Apart from `attend`, so that masked steps and others share the code."""
+
     @pl.when(jnp.max(refs.alarm[...]) > 0)
     def _() -> None:
+        after = refs.turn[0]
+
         def head(k: jax.Array, _: None) -> None:
-            _exact(cfg, refs, item, step, k, before, after)
+            _exact(cfg, refs, item, step, k, 1 - after, after)
 
         lax.fori_loop(0, cfg.num_kv_heads, head, None)
 
@@ -119,7 +125,7 @@ def _streamed(
             s = _scores(cfg, refs, item, step.first + offset, keys, k, top, masked)
             if len(waiting) * cfg.key_tile >= _KEYS_WAITING:
                 waiting.pop(0)()
-            p = jnp.exp2(s - refs.m[before, k, :1, at])
+            p = jnp.exp2(s - refs.m[k, :1, at])
             source = before if offset == 0 else after
             total = refs.l[source, k, :, at] + jnp.sum(p, axis=0, keepdims=True)
             refs.l[after, k, :, at] = total
@@ -165,12 +171,12 @@ def _exact(cfg: Config, refs: Refs, item: Item, step: Step, k: jax.Array, before
         for top in range(0, cfg.rows, cfg.row_tile):
             at = slice(top, top + cfg.row_tile)
             s = _scores(cfg, refs, item, step.first + offset, keys, k, top, True)
-            m, total = refs.m[source, k, :, at], refs.l[source, k, :, at]
+            m, total = refs.m[k, :, at], refs.l[source, k, :, at]
             so_far = jnp.where(total == 0, -jnp.inf, m + jnp.log2(total))
             new = jnp.maximum(so_far, jnp.max(s, axis=0, keepdims=True))
             new = jnp.where(new == -jnp.inf, 0.0, new)
             p, fade = jnp.exp2(s - new[:1]), jnp.where(total == 0, 0.0, jnp.exp2(m - new))
-            refs.m[after, k, :, at] = new
+            refs.m[k, :, at] = new
             refs.l[after, k, :, at] = total * fade + jnp.sum(p, axis=0, keepdims=True)
             part = dot(jnp.where(finite, values, 0.0).astype(dtype), p.astype(dtype), 0, 0)
             refs.acc[after, k, :, at] = refs.acc[source, k, :, at] * fade[:1] + part
@@ -231,12 +237,12 @@ def finish(cfg: Config, refs: Refs) -> None:
     turn = refs.turn[0]
 
     def head(k: jax.Array, _: None) -> None:
-        m, total = refs.m[turn, k], refs.l[turn, k]
+        m, total = refs.m[k], refs.l[turn, k]
         weight = total
         if cfg.sinks:
             weight = total + jnp.exp2(refs.rules[SINK, k] - m)
         share = jnp.where(total == 0.0, 0.0, refs.rules[V_FACTOR, k] / jnp.where(total == 0.0, 1.0, weight))
-        refs.o[k] = jnp.transpose(refs.acc[turn, k] * share[:1]).astype(refs.o.dtype)
+        refs.o[k] = jnp.transpose((refs.acc[turn, k] * share[:1]).astype(refs.o.dtype))
         if cfg.lse:
             lse = (m + jnp.log2(total)) * (1 / LOG2_E)
             refs.lse_rows[k] = jnp.transpose(jnp.broadcast_to(lse[:1], (LANES, lse.shape[1])))

@@ -6,7 +6,8 @@ request before. One output buffer suffices: the write of item i must be over bef
 an item writes whole tiles and its last rows may belong to the next one.
 
 Pages are asked for in straight code and whole blocks waited for at once: with a loop over pages for either, a block of
-eight pages spent a tenth of its time there.
+eight pages spent a tenth of its time there. Items of both kinds share that code, and only what they compute is under a
+condition.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from attn.jax.kernels.tpu import _plan
 from attn.jax.kernels.tpu._refs import PagedConfig, PagedRefs, Ref, rows_between
 
 #: Pages that are asked for without a loop.
-_PAGES_AT_ONCE = 8
+_PAGES_AT_ONCE = 16
 
 
 class Item(NamedTuple):
@@ -139,11 +140,12 @@ def attend(cfg: PagedConfig, refs: PagedRefs, single: Kind, long: Kind | None) -
     def field(column: int, i: jax.Array) -> jax.Array:
         return refs.items[column * cfg.num_items + i]
 
-    def by_kind(i: jax.Array, do: Callable[[Kind], Any]) -> Any:
+    def by_kind(i: jax.Array, do: Callable[[Kind], None]) -> None:
         """do(kind) for the kind of item i."""
         if long is None:
-            return do(single)
-        return lax.cond(field(_plan.SINGLE, i) == 1, lambda: do(single), lambda: do(long))
+            do(single)
+        else:
+            lax.cond(field(_plan.SINGLE, i) == 1, lambda: do(single), lambda: do(long))
 
     def first_page(i: jax.Array) -> jax.Array:
         return lax.div(field(_plan.LOW, i), cfg.page)
@@ -167,7 +169,7 @@ def attend(cfg: PagedConfig, refs: PagedRefs, single: Kind, long: Kind | None) -
 
         def some(n: jax.Array, _: None) -> None:
             for page in [n * at_once + k for k in range(at_once)]:
-                pl.when(page < number)(nth(page).start)
+                pl.when(page < number)(nth(page).start)  # its id is read in any case, which is faster than to ask first
 
         if per_block == at_once:
             some(zero, None)
@@ -211,42 +213,47 @@ def attend(cfg: PagedConfig, refs: PagedRefs, single: Kind, long: Kind | None) -
         def _() -> None:
             by_kind(i + 1, lambda kind: _start(kind.queries(i + 1)))
 
-        def work(kind: Kind) -> tuple[jax.Array, ...]:
+        def enter(kind: Kind) -> None:
             _wait(kind.queries(i))
             kind.reset()
 
-            def block(b: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-                slot, *ahead = state
-                then = fetch_next(*ahead)
-                wait(i, b, slot)
-                kind.meet(scalars, begin(b), slot)
-                return after(slot), *then
+        def block(b: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            slot, *ahead = state
+            then = fetch_next(*ahead)
+            wait(i, b, slot)
+            by_kind(i, lambda kind: kind.meet(scalars, begin(b), slot))
+            return after(slot), *then
 
-            state_after = lax.fori_loop(0, blocks, block, state)
-            if kind.again is not None:
-                failed, meet_again = kind.again
-                spent = jnp.where(state_after[0] == 0, cfg.slots, state_after[0]) - 1
+        def settle(kind: Kind, spent: jax.Array) -> None:
+            if kind.again is None:
+                return
+            failed, meet_again = kind.again
 
-                @pl.when(failed())
-                def _() -> None:
-                    kind.reset()
-
-                    def again(b: jax.Array, _: None) -> None:
-                        start(i, b, spent)
-                        wait(i, b, spent)
-                        meet_again(scalars, begin(b), spent)
-
-                    lax.fori_loop(0, blocks, again, None)
-
-            @pl.when(i > 0)
+            @pl.when(failed())
             def _() -> None:
-                by_kind(i - 1, lambda kind: _wait(kind.outputs(i - 1)))
+                kind.reset()
 
+                def again(b: jax.Array, _: None) -> None:
+                    start(i, b, spent)
+                    wait(i, b, spent)
+                    meet_again(scalars, begin(b), spent)
+
+                lax.fori_loop(0, blocks, again, None)
+
+        def leave(kind: Kind) -> None:
             kind.finish()
             _start(kind.outputs(i))
-            return state_after
 
-        return by_kind(i, work)
+        by_kind(i, enter)
+        state_after = lax.fori_loop(0, blocks, block, state)
+        by_kind(i, lambda kind: settle(kind, jnp.where(state_after[0] == 0, cfg.slots, state_after[0]) - 1))
+
+        @pl.when(i > 0)
+        def _() -> None:
+            by_kind(i - 1, lambda kind: _wait(kind.outputs(i - 1)))
+
+        by_kind(i, leave)
+        return state_after
 
     lax.fori_loop(0, count, item, (zero, *ahead))
 

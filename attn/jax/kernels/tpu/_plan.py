@@ -30,6 +30,7 @@ class Plan(NamedTuple):
     items: jax.Array  # [8 * I]: column c of item i at c * I + i
     tiles: jax.Array  # [5 * X]
     counts: jax.Array  # [2]: how many of each are real
+    table: jax.Array  # [R * B and as many more as a block has pages]: what is read ahead of knowing whether it is used
     row_of: jax.Array  # [T] the row of the query buffer that holds token t (0 for padding)
     live: jax.Array  # [T] bool: the token belongs to a request
     single: jax.Array  # [T] bool: and is the only one of it in this batch
@@ -140,8 +141,9 @@ def make(
     fresh = real[slot // tile] & (p >= context[r]) & (p < seq_lens[r])
     token_of_slot = jnp.where(fresh, start[r] + p - context[r], 0)
     counts = jnp.stack([item_end[-1], tile_end[-1]])
+    table = jnp.pad(block_table.reshape(-1), (0, kv_block // page))
     return Plan(
-        items.reshape(-1), tiles.reshape(-1), counts, row_of, live, single, request, token_of_row, request_of_row,
+        items.reshape(-1), tiles.reshape(-1), counts, table, row_of, live, single, request, token_of_row, request_of_row,
         token_of_slot,
     )  # fmt: skip
 

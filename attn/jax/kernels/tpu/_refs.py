@@ -114,8 +114,8 @@ class Refs(PagedRefs):
     rules: Ref = None  # [4, K, 8, M] float32 in VMEM
     q: Ref = None  # [2, K, M, lanes] in VMEM
     o: Ref = None
-    m: Ref = None  # [2, K, 8, M], rows alike
-    l: Ref = None  # noqa: E741
+    m: Ref = None  # [K, 8, M], rows alike
+    l: Ref = None  # noqa: E741  # [2, K, 8, M]
     acc: Ref = None  # [2, K, lanes, M]
     turn: Ref = None  # [1] in SMEM: which of the two is current
     alarm: Ref = None  # [8, M] int32, above 0 where a step must be done again

@@ -115,7 +115,7 @@ def mla_attention(
         even_odd=chip in WIDENS_E4M3 and kv_cache.dtype == jnp.float8_e4m3fn and dtype == jnp.bfloat16,
         num_items=plan.items.shape[0] // 8, num_tiles=plan.tiles.shape[0] // 5,
     )  # fmt: skip
-    needed = 4 * sum(x.size for x in (plan.items, plan.tiles, plan.counts, block_table))
+    needed = 4 * sum(x.size for x in (plan.items, plan.tiles, plan.counts, plan.table))
     if needed > CHIPS[chip].smem:
         raise ValueError(
             f"block_table of {num_requests} requests x {columns} blocks and its plan take {needed} bytes of SMEM: {chip} has "
@@ -129,7 +129,7 @@ def mla_attention(
     worth = jnp.asarray(k_scale, jnp.float32)
     single = query[query_start_loc[:-1]]
     arrays = {
-        "items": plan.items, "tiles": plan.tiles, "counts": plan.counts, "table": block_table.reshape(-1),
+        "items": plan.items, "tiles": plan.tiles, "counts": plan.counts, "table": plan.table,
         "factors": jnp.stack([worth * (scale * LOG2_E), worth]),
         "single.query": jnp.pad(single, ((0, 0), (0, -heads % native), (0, 0))),
     }  # fmt: skip

@@ -132,7 +132,7 @@ def ragged_paged_attention(
         num_items=plan.items.shape[0] // 8, num_tiles=plan.tiles.shape[0] // 5,
     )  # fmt: skip
 
-    needed = 4 * sum(x.size for x in (plan.items, plan.tiles, plan.counts, block_table))
+    needed = 4 * sum(x.size for x in (plan.items, plan.tiles, plan.counts, plan.table))
     if needed > CHIPS[chip].smem:
         raise ValueError(
             f"block_table of {num_requests} requests x {columns} blocks and its plan take {needed} bytes of SMEM: {chip} has "
@@ -141,7 +141,7 @@ def ragged_paged_attention(
     padded = jnp.pad(query, ((0, 0), (0, 0), (0, lanes - head_size)))
     rules = _rules(cfg, scale, k_scale, v_scale, sinks, alibi_slopes)
     arrays = {
-        "items": plan.items, "tiles": plan.tiles, "counts": plan.counts, "table": block_table.reshape(-1),
+        "items": plan.items, "tiles": plan.tiles, "counts": plan.counts, "table": plan.table,
         "query1": _single_queries(cfg, padded[query_start_loc[:-1]]), "rules1": _single_rows(cfg, rules),
     }  # fmt: skip
     if cfg.large:
@@ -233,7 +233,7 @@ def _launch(cfg: Config, arrays: dict[str, jax.Array], kv_cache: jax.Array, chip
         scratch |= {
             "q": pltpu.VMEM((2, heads, rows, lanes), dtype),
             "o": pltpu.VMEM((heads, rows, lanes), dtype),
-            "m": pltpu.VMEM((2, heads, 8, rows), jnp.float32),
+            "m": pltpu.VMEM((heads, 8, rows), jnp.float32),
             "l": pltpu.VMEM((2, heads, 8, rows), jnp.float32),
             "acc": pltpu.VMEM((2, heads, lanes, rows), jnp.float32),
             "turn": pltpu.SMEM((1,), jnp.int32),
