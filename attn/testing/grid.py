@@ -42,7 +42,7 @@ def _axes(subject: Subject) -> dict[str, list[Any]]:
     }
 
 
-#: Axes whose values a compiled program takes as it finds them.
+#: Axes whose values a compiled program takes as it finds them, but for two: whether it writes, and whether it returns LSE.
 _DYNAMIC = ("kv_sharing", "inputs", "poison", "padding", "scale", "lse")
 
 
@@ -75,7 +75,10 @@ def grid(subject: Subject, thrifty: bool, least: int = 60) -> list[Case]:
         def vary(choice: Choice) -> Choice | None:
             program = programs[choice["program"]]
             batch = program["batch"] if "decode" in (program["batch"], choice["batch"]) or program["tree"] else choice["batch"]
-            settled = _settled(subject, axes, {**program, **choice, "batch": batch})
+            # two programs rather than four meet both values of either, and all four pairs occur
+            shared = choice["kv_sharing"] if len(axes["lse"]) == 1 else choice["lse"] == bool(choice["program"] % 2)
+            shared &= len(axes["kv_sharing"]) > 1
+            settled = _settled(subject, axes, {**program, **choice, "batch": batch, "kv_sharing": shared})
             return None if settled is None else settled | {"program": choice["program"]}
 
         choices = pairwise({"program": range(len(programs)), "batch": axes["batch"], **free}, vary, least)

@@ -40,3 +40,13 @@ def test_both_ways_of_dmas_are_met() -> None:
             for word in (case.dtype, case.element, *case.request().features):
                 modes.setdefault(word, set()).add(runner.dma_mode(draw(case)))
     assert all(len(met) == 2 for met in modes.values()), modes
+
+
+def test_the_grid_has_two_variants_of_a_program() -> None:
+    """Whether the new tokens are written and LSE returned: both values of either for each, and all four pairs among them."""
+    met: dict[object, set[tuple[bool, bool]]] = {}
+    for case in cases_for(PallasAttentionBackend):
+        if case.name.startswith("grid"):
+            met.setdefault(program_of(case), set()).add((case.kv_sharing, case.lse))
+    assert all(len(pairs) == 2 for pairs in met.values()), met
+    assert len(set.union(*met.values())) == 4
