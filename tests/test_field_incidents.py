@@ -737,15 +737,15 @@ def test_33_shared_memory_at_head_512_vllm_57712() -> None:
 
 def test_34_a_deny_list_vllm_53481(vendors: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a backend that a user has ruled out and gets, a refusal of it by name, and a fall to the next without a word."""
-    first, second = attn.explain(128, "bfloat16", device=H200).name, "FLASHINFER"
-    assert first == "FLASH_ATTN"
+    first = attn.explain(128, "bfloat16", device=H200).name
     monkeypatch.setenv("ATTN_DISABLE", first)
     chosen = attn.explain(128, "bfloat16", device=H200)
-    assert chosen.name == second and "FLASH_ATTN: disabled by ATTN_DISABLE" in chosen.reasons
+    second = chosen.name
+    assert second not in (first, None) and f"{first}: disabled by ATTN_DISABLE" in chosen.reasons
     assert "disabled by ATTN_DISABLE" in str(chosen)
     assert attn.explain(128, "bfloat16", device=H200, backend=first).name == first  # a name goes before the list
     quantised = attn.explain(128, "bfloat16", "fp8", device=H200, disable=[second])
-    assert quantised.name not in (first, second) and "FLASHINFER: disabled by the caller" in quantised.reasons
+    assert quantised.name not in (first, second) and f"{second}: disabled by the caller" in quantised.reasons
 
 
 def test_35_slopes_computed_per_rank_flashinfer_5101_1606(vendors: Any) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from attn import platforms, selector
+from attn.backends import registry
 from attn.backends.no_attention import NoAttentionBackend
 from attn.backends.placeholder_attn import PlaceholderAttentionBackend, PlaceholderAttentionMetadataBuilder
 from attn.backends.registry import AttentionBackendEnum, register_backend, registered_backend
@@ -529,7 +530,7 @@ def test_block_sparse_wins_over_attention_free_and_is_judged(three, make_backend
         asked.append(path)
         return selector.Candidate(name, path, sparse)
 
-    monkeypatch.setattr(selector, "load_candidate", load)
+    monkeypatch.setattr(registry, "load_candidate", load)
     for free in (False, True):
         assert get_attn_backend(64, "float32", None, 16, free, is_blocksparse=True) is sparse
     assert asked[0] == "attn.torch.backends.blocksparse_attn.BlocksparseFlashAttentionBackend"

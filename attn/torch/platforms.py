@@ -107,10 +107,10 @@ class CudaPlatform(TorchPlatform):
     }
     mla: ClassVar[Orders] = {
         "sm_90": (
-            "FLASH_ATTN_MLA",  # vLLM's order
-            "FLASHMLA",  # publishes 660 TFLOP/s for an H800: ahead of the next
-            "FLASHINFER_MLA",  # measured: 527 to 561 TFLOP/s with 128 heads where ours has 268 to 303; level with 16
-            "TRITON_MLA",
+            "TRITON_MLA",  # measured beside FlashInfer's fa3: 0.97 to 1.07 of its speed with 128 heads, 0.96 with 16
+            "FLASHINFER_MLA",
+            "FLASHMLA",  # unmeasured; publishes 660 TFLOP/s for an H800, where ours has 617 on an H200
+            "FLASH_ATTN_MLA",
             "TORCH_MLA",
         ),
         "sm_10*": (
