@@ -150,7 +150,7 @@ def prefill(backend: Any, call: PrefillCall) -> tuple[Array, list[tuple[Array, A
     """
     on_gpu = torch.cuda.is_available() and {"cuda", "rocm"} & set(backend.capabilities.platforms)
     device = torch.device("cuda" if on_gpu else "cpu")
-    if os.environ.get("TRITON_INTERPRET") == "1" and not on_gpu:
+    if "triton" in backend.capabilities.packages and os.environ.get("TRITON_INTERPRET") == "1" and not on_gpu:
         correct_bfloat16()
 
     def put(values: Array, dtype: torch.dtype = getattr(torch, call.case.dtype)) -> torch.Tensor:  # noqa: B008
