@@ -17,8 +17,10 @@ A call goes one of four ways, by what it needs alone:
   gradients beside them, values wider than keys.
 
 Masks are described, not drawn, while they are a causal, windowed or bidirectional pattern with padding (`mask`); any other
-becomes boolean [B, 1, S, T]. What is not understood is refused with the layer's name, never dropped. Written against
-transformers 5.23, whose attention and mask interfaces it fills; another one's absence is a sentence, not a crash.
+becomes boolean [B, 1, S, T]. Arguments that are known to change what attention means and are not served (`_UNKNOWN`, dropout,
+weights asked for) are refused with the layer's name; whatever else transformers hands on beside a call is not looked at.
+Written against transformers 5.23, whose attention and mask interfaces it fills; another one's absence is a sentence, not a
+crash.
 """
 
 import contextlib
@@ -93,10 +95,11 @@ def paged(model: Any, backend: str | None = None) -> Generator[Any, None, None]:
 
 @dataclass
 class Padding:
-    """What a described mask says: keys that are there bool [B, T'], of the first T' keys, on the device; the window that the
-    mask has; and once it was asked for, on the host, what each entry has."""
+    """What a described mask says beside the keys that are there: its window; `whole`, that all of them are; and once it was
+    asked for, on the host, what each entry has."""
 
     window: int | None
+    whole: bool = False
     _lens: tuple[list[int], list[int], bool] | None = None
 
     def lens(self, present: torch.Tensor, rows: int) -> tuple[list[int], list[int], bool]:
@@ -150,9 +153,10 @@ def mask(
     window = window if window is not None and window < end else None
     if present is None and window is None and end == kv_length:
         return None
+    whole = present is None
     if present is None:
         present = torch.ones(batch_size, end, dtype=torch.bool, device=device)
-    present.attn_padding = Padding(window)  # type: ignore[attr-defined]
+    present.attn_padding = Padding(window, whole)  # type: ignore[attr-defined]
     return present
 
 
@@ -271,11 +275,11 @@ def _attend(call: _Call, attention_mask: torch.Tensor | None) -> torch.Tensor:
         return _masked(call, _bool(call, attention_mask))
     padding: Padding | None = None
     if attention_mask is not None:
-        attention_mask = attention_mask.bool()
         padding = getattr(attention_mask, "attn_padding", None) or Padding(call.window)
+        attention_mask = attention_mask.bool()
         keys = attention_mask.shape[1]
         call = _replace(call, key=call.key[:, :keys], value=call.value[:, :keys], window=padding.window)
-        if padding.window is not None and bool(attention_mask.all()):
+        if padding.whole:
             attention_mask = None
     elif call.causal and keys > rows > 1:  # an empty static cache: no keys but the rows' own are there
         keys = rows
