@@ -162,7 +162,9 @@ COMMANDS = {
         _delegate("attn.aot"),
     ),
     "bench": Command(
-        "how fast backends are here, every time checked", "attn bench 64q1s4k --backend TRITON_ATTN", _delegate("attn.bench")
+        "how fast backends are here, every time checked",
+        "attn bench 64q1s4k --peers all --plot times.svg",
+        _delegate("attn.bench.command"),
     ),
     "generate": Command("text from the demo model", 'attn generate "Once upon a time"', _delegate("attn.demo.generate")),
     "demo": Command("watch the demo model attend", "attn demo", _delegate("attn.demo.show")),

@@ -250,6 +250,7 @@ def select(
     platform: Platform | None = None,
     device: Device | None = None,
     disable: Collection[str] = (),
+    measured: bool = True,
 ) -> Selection:
     """The decision with all its reasons.
 
@@ -264,7 +265,7 @@ def select(
     plugins.load()
     member, source = _asked(backend)
     if platform is None:
-        wing = framework or (device.framework if device else None) or _wing_of(member) or default_framework()
+        wing = framework or (device.framework if device else None) or wing_of_backend(member) or default_framework()
         platform = platform_for(wing, device.platform if device else None)
     device = device or platform.device()
     if member is not None:
@@ -307,10 +308,10 @@ def _as_member(backend: AttentionBackendEnum | str, variable: str = "") -> Atten
 
 def _framework(dtype: Any) -> str:
     """The wing for a dtype: its own, that of a backend asked for by name, or the default one."""
-    return framework_of_dtype(dtype) or _wing_of(_asked(None)[0]) or default_framework()
+    return framework_of_dtype(dtype) or wing_of_backend(_asked(None)[0]) or default_framework()
 
 
-def _wing_of(member: AttentionBackendEnum | None) -> str | None:
+def wing_of_backend(member: AttentionBackendEnum | None) -> str | None:
     """The wing that a backend asked for by name belongs to, when its path or its capabilities tell."""
     if member is None:
         return None

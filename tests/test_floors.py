@@ -35,7 +35,7 @@ FLOORS = [
     ("attn.verdicts",),
     ("attn.platforms",),
     ("attn.backends", "attn.diffusion", "attn.plugins"),
-    ("attn.selector", "attn.layers", "attn.evidence", "attn.testing", "attn.aot", "attn.bench"),
+    ("attn.selector", "attn.layers", "attn.evidence", "attn.testing", "attn.aot", "attn.bench", "attn.pictures"),
     ("attn.report", "attn.functional"),
     DOORS,
 ]
