@@ -166,6 +166,11 @@ COMMANDS = {
         "attn bench 64q1s4k --peers all --plot times.svg",
         _delegate("attn.bench.command"),
     ),
+    "tune": Command(
+        "measure which backend is the fastest here, for the selector to follow",
+        "attn tune 64q1s4k 4q4k --heads 32/8 --head-size 128",
+        _delegate("attn.bench.tuning"),
+    ),
     "generate": Command("text from the demo model", 'attn generate "Once upon a time"', _delegate("attn.demo.generate")),
     "demo": Command("watch the demo model attend", "attn demo", _delegate("attn.demo.show")),
     "env": Command("versions, devices and variables: paste it into a bug report", "attn env --json", _env),

@@ -35,7 +35,8 @@ class Selection:
     """A decision and how it came about.
 
     `winner` is the first candidate that serves, or None; `trace` holds a `Verdict` for every candidate, in order;
-    `source` says who drew up the list: `argument`, `context` (a force), the environment variable's name, or `priority`.
+    `source` says who drew up the list: `argument`, `context` (a force), the environment variable's name, or `priority`;
+    `measured` what times of this machine did to its order, or why they did nothing (empty: nobody asked for them).
     """
 
     request: Request
@@ -43,6 +44,7 @@ class Selection:
     trace: tuple[Verdict, ...]
     source: str = "priority"
     backend: type[Any] | None = None
+    measured: str = ""
 
     @property
     def winner(self) -> Verdict | None:
@@ -67,6 +69,7 @@ class Selection:
             mark = "->" if verdict is self.winner else "  "
             lines.append(f"  {mark} {verdict.name:<{width}}  {verdict}")
         lines += [] if self.trace else [f"     {self.reasons[0]}"]
+        lines += [f"  measured here: {self.measured}"] if self.measured else []
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -86,6 +89,7 @@ class Selection:
         return {
             "backend": self.name,
             "source": self.source,
+            "measured": self.measured,
             "request": {**vars(self.request), "features": sorted(self.request.features)},
             "device": vars(self.device).copy(),
             "reasons": list(self.reasons),

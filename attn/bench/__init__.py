@@ -10,8 +10,9 @@ is marked, and a verdict says whether something else would have been faster. `at
 """
 
 from attn.bench.case import CPU_SUITE, LIMITS, SUITE, Case, Timing, flops, grammar, nbytes, parse
-from attn.bench.judge import MARGIN, Change, Verdict, compare, judge, ranking, verdicts
+from attn.bench.judge import Change, Verdict, compare, judge, ranking, verdicts
 from attn.bench.rows import Bench, Entry, Refusal, Report, Row, entrants, measured, open_bench, plan
+from attn.preferences import MARGIN
 
 __all__ = [
     "CPU_SUITE",

@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attn.bench.case import Case
-
-#: How much slower than the fastest a choice may be: kernels measured twice differ by 1 to 3 % (benchmarks/NOTES.md).
-MARGIN = 0.05
+from attn.preferences import MARGIN
 
 
 @dataclass(frozen=True)

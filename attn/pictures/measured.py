@@ -26,13 +26,12 @@ def bench(report: dict[str, Any]) -> Picture:
         *roofs, below = axes
         for axis, wing in zip(roofs, wings, strict=True):
             own = [row for row in rows if row.get("framework", "torch") == wing]
-            about = report.get(wing, report)
+            about = report[wing] if isinstance(report.get(wing), dict) else report  # of one wing it holds torch's version
             _roofline(axis, own, colours, f"{about.get('device', wing)} ({wing}), {report.get('date', '')}")
         _bars(below, rows, cases, names, colours, len(wings) > 1)
 
-    height = 3.8 * len(wings) + 1.2 + 0.22 * (len(rows) + len(cases))
-    picture = drawn(9, height, draw, len(wings) + 1)
-    return picture
+    heights = [3.8] * len(wings) + [1.2 + 0.2 * (len(rows) + len(cases))]
+    return drawn(9, sum(heights), draw, len(heights), heights=heights)
 
 
 def _roofline(axis: Any, rows: Sequence[dict[str, Any]], colours: dict[str, str], title: str) -> None:
@@ -43,7 +42,7 @@ def _roofline(axis: Any, rows: Sequence[dict[str, Any]], colours: dict[str, str]
     low = min([x for x, _ in points] + [gemm / copy]) / 3
     high = max([x for x, _ in points] + [gemm / copy]) * 3
     axis.plot([low, gemm / copy, high], [low * copy, gemm, gemm], color="black", linewidth=1.2)
-    axis.annotate(f"copy: {1e3 * copy:.0f} GB/s", (low, low * copy), (4, 8), textcoords="offset points", fontsize=8)
+    axis.annotate(f"copy: {1e3 * copy:.3g} GB/s", (low, low * copy), (4, 10), textcoords="offset points", fontsize=8)
     axis.annotate(
         f"matrix product: {gemm:.3g} TFLOP/s", (high, gemm), (0, 4), textcoords="offset points", ha="right", fontsize=8
     )

@@ -1,7 +1,7 @@
 """A drawn figure: shown by a notebook, saved to a file, and nobody's global state."""
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +47,17 @@ def _undated(file: str) -> dict[str, None] | None:
     return {"Date": None} if file.endswith(".svg") else None
 
 
-def drawn(width: float, height: float, draw: Callable[..., None], rows: int = 1, columns: int = 1) -> Picture:
-    """A picture of so many inches whose axes (an array when there are several) `draw` fills."""
+def drawn(
+    width: float,
+    height: float,
+    draw: Callable[..., None],
+    rows: int = 1,
+    columns: int = 1,
+    heights: Sequence[float] | None = None,
+) -> Picture:
+    """A picture of so many inches whose axes (an array when there are several) `draw` fills; `heights` of the rows."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    draw(figure.subplots(rows, columns))
+    draw(figure.subplots(rows, columns, height_ratios=heights))
     return Picture(figure)
