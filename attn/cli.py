@@ -23,7 +23,7 @@ Run = Callable[[argparse.Namespace], int]
 #: Third-party module -> the extra of this package that brings it.
 EXTRAS = {
     "torch": "torch", "jax": "jax", "flax": "jax", "rich": "demo", "safetensors": "demo", "tokenizers": "demo",
-    "hypothesis": "dev", "pytest": "dev",
+    "hypothesis": "dev", "pytest": "dev", "matplotlib": "plots",
 }  # fmt: skip
 #: Platform -> the wing that it belongs to; both have a CPU.
 PLATFORMS = {"cuda": "torch", "rocm": "torch", "xpu": "torch", "tpu": "jax", "gpu": "jax", "cpu": None}

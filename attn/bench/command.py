@@ -82,6 +82,10 @@ def run(args: argparse.Namespace) -> int:
     """1 when some row is not right (judging a file: or a choice lost; comparing: or something became slower), else 0."""
     if args.batches[:1] == ["compare"]:
         return _compared(args.batches[1:])
+    if args.plot:
+        from attn.pictures.picture import check_file
+
+        check_file(args.plot)  # before anything is measured
     if args.judge:
         return _judged_file(args.judge, args.plot)
     if args.registry == "diffusion":

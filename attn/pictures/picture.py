@@ -5,20 +5,24 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from attn.imports import installed
+
 #: Colours that stay apart for colour-blind readers and in grey (Okabe and Ito, 2008).
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#f0e442", "#000000")
 #: What a picture says with colour alone elsewhere: seen, not seen, special.
 SEEN, HIDDEN, SPECIAL = "#0072b2", "#f2f2f2", "#e69f00"
+FORMATS = (".svg", ".png", ".pdf")
 
 
 class Picture:
-    """A matplotlib `figure`. In a notebook it is an SVG; `save` writes any format that matplotlib knows."""
+    """A matplotlib `figure`. In a notebook it is an SVG; `save` writes it to a file."""
 
     def __init__(self, figure: Any) -> None:
         self.figure = figure
 
     def save(self, file: str | Path) -> None:
-        """Write it; the ending says how (.svg, .png, .pdf). Raises ValueError for an ending that matplotlib has not."""
+        """Write it; the ending says how (.svg, .png, .pdf). Raises ValueError for another one."""
+        check_file(file)
         with _deterministic():
             self.figure.savefig(file, bbox_inches="tight", metadata=_undated(str(file)))
 
@@ -47,6 +51,14 @@ def _undated(file: str) -> dict[str, None] | None:
     return {"Date": None} if file.endswith(".svg") else None
 
 
+def check_file(file: str | Path) -> None:
+    """Raise ValueError unless a picture can be written there, ModuleNotFoundError without matplotlib."""
+    if Path(file).suffix not in FORMATS:
+        raise ValueError(f"{file}: a picture's file ends in {', '.join(FORMATS)}")
+    if not installed("matplotlib"):
+        raise ModuleNotFoundError("matplotlib is not installed: pip install 'attn[plots]'", name="matplotlib")
+
+
 def drawn(
     width: float,
     height: float,
@@ -55,7 +67,11 @@ def drawn(
     columns: int = 1,
     heights: Sequence[float] | None = None,
 ) -> Picture:
-    """A picture of so many inches whose axes (an array when there are several) `draw` fills; `heights` of the rows."""
+    """A picture of so many inches whose axes (an array when there are several) `draw` fills; `heights` of the rows.
+
+    Raises ModuleNotFoundError without matplotlib.
+    """
+    check_file("picture.svg")
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
