@@ -1,5 +1,6 @@
 # make demo   build .venv and run the demonstration        make test   lint, types and every test
 # make venv   the environment alone                        make bench  the benchmarks that fit this machine
+# make docs   the documentation's site, in build/site
 # make compilers   libtpu and triton for tests and `attn aot`, in .venv/compilers (400 MB; `make test` wants them)
 #
 # TORCH_INDEX=<index> names the package index that torch comes from, where pip's own would bring the wrong build
@@ -14,7 +15,7 @@ COMPILERS := .venv/compilers/.installed
 # Tests run in two processes: a thread each keeps them from fighting over the cores.
 SINGLE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 XLA_FLAGS="--xla_cpu_multi_thread_eigen=false $(XLA_FLAGS)"
 
-.PHONY: demo venv compilers test lint format bench clean
+.PHONY: demo venv compilers test lint format bench docs clean
 
 demo: venv
 	$(BIN)/attn demo
@@ -51,6 +52,10 @@ format: venv
 
 bench: venv
 	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+
+docs: venv
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[torch,jax,docs]'
+	$(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -114,6 +114,9 @@ class Timing:
 def parse(batch: str) -> list[tuple[int, int]]:
     """[(new tokens, tokens in the cache with them)], one a request; the cache holds what is new unless said otherwise.
 
+        >>> parse("2q1s1k_q5")
+        [(1, 1024), (1, 1024), (5, 5)]
+
     Raises ValueError for what the grammar has no reading of, and for a cache that holds less than what is new.
     """
     found = []
@@ -131,7 +134,11 @@ def parse(batch: str) -> list[tuple[int, int]]:
 
 
 def grammar(lens: Iterable[tuple[int, int]]) -> str:
-    """The batch of these (new tokens, tokens in the cache): what `parse` reads as them. Neighbours alike share a part."""
+    """The batch of these (new tokens, tokens in the cache): what `parse` reads as them. Neighbours alike share a part.
+
+    >>> grammar([(1, 4096)] * 64 + [(2048, 2048)])
+    '64q1s4k_q2k'
+    """
     return "_".join(_part(len(list(same)), n, m) for (n, m), same in groupby(lens))
 
 
