@@ -4,6 +4,7 @@ python docs/generate.py FOLDER      write them there, to look at without a site
 """
 
 import argparse
+import enum
 import importlib
 import inspect
 import sys
@@ -112,11 +113,13 @@ def _entry(module: str, name: str, thing: Any) -> str:
 
 
 def _signature(name: str, thing: Any) -> str:
+    if inspect.isclass(thing) and issubclass(thing, enum.Enum):
+        return f"class {name}"
     if not callable(thing):
         return f"{name}: {type(thing).__name__}"
     try:
         return f"{'class ' if inspect.isclass(thing) else ''}{name}{inspect.signature(thing)}"
-    except (TypeError, ValueError):  # an Enum, or written in C
+    except (TypeError, ValueError):  # written in C
         return f"class {name}" if inspect.isclass(thing) else name
 
 

@@ -178,6 +178,8 @@ def test_the_site_builds_without_a_warning(site: Path) -> None:
     page = (site / "reference/backends/index.html").read_text(encoding="utf-8")
     assert "<table>" in page and "TRITON_ATTN" in page
     assert not (site / "generate.py").exists()
+    heading = (site / "reference/names/index.html").read_text(encoding="utf-8")
+    assert '<h3 id="attn.explain">explain' in heading, "its anchor, and no markup that is left over"
 
 
 # in a browser
