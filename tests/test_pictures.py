@@ -169,6 +169,15 @@ def test_a_file_of_rows_is_drawn_from_the_command_line(tmp_path: Path, capsys: p
     assert "times.xyz: a picture's file ends in .svg, .png, .pdf" in capsys.readouterr().err
 
 
+def test_times_of_dense_backends_have_no_roofline() -> None:
+    row = {"shape": "1x8x2x64", "name": "Flux", "backend": "TORCH_SDPA", "right": True, "refused": "", "chosen": True}
+    row |= {"ms": 2.0, "ms_p20": 1.9, "ms_p80": 2.1}
+    refused = {**row, "backend": "CUDNN_ATTN", "refused": "platform=cpu", "ms": 0.0, "chosen": False}
+    picture = pictures.bench({"device": "a CPU", "rows": [row, refused]})
+    [bars] = picture.figure.axes
+    assert [patch.get_width() for patch in bars.patches] == [2.0] and "Flux 1x8x2x64" in picture.texts
+
+
 # what all share
 
 

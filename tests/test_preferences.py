@@ -196,6 +196,12 @@ def test_get_attn_backend_follows_too_and_notices_a_new_file(
     assert ask() == "B"
     measured(bare, A=times(1.0), B=times(2.0))
     assert ask() == "A"
+    measured(bare, A=times(2.0), B=times(1.0))
+    assert ask() == "B"
+    with monkeypatch.context() as strict:
+        strict.setattr("attn.platforms.Platform.deterministic", lambda self: "somebody wants the same bits")
+        assert ask() == "A"
+    assert ask() == "B"
     monkeypatch.delenv("ATTN_PREFERENCES")
     assert ask() == "A"
 

@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     if args.registry == "diffusion":
         from attn.diffusion import bench as dense
 
-        return dense.run(args)
+        return dense.run(args, draw)
     asked, without = (text.split(",") if text else [] for text in (args.peers, args.without))
     wings = frameworks_of(args)
     cases = {wing: cases_of(args, platform_for(wing).device().platform == "cpu") for wing in wings}

@@ -11,7 +11,7 @@ import argparse
 import datetime
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -170,14 +170,15 @@ def rows(shape: Shape, dtype: str, names: Sequence[str], framework: str, bench: 
     yield from refused
 
 
-def run(args: argparse.Namespace) -> int:
-    """`attn bench --registry diffusion`: 1 when something is wrong or the choice is not the fastest exact backend, else 0."""
+def run(args: argparse.Namespace, draw: Callable[[str | None, dict[str, Any]], None]) -> int:
+    """`attn bench --registry diffusion`; `draw` makes its picture.
+
+    1 when something is wrong or the choice is not the fastest exact backend, else 0.
+    """
     shapes = [parse(text) for text in args.batches] or list(SUITE)
     framework = args.framework or default_framework()
     if framework != "torch":
         raise ValueError(f"framework={framework!r} has no benchmark of dense backends (torch has)")
-    if args.plot:
-        raise ValueError("--plot draws batches over a paged cache: not --registry diffusion")
     bench: Bench = resolve_obj_by_qualname("attn.torch.diffusion.bench.DenseBench")()
     dtype = args.dtype or "bfloat16"
     report = Report({**bench.about(), "dtype": dtype, "date": datetime.date.today().isoformat()})
@@ -190,4 +191,5 @@ def run(args: argparse.Namespace) -> int:
             Path(args.json).write_text(json.dumps(report.to_dict(), indent=1) + "\n", encoding="utf-8")
     for problem in report.problems():
         print(f"problem: {problem}")
+    draw(args.plot, report.to_dict())
     return int(bool(report.problems()))

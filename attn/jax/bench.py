@@ -56,7 +56,8 @@ class Workload:
         )
         self._builder = cls.get_builder_cls()(spec, ["layer"], None, None)
         self.metadata = self.build()
-        self.cache = _filled(cls, caches.allocate(cls, spec, sum(pages)), case.head_size)
+        empty = jax.eval_shape(functools.partial(caches.allocate, cls, spec, sum(pages)))
+        self.cache = _filled(cls.logical_kv_cache, empty.shape, empty.dtype, case.head_size)
         self.scale = _CODE_SCALE if self.cache.dtype == jnp.int8 else 1.0
         self._views = functools.partial(_rows, cls.logical_kv_cache, case.head_size)
         draw = np.random.default_rng(1).standard_normal
@@ -105,23 +106,18 @@ class Workload:
         return float((wrong / total) ** 0.5)
 
 
-def _filled(cls: Any, empty: jax.Array, head_size: int) -> jax.Array:
-    """The cache with random keys and values; what pads a head stays 0. A backend's layout is turned about by the transpose
-    of its logical view."""
-    element = empty.dtype
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _filled(view: Any, shape: tuple[int, ...], element: Any, head_size: int) -> jax.Array:
+    """A cache with random keys and values; what pads a head stays 0. A backend's layout is turned about by the transpose of
+    its logical view."""
     work = element if element.itemsize > 1 else jnp.dtype(jnp.bfloat16)
-
-    @jax.jit
-    def fill(seed: jax.Array) -> jax.Array:
-        views, back = jax.vjp(cls.logical_kv_cache, jnp.zeros(empty.shape, work))
-        drawn = []
-        for number, view in enumerate(views):
-            x = jax.random.normal(jax.random.fold_in(seed, number), (*view.shape[:-1], head_size), work)
-            x = jnp.round(x * 30).clip(-127, 127) if element == jnp.int8 else x
-            drawn.append(jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, view.shape[-1] - head_size)]))
-        return back(tuple(drawn))[0].astype(element)  # type: ignore[no-any-return]
-
-    return fill(jax.random.key(0))
+    views, back = jax.vjp(view, jnp.zeros(shape, work))
+    drawn = []
+    for number, part in enumerate(views):
+        x = jax.random.normal(jax.random.key(number), (*part.shape[:-1], head_size), work)
+        x = jnp.round(x * 30).clip(-127, 127) if element == jnp.int8 else x
+        drawn.append(jnp.pad(x, [*[(0, 0)] * (x.ndim - 1), (0, part.shape[-1] - head_size)]))
+    return back(tuple(drawn))[0].astype(element)  # type: ignore[no-any-return]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))

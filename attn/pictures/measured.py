@@ -11,19 +11,19 @@ from attn.pictures.picture import COLOURS, Picture, drawn
 def bench(report: dict[str, Any]) -> Picture:
     """A report as `attn bench --json` writes it: a roofline a wing above, a bar a backend and case below.
 
-    The roof is what a copy and a matrix product reached in the same run. A row that is wrong or was refused is not drawn.
-    Raises ValueError for a report without a right row.
+    The roof is what a copy and a matrix product reached in the same run; rows of the dense family, which count no bytes, have
+    bars alone. A row that is wrong or was refused is not drawn. Raises ValueError for a report without a right row.
     """
-    rows = [row for row in report["rows"] if row.get("right") and row.get("ms") and "batch" in row]
+    rows = [row for row in report["rows"] if row.get("right") and row.get("ms")]
     if not rows:
         raise ValueError("no right row to draw")
     names = list(dict.fromkeys(row["backend"] for row in rows))
     colours = dict(zip(names, cycle(COLOURS), strict=False))
-    wings = list(dict.fromkeys(row.get("framework", "torch") for row in rows))
-    cases = list(dict.fromkeys((row.get("framework", "torch"), str(Case.of(row))) for row in rows))
+    wings = list(dict.fromkeys(row.get("framework", "torch") for row in rows if "batch" in row))
+    cases = list(dict.fromkeys((row.get("framework", "torch"), _case(row)) for row in rows))
 
     def draw(axes: Any) -> None:
-        *roofs, below = axes
+        *roofs, below = axes if wings else [axes]
         for axis, wing in zip(roofs, wings, strict=True):
             own = [row for row in rows if row.get("framework", "torch") == wing]
             about = report[wing] if isinstance(report.get(wing), dict) else report  # of one wing it holds torch's version
@@ -32,6 +32,10 @@ def bench(report: dict[str, Any]) -> Picture:
 
     heights = [3.8] * len(wings) + [1.2 + 0.2 * (len(rows) + len(cases))]
     return drawn(9, sum(heights), draw, len(heights), heights=heights)
+
+
+def _case(row: dict[str, Any]) -> str:
+    return f"{row.get('name', '')} {row['shape']}".strip() if "shape" in row else str(Case.of(row))
 
 
 def _roofline(axis: Any, rows: Sequence[dict[str, Any]], colours: dict[str, str], title: str) -> None:
@@ -62,7 +66,7 @@ def _bars(
     """Milliseconds, a group a case; the whisker spans the middle three fifths of the times."""
     at, ticks, told = 0.0, [], set()
     for wing, case in cases:
-        own = [row for row in rows if (row.get("framework", "torch"), str(Case.of(row))) == (wing, case)]
+        own = [row for row in rows if (row.get("framework", "torch"), _case(row)) == (wing, case)]
         own.sort(key=lambda row: names.index(row["backend"]))
         ticks.append((at + (len(own) - 1) / 2, f"{case} ({wing})" if several else case))
         for row in own:
