@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,17 @@ def test_a_run_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert row["right"] and row["ms_p20"] <= row["ms"] <= row["ms_p80"] and row["error"] < 1e-5
     assert row["framework"] == "torch" and row["window"] == 7 and row["sinks"] and not row["replayed"]
     assert row["build_us"] > 0 and row["host_us"] >= 0 and row["kernel_ms"] > 0 and row["call_ms"] == row["ms"]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="a shell script stands in for the driver's tool")
+@pytest.mark.parametrize(("script", "told"), [("echo '1980 MHz, 3201 MHz'", "1980 MHz, 3201 MHz"), ("exit 9", "")])
+def test_clocks_are_told_where_the_driver_does(script: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wing = pytest.importorskip("attn.torch.bench")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert wing.clocks_now() == ""
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    assert wing.clocks_now() == told
 
 
 def test_a_backends_name_tells_its_wing() -> None:
@@ -200,8 +212,6 @@ def test_a_table_of_its_own_for_a_cpu() -> None:
 
 
 def test_the_bar_tells_how_long_is_left(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    import sys
-
     pytest.importorskip("rich")
     with show.display(5) as plain:
         assert type(plain) is show.Display, "into a pipe go the rows alone"

@@ -14,7 +14,9 @@ cache as it is stored, over up to three requests of each length.
 """
 
 import math
+import shutil
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -41,6 +43,18 @@ logger = init_logger(__name__)
 _SCALE = {torch.int8: 0.03}  #: of codes about +-90; other caches hold numbers about 1
 _PACKAGES = ("flashinfer-python", "flash-attn-4", "flash-attn-3", "flash-attn", "xformers", "nvidia-cutlass-dsl", "vllm")
 _PATIENCE = 2000.0  #: milliseconds that the timed calls of a slow kernel may take together
+
+
+def clocks_now() -> str:
+    """The SM and memory clocks of the first NVIDIA GPU as its driver tells them, or nothing."""
+    if not shutil.which("nvidia-smi"):
+        return ""
+    ask = ["nvidia-smi", "--id=0", "--query-gpu=clocks.sm,clocks.mem", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(ask, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 class Workload:
@@ -146,6 +160,7 @@ class TorchBench:
     def about(self, dtype: str = "bfloat16") -> dict[str, Any]:
         import platform
 
+        copy, gemm = self.ceilings(dtype)  # first, so that the clocks told are those of a device at work
         found = {
             "device": torch.cuda.get_device_name() if self.on_gpu else f"{platform.machine()} CPU",
             "torch": torch.__version__,
@@ -154,10 +169,10 @@ class TorchBench:
             import triton
 
             found["triton"] = triton.__version__
+            found |= {"clocks": clocks} if (clocks := clocks_now()) else {}
         else:
             found["threads"] = str(torch.get_num_threads())
         found |= {name: version for name in _PACKAGES if (version := version_of(name))}
-        copy, gemm = self.ceilings(dtype)
         return {**found, "copy_gb_per_s": round(copy, 1), "gemm_tflop_per_s": round(gemm, 2)}
 
     def ceilings(self, dtype: str) -> tuple[float, float]:
