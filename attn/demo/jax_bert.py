@@ -54,7 +54,7 @@ class BertConfig:
                 raise fields.wrong(name, f'"{only}"')
         sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
                  "max_position_embeddings", "type_vocab_size")  # fmt: skip
-        return cls(*map(fields.integer, sizes), layer_norm_eps=fields.number("layer_norm_eps", 1e-12))
+        return cls(*map(fields.integer, sizes), fields.number("layer_norm_eps", 1e-12))  # type: ignore[call-arg]
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """The name and shape of every tensor; matrices are [out, in]."""
@@ -157,7 +157,7 @@ class Encoder:
         @partial(jax.jit, static_argnames="count")
         def run(state: Any, token_ids: Any, positions: Any, owner: Any, attn_metadata: Any, count: int) -> jax.Array:
             hidden = nnx.merge(graph, state)(token_ids, positions, attn_metadata).astype(jnp.float32)
-            # rows of padding belong to the last segment, which nobody reads; the norm makes of the sum what it makes of the mean
+            # rows of padding belong to the last segment, which nobody reads; divided by its norm, a sum is what its mean is
             summed = jax.ops.segment_sum(hidden, owner, count + 1)[:count]
             return summed / jnp.maximum(jnp.linalg.norm(summed, axis=-1, keepdims=True), 1e-12)
 
@@ -171,7 +171,9 @@ class Encoder:
         lens = [len(tokens) for tokens in ids]
         size = self.builder.kv_cache_spec.block_size
         ends = np.cumsum([-(-n // size) for n in lens])
-        blocks = np.split(np.arange(ends[-1]), ends[:-1])  # an encoder keeps nothing: any will do
+        blocks = [
+            range(end - -(-n // size), end) for end, n in zip(ends, lens, strict=True)
+        ]  # an encoder keeps nothing: any will do
         built = self.builder.build(0, CommonAttentionMetadata.from_lens(lens, lens, blocks, size, causal=False))
         rows, count = built.slot_mapping.shape[0], built.seq_lens.shape[0]
         token_ids, positions = (np.pad(np.concatenate(x), (0, rows - sum(lens))) for x in (ids, [np.arange(n) for n in lens]))
