@@ -84,8 +84,7 @@ def call(layer: Any, query: Tensor, key: Any, value: Any, kv_cache: Any, attn_me
     """`impl.forward` of a layer as one operator of the graph. out: (heads, width) of a row of the output."""
     impl, batch = layer.impl, attn_metadata
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value)):
-        # of Python's own kind, which the compiler can follow: another's constructor it cannot
-        raise ValueError(f"{impl.backend.get_name()}: gradients in a graph not supported (call under torch.no_grad())")
+        raise UnsupportedError(f"{impl.backend.get_name()}: gradients in a graph not supported (call under torch.no_grad())")
     if batch is None:
         return query.new_zeros(query.shape[0], *out)
     indices = getattr(getattr(impl, "indexer", None), "topk_indices", None)
