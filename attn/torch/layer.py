@@ -1,6 +1,13 @@
 """`attn.torch.Attention` and `MLAAttention`: attention layers as `nn.Module`s, the backend chosen once, when they are built.
 
 Both stand in graphs (`torch.compile(fullgraph=True)`, `torch.export`), whatever their backend; see `attn.torch.graphs`.
+
+Tensor parallelism shards heads: a rank builds a layer of its own heads (num_heads / ranks, num_kv_heads / ranks, its share of
+sinks and slopes) over a cache of its own, and nothing is communicated. With tensors that are local already, as ColwiseParallel
+projections give them, that is all; DTensors, sharded by heads, go through `local_map`, cache and metadata by closure:
+
+    heads = [Shard(1)]
+    attend = local_map(lambda q, k, v: layer(q, k, v, cache, metadata), heads, (heads, heads, heads), device_mesh=mesh)
 """
 
 from typing import Any
