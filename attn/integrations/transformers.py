@@ -42,7 +42,7 @@ from attn.capabilities import AttentionType, Feature, supports_size
 from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.errors import BackendLoadError, UnsupportedError
-from attn.torch.diffusion.chosen import chosen_impl, extent
+from attn.torch.diffusion.chosen import chosen_impl
 from attn.torch.layer import Attention
 
 NAME = "attn"
@@ -463,7 +463,7 @@ def _dense(call: _Call, mask: torch.Tensor | None) -> torch.Tensor:
     impl = chosen_impl(
         None, 0.0, call.query.device.type, call.query.shape[2], call.key.shape[2], call.query.shape[3], call.query.dtype,
         call.scale, call.causal, mask is not None and mask.ndim != 2, call.wants_grad, mask is not None and mask.ndim == 2,
-        extent(call.query.shape[1]), extent(call.key.shape[1]),
+        call.query.shape[1], call.key.shape[1],
     )  # fmt: skip
     out: torch.Tensor = impl.forward(call.query, call.key, _widened(call), DiffusionAttentionMetadata(attn_mask=mask))
     return out[..., : call.value.shape[-1]]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.errors import ShapeError, UnsupportedError
-from attn.torch.diffusion.chosen import chosen_impl, extent
+from attn.torch.diffusion.chosen import chosen_impl
 
 _asked = threading.local()  # whose `name` is what this thread asks for: not a context variable, which no graph can guard
 
@@ -91,7 +91,7 @@ def scaled_dot_product_attention(
     wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     impl = chosen_impl(
         asked, 0.0, q.device.type, q.shape[2], k.shape[2], q.shape[3], q.dtype, scale, is_causal, mask is not None, wants_grad,
-        False, extent(q.shape[1]), extent(k.shape[1]),
+        False, q.shape[1], k.shape[1],
     )  # fmt: skip
     out: torch.Tensor = impl.forward(q, k, v, DiffusionAttentionMetadata(attn_mask=mask))
     return out.transpose(1, 2)[..., :width].reshape(*lead, out.shape[2], rows, width)

@@ -91,6 +91,16 @@ def test_logits_are_eagers(kind, padding):
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss"])
+def test_bfloat16_is_no_further_from_the_truth_than_eagers(kind):
+    model, inputs = decoder(kind), batch("left")
+    real = inputs["attention_mask"].bool()
+    truth = logits(model, "eager", inputs)[real]
+    model = model.to(torch.bfloat16)
+    eager, mine = ((logits(model, name, inputs)[real].float() - truth).square().mean().sqrt() for name in ("eager", "attn"))
+    assert mine <= 1.5 * eager
+
+
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("kind", DECODERS)
 def test_greedy_text_is_eagers(kind, cache):
@@ -166,6 +176,9 @@ def test_encoder_decoders(kind):
         )  # fmt: skip
     model = sharpened(transformers.AutoModelForSeq2SeqLM.from_config(config, attn_implementation="eager"))
     inputs = batch("right")
+    whole = {**inputs, "decoder_input_ids": batch("none")["input_ids"][:, :9]}
+    want, got = (logits(model, name, whole) for name in ("eager", "attn"))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     assert torch.equal(text(model, "attn", inputs), text(model, "eager", inputs))
 
 

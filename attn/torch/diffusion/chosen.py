@@ -11,12 +11,6 @@ from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.diffusion.selector import ENV_VAR, make_diffusion_request, select_diffusion
 from attn.platforms import platform_for
 
-
-def extent(size: int) -> int:
-    """Rows or keys as `chosen_impl` takes them: 0, unknown, in a graph, which is for any but 1."""
-    return size if not torch.compiler.is_compiling() or size == 1 else 0
-
-
 #: Implementations by what they were made of: a graph can hold the text and look it up, where it cannot hold a choice.
 _impls: dict[str, Any] = {}
 
@@ -40,9 +34,11 @@ def chosen_impl(
     """The implementation for calls that agree in all of this and meet the same environment; the choice is logged once.
 
     mask: a mask beyond one of keys comes along; grad: gradients are wanted; key_mask: one of keys does; rows, keys: 0 where
-    they are not known. A graph keeps the choice that was made while it was traced.
+    they are not known. A graph keeps the choice that was made while it was traced, for any extents but 1.
     Raises `UnsupportedError` with all reasons.
     """
+    if torch.compiler.is_compiling():
+        rows, keys = (size if size == 1 else 0 for size in (rows, keys))
     made_of = _made_of(
         backend, error_budget, device_type, num_heads, num_kv_heads, head_size, dtype, scale, causal, mask, grad, key_mask,
         rows, keys,
