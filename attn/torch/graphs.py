@@ -39,6 +39,10 @@ def _path(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
+def _text(said: dict[str, Any]) -> str:
+    return json.dumps(said, default=lambda number: number.item())  # NumPy's numbers too
+
+
 def live_key(layer: Any) -> str:
     """A key by which a layer is found in this process for as long as it lives."""
     key = f"{_LIVE}{type(layer).__name__}-{next(_numbers)}"
@@ -51,7 +55,7 @@ def paged_key(impl: Any, spec: KVCacheSpec) -> str:
     names = ("num_heads", "head_size", "scale", "num_kv_heads", "kv_cache_dtype", "logits_soft_cap", "attn_type",
              "kv_sharing_target_layer_name")  # fmt: skip
     arguments = {name: getattr(impl, name) for name in names} | {"sliding_window": impl.window}
-    return json.dumps({"impl": _path(type(impl)), "arguments": arguments, "spec": asdict(spec)})
+    return _text({"impl": _path(type(impl)), "arguments": arguments, "spec": asdict(spec)})
 
 
 @functools.lru_cache(1024)
@@ -187,7 +191,7 @@ def dense_key(impl: Any) -> str:
     """Text from which a dense implementation can be made again."""
     names = ("num_heads", "head_size", "causal", "num_kv_heads")
     said = {name: getattr(impl, name) for name in names} | {"softmax_scale": impl.scale}
-    return json.dumps({"impl": _path(type(impl)), "arguments": said})
+    return _text({"impl": _path(type(impl)), "arguments": said})
 
 
 def dense(impl: Any, query: Tensor, key: Tensor, value: Tensor, keys: Keys) -> Tensor:
