@@ -425,7 +425,7 @@ def _as_operator(call: _Call, attention_mask: torch.Tensor | None) -> torch.Tens
     )  # fmt: skip
 
 
-@library.custom_op("attn::transformers", mutates_args=())
+@library.custom_op("attn::transformers", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
 def _operator(
     query: torch.Tensor,
     key: torch.Tensor,

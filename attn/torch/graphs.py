@@ -101,7 +101,8 @@ def call(layer: Any, query: Tensor, key: Any, value: Any, kv_cache: Any, attn_me
     return (result, lse) if impl.need_to_return_lse_for_decode else result
 
 
-@library.custom_op("attn::layer", mutates_args=("kv_cache",))
+# unsafe: what plans or asks the host is not what a captured graph would replay
+@library.custom_op("attn::layer", mutates_args=("kv_cache",), tags=torch.Tag.cudagraph_unsafe)
 def _layer(
     query: Tensor,
     key: Tensor | None,
@@ -206,7 +207,7 @@ def _made_dense(key: str) -> Any:
     return resolve_obj_by_qualname(said["impl"])(**said["arguments"])
 
 
-@library.custom_op("attn::dense", mutates_args=())
+@library.custom_op("attn::dense", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
 def _dense(
     query: Tensor, key: Tensor, value: Tensor, present: Tensor | None, mask: Tensor | None, lens: list[int] | None, impl: str
 ) -> Tensor:
