@@ -285,7 +285,10 @@ def _function(backend: str | None) -> Callable[..., Any]:
             return _paged(call, cache, kwargs), None
         if position_bias is not None:
             return _biased(call, attention_mask, position_bias), None
-        if torch.compiler.is_compiling() and not call.wants_grad and not (call.plain and backend is None):
+        if torch.compiler.is_compiling() and not (call.plain and backend is None):
+            if call.wants_grad:
+                beside = "gradients in a graph, beside a window, a cap, sinks or a backend by name,"
+                raise call.refusal(beside, "no backend has them: call under torch.no_grad(), or train without torch.compile")
             return _as_operator(call, attention_mask), None
         return _attend(call, attention_mask), None
 

@@ -109,9 +109,10 @@ def test_greedy_text_is_eagers(kind, cache):
     assert torch.equal(text(model, "attn", inputs, **options), text(model, "eager", inputs, **options))
 
 
-def test_a_backend_by_name_serves_the_whole_model():
+@pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}])
+def test_a_backend_by_name_serves_the_whole_model(cache):
     model, inputs = decoder("gemma2"), batch("left")
-    assert torch.equal(text(model, "attn:TORCH_SDPA", inputs), text(model, "eager", inputs))
+    assert torch.equal(text(model, "attn:TORCH_SDPA", inputs, **cache), text(model, "eager", inputs, **cache))
 
 
 @pytest.mark.parametrize(
@@ -182,16 +183,26 @@ def test_encoder_decoders(kind):
     assert torch.equal(text(model, "attn", inputs), text(model, "eager", inputs))
 
 
-def test_training_goes_through():
-    model, inputs = decoder("llama"), batch("left")
-    grads = []
+@pytest.mark.parametrize(("kind", "compiled"), [("llama", False), ("llama", True), ("gpt_oss", False)])
+def test_training_goes_through(kind, compiled):
+    model, inputs = decoder(kind), batch("left")
+    real, grads = inputs["attention_mask"].bool(), []
+    torch.compiler.reset()
     for name in ("eager", "attn"):
         model.set_attn_implementation(name)
         model.zero_grad()
-        real = inputs["attention_mask"].bool()
-        model(**inputs).logits[real].square().mean().backward()
+        run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled and name == "attn" else model
+        run(**inputs, use_cache=False).logits[real].square().mean().backward()
         grads.append(model.model.layers[0].self_attn.k_proj.weight.grad.clone())
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-3, atol=1e-5)
+
+
+def test_training_in_a_graph_past_what_is_differentiable_there_is_refused():
+    torch.compiler.reset()
+    model, inputs = decoder("gemma2"), batch("left")
+    model.set_attn_implementation("attn")
+    with pytest.raises(Exception, match=r"Gemma2Attention of layer 0: gradients in a graph, .* not supported"):
+        torch.compile(model, fullgraph=True, backend="eager")(**inputs, use_cache=False)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "gpt_oss"])
