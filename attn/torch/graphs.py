@@ -9,7 +9,8 @@ be traced says so (`traceable`) and is. The operators take tensors and text only
 * `attn::dense`: a diffusion implementation's call, described likewise.
 
 A batch is its tensors. The metadata object that they came with is used if it is alive and holds these very tensors, which
-saves building it again for each layer; the graph of another process builds it.
+saves building it again for each layer; the graph of another process builds it. Gradients end here: where they are wanted, use
+what is traced (`attn.torch.scaled_dot_product_attention`, `DiffusionAttention` over TORCH_SDPA or CUDNN_ATTN).
 """
 
 import copy
@@ -26,6 +27,7 @@ from torch import Tensor, library
 from attn.backends.abstract import KVCacheSpec
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.diffusion.backends.dense import Keys
+from attn.distributed import world_size
 from attn.errors import UnsupportedError
 from attn.imports import resolve_obj_by_qualname
 from attn.torch.metadata import ARRAYS, alive
@@ -143,6 +145,10 @@ def _layer(
     tensors = (query_start_loc, seq_lens, block_table, slot_mapping, tree_mask)
     batch = _living_batch(handle, tensors)
     if batch is None:
+        if world_size() > 1:
+            raise UnsupportedError(
+                "decode context parallelism: a graph runs with the batch that was built, and this one is gone"
+            )
         arrays: dict[str, Any] = dict(zip(ARRAYS, tensors, strict=True))
         common = CommonAttentionMetadata(
             **arrays, num_reqs=seq_lens.shape[0], num_actual_tokens=min(num_actual_tokens, int(query_start_loc[-1])),
