@@ -18,10 +18,11 @@ A call goes one of four ways, by what it needs alone:
 
 Masks are described, not drawn, while they are a causal, windowed or bidirectional pattern with padding (`mask`); any other
 becomes boolean [B, 1, S, T], which is known again as such a pattern where that matters. In a graph (`torch.compile`) masks are
-drawn; the dense way is traced, any other is one operator. Arguments that are known to change what attention means and are not served (`_UNKNOWN`, dropout,
-weights asked for) are refused with the layer's name; whatever else transformers hands on beside a call is not looked at.
-Written against transformers 5.23, whose attention and mask interfaces it fills; another one's absence is a sentence, not a
-crash.
+drawn; the dense way is traced, any other is one operator.
+
+Arguments that are known to change what attention means and are not served (`_UNKNOWN`, dropout, weights asked for) are refused
+with the layer's name; whatever else transformers hands on beside a call is not looked at. Written against transformers 5.23,
+whose attention and mask interfaces it fills; another one's absence is a sentence, not a crash.
 """
 
 import contextlib
