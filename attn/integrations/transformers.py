@@ -35,7 +35,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import library
 
 import attn
 from attn.backends.metadata import CommonAttentionMetadata, slots_of
@@ -45,6 +44,7 @@ from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.errors import BackendLoadError, UnsupportedError
 from attn.torch.diffusion.chosen import chosen_impl
+from attn.torch.graphs import uncaptured
 from attn.torch.layer import Attention
 
 NAME = "attn"
@@ -430,7 +430,7 @@ def _as_operator(call: _Call, attention_mask: torch.Tensor | None) -> torch.Tens
     )  # fmt: skip
 
 
-@library.custom_op("attn::transformers", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
+@uncaptured("attn::transformers", mutates_args=())
 def _operator(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -15,6 +15,7 @@ what is traced (`attn.torch.scaled_dot_product_attention`, `DiffusionAttention` 
 
 import copy
 import functools
+import inspect
 import itertools
 import json
 import weakref
@@ -43,6 +44,17 @@ def _path(cls: type) -> str:
 
 def _text(said: dict[str, Any]) -> str:
     return json.dumps(said, default=lambda number: number.item())  # NumPy's numbers too
+
+
+def uncaptured(name: str, *, mutates_args: tuple[str, ...]) -> Any:
+    """`custom_op` that compilers leave out of the CUDA graphs they capture, where this torch lets one say so.
+
+    What plans or asks the host is not what a replay would repeat.
+    """
+    tag = getattr(torch.Tag, "cudagraph_unsafe", None)
+    known = tag is not None and "tags" in inspect.signature(library.custom_op).parameters
+    more: dict[str, Any] = {"tags": (tag,)} if known else {}
+    return library.custom_op(name, mutates_args=mutates_args, **more)
 
 
 def live_key(layer: Any) -> str:
@@ -103,8 +115,7 @@ def call(layer: Any, query: Tensor, key: Any, value: Any, kv_cache: Any, attn_me
     return (result, lse) if impl.need_to_return_lse_for_decode else result
 
 
-# unsafe: what plans or asks the host is not what a captured graph would replay
-@library.custom_op("attn::layer", mutates_args=("kv_cache",), tags=torch.Tag.cudagraph_unsafe)
+@uncaptured("attn::layer", mutates_args=("kv_cache",))
 def _layer(
     query: Tensor,
     key: Tensor | None,
@@ -213,7 +224,7 @@ def _made_dense(key: str) -> Any:
     return resolve_obj_by_qualname(said["impl"])(**said["arguments"])
 
 
-@library.custom_op("attn::dense", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
+@uncaptured("attn::dense", mutates_args=())
 def _dense(
     query: Tensor, key: Tensor, value: Tensor, present: Tensor | None, mask: Tensor | None, lens: list[int] | None, impl: str
 ) -> Tensor:

@@ -230,6 +230,8 @@ def test_operators_keep_torchs_rules() -> None:
     q, k, v = (torch.randn(2, 5, 4, 16) for _ in range(3))
     text = '{"impl": "attn.torch.diffusion.backends.sdpa:SDPAImpl", "arguments": {"num_heads": 4, "head_size": 16}}'
     torch.library.opcheck(graphs._dense, (q, k, v, None, None, None, text), test_utils=checks)
+    for name in ("layer", "dense"):
+        assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.attn, name).default.tags
 
 
 def test_no_backend_is_out_of_a_graphs_reach() -> None:
