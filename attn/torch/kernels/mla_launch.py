@@ -40,9 +40,14 @@ def mla_launch(
     return wanted[-1]
 
 
-def by_hand(arch: str, launch: Launch, packed: bool) -> bool:
-    """Whether `hopper_mla` is the faster kernel, where it serves: on Hopper, for programs of 64 rows over plain latents."""
-    return arch == "sm_90" and launch.block_m == 64 and not packed and may_use_gluon()
+#: The launch of `hopper_mla`, whose tiles are what its two consumers and its ring are made for.
+BY_HAND = Launch(64, 64, 8, 2)
+
+
+def by_hand(arch: str, packed: bool) -> bool:
+    """Whether `hopper_mla` is the faster kernel, where it serves: on Hopper, over plain latents. It computes 64 rows where
+    16 are asked for and still is, or is level: its ring keeps memory busier than Triton's pipeline (benchmarks/NOTES.md)."""
+    return arch == "sm_90" and not packed and may_use_gluon()
 
 
 def _shared(launch: Launch, rank: int, rope: int, itemsize: int, stored: int) -> int:
