@@ -107,7 +107,7 @@ class CudaPlatform(TorchPlatform):
     }
     mla: ClassVar[Orders] = {
         "sm_90": (
-            "TRITON_MLA",  # measured beside FlashInfer's fa3: 0.98 to 1.07 of its speed with 128 heads, 0.96 with 16
+            "TRITON_MLA",  # measured beside FlashInfer's fa3: 0.98 to 1.07 of its speed with 128 heads, level with 16
             "FLASHINFER_MLA",
             "FLASHMLA",  # unmeasured; publishes 660 TFLOP/s for an H800, where ours has 617 on an H200
             "FLASH_ATTN_MLA",
