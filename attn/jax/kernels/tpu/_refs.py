@@ -117,8 +117,8 @@ class Refs(PagedRefs):
     m: Ref = None  # [K, 8, M], rows alike
     l: Ref = None  # noqa: E741  # [2, K, 8, M]
     acc: Ref = None  # [2, K, lanes, M]
-    turn: Ref = None  # [1] in SMEM: which of the two is current
-    alarm: Ref = None  # [8, M] int32, above 0 where a step must be done again
+    turn: Ref = None  # [2] in SMEM: which of the two is current, and whether the step must be done again
+    alarm: Ref = None  # [8, M] int32, above 0 for rows whose step must be done again
     lse_rows: Ref = None
     edges: Ref = None  # [2, M, 128]
 

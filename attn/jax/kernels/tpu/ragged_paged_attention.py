@@ -236,7 +236,7 @@ def _launch(cfg: Config, arrays: dict[str, jax.Array], kv_cache: jax.Array, chip
             "m": pltpu.VMEM((heads, 8, rows), jnp.float32),
             "l": pltpu.VMEM((2, heads, 8, rows), jnp.float32),
             "acc": pltpu.VMEM((2, heads, lanes, rows), jnp.float32),
-            "turn": pltpu.SMEM((1,), jnp.int32),
+            "turn": pltpu.SMEM((2,), jnp.int32),
             "alarm": pltpu.VMEM((8, rows), jnp.int32),
         }
         if cfg.lse:
