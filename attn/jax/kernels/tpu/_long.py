@@ -48,9 +48,6 @@ class Step(NamedTuple):
 #: this small is below 2 ** -66 of it, and what a sum this large multiplies stays far from overflow.
 _ROOM = 60.0
 
-#: Scores of one straight stretch of code: the matrix unit idles at its ends, and compilation takes longer with its length.
-_SCORES_AT_ONCE = 1 << 22
-
 #: Keys whose weights wait for their product with the values, so that the matrix unit has work during exponentials.
 _KEYS_WAITING = 768
 
@@ -88,7 +85,7 @@ def attend(cfg: Config, refs: Refs, item: Item, step: Step, masked: bool) -> Non
     refs.turn[0] = after
     refs.alarm[...] = jnp.zeros(refs.alarm.shape, jnp.int32)
     at_once = 1
-    while cfg.num_kv_heads % (2 * at_once) == 0 and 2 * at_once * cfg.rows * step.size <= _SCORES_AT_ONCE:
+    while cfg.num_kv_heads % (2 * at_once) == 0 and 2 * at_once * cfg.rows * step.size <= cfg.stretch:
         at_once *= 2
 
     def heads(n: jax.Array, _: None) -> None:
@@ -142,12 +139,17 @@ def _streamed(
                     _add_values, cfg, refs, step.slot, keys_at, k, at, p.astype(refs.q.dtype), source, after, masked
                 )
             )
-    raised = jnp.any(refs.alarm[...] > 0)  # takes long, so it is asked for where there is other work
-    for product in waiting:
-        product()
     if masked or cfg.rebiased:  # values raise the alarm as well
-        raised = jnp.any(refs.alarm[...] > 0)
-    refs.turn[1] = raised.astype(jnp.int32)
+        waiting.append(lambda: _sum_up(refs))
+    else:
+        waiting.insert(0, lambda: _sum_up(refs))
+    for work in waiting:
+        work()
+
+
+def _sum_up(refs: Refs) -> None:
+    """The alarm as a scalar: that takes long, so it is asked for where other work is left."""
+    refs.turn[1] = jnp.any(refs.alarm[...] > 0).astype(jnp.int32)
 
 
 def _add_values(
@@ -207,7 +209,7 @@ def _scores(
 ) -> jax.Array:
     """[keys, rows] of one tile, in units of log2; `first` is the position of its first key, `top` its first row."""
     at = slice(top, top + cfg.row_tile)
-    s = dot(keys, refs.q[item.q_slot, k, at, :], 1, 1) * refs.rules[K_FACTOR, k, :1, at]
+    s = dot(keys, refs.q[item.q_slot, k, at, :], 1, 1) * refs.rules[K_FACTOR, k, :, at]
     if cfg.logits_soft_cap:
         s = jnp.tanh(s) * (cfg.logits_soft_cap * LOG2_E)
     if not (masked or cfg.alibi):
@@ -216,7 +218,7 @@ def _scores(
     position = _positions(cfg, item, top)
     if cfg.alibi:
         away = (key + (first - position)).astype(jnp.float32)
-        s += refs.rules[SLOPE, k, :1, at] * (away if cfg.causal and not cfg.tree else -jnp.abs(away))
+        s += refs.rules[SLOPE, k, :, at] * (away if cfg.causal and not cfg.tree else -jnp.abs(away))
     if not masked:
         return s
     low, high = _seen_by_order(cfg, item, position)
