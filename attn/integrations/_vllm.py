@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NoReturn
 
 import torch
-from vllm.config import get_current_vllm_config
+from vllm.config import get_current_vllm_config_or_none
 from vllm.platforms import current_platform
 from vllm.v1.attention import backend as vllm_backend
 from vllm.v1.kv_cache_interface import KVCacheLayout
@@ -192,7 +192,7 @@ class AttnImpl(vllm_backend.AttentionImpl):
         self.dtype, self.name = torch.get_default_dtype(), _layer_name()
         self.layers: dict[int, Attention] = {}
         self._seen: tuple[torch.Tensor, torch.Tensor] | None = None
-        asks = getattr(get_current_vllm_config(), "attention_config", None)
+        asks = getattr(get_current_vllm_config_or_none(), "attention_config", None)
         self.features = [Feature.NON_CAUSAL] if getattr(asks, "use_non_causal", False) else []
         for name, value in further.items():
             if value not in (None, False) and value != _OFF.get(name):
