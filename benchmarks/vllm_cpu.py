@@ -159,7 +159,7 @@ def embeddings(model: str, ids: list[list[int]], backend: str | None, ours: str 
     import torch
 
     asked = [{"prompt_token_ids": each} for each in ids]
-    with engine(model, backend, ours, runner="pooling", convert="embed", kv_cache_memory_bytes=None) as llm:
+    with engine(model, backend, ours, runner="pooling", convert="embed", skip_tokenizer_init=False) as llm:
         return torch.tensor([r.outputs.embedding for r in llm.embed(asked, use_tqdm=False)]), llm.apply_model(backends)[0]
 
 
@@ -271,7 +271,7 @@ def refusals(place: Path, here: str) -> list[Row]:
                     pass
             except Exception as error:  # whatever wraps it, what it says counts
                 said = str(error)
-            words = ("model.layers.0.self_attn.attn", ours, f"{feature} not supported", "CPU_ATTN", "TORCH_SDPA")
+            words = ("model.layers.0.", ours, f"{feature} not supported", "CPU_ATTN", "TORCH_SDPA")
             lacking = [word for word in words if word not in said]
             found = f"it does not say {lacking}: {said}" if lacking else " ".join(said.split())
             rows.append(row(f"{name}: {ours}, without {feature}, is refused", here, [], not lacking, found))
