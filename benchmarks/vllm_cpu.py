@@ -292,16 +292,26 @@ def run_process(place: Path, known: dict[str, Any]) -> list[Row]:
 
 def run_interface(place: Path, known: dict[str, Any]) -> list[Row]:
     """What `attn` relies on of this vLLM's modules, and a batch through them, without an engine."""
+    import vllm.platforms
+    from vllm.platforms.cpu import CpuPlatform
     from vllm.version import __version__
 
+    vllm.platforms._current_platform = CpuPlatform()  # a build for CUDA finds none here
     spec = importlib.util.spec_from_file_location("checks", ROOT / "tests" / "integrations" / "vllm_interface.py")
     assert spec is not None and spec.loader is not None
     checks = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(checks)
-    drifted = checks.drift()
-    rows = [row("signatures are those documented", f"modules {__version__}", [], not drifted, "; ".join(drifted) or "no drift")]
-    for what, found in checks.batches():
-        rows.append(row(what, f"modules {__version__}", [], found < 1e-5, f"largest difference {found:.1e}"))
+    drifted, lost = checks.drift(), checks.chosen()
+    modules = f"modules {__version__}"
+    rows = [
+        row("signatures are those documented", modules, [], not drifted, "; ".join(drifted) or "no drift"),
+        row("CUSTOM is found and refuses what is not served", modules, [], not lost, "; ".join(lost) or "as documented"),
+    ]
+    for what, found in (("layers in caches of three layouts", checks.batches()), ("vLLM's wrappers", checks.wrapped())):
+        worst = dict(found)
+        far = max(worst.values())
+        told = f"{len(worst)} of {', '.join(worst)}: largest difference from the formula {far:.1e}"
+        rows.append(row(what, modules, [], far < 1e-5, told))
     return rows
 
 

@@ -62,17 +62,22 @@ def layer() -> Any:
     import torch
 
     one = torch.ones(())
-    return SimpleNamespace(_q_scale=one, _k_scale=one, _v_scale=one, _prob_scale=one, _k_scale_float=1.0, _v_scale_float=1.0)
+    return SimpleNamespace(
+        _q_scale=one, _k_scale=one, _v_scale=one, _prob_scale=one, _k_scale_float=1.0, _v_scale_float=1.0,
+        kv_sharing_target_layer_name=None,
+    )  # fmt: skip
 
 
-def builder(**attributes: Any) -> Any:
-    """Our builder, for layers of a name."""
+def builder(backend: Any = None) -> Any:
+    """Our builder, or that of a backend made from ours, for layers of a name."""
     import torch
 
     from attn.integrations._vllm import AttnBackend
 
-    config = SimpleNamespace(speculative_config=None, **attributes)
-    return AttnBackend.get_builder_cls()(SimpleNamespace(block_size=16), ["layers.0.attn"], config, torch.device("cpu"))
+    make = (backend or AttnBackend).get_builder_cls()
+    return make(
+        SimpleNamespace(block_size=16), ["layers.0.attn"], SimpleNamespace(speculative_config=None), torch.device("cpu")
+    )
 
 
 def common(query_lens: list[int], seq_lens: list[int], block_size: int, padding: int = 0, **more: Any) -> Any:
@@ -151,13 +156,13 @@ def made_in(dtype: Any) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def implementation(dtype: Any = None, **arguments: Any) -> Any:
+def implementation(dtype: Any = None, backend: Any = None, **arguments: Any) -> Any:
     import torch
 
     from attn.integrations._vllm import AttnBackend
 
     with made_in(dtype or torch.float32):
-        return AttnBackend.get_impl_cls()(HEADS, HEAD_SIZE, HEAD_SIZE**-0.5, KV_HEADS, **arguments)
+        return (backend or AttnBackend).get_impl_cls()(HEADS, HEAD_SIZE, HEAD_SIZE**-0.5, KV_HEADS, **arguments)
 
 
 def _decoder(layout: str, arguments: dict[str, Any], terms: dict[str, Any]) -> float:
@@ -200,4 +205,94 @@ def _encoder(attn_type: Any) -> float:
     for part in (slice(0, 9), slice(9, 42)):
         want = attn.attention(query[None, part], key[None, part], value[None, part], causal=False)[0]
         worst = max(worst, float((output[part] - want).abs().max()))
+    return worst
+
+
+# --- only with a real vLLM: what it makes of a backend by itself ------------------------------------------------------
+
+
+def chosen() -> list[str]:
+    """What goes wrong when a real vLLM for processors is to find us: its registry, its platform, its selector's words."""
+    import torch
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    from attn.integrations import vllm as integration
+
+    path = integration.register()
+    backend: Any = AttentionBackendEnum.CUSTOM.get_class()
+    plain = AttentionSelectorConfig(64, torch.bfloat16, "auto", None, has_sink=True, has_sliding_window=True)
+    wrong = [] if ".".join(backend.full_cls_name()) == path else [f"CUSTOM leads to {backend}"]
+    for asked, expected in ((AttentionBackendEnum.CUSTOM, path), (None, AttentionBackendEnum.CPU_ATTN.value)):
+        got = current_platform.get_attn_backend_cls(asked, attn_selector_config=plain, num_heads=4)
+        wrong += [f"{asked} is given {got}"] if got != expected else []
+    for flag in ("use_mla", "use_sparse", "use_mm_prefix", "use_rswa", "use_dcp"):
+        if not backend.validate_configuration(device_capability=None, **plain._replace(**{flag: True})._asdict()):
+            wrong.append(f"{flag} is not refused")
+    return wrong
+
+
+def wrapped() -> Iterator[tuple[str, float]]:
+    """(what, largest difference from the formula) of vLLM's own wrappers around a backend."""
+    yield "cross attention", _cross()
+    yield "chunks of 16", _chunked()
+
+
+def _cross() -> float:
+    """Two requests' first step, which writes the encoder's keys, and their next, which finds them."""
+    import numpy as np
+    import torch
+    from vllm.model_executor.layers.attention.cross_attention import create_cross_attention_backend
+
+    import attn
+    from attn.integrations._vllm import AttnBackend
+
+    backend, lens = create_cross_attention_backend(AttnBackend), [33, 9]
+    impl, cache = (
+        implementation(backend=backend, attn_type="encoder_decoder"),
+        new_cache("LBHNC", 7, KV_HEADS, 16, 2 * HEAD_SIZE),
+    )
+    key, value = (_draw(42 + i, KV_HEADS, HEAD_SIZE)[:42] for i in (0, 1))
+    worst = 0.0
+    for query_lens, seq_lens, written in (([4, 1], [4, 1], (key, value)), ([1, 1], [5, 2], (None, None))):
+        now, encoder = (torch.tensor(n, dtype=torch.int32) for n in (seq_lens, lens))
+        step = common(
+            query_lens, lens, 16, seq_lens_cpu_upper_bound=now, encoder_seq_lens=encoder,
+            encoder_seq_lens_cpu=np.array(lens, dtype=np.int32),
+        ).replace(seq_lens=now)  # fmt: skip
+        query = _draw(sum(query_lens), HEADS, HEAD_SIZE)
+        output = torch.full_like(query, torch.nan)
+        impl.forward(layer(), query, *written, cache, builder(backend).build(0, step), output)
+        for mine, keys in ((slice(0, query_lens[0]), slice(0, 33)), (slice(query_lens[0], None), slice(33, 42))):
+            want = attn.attention(query[None, mine], key[None, keys], value[None, keys])[0]
+            worst = max(worst, float((output[mine] - want).abs().max()))
+    return worst
+
+
+def _chunked() -> float:
+    """A prompt of 40 and a chunk of another, whose rows see keys of their own chunk of 16 alone."""
+    import torch
+    from vllm.model_executor.layers.attention.chunked_local_attention import create_chunked_local_attention_backend
+
+    import attn
+    from attn.integrations._vllm import AttnBackend
+
+    backend = create_chunked_local_attention_backend(AttnBackend, 16)
+    impl, cache = implementation(backend=backend), new_cache("LBHNC", 7, KV_HEADS, 16, 2 * HEAD_SIZE)
+    query_lens, seq_lens = [40, 7], [40, 21]
+    step = common(query_lens, seq_lens, 16, seq_lens_cpu_upper_bound=torch.tensor(seq_lens, dtype=torch.int32))
+    every = common(seq_lens, seq_lens, 16)
+    key, value = (_draw(61 + i, KV_HEADS, HEAD_SIZE)[:61] for i in (0, 1))
+    impl.do_kv_cache_update(layer(), key, value, cache, every.slot_mapping)
+    query = _draw(47, HEADS, HEAD_SIZE)
+    output = torch.full_like(query, torch.nan)
+    impl.forward(layer(), query, key, value, cache, builder(backend).build(0, step), output)
+    worst = 0.0
+    for mine, keys, n, q in ((slice(0, 40), slice(0, 40), 40, 40), (slice(40, 47), slice(40, 61), 21, 7)):
+        chunk = torch.arange(n) // 16
+        want = attn.attention(
+            query[None, mine], key[None, keys], value[None, keys], causal=True, mask=chunk[-q:, None] == chunk
+        )[0]
+        worst = max(worst, float((output[mine] - want).abs().max()))
     return worst
