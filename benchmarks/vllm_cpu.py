@@ -19,8 +19,12 @@ import inspect
 import json
 import os
 import platform
+import re
+import socket
 import subprocess
 import sys
+import time
+import urllib.request
 import venv
 from collections.abc import Iterator
 from pathlib import Path
@@ -202,9 +206,8 @@ def row(what: str, engine_name: str, who: list[str], held: bool, found: str) -> 
 
 def same(what: str, engine_name: str, who: list[str], got: Any, want: Any, equal: bool = True) -> Row:
     count = sum(a == b for a, b in zip(got, want, strict=True))
-    return row(
-        what, engine_name, who, count == len(want) if equal else count < len(want), f"{count} of {len(want)} prompts equal"
-    )
+    held = count == len(want) if equal else count < len(want)
+    return row(what, engine_name, who, held, f"{count} of {len(want)} answers equal")
 
 
 def run_tokens(place: Path, known: dict[str, Any]) -> list[Row]:
@@ -287,6 +290,53 @@ def run_process(place: Path, known: dict[str, Any]) -> list[Row]:
     return rows
 
 
+def run_serve(place: Path, known: dict[str, Any]) -> list[Row]:
+    """The server with `--attention-backend CUSTOM`, asked over HTTP; its log says who computes.
+
+    By its module: the command `vllm` looks for a distribution of that name, and this one has another.
+    """
+    name, ours = "gpt_oss", "TORCH_SDPA"
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = free.getsockname()[1]
+    told = [
+        sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(address),
+        "--model", str(place / name), "--attention-backend", "CUSTOM", "--dtype", "float32", "--enforce-eager",
+        "--skip-tokenizer-init", "--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "64",
+        "--block-size", "32", "--kv-cache-memory-bytes", str(64 << 20),
+    ]  # fmt: skip
+    log = place / "serve.log"
+    environ = os.environ | {"ATTN_BACKEND": ours, "VLLM_LOGGING_LEVEL": "INFO"}
+    with log.open("w") as out, subprocess.Popen(told, env=environ, stdout=out, stderr=subprocess.STDOUT) as server:
+        try:
+            for _ in range(600):
+                with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{address}/health"):
+                    break
+                if server.poll() is not None:
+                    return [row(f"{name}: the server starts", "served", [], False, log.read_text()[-500:])]
+                time.sleep(1)
+            got = [_completion(address, str(place / name), ids) for ids in prompts()]
+        finally:
+            server.terminate()
+    who = sorted(set(re.findall(r"Using (\w+) of attn", log.read_text())))
+    found = same(f"{name}: text is vLLM's own", "served", [f"attn {each}" for each in who], got, known["own"][name][: len(got)])
+    return [{**found, "held": found["held"] and who == [ours]}]
+
+
+def _completion(address: int, model: str, ids: list[int]) -> list[int]:
+    """The token ids that the server answers with."""
+    asked = {
+        "model": model, "prompt": ids, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True,
+        "detokenize": False,
+    }  # fmt: skip
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{address}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request) as answer:
+        tokens: list[int] = json.load(answer)["choices"][0]["token_ids"]
+    return tokens
+
+
 # --- inside: the interface -------------------------------------------------------------------------------------------
 
 
@@ -310,7 +360,7 @@ def run_interface(place: Path, known: dict[str, Any]) -> list[Row]:
     for what, found in (("layers in caches of three layouts", checks.batches()), ("vLLM's wrappers", checks.wrapped())):
         worst = dict(found)
         far = max(worst.values())
-        told = f"{len(worst)} of {', '.join(worst)}: largest difference from the formula {far:.1e}"
+        told = f"{far:.1e} at most from the formula, of {len(worst)}: {'; '.join(worst)}"
         rows.append(row(what, modules, [], far < 1e-5, told))
     return rows
 
@@ -318,7 +368,8 @@ def run_interface(place: Path, known: dict[str, Any]) -> list[Row]:
 # --- the whole -------------------------------------------------------------------------------------------------------
 
 STEPS = {
-    "models": make_models, "tokens": run_tokens, "process": run_process, "interface": run_interface, "newer": run_interface,
+    "models": make_models, "tokens": run_tokens, "process": run_process, "serve": run_serve, "interface": run_interface,
+    "newer": run_interface,
 }  # fmt: skip
 
 
@@ -358,7 +409,7 @@ def main() -> int:
     for step in args.steps:
         environ = {k: v for k, v in os.environ.items() if not k.startswith(("ATTN_", "VLLM_"))}
         environ |= {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(step == "process")), "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(step in ("process", "serve"))), "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
             "VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
             "PYTHONPATH": str(args.env.resolve() / "vllm033") if step == "newer" else "",
         }  # fmt: skip

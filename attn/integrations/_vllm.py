@@ -27,6 +27,7 @@ from attn.backends.registry import AttentionBackendEnum
 from attn.capabilities import ENCODER_TYPES, AttentionType, Feature, Request
 from attn.dtypes import KV_CACHE_DTYPES, PER_TOKEN_HEAD
 from attn.errors import UnsupportedError
+from attn.integrations.vllm import logger
 from attn.selector import make_request, select
 from attn.torch import kv_cache as caches
 from attn.torch.layer import Attention
@@ -116,6 +117,7 @@ class AttnMetadata(vllm_backend.AttentionMetadata):
         """The metadata of a layer's backend."""
         key = (layer.backend, layer.kv_cache_spec)
         if key not in self.built:
+            logger.info_once("Using %s of attn for %s", layer.selection.name, layer.selection.request)
             batch, spec = self.batch, layer.kv_cache_spec
             if spec.attn_type in ENCODER_TYPES:  # vLLM gives one block a request, which nobody reads
                 columns = -(-batch.max_seq_len // spec.block_size)

@@ -13,10 +13,11 @@ whose interfaces are asked for what is needed (`_NEEDS`), not for their version.
 """
 
 import functools
+import logging
 from typing import Any
 
 from attn.errors import BackendLoadError
-from attn.logger import init_logger
+from attn.logger import AttnLogger
 from attn.torch.backends._vendor import lacking
 
 PATH = "attn.integrations._vllm.AttnBackend"
@@ -31,7 +32,8 @@ _NEEDS = (
     ("CommonAttentionMetadata", ("block_table_tensor", "slot_mapping", "query_start_loc_cpu", "seq_lens")),
 )
 
-logger = init_logger(__name__)
+#: Below vLLM's own logger, which shows what comes to it; this library's says nothing unless an application wants it to.
+logger = AttnLogger(logging.getLogger("vllm.attn"), {})
 
 
 def plugin() -> None:
