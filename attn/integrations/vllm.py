@@ -73,7 +73,7 @@ def register() -> str:
 def _make_it_listen(platform: Any, custom: Any) -> None:
     """Have the platform for processors obey or refuse CUSTOM when it is asked for, as vLLM's other platforms do."""
     choose = platform.get_attn_backend_cls.__func__
-    if hasattr(choose, "__wrapped__"):
+    if hasattr(choose, "of_attn"):
         return
 
     @functools.wraps(choose)
@@ -85,4 +85,5 @@ def _make_it_listen(platform: Any, custom: Any) -> None:
             raise ValueError(f"Selected backend {custom} is not valid for this configuration. Reason: {reasons}")
         return custom.get_path()
 
+    get_attn_backend_cls.of_attn = True  # type: ignore[attr-defined]
     platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
