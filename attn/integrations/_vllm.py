@@ -3,9 +3,8 @@
 A layer chooses its backend by this library's selector when it is built, so that what nobody serves is refused before any
 weight is loaded, and once more for the block size that vLLM settles on later. Of a batch there is one description for all
 layers; each of our backends makes its own metadata from it when the first of its layers asks. vLLM's cache of a layer is a
-tensor [N, K, P, 2 D] of strides that vLLM chooses; our backends get a view of it. Where a head's tokens lie side by side
-in a block, the block holds a head's keys and then its values; otherwise a token's value follows its key. Nobody but the
-layers of one cache ever reads it, and all of them come through here.
+tensor [N, K, P, 2 D] of strides that vLLM chooses; our backends get a view of it. A token's value follows its key; on a
+processor, where a head's tokens lie side by side in a block, the head's values follow its keys, as in vLLM's own backend there.
 
 Whatever vLLM says that changes the meaning of a call and is not known here is refused, so that a later vLLM's features are
 not dropped: arguments of a layer, flags of a configuration, fields of a batch.
@@ -32,14 +31,15 @@ from attn.selector import make_request, select
 from attn.torch import kv_cache as caches
 from attn.torch.layer import Attention
 
+_ELSEWHERE = "attn serves no layer of vLLM's with it; take one of vLLM's own backends"
 _BLOCK_SIZE = 16  #: until vLLM has settled on one; for layers without a cache it stays
 #: vLLM's words for what a layer needs, where this library has one too.
 _FEATURES = {
     "has_sink": Feature.SINKS, "has_sliding_window": Feature.SLIDING_WINDOW, "use_non_causal": Feature.NON_CAUSAL,
     "use_per_head_quant_scales": Feature.PER_HEAD_SCALES,
 }  # fmt: skip
-#: Flags that ask nothing of a backend; any other that is set is refused.
-_HARMLESS = {"use_kv_connector"}
+#: What else of a configuration is read, or asks nothing of a backend; anything more that is set is refused.
+_READ = {"head_size", "dtype", "kv_cache_dtype", "block_size", "attn_type", "device_capability", "use_kv_connector"}
 #: A layer's further arguments, at what they are when they say nothing.
 _OFF = {"chunk_lookback": -1}
 #: Fields of a batch that are read here, or that say nothing about which keys a row sees.
@@ -76,7 +76,7 @@ class AttnBackend(vllm_backend.AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...] | None:
-        """Any; on a processor rather a head's tokens side by side, which CPU_ATTN reads in long runs."""
+        """Any; on a processor rather with a head's tokens side by side, which CPU_ATTN reads in long runs."""
         if not current_platform.is_cpu():
             return None
         return (KVCacheLayout.LBHNC, *(layout for layout in KVCacheLayout if layout is not KVCacheLayout.LBHNC))
@@ -86,7 +86,7 @@ class AttnBackend(vllm_backend.AttentionBackend):
         """Every reason against a layer of this configuration: of this integration, then of each of our backends."""
         asked = inspect.signature(super().validate_configuration).bind(*args, **kwargs).arguments
         features = {feature for word, feature in _FEATURES.items() if asked.pop(word, False)}
-        why = [f"{word} not supported" for word, value in asked.items() if value is True and word not in _HARMLESS]
+        why = [f"{word} not supported: {_ELSEWHERE}" for word, value in asked.items() if value and word not in _READ]
         name, attn_type = _layer_name(), _word(asked["attn_type"])
         problem = _cache_problem(asked["kv_cache_dtype"])
         if problem:
@@ -161,7 +161,7 @@ class AttnMetadataBuilder(vllm_backend.AttentionMetadataBuilder):
         return AttnMetadata(batch, common.slot_mapping, self.device)
 
     def _refuse(self, what: str) -> NoReturn:
-        raise UnsupportedError(f"{', '.join(self.layer_names)}: {what} not supported; vLLM's own backends have it")
+        raise UnsupportedError(f"{', '.join(self.layer_names)}: {what} not supported: {_ELSEWHERE}")
 
 
 class AttnImpl(vllm_backend.AttentionImpl):
@@ -198,7 +198,7 @@ class AttnImpl(vllm_backend.AttentionImpl):
         self.features = [Feature.NON_CAUSAL] if getattr(asks, "use_non_causal", False) else []
         for name, value in further.items():
             if value not in (None, False) and value != _OFF.get(name):
-                raise UnsupportedError(f"{self.name}: {name}={value!r} not supported; vLLM's own backends have it")
+                raise UnsupportedError(f"{self.name}: {name}={value!r} not supported: {_ELSEWHERE}")
         if problem := _cache_problem(kv_cache_dtype):
             raise UnsupportedError(f"{self.name}: {problem}")
         self._layer(_BLOCK_SIZE)
@@ -229,11 +229,13 @@ class AttnImpl(vllm_backend.AttentionImpl):
             if row != 2 * self.head_size:
                 raise UnsupportedError(
                     f"{self.name}: a cache with rows of {row} elements for head_size={self.head_size}: "
-                    f"{Feature.HEAD_SIZE_V.value} not supported; vLLM's own backends have it"
+                    f"{Feature.HEAD_SIZE_V.value} not supported: {_ELSEWHERE}"
                 )
             element = caches.element_type(self.kv_cache_dtype, self.dtype)
-            pages = kv_cache if kv_cache.dtype == element else kv_cache.view(element)
-            if pages.stride(2) == row:
+            pages = (
+                kv_cache.view(element) if kv_cache.itemsize == element.itemsize == 1 else kv_cache
+            )  # codes may come as bytes
+            if pages.device.type == "cpu" and pages.stride(2) == row:
                 both = pages.view(blocks, heads, 2, size, self.head_size).permute(2, 0, 3, 1, 4)
             else:
                 both = pages.unflatten(3, (2, self.head_size)).permute(3, 0, 2, 1, 4)
