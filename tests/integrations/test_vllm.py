@@ -122,10 +122,18 @@ def test_batches_are_what_the_formula_says(vllm: Any) -> None:
 
 
 @pytest.mark.parametrize("ours", ["CPU_ATTN", "TORCH_SDPA"])
-def test_the_choice_is_the_librarys_and_a_name_is_obeyed(vllm: Any, ours: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_choice_is_the_librarys_and_a_name_is_obeyed(
+    vllm: Any, ours: str, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """Chosen once for each size of blocks; vLLM's log says so when the first batch comes."""
     monkeypatch.setenv("ATTN_BACKEND", ours)
-    impl = vllm.implementation(logits_soft_cap=2.0)
-    assert [layer.selection.name for layer in impl.layers.values()] == [ours]
+    impl, step = vllm.implementation(logits_soft_cap=2.0), vllm.common([3], [3], 32)
+    query, key, cache = torch.randn(3, 4, 32), torch.randn(3, 2, 32), vllm.new_cache("LBHNC", 2, 2, 32, 64)
+    impl.do_kv_cache_update(vllm.layer(), key, key, cache, step.slot_mapping)
+    with caplog.at_level("INFO", "vllm.attn"):
+        impl.forward(vllm.layer(), query, key, key, cache, vllm.builder().build(0, step), torch.empty_like(query))
+    assert {size: layer.selection.name for size, layer in impl.layers.items()} == {16: ours, 32: ours}
+    assert f"Using {ours} of attn for head_size=32 dtype=float32 block_size=32" in caplog.text
 
 
 def test_sinks_loaded_after_a_layer_was_built_count(vllm: Any) -> None:
