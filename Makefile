@@ -1,5 +1,6 @@
 # make demo   build .venv and run the demonstration        make test   lint, types and every test
 # make venv   the environment alone                        make bench  the benchmarks that fit this machine
+# (benchmarks/*_cpu.py build environments of gigabytes: they are run by name)
 # make compilers   libtpu and triton for tests and `attn aot`, in .venv/compilers (400 MB; `make test` wants them)
 #
 # TORCH_INDEX=<index> names the package index that torch comes from, where pip's own would bring the wrong build
@@ -50,7 +51,7 @@ format: venv
 	$(BIN)/ruff format .
 
 bench: venv
-	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+	set -e; for script in $(filter-out %_cpu.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python "$$script"; done
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
