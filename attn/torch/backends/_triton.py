@@ -88,6 +88,7 @@ class TritonPagedImpl(PagedAttentionImpl):
     """The hooks. A subclass sets `backend`, and `_sparse` where it has a pattern."""
 
     can_return_lse_for_decode = True
+    traceable = True
 
     #: Keys that one program of a decode takes; 0 lets the launch rule choose by the batch.
     fixed_split_size: int = 0
