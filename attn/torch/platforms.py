@@ -38,6 +38,9 @@ class TorchPlatform(Platform):
             return _order(self.sparse_mla, device)
         return _order(self.mla if Feature.MLA in request.features else self.dense, device)
 
+    def deterministic(self) -> str:
+        return "torch.use_deterministic_algorithms is on" if torch.are_deterministic_algorithms_enabled() else ""
+
     def mla_prefill_priorities(self, request: Request, device: Device) -> tuple[str, ...]:
         return _order(self.mla_prefill, device)
 
