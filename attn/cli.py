@@ -23,7 +23,7 @@ Run = Callable[[argparse.Namespace], int]
 #: Third-party module -> the extra of this package that brings it.
 EXTRAS = {
     "torch": "torch", "jax": "jax", "flax": "jax", "rich": "demo", "safetensors": "demo", "tokenizers": "demo",
-    "hypothesis": "dev", "pytest": "dev",
+    "hypothesis": "dev", "pytest": "dev", "matplotlib": "plots",
 }  # fmt: skip
 #: Platform -> the wing that it belongs to; both have a CPU.
 PLATFORMS = {"cuda": "torch", "rocm": "torch", "xpu": "torch", "tpu": "jax", "gpu": "jax", "cpu": None}
@@ -162,7 +162,14 @@ COMMANDS = {
         _delegate("attn.aot"),
     ),
     "bench": Command(
-        "how fast backends are here, every time checked", "attn bench 64q1s4k --backend TRITON_ATTN", _delegate("attn.bench")
+        "how fast backends are here, every time checked",
+        "attn bench 64q1s4k --peers all --plot times.svg",
+        _delegate("attn.bench.command"),
+    ),
+    "tune": Command(
+        "measure which backend is the fastest here, for the selector to follow",
+        "attn tune 64q1s4k 4q4k --heads 32/8 --head-size 128",
+        _delegate("attn.bench.tuning"),
     ),
     "generate": Command("text from the demo model", 'attn generate "Once upon a time"', _delegate("attn.demo.generate")),
     "demo": Command("watch the demo model attend", "attn demo", _delegate("attn.demo.show")),

@@ -10,13 +10,15 @@
 | ATTN_PLUGINS | comma-separated entry points of group `attn.backends` that may load (unset: all; empty: none) |
 | ATTN_DEBUG | `device`: block ids and slots that are on the device are checked too, at each call of the torch wing |
 | ATTN_AUTOTUNE | `1`: Triton kernels' launches are measured here and kept (unset or `0`: taken from rules) |
-| ATTN_CACHE_DIR | where they are kept (unset: `attn` in the user's cache directory) |
+| ATTN_PREFERENCES | `1`, or a file: selection follows what `attn tune` measured here (unset or `0`: the platform's list) |
+| ATTN_CACHE_DIR | where both are kept (unset: `attn` in the user's cache directory) |
 
 `read` looks into the table that `os.environ` itself keeps: a lookup of an unset name through the mapping protocol
 costs a microsecond (an exception raised and caught), which is half of a warm selection.
 """
 
 import os
+from pathlib import Path
 
 VARIABLES = (
     "ATTN_BACKEND",
@@ -28,6 +30,7 @@ VARIABLES = (
     "ATTN_PLUGINS",
     "ATTN_DEBUG",
     "ATTN_AUTOTUNE",
+    "ATTN_PREFERENCES",
     "ATTN_CACHE_DIR",
     "VLLM_USE_V1",
 )
@@ -43,7 +46,9 @@ def read(name: str) -> str | None:
     return os.environ.get(name)
 
 
-_SELECTING = ("ATTN_BACKEND", "VLLM_ATTENTION_BACKEND", "ATTN_DISABLE", "ATTN_FRAMEWORK", "ATTN_PLUGINS")
+_SELECTING = (
+    "ATTN_BACKEND", "VLLM_ATTENTION_BACKEND", "ATTN_DISABLE", "ATTN_FRAMEWORK", "ATTN_PLUGINS", "ATTN_PREFERENCES",
+)  # fmt: skip
 _SELECTING_ENCODED = tuple(_ENCODED.get(name) for name in _SELECTING)
 
 
@@ -52,8 +57,8 @@ def selecting() -> tuple[object, ...]:
     table = getattr(os.environ, "_data", None)
     if table is not None and _ENCODED:
         get = table.get
-        a, b, c, d, e = _SELECTING_ENCODED
-        return get(a), get(b), get(c), get(d), get(e)
+        a, b, c, d, e, f = _SELECTING_ENCODED
+        return get(a), get(b), get(c), get(d), get(e), get(f)
     return tuple(map(read, _SELECTING))
 
 
@@ -82,6 +87,14 @@ def switch(name: str) -> bool:
     if value not in ("0", "1"):
         raise ValueError(f"{name}={value!r} must be 0 or 1")
     return value == "1"
+
+
+def cache_dir() -> Path:
+    """ATTN_CACHE_DIR, or `attn` in the user's cache directory (XDG_CACHE_HOME, else ~/.cache)."""
+    own = read("ATTN_CACHE_DIR")
+    if own:
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attn"
 
 
 def debug(what: str) -> bool:

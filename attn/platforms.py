@@ -38,6 +38,10 @@ class Platform(ABC):
         """Names of diffusion backends in the order to try them."""
         return ()
 
+    def deterministic(self) -> str:
+        """Who in this process has asked the framework for the same bits in each run, or nothing."""
+        return ""
+
     @property
     def device_name(self) -> str:
         return self.name

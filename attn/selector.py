@@ -13,7 +13,7 @@ from collections.abc import Collection, Generator
 from dataclasses import replace
 from typing import Any
 
-from attn import envs, plugins
+from attn import envs, plugins, preferences
 from attn.backend_enum import generation, ranked
 from attn.backends.abstract import AttentionBackend
 from attn.backends.arguments import list_of_names, positive_int
@@ -171,9 +171,10 @@ def _cached_get_attn_backend(
     """`get_attn_backend`, remembered under everything that the answer depends on. `use_v1` is accepted and unused."""
     # Types are in the key because True == 1 == 1.0; loaded frameworks only matter to a dtype that is a bare string.
     loaded = ("torch" in sys.modules, "jax" in sys.modules) if type(dtype) is str else None
+    selecting = envs.selecting()
     key = (
         head_size, type(head_size), dtype, kv_cache_dtype, block_size, type(block_size), is_attention_free,
-        is_blocksparse, use_mla, loaded, _forced.get(), generation(), envs.selecting(),
+        is_blocksparse, use_mla, loaded, _forced.get(), generation(), selecting, selecting[-1] and _measuring(dtype),
     )  # fmt: skip
     try:
         return _cache[key]
@@ -182,18 +183,35 @@ def _cached_get_attn_backend(
     request = make_request(head_size, dtype, kv_cache_dtype, block_size, use_mla=use_mla)
     plugins.load()  # outside the lock, since a plugin may select while it loads
     with _cold:
-        key = (*key[:-2], generation(), envs.selecting())
+        key = (*key[:-3], *_state(dtype))
         if key in _cache:
             return _cache[key]
         found = _backend_for(request, dtype, is_attention_free, is_blocksparse)
-        if key[-2:] == (generation(), envs.selecting()):  # nobody changed them meanwhile
+        if key[-3:] == _state(dtype):  # nobody changed it meanwhile
             if len(_cache) >= _CACHE_LIMIT:
                 _cache.clear()
             _cache[key] = found
         return found
 
 
-_cached_get_attn_backend.cache_clear = _cache.clear  # type: ignore[attr-defined]  # the seed's is a functools cache
+def _state(dtype: Any) -> tuple[Any, ...]:
+    """What a choice depends on beside its arguments and the force: the end of its key."""
+    selecting = envs.selecting()
+    return generation(), selecting, selecting[-1] and _measuring(dtype)
+
+
+def _measuring(dtype: Any) -> object:
+    """The state of what `attn.preferences` reads, where ATTN_PREFERENCES is set: some microseconds a call."""
+    platform = platform_for(_framework(dtype))
+    return preferences.on() and (platform.deterministic(), preferences.state(platform.device()))
+
+
+def forget() -> None:
+    """Let every choice be made anew."""
+    _cache.clear()
+
+
+_cached_get_attn_backend.cache_clear = forget  # type: ignore[attr-defined]  # the seed's is a functools cache
 
 
 def _backend_for(request: Request, dtype: Any, is_attention_free: bool, is_blocksparse: bool) -> type[AttentionBackend]:
@@ -250,6 +268,7 @@ def select(
     platform: Platform | None = None,
     device: Device | None = None,
     disable: Collection[str] = (),
+    measured: bool = True,
 ) -> Selection:
     """The decision with all its reasons.
 
@@ -257,6 +276,9 @@ def select(
     platform's priority list. `disable` (a list of names) and ATTN_DISABLE keep names out of automatic choice. `device`
     may describe a machine that is not at hand ("what would serve on an MI300?"). Raises ValueError for an unknown name; a
     request that nobody serves is a `Selection` without a winner (`require()` raises).
+
+    With ATTN_PREFERENCES set, times measured here (`attn tune`) may put a valid backend before the list's first, unless
+    `measured` is False (`attn.preferences`).
     """
     if device is not None and not isinstance(device, Device):
         raise TypeError(f"device={device!r} must be an attn.Device, such as Device('torch', 'cuda')")
@@ -264,7 +286,7 @@ def select(
     plugins.load()
     member, source = _asked(backend)
     if platform is None:
-        wing = framework or (device.framework if device else None) or _wing_of(member) or default_framework()
+        wing = framework or (device.framework if device else None) or wing_of_backend(member) or default_framework()
         platform = platform_for(wing, device.platform if device else None)
     device = device or platform.device()
     if member is not None:
@@ -275,7 +297,8 @@ def select(
         Candidate(m.name, problem=f"disabled by {refused[m.name]}") if m.name in refused else m.candidate()
         for m in ranked(AttentionBackendEnum, platform.priorities(request, device))
     ]
-    return _logged(choose(candidates, request, device, source))
+    selection = choose(candidates, request, device, source)
+    return _logged(preferences.preferred(selection, candidates, platform) if measured else selection)
 
 
 def _asked(backend: AttentionBackendEnum | str | None) -> tuple[AttentionBackendEnum | None, str]:
@@ -307,10 +330,10 @@ def _as_member(backend: AttentionBackendEnum | str, variable: str = "") -> Atten
 
 def _framework(dtype: Any) -> str:
     """The wing for a dtype: its own, that of a backend asked for by name, or the default one."""
-    return framework_of_dtype(dtype) or _wing_of(_asked(None)[0]) or default_framework()
+    return framework_of_dtype(dtype) or wing_of_backend(_asked(None)[0]) or default_framework()
 
 
-def _wing_of(member: AttentionBackendEnum | None) -> str | None:
+def wing_of_backend(member: AttentionBackendEnum | None) -> str | None:
     """The wing that a backend asked for by name belongs to, when its path or its capabilities tell."""
     if member is None:
         return None

@@ -6,6 +6,7 @@ Nothing here probes, imports or logs, so "what would be picked on another machin
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from html import escape
 from typing import Any
 
 from attn.capabilities import Candidate, Device, Request
@@ -35,7 +36,8 @@ class Selection:
     """A decision and how it came about.
 
     `winner` is the first candidate that serves, or None; `trace` holds a `Verdict` for every candidate, in order;
-    `source` says who drew up the list: `argument`, `context` (a force), the environment variable's name, or `priority`.
+    `source` says who drew up the list: `argument`, `context` (a force), the environment variable's name, or `priority`;
+    `measured` what times of this machine did to its order, or why they did nothing (empty: nobody asked for them).
     """
 
     request: Request
@@ -43,6 +45,7 @@ class Selection:
     trace: tuple[Verdict, ...]
     source: str = "priority"
     backend: type[Any] | None = None
+    measured: str = ""
 
     @property
     def winner(self) -> Verdict | None:
@@ -67,25 +70,30 @@ class Selection:
             mark = "->" if verdict is self.winner else "  "
             lines.append(f"  {mark} {verdict.name:<{width}}  {verdict}")
         lines += [] if self.trace else [f"     {self.reasons[0]}"]
+        lines += [f"  measured here: {self.measured}"] if self.measured else []
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        from html import escape
-
+        """For notebooks: the answer, what was asked, and a row a candidate, each reason on a line of its own."""
         if not self.trace:
             return f"<p>{escape(str(self))}</p>"
-        rows = "".join(
-            f"<tr><td>{'&rarr;' if v is self.winner else ''}</td><td><b>{escape(v.name)}</b></td>"
-            f"<td style='text-align:left'>{escape(str(v))}</td></tr>"
-            for v in self.trace
+        asked = "the platform's list" if self.source == "priority" else f"asked for by {self.source}"
+        words = "".join(f"<code style='{_CHIP}'>{escape(word)}</code> " for word in _words(str(self.request)))
+        rows = "".join(_html_row(verdict, verdict is self.winner) for verdict in self.trace)
+        measured = f"<p style='{_LEFT}'><i>measured here:</i> {escape(self.measured)}</p>" if self.measured else ""
+        return (
+            f"<div><p style='{_LEFT}'><b>{escape(self.name or 'no backend')}</b> on {escape(str(self.device))} "
+            f"<span style='color:gray'>({escape(asked)})</span><br>{words}</p>"
+            f"<table><tr><th></th><th style='{_LEFT}'>candidate</th><th style='{_LEFT}'>verdict</th></tr>{rows}</table>"
+            f"{measured}</div>"
         )
-        return f"<p>{escape(str(self).splitlines()[0])}</p><table>{rows}</table>"
 
     def to_dict(self) -> dict[str, object]:
         """The same as plain data, for `--json`."""
         return {
             "backend": self.name,
             "source": self.source,
+            "measured": self.measured,
             "request": {**vars(self.request), "features": sorted(self.request.features)},
             "device": vars(self.device).copy(),
             "reasons": list(self.reasons),
@@ -102,6 +110,26 @@ class Selection:
         if broken is not None and self.source != "priority":
             raise BackendLoadError(message) from broken
         raise UnsupportedError(message, self.reasons)
+
+
+_LEFT = "text-align:left"
+_CHIP = "background:#8882;border-radius:4px;padding:0 4px"  # half transparent, so that it fits dark pages too
+
+
+def _words(request: str) -> list[str]:
+    """The words of a request; a set of features is one of them."""
+    head, found, features = request.partition(" features=")
+    return [*head.split(), *([f"features={features}"] if found else [])]
+
+
+def _html_row(verdict: Verdict, wins: bool) -> str:
+    mark, tint = ("&rarr;", ";background:#0a02") if wins else ("", "")
+    said = "<br>".join(map(escape, verdict.reasons)) or ("ok" if wins else "ok, behind it on the list")
+    colour = "" if verdict.ok else ";color:gray"
+    return (
+        f"<tr style='vertical-align:top{tint}'><td>{mark}</td><td style='{_LEFT}'><b>{escape(verdict.name)}</b></td>"
+        f"<td style='{_LEFT}{colour}'>{said}</td></tr>"
+    )
 
 
 def not_loadable(candidate: Candidate) -> tuple[str, ...]:

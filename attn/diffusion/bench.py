@@ -175,12 +175,15 @@ def run(args: argparse.Namespace) -> int:
     shapes = [parse(text) for text in args.batches] or list(SUITE)
     framework = args.framework or default_framework()
     if framework != "torch":
-        raise ValueError(f"framework={framework!r} has no benchmark (torch has)")
+        raise ValueError(f"framework={framework!r} has no benchmark of dense backends (torch has)")
+    if args.plot:
+        raise ValueError("--plot draws batches over a paged cache: not --registry diffusion")
     bench: Bench = resolve_obj_by_qualname("attn.torch.diffusion.bench.DenseBench")()
-    report = Report({**bench.about(), "dtype": args.dtype, "date": datetime.date.today().isoformat()})
+    dtype = args.dtype or "bfloat16"
+    report = Report({**bench.about(), "dtype": dtype, "date": datetime.date.today().isoformat()})
     print(", ".join(f"{name} {value}" for name, value in report.about.items()))
     for shape in shapes:
-        for row in rows(shape, args.dtype, args.backend or (), framework, bench):
+        for row in rows(shape, dtype, args.backend or (), framework, bench):
             report.rows.append(row)
             print(row, flush=True)
         if args.json:  # after each shape: a run that is cut off keeps what it measured

@@ -43,6 +43,7 @@ from attn.capabilities import AttentionType, Feature, supports_size
 from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.errors import BackendLoadError, UnsupportedError
+from attn.torch import kv_cache as caches
 from attn.torch.diffusion.chosen import chosen_impl
 from attn.torch.graphs import uncaptured
 from attn.torch.layer import Attention
@@ -641,13 +642,7 @@ def _paged(call: _Call, cache: Any, kwargs: dict[str, Any]) -> torch.Tensor:
 
 
 def _in_place(backend: Any, key_pages: torch.Tensor, value_pages: torch.Tensor) -> torch.Tensor:
-    """transformers' pages of one layer, keys and values [N, P, K, D] of one storage, as a cache of a backend: a view.
-
-    Kernels take any strides; what a backend's layout says is in which order the dimensions come.
-    """
+    """transformers' pages of one layer, keys and values [N, P, K, D] of one storage, as a cache of a backend: a view."""
     apart = value_pages.storage_offset() - key_pages.storage_offset()
     both = key_pages.as_strided((2, *key_pages.shape), (apart, *key_pages.stride()), key_pages.storage_offset())
-    order = backend.get_kv_cache_shape(3, 4, 5, 7, "auto")  # numbers that tell the dimensions apart
-    if sorted(order) != [2, 3, 4, 5, 7]:
-        raise UnsupportedError(f"{backend.get_name()}: its cache {list(order)} is no view of pages [2, N, P, K, D]")
-    return both.permute([(2, 3, 4, 5, 7).index(size) for size in order])
+    return caches.in_layout(backend, both)

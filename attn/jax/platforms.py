@@ -6,6 +6,7 @@ here; the others answer too, about devices that are not.
 
 import contextlib
 import functools
+import os
 import platform as host
 from collections.abc import Iterator
 
@@ -25,6 +26,14 @@ TPU_KINDS = {
     "TPU v6e": "v6e",
     "TPU7x": "v7x",
     "TPU v7x": "v7x",
+}
+
+
+#: Flags of XLA that ask for the same bits in each run.
+_DETERMINISTIC = {
+    f"--xla_gpu_{name}{value}"
+    for name in ("deterministic_ops", "exclude_nondeterministic_ops")
+    for value in ("", "=true", "=1")
 }
 
 
@@ -52,6 +61,11 @@ class JaxPlatform(Platform):
     def mla(self, request: Request, device: Device) -> tuple[str, ...]:
         """Multi-head latent attention: the proven backend first."""
         return ("XLA_MLA_SPARSE",) if Feature.SPARSE_MLA in request.features else ("XLA_MLA", "PALLAS_MLA")
+
+    def deterministic(self) -> str:
+        flags = os.environ.get("XLA_FLAGS", "").split()
+        asked = [flag for flag in flags if flag in _DETERMINISTIC]
+        return f"XLA_FLAGS has {asked[0]}" if asked else ""
 
     def mla_prefill_priorities(self, request: Request, device: Device) -> tuple[str, ...]:
         return ("XLA", "PALLAS")

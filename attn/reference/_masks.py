@@ -47,6 +47,9 @@ def sliding_window_to_pair(
 
     W keys: (W-1, 0) for decoder and encoder_decoder, (W-1, W-1) for encoder and encoder_only;
     None: (None, None); a pair passes through, validated.
+
+    >>> sliding_window_to_pair(4), sliding_window_to_pair(4, "encoder_only"), sliding_window_to_pair((8, None))
+    ((3, 0), (3, 3), (8, None))
     """
     require(attn_type in _BACKWARD + _BOTH_WAYS, f"attn_type={attn_type!r} ({', '.join(_BACKWARD + _BOTH_WAYS)})")
     if sliding_window is None:

@@ -36,14 +36,6 @@ _RULES = {"decode": decode_launch, "prefill": prefill_launch}
 _GAIN = 0.97  #: of the rule's time: what a candidate must stay below
 
 
-def cache_dir() -> Path:
-    """ATTN_CACHE_DIR, or `attn` in the user's cache directory (XDG_CACHE_HOME, else ~/.cache)."""
-    own = envs.read("ATTN_CACHE_DIR")
-    if own:
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attn"
-
-
 def tune(kind: str, shape: tuple[int, int, int, int], run: Callable[[], Any], device: torch.device) -> Launch:
     """The launch that calls of this shape take from now on: from the file, or measured now by timing `run`.
 
@@ -113,7 +105,7 @@ def _capturing(device: torch.device) -> bool:
 
 
 def _path(device: torch.device) -> Path:
-    return cache_dir() / f"launches-{re.sub(r'[^A-Za-z0-9]+', '-', _device_name(device)).strip('-')}.json"
+    return envs.cache_dir() / f"launches-{re.sub(r'[^A-Za-z0-9]+', '-', _device_name(device)).strip('-')}.json"
 
 
 def _device_name(device: torch.device) -> str:

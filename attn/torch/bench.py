@@ -6,30 +6,37 @@ which leaves the L2 cache full of lines that the call must first write back (som
 taken when they are read instead. As many replays go before unmeasured, since an idle device takes its clocks up over the
 first dozens. On a CPU calls are timed by the wall clock, 64 MiB written or read before each.
 
+Kernels alone are timed over warm calls: on a GPU by torch's profiler, as the sum of the durations that CUPTI (or roctracer)
+saw; on a CPU as the share of a call that is spent inside torch's operators, the rest being what it costs to launch them.
+
 Inputs are random and pages lie at random places. The output of the timed calls is compared with float32 attention over the
 cache as it is stored, over up to three requests of each length.
 """
 
-import contextlib
-import signal
+import math
 import statistics
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType, profiler_legacy  # type: ignore[attr-defined]
+from torch.profiler import ProfilerActivity, profile
 
 from attn import dtypes
 from attn.backends.abstract import KVCacheSpec
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.registry import AttentionBackendEnum
 from attn.bench import Case, Timing, parse
+from attn.bench.deadline import deadline
 from attn.errors import UnsupportedError
 from attn.imports import version_of
+from attn.logger import init_logger
 from attn.torch import kv_cache as caches
 from attn.torch.metadata import PagedAttentionMetadata
 from attn.torch.peers import Peer, peers_on
+
+logger = init_logger(__name__)
 
 _SCALE = {torch.int8: 0.03}  #: of codes about +-90; other caches hold numbers about 1
 _PACKAGES = ("flashinfer-python", "flash-attn-4", "flash-attn-3", "flash-attn", "xformers", "nvidia-cutlass-dsl", "vllm")
@@ -69,9 +76,14 @@ class Workload:
         shape = (sum(q for q, _ in self.lens), case.num_heads, case.head_size)
         self.query = torch.randn(shape, device=device, dtype=getattr(torch, case.dtype), generator=generator)
         self.output = torch.full_like(self.query, torch.nan)
+        self.sinks = None
+        if case.sinks:  # about as heavy as the keys together: a lighter one would not show in the error
+            heavy = math.log(max(m for _, m in self.lens))
+            self.sinks = heavy + torch.randn(case.num_heads, device=device, generator=generator)
         self.impl = (impl_cls or cls.get_impl_cls())(
-            case.num_heads, case.head_size, case.head_size**-0.5, case.num_kv_heads, kv_cache_dtype=case.kv_cache_dtype
-        )
+            case.num_heads, case.head_size, case.head_size**-0.5, case.num_kv_heads, sliding_window=case.window,
+            kv_cache_dtype=case.kv_cache_dtype, **({} if self.sinks is None else {"sinks": self.sinks}),
+        )  # fmt: skip
         self._k_scale_float = self._v_scale_float = _SCALE.get(self.cache.dtype, 1.0)
         self._k_scale = self._v_scale = torch.tensor(self._k_scale_float)
 
@@ -102,9 +114,14 @@ class Workload:
                     rows = slice(begin + first, begin + min(first + 256, n))
                     q = self.query[rows].float().unflatten(1, (-1, group))
                     last = torch.arange(first, first + len(q), device=self.device)[:, None] + m - n
-                    hidden = torch.arange(m, device=self.device)[None] > last
+                    at = torch.arange(m, device=self.device)[None]
+                    hidden = (at > last) | (at <= last - (self.case.window or m))
                     s = torch.einsum("tkgd,skd->kgts", q, key) * self.case.head_size**-0.5
-                    want = torch.einsum("kgts,skd->tkgd", s.masked_fill(hidden, -torch.inf).softmax(-1), value)
+                    s = s.masked_fill(hidden, -torch.inf)
+                    if self.sinks is not None:
+                        own = self.sinks.view(*s.shape[:2], 1, 1).expand(*s.shape[:3], 1)
+                        s = torch.cat([s, own], -1)
+                    want = torch.einsum("kgts,skd->tkgd", s.softmax(-1)[..., :m], value)
                     got = self.output[rows].float().view_as(want)
                     wrong += float((got - want).square().sum())
                     total += float(want.square().sum())
@@ -113,7 +130,7 @@ class Workload:
 
 
 class TorchBench:
-    """One device and its ceilings, measured when it is opened: a copy (read and written) and a bfloat16 matrix product."""
+    """One device, its ceilings (a copy, read and written, and a matrix product), and the stopwatch."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -123,10 +140,10 @@ class TorchBench:
         self._evict = torch.zeros(mib << 18, device=self.device)
         self._peers = peers_on(self.device)
         self._shared: Workload | None = None
-        self.copy_gb_per_s = self._copy()
-        self.gemm_tflop_per_s = self._gemm()
+        self._copy_gb_per_s = 0.0
+        self._gemm_tflop_per_s: dict[str, float] = {}
 
-    def about(self) -> dict[str, Any]:
+    def about(self, dtype: str = "bfloat16") -> dict[str, Any]:
         import platform
 
         found = {
@@ -140,8 +157,15 @@ class TorchBench:
         else:
             found["threads"] = str(torch.get_num_threads())
         found |= {name: version for name in _PACKAGES if (version := version_of(name))}
-        ceilings = {"copy_gb_per_s": round(self.copy_gb_per_s, 1), "gemm_tflop_per_s": round(self.gemm_tflop_per_s, 2)}
-        return {**found, **ceilings}
+        copy, gemm = self.ceilings(dtype)
+        return {**found, "copy_gb_per_s": round(copy, 1), "gemm_tflop_per_s": round(gemm, 2)}
+
+    def ceilings(self, dtype: str) -> tuple[float, float]:
+        """(GB/s of a copy, TFLOP/s of a matrix product in `dtype`), measured when first asked for."""
+        self._copy_gb_per_s = self._copy_gb_per_s or self._copy()
+        if dtype not in self._gemm_tflop_per_s:
+            self._gemm_tflop_per_s[dtype] = self._gemm(getattr(torch, dtype))
+        return self._copy_gb_per_s, self._gemm_tflop_per_s[dtype]
 
     def peers(self) -> Sequence[str]:
         return tuple(self._peers)
@@ -152,17 +176,19 @@ class TorchBench:
         with torch.no_grad():
             if name in self._peers:
                 return self._measure_peer(case, self._peers[name], limit)
-            with _deadline(limit):
+            with deadline(limit):
                 workload = Workload(case, name, self.device)
                 workload.forward()
             return self.timed(workload.forward, workload.build, lambda: workload.output.fill_(torch.nan), workload.error)
 
     def _measure_peer(self, case: Case, peer: Peer, limit: float) -> Timing:
+        if case.features:
+            raise UnsupportedError(f"peers are called without {', '.join(sorted(case.features))}")
         if self._shared is None or self._shared.case != case:  # peers of a case read the same tensors
             self._shared = None
             self._shared = Workload(case, "TRITON_ATTN" if self.on_gpu else "TORCH_SDPA", self.device)
         workload, held = self._shared, torch.empty(0)
-        with _deadline(limit):
+        with deadline(limit):
             attend = peer.prepare(workload)
             held = attend()
 
@@ -187,7 +213,7 @@ class TorchBench:
     ) -> Timing:
         """Times of `call`, whose output `poison` spoils before and `error` judges after."""
         call()
-        count = self._affordable(call, count if self.on_gpu else 7)
+        count = self._affordable(call, count if self.on_gpu else 15)
         host_us, build_us = self._host_us(call, count), self._host_us(build, count)
         again, replayed = self._captured_or_not(call) if self.on_gpu else (call, False)
         poison()
@@ -195,7 +221,33 @@ class TorchBench:
         wrong = error()
         clean = statistics.median(self.times(again, self._evict.amax, count))
         low, high = times[len(times) // 5], times[4 * len(times) // 5]
-        return Timing(statistics.median(times), low, high, clean, build_us, host_us, wrong, replayed)
+        call_ms = statistics.median(self.times(call, self._evict.zero_, count)) if replayed else statistics.median(times)
+        kernel_ms = self._kernel_ms(call, host_us)
+        if not self.on_gpu and kernel_ms is not None:  # the host is the device: launching is what is left of a call
+            host_us -= 1e3 * kernel_ms
+        return Timing(statistics.median(times), low, high, clean, build_us, host_us, wrong, replayed, call_ms, kernel_ms)
+
+    def _kernel_ms(self, call: Callable[[], object], call_us: float, calls: int = 3) -> float | None:
+        """Milliseconds of a call's kernels, or None where they cannot be told. On a CPU a profiler slows down what it
+        watches, so that the share that it sees is taken of the unwatched call's `call_us`."""
+        if not self.on_gpu:
+            with profiler_legacy.profile() as watched:
+                begin = time.perf_counter()
+                for _ in range(calls):
+                    call()
+                wall_us = 1e6 * (time.perf_counter() - begin)
+            inside = sum(e.time_range.elapsed_us() for e in watched.function_events or () if e.cpu_parent is None)
+            return min(inside / wall_us, 1.0) * call_us / 1e3 if inside else None
+        try:
+            with profile(activities=[ProfilerActivity.CUDA]) as seen:
+                for _ in range(calls):
+                    call()
+                torch.cuda.synchronize()
+            events = list(seen.events() or ())
+        except RuntimeError as error:  # no right to the counters, or another profiler holds them
+            logger.debug("no time of kernels: %s", error)
+            return None
+        return sum(e.time_range.elapsed_us() for e in events if e.device_type == DeviceType.CUDA) / calls / 1e3 or None
 
     def _affordable(self, call: Callable[[], object], count: int) -> int:
         """As many calls, or what a slow one leaves time for."""
@@ -255,7 +307,7 @@ class TorchBench:
     def _host_us(self, call: Callable[[], object], count: int) -> float:
         """Microseconds until `call` returns, the device idle at its start: the median of several."""
         found = []
-        for _ in range(min(count, 20) if self.on_gpu else 3):
+        for _ in range(min(count, 20 if self.on_gpu else 9)):
             self._synchronize()
             begin = time.perf_counter()
             call()
@@ -268,28 +320,9 @@ class TorchBench:
         times = self.times(lambda: target.copy_(source), lambda: None, 12 if self.on_gpu else 3)
         return 2 * source.numel() * 4 / statistics.median(times) / 1e6
 
-    def _gemm(self) -> float:
+    def _gemm(self, dtype: torch.dtype) -> float:
         n = 8192 if self.on_gpu else 1024
-        a, b = (torch.randn(n, n, device=self.device, dtype=torch.bfloat16) for _ in "ab")
+        a, b = (torch.randn(n, n, device=self.device, dtype=dtype) for _ in "ab")
         out = torch.empty_like(a)
         times = self.times(lambda: torch.mm(a, b, out=out), lambda: None, 12 if self.on_gpu else 3)
         return 2 * n**3 / statistics.median(times) / 1e9
-
-
-@contextlib.contextmanager
-def _deadline(seconds: float) -> Iterator[None]:
-    """TimeoutError after so many seconds; compilers that are waited for as processes are ended with it."""
-    if seconds <= 0 or not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_: object) -> None:
-        raise TimeoutError(f"not ready after {seconds:g} s")
-
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)

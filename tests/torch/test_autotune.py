@@ -16,6 +16,7 @@ if importlib.util.find_spec("triton") is None:
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are first imported
 
+from attn import envs
 from attn.torch import autotune
 from attn.torch.kernels.launch import TUNED, Launch, decode_launch
 
@@ -91,7 +92,7 @@ def test_what_does_not_fit_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> No
     timer(monkeypatch, broken)
     TUNED.clear()
     autotune._loaded.clear()
-    for path in autotune.cache_dir().iterdir():
+    for path in envs.cache_dir().iterdir():
         path.unlink()
     with pytest.raises(RuntimeError, match="the device is gone"):
         tune()
@@ -129,7 +130,7 @@ def test_a_file_that_is_broken_or_of_others_is_ignored_with_its_reason(
 ) -> None:
     tried = timer(monkeypatch, lambda launch: 1.0)
     tune()
-    (path,) = autotune.cache_dir().iterdir()
+    (path,) = envs.cache_dir().iterdir()
     changed = change(json.loads(path.read_text()))
     path.write_text(changed if isinstance(changed, str) else json.dumps(changed))
     TUNED.clear()
@@ -142,13 +143,13 @@ def test_a_file_that_is_broken_or_of_others_is_ignored_with_its_reason(
 
 
 def test_where_it_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert autotune.cache_dir() == tmp_path
+    assert envs.cache_dir() == tmp_path
     monkeypatch.delenv("ATTN_CACHE_DIR")
     monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
-    assert autotune.cache_dir() == Path("/cache/attn")
+    assert envs.cache_dir() == Path("/cache/attn")
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/home/somebody")
-    assert autotune.cache_dir() == Path("/home/somebody/.cache/attn")
+    assert envs.cache_dir() == Path("/home/somebody/.cache/attn")
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")

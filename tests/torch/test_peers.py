@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from attn.bench import LIMITS, Case
+from attn.bench.deadline import deadline
 from attn.errors import UnsupportedError
 from attn.torch import peers
-from attn.torch.bench import Workload, _deadline
+from attn.torch.bench import Workload
 
 CPU = torch.device("cpu")
 DECODE, MIXED, PROMPTS = "3q1s40", "1q6s20_2q1s30", "2q20"
@@ -90,8 +91,8 @@ def test_the_cpu_has_no_gpus_peers() -> None:
 
 
 def test_a_deadline_ends_what_takes_longer_and_nothing_else() -> None:
-    with pytest.raises(TimeoutError, match=r"not ready after 0.05 s"), _deadline(0.05):
+    with pytest.raises(TimeoutError, match=r"not ready after 0.05 s"), deadline(0.05):
         time.sleep(5)
-    with _deadline(0.05):
+    with deadline(0.05):
         pass
     time.sleep(0.06)

@@ -1,0 +1,170 @@
+"""What is timed, in words and numbers: a batch, a layer's shape, and what both must move and compute.
+
+A batch is `[count]q<new tokens>[k][s<tokens in the cache>[k]]`, joined by `_`, where k multiplies by 1,024: `64q1s4k` is 64
+decodes, `2q2k_32q1s1k` two prompts beside 32 decodes. The grammar is that of vLLM's benchmarks/attention_benchmarks.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from itertools import groupby
+from typing import Any
+
+from attn import dtypes
+from attn.capabilities import Feature, Request
+from attn.selector import make_request
+
+_PART = re.compile(r"(\d*)q(\d+)(k?)(?:s(\d+)(k?))?")
+#: Relative RMS error against float32 above which a time counts for nothing: twice the rounding of one product's operands.
+LIMITS = {"bfloat16": 8e-3, "float16": 1e-3, "float32": 1e-4}
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is timed. `heads` is `query heads/kv heads`; block_size is in tokens; a token sees the last `window` keys, itself
+    included (None: all); `sinks` gives every query head one."""
+
+    batch: str
+    heads: str = "32/8"
+    head_size: int = 128
+    block_size: int = 16
+    dtype: str = "bfloat16"
+    kv_cache_dtype: str = "auto"
+    window: int | None = None
+    sinks: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for heads that are no two numbers, a window below 1, and a dtype without a limit."""
+        if not re.fullmatch(r"[1-9]\d*(/[1-9]\d*)?", self.heads):
+            raise ValueError(f"heads={self.heads!r} must be <query heads>/<kv heads>, such as 32/8")
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window={self.window} must be at least 1: a token sees itself")
+        if self.dtype not in LIMITS:
+            raise ValueError(f"dtype={self.dtype!r} is not one of {', '.join(LIMITS)}")
+
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> "Case":
+        """The case of a row as `Report.to_dict` writes it; what older files do not name has its default."""
+        return cls(**{field.name: row[field.name] for field in fields(cls) if field.name in row})
+
+    @property
+    def num_heads(self) -> int:
+        return int(self.heads.partition("/")[0])
+
+    @property
+    def num_kv_heads(self) -> int:
+        return int(self.heads.partition("/")[2] or self.num_heads)
+
+    @property
+    def features(self) -> frozenset[str]:
+        """What a backend must be able to do beyond shapes and dtypes."""
+        wanted = {Feature.SLIDING_WINDOW: self.window is not None, Feature.SINKS: self.sinks}
+        return frozenset(feature.value for feature, is_wanted in wanted.items() if is_wanted)
+
+    def request(self) -> Request:
+        """What the selector is asked for the case's layer."""
+        return make_request(
+            self.head_size, self.dtype, self.kv_cache_dtype, self.block_size, num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads, features=self.features,
+        )  # fmt: skip
+
+    def __str__(self) -> str:
+        words = [self.batch, f"{self.heads}x{self.head_size}", f"p{self.block_size}"]
+        words += [f"w{self.window}"] if self.window else []
+        words += ["sinks"] if self.sinks else []
+        words += [self.kv_cache_dtype] if self.kv_cache_dtype != "auto" else []
+        return " ".join(words)
+
+
+#: The rows of the table in benchmarks/NOTES.md: decode, long decode, speculative, prefill, mixed.
+SUITE = (
+    Case("64q1s4k"), Case("16q1s32k", "64/8", block_size=64), Case("128q1s2k"), Case("q1s32k"), Case("64q1s4k", "64/8", 64),
+    Case("16q4s1k"), Case("4q4k"), Case("4q4k", block_size=128), Case("2q2k_32q1s1k"), Case("1q512s8k_63q1s4k"),
+    Case("64q1s4k", kv_cache_dtype="fp8"), Case("64q1s4k", kv_cache_dtype="int8"), Case("4q4k", kv_cache_dtype="fp8"),
+)  # fmt: skip
+#: The same kinds at sizes of a model that a host processor serves: seconds a row, still beyond its caches.
+CPU_SUITE = tuple(
+    Case(batch, "8/2", 64, dtype="float32") for batch in ("q1s4k", "16q1s1k", "16q4s512", "q1k", "q256s4k", "q512_16q1s1k")
+)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What a wing measures. Milliseconds of a call: median and percentiles with a cache full of lines to write back, and the
+    median with a clean one; microseconds of the host: to build a batch's metadata, and to launch one call.
+
+    `replayed`: the call is a captured graph (torch) or one compiled program (jax). `call_ms` is the time of the call as
+    eager torch makes it (None: nobody makes it so). `kernel_ms` is what the work alone takes, without launches: the sum of a
+    GPU's kernels, the time inside torch's operators on a CPU, what one more attention adds to a compiled program. None: not
+    to be told here.
+    """
+
+    ms: float
+    ms_p20: float
+    ms_p80: float
+    ms_clean: float
+    build_us: float
+    host_us: float
+    error: float
+    replayed: bool = False
+    call_ms: float | None = None
+    kernel_ms: float | None = None
+
+
+def parse(batch: str) -> list[tuple[int, int]]:
+    """[(new tokens, tokens in the cache with them)], one a request; the cache holds what is new unless said otherwise.
+
+        >>> parse("2q1s1k_q5")
+        [(1, 1024), (1, 1024), (5, 5)]
+
+    Raises ValueError for what the grammar has no reading of, and for a cache that holds less than what is new.
+    """
+    found = []
+    for part in batch.split("_"):
+        match = _PART.fullmatch(part)
+        if match is None:
+            raise ValueError(f"batch={batch!r}: {part!r} is not <count>q<new tokens>[k][s<tokens in the cache>[k]]")
+        count, q, q_k, kv, kv_k = match.groups()
+        n = int(q) * (1024 if q_k else 1)
+        m = int(kv) * (1024 if kv_k else 1) if kv else n
+        if n < 1 or m < n:
+            raise ValueError(f"batch={batch!r}: {part!r} has {n} new of {m} tokens: need 1 or more, and no more than there are")
+        found += [(n, m)] * int(count or 1)
+    return found
+
+
+def grammar(lens: Iterable[tuple[int, int]]) -> str:
+    """The batch of these (new tokens, tokens in the cache): what `parse` reads as them. Neighbours alike share a part.
+
+    >>> grammar([(1, 4096)] * 64 + [(2048, 2048)])
+    '64q1s4k_q2k'
+    """
+    return "_".join(_part(len(list(same)), n, m) for (n, m), same in groupby(lens))
+
+
+def _part(count: int, n: int, m: int) -> str:
+    return f"{count if count > 1 else ''}q{_short(n)}" + (f"s{_short(m)}" if m != n else "")
+
+
+def _short(tokens: int) -> str:
+    return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
+
+
+def flops(case: Case) -> int:
+    """Operations of the two products over the pairs that causality and the window allow."""
+    return 4 * case.num_heads * case.head_size * sum(_pairs(n, m, case.window or m) for n, m in parse(case.batch))
+
+
+def _pairs(n: int, m: int, window: int) -> int:
+    """Of n rows at the end of m keys, row i (of all m) sees min(i + 1, window) keys."""
+    growing = range(m - n + 1, min(m, window) + 1)  # keys seen by the rows that see all before them
+    return sum(growing) + (n - len(growing)) * window
+
+
+def nbytes(case: Case) -> int:
+    """Bytes that must move: the keys and values that some row sees once, queries and outputs once."""
+    lens = parse(case.batch)
+    stored = dtypes.DTYPES[dtypes.kv_cache_element(case.kv_cache_dtype, case.dtype)].itemsize
+    seen = sum(min(m, n + (case.window or m) - 1) for n, m in lens)
+    cache = 2 * case.num_kv_heads * case.head_size * stored * seen
+    return cache + 2 * case.num_heads * case.head_size * dtypes.DTYPES[case.dtype].itemsize * sum(n for n, _ in lens)

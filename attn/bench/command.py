@@ -1,0 +1,222 @@
+"""`attn bench`: measure, judge a file of rows, or compare two."""
+
+import argparse
+import datetime
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from attn.bench import rows as bench_rows
+from attn.bench import show, workloads
+from attn.bench.case import CPU_SUITE, LIMITS, SUITE, Case, parse
+from attn.bench.judge import compare, judge, verdicts
+from attn.bench.rows import BENCHES, Bench, Entry, Report, measured, open_bench, plan
+from attn.platforms import default_framework, platform_for
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `run` reads."""
+    add = parser.add_argument
+    add(
+        "batches", nargs="*", metavar="BATCH",
+        help="such as 64q1s4k or 2q2k_32q1s1k (default: a table of kinds); or `compare A.json B.json`: measure nothing, "
+        "tell what changed between two runs",
+    )  # fmt: skip
+    add(
+        "--registry", choices=("attention", "diffusion"), default="attention",
+        help="diffusion: shapes such as 2x4608x24x128 instead of batches, every backend that is here (default: %(default)s)",
+    )  # fmt: skip
+    add("--backend", action="append", metavar="NAME", help="may be repeated (default: what the selector takes)")
+    case_arguments(parser)
+    add("--framework", choices=(*BENCHES, "all"), help="(default: that of --backend, else the one that is here)")
+    add("--peers", metavar="NAMES", help="who else attends each batch: all, or names with commas between (sdpa, FLASHINFER)")
+    add("--without", default="", metavar="NAMES", help="who is left out of --peers all")
+    add("--limit", type=float, default=120.0, metavar="S", help="seconds that each may take to be ready (default: %(default)s)")
+    add("--judge", metavar="FILE", help="measure nothing: judge the choices in a file that --json wrote")
+    add("--json", metavar="FILE", help="write the rows, the device and the versions there")
+    add("--plot", metavar="FILE", help="draw roofline and times there (.svg, .png, .pdf); also beside --judge")
+
+
+def case_arguments(parser: argparse.ArgumentParser) -> None:
+    """The layer's shape; `cases_of` reads it."""
+    add, default = parser.add_argument, Case("")
+    add("--workloads", metavar="FILE", help="batches and shapes from a FlashInfer Trace file of workloads (.jsonl)")
+    add("--heads", default=default.heads, help="query heads/kv heads (default: %(default)s)")
+    add("--head-size", type=int, default=default.head_size, help="(default: %(default)s)")
+    add("--block-size", type=int, help=f"tokens a block of the cache (default: {default.block_size}, or the workload's)")
+    add("--dtype", choices=sorted(LIMITS), help="(default: bfloat16, float32 on a CPU)")
+    add("--kv-cache-dtype", default=default.kv_cache_dtype, help="(default: %(default)s)")
+    add("--window", type=int, metavar="W", help="each token sees the last W keys, itself included")
+    add("--sinks", action="store_true", help="every query head has one")
+
+
+def cases_of(args: argparse.Namespace, on_cpu: bool) -> list[Case]:
+    """What is asked for: batches, a file of workloads, or the table that fits the device. Raises ValueError for batches
+    that are none, and for a shape beside the workloads' own."""
+    default = Case("")
+    shape = {
+        "heads": args.heads, "head_size": args.head_size, "block_size": args.block_size or default.block_size,
+        "dtype": args.dtype or ("float32" if on_cpu else default.dtype), "kv_cache_dtype": args.kv_cache_dtype,
+        "window": args.window, "sinks": args.sinks,
+    }  # fmt: skip
+    if args.workloads:
+        if args.batches:
+            raise ValueError(f"batches ({' '.join(args.batches)}) beside --workloads {args.workloads}: one of them")
+        if (args.heads, args.head_size, args.kv_cache_dtype) != (default.heads, default.head_size, default.kv_cache_dtype):
+            raise ValueError("--heads, --head-size and --kv-cache-dtype are the workloads' own")
+        found = workloads.load(args.workloads, args.block_size)
+        return [replace(case, dtype=args.dtype or case.dtype, window=args.window, sinks=args.sinks) for case in found]
+    if args.batches:
+        found = [Case(batch, **shape) for batch in args.batches]
+        for case in found:
+            parse(case.batch)
+        return found
+    asked = {name: value for name, value in shape.items() if value != getattr(default, name) and name != "dtype"}
+    asked |= {"dtype": args.dtype} if args.dtype else {}
+    return list(dict.fromkeys(replace(case, **asked) for case in (CPU_SUITE if on_cpu else SUITE)))
+
+
+def run(args: argparse.Namespace) -> int:
+    """1 when some row is not right (judging a file: or a choice lost; comparing: or something became slower), else 0."""
+    if args.batches[:1] == ["compare"]:
+        return _compared(args.batches[1:])
+    if args.plot:
+        from attn.pictures.picture import check_file
+
+        check_file(args.plot)  # before anything is measured
+    if args.judge:
+        return _judged_file(args.judge, args.plot)
+    if args.registry == "diffusion":
+        from attn.diffusion import bench as dense
+
+        return dense.run(args)
+    asked, without = (text.split(",") if text else [] for text in (args.peers, args.without))
+    wings = frameworks_of(args)
+    cases = {wing: cases_of(args, platform_for(wing).device().platform == "cpu") for wing in wings}
+    benches = {wing: open_bench(wing) for wing in wings}
+    peers = [name for bench in benches.values() for name in bench.peers()]
+    entries = [
+        entry
+        for wing, named in wings.items()
+        for case in cases[wing]
+        for entry in plan(case, wing, benches[wing].peers(), asked, without, named, peers)
+    ]
+    report = Report(about(benches, entries))
+    for name, value in report.about.items():
+        told = ", ".join(f"{n} {v}" for n, v in value.items()) if isinstance(value, dict) else value
+        print(f"{name}: {told}")
+    print(bench_rows.header())
+    measure(entries, benches, report, args.limit, args.json)
+    found = report.to_dict()["rows"]
+    if args.peers:
+        print(judge(found))
+    draw(args.plot, report.to_dict())
+    return 0 if report.right else 1
+
+
+def frameworks_of(args: argparse.Namespace) -> dict[str, list[str]]:
+    """{wing: the backends named that are its}; for `all`, and where backends of both are named, both wings.
+
+    Raises ValueError for a name that nobody has, or that is of another wing than --framework says.
+    """
+    wings = list(BENCHES) if args.framework == "all" else [args.framework or default_framework()]
+    if not args.backend:
+        return {wing: [] for wing in wings}
+    found: dict[str, list[str]] = {}
+    for name in args.backend:
+        own = wing_of(name) or wings[0]
+        if args.framework not in (None, "all", own):
+            raise ValueError(f"{name} is a backend of {own}, not of {args.framework}")
+        found.setdefault(own, []).append(name)
+    return found
+
+
+def wing_of(name: str) -> str | None:
+    """The wing of a backend by name; None for a peer, which is the default wing's."""
+    from attn.selector import backend_name_to_enum, wing_of_backend
+
+    member = backend_name_to_enum(name)
+    return None if member is None else wing_of_backend(member)
+
+
+def about(benches: dict[str, Bench], entries: Sequence[Entry]) -> dict[str, Any]:
+    """Where the rows come from: one wing's device, versions and ceilings, or several under their names."""
+    found = {}
+    for framework, bench in benches.items():
+        dtype = next((entry.case.dtype for entry in entries if entry.framework == framework), "bfloat16")
+        found[framework] = bench.about(dtype)
+    date = datetime.date.today().isoformat()
+    [first, *rest] = found.values()
+    return {**found, "date": date} if rest else {**first, "date": date}
+
+
+def measure(
+    entries: Sequence[Entry], benches: dict[str, Bench], report: Report, limit: float, file: str | None = None
+) -> None:  # fmt: skip
+    """Every entry's row into `report`, told as it comes, and the verdict of each case behind its rows.
+
+    The file is written after each case: a kernel that hangs must not cost the rows before it.
+    """
+    begin = 0
+    with show.display(len(entries)) as display:
+        if entries:
+            display.step(0, f"{entries[0].case.batch} {entries[0].backend}")
+        for index, row in enumerate(measured(entries, benches, limit)):
+            report.rows.append(row)
+            display.say(str(row))
+            rest = entries[index + 1 :]
+            display.step(index + 1, f"{rest[0].case.batch} {rest[0].backend}" if rest else "")
+            if not rest or (rest[0].case, rest[0].framework) != (row.case, row.framework):
+                for verdict in verdicts([row.to_dict() for row in report.rows[begin:]]):
+                    display.say(f"-> {verdict}")
+                begin = len(report.rows)
+                report.write(file)
+
+
+def draw(file: str | None, report: dict[str, Any]) -> None:
+    """Roofline and bars of a report, if a file is asked for."""
+    if file:
+        from attn import pictures
+
+        pictures.bench(report).save(file)
+        print(f"drawn: {file}")
+
+
+# files
+
+
+def read(file: str) -> dict[str, Any]:
+    """A report that --json wrote. Raises ValueError for what is none."""
+    try:
+        found = json.loads(Path(file).read_text(encoding="utf-8"))
+        rows = found["rows"]
+        if not isinstance(rows, list) or not all("backend" in row and "right" in row for row in rows):
+            raise TypeError("its rows are none")
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{file}: not a file of rows as --json writes it: {error}") from None
+    return found  # type: ignore[no-any-return]
+
+
+def _judged_file(file: str, plot: str | None) -> int:
+    report = read(file)
+    found = report["rows"]
+    print(judge(found))
+    draw(plot, report)
+    return 0 if all(row["right"] for row in found) and not any(verdict.lost for verdict in verdicts(found)) else 1
+
+
+def _compared(files: Sequence[str]) -> int:
+    if len(files) != 2:
+        raise ValueError(f"compare takes two files, as in `attn bench compare A.json B.json`, not {len(files)}")
+    before, after = (read(file) for file in files)
+    names = sorted({*before, *after} - {"rows", "verdicts", "problems", "date"})
+    for name in (name for name in names if before.get(name) != after.get(name)):
+        print(f"{name}: {before.get(name, 'not told')} -> {after.get(name, 'not told')}")
+    changes = compare(before["rows"], after["rows"])
+    print("\n".join(map(str, changes)))
+    timed = [change.ratio for change in changes if change.ratio is not None]
+    worse, better = sum(change.worse for change in changes), sum(change.better for change in changes)
+    print(f"{len(timed)} times in both: {worse} worse, {better} faster, {len(changes)} in all")
+    return int(worse > 0)

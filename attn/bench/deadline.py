@@ -1,0 +1,26 @@
+"""A limit on how long a kernel may take to be ready: compilers have been seen to take hours over one."""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def deadline(seconds: float) -> Iterator[None]:
+    """TimeoutError after so many seconds (0, or outside the main thread: however long it takes); compilers that are waited
+    for as processes are ended with it."""
+    if seconds <= 0 or not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise TimeoutError(f"not ready after {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,251 @@
+"""Cases times backends: who is measured, what came of it, and the report that keeps it."""
+
+import json
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from attn.backends.registry import AttentionBackendEnum
+from attn.bench.case import LIMITS, Case, Timing, flops, nbytes
+from attn.bench.judge import verdicts
+from attn.errors import UnsupportedError
+from attn.imports import resolve_obj_by_qualname
+from attn.platforms import platform_for
+from attn.selector import select
+from attn.verdicts import choose
+
+#: The wings' stopwatches.
+BENCHES = {"torch": "attn.torch.bench.TorchBench", "jax": "attn.jax.bench.JaxBench"}
+#: Columns of a row and how wide each is.
+COLUMNS = (
+    ("batch", 34), ("backend", 20), ("ms", 9), ("p20 .. p80", 17), ("GB/s", 6), ("% copy", 6), ("TFLOP/s", 7),
+    ("% gemm", 6), ("clean ms", 9), ("kernel ms", 9), ("launch us", 9), ("metadata us", 11), ("error", 8),
+)  # fmt: skip
+
+
+class Bench(Protocol):
+    """A wing's side: one device, its ceilings, and the stopwatch."""
+
+    def about(self, dtype: str = "bfloat16") -> dict[str, Any]:
+        """The device, the versions of what runs on it, and its ceilings in `dtype`."""
+
+    def ceilings(self, dtype: str) -> tuple[float, float]:
+        """(GB/s of a copy, read and written; TFLOP/s of a matrix product in `dtype`), measured when first asked for."""
+
+    def peers(self) -> Sequence[str]:
+        """Kernels that are no backends here, and single packages behind a backend (`BACKEND:package`)."""
+
+    def measure(self, case: Case, name: str, limit: float = 0.0) -> Timing:
+        """A backend's or a peer's time. Raises what it raises, TimeoutError when it is not ready after `limit` seconds
+        (0: however long it takes)."""
+
+
+def open_bench(framework: str) -> Bench:
+    """The wing's stopwatch on its default device. Raises ValueError for a wing that there is not."""
+    if framework not in BENCHES:
+        raise ValueError(f"framework={framework!r} has no benchmark ({', '.join(BENCHES)} have)")
+    return resolve_obj_by_qualname(BENCHES[framework])()  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One measurement to make: a case on a backend or a peer of a wing. `refused` says why it is not made; `chosen` marks
+    what the selector takes for the case; `must` what was asked for by name, so that a refusal ends the run."""
+
+    case: Case
+    backend: str
+    framework: str
+    refused: str = ""
+    chosen: bool = False
+    peer: bool = False
+    must: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case on one backend: `timing`, and its rates as shares of the device's own copy and matrix product.
+
+    `chosen` marks what the selector takes for the case, `peer` what it cannot take: a kernel that is no backend here.
+    """
+
+    case: Case
+    backend: str
+    timing: Timing
+    gb_per_s: float
+    tflop_per_s: float
+    of_copy: float
+    of_gemm: float
+    right: bool
+    chosen: bool = False
+    peer: bool = False
+    framework: str = "torch"
+
+    def __str__(self) -> str:
+        t = self.timing
+        cells = (
+            str(self.case), f"{'*' if self.chosen else ' '}{self.backend}", f"{t.ms:.4f}", f"{t.ms_p20:.4f} .. {t.ms_p80:.4f}",
+            f"{self.gb_per_s:.4g}", f"{100 * self.of_copy:.1f}", f"{self.tflop_per_s:.3g}", f"{100 * self.of_gemm:.1f}",
+            f"{t.ms_clean:.4f}", "-" if t.kernel_ms is None else f"{t.kernel_ms:.4f}", f"{t.host_us:.0f}", f"{t.build_us:.0f}",
+            f"{t.error:.1e}",
+        )  # fmt: skip
+        return _line(cells) + ("" if self.right else "  WRONG") + ("" if t.replayed else "  eager")
+
+    def to_dict(self) -> dict[str, Any]:
+        flat = {**asdict(self), **asdict(self.case), **asdict(self.timing)}
+        return {name: value for name, value in flat.items() if name not in ("case", "timing")}
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """What stands in a row's place: who did not attend the case, and why. `failed` where it had said that it would."""
+
+    case: Case
+    backend: str
+    refused: str
+    failed: bool = False
+    chosen: bool = False
+    peer: bool = False
+    framework: str = "torch"
+
+    @property
+    def right(self) -> bool:
+        """A kernel that is not this library's may do as it likes; a backend that serves a case must."""
+        return self.peer or not self.failed
+
+    def __str__(self) -> str:
+        said = " ".join(self.refused.split())
+        head = _line((str(self.case), f"{'*' if self.chosen else ' '}{self.backend}"))
+        return f"{head} {'FAILED' if self.failed else 'no row'}: {said[:200]}"
+
+    def to_dict(self) -> dict[str, Any]:
+        flat = {**asdict(self), **asdict(self.case), "right": self.right}
+        return {name: value for name, value in flat.items() if name != "case"}
+
+
+def _line(cells: Sequence[str]) -> str:
+    """Words to the left of their columns, numbers to the right."""
+    pairs = zip(cells, COLUMNS, strict=False)
+    return " ".join(cell.ljust(width) if name in ("batch", "backend") else cell.rjust(width) for cell, (name, width) in pairs)
+
+
+def header() -> str:
+    """The line above the rows."""
+    return _line([f" {name}" if name == "backend" else name for name, _ in COLUMNS])
+
+
+@dataclass
+class Report:
+    """Rows and where they come from: `about` names device, versions and date, and the two ceilings."""
+
+    about: dict[str, Any]
+    rows: list[Row | Refusal] = field(default_factory=list)
+
+    @property
+    def right(self) -> bool:
+        return all(row.right for row in self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        found = [row.to_dict() for row in self.rows]
+        judged = [asdict(verdict) for verdict in verdicts(found)]
+        return {**self.about, "rows": found, **({"verdicts": judged} if judged else {})}
+
+    def write(self, file: str | None) -> None:
+        if file:
+            Path(file).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+
+
+# who is measured
+
+
+def entrants(case: Case, framework: str, peers: Sequence[str]) -> tuple[str | None, dict[str, str]]:
+    """(what the selector takes for the case, {name: why it does not serve, or nothing}).
+
+    The names are those on the platform's list, any other backend of the wing that serves, and `peers`. What was measured
+    here before (`attn tune`) does not enter: it is measured again.
+    """
+    request = case.request()
+    selection = select(request, framework=framework, measured=False)
+    found = {verdict.name: "" if verdict.ok else str(verdict) for verdict in selection.trace}
+    device = platform_for(framework).device()
+    for name in sorted(set(AttentionBackendEnum.names()) - found.keys()):
+        member = AttentionBackendEnum[name]
+        path = member.get_path() if member.value or member.is_overridden() else "attn."
+        if path.startswith("attn.") and not path.startswith(f"attn.{framework}."):
+            continue  # another wing's, or nobody's: not worth importing
+        if choose([member.candidate()], request, device).winner:
+            found[name] = ""
+    for name in (name for name, reason in found.items() if not reason and name != selection.name):
+        if device.platform in getattr(AttentionBackendEnum[name].candidate().backend, "interpreted_on", ()):
+            found[name] = "an interpreter runs its kernels here, which says nothing of their speed (--backend times it still)"
+    return selection.name, {**found, **dict.fromkeys(peers, "")}
+
+
+def asked_for(names: Collection[str], asked: Sequence[str], known: Collection[str]) -> list[str]:
+    """Those of `names` that are asked for: by name, by what stands before a colon, or `all`.
+
+    Raises ValueError for a word that asks for none of `known`.
+    """
+    for word in asked:
+        if word != "all" and not any(word in (name, name.partition(":")[0]) for name in known):
+            raise ValueError(f"peer {word!r} is unknown; known: all, {', '.join(sorted(known))}")
+    return [name for name in names if "all" in asked or name in asked or name.partition(":")[0] in asked]
+
+
+def plan(
+    case: Case,
+    framework: str,
+    peers: Sequence[str],
+    asked: Sequence[str] = (),
+    without: Sequence[str] = (),
+    named: Sequence[str] = (),
+    others: Collection[str] = (),
+) -> list[Entry]:
+    """Who attends a case: those `named`, or else the selector's choice and everyone `asked` for but `without`.
+
+    `others` are peers of another wing, which may be asked for too. Raises `UnsupportedError` with its reasons for a backend
+    that is named and does not serve the case, ValueError for a word that nobody is called.
+    """
+    if named:
+        for name in (name for name in named if name not in peers):
+            select(case.request(), framework=framework, backend=name).require()
+        return [Entry(case, name, framework, peer=name in peers, must=True) for name in named]
+    choice, found = entrants(case, framework, peers)
+    known = {*AttentionBackendEnum.names(), *peers, *others}
+    left_out = asked_for(found, without, known)
+    names = [name for name in asked_for(found, asked, known) if name not in left_out]
+    if choice is None and not asked:
+        select(case.request(), framework=framework, measured=False).require()
+    names = [choice, *names] if choice and choice not in names else names
+    return [Entry(case, name, framework, found[name], name == choice, name in peers) for name in names]
+
+
+def measured(entries: Sequence[Entry], benches: dict[str, Bench], limit: float = 0.0) -> Iterator[Row | Refusal]:
+    """Each entry's time, or the reason for none, as they come.
+
+    What an entry that `must` be made raises is raised; anybody else's error is its answer, and does not end the run.
+    """
+    for entry in entries:
+        bench, marks = benches[entry.framework], {"chosen": entry.chosen, "peer": entry.peer, "framework": entry.framework}
+        if entry.refused:
+            yield Refusal(entry.case, entry.backend, entry.refused, **marks)  # type: ignore[arg-type]
+            continue
+        try:
+            timing = bench.measure(entry.case, entry.backend, limit)
+        except Exception as error:
+            if entry.must:
+                raise
+            declined = isinstance(error, UnsupportedError | TimeoutError)
+            said = str(error) if declined else f"{type(error).__name__}: {error}"
+            yield Refusal(entry.case, entry.backend, said, not declined, **marks)  # type: ignore[arg-type]
+            continue
+        yield judged(entry, timing, bench.ceilings(entry.case.dtype))
+
+
+def judged(entry: Entry, timing: Timing, ceilings: tuple[float, float]) -> Row:
+    """A timing as a row."""
+    case = entry.case
+    gb, tflop = nbytes(case) / timing.ms / 1e6, flops(case) / timing.ms / 1e9
+    shares = (gb / ceilings[0], tflop / ceilings[1])
+    right = timing.error <= LIMITS[case.dtype]  # NaN is not
+    return Row(case, entry.backend, timing, gb, tflop, *shares, right, entry.chosen, entry.peer, entry.framework)

@@ -1,0 +1,63 @@
+"""The paged cache as a map: which request holds which slot, and what a step writes."""
+
+from itertools import cycle
+from typing import Any
+
+from attn.backends.metadata import CommonAttentionMetadata
+from attn.pictures.picture import COLOURS, HIDDEN, Picture, drawn
+
+_WIDTH = 64  #: slots side by side
+
+
+def pages(batch: CommonAttentionMetadata, num_blocks: int, block_size: int | None = None) -> Picture:
+    """Every block of a cache of `num_blocks`, a cell a slot: whose it is by colour, what this step writes framed.
+
+    A slot that several requests read (a shared prefix) is black; free ones are grey. The batch must be on the host.
+    Raises ValueError for a batch that is not, and for block ids that the cache has not.
+    """
+    import numpy as np
+
+    size = block_size or batch.block_size
+    if size is None:
+        raise ValueError("block_size is not told by the batch: pass it")
+    lens = batch.seq_lens_cpu
+    if lens is None or not isinstance(batch.block_table, np.ndarray) or not isinstance(batch.slot_mapping, np.ndarray):
+        raise ValueError("the batch is on a device: pages() reads NumPy arrays (batch.on_host())")
+    batch.validate(size, num_blocks)
+    owner = np.full((num_blocks, size), -1)
+    for request, length in enumerate(lens[: batch.num_reqs].tolist()):
+        blocks = batch.block_table[request, : -(-length // size)]
+        slots = (blocks[:, None] * size + np.arange(size)).ravel()[:length]
+        flat = owner.reshape(-1)
+        flat[slots] = np.where(flat[slots] == -1, request, batch.num_reqs)  # somebody else's too: shared
+    written = batch.slot_mapping[: batch.num_actual_tokens]
+    written = written[written >= 0]
+    across = max(1, _WIDTH // size)
+    rows = -(-num_blocks // across)
+    cells = np.full((rows * across, size), -2)
+    cells[:num_blocks] = owner
+    picture = cells.reshape(rows, across * size)
+
+    def draw(axis: Any) -> None:
+        from matplotlib.colors import ListedColormap
+        from matplotlib.patches import Patch, Rectangle
+
+        colours = [colour for _, colour in zip(range(batch.num_reqs), cycle(COLOURS[:-1]), strict=False)]
+        palette = ListedColormap(["white", HIDDEN, *colours, "black"])
+        axis.imshow(picture, cmap=palette, vmin=-2, vmax=batch.num_reqs, interpolation="nearest", aspect="auto")
+        for slot in written.tolist():
+            block, offset = divmod(slot, size)
+            corner = (block % across * size + offset - 0.5, block // across - 0.5)
+            axis.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor="black", linewidth=1.4))
+        for block in range(num_blocks):
+            corner = (block % across * size - 0.5, block // across - 0.5)
+            axis.add_patch(Rectangle(corner, size, 1, fill=False, edgecolor="white", linewidth=2))
+            axis.text(corner[0] + 0.2, corner[1] + 0.3, str(block), fontsize=6, va="top")
+        axis.set(xticks=[], yticks=[], title=f"{num_blocks} blocks of {size} slots; framed: written by this step")
+        named = [Patch(color=colour, label=f"request {r}: {lens[r]} tokens") for r, colour in enumerate(colours)]
+        shared = [Patch(color="black", label="shared")] if (owner == batch.num_reqs).any() else []
+        axis.legend(
+            handles=[*named, *shared, Patch(color=HIDDEN, label="free")], fontsize=7, loc="upper left", bbox_to_anchor=(1, 1)
+        )
+
+    return drawn(9, max(1.6, 0.36 * rows + 0.8), draw)

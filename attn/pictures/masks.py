@@ -1,0 +1,222 @@
+"""Who sees whom, and how much: masks, draft trees and weights, as the oracle attends them.
+
+A mask is drawn by asking `attn.reference.attention` with equal scores and one-hot values: what comes out is the weight of each
+key, so that a picture cannot disagree with the definition.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from attn.pictures.picture import HIDDEN, SEEN, SPECIAL, Picture, drawn
+
+_INCHES = 0.16  #: a cell of a mask
+_LEAST, _MOST = 2.2, 7.0  #: inches of a panel
+
+
+def weights_of(query: Any, key: Any, sinks: Any = None, **rules: Any) -> Any:
+    """What each key weighs for each query: [H, n, m] float64, with the sink as one more key where there are `sinks` [H].
+
+    query: [n, H, D]; key: [m, K, D]; rules are those of `attn.reference.attention`.
+    """
+    import numpy as np
+
+    from attn import reference
+
+    m, kv_heads = np.shape(key)[:2]
+    values = np.broadcast_to(np.eye(m)[:, None], (m, kv_heads, m))
+    out, _ = reference.attention(query, key, values, sinks=sinks, **rules)
+    found = out.transpose(1, 0, 2)
+    return found if sinks is None else np.concatenate([found, 1 - found.sum(-1, keepdims=True)], -1)
+
+
+def visible(n: int, m: int | None = None, **rules: Any) -> Any:
+    """Which keys each of n queries sees of m (n when None), bool [heads, n, m]; one head unless a rule has more.
+
+    rules are those of `attn.reference.attention`: causal, window, mask, bias, query_positions, key_positions.
+    """
+    import numpy as np
+
+    m = n if m is None else m
+    shapes = [np.shape(rules[name]) for name in ("mask", "bias") if rules.get(name) is not None]
+    heads = max((shape[0] for shape in shapes if len(shape) == 3), default=1)
+    return weights_of(np.zeros((n, heads, 1)), np.zeros((m, heads, 1)), scale=1.0, **rules) > 0
+
+
+def mask(n: int, m: int | None = None, *, title: str = "", **rules: Any) -> Picture:
+    """Which keys (to the right) n queries (downwards) see; a panel a head where heads differ.
+
+        mask(8)                                       everything
+        mask(8, causal=True, window=(3, 0))           a sliding window of four keys
+        mask(2, 10, causal=True)                      two new tokens after eight
+
+    rules: those of `attn.reference.attention`, and `window=(left, right)`, inclusive.
+    """
+    seen = visible(n, m, **rules)
+    seen = seen[:1] if (seen == seen[0]).all() else seen
+    names = [title] if len(seen) == 1 else [f"{title} head {head}".strip() for head in range(len(seen))]
+    return _panels(list(zip(names, seen, strict=True)))
+
+
+def masks(n: int = 12) -> Picture:
+    """Every kind of mask that a request can ask for, at n tokens."""
+    return _panels([(name, kind(n)[0]) for name, kind in KINDS.items()], columns=4)
+
+
+def _of(name: str) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        from attn import reference
+
+        return getattr(reference, name)(*args, **kwargs)
+
+    return call
+
+
+#: A draft tree: two children of the root, each with children of its own.
+TREE: Sequence[Sequence[int]] = ((0,), (1,), (0, 0), (0, 1), (1, 0))
+#: Kind of mask -> what n tokens see, bool [1, n, m].
+KINDS: dict[str, Callable[[int], Any]] = {
+    "full (encoder)": lambda n: visible(n),
+    "causal": lambda n: visible(n, causal=True),
+    "causal after a context": lambda n: visible(n // 2, n, causal=True),
+    "cross (encoder's keys)": lambda n: visible(n // 2, n),
+    "sliding window of 4": lambda n: visible(n, causal=True, window=(3, 0)),
+    "two-sided window (2, 2)": lambda n: visible(n, window=(2, 2)),
+    "chunks of 4 (Llama 4)": lambda n: visible(n, mask=_of("chunked_mask")(n, n, 4)),
+    "prefix of 4 (both ways)": lambda n: visible(n, mask=_prefix(n, 4)),
+    "block-sparse: 1 local, every 3rd": lambda n: visible(
+        n, mask=_of("block_sparse_mask")(n, n, num_heads=1, block_size=2, local_blocks=1, vert_stride=3, homo_head=True)
+    ),
+    "tree after a context": lambda n: visible(len(TREE) + 1, n, mask=_tree_mask(TREE, n)),
+    "chosen keys (sparse MLA)": lambda n: visible(n, causal=True, mask=_chosen(n, 4)),
+    "more rows than keys": lambda n: visible(n, n // 2, causal=True),
+}
+
+
+def _prefix(n: int, length: int) -> Any:
+    """Causal, but that the first `length` tokens see one another."""
+    import numpy as np
+
+    rows, keys = np.arange(n)[:, None], np.arange(n)
+    return (keys <= rows) | (keys < length) & (rows < length)
+
+
+def _tree_mask(choices: Sequence[Sequence[int]], m: int) -> Any:
+    """The tree's mask behind the context that leaves m keys in all."""
+    import numpy as np
+
+    tree = _of("tree_mask_from_choices")(choices)
+    if m < len(tree):
+        raise ValueError(f"m={m} keys are fewer than the tree's {len(tree)} nodes")
+    return np.concatenate([np.ones((len(tree), m - len(tree)), bool), tree], axis=1)
+
+
+def _chosen(n: int, count: int) -> Any:
+    """`count` keys a row, as an indexer would choose them."""
+    import numpy as np
+
+    scores = np.random.default_rng(0).random((n, n))
+    scores[np.arange(n)[:, None] < np.arange(n)] = -1.0
+    chosen = np.zeros((n, n), bool)
+    np.put_along_axis(chosen, np.argsort(-scores, 1)[:, :count], True, 1)
+    return chosen
+
+
+def tree(choices: Sequence[Sequence[int]], context: int = 4) -> Picture:
+    """A draft tree (a path of child indices a node, as `attn.reference.tree_mask_from_choices` takes it) and its mask, behind
+    `context` tokens that every node sees."""
+    seen = visible(len(choices) + 1, context + len(choices) + 1, mask=_tree_mask(choices, context + len(choices) + 1))[0]
+    nodes = {(): 0} | {tuple(path): number for number, path in enumerate(choices, 1)}
+
+    def draw(axes: Any) -> None:
+        left, right = axes
+        place = _layout(list(nodes))
+        for path, (x, y) in place.items():
+            if path:
+                px, py = place[path[:-1]]
+                left.plot([px, x], [py, y], color="black", linewidth=0.8, zorder=1)
+            left.scatter([x], [y], s=260, color=SPECIAL if not path else SEEN, zorder=2)
+            left.text(x, y, str(nodes[path]), ha="center", va="center", color="white", fontsize=9, zorder=3)
+        left.set(title="the tree: nodes are draft tokens", ylabel="depth", xticks=[])
+        depths = sorted({-y for _, y in place.values()})
+        left.set_yticks([-depth for depth in depths], [str(depth) for depth in depths])
+        left.margins(0.2)
+        left.set_frame_on(False)
+        _grid(right, seen, "what each node sees")
+        right.axvline(context - 0.5, color=SPECIAL, linewidth=1.5)
+
+    return drawn(8, max(_LEAST, _INCHES * len(seen) + 1.2), draw, 1, 2)
+
+
+def _layout(paths: list[tuple[int, ...]]) -> dict[tuple[int, ...], tuple[float, int]]:
+    """Where each node is drawn: leaves side by side, a parent over the middle of its children."""
+    children = {path: [child for child in paths if child and child[:-1] == path] for path in paths}
+    leaves = sorted(path for path in paths if not children[path])
+    place = {path: (float(x), -len(path)) for x, path in enumerate(leaves)}
+    for path in sorted(paths, key=len, reverse=True):
+        below = [place[child][0] for child in children[path]]
+        if below:
+            place[path] = (sum(below) / len(below), -len(path))
+    return place
+
+
+def weights(
+    query: Any, key: Any, *, sinks: Any = None, heads: Sequence[int] | None = None, labels: Sequence[str] = (), **rules: Any
+) -> Picture:
+    """What each key weighs for each query, a heat map a head, by the float64 oracle; a sink is the last column.
+
+    query: [n, H, D]; key: [m, K, D], NumPy; `heads`: which (default: all); `labels`: of the m keys; rules: those of
+    `attn.reference.attention` (causal, window, logits_soft_cap, alibi_slopes, mask, ...).
+    """
+    found = weights_of(query, key, sinks, **rules)
+    shown = range(len(found)) if heads is None else heads
+
+    def draw(axes: Any) -> None:
+        for axis, head in zip(_flat(axes), shown, strict=False):
+            image = axis.imshow(found[head], vmin=0, vmax=1, cmap="viridis", interpolation="nearest")
+            axis.set(title=f"head {head}", xlabel="key", ylabel="query")
+            names = [*labels, *(["sink"] if sinks is not None else [])]
+            if labels:
+                axis.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
+            elif sinks is not None:
+                axis.set_xticks([found.shape[-1] - 1], names)
+            axis.figure.colorbar(image, ax=axis, shrink=0.7, label="weight")
+
+    columns = min(len(shown), 4)
+    rows = -(-len(shown) // columns)
+    return drawn(3.2 * columns, 2.8 * rows, draw, rows, columns)
+
+
+def _panels(panels: Sequence[tuple[str, Any]], columns: int = 4) -> Picture:
+    columns = min(columns, len(panels))
+    rows = -(-len(panels) // columns)
+    widest = max(seen.shape[1] for _, seen in panels)
+    side = min(max(_INCHES * widest + 0.8, _LEAST), _MOST)
+    tallest = max(seen.shape[0] for _, seen in panels)
+
+    def draw(axes: Any) -> None:
+        flat = _flat(axes)
+        for axis, (name, seen) in zip(flat, panels, strict=False):
+            _grid(axis, seen, name)
+        for axis in flat[len(panels) :]:
+            axis.set_axis_off()
+
+    return drawn(side * columns, min(max(_INCHES * tallest + 0.9, 1.4), _MOST) * rows, draw, rows, columns)
+
+
+def _flat(axes: Any) -> list[Any]:
+    return list(axes.flat) if hasattr(axes, "flat") else [axes]
+
+
+def _grid(axis: Any, seen: Any, title: str) -> None:
+    from matplotlib.colors import ListedColormap
+
+    axis.imshow(seen, cmap=ListedColormap([HIDDEN, SEEN]), vmin=0, vmax=1, interpolation="nearest")
+    n, m = seen.shape
+    axis.set_xticks([x - 0.5 for x in range(m + 1)], minor=True)
+    axis.set_yticks([y - 0.5 for y in range(n + 1)], minor=True)
+    axis.grid(which="minor", color="white", linewidth=0.6)
+    axis.tick_params(which="minor", length=0)
+    axis.tick_params(labelsize=7)
+    axis.set_title(title, fontsize=9)
+    axis.set_xlabel("key", fontsize=8)
+    axis.set_ylabel("query", fontsize=8)

@@ -1,0 +1,63 @@
+"""What every backend serves, as a heat map: the tables of `attn backends` for the eye."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from attn.capabilities import Feature
+from attn.pictures.picture import HIDDEN, SEEN, Picture, drawn
+
+_HERE, _ELSEWHERE = "#009e73", SEEN
+GROUPS = ("platforms", "dtypes", "kv_cache_dtypes", "attn_types", "features")
+
+
+def capabilities(table: Iterable[Any], groups: Sequence[str] = GROUPS) -> Picture:
+    """A table of `attn.report.backends()`: rows of backends, columns of what they serve. Green: the backend runs here too;
+    blue: it serves, but is not here; grey: it does not serve.
+
+    `groups`: some of platforms, dtypes, kv_cache_dtypes, attn_types, features. Raises ValueError for another word, and for
+    a table without a backend that declares anything.
+    """
+    unknown = [group for group in groups if group not in GROUPS]
+    if unknown:
+        raise ValueError(f"groups={unknown[0]!r} is unknown; known: {', '.join(GROUPS)}")
+    rows = [row for row in table if row.capabilities is not None]
+    if not rows:
+        raise ValueError("no backend of the table declares what it serves")
+    columns = [(group, value) for group in groups for value in _values(rows, group)]
+    cells = [[_served(row, group, value) * (1 if row.reasons else 2) for group, value in columns] for row in rows]
+    several = len({row.registry for row in rows}) > 1
+
+    def draw(axis: Any) -> None:
+        from matplotlib.colors import ListedColormap
+        from matplotlib.patches import Patch
+
+        palette = ListedColormap([HIDDEN, _ELSEWHERE, _HERE])
+        axis.imshow(cells, cmap=palette, vmin=0, vmax=2, interpolation="nearest", aspect="auto")
+        axis.set_xticks(range(len(columns)), [value for _, value in columns], rotation=90, fontsize=7)
+        axis.set_yticks(range(len(rows)), [f"{row.registry} {row.name}" if several else row.name for row in rows], fontsize=7)
+        axis.xaxis.tick_top()
+        axis.set_xticks([x - 0.5 for x in range(len(columns))], minor=True)
+        axis.set_yticks([y - 0.5 for y in range(len(rows))], minor=True)
+        axis.grid(which="minor", color="white", linewidth=0.8)
+        axis.tick_params(which="both", length=0)
+        begin = 0
+        for group in groups:
+            count = sum(of == group for of, _ in columns)
+            axis.axvline(begin - 0.5, color="black", linewidth=1)
+            axis.text(begin - 0.4, len(rows) - 0.3, group.replace("_", " "), fontsize=8, va="top")
+            begin += count
+        named = [Patch(color=_HERE, label="serves, and runs here"), Patch(color=_ELSEWHERE, label="serves, not here"),
+                 Patch(color=HIDDEN, label="does not serve")]  # fmt: skip
+        axis.legend(handles=named, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+
+    return drawn(3.5 + 0.19 * len(columns), 1.8 + 0.19 * len(rows), draw)
+
+
+def _values(rows: Sequence[Any], group: str) -> list[str]:
+    """What some row declares in a group: features in their own order, the rest as first met."""
+    met = {value: None for row in rows for value in (row.features if group == "features" else getattr(row.capabilities, group))}
+    return [feature.value for feature in Feature if feature.value in met] if group == "features" else list(met)
+
+
+def _served(row: Any, group: str, value: str) -> bool:
+    return value in (row.features if group == "features" else getattr(row.capabilities, group))

@@ -1,0 +1,144 @@
+"""The pages that say again what the code says: made from it when the site is built, so that they cannot fall behind.
+
+python docs/generate.py FOLDER      write them there, to look at without a site
+"""
+
+import argparse
+import enum
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from attn import cli, envs, evidence, report
+
+#: Modules whose public names are listed, in the order of a reader's interest.
+MODULES = (
+    "attn", "attn.torch", "attn.jax", "attn.report", "attn.testing", "attn.reference", "attn.pictures", "attn.bench",
+    "attn.integrations.transformers", "attn.integrations.diffusers",
+)  # fmt: skip
+
+
+def pages() -> dict[str, str]:
+    """{path within the site: Markdown}."""
+    made: dict[str, Callable[[], str]] = {
+        "backends": backends, "evidence": evidence_page, "commands": commands, "variables": variables, "names": names,
+    }  # fmt: skip
+    return {f"reference/{name}.md": make() for name, make in made.items()}
+
+
+def backends() -> str:
+    """The capability tables, as in the README."""
+    return (
+        "# Backends\n\n"
+        "What each backend serves, from the capability record on its class; what is not listed is refused. *Evidence* is the\n"
+        "short form of [its own page](evidence.md). `attn backends` shows the same for the machine that it runs on, and\n"
+        "`attn.pictures.capabilities(attn.report.backends())` as a picture.\n\n"
+        f"{report.readme_table()}"
+    )
+
+
+def evidence_page() -> str:
+    """Every run of the conformance suite that was kept."""
+    kinds = _table(
+        ("kind", "how much it proves"),
+        [
+            ("ran", "executed on the device named"),
+            ("interpreted", "a kernel's program executed by an interpreter on the host"),
+            ("compiled", "lowered and compiled for the platform named, never executed"),
+            ("stand-in", "executed with a stand-in for the vendor's package: the adapter was tested, not the kernel"),
+        ],
+    )
+    head = ("registry", "backend", "kind", "device", "level", "cases", "failures", "date", "versions")
+    rows = sorted(evidence.load(), key=lambda row: (row.registry, row.backend, evidence.KINDS.index(row.kind), row.device))
+    body = [
+        (
+            row.registry, f"`{row.backend}`", row.kind, row.device, row.level, str(row.cases), str(row.failures),
+            row.date[:10], ", ".join(f"{name} {version}" for name, version in sorted(row.versions.items())),
+        )
+        for row in rows
+    ]  # fmt: skip
+    said = "A row is one run of the conformance suite. A run of one kind never becomes, nor hides, one of another.\n\n"
+    return f"# Evidence\n\n{said}{kinds}\n\n{_table(head, body)}\n"
+
+
+def commands() -> str:
+    """`attn --help` and each command's."""
+    parts = ["# Command line\n"]
+    for name, command in cli.COMMANDS.items():
+        parser = argparse.ArgumentParser(f"attn {name}", formatter_class=_Wide)
+        command.configure(parser)
+        summary = f"{command.summary[0].upper()}{command.summary[1:]}."
+        parts.append(f"## attn {name}\n\n{summary}\n\n```sh\n{command.example}\n```\n\n```text\n{parser.format_help()}```\n")
+    return "\n".join(parts)
+
+
+class _Wide(argparse.HelpFormatter):
+    """Help as on a wide terminal, whatever terminal the site is built in."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, width=100, max_help_position=28)
+
+
+def variables() -> str:
+    """The environment variables' table."""
+    rows = [line for line in (envs.__doc__ or "").splitlines() if line.startswith("|")]
+    return "# Variables\n\nRead when they are needed, never at import.\n\n" + "\n".join(rows) + "\n"
+
+
+def names() -> str:
+    """Every public name with its signature and docstring."""
+    parts = ["# Public names\n"]
+    for module_name in MODULES:
+        module = importlib.import_module(module_name)
+        parts.append(f"## {module_name}\n\n{_first_paragraph(module)}\n")
+        parts += [_entry(module_name, name, getattr(module, name)) for name in public(module)]
+    return "\n".join(parts)
+
+
+def public(module: Any) -> list[str]:
+    """What a module offers: `__all__`, or the functions and classes that it defines."""
+    if hasattr(module, "__all__"):
+        return [name for name in module.__all__ if not name.startswith("_")]
+    own = {name: thing for name, thing in vars(module).items() if getattr(thing, "__module__", None) == module.__name__}
+    return [name for name, thing in own.items() if not name.startswith("_") and (inspect.isclass(thing) or callable(thing))]
+
+
+def _entry(module: str, name: str, thing: Any) -> str:
+    told = inspect.getdoc(thing) if inspect.isclass(thing) or callable(thing) or inspect.ismodule(thing) else None
+    text = f"```text\n{told.replace('```', '~~~')}\n```\n" if told else f"`{str(thing)[:300]}`\n"
+    return f"### {name} {{ #{module}.{name} }}\n\n```python\n{_signature(name, thing)}\n```\n\n{text}"
+
+
+def _signature(name: str, thing: Any) -> str:
+    if inspect.isclass(thing) and issubclass(thing, enum.Enum):
+        return f"class {name}"
+    if not callable(thing):
+        return f"{name}: {type(thing).__name__}"
+    try:
+        return f"{'class ' if inspect.isclass(thing) else ''}{name}{inspect.signature(thing)}"
+    except (TypeError, ValueError):  # written in C
+        return f"class {name}" if inspect.isclass(thing) else name
+
+
+def _first_paragraph(module: Any) -> str:
+    return " ".join((inspect.getdoc(module) or "").partition("\n\n")[0].split())
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [head, ("---",) * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '&#124;') for cell in line)} |" for line in lines)
+
+
+def main(folder: str) -> None:
+    for path, text in pages().items():
+        file = Path(folder) / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text, encoding="utf-8")
+        print(file)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

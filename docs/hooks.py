@@ -1,0 +1,17 @@
+"""What mkdocs calls while it builds: pages made from the code join those that were written."""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]  # mkdocs puts the path back after this file
+generate = importlib.import_module("generate")
+
+
+def on_files(files: Any, config: Any) -> Any:
+    from mkdocs.structure.files import File
+
+    for path, text in generate.pages().items():
+        files.append(File.generated(config, path, content=text))
+    return files

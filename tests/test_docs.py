@@ -1,0 +1,253 @@
+"""The documentation is true: examples run, what is made from the code is complete, links lead somewhere, the site builds."""
+
+import contextlib
+import doctest
+import functools
+import html
+import importlib
+import importlib.util
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+import attn
+from attn import cli, envs, evidence, report
+from attn.imports import installed
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+GENERATED = {f"reference/{name}.md" for name in ("backends", "evidence", "commands", "variables", "names")}
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return [text for tag, text in FENCE.findall(page.read_text(encoding="utf-8")) if tag == language]
+
+
+def named(page: Path) -> str:
+    return str(page.relative_to(DOCS))
+
+
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def made(generate: ModuleType) -> dict[str, str]:
+    pytest.importorskip("torch")
+    pytest.importorskip("jax")
+    found: dict[str, str] = generate.pages()
+    return found
+
+
+# examples
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "python")], ids=named)
+def test_the_python_of_a_page_runs_from_top_to_bottom(page: Path) -> None:
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    with contextlib.redirect_stdout(io.StringIO()):
+        for number, source in enumerate(blocks(page, "python"), 1):
+            exec(compile(source, f"{named(page)}, example {number}", "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page, "pycon")], ids=named)
+def test_a_pages_sessions_say_what_they_show(page: Path) -> None:
+    session = "\n".join(blocks(page, "pycon"))
+    test = doctest.DocTestParser().get_doctest(session, {}, named(page), str(page), 0)
+    said = io.StringIO()
+    failed, tried = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(test, out=said.write)
+    assert tried and not failed, said.getvalue()
+
+
+SESSION = re.compile(r"^ {4,}>>> ", re.MULTILINE)
+WITH_DOCTESTS = [path for path in sorted((ROOT / "attn").rglob("*.py")) if SESSION.search(path.read_text(encoding="utf-8"))]
+
+
+def test_there_are_docstrings_with_sessions() -> None:
+    assert len(WITH_DOCTESTS) >= 3
+
+
+@pytest.mark.parametrize("path", WITH_DOCTESTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_docstrings_say_what_they_show(path: Path) -> None:
+    name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    failed, tried = doctest.testmod(importlib.import_module(name))
+    assert tried and not failed
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
+def test_the_commands_of_a_page_are_commands(page: Path) -> None:
+    for line in "\n".join(blocks(page, "sh")).splitlines():
+        words = line.partition("#")[0].split()
+        while words and "=" in words[0]:
+            assert words.pop(0).partition("=")[0] in envs.VARIABLES
+        if words and words[0] == "attn":
+            assert words[1] in cli.COMMANDS
+            cli.parser(words[1:]).parse_args(words[1:])
+
+
+# links and the site's plan
+
+
+def test_links_lead_somewhere() -> None:
+    for page in PAGES:
+        for link in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            if "://" in link:
+                continue
+            target = (page.parent / link).resolve()
+            assert target.exists() or str(target.relative_to(DOCS)) in GENERATED, f"{named(page)}: {link}"
+
+
+def test_every_page_is_in_the_menu_and_every_entry_is_a_page() -> None:
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = set(re.findall(r": ([\w/-]+\.md)$", text, re.MULTILINE))
+    assert listed == {named(page) for page in PAGES} | GENERATED
+
+
+def test_there_is_a_how_to_for_each_user() -> None:
+    assert {"tpu-serving", "pytorch-gpu", "notebook", "backend-author", "vendor"} <= {page.stem for page in PAGES}
+
+
+# what is made from the code
+
+
+def test_tables_hold_every_backend_and_every_run(made: dict[str, str]) -> None:
+    assert report.readme_table() in made["reference/backends.md"]
+    page = made["reference/evidence.md"]
+    rows = evidence.load()
+    assert rows and page.count("\n| attention |") == sum(row.registry == "attention" for row in rows)
+    for row in rows:
+        assert f"| {row.registry} | `{row.backend}` | {row.kind} | {row.device} | {row.level} | {row.cases} |" in page
+
+
+def test_commands_and_variables(made: dict[str, str]) -> None:
+    for name, command in cli.COMMANDS.items():
+        assert f"## attn {name}\n" in made["reference/commands.md"] and command.example in made["reference/commands.md"]
+    assert "--workloads FILE" in made["reference/commands.md"]
+    for name in envs.VARIABLES:
+        assert name in made["reference/variables.md"] or name == "VLLM_USE_V1"
+
+
+def test_every_public_name_is_there_with_its_docstring(made: dict[str, str], generate: ModuleType) -> None:
+    page = made["reference/names.md"]
+    for module_name in generate.MODULES:
+        module = importlib.import_module(module_name)
+        for name in generate.public(module):
+            assert f"{{ #{module_name}.{name} }}" in page, f"{module_name}.{name}"
+    assert set(attn._FACE) <= set(generate.public(attn))
+    assert "obeyed or refused" in page
+
+
+def test_every_public_function_says_what_it_does(generate: ModuleType) -> None:
+    without = [
+        f"{module}.{name}"
+        for module in generate.MODULES
+        for name in generate.public(importlib.import_module(module))
+        if callable(thing := getattr(importlib.import_module(module), name)) and not (thing.__doc__ or "").strip()
+    ]
+    assert without == []
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The built site."""
+    if not installed("mkdocs") or not installed("material"):
+        pytest.skip("mkdocs-material is not installed (extra docs)")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
+def test_the_site_builds_without_a_warning(site: Path) -> None:
+    page = (site / "reference/backends/index.html").read_text(encoding="utf-8")
+    assert "<table>" in page and "TRITON_ATTN" in page
+    assert not (site / "generate.py").exists()
+    heading = (site / "reference/names/index.html").read_text(encoding="utf-8")
+    assert '<h3 id="attn.explain">explain' in heading, "its anchor, and no markup that is left over"
+
+
+# in a browser
+
+
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), "")
+in_a_browser = pytest.mark.skipif(not BROWSER, reason="no Chromium on the path (Debian's package: chromium)")
+#: What the page measures of itself: every table's rows with their heights, and whether text overflows its cell.
+PROBE = """
+<script>addEventListener("load", () => {
+  const told = [...document.querySelectorAll("table")].map(t => ({
+    rows: t.rows.length, width: t.getBoundingClientRect().width,
+    hidden: [...t.rows].filter(r => r.getBoundingClientRect().height < 8).length,
+    text: t.innerText.length,
+  }));
+  const svg = [...document.querySelectorAll("svg")].map(s => s.getBoundingClientRect().width);
+  const out = document.createElement("pre"); out.id = "probe"; out.textContent = JSON.stringify({tables: told, svg});
+  document.body.append(out);
+})</script>
+"""
+
+
+def opened(page: Path, tmp_path: Path) -> tuple[dict[str, Any], Any]:
+    """What a page measured of itself, and its screenshot [height, width, 3]."""
+    from matplotlib.image import imread
+
+    shot = tmp_path / "shot.png"
+    call = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1400,1600", "--hide-scrollbars"]
+    call += ["--virtual-time-budget=5000", f"--user-data-dir={tmp_path / 'profile'}", page.as_uri()]
+    run = functools.partial(subprocess.run, capture_output=True, text=True, timeout=120, check=True)
+    told = run([*call, "--dump-dom"]).stdout
+    run([*call, f"--screenshot={shot}"])
+    found = re.search(r'<pre id="probe">(.*?)</pre>', told, re.DOTALL)
+    assert found, "the page's own script did not run"
+    return json.loads(html.unescape(found[1])), imread(shot)[..., :3]
+
+
+@in_a_browser
+def test_what_a_notebook_shows_is_a_table_in_a_browser(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("matplotlib")
+    from attn import pictures
+
+    table = report.backends("attention")
+    selection = attn.explain(96, "float32", features=["sinks"], framework="torch")
+    page = tmp_path / "page.html"
+    body = selection._repr_html_() + pictures.mask(8, causal=True)._repr_svg_().partition("?>")[2] + table._repr_html_()
+    page.write_text(f"<!doctype html><meta charset=utf-8><body>{body}{PROBE}", encoding="utf-8")
+    told, image = opened(page, tmp_path)
+    chosen, listed = told["tables"]
+    assert chosen["rows"] == 1 + len(selection.trace) and listed["rows"] == 1 + len(table)
+    assert chosen["hidden"] == listed["hidden"] == 0 and chosen["width"] > 200 and listed["width"] > 600
+    assert told["svg"][0] > 100
+    green = (image[..., 1] > image[..., 0] + 0.01) & (image[..., 1] > image[..., 2] + 0.01)
+    assert green.sum() > 1000, "the winner's row is tinted"
+    blue = (image[..., 2] > image[..., 0] + 0.5) & (image[..., 2] > 0.6)
+    assert blue.sum() > 1000, "the mask is drawn"
+
+
+@in_a_browser
+@pytest.mark.parametrize("name", ["backends", "evidence"])
+def test_the_sites_tables_render(name: str, site: Path, tmp_path: Path) -> None:
+    page = site / "reference" / name / "index.html"
+    text = page.read_text(encoding="utf-8")
+    page.write_text(text.replace("</body>", f"{PROBE}</body>"), encoding="utf-8")
+    told, image = opened(page, tmp_path)
+    rows = sum(table["rows"] for table in told["tables"])
+    registered = sum(len(registry.names()) for registry in report.REGISTRIES.values())
+    want = len(evidence.load()) if name == "evidence" else registered
+    assert rows >= want and not any(table["hidden"] for table in told["tables"])
+    assert image.std() > 0.02, "something is drawn"
