@@ -15,6 +15,7 @@ Of vLLM 0.33, which has no build for processors, the interface is checked alone:
 import argparse
 import contextlib
 import datetime
+import importlib
 import importlib.util
 import inspect
 import json
@@ -157,7 +158,7 @@ def text(model: str, backend: str | None, ours: str | None = None, **options: An
     asked = [{"prompt_token_ids": ids} for ids in prompts()]
     with engine(model, backend, ours, max_num_batched_tokens=64, **options) as llm:
         answers = [r for _ in range(2) for r in llm.generate(asked, params, use_tqdm=False)]
-        return [list(r.outputs[0].token_ids) for r in answers], llm.apply_model(backends)[0]
+        return [list(r.outputs[0].token_ids) for r in answers], chosen(llm)
 
 
 def embeddings(model: str, ids: list[list[int]], backend: str | None, ours: str | None = None) -> tuple[Any, list[str]]:
@@ -165,11 +166,17 @@ def embeddings(model: str, ids: list[list[int]], backend: str | None, ours: str 
 
     asked = [{"prompt_token_ids": each} for each in ids]
     with engine(model, backend, ours, runner="pooling", convert="embed", skip_tokenizer_init=False) as llm:
-        return torch.tensor([r.outputs.embedding for r in llm.embed(asked, use_tqdm=False)]), llm.apply_model(backends)[0]
+        return torch.tensor([r.outputs.embedding for r in llm.embed(asked, use_tqdm=False)]), chosen(llm)
+
+
+def chosen(llm: Any) -> list[str]:
+    """Who computes in the attention layers of an engine's model, wherever it runs: by a name that its processes can import."""
+    found: list[str] = llm.apply_model(importlib.import_module(Path(__file__).stem).backends)[0]
+    return found
 
 
 def backends(model: Any) -> list[str]:
-    """Who computes in a model's attention layers: our choices for those of `attn`, else the implementation's name."""
+    """Our choices for the attention layers of a model that are of `attn`, else the implementation's name."""
     found = set()
     for module in model.modules():
         impl = getattr(module, "impl", None)
@@ -211,6 +218,11 @@ def same(what: str, engine_name: str, who: list[str], got: Any, want: Any, equal
     return row(what, engine_name, who, held, f"{count} of {len(want)} answers equal")
 
 
+def near(what: str, engine_name: str, who: list[str], got: Any, want: Any) -> Row:
+    cosine, worst = float((got * want).sum(-1).min()), float((got - want).abs().max())
+    return row(what, engine_name, who, cosine >= 0.99999, f"cosine {cosine:.7f}, largest difference {worst:.1e}")
+
+
 def run_tokens(place: Path, known: dict[str, Any]) -> list[Row]:
     """Decoders and the encoder, the engine in this process."""
     rows, here = [], "in process"
@@ -234,16 +246,14 @@ def run_tokens(place: Path, known: dict[str, Any]) -> list[Row]:
 def run_encoder(known: dict[str, Any], here: str) -> list[Row]:
     import torch
 
-    rows = []
     own, who = embeddings(known["encoder"], known["ids"], None)
     eager = torch.tensor(known["embeddings"])
     cases = [("MiniLM: vLLM's own is transformers' eager", own, eager, who)]
     for ours in (None, "TORCH_SDPA"):
         got, who = embeddings(known["encoder"], known["ids"], "CUSTOM", ours)
         cases.append(("MiniLM: embeddings are vLLM's own", got, own, who))
-    for what, got, want, who in cases:
-        cosine, worst = float((got * want).sum(-1).min()), float((got - want).abs().max())
-        rows.append(row(what, here, who, cosine >= 0.99999, f"cosine {cosine:.7f}, largest difference {worst:.1e}"))
+    known["own_embeddings"] = own.tolist()
+    rows = [near(what, here, who, got, want) for what, got, want, who in cases]
     with losing("scale"):
         got, who = embeddings(known["encoder"], known["ids"], "CUSTOM")
     cosine = float((got * own).sum(-1).min())
@@ -284,10 +294,14 @@ def refusals(place: Path, here: str) -> list[Row]:
 
 def run_process(place: Path, known: dict[str, Any]) -> list[Row]:
     """The engine in a process of its own, as `vllm serve` has it."""
+    import torch
+
     rows = []
     for name in MODELS:
         got, who = text(str(place / name), "CUSTOM")
         rows.append(same(f"{name}: text is vLLM's own", "own process", who, got, known["own"][name]))
+    got, who = embeddings(known["encoder"], known["ids"], "CUSTOM")
+    rows.append(near("MiniLM: embeddings are vLLM's own", "own process", who, got, torch.tensor(known["own_embeddings"])))
     return rows
 
 
