@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml constraints.txt
 	if [ -z "$$python" ]; then echo "attn needs Python 3.11 or later: make venv PYTHON=/path/to/python3.11" >&2; exit 1; fi; \
 	echo "building .venv from $$python"; "$$python" -m venv .venv
 	$(BIN)/pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[torch,jax,demo,notebooks,dev]'
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[torch,jax,demo,notebooks,docs,dev]'
 	@touch $@
 
 compilers: $(COMPILERS)
@@ -64,8 +64,7 @@ bench: venv
 	set -e; for script in $(filter-out %_cpu.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python "$$script"; done
 
 docs: venv
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[torch,jax,docs]'
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
