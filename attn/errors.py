@@ -45,7 +45,7 @@ class UnsupportedError(AttnError):
 
     def __init__(self, message: str, reasons: Sequence[str] = ()) -> None:
         self.reasons = tuple(reasons)
-        super().__init__(message)
+        self.args = (message,)  # as the base's constructor does, which `torch.compile` cannot follow
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         return type(self), (str(self), self.reasons)

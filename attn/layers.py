@@ -45,6 +45,9 @@ class ChosenLayer:
     def _default_dtype() -> Any:
         """The dtype of a layer that names none."""
 
+    def _finish(self) -> None:
+        """What a wing adds to a layer once all is chosen."""
+
     @abstractmethod
     def _keep_scale(self, name: str, scale: Any) -> None:
         """Hold a scale (0-d or [K] float32) as attribute `name` and, when it is one number, `{name}_float`."""
@@ -136,6 +139,7 @@ class ChosenAttention(ChosenLayer):
             attn_type=attn_type,
         )  # fmt: skip
         self._keep_scales(num_kv_heads, k_scale, v_scale)
+        self._finish()
 
 
 class ChosenMLAAttention(ChosenLayer):
@@ -199,3 +203,4 @@ class ChosenMLAAttention(ChosenLayer):
             request.block_size or block_size, 1, rank + rope, request.dtype, request.kv_cache_dtype
         )
         self._keep_scales(1, k_scale, 1.0)
+        self._finish()

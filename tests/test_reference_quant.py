@@ -192,6 +192,10 @@ def test_mla_row_power_of_two_scales_round_up(largest, scale):
     np.testing.assert_array_equal(row[:, 512:528].copy().view("<f4"), scale)
 
 
+def test_no_mla_row_is_no_row():
+    assert reference.unpack_fp8_ds_mla(np.zeros((0, 656), np.uint8))[0].shape == (0, 512)
+
+
 @pytest.mark.parametrize("ue8m0", [False, True])
 def test_mla_row_round_trip(ue8m0):
     rng = np.random.default_rng(0)

@@ -206,6 +206,8 @@ class AttentionImpl(ABC, Generic[T]):
 
     #: "torch" or "jax": what `__call__` converts to.
     framework: ClassVar[str] = "torch"
+    #: Whether `torch.compile` can look through `forward`; a layer whose implementation says no is one operator of a graph.
+    traceable: ClassVar[bool] = True
 
     dcp_world_size: int
     dcp_rank: int

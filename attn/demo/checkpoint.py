@@ -13,8 +13,9 @@ is then another one than was described.
 import json
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
@@ -33,6 +34,7 @@ __all__ = [
     "load_config",
     "load_tokenizer",
     "load_weights",
+    "read_tensors",
     "rope_frequencies",
     "weight_shapes",
 ]
@@ -82,27 +84,46 @@ def load_weights(directory: str | Path, config: ModelConfig) -> dict[str, np.nda
     With tied embeddings there is no `lm_head.weight` in the result, though the file may have one; that must
     equal `model.embed_tokens.weight`.
     """
-    root = checkpoint_directory(directory)
     wanted = weight_shapes(config)
+    tied = {} if _HEAD in wanted else {_HEAD: wanted[_EMBEDDING]}
+    found = read_tensors(directory, wanted, optional=tied, ignored=(_IGNORED,), architecture=config.architecture)
+    if config.tie_word_embeddings and not np.array_equal(found.pop(_HEAD, found[_EMBEDDING]), found[_EMBEDDING]):
+        root = checkpoint_directory(directory)
+        raise CheckpointError(f"{root}: tie_word_embeddings is true, but {_HEAD} differs from {_EMBEDDING}")
+    return found
+
+
+def read_tensors(
+    directory: str | Path,
+    wanted: Mapping[str, tuple[int, ...]],
+    *,
+    optional: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
+    ignored: tuple[str, ...] = (),
+    architecture: str = "that model",
+) -> dict[str, np.ndarray]:
+    """Every tensor of `wanted`, by name and shape, as float32, and those of `optional` that are there.
+
+    Raises `CheckpointError` for one that is missing, of another shape, or neither asked for nor ends as `ignored` says;
+    `architecture` is whom its sentence calls theirs.
+    """
+    root = checkpoint_directory(directory)
+    known = {**optional, **wanted}
     found: dict[str, np.ndarray] = {}
     unexpected: list[str] = []
     for path, members in _shards(root):
         for name, entry, file in _tensors(path, members):
-            if name in wanted or name == _HEAD:
-                shape = wanted.get(name, wanted[_EMBEDDING])
-                if tuple(entry["shape"]) != shape:
-                    asked = f"config.json asks for {list(shape)}"
+            if name in known:
+                if tuple(entry["shape"]) != known[name]:
+                    asked = f"config.json asks for {list(known[name])}"
                     raise CheckpointError(f"{path}: {name} has shape {entry['shape']}: {asked}")
                 found[name] = _read(path, name, entry, file)
-            elif not name.endswith(_IGNORED):
+            elif not name.endswith(ignored):
                 unexpected.append(name)
     missing = sorted(wanted.keys() - found.keys())
     if missing or unexpected:
         both = {"missing": missing, "unexpected": unexpected}
         parts = "; ".join(f"{word} {_listed(names)}" for word, names in both.items() if names)
-        raise CheckpointError(f"{root}: the tensors are not those of config.json ({config.architecture}): {parts}")
-    if config.tie_word_embeddings and not np.array_equal(found.pop(_HEAD, found[_EMBEDDING]), found[_EMBEDDING]):
-        raise CheckpointError(f"{root}: tie_word_embeddings is true, but {_HEAD} differs from {_EMBEDDING}")
+        raise CheckpointError(f"{root}: the tensors are not those of config.json ({architecture}): {parts}")
     return found
 
 

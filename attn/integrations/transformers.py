@@ -17,16 +17,18 @@ A call goes one of four ways, by what it needs alone:
   gradients beside them, values wider than keys.
 
 Masks are described, not drawn, while they are a causal, windowed or bidirectional pattern with padding (`mask`); any other
-becomes boolean [B, 1, S, T]. Arguments that are known to change what attention means and are not served (`_UNKNOWN`, dropout,
-weights asked for) are refused with the layer's name; whatever else transformers hands on beside a call is not looked at.
-Written against transformers 5.23, whose attention and mask interfaces it fills; another one's absence is a sentence, not a
-crash.
+becomes boolean [B, 1, S, T], which is known again as such a pattern where that matters. In a graph (`torch.compile`) masks are
+drawn; the dense way is traced, any other is one operator.
+
+Arguments that are known to change what attention means and are not served (`_UNKNOWN`, dropout, weights asked for) are refused
+with the layer's name; whatever else transformers hands on beside a call is not looked at. Written against transformers 5.23,
+whose attention and mask interfaces it fills; another one's absence is a sentence, not a crash.
 """
 
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,16 +41,22 @@ from attn.backends.metadata import CommonAttentionMetadata, slots_of
 from attn.backends.registry import AttentionBackendEnum
 from attn.capabilities import AttentionType, Feature, supports_size
 from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
+from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.errors import BackendLoadError, UnsupportedError
+from attn.torch import kv_cache as caches
 from attn.torch.diffusion.chosen import chosen_impl
+from attn.torch.graphs import uncaptured
 from attn.torch.layer import Attention
 
 NAME = "attn"
 #: What continuous batching takes for an implementation that wants no mask: transformers looks for this word in the name.
 PAGED_NAME = "attn_flash"
 _BLOCK_SIZES = (16, 32, 64, 128, 256)
-#: Words of a call that change what attention means and that nothing here has.
-_UNKNOWN = ("alibi", "alibi_slopes", "head_mask", "block_mask", "indexer", "chunk_size")
+#: Words of a call that change what attention means and that have no place here, and the feature that backends call it.
+_UNKNOWN = {
+    "alibi": Feature.ALIBI, "alibi_slopes": Feature.ALIBI, "head_mask": None, "block_mask": None,
+    "indexer": Feature.SPARSE_MLA, "chunk_size": None,
+}  # fmt: skip
 
 
 def register() -> tuple[str, ...]:
@@ -95,11 +103,12 @@ def paged(model: Any, backend: str | None = None) -> Generator[Any, None, None]:
 
 @dataclass
 class Padding:
-    """What a described mask says beside the keys that are there: its window; `whole`, that all of them are; and once it was
-    asked for, on the host, what each entry has."""
+    """What a described mask says beside the keys that are there: its window; `whole`, that all of them are; `all_rows`, that
+    rows are real whose keys are not; and once it was asked for, on the host, what each entry has."""
 
     window: int | None
     whole: bool = False
+    all_rows: bool = False
     _lens: tuple[list[int], list[int], bool] | None = None
 
     def lens(self, present: torch.Tensor, rows: int) -> tuple[list[int], list[int], bool]:
@@ -214,12 +223,40 @@ class _Call:
 
     @property
     def layer_name(self) -> str:
+        if isinstance(self.module, _InGraph):
+            return self.module.layer_name
         index = getattr(self.module, "layer_idx", None)
         return f"{type(self.module).__name__}{'' if index is None else f' of layer {index}'}"
 
     def refusal(self, what: str, who: str) -> UnsupportedError:
         asked = f' (attn_implementation="{NAME}:{self.backend}")' if self.backend else ""
         return UnsupportedError(f"{self.layer_name}{asked}: {what} not supported; {who}")
+
+    def by_name(self, what: str, feature: Feature) -> UnsupportedError:
+        """A backend was asked for by name, and no paged one has `feature`; the dense ones that have it are named."""
+        found = _having(DiffusionAttentionBackendEnum, {feature})
+        return self.refusal(what, f'attn_implementation="{NAME}" gives it to {found}, or to a formula without a kernel')
+
+
+@dataclass(frozen=True, eq=False)
+class _InGraph:
+    """What stands for the module of a call that an operator of a graph makes; one for each name of a layer."""
+
+    layer_name: str
+
+
+_in_graph = functools.lru_cache(1024)(_InGraph)
+
+
+def _having(registry: Any, features: Collection[str]) -> str:
+    """The torch backends of a registry whose capabilities have all of `features`, wherever they run."""
+    known = [member for member in registry if str(member.value or "").startswith("attn.torch.")]
+    have = [
+        member.name
+        for member in known
+        if (record := member.get_class().capabilities) is not None and record.features.issuperset(features)
+    ]
+    return ", ".join(have) or "no backend"
 
 
 def _function(backend: str | None) -> Callable[..., Any]:
@@ -251,6 +288,11 @@ def _function(backend: str | None) -> Callable[..., Any]:
             return _paged(call, cache, kwargs), None
         if position_bias is not None:
             return _biased(call, attention_mask, position_bias), None
+        if torch.compiler.is_compiling() and not (call.plain and backend is None):
+            if call.wants_grad:
+                beside = "gradients in a graph, beside a window, a cap, sinks or a backend by name,"
+                raise call.refusal(beside, "no backend has them: call under torch.no_grad(), or train without torch.compile")
+            return _as_operator(call, attention_mask), None
         return _attend(call, attention_mask), None
 
     return attention
@@ -258,22 +300,30 @@ def _function(backend: str | None) -> Callable[..., Any]:
 
 def _refuse_unknown(call: _Call, attention_mask: Any, dropout: float, kwargs: dict[str, Any]) -> None:
     if dropout:
-        raise call.refusal(f"dropout of attention weights ({dropout})", "set attention_dropout=0, or use eager")
+        raise call.refusal(
+            f"dropout of attention weights ({dropout})", "no backend has it: set attention_dropout=0, or use eager"
+        )
     if kwargs.get("output_attentions"):
         raise call.refusal("output_attentions", "weights are never held: use eager to look at them")
     if attention_mask is not None and not isinstance(attention_mask, torch.Tensor):
         raise call.refusal(f"a mask of type {type(attention_mask).__name__}", "tensors and None are")
-    for name in _UNKNOWN:
+    for name, feature in _UNKNOWN.items():
         if kwargs.get(name) is not None:
-            raise call.refusal(name, "use eager")
+            have = "no backend has it" if feature is None else f"{_having(AttentionBackendEnum, {feature})} have it as layers"
+            raise call.refusal(name, f"{have}: use eager")
 
 
 def _attend(call: _Call, attention_mask: torch.Tensor | None) -> torch.Tensor:
     """The call by the way that its needs name; see the module."""
     rows, keys = call.query.shape[1], call.key.shape[1]
-    if attention_mask is not None and attention_mask.ndim != 2:
-        return _masked(call, _bool(call, attention_mask))
     padding: Padding | None = None
+    if attention_mask is not None and attention_mask.ndim != 2:
+        drawn = _bool(call, attention_mask)
+        if call.plain and call.backend is None:
+            return _dense(_replace(call, causal=False), drawn[..., : call.key.shape[1]])
+        attention_mask = _recognised(call, drawn)
+        if attention_mask is None:
+            return _masked(call, drawn)
     if attention_mask is not None:
         padding = getattr(attention_mask, "attn_padding", None) or Padding(call.window)
         attention_mask = attention_mask.bool()
@@ -303,8 +353,9 @@ def _attend(call: _Call, attention_mask: torch.Tensor | None) -> torch.Tensor:
         solid = True
     else:
         assert padding is not None
-        *both, solid = padding.lens(attention_mask, rows if call.causal or square else 0)
-        lens = (both[0] if call.causal or square else [rows] * len(call.query), both[1])
+        own = (call.causal or square) and not padding.all_rows  # rows are the last keys' own
+        *both, solid = padding.lens(attention_mask, rows if own else 0)
+        lens = (both[0] if own else [rows] * len(call.query), both[1])
     if call.wants_grad or call.value.shape[-1] > call.query.shape[-1] or not (solid or call.window is None):
         return _formula(call, _drawn(call, attention_mask))
     return _packed(call, attention_mask, *lens)
@@ -339,9 +390,68 @@ def _masked(call: _Call, drawn: torch.Tensor) -> torch.Tensor:
     drawn = drawn[..., : call.key.shape[1]]
     call = _replace(call, causal=False, window=None)
     if call.backend is not None:
-        what = f"{Feature.MASK.value} (a mask that is no causal or windowed pattern)"
-        raise call.refusal(what, f'attn_implementation="{NAME}" takes it')
+        raise call.by_name(f"{Feature.MASK.value} (a mask that is no causal or windowed pattern)", Feature.MASK)
     return _dense(call, drawn) if call.plain else _formula(call, drawn)
+
+
+def _recognised(call: _Call, drawn: torch.Tensor) -> torch.Tensor | None:
+    """bool [B, T']: the keys that are there, if `drawn` is this call's causality and window over them; else None.
+
+    Keys at and after T' are a static cache's, unused. Compares the mask with what it would be, and waits for the device.
+    """
+    if drawn.ndim != 4 or drawn.shape[1] != 1 or (call.window is not None and not call.causal):
+        return None
+    drawn = drawn[:, 0].expand(len(call.query), -1, -1)
+    rows, seen = drawn.shape[1], drawn.any(1)
+    some = seen.any(0).nonzero()
+    end = max(int(some[-1]) + 1 if len(some) else 0, rows if call.causal else 1)
+    if end > drawn.shape[2]:
+        return None
+    present, drawn = seen[:, :end], drawn[..., :end]
+    if call.window is not None:  # what comes before the first row's window is seen by none, and may be there
+        present = present | (torch.arange(end, device=present.device) <= end - rows - call.window)
+    expected = _drawn(_replace(call, key=call.key[:, :end]), present)[:, 0].expand(drawn.shape)
+    if call.causal:  # a row of padding sees nothing; one that does is no padding, though nobody sees its key
+        expected = expected & present[:, -rows:, None]
+    if not torch.equal(expected, drawn):
+        return None
+    present = present.clone()
+    present.attn_padding = Padding(call.window, bool(present.all()), all_rows=not call.causal)  # type: ignore[attr-defined]
+    return present
+
+
+# --- in a graph ------------------------------------------------------------------------------------------------------
+
+
+def _as_operator(call: _Call, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """A call that no graph can hold, as one operator of it; its mask is drawn there, and recognised when it runs."""
+    return _operator(  # type: ignore[no-any-return]
+        call.query, call.key, call.value, attention_mask, call.sinks, call.causal, call.scale, call.window, call.soft_cap,
+        call.backend, call.layer_name,
+    )  # fmt: skip
+
+
+@uncaptured("attn::transformers", mutates_args=())
+def _operator(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    backend: str | None,
+    layer_name: str,
+) -> torch.Tensor:
+    call = _Call(_in_graph(layer_name), query, key, value, causal, scale, window, soft_cap, sinks, backend)
+    return _attend(call, attention_mask).contiguous()
+
+
+@_operator.register_fake
+def _(query, key, value, *rest):  # type: ignore[no-untyped-def]
+    return query.new_empty(*query.shape[:3], value.shape[3])
 
 
 # --- the ways --------------------------------------------------------------------------------------------------------
@@ -368,8 +478,9 @@ def _dense(call: _Call, mask: torch.Tensor | None) -> torch.Tensor:
 def _formula(call: _Call, drawn: torch.Tensor) -> torch.Tensor:
     """By `attn.attention`; the mask says all."""
     if call.backend is not None:
-        what = "gradients" if call.wants_grad else "values wider than keys, or a window over keys with gaps,"
-        raise call.refusal(what, f'attn_implementation="{NAME}" takes it')
+        if call.wants_grad:
+            raise call.by_name("gradients", Feature.BACKWARD)
+        raise call.by_name("values wider than keys, or a window over keys with gaps,", Feature.MASK)
     out: torch.Tensor = attn.attention(
         call.query, call.key, call.value, scale=call.scale, logits_soft_cap=call.soft_cap, sinks=call.sinks, mask=drawn
     )
@@ -422,8 +533,24 @@ def _first_size(call: _Call, options: dict[str, Any], block_size: int | None) ->
             size = next(size for size in _BLOCK_SIZES if supports_size(size, allowed))
             layer = Attention(num_heads, head_size, **options, block_size=size)
     except UnsupportedError as error:
-        raise UnsupportedError(f"{call.layer_name}: {error}") from None
+        raise UnsupportedError(f"{call.layer_name}: {error}\n{_who_serves(call, options)}", error.reasons) from None
     return layer.to(call.query.device)
+
+
+def _who_serves(call: _Call, options: dict[str, Any]) -> str:
+    """A sentence on the backends that have what a call needs, and those of them that this machine runs."""
+    needs = {
+        Feature.SLIDING_WINDOW: call.window, Feature.SOFT_CAP: call.soft_cap, Feature.SINKS: call.sinks,
+        Feature.NON_CAUSAL: None if call.causal else True,
+    }  # fmt: skip
+    features = [feature for feature, value in needs.items() if value is not None]
+    try:
+        trace = Attention(*call.query.shape[2:], **{**options, "backend": None}).selection.trace
+    except UnsupportedError:
+        trace = ()
+    here = ", ".join(verdict.name for verdict in trace if verdict.ok) or "none"
+    who = _having(AttentionBackendEnum, features)
+    return f"Backends that have {', '.join(features) or 'what this layer needs'}: {who}; that serve it here: {here}"
 
 
 def _packed(call: _Call, present: torch.Tensor | None, q_lens: list[int], k_lens: list[int]) -> torch.Tensor:
@@ -515,13 +642,7 @@ def _paged(call: _Call, cache: Any, kwargs: dict[str, Any]) -> torch.Tensor:
 
 
 def _in_place(backend: Any, key_pages: torch.Tensor, value_pages: torch.Tensor) -> torch.Tensor:
-    """transformers' pages of one layer, keys and values [N, P, K, D] of one storage, as a cache of a backend: a view.
-
-    Kernels take any strides; what a backend's layout says is in which order the dimensions come.
-    """
+    """transformers' pages of one layer, keys and values [N, P, K, D] of one storage, as a cache of a backend: a view."""
     apart = value_pages.storage_offset() - key_pages.storage_offset()
     both = key_pages.as_strided((2, *key_pages.shape), (apart, *key_pages.stride()), key_pages.storage_offset())
-    order = backend.get_kv_cache_shape(3, 4, 5, 7, "auto")  # numbers that tell the dimensions apart
-    if sorted(order) != [2, 3, 4, 5, 7]:
-        raise UnsupportedError(f"{backend.get_name()}: its cache {list(order)} is no view of pages [2, N, P, K, D]")
-    return both.permute([(2, 3, 4, 5, 7).index(size) for size in order])
+    return caches.in_layout(backend, both)

@@ -4,6 +4,7 @@ The diffusion registry decides: on a TPU our Pallas flash kernel for what it ser
 bias, no drawn mask), cuDNN on a GPU, else XLA. The last two are `jax.nn`'s own implementations.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -149,10 +150,29 @@ def attention_fn(
     Every argument that linen may pass is named, since it drops, silently, what a signature does not. mask: as flax makes it,
     of any dtype, non-zero = attend. Dropout in force is refused, not dropped; so is `module` (flax's sowing of weights).
     """
+    refuse_flax(dropout_rate, deterministic, module)
+    return flat_call(dot_product_attention, query, key, value, bias, mask, dtype, is_causal)
+
+
+def refuse_flax(dropout_rate: float, deterministic: bool, module: Any) -> None:
+    """Raise `UnsupportedError` for what a flax layer asks of an `attention_fn` and none here has."""
     if dropout_rate and not deterministic:
         raise UnsupportedError(f"dropout_rate={dropout_rate}: dropout of attention weights is not supported")
     if module is not None:
         raise UnsupportedError("module: weights are never held, so that they cannot be sown: sow_weights=False")
+
+
+def flat_call(
+    attend: Callable[..., Any],
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    bias: Any,
+    mask: Any,
+    dtype: Any,
+    causal: bool,
+) -> jax.Array:
+    """`attend(query, key, value, bias, mask, is_causal=)` on arrays of one batch dimension, of flax's with any number."""
     if dtype is not None:
         query, key, value = (x.astype(dtype) for x in (query, key, value))
     if mask is not None:
@@ -162,5 +182,5 @@ def attention_fn(
     extras = [
         None if x is None else jnp.broadcast_to(x, (*lead, *x.shape[-3:])).reshape(-1, *x.shape[-3:]) for x in (bias, mask)
     ]
-    out: jax.Array = dot_product_attention(*flat, *extras, is_causal=is_causal)
+    out: jax.Array = attend(*flat, *extras, is_causal=causal)
     return out.reshape(*lead, *out.shape[1:])

@@ -164,7 +164,7 @@ def unpack_fp8_ds_mla(rows: npt.ArrayLike) -> tuple[F64, F64]:
     require(packed.dtype == np.uint8, f"rows have dtype={packed.dtype} (uint8)")
     check_shape("rows", packed, (len(packed), _ROW))
     scale = np.ascontiguousarray(packed[:, _SCALES_AT:_ROPE_AT]).view("<f4").astype(np.float64)
-    tiles = packed[:, :_LATENT].reshape(len(packed), -1, _TILE)
+    tiles = packed[:, :_LATENT].reshape(len(packed), _LATENT // _TILE, _TILE)
     latent = dequantize(tiles, "fp8_e4m3", scale[..., None]).reshape(len(packed), _LATENT)
     rope = np.ascontiguousarray(packed[:, _ROPE_AT:]).view("<u2").astype(np.uint16)
     return latent, from_bf16_bits(rope)

@@ -186,7 +186,7 @@ def _ragged(call: Call) -> tuple[Array, Array]:
 
 
 #: The unit roundoff of a dtype: nearest rounding changes a number by at most this share of it.
-_ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 _DEVIATIONS = 6.0  #: of a normal error: exceeded once in 5e8 rows
 
 
@@ -201,7 +201,7 @@ def _lse_noise(call: Call, lse: Array) -> Array | None:
     before either: what that shifts the lse by is known, since the codes are, and added as it is.
     """
     case, batch = call.case, call.batch
-    if not case.mla or case.dtype not in _ROUNDOFF:
+    if not case.mla or case.dtype not in ROUNDOFF:
         return None
     rank, nope, _, _ = case.mla
     up_k = call.weights[..., :nope].astype(np.float64)
@@ -223,7 +223,7 @@ def _lse_noise(call: Call, lse: Array) -> Array | None:
         by_key = np.einsum("hnm,nhd,mhd->hn", p**2, q_nope**2, keys**2, optimize=True)
         lost = rounded(latent, case.dtype) - latent
         shift = (p * (absorbed @ lost[:, :rank].T + np.einsum("nhr,mr->hnm", q_pe, lost[:, rank:]))).sum(-1)
-        random = _DEVIATIONS * _ROUNDOFF[case.dtype] * np.sqrt(np.maximum(by_query, by_key) / 3)
+        random = _DEVIATIONS * ROUNDOFF[case.dtype] * np.sqrt(np.maximum(by_query, by_key) / 3)
         noise[:, rows] = call.scale * (random + np.abs(shift))
     return noise
 

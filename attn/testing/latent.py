@@ -85,6 +85,8 @@ def _fixtures(subject: Subject) -> list[Case]:
     found += [
         _at(subject, f"{heads} heads", num_heads=heads, dtype=main_dtypes(subject)[-1], inputs="needle") for heads in (1, 5, 16)
     ]
+    # a program's rows are full: kernels of their own serve there
+    found.append(_at(subject, "64 heads", (1, 3, 1, 18), (70, 130, 5, 40), num_heads=64, inputs="needle"))
     found += [
         _at(subject, f"block size {size}", block_size=size, num_blocks=None, inputs="needle")
         for size in subject.sizes((1, 7, 32, 64, 128), subject.block_sizes)

@@ -59,7 +59,7 @@ def measure(case: Case, target: str, step: str, dump: str) -> dict[str, Any]:
     """See `attn.aot`. Raises RuntimeError when a program takes more shared memory than the architecture has."""
     import triton
 
-    from attn.torch.kernels.launch import SHARED_MEMORY
+    from attn.torch.kernels.memory import SHARED_MEMORY
 
     parts = []
 

@@ -1,7 +1,7 @@
 """`attn.torch.scaled_dot_product_attention`: torch's function of that name with the backend chosen."""
 
 import contextlib
-import contextvars
+import threading
 from collections.abc import Generator
 
 import torch
@@ -12,24 +12,30 @@ from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.errors import ShapeError, UnsupportedError
 from attn.torch.diffusion.chosen import chosen_impl
 
-_asked: contextvars.ContextVar[str | None] = contextvars.ContextVar("attn_sdpa_backend", default=None)
+_asked = threading.local()  # whose `name` is what this thread asks for: not a context variable, which no graph can guard
+
+
+@torch.compiler.assume_constant_result  # the registry is nothing that a graph could look through
+def _name_of(backend: DiffusionAttentionBackendEnum | str) -> str:
+    """Its name. Raises ValueError for what is none."""
+    member = backend if isinstance(backend, DiffusionAttentionBackendEnum) else DiffusionAttentionBackendEnum[backend]
+    return str(member.name)
 
 
 @contextlib.contextmanager
 def sdpa_backend(backend: DiffusionAttentionBackendEnum | str | None) -> Generator[None, None, None]:
     """In the block, `scaled_dot_product_attention` runs one diffusion backend, obeyed or refused; None gives the choice back.
 
-    Holds in the current context (this thread, this asyncio task). In the manner of `torch.nn.attention.sdpa_kernel`. Raises
-    ValueError for a name that no backend has.
+    Holds in this thread, for graphs of `torch.compile` too, which are compiled again where it changes. In the manner of
+    `torch.nn.attention.sdpa_kernel`. Raises ValueError for a name that no backend has.
     """
-    name = backend.name if isinstance(backend, DiffusionAttentionBackendEnum) else backend
-    if name is not None:
-        DiffusionAttentionBackendEnum[name]  # raises for what is no name
-    token = _asked.set(name)
+    name = None if backend is None else _name_of(backend)
+    before = getattr(_asked, "name", None)
+    _asked.name = name
     try:
         yield
     finally:
-        _asked.reset(token)
+        _asked.name = before
 
 
 def scaled_dot_product_attention(
@@ -57,7 +63,7 @@ def scaled_dot_product_attention(
         raise ShapeError(f"query, key, value have shapes {shapes}: must be [..., heads, rows, head_size], of one rank")
     if is_causal and attn_mask is not None:
         raise ValueError("is_causal and attn_mask: give one of them")
-    asked = _asked.get()
+    asked = getattr(_asked, "name", None)
     added = attn_mask is not None and attn_mask.dtype != torch.bool
     if added:
         if asked is not None:

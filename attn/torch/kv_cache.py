@@ -13,7 +13,7 @@ import torch
 
 from attn.backends.abstract import AttentionBackend, KVCacheSpec
 from attn.dtypes import DTYPES, dtype_name, kv_cache_element
-from attn.errors import ShapeError
+from attn.errors import ShapeError, UnsupportedError
 
 
 def element_type(kv_cache_dtype: str | None, dtype: Any) -> torch.dtype:
@@ -40,6 +40,18 @@ def allocate(
     element = element_type(spec.kv_cache_dtype, spec.dtype)
     physical = torch.zeros([shape[i] for i in order], dtype=element, device=device)
     return physical.permute([order.index(i) for i in range(len(order))])
+
+
+def in_layout(backend: type[AttentionBackend], pages: torch.Tensor) -> torch.Tensor:
+    """Somebody else's keys and values [2, N, P, K, D], of any strides, as a cache of a backend: a view.
+
+    Kernels take any strides; what a backend's layout says is in which order the dimensions come. Raises `UnsupportedError`
+    for a cache that no order of them gives.
+    """
+    order = backend.get_kv_cache_shape(3, 4, 5, 7, "auto")  # numbers that tell the dimensions apart
+    if sorted(order) != [2, 3, 4, 5, 7]:
+        raise UnsupportedError(f"{backend.get_name()}: its cache {list(order)} is no view of pages [2, N, P, K, D]")
+    return pages.permute([(2, 3, 4, 5, 7).index(size) for size in order])
 
 
 def check_scale(name: str, value: Any, num_kv_heads: int) -> torch.Tensor:

@@ -1,4 +1,14 @@
-"""`attn.torch.Attention` and `MLAAttention`: attention layers as `nn.Module`s, the backend chosen once, when they are built."""
+"""`attn.torch.Attention` and `MLAAttention`: attention layers as `nn.Module`s, the backend chosen once, when they are built.
+
+Both stand in graphs (`torch.compile(fullgraph=True)`, `torch.export`), whatever their backend; see `attn.torch.graphs`.
+
+Tensor parallelism shards heads: a rank builds a layer of its own heads (num_heads / ranks, num_kv_heads / ranks, its share of
+sinks and slopes) over a cache of its own, and nothing is communicated. With tensors that are local already, as ColwiseParallel
+projections give them, that is all; DTensors, sharded by heads, go through `local_map`, cache and metadata by closure:
+
+    heads = [Shard(1)]
+    attend = local_map(lambda q, k, v: layer(q, k, v, cache, metadata), heads, (heads, heads, heads), device_mesh=mesh)
+"""
 
 from typing import Any
 
@@ -6,6 +16,7 @@ import torch
 from torch import nn
 
 from attn.layers import ChosenAttention, ChosenLayer, ChosenMLAAttention
+from attn.torch import graphs
 
 _SCALES = ("_q_scale", "_k_scale", "_v_scale", "_prob_scale")
 
@@ -53,7 +64,13 @@ class Attention(ChosenAttention, _Module):
 
         Returns [T, H, D]; see `AttentionImpl.forward`.
         """
+        if torch.compiler.is_compiling() and not self.impl.traceable:
+            shape = (self.impl.num_heads, self.impl.head_size)
+            return graphs.call(self, query, key, value, kv_cache, attn_metadata, shape)
         return self.impl.forward(self, query, key, value, kv_cache, attn_metadata)
+
+    def _finish(self) -> None:
+        self.graph_key = "" if self.impl.traceable else graphs.paged_key(self.impl, self.kv_cache_spec)
 
 
 class MLAAttention(ChosenMLAAttention, _Module):
@@ -73,4 +90,14 @@ class MLAAttention(ChosenMLAAttention, _Module):
 
         Returns [T, H, Dv]; see `MLACommonImpl.forward`.
         """
+        if torch.compiler.is_compiling() and not self.impl.traceable:
+            shape = (self.impl.num_heads, self.impl.v_head_dim)
+            return graphs.call(self, query, kv_c_normed, k_pe, kv_cache, attn_metadata, shape)
         return self.impl.forward(self, query, kv_c_normed, k_pe, kv_cache, attn_metadata)
+
+    def _finish(self) -> None:
+        self.graph_key = graphs.live_key(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._finish()  # a copy is a layer of its own

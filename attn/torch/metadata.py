@@ -1,9 +1,13 @@
 """The paged backends' metadata: the neutral batch on a torch device, with host copies of the lengths."""
 
+import itertools
+import json
+import weakref
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import GetAttrKey, register_pytree_node
 
 from attn import envs
 from attn.arrays import to_framework
@@ -14,7 +18,45 @@ from attn.errors import DeviceError, MetadataError
 if TYPE_CHECKING:
     from attn.backends.metadata import IntArray
 
+#: The fields that are on the device.
+ARRAYS = ("query_start_loc", "seq_lens", "block_table", "slot_mapping", "tree_mask")
+_numbers = itertools.count(1)
+#: Every batch that lives, by its `handle`, so that an operator of a graph finds it; a handle is never given twice.
+alive: "weakref.WeakValueDictionary[int, PagedAttentionMetadata]" = weakref.WeakValueDictionary()
 
+
+def exportable(cls: Any) -> Any:
+    """Let `torch.export` take batches of a class as inputs: their tensors are, and what else they say follows from shapes.
+
+    Bounds are those of the tensors then (rows, and slots of a row of the block table), and the host's mirrors stay behind: one
+    program is for every batch of its extents.
+    """
+
+    def flatten(batch: Any) -> tuple[list[Any], Any]:
+        return [getattr(batch, name) for name in ARRAYS], [batch.causal, batch.block_size]
+
+    def flatten_with_keys(batch: Any) -> tuple[list[Any], Any]:
+        arrays, said = flatten(batch)
+        return [(GetAttrKey(name), array) for name, array in zip(ARRAYS, arrays, strict=True)], said
+
+    def unflatten(arrays: Any, said: Any) -> Any:
+        held = dict(zip(ARRAYS, arrays, strict=True))
+        rows, reqs, columns = (
+            tuple(getattr(held[name], "shape", ())) for name in ("slot_mapping", "seq_lens", "block_table")
+        )  # of what stands for a tensor there may be none
+        size = rows[0] if rows else 0
+        longest = columns[1] * (said[1] or 1) if columns else 0
+        return cls(**held, num_reqs=reqs[0] if reqs else 0, num_actual_tokens=size, max_query_len=size, max_seq_len=longest,
+                   causal=said[0], block_size=said[1])  # fmt: skip
+
+    register_pytree_node(
+        cls, flatten, unflatten, serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
+        to_dumpable_context=json.dumps, from_dumpable_context=json.loads, flatten_with_keys_fn=flatten_with_keys,
+    )  # fmt: skip
+    return cls
+
+
+@exportable
 @dataclass
 class PagedAttentionMetadata(AttentionMetadata):
     """One batch on the device. Shapes and meanings are those of `CommonAttentionMetadata`.
@@ -36,6 +78,12 @@ class PagedAttentionMetadata(AttentionMetadata):
     seq_lens_cpu: "IntArray | None" = None
     tree_mask: torch.Tensor | None = None
     block_size: int | None = None
+
+    def __post_init__(self) -> None:
+        self.handle = 0  # one that is made within a graph is its tensors, and nobody's
+        if not torch.compiler.is_compiling():
+            self.handle = next(_numbers)
+            alive[self.handle] = self
 
     def host_lens(self) -> "tuple[IntArray, IntArray]":
         """(query_start_loc [R + 1], seq_lens [R]) on the host: the caller's mirrors, or fetched from the device.

@@ -110,7 +110,7 @@ class CudaPlatform(TorchPlatform):
     }
     mla: ClassVar[Orders] = {
         "sm_90": (
-            "TRITON_MLA",  # measured beside FlashInfer's fa3: 0.98 to 1.07 of its speed with 128 heads, 0.96 with 16
+            "TRITON_MLA",  # measured beside FlashInfer's fa3: 0.98 to 1.07 of its speed with 128 heads, level with 16
             "FLASHINFER_MLA",
             "FLASHMLA",  # unmeasured; publishes 660 TFLOP/s for an H800, where ours has 617 on an H200
             "FLASH_ATTN_MLA",
@@ -144,18 +144,39 @@ class CudaPlatform(TorchPlatform):
     }
     diffusion: ClassVar[Orders] = {  # approximate kernels serve only those whose error budget lets them
         "sm_1*": (
-            "SAGE_ATTN_3", "CUDNN_ATTN", "FLASH_ATTN", "FLASHINFER_ATTN", "TRITON_ATTN", "TORCH_SDPA", "TRITON_INT8_ATTN",
+            "SAGE_ATTN_3",
+            "CUDNN_ATTN",
+            "FLASH_ATTN",
+            "FLASHINFER_ATTN",
+            "TRITON_ATTN",
+            "TORCH_SDPA",
+            "TRITON_INT8_ATTN",
         ),
         "*": (
-            "CUDNN_ATTN",  # H200 at Flux's shape: 604-611 TFLOP/s, FlashInfer FA3 653, FlashAttention 4 574, ours 473
+            "CUDNN_ATTN",
             "FLASHINFER_ATTN",
             "FLASH_ATTN",
-            "SAGE_ATTN",  # 342-441 there: int8 in Triton does not pay on Hopper
+            "SAGE_ATTN",
             "TRITON_ATTN",
             "TORCH_SDPA",
             "TRITON_INT8_ATTN",  # by name alone until it is seen to be faster
         ),
+    }
+    #: Measured on Hopper (TFLOP/s at Flux 4.6k rows, SD3 4.3k, Wan 33k, Wan 76k): FlashInfer's FA3 629, 457, 660, 656; cuDNN
+    #: 612-655, 390, 568, 564; FlashAttention 3 532, 329, 659, 659; ours 531, 355, 471, 465; int8 in Triton does not pay there.
+    diffusion_hopper: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "up to 16k rows": (
+            "FLASHINFER_ATTN", "CUDNN_ATTN", "FLASH_ATTN", "SAGE_ATTN", "TRITON_ATTN", "TORCH_SDPA", "TRITON_INT8_ATTN",
+        ),
+        "more": (
+            "FLASHINFER_ATTN", "FLASH_ATTN", "CUDNN_ATTN", "SAGE_ATTN", "TRITON_ATTN", "TORCH_SDPA", "TRITON_INT8_ATTN",
+        ),
     }  # fmt: skip
+
+    def diffusion_priorities(self, request: Request, device: Device) -> tuple[str, ...]:
+        if arch_matches(device.arch, "sm_90"):
+            return self.diffusion_hopper["more" if (getattr(request, "rows", None) or 0) > 1 << 14 else "up to 16k rows"]
+        return super().diffusion_priorities(request, device)
 
 
 class RocmPlatform(TorchPlatform):

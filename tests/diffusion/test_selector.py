@@ -11,6 +11,7 @@ from attn.diffusion.selector import (
     select_diffusion,
 )
 from attn.errors import UnsupportedError
+from attn.platforms import platform_for
 
 torch = pytest.importorskip("torch")
 H200 = Device("torch", "cuda", "NVIDIA H200", "sm_90")
@@ -26,6 +27,14 @@ def test_the_platforms_list_serves_whoever_asks_for_nothing():
     assert _chosen() == ("CUDNN_ATTN", "priority")
     cpu = select_diffusion(FLUX, device=Device("torch", "cpu", "a CPU"))
     assert (cpu.name, cpu.source) == ("TORCH_SDPA", "priority")
+
+
+def test_long_sequences_have_an_order_of_their_own_on_hopper():
+    """FlashAttention is behind cuDNN at an image's length and ahead at a video's (H200: 532 and 612, 659 and 568 TFLOP/s)."""
+    platform = platform_for("torch", "cuda")
+    for rows, first in ((None, "CUDNN_ATTN"), (4608, "CUDNN_ATTN"), (32760, "FLASH_ATTN")):
+        names = platform.diffusion_priorities(make_diffusion_request(128, "bfloat16", rows=rows), H200)
+        assert min(names.index(name) for name in ("CUDNN_ATTN", "FLASH_ATTN")) == names.index(first)
 
 
 @pytest.mark.parametrize(

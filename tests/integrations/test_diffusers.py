@@ -108,3 +108,18 @@ def test_gradients_reach_the_model() -> None:
     model.set_attention_backend("attn")
     model(**inputs, return_dict=False)[0].sum().backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+
+def test_a_dispatched_call_in_a_graph() -> None:
+    integration.register()
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+    q, k, v = (torch.randn(2, 5, 2, 16) for _ in range(3))
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]], dtype=torch.bool)
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, name: str) -> torch.Tensor:
+        return dispatch_attention_fn(q * 1, k, v, attn_mask=mask[:, None, None].expand(2, 1, 5, 5), backend=name)
+
+    torch.compiler.reset()
+    got = torch.compile(run, fullgraph=True, backend="aot_eager")(q, k, v, "attn")
+    torch.testing.assert_close(got, run(q, k, v, "native"))

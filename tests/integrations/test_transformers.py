@@ -91,6 +91,16 @@ def test_logits_are_eagers(kind, padding):
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss"])
+def test_bfloat16_is_no_further_from_the_truth_than_eagers(kind):
+    model, inputs = decoder(kind), batch("left")
+    real = inputs["attention_mask"].bool()
+    truth = logits(model, "eager", inputs)[real]
+    model = model.to(torch.bfloat16)
+    eager, mine = ((logits(model, name, inputs)[real].float() - truth).square().mean().sqrt() for name in ("eager", "attn"))
+    assert mine <= 1.5 * eager
+
+
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("kind", DECODERS)
 def test_greedy_text_is_eagers(kind, cache):
@@ -99,9 +109,10 @@ def test_greedy_text_is_eagers(kind, cache):
     assert torch.equal(text(model, "attn", inputs, **options), text(model, "eager", inputs, **options))
 
 
-def test_a_backend_by_name_serves_the_whole_model():
+@pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static"}])
+def test_a_backend_by_name_serves_the_whole_model(cache):
     model, inputs = decoder("gemma2"), batch("left")
-    assert torch.equal(text(model, "attn:TORCH_SDPA", inputs), text(model, "eager", inputs))
+    assert torch.equal(text(model, "attn:TORCH_SDPA", inputs, **cache), text(model, "eager", inputs, **cache))
 
 
 @pytest.mark.parametrize(
@@ -127,13 +138,17 @@ def test_a_lost_argument_would_show(kind, lost):
     assert (got - want).abs().max() > 0.01
 
 
-def test_an_encoder_and_its_padding():
+def encoder():
     torch.manual_seed(0)
     config = transformers.BertConfig(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=64,
         hidden_dropout_prob=0, attention_probs_dropout_prob=0,
     )  # fmt: skip
-    model = sharpened(transformers.AutoModel.from_config(config, attn_implementation="eager"))
+    return sharpened(transformers.AutoModel.from_config(config, attn_implementation="eager"))
+
+
+def test_an_encoder_and_its_padding():
+    model = encoder()
     for padding in ("none", "right"):
         inputs = batch(padding)
         real = inputs["attention_mask"].bool()
@@ -162,19 +177,32 @@ def test_encoder_decoders(kind):
         )  # fmt: skip
     model = sharpened(transformers.AutoModelForSeq2SeqLM.from_config(config, attn_implementation="eager"))
     inputs = batch("right")
+    whole = {**inputs, "decoder_input_ids": batch("none")["input_ids"][:, :9]}
+    want, got = (logits(model, name, whole) for name in ("eager", "attn"))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
     assert torch.equal(text(model, "attn", inputs), text(model, "eager", inputs))
 
 
-def test_training_goes_through():
-    model, inputs = decoder("llama"), batch("left")
-    grads = []
+@pytest.mark.parametrize(("kind", "compiled"), [("llama", False), ("llama", True), ("gpt_oss", False)])
+def test_training_goes_through(kind, compiled):
+    model, inputs = decoder(kind), batch("left")
+    real, grads = inputs["attention_mask"].bool(), []
+    torch.compiler.reset()
     for name in ("eager", "attn"):
         model.set_attn_implementation(name)
         model.zero_grad()
-        real = inputs["attention_mask"].bool()
-        model(**inputs).logits[real].square().mean().backward()
+        run = torch.compile(model, fullgraph=True, backend="aot_eager") if compiled and name == "attn" else model
+        run(**inputs, use_cache=False).logits[real].square().mean().backward()
         grads.append(model.model.layers[0].self_attn.k_proj.weight.grad.clone())
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-3, atol=1e-5)
+
+
+def test_training_in_a_graph_past_what_is_differentiable_there_is_refused():
+    torch.compiler.reset()
+    model, inputs = decoder("gemma2"), batch("left")
+    model.set_attn_implementation("attn")
+    with pytest.raises(Exception, match=r"Gemma2Attention of layer 0: gradients in a graph, .* not supported"):
+        torch.compile(model, fullgraph=True, backend="eager")(**inputs, use_cache=False)
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "gpt_oss"])
@@ -205,13 +233,66 @@ def test_what_is_not_understood_names_the_layer():
     model.set_attn_implementation("attn")
     with pytest.raises(UnsupportedError, match="LlamaAttention of layer 0: output_attentions not supported"):
         model(**inputs, output_attentions=True)
-    with pytest.raises(UnsupportedError, match="LlamaAttention of layer 0: alibi not supported"):
+    with pytest.raises(UnsupportedError, match=r"LlamaAttention of layer 0: alibi not supported; .*TRITON_ATTN.* have it"):
         model(**inputs, alibi=torch.zeros(1))
+    with pytest.raises(UnsupportedError, match=r"layer 0: dropout of attention weights \(0\.5\) not supported; no backend"):
+        model.train().config.attention_dropout = 0.5
+        model.model.layers[0].self_attn.attention_dropout = 0.5
+        model(**inputs)
+    model.eval()
     odd = torch.tril(torch.ones(1, 1, 17, 17, dtype=torch.bool))
     odd[0, 0, 5, 2] = False
     model.set_attn_implementation("attn:TORCH_SDPA")
-    with pytest.raises(UnsupportedError, match=r"attn:TORCH_SDPA.*a mask that is no causal or windowed pattern"):
-        model(input_ids=inputs["input_ids"], attention_mask=odd.expand(2, 1, 17, 17))
+    for name in ("TORCH_SDPA", "CUDNN_ATTN"):  # dense backends that have masks
+        with pytest.raises(UnsupportedError, match=rf"attn:TORCH_SDPA.*no causal or windowed pattern.* gives it to .*{name}"):
+            model(input_ids=inputs["input_ids"], attention_mask=odd.expand(2, 1, 17, 17))
+
+
+def test_a_backend_that_cannot_serve_names_layer_feature_and_those_that_can():
+    """Never another one in its place."""
+    model, inputs = decoder("gpt_oss"), batch("left")
+    for name, lacks in (("ROCM_AITER_FA", "sinks not supported"), ("FLASHINFER", "platform=cpu")):
+        model.set_attn_implementation(f"attn:{name}")
+        with pytest.raises(UnsupportedError) as found, torch.no_grad():
+            model(**inputs)
+        said = str(found.value)
+        assert said.startswith("GptOssAttention of layer 0: ")
+        assert f" {name} " in said and lacks in said
+        assert "Backends that have sliding_window, sinks: " in said and "TRITON_ATTN" in said
+        assert said.endswith("that serve it here: CPU_ATTN, TORCH_SDPA, FLEX_ATTENTION"), said
+
+
+@pytest.mark.parametrize(
+    ("kind", "implementation"),
+    [("llama", "attn"), ("gemma2", "attn"), ("gpt_oss", "attn:TORCH_SDPA"), ("bert", "attn:CPU_ATTN")],
+)
+def test_a_compiled_model_is_one_graph(kind, implementation):
+    """fullgraph=True: what torch can trace is traced, the rest is one operator for each layer; padding included."""
+    torch.compiler.reset()
+    model, inputs = (encoder(), batch("right")) if kind == "bert" else (decoder(kind), batch("left"))
+    real, options = inputs["attention_mask"].bool(), {} if kind == "bert" else {"use_cache": False}
+    with torch.no_grad():
+        want = model(**inputs, **options)[0][real]
+        model.set_attn_implementation(implementation)
+        got = torch.compile(model, fullgraph=True, backend="aot_eager")(**inputs, **options)[0][real]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_drawn_mask_that_is_a_pattern_is_known_again():
+    """A backend by name takes it then; a row that sees others though nobody sees it is no padding, and is not lost."""
+    model, inputs = decoder("gemma2"), batch("left")
+    present = inputs["attention_mask"].bool()
+    ahead = torch.arange(17) - torch.arange(17)[:, None]
+    causal = (ahead <= 0) & present[:, None, :] & present[:, :, None]
+    both = {"full_attention": causal[:, None], "sliding_attention": (causal & (ahead > -6))[:, None]}
+    call = {"input_ids": inputs["input_ids"], "attention_mask": both, "position_ids": (present.cumsum(1) - 1).clamp(min=0)}
+    want = logits(model, "eager", inputs)[present]
+    for name in ("attn", "attn:TORCH_SDPA"):
+        torch.testing.assert_close(logits(model, name, {**inputs, **call})[present], want, rtol=1e-4, atol=1e-4)
+    both["full_attention"][:, :, 7:, 6] = False
+    both["full_attention"][:, :, 6, 6] = False  # row 6 still sees those before it
+    with pytest.raises(UnsupportedError, match="no causal or windowed pattern"):
+        logits(model, "attn:TORCH_SDPA", {**inputs, **call})
 
 
 def test_a_mask_of_the_callers_own():

@@ -68,6 +68,18 @@ def test_a_row_without_keys_is_zero(backend):
     assert np.isfinite(np.asarray(lse[1])).all()
 
 
+def test_export_for_any_batch_and_other_platforms():
+    pytest.importorskip("flatbuffers", reason="jax.export needs it and does not depend on it")
+    from jax import export
+
+    (batch,) = export.symbolic_shape("b")
+    shapes = [jax.ShapeDtypeStruct((batch, 8, heads, 32), jnp.float32) for heads in (4, 2, 2)]
+    run = jax.jit(lambda *a: attn.jax.dot_product_attention(*a, is_causal=True))
+    exported = export.deserialize(export.export(run, platforms=("cpu", "tpu", "cuda"))(*shapes).serialize())
+    inputs = [jnp.concatenate([x, x[:1]]) for x in arrays()]
+    np.testing.assert_allclose(exported.call(*inputs), run(*inputs), atol=2e-6)
+
+
 def test_without_a_batch_and_under_jit():
     q, k, v = (x[0] for x in arrays())
     run = jax.jit(lambda *a: attn.jax.dot_product_attention(*a, is_causal=True))

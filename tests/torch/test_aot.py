@@ -47,9 +47,9 @@ from attn.torch.aot import *
 from attn.torch import aot
 
 def measure(*args):
-    from attn.torch.kernels import launch
+    from attn.torch.kernels import memory
 
-    launch.SHARED_MEMORY["sm_90"] = 4096
+    memory.SHARED_MEMORY["sm_90"] = 4096
     return aot.measure(*args)
 """
 

@@ -60,6 +60,14 @@ def test_a_choice_is_obeyed_or_refused():
     torch.testing.assert_close(attn.torch.scaled_dot_product_attention(q, k, v), want)
 
 
+def test_the_environment_is_asked_at_each_call(monkeypatch):
+    q, k, v = tensors(8, 8, 16)
+    attn.torch.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    monkeypatch.setenv("ATTN_DIFFUSION_BACKEND", "CUDNN_ATTN")
+    with pytest.raises(UnsupportedError, match="ATTN_DIFFUSION_BACKEND"):
+        attn.torch.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
 def test_mistakes_are_sentences():
     q, k, v = tensors(8, 8, 16)
     with pytest.raises(ShapeError, match="key has 2 heads, query 4"):

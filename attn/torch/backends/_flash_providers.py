@@ -5,7 +5,7 @@
 | FlashAttention 4 | `flash_attn.cute.interface` (CuTe DSL) | any page | yes | yes | no |
 | FlashAttention 3 | `flash_attn_interface` (Hopper) | any page | yes | yes | no |
 | FlashAttention 2 | `flash_attn.flash_attn_interface` | pages of 256 k | yes | yes | yes |
-| PyTorch | `torch.nn.attention.varlen` (2.12 on) | yes | yes | no | no |
+| PyTorch | `torch.nn.attention.varlen` (2.12 on) | pages of 256 k | yes | no | no |
 
 Each is a `Provider`: a capability record, the arguments that its functions must have (a version that lacks one is told
 so), and the call itself, from a `Call` in this library's conventions. Whatever a provider does differently ends here: it
@@ -107,11 +107,11 @@ def _fa2(module: Any, call: Call) -> State:
 
 
 def _varlen(module: Any, call: Call) -> State:
+    # the kernel is FlashAttention 2's, which takes the keys' sums beside the lengths, and pages of 256 alone
     paged = {} if call.block_table is None else {"seqused_k": call.lens, "block_table": call.block_table}
     return module.varlen_attn(  # type: ignore[no-any-return]
-        call.query, call.key, call.value, call.starts, None if paged else call.key_starts, call.max_query_len,
-        call.max_seq_len, return_aux=module.AuxRequest(lse=True), scale=call.scale, window_size=call.sides(),
-        enable_gqa=True, **paged,
+        call.query, call.key, call.value, call.starts, call.key_starts, call.max_query_len, call.max_seq_len,
+        return_aux=module.AuxRequest(lse=True), scale=call.scale, window_size=call.sides(), enable_gqa=True, **paged,
     )  # fmt: skip
 
 
@@ -187,7 +187,7 @@ PROVIDERS: tuple[Provider, ...] = (
     ),
     Provider(
         "PyTorch's varlen_attn", "torch.nn.attention.varlen", "torch>=2.12",
-        _record(("sm_80+",), _FEATURES - {Feature.SOFT_CAP}), MultipleOf(16),
+        _record(("sm_80+",), _FEATURES - {Feature.SOFT_CAP}), MultipleOf(256),
         (("varlen_attn", ("block_table", "seqused_k", "window_size", "enable_gqa", "scale")),), _varlen,
     ),
 )  # fmt: skip

@@ -56,9 +56,10 @@ class HeadsFirstBackend(PagedAttentionBackend):
 
 
 class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
-    """The template. A subclass sets `backend` and writes `_attend`."""
+    """The template. A subclass sets `backend` and writes `_attend`; `traceable`, where a graph can hold that."""
 
     framework = "torch"
+    traceable = False
 
     @staticmethod
     def _float32(values: Any) -> torch.Tensor:

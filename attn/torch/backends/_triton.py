@@ -16,6 +16,7 @@ from attn.capabilities import ATTN_TYPES, Capabilities, Device, Feature, Multipl
 from attn.dtypes import PER_TOKEN_HEAD, kv_cache_element
 from attn.torch import kv_cache as caches
 from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
+from attn.torch.kernels.memory import largest_group
 from attn.torch.metadata import PagedAttentionMetadata
 
 FEATURES = frozenset(
@@ -73,9 +74,13 @@ class TritonPagedBackend(PagedAttentionBackend):
             rule = "sm_89+"
             if not arch_matches(device.arch, rule):
                 why.append(f"kv_cache_dtype={request.kv_cache_dtype} on {device.arch or 'an unknown arch'} (supports {rule})")
-        if request.num_heads and request.num_kv_heads and request.num_heads > _LARGEST_GROUP * request.num_kv_heads:
-            heads = f"num_heads={request.num_heads} for num_kv_heads={request.num_kv_heads}"
-            why.append(f"{heads} (supports up to {_LARGEST_GROUP} a kv head)")
+        if request.num_heads and request.num_kv_heads:
+            arch, itemsize = device.arch if device else "", 4 if request.dtype == "float32" else 2
+            largest = largest_group(arch, request.head_size, itemsize, _LARGEST_GROUP)
+            if request.num_heads > largest * request.num_kv_heads:
+                heads = f"num_heads={request.num_heads} for num_kv_heads={request.num_kv_heads}"
+                where = f" at head_size={request.head_size} in {request.dtype} on {arch}" if arch else ""
+                why.append(f"{heads} (supports up to {largest} a kv head{where})")
         return why
 
 
@@ -83,6 +88,7 @@ class TritonPagedImpl(PagedAttentionImpl):
     """The hooks. A subclass sets `backend`, and `_sparse` where it has a pattern."""
 
     can_return_lse_for_decode = True
+    traceable = True
 
     #: Keys that one program of a decode takes; 0 lets the launch rule choose by the batch.
     fixed_split_size: int = 0

@@ -64,7 +64,7 @@ class CPUAttentionImpl(RaggedAttentionImpl):
         output: torch.Tensor,
         lse: torch.Tensor | None,
     ) -> None:
-        if rules.plain() and attn_metadata.tree_mask is None and kv_cache[0].is_contiguous() and kv_cache[1].is_contiguous():
+        if rules.plain() and attn_metadata.tree_mask is None and _in_runs(kv_cache[0]) and _in_runs(kv_cache[1]):
             requests = _decode(query, kv_cache, attn_metadata, rules, output, lse)
             if not requests:
                 return
@@ -74,7 +74,7 @@ class CPUAttentionImpl(RaggedAttentionImpl):
         self, key_cache: torch.Tensor, value_cache: torch.Tensor, blocks: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = key_cache.transpose(1, 2), value_cache.transpose(1, 2)
-        if not (keys.is_contiguous() and values.is_contiguous()):  # a caller's own layout
+        if not (_in_runs(keys) and _in_runs(values)):  # a caller's own layout
             return super()._gather(key_cache, value_cache, blocks)
         num_kv_heads = keys.shape[1]
         runs = _runs(blocks, num_kv_heads).flatten()
@@ -91,11 +91,18 @@ def _runs(blocks: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     return blocks[..., None, :] * num_kv_heads + torch.arange(num_kv_heads, device=blocks.device)[:, None]
 
 
+def _in_runs(pages: torch.Tensor) -> bool:
+    """Whether pages [N, K, P, D] are runs of memory, one block of one head each, evenly apart: dense, or keys and values of
+    a head and block side by side (vLLM's)."""
+    (_, heads, _, width), (of_block, of_head, of_token, of_element) = pages.shape, pages.stride()
+    return of_element == 1 and of_token == width and (heads == 1 or of_block == heads * of_head)
+
+
 class _Store:
     """Keys or values as a table of runs, one block of one head each, from which runs are taken into a kept buffer."""
 
     def __init__(self, pages: torch.Tensor, which: int) -> None:
-        """pages: [N, K, P, D], contiguous; `which` of the thread's two buffers to use."""
+        """pages: [N, K, P, D], `_in_runs`; `which` of the thread's two buffers to use."""
         self.dtype, self.head_size, self.which = pages.dtype, pages.shape[3], which
         self.table = pages.view(-1, pages.shape[2] * pages.shape[3])
         if self.dtype.itemsize == 1:

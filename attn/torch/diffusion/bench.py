@@ -41,12 +41,14 @@ class DenseBench:
         want = _sampled(query, key, value, at)
         found: list[Any] = [self._first(backend, shape, tensors, at, want, LIMITS[dtype]) for backend in backends]
         times: list[list[float]] = [[] for _ in backends]
+        turn = list(zip(found, times, backends, strict=True))
         for _ in range(_TURNS):
-            for timing, mine, backend in zip(found, times, backends, strict=True):
+            for timing, mine, backend in turn:
                 if not timing.raised:
                     call = partial(self._impl(backend, shape).forward, *tensors)
                     count = min(20, max(3, int(_SECONDS * 1e3 / timing.ms)))
                     mine += self._watch.times(call, self._dirt.zero_, count)
+            turn.reverse()  # the clock that one leaves is the next one's
         return [timing if timing.raised else _timed(timing, sorted(mine)) for timing, mine in zip(found, times, strict=True)]
 
     @staticmethod

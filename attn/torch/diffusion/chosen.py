@@ -5,13 +5,16 @@ from typing import Any
 
 import torch
 
+from attn import envs
 from attn.capabilities import Feature
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
-from attn.diffusion.selector import make_diffusion_request, select_diffusion
+from attn.diffusion.selector import ENV_VAR, make_diffusion_request, select_diffusion
 from attn.platforms import platform_for
 
+#: Implementations by what they were made of: a graph can hold the text and look it up, where it cannot hold a choice.
+_impls: dict[str, Any] = {}
 
-@functools.lru_cache(256)
+
 def chosen_impl(
     backend: str | None,
     error_budget: float,
@@ -28,11 +31,46 @@ def chosen_impl(
     rows: int,
     keys: int,
 ) -> Any:
-    """The implementation for calls that agree in all of this; the choice is logged once.
+    """The implementation for calls that agree in all of this and meet the same environment; the choice is logged once.
 
-    mask: a mask beyond one of keys comes along; grad: gradients are wanted; key_mask: one of keys does.
+    mask: a mask beyond one of keys comes along; grad: gradients are wanted; key_mask: one of keys does; rows, keys: 0 where
+    they are not known. A graph keeps the choice that was made while it was traced, for any extents but 1.
     Raises `UnsupportedError` with all reasons.
     """
+    if torch.compiler.is_compiling():
+        rows, keys = (size if size == 1 else 0 for size in (rows, keys))
+    made_of = _made_of(
+        backend, error_budget, device_type, num_heads, num_kv_heads, head_size, dtype, scale, causal, mask, grad, key_mask,
+        rows, keys,
+    )  # fmt: skip
+    return _impls[made_of]
+
+
+@torch.compiler.assume_constant_result
+def _made_of(*call: Any) -> str:
+    return _chosen(envs.read(ENV_VAR), envs.read("ATTN_DISABLE"), *call)
+
+
+@functools.lru_cache(256)
+def _chosen(
+    environment: str | None,
+    disabled: str | None,
+    backend: str | None,
+    error_budget: float,
+    device_type: str,
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    dtype: torch.dtype,
+    scale: float | None,
+    causal: bool,
+    mask: bool,
+    grad: bool,
+    key_mask: bool,
+    rows: int,
+    keys: int,
+) -> str:
+    """Where `_impls` has it."""
     features = [*([Feature.MASK] if mask else []), *([Feature.BACKWARD] if grad else [])]
     budget = error_budget
     if backend is not None:  # asked for by name: its error is known
@@ -43,4 +81,7 @@ def chosen_impl(
     )  # fmt: skip
     platform = platform_for("torch", "cpu" if device_type == "cpu" else None)
     chosen = select_diffusion(request, backend=backend, framework="torch", platform=platform).require()
-    return chosen.get_impl_cls()(num_heads, head_size, scale, causal, num_kv_heads)
+    arguments = (num_heads, head_size, scale, causal, num_kv_heads)
+    text = f"{chosen.__module__}:{chosen.__qualname__}{arguments}"
+    _impls[text] = chosen.get_impl_cls()(*arguments)
+    return text

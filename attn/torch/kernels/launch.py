@@ -12,23 +12,7 @@ from typing import Any
 import torch
 import triton
 
-#: Shared memory that one program may use, in bytes (NVIDIA: opt-in limit a block; AMD: LDS a workgroup).
-SHARED_MEMORY = {
-    "sm_75": 65536,
-    "sm_80": 166912,
-    "sm_86": 101376,
-    "sm_89": 101376,
-    "sm_90": 232448,
-    "sm_100": 232448,
-    "sm_103": 232448,
-    "sm_120": 101376,
-    "gfx90a": 65536,
-    "gfx942": 65536,
-    "gfx950": 163840,
-    "gfx1100": 65536,
-    "gfx1201": 65536,
-}
-_UNKNOWN = 65536  #: what an architecture that is not listed is taken to have: the least of those that are
+from attn.torch.kernels.memory import SHARED_MEMORY, UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -80,7 +64,7 @@ def may_use_gluon() -> bool:
 
 def _fitting(wanted: list[Launch], arch: str, block_d: int, itemsize: int, stored: int) -> Launch:
     """The first of `wanted` whose tiles fit: queries once, keys and values a stage, one stage of them converted."""
-    limit = SHARED_MEMORY.get(arch, _UNKNOWN)
+    limit = SHARED_MEMORY.get(arch, UNKNOWN)
     for launch in wanted:
         stages = max(1, launch.num_stages - 1)  # the last stage computes out of what the others hold
         tile = 2 * launch.block_n * block_d
@@ -127,7 +111,7 @@ def prefill_launch(arch: str, group: int, head_size: int, itemsize: int, stored:
     if itemsize == 4:
         # Small tiles. On NVIDIA three tf32 products stand for one of float32 and take the queries' place in shared memory three
         # times (by the compiler's reports): 16 rows where 32 of them and the tiles would not fit.
-        room = SHARED_MEMORY.get(arch, _UNKNOWN) if arch.startswith("sm") else 1 << 30
+        room = SHARED_MEMORY.get(arch, UNKNOWN) if arch.startswith("sm") else 1 << 30
         rows, warps = (32, 8 if block_d > 128 else 4) if 4 * 32 * block_d * itemsize <= room else (16, 4)
         wanted = [Launch(max(rows, least), 16, warps, s) for s in (2, 1)]
     elif arch.startswith("gfx"):

@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import library
 
 from attn.torch.kernels.launch import arch, can_launch_early, check_stride, multiprocessors, power_of_two
-from attn.torch.kernels.mla_launch import by_hand, mla_launch, mla_split
+from attn.torch.kernels.mla_launch import BY_HAND, by_hand, mla_launch, mla_split
 
 LOG2E = 1.4426950408889634
 _BATCH = ("splits", "split", "max_seen")
@@ -375,7 +375,13 @@ def mla_decode(
     itemsize, stored, name = query.element_size(), cache.element_size(), arch()
     sparse = indices is not None
     rows = heads if sparse else heads * max_query_len
-    rule = mla_launch(name, rows, rank, width - rank, itemsize, stored, sparse, packed)
+    rule, hopper = None, None
+    if by_hand(name, packed) and k_scale is None:
+        from attn.torch.kernels import hopper_mla
+
+        if hopper_mla.serves(query, cache, rank, fixed_split, sparse):
+            rule, hopper = BY_HAND, hopper_mla
+    rule = rule or mla_launch(name, rows, rank, width - rank, itemsize, stored, sparse, packed)
     tiles = -(-heads // rule.block_m) * max_query_len if sparse else -(-rows // rule.block_m)
     topk = indices.shape[1] if indices is not None else 0
     keys = topk if sparse else max_seq_len
@@ -390,12 +396,8 @@ def mla_decode(
         "H": heads, "L": rank, "BLOCK_M": rule.block_m, "BLOCK_L": power_of_two(rank), "MAX_QUERY": max_query_len,
         "SPARSE": sparse, "HAS_LIMITS": limits is not None, "HAS_LSE": lse is not None, "EARLY": early,
     }  # fmt: skip
-    if hopper := by_hand(name, rule, packed) and k_scale is None:
-        from attn.torch.kernels import hopper_mla
-
-        hopper = hopper_mla.serves(query, cache, rank, split, sparse)
     if hopper:
-        hopper_mla.attend(
+        hopper.attend(
             out, lse, partial, partial_lse, query, cache, query_start_loc, seq_lens, limits, block_table, indices,
             factor=scale * k_factor * LOG2E, v_factor=k_factor, tiles=tiles, splits=splits, split=split,
         )  # fmt: skip

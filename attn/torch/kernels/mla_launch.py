@@ -6,7 +6,8 @@ shared memory: 64 rows are the most, and eight warps hold them.
 
 import functools
 
-from attn.torch.kernels.launch import SHARED_MEMORY, Launch, may_use_gluon, power_of_two
+from attn.torch.kernels.launch import Launch, may_use_gluon, power_of_two
+from attn.torch.kernels.memory import SHARED_MEMORY, UNKNOWN
 
 
 @functools.lru_cache(maxsize=1024)
@@ -32,16 +33,21 @@ def mla_launch(
         # by the compiler's reports alone, no such device having been at hand
         block_m = min(block_m, 32)
         wanted = [Launch(block_m, n, 4 if block_m == 16 else 8, s) for n, s in ((32, 4), (32, 3), (32, 2), (16, 2), (16, 1))]
-    limit = SHARED_MEMORY.get(arch, 65536)
+    limit = SHARED_MEMORY.get(arch, UNKNOWN)
     for launch in wanted:
         if _shared(launch, rank, rope, itemsize, stored) <= limit:
             return launch
     return wanted[-1]
 
 
-def by_hand(arch: str, launch: Launch, packed: bool) -> bool:
-    """Whether `hopper_mla` is the faster kernel, where it serves: on Hopper, for programs of 64 rows over plain latents."""
-    return arch == "sm_90" and launch.block_m == 64 and not packed and may_use_gluon()
+#: The launch of `hopper_mla`, whose tiles are what its two consumers and its ring are made for.
+BY_HAND = Launch(64, 64, 8, 2)
+
+
+def by_hand(arch: str, packed: bool) -> bool:
+    """Whether `hopper_mla` is the faster kernel, where it serves: on Hopper, over plain latents. It computes 64 rows where
+    16 are asked for and still is, or is level: its ring keeps memory busier than Triton's pipeline (benchmarks/NOTES.md)."""
+    return arch == "sm_90" and not packed and may_use_gluon()
 
 
 def _shared(launch: Launch, rank: int, rope: int, itemsize: int, stored: int) -> int:
@@ -77,7 +83,7 @@ def mla_prefill_launch(arch: str, size: int, width: int, itemsize: int) -> Launc
         wanted = [Launch(128, 128, 8, 2), Launch(128, 64, 8, 3), Launch(128, 64, 8, 2), Launch(64, 32, 4, 2)]
     else:
         wanted = [Launch(64, n, 4, s) for n, s in ((64, 2), (32, 2), (32, 1))]
-    limit = SHARED_MEMORY.get(arch, 65536)
+    limit = SHARED_MEMORY.get(arch, UNKNOWN)
     for launch in wanted:
         m, n, stages = launch.block_m, launch.block_n, max(1, launch.num_stages - 1)
         if (m * size + n * (size + width) * stages + m * n) * itemsize <= limit:

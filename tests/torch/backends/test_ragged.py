@@ -132,6 +132,18 @@ def test_a_cache_of_any_strides(backend: Any) -> None:
     torch.testing.assert_close(batch.layer(batch.query, None, None, wide[..., :D], batch.metadata), want)
 
 
+@pytest.mark.parametrize("heads", [(H, K, D), (H, 1, D)])
+def test_keys_and_values_of_a_head_side_by_side_are_still_read_in_runs(
+    heads: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = Batch(CPUAttentionBackend, [1, 7, 20, 1], [70, 50, 20, 33], heads=heads)
+    want, order = batch.run(), (1, 2, 0, 3, 4)
+    other = torch.empty([batch.cache.shape[i] for i in order]).permute([order.index(i) for i in range(5)])
+    other.copy_(batch.cache)
+    monkeypatch.setattr(_ragged.caches, "gather", None)
+    torch.testing.assert_close(batch.layer(batch.query, None, None, other, batch.metadata), want)
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_side_by_side(backend: Any) -> None:
     """[T, H * D] slices of one projection in, [T, H * D] out; padded rows stay as they are."""

@@ -36,7 +36,7 @@ def test_e4m3_needs_an_architecture_that_converts_it():
 @needs_triton
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90", "sm_100", "gfx942", "gfx950", "interpreter"])
 def test_launches_fit_and_keep_the_state_in_registers(arch):
-    from attn.torch.kernels.launch import SHARED_MEMORY
+    from attn.torch.kernels.memory import SHARED_MEMORY
     from attn.torch.kernels.mla_launch import mla_launch, mla_prefill_launch
 
     for rows in (1, 16, 17, 64, 128, 512):
@@ -49,23 +49,14 @@ def test_launches_fit_and_keep_the_state_in_registers(arch):
 
 
 @needs_triton
-def test_the_kernel_by_hand_is_for_64_rows_on_hopper(monkeypatch):
+def test_the_kernel_by_hand_is_for_plain_latents_on_hopper(monkeypatch):
     from attn.torch.kernels import mla_launch
 
     monkeypatch.setattr(mla_launch, "may_use_gluon", lambda: True)
-    for arch, rows, stored, packed, wanted in (
-        ("sm_90", 128, 2, False, True),
-        ("sm_90", 64, 2, False, True),
-        ("sm_90", 32, 2, False, False),  # memory is the bound there, and its launch reaches it
-        ("sm_90", 128, 1, True, False),
-        ("sm_100", 128, 2, False, False),
-        ("gfx942", 128, 2, False, False),
-        ("interpreter", 128, 2, False, False),
-    ):
-        rule = mla_launch.mla_launch(arch, rows, 512, 64, 2, stored, False, packed)
-        assert mla_launch.by_hand(arch, rule, packed) == wanted, (arch, rows)
+    assert mla_launch.by_hand("sm_90", packed=False) and not mla_launch.by_hand("sm_90", packed=True)
+    assert not any(mla_launch.by_hand(arch, packed=False) for arch in ("sm_80", "sm_100", "gfx942", "interpreter"))
     monkeypatch.setattr(mla_launch, "may_use_gluon", lambda: False)
-    assert not mla_launch.by_hand("sm_90", mla_launch.mla_launch("sm_90", 128, 512, 64, 2, 2), False)
+    assert not mla_launch.by_hand("sm_90", packed=False)
 
 
 @needs_triton

@@ -32,11 +32,13 @@ def _varlen_attn(
     query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1),
     enable_gqa=False, seqused_k=None, block_table=None, num_splits=None,
 ):  # fmt: skip
-    """torch 2.13's `torch.nn.attention.varlen.varlen_attn`, which has no kernel on a CPU."""
+    """torch 2.13's `torch.nn.attention.varlen.varlen_attn`, which has no kernel on a CPU. What its kernel wants beyond the
+    signature is FlashAttention 2's: sums of the keys' lengths in any case, pages of a multiple of 256."""
     import vendor
 
     vendor.check("query", query, (int(cu_seq_q[-1]), None, None), *vendor.HALVES)
-    assert enable_gqa and return_aux.lse and (block_table is None) == (seqused_k is None) == (cu_seq_k is not None)
+    assert enable_gqa and return_aux.lse and (block_table is None) == (seqused_k is None) and cu_seq_k is not None
+    assert block_table is None or key.shape[1] % 256 == 0
     lens = cu_seq_k.diff() if seqused_k is None else seqused_k
     assert int(cu_seq_q.diff().max()) <= max_q and int(lens.max()) <= max_k
     rules = {"scale": scale, "window": vendor.window(window_size, False, -1)}
@@ -76,7 +78,7 @@ def _why(request: Request, device: Device = H200) -> str:
         (("fa3",), replace(PLAIN, head_size=256), H200, "FlashAttention 3"),
         (("fa2", "fa3"), replace(PLAIN, block_size=256), A100, "FlashAttention 2"),
         (("fa2",), replace(PLAIN, block_size=256, features=frozenset({Feature.ALIBI})), H200, "FlashAttention 2"),
-        (("fa2",), PLAIN, A100, "PyTorch's varlen_attn"),
+        ((), replace(PLAIN, block_size=256), A100, "PyTorch's varlen_attn"),
     ],
 )
 def test_the_best_provider_that_serves_is_taken(
@@ -111,7 +113,7 @@ def test_a_version_without_an_argument_is_a_reason_and_no_crash(
         raise AssertionError("never called")
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", old)
-    told = _why(PLAIN)
+    told = _why(replace(PLAIN, block_size=256))
     assert "torch.nn.attention.varlen.varlen_attn has no block_table" in told and "has no window_size" in told
 
 

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from attn.capabilities import Device, Feature, Request
 from attn.testing import check_conformance
 from attn.testing.subject import subject_of
 from attn.testing.suite import cases_of
+from attn.torch import graphs
 from attn.torch.backends.flashinfer import FlashInferBackend, FlashInferMetadata, Group
 
 H200 = Device("torch", "cuda", "NVIDIA H200", "sm_90")
@@ -54,6 +56,27 @@ def test_layers_that_agree_share_a_plan_and_others_do_not() -> None:
     plan = meta.planned(_group())
     assert meta.planned(_group()) is plan
     assert meta.planned(_group(window_left=7)) is not plan and meta.planned(_group(scale=0.5)) is not plan
+
+
+@torch.no_grad()
+def test_its_call_is_one_operator_of_a_graph_and_finds_the_plan_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    builder, impl = FlashInferBackend.get_builder_cls()(SPEC), FlashInferBackend.get_impl_cls()(8, 64, 0.125, 2)
+    one = torch.ones(())
+    key = graphs.paged_key(impl, SPEC)
+    layer = SimpleNamespace(impl=impl, _k_scale=one, _v_scale=one, graph_key=key)
+    torch.manual_seed(0)
+    given = [torch.randn(4, heads, 64, dtype=torch.bfloat16) for heads in (8, 2, 2)]
+    caches = [torch.zeros(FlashInferBackend.get_kv_cache_shape(8, 16, 2, 64), dtype=torch.bfloat16) for _ in range(2)]
+    metadata = _built(builder, [3, 1], [40, 5])
+    want = impl.forward(layer, *given, caches[0], metadata)
+
+    def step(*arrays: torch.Tensor) -> torch.Tensor:
+        return graphs.call(layer, *arrays, metadata, (8, 64)) * 2  # type: ignore[no-any-return]
+
+    torch.compiler.reset()
+    monkeypatch.setattr(type(builder), "build", None)  # a plan made again would show
+    assert torch.equal(torch.compile(step, fullgraph=True, backend="aot_eager")(*given, caches[1]), want * 2)
+    assert torch.equal(*caches)
 
 
 def test_two_batches_in_flight_never_share_a_wrapper_and_dead_ones_give_theirs_back() -> None:

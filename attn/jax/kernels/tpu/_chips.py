@@ -10,12 +10,17 @@ from typing import NamedTuple
 
 from jax.experimental.pallas import tpu as pltpu
 
+#: Rows of a kv head that items of long requests have on any chip, and their scores of eight heads with 1,024 keys.
+ROWS = 512
+STRETCH = 8 * 1024 * ROWS
+
 
 class Chip(NamedTuple):
-    """One TensorCore: memories in bytes."""
+    """One TensorCore: memories in bytes, and the rows of a kv head that items of the longest requests have."""
 
     vmem: int
     smem: int
+    rows: int = ROWS
 
 
 MIB = 1 << 20
@@ -23,8 +28,9 @@ CHIPS = {
     "v4": Chip(16 * MIB, MIB),
     "v5e": Chip(128 * MIB, MIB),
     "v5p": Chip(96 * MIB, MIB),
-    "v6e": Chip(128 * MIB, MIB),
-    "v7x": Chip(64 * MIB, MIB),
+    # their matrix units are done with 512 rows so soon that what lies between two steps costs a twentieth
+    "v6e": Chip(128 * MIB, MIB, 1024),
+    "v7x": Chip(64 * MIB, MIB, 1024),
 }
 
 #: Where fp8 codes are taken apart by hand: 16-bit arithmetic, and no fp8 conversions of its own.
@@ -43,6 +49,8 @@ class Blocks(NamedTuple):
     key_tile: int
     row_tile: int
     slots: int = 3
+    #: Scores of one straight stretch of code: the matrix unit idles at its ends, compilation takes longer with its length.
+    stretch: int = STRETCH
 
 
 #: (chip, head lanes, bytes of a cache element) -> Blocks, measured better than the rule.
@@ -79,7 +87,8 @@ def blocks_for(
     # rows of an item are lanes of its scores, so they come in whole registers
     smallest = align * 128 // math.gcd(align * group, 128)
     large = smallest if max_query_len > 1 else 0
-    while large and 2 * large * group <= 512 and large < max_query_len:
+    # rows that an item has and its request has not are computed for nothing: most are worth it for long requests alone
+    while large and large < max_query_len and 2 * large * group <= (CHIPS[chip].rows if 16 * large <= max_query_len else ROWS):
         large *= 2
     whole = kv_block = max(1024, 2048 // cache_itemsize, page)
     most = columns * page if reach is None else min(columns * page, page + reach + max(large, 1))
@@ -92,9 +101,12 @@ def blocks_for(
         states = rows * 4 * (2 * 16 + 2 * lanes + (128 if lse else 0))
         return slots * planes * num_kv_heads * kv_block * lanes * cache_itemsize + 3 * rows * lanes * itemsize + states
 
+    while size(kv_block, large) > room and large * group > ROWS and large > smallest:
+        large //= 2
     while size(kv_block, large) > room and kv_block > max(page, 128):
         kv_block //= 2
     while size(kv_block, large) > room and large > smallest:
         large //= 2
     row_tile = next((tile for tile in (512, 384, 256, 128) if large * group % tile == 0), 0)
-    return Blocks(kv_block, large, min(kv_block, 1024), min(kv_block, 256), row_tile, slots)
+    stretch = 2 * STRETCH if large > smallest and large * group > ROWS else STRETCH
+    return Blocks(kv_block, large, min(kv_block, 1024), min(kv_block, 256), row_tile, slots, stretch)

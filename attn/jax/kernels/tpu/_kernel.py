@@ -66,36 +66,41 @@ def _longs(cfg: Config, refs: Refs) -> _pages.Kind:
         return copies + ([copy(refs.lse_rows, refs.lse.at[:, rows(i), :], refs.o_sem)] if cfg.lse else [])
 
     def meet(item: Item, begin: jax.Array, slot: jax.Array) -> None:
-        whole = (begin >= item.low) & (begin + cfg.kv_block <= item.high)
-        pl.when(jnp.logical_not(whole))(lambda: _pages.clean(cfg, refs, slot, item.low - begin, item.high - begin))
+        def step(first: jax.Array, size: int) -> _long.Step:
+            return _long.Step(slot, first, begin + first, size)
 
-        def steps(size: int, start: jax.Array, stop: jax.Array) -> None:
-            """All of rows [start, stop), by steps of `size` where they are clear and else by smaller ones."""
+        def chunk(first: jax.Array) -> None:
+            clear = _long.is_clear(cfg, item, begin + first, begin + first + cfg.chunk)
+
+            @pl.when(clear)
+            def _() -> None:
+                _long.attend(cfg, refs, item, step(first, cfg.chunk), False)
+                _long.settle(cfg, refs, item, step(first, cfg.chunk))
+
+            pl.when(jnp.logical_not(clear))(lambda: edge(first))
+
+        def edge(first: jax.Array) -> None:
+            """The same keys by smaller steps, with masks for those that need them."""
+            stop = jnp.minimum(item.high - begin - first, cfg.chunk)
+            strangers = (stop < cfg.chunk) | (begin + first < item.low)
+
+            @pl.when((stop > 0) & strangers)
+            def _() -> None:
+                _pages.clean(cfg, refs, slot, item.low - begin, item.high - begin)
 
             def one(n: jax.Array, _: None) -> None:
-                first = pl.multiple_of(start + n * size, size)
-                step = _long.Step(slot, first, begin + first, size)
-                clear = _long.is_clear(cfg, item, begin + first, begin + first + size)
-                smallest = size == cfg.key_tile
+                at = pl.multiple_of(first + n * cfg.key_tile, cfg.key_tile)
+                clear = _long.is_clear(cfg, item, begin + at, begin + at + cfg.key_tile)
+                pl.when(clear)(lambda: _long.attend(cfg, refs, item, step(at, cfg.key_tile), False))
+                pl.when(jnp.logical_not(clear))(lambda: _long.attend(cfg, refs, item, step(at, cfg.key_tile), True))
+                _long.settle(cfg, refs, item, step(at, cfg.key_tile))
 
-                @pl.when(clear)
-                def _clear() -> None:
-                    _long.attend(cfg, refs, item, step, False)
-                    if not smallest:
-                        _long.settle(cfg, refs, item, step)
+            lax.fori_loop(0, lax.div(jnp.maximum(stop, 0) + (cfg.key_tile - 1), cfg.key_tile), one, None)
 
-                @pl.when(jnp.logical_not(clear))
-                def _at_the_edge() -> None:
-                    if smallest:
-                        _long.attend(cfg, refs, item, step, True)
-                    else:
-                        steps(cfg.key_tile, first, jnp.minimum(first + size, stop))
-
-                if smallest:
-                    _long.settle(cfg, refs, item, step)
-
-            lax.fori_loop(0, lax.div(stop - start + (size - 1), size), one, None)
-
-        steps(cfg.chunk, jnp.int32(0), jnp.clip(item.high - begin, 1, cfg.kv_block))
+        each = chunk if cfg.chunk > cfg.key_tile else edge
+        if cfg.chunk == cfg.kv_block:
+            each(jnp.int32(0))
+        else:
+            lax.fori_loop(0, cfg.kv_block // cfg.chunk, lambda n, _: each(pl.multiple_of(n * cfg.chunk, cfg.chunk)), None)
 
     return _pages.Kind(queries, outputs, lambda: _long.reset(cfg, refs), meet, lambda: _long.finish(cfg, refs))

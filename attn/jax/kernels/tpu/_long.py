@@ -48,11 +48,11 @@ class Step(NamedTuple):
 #: this small is below 2 ** -66 of it, and what a sum this large multiplies stays far from overflow.
 _ROOM = 60.0
 
-#: Scores of one straight stretch of code: the matrix unit idles at its ends, and compilation takes longer with its length.
-_SCORES_AT_ONCE = 1 << 22
-
 #: Keys whose weights wait for their product with the values, so that the matrix unit has work during exponentials.
 _KEYS_WAITING = 768
+
+#: Heads whose results are turned round in one straight stretch: each waits for the transpose unit alone.
+_HEADS_AT_ONCE = 4
 
 
 def reset(cfg: Config, refs: Refs) -> None:
@@ -85,7 +85,7 @@ def attend(cfg: Config, refs: Refs, item: Item, step: Step, masked: bool) -> Non
     refs.turn[0] = after
     refs.alarm[...] = jnp.zeros(refs.alarm.shape, jnp.int32)
     at_once = 1
-    while cfg.num_kv_heads % (2 * at_once) == 0 and 2 * at_once * cfg.rows * step.size <= _SCORES_AT_ONCE:
+    while cfg.num_kv_heads % (2 * at_once) == 0 and 2 * at_once * cfg.rows * step.size <= cfg.stretch:
         at_once *= 2
 
     def heads(n: jax.Array, _: None) -> None:
@@ -97,7 +97,7 @@ def attend(cfg: Config, refs: Refs, item: Item, step: Step, masked: bool) -> Non
 def settle(cfg: Config, refs: Refs, item: Item, step: Step) -> None:
     """Do a step again where the alarm was raised. Apart from `attend`, so that masked steps and others share the code."""
 
-    @pl.when(jnp.max(refs.alarm[...]) > 0)
+    @pl.when(refs.turn[1] > 0)
     def _() -> None:
         after = refs.turn[0]
 
@@ -131,7 +131,7 @@ def _streamed(
             refs.l[after, k, :, at] = total
             fine = (total >= 2.0**-_ROOM) & (total <= 2.0**_ROOM)
             if masked:
-                fine |= (total == 0) & (jnp.max(s, axis=0, keepdims=True) == -jnp.inf)
+                fine |= (total == 0) & _blind(cfg, item, step.first + offset, s, top)
             if offset + cfg.key_tile == step.size:
                 refs.alarm[:, at] |= jnp.where(fine, 0, 1)
             waiting.append(
@@ -139,8 +139,17 @@ def _streamed(
                     _add_values, cfg, refs, step.slot, keys_at, k, at, p.astype(refs.q.dtype), source, after, masked
                 )
             )
-    for product in waiting:
-        product()
+    if masked or cfg.rebiased:  # values raise the alarm as well
+        waiting.append(lambda: _sum_up(refs))
+    else:
+        waiting.insert(0, lambda: _sum_up(refs))
+    for work in waiting:
+        work()
+
+
+def _sum_up(refs: Refs) -> None:
+    """The alarm as a scalar: that takes long, so it is asked for where other work is left."""
+    refs.turn[1] = jnp.any(refs.alarm[...] > 0).astype(jnp.int32)
 
 
 def _add_values(
@@ -151,8 +160,8 @@ def _add_values(
     total = refs.acc[source, k, :, at] + dot(values, p, 0, 0)
     refs.acc[after, k, :, at] = total
     if masked:  # 0 * NaN is NaN for the rows that may not see it
-        strange = jnp.max(jnp.where(jnp.abs(total) < jnp.inf, 0, 1), axis=0, keepdims=True)
-        refs.alarm[:, at] |= strange
+        finite = jnp.abs(jnp.sum(total, axis=0, keepdims=True)) < jnp.inf
+        refs.alarm[:, at] |= jnp.where(finite, 0, 1)
 
 
 def _exact(cfg: Config, refs: Refs, item: Item, step: Step, k: jax.Array, before: jax.Array, after: jax.Array) -> None:
@@ -200,36 +209,58 @@ def _scores(
 ) -> jax.Array:
     """[keys, rows] of one tile, in units of log2; `first` is the position of its first key, `top` its first row."""
     at = slice(top, top + cfg.row_tile)
-    s = dot(keys, refs.q[item.q_slot, k, at, :], 1, 1) * refs.rules[K_FACTOR, k, :1, at]
+    s = dot(keys, refs.q[item.q_slot, k, at, :], 1, 1) * refs.rules[K_FACTOR, k, :, at]
     if cfg.logits_soft_cap:
         s = jnp.tanh(s) * (cfg.logits_soft_cap * LOG2_E)
     if not (masked or cfg.alibi):
         return s
-    j = first + lax.broadcasted_iota(jnp.int32, s.shape, 0)
-    position = item.position + lax.div(top + lax.broadcasted_iota(jnp.int32, (1, cfg.row_tile), 1), cfg.group)
+    key = lax.broadcasted_iota(jnp.int32, s.shape, 0)
+    position = _positions(cfg, item, top)
     if cfg.alibi:
-        away = (j - position).astype(jnp.float32)
-        s += refs.rules[SLOPE, k, :1, at] * (away if cfg.causal and not cfg.tree else -jnp.abs(away))
+        away = (key + (first - position)).astype(jnp.float32)
+        s += refs.rules[SLOPE, k, :, at] * (away if cfg.causal and not cfg.tree else -jnp.abs(away))
     if not masked:
         return s
-    seen = (j < item.high) & (j >= item.low)
-    if cfg.causal:
-        ordered = j <= position
-        if cfg.tree:
-            # row w of a one-hot matrix is new key w: a product places the tree's edges among the keys
-            shape = (cfg.key_tile, LANES)
-            node = first - item.context + lax.broadcasted_iota(jnp.int32, shape, 0)
-            one_hot = jnp.where(node == lax.broadcasted_iota(jnp.int32, shape, 1), 1.0, 0.0).astype(refs.edges.dtype)
-            edge = dot(one_hot, refs.edges[item.q_slot, at, :], 1, 1) > 0.5
-            is_tree = item.context != NO_TREE
-            ordered = (ordered & jnp.logical_not(is_tree)) | ((j < item.context) & is_tree) | edge
-        seen &= ordered
-    left, right = cfg.window
-    if left is not None:
-        seen &= j >= position - left
-    if right is not None:
-        seen &= j <= position + right
+    low, high = _seen_by_order(cfg, item, position)
+    seen = key < high - first
+    if low is not None:
+        seen &= key >= low - first
+    if cfg.causal and cfg.tree:
+        # row w of a one-hot matrix is new key w: a product places the tree's edges among the keys
+        shape = (cfg.key_tile, LANES)
+        node = first - item.context + lax.broadcasted_iota(jnp.int32, shape, 0)
+        one_hot = jnp.where(node == lax.broadcasted_iota(jnp.int32, shape, 1), 1.0, 0.0).astype(refs.edges.dtype)
+        edge = dot(one_hot, refs.edges[item.q_slot, at, :], 1, 1) > 0.5
+        is_tree = item.context != NO_TREE
+        ordered = key <= position - first
+        seen &= (ordered & jnp.logical_not(is_tree)) | ((key < item.context - first) & is_tree) | edge
     return jnp.where(seen, s, -jnp.inf)
+
+
+def _positions(cfg: Config, item: Item, top: int) -> jax.Array:
+    """[1, rows] of a tile whose first row is `top`."""
+    return item.position + lax.div(top + lax.broadcasted_iota(jnp.int32, (1, cfg.row_tile), 1), cfg.group)
+
+
+def _seen_by_order(cfg: Config, item: Item, position: jax.Array) -> tuple[jax.Array | None, jax.Array]:
+    """Rows see keys of [low, high), [1, rows] each, but for what a tree hides. low: None where that is 0."""
+    left, right = cfg.window
+    low = None if left is None else jnp.maximum(position - left, item.low)
+    high = jnp.broadcast_to(item.high, position.shape)
+    if cfg.causal and not cfg.tree:
+        high = jnp.minimum(high, position + 1)
+    if right is not None:
+        high = jnp.minimum(high, position + right + 1)
+    return low, high
+
+
+def _blind(cfg: Config, item: Item, first: jax.Array, s: jax.Array, top: int) -> jax.Array:
+    """[1, rows]: whether a row sees no key of the tile with scores `s`, the first of which is at position `first`."""
+    if cfg.tree:
+        return jnp.max(s, axis=0, keepdims=True) == -jnp.inf
+    low, high = _seen_by_order(cfg, item, _positions(cfg, item, top))
+    blind = high <= first
+    return blind if low is None else blind | (low >= jnp.minimum(high, first + cfg.key_tile))
 
 
 def finish(cfg: Config, refs: Refs) -> None:
@@ -247,4 +278,4 @@ def finish(cfg: Config, refs: Refs) -> None:
             lse = (m + jnp.log2(total)) * (1 / LOG2_E)
             refs.lse_rows[k] = jnp.transpose(jnp.broadcast_to(lse[:1], (LANES, lse.shape[1])))
 
-    lax.fori_loop(0, cfg.num_kv_heads, head, None)
+    lax.fori_loop(0, cfg.num_kv_heads, head, None, unroll=_HEADS_AT_ONCE if cfg.num_kv_heads % _HEADS_AT_ONCE == 0 else 1)

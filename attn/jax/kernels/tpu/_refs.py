@@ -70,6 +70,7 @@ class Config(PagedConfig):
     chunk: int  # keys a step of a long request where every row sees them all
     key_tile: int  # keys of a score matrix, and of any other step
     row_tile: int  # and its query rows
+    stretch: int  # scores of one straight stretch of code
     join: int  # J: kv heads that a single treats as one
     single_rows: int  # J * G, padded to whole tiles
     window: tuple[int | None, int | None]
@@ -111,14 +112,14 @@ class Refs(PagedRefs):
     out: Ref = None
     lse: Ref = None  # [K, rows of all, 128]
     tree: Ref = None  # [rows of all, 128]
-    rules: Ref = None  # [4, K, 8, M] float32 in VMEM
+    rules: Ref = None  # [4, K, 1, M] float32 in VMEM
     q: Ref = None  # [2, K, M, lanes] in VMEM
     o: Ref = None
     m: Ref = None  # [K, 8, M], rows alike
     l: Ref = None  # noqa: E741  # [2, K, 8, M]
     acc: Ref = None  # [2, K, lanes, M]
-    turn: Ref = None  # [1] in SMEM: which of the two is current
-    alarm: Ref = None  # [8, M] int32, above 0 where a step must be done again
+    turn: Ref = None  # [2] in SMEM: which of the two is current, and whether the step must be done again
+    alarm: Ref = None  # [8, M] int32, above 0 for rows whose step must be done again
     lse_rows: Ref = None
     edges: Ref = None  # [2, M, 128]
 

@@ -51,7 +51,7 @@ def reset(cfg: Config, refs: Refs) -> None:
 def failed(cfg: Config, refs: Refs) -> jax.Array:
     """Whether the item is to be done again, `exact`: a sum is not finite, or a NaN of the cache was lost."""
     strange = jnp.where(refs.l1[...] < jnp.inf, 0, 1).reshape(-1, 8, LANES)
-    return jnp.max(jnp.maximum(jnp.max(strange, axis=0), refs.alarm1[...])) > 0
+    return jnp.any(jnp.maximum(jnp.max(strange, axis=0), refs.alarm1[...]) > 0)
 
 
 def attend(cfg: Config, refs: Refs, item: Item, slot: jax.Array, begin: jax.Array, masked: bool, exact: bool = False) -> None:

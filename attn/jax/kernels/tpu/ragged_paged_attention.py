@@ -124,7 +124,7 @@ def ragged_paged_attention(
     cfg = Config(
         num_kv_heads=num_kv_heads, planes=planes, group=group, lanes=lanes, page=page, tile=tile, align=align,
         large=blocks.large, kv_block=blocks.kv_block, slots=blocks.slots, chunk=blocks.chunk,
-        key_tile=blocks.key_tile, row_tile=blocks.row_tile,
+        key_tile=blocks.key_tile, row_tile=blocks.row_tile, stretch=blocks.stretch,
         join=join, single_rows=-(-join * group // native) * native, causal=causal, window=window,
         logits_soft_cap=logits_soft_cap or None, alibi=alibi_slopes is not None, sinks=sinks is not None,
         tree=tree_mask is not None, lse=return_lse, write=key is not None,
@@ -146,7 +146,7 @@ def ragged_paged_attention(
     }  # fmt: skip
     if cfg.large:
         arrays["query"] = _by_kv_head(cfg, padded[plan.token_of_row])
-        arrays["rules"] = jnp.tile(rules[:, :, None], (1, 1, 8, cfg.large))
+        arrays["rules"] = jnp.tile(rules[:, :, None], (1, 1, 1, cfg.large))
         if tree_mask is not None:
             width = tree_mask.shape[1]
             node = jnp.clip(plan.token_of_row - query_start_loc[plan.request_of_row], 0, width - 1)
@@ -236,7 +236,7 @@ def _launch(cfg: Config, arrays: dict[str, jax.Array], kv_cache: jax.Array, chip
             "m": pltpu.VMEM((heads, 8, rows), jnp.float32),
             "l": pltpu.VMEM((2, heads, 8, rows), jnp.float32),
             "acc": pltpu.VMEM((2, heads, lanes, rows), jnp.float32),
-            "turn": pltpu.SMEM((1,), jnp.int32),
+            "turn": pltpu.SMEM((2,), jnp.int32),
             "alarm": pltpu.VMEM((8, rows), jnp.int32),
         }
         if cfg.lse:

@@ -15,7 +15,7 @@ import torch
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.mla.latent import dcp_row_limits
 from attn.backends.mla.prefill.abstract import MLAContextChunk, MLAPrefillMetadata
-from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
+from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder, exportable
 
 if TYPE_CHECKING:
     from attn.backends.metadata import IntArray
@@ -122,6 +122,7 @@ class MLAPrefillBatch:
         return ContextPlan(meta, tuple(places))
 
 
+@exportable
 @dataclass
 class MLACommonMetadata(PagedAttentionMetadata):
     """One batch on the device, and its two parts (None: no such request)."""

@@ -9,8 +9,10 @@ included: results depend neither on how a prompt is cut into chunks nor on which
 Weights are absorbed once, by `process_weights_after_loading` or the first call; after loading other weights call it again.
 """
 
+import copy
 from collections.abc import Collection
-from typing import Any, TypeVar
+from types import SimpleNamespace
+from typing import Any, Self, TypeVar
 
 import torch
 
@@ -59,6 +61,7 @@ class MLACommonImpl(LatentImpl[MLACommonMetadata]):
     """
 
     framework = "torch"
+    traceable = False
     prefill_backend: str | None = None
     prefill_features: Collection[str] = ()
     _absorbed: "tuple[torch.dtype, torch.device] | None" = None
@@ -225,6 +228,14 @@ class MLACommonImpl(LatentImpl[MLACommonMetadata]):
         return key, heads[..., self.qk_nope_head_dim :]
 
     # --- checks ------------------------------------------------------------------------------------------------------
+
+    def with_indices(self, topk_indices: torch.Tensor, query: torch.Tensor) -> Self:
+        """This implementation, absorbed for such queries, with another's choice of keys."""
+        if self._absorbed != (query.dtype, query.device):
+            self._absorb_for(query)
+        other = copy.copy(self)
+        other.indexer = SimpleNamespace(topk_indices=topk_indices)
+        return other
 
     def _absorb_for(self, query: torch.Tensor) -> None:
         """Absorb for this call's dtype and device. Raises `DeviceError` when the weights lie elsewhere."""

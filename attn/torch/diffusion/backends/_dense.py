@@ -4,16 +4,17 @@ Most kernels know no masks but take ragged batches; `pack` gives them the keys t
 causality the order of keys means nothing, so that any mask of keys is a shorter sequence.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from attn.arrays import to_framework
 from attn.capabilities import Feature
-from attn.diffusion.backends.abstract import DiffusionAttentionBackend
+from attn.diffusion.backends.abstract import DiffusionAttentionBackend, DiffusionAttentionMetadata
 from attn.diffusion.backends.dense import DenseAttentionImpl, Keys
 from attn.errors import DeviceError, UnsupportedError
+from attn.torch import graphs
 
 
 class DenseBackend(DiffusionAttentionBackend):
@@ -22,6 +23,25 @@ class DenseBackend(DiffusionAttentionBackend):
 
 class DenseImpl(DenseAttentionImpl):
     framework = "torch"
+    #: Whether `torch.compile` can look through `_attend`; one that says no is an operator of the graph.
+    traceable: ClassVar[bool] = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.graph_key = graphs.dense_key(self)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_metadata: DiffusionAttentionMetadata | None = None,
+    ) -> torch.Tensor:
+        if self.traceable or not torch.compiler.is_compiling():
+            result: torch.Tensor = super().forward(query, key, value, attn_metadata)
+            return result
+        query, key, value, keys = self._prepared(query, key, value, attn_metadata)
+        return graphs.dense(self, query, key, value, keys)
 
     def _as_mask(self, given: Any, like: torch.Tensor) -> torch.Tensor:
         mask: torch.Tensor = to_framework(given, "torch").to(like.device)

@@ -19,6 +19,8 @@ def masked(key: torch.Tensor, value: torch.Tensor, keys: Keys) -> tuple[torch.Te
 class SDPABase(DenseImpl):
     """The call, its masks, and rows without keys."""
 
+    traceable = True
+
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys) -> torch.Tensor:
         key, value, mask = masked(key, value, keys)
         rows, length = query.shape[1], key.shape[1]

@@ -1,0 +1,309 @@
+"""What vLLM calls: its three attention interfaces over this library's selector, builders and implementations.
+
+A layer chooses its backend by this library's selector when it is built, so that what nobody serves is refused before any
+weight is loaded, and once more for the block size that vLLM settles on later. Of a batch there is one description for all
+layers; each of our backends makes its own metadata from it when the first of its layers asks. vLLM's cache of a layer is a
+tensor [N, K, P, 2 D] of strides that vLLM chooses; our backends get a view of it. A token's value follows its key; on a
+processor, where a head's tokens lie side by side in a block, the head's values follow its keys, as in vLLM's own backend there.
+
+Whatever vLLM says that changes the meaning of a call and is not known here is refused, so that a later vLLM's features are
+not dropped: arguments of a layer, flags of a configuration, fields of a batch.
+"""
+
+import inspect
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from vllm.config import get_current_vllm_config_or_none
+from vllm.platforms import current_platform
+from vllm.v1.attention import backend as vllm_backend
+from vllm.v1.kv_cache_interface import KVCacheLayout
+
+from attn.backends.arguments import layer_features, window_pair
+from attn.backends.metadata import CommonAttentionMetadata
+from attn.backends.registry import AttentionBackendEnum
+from attn.capabilities import ENCODER_TYPES, AttentionType, Feature, Request
+from attn.dtypes import KV_CACHE_DTYPES, PER_TOKEN_HEAD
+from attn.errors import UnsupportedError
+from attn.integrations.vllm import logger
+from attn.selector import make_request, select
+from attn.torch import kv_cache as caches
+from attn.torch.layer import Attention
+
+_ELSEWHERE = "attn serves no layer of vLLM's with it; take one of vLLM's own backends"
+_BLOCK_SIZE = 16  #: until vLLM has settled on one; for layers without a cache it stays
+#: vLLM's words for what a layer needs, where this library has one too.
+_FEATURES = {
+    "has_sink": Feature.SINKS, "has_sliding_window": Feature.SLIDING_WINDOW, "use_non_causal": Feature.NON_CAUSAL,
+    "use_per_head_quant_scales": Feature.PER_HEAD_SCALES,
+}  # fmt: skip
+#: What else of a configuration is read, or asks nothing of a backend; anything more that is set is refused.
+_READ = {"head_size", "dtype", "kv_cache_dtype", "block_size", "attn_type", "device_capability", "use_kv_connector"}
+#: A layer's further arguments, at what they are when they say nothing.
+_OFF = {"chunk_lookback": -1}
+#: Fields of a batch that are read here, or that say nothing about which keys a row sees.
+_KNOWN = {
+    "query_start_loc", "query_start_loc_cpu", "seq_lens", "num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len",
+    "block_table_tensor", "slot_mapping", "causal", "seq_lens_cpu_upper_bound",
+    "logits_indices_padded", "num_logits_indices", "max_logits_per_req", "encoder_seq_lens", "encoder_seq_lens_cpu",
+    "positions", "is_prefilling", "req_idx", "replayssm_decode_base_cpu",
+}  # fmt: skip
+
+
+class AttnBackend(vllm_backend.AttentionBackend):
+    """CUSTOM of vLLM's registry."""
+
+    forward_includes_kv_cache_update = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = [name for name in KV_CACHE_DTYPES if name not in PER_TOKEN_HEAD]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type["AttnImpl"]:
+        return AttnImpl
+
+    @staticmethod
+    def get_builder_cls() -> type["AttnMetadataBuilder"]:
+        return AttnMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        return [vllm_backend.MultipleOf(16)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...] | None:
+        """Any; on a processor rather with a head's tokens side by side, which CPU_ATTN reads in long runs."""
+        if not current_platform.is_cpu():
+            return None
+        return (KVCacheLayout.LBHNC, *(layout for layout in KVCacheLayout if layout is not KVCacheLayout.LBHNC))
+
+    @classmethod
+    def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
+        """Every reason against a layer of this configuration: of this integration, then of each of our backends."""
+        asked = inspect.signature(super().validate_configuration).bind(*args, **kwargs).arguments
+        features = {feature for word, feature in _FEATURES.items() if asked.pop(word, False)}
+        why = [f"{word} not supported: {_ELSEWHERE}" for word, value in asked.items() if value and word not in _READ]
+        name, attn_type = _layer_name(), _word(asked["attn_type"])
+        problem = _cache_problem(asked["kv_cache_dtype"])
+        if problem:
+            return [f"{name}: {reason}" for reason in (*why, problem)]
+        request = make_request(
+            asked["head_size"], asked["dtype"], asked["kv_cache_dtype"], asked["block_size"],
+            attn_type=attn_type, features=features,
+        )  # fmt: skip
+        selection = select(request, framework="torch")
+        if selection.winner is None:
+            why += [*selection.reasons, _able(request)]
+        return [f"{name}: {reason}" for reason in why]
+
+
+@dataclass
+class AttnMetadata(vllm_backend.AttentionMetadata):
+    """One batch in this library's words, and what its backends have made of it so far.
+
+    `slot_mapping` is there for vLLM's cross attention, which puts the encoder's in its place.
+    """
+
+    batch: CommonAttentionMetadata
+    slot_mapping: torch.Tensor
+    device: torch.device
+    built: dict[Any, Any] = field(default_factory=dict)
+
+    def of(self, layer: Attention) -> Any:
+        """The metadata of a layer's backend."""
+        key = (layer.backend, layer.kv_cache_spec)
+        if key not in self.built:
+            logger.info_once("Using %s of attn for %s", layer.selection.name, layer.selection.request)
+            batch, spec = self.batch, layer.kv_cache_spec
+            if spec.attn_type in ENCODER_TYPES:  # vLLM gives one block a request, which nobody reads
+                columns = -(-batch.max_seq_len // spec.block_size)
+                batch = batch.replace(block_table=batch.block_table.new_zeros(batch.num_reqs, columns))
+            self.built[key] = layer.backend.get_builder_cls()(spec, device=self.device).build(0, batch)
+        return self.built[key]
+
+
+class AttnMetadataBuilder(vllm_backend.AttentionMetadataBuilder):
+    """vLLM's batch in this library's words."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        # before a draft is verified its lengths on the host are bounds
+        self.exact = getattr(vllm_config, "speculative_config", None) is None
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> AttnMetadata:
+        common = common_attn_metadata
+        for name in (f.name for f in fields(common) if f.name not in _KNOWN and not f.name.startswith("_")):
+            value = getattr(common, name)
+            if value is not None and (isinstance(value, torch.Tensor) or value):
+                self._refuse(name)
+        if isinstance(common.causal, torch.Tensor):
+            self._refuse("causality of each request its own")
+        lens = common.seq_lens
+        if lens.device.type != "cpu":
+            lens = getattr(common, "seq_lens_cpu_upper_bound", None) if self.exact else None
+        batch = CommonAttentionMetadata(
+            query_start_loc=common.query_start_loc,
+            seq_lens=common.seq_lens,
+            block_table=common.block_table_tensor,
+            slot_mapping=common.slot_mapping,
+            num_reqs=common.num_reqs,
+            num_actual_tokens=common.num_actual_tokens,
+            max_query_len=common.max_query_len,
+            max_seq_len=common.max_seq_len,
+            causal=common.causal,
+            query_start_loc_cpu=common.query_start_loc_cpu.numpy(),
+            seq_lens_cpu=None if lens is None else lens.numpy(),
+        )
+        return AttnMetadata(batch, common.slot_mapping, self.device)
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise UnsupportedError(f"{', '.join(self.layer_names)}: {what} not supported: {_ELSEWHERE}")
+
+
+class AttnImpl(vllm_backend.AttentionImpl):
+    """One layer: this library's choice for it, over vLLM's cache."""
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+        **further: Any,
+    ) -> None:
+        """vLLM's arguments. A layer that shares another's cache needs nothing of a backend: vLLM does not ask it to write.
+
+        Raises `UnsupportedError`, which names the layer, for what no backend here serves.
+        """
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.alibi_slopes, self.sliding_window, self.logits_soft_cap = alibi_slopes, sliding_window, logits_soft_cap
+        self.kv_cache_dtype, self.attn_type, self.sinks = kv_cache_dtype, _word(attn_type), sinks
+        self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
+        self.dtype, self.name = torch.get_default_dtype(), _layer_name()
+        self.layers: dict[int, Attention] = {}
+        self._seen: tuple[torch.Tensor, torch.Tensor] | None = None
+        asks = getattr(get_current_vllm_config_or_none(), "attention_config", None)
+        self.features = [Feature.NON_CAUSAL] if getattr(asks, "use_non_causal", False) else []
+        for name, value in further.items():
+            if value not in (None, False) and value != _OFF.get(name):
+                raise UnsupportedError(f"{self.name}: {name}={value!r} not supported: {_ELSEWHERE}")
+        if problem := _cache_problem(kv_cache_dtype):
+            raise UnsupportedError(f"{self.name}: {problem}")
+        self._layer(_BLOCK_SIZE)
+
+    def _layer(self, block_size: int) -> Attention:
+        """This layer over blocks of a size, chosen once; it has the choice and its reasons."""
+        if block_size not in self.layers:
+            try:
+                self.layers[block_size] = Attention(
+                    self.num_heads, self.head_size, self.scale, self.num_kv_heads, self.alibi_slopes, self.sliding_window,
+                    self.kv_cache_dtype, self.logits_soft_cap, self.attn_type, sinks=self.sinks, dtype=self.dtype,
+                    block_size=block_size, features=self.features,
+                )  # fmt: skip
+            except UnsupportedError as error:
+                raise UnsupportedError(f"{self.name}: {error}\n{_able(self._request())}", error.reasons) from None
+        return self.layers[block_size]
+
+    def _request(self) -> Request:
+        window = window_pair(self.sliding_window, self.attn_type)
+        features = layer_features(window, self.logits_soft_cap or None, self.alibi_slopes, self.sinks, None)
+        wanted = features.union(self.features)
+        return make_request(self.head_size, self.dtype, self.kv_cache_dtype, attn_type=self.attn_type, features=wanted)
+
+    def _cache(self, layer: Attention, kv_cache: torch.Tensor) -> torch.Tensor:
+        """vLLM's cache [N, K, P, 2 D] as one of the layer's backend."""
+        if self._seen is None or self._seen[0] is not kv_cache:
+            blocks, heads, size, row = kv_cache.shape
+            if row != 2 * self.head_size:
+                raise UnsupportedError(
+                    f"{self.name}: a cache with rows of {row} elements for head_size={self.head_size}: "
+                    f"{Feature.HEAD_SIZE_V.value} not supported: {_ELSEWHERE}"
+                )
+            element = caches.element_type(self.kv_cache_dtype, self.dtype)
+            pages = (
+                kv_cache.view(element) if kv_cache.itemsize == element.itemsize == 1 else kv_cache
+            )  # codes may come as bytes
+            if pages.device.type == "cpu" and pages.stride(2) == row:
+                both = pages.view(blocks, heads, 2, size, self.head_size).permute(2, 0, 3, 1, 4)
+            else:
+                both = pages.unflatten(3, (2, self.head_size)).permute(3, 0, 2, 1, 4)
+            self._seen = kv_cache, caches.in_layout(layer.backend, both)
+        return self._seen[1]
+
+    def do_kv_cache_update(
+        self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> None:
+        """Write key, value [T, K, D] at `slot_mapping` [T]; encoders keep no cache."""
+        if self.attn_type not in ENCODER_TYPES:
+            own = self._layer(kv_cache.shape[2])
+            own.impl.do_kv_cache_update(layer, key, value, self._cache(own, kv_cache), slot_mapping)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: AttnMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """query, output: [T, H, D]; key, value: [T, K, D], in the cache already unless this is an encoder."""
+        if attn_metadata is None:  # a profiling run
+            return output.fill_(0)
+        cache = None
+        if self.attn_type in ENCODER_TYPES:
+            own = self._layer(_BLOCK_SIZE)
+        else:
+            own, key, value = self._layer(kv_cache.shape[2]), None, None  # type: ignore[assignment]
+            cache = self._cache(own, kv_cache)
+        if self.sinks is not None:
+            own.impl.sinks = self.sinks.detach().float()  # the model's, loaded since, and maybe again
+        try:
+            own.impl.forward(layer, query, key, value, cache, attn_metadata.of(own), output, output_scale, output_block_scale)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{self.name}: {error}\n{_able(self._request())}", error.reasons) from None
+        return output
+
+
+def _word(attn_type: Any) -> str:
+    """vLLM's attention type, a member of a str enum, as this library's."""
+    return str(getattr(attn_type, "value", attn_type))
+
+
+def _cache_problem(kv_cache_dtype: str | None) -> str | None:
+    """Why caches of a kind are not served: unknown here, or with scales that vLLM keeps elsewhere in a block."""
+    if kv_cache_dtype is None or kv_cache_dtype in AttnBackend.supported_kv_cache_dtypes:
+        return None
+    return f"kv_cache_dtype={kv_cache_dtype} not supported (supports {', '.join(AttnBackend.supported_kv_cache_dtypes)})"
+
+
+def _able(request: Request) -> str:
+    """Who serves a request, on whatever device."""
+    candidates = [member.candidate() for member in AttentionBackendEnum]
+    here = [c for c in candidates if getattr(getattr(c.backend, "capabilities", None), "framework", None) == "torch"]
+    names = [c.name for c in here if c.backend is not None and not c.backend.why_not(request)]
+    return f"backends that have it, on their devices: {', '.join(names) or 'none'}"
+
+
+def _layer_name() -> str:
+    """The layer that is being built: vLLM tells an implementation everything but its name, `prefix` of its constructor."""
+    frame = inspect.currentframe()
+    while frame := frame and frame.f_back:
+        if isinstance(frame.f_locals.get("self"), torch.nn.Module) and frame.f_locals.get("prefix"):
+            return str(frame.f_locals["prefix"])
+    return "an attention layer"

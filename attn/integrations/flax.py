@@ -1,0 +1,89 @@
+"""flax: one of our layers as the `attention_fn` of `nnx.MultiHeadAttention` and of linen's.
+
+    layer = attn.jax.Attention(8, 64, num_kv_heads=2, sliding_window=128, sinks=sinks)
+    block = nnx.MultiHeadAttention(8, 512, num_kv_heads=2, attention_fn=attention_fn(layer), decode=False, rngs=rngs)
+
+A layer brings its scale, window, cap, sinks and backend; `attn.jax.attention_fn` is the one without any of these, and
+differentiable in every call.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import attn
+from attn.backends.metadata import CommonAttentionMetadata
+from attn.capabilities import ENCODER_TYPES
+from attn.errors import UnsupportedError
+from attn.jax.dot_product import flat_call, refuse_flax
+from attn.jax.kv_cache import allocate
+from attn.jax.layer import Attention
+
+
+def attention_fn(layer: Attention) -> Callable[..., jax.Array]:
+    """What flax calls with query [..., T, H, D], key and value [..., S, K, D], for [..., T, H, D].
+
+    Causal and bidirectional squares go through the layer's backend over a cache made for the call, without gradients, like
+    every call of the layer. A drawn mask (of any dtype, non-zero = attend) and causality with T != S, counted from the first
+    row as flax does, go to `attn.attention`: the same in float32, differentiable. A window needs T == S. The function raises
+    `UnsupportedError` for what it has no place for: dropout, biases, sown weights, a causal call of an encoder's layer.
+    """
+
+    def attend(
+        query: jax.Array,
+        key: jax.Array,
+        value: jax.Array,
+        bias: jax.Array | None = None,
+        mask: jax.Array | None = None,
+        broadcast_dropout: bool = True,
+        dropout_rng: Any = None,
+        dropout_rate: float = 0.0,
+        deterministic: bool = False,
+        dtype: Any = None,
+        precision: Any = None,
+        module: Any = None,
+        is_causal: bool = False,
+        **_: Any,
+    ) -> jax.Array:  # every name stands here: linen drops, silently, what a signature does not have
+        refuse_flax(dropout_rate, deterministic, module)
+
+        def of_layer(q: jax.Array, k: jax.Array, v: jax.Array, bias: Any, mask: Any, *, is_causal: bool) -> jax.Array:
+            return _dense(layer, q, k, v, bias, mask, is_causal)
+
+        return flat_call(of_layer, query, key, value, bias, mask, dtype, is_causal)
+
+    return attend
+
+
+def _dense(
+    layer: Attention, query: jax.Array, key: jax.Array, value: jax.Array, bias: Any, mask: Any, causal: bool
+) -> jax.Array:
+    impl, name = layer.impl, layer.backend.get_name()
+    (batch, rows, heads, size), keys = query.shape, key.shape[1]
+    encoder = impl.attn_type in ENCODER_TYPES
+    if bias is not None:
+        raise UnsupportedError(f"{name}: bias: numbers added to scores are not supported (attn.jax.attention_fn takes them)")
+    if causal and encoder:
+        raise UnsupportedError(f"{name}: is_causal: a layer of type {impl.attn_type} is not causal")
+    if rows != keys and impl.window != (None, None):
+        raise UnsupportedError(f"{name}: a window over {rows} rows and {keys} keys: at which of them a row stands is not known")
+    if mask is not None or rows != keys:
+        if causal and rows != keys:
+            triangle = jnp.tril(jnp.ones((1, 1, rows, keys), bool))
+            mask, causal = triangle if mask is None else mask & triangle, False
+        drawn: jax.Array = attn.attention(
+            query, key, value, causal=causal, scale=impl.scale, window=impl.window, logits_soft_cap=impl.logits_soft_cap,
+            alibi_slopes=impl.alibi_slopes, sinks=impl.sinks, mask=mask,
+        )  # fmt: skip
+        return drawn
+    spec, lens, blocks = layer.kv_cache_spec, [rows] * batch, -(-rows // layer.kv_cache_spec.block_size)
+    table = np.arange(batch * blocks).reshape(batch, blocks)
+    described = CommonAttentionMetadata.from_lens(lens, lens, table, spec.block_size, causal=causal)
+    metadata = layer.backend.get_builder_cls()(spec, config={"bucket": False}).build(0, described)
+    cache = None if encoder else allocate(layer.backend, spec, max(1, batch * blocks))
+    query, key, value = (x.reshape(batch * rows, -1, size) for x in (query, key, value))
+    out, _ = layer(query, key, value, cache, metadata)
+    return out.reshape(batch, rows, heads, size)  # type: ignore[no-any-return]

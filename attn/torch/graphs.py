@@ -1,0 +1,238 @@
+"""A layer's whole call as one operator: what `torch.compile` and `torch.export` see of a backend that they cannot trace.
+
+Most backends ask lengths on the host, plan, or call into a vendor's library: none of that can stand in a graph. In one, the
+call of such a layer is an operator with a fake (shapes alone), which runs the implementation when the graph runs; one that can
+be traced says so (`traceable`) and is. The operators take tensors and text only, so that a graph may be kept:
+
+* `attn::layer`: a paged layer is described by its arguments (JSON) and made again where the graph runs; an MLA layer, which
+  has weights, is looked up among those that live in this process.
+* `attn::dense`: a diffusion implementation's call, described likewise.
+
+A batch is its tensors. The metadata object that they came with is used if it is alive and holds these very tensors, which
+saves building it again for each layer; the graph of another process builds it. Gradients end here: where they are wanted, use
+what is traced (`attn.torch.scaled_dot_product_attention`, `DiffusionAttention` over TORCH_SDPA or CUDNN_ATTN).
+"""
+
+import copy
+import functools
+import inspect
+import itertools
+import json
+import weakref
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import Tensor, library
+
+from attn.backends.abstract import KVCacheSpec
+from attn.backends.metadata import CommonAttentionMetadata
+from attn.diffusion.backends.dense import Keys
+from attn.distributed import world_size
+from attn.errors import UnsupportedError
+from attn.imports import resolve_obj_by_qualname
+from attn.torch.metadata import ARRAYS, alive
+
+_numbers = itertools.count(1)
+_layers: "weakref.WeakValueDictionary[str, Any]" = weakref.WeakValueDictionary()
+_LIVE = "live:"
+
+
+def _path(cls: type) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _text(said: dict[str, Any]) -> str:
+    return json.dumps(said, default=lambda number: number.item())  # NumPy's numbers too
+
+
+def uncaptured(name: str, *, mutates_args: tuple[str, ...]) -> Any:
+    """`custom_op` that compilers leave out of the CUDA graphs they capture, where this torch lets one say so.
+
+    What plans or asks the host is not what a replay would repeat.
+    """
+    tag = getattr(torch.Tag, "cudagraph_unsafe", None)
+    known = tag is not None and "tags" in inspect.signature(library.custom_op).parameters
+    more: dict[str, Any] = {"tags": (tag,)} if known else {}
+    return library.custom_op(name, mutates_args=mutates_args, **more)
+
+
+def live_key(layer: Any) -> str:
+    """A key by which a layer is found in this process for as long as it lives."""
+    key = f"{_LIVE}{type(layer).__name__}-{next(_numbers)}"
+    _layers[key] = layer
+    return key
+
+
+def paged_key(impl: Any, spec: KVCacheSpec) -> str:
+    """Text from which a paged implementation can be made again; its per-head vectors are the call's."""
+    names = ("num_heads", "head_size", "scale", "num_kv_heads", "kv_cache_dtype", "logits_soft_cap", "attn_type",
+             "kv_sharing_target_layer_name")  # fmt: skip
+    arguments = {name: getattr(impl, name) for name in names} | {"sliding_window": impl.window}
+    return _text({"impl": _path(type(impl)), "arguments": arguments, "spec": asdict(spec)})
+
+
+@functools.lru_cache(1024)
+def _made(key: str, lse: bool) -> tuple[Any, KVCacheSpec]:
+    """(impl, spec) of `paged_key`'s text, without per-head vectors."""
+    said = json.loads(key)
+    for part in (said["arguments"], said["spec"]):
+        part["sliding_window"] = _paired(part["sliding_window"])
+    impl = resolve_obj_by_qualname(said["impl"])(**said["arguments"])
+    impl.need_to_return_lse_for_decode = lse
+    return impl, KVCacheSpec(**said["spec"])
+
+
+def _paired(window: Any) -> Any:
+    return tuple(window) if isinstance(window, list) else window
+
+
+class _Scales:
+    """What an implementation asks its layer for: the scales of a quantised cache."""
+
+    def __init__(self, k_scale: Tensor, v_scale: Tensor) -> None:
+        self._k_scale, self._v_scale = k_scale, v_scale
+        self._q_scale = self._prob_scale = torch.ones(())
+
+    _k_scale_float = property(lambda self: float(self._k_scale))
+    _v_scale_float = property(lambda self: float(self._v_scale))
+
+
+def call(layer: Any, query: Tensor, key: Any, value: Any, kv_cache: Any, attn_metadata: Any, out: tuple[int, int]) -> Any:
+    """`impl.forward` of a layer as one operator of the graph. out: (heads, width) of a row of the output."""
+    impl, batch = layer.impl, attn_metadata
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value)):
+        raise UnsupportedError(f"{impl.backend.get_name()}: gradients in a graph not supported (call under torch.no_grad())")
+    if batch is None:
+        return query.new_zeros(query.shape[0], *out)
+    indices = getattr(getattr(impl, "indexer", None), "topk_indices", None)
+    result, lse = _layer(
+        query, key, value, kv_cache, batch.query_start_loc, batch.seq_lens, batch.block_table, batch.slot_mapping,
+        batch.tree_mask, getattr(impl, "sinks", None), impl.alibi_slopes, indices, layer._k_scale, layer._v_scale,
+        batch.handle, batch.num_actual_tokens, batch.max_query_len, batch.max_seq_len, batch.causal, *out,
+        impl.need_to_return_lse_for_decode, layer.graph_key,
+    )  # fmt: skip
+    return (result, lse) if impl.need_to_return_lse_for_decode else result
+
+
+@uncaptured("attn::layer", mutates_args=("kv_cache",))
+def _layer(
+    query: Tensor,
+    key: Tensor | None,
+    value: Tensor | None,
+    kv_cache: Tensor | None,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    slot_mapping: Tensor,
+    tree_mask: Tensor | None,
+    sinks: Tensor | None,
+    alibi_slopes: Tensor | None,
+    topk_indices: Tensor | None,
+    k_scale: Tensor,
+    v_scale: Tensor,
+    handle: int,
+    num_actual_tokens: int,
+    max_query_len: int,
+    max_seq_len: int,
+    causal: bool,
+    num_heads: int,
+    width: int,
+    lse: bool,
+    layer: str,
+) -> tuple[Tensor, Tensor]:
+    """(output [T, H, D], lse [H, T], or [0] where it is not asked for)."""
+    if layer.startswith(_LIVE):
+        found = _living(layer)
+        impl, spec = found.impl, found.kv_cache_spec
+        if topk_indices is not None:  # as the graph has them, wherever the indexer puts them after
+            impl = impl.with_indices(topk_indices, query)
+    else:
+        impl, spec = _made(layer, lse)
+        found = _Scales(k_scale, v_scale)
+        if sinks is not None or alibi_slopes is not None:
+            impl = copy.copy(impl)  # another layer of these arguments may run at the same time
+            impl.sinks, impl.alibi_slopes = sinks, alibi_slopes
+    tensors = (query_start_loc, seq_lens, block_table, slot_mapping, tree_mask)
+    batch = _living_batch(handle, tensors)
+    if batch is None:
+        if world_size() > 1:
+            raise UnsupportedError(
+                "decode context parallelism: a graph runs with the batch that was built, and this one is gone"
+            )
+        arrays: dict[str, Any] = dict(zip(ARRAYS, tensors, strict=True))
+        common = CommonAttentionMetadata(
+            **arrays, num_reqs=seq_lens.shape[0], num_actual_tokens=min(num_actual_tokens, int(query_start_loc[-1])),
+            max_query_len=max_query_len, max_seq_len=max_seq_len, causal=causal,
+        )  # fmt: skip
+        batch = impl.backend.get_builder_cls()(spec, device=query.device).build(0, common, fast_build=True)
+    result = impl.forward(found, query, key, value, kv_cache, batch)
+    if isinstance(result, tuple) is not lse:
+        raise UnsupportedError(f"{layer.removeprefix(_LIVE)}: this graph was made for a layer that gives lse={lse}")
+    return result if lse else (result, query.new_empty(0, dtype=torch.float32))
+
+
+def _living(key: str) -> Any:
+    found = _layers.get(key)
+    if found is None:
+        raise UnsupportedError(f"{key.removeprefix(_LIVE)}: the layer of this graph is gone, or lives in another process")
+    return found
+
+
+@_layer.register_fake
+def _(query, key, value, kv_cache, *rest):  # type: ignore[no-untyped-def]
+    *_, num_heads, width, lse, _ = rest
+    rows = query.shape[0]
+    shape = (num_heads, rows) if lse else (0,)
+    return query.new_empty(rows, num_heads, width), query.new_empty(shape, dtype=torch.float32)
+
+
+def _living_batch(handle: int, tensors: tuple[Tensor | None, ...]) -> Any:
+    """The metadata of that number, if it is alive and holds these tensors."""
+    found = alive.get(handle)
+    same = found is not None and all(_same(getattr(found, name), x) for name, x in zip(ARRAYS, tensors, strict=True))
+    return found if same else None
+
+
+def _same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return (
+        type(one) is Tensor and one.device == other.device and one.shape == other.shape and one.data_ptr() == other.data_ptr()
+    )
+
+
+# --- dense -----------------------------------------------------------------------------------------------------------
+
+
+def dense_key(impl: Any) -> str:
+    """Text from which a dense implementation can be made again."""
+    names = ("num_heads", "head_size", "causal", "num_kv_heads")
+    said = {name: getattr(impl, name) for name in names} | {"softmax_scale": impl.scale}
+    return _text({"impl": _path(type(impl)), "arguments": said})
+
+
+def dense(impl: Any, query: Tensor, key: Tensor, value: Tensor, keys: Keys) -> Tensor:
+    """`impl._attend` as one operator of the graph."""
+    lens = None if keys.lens is None else list(keys.lens)
+    return _dense(query, key, value, keys.present, keys.mask, lens, impl.graph_key)  # type: ignore[no-any-return]
+
+
+@functools.lru_cache(1024)
+def _made_dense(key: str) -> Any:
+    said = json.loads(key)
+    return resolve_obj_by_qualname(said["impl"])(**said["arguments"])
+
+
+@uncaptured("attn::dense", mutates_args=())
+def _dense(
+    query: Tensor, key: Tensor, value: Tensor, present: Tensor | None, mask: Tensor | None, lens: list[int] | None, impl: str
+) -> Tensor:
+    keys = Keys(present, None if lens is None else tuple(lens), mask)
+    out: Tensor = _made_dense(impl)._attend(query, key, value, keys)
+    return out.contiguous()
+
+
+@_dense.register_fake
+def _(query, key, value, *rest):  # type: ignore[no-untyped-def]
+    return torch.empty_like(query, memory_format=torch.contiguous_format)
