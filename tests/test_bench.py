@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import re
 import sys
 from dataclasses import replace
@@ -148,9 +149,11 @@ def test_the_judge_tells_a_kernel_that_did_something_else(
     assert work.error(*out) < LIMITS["float32"]
 
 
-def test_both_wings_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_wings_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("jax")
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
+    monkeypatch.setattr("os.environ", os.environ.copy())
     file = tmp_path / "rows.json"
     run(
         "3q1s20",
@@ -169,6 +172,7 @@ def test_both_wings_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[s
     )
     report = json.loads(file.read_text())
     assert report["torch"]["torch"] and report["jax"]["jax"] and report["date"]
+    assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false", "they share a device"
     rows = {(row["framework"], row["backend"]): row for row in report["rows"]}
     assert list(rows) == [
         ("torch", "CPU_ATTN"), ("torch", "sdpa"), ("jax", "XLA_ATTN"), ("jax", "PALLAS"), ("jax", "jax-nn"),

@@ -3,6 +3,7 @@
 import argparse
 import datetime
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -94,6 +95,8 @@ def run(args: argparse.Namespace) -> int:
         return dense.run(args, draw)
     asked, without = (text.split(",") if text else [] for text in (args.peers, args.without))
     wings = frameworks_of(args)
+    if len(wings) > 1:  # else jax takes three quarters of a GPU's memory when it is first asked for a device
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     cases = {wing: cases_of(args, platform_for(wing).device().platform == "cpu") for wing in wings}
     benches = {wing: open_bench(wing) for wing in wings}
     peers = [name for bench in benches.values() for name in bench.peers()]
