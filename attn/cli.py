@@ -106,20 +106,20 @@ def _env(parser: argparse.ArgumentParser) -> Run:
     return run
 
 
-def _readme(parser: argparse.ArgumentParser) -> Run:
-    from attn.report import readme_table, replace_readme_table
+def _tables(parser: argparse.ArgumentParser) -> Run:
+    from attn.report import backend_tables, replace_tables
 
-    parser.add_argument("--write", action="store_true", help="put the tables into README.md of this checkout")
+    parser.add_argument("--write", action="store_true", help="put them into docs/reference/backends.md of this checkout")
 
     def run(args: argparse.Namespace) -> int:
         if not args.write:
-            print(readme_table(), end="")
+            print(backend_tables(), end="")
             return 0
-        readme = Path(attn.__file__).parents[1] / "README.md"
-        before = readme.read_text(encoding="utf-8")
-        after = replace_readme_table(before)
-        readme.write_text(after, encoding="utf-8")
-        print(f"{readme.name}: {'unchanged' if after == before else 'tables rewritten'}")
+        page = Path(attn.__file__).parents[1] / "docs" / "reference" / "backends.md"
+        before = page.read_text(encoding="utf-8")
+        after = replace_tables(before)
+        page.write_text(after, encoding="utf-8")
+        print(f"{page.name}: {'unchanged' if after == before else 'tables rewritten'}")
         return 0
 
     return run
@@ -174,7 +174,7 @@ COMMANDS = {
     "generate": Command("text from the demo model", 'attn generate "Once upon a time"', _delegate("attn.demo.generate")),
     "demo": Command("watch the demo model attend", "attn demo", _delegate("attn.demo.show")),
     "env": Command("versions, devices and variables: paste it into a bug report", "attn env --json", _env),
-    "readme": Command("the README's tables of backends", "python -m attn readme --write", _readme),
+    "tables": Command("the documentation's tables of backends", "python -m attn tables --write", _tables),
 }
 
 

@@ -36,7 +36,7 @@ _COLUMNS = (
     "backend", "wing", "status", "evidence", "platforms", "needs",
     "dtypes", "head_size", "block_size", "kv cache", "features",
 )  # fmt: skip
-README_MARKS = ("<!-- backends:begin -->", "<!-- backends:end -->")
+MARKS = ("<!-- backends:begin -->", "<!-- backends:end -->")
 #: Distributions that decide what runs; `attn env` tells their versions.
 DISTRIBUTIONS = (
     "attn", "numpy", "torch", "triton", "flash-attn", "flashinfer-python", "xformers", "intel-extension-for-pytorch",
@@ -240,29 +240,29 @@ def environment() -> dict[str, Any]:
     }
 
 
-def readme_table() -> str:
-    """The README's tables of built-in backends in Markdown, the same on every machine that has both frameworks.
+def backend_tables() -> str:
+    """The tables of built-in backends in Markdown, the same on every machine that has both frameworks.
 
-    Overrides, custom backends and the device at hand do not enter; a test compares this with what stands in README.md.
+    Overrides, custom backends and the device at hand do not enter; a test compares this with docs/reference/backends.md.
     """
     sections = []
     for name, registered in REGISTRIES.items():
         title = f"{registered.kind[0].upper()}{registered.kind[1:]}s"
         lines = [f"**{title}** (`attn backends --registry {name}`)", "", _markdown(_COLUMNS)]
-        rows = [_markdown(_readme_row(name, member)) for member in registered]
-        rows += [_markdown(_readme_cells(name, candidate)) for candidate in _beside(name)]
+        rows = [_markdown(_table_row(name, member)) for member in registered]
+        rows += [_markdown(_table_cells(name, candidate)) for candidate in _beside(name)]
         sections.append("\n".join([*lines, _markdown(["---"] * len(_COLUMNS)), *rows]))
     return "\n\n".join(sections) + "\n"
 
 
-def replace_readme_table(readme: str) -> str:
-    """`readme` with the text between the two marks regenerated. Raises ValueError when the marks are not there."""
-    begin, end = README_MARKS
-    before, found, rest = readme.partition(begin)
+def replace_tables(page: str) -> str:
+    """`page` with the text between the two marks regenerated. Raises ValueError when the marks are not there."""
+    begin, end = MARKS
+    before, found, rest = page.partition(begin)
     _, closed, after = rest.partition(end)
     if not found or not closed:
-        raise ValueError(f"README.md must contain {begin} and, after it, {end}")
-    return f"{before}{begin}\n\n{readme_table()}\n{end}{after}"
+        raise ValueError(f"the page must contain {begin} and, after it, {end}")
+    return f"{before}{begin}\n\n{backend_tables()}\n{end}{after}"
 
 
 def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -357,13 +357,13 @@ def _plugin_row(registry: str, report: plugins.PluginReport) -> BackendRow:
     return BackendRow(registry, report.name, report.value, "plugin", "", reasons, None, (), (), "")
 
 
-def _readme_row(registry: str, member: BackendEnum) -> list[str]:
+def _table_row(registry: str, member: BackendEnum) -> list[str]:
     if not member.value:
         return _cells(member.name, "", "a slot for a class of yours")
-    return _readme_cells(registry, load_candidate(member.name, member.value))
+    return _table_cells(registry, load_candidate(member.name, member.value))
 
 
-def _readme_cells(registry: str, candidate: Candidate) -> list[str]:
+def _table_cells(registry: str, candidate: Candidate) -> list[str]:
     row = _described(registry, candidate, "built-in", {}, judge=False)
     can = row.capabilities
     status = "built" if row.built else NOT_BUILT
@@ -378,5 +378,5 @@ def _readme_cells(registry: str, candidate: Candidate) -> list[str]:
 
 
 def _cells(name: str, *rest: str) -> list[str]:
-    """A README row, filled up with empty cells."""
+    """A row of the tables, filled up with empty cells."""
     return [f"`{name}`", *rest, *[""] * (len(_COLUMNS) - 1 - len(rest))]

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from attn import cli, envs, evidence, report
+from attn import cli, envs, evidence
 
 #: Modules whose public names are listed, in the order of a reader's interest.
 MODULES = (
@@ -24,20 +24,9 @@ MODULES = (
 def pages() -> dict[str, str]:
     """{path within the site: Markdown}."""
     made: dict[str, Callable[[], str]] = {
-        "backends": backends, "evidence": evidence_page, "commands": commands, "variables": variables, "names": names,
+        "evidence": evidence_page, "commands": commands, "variables": variables, "names": names,
     }  # fmt: skip
     return {f"reference/{name}.md": make() for name, make in made.items()}
-
-
-def backends() -> str:
-    """The capability tables, as in the README."""
-    return (
-        "# Backends\n\n"
-        "What each backend serves, from the capability record on its class; what is not listed is refused. *Evidence* is the\n"
-        "short form of [its own page](evidence.md). `attn backends` shows the same for the machine that it runs on, and\n"
-        "`attn.pictures.capabilities(attn.report.backends())` as a picture.\n\n"
-        f"{report.readme_table()}"
-    )
 
 
 def evidence_page() -> str:

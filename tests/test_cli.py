@@ -107,18 +107,20 @@ def test_json_is_valid(capsys, command):
     assert code == 0 and err == "" and isinstance(json.loads(out), dict)
 
 
-def test_readme(capsys, tmp_path, monkeypatch):
-    code, out, _ = call(capsys, "readme")
+def test_tables(capsys, tmp_path, monkeypatch):
+    code, out, _ = call(capsys, "tables")
     assert code == 0 and out.startswith("**Attention backends**")
     package = tmp_path / "attn"
     package.mkdir()
     monkeypatch.setattr(attn, "__file__", str(package / "__init__.py"))
-    code, _, err = call(capsys, "readme --write")
-    assert code == 2 and err == f"attn: {tmp_path / 'README.md'}: No such file or directory\n"
-    (tmp_path / "README.md").write_text("<!-- backends:begin --><!-- backends:end -->")
-    assert call(capsys, "readme --write")[:2] == (0, "README.md: tables rewritten\n")
-    assert call(capsys, "readme --write")[:2] == (0, "README.md: unchanged\n")
-    assert out in (tmp_path / "README.md").read_text()
+    page = tmp_path / "docs" / "reference" / "backends.md"
+    code, _, err = call(capsys, "tables --write")
+    assert code == 2 and err == f"attn: {page}: No such file or directory\n"
+    page.parent.mkdir(parents=True)
+    page.write_text("<!-- backends:begin --><!-- backends:end -->")
+    assert call(capsys, "tables --write")[:2] == (0, "backends.md: tables rewritten\n")
+    assert call(capsys, "tables --write")[:2] == (0, "backends.md: unchanged\n")
+    assert out in page.read_text()
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)

@@ -25,7 +25,7 @@ from attn.imports import installed
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-GENERATED = {f"reference/{name}.md" for name in ("backends", "evidence", "commands", "variables", "names")}
+GENERATED = {f"reference/{name}.md" for name in ("evidence", "commands", "variables", "names")}
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -126,7 +126,6 @@ def test_there_is_a_how_to_for_each_user() -> None:
 
 
 def test_tables_hold_every_backend_and_every_run(made: dict[str, str]) -> None:
-    assert report.readme_table() in made["reference/backends.md"]
     page = made["reference/evidence.md"]
     rows = evidence.load()
     assert rows and page.count("\n| attention |") == sum(row.registry == "attention" for row in rows)

@@ -186,27 +186,27 @@ def test_explain_disable_and_mla():
     assert "mla" in attn.explain(576, "bfloat16", use_mla=True, framework="torch").request.features
 
 
-# the README's table
+# the tables
 
 
-def test_readme_table_is_the_same_whatever_is_registered(make_backend):
-    before = report.readme_table()
+def test_backend_tables_is_the_same_whatever_is_registered(make_backend):
+    before = report.backend_tables()
     register_backend("MINE", make_backend("MINE"))
     register_backend(AttentionBackendEnum.FLASH_ATTN, make_backend("FLASH_ATTN"))
-    assert report.readme_table() == before
+    assert report.backend_tables() == before
     rows = [line for line in before.splitlines() if line.startswith("| `")]
     assert len(rows) == sum(len(registry) for registry in report.REGISTRIES.values()) + 1  # and BLOCKSPARSE
     assert len({line.count("|") for line in before.splitlines() if line.startswith("|")}) == 1
 
 
-def test_readme_marks():
-    begin, end = report.README_MARKS
-    text = report.replace_readme_table(f"before\n{begin}\nold\n{end}\nafter\n")
+def test_marks():
+    begin, end = report.MARKS
+    text = report.replace_tables(f"before\n{begin}\nold\n{end}\nafter\n")
     assert text.startswith(f"before\n{begin}\n\n**Attention backends**") and text.endswith(f"{end}\nafter\n")
-    assert "old" not in text and report.replace_readme_table(text) == text
+    assert "old" not in text and report.replace_tables(text) == text
     for bad in ("nothing", begin, f"{end} {begin}"):
-        with pytest.raises(ValueError, match="README.md must contain <!-- backends:begin -->"):
-            report.replace_readme_table(bad)
+        with pytest.raises(ValueError, match="the page must contain <!-- backends:begin -->"):
+            report.replace_tables(bad)
 
 
 def test_environment(monkeypatch):
