@@ -17,7 +17,7 @@ from attn import cli, envs, evidence, report
 #: Modules whose public names are listed, in the order of a reader's interest.
 MODULES = (
     "attn", "attn.torch", "attn.jax", "attn.report", "attn.testing", "attn.reference", "attn.pictures", "attn.bench",
-    "attn.integrations.transformers", "attn.integrations.diffusers",
+    "attn.integrations.transformers", "attn.integrations.diffusers", "attn.integrations.vllm",
 )  # fmt: skip
 
 
