@@ -148,18 +148,16 @@ class LatentWorkload(Workload):
 
     def _fill(self, cls: Any, rows: int) -> None:
         case, rank, empty = self.case, self.case.kv_lora_rank, self.empty
+        self.softmax_scale = (NOPE + ROPE) ** -0.5
         self.scale = _LATENT_SCALE if caches.is_quantised(empty.dtype) else 1.0
-        weights, query, latent, rope = (
-            jax.random.normal(jax.random.key(number), shape, case.dtype)
-            for number, shape in enumerate(
-                ((rank, case.num_heads, NOPE + VALUE), (rows, case.num_heads, NOPE + ROPE), (rows, rank), (rows, ROPE))
-            )
-        )
+        draw = np.random.default_rng(1).standard_normal
+        shapes = (rank, case.num_heads, NOPE + VALUE), (rows, case.num_heads, NOPE + ROPE), (rows, rank), (rows, ROPE)
+        weights, self.query, latent, rope = (jnp.asarray(draw(shape, np.float32), case.dtype) for shape in shapes)
         self.weights = weights * rank**-0.5  # expanded numbers are about 1
-        self.query = query
-        self.impl = impl = cls.get_impl_cls()(
-            case.num_heads, case.head_size, None, 1, sliding_window=case.window, kv_cache_dtype=case.kv_cache_dtype,
-            kv_lora_rank=rank, qk_nope_head_dim=NOPE, qk_rope_head_dim=ROPE, v_head_dim=VALUE, kv_b_proj=self.weights,
+        impl = cls.get_impl_cls()(
+            case.num_heads, case.head_size, self.softmax_scale, 1, sliding_window=case.window,
+            kv_cache_dtype=case.kv_cache_dtype, kv_lora_rank=rank, qk_nope_head_dim=NOPE, qk_rope_head_dim=ROPE,
+            v_head_dim=VALUE, kv_b_proj=self.weights,
         )  # fmt: skip
 
         def filled() -> jax.Array:
@@ -175,7 +173,7 @@ class LatentWorkload(Workload):
             )
 
         self.attend = attend
-        self.arguments = (query, jax.jit(filled)(), self.metadata, latent, rope, *impl.weights())
+        self.arguments = (self.query, jax.jit(filled)(), self.metadata, latent, rope, *impl.weights())
 
     def dense(self, r: int) -> tuple[jax.Array, ...]:
         """Request r's rows [S, L + Dr] in float32, dequantised: those before the batch as gathered, its own as they came."""
@@ -188,7 +186,7 @@ class LatentWorkload(Workload):
 
     def exact(self, query: jax.Array, stored: tuple[jax.Array, ...], first: int) -> jax.Array:
         """Absorbed: over the rows themselves, whichever form the layer took."""
-        return _exact_latent(query, *stored, self.weights, first)  # type: ignore[no-any-return]
+        return _exact_latent(query, *stored, self.weights, first, self.softmax_scale)  # type: ignore[no-any-return]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -236,12 +234,12 @@ def _latents(head_size: int, tokens: int, cache: jax.Array, blocks: Any, scale: 
 
 
 @jax.jit
-def _exact_latent(query: jax.Array, rows: jax.Array, weights: jax.Array, first: Any) -> jax.Array:
+def _exact_latent(query: jax.Array, rows: jax.Array, weights: jax.Array, first: Any, scale: Any) -> jax.Array:
     """Latent attention [t, H, Dv] in float32 of rows [t, H, Dn + Dr] that begin at position `first` over cached [S, L + Dr]."""
     product = functools.partial(jnp.einsum, precision="highest")
     query, weights = query.astype(jnp.float32), weights.astype(jnp.float32)
     absorbed = product("thd,lhd->thl", query[..., :NOPE], weights[..., :NOPE])
-    scores = product("thw,sw->hts", jnp.concatenate([absorbed, query[..., NOPE:]], -1), rows) * (NOPE + ROPE) ** -0.5
+    scores = product("thw,sw->hts", jnp.concatenate([absorbed, query[..., NOPE:]], -1), rows) * scale
     seen = jnp.arange(len(rows)) <= first + jnp.arange(len(query))[:, None]
     latent = product("hts,sl->thl", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), -1), rows[:, : weights.shape[0]])
     return product("thl,lhd->thd", latent, weights[..., NOPE:])

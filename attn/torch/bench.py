@@ -164,6 +164,7 @@ class LatentWorkload(Workload):
 
     def _fill(self, cls: Any, impl_cls: Any, generator: torch.Generator) -> None:
         case, rank = self.case, self.case.kv_lora_rank
+        self.softmax_scale = (NOPE + ROPE) ** -0.5
         if caches.is_quantised(self.cache.dtype):
             self._k_scale_float = self._v_scale_float = _LATENT_SCALE
             self._k_scale = self._v_scale = torch.tensor(_LATENT_SCALE)
@@ -173,8 +174,9 @@ class LatentWorkload(Workload):
 
         self.weights = noise(rank, case.num_heads, NOPE + VALUE) * rank**-0.5  # expanded numbers are about 1
         self.impl = impl_cls(
-            case.num_heads, case.head_size, None, 1, sliding_window=case.window, kv_cache_dtype=case.kv_cache_dtype,
-            kv_lora_rank=rank, qk_nope_head_dim=NOPE, qk_rope_head_dim=ROPE, v_head_dim=VALUE, kv_b_proj=self.weights,
+            case.num_heads, case.head_size, self.softmax_scale, 1, sliding_window=case.window,
+            kv_cache_dtype=case.kv_cache_dtype, kv_lora_rank=rank, qk_nope_head_dim=NOPE, qk_rope_head_dim=ROPE,
+            v_head_dim=VALUE, kv_b_proj=self.weights,
         )  # fmt: skip
         slots = torch.arange(self.cache.shape[0] * case.block_size, device=self.device)
         for some in slots.split(1 << 18):
@@ -204,7 +206,7 @@ class LatentWorkload(Workload):
         """Absorbed: over the rows themselves, whichever form the layer took."""
         (rows,), weights = stored, self.weights.float()
         absorbed = torch.einsum("thd,lhd->thl", query[..., :NOPE], weights[..., :NOPE])
-        s = torch.einsum("thw,sw->hts", torch.cat([absorbed, query[..., NOPE:]], -1), rows) * (NOPE + ROPE) ** -0.5
+        s = torch.einsum("thw,sw->hts", torch.cat([absorbed, query[..., NOPE:]], -1), rows) * self.softmax_scale
         latent = torch.einsum("hts,sl->thl", s.masked_fill(hidden, -torch.inf).softmax(-1), rows[:, : self.case.kv_lora_rank])
         return torch.einsum("thl,lhd->thd", latent, weights[..., NOPE:])
 
