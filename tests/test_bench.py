@@ -37,6 +37,7 @@ from attn.bench import (
 )  # fmt: skip
 from attn.cli import main
 from attn.errors import UnsupportedError
+from attn.selector import make_request
 
 
 def test_the_grammar() -> None:
@@ -94,7 +95,8 @@ def test_what_a_latent_layer_is_counted_as() -> None:
     chunk = Case.latent("q300s400", heads="4")
     pairs = sum(range(101, 401))
     assert flops(chunk) == 2 * 4 * ((192 + 128) * pairs + 512 * 256 * 100), "expanded, its context too"
-    assert verified.request().features == {"mla"} and verified.num_kv_heads == 1 and "mla" in str(verified)
+    asked = make_request(576, "bfloat16", "auto", 64, use_mla=True, num_heads=4, num_kv_heads=1)
+    assert verified.request() == asked and "mla" in str(verified), "what the layer asks: attn tune's times are kept under it"
     assert Case.of({"batch": "q4"}) == Case("q4"), "rows of older files"
 
 
