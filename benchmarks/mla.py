@@ -8,6 +8,9 @@ A row is `mla_decode` alone (TRITON_MLA's kernels, dense or by top-k indices), c
 flushed L2 (`attn.torch.bench.TorchBench`): random bf16 latents of 512 + 64, pages of 64 at random places. Bytes are those of
 the rows read, once (sparse: topk rows a token), flops 2 H (576 + 512) a pair of row and key. The error is relative RMS
 against float32 over the first two requests. FlashInfer's MLA wrapper runs beside it where it is installed.
+
+`attn bench --mla` times what a layer calls instead, on any dense MLA backend: the cache write, the up-projection and the
+attention between them. Here are the kernel alone, launches by hand, and top-k rows.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""attn bench: its grammar, what it counts, runs on the CPU, workload files, and what is made of many rows. 25 seconds."""
+"""attn bench: its grammar, what it counts, runs on the CPU, workload files, and what is made of many rows. 40 seconds."""
 
 import argparse
 import json
@@ -15,6 +15,8 @@ from attn.bench import (
     CPU_SUITE,
     LIMITS,
     MARGIN,
+    MLA_CPU_SUITE,
+    MLA_SUITE,
     SUITE,
     Case,
     Refusal,
@@ -35,6 +37,7 @@ from attn.bench import (
 )  # fmt: skip
 from attn.cli import main
 from attn.errors import UnsupportedError
+from attn.selector import make_request
 
 
 def test_the_grammar() -> None:
@@ -42,10 +45,10 @@ def test_the_grammar() -> None:
     assert parse("8q1s1k") == [(1, 1024)] * 8
     assert parse("2q2k_3q1s1k") == [(2048, 2048)] * 2 + [(1, 1024)] * 3
     assert parse("1q512s8k") == [(512, 8192)]
-    assert all(parse(case.batch) for case in SUITE + CPU_SUITE)
+    assert all(parse(case.batch) for case in SUITE + CPU_SUITE + MLA_SUITE + MLA_CPU_SUITE)
 
 
-@pytest.mark.parametrize("case", SUITE + CPU_SUITE, ids=str)
+@pytest.mark.parametrize("case", SUITE + CPU_SUITE + MLA_SUITE + MLA_CPU_SUITE, ids=str)
 def test_lengths_have_a_shortest_batch(case: Case) -> None:
     assert parse(grammar(parse(case.batch))) == parse(case.batch) and len(grammar(parse(case.batch))) <= len(case.batch)
     assert grammar([(1, 37), (1, 37), (5, 5), (1, 2048)]) == "2q1s37_q5_q1s2k"
@@ -78,8 +81,30 @@ def test_what_a_window_leaves_is_counted_as_a_loop_would(batch: str, window: int
     assert flops(case) == 4 * 2 * 32 * pairs and nbytes(case) == 4 * 32 * (2 * keys + 2 * 2 * rows)
 
 
+def test_what_a_latent_layer_is_counted_as() -> None:
+    decode = Case.latent("2q1s100", heads="4")
+    assert flops(decode) == 2 * 4 * (576 + 512) * 200, "absorbed"
+    assert nbytes(decode) == 2 * (576 * 200 + 4 * (192 + 128) * 2)
+    assert nbytes(replace(decode, kv_cache_dtype="fp8")) == 576 * 200 + 2 * 4 * (192 + 128) * 2
+    assert nbytes(replace(decode, kv_cache_dtype="fp8_ds_mla")) == 656 * 200 + 2 * 4 * (192 + 128) * 2
+    assert flops(Case.latent("q400", heads="4")) == 2 * 4 * (192 + 128) * 400 * 401 // 2, (
+        "expanded: a prompt makes its own heads"
+    )
+    verified = Case.latent("q4s400", heads="4")
+    assert flops(verified) == 2 * 4 * (576 + 512) * (397 + 398 + 399 + 400)
+    chunk = Case.latent("q300s400", heads="4")
+    pairs = sum(range(101, 401))
+    assert flops(chunk) == 2 * 4 * ((192 + 128) * pairs + 512 * 256 * 100), "expanded, its context too"
+    asked = make_request(576, "bfloat16", "auto", 64, use_mla=True, num_heads=4, num_kv_heads=1)
+    assert verified.request() == asked and "mla" in str(verified), "what the layer asks: attn tune's times are kept under it"
+    assert Case.of({"batch": "q4"}) == Case("q4"), "rows of older files"
+
+
 def test_a_shape_that_is_none_is_told() -> None:
-    for changes, said in (({"heads": "8/"}, "heads='8/'"), ({"window": 0}, "window=0"), ({"dtype": "int8"}, "dtype='int8'")):
+    for changes, said in (
+        ({"heads": "8/"}, "heads='8/'"), ({"window": 0}, "window=0"), ({"dtype": "int8"}, "dtype='int8'"),
+        ({"mla": True}, "heads='32/8' with mla"), ({"mla": True, "heads": "4", "head_size": 64}, "head_size=64 with mla"),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=said):
             Case("q4", **changes)  # type: ignore[arg-type]
 
@@ -149,6 +174,61 @@ def test_the_judge_tells_a_kernel_that_did_something_else(
     assert work.error(*out) < LIMITS["float32"]
 
 
+LATENT = ("--mla", "--heads", "2", "--dtype", "float32")
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_latent_layer_is_timed(framework: str, tmp_path: Path) -> None:
+    """Decode and speculative decode, by what the selector takes."""
+    pytest.importorskip(framework)
+    file = tmp_path / "rows.json"
+    run("2q1s70_q3s20", "--framework", framework, *LATENT, "--json", str(file))
+    [row] = json.loads(file.read_text())["rows"]
+    assert row["backend"] == {"torch": "TORCH_MLA", "jax": "XLA_MLA"}[framework] and row["chosen"] and row["mla"]
+    assert row["right"] and row["error"] < 1e-5 and row["build_us"] > 0
+    assert (row["heads"], row["head_size"], row["block_size"]) == ("2", 576, 64)
+    assert Case.of(row) == Case.latent("2q1s70_q3s20", heads="2", dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("framework", "stored", "batch"),
+    [
+        ("torch", "auto", "q2s70_q3_q175s200"),  # decodes, and a prompt that is expanded
+        ("torch", "fp8", "q2s70_q3_q175s200"),
+        ("torch", "fp8_ds_mla", "q2s70_q3_q175s200"),
+        ("jax", "fp8", "q2s70_q3"),
+    ],
+)
+def test_the_judge_of_latent_layers(framework: str, stored: str, batch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right for its layer; wrong for one with another scale, another up-projection, another worth of codes, and where the new
+    rows are not written."""
+    wing, on_torch = pytest.importorskip(f"attn.{framework}.bench"), framework == "torch"
+    place = [wing.torch.device("cpu")] if on_torch else []
+    case = Case.latent(batch, heads="2", dtype="float32", kv_cache_dtype=stored)
+    work = wing.LatentWorkload(case, "TORCH_MLA" if on_torch else "XLA_MLA", *place)
+    out = []
+    if on_torch:
+        with monkeypatch.context() as other:
+            other.setattr(work.impl, "do_kv_cache_update", lambda *_: None)
+            work.forward()
+            assert work.error() > LIMITS["float32"]
+        with monkeypatch.context() as other:
+            other.setattr(work.impl, "scale", 576**-0.5)
+            work.forward()
+            assert work.error() > LIMITS["float32"]
+        work.forward()
+    else:
+        out = [work.program()()]
+    assert work.error(*out) < LIMITS["float32"]
+    wrong = {"softmax_scale": 576**-0.5, "weights": 1.01 * work.weights}
+    if stored == "fp8":
+        wrong["_k_scale" if on_torch else "scale"] = wing.torch.tensor(1.0) if on_torch else 1.0
+    for name, value in wrong.items():
+        with monkeypatch.context() as other:
+            other.setattr(work, name, value)
+            assert work.error(*out) > LIMITS["float32"], name
+
+
 def test_both_wings_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("jax")
@@ -195,10 +275,15 @@ def test_mistakes_are_told_in_a_line(capsys: pytest.CaptureFixture[str], tmp_pat
     run("compare", "/nowhere/a.json", "/nowhere/b.json", code=2)
     run("q8", "--workloads", "x.jsonl", "--framework", "torch", code=2)
     run("q8", "--framework", "torch", "--backend", "FLASH_ATTN", code=1)
+    run("q8", "--framework", "torch", "--backend", "BLOCKSPARSE", code=2)
+    run("q8", "--framework", "torch", "--backend", "TORCH_SDPA", "--mla", "--dtype", "float32", code=1)
+    run("q8", "--framework", "torch", "--heads", "8/2", "--mla", code=2)
+    run("q8", "--framework", "torch", "--registry", "diffusion", "--mla", code=2)
     said = capsys.readouterr().err
     for words in (
         "8 new of 4 tokens", "XLA_ATTN is a backend of jax, not of torch", "takes two files", "not a file of rows",
-        "one of them", "platform=cpu (supports cuda)",
+        "one of them", "platform=cpu (supports cuda)", "BLOCKSPARSE is not timed here", "TORCH_SDPA  mla not supported",
+        "heads='8/2' with mla", "--mla beside --registry diffusion",
     ):  # fmt: skip
         assert words in said
 
@@ -213,6 +298,11 @@ def test_a_table_of_its_own_for_a_cpu() -> None:
     assert {case.dtype for case in command.cases_of(args, True)} == {"float32"}
     assert {case.dtype for case in command.cases_of(args, False)} == {"bfloat16"}
     assert command.cases_of(parser.parse_args([]), False) == list(SUITE)
+    assert command.cases_of(parser.parse_args(["--mla"]), False) == list(MLA_SUITE)
+    assert command.cases_of(parser.parse_args(["--mla"]), True) == list(MLA_CPU_SUITE)
+    assert command.cases_of(parser.parse_args(["q4", "--mla", "--block-size", "16"]), False) == [
+        Case.latent("q4", block_size=16)
+    ]
 
 
 def test_the_bar_tells_how_long_is_left(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,12 +17,16 @@ from attn.selector import make_request
 _PART = re.compile(r"(\d*)q(\d+)(k?)(?:s(\d+)(k?))?")
 #: Relative RMS error against float32 above which a time counts for nothing: twice the rounding of one product's operands.
 LIMITS = {"bfloat16": 8e-3, "float16": 1e-3, "float32": 1e-4}
+#: A latent layer's head before absorption, as DeepSeek-V2 and V3 have it: a key's part of the latent, its rotary part (cached
+#: as it is, beside the latent), and a value.
+NOPE, ROPE, VALUE = 128, 64, 128
 
 
 @dataclass(frozen=True)
 class Case:
     """What is timed. `heads` is `query heads/kv heads`; block_size is in tokens; a token sees the last `window` keys, itself
-    included (None: all); `sinks` gives every query head one."""
+    included (None: all); `sinks` gives every query head one. `mla`: a latent layer (`Case.latent` has its usual shape), whose
+    heads all read one cached row of `head_size`, latent and rotary part together."""
 
     batch: str
     heads: str = "32/8"
@@ -32,15 +36,26 @@ class Case:
     kv_cache_dtype: str = "auto"
     window: int | None = None
     sinks: bool = False
+    mla: bool = False
 
     def __post_init__(self) -> None:
-        """Raises ValueError for heads that are no two numbers, a window below 1, and a dtype without a limit."""
+        """Raises ValueError for heads that are no two numbers, a window below 1, a dtype without a limit, and a latent layer of
+        several kv heads or without a latent."""
         if not re.fullmatch(r"[1-9]\d*(/[1-9]\d*)?", self.heads):
             raise ValueError(f"heads={self.heads!r} must be <query heads>/<kv heads>, such as 32/8")
+        if self.mla and self.heads.partition("/")[2] not in ("", "1"):
+            raise ValueError(f"heads={self.heads!r} with mla must be <query heads>, such as 128: all read the one latent")
+        if self.mla and self.head_size <= ROPE:
+            raise ValueError(f"head_size={self.head_size} with mla must be above {ROPE}: a latent beside {ROPE} rotary numbers")
         if self.window is not None and self.window < 1:
             raise ValueError(f"window={self.window} must be at least 1: a token sees itself")
         if self.dtype not in LIMITS:
             raise ValueError(f"dtype={self.dtype!r} is not one of {', '.join(LIMITS)}")
+
+    @classmethod
+    def latent(cls, batch: str, **changes: Any) -> "Case":
+        """A latent layer of DeepSeek-V3's shape: 128 heads, rows of 512 + 64, pages of 64."""
+        return cls(batch, **{"heads": "128", "head_size": 576, "block_size": 64, **changes, "mla": True})
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> "Case":
@@ -53,12 +68,17 @@ class Case:
 
     @property
     def num_kv_heads(self) -> int:
-        return int(self.heads.partition("/")[2] or self.num_heads)
+        return int(self.heads.partition("/")[2] or (1 if self.mla else self.num_heads))
+
+    @property
+    def kv_lora_rank(self) -> int:
+        """Numbers of a latent layer's latent."""
+        return self.head_size - ROPE
 
     @property
     def features(self) -> frozenset[str]:
         """What a backend must be able to do beyond shapes and dtypes."""
-        wanted = {Feature.SLIDING_WINDOW: self.window is not None, Feature.SINKS: self.sinks}
+        wanted = {Feature.SLIDING_WINDOW: self.window is not None, Feature.SINKS: self.sinks, Feature.MLA: self.mla}
         return frozenset(feature.value for feature, is_wanted in wanted.items() if is_wanted)
 
     def request(self) -> Request:
@@ -72,6 +92,7 @@ class Case:
         words = [self.batch, f"{self.heads}x{self.head_size}", f"p{self.block_size}"]
         words += [f"w{self.window}"] if self.window else []
         words += ["sinks"] if self.sinks else []
+        words += ["mla"] if self.mla else []
         words += [self.kv_cache_dtype] if self.kv_cache_dtype != "auto" else []
         return " ".join(words)
 
@@ -86,6 +107,12 @@ SUITE = (
 CPU_SUITE = tuple(
     Case(batch, "8/2", 64, dtype="float32") for batch in ("q1s4k", "16q1s1k", "16q4s512", "q1k", "q256s4k", "q512_16q1s1k")
 )
+#: Latent layers of all heads and of one rank's of eight: decode, long decode, speculative, prefill, mixed.
+MLA_SUITE = (
+    *map(Case.latent, ("64q1s4k", "16q1s32k", "16q4s1k", "4q4k", "2q2k_32q1s1k", "1q512s8k_63q1s4k")),
+    Case.latent("64q1s4k", heads="16"), Case.latent("64q1s4k", kv_cache_dtype="fp8"),
+)  # fmt: skip
+MLA_CPU_SUITE = tuple(Case.latent(case.batch, heads="8", dtype="float32") for case in CPU_SUITE)
 
 
 @dataclass(frozen=True)
@@ -152,7 +179,19 @@ def _short(tokens: int) -> str:
 
 def flops(case: Case) -> int:
     """Operations of the two products over the pairs that causality and the window allow."""
-    return 4 * case.num_heads * case.head_size * sum(_pairs(n, m, case.window or m) for n, m in parse(case.batch))
+    lens = parse(case.batch)
+    if case.mla:
+        return case.num_heads * sum(_latent_flops(case, n, m) for n, m in lens)
+    return 4 * case.num_heads * case.head_size * sum(_pairs(n, m, case.window or m) for n, m in lens)
+
+
+def _latent_flops(case: Case, n: int, m: int) -> int:
+    """A head's operations over a latent, in the form that has fewer: absorbed, or expanded, where the context's keys and values
+    are made of it first. New tokens pass the up-projection once in either form, which is not counted."""
+    pairs, rank = _pairs(n, m, case.window or m), case.kv_lora_rank
+    absorbed = 2 * (case.head_size + rank) * pairs
+    expanded = 2 * (NOPE + ROPE + VALUE) * pairs + 2 * rank * (NOPE + VALUE) * (m - n)
+    return min(absorbed, expanded)
 
 
 def _pairs(n: int, m: int, window: int) -> int:
@@ -162,9 +201,12 @@ def _pairs(n: int, m: int, window: int) -> int:
 
 
 def nbytes(case: Case) -> int:
-    """Bytes that must move: the keys and values that some row sees once, queries and outputs once."""
+    """Bytes that must move: the keys and values that some row sees once (of a latent layer: their cached rows), queries and
+    outputs once."""
     lens = parse(case.batch)
     stored = dtypes.DTYPES[dtypes.kv_cache_element(case.kv_cache_dtype, case.dtype)].itemsize
     seen = sum(min(m, n + (case.window or m) - 1) for n, m in lens)
-    cache = 2 * case.num_kv_heads * case.head_size * stored * seen
-    return cache + 2 * case.num_heads * case.head_size * dtypes.DTYPES[case.dtype].itemsize * sum(n for n, _ in lens)
+    token, head = 2 * case.num_kv_heads * case.head_size, 2 * case.head_size
+    if case.mla:
+        token, head = dtypes.kv_cache_row(case.kv_cache_dtype, case.head_size), NOPE + ROPE + VALUE
+    return stored * token * seen + case.num_heads * head * dtypes.DTYPES[case.dtype].itemsize * sum(n for n, _ in lens)

@@ -9,9 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from attn.backends.registry import BLOCKSPARSE
 from attn.bench import rows as bench_rows
 from attn.bench import show, workloads
-from attn.bench.case import CPU_SUITE, LIMITS, SUITE, Case, parse
+from attn.bench.case import CPU_SUITE, LIMITS, MLA_CPU_SUITE, MLA_SUITE, SUITE, Case, parse
 from attn.bench.judge import compare, judge, verdicts
 from attn.bench.rows import BENCHES, Bench, Entry, Report, measured, open_bench, plan
 from attn.platforms import default_framework, platform_for
@@ -42,41 +43,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def case_arguments(parser: argparse.ArgumentParser) -> None:
     """The layer's shape; `cases_of` reads it."""
-    add, default = parser.add_argument, Case("")
+    add, default, latent = parser.add_argument, Case(""), Case.latent("")
     add("--workloads", metavar="FILE", help="batches and shapes from a FlashInfer Trace file of workloads (.jsonl)")
-    add("--heads", default=default.heads, help="query heads/kv heads (default: %(default)s)")
-    add("--head-size", type=int, default=default.head_size, help="(default: %(default)s)")
-    add("--block-size", type=int, help=f"tokens a block of the cache (default: {default.block_size}, or the workload's)")
+    add("--mla", action="store_true", help="latent layers: a cached row holds a token's latent and 64 rotary numbers")
+    add("--heads", help=f"query heads/kv heads (default: {default.heads}; --mla: {latent.heads})")
+    add("--head-size", type=int, help=f"(default: {default.head_size}; --mla, the cached row: {latent.head_size})")
+    add(
+        "--block-size", type=int,
+        help=f"tokens a block of the cache (default: {default.block_size}; --mla: {latent.block_size}; or the workload's)",
+    )  # fmt: skip
     add("--dtype", choices=sorted(LIMITS), help="(default: bfloat16, float32 on a CPU)")
-    add("--kv-cache-dtype", default=default.kv_cache_dtype, help="(default: %(default)s)")
+    add("--kv-cache-dtype", help=f"(default: {default.kv_cache_dtype})")
     add("--window", type=int, metavar="W", help="each token sees the last W keys, itself included")
-    add("--sinks", action="store_true", help="every query head has one")
+    add("--sinks", action="store_true", default=None, help="every query head has one")
 
 
 def cases_of(args: argparse.Namespace, on_cpu: bool) -> list[Case]:
     """What is asked for: batches, a file of workloads, or the table that fits the device. Raises ValueError for batches
     that are none, and for a shape beside the workloads' own."""
-    default = Case("")
-    shape = {
-        "heads": args.heads, "head_size": args.head_size, "block_size": args.block_size or default.block_size,
-        "dtype": args.dtype or ("float32" if on_cpu else default.dtype), "kv_cache_dtype": args.kv_cache_dtype,
-        "window": args.window, "sinks": args.sinks,
-    }  # fmt: skip
+    names = ("heads", "head_size", "block_size", "dtype", "kv_cache_dtype", "window", "sinks")
+    asked = {name: value for name in names if (value := getattr(args, name)) is not None}
     if args.workloads:
         if args.batches:
             raise ValueError(f"batches ({' '.join(args.batches)}) beside --workloads {args.workloads}: one of them")
-        if (args.heads, args.head_size, args.kv_cache_dtype) != (default.heads, default.head_size, default.kv_cache_dtype):
-            raise ValueError("--heads, --head-size and --kv-cache-dtype are the workloads' own")
-        found = workloads.load(args.workloads, args.block_size)
-        return [replace(case, dtype=args.dtype or case.dtype, window=args.window, sinks=args.sinks) for case in found]
+        if args.mla or asked.keys() & {"heads", "head_size", "kv_cache_dtype"}:
+            raise ValueError("--heads, --head-size, --kv-cache-dtype and --mla are the workloads' own")
+        found = workloads.load(args.workloads, asked.pop("block_size", None))
+        return [replace(case, **asked) for case in found]
     if args.batches:
-        found = [Case(batch, **shape) for batch in args.batches]
+        make = Case.latent if args.mla else Case
+        shape = {"dtype": "float32"} | asked if on_cpu else asked
+        found = [make(batch, **shape) for batch in args.batches]
         for case in found:
             parse(case.batch)
         return found
-    asked = {name: value for name, value in shape.items() if value != getattr(default, name) and name != "dtype"}
-    asked |= {"dtype": args.dtype} if args.dtype else {}
-    return list(dict.fromkeys(replace(case, **asked) for case in (CPU_SUITE if on_cpu else SUITE)))
+    tables = (MLA_SUITE, MLA_CPU_SUITE) if args.mla else (SUITE, CPU_SUITE)
+    return list(dict.fromkeys(replace(case, **asked) for case in tables[on_cpu]))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -92,6 +94,8 @@ def run(args: argparse.Namespace) -> int:
     if args.registry == "diffusion":
         from attn.diffusion import bench as dense
 
+        if args.mla:
+            raise ValueError("--mla beside --registry diffusion: latent layers have a paged cache")
         return dense.run(args, draw)
     asked, without = (text.split(",") if text else [] for text in (args.peers, args.without))
     wings = frameworks_of(args)
@@ -129,6 +133,10 @@ def frameworks_of(args: argparse.Namespace) -> dict[str, list[str]]:
         return {wing: [] for wing in wings}
     found: dict[str, list[str]] = {}
     for name in args.backend:
+        if name == BLOCKSPARSE:
+            raise ValueError(
+                f"{name} is not timed here: it attends a pattern of blocks, and a batch says that all keys are seen"
+            )
         own = wing_of(name) or wings[0]
         if args.framework not in (None, "all", own):
             raise ValueError(f"{name} is a backend of {own}, not of {args.framework}")

@@ -1,6 +1,7 @@
-"""The stopwatch of `attn bench` under jax: any paged backend on the default device.
+"""The stopwatch of `attn bench` under jax: any backend of a paged cache on the default device.
 
-The layer's call is one compiled program, which reads the cache and returns the output alone. Times are those of the wall
+The layer's call is one compiled program, which reads the cache and returns the output alone; a latent layer's also writes its
+new rows, into a cache that is donated. Times are those of the wall
 clock until the output is there, so that on an accelerator they hold the launch too; before each 256 MiB are written on the
 device (64 on a CPU), read for the clean median. What the attention takes without launches is the time that one more adds to
 a program that attends several times, each after the other, caches warm.
@@ -15,6 +16,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -26,19 +28,28 @@ from attn.backends.abstract import KVCacheSpec
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.registry import AttentionBackendEnum
 from attn.bench import Case, Timing, parse
+from attn.bench.case import NOPE, ROPE, VALUE
 from attn.bench.deadline import deadline
 from attn.errors import UnsupportedError
 from attn.imports import version_of
 from attn.jax import kv_cache as caches
+from attn.jax.backends._mla import latent_rows
+from attn.jax.kernels import xla_mla
 
 _CODE_SCALE = 0.03  #: of an int8 cache, whose codes are about +-90; other caches hold numbers about 1
+_LATENT_SCALE = 0.02  #: of an fp8 cache of latents, whose codes are about +-50: a kernel that forgets the scale is wrong
 _PATIENCE = 2000.0  #: milliseconds that the timed calls of a slow kernel may take together
 _REPEATS = 4  #: attentions that a program adds to tell what one takes
-_CHUNK = 256  #: rows that are compared at a time, so that long prompts fit
 
 
 class Workload:
-    """A layer, a filled cache and one batch on the device; `attend` is the layer as a function, `arguments` its arrays."""
+    """A layer, a filled cache and one batch on the device; `attend` is the layer as a function, `arguments` its arrays, the
+    query first. Where the layer `writes`, the second is the cache, and `attend` returns it behind the output."""
+
+    writes = False
+    chunk = 256  #: rows that are compared at a time, so that long prompts fit
+    attend: Callable[..., Any]
+    arguments: tuple[Any, ...]
 
     def __init__(self, case: Case, backend: str) -> None:
         if case.kv_cache_dtype in dtypes.PER_TOKEN_HEAD:
@@ -56,12 +67,16 @@ class Workload:
         )
         self._builder = cls.get_builder_cls()(spec, ["layer"], None, None)
         self.metadata = self.build()
-        empty = jax.eval_shape(functools.partial(caches.allocate, cls, spec, sum(pages)))
+        self.empty = jax.eval_shape(functools.partial(caches.allocate, cls, spec, sum(pages)))
+        self.scale = _CODE_SCALE if self.empty.dtype == jnp.int8 else 1.0
+        self._fill(cls, self.metadata.slot_mapping.shape[0])
+
+    def _fill(self, cls: Any, rows: int) -> None:
+        """The cache's numbers, the layer, and queries for so many rows of a batch."""
+        case, empty = self.case, self.empty
         self.cache = _filled(cls.logical_kv_cache, empty.shape, empty.dtype, case.head_size)
-        self.scale = _CODE_SCALE if self.cache.dtype == jnp.int8 else 1.0
         self._views = functools.partial(_rows, cls.logical_kv_cache, case.head_size)
         draw = np.random.default_rng(1).standard_normal
-        rows = self.metadata.slot_mapping.shape[0]
         self.query = jnp.asarray(draw((rows, case.num_heads, case.head_size), np.float32), case.dtype)
         self.sinks = None
         if case.sinks:  # about as heavy as the keys together: a lighter one would not show in the error
@@ -79,13 +94,31 @@ class Workload:
         self.attend = attend
         self.arguments = (self.query, self.cache, self.metadata)
 
+    def program(self) -> Callable[[], jax.Array]:
+        """The call, compiled. A cache that it writes is donated, and comes back as an argument of the next."""
+        if not self.writes:
+            return functools.partial(jax.jit(self.attend), *self.arguments)
+        step = jax.jit(self.attend, donate_argnums=1)
+
+        def call() -> jax.Array:
+            query, cache, *rest = self.arguments
+            out, cache = step(query, cache, *rest)
+            self.arguments = (query, cache, *rest)
+            return out  # type: ignore[no-any-return]
+
+        return call
+
     def build(self) -> Any:
         return self._builder.build(0, self.batch)
 
-    def dense(self, r: int) -> tuple[jax.Array, jax.Array]:
+    def dense(self, r: int) -> tuple[jax.Array, ...]:
         """Request r's keys and values [S, K, D] in float32, gathered and dequantised."""
         tokens, blocks = self.lens[r][1], self.tables[r]
         return self._views(tokens, self.cache, blocks, self.scale)  # type: ignore[no-any-return]
+
+    def exact(self, query: jax.Array, stored: tuple[jax.Array, ...], first: int) -> jax.Array:
+        """Attention [t, H, D] in float32 over what `dense` gives; the first row is at position `first`."""
+        return _exact(query, *stored, self.sinks, first, self.case.window)  # type: ignore[no-any-return]
 
     def error(self, output: jax.Array, most: int = 3) -> float:
         """Relative RMS of `output` [T, H, D] against float32 over up to `most` requests of each length."""
@@ -95,15 +128,65 @@ class Workload:
         for r, (n, m) in enumerate(self.lens):
             seen[n, m] = seen.get((n, m), 0) + 1
             if seen[n, m] <= most:
-                key, value = self.dense(r)
-                for first in range(0, n, _CHUNK):
-                    rows = slice(begin + first, begin + min(first + _CHUNK, n))
-                    want = _exact(self.query[rows], key, value, self.sinks, m - n + first, self.case.window)
+                stored = self.dense(r)
+                for first in range(0, n, self.chunk):
+                    rows = slice(begin + first, begin + min(first + self.chunk, n))
+                    want = self.exact(self.query[rows], stored, m - n + first)
                     difference = np.asarray(output[rows], np.float32) - np.asarray(want)
                     wrong += float(np.square(difference).sum())
                     total += float(np.square(want).sum())
             begin += n
         return float((wrong / total) ** 0.5)
+
+
+class LatentWorkload(Workload):
+    """The same of a latent (MLA) layer. Its call is the layer's own: it writes the batch's new rows (the same each time), and
+    takes queries and gives outputs of heads, through absorbed or expanded attention as the batch asks for."""
+
+    writes = True
+    chunk = 64
+
+    def _fill(self, cls: Any, rows: int) -> None:
+        case, rank, empty = self.case, self.case.kv_lora_rank, self.empty
+        self.softmax_scale = (NOPE + ROPE) ** -0.5
+        self.scale = _LATENT_SCALE if caches.is_quantised(empty.dtype) else 1.0
+        draw = np.random.default_rng(1).standard_normal
+        shapes = (rank, case.num_heads, NOPE + VALUE), (rows, case.num_heads, NOPE + ROPE), (rows, rank), (rows, ROPE)
+        weights, self.query, latent, rope = (jnp.asarray(draw(shape, np.float32), case.dtype) for shape in shapes)
+        self.weights = weights * rank**-0.5  # expanded numbers are about 1
+        impl = cls.get_impl_cls()(
+            case.num_heads, case.head_size, self.softmax_scale, 1, sliding_window=case.window,
+            kv_cache_dtype=case.kv_cache_dtype, kv_lora_rank=rank, qk_nope_head_dim=NOPE, qk_rope_head_dim=ROPE,
+            v_head_dim=VALUE, kv_b_proj=self.weights,
+        )  # fmt: skip
+
+        def filled() -> jax.Array:
+            slots = jnp.arange(empty.shape[0] * case.block_size)
+            drawn = jax.random.normal(jax.random.key(9), (slots.size, case.head_size), case.dtype)
+            cache, layer = jnp.zeros(empty.shape, empty.dtype), SimpleNamespace(_k_scale=self.scale)
+            return impl.do_kv_cache_update(layer, drawn[:, :rank], drawn[:, rank:], cache, slots)  # type: ignore[no-any-return]
+
+        def attend(query: jax.Array, cache: jax.Array, metadata: Any, *rest: jax.Array) -> tuple[jax.Array, jax.Array]:
+            latent, rope, w_uk, w_uv = rest
+            return impl.apply(  # type: ignore[no-any-return]
+                query, latent, rope, cache, metadata, w_uk=w_uk, w_uv=w_uv, k_scale=self.scale
+            )
+
+        self.attend = attend
+        self.arguments = (self.query, jax.jit(filled)(), self.metadata, latent, rope, *impl.weights())
+
+    def dense(self, r: int) -> tuple[jax.Array, ...]:
+        """Request r's rows [S, L + Dr] in float32, dequantised: those before the batch as gathered, its own as they came."""
+        n, m = self.lens[r]
+        _, cache, _, latent, rope, *_ = self.arguments
+        begin = sum(count for count, _ in self.lens[:r])
+        new = latent_rows(latent[begin : begin + n], rope[begin : begin + n], cache.dtype, self.scale)
+        before = _latents(self.case.head_size, m - n, cache, self.tables[r], self.scale)
+        return (jnp.concatenate([before, xla_mla.numbers(new, jnp.float32, self.scale)]),)
+
+    def exact(self, query: jax.Array, stored: tuple[jax.Array, ...], first: int) -> jax.Array:
+        """Absorbed: over the rows themselves, whichever form the layer took."""
+        return _exact_latent(query, *stored, self.weights, first, self.softmax_scale)  # type: ignore[no-any-return]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -143,6 +226,25 @@ def _exact(query: Any, key: Any, value: Any, sinks: Any, first: Any, window: int
     return jnp.einsum("kgts,skd->tkgd", weights, value, precision="highest").reshape(rows, heads, size)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _latents(head_size: int, tokens: int, cache: jax.Array, blocks: Any, scale: float) -> jax.Array:
+    """The first `tokens` rows [S, L + Dr] of the blocks, in float32."""
+    rows = cache[blocks].reshape(-1, cache.shape[2])[:tokens]
+    return xla_mla.numbers(rows, jnp.float32, scale)[:, :head_size]
+
+
+@jax.jit
+def _exact_latent(query: jax.Array, rows: jax.Array, weights: jax.Array, first: Any, scale: Any) -> jax.Array:
+    """Latent attention [t, H, Dv] in float32 of rows [t, H, Dn + Dr] that begin at position `first` over cached [S, L + Dr]."""
+    product = functools.partial(jnp.einsum, precision="highest")
+    query, weights = query.astype(jnp.float32), weights.astype(jnp.float32)
+    absorbed = product("thd,lhd->thl", query[..., :NOPE], weights[..., :NOPE])
+    scores = product("thw,sw->hts", jnp.concatenate([absorbed, query[..., NOPE:]], -1), rows) * scale
+    seen = jnp.arange(len(rows)) <= first + jnp.arange(len(query))[:, None]
+    latent = product("hts,sl->thl", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), -1), rows[:, : weights.shape[0]])
+    return product("thl,lhd->thd", latent, weights[..., NOPE:])
+
+
 # peers
 
 
@@ -150,8 +252,8 @@ def _dense(workload: Workload, implementation: str | None) -> tuple[Callable[...
     """`jax.nn.dot_product_attention` on keys copied out of the pages beforehand, and its arrays: what a kernel without
     pages would take."""
     case, lens = workload.case, workload.lens
-    if case.features or case.kv_cache_dtype != "auto":
-        raise UnsupportedError(f"takes plain attention over keys in the queries' dtype, not {case}")
+    if case.kv_cache_dtype != "auto":
+        raise UnsupportedError(f"takes keys in the queries' dtype, not kv_cache_dtype={case.kv_cache_dtype}")
     if len(set(lens)) > 1 or lens[0][0] not in (1, lens[0][1]):
         raise UnsupportedError("takes requests of one length, all new or one token each")
     pairs = [workload.dense(r) for r in range(len(lens))]
@@ -210,21 +312,19 @@ class JaxBench:
     def measure(self, case: Case, name: str, limit: float = 0.0) -> Timing:
         """Raises what the backend or the peer raises for a case that it does not serve, TimeoutError when it is not
         compiled after `limit` seconds (0, or outside the main thread: however long it takes)."""
+        if name in PEERS and case.features:
+            raise UnsupportedError(f"peers are called without {', '.join(sorted(case.features))}")
         with deadline(limit):
             if name in PEERS:
                 workload = Workload(case, "XLA_ATTN")
-                attend, arrays = _dense(workload, PEERS[name][0])
+                workload.attend, workload.arguments = _dense(workload, PEERS[name][0])
             else:
-                workload = Workload(case, name)
-                attend, arrays = workload.attend, workload.arguments
-            program = jax.jit(attend)
-            jax.block_until_ready(program(*arrays))
-        return self._timed(attend, program, arrays, workload, build=name not in PEERS)
+                workload = (LatentWorkload if case.mla else Workload)(case, name)
+            call = workload.program()
+            jax.block_until_ready(call())
+        return self._timed(call, workload, build=name not in PEERS)
 
-    def _timed(
-        self, attend: Callable[..., jax.Array], program: Any, arrays: tuple[Any, ...], workload: Workload, build: bool
-    ) -> Timing:
-        call = functools.partial(program, *arrays)
+    def _timed(self, call: Callable[[], jax.Array], workload: Workload, build: bool) -> Timing:
         count = self._affordable(call, 15 if self.on_cpu else 40)
         build_us = 0.0
         if build:
@@ -234,19 +334,23 @@ class JaxBench:
         error = workload.error(call())
         clean = statistics.median(self._times(call, self._read, count))
         low, high = times[len(times) // 5], times[4 * len(times) // 5]
-        kernel = self._kernel_ms(attend, arrays, count)
+        kernel = self._kernel_ms(workload, count)
         return Timing(statistics.median(times), low, high, clean, build_us, host_us, error, True, None, kernel)
 
-    def _kernel_ms(self, attend: Callable[..., jax.Array], arrays: tuple[Any, ...], count: int) -> float | None:
+    def _kernel_ms(self, workload: Workload, count: int) -> float | None:
         """Milliseconds that one more attention adds to a program; None where noise hides them."""
 
         def several(times: Any, query: jax.Array, *rest: Any) -> jax.Array:
-            def once(_: int, rows: jax.Array) -> jax.Array:  # the next waits for this one: 0 x is not 0 to a compiler
-                return query + 0 * attend(rows.reshape(query.shape), *rest).reshape(query.shape)
+            def once(_: int, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+                rows, *cache = state
+                out = workload.attend(rows, *cache, *rest[len(cache) :])
+                out, *cache = out if cache else (out,)
+                flat = jnp.pad(out.reshape(-1), (0, query.size - out.size))  # a latent layer's output is smaller
+                return query + 0 * flat.reshape(query.shape), *cache  # the next waits for this: 0 x is not 0 to a compiler
 
-            return jax.lax.fori_loop(0, times, once, query)
+            return jax.lax.fori_loop(0, times, once, (query, *rest[: workload.writes]))[0]  # type: ignore[no-any-return]
 
-        program = jax.jit(several)
+        program, arrays = jax.jit(several), workload.arguments
         one, more = (
             statistics.median(self._times(functools.partial(program, times, *arrays), lambda: None, max(3, min(count, 7))))
             for times in (1, 1 + _REPEATS)

@@ -1,4 +1,4 @@
-"""The stopwatch of `attn bench` under torch: any paged backend on the default accelerator, or on the CPU.
+"""The stopwatch of `attn bench` under torch: any backend of a paged cache on the default accelerator, or on the CPU.
 
 On a GPU the call is captured in a CUDA graph and its replays are timed by events (the calls themselves where it cannot be
 captured). Before every replay 256 MiB are written,
@@ -30,17 +30,20 @@ from attn.backends.abstract import KVCacheSpec
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.registry import AttentionBackendEnum
 from attn.bench import Case, Timing, parse
+from attn.bench.case import NOPE, ROPE, VALUE
 from attn.bench.deadline import deadline
 from attn.errors import UnsupportedError
 from attn.imports import version_of
 from attn.logger import init_logger
 from attn.torch import kv_cache as caches
+from attn.torch.backends.mla import _rows
 from attn.torch.metadata import PagedAttentionMetadata
 from attn.torch.peers import Peer, peers_on
 
 logger = init_logger(__name__)
 
 _SCALE = {torch.int8: 0.03}  #: of codes about +-90; other caches hold numbers about 1
+_LATENT_SCALE = 0.02  #: of an fp8 cache of latents, whose codes are about +-50: a kernel that forgets the scale is wrong
 _PACKAGES = ("flashinfer-python", "flash-attn-4", "flash-attn-3", "flash-attn", "xformers", "nvidia-cutlass-dsl", "vllm")
 _PATIENCE = 2000.0  #: milliseconds that the timed calls of a slow kernel may take together
 
@@ -63,6 +66,8 @@ class Workload:
     `impl_cls` stands in for the backend's own implementation.
     """
 
+    chunk = 256  #: rows that are compared at a time, so that long prompts fit
+
     def __init__(self, case: Case, backend: str, device: torch.device, impl_cls: Any = None) -> None:
         import numpy as np
 
@@ -82,7 +87,13 @@ class Workload:
         self._builder = cls.get_builder_cls()(spec, ["layer"], None, device)
         self.metadata = self.build()
         self.cache = caches.allocate(cls, spec, sum(pages), device)
-        generator = torch.Generator(device).manual_seed(0)
+        self._k_scale_float = self._v_scale_float = _SCALE.get(self.cache.dtype, 1.0)
+        self._k_scale = self._v_scale = torch.tensor(self._k_scale_float)
+        self._fill(cls, impl_cls or cls.get_impl_cls(), torch.Generator(device).manual_seed(0))
+
+    def _fill(self, cls: Any, impl_cls: Any, generator: torch.Generator) -> None:
+        """The cache's numbers, the layer, the queries, and room for the answer."""
+        case, device = self.case, self.device
         self.key_cache, self.value_cache = cls.logical_kv_cache(self.cache)
         for part in (self.key_cache, self.value_cache):
             noise = torch.randn(part.shape, device=device, dtype=torch.float16, generator=generator)
@@ -94,12 +105,10 @@ class Workload:
         if case.sinks:  # about as heavy as the keys together: a lighter one would not show in the error
             heavy = math.log(max(m for _, m in self.lens))
             self.sinks = heavy + torch.randn(case.num_heads, device=device, generator=generator)
-        self.impl = (impl_cls or cls.get_impl_cls())(
+        self.impl = impl_cls(
             case.num_heads, case.head_size, case.head_size**-0.5, case.num_kv_heads, sliding_window=case.window,
             kv_cache_dtype=case.kv_cache_dtype, **({} if self.sinks is None else {"sinks": self.sinks}),
         )  # fmt: skip
-        self._k_scale_float = self._v_scale_float = _SCALE.get(self.cache.dtype, 1.0)
-        self._k_scale = self._v_scale = torch.tensor(self._k_scale_float)
 
     def build(self) -> PagedAttentionMetadata:
         return self._builder.build(0, self.batch)  # type: ignore[no-any-return]
@@ -107,7 +116,7 @@ class Workload:
     def forward(self) -> None:
         self.impl.forward(self, self.query, None, None, self.cache, self.metadata, self.output)
 
-    def dense(self, r: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def dense(self, r: int) -> tuple[torch.Tensor, ...]:
         """Request r's keys and values [S, K, D] in float32, gathered and dequantised."""
         blocks = torch.from_numpy(self.tables[r].astype("int64")).to(self.device)
         tokens = self.lens[r][1]
@@ -115,32 +124,91 @@ class Workload:
         key, value = (part.float() * float(self._k_scale) for part in parts)
         return key, value
 
+    def exact(self, query: torch.Tensor, stored: tuple[torch.Tensor, ...], hidden: torch.Tensor) -> torch.Tensor:
+        """Attention [t, H, D] in float32 over what `dense` gives, but for the keys that `hidden` [t, S] marks."""
+        key, value = stored
+        q = query.unflatten(1, (self.case.num_kv_heads, -1))
+        s = torch.einsum("tkgd,skd->kgts", q, key) * self.case.head_size**-0.5
+        s = s.masked_fill(hidden, -torch.inf)
+        if self.sinks is not None:
+            own = self.sinks.view(*s.shape[:2], 1, 1).expand(*s.shape[:3], 1)
+            s = torch.cat([s, own], -1)
+        return torch.einsum("kgts,skd->tkgd", s.softmax(-1)[..., : len(key)], value).flatten(1, 2)
+
     def error(self, most: int = 3) -> float:
         """Relative RMS of `output` against float32 over up to `most` requests of each length."""
         wrong = total = 0.0
         seen: dict[tuple[int, int], int] = {}
-        begin, group = 0, self.case.num_heads // self.case.num_kv_heads
+        begin = 0
         for r, (n, m) in enumerate(self.lens):
             seen[n, m] = seen.get((n, m), 0) + 1
             if seen[n, m] <= most:
-                key, value = self.dense(r)
-                for first in range(0, n, 256):  # a few rows at a time, so that long prompts fit
-                    rows = slice(begin + first, begin + min(first + 256, n))
-                    q = self.query[rows].float().unflatten(1, (-1, group))
-                    last = torch.arange(first, first + len(q), device=self.device)[:, None] + m - n
+                stored = self.dense(r)
+                for first in range(0, n, self.chunk):
+                    rows = slice(begin + first, begin + min(first + self.chunk, n))
+                    last = torch.arange(first, first + rows.stop - rows.start, device=self.device)[:, None] + m - n
                     at = torch.arange(m, device=self.device)[None]
                     hidden = (at > last) | (at <= last - (self.case.window or m))
-                    s = torch.einsum("tkgd,skd->kgts", q, key) * self.case.head_size**-0.5
-                    s = s.masked_fill(hidden, -torch.inf)
-                    if self.sinks is not None:
-                        own = self.sinks.view(*s.shape[:2], 1, 1).expand(*s.shape[:3], 1)
-                        s = torch.cat([s, own], -1)
-                    want = torch.einsum("kgts,skd->tkgd", s.softmax(-1)[..., :m], value)
-                    got = self.output[rows].float().view_as(want)
-                    wrong += float((got - want).square().sum())
+                    want = self.exact(self.query[rows].float(), stored, hidden)
+                    wrong += float((self.output[rows].float() - want).square().sum())
                     total += float(want.square().sum())
             begin += n
         return (wrong / total) ** 0.5
+
+
+class LatentWorkload(Workload):
+    """The same of a latent (MLA) layer. Its call is the layer's own: it writes the batch's new rows (the same each time), and
+    takes queries and gives outputs of heads, through absorbed or expanded attention as the batch asks for."""
+
+    chunk = 64
+
+    def _fill(self, cls: Any, impl_cls: Any, generator: torch.Generator) -> None:
+        case, rank = self.case, self.case.kv_lora_rank
+        self.softmax_scale = (NOPE + ROPE) ** -0.5
+        if caches.is_quantised(self.cache.dtype):
+            self._k_scale_float = self._v_scale_float = _LATENT_SCALE
+            self._k_scale = self._v_scale = torch.tensor(_LATENT_SCALE)
+
+        def noise(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, device=self.device, dtype=getattr(torch, case.dtype), generator=generator)
+
+        self.weights = noise(rank, case.num_heads, NOPE + VALUE) * rank**-0.5  # expanded numbers are about 1
+        self.impl = impl_cls(
+            case.num_heads, case.head_size, self.softmax_scale, 1, sliding_window=case.window,
+            kv_cache_dtype=case.kv_cache_dtype, kv_lora_rank=rank, qk_nope_head_dim=NOPE, qk_rope_head_dim=ROPE,
+            v_head_dim=VALUE, kv_b_proj=self.weights,
+        )  # fmt: skip
+        slots = torch.arange(self.cache.shape[0] * case.block_size, device=self.device)
+        for some in slots.split(1 << 18):
+            rows = noise(len(some), case.head_size)
+            self.impl.do_kv_cache_update(self, rows[:, :rank], rows[:, rank:], self.cache, some)
+        tokens = sum(n for n, _ in self.lens)
+        self.latent, self.rope = noise(tokens, rank), noise(tokens, ROPE)
+        self.query = noise(tokens, case.num_heads, NOPE + ROPE)
+        self.output = torch.full_like(self.query[..., :VALUE], torch.nan, memory_format=torch.contiguous_format)
+
+    def forward(self) -> None:
+        self.impl.forward(self, self.query, self.latent, self.rope, self.cache, self.metadata, self.output)
+
+    def dense(self, r: int) -> tuple[torch.Tensor, ...]:
+        """Request r's rows [S, L + Dr] in float32, dequantised: those before the batch as gathered, its own as they came."""
+        n, m = self.lens[r]
+        at = torch.arange(m - n, device=self.device)
+        pages = torch.from_numpy(self.tables[r].astype("int64")).to(self.device)[at // self.case.block_size]
+        before = _rows.gather(self.cache, pages, at % self.case.block_size)
+        begin = sum(count for count, _ in self.lens[:r])
+        fresh = (self.latent[begin : begin + n], self.rope[begin : begin + n])
+        name = self.case.kv_cache_dtype
+        new = _rows.encode(*fresh, name, self.cache.dtype, self._k_scale)
+        return (torch.cat([_rows.decode(part, name, self._k_scale).float() for part in (before, new)]),)
+
+    def exact(self, query: torch.Tensor, stored: tuple[torch.Tensor, ...], hidden: torch.Tensor) -> torch.Tensor:
+        """Absorbed: over the rows themselves, whichever form the layer took."""
+        (rows,), weights = stored, self.weights.float()
+        absorbed = torch.einsum("thd,lhd->thl", query[..., :NOPE], weights[..., :NOPE])
+        s = torch.einsum("thw,sw->hts", torch.cat([absorbed, query[..., NOPE:]], -1), rows) * self.softmax_scale
+        latent = torch.einsum("hts,sl->thl", s.masked_fill(hidden, -torch.inf).softmax(-1), rows[:, : self.case.kv_lora_rank])
+        return torch.einsum("thl,lhd->thd", latent, weights[..., NOPE:])
 
 
 class TorchBench:
@@ -192,7 +260,7 @@ class TorchBench:
             if name in self._peers:
                 return self._measure_peer(case, self._peers[name], limit)
             with deadline(limit):
-                workload = Workload(case, name, self.device)
+                workload = (LatentWorkload if case.mla else Workload)(case, name, self.device)
                 workload.forward()
             return self.timed(workload.forward, workload.build, lambda: workload.output.fill_(torch.nan), workload.error)
 
