@@ -621,7 +621,7 @@ def test_26_soft_cap_dropped_vllm_8660_vllm_metal_665(vendors: Any) -> None:
     served(("FLASH_ATTN", "FLASHINFER", "ROCM_AITER_FA"), logits_soft_cap=2.0, inputs="needle")
     refused(("ROCM_AITER_UNIFIED_ATTN",), Feature.SOFT_CAP)
     vendors("PyTorch's varlen_attn")
-    wanted = Request(64, "bfloat16", block_size=16, features=frozenset({Feature.SOFT_CAP}))
+    wanted = Request(64, "bfloat16", block_size=256, features=frozenset({Feature.SOFT_CAP}))
     assert "soft_cap not supported" in "; ".join(backend("FLASH_ATTN").why_not(wanted))
 
 
