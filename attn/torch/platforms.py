@@ -164,6 +164,7 @@ class CudaPlatform(TorchPlatform):
     }
     #: Measured on Hopper (TFLOP/s at Flux 4.6k rows, SD3 4.3k, Wan 33k, Wan 76k): FlashInfer's FA3 629, 457, 660, 656; cuDNN
     #: 612-655, 390, 568, 564; FlashAttention 3 532, 329, 659, 659; ours 531, 355, 471, 465; int8 in Triton does not pay there.
+    #: Where FlashAttention overtakes cuDNN between 5k and 33k rows was not measured; 16k is between them.
     diffusion_hopper: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "up to 16k rows": (
             "FLASHINFER_ATTN", "CUDNN_ATTN", "FLASH_ATTN", "SAGE_ATTN", "TRITON_ATTN", "TORCH_SDPA", "TRITON_INT8_ATTN",

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import library
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import attn.torch
@@ -226,10 +227,10 @@ def test_operators_keep_torchs_rules() -> None:
         None, None, None, None, one, one, batch.handle, 6, 5, 21, True, H, D, False, layer.graph_key,
     )  # fmt: skip
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
-    torch.library.opcheck(graphs._layer, call, test_utils=checks)
+    library.opcheck(graphs._layer, call, test_utils=checks)
     q, k, v = (torch.randn(2, 5, 4, 16) for _ in range(3))
     text = '{"impl": "attn.torch.diffusion.backends.sdpa:SDPAImpl", "arguments": {"num_heads": 4, "head_size": 16}}'
-    torch.library.opcheck(graphs._dense, (q, k, v, None, None, None, text), test_utils=checks)
+    library.opcheck(graphs._dense, (q, k, v, None, None, None, text), test_utils=checks)
     for name in ("layer", "dense"):
         assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.attn, name).default.tags
 

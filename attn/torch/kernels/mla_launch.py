@@ -45,8 +45,8 @@ BY_HAND = Launch(64, 64, 8, 2)
 
 
 def by_hand(arch: str, packed: bool) -> bool:
-    """Whether `hopper_mla` is the faster kernel, where it serves: on Hopper, over plain latents. It computes 64 rows where
-    16 are asked for and still is, or is level: its ring keeps memory busier than Triton's pipeline (benchmarks/NOTES.md)."""
+    """Whether `hopper_mla` is the faster kernel, where it serves: on Hopper, over plain latents. With 16
+    rows it computes 64 and is ahead by 5 and 8 % at two shapes, level at a third (benchmarks/NOTES.md); fewer: unmeasured."""
     return arch == "sm_90" and not packed and may_use_gluon()
 
 
