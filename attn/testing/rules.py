@@ -70,9 +70,9 @@ class Score:
 
 
 def lse_budget(case: Case) -> Budget:
-    """Rule D's factor on its tolerance, above 1 for one-byte caches read in 16 bits: the keys are rounded once more, and a kernel
-    may sum the weights as its tensor cores take them, rounded (FlashInfer's FlashAttention 2 templates do): half a unit in the
-    last place at most. MLA's tolerance is made row by row, and none of its kernels needs more."""
+    """Rule D's factor on its tolerance, above 1 for one-byte caches read in 16 bits: the keys are rounded once more, and a
+    kernel may sum the weights as its tensor cores take them, rounded (FlashInfer's FlashAttention 2 templates do): half a unit
+    in the last place at most. MLA's tolerance is made row by row, and none of its kernels needs more."""
     if case.mla or not case.is_quantized or case.dtype not in ROUNDOFF:
         return Budget(1.0, 1.0)
     return Budget(1.0, 10.0 + ROUNDOFF[case.dtype] / 1e-4)
