@@ -192,14 +192,23 @@ def cases(target: str) -> list[Case]:
 
 
 def compile_cases(
-    target: str, wanted: Sequence[Case], *, jobs: int = 1, limits: Limits | None = None, report: Report | None = None
+    target: str,
+    wanted: Sequence[Case],
+    *,
+    jobs: int = 1,
+    limits: Limits | None = None,
+    report: Report | None = None,
+    compile_only: bool = False,
 ) -> list[Row]:
-    """A row for each case, in their order, compiled by `jobs` processes at a time; `report` hears of each as it is done."""
+    """A row for each case, in their order, compiled by `jobs` processes at a time; `report` hears of each as it is done.
+
+    `compile_only`: without the steps after the first, a TPU's estimates.
+    """
     limits = limits or Limits()
     path = compiler_path(target)
     rows = {case.label: Row(target, case.kernel, case.name, "refused" if case.refused else "", case.refused) for case in wanted}
     assert len(rows) == len(wanted), "two cases of one name"
-    steps: tuple[str, ...] = _wing(target, "STEPS")
+    steps = _steps(target, compile_only)
     for step in steps:
         # after the first step, only what compiled goes on
         labels = [label for label, row in rows.items() if row.status == ("" if step == steps[0] else "compiled")]
@@ -217,6 +226,11 @@ def compile_cases(
             if report:
                 report(label, f"{step}: {error or 'ok'}")
     return list(rows.values())
+
+
+def _steps(target: str, compile_only: bool) -> tuple[str, ...]:
+    steps: tuple[str, ...] = _wing(target, "STEPS")
+    return steps[:1] if compile_only else steps
 
 
 def _merge(row: Row, outcome: dict[str, Any]) -> None:
@@ -424,6 +438,7 @@ Exit code 0: everything compiled that is not refused; 1: something failed."""
     add("--case", default="", metavar="SUBSTRING", help="only cases whose name contains it")
     add("--subset", action="store_true", help="only the few cases that tests compile")
     add("--list", action="store_true", help="show the grid and compile nothing")
+    add("--compile-only", action="store_true", help="without a TPU's estimates, which take longer than compiling")
     add("--jobs", type=int, default=1, metavar="N", help="processes at a time (default: %(default)s)")
     add("--seconds", type=float, default=Limits.seconds, help="time limit of a step of a case (default: %(default)g)")
     add("--memory", type=float, default=Limits.memory, metavar="GIB", help="memory limit of a process (default: %(default)g)")
@@ -454,8 +469,11 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps({"target": args.target, "cases": shown}, indent=2) if args.json else "\n".join(lines))
         return 0
     begin = time.monotonic()
-    with _progress(sum(not case.refused for case in chosen) * len(_wing(args.target, "STEPS"))) as report:
-        rows = compile_cases(args.target, chosen, jobs=args.jobs, limits=Limits(args.seconds, args.memory), report=report)
+    with _progress(sum(not case.refused for case in chosen) * len(_steps(args.target, args.compile_only))) as report:
+        rows = compile_cases(
+            args.target, chosen, jobs=args.jobs, limits=Limits(args.seconds, args.memory), report=report,
+            compile_only=args.compile_only,
+        )  # fmt: skip
     ok = not any(row.status == "failed" for row in rows)
     data = {
         "target": args.target,

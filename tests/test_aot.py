@@ -108,6 +108,11 @@ def test_every_case_has_its_row_whatever_happens_to_the_others(toy):
     assert len(heard) == 8 + 4 and ("toy/raises", "compile: ValueError: no such layout") in heard
 
 
+def test_the_estimate_can_be_left_out(toy):
+    good = rows("good", compile_only=True)["good"]
+    assert good.parts == [{"name": "run", "size": 10}] and not good.figures and not good.notes
+
+
 def test_a_case_that_does_not_return_is_ended(toy):
     made = rows("sleeps", "good", limits=aot.Limits(seconds=3))
     assert made["sleeps"].reason == "not done within 3 s" and made["good"].status == "compiled"

@@ -1,4 +1,4 @@
-"""The TPU kernels under the real TPU compiler, without a TPU (about 200 s of one core in all), and the tools for it.
+"""The TPU kernels under the real TPU compiler, without a TPU (about 250 s of one core in all), and the tools for it.
 
 libtpu comes from PYTHONPATH or from the environment's folder `compilers` (`make compilers`); without it these are skipped.
 """
@@ -45,19 +45,22 @@ def test_the_subset_of_the_grid_compiles(target):
     libtpu()
     subset = [case for case in aot.cases(target) if case.subset]
     assert {case.kernel for case in subset} == set(wing.KERNELS)
-    cases = subset[TARGETS.index(target) :: len(TARGETS)]
-    rows = aot.compile_cases(target, cases)
+    rows = aot.compile_cases(target, subset[TARGETS.index(target) :: len(TARGETS)], compile_only=True)
     assert [f"{row.label}: {row.reason}" for row in rows if row.status != "compiled"] == []
     chip = _chips.CHIPS[target.removeprefix("tpu-")]
     for row in rows:
         assert row.parts and row.figures["hbm_us"] > 0 and row.figures["mxu_us"] > 0
         for part in row.parts:
             assert 0 < part["vmem"] <= chip.vmem and 0 <= part["smem"] <= chip.smem and part["bundles"] > 0
-    # a case or two may lie beyond the simulator; that says so, and the others have their figures
-    estimated = [row for row in rows if all("us" in part for part in row.parts)]
-    assert len(estimated) >= len(rows) - 2
-    assert all(any(note.startswith("no estimate: ") for note in row.notes) for row in rows if row not in estimated)
-    assert all(row.figures["ratio"] > 0 for row in estimated)
+
+
+@pytest.mark.parametrize("kernel", wing.KERNELS)
+def test_a_program_that_compiles_has_an_estimate(kernel):
+    """One of each kernel: the simulator takes longer than the compiler. Some lie beyond it, and say so (v7x the most)."""
+    libtpu()
+    grid = [case for case in aot.cases("tpu-v6e") if case.kernel == kernel and case.subset]
+    (row,) = aot.compile_cases("tpu-v6e", [next((case for case in grid if "decode" in case.name), grid[0])])
+    assert row.status == "compiled" and not row.notes and row.figures["ratio"] > 0 and all(part["us"] > 0 for part in row.parts)
 
 
 SCRIPT = """
