@@ -114,8 +114,7 @@ def test_the_estimate_can_be_left_out(toy):
 
 
 def test_a_case_that_does_not_return_is_ended(toy):
-    made = rows("sleeps", "good", limits=aot.Limits(seconds=3))
-    assert made["sleeps"].reason == "not done within 3 s" and made["good"].status == "compiled"
+    assert rows("sleeps", limits=aot.Limits(seconds=3))["sleeps"].reason == "not done within 3 s"
 
 
 def test_the_table(toy):

@@ -31,7 +31,7 @@ TARGETS = ("sm_90", "sm_100", "gfx942")
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_subset_of_the_grid_compiles(target):
-    """Every value of every axis once, a third of the cases for each architecture and Hopper's own; the whole is for `attn aot`."""
+    """Every value of every axis once: a third of the cases for each architecture, and Hopper's own."""
     triton()
     subset = [case for case in aot.cases(target) if case.subset]
     assert {case.kernel for case in subset} == kernels(target)
