@@ -20,7 +20,7 @@ from typing import Any, Self
 from attn.capabilities import WINGS, Candidate
 from attn.errors import BackendLoadError
 from attn.forks import renew_after_fork
-from attn.imports import check_qualname, installed, resolve_obj_by_qualname
+from attn.imports import check_qualname, first_installed, installed, resolve_obj_by_qualname
 
 _lock = threading.RLock()
 renew_after_fork(globals(), "_lock")
@@ -73,7 +73,7 @@ def load_candidate(name: str, path: str, backend: Any = None) -> Candidate:
     if not isinstance(backend, type):
         return Candidate(name, path, problem=f"{path} is not a class but {backend!r}")
     packages = getattr(getattr(backend, "capabilities", None), "packages", ())
-    return Candidate(name, path, backend, missing=tuple(p for p in packages if not installed(p)))
+    return Candidate(name, path, backend, missing=tuple(p for p in packages if first_installed(p) is None))
 
 
 def _not_here(path: str) -> str:

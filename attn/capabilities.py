@@ -196,10 +196,10 @@ def _listed(values: Collection[object]) -> str:
 class Capabilities:
     """What one backend class serves. Tuples keep the order in which a person should read them.
 
-    `packages` are import names that must be present (found, not imported, until the backend is chosen); `install` is
-    what a person types to get them. `archs` maps a platform to the rules its `Device.arch` must satisfy one of; a
-    platform without an entry takes any. `priority` places a backend that is not on the platform's own list: above 0
-    before it, otherwise after.
+    `packages` are import names that must be present (found, not imported, until the backend is chosen), `a|b` where any one
+    will do; `install` is what a person types to get them. `archs` maps a platform to the rules its `Device.arch` must
+    satisfy one of; a platform without an entry takes any. `priority` places a backend that is not on the platform's own
+    list: above 0 before it, otherwise after.
     """
 
     framework: str

@@ -84,6 +84,11 @@ def installed(module: str) -> bool:
     return found
 
 
+def first_installed(modules: str) -> str | None:
+    """The first of `modules` (`a` or `a|b|c`: any one will do) that is installed, or None."""
+    return next((module for module in modules.split("|") if installed(module)), None)
+
+
 def version_of(distribution: str) -> str | None:
     """The installed version of a distribution, or None."""
     try:

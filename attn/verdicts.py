@@ -138,7 +138,7 @@ def not_loadable(candidate: Candidate) -> tuple[str, ...]:
         return (candidate.problem,)
     install = getattr(getattr(candidate.backend, "capabilities", None), "install", "")
     hint = f" (pip install {install})" if install else ""
-    return tuple(f"{package} is not installed{hint}" for package in candidate.missing)
+    return tuple(f"{package.replace('|', ' or ')} is not installed{hint}" for package in candidate.missing)
 
 
 def judge(candidate: Candidate, request: Request, device: Device) -> Verdict:

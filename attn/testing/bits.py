@@ -67,9 +67,8 @@ def decode(stored: Array, element: str) -> Array:
     """The float32 values of stored bits, before any scale of the layer's."""
     if element == PACKED:
         with np.errstate(all="ignore"):
-            parts = unpack_fp8_ds_mla(stored.reshape(-1, stored.shape[-1]))
-        joined = np.concatenate(parts, 1)
-        return joined.reshape(*stored.shape[:-1], joined.shape[1]).astype(np.float32)
+            joined = np.concatenate(unpack_fp8_ds_mla(stored.reshape(-1, stored.shape[-1])), 1)
+            return joined.reshape(*stored.shape[:-1], joined.shape[1]).astype(np.float32)
     if element in SELF_SCALED:
         codes, own = np.ascontiguousarray(stored[..., :-4]), np.ascontiguousarray(stored[..., -4:]).view(np.float32)
         with np.errstate(all="ignore"):

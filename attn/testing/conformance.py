@@ -18,7 +18,7 @@ from attn.backends.registry import BLOCKSPARSE, AttentionBackendEnum, blockspars
 from attn.capabilities import Candidate, Capabilities, Device, Feature
 from attn.dtypes import dtype_name
 from attn.errors import AttnError, UnsupportedError
-from attn.imports import resolve_obj_by_qualname, version_of
+from attn.imports import first_installed, resolve_obj_by_qualname, version_of
 from attn.platforms import platform_for
 from attn.testing.case import Case
 from attn.testing.draw import Call, Result, draw
@@ -365,7 +365,8 @@ def _outcome(backend: Any, case: Case) -> _Outcome:
 def evidence_of(report: BackendReport, backend: Any, registry: str = "attention") -> evidence.Evidence:
     """The row of one backend's run."""
     framework = _framework(backend)
-    packages = (framework, "numpy", *getattr(backend.capabilities, "packages", ()))
+    needed = [first_installed(names) or names for names in getattr(backend.capabilities, "packages", ())]
+    packages = (framework, "numpy", *(module.partition(".")[0] for module in needed))
     return evidence.Evidence(
         backend=report.backend,
         registry=registry,

@@ -1,17 +1,21 @@
-"""Who brings FlashAttention: four packages with one algorithm, four signatures, and different gaps.
+"""Who brings FlashAttention: five packages with one algorithm, five signatures, and different gaps.
 
 | provider | module | paged cache | windows | soft cap | ALiBi |
 |---|---|---|---|---|---|
 | FlashAttention 4 | `flash_attn.cute.interface` (CuTe DSL) | any page | yes | yes | no |
 | FlashAttention 3 | `flash_attn_interface` (Hopper) | any page | yes | yes | no |
+| vLLM's FlashAttention 3 | `vllm.vllm_flash_attn` (Hopper) | any page | yes | yes | no |
 | FlashAttention 2 | `flash_attn.flash_attn_interface` | pages of 256 k | yes | yes | yes |
+| vLLM's FlashAttention 2 | `vllm.vllm_flash_attn` | pages of 16 k | yes | yes | yes |
 | PyTorch | `torch.nn.attention.varlen` (2.12 on) | pages of 256 k | yes | no | no |
 
 Each is a `Provider`: a capability record, the arguments that its functions must have (a version that lacks one is told
 so), and the call itself, from a `Call` in this library's conventions. Whatever a provider does differently ends here: it
 gives the log-sum-exp of rows without a key as +inf or -inf, and means sinks differently (FlashAttention 4 counts them
 into the log-sum-exp, in bfloat16), so that none is asked for sinks: the backend applies them, from the log-sum-exp.
-Signatures are those of the Dao-AILab/flash-attention repository at 0251105a and of torch 2.13.
+Signatures are those of the Dao-AILab/flash-attention repository at 0251105a, of vLLM 0.24 to 0.33 and of torch 2.13.
+Loading vLLM's imports the package `vllm`, which sets variables of the environment for its own workers, as `import vllm`
+always does (`vllm/env_override.py`: one compile thread for Inductor, among others).
 """
 
 import functools
@@ -66,6 +70,12 @@ class Call:
         left, right = self.window
         return (-1 if left is None else left, -1 if right is None else right)
 
+    def sides_beside_causal(self) -> tuple[int, int]:
+        """The same for a function that is told of causality too. One token a request has nothing to its right: told of no
+        bound there, FlashAttention 2 packs the heads of a group and splits the keys, which needs one row a request."""
+        left, right = self.sides()
+        return left, -1 if right == 0 and self.max_query_len == 1 and len(self.query) == len(self.starts) - 1 else right
+
 
 State = tuple[torch.Tensor, torch.Tensor]  #: output [T, H, D], lse [H, T] float32
 
@@ -100,10 +110,21 @@ def _fa3(module: Any, call: Call) -> State:
 def _fa2(module: Any, call: Call) -> State:
     out, lse = module.flash_attn_varlen_func(
         call.query, call.key, call.value, call.starts, call.key_starts, call.max_query_len, call.max_seq_len,
-        softmax_scale=call.scale, causal=call.causal, window_size=call.sides(), softcap=call.soft_cap,
+        softmax_scale=call.scale, causal=call.causal, window_size=call.sides_beside_causal(), softcap=call.soft_cap,
         alibi_slopes=call.alibi_slopes, return_attn_probs=True, block_table=call.block_table,
     )[:2]  # fmt: skip
     return out, lse
+
+
+def _vllm(module: Any, call: Call, version: int) -> State:
+    # sums of the keys' lengths or the lengths, never both: the function makes up the other
+    paged = {"seqused_k": call.lens, "block_table": call.block_table}
+    keys = {"cu_seqlens_k": call.key_starts} if call.block_table is None else paged
+    return module.flash_attn_varlen_func(  # type: ignore[no-any-return]
+        call.query, call.key, call.value, call.max_query_len, call.starts, call.max_seq_len, softmax_scale=call.scale,
+        causal=call.causal, window_size=call.sides_beside_causal(), softcap=call.soft_cap, alibi_slopes=call.alibi_slopes,
+        return_softmax_lse=True, fa_version=version, **keys,
+    )  # fmt: skip
 
 
 def _varlen(module: Any, call: Call) -> State:
@@ -117,7 +138,8 @@ def _varlen(module: Any, call: Call) -> State:
 
 @dataclass(frozen=True)
 class Provider:
-    """One package: what it serves, the arguments its functions must have, and the call."""
+    """One package: what it serves, the arguments its functions must have, and the call. `compiled` is the extension behind
+    it, where its module can be imported without."""
 
     name: str
     module: str
@@ -127,15 +149,18 @@ class Provider:
     needs: tuple[tuple[str, tuple[str, ...]], ...]
     attend: Callable[[Any, Call], State]
     narrow_values: bool = False  #: whether value heads may be narrower than key heads
+    compiled: str = ""
 
     def present(self) -> bool:
-        """Whether the module is there, found without importing anything."""
-        return installed(self.module)
+        """Whether the module is there, and its extension, found without importing anything."""
+        return installed(self.module) and (not self.compiled or installed(self.compiled))
 
     def load(self) -> Any:
-        """The module, imported now. Raises `BackendLoadError` for one that is there and broken."""
+        """The module, imported now. Raises `BackendLoadError` for one, or an extension, that is there and broken."""
         with loading(self.module):
             module = importlib.import_module(self.module)
+            if self.compiled:  # it swallows that its extension cannot be loaded
+                importlib.import_module(self.compiled)
         return module
 
     def reasons(self, request: Request, device: Device | None) -> list[str]:
@@ -168,7 +193,14 @@ def _record(archs: tuple[str, ...], features: frozenset[Feature], largest: int =
     )
 
 
-#: The best first, where several serve: by generation, FlashAttention 4 and 3 ahead of 2 on Hopper (benchmarks/NOTES.md).
+_VLLM = "vllm.vllm_flash_attn.flash_attn_interface"
+_VLLM_NEEDS = (
+    ("flash_attn_varlen_func",
+     ("seqused_k", "block_table", "window_size", "softcap", "alibi_slopes", "return_softmax_lse", "fa_version")),
+)  # fmt: skip
+
+#: The best first, where several serve: by generation, FlashAttention 4 and 3 ahead of 2 on Hopper (benchmarks/NOTES.md); of one
+#: generation the package of that name first, since vLLM's forks cost an import of vLLM (its 2 serves smaller pages).
 PROVIDERS: tuple[Provider, ...] = (
     Provider(
         "FlashAttention 4", "flash_attn.cute.interface", "flash-attn-4",
@@ -181,9 +213,17 @@ PROVIDERS: tuple[Provider, ...] = (
          ("flash_attn_varlen_func", ("window_size", "softcap", "return_attn_probs"))), _fa3, narrow_values=True,
     ),
     Provider(
+        "vLLM's FlashAttention 3", _VLLM, "vllm", _record(("sm_90",), _FEATURES), MultipleOf(16), _VLLM_NEEDS,
+        functools.partial(_vllm, version=3), narrow_values=True, compiled="vllm.vllm_flash_attn._vllm_fa3_C",
+    ),
+    Provider(
         "FlashAttention 2", "flash_attn.flash_attn_interface", "flash-attn",
         _record(("sm_80+",), _FEATURES | {Feature.ALIBI}), MultipleOf(256),
         (("flash_attn_varlen_func", ("block_table", "window_size", "softcap", "alibi_slopes")),), _fa2,
+    ),
+    Provider(
+        "vLLM's FlashAttention 2", _VLLM, "vllm", _record(("sm_80+",), _FEATURES | {Feature.ALIBI}), MultipleOf(16),
+        _VLLM_NEEDS, functools.partial(_vllm, version=2), compiled="vllm.vllm_flash_attn._vllm_fa2_C",
     ),
     Provider(
         "PyTorch's varlen_attn", "torch.nn.attention.varlen", "torch>=2.12",

@@ -23,9 +23,9 @@ def flash_mla_with_kvcache(
     topk_length=None, extra_topk_length=None,
 ):  # fmt: skip
     if indices is not None:
-        return _sparse_decode(
-            q, k_cache, block_table, cache_seqlens, head_dim_v, softmax_scale, causal, is_fp8_kvcache, indices
-        )
+        assert block_table is None and cache_seqlens is None and head_dim_v == 512 and is_fp8_kvcache and not causal
+        assert isinstance(tile_scheduler_metadata, FlashMLASchedMeta)
+        return _sparse_decode(q, k_cache, softmax_scale, indices)
     assert isinstance(tile_scheduler_metadata, FlashMLASchedMeta) and num_splits is None and attn_sink is None
     requests, rows, heads, _ = q.shape
     config = (requests, rows, heads, k_cache.shape[1], causal, is_fp8_kvcache)

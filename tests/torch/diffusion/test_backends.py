@@ -20,8 +20,8 @@ from attn.torch.diffusion.backends.sage_attn3 import SageAttention3Backend
 from attn.torch.diffusion.backends.sdpa import SDPABackend, SDPAImpl
 
 VENDORS = [
-    ("FLASH_ATTN", "fa2"), ("FLASH_ATTN", "fa3"), ("FLASH_ATTN", "fa4"), ("FLASHINFER_ATTN", "flashinfer_pkg"),
-    ("SAGE_ATTN", "sage_pkg"), ("SAGE_ATTN_3", "sage_pkg"), ("ASCEND_ATTN", "npu_pkg"),
+    ("FLASH_ATTN", "fa2"), ("FLASH_ATTN", "fa3"), ("FLASH_ATTN", "fa4"), ("FLASH_ATTN", "vllm_fa"),
+    ("FLASHINFER_ATTN", "flashinfer_pkg"), ("SAGE_ATTN", "sage_pkg"), ("SAGE_ATTN_3", "sage_pkg"), ("ASCEND_ATTN", "npu_pkg"),
 ]  # fmt: skip
 
 
@@ -32,7 +32,7 @@ def standin(monkeypatch: pytest.MonkeyPatch, standins: Callable[..., None]) -> C
     def install(root: str) -> None:
         standins(root)
         providers.chosen.cache_clear()
-        monkeypatch.setattr(providers, "PROVIDERS", [p for p in providers.PROVIDERS if p.install.startswith("flash-attn")])
+        monkeypatch.setattr(providers, "PROVIDERS", [p for p in providers.PROVIDERS if not p.install.startswith("torch")])
 
     return install
 

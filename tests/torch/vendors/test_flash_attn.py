@@ -1,10 +1,13 @@
-"""FLASH_ATTN on stand-ins of its four providers: the suite on each, the choice among them, and a version too old."""
+"""FLASH_ATTN on stand-ins of its providers: the suite on each, the choice among them, and a version too old."""
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from attn.capabilities import Device, Feature, Request
 from attn.errors import UnsupportedError
@@ -17,7 +20,11 @@ from attn.torch.backends.flash_attn import FlashAttentionBackend
 H200 = Device("torch", "cuda", "NVIDIA H200", "sm_90")
 A100 = Device("torch", "cuda", "NVIDIA A100", "sm_80")
 PLAIN = Request(head_size=128, dtype="bfloat16", block_size=16)
-FOLDERS = {"FlashAttention 4": "fa4", "FlashAttention 3": "fa3", "FlashAttention 2": "fa2"}
+FOLDERS = {
+    "FlashAttention 4": "fa4", "FlashAttention 3": "fa3", "FlashAttention 2": "fa2", "vLLM's FlashAttention 3": "vllm_fa",
+    "vLLM's FlashAttention 2": "vllm_fa",
+}  # fmt: skip
+STANDINS = Path(__file__).parents[2] / "standins"
 NAMES = [p.name for p in providers.PROVIDERS]
 
 
@@ -78,6 +85,11 @@ def _why(request: Request, device: Device = H200) -> str:
         (("fa3",), replace(PLAIN, head_size=256), H200, "FlashAttention 3"),
         (("fa2", "fa3"), replace(PLAIN, block_size=256), A100, "FlashAttention 2"),
         (("fa2",), replace(PLAIN, block_size=256, features=frozenset({Feature.ALIBI})), H200, "FlashAttention 2"),
+        (("fa2", "fa3", "vllm_fa"), PLAIN, H200, "FlashAttention 3"),
+        (("fa2", "vllm_fa"), PLAIN, H200, "vLLM's FlashAttention 3"),
+        (("fa2", "vllm_fa"), PLAIN, A100, "vLLM's FlashAttention 2"),
+        (("fa2", "vllm_fa"), replace(PLAIN, block_size=256), A100, "FlashAttention 2"),
+        (("vllm_fa",), replace(PLAIN, features=frozenset({Feature.ALIBI})), H200, "vLLM's FlashAttention 2"),
         ((), replace(PLAIN, block_size=256), A100, "PyTorch's varlen_attn"),
     ],
 )
@@ -131,3 +143,65 @@ def test_a_provider_is_found_without_being_imported(tmp_path: Any, monkeypatch: 
     monkeypatch.syspath_prepend(str(tmp_path))
     found = {p.name for p in providers.present()}
     assert "FlashAttention 2" in found and "FlashAttention 4" not in found
+
+
+@pytest.mark.parametrize("broken", ["", "raise ImportError('libcudart.so.99: cannot open shared object file')"])
+def test_an_extension_of_vllm_that_is_not_there_or_broken_leaves_the_other_one(
+    broken: str, tmp_path: Any, standins: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "vllm" / "vllm_flash_attn"
+    package.mkdir(parents=True)
+    folder = STANDINS / "vllm_fa/vllm/vllm_flash_attn"
+    for name in ("flash_attn_interface.py", "_vllm_fa2_C.py"):
+        (package / name).write_text((folder / name).read_text())
+    if broken:
+        (package / "_vllm_fa3_C.py").write_text(broken)
+    standins()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    three, two = (p for p in providers.PROVIDERS if p.install == "vllm")
+    assert three.present() == bool(broken) and two.present()
+    assert "vllm" not in sys.modules  # found, not imported
+    assert providers.chosen(PLAIN, "sm_90").name == "vLLM's FlashAttention 2"
+    if broken:
+        told = _why(replace(PLAIN, features=frozenset({Feature.ALIBI, Feature.TREE_MASK})))
+        assert "tree_mask not supported" in told
+        assert "ImportError: libcudart.so.99" in "; ".join(three.reasons(PLAIN, H200))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "vllm"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("name", ["FlashAttention 2", "vLLM's FlashAttention 2", "vLLM's FlashAttention 3"])
+@pytest.mark.parametrize(
+    ("lens", "window", "sides"),
+    [
+        ([1, 1, 1], (None, 0), (-1, -1)),  # a decode: no bound, so that heads are packed and keys are split
+        ([1, 1, 1], (7, 0), (7, -1)),
+        ([1, 0, 1], (None, 0), (-1, 0)),  # a request without a row: that path would not do
+        ([1, 2, 1], (None, 0), (-1, 0)),
+        ([1, 1, 1], (None, None), (-1, -1)),
+    ],
+)
+def test_what_flash_attention_2_is_told_of_the_window(
+    name: str, lens: list[int], window: tuple[int | None, int | None], sides: tuple[int, int]
+) -> None:
+    """Golden arguments of one paged batch, those that decide which kernel of the package runs."""
+    told: dict[str, Any] = {}
+
+    class Module:
+        @staticmethod
+        def flash_attn_varlen_func(*args: Any, **rules: Any) -> Any:
+            told.update(rules, args=args)
+            return torch.zeros(1), torch.zeros(1)
+
+    starts = torch.tensor([0, *lens]).cumsum(0).int()
+    rows, cache = torch.zeros(sum(lens), 4, 64), torch.zeros(3, 256, 2, 64)
+    seqs, table = torch.tensor([5, 6, 7]).int(), torch.zeros(3, 1).int()
+    call = providers.Call(
+        rows, cache, cache, starts, starts, seqs, table, max(lens), 7, 0.125, window, 0.0, None
+    )  # fmt: skip
+    next(p for p in providers.PROVIDERS if p.name == name).attend(Module, call)
+    assert told["window_size"] == sides and told["causal"] == (window[1] == 0) and told["softcap"] == 0.0
+    assert told["block_table"] is table and told["softmax_scale"] == 0.125
+    if name.startswith("vLLM"):
+        assert told["seqused_k"] is seqs and "cu_seqlens_k" not in told and told["return_softmax_lse"] is True
+        assert told["fa_version"] == int(name[-1]) and told["args"][3:] == (max(lens), starts, 7)

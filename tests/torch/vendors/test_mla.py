@@ -1,16 +1,20 @@
 """Vendors' MLA decode backends on stand-ins: the suite, and what each refuses."""
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import pytest
 
+import attn
 from attn.backends.registry import AttentionBackendEnum
 from attn.capabilities import Device, Feature, Request
 from attn.testing import check_conformance
 from attn.testing.subject import subject_of
 from attn.testing.suite import cases_of
-from attn.torch.backends.mla import flashinfer_mla
+from attn.torch.backends.mla import _vendor, flashattn_mla, flashinfer_mla
 
 H200, B200 = Device("torch", "cuda", "NVIDIA H200", "sm_90"), Device("torch", "cuda", "NVIDIA B200", "sm_100")
 MI300 = Device("torch", "rocm", "AMD Instinct MI300X", "gfx942")
@@ -19,6 +23,16 @@ ROOTS = {
     "FLASHMLA": "flash_mla_pkg", "FLASHINFER_MLA": "flashinfer_pkg", "FLASH_ATTN_MLA": "fa3", "CUTLASS_MLA": "vllm_pkg",
     "ROCM_AITER_MLA": "aiter_pkg", "FLASHMLA_SPARSE": "flash_mla_pkg",
 }  # fmt: skip
+#: vLLM's copies of the same kernels
+COPIES = {"FLASHMLA": "vllm_flashmla", "FLASHMLA_SPARSE": "vllm_flashmla", "FLASH_ATTN_MLA": "vllm_fa"}
+SPARSE = frozenset({Feature.SPARSE_MLA})
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered() -> Iterator[None]:
+    yield
+    _vendor.flash_mla.cache_clear()
+    flashattn_mla._chosen.cache_clear()
 
 
 def _suite(name: str) -> None:
@@ -29,10 +43,20 @@ def _suite(name: str) -> None:
         check_conformance(backend, case)
 
 
-@pytest.mark.parametrize("name", ROOTS)
-def test_the_suite_on_a_stand_in(name: str, standins: Callable[..., None]) -> None:
-    standins(ROOTS[name])
+@pytest.mark.parametrize(("name", "root"), [*ROOTS.items(), *COPIES.items()])
+def test_the_suite_on_a_stand_in(name: str, root: str, standins: Callable[..., None]) -> None:
+    standins(root)
     _suite(name)
+
+
+@pytest.mark.parametrize("root", ["flash_mla_pkg", "vllm_flashmla"])
+def test_packed_rows_on_a_stand_in(root: str, standins: Callable[..., None]) -> None:
+    standins(root)
+    backend: Any = AttentionBackendEnum["FLASHMLA_SPARSE"].get_class()
+    cases = [case for case in cases_of(subject_of(backend), "quick") if case.kv_cache_dtype == "fp8_ds_mla"]
+    assert cases
+    for case in cases:
+        check_conformance(backend, case)
 
 
 def test_the_suite_on_flashinfers_blackwell_kernel(standins: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,3 +87,47 @@ def test_what_is_refused(name: str, device: Device, change: dict[str, Any], word
     standins(ROOTS[name])
     request = Request(**{**vars(PLAIN), **change})
     assert words in "; ".join(AttentionBackendEnum[name].get_class().why_not(request, device))  # type: ignore[attr-defined]
+
+
+def test_a_package_of_its_own_goes_before_the_copy_within_vllm(standins: Callable[..., None]) -> None:
+    standins("flash_mla_pkg", "fa3", "vllm_flashmla", "vllm_fa")
+    assert _vendor.flash_mla().__name__ == "flash_mla"
+    assert flashattn_mla._chosen("sm_90").name == "FlashAttention 3"
+
+
+def test_without_either_package_both_are_named() -> None:
+    told = str(attn.explain(576, "bfloat16", block_size=64, use_mla=True, num_heads=16, device=H200, backend="FLASHMLA"))
+    assert "flash_mla or vllm.third_party.flashmla.flash_mla_interface is not installed (pip install vllm, or git+https" in told
+    told = "; ".join(flashattn_mla.FlashAttnMLABackend.why_not(PLAIN, H200))
+    assert told == (
+        "FlashAttention 3 is not installed (pip install flash-attn-3) or "
+        "vLLM's FlashAttention 3 is not installed (pip install vllm)"
+    )
+
+
+@pytest.mark.parametrize(("name", "features"), [("FLASHMLA", PLAIN.features), ("FLASHMLA_SPARSE", SPARSE)])
+def test_a_broken_or_old_copy_is_a_reason_and_no_crash(
+    name: str, features: frozenset[str], standins: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    backend: Any = AttentionBackendEnum[name].get_class()
+    request = replace(PLAIN, features=features)
+    old = ModuleType("flash_mla")
+    old.get_mla_metadata = old.flash_mla_with_kvcache = lambda q, k_cache, block_table: None  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_mla", old)
+    told = "; ".join(backend.why_not(request, H200))
+    assert "flash_mla.flash_mla_with_kvcache has no indices" in told and "flash_mla has no flash_mla_sparse_fwd" in told
+    monkeypatch.delitem(sys.modules, "flash_mla")
+    _vendor.flash_mla.cache_clear()
+    (tmp_path / "flash_mla.py").write_text("raise ImportError('undefined symbol')")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "flash_mla cannot be imported: ImportError: undefined symbol" in "; ".join(backend.why_not(request, H200))
+
+
+def test_an_old_build_of_flash_attention_3_is_a_reason_and_no_crash(
+    standins: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    standins("vllm_fa")
+    interface = "vllm.vllm_flash_attn.flash_attn_interface.flash_attn_varlen_func"
+    monkeypatch.setattr(interface, lambda q, k, v, seqused_k, block_table, fa_version: None)
+    told = "; ".join(flashattn_mla.FlashAttnMLABackend.why_not(PLAIN, H200))
+    assert told == "vllm.vllm_flash_attn.flash_attn_interface.flash_attn_varlen_func has no q_v"

@@ -1,5 +1,8 @@
-"""What adapters of vendors' MLA decode kernels share: batches of one query length, and one convention for the answer."""
+"""What adapters of vendors' MLA decode kernels share: batches of one query length, one convention for the answer, and who
+brings FlashMLA."""
 
+import functools
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,8 +10,38 @@ import numpy as np
 import torch
 
 from attn.backends.abstract import AttentionLayer
+from attn.errors import BackendLoadError
+from attn.imports import first_installed, loading
+from attn.torch.backends._vendor import lacking
 from attn.torch.backends.mla._metadata import MLADecodeMetadata, Rows
 from attn.torch.backends.mla._mla import MLACommonImpl
+
+#: DeepSeek's package, or the copy of it that vLLM's CUDA wheels carry: the same functions, but for an `out` of their own.
+FLASH_MLA = "flash_mla|vllm.third_party.flashmla.flash_mla_interface"
+FLASH_MLA_FROM = "vllm, or git+https://github.com/deepseek-ai/FlashMLA"
+_FLASH_MLA_NEEDS = (
+    ("get_mla_metadata", ()),
+    ("flash_mla_with_kvcache", ("softmax_scale", "causal", "is_fp8_kvcache", "indices", "extra_k_cache")),
+    ("flash_mla_sparse_fwd", ("indices", "sm_scale", "d_v")),
+)
+
+
+@functools.cache
+def flash_mla() -> Any:
+    """FlashMLA's functions, from the first package that brings them. Raises `BackendLoadError` for one that is broken."""
+    name = first_installed(FLASH_MLA) or FLASH_MLA.partition("|")[0]
+    with loading(name):
+        return importlib.import_module(name)
+
+
+def without_flash_mla() -> list[str]:
+    """Why the installed FlashMLA cannot be used; empty when it can, or when none is installed, which is told elsewhere."""
+    if (name := first_installed(FLASH_MLA)) is None:
+        return []
+    try:
+        return list(lacking(name, flash_mla(), _FLASH_MLA_NEEDS))
+    except BackendLoadError as error:
+        return [str(error)]
 
 
 def state(out: torch.Tensor, log: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

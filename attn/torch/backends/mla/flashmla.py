@@ -1,17 +1,18 @@
 """FLASHMLA: DeepSeek's MLA decode kernel for Hopper, the one that the model's authors serve with.
 
 A page holds 64 tokens, a row 512 + 64; requests of one query length make a call, whose tile schedule depends on the batch
-alone and is shared by the layers that follow. Interface of the deepseek-ai/FlashMLA repository at 9241ae3e: dense decode
-is for sm_90 and bfloat16 or float16 caches; the log-sum-exp is natural, +inf for a row that sees no key.
+alone and is shared by the layers that follow. Interface of the deepseek-ai/FlashMLA repository at 9241ae3e, as a package of
+its own or within vLLM: dense decode is for sm_90 and bfloat16 or float16 caches; the log-sum-exp is natural, +inf for a row
+that sees no key.
 """
 
 import torch
 
 from attn.backends.abstract import AttentionLayer
-from attn.capabilities import Capabilities, Feature, MultipleOf
+from attn.capabilities import Capabilities, Device, Feature, MultipleOf, Request
 from attn.torch.backends.mla._metadata import MLADecodeMetadata
 from attn.torch.backends.mla._mla import MLACommonBackend
-from attn.torch.backends.mla._vendor import UniformMLAImpl
+from attn.torch.backends.mla._vendor import FLASH_MLA, FLASH_MLA_FROM, UniformMLAImpl, flash_mla, without_flash_mla
 
 
 class FlashMLABackend(MLACommonBackend):
@@ -21,8 +22,8 @@ class FlashMLABackend(MLACommonBackend):
         dtypes=("bfloat16", "float16"),
         head_sizes=(576,),
         features=frozenset({Feature.MLA, Feature.LSE}),
-        packages=("flash_mla",),
-        install="git+https://github.com/deepseek-ai/FlashMLA",
+        packages=(FLASH_MLA,),
+        install=FLASH_MLA_FROM,
         archs=(("cuda", ("sm_90",)),),
     )
     latent_dims = ((512, 64),)
@@ -34,6 +35,10 @@ class FlashMLABackend(MLACommonBackend):
     @staticmethod
     def get_impl_cls() -> type["FlashMLAImpl"]:
         return FlashMLAImpl
+
+    @classmethod
+    def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
+        return super().why_not(request, device) or without_flash_mla()
 
 
 class FlashMLAImpl(UniformMLAImpl):
@@ -52,11 +57,9 @@ class FlashMLAImpl(UniformMLAImpl):
         block_table: torch.Tensor,
         meta: MLADecodeMetadata,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        import flash_mla
-
-        key = (q.shape[1], q.dtype)
-        schedule = self._plan(meta, *key) or self._keep(meta, flash_mla.get_mla_metadata()[0], *key)
-        out, lse = flash_mla.flash_mla_with_kvcache(
+        kernels, key = flash_mla(), (q.shape[1], q.dtype)
+        schedule = self._plan(meta, *key) or self._keep(meta, kernels.get_mla_metadata()[0], *key)
+        out, lse = kernels.flash_mla_with_kvcache(
             q, kv_cache[:, :, None], block_table, lens, self.kv_lora_rank, schedule, softmax_scale=self.scale, causal=True
         )
         return out, lse

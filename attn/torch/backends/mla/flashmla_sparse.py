@@ -3,7 +3,8 @@
 A bfloat16 cache is read by the kernel of prefill, which takes any rows of one long list; the 656-byte `fp8_ds_mla` cache by
 that of decode, one token a request. Both want physical slots, lists of a multiple of 128 (shorter ones end in -1), and 64
 or 128 heads (fewer are padded with zeros). The log-sum-exp of both is natural: the repository's README calls the first
-base 2, its kernel and its reference do not; +inf where nothing is attended. Interface of deepseek-ai/FlashMLA at 9241ae3e.
+base 2, its kernel and its reference do not; +inf where nothing is attended. Interface of deepseek-ai/FlashMLA at 9241ae3e, as
+a package of its own or within vLLM.
 """
 
 import torch
@@ -12,7 +13,7 @@ from attn.backends.abstract import AttentionLayer
 from attn.capabilities import Capabilities, Device, Feature, MultipleOf, Request
 from attn.torch.backends.mla._metadata import MLADecodeMetadata
 from attn.torch.backends.mla._sparse import SparseMLABackend, SparseMLAImpl
-from attn.torch.backends.mla._vendor import state, with_heads
+from attn.torch.backends.mla._vendor import FLASH_MLA, FLASH_MLA_FROM, flash_mla, state, with_heads, without_flash_mla
 
 _HEADS = (64, 128)
 _LIST = 128  #: lists of keys are a multiple of this
@@ -27,8 +28,8 @@ class FlashMLASparseBackend(SparseMLABackend):
         head_sizes=(576,),
         kv_cache_dtypes=("auto", "bfloat16", "fp8_ds_mla"),
         features=frozenset({Feature.SPARSE_MLA, Feature.LSE}),
-        packages=("flash_mla",),
-        install="git+https://github.com/deepseek-ai/FlashMLA",
+        packages=(FLASH_MLA,),
+        install=FLASH_MLA_FROM,
         archs=(("cuda", ("sm_90", "sm_100")),),
     )
     latent_dims = ((512, 64),)
@@ -48,7 +49,7 @@ class FlashMLASparseBackend(SparseMLABackend):
             why.append(f"num_heads={request.num_heads} (supports up to {_HEADS[-1]})")
         if request.kv_cache_dtype == "fp8_ds_mla" and request.block_size not in (None, _PACKED_PAGE):
             why.append(f"block_size={request.block_size} of an fp8_ds_mla cache (supports {_PACKED_PAGE})")
-        return why
+        return why or without_flash_mla()
 
 
 class FlashMLASparseImpl(SparseMLAImpl):
@@ -61,20 +62,19 @@ class FlashMLASparseImpl(SparseMLAImpl):
     def _decode(
         self, layer: AttentionLayer, q: torch.Tensor, kv_cache: torch.Tensor, meta: MLADecodeMetadata
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        import flash_mla
-
+        kernels = flash_mla()
         slots = _slots(self._indices(q, meta), meta)
         heads = next(known for known in _HEADS if known >= self.num_heads)
         q, own = with_heads(q, heads), slice(0, self.num_heads)
         if self.kv_cache_dtype == "fp8_ds_mla":
-            schedule, _ = flash_mla.get_mla_metadata()
-            out, lse = flash_mla.flash_mla_with_kvcache(
+            schedule, _ = kernels.get_mla_metadata()
+            out, lse = kernels.flash_mla_with_kvcache(
                 q[:, None], kv_cache[:, :, None], None, None, self.kv_lora_rank, schedule, softmax_scale=self.scale,
                 is_fp8_kvcache=True, indices=slots[:, None],
             )  # fmt: skip
             return state(out[:, 0, own], lse[:, own, 0].T)
         rows = kv_cache.reshape(-1, 1, kv_cache.shape[2])
-        out, _, lse = flash_mla.flash_mla_sparse_fwd(q, rows, slots[:, None], self.scale, self.kv_lora_rank)
+        out, _, lse = kernels.flash_mla_sparse_fwd(q, rows, slots[:, None], self.scale, self.kv_lora_rank)
         return state(out[:, own], lse[:, own].T)
 
 
