@@ -15,7 +15,8 @@ gives the log-sum-exp of rows without a key as +inf or -inf, and means sinks dif
 into the log-sum-exp, in bfloat16), so that none is asked for sinks: the backend applies them, from the log-sum-exp.
 Signatures are those of the Dao-AILab/flash-attention repository at 0251105a, of vLLM 0.24 to 0.33 and of torch 2.13.
 Loading vLLM's imports the package `vllm`, which sets variables of the environment for its own workers, as `import vllm`
-always does (`vllm/env_override.py`: one compile thread for Inductor, among others).
+always does (`vllm/env_override.py`: one compile thread for Inductor, among others). Its FlashAttention 2 holds machine code
+for sm_8x and PTX: on later architectures the driver compiles each kernel at its first call.
 """
 
 import functools

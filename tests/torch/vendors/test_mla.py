@@ -97,7 +97,7 @@ def test_a_package_of_its_own_goes_before_the_copy_within_vllm(standins: Callabl
 
 def test_without_either_package_both_are_named() -> None:
     told = str(attn.explain(576, "bfloat16", block_size=64, use_mla=True, num_heads=16, device=H200, backend="FLASHMLA"))
-    assert "flash_mla or vllm.third_party.flashmla.flash_mla_interface is not installed (pip install vllm, or git+https" in told
+    assert "flash_mla or vllm._flashmla_C is not installed (pip install vllm)" in told
     told = "; ".join(flashattn_mla.FlashAttnMLABackend.why_not(PLAIN, H200))
     assert told == (
         "FlashAttention 3 is not installed (pip install flash-attn-3) or "

@@ -16,9 +16,10 @@ from attn.torch.backends._vendor import lacking
 from attn.torch.backends.mla._metadata import MLADecodeMetadata, Rows
 from attn.torch.backends.mla._mla import MLACommonImpl
 
-#: DeepSeek's package, or the copy of it that vLLM's CUDA wheels carry: the same functions, but for an `out` of their own.
-FLASH_MLA = "flash_mla|vllm.third_party.flashmla.flash_mla_interface"
-FLASH_MLA_FROM = "vllm, or git+https://github.com/deepseek-ai/FlashMLA"
+#: What is looked for -> where the functions are: DeepSeek's package, or the copy of it that vLLM's CUDA wheels carry, which
+#: takes an `out` too.
+_FLASH_MLA = {"flash_mla": "flash_mla", "vllm._flashmla_C": "vllm.third_party.flashmla.flash_mla_interface"}
+FLASH_MLA = "|".join(_FLASH_MLA)
 _FLASH_MLA_NEEDS = (
     ("get_mla_metadata", ()),
     ("flash_mla_with_kvcache", ("softmax_scale", "causal", "is_fp8_kvcache", "indices", "extra_k_cache")),
@@ -29,17 +30,17 @@ _FLASH_MLA_NEEDS = (
 @functools.cache
 def flash_mla() -> Any:
     """FlashMLA's functions, from the first package that brings them. Raises `BackendLoadError` for one that is broken."""
-    name = first_installed(FLASH_MLA) or FLASH_MLA.partition("|")[0]
+    name = _FLASH_MLA[first_installed(FLASH_MLA) or "flash_mla"]
     with loading(name):
         return importlib.import_module(name)
 
 
 def without_flash_mla() -> list[str]:
     """Why the installed FlashMLA cannot be used; empty when it can, or when none is installed, which is told elsewhere."""
-    if (name := first_installed(FLASH_MLA)) is None:
+    if (found := first_installed(FLASH_MLA)) is None:
         return []
     try:
-        return list(lacking(name, flash_mla(), _FLASH_MLA_NEEDS))
+        return list(lacking(_FLASH_MLA[found], flash_mla(), _FLASH_MLA_NEEDS))
     except BackendLoadError as error:
         return [str(error)]
 

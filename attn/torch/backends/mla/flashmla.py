@@ -1,9 +1,9 @@
 """FLASHMLA: DeepSeek's MLA decode kernel for Hopper, the one that the model's authors serve with.
 
 A page holds 64 tokens, a row 512 + 64; requests of one query length make a call, whose tile schedule depends on the batch
-alone and is shared by the layers that follow. Interface of the deepseek-ai/FlashMLA repository at 9241ae3e, as a package of
-its own or within vLLM: dense decode is for sm_90 and bfloat16 or float16 caches; the log-sum-exp is natural, +inf for a row
-that sees no key.
+alone and is shared by the layers that follow. Interface of the deepseek-ai/FlashMLA repository at 9241ae3e, built from
+there or as vLLM's wheels carry it: dense decode is for sm_90 and bfloat16 or float16 caches; the log-sum-exp is natural,
++inf for a row that sees no key.
 """
 
 import torch
@@ -12,7 +12,7 @@ from attn.backends.abstract import AttentionLayer
 from attn.capabilities import Capabilities, Device, Feature, MultipleOf, Request
 from attn.torch.backends.mla._metadata import MLADecodeMetadata
 from attn.torch.backends.mla._mla import MLACommonBackend
-from attn.torch.backends.mla._vendor import FLASH_MLA, FLASH_MLA_FROM, UniformMLAImpl, flash_mla, without_flash_mla
+from attn.torch.backends.mla._vendor import FLASH_MLA, UniformMLAImpl, flash_mla, without_flash_mla
 
 
 class FlashMLABackend(MLACommonBackend):
@@ -23,7 +23,7 @@ class FlashMLABackend(MLACommonBackend):
         head_sizes=(576,),
         features=frozenset({Feature.MLA, Feature.LSE}),
         packages=(FLASH_MLA,),
-        install=FLASH_MLA_FROM,
+        install="vllm",
         archs=(("cuda", ("sm_90",)),),
     )
     latent_dims = ((512, 64),)

@@ -13,7 +13,7 @@ from attn.backends.abstract import AttentionLayer
 from attn.capabilities import Capabilities, Device, Feature, MultipleOf, Request
 from attn.torch.backends.mla._metadata import MLADecodeMetadata
 from attn.torch.backends.mla._sparse import SparseMLABackend, SparseMLAImpl
-from attn.torch.backends.mla._vendor import FLASH_MLA, FLASH_MLA_FROM, flash_mla, state, with_heads, without_flash_mla
+from attn.torch.backends.mla._vendor import FLASH_MLA, flash_mla, state, with_heads, without_flash_mla
 
 _HEADS = (64, 128)
 _LIST = 128  #: lists of keys are a multiple of this
@@ -29,7 +29,7 @@ class FlashMLASparseBackend(SparseMLABackend):
         kv_cache_dtypes=("auto", "bfloat16", "fp8_ds_mla"),
         features=frozenset({Feature.SPARSE_MLA, Feature.LSE}),
         packages=(FLASH_MLA,),
-        install=FLASH_MLA_FROM,
+        install="vllm",
         archs=(("cuda", ("sm_90", "sm_100")),),
     )
     latent_dims = ((512, 64),)
