@@ -438,9 +438,9 @@ def main() -> None:
     parser.add_argument("--compilers", default=str(Path(sys.prefix) / "compilers"), help="folder with libtpu (%(default)s)")
     parser.add_argument("--peers", default="", help="folder with tpu-inference, unpacked")
     parser.add_argument("--only", action="append", default=[], help="rows whose key contains it; may be repeated (all must)")
-    parser.add_argument("--seconds", type=float, default=400, help="time limit of a row (%(default)g)")
+    parser.add_argument("--seconds", type=float, default=1500, help="time limit of a row (%(default)g)")
     parser.add_argument("--budget", type=float, default=math.inf, help="stop beginning rows after so many seconds")
-    parser.add_argument("--jobs", type=int, default=1, help="rows at a time (%(default)s); a row takes up to 12 GB")
+    parser.add_argument("--jobs", type=int, default=1, help="rows at a time (%(default)s); a row takes up to 17 GB")
     parser.add_argument("--again", action="store_true", help="measure even what the JSON has")
     parser.add_argument("--table", action="store_true", help="print the table and measure nothing")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
@@ -467,14 +467,15 @@ def main() -> None:
             if made is None:
                 continue
             key = key_of(*job)
-            made |= {"date": date.today().isoformat()} | ({"source": source(job[0].kind)} if job[3] == OURS else {})
+            made |= {"date": date.today().isoformat(), "jax": _version()}
+            made |= {"source": source(job[0].kind)} if job[3] == OURS else {}
             print(f"{key}: {made.get('us', made.get('error'))} ({made.get('seconds')} s)", file=sys.stderr, flush=True)
             # another run may have written meanwhile
             stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": {}}
             rows = stored["rows"]
             rows[key] = made
             about = {"libtpu": "0.0.51", "tpu-inference": "0.32.0", "method": "libtpu's static estimate, no TPU"}
-            RESULTS.write_text(json.dumps({**about, "jax": _version(), "rows": dict(sorted(rows.items()))}, indent=1) + "\n")
+            RESULTS.write_text(json.dumps({**about, "rows": dict(sorted(rows.items()))}, indent=1) + "\n")
     print(table(rows))
 
 
