@@ -186,7 +186,8 @@ class Launch(NamedTuple):
 
 
 def launches(call: Callable[..., Any], arrays: Sequence[Any], batch: Sequence[np.ndarray]) -> list[Launch]:
-    """Every `pallas_call` that `call(*arrays, *batch)` makes, in order. It must reach pallas as `pl.pallas_call`."""
+    """Every `pallas_call` that `call(*arrays, *batch)` makes, in order, but those whose grid has no step. It must reach pallas
+    as `pl.pallas_call`."""
     found: list[Launch] = []
 
     def traced(*shapes: Any) -> Any:
@@ -314,7 +315,8 @@ def _note(real: Callable[..., Any], bound: dict[str, Any], operands: Sequence[An
 
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flat]
     donated = tuple(sorted(bound.get("input_output_aliases") or {}))
-    found.append(Launch(bound.get("name") or with_scalars.__name__, alone, shapes, donated))
+    if math.prod(grid):
+        found.append(Launch(bound.get("name") or with_scalars.__name__, alone, shapes, donated))
     some = next(x for x in flat if isinstance(x, jax.core.Tracer)).ravel()[0]  # so that results are tracers as well
     return jax.tree.map(lambda out: jnp.broadcast_to(some.astype(out.dtype), out.shape), bound["out_shape"])
 
