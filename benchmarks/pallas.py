@@ -131,7 +131,7 @@ def measure(row: Row, chip: str, page: int, kernel: str, dump: str, peers: str) 
     program = ours(row, chip, page) if own else peer(row, chip, page, kernel, peers)
     copies = not (own and chip in aot.KERNELS[OUR_KERNELS[row.kind]].no_copies)
     parts = _libtpu.estimate_program(program, chip, dump, copies)
-    us, floor = sum(part["us"] for part in parts), program.floors(chip)["mxu_us"]
+    us, floor = sum(part["us"] for part in parts), floors(row, chip, page)["mxu_us"]
     if us < floor:
         raise RuntimeError(f"{us:.0f} us are less than its products take ({floor:.0f}): the simulator missed a loop")
     return {
@@ -190,7 +190,7 @@ def peer(row: Row, chip: str, page: int, kernel: str, wheel: str) -> Any:
 
     scale = size**-0.5
     if row.kind == "dense":
-        return program(*_dense_peer(kernel, heads, kv_heads, size, batch.query_lens[0], shape, scale))
+        return program(*_dense_peer(kernel, chip, heads, kv_heads, size, batch.query_lens[0], shape, scale))
     module = importlib.import_module(
         {
             RPA: "tpu_inference.kernels.ragged_paged_attention.v3.kernel",
@@ -253,8 +253,12 @@ def peer(row: Row, chip: str, page: int, kernel: str, wheel: str) -> Any:
     return program(call, arrays, known)
 
 
-def _dense_peer(kernel: str, heads: int, kv_heads: int, size: int, rows: int, shape: Any, scale: float) -> tuple[Any, Any]:
+def _dense_peer(
+    kernel: str, chip: str, heads: int, kv_heads: int, size: int, rows: int, shape: Any, scale: float
+) -> tuple[Any, Any]:
     import jax
+
+    from attn.jax import _libtpu
 
     if kernel == "splash":
         base = "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_"
@@ -263,7 +267,9 @@ def _dense_peer(kernel: str, heads: int, kv_heads: int, size: int, rows: int, sh
         sizes = splash.BlockSizes(block_q=512, block_kv=1024, block_kv_compute=512)
 
         def call(q: Any, k: Any, v: Any) -> Any:
-            return jax.vmap(splash.make_splash_mqa_single_device(mask, block_sizes=sizes))(q, k, v)
+            one = splash.make_splash_mqa_single_device(mask, block_sizes=sizes)
+            with jax.disable_jit():  # each of them is traced: under vmap or from jit's cache there would be one launch
+                return [one(q[i], k[i], v[i]) for i in range(kv_heads)]
 
         return call, [shape(kv_heads, heads // kv_heads, rows, size), *[shape(kv_heads, rows, size)] * 2]
     path = {
@@ -271,7 +277,12 @@ def _dense_peer(kernel: str, heads: int, kv_heads: int, size: int, rows: int, sh
         "tpuinf_flash": "tpu_inference.kernels.flash_attention.kernel",
     }
     function = importlib.import_module(path[kernel]).flash_attention
-    return lambda q, k, v: function(q, k, v, causal=True, sm_scale=scale), [shape(1, heads, rows, size)] * 3
+
+    def dense(q: Any, k: Any, v: Any) -> Any:
+        with jax.sharding.use_abstract_mesh(_libtpu._mesh(chip).abstract_mesh):  # one asks which TPU this is
+            return function(q, k, v, causal=True, sm_scale=scale)
+
+    return dense, [shape(1, heads, rows, size)] * 3
 
 
 def _refused(*args: Any, **kwargs: Any) -> Any:
