@@ -309,7 +309,8 @@ def _note(real: Callable[..., Any], bound: dict[str, Any], operands: Sequence[An
             pl.when(first)(store)
         return kernel(*refs)
 
-    rest["name"] = name = bound.get("name") or getattr(kernel, "__name__", "kernel")
+    name = str(bound.get("name") or getattr(kernel, "__name__", "kernel"))
+    rest["name"] = name
 
     def alone(*leaves: Any) -> Any:
         return real(with_scalars if known else kernel, **rest)(*jax.tree.unflatten(tree, leaves))
