@@ -186,7 +186,8 @@ class Launch(NamedTuple):
 
 
 def launches(call: Callable[..., Any], arrays: Sequence[Any], batch: Sequence[np.ndarray]) -> list[Launch]:
-    """Every `pallas_call` that `call(*arrays, *batch)` makes, in order. It must reach pallas as `pl.pallas_call`."""
+    """Every `pallas_call` that `call(*arrays, *batch)` makes, in order, but those whose grid has no step. It must reach pallas
+    as `pl.pallas_call`."""
     found: list[Launch] = []
 
     def traced(*shapes: Any) -> Any:
@@ -285,7 +286,8 @@ def _note(real: Callable[..., Any], bound: dict[str, Any], operands: Sequence[An
     flat, tree = jax.tree.flatten(operands)
     kernel, grid_spec = bound["kernel"], bound.get("grid_spec")
     scalars = getattr(grid_spec, "num_scalar_prefetch", 0)
-    known = {i: np.asarray(x) for i, x in enumerate(operands[:scalars]) if not isinstance(x, jax.core.Tracer)}
+    given = {i: x for i, x in enumerate(operands[:scalars]) if x is not None}  # an operand that is None has no ref
+    known = {i: np.asarray(x) for i, x in given.items() if not isinstance(x, jax.core.Tracer)}
     rest = {name: value for name, value in bound.items() if name != "kernel"}
     grid = grid_spec.grid if grid_spec is not None else bound.get("grid", ())
     grid = (grid,) if isinstance(grid, int) else tuple(int(n) for n in grid)  # a bound that is an array has its value here
@@ -307,14 +309,16 @@ def _note(real: Callable[..., Any], bound: dict[str, Any], operands: Sequence[An
             pl.when(first)(store)
         return kernel(*refs)
 
-    with_scalars.__name__ = getattr(kernel, "__name__", "kernel")
+    name = str(bound.get("name") or getattr(kernel, "__name__", "kernel"))
+    rest["name"] = name
 
     def alone(*leaves: Any) -> Any:
         return real(with_scalars if known else kernel, **rest)(*jax.tree.unflatten(tree, leaves))
 
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flat]
     donated = tuple(sorted(bound.get("input_output_aliases") or {}))
-    found.append(Launch(bound.get("name") or with_scalars.__name__, alone, shapes, donated))
+    if math.prod(grid):
+        found.append(Launch(name, alone, shapes, donated))
     some = next(x for x in flat if isinstance(x, jax.core.Tracer)).ravel()[0]  # so that results are tracers as well
     return jax.tree.map(lambda out: jnp.broadcast_to(some.astype(out.dtype), out.shape), bound["out_shape"])
 

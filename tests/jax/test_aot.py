@@ -127,16 +127,19 @@ def test_launches_know_the_scalars_that_the_batch_decides():
     def body(count, x, out):
         out[...] = x[...] * count[1]
 
-    def call(x, lens):
-        made = pl.pallas_call(
+    def scaled(x, lens, steps):
+        return pl.pallas_call(
             body,
-            grid_spec=pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=1, grid=(lens.sum() // lens.sum(),)),
+            grid_spec=pltpu.PrefetchScalarGridSpec(num_scalar_prefetch=1, grid=(steps,)),
             out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
             input_output_aliases={1: 0},
             name="scaled",
             interpret=True,
         )(jnp.cumsum(lens, dtype=jnp.int32), x * 2)
-        return made + 1
+
+    def call(x, lens):
+        made = scaled(x, lens, lens.sum() // lens.sum())
+        return scaled(made, lens, lens[0] // lens.sum()) + 1  # no step: nothing is launched
 
     x = jax.ShapeDtypeStruct((8, 128), jnp.float32)
     (launch,) = _libtpu.launches(call, [x], [np.array([3, 4], np.int32)])

@@ -87,8 +87,10 @@ def blocks_for(
     # rows of an item are lanes of its scores, so they come in whole registers
     smallest = align * 128 // math.gcd(align * group, 128)
     large = smallest if max_query_len > 1 else 0
+    # a product of float32 is six of bfloat16: 512 rows keep the matrix unit fed, and twice as many compile for long
+    long = CHIPS[chip].rows if itemsize == 2 else ROWS
     # rows that an item has and its request has not are computed for nothing: most are worth it for long requests alone
-    while large and large < max_query_len and 2 * large * group <= (CHIPS[chip].rows if 16 * large <= max_query_len else ROWS):
+    while large and large < max_query_len and 2 * large * group <= (long if 16 * large <= max_query_len else ROWS):
         large *= 2
     whole = kv_block = max(1024, 2048 // cache_itemsize, page)
     most = columns * page if reach is None else min(columns * page, page + reach + max(large, 1))

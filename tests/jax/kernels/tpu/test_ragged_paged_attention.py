@@ -298,6 +298,20 @@ def test_the_rule_of_block_sizes() -> None:
         )  # fmt: skip
 
 
+def test_items_of_the_longest_requests() -> None:
+    """1,024 rows on the chips that take them, for queries of two bytes: in float32 a stretch that long compiles for minutes."""
+
+    def blocks(chip: str, itemsize: int) -> Blocks:
+        return blocks_for(
+            chip, num_kv_heads=8, group=4, lanes=128, planes=2, page=128, columns=256, itemsize=itemsize,
+            cache_itemsize=itemsize, align=2 if itemsize == 4 else 4, max_query_len=2048, lse=False,
+        )  # fmt: skip
+
+    for chip, rows in (("v5e", 512), ("v6e", 1024), ("v7x", 1024)):
+        assert (blocks(chip, 2).large * 4, blocks(chip, 4).large * 4) == (rows, 512)
+        assert blocks(chip, 4).stretch == blocks("v5e", 4).stretch
+
+
 def test_tables_that_overflow_smem() -> None:
     with pytest.raises(ValueError, match="bytes of SMEM"):
         jax.eval_shape(
