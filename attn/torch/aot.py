@@ -417,6 +417,7 @@ def _launch_hopper_latent(choice: Choice) -> None:
 
 
 EXPANDED: dict[str, Sequence[Any]] = {
+    "sizes": ((192, VALUE), (96, 64), (192, 192), (256, 256)),
     "dtype": ("bfloat16", "float16", "float32"),
     "causal": (False, True),
     "lse": (False, True),
@@ -427,10 +428,11 @@ def _launch_expanded(choice: Choice) -> None:
     from attn.torch.kernels.mla_prefill import mla_prefill
 
     dtype, starts = getattr(torch, choice["dtype"]), torch.tensor([0, 300, 360], dtype=torch.int32)
-    query, key = (torch.empty(360, 8, 192, dtype=dtype) for _ in "qk")
-    value = torch.empty(360, 8, VALUE, dtype=dtype)
+    size, width = choice["sizes"]
+    query, key = (torch.empty(360, 8, size, dtype=dtype) for _ in "qk")
+    value = torch.empty(360, 8, width, dtype=dtype)
     lse = torch.empty(8, 360) if choice["lse"] else None
-    mla_prefill(torch.empty_like(value), lse, query, key, value, starts, starts, 192**-0.5, choice["causal"])
+    mla_prefill(torch.empty_like(value), lse, query, key, value, starts, starts, size**-0.5, choice["causal"])
 
 
 # --- dense attention with 8-bit scores ------------------------------------------------------------------------------

@@ -322,7 +322,7 @@ class TorchBench:
             inside = sum(e.time_range.elapsed_us() for e in watched.function_events or () if e.cpu_parent is None)
             return min(inside / wall_us, 1.0) * call_us / 1e3 if inside else None
         try:
-            with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
                 for _ in range(calls):
                     call()
                 torch.cuda.synchronize()

@@ -149,7 +149,7 @@ class Provider:
     block_size: MultipleOf
     needs: tuple[tuple[str, tuple[str, ...]], ...]
     attend: Callable[[Any, Call], State]
-    narrow_values: bool = False  #: whether value heads may be narrower than key heads
+    narrow_values: Callable[[int, int], bool] = lambda keys, values: False  #: for heads of these sizes, values need no padding
     compiled: str = ""
 
     def present(self) -> bool:
@@ -194,6 +194,11 @@ def _record(archs: tuple[str, ...], features: frozenset[Feature], largest: int =
     )
 
 
+def _hopper_narrow(keys: int, values: int) -> bool:
+    """The pairs that FlashAttention 3 is built for (its own words where it refuses others)."""
+    return (128 < keys <= 192 and 96 < values <= 128) or (keys <= 64 and values <= 512)
+
+
 _VLLM = "vllm.vllm_flash_attn.flash_attn_interface"
 _VLLM_NEEDS = (
     ("flash_attn_varlen_func",
@@ -211,11 +216,11 @@ PROVIDERS: tuple[Provider, ...] = (
     Provider(
         "FlashAttention 3", "flash_attn_interface", "flash-attn-3", _record(("sm_90",), _FEATURES), MultipleOf(16),
         (("flash_attn_with_kvcache", ("page_table", "cu_seqlens_q", "softcap", "return_softmax_lse")),
-         ("flash_attn_varlen_func", ("window_size", "softcap", "return_attn_probs"))), _fa3, narrow_values=True,
+         ("flash_attn_varlen_func", ("window_size", "softcap", "return_attn_probs"))), _fa3, _hopper_narrow,
     ),
     Provider(
         "vLLM's FlashAttention 3", _VLLM, "vllm", _record(("sm_90",), _FEATURES), MultipleOf(16), _VLLM_NEEDS,
-        functools.partial(_vllm, version=3), narrow_values=True, compiled="vllm.vllm_flash_attn._vllm_fa3_C",
+        functools.partial(_vllm, version=3), _hopper_narrow, compiled="vllm.vllm_flash_attn._vllm_fa3_C",
     ),
     Provider(
         "FlashAttention 2", "flash_attn.flash_attn_interface", "flash-attn",

@@ -83,9 +83,21 @@ def mla_prefill_launch(arch: str, size: int, width: int, itemsize: int) -> Launc
         wanted = [Launch(128, 128, 8, 2), Launch(128, 64, 8, 3), Launch(128, 64, 8, 2), Launch(64, 32, 4, 2)]
     else:
         wanted = [Launch(64, n, 4, s) for n, s in ((64, 2), (32, 2), (32, 1))]
+    key, value = _in_two_parts(size), power_of_two(width)
     limit = SHARED_MEMORY.get(arch, UNKNOWN)
     for launch in wanted:
-        m, n, stages = launch.block_m, launch.block_n, max(1, launch.num_stages - 1)
-        if (m * size + n * (size + width) * stages + m * n) * itemsize <= limit:
+        m, n = launch.block_m, launch.block_n
+        if arch.startswith(("sm_9", "sm_10")):  # products read shared memory while they run: every stage, and no weights
+            held = n * (key + value) * launch.num_stages
+        else:
+            stages = launch.num_stages if itemsize == 4 else max(1, launch.num_stages - 1)
+            held = n * (key + value) * stages + m * n * itemsize // 2
+        if (m * key + held) * itemsize <= limit:
             return launch
     return wanted[-1]
+
+
+def _in_two_parts(size: int) -> int:
+    """How wide a row of `size` is as two powers of two, the first the larger (`mla_prefill`)."""
+    first = power_of_two(size) // 2
+    return first + max(16, power_of_two(size - first))

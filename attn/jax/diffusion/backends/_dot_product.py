@@ -42,7 +42,7 @@ class DotProductImpl(DenseImpl):
             # what is not there may hold anything, and would be multiplied by 0
             there = keys.present[:, :, None, None]
             key, value = jnp.where(there, key, 0), jnp.where(there, value, 0)
-            mask = keys.present[:, None, None, :]
+            mask = jnp.broadcast_to(keys.present[:, None, None, :], (key.shape[0], 1, query.shape[1], key.shape[1]))
         rows, length = query.shape[1], key.shape[1]
         square = self.causal and rows == length and mask is None
         if self.causal and not square:

@@ -1,6 +1,6 @@
 """FLASH_ATTN: MLA prefill by whichever FlashAttention is installed and serves 192-wide heads.
 
-FlashAttention 3 takes values narrower than keys as they are; the others get them padded with zeros to the keys' width, and
+FlashAttention 3 takes values of 128 beside keys of 192 as they are; others get them padded with zeros to the keys' width, and
 the padding is cut off the result. The providers are those of the attention backend of the same name.
 """
 
@@ -57,7 +57,7 @@ class FlashAttnPrefillBackend(MLAPrefillBackend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         provider = providers.chosen(Request(q.shape[2], dtype_name(q.dtype)), arch_of(q.device))
         width = v.shape[2]
-        if not provider.narrow_values and width < k.shape[2]:
+        if width < k.shape[2] and not provider.narrow_values(k.shape[2], width):
             v = torch.nn.functional.pad(v, (0, k.shape[2] - width))
         call = Call(
             q, k, v, meta.query_start_loc, key_starts, None, None, meta.max_query_len, max_keys, self.scale, window, 0.0, None
