@@ -1,6 +1,7 @@
 """What every test starts from: the library's module state as a fresh process has it, backends made of nothing, and
 stand-ins for vendors' packages."""
 
+import gc
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -40,6 +41,17 @@ def fresh_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     distributed.set_dcp_group(None)
     imports._found.clear()
     logger.forget_notices()
+
+
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """At a module's end, forget the programs that it compiled: thousands of them, kept for the process, are gigabytes."""
+    if nextitem is None or nextitem.path == item.path:
+        return
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset()
+    gc.collect()
 
 
 class FakeImpl(AttentionImpl[AttentionMetadata]):

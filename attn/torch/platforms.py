@@ -74,10 +74,10 @@ class CudaPlatform(TorchPlatform):
             "FLASHINFER",
         ),
         "sm_90": (
-            "TRITON_ATTN",  # measured: at least level in decode, 1.5 to 1.8x FLASHINFER in mixed batches; every feature
-            "FLASHINFER",  # measured: level in decode (within 2 %), 6 to 14 % behind ours in prefill; fewer features
-            # measured with FlashAttention 4: 12 % ahead of ours in prefill, but 13 to 20 % behind in decode and 8x at one
-            # request of 32k, since it splits no keys on sm_90; a layer is asked to do both. FlashAttention 3: unmeasured
+            # measured, 13 batches (benchmarks/NOTES.md): the fastest of all backends in every one, or level within a spread
+            "TRITON_ATTN",
+            "FLASHINFER",  # measured: 1.01 to 1.3x our time in decode, 1.3x in prefill, 1.8 to 4x in mixed batches
+            # measured: 1.01 to 1.4x our time by FlashAttention 3; by 4, which splits no keys on sm_90, 9x at one request of 32k
             "FLASH_ATTN",
             "FLEX_ATTENTION",  # measured on dense keys: 1.5x our time in prefill, 1 to 22x in decode
             "XFORMERS",  # gathers keys first, unless they are pages of 64 in a batch of decodes
@@ -110,10 +110,11 @@ class CudaPlatform(TorchPlatform):
     }
     mla: ClassVar[Orders] = {
         "sm_90": (
-            "TRITON_MLA",  # measured beside FlashInfer's fa3: 0.98 to 1.07 of its speed with 128 heads, level with 16
-            "FLASHINFER_MLA",
-            "FLASHMLA",  # unmeasured; publishes 660 TFLOP/s for an H800, where ours has 617 on an H200
-            "FLASH_ATTN_MLA",
+            # measured, 12 batches (benchmarks/NOTES.md): the fastest in ten; FlashAttention 3 ahead in two, by 5 and 3 to 12 %
+            "TRITON_MLA",
+            "FLASHINFER_MLA",  # 1.01 to 1.12x our time
+            "FLASH_ATTN_MLA",  # 0.89 to 1.17x, FlashAttention 3
+            "FLASHMLA",  # 1.04 to 1.26x
             "TORCH_MLA",
         ),
         "sm_10*": (
@@ -162,12 +163,16 @@ class CudaPlatform(TorchPlatform):
             "TRITON_INT8_ATTN",  # by name alone until it is seen to be faster
         ),
     }
-    #: Measured on Hopper (TFLOP/s at Flux 4.6k rows, SD3 4.3k, Wan 33k, Wan 76k): FlashInfer's FA3 629, 457, 660, 656; cuDNN
-    #: 612-655, 390, 568, 564; FlashAttention 3 532, 329, 659, 659; ours 531, 355, 471, 465; int8 in Triton does not pay there.
-    #: Where FlashAttention overtakes cuDNN between 5k and 33k rows was not measured; 16k is between them.
+    #: Measured on Hopper in two runs (TFLOP/s at Flux 4.6k rows x 128, SD3 4.3k x 64, Wan 33k x 128, Wan 76k x 128): cuDNN
+    #: 612-655, 390, 568, 564; FlashInfer's FA3 608-629, 457, 660, 645-656; FlashAttention 3 and 4 503-532, 291-329, 649-659,
+    #: 655-659; ours 528, 355, 471, 465; int8 in Triton does not pay there. Where FlashAttention overtakes cuDNN between 5k and
+    #: 33k rows was not measured; 16k is between them.
     diffusion_hopper: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "up to 16k rows": (
+        "up to 16k rows of heads up to 64": (
             "FLASHINFER_ATTN", "CUDNN_ATTN", "FLASH_ATTN", "SAGE_ATTN", "TRITON_ATTN", "TORCH_SDPA", "TRITON_INT8_ATTN",
+        ),
+        "up to 16k rows": (
+            "CUDNN_ATTN", "FLASHINFER_ATTN", "FLASH_ATTN", "SAGE_ATTN", "TRITON_ATTN", "TORCH_SDPA", "TRITON_INT8_ATTN",
         ),
         "more": (
             "FLASHINFER_ATTN", "FLASH_ATTN", "CUDNN_ATTN", "SAGE_ATTN", "TRITON_ATTN", "TORCH_SDPA", "TRITON_INT8_ATTN",
@@ -176,7 +181,8 @@ class CudaPlatform(TorchPlatform):
 
     def diffusion_priorities(self, request: Request, device: Device) -> tuple[str, ...]:
         if arch_matches(device.arch, "sm_90"):
-            return self.diffusion_hopper["more" if (getattr(request, "rows", None) or 0) > 1 << 14 else "up to 16k rows"]
+            few = "up to 16k rows of heads up to 64" if request.head_size <= 64 else "up to 16k rows"
+            return self.diffusion_hopper["more" if (getattr(request, "rows", None) or 0) > 1 << 14 else few]
         return super().diffusion_priorities(request, device)
 
 

@@ -29,6 +29,14 @@ def test_the_platforms_list_serves_whoever_asks_for_nothing():
     assert (cpu.name, cpu.source) == ("TORCH_SDPA", "priority")
 
 
+def test_narrow_heads_have_an_order_of_their_own_on_hopper():
+    """FlashInfer is behind cuDNN with heads of 128 and ahead with 64 (H200: 608 and 654, 457 and 388 TFLOP/s)."""
+    platform = platform_for("torch", "cuda")
+    for size, first in ((128, "CUDNN_ATTN"), (64, "FLASHINFER_ATTN")):
+        names = platform.diffusion_priorities(make_diffusion_request(size, "bfloat16", rows=4250), H200)
+        assert names[0] == first
+
+
 def test_long_sequences_have_an_order_of_their_own_on_hopper():
     """FlashAttention is behind cuDNN at an image's length and ahead at a video's (H200: 532 and 612, 659 and 568 TFLOP/s)."""
     platform = platform_for("torch", "cuda")

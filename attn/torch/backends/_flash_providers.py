@@ -205,14 +205,10 @@ _VLLM_NEEDS = (
      ("seqused_k", "block_table", "window_size", "softcap", "alibi_slopes", "return_softmax_lse", "fa_version")),
 )  # fmt: skip
 
-#: The best first, where several serve: by generation, FlashAttention 4 and 3 ahead of 2 on Hopper (benchmarks/NOTES.md); of one
-#: generation the package of that name first, since vLLM's forks cost an import of vLLM (its 2 serves smaller pages).
+#: The best first, where several serve: FlashAttention 3 before 4 on Hopper, where 4 splits no keys (9x at one request of 32k;
+#: benchmarks/NOTES.md), both before 2; of one generation the package of that name first, since vLLM's forks cost an import of
+#: vLLM (its 2 serves smaller pages).
 PROVIDERS: tuple[Provider, ...] = (
-    Provider(
-        "FlashAttention 4", "flash_attn.cute.interface", "flash-attn-4",
-        _record(("sm_90", "sm_10*"), _FEATURES, 128), MultipleOf(16),
-        (("flash_attn_varlen_func", ("page_table", "seqused_k", "window_size", "softcap", "return_lse")),), _fa4,
-    ),
     Provider(
         "FlashAttention 3", "flash_attn_interface", "flash-attn-3", _record(("sm_90",), _FEATURES), MultipleOf(16),
         (("flash_attn_with_kvcache", ("page_table", "cu_seqlens_q", "softcap", "return_softmax_lse")),
@@ -221,6 +217,11 @@ PROVIDERS: tuple[Provider, ...] = (
     Provider(
         "vLLM's FlashAttention 3", _VLLM, "vllm", _record(("sm_90",), _FEATURES), MultipleOf(16), _VLLM_NEEDS,
         functools.partial(_vllm, version=3), _hopper_narrow, compiled="vllm.vllm_flash_attn._vllm_fa3_C",
+    ),
+    Provider(
+        "FlashAttention 4", "flash_attn.cute.interface", "flash-attn-4",
+        _record(("sm_90", "sm_10*"), _FEATURES, 128), MultipleOf(16),
+        (("flash_attn_varlen_func", ("page_table", "seqused_k", "window_size", "softcap", "return_lse")),), _fa4,
     ),
     Provider(
         "FlashAttention 2", "flash_attn.flash_attn_interface", "flash-attn",

@@ -80,7 +80,9 @@ def _why(request: Request, device: Device = H200) -> str:
 @pytest.mark.parametrize(
     ("roots", "request_", "device", "chosen"),
     [
-        (("fa2", "fa3", "fa4"), PLAIN, H200, "FlashAttention 4"),
+        (("fa2", "fa3", "fa4"), PLAIN, H200, "FlashAttention 3"),
+        (("fa2", "vllm_fa", "fa4"), PLAIN, H200, "vLLM's FlashAttention 3"),
+        (("fa2", "fa4"), PLAIN, H200, "FlashAttention 4"),
         (("fa2", "fa3"), PLAIN, H200, "FlashAttention 3"),
         (("fa3",), replace(PLAIN, head_size=256), H200, "FlashAttention 3"),
         (("fa2", "fa3"), replace(PLAIN, block_size=256), A100, "FlashAttention 2"),

@@ -1,6 +1,6 @@
 """Dense attention by `jax.nn.dot_product_attention`, by either of its implementations; shared by XLA_ATTN and CUDNN."""
 
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,21 +17,23 @@ class DotProductImpl(DenseImpl):
 
     def _attend(self, query: jax.Array, key: jax.Array, value: jax.Array, keys: Keys) -> jax.Array:
         key, value, mask, square = self._masked(query, key, value, keys)
-        out = jax.nn.dot_product_attention(
-            query, key, value, mask=mask, is_causal=square, scale=self.scale, implementation=self.implementation
-        )
+        out = self._dot(query, key, value, mask=mask, is_causal=square)
         return out if mask is None else jnp.where(_rows(mask.any(-1)), out, 0)
 
     def _attend_lse(self, query: jax.Array, key: jax.Array, value: jax.Array, keys: Keys) -> tuple[jax.Array, jax.Array]:
         key, value, mask, square = self._masked(query, key, value, keys)
-        out, lse = jax.nn.dot_product_attention(
-            query, key, value, mask=mask, is_causal=square, scale=self.scale, implementation=self.implementation,
-            return_residual=True,
-        )  # fmt: skip
+        out, lse = self._dot(query, key, value, mask=mask, is_causal=square, return_residual=True)
         lse = jnp.swapaxes(lse, 1, 2)
         if mask is None:
             return out, lse
         return jnp.where(_rows(mask.any(-1)), out, 0), jnp.where(mask.any(-1), lse, -jnp.inf)
+
+    def _dot(self, query: jax.Array, key: jax.Array, value: jax.Array, **rules: Any) -> Any:
+        # by default GPUs and TPUs multiply float32 in fewer bits
+        with jax.default_matmul_precision("highest" if query.dtype == jnp.float32 else None):
+            return jax.nn.dot_product_attention(
+                query, key, value, scale=self.scale, implementation=self.implementation, **rules
+            )  # fmt: skip
 
     def _masked(
         self, query: jax.Array, key: jax.Array, value: jax.Array, keys: Keys

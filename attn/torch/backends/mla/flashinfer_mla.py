@@ -71,25 +71,25 @@ class FlashInferMLAImpl(UniformMLAImpl):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if arch_of(q.device).startswith("sm_10"):
             return super()._decode(layer, q, kv_cache, meta)
-        rank = self.kv_lora_rank
-        key = (self.scale, q.dtype, kv_cache.dtype)
-        wrapper = self._plan(meta, *key) or self._keep(meta, self._planned(q, kv_cache, meta), *key)
-        scales = {}
+        rank, stored, scales = self.kv_lora_rank, 1.0, {}
         if caches.is_quantised(kv_cache.dtype):
-            scales = {"ckv_scale": float(layer._k_scale), "kpe_scale": float(layer._k_scale)}
+            # the kernel would multiply rows by its scales in the query's dtype, rounding each number a second time
+            stored, scales = layer._k_scale_float, {"ckv_scale": 1.0, "kpe_scale": 1.0}
+        key = (self.scale * stored, q.dtype, kv_cache.dtype)
+        wrapper = self._plan(meta, *key) or self._keep(meta, self._planned(q, kv_cache, meta, self.scale * stored), *key)
         out, lse = wrapper.run(
             q[..., :rank], q[..., rank:], kv_cache[..., :rank], kv_cache[..., rank:], return_lse=True, **scales
         )
-        return state(out, (lse * LN2).T)
+        return state(out if stored == 1.0 else out * stored, (lse * LN2).T)
 
-    def _planned(self, q: torch.Tensor, kv_cache: torch.Tensor, meta: MLADecodeMetadata) -> Any:
+    def _planned(self, q: torch.Tensor, kv_cache: torch.Tensor, meta: MLADecodeMetadata, scale: float) -> Any:
         import flashinfer
 
         wrapper = lend(meta, q.device, "mla", flashinfer.mla.BatchMLAPagedAttentionWrapper)
         starts, lens = meta.host_lens()
         wrapper.plan(
             int32(starts), *page_list(meta.block_table, lens, meta.block_size), int32(lens), self.num_heads,
-            self.kv_lora_rank, self.qk_rope_head_dim, meta.block_size, True, self.scale, q.dtype, kv_cache.dtype,
+            self.kv_lora_rank, self.qk_rope_head_dim, meta.block_size, True, scale, q.dtype, kv_cache.dtype,
         )  # fmt: skip
         return wrapper
 
