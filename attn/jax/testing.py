@@ -74,7 +74,8 @@ class Runner:
         sinks = {} if call.sinks is None else {"sinks": jnp.asarray(call.sinks)}
         impl = self.backend.get_impl_cls()(**layer_arguments(call), **sinks)
         impl.need_to_return_lse_for_decode = call.case.lse
-        impl.prefill_features = self.backend.capabilities.features & {Feature.NAN_SAFE}  # one choice, whatever the poison
+        if (record := self.backend.capabilities) is not None:  # one choice of prefill, whatever the poison
+            impl.prefill_features = record.features & {Feature.NAN_SAFE}
         return impl
 
     def __call__(self, call: Call) -> Result:
