@@ -8,7 +8,7 @@ Two batches in flight never share a plan.
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,6 +17,23 @@ WORKSPACE = 128 << 20  #: bytes for split keys' partial results, as FlashInfer's
 _workspaces: dict[tuple[torch.device, str], torch.Tensor] = {}
 _idle: dict[Any, list[Any]] = defaultdict(list)
 _copied: weakref.WeakKeyDictionary[Any, torch.cuda.Event] = weakref.WeakKeyDictionary()
+
+
+class Group(NamedTuple):
+    """Layers that share a plan: everything that a plan fixes apart from the batch."""
+
+    kind: str  #: decode, prefill (both paged) or ragged
+    first: int  #: the part of the batch: requests first..last
+    last: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    causal: bool
+    window_left: int
+    soft_cap: float
+    scale: float
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
 
 
 def workspace(device: torch.device, use: str = "wrappers") -> torch.Tensor:

@@ -11,14 +11,14 @@ Interface of FlashInfer 0.7.2.
 """
 
 import functools
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
-from attn.torch.backends._flashinfer import WORKSPACE, workspace
-
-if TYPE_CHECKING:
-    from attn.torch.backends.flashinfer import FlashInferMetadata, Group
+from attn.torch.backends._flashinfer import WORKSPACE, Group, workspace
+from attn.torch.metadata import PagedAttentionMetadata
 
 #: Pages that there are kernels for; of 128 tokens trtllm-gen lacks some (flashinfer#4094).
 _PAGES = {"trtllm-gen": (16, 32, 64), "xqa": (16, 32, 64, 128)}
@@ -26,8 +26,28 @@ _PAGES = {"trtllm-gen": (16, 32, 64), "xqa": (16, 32, 64, 128)}
 _XQA_RATIO = 16
 
 
+@dataclass
+class UnplannedMetadata(PagedAttentionMetadata):
+    """The batch, and its decodes that come first (`num_decodes`)."""
+
+    num_decodes: int = 0
+
+    @functools.cached_property
+    def plain(self) -> bool:
+        """Whether every request has a query, and at least as many keys as queries; told by the host's lengths."""
+        starts, lens = self.host_lens()
+        queries = np.diff(starts)
+        return bool(((queries > 0) & (lens >= queries)).all())
+
+    @functools.cached_property
+    def prefill_bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(first rows, first keys) of the requests after the decodes, each [R - num_decodes + 1] int32 on the device."""
+        keys = self.seq_lens[self.num_decodes :].cumsum(0, dtype=torch.int32)
+        return self.query_start_loc[self.num_decodes :] - self.num_decodes, torch.nn.functional.pad(keys, (1, 0))
+
+
 @functools.cache
-def backend_for(arch: str, group: "Group", block_size: int | None, logs: bool) -> str | None:
+def backend_for(arch: str, group: Group, block_size: int | None, logs: bool) -> str | None:
     """The backend that serves a layer's part of any batch (decode or prefill), or None: the wrappers do.
 
     group: with first = last = 0, so that it is decided once for all layers that agree; logs: a log-sum-exp is wanted.
@@ -45,7 +65,7 @@ def backend_for(arch: str, group: "Group", block_size: int | None, logs: bool) -
     return name if group.kv_dtype == group.dtype or mixed else None
 
 
-def fits(meta: "FlashInferMetadata", group: "Group", logs: bool) -> bool:
+def fits(meta: UnplannedMetadata, group: Group, logs: bool) -> bool:
     """Whether a batch is one that the kernels are made for: no request without rows or keys, none with more rows than keys, and
     statistics of softmax, 8 bytes for each head and row (rounded up to 256 a request), that half of the workspace holds."""
     rows = 1 if group.kind == "decode" else meta.max_query_len
@@ -55,8 +75,8 @@ def fits(meta: "FlashInferMetadata", group: "Group", logs: bool) -> bool:
 
 def run(
     backend: str,
-    group: "Group",
-    meta: "FlashInferMetadata",
+    group: Group,
+    meta: UnplannedMetadata,
     query: torch.Tensor,
     keys: tuple[torch.Tensor, torch.Tensor],
     logs: bool,

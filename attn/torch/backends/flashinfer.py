@@ -15,7 +15,7 @@ the flashinfer-ai/flashinfer repository at fb28d724 (0.7).
 
 import functools
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from attn.capabilities import ATTN_TYPES, Capabilities, Feature
 from attn.errors import MetadataError, UnsupportedError
 from attn.torch import kv_cache as caches
 from attn.torch.backends import _flashinfer_trtllm as trtllm
-from attn.torch.backends._flashinfer import capturing, lend, plan, workspace
+from attn.torch.backends._flashinfer import Group, capturing, lend, plan, workspace
 from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
 from attn.torch.backends._vendor import LN2, arch_of, canonical, decodes_first, fill, int32, page_list
 from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
@@ -37,31 +37,13 @@ from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBu
 FEW_ROWS = 32
 
 
-class Group(NamedTuple):
-    """Layers that share a plan: everything that a plan fixes apart from the batch."""
-
-    kind: str  #: decode, prefill (both paged) or ragged
-    first: int  #: the part of the batch: requests first..last
-    last: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    causal: bool
-    window_left: int
-    soft_cap: float
-    scale: float
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
-
-
 @dataclass
-class FlashInferMetadata(PagedAttentionMetadata):
-    """The batch, its decodes that come first (`num_decodes`), and the plans made for it so far.
+class FlashInferMetadata(trtllm.UnplannedMetadata):
+    """The batch and the plans made for it so far.
 
     `captured`: the plans are those of a CUDA graph, in wrappers whose buffers stay where they are; the builder holds them too.
     """
 
-    num_decodes: int = 0
     plans: dict[Group, Any] = field(default_factory=dict)
     captured: bool = False
 
@@ -122,19 +104,6 @@ class FlashInferMetadata(PagedAttentionMetadata):
         # a paged wrapper's first plan chooses its kernels (FA2 or FA3) from the dtypes, and keeps them for every later one
         kind = (group.kind, dense, kernels, group.dtype, group.kv_dtype)
         return lend(self, device, kind, functools.partial(_make, flashinfer, group.kind, dense, kernels))
-
-    @functools.cached_property
-    def plain(self) -> bool:
-        """Whether every request has a query, and at least as many keys as queries; told by the host's lengths."""
-        starts, lens = self.host_lens()
-        queries = np.diff(starts)
-        return bool(((queries > 0) & (lens >= queries)).all())
-
-    @functools.cached_property
-    def prefill_bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(first rows, first keys) of the requests after the decodes, each [R - num_decodes + 1] int32 on the device."""
-        keys = self.seq_lens[self.num_decodes :].cumsum(0, dtype=torch.int32)
-        return self.query_start_loc[self.num_decodes :] - self.num_decodes, torch.nn.functional.pad(keys, (1, 0))
 
 
 def _make(flashinfer: Any, kind: str, tensor_cores: bool, kernels: str, workspace: torch.Tensor) -> Any:

@@ -4,6 +4,7 @@ import gc
 import importlib
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,16 +16,17 @@ from attn.backends.metadata import CommonAttentionMetadata
 from attn.capabilities import Device, Feature, Request
 from attn.errors import MetadataError, UnsupportedError
 from attn.testing import check_conformance
+from attn.testing.case import Case
 from attn.testing.subject import subject_of
 from attn.testing.suite import cases_of
 from attn.torch import graphs
 from attn.torch.backends import _flashinfer, _flashinfer_trtllm, flashinfer
+from attn.torch.backends._flashinfer import Group
 from attn.torch.backends.flashinfer import (
     FlashInferBackend,
     FlashInferImpl,
     FlashInferMetadata,
     FlashInferMetadataBuilder,
-    Group,
 )
 
 H200 = Device("torch", "cuda", "NVIDIA H200", "sm_90")
@@ -160,6 +162,7 @@ class _Step:
         out, _ = reference.paged_attention(
             self.query.double().numpy(), *self.cache.double().numpy(), query_start_loc=batch.query_start_loc,
             seq_lens=batch.seq_lens, block_table=batch.block_table, scale=0.125, window=self.impl.window,
+            sinks=None if self.impl.sinks is None else self.impl.sinks.numpy(),
         )  # fmt: skip
         return torch.from_numpy(out).to(torch.bfloat16)
 
@@ -231,9 +234,49 @@ def test_the_suite_on_blackwells_kernels(arch: str, names: set[str], monkeypatch
     monkeypatch.setattr(flashinfer, "arch_of", lambda device: arch)
     for case in cases_of(subject_of(FlashInferBackend), "quick"):
         check_conformance(FlashInferBackend, case)
-    decode, prefill = (importlib.import_module(f"flashinfer.{name}") for name in ("decode", "prefill"))
-    assert set(decode.calls) == names and len(decode.calls) > 5
-    assert (len(prefill.calls) > 5) == (names == {"trtllm-gen"})
+    decode, prefill = _calls()
+    assert set(decode) == names and bool(prefill) == (names == {"trtllm-gen"})
+
+
+def _calls() -> tuple[list[str], ...]:
+    return tuple(importlib.import_module(f"flashinfer.{name}").calls for name in ("decode", "prefill"))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("grouped", (1, 1, 1), (40, 1, 130), num_heads=8),
+        Case("windowed", (1, 1, 1), (40, 9, 130), sliding_window=17),
+        Case("one kv head, far pages", (1, 1), (40, 100), num_heads=4, num_kv_heads=1, head_size=128, block_size=64),
+        Case("e4m3", (1, 1), (40, 100), kv_cache_dtype="fp8", k_scale=0.5, v_scale=2.0),
+        Case("not causal", (1, 1), (40, 100), causal=False, head_size=256, block_size=32),
+        Case("float16", (1, 1), (40, 100), dtype="float16"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("arch", "name"), [("sm_100", "trtllm-gen"), ("sm_120", "xqa")])
+def test_decodes_on_blackwells_kernels(case: Case, arch: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flashinfer, "arch_of", lambda device: arch)
+    case = case.replace(dtype="float16" if case.dtype == "float16" else "bfloat16")
+    check_conformance(FlashInferBackend, case)
+    decode, prefill = _calls()
+    assert decode == [name] and not prefill
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"sliding_window": 17}, {"lse": True}, {"sinks": "randn"}, {"causal": False}, {"sliding_window": 5, "sinks": "randn"}],
+    ids=str,
+)
+@pytest.mark.parametrize("query_lens", [(1, 1, 30), (30, 1, 7), (5, 20, 130)], ids=str)
+def test_mixed_batches_on_trtllms_kernels(
+    query_lens: tuple[int, ...], changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flashinfer, "arch_of", lambda device: "sm_100")
+    case = Case("mixed", query_lens, (40, 20, 130), dtype="bfloat16", **changes)
+    check_conformance(FlashInferBackend, case)
+    decode, prefill = _calls()
+    assert decode == ["trtllm-gen"] * (query_lens[0] == 1) and prefill == ["trtllm-gen"]
 
 
 @pytest.mark.parametrize(
@@ -276,10 +319,12 @@ def test_batches_that_the_kernels_are_not_made_for_take_the_wrappers(
     assert not _flashinfer_trtllm.fits(meta, _group(last=2, num_heads=1 << 15), True)
 
 
-@pytest.mark.parametrize("arch", ["sm_100", "sm_120"])
-def test_a_captured_graph_without_plans_reads_the_captured_tensors(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("arch", "sinks"), [("sm_100", None), ("sm_100", [0.5] * 8), ("sm_120", None)])
+def test_a_captured_graph_without_plans_reads_the_captured_tensors(
+    arch: str, sinks: list[float] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(flashinfer, "arch_of", lambda device: arch)
-    step, builder = _Step(), FlashInferMetadataBuilder(SPEC)
+    step, builder = _Step(sinks=sinks), FlashInferMetadataBuilder(SPEC)
     first = _decodes([48, 50, 17], [[0, 1, 2], [3, 10, 5, 9], [4, 8]])  # its arrays are written over
     captured = builder.build_for_cudagraph_capture(first)
     torch.testing.assert_close(step(captured), step.want(first))
