@@ -7,7 +7,7 @@ stand-in only: no Blackwell device has been at hand.
 
 What the functions cannot do goes to the wrappers: a soft cap; a log-sum-exp, and so sinks, of XQA; windows without
 causality; e5m2; prefill of an e4m3 cache, which wants a quantised query. The log-sum-exp [T, H] is base 2 (lse.cuh).
-Interface of FlashInfer 0.7.2.
+trtllm-gen's binaries are fetched at first use, or come with flashinfer-cubin. Interface of FlashInfer 0.7.2.
 """
 
 import functools
@@ -18,12 +18,17 @@ import numpy as np
 import torch
 
 from attn.torch.backends._flashinfer import WORKSPACE, Group, workspace
+from attn.torch.backends._vendor import lacking
 from attn.torch.metadata import PagedAttentionMetadata
 
 #: Pages that there are kernels for; of 128 tokens trtllm-gen lacks some (flashinfer#4094).
 _PAGES = {"trtllm-gen": (16, 32, 64), "xqa": (16, 32, 64, 128)}
 #: Query heads of one kv head that XQA takes here: a limit that FlashInfer states for wide heads (jit/xqa.py), kept for all.
 _XQA_RATIO = 16
+_NEEDS = (
+    ("decode.trtllm_batch_decode_with_kv_cache", ("window_left", "kv_layout", "backend", "return_lse")),
+    ("prefill.trtllm_batch_context_with_kv_cache", ("window_left", "kv_layout", "backend", "return_lse", "causal")),
+)
 
 
 @dataclass
@@ -47,6 +52,14 @@ class UnplannedMetadata(PagedAttentionMetadata):
 
 
 @functools.cache
+def _installed() -> bool:
+    """Whether the installed FlashInfer has both functions with these arguments; the wrappers are older."""
+    import flashinfer
+
+    return not lacking("flashinfer", flashinfer, _NEEDS)
+
+
+@functools.cache
 def backend_for(arch: str, group: Group, block_size: int | None, logs: bool) -> str | None:
     """The backend that serves a layer's part of any batch (decode or prefill), or None: the wrappers do.
 
@@ -62,7 +75,7 @@ def backend_for(arch: str, group: Group, block_size: int | None, logs: bool) -> 
         return None
     # beside its own dtype a decode reads e4m3: under trtllm-gen for bfloat16, under XQA for both
     mixed = decode and group.kv_dtype == torch.float8_e4m3fn and (name == "xqa" or group.dtype == torch.bfloat16)
-    return name if group.kv_dtype == group.dtype or mixed else None
+    return name if (group.kv_dtype == group.dtype or mixed) and _installed() else None
 
 
 def fits(meta: UnplannedMetadata, group: Group, logs: bool) -> bool:

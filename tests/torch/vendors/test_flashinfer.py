@@ -37,6 +37,8 @@ def vendor(standins: Callable[..., None]) -> Iterator[None]:
     standins("flashinfer_pkg")
     yield
     _flashinfer._idle.clear()
+    _flashinfer_trtllm._installed.cache_clear()
+    _flashinfer_trtllm.backend_for.cache_clear()
 
 
 def test_the_suite_on_a_stand_in() -> None:
@@ -305,6 +307,11 @@ def test_which_layers_need_no_plan(
     arch: str, changes: dict[str, object], block_size: int, logs: bool, served: str | None
 ) -> None:
     assert _flashinfer_trtllm.backend_for(arch, _group(**changes), block_size, logs) == served  # type: ignore[arg-type]
+
+
+def test_an_older_flashinfer_keeps_the_wrappers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("flashinfer.prefill.trtllm_batch_context_with_kv_cache")
+    assert _flashinfer_trtllm.backend_for("sm_100", _group(), 16, False) is None
 
 
 @pytest.mark.parametrize(
