@@ -172,7 +172,8 @@ class AttentionBackend(ABC):
 class AttentionMetadataBuilder(ABC, Generic[T]):
     """Turns the neutral batch into one backend's metadata, once a batch.
 
-    `device` is the framework's device (None: its default). Builders keep no state between batches.
+    `device` is the framework's device (None: its default). Builders keep no state between batches, but
+    for the plans of CUDA graphs where a backend has `build_for_cudagraph_capture`.
     """
 
     def __init__(

@@ -8,21 +8,45 @@ Two batches in flight never share a plan.
 import weakref
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 WORKSPACE = 128 << 20  #: bytes for split keys' partial results, as FlashInfer's documentation recommends
 
-_workspaces: dict[torch.device, torch.Tensor] = {}
+_workspaces: dict[tuple[torch.device, str], torch.Tensor] = {}
 _idle: dict[Any, list[Any]] = defaultdict(list)
+_copied: weakref.WeakKeyDictionary[Any, torch.cuda.Event] = weakref.WeakKeyDictionary()
 
 
-def workspace(device: torch.device) -> torch.Tensor:
-    """The device's workspace, zeros when it is new: some kernels count in it. Launches of one stream may share it."""
-    if device not in _workspaces:
-        _workspaces[device] = torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)
-    return _workspaces[device]
+class Group(NamedTuple):
+    """Layers that share a plan: everything that a plan fixes apart from the batch."""
+
+    kind: str  #: decode, prefill (both paged) or ragged
+    first: int  #: the part of the batch: requests first..last
+    last: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    causal: bool
+    window_left: int
+    soft_cap: float
+    scale: float
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+
+
+def workspace(device: torch.device, use: str = "wrappers") -> torch.Tensor:
+    """The device's workspace of one use, zeros when it is new: some kernels count in it, and keep it so. Launches of one stream
+    may share it."""
+    if (device, use) not in _workspaces:
+        _workspaces[device, use] = torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)
+    return _workspaces[device, use]
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured on the device's current stream."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def lend(owner: Any, device: torch.device, kind: Any, make: Callable[[torch.Tensor], Any]) -> Any:
@@ -31,3 +55,13 @@ def lend(owner: Any, device: torch.device, kind: Any, make: Callable[[torch.Tens
     wrapper = idle.pop() if idle else make(workspace(device))
     weakref.finalize(owner, idle.append, wrapper)
     return wrapper
+
+
+def plan(wrapper: Any, device: torch.device, *args: Any, **rules: Any) -> None:
+    """`wrapper.plan(*args, **rules)`, once the plan before has left the wrapper's pinned memory: the host writes that anew, and
+    a copy that still waits behind a batch on the device would take the wrong plan."""
+    if (before := _copied.get(wrapper)) is not None:
+        before.synchronize()
+    wrapper.plan(*args, **rules)
+    if device.type == "cuda":
+        _copied[wrapper] = torch.cuda.current_stream(device).record_event()

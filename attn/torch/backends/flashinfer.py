@@ -2,7 +2,11 @@
 
 Its wrappers are planned on the host, once for a batch and a group of layers that agree in heads, window, cap, scale and
 dtypes; every other layer of the batch only runs (`_flashinfer` lends the wrappers). A batch of decodes takes the decode
-wrapper; decodes that come first take it for themselves; everything else takes the prefill wrapper.
+wrapper; decodes that come first take it for themselves; everything else takes the prefill wrapper. On Blackwell layers that
+TensorRT-LLM's kernels serve need no plan (`_flashinfer_trtllm`: run on a stand-in only so far).
+
+A CUDA graph of decodes is captured with `build_for_cudagraph_capture`: its wrappers read buffers of their own, into which every
+later `build` of the same builder for as many decodes plans the new batch.
 
 What FlashInfer means differently ends here: its log-sum-exp is base 2, [T, H]; its ALiBi has slopes of its own and another
 order with the cap, so ALiBi is refused (vLLM drops it in silence); a window is its left side. Signatures are those of
@@ -11,7 +15,7 @@ the flashinfer-ai/flashinfer repository at fb28d724 (0.7).
 
 import functools
 from dataclasses import dataclass, field, fields
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,89 +23,149 @@ import torch
 from attn.backends.abstract import AttentionLayer, AttentionType
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.capabilities import ATTN_TYPES, Capabilities, Feature
+from attn.errors import MetadataError, UnsupportedError
 from attn.torch import kv_cache as caches
-from attn.torch.backends._flashinfer import lend
+from attn.torch.backends import _flashinfer_trtllm as trtllm
+from attn.torch.backends._flashinfer import Group, capturing, lend, plan, workspace
 from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
-from attn.torch.backends._vendor import LN2, canonical, decodes_first, fill, int32, page_list
+from attn.torch.backends._vendor import LN2, arch_of, canonical, decodes_first, fill, int32, page_list
 from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
 
-
-class Group(NamedTuple):
-    """Layers that share a plan: everything that a plan fixes apart from the batch."""
-
-    kind: str  #: decode, prefill (both paged) or ragged
-    first: int  #: the part of the batch: requests first..last
-    last: int
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    causal: bool
-    window_left: int
-    soft_cap: float
-    scale: float
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
+#: Prefill with fewer rows a request asks for FA2's kernels: on Hopper "auto" is FA3's. Measured on an H200, ms of FA2 and FA3:
+#: 16q4s1k (4 rows a request) 0.0415, 0.0778; 1q512s8k_63q1s4k (9, the prompt before the decodes) 0.578, 1.265; 2q2k_32q1s1k
+#: (121) 0.315, 0.298; 4q4k (4096) 1.686, 1.176.
+FEW_ROWS = 32
 
 
 @dataclass
-class FlashInferMetadata(PagedAttentionMetadata):
-    """The batch, its decodes that come first (`num_decodes`), and the plans made for it so far."""
+class FlashInferMetadata(trtllm.UnplannedMetadata):
+    """The batch and the plans made for it so far.
 
-    num_decodes: int = 0
+    `captured`: the plans are those of a CUDA graph, in wrappers whose buffers stay where they are; the builder holds them too.
+    """
+
     plans: dict[Group, Any] = field(default_factory=dict)
+    captured: bool = False
 
     def planned(self, group: Group) -> Any:
-        """The wrapper that was planned for a group, planning it now if need be."""
+        """The wrapper that was planned for a group, planning it now if need be. Raises `UnsupportedError` within a capture."""
         if group not in self.plans:
-            self.plans[group] = self._plan(group)
+            if capturing(self.seq_lens.device):
+                raise UnsupportedError(
+                    "FLASHINFER: a layer is planned on the host, which no graph captures: run it once before the capture, with "
+                    "the metadata of build_for_cudagraph_capture"
+                )
+            self.plans[group] = self._wrapper(group)
+            self.plan(group)
         return self.plans[group]
 
-    def _plan(self, group: Group) -> Any:
-        import flashinfer
-
+    def plan(self, group: Group) -> None:
+        """Plan this batch in the wrapper that `plans` has for the group."""
         assert self.block_size is not None
-        starts, lens = self.host_lens()
-        starts = starts[group.first : group.last + 1] - starts[group.first]
-        lens = lens[group.first : group.last]
-        # a group of 4 heads or more keeps tensor cores busy in decode too (FlashInfer's own advice)
-        dense = group.kind == "decode" and group.num_heads >= 4 * group.num_kv_heads
-        # a paged wrapper's first plan chooses its kernels (FA2 or FA3) from the dtypes, and keeps them for every later one
-        kind = (group.kind, dense, group.dtype, group.kv_dtype)
-        wrapper = lend(self, self.seq_lens.device, kind, functools.partial(_make, flashinfer, group.kind, dense))
+        starts, lens = self._host_lens(group)
+        wrapper = self.plans[group]
         rules = {
             "window_left": group.window_left, "logits_soft_cap": group.soft_cap, "sm_scale": group.scale,
             "q_data_type": group.dtype, "kv_data_type": group.kv_dtype,
         }  # fmt: skip
         heads = (group.num_heads, group.num_kv_heads, group.head_size)
         if group.kind == "ragged":
-            wrapper.plan(int32(starts), int32(starts), *heads, causal=group.causal, **rules)
-            return wrapper
+            plan(wrapper, self.seq_lens.device, int32(starts), int32(starts), *heads, causal=group.causal, **rules)
+            return
         pages = page_list(self.block_table, lens, self.block_size, group.first)
         last = int32(np.where(lens > 0, (lens - 1) % self.block_size + 1, 0))
+        paged = (*pages, last, *heads, self.block_size)
         if group.kind == "decode":
-            wrapper.plan(*pages, last, *heads, self.block_size, **rules)
+            plan(wrapper, self.seq_lens.device, *paged, **rules)
         else:
-            wrapper.plan(int32(starts), *pages, last, *heads, self.block_size, causal=group.causal, **rules)
-        return wrapper
+            plan(wrapper, self.seq_lens.device, int32(starts), *paged, causal=group.causal, **rules)
+
+    def _host_lens(self, group: Group) -> tuple[Any, Any]:
+        starts, lens = self.host_lens()
+        return starts[group.first : group.last + 1] - starts[group.first], lens[group.first : group.last]
+
+    def _wrapper(self, group: Group) -> Any:
+        import flashinfer
+
+        # a group of 4 heads or more keeps tensor cores busy in decode too (FlashInfer's own advice)
+        dense = group.kind == "decode" and group.num_heads >= 4 * group.num_kv_heads
+        device = self.seq_lens.device
+        if self.captured:
+            if group.kind != "decode":
+                raise UnsupportedError(f"FLASHINFER: a graph of decodes holds no {group.kind} attention")
+            buffer = functools.partial(torch.zeros, dtype=torch.int32, device=device)
+            return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+                workspace(device), "NHD", use_cuda_graph=True, use_tensor_cores=dense,
+                paged_kv_indptr_buffer=buffer(self.num_reqs + 1), paged_kv_indices_buffer=buffer(self.block_table.numel()),
+                paged_kv_last_page_len_buffer=buffer(self.num_reqs),
+            )  # fmt: skip
+        few = group.kind == "prefill" and self._host_lens(group)[0][-1] < FEW_ROWS * (group.last - group.first)
+        kernels = "fa2" if few else "auto"
+        # a paged wrapper's first plan chooses its kernels (FA2 or FA3) from the dtypes, and keeps them for every later one
+        kind = (group.kind, dense, kernels, group.dtype, group.kv_dtype)
+        return lend(self, device, kind, functools.partial(_make, flashinfer, group.kind, dense, kernels))
 
 
-def _make(flashinfer: Any, kind: str, tensor_cores: bool, workspace: torch.Tensor) -> Any:
+def _make(flashinfer: Any, kind: str, tensor_cores: bool, kernels: str, workspace: torch.Tensor) -> Any:
     if kind == "decode":
         return flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=tensor_cores)
     if kind == "ragged":
         return flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
-    return flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD")
+    return flashinfer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=kernels)
 
 
 class FlashInferMetadataBuilder(PagedAttentionMetadataBuilder):
-    """Counts the decodes at the batch's head."""
+    """Counts the decodes at the batch's head, and keeps the plans of captured graphs, by their number of requests."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._graphs: dict[int, FlashInferMetadata] = {}
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> FlashInferMetadata:
+        """The batch. As many decodes as a captured graph has are planned in that graph's wrappers, whose next replay, and next
+        use by any metadata that holds them, attends this batch. Raises `MetadataError` where their pages are more than the
+        table of the captured batch had room for."""
         plain = super().build(common_prefix_len, common_attn_metadata, fast_build)
         head = decodes_first(plain.host_lens()[0])
-        return FlashInferMetadata(**{f.name: getattr(plain, f.name) for f in fields(plain)}, num_decodes=head)
+        meta = FlashInferMetadata(**{f.name: getattr(plain, f.name) for f in fields(plain)}, num_decodes=head)
+        graph = self._graphs.get(meta.num_reqs)
+        if graph is not None and head == meta.num_reqs:
+            self._check_room(meta, graph.block_table.numel())
+            meta.plans, meta.captured = graph.plans, True
+            for group in meta.plans:
+                meta.plan(group)
+        return meta
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> FlashInferMetadata:
+        """The metadata to capture a graph of decodes with: one token a request, and as wide a block table as any replay needs.
+
+        Run the layers once with it before the capture: that plans them. Before a replay, `build` for a batch of as many
+        decodes plans it in place. What the graph reads beside its plans the caller keeps where it is and rewrites: query,
+        output, `slot_mapping`, and for the kernels that have no plan (`_flashinfer_trtllm`) `block_table` and `seq_lens`; a
+        tensor that came on the device in the metadata's dtype is that of the metadata. Plans live in one set of buffers, so
+        replays of one size belong to one stream. Raises `UnsupportedError` for any other batch.
+        """
+        meta = self.build(0, common_attn_metadata)
+        if not 0 < meta.num_decodes == meta.num_reqs:
+            raise UnsupportedError(
+                f"FLASHINFER: a graph is captured for decodes, one token a request (here {meta.num_decodes} of {meta.num_reqs} "
+                "requests)"
+            )
+        graph = self._graphs.setdefault(meta.num_reqs, meta)
+        if graph.block_table.numel() < meta.block_table.numel():
+            wider = f"at most {graph.block_table.numel()}, as in the capture before for as many requests"
+            raise MetadataError("block_table", None, f"{meta.block_table.numel()} entries", wider)
+        meta.plans, meta.captured = graph.plans, True
+        assert meta.block_size is not None
+        meta.max_seq_len = meta.block_table.shape[1] * meta.block_size  # of every replay
+        return meta
+
+    def _check_room(self, meta: FlashInferMetadata, room: int) -> None:
+        pages = int((-(-meta.host_lens()[1] // self.kv_cache_spec.block_size)).sum())
+        if pages > room:
+            raise MetadataError("seq_lens", None, f"{pages} pages", f"at most {room} pages, the captured batch's table")
 
 
 class FlashInferBackend(PagedAttentionBackend):
@@ -166,10 +230,16 @@ class FlashInferImpl(PagedAttentionImpl):
         decodes, requests = attn_metadata.num_decodes, attn_metadata.num_reqs
         rows = attn_metadata.num_actual_tokens
         parts = [("decode", 0, decodes, slice(0, decodes)), ("prefill", decodes, requests, slice(decodes, rows))]
+        arch, logs = arch_of(query.device), lse is not None or self.sinks is not None
         for kind, first, last, part in parts:
             if part.stop > part.start:
                 group = self._group(kind, first, last, causal, query.dtype, kv_cache.dtype)
-                self._run(group, attn_metadata, query[part], (keys,), scales, output[part], _columns(lse, part))
+                given = (query[part], (keys,), scales, output[part], _columns(lse, part))
+                unplanned = trtllm.backend_for(arch, group._replace(first=0, last=0), attn_metadata.block_size, logs)
+                if unplanned and trtllm.fits(attn_metadata, group, logs):
+                    self._run_unplanned(unplanned, logs, group, attn_metadata, *given)
+                else:
+                    self._run(group, attn_metadata, *given)
 
     def _attend_ragged(
         self,
@@ -204,6 +274,24 @@ class FlashInferImpl(PagedAttentionImpl):
     ) -> None:
         out, log = meta.planned(group).run(query.contiguous(), *keys, return_lse=True, **scales)
         fill(out, (log * LN2).T, self.sinks, output, lse)
+
+    def _run_unplanned(
+        self,
+        backend: str,
+        logs: bool,
+        group: Group,
+        meta: FlashInferMetadata,
+        query: torch.Tensor,
+        keys: tuple[Any, ...],
+        scales: dict[str, float],
+        output: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        out, log = trtllm.run(backend, group, meta, query.contiguous(), keys[0], logs, **scales)
+        if log is None:
+            output[...] = out
+        else:
+            fill(out, (log * LN2).T, self.sinks, output, lse)
 
 
 def _columns(lse: torch.Tensor | None, part: slice) -> torch.Tensor | None:

@@ -1,28 +1,44 @@
 """FLASHINFER on a stand-in: the suite, plans that are shared and never mixed up, and what is refused."""
 
 import gc
-from collections.abc import Callable
+import importlib
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from attn import reference
 from attn.backends.abstract import KVCacheSpec
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.capabilities import Device, Feature, Request
+from attn.errors import MetadataError, UnsupportedError
 from attn.testing import check_conformance
+from attn.testing.case import Case
 from attn.testing.subject import subject_of
 from attn.testing.suite import cases_of
 from attn.torch import graphs
-from attn.torch.backends.flashinfer import FlashInferBackend, FlashInferMetadata, Group
+from attn.torch.backends import _flashinfer, _flashinfer_trtllm, flashinfer
+from attn.torch.backends._flashinfer import Group
+from attn.torch.backends.flashinfer import (
+    FlashInferBackend,
+    FlashInferImpl,
+    FlashInferMetadata,
+    FlashInferMetadataBuilder,
+)
 
 H200 = Device("torch", "cuda", "NVIDIA H200", "sm_90")
 
 
 @pytest.fixture(autouse=True)
-def vendor(standins: Callable[..., None]) -> None:
+def vendor(standins: Callable[..., None]) -> Iterator[None]:
     standins("flashinfer_pkg")
+    yield
+    _flashinfer._idle.clear()
+    _flashinfer_trtllm._installed.cache_clear()
+    _flashinfer_trtllm.backend_for.cache_clear()
 
 
 def test_the_suite_on_a_stand_in() -> None:
@@ -113,3 +129,214 @@ def test_what_flashinfer_would_drop_in_silence_is_refused(feature: Feature) -> N
     """vLLM gives FlashInfer an ALiBi model and loses the slopes."""
     request = Request(head_size=128, dtype="bfloat16", block_size=16, features=frozenset({feature}))
     assert f"{feature.value} not supported" in "; ".join(FlashInferBackend.why_not(request, H200))
+
+
+def test_a_prefill_of_few_rows_a_request_asks_for_fa2_in_wrappers_of_its_own() -> None:
+    builder, group = FlashInferBackend.get_builder_cls()(SPEC), _group("prefill")
+    few, many = _built(builder, [4, 33], [40, 40]), _built(builder, [31, 33], [40, 40])
+    held = few.planned(group)
+    assert held.backend == "fa2" and many.planned(group).backend == "auto"
+    del few
+    gc.collect()
+    assert _built(builder, [64, 64], [64, 64]).planned(group) is not held
+    assert _built(builder, [4, 2], [64, 64]).planned(group) is held
+
+
+def _decodes(seq_lens: list[int], pages: list[list[int]]) -> CommonAttentionMetadata:
+    return CommonAttentionMetadata.from_lens([1] * len(seq_lens), seq_lens, pages, 16)
+
+
+class _Step:
+    """A decode of three requests over a cache of random numbers, and the oracle's answer."""
+
+    def __init__(self, **layer: object) -> None:
+        torch.manual_seed(0)
+        self.impl = FlashInferImpl(8, 64, 0.125, 2, **layer)  # type: ignore[arg-type]
+        self.layer = SimpleNamespace(_k_scale=torch.ones(()), _v_scale=torch.ones(()))
+        self.cache = torch.randn(FlashInferBackend.get_kv_cache_shape(12, 16, 2, 64)).to(torch.bfloat16)
+        self.query = torch.randn(3, 8, 64).to(torch.bfloat16)
+
+    def __call__(self, metadata: FlashInferMetadata) -> torch.Tensor:
+        with torch.no_grad():
+            return self.impl.forward(self.layer, self.query, None, None, self.cache, metadata)  # type: ignore[arg-type, no-any-return]
+
+    def want(self, batch: CommonAttentionMetadata) -> torch.Tensor:
+        out, _ = reference.paged_attention(
+            self.query.double().numpy(), *self.cache.double().numpy(), query_start_loc=batch.query_start_loc,
+            seq_lens=batch.seq_lens, block_table=batch.block_table, scale=0.125, window=self.impl.window,
+            sinks=None if self.impl.sinks is None else self.impl.sinks.numpy(),
+        )  # fmt: skip
+        return torch.from_numpy(out).to(torch.bfloat16)
+
+
+FIRST, SECOND = _decodes([40, 5, 16], [[0, 1, 2], [3], [4]]), _decodes([3, 60, 33], [[9], [5, 6, 7, 8], [11, 3, 0]])
+WIDE = _decodes([48, 50, 17], [[0, 1, 2], [3, 10, 5, 9], [4, 8]])
+
+
+def test_a_captured_graphs_wrappers_attend_the_batch_built_last() -> None:
+    step, windowed, builder = _Step(), _Step(sliding_window=9), FlashInferMetadataBuilder(SPEC)
+    captured = builder.build_for_cudagraph_capture(WIDE)
+    assert captured.max_seq_len == 64
+    for layer in (step, windowed):
+        torch.testing.assert_close(layer(captured), layer.want(WIDE))
+    held = dict(captured.plans)
+    assert len(held) == 2
+    for batch in (FIRST, SECOND):
+        replayed = builder.build(0, batch)
+        for layer in (step, windowed):  # what a replay launches again: the wrappers of the metadata that was captured
+            torch.testing.assert_close(layer(captured), layer.want(batch))
+            torch.testing.assert_close(layer(replayed), layer.want(batch))
+        assert all(replayed.plans[group] is wrapper for group, wrapper in held.items())
+    assert not torch.equal(step.want(FIRST), step.want(SECOND))
+
+
+def test_a_captured_graph_is_left_alone_by_batches_of_another_shape() -> None:
+    step, builder = _Step(), FlashInferMetadataBuilder(SPEC)
+    captured = builder.build_for_cudagraph_capture(WIDE)
+    step(captured)
+    for query_lens in ([1, 1], [1, 1, 2], [2, 1, 1]):
+        other = _built(builder, query_lens, [20] * len(query_lens))
+        assert not other.captured and other.plans is not captured.plans
+        other.planned(_group("prefill", 1))
+    torch.testing.assert_close(step(captured), step.want(WIDE))
+
+
+@pytest.mark.parametrize("query_lens", [[1, 1, 2], [1, 0], []])
+def test_a_graph_is_captured_for_decodes_alone(query_lens: list[int]) -> None:
+    builder = FlashInferMetadataBuilder(SPEC)
+    with pytest.raises(UnsupportedError, match="a graph is captured for decodes"):
+        builder.build_for_cudagraph_capture(_batch(query_lens, [20] * len(query_lens)))
+
+
+def test_nothing_is_planned_within_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, builder = _Step(), FlashInferMetadataBuilder(SPEC)
+    captured = builder.build_for_cudagraph_capture(WIDE)
+    monkeypatch.setattr(flashinfer, "capturing", lambda device: True)
+    with pytest.raises(UnsupportedError, match="run it once before the capture"):
+        step(captured)
+    with monkeypatch.context() as patch:
+        patch.setattr(flashinfer, "capturing", lambda device: False)
+        step(captured)
+    torch.testing.assert_close(step(captured), step.want(WIDE))
+
+
+def test_a_graph_of_decodes_holds_no_encoder_and_no_more_pages_than_it_was_captured_for() -> None:
+    builder = FlashInferMetadataBuilder(SPEC)
+    captured = builder.build_for_cudagraph_capture(_decodes([5, 9], [[0], [1]]))
+    with pytest.raises(UnsupportedError, match="holds no ragged attention"):
+        captured.planned(_group("ragged"))
+    with pytest.raises(MetadataError, match="3 pages: must be at most 2 pages"):
+        builder.build(0, _decodes([5, 20], [[0], [1, 2]]))
+    with pytest.raises(MetadataError, match="4 entries: must be at most 2"):
+        builder.build_for_cudagraph_capture(_decodes([5, 9], [[0, 2], [1, 3]]))
+
+
+@pytest.mark.parametrize(("arch", "names"), [("sm_100", {"trtllm-gen"}), ("sm_120", {"xqa"})])
+def test_the_suite_on_blackwells_kernels(arch: str, names: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flashinfer, "arch_of", lambda device: arch)
+    for case in cases_of(subject_of(FlashInferBackend), "quick"):
+        check_conformance(FlashInferBackend, case)
+    decode, prefill = _calls()
+    assert set(decode) == names and bool(prefill) == (names == {"trtllm-gen"})
+
+
+def _calls() -> tuple[list[str], ...]:
+    return tuple(importlib.import_module(f"flashinfer.{name}").calls for name in ("decode", "prefill"))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("grouped", (1, 1, 1), (40, 1, 130), num_heads=8),
+        Case("windowed", (1, 1, 1), (40, 9, 130), sliding_window=17),
+        Case("one kv head, far pages", (1, 1), (40, 100), num_heads=4, num_kv_heads=1, head_size=128, block_size=64),
+        Case("e4m3", (1, 1), (40, 100), kv_cache_dtype="fp8", k_scale=0.5, v_scale=2.0),
+        Case("not causal", (1, 1), (40, 100), causal=False, head_size=256, block_size=32),
+        Case("float16", (1, 1), (40, 100), dtype="float16"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("arch", "name"), [("sm_100", "trtllm-gen"), ("sm_120", "xqa")])
+def test_decodes_on_blackwells_kernels(case: Case, arch: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flashinfer, "arch_of", lambda device: arch)
+    case = case.replace(dtype="float16" if case.dtype == "float16" else "bfloat16")
+    check_conformance(FlashInferBackend, case)
+    decode, prefill = _calls()
+    assert decode == [name] and not prefill
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"sliding_window": 17}, {"lse": True}, {"sinks": "randn"}, {"causal": False}, {"sliding_window": 5, "sinks": "randn"}],
+    ids=str,
+)
+@pytest.mark.parametrize("query_lens", [(1, 1, 30), (30, 1, 7), (5, 20, 130)], ids=str)
+def test_mixed_batches_on_trtllms_kernels(
+    query_lens: tuple[int, ...], changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flashinfer, "arch_of", lambda device: "sm_100")
+    case = Case("mixed", query_lens, (40, 20, 130), dtype="bfloat16", **changes)
+    check_conformance(FlashInferBackend, case)
+    decode, prefill = _calls()
+    assert decode == ["trtllm-gen"] * (query_lens[0] == 1) and prefill == ["trtllm-gen"]
+
+
+@pytest.mark.parametrize(
+    ("arch", "changes", "block_size", "logs", "served"),
+    [
+        ("sm_90", {}, 16, False, None),
+        ("sm_110", {}, 16, False, None),
+        ("", {}, 16, False, None),
+        ("sm_100", {}, 16, True, "trtllm-gen"),
+        ("sm_100", {}, 128, False, None),
+        ("sm_100", {"soft_cap": 30.0}, 16, False, None),
+        ("sm_103", {"kind": "prefill", "window_left": 7}, 64, True, "trtllm-gen"),
+        ("sm_103", {"kind": "prefill", "window_left": 7, "causal": False}, 64, True, None),
+        ("sm_100", {"kv_dtype": torch.float8_e4m3fn}, 32, False, "trtllm-gen"),
+        ("sm_100", {"kv_dtype": torch.float8_e4m3fn, "dtype": torch.float16}, 32, False, None),
+        ("sm_100", {"kv_dtype": torch.float8_e4m3fn, "kind": "prefill"}, 32, False, None),
+        ("sm_100", {"kv_dtype": torch.float8_e5m2}, 32, False, None),
+        ("sm_120", {}, 128, False, "xqa"),
+        ("sm_121", {"kv_dtype": torch.float8_e4m3fn, "dtype": torch.float16}, 16, False, "xqa"),
+        ("sm_120", {}, 16, True, None),
+        ("sm_120", {"kind": "prefill"}, 16, False, None),
+        ("sm_120", {"num_heads": 64}, 16, False, None),
+    ],
+)
+def test_which_layers_need_no_plan(
+    arch: str, changes: dict[str, object], block_size: int, logs: bool, served: str | None
+) -> None:
+    assert _flashinfer_trtllm.backend_for(arch, _group(**changes), block_size, logs) == served  # type: ignore[arg-type]
+
+
+def test_an_older_flashinfer_keeps_the_wrappers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("flashinfer.prefill.trtllm_batch_context_with_kv_cache")
+    assert _flashinfer_trtllm.backend_for("sm_100", _group(), 16, False) is None
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "seq_lens", "logs", "fits"),
+    [([1, 1], [4, 9], True, True), ([1, 1], [4, 0], True, False), ([4, 1], [3, 9], True, False), ([0, 1], [3, 9], True, False)],
+)
+def test_batches_that_the_kernels_are_not_made_for_take_the_wrappers(
+    query_lens: list[int], seq_lens: list[int], logs: bool, fits: bool
+) -> None:
+    meta = _built(FlashInferMetadataBuilder(SPEC), query_lens, seq_lens)
+    assert _flashinfer_trtllm.fits(meta, _group(last=2), logs) is fits
+    assert not _flashinfer_trtllm.fits(meta, _group(last=2, num_heads=1 << 15), True)
+
+
+@pytest.mark.parametrize(("arch", "sinks"), [("sm_100", None), ("sm_100", [0.5] * 8), ("sm_120", None)])
+def test_a_captured_graph_without_plans_reads_the_captured_tensors(
+    arch: str, sinks: list[float] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flashinfer, "arch_of", lambda device: arch)
+    step, builder = _Step(sinks=sinks), FlashInferMetadataBuilder(SPEC)
+    first = _decodes([48, 50, 17], [[0, 1, 2], [3, 10, 5, 9], [4, 8]])  # its arrays are written over
+    captured = builder.build_for_cudagraph_capture(first)
+    torch.testing.assert_close(step(captured), step.want(first))
+    assert not captured.plans
+    padded = _decodes([3, 60, 0], [[9], [5, 6, 7, 8], [0]])
+    captured.block_table.copy_(torch.from_numpy(np.asarray(padded.block_table)))
+    captured.seq_lens.copy_(torch.from_numpy(np.asarray(padded.seq_lens)))
+    torch.testing.assert_close(step(captured), step.want(padded))

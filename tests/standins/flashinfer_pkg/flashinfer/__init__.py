@@ -17,10 +17,13 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class _Wrapper:
+    buffers = None  # of a CUDA graph: indptr, indices, last_page_len
+
     def __init__(self, float_workspace_buffer, kv_layout):
         vendor.check("float_workspace_buffer", float_workspace_buffer, (None,), torch.uint8)
         assert len(float_workspace_buffer) >= 1 << 20 and kv_layout == "NHD"
         self.planned = self.chosen = None
+        self.workspace = float_workspace_buffer
 
     def _plan(self, indptr, indices, last, heads, page, **rules):
         num_heads, num_kv_heads, head_size = heads
@@ -33,17 +36,23 @@ class _Wrapper:
         vendor.check("paged_kv_indptr", indptr, (requests + 1,), torch.int32)
         vendor.check("paged_kv_indices", indices, (int(indptr[-1]),), torch.int32)
         vendor.check("paged_kv_last_page_len", last, (requests,), torch.int32)
-        pages = indptr.diff()
-        assert bool(((last >= 1) & (last <= page))[pages > 0].all())
-        lens = torch.where(pages > 0, (pages - 1) * page + last, 0)
-        table = torch.zeros(requests, max(int(pages.max()), 1), dtype=torch.int32)
-        for r in range(requests):
-            table[r, : pages[r]] = indices[indptr[r] : indptr[r + 1]]
-        self.planned = {"lens": lens, "table": table, "heads": heads, "page": page, **rules}
+        assert bool(((last >= 1) & (last <= page))[indptr.diff() > 0].all())
+        if self.buffers is not None:
+            frozen = {"heads": heads, "page": page, **rules}
+            was = self.planned or frozen
+            assert all(was[name] == value for name, value in frozen.items()), "a captured graph keeps its kernel's arguments"
+            assert requests == len(self.buffers[2]), "the batch size is fixed in cudagraph mode"
+            assert len(indices) <= len(self.buffers[1]), "more indices than the buffer holds"
+            for buffer, values in zip(self.buffers, (indptr, indices, last), strict=True):
+                buffer[: len(values)].copy_(values)
+        self.planned = {**_paged(indptr, indices, last, page), "heads": heads, "page": page, **rules}
 
     def _run(self, q, keys, starts, k_scale, v_scale, return_lse):
         plan = self.planned
         assert plan is not None, "run before plan"
+        self.workspace[:1024] = 7  # partial results of split keys
+        if self.buffers is not None:
+            plan = {**plan, **_paged(*self.buffers, plan["page"])}
         num_heads, num_kv_heads, head_size = plan["heads"]
         vendor.check("q", q, (None, num_heads, head_size), plan["q_data_type"], contiguous=True)
         k, v = keys
@@ -62,6 +71,14 @@ class _Wrapper:
         return (out, lse.T.contiguous() / math.log(2)) if return_lse else out
 
 
+def _paged(indptr, indices, last, page):
+    pages = indptr.diff()
+    table = torch.zeros(len(pages), max(int(pages.max()), 1), dtype=torch.int32)
+    for r in range(len(pages)):
+        table[r, : pages[r]] = indices[indptr[r] : indptr[r + 1]]
+    return {"lens": torch.where(pages > 0, (pages - 1) * page + last, 0), "table": table}
+
+
 class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
     def __init__(
         self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, use_tensor_cores=False,
@@ -69,6 +86,10 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         jit_args=None,
     ):  # fmt: skip
         super().__init__(float_workspace_buffer, kv_layout)
+        if use_cuda_graph:
+            self.buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
+            for buffer, size in zip(self.buffers, (len(self.buffers[2]) + 1, None, None), strict=True):
+                vendor.check("buffer", buffer, (size,), torch.int32, contiguous=True)
 
     def plan(
         self, indptr, indices, last_page_len, num_qo_heads, num_kv_heads, head_dim, page_size, *, pos_encoding_mode="NONE",
@@ -99,6 +120,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         backend="auto", jit_args=None, jit_kwargs=None,
     ):  # fmt: skip
         super().__init__(float_workspace_buffer, kv_layout)
+        assert not use_cuda_graph and backend in ("auto", "fa2", "fa3")
+        self.backend = backend
 
     def plan(
         self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads, head_dim_qk,

@@ -1,9 +1,38 @@
-"""FlashInfer 0.7's `trtllm_ragged_attention_deepseek` on sm_100: base-2 lse [T, H]."""
+"""FlashInfer 0.7's `trtllm_ragged_attention_deepseek` and `trtllm_batch_context_with_kv_cache` on sm_100: base-2 lse [T, H]."""
 
 import math
 
 import torch
 import vendor
+
+from flashinfer.decode import paged, room
+
+#: What a backend has been called for.
+calls = []
+
+
+def trtllm_batch_context_with_kv_cache(
+    query, kv_cache, workspace_buffer, block_tables, seq_lens, max_q_len, max_kv_len, bmm1_scale, bmm2_scale, batch_size,
+    cum_seq_lens_q, cum_seq_lens_kv, window_left=-1, out=None, out_dtype=None, o_sf_scale=None, o_sf_vec_size=None,
+    kv_layout="HND", enable_pdl=None, sinks=None, kv_cache_sf=None, skip_softmax_threshold_scale_factor=None,
+    uses_shared_paged_kv_idx=True, causal=True, lse=None, return_lse=False, multi_ctas_kv_counter_buffer=None,
+    use_fp16_softmax=None, uses_spcompress=None, backend="trtllm-gen",
+):  # fmt: skip
+    calls.append(backend)
+    assert backend == "trtllm-gen" and (causal or window_left < 0)
+    k, v = paged(query, kv_cache, block_tables, seq_lens, max_kv_len, batch_size, kv_layout, (16, 32, 64), ())
+    room(workspace_buffer, return_lse, query.shape[1], batch_size, max_q_len)
+    for name, bounds in (("cum_seq_lens_q", cum_seq_lens_q), ("cum_seq_lens_kv", cum_seq_lens_kv)):
+        vendor.check(name, bounds, (batch_size + 1,), torch.int32)
+    rows = cum_seq_lens_q.diff()
+    assert cum_seq_lens_q[0] == cum_seq_lens_kv[0] == 0 and cum_seq_lens_q[-1] == len(query)
+    assert bool((cum_seq_lens_kv.diff() == seq_lens).all()) and int(rows.max()) <= max_q_len
+    assert bool(((rows > 0) & (rows <= seq_lens)).all()), "requests without rows, or with more than keys, are nobody's promise"
+    got, log = vendor.varlen(
+        query, k, v.double() * bmm2_scale, cum_seq_lens_q, seq_lens, block_tables, scale=bmm1_scale,
+        window=(None if window_left < 0 else window_left, 0 if causal else None),
+    )  # fmt: skip
+    return (got, log.T.contiguous() / math.log(2)) if return_lse else got
 
 
 def trtllm_ragged_attention_deepseek(
