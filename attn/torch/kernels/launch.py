@@ -117,8 +117,8 @@ def prefill_launch(arch: str, group: int, head_size: int, itemsize: int, stored:
     elif arch.startswith("gfx"):
         # by the compiler's reports alone: larger tiles spill where LDS would hold them (gfx950), and 32 keys of wide heads in
         # two stages it cannot translate under a tree's mask there
-        wide = block_d > 128
-        wanted = [Launch(max(32 if wide else 64, least), n, 4, s) for n, s in ((16 if wide else 32, 2), (16, 1))]
+        rows, keys = (64, 32) if block_d <= 128 else (32, 16)
+        wanted = [Launch(max(rows, least), n, 4, s) for n, s in ((keys, 2), (16, 1))]
     elif arch.startswith("sm_9"):
         wide = [Launch(max(128, least), 128, 8, 3), Launch(max(128, least), 64, 8, 3)] if block_d <= 128 else []
         wanted = [*wide, Launch(max(128, least), 64, 8, 2), Launch(max(64, least), 32, 8, 2)]
