@@ -236,10 +236,9 @@ class FlashInferImpl(PagedAttentionImpl):
                 group = self._group(kind, first, last, causal, query.dtype, kv_cache.dtype)
                 given = (query[part], (keys,), scales, output[part], _columns(lse, part))
                 unplanned = trtllm.backend_for(arch, group._replace(first=0, last=0), attn_metadata.block_size, logs)
-                if unplanned and trtllm.fits(attn_metadata, group, logs):
-                    self._run_unplanned(unplanned, logs, group, attn_metadata, *given)
-                else:
-                    self._run(group, attn_metadata, *given)
+                if unplanned and not trtllm.fits(attn_metadata, group, logs):
+                    unplanned = None
+                self._run(group, attn_metadata, *given, unplanned=unplanned)
 
     def _attend_ragged(
         self,
@@ -271,23 +270,14 @@ class FlashInferImpl(PagedAttentionImpl):
         scales: dict[str, float],
         output: torch.Tensor,
         lse: torch.Tensor | None,
+        unplanned: str | None = None,
     ) -> None:
-        out, log = meta.planned(group).run(query.contiguous(), *keys, return_lse=True, **scales)
-        fill(out, (log * LN2).T, self.sinks, output, lse)
-
-    def _run_unplanned(
-        self,
-        backend: str,
-        logs: bool,
-        group: Group,
-        meta: FlashInferMetadata,
-        query: torch.Tensor,
-        keys: tuple[Any, ...],
-        scales: dict[str, float],
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
-        out, log = trtllm.run(backend, group, meta, query.contiguous(), keys[0], logs, **scales)
+        """One part of the batch, by the wrapper planned for it, or by TensorRT-LLM's backend of that name."""
+        query, logs = query.contiguous(), lse is not None or self.sinks is not None
+        if unplanned:
+            out, log = trtllm.run(unplanned, group, meta, query, keys[0], logs, **scales)
+        else:
+            out, log = meta.planned(group).run(query, *keys, return_lse=True, **scales)
         if log is None:
             output[...] = out
         else:
