@@ -15,6 +15,7 @@ import numpy as np
 from attn.backends.abstract import AttentionBackend, KVCacheSpec
 from attn.dtypes import DTYPES, dtype_name, kv_cache_element
 from attn.errors import ShapeError
+from attn.jax.kernels.division import divide
 
 
 def element_type(kv_cache_dtype: str, dtype: Any) -> Any:
@@ -56,7 +57,7 @@ def encode(x: jax.Array, element: Any, scale: Any = 1.0) -> jax.Array:
     if not is_quantised(element):
         return x.astype(element)
     limit = DTYPES[dtype_name(element)].max
-    codes = jnp.clip(x.astype(jnp.float32) / jnp.asarray(scale, jnp.float32)[..., None], -limit, limit)
+    codes = jnp.clip(divide(x.astype(jnp.float32), jnp.asarray(scale, jnp.float32)[..., None]), -limit, limit)
     if element == jnp.int8:
         codes = jnp.where(jnp.isnan(codes), 0.0, jnp.round(codes))
     return codes.astype(element)

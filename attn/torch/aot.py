@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import torch
 
 from attn.aot import Case, Choice, grid, request_of
-from attn.capabilities import Device
+from attn.capabilities import Device, Request
 from attn.dtypes import PER_TOKEN_HEAD, kv_cache_element
+from attn.torch.backends.mla._triton import device_reasons
 from attn.torch.backends.rocm_attn import RocmAttentionBackend
 from attn.torch.backends.triton_attn import TritonAttentionBackend
 
@@ -372,9 +373,8 @@ def _settle_latent(choice: Choice) -> Choice:
 
 
 def _refuse_latent(choice: Choice, arch: str) -> str:
-    if arch == "sm_80" and choice["kv"] in ("fp8_e4m3", "fp8_ds_mla"):
-        return f"kv={choice['kv']} on sm_80 (supports sm_89+)"  # as TRITON_ATTN says of e4m3
-    return ""
+    request = Request(RANK + ROPE, choice["dtype"], choice["kv"], choice["block_size"])
+    return "; ".join(device_reasons(request, Device("torch", "cuda" if arch.startswith("sm_") else "rocm", arch=arch)))
 
 
 def _launch_latent(choice: Choice) -> None:

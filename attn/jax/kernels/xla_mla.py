@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from attn.jax.kernels import xla
+from attn.jax.kernels.division import divide
 
 _LATENT, _TILE, _SCALES, _ROPE = 512, 128, 512, 528  # the fp8_ds_mla row: where its parts begin
 _NONE = jnp.iinfo(jnp.int32).max
@@ -148,15 +149,12 @@ def pack_fp8_ds_mla(kv_c: jax.Array, k_pe: jax.Array, *, ue8m0: bool = False) ->
     """
     tiles = kv_c.astype(jnp.float32).reshape(*kv_c.shape[:-1], -1, _TILE)
     top = jnp.where(jnp.isnan(tiles).any(axis=-1), jnp.nan, jnp.abs(tiles).max(axis=-1))  # a maximum may lose NaN on CPUs
-    # By a constant or what is alike in a row, XLA multiplies with the reciprocal, which rounds otherwise: so it is kept from
-    # knowing.
-    scale = top / jnp.where(jnp.isnan(top), 1.0, 448.0)
+    scale = divide(top, jnp.float32(448))
     if ue8m0:
         fraction, exponent = jnp.frexp(jnp.maximum(scale, 1e-4))
         scale = jnp.ldexp(jnp.float32(1), exponent - (fraction == 0.5))
     scale = jnp.maximum(scale, jnp.finfo(jnp.float32).tiny)
-    scaled = tiles / jnp.where(jnp.isnan(tiles), 1.0, scale[..., None])
-    codes = jnp.clip(scaled, -448.0, 448.0).astype(jnp.float8_e4m3fn).reshape(kv_c.shape)
+    codes = jnp.clip(divide(tiles, scale[..., None]), -448.0, 448.0).astype(jnp.float8_e4m3fn).reshape(kv_c.shape)
 
     def as_bytes(x: jax.Array) -> jax.Array:
         return lax.bitcast_convert_type(x, jnp.uint8).reshape(*kv_c.shape[:-1], -1)

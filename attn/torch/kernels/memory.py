@@ -29,3 +29,13 @@ def largest_group(arch: str, head_size: int, itemsize: int, most: int) -> int:
     while most > 16 and most * row + _TILES > SHARED_MEMORY.get(arch, UNKNOWN):
         most //= 2
     return most
+
+
+def holds_float32_latents(arch: str, head_size: int) -> bool:
+    """Whether one program can hold 16 rows of float32 latents beside 16 queries: both whole, and the latents once more for the
+    weights' product (NVIDIA; 106,496 bytes for 512 + 64 by the compiler's report). AMD's read registers."""
+    if not arch.startswith("sm_"):
+        return True
+    latent = 1 << (head_size - 1).bit_length() - 1
+    rope = max(64, 1 << (head_size - latent - 1).bit_length())
+    return 16 * 4 * (3 * latent + 2 * rope) <= SHARED_MEMORY.get(arch, UNKNOWN)

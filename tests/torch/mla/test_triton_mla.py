@@ -33,6 +33,18 @@ def test_e4m3_needs_an_architecture_that_converts_it():
     assert "serves sparse_mla only" in TritonMLASparseBackend.why_not(asked, h200)
 
 
+@pytest.mark.parametrize("backend", [TritonMLABackend, TritonMLASparseBackend])
+def test_a_float32_cache_needs_an_architecture_whose_shared_memory_holds_it(backend):
+    def reasons(arch, head_size=576, kv_cache_dtype="auto"):
+        asked = Request(head_size, "float32", kv_cache_dtype, 64)
+        return [why for why in backend.why_not(asked, Device("torch", "cuda", "", arch)) if "float32 cache" in why]
+
+    assert reasons("sm_120") == ["a float32 cache of head_size=576 on sm_120: its latents exceed the shared memory there"]
+    assert all(reasons(arch) for arch in ("sm_86", "sm_89"))
+    assert not any(reasons(arch) for arch in ("sm_80", "sm_90", "sm_100"))
+    assert not reasons("sm_120", 320) and not reasons("sm_120", 576, "fp8_e5m2")
+
+
 @needs_triton
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90", "sm_100", "gfx942", "gfx950", "interpreter"])
 def test_launches_fit_and_keep_the_state_in_registers(arch):

@@ -1,4 +1,4 @@
-"""What the MLA backends on our own Triton kernels share: the call, and what an architecture cannot convert."""
+"""What the MLA backends on our own Triton kernels share: the call, and what an architecture cannot hold or convert."""
 
 import torch
 
@@ -8,6 +8,7 @@ from attn.torch import kv_cache as caches
 from attn.torch.backends.mla import _rows
 from attn.torch.backends.mla._metadata import MLADecodeMetadata
 from attn.torch.backends.mla._mla import MLACommonImpl
+from attn.torch.kernels.memory import holds_float32_latents
 
 _E4M3 = ("fp8", "fp8_e4m3", _rows.PACKED)
 
@@ -26,12 +27,17 @@ def capabilities(features: frozenset[str]) -> Capabilities:
     )
 
 
-def code_reasons(request: Request, device: Device | None) -> list[str]:
-    """Why a device cannot read the request's cache: Triton converts e4m3 from Ada on, e5m2 everywhere."""
-    rule = "sm_89+"
-    if device is None or device.platform != "cuda" or request.kv_cache_dtype not in _E4M3 or arch_matches(device.arch, rule):
+def device_reasons(request: Request, device: Device | None) -> list[str]:
+    """Why a device cannot serve the request: Triton converts e4m3 from Ada on, and float32 latents take much shared memory."""
+    if device is None or device.platform != "cuda":
         return []
-    return [f"kv_cache_dtype={request.kv_cache_dtype} on {device.arch or 'an unknown arch'} (supports {rule})"]
+    reasons, rule, arch = [], "sm_89+", device.arch or "an unknown arch"
+    if request.kv_cache_dtype in _E4M3 and not arch_matches(device.arch, rule):
+        reasons.append(f"kv_cache_dtype={request.kv_cache_dtype} on {arch} (supports {rule})")
+    float32 = request.dtype == "float32" and request.kv_cache_dtype in ("auto", "float32")
+    if float32 and not holds_float32_latents(device.arch or "sm_", request.head_size):
+        reasons.append(f"a float32 cache of head_size={request.head_size} on {arch}: its latents exceed the shared memory there")
+    return reasons
 
 
 def decode(

@@ -13,7 +13,7 @@ import torch
 from attn.backends.abstract import AttentionLayer
 from attn.capabilities import Capabilities, Device, Feature, MultipleOf, Request
 from attn.torch import kv_cache as caches
-from attn.torch.backends._flashinfer import lend, workspace
+from attn.torch.backends._flashinfer import lend, plan, workspace
 from attn.torch.backends._vendor import LN2, arch_of, int32, page_list
 from attn.torch.backends.mla._metadata import MLADecodeMetadata
 from attn.torch.backends.mla._mla import MLACommonBackend
@@ -87,8 +87,8 @@ class FlashInferMLAImpl(UniformMLAImpl):
 
         wrapper = lend(meta, q.device, "mla", flashinfer.mla.BatchMLAPagedAttentionWrapper)
         starts, lens = meta.host_lens()
-        wrapper.plan(
-            int32(starts), *page_list(meta.block_table, lens, meta.block_size), int32(lens), self.num_heads,
+        plan(
+            wrapper, q.device, int32(starts), *page_list(meta.block_table, lens, meta.block_size), int32(lens), self.num_heads,
             self.kv_lora_rank, self.qk_rope_head_dim, meta.block_size, True, scale, q.dtype, kv_cache.dtype,
         )  # fmt: skip
         return wrapper

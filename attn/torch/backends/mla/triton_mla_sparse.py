@@ -28,7 +28,7 @@ class TritonMLASparseBackend(SparseMLABackend):
 
     @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
-        return super().why_not(request, device) + _triton.code_reasons(request, device)
+        return super().why_not(request, device) + _triton.device_reasons(request, device)
 
 
 class TritonMLASparseImpl(SparseMLAImpl):

@@ -10,7 +10,7 @@ import torch
 
 from attn.backends.mla.prefill.abstract import MLAPrefillBackend, MLAPrefillMetadata
 from attn.capabilities import Capabilities, Feature
-from attn.torch.backends._flashinfer import lend
+from attn.torch.backends._flashinfer import lend, plan
 from attn.torch.backends._vendor import LN2, arch_of, int32
 
 
@@ -67,8 +67,9 @@ class FlashInferPrefillBackend(MLAPrefillBackend):
             return flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=kernels)
 
         wrapper = lend(meta, q.device, ("mla prefill", kernels), make)
-        wrapper.plan(
-            int32(meta.query_start_loc_cpu), int32(key_starts), self.num_heads, self.num_heads, self.qk_head_dim,
-            head_dim_vo=self.v_head_dim, causal=causal, sm_scale=self.scale, q_data_type=q.dtype, kv_data_type=q.dtype,
+        plan(
+            wrapper, q.device, int32(meta.query_start_loc_cpu), int32(key_starts), self.num_heads, self.num_heads,
+            self.qk_head_dim, head_dim_vo=self.v_head_dim, causal=causal, sm_scale=self.scale, q_data_type=q.dtype,
+            kv_data_type=q.dtype,
         )  # fmt: skip
         return wrapper
