@@ -34,6 +34,7 @@ class Group(NamedTuple):
     scale: float
     dtype: torch.dtype
     kv_dtype: torch.dtype
+    lse: bool = False  #: somebody reads the log-sum-exp
 
 
 def workspace(device: torch.device, use: str = "wrappers") -> torch.Tensor:

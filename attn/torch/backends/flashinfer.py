@@ -9,8 +9,10 @@ A CUDA graph of decodes is captured with `build_for_cudagraph_capture`: its wrap
 later `build` of the same builder for as many decodes plans the new batch.
 
 What FlashInfer means differently ends here: its log-sum-exp is base 2, [T, H]; its ALiBi has slopes of its own and another
-order with the cap, so ALiBi is refused (vLLM drops it in silence); a window is its left side. Signatures are those of
-the flashinfer-ai/flashinfer repository at fb28d724 (0.7).
+order with the cap, so ALiBi is refused (vLLM drops it in silence); a window is its left side. Its FA2 kernels sum weights that
+are rounded to the query's dtype (`m16k16_rowsum_f16f16f32`), which outputs do not show but an lse does (bfloat16: by 1e-3):
+where one is read, others serve, and where there are no others it is refused. Signatures are those of the
+flashinfer-ai/flashinfer repository at fb28d724 (0.7).
 """
 
 import functools
@@ -22,7 +24,7 @@ import torch
 
 from attn.backends.abstract import AttentionLayer, AttentionType
 from attn.backends.metadata import CommonAttentionMetadata
-from attn.capabilities import ATTN_TYPES, Capabilities, Feature
+from attn.capabilities import ATTN_TYPES, Capabilities, Device, Feature, Request, arch_matches
 from attn.errors import MetadataError, UnsupportedError
 from attn.torch import kv_cache as caches
 from attn.torch.backends import _flashinfer_trtllm as trtllm
@@ -87,8 +89,8 @@ class FlashInferMetadata(trtllm.UnplannedMetadata):
     def _wrapper(self, group: Group) -> Any:
         import flashinfer
 
-        # a group of 4 heads or more keeps tensor cores busy in decode too (FlashInfer's own advice)
-        dense = group.kind == "decode" and group.num_heads >= 4 * group.num_kv_heads
+        # a group of 4 heads or more keeps tensor cores busy in decode too (FlashInfer's own advice), with FA2's kernels
+        dense = group.kind == "decode" and group.num_heads >= 4 * group.num_kv_heads and not group.lse
         device = self.seq_lens.device
         if self.captured:
             if group.kind != "decode":
@@ -100,7 +102,7 @@ class FlashInferMetadata(trtllm.UnplannedMetadata):
                 paged_kv_last_page_len_buffer=buffer(self.num_reqs),
             )  # fmt: skip
         few = group.kind == "prefill" and self._host_lens(group)[0][-1] < FEW_ROWS * (group.last - group.first)
-        kernels = "fa2" if few else "auto"
+        kernels = "fa2" if few and not group.lse else "auto"
         # a paged wrapper's first plan chooses its kernels (FA2 or FA3) from the dtypes, and keeps them for every later one
         kind = (group.kind, dense, kernels, group.dtype, group.kv_dtype)
         return lend(self, device, kind, functools.partial(_make, flashinfer, group.kind, dense, kernels))
@@ -195,6 +197,16 @@ class FlashInferBackend(PagedAttentionBackend):
     def get_name() -> str:
         return "FLASHINFER"
 
+    @classmethod
+    def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
+        why = super().why_not(request, device)
+        if device is None or device.platform != "cuda" or Feature.LSE not in request.features:
+            return why
+        trtllm_serves = arch_matches(device.arch, "sm_10*") and Feature.SOFT_CAP not in request.features
+        if not arch_matches(device.arch, "sm_90") and not trtllm_serves:
+            why.append(f"lse on {device.arch or 'an unknown arch'}: FlashInfer's FA2 kernels sum rounded weights (supports sm_90)")
+        return why
+
     @staticmethod
     def get_impl_cls() -> type["FlashInferImpl"]:
         return FlashInferImpl
@@ -233,7 +245,7 @@ class FlashInferImpl(PagedAttentionImpl):
         arch, logs = arch_of(query.device), lse is not None or self.sinks is not None
         for kind, first, last, part in parts:
             if part.stop > part.start:
-                group = self._group(kind, first, last, causal, query.dtype, kv_cache.dtype)
+                group = self._group(kind, first, last, causal, query.dtype, kv_cache.dtype, lse is not None)
                 given = (query[part], (keys,), scales, output[part], _columns(lse, part))
                 unplanned = trtllm.backend_for(arch, group._replace(first=0, last=0), attn_metadata.block_size, logs)
                 if unplanned and not trtllm.fits(attn_metadata, group, logs):
@@ -252,13 +264,16 @@ class FlashInferImpl(PagedAttentionImpl):
         assert isinstance(attn_metadata, FlashInferMetadata)
         part = slice(0, attn_metadata.num_actual_tokens)
         if part.stop:
-            group = self._group("ragged", 0, attn_metadata.num_reqs, self.window[1] == 0, query.dtype, key.dtype)
+            causal = self.window[1] == 0
+            group = self._group("ragged", 0, attn_metadata.num_reqs, causal, query.dtype, key.dtype, lse is not None)
             self._run(group, attn_metadata, query[part], (key[part], value[part]), {}, output[part], _columns(lse, part))
 
-    def _group(self, kind: str, first: int, last: int, causal: bool, dtype: torch.dtype, kv_dtype: torch.dtype) -> Group:
+    def _group(
+        self, kind: str, first: int, last: int, causal: bool, dtype: torch.dtype, kv_dtype: torch.dtype, lse: bool
+    ) -> Group:
         return Group(
             kind, first, last, self.num_heads, self.num_kv_heads, self.head_size, causal,
-            -1 if self.window[0] is None else self.window[0], self.logits_soft_cap or 0.0, self.scale, dtype, kv_dtype,
+            -1 if self.window[0] is None else self.window[0], self.logits_soft_cap or 0.0, self.scale, dtype, kv_dtype, lse,
         )  # fmt: skip
 
     def _run(

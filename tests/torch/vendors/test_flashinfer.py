@@ -131,6 +131,24 @@ def test_what_flashinfer_would_drop_in_silence_is_refused(feature: Feature) -> N
     assert f"{feature.value} not supported" in "; ".join(FlashInferBackend.why_not(request, H200))
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_89", "sm_120"])
+def test_a_log_sum_exp_is_refused_where_only_fa2_serves(arch: str) -> None:
+    def reasons(arch: str, *features: Feature) -> str:
+        request = Request(head_size=128, dtype="bfloat16", block_size=16, features=frozenset(features))
+        return "; ".join(FlashInferBackend.why_not(request, Device("torch", "cuda", "", arch)))
+
+    assert f"lse on {arch}: FlashInfer's FA2 kernels sum rounded weights" in reasons(arch, Feature.LSE)
+    assert "lse" not in reasons(arch) + reasons("sm_90", Feature.LSE, Feature.SOFT_CAP) + reasons("sm_100", Feature.LSE)
+    assert "lse on sm_100" in reasons("sm_100", Feature.LSE, Feature.SOFT_CAP)
+
+
+def test_who_reads_the_log_sum_exp_gets_kernels_that_sum_whole_weights() -> None:
+    builder = FlashInferBackend.get_builder_cls()(SPEC)
+    few, decodes = _built(builder, [4, 33], [40, 40]), _built(builder, [1, 1], [40, 5])
+    assert few.planned(_group("prefill", lse=True)).backend == "auto"
+    assert decodes.planned(_group()).fa2 and not decodes.planned(_group(lse=True)).fa2
+
+
 def test_a_prefill_of_few_rows_a_request_asks_for_fa2_in_wrappers_of_its_own() -> None:
     builder, group = FlashInferBackend.get_builder_cls()(SPEC), _group("prefill")
     few, many = _built(builder, [4, 33], [40, 40]), _built(builder, [31, 33], [40, 40])

@@ -10,8 +10,9 @@ import torch
 
 from attn.capabilities import Capabilities
 from attn.diffusion.backends.dense import Keys
+from attn.errors import UnsupportedError
 from attn.torch.backends._flashinfer import workspace
-from attn.torch.backends._vendor import LN2, int32
+from attn.torch.backends._vendor import LN2, arch_of, int32
 from attn.torch.diffusion.backends._dense import DenseBackend, DenseImpl, pack, without_keys_zeroed
 
 
@@ -40,9 +41,19 @@ class FlashInferAttentionImpl(DenseImpl):
     can_return_lse = True
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys) -> torch.Tensor:
-        return self._attend_lse(query, key, value, keys)[0]
+        return self._run(query, key, value, keys)[0]
 
     def _attend_lse(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        arch = arch_of(query.device)
+        if arch.startswith("sm_") and not arch.startswith(("sm_90", "sm_10")):
+            raise UnsupportedError(
+                f"FLASHINFER_ATTN: lse on {arch}: FlashInfer's FA2 kernels sum rounded weights (supports sm_90, sm_10*)"
+            )
+        return self._run(query, key, value, keys)
+
+    def _run(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys
     ) -> tuple[torch.Tensor, torch.Tensor]:
         (batch, rows), length = query.shape[:2], key.shape[1]

@@ -17,7 +17,10 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class _Wrapper:
+    """On Hopper: "auto" prefill is FA3's unless the cache is of one byte."""
+
     buffers = None  # of a CUDA graph: indptr, indices, last_page_len
+    fa2 = False
 
     def __init__(self, float_workspace_buffer, kv_layout):
         vendor.check("float_workspace_buffer", float_workspace_buffer, (None,), torch.uint8)
@@ -65,9 +68,13 @@ class _Wrapper:
             "scale": plan["sm_scale"], "window": (left, 0 if plan["causal"] else None),
             "logits_soft_cap": plan["logits_soft_cap"],
         }  # fmt: skip
+        fa2 = False
         if k.dtype in FP8:
             k, v = k.double() * (k_scale or 1.0), v.double() * (v_scale or 1.0)
+            fa2 = isinstance(self, BatchPrefillWithPagedKVCacheWrapper)
         out, lse = vendor.varlen(q, k, v, starts, plan["lens"], plan["table"], **rules)
+        if self.fa2 or fa2:  # the weights are rounded to q's dtype before they are summed
+            lse = lse + torch.finfo(q.dtype).eps / 5
         return (out, lse.T.contiguous() / math.log(2)) if return_lse else out
 
 
@@ -86,6 +93,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         jit_args=None,
     ):  # fmt: skip
         super().__init__(float_workspace_buffer, kv_layout)
+        self.fa2 = use_tensor_cores
         if use_cuda_graph:
             self.buffers = (paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer)
             for buffer, size in zip(self.buffers, (len(self.buffers[2]) + 1, None, None), strict=True):
@@ -121,7 +129,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
     ):  # fmt: skip
         super().__init__(float_workspace_buffer, kv_layout)
         assert not use_cuda_graph and backend in ("auto", "fa2", "fa3")
-        self.backend = backend
+        self.backend, self.fa2 = backend, backend == "fa2"
 
     def plan(
         self, qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads, num_kv_heads, head_dim_qk,
