@@ -14,7 +14,8 @@ _EDGES = (0, 1, 2, 0x3FFFFF, 0x400000, 0x400001, 0x555555, 0x7FFFFD, 0x7FFFFE, 0
 def _operands() -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
     edges = np.array(_EDGES, np.uint32)
-    significands = np.concatenate([np.stack(np.meshgrid(edges, edges)).reshape(2, -1), rng.integers(0, 1 << 23, (2, 200_000))], 1)
+    pairs = np.stack(np.meshgrid(edges, edges)).reshape(2, -1)
+    significands = np.concatenate([pairs, rng.integers(0, 1 << 23, (2, 200_000))], 1)
     exponents = rng.integers(90, 160, significands.shape)
     signs = rng.integers(0, 2, significands.shape)
     bits = (signs << 31 | exponents << 23 | significands.astype(np.int64)).astype(np.uint32)

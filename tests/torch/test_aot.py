@@ -69,12 +69,9 @@ def test_shared_memory_beyond_the_architectures_is_a_failure(tmp_path, monkeypat
 
 
 def test_what_an_architecture_does_not_get_is_refused_with_the_reason():
-    refused = {
-        case.choice["kv"]: case.refused for case in aot.cases("sm_80") if case.kernel == "paged_attention" and case.refused
-    }
-    assert set(refused) == {"fp8_e4m3", "fp8_per_token_head"}
-    assert all("sm_89+" in reason for reason in refused.values())
-    assert not any(case.refused for target in ("sm_90", "gfx942") for case in aot.cases(target))
+    refused = {case.choice["kv"]: case.refused for case in aot.cases("sm_120") if case.kernel == "mla_decode" and case.refused}
+    assert set(refused) == {"auto"} and "float32 cache" in refused["auto"]
+    assert not any(case.refused for target in ("sm_80", "sm_90", "gfx942") for case in aot.cases(target))
 
 
 def test_figures_of_amds_assembly(tmp_path):

@@ -202,11 +202,17 @@ def _layer() -> Any:
     return SimpleNamespace(_k_scale=one, _v_scale=one, _k_scale_float=1.0, _v_scale_float=1.0)
 
 
-def test_fp8_needs_ada() -> None:
-    request = Request(128, "bfloat16", "fp8", 16)
-    assert TritonAttentionBackend.why_not(request, H200) == []
-    assert "supports sm_89+" in TritonAttentionBackend.why_not(request, A100)[0]
-    assert TritonAttentionBackend.why_not(Request(128, "bfloat16", "fp8_e5m2", 16), A100) == []
+@pytest.mark.parametrize("device", [H200, A100])
+def test_fp8_caches_need_no_instruction_for_them(device: Device) -> None:
+    for cache in ("fp8", "fp8_e5m2", "fp8_per_token_head"):
+        assert TritonAttentionBackend.why_not(Request(128, "bfloat16", cache, 16), device) == []
+
+
+def test_which_architectures_convert_e4m3() -> None:
+    from attn.torch.kernels.launch import converts_e4m3
+
+    assert all(map(converts_e4m3, ("sm_89", "sm_90", "sm_120", "gfx950", "gfx1200", "interpreter")))
+    assert not any(map(converts_e4m3, ("sm_80", "sm_86", "gfx90a", "gfx942", "gfx1100")))
 
 
 def test_limits_are_said() -> None:

@@ -19,7 +19,6 @@ from attn.capabilities import ATTN_TYPES, Capabilities, Device, Feature, Request
 from attn.errors import MetadataError, ShapeError
 from attn.jax import kv_cache as caches
 from attn.jax.backends._paged import PagedAttentionBackend, PagedAttentionImpl
-from attn.jax.backends._tpu import why_not_tiles
 from attn.jax.kernels.tpu import ragged_paged_attention as kernel
 from attn.jax.kernels.tpu.flash_attention import flash_attention
 from attn.jax.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
@@ -90,7 +89,7 @@ class PallasAttentionBackend(PagedAttentionBackend):
 
     @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
-        why = super().why_not(request, device) + why_not_tiles(request, device)
+        why = super().why_not(request, device)
         if device is not None and device.platform == "gpu":
             why.append("its kernels are programs for TPUs, which a CPU interprets for tests; XLA_ATTN serves GPUs")
         return why

@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 
 from attn.backends.abstract import MultipleOf
-from attn.capabilities import Capabilities, Device, Feature, Request
+from attn.capabilities import Capabilities, Feature
 from attn.jax.backends._mla import MLABackend, MLAImpl, write
-from attn.jax.backends._tpu import why_not_tiles
 from attn.jax.kernels.tpu import mla_attention as kernel
 from attn.jax.metadata import PagedAttentionMetadata
 
@@ -40,10 +39,6 @@ class PallasMLABackend(MLABackend):
     @staticmethod
     def get_impl_cls() -> type["PallasMLAImpl"]:
         return PallasMLAImpl
-
-    @classmethod
-    def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
-        return super().why_not(request, device) + why_not_tiles(request, device)
 
     @staticmethod
     def get_kv_cache_shape(

@@ -12,8 +12,8 @@ import torch
 
 from attn import envs
 from attn.backends.abstract import AttentionLayer, AttentionType
-from attn.capabilities import ATTN_TYPES, Capabilities, Device, Feature, MultipleOf, Request, arch_matches
-from attn.dtypes import PER_TOKEN_HEAD, kv_cache_element
+from attn.capabilities import ATTN_TYPES, Capabilities, Device, Feature, MultipleOf, Request
+from attn.dtypes import PER_TOKEN_HEAD
 from attn.torch import kv_cache as caches
 from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
 from attn.torch.kernels.memory import largest_group
@@ -68,12 +68,6 @@ class TritonPagedBackend(PagedAttentionBackend):
     @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
         why = super().why_not(request, device)
-        is_e4m3 = kv_cache_element(request.kv_cache_dtype, request.dtype) == "float8_e4m3fn"
-        if device is not None and device.platform == "cuda" and is_e4m3:
-            # Triton converts e4m3 from Ada on; e5m2 everywhere
-            rule = "sm_89+"
-            if not arch_matches(device.arch, rule):
-                why.append(f"kv_cache_dtype={request.kv_cache_dtype} on {device.arch or 'an unknown arch'} (supports {rule})")
         if request.num_heads and request.num_kv_heads:
             arch, itemsize = device.arch if device else "", 4 if request.dtype == "float32" else 2
             largest = largest_group(arch, request.head_size, itemsize, _LARGEST_GROUP)

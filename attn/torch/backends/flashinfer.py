@@ -204,7 +204,8 @@ class FlashInferBackend(PagedAttentionBackend):
             return why
         trtllm_serves = arch_matches(device.arch, "sm_10*") and Feature.SOFT_CAP not in request.features
         if not arch_matches(device.arch, "sm_90") and not trtllm_serves:
-            why.append(f"lse on {device.arch or 'an unknown arch'}: FlashInfer's FA2 kernels sum rounded weights (supports sm_90)")
+            arch = device.arch or "an unknown arch"
+            why.append(f"lse on {arch}: FlashInfer's FA2 kernels sum rounded weights (supports sm_90)")
         return why
 
     @staticmethod

@@ -39,6 +39,22 @@ def fp8_code(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr): 
 
 
 @triton.jit
+def number_in(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Elements of a cache in the dtype of a product. Bytes are e4m3's, where they are not converted in hardware
+    (`launch.converts_e4m3`); int8 in float16 is made of its bits: 1024 + code + 128, less 1152."""
+    if x.dtype == tl.uint8:
+        # the bits of a float16 that is 2^-8 of the number, subnormal ones too: exponents are biased by 15 there, here by 7
+        bits = x.to(tl.uint16)
+        half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
+        return tl.where((bits & 0x7F) == 0x7F, float("nan"), half).to(dtype)
+    elif x.dtype == tl.int8 and dtype == tl.float16:
+        bits = (x.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.uint16) | 0x6400
+        return bits.to(tl.float16, bitcast=True) - 1152.0
+    else:
+        return x.to(dtype)
+
+
+@triton.jit
 def _bf16_code(x):  # type: ignore[no-untyped-def]
     """The bits of float32 x in bfloat16, by integers too: not every conversion rounds (the interpreter's cuts off)."""
     bits = x.to(tl.uint32, bitcast=True)

@@ -51,6 +51,14 @@ def multiprocessors(device: torch.device) -> int:
     return _multiprocessors(device) if device.type == "cuda" else 8
 
 
+def converts_e4m3(arch: str) -> bool:
+    """Whether there are instructions that make numbers of e4m3 codes. Elsewhere kernels take codes as bytes (`number_in`):
+    Triton would refuse (NVIDIA before Ada) or emulate them in so much code that LLVM does not end (RDNA3)."""
+    if arch.startswith("sm_"):
+        return int(arch[3:]) >= 89
+    return arch.startswith(("gfx95", "gfx12", "interpreter"))
+
+
 def can_launch_early(arch: str) -> bool:
     """Whether a kernel's launch may overlap the end of the one before it (programmatic dependent launch, from Hopper on)."""
     return arch.startswith("sm_") and int(arch[3:]) >= 90
@@ -86,7 +94,11 @@ def decode_launch(arch: str, group: int, head_size: int, itemsize: int, stored: 
     block_m, block_d = max(16, power_of_two(group)), power_of_two(head_size)
     if arch == "interpreter":
         return Launch(block_m, 32, 4, 1)
-    if arch.startswith("gfx"):
+    if arch.startswith("gfx1"):
+        # Waves of 32, whose matrix instructions want operands in both halves: by the compiler's reports (gfx1100) tiles of 64
+        # keys spill hundreds of registers, these none up to 128 columns.
+        wanted = [Launch(block_m, 16, 4 if block_d <= 128 else 8, 2)]
+    elif arch.startswith("gfx"):
         wanted = [Launch(block_m, n, 4, 2) for n in (64, 32, 16)]
     else:
         # Keys of about 8 KiB a stage (of their value as the product takes it: one-byte codes are converted in registers), and
@@ -114,6 +126,9 @@ def prefill_launch(arch: str, group: int, head_size: int, itemsize: int, stored:
         room = SHARED_MEMORY.get(arch, UNKNOWN) if arch.startswith("sm") else 1 << 30
         rows, warps = (32, 8 if block_d > 128 else 4) if 4 * 32 * block_d * itemsize <= room else (16, 4)
         wanted = [Launch(max(rows, least), 16, warps, s) for s in (2, 1)]
+    elif arch.startswith("gfx1"):
+        # as in `decode_launch`: 64 rows and 32 keys on four waves spilled a thousand registers
+        wanted = [Launch(max(64 if block_d <= 128 else 32, least), 16, 8, s) for s in (2, 1)]
     elif arch.startswith("gfx"):
         # by the compiler's reports alone: larger tiles spill where LDS would hold them (gfx950), and 32 keys of wide heads in
         # two stages it cannot translate under a tree's mask there

@@ -27,7 +27,8 @@ import triton
 import triton.language as tl
 from torch import library
 
-from attn.torch.kernels.launch import arch, can_launch_early, check_stride, multiprocessors, power_of_two
+from attn.torch.kernels.kv_write import number_in
+from attn.torch.kernels.launch import arch, can_launch_early, check_stride, converts_e4m3, multiprocessors, power_of_two
 from attn.torch.kernels.mla_launch import BY_HAND, by_hand, mla_launch, mla_split
 
 LOG2E = 1.4426950408889634
@@ -86,7 +87,7 @@ def _step(  # type: ignore[no-untyped-def]
     else:
         k = tl.load(rows + d[None, :]) if L == BLOCK_L else tl.load(rows + d[None, :], mask=(d < L)[None, :], other=0.0)
         k_rope = tl.load(rope_at) if DR == BLOCK_R else tl.load(rope_at, mask=(e < DR)[None, :], other=0.0)
-    k, k_rope = k.to(q.dtype), k_rope.to(q.dtype)
+    k, k_rope = number_in(k, q.dtype), number_in(k_rope, q.dtype)
     s = tl.dot(q_rope, tl.trans(k_rope), input_precision=PRECISION)
     s = tl.dot(q, tl.trans(k), s, input_precision=PRECISION)
     if SPARSE:
@@ -105,7 +106,7 @@ def _step(  # type: ignore[no-untyped-def]
 @triton.jit
 def _quarter(codes, own, at):  # type: ignore[no-untyped-def]
     """(codes [N, 128] of one quarter as numbers, its scale [N]) of packed rows."""
-    k = tl.load(codes[:, None] + at + tl.arange(0, 128)[None, :]).to(tl.float32)
+    k = number_in(tl.load(codes[:, None] + at + tl.arange(0, 128)[None, :]), tl.float32)
     return k, tl.load(own + at // 128)
 
 
@@ -113,13 +114,13 @@ def _quarter(codes, own, at):  # type: ignore[no-untyped-def]
 def _packed_step(  # type: ignore[no-untyped-def]
     a0, a1, a2, a3, norm, top, q0, q1, q2, q3, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot, seq_len,
     factor, SPARSE: tl.constexpr, P: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, BYTES: tl.constexpr,
 ):  # fmt: skip
     """`_step` for rows of 656 bytes: a quarter's scale multiplies its scores and its weights, so that codes stay codes, which
     are exact in every dtype of a query."""
     j, real, page, slot = _places(start, last, table, chosen, seq_len, True, SPARSE, P, BLOCK_N, WIDE)
     rows = cache + page * c_block + slot * c_slot
-    codes = rows.to(tl.pointer_type(tl.float8e4nv))
+    codes = rows if BYTES else rows.to(tl.pointer_type(tl.float8e4nv))
     own = rows.to(tl.pointer_type(tl.float32)) + 128
     rope_at = (rows.to(tl.pointer_type(tl.bfloat16)) + 264)[:, None] + tl.arange(0, BLOCK_R)[None, :]
     dtype = q0.dtype
@@ -174,6 +175,7 @@ def _attend(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, TILES: tl.constexpr,
     MAX_QUERY: tl.constexpr, SPARSE: tl.constexpr, HAS_SPLITS: tl.constexpr, HAS_LIMITS: tl.constexpr, HAS_LSE: tl.constexpr,
     HAS_K_SCALE: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    BYTES: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         # the merge may be launched already: it waits for this grid's end before it reads
@@ -247,7 +249,7 @@ def _attend(  # type: ignore[no-untyped-def]
         for start in tl.range(begins, stop, BLOCK_N):
             a0, a1, a2, a3, norm, top = _packed_step(
                 a0, a1, a2, a3, norm, top, q0, q1, q2, q3, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot,
-                seq_len, factor, SPARSE, P, BLOCK_R, BLOCK_N, WIDE, PRECISION,
+                seq_len, factor, SPARSE, P, BLOCK_R, BLOCK_N, WIDE, PRECISION, BYTES,
             )  # fmt: skip
         _store(out, partial, a0, norm, v_factor, at, head, live, 0, o_t, o_h, splits, tl.program_id(1), H, L, 128, is_part)
         _store(out, partial, a1, norm, v_factor, at, head, live, 128, o_t, o_h, splits, tl.program_id(1), H, L, 128, is_part)
@@ -402,6 +404,9 @@ def mla_decode(
             factor=scale * k_factor * LOG2E, v_factor=k_factor, tiles=tiles, splits=splits, split=split,
         )  # fmt: skip
     else:
+        as_bytes = not converts_e4m3(name)
+        if cache.dtype == torch.float8_e4m3fn and as_bytes:
+            cache = cache.view(torch.uint8)
         _attend[(requests * tiles, splits)](
             out, lse, partial, partial_lse, query, cache, query_start_loc, seq_lens, limits, block_table, indices, k_scale,
             scale * k_factor * LOG2E, k_factor, splits, split, topk,
@@ -411,7 +416,7 @@ def mla_decode(
             HAS_SPLITS=splits > 1, HAS_K_SCALE=k_scale is not None, PACKED=packed,
             WIDE=cache.shape[0] * cache.stride(0) >= 2**31,
             PRECISION="tf32x3" if itemsize == 4 and name.startswith("sm") else "ieee",
-            **common, **rule.options(),
+            BYTES=as_bytes, **common, **rule.options(),
         )  # fmt: skip
     if splits > 1:
         _merge[(requests * max_query_len, heads)](

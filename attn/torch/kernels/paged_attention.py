@@ -30,13 +30,14 @@ import triton
 import triton.language as tl
 from torch import library
 
-from attn.torch.kernels.kv_write import fp8_code
+from attn.torch.kernels.kv_write import fp8_code, number_in
 from attn.torch.kernels.launch import (
     TUNED,
     Launch,
     arch,
     can_launch_early,
     check_stride,
+    converts_e4m3,
     decode_launch,
     long_decode,
     may_use_gluon,
@@ -140,7 +141,7 @@ def _step(  # type: ignore[no-untyped-def]
     else:
         k = tl.load(k_at)
         v = tl.load(v_at)
-    s = tl.dot(q, tl.trans(_in(k, q.dtype)), input_precision=PRECISION)
+    s = tl.dot(q, tl.trans(number_in(k, q.dtype)), input_precision=PRECISION)
     if PER_TOKEN:
         scale_rows = page * scale_block + place * scale_slot
         s = s * tl.load(k_scale + scale_rows)[None, :]
@@ -182,7 +183,7 @@ def _step(  # type: ignore[no-untyped-def]
     elif PER_TOKEN:
         # selected, since a token that holds NaN has a scale of NaN
         p = tl.where(allowed, p * v_by[None, :], 0.0) if MASKED else p * v_by[None, :]
-    v = _in(v, q.dtype)
+    v = number_in(v, q.dtype)
     p = p.to(v.dtype)
     if CAREFUL:
         wide = v.to(tl.float32)
@@ -191,16 +192,6 @@ def _step(  # type: ignore[no-untyped-def]
         acc += _infinite_where(wide, allowed, float("-inf"))
     acc = tl.dot(p, v, acc, input_precision="ieee")
     return acc, norm, above
-
-
-@triton.jit
-def _in(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Keys or values in the dtype of the product; int8 in float16 by its bits: 1024 + code + 128, less 1152."""
-    if x.dtype == tl.int8 and dtype == tl.float16:
-        bits = (x.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.uint16) | 0x6400
-        return bits.to(tl.float16, bitcast=True) - 1152.0
-    else:
-        return x.to(dtype)
 
 
 @triton.jit
@@ -575,6 +566,9 @@ def _paged_attention(
         from attn.torch.kernels import hopper_prefill
 
         hopper = hopper_prefill.serves(query, key_cache, value_cache, num_reqs, group, page if paged else 128)
+    wild = per_token or key_cache.dtype != torch.int8
+    if key_cache.dtype == torch.float8_e4m3fn and not converts_e4m3(name):
+        key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
     half = query.dtype == torch.bfloat16 and stored == 1 and not per_token
     beside = hopper and paged and max_query_len > most
 
@@ -598,7 +592,7 @@ def _paged_attention(
             HAS_LEFT=left is not None, HAS_CAP=soft_cap != 0, HAS_ALIBI=slopes is not None, HAS_SINKS=sinks is not None,
             HAS_TREE=tree is not None, HAS_LSE=lse is not None, HAS_K_SCALE=k_scale is not None and not per_token,
             HAS_V_SCALE=v_scale is not None and not per_token, SPARSE=pattern[0],
-            MAY_BE_WILD=per_token or key_cache.dtype != torch.int8,
+            MAY_BE_WILD=wild,
             SAME=k_strides == v_strides, WIDE=wide, EXACT=itemsize == 4, PRECISION=precision, EARLY=early and splits > 1,
             BESIDE=beside, IN_HALF=half, TO_FP8=to_fp8, **rule.options(), **({"launch_pdl": True} if beside else {}),
         )  # fmt: skip

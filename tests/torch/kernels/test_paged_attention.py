@@ -12,7 +12,11 @@ if importlib.util.find_spec("triton") is None:
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are first imported
 
+import triton
+import triton.language as tl
+
 from attn.torch.interpreter import correct_bfloat16
+from attn.torch.kernels.kv_write import number_in
 from attn.torch.kernels.paged_attention import paged_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
@@ -64,6 +68,31 @@ def test_queries_of_every_magnitude(stored: torch.dtype, tokens: int, cap: float
     sizes = torch.tensor([1.0, 1e12, 3e30, 1e-12])[:, None]
     key, value = _stored(stored, 2), _stored(stored, 3)
     _check((noise * sizes).bfloat16().to(DEVICE), key, value, SIZE**-0.5 * (0.03 if stored == torch.int8 else 1), cap, slopes)
+
+
+@triton.jit
+def _convert(codes, numbers):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, 256)
+    tl.store(numbers + at, number_in(tl.load(codes + at), numbers.dtype.element_ty))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_every_e4m3_code_taken_as_a_byte_is_its_number(dtype: torch.dtype) -> None:
+    """What architectures run that have no instruction for it (`launch.converts_e4m3`)."""
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE)
+    numbers = torch.zeros(256, dtype=dtype, device=DEVICE)
+    _convert[(1,)](codes, numbers)
+    torch.testing.assert_close(numbers, codes.view(torch.float8_e4m3fn).to(dtype), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("tokens", [1, 20])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_cache_taken_as_bytes(tokens: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    from attn.torch.kernels import paged_attention as kernel
+
+    monkeypatch.setattr(kernel, "converts_e4m3", lambda arch: False)
+    query = torch.randn(tokens, HEADS, SIZE, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
+    _check(query, _stored(torch.float8_e4m3fn, 2), _stored(torch.float8_e4m3fn, 3), SIZE**-0.5, 0.0)
 
 
 @pytest.mark.parametrize(("dtype", "stored"), [(torch.bfloat16, torch.float8_e4m3fn), (torch.float16, torch.float16)])

@@ -12,6 +12,9 @@ import torch
 
 from attn.backends.mla.prefill.abstract import MLAContextChunk, MLAPrefillMetadata
 from attn.capabilities import Device, Request
+from attn.testing import check_conformance
+from attn.testing.subject import subject_of
+from attn.testing.suite import cases_of
 from attn.torch.backends.mla.prefill.sdpa import TorchSDPAPrefillBackend
 from attn.torch.backends.mla.prefill.triton import TritonPrefillBackend
 from attn.torch.backends.mla.triton_mla import TritonMLABackend
@@ -25,12 +28,26 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
 
 
-def test_e4m3_needs_an_architecture_that_converts_it():
-    asked = Request(576, "bfloat16", "fp8", 64, features=frozenset({"mla"}))
-    a100, h200 = Device("torch", "cuda", "A100", "sm_80"), Device("torch", "cuda", "H200", "sm_90")
-    assert "kv_cache_dtype=fp8 on sm_80 (supports sm_89+)" in TritonMLABackend.why_not(asked, a100)
-    assert not [why for why in TritonMLABackend.why_not(asked, h200) if "triton" not in why]
-    assert "serves sparse_mla only" in TritonMLASparseBackend.why_not(asked, h200)
+@pytest.mark.parametrize("cache", ["fp8", "fp8_ds_mla"])
+def test_e4m3_is_read_on_architectures_that_do_not_convert_it(cache):
+    asked = Request(576, "bfloat16", cache, 64, features=frozenset({"mla"}))
+    for arch in ("sm_80", "sm_90"):
+        assert not [why for why in TritonMLABackend.why_not(asked, Device("torch", "cuda", "", arch)) if "triton" not in why]
+    sparse = TritonMLASparseBackend.why_not(asked, Device("torch", "cuda", "H200", "sm_90"))
+    assert "serves sparse_mla only" in sparse
+
+
+@needs_triton
+@quiet
+@pytest.mark.parametrize("backend", [TritonMLABackend, TritonMLASparseBackend])
+def test_codes_taken_as_bytes_conform(backend, monkeypatch):
+    """What A100 and RDNA3 run: e4m3 codes, packed or not, made numbers by their bits."""
+    from attn.torch.kernels import mla_decode
+
+    monkeypatch.setattr(mla_decode, "converts_e4m3", lambda arch: False)
+    cases = {case.kv_cache_dtype: case for case in cases_of(subject_of(backend), "smoke") if case.dtype != "bfloat16"}
+    for cache in ("fp8", "fp8_ds_mla"):
+        check_conformance(backend, cases[cache])
 
 
 @pytest.mark.parametrize("backend", [TritonMLABackend, TritonMLASparseBackend])

@@ -30,6 +30,7 @@ from attn.jax.kernels.tpu._refs import (
     Refs,
     dot,
     own_lanes,
+    rows_at,
     widened,
     widened_exactly,
 )
@@ -121,7 +122,7 @@ def _streamed(
         for top, offset in tiles:
             at = slice(top, top + cfg.row_tile)
             keys_at = pl.ds(step.start + offset, cfg.key_tile)
-            keys = widened(cfg, refs.kv[step.slot, 0, k, keys_at, :], refs.q.dtype, refs.alarm)
+            keys = widened(cfg, rows_at(cfg, refs, step.slot, 0, k, keys_at), refs.q.dtype, refs.alarm)
             s = _scores(cfg, refs, item, step.first + offset, keys, k, top, masked)
             if len(waiting) * cfg.key_tile >= _KEYS_WAITING:
                 waiting.pop(0)()
@@ -156,7 +157,7 @@ def _add_values(
     cfg: Config, refs: Refs, slot: jax.Array, keys_at: Any, k: jax.Array, at: slice, p: jax.Array, source: jax.Array,
     after: jax.Array, masked: bool,
 ) -> None:  # fmt: skip
-    values = widened(cfg, refs.kv[slot, cfg.planes - 1, k, keys_at, :], p.dtype, refs.alarm)
+    values = widened(cfg, rows_at(cfg, refs, slot, cfg.planes - 1, k, keys_at), p.dtype, refs.alarm)
     total = refs.acc[source, k, :, at] + dot(values, p, 0, 0)
     refs.acc[after, k, :, at] = total
     if masked:  # 0 * NaN is NaN for the rows that may not see it
@@ -172,9 +173,9 @@ def _exact(cfg: Config, refs: Refs, item: Item, step: Step, k: jax.Array, before
         offset = n * cfg.key_tile
         source = jnp.where(n == 0, before, after)
         keys_at = pl.ds(pl.multiple_of(step.start + offset, cfg.key_tile), cfg.key_tile)
-        keys = widened_exactly(cfg, refs.kv[step.slot, 0, k, keys_at, :])
+        keys = widened_exactly(cfg, rows_at(cfg, refs, step.slot, 0, k, keys_at))
         keys = jnp.where(own_lanes(cfg, keys.shape, 0), keys, 0.0).astype(dtype)
-        values = widened_exactly(cfg, refs.kv[step.slot, cfg.planes - 1, k, keys_at, :])
+        values = widened_exactly(cfg, rows_at(cfg, refs, step.slot, cfg.planes - 1, k, keys_at))
         finite = jnp.abs(values) < jnp.inf
         has_strange = jnp.max(jnp.where(finite, 0, 1)) > 0
         for top in range(0, cfg.rows, cfg.row_tile):

@@ -20,7 +20,7 @@ from jax.experimental import pallas as pl
 
 from attn.jax.kernels.tpu import _pages, _plan
 from attn.jax.kernels.tpu._pages import Item, copy
-from attn.jax.kernels.tpu._refs import LOG2_E, PagedConfig, PagedRefs, Ref, dot, widen, widen_e4m3
+from attn.jax.kernels.tpu._refs import LOG2_E, PagedConfig, PagedRefs, Ref, dot, rows_at, widen, widen_e4m3
 
 #: Keys that are widened at a time.
 _WIDENED = 128
@@ -121,7 +121,7 @@ def _widen(cfg: Config, refs: Refs, slot: jax.Array) -> None:
 
     def part(n: jax.Array, _: None) -> None:
         at = pl.ds(pl.multiple_of(n * size, size), size)
-        codes = refs.kv[slot, 0, 0, at, :]
+        codes = rows_at(cfg, refs, slot, 0, 0, at)
         refs.wide[at, :] = widen_e4m3(codes) if cfg.even_odd else codes.astype(refs.wide.dtype)
 
     lax.fori_loop(0, cfg.kv_block // size, part, None)

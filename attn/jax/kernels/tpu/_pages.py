@@ -80,13 +80,15 @@ def write(cfg: PagedConfig, refs: PagedRefs) -> None:
         return field(_plan.STOP, t) - field(_plan.FIRST, t) < cfg.tile
 
     def place(t: jax.Array) -> Ref:
+        if cfg.narrow:
+            return refs.cache.at[field(_plan.PAGE, t)]
         offset = pl.multiple_of(field(_plan.OFFSET, t), cfg.tile)
         return refs.cache.at[field(_plan.PAGE, t), :, :, pl.ds(offset, cfg.tile), :]
 
     def reads(t: jax.Array) -> tuple[Any, Any]:
         slot = lax.rem(t, cfg.ring)
         source = pl.multiple_of(field(_plan.SOURCE, t), cfg.tile)
-        fresh = refs.fresh.at[:, :, pl.ds(source, cfg.tile), :]
+        fresh = refs.fresh.at[lax.div(source, cfg.tile)] if cfg.narrow else refs.fresh.at[:, :, pl.ds(source, cfg.tile), :]
         return (
             copy(fresh, refs.new.at[slot], refs.read_sem.at[slot]),
             copy(place(t), refs.old.at[slot], refs.read_sem.at[slot]),
@@ -157,6 +159,8 @@ def attend(cfg: PagedConfig, refs: PagedRefs, single: Kind, long: Kind | None) -
         base = field(_plan.TABLE, i) + begin
 
         def nth(n: jax.Array) -> Any:
+            if cfg.narrow:
+                return copy(refs.cache.at[refs.table[base + n]], refs.kv.at[slot, :, :, n], refs.kv_sem.at[slot])
             rows = pl.ds(pl.multiple_of(n * cfg.page, cfg.page), cfg.page)
             return copy(refs.cache.at[refs.table[base + n]], refs.kv.at[slot, :, :, rows, :], refs.kv_sem.at[slot])
 
@@ -268,7 +272,7 @@ def clean(cfg: PagedConfig, refs: PagedRefs, slot: jax.Array, first: jax.Array, 
 
     def tile(t: jax.Array, _: None) -> None:
         start = pl.multiple_of(t * cfg.tile, cfg.tile)
-        at = (slot, plane, slice(None), pl.ds(start, cfg.tile), slice(None))
+        at = (slot, plane, slice(None), t if cfg.narrow else pl.ds(start, cfg.tile), slice(None))
         refs.kv[at] = rows_between(refs.kv[at], None, first - start, stop - start)
 
     # a block begins in the first page that is seen, so what lies before `first` is less than a page

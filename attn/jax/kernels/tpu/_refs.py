@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128
@@ -38,6 +39,7 @@ class PagedConfig:
     write: bool
     num_items: int
     num_tiles: int
+    narrow: bool = False  # a page has fewer rows than a hardware tile, so no block of rows is made of pages: see `rows_at`
     ring: int = 8
 
 
@@ -50,12 +52,12 @@ class PagedRefs:
     counts: Ref
     table: Ref
     cache: Ref  # [N, planes, K, P, lanes] in HBM
-    kv: Ref  # [slots, planes, K, kv_block, lanes] in VMEM
+    kv: Ref  # [slots, planes, K, kv_block, lanes] in VMEM; narrow: [slots, planes, K, kv_block / P, P, lanes]
     kv_sem: Ref
     q_sem: Ref
     o_sem: Ref
     # the write
-    fresh: Ref = None  # [planes, K, X * tile, lanes] in HBM
+    fresh: Ref = None  # [planes, K, X * tile, lanes] in HBM; narrow: [X, planes, K, tile, lanes]
     old: Ref = None  # [ring, planes, K, tile, lanes] in VMEM
     new: Ref = None
     read_sem: Ref = None
@@ -124,6 +126,27 @@ class Refs(PagedRefs):
     edges: Ref = None  # [2, M, 128]
 
 
+def block_shape(cfg: PagedConfig) -> tuple[int, ...]:
+    """Of a block of one head's rows in `kv`."""
+    return (cfg.kv_block // cfg.page, cfg.page, cfg.lanes) if cfg.narrow else (cfg.kv_block, cfg.lanes)
+
+
+def rows_at(cfg: PagedConfig, refs: PagedRefs, slot: Any, plane: int, head: Any, at: Any) -> jax.Array:
+    """Rows `at` (a `pl.ds`, of whole pages where pages are narrow) of the block in `slot`: [rows, lanes].
+
+    Copies go to whole hardware tiles, so narrow pages lie apart in VMEM, each in tiles of its own height. In registers
+    the rows of several make whole tiles again.
+    """
+    if not cfg.narrow:
+        return refs.kv[slot, plane, head, at, :]  # type: ignore[no-any-return]
+    first = at.start // cfg.page if isinstance(at.start, int) else lax.div(at.start, cfg.page)
+    pages = refs.kv[slot, plane, head, pl.ds(first, at.size // cfg.page), :, :]
+    words = pltpu.bitcast(pages, jnp.int32)
+    words = words.reshape(-1, 8 // words.shape[1], *words.shape[1:])
+    tiles = jnp.concatenate([words[:, i] for i in range(words.shape[1])], axis=1)
+    return pltpu.bitcast(tiles.reshape(-1, cfg.lanes), pages.dtype)  # type: ignore[no-any-return]
+
+
 def dot(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int) -> jax.Array:
     """The matrix product over the axes given, summed in float32."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
@@ -144,7 +167,13 @@ def rows_between(x: jax.Array, y: jax.Array | None, first: jax.Array, stop: jax.
     count, rows, lanes = x.shape
     bits = x.dtype.itemsize * 8
     per_word = 32 // bits
-    words = pltpu.bitcast(x.reshape(count * rows, lanes), jnp.int32).reshape(count, rows // per_word, lanes)
+
+    def as_words(x: jax.Array) -> jax.Array:
+        if rows < 8 * per_word:  # less than a hardware tile
+            return pltpu.bitcast(x, jnp.int32)  # type: ignore[no-any-return]
+        return pltpu.bitcast(x.reshape(count * rows, lanes), jnp.int32).reshape(count, rows // per_word, lanes)  # type: ignore[no-any-return]
+
+    words = as_words(x)
     row = lax.broadcasted_iota(jnp.int32, words.shape, 1) * per_word
     keep = jnp.zeros(words.shape, jnp.int32)
     for i in range(per_word):
@@ -153,8 +182,9 @@ def rows_between(x: jax.Array, y: jax.Array | None, first: jax.Array, stop: jax.
         keep |= jnp.where((row + i >= first) & (row + i < stop), jnp.int32(part), 0)
     words &= keep
     if y is not None:
-        others = pltpu.bitcast(y.reshape(count * rows, lanes), jnp.int32).reshape(words.shape)
-        words |= others & ~keep
+        words |= as_words(y) & ~keep
+    if rows < 8 * per_word:
+        return pltpu.bitcast(words, x.dtype)  # type: ignore[no-any-return]
     return pltpu.bitcast(words.reshape(-1, lanes), x.dtype).reshape(x.shape)
 
 

@@ -26,6 +26,7 @@ from attn.jax.kernels.tpu._refs import (
     Refs,
     dot,
     own_lanes,
+    rows_at,
     widen,
     widened,
     widened_exactly,
@@ -64,7 +65,8 @@ def attend(cfg: Config, refs: Refs, item: Item, slot: jax.Array, begin: jax.Arra
     dtype = refs.q1.dtype
 
     def joined(plane: int, n: jax.Array, first: int) -> jax.Array:
-        heads = [refs.kv[slot, plane, n * cfg.join + i, pl.ds(first, keys_at_once), :] for i in range(cfg.join)]
+        at = pl.ds(first, keys_at_once)
+        heads = [rows_at(cfg, refs, slot, plane, n * cfg.join + i, at) for i in range(cfg.join)]
         heads = [widened_exactly(cfg, x) if exact else widened(cfg, x, dtype, refs.alarm1) for x in heads]
         return heads[0] if cfg.join == 1 else jnp.concatenate(heads, axis=1)
 

@@ -22,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 from attn.jax.kernels.tpu import _plan
 from attn.jax.kernels.tpu._chips import CHIPS, WIDENS_E4M3, sublanes, target
 from attn.jax.kernels.tpu._mla_kernel import Config, Refs, Rows, run
-from attn.jax.kernels.tpu._refs import LANES, LOG2_E
+from attn.jax.kernels.tpu._refs import LANES, LOG2_E, block_shape
 
 
 class Blocks(NamedTuple):
@@ -114,6 +114,7 @@ def mla_attention(
         lse=return_lse, write=new_kv_c is not None, widened=kv_cache.dtype != dtype,
         even_odd=chip in WIDENS_E4M3 and kv_cache.dtype == jnp.float8_e4m3fn and dtype == jnp.bfloat16,
         num_items=plan.items.shape[0] // 8, num_tiles=plan.tiles.shape[0] // 5,
+        narrow=page < sublanes(kv_cache.dtype.itemsize),
     )  # fmt: skip
     needed = 4 * sum(x.size for x in (plan.items, plan.tiles, plan.counts, plan.table))
     if needed > CHIPS[chip].smem:
@@ -139,7 +140,8 @@ def mla_attention(
         arrays["long.order"] = jnp.broadcast_to(order[:, None], (order.shape[0], LANES))
     if new_kv_c is not None and new_k_pe is not None:
         new = padded(jnp.concatenate([new_kv_c, new_k_pe], axis=-1), lanes)
-        arrays["fresh"] = new[plan.token_of_slot][None, None]
+        fresh = new[plan.token_of_slot]
+        arrays["fresh"] = fresh.reshape(-1, 1, 1, tile, lanes) if cfg.narrow else fresh[None, None]
     made = _launch(cfg, arrays, kv_cache, chip, interpret)
 
     def back(name: str, fill: float) -> jax.Array:
@@ -164,7 +166,7 @@ def _launch(cfg: Config, arrays: dict[str, jax.Array], kv_cache: jax.Array, chip
     dtype = arrays["single.query"].dtype
     made: dict[str, Any] = {}
     scratch: dict[str, Any] = {
-        "kv": pltpu.VMEM((cfg.slots, 1, 1, cfg.kv_block, cfg.lanes), kv_cache.dtype),
+        "kv": pltpu.VMEM((cfg.slots, 1, 1, *block_shape(cfg)), kv_cache.dtype),
         "kv_sem": pltpu.SemaphoreType.DMA((cfg.slots,)),
         "q_sem": pltpu.SemaphoreType.DMA((2,)),
         "o_sem": pltpu.SemaphoreType.DMA(()),

@@ -25,7 +25,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from attn.jax.kernels.tpu import _kernel, _plan
 from attn.jax.kernels.tpu._chips import CHIPS, REBIASES_E4M3, Blocks, blocks_for, sublanes, target
-from attn.jax.kernels.tpu._refs import E4M3_GAIN, LANES, LOG2_E, Config, Refs
+from attn.jax.kernels.tpu._refs import E4M3_GAIN, LANES, LOG2_E, Config, Refs, block_shape
 
 
 def cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, int, int, int, int]:
@@ -130,6 +130,7 @@ def ragged_paged_attention(
         tree=tree_mask is not None, lse=return_lse, write=key is not None,
         rebiased=chip in REBIASES_E4M3 and kv_cache.dtype == jnp.float8_e4m3fn,
         num_items=plan.items.shape[0] // 8, num_tiles=plan.tiles.shape[0] // 5,
+        narrow=page < sublanes(kv_cache.dtype.itemsize),
     )  # fmt: skip
 
     needed = 4 * sum(x.size for x in (plan.items, plan.tiles, plan.counts, plan.table))
@@ -153,7 +154,11 @@ def ragged_paged_attention(
             edges = tree_mask[plan.request_of_row, node].astype(dtype)
             arrays["tree"] = jnp.repeat(jnp.pad(edges, ((0, 0), (0, LANES - width))), group, axis=0)
     if key is not None and value is not None:
-        arrays["fresh"] = stored(key, value, kv_cache)[plan.token_of_slot].transpose(1, 2, 0, 3)
+        fresh = stored(key, value, kv_cache)[plan.token_of_slot]
+        if cfg.narrow:
+            arrays["fresh"] = fresh.reshape(-1, tile, *fresh.shape[1:]).transpose(0, 2, 3, 1, 4)
+        else:
+            arrays["fresh"] = fresh.transpose(1, 2, 0, 3)
     made = _launch(cfg, arrays, kv_cache, chip, interpret)
 
     def back(long: jax.Array | None, single: jax.Array, fill: float) -> jax.Array:
@@ -214,7 +219,7 @@ def _launch(cfg: Config, arrays: dict[str, jax.Array], kv_cache: jax.Array, chip
         "out1": jax.ShapeDtypeStruct((num_requests, *single, lanes), dtype),
     }
     scratch: dict[str, Any] = {
-        "kv": pltpu.VMEM((cfg.slots, cfg.planes, heads, cfg.kv_block, lanes), kv_cache.dtype),
+        "kv": pltpu.VMEM((cfg.slots, cfg.planes, heads, *block_shape(cfg)), kv_cache.dtype),
         "kv_sem": pltpu.SemaphoreType.DMA((cfg.slots,)),
         "q_sem": pltpu.SemaphoreType.DMA((2,)),
         "o_sem": pltpu.SemaphoreType.DMA(()),

@@ -1,16 +1,14 @@
-"""What the MLA backends on our own Triton kernels share: the call, and what an architecture cannot hold or convert."""
+"""What the MLA backends on our own Triton kernels share: the call, and what an architecture cannot hold."""
 
 import torch
 
 from attn.backends.abstract import AttentionLayer
-from attn.capabilities import Capabilities, Device, MultipleOf, Request, arch_matches
+from attn.capabilities import Capabilities, Device, MultipleOf, Request
 from attn.torch import kv_cache as caches
 from attn.torch.backends.mla import _rows
 from attn.torch.backends.mla._metadata import MLADecodeMetadata
 from attn.torch.backends.mla._mla import MLACommonImpl
 from attn.torch.kernels.memory import holds_float32_latents
-
-_E4M3 = ("fp8", "fp8_e4m3", _rows.PACKED)
 
 
 def capabilities(features: frozenset[str]) -> Capabilities:
@@ -28,16 +26,14 @@ def capabilities(features: frozenset[str]) -> Capabilities:
 
 
 def device_reasons(request: Request, device: Device | None) -> list[str]:
-    """Why a device cannot serve the request: Triton converts e4m3 from Ada on, and float32 latents take much shared memory."""
-    if device is None or device.platform != "cuda":
-        return []
-    reasons, rule, arch = [], "sm_89+", device.arch or "an unknown arch"
-    if request.kv_cache_dtype in _E4M3 and not arch_matches(device.arch, rule):
-        reasons.append(f"kv_cache_dtype={request.kv_cache_dtype} on {arch} (supports {rule})")
+    """Why a device cannot serve the request: float32 latents take much shared memory."""
     float32 = request.dtype == "float32" and request.kv_cache_dtype in ("auto", "float32")
-    if float32 and not holds_float32_latents(device.arch or "sm_", request.head_size):
-        reasons.append(f"a float32 cache of head_size={request.head_size} on {arch}: its latents exceed the shared memory there")
-    return reasons
+    if device is None or device.platform != "cuda" or not float32:
+        return []
+    if holds_float32_latents(device.arch or "sm_", request.head_size):
+        return []
+    asked = f"a float32 cache of head_size={request.head_size} on {device.arch or 'an unknown arch'}"
+    return [f"{asked}: its latents exceed the shared memory there"]
 
 
 def decode(
