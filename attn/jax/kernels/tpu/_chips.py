@@ -94,7 +94,7 @@ def blocks_for(
         large *= 2
     whole = kv_block = max(1024, 2048 // cache_itemsize, page)
     most = columns * page if reach is None else min(columns * page, page + reach + max(large, 1))
-    while kv_block > page and kv_block >= 2 * most:
+    while kv_block > max(page, sublanes(cache_itemsize)) and kv_block >= 2 * most:
         kv_block //= 2  # no item sees that many keys
     slots = min(3 * whole // kv_block, 8)  # as many bytes on their way, whatever the block
 

@@ -142,8 +142,9 @@ def rows_at(cfg: PagedConfig, refs: PagedRefs, slot: Any, plane: int, head: Any,
     first = at.start // cfg.page if isinstance(at.start, int) else lax.div(at.start, cfg.page)
     pages = refs.kv[slot, plane, head, pl.ds(first, at.size // cfg.page), :, :]
     words = pltpu.bitcast(pages, jnp.int32)
-    words = words.reshape(-1, 8 // words.shape[1], *words.shape[1:])
-    tiles = jnp.concatenate([words[:, i] for i in range(words.shape[1])], axis=1)
+    per_tile = min(8 // words.shape[1], words.shape[0])
+    words = words.reshape(-1, per_tile, *words.shape[1:])
+    tiles = jnp.concatenate([words[:, i] for i in range(per_tile)], axis=1)
     return pltpu.bitcast(tiles.reshape(-1, cfg.lanes), pages.dtype)  # type: ignore[no-any-return]
 
 

@@ -162,7 +162,12 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "shared": {"write": False, "heads": (2, 1, 256), "alibi_slopes": SLOPES[:2], "causal": False},
     "held_back": {"hold_back": 7, "heads": (8, 1, 192), "page": 64, "sinks": SINKS},
-    "fp8": {"cache_dtype": "float8_e5m2", "k_scale": np.float32([0.5, 0.25]), "v_scale": np.float32([2, 3])},
+    "fp8": {
+        "cache_dtype": "float8_e5m2",
+        "blocks": BLOCKS._replace(key_tile=32),
+        "k_scale": np.float32([0.5, 0.25]),
+        "v_scale": np.float32([2, 3]),
+    },
     "fp8_by_hand": {
         "cache_dtype": "float8_e4m3fn",
         "chip": "v6e",
@@ -171,6 +176,7 @@ CASES: dict[str, dict[str, Any]] = {
         "alibi_slopes": SLOPES,
         "blocks": BLOCKS._replace(large=0),
     },
+    "fp8_of_one_page": {"cache_dtype": "float8_e5m2", "lens": ((1, 3), (5, 9)), "blocks": None, "padding": 1},
     "int8": {"cache_dtype": "int8", "page": 32, "k_scale": np.float32(0.05), "v_scale": np.float32(0.03)},
 }
 
