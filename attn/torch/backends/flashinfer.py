@@ -37,6 +37,8 @@ from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBu
 #: 16q4s1k (4 rows a request) 0.0415, 0.0778; 1q512s8k_63q1s4k (9, the prompt before the decodes) 0.578, 1.265; 2q2k_32q1s1k
 #: (121) 0.315, 0.298; 4q4k (4096) 1.686, 1.176.
 FEW_ROWS = 32
+#: Query heads a kv head that its decode kernels without tensor cores are made for (DISPATCH_GQA_GROUP_SIZE, utils.cuh).
+PLAIN_GROUPS = (1, 2, 3, 4, 6, 8, 16)
 
 
 @dataclass
@@ -241,6 +243,8 @@ class FlashInferImpl(PagedAttentionImpl):
         if caches.is_quantised(kv_cache.dtype):
             scales = {"k_scale": layer._k_scale_float, "v_scale": layer._v_scale_float}
         decodes, requests = attn_metadata.num_decodes, attn_metadata.num_reqs
+        if lse is not None and self.num_heads // self.num_kv_heads not in PLAIN_GROUPS:
+            decodes = 0  # prefill's FA3 sums whole weights
         rows = attn_metadata.num_actual_tokens
         parts = [("decode", 0, decodes, slice(0, decodes)), ("prefill", decodes, requests, slice(decodes, rows))]
         arch, logs = arch_of(query.device), lse is not None or self.sinks is not None

@@ -149,6 +149,12 @@ def test_who_reads_the_log_sum_exp_gets_kernels_that_sum_whole_weights() -> None
     assert decodes.planned(_group()).fa2 and not decodes.planned(_group(lse=True)).fa2
 
 
+@pytest.mark.parametrize("heads", [8, 10, 14])
+def test_a_log_sum_exp_of_decodes_in_groups_of_every_size(heads: int) -> None:
+    """4 query heads a kv head have decode kernels without tensor cores, 5 and 7 have none."""
+    check_conformance(FlashInferBackend, Case("grouped", (1, 1, 1), (40, 1, 130), dtype="bfloat16", num_heads=heads, lse=True))
+
+
 def test_a_prefill_of_few_rows_a_request_asks_for_fa2_in_wrappers_of_its_own() -> None:
     builder, group = FlashInferBackend.get_builder_cls()(SPEC), _group("prefill")
     few, many = _built(builder, [4, 33], [40, 40]), _built(builder, [31, 33], [40, 40])

@@ -117,6 +117,8 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         kv_cache_sf=None,
     ):  # fmt: skip
         assert len(q) == len(self.planned["lens"]), "one row a request"
+        num_heads, num_kv_heads, _ = self.planned["heads"]
+        assert self.fa2 or num_heads // num_kv_heads in (1, 2, 3, 4, 6, 8, 16), "Unsupported group_size"
         starts = np.arange(len(q) + 1)
         return self._run(q, paged_kv_cache, starts, k_scale, v_scale, return_lse)
 
