@@ -208,6 +208,7 @@ def test_fp8_caches_need_no_instruction_for_them(device: Device) -> None:
         assert TritonAttentionBackend.why_not(Request(128, "bfloat16", cache, 16), device) == []
 
 
+@needs_triton
 def test_which_architectures_convert_e4m3() -> None:
     from attn.torch.kernels.launch import converts_e4m3
 

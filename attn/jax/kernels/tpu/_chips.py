@@ -83,7 +83,8 @@ def blocks_for(
     known = OVERRIDES.get((chip, lanes, cache_itemsize))
     if known is not None:
         return known
-    room = CHIPS[chip].vmem * 3 // 4
+    # what is left is for registers that are spilled: 20 MiB of them in float32 at 256 lanes
+    room = CHIPS[chip].vmem * 3 // 4 if itemsize == 2 else CHIPS[chip].vmem // 2
     # rows of an item are lanes of its scores, so they come in whole registers
     smallest = align * 128 // math.gcd(align * group, 128)
     large = smallest if max_query_len > 1 else 0
