@@ -65,7 +65,12 @@ def test_dense_conformance(run: str) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="these tests run in this process")
 @pytest.mark.parametrize(
     "tests",
-    ["tests/torch/test_triton_attn.py", "tests/torch/test_autotune.py tests/torch/test_interpreter.py", "tests/torch/kernels"],
+    [
+        "tests/torch/test_triton_attn.py",
+        "tests/torch/test_autotune.py tests/torch/test_interpreter.py",
+        "tests/torch/kernels",
+        "tests/torch/mla/test_triton_mla.py",
+    ],
 )
 def test_kernels(tests: str) -> None:
     interpreted("pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *tests.split())

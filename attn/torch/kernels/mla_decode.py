@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from torch import library
 
-from attn.torch.kernels.kv_write import number_in
+from attn.torch.kernels.codes import number_in
 from attn.torch.kernels.launch import arch, can_launch_early, check_stride, converts_e4m3, multiprocessors, power_of_two
 from attn.torch.kernels.mla_launch import BY_HAND, by_hand, mla_launch, mla_split
 

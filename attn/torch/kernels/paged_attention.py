@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import library
 
-from attn.torch.kernels.kv_write import fp8_code, number_in
+from attn.torch.kernels.codes import fp8_code, number_in
 from attn.torch.kernels.launch import (
     TUNED,
     Launch,

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from attn.torch.interpreter import correct_bfloat16
-from attn.torch.kernels.kv_write import number_in
+from attn.torch.kernels.codes import number_in
 from attn.torch.kernels.paged_attention import paged_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")

@@ -1,0 +1,44 @@
+"""Codes of quantised caches, made and read by their bits: the same on every architecture, those without fp8 conversions too."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def nearest(x):  # type: ignore[no-untyped-def]
+    """x rounded to an integer, ties to even, for |x| < 2^22: adding 1.5 * 2^23 leaves no room for a fraction."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def fp8_code(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The byte of float32 x in an fp8 format of MANTISSA explicit bits, saturating at MAX; any NaN becomes 0x7F."""
+    bits = x.to(tl.uint32, bitcast=True)
+    sign = (bits >> 24) & 0x80
+    size = tl.minimum(tl.abs(x), MAX)
+    magnitude = size.to(tl.uint32, bitcast=True)
+    shift: tl.constexpr = 23 - MANTISSA
+    rounded = (magnitude + ((1 << (shift - 1)) - 1) + ((magnitude >> shift) & 1)) >> shift
+    normal = rounded - ((127 - BIAS) << MANTISSA)
+    # below the smallest normal number the code counts steps of 2^(1 - BIAS - MANTISSA)
+    least: tl.constexpr = 2.0 ** (1 - BIAS)
+    steps: tl.constexpr = 2.0 ** (BIAS + MANTISSA - 1)
+    subnormal = nearest(tl.minimum(size, least) * steps).to(tl.uint32)
+    code = tl.where(size < least, subnormal, normal) | sign
+    return tl.where(x != x, 0x7F, code).to(tl.uint8)
+
+
+@triton.jit
+def number_in(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Elements of a cache in the dtype of a product. Bytes are e4m3's, where they are not converted in hardware
+    (`launch.converts_e4m3`); int8 in float16 is made of its bits: 1024 + code + 128, less 1152."""
+    if x.dtype == tl.uint8:
+        # the bits of a float16 that is 2^-8 of the number, subnormal ones too: exponents are biased by 15 there, here by 7
+        bits = x.to(tl.uint16)
+        half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
+        return tl.where((bits & 0x7F) == 0x7F, float("nan"), half).to(dtype)
+    elif x.dtype == tl.int8 and dtype == tl.float16:
+        bits = (x.to(tl.uint8, bitcast=True) ^ 0x80).to(tl.uint16) | 0x6400
+        return bits.to(tl.float16, bitcast=True) - 1152.0
+    else:
+        return x.to(dtype)
