@@ -65,7 +65,8 @@ def _compiling_in_haste() -> Iterator[None]:
     They are named where jax makes XLA's options: those of `jax.jit` are for a program that no other one calls, and a
     backend's own are called by others. XLA_FLAGS would bind what is not interpreted too.
     """
-    optimised, make = not jax.config.read("jax_disable_most_optimizations"), compiler.get_compile_options
+    hasty = {"jax_disable_most_optimizations": True, "jax_traceback_in_locations_limit": 0}  # locations take a tenth
+    usual, make = {name: jax.config.values[name] for name in hasty}, compiler.get_compile_options
 
     def options(*args: Any, **kwargs: Any) -> Any:
         made = make(*args, **kwargs)
@@ -73,13 +74,15 @@ def _compiling_in_haste() -> Iterator[None]:
         return made
 
     _older_emitters()  # compiles, so before its own options are asked for
-    jax.config.update("jax_disable_most_optimizations", True)
+    for name, value in hasty.items():
+        jax.config.update(name, value)
     compiler.get_compile_options = options
     try:
         yield
     finally:
         compiler.get_compile_options = make
-        jax.config.update("jax_disable_most_optimizations", not optimised)
+        for name, value in usual.items():
+            jax.config.update(name, value)
 
 
 @functools.cache
