@@ -12,6 +12,8 @@ other one.
 """
 
 import contextlib
+import dataclasses
+import functools
 import io
 import zlib
 from collections.abc import Iterator
@@ -21,10 +23,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
+from jax._src import compiler
 from jax.experimental.pallas import tpu as pltpu
 
 from attn.backends.mla.prefill.abstract import MLAContextChunk, MLAPrefillMetadata
-from attn.capabilities import Device, Feature
+from attn.capabilities import AttentionType, Device, Feature
 from attn.testing import Call, Result, bits, cache_spec, layer_arguments
 from attn.testing.prefill import PrefillCall
 
@@ -49,15 +52,48 @@ def watched(dma_mode: DMAMode) -> Iterator[None]:
     )
     pltpu.reset_tpu_interpret_mode_state()  # what a kernel that raised has left
     said = io.StringIO()  # the interpreter tells of races in print alone
-    optimised = not jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)  # a program runs once or twice: compiling is what takes time
-    try:
-        with pltpu.force_tpu_interpret_mode(params), contextlib.redirect_stdout(said):
-            yield
-    finally:
-        jax.config.update("jax_disable_most_optimizations", not optimised)
+    with _compiling_in_haste(), pltpu.force_tpu_interpret_mode(params), contextlib.redirect_stdout(said):
+        yield
     if "RACE DETECTED" in said.getvalue():
         raise KernelRace(f"dma_execution_mode={dma_mode}: {said.getvalue()[:2000]}")
+
+
+@contextlib.contextmanager
+def _compiling_in_haste() -> Iterator[None]:
+    """A program runs a few times: compiling is what takes the time. XLA's older emitters need half of what its new ones do.
+
+    They are named where jax makes XLA's options: those of `jax.jit` are for a program that no other one calls, and a
+    backend's own are called by others. XLA_FLAGS would bind what is not interpreted too.
+    """
+    hasty = {"jax_disable_most_optimizations": True, "jax_traceback_in_locations_limit": 0}  # locations take a tenth
+    usual, make = {name: jax.config.values[name] for name in hasty}, compiler.get_compile_options
+
+    def options(*args: Any, **kwargs: Any) -> Any:
+        made = make(*args, **kwargs)
+        made.env_option_overrides = [*made.env_option_overrides, *_older_emitters().items()]
+        return made
+
+    _older_emitters()  # compiles, so before its own options are asked for
+    for name, value in hasty.items():
+        jax.config.update(name, value)
+    compiler.get_compile_options = options
+    try:
+        yield
+    finally:
+        compiler.get_compile_options = make
+        for name, value in usual.items():
+            jax.config.update(name, value)
+
+
+@functools.cache
+def _older_emitters() -> dict[str, str | bool]:
+    """The option that asks for them; none of an XLA that does not know it."""
+    option: dict[str, str | bool] = {"xla_cpu_use_fusion_emitters": False}
+    try:
+        jax.jit(lambda: 0).lower().compile(compiler_options=option)
+    except jax.errors.JaxRuntimeError:
+        return {}
+    return option
 
 
 class Runner:
@@ -104,8 +140,14 @@ class Runner:
         return apply
 
     def dma_mode(self, call: Call, other: int = 0) -> DMAMode:
-        """Which of `DMA_MODES` a call is held to; requests alike have the same one, so that they share programs."""
-        return DMA_MODES[(zlib.crc32(str(call.case.request()).encode()) + other) % 2]
+        """Which of `DMA_MODES` a call is held to; calls that may share a program have the same one."""
+        case, request = call.case, call.case.request()
+        # names of one cache or one kind of encoder are one program; values tell what is not in use and what is not written
+        told = {Feature.NAN_SAFE.value, Feature.KV_SHARING.value, *([Feature.LSE.value] if case.is_encoder else [])}
+        kind = AttentionType.ENCODER if case.is_encoder else case.attn_type
+        alike = dataclasses.replace(request, kv_cache_dtype="auto", attn_type=kind, features=request.features - told)
+        key = f"{alike} {'' if case.is_encoder else case.element}"
+        return DMA_MODES[(zlib.crc32(key.encode()) + other) % 2]
 
     def _watch(self, call: Call, other: int = 0) -> contextlib.AbstractContextManager[None]:
         return watched(self.dma_mode(call, other)) if self.is_interpreted else contextlib.nullcontext()
