@@ -1,7 +1,7 @@
-"""Our TPU kernels beside the peers', by libtpu's static estimate: the table of benchmarks/results/pallas.json.
+"""Our TPU kernels beside the peers', by libtpu's static estimate: benchmarks/results/pallas.json, and its table in pallas.md.
 
     python -m benchmarks.pallas --compilers .venv/compilers --peers FOLDER      what is missing, then the table
-    python -m benchmarks.pallas --table                                         the table alone
+    python -m benchmarks.pallas --table                                         the table alone, written anew
 
 FOLDER holds tpu-inference 0.32, unpacked (`pip download --no-deps tpu-inference==0.32.0`, then unzip); without it its rows are
 left out. Each row is compiled in a process of its own, with the batch's scalars built in, and kept in the JSON under its name,
@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results/pallas.json"
+TABLE = RESULTS.with_suffix(".md")
 CHIPS = ("v6e", "v5e", "v7x")
 PAGES = (128, 16, 64, 256)
 OURS = "attn"
@@ -128,7 +129,7 @@ ROWS = (
         (128,),
         parts=(("prefill 2k at 8k, 8/1 heads", 8),),
     ),
-    Row("prefill 2k at 8k, 8/1 heads", "paged", "2ks8k", (8, 1, 128), (), (128,)),
+    Row("prefill 2k at 8k, 8/1 heads", "paged", "2ks8k", (8, 1, 128), (RPA,), (128,)),
     Row("dense causal 2k", "dense", "2k", (32, 8, 128), ("splash", "jax_flash", "tpuinf_flash"), (0,), goals={("v6e", 0): 75}),
     Row("dense causal 2k, with gradient", "dense_backward", "2k", (32, 8, 128), (), (0,)),
     Row(
@@ -497,6 +498,7 @@ def table(rows: dict[str, Any]) -> str:
                     for name in ("hbm_us", "mxu_us", "valu_us", "eup_us", "xlu_us")
                 ]
                 met = f"{goal:g} {'met' if us and us <= goal else 'missed'}" if goal else ""
+                shown += "" if mine["source"] == source(row.kind) else " (d)"
                 # a peer's figure has its copies: where ours has none, both are taken as what their bytes take at least
                 least = 0 if mine.get("copies") else limit["hbm_us"]
                 ratio = f"{max(best, least) / max(us, least):.2f}" if us and best < math.inf else ""
@@ -507,10 +509,11 @@ def table(rows: dict[str, Any]) -> str:
     low, high = _parts_beside_wholes(rows)
     lines += [
         "",
-        "(a) without its copies, which v7x's simulator does not follow: the time to compute; both sides' figures are compared as no "
-        "less than the HBM's time. (b) from TPU.md. (c) the sum of its decodes and its chunk, or of shards of its heads, as launches "
-        "of their own, whose rows are here, for the simulator does not end with the whole; where both are known the sum is "
-        f"{low:.2f} to {high:.2f} times the whole.",
+        "us by libtpu's static estimate, no TPU; HBM to XLU are floors. (a) without its copies, which v7x's simulator does not",
+        "follow: the time to compute; both are compared as no less than the HBM's time. (b) from TPU.md. (c) the sum",
+        "of its decodes and its chunk, or of shards of its heads, as launches of their own, whose rows are here, because the",
+        f"simulator does not end with the whole; where both are known the sum is {low:.2f} to {high:.2f} times the whole.",
+        "(d) of the kernel before its last change.",
     ]
     return "\n".join(lines)
 
@@ -552,7 +555,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=math.inf, help="stop beginning rows after so many seconds")
     parser.add_argument("--jobs", type=int, default=1, help="rows at a time (%(default)s); a row takes up to 17 GB")
     parser.add_argument("--again", action="store_true", help="measure even what the JSON has")
-    parser.add_argument("--table", action="store_true", help="print the table and measure nothing")
+    parser.add_argument("--table", action="store_true", help="write and print the table and measure nothing")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -586,7 +589,8 @@ def main() -> None:
             rows[key] = made
             about = {"libtpu": "0.0.51", "tpu-inference": "0.32.0", "method": "libtpu's static estimate, no TPU"}
             RESULTS.write_text(json.dumps({**about, "rows": dict(sorted(rows.items()))}, indent=1) + "\n")
-    print(table(rows))
+    TABLE.write_text(table(rows) + "\n")
+    print(TABLE.read_text(), end="")
 
 
 def _version() -> str:

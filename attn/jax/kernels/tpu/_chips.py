@@ -16,11 +16,13 @@ STRETCH = 8 * 1024 * ROWS
 
 
 class Chip(NamedTuple):
-    """One TensorCore: memories in bytes, and the rows of a kv head that items of the longest requests have."""
+    """One TensorCore: memories in bytes; the rows of a kv head that items of the longest requests have; keys of a block where
+    every request has one row."""
 
     vmem: int
     smem: int
     rows: int = ROWS
+    keys: int = 1024
 
 
 MIB = 1 << 20
@@ -30,7 +32,8 @@ CHIPS = {
     "v5p": Chip(96 * MIB, MIB),
     # their matrix units are done with 512 rows so soon that what lies between two steps costs a twentieth
     "v6e": Chip(128 * MIB, MIB, 1024),
-    "v7x": Chip(64 * MIB, MIB, 1024),
+    # and it computes on a block of 1,024 keys in less time than the block's bytes take, but for what lies between two blocks
+    "v7x": Chip(64 * MIB, MIB, 1024, 2048),
 }
 
 #: Where fp8 codes are taken apart by hand: 16-bit arithmetic, and no fp8 conversions of its own.
@@ -93,7 +96,7 @@ def blocks_for(
     # rows that an item has and its request has not are computed for nothing: most are worth it for long requests alone
     while large and large < max_query_len and 2 * large * group <= (long if 16 * large <= max_query_len else ROWS):
         large *= 2
-    whole = kv_block = max(1024, 2048 // cache_itemsize, page)
+    whole = kv_block = max(CHIPS[chip].keys if max_query_len == 1 else 1024, 2048 // cache_itemsize, page)
     most = columns * page if reach is None else min(columns * page, page + reach + max(large, 1))
     while kv_block > max(page, sublanes(cache_itemsize)) and kv_block >= 2 * most:
         kv_block //= 2  # no item sees that many keys

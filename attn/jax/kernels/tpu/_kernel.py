@@ -42,7 +42,8 @@ def _singles(cfg: Config, refs: Refs) -> _pages.Kind:
         pl.when(jnp.logical_not(whole))(lambda: masked(item, begin, slot, False))
 
     def masked(item: Item, begin: jax.Array, slot: jax.Array, exact: bool) -> None:
-        _pages.clean(cfg, refs, slot, item.low - begin, item.high - begin)
+        low, high, step = item.low - begin, item.high - begin, _single.keys_of_step(cfg)
+        _pages.clean(cfg, refs, slot, low, high, None if step == cfg.kv_block else _single.steps_of(cfg, high) * step)
         _single.attend(cfg, refs, item, slot, begin, True, exact)
 
     return _pages.Kind(

@@ -266,9 +266,12 @@ def attend(cfg: PagedConfig, refs: PagedRefs, single: Kind, long: Kind | None) -
         by_kind(count - 1, lambda kind: _wait(kind.outputs(count - 1)))
 
 
-def clean(cfg: PagedConfig, refs: PagedRefs, slot: jax.Array, first: jax.Array, stop: jax.Array) -> None:
-    """Zero the values in rows of the block outside [first, stop)."""
+def clean(
+    cfg: PagedConfig, refs: PagedRefs, slot: jax.Array, first: jax.Array, stop: jax.Array, end: jax.Array | None = None
+) -> None:
+    """Zero the values in rows of the block outside [first, stop), up to `end`: a multiple of `tile`, or None for all."""
     plane = cfg.planes - 1
+    tiles = cfg.kv_block // cfg.tile if end is None else lax.div(end, cfg.tile)
 
     def tile(t: jax.Array, _: None) -> None:
         start = pl.multiple_of(t * cfg.tile, cfg.tile)
@@ -277,4 +280,4 @@ def clean(cfg: PagedConfig, refs: PagedRefs, slot: jax.Array, first: jax.Array, 
 
     # a block begins in the first page that is seen, so what lies before `first` is less than a page
     lax.fori_loop(0, lax.div(jnp.maximum(first, 0) + (cfg.tile - 1), cfg.tile), tile, None)
-    lax.fori_loop(lax.div(jnp.clip(stop, 0, cfg.kv_block), cfg.tile), cfg.kv_block // cfg.tile, tile, None)
+    lax.fori_loop(lax.div(jnp.clip(stop, 0, cfg.kv_block), cfg.tile), tiles, tile, None)

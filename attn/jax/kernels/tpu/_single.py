@@ -9,6 +9,9 @@ exponentials and products of values, by as much as the registers hold: the sched
 head would wait at each link.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -60,7 +63,7 @@ def attend(cfg: Config, refs: Refs, item: Item, slot: jax.Array, begin: jax.Arra
 
     `exact`: no head is touched by the keys of those joined with it, which it multiplies by 0.
     """
-    keys_at_once = min(cfg.kv_block, _KEYS_AT_ONCE)
+    keys_at_once = keys_of_step(cfg)
     shape = (cfg.single_rows, keys_at_once)
     dtype = refs.q1.dtype
 
@@ -102,9 +105,9 @@ def attend(cfg: Config, refs: Refs, item: Item, slot: jax.Array, begin: jax.Arra
         values = joined(cfg.planes - 1, n, first).astype(dtype)
         refs.acc1[n] = refs.acc1[n] * widen(fade, cfg.join * cfg.lanes) + dot(p.astype(dtype), values, 1, 0)
 
-    def stage(first_group: jax.Array, count: int) -> None:
-        waiting: list[tuple[jax.Array, int, jax.Array]] = []
-        for first in range(0, cfg.kv_block, keys_at_once):
+    def stage(first_group: jax.Array, count: int, firsts: Sequence[Any]) -> None:
+        waiting: list[tuple[jax.Array, Any, jax.Array]] = []
+        for first in firsts:
             for n in [first_group + i for i in range(count)]:
                 waiting.append((n, first, scores(n, first)))
                 if len(waiting) > lag:
@@ -112,12 +115,33 @@ def attend(cfg: Config, refs: Refs, item: Item, slot: jax.Array, begin: jax.Arra
         for task in waiting:
             add(*task)
 
+    def meet(firsts: Sequence[Any]) -> None:
+        """All heads meet the keys from each of `firsts` on, `keys_at_once` each."""
+        scores_of_one = shape[0] * keys_at_once * len(firsts)
+        at_once = 1 if exact else max(1, min(cfg.joined, _SCORE_REGISTERS * 1024 // scores_of_one))
+        while cfg.joined % at_once:
+            at_once -= 1
+        stages = cfg.joined // at_once
+        lax.fori_loop(0, stages, lambda i, _: stage(i * at_once, at_once, firsts), None, unroll=not exact and stages <= 2)
+
     lag = 0 if exact else _WAITING_REGISTERS * 1024 // (shape[0] * shape[1])
-    at_once = 1 if exact else max(1, min(cfg.joined, _SCORE_REGISTERS * 1024 // (shape[0] * cfg.kv_block)))
-    while cfg.joined % at_once:
-        at_once -= 1
-    stages = cfg.joined // at_once
-    lax.fori_loop(0, stages, lambda i, _: stage(i * at_once, at_once), None, unroll=not exact and stages <= 2)
+    if not masked or cfg.kv_block == keys_at_once:
+        meet(range(0, cfg.kv_block, keys_at_once))
+    else:  # the end of a request's last block may hold no key of it
+        lax.fori_loop(
+            0, steps_of(cfg, item.high - begin), lambda n, _: meet([pl.multiple_of(n * keys_at_once, keys_at_once)]), None
+        )
+
+
+def keys_of_step(cfg: Config) -> int:
+    """Keys of a score matrix."""
+    return min(cfg.kv_block, _KEYS_AT_ONCE)
+
+
+def steps_of(cfg: Config, seen: jax.Array) -> jax.Array:
+    """How many score matrices hold a block's first `seen` keys."""
+    size = keys_of_step(cfg)
+    return lax.div(jnp.clip(seen, 0, cfg.kv_block) + (size - 1), size)
 
 
 def finish(cfg: Config, refs: Refs) -> None:

@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from attn import reference
-from attn.jax.kernels.tpu import _pages, _plan
+from attn.jax.kernels.tpu import _pages, _plan, _single
 from attn.jax.kernels.tpu import ragged_paged_attention as kernel
 from attn.jax.kernels.tpu._chips import CHIPS, Blocks, blocks_for
 from attn.jax.kernels.tpu._refs import Config, widen_e4m3, widened, widened_exactly
@@ -187,6 +187,29 @@ def test_against_the_oracle(name: str) -> None:
     arrays = {k: jnp.asarray(v) for k, v in case.items() if isinstance(v, np.ndarray | np.float32)}
     rules = {k: v for k, v in case.items() if k in reference.paged_attention.__kwdefaults__}
     check(launch(**{**case, **arrays}), **rules)
+
+
+#: Of blocks whose keys are met in several steps: ends within the first, at a step's end, within the second; windows that begin
+#: in either; a block of pages less than a hardware tile, and one that is done again.
+STEPS: dict[str, dict[str, Any]] = {
+    "bfloat16": {"lens": ((1, 1, 1, 0, 1), (70, 33, 32, 20, 128)), "sinks": SINKS},
+    "packed": {"lens": ((1, 1), (97, 31)), "heads": (8, 4, 64), "window": (40, None)},
+    "narrow": {"lens": ((1, 1), (97, 31)), "cache_dtype": "float8_e4m3fn", "chip": "v6e", "strange": ((0, 0, 95, np.nan),)},
+    "int8": {"lens": ((1, 1), (100, 64)), "cache_dtype": "int8", "page": 32, "window": (20, None)},
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_steps_of_a_block(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_single, "_KEYS_AT_ONCE", 32)
+    case = STEPS[name]
+    arrays = {k: jnp.asarray(v) for k, v in case.items() if isinstance(v, np.ndarray)}
+    rules = {k: v for k, v in case.items() if k in reference.paged_attention.__kwdefaults__}
+    got = launch(**{"blocks": BLOCKS._replace(large=0, kv_block=128 if name == "int8" else 64), **case, **arrays})
+    if "strange" not in case:
+        return check(got, **rules)
+    assert np.isnan(got.out[0]).any()
+    assert np.isfinite(got.out[1]).all()
 
 
 STRANGE: dict[str, dict[str, Any]] = {
