@@ -327,6 +327,22 @@ def test_the_rule_of_block_sizes() -> None:
         )  # fmt: skip
 
 
+def test_blocks_of_decodes() -> None:
+    """2,048 keys on a v7x where they fit and no request has more than a row; of one byte on every chip."""
+
+    def keys(chip: str, max_query_len: int, heads: int, cache_itemsize: int = 2) -> int:
+        blocks = blocks_for(
+            chip, num_kv_heads=heads, group=4, lanes=128, planes=2, page=128, columns=256, itemsize=2,
+            cache_itemsize=cache_itemsize, align=16, max_query_len=max_query_len, lse=False,
+        )  # fmt: skip
+        assert blocks.slots * 2 * heads * blocks.kv_block * 128 * cache_itemsize < CHIPS[chip].vmem
+        return blocks.kv_block
+
+    assert [keys("v7x", 1, heads) for heads in (1, 8, 32)] == [2048, 2048, 1024]
+    assert [keys("v7x", 2, 8), keys("v6e", 1, 8), keys("v5e", 1, 8)] == [1024] * 3
+    assert [keys(chip, n, 8, 1) for chip in ("v5e", "v7x") for n in (1, 2)] == [2048] * 4
+
+
 def test_items_of_the_longest_requests() -> None:
     """1,024 rows on the chips that take them, for queries of two bytes: in float32 a stretch that long compiles for minutes."""
 
