@@ -1,4 +1,4 @@
-"""The conformance suite on PALLAS in TPU interpret mode: races, uninitialised memory and bounds watched (5 minutes of a core).
+"""The conformance suite on PALLAS in TPU interpret mode: races, uninitialised memory and bounds watched (4 min 40 s).
 
 Compiling the interpreted programs is what takes the time, so a test is all cases of one program; the runner of
 `attn.jax.testing` says which of the two ways to execute DMAs a case is held to.
