@@ -32,7 +32,7 @@ CHIPS = {
     "v5p": Chip(96 * MIB, MIB),
     # their matrix units are done with 512 rows so soon that what lies between two steps costs a twentieth
     "v6e": Chip(128 * MIB, MIB, 1024),
-    # and it computes on a block of 1,024 keys in less time than the block's bytes take, but for what lies between two blocks
+    # and a tenth of a decode lies between its blocks where they have 1,024 keys
     "v7x": Chip(64 * MIB, MIB, 1024, 2048),
 }
 
