@@ -428,7 +428,7 @@ def run_one(row: Row, chip: str, page: int, kernel: str, args: argparse.Namespac
     with tempfile.TemporaryDirectory() as dump:
         path = os.pathsep.join(x for x in (args.compilers, str(ROOT), os.environ.get("PYTHONPATH", "")) if x)
         env = {**os.environ, **_libtpu.environment(chip, dump, estimate=True), "PYTHONPATH": path}
-        spec = json.dumps([row.name, chip, page, kernel, dump, args.peers])
+        spec = json.dumps([row.name, chip, page, kernel, dump, args.peers, args.memory])
         begin = time.monotonic()
         try:
             done = subprocess.run(
@@ -445,7 +445,10 @@ def run_one(row: Row, chip: str, page: int, kernel: str, args: argparse.Namespac
 
 
 def work(spec: str) -> None:
-    name, chip, page, kernel, dump, peers = json.loads(spec)
+    from attn.aot import _limit_memory
+
+    name, chip, page, kernel, dump, peers, memory = json.loads(spec)
+    _limit_memory(memory)
     (row,) = [row for row in ROWS if row.name == name]
     try:
         made = measure(row, chip, page, kernel, dump, peers)
@@ -520,17 +523,23 @@ def table(rows: dict[str, Any]) -> str:
 
 def _by_parts(rows: dict[str, Any], row: Row, chip: str, page: int) -> float | None:
     """Microseconds of a row's parts, all of them together."""
-    found = [(rows.get(key_of(row._replace(name=name), chip, page, OURS), {}).get("us"), times) for name, times in row.parts]
-    return sum(us * times for us, times in found if us) if found and all(us for us, _ in found) else None
+    total = 0.0
+    for name, times in row.parts:
+        us = rows.get(key_of(row._replace(name=name), chip, page, OURS), {}).get("us")
+        if us is None:
+            return None
+        total += times * us
+    return total or None
 
 
 def _parts_beside_wholes(rows: dict[str, Any]) -> tuple[float, float]:
-    """The least and the most that the sum of parts is of the whole, where both are known."""
-    found = [1.0]
+    """The least and the most that the sum of parts is of the whole, where both are known; NaN where that is nowhere."""
+    found = []
     for row, chip, page, kernel in wanted(False):
         whole, parts = rows.get(key_of(row, chip, page, kernel), {}).get("us"), _by_parts(rows, row, chip, page)
-        found += [parts / whole] if whole and parts else []
-    return min(found[1:], default=1.0), max(found)
+        if whole and parts:
+            found.append(parts / whole)
+    return min(found, default=math.nan), max(found, default=math.nan)
 
 
 def _peer_cell(rows: dict[str, Any], row: Row, chip: str, page: int, kernel: str) -> tuple[str, float]:
@@ -553,13 +562,23 @@ def main() -> None:
     parser.add_argument("--only", action="append", default=[], help="rows whose key contains it; may be repeated (all must)")
     parser.add_argument("--seconds", type=float, default=1500, help="time limit of a row (%(default)g)")
     parser.add_argument("--budget", type=float, default=math.inf, help="stop beginning rows after so many seconds")
-    parser.add_argument("--jobs", type=int, default=1, help="rows at a time (%(default)s); a row takes up to 17 GB")
+    parser.add_argument("--jobs", type=int, default=1, help="rows at a time (%(default)s)")
+    parser.add_argument("--memory", type=float, default=20, help="GiB that a row may take (%(default)g; v7x's prompts take 32)")
     parser.add_argument("--again", action="store_true", help="measure even what the JSON has")
     parser.add_argument("--table", action="store_true", help="write and print the table and measure nothing")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         return work(args.worker)
+    keys = [key_of(*job) for job in wanted(True)]
+    if args.jobs < 1:
+        parser.error(f"--jobs {args.jobs}: at least 1")
+    if not any(all(text in key for text in args.only) for key in keys):
+        parser.error(f"--only {' --only '.join(args.only)}: no row's key has that; the first is {keys[0]!r}")
+    if args.peers and not Path(args.peers, "tpu_inference").is_dir():
+        parser.error(
+            f"--peers {args.peers}: no tpu_inference in it; unzip what `pip download --no-deps tpu-inference==0.32.0` gets"
+        )
     stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": {}}
     rows, begin = stored["rows"], time.monotonic()
     missing = []
@@ -569,6 +588,8 @@ def main() -> None:
         stale = known is None or args.again or (job[3] == OURS and known.get("source") != digest)
         if stale and not args.table and all(text in key for text in args.only):
             missing.append(job)
+    if missing and not Path(args.compilers, "libtpu").is_dir():
+        parser.error(f"--compilers {args.compilers}: no libtpu in it; `make compilers` installs it in .venv/compilers")
 
     def run(job: tuple[Row, str, int, str]) -> dict[str, Any] | None:
         return None if time.monotonic() - begin > args.budget else run_one(*job, args)

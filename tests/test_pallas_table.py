@@ -1,6 +1,8 @@
 """benchmarks/results/pallas.json is whole, meets the goals, and pallas.md is its table."""
 
 import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +30,28 @@ def test_every_goal_is_met(rows: dict[str, Any]) -> None:
 
 def test_the_table(rows: dict[str, Any]) -> None:
     assert pallas.TABLE.read_text() == pallas.table(rows) + "\n", "write it: python -m benchmarks.pallas --table"
+
+
+MISTAKES = {
+    "--only nonsense": "no row's key has that; the first is 'decode 64 x 4k | v6e | 128 | attn'",
+    "--peers /nowhere": "no tpu_inference in it; unzip what",
+    "--again --compilers /nowhere": "no libtpu in it; `make compilers` installs it",
+    "--jobs 0": "--jobs 0: at least 1",
+}
+
+
+@pytest.mark.parametrize("given", MISTAKES)
+def test_mistakes_measure_and_write_nothing(
+    given: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(pallas, "RESULTS", tmp_path / "pallas.json")
+    monkeypatch.setattr(pallas, "TABLE", tmp_path / "pallas.md")
+    monkeypatch.setattr(sys, "argv", ["pallas", *given.split()])
+    with pytest.raises(SystemExit) as ended:
+        pallas.main()
+    assert ended.value.code == 2
+    assert MISTAKES[given] in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_parts_stand_for_a_whole() -> None:

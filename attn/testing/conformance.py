@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from importlib.metadata import packages_distributions
 from typing import Any, Protocol
 
 from attn import evidence, plugins
@@ -366,7 +367,9 @@ def evidence_of(report: BackendReport, backend: Any, registry: str = "attention"
     """The row of one backend's run."""
     framework = _framework(backend)
     needed = [first_installed(names) or names for names in getattr(backend.capabilities, "packages", ())]
-    packages = (framework, "numpy", *(module.partition(".")[0] for module in needed))
+    named = packages_distributions()  # flashinfer is of flashinfer-python
+    modules = [module.partition(".")[0] for module in needed]
+    packages = (framework, "numpy", *(package for module in modules for package in named.get(module, [module])))
     return evidence.Evidence(
         backend=report.backend,
         registry=registry,

@@ -1,5 +1,6 @@
 """Running the suite on backends that others bring: right, wrong in one place, and sloppy about refusing (about 15 s)."""
 
+import dataclasses
 import json
 import re
 from typing import Any
@@ -196,13 +197,17 @@ def test_an_interpreted_run_never_passes_as_ran(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_run_is_recorded_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the versions of what it needs, by the names of distributions: PIL is pillow's."""
     kept: list[evidence.Evidence] = []
     monkeypatch.setattr(evidence, "record", kept.extend)
+    monkeypatch.setattr(MineBackend, "capabilities", dataclasses.replace(RECORD, packages=("PIL",)))
     with registered_backend("MINE", MineBackend):
         run_conformance(["MINE"], "smoke", record=True, kind="stand-in", dtypes=("float32",))
         (row,) = kept
         assert (row.backend, row.kind, row.failures, row.platform) == ("MINE", "stand-in", 0, "cpu")
-        assert row.device.endswith("CPU") and row.level == "smoke, float32" and {"torch", "numpy"} <= row.versions.keys()
+        assert (
+            row.device.endswith("CPU") and row.level == "smoke, float32" and {"torch", "numpy", "pillow"} == row.versions.keys()
+        )
         with pytest.raises(ValueError, match="whole suite"):
             run_conformance(["MINE"], record=True, only="tree")
         with pytest.raises(ValueError, match="kind='compiled'"):
