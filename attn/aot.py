@@ -17,6 +17,7 @@ import argparse
 import contextlib
 import importlib
 import importlib.machinery
+import itertools
 import json
 import os
 import queue
@@ -37,6 +38,7 @@ import attn
 from attn.capabilities import AttentionType, Feature, Request
 from attn.errors import BackendLoadError
 from attn.imports import resolve_obj_by_qualname
+from attn.progress import Quiet, display
 
 #: The compilers as they were tested, by the module that shows they are there.
 COMPILERS = {"libtpu": "libtpu==0.0.51", "triton": "triton==3.6.0"}
@@ -489,18 +491,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _progress(total: int) -> Iterator[Report | None]:
+def _progress(total: int) -> Iterator[Report]:
     """A bar on a terminal, beside the output and not in it."""
-    if not sys.stderr.isatty() or not importlib.machinery.PathFinder.find_spec("rich"):
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    shown = (BarColumn(30), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-    with Progress(*shown, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda label, outcome: bar.update(task, advance=1, description=f"{label} {outcome}"[:100])
+    with display(Quiet(), sys.stderr) as shown:
+        shown.begin("", total)
+        done = itertools.count(1)
+        yield lambda label, outcome: shown.step(next(done), f"{label} {outcome}"[:100])
 
 
 if __name__ == "__main__":

@@ -7,20 +7,19 @@ outlives it.
 """
 
 import contextlib
-import difflib
 import enum
 import functools
 import importlib.util
 import itertools
 import re
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Self
 
-from attn.capabilities import WINGS, Candidate
-from attn.errors import BackendLoadError
-from attn.forks import renew_after_fork
-from attn.imports import check_qualname, first_installed, installed, resolve_obj_by_qualname
+from attn.capabilities import WINGS, Candidate, Device
+from attn.errors import BackendLoadError, closest
+from attn.imports import check_qualname, first_installed, installed, pip_install, resolve_obj_by_qualname
+from attn.logger import renew_after_fork
 
 _lock = threading.RLock()
 renew_after_fork(globals(), "_lock")
@@ -82,13 +81,20 @@ def _not_here(path: str) -> str:
     if parts[0] != "attn":
         return ""
     if parts[1] in WINGS and not installed(parts[1]):
-        return f"{parts[1]} is not installed (pip install 'attn[{parts[1]}]')"
+        return f"{parts[1]} is not installed ({pip_install(parts[1])})"
     module = path.partition(":")[0] if ":" in path else path.rpartition(".")[0]
     try:
         found = importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
         found = False
     return "" if found else f"not built yet: {module}"
+
+
+def unknown_name(kind: str, name: object, known: Collection[str]) -> str:
+    """The message for a name that none of `known` is: the closest of them first, whatever its case, then all."""
+    meant = closest(str(name), known)
+    hint = f" Did you mean {meant}?" if meant else ""
+    return f"Unknown {kind}: '{name}'.{hint} Valid options are: {', '.join(dict.fromkeys(known))}"
 
 
 class BackendEnumMeta(enum.EnumMeta):
@@ -108,11 +114,7 @@ class BackendEnumMeta(enum.EnumMeta):
             custom = cls.customs.get(name)
             if custom in cls.overrides:
                 return custom
-            known = {known.upper(): known for known in cls.names()}
-            close = difflib.get_close_matches(str(name).upper(), known, 1)
-            hint = f". Did you mean {known[close[0]]}?" if close else ""
-            options = ", ".join(cls.names())
-            raise ValueError(f"Unknown {cls.kind}: '{name}'. Valid options are: {options}{hint}") from None
+            raise ValueError(unknown_name(cls.kind, name, cls.names())) from None
 
     def __contains__(cls, item: object) -> bool:
         """Membership for members and names alike (an Enum of Python 3.11 raises TypeError for a string)."""
@@ -184,6 +186,11 @@ class BackendEnum(enum.Enum, metaclass=BackendEnumMeta):
         problem = found.problem if found.backend is None else type(self).complaint(found.backend)
         return found if problem == found.problem else Candidate(self.name, path, problem=problem)
 
+    def off_paths(self, device: Device | None = None) -> tuple[str, ...]:
+        """A sentence for each faster path of this backend that is off on `device` (None: the one here), and why."""
+        told = getattr(self.candidate().backend, "off_paths", None)
+        return () if told is None else tuple(told(device))
+
     def _object(self, path: str) -> type | None:
         """The class that was registered as an object, unless a path has been put over it since."""
         cls = self._table("objects").get(self)
@@ -220,6 +227,12 @@ def ranked(registry: Any, names: Sequence[str]) -> list[Any]:
                 customs.append((getattr(capabilities, "priority", 0), member))
     customs.sort(key=lambda entry: (-entry[0], entry[1].name))
     return [m for p, m in customs if p > 0] + listed + [m for p, m in customs if p <= 0]
+
+
+def off_paths(registry: Any, names: Sequence[str]) -> list[str]:
+    """A line for each faster path that is off here, of the backends among `names` (others may be peers' of a benchmark)."""
+    named = [name for name in dict.fromkeys(names) if name in registry]
+    return [f"{name}: {sentence}" for name in named for sentence in registry[name].off_paths()]
 
 
 def path_of(cls: type) -> str:

@@ -66,6 +66,9 @@ class Feature(enum.StrEnum):
     SPARSE_MLA = "sparse_mla"
 
 
+#: Words that no backend of this library serves yet (a test holds it against every record); one of your own may.
+UNSERVED = frozenset({Feature.CASCADE, Feature.HEAD_SIZE_V, Feature.BATCH_INVARIANT})
+
 #: A backend of one of these kinds serves nothing else: asked for or not, the two sides must agree.
 KINDS = (Feature.MLA, Feature.SPARSE_MLA, Feature.BLOCK_SPARSE)
 
@@ -188,6 +191,15 @@ def arch_matches(arch: str, rule: str) -> bool:
     return fnmatch.fnmatchcase(arch, rule)
 
 
+def _not_supported(feature: str) -> str:
+    return f"{feature} not supported" + (": no backend of this library serves it yet" if feature in UNSERVED else "")
+
+
+def with_lse(features: frozenset[str], returned: bool) -> frozenset[str]:
+    """The features of a record whose implementation says whether it returns the log-sum-exp."""
+    return features | {Feature.LSE.value} if returned else features - {Feature.LSE.value}
+
+
 def _listed(values: Collection[object]) -> str:
     return ", ".join(map(str, values)) or "none"
 
@@ -225,8 +237,9 @@ class Capabilities:
             for word in words:
                 _check_word(name, word, known)
 
-    def reasons(self, request: Request, device: Device | None = None) -> list[str]:
-        """Every reason why `request` (on `device`) is not served; empty when it is."""
+    def reasons(self, request: Request, device: Device | None = None, features: frozenset[str] | None = None) -> list[str]:
+        """Every reason why `request` (on `device`) is not served; empty when it is. `features`: those that are served, where
+        the backend's methods change what the record lists."""
         why = []
         if device is not None:
             why += self.device_reasons(device)
@@ -239,7 +252,7 @@ class Capabilities:
         ):
             if getattr(request, name) not in allowed:
                 why.append(f"{name}={getattr(request, name)} (supports {_listed(allowed)})")
-        why += [f"{f} not supported" for f in sorted(request.features - self.features)]
+        why += [_not_supported(f) for f in sorted(request.features - (self.features if features is None else features))]
         why += [f"serves {kind} only" for kind in KINDS if kind in self.features and kind not in request.features]
         return why
 

@@ -13,10 +13,11 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import attn
 from attn.errors import AttnError, UnsupportedError
+from attn.imports import pip_install
 
 Run = Callable[[argparse.Namespace], int]
 
@@ -42,7 +43,7 @@ def _backends(parser: argparse.ArgumentParser) -> Run:
 
 
 def _explain(parser: argparse.ArgumentParser) -> Run:
-    from attn import dtypes
+    from attn import dtypes, machines
     from attn.capabilities import ATTN_TYPES, WINGS, Device, Feature
     from attn.platforms import default_framework
     from attn.report import explain
@@ -60,22 +61,34 @@ def _explain(parser: argparse.ArgumentParser) -> Run:
     add("--backend", help="ask for one by name: obeyed or refused, never replaced")
     add("--framework", choices=WINGS)
     add("--disable", action="append", default=[], metavar="NAME", help="keep a backend out; may be repeated")
-    add("--platform", choices=PLATFORMS, help="a device that need not be here")
+    add("--device", metavar="NAME", help="a device that need not be here, by name: H100, MI300X, v6e, sm_120")
+    add("--platform", choices=PLATFORMS, help="the same by its platform")
     add("--arch", default="", help="its generation, with --platform: sm_90, gfx942, v6e")
-    add("--device-name", default="", help="what a person calls it, with --platform")
+    add("--device-name", default="", help="what to call it, with --platform")
+    add(
+        "--assume", metavar="NAMES",
+        help=f"packages to take for installed, separated by commas: {', '.join(machines.PACKAGES)} (default: for a device that "
+        "is not here what the framework's wheel brings, else what is installed here)",
+    )  # fmt: skip
     _json_argument(parser)
 
     def run(args: argparse.Namespace) -> int:
         device = None
-        if args.platform:
+        if args.device and (args.platform or args.arch or args.device_name):
+            parser.error("--device names a device; --platform, --arch and --device-name describe one: give one or the other")
+        if args.device:
+            device = machines.device_named(args.device, args.framework)
+        elif args.platform:
             framework = args.framework or PLATFORMS[args.platform] or default_framework()
-            device = Device(framework, args.platform, args.device_name, args.arch)
+            arch = machines.check_arch(args.platform, args.arch) if args.arch else ""
+            device = Device(framework, args.platform, args.device_name, arch)
         elif args.arch or args.device_name:
             parser.error("--arch and --device-name describe a device of a --platform")
+        assume = None if args.assume is None else [name.strip() for name in args.assume.split(",") if name.strip()]
         selection = explain(
             args.head_size, args.dtype, args.kv_cache_dtype, args.block_size, features=args.feature, use_mla=args.mla,
             attn_type=args.attn_type, num_heads=args.num_heads, num_kv_heads=args.num_kv_heads, backend=args.backend,
-            framework=args.framework, device=device, disable=args.disable,
+            framework=args.framework, device=device, disable=args.disable, assume=assume,
         )  # fmt: skip
         _show(selection, args.json)
         if selection.source == "priority" and not args.json:
@@ -148,7 +161,7 @@ COMMANDS = {
     "backends": Command("every backend: what it serves, whether it runs here", "attn backends --registry attention", _backends),
     "explain": Command(
         "which backend a layer would get, and what speaks against the others",
-        "attn explain --head-size 96 --dtype float32 --feature sinks --platform cuda --arch sm_90",
+        "attn explain --head-size 128 --dtype bfloat16 --device H100",
         _explain,
     ),
     "conform": Command(
@@ -183,6 +196,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
         try:
+            if not argv:
+                parser(argv).print_help()
+                return 0
             args = parser(argv).parse_args(argv)
             return args.run(args)
         finally:
@@ -200,9 +216,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1 if isinstance(error, UnsupportedError) else 2
 
 
+class Parser(argparse.ArgumentParser):
+    """argparse's, whose mistakes are one line on stderr: the usage, several lines of it, is one --help away."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} ({self.prog} --help)\n")
+
+
 def parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     """The whole parser, with the arguments of that command alone which `argv` names."""
-    top = argparse.ArgumentParser("attn", description="Attention backends for torch and jax: which one, and why.")
+    top = Parser("attn", description="Attention backends for torch and jax: which one, and why.")
     top.add_argument("--version", action="version", version=f"attn {attn.__version__}")
     chosen = next((word for word in argv if not word.startswith("-")), None)
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -224,7 +247,8 @@ def mistake(error: Exception) -> str | None:
     """
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in EXTRAS:
         package = (error.name or "").partition(".")[0]
-        return f"{package} is not installed: pip install 'attn[{EXTRAS[package]}]'"
+        extra = EXTRAS[package]
+        return f"{package} is not installed: {f'pip install {package}' if extra == 'dev' else pip_install(extra)}"
     if isinstance(error, AttnError) or (isinstance(error, ImportError) and error.name is None):
         return str(error)
     if isinstance(error, ValueError) and _raised_in(error).partition(".")[0] == "attn":

@@ -101,3 +101,21 @@ def kv_cache_element(kv_cache_dtype: str | None, dtype: str) -> str:
     if key not in KV_CACHE_DTYPES:
         raise DTypeError(f"kv_cache_dtype {key!r} is unknown; known: {', '.join(KV_CACHE_DTYPES)}")
     return KV_CACHE_DTYPES[key] or dtype
+
+
+@dataclass(frozen=True)
+class QuantKey:
+    """A quantised tensor's format: what an output-quantisation pass asks an implementation about.
+
+    `dtype` is the stored element type by canonical name, `granularity` one of `per_tensor`, `per_head`,
+    `per_token_head`, `per_block`, `static` whether the scale is known beforehand, `symmetric` whether zero maps to
+    zero.
+    """
+
+    dtype: str
+    granularity: str = "per_tensor"
+    static: bool = True
+    symmetric: bool = True
+
+
+kFp8StaticTensorSym = QuantKey("float8_e4m3fn")

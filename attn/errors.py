@@ -4,7 +4,8 @@ A message names what was passed, what is allowed and, where there is one, the wa
 reasons as data, so that a caller can show them without parsing text.
 """
 
-from collections.abc import Sequence
+import difflib
+from collections.abc import Collection, Sequence
 
 
 class AttnError(ValueError):
@@ -53,3 +54,11 @@ class UnsupportedError(AttnError):
 
 class BackendLoadError(AttnError, ImportError):
     """A backend's class path cannot be turned into a class; the cause is chained."""
+
+
+def closest(name: str, known: Collection[str]) -> str:
+    """The one of `known` that was probably meant by `name`, whatever its case, or nothing: for "Did you mean ...?"."""
+    upper = {word.upper(): word for word in known}
+    begun = [word for word in upper if len(name) > 2 and word.startswith(name.upper())]
+    found = begun or difflib.get_close_matches(name.upper(), upper, 1)
+    return upper[found[0]] if found else ""

@@ -7,11 +7,12 @@ call through a real backend over a throwaway paged cache, so that the two can be
 """
 
 import math
+import warnings
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from attn import arrays, selector
-from attn.backends.arguments import Window, check_heads, check_scale, check_soft_cap, window_pair
+from attn.backends.arguments import Window, check_flag, check_heads, check_per_head, check_scale, check_soft_cap, window_pair
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.registry import AttentionBackendEnum
 from attn.capabilities import AttentionType, Feature, supports_size
@@ -20,6 +21,9 @@ from attn.errors import DTypeError, ShapeError, UnsupportedError
 from attn.imports import resolve_obj_by_qualname
 
 Array = Any
+
+LAYOUTS = ("BSHD", "BHSD")
+_MOST_HEADS = 128  #: as many as a model has; DeepSeek's
 
 
 @dataclass(frozen=True)
@@ -53,6 +57,7 @@ def attention(
     sinks: Any = None,
     mask: Any = None,
     return_lse: bool = False,
+    layout: str | None = None,
     backend: AttentionBackendEnum | str | None = None,
 ) -> Any:
     """Attention of dense arrays, with the semantics of `attn.reference.attention`.
@@ -63,8 +68,11 @@ def attention(
     scale: of the scores; 1 / sqrt(D) when None.
     window: an inclusive (left, right) pair, None for unbounded, or an int W for W keys.
     logits_soft_cap: cap * tanh(score / cap), before the ALiBi bias.
-    alibi_slopes, sinks: [H].
+    alibi_slopes, sinks: [H]. Lists and NumPy arrays are checked: slopes must be finite and sinks not NaN.
     mask: bool, True = attend, broadcastable to [B, H, n, m] ([H, n, m] without B), ANDed with the rest.
+    layout: "BSHD", as above, or "BHSD": q [B, H, n, D], k [B, K, m, D], v [B, K, m, Dv] and out [B, H, n, Dv], as
+        `torch.nn.functional.scaled_dot_product_attention` and models of transformers have them. None is "BSHD", and warns
+        where only the other one explains the shapes.
     backend: None computes here. A registry member or name runs that backend, of whichever framework, over a paged
         cache; it is obeyed or refused. A mask is refused then, and so are gradients unless the backend declares them.
 
@@ -73,14 +81,21 @@ def attention(
     harmless, NaN included; a NaN that is attended reaches exactly the rows that attend it. Raises TypeError for what is
     no array, `ShapeError`, `DTypeError`, ValueError for nonsense and `UnsupportedError` with a backend's reasons.
     """
+    causal, return_lse = check_flag("causal", causal), check_flag("return_lse", return_lse)
     framework = _framework(q, k, v)
-    batched = _check_shapes(q, k, v)
+    if layout not in (None, *LAYOUTS):
+        raise ValueError(f"layout={layout!r} is unknown; known: {', '.join(LAYOUTS)}")
+    batched = _check_shapes(q, k, v, layout)
+    if layout == "BHSD":
+        q, k, v = (x.swapaxes(-3, -2) for x in (q, k, v))
     rules = _Rules(
-        causal=bool(causal),
+        causal=causal,
         scale=check_scale(scale, q.shape[-1]),
-        window=window_pair(window, AttentionType.DECODER if causal else AttentionType.ENCODER_ONLY),
+        window=window_pair(window, AttentionType.DECODER if causal else AttentionType.ENCODER_ONLY, "window"),
         cap=check_soft_cap(logits_soft_cap),
     )
+    check_per_head("alibi_slopes", alibi_slopes)
+    check_per_head("sinks", sinks)
     extras = _Extras(alibi_slopes, sinks, mask)
     if not batched:
         q, k, v = q[None], k[None], v[None]
@@ -92,7 +107,10 @@ def attention(
         xp = resolve_obj_by_qualname(f"attn.{framework}.functional.Ops")
         extras = _Extras(*(x if x is None else xp.asarray(x, like=q) for x in extras))
         result = xp.compiled(_dense)(xp, rules, q, k, v, extras)
+    out: Any
     out, lse = result if batched else (x if x is None else x[0] for x in result)
+    if layout == "BHSD":
+        out = out.swapaxes(-3, -2)
     return (out, lse) if return_lse else out
 
 
@@ -106,19 +124,47 @@ def _framework(*qkv: Array) -> str:
     return found[0]
 
 
-def _check_shapes(q: Array, k: Array, v: Array) -> bool:
+def _check_shapes(q: Array, k: Array, v: Array, layout: str | None) -> bool:
     """Whether there is a batch dimension. Raises `ShapeError`, or ValueError for head counts that do not divide."""
     shapes = [tuple(x.shape) for x in (q, k, v)]
     ranks = {len(s) for s in shapes}
     if ranks not in ({3}, {4}):
-        raise ShapeError(f"q, k, v have shapes {_words(shapes)}: must be [B, S, heads, head_size], or all without B")
-    sq, sk, sv = shapes
+        order = "[B, heads, S, head_size]" if layout == "BHSD" else "[B, S, heads, head_size]"
+        raise ShapeError(f"q, k, v have shapes {_words(shapes)}: must be {order}, or all without B")
+    sq, sk, sv = (_swapped(shape) for shape in shapes) if layout == "BHSD" else shapes
     if sq[:-3] != sk[:-3] or sk[:-1] != sv[:-1] or sq[-1] != sk[-1]:
         raise ShapeError(
             f"q, k, v have shapes {_words(shapes)}: batches must agree, k and v in keys and heads, q and k in head_size"
         )
+    if layout is None:
+        _check_layout(sq, sk, _words(shapes[:2]))
     check_heads(sq[-2], sk[-2], sq[-1])
     return len(sq) == 4
+
+
+def _check_layout(sq: tuple[int, ...], sk: tuple[int, ...], words: str) -> None:
+    """Warn of shapes that only [B, heads, S, head_size] explains, and name that layout where it alone is possible.
+
+    What tells: as many heads for keys as for queries and more than rows, with more rows than keys, which is how grouped heads
+    look when they stand there; or more heads than models have. A decode's one row of many heads is neither.
+    """
+    (n, heads), (m, kv_heads) = sq[-3:-1], sk[-3:-1]
+    there = 'pass layout="BHSD" for [B, heads, S, head_size]'
+    if kv_heads and heads % kv_heads and m and n % m == 0:
+        raise ValueError(f"num_heads={heads} is not a multiple of num_kv_heads={kv_heads} (shapes {words}: {there})")
+    if not 1 < n < heads == kv_heads:
+        return
+    if (n > m > 0 and n % m == 0) or (n == m and heads > _MOST_HEADS):
+        warnings.warn(
+            f'q, k have shapes {words}, which look like [B, heads, S, head_size]: pass layout="BHSD" if they are, and '
+            f'layout="BSHD" if these are {n} rows of {heads} heads',
+            stacklevel=4,
+        )
+
+
+def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """A shape with its rows and heads exchanged."""
+    return (*shape[:-3], shape[-2], shape[-3], shape[-1])
 
 
 def _words(shapes: list[tuple[int, ...]]) -> str:
@@ -265,7 +311,7 @@ def _through_backend(
     blocks_each = -(-m // block_size)
     table = [range(b * blocks_each, (b + 1) * blocks_each) for b in range(batch)]
     describe = CommonAttentionMetadata.from_lens
-    queries = describe([n] * batch, [m] * batch, table, block_size, causal=rules.causal)
+    queries = describe([n] * batch, [m] * batch, table, block_size, causal=rules.causal, strict=False)
     context = describe([m] * batch, [m] * batch, table, block_size)
     tokens = [
         arrays.to_framework(x.reshape(-1, heads, head_size), wing)
@@ -282,9 +328,9 @@ def _through_backend(
         "sinks": extras.sinks,
         "block_size": block_size,
         "backend": backend,
+        "return_lse": return_lse,
     }
-    asked = {Feature.NON_CAUSAL: not rules.causal, Feature.LSE: return_lse}
-    features = tuple(feature for feature, on in asked.items() if on)
+    features = () if rules.causal else (Feature.NON_CAUSAL,)
     out, lse = run(*tokens, context.slot_mapping, queries, max(1, batch * blocks_each), layer, features)
     out = arrays.to_framework(out, framework, like=q).reshape(q.shape)
     if lse is not None:

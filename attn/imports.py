@@ -5,11 +5,13 @@ string becomes a class. A path may be `package.module.Class` or `package.module:
 """
 
 import contextlib
+import contextvars
 import importlib
 import importlib.util
 import re
+import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from importlib import metadata
 from importlib.machinery import all_suffixes
 from pathlib import Path
@@ -20,6 +22,9 @@ from attn.errors import BackendLoadError
 _DOTTED = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)"  # a name and its next part: what follows says how many of those
 _QUALNAME = re.compile(rf"{_DOTTED}*:{_DOTTED}*|{_DOTTED}+")
 _found: set[str] = set()
+#: (modules that count as installed, whether what is installed here counts beside them), or None: ask here.
+_assumption = contextvars.ContextVar[tuple[frozenset[str], bool] | None]("assumption", default=None)
+_FRAMEWORKS = ("torch", "jax")  # they answer for themselves: their platforms and backends are this process's code
 
 
 def check_qualname(path: str) -> str:
@@ -65,6 +70,9 @@ def installed(module: str) -> bool:
 
     Only a find is remembered: what is missing may be installed while a notebook runs.
     """
+    assumption = _assumption.get()
+    if assumption is not None and module.partition(".")[0] not in _FRAMEWORKS and (assumed(module) or not assumption[1]):
+        return assumed(module)
     if module in sys.modules:
         return sys.modules[module] is not None
     if module in _found:
@@ -84,6 +92,25 @@ def installed(module: str) -> bool:
     return found
 
 
+@contextlib.contextmanager
+def assuming(modules: Collection[str], *, beside: bool = False) -> Iterator[None]:
+    """In this block `installed` answers for a machine that has `modules` and what is in them, with the versions that this
+    library is written for; beside what is installed here, or instead of it. Nothing can be loaded that is not here."""
+    outer = _assumption.get()
+    kept = outer[0] if beside and outer is not None else frozenset[str]()
+    token = _assumption.set((kept.union(modules), beside and (outer is None or outer[1])))
+    try:
+        yield
+    finally:
+        _assumption.reset(token)
+
+
+def assumed(module: str) -> bool:
+    """Whether a module counts as installed by assumption: its version must not be looked at, since it may not be here."""
+    assumption = _assumption.get()
+    return assumption is not None and any(module == own or module.startswith(f"{own}.") for own in assumption[0])
+
+
 def first_installed(modules: str) -> str | None:
     """The first of `modules` (`a` or `a|b|c`: any one will do) that is installed, or None."""
     return next((module for module in modules.split("|") if installed(module)), None)
@@ -95,3 +122,19 @@ def version_of(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
+
+
+#: Extra of this package -> what it installs, as pyproject.toml has it (a test compares). This package is not on PyPI, where
+#: `pip install 'attn[torch]'` would look for it; what the extra brings is.
+EXTRAS = {
+    "torch": ("torch>=2.8",),
+    "jax": ("jax>=0.10.1", "flax>=0.12.8"),
+    "demo": ("safetensors>=0.5", "tokenizers>=0.22.1", "rich>=13"),
+    "plots": ("matplotlib",),
+}
+
+
+def pip_install(*extras: str) -> str:
+    """The command that brings what these extras do, wherever this package was installed from."""
+    wanted = [requirement for extra in extras for requirement in EXTRAS[extra]]
+    return f"pip install {' '.join(map(shlex.quote, wanted))}"

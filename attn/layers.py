@@ -4,32 +4,41 @@ A layer chooses its backend once, when it is built. The wings add what belongs t
 scales, and how it is called.
 """
 
+import weakref
 from abc import abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from attn import selector
+from attn import arrays, selector
 from attn.backends.abstract import AttentionType, KVCacheSpec
 from attn.backends.arguments import (
     Window,
     check_attn_type,
+    check_flag,
     check_heads,
     check_scale,
     check_soft_cap,
     layer_features,
     list_of_names,
+    natural_int,
     positive_int,
     rank_of_numbers,
     window_pair,
 )
 from attn.backends.mla.prefill.registry import MLAPrefillBackendEnum
+from attn.backends.pages import check_pages, page_slots
 from attn.backends.registry import AttentionBackendEnum
 from attn.capabilities import Feature
 from attn.distributed import world_size
 from attn.dtypes import dtype_name
+from attn.errors import DTypeError
 from attn.imports import resolve_obj_by_qualname
 from attn.verdicts import Selection
+
+#: The builders of each layer, by what they were made of. Beside the layers and not in them: a builder is no part of a layer's
+#: state, to be copied, saved or hashed with it.
+_builders: "weakref.WeakKeyDictionary[Any, dict[Any, Any]]" = weakref.WeakKeyDictionary()
 
 
 class ChosenLayer:
@@ -39,11 +48,16 @@ class ChosenLayer:
     selection: Selection
     kv_cache_spec: KVCacheSpec
     backend: Any
+    impl: Any
 
     @staticmethod
     @abstractmethod
     def _default_dtype() -> Any:
         """The dtype of a layer that names none."""
+
+    def _device(self) -> Any:
+        """Where this layer's batches and caches belong unless a call says otherwise; None is the framework's default."""
+        return None
 
     def _finish(self) -> None:
         """What a wing adds to a layer once all is chosen."""
@@ -55,28 +69,89 @@ class ChosenLayer:
     def _keep_scales(self, num_kv_heads: int, k_scale: Any, v_scale: Any) -> None:
         check = resolve_obj_by_qualname(f"attn.{self.framework}.kv_cache.check_scale")
         for name, value in (("_q_scale", 1.0), ("_k_scale", k_scale), ("_v_scale", v_scale), ("_prob_scale", 1.0)):
+            rank_of_numbers(name[1:], value)
             self._keep_scale(name, check(name, value, num_kv_heads))
 
-    def new_kv_cache(self, num_blocks: int, device: Any = None) -> Any:
-        """A zeroed cache of `num_blocks` blocks in this layer's backend's layout, on a device (or a JAX sharding).
+    def build(self, batch: Any, *, common_prefix_len: int = 0, device: Any = None) -> Any:
+        """The batch (a `CommonAttentionMetadata`) as this layer's backend takes it: once a batch, for all layers that are equal
+        in heads, window and cache.
 
-        Builders made from `kv_cache_spec` afterwards check block ids and slots against the largest cache so made.
+        common_prefix_len: tokens known to be shared by all requests, a multiple of the block size: a hint. device: None is
+        the layer's own. Raises `MetadataError`, `ShapeError` or `DTypeError` for a batch that contradicts itself or the cache.
         """
+        return self.builder(device).build(common_prefix_len, batch)
+
+    def builder(self, device: Any = None, config: dict[str, Any] | None = None) -> Any:
+        """The metadata builder that `build` uses: kept, one for each device, `config` and number of the cache's blocks.
+
+        For what only a builder has: `build(0, batch, fast_build=True)`, FLASHINFER's plans of CUDA graphs
+        (`build_for_cudagraph_capture`), and under jax `config={"bucket": False}` (the batch's exact extents).
+        """
+        device = self._device() if device is None else device
+        kept = _builders.setdefault(self.impl, {})
+        key = (self.kv_cache_spec, device, tuple(sorted((config or {}).items())))
+        if key not in kept:
+            kept[key] = self.backend.get_builder_cls()(self.kv_cache_spec, config=config, device=device)
+        return kept[key]
+
+    def new_kv_cache(self, num_blocks: int, device: Any = None) -> Any:
+        """A zeroed cache of `num_blocks` blocks in this layer's backend's layout, on a device (None: the layer's own).
+
+        `build` checks block ids and slots against the largest cache so made; a builder that was made before from
+        `kv_cache_spec` checks what it did. Raises ValueError unless `num_blocks` is a positive int.
+        """
+        return self._new_kv_cache(positive_int("num_blocks", num_blocks), device)
+
+    def load_pages(self, kv_cache: Any, block_ids: Sequence[int], keys: Any, values: Any) -> Any:
+        """`kv_cache` with the given pages in blocks `block_ids`: the same tensor, changed in place, under torch; a new array
+        under jax (jit the call with the cache donated, and it is written in place).
+
+        block_ids: [n] ints, each once. keys, values: [n, P, K, D]; of an MLA layer the latents [n, P, L] and rotary keys
+        [n, P, Dr]. They are numbers of any float dtype, cast, or quantised with the layer's scales as new tokens are; or
+        codes of the cache's own element type, stored bit for bit. Raises `MetadataError` for block ids, `ShapeError` and
+        `DTypeError`.
+        """
+        spec = self.kv_cache_spec
+        caches = f"attn.{self.framework}.kv_cache"
+        num_blocks, block_size = resolve_obj_by_qualname(f"{caches}.extent")(self.backend, kv_cache)
+        slots = page_slots(block_ids, num_blocks, block_size)
+        parts = [arrays.to_framework(x, self.framework) for x in (keys, values)]
+        wanted = zip(("keys", "values"), parts, self._row_shapes(), strict=True)
+        extent = (len(block_ids), block_size)
+        codes = [check_pages(name, x, (*extent, *row), spec.kv_cache_dtype, spec.dtype) for name, x, row in wanted]
+        if codes[0] != codes[1]:
+            raise DTypeError(f"keys have dtype {parts[0].dtype}, values {parts[1].dtype}: both numbers, or both codes")
+        rows = [x.reshape(-1, *x.shape[2:]) for x in parts]
+        return resolve_obj_by_qualname(f"{caches}.load")(self, kv_cache, slots, *rows, codes[0])
+
+    @abstractmethod
+    def _row_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """What a token has in a cache: the shapes of its key and its value, or of its latent and its rotary key."""
+
+    def _new_kv_cache(self, num_blocks: int, device: Any, layers: int = 1) -> Any:
+        """One array for the caches of `layers` layers, of `num_blocks` blocks each."""
         allocate = resolve_obj_by_qualname(f"attn.{self.framework}.kv_cache.allocate")
+        device = self._device() if device is None else device
+        cache = allocate(self.backend, self.kv_cache_spec, num_blocks * layers, device)
         self.kv_cache_spec = replace(self.kv_cache_spec, num_blocks=max(self.kv_cache_spec.num_blocks or 0, num_blocks))
-        return allocate(self.backend, self.kv_cache_spec, num_blocks, device)
+        return cache
 
 
 class ChosenAttention(ChosenLayer):
     """Multi-head attention over a paged KV cache, grouped-query included.
 
     Arguments are those of the seeds' `AttentionImpl`, and:
-        sinks: [H] float32, one logit a head that takes softmax weight and gives nothing (gpt-oss).
+        sinks: [H] float32, one logit a head that takes softmax weight and gives nothing (gpt-oss). Lists and NumPy arrays are
+            checked, of sinks for NaN and of slopes for what is not finite; a framework's own array is not looked at, since its
+            weights may be loaded later.
         dtype: the activations' dtype; the framework's default when None.
         block_size: tokens a block of the cache.
         backend: a registry member or name, obeyed or refused; None lets the platform choose.
         features: further features that calls will need (`["tree_mask", "lse"]`: a list, never one string), so that the
             choice knows them.
+        return_lse: whether calls return (output, lse) in the output's place. lse: [H, T] float32, the natural log of the sum of
+            exp(scores), sinks excluded, -inf where a row sees no key: what merges parts of one softmax
+            (`attn.torch.merge_attn_states`, `attn.jax.merge_attn_states`).
         k_scale, v_scale: of a quantised cache: a float, or [K] float32 (an array or a list) where the backend takes
             per-head scales.
 
@@ -102,6 +177,7 @@ class ChosenAttention(ChosenLayer):
         block_size: int = 16,
         backend: AttentionBackendEnum | str | None = None,
         features: Collection[str] = (),
+        return_lse: bool = False,
         k_scale: Any = 1.0,
         v_scale: Any = 1.0,
     ) -> None:
@@ -117,6 +193,8 @@ class ChosenAttention(ChosenLayer):
             wanted |= {Feature.PER_HEAD_SCALES}
         if world_size() > 1:
             wanted |= {Feature.DCP}
+        if check_flag("return_lse", return_lse):
+            wanted |= {Feature.LSE}
         request = selector.make_request(
             head_size,
             dtype,
@@ -135,23 +213,31 @@ class ChosenAttention(ChosenLayer):
             logits_soft_cap, attn_type, kv_sharing_target_layer_name, **({} if sinks is None else {"sinks": sinks}),
         )  # fmt: skip
         self.kv_cache_spec = KVCacheSpec(
-            block_size, num_kv_heads, head_size, dtype_name(dtype), kv_cache_dtype, sliding_window=sliding_window,
-            attn_type=attn_type,
+            block_size, num_kv_heads, head_size, dtype_name(dtype), kv_cache_dtype, attn_type=attn_type,
+            sliding_window=tuple(sliding_window) if isinstance(sliding_window, list) else sliding_window,  # hashable
         )  # fmt: skip
+        if return_lse:
+            self.impl.need_to_return_lse_for_decode = True
+        self.impl.layer_dtype = self.kv_cache_spec.dtype
         self._keep_scales(num_kv_heads, k_scale, v_scale)
         self._finish()
+
+    def _row_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        row = (self.impl.num_kv_heads, self.impl.head_size)
+        return row, row
 
 
 class ChosenMLAAttention(ChosenLayer):
     """Multi-head latent attention over a paged cache of latents (DeepSeek-V2 and V3, Kimi K2).
 
-    num_heads: query heads H; kv_lora_rank L, qk_nope_head_dim Dn, qk_rope_head_dim Dr, v_head_dim Dv: the model's sizes.
+    num_heads: query heads H; kv_lora_rank L, qk_nope_head_dim Dn, qk_rope_head_dim Dr, v_head_dim Dv: the model's sizes;
+        Dr is 0 where it has no rotary dimensions.
     kv_b_proj: the up-projection [W_UK | W_UV]: an object with `.weight` [H * (Dn + Dv), L] or `.kernel` [L, H * (Dn + Dv)],
         or the bare array [L, H, Dn + Dv].
     scale: of the head before absorption; None is (Dn + Dr)^-0.5 (with YaRN the model multiplies mscale^2 in).
     indexer: where a sparse backend finds the keys that each row attends; giving one asks for a sparse backend.
     prefill_backend: an MLA prefill backend by name, obeyed or refused; None lets the platform choose.
-    k_scale: of an fp8 cache, one number for whole rows. The rest as in `Attention`.
+    k_scale: of an fp8 cache, one number for whole rows. The rest, `return_lse` among it, as in `Attention`.
 
     `selection` is the decision with all its reasons; print it. Raises ValueError for nonsense and `UnsupportedError` with
     every candidate's reasons when nobody serves the layer.
@@ -175,13 +261,16 @@ class ChosenMLAAttention(ChosenLayer):
         backend: AttentionBackendEnum | str | None = None,
         prefill_backend: MLAPrefillBackendEnum | str | None = None,
         features: Collection[str] = (),
+        return_lse: bool = False,
         k_scale: Any = 1.0,
     ) -> None:
         super().__init__()
         dtype = self._default_dtype() if dtype is None else dtype
-        rank, rope = positive_int("kv_lora_rank", kv_lora_rank), positive_int("qk_rope_head_dim", qk_rope_head_dim)
+        rank, rope = positive_int("kv_lora_rank", kv_lora_rank), natural_int("qk_rope_head_dim", qk_rope_head_dim)
         nope = positive_int("qk_nope_head_dim", qk_nope_head_dim)
         wanted = {Feature.MLA if indexer is None else Feature.SPARSE_MLA, *([Feature.DCP] if world_size() > 1 else [])}
+        if check_flag("return_lse", return_lse):
+            wanted |= {Feature.LSE}
         request = selector.make_request(
             rank + rope,
             dtype,
@@ -197,10 +286,16 @@ class ChosenMLAAttention(ChosenLayer):
             num_heads, rank + rope, check_scale(scale, nope + rope), 1, None, None, request.kv_cache_dtype, None,
             AttentionType.DECODER, None, q_lora_rank, rank, nope, rope, nope + rope, v_head_dim, kv_b_proj, indexer,
         )  # fmt: skip
+        if return_lse:
+            self.impl.need_to_return_lse_for_decode = True
         self.impl.prefill_backend = prefill_backend
         self.impl.prefill_features = request.features & {Feature.NAN_SAFE}
         self.kv_cache_spec = KVCacheSpec(
             request.block_size or block_size, 1, rank + rope, request.dtype, request.kv_cache_dtype
         )
+        self.impl.layer_dtype = request.dtype
         self._keep_scales(1, k_scale, 1.0)
         self._finish()
+
+    def _row_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (self.impl.kv_lora_rank,), (self.impl.qk_rope_head_dim,)

@@ -1,13 +1,24 @@
 """Loggers under the name `attn`: silent until the application configures logging, and each notice once.
 
 `warning_once` and `info_once` remember (message, arguments), so that an ordinary choice made ten thousand times is
-one line in the log.
+one line in the log. The lock that this takes, as every lock of the library, is renewed in a forked child.
 """
 
 import logging
+import os
 import threading
+from typing import Any
 
-from attn.forks import renew_after_fork
+
+def renew_after_fork(module: dict[str, Any], name: str) -> None:
+    """Replace the lock called `name` in `module` (its `globals()`) with a new one in every forked child.
+
+    Only the thread that forks lives on in the child: a lock that another thread held would never be released there. A
+    block that forks while it holds the lock still releases the one that it took.
+    """
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=lambda: module.update({name: threading.RLock()}))
+
 
 _seen: set[tuple[object, ...]] = set()
 _lock = threading.RLock()

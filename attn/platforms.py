@@ -12,7 +12,7 @@ from typing import Any
 from attn import envs
 from attn.capabilities import WINGS, Device, Request
 from attn.errors import BackendLoadError
-from attn.imports import installed, resolve_obj_by_qualname
+from attn.imports import installed, pip_install, resolve_obj_by_qualname
 
 
 class Platform(ABC):
@@ -79,7 +79,7 @@ def platform_for(framework: str, name: str | None = None) -> Platform:
     if framework not in WINGS:
         raise ValueError(f"framework={framework!r} (supports {', '.join(WINGS)})")
     if not installed(framework):
-        raise BackendLoadError(f"{framework} is not installed: pip install 'attn[{framework}]'")
+        raise BackendLoadError(f"{framework} is not installed: {pip_install(framework)}")
     return resolve_obj_by_qualname(f"attn.{framework}.platforms.platform")(name)  # type: ignore[no-any-return]
 
 
@@ -99,7 +99,7 @@ def default_framework() -> str:
         if len(present) == 1:
             return present[0]
     if not any(installed(w) for w in WINGS):
-        raise ImportError("neither torch nor jax is installed: pip install 'attn[torch]' or 'attn[jax]'")
+        raise ImportError(f"neither torch nor jax is installed: {pip_install('torch')}, or {pip_install('jax')}")
     jax_platform, torch_platform = platform_for("jax").name, platform_for("torch").name
     if jax_platform == "tpu" or (torch_platform == "cpu" and jax_platform != "cpu"):
         return "jax"

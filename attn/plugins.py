@@ -14,8 +14,8 @@ from typing import Any
 from attn import envs
 from attn.backend_enum import generation
 from attn.backends.registry import AttentionBackendEnum, register_backend
-from attn.forks import renew_after_fork
-from attn.logger import init_logger
+from attn.errors import closest
+from attn.logger import init_logger, renew_after_fork
 
 GROUP = "attn.backends"
 SLOW_SECONDS = 1.0
@@ -68,6 +68,11 @@ def _load_all(allowed: tuple[str, ...] | None, reports: dict[str, PluginReport])
     while _registered:  # under another allow-list
         _registered.pop().clear_override()
     points = sorted(metadata.entry_points(group=GROUP), key=lambda point: (point.name, point.value))
+    known = [point.name for point in points]
+    for name in (name for name in allowed or () if name not in known):
+        meant = closest(name, known)
+        hint = f"did you mean {meant}?" if meant else f"there are: {', '.join(known) or 'none'}"
+        logger.warning_once("ATTN_PLUGINS names %s, which no installed package brings: %s", name, hint)
     for point in points:
         if allowed is not None and point.name not in allowed:
             reports[point.name] = PluginReport(point.name, point.value, "not in ATTN_PLUGINS")

@@ -25,15 +25,14 @@ from typing import Any
 import attn
 from attn import envs
 from attn.capabilities import Candidate, Device, Feature, Request
-from attn.forks import renew_after_fork
 from attn.imports import version_of
-from attn.logger import init_logger
+from attn.logger import init_logger, renew_after_fork
 from attn.platforms import Platform
 from attn.verdicts import Selection
 
 logger = init_logger(__name__)
 
-#: How much slower than the fastest a choice may be: kernels measured twice differ by 1 to 3 % (benchmarks/NOTES.md).
+#: How much slower than the fastest a choice may be: kernels measured twice differ by 1 to 3 % (benchmarks/notes/triton.md).
 MARGIN = 0.05
 _VARIABLE = "ATTN_PREFERENCES"
 
@@ -76,12 +75,20 @@ class Entry:
 
 def on() -> bool:
     """Whether measurements are asked for."""
-    return (envs.read(_VARIABLE) or "0").strip() not in ("", "0")
+    return _asked() not in ("", "0")
+
+
+def _asked() -> str:
+    """The variable's value. Raises ValueError for a bare word, which is neither a switch nor a file's path."""
+    value = (envs.read(_VARIABLE) or "0").strip()
+    if value not in ("", "0", "1") and not re.search(r"[./\\]", value):
+        raise ValueError(f"{_VARIABLE}={value!r} must be 0, 1 or a file's path, such as ./{value}.json")
+    return value
 
 
 def place(device: Device) -> Path:
     """The file of a device: ATTN_PREFERENCES where that is a path, else one in the cache directory."""
-    asked = (envs.read(_VARIABLE) or "0").strip()
+    asked = _asked()
     if asked not in ("", "0", "1"):
         return Path(asked)
     name = re.sub(r"[^A-Za-z0-9]+", "-", f"{device.framework}-{device.name or device.platform}").strip("-")

@@ -10,18 +10,20 @@ import platform as host
 import sys
 import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Any
 
 import attn
-from attn import envs, evidence, plugins, selector
+from attn import envs, evidence, imports, machines, plugins, selector
 from attn.backend_enum import BackendEnum, load_candidate
+from attn.backends.arguments import list_of_names
 from attn.backends.mla.prefill.registry import MLAPrefillBackendEnum
 from attn.backends.registry import AttentionBackendEnum, blocksparse_candidate
 from attn.capabilities import WINGS, AttentionType, Candidate, Capabilities, Device, Feature
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.dtypes import framework_of_dtype
+from attn.hints import hints
 from attn.imports import version_of
 from attn.platforms import platform_for
 from attn.verdicts import Selection, not_loadable
@@ -201,15 +203,21 @@ def explain(
     num_kv_heads: int | None = None,
     backend: AttentionBackendEnum | str | None = None,
     framework: str | None = None,
-    device: Device | None = None,
+    device: Device | str | None = None,
     disable: Collection[str] = (),
+    assume: Collection[str] | None = None,
 ) -> Selection:
     """Which backend a layer would get, and what speaks against each other candidate; print it.
 
-    Arguments are those of `get_attn_backend` and `attn.selector.select`: `backend` asks for one by name, `device` may
-    describe a machine that is not at hand. `Selection.source` says who chose: `argument`, `context` (a force), the name
-    of an environment variable, or `priority` (the platform's list). Raises ValueError for malformed arguments; a
-    request that nobody serves is a `Selection` without a winner.
+    Arguments are those of `get_attn_backend` and `attn.selector.select`, and:
+        backend: asks for one by name.
+        device: a machine that is not at hand, as a `Device` or by a product's name ("H100", "MI300X", "v6e").
+        assume: distributions that are installed there beside the framework and what its wheel brings (`["flashinfer"]`).
+            None: none for a `device`, and what is installed here without one.
+
+    `Selection.source` says who chose: `argument`, `context` (a force), the name of an environment variable, or `priority`
+    (the platform's list); `Selection.notes` say what was assumed and what would change the answer. Raises ValueError for
+    malformed arguments; a request that no backend serves is a `Selection` without a winner.
     """
     request = selector.make_request(
         head_size,
@@ -223,7 +231,24 @@ def explain(
         num_kv_heads=num_kv_heads,
     )
     framework = framework or framework_of_dtype(dtype)
-    return selector.select(request, framework=framework, backend=backend, device=device, disable=disable)
+    if isinstance(device, str):
+        device = machines.device_named(device, framework)
+    named = list_of_names("assume", () if assume is None else assume)
+    elsewhere = device is not None and device != platform_for(device.framework, device.platform).device()
+    brought = machines.BROUGHT.get((device.framework, device.platform), ()) if device and elsewhere else ()
+    taken = list(dict.fromkeys([*brought, *named]))
+    with imports.assuming(machines.modules_of(taken), beside=not elsewhere):
+        found = selector.select(request, framework=framework, backend=backend, device=device, disable=disable)
+        if elsewhere:
+            notes = [f"assumed to be installed there: {', '.join([found.device.framework, *taken])}" + _MORE * (assume is None)]
+        else:
+            notes = [f"assumed beside what is here: {', '.join(taken)}"] if taken else []
+            notes += AttentionBackendEnum[found.name].off_paths(found.device) if found.name else ()
+        return replace(found, notes=(*notes, *hints(found)))
+
+
+#: Behind what was assumed by default.
+_MORE = ", what the framework's own wheel brings (name more with --assume, or assume=)"
 
 
 def environment() -> dict[str, Any]:
@@ -237,7 +262,25 @@ def environment() -> dict[str, Any]:
         "devices": {wing: str(_device(wing)) for wing in WINGS},
         "variables": {name: value for name in envs.VARIABLES if (value := envs.read(name)) is not None},
         "plugins": {name: report.problem or f"ok: {report.value}" for name, report in plugins.load().items()},
+        "unknown variables": {name: f"did you mean {meant}?" if meant else "unknown" for name, meant in envs.unknown().items()},
+        "faster paths that are off": _all_off_paths(),
     }
+
+
+def _all_off_paths() -> dict[str, str]:
+    """{registry and backend: the faster paths that are off here} of the backends that run here."""
+    found = {}
+    for row in backends():
+        registry = REGISTRIES[row.registry]
+        if row.reasons or row.name not in registry:
+            continue
+        try:
+            off = registry[row.name].off_paths()
+        except Exception as error:  # another's class may raise anything: its entry says so
+            off = (f"broken: {type(error).__name__}: {error}",)
+        if off:
+            found[f"{row.registry} {row.name}"] = "; ".join(off)
+    return found
 
 
 def backend_tables() -> str:
@@ -340,10 +383,8 @@ def _block_sizes(backend: Any) -> tuple[str, ...]:
 
 
 def _features(backend: Any) -> tuple[str, ...]:
-    """Declared features in the order of `Feature`, with the LSE, which the implementation declares."""
-    impl = backend.get_impl_cls() if hasattr(backend, "get_impl_cls") else None
-    log = any(getattr(impl, name, False) for name in ("can_return_lse_for_decode", "can_return_lse"))
-    has = set(backend.capabilities.features) | ({Feature.LSE} if log else set())
+    """What it serves, in the order of `Feature`."""
+    has = backend.served_features() if hasattr(backend, "served_features") else backend.capabilities.features
     return tuple(feature.value for feature in Feature if feature in has)
 
 

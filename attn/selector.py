@@ -11,18 +11,18 @@ import sys
 import threading
 from collections.abc import Collection, Generator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from attn import envs, plugins, preferences
-from attn.backend_enum import generation, ranked
+from attn.backend_enum import generation
 from attn.backends.abstract import AttentionBackend
 from attn.backends.arguments import list_of_names, positive_int
 from attn.backends.registry import AttentionBackendEnum, blocksparse_candidate
-from attn.capabilities import WINGS, AttentionType, Candidate, Device, Feature, Request
+from attn.capabilities import AttentionType, Device, Feature, Request
+from attn.choice import Asked, asked_by_environment, asked_for, decide, member_of, place_of, wing_of_backend
 from attn.dtypes import dtype_name, framework_of_dtype
-from attn.forks import renew_after_fork
 from attn.imports import resolve_obj_by_qualname
-from attn.logger import init_logger
+from attn.logger import init_logger, renew_after_fork
 from attn.platforms import Platform, default_framework, platform_for
 from attn.verdicts import Selection, choose
 
@@ -31,7 +31,35 @@ STR_BACKEND_ENV_VAR = "ATTN_BACKEND"
 logger = init_logger(__name__)
 
 _forced = contextvars.ContextVar[AttentionBackendEnum | None]("forced_attn_backend", default=None)
-_cache: dict[tuple[Any, ...], type[AttentionBackend]] = {}
+
+
+class _Key(NamedTuple):
+    """Everything that a choice depends on: its arguments, and what may change between two calls with the same."""
+
+    head_size: object
+    head_size_type: type
+    dtype: Any
+    kv_cache_dtype: str | None
+    block_size: object
+    block_size_type: type
+    is_attention_free: bool
+    is_blocksparse: bool
+    use_mla: bool
+    loaded: tuple[bool, bool] | None
+    forced: AttentionBackendEnum | None
+    generation: int  #: of the registries
+    environment: tuple[object, ...]
+    measured: object  #: the state of what `attn.preferences` reads, where ATTN_PREFERENCES is set
+
+    def now(self) -> "_Key":
+        """The key of the same arguments at this moment."""
+        environment = envs.selecting()
+        measured = environment[_PREFERENCES] and _measuring(self.dtype)
+        return self._replace(generation=generation(), environment=environment, measured=measured)
+
+
+_PREFERENCES = envs.SELECTING.index("ATTN_PREFERENCES")
+_cache: dict[_Key, type[AttentionBackend]] = {}
 _CACHE_LIMIT = 4096  # far above what a process's models ask for; a caller that sweeps shapes must not grow it forever
 _cold = threading.RLock()
 renew_after_fork(globals(), "_cold")
@@ -54,7 +82,7 @@ def backend_name_to_enum(backend_name: str) -> AttentionBackendEnum | None:
     """
     assert backend_name is not None
     try:
-        return _as_member(backend_name)
+        return member_of(AttentionBackendEnum, backend_name)
     except ValueError:
         return None
 
@@ -69,7 +97,7 @@ def get_env_variable_attn_backend() -> AttentionBackendEnum | None:
     * AttentionBackendEnum value if an override is specified
     * None otherwise, also for a name that no backend has (selection itself refuses that name)
     """
-    asked = envs.attn_backend()
+    asked = asked_by_environment(AttentionBackendEnum)
     return None if asked is None else backend_name_to_enum(asked[1])
 
 
@@ -94,7 +122,7 @@ def global_force_attn_backend(attn_backend: AttentionBackendEnum | str | None) -
 
     Raises ValueError for a name that no backend has, TypeError for what is neither member nor name.
     """
-    _forced.set(None if attn_backend is None else _as_member(attn_backend))
+    _forced.set(None if attn_backend is None else member_of(AttentionBackendEnum, attn_backend))
 
 
 @contextlib.contextmanager
@@ -171,33 +199,28 @@ def _cached_get_attn_backend(
     """`get_attn_backend`, remembered under everything that the answer depends on. `use_v1` is accepted and unused."""
     # Types are in the key because True == 1 == 1.0; loaded frameworks only matter to a dtype that is a bare string.
     loaded = ("torch" in sys.modules, "jax" in sys.modules) if type(dtype) is str else None
-    selecting = envs.selecting()
-    key = (
-        head_size, type(head_size), dtype, kv_cache_dtype, block_size, type(block_size), is_attention_free,
-        is_blocksparse, use_mla, loaded, _forced.get(), generation(), selecting, selecting[-1] and _measuring(dtype),
+    environment = envs.selecting()
+    # A `_Key` by position: a plain tuple finds an equal NamedTuple, whose own constructor takes as long as the look-up.
+    plain = (
+        head_size, type(head_size), dtype, kv_cache_dtype, block_size, type(block_size), is_attention_free, is_blocksparse,
+        use_mla, loaded, _forced.get(), generation(), environment, environment[_PREFERENCES] and _measuring(dtype),
     )  # fmt: skip
     try:
-        return _cache[key]
+        return _cache[plain]  # type: ignore[index]
     except (KeyError, TypeError):  # TypeError: an argument so wrong that it has no hash; make_request names it
         pass
     request = make_request(head_size, dtype, kv_cache_dtype, block_size, use_mla=use_mla)
     plugins.load()  # outside the lock, since a plugin may select while it loads
     with _cold:
-        key = (*key[:-3], *_state(dtype))
+        key = _Key(*plain).now()
         if key in _cache:
             return _cache[key]
         found = _backend_for(request, dtype, is_attention_free, is_blocksparse)
-        if key[-3:] == _state(dtype):  # nobody changed it meanwhile
+        if key == key.now():  # nothing changed it meanwhile
             if len(_cache) >= _CACHE_LIMIT:
                 _cache.clear()
             _cache[key] = found
         return found
-
-
-def _state(dtype: Any) -> tuple[Any, ...]:
-    """What a choice depends on beside its arguments and the force: the end of its key."""
-    selecting = envs.selecting()
-    return generation(), selecting, selecting[-1] and _measuring(dtype)
 
 
 def _measuring(dtype: Any) -> object:
@@ -280,73 +303,18 @@ def select(
     With ATTN_PREFERENCES set, times measured here (`attn tune`) may put a valid backend before the list's first, unless
     `measured` is False (`attn.preferences`).
     """
-    if device is not None and not isinstance(device, Device):
-        raise TypeError(f"device={device!r} must be an attn.Device, such as Device('torch', 'cuda')")
-    disable = list_of_names("disable", disable)
-    plugins.load()
-    member, source = _asked(backend)
-    if platform is None:
-        wing = framework or (device.framework if device else None) or wing_of_backend(member) or default_framework()
-        platform = platform_for(wing, device.platform if device else None)
-    device = device or platform.device()
-    if member is not None:
-        return _logged(choose([member.candidate()], request, device, source))
-    refused = {_as_member(name).name: "the caller" for name in disable}
-    refused |= {_as_member(name, "ATTN_DISABLE").name: "ATTN_DISABLE" for name in envs.read_list("ATTN_DISABLE") or ()}
-    candidates = [
-        Candidate(m.name, problem=f"disabled by {refused[m.name]}") if m.name in refused else m.candidate()
-        for m in ranked(AttentionBackendEnum, platform.priorities(request, device))
-    ]
-    selection = choose(candidates, request, device, source)
-    return _logged(preferences.preferred(selection, candidates, platform) if measured else selection)
+    asked = _asked(backend)
+    platform, device = place_of(asked, framework, platform, device)
+    return decide(
+        AttentionBackendEnum, request, device, platform.priorities, asked, disable, measured_on=platform if measured else None
+    )
 
 
-def _asked(backend: AttentionBackendEnum | str | None) -> tuple[AttentionBackendEnum | None, str]:
-    """(the backend asked for by name, who asked), or (None, "priority")."""
-    if (forced := _forced.get()) is not None:
-        return forced, "context"
-    if backend is not None:
-        return _as_member(backend), "argument"
-    if (asked := envs.attn_backend()) is not None:
-        variable, name = asked
-        return _as_member(name, variable), variable
-    return None, "priority"
-
-
-def _as_member(backend: AttentionBackendEnum | str, variable: str = "") -> AttentionBackendEnum:
-    """`backend` as a member or custom backend; an unknown name is told together with the `variable` that it came by."""
-    if isinstance(backend, AttentionBackendEnum):
-        return backend
-    if not isinstance(backend, str):
-        raise TypeError(f"backend must be an AttentionBackendEnum member or a name, not {backend!r}")
-    if backend not in AttentionBackendEnum:
-        plugins.load()
-    try:
-        member: AttentionBackendEnum = AttentionBackendEnum[backend]
-    except ValueError as error:
-        raise ValueError(f"{variable}={backend}: {error}" if variable else str(error)) from None
-    return member
+def _asked(backend: AttentionBackendEnum | str | None) -> Asked:
+    """The backend asked for by name: by the force of this context, by `backend`, or by the environment."""
+    return asked_for(AttentionBackendEnum, ((_forced.get(), "context"), (backend, "argument")))
 
 
 def _framework(dtype: Any) -> str:
     """The wing for a dtype: its own, that of a backend asked for by name, or the default one."""
-    return framework_of_dtype(dtype) or wing_of_backend(_asked(None)[0]) or default_framework()
-
-
-def wing_of_backend(member: AttentionBackendEnum | None) -> str | None:
-    """The wing that a backend asked for by name belongs to, when its path or its capabilities tell."""
-    if member is None:
-        return None
-    candidate = member.candidate()
-    capabilities = getattr(candidate.backend, "capabilities", None)
-    if capabilities is not None:
-        return str(capabilities.framework)
-    parts = candidate.path.split(".")
-    return parts[1] if parts[0] == "attn" and parts[1] in WINGS else None
-
-
-def _logged(selection: Selection) -> Selection:
-    if selection.winner is not None:
-        logger.info_once("Using %s attention backend on %s.", selection.name, str(selection.device))
-    logger.debug("%s", selection)
-    return selection
+    return framework_of_dtype(dtype) or wing_of_backend(_asked(None).member) or default_framework()

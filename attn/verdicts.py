@@ -37,7 +37,8 @@ class Selection:
 
     `winner` is the first candidate that serves, or None; `trace` holds a `Verdict` for every candidate, in order;
     `source` says who drew up the list: `argument`, `context` (a force), the environment variable's name, or `priority`;
-    `measured` what times of this machine did to its order, or why they did nothing (empty: nobody asked for them).
+    `measured` what times of this machine did to its order, or why they did nothing (empty: they were not asked for);
+    `notes` what else a person should know of it: assumptions, what would change it, paths that are off (`attn.explain`).
     """
 
     request: Request
@@ -46,6 +47,7 @@ class Selection:
     source: str = "priority"
     backend: type[Any] | None = None
     measured: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def winner(self) -> Verdict | None:
@@ -71,6 +73,7 @@ class Selection:
             lines.append(f"  {mark} {verdict.name:<{width}}  {verdict}")
         lines += [] if self.trace else [f"     {self.reasons[0]}"]
         lines += [f"  measured here: {self.measured}"] if self.measured else []
+        lines += [f"  {note}" for note in self.notes]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -81,11 +84,12 @@ class Selection:
         words = "".join(f"<code style='{_CHIP}'>{escape(word)}</code> " for word in _words(str(self.request)))
         rows = "".join(_html_row(verdict, verdict is self.winner) for verdict in self.trace)
         measured = f"<p style='{_LEFT}'><i>measured here:</i> {escape(self.measured)}</p>" if self.measured else ""
+        notes = "".join(f"<p style='{_LEFT}'>{escape(note)}</p>" for note in self.notes)
         return (
             f"<div><p style='{_LEFT}'><b>{escape(self.name or 'no backend')}</b> on {escape(str(self.device))} "
             f"<span style='color:gray'>({escape(asked)})</span><br>{words}</p>"
             f"<table><tr><th></th><th style='{_LEFT}'>candidate</th><th style='{_LEFT}'>verdict</th></tr>{rows}</table>"
-            f"{measured}</div>"
+            f"{measured}{notes}</div>"
         )
 
     def to_dict(self) -> dict[str, object]:
@@ -94,6 +98,7 @@ class Selection:
             "backend": self.name,
             "source": self.source,
             "measured": self.measured,
+            "notes": list(self.notes),
             "request": {**vars(self.request), "features": sorted(self.request.features)},
             "device": vars(self.device).copy(),
             "reasons": list(self.reasons),

@@ -76,7 +76,7 @@ class Setup:
         logical = layer.backend.logical_kv_cache(cache)
         self.nhd, second, third = ([part.clone(memory_format=torch.contiguous_format) for part in logical] for _ in range(3))
         self.query = torch.randn(sum(case.query_lens), NUM_HEADS, HEAD_SIZE, generator=generator).to(dtype)
-        metadata = layer.backend.get_builder_cls()(layer.kv_cache_spec).build(0, self.batch)
+        metadata = layer.build(self.batch)
         self.table = metadata.block_table
         self.starts = self.batch.query_start_loc.tolist()
         self.variants: dict[str, Callable[[], torch.Tensor]] = {

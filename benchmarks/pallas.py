@@ -31,6 +31,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from attn.bench import parse
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results/pallas.json"
 TABLE = RESULTS.with_suffix(".md")
@@ -39,26 +41,9 @@ PAGES = (128, 16, 64, 256)
 OURS = "attn"
 
 
-class Batch(NamedTuple):
-    """New tokens and lengths of the requests."""
-
-    query_lens: tuple[int, ...]
-    seq_lens: tuple[int, ...]
-
-
-BATCHES = {
-    "64q1s4k": Batch((1,) * 64, (4096,) * 64),
-    "16q1s32k": Batch((1,) * 16, (32768,) * 16),
-    "63q1s4k_1985s4k": Batch((1,) * 63 + (1985,), (4096,) * 64),
-    "63q1s4k": Batch((1,) * 63, (4096,) * 63),
-    "1985s4k": Batch((1985,), (4096,)),
-    "2ks8k": Batch((2048,), (8192,)),
-    "2k": Batch((2048,), (2048,)),
-}
-
-
 class Row(NamedTuple):
-    """A kind of launch. `heads`: query, kv, size; `goals`: microseconds by (chip, page); `peers`: by their names here.
+    """A kind of launch. `batch`: in the grammar of `attn bench`; `heads`: query, kv, size; `goals`: microseconds by
+    (chip, page); `peers`: by their names here.
 
     `parts`: rows that take its requests or its heads in launches of their own, and how many of each make up the whole; where
     the whole cannot be simulated, their sum stands for it.
@@ -76,6 +61,12 @@ class Row(NamedTuple):
     goals: dict[tuple[str, int], float] = {}
     parts: tuple[tuple[str, int], ...] = ()
 
+    @property
+    def lens(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(new tokens, tokens in the cache with them) of the requests."""
+        query_lens, seq_lens = zip(*parse(self.batch), strict=True)
+        return query_lens, seq_lens
+
 
 RPA, RPA64, JAX = "rpa_v3", "rpa_v3_hd64", "jax_rpa"
 ROWS = (
@@ -83,37 +74,37 @@ ROWS = (
     Row(
         "mixed 63 + 1,985 at 4k",
         "paged",
-        "63q1s4k_1985s4k",
+        "63q1s4k_q1985s4k",
         (32, 8, 128),
         (RPA, JAX),
         goals={("v6e", 128): 700},
         parts=(("decode 63 x 4k", 1), ("prefill 1,985 at 4k, 8/2 heads", 4)),
     ),
     Row("decode 63 x 4k", "paged", "63q1s4k", (32, 8, 128), ()),
-    Row("prefill 1,985 at 4k, 8/2 heads", "paged", "1985s4k", (8, 2, 128), ()),
+    Row("prefill 1,985 at 4k, 8/2 heads", "paged", "q1985s4k", (8, 2, 128), ()),
     Row(
         "prefill 2k at 8k",
         "paged",
-        "2ks8k",
+        "q2ks8k",
         (32, 8, 128),
         (RPA,),
         goals={("v6e", 128): 500, ("v5e", 128): 1400},
         parts=(("prefill 2k at 8k, 8/2 heads", 4),),
     ),
-    Row("prefill 2k at 8k, 8/2 heads", "paged", "2ks8k", (8, 2, 128), ()),
+    Row("prefill 2k at 8k, 8/2 heads", "paged", "q2ks8k", (8, 2, 128), ()),
     Row("decode 64 x 4k, D 64, sinks", "paged", "64q1s4k", (64, 8, 64), (RPA64,), sinks=True, goals={("v6e", 128): 320}),
     Row("decode 64 x 4k, D 64, sinks, window 128", "paged", "64q1s4k", (64, 8, 64), (RPA64,), (128,), window=128, sinks=True),
     Row(
         "prefill 2k at 8k, D 64, sinks",
         "paged",
-        "2ks8k",
+        "q2ks8k",
         (64, 8, 64),
         (RPA64,),
         (128,),
         sinks=True,
         parts=(("prefill 2k at 8k, D 64, sinks, 8/1 heads", 8),),
     ),
-    Row("prefill 2k at 8k, D 64, sinks, 8/1 heads", "paged", "2ks8k", (8, 1, 64), (), (128,), sinks=True),
+    Row("prefill 2k at 8k, D 64, sinks, 8/1 heads", "paged", "q2ks8k", (8, 1, 64), (), (128,), sinks=True),
     Row("decode 64 x 4k, e4m3", "paged", "64q1s4k", (32, 8, 128), (RPA,), stored="float8_e4m3fn", goals={("v6e", 128): 330}),
     Row("decode 64 x 4k, int8", "paged", "64q1s4k", (32, 8, 128), (), (128,), stored="int8"),
     Row(
@@ -123,15 +114,15 @@ ROWS = (
     Row(
         "prefill 2k at 8k, 64/8 heads",
         "paged",
-        "2ks8k",
+        "q2ks8k",
         (64, 8, 128),
         (RPA,),
         (128,),
         parts=(("prefill 2k at 8k, 8/1 heads", 8),),
     ),
-    Row("prefill 2k at 8k, 8/1 heads", "paged", "2ks8k", (8, 1, 128), (RPA,), (128,)),
-    Row("dense causal 2k", "dense", "2k", (32, 8, 128), ("splash", "jax_flash", "tpuinf_flash"), (0,), goals={("v6e", 0): 75}),
-    Row("dense causal 2k, with gradient", "dense_backward", "2k", (32, 8, 128), (), (0,)),
+    Row("prefill 2k at 8k, 8/1 heads", "paged", "q2ks8k", (8, 1, 128), (RPA,), (128,)),
+    Row("dense causal 2k", "dense", "q2k", (32, 8, 128), ("splash", "jax_flash", "tpuinf_flash"), (0,), goals={("v6e", 0): 75}),
+    Row("dense causal 2k, with gradient", "dense_backward", "q2k", (32, 8, 128), (), (0,)),
     Row(
         "MLA decode 64 x 4k, 128 heads",
         "latent",
@@ -202,11 +193,12 @@ OUR_KERNELS = {
 def ours(row: Row, chip: str, page: int) -> Any:
     from attn.jax import aot
 
-    batch, (heads, kv_heads, size) = BATCHES[row.batch], row.heads
+    query_lens, seq_lens = batch = row.lens
+    heads, kv_heads, size = row.heads
     if row.kind == "latent":
         return aot.latent(chip, *batch, heads, page, columns=MAX_LEN // page)
     if row.kind.startswith("dense"):
-        lengths = (batch.query_lens[0], batch.seq_lens[0])
+        lengths = (query_lens[0], seq_lens[0])
         return aot.dense(chip, lengths, (heads, kv_heads), (size, size), backward=row.kind == "dense_backward")
     window = (None if row.window is None else row.window - 1, None)
     return aot.ragged(
@@ -231,8 +223,8 @@ def peer(row: Row, chip: str, page: int, kernel: str, wheel: str) -> Any:
 
         if not hasattr(pltpu, "reciprocal"):  # where it was before jax 0.11
             pltpu.reciprocal = pl.reciprocal
-    batch, (heads, kv_heads, size) = BATCHES[row.batch], row.heads
-    requests, tokens = len(batch.query_lens), -(-sum(batch.query_lens) // 8) * 8
+    (query_lens, seq_lens), (heads, kv_heads, size) = row.lens, row.heads
+    requests, tokens = len(query_lens), -(-sum(query_lens) // 8) * 8
     bf16, stored = jnp.dtype("bfloat16"), jnp.dtype(row.stored)
 
     def shape(*extents: int, dtype: Any = bf16) -> Any:
@@ -243,7 +235,7 @@ def peer(row: Row, chip: str, page: int, kernel: str, wheel: str) -> Any:
 
     scale = size**-0.5
     if row.kind == "dense":
-        return program(*_dense_peer(kernel, chip, heads, kv_heads, size, batch.query_lens[0], shape, scale))
+        return program(*_dense_peer(kernel, chip, heads, kv_heads, size, query_lens[0], shape, scale))
     module = importlib.import_module(
         {
             RPA: "tpu_inference.kernels.ragged_paged_attention.v3.kernel",
@@ -260,11 +252,11 @@ def peer(row: Row, chip: str, page: int, kernel: str, wheel: str) -> Any:
     function = module.mla_ragged_paged_attention if row.kind == "latent" else None
     function = function or getattr(module, "ragged_paged_attention_hd64" if kernel == RPA64 else "ragged_paged_attention")
     function = function.__wrapped__  # without its jit, so that what is known stays known
-    pages = sum(-(-length // page) for length in batch.seq_lens) + 8
+    pages = sum(-(-length // page) for length in seq_lens) + 8
     columns = MAX_LEN // page
-    starts = np.concatenate([[0], np.cumsum(batch.query_lens)])
+    starts = np.concatenate([[0], np.cumsum(query_lens)])
     table = np.zeros((requests, columns), np.int32)
-    decodes = sum(n == 1 for n in batch.query_lens)
+    decodes = sum(n == 1 for n in query_lens)
     # how many of the requests are decodes, decodes and chunks, all: the peers want them in this order
     kinds = [decodes, decodes, requests]
     window = {"sliding_window": row.window}
@@ -276,14 +268,14 @@ def peer(row: Row, chip: str, page: int, kernel: str, wheel: str) -> Any:
             "num_queries_per_block": min(32, tokens),
         }
         arrays = [shape(tokens, heads, size), shape(pages, page, 2 * kv_heads, size)]
-        known = [batch.seq_lens, table, starts, [requests]]
+        known = [seq_lens, table, starts, [requests]]
         return program(lambda *a: function(*a, sm_scale=scale, **window, **more), arrays, known)
     if kernel == "mla_v1":
         more = {"num_kv_pages_per_block": max(1, 1024 // page), "num_queries_per_block": 4}
         limit = (100 if chip != "v7x" else 60) << 20
         cache = module.get_kv_cache_shape(pages, page, 640, bf16)
         arrays = [shape(tokens, heads, 512), shape(tokens, heads, 64), shape(tokens, 512), shape(tokens, 64), shape(*cache)]
-        known = [batch.seq_lens, table.ravel(), starts, kinds]
+        known = [seq_lens, table.ravel(), starts, kinds]
         return program(lambda *a: function(*a, sm_scale=0.1, vmem_limit_bytes=limit, **more), arrays, known)
     if kernel == "mla_v2":
         # its layer's: heads first, 32 tokens a packed row, and get_tuned_params of shapes that no table has
@@ -291,13 +283,13 @@ def peer(row: Row, chip: str, page: int, kernel: str, wheel: str) -> Any:
         module.xpose_pipeline = _refused  # jnp.transpose instead: changes of layout are outside, as everyone's
         cache = module.get_kv_cache_shape(pages, page, 640, bf16, 32)
         arrays = [shape(heads, tokens, 512), shape(tokens, heads, 64), shape(tokens, 512), shape(tokens, 64), shape(*cache)]
-        known = [batch.seq_lens, table.ravel(), starts, kinds]
+        known = [seq_lens, table.ravel(), starts, kinds]
         return program(lambda *a: function(*a, sm_scale=0.1, vmem_limit_bytes=60 << 20, **more), arrays, known)
     more = {"k_scale": 1.0, "v_scale": 1.0} if stored.itemsize == 1 else {}
     new = shape(tokens, kv_heads, size, dtype=stored)
     cache = shape(*module.get_kv_cache_shape(pages, page, kv_heads, size, stored), dtype=stored)
     arrays = [shape(tokens, heads, size), new, new, cache, *([shape(heads, dtype=jnp.float32)] if kernel == RPA64 else [])]
-    known = [batch.seq_lens, table.ravel(), starts, kinds]
+    known = [seq_lens, table.ravel(), starts, kinds]
 
     def call(query: Any, key: Any, value: Any, cache: Any, *rest: Any) -> Any:
         sinks, rest = (rest[:1], rest[1:]) if kernel == RPA64 else ((), rest)
@@ -463,8 +455,8 @@ def floors(row: Row, chip: str, page: int) -> dict[str, float]:
 
     program = ours(row, chip, page or 128)
     found = program.floors(chip)
-    batch = BATCHES[row.batch]
-    if max(batch.query_lens) > 1:
+    batch = row.lens
+    if max(batch[0]) > 1:
         flops, _ = aot.cost(*batch, num_heads=row.heads[0], head_size=1, window=(row.window and row.window - 1, None))
         bundles = flops / 4 / 1024  # registers of scores
         cycle = 1e-3 / _libtpu.CHIPS[chip].ghz

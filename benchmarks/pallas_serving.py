@@ -45,7 +45,7 @@ def rows_of(backend: str) -> list[dict[str, Any]]:
         shards.local_heads, HEAD_SIZE, num_kv_heads=shards.local_kv_heads, block_size=PAGE, backend=backend, dtype=jnp.bfloat16
     )
     batch = CommonAttentionMetadata.from_lens(*LENS, np.arange(64).reshape(8, 8), PAGE)
-    meta = layer.backend.get_builder_cls()(layer.kv_cache_spec).build(0, batch)
+    meta = layer.build(batch)
     rows, pages = P(None, "heads"), cache_partition(layer.backend, "heads")
     stack, held = P(None, *pages), len(shards.kv_heads)
 

@@ -10,7 +10,6 @@ that the rows see.
 import argparse
 import statistics
 import time
-from typing import Any
 
 import jax
 import numpy as np
@@ -43,8 +42,7 @@ class Setup:
         attention = Attention(
             num_heads, head_size, num_kv_heads=num_kv_heads, dtype=dtype, block_size=BLOCK_SIZE, backend="XLA_ATTN"
         )
-        backend: Any = attention.backend
-        self.metadata = backend.get_builder_cls()(attention.kv_cache_spec).build(0, batch)
+        self.metadata = attention.build(batch)
         rows = self.metadata.slot_mapping.shape[0]
         keys = jax.random.split(jax.random.key(0), 4)
         self.q = jax.random.normal(keys[0], (rows, num_heads, head_size), dtype)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from attn import distributed, envs, imports, logger, plugins, selector
+from attn import choice, distributed, envs, imports, logger, plugins, selector
 from attn.backends.abstract import AttentionBackend, AttentionImpl, AttentionMetadata
 from attn.backends.mla.prefill.registry import MLAPrefillBackendEnum
 from attn.backends.registry import AttentionBackendEnum
@@ -121,9 +121,10 @@ class FakePlatform(Platform):
 @pytest.fixture
 def platform(monkeypatch: pytest.MonkeyPatch) -> FakePlatform:
     """The torch wing's platform, replaced; its `names` are the priority list. jax's is empty."""
-    monkeypatch.setattr(selector, "default_framework", lambda: "torch")
     fakes = {"torch": FakePlatform("torch"), "jax": FakePlatform("jax")}
-    monkeypatch.setattr(selector, "platform_for", lambda framework, name=None: fakes[framework])
+    for module in (choice, selector):
+        monkeypatch.setattr(module, "default_framework", lambda: "torch")
+        monkeypatch.setattr(module, "platform_for", lambda framework, name=None: fakes[framework])
     return fakes["torch"]
 
 

@@ -464,7 +464,7 @@ def test_a_path_of_ours_without_a_module_is_not_built_yet():
 
 def test_a_wing_without_its_framework_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(backend_enum, "installed", lambda module: module != "jax")
-    assert AttentionBackendEnum.PALLAS.candidate().problem == "jax is not installed (pip install 'attn[jax]')"
+    assert AttentionBackendEnum.PALLAS.candidate().problem == "jax is not installed (pip install 'jax>=0.10.1' 'flax>=0.12.8')"
 
 
 @every_registry
@@ -529,5 +529,6 @@ def test_a_name_that_is_nearly_right_is_suggested(wrong, meant):
     register_backend("MINE", "package.module.Mine")
     with pytest.raises(ValueError) as caught:
         AttentionBackendEnum[wrong]
-    known = f"Unknown attention backend: '{wrong}'. Valid options are: {', '.join(AttentionBackendEnum.names())}"
-    assert str(caught.value) == known + (f". Did you mean {meant}?" if meant else "")
+    hint = f" Did you mean {meant}?" if meant else ""
+    options = ", ".join(AttentionBackendEnum.names())
+    assert str(caught.value) == f"Unknown attention backend: '{wrong}'.{hint} Valid options are: {options}"

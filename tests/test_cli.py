@@ -75,6 +75,8 @@ def test_explain_a_device_that_is_not_here(capsys):
     assert code == (0 if data["backend"] else 1)
     code, out, _ = call(capsys, "explain --head-size 128 --platform tpu --arch v6e")
     assert "priority list of jax on tpu" in out
+    code, out, _ = call(capsys, "explain --head-size 128 --dtype bfloat16 --device H100 --assume flashinfer,xformers")
+    assert code == 0 and out.startswith("TRITON_ATTN for") and "installed there: torch, triton, flashinfer, xformers" in out
 
 
 def test_explain_all_the_arguments(capsys):
@@ -223,7 +225,7 @@ def test_demo(capsys):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ("explain --head-size 64 --backend FLASH", "Unknown attention backend: 'FLASH'. Valid options are: FLASH_ATTN"),
+        ("explain --head-size 64 --backend FLASH", "backend: 'FLASH'. Did you mean FLASH_ATTN? Valid options are: FLASH_ATTN"),
         ("explain --head-size 64 --feature sink", "feature 'sink' is unknown; known: non_causal"),
         ("explain --head-size 64 --dtype fp23", "dtype 'fp23' is unknown; known: float64"),
         ("explain --head-size -1", "head_size=-1 must be a positive int"),
@@ -233,6 +235,12 @@ def test_demo(capsys):
         ("conform TORCH_SDPA --dtype fp23", "dtype 'fp23' is unknown; known: float64"),
         ("conform TORCH_SDPA --repro {", "'{' is no case: Expecting property name"),
         ("generate hello --model /no/such/model", "'/no/such/model' does not exist"),
+        ("explain --head-size 64 --device H1000", "Unknown device: 'H1000'. Did you mean H100? Valid options are: V100"),
+        ("explain --head-size 64 --platform cuda --arch sm_999", "Unknown arch of cuda: 'sm_999'. Did you mean sm_90?"),
+        ("explain --head-size 64 --assume flashinfre", "Unknown package: 'flashinfre'. Did you mean flashinfer-python?"),
+        ("bench q1s16 --plot /no/such/folder/x.svg", "/no/such/folder/x.svg: No such file or directory"),
+        ("bench q1s16 --json /no/such/folder/x.json", "/no/such/folder/x.json: No such file or directory"),
+        ("bench 2x64x2x64 --registry diffusion --plot /", "/: a picture's file ends in"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(capsys, argv, words):
@@ -249,17 +257,25 @@ def test_an_unknown_backend_in_the_environment_is_named(capsys, monkeypatch):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ("", "the following arguments are required: COMMAND"),
+        ("--json", "the following arguments are required: COMMAND"),
         ("explian", "invalid choice: 'explian'"),
         ("explain", "the following arguments are required: --head-size"),
         ("explain --head-size many", "invalid int value: 'many'"),
         ("explain --head-size 64 --arch sm_90", "--arch and --device-name describe a device of a --platform"),
         ("backends --registry video", "invalid choice: 'video'"),
+        ("explain --head-size 64 --device H100 --arch sm_90", "--device names a device; --platform, --arch and --device-name"),
+        ("bench --limit many", "invalid float value: 'many'"),
     ],
 )
 def test_wrong_usage(capsys, argv, words):
     code, out, err = call(capsys, argv)
     assert (code, out) == (2, "") and words in err
+    assert err.startswith("attn") and err.endswith(" --help)\n") and err.count("\n") == 1
+
+
+def test_attn_alone_is_help(capsys):
+    code, out, err = call(capsys, "")
+    assert (code, err) == (0, "") and out.startswith("usage: attn") and "explain" in out
 
 
 def raising(error):
@@ -274,9 +290,9 @@ def raising(error):
     [
         (MetadataError("seq_lens", 1, -3, "at least 0"), 2, "seq_lens[1] = -3: must be at least 0"),
         (UnsupportedError("nobody serves"), 1, "nobody serves"),
-        (BackendLoadError("torch is not installed: pip install 'attn[torch]'"), 2, "torch is not installed: pip"),
+        (BackendLoadError("torch is not installed: pip install 'torch>=2.8'"), 2, "torch is not installed: pip"),
         (ImportError("neither torch nor jax is installed: pip install ..."), 2, "neither torch nor jax"),
-        (ModuleNotFoundError("x", name="rich.table"), 2, "rich is not installed: pip install 'attn[demo]'"),
+        (ModuleNotFoundError("x", name="rich.table"), 2, "rich is not installed: pip install 'safetensors>=0.5' 'tok"),
         (FileNotFoundError(2, "No such file or directory", "x.json"), 2, "x.json: No such file or directory"),
     ],
 )  # fmt: skip

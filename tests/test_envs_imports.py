@@ -6,14 +6,17 @@ import os
 import re
 import sys
 import threading
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from attn import envs, forks, imports
+from attn import envs, imports, logger
 from attn.errors import BackendLoadError
 from attn.imports import check_qualname, installed, resolve_obj_by_qualname, version_of
 from attn.logger import init_logger
+
+ROOT = Path(__file__).resolve().parent.parent
 
 # --- environment -------------------------------------------------------------------------------------------------
 
@@ -48,7 +51,7 @@ def test_an_environment_that_is_a_plain_mapping_is_read_through_its_protocol(mon
     """Some tools replace `os.environ`; it then has no table of bytes."""
     monkeypatch.setattr(os, "environ", {"ATTN_BACKEND": "X"})
     assert envs.read("ATTN_BACKEND") == "X" and envs.read("ATTN_DISABLE") is None
-    assert "X" in envs.selecting() and envs.attn_backend() == ("ATTN_BACKEND", "X")
+    assert "X" in envs.selecting() and envs.unknown() == {}
 
 
 @pytest.mark.parametrize(
@@ -60,14 +63,6 @@ def test_lists(value, parts, monkeypatch):
     assert envs.read_list("ATTN_DISABLE") == parts
 
 
-def test_a_backend_name_is_read_without_the_spaces_around_it(monkeypatch):
-    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "TORCH_SDPA\n")
-    monkeypatch.setenv("ATTN_BACKEND", "  ")
-    assert envs.attn_backend() == ("VLLM_ATTENTION_BACKEND", "TORCH_SDPA")
-    monkeypatch.setenv("ATTN_BACKEND", " CPU_ATTN ")
-    assert envs.attn_backend() == ("ATTN_BACKEND", "CPU_ATTN")
-
-
 def test_no_variable_is_documented_that_nothing_reads():
     package = Path(envs.__file__).parent
     sources = [path.read_text() for path in package.rglob("*.py") if path.name != "envs.py"]
@@ -77,8 +72,33 @@ def test_no_variable_is_documented_that_nothing_reads():
 
 def test_debug_names(monkeypatch):
     assert not envs.debug("device")
-    monkeypatch.setenv("ATTN_DEBUG", "other, device")
-    assert envs.debug("device") and envs.debug("other") and not envs.debug("dev")
+    monkeypatch.setenv("ATTN_DEBUG", " device, ")
+    assert envs.debug("device") and not envs.debug("dev")
+    for wrong in ("banana", "device,banana"):
+        monkeypatch.setenv("ATTN_DEBUG", wrong)
+        with pytest.raises(ValueError, match="ATTN_DEBUG='banana' is unknown; known: device"):
+            envs.debug("device")
+
+
+def test_a_misspelt_variable_is_warned_of_once_at_the_first_selection(monkeypatch, caplog):
+    from attn import selector
+
+    monkeypatch.setenv("ATTN_BAKEND", "CPU_ATTN")
+    monkeypatch.setenv("ATTN_QQ", "1")
+    with caplog.at_level(logging.WARNING, logger="attn"):
+        assert envs.unknown() == {"ATTN_BAKEND": "ATTN_BACKEND", "ATTN_QQ": ""} and not caplog.records
+        for _ in range(2):
+            selector.get_attn_backend(64, "float32", None, 16)
+            selector.select(selector.make_request(64, "float32"), framework="torch")
+    said = [record.getMessage() for record in caplog.records]
+    assert said[0] == "environment variable ATTN_BAKEND is not read by attn: did you mean ATTN_BACKEND?"
+    assert said[1].startswith("environment variable ATTN_QQ is not read by attn: known: ATTN_BACKEND, ") and len(said) == 2
+
+
+def test_no_variable_of_ours_is_unknown(monkeypatch):
+    for name in envs.VARIABLES:
+        monkeypatch.setenv(name, "")
+    assert envs.unknown() == {}
 
 
 def test_every_variable_is_documented():
@@ -146,6 +166,19 @@ def test_odd_names_are_not_installed(name):
     assert installed(name) is False
 
 
+def test_what_is_said_to_install_is_what_the_extras_install():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {extra: tuple(project[extra]) for extra in imports.EXTRAS} == imports.EXTRAS
+    assert imports.pip_install("jax", "plots") == "pip install 'jax>=0.10.1' 'flax>=0.12.8' matplotlib"
+
+
+def test_no_text_tells_a_reader_to_install_this_package_from_pypi():
+    """It is not there: `pip install 'attn[torch]'` ends in an error, or in another project's package."""
+    texts = [*ROOT.glob("attn/**/*.py"), *ROOT.glob("docs/**/*.md"), ROOT / "README.md", *ROOT.glob("notebooks/*.ipynb")]
+    found = [str(path) for path in texts if re.search(r"install [^\n`]*\battn\[", path.read_text(encoding="utf-8"))]
+    assert [path for path in found if not path.endswith("attn/imports.py")] == [] and len(texts) > 250
+
+
 def test_versions():
     assert version_of("pytest") == pytest.__version__ and version_of("no-such-distribution") is None
 
@@ -179,7 +212,7 @@ def test_the_library_has_no_handler_but_the_null_one():
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:.*fork.*:RuntimeWarning")
 def test_a_block_that_forks_while_it_holds_the_lock_still_leaves_it():
     module = {"lock": threading.RLock()}
-    forks.renew_after_fork(module, "lock")
+    logger.renew_after_fork(module, "lock")
     before = module["lock"]
     with module["lock"]:
         child = os.fork()

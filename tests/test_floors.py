@@ -29,22 +29,13 @@ DOORS = ("attn.cli", "attn.__main__")
 
 #: Modules of the core by floor; a module imports from its own floor or below. A package stands for what is in it.
 FLOORS = [
-    ("attn.errors", "attn.forks"),
-    ("attn.dtypes", "attn.envs", "attn.imports", "attn.logger", "attn.distributed", "attn.quant", "attn.reference"),
-    ("attn.capabilities", "attn.backend_enum", "attn.arrays"),
-    ("attn.verdicts",),
+    ("attn.errors",),
+    ("attn.dtypes", "attn.envs", "attn.imports", "attn.logger", "attn.distributed", "attn.reference"),
+    ("attn.capabilities", "attn.backend_enum", "attn.arrays", "attn.progress"),
+    ("attn.machines", "attn.verdicts"),
     ("attn.platforms",),
-    ("attn.backends", "attn.diffusion", "attn.plugins", "attn.preferences"),
-    (
-        "attn.selector",
-        "attn.preferences",
-        "attn.layers",
-        "attn.evidence",
-        "attn.testing",
-        "attn.aot",
-        "attn.bench",
-        "attn.pictures",
-    ),
+    ("attn.backends", "attn.choice", "attn.diffusion", "attn.plugins", "attn.preferences", "attn.pictures"),
+    ("attn.selector", "attn.hints", "attn.layers", "attn.evidence", "attn.testing", "attn.aot", "attn.bench"),
     ("attn.report", "attn.functional"),
     DOORS,
 ]

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -322,3 +323,82 @@ def test_a_backend_refuses_what_it_would_drop():
         attn.attention(q, k, v[..., :16], backend=name)
     with pytest.raises(UnsupportedError, match="backward not supported"):
         attn.attention(q.requires_grad_(), k, v, causal=True, backend=name)
+
+
+# --- layouts -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["numpy", "torch", "jax"])
+def test_heads_may_come_before_rows(kind):
+    """layout="BHSD" is the same attention of transposed arrays, the result transposed too; lse and masks are as they were."""
+    rng = np.random.default_rng(0)
+    make = {"numpy": np.asarray, "torch": torch.from_numpy, "jax": jnp.asarray}[kind]
+    q, k, v = (rng.standard_normal((2, n, heads, 8), np.float32) for n, heads in ((5, 4), (7, 2), (7, 2)))
+    rules = {"causal": True, "window": (3, 0), "mask": rng.random((2, 4, 5, 7)) > 0.2, "return_lse": True}
+    want, want_lse = attn.attention(make(q), make(k), make(v), **rules, layout="BSHD")
+    swapped = [make(np.ascontiguousarray(x.swapaxes(1, 2))) for x in (q, k, v)]
+    out, lse = attn.attention(*swapped, **rules, layout="BHSD")
+    np.testing.assert_allclose(np.asarray(out).swapaxes(1, 2), want, atol=1e-6)
+    np.testing.assert_allclose(lse, want_lse, atol=1e-6)
+    alone = attn.attention(*(x[0] for x in swapped), causal=True, layout="BHSD")
+    np.testing.assert_allclose(
+        np.asarray(alone).swapaxes(0, 1), attn.attention(*map(make, (q[0], k[0], v[0])), causal=True), atol=1e-6
+    )
+    with pytest.raises(ShapeError, match=r"have shapes \[4, 5, 8\], \[2, 2, 7, 8\], .*: must be \[B, heads, S, head_size\]"):
+        attn.attention(swapped[0][0], *swapped[1:], layout="BHSD")
+
+
+@pytest.mark.parametrize("layout", ["bshd", "BSDH", 3, ["BSHD"]])
+def test_a_layout_is_one_of_two(layout):
+    x = np.ones((1, 2, 2, 4))
+    with pytest.raises(ValueError, match="layout=.* is unknown; known: BSHD, BHSD"):
+        attn.attention(x, x, x, layout=layout)
+
+
+#: (q, k) as [rows or heads, heads or rows]; what only the other layout explains, and what is ordinary.
+SWAPPED = [((32, 100), (8, 100)), ((4, 5), (2, 5)), ((8, 512), (8, 512)), ((71, 300), (1, 300))]
+ORDINARY = [
+    ((1, 8), (1, 8)), ((1, 8), (512, 8)), ((1, 32), (100, 8)), ((5, 8), (5, 8)), ((8, 64), (8, 64)), ((5, 128), (5, 128)),
+    ((2, 128), (2, 128)), ((4096, 16), (77, 16)), ((512, 8), (512, 2)), ((9, 4), (9, 2)), ((1, 200), (1, 200)),
+    ((64, 16), (8, 16)), ((3, 8), (8, 1)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("q", "k"), SWAPPED)
+def test_a_swapped_shape_is_told(q, k):
+    query, key = np.ones((1, *q, 2), np.float32), np.ones((1, *k, 2), np.float32)
+    with pytest.warns(UserWarning, match=r'look like \[B, heads, S, head_size\]: pass layout="BHSD"') as seen:
+        attn.attention(query, key, key)
+    assert seen[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attn.attention(query, key, key, layout="BSHD")
+        attn.attention(query, key, key, layout="BHSD")
+
+
+@pytest.mark.parametrize(("q", "k"), ORDINARY)
+def test_an_ordinary_shape_is_not(q, k):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        query, key = np.ones((1, *q, 2), np.float32), np.ones((1, *k, 2), np.float32)
+        attn.attention(query, key, key)
+
+
+def test_heads_that_do_not_divide_name_the_other_layout():
+    query, key = np.ones((1, 8, 1, 4)), np.ones((1, 8, 64, 4))  # a decode of eight heads
+    with pytest.raises(ValueError, match=r'num_heads=1 is not a multiple of num_kv_heads=64 .*layout="BHSD"'):
+        attn.attention(query, key, key)
+    attn.attention(query, key, key, layout="BHSD")
+    with pytest.raises(ValueError, match=r"num_heads=3 is not a multiple of num_kv_heads=2$"):
+        attn.attention(np.ones((1, 5, 3, 4)), np.ones((1, 7, 2, 4)), np.ones((1, 7, 2, 4)))
+
+
+def test_a_window_is_called_by_its_name():
+    x = np.ones((1, 2, 2, 4))
+    told = {
+        (-2, 0): r"window=\(-2, 0\): left=-2 must be an int of at least 0, or None", 0: "window=0 must be at least 1",
+        "3": r"window='3' must be an int, a \(left, right\) pair",
+    }  # fmt: skip
+    for window, message in told.items():
+        with pytest.raises(ValueError, match=f"^{message}"):
+            attn.attention(x, x, x, window=window)

@@ -1,7 +1,6 @@
 """Pictures say what the code does: pixels are compared with definitions written anew, words with what is drawn. Ten seconds."""
 
 import json
-import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 
 from attn import pictures, report
 from attn.backends.metadata import CommonAttentionMetadata
+from attn.bench import chart
 from attn.cli import main
 
 pytest.importorskip("matplotlib")
@@ -142,7 +142,7 @@ REPORT = {"torch": {"device": "a CPU"}, "jax": {"device": "the CPU"}, "date": "2
 
 
 def test_times_and_roofline() -> None:
-    picture = pictures.bench(REPORT)
+    picture = chart(REPORT)
     *roofs, bars = picture.figure.axes
     assert [axis.get_title() for axis in roofs] == ["a CPU (torch), 2026-01-01", "the CPU (jax), 2026-01-01"]
     roof = roofs[0].lines[0]
@@ -153,7 +153,7 @@ def test_times_and_roofline() -> None:
     assert sorted(patch.get_width() for patch in bars.patches) == [1.0, 1.0, 1.5, 1.5, 2.0, 2.0]
     assert "BROKEN" not in picture.texts and {"CPU_ATTN", "TORCH_SDPA", "XLA_ATTN"} <= set(picture.texts)
     with pytest.raises(ValueError, match="no right row"):
-        pictures.bench({"rows": [row for row in ROWS if not row["right"]]})
+        chart({"rows": [row for row in ROWS if not row["right"]]})
 
 
 def test_a_file_of_rows_is_drawn_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,7 +173,7 @@ def test_times_of_dense_backends_have_no_roofline() -> None:
     row = {"shape": "1x8x2x64", "name": "Flux", "backend": "TORCH_SDPA", "right": True, "refused": "", "chosen": True}
     row |= {"ms": 2.0, "ms_p20": 1.9, "ms_p80": 2.1}
     refused = {**row, "backend": "CUDNN_ATTN", "refused": "platform=cpu", "ms": 0.0, "chosen": False}
-    picture = pictures.bench({"device": "a CPU", "rows": [row, refused]})
+    picture = chart({"device": "a CPU", "rows": [row, refused]})
     [bars] = picture.figure.axes
     assert [patch.get_width() for patch in bars.patches] == [2.0] and "Flux 1x8x2x64" in picture.texts
 
@@ -197,5 +197,15 @@ def test_without_matplotlib_it_says_what_to_install(
     from attn.pictures import picture
 
     monkeypatch.setattr(picture, "installed", lambda module: False)
-    with pytest.raises(ModuleNotFoundError, match=re.escape("pip install 'attn[plots]'")):
+    with pytest.raises(ModuleNotFoundError, match="pip install matplotlib"):
         pictures.mask(4)
+
+
+@pytest.mark.parametrize("count", ["12", -3, 0, 1.5, True, None])
+def test_a_picture_has_a_positive_number_of_rows(count):
+    for call in (pictures.mask, pictures.masks, pictures.visible):
+        with pytest.raises(ValueError, match=f"n={count!r} must be a positive int"):
+            call(count)
+    if count is not None:
+        with pytest.raises(ValueError, match=f"m={count!r} must be a positive int"):
+            pictures.mask(3, count)

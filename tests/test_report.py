@@ -74,7 +74,11 @@ def broken_backends():
     yield "BAD_RECORD", type("BadRecord", (), {**methods, "capabilities": "everything"}), "broken: AttributeError"
     mars = types.SimpleNamespace(framework="mars", features=())
     yield "OTHER_WING", type("Mars", (), {**methods, "capabilities": mars}), "broken"
-    yield "EXPLODING", type("Exploding", (), {**methods, "capabilities": record}), "broken: RuntimeError: driver on fire"
+    yield (
+        "EXPLODING",
+        type("Exploding", (), {**methods, "served_features": explode, "capabilities": record}),
+        "broken: RuntimeError: driver on fire",
+    )
 
 
 def test_one_broken_backend_breaks_no_other_row():

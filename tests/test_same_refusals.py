@@ -1,5 +1,7 @@
 """The same bad input gets the same kind of error from every backend, and nothing is clamped, cast or dropped on the way."""
 
+import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -8,7 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from attn import CommonAttentionMetadata, distributed
+import attn
+import attn.jax
+import attn.torch
+from attn import CommonAttentionMetadata, distributed, reference
+from attn.backends.abstract import KVCacheSpec
+from attn.backends.registry import AttentionBackendEnum
 from attn.errors import AttnError, DTypeError, MetadataError, ShapeError, UnsupportedError
 from attn.imports import resolve_obj_by_qualname
 
@@ -30,8 +37,13 @@ class World:
         host = np.asarray(values)
         return torch.from_numpy(host).to(getattr(torch, dtype)) if self.wing == "torch" else jnp.asarray(host, dtype)
 
+    def foreign(self, values: Any) -> Any:
+        """An array of the framework that the layer does not belong to."""
+        host = np.asarray(values, np.float32)
+        return jnp.asarray(host) if self.wing == "torch" else torch.from_numpy(host)
+
     def build(self, batch: Any) -> Any:
-        return self.layer.backend.get_builder_cls()(self.layer.kv_cache_spec).build(0, batch)
+        return self.layer.build(batch)
 
     def call(
         self, metadata: Any, rows: int = 5, cache: Any = None, query: Any = None, key: Any = None, dtype: str = "float32"
@@ -69,10 +81,38 @@ BAD: dict[str, tuple[type[Exception], str, Callable[[World], Any]]] = {
     "a cache of another dtype": (
         DTypeError, "kv_cache has dtype", lambda w: w.call(
             w.build(GOOD()), cache=w.array(np.zeros(w.layer.backend.get_kv_cache_shape(8, 16, 2, 16)), "bfloat16"))),
+    "a query of another framework": (
+        TypeError, "query is an array of (torch|jax): must be one of (torch|jax), as the layer", lambda w: w.call(
+            w.build(GOOD()), query=w.foreign(np.ones((8, 4, 16))))),
+    "a key of another framework": (
+        TypeError, "key is an array of (torch|jax): must be one of (jax|torch), as the layer", lambda w: w.call(
+            w.build(GOOD()), rows=8, key=w.foreign(np.ones((8, 2, 16))))),
+    "a query that is no array": (
+        TypeError, "query is a list: must be an array of (jax|torch)", lambda w: w.call(w.build(GOOD()), query=[[1.0]])),
+    "a query of another dtype than the layer": (
+        DTypeError, r"query has dtype bfloat16, the layer is one of float32: .*dtype=", lambda w: w.call(
+            w.build(GOOD()), rows=8, dtype="bfloat16")),
     "a cache of other heads": (
         ShapeError, "kv_cache", lambda w: w.call(
             w.build(GOOD()), cache=w.array(np.zeros(w.layer.backend.get_kv_cache_shape(8, 16, 4, 16))))),
 }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("argument", "allowed"), [("alibi_slopes", "finite"), ("sinks", "a number, or -inf for a head without one")]
+)
+@pytest.mark.parametrize("make", [list, np.array], ids=["list", "array"])
+@pytest.mark.parametrize("name", BACKENDS)
+def test_numbers_a_head_that_would_spoil_it_are_refused_alike(name: str, make: Any, argument: str, allowed: str) -> None:
+    """They were accepted, and that head's output was NaN in every call."""
+    q = np.ones((1, 4, 16), np.float32)
+    for wrong in (math.nan, *((math.inf, -math.inf) if argument == "alibi_slopes" else ())):
+        values = {argument: make([0.5, 0.25, wrong, 0.1])}
+        for call in (lambda: World(name, **values), lambda: attn.attention(q, q, q, **values)):  # noqa: B023
+            with pytest.raises(ValueError, match=re.escape(f"{argument}[2] = {wrong}: must be {allowed}")):
+                call()
+    if argument == "sinks":
+        World(name, sinks=make([0.5, -math.inf, math.inf, 0.1]))
 
 
 @pytest.mark.parametrize("what", BAD)
@@ -107,7 +147,7 @@ def test_context_parallelism_is_refused_where_it_is_not_served(name: str) -> Non
 @pytest.mark.parametrize("name", BACKENDS)
 def test_an_empty_sequence_gives_zeros(name: str) -> None:
     world = World(name)
-    out = world.call(world.build(Batch.from_lens([5], [0], [[]], 16)))
+    out = world.call(world.build(Batch.from_lens([5], [0], [[]], 16, strict=False)))
     assert not np.asarray(out).any()
 
 
@@ -171,5 +211,94 @@ def test_scales_are_not_cast_with_the_module() -> None:
     assert float(layer._k_scale) == pytest.approx(1e-8) and layer._v_scale.tolist() == pytest.approx([0.1, 0.2])
 
 
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_latent_layers_name_what_is_wrong_too(framework: str) -> None:
+    up = np.ones((32, 4, 32), np.float32)
+    layer = resolve_obj_by_qualname(f"attn.{framework}.MLAAttention")(
+        4, 32, 16, 8, 16, torch.from_numpy(up) if framework == "torch" else jnp.asarray(up)
+    )
+    cache, shapes = layer.new_kv_cache(2), ((8, 4, 24), (8, 32), (8, 8))
+    metadata = layer.build(Batch.from_lens([8], [8], [[1]], 64))
+    make = {"torch": lambda x, dtype: torch.ones(x, dtype=getattr(torch, dtype)), "jax": jnp.ones}
+    ours, other = (make[name] for name in (("torch", "jax") if framework == "torch" else ("jax", "torch")))
+    with pytest.raises(TypeError, match=rf"query is an array of \w+: must be one of {framework}, as the layer"):
+        layer(*(other(shape, "float32") for shape in shapes), cache, metadata)
+    with pytest.raises(DTypeError, match=r"query has dtype bfloat16, the layer is one of float32: .*dtype="):
+        layer(*(ours(shape, "bfloat16") for shape in shapes), cache, metadata)
+
+
 def test_every_refusal_is_an_attn_error() -> None:
     assert all(issubclass(kind, AttnError | TypeError) for kind, _, _ in BAD.values())
+
+
+def _arrays(framework: str, *shape: int) -> Any:
+    host = np.ones(shape, np.float32)
+    return {"numpy": np.asarray, "torch": torch.from_numpy, "jax": jnp.asarray}[framework](host)
+
+
+def _doors() -> dict[str, tuple[str, Callable[[Any], Any]]]:
+    """Every public call with a flag: (the argument's name, the call that is given it)."""
+    numpy, ours, jaxs = (_arrays(name, 1, 4, 2, 16) for name in ("numpy", "torch", "jax"))
+    dense = {wing: resolve_obj_by_qualname(f"attn.{wing}.diffusion.layer.DiffusionAttention") for wing in ("torch", "jax")}
+    return {
+        **{f"attention, {x}": ("causal", lambda flag, a=a: attn.attention(a, a, a, causal=flag))
+           for x, a in (("numpy", numpy), ("torch", ours), ("jax", jaxs))},
+        "attention's lse": ("return_lse", lambda flag: attn.attention(numpy, numpy, numpy, return_lse=flag)),
+        "oracle": ("causal", lambda flag: reference.attention(numpy[0], numpy[0], numpy[0], causal=flag)),
+        **{f"torch's door, {flag}": (flag, lambda value, flag=flag: attn.torch.scaled_dot_product_attention(
+            ours, ours, ours, **{flag: value})) for flag in ("is_causal", "enable_gqa")},
+        "jax's door": ("is_causal", lambda flag: attn.jax.dot_product_attention(jaxs, jaxs, jaxs, is_causal=flag)),
+        "jax's lse": ("return_residual", lambda flag: attn.jax.dot_product_attention(jaxs, jaxs, jaxs, return_residual=flag)),
+        **{f"dense, {flag}, {wing}": (flag, lambda value, flag=flag, cls=cls: cls(2, 16, **{flag: value}))
+           for flag in ("causal", "key_mask") for wing, cls in dense.items()},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("door", _doors())
+def test_a_flag_is_true_or_false(door: str) -> None:
+    """Words and lists are true to Python, "no" and [False] among them: they would ask for the opposite of what was meant."""
+    name, call = _doors()[door]
+    for flag in ("no", [False], 0, None):
+        with pytest.raises(ValueError, match=f"{name}=.* must be True or False"):
+            call(flag)
+    call(np.True_)
+
+
+#: Batches that contradict themselves or the cache of 8 blocks of 16.
+BAD_BATCHES: dict[str, tuple[str, Callable[[], Any]]] = {
+    "a word for a flag": ("causal = no: must be True or False", lambda: GOOD().replace(causal="no")),
+    "a list for a flag": (r"causal = \[False\]: must be True or False", lambda: GOOD().replace(causal=[False])),
+    "another block size": ("block_size = 8: must be 16", lambda: Batch.from_lens([5], [5], [[1, 2]], 8)),
+    "a block that is not there": (
+        r"block_table\[0, 0\] = 8: must be between 0 and 7", lambda: Batch.from_lens([5], [5], [[8]], 16)),
+    "a slot that is not there": (
+        r"slot_mapping\[4\] = 128", lambda: GOOD().replace(slot_mapping=np.array([16, 17, 18, 19, 128]))),
+    "a slot written twice": ("written by one token only", lambda: GOOD().replace(slot_mapping=np.array([16, 17, 18, 19, 19]))),
+}  # fmt: skip
+
+
+def _builders() -> dict[str, Any]:
+    """The metadata builder of every backend whose class can be imported here, vendors' packages present or not."""
+    found = {}
+    for member in AttentionBackendEnum:
+        backend = member.candidate().backend
+        if backend is not None and getattr(backend, "capabilities", None) is not None:
+            found[member.name] = backend.get_builder_cls()
+    return found
+
+
+@pytest.mark.parametrize("what", BAD_BATCHES)
+def test_a_bad_batch_is_refused_by_every_builder(what: str) -> None:
+    message, batch = BAD_BATCHES[what]
+    builders = _builders()
+    assert {*BACKENDS, "TORCH_MLA", "XLA_MLA", "FLEX_ATTENTION", "FLASHINFER", "PALLAS", "PALLAS_MLA"} <= set(builders)
+    for name, builder in builders.items():
+        with pytest.raises(MetadataError, match=message):
+            builder(KVCacheSpec(16, 2, 64, "float32", num_blocks=8)).build(0, batch())
+            pytest.fail(f"{name} builds it")
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_shared_layer_is_named(name: str) -> None:
+    with pytest.raises(ValueError, match="kv_sharing_target_layer_name=False must be the name of a layer, or None"):
+        World(name, kv_sharing_target_layer_name=False)

@@ -21,13 +21,13 @@ from attn.capabilities import (
     AttentionType,
     Capabilities,
     Device,
-    Feature,
     MultipleOf,
     Request,
     supports_size,
+    with_lse,
 )
 from attn.distributed import get_dcp_group
-from attn.quant import QuantKey
+from attn.dtypes import QuantKey
 
 __all__ = [
     "AttentionBackend",
@@ -150,6 +150,18 @@ class AttentionBackend(ABC):
         return (cls.__module__, cls.__qualname__)
 
     @classmethod
+    def served_features(cls) -> frozenset[str]:
+        """The record's features, with the log-sum-exp where the implementation returns it."""
+        declared = frozenset[str]() if cls.capabilities is None else cls.capabilities.features
+        return with_lse(declared, cls.get_impl_cls().can_return_lse_for_decode)
+
+    @classmethod
+    def off_paths(cls, device: Device | None = None) -> tuple[str, ...]:
+        """A sentence for each faster path of this backend that is off on `device` (None: the one here), and why: a kernel
+        that the installed compiler cannot build, for instance. Shown by `attn explain`, `attn env` and `attn bench`."""
+        return ()
+
+    @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
         """Every reason why this backend does not serve `request` (on `device`); empty when it does.
 
@@ -157,11 +169,7 @@ class AttentionBackend(ABC):
         """
         if cls.capabilities is None:
             return []
-        impl = cls.get_impl_cls()
-        plain = Request(**{**vars(request), "features": request.features - {Feature.LSE}})
-        why = cls.capabilities.reasons(plain, device)
-        if Feature.LSE in request.features and not impl.can_return_lse_for_decode:
-            why.append(f"{Feature.LSE.value} not supported")
+        why = cls.capabilities.reasons(request, device, cls.served_features())
         if request.block_size is not None and request.attn_type not in ENCODER_TYPES:
             allowed = cls.get_supported_kernel_block_size()
             if not supports_size(request.block_size, allowed):
@@ -209,6 +217,9 @@ class AttentionImpl(ABC, Generic[T]):
     framework: ClassVar[str] = "torch"
     #: Whether `torch.compile` can look through `forward`; a layer whose implementation says no is one operator of a graph.
     traceable: ClassVar[bool] = True
+
+    #: The dtype of the activations that the layer around it was built for, by name; None where there is no such layer.
+    layer_dtype: str | None = None
 
     dcp_world_size: int
     dcp_rank: int
@@ -263,8 +274,8 @@ class AttentionImpl(ABC, Generic[T]):
 
         query: [T, H, D]; key, value: [T, K, D], written to `kv_cache` first unless the layer shares another's cache or
         they are None; output: [T, H, D] to fill, or None. Returns the output; where `need_to_return_lse_for_decode` is
-        set, (output, lse [H, T] float32, natural log, sinks excluded). Rows at or past `num_actual_tokens` are left
-        alone. `attn_metadata` None is a profiling run: zeros.
+        set, (output, lse [H, T] float32, or float64 for float64 queries, natural log, sinks excluded). Rows at or past
+        `num_actual_tokens` are left alone. `attn_metadata` None is a profiling run: zeros.
         """
         raise NotImplementedError
 

@@ -22,11 +22,34 @@ def as_int(value: Any) -> int | None:
         return None
 
 
+def as_flag(value: Any) -> bool | None:
+    """`value` as a bool, NumPy's included; None for anything else. Truth is no test: "no" and [False] are true."""
+    import numpy as np
+
+    return bool(value) if isinstance(value, bool | np.bool_) else None
+
+
+def check_flag(name: str, value: Any) -> bool:
+    """`value` as a bool. Raises ValueError unless it is one."""
+    flag = value if isinstance(value, bool) else as_flag(value)
+    if flag is None:
+        raise ValueError(f"{name}={value!r} must be True or False")
+    return flag
+
+
 def positive_int(name: str, value: Any) -> int:
     """`value` as an int. Raises ValueError unless it is one of at least 1."""
     number = as_int(value)
     if number is None or number < 1:
         raise ValueError(f"{name}={value!r} must be a positive int")
+    return number
+
+
+def natural_int(name: str, value: Any) -> int:
+    """`value` as an int. Raises ValueError unless it is one of at least 0."""
+    number = as_int(value)
+    if number is None or number < 0:
+        raise ValueError(f"{name}={value!r} must be an int of at least 0")
     return number
 
 
@@ -55,6 +78,25 @@ def rank_of_numbers(name: str, value: Any) -> int:
     if array is None or array.dtype.kind not in "iuf":
         raise ValueError(f"{name}={value!r} must be a number, a list of numbers or an array")
     return array.ndim
+
+
+def check_per_head(name: str, values: Any) -> None:
+    """Raise ValueError for an `alibi_slopes` that is not finite or a `sinks` that is NaN (-inf is no sink), where the values
+    are a list or a NumPy array.
+
+    A framework's own array is not looked at, wherever it lies: it may be a parameter whose weights are loaded later, and
+    values on a device would have to be waited for. NaN in one reaches the outputs of its head, as NaN anywhere does.
+    """
+    import numpy as np
+
+    if values is None or not isinstance(values, list | tuple | np.ndarray):
+        return
+    numbers = np.asarray(values, dtype=np.float64)
+    bad = np.isnan(numbers) if name == "sinks" else ~np.isfinite(numbers)
+    if bad.any():
+        at = tuple(int(i) for i in np.argwhere(bad)[0])
+        allowed = "a number, or -inf for a head without one" if name == "sinks" else "finite"
+        raise ValueError(f"{name}{list(at)} = {numbers[at]}: must be {allowed}")
 
 
 def _number(name: str, value: Any) -> float:
@@ -87,6 +129,14 @@ def check_scale(scale: float | None, head_size: int) -> float:
     return number
 
 
+def fold_sign(query: Any, scale: float) -> Any:
+    """The query that gives the scores of `scale` when a kernel is passed `abs(scale)`: negated where the scale is negative.
+
+    Many fused kernels need a positive scale: they mask scores with -inf, or take their maximum, before they scale.
+    """
+    return -query if scale < 0 else query
+
+
 def check_soft_cap(logits_soft_cap: float | None) -> float | None:
     """The soft cap, None when off (None or 0). Raises ValueError unless finite and not negative."""
     if logits_soft_cap is None:
@@ -104,31 +154,29 @@ def check_attn_type(attn_type: str) -> str:
     return attn_type
 
 
-def window_pair(sliding_window: int | Window | None, attn_type: str) -> Window:
+def window_pair(sliding_window: int | Window | None, attn_type: str, name: str = "sliding_window") -> Window:
     """(left, right), inclusive key distances, None for unbounded.
 
     An int W is the seeds' window of W keys: (W - 1, 0) for decoders, (W - 1, W - 1) for encoders. A pair is taken as it
-    is. Raises ValueError for anything negative, W = 0 included: the conventions that give -1 a meaning end at adapters.
+    is. Raises ValueError, with the argument's `name`, for anything negative, W = 0 included: the conventions that give -1 a
+    meaning end at adapters.
     """
     if sliding_window is None:
         return (None, None)
     width = as_int(sliding_window)
     if width is not None:
         if width < 1:
-            raise ValueError(f"sliding_window={width} must be at least 1 (a window of W keys), or None")
+            raise ValueError(f"{name}={width} must be at least 1 (a window of W keys), or None")
         return (width - 1, width - 1 if attn_type in ENCODER_TYPES else 0)
     try:
         left, right = sliding_window  # type: ignore[misc]  # what is no pair is told below
     except (TypeError, ValueError):
-        raise ValueError(f"sliding_window={sliding_window!r} must be an int, a (left, right) pair, or None") from None
-    return (_side("left", left), _side("right", right))
-
-
-def _side(name: str, side: Any) -> int | None:
-    distance = as_int(side)
-    if side is not None and (distance is None or distance < 0):
-        raise ValueError(f"sliding_window {name}={side!r} must be an int of at least 0, or None")
-    return distance
+        raise ValueError(f"{name}={sliding_window!r} must be an int, a (left, right) pair, or None") from None
+    for side, distance in (("left", left), ("right", right)):
+        number = as_int(distance)
+        if distance is not None and (number is None or number < 0):
+            raise ValueError(f"{name}={sliding_window!r}: {side}={distance!r} must be an int of at least 0, or None (no bound)")
+    return (as_int(left), as_int(right))
 
 
 def layer_features(
@@ -140,8 +188,11 @@ def layer_features(
 ) -> frozenset[str]:
     """The features that a layer with these (normalised) arguments needs of its backend.
 
-    A right bound of 0 is causality itself and costs no feature; a finite right bound above it is two-sided.
+    A right bound of 0 is causality itself and costs no feature; a finite right bound above it is two-sided. Raises
+    ValueError for a `kv_sharing_target_layer_name` that is no name: False would share, and so write nothing.
     """
+    if kv_sharing_target_layer_name is not None and not isinstance(kv_sharing_target_layer_name, str):
+        raise ValueError(f"kv_sharing_target_layer_name={kv_sharing_target_layer_name!r} must be the name of a layer, or None")
     asked = {
         Feature.SLIDING_WINDOW: window[0] is not None,
         Feature.TWO_SIDED_WINDOW: bool(window[1]),

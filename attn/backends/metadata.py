@@ -7,12 +7,14 @@ caller owns them and may reuse them for the next batch once the step is done. Ch
 """
 
 import functools
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Self
 
 from attn.arrays import to_framework
+from attn.backends.arguments import as_flag
 from attn.errors import DTypeError, MetadataError, ShapeError
 
 if TYPE_CHECKING:
@@ -39,12 +41,13 @@ class CommonAttentionMetadata:
     slot_mapping: [T] int64 (int32 under jax), block * P + offset of each new token; -1 writes nothing.
     num_actual_tokens: rows of the packed arrays that are real; the rest is padding and is left alone.
     max_query_len, max_seq_len: host ints, at least the true maxima (a bound fit for a captured graph).
-    causal: bottom-right causal masking; False for encoder-like use of a paged cache.
+    causal: bottom-right causal masking, True or False; False for encoder-like use of a paged cache, and cross attention.
     query_start_loc_cpu, seq_lens_cpu: NumPy mirrors (the arrays themselves, if they are NumPy's); without them no host
         check of lengths is made.
     tree_mask: [R, W, W] bool or None. A request with q_len <= W attends, among its own new tokens, where the top-left
         q_len x q_len part says; all earlier context stays visible; requests with q_len > W are causal. A token attends
         itself and its ancestors, which come before it: the part in use is lower triangular with a true diagonal.
+        W = 0 is the same as None.
     dcp_local_seq_lens: [R] int32, this rank's share of seq_lens under decode context parallelism.
     block_size: P that the table and the slots were made for, if known; a layer of another one refuses the batch.
     """
@@ -75,23 +78,29 @@ class CommonAttentionMetadata:
         cls,
         query_lens: Sequence[int],
         seq_lens: Sequence[int],
-        block_table: "Sequence[Sequence[int]] | IntArray",
+        block_table: "Sequence[Sequence[int]] | Sequence[IntArray] | IntArray",
         block_size: int,
         *,
         causal: bool = True,
         tree_mask: Any = None,
+        strict: bool = True,
+        writes: bool = True,
     ) -> Self:
         """A batch from plain lengths; slots follow from the block table. NumPy arrays throughout, checked.
 
-        `block_table` may be ragged (a list of ids a request); shorter rows are filled up with -1.
+        query_lens, seq_lens: [R] ints, the new tokens of each request, and all of its tokens, *the new ones included*.
+        block_table: [R, B] ints, or ragged (a list of ids for each request); shorter rows are filled up with -1.
+        strict: refuse a causal request with more new tokens than tokens in all. False keeps what is defined for it: the
+            leading rows see no key, give 0, and write nothing (slot -1). Cross attention is `causal=False`.
+        writes: whether the new tokens' keys and values are written. False: they are in the cache already, or belong to a
+            layer whose cache is shared; every slot is -1, and requests may have any page in common, their last one too.
+
+        Raises `MetadataError`, `ShapeError` or `DTypeError`, naming the argument and the place in it.
         """
         import numpy as np
 
         q, s = _int32("query_lens", query_lens), _int32("seq_lens", seq_lens)
-        rows = [_int32("block_table", row, i) for i, row in enumerate(block_table)]
-        table = np.full((len(rows), max((len(r) for r in rows), default=0)), -1, np.int32)
-        for i, row in enumerate(rows):
-            table[i, : len(row)] = row
+        table = _table(block_table)
         ends = np.cumsum(q, dtype=np.int64)
         if len(q) and ends[-1] > INT32_MAX:
             i = int((ends > INT32_MAX).argmax())
@@ -110,18 +119,26 @@ class CommonAttentionMetadata:
             tree_mask=tree_mask,
             block_size=block_size,
         )
-        batch.validate(block_size)
+        batch.validate(block_size, strict=_flag("strict", strict))
         batch._check_blocks(block_size, INT32_MAX + 1)
-        request = np.repeat(np.arange(len(q)), q)
-        position = np.arange(int(start[-1])) - start[request] + (s - q)[request]
-        batch.slot_mapping = slots_of(table, request, position, block_size)
-        batch._check_slots(None)
+        if _flag("writes", writes):
+            request = np.repeat(np.arange(len(q)), q)
+            position = np.arange(int(start[-1])) - start[request] + (s - q)[request]
+            batch.slot_mapping = slots_of(table, request, position, block_size)
+            batch._check_slots(None)
+        else:
+            batch.slot_mapping.fill(PAD_SLOT_ID)
         return batch
 
     def query_lens_cpu(self) -> "IntArray | None":
         """[R] new tokens a request, from the host mirror."""
         start = self.query_start_loc_cpu
         return None if start is None else start[1:] - start[:-1]
+
+    @property
+    def has_trees(self) -> bool:
+        """Whether `tree_mask` says anything: one without nodes, [R, 0, 0], does not."""
+        return self.tree_mask is not None and self.tree_mask.shape[1] > 0
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed."""
@@ -141,8 +158,8 @@ class CommonAttentionMetadata:
 
         Static facts (ranks, integer dtypes, agreement of extents) always; values where they are on the host; block
         tables and slots there also against `num_blocks`, when that is given. `strict` refuses q_len > seq_len in a
-        causal batch, which is otherwise defined (the leading rows see no key). Raises `ShapeError`, `DTypeError` or
-        `MetadataError` (field, index, value, bound). O(R) on the host, no device access.
+        causal batch, as `from_lens` does; it is otherwise defined (the leading rows see no key). Raises `ShapeError`,
+        `DTypeError` or `MetadataError` (field, index, value, bound). O(R) on the host, no device access.
         """
         _check_int("block_size", block_size, 1)
         if self.block_size not in (None, block_size):
@@ -162,6 +179,7 @@ class CommonAttentionMetadata:
     def _check_static(self) -> None:
         for name in ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len"):
             _check_int(name, getattr(self, name), 0)
+        _flag("causal", self.causal)
         _check_array("query_start_loc", self.query_start_loc, (self.num_reqs + 1,), _INT32)
         _check_array("seq_lens", self.seq_lens, (self.num_reqs,), _INT32)
         _check_array("block_table", self.block_table, (self.num_reqs, None), _INT32)
@@ -212,7 +230,7 @@ class CommonAttentionMetadata:
         query_lens = self.query_lens_cpu()
         if strict and self.causal and query_lens is not None and (query_lens > seq).any():
             i = int((query_lens > seq).argmax())
-            bound = f"at least its query length {query_lens[i]} in a causal batch"
+            bound = f"at least query_lens[{i}] = {query_lens[i]} (seq_lens counts the new tokens too)"
             raise MetadataError("seq_lens", i, int(seq[i]), bound)
 
     def _check_tree(self, tree: "npt.NDArray[np.bool_] | None") -> None:
@@ -281,6 +299,13 @@ def _check_int(name: str, value: Any, least: int) -> None:
         raise MetadataError(name, None, value, f"an int between {least} and {INT32_MAX}")
 
 
+def _flag(name: str, value: Any) -> bool:
+    flag = value if type(value) is bool else as_flag(value)
+    if flag is None:
+        raise MetadataError(name, None, value, "True or False")
+    return flag
+
+
 @functools.cache
 def _kind(dtype: Any) -> str:
     """A dtype's name; kept, since NumPy takes a microsecond to spell one."""
@@ -323,6 +348,48 @@ def _int32(name: str, values: Any, row: int | None = None) -> "IntArray":
         i = int(bad.argmax())
         raise MetadataError(name, i if row is None else (row, i), int(array[i]), f"between {least} and {INT32_MAX}")
     return array.astype(np.int32)
+
+
+def _table(rows: "Sequence[Sequence[int]] | Sequence[IntArray] | IntArray") -> "IntArray":
+    """A block table, ragged or not, as [R, B] int32, short rows filled up with -1; always a copy.
+
+    Plain integers are converted all at once. Whatever is none is looked at row by row, for an error that names its place.
+    """
+    import numpy as np
+
+    if isinstance(rows, np.ndarray) and rows.ndim == 2 and rows.dtype.kind in "iu" and _fits_int32(rows):
+        return rows.astype(np.int32)
+    rows = list(rows)
+    flat = _joined(rows)
+    if flat is None:
+        flat = np.concatenate([np.empty(0, np.int32), *(_int32("block_table", row, i) for i, row in enumerate(rows))])
+    lens = np.fromiter(map(len, rows), np.int64, len(rows))
+    table = np.full((len(rows), int(lens.max(initial=0))), -1, np.int32)
+    if table.size == flat.size:
+        table[:] = flat.reshape(table.shape)
+    else:
+        table[np.arange(table.shape[1]) < lens[:, None]] = flat
+    return table
+
+
+def _joined(rows: list[Any]) -> "IntArray | None":
+    """The entries of all rows one after the other as int32, or None where they are not plainly integers of 32 bits."""
+    import numpy as np
+
+    if rows and all(isinstance(row, np.ndarray) and row.ndim == 1 and row.dtype.kind in "iu" for row in rows):
+        flat = np.concatenate(rows)
+        return flat.astype(np.int32) if flat.dtype.kind in "iu" and _fits_int32(flat) else None
+    if not {*map(type, rows)} <= {list, tuple, range} or any(type(row[0]) is bool for row in rows if row):
+        return None
+    packed = {n: struct.Struct(f"{n}i").pack for n in {*map(len, rows)}}
+    try:  # the fastest conversion of a list of ints that takes nothing but integers, and none that is too large
+        return np.frombuffer(b"".join([packed[len(row)](*row) for row in rows]), np.int32)
+    except struct.error:
+        return None
+
+
+def _fits_int32(numbers: "IntArray") -> bool:
+    return not numbers.size or (int(numbers.min()) > -INT32_MAX - 2 and int(numbers.max()) <= INT32_MAX)
 
 
 def slots_of(block_table: "IntArray", request: "IntArray", position: "IntArray", block_size: int) -> "IntArray":

@@ -8,11 +8,13 @@ served is refused before any weight is loaded.
 from abc import abstractmethod
 from typing import Any, ClassVar, TypeVar
 
+from attn.arrays import framework_of
 from attn.backends.abstract import AttentionBackend, AttentionImpl, AttentionType
 from attn.backends.arguments import (
     Window,
     check_attn_type,
     check_heads,
+    check_per_head,
     check_scale,
     check_soft_cap,
     layer_features,
@@ -20,9 +22,9 @@ from attn.backends.arguments import (
     window_pair,
 )
 from attn.backends.metadata import AttentionMetadata
-from attn.capabilities import Feature, Request
-from attn.dtypes import kv_cache_row
-from attn.errors import ShapeError
+from attn.capabilities import Device, Feature, Request
+from attn.dtypes import PER_TOKEN_HEAD, dtype_name, kv_cache_row
+from attn.errors import DTypeError, ShapeError
 
 Array = Any
 T = TypeVar("T", bound=AttentionMetadata)
@@ -33,8 +35,31 @@ def check_built(backend: type[AttentionBackend], attn_metadata: Any, wanted: typ
     if not isinstance(attn_metadata, wanted):
         raise TypeError(
             f"{backend.get_name()}: attn_metadata is a {type(attn_metadata).__name__}: build it from the neutral batch with "
-            "backend.get_builder_cls()(layer.kv_cache_spec).build(0, batch)"
+            "layer.build(batch)"
         )
+
+
+def check_array(backend: type[AttentionBackend], what: str, array: Any, framework: str) -> None:
+    """Raise TypeError unless `array` is one of the framework; jax takes NumPy's too."""
+    try:
+        found = framework_of(array)
+    except TypeError:
+        raise TypeError(f"{backend.get_name()}: {what} is a {type(array).__name__}: must be an array of {framework}") from None
+    if found != framework and (found, framework) != ("numpy", "jax"):
+        raise TypeError(
+            f"{backend.get_name()}: {what} is an array of {found}: must be one of {framework}, as the layer is "
+            "(attn.arrays.to_framework converts it; layer.impl(layer, ...) takes arrays of any framework)"
+        )
+
+
+def cache_dtype_error(impl: Any, query: Any, kv_cache: Any, needed: Any) -> DTypeError:
+    """What to say of a cache whose elements are not the `needed` ones: whose dtype is wrong, the cache's or the query's."""
+    name, own = impl.backend.get_name(), impl.layer_dtype
+    found, held = dtype_name(query.dtype), dtype_name(kv_cache.dtype)
+    if own is not None and impl.kv_cache_dtype == "auto" and held == own != found:
+        way_out = f"cast the query, or build the layer with dtype={found!r}"
+        return DTypeError(f"{name}: query has dtype {found}, the layer is one of {own}: {way_out}")
+    return DTypeError(f"{name}: kv_cache has dtype {held}: kv_cache_dtype={impl.kv_cache_dtype} needs {dtype_name(needed)}")
 
 
 def check_block_size(name: str, block_size: int, expected: int | None) -> None:
@@ -45,6 +70,16 @@ def check_block_size(name: str, block_size: int, expected: int | None) -> None:
 
 class PagedBackend(AttentionBackend):
     """A cache with keys and values apart, a token's heads side by side."""
+
+    @classmethod
+    def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
+        why = super().why_not(request, device)
+        if request.kv_cache_dtype in PER_TOKEN_HEAD and request.block_size and request.num_kv_heads:
+            codes = request.block_size * request.num_kv_heads * request.head_size
+            if codes % 4:  # the float32 scales that follow them would not be aligned
+                sizes = f"block_size={request.block_size} num_kv_heads={request.num_kv_heads} head_size={request.head_size}"
+                why.append(f"{sizes} (kv_cache_dtype={request.kv_cache_dtype} supports multiples of 4 as their product)")
+        return why
 
     @staticmethod
     def get_kv_cache_shape(
@@ -91,7 +126,8 @@ class PagedImpl(AttentionImpl[T]):
         and `UnsupportedError` with this backend's reasons for what it does not serve.
         """
         self.num_heads, self.num_kv_heads, self.head_size = check_heads(num_heads, num_kv_heads, head_size)
-        self.scale = check_scale(scale, head_size)
+        self.signed_scale = check_scale(scale, head_size)
+        self.scale = abs(self.signed_scale)  # kernels get the magnitude; the template negates the query (`fold_sign`)
         self.attn_type = check_attn_type(attn_type)
         self.window = window_pair(sliding_window, attn_type)
         self.logits_soft_cap = check_soft_cap(logits_soft_cap)
@@ -119,9 +155,10 @@ class PagedImpl(AttentionImpl[T]):
         )
 
     def _per_head(self, name: str, values: Any) -> Array | None:
-        """[H] float32, or None. Raises `ShapeError`."""
+        """[H] float32, or None. Raises `ShapeError`, and ValueError as `check_per_head`."""
         if values is None:
             return None
+        check_per_head(name, values)
         array = self._float32(values)
         if tuple(array.shape) != (self.num_heads,):
             raise ShapeError(f"{name} has shape {list(array.shape)}: must be [{self.num_heads}], one a query head")

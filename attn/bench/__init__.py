@@ -12,6 +12,7 @@ is marked, and a verdict says whether something else would have been faster. `at
 
 from attn.bench.case import CPU_SUITE, LIMITS, MLA_CPU_SUITE, MLA_SUITE, SUITE, Case, Timing, flops, grammar, nbytes, parse
 from attn.bench.judge import Change, Verdict, compare, judge, ranking, verdicts
+from attn.bench.roofline import chart
 from attn.bench.rows import Bench, Entry, Refusal, Report, Row, entrants, measured, open_bench, plan
 from attn.preferences import MARGIN
 
@@ -31,6 +32,7 @@ __all__ = [
     "Row",
     "Timing",
     "Verdict",
+    "chart",
     "compare",
     "entrants",
     "flops",

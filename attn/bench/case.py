@@ -4,6 +4,7 @@ A batch is `[count]q<new tokens>[k][s<tokens in the cache>[k]]`, joined by `_`, 
 decodes, `2q2k_32q1s1k` two prompts beside 32 decodes. The grammar is that of vLLM's benchmarks/attention_benchmarks.
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -97,7 +98,7 @@ class Case:
         return " ".join(words)
 
 
-#: The rows of the table in benchmarks/NOTES.md: decode, long decode, speculative, prefill, mixed.
+#: The rows of the table in benchmarks/notes/triton.md: decode, long decode, speculative, prefill, mixed.
 SUITE = (
     Case("64q1s4k"), Case("16q1s32k", "64/8", block_size=64), Case("128q1s2k"), Case("q1s32k"), Case("64q1s4k", "64/8", 64),
     Case("16q4s1k"), Case("4q4k"), Case("4q4k", block_size=128), Case("2q2k_32q1s1k"), Case("1q512s8k_63q1s4k"),
@@ -117,22 +118,23 @@ MLA_CPU_SUITE = tuple(Case.latent(case.batch, heads="8", dtype="float32") for ca
 
 @dataclass(frozen=True)
 class Timing:
-    """What a wing measures. Milliseconds of a call: median and percentiles with a cache full of lines to write back, and the
-    median with a clean one; microseconds of the host: to build a batch's metadata, and to launch one call.
+    """One kernel's time, with its relative RMS error (NaN: not compared). None: not measured here.
 
-    `replayed`: the call is a captured graph (torch) or one compiled program (jax). `call_ms` is the time of the call as
-    eager torch makes it (None: nobody makes it so). `kernel_ms` is what the work alone takes, without launches: the sum of a
-    GPU's kernels, the time inside torch's operators on a CPU, what one more attention adds to a compiled program. None: not
-    to be told here.
+    Milliseconds of a call: median and percentiles with a cache full of lines to write back (`ms`), and the median with a
+    clean one (`ms_clean`). Microseconds of the host: to build a batch's metadata, and to launch one call.
+
+    `replayed`: the call is a captured graph (torch) or one compiled program (jax). `call_ms` is the time of the call in eager
+    torch. `kernel_ms` is the work alone, without launches: the sum of a GPU's kernels, the time inside torch's operators on
+    a CPU, what one more attention adds to a compiled program.
     """
 
     ms: float
     ms_p20: float
     ms_p80: float
-    ms_clean: float
-    build_us: float
-    host_us: float
-    error: float
+    ms_clean: float | None = None
+    build_us: float | None = None
+    host_us: float | None = None
+    error: float = math.nan
     replayed: bool = False
     call_ms: float | None = None
     kernel_ms: float | None = None

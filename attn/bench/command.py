@@ -4,18 +4,23 @@ import argparse
 import datetime
 import json
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from attn.backends.registry import BLOCKSPARSE
+from attn.backend_enum import off_paths
+from attn.backends.registry import BLOCKSPARSE, AttentionBackendEnum
+from attn.bench import dense, workloads
 from attn.bench import rows as bench_rows
-from attn.bench import show, workloads
 from attn.bench.case import CPU_SUITE, LIMITS, MLA_CPU_SUITE, MLA_SUITE, SUITE, Case, parse
 from attn.bench.judge import compare, judge, verdicts
+from attn.bench.roofline import draw
 from attn.bench.rows import BENCHES, Bench, Entry, Report, measured, open_bench, plan
+from attn.pictures.picture import check_file, check_writable
 from attn.platforms import default_framework, platform_for
+from attn.progress import Display, display
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -85,18 +90,16 @@ def run(args: argparse.Namespace) -> int:
     """1 when some row is not right (judging a file: or a choice lost; comparing: or something became slower), else 0."""
     if args.batches[:1] == ["compare"]:
         return _compared(args.batches[1:])
-    if args.plot:
-        from attn.pictures.picture import check_file
-
-        check_file(args.plot)  # before anything is measured
+    if args.plot:  # before anything is measured
+        check_file(args.plot)
+    if args.json:
+        check_writable(args.json)
     if args.judge:
         return _judged_file(args.judge, args.plot)
     if args.registry == "diffusion":
-        from attn.diffusion import bench as dense
-
         if args.mla:
             raise ValueError("--mla beside --registry diffusion: latent layers have a paged cache")
-        return dense.run(args, draw)
+        return dense.run(args)
     asked, without = (text.split(",") if text else [] for text in (args.peers, args.without))
     wings = frameworks_of(args)
     if len(wings) > 1:  # else jax takes three quarters of a GPU's memory when it is first asked for a device
@@ -114,6 +117,8 @@ def run(args: argparse.Namespace) -> int:
     for name, value in report.about.items():
         told = ", ".join(f"{n} {v}" for n, v in value.items()) if isinstance(value, dict) else value
         print(f"{name}: {told}")
+    for line in off_paths(AttentionBackendEnum, [entry.backend for entry in entries if not entry.refused]):
+        print(line)
     print(bench_rows.header())
     measure(entries, benches, report, args.limit, args.json)
     found = report.to_dict()["rows"]
@@ -146,7 +151,8 @@ def frameworks_of(args: argparse.Namespace) -> dict[str, list[str]]:
 
 def wing_of(name: str) -> str | None:
     """The wing of a backend by name; None for a peer, which is the default wing's."""
-    from attn.selector import backend_name_to_enum, wing_of_backend
+    from attn.choice import wing_of_backend
+    from attn.selector import backend_name_to_enum
 
     member = backend_name_to_enum(name)
     return None if member is None else wing_of_backend(member)
@@ -171,28 +177,20 @@ def measure(
     The file is written after each case: a kernel that hangs must not cost the rows before it.
     """
     begin = 0
-    with show.display(len(entries)) as display:
+    with display(Display(), *([sys.stdout, sys.stderr] if len(entries) > 1 else [])) as shown:
+        shown.begin("", len(entries))
         if entries:
-            display.step(0, f"{entries[0].case.batch} {entries[0].backend}")
+            shown.step(0, f"{entries[0].case.batch} {entries[0].backend}")
         for index, row in enumerate(measured(entries, benches, limit)):
             report.rows.append(row)
-            display.say(str(row))
+            shown.say(str(row))
             rest = entries[index + 1 :]
-            display.step(index + 1, f"{rest[0].case.batch} {rest[0].backend}" if rest else "")
+            shown.step(index + 1, f"{rest[0].case.batch} {rest[0].backend}" if rest else "")
             if not rest or (rest[0].case, rest[0].framework) != (row.case, row.framework):
                 for verdict in verdicts([row.to_dict() for row in report.rows[begin:]]):
-                    display.say(f"-> {verdict}")
+                    shown.say(f"-> {verdict}")
                 begin = len(report.rows)
                 report.write(file)
-
-
-def draw(file: str | None, report: dict[str, Any]) -> None:
-    """Roofline and bars of a report, if a file is asked for."""
-    if file:
-        from attn import pictures
-
-        pictures.bench(report).save(file)
-        print(f"drawn: {file}")
 
 
 # files

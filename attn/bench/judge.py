@@ -39,14 +39,29 @@ class Verdict:
         return said + (f"; of the rest, {self.peer} by {100 * self.ahead:.1f} %" if self.ahead > MARGIN else "")
 
 
+def case_of(row: Mapping[str, Any]) -> str:
+    """The case of a row as a report holds it: the shape of a dense one, else the batch and its layer."""
+    return str(row["shape"] if "shape" in row else Case.of(row))
+
+
+def timed(row: Mapping[str, Any]) -> bool:
+    """Whether the row has a time that counts."""
+    return bool(row.get("right")) and bool(row.get("ms"))
+
+
+def _beside(row: Mapping[str, Any]) -> bool:
+    """Whether the selector could not have taken the row's kernel: a peer, or a backend that is approximate by declaration."""
+    return bool(row.get("peer")) or not row.get("exact", True)
+
+
 def _by_case(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The right rows of each case and wing, since a choice is one of its wing's."""
+    """The timed rows of each case and framework, since a choice is made within one framework."""
     wings = {row.get("framework", "torch") for row in rows}
     found: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
-        if row.get("right") and "ms" in row:
+        if timed(row):
             wing = f" ({row.get('framework', 'torch')})" if len(wings) > 1 else ""
-            found.setdefault(f"{Case.of(row)}{wing}", []).append(row)
+            found.setdefault(f"{case_of(row)}{wing}", []).append(row)
     return found
 
 
@@ -62,8 +77,8 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> list[Verdict]:
         choice = next((row for row in right if row.get("chosen")), None)
         if choice is None:
             continue
-        first = min((row for row in right if not row["peer"]), key=lambda row: row["ms"])
-        peer = min((row for row in right if row["peer"]), key=lambda row: row["ms"], default=None)
+        first = min((row for row in right if not _beside(row)), key=lambda row: row["ms"])
+        peer = min((row for row in right if _beside(row)), key=lambda row: row["ms"], default=None)
         more = {} if peer is None else {"peer": peer["backend"], "ahead": choice["ms"] / peer["ms"] - 1}
         behind = choice["ms"] / first["ms"] - 1
         found.append(Verdict(case, choice["backend"], choice["ms"], first["backend"], behind, apart(first, choice), **more))
@@ -77,7 +92,7 @@ def ranking(rows: Sequence[dict[str, Any]]) -> list[tuple[str, int, float, float
     """
     ratios: dict[str, list[tuple[float, str]]] = {}
     for case, right in _by_case(rows).items():
-        own = [row for row in right if not row["peer"]]
+        own = [row for row in right if not _beside(row)]
         for row in own:
             ratios.setdefault(row["backend"], []).append((row["ms"] / min(r["ms"] for r in own), case))
     found = [
@@ -136,26 +151,19 @@ def compare(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -
     found = []
     for key in dict.fromkeys([*first, *second]):
         a, b = first.get(key), second.get(key)
-        if a is not None and b is not None and _timed(a) and _timed(b):
+        if a is not None and b is not None and timed(a) and timed(b):
             split = apart(b, a) or apart(a, b)
             found.append(Change(key[1], key[2], a["ms"], b["ms"], b["ms"] / a["ms"], split))
             continue
         said = f"{_outcome(a)} in the first, {_outcome(b)} in the second"
-        times = [row["ms"] if row is not None and _timed(row) else None for row in (a, b)]
+        times = [row["ms"] if row is not None and timed(row) else None for row in (a, b)]
         found.append(Change(key[1], key[2], times[0], times[1], None, said=said))
     return found
 
 
 def _by_name(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, str, str], dict[str, Any]]:
-    """Rows by (wing, case, backend); those of the dense family name their case by its shape."""
-    return {
-        (row.get("framework", "torch"), str(row["shape"] if "shape" in row else Case.of(row)), row["backend"]): row
-        for row in rows
-    }
-
-
-def _timed(row: Mapping[str, Any]) -> bool:
-    return bool(row.get("right")) and bool(row.get("ms"))
+    """Rows by (framework, case, backend)."""
+    return {(row.get("framework", "torch"), case_of(row), row["backend"]): row for row in rows}
 
 
 def _outcome(row: Mapping[str, Any] | None) -> str:

@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     for entry in kept:
         told = preferences.consulted(select(entry.request, framework=framework, measured=False), [entry], file.name)
         print(f"{entry.request}: {told.name}; {told.measured}")
-    where = "1" if file == preferences.place(device) else str(file)
+    where = "1" if file == preferences.place(device) else str(file.absolute())
     print(f"selection follows it with ATTN_PREFERENCES={where}" + (" (set)" if preferences.on() else ""))
     return 0 if report.right else 1
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from attn.demo.batcher import Batcher, GenerationRequest, Plan
 from attn.demo.checkpoint import ModelConfig
 from attn.errors import AttnError, BackendLoadError, UnsupportedError
-from attn.imports import installed, resolve_obj_by_qualname
+from attn.imports import installed, pip_install, resolve_obj_by_qualname
 from attn.verdicts import Selection
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def load_runner(
     backend, or not the one asked for, serves the model, and ValueError for an unknown backend: one line each.
     """
     if absent := missing(framework):
-        raise BackendLoadError(f"{' and '.join(absent)} not installed: pip install 'attn[{framework}]'")
+        raise BackendLoadError(f"{' and '.join(absent)} not installed: {pip_install(framework)}")
     make = resolve_obj_by_qualname(f"attn.demo.{framework}_llama.Runner")
     try:
         return make(config, weights, batcher, dtype=dtype, backend=backend)

@@ -8,6 +8,7 @@ gives it, token for token: else the first token that differs is shown, and the e
 import argparse
 import dataclasses
 import json
+import sys
 import time
 from collections.abc import Sequence
 from itertools import cycle, islice
@@ -16,19 +17,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from attn.demo import progress
 from attn.demo.batcher import Batcher, GenerationRequest
 from attn.demo.checkpoint import ModelConfig, load_config, load_tokenizer, load_weights
 from attn.demo.dense import Dense, dense_forward
 from attn.demo.engine import FRAMEWORKS, SHIPPED_MODEL, Runner, TextStream, load_runner, missing, serve
 from attn.demo.prompts import PROMPTS
 from attn.errors import AttnError
-from attn.imports import resolve_obj_by_qualname
+from attn.imports import pip_install, resolve_obj_by_qualname
+from attn.progress import Display, Lines, Quiet, display
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _TEXTS = 3  # requests whose text is shown while it is written
+_WIDTH = 100  # characters of such a text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -96,8 +98,8 @@ def run(args: argparse.Namespace) -> int:
     weights = load_weights(args.model, config)
     if not missing("torch"):  # a model this small is served faster by one thread than by several that wait for each other
         resolve_obj_by_qualname("torch.set_num_threads")(args.threads)
-    with progress.display(args.json) as display:
-        display.say(
+    with display(Quiet()) if args.json else display(Lines(), sys.stdout, transient=False) as shown:
+        shown.say(
             f"{len(prompts)} requests of {min(map(len, prompts))} to {max(map(len, prompts))} tokens need {sum(needs)} "
             f"blocks of {args.block_size} tokens if all run at once; the cache has {num_blocks}."
         )
@@ -107,17 +109,17 @@ def run(args: argparse.Namespace) -> int:
             requests = [batchers[0].submit(prompt, args.max_new_tokens) for prompt in prompts]
             began = time.perf_counter()
             runner = load_runner(framework, config, weights, batchers[0])
-            display.say(f"\n{runner.selection}")
+            shown.say(f"\n{runner.selection}")
             _warm_up(runner, batchers[1], prompts[0])
             startup_seconds = time.perf_counter() - began
-            served.append(_served(runner, batchers[0], requests, tokenizer, display, startup_seconds))
+            served.append(_served(runner, batchers[0], requests, tokenizer, shown, startup_seconds))
         began = time.perf_counter()
         judge, forward = dense_forward(args.model, config, weights)
-        display.begin(judge, len(prompts))
+        shown.begin(judge, len(prompts))
         divergences = []
         for i in range(len(prompts)):
             divergences += _judged(forward, i, served)
-            display.step(i + 1, len(prompts), "texts judged", list)
+            shown.step(i + 1, "texts judged")
         dense_seconds = time.perf_counter() - began
     agreeing = len(prompts) - len({divergence.request for divergence in divergences})
     if args.json:
@@ -146,7 +148,7 @@ def _frameworks(asked: str | None) -> list[str]:
         return names
     names = [name for name in FRAMEWORKS if not missing(name)]
     if not names:
-        raise AttnError("no framework is installed: pip install 'attn[torch]' or 'attn[jax]'")
+        raise AttnError(f"no framework is installed: {pip_install('torch')}, or {pip_install('jax')}")
     return names
 
 
@@ -185,28 +187,28 @@ def _served(
     batcher: Batcher,
     requests: list[GenerationRequest],
     tokenizer: "Tokenizer",
-    display: progress.Display,
+    shown: Display,
     startup_seconds: float,
 ) -> Served:
     streams = [TextStream(tokenizer, request) for request in requests]
 
     def texts() -> list[str]:
-        shown = [request.request_id for request in batcher.running[:_TEXTS]]
-        for i in shown:
+        running = [request.request_id for request in batcher.running[:_TEXTS]]
+        for i in running:
             streams[i].read()
-        return [f"{i:>4}: {_one_line(streams[i].text)}" for i in shown]
+        return [f"{i:>4}: {_one_line(streams[i].text)}" for i in running]
 
     most_waiting = 0
-    display.begin(runner.framework, sum(request.max_new_tokens for request in requests))
+    shown.begin(runner.framework, sum(request.max_new_tokens for request in requests))
     began = time.perf_counter()
     for _ in serve(runner, batcher):
         stats, seconds = batcher.stats, time.perf_counter() - began
         most_waiting = max(most_waiting, len(batcher.waiting))
-        display.step(
+        shown.step(
             stats.generated_tokens,
-            sum(len(r.output) if r.finish_reason else r.max_new_tokens for r in requests),
             f"{stats.generated_tokens / seconds:6.0f} tokens/s {len(batcher.running):>3} running "
             f"{len(batcher.waiting):>3} waiting {stats.preemptions:>3} sent back",
+            sum(len(r.output) if r.finish_reason else r.max_new_tokens for r in requests),
             texts,
         )
     return Served(runner, requests, batcher, most_waiting, startup_seconds, time.perf_counter() - began)
@@ -214,7 +216,7 @@ def _served(
 
 def _one_line(text: str) -> str:
     """The end of `text`, line breaks shown as such."""
-    return " ".join(text.split())[-progress.WIDTH :]
+    return " ".join(text.split())[-_WIDTH:]
 
 
 def _judged(forward: Dense, index: int, served: Sequence[Served]) -> list[Divergence]:

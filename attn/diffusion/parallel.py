@@ -1,6 +1,9 @@
-"""Which heads a member of a group holds, when a group shares a sequence: the rules that both trees refuse by."""
+"""What each member of a group runs when the group shares a sequence: its heads and features, and what is refused."""
 
-from attn.backends.arguments import check_heads
+from collections.abc import Collection
+
+from attn.backends.arguments import check_flag, check_heads, list_of_names
+from attn.capabilities import Feature
 from attn.errors import ShapeError, UnsupportedError
 
 STRATEGIES = ("ulysses", "ring")
@@ -18,10 +21,15 @@ def share_heads(
         raise ValueError(f"strategy={strategy!r} is unknown; known: {', '.join(STRATEGIES)}")
     num_heads, num_kv_heads, head_size = check_heads(num_heads, num_kv_heads, head_size)
     if strategy == "ring":
-        if causal:
+        if check_flag("causal", causal):
             raise UnsupportedError(f"ring: a causal layer is not supported ({members} would wait for each other): take ulysses")
         return num_heads, num_kv_heads, head_size
     for name, heads in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
         if heads % size:
             raise ShapeError(f"{name}={heads} over {size} {members}: Ulysses needs a multiple (ring does not)")
     return num_heads // size, num_kv_heads // size, head_size
+
+
+def wanted_features(strategy: str, features: Collection[str]) -> tuple[str, ...]:
+    """What the layer that each member runs must serve: for a ring the log-sum-exp, by which partial results are merged."""
+    return (*list_of_names("features", features), *((Feature.LSE.value,) if strategy == "ring" else ()))

@@ -2,28 +2,24 @@
 
 A model has layers of different roles: a name of its own ("audio_to_video"), or one of the categories self, cross and
 joint. `DiffusionAttentionConfig` says what is wanted for each; the choice tells who made it (`Selection.source`):
-`argument`, `per_role[...]`, `per_category[...]`, `default`, ATTN_DIFFUSION_BACKEND, or `priority`. What is asked for by
-name is obeyed or refused with reasons, never replaced.
+`argument`, `per_role[...]`, `per_category[...]`, `default`, ATTN_DIFFUSION_BACKEND, or `priority`. How a choice is made is
+the same in all registries (`attn.choice`).
 """
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from attn import envs, plugins
-from attn.backend_enum import ranked
-from attn.backends.arguments import list_of_names, positive_int
-from attn.capabilities import Candidate, Device
+from attn.backends.arguments import check_flag, list_of_names, positive_int
+from attn.capabilities import Device
+from attn.choice import VARIABLES, asked_for, decide, place_of
 from attn.diffusion.backends.abstract import ROLES, DiffusionAttentionBackend, DiffusionRequest
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.dtypes import dtype_name, framework_of_dtype
-from attn.logger import init_logger
-from attn.platforms import Platform, default_framework, platform_for
-from attn.verdicts import Selection, choose
+from attn.platforms import Platform
+from attn.verdicts import Selection
 
-logger = init_logger(__name__)
-
-ENV_VAR = "ATTN_DIFFUSION_BACKEND"
+(ENV_VAR,) = VARIABLES[DiffusionAttentionBackendEnum]
 Name = DiffusionAttentionBackendEnum | str
 
 
@@ -71,8 +67,8 @@ def make_diffusion_request(
         num_heads=None if num_heads is None else positive_int("num_heads", num_heads),
         num_kv_heads=None if num_kv_heads is None else positive_int("num_kv_heads", num_kv_heads),
         error_budget=float(error_budget),
-        causal=bool(causal),
-        key_mask=bool(key_mask),
+        causal=check_flag("causal", causal),
+        key_mask=check_flag("key_mask", key_mask),
         rows=None if rows is None else positive_int("rows", rows),
         keys=None if keys is None else positive_int("keys", keys),
     )
@@ -97,22 +93,11 @@ def select_diffusion(
     that nobody serves is a `Selection` without a winner (`require()` raises).
     """
     category = _check_category(category if category is not None else role if role in ROLES else "self")
-    plugins.load()
-    wing = framework or (device.framework if device else None) or default_framework()
-    platform = platform or platform_for(wing, device.platform if device else None)
-    device = device or platform.device()
-    wanted, source = _asked(backend, config, role, category)
-    if wanted is not None:
-        return _logged(choose([_as_member(wanted, source).candidate()], request, device, source), role)
-    out = {_as_member(name).name: "the caller" for name in list_of_names("disable", disable)}
-    for name in envs.read_list("ATTN_DISABLE") or ():
-        if name in DiffusionAttentionBackendEnum:  # the list is shared with the other registries
-            out.setdefault(name, "ATTN_DISABLE")
-    candidates = [
-        Candidate(m.name, problem=f"disabled by {out[m.name]}") if m.name in out else m.candidate()
-        for m in ranked(DiffusionAttentionBackendEnum, platform.diffusion_priorities(request, device))
-    ]
-    return _logged(choose(candidates, request, device), role)
+    wanted = (config or DiffusionAttentionConfig()).resolve(role, category)
+    asked = asked_for(DiffusionAttentionBackendEnum, ((backend, "argument"), wanted))
+    platform, device = place_of(asked, framework, platform, device)
+    order = platform.diffusion_priorities
+    return decide(DiffusionAttentionBackendEnum, request, device, order, asked, disable, role=role)
 
 
 def get_diffusion_attn_backend(
@@ -141,36 +126,7 @@ def get_diffusion_attn_backend(
     return found.require()
 
 
-def _asked(backend: Name | None, config: DiffusionAttentionConfig | None, role: str, category: str) -> tuple[Name | None, str]:
-    if backend is not None:
-        return backend, "argument"
-    wanted, source = (config or DiffusionAttentionConfig()).resolve(role, category)
-    if wanted is not None:
-        return wanted, source
-    name = (envs.read(ENV_VAR) or "").strip()
-    return (name, ENV_VAR) if name else (None, "")
-
-
 def _check_category(category: str) -> str:
     if category not in ROLES:
         raise ValueError(f"category={category!r} is unknown; known: {', '.join(ROLES)}")
     return category
-
-
-def _as_member(backend: Name, source: str = "") -> DiffusionAttentionBackendEnum:
-    if isinstance(backend, DiffusionAttentionBackendEnum):
-        return backend
-    if not isinstance(backend, str):
-        raise TypeError(f"backend must be a DiffusionAttentionBackendEnum member or a name, not {backend!r}")
-    try:
-        member: DiffusionAttentionBackendEnum = DiffusionAttentionBackendEnum[backend]
-    except ValueError as error:
-        raise ValueError(f"{source}={backend}: {error}" if source not in ("", "argument") else str(error)) from None
-    return member
-
-
-def _logged(selection: Selection, role: str) -> Selection:
-    if selection.winner is not None:
-        logger.info_once("Using %s diffusion attention backend for %s on %s.", selection.name, role, str(selection.device))
-    logger.debug("%s", selection)
-    return selection

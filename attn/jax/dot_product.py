@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from attn.arrays import framework_of
+from attn.backends.arguments import check_flag, fold_sign
 from attn.capabilities import Feature
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.diffusion.selector import make_diffusion_request, select_diffusion
@@ -46,6 +47,7 @@ def dot_product_attention(
     [T, N]) float32. One difference: a row that sees no key is 0, with every backend, where `jax.nn` returns a mean of values.
     Raises `UnsupportedError` with every reason, and what `jax.nn` raises for shapes.
     """
+    is_causal, return_residual = check_flag("is_causal", is_causal), check_flag("return_residual", return_residual)
     for name, array in (("query", query), ("key", key), ("value", value)):
         if framework_of(array) not in ("jax", "numpy"):
             raise TypeError(f"{name} is of {framework_of(array)}: must be an array of jax (see attn.arrays.to_framework)")
@@ -81,6 +83,8 @@ def dot_product_attention(
         out, lse = _pallas(query, key, value, scale, is_causal, window, key_value_seq_lengths)
     elif how in ("xla", "cudnn"):
         theirs: Any = jax.nn.dot_product_attention
+        if how == "cudnn" and scale is not None:
+            query, scale = fold_sign(query, scale), abs(scale)
         out, lse = theirs(
             query, key, value, bias, mask, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
             key_value_seq_lengths=key_value_seq_lengths, local_window_size=window, implementation=how, return_residual=True,

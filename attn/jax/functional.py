@@ -7,8 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from attn.capabilities import Feature
-
 
 class Ops:
     """Array operations under the names that `attn.functional` uses; all of them trace."""
@@ -116,10 +114,8 @@ def through_backend(
     from attn.jax.layer import Attention
 
     layer = Attention(**arguments, dtype=query.dtype, features=tuple(features))
-    layer.impl.need_to_return_lse_for_decode = Feature.LSE in features
     cache = layer.new_kv_cache(num_blocks)
     cache = layer.impl.do_kv_cache_update(layer, key, value, cache, jnp.asarray(slots, jnp.int32))
-    backend: Any = layer.backend
-    metadata = backend.get_builder_cls()(layer.kv_cache_spec, config={"bucket": False}).build(0, batch)
+    metadata = layer.builder(config={"bucket": False}).build(0, batch)
     result, _ = jax.jit(layer.impl.apply)(query, None, None, cache, metadata)
-    return result if Feature.LSE in features else (result, None)
+    return result if arguments["return_lse"] else (result, None)

@@ -53,8 +53,8 @@ def check_scale(name: str, value: Any, num_kv_heads: int) -> Any:
 
 
 def encode(x: jax.Array, element: Any, scale: Any = 1.0) -> jax.Array:
-    """x [..., K, D] as a cache of `element` stores it."""
-    if not is_quantised(element):
+    """x [..., K, D] as a cache of `element` stores it; elements of that type are stored already, and stay as they are."""
+    if not is_quantised(element) or x.dtype == element:
         return x.astype(element)
     limit = DTYPES[dtype_name(element)].max
     codes = jnp.clip(divide(x.astype(jnp.float32), jnp.asarray(scale, jnp.float32)[..., None]), -limit, limit)
@@ -94,3 +94,14 @@ def write_pair(
     flat = kv_cache.reshape(2, -1, *kv_cache.shape[3:])
     codes = jnp.stack([encode(key, kv_cache.dtype, k_scale), encode(value, kv_cache.dtype, v_scale)])
     return flat.at[:, drop_pads(slot_mapping, flat.shape[1])].set(codes, mode="drop").reshape(kv_cache.shape)
+
+
+def extent(backend: type[AttentionBackend], kv_cache: jax.Array) -> tuple[int, int]:
+    """(blocks, tokens a block) of a cache in the backend's layout."""
+    num_blocks, block_size = jax.eval_shape(backend.logical_kv_cache, kv_cache)[0].shape[:2]
+    return num_blocks, block_size
+
+
+def load(layer: Any, kv_cache: jax.Array, slots: Any, keys: jax.Array, values: jax.Array, codes: bool) -> jax.Array:
+    """`ChosenLayer.load_pages`, checked: the cache with rows [T, ...] at slots [T]. Codes are what `encode` leaves alone."""
+    return layer.impl.do_kv_cache_update(layer, keys, values, kv_cache, jnp.asarray(slots, jnp.int32))  # type: ignore[no-any-return]

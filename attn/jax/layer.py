@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from attn.backends.arguments import positive_int
 from attn.layers import ChosenAttention, ChosenLayer
 
 
@@ -26,6 +27,19 @@ class ChosenModule(ChosenLayer, nnx.Module):
     @staticmethod
     def _default_dtype() -> Any:
         return jnp.dtype(jnp.float32)
+
+    def new_kv_cache(self, num_blocks: int, device: Any = None, *, layers: int = 1) -> jax.Array:
+        """A zeroed cache of `num_blocks` blocks in this layer's backend's layout, on a device or with a sharding.
+
+        layers: so many caches one after the other along N in one array, for layers in a scan: layer i reads and writes its
+            own with `attn_metadata.of_layer(i)`. Block ids are those of one layer's cache, 0 to num_blocks - 1.
+
+        `build` checks block ids and slots against the largest `num_blocks` so made; a builder that was made before from
+        `kv_cache_spec` checks what it did. Raises ValueError unless both are positive ints.
+        """
+        return self._new_kv_cache(  # type: ignore[no-any-return]
+            positive_int("num_blocks", num_blocks), device, positive_int("layers", layers)
+        )
 
     def _keep_scale(self, name: str, scale: Any) -> None:
         if scale.ndim == 0:

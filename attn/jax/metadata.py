@@ -17,6 +17,7 @@ from jax import export
 from attn import envs
 from attn.arrays import to_framework
 from attn.backends.abstract import AttentionMetadataBuilder
+from attn.backends.arguments import check_flag
 from attn.backends.metadata import INT32_MAX, PAD_SLOT_ID, AttentionMetadata, CommonAttentionMetadata
 from attn.errors import MetadataError, ShapeError
 
@@ -24,7 +25,7 @@ from attn.errors import MetadataError, ShapeError
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PagedAttentionMetadata(AttentionMetadata):
-    """One batch. The first seven are arrays (int32, on the device), the last four are static: they key the compilation."""
+    """One batch. The first seven are arrays (int32, on the device), the last five are static: they key the compilation."""
 
     query_start_loc: jax.Array  # [R + 1], the last entry repeated past num_reqs
     seq_lens: jax.Array  # [R], 0 past num_reqs
@@ -37,6 +38,7 @@ class PagedAttentionMetadata(AttentionMetadata):
     max_seq_len: int = dataclasses.field(default=1, metadata={"static": True})
     causal: bool = dataclasses.field(default=True, metadata={"static": True})
     block_size: int | None = dataclasses.field(default=None, metadata={"static": True})
+    num_blocks: int | None = dataclasses.field(default=None, metadata={"static": True})  # that ids were made for, if known
 
     def pad(self, x: Any) -> jax.Array:
         """Token rows x [t, ...] with zeros below, up to the T rows that this batch was padded to."""
@@ -46,11 +48,25 @@ class PagedAttentionMetadata(AttentionMetadata):
             raise ShapeError(f"x has {x.shape[0]} rows: must be at most {rows}, the batch's padded length")
         return jnp.pad(jnp.asarray(x), ((0, missing), *((0, 0) for _ in x.shape[1:])))
 
-    def of_layer(self, layer: Any, num_blocks: int) -> "PagedAttentionMetadata":
+    def of_layer(self, layer: Any, num_blocks: int | None = None) -> "PagedAttentionMetadata":
         """This batch for layer number `layer` (it may be traced) of caches of `num_blocks` blocks that lie one after the
-        other along N in one array. A scan over layers that carries that array changes it in place; one that takes a
-        stack of caches apart and puts it together again copies every one of them.
+        other along N in one array, as `new_kv_cache(num_blocks, layers=...)` makes it. A scan over layers that carries that
+        array changes it in place; one that takes a stack of caches apart and puts it together again copies every one of
+        them.
+
+        `num_blocks` None: those of the cache that the batch was built for. Raises `MetadataError` for another number than
+        that, since block ids were checked against it (one of another layer's blocks would be taken for this layer's), and
+        where neither is known.
         """
+        known = self.num_blocks
+        if known is not None and num_blocks not in (None, known):
+            bound = (
+                f"{known}, which the batch's block ids were checked against: allocate with new_kv_cache(num_blocks, layers=...)"
+            )
+            raise MetadataError("num_blocks", None, num_blocks, bound)
+        num_blocks = known if num_blocks is None else num_blocks
+        if num_blocks is None:
+            raise MetadataError("num_blocks", None, None, "the number of blocks of one layer's cache")
         skip = jnp.asarray(layer, jnp.int32) * num_blocks
         slots = self.slot_mapping
         if self.block_size is None:
@@ -94,11 +110,11 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
         batch.validate(spec.block_size, None if fast_build else spec.num_blocks)
         if envs.debug("device"):
             batch.on_host().validate(spec.block_size, spec.num_blocks)
-        size = bucket if (self.config or {}).get("bucket", True) else int
+        size = bucket if check_flag("bucket", (self.config or {}).get("bucket", True)) else int
         num_reqs, num_rows, columns = map(size, (batch.num_reqs, batch.slot_mapping.shape[0], batch.block_table.shape[1]))
         starts = batch.query_start_loc if batch.query_start_loc_cpu is None else batch.query_start_loc_cpu
         lens = batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu
-        tree = batch.tree_mask
+        tree = batch.tree_mask if batch.has_trees else None
         arrays = {
             "query_start_loc": _padded(starts, (num_reqs + 1,), None),
             "seq_lens": _padded(lens, (num_reqs,)),
@@ -112,8 +128,9 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
             **jax.device_put(arrays, self.device),
             max_query_len=size(batch.max_query_len),
             max_seq_len=size(batch.max_seq_len),
-            causal=batch.causal,
+            causal=bool(batch.causal),
             block_size=spec.block_size,
+            num_blocks=spec.num_blocks,
         )
 
 

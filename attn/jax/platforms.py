@@ -91,8 +91,8 @@ class TpuPlatform(JaxPlatform):
     def dense(self, request: Request, device: Device) -> tuple[str, ...]:
         return (
             # Pages go to VMEM by DMA and scores never leave it: by libtpu's estimate decode takes less time than HBM needs to
-            # deliver the keys, and the cache is never copied (benchmarks/NOTES.md). It passes the conformance suite in TPU
-            # interpret mode; it has not run on a TPU.
+            # deliver the keys, and the cache is never copied (benchmarks/notes/tpu-paged.md). It passes the conformance suite
+            # in TPU interpret mode; it has not run on a TPU.
             "PALLAS",
             "XLA_ATTN",  # any shape and feature; every chunk's scores travel through HBM
         )

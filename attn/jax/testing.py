@@ -16,7 +16,8 @@ import dataclasses
 import functools
 import io
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import jax
@@ -26,15 +27,24 @@ import numpy.typing as npt
 from jax._src import compiler
 from jax.experimental.pallas import tpu as pltpu
 
+from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.mla.prefill.abstract import MLAContextChunk, MLAPrefillMetadata
 from attn.capabilities import AttentionType, Device, Feature
-from attn.testing import Call, Result, bits, cache_spec, layer_arguments
+from attn.jax.layer import Attention
+from attn.jax.mla_layer import MLAAttention
+from attn.testing import Call, Case, Result, bits, cache_spec, layer_arguments
+from attn.testing.case import Scale
 from attn.testing.prefill import PrefillCall
 
 Array = npt.NDArray[Any]
 
 DMAMode = Literal["on_wait", "eager"]
 DMA_MODES: tuple[DMAMode, ...] = ("on_wait", "eager")
+_RACE = "RACE DETECTED"  #: how the interpreter's report of a race begins
+
+#: XLA's options for programs of the interpreter. The older emitters compile in half of the time. The library of fused
+#: products leaves one that it cannot execute, "BF16 x BF16 = F32", where an operand is a masked transpose.
+_OPTIONS: dict[str, str | bool] = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_experimental_ynn_fusion_type": ""}
 
 
 class KernelRace(RuntimeError):
@@ -51,18 +61,24 @@ def watched(dma_mode: DMAMode) -> Iterator[None]:
         detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan", dma_execution_mode=dma_mode
     )
     pltpu.reset_tpu_interpret_mode_state()  # what a kernel that raised has left
-    said = io.StringIO()  # the interpreter tells of races in print alone
-    with _compiling_in_haste(), pltpu.force_tpu_interpret_mode(params), contextlib.redirect_stdout(said):
-        yield
-    if "RACE DETECTED" in said.getvalue():
-        raise KernelRace(f"dma_execution_mode={dma_mode}: {said.getvalue()[:2000]}")
+    said, cause = io.StringIO(), None
+    try:
+        with compiling_in_haste(), pltpu.force_tpu_interpret_mode(params), contextlib.redirect_stdout(said):
+            yield
+    except jax.errors.JaxRuntimeError as error:  # jax 0.12 raises where it finds a race; before, it printed
+        if _RACE not in str(error):
+            raise
+        cause = error
+    report = f"{said.getvalue()}{cause or ''}"
+    if _RACE in report:
+        raise KernelRace(f"dma_execution_mode={dma_mode}: {report[report.index(_RACE) :][:2000]}") from cause
 
 
 @contextlib.contextmanager
-def _compiling_in_haste() -> Iterator[None]:
-    """A program runs a few times: compiling is what takes the time. XLA's older emitters need half of what its new ones do.
+def compiling_in_haste() -> Iterator[None]:
+    """Compile what is called inside for the interpreter: it runs a few times, and compiling is what takes the time.
 
-    They are named where jax makes XLA's options: those of `jax.jit` are for a program that no other one calls, and a
+    `_OPTIONS` go where jax makes XLA's options: those of `jax.jit` are for a program that no other one calls, and a
     backend's own are called by others. XLA_FLAGS would bind what is not interpreted too.
     """
     hasty = {"jax_disable_most_optimizations": True, "jax_traceback_in_locations_limit": 0}  # locations take a tenth
@@ -70,10 +86,10 @@ def _compiling_in_haste() -> Iterator[None]:
 
     def options(*args: Any, **kwargs: Any) -> Any:
         made = make(*args, **kwargs)
-        made.env_option_overrides = [*made.env_option_overrides, *_older_emitters().items()]
+        made.env_option_overrides = [*made.env_option_overrides, *known.items()]
         return made
 
-    _older_emitters()  # compiles, so before its own options are asked for
+    known = _known_options()  # compiles, so before its own options are asked for
     for name, value in hasty.items():
         jax.config.update(name, value)
     compiler.get_compile_options = options
@@ -86,18 +102,22 @@ def _compiling_in_haste() -> Iterator[None]:
 
 
 @functools.cache
-def _older_emitters() -> dict[str, str | bool]:
-    """The option that asks for them; none of an XLA that does not know it."""
-    option: dict[str, str | bool] = {"xla_cpu_use_fusion_emitters": False}
+def _known_options() -> dict[str, str | bool]:
+    """Those of `_OPTIONS` that this version of XLA knows."""
+    return {name: value for name, value in _OPTIONS.items() if _is_known(name, value)}
+
+
+def _is_known(name: str, value: str | bool) -> bool:
     try:
-        jax.jit(lambda: 0).lower().compile(compiler_options=option)
+        jax.jit(lambda: 0).lower().compile(compiler_options={name: value})
     except jax.errors.JaxRuntimeError:
-        return {}
-    return option
+        return False
+    return True
 
 
 class Runner:
-    """`Runner(backend, device)(call)` runs a call on a backend class; `build` alone constructs the layer."""
+    """`Runner(backend, device)(call)` runs a call on a backend class; `build` alone constructs the layer's implementation,
+    `layer` the layer as a person does, `open` both a layer and a cache that serve several calls."""
 
     def __init__(self, backend: Any, device: Device | None = None) -> None:
         self.backend, self.device = backend, device
@@ -114,30 +134,82 @@ class Runner:
             impl.prefill_features = record.features & {Feature.NAN_SAFE}
         return impl
 
+    def layer(self, call: Call, **changes: Any) -> Any:
+        """The layer of the call as a person builds it, some arguments changed. Raises what its constructor raises."""
+        case = call.case
+        arguments = {
+            "num_heads": case.num_heads,
+            "scale": case.scale,
+            "kv_cache_dtype": case.kv_cache_dtype,
+            "dtype": jnp.dtype(case.dtype),
+            "block_size": case.block_size,
+            "backend": self.backend.get_name(),
+            "features": sorted(case.request().features & self.backend.capabilities.features),
+            "return_lse": case.lse,
+            "k_scale": self._scale(case, case.k_scale),
+        }
+        if case.mla:
+            rank, nope, rope, value = case.mla
+            up = jnp.asarray(call.weights.reshape(rank, -1)).astype(case.dtype)
+            arguments |= {
+                "kv_lora_rank": rank, "qk_nope_head_dim": nope, "qk_rope_head_dim": rope, "v_head_dim": value,
+                "kv_b_proj": SimpleNamespace(kernel=up), "indexer": "given with the call" if case.topk else None,
+            }  # fmt: skip
+        else:
+            plain = layer_arguments(call)
+            names = ("head_size", "num_kv_heads", "alibi_slopes", "sliding_window", "logits_soft_cap", "attn_type")
+            arguments |= {key: plain[key] for key in (*names, "kv_sharing_target_layer_name")}
+            arguments |= {"sinks": None if call.sinks is None else jnp.asarray(call.sinks)}
+            arguments |= {"v_scale": self._scale(case, case.v_scale)}
+        return (MLAAttention if case.mla else Attention)(**{**arguments, **changes})
+
+    def _scale(self, case: Case, scale: Scale) -> Any:
+        """A scale as a person has it: a number, a list, or an array on the device."""
+        return jnp.asarray(scale) if case.data_seed % 2 else list(scale) if isinstance(scale, tuple) else scale
+
     def __call__(self, call: Call) -> Result:
         with self._watch(call):
-            return self._run(call, self._applied(call))
+            return self._opened(call, *self._applied(call))(call)
 
     def captured(self, call: Call) -> Result:
         """The same with the layer jitted as a whole and its cache donated."""
         with self._watch(call, 1):
-            return self._run(call, jax.jit(self._applied(call), donate_argnums=3))
+            apply, build = self._applied(call)
+            return self._opened(call, jax.jit(apply, donate_argnums=3), build)(call)
 
-    def _applied(self, call: Call) -> Any:
-        """The layer as a function of what every call has; MLA's weights and chosen keys are bound."""
+    def open(self, call: Call) -> Callable[[Call], Result]:
+        """The call's layer and its cache, as the call finds it: what is returned runs calls on both, one after another."""
+        step = self._opened(call, *self._applied(call))
+
+        def watched_step(call: Call) -> Result:
+            with self._watch(call):
+                return step(call)
+
+        return watched_step
+
+    def _applied(self, call: Call) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
+        """The layer as a function of what every call has, MLA's weights bound; and what builds its batches."""
+        if call.case.through == "layer":
+            layer = self.layer(call)
+            if call.key_cache is not None:
+                own = layer.new_kv_cache(call.key_cache.shape[0])
+                assert (own.shape, str(own.dtype)) == (self._shape(call), call.case.element)
+
+            def attend(*arrays: Any, k_scale: Any, v_scale: Any, indices: Any) -> Any:
+                return layer(*arrays, indices) if call.case.mla else layer(*arrays)
+
+            return attend, layer.build
         impl = self.build(call)
+        builder = self.backend.get_builder_cls()(cache_spec(call), ["layer"], None, None)
+        build = functools.partial(builder.build, 0)
         if not call.case.mla:
-            return impl.apply
+            return (lambda *arrays, k_scale, v_scale, indices: impl.apply(*arrays, k_scale=k_scale, v_scale=v_scale)), build
         w_uk, w_uv = (w.astype(call.case.dtype) for w in impl.weights())
 
-        def apply(*arrays: Any, k_scale: Any, v_scale: Any) -> Any:
-            indices = None
-            if call.case.topk:
-                missing = arrays[0].shape[0] - len(call.indices)
-                indices = jnp.asarray(np.pad(call.indices, ((0, missing), (0, 0)), constant_values=-1))
+        def apply(*arrays: Any, k_scale: Any, v_scale: Any, indices: Any) -> Any:
             return impl.apply(*arrays, w_uk=w_uk, w_uv=w_uv, k_scale=k_scale, indices=indices)
 
-        return apply
+        return apply, build
 
     def dma_mode(self, call: Call, other: int = 0) -> DMAMode:
         """Which of `DMA_MODES` a call is held to; calls that may share a program have the same one."""
@@ -152,17 +224,50 @@ class Runner:
     def _watch(self, call: Call, other: int = 0) -> contextlib.AbstractContextManager[None]:
         return watched(self.dma_mode(call, other)) if self.is_interpreted else contextlib.nullcontext()
 
-    def _run(self, call: Call, apply: Any) -> Result:
-        case, count = call.case, call.query.shape[0]
-        metadata = self.backend.get_builder_cls()(cache_spec(call), ["layer"], None, None).build(0, call.writable_batch())
-        rows = metadata.slot_mapping.shape[0]
+    def _opened(self, call: Call, apply: Callable[..., Any], build: Callable[[Any], Any]) -> Callable[[Call], Result]:
+        """Calls of `apply` on one cache, which starts as the call finds it."""
+        held = [self._cache(call)]
+
+        def step(call: Call) -> Result:
+            metadata = build(self._batch(call))
+            result, held[0] = apply(*self._arrays(call, metadata), held[0], metadata, **self._extras(call, metadata))
+            return self._result(call, result, held[0])
+
+        return step
+
+    def _extras(self, call: Call, metadata: Any) -> dict[str, Any]:
+        """A cache's scales, and the keys that an indexer chose."""
+        indices = None
+        if call.case.topk:
+            missing = metadata.slot_mapping.shape[0] - len(call.indices)
+            indices = jnp.asarray(np.pad(call.indices, ((0, missing), (0, 0)), constant_values=-1))
+        scales = {name: jnp.asarray(getattr(call.case, name), jnp.float32) for name in ("k_scale", "v_scale")}
+        return {**scales, "indices": indices}
+
+    def _arrays(self, call: Call, metadata: Any) -> list[Any]:
+        """Query, key and value (MLA: query, kv_c and k_pe), padded to the batch's rows and laid out as the case says."""
+        case, rows = call.case, metadata.slot_mapping.shape[0]
         fresh = (call.key, call.value)
         if case.mla and call.key is not None:
             fresh = (call.key[:, 0, : case.mla[0]], call.key[:, 0, case.mla[0] :])
         arrays = [None if x is None else self._rows(x, case.dtype, rows) for x in (call.query, *fresh)]
-        scales = {"k_scale": jnp.asarray(case.k_scale, jnp.float32), "v_scale": jnp.asarray(case.v_scale, jnp.float32)}
-        result, kv_cache = apply(*arrays, self._cache(call), metadata, **scales)
+        return [x.reshape(rows, -1) if x is not None and case.layout == "flat" else x for x in arrays]
+
+    def _batch(self, call: Call) -> CommonAttentionMetadata:
+        """The call's batch with arrays of its own, NumPy's or jax's."""
+        batch, arrays = call.writable_batch(), call.case.arrays
+        if arrays == "numpy":
+            return batch
+        names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping", "tree_mask")
+        held = {name: getattr(batch, name) for name in names}
+        there = {name: None if x is None else jnp.asarray(x) for name, x in held.items()}
+        mirrors = {} if arrays == "device" else {"query_start_loc_cpu": None, "seq_lens_cpu": None}
+        return batch.replace(**there, **mirrors)
+
+    def _result(self, call: Call, result: Any, kv_cache: Any) -> Result:
+        case, count = call.case, call.query.shape[0]
         out, lse = result if isinstance(result, tuple) else (result, None)
+        rows = out.shape[0]
         values = bits.decode(_bits(out), case.dtype).reshape(rows, *call.output_shape[1:])
         keys = vals = None
         spilled = bool(np.any(values[count:] != 0))

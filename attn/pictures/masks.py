@@ -7,6 +7,7 @@ key, so that a picture cannot disagree with the definition.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from attn.backends.arguments import positive_int
 from attn.pictures.picture import HIDDEN, SEEN, SPECIAL, Picture, drawn
 
 _INCHES = 0.16  #: a cell of a mask
@@ -32,11 +33,13 @@ def weights_of(query: Any, key: Any, sinks: Any = None, **rules: Any) -> Any:
 def visible(n: int, m: int | None = None, **rules: Any) -> Any:
     """Which keys each of n queries sees of m (n when None), bool [heads, n, m]; one head unless a rule has more.
 
-    rules are those of `attn.reference.attention`: causal, window, mask, bias, query_positions, key_positions.
+    rules are those of `attn.reference.attention`: causal, window, mask, bias, query_positions, key_positions. Raises
+    ValueError unless n and m are positive ints.
     """
     import numpy as np
 
-    m = n if m is None else m
+    n = positive_int("n", n)
+    m = n if m is None else positive_int("m", m)
     shapes = [np.shape(rules[name]) for name in ("mask", "bias") if rules.get(name) is not None]
     heads = max((shape[0] for shape in shapes if len(shape) == 3), default=1)
     return weights_of(np.zeros((n, heads, 1)), np.zeros((m, heads, 1)), scale=1.0, **rules) > 0
@@ -59,6 +62,7 @@ def mask(n: int, m: int | None = None, *, title: str = "", **rules: Any) -> Pict
 
 def masks(n: int = 12) -> Picture:
     """Every kind of mask that a request can ask for, at n tokens."""
+    n = positive_int("n", n)
     return _panels([(name, kind(n)[0]) for name, kind in KINDS.items()], columns=4)
 
 

@@ -1,11 +1,13 @@
 """A drawn figure: shown by a notebook, saved to a file, and nobody's global state."""
 
+import errno
 import io
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from attn.imports import installed
+from attn.imports import installed, pip_install
 
 #: Colours that stay apart for colour-blind readers and in grey (Okabe and Ito, 2008).
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9", "#f0e442", "#000000")
@@ -52,11 +54,27 @@ def _undated(file: str) -> dict[str, None] | None:
 
 
 def check_file(file: str | Path) -> None:
-    """Raise ValueError unless a picture can be written there, ModuleNotFoundError without matplotlib."""
+    """Raise ValueError for an ending that no picture has, OSError where no file can be written, ModuleNotFoundError without
+    matplotlib: before the work whose result is to be drawn there."""
     if Path(file).suffix not in FORMATS:
         raise ValueError(f"{file}: a picture's file ends in {', '.join(FORMATS)}")
+    check_writable(file)
+    _need_matplotlib()
+
+
+def check_writable(file: str | Path) -> None:
+    """Raise OSError, which names the file, unless one can be written there: its folder must exist."""
+    path = Path(file).absolute()
+    code = errno.ENOENT if not path.parent.is_dir() else errno.EISDIR if path.is_dir() else 0
+    if not code and not os.access(path if path.exists() else path.parent, os.W_OK):
+        code = errno.EACCES
+    if code:
+        raise OSError(code, os.strerror(code), str(file))
+
+
+def _need_matplotlib() -> None:
     if not installed("matplotlib"):
-        raise ModuleNotFoundError("matplotlib is not installed: pip install 'attn[plots]'", name="matplotlib")
+        raise ModuleNotFoundError(f"matplotlib is not installed: {pip_install('plots')}", name="matplotlib")
 
 
 def drawn(
@@ -71,7 +89,7 @@ def drawn(
 
     Raises ModuleNotFoundError without matplotlib.
     """
-    check_file("picture.svg")
+    _need_matplotlib()
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")

@@ -109,6 +109,7 @@ def attention(
     allowed key has out 0 and lse -inf, also with a sink. What is masked is never read: NaN, inf and huge
     numbers there are harmless. A NaN key or value that is attended makes NaN of the rows that attend it.
     """
+    require(isinstance(causal, bool | np.bool_), f"causal={causal!r} must be True or False")
     q, k, v = floats("query", query, 3), floats("key", key, 3), floats("value", value, 3)
     n, num_heads, head_size = q.shape
     m, num_kv_heads, _ = k.shape

@@ -145,7 +145,7 @@ def pack_fp8_ds_mla(kv_c: npt.ArrayLike, k_pe: npt.ArrayLike, *, ue8m0: bool = F
     latent, rope = floats("kv_c", kv_c, 2), floats("k_pe", k_pe, 2)
     check_shape("kv_c", latent, (len(latent), _LATENT))
     check_shape("k_pe", rope, (len(latent), _ROPE))
-    tiles = latent.astype(np.float32).reshape(len(latent), -1, _TILE)
+    tiles = latent.astype(np.float32).reshape(len(latent), _LATENT // _TILE, _TILE)
     with np.errstate(all="ignore"):
         scale = np.abs(tiles).max(axis=-1) / np.float32(448)
         if ue8m0:

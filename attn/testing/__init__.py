@@ -28,7 +28,6 @@ from attn.testing.conformance import (
 )
 from attn.testing.draw import Call, Result, cache_spec, draw, layer_arguments
 from attn.testing.expected import Expected, expect
-from attn.testing.latent import latent_rows
 from attn.testing.rules import Violation, compare
 
 __all__ = [
@@ -48,7 +47,6 @@ __all__ = [
     "conformance_cases",
     "draw",
     "expect",
-    "latent_rows",
     "layer_arguments",
     "run_case",
     "run_conformance",

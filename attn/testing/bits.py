@@ -42,10 +42,12 @@ def encode(values: npt.ArrayLike, element: str, scale: npt.ArrayLike = 1.0, nudg
 
     `nudge` multiplies the values when their scale has been settled: a division that comes out a little different.
     """
+    if element == "float64":
+        return np.asarray(values, np.float64)
     array = np.asarray(values, np.float32)
     if element == PACKED:
         rows = array.reshape(-1, array.shape[-1])
-        return pack_fp8_ds_mla(rows[:, :512], rows[:, 512:]).reshape(*array.shape[:-1], -1)
+        return pack_fp8_ds_mla(rows[:, :512], rows[:, 512:]).reshape(*array.shape[:-1], 656)
     if element in SELF_SCALED:
         code = SELF_SCALED[element]
         own = per_token_head_scales(array, CODES[code]).astype(np.float32)
@@ -64,7 +66,9 @@ def encode(values: npt.ArrayLike, element: str, scale: npt.ArrayLike = 1.0, nudg
 
 
 def decode(stored: Array, element: str) -> Array:
-    """The float32 values of stored bits, before any scale of the layer's."""
+    """The values of stored bits in float32 (float64 for float64), before any scale of the layer's."""
+    if element == "float64":
+        return stored.astype(np.float64)
     if element == PACKED:
         with np.errstate(all="ignore"):
             joined = np.concatenate(unpack_fp8_ds_mla(stored.reshape(-1, stored.shape[-1])), 1)
@@ -80,8 +84,13 @@ def decode(stored: Array, element: str) -> Array:
     return stored.astype(np.float32)
 
 
+def drawn(values: Array, dtype: str) -> Array:
+    """Random float32 values as ones of `dtype`; for float64 such as float32 does not hold."""
+    return values.astype(np.float64) * (1 + 2.0**-30) if dtype == "float64" else rounded(values, dtype)
+
+
 def rounded(values: npt.ArrayLike, dtype: str) -> Array:
-    """`values` rounded to `dtype`, as float32."""
+    """`values` rounded to `dtype`, as float32 (float64 for float64)."""
     return decode(encode(values, dtype), dtype)
 
 

@@ -25,8 +25,10 @@ class Case:
 
     query_lens, seq_lens: new tokens and tokens in the cache (new ones included), one entry a request.
     k_scale, v_scale: of a quantised cache; a tuple has one entry a kv head.
-    sinks: "" (none), "randn", or "log_length": about ln of the longest context, where a sink matters most.
-    tree: width W of a random draft tree for each request; 0 is none.
+    alibi: True for the usual slopes, "randn" for slopes of either sign and zero among them.
+    sinks: "" (none), "randn", "log_length": about ln of the longest context, where a sink matters most, or "infinite": some
+        heads have a sink of -inf (off) or of inf (which takes everything).
+    tree: width W of a random draft tree for each request; 0 is none, -1 a mask [R, 0, 0], which holds no tree.
     mla: (L, Dn, Dr, Dv) of multi-head latent attention: `head_size` is L + Dr then, and num_kv_heads 1; () is none.
     topk: with `mla`, keys that an indexer chose for each row, at most (`Call.indices`); 0 is all.
     sparse: (block_size, local_blocks, vert_stride, homo_head) of a block-sparse pattern (SEMANTICS 4.13); () is none.
@@ -34,9 +36,19 @@ class Case:
     lse: ask for the log-sum-exp too.
     inputs: "randn", "needle" (every query looks for one boundary key), "loud" (scores about 1e4), "far" (one score of
         -524288), "constant" (V is one number), "magnitudes" (queries from 1e-3 to 1e3), "wide" (keys and values beyond
-        what the cache's dtype can hold), "hollow" (every third token's key and value are zeros).
+        what the cache's dtype can hold), "hollow" (every third token's key and value are zeros), "infinite" (keys hold -inf,
+        so that some scores are -inf: for every third request all, else every third key's or the first half's; asked of
+        backends that declare `nan_safe`), "nonfinite" (a NaN or an infinity in some live queries, keys or values; so too).
     poison: what lies in slots and pages that are not in use: "mixed" (NaN and infinities among it), "huge" or "zero".
     shared_prefix: leading tokens that all long enough requests keep in the same physical pages.
+    new: what becomes of the new tokens: "written" to the cache, "cached" (they are there already; the call has no keys of its
+        own), or "shared" (cached, and every request reads the pages of the longest one, its last page too).
+    through: what is called: the implementation ("impl"), or the framework's layer as a person builds it ("layer").
+    arrays: whose the batch's arrays are: "numpy", or on the device with host copies of the lengths ("device") or without any
+        ("bare").
+    layout: how rows lie in memory: "heads" ([T, H, D]), "flat" ([T, H * D]), "fused" (query, key and value are views of one
+        array), "heads_first" (a view of [H, T, D]). A framework whose arrays have no strides has the first two.
+    loose: by how much max_query_len and max_seq_len exceed what the batch needs.
     output_scale: of an output in fp8; None is an output in the query's dtype.
     padding: rows past the last real token, which must be left alone.
     check: the property (`attn.testing.properties`); "oracle" compares with the float64 reference.
@@ -58,7 +70,7 @@ class Case:
     causal: bool = True
     sliding_window: int | Window | None = None
     logits_soft_cap: float | None = None
-    alibi: bool = False
+    alibi: bool | str = False
     sinks: str = ""
     tree: int = 0
     mla: tuple[int, ...] = ()
@@ -70,6 +82,11 @@ class Case:
     inputs: str = "randn"
     poison: str = "mixed"
     shared_prefix: int = 0
+    new: str = "written"
+    through: str = "impl"
+    arrays: str = "numpy"
+    layout: str = "heads"
+    loose: int = 0
     output_scale: float | None = None
     padding: int = 0
     num_blocks: int | None = None
@@ -122,6 +139,11 @@ class Case:
         return kv_cache_element(self.kv_cache_dtype, self.dtype)
 
     @property
+    def cache_scales(self) -> tuple[Scale, Scale]:
+        """What codes of keys and of values are worth; 1 in a cache that stores the numbers themselves, whatever the layer's."""
+        return (self.k_scale, self.v_scale) if self.is_quantized else (1.0, 1.0)
+
+    @property
     def window(self) -> Window:
         """The inclusive pair that `sliding_window` means for this kind of attention."""
         return window_pair(self.sliding_window, self.attn_type)
@@ -143,7 +165,7 @@ class Case:
             Feature.SPARSE_MLA: bool(self.topk),
             Feature.OUTPUT_SCALE: self.output_scale is not None,
             Feature.PER_HEAD_SCALES: isinstance(self.k_scale, tuple) or isinstance(self.v_scale, tuple),
-            Feature.NAN_SAFE: self.is_wild,
+            Feature.NAN_SAFE: self.is_wild or self.inputs == "infinite",
         }
         layer = layer_features(
             self.window, self.logits_soft_cap, self.alibi or None, self.sinks or None, "other" if self.kv_sharing else None

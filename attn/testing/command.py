@@ -4,6 +4,7 @@ python -m attn.testing                             every backend that can run he
 python -m attn.testing XLA_ATTN --level full       one of them, at length
 python -m attn.testing TRITON_ATTN --jobs 16       kernels that compile: one process a core
 python -m attn.testing CPU_ATTN --repro '{...}'    one case, as a failure printed it
+python -m attn.testing CPU_ATTN --fuzz 60 --seed 7  random cases for a minute, each failure made small
 python -m attn.testing --mutants                   which rules and cases kill which planted bug
 """
 
@@ -36,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--jobs", type=int, default=1, metavar="N", help="processes that share the cases (default: %(default)s)")
     add("--part", type=_part, default=(1, 1), metavar="I/N", help="every N-th case from the I-th on")
     add("--record", action="store_true", help="write the outcome into attn/evidence.json")
+    add("--fuzz", type=float, metavar="SECONDS", help="random cases instead of the suite's, for so long in all")
+    add("--seed", type=int, default=0, metavar="N", help="of --fuzz: the same seed draws the same cases (default: %(default)s)")
     add("--repro", metavar="JSON", help="run this one case, on the backends named")
     add("--mutants", action="store_true", help="run the suite on kernels with planted bugs instead")
     add("--json", action="store_true", help="machine-readable output")
@@ -53,6 +56,8 @@ def run(args: argparse.Namespace) -> int:
     """Run what the arguments say; 1 when a case failed, a mutant lived, or a backend that was named ran no case."""
     if args.mutants:
         return _mutants(args.json)
+    if args.fuzz is not None:
+        return _fuzz(args)
     if args.repro is not None:
         return _repro(args.backends, args.repro, args.json)
     if args.registry != "attention":
@@ -66,6 +71,19 @@ def run(args: argparse.Namespace) -> int:
         jobs=args.jobs, part=args.part,
     )  # fmt: skip
     return _told(args, report)
+
+
+def _fuzz(args: argparse.Namespace) -> int:
+    from attn.testing.fuzz import as_json, run_fuzz, told
+
+    if args.registry != "attention":
+        raise ValueError(f"--fuzz draws cases for --registry attention, not for {args.registry}")
+    reports = run_fuzz(args.backends or None, args.fuzz, args.seed, args.jobs, to=sys.stderr)
+    idle = [f"{report.backend}: {report.skipped}" for report in reports if report.skipped and args.backends]
+    if idle:
+        print(f"attn: not examined: {'; '.join(idle)}", file=sys.stderr)
+    ok = not idle and all(report.ok for report in reports)
+    return _done(ok, as_json(reports), "\n".join(told(reports)), args.json)
 
 
 def _told(args: argparse.Namespace, report: Report) -> int:

@@ -29,6 +29,7 @@ from attn.testing.rules import BUDGETS, Score, Violation, lse_budget
 from attn.testing.shrink import minimised
 from attn.testing.subject import Subject, subject_of
 from attn.testing.suite import cases_of, program_of
+from attn.testing.wrong import wrong  # noqa: F401  # a property like the others, by its name
 from attn.verdicts import choose, not_loadable
 
 REFUSAL = "refusal"

@@ -105,6 +105,8 @@ def dense_cases(backend: Any, device: Device | None = None, level: str = "quick"
         replace(plain, name="grouped heads", num_heads=6, num_kv_heads=2),
         replace(plain, name="causal", causal=True, rows=70, keys=70),
         replace(plain, name="explicit scale", scale=0.31),
+        replace(plain, name="negative scale", scale=-0.31),
+        replace(plain, name="negative scale, causal", scale=-0.31, causal=True, rows=70, keys=70),
         replace(plain, name="longer than a tile", rows=130, keys=200, batch=1),
         *(replace(plain, name=f"head size {s}", head_size=s) for s in (32, 80, 96, 128, 256) if supports_size(s, c.head_sizes)),
         *(replace(plain, name=d, dtype=d) for d in c.dtypes if d in BUDGETS),
@@ -128,6 +130,7 @@ def dense_cases(backend: Any, device: Device | None = None, level: str = "quick"
         ]
     if Feature.MASK in c.features:
         found += [replace(plain, name="mask", mask=True), replace(plain, name="mask, grouped", mask=True, num_kv_heads=2)]
+    here = None if device is None or c.device_reasons(device) else device  # elsewhere it is interpreted, or a stand-in
     cases: dict[str, DenseCase] = {}
     for case in found:
         why = backend.why_not_call(**case.asked)
@@ -135,7 +138,7 @@ def dense_cases(backend: Any, device: Device | None = None, level: str = "quick"
             cases[f"refused: {case}"] = replace(case, name=f"refused: {case}", vast=False, refused=tuple(why))
             case = _fitted(case, backend)
         # what is refused in this combination is no case: a provider that is here may serve less than the family
-        if not backend.why_not(case.request(backend.error)):
+        if not backend.why_not(case.request(backend.error), here):
             cases[case.name] = case
     return list(cases.values())
 
@@ -167,7 +170,7 @@ def draw_dense(case: DenseCase) -> DenseCall:
 
     def normal(rows: int, heads: int) -> Array:
         values = rng.standard_normal((case.batch, rows, heads, case.head_size), np.float32)
-        return np.asarray(bits.decode(bits.encode(values, case.dtype), case.dtype), np.float32)
+        return bits.drawn(values, case.dtype)
 
     q, k, v = normal(case.rows, case.num_heads), normal(case.keys, case.num_kv_heads), normal(case.keys, case.num_kv_heads)
     present = None

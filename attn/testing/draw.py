@@ -17,13 +17,14 @@ from attn.backends.metadata import CommonAttentionMetadata, slots_of
 from attn.capabilities import AttentionType
 from attn.dtypes import kv_cache_row
 from attn.reference import alibi_slopes
-from attn.testing.bits import Array, encode, poisoned, rounded
+from attn.testing.bits import Array, drawn, encode, poisoned
 from attn.testing.case import Case, Scale
 
 
 @dataclass
 class Call:
-    """The NumPy arrays of one forward: float32 values already rounded to the case's dtype, caches as stored bits.
+    """The NumPy arrays of one forward: float32 values already rounded to the case's dtype (float64 ones, with digits that
+    float32 has not, for float64), caches as stored bits.
 
     query: [T, H, D]; key, value: [T, K, D] or None (nothing to write); key_cache, value_cache: [N, P, K, D] bits (rows of
     D + 4 bytes where each token and head brings its scale), or None for encoders; alibi_slopes, sinks: [H] float32 or None;
@@ -147,8 +148,8 @@ def layer_arguments(call: Call) -> dict[str, Any]:
 @functools.lru_cache(maxsize=64)
 def _up_projection(mla: tuple[int, ...], num_heads: int, dtype: str, seed: int) -> Array:
     rank, nope, _, value = mla
-    drawn = np.random.default_rng([9, seed]).standard_normal((rank, num_heads, nope + value), np.float32)
-    weights = rounded(drawn * np.float32(rank**-0.5), dtype)
+    values = np.random.default_rng([9, seed]).standard_normal((rank, num_heads, nope + value), np.float32)
+    weights = drawn(values * np.float32(rank**-0.5), dtype)
     weights.setflags(write=False)
     return weights
 
@@ -182,8 +183,9 @@ def draw(case: Case) -> Call:
     rows = total + case.padding
 
     data = [_sequence(case, r) for r in requests]
-    query = np.full((rows, case.num_heads, case.query_size), np.nan, np.float32)
-    key = np.full((rows, case.num_kv_heads, case.head_size), np.nan, np.float32)
+    kind = np.float64 if case.dtype == "float64" else np.float32
+    query = np.full((rows, case.num_heads, case.query_size), np.nan, kind)
+    key = np.full((rows, case.num_kv_heads, case.head_size), np.nan, kind)
     value = key.copy()
     owner = np.repeat(np.arange(len(q_lens)), q_lens)
     position = np.arange(total) - start[owner] + (seq_lens - q_lens)[owner]
@@ -200,7 +202,9 @@ def draw(case: Case) -> Call:
         caches = _filled_caches(case, table, num_blocks, data)
         if case.attn_type == AttentionType.DECODER:
             slots[:total] = slots_of(table, owner, position, case.block_size)
-    crosses = case.attn_type == AttentionType.ENCODER_DECODER
+    has_own = case.attn_type != AttentionType.ENCODER_DECODER and case.new == "written"
+    if not has_own:
+        slots[:] = -1
     if case.kv_sharing:
         key[:], value[:] = np.nan, np.nan
 
@@ -211,8 +215,8 @@ def draw(case: Case) -> Call:
         slot_mapping=slots,
         num_reqs=len(q_lens),
         num_actual_tokens=total,
-        max_query_len=int(q_lens.max(initial=0)) + slack,
-        max_seq_len=min(int(seq_lens.max(initial=0)) + slack, table.shape[1] * case.block_size),
+        max_query_len=int(q_lens.max(initial=0)) + slack + case.loose,
+        max_seq_len=min(int(seq_lens.max(initial=0)) + slack, table.shape[1] * case.block_size) + case.loose,
         causal=case.causal,
         query_start_loc_cpu=start,
         seq_lens_cpu=seq_lens,
@@ -221,11 +225,11 @@ def draw(case: Case) -> Call:
     call = Call(
         case,
         query,
-        None if crosses else key,
-        None if crosses else value,
+        key if has_own else None,
+        value if has_own else None,
         *caches,
         batch,
-        alibi_slopes(case.num_heads).astype(np.float32) if case.alibi else None,
+        _slopes(case),
         _sinks(case),
     )
     for array in (query, key, value, *caches, table, slots, start, seq_lens, tree, call.alibi_slopes, call.sinks):
@@ -250,6 +254,10 @@ def _tables(case: Case, rng: np.random.Generator) -> tuple[Array, int]:
         shares = shared if shared and case.seq_lens[r] - case.query_lens[r] >= case.shared_prefix else 0
         table[r, :shares] = common[:shares]
         table[r, shares:count], free = free[: count - shares], free[count - shares :]
+    if case.new == "shared" and used:
+        longest = table[used.index(max(used))]
+        for row, count in zip(table, used, strict=True):
+            row[:count] = longest[:count]
     return table, num_blocks
 
 
@@ -262,10 +270,11 @@ def _trees(case: Case) -> Array | None:
     """[R, W, W] ancestor-or-self masks, a random tree a request."""
     if not case.tree:
         return None
-    trees = np.zeros((len(case.query_lens), case.tree, case.tree), np.bool_)
+    width = max(case.tree, 0)
+    trees = np.zeros((len(case.query_lens), width, width), np.bool_)
     for r, mask in enumerate(trees):
         rng = np.random.default_rng([6, case.geometry_seed, r])
-        for node in range(case.tree):
+        for node in range(width):
             if node:
                 mask[node] = mask[rng.integers(0, node)]
             mask[node, node] = True
@@ -274,8 +283,9 @@ def _trees(case: Case) -> Array | None:
 
 def _sequence(case: Case, r: int) -> tuple[Array, Array]:
     """(keys, values) [m, K, D] of request r, rounded to the model's dtype; of its own rows for an encoder."""
-    rng = np.random.default_rng([2, case.data_seed, r])
-    m = case.seq_lens[r]
+    shares = case.new == "shared"
+    rng = np.random.default_rng([2, case.data_seed, 0 if shares else r])
+    m = max(case.seq_lens) if shares else case.seq_lens[r]
     shape = (m, case.num_kv_heads, case.head_size)
     key, value = rng.standard_normal(shape, np.float32), rng.standard_normal(shape, np.float32)
     if case.inputs == "far":
@@ -289,15 +299,36 @@ def _sequence(case: Case, r: int) -> tuple[Array, Array]:
         key, value = key * 8.0, value * 200.0
     elif case.inputs == "hollow":
         key[::3], value[::3] = 0.0, 0.0
+    elif case.inputs == "infinite":
+        key[(slice(None), slice(None, None, 3), slice(m // 2))[r % 3], :, case.mla[0] if case.mla else 0] = -np.inf
     if case.shared_prefix:
         common = np.random.default_rng([3, case.data_seed])
         for array in (key, value):
             prefix = common.standard_normal((case.shared_prefix, *shape[1:]), np.float32)
             if m - case.query_lens[r] >= case.shared_prefix:
                 array[: case.shared_prefix] = prefix
+    if case.inputs == "nonfinite":
+        _spoil(case, rng, key, "key")
+        _spoil(case, rng, value, "value")
     if case.mla:
         value = key  # one row is both: what the value is, its weights say
-    return rounded(key, case.dtype), rounded(value, case.dtype)
+    own = slice(case.seq_lens[r])
+    return drawn(key[own], case.dtype), drawn(value[own], case.dtype)
+
+
+def _spoil(case: Case, rng: np.random.Generator, rows: Array, which: str) -> None:
+    """Put a NaN or an infinity into two live elements of rows [n, heads, D], in cases whose data seed chose `which` rows.
+
+    In MLA only rotary numbers: whether an infinite latent makes an infinity or a NaN depends on the order of its products.
+    """
+    if which != ("query", "key", "value")[case.data_seed % 3] or not rows.size or (case.mla and which == "value"):
+        return
+    first = 0
+    if case.mla:
+        first = case.mla[0] if which == "key" else case.mla[1]
+    for _ in range(2):
+        row, head, d = (int(rng.integers(0, size)) for size in (*rows.shape[:2], rows.shape[2] - first))
+        rows[row, head, first + d] = rng.choice((np.inf, -np.inf, np.nan))
 
 
 def _queries(case: Case, r: int, key: Array) -> Array:
@@ -314,9 +345,13 @@ def _queries(case: Case, r: int, key: Array) -> Array:
         query *= np.float32(10.0 ** rng.integers(-3, 4))
     elif case.inputs == "wide":
         query *= 0.05
+    elif case.inputs == "infinite":  # times -inf and the scale that is -inf
+        query[..., case.mla[1] if case.mla else 0] = math.copysign(1.0, case.scale or 1.0)
+    elif case.inputs == "nonfinite":
+        _spoil(case, rng, query, "query")
     elif case.inputs == "needle" and m:
         query = _needles(case, rng, key, n) + 0.25 * query
-    return rounded(query, case.dtype)
+    return drawn(query, case.dtype)
 
 
 def _needles(case: Case, rng: np.random.Generator, key: Array, n: int) -> Array:
@@ -348,7 +383,7 @@ def _filled_caches(case: Case, table: Array, num_blocks: int, data: list[tuple[A
     """Key and value storage [N, P, K, D] with every request's readable context in place and poison elsewhere."""
     shape = (num_blocks, case.block_size, case.num_kv_heads, kv_cache_row(case.kv_cache_dtype, case.head_size))
     caches = tuple(poisoned(shape, case.element, case.poison) for _ in range(2))
-    written_here = case.attn_type == AttentionType.DECODER and not case.kv_sharing
+    written_here = case.attn_type == AttentionType.DECODER and not case.kv_sharing and case.new == "written"
     left = case.window[0]
     for r, (n, m) in enumerate(zip(case.query_lens, case.seq_lens, strict=True)):
         end = max(m - n, 0) if written_here else m
@@ -357,9 +392,18 @@ def _filled_caches(case: Case, table: Array, num_blocks: int, data: list[tuple[A
             continue
         j = np.arange(begin, end)
         page, offset = table[r, j // case.block_size], j % case.block_size
-        for cache, values, scale in zip(caches, data[r], (case.k_scale, case.v_scale), strict=True):
+        for cache, values, scale in zip(caches, data[r], case.cache_scales, strict=True):
             cache[page, offset] = encode(values[begin:end], case.element, scale_array(scale))
     return caches[0], caches[1]
+
+
+def _slopes(case: Case) -> Array | None:
+    if not case.alibi:
+        return None
+    if case.alibi is True:
+        return alibi_slopes(case.num_heads).astype(np.float32)
+    slopes = np.random.default_rng([11, case.data_seed]).uniform(-0.2, 0.2, case.num_heads)
+    return np.where(np.arange(case.num_heads) % 3 == 2, 0.0, slopes).astype(np.float32)
 
 
 def _sinks(case: Case) -> Array | None:
@@ -369,4 +413,6 @@ def _sinks(case: Case) -> Array | None:
     sinks = rng.standard_normal(case.num_heads)
     if case.sinks == "log_length":
         sinks = 0.5 * sinks + math.log(max(*case.seq_lens, 1, 1))
+    elif case.sinks == "infinite":
+        sinks = np.where(rng.random(case.num_heads) < 0.6, rng.choice((-np.inf, np.inf), case.num_heads), sinks)
     return sinks.astype(np.float32)

@@ -31,6 +31,7 @@ def fixtures(subject: Subject) -> list[Case]:
         at("no request", (), ()),
         at("no token", (0, 0), (5, 0)),
         at("no key", (3, 1, 2, 18, 9), (0, 0, 5, 18, 0), padding=2),
+        at("dummy batch", m=(0,) * 5, padding=3),  # what warms a server up: no row is live
         at("empty among others", (0, 3, 1, 0, 2, 18, 9), (5, 7, 17, 0, 2, 18, 9), inputs="needle"),
         at("query longer than keys", (5, 20, 3, 2, 4), (3, 1, 0, 2, 30), inputs="needle"),
         at("query much longer than keys", (34, 2), (1, 2)),
@@ -38,6 +39,7 @@ def fixtures(subject: Subject) -> list[Case]:
         at("huge numbers in masked slots", poison="huge"),
         at("without lse", lse=False),
         at("explicit scale", scale=0.31, inputs="needle"),
+        at("negative scale", scale=-0.31, inputs="needle"),
         at("sharing another layer's cache", kv_sharing=True),
         at("window of 1", sliding_window=1),
         at("window of 16", sliding_window=16, inputs="needle"),
@@ -49,6 +51,7 @@ def fixtures(subject: Subject) -> list[Case]:
         at("alibi without causality", alibi=True, causal=False),
         at("sinks near ln of the length", sinks="log_length"),
         at("sinks in rows without keys", (3, 1, 2, 18, 9), (0, 0, 5, 18, 0), sinks="randn"),
+        at("scores of -inf, prompts, sinks", m=Q_LENS, inputs="infinite", sinks="randn"),
         at("sinks under a cap", sinks="log_length", logits_soft_cap=2.0),
         at("alibi under a cap", alibi=True, logits_soft_cap=2.0),
         at("not causal", causal=False, inputs="needle"),
@@ -63,6 +66,9 @@ def fixtures(subject: Subject) -> list[Case]:
         found += [
             at(f"{dtype}, randn", dtype=dtype),
             at(f"{dtype}, needle", dtype=dtype, inputs="needle"),
+            at(f"{dtype}, negative scale, prompts", m=Q_LENS, dtype=dtype, scale=-0.31, lse=False),
+            at(f"{dtype}, scores of -inf", dtype=dtype, inputs="infinite"),
+            at(f"{dtype}, scores of -inf, decodes", (1,) * 5, edges, dtype=dtype, inputs="infinite"),
             at(f"{dtype}, constant V", dtype=dtype, inputs="constant", check="constant_value"),
             at(f"{dtype}, one key of score -524288", ones, ones, dtype=dtype, inputs="far", scale=0.125, check="single_key"),
             at(f"{dtype}, one key of any score", ones, ones, dtype=dtype, inputs="magnitudes", check="single_key"),
@@ -108,13 +114,22 @@ def variety(subject: Subject) -> list[Case]:
         for s in subject.sizes((1, 8, 32, 64, 128, 256), subject.block_sizes)
     ]
     found += [base_case(subject, f"{s} cache, {small}", kv_cache_dtype=s, dtype=small) for s in c.kv_cache_dtypes]
+    scaled = [s for s in c.kv_cache_dtypes if s in SCALED]
+    found += [base_case(subject, f"{s} cache, per-head scales", kv_cache_dtype=s).replace(**per_head_scales(2)) for s in scaled]
     found += [
-        base_case(subject, f"{s} cache, per-head scales", kv_cache_dtype=s).replace(**per_head_scales(2))
-        for s in c.kv_cache_dtypes
-        if s in SCALED
+        base_case(subject, f"{s} cache, per-head {name}", kv_cache_dtype=s).replace(**{name: per_head_scales(2)[name]})
+        for s in scaled[-1:]
+        for name in ("k_scale", "v_scale")
     ]
     others = [dtype for dtype in c.dtypes if dtype not in main_dtypes(subject)]
-    return found + [base_case(subject, f"{dtype}, needle", dtype=dtype, inputs="needle") for dtype in others]
+    for dtype in others:
+        found += [
+            base_case(subject, f"{dtype}, needle", dtype=dtype, inputs="needle"),
+            base_case(subject, f"{dtype}, decodes", (1,) * 5, (33, 9, 18, 20, 40), dtype=dtype),
+            base_case(subject, f"{dtype}, negative scale, cap", dtype=dtype, scale=-0.17, logits_soft_cap=30.0),
+            base_case(subject, f"{dtype}, scores of -inf", dtype=dtype, inputs="infinite"),
+        ]
+    return found
 
 
 def long_context(subject: Subject, full: bool) -> list[Case]:

@@ -25,7 +25,7 @@ def _axes(subject: Subject) -> dict[str, list[Any]]:
         "block_size": subject.sizes((16, 1, 5, 32, 128), subject.block_sizes),
         "attn_type": list(c.attn_types),
         "kv_cache_dtype": list(c.kv_cache_dtypes),
-        "scales": ["one", "scalar", *on(Feature.PER_HEAD_SCALES, "per_head")],
+        "scales": ["one", "scalar", *on(Feature.PER_HEAD_SCALES, "per_head", "per_head_k", "per_head_v")],
         "window": [None, *on(Feature.SLIDING_WINDOW, 7, (20, None)), *on(Feature.TWO_SIDED_WINDOW, (4, 3))],
         "cap": [None, *on(Feature.SOFT_CAP, 2.0, 30.0)],
         "alibi": [False, *on(Feature.ALIBI, True)],
@@ -36,7 +36,7 @@ def _axes(subject: Subject) -> dict[str, list[Any]]:
         "inputs": ["randn", "needle"],
         "poison": list(subject.poisons),
         "padding": [0, 3],
-        "scale": [None, 0.17],
+        "scale": [None, -0.17],  # a positive one is a fixture's
         "lse": [True, False] if subject.lse else [False],
         **({"sparse": list(SPARSE)} if subject.has(Feature.BLOCK_SPARSE) else {}),
     }
@@ -91,8 +91,10 @@ _GRID_PROGRAMS = 10
 def _from_choice(choice: Choice, index: int) -> Case:
     heads, size = choice["heads"], choice["block_size"]
     q, m = _BATCHES[choice["batch"]](size)
+    scalar, per_head = {"k_scale": 0.037, "v_scale": 0.0215}, per_head_scales(heads[1])
     scales: dict[str, dict[str, Any]] = {
-        "one": {}, "scalar": {"k_scale": 0.037, "v_scale": 0.0215}, "per_head": per_head_scales(heads[1]),
+        "one": {}, "scalar": scalar, "per_head": per_head,
+        "per_head_k": per_head | {"v_scale": 1.0}, "per_head_v": per_head | {"k_scale": 0.037},
     }  # fmt: skip
     return Case(
         f"grid {index}: {choice['batch']}",

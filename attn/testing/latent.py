@@ -9,35 +9,14 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from attn.capabilities import Feature
 from attn.dtypes import KV_CACHE_DTYPES
-from attn.testing.bits import Array, decode, rounded
 from attn.testing.case import Case
-from attn.testing.draw import Call, scale_array
-from attn.testing.expected import specified_cache
 from attn.testing.subject import Subject, base_case, main_dtypes
 
 #: Decodes, drafts to be verified and prefills (longer than 16 is a prefill to most), with context and without.
 _Q, _M = (1, 6, 18, 1, 21), (33, 9, 18, 20, 70)
-_DIMS = ((32, 24, 16, 40), (128, 64, 64, 32), (256, 128, 64, 128))  #: where a backend takes any
-
-
-def latent_rows(call: Call) -> Array:
-    """The rows [T, 1, L + Dr] of every new token: the call's own, or, where nothing is left to write, what the cache holds."""
-    if call.key is not None:
-        return call.key
-    keys, batch, case = specified_cache(call)[0], call.batch, call.case
-    rows = np.full((call.query.shape[0], 1, case.head_size), np.nan, np.float32)
-    for r in range(batch.num_reqs):
-        own = call.rows(r)
-        position = np.arange(own.stop - own.start) + int(batch.seq_lens[r]) - (own.stop - own.start)
-        real = position >= 0
-        page = batch.block_table[r, position[real] // case.block_size]
-        stored = decode(keys[page, position[real] % case.block_size], case.element) * scale_array(case.k_scale)
-        rows[own.start : own.stop][real] = rounded(stored, case.dtype)
-    return rows
+_DIMS = ((32, 24, 16, 40), (128, 64, 64, 32), (256, 128, 64, 128), (64, 32, 0, 48))  #: where a backend takes any
 
 
 def latent_cases(subject: Subject, level: str) -> list[Case]:
@@ -67,14 +46,24 @@ def _fixtures(subject: Subject) -> list[Case]:
         _at(subject, "no request", (), ()),
         _at(subject, "no token", (0, 0), (5, 0)),
         _at(subject, "no key", (3, 1, 2, 18, 9), (0, 0, 5, 18, 0), padding=2),
+        _at(subject, "dummy batch", m=(0,) * 5, padding=3),  # what warms a server up: no row is live
+        _at(subject, "dummy prefills among decodes", m=(33, 9, 0, 20, 0)),
         _at(subject, "query longer than keys", (5, 20, 3, 2, 34), (3, 1, 0, 2, 2), inputs="needle"),
         _at(subject, "padding rows", padding=5),
         _at(subject, "huge numbers in masked slots", poison="huge"),
         _at(subject, "without lse", lse=False),
         _at(subject, "explicit scale", scale=0.31, inputs="needle"),
+        _at(subject, "scores of -inf, prefills", (17, 40, 23), (33, 40, 39), inputs="infinite"),  # the last: a dead context
+        _at(subject, "negative scale", scale=-0.31, inputs="needle"),
     ]
     for dtype in main_dtypes(subject):
         found += [_at(subject, f"{dtype}, {inputs}", dtype=dtype, inputs=inputs) for inputs in ("randn", "needle")]
+        found.append(_at(subject, f"{dtype}, negative scale, prompts", m=_Q, dtype=dtype, scale=-0.072, lse=False))
+        found.append(_at(subject, f"{dtype}, scores of -inf", dtype=dtype, inputs="infinite"))
+    others = [dtype for dtype in subject.capabilities.dtypes if dtype not in main_dtypes(subject)]
+    found += [
+        _at(subject, f"{dtype}, {inputs}", dtype=dtype, inputs=inputs) for dtype in others for inputs in ("randn", "needle")
+    ]
     for stored in subject.capabilities.kv_cache_dtypes:
         is_scaled = KV_CACHE_DTYPES[stored] in ("float8_e4m3fn", "float8_e5m2")
         scales: dict[str, Any] = {"k_scale": 0.037, "v_scale": 0.037} if is_scaled else {}
@@ -106,9 +95,13 @@ def properties(subject: Subject, full: bool) -> list[Case]:
         page = _at(subject, "").block_size
         other = [s for s in subject.sizes((32, 8, 16, 64, 128), subject.block_sizes) if s != page][:1]
         checks: list[tuple[str, Sequence[int], Sequence[int]]] = [
-            *((check, _Q, _M) for check in ("rerun", "without_mirrors", "poison", "permute_pages", "table_tail", "live_nan")),
+            *(
+                (check, _Q, _M)
+                for check in ("rerun", "without_mirrors", "empty_tree", "poison", "permute_pages", "table_tail", "live_nan")
+            ),
             *((check, _Q, _M) for check in ("written_before", "neighbours", "batch_order", "future_edit")),
             ("chunked", (48, 30), (48, 64)),
+            ("steps", (48, 30, 1), (48, 64, 9)),
             # keys apart start again at position 0, where an indexer would choose others
             *([("split_and_merge", (1,) * 5, (33, 20, 7, 40, 2))] if subject.has(Feature.MLA) else []),
             *((f"page_size={size}", _Q, _M) for size in other),

@@ -17,7 +17,7 @@ from attn.backends.mla.prefill.registry import MLAPrefillBackendEnum
 from attn.backends.mla.prefill.selector import make_mla_prefill_request
 from attn.capabilities import supports_size
 from attn.imports import resolve_obj_by_qualname
-from attn.testing.bits import Array, rounded
+from attn.testing.bits import Array, drawn, rounded
 from attn.testing.case import Case
 from attn.testing.conformance import Report
 from attn.testing.draw import Result
@@ -87,7 +87,7 @@ def draw_prefill(case: PrefillCase) -> PrefillCall:
     rng = np.random.default_rng((11, *case.query_lens, *case.sizes, case.num_heads))
 
     def normal(rows: int, size: int) -> Array:
-        return rounded(rng.standard_normal((rows, case.num_heads, size), np.float32), case.dtype)
+        return drawn(rng.standard_normal((rows, case.num_heads, size), np.float32), case.dtype)
 
     def starts(lens: Sequence[int]) -> Array:
         return np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
@@ -130,9 +130,9 @@ def check_prefill(backend: Any, case: PrefillCase) -> None:
 
 def _broken(case: PrefillCase, what: str, state: State, want: State) -> list[str]:
     """The rules that a state breaks; the output of a row without keys is never read, so anything may be there."""
-    out = np.where(np.isneginf(want[1]).T[..., None], 0, state[0]).astype(np.float32)
+    out = np.where(np.isneginf(want[1]).T[..., None], 0, state[0])
     as_case = Case(what, case.query_lens, case.query_lens, num_heads=case.num_heads, dtype=case.dtype, lse=True)
-    result = Result(rounded(out, case.dtype), state[1].astype(np.float32), None, None, case.dtype)
+    result = Result(rounded(out, case.dtype), state[1], None, None, case.dtype)
     return [f"rule {v.rule} ({what}): {v.what}" for v in compare(as_case, result, Expected(*want, None))]
 
 

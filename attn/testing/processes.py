@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 Task = TypeVar("Task")
@@ -38,7 +39,7 @@ def spread(
     for i, task in enumerate(tasks):
         (rest if kind(task) in seen else first).append(i)
         seen.add(kind(task))
-    with _shared_cores(jobs), _pool(min(jobs, max(len(tasks), 1))) as pool:
+    with shared_cores(jobs), _pool(min(jobs, max(len(tasks), 1))) as pool:
         futures: dict[int, Future[Outcome]] = {}
         try:
             for i in first + rest:
@@ -60,12 +61,63 @@ def _alone(function: Callable[[Task], Outcome], task: Task, lost: Callable[[str]
             return lost(f"the process that ran it died: {error}")
 
 
+class Lost(RuntimeError):
+    """The process that ran a task died, or took longer than the task may."""
+
+
+class Worker:
+    """A process that runs `function(task)` for one task after another. One that ends it, or does not end, is `Lost`."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self._function = function
+        self._process: Any = None
+        self._pipe: Any = None
+
+    def __call__(self, task: Any, limit: float) -> Any:
+        """`function(task)`, started anew where there is no process; `Lost` when it dies or takes more than `limit` seconds."""
+        if self._process is None:
+            context = multiprocessing.get_context("spawn")
+            self._pipe, theirs = context.Pipe()
+            self._process = context.Process(target=_serve, args=(self._function, theirs), daemon=True)
+            self._process.start()
+            theirs.close()
+        try:
+            self._pipe.send(task)
+            if not self._pipe.poll(limit):
+                self.close()
+                raise Lost(f"no answer within {limit:.0f} s")
+            return self._pipe.recv()
+        except (EOFError, ConnectionError):
+            process = self._process
+            process.join(5)
+            self.close()
+            raise Lost(f"the process that ran it died (exit code {process.exitcode})") from None
+
+    def close(self) -> None:
+        """End the process; the next task starts another."""
+        process, self._process = self._process, None
+        if process is not None:
+            self._pipe.close()  # one that waits for a task ends by itself
+            process.join(1)
+            process.kill()
+            process.join()
+
+
+def _serve(function: Callable[[Any], Any], pipe: Connection) -> None:
+    while True:
+        try:
+            task = pipe.recv()
+        except (EOFError, KeyboardInterrupt):
+            return
+        pipe.send(function(task))
+
+
 def _pool(workers: int) -> ProcessPoolExecutor:
     return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
 
 
 @contextmanager
-def _shared_cores(jobs: int) -> Iterator[None]:
+def shared_cores(jobs: int) -> Iterator[None]:
     """The caller's own settings are kept; without any, `jobs` processes together use each core once."""
     share = str(max(1, (os.cpu_count() or 1) // jobs))
     ours = [name for name in _THREADS if name not in os.environ]

@@ -140,7 +140,16 @@ def live_nan(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 @check
 def without_mirrors(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     """A batch without host copies of its lengths is served the same."""
-    yield from judged(draw(case).with_batch(query_start_loc_cpu=None, seq_lens_cpu=None), run, score)[1]
+    yield from judged(draw(case.replace(arrays="bare")), run, score)[1]
+
+
+@check
+def empty_tree(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+    """Trees without a node, [R, 0, 0], are no trees."""
+    call = draw(case)
+    _, want, found = oracle_of(call, run, score)
+    nothing = np.zeros((call.batch.num_reqs, 0, 0), np.bool_)
+    yield from found + judged(call.with_batch(tree_mask=nothing), run, score, want)[1]
 
 
 @check
@@ -322,6 +331,27 @@ def chunked(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     for begin, end in zip(cuts, cuts[1:], strict=False):
         part = to.chunk(call, begin, end, caches)
         result, more = judged(part, run, score, mapped(want, to.chunk_rows(call, begin, end)))
+        yield from more
+        if more or result.key_cache is None or result.value_cache is None:
+            return
+        caches = (result.key_cache, result.value_cache)
+
+
+@check
+def steps(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+    """One layer and one cache over consecutive batches, as an engine runs them: parts of each prompt, then single tokens.
+
+    What a step reads is what earlier steps left in the cache itself; a runner that keeps one does so by `open`.
+    """
+    call = draw(case)
+    assert call.key_cache is not None and call.value_cache is not None
+    run = getattr(run, "open", lambda call: run)(call)
+    rng, lens = np.random.default_rng([12, case.geometry_seed]), np.array(case.query_lens, np.int64)
+    inner = np.sort(rng.integers(0, np.maximum(lens, 1), (2, len(lens))), 0)
+    cuts = [np.zeros_like(lens), *inner, np.maximum(lens - 1, 0), lens]
+    caches = (call.key_cache, call.value_cache)
+    for begin, end in zip(cuts, cuts[1:], strict=False):
+        result, more = judged(to.chunk(call, begin.tolist(), end.tolist(), caches), run, score)
         yield from more
         if more or result.key_cache is None or result.value_cache is None:
             return

@@ -5,14 +5,33 @@ from typing import Any
 
 from attn.testing.case import Case
 
+#: What a case has that is as plain as it can be; a failure that needs something else is about that.
+PLAIN: dict[str, Any] = {
+    "through": "impl", "arrays": "numpy", "layout": "heads", "loose": 0, "new": "written", "sinks": "", "alibi": False,
+    "logits_soft_cap": None, "sliding_window": None, "padding": 0, "scale": None, "shared_prefix": 0, "inputs": "randn",
+    "lse": False, "kv_sharing": False, "tree": 0, "dtype": "float32", "kv_cache_dtype": "auto", "k_scale": 1.0, "v_scale": 1.0,
+    "causal": True, "attn_type": "decoder", "poison": "zero", "check": "oracle",
+}  # fmt: skip
+
+
+def features_of(case: Case) -> dict[str, Any]:
+    """What of a case is not plain, by field."""
+    return {name: getattr(case, name) for name, plain in PLAIN.items() if getattr(case, name) != plain}
+
 
 def minimised(case: Case, fails: Callable[[Case], bool], attempts: int = 60) -> Case:
-    """The smallest case found, among simplifications of `case`, that still fails; each attempt takes one step."""
+    """The smallest case found, among simplifications of `case`, that still fails; each attempt takes one step.
+
+    A field of `PLAIN` is tried once: what a failure needs of it, it needs of a smaller case too.
+    """
+    for name, plain in PLAIN.items():
+        if getattr(case, name) != plain and fails(simpler := case.replace(**{name: plain})):
+            case = simpler
     for _ in range(attempts):
-        simpler = next((c for c in _simpler(case) if fails(c)), None)
-        if simpler is None:
+        smaller = next((c for c in _simpler(case) if fails(c)), None)
+        if smaller is None:
             return case
-        case = simpler
+        case = smaller
     return case
 
 
@@ -41,15 +60,16 @@ def _fewer_tokens(case: Case) -> Iterator[Case]:
 
 
 def _fewer_features(case: Case) -> Iterator[Case]:
-    plain: dict[str, Any] = {
-        "sinks": "", "alibi": False, "logits_soft_cap": None, "sliding_window": None, "padding": 0, "scale": None,
-        "shared_prefix": 0, "inputs": "randn", "lse": False, "kv_sharing": False, "tree": 0, "dtype": "float32",
-        "num_heads": case.num_kv_heads,
-    }  # fmt: skip
-    for name, value in plain.items():
-        if getattr(case, name) != value:
-            yield case.replace(**{name: value})
+    if case.num_heads != case.num_kv_heads:
+        yield case.replace(num_heads=case.num_kv_heads)
+    smaller = [size for size in (16, 64) if size < case.head_size and not case.mla]
+    yield from (case.replace(head_size=size) for size in smaller)
+    if case.block_size != 16:
+        yield case.replace(block_size=16)
+    group, scales = case.num_heads // case.num_kv_heads, {name: getattr(case, name) for name in ("k_scale", "v_scale")}
     if case.num_kv_heads > 1:
-        group = case.num_heads // case.num_kv_heads
-        first = {n: s[0] if isinstance(s := getattr(case, n), tuple) else s for n in ("k_scale", "v_scale")}
+        first = {name: scale[0] if isinstance(scale, tuple) else scale for name, scale in scales.items()}
         yield case.replace(num_heads=group, num_kv_heads=1, **first)
+    if case.num_kv_heads > 2:
+        two = {name: scale[:2] if isinstance(scale, tuple) else scale for name, scale in scales.items()}
+        yield case.replace(num_heads=2 * group, num_kv_heads=2, **two)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from attn.capabilities import AttentionType
 from attn.reference import block_sparse_mask
 from attn.testing.bits import FP8, Array, decode, encode, rounded
 from attn.testing.draw import Call, Result, scale_array
@@ -73,10 +74,10 @@ class SimulatedKernel:
         return decode(stored, self.case.element)
 
     def k_scale(self) -> Array:
-        return scale_array(self.case.k_scale)
+        return scale_array(self.case.cache_scales[0])
 
     def v_scale(self) -> Array:
-        return scale_array(self.case.v_scale)
+        return scale_array(self.case.cache_scales[1])
 
     def keys_and_values(self, r: int, rows: slice, key_cache: Array | None, value_cache: Array | None) -> tuple[Array, Array]:
         """Request r's keys and values [m, K, D], before scales."""
@@ -161,7 +162,7 @@ class SimulatedKernel:
         return self.call.alibi_slopes
 
     def distance(self, p: Array, j: Array) -> Array:
-        return (j - p if self.call.batch.causal else -np.abs(j - p)).astype(np.float32)
+        return (j - p if self.is_causal() else -np.abs(j - p)).astype(np.float32)
 
     # masks
 
@@ -178,7 +179,7 @@ class SimulatedKernel:
         return visible & self.is_past(p, j) if self.is_causal() else visible
 
     def is_causal(self) -> bool:
-        return self.call.batch.causal
+        return self.call.batch.causal and self.case.attn_type == AttentionType.DECODER
 
     def is_past(self, p: Array, j: Array) -> Array:
         return j <= p

@@ -73,7 +73,7 @@ def program_of(case: Case) -> object:
         power(max(8, -(-max(case.seq_lens, default=0) // page))), case.num_blocks, page, case.num_heads, case.num_kv_heads,
         case.head_size, case.dtype, "" if case.is_encoder else case.element, case.causal, case.is_encoder, left is None,
         right is None, case.logits_soft_cap is None, case.alibi, not case.sinks, case.tree, isinstance(case.k_scale, tuple),
-        case.sparse,
+        isinstance(case.v_scale, tuple), case.sparse,
     )  # fmt: skip
 
 
@@ -91,7 +91,7 @@ def properties(subject: Subject, full: bool) -> list[Case]:
                 subject, f"{check.partition('=')[0]}, {dtype}", q, m, **{"dtype": dtype, "check": check, **promised, **changes}
             )
 
-        found += [of("rerun"), of("without_mirrors")]
+        found += [of("rerun"), of("without_mirrors"), of("empty_tree")]
         if not cached:
             found += [of("batch_order"), of("head_groups"), of("repeated_heads")]
             continue
@@ -135,8 +135,14 @@ def properties(subject: Subject, full: bool) -> list[Case]:
             of("head_groups"),
             of("repeated_heads"),
             of("chunked", (24, 18), (24, 40)),
+            of("steps", (24, 18, 1, 3), (24, 40, 9, 3)),
             # keys apart start again at position 0, where a pattern of blocks would be another
-            *([] if subject.has(Feature.BLOCK_SPARSE) else [of("split_and_merge", (1,) * 5, (33, 20, 7, 40, 2))]),
+            *(
+                of("split_and_merge", (1,) * 5, (33, 20, 7, 40, 2), inputs=inputs).replace(
+                    name=f"split_and_merge, {inputs}, {dtype}"
+                )
+                for inputs in (() if subject.has(Feature.BLOCK_SPARSE) else ("randn", "infinite"))
+            ),
             *(of(f"page_size={size}") for size in other),
         ]
         if full:

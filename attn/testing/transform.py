@@ -126,7 +126,8 @@ def chunk(call: Call, begin: Sequence[int], end: Sequence[int], caches: Tokens) 
     rows = chunk_rows(call, begin, end)
     lens = np.array([end[r] - begin[r] for r in count], np.int32)
     start = np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
-    seq = np.array([call.case.seq_lens[r] - call.case.query_lens[r] + end[r] for r in count], np.int32)
+    # a request shorter than its query has no key of its own for as long as that lasts
+    seq = np.array([max(call.case.seq_lens[r] - call.case.query_lens[r] + end[r], 0) for r in count], np.int32)
     assert call.key is not None and call.value is not None
     new = batch.replace(
         query_start_loc=start,

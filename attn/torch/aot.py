@@ -327,6 +327,15 @@ def _launch_hopper(choice: Choice) -> None:
     """What `paged_attention` takes its own kernel for on that architecture."""
     others = {axis: False for axis in PAGED if axis not in choice}
     _launch_paged({**others, **choice, "kv": "auto"})
+    _check_on("hopper_prefill")
+
+
+def _check_on(kernel: str) -> None:
+    """A kernel that is off was not compiled: general ones were, in its place."""
+    from attn.torch.kernels import hopper
+
+    if why := hopper.why_off(kernel):
+        raise RuntimeError(f"{kernel} is off: {why}")
 
 
 # --- joining states -------------------------------------------------------------------------------------------------
@@ -414,6 +423,7 @@ HOPPER_LATENT: dict[str, Sequence[Any]] = {
 def _launch_hopper_latent(choice: Choice) -> None:
     """What `mla_decode` takes its own kernel for on that architecture."""
     _launch_latent({**choice, "batch": "decode", "kv": "auto", "lse": True, "device_scale": False})
+    _check_on("hopper_mla")
 
 
 EXPANDED: dict[str, Sequence[Any]] = {

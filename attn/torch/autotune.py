@@ -23,8 +23,7 @@ import torch
 
 import attn
 from attn import envs
-from attn.forks import renew_after_fork
-from attn.logger import init_logger
+from attn.logger import init_logger, renew_after_fork
 from attn.torch.kernels.launch import TUNED, Launch, arch, decode_launch, prefill_launch
 
 logger = init_logger(__name__)

@@ -7,10 +7,11 @@ from collections.abc import Generator
 import torch
 import torch.nn.functional as F
 
+from attn.backends.arguments import check_flag, fold_sign
 from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.errors import ShapeError, UnsupportedError
-from attn.torch.diffusion.chosen import chosen_impl
+from attn.torch.diffusion.chosen import chosen_impl, known
 
 _asked = threading.local()  # whose `name` is what this thread asks for: not a context variable, which no graph can guard
 
@@ -56,6 +57,7 @@ def scaled_dot_product_attention(
     are torch's own function's, where no backend was asked for by name. Raises `UnsupportedError` with reasons and
     `ShapeError`; dropout is refused.
     """
+    is_causal, enable_gqa = check_flag("is_causal", is_causal), check_flag("enable_gqa", enable_gqa)
     if dropout_p:
         raise UnsupportedError(f"dropout_p={dropout_p}: dropout of attention weights is not supported")
     if query.ndim < 3 or key.ndim != query.ndim or value.ndim != query.ndim:
@@ -64,6 +66,11 @@ def scaled_dot_product_attention(
     if is_causal and attn_mask is not None:
         raise ValueError("is_causal and attn_mask: give one of them")
     asked = getattr(_asked, "name", None)
+    if scale is None:
+        scale = known(query.shape[-1]) ** -0.5
+    else:
+        scale = known(scale)
+        query, scale = fold_sign(query, scale), abs(scale)
     added = attn_mask is not None and attn_mask.dtype != torch.bool
     if added:
         if asked is not None:
@@ -82,7 +89,6 @@ def scaled_dot_product_attention(
     if attn_mask is not None:
         mask = torch.broadcast_to(attn_mask, (*lead, *attn_mask.shape[-3:])) if attn_mask.ndim > 3 else attn_mask
         mask = mask.reshape(-1, *mask.shape[-3:]) if mask.ndim > 3 else mask.reshape((1,) * (4 - mask.ndim) + mask.shape)
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
     if width > query.shape[-1]:
         query, key = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key))  # zeros that add nothing to a score
     elif width < query.shape[-1]:

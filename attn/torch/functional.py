@@ -82,10 +82,7 @@ def through_backend(
     if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
         features = (*features, Feature.BACKWARD)  # refused unless declared: gradients are not dropped in silence
     layer = Attention(**arguments, dtype=query.dtype, features=tuple(features)).to(query.device)
-    backend: Any = layer.backend
-    layer.impl.need_to_return_lse_for_decode = Feature.LSE in features
     cache = layer.new_kv_cache(num_blocks, query.device)
     layer.impl.do_kv_cache_update(layer, key, value, cache, torch.as_tensor(slots, device=query.device))
-    metadata = backend.get_builder_cls()(layer.kv_cache_spec, device=query.device).build(0, batch)
-    result: Any = layer.impl.forward(layer, query, None, None, cache, metadata)
-    return result if Feature.LSE in features else (result, None)
+    result: Any = layer.impl.forward(layer, query, None, None, cache, layer.build(batch, device=query.device))
+    return result if arguments["return_lse"] else (result, None)

@@ -66,9 +66,9 @@ def live_key(layer: Any) -> str:
 
 def paged_key(impl: Any, spec: KVCacheSpec) -> str:
     """Text from which a paged implementation can be made again; its per-head vectors are the call's."""
-    names = ("num_heads", "head_size", "scale", "num_kv_heads", "kv_cache_dtype", "logits_soft_cap", "attn_type",
+    names = ("num_heads", "head_size", "num_kv_heads", "kv_cache_dtype", "logits_soft_cap", "attn_type",
              "kv_sharing_target_layer_name")  # fmt: skip
-    arguments = {name: getattr(impl, name) for name in names} | {"sliding_window": impl.window}
+    arguments = {name: getattr(impl, name) for name in names} | {"scale": impl.signed_scale, "sliding_window": impl.window}
     return _text({"impl": _path(type(impl)), "arguments": arguments, "spec": asdict(spec)})
 
 
@@ -169,7 +169,7 @@ def _layer(
     result = impl.forward(found, query, key, value, kv_cache, batch)
     if isinstance(result, tuple) is not lse:
         raise UnsupportedError(f"{layer.removeprefix(_LIVE)}: this graph was made for a layer that gives lse={lse}")
-    return result if lse else (result, query.new_empty(0, dtype=torch.float32))
+    return result if lse else (result, query.new_empty(0, dtype=torch.promote_types(query.dtype, torch.float32)))
 
 
 def _living(key: str) -> Any:
@@ -184,7 +184,9 @@ def _(query, key, value, kv_cache, *rest):  # type: ignore[no-untyped-def]
     *_, num_heads, width, lse, _ = rest
     rows = query.shape[0]
     shape = (num_heads, rows) if lse else (0,)
-    return query.new_empty(rows, num_heads, width), query.new_empty(shape, dtype=torch.float32)
+    return query.new_empty(rows, num_heads, width), query.new_empty(
+        shape, dtype=torch.promote_types(query.dtype, torch.float32)
+    )
 
 
 def _living_batch(handle: int, tensors: tuple[Tensor | None, ...]) -> Any:
@@ -208,7 +210,7 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
 def dense_key(impl: Any) -> str:
     """Text from which a dense implementation can be made again."""
     names = ("num_heads", "head_size", "causal", "num_kv_heads")
-    said = {name: getattr(impl, name) for name in names} | {"softmax_scale": impl.scale}
+    said = {name: getattr(impl, name) for name in names} | {"softmax_scale": impl.signed_scale}
     return _text({"impl": _path(type(impl)), "arguments": said})
 
 

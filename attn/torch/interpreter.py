@@ -3,12 +3,43 @@
 The interpreter keeps bfloat16 as its bits in uint16. Releases up to 3.9 multiply those bits in `tl.dot`, convert integers to
 them by value, and cut float32 off where hardware rounds to nearest even (triton-lang/triton issue 11584, declined). Here the
 three are replaced by what a device does. Sums and products of bfloat16 tensors stay wrong: our kernels have none.
+
+The switch is Triton's own: with TRITON_INTERPRET=1 in the environment before triton is imported, layers of TRITON_ATTN and its
+relatives may be built for tensors on the host, where asked for by name. What runs there is evidence of kind `interpreted`.
 """
 
 import functools
+import os
 from typing import Any
 
 import numpy as np
+
+from attn.capabilities import Device
+from attn.imports import installed
+from attn.logger import init_logger
+
+logger = init_logger(__name__)
+
+
+def interpreting() -> bool:
+    """Whether TRITON_INTERPRET has Triton's kernels interpreted in this process."""
+    if "TRITON_INTERPRET" not in os.environ or not installed("triton"):
+        return False
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+def judged_on(device: Device | None) -> Device | None:
+    """The device whose limits count for our Triton kernels: none on a CPU where they are interpreted."""
+    return None if device is not None and device.platform == "cpu" and interpreting() else device
+
+
+def prepare(name: str) -> None:
+    """For the constructor of a layer of backend `name`: where it will be interpreted, let bfloat16 count, and say so once."""
+    if interpreting():
+        correct_bfloat16()
+        logger.warning_once("TRITON_INTERPRET is set: Triton's interpreter executes %s, for tests and not for speed.", name)
 
 
 @functools.cache

@@ -82,6 +82,11 @@ def split(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.T
             f"kv_cache has shape {list(kv_cache.shape)} and dtype {kv_cache.dtype}: must be [2, N, P, K, {head_size + 4}], "
             "one byte an element, to hold a scale for each token and head"
         )
+    if page * heads * head_size % 4:
+        raise ShapeError(
+            f"kv_cache has shape {list(kv_cache.shape)}: P * K * {head_size} must be a multiple of 4, so that the "
+            "float32 scales behind the codes of a block are aligned"
+        )
     content = kv_cache.view(2, blocks, page * heads * row)
     codes = content[..., : page * heads * head_size].unflatten(-1, (page, heads, head_size))
     scales = content[..., page * heads * head_size :].view(torch.float32).unflatten(-1, (page, heads))
@@ -169,3 +174,24 @@ def gather(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
 def per_head(scale: torch.Tensor | float, device: torch.device) -> torch.Tensor:
     """A scale (0-d, [K] or [T, K]) shaped to multiply [..., K, D]."""
     return torch.as_tensor(scale, dtype=torch.float32, device=device)[..., None]
+
+
+def extent(backend: type[AttentionBackend], kv_cache: torch.Tensor) -> tuple[int, int]:
+    """(blocks, tokens a block) of a cache in the backend's layout."""
+    num_blocks, block_size = backend.logical_kv_cache(kv_cache)[0].shape[:2]
+    return num_blocks, block_size
+
+
+def load(layer: Any, kv_cache: torch.Tensor, slots: Any, keys: torch.Tensor, values: torch.Tensor, codes: bool) -> torch.Tensor:
+    """`ChosenLayer.load_pages`, checked: rows [T, ...] at slots [T] of the cache, which changes in place."""
+    at = torch.from_numpy(slots).to(kv_cache.device)
+    keys, values = keys.to(kv_cache.device), values.to(kv_cache.device)
+    if not codes:
+        layer.impl.do_kv_cache_update(layer, keys, values, kv_cache, at)
+        return kv_cache
+    key_cache, value_cache = layer.backend.logical_kv_cache(kv_cache)
+    if keys.shape[1:] == key_cache.shape[2:]:
+        put([(keys, key_cache), (values, value_cache)], at)
+    else:  # one row for both
+        put([(torch.cat([keys, values], -1)[:, None], key_cache)], at)
+    return kv_cache

@@ -28,6 +28,12 @@ class _Module(ChosenLayer, nn.Module):
     def _default_dtype() -> torch.dtype:
         return torch.get_default_dtype()
 
+    def _device(self) -> torch.device:
+        """Where the module was moved to, else torch's default device."""
+        scale = self._buffers["_k_scale"]
+        assert scale is not None
+        return scale.device if scale.device.type != "cpu" else torch.get_default_device()
+
     def _keep_scale(self, name: str, scale: torch.Tensor) -> None:
         self.register_buffer(name, scale, persistent=False)
         if scale.ndim == 0:
@@ -83,10 +89,15 @@ class MLAAttention(ChosenMLAAttention, _Module):
         self.impl.process_weights_after_loading(act_dtype)
 
     def forward(
-        self, query: torch.Tensor, kv_c_normed: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, attn_metadata: Any
+        self,
+        query: torch.Tensor,
+        kv_c_normed: torch.Tensor | None,
+        k_pe: torch.Tensor | None,
+        kv_cache: torch.Tensor,
+        attn_metadata: Any,
     ) -> Any:
         """query: [T, H, Dn + Dr], kv_c_normed: [T, L], k_pe: [T, Dr], projected, normed and rotated by the model; the new
-        rows are written to `kv_cache`, which changes in place.
+        rows are written to `kv_cache`, which changes in place, unless both are None (the tokens are cached already).
 
         Returns [T, H, Dv]; see `MLACommonImpl.forward`.
         """
@@ -94,6 +105,10 @@ class MLAAttention(ChosenMLAAttention, _Module):
             shape = (self.impl.num_heads, self.impl.v_head_dim)
             return graphs.call(self, query, kv_c_normed, k_pe, kv_cache, attn_metadata, shape)
         return self.impl.forward(self, query, kv_c_normed, k_pe, kv_cache, attn_metadata)
+
+    def _device(self) -> torch.device:
+        """That of the up-projection's weights: they may have been made on a device, and are not moved by this module."""
+        return self.impl.up_projection().device  # type: ignore[no-any-return]
 
     def _finish(self) -> None:
         self.graph_key = graphs.live_key(self)

@@ -95,9 +95,8 @@ class PagedAttentionMetadata(AttentionMetadata):
             self.query_start_loc_cpu = self.query_start_loc.cpu().numpy()
             self.seq_lens_cpu = self.seq_lens.cpu().numpy()
             if self.block_size is not None:  # nobody could check these when the batch was built
-                CommonAttentionMetadata(
-                    **{f.name: getattr(self, f.name) for f in fields(self) if f.name != "tree_mask"}
-                ).validate(self.block_size)
+                names = {f.name for f in fields(PagedAttentionMetadata)} - {"tree_mask"}  # a subclass has more
+                CommonAttentionMetadata(**{name: getattr(self, name) for name in names}).validate(self.block_size)
         return self.query_start_loc_cpu, self.seq_lens_cpu
 
     def check_ids(self, num_blocks: int, block_size: int) -> None:
@@ -158,10 +157,10 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
             num_actual_tokens=batch.num_actual_tokens,
             max_query_len=batch.max_query_len,
             max_seq_len=batch.max_seq_len,
-            causal=batch.causal,
+            causal=bool(batch.causal),
             query_start_loc_cpu=batch.query_start_loc_cpu,
             seq_lens_cpu=batch.seq_lens_cpu,
-            tree_mask=None if batch.tree_mask is None else self._put(batch.tree_mask, torch.bool),
+            tree_mask=self._put(batch.tree_mask, torch.bool) if batch.has_trees else None,
             block_size=spec.block_size,
         )
 

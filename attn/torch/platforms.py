@@ -2,7 +2,7 @@
 
 An order is a literal: generations of hardware by rule (`attn.capabilities.arch_matches`), the first that matches counts, and
 `*` is every other and a device that is not at hand. Where a reason says "measured", its figures are in
-benchmarks/NOTES.md and `attn bench --judge` reads them; "vLLM's order" is that of its 0.33, unmeasured here.
+benchmarks/notes and `attn bench --judge` reads them; "vLLM's order" is that of its 0.33, unmeasured here.
 
 A platform is asked only when a layer is selected; nothing here runs at import, and describing a device initialises it
 no earlier than that.
@@ -74,7 +74,7 @@ class CudaPlatform(TorchPlatform):
             "FLASHINFER",
         ),
         "sm_90": (
-            # measured, 13 batches (benchmarks/NOTES.md): the fastest of all backends in every one, or level within a spread
+            # measured, 13 batches (benchmarks/notes/triton.md): the fastest of all backends in each, or level within a spread
             "TRITON_ATTN",
             "FLASHINFER",  # measured: 1.01 to 1.3x our time in decode, 1.3x in prefill, 1.8 to 4x in mixed batches
             # measured: 1.01 to 1.4x our time by FlashAttention 3; by 4, which splits no keys on sm_90, 9x at one request of 32k
@@ -110,7 +110,8 @@ class CudaPlatform(TorchPlatform):
     }
     mla: ClassVar[Orders] = {
         "sm_90": (
-            # measured, 12 batches (benchmarks/NOTES.md): the fastest in ten; FlashAttention 3 ahead in two, by 5 and 3 to 12 %
+            # measured, 12 batches (benchmarks/notes/mla-gpu.md): the fastest in ten; FlashAttention 3 ahead in two, by 5
+            # and 3 to 12 %
             "TRITON_MLA",
             "FLASHINFER_MLA",  # 1.01 to 1.12x our time
             "FLASH_ATTN_MLA",  # 0.89 to 1.17x, FlashAttention 3

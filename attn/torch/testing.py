@@ -5,6 +5,7 @@ have been are both seen.
 """
 
 import os
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,12 +13,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.mla.prefill.abstract import MLAContextChunk, MLAPrefillMetadata
 from attn.capabilities import Device, Feature
-from attn.testing import Call, Result, bits, cache_spec, latent_rows, layer_arguments
+from attn.testing import Call, Case, Result, bits, cache_spec, layer_arguments
+from attn.testing.case import Scale
 from attn.testing.prefill import PrefillCall
 from attn.torch import kv_cache as caches
 from attn.torch.interpreter import correct_bfloat16
+from attn.torch.layer import Attention, MLAAttention
 
 Array = npt.NDArray[Any]
 
@@ -28,7 +32,8 @@ _MARGIN = 2  #: rows beside the output that must stay as they are
 
 
 class Runner:
-    """`Runner(backend, device)(call)` runs a call on a backend class; `build` alone constructs the layer."""
+    """`Runner(backend, device)(call)` runs a call on a backend class; `build` alone constructs the layer's implementation,
+    `layer` the layer as a person does, `open` both a layer and a cache that serve several calls."""
 
     def __init__(self, backend: Any, device: Device | None = None) -> None:
         by_choice = getattr(backend, "is_interpreted", None)
@@ -52,35 +57,137 @@ class Runner:
             impl.prefill_features = record.features & {Feature.NAN_SAFE}
         return impl
 
+    def layer(self, call: Call, **changes: Any) -> Any:
+        """The layer of the call as a person builds it, some arguments changed. Raises what its constructor raises."""
+        case, device, name = call.case, self.device, self.backend.get_name()
+        declared = frozenset() if self.backend.capabilities is None else self.backend.capabilities.features
+        arguments = {
+            "num_heads": case.num_heads,
+            "scale": case.scale,
+            "kv_cache_dtype": case.kv_cache_dtype,
+            "dtype": getattr(torch, case.dtype),
+            "block_size": case.block_size,
+            "backend": name,
+            "features": sorted(case.request().features & declared),
+            "return_lse": case.lse,
+            "k_scale": self._scale(case, case.k_scale),
+        }
+        if case.mla:
+            rank, nope, rope, value = case.mla
+            up = torch.nn.Linear(rank, case.num_heads * (nope + value), bias=False, device=device, dtype=arguments["dtype"])
+            up.weight.data = self._tensor(np.array(call.weights.reshape(rank, -1).T, order="C"), case.dtype)
+            indices = torch.from_numpy(call.indices).to(device) if case.topk else None
+            arguments |= {
+                "kv_lora_rank": rank, "qk_nope_head_dim": nope, "qk_rope_head_dim": rope, "v_head_dim": value,
+                "kv_b_proj": up, "indexer": SimpleNamespace(topk_indices=indices) if case.topk else None,
+            }  # fmt: skip
+        else:
+            plain = layer_arguments(call)
+            names = ("head_size", "num_kv_heads", "alibi_slopes", "sliding_window", "logits_soft_cap", "attn_type")
+            arguments |= {key: plain[key] for key in (*names, "kv_sharing_target_layer_name")}
+            arguments |= {"sinks": None if call.sinks is None else torch.tensor(call.sinks)}
+            arguments |= {"v_scale": self._scale(case, case.v_scale)}
+        return (MLAAttention if case.mla else Attention)(**{**arguments, **changes}).to(device)
+
+    def _scale(self, case: Case, scale: Scale) -> Any:
+        """A scale as a person has it: a number, a list, or a tensor on the device."""
+        return (
+            torch.tensor(scale, device=self.device)
+            if case.data_seed % 2
+            else list(scale)
+            if isinstance(scale, tuple)
+            else scale
+        )
+
     def __call__(self, call: Call) -> Result:
-        impl, spec = self.build(call), cache_spec(call)
-        metadata = self.backend.get_builder_cls()(spec, ["layer"], None, self.device).build(0, call.writable_batch())
+        return self.open(call)(call)
+
+    def open(self, call: Call) -> Callable[[Call], Result]:
+        """The call's layer and its cache, as the call finds it: what is returned runs calls on both, one after another."""
+        case = call.case
+        layer = self.layer(call) if case.through == "layer" else None
+        impl = self.build(call) if layer is None else layer.impl
         kv_cache, parts = self._cache(call)
-        fresh = (call.key, call.value)
-        if call.case.mla:
-            rank, whole = call.case.mla[0], latent_rows(call)[:, 0]
-            fresh = (whole[:, :rank], whole[:, rank:])
-        query, key, value = (None if x is None else self._tensor(x, call.case.dtype) for x in (call.query, *fresh))
-        assert query is not None
-        rows = query.shape[0]
-        scaled = call.case.output_scale is not None
+        if layer is not None and kv_cache is not None and call.key_cache is not None:
+            own = layer.new_kv_cache(call.key_cache.shape[0], self.device)
+            assert (own.shape, own.stride(), own.dtype) == (kv_cache.shape, kv_cache.stride(), kv_cache.dtype)
+        builder = self.backend.get_builder_cls()(cache_spec(call), ["layer"], None, self.device)
+
+        def step(call: Call) -> Result:
+            batch = self._batch(call)
+            metadata = builder.build(0, batch) if layer is None else layer.build(batch, device=self.device)
+            if call.case.topk:  # an indexer chooses anew for every batch
+                impl.indexer.topk_indices = torch.from_numpy(call.indices).to(self.device)
+            if layer is not None:
+                with torch.no_grad():
+                    result = layer(*self._rows(call), kv_cache, metadata)
+                out = result[0] if isinstance(result, tuple) else result
+                buffer = out[:0]
+                out.reshape(call.output_shape)[call.num_tokens :] = torch.nan  # a layer's own output is undefined there
+            else:
+                result, buffer = self._forward(impl, call, kv_cache, metadata)
+            out, lse = result if isinstance(result, tuple) else (result, None)
+            keys, values = (None, None) if parts is None else map(_stored, parts)
+            return Result(
+                bits.decode(_bits(out.reshape(call.output_shape)), str(out.dtype).removeprefix("torch.")),
+                None if lse is None else _bits(lse),
+                keys,
+                values,
+                str(out.dtype).removeprefix("torch."),
+                spilled=not bool(buffer.float().isnan().all()),
+            )
+
+        return step
+
+    def _forward(self, impl: Any, call: Call, kv_cache: torch.Tensor | None, metadata: Any) -> tuple[Any, torch.Tensor]:
+        """(what the implementation returns, the rows beside its output that it must not touch)."""
+        rows, scaled = call.query.shape[0], call.case.output_scale is not None
+        query, key, value = self._rows(call)
         buffer = query.new_full((rows + 2 * _MARGIN, *call.output_shape[1:]), torch.nan)
         if scaled:
             buffer = buffer.to(torch.float8_e4m3fn)
         output_scale = torch.tensor(call.case.output_scale, device=self.device) if scaled else None
         output = buffer[_MARGIN : _MARGIN + rows] if self.backend.accept_output_buffer else None
         with torch.no_grad():
-            result = impl.forward(_layer(call), query, key, value, kv_cache, metadata, output, output_scale)
-        out, lse = result if isinstance(result, tuple) else (result, None)
-        keys, values = (None, None) if parts is None else map(_stored, parts)
-        return Result(
-            bits.decode(_bits(out.reshape(call.output_shape)), str(out.dtype).removeprefix("torch.")),
-            None if lse is None else _bits(lse),
-            keys,
-            values,
-            str(out.dtype).removeprefix("torch."),
-            spilled=not bool(buffer[:_MARGIN].float().isnan().all() and buffer[_MARGIN + rows :].float().isnan().all()),
-        )
+            result = impl.forward(_layer(call, self.device), query, key, value, kv_cache, metadata, output, output_scale)
+        return result, torch.cat([buffer[:_MARGIN].float(), buffer[_MARGIN + rows :].float()])
+
+    def _batch(self, call: Call) -> CommonAttentionMetadata:
+        """The call's batch with arrays of its own, NumPy's or on the device."""
+        batch, arrays = call.writable_batch(), call.case.arrays
+        if arrays == "numpy":
+            return batch
+        names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping", "tree_mask")
+        held = {name: getattr(batch, name) for name in names}
+        tensors = {name: None if x is None else torch.from_numpy(x).to(self.device) for name, x in held.items()}
+        mirrors = {} if arrays == "device" else {"query_start_loc_cpu": None, "seq_lens_cpu": None}
+        return batch.replace(**tensors, **mirrors)
+
+    def _rows(self, call: Call) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """Query, key and value (MLA: query, kv_c and k_pe), laid out in memory as the case says."""
+        case = call.case
+        query = self._tensor(call.query, case.dtype)
+        if case.mla:
+            if call.key is None:
+                return query.flatten(1) if case.layout == "flat" else query, None, None
+            whole = self._tensor(call.key[:, 0], case.dtype)
+            latent, rope = whole[:, : case.mla[0]], whole[:, case.mla[0] :]
+            if case.layout == "flat":
+                return query.flatten(1), latent, rope
+            if case.layout == "heads_first":
+                return query.transpose(0, 1).contiguous().transpose(0, 1), latent, rope[:, None]
+            return query, latent if case.layout == "fused" else latent.contiguous(), rope.contiguous()
+        key, value = (None if x is None else self._tensor(x, case.dtype) for x in (call.key, call.value))
+        given = [x for x in (query, key, value) if x is not None]
+        if case.layout == "flat":
+            given = [x.flatten(1) for x in given]
+        elif case.layout == "heads_first":
+            given = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in given]
+        elif case.layout == "fused":
+            widths = [x.shape[1] * x.shape[2] for x in given]
+            packed = torch.cat([*(x.flatten(1) for x in given), query.new_zeros(query.shape[0], 3)], 1)
+            given = [part.unflatten(1, x.shape[1:]) for part, x in zip(packed.split([*widths, 3], 1), given, strict=False)]
+        return given[0], given[1] if len(given) > 1 else None, given[2] if len(given) > 1 else None
 
     def _cache(self, call: Call) -> tuple[torch.Tensor | None, tuple[_Part, _Part] | None]:
         """(the cache in the backend's own layout, holding the call's bytes; its keys and values as parts of stored rows)."""
@@ -112,11 +219,13 @@ class Runner:
         return torch.from_numpy(raw.copy()).view(getattr(torch, element)).to(self.device)
 
 
-def _layer(call: Call) -> SimpleNamespace:
-    """What an implementation asks of the layer it belongs to: its scales, as tensors and, where they are scalar, floats."""
+def _layer(call: Call, device: torch.device) -> SimpleNamespace:
+    """What an implementation asks of its layer: its scales as the layer keeps them, float32 buffers (0-d, or [K]) that have
+    moved to the device with it, and as floats where they are scalar."""
     values = {"q": 1.0, "k": call.case.k_scale, "v": call.case.v_scale, "prob": 1.0}
     scales = {f"_{name}_scale": torch.tensor(value, dtype=torch.float32) for name, value in values.items()}
-    return SimpleNamespace(**scales, **{f"{name}_float": float(s) for name, s in scales.items() if s.ndim == 0})
+    floats = {f"{name}_float": float(scale) for name, scale in scales.items() if scale.ndim == 0}
+    return SimpleNamespace(**{name: scale.to(device) for name, scale in scales.items()}, **floats)
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
@@ -163,7 +272,7 @@ def prefill(backend: Any, call: PrefillCall) -> tuple[Array, list[tuple[Array, A
         return both[..., :size].contiguous(), both[..., size:]
 
     def host(state: Any) -> tuple[Array, Array]:
-        out, lse = (x.float().cpu().numpy() for x in state)
+        out, lse = (x.double().cpu().numpy() for x in state)
         return out, lse
 
     starts, int32 = call.query_start_loc, torch.int32
@@ -181,4 +290,4 @@ def prefill(backend: Any, call: PrefillCall) -> tuple[Array, list[tuple[Array, A
         states = [host(impl.run_prefill_new_tokens(query, *new, meta, True))]
         for i, (keys, values, _) in enumerate(call.parts[1:]):
             states.append(host(impl.run_prefill_context_chunk(i, query, *beside(keys, values), meta)))
-    return alone.float().cpu().numpy(), states
+    return alone.double().cpu().numpy(), states

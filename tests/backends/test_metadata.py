@@ -38,6 +38,41 @@ def test_from_lens():
     assert made.validate(BLOCK, 7) is made and made.validate(BLOCK, 7, strict=True) is made
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        list,
+        tuple,
+        np.array,
+        lambda row: range(row[0], row[-1] + 1),
+        lambda row: np.array(row, np.uint8),
+        lambda row: [*map(np.int64, row)],
+    ],
+)
+def test_rows_of_a_table_may_be_any_integers(kind):
+    """Ragged, one array, or of different kinds: the same table, and the caller's own is neither kept nor changed."""
+    rows = [[4, 5, 6], [1], [], [2, 3]]
+    made = CommonAttentionMetadata.from_lens([1, 1, 0, 2], [9, 3, 0, 7], [kind(row) if row else [] for row in rows], BLOCK)
+    assert made.block_table.tolist() == [[4, 5, 6], [1, -1, -1], [-1, -1, -1], [2, 3, -1]]
+    whole = np.array([[4, 5], [2, 3]], np.int64)
+    made = CommonAttentionMetadata.from_lens([1, 1], [8, 7], whole, BLOCK)
+    assert made.block_table.tolist() == whole.tolist() and made.block_table.dtype == np.int32
+    made.block_table[0, 0] = 9
+    assert whole[0, 0] == 4
+
+
+def test_a_batch_that_writes_nothing():
+    """Keys that are cached already, or another layer's: requests may share every page, the last one too."""
+    rows = [[4, 2], [4, 2], [4, 2]]
+    with pytest.raises(MetadataError, match="written by one token only"):
+        CommonAttentionMetadata.from_lens([1, 1, 2], [7, 7, 6], rows, BLOCK)
+    made = CommonAttentionMetadata.from_lens([1, 1, 2], [7, 7, 6], rows, BLOCK, writes=False)
+    assert made.slot_mapping.tolist() == [-1] * 4 and made.slot_mapping.dtype == np.int64
+    assert made.validate(BLOCK, 5) is made
+    with pytest.raises(MetadataError, match=r"block_table\[1, 1\] = 9: must be between 0 and 4"):
+        CommonAttentionMetadata.from_lens([1, 1], [7, 7], [[4, 2], [4, 9]], BLOCK, writes=False).validate(BLOCK, 5)
+
+
 @pytest.mark.parametrize("table", [np.zeros((0, 4), np.int32), []], ids=["array", "list"])
 def test_an_empty_batch(table):
     made = CommonAttentionMetadata.from_lens([], [], table, BLOCK)
@@ -51,15 +86,31 @@ def test_requests_without_new_tokens_and_without_any_tokens():
     assert made.validate(BLOCK, 2, strict=True) is made
 
 
-def test_more_queries_than_keys_is_defined_unless_strict():
-    made = CommonAttentionMetadata.from_lens([3], [1], [[2]], BLOCK)
-    assert made.slot_mapping.tolist() == [-1, -1, 8]
+def test_more_queries_than_keys_is_refused_unless_asked_for():
+    """The commonest mistake is a context length for a total one; who means it says so, and leading rows see nothing."""
+    bound = "at least query_lens[0] = 5 (seq_lens counts the new tokens too)"
     with pytest.raises(MetadataError) as caught:
+        CommonAttentionMetadata.from_lens([5], [0], [[2, 3]], BLOCK)
+    assert str(caught.value) == f"seq_lens[0] = 0: must be {bound}"
+    assert vars(caught.value) == {"field": "seq_lens", "index": 0, "value": 0, "bound": bound}
+    made = CommonAttentionMetadata.from_lens([3], [1], [[2]], BLOCK, strict=False)
+    assert made.slot_mapping.tolist() == [-1, -1, 8] and made.validate(BLOCK) is made
+    with pytest.raises(MetadataError, match=r"seq_lens\[0\] = 1: must be at least query_lens\[0\] = 3"):
         made.validate(BLOCK, strict=True)
-    assert vars(caught.value) == {
-        "field": "seq_lens", "index": 0, "value": 1, "bound": "at least its query length 3 in a causal batch",
-    }  # fmt: skip
     assert made.replace(causal=False).validate(BLOCK, strict=True)
+    assert CommonAttentionMetadata.from_lens([3], [1], [[2]], BLOCK, causal=False).slot_mapping.tolist() == [-1, -1, 8]
+
+
+@pytest.mark.parametrize("value", [[False], "no", "False", 0, 1, None, np.array(False), 0.0])
+def test_flags_are_true_or_false(value):
+    """A list or a word is true to Python, whatever it says."""
+    with pytest.raises(MetadataError) as caught:
+        batch(causal=value).validate(BLOCK)
+    assert str(caught.value) == f"causal = {value}: must be True or False" and caught.value.field == "causal"
+    for name in ("causal", "strict", "writes"):
+        with pytest.raises(MetadataError, match=f"^{name} = .*: must be True or False"):
+            CommonAttentionMetadata.from_lens([1], [3], [[0]], BLOCK, **{name: value})
+    assert batch(causal=np.False_).validate(BLOCK) and batch(causal=np.True_).validate(BLOCK)
 
 
 FROM_LENS = [
@@ -91,6 +142,11 @@ def test_lengths_that_make_no_batch(query_lens, seq_lens, error, message):
     ("rows", "error", "message"),
     [
         ([[0.5, 1]], DTypeError, "block_table has dtype float64: must be integers"),
+        ([[True]], DTypeError, "block_table has dtype bool: must be integers"),
+        ([["1"]], DTypeError, "block_table has dtype <U1: must be integers"),
+        (np.ones((1, 2)), DTypeError, "block_table has dtype float64: must be integers"),
+        ([np.array([0, 2**40])], MetadataError, "block_table[0, 1] = 1099511627776: must be between"),
+        (np.array([[0, -(2**40)]]), MetadataError, "block_table[0, 1] = -1099511627776: must be between"),
         ([[0, 2**31]], MetadataError, "block_table[0, 1] = 2147483648: must be between -2147483648 and 2147483647"),
         (
             [[-1, 0]],

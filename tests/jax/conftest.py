@@ -44,7 +44,7 @@ class Batch:
         for length in self.seq_lens:
             tables.append([next(ids) for _ in range(-(-length // P))])
         self.common = CommonAttentionMetadata.from_lens(
-            self.query_lens, self.seq_lens, tables, P, causal=self.causal, tree_mask=self.tree
+            self.query_lens, self.seq_lens, tables, P, causal=self.causal, tree_mask=self.tree, strict=False
         )
 
     def _normal(self, rng: np.random.Generator, *shape: int) -> Any:

@@ -16,6 +16,7 @@ CALLS = {
     "window": {"local_window_size": (2, 1)},
     "causal window": {"is_causal": True, "local_window_size": 3},
     "scale": {"scale": 0.3},
+    "negative scale": {"scale": -0.3, "is_causal": True},
 }
 
 
@@ -25,7 +26,10 @@ def arrays(rows=8, keys=8, heads=4, kv_heads=2, size=32):
     return [jax.random.normal(k, shape) for k, shape in zip(keyed, shapes, strict=True)]
 
 
-@pytest.mark.parametrize(("call", "backend"), [*((name, None) for name in CALLS), ("causal", "PALLAS"), ("lengths", "PALLAS")])
+@pytest.mark.parametrize(
+    ("call", "backend"),
+    [*((name, None) for name in CALLS), ("causal", "PALLAS"), ("lengths", "PALLAS"), ("negative scale", "PALLAS")],
+)
 def test_values_residuals_and_gradients_are_jaxs(call, backend):
     options = {name: jnp.array(x) if isinstance(x, list) else x for name, x in CALLS[call].items()}
     inputs = arrays()

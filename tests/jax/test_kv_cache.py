@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from attn import reference
+from attn import CommonAttentionMetadata, reference
 from attn.backends.abstract import KVCacheSpec
-from attn.errors import DTypeError, ShapeError
-from attn.jax import kv_cache
+from attn.errors import DTypeError, MetadataError, ShapeError
+from attn.jax import Attention, kv_cache
 from attn.jax.backends.xla_attn import XLAAttentionBackend
 
 K, D, P, N = 2, 16, 8, 10
@@ -87,3 +87,39 @@ def test_check_scale() -> None:
             kv_cache.check_scale("k_scale", wrong, K)
     with pytest.raises(ShapeError, match=r"k_scale has shape \[3\]: must be a scalar or \[2\]"):
         kv_cache.check_scale("k_scale", [1.0, 1.0, 1.0], K)
+
+
+def test_layers_in_one_cache_keep_to_their_pages() -> None:
+    """Caches of L layers in one array: a builder checks ids against one layer's N, and says so where it was not told N."""
+    layers, blocks = 3, 4
+    layer = Attention(2, 16, block_size=P)
+    cache = layer.new_kv_cache(blocks, layers=layers)
+    assert cache.shape == (2, layers * blocks, P, 2, 16)
+    build = layer.backend.get_builder_cls()(layer.kv_cache_spec).build
+    with pytest.raises(MetadataError, match=r"block_table\[0, 0\] = 5: must be between 0 and 3"):
+        build(0, CommonAttentionMetadata.from_lens([1], [1], [[5]], P))
+    batch = build(0, CommonAttentionMetadata.from_lens([1], [1], [[3]], P))
+    row = jnp.ones((1, 2, 16))
+    for i in range(layers):
+        _, cache = layer(row, row * (i + 1), row, cache, batch.of_layer(i, blocks))
+        batch.of_layer(i)  # N is known to the batch
+    keys, _ = layer.backend.logical_kv_cache(cache)
+    written = np.asarray(keys)[:, 0, 0, 0]
+    np.testing.assert_array_equal(written.reshape(layers, blocks), [[0, 0, 0, i + 1] for i in range(layers)])
+
+
+def test_a_stack_allocated_as_one_cache_is_refused() -> None:
+    """`new_kv_cache(L * N)` has ids checked against all layers' blocks: one of a batch's could be another layer's."""
+    layer = Attention(2, 16, block_size=P)
+    layer.new_kv_cache(8)
+    batch = layer.backend.get_builder_cls()(layer.kv_cache_spec).build(0, CommonAttentionMetadata.from_lens([1], [1], [[5]], P))
+    with pytest.raises(MetadataError, match=r"num_blocks = 4: must be 8, .* new_kv_cache\(num_blocks, layers=\.\.\.\)"):
+        jax.jit(lambda batch, i: batch.of_layer(i, 4))(batch, 1)
+
+
+@pytest.mark.parametrize("count", [0, -1, "32", 2.0, True, None])
+def test_a_stack_has_a_positive_number_of_layers(count: Any) -> None:
+    layer = Attention(2, 16, block_size=P)
+    with pytest.raises(ValueError, match=f"layers={count!r} must be a positive int"):
+        layer.new_kv_cache(4, layers=count)
+    assert layer.kv_cache_spec.num_blocks is None

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
-from attn.testing.approximate import KINDS, MODELS, e2m1, inputs, int8, int8_scores, measured, nvfp4
+from tests.testing.approximate import KINDS, MODELS, e2m1, inputs, int8, int8_scores, measured, nvfp4
 
 pytest.importorskip("torch")
 

@@ -4,6 +4,7 @@ Triton comes from PYTHONPATH or from the environment's folder `compilers` (`make
 """
 
 import functools
+import os
 import sys
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def test_shared_memory_beyond_the_architectures_is_a_failure(tmp_path, monkeypat
     triton()
     (tmp_path / "small_wing.py").write_text(TOO_MUCH)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setitem(aot.TARGETS, "sm_90", aot.Target("small_wing", "triton"))
     (case,) = [case for case in aot.cases("sm_90") if case.kernel == "paged_attention" and case.subset][:1]
     (row,) = aot.compile_cases("sm_90", [case])

@@ -1,9 +1,7 @@
 """Launches that are measured: what is tried, what is kept on disk and believed, and that nothing is unless asked for (3 s)."""
 
-import importlib.util
 import json
 import logging
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,17 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("triton is not importable here (test_interpreted.py starts processes that have it)", allow_module_level=True)
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are first imported
+pytest.importorskip("triton")
 
 from attn import envs
 from attn.torch import autotune
 from attn.torch.kernels.launch import TUNED, Launch, decode_launch
 
 CPU, SHAPE = torch.device("cpu"), (4, 64, 2, 2)
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a fake timer, and the launches of the interpreter")
+pytestmark = pytest.mark.triton_interpreter  # a fake timer, and the launches of the interpreter
 
 
 @pytest.fixture(autouse=True)

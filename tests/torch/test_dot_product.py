@@ -39,6 +39,18 @@ def test_values_and_gradients_are_torchs(rows, keys, width, kind):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["plain", "causal", "bool", "float"])
+def test_a_negative_scale_is_that_of_the_negated_query(kind, dtype):
+    """torch's own kernel for a CPU multiplies the -inf of a causal mask by the scale: NaN."""
+    q, k, v = (x.to(dtype) for x in tensors(40, 40, 16))
+    options = {"plain": {}, "causal": {"is_causal": True}, "bool": {"attn_mask": torch.ones(40, 40).tril() > 0}}
+    options["float"] = {"attn_mask": torch.randn(40, 40).to(dtype)}
+    want = F.scaled_dot_product_attention(-q, k, v, scale=0.3, enable_gqa=True, **options[kind])
+    got = attn.torch.scaled_dot_product_attention(q, k, v, scale=-0.3, enable_gqa=True, **options[kind])
+    torch.testing.assert_close(got, want)
+
+
 def test_more_and_fewer_leading_dimensions():
     q, k, v = (torch.randn(3, 2, 4, 6, 16) for _ in range(3))
     for some in ((q, k, v), (q[0, 0], k[0, 0], v[0, 0])):

@@ -310,3 +310,25 @@ def test_the_drop_in_in_a_graph() -> None:
     program = torch.export.export(wrapped, tuple(given), dynamic_shapes=((length, length, length),)[0]).module()
     longer = [torch.randn(2, heads, 23, 16) for heads in (4, 2, 2)]
     torch.testing.assert_close(program(*longer), run(*longer))
+
+
+def test_the_drop_in_in_a_graph_of_symbols() -> None:
+    """dynamic=True: heads, head size and scale become constants, of which another value is traced again; lengths do not."""
+    counter = CompileCounterWithBackend("eager")
+
+    def run(q: Any, k: Any, v: Any, scale: float | None) -> Any:
+        return attn.torch.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+
+    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=counter)
+    frames = []
+    for batch, heads, length, size, scale in (
+        (5, 4, 9, 32, None),
+        (7, 4, 17, 32, None),
+        (7, 6, 9, 16, 0.3),
+        (7, 6, 9, 16, 0.2),
+    ):
+        q, k, v = (torch.randn(batch, h, length, size) for h in (heads, 2, 2))
+        want = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+        torch.testing.assert_close(compiled(q, k, v, scale), want)
+        frames.append(counter.frame_count)
+    assert frames == [1, 1, 2, 3]

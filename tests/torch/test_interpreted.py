@@ -1,8 +1,10 @@
 """Triton's kernels in Triton's interpreter: the conformance suite without a GPU, in processes of their own.
 
-Triton reads TRITON_INTERPRET when it is imported, and the release that runs on the GPUs here interprets with an older NumPy
-than the environment has; both live beside the environment, in its folder `compilers`. What it computes is exact to rounding,
-bfloat16 by `attn.torch.interpreter`. About 4 minutes of one core.
+Triton reads TRITON_INTERPRET when it is imported, so a process interprets from its start or not at all: a test that needs
+the interpreter never turns it on for the tests beside it. The Triton is the environment's. Without one it is the release
+that runs on the GPUs here, which interprets with an older NumPy than the environment has; both live beside the environment,
+in its folder `compilers`. What it computes is exact to rounding, bfloat16 by `attn.torch.interpreter`. About 4 minutes of
+one core.
 """
 
 import importlib.util
@@ -36,12 +38,17 @@ RUNS = [
 ]
 
 
-def interpreted(*words: str) -> None:
+def interpreted(*words: str, switch: str = "1", flag: str = "-m") -> None:
     """Run a Python module in a process with triton interpreting; its output is the message of a failure."""
     path = [os.environ.get("PYTHONPATH", ""), *([str(COMPILERS)] if importlib.util.find_spec("triton") is None else [])]
-    env = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, path)), "PYTHONWARNINGS": "ignore"}
+    env = {
+        **os.environ,
+        "TRITON_INTERPRET": switch,
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        "PYTHONWARNINGS": "ignore",
+    }
     done = subprocess.run(
-        [sys.executable, "-m", *words],
+        [sys.executable, flag, *words],
         cwd=ROOT,
         env=env,
         stdout=subprocess.PIPE,
@@ -62,7 +69,7 @@ def test_dense_conformance(run: str) -> None:
     interpreted("attn", "conform", "--registry", "diffusion", *run.split(), "--kind", "interpreted")
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="these tests run in this process")
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="these tests run in this process")
 @pytest.mark.parametrize(
     "tests",
     [
@@ -74,3 +81,44 @@ def test_dense_conformance(run: str) -> None:
 )
 def test_kernels(tests: str) -> None:
     interpreted("pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *tests.split())
+
+
+LAYERS = """
+import torch
+from attn import CommonAttentionMetadata
+from attn.torch import Attention, MLAAttention
+
+batch = CommonAttentionMetadata.from_lens([5, 1], [5, 21], [[3], [7, 4]], 16)
+torch.manual_seed(0)
+for dtype, atol in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+    given = [torch.randn(6, heads, 32, dtype=dtype) for heads in (4, 2, 2)]
+    outs = []
+    for name in ("TRITON_ATTN", "CPU_ATTN"):
+        layer = Attention(4, 32, num_kv_heads=2, dtype=dtype, backend=name, return_lse=True)
+        cache = layer.new_kv_cache(8)
+        outs.append(layer(*given, cache, layer.build(batch)))
+    for ours, theirs in zip(*outs):
+        torch.testing.assert_close(ours, theirs, atol=atol, rtol=atol)
+assert Attention(4, 32).selection.name == "CPU_ATTN", "an interpreter is never chosen unasked"
+up, outs = torch.randn(32, 4, 32) / 6, []
+given = torch.randn(6, 4, 32), torch.randn(6, 32), torch.randn(6, 16)
+for name in ("TRITON_MLA", "TORCH_MLA"):
+    layer = MLAAttention(4, 32, 16, 16, 16, up, dtype=torch.float32, block_size=16, backend=name)
+    outs.append(layer(*given, layer.new_kv_cache(8), layer.build(batch)))
+torch.testing.assert_close(*outs, atol=1e-5, rtol=1e-5)
+"""
+REFUSED = """
+from attn.torch import Attention
+try:
+    Attention(4, 32, backend="TRITON_ATTN")
+except ValueError as error:
+    assert "platform=cpu (supports cuda, rocm)" in str(error), error
+else:
+    raise AssertionError("built")
+"""
+
+
+def test_a_layer_on_the_host() -> None:
+    """With TRITON_INTERPRET=1 a layer asked for by name is built for a CPU and gives the answers; without it, it is refused."""
+    interpreted(LAYERS, flag="-c")
+    interpreted(REFUSED, switch="0", flag="-c")

@@ -1,14 +1,9 @@
 """bfloat16 under Triton's interpreter: conversions to the bit, products to rounding (2 s)."""
 
-import importlib.util
-import os
-
 import pytest
 import torch
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("triton is not importable here (test_interpreted.py starts processes that have it)", allow_module_level=True)
-os.environ.setdefault("TRITON_INTERPRET", "1")
+pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
@@ -16,7 +11,7 @@ import triton.language as tl
 from attn.torch.interpreter import correct_bfloat16
 
 pytestmark = [
-    pytest.mark.skipif(not triton.knobs.runtime.interpret, reason="this process compiles its kernels"),
+    pytest.mark.triton_interpreter,
     pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning"),
 ]
 

@@ -3,8 +3,6 @@
 Without a GPU the kernels run interpreted on the CPU. About 15 s on one core with triton, none without.
 """
 
-import importlib.util
-import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +15,8 @@ from attn import selector
 from attn.backends.abstract import KVCacheSpec
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.capabilities import Device, Request
+from attn.dtypes import QuantKey, kFp8StaticTensorSym
 from attn.errors import DTypeError, ShapeError, UnsupportedError
-from attn.quant import QuantKey, kFp8StaticTensorSym
 from attn.torch import kv_cache as caches
 from attn.torch.backends.blocksparse_attn import BlocksparseFlashAttentionBackend
 from attn.torch.backends.rocm_attn import RocmAttentionBackend
@@ -26,20 +24,14 @@ from attn.torch.backends.tree_attn import TreeAttentionBackend
 from attn.torch.backends.triton_attn import TritonAttentionBackend
 
 ON_GPU = torch.cuda.is_available()
-if not ON_GPU:
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are first imported
 H200, A100 = Device("torch", "cuda", "H200", "sm_90"), Device("torch", "cuda", "A100", "sm_80")
 MI300 = Device("torch", "rocm", "MI300X", "gfx942")
 
-needs_triton = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None,
-    reason="triton is not importable here (test_interpreted.py starts processes that have it)",
-)
 # the interpreter computes with NumPy, which speaks of the infinities that kernels handle on purpose, and with its old ways
 quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
 
 
-@needs_triton
+@pytest.mark.triton_kernels
 @quiet
 def test_fixed_split_is_batch_invariant() -> None:
     """With a fixed split, a sequence alone and among others has the same bits; several splits are in play."""
@@ -78,7 +70,7 @@ def _small(kv_cache_dtype: str = "auto", **changes: Any) -> tuple[Any, Any, torc
     return impl, metadata, caches.allocate(TritonAttentionBackend, spec, 8, device), arrays
 
 
-@needs_triton
+@pytest.mark.triton_kernels
 @quiet
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8_per_token_head"])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", *(["inductor"] if ON_GPU else [])])
@@ -100,7 +92,7 @@ def test_compiles_as_one_graph(kv_cache_dtype: str, backend: str) -> None:
 
 
 @pytest.mark.skipif(not ON_GPU, reason="graphs are captured on a GPU")
-@needs_triton
+@pytest.mark.triton_kernels
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "int8", "int8_per_token_head"])
 @pytest.mark.parametrize("query_lens", [(1, 1, 1), (3, 2, 3), (1, 200, 1)])
 def test_replays_are_eager_calls(kv_cache_dtype: str, query_lens: tuple[int, ...]) -> None:
@@ -149,7 +141,7 @@ def test_replays_are_eager_calls(kv_cache_dtype: str, query_lens: tuple[int, ...
         assert torch.equal(cache.view(torch.uint8), kept.view(torch.uint8))
 
 
-@needs_triton
+@pytest.mark.triton_kernels
 @quiet
 def test_registered_as_operators() -> None:
     """Schemas say what is written, and fakes what comes back."""
@@ -167,7 +159,7 @@ def test_registered_as_operators() -> None:
     library.opcheck(paged_attention._op, (torch.empty_like(query), lse, query, *plain, *batch), test_utils=checks)
 
 
-@needs_triton
+@pytest.mark.triton_kernels
 @quiet
 def test_output_in_fp8() -> None:
     """Allocated or given, of fp8 for an output_scale and refused otherwise; a fusion pass may ask beforehand."""
@@ -186,7 +178,7 @@ def test_output_in_fp8() -> None:
     assert not impl.fused_output_quant_supported(QuantKey("int8"))
 
 
-@needs_triton
+@pytest.mark.triton_kernels
 @quiet
 def test_a_cache_with_its_own_scales_takes_no_others() -> None:
     impl, metadata, cache, (query, key, value) = _small("int8_per_token_head")
@@ -208,8 +200,8 @@ def test_fp8_caches_need_no_instruction_for_them(device: Device) -> None:
         assert TritonAttentionBackend.why_not(Request(128, "bfloat16", cache, 16), device) == []
 
 
-@needs_triton
 def test_which_architectures_convert_e4m3() -> None:
+    pytest.importorskip("triton")
     from attn.torch.kernels.launch import converts_e4m3
 
     assert all(map(converts_e4m3, ("sm_89", "sm_90", "sm_120", "gfx950", "gfx1200", "interpreter")))
@@ -252,9 +244,10 @@ def test_block_sparse_arguments() -> None:
         BlocksparseFlashAttentionBackend.get_impl_cls()(4, 64, 0.125, sliding_window=8)
 
 
-def test_selector_branch_names_what_is_missing() -> None:
-    """Without a GPU the block-sparse branch refuses by platform, not by a missing module."""
+def test_selector_branch_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU the block-sparse branch refuses by platform, not by a missing module; interpreted, it serves."""
     if ON_GPU:
         pytest.skip("this machine serves it")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(UnsupportedError, match="BLOCKSPARSE"):
         selector.get_attn_backend(64, torch.float16, None, 16, is_blocksparse=True)

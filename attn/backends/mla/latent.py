@@ -17,6 +17,7 @@ from attn.backends.arguments import (
     check_scale,
     check_soft_cap,
     layer_features,
+    natural_int,
     positive_int,
     refuse,
     window_pair,
@@ -128,7 +129,8 @@ class LatentImpl(MLAAttentionImpl[T]):
         kv_b_proj: Any = None,
         indexer: object | None = None,
     ) -> None:
-        """The seeds' arguments; `scale` None means (Dn + Dr) ** -0.5, `qk_head_dim` None Dn + Dr.
+        """The seeds' arguments; `scale` None means (Dn + Dr) ** -0.5, `qk_head_dim` None Dn + Dr. `qk_rope_head_dim` 0 is a
+        model without rotary dimensions: its `k_pe` is [T, 0], or None.
 
         kv_b_proj: the up-projection W_UK | W_UV: an object with `.weight` [H * (Dn + Dv), L] or `.kernel`
         [L, H * (Dn + Dv)], or an array [L, H, Dn + Dv]. Raises ValueError for nonsense, `ShapeError` for dimensions that
@@ -138,12 +140,13 @@ class LatentImpl(MLAAttentionImpl[T]):
         self.q_lora_rank = None if q_lora_rank is None else positive_int("q_lora_rank", q_lora_rank)
         self.kv_lora_rank = positive_int("kv_lora_rank", kv_lora_rank)
         self.qk_nope_head_dim = positive_int("qk_nope_head_dim", qk_nope_head_dim)
-        self.qk_rope_head_dim = positive_int("qk_rope_head_dim", qk_rope_head_dim)
+        self.qk_rope_head_dim = natural_int("qk_rope_head_dim", qk_rope_head_dim)
         self.qk_head_dim = self.qk_nope_head_dim + self.qk_rope_head_dim
         self.v_head_dim = positive_int("v_head_dim", v_head_dim)
         self.kv_cache_dtype = kv_cache_dtype
         self._check_dimensions(self.qk_head_dim if qk_head_dim is None else qk_head_dim)
-        self.scale = check_scale(scale, self.qk_head_dim)
+        self.signed_scale = check_scale(scale, self.qk_head_dim)
+        self.scale = abs(self.signed_scale)  # kernels get the magnitude; the template negates the query (`fold_sign`)
         self.attn_type = check_attn_type(attn_type)
         self.window = window_pair(sliding_window, attn_type)
         self.logits_soft_cap = check_soft_cap(logits_soft_cap)

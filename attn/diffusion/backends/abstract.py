@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from attn.capabilities import Capabilities, Device, Request
+from attn.capabilities import Capabilities, Device, Request, with_lse
 
 Array = Any
 
@@ -97,9 +97,20 @@ class DiffusionAttentionBackend(ABC):
         return [] if cls.capabilities is None else list(cls.capabilities.head_sizes)
 
     @classmethod
+    def served_features(cls) -> frozenset[str]:
+        """The record's features, with the log-sum-exp where the implementation returns it."""
+        declared = frozenset[str]() if cls.capabilities is None else cls.capabilities.features
+        return with_lse(declared, cls.get_impl_cls().can_return_lse)
+
+    @classmethod
+    def off_paths(cls, device: Device | None = None) -> tuple[str, ...]:
+        """A sentence for each faster path of this backend that is off on `device` (None: the one here), and why."""
+        return ()
+
+    @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
         """Every reason why this backend does not serve `request` (on `device`); empty when it does."""
-        why = [] if cls.capabilities is None else cls.capabilities.reasons(request, device)
+        why = [] if cls.capabilities is None else cls.capabilities.reasons(request, device, cls.served_features())
         budget = getattr(request, "error_budget", 0.0)
         if cls.error > budget:
             why.append(f"relative error {cls.error:g} ({cls.error_note}): error_budget={budget:g} allows less")

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from attn.backends.arguments import check_heads, check_scale, refuse
+from attn.backends.arguments import check_flag, check_heads, check_scale, fold_sign, refuse
 from attn.capabilities import Feature
 from attn.diffusion.backends.abstract import (
     JOINT_STRATEGIES,
@@ -51,7 +51,9 @@ class DenseAttentionImpl(DiffusionAttentionImpl):
     ) -> None:
         """Raises ValueError for nonsense and `UnsupportedError` with this backend's reasons for what it does not serve."""
         self.num_heads, self.num_kv_heads, self.head_size = check_heads(num_heads, num_kv_heads, head_size)
-        self.scale, self.causal, self.prefix = check_scale(softmax_scale, head_size), bool(causal), prefix
+        self.signed_scale = check_scale(softmax_scale, head_size)
+        self.scale = abs(self.signed_scale)  # kernels get the magnitude; `_prepared` negates the query (`fold_sign`)
+        self.causal, self.prefix = check_flag("causal", causal), prefix
         request = DiffusionRequest(
             self.head_size, self._capabilities.dtypes[0], num_heads=self.num_heads, num_kv_heads=self.num_kv_heads,
             error_budget=self.backend.error, causal=self.causal,  # who builds it has chosen its error
@@ -84,7 +86,7 @@ class DenseAttentionImpl(DiffusionAttentionImpl):
         mask = self._full_mask(meta, query, key)
         if why := self.backend.why_not_call(query.shape[1], key.shape[1], self.causal, present is not None):
             raise UnsupportedError(f"{self._name}: {'; '.join(why)}", why)
-        return query, key, value, Keys(present, lens, mask)
+        return fold_sign(query, self.signed_scale), key, value, Keys(present, lens, mask)
 
     @abstractmethod
     def _attend(self, query: Array, key: Array, value: Array, keys: Keys) -> Array:

@@ -18,11 +18,12 @@ import numpy as np
 from jax import lax
 
 from attn.backends.abstract import AttentionLayer
+from attn.backends.arguments import fold_sign
 from attn.backends.metadata import PAD_SLOT_ID, CommonAttentionMetadata
 from attn.backends.mla.latent import LatentBackend, LatentImpl, dcp_row_limits
 from attn.backends.mla.prefill.abstract import MLAContextChunk, MLAPrefillBackend, MLAPrefillMetadata
 from attn.backends.mla.prefill.selector import get_mla_prefill_backend
-from attn.backends.paged import check_block_size, check_built
+from attn.backends.paged import cache_dtype_error, check_array, check_block_size, check_built
 from attn.capabilities import Feature
 from attn.dtypes import dtype_name
 from attn.errors import DTypeError, MetadataError, ShapeError, UnsupportedError
@@ -130,11 +131,15 @@ class MLAImpl(LatentImpl[PagedAttentionMetadata]):
         [H, T] float32, natural log). `attn_metadata` None is a profiling run: zeros. indices:
         [T, topk] int32, for sparse backends: positions of keys in the row's own request, in any order, -1 for none.
         """
+        for what, array in (("query", q), ("kv_c_normed", kv_c_normed), ("k_pe", k_pe)):
+            if array is not None:
+                check_array(self.backend, what, array, "jax")
         q = self._heads(q, w_uk, w_uv)
         if attn_metadata is None:
             return jnp.zeros((*q.shape[:2], self.v_head_dim), q.dtype), kv_cache
         check_built(self.backend, attn_metadata, PagedAttentionMetadata)
         kv_c_normed, k_pe = self._check_call(q, kv_c_normed, k_pe, kv_cache, attn_metadata, indices)
+        q = fold_sign(q, self.signed_scale)
         if not caches.is_quantised(kv_cache.dtype) or kv_cache.dtype == jnp.uint8:  # a packed row brings its own scales
             k_scale = 1.0
         new = None if kv_c_normed is None else latent_rows(kv_c_normed, k_pe, kv_cache.dtype, k_scale)
@@ -331,6 +336,8 @@ class MLAImpl(LatentImpl[PagedAttentionMetadata]):
             raise UnsupportedError(f"{name}: {Feature.SPARSE_MLA.value} not supported")
         if attn_metadata.tree_mask is not None:
             raise UnsupportedError(f"{name}: {Feature.TREE_MASK.value} not supported")
+        if kv_c is not None and k_pe is None and self.qk_rope_head_dim == 0:
+            k_pe = kv_c[:, :0]
         if (kv_c is None) != (k_pe is None):
             raise ShapeError(f"{name}: one of kv_c_normed and k_pe is None: pass both, or neither (nothing is written then)")
         if q.shape[0] != rows:
@@ -360,8 +367,7 @@ class MLAImpl(LatentImpl[PagedAttentionMetadata]):
             raise ShapeError(f"{name}: kv_cache has rows of {kv_cache.shape[2]}, the layer's are {want[2]} wide")
         element = caches.element_type(self.kv_cache_dtype, q.dtype)
         if kv_cache.dtype != element:
-            needs = f"kv_cache_dtype={self.kv_cache_dtype} needs {element}"
-            raise DTypeError(f"{name}: kv_cache has dtype {kv_cache.dtype}: {needs}")
+            raise cache_dtype_error(self, q, kv_cache, element)
 
 
 def _request_of(bounds: jax.Array, count: int, index: jax.Array | None = None) -> jax.Array:

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 
 from attn import envs
 from attn.backends.abstract import AttentionLayer, AttentionType
+from attn.backends.arguments import fold_sign
 from attn.backends.metadata import PAD_SLOT_ID
-from attn.backends.paged import PagedBackend, PagedImpl, check_block_size, check_built
+from attn.backends.paged import PagedBackend, PagedImpl, cache_dtype_error, check_array, check_block_size, check_built
 from attn.capabilities import ENCODER_TYPES, Feature
 from attn.dtypes import dtype_name
 from attn.errors import DTypeError, MetadataError, ShapeError, UnsupportedError
@@ -69,6 +70,9 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         output: [T, H, D], rows past the batch's own are 0; where `need_to_return_lse_for_decode` is set, (output, lse
         [H, T] float32, natural log, sinks excluded). `attn_metadata` None is a profiling run: zeros.
         """
+        for what, array in (("query", query), ("key", key), ("value", value)):
+            if array is not None:
+                check_array(self.backend, what, array, "jax")
         if query.ndim < 2 or query.size != query.shape[0] * self.num_heads * self.head_size:
             name, want = self.backend.get_name(), f"[T, {self.num_heads}, {self.head_size}]"
             raise ShapeError(f"{name}: query has shape {list(query.shape)}: must be {want}")
@@ -77,6 +81,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
             return jnp.zeros_like(query), kv_cache
         check_built(self.backend, attn_metadata, PagedAttentionMetadata)
         self._check_call(query, key, value, kv_cache, attn_metadata)
+        query = fold_sign(query, self.signed_scale)
         heads = (-1, self.num_kv_heads, self.head_size)
         key, value = (None if x is None else x.reshape(heads) for x in (key, value))
         query, key, value, kv_cache = _undifferentiable(self.backend.get_name(), (query, key, value, kv_cache))
@@ -227,8 +232,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
             raise ShapeError(f"{name}: kv_cache holds [K, D] = {held}, the layer has [{self.num_kv_heads}, {self.head_size}]")
         element = caches.element_type(self.kv_cache_dtype, query.dtype)
         if kv_cache.dtype != element:
-            needs = f"kv_cache_dtype={self.kv_cache_dtype} needs {element}"
-            raise DTypeError(f"{name}: kv_cache has dtype {kv_cache.dtype}: {needs}")
+            raise cache_dtype_error(self, query, kv_cache, element)
 
     def _extent(self, kv_cache: jax.Array) -> tuple[int, int, list[int]]:
         """(P, N, [K, D]) of a cache in whatever layout."""

@@ -1,9 +1,9 @@
 """PALLAS: our Pallas kernels for TPUs: one writes the new tokens and attends all pages in one launch, one is for encoders.
 
 They win on TPUs because scores never leave VMEM and keys arrive by DMA while others are computed on; numbers are in
-benchmarks/NOTES.md. Cross attention reads the encoder's keys from pages, written once, by a scatter. An encoder's requests
-are the segments of one dense sequence, and a block of keys meets the rows of its own alone. On a CPU the same kernels run
-in TPU interpret mode, thousands of times slower: for tests. On GPUs XLA_ATTN serves.
+benchmarks/notes/tpu-paged.md. Cross attention reads the encoder's keys from pages, written once, by a scatter. An encoder's
+requests are the segments of one dense sequence, and a block of keys meets the rows of its own alone. On a CPU the same kernels
+run in TPU interpret mode, thousands of times slower: for tests. On GPUs XLA_ATTN serves.
 """
 
 from typing import Any

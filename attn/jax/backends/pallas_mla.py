@@ -2,7 +2,7 @@
 in one launch.
 
 It wins on TPUs because a page is fetched once and serves as keys and as values, and scores never leave VMEM; numbers are in
-benchmarks/NOTES.md. On a CPU the same kernel runs in TPU interpret mode, thousands of times slower: for tests. Rows of
+benchmarks/notes/tpu-mla.md. On a CPU the same kernel runs in TPU interpret mode, thousands of times slower: for tests. Rows of
 `fp8_ds_mla` bytes, and GPUs, are XLA_MLA's.
 """
 

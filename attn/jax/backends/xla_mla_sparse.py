@@ -40,6 +40,9 @@ class XLAMLASparseImpl(MLAImpl):
 
     backend = XLAMLASparseBackend
 
+    def expands(self, attn_metadata: PagedAttentionMetadata) -> bool:
+        return False  # an expanded prompt attends every key, not those that were chosen
+
     def _decode(
         self, query: jax.Array, kv_cache: jax.Array, attn_metadata: PagedAttentionMetadata, k_scale: Any, indices: Any = None
     ) -> tuple[jax.Array, jax.Array]:

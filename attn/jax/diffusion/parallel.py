@@ -4,6 +4,7 @@ The twin of `attn.torch.diffusion.parallel`: Ulysses (arXiv 2309.14509) exchange
 (arXiv 2310.01889) passes keys and values around by `ppermute` and merges partial results by log-sum-exp.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jax import lax
 
 from attn.backends.arguments import positive_int
 from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
-from attn.diffusion.parallel import share_heads
+from attn.diffusion.parallel import share_heads, wanted_features
 from attn.errors import UnsupportedError
 from attn.jax.diffusion.layer import DiffusionAttention
 from attn.jax.merge import merge_attn_states
@@ -24,10 +25,10 @@ class SequenceParallelAttention(nnx.Module):
 
     Arguments are those of `DiffusionAttention` (num_heads and num_kv_heads of the whole layer), and:
         axis_name: the mesh axis; axis_size: how many devices it has.
-        strategy: "ulysses" or "ring".
+        strategy: "ulysses" or "ring"; a ring's layer is chosen among backends that return the log-sum-exp.
 
     Raises ValueError for an unknown strategy, `ShapeError` for heads that the devices do not divide, `UnsupportedError` for
-    causal rings and backends without a log-sum-exp.
+    causal rings and, with every candidate's reasons, for a layer that no backend serves.
     """
 
     def __init__(
@@ -41,15 +42,15 @@ class SequenceParallelAttention(nnx.Module):
         axis_name: str,
         axis_size: int,
         strategy: str = "ulysses",
+        features: Collection[str] = (),
         **choice: Any,
     ) -> None:
         self.axis, self.devices, self.strategy = axis_name, positive_int("axis_size", axis_size), strategy
         num_heads, num_kv_heads, head_size = share_heads(
             num_heads, num_kv_heads, head_size, strategy=strategy, causal=causal, size=self.devices, members="devices"
         )
-        self.local = DiffusionAttention(num_heads, head_size, softmax_scale, causal, num_kv_heads, **choice)
-        if strategy == "ring" and not self.local.impl.can_return_lse:
-            raise UnsupportedError(f"ring: {self.local.selection.name} returns no log-sum-exp")
+        wanted = wanted_features(strategy, features)
+        self.local = DiffusionAttention(num_heads, head_size, softmax_scale, causal, num_kv_heads, features=wanted, **choice)
 
     def __call__(
         self, query: jax.Array, key: jax.Array, value: jax.Array, attn_metadata: DiffusionAttentionMetadata | None = None

@@ -29,7 +29,7 @@ import torch
 
 from attn.capabilities import ATTN_TYPES, Capabilities, Device, Feature, MultipleOf, Request, supports_size
 from attn.errors import BackendLoadError, UnsupportedError
-from attn.imports import installed, loading
+from attn.imports import assumed, installed, loading
 from attn.torch.backends._vendor import lacking
 
 _FEATURES = frozenset({
@@ -171,7 +171,7 @@ class Provider:
         if request.block_size is not None and not supports_size(request.block_size, (self.block_size,)):
             why.append(f"block_size={request.block_size} (supports {self.block_size})")
         try:
-            return why or list(_lacking(self))
+            return why or ([] if assumed(self.module) else list(_lacking(self)))
         except BackendLoadError as error:
             return [str(error)]
 
@@ -206,8 +206,8 @@ _VLLM_NEEDS = (
 )  # fmt: skip
 
 #: The best first, where several serve: FlashAttention 3 before 4 on Hopper, where 4 splits no keys (9x at one request of 32k;
-#: benchmarks/NOTES.md), both before 2; of one generation the package of that name first, since vLLM's forks cost an import of
-#: vLLM (its 2 serves smaller pages).
+#: benchmarks/notes/triton.md), both before 2; of one generation the package of that name first, since vLLM's forks cost an
+#: import of vLLM (its 2 serves smaller pages).
 PROVIDERS: tuple[Provider, ...] = (
     Provider(
         "FlashAttention 3", "flash_attn_interface", "flash-attn-3", _record(("sm_90",), _FEATURES), MultipleOf(16),

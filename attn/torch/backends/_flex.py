@@ -49,13 +49,14 @@ class Rules(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What else a program is compiled for; `device` is its type."""
+    """What else a program is compiled for; `device` is its type, `flash` whether FlashAttention's kernel is asked for."""
 
     dtype: torch.dtype
     num_heads: int
     num_kv_heads: int
     head_size: int
     device: str
+    flash: bool = False
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,7 @@ def _places(table: torch.Tensor, lens: torch.Tensor, num_pages: int, page: int) 
 def program(rules: Rules, shape: Shape, backend: str) -> Callable[..., Any]:
     """The function of one set of rules and shape, compiled by `backend` when it is first called."""
     masks, page = rules.masks, rules.page
-    options = None if shape.device == "cpu" else tiles(rules, shape.head_size * shape.dtype.itemsize)
+    options = kernel_options(rules, shape)
 
     def run(
         query: torch.Tensor,
@@ -264,6 +265,13 @@ def vary(dim: int, *tensors: torch.Tensor) -> None:
     which `dynamic=True` would not leave any number in the rules to be."""
     for tensor in tensors:
         torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def kernel_options(rules: Rules, shape: Shape) -> dict[str, Any] | None:
+    """What the compiler is told of the kernel: which one, and its tiles."""
+    if shape.device == "cpu":
+        return None
+    return {"BACKEND": "FLASH"} if shape.flash else dict(tiles(rules, shape.head_size * shape.dtype.itemsize))
 
 
 _SHARED_MEMORY = 96 << 10  #: bytes that a tile of queries and two of keys and values may take: what an Ada GPU has

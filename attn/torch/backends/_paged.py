@@ -13,12 +13,11 @@ import torch
 
 from attn import envs
 from attn.backends.abstract import AttentionLayer, AttentionType
-from attn.backends.arguments import refuse
-from attn.backends.paged import PagedBackend, PagedImpl, check_block_size, check_built
+from attn.backends.arguments import fold_sign, refuse
+from attn.backends.paged import PagedBackend, PagedImpl, cache_dtype_error, check_array, check_block_size, check_built
 from attn.capabilities import ENCODER_TYPES, Feature
-from attn.dtypes import PER_TOKEN_HEAD
+from attn.dtypes import PER_TOKEN_HEAD, QuantKey, kFp8StaticTensorSym
 from attn.errors import DeviceError, DTypeError, MetadataError, ShapeError, UnsupportedError
-from attn.quant import QuantKey, kFp8StaticTensorSym
 from attn.torch import kv_cache as caches
 from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
 
@@ -68,6 +67,8 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
 
     def _by_head(self, name: str, tensor: torch.Tensor, heads: int) -> torch.Tensor:
         """[T, heads, D] of a tensor that comes so or as [T, heads * D]."""
+        if not isinstance(tensor, torch.Tensor):
+            check_array(self.backend, name, tensor, "torch")
         if tensor.shape[1:] not in ((heads, self.head_size), (heads * self.head_size,)):
             raise ShapeError(
                 f"{self.backend.get_name()}: {name} has shape {list(tensor.shape)}: must be [T, {heads}, {self.head_size}]"
@@ -105,9 +106,10 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
             return out if output is None else output
         self._check_call(layer, query, key, value, kv_cache, attn_metadata)
         self._move_to(query.device)
+        query = fold_sign(query, self.signed_scale)
         lse = None
         if self.need_to_return_lse_for_decode:
-            lse = torch.empty(self.num_heads, query.shape[0], dtype=torch.float32, device=query.device)
+            lse = query.new_empty(self.num_heads, query.shape[0], dtype=torch.promote_types(query.dtype, torch.float32))
         if self.attn_type in ENCODER_TYPES:
             self._attend_ragged(query, key, value, attn_metadata, out, lse, **fused)
         else:
@@ -277,9 +279,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
             )
         element = caches.element_type(self.kv_cache_dtype, query.dtype)
         if kv_cache.dtype != element:
-            raise DTypeError(
-                f"{name}: kv_cache has dtype {kv_cache.dtype}: kv_cache_dtype={self.kv_cache_dtype} needs {element}"
-            )
+            raise cache_dtype_error(self, query, kv_cache, element)
         if kv_cache.device != query.device:
             raise DeviceError(f"{name}: kv_cache is on {kv_cache.device}, query on {query.device}")
         if own_scales is not None:

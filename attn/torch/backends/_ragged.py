@@ -127,7 +127,7 @@ class Rules:
     Keys p - left <= j <= p + right are seen (None: no bound; causality is right = 0), and where `tree` [n, n] is given,
     new tokens, from position `context` on, see each other as it says. ALiBi is slope * (j - p) where `signed`, otherwise
     -slope * |p - j|: not the same where a tree lets a token see a later slot. slopes, sinks: [H].
-    k_scale, v_scale: [K, 1], or None and a float when k_scale is already part of `scale`.
+    k_scale: [K, 1], or None when it is part of `scale`; v_scale: [K, 1], a float or None.
     """
 
     scale: float
@@ -367,11 +367,17 @@ class RaggedAttentionImpl(PagedAttentionImpl):
         """The rules for a cache of codes: a scalar k_scale on the host folds into the softmax scale, exactly."""
         if not caches.is_quantised(kv_cache.dtype) or self.kv_cache_dtype in PER_TOKEN_HEAD:
             return rules
-        k_scale, v_scale = (torch.as_tensor(scale).detach() for scale in (layer._k_scale, layer._v_scale))
-        if k_scale.ndim == v_scale.ndim == 0 and k_scale.device.type == v_scale.device.type == "cpu":
-            return replace(rules, scale=rules.scale * float(k_scale), v_scale=float(v_scale))
-        device = kv_cache.device
-        return replace(rules, k_scale=caches.per_head(k_scale, device), v_scale=caches.per_head(v_scale, device))
+        k_scale, v_scale = (self._by_kv_head(scale, kv_cache.device) for scale in (layer._k_scale, layer._v_scale))
+        if isinstance(k_scale, float):
+            return replace(rules, scale=rules.scale * k_scale, v_scale=v_scale)
+        return replace(rules, k_scale=k_scale, v_scale=v_scale)
+
+    def _by_kv_head(self, scale: torch.Tensor | float, device: torch.device) -> torch.Tensor | float:
+        """A scale as a float where it is one number on the host, else [K, 1]: a device is not waited for."""
+        scale = torch.as_tensor(scale).detach()
+        if scale.ndim == 0 and scale.device.type == "cpu":
+            return float(scale)
+        return caches.per_head(scale, device).expand(self.num_kv_heads, 1)
 
     def _with_tree(self, rules: Rules, tree_mask: torch.Tensor | None, request: int, n: int, position: int) -> Rules:
         """The rules of a request whose n new tokens form a tree: it replaces the causal triangle among them."""

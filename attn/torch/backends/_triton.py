@@ -15,7 +15,9 @@ from attn.backends.abstract import AttentionLayer, AttentionType
 from attn.capabilities import ATTN_TYPES, Capabilities, Device, Feature, MultipleOf, Request
 from attn.dtypes import PER_TOKEN_HEAD
 from attn.torch import kv_cache as caches
+from attn.torch.backends import _hopper
 from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
+from attn.torch.interpreter import judged_on, prepare
 from attn.torch.kernels.memory import largest_group
 from attn.torch.metadata import PagedAttentionMetadata
 
@@ -58,6 +60,10 @@ def capabilities(platforms: tuple[str, ...], **changes: Any) -> Capabilities:
 class TritonPagedBackend(PagedAttentionBackend):
     """Base of the family: limits that depend on each other."""
 
+    @classmethod
+    def off_paths(cls, device: Device | None = None) -> tuple[str, ...]:
+        return _hopper.off_paths("hopper_prefill", device)
+
     @staticmethod
     def is_interpreted() -> bool:
         """Whether TRITON_INTERPRET has the kernels interpreted on the host, wherever the tensors are."""
@@ -67,6 +73,7 @@ class TritonPagedBackend(PagedAttentionBackend):
 
     @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
+        device = judged_on(device)
         why = super().why_not(request, device)
         if request.num_heads and request.num_kv_heads:
             arch, itemsize = device.arch if device else "", 4 if request.dtype == "float32" else 2
@@ -86,6 +93,10 @@ class TritonPagedImpl(PagedAttentionImpl):
 
     #: Keys that one program of a decode takes; 0 lets the launch rule choose by the batch.
     fixed_split_size: int = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        prepare(self.backend.get_name())
 
     @staticmethod
     def get_supported_kernel_block_size() -> list[int | MultipleOf]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attn.backends.arguments import Window
-from attn.capabilities import AttentionType, Feature, Request
+from attn.capabilities import AttentionType, Device, Feature, Request
 from attn.torch.backends import _triton
 
 
@@ -47,6 +47,10 @@ class BlocksparseFlashAttentionBackend(_triton.TritonPagedBackend):
     @staticmethod
     def get_impl_cls() -> type["BlocksparseFlashAttentionImpl"]:
         return BlocksparseFlashAttentionImpl
+
+    @classmethod
+    def off_paths(cls, device: Device | None = None) -> tuple[str, ...]:
+        return ()  # patterns are for the general kernels everywhere
 
 
 class BlocksparseFlashAttentionImpl(_triton.TritonPagedImpl):

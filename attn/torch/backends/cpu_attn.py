@@ -6,10 +6,9 @@ heads at a time are gathered by `index_select` into a buffer that the thread kee
 query rows, so that one pass over the keys serves them all. The kernel beneath `F.scaled_dot_product_attention` is called
 by its own name because it also returns the log-sum-exp, from which sinks follow. Prompts go through it whole, or a few
 hundred rows at a time under a mask, so that little above the diagonal or outside the window is computed. What the kernel
-cannot express is left to the written-out maths of `_ragged`. Measurements are in benchmarks/NOTES.md.
+cannot express is left to the written-out maths of `_ragged`. Measurements are in benchmarks/notes/cpu.md.
 """
 
-import math
 import threading
 from collections.abc import Iterable
 
@@ -17,7 +16,7 @@ import torch
 
 from attn.capabilities import ATTN_TYPES, Capabilities
 from attn.torch import kv_cache as caches
-from attn.torch.backends import _ragged
+from attn.torch.backends import _cpu_kernel, _ragged
 from attn.torch.backends._paged import HeadsFirstBackend
 from attn.torch.backends._ragged import RaggedAttentionImpl, Rules, Work
 from attn.torch.metadata import PagedAttentionMetadata
@@ -173,15 +172,15 @@ def _decode(
             heads = min(step, num_kv_heads - head)
             some = wanted[head * blocks : (head + heads) * blocks]
             key, value = (part.take(some, heads)[:, :, held].to(kind) for part in (keys, values))
-            result, log = _kernel(queries[i : i + 1, head : head + heads], key, value, rules)
+            result, log = _cpu_kernel.attend(queries[i : i + 1, head : head + heads], key, value, rules.scale)
             results.append(result)
             logs.append(log)
     num_heads = query.shape[1]
     log, result = (parts[0] if len(parts) == 1 else torch.cat(parts, 1) for parts in (logs, results))
     log, result = log.reshape(len(mine), num_heads), result.reshape(len(mine), num_heads, head_size)
-    if not math.isfinite(log.sum().item()):
-        exact = [r for r, known in zip(mine, log.isfinite().all(1).tolist(), strict=True) if not known]
-        rest = sorted(rest + exact)
+    if not _cpu_kernel.all_exact(log):
+        exact = _cpu_kernel.exact(log).all(1).tolist()
+        rest = sorted(rest + [r for r, known in zip(mine, exact, strict=True) if not known])
     output.index_copy_(0, rows, _ragged.weigh(rules, result, log.T).to(output.dtype))
     if lse is not None:
         lse.index_copy_(1, rows, log.T.to(lse.dtype))
@@ -218,11 +217,13 @@ def _rows(work: Work, rules: Rules, mask: torch.Tensor | None) -> bool:
         mask = None if mask is None else mask.repeat(num_heads // num_kv_heads, 1)
     else:
         query = work.query.transpose(0, 1)
-    result, log = _kernel(query[None].to(work.key.dtype), work.key[None], work.value[None], rules, square, mask)
+    query = query[None].to(work.key.dtype)
+    result, log = _cpu_kernel.attend(query, work.key[None], work.value[None], rules.scale, square, mask)
     log = log.reshape(-1, n)
-    if not math.isfinite(log.sum().item()):
-        return False  # some score was infinite: the kernel's result may be 0 then where it should be NaN
+    if not _cpu_kernel.finite(log):
+        return False
     work.fill(_ragged.weigh(rules, _ragged.unfold(result[0], n) if folded else result[0].transpose(0, 1), log), log)
+    _cpu_kernel.correct(work, rules, log)
     return True
 
 
@@ -241,20 +242,3 @@ def _kind(query: torch.Tensor, stored: torch.Tensor) -> torch.dtype:
     """The dtype to compute in; codes are exact in every dtype of a query."""
     quantised = caches.is_quantised(stored.dtype)
     return query.dtype if quantised else torch.promote_types(query.dtype, stored.dtype)
-
-
-def _kernel(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    rules: Rules,
-    causal: bool = False,
-    mask: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """query: [1, H or K, n, D]; key, value: [1, K, m, D]; returns output like the query, lse [1, H or K, n] in fp32."""
-    # the kernel takes for granted that a head's elements lie side by side, and is wrong where they do not
-    query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
-    result: tuple[torch.Tensor, torch.Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, is_causal=causal, attn_mask=mask, scale=rules.scale
-    )
-    return result

@@ -4,9 +4,10 @@ It wins nowhere: it is the last exact resort on a GPU that has Triton and nothin
 PyTorch. The cache is attended in place, through a `BlockMask` made from the block table (`_flex`); every rule is a mod.
 One program is compiled for a set of rules, a dtype and a number of heads, for batches of any shape: seconds, once.
 
-On a GPU that program is a Triton kernel. On a CPU it is C++, which needs a compiler and cannot tell the log-sum-exp;
-where that is wanted, or sinks (which need it), the same mods run in PyTorch's written-out form, a few rows at a time
-against the whole cache. Masked values are multiplied by 0 on both, so that NaN there is not masked (`nan_safe`).
+On a GPU that program is a Triton kernel, or FlashAttention 4's where PyTorch can have it (`_flex_flash`). On a CPU it is
+C++, which needs a compiler and cannot return the log-sum-exp; where that is wanted, or sinks (which need it), the same mods
+run in PyTorch's written-out form, a few rows at a time against the whole cache. Masked values are multiplied by 0 on both,
+so that NaN there is not masked (`nan_safe`).
 
 Two refusals come with a call or a batch. The GPU kernels count elements in 32 bits (pytorch#185264, vllm#50427), which
 bounds a layer's cache. And a page has one place in a request: a table that names it twice where a row may see both is
@@ -27,7 +28,7 @@ from attn.backends.metadata import CommonAttentionMetadata
 from attn.capabilities import ATTN_TYPES, ENCODER_TYPES, Capabilities, Device, Feature, MultipleOf, Request
 from attn.errors import UnsupportedError
 from attn.imports import installed
-from attn.torch.backends import _flex
+from attn.torch.backends import _flex, _flex_flash
 from attn.torch.backends._flex import Masks, Plan, Rules, Shape
 from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
 from attn.torch.backends._vendor import fill
@@ -198,9 +199,10 @@ class FlexAttentionImpl(PagedAttentionImpl):
         written_out = on_cpu and wanted
         alibi = "" if self.alibi_slopes is None else "signed" if causal else "symmetric"
         rules = Rules(masks, self.scale, self.logits_soft_cap, alibi, wanted or not on_cpu, block, key.shape[1])
-        shape = Shape(query.dtype, self.num_heads, self.num_kv_heads, self.head_size, query.device.type)
+        flash = query.is_cuda and not _flex_flash.reasons(query.dtype, block, key.shape[1], query.device)
+        flash = flash and plan.lists[1].shape[1] <= key.shape[0]  # its lists are no longer than the cache
+        shape = Shape(query.dtype, self.num_heads, self.num_kv_heads, self.head_size, query.device.type, flash)
         slopes = query.new_zeros(self.num_heads, dtype=torch.float32) if self.alibi_slopes is None else self.alibi_slopes
-        run = _flex.program(rules, shape, "eager" if written_out else "inductor")
         laid = query[plan.source].unflatten(0, (-1, block))
         scores = self.num_heads * block * key.shape[0] * key.shape[1]
         step = max(1, _SCORES_AT_ONCE // scores) if written_out else len(laid)
@@ -210,13 +212,23 @@ class FlexAttentionImpl(PagedAttentionImpl):
                 some = laid[own]
                 _flex.vary(0, some, rows, *lists, key, value, plan.places)
                 _flex.vary(1, lists[1], lists[3])
-                parts.append(run(some, key, value, rows, lists, plan.places, slopes))
+                parts.append(_run(rules, shape, written_out, some, key, value, rows, lists, plan.places, slopes))
         if rules.lse:
             out = torch.cat([part[0] for part in parts], 2)
             log = torch.cat([part[1].lse for part in parts], 2)[0][:, plan.back]
         else:
             out, log = parts[0], torch.where(plan.unseeing, -torch.inf, 0.0).expand(self.num_heads, -1)
         fill(out[0].transpose(0, 1)[plan.back], log, self.sinks, output[:tokens], None if lse is None else lse[:, :tokens])
+
+
+def _run(rules: Rules, shape: Shape, written_out: bool, *arrays: Any) -> Any:
+    """The program of these rules on arrays; the Triton kernel's where FlashAttention's cannot be compiled."""
+    try:
+        return _flex.program(rules, shape, "eager" if written_out else "inductor")(*arrays)
+    except Exception as error:
+        if not (shape.flash and _flex_flash.gave_up(error)):
+            raise
+        return _flex.program(rules, shape._replace(flash=False), "inductor")(*arrays)
 
 
 def check_span(cache: torch.Tensor) -> None:

@@ -2,7 +2,8 @@
 
 It wins where the vendors' kernels have no answer (ALiBi with windows, large head sizes in float32, trees, int8 caches) and
 in decode, which is bound by memory and where it reads the cache about as fast as the device copies. On Hopper, prefill of
-16-bit caches has a schedule of its own and runs beside the decodes of its batch. Measurements are in benchmarks/NOTES.md.
+16-bit caches has a schedule of its own and runs beside the decodes of its batch. Measurements:
+benchmarks/notes/triton.md.
 """
 
 from attn.torch.backends import _triton

@@ -21,7 +21,7 @@ import torch
 from attn.backends.abstract import AttentionLayer, AttentionType
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.capabilities import ATTN_TYPES, Capabilities, Device, Feature, MultipleOf, Request, arch_matches
-from attn.imports import installed, resolve_obj_by_qualname, version_of
+from attn.imports import assumed, installed, resolve_obj_by_qualname, version_of
 from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
 from attn.torch.backends._vendor import arch_of, fill, lacking, token_slots
 from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
@@ -233,7 +233,7 @@ def _has_block_pointers() -> bool:
 
 def _lacking(on_gpu: bool) -> tuple[str, ...]:
     """What the installed xformers does not have; nothing is said, and nothing imported, where there is none."""
-    return _asked(on_gpu) if installed("xformers") else ()
+    return _asked(on_gpu) if installed("xformers") and not assumed("xformers") else ()
 
 
 @functools.cache

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from attn.bench import LIMITS
-from attn.diffusion.bench import Shape, Timing
+from attn.bench import Timing
+from attn.bench.dense import Shape
 from attn.torch.bench import TorchBench
 
 _TURNS, _SECONDS = 2, 0.3  #: of each backend, and of a turn
@@ -31,33 +31,33 @@ class DenseBench:
         return self._watch.about()
 
     @torch.no_grad()
-    def measure(self, shape: Shape, dtype: str, backends: Sequence[Any]) -> list[Timing]:
-        """Every backend class on the same tensors."""
+    def measure(self, shape: Shape, dtype: str, backends: Sequence[Any]) -> list[Timing | Exception]:
+        """Every backend class on the same tensors; what it raised stands for its time."""
         size = (shape.batch, shape.rows, shape.heads, shape.head_size)
         generator = torch.Generator(self.device).manual_seed(0)
         kind = getattr(torch, dtype)
         query, key, value = tensors = [torch.randn(size, device=self.device, dtype=kind, generator=generator) for _ in "qkv"]
         at = torch.randint(shape.rows, (min(_SAMPLED, shape.rows),), generator=generator, device=self.device)
         want = _sampled(query, key, value, at)
-        found: list[Any] = [self._first(backend, shape, tensors, at, want, LIMITS[dtype]) for backend in backends]
+        found = [self._first(backend, shape, tensors, at, want) for backend in backends]
         times: list[list[float]] = [[] for _ in backends]
         turn = list(zip(found, times, backends, strict=True))
         for _ in range(_TURNS):
             for timing, mine, backend in turn:
-                if not timing.raised:
+                if isinstance(timing, Timing):
                     call = partial(self._impl(backend, shape).forward, *tensors)
                     count = min(20, max(3, int(_SECONDS * 1e3 / timing.ms)))
                     mine += self._watch.times(call, self._dirt.zero_, count)
             turn.reverse()  # the clock that one leaves is the next one's
-        return [timing if timing.raised else _timed(timing, sorted(mine)) for timing, mine in zip(found, times, strict=True)]
+        return [_timed(one, sorted(mine)) if isinstance(one, Timing) else one for one, mine in zip(found, times, strict=True)]
 
     @staticmethod
     def _impl(backend: Any, shape: Shape) -> Any:
         return backend.get_impl_cls()(shape.heads, shape.head_size)
 
     def _first(
-        self, backend: Any, shape: Shape, tensors: list[torch.Tensor], at: torch.Tensor, want: torch.Tensor, limit: float
-    ) -> Timing:
+        self, backend: Any, shape: Shape, tensors: list[torch.Tensor], at: torch.Tensor, want: torch.Tensor
+    ) -> Timing | Exception:
         """The error of a first call, and roughly how long the next takes. Whatever a backend raises is its answer."""
         try:
             impl = self._impl(backend, shape)
@@ -66,13 +66,14 @@ class DenseBench:
             error = float((got - want).norm() / want.norm())
             ms = self._watch.times(partial(impl.forward, *tensors), lambda: None, 1)[0]
         except Exception as refusal:
-            return Timing(raised=f"{type(refusal).__name__}: {str(refusal)[:300]}")
-        return Timing(ms=max(ms, 1e-3), error=error, allowed=limit + backend.error)
+            return refusal
+        ms = max(ms, 1e-3)
+        return Timing(ms, ms, ms, error=error)
 
 
 def _timed(first: Timing, times: list[float]) -> Timing:
     low, high = times[len(times) // 5], times[4 * len(times) // 5]
-    return Timing(statistics.median(times), low, high, first.error, first.allowed)
+    return Timing(statistics.median(times), low, high, error=first.error)
 
 
 def _sampled(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at: torch.Tensor) -> torch.Tensor:

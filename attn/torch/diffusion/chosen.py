@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from attn import envs
 from attn.capabilities import Feature
@@ -34,16 +35,24 @@ def chosen_impl(
     """The implementation for calls that agree in all of this and meet the same environment; the choice is logged once.
 
     mask: a mask beyond one of keys comes along; grad: gradients are wanted; key_mask: one of keys does; rows, keys: 0 where
-    they are not known. A graph keeps the choice that was made while it was traced, for any extents but 1.
+    they are not known. A graph keeps the choice that was made while it was traced: for these heads, this head size and this
+    scale, which become constants of the graph where they were symbols, and for any rows and keys but 1.
     Raises `UnsupportedError` with all reasons.
     """
     if torch.compiler.is_compiling():
-        rows, keys = (size if size == 1 else 0 for size in (rows, keys))
+        rows, keys = (1 if size == 1 else 0 for size in (rows, keys))
+        num_heads, num_kv_heads, head_size = (known(size) for size in (num_heads, num_kv_heads, head_size))
+        scale = None if scale is None else known(scale)
     made_of = _made_of(
         backend, error_budget, device_type, num_heads, num_kv_heads, head_size, dtype, scale, causal, mask, grad, key_mask,
         rows, keys,
     )  # fmt: skip
     return _impls[made_of]
+
+
+def known(number: Any) -> Any:
+    """A number of a call as a constant of the graph that is traced (another one is traced again); outside of one, as it is."""
+    return guard_scalar(number) if torch.compiler.is_compiling() else number
 
 
 @torch.compiler.assume_constant_result

@@ -6,6 +6,7 @@ whole sequences with H / W heads: two all-to-alls, any backend, masks and joint 
 heads, a backend that returns the log-sum-exp, no causality.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
-from attn.diffusion.parallel import share_heads
+from attn.diffusion.parallel import share_heads, wanted_features
 from attn.errors import UnsupportedError
 from attn.torch.diffusion.layer import DiffusionAttention
 from attn.torch.merge import merge_attn_states
@@ -24,10 +25,10 @@ class SequenceParallelAttention(nn.Module):
 
     Arguments are those of `DiffusionAttention` (num_heads and num_kv_heads of the whole layer), and:
         group: a `torch.distributed` process group; the default one when None.
-        strategy: "ulysses" or "ring".
+        strategy: "ulysses" or "ring"; a ring's layer is chosen among backends that return the log-sum-exp.
 
     Raises ValueError for an unknown strategy, `ShapeError` for heads that the ranks do not divide, `UnsupportedError` for
-    causal rings and backends without a log-sum-exp.
+    causal rings and, with every candidate's reasons, for a layer that no backend serves.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class SequenceParallelAttention(nn.Module):
         *,
         group: Any = None,
         strategy: str = "ulysses",
+        features: Collection[str] = (),
         **choice: Any,
     ) -> None:
         super().__init__()
@@ -48,9 +50,8 @@ class SequenceParallelAttention(nn.Module):
         num_heads, num_kv_heads, head_size = share_heads(
             num_heads, num_kv_heads, head_size, strategy=strategy, causal=causal, size=self.ranks, members="ranks"
         )
-        self.local = DiffusionAttention(num_heads, head_size, softmax_scale, causal, num_kv_heads, **choice)
-        if strategy == "ring" and not self.local.impl.can_return_lse:
-            raise UnsupportedError(f"ring: {self.local.selection.name} returns no log-sum-exp")
+        wanted = wanted_features(strategy, features)
+        self.local = DiffusionAttention(num_heads, head_size, softmax_scale, causal, num_kv_heads, features=wanted, **choice)
 
     def forward(
         self,
@@ -145,7 +146,7 @@ class SequenceParallelAttention(nn.Module):
                 held = arrived
         batch, rows = query.shape[:2]
         merged, _ = merge_attn_states(
-            [out.float().flatten(0, 1) for out in outs], [lse.transpose(0, 1).flatten(1) for lse in lses]
+            [out.to(lses[0].dtype).flatten(0, 1) for out in outs], [lse.transpose(0, 1).flatten(1) for lse in lses]
         )
         return merged.to(query.dtype).unflatten(0, (batch, rows))
 

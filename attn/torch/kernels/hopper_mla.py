@@ -10,7 +10,7 @@ free: one warp by the bulk tensor engine where keys lie in pages, four warps row
 names none). Two tiles, the queries' latents and two tiles of weights fill shared memory (the queries' rotary part stays in
 registers), so a tile's copy can only start once both have weighed the tile two before it. Hence the order of a consumer's work:
 the other's tile is weighed, and its place given back, before one waits for the next of one's own. Scores of one tile beside the
-exponentials of another would need it earlier than it can be there (benchmarks/NOTES.md).
+exponentials of another would need it earlier than it can be there (benchmarks/notes/mla-gpu.md).
 
 The grid, the split of keys, the states and their merge are `mla_decode`'s. What lies beyond what rows see is masked, and in
 tiles where rows differ in what they see, latents that are not finite are replaced by 0 (a row that sees them has a NaN for a
@@ -21,17 +21,23 @@ Layouts: q [T, H, 576], out [T, H, 512], both bf16 or float16; cache [N, P, 576]
 """
 
 import torch
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
+
+from attn.torch.kernels import hopper
+from attn.torch.kernels._gluon import (
+    TensorDescriptor,
     async_copy,
+    barrier,
+    copy_rows,
     fence_async_shared,
+    gl,
+    gluon,
+    load_box,
     mbarrier,
-    tma,
+    reinterpret,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from attn.torch.kernels.launch import FUSED
 
 ROWS = 64  #: (token, head) pairs of a program
 KEYS = 64  #: of a tile
@@ -91,7 +97,7 @@ def _gather(  # type: ignore[no-untyped-def]
     """Four warps: the tiles of chosen keys in order, row by row; zeros where there is no key."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    parts = k_ring._reinterpret(k_ring.dtype, [16, 64, 64], swizzled)
+    parts = reinterpret(k_ring, k_ring.dtype, [16, 64, 64], swizzled)
     r, begin, q_len, seq_len, first_row, low, high, begins, tiles, count = _part(
         query_start_loc, seq_lens, limits, row_tiles, split, topk, H, HAS_LIMITS, SPARSE
     )
@@ -107,15 +113,13 @@ def _gather(  # type: ignore[no-untyped-def]
         stage = i % 2
         phase = i // 2 & 1
         mbarrier.wait(r_empty.index(stage), phase ^ 1)
-        async_copy.async_copy_global_to_shared(r_ring.index(stage), rows + 512, mask=real[:, None])
+        copy_rows(r_ring.index(stage), rows + 512, mask=real[:, None])
         async_copy.mbarrier_arrive(r_full.index(stage), increment_count=False)
         for h in gl.static_range(2):
             piece = stage * 2 + h
             mbarrier.wait(k_empty.index(piece), phase ^ 1)
             for c in gl.static_range(4):
-                async_copy.async_copy_global_to_shared(
-                    parts.index(piece * 4 + c), rows + (h * 256 + c * 64), mask=real[:, None]
-                )
+                copy_rows(parts.index(piece * 4 + c), rows + (h * 256 + c * 64), mask=real[:, None])
             async_copy.mbarrier_arrive(k_full.index(piece), increment_count=False)
 
 
@@ -127,8 +131,8 @@ def _produce(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """One warp: the tiles of keys in order, piece by piece, each as soon as its place is free."""
     BOXES: gl.constexpr = 64 // BOX
-    k_boxes = k_ring._reinterpret(k_ring.dtype, [16 * BOXES, 1, BOX, 64], desc.layout)
-    r_boxes = r_ring._reinterpret(k_ring.dtype, [2 * BOXES, 1, BOX, 64], desc.layout)
+    k_boxes = reinterpret(k_ring, k_ring.dtype, [16 * BOXES, 1, BOX, 64], desc.layout)
+    r_boxes = reinterpret(r_ring, k_ring.dtype, [2 * BOXES, 1, BOX, 64], desc.layout)
     r, begin, q_len, seq_len, first_row, low, high, begins, tiles, count = _part(
         query_start_loc, seq_lens, limits, row_tiles, split, topk, H, HAS_LIMITS, SPARSE
     )
@@ -147,16 +151,14 @@ def _produce(  # type: ignore[no-untyped-def]
         mbarrier.wait(r_empty.index(stage), phase ^ 1)
         mbarrier.expect(r_full.index(stage), 64 * 64 * 2)
         for b in gl.static_range(BOXES):
-            tma.async_copy_global_to_shared(
-                desc, [pages[b], places[b], 512], r_full.index(stage), r_boxes.index(stage * BOXES + b)
-            )
+            load_box(desc, [pages[b], places[b], 512], r_full.index(stage), r_boxes.index(stage * BOXES + b))
         for h in gl.static_range(2):
             piece = stage * 2 + h
             mbarrier.wait(k_empty.index(piece), phase ^ 1)
             mbarrier.expect(k_full.index(piece), 64 * 256 * 2)
             for c in gl.static_range(4):
                 for b in gl.static_range(BOXES):
-                    tma.async_copy_global_to_shared(
+                    load_box(
                         desc, [pages[b], places[b], h * 256 + c * 64], k_full.index(piece),
                         k_boxes.index((piece * 4 + c) * BOXES + b),
                     )  # fmt: skip
@@ -193,7 +195,7 @@ def _join(acc, top, norm, k_ring, p_ring, tops, k_empty, t_full, p_full, phase, 
     mbarrier.wait(p_full.index(OTHER), phase)
     acc = warpgroup_mma(p_ring.index(OTHER), k_ring.index(OTHER * 2 + WHICH), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    gl.thread_barrier()
+    barrier()
     mbarrier.arrive(k_empty.index(OTHER * 2 + WHICH), count=1)
     return acc, above, norm * shrink
 
@@ -202,7 +204,7 @@ def _join(acc, top, norm, k_ring, p_ring, tops, k_empty, t_full, p_full, phase, 
 def _clean(k_ring, least, WHICH: gl.constexpr):  # type: ignore[no-untyped-def]
     """Zeros for what is not finite among the latents of one's own tile, whose scores are made, from row `least` on."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    parts = k_ring._reinterpret(k_ring.dtype, [64, 16, 64], gl.NVMMASharedLayout(128, 16, rank=2))
+    parts = reinterpret(k_ring, k_ring.dtype, [64, 16, 64], gl.NVMMASharedLayout(128, 16, rank=2))
     for column in range(8):
         for i in range(gl.maximum(least, 0) // 16, 4):
             part = parts.index(WHICH * 32 + column * 4 + i)
@@ -224,7 +226,7 @@ def _step(  # type: ignore[no-untyped-def]
         position = gl.load(chosen + j, mask=j < low, other=-1)
     s = _scores(q, q_rope, k_ring, r_ring, k_full, r_full, k, SPARSE, S_LAYOUT, WHICH)
     s = warpgroup_mma_wait(0, deps=[s])
-    gl.thread_barrier()
+    barrier()
     mbarrier.arrive(r_empty.index(WHICH), count=1)
     if SPARSE:
         s = gl.where(((position >= 0) & (position < seen))[None, :], s, float("-inf"))
@@ -232,7 +234,7 @@ def _step(  # type: ignore[no-untyped-def]
         s = gl.where(j[None, :] < seen[:, None], s, float("-inf"))
     above = gl.maximum(top, gl.max(s, 1) * factor)
     tops.index(WHICH).store(above)
-    gl.thread_barrier()
+    barrier()
     # the other one brings its sums to this scale while the exponentials are taken
     mbarrier.arrive(t_full.index(WHICH), count=1)
     guard = gl.where(above == float("-inf"), 0.0, above)
@@ -245,11 +247,11 @@ def _step(  # type: ignore[no-untyped-def]
     if MASKED:
         _clean(k_ring, low - start, WHICH)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     mbarrier.arrive(p_full.index(WHICH), count=1)
     acc = warpgroup_mma(gl.convert_layout(p, P_LAYOUT), k_ring.index(WHICH * 2 + WHICH), acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=[acc])
-    gl.thread_barrier()
+    barrier()
     mbarrier.arrive(k_empty.index(WHICH * 2 + WHICH), count=1)
     return acc, above, norm
 
@@ -282,7 +284,7 @@ def _consume(  # type: ignore[no-untyped-def]
     copy_place = (copy_at * q_t + copy_head * q_h)[:, None] + d[None, :]
     q_tile.index(WHICH).store(gl.load(query + copy_place, mask=copy_live[:, None], other=0.0))
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     mbarrier.arrive(q_full.index(0), count=1)
     q_rope = p_ring.index(WHICH).load(gl.DotOperandLayout(0, S_LAYOUT, 2))
 
@@ -325,7 +327,7 @@ def _consume(  # type: ignore[no-untyped-def]
 
     # both have the same maximum at the end; each has the sum of its own tiles' weights
     norms.index(WHICH).store(norm)
-    gl.thread_barrier()
+    barrier()
     mbarrier.arrive(end.index(WHICH), count=1)
     mbarrier.wait(end.index(1 - WHICH), 0)
     norm += norms.index(1 - WHICH).load(ROW)
@@ -344,7 +346,7 @@ def _consume(  # type: ignore[no-untyped-def]
     else:
         # through the queries' place, which nobody reads any more, so that rows are written 16 bytes a thread
         q_tile.index(WHICH).store(acc.to(dtype))
-        gl.thread_barrier()
+        barrier()
         o_place = (copy_at * o_t + copy_head * o_h)[:, None] + d[None, :]
         gl.store(out + o_place, q_tile.index(WHICH).load(COPY), mask=copy_live[:, None])
         if HAS_LSE and WHICH == 0:
@@ -478,12 +480,16 @@ def attend(
         layout = gl.NVMMASharedLayout(128, 16, rank=3)
         desc = TensorDescriptor(cache, list(cache.shape), list(cache.stride()), [1, box, 64], layout)
     consumers, producer = _REGISTERS[sparse]
-    _attend[((query_start_loc.shape[0] - 1) * tiles, splits)](
-        out, lse, partial, partial_lse, query, cache, desc, query_start_loc, seq_lens, limits, block_table, indices,
-        factor, v_factor, tiles, splits, split if splits > 1 else 1 << 30, indices.shape[1] if indices is not None else 0,
-        cache.shape[0], out.stride(0), out.stride(1), lse.stride(0) if lse is not None else 0,
-        query.stride(0), query.stride(1), cache.stride(0), cache.stride(1), block_table.stride(0),
-        indices.stride(0) if indices is not None else 0,
-        H=query.shape[1], P=page, BOX=box, HAS_LIMITS=limits is not None, HAS_LSE=lse is not None, SPARSE=sparse,
-        CONSUMER_REGS=consumers, PRODUCER_REGS=producer, num_warps=4,
-    )  # fmt: skip
+    try:
+        _attend[((query_start_loc.shape[0] - 1) * tiles, splits)](
+            out, lse, partial, partial_lse, query, cache, desc, query_start_loc, seq_lens, limits, block_table, indices,
+            factor, v_factor, tiles, splits, split if splits > 1 else 1 << 30, indices.shape[1] if indices is not None else 0,
+            cache.shape[0], out.stride(0), out.stride(1), lse.stride(0) if lse is not None else 0,
+            query.stride(0), query.stride(1), cache.stride(0), cache.stride(1), block_table.stride(0),
+            indices.stride(0) if indices is not None else 0,
+            H=query.shape[1], P=page, BOX=box, HAS_LIMITS=limits is not None, HAS_LSE=lse is not None, SPARSE=sparse,
+            CONSUMER_REGS=consumers, PRODUCER_REGS=producer, num_warps=4, **FUSED,
+        )  # fmt: skip
+    except Exception as error:
+        hopper.turn_off("hopper_mla", error)
+        raise

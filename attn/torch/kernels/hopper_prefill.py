@@ -21,16 +21,21 @@ most REQUESTS requests.
 """
 
 import torch
-from triton.experimental import gluon
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import (
+
+from attn.torch.kernels import hopper
+from attn.torch.kernels._gluon import (
+    TensorDescriptor,
+    barrier,
     fence_async_shared,
+    gl,
+    gluon,
+    load_box,
     mbarrier,
-    tma,
+    reinterpret,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from attn.torch.kernels.launch import FUSED
 
 REQUESTS = 1024  #: how many a batch may have: their tiles are counted by one vector operation
 ROWS = 128  #: of a program: two consumers of 64
@@ -102,10 +107,10 @@ def _produce(  # type: ignore[no-untyped-def]
     BOXES: gl.constexpr = BLOCK_N // BOX
     dtype: gl.constexpr = k_ring.dtype
     box_layout: gl.constexpr = k_desc.layout
-    k_boxes = k_ring._reinterpret(dtype, [STAGES * HALVES * BOXES, 1, BOX, 1, COLUMNS], box_layout)
-    v_boxes = v_ring._reinterpret(dtype, [STAGES * HALVES * BOXES, 1, BOX, 1, COLUMNS], box_layout)
+    k_boxes = reinterpret(k_ring, dtype, [STAGES * HALVES * BOXES, 1, BOX, 1, COLUMNS], box_layout)
+    v_boxes = reinterpret(v_ring, dtype, [STAGES * HALVES * BOXES, 1, BOX, 1, COLUMNS], box_layout)
     rows_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    v_rows = v_ring._reinterpret(dtype, [STAGES * HALVES * (BLOCK_N // 16), 16, COLUMNS], rows_layout)
+    v_rows = reinterpret(v_ring, dtype, [STAGES * HALVES * (BLOCK_N // 16), 16, COLUMNS], rows_layout)
     clear_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     row = gl.arange(0, 16, layout=gl.SliceLayout(1, clear_layout))
     ends = _ends_of(query_start_loc, min_query, num_reqs, BLOCK_Q, gl.BlockedLayout([R // 32], [32], [1], [0]), R)
@@ -142,7 +147,7 @@ def _produce(  # type: ignore[no-untyped-def]
             mbarrier.expect(k_bar, BLOCK_N * D * 2)
             for b in gl.static_range(BOXES):
                 for h in gl.static_range(HALVES):
-                    tma.async_copy_global_to_shared(
+                    load_box(
                         k_desc, [pages[b], places[b], kv_head, h * COLUMNS], k_bar,
                         k_boxes.index(stage * (HALVES * BOXES) + h * BOXES + b),
                     )  # fmt: skip
@@ -152,7 +157,7 @@ def _produce(  # type: ignore[no-untyped-def]
                 mbarrier.expect(v_raw, BLOCK_N * D * 2)
                 for b in gl.static_range(BOXES):
                     for h in gl.static_range(HALVES):
-                        tma.async_copy_global_to_shared(
+                        load_box(
                             v_desc, [pages[b], places[b], kv_head, h * COLUMNS], v_raw,
                             v_boxes.index(stage * (HALVES * BOXES) + h * BOXES + b),
                         )  # fmt: skip
@@ -167,14 +172,14 @@ def _produce(  # type: ignore[no-untyped-def]
                             nothing = gl.zeros([16, COLUMNS], dtype, clear_layout)
                             part.store(gl.where(kept[:, None], part.load(clear_layout), nothing))
                 fence_async_shared()
-                gl.thread_barrier()
+                barrier()
                 mbarrier.arrive(v_full.index(stage), count=1)
             else:
                 v_bar = v_full.index(stage)
                 mbarrier.expect(v_bar, BLOCK_N * D * 2)
                 for b in gl.static_range(BOXES):
                     for h in gl.static_range(HALVES):
-                        tma.async_copy_global_to_shared(
+                        load_box(
                             v_desc, [pages[b], places[b], kv_head, h * COLUMNS], v_bar,
                             v_boxes.index(stage * (HALVES * BOXES) + h * BOXES + b),
                         )  # fmt: skip
@@ -280,7 +285,7 @@ def _consume(  # type: ignore[no-untyped-def]
             q = (0.0 - q.to(gl.float32)).to(dtype)
         q_tile.store(q)
         fence_async_shared()
-        gl.thread_barrier()
+        barrier()
 
         position = context + first + row // G
         upper = gl.minimum(position + right, high - 1)
@@ -359,14 +364,14 @@ def _consume(  # type: ignore[no-untyped-def]
         result = gl.where((sum_ == 0)[:, None], 0.0, acc * share[:, None]).to(dtype)
         # through the queries' place, which nobody reads any more, so that rows are written 16 bytes a thread
         q_tile.store(result)
-        gl.thread_barrier()
+        barrier()
         rows = at * o_t + head * o_h
         gl.store(output + rows[:, None] + copy_d[None, :], q_tile.load(COPY), mask=live[:, None])
         if HAS_LSE:
             token = first + row // G
             seen = (row < BLOCK_Q * G) & (token < q_len)
             gl.store(lse + (kv_head * G + row % G) * lse_h + begin + token, log * 0.6931471805599453, mask=seen)
-        gl.thread_barrier()
+        barrier()
 
 
 @gluon.jit
@@ -511,12 +516,16 @@ def prefill(
     layout = gl.NVMMASharedLayout(128, 16, rank=4)
     maps = [TensorDescriptor(x, list(x.shape), list(x.stride()), [1, box, 1, 64], layout) for x in caches]
     tiles = (query.shape[0] // block_q + num_reqs) * kv_heads
-    _prefill[(min(tiles, programs),)](
-        output, lse, query, *caches, *maps, query_start_loc, seq_lens, block_table, sinks,
-        factor, v_factor, cap, left, right, min_query, num_reqs, key_cache.shape[0],
-        output.stride(0), output.stride(1), lse.stride(0) if lse is not None else 0, query.stride(0), query.stride(1),
-        *caches[0].stride()[:3], *caches[1].stride()[:3], block_table.stride(0) if block_table is not None else 0,
-        H=heads, G=group, D=query.shape[2], P=page, BOX=box, BLOCK_Q=block_q, BLOCK_N=KEYS, STAGES=_STAGES, PAGED=paged,
-        NEGATE=negate, HAS_LEFT=has_left, HAS_CAP=cap != 0, HAS_SINKS=sinks is not None, HAS_LSE=lse is not None, R=REQUESTS,
-        CONSUMER_REGS=_REGISTERS[0], PRODUCER_REGS=_REGISTERS[1], num_warps=4,
-    )  # fmt: skip
+    try:
+        _prefill[(min(tiles, programs),)](
+            output, lse, query, *caches, *maps, query_start_loc, seq_lens, block_table, sinks,
+            factor, v_factor, cap, left, right, min_query, num_reqs, key_cache.shape[0],
+            output.stride(0), output.stride(1), lse.stride(0) if lse is not None else 0, query.stride(0), query.stride(1),
+            *caches[0].stride()[:3], *caches[1].stride()[:3], block_table.stride(0) if block_table is not None else 0,
+            H=heads, G=group, D=query.shape[2], P=page, BOX=box, BLOCK_Q=block_q, BLOCK_N=KEYS, STAGES=_STAGES, PAGED=paged,
+            NEGATE=negate, HAS_LEFT=has_left, HAS_CAP=cap != 0, HAS_SINKS=sinks is not None, HAS_LSE=lse is not None,
+            R=REQUESTS, CONSUMER_REGS=_REGISTERS[0], PRODUCER_REGS=_REGISTERS[1], num_warps=4, **FUSED,
+        )  # fmt: skip
+    except Exception as error:
+        hopper.turn_off("hopper_prefill", error)
+        raise

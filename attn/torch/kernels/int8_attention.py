@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attn.torch.kernels.launch import arch, check_stride, int8_launch, power_of_two
+from attn.torch.kernels.launch import FUSED, arch, check_stride, int8_launch, power_of_two
 
 LOG2E = 1.4426950408889634
 
@@ -198,7 +198,7 @@ def int8_attention(
         moved = torch.empty_like(found) if kind["HAS_SHIFT"] else found
         _quantize[(padded // block * count * batch,)](
             codes, found, moved, x, mean, lens, scale * LOG2E, length, padded, *x.stride()[:3],
-            mean.stride(0), mean.stride(1), H=count, BLOCK=block, HAS_MEAN=smooth, **kind, **fixed,
+            mean.stride(0), mean.stride(1), H=count, BLOCK=block, HAS_MEAN=smooth, **kind, **fixed, **FUSED,
         )  # fmt: skip
         return codes, found, moved
 

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import library
 
 from attn.torch.kernels.codes import fp8_code, nearest
-from attn.torch.kernels.launch import check_stride, power_of_two
+from attn.torch.kernels.launch import FUSED, check_stride, power_of_two
 
 
 @triton.jit
@@ -150,7 +150,7 @@ def _launch(
         key.stride(0), value.stride(0), *key_cache.stride()[:3], *value_cache.stride()[:3],
         *(1 if scale is not None and scale.ndim else 0 for scale in (k_scale, v_scale)), scale_block, scale_slot,
         HEADS=heads, D=head_size, P=key_cache.shape[1], BLOCK_H=block_h, BLOCK_D=block_d, KIND=kind, OWN=own,
-        num_warps=min(8, max(1, block_h * block_d // 256)),
+        num_warps=min(8, max(1, block_h * block_d // 256)), **FUSED,
     )  # fmt: skip
 
 

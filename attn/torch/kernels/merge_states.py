@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import library
 
-from attn.torch.kernels.launch import check_stride, power_of_two
+from attn.torch.kernels.launch import FUSED, check_stride, power_of_two
 
 
 @triton.jit
@@ -103,7 +103,7 @@ def _launch(
         states, heads, output.stride(0), output.stride(1), lse.stride(0), *outputs.stride()[:3], *lses.stride()[:2],
         *(other.stride()[:2] if other is not None else (0, 0)), other_lse.stride(0) if other_lse is not None else 0,
         D=head_size, BLOCK_H=block_h, BLOCK_D=block_d, STACKED=other is None, NAN_IS_EMPTY=nan_is_empty,
-        num_warps=4,
+        num_warps=4, **FUSED,
     )  # fmt: skip
     return output, lse
 

@@ -27,8 +27,17 @@ import triton
 import triton.language as tl
 from torch import library
 
+from attn.torch.kernels import hopper
 from attn.torch.kernels.codes import number_in
-from attn.torch.kernels.launch import arch, can_launch_early, check_stride, converts_e4m3, multiprocessors, power_of_two
+from attn.torch.kernels.launch import (
+    FUSED,
+    arch,
+    can_launch_early,
+    check_stride,
+    converts_e4m3,
+    multiprocessors,
+    power_of_two,
+)
 from attn.torch.kernels.mla_launch import BY_HAND, by_hand, mla_launch, mla_split
 
 LOG2E = 1.4426950408889634
@@ -344,6 +353,7 @@ def _merge(  # type: ignore[no-untyped-def]
 
 
 @library.custom_op("attn::triton_mla_decode", mutates_args=("out", "lse"))
+@hopper.or_general
 def mla_decode(
     out: torch.Tensor,
     lse: torch.Tensor | None,
@@ -377,12 +387,12 @@ def mla_decode(
     itemsize, stored, name = query.element_size(), cache.element_size(), arch()
     sparse = indices is not None
     rows = heads if sparse else heads * max_query_len
-    rule, hopper = None, None
+    rule, kernel = None, None
     if by_hand(name, packed) and k_scale is None:
         from attn.torch.kernels import hopper_mla
 
         if hopper_mla.serves(query, cache, rank, fixed_split, sparse):
-            rule, hopper = BY_HAND, hopper_mla
+            rule, kernel = BY_HAND, hopper_mla
     rule = rule or mla_launch(name, rows, rank, width - rank, itemsize, stored, sparse, packed)
     tiles = -(-heads // rule.block_m) * max_query_len if sparse else -(-rows // rule.block_m)
     topk = indices.shape[1] if indices is not None else 0
@@ -398,8 +408,8 @@ def mla_decode(
         "H": heads, "L": rank, "BLOCK_M": rule.block_m, "BLOCK_L": power_of_two(rank), "MAX_QUERY": max_query_len,
         "SPARSE": sparse, "HAS_LIMITS": limits is not None, "HAS_LSE": lse is not None, "EARLY": early,
     }  # fmt: skip
-    if hopper:
-        hopper.attend(
+    if kernel:
+        kernel.attend(
             out, lse, partial, partial_lse, query, cache, query_start_loc, seq_lens, limits, block_table, indices,
             factor=scale * k_factor * LOG2E, v_factor=k_factor, tiles=tiles, splits=splits, split=split,
         )  # fmt: skip
@@ -412,7 +422,7 @@ def mla_decode(
             scale * k_factor * LOG2E, k_factor, splits, split, topk,
             out.stride(0), out.stride(1), lse_h, query.stride(0), query.stride(1), cache.stride(0), cache.stride(1),
             block_table.stride(0), indices.stride(0) if indices is not None else 0,
-            DR=width - rank, P=cache.shape[1], BLOCK_N=rule.block_n, BLOCK_R=power_of_two(width - rank), TILES=tiles,
+            DR=width - rank, P=cache.shape[1], BLOCK_N=rule.block_n, BLOCK_R=max(16, power_of_two(width - rank)), TILES=tiles,
             HAS_SPLITS=splits > 1, HAS_K_SCALE=k_scale is not None, PACKED=packed,
             WIDE=cache.shape[0] * cache.stride(0) >= 2**31,
             PRECISION="tf32x3" if itemsize == 4 and name.startswith("sm") else "ieee",
@@ -421,7 +431,7 @@ def mla_decode(
     if splits > 1:
         _merge[(requests * max_query_len, heads)](
             out, lse, partial, partial_lse, query_start_loc, seq_lens, limits, splits, split, topk, out.stride(0),
-            out.stride(1), lse_h, BLOCK_S=8, **common, num_warps=4, **({"launch_pdl": True} if early else {}),
+            out.stride(1), lse_h, BLOCK_S=8, **common, num_warps=4, **FUSED, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
 
 

@@ -6,7 +6,8 @@ shared memory: 64 rows are the most, and eight warps hold them.
 
 import functools
 
-from attn.torch.kernels.launch import Launch, may_use_gluon, power_of_two
+from attn.torch.kernels import hopper
+from attn.torch.kernels.launch import Launch, power_of_two
 from attn.torch.kernels.memory import SHARED_MEMORY, UNKNOWN
 
 
@@ -26,7 +27,7 @@ def mla_launch(
     elif block_m == 64 and arch.startswith("sm_9"):
         wanted = [Launch(64, n, 8, s) for n, s in ((32, 4) if packed else (64, 2), (32, 2), (16, 2))]
     elif arch.startswith("sm_9"):
-        # 147 KB of keys in flight keep memory busy: the table's load takes some of the stages (benchmarks/NOTES.md)
+        # 147 KB of keys in flight keep memory busy: the table's load takes some of the stages (benchmarks/notes/mla-gpu.md)
         warps = 8 if sparse or stored < itemsize or block_m == 32 else 4
         wanted = [Launch(block_m, n, warps, s) for n, s in ((64, 7 if sparse else 5), (32, 5), (32, 2), (16, 2))]
     else:
@@ -46,8 +47,9 @@ BY_HAND = Launch(64, 64, 8, 2)
 
 def by_hand(arch: str, packed: bool) -> bool:
     """Whether `hopper_mla` is the faster kernel, where it serves: on Hopper, over plain latents. With 16
-    rows it computes 64 and is ahead by 5 and 8 % at two shapes, level at a third (benchmarks/NOTES.md); fewer: unmeasured."""
-    return arch == "sm_90" and not packed and may_use_gluon()
+    rows it computes 64 and is ahead by 5 and 8 % at two shapes, level at a third
+    (benchmarks/notes/mla-gpu.md); fewer: unmeasured."""
+    return arch == "sm_90" and not packed and hopper.is_on("hopper_mla")
 
 
 def _shared(launch: Launch, rank: int, rope: int, itemsize: int, stored: int) -> int:

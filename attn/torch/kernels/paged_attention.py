@@ -30,8 +30,10 @@ import triton
 import triton.language as tl
 from torch import library
 
+from attn.torch.kernels import hopper
 from attn.torch.kernels.codes import fp8_code, number_in
 from attn.torch.kernels.launch import (
+    FUSED,
     TUNED,
     Launch,
     arch,
@@ -40,7 +42,6 @@ from attn.torch.kernels.launch import (
     converts_e4m3,
     decode_launch,
     long_decode,
-    may_use_gluon,
     multiprocessors,
     power_of_two,
     prefill_launch,
@@ -483,6 +484,7 @@ def _merge(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
+@hopper.or_general
 def _paged_attention(
     output: torch.Tensor,
     lse: torch.Tensor | None,
@@ -561,16 +563,16 @@ def _paged_attention(
     # 64-bit offsets cost a tenth of a prefill's instructions, so only caches that need them have them
     wide = any(x.shape[0] * x.stride(0) >= 2**31 for x in (key_cache, value_cache))
 
-    hopper = name == "sm_90" and may_use_gluon() and slopes is None and tree is None and sparse is None and not to_fp8
-    if hopper := hopper and k_scale is None and v_scale is None:
+    by_hand = name == "sm_90" and slopes is None and tree is None and sparse is None and not to_fp8
+    if by_hand := by_hand and k_scale is None and v_scale is None and hopper.is_on("hopper_prefill"):
         from attn.torch.kernels import hopper_prefill
 
-        hopper = hopper_prefill.serves(query, key_cache, value_cache, num_reqs, group, page if paged else 128)
+        by_hand = hopper_prefill.serves(query, key_cache, value_cache, num_reqs, group, page if paged else 128)
     wild = per_token or key_cache.dtype != torch.int8
     if key_cache.dtype == torch.float8_e4m3fn and not converts_e4m3(name):
         key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
     half = query.dtype == torch.bfloat16 and stored == 1 and not per_token
-    beside = hopper and paged and max_query_len > most
+    beside = by_hand and paged and max_query_len > most
 
     def launch(
         rule: Launch, block_q: int, grid: tuple[int, int], is_decode: bool, splits: int, split: int, least: int, limit: int
@@ -598,7 +600,7 @@ def _paged_attention(
         )  # fmt: skip
         return [partial, partial_lse]
 
-    if max_query_len > most and hopper:
+    if max_query_len > most and by_hand:
         hopper_prefill.prefill(
             output, lse, query, key_cache, value_cache, query_start_loc, seq_lens, block_table, sinks,
             factor=factor, v_factor=v_factor, cap=cap, negate=scale < 0, left=unbounded[0], right=unbounded[1],
@@ -628,7 +630,7 @@ def _paged_attention(
             H=heads, G=group, D=head_size, BLOCK_N=decode.block_n, BLOCK_D=block_d, BLOCK_Q=most, BLOCK_S=32,
             HAS_SINKS=sinks is not None, HAS_TREE=tree is not None, HAS_LSE=lse is not None,
             HAS_V_SCALE=v_scale is not None and not per_token,
-            EARLY=early, TO_FP8=to_fp8, num_warps=4, **({"launch_pdl": True} if early else {}),
+            EARLY=early, TO_FP8=to_fp8, num_warps=4, **FUSED, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
 
 

@@ -85,7 +85,9 @@ def test_layers_in_a_scan(step: Step) -> None:
 
     out, (caches, lse) = stacked(step.q, jnp.stack([step.cache] * 2))
     axis = 1 if step.layer.backend.get_name() == "XLA_ATTN" else 0  # which one is N
-    (again, line), line_lse = carried(step.q, jnp.concatenate([step.cache] * 2, axis))
+    whole = step.layer.new_kv_cache(N, layers=2)
+    assert whole.shape == jnp.concatenate([step.cache] * 2, axis).shape
+    (again, line), line_lse = carried(step.q, whole)
     np.testing.assert_array_equal(again, out)
     np.testing.assert_array_equal(line_lse, lse)
     np.testing.assert_array_equal(line, jnp.concatenate([*caches], axis))
@@ -97,6 +99,8 @@ def test_layers_in_a_scan(step: Step) -> None:
 def test_a_layer_of_a_batch_needs_its_block_size(step: Step) -> None:
     with pytest.raises(MetadataError, match="block_size"):
         type(step.meta)(**{**vars(step.meta), "block_size": None}).of_layer(1, N)
+    with pytest.raises(MetadataError, match="num_blocks = None: must be the number of blocks of one layer's cache"):
+        type(step.meta)(**{**vars(step.meta), "num_blocks": None}).of_layer(1)
 
 
 def test_values_are_checked_inside_the_step(step: Step, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,6 +58,15 @@ def test_every_strategy_equals_one_device() -> None:
     assert done.stdout.count("\n") == 4
 
 
+def test_a_ring_asks_for_the_log_sum_exp() -> None:
+    def layer(strategy: str) -> SequenceParallelAttention:
+        return SequenceParallelAttention(4, 16, axis_name="sp", axis_size=4, strategy=strategy, features=["backward"])
+
+    assert layer("ring").local.selection.request.features == {"backward", "lse"}
+    assert layer("ulysses").local.selection.request.features == {"backward"}
+    assert layer("ring").local.impl.can_return_lse
+
+
 def test_what_does_not_divide_is_refused() -> None:
     with pytest.raises(ShapeError, match="num_heads=6 over 4 devices: Ulysses needs a multiple"):
         SequenceParallelAttention(6, 16, axis_name="sp", axis_size=4)

@@ -50,7 +50,9 @@ class Batch:
         self.num_blocks = sum(-(-length // self.page) for length in self.seq_lens) + 2
         ids = iter(rng.permutation(self.num_blocks))
         tables = [[next(ids) for _ in range(-(-length // self.page))] for length in self.seq_lens]
-        self.common = CommonAttentionMetadata.from_lens(self.query_lens, self.seq_lens, tables, self.page, causal=self.causal)
+        self.common = CommonAttentionMetadata.from_lens(
+            self.query_lens, self.seq_lens, tables, self.page, causal=self.causal, strict=False
+        )
         self.layer = MLAAttention(
             self.heads, rank, nope, rope, value, jnp.asarray(self.w), kv_cache_dtype=self.kv_cache_dtype, dtype=self.dtype,
             block_size=self.page, backend=self.backend, k_scale=self.k_scale, **self.options,

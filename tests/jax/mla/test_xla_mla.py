@@ -76,6 +76,17 @@ def test_expanded_prompts(make_mla: Any, monkeypatch: pytest.MonkeyPatch) -> Non
         batch.layer(*batch.arguments())
 
 
+def test_a_layer_without_rotary_dimensions(make_mla: Any) -> None:
+    """Decodes and a prompt long enough to be expanded; `k_pe` may be left out."""
+    batch = make_mla((1, 130, 0), (33, 140, 9), dims=(32, 0, 24, 20))
+    assert batch.layer.impl.expands(batch.metadata)
+    q, kv_c, k_pe, cache, metadata = batch.arguments()
+    got, written = batch.layer(q, kv_c, k_pe, cache, metadata)
+    batch.check(got, written)
+    again, _ = batch.layer(q, kv_c, None, cache, metadata)
+    np.testing.assert_array_equal(again[0], got[0])
+
+
 def test_nothing_is_written_without_new_rows(make_mla: Any) -> None:
     batch = make_mla()
     q, kv_c, k_pe, cache, metadata = batch.arguments()

@@ -9,7 +9,9 @@ import pytest
 
 from attn import reference
 from attn.errors import DTypeError, MetadataError, ShapeError, UnsupportedError
+from attn.jax.backends.xla_mla_sparse import XLAMLASparseBackend
 from attn.jax.kernels import xla_mla
+from attn.testing import Case, check_conformance
 
 SPARSE = {"backend": "XLA_MLA_SPARSE", "options": {"indexer": object()}}
 DEEPSEEK = (512, 64, 128, 128)
@@ -124,3 +126,19 @@ def test_indices_feed_the_sparse_oracle(make_mla: Any) -> None:
         want, want_lse = reference.sparse_mla(query[mine], own, chosen, scale=0.2, kv_lora_rank=rank)
         np.testing.assert_allclose(out[mine], want, atol=1e-5)
         np.testing.assert_allclose(lse[:, mine], want_lse, atol=1e-4)
+
+
+def test_a_long_prompt_attends_the_chosen_keys_alone():
+    """Of as many rows as the dense backends expand: expanded heads would attend every key."""
+    case = Case(
+        "long prompt",
+        (200,),
+        (200,),
+        num_heads=2,
+        num_kv_heads=1,
+        head_size=576,
+        mla=(512, 128, 64, 128),
+        topk=64,
+        poison="zero",
+    )
+    check_conformance(XLAMLASparseBackend, case)

@@ -90,11 +90,11 @@ def test_long_blocks_in_bfloat16() -> None:
 
 
 def _metadata(
-    q: list[int], m: list[int], num_blocks: int = 64, tree: Any = None, tables: Any = None, **spec: Any
+    q: list[int], m: list[int], num_blocks: int = 64, tree: Any = None, tables: Any = None, causal: bool = True, **spec: Any
 ) -> flex_attention.FlexAttentionMetadata:
     free = iter(np.random.default_rng(0).permutation(num_blocks).tolist())
     tables = tables or [[next(free) for _ in range(-(-length // P))] for length in m]
-    batch = CommonAttentionMetadata.from_lens(q, m, tables, P).replace(tree_mask=tree)
+    batch = CommonAttentionMetadata.from_lens(q, m, tables, P, causal=causal).replace(tree_mask=tree)
     builder = FlexAttentionBackend.get_builder_cls()(KVCacheSpec(P, K, D, "float32", num_blocks=num_blocks, **spec))
     return builder.build(0, batch)  # type: ignore[no-any-return]
 
@@ -105,7 +105,7 @@ def _metadata(
 def test_a_block_of_rows_visits_what_its_rows_see(left: int | None, right: int | None, causal: bool, block: int) -> None:
     """Nothing else of its request, nothing of another's, and what is listed as whole is seen by all of its rows."""
     q, m = [1, 0, 70, 33, 5, 1], [100, 40, 170, 33, 0 if not causal else 5, 1]
-    meta = _metadata(q, m)
+    meta = _metadata(q, m, causal=causal)
     masks = Masks(left, right, causal, False)
     plan = _flex.lay_out(meta, meta.block_table, meta.seq_lens, 64, P, block, masks)
     starts, first = meta.query_start_loc.tolist(), 0

@@ -13,11 +13,13 @@ import torch
 from attn import reference
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.errors import DTypeError, MetadataError, ShapeError, UnsupportedError
-from attn.testing import Case, check_conformance, conformance_cases
+from attn.testing import Case, check_conformance, conformance_cases, draw
+from attn.testing.subject import base_case, subject_of
 from attn.torch import Attention
 from attn.torch.backends import _ragged, cpu_attn
 from attn.torch.backends.cpu_attn import CPUAttentionBackend
 from attn.torch.backends.sdpa import TorchSDPABackend
+from attn.torch.testing import Runner, _layer
 
 BACKENDS = (TorchSDPABackend, CPUAttentionBackend)
 H, K, D, P = 4, 2, 32, 16
@@ -39,6 +41,39 @@ def test_torch_sdpa_conforms(case: Case) -> None:
 @pytest.mark.parametrize("case", conformance_cases(CPUAttentionBackend), ids=str)
 def test_cpu_attn_conforms(case: Case) -> None:
     check_conformance(CPUAttentionBackend, case)
+
+
+@pytest.mark.parametrize("scales", [(0.5, 1.0), ((0.5, 0.25), 1.0), (0.5, (0.5, 2.0))])
+def test_scales_that_moved_with_their_layer_have_one_entry_a_kv_head(scales: Any) -> None:
+    """The suite's driver keeps scales on the layer's device; there a number stays a tensor, for every head the same."""
+    k_scale, v_scale = scales
+    case = base_case(subject_of(TorchSDPABackend), "", kv_cache_dtype="int8", k_scale=k_scale, v_scale=v_scale)
+    impl = Runner(TorchSDPABackend).build(draw(case))
+    moved = impl._scaled(
+        impl._rules(True), _layer(draw(case), torch.device("meta")), torch.empty(0, device="meta").to(torch.int8)
+    )
+    assert moved.scale == impl.scale
+    assert [x.shape for x in (moved.k_scale, moved.v_scale)] == [(case.num_kv_heads, 1)] * 2
+    here = impl._scaled(impl._rules(True), _layer(draw(case), torch.device("cpu")), torch.empty(0, dtype=torch.int8))
+    assert (here.k_scale is None) == isinstance(k_scale, float) and isinstance(here.v_scale, float) == isinstance(
+        v_scale, float
+    )
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: the scales of a module that was moved to one")
+@pytest.mark.parametrize("stored", ["fp8", "int8"])
+def test_a_moved_layer_reads_its_quantised_cache(stored: str) -> None:
+    layer = Attention(
+        H, D, num_kv_heads=K, dtype=torch.bfloat16, kv_cache_dtype=stored, k_scale=0.05, v_scale=0.03, backend="TORCH_SDPA"
+    )
+    qkv = [torch.randn(9, heads, D, dtype=torch.bfloat16) for heads in (H, K, K)]
+    results = []
+    for device in ("cpu", "cuda"):
+        layer = layer.to(device)
+        builder = layer.backend.get_builder_cls()(layer.kv_cache_spec, device=torch.device(device))
+        meta = builder.build(0, CommonAttentionMetadata.from_lens([9], [9], [[1]], P))
+        results.append(layer(*(x.to(device) for x in qkv), layer.new_kv_cache(2, device), meta).cpu())
+    torch.testing.assert_close(results[1], results[0], atol=2e-2, rtol=2e-2)
 
 
 class Batch:
@@ -64,7 +99,7 @@ class Batch:
         self.layer.impl.need_to_return_lse_for_decode = True
         self.cache = self.layer.new_kv_cache(num_blocks)
         self.cache.copy_(torch.randn(self.cache.shape, generator=generator))
-        self.batch = CommonAttentionMetadata.from_lens(query_lens, seq_lens, table, P, causal=causal)
+        self.batch = CommonAttentionMetadata.from_lens(query_lens, seq_lens, table, P, causal=causal, strict=False)
         self.metadata = backend.get_builder_cls()(self.layer.kv_cache_spec).build(0, self.batch)
         self.query = torch.randn(sum(query_lens), num_heads, head_size, generator=generator)
 
@@ -288,7 +323,7 @@ def test_refusals(backend: Any) -> None:
         (
             {"cache": batch.cache.half()},
             DTypeError,
-            "kv_cache has dtype torch.float16: kv_cache_dtype=auto needs torch.float32",
+            "kv_cache has dtype float16: kv_cache_dtype=auto needs float32",
         ),
         ({"cache": batch.cache[0]}, ShapeError, "kv_cache must have 5 dimensions"),
         ({"cache": None}, ShapeError, "kv_cache must have 5 dimensions"),

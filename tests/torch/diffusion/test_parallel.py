@@ -1,6 +1,7 @@
 """Ulysses and ring attention on real process groups (gloo, three and two ranks), equal to one device."""
 
 import datetime
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
+from attn.diffusion.backends.registry import register_diffusion_backend
 from attn.errors import ShapeError, UnsupportedError
 from attn.torch import DiffusionAttention
+from attn.torch.diffusion.backends.sdpa import SDPABackend, SDPAImpl
 from attn.torch.diffusion.parallel import SequenceParallelAttention
 
 H, K, D, ROWS = 6, 3, 32, 8
@@ -73,6 +76,27 @@ class FakeRanks:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
         monkeypatch.setattr(dist, "get_rank", lambda group=None: 0)
+
+
+def test_a_ring_asks_for_the_log_sum_exp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Hopper the first of the list returns none: the ring took it, and failed."""
+
+    class First(SDPABackend):
+        capabilities = replace(SDPABackend.capabilities, priority=1)  # type: ignore[type-var]
+        get_name = staticmethod(lambda: "FIRST")
+        get_impl_cls = staticmethod(lambda: type("Impl", (SDPAImpl,), {"backend": First, "can_return_lse": False}))
+
+    register_diffusion_backend("FIRST", First)
+    FakeRanks(monkeypatch)
+    chosen = {
+        strategy: SequenceParallelAttention(4, D, strategy=strategy, features=["mask"]).local.selection
+        for strategy in ("ulysses", "ring")
+    }
+    assert chosen["ulysses"].name == "FIRST" and chosen["ulysses"].request.features == {"mask"}
+    assert chosen["ring"].name == "TORCH_SDPA" and chosen["ring"].request.features == {"mask", "lse"}
+    assert "FIRST: lse not supported" in chosen["ring"].reasons
+    with pytest.raises(UnsupportedError, match="FIRST  lse not supported"):
+        SequenceParallelAttention(4, D, strategy="ring", backend="FIRST")
 
 
 @pytest.mark.parametrize(

@@ -7,17 +7,15 @@ import torch
 pytest.importorskip("triton")
 
 from attn import reference
-from attn.testing.approximate import inputs, int8_scores, relative
 from attn.torch.interpreter import correct_bfloat16
 from attn.torch.kernels import launch
 from attn.torch.kernels.int8_attention import int8_attention
+from tests.testing.approximate import inputs, int8_scores, relative
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 pytestmark = [
-    pytest.mark.skipif(
-        DEVICE == "cpu" and launch.arch() != "interpreter", reason="no GPU here, and TRITON_INTERPRET is not set"
-    ),
+    pytest.mark.triton_kernels,
     pytest.mark.filterwarnings(
         "ignore::RuntimeWarning", "ignore::DeprecationWarning"
     ),  # the interpreter computes what is selected away

@@ -1,20 +1,14 @@
 """The cache write in Triton stores the bytes that the torch write does, on a GPU or interpreted. About 3 s on one core."""
 
-import importlib.util
-import os
-
 import pytest
 import torch
 
 from attn.torch import kv_cache as caches
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("triton is not installed", allow_module_level=True)
+pytest.importorskip("triton")
 ON_GPU = torch.cuda.is_available()
-if not ON_GPU:
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are first imported
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
+pytestmark = [pytest.mark.triton_kernels, pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")]
 
 SPECIAL = [
     0.0, -0.0, 1e-9, -3e-3, 2.0**-9, 2.0**-10, 3 * 2.0**-11, 0.0625, 448.0, 464.0, 1e5, -1e30, 6e4, float("inf"), -float("inf"),

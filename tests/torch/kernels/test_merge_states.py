@@ -1,21 +1,15 @@
 """The merge kernel joins states as the formula in torch does, empty and NaN states included. About 3 s on one core."""
 
-import importlib.util
-import os
-
 import pytest
 import torch
 from torch import library
 
 from attn.torch.merge import merge_attn_states
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("triton is not installed", allow_module_level=True)
+pytest.importorskip("triton")
 ON_GPU = torch.cuda.is_available()
-if not ON_GPU:
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are first imported
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
+pytestmark = [pytest.mark.triton_kernels, pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")]
 
 T, H, D = 6, 3, 40
 

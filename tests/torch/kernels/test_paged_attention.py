@@ -1,16 +1,11 @@
 """Paged attention called as a kernel, where magnitudes leave what the product's dtype holds. 10 s on one core, interpreted."""
 
-import importlib.util
 import math
-import os
 
 import pytest
 import torch
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("triton is not importable here (test_interpreted.py starts processes that have it)", allow_module_level=True)
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are first imported
+pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
@@ -19,7 +14,7 @@ from attn.torch.interpreter import correct_bfloat16
 from attn.torch.kernels.codes import number_in
 from attn.torch.kernels.paged_attention import paged_attention
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
+pytestmark = [pytest.mark.triton_kernels, pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, SIZE, PAGE, KEYS = 4, 32, 16, 80
 

@@ -282,6 +282,34 @@ def test_a_named_prefill_backend_is_obeyed_or_refused():
     assert impl._prefill.get_name() == "TORCH_SDPA"
 
 
+def test_tokens_that_are_cached_already_come_as_none():
+    """Decodes and prefills, with context and without; half of a pair is a mistake."""
+    sequences, impl = Sequences([1, 20, 3, 33], [40, 75, 3, 33]), implementation()
+    close(sequences.run(impl), sequences.expected())
+    written = sequences.cache.clone()
+    close(sequences.run(impl, kv_c=None, k_pe=None), sequences.expected())
+    torch.testing.assert_close(sequences.cache, written, rtol=0, atol=0, equal_nan=True)
+    with pytest.raises(ShapeError, match="pass both, or neither"):
+        sequences.run(impl, kv_c=None)
+
+
+@pytest.mark.parametrize("absent", [True, False])
+def test_a_layer_without_rotary_dimensions(absent):
+    up = weights()
+    layer = MLAAttention(H, L, DN, 0, DV, up, block_size=P, dtype=torch.float32)
+    assert layer.impl.scale == pytest.approx(DN**-0.5) and layer.new_kv_cache(6).shape == (6, P, L)
+    lens, q, latent = [1, 20], torch.randn(21, H, DN), torch.randn(21, L)
+    batch = CommonAttentionMetadata.from_lens(lens, lens, [[1, 2, 3], [0, 4, 5]], P)
+    metadata = layer.backend.get_builder_cls()(layer.kv_cache_spec).build(0, batch)
+    with torch.no_grad():
+        out = layer(q, latent, None if absent else latent[:, :0], layer.new_kv_cache(6), metadata)
+    none = np.zeros((20, 0))
+    want, _ = mla_unabsorbed(q[1:], np.zeros((20, H, 0)), latent[1:], none, up[..., :DN], up[..., DN:], scale=DN**-0.5)
+    torch.testing.assert_close(out[1:], torch.from_numpy(want).float(), rtol=1e-4, atol=2e-5)
+    with pytest.raises(ValueError, match="qk_rope_head_dim=-1 must be an int of at least 0"):
+        MLAAttention(H, L, DN, -1, DV, up)
+
+
 def test_the_layer_chooses_and_serves():
     linear = nn.Linear(L, H * (DN + DV), bias=False)
     layer = MLAAttention(H, L, DN, DR, DV, linear, block_size=P, dtype=torch.float32, k_scale=0.5, kv_cache_dtype="fp8")

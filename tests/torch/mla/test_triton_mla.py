@@ -4,7 +4,6 @@ Without a GPU the kernels run interpreted on the CPU. About 10 s on one core wit
 """
 
 import importlib.util
-import os
 
 import numpy as np
 import pytest
@@ -21,10 +20,8 @@ from attn.torch.backends.mla.triton_mla import TritonMLABackend
 from attn.torch.backends.mla.triton_mla_sparse import TritonMLASparseBackend
 
 ON_GPU = torch.cuda.is_available()
-if not ON_GPU:
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are first imported
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not importable here")
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
 
 
@@ -37,7 +34,7 @@ def test_e4m3_is_read_on_architectures_that_do_not_convert_it(cache):
     assert "serves sparse_mla only" in sparse
 
 
-@needs_triton
+@pytest.mark.triton_kernels
 @quiet
 @pytest.mark.parametrize("backend", [TritonMLABackend, TritonMLASparseBackend])
 def test_codes_taken_as_bytes_conform(backend, monkeypatch):
@@ -79,12 +76,12 @@ def test_launches_fit_and_keep_the_state_in_registers(arch):
 
 @needs_triton
 def test_the_kernel_by_hand_is_for_plain_latents_on_hopper(monkeypatch):
-    from attn.torch.kernels import mla_launch
+    from attn.torch.kernels import hopper, mla_launch
 
-    monkeypatch.setattr(mla_launch, "may_use_gluon", lambda: True)
+    monkeypatch.setattr(hopper, "why_off", lambda kernel: "")
     assert mla_launch.by_hand("sm_90", packed=False) and not mla_launch.by_hand("sm_90", packed=True)
     assert not any(mla_launch.by_hand(arch, packed=False) for arch in ("sm_80", "sm_100", "gfx942", "interpreter"))
-    monkeypatch.setattr(mla_launch, "may_use_gluon", lambda: False)
+    monkeypatch.setattr(hopper, "why_off", lambda kernel: "no")
     assert not mla_launch.by_hand("sm_90", packed=False)
 
 
@@ -99,7 +96,7 @@ def test_splits_fill_the_device_and_cover_every_key():
         assert split % 64 == 0 and -(-keys // split) <= 64
 
 
-@needs_triton
+@pytest.mark.triton_kernels
 @quiet
 @pytest.mark.parametrize(("heads", "size", "width"), [(3, 192, 128), (2, 40, 40), (2, 64, 16)])
 @pytest.mark.parametrize("wild", [False, True])

@@ -52,7 +52,7 @@ def _batch(query_lens: list[int], seq_lens: list[int]) -> CommonAttentionMetadat
     tables, free = [], iter(range(100))
     for length in seq_lens:
         tables.append([next(free) for _ in range(-(-length // 16))])
-    return CommonAttentionMetadata.from_lens(query_lens, seq_lens, tables, 16)
+    return CommonAttentionMetadata.from_lens(query_lens, seq_lens, tables, 16, strict=False)
 
 
 def _built(builder: object, query_lens: list[int], seq_lens: list[int]) -> FlashInferMetadata:
@@ -167,7 +167,7 @@ def test_a_prefill_of_few_rows_a_request_asks_for_fa2_in_wrappers_of_its_own() -
 
 
 def _decodes(seq_lens: list[int], pages: list[list[int]]) -> CommonAttentionMetadata:
-    return CommonAttentionMetadata.from_lens([1] * len(seq_lens), seq_lens, pages, 16)
+    return CommonAttentionMetadata.from_lens([1] * len(seq_lens), seq_lens, pages, 16, strict=False)
 
 
 class _Step:

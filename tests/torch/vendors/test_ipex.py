@@ -110,7 +110,7 @@ def test_what_it_does_not_serve_is_a_reason() -> None:
     capped = replace(PLAIN, features=frozenset({Feature.SOFT_CAP}), attn_type=AttentionType.ENCODER_ONLY)
     assert _why(capped) == "soft_cap with attn_type=encoder_only not supported"
     told = _why(replace(PLAIN, features=frozenset({Feature.ALIBI, Feature.LSE, Feature.SINKS}), block_size=256))
-    assert told == "alibi not supported; sinks not supported; lse not supported; block_size=256 (supports 16, 32, 64, 128)"
+    assert told == "alibi not supported; lse not supported; sinks not supported; block_size=256 (supports 16, 32, 64, 128)"
     xpu = IpexAttentionBackend.why_not(PLAIN, Device("torch", "xpu", "Intel Data Center GPU Max"))
     assert xpu == ["platform=xpu (supports cpu)"]
 

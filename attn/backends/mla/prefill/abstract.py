@@ -59,7 +59,8 @@ class MLAPrefillMetadata:
 
 
 class MLAPrefillBackend(ABC):
-    """One layer's prefill attention. The constructor takes what is the same in every call; limits are data.
+    """One layer's prefill attention. The constructor takes what is the same in every call; limits are data. `scale` is above 0:
+    the MLA template negates the queries of a layer whose scale is negative.
 
     `capabilities` as for attention backends (`head_sizes` are Dn + Dr); `v_head_dims` the sizes of a value head.
     """
@@ -76,6 +77,11 @@ class MLAPrefillBackend(ABC):
         raise NotImplementedError
 
     @classmethod
+    def off_paths(cls, device: Device | None = None) -> tuple[str, ...]:
+        """A sentence for each faster path of this backend that is off on `device` (None: the one here), and why."""
+        return ()
+
+    @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
         """Every reason why this backend does not serve `request` (on `device`); empty when it does."""
         why = [] if cls.capabilities is None else cls.capabilities.reasons(request, device)
@@ -89,7 +95,7 @@ class MLAPrefillBackend(ABC):
 
         q, k: [T, H, D]; v: [T, H, Dv], dense in the last dimension, strided elsewhere (k's and v's heads may lie in one
         array: a backend that needs them contiguous makes them so). Returns out [T, H, Dv] in q's dtype, or with
-        `return_lse` (out, lse [H, T] float32, natural).
+        `return_lse` (out, lse [H, T] float32, or float64 for float64 queries, natural).
         """
         raise NotImplementedError
 

@@ -1,26 +1,22 @@
 """Which MLA prefill backend serves a layer: asked for by name, or first on the platform's list, with reasons.
 
-The same decision as for attention backends (`attn.verdicts.choose`): ATTN_MLA_PREFILL_BACKEND and an explicit argument
-are obeyed or refused, never replaced.
+The same decision as for attention backends (`attn.choice`): ATTN_MLA_PREFILL_BACKEND and an explicit argument are obeyed or
+refused, never replaced.
 """
 
 from collections.abc import Collection
 from typing import Any
 
-from attn import envs
-from attn.backend_enum import ranked
 from attn.backends.arguments import list_of_names, positive_int
 from attn.backends.mla.prefill.abstract import MLAPrefillBackend, MLAPrefillRequest
 from attn.backends.mla.prefill.registry import MLAPrefillBackendEnum
-from attn.capabilities import Candidate, Device, Feature
+from attn.capabilities import Device, Feature
+from attn.choice import VARIABLES, asked_for, decide, place_of
 from attn.dtypes import dtype_name
-from attn.logger import init_logger
 from attn.platforms import Platform, platform_for
-from attn.verdicts import Selection, choose
+from attn.verdicts import Selection
 
-logger = init_logger(__name__)
-
-ENV_VAR = "ATTN_MLA_PREFILL_BACKEND"
+(ENV_VAR,) = VARIABLES[MLAPrefillBackendEnum]
 
 
 def make_mla_prefill_request(
@@ -48,24 +44,13 @@ def select_mla_prefill(
 ) -> Selection:
     """The decision with all its reasons.
 
-    Who is asked, in order: `backend`, ATTN_MLA_PREFILL_BACKEND, the platform's list; `disable` keeps names out of the
-    last. `device` may describe a machine that is not at hand. Raises ValueError for an unknown name; a request that
+    Who is asked, in order: `backend`, ATTN_MLA_PREFILL_BACKEND, the platform's list; `disable` and ATTN_DISABLE keep names
+    out of the last. `device` may describe a machine that is not at hand. Raises ValueError for an unknown name; a request that
     nobody serves is a `Selection` without a winner (`require()` raises).
     """
-    platform = platform or platform_for(framework, device.platform if device else None)
-    device = device or platform.device()
-    if backend is not None:
-        member, source = _as_member(backend), "argument"
-    elif name := (envs.read(ENV_VAR) or "").strip():
-        member, source = _as_member(name, ENV_VAR), ENV_VAR
-    else:
-        refused = {_as_member(name).name for name in list_of_names("disable", disable)}
-        candidates = [
-            Candidate(m.name, problem="disabled by the caller") if m.name in refused else m.candidate()
-            for m in ranked(MLAPrefillBackendEnum, platform.mla_prefill_priorities(request, device))
-        ]
-        return _logged(choose(candidates, request, device))
-    return _logged(choose([member.candidate()], request, device, source))
+    asked = asked_for(MLAPrefillBackendEnum, ((backend, "argument"),))
+    platform, device = place_of(asked, framework, platform, device)
+    return decide(MLAPrefillBackendEnum, request, device, platform.mla_prefill_priorities, asked, disable)
 
 
 def get_mla_prefill_backend(
@@ -88,23 +73,3 @@ def get_mla_prefill_backend(
     request = make_mla_prefill_request(qk_head_dim, v_head_dim, dtype, num_heads=num_heads, features=features)
     platform = platform_for(framework, "cpu" if on_host else None)
     return select_mla_prefill(request, framework=framework, backend=backend, platform=platform).require()
-
-
-def _as_member(backend: MLAPrefillBackendEnum | str, variable: str = "") -> MLAPrefillBackendEnum:
-    """`backend` as a member or custom backend; an unknown name is told together with the `variable` that it came by."""
-    if isinstance(backend, MLAPrefillBackendEnum):
-        return backend
-    if not isinstance(backend, str):
-        raise TypeError(f"backend must be an MLAPrefillBackendEnum member or a name, not {backend!r}")
-    try:
-        member: MLAPrefillBackendEnum = MLAPrefillBackendEnum[backend]
-    except ValueError as error:
-        raise ValueError(f"{variable}={backend}: {error}" if variable else str(error)) from None
-    return member
-
-
-def _logged(selection: Selection) -> Selection:
-    if selection.winner is not None:
-        logger.info_once("Using %s MLA prefill backend on %s.", selection.name, str(selection.device))
-    logger.debug("%s", selection)
-    return selection

@@ -1,6 +1,8 @@
 """CUDNN: cuDNN's fused attention by way of `jax.nn.dot_product_attention` (549-605 TFLOP/s on an H200)."""
 
-from attn.capabilities import Capabilities, Feature, MultipleOf
+from attn.capabilities import Capabilities, Device, Feature, Request
+from attn.diffusion.backends import cudnn
+from attn.imports import version_of
 from attn.jax.diffusion.backends._dense import DenseBackend
 from attn.jax.diffusion.backends._dot_product import DotProductImpl
 
@@ -10,7 +12,7 @@ class CuDNNAttentionBackend(DenseBackend):
         framework="jax",
         platforms=("gpu",),
         dtypes=("bfloat16", "float16"),
-        head_sizes=(MultipleOf(8, 8, 128),),
+        head_sizes=cudnn.HEAD_SIZES,
         features=frozenset({Feature.MASK, Feature.BACKWARD}),
         archs=(("gpu", ("sm_80+",)),),
     )
@@ -22,6 +24,21 @@ class CuDNNAttentionBackend(DenseBackend):
     @staticmethod
     def get_impl_cls() -> type["CuDNNAttentionImpl"]:
         return CuDNNAttentionImpl
+
+    @classmethod
+    def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
+        why = super().why_not(request, device) + cudnn.head_size_reasons(request, device)
+        if device is not None and device.arch == "sm_103" and (version := _cudnn_version()) < (9, 11):
+            why.append(f"cuDNN {'.'.join(map(str, version))} on sm_103 (supports 9.11 and newer)")
+        return why
+
+
+def _cudnn_version() -> tuple[int, ...]:
+    """(major, minor) of the cuDNN that jax's wheels bring; where it came otherwise, one that is new enough for anything."""
+    for package in ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"):
+        if version := version_of(package):
+            return tuple(int(part) for part in version.split(".")[:2])
+    return (99,)
 
 
 class CuDNNAttentionImpl(DotProductImpl):

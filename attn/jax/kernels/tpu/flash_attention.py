@@ -12,7 +12,7 @@ Shape letters: B sequences, S rows, M keys, H query heads, K kv heads, G = H / K
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,43 +20,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from attn.jax.kernels.tpu import _flash_backward, _flash_forward
-from attn.jax.kernels.tpu._chips import CHIPS, MIB, target
+from attn.jax.kernels.tpu import _flash_backward, _flash_forward, _launch
+from attn.jax.kernels.tpu._chips import CHIPS
 from attn.jax.kernels.tpu._flash import Config, Masks
-from attn.jax.kernels.tpu._refs import LANES, LOG2_E
-
-
-class BlockSizes(NamedTuple):
-    """positions of a unit (128 or 256), units of a grid step, keys of a chunk (128, 256, 512 or 1024), keys of a launch."""
-
-    positions: int
-    units: int
-    chunk: int
-    keys: int
-
-
-@dataclasses.dataclass(frozen=True)
-class _Static:
-    """What of a call is no array."""
-
-    causal: bool
-    left: int | None
-    right: int | None
-    scale: float
-    logits_soft_cap: float | None
-    block_sizes: tuple[BlockSizes, BlockSizes] | None  # forward, backward
-    chip: str
-    interpret: Any
-
-
-class _Extras(NamedTuple):
-    """The arrays beside q, k, v, each may be None."""
-
-    q_segment_ids: jax.Array | None
-    kv_segment_ids: jax.Array | None
-    alibi_slopes: jax.Array | None
-    sinks: jax.Array | None
-    kv_lens: jax.Array | None
+from attn.jax.kernels.tpu._flash_layout import BlockSizes, Extras, Layout, Static, layout_of, masks_of
+from attn.jax.kernels.tpu._refs import LOG2_E
 
 
 def flash_attention(
@@ -97,7 +65,7 @@ def flash_attention(
     shapes and arguments that make no sense, TypeError for dtypes, for the gradient of `alibi_slopes` and for second
     derivatives.
     """
-    extras = _Extras(q_segment_ids, kv_segment_ids, alibi_slopes, sinks, kv_lens)
+    extras = Extras(q_segment_ids, kv_segment_ids, alibi_slopes, sinks, kv_lens)
     _check(q, k, v, extras)
     left, right = sliding_window or (None, None)
     for side in (left, right):
@@ -105,18 +73,17 @@ def flash_attention(
             raise ValueError(f"sliding_window={sliding_window}: each side must be None or at least 0")
     if logits_soft_cap is not None and not (math.isfinite(logits_soft_cap) and logits_soft_cap >= 0):
         raise ValueError(f"logits_soft_cap={logits_soft_cap}: must be finite and at least 0 (0 or None: off)")
-    if chip is None:
-        chip = target()
-    if interpret is None:
-        interpret = pltpu.InterpretParams() if chip is None else False
-    chip = chip or "v5e"
+    chip, interpret = _launch.device(chip, interpret)
     if chip not in CHIPS:
         raise ValueError(f"chip={chip!r} is unknown; known: {', '.join(CHIPS)}")
-    static = _Static(
+    scale = q.shape[3] ** -0.5 if scale is None else float(scale)
+    if scale < 0:  # the kernels bound scores by a positive scale
+        q, scale = -q, -scale
+    static = Static(
         causal=causal,
         left=left,
         right=right,
-        scale=q.shape[3] ** -0.5 if scale is None else float(scale),
+        scale=scale,
         logits_soft_cap=logits_soft_cap or None,
         block_sizes=block_sizes,
         chip=chip,
@@ -126,7 +93,7 @@ def flash_attention(
     return (out, lse) if return_lse else out
 
 
-def _check(q: jax.Array, k: jax.Array, v: jax.Array, extras: _Extras) -> None:
+def _check(q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras) -> None:
     shapes = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if {q.ndim, k.ndim, v.ndim} != {4}:
         raise ValueError(f"{shapes}: must be [B, S, H, D], [B, M, K, D], [B, M, K, Dv]")
@@ -140,8 +107,8 @@ def _check(q: jax.Array, k: jax.Array, v: jax.Array, extras: _Extras) -> None:
         raise TypeError(f"q, k, v have dtypes {q.dtype}, {k.dtype}, {v.dtype}: must be all bfloat16 or all float32")
     if (extras.q_segment_ids is None) != (extras.kv_segment_ids is None):
         raise ValueError("q_segment_ids and kv_segment_ids: give both or neither")
-    wanted = _Extras((batch, rows), (batch, keys), (num_heads,), (num_heads,), (batch,))  # type: ignore[arg-type]
-    for name, array, shape in zip(_Extras._fields, extras, wanted, strict=True):
+    wanted = Extras((batch, rows), (batch, keys), (num_heads,), (num_heads,), (batch,))  # type: ignore[arg-type]
+    for name, array, shape in zip(Extras._fields, extras, wanted, strict=True):
         if array is None:
             continue
         if tuple(array.shape) != shape:
@@ -152,7 +119,7 @@ def _check(q: jax.Array, k: jax.Array, v: jax.Array, extras: _Extras) -> None:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, extras: _Extras) -> tuple[jax.Array, jax.Array]:
+def _attention(static: Static, q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras) -> tuple[jax.Array, jax.Array]:
     """(out [B, S, H, Dv], lse [B, H, S])."""
     if 0 in (*q.shape, *v.shape):
         shape = (q.shape[0], q.shape[2], q.shape[1])
@@ -161,24 +128,24 @@ def _attention(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, extras
     return lax.cond(jnp.isfinite(v).all(), lambda: out, lambda: _with_wild(static, out, v, extras)), lse
 
 
-def _attention_fwd(static: _Static, q: Any, k: Any, v: Any, extras: Any) -> tuple[Any, Any]:
+def _attention_fwd(static: Static, q: Any, k: Any, v: Any, extras: Any) -> tuple[Any, Any]:
     slopes = extras.alibi_slopes
     if slopes is not None and slopes.perturbed:
         raise TypeError("alibi_slopes have no gradient: pass jax.lax.stop_gradient(alibi_slopes)")
     q, k, v = q.value, k.value, v.value
-    extras = _Extras(*(x if x is None else x.value for x in extras))
+    extras = Extras(*(x if x is None else x.value for x in extras))
     out, lse = _attention(static, q, k, v, extras)
     return (out, lse), (q, k, v, extras, out, lse)
 
 
-def _attention_bwd(static: _Static, kept: Any, cotangents: Any) -> tuple[Any, ...]:
+def _attention_bwd(static: Static, kept: Any, cotangents: Any) -> tuple[Any, ...]:
     q, k, v, extras, out, lse = kept
     d_out, d_lse = (
         jnp.zeros(like.shape, like.dtype) if isinstance(x, jax.custom_derivatives.SymbolicZero) else x
         for x, like in zip(cotangents, (out, lse), strict=True)
     )
     dq, dk, dv, d_sinks = _gradients(static, q, k, v, extras, out, lse, d_out, d_lse)
-    return dq, dk, dv, _Extras(None, None, None, d_sinks, None)
+    return dq, dk, dv, Extras(None, None, None, d_sinks, None)
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
@@ -186,7 +153,7 @@ _attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _gradients(
-    static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, extras: _Extras, out: jax.Array, lse: jax.Array,
+    static: Static, q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras, out: jax.Array, lse: jax.Array,
     d_out: jax.Array, d_lse: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:  # fmt: skip
     """Of q, k, v and sinks.
@@ -214,186 +181,16 @@ def _zeros_like(x: jax.Array | None) -> jax.Array | None:
 
 
 @_gradients.defjvp
-def _no_second_derivative(static: _Static, primals: Any, tangents: Any) -> Any:
+def _no_second_derivative(static: Static, primals: Any, tangents: Any) -> Any:
     raise TypeError(
         "flash_attention is differentiable once: for second derivatives give attn.attention a mask, which takes its formula"
     )
 
 
-# Layouts.
+# Launches.
 
 
-@dataclasses.dataclass(frozen=True)
-class _Layout:
-    """How rows, heads and keys are cut; K1 is the number of heads' units: K, or more where G is split."""
-
-    cfg: Config
-    batch: int
-    rows: int  # S
-    unit_heads: int  # K1
-    split: int  # K1 / K
-    launches: int
-    num_keys: int  # M
-
-    @property
-    def units(self) -> int:
-        return self.cfg.units * self.cfg.groups
-
-    def padded_rows(self, x: jax.Array, **kwargs: Any) -> jax.Array:
-        """Axis 1 of x from S to the rows of all units."""
-        behind = self.units * self.cfg.positions - self.rows - self.cfg.first_row
-        return jnp.pad(x, [(0, 0), (self.cfg.first_row, behind)] + [(0, 0)] * (x.ndim - 2), **kwargs)
-
-    def padded_keys(self, x: jax.Array, **kwargs: Any) -> jax.Array:
-        """Axis 1 of x from M to the keys of all launches."""
-        return jnp.pad(x, [(0, 0), (0, self.launches * self.cfg.keys - self.num_keys)] + [(0, 0)] * (x.ndim - 2), **kwargs)
-
-    def _cut(self, x: jax.Array, **kwargs: Any) -> jax.Array:
-        """[B, S, H, E] -> [B, units, Q, K1, G, E]."""
-        rows = self.padded_rows(x, **kwargs)
-        return rows.reshape(self.batch, self.units, self.cfg.positions, self.unit_heads, self.cfg.heads, -1)
-
-    def columns(self, x: jax.Array, **kwargs: Any) -> jax.Array:
-        """[B, S, H, E] -> [B, K1, units, E, rows]."""
-        parts = self.padded_rows(x, **kwargs).reshape(
-            self.batch, self.units, self.cfg.positions, self.unit_heads, self.cfg.heads, -1
-        )
-        return parts.transpose(0, 3, 1, 5, 4, 2).reshape(self.batch, self.unit_heads, self.units, -1, self.cfg.rows)
-
-    def of_columns(self, x: jax.Array) -> jax.Array:
-        """[B, K1, units, E, rows] -> [B, S, H, E]."""
-        size = x.shape[3]
-        parts = x.reshape(self.batch, self.unit_heads, self.units, size, self.cfg.heads, self.cfg.positions)
-        rows = parts.transpose(0, 2, 5, 1, 4, 3).reshape(self.batch, -1, self.unit_heads * self.cfg.heads, size)
-        return rows[:, self.cfg.first_row : self.cfg.first_row + self.rows]
-
-    def natural(self, x: jax.Array) -> jax.Array:
-        """[B, S, H, E] -> [B, K1, units, rows, E]."""
-        parts = self._cut(x)
-        return parts.transpose(0, 3, 1, 4, 2, 5).reshape(self.batch, self.unit_heads, self.units, self.cfg.rows, -1)
-
-    def of_keys(self, x: jax.Array) -> jax.Array:
-        """[B, M, K, E] -> [launches, B, K, keys, E]."""
-        parts = self.padded_keys(x).reshape(self.batch, self.launches, self.cfg.keys, *x.shape[2:])
-        return parts.transpose(1, 0, 3, 2, 4)
-
-    def from_keys(self, x: jax.Array) -> jax.Array:
-        """[launches, B, K, keys, E] -> [B, M, K, E]."""
-        parts = x.transpose(1, 0, 3, 2, 4)
-        return parts.reshape(self.batch, -1, *parts.shape[3:])[:, : self.num_keys]
-
-    def by_rule(self, x: jax.Array | None) -> jax.Array:
-        """[H] -> [K1, rows] float32."""
-        if x is None:
-            return jnp.zeros((self.unit_heads, self.cfg.rows), jnp.float32)
-        by_head = x.astype(jnp.float32).reshape(self.unit_heads, self.cfg.heads)
-        return jnp.repeat(by_head, self.cfg.positions, axis=1)
-
-
-def _layout(static: _Static, q: jax.Array, v: jax.Array, extras: _Extras, *, backward: bool) -> _Layout:
-    batch, rows, num_heads, head_size = q.shape
-    num_keys, num_kv_heads, value_size = v.shape[1:]
-    group = num_heads // num_kv_heads
-    heads = max(n for n in range(1, min(group, 4) + 1) if group % n == 0)
-    if heads == 1 and group <= 8:
-        heads = group
-    if static.block_sizes is None:
-        sizes = block_sizes_for(
-            static.chip, heads=heads, rows=rows, num_keys=num_keys, head_size=head_size, value_size=value_size,
-            itemsize=q.dtype.itemsize, backward=backward, window=(static.left, static.right) != (None, None),
-        )  # fmt: skip
-    else:
-        sizes = static.block_sizes[backward]
-    chunk = sizes.chunk
-    while sizes.units * sizes.positions % chunk:
-        chunk //= 2  # a group begins at a chunk
-    first_row = (num_keys - rows) % chunk if static.causal and rows > sizes.positions else 0
-    needed = -(-(rows + first_row) // sizes.positions)
-    most = min(sizes.units, needed)
-    # as few padding units as any choice leaves; of equals the largest
-    choices = [n for n in range(max(1, most // 2), most + 1) if n >= needed or n * sizes.positions % chunk == 0]
-    units = min(choices, key=lambda n: (-(-needed // n) * n, -n))
-    groups = -(-needed // units)
-    # a causal group's diagonal is there as a whole
-    span = max(num_keys, groups * units * sizes.positions + num_keys - rows - first_row)
-    keys = min(-(-span // chunk) * chunk, sizes.keys)
-    cfg = Config(
-        heads=heads, positions=sizes.positions, units=units, groups=groups, chunk=chunk, keys=keys, first_row=first_row,
-        num_rows=rows, scale=static.scale, causal=static.causal, left=static.left, right=static.right,
-        logits_soft_cap=static.logits_soft_cap, alibi=extras.alibi_slopes is not None, sinks=False,
-        segments=extras.q_segment_ids is not None,
-    )  # fmt: skip
-    split = group // heads
-    return _Layout(cfg, batch, rows, num_kv_heads * split, split, -(-num_keys // keys), num_keys)
-
-
-def block_sizes_for(
-    chip: str, *, heads: int, rows: int, num_keys: int, head_size: int, value_size: int, itemsize: int, backward: bool,
-    window: bool = False,
-) -> BlockSizes:  # fmt: skip
-    """The rule: units of about 512 lanes, as many as make long stretches of code, keys as VMEM holds."""
-    positions = 128 if heads > 1 or rows <= 128 else 256
-    lanes = heads * positions
-    # float32 takes six passes of the matrix unit, and so as many times the code; the backward pass has five products
-    units = max(1, min(8, 4096 // lanes) // (1 if itemsize == 2 else 4) // (2 if backward else 1))
-    chunk = 512 if num_keys > 256 else 256 if num_keys > 128 else 128
-    if num_keys >= 2048 and itemsize == 2 and CHIPS[chip].vmem >= 64 * MIB and not (window or backward):
-        chunk = 1024  # few chunks are masked then, and a stretch's ends cost as much as 250 registers of scores
-
-    def fits(units: int, chunk: int, keys: int) -> bool:
-        held = vmem_bytes(BlockSizes(positions, units, chunk, keys), heads, head_size, value_size, itemsize, backward)
-        return held <= CHIPS[chip].vmem * 5 // 8
-
-    while units > 1 and not fits(units, chunk, chunk):
-        units //= 2
-    while chunk > 128 and not fits(units, chunk, chunk):
-        chunk //= 2
-    keys = chunk
-    while keys < 2 * num_keys and fits(units, chunk, 2 * keys):
-        keys *= 2
-    return BlockSizes(positions, units, chunk, keys)
-
-
-def vmem_bytes(sizes: BlockSizes, heads: int, head_size: int, value_size: int, itemsize: int, backward: bool) -> int:
-    """What blocks, each there twice, and scratch take."""
-    size, value = (-(-x // LANES) * LANES for x in (head_size, value_size))
-    rows = sizes.units * heads * sizes.positions
-    if backward:
-        of_keys = (2 * size + value) * itemsize + (size + value) * 4
-        of_rows = (3 * size + 2 * value) * itemsize
-        scratch = size * 4
-    else:
-        of_keys, of_rows, scratch = (size + value) * itemsize, (size + value) * itemsize, value * 4
-    segments = LANES * 4
-    return 2 * sizes.keys * (of_keys + segments) + rows * (2 * of_rows + scratch)
-
-
-def _masks(static: _Static, layout: _Layout, extras: _Extras) -> dict[str, jax.Array]:
-    """What says who sees whom; `bounds`, `spans` and `key_segments` for each launch."""
-    cfg, batch = layout.cfg, layout.batch
-    lens = jnp.full(batch, layout.num_keys, jnp.int32) if extras.kv_lens is None else extras.kv_lens.astype(jnp.int32)
-    start = jnp.arange(layout.launches, dtype=jnp.int32)[:, None] * cfg.keys
-    position = lens - layout.rows - cfg.first_row - start
-    arrays = {"bounds": jnp.stack([position, jnp.clip(lens - start, 0, cfg.keys)], axis=2).reshape(layout.launches, -1)}
-    if cfg.alibi or extras.sinks is not None:
-        rules = jnp.stack([layout.by_rule(extras.sinks), layout.by_rule(extras.alibi_slopes)], axis=1)
-        arrays["rules"] = rules * LOG2_E
-    if extras.q_segment_ids is not None and extras.kv_segment_ids is not None:
-        of_rows = layout.padded_rows(extras.q_segment_ids.astype(jnp.int32), mode="edge")
-        of_rows = of_rows.reshape(batch, layout.units, 1, cfg.positions)
-        of_keys = layout.padded_keys(extras.kv_segment_ids.astype(jnp.int32), mode="edge")
-        of_keys = of_keys.reshape(batch, layout.launches, cfg.chunks, cfg.chunk).swapaxes(0, 1)
-        spans = [of_rows.min(3), of_rows.max(3)]
-        by_launch = [jnp.broadcast_to(x.reshape(1, batch, -1), (layout.launches, batch, layout.units)) for x in spans]
-        parts = [*by_launch, of_keys.min(3), of_keys.max(3)]
-        arrays["spans"] = jnp.concatenate(parts, axis=2).reshape(layout.launches, -1)
-        arrays["row_segments"] = jnp.tile(of_rows, (1, 1, 1, cfg.heads))
-        lanes = of_keys.reshape(layout.launches, batch, cfg.keys, 1)
-        arrays["key_segments"] = jnp.broadcast_to(lanes, (*lanes.shape[:3], LANES))
-    return arrays
-
-
-def _each_launch(layout: _Layout, step: Any, stacked: Any) -> Any:
+def _each_launch(layout: Layout, step: Any, stacked: Any) -> Any:
     """step(its slice of `stacked`) for each launch, results stacked."""
     if layout.launches == 1:
         return jax.tree.map(lambda x: x[None], step(jax.tree.map(lambda x: x[0], stacked)))
@@ -406,9 +203,9 @@ def _split(masks: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], dict[str,
     return own, {name: x for name, x in masks.items() if name not in own}
 
 
-def _forward(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, extras: _Extras) -> tuple[jax.Array, jax.Array]:
-    layout = _layout(static, q, v, extras, backward=False)
-    own, shared = _split(_masks(static, layout, extras))
+def _forward(static: Static, q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras) -> tuple[jax.Array, jax.Array]:
+    layout = layout_of(static, q, v, extras, backward=False)
+    own, shared = _split(masks_of(static, layout, extras))
     single = layout.launches == 1
     cfg = dataclasses.replace(layout.cfg, sinks=single and extras.sinks is not None)
     query = layout.columns(q)
@@ -436,7 +233,7 @@ def _forward(static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, extras: 
     return layout.of_columns(out).astype(q.dtype), lse
 
 
-def _launch_forward(static: _Static, cfg: Config, layout: _Layout, arrays: dict[str, jax.Array], out_dtype: Any) -> Any:
+def _launch_forward(static: Static, cfg: Config, layout: Layout, arrays: dict[str, jax.Array], out_dtype: Any) -> Any:
     query, values = arrays["query"], arrays["values"]
     made = {
         "out": jax.ShapeDtypeStruct((*query.shape[:3], values.shape[2], cfg.rows), out_dtype),
@@ -447,7 +244,7 @@ def _launch_forward(static: _Static, cfg: Config, layout: _Layout, arrays: dict[
         "acc": pltpu.VMEM((cfg.units, values.shape[2], cfg.rows), jnp.float32),
         "top": pltpu.VMEM((8, cfg.rows), jnp.float32),
     }
-    results = _launch(
+    results = _call(
         static, cfg, layout, lambda refs: _flash_forward.run(cfg, _flash_forward.Refs(**refs)), arrays, made, scratch,
         "flash_attention",
     )  # fmt: skip
@@ -455,16 +252,16 @@ def _launch_forward(static: _Static, cfg: Config, layout: _Layout, arrays: dict[
 
 
 def _backward(
-    static: _Static, q: jax.Array, k: jax.Array, v: jax.Array, extras: _Extras, lse: jax.Array, d_out: jax.Array,
+    static: Static, q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras, lse: jax.Array, d_out: jax.Array,
     delta: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """(dq, dk, dv); lse, delta: [B, H, S] float32.
 
     What is not finite does its harm through lse and delta, and is zero in the products that masks do not guard.
     """
-    layout = _layout(static, q, v, extras, backward=True)
+    layout = layout_of(static, q, v, extras, backward=True)
     cfg = layout.cfg
-    own, shared = _split(_masks(static, layout, extras))
+    own, shared = _split(masks_of(static, layout, extras))
     k, v = _finite(k), _finite(v)
     exponent = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
     shared |= {
@@ -490,7 +287,7 @@ def _backward(
         def run(refs: dict[str, Any]) -> None:
             _flash_backward.run(cfg, layout.split, _flash_backward.Refs(**refs))
 
-        return _launch(static, cfg, layout, run, arrays, made, scratch, "flash_attention_backward")
+        return _call(static, cfg, layout, run, arrays, made, scratch, "flash_attention_backward")
 
     made = _each_launch(layout, step, (layout.of_keys(k), layout.of_keys(v), own))
     dq = made["dq"][0] if layout.launches == 1 else jnp.sum(made["dq"], axis=0).astype(q.dtype)
@@ -502,8 +299,8 @@ def _finite(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(x), x, 0)
 
 
-def _launch(
-    static: _Static, cfg: Config, layout: _Layout, run: Any, arrays: dict[str, jax.Array],
+def _call(
+    static: Static, cfg: Config, layout: Layout, run: Any, arrays: dict[str, jax.Array],
     made: dict[str, Any], scratch: dict[str, Any], name: str,
 ) -> dict[str, jax.Array]:  # fmt: skip
     """The pallas_call: run(what it is given and makes, by name), on blocks that `_spec` cuts by name."""
@@ -525,18 +322,14 @@ def _launch(
             scratch_shapes=list(scratch.values()),
         ),
         out_shape=list(made.values()),
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "arbitrary", "arbitrary"),
-            vmem_limit_bytes=CHIPS[static.chip].vmem * 15 // 16,
-            disable_bounds_checks=True,
-        ),
+        compiler_params=_launch.compiler_params(static.chip, "parallel", "arbitrary", "arbitrary"),
         interpret=static.interpret,
         name=name,
     )(*(arrays[n] for n in (*scalars, *vectors)))
     return dict(zip(made, results, strict=True))
 
 
-def _spec(cfg: Config, layout: _Layout, name: str, shape: tuple[int, ...]) -> pl.BlockSpec:
+def _spec(cfg: Config, layout: Layout, name: str, shape: tuple[int, ...]) -> pl.BlockSpec:
     """Which block of an array grid step (sequence b, heads' unit h, group g) works on."""
     split = layout.split
     if name == "rules":
@@ -553,7 +346,7 @@ def _spec(cfg: Config, layout: _Layout, name: str, shape: tuple[int, ...]) -> pl
 # What is not finite.
 
 
-def _with_wild(static: _Static, out: jax.Array, v: jax.Array, extras: _Extras) -> jax.Array:
+def _with_wild(static: Static, out: jax.Array, v: jax.Array, extras: Extras) -> jax.Array:
     """out with what NaN and infinite values, zeros so far, do to the rows that see them."""
     batch, rows, num_heads, size = out.shape
     num_keys, num_kv_heads = v.shape[1:3]
@@ -573,7 +366,7 @@ def _with_wild(static: _Static, out: jax.Array, v: jax.Array, extras: _Extras) -
     return grouped.reshape(out.shape)
 
 
-def _seen(static: _Static, row: jax.Array, rows: int, num_keys: int, batch: int, extras: _Extras) -> jax.Array:
+def _seen(static: Static, row: jax.Array, rows: int, num_keys: int, batch: int, extras: Extras) -> jax.Array:
     """[B, R, M]: which keys the rows [R] see."""
     lens = jnp.full(batch, num_keys) if extras.kv_lens is None else extras.kv_lens
     position = (row + lens[:, None] - rows)[..., None]

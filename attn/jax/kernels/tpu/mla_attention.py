@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from attn.jax.kernels.tpu import _plan
-from attn.jax.kernels.tpu._chips import CHIPS, WIDENS_E4M3, sublanes, target
+from attn.jax.kernels.tpu import _launch, _plan
+from attn.jax.kernels.tpu._chips import CHIPS, WIDENS_E4M3, sublanes
 from attn.jax.kernels.tpu._mla_kernel import Config, Refs, Rows, run
 from attn.jax.kernels.tpu._refs import LANES, LOG2_E, block_shape
 
@@ -94,11 +93,8 @@ def mla_attention(
     if 0 in (num_tokens, num_requests, columns, num_blocks):
         lse = jnp.full((heads, num_tokens), -jnp.inf, jnp.float32) if return_lse else None
         return jnp.zeros_like(q_nope), lse, kv_cache
-    if chip is None:
-        chip = target()
-    if interpret is None:
-        interpret = pltpu.InterpretParams() if chip is None else False
-    chip, dtype = chip or "v5e", q_nope.dtype
+    chip, interpret = _launch.device(chip, interpret)
+    dtype = q_nope.dtype
     native = sublanes(dtype.itemsize)
     align = native // math.gcd(heads, native)
     tile = min(sublanes(kv_cache.dtype.itemsize), page)
@@ -116,12 +112,7 @@ def mla_attention(
         num_items=plan.items.shape[0] // 8, num_tiles=plan.tiles.shape[0] // 5,
         narrow=page < sublanes(kv_cache.dtype.itemsize),
     )  # fmt: skip
-    needed = 4 * sum(x.size for x in (plan.items, plan.tiles, plan.counts, plan.table))
-    if needed > CHIPS[chip].smem:
-        raise ValueError(
-            f"block_table of {num_requests} requests x {columns} blocks and its plan take {needed} bytes of SMEM: {chip} has "
-            f"{CHIPS[chip].smem}; use fewer requests a batch or a larger block_size"
-        )
+    scalars = _launch.scalars(plan, block_table, chip)
 
     def padded(x: jax.Array, width: int) -> jax.Array:
         return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, width - x.shape[-1])])
@@ -130,10 +121,9 @@ def mla_attention(
     worth = jnp.asarray(k_scale, jnp.float32)
     single = query[query_start_loc[:-1]]
     arrays = {
-        "items": plan.items, "tiles": plan.tiles, "counts": plan.counts, "table": plan.table,
         "factors": jnp.stack([worth * (scale * LOG2_E), worth]),
         "single.query": jnp.pad(single, ((0, 0), (0, -heads % native), (0, 0))),
-    }  # fmt: skip
+    }
     if cfg.large:
         arrays["long.query"] = query[plan.token_of_row].reshape(-1, lanes)
         order = jnp.arange(cfg.large * heads, dtype=jnp.int32) // heads
@@ -142,7 +132,13 @@ def mla_attention(
         new = padded(jnp.concatenate([new_kv_c, new_k_pe], axis=-1), lanes)
         fresh = new[plan.token_of_slot]
         arrays["fresh"] = fresh.reshape(-1, 1, 1, tile, lanes) if cfg.narrow else fresh[None, None]
-    made = _launch(cfg, arrays, kv_cache, chip, interpret)
+    tokens = {"single": 1} | ({"long": cfg.large} if cfg.large else {})
+    scratch, results = _buffers(cfg, tokens, arrays, kv_cache.dtype)
+    made = _launch.paged(
+        "mla_attention", lambda refs: run(cfg, _refs(tokens, refs)), scalars, arrays,
+        kv_cache.reshape(num_blocks, 1, 1, page, lanes), results, scratch, {"factors": pltpu.SMEM, "long.order": pltpu.VMEM},
+        chip=chip, interpret=interpret,
+    )  # fmt: skip
 
     def back(name: str, fill: float) -> jax.Array:
         """[R, S, E] and [rows of all, E] -> [T, H, E]."""
@@ -161,12 +157,15 @@ def _round_up(x: int, multiple: int) -> int:
     return -(-x // multiple) * multiple
 
 
-def _launch(cfg: Config, arrays: dict[str, jax.Array], kv_cache: jax.Array, chip: str, interpret: Any) -> dict[str, jax.Array]:
-    """The pallas_call: what it is given and what it makes go by the names of `Refs`, those of a kind behind its name."""
+def _buffers(
+    cfg: Config, tokens: dict[str, int], arrays: dict[str, jax.Array], stored: Any
+) -> tuple[dict[str, Any], dict[str, jax.ShapeDtypeStruct]]:
+    """(scratch, results) of a launch over a cache of dtype `stored`, by the names of `Refs`, those of a kind of rows behind
+    its name. `tokens`: of each kind that there is, the query tokens of an item."""
     dtype = arrays["single.query"].dtype
     made: dict[str, Any] = {}
     scratch: dict[str, Any] = {
-        "kv": pltpu.VMEM((cfg.slots, 1, 1, *block_shape(cfg)), kv_cache.dtype),
+        "kv": pltpu.VMEM((cfg.slots, 1, 1, *block_shape(cfg)), stored),
         "kv_sem": pltpu.SemaphoreType.DMA((cfg.slots,)),
         "q_sem": pltpu.SemaphoreType.DMA((2,)),
         "o_sem": pltpu.SemaphoreType.DMA(()),
@@ -174,10 +173,9 @@ def _launch(cfg: Config, arrays: dict[str, jax.Array], kv_cache: jax.Array, chip
     if cfg.widened:
         scratch["wide"] = pltpu.VMEM((cfg.kv_block, cfg.lanes), dtype)
     if cfg.write:
-        stage = pltpu.VMEM((cfg.ring, 1, 1, cfg.tile, cfg.lanes), kv_cache.dtype)
+        stage = pltpu.VMEM((cfg.ring, 1, 1, cfg.tile, cfg.lanes), stored)
         ring = pltpu.SemaphoreType.DMA((cfg.ring,))
         scratch |= {"old": stage, "new": stage, "read_sem": ring, "write_sem": ring}
-    tokens = {"single": 1} | ({"long": cfg.large} if cfg.large else {})
     for kind, count in tokens.items():
         given = arrays[f"{kind}.query"].shape
         rows = given[-2] if kind == "single" else count * cfg.heads
@@ -192,41 +190,14 @@ def _launch(cfg: Config, arrays: dict[str, jax.Array], kv_cache: jax.Array, chip
         if cfg.lse:
             made[f"{kind}.lse"] = jax.ShapeDtypeStruct((*given[:-1], LANES), jnp.float32)
             scratch[f"{kind}.lse_rows"] = pltpu.VMEM((rows, LANES), jnp.float32)
-    pages = kv_cache.reshape(kv_cache.shape[0], 1, 1, *kv_cache.shape[1:])
-    made["cache"] = jax.ShapeDtypeStruct(pages.shape, pages.dtype)
-    arrays = {**arrays, "cache_in": pages}
-    names = [*arrays, *made, *scratch]
+    return scratch, made
 
-    def body(*refs: Any) -> None:
-        named = dict(zip(names, refs, strict=True))
-        named.pop("cache_in")  # the same memory as `cache`
-        plain = {name: ref for name, ref in named.items() if "." not in name}
-        kinds = {
-            kind: Rows(count, **{name.split(".")[1]: ref for name, ref in named.items() if name.startswith(f"{kind}.")})
-            for kind, count in tokens.items()
-        }
-        run(cfg, Refs(**plain, **kinds))
 
-    num_scalars = 4
-    spaces = {name: pltpu.HBM for name in [*arrays, *made]}
-    spaces |= {"factors": pltpu.SMEM, "long.order": pltpu.VMEM}
-    results = pl.pallas_call(
-        body,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=num_scalars,
-            grid=(1,),
-            in_specs=[pl.BlockSpec(memory_space=spaces[name]) for name in [*arrays][num_scalars:]],
-            out_specs=[pl.BlockSpec(memory_space=spaces[name]) for name in made],
-            scratch_shapes=list(scratch.values()),
-        ),
-        out_shape=list(made.values()),
-        input_output_aliases={len(arrays) - 1: len(made) - 1},
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",),
-            vmem_limit_bytes=CHIPS[chip].vmem * 15 // 16,
-            disable_bounds_checks=True,
-        ),
-        interpret=interpret,
-        name="mla_attention",
-    )(*arrays.values())
-    return dict(zip(made, results, strict=True))
+def _refs(tokens: dict[str, int], named: dict[str, Any]) -> Refs:
+    """The refs of a launch, those of each kind of rows together."""
+    plain = {name: ref for name, ref in named.items() if "." not in name}
+    kinds = {
+        kind: Rows(count, **{name.split(".")[1]: ref for name, ref in named.items() if name.startswith(f"{kind}.")})
+        for kind, count in tokens.items()
+    }
+    return Refs(**plain, **kinds)

@@ -20,11 +20,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from attn.jax.kernels.tpu import _kernel, _plan
-from attn.jax.kernels.tpu._chips import CHIPS, REBIASES_E4M3, Blocks, blocks_for, sublanes, target
+from attn.jax.kernels.tpu import _kernel, _launch, _plan
+from attn.jax.kernels.tpu._chips import REBIASES_E4M3, Blocks, blocks_for, sublanes
 from attn.jax.kernels.tpu._refs import E4M3_GAIN, LANES, LOG2_E, Config, Refs, block_shape
 
 
@@ -99,11 +98,7 @@ def ragged_paged_attention(
     if 0 in (num_tokens, num_requests, columns, num_blocks):
         lse = jnp.full((num_heads, num_tokens), -jnp.inf, jnp.float32) if return_lse else None
         return jnp.zeros_like(query), lse, kv_cache
-    if chip is None:
-        chip = target()
-    if interpret is None:
-        interpret = pltpu.InterpretParams() if chip is None else False
-    chip = chip or "v5e"
+    chip, interpret = _launch.device(chip, interpret)
     group, dtype = num_heads // num_kv_heads, query.dtype
     native = sublanes(dtype.itemsize)
     align = native // math.gcd(group, native)
@@ -133,18 +128,13 @@ def ragged_paged_attention(
         narrow=page < sublanes(kv_cache.dtype.itemsize),
     )  # fmt: skip
 
-    needed = 4 * sum(x.size for x in (plan.items, plan.tiles, plan.counts, plan.table))
-    if needed > CHIPS[chip].smem:
-        raise ValueError(
-            f"block_table of {num_requests} requests x {columns} blocks and its plan take {needed} bytes of SMEM: {chip} has "
-            f"{CHIPS[chip].smem}; use fewer requests a batch or a larger block_size"
-        )
+    scalars = _launch.scalars(plan, block_table, chip)
     padded = jnp.pad(query, ((0, 0), (0, 0), (0, lanes - head_size)))
     rules = _rules(cfg, scale, k_scale, v_scale, sinks, alibi_slopes)
     arrays = {
-        "items": plan.items, "tiles": plan.tiles, "counts": plan.counts, "table": plan.table,
-        "query1": _single_queries(cfg, padded[query_start_loc[:-1]]), "rules1": _single_rows(cfg, rules),
-    }  # fmt: skip
+        "query1": _single_queries(cfg, padded[query_start_loc[:-1]]),
+        "rules1": _single_rows(cfg, rules),
+    }
     if cfg.large:
         arrays["query"] = _by_kv_head(cfg, padded[plan.token_of_row])
         arrays["rules"] = jnp.tile(rules[:, :, None], (1, 1, 1, cfg.large))
@@ -159,7 +149,11 @@ def ragged_paged_attention(
             arrays["fresh"] = fresh.reshape(-1, tile, *fresh.shape[1:]).transpose(0, 2, 3, 1, 4)
         else:
             arrays["fresh"] = fresh.transpose(1, 2, 0, 3)
-    made = _launch(cfg, arrays, kv_cache, chip, interpret)
+    scratch, results = _buffers(cfg, arrays, kv_cache.dtype)
+    made = _launch.paged(
+        "ragged_paged_attention", lambda refs: _kernel.run(cfg, Refs(**refs)), scalars, arrays, kv_cache, results, scratch,
+        {"rules1": pltpu.VMEM, "rules": pltpu.VMEM}, chip=chip, interpret=interpret,
+    )  # fmt: skip
 
     def back(long: jax.Array | None, single: jax.Array, fill: float) -> jax.Array:
         """[K, M, E] and [R, K / J, S, E] -> [T, H, E]."""
@@ -210,8 +204,8 @@ def _by_kv_head(cfg: Config, query: jax.Array) -> jax.Array:
     return query.reshape(cfg.num_kv_heads, -1, cfg.lanes)
 
 
-def _launch(cfg: Config, arrays: dict[str, jax.Array], kv_cache: jax.Array, chip: str, interpret: Any) -> dict[str, jax.Array]:
-    """The pallas_call: what it is given and what it makes go by the names of `Refs`."""
+def _buffers(cfg: Config, arrays: dict[str, jax.Array], stored: Any) -> tuple[dict[str, Any], dict[str, jax.ShapeDtypeStruct]]:
+    """(scratch, results) of a launch over a cache of dtype `stored`, by the names of `Refs`."""
     dtype, heads, lanes, rows = arrays["query1"].dtype, cfg.num_kv_heads, cfg.lanes, cfg.rows
     num_requests = arrays["query1"].shape[0]
     single = (cfg.joined, cfg.single_rows)
@@ -219,7 +213,7 @@ def _launch(cfg: Config, arrays: dict[str, jax.Array], kv_cache: jax.Array, chip
         "out1": jax.ShapeDtypeStruct((num_requests, *single, lanes), dtype),
     }
     scratch: dict[str, Any] = {
-        "kv": pltpu.VMEM((cfg.slots, cfg.planes, heads, *block_shape(cfg)), kv_cache.dtype),
+        "kv": pltpu.VMEM((cfg.slots, cfg.planes, heads, *block_shape(cfg)), stored),
         "kv_sem": pltpu.SemaphoreType.DMA((cfg.slots,)),
         "q_sem": pltpu.SemaphoreType.DMA((2,)),
         "o_sem": pltpu.SemaphoreType.DMA(()),
@@ -250,37 +244,7 @@ def _launch(cfg: Config, arrays: dict[str, jax.Array], kv_cache: jax.Array, chip
         if cfg.tree:
             scratch["edges"] = pltpu.VMEM((2, rows, LANES), dtype)
     if cfg.write:
-        stage = pltpu.VMEM((cfg.ring, cfg.planes, heads, cfg.tile, lanes), kv_cache.dtype)
+        stage = pltpu.VMEM((cfg.ring, cfg.planes, heads, cfg.tile, lanes), stored)
         ring = pltpu.SemaphoreType.DMA((cfg.ring,))
         scratch |= {"old": stage, "new": stage, "read_sem": ring, "write_sem": ring}
-    made["cache"] = jax.ShapeDtypeStruct(kv_cache.shape, kv_cache.dtype)
-    arrays = {**arrays, "cache_in": kv_cache}
-    names = [*arrays, *made, *scratch]
-
-    def body(*refs: Any) -> None:
-        named = dict(zip(names, refs, strict=True))
-        named.pop("cache_in")  # the same memory as `cache`
-        _kernel.run(cfg, Refs(**named))
-
-    num_scalars = 4
-    spaces = {name: pltpu.VMEM if name.startswith("rules") else pltpu.HBM for name in [*arrays, *made]}
-    results = pl.pallas_call(
-        body,
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=num_scalars,
-            grid=(1,),
-            in_specs=[pl.BlockSpec(memory_space=spaces[name]) for name in [*arrays][num_scalars:]],
-            out_specs=[pl.BlockSpec(memory_space=spaces[name]) for name in made],
-            scratch_shapes=list(scratch.values()),
-        ),
-        out_shape=list(made.values()),
-        input_output_aliases={len(arrays) - 1: len(made) - 1},
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("arbitrary",),
-            vmem_limit_bytes=CHIPS[chip].vmem * 15 // 16,
-            disable_bounds_checks=True,
-        ),
-        interpret=interpret,
-        name="ragged_paged_attention",
-    )(*arrays.values())
-    return dict(zip(made, results, strict=True))
+    return scratch, made

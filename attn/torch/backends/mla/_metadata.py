@@ -78,7 +78,7 @@ class ContextPlan:
 class MLAPrefillBatch:
     """The prefill requests of a batch, packed.
 
-    rows: their rows in the batch; empty: int64 rows of theirs that come before the sequence (q_len > seq_len) and see
+    rows: their live rows in the batch; empty: int64 rows of theirs that come before the sequence (q_len > seq_len) and see
     nothing, or None; block_table: [Rp, B] on the device; context_lens: [Rp] on the host.
     """
 
@@ -89,12 +89,26 @@ class MLAPrefillBatch:
     context_lens: "IntArray"
     block_size: int
     plans: dict[int, ContextPlan] = field(default_factory=dict)
+    _own: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def plan(self, workspace: int) -> ContextPlan:
         """Chunks of at most `workspace` tokens (but at least one a request), kept for the layers that follow."""
         if workspace not in self.plans:
             self.plans[workspace] = self._plan(workspace)
         return self.plans[workspace]
+
+    def own_places(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the new tokens' rows lie in the cache, kept for the layers that follow."""
+        if self._own is None:
+            self._own = self._places(self.context_lens, self.query_lens)
+        return self._own
+
+    def _places(self, first: "IntArray", count: "IntArray") -> tuple[torch.Tensor, torch.Tensor]:
+        """(pages [m], offsets [m]) int64 on the device of `count` [Rp] tokens of each request from position `first` on."""
+        device = self.block_table.device
+        owner = np.repeat(np.arange(len(count)), count)
+        position = _put(np.arange(len(owner)) - (np.cumsum(count) - count)[owner] + first[owner], device)
+        return self.block_table[_put(owner, device), position // self.block_size].long(), position % self.block_size
 
     def _plan(self, workspace: int) -> ContextPlan:
         device, page = self.block_table.device, self.block_size
@@ -104,13 +118,9 @@ class MLAPrefillBatch:
         chunks, places = [], []
         for low in range(0, int(context.max(initial=0)), share):
             keys = np.clip(context - low, 0, share)
-            total = int(keys.sum())
             start = np.concatenate([[0], np.cumsum(keys)]).astype(np.int32)
-            owner = np.repeat(np.arange(len(keys)), keys)
-            position = _put(np.arange(total) - start[owner] + low, device)
-            pages = self.block_table[_put(owner, device), position // page].long()
-            places.append((pages, position % page))
-            chunks.append(MLAContextChunk(_put(start, device), start, total, int(keys.max())))
+            places.append(self._places(np.full_like(context, low), keys))
+            chunks.append(MLAContextChunk(_put(start, device), start, int(start[-1]), int(keys.max())))
         queries = np.concatenate([[0], np.cumsum(self.query_lens)]).astype(np.int32)
         meta = MLAPrefillMetadata(
             query_start_loc=_put(queries, device),

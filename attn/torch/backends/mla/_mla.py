@@ -17,10 +17,11 @@ from typing import Any, Self, TypeVar
 import torch
 
 from attn.backends.abstract import AttentionLayer
+from attn.backends.arguments import fold_sign
 from attn.backends.mla.latent import LatentBackend, LatentImpl
 from attn.backends.mla.prefill.abstract import MLAPrefillBackend
 from attn.backends.mla.prefill.selector import get_mla_prefill_backend
-from attn.backends.paged import check_block_size, check_built
+from attn.backends.paged import cache_dtype_error, check_array, check_block_size, check_built
 from attn.capabilities import Feature
 from attn.errors import DeviceError, DTypeError, ShapeError, UnsupportedError
 from attn.torch import kv_cache as caches
@@ -91,8 +92,8 @@ class MLACommonImpl(LatentImpl[MLACommonMetadata]):
         self,
         layer: AttentionLayer,
         hidden_states_or_cq: torch.Tensor,
-        kv_c_normed: torch.Tensor,
-        k_pe: torch.Tensor,
+        kv_c_normed: torch.Tensor | None,
+        k_pe: torch.Tensor | None,
         kv_cache: torch.Tensor,
         attn_metadata: MLACommonMetadata,
         output: torch.Tensor | None = None,
@@ -102,32 +103,36 @@ class MLACommonImpl(LatentImpl[MLACommonMetadata]):
         """MLA of one layer over one batch.
 
         hidden_states_or_cq: the queries [T, H, Dn + Dr] (or [T, H * (Dn + Dr)]), projected and rotated; kv_c_normed:
-        [T, L]; k_pe: [T, Dr] or [T, 1, Dr], rotated; kv_cache: as `get_kv_cache_shape`, written in place; output: [T, H,
-        Dv] or [T, H * Dv] to fill, or None. Returns the output; where `need_to_return_lse_for_decode` is set, (output, lse
-        [H, T] float32, natural log). Rows at or past `num_actual_tokens` are left alone; metadata None is a profiling run.
+        [T, L]; k_pe: [T, Dr] or [T, 1, Dr], rotated; both None where the tokens are cached already; kv_cache: as
+        `get_kv_cache_shape`, written in place; output: [T, H, Dv] or [T, H * Dv] to fill, or None. Returns the output; where
+        `need_to_return_lse_for_decode` is set, (output, lse [H, T] float32, or float64 for float64, natural log). Rows at or
+        past `num_actual_tokens` are left alone; metadata None is a profiling run.
         """
         name = self.backend.get_name()
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedError(f"{name}: {Feature.OUTPUT_SCALE.value} not supported")
         query = self._shaped("query", hidden_states_or_cq, (self.num_heads, self.qk_head_dim))
-        kv_c = self._shaped("kv_c_normed", kv_c_normed, (self.kv_lora_rank,))
-        rope = self._shaped("k_pe", k_pe, (1, self.qk_rope_head_dim))[:, 0]
+        new = self._new_rows(kv_c_normed, k_pe)
         shape = (query.shape[0], self.num_heads, self.v_head_dim)
         out = query.new_empty(shape) if output is None else self._check_output(query, output, shape)
         if attn_metadata is None:
             out.zero_()
             return out if output is None else output
-        self._check_call(layer, query, kv_c, rope, kv_cache, attn_metadata)
+        self._check_call(layer, query, new, kv_cache, attn_metadata)
         if self._absorbed != (query.dtype, query.device):
             self._absorb_for(query)
+        query = fold_sign(query, self.signed_scale)
         lse = None
         if self.need_to_return_lse_for_decode:
-            lse = torch.empty(self.num_heads, query.shape[0], dtype=torch.float32, device=query.device)
-        self.do_kv_cache_update(layer, kv_c, rope, kv_cache, attn_metadata.slot_mapping[: attn_metadata.num_actual_tokens])
+            lse = query.new_empty(self.num_heads, query.shape[0], dtype=torch.promote_types(query.dtype, torch.float32))
+        if new is not None:
+            self.do_kv_cache_update(layer, *new, kv_cache, attn_metadata.slot_mapping[: attn_metadata.num_actual_tokens])
         if attn_metadata.decode is not None and attn_metadata.decode.num_tokens:
             self._run_decode(layer, query, kv_cache, attn_metadata.decode, out, lse)
         if attn_metadata.prefill is not None:
-            self._run_prefill(layer, query, kv_c, rope, kv_cache, attn_metadata.prefill, out, lse)
+            if attn_metadata.prefill.query_lens.any():
+                self._run_prefill(layer, query, new, kv_cache, attn_metadata.prefill, out, lse)
+            _clear(attn_metadata.prefill.empty, out, lse)
         result = out if output is None else output
         return result if lse is None else (result, lse)
 
@@ -189,8 +194,7 @@ class MLACommonImpl(LatentImpl[MLACommonMetadata]):
         self,
         layer: AttentionLayer,
         query: torch.Tensor,
-        kv_c: torch.Tensor,
-        k_pe: torch.Tensor,
+        new: tuple[torch.Tensor, torch.Tensor] | None,
         kv_cache: torch.Tensor,
         batch: MLAPrefillBatch,
         out: torch.Tensor,
@@ -199,8 +203,11 @@ class MLACommonImpl(LatentImpl[MLACommonMetadata]):
         per_token = self.num_heads * (self.qk_head_dim + self.v_head_dim) * query.element_size()
         plan = batch.plan(max(1, _WORKSPACE // per_token))
         own = query[batch.rows]
-        element = kv_cache.dtype
-        rows = _rows.encode(kv_c[batch.rows], k_pe[batch.rows], self.kv_cache_dtype, element, layer._k_scale)
+        if new is None:
+            rows = _rows.gather(kv_cache, *batch.own_places())
+        else:
+            kv_c, k_pe = (x[batch.rows] for x in new)
+            rows = _rows.encode(kv_c, k_pe, self.kv_cache_dtype, kv_cache.dtype, layer._k_scale)
         key, value = self._expand(_rows.decode(rows, self.kv_cache_dtype, layer._k_scale).to(query.dtype))
         if plan.meta.chunks or lse is not None:
             result, log = self._prefill.run_prefill_new_tokens(own, key, value, plan.meta, True)
@@ -210,14 +217,10 @@ class MLACommonImpl(LatentImpl[MLACommonMetadata]):
             rows = _rows.decode(_rows.gather(kv_cache, *place), self.kv_cache_dtype, layer._k_scale)
             key, value = self._expand(rows.to(query.dtype))
             part, part_log = self._prefill.run_prefill_context_chunk(i, own, key, value, plan.meta)
-            result, log = merge_attn_states([result.float(), part], [log, part_log], nan_is_empty=False)
+            result, log = merge_attn_states([result.to(log.dtype), part], [log, part_log], nan_is_empty=False)
         out[batch.rows] = result.to(out.dtype)
         if lse is not None:
             lse[:, batch.rows] = log
-        if batch.empty is not None:
-            out[batch.empty] = 0
-            if lse is not None:
-                lse[:, batch.empty] = -torch.inf
 
     def _expand(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Latent rows [m, L + Dr] as keys [m, H, Dn + Dr] and values [m, H, Dv]; the values are a view."""
@@ -246,12 +249,26 @@ class MLACommonImpl(LatentImpl[MLACommonMetadata]):
 
     def _shaped(self, name: str, tensor: torch.Tensor, want: tuple[int, ...]) -> torch.Tensor:
         """[T, *want] of a tensor that comes so or with the last dimensions as one."""
+        if not isinstance(tensor, torch.Tensor):
+            check_array(self.backend, name, tensor, "torch")
         flat = 1
         for extent in want:
             flat *= extent
         if tensor.shape[1:] not in (want, (flat,)):
             raise ShapeError(f"{self.backend.get_name()}: {name} has shape {list(tensor.shape)}: must be {['T', *want]}")
-        return tensor.reshape(-1, *want)
+        return tensor.reshape(tensor.shape[0], *want)
+
+    def _new_rows(self, kv_c: torch.Tensor | None, k_pe: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(kv_c [T, L], k_pe [T, Dr]) of the new tokens, or None where they are cached already."""
+        if k_pe is None and kv_c is not None and self.qk_rope_head_dim == 0:
+            k_pe = kv_c[..., :0]
+        if kv_c is None and k_pe is None:
+            return None
+        if kv_c is None or k_pe is None:
+            name = self.backend.get_name()
+            raise ShapeError(f"{name}: one of kv_c_normed and k_pe is None: pass both, or neither (nothing is written then)")
+        kv_c = self._shaped("kv_c_normed", kv_c, (self.kv_lora_rank,))
+        return kv_c, self._shaped("k_pe", k_pe, (1, self.qk_rope_head_dim))[:, 0]
 
     def _check_output(self, query: torch.Tensor, output: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """The buffer as [T, H, Dv]. Raises for one of another size, dtype or device."""
@@ -268,8 +285,7 @@ class MLACommonImpl(LatentImpl[MLACommonMetadata]):
         self,
         layer: AttentionLayer,
         query: torch.Tensor,
-        kv_c: torch.Tensor,
-        k_pe: torch.Tensor,
+        new: tuple[torch.Tensor, torch.Tensor] | None,
         kv_cache: torch.Tensor,
         attn_metadata: MLACommonMetadata,
     ) -> None:
@@ -284,7 +300,8 @@ class MLACommonImpl(LatentImpl[MLACommonMetadata]):
             raise UnsupportedError(f"{name}: {Feature.NON_CAUSAL.value} not supported")
         if attn_metadata.tree_mask is not None:
             raise UnsupportedError(f"{name}: {Feature.TREE_MASK.value} not supported")
-        for what, tensor in (("query", query), ("kv_c_normed", kv_c), ("k_pe", k_pe)):
+        given = {"query": query} if new is None else {"query": query, "kv_c_normed": new[0], "k_pe": new[1]}
+        for what, tensor in given.items():
             if tensor.shape[0] < attn_metadata.num_actual_tokens:
                 least = f"must be at least num_actual_tokens={attn_metadata.num_actual_tokens}"
                 raise ShapeError(f"{name}: {what} has {tensor.shape[0]} rows: {least}")
@@ -307,10 +324,16 @@ class MLACommonImpl(LatentImpl[MLACommonMetadata]):
         check_block_size(name, kv_cache.shape[1], block_size)
         element = caches.element_type(self.kv_cache_dtype, query.dtype)
         if kv_cache.dtype != element:
-            raise DTypeError(
-                f"{name}: kv_cache has dtype {kv_cache.dtype}: kv_cache_dtype={self.kv_cache_dtype} needs {element}"
-            )
+            raise cache_dtype_error(self, query, kv_cache, element)
         if kv_cache.device != query.device:
             raise DeviceError(f"{name}: kv_cache is on {kv_cache.device}, query on {query.device}")
         if getattr(layer._k_scale, "ndim", 0):
             raise UnsupportedError(f"{name}: {Feature.PER_HEAD_SCALES.value} not supported: a latent row has one scale")
+
+
+def _clear(rows: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+    """Rows [n] that see no key: 0 and -inf."""
+    if rows is not None:
+        out[rows] = 0
+        if lse is not None:
+            lse[:, rows] = -torch.inf

@@ -11,7 +11,7 @@ import torch
 
 from attn.backends.abstract import AttentionLayer
 from attn.errors import BackendLoadError
-from attn.imports import first_installed, loading
+from attn.imports import assumed, first_installed, loading
 from attn.torch.backends._vendor import lacking
 from attn.torch.backends.mla._metadata import MLADecodeMetadata, Rows
 from attn.torch.backends.mla._mla import MLACommonImpl
@@ -37,7 +37,8 @@ def flash_mla() -> Any:
 
 def without_flash_mla() -> list[str]:
     """Why the installed FlashMLA cannot be used; empty when it can, or when none is installed, which is told elsewhere."""
-    if (found := first_installed(FLASH_MLA)) is None:
+    found = first_installed(FLASH_MLA)
+    if found is None or assumed(found):
         return []
     try:
         return list(lacking(_FLASH_MLA[found], flash_mla(), _FLASH_MLA_NEEDS))

@@ -15,6 +15,7 @@ import torch
 from attn.backends.abstract import AttentionLayer
 from attn.capabilities import Capabilities, Device, Feature, MultipleOf, Request
 from attn.errors import BackendLoadError
+from attn.imports import assumed
 from attn.torch.backends import _flash_providers as providers
 from attn.torch.backends._vendor import arch_of, lacking
 from attn.torch.backends.mla._metadata import MLADecodeMetadata
@@ -63,6 +64,8 @@ def _for(arch: str) -> list[providers.Provider]:
 
 def _why_not(provider: providers.Provider) -> tuple[str, ...]:
     """Why an installed provider cannot be used; empty when it can."""
+    if assumed(provider.module):
+        return ()
     try:
         return lacking(provider.module, provider.load(), [_SERVES[provider.name][1]])
     except BackendLoadError as error:

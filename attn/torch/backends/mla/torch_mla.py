@@ -43,8 +43,9 @@ class TorchMLAImpl(MLACommonImpl):
     def _decode(
         self, layer: AttentionLayer, q: torch.Tensor, kv_cache: torch.Tensor, meta: MLADecodeMetadata
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out = q.new_empty(*q.shape[:2], self.kv_lora_rank, dtype=torch.promote_types(q.dtype, torch.float32))
-        lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
+        exact = torch.promote_types(q.dtype, torch.float32)
+        out = q.new_empty(*q.shape[:2], self.kv_lora_rank, dtype=exact)
+        lse = q.new_empty(q.shape[1], q.shape[0], dtype=exact)
         starts, lengths = meta.host_lens()
         limits = None if meta.limits is None else meta.limits.cpu().tolist()
         for r in range(meta.num_reqs):

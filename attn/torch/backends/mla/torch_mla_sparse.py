@@ -44,7 +44,7 @@ class TorchMLASparseImpl(SparseMLAImpl):
         indices = self._indices(q, meta).long()
         starts, lengths = meta.host_lens()
         out = q.new_empty(*q.shape[:2], self.kv_lora_rank, dtype=exact)
-        lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
+        lse = q.new_empty(q.shape[1], q.shape[0], dtype=exact)
         step = max(1, _GATHERED // max(1, indices.shape[1] * q.shape[2]))
         for r in range(meta.num_reqs):
             begin, end, total = int(starts[r]), int(starts[r + 1]), int(lengths[r])
@@ -62,5 +62,5 @@ class TorchMLASparseImpl(SparseMLAImpl):
                 log = scores.logsumexp(-1)
                 weights = torch.where(log[..., None] == -torch.inf, 0, torch.exp(scores - log[..., None]))
                 out[rows] = torch.bmm(weights, keys[..., : self.kv_lora_rank])
-                lse[:, rows] = log.T.float()
+                lse[:, rows] = log.T
         return out, lse

@@ -5,14 +5,18 @@ latents loaded once for scores and values. Nothing waits for the device, so a de
 replayed for any batch within the bounds of its metadata. Prefills go to an MLA prefill backend.
 """
 
+from typing import Any
+
 import torch
 
 from attn.backends.abstract import AttentionLayer
 from attn.capabilities import Device, Feature, Request
+from attn.torch.backends import _hopper
 from attn.torch.backends._triton import TritonPagedBackend
 from attn.torch.backends.mla import _triton
 from attn.torch.backends.mla._metadata import MLADecodeMetadata
 from attn.torch.backends.mla._mla import MLACommonBackend, MLACommonImpl
+from attn.torch.interpreter import judged_on, prepare
 
 
 class TritonMLABackend(MLACommonBackend):
@@ -28,8 +32,12 @@ class TritonMLABackend(MLACommonBackend):
         return TritonMLAImpl
 
     @classmethod
+    def off_paths(cls, device: Device | None = None) -> tuple[str, ...]:
+        return _hopper.off_paths("hopper_mla", device)
+
+    @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
-        return super().why_not(request, device) + _triton.device_reasons(request, device)
+        return super().why_not(request, judged_on(device)) + _triton.device_reasons(request, device)
 
 
 class TritonMLAImpl(MLACommonImpl):
@@ -38,6 +46,10 @@ class TritonMLAImpl(MLACommonImpl):
 
     #: Keys that one program takes; 0 lets the launch rule choose by the batch.
     fixed_split_size: int = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        prepare(self.backend.get_name())
 
     def _decode(
         self, layer: AttentionLayer, q: torch.Tensor, kv_cache: torch.Tensor, meta: MLADecodeMetadata

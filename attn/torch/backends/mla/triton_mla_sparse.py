@@ -4,14 +4,18 @@ The kernel of TRITON_MLA with a tile for each token's heads, reading the rows th
 sequence's; split over the list of keys like a decode over its sequence.
 """
 
+from typing import Any
+
 import torch
 
 from attn.backends.abstract import AttentionLayer
 from attn.capabilities import Device, Feature, Request
+from attn.torch.backends import _hopper
 from attn.torch.backends._triton import TritonPagedBackend
 from attn.torch.backends.mla import _triton
 from attn.torch.backends.mla._metadata import MLADecodeMetadata
 from attn.torch.backends.mla._sparse import SparseMLABackend, SparseMLAImpl
+from attn.torch.interpreter import judged_on, prepare
 
 
 class TritonMLASparseBackend(SparseMLABackend):
@@ -27,8 +31,12 @@ class TritonMLASparseBackend(SparseMLABackend):
         return TritonMLASparseImpl
 
     @classmethod
+    def off_paths(cls, device: Device | None = None) -> tuple[str, ...]:
+        return _hopper.off_paths("hopper_mla", device)
+
+    @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
-        return super().why_not(request, device) + _triton.device_reasons(request, device)
+        return super().why_not(request, judged_on(device)) + _triton.device_reasons(request, device)
 
 
 class TritonMLASparseImpl(SparseMLAImpl):
@@ -36,6 +44,10 @@ class TritonMLASparseImpl(SparseMLAImpl):
 
     #: Keys of a list that one program takes; 0 lets the launch rule choose by the batch.
     fixed_split_size: int = 0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        prepare(self.backend.get_name())
 
     def _decode(
         self, layer: AttentionLayer, q: torch.Tensor, kv_cache: torch.Tensor, meta: MLADecodeMetadata

@@ -7,7 +7,8 @@ cuDNN refuses a single key; asked for by name that is an error here, not another
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from attn.capabilities import Capabilities, Feature, MultipleOf
+from attn.capabilities import Capabilities, Device, Feature, Request
+from attn.diffusion.backends import cudnn
 from attn.diffusion.backends.dense import Keys
 from attn.torch.diffusion.backends._dense import DenseBackend
 from attn.torch.diffusion.backends._sdpa import SDPABase
@@ -18,7 +19,7 @@ class CuDNNAttentionBackend(DenseBackend):
         framework="torch",
         platforms=("cuda",),
         dtypes=("bfloat16", "float16"),
-        head_sizes=(MultipleOf(8, 8, 256),),
+        head_sizes=cudnn.HEAD_SIZES,
         features=frozenset({Feature.MASK, Feature.BACKWARD}),
         archs=(("cuda", ("sm_80+",)),),
     )
@@ -31,6 +32,10 @@ class CuDNNAttentionBackend(DenseBackend):
     @staticmethod
     def get_impl_cls() -> type["CuDNNAttentionImpl"]:
         return CuDNNAttentionImpl
+
+    @classmethod
+    def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
+        return super().why_not(request, device) + cudnn.head_size_reasons(request, device)
 
 
 class CuDNNAttentionImpl(SDPABase):

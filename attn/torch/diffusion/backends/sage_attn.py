@@ -4,7 +4,7 @@ The package subtracts the keys' mean in place, changing its caller's tensor: it 
 causality over another number of rows than of keys. PyPI's 1.0.6 has Triton kernels for head sizes 64, 96 and 128, which
 take the end of the last tile of 64 keys for keys of score 0 unless a causal mask hides it (error 0.28 at 77 keys), and
 divide by the largest of a single key less its mean; values beyond float16's overflow. Later versions take the same
-arguments. `error`: attn/testing/approximate.py.
+arguments. `error`: tests/testing/approximate.py.
 """
 
 import torch

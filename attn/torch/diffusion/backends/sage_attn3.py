@@ -3,7 +3,7 @@
 `sageattn3_blackwell` takes [B, H, S, D], scales by 1 / sqrt(D) and nothing else, and repeats no kv heads: other scales are
 multiplied into the query, grouped heads are repeated. It subtracts the keys' mean in place, so it gets a copy. From head
 size 256 on it takes PyTorch's attention instead and prints so: that is TORCH_SDPA's to do. (Source of 2026-11.) `error`:
-attn/testing/approximate.py, by a model of the kernels: no Blackwell was at hand.
+tests/testing/approximate.py, by a model of the kernels: no Blackwell was at hand.
 """
 
 import math

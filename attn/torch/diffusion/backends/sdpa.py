@@ -35,14 +35,14 @@ class SDPAImpl(SDPABase):
     def _attend_lse(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """torch keeps the log-sum-exp to itself: the written-out formula, in float32, some rows at a time."""
+        """torch keeps the log-sum-exp to itself: the formula in float32 (float64 for float64), some rows at a time."""
         key, value, mask = masked(key, value, keys)
         batch, rows = query.shape[:2]
         wide = torch.promote_types(query.dtype, torch.float32)
         group = self.num_heads // self.num_kv_heads
         k, v = (x.to(wide).repeat_interleave(group, 2).transpose(1, 2) for x in (key, value))
         out = query.new_empty(batch, self.num_heads, rows, self.head_size)
-        lse = torch.empty(batch, self.num_heads, rows, dtype=torch.float32, device=query.device)
+        lse = query.new_empty(batch, self.num_heads, rows, dtype=wide)
         triangle = bottom_right(rows, key.shape[1], query.device) if self.causal else None
         step = max(1, _SCORES_AT_ONCE // max(1, batch * self.num_heads * key.shape[1]))
         for start in range(0, rows, step):
@@ -54,5 +54,5 @@ class SDPAImpl(SDPABase):
                 scores = scores.masked_fill(~triangle[part], -torch.inf)
             log = scores.logsumexp(-1)
             weights = torch.where(log[..., None] == -torch.inf, 0, torch.exp(scores - log[..., None]))
-            out[:, :, part], lse[:, :, part] = (weights @ v).to(query.dtype), log.float()
+            out[:, :, part], lse[:, :, part] = (weights @ v).to(query.dtype), log
         return out.transpose(1, 2), lse

@@ -6,8 +6,9 @@ lie in order. A length that is no multiple of a page is then padded once; keys t
 
 import torch
 
-from attn.capabilities import Capabilities, MultipleOf
+from attn.capabilities import Capabilities, Device, MultipleOf
 from attn.diffusion.backends.dense import Keys
+from attn.torch.backends import _hopper
 from attn.torch.diffusion.backends._dense import DenseImpl
 from attn.torch.diffusion.backends._triton import TritonBackend, front
 
@@ -31,6 +32,10 @@ class TritonAttentionBackend(TritonBackend):
     @staticmethod
     def get_impl_cls() -> type["TritonAttentionImpl"]:
         return TritonAttentionImpl
+
+    @classmethod
+    def off_paths(cls, device: Device | None = None) -> tuple[str, ...]:
+        return _hopper.off_paths("hopper_prefill", device)
 
 
 class TritonAttentionImpl(DenseImpl):

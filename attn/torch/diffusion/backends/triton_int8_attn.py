@@ -3,7 +3,7 @@
 Where products of int8 run at twice the rate of 16 bits and nothing hand-written is at hand (Ampere, Ada) it is the fast
 one; on Hopper and later cuDNN is ahead of it. Unlike the `sageattention` package of PyPI it takes padded keys, any length,
 causality over any shape, head sizes up to 256, and returns the log-sum-exp. See `attn.torch.kernels.int8_attention`;
-`error`: attn/testing/approximate.py.
+`error`: tests/testing/approximate.py.
 """
 
 import torch

@@ -18,7 +18,8 @@ from attn import reference
 from attn.jax import functional
 from attn.jax.kernels.tpu import flash_attention as module
 from attn.jax.kernels.tpu._chips import CHIPS
-from attn.jax.kernels.tpu.flash_attention import BlockSizes, block_sizes_for, flash_attention, vmem_bytes
+from attn.jax.kernels.tpu._flash_layout import BlockSizes, block_sizes_for, vmem_bytes
+from attn.jax.kernels.tpu.flash_attention import flash_attention
 
 BLOCKS = (BlockSizes(positions=128, units=2, chunk=128, keys=4096),) * 2
 #: relative norm of the error of a gradient

@@ -5,13 +5,11 @@ the log-sum-exp; it wants values as wide as keys, so they are padded with zeros.
 be exact (NaN or infinity under its mask), it is the written-out maths of `_ragged`.
 """
 
-import math
-
 import torch
 
 from attn.backends.mla.prefill.abstract import MLAPrefillBackend, MLAPrefillMetadata
 from attn.capabilities import Capabilities, Feature
-from attn.torch.backends import _ragged
+from attn.torch.backends import _cpu_kernel, _ragged
 from attn.torch.backends._ragged import Rules, Work
 
 
@@ -44,27 +42,28 @@ class TorchSDPAPrefillBackend(MLAPrefillBackend):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, queries: list[int], keys: list[int], causal: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out = q.new_empty(*q.shape[:2], v.shape[-1])
-        lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
+        lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.promote_types(q.dtype, torch.float32))
         for r in range(len(queries) - 1):
             rows, own = slice(queries[r], queries[r + 1]), slice(keys[r], keys[r + 1])
             work = Work(
                 q[rows], k[own].transpose(0, 1), v[own].transpose(0, 1), 0, 0, out[rows], lse[:, rows],
             )  # fmt: skip
-            if q.device.type != "cpu" or not _kernel(work, self.scale, causal):
-                _ragged.attend(work, Rules(scale=self.scale, right=0 if causal else None))
+            rules = Rules(scale=self.scale, right=0 if causal else None)
+            if q.device.type != "cpu" or not _by_kernel(work, rules, causal):
+                _ragged.attend(work, rules)
         return out, lse
 
 
-def _kernel(work: Work, scale: float, causal: bool) -> bool:
+def _by_kernel(work: Work, rules: Rules, causal: bool) -> bool:
     """The kernel on one request; False where it would not be exact."""
     wide = work.key.shape[2]
     if work.key.shape[1] == 0 or work.value.shape[2] > wide or (causal and not work.finite()):
         return False
     value = torch.nn.functional.pad(work.value, (0, wide - work.value.shape[2]))[None]
-    result, log = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        work.query.transpose(0, 1)[None], work.key.contiguous()[None], value, is_causal=causal, scale=scale
-    )
-    if not math.isfinite(log.sum().item()):
-        return False  # some score was infinite: the result may be 0 then where it should be NaN
+    query, key = work.query.transpose(0, 1)[None], work.key.contiguous()[None]
+    result, log = _cpu_kernel.attend(query, key, value, rules.scale, causal)
+    if not _cpu_kernel.finite(log):
+        return False
     work.fill(result[0].transpose(0, 1)[..., : work.value.shape[2]], log[0])
+    _cpu_kernel.correct(work, rules, log[0])
     return True

@@ -1,0 +1,65 @@
+"""What would change a choice: a package, a block size or a head size that lets a backend further up the list serve.
+
+Each hint is found by asking the backends' own records again with one thing changed, so that none can be out of date.
+"""
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+from attn.backends.registry import AttentionBackendEnum
+from attn.capabilities import Device, MultipleOf, Request, supports_size
+from attn.imports import assuming
+from attn.machines import PACKAGES
+from attn.platforms import platform_for
+from attn.verdicts import Selection, judge
+
+#: Pages that caches are made of, the smaller first: what a person would try.
+BLOCK_SIZES = (16, 32, 64, 128, 256)
+#: Framework -> the accelerator whose kernels a head size is held against where the choice is of another device.
+_ACCELERATOR = {"torch": "cuda", "jax": "tpu"}
+
+
+def hints(selection: Selection) -> tuple[str, ...]:
+    """Sentences, none for a choice by name: it is obeyed whatever would be better."""
+    if selection.source != "priority":
+        return ()
+    at = selection.trace.index(selection.winner) if selection.winner else len(selection.trace)
+    ahead = [verdict for verdict in selection.trace[:at] if not any(r.startswith("disabled by") for r in verdict.reasons)]
+    ways = {verdict.name: list(_ways(verdict.name, selection.request, selection.device)) for verdict in ahead}
+    found = [f"{', or '.join(changes)}: {name}" for name, changes in ways.items() if changes]
+    return (*found, *_head_size(selection.request, selection.device))
+
+
+def _ways(name: str, request: Request, device: Device) -> Iterator[str]:
+    """What lets a backend serve that does not: another block size, or a package."""
+    if request.block_size is not None:
+        asked = (size for size in BLOCK_SIZES if _serves(name, replace(request, block_size=size), device))
+        yield from (f"with block_size={size}" for size in itertools.islice(asked, 1))
+    for package, modules in PACKAGES.items():
+        with assuming(modules, beside=True):
+            served = _serves(name, request, device)
+        if served:
+            yield f"with {package} installed"
+            return
+
+
+def _serves(name: str, request: Request, device: Device) -> bool:
+    return judge(AttentionBackendEnum[name].candidate(), request, device).ok
+
+
+def _head_size(request: Request, device: Device) -> Iterator[str]:
+    """That no accelerator's kernel takes a head size: those that take any are the framework's own operations."""
+    platform = device.platform if device.platform != "cpu" else _ACCELERATOR[device.framework]
+    place = device if device.platform == platform else Device(device.framework, platform)
+    rules: dict[str, list[str]] = {}
+    for name in platform_for(device.framework, platform).priorities(request, place):
+        sizes = getattr(getattr(AttentionBackendEnum[name].candidate().backend, "capabilities", None), "head_sizes", None)
+        if sizes is None or supports_size(request.head_size, sizes):
+            if sizes is not None and MultipleOf(1) not in sizes:
+                return
+            continue
+        rules.setdefault(", ".join(map(str, sizes)), []).append(name)
+    if rules:
+        taken = "; ".join(f"{', '.join(names)}: {sizes}" for sizes, names in rules.items())
+        yield f"no kernel made for {platform} takes head_size={request.head_size} ({taken})"

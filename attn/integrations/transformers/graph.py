@@ -1,0 +1,38 @@
+"""A call that no graph can hold, as one operator of it."""
+
+import torch
+
+from attn.integrations.transformers.call import Call, in_graph
+from attn.integrations.transformers.ways import attend
+from attn.torch.graphs import uncaptured
+
+
+def as_operator(call: Call, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """A call that no graph can hold, as one operator of it; its mask is drawn there, and recognised when it runs."""
+    return _operator(  # type: ignore[no-any-return]
+        call.query, call.key, call.value, attention_mask, call.sinks, call.causal, call.scale, call.window, call.soft_cap,
+        call.backend, call.layer_name,
+    )  # fmt: skip
+
+
+@uncaptured("attn::transformers", mutates_args=())
+def _operator(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    backend: str | None,
+    layer_name: str,
+) -> torch.Tensor:
+    call = Call(in_graph(layer_name), query, key, value, causal, scale, window, soft_cap, sinks, backend)
+    return attend(call, attention_mask).contiguous()
+
+
+@_operator.register_fake
+def _(query, key, value, *rest):  # type: ignore[no-untyped-def]
+    return query.new_empty(*query.shape[:3], value.shape[3])

@@ -1,0 +1,126 @@
+"""Rows and keys without padding, over a paged cache that is made for the call: the attention registry's choice."""
+
+import functools
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+
+from attn.backends.metadata import CommonAttentionMetadata, slots_of
+from attn.backends.registry import AttentionBackendEnum
+from attn.capabilities import AttentionType, Feature, supports_size
+from attn.errors import UnsupportedError
+from attn.integrations.transformers.call import Call, having, widened
+from attn.torch.layer import Attention
+
+_BLOCK_SIZES = (16, 32, 64, 128, 256)
+
+
+_layers: "weakref.WeakKeyDictionary[Any, dict[Any, Attention]]" = weakref.WeakKeyDictionary()
+
+
+def layer_of(call: Call, attn_type: str, block_size: int | None = None) -> Attention:
+    """The attention layer of a module for calls like this one, made once; it shares the module's sinks."""
+    made = _layers.setdefault(call.module, {})
+    causal = call.causal or attn_type != AttentionType.DECODER
+    key = (attn_type, block_size, causal, call.scale, call.window, call.soft_cap, call.sinks is None, call.backend,
+           call.query.shape[2:], call.key.shape[2], call.query.dtype, call.query.device)  # fmt: skip
+    if key not in made:
+        options = {
+            "scale": call.scale, "num_kv_heads": call.key.shape[2], "sliding_window": call.window,
+            "logits_soft_cap": call.soft_cap, "attn_type": attn_type, "sinks": call.sinks, "dtype": call.query.dtype,
+            "backend": call.backend, "features": [] if causal else [Feature.NON_CAUSAL],
+        }  # fmt: skip
+        made[key] = _first_size(call, options, block_size)
+    layer = made[key]
+    if call.sinks is not None:
+        layer.impl.sinks = call.sinks.detach().float()  # the module's own, which may have been loaded since
+    return layer
+
+
+def _first_size(call: Call, options: dict[str, Any], block_size: int | None) -> Attention:
+    """A layer of `block_size`, or of the first size that its backend takes."""
+    num_heads, head_size = call.query.shape[2:]
+    try:
+        layer = Attention(num_heads, head_size, **options, block_size=block_size or size_for(call.backend))
+        allowed = layer.backend.get_supported_kernel_block_size()
+        if block_size is None and not supports_size(layer.kv_cache_spec.block_size, allowed):
+            layer = Attention(num_heads, head_size, **options, block_size=size_for(layer.selection.name))
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{call.layer_name}: {error}\n{_who_serves(call, options)}", error.reasons) from None
+    return layer.to(call.query.device)
+
+
+def size_for(backend: str | None) -> int:
+    """The first block size that a backend takes, or the first of all where none is named."""
+    if backend is None:
+        return _BLOCK_SIZES[0]
+    found: Any = AttentionBackendEnum[backend].get_class()
+    allowed = found.get_supported_kernel_block_size()
+    return next((size for size in _BLOCK_SIZES if supports_size(size, allowed)), _BLOCK_SIZES[0])
+
+
+def _who_serves(call: Call, options: dict[str, Any]) -> str:
+    """A sentence on the backends that have what a call needs, and those of them that this machine runs."""
+    needs = {
+        Feature.SLIDING_WINDOW: call.window, Feature.SOFT_CAP: call.soft_cap, Feature.SINKS: call.sinks,
+        Feature.NON_CAUSAL: None if call.causal else True,
+    }  # fmt: skip
+    features = [feature for feature, value in needs.items() if value is not None]
+    try:
+        trace = Attention(*call.query.shape[2:], **{**options, "backend": None}).selection.trace
+    except UnsupportedError:
+        trace = ()
+    here = ", ".join(verdict.name for verdict in trace if verdict.ok) or "none"
+    who = having(AttentionBackendEnum, features)
+    return f"Backends that have {', '.join(features) or 'what this layer needs'}: {who}; that serve it here: {here}"
+
+
+def pack(call: Call, present: torch.Tensor | None, q_lens: list[int], k_lens: list[int]) -> torch.Tensor:
+    """Rows and keys that are there, side by side; what rows of padding give is 0."""
+    batch, rows, heads, _ = call.query.shape
+    value = widened(call)
+    if present is None:
+        queries, keys, values = (x.flatten(0, 1) for x in (call.query, call.key, value))
+        real = None
+    else:
+        real = present[:, -rows:].flatten() if sum(q_lens) < batch * rows else None
+        queries = call.query.flatten(0, 1) if real is None else call.query.flatten(0, 1)[real]
+        keys, values = (x.flatten(0, 1)[present.flatten()] for x in (call.key, value))
+    out = over_pages(call, queries, keys, values, q_lens, k_lens)
+    if real is not None:
+        whole = out.new_zeros(batch * rows, *out.shape[1:])
+        whole[real] = out
+        out = whole
+    return out.view(batch, rows, heads, -1)[..., : call.value.shape[-1]]
+
+
+def over_pages(call: Call, query: torch.Tensor, key: Any, value: Any, q_lens: list[int], k_lens: list[int]) -> torch.Tensor:
+    """query: [T, H, D]; key, value: [S, K, D], packed. Returns [T, H, D]."""
+    attn_type = AttentionType.DECODER if call.causal or q_lens != k_lens else AttentionType.ENCODER_ONLY
+    layer = layer_of(call, attn_type)
+    size = layer.kv_cache_spec.block_size
+    batch, slots, blocks = _batch(tuple(q_lens), tuple(k_lens), size, call.causal or attn_type != AttentionType.DECODER)
+    cache = None
+    if attn_type != AttentionType.ENCODER_ONLY:
+        cache = layer.new_kv_cache(blocks, query.device)
+        layer.impl.do_kv_cache_update(layer, key, value, cache, torch.from_numpy(slots).to(query.device))
+        key = value = None
+    build = layer.backend.get_builder_cls()(layer.kv_cache_spec, device=query.device).build
+    result: torch.Tensor = layer(query, key, value, cache, build(0, batch))
+    return result
+
+
+@functools.lru_cache(64)
+def _batch(
+    q_lens: tuple[int, ...], k_lens: tuple[int, ...], size: int, causal: bool
+) -> tuple[CommonAttentionMetadata, Any, int]:
+    """(the batch, every key's slot, blocks) over blocks in order."""
+    each = [-(-k // size) for k in k_lens]
+    ends = np.cumsum(each)
+    table = [range(end - n, end) for end, n in zip(ends, each, strict=True)]
+    batch = CommonAttentionMetadata.from_lens(q_lens, k_lens, table, size, causal=causal, strict=False)
+    request = np.repeat(np.arange(len(k_lens)), k_lens)
+    position = np.arange(sum(k_lens)) - np.repeat(np.cumsum(k_lens) - k_lens, k_lens)
+    return batch, slots_of(batch.block_table, request, position, size), max(1, int(ends[-1]) if len(ends) else 1)

@@ -1,0 +1,105 @@
+"""The way that a call goes: dense, packed, by a bias, or by the formula; see the package."""
+
+import torch
+import torch.nn.functional as F
+
+import attn
+from attn.capabilities import Feature
+from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
+from attn.integrations.transformers.call import NAME, Call, replaced, widened
+from attn.integrations.transformers.masks import Padding
+from attn.integrations.transformers.packing import pack
+from attn.integrations.transformers.reading import as_bool, as_drawn, read, recognised
+from attn.torch.diffusion.chosen import chosen_impl
+
+
+def attend(call: Call, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """The call by the way that its needs name; see the module."""
+    if attention_mask is not None and attention_mask.ndim != 2:
+        described = None if torch.compiler.is_compiling() else getattr(attention_mask, "attn_described", None)
+        if described is None:
+            drawn = as_bool(call, attention_mask)
+            if call.plain and call.backend is None:
+                return by_dense(replaced(call, causal=False), drawn[..., : call.key.shape[1]])
+            described = recognised(call, drawn)
+            if described is None:
+                return _masked(call, drawn)
+        attention_mask = described
+    call, attention_mask, padding = read(call, attention_mask)
+    rows, keys = call.query.shape[1], call.key.shape[1]
+    if call.window is not None and call.window >= keys:
+        call = replaced(call, window=None)
+    if call.window is not None and not call.causal:
+        raise call.refusal("a window without causality and without a mask", "let transformers make the mask")
+    if rows == 1:
+        if call.window is not None:  # of one row: its last keys
+            keys = call.window
+            call = replaced(call, key=call.key[:, -keys:], value=call.value[:, -keys:], window=None)
+            attention_mask = None if attention_mask is None else attention_mask[:, -keys:]
+            padding = None if attention_mask is None else Padding(None)
+        call = replaced(call, causal=False)
+    square = rows == keys
+    alone = call.plain and call.backend is None and (not call.causal or (square and attention_mask is None))
+    if alone:
+        return by_dense(call, attention_mask)
+    if attention_mask is None:
+        lens: tuple[list[int], list[int]] = ([rows] * len(call.query), [keys] * len(call.query))
+        solid = True
+    else:
+        assert padding is not None
+        own = (call.causal or square) and not padding.all_rows  # rows are the last keys' own
+        *both, solid = padding.lens(attention_mask, rows if own else 0)
+        lens = (both[0] if own else [rows] * len(call.query), both[1])
+    if call.wants_grad or call.value.shape[-1] > call.query.shape[-1] or not (solid or call.window is None):
+        return by_formula(call, as_drawn(call, attention_mask))
+    return pack(call, attention_mask, *lens)
+
+
+def _masked(call: Call, drawn: torch.Tensor) -> torch.Tensor:
+    """Under a drawn mask, which says all there is about causality and windows."""
+    drawn = drawn[..., : call.key.shape[1]]
+    call = replaced(call, causal=False, window=None)
+    if call.backend is not None:
+        raise call.by_name(f"{Feature.MASK.value} (a mask that is no causal or windowed pattern)", Feature.MASK)
+    return by_dense(call, drawn) if call.plain else by_formula(call, drawn)
+
+
+def by_dense(call: Call, mask: torch.Tensor | None) -> torch.Tensor:
+    """By the diffusion registry's choice; mask: [B, T] of keys, or drawn."""
+    if call.value.shape[-1] > call.query.shape[-1]:
+        return by_formula(call, as_drawn(call, mask) if mask is None or mask.ndim == 2 else mask)
+    impl = chosen_impl(
+        None, 0.0, call.query.device.type, call.query.shape[2], call.key.shape[2], call.query.shape[3], call.query.dtype,
+        call.scale, call.causal, mask is not None and mask.ndim != 2, call.wants_grad, mask is not None and mask.ndim == 2,
+        call.query.shape[1], call.key.shape[1],
+    )  # fmt: skip
+    out: torch.Tensor = impl.forward(call.query, call.key, widened(call), DiffusionAttentionMetadata(attn_mask=mask))
+    return out[..., : call.value.shape[-1]]
+
+
+def by_formula(call: Call, drawn: torch.Tensor) -> torch.Tensor:
+    """By `attn.attention`; the mask says all."""
+    if call.backend is not None:
+        if call.wants_grad:
+            raise call.by_name("gradients", Feature.BACKWARD)
+        raise call.by_name("values wider than keys, or a window over keys with gaps,", Feature.MASK)
+    out: torch.Tensor = attn.attention(
+        call.query, call.key, call.value, scale=call.scale, logits_soft_cap=call.soft_cap, sinks=call.sinks, mask=drawn,
+        layout="BSHD",
+    )  # fmt: skip
+    return out
+
+
+def by_bias(call: Call, attention_mask: torch.Tensor | None, bias: torch.Tensor) -> torch.Tensor:
+    """With numbers added to scores (T5), which torch's SDPA alone takes; bias: broadcastable to [B, H, S, T]."""
+    if call.backend is not None or not call.plain:
+        raise call.refusal("position_bias beside a window, a cap, sinks or a backend by name", f'plain "{NAME}" takes it alone')
+    if attention_mask is not None and attention_mask.ndim == 4:
+        drawn = as_bool(call, attention_mask)
+    else:
+        call, present, _ = read(call, attention_mask)
+        drawn, bias = as_drawn(call, present), bias[..., : call.key.shape[1]]
+    added = torch.where(drawn, bias.to(call.query.dtype), -torch.inf)
+    q, k, v = (x.transpose(1, 2) for x in (call.query, call.key, call.value))
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=added, scale=call.scale, enable_gqa=True)
+    return torch.where(drawn.any(-1)[..., None], out, 0).transpose(1, 2)

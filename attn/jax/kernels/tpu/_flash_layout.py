@@ -1,0 +1,215 @@
+"""How dense attention is cut for its launches: block sizes, the order of rows and keys in units, and the masks' arrays.
+
+Shape letters: B sequences, S rows, M keys, H query heads, K kv heads, G = H / K, D head size, Dv head size of values.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from attn.jax.kernels.tpu._chips import CHIPS, MIB
+from attn.jax.kernels.tpu._flash import Config
+from attn.jax.kernels.tpu._refs import LANES, LOG2_E
+
+
+class BlockSizes(NamedTuple):
+    """positions of a unit (128 or 256), units of a grid step, keys of a chunk (128, 256, 512 or 1024), keys of a launch."""
+
+    positions: int
+    units: int
+    chunk: int
+    keys: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """What of a call is no array."""
+
+    causal: bool
+    left: int | None
+    right: int | None
+    scale: float
+    logits_soft_cap: float | None
+    block_sizes: tuple[BlockSizes, BlockSizes] | None  # forward, backward
+    chip: str
+    interpret: Any
+
+
+class Extras(NamedTuple):
+    """The arrays beside q, k, v, each may be None."""
+
+    q_segment_ids: jax.Array | None
+    kv_segment_ids: jax.Array | None
+    alibi_slopes: jax.Array | None
+    sinks: jax.Array | None
+    kv_lens: jax.Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """How rows, heads and keys are cut; K1 is the number of heads' units: K, or more where G is split."""
+
+    cfg: Config
+    batch: int
+    rows: int  # S
+    unit_heads: int  # K1
+    split: int  # K1 / K
+    launches: int
+    num_keys: int  # M
+
+    @property
+    def units(self) -> int:
+        return self.cfg.units * self.cfg.groups
+
+    def padded_rows(self, x: jax.Array, **kwargs: Any) -> jax.Array:
+        """Axis 1 of x from S to the rows of all units."""
+        behind = self.units * self.cfg.positions - self.rows - self.cfg.first_row
+        return jnp.pad(x, [(0, 0), (self.cfg.first_row, behind)] + [(0, 0)] * (x.ndim - 2), **kwargs)
+
+    def padded_keys(self, x: jax.Array, **kwargs: Any) -> jax.Array:
+        """Axis 1 of x from M to the keys of all launches."""
+        return jnp.pad(x, [(0, 0), (0, self.launches * self.cfg.keys - self.num_keys)] + [(0, 0)] * (x.ndim - 2), **kwargs)
+
+    def _cut(self, x: jax.Array, **kwargs: Any) -> jax.Array:
+        """[B, S, H, E] -> [B, units, Q, K1, G, E]."""
+        rows = self.padded_rows(x, **kwargs)
+        return rows.reshape(self.batch, self.units, self.cfg.positions, self.unit_heads, self.cfg.heads, -1)
+
+    def columns(self, x: jax.Array, **kwargs: Any) -> jax.Array:
+        """[B, S, H, E] -> [B, K1, units, E, rows]."""
+        parts = self._cut(x, **kwargs)
+        return parts.transpose(0, 3, 1, 5, 4, 2).reshape(self.batch, self.unit_heads, self.units, -1, self.cfg.rows)
+
+    def of_columns(self, x: jax.Array) -> jax.Array:
+        """[B, K1, units, E, rows] -> [B, S, H, E]."""
+        size = x.shape[3]
+        parts = x.reshape(self.batch, self.unit_heads, self.units, size, self.cfg.heads, self.cfg.positions)
+        rows = parts.transpose(0, 2, 5, 1, 4, 3).reshape(self.batch, -1, self.unit_heads * self.cfg.heads, size)
+        return rows[:, self.cfg.first_row : self.cfg.first_row + self.rows]
+
+    def natural(self, x: jax.Array) -> jax.Array:
+        """[B, S, H, E] -> [B, K1, units, rows, E]."""
+        parts = self._cut(x)
+        return parts.transpose(0, 3, 1, 4, 2, 5).reshape(self.batch, self.unit_heads, self.units, self.cfg.rows, -1)
+
+    def of_keys(self, x: jax.Array) -> jax.Array:
+        """[B, M, K, E] -> [launches, B, K, keys, E]."""
+        parts = self.padded_keys(x).reshape(self.batch, self.launches, self.cfg.keys, *x.shape[2:])
+        return parts.transpose(1, 0, 3, 2, 4)
+
+    def from_keys(self, x: jax.Array) -> jax.Array:
+        """[launches, B, K, keys, E] -> [B, M, K, E]."""
+        parts = x.transpose(1, 0, 3, 2, 4)
+        return parts.reshape(self.batch, -1, *parts.shape[3:])[:, : self.num_keys]
+
+    def by_rule(self, x: jax.Array | None) -> jax.Array:
+        """[H] -> [K1, rows] float32."""
+        if x is None:
+            return jnp.zeros((self.unit_heads, self.cfg.rows), jnp.float32)
+        by_head = x.astype(jnp.float32).reshape(self.unit_heads, self.cfg.heads)
+        return jnp.repeat(by_head, self.cfg.positions, axis=1)
+
+
+def layout_of(static: Static, q: jax.Array, v: jax.Array, extras: Extras, *, backward: bool) -> Layout:
+    batch, rows, num_heads, head_size = q.shape
+    num_keys, num_kv_heads, value_size = v.shape[1:]
+    group = num_heads // num_kv_heads
+    heads = max(n for n in range(1, min(group, 4) + 1) if group % n == 0)
+    if heads == 1 and group <= 8:
+        heads = group
+    if static.block_sizes is None:
+        sizes = block_sizes_for(
+            static.chip, heads=heads, rows=rows, num_keys=num_keys, head_size=head_size, value_size=value_size,
+            itemsize=q.dtype.itemsize, backward=backward, window=(static.left, static.right) != (None, None),
+        )  # fmt: skip
+    else:
+        sizes = static.block_sizes[backward]
+    chunk = sizes.chunk
+    while sizes.units * sizes.positions % chunk:
+        chunk //= 2  # a group begins at a chunk
+    first_row = (num_keys - rows) % chunk if static.causal and rows > sizes.positions else 0
+    needed = -(-(rows + first_row) // sizes.positions)
+    most = min(sizes.units, needed)
+    # as few padding units as any choice leaves; of equals the largest
+    choices = [n for n in range(max(1, most // 2), most + 1) if n >= needed or n * sizes.positions % chunk == 0]
+    units = min(choices, key=lambda n: (-(-needed // n) * n, -n))
+    groups = -(-needed // units)
+    # a causal group's diagonal is there as a whole
+    span = max(num_keys, groups * units * sizes.positions + num_keys - rows - first_row)
+    keys = min(-(-span // chunk) * chunk, sizes.keys)
+    cfg = Config(
+        heads=heads, positions=sizes.positions, units=units, groups=groups, chunk=chunk, keys=keys, first_row=first_row,
+        num_rows=rows, scale=static.scale, causal=static.causal, left=static.left, right=static.right,
+        logits_soft_cap=static.logits_soft_cap, alibi=extras.alibi_slopes is not None, sinks=False,
+        segments=extras.q_segment_ids is not None,
+    )  # fmt: skip
+    split = group // heads
+    return Layout(cfg, batch, rows, num_kv_heads * split, split, -(-num_keys // keys), num_keys)
+
+
+def block_sizes_for(
+    chip: str, *, heads: int, rows: int, num_keys: int, head_size: int, value_size: int, itemsize: int, backward: bool,
+    window: bool = False,
+) -> BlockSizes:  # fmt: skip
+    """The rule: units of about 512 lanes, as many as make long stretches of code, keys as VMEM holds."""
+    positions = 128 if heads > 1 or rows <= 128 else 256
+    lanes = heads * positions
+    # float32 takes six passes of the matrix unit, and so as many times the code; the backward pass has five products
+    units = max(1, min(8, 4096 // lanes) // (1 if itemsize == 2 else 4) // (2 if backward else 1))
+    chunk = 512 if num_keys > 256 else 256 if num_keys > 128 else 128
+    if num_keys >= 2048 and itemsize == 2 and CHIPS[chip].vmem >= 64 * MIB and not (window or backward):
+        chunk = 1024  # few chunks are masked then, and a stretch's ends cost as much as 250 registers of scores
+
+    def fits(units: int, chunk: int, keys: int) -> bool:
+        held = vmem_bytes(BlockSizes(positions, units, chunk, keys), heads, head_size, value_size, itemsize, backward)
+        return held <= CHIPS[chip].vmem * 5 // 8
+
+    while units > 1 and not fits(units, chunk, chunk):
+        units //= 2
+    while chunk > 128 and not fits(units, chunk, chunk):
+        chunk //= 2
+    keys = chunk
+    while keys < 2 * num_keys and fits(units, chunk, 2 * keys):
+        keys *= 2
+    return BlockSizes(positions, units, chunk, keys)
+
+
+def vmem_bytes(sizes: BlockSizes, heads: int, head_size: int, value_size: int, itemsize: int, backward: bool) -> int:
+    """What blocks, each there twice, and scratch take."""
+    size, value = (-(-x // LANES) * LANES for x in (head_size, value_size))
+    rows = sizes.units * heads * sizes.positions
+    if backward:
+        of_keys = (2 * size + value) * itemsize + (size + value) * 4
+        of_rows = (3 * size + 2 * value) * itemsize
+        scratch = size * 4
+    else:
+        of_keys, of_rows, scratch = (size + value) * itemsize, (size + value) * itemsize, value * 4
+    segments = LANES * 4
+    return 2 * sizes.keys * (of_keys + segments) + rows * (2 * of_rows + scratch)
+
+
+def masks_of(static: Static, layout: Layout, extras: Extras) -> dict[str, jax.Array]:
+    """What says who sees whom; `bounds`, `spans` and `key_segments` for each launch."""
+    cfg, batch = layout.cfg, layout.batch
+    lens = jnp.full(batch, layout.num_keys, jnp.int32) if extras.kv_lens is None else extras.kv_lens.astype(jnp.int32)
+    start = jnp.arange(layout.launches, dtype=jnp.int32)[:, None] * cfg.keys
+    position = lens - layout.rows - cfg.first_row - start
+    arrays = {"bounds": jnp.stack([position, jnp.clip(lens - start, 0, cfg.keys)], axis=2).reshape(layout.launches, -1)}
+    if cfg.alibi or extras.sinks is not None:
+        rules = jnp.stack([layout.by_rule(extras.sinks), layout.by_rule(extras.alibi_slopes)], axis=1)
+        arrays["rules"] = rules * LOG2_E
+    if extras.q_segment_ids is not None and extras.kv_segment_ids is not None:
+        of_rows = layout.padded_rows(extras.q_segment_ids.astype(jnp.int32), mode="edge")
+        of_rows = of_rows.reshape(batch, layout.units, 1, cfg.positions)
+        of_keys = layout.padded_keys(extras.kv_segment_ids.astype(jnp.int32), mode="edge")
+        of_keys = of_keys.reshape(batch, layout.launches, cfg.chunks, cfg.chunk).swapaxes(0, 1)
+        spans = [of_rows.min(3), of_rows.max(3)]
+        by_launch = [jnp.broadcast_to(x.reshape(1, batch, -1), (layout.launches, batch, layout.units)) for x in spans]
+        parts = [*by_launch, of_keys.min(3), of_keys.max(3)]
+        arrays["spans"] = jnp.concatenate(parts, axis=2).reshape(layout.launches, -1)
+        arrays["row_segments"] = jnp.tile(of_rows, (1, 1, 1, cfg.heads))
+        lanes = of_keys.reshape(layout.launches, batch, cfg.keys, 1)
+        arrays["key_segments"] = jnp.broadcast_to(lanes, (*lanes.shape[:3], LANES))
+    return arrays

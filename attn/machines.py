@@ -1,0 +1,109 @@
+"""Machines that are not at hand: devices by product name, the generations there are, and the packages to expect on one.
+
+`attn explain --device H100` answers for a machine with that device, on which this package's extra for its framework was
+installed and nothing else, unless `--assume` names more. Names are those that people use for the products; architectures are
+CUDA's compute capabilities, LLVM's AMDGPU targets and the names of TPU generations, as `Capabilities.archs` spells them.
+"""
+
+import re
+from collections.abc import Collection
+
+from attn.backend_enum import unknown_name
+from attn.capabilities import Device
+
+#: (platform under torch or None, platform under jax or None, maker) -> architecture -> products.
+_PRODUCTS: dict[tuple[str | None, str | None, str], dict[str, tuple[str, ...]]] = {
+    ("cuda", "gpu", "NVIDIA"): {
+        "sm_70": ("V100",),
+        "sm_75": ("T4", "RTX 2080 Ti"),
+        "sm_80": ("A100", "A30", "A800"),
+        "sm_86": ("A10", "A10G", "A40", "RTX A6000", "RTX 3090"),
+        "sm_87": ("Jetson Orin",),
+        "sm_89": ("L4", "L40", "L40S", "RTX 6000 Ada", "RTX 4090"),
+        "sm_90": ("H100", "H200", "H800", "H20", "GH200"),
+        "sm_100": ("B200", "GB200"),
+        "sm_103": ("B300", "GB300"),
+        "sm_107": (),  # vendors' kernels name it; no product is known by it here
+        "sm_110": ("Jetson Thor",),
+        "sm_120": ("RTX 5090", "RTX PRO 6000"),
+        "sm_121": ("GB10", "DGX Spark"),
+    },
+    ("rocm", "gpu", "AMD"): {
+        "gfx90a": ("MI210", "MI250", "MI250X"),
+        "gfx942": ("MI300A", "MI300X", "MI308X", "MI325X"),
+        "gfx950": ("MI350X", "MI355X"),
+        "gfx1100": ("RX 7900 XTX", "RX 7900 XT"),
+        "gfx1151": ("Strix Halo",),
+        "gfx1201": ("RX 9070", "RX 9070 XT"),
+    },
+    (None, "tpu", "TPU"): {
+        "v4": ("v4",), "v5e": ("v5e",), "v5p": ("v5p",), "v6e": ("v6e", "Trillium"), "v7x": ("v7x", "Ironwood"),
+    },
+    ("xpu", None, "Intel"): {"": ("Data Center GPU Max 1550", "Arc B580")},
+    ("cpu", "cpu", ""): {"x86_64": ("x86_64",), "aarch64": ("aarch64",), "arm64": ("arm64",)},
+}  # fmt: skip
+
+#: Distribution -> the modules by which this library finds it; what is in them counts too.
+PACKAGES: dict[str, tuple[str, ...]] = {
+    "triton": ("triton",),
+    "flash-attn": ("flash_attn.flash_attn_interface",),
+    "flash-attn-3": ("flash_attn_interface",),
+    "flash-attn-4": ("flash_attn.cute",),
+    "flashinfer-python": ("flashinfer",),
+    "xformers": ("xformers",),
+    "vllm": ("vllm",),
+    "flash-mla": ("flash_mla",),
+    "tokenspeed-mla": ("tokenspeed_mla",),
+    "sageattention": ("sageattention",),
+    "sageattn3": ("sageattn3",),
+    "aiter": ("aiter",),
+    "intel-extension-for-pytorch": ("intel_extension_for_pytorch",),
+    "torch-npu": ("torch_npu",),
+}
+#: (framework, platform) -> the packages among them that the framework's own wheel for the platform brings.
+BROUGHT = {("torch", "cuda"): ("triton",), ("torch", "rocm"): ("triton",), ("torch", "xpu"): ("triton",)}
+
+
+def device_named(name: str, framework: str | None = None) -> Device:
+    """The device that a person calls `name` (H100, "NVIDIA H100", v6e, gfx942, sm_90), in any case, under a framework.
+
+    framework: "torch" or "jax"; None: torch where it serves the device. Raises ValueError for an unknown name, and for a
+    device that the framework does not serve.
+    """
+    wanted = _plain(name)
+    for (torch_platform, jax_platform, maker), archs in _PRODUCTS.items():
+        for arch, products in archs.items():
+            called = next((p for p in products if wanted in (_plain(p), _plain(f"{maker} {p}"))), None)
+            if called is None and (not wanted or wanted != _plain(arch)):
+                continue
+            framework = framework or ("torch" if torch_platform else "jax")
+            platform = {"torch": torch_platform, "jax": jax_platform}[framework]
+            if platform is None:
+                raise ValueError(f"device {name!r} is not served under {framework}")
+            return Device(framework, platform, f"{maker} {called or arch}".strip(), arch)
+    raise ValueError(unknown_name("device", name, [p for archs in _PRODUCTS.values() for ps in archs.values() for p in ps]))
+
+
+def check_arch(platform: str, arch: str) -> str:
+    """`arch` if the platform has such a generation. Raises ValueError with those that are known."""
+    known = [a for places, archs in _PRODUCTS.items() if platform in places[:2] for a in archs if a]
+    if arch not in known:
+        raise ValueError(unknown_name(f"arch of {platform}", arch, known))
+    return arch
+
+
+def modules_of(names: Collection[str]) -> list[str]:
+    """The modules of packages by distribution or module name. Raises ValueError for a package that no backend uses."""
+    found: list[str] = []
+    for name in names:
+        wanted = _plain(name)
+        own = next((d for d, modules in PACKAGES.items() if wanted in (_plain(d), *map(_plain, modules))), None)
+        own = own or next((d for d in PACKAGES if len(wanted) > 3 and _plain(d).startswith(wanted)), None)  # flashinfer
+        if own is None:
+            raise ValueError(unknown_name("package", name, PACKAGES))
+        found += PACKAGES[own]
+    return found
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())

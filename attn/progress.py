@@ -1,0 +1,110 @@
+"""How a command that takes minutes shows where it is: lines as they come and, on a terminal, a bar below them (rich's).
+
+    with display(Lines(), sys.stdout) as shown:
+        shown.begin("torch", 40)
+        shown.step(3, "12 tokens/s")
+
+Without a terminal or without rich, `Lines` serves a log, `Display` prints only what stays, and `Quiet` prints nothing.
+"""
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, TextIO
+
+from attn.imports import installed
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+_MILESTONES = 5  #: lines a bar that a log gets
+
+
+class Display:
+    """Prints what stays, and no bar; the base of the others."""
+
+    def say(self, text: str) -> None:
+        """A line or more that stays."""
+        print(text, flush=True)
+
+    def begin(self, name: str, total: int) -> None:
+        """A new bar."""
+
+    def step(self, done: int, status: str, total: int | None = None, texts: Callable[[], list[str]] = list) -> None:
+        """How far the bar is, and of how much where that has changed; `texts` gives lines to show below it for now."""
+
+
+class Quiet(Display):
+    """Prints nothing: stdout is for JSON."""
+
+    def say(self, text: str) -> None:
+        pass
+
+
+class Lines(Display):
+    """A line at every fifth of the way, for a log."""
+
+    def begin(self, name: str, total: int) -> None:
+        self._name, self._total, self._passed = name, total, 0
+
+    def step(self, done: int, status: str, total: int | None = None, texts: Callable[[], list[str]] = list) -> None:
+        self._total = total or self._total
+        if done * _MILESTONES // self._total > self._passed:
+            self._passed = done * _MILESTONES // self._total
+            print("  ".join([f"{self._name:<12} {done:>5}/{self._total:<5}", status, *texts()[:1]]), flush=True)
+
+
+class Bar(Display):
+    """Bars that grow below what is printed: done, elapsed and left, the status, and the texts of the moment."""
+
+    def __init__(self, terminal: TextIO, transient: bool, below_lines: bool) -> None:
+        """`terminal` is where the bar is; `below_lines`: what stays goes there too, else to stdout, which is elsewhere then.
+        `transient`: the bar is gone in the end."""
+        from rich import progress
+        from rich.console import Console, RenderableType
+        from rich.text import Text
+
+        class Bars(progress.Progress):
+            def get_renderables(bars) -> Iterator[RenderableType]:
+                yield from super().get_renderables()
+                yield from (Text(text, style="cyan", no_wrap=True) for text in self._texts)
+
+        self._below_lines = below_lines
+        self._texts: list[str] = []
+        self.bars: Progress = Bars(
+            progress.TextColumn("[bold]{task.description}"),
+            progress.BarColumn(24),
+            progress.MofNCompleteColumn(),
+            progress.TimeElapsedColumn(),
+            progress.TextColumn("left:"),
+            progress.TimeRemainingColumn(),
+            progress.TextColumn("{task.fields[status]}", markup=False),
+            console=Console(file=terminal),
+            transient=transient,
+            redirect_stdout=below_lines,  # else rich sends to the terminal what is meant for a file
+        )
+
+    def say(self, text: str) -> None:
+        if self._below_lines:
+            self.bars.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        else:
+            super().say(text)
+
+    def begin(self, name: str, total: int) -> None:
+        self._task: TaskID = self.bars.add_task(name, total=total, status="")
+
+    def step(self, done: int, status: str, total: int | None = None, texts: Callable[[], list[str]] = list) -> None:
+        self._texts = texts()
+        self.bars.update(self._task, completed=done, total=total, status=status)
+
+
+@contextlib.contextmanager
+def display(plain: Display, *streams: TextIO, transient: bool = True) -> Iterator[Display]:
+    """A bar on the first of the streams that is a terminal, where rich is installed; else `plain`."""
+    terminal = next((stream for stream in streams if stream.isatty()), None)
+    if terminal is None or not installed("rich"):
+        yield plain
+        return
+    bar = Bar(terminal, transient, terminal is sys.stdout)
+    with bar.bars:
+        yield bar

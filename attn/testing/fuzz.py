@@ -1,0 +1,334 @@
+"""A random differential campaign: backends against the oracle over what a person could write, for as long as is given.
+
+Each backend's cases come from its capability record (`fuzz_cases`), program by program. They run in processes of their own, so
+that a crash or a case that never ends costs that case alone and is a find like any other. A find is made smaller, told apart
+from those already known by what it needs to fail, and printed as the one line that repeats it.
+"""
+
+import dataclasses
+import functools
+import resource
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, TextIO
+
+from attn import plugins
+from attn.backend_enum import path_of
+from attn.backends.registry import AttentionBackendEnum
+from attn.imports import resolve_obj_by_qualname
+from attn.testing.case import Case
+from attn.testing.conformance import candidate_of, device_for, is_interpreted, run_case, subject_here
+from attn.testing.draw import draw
+from attn.testing.fuzz_cases import program
+from attn.testing.processes import Lost, Worker, shared_cores
+from attn.testing.shrink import PLAIN, features_of, minimised
+from attn.testing.subject import Subject
+
+_CASE_LIMIT = 150.0  #: seconds that a case may take, a compilation among them
+_SHRINKING = 0.3  #: of a backend's time, at most
+_GROWTH = 1500  #: MiB by which a process may grow before another takes its place
+_STICKY = ("CUDA error", "HIP error")  #: what a device says after which a process computes no more
+_COMPILED = 16  #: cases of a program where each costs a compilation
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a case came to. `kind` is "" when it passed, or the rule or the error with its place; `text` says more."""
+
+    kind: str = ""
+    text: str = ""
+    memory: int = 0
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.kind)
+
+
+@dataclass
+class Find:
+    """A failure: its kind, what it needs (the fields that are not plain), how often it was met, the line that repeats it."""
+
+    kind: str
+    text: str
+    repro: str
+    needs: dict[str, Any] = field(default_factory=dict)
+    times: int = 1
+
+
+@dataclass
+class FuzzReport:
+    """One backend's campaign. `skipped` says why there was none."""
+
+    backend: str
+    seed: int = 0
+    programs: int = 0
+    cases: int = 0
+    seconds: float = 0.0
+    finds: list[Find] = field(default_factory=list)
+    skipped: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.finds
+
+    def __str__(self) -> str:
+        if self.skipped:
+            return f"{self.backend}: skipped, {self.skipped}"
+        met = sum(find.times for find in self.finds)
+        outcome = f"{len(self.finds)} FINDS (met {met} times)" if self.finds else "no find"
+        head = (
+            f"{self.backend}: seed {self.seed}, {self.cases} cases of {self.programs} programs, {outcome}, {self.seconds:.0f} s"
+        )
+        return "\n".join(
+            [head, *(f"  {find.kind} (met {find.times} times): {find.text}\n    {find.repro}" for find in self.finds)]
+        )
+
+
+Examine = Callable[[Case, float], Outcome]  #: a case's outcome, within so many seconds; `Lost` when there is none
+
+
+def campaign(
+    subject: Subject, examiners: Sequence[Examine], seed: int, until: float, report: FuzzReport, most: int | None = None,
+    said: Callable[[FuzzReport], None] = lambda report: None, enough: int = sys.maxsize,
+) -> FuzzReport:  # fmt: skip
+    """Run programs on every examiner at once until the clock (`time.monotonic`) says `until`, for `most` programs, or until
+    there are `enough` finds."""
+    begin, lock = time.monotonic(), threading.Lock()
+    spent = [0.0]
+    count = _COMPILED if compiles(subject) else 3
+    numbers = iter(range(sys.maxsize if most is None else most))
+
+    def work(examine: Examine) -> None:
+        while time.monotonic() < until:
+            with lock:
+                number = next(numbers, None)
+            if number is None or len(report.finds) >= enough:
+                return
+            for case in program(subject, seed, number, count, compiles(subject)):
+                if time.monotonic() >= until:
+                    return
+                outcome = _within(examine, case, until)
+                if outcome is None:
+                    return
+                with lock:
+                    report.cases += 1
+                    report.seconds = time.monotonic() - begin
+                if outcome.failed:
+                    may = spent[0] < _SHRINKING * (until - begin)
+                    started = time.monotonic()
+                    _met(subject, examine, case, outcome, report, lock, until if may else 0.0)
+                    spent[0] += (time.monotonic() - started) / len(examiners)
+                said(report)
+            with lock:
+                report.programs += 1
+
+    threads = [threading.Thread(target=work, args=(examine,), daemon=True) for examine in examiners]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    report.seconds = time.monotonic() - begin
+    return report
+
+
+def compiles(subject: Subject) -> bool:
+    """Whether a new program costs a compilation: under jax, and for kernels that a GPU's compilers make."""
+    on_host = subject.device is None or subject.device.platform == "cpu"
+    return subject.compiles or not on_host or subject.name == "FLEX_ATTENTION"
+
+
+def _within(examine: Examine, case: Case, until: float) -> Outcome | None:
+    """The outcome; None when time was up before there was one."""
+    left = until - time.monotonic()
+    try:
+        return examine(case, min(_CASE_LIMIT, left))
+    except Lost as error:
+        return Outcome("lost", str(error)) if time.monotonic() < until else None
+
+
+def _met(subject: Subject, examine: Examine, case: Case, outcome: Outcome, report: FuzzReport, lock: Any, until: float) -> None:
+    """Count a failure as one of those known, or make it smaller and keep it."""
+
+    def fails(simpler: Case) -> bool:
+        if time.monotonic() > until or not subject.serves(simpler):
+            return False
+        result = _within(examine, simpler, until)
+        return result is not None and result.kind == outcome.kind
+
+    with lock:
+        known = [find for find in report.finds if find.kind == outcome.kind]
+    for find in known:
+        if _alike(find.needs) <= _alike(features_of(case)) and not (find.needs and fails(_without(case, find.needs))):
+            find.times += 1
+            return
+    smallest = minimised(case, fails)
+    final = _within(examine, smallest, until) if until else outcome
+    text = final.text if final is not None and final.failed else outcome.text
+    needs = features_of(smallest)
+    with lock:
+        for find in report.finds:
+            if (find.kind, _alike(find.needs)) == (outcome.kind, _alike(needs)):
+                find.times += 1
+                return
+        report.finds.append(Find(outcome.kind, text, smallest.replace(name="find").repro(report.backend), needs))
+
+
+def _alike(needs: dict[str, Any]) -> set[tuple[str, object]]:
+    """What a failure needs, whatever the numbers: signs, kinds, and words as they are."""
+
+    def word(value: Any) -> object:
+        if isinstance(value, tuple):
+            return "tuple"
+        return (
+            value if isinstance(value, str | bool) else (value > 0) - (value < 0) if isinstance(value, int | float) else value
+        )
+
+    return {(name, word(value)) for name, value in needs.items()}
+
+
+def _without(case: Case, needs: dict[str, Any]) -> Case:
+    """The case without what a find needs."""
+    return case.replace(**{name: PLAIN[name] for name in needs})
+
+
+# in processes
+
+
+@functools.lru_cache(maxsize=4)
+def _backend(path: str) -> tuple[Any, Any]:
+    plugins.load()
+    backend = resolve_obj_by_qualname(path)
+    return backend, device_for(backend)
+
+
+def examine_here(task: tuple[str, str]) -> Outcome:
+    """The outcome of (a backend's path, a case in JSON) in this process."""
+    backend, device = _backend(task[0])
+    return examined(Case.from_json(task[1]), lambda case: run_case(backend, case, device))
+
+
+def examined(case: Case, run: Callable[[Case], Sequence[Any]]) -> Outcome:
+    """The outcome of a case by `run`, which gives its violations. A case that cannot be drawn is a mistake of the fuzzer."""
+    try:
+        draw(case)
+    except ValueError as error:
+        return Outcome("not drawn", str(error))
+    try:
+        violations = run(case)
+    except Exception as error:
+        return Outcome(f"{type(error).__name__} in {_place(error)}", str(error).partition("\n")[0][:300], _memory())
+    finally:
+        draw.cache_clear()
+    if not violations:
+        return Outcome(memory=_memory())
+    first = violations[0]
+    told = first.what.partition(" (")[0] if first.rule == "R" else ""
+    return Outcome(f"rule {first.rule} {told}".strip(), str(first).partition("\n")[0], _memory())
+
+
+def _memory() -> int:
+    """The most memory that this process has had, in MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> (20 if sys.platform == "darwin" else 10)
+
+
+def _place(error: Exception) -> str:
+    """`sdpa.py:90 _sdpa`: the innermost frame of an error that is in this package."""
+    place, trace = "?", error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if "/attn/" in code.co_filename:
+            place = f"{code.co_filename.rpartition('/attn/')[2]} {code.co_name}"
+        trace = trace.tb_next
+    return place
+
+
+class _Examiner:
+    """`examine_here` in a process that is replaced when it dies, and when it has grown too large."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.worker, self.least = path, Worker(examine_here), 0
+
+    def __call__(self, case: Case, limit: float) -> Outcome:
+        outcome: Outcome = self.worker((self.path, case.json()), limit)
+        self.least = self.least or outcome.memory
+        broken = any(words in outcome.text for words in _STICKY)
+        if broken or (self.least and outcome.memory > self.least + _GROWTH):
+            self.worker.close()
+            self.least = 0
+        return outcome
+
+
+def run_fuzz(
+    names: Sequence[str] | None, seconds: float, seed: int, jobs: int = 1, most: int | None = None, to: TextIO | None = None
+) -> list[FuzzReport]:
+    """A campaign of `seconds` in all over backends by name, or over every one that runs here, which share the time evenly.
+
+    `jobs` processes work on one backend at a time; `most` programs a backend at most; progress goes to `to`. Raises ValueError
+    for an unknown name, and for seconds or jobs below what makes sense.
+    """
+    if seconds <= 0:
+        raise ValueError(f"seconds={seconds} must be above 0")
+    if jobs < 1:
+        raise ValueError(f"jobs={jobs} must be at least 1")
+    plugins.load()
+    end, reports, chosen = time.monotonic() + seconds, [], []
+    for name in AttentionBackendEnum.names() if names is None else names:
+        candidate = candidate_of(name)
+        subject, why = subject_here(candidate)
+        if subject is not None and names is None and is_interpreted(candidate.backend):
+            subject, why = None, "executed by an interpreter here, which takes long: ask for it by name"
+        if subject is None or candidate.backend is None:
+            reports.append(FuzzReport(name, seed, skipped=why))
+        else:
+            chosen.append((dataclasses.replace(subject, name=name), path_of(candidate.backend)))
+    for i, (subject, path) in enumerate(chosen):
+        until = time.monotonic() + (end - time.monotonic()) / (len(chosen) - i)
+        examiners = [_Examiner(path) for _ in range(jobs)]
+        try:
+            with shared_cores(jobs), progress(to, until) as said:
+                reports.append(campaign(subject, examiners, seed, until, FuzzReport(subject.name, seed), most, said))
+        finally:
+            for examiner in examiners:
+                examiner.worker.close()
+    return reports
+
+
+class progress:
+    """How a campaign goes, told from time to time: a line that is rewritten on a terminal, plain lines elsewhere."""
+
+    def __init__(self, to: TextIO | None, until: float, every: float = 20.0) -> None:
+        self.to, self.until, self.every, self.next = to, until, every, 0.0
+        self.live = to is not None and to.isatty()
+
+    def __enter__(self) -> Callable[[FuzzReport], None]:
+        return self._say
+
+    def __exit__(self, *error: object) -> None:
+        if self.live and self.to is not None:
+            self.to.write("\r\x1b[K")
+
+    def _say(self, report: FuzzReport) -> None:
+        now = time.monotonic()
+        if self.to is None or now < self.next:
+            return
+        self.next = now + (0.2 if self.live else self.every)
+        left = max(0.0, self.until - now)
+        line = (
+            f"{report.backend}: {report.cases} cases, {report.programs} programs, {len(report.finds)} finds, {left:.0f} s left"
+        )
+        self.to.write(f"\r\x1b[K{line}" if self.live else f"{line}\n")
+        self.to.flush()
+
+
+def as_json(reports: Sequence[FuzzReport]) -> dict[str, Any]:
+    """The reports as data."""
+    return {"backends": [{**asdict(report), "ok": report.ok} for report in reports]}
+
+
+def told(reports: Sequence[FuzzReport]) -> Iterator[str]:
+    """The reports as text, those that were skipped left out where others ran."""
+    ran = [report for report in reports if not report.skipped]
+    return map(str, ran or reports)

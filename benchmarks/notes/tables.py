@@ -1,0 +1,353 @@
+"""The tables of these pages, made from benchmarks/results.
+
+    python -m benchmarks.notes.tables            say which pages are out of date
+    python -m benchmarks.notes.tables --write    write their tables anew
+
+A page holds a table between `<!-- table: NAME -->` and `<!-- end -->`; NAME is a function's name here.
+"""
+
+import argparse
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from attn.bench import Case
+from benchmarks import pallas
+
+NOTES = Path(__file__).parent
+RESULTS = NOTES.parent / "results"
+BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+CHIPS = ("v6e", "v5e", "v7x")
+Row = dict[str, Any]
+
+
+def load(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def listed(rows: Iterable[Row], columns: dict[str, Callable[[Row], str]]) -> str:
+    """A line a row, a column a heading."""
+    return markdown(list(columns), [[cell(row) for cell in columns.values()] for row in rows])
+
+
+def field(name: str, form: str = "") -> Callable[[Row], str]:
+    """A cell of a row's own field, empty where it has none."""
+    return lambda row: format(row[name], form) if name in row else ""
+
+
+def of_target(file: str, columns: dict[str, Callable[[list[Row]], str]]) -> str:
+    """A line for each target of `attn aot`, of all its cases."""
+    rows = load(file)["rows"]
+    targets = dict.fromkeys(row["target"] for row in rows)
+    cases = {target: [row for row in rows if row["target"] == target] for target in targets}
+    return markdown(
+        ["target", *columns], [[target, *(cell(own) for cell in columns.values())] for target, own in cases.items()]
+    )
+
+
+def count(test: Callable[[Row], Any]) -> Callable[[list[Row]], str]:
+    return lambda rows: str(sum(bool(test(row)) for row in rows))
+
+
+def us(value: float) -> str:
+    """Microseconds in three or more digits."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+
+
+# TPU
+
+
+def _estimates(kinds: Sequence[str]) -> str:
+    """Ours before the best peer of `benchmarks.pallas`, pages of 128."""
+    rows = load("pallas")["rows"]
+    lines = []
+    for row in (row for row in pallas.ROWS if row.kind in kinds and (128 in row.pages or row.pages == (0,))):
+        page = 128 if 128 in row.pages else 0
+        cells = [_estimate(rows, row, chip, page) for chip in CHIPS]
+        lines.append([row.name, *cells])
+    return markdown(["launch", *(f"{chip}: ours / best peer, us" for chip in CHIPS)], lines)
+
+
+def _estimate(rows: dict[str, Any], row: pallas.Row, chip: str, page: int) -> str:
+    mine = rows[pallas.key_of(row, chip, page, pallas.OURS)]
+    found, marks = mine.get("us"), "" if mine.get("copies", True) else " (a)"
+    if found is None and (found := pallas._by_parts(rows, row, chip, page)):
+        marks = " (a, c)"
+    shown = "none" if found is None else f"**{us(found)}**{marks}"
+    peers = [(pallas._peer_cell(rows, row, chip, page, peer)[1], peer) for peer in row.peers]
+    best, name = min(peers, default=(math.inf, ""))
+    return shown if best == math.inf else f"{shown} / {us(best)} ({name})"
+
+
+def tpu_paged() -> str:
+    return _estimates(["paged"])
+
+
+def tpu_dense() -> str:
+    return _estimates(["dense", "dense_backward"])
+
+
+def tpu_dense_more() -> str:
+    named = {
+        "bwd=1": "causal 2k, 32/8x128, backward alone", "model=64,8,64,64": "causal 2k, 64/8x64, forward",
+        "model=16,16,128,128": "causal 2k, 16/16x128, forward",
+    }  # fmt: skip
+    rows = [row for row in load("flash_attention_tpu_2026-11-21")["rows"] if row["case"] in named and "note" not in row]
+    return listed(
+        rows,
+        {
+            "launch": lambda row: named[row["case"]], "chip": field("chip"), "estimate us": field("estimate_us"),
+            "HBM floor": field("hbm_floor_us"), "MXU floor": field("mxu_floor_us"),
+            "vector spills": field("vector_spills", ","),
+        },
+    )  # fmt: skip
+
+
+def tpu_mla() -> str:
+    return _estimates(["latent"])
+
+
+def tpu_mla_blocks() -> str:
+    def blocks(row: Row) -> str:
+        return "{:,}, {}, {} x {}, {}".format(*row["blocks"]) if "blocks" in row else "default"
+
+    rows = [row for row in load("mla_attention_libtpu_2026-11-21")["rows"] if row["chip"] == "v6e" and "estimate_us" in row]
+    return listed(
+        rows,
+        {
+            "launch": field("case"), "keys a block, tokens an item, score tile, blocks held": blocks,
+            "estimate us": field("estimate_us"), "vector spills": field("vector_spills", ","),
+        },
+    )  # fmt: skip
+
+
+def serving() -> str:
+    def megabytes(name: str) -> Callable[[Row], str]:
+        return lambda row: f"{row[name] / 1e6:.1f}"
+
+    return listed(
+        load("pallas_serving_v6e_2026-11-21")["rows"],
+        {
+            "backend": field("backend"), "program": field("program"), "cache MB": megabytes("cache_bytes"),
+            "shared MB": megabytes("shared_bytes"), "temporaries MB": megabytes("temporary_bytes"),
+        },
+    )  # fmt: skip
+
+
+def aot_tpu() -> str:
+    return of_target(
+        "aot_tpu_2026-11-22",
+        {
+            "cases": count(len), "compiled": count(lambda row: row["status"] == "compiled"),
+            "estimated": count(lambda row: all("us" in part for part in row["parts"])),
+        },
+    )  # fmt: skip
+
+
+# Triton
+
+
+def _of(rows: Sequence[dict[str, Any]], case: Case, backend: str) -> dict[str, Any] | None:
+    return next((row for row in rows if Case.of(row) == case and row["backend"] == backend and row.get("ms")), None)
+
+
+def _ms(value: float) -> str:
+    return f"{value:.4f}" if value < 0.1 else f"{value:.3f}"
+
+
+def _side_by_side(rows: Sequence[dict[str, Any]], columns: dict[str, str]) -> list[list[str]]:
+    """A line a case: its times in ms by backend, with a rate in the first, the fastest in bold."""
+    lines = []
+    for case in dict.fromkeys(map(Case.of, rows)):
+        found = [_of(rows, case, name) for name in columns.values()]
+        least = min(row["ms"] for row in found if row)
+        cells = ["" if row is None else f"**{_ms(row['ms'])}**" if row["ms"] == least else _ms(row["ms"]) for row in found]
+        if first := found[0]:
+            of_copy, of_gemm = first["of_copy"], first["of_gemm"]
+            rate = f"{100 * of_copy:.1f} % of copy" if of_copy > of_gemm else f"{first['tflop_per_s']:.0f} TFLOP/s"
+            cells[0] += f" ({rate})"
+        lines.append([str(case), *cells])
+    return lines
+
+
+def triton() -> str:
+    columns = {
+        "TRITON_ATTN": "TRITON_ATTN", "FLASHINFER": "FLASHINFER", "FLASH_ATTN (FA4)": "FLASH_ATTN",
+        "FA3 of vLLM": "FLASH_ATTN:vLLM's FlashAttention 3", "FlashInfer decode": "flashinfer-decode",
+        "FlashInfer FA2": "flashinfer-fa2", "FlashInfer FA3": "flashinfer-fa3", "SDPA, dense keys": "sdpa",
+        "vLLM Triton": "vllm-triton",
+    }  # fmt: skip
+    return markdown(["batch, ms", *columns], _side_by_side(load("every_peer_h200_2026-11-22")["rows"], columns))
+
+
+def aot_gpu() -> str:
+    def spills(rows: list[Row]) -> list[int]:
+        return [part["spills"] for row in rows for part in row.get("parts", ())]
+
+    return of_target(
+        "aot_gpu_2026-11-22",
+        {
+            "cases": count(len), "compiled": count(lambda row: row["status"] == "compiled"),
+            "refused": count(lambda row: row["status"] == "refused"),
+            "programs that spill": lambda rows: f"{sum(map(bool, spills(rows)))} of {len(spills(rows))}",
+            "most spills": lambda rows: f"{max(spills(rows)):,}",
+        },
+    )  # fmt: skip
+
+
+# MLA on a GPU
+
+
+def mla_kernel() -> str:
+    """Where 16 heads have one token a request, `mla_launches` is the later run."""
+    rows = [row for row in load("mla_h200")["rows"] if row["heads"] != 16 or not re.fullmatch(r"decode .* q1", row["row"])]
+    return listed(
+        rows,
+        {
+            "launch": field("row"), "heads": field("heads"), "ms": field("ms", ".4f"),
+            "TFLOP/s": field("tflop_per_s", ".0f"), "GB/s": field("gb_per_s", ","),
+        },
+    )  # fmt: skip
+
+
+def mla_launches() -> str:
+    rows = load("mla_launches_h200_2026-11-22")["rows"]
+    launches = list(dict.fromkeys(tuple(row["launch"]) for row in rows))
+    lines = []
+    for name in dict.fromkeys(row["row"] for row in rows):
+        rate = {tuple(row["launch"]): row["gb_per_s"] for row in rows if row["row"] == name}
+        best = max(rate.values())
+        lines.append([name, *(_bold(rate.get(launch), best) for launch in launches)])
+    heads = ["by hand" if launch[0] == 64 else ",".join(map(str, launch)) for launch in launches]
+    return markdown(["16 heads, GB/s", *heads], lines)
+
+
+def _bold(value: int | None, best: int) -> str:
+    return "" if value is None else f"**{value:,}**" if value == best else f"{value:,}"
+
+
+def mla_beside() -> str:
+    rows = load("mla_beside_flashinfer_h200_2026-11-22")["rows"]
+    lines = []
+    for name, heads in dict.fromkeys((row["row"], row["heads"]) for row in rows):
+        ours, theirs = (
+            next(row for row in rows if (row["row"], row["heads"], row["backend"].strip()) == (name, heads, backend))
+            for backend in ("TRITON_MLA", "FlashInfer fa3")
+        )
+        rate, unit = ("tflop_per_s", "TFLOP/s") if heads == 128 else ("gb_per_s", "GB/s")
+        lines.append((name, str(heads), f"{ours[rate]:,.0f} {unit}", f"{theirs[rate]:,.0f} {unit}"))
+    return markdown(("launch", "heads", "TRITON_MLA", "FlashInfer 0.7.2 (fa3)"), lines)
+
+
+def mla_layers() -> str:
+    columns = {name: name for name in ("TRITON_MLA", "FLASHINFER_MLA", "FLASH_ATTN_MLA", "FLASHMLA")}
+    lines = [
+        line
+        for heads in (128, 16)
+        for line in _side_by_side(load(f"mla_layers_{heads}_h200_2026-11-22")["rows"], columns)
+    ]  # fmt: skip
+    return markdown(["layer, ms", *columns], lines)
+
+
+def mla_prefill() -> str:
+    rows = load("mla_prefill_h200_2026-11-22")["rows"]
+    batches = list(dict.fromkeys(row["batch"] for row in rows))
+    by_name = {
+        name: {row["batch"]: row["ms"] for row in rows if row["mla_prefill"] == name}
+        for name in dict.fromkeys(row["mla_prefill"] for row in rows)
+    }
+    ordered = sorted(by_name, key=lambda name: by_name[name][batches[0]])
+    return markdown(["128 heads, ms", *batches], [[name, *(_ms(by_name[name][b]) for b in batches)] for name in ordered])
+
+
+# CPU
+
+
+def cpu() -> str:
+    """Ratios by processor time, as the files have them."""
+    lines = []
+    one, many = (load(f"cpu_attn_{name}_2026-11-21")["rows"] for name in ("1thread", "16threads"))
+    for case, dtype in dict.fromkeys((row["case"], row["dtype"]) for row in one):
+        (ours, by_hand, *others), (of_many, *_) = (
+            [row for row in rows if (row["case"], row["dtype"]) == (case, dtype)] for rows in (one, many)
+        )
+        best = min(row["speedup_of_ours"] for row in (by_hand, *others))
+        share = f"{100 * ours['copy_bandwidth_share']:.0f} %" if case.startswith("decode") else ""
+        lines.append(
+            (
+                case, dtype, f"{ours['wall_ms']:.1f}", share, f"{by_hand['speedup_of_ours']:.2f}", f"{best:.2f}",
+                f"{of_many['wall_ms']:.1f}",
+            )
+        )  # fmt: skip
+    head = ("case", "dtype", "CPU_ATTN ms", "of copy", "x loop by hand", "x best plain loop", "16 threads, ms")
+    return markdown(head, lines)
+
+
+# diffusion and engines
+
+
+def diffusion() -> str:
+    runs = {"FlashAttention 3": "h200", "FlashAttention 4": "vendors_h200", "neither": "choice_h200"}
+    names = ("FLASHINFER_ATTN", "CUDNN_ATTN", "TORCH_SDPA", "FLASH_ATTN", "TRITON_ATTN", "TRITON_INT8_ATTN", "SAGE_ATTN")
+    lines = []
+    for label, file in runs.items():
+        rows = load(f"diffusion_{file}_2026-11-22")["rows"]
+        for shape, name in dict.fromkeys((row["shape"], row["name"]) for row in rows):
+            own = {row["backend"]: row for row in rows if row["shape"] == shape and row["ms"]}
+            best = max(row["tflop_per_s"] for row in own.values() if row["exact"])
+            lines.append([f"{name} {shape}", label, *(_rate(own.get(backend), best) for backend in names)])
+    return markdown(["shape, TFLOP/s", "installed", *names], lines)
+
+
+def _rate(row: dict[str, Any] | None, best: float) -> str:
+    if row is None:
+        return ""
+    shown = f"{row['tflop_per_s']:.0f}"
+    return f"**{shown}**" if row["tflop_per_s"] == best else shown
+
+
+def vllm() -> str:
+    rows = load("vllm_cpu_2026-11-22")["rows"]
+    lines = []
+    for engine in dict.fromkeys(row["engine"] for row in rows):
+        own = [row for row in rows if row["engine"] == engine]
+        lines.append((engine, str(len(own)), str(sum(row["held"] for row in own))))
+    return markdown(("vLLM", "checks", "held"), lines)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    make.__name__: make
+    for make in (
+        tpu_paged, tpu_dense, tpu_dense_more, tpu_mla, tpu_mla_blocks, serving, aot_tpu, triton, aot_gpu, mla_kernel,
+        mla_launches, mla_beside, mla_layers, mla_prefill, cpu, diffusion, vllm,
+    )
+}  # fmt: skip
+
+
+def rewritten(page: str) -> str:
+    """A page's text with its tables made anew. Raises KeyError for a table that no function makes."""
+    return BLOCK.sub(lambda found: found[1] + TABLES[found[2]]() + found[3], page)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The tables of benchmarks/notes.")
+    parser.add_argument("--write", action="store_true", help="write the pages whose tables have changed")
+    write = parser.parse_args().write
+    for page in sorted(NOTES.glob("*.md")):
+        before = page.read_text(encoding="utf-8")
+        after = rewritten(before)
+        if after != before and write:
+            page.write_text(after, encoding="utf-8")
+        print(f"{page.name}: {'up to date' if after == before else 'written' if write else 'out of date'}")
+
+
+if __name__ == "__main__":
+    main()

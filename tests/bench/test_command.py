@@ -1,0 +1,173 @@
+"""`attn bench` on the CPU, under torch and JAX, and its errors. A minute."""
+
+import argparse
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from attn.bench import CPU_SUITE, MLA_CPU_SUITE, MLA_SUITE, SUITE, Case
+from attn.cli import main
+
+
+def run(*words: str, code: int = 0) -> None:
+    assert main(["bench", *words]) == code
+
+
+TINY = ("--heads", "4/2", "--head-size", "32", "--dtype", "float32")
+LATENT = ("--mla", "--heads", "2", "--dtype", "float32")
+
+
+def test_a_run_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    file = tmp_path / "rows.json"
+    run("2q1s40_q20", "--backend", "TORCH_SDPA", *TINY, "--window", "7", "--sinks", "--json", str(file))
+    assert "launch us" in capsys.readouterr().out
+    report = json.loads(file.read_text())
+    assert {"device", "torch", "date", "copy_gb_per_s", "gemm_tflop_per_s"} <= report.keys()
+    [row] = report["rows"]
+    assert row["right"] and row["ms_p20"] <= row["ms"] <= row["ms_p80"] and row["error"] < 1e-5
+    assert row["framework"] == "torch" and row["window"] == 7 and row["sinks"] and not row["replayed"]
+    assert row["build_us"] > 0 and row["host_us"] >= 0 and row["kernel_ms"] > 0 and row["call_ms"] == row["ms"]
+
+
+def test_a_backends_name_tells_its_wing() -> None:
+    from attn.bench.command import frameworks_of
+
+    def wings(*backends: str, framework: str | None = None) -> dict[str, list[str]]:
+        return frameworks_of(argparse.Namespace(backend=list(backends), framework=framework))
+
+    assert wings("TORCH_SDPA", "XLA_ATTN", "PALLAS") == {"torch": ["TORCH_SDPA"], "jax": ["XLA_ATTN", "PALLAS"]}
+    assert wings("sdpa", framework="torch") == {"torch": ["sdpa"]}
+    assert wings(framework="all") == {"torch": [], "jax": []}
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_latent_layer_is_timed(framework: str, tmp_path: Path) -> None:
+    """Decode and speculative decode, by what the selector takes."""
+    pytest.importorskip(framework)
+    file = tmp_path / "rows.json"
+    run("2q1s70_q3s20", "--framework", framework, *LATENT, "--json", str(file))
+    [row] = json.loads(file.read_text())["rows"]
+    assert row["backend"] == {"torch": "TORCH_MLA", "jax": "XLA_MLA"}[framework] and row["chosen"] and row["mla"]
+    assert row["right"] and row["error"] < 1e-5 and row["build_us"] > 0
+    assert (row["heads"], row["head_size"], row["block_size"]) == ("2", 576, 64)
+    assert Case.of(row) == Case.latent("2q1s70_q3s20", heads="2", dtype="float32")
+
+
+def test_both_wings_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("jax")
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
+    monkeypatch.setattr("os.environ", os.environ.copy())
+    file = tmp_path / "rows.json"
+    run(
+        "3q1s20",
+        "--framework",
+        "all",
+        "--heads",
+        "4/2",
+        "--head-size",
+        "64",
+        "--dtype",
+        "float32",
+        "--peers",
+        "sdpa,jax-nn,PALLAS",
+        "--json",
+        str(file),
+    )
+    report = json.loads(file.read_text())
+    assert report["torch"]["torch"] and report["jax"]["jax"] and report["date"]
+    assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false", "they share a device"
+    rows = {(row["framework"], row["backend"]): row for row in report["rows"]}
+    assert list(rows) == [
+        ("torch", "CPU_ATTN"), ("torch", "sdpa"), ("jax", "XLA_ATTN"), ("jax", "PALLAS"), ("jax", "jax-nn"),
+    ]  # fmt: skip
+    assert "an interpreter runs its kernels here" in rows["jax", "PALLAS"]["refused"]
+    assert [verdict["case"].endswith(("(torch)", "(jax)")) for verdict in report["verdicts"]] == [True, True]
+    assert all(row["right"] and row["replayed"] for row in (rows["jax", "XLA_ATTN"], rows["jax", "jax-nn"]))
+    assert rows["jax", "XLA_ATTN"]["build_us"] > 0 and rows["jax", "XLA_ATTN"]["host_us"] > 0
+    capsys.readouterr()
+    run("compare", str(file), str(file))
+    said = capsys.readouterr().out
+    assert said.count("level") == 4 and "4 times in both: 0 worse, 0 faster, 5 in all" in said
+
+
+def test_mistakes_are_told_in_a_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    run("q8s4", "--framework", "torch", code=2)
+    run("q8", "--framework", "torch", "--backend", "XLA_ATTN", code=2)
+    run("compare", "one.json", code=2)
+    run("compare", "/nowhere/a.json", "/nowhere/b.json", code=2)
+    run("q8", "--workloads", "x.jsonl", "--framework", "torch", code=2)
+    run("q8", "--framework", "torch", "--backend", "FLASH_ATTN", code=1)
+    run("q8", "--framework", "torch", "--backend", "BLOCKSPARSE", code=2)
+    run("q8", "--framework", "torch", "--backend", "TORCH_SDPA", "--mla", "--dtype", "float32", code=1)
+    run("q8", "--framework", "torch", "--heads", "8/2", "--mla", code=2)
+    run("q8", "--framework", "torch", "--registry", "diffusion", "--mla", code=2)
+    said = capsys.readouterr().err
+    for words in (
+        "8 new of 4 tokens", "XLA_ATTN is a backend of jax, not of torch", "takes two files", "not a file of rows",
+        "one of them", "platform=cpu (supports cuda)", "BLOCKSPARSE is not timed here", "TORCH_SDPA  mla not supported",
+        "heads='8/2' with mla", "--mla beside --registry diffusion",
+    ):  # fmt: skip
+        assert words in said
+
+
+def test_a_table_of_its_own_for_a_cpu() -> None:
+    from attn.bench import command
+
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    args = parser.parse_args(["--head-size", "96"])
+    assert [case.head_size for case in command.cases_of(args, True)] == [96] * len(CPU_SUITE)
+    assert {case.dtype for case in command.cases_of(args, True)} == {"float32"}
+    assert {case.dtype for case in command.cases_of(args, False)} == {"bfloat16"}
+    assert command.cases_of(parser.parse_args([]), False) == list(SUITE)
+    assert command.cases_of(parser.parse_args(["--mla"]), False) == list(MLA_SUITE)
+    assert command.cases_of(parser.parse_args(["--mla"]), True) == list(MLA_CPU_SUITE)
+    assert command.cases_of(parser.parse_args(["q4", "--mla", "--block-size", "16"]), False) == [
+        Case.latent("q4", block_size=16)
+    ]
+
+
+def test_a_run_beside_the_peers_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    file = tmp_path / "rows.json"
+    call = [
+        "bench",
+        "2q1s20",
+        "q8_q4",
+        "--framework",
+        "torch",
+        *TINY,
+        "--peers",
+        "all",
+        "--without",
+        "flex,FLEX_ATTENTION",
+        "--json",
+        str(file),
+    ]
+    assert main([*call, "--json", str(file)]) == 0
+    said = capsys.readouterr().out
+    report = json.loads(file.read_text())
+    rows = {(row["batch"], row["backend"]): row for row in report["rows"]}
+    assert {name for _, name in rows} >= {"CPU_ATTN", "TORCH_SDPA", "IPEX", "sdpa"}
+    assert not {name for _, name in rows} & {"flex", "FLEX_ATTENTION", "TORCH_MLA", "XLA_ATTN"}
+    assert [name for (_, name), row in rows.items() if row["chosen"]] == ["CPU_ATTN"] * 2
+    assert rows["2q1s20", "sdpa"]["peer"] and rows["2q1s20", "sdpa"]["error"] < 1e-5
+    assert "one length" in rows["q8_q4", "sdpa"]["refused"] and "ms" not in rows["q8_q4", "sdpa"]
+    assert "IPEX" in said and "no row:" in said and all(row["right"] for row in report["rows"])
+    assert [verdict["choice"] for verdict in report["verdicts"]] == ["CPU_ATTN"] * 2
+    assert main(["bench", "--judge", str(file)]) in (0, 1)  # whether the choice lost here is the machine's affair
+    assert re.search(r"CPU_ATTN +2 cases", capsys.readouterr().out)
+
+
+def test_names_that_nobody_has_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    assert main(["bench", "q4", "--framework", "torch", *TINY, "--peers", "sdpa,CUDNN"]) == 2
+    assert "peer 'CUDNN' is unknown; known: all, " in capsys.readouterr().err
+    assert main(["bench", "--judge", "/nowhere/rows.json"]) == 2
+    assert "not a file of rows" in capsys.readouterr().err

@@ -1,0 +1,127 @@
+"""The fuzzer: it draws what is declared, passes a correct kernel, finds planted bugs, and outlives what it examines (15 s)."""
+
+import json
+import os
+import time
+from typing import Any
+
+import pytest
+
+from attn.testing import Case, candidate_of, draw, subject_here
+from attn.testing.command import main
+from attn.testing.fuzz import FuzzReport, Outcome, campaign, examined, run_fuzz
+from attn.testing.fuzz_cases import program
+from attn.testing.mutants import MUTANTS, SUBJECT
+from attn.testing.processes import Lost, Worker
+from attn.testing.properties import run_check
+from attn.testing.simulated import SimulatedKernel
+
+FAR = time.monotonic() + 1e6  #: tests count programs, never seconds
+
+
+class ScaleMadePositive(SimulatedKernel):
+    """The sign of the softmax scale is lost."""
+
+    def scale(self) -> float:
+        return abs(self.call.scale)
+
+
+class BoundTakenForLength(SimulatedKernel):
+    """Every request is as long as max_seq_len says, as far as its row of the table goes."""
+
+    def length(self, r: int) -> int:
+        return min(self.call.batch.max_seq_len, self.call.batch.block_table.shape[1] * self.case.block_size)
+
+
+class HeadsOfOneSizeOnly(SimulatedKernel):
+    """A raw error of whatever computes."""
+
+    def capped(self, s: Any) -> Any:
+        return s.reshape(-1, 4, 7) if self.case.logits_soft_cap else s
+
+
+PLANTED: dict[str, type[SimulatedKernel]] = {
+    **{
+        name: MUTANTS[name] for name in ("WindowLeftOneMore", "LseBaseTwo", "ScaleOfWrongHead", "TreeIgnored", "SinkInEmptyRow")
+    },
+    **{kernel.__name__: kernel for kernel in (ScaleMadePositive, BoundTakenForLength, HeadsOfOneSizeOnly)},
+}
+
+
+def fuzzed(kernel: SimulatedKernel, programs: int) -> FuzzReport:
+    """A campaign on a kernel in this process, until it has a find; what only a layer can be asked is left out."""
+
+    def examine(case: Case, limit: float) -> Outcome:
+        return Outcome() if case.check.startswith("wrong") else examined(case, lambda case: run_check(case, kernel))
+
+    return campaign(SUBJECT, [examine], 3, FAR, FuzzReport("SIMULATED", 3), most=programs, enough=1)
+
+
+def test_a_correct_kernel_has_no_find() -> None:
+    report = fuzzed(SimulatedKernel(), 25)
+    assert report.ok and report.programs == 25 and report.cases > 60, str(report)
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_bugs_are_found_and_made_small(name: str) -> None:
+    report = fuzzed(PLANTED[name](), 200)
+    assert report.finds, f"{report.cases} cases do not notice {name}"
+    found = report.finds[0]
+    case = Case.from_json(found.repro.partition("--repro ")[2].strip("'"))
+    assert len(case.query_lens) <= 2 and case.num_kv_heads <= 3
+    assert f"{found.kind} (met {found.times} times)" in str(report)
+    assert {"WindowLeftOneMore": "sliding_window", "ScaleMadePositive": "scale"}.get(name, "") in ("", *found.needs)
+
+
+def test_a_program_follows_from_its_numbers_and_asks_for_what_is_declared() -> None:
+    drawn = [case for number in range(60) for case in program(SUBJECT, 7, number, 3)]
+    assert drawn == [case for number in range(60) for case in program(SUBJECT, 7, number, 3)]
+    assert [c.replace(name="") for c in program(SUBJECT, 8, 0, 3)] != [c.replace(name="") for c in program(SUBJECT, 7, 0, 3)]
+    assert all(SUBJECT.serves(case) and Case.from_json(case.json()) == case for case in drawn)
+    for name in ("through", "arrays", "layout", "new", "inputs", "attn_type", "kv_cache_dtype", "tree", "sinks", "check"):
+        assert len({getattr(case, name) for case in drawn}) > 1, name
+    assert {True, False} == {(case.scale or 1) < 0 for case in drawn} == {case.loose > 0 for case in drawn}
+    lens = [pair for case in drawn for pair in zip(case.query_lens, case.seq_lens, strict=True)]
+    assert any(not case.query_lens for case in drawn) and any(q > m for q, m in lens) and any(q == 0 < m for q, m in lens)
+
+
+def test_programs_of_a_compiler_have_one_shape() -> None:
+    for number in range(20):
+        cases = [c for c in program(SUBJECT, 1, number, 9, one_shape=True) if c.check in ("oracle", "rerun", "poison")]
+        calls = [draw(case) for case in cases]
+        requests = {1 << (len(c.case.query_lens) - 1).bit_length() for c in calls}
+        assert len({(c.query.shape, c.batch.block_table.shape[1]) for c in calls}) <= 1 >= len(requests)
+        assert len({c.key_cache.shape for c in calls if c.key_cache is not None}) <= 1
+        draw.cache_clear()
+
+
+def fate(task: tuple[str, str]) -> Outcome:
+    """What a case does to the process that runs it: cases of one head end it, those of two never end."""
+    heads = Case.from_json(task[1]).num_kv_heads
+    if heads == 1:
+        os._exit(11)
+    if heads == 2:
+        time.sleep(600)
+    return Outcome()
+
+
+def test_a_case_that_kills_its_process_or_never_ends_is_a_find() -> None:
+    case, worker = Case("x", (1,), (1,)), Worker(fate)
+    try:
+        with pytest.raises(Lost, match=r"died \(exit code 11\)"):
+            worker(("", case.replace(num_heads=1, num_kv_heads=1).json()), 60.0)
+        with pytest.raises(Lost, match="no answer within 1 s"):
+            worker(("", case.json()), 1.0)
+        assert worker(("", case.replace(num_heads=3, num_kv_heads=3).json()), 60.0) == Outcome()
+    finally:
+        worker.close()
+
+
+def test_the_command_runs_a_campaign(capsys: pytest.CaptureFixture[str]) -> None:
+    (report,) = run_fuzz(["CPU_ATTN"], 600, 1, most=1)
+    assert report.cases >= 2 and report.programs == 1
+    assert main(["TRITON_ATTN", "--fuzz", "5", "--json"]) == 1 or subject_here(candidate_of("TRITON_ATTN"))[0]
+    assert json.loads(capsys.readouterr().out)["backends"][0]["backend"] == "TRITON_ATTN"
+    for wrong in (["--fuzz", "0"], ["--fuzz", "5", "--jobs", "0"], ["--fuzz", "5", "--registry", "diffusion"]):
+        with pytest.raises(ValueError, match=r"must be|draws cases for"):
+            main(["CPU_ATTN", *wrong])

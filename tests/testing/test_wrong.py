@@ -1,0 +1,37 @@
+"""Mistakes that a person makes with a layer, in both frameworks: each is refused in the library's own words (about 4 s)."""
+
+import pytest
+
+from attn.errors import MetadataError
+from attn.testing import candidate_of, run_case, subject_here
+from attn.testing.subject import base_case
+from attn.testing.wrong import refused_in_our_words, wrongs_for
+
+
+@pytest.mark.parametrize("name", ["TORCH_SDPA", "TORCH_MLA", "XLA_ATTN", "XLA_MLA"])
+def test_every_mistake_is_refused(name: str) -> None:
+    subject, _ = subject_here(candidate_of(name))
+    assert subject is not None
+    case = base_case(subject, "mistakes", (1, 4, 2), (20, 4, 2), through="layer", num_heads=4)
+    if case.mla:
+        case = case.replace(mla=(32, 24, 16, 40), head_size=48)
+    mistakes = wrongs_for(case, subject.capabilities.framework)
+    assert len(mistakes) > 45
+    backend = candidate_of(name).backend
+    found = [violation.what for mistake in mistakes for violation in run_case(backend, case.replace(check=f"wrong={mistake}"))]
+    assert not found, "\n".join(found)
+
+
+def test_only_errors_that_this_package_raises_answer_a_mistake() -> None:
+    from attn.backends.arguments import check_scale
+    from attn.backends.metadata import slots_of
+
+    def refused(act: object, *arguments: object) -> bool:
+        with pytest.raises(Exception) as raised:
+            act(*arguments)  # type: ignore[operator]
+        return refused_in_our_words(raised.value)
+
+    assert refused(check_scale, "auto", 64)
+    assert refused_in_our_words(MetadataError("seq_lens", 0, 1, "2"))
+    assert not refused(slots_of, None, None, [1], 2)
+    assert not refused(int, "x")
