@@ -29,7 +29,7 @@ from attn.backends.registry import AttentionBackendEnum, register_backend
 from attn.capabilities import AttentionType, Device, Feature, Request
 from attn.errors import AttnError, UnsupportedError
 from attn.selector import make_request, select
-from attn.testing import Case, Violation, cache_spec, check_conformance, draw, fixtures, latent, run_case, runner_for, suite
+from attn.testing import Case, Violation, cache_spec, check_conformance, draw, fixtures, mla, run_case, runner_for, suite
 from attn.testing import transform as to
 from attn.testing.mutants import MUTANTS, killers
 from attn.testing.properties import judged
@@ -118,7 +118,7 @@ def _properties() -> dict[str, set[str]]:
         built = member.candidate().backend if member.value else None
         if getattr(built, "capabilities", None) is not None:
             subject = subject_of(built)
-            cases = latent.properties(subject, False) if subject.is_latent else suite.properties(subject, False)
+            cases = mla.properties(subject, False) if subject.is_latent else suite.properties(subject, False)
             found[member.name] = {case.check.partition("=")[0] for case in cases if subject.serves(case)}
     return {name: checks for name, checks in found.items() if checks}
 

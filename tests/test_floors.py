@@ -35,7 +35,7 @@ FLOORS = [
     ("attn.machines", "attn.verdicts"),
     ("attn.platforms",),
     ("attn.backends", "attn.choice", "attn.diffusion", "attn.plugins", "attn.preferences", "attn.pictures"),
-    ("attn.selector", "attn.hints", "attn.layers", "attn.evidence", "attn.testing", "attn.aot", "attn.bench"),
+    ("attn.selector", "attn.hints", "attn.layer", "attn.evidence", "attn.testing", "attn.aot", "attn.bench"),
     ("attn.report", "attn.functional"),
     DOORS,
 ]

@@ -7,7 +7,7 @@ from attn.diffusion.selector import DiffusionAttentionConfig, Name, make_diffusi
 from attn.verdicts import Selection
 
 
-class ChosenDiffusionAttention:
+class BaseDiffusionAttention:
     """Dense attention for image and video models: [B, S, H, D] in and out.
 
     num_heads, head_size, softmax_scale (1 / sqrt(head_size) when None), causal (bottom-right), num_kv_heads.

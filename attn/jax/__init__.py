@@ -6,7 +6,7 @@ from typing import Any
 _FACE = {
     "Attention": "attn.jax.layer",
     "DiffusionAttention": "attn.jax.diffusion.layer",
-    "MLAAttention": "attn.jax.mla_layer",
+    "MLAAttention": "attn.jax.layer",
     "attention_fn": "attn.jax.dot_product",
     "dot_product_attention": "attn.jax.dot_product",
     "merge_attn_states": "attn.jax.merge",

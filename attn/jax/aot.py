@@ -18,8 +18,8 @@ from attn.capabilities import Device, Feature, Request
 from attn.dtypes import kv_cache_element
 from attn.jax import _libtpu
 from attn.jax._libtpu import Program
+from attn.jax.backends.mla.pallas_mla import PallasMLABackend
 from attn.jax.backends.pallas import PallasAttentionBackend
-from attn.jax.backends.pallas_mla import PallasMLABackend
 
 STEPS = ("compile", "estimate")
 COLUMNS = (

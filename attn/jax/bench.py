@@ -33,7 +33,7 @@ from attn.bench.deadline import deadline
 from attn.errors import UnsupportedError
 from attn.imports import version_of
 from attn.jax import kv_cache as caches
-from attn.jax.backends._mla import latent_rows
+from attn.jax.backends.mla._mla import latent_rows
 from attn.jax.kernels import xla_mla
 
 _CODE_SCALE = 0.03  #: of an int8 cache, whose codes are about +-90; other caches hold numbers about 1
@@ -139,7 +139,7 @@ class Workload:
         return float((wrong / total) ** 0.5)
 
 
-class LatentWorkload(Workload):
+class MLAWorkload(Workload):
     """The same of a latent (MLA) layer. Its call is the layer's own: it writes the batch's new rows (the same each time), and
     takes queries and gives outputs of heads, through absorbed or expanded attention as the batch asks for."""
 
@@ -319,7 +319,7 @@ class JaxBench:
                 workload = Workload(case, "XLA_ATTN")
                 workload.attend, workload.arguments = _dense(workload, PEERS[name][0])
             else:
-                workload = (LatentWorkload if case.mla else Workload)(case, name)
+                workload = (MLAWorkload if case.mla else Workload)(case, name)
             call = workload.program()
             jax.block_until_ready(call())
         return self._timed(call, workload, build=name not in PEERS)

@@ -103,5 +103,5 @@ def extent(backend: type[AttentionBackend], kv_cache: jax.Array) -> tuple[int, i
 
 
 def load(layer: Any, kv_cache: jax.Array, slots: Any, keys: jax.Array, values: jax.Array, codes: bool) -> jax.Array:
-    """`ChosenLayer.load_pages`, checked: the cache with rows [T, ...] at slots [T]. Codes are what `encode` leaves alone."""
+    """`BaseLayer.load_pages`, checked: the cache with rows [T, ...] at slots [T]. Codes are what `encode` leaves alone."""
     return layer.impl.do_kv_cache_update(layer, keys, values, kv_cache, jnp.asarray(slots, jnp.int32))  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""`attn.jax.Attention`: one attention layer as an `nnx.Module`, its backend chosen once, when it is built."""
+"""`attn.jax.Attention` and `MLAAttention`: attention layers as `nnx.Module`s, the backend chosen once, when they are built."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 
 from attn.backends.arguments import positive_int
-from attn.layers import ChosenAttention, ChosenLayer
+from attn.layer import BaseAttention, BaseLayer, BaseMLAAttention
 
 
 def _kept(name: str) -> Any:
@@ -16,7 +16,7 @@ def _kept(name: str) -> Any:
     return property(lambda layer: np.asarray(getattr(layer, f"{name}_static"), np.float32))
 
 
-class ChosenModule(ChosenLayer, nnx.Module):
+class _Module(BaseLayer, nnx.Module):
     """Where a module keeps its scales."""
 
     framework = "jax"
@@ -47,8 +47,8 @@ class ChosenModule(ChosenLayer, nnx.Module):
         setattr(self, f"{name}_static", tuple(scale.tolist()) if scale.ndim else float(scale))
 
 
-class Attention(ChosenAttention, ChosenModule):
-    __doc__ = ChosenAttention.__doc__
+class Attention(BaseAttention, _Module):
+    __doc__ = BaseAttention.__doc__
 
     def __call__(
         self, query: jax.Array, key: jax.Array | None, value: jax.Array | None, kv_cache: jax.Array | None, attn_metadata: Any
@@ -59,5 +59,36 @@ class Attention(ChosenAttention, ChosenModule):
         the write happens in place: `nnx.jit(step, donate_argnames=("kv_cache",))`.
         """
         return self.impl.apply(query, key, value, kv_cache, attn_metadata, k_scale=self._k_scale, v_scale=self._v_scale)  # type: ignore[no-any-return]
+
+    forward = __call__
+
+
+class MLAAttention(BaseMLAAttention, _Module):
+    __doc__ = BaseMLAAttention.__doc__
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # a leaf of this module's state, not hidden in the implementation, where jit would take it for a constant
+        self.kv_b_proj, self.impl.kv_b_proj = self.impl.kv_b_proj, None
+
+    def __call__(
+        self,
+        q: jax.Array,
+        kv_c_normed: jax.Array | None,
+        k_pe: jax.Array | None,
+        kv_cache: jax.Array,
+        attn_metadata: Any,
+        indices: Any = None,
+    ) -> tuple[Any, jax.Array]:
+        """(output [T, H, Dv], kv_cache): a pure function of its arguments and of `kv_b_proj`; see `MLACommonImpl.apply`.
+
+        q: [T, H, Dn + Dr], kv_c_normed: [T, L], k_pe: [T, Dr], projected, normed and rotated by the model; the new rows are
+        written to `kv_cache`. Jit it with the cache donated, and the write happens in place. A sparse backend also takes
+        `indices=` [T, topk].
+        """
+        w_uk, w_uv = self.impl.weights(self.kv_b_proj)
+        return self.impl.apply(  # type: ignore[no-any-return]
+            q, kv_c_normed, k_pe, kv_cache, attn_metadata, w_uk=w_uk, w_uv=w_uv, k_scale=self._k_scale, indices=indices
+        )
 
     forward = __call__

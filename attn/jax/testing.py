@@ -30,8 +30,7 @@ from jax.experimental.pallas import tpu as pltpu
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.mla.prefill.abstract import MLAContextChunk, MLAPrefillMetadata
 from attn.capabilities import AttentionType, Device, Feature
-from attn.jax.layer import Attention
-from attn.jax.mla_layer import MLAAttention
+from attn.jax.layer import Attention, MLAAttention
 from attn.testing import Call, Case, Result, bits, cache_spec, layer_arguments
 from attn.testing.case import Scale
 from attn.testing.prefill import PrefillCall

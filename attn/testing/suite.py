@@ -15,7 +15,7 @@ from attn.testing.bits import SCALED
 from attn.testing.case import Case
 from attn.testing.fixtures import fixtures, long_context, variety, vast
 from attn.testing.grid import grid, random_cases
-from attn.testing.latent import latent_cases
+from attn.testing.mla import latent_cases
 from attn.testing.subject import M_LENS, Q_LENS, Subject, base_case, main_dtypes, per_head_scales
 
 LEVELS = ("smoke", "quick", "full")

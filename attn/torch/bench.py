@@ -156,7 +156,7 @@ class Workload:
         return (wrong / total) ** 0.5
 
 
-class LatentWorkload(Workload):
+class MLAWorkload(Workload):
     """The same of a latent (MLA) layer. Its call is the layer's own: it writes the batch's new rows (the same each time), and
     takes queries and gives outputs of heads, through absorbed or expanded attention as the batch asks for."""
 
@@ -260,7 +260,7 @@ class TorchBench:
             if name in self._peers:
                 return self._measure_peer(case, self._peers[name], limit)
             with deadline(limit):
-                workload = (LatentWorkload if case.mla else Workload)(case, name, self.device)
+                workload = (MLAWorkload if case.mla else Workload)(case, name, self.device)
                 workload.forward()
             return self.timed(workload.forward, workload.build, lambda: workload.output.fill_(torch.nan), workload.error)
 

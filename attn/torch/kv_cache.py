@@ -183,7 +183,7 @@ def extent(backend: type[AttentionBackend], kv_cache: torch.Tensor) -> tuple[int
 
 
 def load(layer: Any, kv_cache: torch.Tensor, slots: Any, keys: torch.Tensor, values: torch.Tensor, codes: bool) -> torch.Tensor:
-    """`ChosenLayer.load_pages`, checked: rows [T, ...] at slots [T] of the cache, which changes in place."""
+    """`BaseLayer.load_pages`, checked: rows [T, ...] at slots [T] of the cache, which changes in place."""
     at = torch.from_numpy(slots).to(kv_cache.device)
     keys, values = keys.to(kv_cache.device), values.to(kv_cache.device)
     if not codes:

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from attn.layers import ChosenAttention, ChosenLayer, ChosenMLAAttention
+from attn.layer import BaseAttention, BaseLayer, BaseMLAAttention
 from attn.torch import graphs
 
 _SCALES = ("_q_scale", "_k_scale", "_v_scale", "_prob_scale")
 
 
-class _Module(ChosenLayer, nn.Module):
+class _Module(BaseLayer, nn.Module):
     """Where a module keeps its scales: buffers that move with it and are never cast."""
 
     @staticmethod
@@ -53,8 +53,8 @@ class _Module(ChosenLayer, nn.Module):
         return f"{self.selection.name}, {self.selection.request}"
 
 
-class Attention(ChosenAttention, _Module):
-    __doc__ = ChosenAttention.__doc__
+class Attention(BaseAttention, _Module):
+    __doc__ = BaseAttention.__doc__
 
     framework = "torch"
 
@@ -79,8 +79,8 @@ class Attention(ChosenAttention, _Module):
         self.graph_key = "" if self.impl.traceable else graphs.paged_key(self.impl, self.kv_cache_spec)
 
 
-class MLAAttention(ChosenMLAAttention, _Module):
-    __doc__ = ChosenMLAAttention.__doc__
+class MLAAttention(BaseMLAAttention, _Module):
+    __doc__ = BaseMLAAttention.__doc__
 
     framework = "torch"
 

@@ -58,7 +58,7 @@ def test_the_judge_of_latent_layers(framework: str, stored: str, batch: str, mon
     wing, on_torch = pytest.importorskip(f"attn.{framework}.bench"), framework == "torch"
     place = [wing.torch.device("cpu")] if on_torch else []
     case = Case.latent(batch, heads="2", dtype="float32", kv_cache_dtype=stored)
-    work = wing.LatentWorkload(case, "TORCH_MLA" if on_torch else "XLA_MLA", *place)
+    work = wing.MLAWorkload(case, "TORCH_MLA" if on_torch else "XLA_MLA", *place)
     out = []
     if on_torch:
         with monkeypatch.context() as other:

@@ -7,11 +7,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
-from attn.diffusion.layer import ChosenDiffusionAttention
+from attn.diffusion.layer import BaseDiffusionAttention
 
 
-class DiffusionAttention(ChosenDiffusionAttention, nnx.Module):
-    __doc__ = ChosenDiffusionAttention.__doc__
+class DiffusionAttention(BaseDiffusionAttention, nnx.Module):
+    __doc__ = BaseDiffusionAttention.__doc__
 
     framework = "jax"
 

@@ -4,11 +4,11 @@ import torch
 from torch import nn
 
 from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
-from attn.diffusion.layer import ChosenDiffusionAttention
+from attn.diffusion.layer import BaseDiffusionAttention
 
 
-class DiffusionAttention(ChosenDiffusionAttention, nn.Module):
-    __doc__ = ChosenDiffusionAttention.__doc__
+class DiffusionAttention(BaseDiffusionAttention, nn.Module):
+    __doc__ = BaseDiffusionAttention.__doc__
 
     framework = "torch"
 

@@ -12,7 +12,7 @@ from attn import reference
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.dtypes import kv_cache_element
 from attn.jax import MLAAttention
-from attn.jax.backends._mla import latent_rows
+from attn.jax.backends.mla._mla import latent_rows
 
 #: rms error of a row over its rms (SEMANTICS 1.4, rule B)
 ROW_ERROR = {"float32": 1e-5, "float16": 2.0**-10, "bfloat16": 2.0**-7}

@@ -14,7 +14,7 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 
-from attn.jax.backends import pallas_mla
+from attn.jax.backends.mla import pallas_mla
 from attn.jax.kernels.tpu import mla_attention as kernel
 from attn.jax.kernels.tpu._chips import CHIPS
 from attn.jax.kernels.tpu.mla_attention import Blocks, blocks_for

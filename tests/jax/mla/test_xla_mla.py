@@ -12,7 +12,7 @@ from attn import distributed, reference
 from attn.distributed import DCPGroup
 from attn.errors import DTypeError, MetadataError, ShapeError, UnsupportedError
 from attn.jax import MLAAttention, merge_attn_states
-from attn.jax.backends import _mla
+from attn.jax.backends.mla import _mla
 from attn.jax.kernels import xla_mla
 
 DEEPSEEK = (512, 64, 128, 128)

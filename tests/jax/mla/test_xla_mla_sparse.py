@@ -9,7 +9,7 @@ import pytest
 
 from attn import reference
 from attn.errors import DTypeError, MetadataError, ShapeError, UnsupportedError
-from attn.jax.backends.xla_mla_sparse import XLAMLASparseBackend
+from attn.jax.backends.mla.xla_mla_sparse import XLAMLASparseBackend
 from attn.jax.kernels import xla_mla
 from attn.testing import Case, check_conformance
 

@@ -29,8 +29,8 @@ class MLAPrefillBackendEnum(
     TOKENSPEED_MLA = "attn.torch.backends.mla.prefill.tokenspeed_mla.TokenspeedMLAPrefillBackend"
     TRITON = "attn.torch.backends.mla.prefill.triton.TritonPrefillBackend"
     TORCH_SDPA = "attn.torch.backends.mla.prefill.sdpa.TorchSDPAPrefillBackend"
-    XLA = "attn.jax.backends.xla_mla_prefill.XLAPrefillBackend"
-    PALLAS = "attn.jax.backends.pallas_mla_prefill.PallasPrefillBackend"
+    XLA = "attn.jax.backends.mla.prefill.xla.XLAPrefillBackend"
+    PALLAS = "attn.jax.backends.mla.prefill.pallas.PallasPrefillBackend"
     # Placeholder for third-party/custom backends - must be registered before use
     CUSTOM = None
 

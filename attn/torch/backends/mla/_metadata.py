@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from attn.backends.metadata import CommonAttentionMetadata
-from attn.backends.mla.latent import dcp_row_limits
+from attn.backends.mla.common import dcp_row_limits
 from attn.backends.mla.prefill.abstract import MLAContextChunk, MLAPrefillMetadata
 from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder, exportable
 

@@ -18,7 +18,7 @@ import torch
 
 from attn.backends.abstract import AttentionLayer
 from attn.backends.arguments import fold_sign
-from attn.backends.mla.latent import LatentBackend, LatentImpl
+from attn.backends.mla.common import MLABackend, MLAImpl
 from attn.backends.mla.prefill.abstract import MLAPrefillBackend
 from attn.backends.mla.prefill.selector import get_mla_prefill_backend
 from attn.backends.paged import cache_dtype_error, check_array, check_block_size, check_built
@@ -40,7 +40,7 @@ M = TypeVar("M", bound=MLACommonMetadata)
 _WORKSPACE = 512 << 20
 
 
-class MLACommonBackend(LatentBackend):
+class MLACommonBackend(MLABackend):
     """What MLA backends share: metadata and builder."""
 
     accept_output_buffer = True
@@ -54,7 +54,7 @@ class MLACommonBackend(LatentBackend):
         return MLACommonMetadataBuilder
 
 
-class MLACommonImpl(LatentImpl[MLACommonMetadata]):
+class MLACommonImpl(MLAImpl[MLACommonMetadata]):
     """The template. A subclass sets `backend` and writes `_decode`.
 
     `prefill_backend` is the MLA prefill backend to use by name, obeyed or refused; None lets the platform choose.

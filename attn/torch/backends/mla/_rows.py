@@ -7,7 +7,7 @@ FlashMLA's and vLLM's caches). What a packed row holds is bit for bit what `attn
 
 import torch
 
-from attn.backends.mla.latent import DS_MLA_BYTES, DS_MLA_LATENT, DS_MLA_TILE
+from attn.backends.mla.common import DS_MLA_BYTES, DS_MLA_LATENT, DS_MLA_TILE
 from attn.torch import kv_cache as caches
 
 PACKED = "fp8_ds_mla"

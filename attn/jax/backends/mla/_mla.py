@@ -20,7 +20,7 @@ from jax import lax
 from attn.backends.abstract import AttentionLayer
 from attn.backends.arguments import fold_sign
 from attn.backends.metadata import PAD_SLOT_ID, CommonAttentionMetadata
-from attn.backends.mla.latent import LatentBackend, LatentImpl, dcp_row_limits
+from attn.backends.mla.common import MLABackend, MLAImpl, dcp_row_limits
 from attn.backends.mla.prefill.abstract import MLAContextChunk, MLAPrefillBackend, MLAPrefillMetadata
 from attn.backends.mla.prefill.selector import get_mla_prefill_backend
 from attn.backends.paged import cache_dtype_error, check_array, check_block_size, check_built
@@ -64,7 +64,7 @@ def _product(spec: str, x: jax.Array, weights: jax.Array) -> jax.Array:
     return made.astype(x.dtype)
 
 
-class MLAMetadataBuilder(PagedAttentionMetadataBuilder):
+class MLACommonMetadataBuilder(PagedAttentionMetadataBuilder):
     """The paged builder; under decode context parallelism each row becomes a request of the keys that it sees here."""
 
     def build(
@@ -81,7 +81,7 @@ class MLAMetadataBuilder(PagedAttentionMetadataBuilder):
         return super().build(common_prefix_len, batch, fast_build)
 
 
-class MLABackend(LatentBackend):
+class MLACommonBackend(MLABackend):
     """What MLA backends share: metadata and builder."""
 
     @staticmethod
@@ -89,11 +89,11 @@ class MLABackend(LatentBackend):
         return PagedAttentionMetadata
 
     @staticmethod
-    def get_builder_cls() -> type[MLAMetadataBuilder]:
-        return MLAMetadataBuilder
+    def get_builder_cls() -> type[MLACommonMetadataBuilder]:
+        return MLACommonMetadataBuilder
 
 
-class MLAImpl(LatentImpl[PagedAttentionMetadata]):
+class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
     """The template. A subclass sets `backend` and writes `_decode`."""
 
     framework = "jax"

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 from attn import envs
 from attn.capabilities import Capabilities, Feature
 from attn.errors import DTypeError, ShapeError
-from attn.jax.backends._mla import MLABackend, MLAImpl, check_indices
+from attn.jax.backends.mla._mla import MLACommonBackend, MLACommonImpl, check_indices
 from attn.jax.kernels import xla_mla
 from attn.jax.metadata import PagedAttentionMetadata
 
 
-class XLAMLASparseBackend(MLABackend):
+class XLAMLASparseBackend(MLACommonBackend):
     capabilities = Capabilities(
         framework="jax",
         platforms=("tpu", "gpu", "cpu"),
@@ -35,7 +35,7 @@ class XLAMLASparseBackend(MLABackend):
         return XLAMLASparseImpl
 
 
-class XLAMLASparseImpl(MLAImpl):
+class XLAMLASparseImpl(MLACommonImpl):
     """Without `indices` the layer's `indexer` is asked: an object whose `topk_indices` is such an array."""
 
     backend = XLAMLASparseBackend

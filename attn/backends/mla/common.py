@@ -58,7 +58,7 @@ def dcp_row_limits(batch: CommonAttentionMetadata) -> "tuple[IntArray, IntArray]
     return owner, limit.astype(np.int32)
 
 
-class LatentBackend(AttentionBackend):
+class MLABackend(AttentionBackend):
     """A cache of one row a token.
 
     `latent_dims` are the (L, Dr) pairs that the kernels know, `qk_nope_head_dims` and `v_head_dims` the sizes of an
@@ -102,10 +102,10 @@ class LatentBackend(AttentionBackend):
         return why
 
 
-class LatentImpl(MLAAttentionImpl[T]):
+class MLAImpl(MLAAttentionImpl[T]):
     """One MLA layer's arguments, checked. A subclass sets `backend`."""
 
-    backend: ClassVar[type[LatentBackend]]
+    backend: ClassVar[type[MLABackend]]
 
     def __init__(
         self,

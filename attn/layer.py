@@ -41,7 +41,7 @@ from attn.verdicts import Selection
 _builders: "weakref.WeakKeyDictionary[Any, dict[Any, Any]]" = weakref.WeakKeyDictionary()
 
 
-class ChosenLayer:
+class BaseLayer:
     """A layer with a backend of its own choice and a paged cache."""
 
     framework: ClassVar[str]
@@ -137,7 +137,7 @@ class ChosenLayer:
         return cache
 
 
-class ChosenAttention(ChosenLayer):
+class BaseAttention(BaseLayer):
     """Multi-head attention over a paged KV cache, grouped-query included.
 
     Arguments are those of the seeds' `AttentionImpl`, and:
@@ -227,7 +227,7 @@ class ChosenAttention(ChosenLayer):
         return row, row
 
 
-class ChosenMLAAttention(ChosenLayer):
+class BaseMLAAttention(BaseLayer):
     """Multi-head latent attention over a paged cache of latents (DeepSeek-V2 and V3, Kimi K2).
 
     num_heads: query heads H; kv_lora_rank L, qk_nope_head_dim Dn, qk_rope_head_dim Dr, v_head_dim Dv: the model's sizes;

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from attn.backends.abstract import MultipleOf
 from attn.capabilities import Capabilities, Feature
-from attn.jax.backends._mla import MLABackend, MLAImpl, write
+from attn.jax.backends.mla._mla import MLACommonBackend, MLACommonImpl, write
 from attn.jax.kernels.tpu import mla_attention as kernel
 from attn.jax.metadata import PagedAttentionMetadata
 
@@ -21,7 +21,7 @@ from attn.jax.metadata import PagedAttentionMetadata
 _attend = jax.jit(kernel.mla_attention, static_argnames=("scale", "max_query_len", "causal", "return_lse"))
 
 
-class PallasMLABackend(MLABackend):
+class PallasMLABackend(MLACommonBackend):
     interpreted_on = ("cpu",)
     capabilities = Capabilities(
         framework="jax",
@@ -48,7 +48,7 @@ class PallasMLABackend(MLABackend):
         return (num_blocks, block_size, kernel.row_lanes(head_size))
 
 
-class PallasMLAImpl(MLAImpl):
+class PallasMLAImpl(MLACommonImpl):
     backend = PallasMLABackend
 
     @staticmethod

@@ -9,12 +9,12 @@ from typing import Any
 import jax
 
 from attn.capabilities import Capabilities, Feature
-from attn.jax.backends._mla import MLABackend, MLAImpl
+from attn.jax.backends.mla._mla import MLACommonBackend, MLACommonImpl
 from attn.jax.kernels import xla_mla
 from attn.jax.metadata import PagedAttentionMetadata
 
 
-class XLAMLABackend(MLABackend):
+class XLAMLABackend(MLACommonBackend):
     capabilities = Capabilities(
         framework="jax",
         platforms=("tpu", "gpu", "cpu"),
@@ -32,7 +32,7 @@ class XLAMLABackend(MLABackend):
         return XLAMLAImpl
 
 
-class XLAMLAImpl(MLAImpl):
+class XLAMLAImpl(MLACommonImpl):
     backend = XLAMLABackend
 
     def _decode(

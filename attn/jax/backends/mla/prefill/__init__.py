@@ -1,0 +1,1 @@
+"""MLA prefill under jax: attention of expanded heads."""
