@@ -1,6 +1,6 @@
 """The one registry behind three enums: names, default class paths, overrides, and backends that others bring.
 
-Each enum's members are constants (the seeds' names); a class path is a string until a class is asked for. Besides
+Each enum's members are constants (vLLM's and vllm-omni's names); a class path is a string until a class is asked for. Besides
 members, any number of *custom* backends may be registered under names of their own: each is an instance of the enum
 that `Enum[name]` finds, though it is not in `__members__`. Every change moves `generation`, so that no cached choice
 outlives it.

@@ -2,7 +2,7 @@
 
 Limits are data: one frozen `Capabilities` a backend class, from which selection, error texts, constructor checks, the
 README's table and the conformance cases are all derived. A feature that is not listed is refused (deny by default).
-Block sizes and the LSE are not fields here, since the seeds' methods `get_supported_kernel_block_size` and
+Block sizes and the LSE are not fields here, since vLLM's methods `get_supported_kernel_block_size` and
 `can_return_lse_for_decode` already state them: `AttentionBackend.why_not` brings both together.
 """
 
@@ -58,7 +58,7 @@ class Feature(enum.StrEnum):
     OUTPUT_SCALE = "output_scale"  #: quantised output
     HEAD_SIZE_V = "head_size_v"  #: value heads of another size than key heads
     BACKWARD = "backward"
-    BATCH_INVARIANT = "batch_invariant"  #: a sequence's bits do not depend on its neighbours (level D2)
+    BATCH_INVARIANT = "batch_invariant"  #: a sequence's bits do not depend on its neighbours
     #: What a row does not see (stale slots, masked keys) may be NaN or infinite. Most vendors' kernels multiply it by a
     #: weight of 0, which is right only while it is finite (FlashAttention #1745, FlashInfer #1018).
     NAN_SAFE = "nan_safe"

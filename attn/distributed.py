@@ -1,6 +1,6 @@
 """The decode-context-parallel (DCP) group that attention implementations ask for.
 
-Communication itself belongs to the frameworks; this holds only who we are in the group, as the seeds'
+Communication itself belongs to the frameworks; this holds only who we are in the group, as vLLM's
 `vllm.distributed.parallel_state.get_dcp_group` does.
 """
 

@@ -60,7 +60,7 @@ KV_CACHE_DTYPES = {
     "fp8_per_token_head": "float8_e4m3fn",
     "fp8_ds_mla": "uint8",
 }
-#: Caches whose tokens have a scale of their own for each kv head, a float32 kept in the same blocks (SEMANTICS 4.10).
+#: Caches whose tokens have a scale of their own for each kv head, a float32 kept in the same blocks (docs/semantics.md §10).
 PER_TOKEN_HEAD = frozenset({"int8_per_token_head", "fp8_per_token_head"})
 
 

@@ -78,7 +78,7 @@ def read_list(name: str) -> tuple[str, ...] | None:
 
 
 def vllm_use_v1() -> bool:
-    """The seeds' `VLLM_USE_V1` switch: on unless set to 0. Nothing here depends on it; callers may pass it on."""
+    """vLLM's `VLLM_USE_V1` switch: on unless set to 0. Nothing here depends on it; callers may pass it on."""
     return read("VLLM_USE_V1") != "0"
 
 

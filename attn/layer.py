@@ -140,7 +140,7 @@ class BaseLayer:
 class BaseAttention(BaseLayer):
     """Multi-head attention over a paged KV cache, grouped-query included.
 
-    Arguments are those of the seeds' `AttentionImpl`, and:
+    Arguments are those of vLLM's `AttentionImpl`, and:
         sinks: [H] float32, one logit a head that takes softmax weight and gives nothing (gpt-oss). Lists and NumPy arrays are
             checked, of sinks for NaN and of slopes for what is not finite; a framework's own array is not looked at, since its
             weights may be loaded later.

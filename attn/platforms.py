@@ -56,7 +56,7 @@ class Platform(ABC):
         use_v1: bool,
         use_mla: bool,
     ) -> str:
-        """The class path of the backend for these arguments, as the seeds' platforms answer.
+        """The class path of the backend for these arguments, as vLLM's platforms return it.
 
         `selected_backend` is a registry member or None for automatic selection. Raises `UnsupportedError` with every
         reason when none serves.

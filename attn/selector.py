@@ -1,6 +1,6 @@
 """Which attention backend serves a request: forced, asked for by the environment, or first on the platform's list.
 
-The seeds' names and signatures, with what they left open settled: a force is a context variable (it cannot leak into
+vLLM's names and signatures, with what they leave open settled: a force is a context variable (it cannot leak into
 other threads or tasks, nor outlive its `with` block), every change of force, environment or registration takes effect
 at the next call, and a backend asked for by name is obeyed or refused with its reasons, never replaced.
 """
@@ -66,7 +66,7 @@ renew_after_fork(globals(), "_cold")
 
 
 def __getattr__(name: str) -> Any:
-    if name == "forced_attn_backend":  # the seed's module attribute, read-only: force through the functions below
+    if name == "forced_attn_backend":  # vLLM's module attribute, read-only: force through the functions below
         return _forced.get()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -234,11 +234,11 @@ def forget() -> None:
     _cache.clear()
 
 
-_cached_get_attn_backend.cache_clear = forget  # type: ignore[attr-defined]  # the seed's is a functools cache
+_cached_get_attn_backend.cache_clear = forget  # type: ignore[attr-defined]  # vLLM's is a functools cache
 
 
 def _backend_for(request: Request, dtype: Any, is_attention_free: bool, is_blocksparse: bool) -> type[AttentionBackend]:
-    """The seeds' three branches: block-sparse, attention-free, and everything else."""
+    """vLLM's three branches: block-sparse, attention-free, and everything else."""
     if is_blocksparse:
         logger.info_once("Using BlocksparseFlashAttention backend.")
         framework = _framework(dtype)

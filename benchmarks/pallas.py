@@ -133,7 +133,7 @@ ROWS = (
         goals={("v6e", 128): 250},
     ),
 )
-#: Peers' figures that were measured by the same method before this script (TPU.md), in microseconds: used until a row is
+#: Peers' figures that were measured by the same method before this script, in microseconds: used until a row is
 #: measured here. None: it does not compile with its default block sizes (VMEM).
 TPU_MD: dict[tuple[str, str, int, str], float | None] = {
     ("decode 64 x 4k", "v5e", 128, RPA): 941, ("decode 64 x 4k", "v6e", 128, RPA): 565,
@@ -505,7 +505,7 @@ def table(rows: dict[str, Any]) -> str:
     lines += [
         "",
         "us by libtpu's static estimate, no TPU; HBM to XLU are floors. (a) without its copies, which v7x's simulator does not",
-        "follow: the time to compute; both are compared as no less than the HBM's time. (b) from TPU.md. (c) the sum",
+        "follow: the time to compute; both are compared as no less than the HBM's time. (b) found earlier. (c) the sum",
         "of its decodes and its chunk, or of shards of its heads, as launches of their own, whose rows are here, because the",
         f"simulator does not end with the whole; where both are known the sum is {low:.2f} to {high:.2f} times the whole.",
         "(d) of the kernel before its last change.",

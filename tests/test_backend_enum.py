@@ -46,7 +46,7 @@ MINE = f"{__name__}.Mine"
 
 @every_registry
 def test_every_member_is_distinct(registry):
-    """The seed's `TORCH_SDPA = ""` and `CUSTOM = ""` were one member."""
+    """vLLM's `TORCH_SDPA = ""` and `CUSTOM = ""` were one member."""
     enum.unique(registry)
     assert len(list(registry)) == len(registry.__members__) == len({m.value for m in registry})
 
@@ -102,7 +102,7 @@ def test_path_override_and_back(registry):
     member, default = registry.FLASH_ATTN, registry.FLASH_ATTN.value
     assert member.get_path() == default and not member.is_overridden()
     assert member.get_path(include_classname=False) == default.rpartition(".")[0]
-    assert REGISTRARS[registry](member, MINE)(int) is int  # the seed's no-op decorator
+    assert REGISTRARS[registry](member, MINE)(int) is int  # vLLM's no-op decorator
     assert member.get_path() == MINE and member.is_overridden() and member.get_class() is Mine
     assert member.value == default
     member.clear_override()

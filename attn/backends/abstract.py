@@ -1,6 +1,6 @@
 """The interface that every attention backend of every framework implements.
 
-Names and signatures are the seeds'. What is added is what makes a choice explainable and a call safe:
+Names and signatures are vLLM's. What is added is what makes a choice explainable and a call safe:
 `AttentionBackend.capabilities` and `why_not` (why a request is refused), `AttentionImpl.__call__` (arrays of any
 framework in and out), `do_kv_cache_update` (the cache write apart from the attention) and `logical_kv_cache` (a cache
 of any layout seen as keys and values).
@@ -87,7 +87,7 @@ class AttentionBackend(ABC):
     # makes sure the output tensor is allocated inside the cudagraph.
     accept_output_buffer: bool = False
 
-    #: What this backend serves; None (a class written for the seeds' interface alone) cannot be judged beforehand.
+    #: What this backend serves; None (a class written for vLLM's interface alone) cannot be judged beforehand.
     capabilities: ClassVar[Capabilities | None] = None
 
     #: Platforms on which an interpreter executes this backend's kernels: evidence from there is never of the device.

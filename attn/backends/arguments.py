@@ -157,7 +157,7 @@ def check_attn_type(attn_type: str) -> str:
 def window_pair(sliding_window: int | Window | None, attn_type: str, name: str = "sliding_window") -> Window:
     """(left, right), inclusive key distances, None for unbounded.
 
-    An int W is the seeds' window of W keys: (W - 1, 0) for decoders, (W - 1, W - 1) for encoders. A pair is taken as it
+    An int W is vLLM's window of W keys: (W - 1, 0) for decoders, (W - 1, W - 1) for encoders. A pair is taken as it
     is. Raises ValueError, with the argument's `name`, for anything negative, W = 0 included: the conventions that give -1 a
     meaning end at adapters.
     """

@@ -120,7 +120,8 @@ class PagedImpl(AttentionImpl[T]):
         *,
         sinks: Any = None,
     ) -> None:
-        """The seeds' arguments, and `sinks`: [H] float32, one extra logit a head that takes weight and gives nothing.
+        """The arguments of vLLM's `AttentionImpl`, and `sinks`: [H] float32, one extra logit a head that takes weight and
+        gives nothing.
 
         `sliding_window` may also be a (left, right) pair, inclusive, None for unbounded. Raises ValueError for nonsense
         and `UnsupportedError` with this backend's reasons for what it does not serve.

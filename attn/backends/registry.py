@@ -71,7 +71,7 @@ class AttentionBackendEnum(
 #: Member -> class path, as registered; the same table that the enum itself uses.
 _OVERRIDES: dict[AttentionBackendEnum, str] = AttentionBackendEnum.overrides
 
-#: Where the selector's block-sparse branch leads; like the seed's, it is no member of the enum.
+#: Where the selector's block-sparse branch leads; as in vLLM, it is not a member of the enum.
 BLOCKSPARSE_PATHS = {
     "torch": "attn.torch.backends.blocksparse_attn.BlocksparseFlashAttentionBackend",
     "jax": "attn.jax.backends.blocksparse_attn.BlocksparseFlashAttentionBackend",

@@ -32,7 +32,7 @@ def cascade_attention(
     k_scale: npt.ArrayLike = 1.0,
     v_scale: npt.ArrayLike = 1.0,
 ) -> tuple[F64, F64]:
-    """`paged_attention` in two passes, when all requests begin with the same pages (SEMANTICS 4.12).
+    """`paged_attention` in two passes, when all requests begin with the same pages (docs/semantics.md §12).
 
     The first common_prefix_len keys, a multiple of P, are attended by all rows at once without a causal
     rule; the rest request by request, causal; the two are merged by lse and sinks applied last. Shapes and

@@ -1,4 +1,4 @@
-"""Decode context parallelism: which tokens of a sequence a rank holds (SEMANTICS 4.15).
+"""Decode context parallelism: which tokens of a sequence a rank holds (docs/semantics.md §15).
 
 Token t lies on rank (t // interleave) % world. A rank's keys are strided, so a causal rule over them goes
 by their global positions: pass `dcp_key_positions` to `attention` as key_positions.

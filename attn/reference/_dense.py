@@ -87,7 +87,7 @@ def attention(
     query_positions: npt.ArrayLike | None = None,
     key_positions: npt.ArrayLike | None = None,
 ) -> tuple[F64, F64]:
-    """Attention of one sequence (SEMANTICS 4.1-4.8).
+    """Attention of one sequence (docs/semantics.md §1 to §8).
 
     query: [n, H, D]; key: [m, K, D]; value: [m, K, Dv]; any float dtype. Head h reads kv head h // (H/K).
     Row i is at position p = i + (m - n) and key j at j, unless `query_positions` [n] and `key_positions`

@@ -17,7 +17,7 @@ _BOTH_WAYS = ("encoder", "encoder_only")
 
 
 def alibi_slopes(num_heads: int) -> F64:
-    """The ALiBi slope of every head: float64 [num_heads] (SEMANTICS 4.8).
+    """The ALiBi slope of every head: float64 [num_heads] (docs/semantics.md §8).
 
     p = 2^floor(log2 H); the first p are r, r^2, ... r^p with r = 2^(-8/p); the rest are s, s^3, s^5, ...
     with s = 2^(-4/p). Under tensor parallelism slice this by the *global* head.
@@ -43,7 +43,7 @@ def check_window(window: Sequence[SupportsIndex | None]) -> Window:
 def sliding_window_to_pair(
     sliding_window: SupportsIndex | Sequence[SupportsIndex | None] | None, attn_type: str = "decoder"
 ) -> Window:
-    """A model's `sliding_window` as the inclusive pair (left, right) (SEMANTICS 4.4).
+    """A model's `sliding_window` as the inclusive pair (left, right) (docs/semantics.md §4).
 
     W keys: (W-1, 0) for decoder and encoder_decoder, (W-1, W-1) for encoder and encoder_only;
     None: (None, None); a pair passes through, validated.
@@ -66,7 +66,7 @@ def row_positions(n: int, m: int) -> I64:
 
 
 def chunked_mask(n: int, m: int, chunk: int) -> Bool:
-    """Llama-4 local attention: causal inside chunks of `chunk` positions, bool [n, m] (SEMANTICS 4.4)."""
+    """Llama-4 local attention: causal inside chunks of `chunk` positions, bool [n, m] (docs/semantics.md §4)."""
     size = whole("chunk", chunk, least=1)
     p, j = row_positions(whole("n", n), whole("m", m))[:, None], np.arange(m)[None, :]
     visible: Bool = (j <= p) & (j // size == p // size)
@@ -85,7 +85,7 @@ def block_sparse_mask(
     head_offset: int = 0,
     total_heads: int | None = None,
 ) -> Bool:
-    """Local blocks plus every `vert_stride`-th column of blocks: bool [num_heads, n, m] (SEMANTICS 4.13).
+    """Local blocks plus every `vert_stride`-th column of blocks: bool [num_heads, n, m] (docs/semantics.md §13).
 
     With query block qb = p // block_size and key block kb = j // block_size, a key is visible when
     j <= p and (qb - kb < local_blocks or (kb + off_h + 1) % vert_stride == 0). off_h is 0 for `homo_head`,
@@ -107,7 +107,7 @@ def block_sparse_mask(
 
 
 def tree_mask_from_choices(choices: Sequence[Sequence[int]]) -> Bool:
-    """The ancestor-or-self mask of a draft tree: bool [W, W], W = len(choices) + 1 (SEMANTICS 4.11).
+    """The ancestor-or-self mask of a draft tree: bool [W, W], W = len(choices) + 1 (docs/semantics.md §11).
 
     choices: one path of child indices for each node but the root, sorted by (length, lexicographic), each
     with its parent present. Node 0 is the root; node i + 1 is choices[i]. Row = query node, column = key.

@@ -39,7 +39,7 @@ def mla_unabsorbed(
     query_positions: npt.ArrayLike | None = None,
     key_positions: npt.ArrayLike | None = None,
 ) -> tuple[F64, F64]:
-    """MLA as ordinary attention with H heads, the prefill form (SEMANTICS 4.9).
+    """MLA as ordinary attention with H heads, the prefill form (docs/semantics.md §9).
 
     q_nope: [n, H, Dn]; q_pe: [n, H, Dr]; kv_c: [m, L]; k_pe: [m, Dr]; w_uk: [L, H, Dn]; w_uv: [L, H, Dv].
     k_h = [c W_UK_h | k_pe], v_h = c W_UV_h. The rest as in `attention`.
@@ -79,7 +79,7 @@ def mla_absorbed(
     query_positions: npt.ArrayLike | None = None,
     key_positions: npt.ArrayLike | None = None,
 ) -> tuple[F64, F64]:
-    """MLA over the latent itself, one kv head of size L + Dr, the decode form (SEMANTICS 4.9).
+    """MLA over the latent itself, one kv head of size L + Dr, the decode form (docs/semantics.md §9).
 
     Arguments and result as in `mla_unabsorbed`: q'_h = [q_nope_h W_UK_h^T | q_pe_h], k = [c | k_pe], v = c,
     out_h = (P c) W_UV_h.
@@ -112,7 +112,7 @@ def sparse_mla(
     kv_lora_rank: int,
     sinks: npt.ArrayLike | None = None,
 ) -> tuple[F64, F64]:
-    """Absorbed MLA where row i attends just the keys that its `indices` name (SEMANTICS 4.9, sparse).
+    """Absorbed MLA where row i attends just the keys that its `indices` name (docs/semantics.md §9, sparse).
 
     query: [n, H, L + Dr]; kv: [m, L + Dr] (or [m, 1, L + Dr]), whose first kv_lora_rank columns are the
     value too; indices: int [n, topk] into kv, -1 or >= m = none. Their order does not matter; one index
@@ -136,7 +136,7 @@ def sparse_mla(
 
 
 def pack_fp8_ds_mla(kv_c: npt.ArrayLike, k_pe: npt.ArrayLike, *, ue8m0: bool = False) -> npt.NDArray[np.uint8]:
-    """The 656-byte cache rows: uint8 [T, 656] = 512 e4m3 | 4 fp32 scales | 64 bf16 (SEMANTICS 4.9).
+    """The 656-byte cache rows: uint8 [T, 656] = 512 e4m3 | 4 fp32 scales | 64 bf16 (docs/semantics.md §9).
 
     kv_c: [T, 512]; k_pe: [T, 64]. Each 128 latents share scale = amax / 448, in fp32 and at least the
     smallest normal number, and are stored as x / scale in fp32. With `ue8m0` (DeepSeek-V3.2) the scale is

@@ -51,7 +51,7 @@ def paged_attention(
     k_scale: npt.ArrayLike = 1.0,
     v_scale: npt.ArrayLike = 1.0,
 ) -> tuple[F64, F64]:
-    """`attention` for R requests whose keys lie in pages (SEMANTICS 4.1, 4.10, 4.11).
+    """`attention` for R requests whose keys lie in pages (docs/semantics.md §1, §10, §11).
 
     query: [T, H, D]; key_cache: [N, P, K, D]; value_cache: [N, P, K, Dv]. Request r owns rows
     query_start_loc[r]:query_start_loc[r + 1] and has seq_lens[r] keys *including* those rows' own, which

@@ -46,7 +46,7 @@ _INT8_MAX: Final = 127.0
 
 
 def quantize(x: npt.ArrayLike, dtype: str, scale: npt.ArrayLike = 1.0) -> npt.NDArray[np.uint8] | npt.NDArray[np.int8]:
-    """The codes of x / scale: uint8 for fp8_e4m3, fp8_e5m2, fp8_e4m3fnuz; int8 for int8 (SEMANTICS 4.10).
+    """The codes of x / scale: uint8 for fp8_e4m3, fp8_e5m2, fp8_e4m3fnuz; int8 for int8 (docs/semantics.md §10).
 
     x: [..., K, D], any float dtype. scale, finite and >= 0: a scalar; [K], one for each kv head;
     x.shape[:-1], one for each token and head; or what broadcasts to x (not from one dimension). Rounds to

@@ -14,7 +14,7 @@ from attn.reference._check import F64, check_shape, floats, require
 
 
 def merge_states(outs: Sequence[npt.ArrayLike], lses: Sequence[npt.ArrayLike], *, nan_is_empty: bool = True) -> tuple[F64, F64]:
-    """Merge k partial results over disjoint sets of keys (SEMANTICS 4.6).
+    """Merge k partial results over disjoint sets of keys (docs/semantics.md §6).
 
     outs: k arrays [n, H, Dv]; lses: k arrays [H, n], natural log, sink excluded.
     w_i = exp(lse_i - max lse), out = sum w_i out_i / sum w_i, lse = max lse + log sum w_i.
@@ -43,7 +43,7 @@ def merge_states(outs: Sequence[npt.ArrayLike], lses: Sequence[npt.ArrayLike], *
 
 
 def apply_sinks(out: npt.ArrayLike, lse: npt.ArrayLike, sinks: npt.ArrayLike) -> tuple[F64, F64]:
-    """Put one more logit per query head under the softmax, with a value of zero (SEMANTICS 4.7).
+    """Put one more logit per query head under the softmax, with a value of zero (docs/semantics.md §7).
 
     out: [n, H, Dv]; lse: [H, n]; sinks: [H], raw logits (no scale, no cap, no mask).
     out * sigmoid(lse - sink). A sink of -inf is off, +inf takes everything; an empty row (lse infinite) is 0.

@@ -31,7 +31,7 @@ class Case:
     tree: width W of a random draft tree for each request; 0 is none, -1 a mask [R, 0, 0], which holds no tree.
     mla: (L, Dn, Dr, Dv) of multi-head latent attention: `head_size` is L + Dr then, and num_kv_heads 1; () is none.
     topk: with `mla`, keys that an indexer chose for each row, at most (`Call.indices`); 0 is all.
-    sparse: (block_size, local_blocks, vert_stride, homo_head) of a block-sparse pattern (SEMANTICS 4.13); () is none.
+    sparse: (block_size, local_blocks, vert_stride, homo_head) of a block-sparse pattern (docs/semantics.md §13); () is none.
     kv_sharing: the layer reads another layer's cache; its own keys and values are NaN.
     lse: ask for the log-sum-exp too.
     inputs: "randn", "needle" (every query looks for one boundary key), "loud" (scores about 1e4), "far" (one score of

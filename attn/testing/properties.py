@@ -154,7 +154,7 @@ def empty_tree(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 @check
 def captured(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """40: the layer compiled as a whole, its cache donated, agrees with the layer called step by step."""
+    """The layer compiled as a whole, its cache donated, agrees with the layer called step by step."""
     call = draw(case)
     _, want, found = oracle_of(call, run, score)
     yield from found + judged(call, run.captured, score, want)[1]  # type: ignore[attr-defined]
@@ -202,7 +202,7 @@ def too_large(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 @check
 def poison(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """2: what lies in unused memory changes no bit."""
+    """What lies in unused memory changes no bit."""
     base = run(draw(case))
     for kind in ("zero", "huge"):
         yield from same(case, f"poison {case.poison} against {kind}", base, run(draw(case.replace(poison=kind))))
@@ -210,7 +210,7 @@ def poison(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 @check
 def permute_pages(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """1: pages and block table permuted together."""
+    """Pages and block table permuted together."""
     call = draw(case)
     base, want, found = oracle_of(call, run, score)
     assert call.key_cache is not None
@@ -222,7 +222,7 @@ def permute_pages(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 @check
 def table_tail(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """3: entries past a row's last page are never read, however wild."""
+    """Entries past a row's last page are never read, however wild."""
     call = draw(case)
     base, want, found = oracle_of(call, run, score)
     yield from found
@@ -237,7 +237,7 @@ def table_tail(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 @check
 def shared_pages(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """4: a prefix in shared pages is the same as private copies of it."""
+    """A prefix in shared pages is the same as private copies of it."""
     call = draw(case)
     base, want, found = oracle_of(call, run, score)
     private = to.placed(call, [to.tokens(call, r) for r in range(call.batch.num_reqs)])
@@ -248,7 +248,7 @@ def shared_pages(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 @check
 def page_size(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """7: `page_size=<other>`: the same tokens in pages of another size."""
+    """`page_size=<other>`: the same tokens in pages of another size."""
     call = draw(case)
     _, want, found = oracle_of(call, run, score)
     other = to.placed(call, [to.tokens(call, r) for r in range(call.batch.num_reqs)], int(case.check.partition("=")[2]))
@@ -257,7 +257,7 @@ def page_size(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 @check
 def written_before(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """38: tokens that are in the cache already (all slots -1) give the same; the cache keeps every byte."""
+    """Tokens that are in the cache already (all slots -1) give the same; the cache keeps every byte."""
     call = draw(case)
     _, want, found = oracle_of(call, run, score)
     yield from found
@@ -268,7 +268,7 @@ def written_before(case: Case, run: Runner, score: Score) -> Iterator[Violation]
 
 @check
 def ignored_keys(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """37: with KV sharing the call's own keys and values are not looked at."""
+    """With KV sharing the call's own keys and values are not looked at."""
     call = draw(case)
     base, _, found = oracle_of(call, run, score)
     yield from found
@@ -281,7 +281,7 @@ def ignored_keys(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 @check
 def batch_order(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """5, 39: requests in another order, and each alone; decodes and prefills apart."""
+    """Requests in another order, and each alone; decodes and prefills apart."""
     call = draw(case)
     base, want, found = oracle_of(call, run, score)
     yield from found
@@ -304,7 +304,7 @@ def batch_order(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 @check
 def neighbours(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """6: more requests in the batch (empty, short, long in query or context) leave the others as they are."""
+    """More requests in the batch (empty, short, long in query or context) leave the others as they are."""
     call = draw(case)
     base, want, found = oracle_of(call, run, score)
     yield from found
@@ -320,7 +320,7 @@ def neighbours(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 @check
 def chunked(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """11, 12: a prefill in chunks, the last one a single token, gives what the whole prefill gives."""
+    """A prefill in chunks, the last one a single token, gives what the whole prefill gives."""
     call = draw(case)
     _, want, found = oracle_of(call, run, score)
     yield from found
@@ -360,7 +360,7 @@ def steps(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 @check
 def split_and_merge(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """9, 10: keys split at any point, an empty part among them, attended apart and merged by lse in any order."""
+    """Keys split at any point, an empty part among them, attended apart and merged by lse in any order."""
     call = draw(case)
     _, want, found = oracle_of(call, run, score)
     yield from found
@@ -388,7 +388,7 @@ def split_and_merge(case: Case, run: Runner, score: Score) -> Iterator[Violation
 
 @check
 def window_of_everything(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """13: a window as long as the sequence hides nothing."""
+    """A window as long as the sequence hides nothing."""
     _, want, found = oracle_of(draw(case.replace(sliding_window=None)), run, score)
     wide = draw(case.replace(sliding_window=None)).but(sliding_window=max(case.seq_lens) + 1)
     yield from found + judged(wide, run, score, want)[1]
@@ -396,7 +396,7 @@ def window_of_everything(case: Case, run: Runner, score: Score) -> Iterator[Viol
 
 @check
 def hidden_keys(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """8: context to the left of every window may be anything, and any length."""
+    """Context to the left of every window may be anything, and any length."""
     call = draw(case)
     _, want, found = oracle_of(call, run, score)
     yield from found
@@ -414,7 +414,7 @@ def hidden_keys(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 @check
 def causal_by_window(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """13: a right bound of 0 without causality is causality."""
+    """A right bound of 0 without causality is causality."""
     causal = draw(case).but(causal=True).with_batch(causal=True)
     _, want, found = oracle_of(causal, run, score)
     window = draw(case).but(sliding_window=(None, 0))
@@ -423,7 +423,7 @@ def causal_by_window(case: Case, run: Runner, score: Score) -> Iterator[Violatio
 
 @check
 def soft_cap_limits(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """14: a huge cap is none; a tiny one makes all keys equal."""
+    """A huge cap is none; a tiny one makes all keys equal."""
     call = draw(case)
     free = expect(call.but(logits_soft_cap=None))
     yield from judged(call.but(logits_soft_cap=1e4), run, score, free)[1]
@@ -432,7 +432,7 @@ def soft_cap_limits(case: Case, run: Runner, score: Score) -> Iterator[Violation
 
 @check
 def flat_alibi(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """15: slopes of zero are no slopes."""
+    """Slopes of zero are no slopes."""
     call = draw(case)
     assert call.alibi_slopes is not None
     yield from judged(call.but(alibi_slopes=np.zeros_like(call.alibi_slopes)), run, score, expect(call.but(alibi_slopes=None)))[
@@ -442,7 +442,7 @@ def flat_alibi(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 @check
 def powers_of_two(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """16, 19: V times a power of two scales the output exactly; query and key scaled against each other change no bit."""
+    """V times a power of two scales the output exactly; query and key scaled against each other change no bit."""
     call = draw(case)
     base = run(call)
     assert call.key is not None and call.value is not None and call.key_cache is not None and call.value_cache is not None
@@ -455,7 +455,7 @@ def powers_of_two(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 @check
 def scales_fold(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """34: k_scale folds into the softmax scale and v_scale into the output, exactly for powers of two."""
+    """K_scale folds into the softmax scale and v_scale into the output, exactly for powers of two."""
     call = to.settled(draw(case))
     base = run(call)
     keys = run(call.but(k_scale=_times(case.k_scale, 2), scale=call.scale / 2))
@@ -470,7 +470,7 @@ def _times(scale: float | tuple[float, ...], factor: float) -> float | tuple[flo
 
 @check
 def head_groups(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """22, 24: kv heads with their query heads in another order; half of them alone, as on a tensor-parallel rank."""
+    """Kv heads with their query heads in another order; half of them alone, as on a tensor-parallel rank."""
     call = draw(case)
     base, want, found = oracle_of(call, run, score)
     yield from found
@@ -487,7 +487,7 @@ def head_groups(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 @check
 def repeated_heads(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """23: grouped-query attention is multi-head attention with every kv head repeated."""
+    """Grouped-query attention is multi-head attention with every kv head repeated."""
     call = draw(case)
     _, want, found = oracle_of(call, run, score)
     kv_heads = np.arange(case.num_heads) // (case.num_heads // case.num_kv_heads)
@@ -513,7 +513,7 @@ def _with_heads(call: Call, heads: Array, kv_heads: Array) -> Call:
 
 @check
 def key_order(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """25: without causality the keys' order is nothing, and all of them twice adds ln 2 to the lse."""
+    """Without causality the keys' order is nothing, and all of them twice adds ln 2 to the lse."""
     call = draw(case)
     _, want, found = oracle_of(call, run, score)
     yield from found
@@ -525,7 +525,7 @@ def key_order(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 @check
 def sinks_off(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """28: a sink of -inf is none; a sink takes its share after the fact: output * sigmoid(lse - sink)."""
+    """A sink of -inf is none; a sink takes its share after the fact: output * sigmoid(lse - sink)."""
     call = draw(case)
     assert call.sinks is not None
     plain = expect(call.but(sinks=None))
@@ -537,7 +537,7 @@ def sinks_off(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 @check
 def tree_paths(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """29: a chain is causality; a branch's rows do not see what the other branches hold, were it NaN (`Case.hidden`).
+    """A chain is causality; a branch's rows do not see what the other branches hold, were it NaN (`Case.hidden`).
 
     Not to the bit: a kernel may do again, another way, a block in which a value is not finite.
     """
@@ -564,7 +564,7 @@ def tree_paths(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 @check
 def future_edit(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """36: what later tokens hold changes no bit of the rows before them."""
+    """What later tokens hold changes no bit of the rows before them."""
     call = draw(case)
     base = run(call)
     assert call.key is not None and call.value is not None

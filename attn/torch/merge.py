@@ -1,4 +1,4 @@
-"""Merging partial attention: (output, lse) pairs over disjoint sets of keys form a commutative monoid (SEMANTICS 4.6).
+"""Merging partial attention: (output, lse) pairs over disjoint sets of keys form a commutative monoid (docs/semantics.md §6).
 
 The state is fp32 whatever the outputs are. Sinks are not part of it: they are applied once, after the last merge. Written
 out here in torch's operators, for any device and for gradients; on a GPU one kernel does the same where Triton is installed.

@@ -15,7 +15,7 @@ from attn import reference
 from attn.backends.metadata import CommonAttentionMetadata
 
 H, K, D, P, N = 4, 2, 16, 8, 40
-#: rms error of a row over its rms (SEMANTICS 1.4, rule B)
+#: rms error of a row over its rms (docs/semantics.md §16, rule B)
 ROW_ERROR = {"float32": 1e-5, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 

@@ -1,10 +1,10 @@
 """What the MLA backends of both wings share: the latent cache's shape, and a layer's checked arguments.
 
 A token is cached as one row [kv_c L | k_pe Dr] that every query head reads, so a request's `head_size` is L + Dr and its
-num_kv_heads 1, while `scale` belongs to the head before absorption, Dn + Dr (SEMANTICS 4.9). The wings' templates add the
-arrays: metadata, cache write, weights and the call itself.
+num_kv_heads 1, while `scale` belongs to the head before absorption, Dn + Dr (docs/semantics.md §9). The templates of torch
+and jax add the arrays: metadata, cache write, weights and the call itself.
 
-Shape letters beside the house's: L kv_lora_rank, Dn qk_nope_head_dim, Dr qk_rope_head_dim, Dv v_head_dim.
+Shape letters beside the usual ones: L kv_lora_rank, Dn qk_nope_head_dim, Dr qk_rope_head_dim, Dv v_head_dim.
 """
 
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -42,8 +42,8 @@ DS_MLA_BYTES = DS_MLA_LATENT + 4 * (DS_MLA_LATENT // DS_MLA_TILE) + 2 * DS_MLA_R
 def dcp_row_limits(batch: CommonAttentionMetadata) -> "tuple[IntArray, IntArray]":
     """(owner, limit), each [T]: a row's request, and how many of the keys up to the row's own live on this rank.
 
-    Under decode context parallelism keys are strided over ranks (SEMANTICS 4.15), so a causal rule of local positions would
-    be wrong: only its own count says what a row sees. Raises `MetadataError` unless the lengths are on the host.
+    Decode context parallelism strides keys over ranks (docs/semantics.md §15), so a causal rule on local positions would be
+    wrong: each row needs its own count of visible keys. Raises `MetadataError` unless the lengths are on the host.
     """
     import numpy as np
 
@@ -129,8 +129,8 @@ class MLAImpl(MLAAttentionImpl[T]):
         kv_b_proj: Any = None,
         indexer: object | None = None,
     ) -> None:
-        """The seeds' arguments; `scale` None means (Dn + Dr) ** -0.5, `qk_head_dim` None Dn + Dr. `qk_rope_head_dim` 0 is a
-        model without rotary dimensions: its `k_pe` is [T, 0], or None.
+        """The arguments of vLLM's `MLAAttentionImpl`; `scale` None means (Dn + Dr) ** -0.5, `qk_head_dim` None Dn + Dr.
+        `qk_rope_head_dim` 0 is a model without rotary dimensions: its `k_pe` is [T, 0], or None.
 
         kv_b_proj: the up-projection W_UK | W_UV: an object with `.weight` [H * (Dn + Dv), L] or `.kernel`
         [L, H * (Dn + Dv)], or an array [L, H, Dn + Dv]. Raises ValueError for nonsense, `ShapeError` for dimensions that

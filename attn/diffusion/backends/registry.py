@@ -1,6 +1,6 @@
 """Diffusion attention backend registry.
 
-An enum-based registry for diffusion attention backends, on the same base as the other two. The seed's examples use
+An enum-based registry for diffusion attention backends, on the same base as the other two. vllm-omni's examples use
 CUSTOM and ASCEND_ATTN, so both are members here; our own kernels and JAX's backends are added.
 """
 

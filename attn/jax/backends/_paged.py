@@ -1,7 +1,7 @@
 """The template of every paged backend under jax: checks, cache write, then one hook.
 
 The truth is a pure function, `apply(query, key, value, kv_cache, attn_metadata) -> (output, kv_cache)`, usable under jit,
-`shard_map` and donation; `forward` is the seeds' shape around it, which rebinds a cache held in an `nnx.Variable`. What an
+`shard_map` and donation; `forward` has vLLM's signature, which rebinds a cache held in an `nnx.Variable`. What an
 implementation adds is `_attend` (over the paged cache) and, for encoder types, `_attend_ragged` (over this call's keys).
 Checks look at static facts only, so they run once a compilation. Every limit is in the backend's capability record. With
 ATTN_DEBUG=device the values of a batch are checked too, inside the step, when that is functionalised by
@@ -106,8 +106,9 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         output_scale: Any = None,
         output_block_scale: Any = None,
     ) -> Any:
-        """`apply` in the seeds' shape: `kv_cache` is an `nnx.Variable` (or whatever gives and takes its array through
-        `[...]`), rebound to the new cache; returns the output. JAX arrays are immutable, so `output` must be None."""
+        """`apply` with the signature of vLLM's `forward`: `kv_cache` is an `nnx.Variable` (or whatever gives and takes its
+        array through `[...]`), rebound to the new cache; returns the output. JAX arrays are immutable, so `output` must be
+        None."""
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedError(f"{self.backend.get_name()}: {Feature.OUTPUT_SCALE.value} not supported")
         if output is not None:

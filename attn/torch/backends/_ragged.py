@@ -199,7 +199,7 @@ class Rules:
 
 
 def attend(work: Work, rules: Rules) -> None:
-    """One request's attention by definition (SEMANTICS 4.1), a slice of its rows at a time.
+    """One request's attention by definition (docs/semantics.md §1), a slice of its rows at a time.
 
     What a row does not see is selected away, never multiplied, so NaN there is harmless; a row that sees nothing is 0,
     its lse -inf.

@@ -1,7 +1,7 @@
 """What adapters of vendors' kernels share: lists of pages as plans take them, and one convention for the answer.
 
 Vendors disagree on the log-sum-exp of a row that sees no key (-inf, +inf), on what its output holds, and on what sinks
-mean; here the first two are settled, and sinks are applied by formula (SEMANTICS 4.7): no vendor is asked for them.
+mean; here the first two are settled, and sinks are applied by formula (docs/semantics.md §7): no vendor is asked for them.
 """
 
 import inspect

@@ -1,6 +1,6 @@
 """Block-sparse attention (Phi-3-small): local blocks of keys, and every n-th column of blocks, by the kernels of TRITON_ATTN.
 
-The pattern is SEMANTICS 4.13: query block qb sees key block kb when kb <= qb and either qb - kb < local_blocks or
+The pattern is docs/semantics.md §13: query block qb sees key block kb when kb <= qb and either qb - kb < local_blocks or
 (kb + shift + 1) % vert_stride == 0, with a shift for each head unless heads are alike. Tiles of keys that no head of a group
 attends are not loaded, which is the gain over a dense kernel. The selector's `is_blocksparse` leads here.
 """

@@ -2,7 +2,7 @@
 
 It leads prefill on Ampere, Hopper and Blackwell, and needs nothing but PyTorch where that brings its own paged
 `varlen_attn`. Which package computes is decided once for a layer's request and device, by `_flash_providers`; the
-reasons against the others stand in the refusal. Sinks are applied here, from the log-sum-exp (SEMANTICS 4.7): one
+reasons against the others stand in the refusal. Sinks are applied here, from the log-sum-exp (docs/semantics.md §7): one
 rounding more, and the same for every provider.
 """
 

@@ -1,8 +1,9 @@
 """Joining attention over disjoint sets of keys: states (output, lse) become the state over all keys, on the device.
 
 One program joins all states of one token for some heads, in one pass: a running maximum of the log-sum-exps, weights
-relative to it (SEMANTICS 4.6; the merge step of Flash-Decoding). The state is float32 whatever the outputs are. A state whose
-lse is -inf or +inf, or NaN unless it is to be kept, is empty: its output is not loaded, so whatever it holds stays there.
+relative to it (docs/semantics.md §6; the merge step of Flash-Decoding). The state is float32 for outputs of any dtype. A
+state whose lse is -inf or +inf, or NaN unless it is to be kept, is empty: its output is not loaded, so whatever it holds
+stays there.
 
 Layouts: outputs [S, T, H, D] (or two of [T, H, D]), any strides with D dense; lses [S, H, T] float32, natural, T dense.
 """

@@ -515,15 +515,15 @@ def _paged_attention(
 ) -> None:
     """Fill output [T, H, D] and, unless None, lse [H, T] for every token of every request.
 
-    query: [T, H, D]; caches: [N, P, K, D]; query_start_loc: [R + 1], seq_lens: [R], block_table: [R, B], int32. Without a block
-    table, caches are this call's own keys and values [T, K, D] and a request sees its own rows (encoders).
-    Keys p - left <= j <= p + right are seen, None being no bound (causality is right = 0). tree: [R, W, W] bool; for requests
-    of at most W tokens it and `tree_right` stand in for `right`. k_scale, v_scale: float32 on the device: 0-d, [K], or
-    [N, P, K] with equal strides and heads side by side, one for each token and head; k_factor, v_factor: the same when the
-    host knows them. fixed_split: keys a split of a decode takes, 0 to let the rule choose by the batch. sparse: [block_size,
-    local_blocks, vert_stride, shift a head, first head] (SEMANTICS 4.13). output_scale: 0-d float32 on the device; output is
-    then float8_e4m3fn and holds result / output_scale, saturated and rounded to nearest even. prefill_programs: how many
-    multiprocessors the prefill of a mixed batch takes where the decode runs beside it (Hopper), 0 for all.
+    query: [T, H, D]; caches: [N, P, K, D]; query_start_loc: [R + 1], seq_lens: [R], block_table: [R, B], int32. Without a
+    block table, caches are this call's own keys and values [T, K, D] and a request sees its own rows (encoders). Keys p -
+    left <= j <= p + right are seen, None being no bound (causality is right = 0). tree: [R, W, W] bool; for requests of at
+    most W tokens it and `tree_right` stand in for `right`. k_scale, v_scale: float32 on the device: 0-d, [K], or [N, P, K]
+    with equal strides and heads side by side, one for each token and head; k_factor, v_factor: the same when the host knows
+    them. fixed_split: keys a split of a decode takes, 0 to let the rule choose by the batch. sparse: [block_size,
+    local_blocks, vert_stride, shift a head, first head] (docs/semantics.md §13). output_scale: 0-d float32 on the device;
+    output is then float8_e4m3fn and holds result / output_scale, saturated and rounded to nearest even. prefill_programs:
+    how many multiprocessors the prefill of a mixed batch takes where the decode runs beside it (Hopper), 0 for all.
     """
     if to_fp8 := output_scale is not None:
         output = output.view(torch.uint8)

@@ -14,7 +14,7 @@ from attn.dtypes import kv_cache_element
 from attn.jax import MLAAttention
 from attn.jax.backends.mla._mla import latent_rows
 
-#: rms error of a row over its rms (SEMANTICS 1.4, rule B)
+#: rms error of a row over its rms (docs/semantics.md §16, rule B)
 ROW_ERROR = {"float32": 1e-5, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 SMALL = (32, 16, 24, 20)  #: L, Dr, Dn, Dv
 DEEPSEEK = (512, 64, 128, 128)

@@ -1,5 +1,5 @@
-"""`attn.jax.MLAAttention` where models use it: as a module, scanned over layers, sharded over heads, in the seeds' shape, and
-in a small DeepSeek-V3-shaped model (about 20 s)."""
+"""`attn.jax.MLAAttention` where models use it: as a module, scanned over layers, sharded over heads, through vLLM's
+`forward`, and in a small DeepSeek-V3-shaped model (about 20 s)."""
 
 import os
 import subprocess

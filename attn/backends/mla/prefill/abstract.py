@@ -1,7 +1,7 @@
 """The interface of an MLA prefill backend: attention of expanded heads, partial states to be merged.
 
 A long query is cheaper with the latent expanded to ordinary heads, Dn + Dr wide for queries and keys and Dv for values
-(SEMANTICS 4.9). The new tokens attend one another causally; what came before, the context, is gathered from the cache in
+(docs/semantics.md §9). The new tokens attend one another causally; what came before, the context, is gathered from the cache in
 chunks of bounded size, attended without a mask, and merged by log-sum-exp. The MLA template does the gathering, the
 expansion and the merge; a prefill backend does the two attentions.
 

@@ -254,9 +254,9 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
         output_scale: Any = None,
         output_block_scale: Any = None,
     ) -> Any:
-        """`apply` in the seeds' shape: `hidden_states_or_cq` is q, weights are `kv_b_proj`'s, and `kv_cache` is an
-        `nnx.Variable` (or whatever gives and takes its array through `[...]`), rebound to the new cache. Returns the output;
-        JAX arrays are immutable, so `output` must be None."""
+        """`apply` with the signature of vLLM's `forward`: `hidden_states_or_cq` is q, weights are `kv_b_proj`'s, and
+        `kv_cache` is an `nnx.Variable` (or whatever gives and takes its array through `[...]`), rebound to the new cache.
+        Returns the output; JAX arrays are immutable, so `output` must be None."""
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedError(f"{self.backend.get_name()}: {Feature.OUTPUT_SCALE.value} not supported")
         if output is not None:

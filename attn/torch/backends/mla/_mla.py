@@ -1,6 +1,6 @@
 """The template of every MLA backend under torch: cache write, absorbed decode, expanded prefill, one hook.
 
-`forward` writes the new rows, then answers the batch's two parts. Decodes are absorbed (SEMANTICS 4.9): W_UK moves onto
+`forward` writes the new rows, then answers the batch's two parts. Decodes are absorbed (docs/semantics.md §9): W_UK moves onto
 the query, so that every head attends the cached latent itself, and W_UV onto the result; what a backend adds is `_decode`.
 Prefills expand the latent to heads and go to an MLA prefill backend of their own choice, the context in chunks of bounded
 size, merged by log-sum-exp. Every key that is attended is what the cache holds once it is written, the new tokens' own

@@ -1,4 +1,5 @@
-"""The five seeds' names, signatures, messages and behaviour, each at the path that the naming rule gives it."""
+"""vLLM's and vllm-omni's registries: names, signatures, messages and behaviour, each at the path that the naming rule gives
+it."""
 
 import enum
 import inspect
@@ -13,7 +14,7 @@ from attn.diffusion.backends import registry as diffusion
 
 REQUIRED = inspect.Parameter.empty
 
-#: Members of the seeds' enums, in the seeds' order. Ours may come between or after; none may go or swap.
+#: Members of vLLM's and vllm-omni's enums, in their order. Ours may come between or after; none may go or swap.
 ATTENTION_MEMBERS = [
     "FLASH_ATTN", "TRITON_ATTN", "XFORMERS", "ROCM_ATTN", "ROCM_AITER_MLA", "ROCM_AITER_FA", "TORCH_SDPA", "FLASHINFER",
     "FLASHINFER_MLA", "TRITON_MLA", "CUTLASS_MLA", "FLASHMLA", "FLASHMLA_SPARSE", "FLASH_ATTN_MLA", "PALLAS", "IPEX",
@@ -22,7 +23,7 @@ ATTENTION_MEMBERS = [
 PREFILL_MEMBERS = ["FLASH_ATTN", "FLASHINFER", "TRTLLM_RAGGED", "TOKENSPEED_MLA", "CUSTOM"]
 DIFFUSION_MEMBERS = {"CUDNN_ATTN", "FLASHINFER_ATTN", "FLASH_ATTN", "SAGE_ATTN", "SAGE_ATTN_3", "TORCH_SDPA"}
 
-#: Where the seeds' class paths lead here: the wing put in, module and class names unchanged.
+#: vLLM's class paths as they are here: with the framework added, module and class names unchanged.
 CLASS_PATHS = {
     registry.AttentionBackendEnum: {
         "FLASH_ATTN": "attn.torch.backends.flash_attn.FlashAttentionBackend",
@@ -64,7 +65,7 @@ CLASS_PATHS = {
     },
 }
 
-#: Every name that the seeds document, underscored ones included, by our module.
+#: Every name that vLLM's and vllm-omni's modules document, underscored ones included, by our module.
 NAMES = {
     registry: "_OVERRIDES logger AttentionBackendEnum _AttentionBackendEnumMeta _Backend _BackendMeta register_backend",
     prefill: "MLAPrefillBackendEnum _MLAPrefillBackendEnumMeta _MLA_PREFILL_OVERRIDES register_mla_prefill_backend",
@@ -472,7 +473,7 @@ def test_docstrings_keep_the_seeds_sentences(thing, sentence):
     assert sentence in inspect.getdoc(thing)
 
 
-# --- selector behaviour that the seeds define --------------------------------------------------------------------
+# --- selector behaviour that vLLM defines --------------------------------------------------------------------
 
 
 def test_backend_name_to_enum():
