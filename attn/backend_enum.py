@@ -103,6 +103,7 @@ class BackendEnumMeta(enum.EnumMeta):
     kind: str
     unset: str
     methods: tuple[str, ...]
+    variables: tuple[str, ...]
     overrides: dict[Any, str]
     customs: dict[str, Any]
     objects: dict[Any, type]
@@ -137,14 +138,17 @@ class BackendEnum(enum.Enum, metaclass=BackendEnumMeta):
     """Base of the three registries; a subclass says what it is called in messages.
 
     Class keywords: `kind` ("attention backend"), `unset` (message of a path asked for before registration, with
-    `{name}`), `methods` (those that every backend of the registry must have).
+    `{name}`), `methods` (those that every backend of the registry must have), `variables` (environment variables that
+    request a backend by name; the first that is set counts).
     """
 
-    def __init_subclass__(cls, *, kind: str, unset: str, methods: tuple[str, ...] = (), **kwargs: Any) -> None:
+    def __init_subclass__(
+        cls, *, kind: str, unset: str, variables: tuple[str, ...] = (), methods: tuple[str, ...] = (), **kwargs: Any
+    ) -> None:
         super().__init_subclass__(**kwargs)
         # set through type, since Enum would take plain assignments in the body for members
         tables = {"overrides": _Overrides(), "customs": {}, "objects": {}}
-        for name, value in {"kind": kind, "unset": unset, "methods": methods, **tables}.items():
+        for name, value in {"kind": kind, "unset": unset, "methods": methods, "variables": variables, **tables}.items():
             type.__setattr__(cls, name, value)
 
     def get_path(self, include_classname: bool = True) -> str:
@@ -207,6 +211,16 @@ class BackendEnum(enum.Enum, metaclass=BackendEnumMeta):
 
     def __deepcopy__(self, memo: Any) -> Self:
         return self
+
+
+@functools.cache
+def registries() -> dict[str, type[BackendEnum]]:
+    """The three registries by the names that `attn backends --registry` takes."""
+    return {
+        "attention": resolve_obj_by_qualname("attn.backends.registry.AttentionBackendEnum"),
+        "mla_prefill": resolve_obj_by_qualname("attn.backends.mla.prefill.registry.MLAPrefillBackendEnum"),
+        "diffusion": resolve_obj_by_qualname("attn.diffusion.backends.registry.DiffusionAttentionBackendEnum"),
+    }
 
 
 def _by_name(registry: type[BackendEnum], name: str) -> Any:

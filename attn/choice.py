@@ -14,24 +14,15 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 from attn import envs, plugins, preferences
-from attn.backend_enum import BackendEnum, ranked, unknown_name
+from attn.backend_enum import BackendEnum, ranked, registries, unknown_name
 from attn.backends.arguments import list_of_names
-from attn.backends.mla.prefill.registry import MLAPrefillBackendEnum
-from attn.backends.registry import AttentionBackendEnum
 from attn.capabilities import WINGS, Candidate, Device, Request
-from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.logger import init_logger
 from attn.platforms import Platform, default_framework, platform_for
 from attn.verdicts import Selection, choose
 
 logger = init_logger(__name__)
 
-#: Registry -> the environment variables that ask for one of its backends by name, the first that is set counts.
-VARIABLES: dict[type[BackendEnum], tuple[str, ...]] = {
-    AttentionBackendEnum: ("ATTN_BACKEND", "VLLM_ATTENTION_BACKEND"),
-    MLAPrefillBackendEnum: ("ATTN_MLA_PREFILL_BACKEND",),
-    DiffusionAttentionBackendEnum: ("ATTN_DIFFUSION_BACKEND",),
-}
 #: Sources that are no words of the user's, so that an error about a name does not cite them.
 _UNCITED = ("", "argument", "context")
 
@@ -60,7 +51,7 @@ def asked_for(registry: type[BackendEnum], wishes: Iterable[tuple[Any, str]] = (
 
 def asked_by_environment(registry: type[BackendEnum]) -> tuple[str, str] | None:
     """(variable, backend name) that the environment asks for, or None. A value of nothing but spaces counts as unset."""
-    found = ((variable, (envs.read(variable) or "").strip()) for variable in VARIABLES[registry])
+    found = ((variable, (envs.read(variable) or "").strip()) for variable in registry.variables)
     return next((pair for pair in found if pair[1]), None)
 
 
@@ -88,8 +79,8 @@ def disabled(registry: type[BackendEnum], disable: Collection[str] = ()) -> dict
     for name in envs.read_list("ATTN_DISABLE") or ():
         if name in registry:
             out[name] = "ATTN_DISABLE"
-        elif not any(name in other for other in VARIABLES):
-            every = [known for other in VARIABLES for known in other.names()]
+        elif not any(name in other for other in registries().values()):
+            every = [known for other in registries().values() for known in other.names()]
             raise ValueError(f"ATTN_DISABLE={name}: {unknown_name('backend', name, every)}")
     return out
 

@@ -16,23 +16,17 @@ from typing import Any
 
 import attn
 from attn import envs, evidence, imports, machines, plugins, selector
-from attn.backend_enum import BackendEnum, load_candidate
+from attn.backend_enum import BackendEnum, load_candidate, registries
 from attn.backends.arguments import list_of_names
-from attn.backends.mla.prefill.registry import MLAPrefillBackendEnum
 from attn.backends.registry import AttentionBackendEnum, blocksparse_candidate
 from attn.capabilities import WINGS, AttentionType, Candidate, Capabilities, Device, Feature
-from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.dtypes import framework_of_dtype
 from attn.hints import hints
 from attn.imports import version_of
 from attn.platforms import platform_for
 from attn.verdicts import Selection, not_loadable
 
-REGISTRIES: dict[str, type[BackendEnum]] = {
-    "attention": AttentionBackendEnum,
-    "mla_prefill": MLAPrefillBackendEnum,
-    "diffusion": DiffusionAttentionBackendEnum,
-}
+REGISTRIES = registries()
 NOT_BUILT = "not built yet"
 _COLUMNS = (
     "backend", "wing", "status", "evidence", "platforms", "needs",

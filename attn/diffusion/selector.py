@@ -12,14 +12,14 @@ from typing import Any
 
 from attn.backends.arguments import check_flag, list_of_names, positive_int
 from attn.capabilities import Device
-from attn.choice import VARIABLES, asked_for, decide, place_of
+from attn.choice import asked_for, decide, place_of
 from attn.diffusion.backends.abstract import ROLES, DiffusionAttentionBackend, DiffusionRequest
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.dtypes import dtype_name, framework_of_dtype
 from attn.platforms import Platform
 from attn.verdicts import Selection
 
-(ENV_VAR,) = VARIABLES[DiffusionAttentionBackendEnum]
+(ENV_VAR,) = DiffusionAttentionBackendEnum.variables
 Name = DiffusionAttentionBackendEnum | str
 
 

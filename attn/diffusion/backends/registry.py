@@ -20,6 +20,7 @@ class DiffusionAttentionBackendEnum(
         "Diffusion attention backend {name} must be registered before use. "
         "Use register_diffusion_backend(DiffusionAttentionBackendEnum.{name}, 'your.module.YourClass')"
     ),
+    variables=("ATTN_DIFFUSION_BACKEND",),
 ):
     """Enumeration of all supported diffusion attention backends.
 

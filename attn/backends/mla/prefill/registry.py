@@ -19,6 +19,7 @@ class MLAPrefillBackendEnum(
         "MLA prefill backend {name} must be registered before use. "
         "Use register_mla_prefill_backend(MLAPrefillBackendEnum.{name}, 'your.module.YourClass')"
     ),
+    variables=("ATTN_MLA_PREFILL_BACKEND",),
     methods=("get_name", "run_prefill_new_tokens", "run_prefill_context_chunk"),
 ):
     """Enumeration of all supported MLA prefill backends."""

@@ -11,12 +11,12 @@ from attn.backends.arguments import list_of_names, positive_int
 from attn.backends.mla.prefill.abstract import MLAPrefillBackend, MLAPrefillRequest
 from attn.backends.mla.prefill.registry import MLAPrefillBackendEnum
 from attn.capabilities import Device, Feature
-from attn.choice import VARIABLES, asked_for, decide, place_of
+from attn.choice import asked_for, decide, place_of
 from attn.dtypes import dtype_name
 from attn.platforms import Platform, platform_for
 from attn.verdicts import Selection
 
-(ENV_VAR,) = VARIABLES[MLAPrefillBackendEnum]
+(ENV_VAR,) = MLAPrefillBackendEnum.variables
 
 
 def make_mla_prefill_request(
