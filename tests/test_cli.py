@@ -182,14 +182,6 @@ def test_repro(capsys):
     assert code == 1 and err.startswith("attn: XFORMERS: xformers is not installed") and err.count("\n") == 1
 
 
-def test_mutants_as_json(capsys, monkeypatch):
-    from attn.testing import mutants
-
-    monkeypatch.setattr(mutants, "mutation_table", lambda: [mutants.Kill("bug", 0, (), "")])
-    code, out, _ = call(capsys, "conform --mutants --json")
-    assert code == 1 and json.loads(out) == {"ok": False, "mutants": [{"mutant": "bug", "cases": 0, "rules": [], "first": ""}]}
-
-
 def test_a_case_that_fails_is_exit_code_1(capsys):
     from attn.backends.registry import register_backend
     from attn.torch.backends.sdpa import TorchSDPABackend, TorchSDPAImpl

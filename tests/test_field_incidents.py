@@ -31,11 +31,11 @@ from attn.errors import AttnError, UnsupportedError
 from attn.selector import make_request, select
 from attn.testing import Case, Violation, cache_spec, check_conformance, draw, fixtures, mla, run_case, runner_for, suite
 from attn.testing import transform as to
-from attn.testing.mutants import MUTANTS, killers
 from attn.testing.properties import judged
 from attn.testing.rules import Score
 from attn.testing.simulated import SimulatedKernel
 from attn.testing.subject import base_case, per_head_scales, subject_of
+from tests.testing.mutants import MUTANTS, killers
 
 ROOT = Path(__file__).parents[1]
 COMPILERS = Path(sys.prefix) / "compilers"  # Triton with its own NumPy, beside the environment (see torch/test_interpreted)

@@ -5,7 +5,6 @@ python -m attn.testing XLA_ATTN --level full       one of them, at length
 python -m attn.testing TRITON_ATTN --jobs 16       kernels that compile: one process a core
 python -m attn.testing CPU_ATTN --repro '{...}'    one case, as a failure printed it
 python -m attn.testing CPU_ATTN --fuzz 60 --seed 7  random cases for a minute, each failure made small
-python -m attn.testing --mutants                   which rules and cases kill which planted bug
 """
 
 import argparse
@@ -13,7 +12,6 @@ import functools
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from attn import plugins
@@ -40,7 +38,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--fuzz", type=float, metavar="SECONDS", help="random cases instead of the suite's, for so long in all")
     add("--seed", type=int, default=0, metavar="N", help="of --fuzz: the same seed draws the same cases (default: %(default)s)")
     add("--repro", metavar="JSON", help="run this one case, on the backends named")
-    add("--mutants", action="store_true", help="run the suite on kernels with planted bugs instead")
     add("--json", action="store_true", help="machine-readable output")
 
 
@@ -53,9 +50,7 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run what the arguments say; 1 when a case failed, a mutant lived, or a backend that was named ran no case."""
-    if args.mutants:
-        return _mutants(args.json)
+    """Run what the arguments say; 1 when a case failed, or a backend that was named ran no case."""
     if args.fuzz is not None:
         return _fuzz(args)
     if args.repro is not None:
@@ -94,14 +89,6 @@ def _told(args: argparse.Namespace, report: Report) -> int:
     if idle:
         print(f"attn: not examined: {'; '.join(f'{r.backend}: {r.skipped}' for r in idle)}", file=sys.stderr)
     return _done(report.ok and not idle, report.to_dict(), str(report), args.json)
-
-
-def _mutants(as_json: bool) -> int:
-    from attn.testing.mutants import format_table, mutation_table
-
-    table = mutation_table()
-    ok = all(kill.cases for kill in table)
-    return _done(ok, {"mutants": [asdict(kill) for kill in table]}, format_table(table), as_json)
 
 
 def _repro(names: Sequence[str], text: str, as_json: bool) -> int:

@@ -1,7 +1,7 @@
 """A paged flash-attention kernel in NumPy: tiles, online softmax, split keys merged at the end, 16-bit weights.
 
 It computes as the real kernels do and is slow, which makes it three things: proof that a correct kernel passes the rules
-(a backend of its own, without a framework), the stock that `attn.testing.mutants` breaks in one place at a time, and,
+(a backend of its own, without a framework), what this project's own tests break in one place at a time, and,
 made eager, the same-dtype baseline of rule C. Each step is a method of a few lines, so that a mutant is one override.
 """
 

@@ -5,7 +5,7 @@ import pytest
 
 from attn.testing import Case, bits, draw
 from attn.testing.expected import specified_cache
-from attn.testing.mutants import positive_cases
+from tests.testing.mutants import positive_cases
 
 CASE = Case("mixed", (1, 6, 18), (33, 9, 18), padding=2, lse=True)
 

@@ -11,10 +11,10 @@ from attn.testing import Case, candidate_of, draw, subject_here
 from attn.testing.command import main
 from attn.testing.fuzz import FuzzReport, Outcome, campaign, examined, run_fuzz
 from attn.testing.fuzz_cases import program
-from attn.testing.mutants import MUTANTS, SUBJECT
 from attn.testing.processes import Lost, Worker
 from attn.testing.properties import run_check
 from attn.testing.simulated import SimulatedKernel
+from tests.testing.mutants import MUTANTS, SUBJECT
 
 FAR = time.monotonic() + 1e6  #: tests count programs, never seconds
 

@@ -1,16 +1,16 @@
 """Tests of the tests: the suite passes a correct kernel and kills every planted bug (about 15 s).
 
-What each mutant gets wrong is in its docstring; `python -m attn.testing --mutants` prints which rules and cases see it.
+What each mutant gets wrong is in its docstring; `python -m tests.testing.mutants` prints which rules and cases see it.
 """
 
 from dataclasses import replace
 
 import pytest
 
-from attn.testing.mutants import MUTANTS, SUBJECT, killers, mutation_table, positive_cases
 from attn.testing.properties import CHECKS
 from attn.testing.simulated import SimulatedKernel
 from attn.testing.suite import cases_of
+from tests.testing.mutants import MUTANTS, SUBJECT, killers, mutation_table, positive_cases
 
 CASES = positive_cases()
 

@@ -8,11 +8,11 @@ import pytest
 from attn.capabilities import Capabilities, Device, Feature, MultipleOf
 from attn.errors import UnsupportedError
 from attn.testing import Case
-from attn.testing.mutants import SUBJECT
 from attn.testing.properties import run_check
 from attn.testing.simulated import SimulatedKernel
 from attn.testing.subject import Subject
 from attn.testing.suite import cases_of
+from tests.testing.mutants import SUBJECT
 
 SMALL = Capabilities("torch", ("cpu",), ("bfloat16",), head_sizes=(128,), features=frozenset({Feature.SLIDING_WINDOW}))
 

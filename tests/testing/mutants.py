@@ -1,7 +1,7 @@
 """Tests of the tests: correct kernels broken in one place, every one of which the quick suite must notice.
 
 Each mutant overrides one step of `SimulatedKernel` with a mistake that a real kernel has made or could make. A suite that
-lets one live is missing a case or a rule; the table (`python -m attn.testing --mutants`) says which rules and cases killed
+lets one live is missing a case or a rule; the table (`python -m tests.testing.mutants`) says which rules and cases killed
 which.
 """
 
@@ -809,7 +809,7 @@ class HeadsSwapped(SimulatedKernel):
 
 @mutant
 class DependsOnNeighbours(SimulatedKernel):
-    """The split count follows the batch: right answers whose bits change with the company, though the opposite is declared."""
+    """The split count follows the batch: right answers, but bits depend on the rest of it, though the opposite is declared."""
 
     def sequence(self, r: int, query: Array, key: Array, value: Array) -> tuple[Array, Array]:
         self.splits = 1 + self.call.batch.num_reqs % 3
@@ -868,3 +868,7 @@ def format_table(table: Iterable[Kill]) -> str:
     lines = [f"{'mutant':<28} {'cases':>5}  {'rules':<12} first"]
     lines += [f"{k.mutant:<28} {k.cases or 'ALIVE':>5}  {' '.join(k.rules):<12} {k.first}" for k in table]
     return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(format_table(mutation_table()))
