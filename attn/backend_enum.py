@@ -12,17 +12,15 @@ import functools
 import importlib.util
 import itertools
 import re
-import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Self
 
 from attn.capabilities import WINGS, Candidate, Device
 from attn.errors import BackendLoadError, closest
 from attn.imports import check_qualname, first_installed, installed, pip_install, resolve_obj_by_qualname
-from attn.logger import renew_after_fork
+from attn.logger import fork_safe_lock
 
-_lock = threading.RLock()
-renew_after_fork(globals(), "_lock")
+_lock = fork_safe_lock()
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
 
@@ -291,7 +289,7 @@ def register(
     def register_class(cls: type) -> type:
         if not isinstance(cls, type):
             raise TypeError(f"register {registry.__name__}: expected a class, got {cls!r}")
-        with _lock:
+        with _lock():
             member = _member(registry, backend, override)
             registry.objects[member] = cls  # kept, since a class made in a function or a notebook has no way back by name
             registry.overrides[member] = path_of(cls)
@@ -301,7 +299,7 @@ def register(
         register_class(class_path)
     elif class_path is not None:
         check_qualname(class_path)
-        with _lock:
+        with _lock():
             registry.overrides[_member(registry, backend, override)] = class_path
     else:
         if not isinstance(backend, registry | str):
@@ -313,7 +311,7 @@ def register(
 @contextlib.contextmanager
 def registered(registry: type[BackendEnum], backend: Any, target: str | type, *, override: bool = True) -> Iterator[Any]:
     """A registration for the length of a `with` block; what was registered before comes back, also after an error."""
-    with _lock:
+    with _lock():
         member = _member(registry, backend, override)
         tables: tuple[dict[Any, Any], ...] = (registry.objects, registry.overrides)
         before = [(table, table.get(member)) for table in tables]
@@ -321,7 +319,7 @@ def registered(registry: type[BackendEnum], backend: Any, target: str | type, *,
     try:
         yield member
     finally:
-        with _lock:
+        with _lock():
             for table, value in before:
                 if value is None:
                     table.pop(member, None)

@@ -7,29 +7,30 @@ one line in the log. The lock that this takes, as every lock of the library, is 
 import logging
 import os
 import threading
-from typing import Any
+from collections.abc import Callable
 
 
-def renew_after_fork(module: dict[str, Any], name: str) -> None:
-    """Replace the lock called `name` in `module` (its `globals()`) with a new one in every forked child.
+def fork_safe_lock() -> Callable[[], threading.RLock]:
+    """A reentrant lock, as a function that returns it: `with lock():`. A forked child has a new one.
 
     Only the thread that forks lives on in the child: a lock that another thread held would never be released there. A
     block that forks while it holds the lock still releases the one that it took.
     """
+    locks = [threading.RLock()]
     if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=lambda: module.update({name: threading.RLock()}))
+        os.register_at_fork(after_in_child=lambda: locks.__setitem__(0, threading.RLock()))
+    return lambda: locks[0]
 
 
 _seen: set[tuple[object, ...]] = set()
-_lock = threading.RLock()
-renew_after_fork(globals(), "_lock")
+_lock = fork_safe_lock()
 
 
 class AttnLogger(logging.LoggerAdapter[logging.Logger]):
     """A `logging` logger that can also say a thing only once per process."""
 
     def _once(self, level: int, message: str, *args: object) -> None:
-        with _lock:
+        with _lock():
             key = (self.logger.name, level, message, args)
             if key in _seen:
                 return
@@ -53,5 +54,5 @@ def init_logger(name: str) -> AttnLogger:
 
 def forget_notices() -> None:
     """Let every once-only notice be said again (tests)."""
-    with _lock:
+    with _lock():
         _seen.clear()

@@ -15,14 +15,13 @@ from attn import envs
 from attn.backend_enum import generation
 from attn.backends.registry import AttentionBackendEnum, register_backend
 from attn.errors import closest
-from attn.logger import init_logger, renew_after_fork
+from attn.logger import fork_safe_lock, init_logger
 
 GROUP = "attn.backends"
 SLOW_SECONDS = 1.0
 
 logger = init_logger(__name__)
-_lock = threading.RLock()
-renew_after_fork(globals(), "_lock")
+_lock = fork_safe_lock()
 _loaded: tuple[tuple[str, ...] | None, dict[str, "PluginReport"]] | None = None
 _loading: tuple[int, dict[str, "PluginReport"]] | None = None  # the thread that is at it, and what it has so far
 _registered: list[AttentionBackendEnum] = []
@@ -48,7 +47,7 @@ def load() -> dict[str, PluginReport]:
     current = _loaded
     if current is not None and current[0] == allowed:
         return current[1]
-    with _lock:
+    with _lock():
         # this thread again, from inside a plugin; another's load can only be one that a fork cut off
         if _loading is not None and _loading[0] == threading.get_ident():
             return _loading[1]
@@ -90,7 +89,7 @@ def _load_all(allowed: tuple[str, ...] | None, reports: dict[str, PluginReport])
 def forget() -> None:
     """Load plugins again at the next selection (tests, or after installing one into a running process)."""
     global _loaded
-    with _lock:
+    with _lock():
         _loaded = None
 
 

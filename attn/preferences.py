@@ -7,37 +7,32 @@ three fifths overlap count as equal. Nothing else moves: a backend asked for by 
 stays out, and where the list's first was not measured, or bits are asked to be the same (a request for `batch_invariant`, a
 framework told to be deterministic), the list decides alone. `attn explain` says which it was, and why.
 
-A file belongs to one machine: a device, its framework's version, this library's. One that is another's, or broken, is left
-unread, with the reason in the log and in the selection.
+A file belongs to one machine: a device, its framework's version, this library's (`attn.cache_file`). Why one is ignored is in
+the log and in the selection.
 """
 
-import json
 import math
 import os
 import platform as host
 import re
-import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import attn
-from attn import envs
+from attn import cache_file, envs
 from attn.capabilities import Candidate, Device, Feature, Request
 from attn.imports import version_of
-from attn.logger import init_logger, renew_after_fork
+from attn.logger import fork_safe_lock
 from attn.platforms import Platform
 from attn.verdicts import Selection
-
-logger = init_logger(__name__)
 
 #: How much slower than the fastest a choice may be: kernels measured twice differ by 1 to 3 % (benchmarks/notes/triton.md).
 MARGIN = 0.05
 _VARIABLE = "ATTN_PREFERENCES"
 
-_lock = threading.RLock()
-renew_after_fork(globals(), "_lock")
+_lock = fork_safe_lock()
 _read_files: dict[Path, tuple[tuple[int, int], "list[Entry] | str"]] = {}
 
 
@@ -91,8 +86,7 @@ def place(device: Device) -> Path:
     asked = _asked()
     if asked not in ("", "0", "1"):
         return Path(asked)
-    name = re.sub(r"[^A-Za-z0-9]+", "-", f"{device.framework}-{device.name or device.platform}").strip("-")
-    return envs.cache_dir() / f"preferences-{name}.json"
+    return cache_file.path("preferences", f"{device.framework}-{device.name or device.platform}")
 
 
 def owner(device: Device) -> dict[str, Any]:
@@ -190,32 +184,16 @@ def state(device: Device) -> tuple[Path, int, int] | None:
 
 
 def read(file: Path, device: Device) -> list[Entry] | str:
-    """A file's measurements of a device, or the sentence that says why they do not count (also in the log, once)."""
+    """A file's measurements of a device, or the sentence that says why they do not count."""
     try:
         state = file.stat()
     except OSError as error:
         return f"{file} cannot be read: {error.strerror}"
     seen = (state.st_mtime_ns, state.st_size)
-    with _lock:
-        if file in _read_files and _read_files[file][0] == seen:
-            return _read_files[file][1]
-        found = _parsed(file, device)
-        _read_files[file] = seen, found
-    if isinstance(found, str):
-        logger.warning_once("%s", found)
-    return found
-
-
-def _parsed(file: Path, device: Device) -> list[Entry] | str:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        wrote = {name: value for name, value in found.items() if name != "entries"}
-        differs = [f"{k} {wrote.get(k)!r}, here {v!r}" for k, v in owner(device).items() if wrote.get(k) != v]
-        if differs:
-            return f"{file} is ignored: it is another machine's ({'; '.join(differs)})"
-        return [_entry(entry) for entry in found["entries"]]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        return f"{file} is ignored: it is broken ({type(error).__name__}: {error})"
+    with _lock():
+        if file not in _read_files or _read_files[file][0] != seen:
+            _read_files[file] = seen, cache_file.read(file, owner(device), _entry)
+        return _read_files[file][1]
 
 
 def _entry(entry: dict[str, Any]) -> Entry:
@@ -231,18 +209,15 @@ def _entry(entry: dict[str, Any]) -> Entry:
 def record(entries: Collection[Entry], device: Device, file: Path | None = None) -> Path:
     """Write entries into a device's file, each in the place of an earlier one of the same request; the file.
 
-    In one step, so that another process reads the old file or the new one. A file that does not count is replaced.
+    A file that does not count is replaced.
     """
     file = file or place(device)
-    with _lock:
+    with _lock():
         before = read(file, device) if file.exists() else []
         kept = {} if isinstance(before, str) else {entry.request: entry for entry in before}
         kept |= {entry.request: entry for entry in entries}
         plain = [_plain(kept[request]) for request in sorted(kept, key=str)]
-        file.parent.mkdir(parents=True, exist_ok=True)
-        own = file.with_suffix(f".{os.getpid()}.tmp")
-        own.write_text(json.dumps({**owner(device), "entries": plain}, indent=1) + "\n", encoding="utf-8")
-        own.replace(file)
+        cache_file.write(file, owner(device), plain)
         _read_files.pop(file, None)
     return file
 

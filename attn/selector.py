@@ -8,7 +8,6 @@ at the next call, and a backend asked for by name is obeyed or refused with its 
 import contextlib
 import contextvars
 import sys
-import threading
 from collections.abc import Collection, Generator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from attn.capabilities import AttentionType, Device, Feature, Request
 from attn.choice import Asked, asked_by_environment, asked_for, decide, member_of, place_of, wing_of_backend
 from attn.dtypes import dtype_name, framework_of_dtype
 from attn.imports import resolve_obj_by_qualname
-from attn.logger import init_logger, renew_after_fork
+from attn.logger import fork_safe_lock, init_logger
 from attn.platforms import Platform, default_framework, platform_for
 from attn.verdicts import Selection, choose
 
@@ -61,8 +60,7 @@ class _Key(NamedTuple):
 _PREFERENCES = envs.SELECTING.index("ATTN_PREFERENCES")
 _cache: dict[_Key, type[AttentionBackend]] = {}
 _CACHE_LIMIT = 4096  # far above what a process's models ask for; a caller that sweeps shapes must not grow it forever
-_cold = threading.RLock()
-renew_after_fork(globals(), "_cold")
+_cold = fork_safe_lock()
 
 
 def __getattr__(name: str) -> Any:
@@ -211,7 +209,7 @@ def _cached_get_attn_backend(
         pass
     request = make_request(head_size, dtype, kv_cache_dtype, block_size, use_mla=use_mla)
     plugins.load()  # outside the lock, since a plugin may select while it loads
-    with _cold:
+    with _cold():
         key = _Key(*plain).now()
         if key in _cache:
             return _cache[key]

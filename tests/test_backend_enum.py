@@ -490,7 +490,7 @@ def test_a_forked_child_registers_though_a_thread_held_the_lock():
     queue, taken, release = context.Queue(), threading.Event(), threading.Event()
 
     def hold():
-        with backend_enum._lock:
+        with backend_enum._lock():
             taken.set()
             release.wait()
 

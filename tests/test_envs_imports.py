@@ -5,7 +5,6 @@ import logging
 import os
 import re
 import sys
-import threading
 import tomllib
 from pathlib import Path
 
@@ -211,15 +210,14 @@ def test_the_library_has_no_handler_but_the_null_one():
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs os.fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:.*fork.*:RuntimeWarning")
 def test_a_block_that_forks_while_it_holds_the_lock_still_leaves_it():
-    module = {"lock": threading.RLock()}
-    logger.renew_after_fork(module, "lock")
-    before = module["lock"]
-    with module["lock"]:
+    lock = logger.fork_safe_lock()
+    before = lock()
+    with lock():
         child = os.fork()
         if child == 0:
-            os._exit(0 if module["lock"] is not before and module["lock"].acquire(blocking=False) else 1)
+            os._exit(0 if lock() is not before and lock().acquire(blocking=False) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert module["lock"] is before
+    assert lock() is before
 
 
 def test_resolving_is_not_remembered():

@@ -30,7 +30,7 @@ DOORS = ("attn.cli", "attn.__main__")
 #: Modules of the core by floor; a module imports from its own floor or below. A package stands for what is in it.
 FLOORS = [
     ("attn.errors",),
-    ("attn.dtypes", "attn.envs", "attn.imports", "attn.logger", "attn.distributed", "attn.reference"),
+    ("attn.dtypes", "attn.envs", "attn.imports", "attn.logger", "attn.distributed", "attn.cache_file", "attn.reference"),
     ("attn.capabilities", "attn.backend_enum", "attn.arrays", "attn.progress"),
     ("attn.machines", "attn.verdicts"),
     ("attn.platforms",),

@@ -287,7 +287,7 @@ def test_runs_add_up_and_an_unchanged_file_is_read_once(measured: Callable[..., 
     other = replace(REQUEST, head_size=128)
     measured(other, A=times(1.0), B=times(2.0))
     assert chosen() == "B" and chosen(other) == "A"
-    monkeypatch.setattr(preferences, "_parsed", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr(preferences.cache_file, "read", lambda *_: pytest.fail("read again"))
     assert chosen() == "B"
 
 

@@ -473,7 +473,7 @@ def test_a_child_selects_though_its_parent_was_selecting(method, three):
     def hold():
         from attn import logger, plugins
 
-        with selector._cold, plugins._lock, logger._lock:
+        with selector._cold(), plugins._lock(), logger._lock():
             plugins.forget()  # so that the child has to load them itself
             taken.set()
             release.wait()

@@ -6,14 +6,9 @@ found again by rule, architecture and shapes (group, head size, element sizes), 
 depend on what is in the file and not on its neighbours. The first batch of such a shape is the one that is timed: let it be
 a typical one. Nothing is timed while a CUDA graph is captured or a call is traced; what is tuned already is used.
 
-A file belongs to one device model and to the versions that compiled for it. One that is of others, or broken, is left
-unread, with the reason in the log, and replaced when something new is tuned.
+A file belongs to one device model and to the versions that compiled for it (`attn.cache_file`).
 """
 
-import json
-import os
-import re
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -22,14 +17,13 @@ from typing import Any
 import torch
 
 import attn
-from attn import envs
-from attn.logger import init_logger, renew_after_fork
+from attn import cache_file
+from attn.logger import fork_safe_lock, init_logger
 from attn.torch.kernels.launch import TUNED, Launch, arch, decode_launch, prefill_launch
 
 logger = init_logger(__name__)
 
-_lock = threading.RLock()
-renew_after_fork(globals(), "_lock")
+_lock = fork_safe_lock()
 _loaded: set[Path] = set()
 _RULES = {"decode": decode_launch, "prefill": prefill_launch}
 _GAIN = 0.97  #: of the rule's time: what a candidate must stay below
@@ -45,14 +39,17 @@ def tune(kind: str, shape: tuple[int, int, int, int], run: Callable[[], Any], de
     key = (kind, name, *shape)
     if key in TUNED:
         return TUNED[key]
-    with _lock:
-        path = _path(device)
+    with _lock():
+        path = cache_file.path("launches", _device_name(device))
         if path not in _loaded:
             _loaded.add(path)
-            TUNED.update(_read(path, device))
+            found = cache_file.read(path, _owner(device), _entry) if path.exists() else []
+            TUNED.update([] if isinstance(found, str) else found)
         if key not in TUNED and not _capturing(device):
             TUNED[key] = _fastest(key, rule(name, *shape), run)
-            _write(path, device)
+            own = sorted((key, launch) for key, launch in TUNED.items() if key[1] == arch())
+            entries = [{"key": list(key), "launch": list(astuple(launch))} for key, launch in own]
+            cache_file.write(path, _owner(device), entries)
         return TUNED.get(key) or rule(name, *shape)
 
 
@@ -103,10 +100,6 @@ def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _path(device: torch.device) -> Path:
-    return envs.cache_dir() / f"launches-{re.sub(r'[^A-Za-z0-9]+', '-', _device_name(device)).strip('-')}.json"
-
-
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
@@ -116,21 +109,6 @@ def _owner(device: torch.device) -> dict[str, Any]:
     import triton
 
     return {"format": 1, "attn": attn.__version__, "triton": triton.__version__, "device": _device_name(device), "arch": arch()}
-
-
-def _read(path: Path, device: torch.device) -> dict[tuple[Any, ...], Launch]:
-    """The launches of a file, none when it is missing, broken or somebody else's."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        owner = {name: value for name, value in found.items() if name != "launches"}
-        if owner != _owner(device):
-            raise ValueError(f"it is of {owner}, this is {_owner(device)}")
-        return dict(map(_entry, found["launches"]))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError, AttributeError, KeyError, TypeError) as error:
-        logger.warning_once("%s is ignored: %s: %s", path, type(error).__name__, error)
-        return {}
 
 
 def _entry(entry: dict[str, Any]) -> tuple[tuple[Any, ...], Launch]:
@@ -143,13 +121,3 @@ def _entry(entry: dict[str, Any]) -> tuple[tuple[Any, ...], Launch]:
     if any(n & (n - 1) for n in numbers[:3]) or launch.block_m < max(16, shape[0]) or launch.block_n < 16:
         raise ValueError(f"{entry} is no launch: tiles and warps are powers of two, and hold a group")
     return (kind, name, *shape), launch
-
-
-def _write(path: Path, device: torch.device) -> None:
-    """Everything tuned for this device, in one step, so that another process reads the old file or the new one."""
-    mine = [(key, launch) for key, launch in TUNED.items() if key[1] == arch()]
-    entries = [{"key": list(key), "launch": list(astuple(launch))} for key, launch in sorted(mine, key=lambda item: item[0])]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    own = path.with_suffix(f".{os.getpid()}.tmp")
-    own.write_text(json.dumps({**_owner(device), "launches": entries}, indent=1) + "\n", encoding="utf-8")
-    own.replace(path)

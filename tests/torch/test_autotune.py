@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def with_entry(data: dict[str, Any], key: list[Any], launch: list[int]) -> dict[str, Any]:
-    return {**data, "launches": [{"key": key, "launch": launch}]}
+    return {**data, "entries": [{"key": key, "launch": launch}]}
 
 
 @pytest.mark.parametrize(
@@ -103,19 +103,19 @@ def with_entry(data: dict[str, Any], key: list[Any], launch: list[int]) -> dict[
     [
         (lambda data: "{", "JSONDecodeError"),
         (lambda data: [], "AttributeError"),
-        (lambda data: {**data, "triton": "0.1"}, "it is of"),
-        (lambda data: {**data, "device": "another"}, "it is of"),
+        (lambda data: {**data, "triton": "0.1"}, "another machine's"),
+        (lambda data: {**data, "device": "another"}, "another machine's"),
         (
-            lambda data: {**data, "launches": [{"key": ["decode", "interpreter", 4, 64, 2, 2], "launch": [16, 48, 4, 1]}]},
+            lambda data: {**data, "entries": [{"key": ["decode", "interpreter", 4, 64, 2, 2], "launch": [16, 48, 4, 1]}]},
             "no launch",
         ),
         (lambda data: with_entry(data, ["decode", "sm_90", 4, 64, 2, 2], [16, 32, 4, 1]), "no launch"),
         (
-            lambda data: {**data, "launches": [{"key": ["decode", "interpreter", 4, 64, 2], "launch": [16, 32, 4, 1]}]},
+            lambda data: {**data, "entries": [{"key": ["decode", "interpreter", 4, 64, 2], "launch": [16, 32, 4, 1]}]},
             "no launch",
         ),
         (
-            lambda data: {**data, "launches": [{"key": ["decode", "interpreter", 32, 64, 2, 2], "launch": [16, 32, 4, 1]}]},
+            lambda data: {**data, "entries": [{"key": ["decode", "interpreter", 32, 64, 2, 2], "launch": [16, 32, 4, 1]}]},
             "no launch",
         ),
     ],
@@ -134,7 +134,7 @@ def test_a_file_that_is_broken_or_of_others_is_ignored_with_its_reason(
     with caplog.at_level(logging.WARNING, "attn"):
         tune()
     assert len(tried) == 2 * count and reason in caplog.text and path.name in caplog.text
-    assert json.loads(path.read_text())["launches"], "replaced by what was tuned now"
+    assert json.loads(path.read_text())["entries"], "replaced by what was tuned now"
 
 
 def test_where_it_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,0 +1,49 @@
+"""JSON files of measurements, each of one machine: a device, and the versions of what ran on it.
+
+A file whose owner differs, or that is broken, is left unread, with the reason in the log once, and replaced when something new
+is written.
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from attn import envs
+from attn.logger import init_logger
+
+logger = init_logger(__name__)
+T = TypeVar("T")
+
+
+def path(kind: str, device: str) -> Path:
+    """The file in the cache directory that holds measurements of a kind, of the device called so."""
+    return envs.cache_dir() / f"{kind}-{re.sub(r'[^A-Za-z0-9]+', '-', device).strip('-')}.json"
+
+
+def read(file: Path, owner: Mapping[str, Any], parse: Callable[[Any], T]) -> list[T] | str:
+    """The entries of a file, each as `parse` returns it, or a sentence: why the file is ignored.
+
+    owner: what the file must have been written with. `parse` raises ValueError, LookupError, TypeError or AttributeError for
+    what is not an entry.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+        differs = [f"{name} {found.get(name)!r}, here {value!r}" for name, value in owner.items() if found.get(name) != value]
+        if not differs:
+            return [parse(entry) for entry in found["entries"]]
+        reason = f"it is another machine's ({'; '.join(differs)})"
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        reason = f"it is broken ({type(error).__name__}: {error})"
+    logger.warning_once("%s is ignored: %s", file, reason)
+    return f"{file} is ignored: {reason}"
+
+
+def write(file: Path, owner: Mapping[str, Any], entries: Sequence[Any]) -> None:
+    """Replace a file in one step, so that another process reads the old one or the new one."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    own = file.with_suffix(f".{os.getpid()}.tmp")
+    own.write_text(json.dumps({**owner, "entries": entries}, indent=1) + "\n", encoding="utf-8")
+    own.replace(file)
