@@ -8,11 +8,10 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tiny_transformers import batch, batching, decoder, encoder, model_of  # noqa: E402
-
 from attn.errors import BackendLoadError, UnsupportedError  # noqa: E402
 from attn.integrations import transformers as attn_transformers  # noqa: E402
 from attn.integrations.transformers import versions  # noqa: E402
+from tests.integrations.tiny_transformers import batch, batching, decoder, encoder, model_of  # noqa: E402
 
 CORE = ["llama", "qwen3", "gemma2", "gemma3", "gpt_oss", "deepseek_v3"]
 

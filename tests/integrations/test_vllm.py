@@ -27,10 +27,9 @@ CONFIGURATION = {
 def vllm(standins: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The stand-in, `attn` registered with it, and the checks that the real one gets."""
     standins("vllm_engine_pkg")
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
     integration.register()
-    yield importlib.import_module("vllm_interface")
-    for name in ("attn.integrations._vllm", "vllm_interface"):
+    yield importlib.import_module("tests.integrations.vllm_interface")
+    for name in ("attn.integrations._vllm", "tests.integrations.vllm_interface"):
         sys.modules.pop(name, None)
 
 

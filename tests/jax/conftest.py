@@ -13,6 +13,7 @@ import pytest
 
 from attn import reference
 from attn.backends.metadata import CommonAttentionMetadata
+from tests.jax import mla_batches
 
 H, K, D, P, N = 4, 2, 16, 8, 40
 #: rms error of a row over its rms (docs/semantics.md §16, rule B)
@@ -92,6 +93,11 @@ def make_batch() -> Callable[..., Batch]:
         return Batch(list(query_lens), list(seq_lens), **more)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def make_mla() -> Callable[..., mla_batches.Batch]:
+    return mla_batches.Batch
 
 
 @pytest.fixture(scope="session")

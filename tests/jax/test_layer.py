@@ -272,8 +272,7 @@ from functools import partial
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 from attn.jax import Attention
-sys.path.insert(0, sys.argv[2])
-from conftest import Batch
+from tests.jax.conftest import Batch
 layer = Attention(2, 16, num_kv_heads=1, block_size=8)
 batch = Batch([1, 5, 20, 0, 3, 1], [33, 40, 20, 9, 2, 8])
 metadata = layer.backend.get_builder_cls()(layer.kv_cache_spec).build(0, batch.common)
@@ -287,7 +286,7 @@ assert len(out.devices()) == len(cache.devices()) == 2
 np.savez(sys.argv[1] + "/out.npz", out=out, cache=cache)
 """
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "error", "-c", script, str(tmp_path), str(Path(__file__).parent)]
+    command = [sys.executable, "-W", "error", "-c", script, str(tmp_path)]
     done = subprocess.run(command, env={**os.environ, **flags}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     got = np.load(tmp_path / "out.npz")

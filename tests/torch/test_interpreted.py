@@ -73,10 +73,10 @@ def test_dense_conformance(run: str) -> None:
 @pytest.mark.parametrize(
     "tests",
     [
-        "tests/torch/test_triton_attn.py",
+        "tests/torch/backends/test_triton_attn.py",
         "tests/torch/test_autotune.py tests/torch/test_interpreter.py",
         "tests/torch/kernels",
-        "tests/torch/mla/test_triton_mla.py",
+        "tests/torch/backends/mla/test_triton_mla.py",
     ],
 )
 def test_kernels(tests: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks.notes import tables
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGES = [page for page in sorted(tables.NOTES.glob("*.md")) if page.name != "README.md"]
 
 

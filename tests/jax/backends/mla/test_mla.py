@@ -18,7 +18,7 @@ from attn.backends.metadata import CommonAttentionMetadata
 from attn.errors import ShapeError, UnsupportedError
 from attn.jax import MLAAttention
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 # The model's sizes: vocabulary, width, layers, heads, q_lora_rank, and L, Dr, Dn, Dv.
 V, E, LAYERS, H, Q = 61, 48, 2, 4, 40
@@ -77,8 +77,7 @@ def test_heads_over_a_mesh(make_mla: Any, tmp_path: Path) -> None:
 import sys
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
-sys.path.insert(0, sys.argv[2])
-from conftest import Batch
+from tests.jax.mla_batches import Batch
 batch = Batch()
 w_uk, w_uv = batch.layer.impl.weights(batch.layer.kv_b_proj)
 def step(q, kv_c, k_pe, cache, metadata, w_uk, w_uv):
@@ -94,7 +93,7 @@ assert len(out.devices()) == 2
 np.savez(sys.argv[1] + "/out.npz", out=out, lse=lse, cache=cache)
 """
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-W", "error", "-c", script, str(tmp_path), str(Path(__file__).parent)]
+    command = [sys.executable, "-W", "error", "-c", script, str(tmp_path)]
     done = subprocess.run(command, env={**os.environ, **flags}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     got = np.load(tmp_path / "out.npz")

@@ -1,12 +1,10 @@
 """MLA batches, and their answers by the float64 oracle, for the jax wing's tests; small, since compiling takes the time."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 from attn import reference
 from attn.backends.metadata import CommonAttentionMetadata
@@ -130,8 +128,3 @@ class Batch:
         stored = np.asarray(self.stored(np.concatenate([self.kv_c, self.k_pe], axis=1)))
         written = slots >= 0
         np.testing.assert_array_equal(after[slots[written], : stored.shape[1]], stored[written])
-
-
-@pytest.fixture(scope="session")
-def make_mla() -> Callable[..., Batch]:
-    return Batch

@@ -14,12 +14,11 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tiny_transformers import batch, model_of  # noqa: E402
-
 from attn.errors import UnsupportedError  # noqa: E402
 from attn.integrations import transformers as attn_transformers  # noqa: E402
 from attn.integrations.transformers import versions, ways  # noqa: E402
 from attn.integrations.transformers.call import replaced  # noqa: E402
+from tests.integrations.tiny_transformers import batch, model_of  # noqa: E402
 
 NEW = 8
 

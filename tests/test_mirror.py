@@ -1,0 +1,57 @@
+"""Tests lie where what they test does: tests/a/test_b.py is of attn/a/b.py (or _b.py), or of the package attn/a/b."""
+
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent
+
+#: Files that are of no single module, and what they are of.
+ACROSS = {
+    "bench/test_stopwatches.py": "attn/torch/bench.py and attn/jax/bench.py: the same tests of both",
+    "demo/test_models.py": "the same model in both frameworks",
+    "integrations/test_entry_points.py": "pyproject.toml",
+    "jax/test_conformance.py": "the conformance suite on an interpreted kernel",
+    "reference/test_errors.py": "the oracle, whose functions are one package's",
+    "reference/test_fixtures.py": "the oracle",
+    "reference/test_peers.py": "the oracle",
+    "reference/test_properties.py": "the oracle",
+    "reference/test_reference.py": "the oracle",
+    "test_conformance.py": "the conformance suite on a CPU",
+    "test_docs.py": "docs",
+    "test_field_incidents.py": "bugs of other libraries",
+    "test_floors.py": "who imports whom",
+    "test_mirror.py": "this rule",
+    "test_notebooks.py": "notebooks",
+    "test_readme.py": "README.md",
+    "test_records.py": "every backend's capabilities",
+    "test_same_refusals.py": "every backend's errors",
+    "test_seeds.py": "names that vLLM's users know",
+    "test_torch_with_jax.py": "a layer between frameworks",
+    "torch/test_dtensor.py": "a layer under torch's DTensor",
+    "torch/test_interpreted.py": "processes that interpret Triton's kernels",
+}
+
+
+def files() -> set[str]:
+    return {path.relative_to(TESTS).as_posix() for path in TESTS.rglob("test_*.py")}
+
+
+def tested(file: str) -> list[Path]:
+    """What a test file may be of; besides the package, the folders of scripts, and a helper that lies beside it."""
+    folder, _, name = file.rpartition("/")
+    stem = name.removeprefix("test_").removesuffix(".py")
+    places = [ROOT / "attn" / folder, TESTS / folder]
+    if folder.partition("/")[0] in ("benchmarks", "examples"):
+        places.append(ROOT / folder)
+    found = [place / name for place in places for name in (f"{stem}.py", f"_{stem}.py", stem)]
+    return [path for path in found if path.is_file() or (path / "__init__.py").is_file()]
+
+
+def test_every_test_file_lies_where_what_it_tests_does() -> None:
+    strays = sorted(file for file in files() - ACROSS.keys() if not tested(file))
+    assert strays == [], "move them beside what they test, or say in ACROSS what they are of"
+
+
+def test_no_exception_outlives_its_reason() -> None:
+    assert sorted(ACROSS.keys() - files()) == []
+    assert sorted(file for file in ACROSS if tested(file)) == [], "these have a module of their own"
