@@ -36,7 +36,7 @@ def files() -> set[str]:
     return {path.relative_to(TESTS).as_posix() for path in TESTS.rglob("test_*.py")}
 
 
-def tested(file: str) -> list[Path]:
+def subjects(file: str) -> list[Path]:
     """What a test file may be of; besides the package, the folders of scripts, and a helper that lies beside it."""
     folder, _, name = file.rpartition("/")
     stem = name.removeprefix("test_").removesuffix(".py")
@@ -48,10 +48,10 @@ def tested(file: str) -> list[Path]:
 
 
 def test_every_test_file_lies_where_what_it_tests_does() -> None:
-    strays = sorted(file for file in files() - ACROSS.keys() if not tested(file))
+    strays = sorted(file for file in files() - ACROSS.keys() if not subjects(file))
     assert strays == [], "move them beside what they test, or say in ACROSS what they are of"
 
 
 def test_no_exception_outlives_its_reason() -> None:
     assert sorted(ACROSS.keys() - files()) == []
-    assert sorted(file for file in ACROSS if tested(file)) == [], "these have a module of their own"
+    assert sorted(file for file in ACROSS if subjects(file)) == [], "these have a module of their own"
