@@ -16,7 +16,8 @@ from attn.testing.subject import Subject, base_case, main_dtypes
 
 #: Decodes, drafts to be verified and prefills (longer than 16 is a prefill to most), with context and without.
 _Q, _M = (1, 6, 18, 1, 21), (33, 9, 18, 20, 70)
-_DIMS = ((32, 24, 16, 40), (128, 64, 64, 32), (256, 128, 64, 128), (64, 32, 0, 48))  #: where a backend takes any
+#: Where a backend takes any; the last has values wider than a query, and prompts that are expanded.
+_DIMS = ((32, 24, 16, 40), (128, 64, 64, 32), (256, 128, 64, 128), (64, 32, 0, 48), (128, 8, 8, 24))
 
 
 def latent_cases(subject: Subject, level: str) -> list[Case]:
@@ -56,6 +57,17 @@ def _fixtures(subject: Subject) -> list[Case]:
         _at(subject, "scores of -inf, prefills", (17, 40, 23), (33, 40, 39), inputs="infinite"),  # the last: a dead context
         _at(subject, "negative scale", scale=-0.31, inputs="needle"),
     ]
+    if subject.capabilities.framework == "torch":  # whose views have strides of their own, empty or not
+        found += [
+            _at(subject, f"no token, {stored} cache, as views", (0,), (5,), kv_cache_dtype=stored, layout="heads_first")
+            for stored in subject.capabilities.kv_cache_dtypes
+        ]
+    if subject.has(Feature.NAN_SAFE):
+        found += [
+            _at(subject, f"NaN and infinities in a {what}, {words}", q, m, inputs="nonfinite", data_seed=seed)
+            for words, q, m in (("decodes", (1,) * 5, edges), ("prefills", (17, 40, 23), (page + 17, 40, 2 * page + 23)))
+            for what, seed in (("query", 0), ("query", 3), ("key", 1), ("key", 4))
+        ]
     for dtype in main_dtypes(subject):
         found += [_at(subject, f"{dtype}, {inputs}", dtype=dtype, inputs=inputs) for inputs in ("randn", "needle")]
         found.append(_at(subject, f"{dtype}, negative scale, prompts", m=_Q, dtype=dtype, scale=-0.072, lse=False))

@@ -118,10 +118,11 @@ def expanded_attention(
 ) -> tuple[jax.Array, jax.Array]:
     """(out [T, H, Dv], lse [H, T]) of ordinary heads: request r attends rows [key_start_loc[r], key_start_loc[r + 1]).
 
-    query: [T, H, D]; key: [m, H, D]; value: [m, H, Dv], Dv at most D; both bounds are static.
+    query: [T, H, D]; key: [m, H, D]; value: [m, H, Dv]; both bounds are static.
     """
-    value_width = value.shape[2]
-    value = jnp.pad(value, ((0, 0), (0, 0), (0, key.shape[2] - value_width)))
+    value_width, width = value.shape[2], max(value.shape[2], key.shape[2])
+    # the loop has one width: zeros change no score, and what they add to the values is cut off
+    query, key, value = (jnp.pad(x, ((0, 0), (0, 0), (0, width - x.shape[2]))) for x in (query, key, value))
 
     def fetch(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
         return tuple(x[ids].swapaxes(1, 2)[:, :, :, None] for x in (key, value))  # type: ignore[return-value]

@@ -22,8 +22,8 @@ def pack(kv_c: torch.Tensor, k_pe: torch.Tensor) -> torch.Tensor:
     # divided by a tensor: by a number, a GPU multiplies with its reciprocal, which is another scale now and then
     scale = (largest / torch.full_like(largest, 448.0)).clamp(min=_TINY)
     codes = (tiles / scale[..., None]).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
-    tail = (scale.view(torch.uint8), k_pe.to(torch.bfloat16).contiguous().view(torch.uint8))
-    return torch.cat([codes.view(torch.uint8).flatten(1), *tail], 1)
+    rope = k_pe.to(torch.bfloat16).clone(memory_format=torch.contiguous_format)  # `contiguous` keeps an empty view's strides
+    return torch.cat([codes.view(torch.uint8).flatten(1), scale.view(torch.uint8), rope.view(torch.uint8)], 1)
 
 
 def unpack(rows: torch.Tensor) -> torch.Tensor:

@@ -60,6 +60,7 @@ class TorchMLASparseImpl(SparseMLAImpl):
                 scores = torch.bmm(q[rows].to(exact), keys.transpose(1, 2)) * self.scale
                 scores = torch.where(real[:, None], scores, -torch.inf)
                 log = scores.logsumexp(-1)
+                log = torch.where(log == torch.inf, torch.nan, log)  # a score of inf has no softmax
                 weights = torch.where(log[..., None] == -torch.inf, 0, torch.exp(scores - log[..., None]))
                 out[rows] = torch.bmm(weights, keys[..., : self.kv_lora_rank])
                 lse[:, rows] = log.T
