@@ -31,6 +31,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -183,6 +184,18 @@ def compiler_path(target: str) -> str:
         f"{target} needs {needed}, which is not installed: "
         f"pip install --no-deps --target {folder} {COMPILERS[needed]} (or anywhere on PYTHONPATH)"
     )
+
+
+def compiler_here(target: str) -> str:
+    """The compiler that `compiler_path` finds, as `triton==3.6.0`; its module's name alone where no distribution names it."""
+    needed, folder = TARGETS[target].compiler, compiler_path(target)
+    spec = importlib.machinery.PathFinder.find_spec(needed, [folder] if folder else None)
+    assert spec is not None  # `compiler_path` raises where there is none
+    place = spec.submodule_search_locations[0] if spec.submodule_search_locations else spec.origin
+    for found in metadata.distributions(path=[str(Path(str(place)).parent)]):
+        if needed in (found.name, *(found.read_text("top_level.txt") or "").split()):  # PyTorch's Triton has another name
+            return f"{found.name}=={found.version}"
+    return needed
 
 
 def cases(target: str) -> list[Case]:
@@ -479,7 +492,7 @@ def run(args: argparse.Namespace) -> int:
     ok = not any(row.status == "failed" for row in rows)
     data = {
         "target": args.target,
-        "compiler": COMPILERS[TARGETS[args.target].compiler],
+        "compiler": compiler_here(args.target),
         "seconds": round(time.monotonic() - begin, 1),
         "rows": [asdict(row) for row in rows],
         "ok": ok,

@@ -154,7 +154,12 @@ def test_json_and_exit_codes(command, tmp_path):
     code, out, err = command(f"--target toy --subset --json --out {path}")
     data = json.loads(out)
     assert (code, err) == (0, "") and data == json.loads(path.read_text())
-    assert data["ok"] and data["target"] == "toy" and [row["case"] for row in data["rows"]] == ["good", "twice"]
+    assert (
+        data["ok"]
+        and data["target"] == "toy"
+        and data["compiler"] == "json"
+        and [row["case"] for row in data["rows"]] == ["good", "twice"]
+    )
     code, out, _ = command("--target toy --case raises")
     assert code == 1 and out.endswith("toy: 0 compiled, 1 failed, 0 refused\n")
     code, out, _ = command("--target toy --case wide")
@@ -197,6 +202,21 @@ def test_the_compilers_folder_is_found(toy, tmp_path, monkeypatch):
     (tmp_path / "compilers").mkdir()
     (tmp_path / "compilers" / "apart.py").write_text("")
     assert aot.compiler_path("toy") == str(tmp_path / "compilers")
+
+
+@pytest.mark.parametrize("distribution", ["apart", "vendors-apart"])
+def test_the_compiler_that_is_there_is_the_one_that_is_reported(toy, tmp_path, monkeypatch, distribution):
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    monkeypatch.setitem(aot.TARGETS, "toy", aot.Target("toy_wing", "apart"))
+    folder = tmp_path / "compilers"
+    (folder / "apart").mkdir(parents=True)
+    (folder / "apart" / "__init__.py").write_text("")
+    assert aot.compiler_here("toy") == "apart"
+    made = folder / f"{distribution.replace('-', '_')}-7.5.dist-info"
+    made.mkdir()
+    (made / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 7.5\n")
+    (made / "top_level.txt").write_text("apart\n")
+    assert aot.compiler_here("toy") == f"{distribution}==7.5"
 
 
 def test_make_installs_the_compilers_that_are_named():
