@@ -1,11 +1,15 @@
 """`attn.torch.scaled_dot_product_attention` is torch's, whoever computes it."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 import attn.torch
+from attn.diffusion.backends.registry import register_diffusion_backend
 from attn.errors import ShapeError, UnsupportedError
+from attn.torch.diffusion.backends.sdpa import SDPABackend, SDPAImpl
 
 SHAPES = [(8, 8, 16), (5, 9, 16), (9, 5, 16), (8, 8, 24), (8, 8, 8), (1, 7, 16)]
 
@@ -90,3 +94,23 @@ def test_mistakes_are_sentences():
         attn.torch.scaled_dot_product_attention(q[0, 0], k, v)
     with pytest.raises(ValueError, match="give one of them"):
         attn.torch.scaled_dot_product_attention(q, q, q, torch.ones(8, 8, dtype=torch.bool), is_causal=True)
+
+
+def test_a_backend_registered_between_two_calls_is_chosen():
+    asked = []
+
+    class Impl(SDPAImpl):
+        def forward(self, *args, **kwargs):
+            asked.append("NEWER")
+            return super().forward(*args, **kwargs)
+
+    class Newer(SDPABackend):
+        capabilities = replace(SDPABackend.capabilities, priority=1)
+        get_name = staticmethod(lambda: "NEWER")
+        get_impl_cls = staticmethod(lambda: Impl)
+
+    q, k, v = tensors(8, 8, 16)
+    before = attn.torch.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    register_diffusion_backend("NEWER", Newer)
+    torch.testing.assert_close(attn.torch.scaled_dot_product_attention(q, k, v, enable_gqa=True), before)
+    assert asked == ["NEWER"]

@@ -7,6 +7,7 @@ import torch
 from torch.fx.experimental.symbolic_shapes import guard_scalar
 
 from attn import envs
+from attn.backend_enum import generation
 from attn.capabilities import Feature
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.diffusion.selector import ENV_VAR, make_diffusion_request, select_diffusion
@@ -32,7 +33,8 @@ def chosen_impl(
     rows: int,
     keys: int,
 ) -> Any:
-    """The implementation for calls that agree in all of this and meet the same environment; the choice is logged once.
+    """The implementation for calls that agree in all of this and meet the same environment and registries; the choice is
+    logged once.
 
     mask: a mask beyond one of keys comes along; grad: gradients are wanted; key_mask: one of keys does; rows, keys: 0 where
     they are not known. A graph keeps the choice that was made while it was traced: for these heads, this head size and this
@@ -57,11 +59,12 @@ def known(number: Any) -> Any:
 
 @torch.compiler.assume_constant_result
 def _made_of(*call: Any) -> str:
-    return _chosen(envs.read(ENV_VAR), envs.read("ATTN_DISABLE"), *call)
+    return _chosen(generation(), envs.read(ENV_VAR), envs.read("ATTN_DISABLE"), *call)
 
 
 @functools.lru_cache(256)
 def _chosen(
+    registries: int,
     environment: str | None,
     disabled: str | None,
     backend: str | None,
