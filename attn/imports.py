@@ -129,7 +129,7 @@ def version_of(distribution: str) -> str | None:
 EXTRAS = {
     "torch": ("torch>=2.8",),
     "jax": ("jax>=0.10.1", "flax>=0.12.8"),
-    "demo": ("safetensors>=0.5", "tokenizers>=0.22.1", "rich>=13"),
+    "demo": ("safetensors>=0.8", "tokenizers>=0.22.1", "rich>=13"),
     "plots": ("matplotlib",),
 }
 
