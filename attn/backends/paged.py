@@ -68,6 +68,16 @@ def check_block_size(name: str, block_size: int, expected: int | None) -> None:
         raise ShapeError(f"{name}: kv_cache has blocks of {block_size} tokens, the batch was built for blocks of {expected}")
 
 
+def check_num_blocks(name: str, num_blocks: int, checked: int | None) -> None:
+    """Raise `ShapeError` when a cache ends before the last block that the batch's ids were allowed to name."""
+    if checked is not None and num_blocks < checked:
+        raise ShapeError(
+            f"{name}: kv_cache has {num_blocks} blocks, the batch's block ids were checked against {checked}, those of the "
+            f"largest cache of its layer: build it with the builder of a spec with num_blocks={num_blocks} "
+            "(dataclasses.replace(layer.kv_cache_spec, num_blocks=...)), or give each size of cache a layer of its own"
+        )
+
+
 class PagedBackend(AttentionBackend):
     """A cache with keys and values apart, a token's heads side by side."""
 

@@ -34,8 +34,9 @@ class _Module(BaseLayer, nnx.Module):
         layers: so many caches one after the other along N in one array, for layers in a scan: layer i reads and writes its
             own with `attn_metadata.of_layer(i)`. Block ids are those of one layer's cache, 0 to num_blocks - 1.
 
-        `build` checks block ids and slots against the largest `num_blocks` so made; a builder that was made before from
-        `kv_cache_spec` checks what it did. Raises ValueError unless both are positive ints.
+        `build` checks block ids and slots against the largest `num_blocks` so made, and a call refuses a smaller cache for
+        such a batch; a builder that was made before from `kv_cache_spec` checks what it did. Raises ValueError unless both
+        are positive ints.
         """
         return self._new_kv_cache(  # type: ignore[no-any-return]
             positive_int("num_blocks", num_blocks), device, positive_int("layers", layers)

@@ -1,5 +1,6 @@
 """The jax wing's cache: what is stored, where, and that nothing is copied."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 from attn import CommonAttentionMetadata, reference
 from attn.backends.abstract import KVCacheSpec
 from attn.errors import DTypeError, MetadataError, ShapeError
-from attn.jax import Attention, kv_cache
+from attn.jax import Attention, MLAAttention, kv_cache
 from attn.jax.backends.xla_attn import XLAAttentionBackend
 
 K, D, P, N = 2, 16, 8, 10
@@ -115,6 +116,21 @@ def test_a_stack_allocated_as_one_cache_is_refused() -> None:
     batch = layer.backend.get_builder_cls()(layer.kv_cache_spec).build(0, CommonAttentionMetadata.from_lens([1], [1], [[5]], P))
     with pytest.raises(MetadataError, match=r"num_blocks = 4: must be 8, .* new_kv_cache\(num_blocks, layers=\.\.\.\)"):
         jax.jit(lambda batch, i: batch.of_layer(i, 4))(batch, 1)
+
+
+@pytest.mark.parametrize("latent", [False, True])
+def test_a_smaller_cache_than_the_batch_was_checked_against_is_refused(latent: bool) -> None:
+    """A batch's ids may lie past the end of a smaller one, where nothing could be read; its own builder knows that end."""
+    layer: Any = MLAAttention(2, 16, 8, 8, 8, jnp.ones((16, 2, 16)), block_size=P) if latent else Attention(2, 16, block_size=P)
+    small, large = layer.new_kv_cache(4), layer.new_kv_cache(8)
+    row = jnp.ones((1, 2, 16))
+    new = (jnp.ones((1, 16)), jnp.ones((1, 8))) if latent else (row, row)
+    batch = CommonAttentionMetadata.from_lens([1], [1], [[3]], P)
+    layer(row, *new, large, layer.build(batch))
+    with pytest.raises(ShapeError, match=r"kv_cache has 4 blocks, .* checked against 8, .*num_blocks=4"):
+        jax.jit(layer.__call__)(row, *new, small, layer.build(batch))
+    build = layer.backend.get_builder_cls()(dataclasses.replace(layer.kv_cache_spec, num_blocks=4)).build
+    layer(row, *new, small, build(0, batch))
 
 
 @pytest.mark.parametrize("count", [0, -1, "32", 2.0, True, None])

@@ -19,7 +19,15 @@ from attn import envs
 from attn.backends.abstract import AttentionLayer, AttentionType
 from attn.backends.arguments import fold_sign
 from attn.backends.metadata import PAD_SLOT_ID
-from attn.backends.paged import PagedBackend, PagedImpl, cache_dtype_error, check_array, check_block_size, check_built
+from attn.backends.paged import (
+    PagedBackend,
+    PagedImpl,
+    cache_dtype_error,
+    check_array,
+    check_block_size,
+    check_built,
+    check_num_blocks,
+)
 from attn.capabilities import ENCODER_TYPES, Feature
 from attn.dtypes import dtype_name
 from attn.errors import DTypeError, MetadataError, ShapeError, UnsupportedError
@@ -216,9 +224,9 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
                     f"{self.head_size}], as many rows as the batch's slot_mapping (attn_metadata.pad adds them)"
                 )
         if self.attn_type not in ENCODER_TYPES:
-            self._check_cache(query, kv_cache, attn_metadata.block_size)
+            self._check_cache(query, kv_cache, attn_metadata)
 
-    def _check_cache(self, query: Any, kv_cache: Any, expected_block_size: int | None) -> None:
+    def _check_cache(self, query: Any, kv_cache: Any, attn_metadata: PagedAttentionMetadata) -> None:
         name = self.backend.get_name()
         if not isinstance(kv_cache, jax.Array):
             what = type(kv_cache).__name__
@@ -227,10 +235,11 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         if kv_cache.ndim != len(want):
             raise ShapeError(f"{name}: kv_cache has shape {list(kv_cache.shape)}: must have {len(want)} dimensions")
         block_size, num_blocks, held = self._extent(kv_cache)
-        check_block_size(name, block_size, expected_block_size)
+        check_block_size(name, block_size, attn_metadata.block_size)
         want = self.backend.get_kv_cache_shape(num_blocks, block_size, self.num_kv_heads, self.head_size, self.kv_cache_dtype)
         if kv_cache.shape != tuple(want):
             raise ShapeError(f"{name}: kv_cache holds [K, D] = {held}, the layer has [{self.num_kv_heads}, {self.head_size}]")
+        check_num_blocks(name, num_blocks, attn_metadata.num_blocks)
         element = caches.element_type(self.kv_cache_dtype, query.dtype)
         if kv_cache.dtype != element:
             raise cache_dtype_error(self, query, kv_cache, element)

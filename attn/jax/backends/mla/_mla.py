@@ -23,7 +23,7 @@ from attn.backends.metadata import PAD_SLOT_ID, CommonAttentionMetadata
 from attn.backends.mla.common import MLABackend, MLAImpl, dcp_row_limits
 from attn.backends.mla.prefill.abstract import MLAContextChunk, MLAPrefillBackend, MLAPrefillMetadata
 from attn.backends.mla.prefill.selector import get_mla_prefill_backend
-from attn.backends.paged import cache_dtype_error, check_array, check_block_size, check_built
+from attn.backends.paged import cache_dtype_error, check_array, check_block_size, check_built, check_num_blocks
 from attn.capabilities import Feature
 from attn.dtypes import dtype_name
 from attn.errors import DTypeError, MetadataError, ShapeError, UnsupportedError
@@ -350,10 +350,10 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
                 raise DTypeError(f"{name}: {what} has dtype {array.dtype}, q {q.dtype}: must be equal")
             if array.shape[0] != rows or array.size != rows * width:
                 raise ShapeError(f"{name}: {what} has shape {list(array.shape)}: must be [{rows}, {width}]")
-        self._check_cache(q, kv_cache, attn_metadata.block_size)
+        self._check_cache(q, kv_cache, attn_metadata)
         return tuple(None if x is None else x.reshape(rows, -1) for x in (kv_c, k_pe))  # type: ignore[return-value]
 
-    def _check_cache(self, q: jax.Array, kv_cache: Any, expected_block_size: int | None) -> None:
+    def _check_cache(self, q: jax.Array, kv_cache: Any, attn_metadata: PagedAttentionMetadata) -> None:
         name = self.backend.get_name()
         if not isinstance(kv_cache, jax.Array):
             what = type(kv_cache).__name__
@@ -361,10 +361,11 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
         if kv_cache.ndim != 3:
             raise ShapeError(f"{name}: kv_cache has shape {list(kv_cache.shape)}: must have 3 dimensions")
         num_blocks, block_size = kv_cache.shape[:2]
-        check_block_size(name, block_size, expected_block_size)
+        check_block_size(name, block_size, attn_metadata.block_size)
         want = self.backend.get_kv_cache_shape(num_blocks, block_size, 1, self.head_size, self.kv_cache_dtype)
         if kv_cache.shape != tuple(want):
             raise ShapeError(f"{name}: kv_cache has rows of {kv_cache.shape[2]}, the layer's are {want[2]} wide")
+        check_num_blocks(name, num_blocks, attn_metadata.num_blocks)
         element = caches.element_type(self.kv_cache_dtype, q.dtype)
         if kv_cache.dtype != element:
             raise cache_dtype_error(self, q, kv_cache, element)
