@@ -1,11 +1,11 @@
-"""Tests lie where what they test does: tests/a/test_b.py is of attn/a/b.py (or _b.py), or of the package attn/a/b."""
+"""A test file has the path of the module or package of `attn` that it tests (`attn/selector.py`: `tests/test_selector.py`)."""
 
 from pathlib import Path
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
 
-#: Files that are of no single module, and what they are of.
+#: Files that test no single module, and what they test.
 ACROSS = {
     "bench/test_stopwatches.py": "attn/torch/bench.py and attn/jax/bench.py: the same tests of both",
     "demo/test_models.py": "the same model in both frameworks",
@@ -17,15 +17,16 @@ ACROSS = {
     "reference/test_properties.py": "the oracle",
     "reference/test_reference.py": "the oracle",
     "test_conformance.py": "the conformance suite on a CPU",
+    "test_citations.py": "all text",
     "test_docs.py": "docs",
     "test_field_incidents.py": "bugs of other libraries",
-    "test_floors.py": "who imports whom",
+    "test_floors.py": "which module may import which",
     "test_mirror.py": "this rule",
     "test_notebooks.py": "notebooks",
     "test_readme.py": "README.md",
     "test_records.py": "every backend's capabilities",
     "test_same_refusals.py": "every backend's errors",
-    "test_seeds.py": "names that vLLM's users know",
+    "test_vllm_interface.py": "vLLM's names and signatures",
     "test_torch_with_jax.py": "a layer between frameworks",
     "torch/test_dtensor.py": "a layer under torch's DTensor",
     "torch/test_interpreted.py": "processes that interpret Triton's kernels",
@@ -37,7 +38,7 @@ def files() -> set[str]:
 
 
 def subjects(file: str) -> list[Path]:
-    """What a test file may be of; besides the package, the folders of scripts, and a helper that lies beside it."""
+    """The modules that a test file may belong to: of the package, of the folders of scripts, or a helper next to it."""
     folder, _, name = file.rpartition("/")
     stem = name.removeprefix("test_").removesuffix(".py")
     places = [ROOT / "attn" / folder, TESTS / folder]
@@ -47,11 +48,11 @@ def subjects(file: str) -> list[Path]:
     return [path for path in found if path.is_file() or (path / "__init__.py").is_file()]
 
 
-def test_every_test_file_lies_where_what_it_tests_does() -> None:
+def test_every_test_file_has_the_path_of_its_module() -> None:
     strays = sorted(file for file in files() - ACROSS.keys() if not subjects(file))
-    assert strays == [], "move them beside what they test, or say in ACROSS what they are of"
+    assert strays == [], "move them to the path of their module, or add them to ACROSS"
 
 
-def test_no_exception_outlives_its_reason() -> None:
+def test_exceptions_are_needed() -> None:
     assert sorted(ACROSS.keys() - files()) == []
-    assert sorted(file for file in ACROSS if subjects(file)) == [], "these have a module of their own"
+    assert sorted(file for file in ACROSS if subjects(file)) == [], "these have a module"

@@ -19,8 +19,44 @@ from attn.testing.bits import CODES
 Scale = float | tuple[float, ...]
 
 
+class Recipe:
+    """A frozen dataclass of plain data that is printed as one line of JSON, and made from that line again."""
+
+    #: What of the command that repeats it follows the backend's name.
+    option = ""
+
+    def __str__(self) -> str:
+        return str(self.name)  # type: ignore[attr-defined]
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some fields changed."""
+        return replace(self, **changes)  # type: ignore[type-var]
+
+    def json(self) -> str:
+        """The fields that differ from the defaults, on one line."""
+        own = fields(self)  # type: ignore[arg-type]
+        stated = {f.name: getattr(self, f.name) for f in own if getattr(self, f.name) != f.default}
+        return json.dumps(stated, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The case of `json()`. Raises ValueError for what is no such object, or lacks a field, or has one too many."""
+        try:
+            stated = json.loads(text)
+            if not isinstance(stated, dict):
+                raise TypeError("it must be a JSON object")
+            return cls(**{name: _tuples(value) for name, value in stated.items()})
+        except (json.JSONDecodeError, TypeError) as error:
+            raise ValueError(f"{text!r} is no case: {error}") from error
+
+    def repro(self, backend: str = "") -> str:
+        """The command that runs this case again."""
+        target = f" {backend}" if backend else ""
+        return f"python -m attn.testing{target}{self.option} --repro {shlex.quote(self.json())}"
+
+
 @dataclass(frozen=True)
-class Case:
+class Case(Recipe):
     """What to run and which property to hold it to.
 
     query_lens, seq_lens: new tokens and tokens in the cache (new ones included), one entry a request.
@@ -94,13 +130,6 @@ class Case:
     features: tuple[str, ...] = ()
     geometry_seed: int = 0
     data_seed: int = 0
-
-    def __str__(self) -> str:
-        return self.name
-
-    def replace(self, **changes: Any) -> Self:
-        """A copy with some fields changed."""
-        return replace(self, **changes)
 
     @property
     def is_encoder(self) -> bool:
@@ -181,30 +210,14 @@ class Case:
             self.num_kv_heads,
         )
 
-    def json(self) -> str:
-        """The fields that differ from the defaults, on one line."""
-        stated = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
-        return json.dumps(stated, separators=(",", ":"))
-
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """The case of `json()`. Raises ValueError for what is no such object, or lacks a field, or has one too many."""
-        try:
-            stated = json.loads(text)
-            if not isinstance(stated, dict):
-                raise TypeError("it must be a JSON object")
-            case = cls(**{name: _tuples(value) for name, value in stated.items()})
-        except (json.JSONDecodeError, TypeError) as error:
-            raise ValueError(f"{text!r} is no case: {error}") from error
+        """As `Recipe.from_json`; lengths must be two lists of as many ints."""
+        case = super().from_json(text)
         lens = (case.query_lens, case.seq_lens)
         if not all(isinstance(x, tuple) and all(type(n) is int for n in x) for x in lens) or len(lens[0]) != len(lens[1]):
             raise ValueError(f"query_lens={lens[0]} and seq_lens={lens[1]} must be lists of as many ints")
         return case
-
-    def repro(self, backend: str = "") -> str:
-        """The command that runs this case again."""
-        target = f" {backend}" if backend else ""
-        return f"python -m attn.testing{target} --repro {shlex.quote(self.json())}"
 
 
 def _tuples(value: Any) -> Any:

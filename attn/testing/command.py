@@ -5,6 +5,7 @@ python -m attn.testing XLA_ATTN --level full       one of them, at length
 python -m attn.testing TRITON_ATTN --jobs 16       kernels that compile: one process a core
 python -m attn.testing CPU_ATTN --repro '{...}'    one case, as a failure printed it
 python -m attn.testing CPU_ATTN --fuzz 60 --seed 7  random cases for a minute, each failure made small
+python -m attn.testing XLA_ATTN --registry diffusion --fuzz 60      the same for dense backends
 """
 
 import argparse
@@ -54,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     if args.fuzz is not None:
         return _fuzz(args)
     if args.repro is not None:
-        return _repro(args.backends, args.repro, args.json)
+        return _repro(args)
     if args.registry != "attention":
         from attn.testing.dense import run_dense
         from attn.testing.prefill import run_prefill
@@ -71,9 +72,7 @@ def run(args: argparse.Namespace) -> int:
 def _fuzz(args: argparse.Namespace) -> int:
     from attn.testing.fuzz import as_json, run_fuzz, told
 
-    if args.registry != "attention":
-        raise ValueError(f"--fuzz draws cases for --registry attention, not for {args.registry}")
-    reports = run_fuzz(args.backends or None, args.fuzz, args.seed, args.jobs, to=sys.stderr)
+    reports = run_fuzz(args.backends or None, args.fuzz, args.seed, args.jobs, to=sys.stderr, registry=args.registry)
     idle = [f"{report.backend}: {report.skipped}" for report in reports if report.skipped and args.backends]
     if idle:
         print(f"attn: not examined: {'; '.join(idle)}", file=sys.stderr)
@@ -91,9 +90,14 @@ def _told(args: argparse.Namespace, report: Report) -> int:
     return _done(report.ok and not idle, report.to_dict(), str(report), args.json)
 
 
-def _repro(names: Sequence[str], text: str, as_json: bool) -> int:
+def _repro(args: argparse.Namespace) -> int:
+    names, text = args.backends, args.repro
     if not names:
         raise ValueError("--repro needs the backend to run the case on")
+    if args.registry == "mla_prefill":
+        raise ValueError("--repro repeats cases of --registry attention and diffusion, not of mla_prefill")
+    if args.registry == "diffusion":
+        return _repro_dense(args)
     case = Case.from_json(text)
     plugins.load()
     violations = []
@@ -104,7 +108,28 @@ def _repro(names: Sequence[str], text: str, as_json: bool) -> int:
         violations += run_case(candidate.backend, case)
     told = [{"backend": v.backend, "rule": v.rule, "text": str(v)} for v in violations]
     data = {"case": json.loads(case.json()), "violations": told}
-    return _done(not violations, data, "\n".join(map(str, violations)) or "no violation", as_json)
+    return _done(not violations, data, "\n".join(map(str, violations)) or "no violation", args.json)
+
+
+def _repro_dense(args: argparse.Namespace) -> int:
+    from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
+    from attn.testing.dense import DenseCase
+    from attn.testing.fuzz_dense import check
+
+    case = DenseCase.from_json(args.repro)
+    plugins.load()
+    wrong = []
+    for name in args.backends:
+        candidate = DiffusionAttentionBackendEnum[name].candidate()
+        if reasons := not_loadable(candidate):
+            raise UnsupportedError(f"{name}: {'; '.join(reasons)}", reasons)
+        try:
+            check(candidate.backend, case)
+        except AssertionError as error:
+            wrong.append({"backend": name, "text": str(error)})
+    data = {"case": json.loads(case.json()), "violations": wrong}
+    lines = [f"{one['backend']}: {one['text']}" for one in wrong] or ["no violation"]
+    return _done(not wrong, data, "\n".join(lines), args.json)
 
 
 def _done(ok: bool, data: dict[str, Any], text: str, as_json: bool) -> int:

@@ -22,6 +22,7 @@ from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.errors import UnsupportedError
 from attn.imports import resolve_obj_by_qualname
 from attn.testing import bits
+from attn.testing.case import Recipe
 from attn.testing.conformance import Report
 from attn.testing.family import run_family
 from attn.testing.rules import BUDGETS
@@ -31,10 +32,14 @@ Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
-class DenseCase:
+class DenseCase(Recipe):
     """rows S and keys M of each of `batch` entries; lens: keys that are there, [] for all; holes: a key mask that is no
     prefix; mask: a full boolean mask; joint: (rows, keys) of a second stream, put to the front or the rear; vast: drawn on
-    the device and compared at chosen rows; refused: the reasons with which the call must be turned down."""
+    the device and compared at chosen rows; inputs: "randn" or "needle" (every query looks for one key); layout: how rows lie
+    in memory, "heads" ([B, S, H, D]) or "heads_first" (views of [B, H, S, D], under torch); refused: the reasons with which
+    the call must be turned down."""
+
+    option = " --registry diffusion"
 
     name: str
     rows: int = 33
@@ -52,10 +57,10 @@ class DenseCase:
     joint: tuple[int, int] = (0, 0)
     rear: bool = False
     vast: bool = False
+    inputs: str = "randn"
+    layout: str = "heads"
+    seed: int = 0
     refused: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        return self.name
 
     def request(self, error_budget: float = 0.0) -> DiffusionRequest:
         """What this case asks of a backend."""
@@ -166,13 +171,21 @@ def _vast(plain: DenseCase) -> list[DenseCase]:
 
 def draw_dense(case: DenseCase) -> DenseCall:
     """The arrays of a case, always the same; what a mask hides is NaN where the mask is one of keys."""
-    rng = np.random.default_rng((case.rows, case.keys, case.head_size, case.num_heads))
+    own = (case.seed,) if case.seed else ()
+    rng = np.random.default_rng((case.rows, case.keys, case.head_size, case.num_heads, *own))
 
     def normal(rows: int, heads: int) -> Array:
         values = rng.standard_normal((case.batch, rows, heads, case.head_size), np.float32)
         return bits.drawn(values, case.dtype)
 
     q, k, v = normal(case.rows, case.num_heads), normal(case.keys, case.num_kv_heads), normal(case.keys, case.num_kv_heads)
+    if case.inputs == "needle":
+        scale = case.head_size**-0.5 if case.scale is None else case.scale
+        target = rng.integers(0, case.keys, (case.batch, case.rows, case.num_heads))
+        found = k[
+            np.arange(case.batch)[:, None, None], target, np.arange(case.num_heads) // (case.num_heads // case.num_kv_heads)
+        ]
+        q = bits.drawn((8 / (scale * case.head_size) * found + 0.25 * q).astype(np.float32), case.dtype)  # scores of about 8
     present = None
     if case.lens:
         present = np.arange(case.keys) < np.array(case.lens)[:, None]
@@ -182,7 +195,7 @@ def draw_dense(case: DenseCase) -> DenseCall:
         k[~present] = v[~present] = np.nan
     mask = rng.random((case.batch, 1, case.rows, case.keys)) < 0.7 if case.mask else None
     if mask is not None:
-        mask[0, 0, 3] = False  # a row that sees nothing
+        mask[0, 0, min(3, case.rows - 1)] = False  # a row that sees nothing
     rows, keys = case.joint
     joint = (normal(rows, case.num_heads), normal(keys, case.num_kv_heads), normal(keys, case.num_kv_heads)) if keys else None
     return DenseCall(case, q, k, v, present, mask, joint)

@@ -7,25 +7,30 @@ from those already known by what it needs to fail, and printed as the one line t
 
 import dataclasses
 import functools
+import re
 import resource
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from attn import plugins
 from attn.backend_enum import path_of
 from attn.backends.registry import AttentionBackendEnum
+from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.imports import resolve_obj_by_qualname
-from attn.testing.case import Case
+from attn.testing import fuzz_cases, fuzz_dense, shrink
+from attn.testing.case import Case, Recipe
 from attn.testing.conformance import candidate_of, device_for, is_interpreted, run_case, subject_here
+from attn.testing.dense import DenseCase
 from attn.testing.draw import draw
-from attn.testing.fuzz_cases import program
-from attn.testing.processes import Lost, Worker, shared_cores
-from attn.testing.shrink import PLAIN, features_of, minimised
+from attn.testing.fuzz_dense import DenseSubject
+from attn.testing.processes import Ended, Lost, Worker, shared_cores
+from attn.testing.shrink import features_of, minimised
 from attn.testing.subject import Subject
+from attn.verdicts import not_loadable
 
 _CASE_LIMIT = 150.0  #: seconds that a case may take, a compilation among them
 _SHRINKING = 0.3  #: of a backend's time, at most
@@ -58,9 +63,22 @@ class Find:
     times: int = 1
 
 
+class Family(NamedTuple):
+    """How cases of a kind are drawn (as `fuzz_cases.program`), what is plain of one, and the steps that make it smaller."""
+
+    program: Callable[..., list[Any]]
+    plain: Mapping[str, Any]
+    simpler: Callable[[Any], Iterator[Any]] | None = None
+
+
+PAGED = Family(fuzz_cases.program, shrink.PLAIN)
+DENSE = Family(fuzz_dense.program, fuzz_dense.PLAIN, fuzz_dense.simpler)
+
+
 @dataclass
 class FuzzReport:
-    """One backend's campaign. `skipped` says why there was none."""
+    """One backend's campaign. `skipped` says why there was none; `errors` what went wrong with the run itself, of which a
+    backend is not the cause: a process that was ended from outside."""
 
     backend: str
     seed: int = 0
@@ -68,11 +86,12 @@ class FuzzReport:
     cases: int = 0
     seconds: float = 0.0
     finds: list[Find] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
     skipped: str = ""
 
     @property
     def ok(self) -> bool:
-        return not self.finds
+        return not self.finds and not self.errors
 
     def __str__(self) -> str:
         if self.skipped:
@@ -83,20 +102,25 @@ class FuzzReport:
             f"{self.backend}: seed {self.seed}, {self.cases} cases of {self.programs} programs, {outcome}, {self.seconds:.0f} s"
         )
         return "\n".join(
-            [head, *(f"  {find.kind} (met {find.times} times): {find.text}\n    {find.repro}" for find in self.finds)]
+            [
+                head,
+                *(f"  {find.kind} (met {find.times} times): {find.text}\n    {find.repro}" for find in self.finds),
+                *(f"  error of the run: {error}" for error in self.errors),
+            ]
         )
 
 
-Examine = Callable[[Case, float], Outcome]  #: a case's outcome, within so many seconds; `Lost` when there is none
+Examine = Callable[[Any, float], Outcome]  #: a case's outcome, within so many seconds; `Lost` or `Ended` when there is none
 
 
 def campaign(
-    subject: Subject, examiners: Sequence[Examine], seed: int, until: float, report: FuzzReport, most: int | None = None,
-    said: Callable[[FuzzReport], None] = lambda report: None, enough: int = sys.maxsize,
+    subject: Subject | DenseSubject, examiners: Sequence[Examine], seed: int, until: float, report: FuzzReport,
+    most: int | None = None, said: Callable[[FuzzReport], None] = lambda report: None, enough: int = sys.maxsize,
 ) -> FuzzReport:  # fmt: skip
     """Run programs on every examiner at once until the clock (`time.monotonic`) says `until`, for `most` programs, or until
     there are `enough` finds."""
     begin, lock = time.monotonic(), threading.Lock()
+    family = DENSE if isinstance(subject, DenseSubject) else PAGED
     spent = [0.0]
     count = _COMPILED if compiles(subject) else 3
     numbers = iter(range(sys.maxsize if most is None else most))
@@ -107,10 +131,15 @@ def campaign(
                 number = next(numbers, None)
             if number is None or len(report.finds) >= enough:
                 return
-            for case in program(subject, seed, number, count, compiles(subject)):
+            for case in family.program(subject, seed, number, count, compiles(subject)):
                 if time.monotonic() >= until:
                     return
-                outcome = _within(examine, case, until)
+                try:
+                    outcome = _within(examine, case, until)
+                except Ended as error:
+                    with lock:
+                        report.errors.append(f"{error}, while it ran {case.repro(report.backend)}")
+                    continue
                 if outcome is None:
                     return
                 with lock:
@@ -119,7 +148,7 @@ def campaign(
                 if outcome.failed:
                     may = spent[0] < _SHRINKING * (until - begin)
                     started = time.monotonic()
-                    _met(subject, examine, case, outcome, report, lock, until if may else 0.0)
+                    _met(subject, family, examine, case, outcome, report, lock, until if may else 0.0)
                     spent[0] += (time.monotonic() - started) / len(examiners)
                 said(report)
             with lock:
@@ -134,14 +163,14 @@ def campaign(
     return report
 
 
-def compiles(subject: Subject) -> bool:
+def compiles(subject: Subject | DenseSubject) -> bool:
     """Whether a new program costs a compilation: under jax, and for kernels that a GPU's compilers make."""
     on_host = subject.device is None or subject.device.platform == "cpu"
     return subject.compiles or not on_host or subject.name == "FLEX_ATTENTION"
 
 
-def _within(examine: Examine, case: Case, until: float) -> Outcome | None:
-    """The outcome; None when time was up before there was one."""
+def _within(examine: Examine, case: Recipe, until: float) -> Outcome | None:
+    """The outcome; None when time was up before there was one. Raises `Ended`."""
     left = until - time.monotonic()
     try:
         return examine(case, min(_CASE_LIMIT, left))
@@ -149,25 +178,37 @@ def _within(examine: Examine, case: Case, until: float) -> Outcome | None:
         return Outcome("lost", str(error)) if time.monotonic() < until else None
 
 
-def _met(subject: Subject, examine: Examine, case: Case, outcome: Outcome, report: FuzzReport, lock: Any, until: float) -> None:
+def _met(
+    subject: Any, family: Family, examine: Examine, case: Any, outcome: Outcome, report: FuzzReport, lock: Any, until: float
+) -> None:
     """Count a failure as one of those known, or make it smaller and keep it."""
 
-    def fails(simpler: Case) -> bool:
+    def result_of(one: Any) -> Outcome | None:
+        try:
+            return _within(examine, one, until) if until else outcome
+        except Ended as error:
+            with lock:
+                report.errors.append(f"{error}, while it ran {one.repro(report.backend)}")
+            return None
+
+    def fails(simpler: Any) -> bool:
         if time.monotonic() > until or not subject.serves(simpler):
             return False
-        result = _within(examine, simpler, until)
+        result = result_of(simpler)
         return result is not None and result.kind == outcome.kind
 
     with lock:
         known = [find for find in report.finds if find.kind == outcome.kind]
     for find in known:
-        if _alike(find.needs) <= _alike(features_of(case)) and not (find.needs and fails(_without(case, find.needs))):
+        if _alike(find.needs) <= _alike(features_of(case, family.plain)) and not (
+            find.needs and fails(case.replace(**{name: family.plain[name] for name in find.needs}))
+        ):
             find.times += 1
             return
-    smallest = minimised(case, fails)
-    final = _within(examine, smallest, until) if until else outcome
+    smallest = minimised(case, fails, plain=family.plain, simpler=family.simpler)
+    final = result_of(smallest)
     text = final.text if final is not None and final.failed else outcome.text
-    needs = features_of(smallest)
+    needs = features_of(smallest, family.plain)
     with lock:
         for find in report.finds:
             if (find.kind, _alike(find.needs)) == (outcome.kind, _alike(needs)):
@@ -189,11 +230,6 @@ def _alike(needs: dict[str, Any]) -> set[tuple[str, object]]:
     return {(name, word(value)) for name, value in needs.items()}
 
 
-def _without(case: Case, needs: dict[str, Any]) -> Case:
-    """The case without what a find needs."""
-    return case.replace(**{name: PLAIN[name] for name in needs})
-
-
 # in processes
 
 
@@ -204,10 +240,26 @@ def _backend(path: str) -> tuple[Any, Any]:
     return backend, device_for(backend)
 
 
-def examine_here(task: tuple[str, str]) -> Outcome:
-    """The outcome of (a backend's path, a case in JSON) in this process."""
-    backend, device = _backend(task[0])
-    return examined(Case.from_json(task[1]), lambda case: run_case(backend, case, device))
+def examine_here(task: tuple[str, str, str]) -> Outcome:
+    """The outcome of (registry, a backend's path, a case in JSON) in this process."""
+    registry, path, text = task
+    backend, device = _backend(path)
+    if registry == "diffusion":
+        return examined_dense(backend, DenseCase.from_json(text))
+    return examined(Case.from_json(text), lambda case: run_case(backend, case, device))
+
+
+def examined_dense(backend: Any, case: DenseCase) -> Outcome:
+    """The outcome of a dense case, its kind what `check_dense` says without the numbers."""
+    try:
+        fuzz_dense.check(backend, case)
+    except AssertionError as error:
+        text = str(error).partition("\n")[0].removeprefix(f"{case}: ")
+        words = re.match(r"[\d ]*([a-z ]*)", text)  # what is wrong, without its numbers
+        return Outcome((words[1].strip() if words else "") or "an assertion", text[:300], _memory())
+    except Exception as error:
+        return Outcome(f"{type(error).__name__} in {_place(error)}", str(error).partition("\n")[0][:300], _memory())
+    return Outcome(memory=_memory())
 
 
 def examined(case: Case, run: Callable[[Case], Sequence[Any]]) -> Outcome:
@@ -248,11 +300,11 @@ def _place(error: Exception) -> str:
 class _Examiner:
     """`examine_here` in a process that is replaced when it dies, and when it has grown too large."""
 
-    def __init__(self, path: str) -> None:
-        self.path, self.worker, self.least = path, Worker(examine_here), 0
+    def __init__(self, registry: str, path: str) -> None:
+        self.registry, self.path, self.worker, self.least = registry, path, Worker(examine_here), 0
 
-    def __call__(self, case: Case, limit: float) -> Outcome:
-        outcome: Outcome = self.worker((self.path, case.json()), limit)
+    def __call__(self, case: Recipe, limit: float) -> Outcome:
+        outcome: Outcome = self.worker((self.registry, self.path, case.json()), limit)
         self.least = self.least or outcome.memory
         broken = any(words in outcome.text for words in _STICKY)
         if broken or (self.least and outcome.memory > self.least + _GROWTH):
@@ -262,22 +314,27 @@ class _Examiner:
 
 
 def run_fuzz(
-    names: Sequence[str] | None, seconds: float, seed: int, jobs: int = 1, most: int | None = None, to: TextIO | None = None
-) -> list[FuzzReport]:
+    names: Sequence[str] | None, seconds: float, seed: int, jobs: int = 1, most: int | None = None, to: TextIO | None = None,
+    registry: str = "attention",
+) -> list[FuzzReport]:  # fmt: skip
     """A campaign of `seconds` in all over backends by name, or over every one that runs here, which share the time evenly.
 
-    `jobs` processes work on one backend at a time; `most` programs a backend at most; progress goes to `to`. Raises ValueError
-    for an unknown name, and for seconds or jobs below what makes sense.
+    `jobs` processes work on one backend at a time; `most` programs a backend at most; progress goes to `to`; `registry` is
+    "attention" or "diffusion". Raises ValueError for an unknown name or registry, and for seconds or jobs below what makes
+    sense.
     """
+    if registry not in _REGISTRIES:
+        raise ValueError(f"--fuzz draws cases for --registry {' and '.join(_REGISTRIES)}, not for {registry}")
     if seconds <= 0:
         raise ValueError(f"seconds={seconds} must be above 0")
     if jobs < 1:
         raise ValueError(f"jobs={jobs} must be at least 1")
     plugins.load()
     end, reports, chosen = time.monotonic() + seconds, [], []
-    for name in AttentionBackendEnum.names() if names is None else names:
-        candidate = candidate_of(name)
-        subject, why = subject_here(candidate)
+    members = _REGISTRIES[registry]
+    for name in members.names() if names is None else names:
+        candidate = candidate_of(name) if registry == "attention" else members[name].candidate()
+        subject, why = subject_here(candidate) if registry == "attention" else _dense_here(candidate)
         if subject is not None and names is None and is_interpreted(candidate.backend):
             subject, why = None, "executed by an interpreter here, which takes long: ask for it by name"
         if subject is None or candidate.backend is None:
@@ -286,7 +343,7 @@ def run_fuzz(
             chosen.append((dataclasses.replace(subject, name=name), path_of(candidate.backend)))
     for i, (subject, path) in enumerate(chosen):
         until = time.monotonic() + (end - time.monotonic()) / (len(chosen) - i)
-        examiners = [_Examiner(path) for _ in range(jobs)]
+        examiners = [_Examiner(registry, path) for _ in range(jobs)]
         try:
             with shared_cores(jobs), progress(to, until) as said:
                 reports.append(campaign(subject, examiners, seed, until, FuzzReport(subject.name, seed), most, said))
@@ -294,6 +351,20 @@ def run_fuzz(
             for examiner in examiners:
                 examiner.worker.close()
     return reports
+
+
+_REGISTRIES: dict[str, Any] = {"attention": AttentionBackendEnum, "diffusion": DiffusionAttentionBackendEnum}
+
+
+def _dense_here(candidate: Any) -> tuple[DenseSubject | None, str]:
+    """A diffusion backend as a subject, or why it cannot run here."""
+    if why := not_loadable(candidate):
+        return None, "; ".join(why)
+    backend, device = candidate.backend, device_for(candidate.backend)
+    refused = backend.capabilities.device_reasons(device)
+    if refused and not is_interpreted(backend):
+        return None, "; ".join(refused)
+    return DenseSubject(candidate.name, backend, None if refused else device), ""
 
 
 class progress:

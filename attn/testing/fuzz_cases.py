@@ -16,9 +16,9 @@ from attn.testing.case import Case
 from attn.testing.subject import SPARSE, Subject, base_case
 from attn.testing.wrong import wrongs_for
 
-_HEAD_SIZES = (64, 64, 128, 32, 80, 16, 8, 96, 24, 48, 72, 112, 192, 256, 40, 20, 33, 7, 5, 4, 3, 100, 160)
+HEAD_SIZES = (64, 64, 128, 32, 80, 16, 8, 96, 24, 48, 72, 112, 192, 256, 40, 20, 33, 7, 5, 4, 3, 100, 160)
 _BLOCK_SIZES = (16, 16, 1, 2, 3, 5, 7, 8, 16, 24, 32, 48, 64, 128, 256)
-_HEADS = (
+HEADS = (
     (2, 2),
     (4, 2),
     (6, 2),
@@ -48,7 +48,7 @@ _LATENT_DIMS = (
 _WINDOWS = (1, 2, 7, 16, 17, 100, 10**6, 2**31 - 1)
 _PAIRS = ((0, None), (3, 0), (0, 0), (5, None), (None, 0), (20, None), (10**6, None), (10**6, 0), (15, 0))
 _TWO_SIDED = ((20, 2), (0, 3), (None, 2), (7, 7), (10**6, 10**6), (None, 10**6), (4, 1))
-_SMALLEST_16_BIT = 16  #: a shorter row of 16-bit numbers may cancel to nothing, where a relative error means nothing
+SMALLEST_16_BIT = 16  #: a shorter row of 16-bit numbers may cancel to nothing, where a relative error means nothing
 #: The same of MLA, which rounds more often: sums as long as a model's.
 _LATENT_DIMS_16_BIT = ((512, 128, 64, 128), (128, 64, 64, 64), (72, 40, 24, 72), (136, 33, 30, 65), (256, 96, 32, 96))
 _MOST_ROWS, _MOST_KEYS = 160, 1200
@@ -120,8 +120,8 @@ def _frame(subject: Subject, rng: random.Random) -> Case:
     is_decoder = kind == AttentionType.DECODER
     stored = rng.choice(c.kv_cache_dtypes) if rng.random() < 0.6 else c.kv_cache_dtypes[0]
     dtype = rng.choice(c.dtypes)
-    heads = rng.choice(_HEADS)
-    head_sizes = [s for s in sizes(_HEAD_SIZES, c.head_sizes) if s >= _SMALLEST_16_BIT or dtype in ("float32", "float64")]
+    heads = rng.choice(HEADS)
+    head_sizes = [s for s in sizes(HEAD_SIZES, c.head_sizes) if s >= SMALLEST_16_BIT or dtype in ("float32", "float64")]
     through = "impl" if subject.has(Feature.BLOCK_SPARSE) else rng.choice(("impl", "layer", "layer"))
     case = base_case(
         subject, "", num_heads=heads[0], num_kv_heads=heads[1], dtype=dtype, attn_type=kind, num_blocks=None, causal=True,

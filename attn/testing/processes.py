@@ -6,6 +6,7 @@ task is data and the function that runs it a module's own. Results come in the o
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -65,8 +66,16 @@ class Lost(RuntimeError):
     """The process that ran a task died, or took longer than the task may."""
 
 
+class Ended(RuntimeError):
+    """The process that ran a task was ended by a signal that comes from outside: a person's, or a system's out of memory."""
+
+
+_OUTSIDE = tuple(signal.Signals[name] for name in ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
+
+
 class Worker:
-    """A process that runs `function(task)` for one task after another. One that ends it, or does not end, is `Lost`."""
+    """A process that runs `function(task)` for one task after another. One that ends it, or does not end, is `Lost`; one
+    whose process was `Ended` from outside says nothing of the task."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self._function = function
@@ -74,7 +83,8 @@ class Worker:
         self._pipe: Any = None
 
     def __call__(self, task: Any, limit: float) -> Any:
-        """`function(task)`, started anew where there is no process; `Lost` when it dies or takes more than `limit` seconds."""
+        """`function(task)`, started anew where there is no process. Raises `Lost` when it dies or takes more than `limit`
+        seconds, and `Ended`."""
         if self._process is None:
             context = multiprocessing.get_context("spawn")
             self._pipe, theirs = context.Pipe()
@@ -91,6 +101,8 @@ class Worker:
             process = self._process
             process.join(5)
             self.close()
+            if -process.exitcode in _OUTSIDE:
+                raise Ended(f"its process was ended from outside by {signal.Signals(-process.exitcode).name}") from None
             raise Lost(f"the process that ran it died (exit code {process.exitcode})") from None
 
     def close(self) -> None:
@@ -109,7 +121,11 @@ def _serve(function: Callable[[Any], Any], pipe: Connection) -> None:
             task = pipe.recv()
         except (EOFError, KeyboardInterrupt):
             return
-        pipe.send(function(task))
+        outcome = function(task)
+        try:
+            pipe.send(outcome)
+        except BrokenPipeError:  # it came too late
+            return
 
 
 def _pool(workers: int) -> ProcessPoolExecutor:

@@ -1,9 +1,11 @@
 """Making a failing case smaller, so that what is wrong can be seen: fewer requests, shorter ones, fewer heads and features."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
-from attn.testing.case import Case
+from attn.testing.case import Case, Recipe
+
+C = TypeVar("C", bound=Recipe)
 
 #: What a case has that is as plain as it can be; a failure that needs something else is about that.
 PLAIN: dict[str, Any] = {
@@ -14,21 +16,26 @@ PLAIN: dict[str, Any] = {
 }  # fmt: skip
 
 
-def features_of(case: Case) -> dict[str, Any]:
+def features_of(case: Recipe, plain: Mapping[str, Any] = PLAIN) -> dict[str, Any]:
     """What of a case is not plain, by field."""
-    return {name: getattr(case, name) for name, plain in PLAIN.items() if getattr(case, name) != plain}
+    return {name: getattr(case, name) for name in plain if getattr(case, name) != plain[name]}
 
 
-def minimised(case: Case, fails: Callable[[Case], bool], attempts: int = 60) -> Case:
+def minimised(
+    case: C, fails: Callable[[C], bool], attempts: int = 60, *, plain: Mapping[str, Any] = PLAIN,
+    simpler: Callable[[C], Iterator[C]] | None = None,
+) -> C:  # fmt: skip
     """The smallest case found, among simplifications of `case`, that still fails; each attempt takes one step.
 
-    A field of `PLAIN` is tried once: what a failure needs of it, it needs of a smaller case too.
+    A field of `plain` is tried once: what a failure needs of it, it needs of a smaller case too. `simpler` gives the steps;
+    None: those of a paged case.
     """
-    for name, plain in PLAIN.items():
-        if getattr(case, name) != plain and fails(simpler := case.replace(**{name: plain})):
-            case = simpler
+    steps: Callable[[Any], Iterator[Any]] = simpler or _simpler
+    for name, value in plain.items():
+        if getattr(case, name) != value and fails(changed := case.replace(**{name: value})):
+            case = changed
     for _ in range(attempts):
-        smaller = next((c for c in _simpler(case) if fails(c)), None)
+        smaller = next((c for c in steps(case) if fails(c)), None)
         if smaller is None:
             return case
         case = smaller

@@ -1,19 +1,26 @@
 """The fuzzer: it draws what is declared, passes a correct kernel, finds planted bugs, and outlives what it examines (15 s)."""
 
+import dataclasses
 import json
 import os
+import shlex
+import signal
 import time
 from typing import Any
 
 import pytest
 
+from attn.capabilities import Device
 from attn.testing import Case, candidate_of, draw, subject_here
 from attn.testing.command import main
-from attn.testing.fuzz import FuzzReport, Outcome, campaign, examined, run_fuzz
+from attn.testing.dense import DenseCase
+from attn.testing.fuzz import FuzzReport, Outcome, campaign, examined, examined_dense, run_fuzz
 from attn.testing.fuzz_cases import program
+from attn.testing.fuzz_dense import DenseSubject, check
 from attn.testing.processes import Lost, Worker
 from attn.testing.properties import run_check
 from attn.testing.simulated import SimulatedKernel
+from attn.torch.diffusion.backends.sdpa import SDPABackend, SDPAImpl
 from tests.testing.mutants import MUTANTS, SUBJECT
 
 FAR = time.monotonic() + 1e6  #: tests count programs, never seconds
@@ -100,6 +107,10 @@ def fate(task: tuple[str, str]) -> Outcome:
     heads = Case.from_json(task[1]).num_kv_heads
     if heads == 1:
         os._exit(11)
+    if heads == 5:
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if heads == 7:
+        os.kill(os.getpid(), signal.SIGKILL)
     if heads == 2:
         time.sleep(600)
     return Outcome()
@@ -117,11 +128,82 @@ def test_a_case_that_kills_its_process_or_never_ends_is_a_find() -> None:
         worker.close()
 
 
+def test_a_process_that_was_ended_from_outside_is_an_error_of_the_run() -> None:
+    """A signal that no kernel sends itself says nothing about the case; one that a crash sends does."""
+    workers = [Worker(fate), Worker(fate)]
+    crashing, ended = (Case("x", (1,), (1,), num_heads=heads, num_kv_heads=heads) for heads in (5, 7))
+    try:
+        with pytest.raises(Lost, match="exit code -11"):
+            workers[0](("", crashing.json()), 60.0)
+
+        def examine(case: Case, limit: float) -> Outcome:
+            return workers[1](("", ended.json()), limit)  # type: ignore[no-any-return]
+
+        report = campaign(SUBJECT, [examine], 3, FAR, FuzzReport("SIMULATED", 3), most=1)
+    finally:
+        for worker in workers:
+            worker.close()
+    assert not report.finds and not report.ok and len(report.errors) >= 1 and report.programs == 1
+    assert "error of the run: its process was ended from outside by SIGKILL, while it ran python -m" in str(report)
+
+
+class Dense(SDPABackend):
+    get_name = staticmethod(lambda: "DENSE")
+
+
+class KeysThatAreNotThere(SDPAImpl):
+    """A padded entry's keys are one more than it has."""
+
+    backend = Dense
+
+    def forward(self, query: Any, key: Any, value: Any, attn_metadata: Any = None) -> Any:
+        if attn_metadata is not None and attn_metadata.kv_lens is not None:
+            lens = [min(n + 1, key.shape[1]) for n in attn_metadata.kv_lens]
+            attn_metadata = dataclasses.replace(attn_metadata, kv_lens=lens)
+        return super().forward(query, key, value, attn_metadata)
+
+
+class NoRearStream(SDPAImpl):
+    """The second stream always comes first."""
+
+    backend = Dense
+
+    def forward(self, query: Any, key: Any, value: Any, attn_metadata: Any = None) -> Any:
+        if attn_metadata is not None:
+            attn_metadata = dataclasses.replace(attn_metadata, joint_strategy="front")
+        return super().forward(query, key, value, attn_metadata)
+
+
+@pytest.mark.parametrize("kernel", [SDPAImpl, KeysThatAreNotThere, NoRearStream])
+def test_dense_backends_are_examined_too(kernel: type[SDPAImpl], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Dense, "get_impl_cls", staticmethod(lambda: kernel))
+    subject = DenseSubject("DENSE", Dense, Device("torch", "cpu"))
+
+    def examine(case: DenseCase, limit: float) -> Outcome:
+        return examined_dense(Dense, case)
+
+    most = 30 if kernel is SDPAImpl else 200
+    report = campaign(subject, [examine], 3, FAR, FuzzReport("DENSE", 3), most=most, enough=1)
+    if kernel is SDPAImpl:
+        assert report.ok and report.programs == 30 and report.cases > 60, str(report)
+        return
+    (found,) = report.finds
+    assert {KeysThatAreNotThere: "lens", NoRearStream: "rear"}[kernel] in found.needs
+    again = DenseCase.from_json(found.repro.partition("--repro ")[2].strip("'"))
+    assert "DENSE --registry diffusion --repro" in found.repro and again.batch == again.num_heads == 1
+    with pytest.raises(AssertionError, match=found.kind):
+        check(Dense, again)
+    command = shlex.split(again.repro("TORCH_SDPA"))[3:]
+    assert main(command) == 0, "the backend without the bug"
+
+
 def test_the_command_runs_a_campaign(capsys: pytest.CaptureFixture[str]) -> None:
     (report,) = run_fuzz(["CPU_ATTN"], 600, 1, most=1)
     assert report.cases >= 2 and report.programs == 1
     assert main(["TRITON_ATTN", "--fuzz", "5", "--json"]) == 1 or subject_here(candidate_of("TRITON_ATTN"))[0]
     assert json.loads(capsys.readouterr().out)["backends"][0]["backend"] == "TRITON_ATTN"
-    for wrong in (["--fuzz", "0"], ["--fuzz", "5", "--jobs", "0"], ["--fuzz", "5", "--registry", "diffusion"]):
+    (report,) = run_fuzz(["TORCH_SDPA"], 600, 1, most=1, registry="diffusion")
+    assert report.cases == 3 and report.ok
+    for wrong in (["--fuzz", "0"], ["--fuzz", "5", "--jobs", "0"], ["--fuzz", "5", "--registry", "mla_prefill"]):
         with pytest.raises(ValueError, match=r"must be|draws cases for"):
             main(["CPU_ATTN", *wrong])

@@ -20,7 +20,8 @@ def dense(backend: Any, call: DenseCall) -> Array:
     case, device = call.case, _device(backend)
 
     def tensor(values: Array) -> torch.Tensor:
-        return torch.from_numpy(values.copy()).to(device, getattr(torch, case.dtype))
+        made = torch.from_numpy(values.copy()).to(device, getattr(torch, case.dtype))
+        return made if case.layout == "heads" else made.transpose(1, 2).contiguous().transpose(1, 2)
 
     impl = backend.get_impl_cls()(case.num_heads, case.head_size, case.scale, case.causal, case.num_kv_heads)
     meta = DiffusionAttentionMetadata(joint_strategy="rear" if case.rear else "front")
