@@ -284,7 +284,7 @@ def raising(error):
         (UnsupportedError("nobody serves"), 1, "nobody serves"),
         (BackendLoadError("torch is not installed: pip install 'torch>=2.8'"), 2, "torch is not installed: pip"),
         (ImportError("neither torch nor jax is installed: pip install ..."), 2, "neither torch nor jax"),
-        (ModuleNotFoundError("x", name="rich.table"), 2, "rich is not installed: pip install 'safetensors>=0.5' 'tok"),
+        (ModuleNotFoundError("x", name="rich.table"), 2, "rich is not installed: pip install 'safetensors>=0.8' 'tok"),
         (FileNotFoundError(2, "No such file or directory", "x.json"), 2, "x.json: No such file or directory"),
     ],
 )  # fmt: skip
