@@ -127,9 +127,9 @@ class BackendEnumMeta(enum.EnumMeta):
         return [*cls.__members__, *(name for name, member in customs if member in cls.overrides)]
 
     def complaint(cls, backend: type) -> str:
-        """Why a class is no backend of this registry, in words, or nothing. Any class may be registered; none such serves."""
-        missing = [method for method in cls.methods if not callable(getattr(backend, method, None))]
-        return f"{backend.__name__} is no {cls.kind}: it lacks {', '.join(missing)}" if missing else ""
+        """What a class lacks of a backend of this registry, in words, or nothing. It may be registered and never serves."""
+        missing = [words for method in cls.methods if (words := _missing(backend, method))]
+        return f"{backend.__name__} lacks what every {cls.kind} has: {', '.join(missing)}" if missing else ""
 
 
 class BackendEnum(enum.Enum, metaclass=BackendEnumMeta):
@@ -219,6 +219,15 @@ def registries() -> dict[str, type[BackendEnum]]:
         "mla_prefill": resolve_obj_by_qualname("attn.backends.mla.prefill.registry.MLAPrefillBackendEnum"),
         "diffusion": resolve_obj_by_qualname("attn.diffusion.backends.registry.DiffusionAttentionBackendEnum"),
     }
+
+
+def _missing(backend: type, method: str) -> str:
+    """`method` where a class has none, and the datum that it returns (`attn.backends.facts`) where that was never set."""
+    found = getattr(backend, method, None)
+    if not callable(found):
+        return f"{method}()"
+    datum = getattr(found, "datum", None)
+    return "" if datum is None or hasattr(backend, datum) else f"{datum} (or {method}())"
 
 
 def _by_name(registry: type[BackendEnum], name: str) -> Any:

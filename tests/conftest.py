@@ -91,14 +91,11 @@ def make_backend() -> Callable[..., type[AttentionBackend]]:
         record = {"framework": "torch", "platforms": ("cpu",), "dtypes": ("float32", "float16", "bfloat16"), **changes}
 
         class Fake(AttentionBackend):
+            impl_cls, metadata_cls, builder_cls = FakeImpl, AttentionMetadata, None
             capabilities = Capabilities(**record)
-            get_name = staticmethod(lambda: name)
-            get_impl_cls = staticmethod(lambda: FakeImpl)
-            get_metadata_cls = staticmethod(lambda: AttentionMetadata)
-            get_builder_cls = staticmethod(lambda: None)
             get_kv_cache_shape = staticmethod(lambda *shape: shape)
 
-        Fake.__name__ = f"Fake_{name}"
+        Fake.name, Fake.__name__ = name, f"Fake_{name}"
         return Fake
 
     return make

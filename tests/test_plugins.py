@@ -78,7 +78,7 @@ BAD = {
     "BaseException": (type("Odd", (BaseException,), {})("odd"), "Odd: odd"),
     "module": (sys, "expected a backend class, got <module 'sys'"),
     "number": (3, "expected a backend class, got 3"),
-    "class of another kind": (dict, "dict is no attention backend: it lacks get_name, get_impl_cls"),
+    "class of another kind": (dict, "dict lacks what every attention backend has: get_name(), get_impl_cls()"),
     "function that returns None": (lambda: None, "returned None and registered nothing"),
     "function that returns a number": (lambda: 3, "expected a backend class, got 3"),
     "function that raises": (lambda: 1 / 0, "ZeroDivisionError"),
@@ -247,9 +247,7 @@ PACKAGE = {
         from attn.backends.placeholder_attn import PlaceholderAttentionBackend
 
         class Backend(PlaceholderAttentionBackend):
-            @staticmethod
-            def get_name():
-                return "GOOD"
+            name = "GOOD"
 
         def nothing():
             pass

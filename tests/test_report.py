@@ -69,7 +69,7 @@ def broken_backends():
     record = Capabilities(framework="torch", platforms=("cpu",), dtypes=("float32",))
     yield "NO_SUCH_MODULE", "no_such_module.Backend", "cannot be imported: ModuleNotFoundError"
     yield "NO_CLASS", "json.dumps", "is not a class but"
-    yield "NO_BACKEND", type("Thing", (), {}), "Thing is no attention backend: it lacks get_name, get_impl_cls"
+    yield "NO_BACKEND", type("Thing", (), {}), "Thing lacks what every attention backend has: get_name(), get_impl_cls()"
     methods = {"get_name": staticmethod(str), "get_impl_cls": staticmethod(explode)}
     yield "BAD_RECORD", type("BadRecord", (), {**methods, "capabilities": "everything"}), "broken: AttributeError"
     mars = types.SimpleNamespace(framework="mars", features=())

@@ -206,9 +206,8 @@ def test_a_record_is_a_value():
 
 def test_the_backend_adds_block_size_and_lse(make_backend):
     backend = make_backend(features={"sinks"})
-    impl = type("Impl", (backend.get_impl_cls(),), {})
-    impl.get_supported_kernel_block_size = staticmethod(lambda: [16, MultipleOf(32)])
-    backend.get_impl_cls = staticmethod(lambda: impl)
+    impl = backend.impl_cls = type("Impl", (backend.impl_cls,), {})
+    backend.block_sizes = (16, MultipleOf(32))
     assert backend.why_not(request(block_size=16)) == backend.why_not(request(block_size=96)) == []
     assert backend.why_not(request(block_size=48)) == ["block_size=48 (supports 16, multiples of 32)"]
     assert backend.why_not(request(block_size=None)) == []
@@ -219,9 +218,7 @@ def test_the_backend_adds_block_size_and_lse(make_backend):
 
 def test_block_size_does_not_matter_to_an_encoder(make_backend):
     backend = make_backend(attn_types=("decoder", "encoder", "encoder_only"))
-    impl = type("Impl", (backend.get_impl_cls(),), {})
-    impl.get_supported_kernel_block_size = staticmethod(lambda: [16])
-    backend.get_impl_cls = staticmethod(lambda: impl)
+    backend.block_sizes = (16,)
     assert backend.why_not(request(block_size=7))
     assert backend.why_not(request(block_size=7, attn_type="encoder")) == []
 

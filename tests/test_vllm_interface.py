@@ -111,7 +111,6 @@ def test_class_paths_follow_the_naming_rule(enumeration):
     assert {name: enumeration[name].value for name in CLASS_PATHS[enumeration]} == CLASS_PATHS[enumeration]
 
 
-BACKEND_METHODS = ("get_name", "get_impl_cls", "get_metadata_cls", "get_builder_cls", "get_kv_cache_shape")
 IMPL_INIT = {
     "num_heads": REQUIRED, "head_size": REQUIRED, "scale": REQUIRED, "num_kv_heads": None, "alibi_slopes": None,
     "sliding_window": None, "kv_cache_dtype": "auto", "logits_soft_cap": None, "attn_type": "decoder",
@@ -318,7 +317,7 @@ def test_looking_at_the_deprecated_name_alone_is_silent():
 @pytest.mark.parametrize(
     ("cls", "methods"),
     [
-        (abstract.AttentionBackend, set(BACKEND_METHODS)),
+        (abstract.AttentionBackend, {"get_kv_cache_shape"}),  # the seed's others return class data, and may be overridden
         (abstract.AttentionImpl, {"__init__", "forward"}),
         (abstract.MLAAttentionImpl, {"__init__", "forward"}),
     ],

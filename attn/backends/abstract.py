@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from attn import arrays
+from attn.backends.facts import Implementation, returns
 from attn.backends.metadata import AttentionMetadata, CommonAttentionMetadata
 from attn.capabilities import (
     ENCODER_TYPES,
@@ -78,14 +79,25 @@ class AttentionLayer(Protocol):
 class AttentionBackend(ABC):
     """Abstract class for attention backends.
 
-    An author writes the five abstract methods and one `capabilities` record; selection, error texts, the tables and the
-    conformance cases follow from them.
+    An author declares facts as class data: `name`, `metadata_cls`, `builder_cls`, `block_sizes` and one `capabilities` record.
+    `impl_cls` is set by the implementation's class statement (`class MyImpl(Template, backend=MyBackend)`). The interface's
+    methods return these, and selection, error texts, the tables and the conformance cases follow from them. A class may
+    override the methods instead.
     """
 
     # For some attention backends, we allocate an output tensor before
     # calling the custom op. When piecewise cudagraph is enabled, this
     # makes sure the output tensor is allocated inside the cudagraph.
     accept_output_buffer: bool = False
+
+    #: What the registry, messages and tables call this backend.
+    name: ClassVar[str]
+    impl_cls: ClassVar[type["AttentionImpl[Any]"]]
+    metadata_cls: ClassVar[type[AttentionMetadata]]
+    builder_cls: ClassVar[type["AttentionMetadataBuilder[Any]"]]
+
+    #: Tokens that a block of the cache may hold: sizes, or rules for them.
+    block_sizes: ClassVar[tuple[int | MultipleOf, ...]] = (MultipleOf(1),)
 
     #: What this backend serves; None (a class written for vLLM's interface alone) cannot be judged beforehand.
     capabilities: ClassVar[Capabilities | None] = None
@@ -96,33 +108,35 @@ class AttentionBackend(ABC):
     #: Elements that the keys of one layer's cache may span on a GPU (None: any number); a call refuses more.
     max_cache_span: ClassVar[int | None] = None
 
-    @staticmethod
-    @abstractmethod
-    def get_name() -> str:
-        raise NotImplementedError
+    @classmethod
+    @returns("name")
+    def get_name(cls) -> str:
+        return cls.name
 
-    @staticmethod
-    @abstractmethod
-    def get_impl_cls() -> type["AttentionImpl[Any]"]:
-        raise NotImplementedError
+    @classmethod
+    @returns("impl_cls")
+    def get_impl_cls(cls) -> type["AttentionImpl[Any]"]:
+        return cls.impl_cls
 
-    @staticmethod
-    @abstractmethod
-    def get_metadata_cls() -> type[AttentionMetadata]:
-        raise NotImplementedError
+    @classmethod
+    @returns("metadata_cls")
+    def get_metadata_cls(cls) -> type[AttentionMetadata]:
+        return cls.metadata_cls
+
+    @classmethod
+    @returns("builder_cls")
+    def get_builder_cls(cls) -> type["AttentionMetadataBuilder[Any]"]:
+        return cls.builder_cls
 
     @classmethod
     def get_supported_kernel_block_size(cls) -> list[int | MultipleOf]:
-        return cls.get_impl_cls().get_supported_kernel_block_size()
+        """`block_sizes`, unless the implementation says otherwise: vLLM's interface has this method on both classes."""
+        sizes = cls.get_impl_cls().get_supported_kernel_block_size
+        return list(cls.block_sizes) if getattr(sizes, "datum", None) == "block_sizes" else sizes()
 
     @classmethod
     def make_metadata(cls, *args: Any, **kwargs: Any) -> AttentionMetadata:
         return cls.get_metadata_cls()(*args, **kwargs)
-
-    @staticmethod
-    @abstractmethod
-    def get_builder_cls() -> type["AttentionMetadataBuilder[Any]"]:
-        raise NotImplementedError
 
     @staticmethod
     @abstractmethod
@@ -178,11 +192,13 @@ class AttentionBackend(ABC):
 
 
 class AttentionMetadataBuilder(ABC, Generic[T]):
-    """Turns the neutral batch into one backend's metadata, once a batch.
+    """Turns the neutral batch into one backend's metadata, of `metadata_cls`, once a batch.
 
     `device` is the framework's device (None: its default). Builders keep no state between batches, but
     for the plans of CUDA graphs where a backend has `build_for_cudagraph_capture`.
     """
+
+    metadata_cls: type[T]
 
     def __init__(
         self, kv_cache_spec: KVCacheSpec, layer_names: Sequence[str] = (), config: Any = None, device: Any = None
@@ -201,7 +217,7 @@ class AttentionMetadataBuilder(ABC, Generic[T]):
         raise NotImplementedError
 
 
-class AttentionImpl(ABC, Generic[T]):
+class AttentionImpl(Implementation, ABC, Generic[T]):
     """One layer's attention. Arguments of `forward` are arrays of the framework that the implementation lives in;
     calling the object itself takes arrays of any framework (`attn.arrays`)."""
 
@@ -213,6 +229,7 @@ class AttentionImpl(ABC, Generic[T]):
     # even if they can return lse (for efficiency reasons)
     need_to_return_lse_for_decode: bool = False
 
+    backend: ClassVar[type[AttentionBackend]]
     #: "torch" or "jax": what `__call__` converts to.
     framework: ClassVar[str] = "torch"
     #: Whether `torch.compile` can look through `forward`; a layer whose implementation says no is one operator of a graph.
@@ -253,9 +270,10 @@ class AttentionImpl(ABC, Generic[T]):
     ) -> None:
         raise NotImplementedError
 
-    @staticmethod
-    def get_supported_kernel_block_size() -> list[int | MultipleOf]:
-        return [MultipleOf(1)]
+    @classmethod
+    @returns("block_sizes")
+    def get_supported_kernel_block_size(cls) -> list[int | MultipleOf]:
+        return list(getattr(getattr(cls, "backend", None), "block_sizes", AttentionBackend.block_sizes))
 
     @abstractmethod
     def forward(

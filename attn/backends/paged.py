@@ -6,7 +6,7 @@ served is refused before any weight is loaded.
 """
 
 from abc import abstractmethod
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from attn.arrays import framework_of
 from attn.backends.abstract import AttentionBackend, AttentionImpl, AttentionType
@@ -111,9 +111,7 @@ class PagedBackend(AttentionBackend):
 
 
 class PagedImpl(AttentionImpl[T]):
-    """One layer's arguments, checked. A subclass sets `backend`."""
-
-    backend: ClassVar[type[AttentionBackend]]
+    """One layer's arguments, checked. A subclass names its backend: `class MyImpl(Template, backend=MyBackend)`."""
 
     def __init__(
         self,

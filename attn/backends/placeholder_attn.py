@@ -22,13 +22,29 @@ class PlaceholderAttentionMetadata(AttentionMetadata):
 class PlaceholderAttentionMetadataBuilder(AttentionMetadataBuilder[PlaceholderAttentionMetadata]):
     """Passes the batch through."""
 
+    metadata_cls = PlaceholderAttentionMetadata
+
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PlaceholderAttentionMetadata:
-        return PlaceholderAttentionMetadata(common_attn_metadata)
+        return self.metadata_cls(common_attn_metadata)
 
 
-class PlaceholderAttentionImpl(AttentionImpl[PlaceholderAttentionMetadata]):
+class PlaceholderAttentionBackend(AttentionBackend):
+    """Stands where an attention-free model's engine looks for a backend."""
+
+    name = "NO_ATTENTION"
+    metadata_cls = PlaceholderAttentionMetadata
+    builder_cls = PlaceholderAttentionMetadataBuilder
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        return (0,)
+
+
+class PlaceholderAttentionImpl(AttentionImpl[PlaceholderAttentionMetadata], backend=PlaceholderAttentionBackend):
     """Can be built with any arguments and computes nothing."""
 
     def __init__(
@@ -48,29 +64,3 @@ class PlaceholderAttentionImpl(AttentionImpl[PlaceholderAttentionMetadata]):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         raise UnsupportedError("NO_ATTENTION computes nothing: this model was selected as attention-free, yet calls it")
-
-
-class PlaceholderAttentionBackend(AttentionBackend):
-    """Stands where an attention-free model's engine looks for a backend."""
-
-    @staticmethod
-    def get_name() -> str:
-        return "NO_ATTENTION"
-
-    @staticmethod
-    def get_impl_cls() -> type[PlaceholderAttentionImpl]:
-        return PlaceholderAttentionImpl
-
-    @staticmethod
-    def get_metadata_cls() -> type[PlaceholderAttentionMetadata]:
-        return PlaceholderAttentionMetadata
-
-    @staticmethod
-    def get_builder_cls() -> type[PlaceholderAttentionMetadataBuilder]:
-        return PlaceholderAttentionMetadataBuilder
-
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
-    ) -> tuple[int, ...]:
-        return (0,)

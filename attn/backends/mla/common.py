@@ -103,7 +103,7 @@ class MLABackend(AttentionBackend):
 
 
 class MLAImpl(MLAAttentionImpl[T]):
-    """One MLA layer's arguments, checked. A subclass sets `backend`."""
+    """One MLA layer's arguments, checked. A subclass names its backend: `class MyImpl(Template, backend=MyBackend)`."""
 
     backend: ClassVar[type[MLABackend]]
 

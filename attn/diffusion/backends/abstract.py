@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from attn.backends.facts import Implementation, returns
 from attn.capabilities import Capabilities, Device, Request, with_lse
 
 Array = Any
@@ -58,7 +59,7 @@ class DiffusionAttentionMetadata:
 class DiffusionAttentionBackend(ABC):
     """One kernel family behind the dense contract.
 
-    `capabilities` as for attention backends; MASK declares masks beyond key padding, BACKWARD gradients.
+    `name`, `impl_cls` and `capabilities` as for attention backends; MASK declares masks beyond key padding, BACKWARD gradients.
     `interpreted_on`: platforms where an interpreter executes its kernels. `error` is the relative RMS error that its
     arithmetic adds to its dtype's own (0: none), measured and told in `error_note`; a backend with one is chosen only within
     a request's `error_budget`.
@@ -68,6 +69,9 @@ class DiffusionAttentionBackend(ABC):
     `causal_unequal`, whether a causal layer may have another number of rows than of keys.
     """
 
+    name: ClassVar[str]
+    impl_cls: ClassVar[type["DiffusionAttentionImpl"]]
+    metadata_cls: ClassVar[type[DiffusionAttentionMetadata]] = DiffusionAttentionMetadata
     capabilities: ClassVar[Capabilities | None] = None
     error: ClassVar[float] = 0.0
     min_keys: ClassVar[int] = 1
@@ -77,19 +81,20 @@ class DiffusionAttentionBackend(ABC):
     interpreted_on: ClassVar[tuple[str, ...]] = ()
     error_note: ClassVar[str] = ""
 
-    @staticmethod
-    @abstractmethod
-    def get_name() -> str:
-        raise NotImplementedError
+    @classmethod
+    @returns("name")
+    def get_name(cls) -> str:
+        return cls.name
 
-    @staticmethod
-    @abstractmethod
-    def get_impl_cls() -> type["DiffusionAttentionImpl"]:
-        raise NotImplementedError
+    @classmethod
+    @returns("impl_cls")
+    def get_impl_cls(cls) -> type["DiffusionAttentionImpl"]:
+        return cls.impl_cls
 
-    @staticmethod
-    def get_metadata_cls() -> type[DiffusionAttentionMetadata]:
-        return DiffusionAttentionMetadata
+    @classmethod
+    @returns("metadata_cls")
+    def get_metadata_cls(cls) -> type[DiffusionAttentionMetadata]:
+        return cls.metadata_cls
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[Any]:
@@ -147,13 +152,14 @@ class DiffusionAttentionBackend(ABC):
         return why
 
 
-class DiffusionAttentionImpl(ABC):
+class DiffusionAttentionImpl(Implementation, ABC):
     """One layer's dense attention.
 
     num_heads, head_size; softmax_scale: 1 / sqrt(head_size) when None; causal: bottom-right; num_kv_heads: num_heads when
     None.
     """
 
+    backend: ClassVar[type[DiffusionAttentionBackend]]
     framework: ClassVar[str] = "torch"
 
     #: Whether `forward_lse` works: partial results of this backend can be merged (ring attention).

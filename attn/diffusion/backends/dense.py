@@ -6,14 +6,13 @@ nonsense gets the same sentence everywhere. What a backend adds is `_attend`, ov
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from attn.backends.arguments import check_flag, check_heads, check_scale, fold_sign, refuse
 from attn.capabilities import Feature
 from attn.diffusion.backends.abstract import (
     JOINT_STRATEGIES,
     Array,
-    DiffusionAttentionBackend,
     DiffusionAttentionImpl,
     DiffusionAttentionMetadata,
     DiffusionRequest,
@@ -36,9 +35,7 @@ class Keys:
 
 
 class DenseAttentionImpl(DiffusionAttentionImpl):
-    """The template. A wing lends the array operations, a backend sets `backend` and writes `_attend`."""
-
-    backend: ClassVar[type[DiffusionAttentionBackend]]
+    """The template. A framework's base adds the array operations; an implementation names its backend and writes `_attend`."""
 
     def __init__(
         self,

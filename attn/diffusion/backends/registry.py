@@ -21,6 +21,7 @@ class DiffusionAttentionBackendEnum(
         "Use register_diffusion_backend(DiffusionAttentionBackendEnum.{name}, 'your.module.YourClass')"
     ),
     variables=("ATTN_DIFFUSION_BACKEND",),
+    methods=("get_name", "get_impl_cls"),
 ):
     """Enumeration of all supported diffusion attention backends.
 

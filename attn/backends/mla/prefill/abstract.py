@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from attn.backends.facts import returns
 from attn.capabilities import Capabilities, Device, MultipleOf, Request, supports_size
 
 if TYPE_CHECKING:
@@ -62,19 +63,20 @@ class MLAPrefillBackend(ABC):
     """One layer's prefill attention. The constructor takes what is the same in every call; limits are data. `scale` is above 0:
     the MLA template negates the queries of a layer whose scale is negative.
 
-    `capabilities` as for attention backends (`head_sizes` are Dn + Dr); `v_head_dims` the sizes of a value head.
+    `name` and `capabilities` as for attention backends (`head_sizes` are Dn + Dr); `v_head_dims` the sizes of a value head.
     """
 
+    name: ClassVar[str]
     capabilities: ClassVar[Capabilities | None] = None
     v_head_dims: ClassVar[tuple[int | MultipleOf, ...]] = (MultipleOf(1),)
 
     def __init__(self, num_heads: int, qk_head_dim: int, v_head_dim: int, scale: float) -> None:
         self.num_heads, self.qk_head_dim, self.v_head_dim, self.scale = num_heads, qk_head_dim, v_head_dim, scale
 
-    @staticmethod
-    @abstractmethod
-    def get_name() -> str:
-        raise NotImplementedError
+    @classmethod
+    @returns("name")
+    def get_name(cls) -> str:
+        return cls.name
 
     @classmethod
     def off_paths(cls, device: Device | None = None) -> tuple[str, ...]:

@@ -26,15 +26,11 @@ def mine(name="MINE", v_head_dims=(64,), priority=0):
             "torch", ("cpu", "cuda"), dtypes=("bfloat16",), features=frozenset({"mla"}), priority=priority
         )
 
-        @staticmethod
-        def get_name():
-            return name
-
         def run_prefill_new_tokens(self, q, k, v, meta, return_lse): ...
 
         def run_prefill_context_chunk(self, chunk_idx, q, k, v, meta): ...
 
-    Mine.v_head_dims = v_head_dims
+    Mine.name, Mine.v_head_dims = name, v_head_dims
     return Mine
 
 
@@ -100,7 +96,7 @@ def test_ones_own_is_found_by_its_priority_and_refuses_by_its_data():
 def test_what_is_no_prefill_backend_says_so():
     register_mla_prefill_backend("HALF", int)
     chosen = select_mla_prefill(request(), framework="torch", backend="HALF", device=H200)
-    with pytest.raises(UnsupportedError, match="int is no MLA prefill backend: it lacks get_name, run_prefill_new_tokens"):
+    with pytest.raises(UnsupportedError, match=r"int lacks what every MLA prefill backend has: get_name\(\), run_pre"):
         chosen.require()
 
 
