@@ -269,12 +269,11 @@ def refusals(place: Path, here: str) -> list[Row]:
     from attn.torch.backends.sdpa import TorchSDPABackend, TorchSDPAImpl
 
     class Lesser(TorchSDPABackend):
+        name = "LESSER"
         capabilities = replace(TorchSDPABackend.capabilities, features=TorchSDPABackend.capabilities.features - {"soft_cap"})
-        get_name = staticmethod(lambda: "LESSER")
-        get_impl_cls = staticmethod(lambda: LesserImpl)
 
-    class LesserImpl(TorchSDPAImpl):
-        backend = Lesser
+    class LesserImpl(TorchSDPAImpl, backend=Lesser):
+        pass
 
     rows = []
     with registered_backend("LESSER", Lesser):

@@ -186,11 +186,14 @@ def test_a_case_that_fails_is_exit_code_1(capsys):
     from attn.backends.registry import register_backend
     from attn.torch.backends.sdpa import TorchSDPABackend, TorchSDPAImpl
 
-    class Forgetful(TorchSDPAImpl):
+    class Forgetful(TorchSDPABackend):
+        pass
+
+    class ForgetfulImpl(TorchSDPAImpl, backend=Forgetful):
         def _attend(self, layer, query, kv_cache, attn_metadata, output, lse):
             output.zero_()
 
-    register_backend("FORGETFUL", type("Forgetful", (TorchSDPABackend,), {"get_impl_cls": staticmethod(lambda: Forgetful)}))
+    register_backend("FORGETFUL", Forgetful)
     code, out, _ = call(capsys, "conform FORGETFUL --only", "float32, constant V")
     assert code == 1 and "FAILED float32, constant V" in out and "--repro" in out
 

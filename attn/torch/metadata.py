@@ -134,7 +134,10 @@ class PagedAttentionMetadata(AttentionMetadata):
 
 
 class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetadata]):
-    """Checks the neutral batch and puts it on the device."""
+    """Checks the neutral batch and puts it on the device. A builder of another `metadata_cls` sets that, and fills the fields
+    that the class adds in `extend`."""
+
+    metadata_cls = PagedAttentionMetadata
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -148,7 +151,7 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
         batch.validate(spec.block_size, None if fast_build else spec.num_blocks)
         if envs.debug("device"):
             batch.on_host().validate(spec.block_size, spec.num_blocks)
-        return PagedAttentionMetadata(
+        metadata = self.metadata_cls(
             query_start_loc=self._put(batch.query_start_loc, torch.int32),
             seq_lens=self._put(batch.seq_lens, torch.int32),
             block_table=self._put(batch.block_table, torch.int32),
@@ -163,6 +166,11 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
             tree_mask=self._put(batch.tree_mask, torch.bool) if batch.has_trees else None,
             block_size=spec.block_size,
         )
+        self.extend(metadata, batch, fast_build)
+        return metadata
+
+    def extend(self, metadata: Any, batch: CommonAttentionMetadata, fast_build: bool) -> None:
+        """Fill what `metadata_cls` adds to `PagedAttentionMetadata`, for a batch that was found valid."""
 
     def _put(self, array: Any, dtype: torch.dtype) -> torch.Tensor:
         tensor = to_framework(array, "torch")

@@ -30,15 +30,8 @@ RECORD = Capabilities(
 class MineBackend(PagedAttentionBackend):
     """A third party's backend: the oracle behind torch tensors, in a layout of its own."""
 
+    name = "MINE"
     capabilities = RECORD
-
-    @staticmethod
-    def get_name() -> str:
-        return "MINE"
-
-    @staticmethod
-    def get_impl_cls() -> type["MineImpl"]:
-        return MineImpl
 
     @staticmethod
     def get_kv_cache_shape(
@@ -52,8 +45,7 @@ class MineBackend(PagedAttentionBackend):
         return keys, values
 
 
-class MineImpl(PagedAttentionImpl):
-    backend: Any = MineBackend
+class MineImpl(PagedAttentionImpl, backend=MineBackend):
     can_return_lse_for_decode = True
     scale_error = 1.0
 
@@ -80,17 +72,10 @@ def test_a_third_party_backend_conforms(case: Case) -> None:
 
 
 class WrongScaleBackend(MineBackend):
-    @staticmethod
-    def get_name() -> str:
-        return "WRONG"
-
-    @staticmethod
-    def get_impl_cls() -> type["WrongScaleImpl"]:
-        return WrongScaleImpl
+    name = "WRONG"
 
 
-class WrongScaleImpl(MineImpl):
-    backend = WrongScaleBackend
+class WrongScaleImpl(MineImpl, backend=WrongScaleBackend):
     scale_error = 1.01
 
 
@@ -126,7 +111,7 @@ class RaisingImpl(MineImpl):
 
 
 def test_what_a_backend_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WrongScaleBackend, "get_impl_cls", staticmethod(lambda: RaisingImpl))
+    monkeypatch.setattr(WrongScaleBackend, "impl_cls", RaisingImpl)
     with registered_backend("WRONG", WrongScaleBackend):
         (report,) = run_conformance(["WRONG"], only="mixed batch", minimise=False).backends
     assert len(report.failures) == 2 and "RuntimeError: no kernel image" in str(report)
@@ -137,14 +122,8 @@ def test_what_a_backend_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> 
 class SloppyBackend(MineBackend):
     """Says no when it is chosen, and yes when it is built."""
 
-    @staticmethod
-    def get_impl_cls() -> type["SloppyImpl"]:
-        return SloppyImpl
 
-
-class SloppyImpl(MineImpl):
-    backend = SloppyBackend
-
+class SloppyImpl(MineImpl, backend=SloppyBackend):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "logits_soft_cap": None, "alibi_slopes": None})
 

@@ -18,13 +18,13 @@ CASE = Case("mixed", (1, 6, 18), (33, 9, 18), padding=2, lse=True)
 def backend_with(forward: Any) -> type[TorchSDPABackend]:
     """TORCH_SDPA whose `_attend` is followed by `forward(output, kv_cache)`."""
 
-    class Impl(TorchSDPAImpl):
+    class Backend(TorchSDPABackend):
+        pass
+
+    class Impl(TorchSDPAImpl, backend=Backend):
         def _attend(self, layer: Any, query: Any, kv_cache: Any, attn_metadata: Any, output: Any, lse: Any) -> None:
             super()._attend(layer, query, kv_cache, attn_metadata, output, lse)
             forward(output, kv_cache)
-
-    class Backend(TorchSDPABackend):
-        get_impl_cls = staticmethod(lambda: Impl)
 
     return Backend
 

@@ -28,15 +28,9 @@ FUSED_OUTPUT = torch.float8_e4m3fn
 class PagedAttentionBackend(PagedBackend):
     """What paged backends share: metadata and builder."""
 
+    metadata_cls = PagedAttentionMetadata
+    builder_cls = PagedAttentionMetadataBuilder
     accept_output_buffer = True
-
-    @staticmethod
-    def get_metadata_cls() -> type[PagedAttentionMetadata]:
-        return PagedAttentionMetadata
-
-    @staticmethod
-    def get_builder_cls() -> type[PagedAttentionMetadataBuilder]:
-        return PagedAttentionMetadataBuilder
 
 
 class HeadsFirstBackend(PagedAttentionBackend):
@@ -55,7 +49,7 @@ class HeadsFirstBackend(PagedAttentionBackend):
 
 
 class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
-    """The template. A subclass sets `backend` and writes `_attend`; `traceable`, where a graph can hold that."""
+    """The template. A subclass names its backend and writes `_attend`; `traceable`, where a graph can hold that."""
 
     framework = "torch"
     traceable = False

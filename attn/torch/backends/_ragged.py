@@ -272,7 +272,7 @@ def weigh(rules: Rules, result: torch.Tensor, log: torch.Tensor | None) -> torch
 
 
 class RaggedAttentionImpl(PagedAttentionImpl):
-    """The loop over requests. A subclass sets `backend` and may override `_attend_one` and `_gather`."""
+    """The loop over requests. A subclass names its backend and may override `_attend_one` and `_gather`."""
 
     can_return_lse_for_decode = True
 

@@ -60,6 +60,8 @@ def capabilities(platforms: tuple[str, ...], **changes: Any) -> Capabilities:
 class TritonPagedBackend(PagedAttentionBackend):
     """Base of the family: limits that depend on each other."""
 
+    block_sizes = (MultipleOf(16),)
+
     @classmethod
     def off_paths(cls, device: Device | None = None) -> tuple[str, ...]:
         return _hopper.off_paths("hopper_prefill", device)
@@ -86,7 +88,7 @@ class TritonPagedBackend(PagedAttentionBackend):
 
 
 class TritonPagedImpl(PagedAttentionImpl):
-    """The hooks. A subclass sets `backend`, and `_sparse` where it has a pattern."""
+    """The hooks. A subclass names its backend, and sets `_sparse` where it has a pattern."""
 
     can_return_lse_for_decode = True
     traceable = True
@@ -97,10 +99,6 @@ class TritonPagedImpl(PagedAttentionImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         prepare(self.backend.get_name())
-
-    @staticmethod
-    def get_supported_kernel_block_size() -> list[int | MultipleOf]:
-        return [MultipleOf(16)]
 
     def do_kv_cache_update(
         self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor

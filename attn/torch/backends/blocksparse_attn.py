@@ -33,6 +33,7 @@ class BlocksparseParams:
 
 
 class BlocksparseFlashAttentionBackend(_triton.TritonPagedBackend):
+    name = "BLOCKSPARSE"
     capabilities = _triton.capabilities(
         ("cuda", "rocm"),
         attn_types=(AttentionType.DECODER,),
@@ -40,23 +41,13 @@ class BlocksparseFlashAttentionBackend(_triton.TritonPagedBackend):
         | {Feature.BLOCK_SPARSE},
     )
 
-    @staticmethod
-    def get_name() -> str:
-        return "BLOCKSPARSE"
-
-    @staticmethod
-    def get_impl_cls() -> type["BlocksparseFlashAttentionImpl"]:
-        return BlocksparseFlashAttentionImpl
-
     @classmethod
     def off_paths(cls, device: Device | None = None) -> tuple[str, ...]:
         return ()  # patterns are for the general kernels everywhere
 
 
-class BlocksparseFlashAttentionImpl(_triton.TritonPagedImpl):
+class BlocksparseFlashAttentionImpl(_triton.TritonPagedImpl, backend=BlocksparseFlashAttentionBackend):
     """`blocksparse_params`: a `BlocksparseParams`, or a dict of its fields; None for the defaults."""
-
-    backend = BlocksparseFlashAttentionBackend
 
     def __init__(
         self,

@@ -32,6 +32,7 @@ _buffers = threading.local()
 
 
 class CPUAttentionBackend(HeadsFirstBackend):
+    name = "CPU_ATTN"
     capabilities = Capabilities(
         framework="torch",
         platforms=("cpu",),
@@ -41,18 +42,8 @@ class CPUAttentionBackend(HeadsFirstBackend):
         features=_ragged.FEATURES,
     )
 
-    @staticmethod
-    def get_name() -> str:
-        return "CPU_ATTN"
 
-    @staticmethod
-    def get_impl_cls() -> type["CPUAttentionImpl"]:
-        return CPUAttentionImpl
-
-
-class CPUAttentionImpl(RaggedAttentionImpl):
-    backend = CPUAttentionBackend
-
+class CPUAttentionImpl(RaggedAttentionImpl, backend=CPUAttentionBackend):
     def _attend_each(
         self,
         requests: Iterable[int],

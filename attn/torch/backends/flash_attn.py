@@ -6,7 +6,7 @@ reasons against the others stand in the refusal. Sinks are applied here, from th
 rounding more, and the same for every provider.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -31,16 +31,17 @@ class FlashAttentionMetadata(PagedAttentionMetadata):
 class FlashAttentionMetadataBuilder(PagedAttentionMetadataBuilder):
     """Adds the running sum of the lengths, once a batch."""
 
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> FlashAttentionMetadata:
-        plain = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        sums = torch.zeros_like(plain.query_start_loc)
-        torch.cumsum(plain.seq_lens, 0, dtype=torch.int32, out=sums[1:])
-        return FlashAttentionMetadata(**{f.name: getattr(plain, f.name) for f in fields(plain)}, key_starts=sums)
+    metadata_cls = FlashAttentionMetadata
+
+    def extend(self, metadata: FlashAttentionMetadata, batch: CommonAttentionMetadata, fast_build: bool) -> None:
+        metadata.key_starts = torch.zeros_like(metadata.query_start_loc)
+        torch.cumsum(metadata.seq_lens, 0, dtype=torch.int32, out=metadata.key_starts[1:])
 
 
 class FlashAttentionBackend(PagedAttentionBackend):
+    name = "FLASH_ATTN"
+    metadata_cls = FlashAttentionMetadata
+    builder_cls = FlashAttentionMetadataBuilder
     capabilities = Capabilities(
         framework="torch",
         platforms=("cuda",),
@@ -51,29 +52,12 @@ class FlashAttentionBackend(PagedAttentionBackend):
         archs=(("cuda", ("sm_80+",)),),
     )
 
-    @staticmethod
-    def get_name() -> str:
-        return "FLASH_ATTN"
-
-    @staticmethod
-    def get_impl_cls() -> type["FlashAttentionImpl"]:
-        return FlashAttentionImpl
-
-    @staticmethod
-    def get_metadata_cls() -> type[FlashAttentionMetadata]:
-        return FlashAttentionMetadata
-
-    @staticmethod
-    def get_builder_cls() -> type[FlashAttentionMetadataBuilder]:
-        return FlashAttentionMetadataBuilder
-
     @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
         return super().why_not(request, device) or providers.why_none(request, device)
 
 
-class FlashAttentionImpl(PagedAttentionImpl):
-    backend = FlashAttentionBackend
+class FlashAttentionImpl(PagedAttentionImpl, backend=FlashAttentionBackend):
     can_return_lse_for_decode = True
 
     @staticmethod

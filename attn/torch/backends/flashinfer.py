@@ -16,7 +16,7 @@ flashinfer-ai/flashinfer repository at fb28d724 (0.7).
 """
 
 import functools
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -121,26 +121,23 @@ def _make(flashinfer: Any, kind: str, tensor_cores: bool, kernels: str, workspac
 class FlashInferMetadataBuilder(PagedAttentionMetadataBuilder):
     """Counts the decodes at the batch's head, and keeps the plans of captured graphs, by their number of requests."""
 
+    metadata_cls = FlashInferMetadata
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._graphs: dict[int, FlashInferMetadata] = {}
 
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> FlashInferMetadata:
-        """The batch. As many decodes as a captured graph has are planned in that graph's wrappers, whose next replay, and next
+    def extend(self, metadata: FlashInferMetadata, batch: CommonAttentionMetadata, fast_build: bool) -> None:
+        """As many decodes as a captured graph has are planned in that graph's wrappers, whose next replay, and next
         use by any metadata that holds them, attends this batch. Raises `MetadataError` where their pages are more than the
         table of the captured batch had room for."""
-        plain = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        head = decodes_first(plain.host_lens()[0])
-        meta = FlashInferMetadata(**{f.name: getattr(plain, f.name) for f in fields(plain)}, num_decodes=head)
-        graph = self._graphs.get(meta.num_reqs)
-        if graph is not None and head == meta.num_reqs:
-            self._check_room(meta, graph.block_table.numel())
-            meta.plans, meta.captured = graph.plans, True
-            for group in meta.plans:
-                meta.plan(group)
-        return meta
+        metadata.num_decodes = decodes_first(metadata.host_lens()[0])
+        graph = self._graphs.get(metadata.num_reqs)
+        if graph is not None and metadata.num_decodes == metadata.num_reqs:
+            self._check_room(metadata, graph.block_table.numel())
+            metadata.plans, metadata.captured = graph.plans, True
+            for group in metadata.plans:
+                metadata.plan(group)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> FlashInferMetadata:
         """The metadata to capture a graph of decodes with: one token a request, and as wide a block table as any replay needs.
@@ -152,6 +149,7 @@ class FlashInferMetadataBuilder(PagedAttentionMetadataBuilder):
         replays of one size belong to one stream. Raises `UnsupportedError` for any other batch.
         """
         meta = self.build(0, common_attn_metadata)
+        assert isinstance(meta, FlashInferMetadata)
         if not 0 < meta.num_decodes == meta.num_reqs:
             raise UnsupportedError(
                 f"FLASHINFER: a graph is captured for decodes, one token a request (here {meta.num_decodes} of {meta.num_reqs} "
@@ -173,6 +171,9 @@ class FlashInferMetadataBuilder(PagedAttentionMetadataBuilder):
 
 
 class FlashInferBackend(PagedAttentionBackend):
+    name = "FLASHINFER"
+    metadata_cls = FlashInferMetadata
+    builder_cls = FlashInferMetadataBuilder
     capabilities = Capabilities(
         framework="torch",
         platforms=("cuda",),
@@ -195,10 +196,6 @@ class FlashInferBackend(PagedAttentionBackend):
         archs=(("cuda", ("sm_80+",)),),
     )
 
-    @staticmethod
-    def get_name() -> str:
-        return "FLASHINFER"
-
     @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
         why = super().why_not(request, device)
@@ -210,21 +207,8 @@ class FlashInferBackend(PagedAttentionBackend):
             why.append(f"lse on {arch}: FlashInfer's FA2 kernels sum rounded weights (supports sm_90)")
         return why
 
-    @staticmethod
-    def get_impl_cls() -> type["FlashInferImpl"]:
-        return FlashInferImpl
 
-    @staticmethod
-    def get_metadata_cls() -> type[FlashInferMetadata]:
-        return FlashInferMetadata
-
-    @staticmethod
-    def get_builder_cls() -> type[FlashInferMetadataBuilder]:
-        return FlashInferMetadataBuilder
-
-
-class FlashInferImpl(PagedAttentionImpl):
-    backend = FlashInferBackend
+class FlashInferImpl(PagedAttentionImpl, backend=FlashInferBackend):
     can_return_lse_for_decode = True
 
     def _attend(

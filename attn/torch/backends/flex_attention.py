@@ -16,7 +16,7 @@ refused by the builder, where the table is on the host (elsewhere the later plac
 
 import os
 import shutil
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -60,13 +60,11 @@ class FlexAttentionMetadata(PagedAttentionMetadata):
 class FlexAttentionMetadataBuilder(PagedAttentionMetadataBuilder):
     """The plain batch, to which plans are added as layers ask for them."""
 
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> FlexAttentionMetadata:
-        plain = super().build(common_prefix_len, common_attn_metadata, fast_build)
+    metadata_cls = FlexAttentionMetadata
+
+    def extend(self, metadata: FlexAttentionMetadata, batch: CommonAttentionMetadata, fast_build: bool) -> None:
         if not fast_build and self.kv_cache_spec.attn_type not in ENCODER_TYPES:
-            self._check_places(common_attn_metadata)
-        return FlexAttentionMetadata(**{f.name: getattr(plain, f.name) for f in fields(plain)})
+            self._check_places(batch)
 
     def _check_places(self, batch: CommonAttentionMetadata) -> None:
         """Raise `UnsupportedError` where a request's table names a page twice, from the first that a window reaches on."""
@@ -87,6 +85,10 @@ class FlexAttentionMetadataBuilder(PagedAttentionMetadataBuilder):
 
 
 class FlexAttentionBackend(PagedAttentionBackend):
+    name = "FLEX_ATTENTION"
+    metadata_cls = FlexAttentionMetadata
+    builder_cls = FlexAttentionMetadataBuilder
+    block_sizes = (MultipleOf(16),)
     capabilities = Capabilities(
         framework="torch",
         platforms=("cuda", "rocm", "xpu", "cpu"),
@@ -111,22 +113,6 @@ class FlexAttentionBackend(PagedAttentionBackend):
 
     max_cache_span = 2**31  # offsets are 32-bit
 
-    @staticmethod
-    def get_name() -> str:
-        return "FLEX_ATTENTION"
-
-    @staticmethod
-    def get_impl_cls() -> type["FlexAttentionImpl"]:
-        return FlexAttentionImpl
-
-    @staticmethod
-    def get_metadata_cls() -> type[FlexAttentionMetadata]:
-        return FlexAttentionMetadata
-
-    @staticmethod
-    def get_builder_cls() -> type[FlexAttentionMetadataBuilder]:
-        return FlexAttentionMetadataBuilder
-
     @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
         why = super().why_not(request, device)
@@ -138,13 +124,8 @@ class FlexAttentionBackend(PagedAttentionBackend):
         return why
 
 
-class FlexAttentionImpl(PagedAttentionImpl):
-    backend = FlexAttentionBackend
+class FlexAttentionImpl(PagedAttentionImpl, backend=FlexAttentionBackend):
     can_return_lse_for_decode = True
-
-    @staticmethod
-    def get_supported_kernel_block_size() -> list[int | MultipleOf]:
-        return [MultipleOf(16)]
 
     def _attend(
         self,

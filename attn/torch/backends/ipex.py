@@ -38,6 +38,8 @@ _NEEDS = (
 
 
 class IpexAttentionBackend(HeadsFirstBackend):
+    name = "IPEX"
+    block_sizes = (16, 32, 64, 128)  # divisors of the 128 keys that a decode's part has
     capabilities = Capabilities(
         framework="torch",
         platforms=("cpu",),
@@ -49,14 +51,6 @@ class IpexAttentionBackend(HeadsFirstBackend):
         install="intel-extension-for-pytorch",
         archs=(("cpu", ("x86_64",)),),
     )
-
-    @staticmethod
-    def get_name() -> str:
-        return "IPEX"
-
-    @staticmethod
-    def get_impl_cls() -> type["IpexAttentionImpl"]:
-        return IpexAttentionImpl
 
     @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
@@ -73,18 +67,12 @@ class IpexAttentionBackend(HeadsFirstBackend):
         return why
 
 
-class IpexAttentionImpl(PagedAttentionImpl):
-    backend = IpexAttentionBackend
-
+class IpexAttentionImpl(PagedAttentionImpl, backend=IpexAttentionBackend):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # here and not in `why_not`: importing it takes seconds and replaces operators of torch's, which a choice must not
         if why := _lacking():
             raise UnsupportedError(f"{self.backend.get_name()}: {'; '.join(why)}", why)
-
-    @staticmethod
-    def get_supported_kernel_block_size() -> list[int | MultipleOf]:
-        return [16, 32, 64, 128]  # divisors of the 128 keys that a decode's part has
 
     def _attend(
         self,

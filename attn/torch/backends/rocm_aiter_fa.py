@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from attn.backends.abstract import AttentionLayer
-from attn.capabilities import Capabilities, Feature, MultipleOf
+from attn.capabilities import Capabilities, Feature
 from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
 from attn.torch.backends._vendor import decodes_first, fill, token_list
 from attn.torch.metadata import PagedAttentionMetadata
@@ -19,6 +19,8 @@ _PARTITION = 256  #: keys of a decode's part
 
 
 class AiterFlashAttentionBackend(PagedAttentionBackend):
+    name = "ROCM_AITER_FA"
+    block_sizes = (16, 32)
     capabilities = Capabilities(
         framework="torch",
         platforms=("rocm",),
@@ -30,22 +32,8 @@ class AiterFlashAttentionBackend(PagedAttentionBackend):
         archs=(("rocm", ("gfx942", "gfx950")),),
     )
 
-    @staticmethod
-    def get_name() -> str:
-        return "ROCM_AITER_FA"
 
-    @staticmethod
-    def get_impl_cls() -> type["AiterFlashAttentionImpl"]:
-        return AiterFlashAttentionImpl
-
-
-class AiterFlashAttentionImpl(PagedAttentionImpl):
-    backend = AiterFlashAttentionBackend
-
-    @staticmethod
-    def get_supported_kernel_block_size() -> list[int | MultipleOf]:
-        return [16, 32]
-
+class AiterFlashAttentionImpl(PagedAttentionImpl, backend=AiterFlashAttentionBackend):
     def _attend(
         self,
         layer: AttentionLayer,

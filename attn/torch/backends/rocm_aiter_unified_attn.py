@@ -14,6 +14,8 @@ from attn.torch.metadata import PagedAttentionMetadata
 
 
 class RocmAiterUnifiedAttentionBackend(PagedAttentionBackend):
+    name = "ROCM_AITER_UNIFIED_ATTN"
+    block_sizes = (MultipleOf(16),)
     capabilities = Capabilities(
         framework="torch",
         platforms=("rocm",),
@@ -25,22 +27,8 @@ class RocmAiterUnifiedAttentionBackend(PagedAttentionBackend):
         archs=(("rocm", ("gfx942", "gfx950")),),
     )
 
-    @staticmethod
-    def get_name() -> str:
-        return "ROCM_AITER_UNIFIED_ATTN"
 
-    @staticmethod
-    def get_impl_cls() -> type["RocmAiterUnifiedAttentionImpl"]:
-        return RocmAiterUnifiedAttentionImpl
-
-
-class RocmAiterUnifiedAttentionImpl(PagedAttentionImpl):
-    backend = RocmAiterUnifiedAttentionBackend
-
-    @staticmethod
-    def get_supported_kernel_block_size() -> list[int | MultipleOf]:
-        return [MultipleOf(16)]
-
+class RocmAiterUnifiedAttentionImpl(PagedAttentionImpl, backend=RocmAiterUnifiedAttentionBackend):
     def _attend(
         self,
         layer: AttentionLayer,

@@ -8,16 +8,9 @@ from attn.torch.backends import _triton
 
 
 class RocmAttentionBackend(_triton.TritonPagedBackend):
+    name = "ROCM_ATTN"
     capabilities = _triton.capabilities(("rocm",))
 
-    @staticmethod
-    def get_name() -> str:
-        return "ROCM_ATTN"
 
-    @staticmethod
-    def get_impl_cls() -> type["RocmAttentionImpl"]:
-        return RocmAttentionImpl
-
-
-class RocmAttentionImpl(_triton.TritonPagedImpl):
-    backend = RocmAttentionBackend
+class RocmAttentionImpl(_triton.TritonPagedImpl, backend=RocmAttentionBackend):
+    pass

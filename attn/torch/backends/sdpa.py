@@ -18,6 +18,7 @@ _MASK_AT_ONCE = 1 << 24  #: rows x keys x heads of a masked call: bounds what to
 
 
 class TorchSDPABackend(PagedAttentionBackend):
+    name = "TORCH_SDPA"
     capabilities = Capabilities(
         framework="torch",
         platforms=("cuda", "rocm", "xpu", "cpu"),
@@ -27,18 +28,8 @@ class TorchSDPABackend(PagedAttentionBackend):
         features=_ragged.FEATURES,
     )
 
-    @staticmethod
-    def get_name() -> str:
-        return "TORCH_SDPA"
 
-    @staticmethod
-    def get_impl_cls() -> type["TorchSDPAImpl"]:
-        return TorchSDPAImpl
-
-
-class TorchSDPAImpl(RaggedAttentionImpl):
-    backend = TorchSDPABackend
-
+class TorchSDPAImpl(RaggedAttentionImpl, backend=TorchSDPABackend):
     def _attend_one(self, work: Work, rules: Rules) -> None:
         work = rules.drop_empty_rows(work)
         kind = work.query.dtype

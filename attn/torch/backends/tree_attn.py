@@ -8,16 +8,9 @@ from attn.torch.backends import _triton
 
 
 class TreeAttentionBackend(_triton.TritonPagedBackend):
+    name = "TREE_ATTN"
     capabilities = _triton.capabilities(("cuda", "rocm"), attn_types=("decoder",))
 
-    @staticmethod
-    def get_name() -> str:
-        return "TREE_ATTN"
 
-    @staticmethod
-    def get_impl_cls() -> type["TreeAttentionImpl"]:
-        return TreeAttentionImpl
-
-
-class TreeAttentionImpl(_triton.TritonPagedImpl):
-    backend = TreeAttentionBackend
+class TreeAttentionImpl(_triton.TritonPagedImpl, backend=TreeAttentionBackend):
+    pass

@@ -10,16 +10,9 @@ from attn.torch.backends import _triton
 
 
 class TritonAttentionBackend(_triton.TritonPagedBackend):
+    name = "TRITON_ATTN"
     capabilities = _triton.capabilities(("cuda", "rocm"))
 
-    @staticmethod
-    def get_name() -> str:
-        return "TRITON_ATTN"
 
-    @staticmethod
-    def get_impl_cls() -> type["TritonAttentionImpl"]:
-        return TritonAttentionImpl
-
-
-class TritonAttentionImpl(_triton.TritonPagedImpl):
-    backend = TritonAttentionBackend
+class TritonAttentionImpl(_triton.TritonPagedImpl, backend=TritonAttentionBackend):
+    pass

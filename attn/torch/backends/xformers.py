@@ -12,14 +12,13 @@ a bias of every score. Interface of facebookresearch/xformers 0.0.35.
 import functools
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from attn.backends.abstract import AttentionLayer, AttentionType
-from attn.backends.metadata import CommonAttentionMetadata
 from attn.capabilities import ATTN_TYPES, Capabilities, Device, Feature, MultipleOf, Request, arch_matches
 from attn.imports import assumed, installed, resolve_obj_by_qualname, version_of
 from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
@@ -104,14 +103,13 @@ class XFormersMetadata(PagedAttentionMetadata):
 
 
 class XFormersMetadataBuilder(PagedAttentionMetadataBuilder):
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> XFormersMetadata:
-        plain = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        return XFormersMetadata(**{f.name: getattr(plain, f.name) for f in fields(plain)})
+    metadata_cls = XFormersMetadata
 
 
 class XFormersAttentionBackend(PagedAttentionBackend):
+    name = "XFORMERS"
+    metadata_cls = XFormersMetadata
+    builder_cls = XFormersMetadataBuilder
     capabilities = Capabilities(
         framework="torch",
         platforms=("cuda",),
@@ -124,22 +122,6 @@ class XFormersAttentionBackend(PagedAttentionBackend):
         archs=(("cuda", ("sm_75+",)),),
     )
 
-    @staticmethod
-    def get_name() -> str:
-        return "XFORMERS"
-
-    @staticmethod
-    def get_impl_cls() -> type["XFormersImpl"]:
-        return XFormersImpl
-
-    @staticmethod
-    def get_metadata_cls() -> type[XFormersMetadata]:
-        return XFormersMetadata
-
-    @staticmethod
-    def get_builder_cls() -> type[XFormersMetadataBuilder]:
-        return XFormersMetadataBuilder
-
     @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
         why = super().why_not(request, device)
@@ -151,8 +133,7 @@ class XFormersAttentionBackend(PagedAttentionBackend):
         return why or list(_lacking(device is not None and device.platform == "cuda"))
 
 
-class XFormersImpl(PagedAttentionImpl):
-    backend = XFormersAttentionBackend
+class XFormersImpl(PagedAttentionImpl, backend=XFormersAttentionBackend):
     can_return_lse_for_decode = True
 
     def _attend(
