@@ -23,13 +23,12 @@ def case_of(dtype: str, **changes: Any) -> Case:
 def planted(**changes: Any) -> Any:
     """TORCH_MLA with an implementation that differs in these attributes or methods."""
 
-    class Impl(TorchMLABackend.get_impl_cls()):  # type: ignore[misc]
+    class Backend(TorchMLABackend):
         pass
 
-    class Backend(TorchMLABackend):
-        get_impl_cls = staticmethod(lambda: Impl)
+    class Impl(TorchMLABackend.get_impl_cls(), backend=Backend):  # type: ignore[misc]
+        pass
 
-    Impl.backend = Backend
     for name, value in changes.items():
         setattr(Impl, name, value)
     return Backend

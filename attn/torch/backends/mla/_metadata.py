@@ -6,7 +6,7 @@ first (what a scheduler that reorders sends) both parts are slices, otherwise ro
 on the host only for batches that hold a query longer than the threshold.
 """
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -144,22 +144,16 @@ class MLACommonMetadata(PagedAttentionMetadata):
 class MLACommonMetadataBuilder(PagedAttentionMetadataBuilder):
     """Splits the batch. `decode_threshold` is the longest query that decodes; None is every query."""
 
+    metadata_cls = MLACommonMetadata
     decode_threshold: int | None = 16
 
-    def build(
-        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
-    ) -> MLACommonMetadata:
-        """The batch on this builder's device. Raises `MetadataError` (see `CommonAttentionMetadata.validate`)."""
-        paged = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        batch = MLACommonMetadata(**{f.name: getattr(paged, f.name) for f in fields(paged)})
-        local = common_attn_metadata.dcp_local_seq_lens
-        if local is not None:
-            self._share_context(batch, common_attn_metadata, self._put(local, torch.int32))
-        elif self.decode_threshold is None or batch.max_query_len <= self.decode_threshold:
-            batch.decode = _decode_all(batch)
+    def extend(self, metadata: MLACommonMetadata, batch: CommonAttentionMetadata, fast_build: bool) -> None:
+        if batch.dcp_local_seq_lens is not None:
+            self._share_context(metadata, batch, self._put(batch.dcp_local_seq_lens, torch.int32))
+        elif self.decode_threshold is None or metadata.max_query_len <= self.decode_threshold:
+            metadata.decode = _decode_all(metadata)
         else:
-            _split(batch, self.decode_threshold)
-        return batch
+            _split(metadata, self.decode_threshold)
 
     @staticmethod
     def _share_context(batch: MLACommonMetadata, common: CommonAttentionMetadata, local: torch.Tensor) -> None:

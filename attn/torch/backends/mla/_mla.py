@@ -20,6 +20,7 @@ from attn.backends.abstract import AttentionLayer
 from attn.backends.arguments import fold_sign
 from attn.backends.mla.common import MLABackend, MLAImpl
 from attn.backends.mla.prefill.abstract import MLAPrefillBackend
+from attn.backends.mla.prefill.registry import MLAPrefillBackendEnum
 from attn.backends.mla.prefill.selector import get_mla_prefill_backend
 from attn.backends.paged import cache_dtype_error, check_array, check_block_size, check_built
 from attn.capabilities import Feature
@@ -43,19 +44,13 @@ _WORKSPACE = 512 << 20
 class MLACommonBackend(MLABackend):
     """What MLA backends share: metadata and builder."""
 
+    metadata_cls = MLACommonMetadata
+    builder_cls = MLACommonMetadataBuilder
     accept_output_buffer = True
-
-    @staticmethod
-    def get_metadata_cls() -> type[MLACommonMetadata]:
-        return MLACommonMetadata
-
-    @staticmethod
-    def get_builder_cls() -> type[MLACommonMetadataBuilder]:
-        return MLACommonMetadataBuilder
 
 
 class MLACommonImpl(MLAImpl[MLACommonMetadata]):
-    """The template. A subclass sets `backend` and writes `_decode`.
+    """The template. A subclass names its backend and writes `_decode`.
 
     `prefill_backend` is the MLA prefill backend to use by name, obeyed or refused; None lets the platform choose.
     `prefill_features` are what it must serve (`nan_safe`, where the layer's callers need that).
@@ -63,7 +58,7 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
 
     framework = "torch"
     traceable = False
-    prefill_backend: str | None = None
+    prefill_backend: MLAPrefillBackendEnum | str | None = None
     prefill_features: Collection[str] = ()
     _absorbed: "tuple[torch.dtype, torch.device] | None" = None
     _prefill: MLAPrefillBackend

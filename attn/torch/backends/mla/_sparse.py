@@ -21,13 +21,11 @@ class SparseMLABuilder(MLACommonMetadataBuilder):
 
 
 class SparseMLABackend(MLACommonBackend):
-    @staticmethod
-    def get_builder_cls() -> type[SparseMLABuilder]:
-        return SparseMLABuilder
+    builder_cls = SparseMLABuilder
 
 
 class SparseMLAImpl(MLACommonImpl):
-    """The template. A subclass sets `backend` and writes `_decode`, which asks `_indices` for its rows'."""
+    """The template. A subclass names its backend and writes `_decode`, which asks `_indices` for its rows'."""
 
     can_return_lse_for_decode = True
 

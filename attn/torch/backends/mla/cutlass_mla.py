@@ -8,7 +8,7 @@ works in place: output, log-sum-exp (natural, [R, 128]) and a workspace whose si
 import torch
 
 from attn.backends.abstract import AttentionLayer
-from attn.capabilities import Capabilities, Device, Feature, MultipleOf, Request
+from attn.capabilities import Capabilities, Device, Feature, Request
 from attn.torch.backends.mla._metadata import MLACommonMetadataBuilder, MLADecodeMetadata
 from attn.torch.backends.mla._mla import MLACommonBackend
 from attn.torch.backends.mla._vendor import UniformMLAImpl, with_heads
@@ -22,6 +22,9 @@ class CutlassMLAMetadataBuilder(MLACommonMetadataBuilder):
 
 
 class CutlassMLABackend(MLACommonBackend):
+    name = "CUTLASS_MLA"
+    builder_cls = CutlassMLAMetadataBuilder
+    block_sizes = (128,)
     capabilities = Capabilities(
         framework="torch",
         platforms=("cuda",),
@@ -34,18 +37,6 @@ class CutlassMLABackend(MLACommonBackend):
     )
     latent_dims = ((512, 64),)
 
-    @staticmethod
-    def get_name() -> str:
-        return "CUTLASS_MLA"
-
-    @staticmethod
-    def get_impl_cls() -> type["CutlassMLAImpl"]:
-        return CutlassMLAImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[CutlassMLAMetadataBuilder]:
-        return CutlassMLAMetadataBuilder
-
     @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
         why = super().why_not(request, device)
@@ -54,13 +45,7 @@ class CutlassMLABackend(MLACommonBackend):
         return why
 
 
-class CutlassMLAImpl(UniformMLAImpl):
-    backend = CutlassMLABackend
-
-    @staticmethod
-    def get_supported_kernel_block_size() -> list[int | MultipleOf]:
-        return [128]
-
+class CutlassMLAImpl(UniformMLAImpl, backend=CutlassMLABackend):
     def _decode_uniform(
         self,
         layer: AttentionLayer,

@@ -79,6 +79,8 @@ def _chosen(arch: str) -> providers.Provider:
 
 
 class FlashAttnMLABackend(MLACommonBackend):
+    name = "FLASH_ATTN_MLA"
+    block_sizes = (MultipleOf(16),)
     capabilities = Capabilities(
         framework="torch",
         platforms=("cuda",),
@@ -88,14 +90,6 @@ class FlashAttnMLABackend(MLACommonBackend):
         archs=(("cuda", ("sm_90", "sm_10*")),),
     )
     latent_dims = ((512, 64),)
-
-    @staticmethod
-    def get_name() -> str:
-        return "FLASH_ATTN_MLA"
-
-    @staticmethod
-    def get_impl_cls() -> type["FlashAttnMLAImpl"]:
-        return FlashAttnMLAImpl
 
     @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
@@ -110,13 +104,8 @@ class FlashAttnMLABackend(MLACommonBackend):
         return [] if () in reasons else [reason for told in reasons for reason in told]
 
 
-class FlashAttnMLAImpl(MLACommonImpl):
-    backend = FlashAttnMLABackend
+class FlashAttnMLAImpl(MLACommonImpl, backend=FlashAttnMLABackend):
     can_return_lse_for_decode = True
-
-    @staticmethod
-    def get_supported_kernel_block_size() -> list[int | MultipleOf]:
-        return [MultipleOf(16)]
 
     def _decode(
         self, layer: AttentionLayer, q: torch.Tensor, kv_cache: torch.Tensor, meta: MLADecodeMetadata

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from attn.backends.abstract import AttentionLayer
-from attn.capabilities import Capabilities, Device, Feature, MultipleOf, Request
+from attn.capabilities import Capabilities, Device, Feature, Request
 from attn.torch import kv_cache as caches
 from attn.torch.backends._flashinfer import lend, plan, workspace
 from attn.torch.backends._vendor import LN2, arch_of, int32, page_list
@@ -24,6 +24,7 @@ _TRTLLM_PAGES = (32, 64)
 
 
 class FlashInferMLABackend(MLACommonBackend):
+    name = "FLASHINFER_MLA"
     capabilities = Capabilities(
         framework="torch",
         platforms=("cuda",),
@@ -36,14 +37,6 @@ class FlashInferMLABackend(MLACommonBackend):
         archs=(("cuda", ("sm_80+",)),),
     )
     latent_dims = ((512, 64),)
-
-    @staticmethod
-    def get_name() -> str:
-        return "FLASHINFER_MLA"
-
-    @staticmethod
-    def get_impl_cls() -> type["FlashInferMLAImpl"]:
-        return FlashInferMLAImpl
 
     @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
@@ -59,13 +52,7 @@ class FlashInferMLABackend(MLACommonBackend):
         return why
 
 
-class FlashInferMLAImpl(UniformMLAImpl):
-    backend = FlashInferMLABackend
-
-    @staticmethod
-    def get_supported_kernel_block_size() -> list[int | MultipleOf]:
-        return [MultipleOf(1)]
-
+class FlashInferMLAImpl(UniformMLAImpl, backend=FlashInferMLABackend):
     def _decode(
         self, layer: AttentionLayer, q: torch.Tensor, kv_cache: torch.Tensor, meta: MLADecodeMetadata
     ) -> tuple[torch.Tensor, torch.Tensor]:

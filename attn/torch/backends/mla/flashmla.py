@@ -9,13 +9,15 @@ there or as vLLM's wheels carry it: dense decode is for sm_90 and bfloat16 or fl
 import torch
 
 from attn.backends.abstract import AttentionLayer
-from attn.capabilities import Capabilities, Device, Feature, MultipleOf, Request
+from attn.capabilities import Capabilities, Device, Feature, Request
 from attn.torch.backends.mla._metadata import MLADecodeMetadata
 from attn.torch.backends.mla._mla import MLACommonBackend
 from attn.torch.backends.mla._vendor import FLASH_MLA, UniformMLAImpl, flash_mla, without_flash_mla
 
 
 class FlashMLABackend(MLACommonBackend):
+    name = "FLASHMLA"
+    block_sizes = (64,)
     capabilities = Capabilities(
         framework="torch",
         platforms=("cuda",),
@@ -28,26 +30,12 @@ class FlashMLABackend(MLACommonBackend):
     )
     latent_dims = ((512, 64),)
 
-    @staticmethod
-    def get_name() -> str:
-        return "FLASHMLA"
-
-    @staticmethod
-    def get_impl_cls() -> type["FlashMLAImpl"]:
-        return FlashMLAImpl
-
     @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
         return super().why_not(request, device) or without_flash_mla()
 
 
-class FlashMLAImpl(UniformMLAImpl):
-    backend = FlashMLABackend
-
-    @staticmethod
-    def get_supported_kernel_block_size() -> list[int | MultipleOf]:
-        return [64]
-
+class FlashMLAImpl(UniformMLAImpl, backend=FlashMLABackend):
     def _decode_uniform(
         self,
         layer: AttentionLayer,

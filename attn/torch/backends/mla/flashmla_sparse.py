@@ -10,7 +10,7 @@ a package of its own or within vLLM.
 import torch
 
 from attn.backends.abstract import AttentionLayer
-from attn.capabilities import Capabilities, Device, Feature, MultipleOf, Request
+from attn.capabilities import Capabilities, Device, Feature, Request
 from attn.torch.backends.mla._metadata import MLADecodeMetadata
 from attn.torch.backends.mla._sparse import SparseMLABackend, SparseMLAImpl
 from attn.torch.backends.mla._vendor import FLASH_MLA, flash_mla, state, with_heads, without_flash_mla
@@ -21,6 +21,7 @@ _PACKED_PAGE = 64
 
 
 class FlashMLASparseBackend(SparseMLABackend):
+    name = "FLASHMLA_SPARSE"
     capabilities = Capabilities(
         framework="torch",
         platforms=("cuda",),
@@ -34,14 +35,6 @@ class FlashMLASparseBackend(SparseMLABackend):
     )
     latent_dims = ((512, 64),)
 
-    @staticmethod
-    def get_name() -> str:
-        return "FLASHMLA_SPARSE"
-
-    @staticmethod
-    def get_impl_cls() -> type["FlashMLASparseImpl"]:
-        return FlashMLASparseImpl
-
     @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
         why = super().why_not(request, device)
@@ -52,13 +45,7 @@ class FlashMLASparseBackend(SparseMLABackend):
         return why or without_flash_mla()
 
 
-class FlashMLASparseImpl(SparseMLAImpl):
-    backend = FlashMLASparseBackend
-
-    @staticmethod
-    def get_supported_kernel_block_size() -> list[int | MultipleOf]:
-        return [MultipleOf(1)]
-
+class FlashMLASparseImpl(SparseMLAImpl, backend=FlashMLASparseBackend):
     def _decode(
         self, layer: AttentionLayer, q: torch.Tensor, kv_cache: torch.Tensor, meta: MLADecodeMetadata
     ) -> tuple[torch.Tensor, torch.Tensor]:

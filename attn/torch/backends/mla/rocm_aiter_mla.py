@@ -8,7 +8,7 @@ fewer are padded with zeros. Interface of ROCm/aiter at e4048607; the log-sum-ex
 import torch
 
 from attn.backends.abstract import AttentionLayer
-from attn.capabilities import Capabilities, Device, Feature, MultipleOf, Request
+from attn.capabilities import Capabilities, Device, Feature, Request
 from attn.torch.backends._vendor import token_list
 from attn.torch.backends.mla._metadata import MLADecodeMetadata
 from attn.torch.backends.mla._mla import MLACommonBackend
@@ -18,6 +18,7 @@ _HEADS = (16, 128)
 
 
 class AiterMLABackend(MLACommonBackend):
+    name = "ROCM_AITER_MLA"
     capabilities = Capabilities(
         framework="torch",
         platforms=("rocm",),
@@ -30,14 +31,6 @@ class AiterMLABackend(MLACommonBackend):
     )
     latent_dims = ((512, 64),)
 
-    @staticmethod
-    def get_name() -> str:
-        return "ROCM_AITER_MLA"
-
-    @staticmethod
-    def get_impl_cls() -> type["AiterMLAImpl"]:
-        return AiterMLAImpl
-
     @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
         why = super().why_not(request, device)
@@ -46,13 +39,7 @@ class AiterMLABackend(MLACommonBackend):
         return why
 
 
-class AiterMLAImpl(UniformMLAImpl):
-    backend = AiterMLABackend
-
-    @staticmethod
-    def get_supported_kernel_block_size() -> list[int | MultipleOf]:
-        return [MultipleOf(1)]
-
+class AiterMLAImpl(UniformMLAImpl, backend=AiterMLABackend):
     def _decode(
         self, layer: AttentionLayer, q: torch.Tensor, kv_cache: torch.Tensor, meta: MLADecodeMetadata
     ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,6 +19,7 @@ from attn.torch.backends.mla._mla import MLACommonBackend, MLACommonImpl
 
 
 class TorchMLABackend(MLACommonBackend):
+    name = "TORCH_MLA"
     capabilities = Capabilities(
         framework="torch",
         platforms=("cuda", "rocm", "xpu", "cpu"),
@@ -27,17 +28,8 @@ class TorchMLABackend(MLACommonBackend):
         features=frozenset({Feature.MLA, Feature.LSE, Feature.DCP, Feature.NAN_SAFE}),
     )
 
-    @staticmethod
-    def get_name() -> str:
-        return "TORCH_MLA"
 
-    @staticmethod
-    def get_impl_cls() -> type["TorchMLAImpl"]:
-        return TorchMLAImpl
-
-
-class TorchMLAImpl(MLACommonImpl):
-    backend = TorchMLABackend
+class TorchMLAImpl(MLACommonImpl, backend=TorchMLABackend):
     can_return_lse_for_decode = True
 
     def _decode(

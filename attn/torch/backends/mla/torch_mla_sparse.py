@@ -17,6 +17,7 @@ _GATHERED = 1 << 24  #: numbers of gathered rows held at once: 64 MiB in float32
 
 
 class TorchMLASparseBackend(SparseMLABackend):
+    name = "TORCH_MLA_SPARSE"
     capabilities = Capabilities(
         framework="torch",
         platforms=("cuda", "rocm", "xpu", "cpu"),
@@ -25,18 +26,8 @@ class TorchMLASparseBackend(SparseMLABackend):
         features=frozenset({Feature.SPARSE_MLA, Feature.LSE, Feature.NAN_SAFE}),
     )
 
-    @staticmethod
-    def get_name() -> str:
-        return "TORCH_MLA_SPARSE"
 
-    @staticmethod
-    def get_impl_cls() -> type["TorchMLASparseImpl"]:
-        return TorchMLASparseImpl
-
-
-class TorchMLASparseImpl(SparseMLAImpl):
-    backend = TorchMLASparseBackend
-
+class TorchMLASparseImpl(SparseMLAImpl, backend=TorchMLASparseBackend):
     def _decode(
         self, layer: AttentionLayer, q: torch.Tensor, kv_cache: torch.Tensor, meta: MLADecodeMetadata
     ) -> tuple[torch.Tensor, torch.Tensor]:

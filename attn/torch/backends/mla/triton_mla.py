@@ -20,16 +20,9 @@ from attn.torch.interpreter import judged_on, prepare
 
 
 class TritonMLABackend(MLACommonBackend):
+    name = "TRITON_MLA"
     is_interpreted = staticmethod(TritonPagedBackend.is_interpreted)
     capabilities = _triton.capabilities(frozenset({Feature.MLA, Feature.LSE, Feature.DCP, Feature.NAN_SAFE}))
-
-    @staticmethod
-    def get_name() -> str:
-        return "TRITON_MLA"
-
-    @staticmethod
-    def get_impl_cls() -> type["TritonMLAImpl"]:
-        return TritonMLAImpl
 
     @classmethod
     def off_paths(cls, device: Device | None = None) -> tuple[str, ...]:
@@ -40,8 +33,7 @@ class TritonMLABackend(MLACommonBackend):
         return super().why_not(request, judged_on(device)) + _triton.device_reasons(request, device)
 
 
-class TritonMLAImpl(MLACommonImpl):
-    backend = TritonMLABackend
+class TritonMLAImpl(MLACommonImpl, backend=TritonMLABackend):
     can_return_lse_for_decode = True
 
     #: Keys that one program takes; 0 lets the launch rule choose by the batch.

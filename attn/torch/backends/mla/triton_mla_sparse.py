@@ -19,16 +19,9 @@ from attn.torch.interpreter import judged_on, prepare
 
 
 class TritonMLASparseBackend(SparseMLABackend):
+    name = "TRITON_MLA_SPARSE"
     is_interpreted = staticmethod(TritonPagedBackend.is_interpreted)
     capabilities = _triton.capabilities(frozenset({Feature.SPARSE_MLA, Feature.LSE, Feature.NAN_SAFE}))
-
-    @staticmethod
-    def get_name() -> str:
-        return "TRITON_MLA_SPARSE"
-
-    @staticmethod
-    def get_impl_cls() -> type["TritonMLASparseImpl"]:
-        return TritonMLASparseImpl
 
     @classmethod
     def off_paths(cls, device: Device | None = None) -> tuple[str, ...]:
@@ -39,9 +32,7 @@ class TritonMLASparseBackend(SparseMLABackend):
         return super().why_not(request, judged_on(device)) + _triton.device_reasons(request, device)
 
 
-class TritonMLASparseImpl(SparseMLAImpl):
-    backend = TritonMLASparseBackend
-
+class TritonMLASparseImpl(SparseMLAImpl, backend=TritonMLASparseBackend):
     #: Keys of a list that one program takes; 0 lets the launch rule choose by the batch.
     fixed_split_size: int = 0
 

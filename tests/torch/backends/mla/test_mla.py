@@ -260,10 +260,9 @@ def test_limits_of_dimensions_are_data():
     class Narrow(TorchMLABackend):
         latent_dims, v_head_dims = ((512, 64),), (128,)
 
-    class Impl(TorchMLABackend.get_impl_cls()):
-        backend = Narrow
+    class Impl(TorchMLABackend.get_impl_cls(), backend=Narrow):
+        pass
 
-    Narrow.get_impl_cls = staticmethod(lambda: Impl)
     with pytest.raises(UnsupportedError) as caught:
         implementation(backend=Narrow)
     assert caught.value.reasons == (
