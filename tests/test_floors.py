@@ -168,15 +168,92 @@ def test_f3_backends_never_import_one_another():
     assert offending(between_backends) == []
 
 
+COMPUTING = (*KERNELS, *BACKENDS, "attn.backends", "attn.diffusion.backends")
+
+
 def test_f4_what_computes_never_asks_for_the_platform():
     """A class that runs on one platform is chosen, not switched."""
     platforms = ("attn.platforms", *(f"{wing}.platforms" for wing in WINGS))
-    computing = (*KERNELS, *BACKENDS, "attn.backends", "attn.diffusion.backends")
     chooses = ".selector"  # a family's own selector is no kernel's host
     assert (
-        offending(lambda i: within(i.module, computing) and within(i.target, platforms) and not i.module.endswith(chooses))
+        offending(lambda i: within(i.module, COMPUTING) and within(i.target, platforms) and not i.module.endswith(chooses))
         == []
     )
+
+
+#: Where a call begins, and the one hook that may choose: what it chose is kept, so that a call reaches it once at most.
+FORWARDS = {"forward", "forward_lse", "apply", "__call__", "do_kv_cache_update"}
+CHOOSES_ONCE = "process_weights_after_loading"
+
+
+class Calls(NamedTuple):
+    """What a function calls: others of its class or module, by name, and selectors."""
+
+    own: set[str]
+    selectors: set[str]
+
+
+def calls_of(source: str) -> dict[str, Calls]:
+    """Every function of a module (methods of one name are one function, as in a class and its subclass)."""
+    tree, found = ast.parse(source), dict[str, Calls]()
+    chosen_by = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if (str(node.module).endswith("selector") and alias.name.startswith(("get_", "select"))) or alias.name == "selector"
+    }
+    for function in ast.walk(tree):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        calls = found.setdefault(function.name, Calls(set(), set()))
+        for node in ast.walk(function):
+            if isinstance(node, ast.Name) and node.id in chosen_by:
+                calls.selectors.add(node.id)
+            elif isinstance(node, ast.Name):
+                calls.own.add(node.id)
+            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls", "super()"):
+                calls.own.add(node.attr)
+    return found
+
+
+def selectors_in_forwards(functions: dict[str, Calls]) -> set[str]:
+    """Functions that call a selector, of those that a forward reaches without `CHOOSES_ONCE`."""
+    reached, waiting = set[str](), FORWARDS & set(functions)
+    while waiting:
+        reached |= waiting
+        waiting = {name for caller in waiting for name in functions[caller].own & set(functions)} - reached - {CHOOSES_ONCE}
+    return {name for name in reached if functions[name].selectors}
+
+
+def test_f4_no_forward_calls_a_selector():
+    """A choice is made once, and kept: not in every call, or in every trace of one."""
+    planted = """
+        from attn.backends.mla.prefill.selector import get_mla_prefill_backend as choose
+
+        class K:
+            def apply(self): return self._first()
+            def _first(self): return self._absorb() + self._second()
+            def _second(self): return (lambda: choose("jax"))()
+            def _absorb(self): return self.process_weights_after_loading()
+            def process_weights_after_loading(self): return self._kept()
+            def _kept(self): return choose("jax")
+    """
+    assert selectors_in_forwards(calls_of(textwrap.dedent(planted))) == {"_second"}
+    layers = (
+        "attn.layer",
+        "attn.diffusion.layer",
+        *(f"{wing}.{name}" for wing in WINGS for name in ("layer", "diffusion.layer")),
+    )
+    functions = dict[str, Calls]()
+    for name, path in modules().items():
+        if within(name, (*COMPUTING, *layers)) and not name.endswith(".selector"):
+            for function, calls in calls_of(path.read_text()).items():
+                held = functions.setdefault(function, Calls(set(), set()))
+                held.own.update(calls.own)
+                held.selectors.update(calls.selectors)
+    assert any(calls.selectors for calls in functions.values())
+    assert selectors_in_forwards(functions) == set()
 
 
 def test_f4_priority_lists_live_in_the_wings():

@@ -98,6 +98,8 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
     `config={"bucket": False}` keeps the batch's exact extents: one compilation for each shape.
     """
 
+    metadata_cls = PagedAttentionMetadata
+
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PagedAttentionMetadata:
@@ -124,7 +126,7 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
             "num_actual_tokens": np.int32(batch.num_actual_tokens),
             "tree_mask": None if tree is None else _padded(tree, (num_reqs, *tree.shape[1:])),
         }
-        return PagedAttentionMetadata(
+        return self.metadata_cls(
             **jax.device_put(arrays, self.device),
             max_query_len=size(batch.max_query_len),
             max_seq_len=size(batch.max_seq_len),

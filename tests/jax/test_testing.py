@@ -48,13 +48,13 @@ def test_a_layout_with_holes_is_filled_through_its_logical_view() -> None:
 
 
 def test_padded_rows_that_are_not_zero_are_seen() -> None:
-    class Impl(XLAAttentionImpl):
+    class Backend(XLAAttentionBackend):
+        pass
+
+    class Impl(XLAAttentionImpl, backend=Backend):
         def apply(self, *args: Any, **kwargs: Any) -> Any:
             (out, lse), kv_cache = super().apply(*args, **kwargs)
             return (out.at[-1].set(1.0), lse), kv_cache
-
-    class Backend(XLAAttentionBackend):
-        get_impl_cls = staticmethod(lambda: Impl)
 
     (violation,) = run_case(Backend, CASE)  # 27 rows, padded to 32
     assert violation.rule == "A" and "beside the output" in str(violation)

@@ -38,17 +38,12 @@ from attn.jax.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuil
 class PagedAttentionBackend(PagedBackend):
     """What paged backends share: metadata and builder."""
 
-    @staticmethod
-    def get_metadata_cls() -> type[PagedAttentionMetadata]:
-        return PagedAttentionMetadata
-
-    @staticmethod
-    def get_builder_cls() -> type[PagedAttentionMetadataBuilder]:
-        return PagedAttentionMetadataBuilder
+    metadata_cls = PagedAttentionMetadata
+    builder_cls = PagedAttentionMetadataBuilder
 
 
 class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
-    """The template. A subclass sets `backend` and writes `_attend`."""
+    """The template. A subclass names its backend and writes `_attend`."""
 
     framework = "jax"
 

@@ -50,6 +50,9 @@ class PallasMetadataBuilder(PagedAttentionMetadataBuilder):
 
 
 class PallasAttentionBackend(PagedAttentionBackend):
+    name = "PALLAS"
+    builder_cls = PallasMetadataBuilder
+    block_sizes = (16, 32, 64, 128, 256)
     interpreted_on = ("cpu",)
     capabilities = Capabilities(
         framework="jax",
@@ -75,18 +78,6 @@ class PallasAttentionBackend(PagedAttentionBackend):
         archs=(("tpu", ("v5e", "v5p", "v6e", "v7x")),),
     )
 
-    @staticmethod
-    def get_name() -> str:
-        return "PALLAS"
-
-    @staticmethod
-    def get_impl_cls() -> type["PallasAttentionImpl"]:
-        return PallasAttentionImpl
-
-    @staticmethod
-    def get_builder_cls() -> type[PallasMetadataBuilder]:
-        return PallasMetadataBuilder
-
     @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
         why = super().why_not(request, device)
@@ -107,15 +98,10 @@ class PallasAttentionBackend(PagedAttentionBackend):
         return kernel.keys_and_values(kv_cache)
 
 
-class PallasAttentionImpl(PagedAttentionImpl):
+class PallasAttentionImpl(PagedAttentionImpl, backend=PallasAttentionBackend):
     """The kernel's shell. It compiles for the TPU that is here, or for that of the abstract mesh in use (ahead of time)."""
 
-    backend = PallasAttentionBackend
     can_return_lse_for_decode = True
-
-    @staticmethod
-    def get_supported_kernel_block_size() -> list[int | MultipleOf]:
-        return [16, 32, 64, 128, 256]
 
     def _write(
         self, key: jax.Array, value: jax.Array, kv_cache: jax.Array, slot_mapping: jax.Array, k_scale: Any, v_scale: Any

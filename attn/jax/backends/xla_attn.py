@@ -17,6 +17,7 @@ from attn.jax.metadata import PagedAttentionMetadata
 
 
 class XLAAttentionBackend(PagedAttentionBackend):
+    name = "XLA_ATTN"
     capabilities = Capabilities(
         framework="jax",
         platforms=("tpu", "gpu", "cpu"),
@@ -39,17 +40,8 @@ class XLAAttentionBackend(PagedAttentionBackend):
         ),
     )
 
-    @staticmethod
-    def get_name() -> str:
-        return "XLA_ATTN"
 
-    @staticmethod
-    def get_impl_cls() -> type["XLAAttentionImpl"]:
-        return XLAAttentionImpl
-
-
-class XLAAttentionImpl(PagedAttentionImpl):
-    backend = XLAAttentionBackend
+class XLAAttentionImpl(PagedAttentionImpl, backend=XLAAttentionBackend):
     can_return_lse_for_decode = True
 
     def _attend(

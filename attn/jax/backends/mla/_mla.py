@@ -22,6 +22,7 @@ from attn.backends.arguments import fold_sign
 from attn.backends.metadata import PAD_SLOT_ID, CommonAttentionMetadata
 from attn.backends.mla.common import MLABackend, MLAImpl, dcp_row_limits
 from attn.backends.mla.prefill.abstract import MLAContextChunk, MLAPrefillBackend, MLAPrefillMetadata
+from attn.backends.mla.prefill.registry import MLAPrefillBackendEnum
 from attn.backends.mla.prefill.selector import get_mla_prefill_backend
 from attn.backends.paged import cache_dtype_error, check_array, check_block_size, check_built, check_num_blocks
 from attn.capabilities import Feature
@@ -84,25 +85,32 @@ class MLACommonMetadataBuilder(PagedAttentionMetadataBuilder):
 class MLACommonBackend(MLABackend):
     """What MLA backends share: metadata and builder."""
 
-    @staticmethod
-    def get_metadata_cls() -> type[PagedAttentionMetadata]:
-        return PagedAttentionMetadata
-
-    @staticmethod
-    def get_builder_cls() -> type[MLACommonMetadataBuilder]:
-        return MLACommonMetadataBuilder
+    metadata_cls = PagedAttentionMetadata
+    builder_cls = MLACommonMetadataBuilder
 
 
 class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
-    """The template. A subclass sets `backend` and writes `_decode`."""
+    """The template. A subclass names its backend and writes `_decode`."""
 
     framework = "jax"
     can_return_lse_for_decode = True
 
-    #: A member of the MLA prefill registry, by name or as a class, or None: the platform's first that serves the layer.
-    prefill_backend: Any = None
+    #: A member of the MLA prefill registry, obeyed or refused, or None: the platform's first that serves the layer.
+    prefill_backend: MLAPrefillBackendEnum | str | None = None
     #: What it must serve (`nan_safe`, where the layer's callers need that).
     prefill_features: Collection[str] = ()
+    #: The dtype of activations that a prefill backend was chosen for, and that backend.
+    _prefill: tuple[str, type[MLAPrefillBackend]] | None = None
+
+    def process_weights_after_loading(self, act_dtype: Any) -> None:
+        """Chooses the prefill backend for activations of `act_dtype`, kept for every batch; weights are arguments of `apply`.
+        The first batch to need it does this too."""
+        dtype = dtype_name(act_dtype)
+        chosen = get_mla_prefill_backend(
+            self.qk_head_dim, self.v_head_dim, dtype, framework="jax", num_heads=self.num_heads,
+            backend=self.prefill_backend, features=self.prefill_features,
+        )  # fmt: skip
+        self._prefill = dtype, chosen
 
     def weights(self, kv_b_proj: Any = None) -> tuple[jax.Array, jax.Array]:
         """(w_uk [L, H, Dn], w_uv [L, H, Dv]) of an up-projection (None: the layer's own): slices, so jit fuses them."""
@@ -196,7 +204,10 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
         prompt is cut. Context comes a workspace at a time, in as many turns as there is context.
         """
         meta, width, page = attn_metadata, self.head_size, kv_cache.shape[1]
-        prefill = self._prefill(q)
+        if self._prefill is None or self._prefill[0] != dtype_name(q.dtype):
+            self.process_weights_after_loading(q.dtype)
+        assert self._prefill is not None
+        prefill = self._prefill[1](q.shape[1], self.qk_head_dim, self.v_head_dim, self.scale)
         on_host: Any = None  # under jit there is no such mirror
         batch = MLAPrefillMetadata(meta.query_start_loc, on_host, long.shape[0], meta.max_query_len)
 
@@ -227,20 +238,6 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
 
         out, lse = prefill.run_prefill_new_tokens(q, *heads(new), batch, True)
         return lax.fori_loop(0, -(-ends[-1] // size), turn, (out.astype(jnp.float32), lse))
-
-    def _prefill(self, q: jax.Array) -> MLAPrefillBackend:
-        chosen = self.prefill_backend
-        if not isinstance(chosen, type):
-            chosen = get_mla_prefill_backend(
-                self.qk_head_dim,
-                self.v_head_dim,
-                q.dtype,
-                framework="jax",
-                num_heads=self.num_heads,
-                backend=chosen,
-                features=self.prefill_features,
-            )
-        return chosen(q.shape[1], self.qk_head_dim, self.v_head_dim, self.scale)  # type: ignore[no-any-return]
 
     def forward(
         self,

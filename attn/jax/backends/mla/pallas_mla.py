@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from attn.backends.abstract import MultipleOf
 from attn.capabilities import Capabilities, Feature
 from attn.jax.backends.mla._mla import MLACommonBackend, MLACommonImpl, write
 from attn.jax.kernels.tpu import mla_attention as kernel
@@ -22,6 +21,9 @@ _attend = jax.jit(kernel.mla_attention, static_argnames=("scale", "max_query_len
 
 
 class PallasMLABackend(MLACommonBackend):
+    name = "PALLAS_MLA"
+    # a page is a DMA and holds whole tiles; longer ones than a block of keys would need splitting
+    block_sizes = (16, 32, 64, 128, 256)
     interpreted_on = ("cpu",)
     capabilities = Capabilities(
         framework="jax",
@@ -33,14 +35,6 @@ class PallasMLABackend(MLACommonBackend):
     )
 
     @staticmethod
-    def get_name() -> str:
-        return "PALLAS_MLA"
-
-    @staticmethod
-    def get_impl_cls() -> type["PallasMLAImpl"]:
-        return PallasMLAImpl
-
-    @staticmethod
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
@@ -48,14 +42,7 @@ class PallasMLABackend(MLACommonBackend):
         return (num_blocks, block_size, kernel.row_lanes(head_size))
 
 
-class PallasMLAImpl(MLACommonImpl):
-    backend = PallasMLABackend
-
-    @staticmethod
-    def get_supported_kernel_block_size() -> list[int | MultipleOf]:
-        # a page is a DMA and holds whole tiles; longer ones than a block of keys would need splitting
-        return [16, 32, 64, 128, 256]
-
+class PallasMLAImpl(MLACommonImpl, backend=PallasMLABackend):
     def _write(self, rows: jax.Array, kv_cache: jax.Array, slot_mapping: jax.Array) -> jax.Array:
         return write(jnp.pad(rows, ((0, 0), (0, kv_cache.shape[2] - rows.shape[1]))), kv_cache, slot_mapping)
 

@@ -15,6 +15,7 @@ from attn.jax.metadata import PagedAttentionMetadata
 
 
 class XLAMLABackend(MLACommonBackend):
+    name = "XLA_MLA"
     capabilities = Capabilities(
         framework="jax",
         platforms=("tpu", "gpu", "cpu"),
@@ -23,18 +24,8 @@ class XLAMLABackend(MLACommonBackend):
         features=frozenset({Feature.MLA, Feature.NON_CAUSAL, Feature.DCP, Feature.NAN_SAFE}),
     )
 
-    @staticmethod
-    def get_name() -> str:
-        return "XLA_MLA"
 
-    @staticmethod
-    def get_impl_cls() -> type["XLAMLAImpl"]:
-        return XLAMLAImpl
-
-
-class XLAMLAImpl(MLACommonImpl):
-    backend = XLAMLABackend
-
+class XLAMLAImpl(MLACommonImpl, backend=XLAMLABackend):
     def _decode(
         self, query: jax.Array, kv_cache: jax.Array, attn_metadata: PagedAttentionMetadata, k_scale: Any, indices: Any = None
     ) -> tuple[jax.Array, jax.Array]:

@@ -18,6 +18,7 @@ from attn.jax.metadata import PagedAttentionMetadata
 
 
 class XLAMLASparseBackend(MLACommonBackend):
+    name = "XLA_MLA_SPARSE"
     capabilities = Capabilities(
         framework="jax",
         platforms=("tpu", "gpu", "cpu"),
@@ -26,19 +27,9 @@ class XLAMLASparseBackend(MLACommonBackend):
         features=frozenset({Feature.SPARSE_MLA, Feature.DCP, Feature.NAN_SAFE}),
     )
 
-    @staticmethod
-    def get_name() -> str:
-        return "XLA_MLA_SPARSE"
 
-    @staticmethod
-    def get_impl_cls() -> type["XLAMLASparseImpl"]:
-        return XLAMLASparseImpl
-
-
-class XLAMLASparseImpl(MLACommonImpl):
+class XLAMLASparseImpl(MLACommonImpl, backend=XLAMLASparseBackend):
     """Without `indices` the layer's `indexer` is asked: an object whose `topk_indices` is such an array."""
-
-    backend = XLAMLASparseBackend
 
     def expands(self, attn_metadata: PagedAttentionMetadata) -> bool:
         return False  # an expanded prompt attends every key, not those that were chosen

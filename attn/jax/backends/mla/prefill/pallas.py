@@ -19,6 +19,7 @@ _NO_ROW, _NO_KEY = -1, -2
 
 
 class PallasPrefillBackend(MLAPrefillBackend):
+    name = "PALLAS"
     interpreted_on = ("cpu",)
     capabilities = Capabilities(
         framework="jax",
@@ -28,10 +29,6 @@ class PallasPrefillBackend(MLAPrefillBackend):
         features=frozenset({Feature.MLA, Feature.NAN_SAFE}),
         archs=(("tpu", ("v5e", "v5p", "v6e", "v7x")),),
     )
-
-    @staticmethod
-    def get_name() -> str:
-        return "PALLAS"
 
     def run_prefill_new_tokens(
         self, q: jax.Array, k: jax.Array, v: jax.Array, meta: MLAPrefillMetadata, return_lse: bool

@@ -10,16 +10,13 @@ from attn.jax.kernels import xla_mla
 
 
 class XLAPrefillBackend(MLAPrefillBackend):
+    name = "XLA"
     capabilities = Capabilities(
         framework="jax",
         platforms=("tpu", "gpu", "cpu"),
         dtypes=("float32", "bfloat16", "float16"),
         features=frozenset({Feature.MLA, Feature.NAN_SAFE}),
     )
-
-    @staticmethod
-    def get_name() -> str:
-        return "XLA"
 
     def run_prefill_new_tokens(
         self, q: jax.Array, k: jax.Array, v: jax.Array, meta: MLAPrefillMetadata, return_lse: bool
