@@ -184,10 +184,9 @@ def test_a_call_beyond_a_limit_must_be_refused_in_its_words(monkeypatch: pytest.
         key_multiple = 64
         key_masks = False
 
-    class OddImpl(SDPAImpl):
-        backend = Odd
+    class OddImpl(SDPAImpl, backend=Odd):
+        pass
 
-    monkeypatch.setattr(Odd, "get_impl_cls", staticmethod(lambda: OddImpl))
     cases = {case.name: case for case in dense_cases(Odd)}
     more = cases["77 rows, and 51 keys more"]
     assert more.keys == more.rows == 128 and cases["joint, front, and 24 keys more"].keys == 57

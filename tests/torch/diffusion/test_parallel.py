@@ -82,9 +82,11 @@ def test_a_ring_asks_for_the_log_sum_exp(monkeypatch: pytest.MonkeyPatch) -> Non
     """On Hopper the first of the list returns none: the ring took it, and failed."""
 
     class First(SDPABackend):
+        name = "FIRST"
         capabilities = replace(SDPABackend.capabilities, priority=1)  # type: ignore[type-var]
-        get_name = staticmethod(lambda: "FIRST")
-        get_impl_cls = staticmethod(lambda: type("Impl", (SDPAImpl,), {"backend": First, "can_return_lse": False}))
+
+    class FirstImpl(SDPAImpl, backend=First):
+        can_return_lse = False
 
     register_diffusion_backend("FIRST", First)
     FakeRanks(monkeypatch)

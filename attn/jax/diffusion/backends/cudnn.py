@@ -8,6 +8,7 @@ from attn.jax.diffusion.backends._dot_product import DotProductImpl
 
 
 class CuDNNAttentionBackend(DenseBackend):
+    name = "CUDNN"
     capabilities = Capabilities(
         framework="jax",
         platforms=("gpu",),
@@ -16,14 +17,6 @@ class CuDNNAttentionBackend(DenseBackend):
         features=frozenset({Feature.MASK, Feature.BACKWARD}),
         archs=(("gpu", ("sm_80+",)),),
     )
-
-    @staticmethod
-    def get_name() -> str:
-        return "CUDNN"
-
-    @staticmethod
-    def get_impl_cls() -> type["CuDNNAttentionImpl"]:
-        return CuDNNAttentionImpl
 
     @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
@@ -41,6 +34,5 @@ def _cudnn_version() -> tuple[int, ...]:
     return (99,)
 
 
-class CuDNNAttentionImpl(DotProductImpl):
-    backend = CuDNNAttentionBackend
+class CuDNNAttentionImpl(DotProductImpl, backend=CuDNNAttentionBackend):
     implementation = "cudnn"

@@ -12,6 +12,7 @@ from attn.jax.diffusion.backends._dense import DenseBackend, DenseImpl
 
 
 class PallasAttentionBackend(DenseBackend):
+    name = "PALLAS"
     interpreted_on = ("cpu",)
     capabilities = Capabilities(
         framework="jax",
@@ -21,17 +22,8 @@ class PallasAttentionBackend(DenseBackend):
         features=frozenset({Feature.BACKWARD}),
     )
 
-    @staticmethod
-    def get_name() -> str:
-        return "PALLAS"
 
-    @staticmethod
-    def get_impl_cls() -> type["PallasAttentionImpl"]:
-        return PallasAttentionImpl
-
-
-class PallasAttentionImpl(DenseImpl):
-    backend = PallasAttentionBackend
+class PallasAttentionImpl(DenseImpl, backend=PallasAttentionBackend):
     can_return_lse = True
 
     def _attend(self, query: jax.Array, key: jax.Array, value: jax.Array, keys: Keys) -> jax.Array:

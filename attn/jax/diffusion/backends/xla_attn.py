@@ -10,6 +10,7 @@ from attn.jax.diffusion.backends._dot_product import DotProductImpl
 
 
 class XLAAttentionBackend(DenseBackend):
+    name = "XLA_ATTN"
     capabilities = Capabilities(
         framework="jax",
         platforms=("tpu", "gpu", "cpu"),
@@ -18,17 +19,8 @@ class XLAAttentionBackend(DenseBackend):
         features=frozenset({Feature.MASK, Feature.BACKWARD}),
     )
 
-    @staticmethod
-    def get_name() -> str:
-        return "XLA_ATTN"
 
-    @staticmethod
-    def get_impl_cls() -> type["XLAAttentionImpl"]:
-        return XLAAttentionImpl
-
-
-class XLAAttentionImpl(DotProductImpl):
-    backend = XLAAttentionBackend
+class XLAAttentionImpl(DotProductImpl, backend=XLAAttentionBackend):
     implementation = "xla"
 
     def _attend(self, query: jax.Array, key: jax.Array, value: jax.Array, keys: Keys) -> jax.Array:

@@ -16,6 +16,7 @@ _ROWS_WITHOUT_KEYS = 2
 
 
 class AscendAttentionBackend(DenseBackend):
+    name = "ASCEND_ATTN"
     capabilities = Capabilities(
         framework="torch",
         platforms=("npu",),
@@ -26,18 +27,8 @@ class AscendAttentionBackend(DenseBackend):
         install="torch_npu",
     )
 
-    @staticmethod
-    def get_name() -> str:
-        return "ASCEND_ATTN"
 
-    @staticmethod
-    def get_impl_cls() -> type["AscendAttentionImpl"]:
-        return AscendAttentionImpl
-
-
-class AscendAttentionImpl(DenseImpl):
-    backend = AscendAttentionBackend
-
+class AscendAttentionImpl(DenseImpl, backend=AscendAttentionBackend):
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys) -> torch.Tensor:
         import torch_npu
 

@@ -15,6 +15,7 @@ from attn.torch.diffusion.backends._sdpa import SDPABase
 
 
 class CuDNNAttentionBackend(DenseBackend):
+    name = "CUDNN_ATTN"
     capabilities = Capabilities(
         framework="torch",
         platforms=("cuda",),
@@ -25,22 +26,12 @@ class CuDNNAttentionBackend(DenseBackend):
     )
     min_keys = 2
 
-    @staticmethod
-    def get_name() -> str:
-        return "CUDNN_ATTN"
-
-    @staticmethod
-    def get_impl_cls() -> type["CuDNNAttentionImpl"]:
-        return CuDNNAttentionImpl
-
     @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
         return super().why_not(request, device) + cudnn.head_size_reasons(request, device)
 
 
-class CuDNNAttentionImpl(SDPABase):
-    backend = CuDNNAttentionBackend
-
+class CuDNNAttentionImpl(SDPABase, backend=CuDNNAttentionBackend):
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys) -> torch.Tensor:
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
             return super()._attend(query, key, value, keys)

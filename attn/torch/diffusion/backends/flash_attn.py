@@ -15,6 +15,7 @@ from attn.torch.diffusion.backends._dense import DenseBackend, DenseImpl, pack, 
 
 
 class FlashAttentionBackend(DenseBackend):
+    name = "FLASH_ATTN"
     capabilities = Capabilities(
         framework="torch",
         platforms=("cuda",),
@@ -23,21 +24,12 @@ class FlashAttentionBackend(DenseBackend):
         archs=(("cuda", ("sm_80+",)),),
     )
 
-    @staticmethod
-    def get_name() -> str:
-        return "FLASH_ATTN"
-
-    @staticmethod
-    def get_impl_cls() -> type["FlashAttentionImpl"]:
-        return FlashAttentionImpl
-
     @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
         return super().why_not(request, device) or providers.why_none(Request(request.head_size, request.dtype), device)
 
 
-class FlashAttentionImpl(DenseImpl):
-    backend = FlashAttentionBackend
+class FlashAttentionImpl(DenseImpl, backend=FlashAttentionBackend):
     can_return_lse = True
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys) -> torch.Tensor:

@@ -17,6 +17,7 @@ from attn.torch.diffusion.backends._dense import DenseBackend, DenseImpl, pack, 
 
 
 class FlashInferAttentionBackend(DenseBackend):
+    name = "FLASHINFER_ATTN"
     capabilities = Capabilities(
         framework="torch",
         platforms=("cuda",),
@@ -27,17 +28,8 @@ class FlashInferAttentionBackend(DenseBackend):
         archs=(("cuda", ("sm_80+",)),),
     )
 
-    @staticmethod
-    def get_name() -> str:
-        return "FLASHINFER_ATTN"
 
-    @staticmethod
-    def get_impl_cls() -> type["FlashInferAttentionImpl"]:
-        return FlashInferAttentionImpl
-
-
-class FlashInferAttentionImpl(DenseImpl):
-    backend = FlashInferAttentionBackend
+class FlashInferAttentionImpl(DenseImpl, backend=FlashInferAttentionBackend):
     can_return_lse = True
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys) -> torch.Tensor:

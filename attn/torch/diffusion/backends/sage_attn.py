@@ -15,6 +15,7 @@ from attn.torch.diffusion.backends._dense import DenseBackend, DenseImpl
 
 
 class SageAttentionBackend(DenseBackend):
+    name = "SAGE_ATTN"
     capabilities = Capabilities(
         framework="torch",
         platforms=("cuda",),
@@ -31,18 +32,8 @@ class SageAttentionBackend(DenseBackend):
     error = 0.05
     error_note = "int8 queries and keys: 0.013 on normal inputs, more on sharp scores and heavy tails"
 
-    @staticmethod
-    def get_name() -> str:
-        return "SAGE_ATTN"
 
-    @staticmethod
-    def get_impl_cls() -> type["SageAttentionImpl"]:
-        return SageAttentionImpl
-
-
-class SageAttentionImpl(DenseImpl):
-    backend = SageAttentionBackend
-
+class SageAttentionImpl(DenseImpl, backend=SageAttentionBackend):
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys) -> torch.Tensor:
         from sageattention import sageattn
 

@@ -16,6 +16,7 @@ from attn.torch.diffusion.backends._dense import DenseBackend, DenseImpl
 
 
 class SageAttention3Backend(DenseBackend):
+    name = "SAGE_ATTN_3"
     capabilities = Capabilities(
         framework="torch",
         platforms=("cuda",),
@@ -31,18 +32,8 @@ class SageAttention3Backend(DenseBackend):
     error = 0.35
     error_note = "4-bit queries, keys, weights and values: 0.19 on normal inputs, more on sharp scores"
 
-    @staticmethod
-    def get_name() -> str:
-        return "SAGE_ATTN_3"
 
-    @staticmethod
-    def get_impl_cls() -> type["SageAttention3Impl"]:
-        return SageAttention3Impl
-
-
-class SageAttention3Impl(DenseImpl):
-    backend = SageAttention3Backend
-
+class SageAttention3Impl(DenseImpl, backend=SageAttention3Backend):
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys) -> torch.Tensor:
         from sageattn3 import sageattn3_blackwell
 

@@ -11,6 +11,7 @@ _SCORES_AT_ONCE = 1 << 24  #: 64 MiB of scores in float32
 
 
 class SDPABackend(DenseBackend):
+    name = "TORCH_SDPA"
     capabilities = Capabilities(
         framework="torch",
         platforms=("cuda", "rocm", "xpu", "npu", "cpu"),
@@ -19,17 +20,8 @@ class SDPABackend(DenseBackend):
         features=frozenset({Feature.MASK, Feature.BACKWARD}),
     )
 
-    @staticmethod
-    def get_name() -> str:
-        return "TORCH_SDPA"
 
-    @staticmethod
-    def get_impl_cls() -> type["SDPAImpl"]:
-        return SDPAImpl
-
-
-class SDPAImpl(SDPABase):
-    backend = SDPABackend
+class SDPAImpl(SDPABase, backend=SDPABackend):
     can_return_lse = True
 
     def _attend_lse(

@@ -16,6 +16,7 @@ _PAGE = 128  #: keys; the Hopper kernel copies a tile of 128 at once from pages 
 
 
 class TritonAttentionBackend(TritonBackend):
+    name = "TRITON_ATTN"
     capabilities = Capabilities(
         framework="torch",
         platforms=("cuda", "rocm"),
@@ -25,21 +26,12 @@ class TritonAttentionBackend(TritonBackend):
         archs=(("cuda", ("sm_80+",)),),
     )
 
-    @staticmethod
-    def get_name() -> str:
-        return "TRITON_ATTN"
-
-    @staticmethod
-    def get_impl_cls() -> type["TritonAttentionImpl"]:
-        return TritonAttentionImpl
-
     @classmethod
     def off_paths(cls, device: Device | None = None) -> tuple[str, ...]:
         return _hopper.off_paths("hopper_prefill", device)
 
 
-class TritonAttentionImpl(DenseImpl):
-    backend = TritonAttentionBackend
+class TritonAttentionImpl(DenseImpl, backend=TritonAttentionBackend):
     can_return_lse = True
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys) -> torch.Tensor:

@@ -15,6 +15,7 @@ from attn.torch.diffusion.backends._triton import TritonBackend, front
 
 
 class TritonInt8AttentionBackend(TritonBackend):
+    name = "TRITON_INT8_ATTN"
     capabilities = Capabilities(
         framework="torch",
         platforms=("cuda", "rocm"),
@@ -26,17 +27,8 @@ class TritonInt8AttentionBackend(TritonBackend):
     error = 0.035
     error_note = "int8 queries and keys: 0.011 on normal inputs, more on sharp scores and heavy tails"
 
-    @staticmethod
-    def get_name() -> str:
-        return "TRITON_INT8_ATTN"
 
-    @staticmethod
-    def get_impl_cls() -> type["TritonInt8AttentionImpl"]:
-        return TritonInt8AttentionImpl
-
-
-class TritonInt8AttentionImpl(DenseImpl):
-    backend = TritonInt8AttentionBackend
+class TritonInt8AttentionImpl(DenseImpl, backend=TritonInt8AttentionBackend):
     can_return_lse = True
 
     def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys) -> torch.Tensor:
