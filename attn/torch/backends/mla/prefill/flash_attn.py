@@ -15,6 +15,7 @@ from attn.torch.backends._vendor import arch_of
 
 
 class FlashAttnPrefillBackend(MLAPrefillBackend):
+    name = "FLASH_ATTN"
     capabilities = Capabilities(
         framework="torch",
         platforms=("cuda",),
@@ -24,10 +25,6 @@ class FlashAttnPrefillBackend(MLAPrefillBackend):
         archs=(("cuda", ("sm_80+",)),),
     )
     v_head_dims = (MultipleOf(8, 8, 256),)
-
-    @staticmethod
-    def get_name() -> str:
-        return "FLASH_ATTN"
 
     @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:

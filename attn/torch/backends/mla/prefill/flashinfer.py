@@ -15,6 +15,7 @@ from attn.torch.backends._vendor import LN2, arch_of, int32
 
 
 class FlashInferPrefillBackend(MLAPrefillBackend):
+    name = "FLASHINFER"
     capabilities = Capabilities(
         framework="torch",
         platforms=("cuda",),
@@ -26,10 +27,6 @@ class FlashInferPrefillBackend(MLAPrefillBackend):
         archs=(("cuda", ("sm_90", "sm_10*")),),
     )
     v_head_dims = (128,)
-
-    @staticmethod
-    def get_name() -> str:
-        return "FLASHINFER"
 
     def run_prefill_new_tokens(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meta: MLAPrefillMetadata, return_lse: bool

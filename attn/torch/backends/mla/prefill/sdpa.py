@@ -14,16 +14,13 @@ from attn.torch.backends._ragged import Rules, Work
 
 
 class TorchSDPAPrefillBackend(MLAPrefillBackend):
+    name = "TORCH_SDPA"
     capabilities = Capabilities(
         framework="torch",
         platforms=("cuda", "rocm", "xpu", "cpu"),
         dtypes=_ragged.DTYPES,
         features=frozenset({Feature.MLA, Feature.LSE, Feature.NAN_SAFE}),
     )
-
-    @staticmethod
-    def get_name() -> str:
-        return "TORCH_SDPA"
 
     def run_prefill_new_tokens(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meta: MLAPrefillMetadata, return_lse: bool

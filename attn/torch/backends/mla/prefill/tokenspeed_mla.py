@@ -12,6 +12,7 @@ from attn.capabilities import Capabilities, Feature
 
 
 class TokenspeedMLAPrefillBackend(MLAPrefillBackend):
+    name = "TOKENSPEED_MLA"
     capabilities = Capabilities(
         framework="torch",
         platforms=("cuda",),
@@ -23,10 +24,6 @@ class TokenspeedMLAPrefillBackend(MLAPrefillBackend):
         archs=(("cuda", ("sm_100", "sm_103", "sm_107")),),
     )
     v_head_dims = (128,)
-
-    @staticmethod
-    def get_name() -> str:
-        return "TOKENSPEED_MLA"
 
     def run_prefill_new_tokens(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meta: MLAPrefillMetadata, return_lse: bool

@@ -7,6 +7,7 @@ from attn.capabilities import Capabilities, Feature, MultipleOf
 
 
 class TritonPrefillBackend(MLAPrefillBackend):
+    name = "TRITON"
     capabilities = Capabilities(
         framework="torch",
         platforms=("cuda", "rocm"),
@@ -17,10 +18,6 @@ class TritonPrefillBackend(MLAPrefillBackend):
         archs=(("cuda", ("sm_80+",)),),
     )
     v_head_dims = (MultipleOf(8, 16, 256),)
-
-    @staticmethod
-    def get_name() -> str:
-        return "TRITON"
 
     def run_prefill_new_tokens(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meta: MLAPrefillMetadata, return_lse: bool

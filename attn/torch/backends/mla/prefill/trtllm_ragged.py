@@ -16,6 +16,7 @@ from attn.torch.backends._vendor import LN2, int32
 
 
 class TrtllmRaggedPrefillBackend(MLAPrefillBackend):
+    name = "TRTLLM_RAGGED"
     capabilities = Capabilities(
         framework="torch",
         platforms=("cuda",),
@@ -27,10 +28,6 @@ class TrtllmRaggedPrefillBackend(MLAPrefillBackend):
         archs=(("cuda", ("sm_10*",)),),
     )
     v_head_dims = (128,)
-
-    @staticmethod
-    def get_name() -> str:
-        return "TRTLLM_RAGGED"
 
     def run_prefill_new_tokens(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meta: MLAPrefillMetadata, return_lse: bool
