@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from attn import arrays, selector
-from attn.backends.abstract import AttentionType, KVCacheSpec
+from attn.backends.abstract import AttentionBackend, AttentionImpl, AttentionType, KVCacheSpec
 from attn.backends.arguments import (
     Window,
     check_attn_type,
@@ -26,7 +26,9 @@ from attn.backends.arguments import (
     rank_of_numbers,
     window_pair,
 )
+from attn.backends.mla.common import MLABackend, MLAImpl
 from attn.backends.mla.prefill.registry import MLAPrefillBackendEnum
+from attn.backends.paged import PagedImpl
 from attn.backends.pages import check_pages, page_slots
 from attn.backends.registry import AttentionBackendEnum
 from attn.capabilities import Feature
@@ -47,8 +49,11 @@ class BaseLayer:
     framework: ClassVar[str]
     selection: Selection
     kv_cache_spec: KVCacheSpec
-    backend: Any
-    impl: Any
+    backend: type[AttentionBackend]
+    impl: AttentionImpl[Any]
+    _q_scale_float: float
+    _k_scale_float: float
+    _v_scale_float: float
 
     @staticmethod
     @abstractmethod
@@ -159,6 +164,8 @@ class BaseAttention(BaseLayer):
     every candidate's reasons when nobody serves the layer.
     """
 
+    impl: PagedImpl[Any]
+
     def __init__(
         self,
         num_heads: int,
@@ -208,7 +215,8 @@ class BaseAttention(BaseLayer):
         block_size, kv_cache_dtype = request.block_size or block_size, request.kv_cache_dtype
         self.selection = selector.select(request, framework=self.framework, backend=backend)
         self.backend = self.selection.require()
-        self.impl = self.backend.get_impl_cls()(
+        impl_cls: Any = self.backend.get_impl_cls()
+        self.impl = impl_cls(
             num_heads, head_size, check_scale(scale, head_size), num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype,
             logits_soft_cap, attn_type, kv_sharing_target_layer_name, **({} if sinks is None else {"sinks": sinks}),
         )  # fmt: skip
@@ -242,6 +250,9 @@ class BaseMLAAttention(BaseLayer):
     `selection` is the decision with all its reasons; print it. Raises ValueError for nonsense and `UnsupportedError` with
     every candidate's reasons when nobody serves the layer.
     """
+
+    backend: type[MLABackend]
+    impl: MLAImpl[Any]
 
     def __init__(
         self,
@@ -282,7 +293,8 @@ class BaseMLAAttention(BaseLayer):
         )
         self.selection = selector.select(request, framework=self.framework, backend=backend)
         self.backend = self.selection.require()
-        self.impl = self.backend.get_impl_cls()(
+        impl_cls: Any = self.backend.get_impl_cls()
+        self.impl = impl_cls(
             num_heads, rank + rope, check_scale(scale, nope + rope), 1, None, None, request.kv_cache_dtype, None,
             AttentionType.DECODER, None, q_lora_rank, rank, nope, rope, nope + rope, v_head_dim, kv_b_proj, indexer,
         )  # fmt: skip

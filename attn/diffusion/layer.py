@@ -3,6 +3,7 @@
 from typing import Any, ClassVar
 
 from attn.backends.arguments import check_heads
+from attn.diffusion.backends.abstract import DiffusionAttentionBackend, DiffusionAttentionImpl
 from attn.diffusion.selector import DiffusionAttentionConfig, Name, make_diffusion_request, select_diffusion
 from attn.verdicts import Selection
 
@@ -23,6 +24,8 @@ class BaseDiffusionAttention:
 
     framework: ClassVar[str]
     selection: Selection
+    backend: type[DiffusionAttentionBackend]
+    impl: DiffusionAttentionImpl
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """`attn.jax.Attention` and `MLAAttention`: attention layers as `nnx.Module`s, the backend chosen once, when they are built."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,10 @@ from flax import nnx
 
 from attn.backends.arguments import positive_int
 from attn.layer import BaseAttention, BaseLayer, BaseMLAAttention
+
+if TYPE_CHECKING:  # loaded with the backends that are chosen
+    from attn.jax.backends._paged import PagedAttentionImpl
+    from attn.jax.backends.mla._mla import MLACommonImpl
 
 
 def _kept(name: str) -> Any:
@@ -51,6 +55,8 @@ class _Module(BaseLayer, nnx.Module):
 class Attention(BaseAttention, _Module):
     __doc__ = BaseAttention.__doc__
 
+    impl: "PagedAttentionImpl"
+
     def __call__(
         self, query: jax.Array, key: jax.Array | None, value: jax.Array | None, kv_cache: jax.Array | None, attn_metadata: Any
     ) -> tuple[Any, Any]:
@@ -59,13 +65,15 @@ class Attention(BaseAttention, _Module):
         query: [T, H, D] (or [T, H * D]); key, value: [T, K, D], written to `kv_cache`. Jit it with the cache donated, and
         the write happens in place: `nnx.jit(step, donate_argnames=("kv_cache",))`.
         """
-        return self.impl.apply(query, key, value, kv_cache, attn_metadata, k_scale=self._k_scale, v_scale=self._v_scale)  # type: ignore[no-any-return]
+        return self.impl.apply(query, key, value, kv_cache, attn_metadata, k_scale=self._k_scale, v_scale=self._v_scale)
 
     forward = __call__
 
 
 class MLAAttention(BaseMLAAttention, _Module):
     __doc__ = BaseMLAAttention.__doc__
+
+    impl: "MLACommonImpl"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -88,7 +96,7 @@ class MLAAttention(BaseMLAAttention, _Module):
         `indices=` [T, topk].
         """
         w_uk, w_uv = self.impl.weights(self.kv_b_proj)
-        return self.impl.apply(  # type: ignore[no-any-return]
+        return self.impl.apply(
             q, kv_c_normed, k_pe, kv_cache, attn_metadata, w_uk=w_uk, w_uv=w_uv, k_scale=self._k_scale, indices=indices
         )
 

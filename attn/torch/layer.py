@@ -10,13 +10,17 @@ projections give them, that is all; DTensors, sharded by heads, go through `loca
     attend = local_map(lambda q, k, v: layer(q, k, v, cache, metadata), heads, (heads, heads, heads), device_mesh=mesh)
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from attn.layer import BaseAttention, BaseLayer, BaseMLAAttention
 from attn.torch import graphs
+
+if TYPE_CHECKING:  # loaded with the backends that are chosen
+    from attn.torch.backends._paged import PagedAttentionImpl
+    from attn.torch.backends.mla._mla import MLACommonImpl
 
 _SCALES = ("_q_scale", "_k_scale", "_v_scale", "_prob_scale")
 
@@ -57,6 +61,7 @@ class Attention(BaseAttention, _Module):
     __doc__ = BaseAttention.__doc__
 
     framework = "torch"
+    impl: "PagedAttentionImpl"
 
     def forward(
         self,
@@ -83,6 +88,7 @@ class MLAAttention(BaseMLAAttention, _Module):
     __doc__ = BaseMLAAttention.__doc__
 
     framework = "torch"
+    impl: "MLACommonImpl"
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Absorb `kv_b_proj` for activations of `act_dtype`: once weights are loaded, and again after loading others."""
@@ -108,7 +114,7 @@ class MLAAttention(BaseMLAAttention, _Module):
 
     def _device(self) -> torch.device:
         """That of the up-projection's weights: they may have been made on a device, and are not moved by this module."""
-        return self.impl.up_projection().device  # type: ignore[no-any-return]
+        return self.impl.up_projection().device
 
     def _finish(self) -> None:
         self.graph_key = graphs.live_key(self)

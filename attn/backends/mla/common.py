@@ -7,6 +7,7 @@ and jax add the arrays: metadata, cache write, weights and the call itself.
 Shape letters beside the usual ones: L kv_lora_rank, Dn qk_nope_head_dim, Dr qk_rope_head_dim, Dv v_head_dim.
 """
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from attn.backends.abstract import AttentionBackend, AttentionType, MLAAttentionImpl
@@ -23,6 +24,7 @@ from attn.backends.arguments import (
     window_pair,
 )
 from attn.backends.metadata import AttentionMetadata, CommonAttentionMetadata
+from attn.backends.mla.prefill.registry import MLAPrefillBackendEnum
 from attn.capabilities import KINDS, Feature, MultipleOf, Request, supports_size
 from attn.distributed import get_dcp_group
 from attn.dtypes import kv_cache_row
@@ -106,6 +108,10 @@ class MLAImpl(MLAAttentionImpl[T]):
     """One MLA layer's arguments, checked. A subclass names its backend: `class MyImpl(Template, backend=MyBackend)`."""
 
     backend: ClassVar[type[MLABackend]]
+    #: The MLA prefill backend to use, obeyed or refused; None lets the platform choose.
+    prefill_backend: MLAPrefillBackendEnum | str | None = None
+    #: What it must serve (`nan_safe`, where the layer's callers need that).
+    prefill_features: Collection[str] = ()
 
     def __init__(
         self,

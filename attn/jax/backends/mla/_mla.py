@@ -9,7 +9,6 @@ batch's bucket decides, by a member of the MLA prefill registry.
 """
 
 import dataclasses
-from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -22,7 +21,6 @@ from attn.backends.arguments import fold_sign
 from attn.backends.metadata import PAD_SLOT_ID, CommonAttentionMetadata
 from attn.backends.mla.common import MLABackend, MLAImpl, dcp_row_limits
 from attn.backends.mla.prefill.abstract import MLAContextChunk, MLAPrefillBackend, MLAPrefillMetadata
-from attn.backends.mla.prefill.registry import MLAPrefillBackendEnum
 from attn.backends.mla.prefill.selector import get_mla_prefill_backend
 from attn.backends.paged import cache_dtype_error, check_array, check_block_size, check_built, check_num_blocks
 from attn.capabilities import Feature
@@ -95,10 +93,6 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
     framework = "jax"
     can_return_lse_for_decode = True
 
-    #: A member of the MLA prefill registry, obeyed or refused, or None: the platform's first that serves the layer.
-    prefill_backend: MLAPrefillBackendEnum | str | None = None
-    #: What it must serve (`nan_safe`, where the layer's callers need that).
-    prefill_features: Collection[str] = ()
     #: The dtype of activations that a prefill backend was chosen for, and that backend.
     _prefill: tuple[str, type[MLAPrefillBackend]] | None = None
 

@@ -10,7 +10,6 @@ Weights are absorbed once, by `process_weights_after_loading` or the first call;
 """
 
 import copy
-from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any, Self, TypeVar
 
@@ -20,7 +19,6 @@ from attn.backends.abstract import AttentionLayer
 from attn.backends.arguments import fold_sign
 from attn.backends.mla.common import MLABackend, MLAImpl
 from attn.backends.mla.prefill.abstract import MLAPrefillBackend
-from attn.backends.mla.prefill.registry import MLAPrefillBackendEnum
 from attn.backends.mla.prefill.selector import get_mla_prefill_backend
 from attn.backends.paged import cache_dtype_error, check_array, check_block_size, check_built
 from attn.capabilities import Feature
@@ -50,16 +48,10 @@ class MLACommonBackend(MLABackend):
 
 
 class MLACommonImpl(MLAImpl[MLACommonMetadata]):
-    """The template. A subclass names its backend and writes `_decode`.
-
-    `prefill_backend` is the MLA prefill backend to use by name, obeyed or refused; None lets the platform choose.
-    `prefill_features` are what it must serve (`nan_safe`, where the layer's callers need that).
-    """
+    """The template. A subclass names its backend and writes `_decode`."""
 
     framework = "torch"
     traceable = False
-    prefill_backend: MLAPrefillBackendEnum | str | None = None
-    prefill_features: Collection[str] = ()
     _absorbed: "tuple[torch.dtype, torch.device] | None" = None
     _prefill: MLAPrefillBackend
 

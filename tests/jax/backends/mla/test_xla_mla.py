@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from attn import distributed, reference
+from attn.backends.mla.prefill.selector import get_mla_prefill_backend
 from attn.distributed import DCPGroup
 from attn.errors import DTypeError, MetadataError, ShapeError, UnsupportedError
 from attn.jax import MLAAttention, merge_attn_states
@@ -74,6 +75,21 @@ def test_expanded_prompts(make_mla: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     batch = make_mla(*lens, options={"prefill_backend": "NOBODY"})
     with pytest.raises(ValueError, match="NOBODY"):
         batch.layer(*batch.arguments())
+
+
+def test_the_prefill_backend_is_chosen_once(make_mla: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in every trace: a service compiles many buckets, and the platform or the environment may say otherwise by then."""
+    asked = []
+
+    def choose(*arguments: Any, **named: Any) -> Any:
+        asked.append(named["framework"])
+        return get_mla_prefill_backend(*arguments, **named)
+
+    monkeypatch.setattr(_mla, "get_mla_prefill_backend", choose)
+    batch = make_mla((1, 75), (20, 90))
+    for _ in range(2):
+        jax.eval_shape(lambda *arguments: batch.layer(*arguments), *batch.arguments())
+    assert asked == ["jax"]
 
 
 def test_a_layer_without_rotary_dimensions(make_mla: Any) -> None:
