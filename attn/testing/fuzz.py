@@ -122,7 +122,8 @@ def campaign(
     begin, lock = time.monotonic(), threading.Lock()
     family = DENSE if isinstance(subject, DenseSubject) else PAGED
     spent = [0.0]
-    count = _COMPILED if compiles(subject) else 3
+    one_shape = not isinstance(subject, DenseSubject) and compiles(subject)  # a dense call is compiled by itself
+    count = _COMPILED if one_shape else 3
     numbers = iter(range(sys.maxsize if most is None else most))
 
     def work(examine: Examine) -> None:
@@ -131,7 +132,7 @@ def campaign(
                 number = next(numbers, None)
             if number is None or len(report.finds) >= enough:
                 return
-            for case in family.program(subject, seed, number, count, compiles(subject)):
+            for case in family.program(subject, seed, number, count, one_shape):
                 if time.monotonic() >= until:
                     return
                 try:
@@ -163,7 +164,7 @@ def campaign(
     return report
 
 
-def compiles(subject: Subject | DenseSubject) -> bool:
+def compiles(subject: Subject) -> bool:
     """Whether a new program costs a compilation: under jax, and for kernels that a GPU's compilers make."""
     on_host = subject.device is None or subject.device.platform == "cpu"
     return subject.compiles or not on_host or subject.name == "FLEX_ATTENTION"

@@ -33,10 +33,6 @@ class DenseSubject:
     backend: Any
     device: Device | None = None
 
-    @property
-    def compiles(self) -> bool:
-        return bool(self.backend.capabilities.framework == "jax")
-
     def serves(self, case: DenseCase) -> bool:
         """Whether the case's sizes and features are declared. What `why_not_call` says against a call is no matter: that it is
         refused is what is examined then."""
@@ -50,7 +46,7 @@ def check(backend: Any, case: DenseCase) -> None:
 
 
 def program(subject: DenseSubject, seed: int, number: int, cases: int, one_shape: bool = False) -> list[DenseCase]:
-    """The cases of program `number`, at most `cases` of them. `one_shape`: of the same extents."""
+    """The cases of program `number`, at most `cases` of them; `one_shape`: of the same extents."""
     rng = random.Random(f"{seed}/diffusion/{subject.name}/{number}")
     frame = next((one for one in (_frame(subject, rng) for _ in range(200)) if subject.serves(one)), None)
     if frame is None:

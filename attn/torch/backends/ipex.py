@@ -9,7 +9,7 @@ encoders `varlen_attention`. What their sources (v2.8.0+cpu) mean differently en
 - Given no window, the decode kernel takes four rows with the same first page for beams of one length, and fails; given one
   as long as the context, it does not, and hides nothing. It refuses a window and a soft cap together: a cap takes every
   row to the prefill kernel.
-- `varlen_attention` ignores its scale on a CPU: queries carry it. Rows without a key come back as anything.
+- `varlen_attention` ignores its scale on a CPU: queries carry it, in float32. Rows without a key come back as anything.
 - `reshape_and_cache` writes slot -1 in front of its page, and fp8 scales are read by no kernel: the layers' own writer
   is kept, and fp8 caches are refused, as are ALiBi (decodes only) and whatever needs a log-sum-exp.
 On an XPU the same functions want another cache ([N, P, K, D]) and drop a decode's window: that platform is not served.
@@ -129,11 +129,15 @@ class IpexAttentionImpl(PagedAttentionImpl, backend=IpexAttentionBackend):
         if rows == 0:
             return
         plain = self.head_size**-0.5
-        query = query[:rows] if self.scale == plain else (query[:rows].float() * (self.scale / plain)).to(query.dtype)
+        query, key, value, made = query[:rows], key[:rows], value[:rows], output[:rows]
+        if self.scale != plain:  # in float32: rounded to a narrower dtype, the scaled query would be another
+            query, key, value = query.float() * (self.scale / plain), key.float(), value.float()
+            made = torch.empty_like(query)
         _llm().functional.varlen_attention(
-            query, key[:rows], value[:rows], output[:rows], starts, starts, None, longest, longest, 0.0, plain, False,
-            self.window[1] == 0, False, None,
-        )  # fmt: skip
+            query, key, value, made, starts, starts, None, longest, longest, 0.0, plain, False, self.window[1] == 0, False, None
+        )
+        if self.scale != plain:
+            output[:rows] = made
 
 
 def _spoilt(values: torch.Tensor, table: torch.Tensor, counts: Any, begin: Any, lens: Any) -> bool:

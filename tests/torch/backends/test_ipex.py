@@ -15,6 +15,7 @@ from attn.errors import UnsupportedError
 from attn.testing import check_conformance
 from attn.testing.conformance import runner_for
 from attn.testing.draw import draw
+from attn.testing.expected import expect
 from attn.testing.subject import base_case, subject_of
 from attn.testing.suite import cases_of
 from attn.torch.backends import ipex as adapter
@@ -141,3 +142,17 @@ def test_a_version_without_a_kernel_is_a_reason_and_no_crash(here: None, monkeyp
         "intel-extension-for-pytorch.modules.PagedAttention.single_query_cached_kv_attention has no softcap",
         "intel-extension-for-pytorch has no modules.PagedAttention.flash_attn_varlen_func",
     )
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_an_encoders_scale_rounds_no_query(here: None, dtype: str) -> None:
+    """Its kernel ignores the scale, so that queries carry it: in float32 where their dtype would round the product."""
+    plain = base_case(
+        subject_of(IpexAttentionBackend), "scale", (40, 77), (40, 77), attn_type=AttentionType.ENCODER_ONLY, causal=False,
+        dtype=dtype, head_size=64, lse=False,
+    )  # fmt: skip
+    call = draw(plain.replace(scale=0.31))
+    call = call.but(query=call.query * np.float32(4))  # scores of about 10, where a rounded query shows
+    out, want = runner_for(IpexAttentionBackend)(call).output, expect(call).out
+    once = torch.from_numpy(want).to(getattr(torch, dtype)).double().numpy()
+    assert np.sqrt(np.mean((out - want) ** 2)) < 1.6 * np.sqrt(np.mean((once - want) ** 2))
