@@ -20,7 +20,6 @@ import importlib.machinery
 import itertools
 import json
 import os
-import queue
 import re
 import signal
 import subprocess
@@ -28,7 +27,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -46,6 +45,7 @@ COMPILERS = {"libtpu": "libtpu==0.0.51", "triton": "triton==3.6.0"}
 
 
 Choice = dict[str, Any]
+Outcome = dict[str, Any]
 
 
 class Target(NamedTuple):
@@ -215,7 +215,7 @@ def compile_cases(
     report: Report | None = None,
     compile_only: bool = False,
 ) -> list[Row]:
-    """A row for each case, in their order, compiled by `jobs` processes at a time; `report` hears of each as it is done.
+    """A row for each case, in their order, compiled by `jobs` processes at a time; `report` is called for each as it is done, from the thread that waits for its process.
 
     `compile_only`: without the steps after the first, a TPU's estimates.
     """
@@ -227,7 +227,8 @@ def compile_cases(
     for step in steps:
         # after the first step, only what compiled goes on
         labels = [label for label, row in rows.items() if row.status == ("" if step == steps[0] else "compiled")]
-        for label, outcome in _compiled(target, step, labels, path, jobs, limits):
+
+        def done(label: str, outcome: Outcome, step: str = step) -> None:
             row = rows[label]
             row.seconds = round(row.seconds + outcome.pop("seconds", 0.0), 1)
             if error := outcome.pop("error", ""):
@@ -240,6 +241,8 @@ def compile_cases(
                 _merge(row, outcome)
             if report:
                 report(label, f"{step}: {error or 'ok'}")
+
+        _compile(target, step, labels, path, jobs, limits, done)
     return list(rows.values())
 
 
@@ -269,52 +272,38 @@ def _wing(target: str, name: str) -> Any:
 _AT_ONCE = 12  #: cases a process compiles before it makes room for a fresh one
 
 
-def _compiled(
-    target: str, step: str, labels: Sequence[str], path: str, jobs: int, limits: Limits
-) -> Iterator[tuple[str, dict[str, Any]]]:
+def _compile(
+    target: str, step: str, labels: Sequence[str], path: str, jobs: int, limits: Limits, done: Callable[[str, Outcome], None]
+) -> None:
+    """`done(label, outcome)` of every label, by `jobs` processes at a time; a thread waits for each."""
     size = max(1, min(_AT_ONCE, -(-len(labels) // jobs)))
-    groups = [labels[i : i + size] for i in range(0, len(labels), size)]
-    outcomes: queue.Queue[tuple[str, dict[str, Any]] | None] = queue.Queue()
     stop = threading.Event()
 
-    def work(group: Sequence[str]) -> None:
-        try:
-            for outcome in _group(target, step, group, path, limits, stop):
-                outcomes.put(outcome)
-        finally:
-            outcomes.put(None)
+    def group(first: int) -> None:
+        left = list(labels[first : first + size])
+        while left and not stop.is_set():  # a process that dies takes the case it was at with it, and another goes on
+            with tempfile.TemporaryDirectory(prefix="attn-aot-") as dump:
+                error = _process(target, step, left, path, limits, Path(dump), done)
+            if left and not stop.is_set():
+                done(left.pop(0), {"error": error or "the process ended without a word"})
 
     with ThreadPoolExecutor(jobs) as pool:
         try:
-            running = [pool.submit(work, group) for group in groups]
-            ended = 0
-            while ended < len(groups):
-                if outcome := outcomes.get():
-                    yield outcome
-                else:
-                    ended += 1
-            for future in running:
-                future.result()
+            list(pool.map(group, range(0, len(labels), size)))
         finally:
             stop.set()
 
 
-def _group(
-    target: str, step: str, labels: Sequence[str], path: str, limits: Limits, stop: threading.Event
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Outcomes of `labels`: a process that dies takes the case it was at with it, and another goes on."""
-    left = list(labels)
-    while left and not stop.is_set():
-        with tempfile.TemporaryDirectory(prefix="attn-aot-") as dump:
-            error = yield from _process(target, step, left, path, limits, Path(dump))
-        if left and not stop.is_set():
-            yield left.pop(0), {"error": error or "the process ended without a word"}
-
-
 def _process(
-    target: str, step: str, left: list[str], path: str, limits: Limits, dump: Path
-) -> Generator[tuple[str, dict[str, Any]], None, str]:
-    """Outcomes of one process, each taken from `left`; what it returns is why it ended."""
+    target: str,
+    step: str,
+    left: list[str],
+    path: str,
+    limits: Limits,
+    dump: Path,
+    done: Callable[[str, Outcome], None],
+) -> str:
+    """Compile `left` in one process, which takes each label out as it is done; why the process ended."""
     root = str(Path(attn.__file__).parents[1])
     paths = [x for x in (path, root, os.environ.get("PYTHONPATH", "")) if x]
     environment = {**os.environ, **_wing(target, "environment")(target, step, str(dump)), "PYTHONPATH": os.pathsep.join(paths)}
@@ -344,8 +333,8 @@ def _process(
             for line in process.stdout:
                 timer.cancel()
                 outcome = json.loads(line)
-                left.remove(outcome["label"])
-                yield outcome.pop("label"), outcome
+                left.remove(label := outcome.pop("label"))
+                done(label, outcome)
                 timer = watch()
             code = process.wait()
         finally:
