@@ -1,4 +1,4 @@
-"""The torch wing: backends for CUDA, ROCm, XPU and CPU. Importing it imports torch, never jax."""
+"""The torch framework: backends for CUDA, ROCm, XPU and CPU. Importing it imports torch, never jax."""
 
 import importlib
 from typing import Any

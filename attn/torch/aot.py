@@ -1,8 +1,8 @@
-"""The Triton kernels' declared grid, compiled for GPUs that are not here: the torch wing of `attn aot`.
+"""The Triton kernels' declared grid, compiled for GPUs that are not present: `attn aot` for torch.
 
-Triton compiles without a device: ptxas and LLVM come with it. What a launch asks a driver for is answered by `_Nowhere`, so
-the kernels' own host functions run, on tensors of the host, with the tiles and the specialisation that they choose for the
-target; each kernel that they would launch is compiled, and the launch does nothing. A kernel is an entry of `KERNELS`.
+Triton compiles without a device, since it includes ptxas and LLVM. `Placeholder` replaces the driver, so the kernels' own host
+functions run on tensors of the host, with the tiles and the specialisation that they choose for the target. Each kernel that
+they launch is compiled, and the launch does nothing. A kernel is an entry of `KERNELS`.
 """
 
 import re
@@ -33,21 +33,25 @@ COLUMNS = (
 
 
 class Kernel(NamedTuple):
-    """A kernel's part of the grid: axes of choices, of which the grid has every pair that `settle` lets stand; `refusal`, why
-    an architecture does not get it; `launch`, which calls the host function."""
+    """A kernel's part of the grid.
+
+    axes: choices, of which the grid has every pair that `normalise` allows. launch: calls the host function. normalise:
+    replaces choices that have no meaning together, or returns None. refusal: why an architecture's kernel does not support a
+    choice, or "".
+    """
 
     axes: Mapping[str, Sequence[Any]]
     launch: Callable[[Choice], None]
-    settle: Callable[[Choice], Choice | None] = lambda choice: choice
+    normalise: Callable[[Choice], Choice | None] = lambda choice: choice
     refusal: Callable[[Choice, str], str] = lambda choice, arch: ""
 
 
 def cases(target: str) -> list[Case]:
-    """Every case of every kernel for a target; those of a kernel that is not made for it are left out."""
+    """Every case of every kernel for a target, without kernels that are not written for it."""
     found = []
     for name, kernel in KERNELS.items():
         if name not in ONLY_ON or target in ONLY_ON[name]:
-            found += grid(name, kernel.axes, kernel.settle, lambda choice, kernel=kernel: kernel.refusal(choice, target))  # type: ignore[misc]
+            found += grid(name, kernel.axes, kernel.normalise, lambda choice, kernel=kernel: kernel.refusal(choice, target))  # type: ignore[misc]
     return found
 
 
@@ -57,7 +61,7 @@ def environment(target: str, step: str, dump: str) -> dict[str, str]:
 
 
 def measure(case: Case, target: str, step: str, dump: str) -> dict[str, Any]:
-    """See `attn.aot`. Raises RuntimeError when a program takes more shared memory than the architecture has."""
+    """See `attn.aot`. Raises RuntimeError if a program needs more shared memory than the architecture has."""
     import triton
 
     from attn.torch.kernels.memory import SHARED_MEMORY
@@ -69,21 +73,21 @@ def measure(case: Case, target: str, step: str, dump: str) -> dict[str, Any]:
         figures = _nvidia(files["cubin"]) if target.startswith("sm_") else _amd(files["amdgcn"])
         parts.append({"name": metadata["name"].lstrip("_"), **figures, "shared": metadata["shared"]})
 
-    triton.runtime.driver.set_active(_nowhere(target, SHARED_MEMORY[target]))
+    triton.runtime.driver.set_active(_placeholder(target, SHARED_MEMORY[target]))
     triton.knobs.compilation.listener = listen
     torch.manual_seed(0)
     KERNELS[case.kernel].launch(dict(case.choice))
     for part in parts:
         part["limit"] = SHARED_MEMORY[target]
         if part["shared"] > part["limit"]:
-            raise RuntimeError(f"{part['name']} takes {part['shared']} bytes of shared memory: {target} has {part['limit']}")
+            raise RuntimeError(f"{part['name']} needs {part['shared']} bytes of shared memory; {target} has {part['limit']}")
     if not parts:
-        raise RuntimeError("nothing was compiled")
+        raise RuntimeError("no kernel was compiled")
     return {"parts": _numbered(parts)}
 
 
 def _numbered(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Names made unique, in order of launch."""
+    """Number repeated names, in order of launch."""
     names = [part["name"] for part in parts]
     return [
         {**part, "name": name if names.count(name) == 1 else f"{name} {names[: i + 1].count(name)}"}
@@ -91,8 +95,8 @@ def _numbered(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def _nowhere(target: str, shared: int) -> Any:
-    """A driver of a device of that architecture which is not there."""
+def _placeholder(target: str, shared: int) -> Any:
+    """A driver for a device of that architecture that is not present."""
     from triton.backends.compiler import GPUTarget
     from triton.backends.driver import DriverBase
 
@@ -101,8 +105,8 @@ def _nowhere(target: str, shared: int) -> Any:
     else:
         gpu = GPUTarget("hip", target, 32 if target.startswith("gfx1") else 64)
 
-    class Nothing:
-        """What a loaded binary answers: it fits, and its launch does nothing."""
+    class Utils:
+        """Driver calls for a compiled binary: it always fits."""
 
         def get_device_properties(self, device: int) -> dict[str, int]:
             return {"max_shared_mem": shared, "multiprocessor_count": 132, "max_num_regs": 65536, "warpSize": gpu.warp_size}
@@ -112,8 +116,8 @@ def _nowhere(target: str, shared: int) -> Any:
 
         def unload_module(self, *args: Any) -> None: ...
 
-    class Nowhere(DriverBase):
-        utils = Nothing()
+    class Placeholder(DriverBase):
+        utils = Utils()
 
         @classmethod
         def is_active(cls) -> bool:
@@ -129,7 +133,7 @@ def _nowhere(target: str, shared: int) -> Any:
             return torch.device("cpu")
 
         def get_benchmarker(self) -> Any:
-            raise RuntimeError("nothing can be timed without a device")
+            raise RuntimeError("timing needs a device")
 
         def get_current_device(self) -> int:
             return 0
@@ -140,7 +144,7 @@ def _nowhere(target: str, shared: int) -> Any:
         def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
             return lambda *args, **kwargs: None
 
-    return Nowhere()
+    return Placeholder()
 
 
 def _nvidia(cubin: str) -> dict[str, Any]:
@@ -156,24 +160,24 @@ def _nvidia(cubin: str) -> dict[str, Any]:
 
 
 def _amd(assembly: str) -> dict[str, Any]:
-    """LLVM's vector registers (where there are accumulators they are counted in), those spilled, and private memory."""
+    """LLVM's counts of vector registers (including accumulation registers), spilled ones, and private memory."""
     text = Path(assembly).read_text()
 
-    def told(name: str) -> int:
+    def field(name: str) -> int:
         found = re.findall(rf"\.{name}:\s+(\d+)", text)
         return int(found[-1]) if found else 0
 
     return {
-        "registers": told("vgpr_count"),
-        "spills": told("vgpr_spill_count"),
-        "stack": told("private_segment_fixed_size"),
+        "registers": field("vgpr_count"),
+        "spills": field("vgpr_spill_count"),
+        "stack": field("private_segment_fixed_size"),
         "code_kib": len(text) / 1024,
     }
 
 
 # --- paged attention ------------------------------------------------------------------------------------------------
 
-#: New tokens and lengths of the requests of a batch; in "draft" every request fits a decode's tile.
+#: New tokens and lengths of each batch's requests; in "draft" every request fits in a decode tile.
 BATCHES = {
     "decode": ((1, 1, 1), (900, 40, 2048)),
     "draft": ((3, 2, 3), (900, 40, 2048)),
@@ -204,23 +208,23 @@ PAGED: dict[str, Sequence[Any]] = {
 }
 
 
-def _settle_paged(choice: Choice) -> Choice:
+def _normalise_paged(choice: Choice) -> Choice:
     if choice["kv"] == "auto" or choice["kv"] in PER_TOKEN_HEAD:
         choice["per_head_scales"] = False
-    if choice["pattern"]:  # block-sparse layers are causal and nothing else
+    if choice["pattern"]:  # block-sparse layers support only the causal mask
         choice["mask"] = "causal"
     return choice
 
 
 class _Cuda(TritonAttentionBackend):
-    """TRITON_ATTN's judgement where its package need not be importable."""
+    """TRITON_ATTN's limits, without requiring its package to be importable."""
 
     assert TritonAttentionBackend.capabilities is not None
     capabilities = replace(TritonAttentionBackend.capabilities, packages=())
 
 
 class _Rocm(RocmAttentionBackend):
-    """ROCM_ATTN's."""
+    """ROCM_ATTN's limits, likewise."""
 
     assert RocmAttentionBackend.capabilities is not None
     capabilities = replace(RocmAttentionBackend.capabilities, packages=())
@@ -288,7 +292,7 @@ WRITE: dict[str, Sequence[Any]] = {
 }
 
 
-def _settle_write(choice: Choice) -> Choice:
+def _normalise_write(choice: Choice) -> Choice:
     if choice["kv"] == "auto" or choice["kv"] in PER_TOKEN_HEAD:
         choice["per_head_scales"] = False
     return choice
@@ -324,21 +328,21 @@ HOPPER: dict[str, Sequence[Any]] = {
 
 
 def _launch_hopper(choice: Choice) -> None:
-    """What `paged_attention` takes its own kernel for on that architecture."""
+    """Launch a case for which `paged_attention` selects its Hopper kernel."""
     others = {axis: False for axis in PAGED if axis not in choice}
     _launch_paged({**others, **choice, "kv": "auto"})
     _check_on("hopper_prefill")
 
 
 def _check_on(kernel: str) -> None:
-    """A kernel that is off was not compiled: general ones were, in its place."""
+    """Raise RuntimeError if a kernel is disabled: general kernels were compiled in its place."""
     from attn.torch.kernels import hopper
 
     if why := hopper.why_off(kernel):
         raise RuntimeError(f"{kernel} is off: {why}")
 
 
-# --- joining states -------------------------------------------------------------------------------------------------
+# --- merging states -------------------------------------------------------------------------------------------------
 
 MERGE: dict[str, Sequence[Any]] = {
     "states": (2, 5),
@@ -375,7 +379,7 @@ LATENT: dict[str, Sequence[Any]] = {
 }
 
 
-def _settle_latent(choice: Choice) -> Choice:
+def _normalise_latent(choice: Choice) -> Choice:
     if choice["kv"] in ("auto", "fp8_ds_mla"):
         choice["device_scale"] = False
     return choice
@@ -421,7 +425,7 @@ HOPPER_LATENT: dict[str, Sequence[Any]] = {
 
 
 def _launch_hopper_latent(choice: Choice) -> None:
-    """What `mla_decode` takes its own kernel for on that architecture."""
+    """Launch a case for which `mla_decode` selects its Hopper kernel."""
     _launch_latent({**choice, "batch": "decode", "kv": "auto", "lse": True, "device_scale": False})
     _check_on("hopper_mla")
 
@@ -474,14 +478,14 @@ def _launch_int8(choice: Choice) -> None:
 
 
 KERNELS = {
-    "paged_attention": Kernel(PAGED, _launch_paged, _settle_paged, _refuse_paged),
+    "paged_attention": Kernel(PAGED, _launch_paged, _normalise_paged, _refuse_paged),
     "hopper_prefill": Kernel(HOPPER, _launch_hopper),
-    "kv_write": Kernel(WRITE, _launch_write, _settle_write),
+    "kv_write": Kernel(WRITE, _launch_write, _normalise_write),
     "merge_states": Kernel(MERGE, _launch_merge),
-    "mla_decode": Kernel(LATENT, _launch_latent, _settle_latent, _refuse_latent),
+    "mla_decode": Kernel(LATENT, _launch_latent, _normalise_latent, _refuse_latent),
     "hopper_mla": Kernel(HOPPER_LATENT, _launch_hopper_latent),
     "mla_prefill": Kernel(EXPANDED, _launch_expanded),
     "int8_attention": Kernel(INT8, _launch_int8),
 }
-#: Kernels that are made for some architectures.
+#: Kernels written for specific architectures.
 ONLY_ON: dict[str, tuple[str, ...]] = {"hopper_prefill": ("sm_90",), "hopper_mla": ("sm_90",)}

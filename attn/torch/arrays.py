@@ -1,8 +1,8 @@
-"""The torch side of the border: arrays of JAX and NumPy in, NumPy out, sharing memory wherever both sides can.
+"""Convert JAX and NumPy arrays to torch tensors and tensors to NumPy, sharing memory where both sides can.
 
-What is shared can be written to from here although JAX believes it immutable, so implementations never write to their
-inputs; a read-only NumPy array is copied, since torch has no such thing. JAX is not imported: its arrays speak DLPack,
-and a tracer is known by its class.
+Shared memory can be written through the tensor although JAX assumes that its arrays are immutable, so implementations never
+write to their inputs. A read-only NumPy array is copied, since torch has no read-only tensors. This module does not import
+JAX: JAX arrays support DLPack, and a tracer is recognised by its class.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 
 from attn.errors import DeviceError, DTypeError
 
-#: dtypes that NumPy knows through ml_dtypes only, and the integers of the same width that both sides have.
+#: dtypes that NumPy has only through ml_dtypes, and the integers of the same width that both sides have.
 _CARRIERS = {
     "bfloat16": (torch.bfloat16, np.dtype(np.int16), torch.int16),
     "float8_e4m3fn": (torch.float8_e4m3fn, np.dtype(np.uint8), torch.uint8),
@@ -24,17 +24,17 @@ _NAMES = {tensor: name for name, (tensor, _, _) in _CARRIERS.items()}
 
 
 def from_foreign(x: Any, like: torch.Tensor | None = None) -> torch.Tensor:
-    """A NumPy or JAX array as a tensor, on the device of `like` (None: where it is).
+    """Convert a NumPy or JAX array to a tensor, on the device of `like` (None: on the array's device).
 
-    Raises TypeError for a tracer, `DeviceError` for an array spread over several devices, `DTypeError` for a dtype that
-    torch has not.
+    Raises TypeError for a tracer, `DeviceError` for an array on several devices, `DTypeError` for a dtype that torch does not
+    have.
     """
     tensor = _from_numpy(np.asarray(x)) if isinstance(x, np.ndarray | np.generic) else _from_dlpack(x)
     return tensor if like is None else tensor.to(like.device)
 
 
 def _from_numpy(array: "np.ndarray[Any, Any]") -> torch.Tensor:
-    # torch would alias read-only memory as writable, and knows neither foreign byte orders nor negative strides
+    # torch would alias read-only memory as writable, and supports neither foreign byte orders nor negative strides
     if not array.flags.writeable or not array.dtype.isnative or min(array.strides, default=0) < 0:
         array = array.astype(array.dtype.newbyteorder("="), order="C", copy=True)
     carried = _CARRIERS.get(array.dtype.name)
@@ -51,11 +51,11 @@ def _from_dlpack(array: Any) -> torch.Tensor:
     if any(cls.__name__ == "Tracer" for cls in type(array).__mro__):
         raise TypeError(
             "a JAX tracer has no memory and cannot cross to torch: call outside of jax.jit, jax.grad and jax.vmap, or use a "
-            "backend of the jax wing"
+            "jax backend"
         )
     devices = array.devices()
     if len(devices) != 1:
-        raise DeviceError(f"the array lies on {len(devices)} devices: gather it on one before it crosses to torch")
+        raise DeviceError(f"the array is on {len(devices)} devices: gather it on one before passing it to torch")
     try:
         return torch.from_dlpack(array)  # type: ignore[attr-defined,no-any-return]
     except (BufferError, RuntimeError) as error:
@@ -63,10 +63,10 @@ def _from_dlpack(array: Any) -> torch.Tensor:
 
 
 def to_numpy(x: torch.Tensor, like: Any = None) -> "np.ndarray[Any, Any]":
-    """A tensor as a NumPy array of the same dtype, sharing its memory when it is on the CPU.
+    """Convert a tensor to a NumPy array of the same dtype, sharing its memory if it is on the CPU.
 
-    `like` is accepted for the sake of the border's one signature; NumPy has no devices. bfloat16 and fp8 come as
-    ml_dtypes. Raises ValueError for a tensor that requires grad, `DTypeError` where NumPy has no such dtype.
+    `like` is unused, since NumPy has no devices; it keeps the signature common to both frameworks. bfloat16 and fp8 become
+    ml_dtypes. Raises ValueError for a tensor that requires grad, `DTypeError` for a dtype that NumPy does not have.
     """
     if x.requires_grad:
         raise ValueError("a tensor that requires grad cannot leave torch, gradients do not cross: pass tensor.detach()")
@@ -81,4 +81,4 @@ def to_numpy(x: torch.Tensor, like: Any = None) -> "np.ndarray[Any, Any]":
     except TypeError as error:
         raise DTypeError(f"a tensor of dtype {x.dtype} has no counterpart in NumPy") from error
     except ModuleNotFoundError as error:
-        raise DTypeError(f"NumPy knows {name} through ml_dtypes, which is not installed; or pass tensor.float()") from error
+        raise DTypeError(f"NumPy needs ml_dtypes for {name}: install ml_dtypes, or pass tensor.float()") from error

@@ -1,15 +1,14 @@
-"""The stopwatch of `attn bench` under torch: any backend of a paged cache on the default accelerator, or on the CPU.
+"""Timing for `attn bench` in torch: any backend of a paged cache on the default accelerator, or on the CPU.
 
-On a GPU the call is captured in a CUDA graph and its replays are timed by events (the calls themselves where it cannot be
-captured). Before every replay 256 MiB are written,
-which leaves the L2 cache full of lines that the call must first write back (some 8 us on an H200); the clean median is
-taken when they are read instead. As many replays go before unmeasured, since an idle device takes its clocks up over the
-first dozens. On a CPU calls are timed by the wall clock, 64 MiB written or read before each.
+On a GPU the call is captured in a CUDA graph and its replays are timed with events (calls that cannot be captured are timed
+directly). Before every replay 256 MiB are written, which leaves the L2 cache full of lines that the call must first write back
+(about 8 us on an H200); for the clean median they are read instead. As many replays run unmeasured first, since an idle device
+raises its clocks over the first dozens. On a CPU calls are timed by the wall clock, with 64 MiB written or read before each.
 
-Kernels alone are timed over warm calls: on a GPU by torch's profiler, as the sum of the durations that CUPTI (or roctracer)
-saw; on a CPU as the share of a call that is spent inside torch's operators, the rest being what it costs to launch them.
+Kernels alone are timed over warm calls: on a GPU with torch's profiler, as the sum of the durations that CUPTI (or roctracer)
+reports; on a CPU as the share of a call that is spent inside torch's operators, the rest being launch overhead.
 
-Inputs are random and pages lie at random places. The output of the timed calls is compared with float32 attention over the
+Inputs are random and pages are at random places. The output of the timed calls is compared with float32 attention over the
 cache as it is stored, over up to three requests of each length.
 """
 
@@ -42,14 +41,14 @@ from attn.torch.peers import Peer, peers_on
 
 logger = init_logger(__name__)
 
-_SCALE = {torch.int8: 0.03}  #: of codes about +-90; other caches hold numbers about 1
-_LATENT_SCALE = 0.02  #: of an fp8 cache of latents, whose codes are about +-50: a kernel that forgets the scale is wrong
+_SCALE = {torch.int8: 0.03}  #: for codes up to about +-90; other caches contain values of about 1
+_LATENT_SCALE = 0.02  #: for fp8 caches of latents, with codes up to about +-50, so that a kernel that omits the scale fails
 _PACKAGES = ("flashinfer-python", "flash-attn-4", "flash-attn-3", "flash-attn", "xformers", "nvidia-cutlass-dsl", "vllm")
-_PATIENCE = 2000.0  #: milliseconds that the timed calls of a slow kernel may take together
+_PATIENCE = 2000.0  #: time limit for all timed calls of a slow kernel, in milliseconds
 
 
 def clocks_now() -> str:
-    """The SM and memory clocks of the first NVIDIA GPU as its driver tells them, or nothing."""
+    """The SM and memory clocks of the first NVIDIA GPU as its driver reports them, or an empty string."""
     if not shutil.which("nvidia-smi"):
         return ""
     ask = ["nvidia-smi", "--id=0", "--query-gpu=clocks.sm,clocks.mem", "--format=csv,noheader"]
@@ -61,19 +60,19 @@ def clocks_now() -> str:
 
 
 class Workload:
-    """A layer, a filled cache and one batch on the device; `forward()` attends without writing the cache.
+    """A layer, a filled cache and one batch on the device; `forward()` computes attention without writing the cache.
 
-    `impl_cls` stands in for the backend's own implementation.
+    `impl_cls` replaces the backend's own implementation.
     """
 
-    chunk = 256  #: rows that are compared at a time, so that long prompts fit
+    chunk = 256  #: rows compared at a time, so that long prompts fit in memory
 
     def __init__(self, case: Case, backend: str, device: torch.device, impl_cls: Any = None) -> None:
         import numpy as np
 
         if case.kv_cache_dtype in dtypes.PER_TOKEN_HEAD:
             raise UnsupportedError(
-                f"kv_cache_dtype={case.kv_cache_dtype}: caches of codes with scales between them are not filled here"
+                f"kv_cache_dtype={case.kv_cache_dtype}: the benchmark does not support caches with scales between codes"
             )
         cls: Any = AttentionBackendEnum[backend].get_class()
         self.case, self.lens, self.device = case, parse(case.batch), device
@@ -92,7 +91,7 @@ class Workload:
         self._fill(cls, impl_cls or cls.get_impl_cls(), torch.Generator(device).manual_seed(0))
 
     def _fill(self, cls: Any, impl_cls: Any, generator: torch.Generator) -> None:
-        """The cache's numbers, the layer, the queries, and room for the answer."""
+        """Fill the cache; create the layer, the queries and the output buffer."""
         case, device = self.case, self.device
         self.key_cache, self.value_cache = cls.logical_kv_cache(self.cache)
         for part in (self.key_cache, self.value_cache):
@@ -102,7 +101,7 @@ class Workload:
         self.query = torch.randn(shape, device=device, dtype=getattr(torch, case.dtype), generator=generator)
         self.output = torch.full_like(self.query, torch.nan)
         self.sinks = None
-        if case.sinks:  # about as heavy as the keys together: a lighter one would not show in the error
+        if case.sinks:  # about as much weight as all keys together: less would not be visible in the error
             heavy = math.log(max(m for _, m in self.lens))
             self.sinks = heavy + torch.randn(case.num_heads, device=device, generator=generator)
         self.impl = impl_cls(
@@ -125,7 +124,7 @@ class Workload:
         return key, value
 
     def exact(self, query: torch.Tensor, stored: tuple[torch.Tensor, ...], hidden: torch.Tensor) -> torch.Tensor:
-        """Attention [t, H, D] in float32 over what `dense` gives, but for the keys that `hidden` [t, S] marks."""
+        """Attention [t, H, D] in float32 over the arrays of `dense`, without the keys that `hidden` [t, S] masks."""
         key, value = stored
         q = query.unflatten(1, (self.case.num_kv_heads, -1))
         s = torch.einsum("tkgd,skd->kgts", q, key) * self.case.head_size**-0.5
@@ -136,7 +135,7 @@ class Workload:
         return torch.einsum("kgts,skd->tkgd", s.softmax(-1)[..., : len(key)], value).flatten(1, 2)
 
     def error(self, most: int = 3) -> float:
-        """Relative RMS of `output` against float32 over up to `most` requests of each length."""
+        """Relative RMS error of `output` against float32, over up to `most` requests of each length."""
         wrong = total = 0.0
         seen: dict[tuple[int, int], int] = {}
         begin = 0
@@ -157,8 +156,11 @@ class Workload:
 
 
 class MLAWorkload(Workload):
-    """The same of a latent (MLA) layer. Its call is the layer's own: it writes the batch's new rows (the same each time), and
-    takes queries and gives outputs of heads, through absorbed or expanded attention as the batch asks for."""
+    """A workload of a latent (MLA) layer.
+
+    Its call is the layer's: it writes the batch's new rows (the same each time), takes queries and returns outputs by head, and
+    uses absorbed or expanded attention as the batch requires.
+    """
 
     chunk = 64
 
@@ -191,7 +193,7 @@ class MLAWorkload(Workload):
         self.impl.forward(self, self.query, self.latent, self.rope, self.cache, self.metadata, self.output)
 
     def dense(self, r: int) -> tuple[torch.Tensor, ...]:
-        """Request r's rows [S, L + Dr] in float32, dequantised: those before the batch as gathered, its own as they came."""
+        """Request r's rows [S, L + Dr] in float32, dequantised: earlier ones from the cache, the batch's from its inputs."""
         n, m = self.lens[r]
         at = torch.arange(m - n, device=self.device)
         pages = torch.from_numpy(self.tables[r].astype("int64")).to(self.device)[at // self.case.block_size]
@@ -203,7 +205,7 @@ class MLAWorkload(Workload):
         return (torch.cat([_rows.decode(part, name, self._k_scale).float() for part in (before, new)]),)
 
     def exact(self, query: torch.Tensor, stored: tuple[torch.Tensor, ...], hidden: torch.Tensor) -> torch.Tensor:
-        """Absorbed: over the rows themselves, whichever form the layer took."""
+        """Absorbed attention over the latent rows, whichever form the layer used."""
         (rows,), weights = stored, self.weights.float()
         absorbed = torch.einsum("thd,lhd->thl", query[..., :NOPE], weights[..., :NOPE])
         s = torch.einsum("thw,sw->hts", torch.cat([absorbed, query[..., NOPE:]], -1), rows) * self.softmax_scale
@@ -212,7 +214,7 @@ class MLAWorkload(Workload):
 
 
 class TorchBench:
-    """One device, its ceilings (a copy, read and written, and a matrix product), and the stopwatch."""
+    """Timing on one device, and the device's ceilings: bandwidth of a copy (read and write), rate of a matrix product."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -228,7 +230,7 @@ class TorchBench:
     def about(self, dtype: str = "bfloat16") -> dict[str, Any]:
         import platform
 
-        copy, gemm = self.ceilings(dtype)  # first, so that the clocks told are those of a device at work
+        copy, gemm = self.ceilings(dtype)  # first, so that the clocks reported are those of a busy device
         found = {
             "device": torch.cuda.get_device_name() if self.on_gpu else f"{platform.machine()} CPU",
             "torch": torch.__version__,
@@ -244,7 +246,7 @@ class TorchBench:
         return {**found, "copy_gb_per_s": round(copy, 1), "gemm_tflop_per_s": round(gemm, 2)}
 
     def ceilings(self, dtype: str) -> tuple[float, float]:
-        """(GB/s of a copy, TFLOP/s of a matrix product in `dtype`), measured when first asked for."""
+        """(GB/s of a copy, TFLOP/s of a matrix product in `dtype`), measured on first use."""
         self._copy_gb_per_s = self._copy_gb_per_s or self._copy()
         if dtype not in self._gemm_tflop_per_s:
             self._gemm_tflop_per_s[dtype] = self._gemm(getattr(torch, dtype))
@@ -254,8 +256,11 @@ class TorchBench:
         return tuple(self._peers)
 
     def measure(self, case: Case, name: str, limit: float = 0.0) -> Timing:
-        """Raises what the backend or the peer raises for a case that it does not serve, TimeoutError when it is not ready
-        after `limit` seconds (0, or outside the main thread: however long it takes)."""
+        """Time one backend or peer on a case.
+
+        limit: time limit for the first call, in seconds; 0 means none, as does a call outside the main thread. Raises
+        TimeoutError beyond it, and whatever the backend or peer raises for a case that it does not support.
+        """
         with torch.no_grad():
             if name in self._peers:
                 return self._measure_peer(case, self._peers[name], limit)
@@ -266,7 +271,7 @@ class TorchBench:
 
     def _measure_peer(self, case: Case, peer: Peer, limit: float) -> Timing:
         if case.features:
-            raise UnsupportedError(f"peers are called without {', '.join(sorted(case.features))}")
+            raise UnsupportedError(f"peers do not support {', '.join(sorted(case.features))}")
         if self._shared is None or self._shared.case != case:  # peers of a case read the same tensors
             self._shared = None
             self._shared = Workload(case, "TRITON_ATTN" if self.on_gpu else "TORCH_SDPA", self.device)
@@ -294,7 +299,7 @@ class TorchBench:
         error: Callable[[], float],
         count: int = 40,
     ) -> Timing:
-        """Times of `call`, whose output `poison` spoils before and `error` judges after."""
+        """Time `call`; `poison` overwrites its output beforehand, and `error` returns the output's error afterwards."""
         call()
         count = self._affordable(call, count if self.on_gpu else 15)
         host_us, build_us = self._host_us(call, count), self._host_us(build, count)
@@ -306,13 +311,15 @@ class TorchBench:
         low, high = times[len(times) // 5], times[4 * len(times) // 5]
         call_ms = statistics.median(self.times(call, self._evict.zero_, count)) if replayed else statistics.median(times)
         kernel_ms = self._kernel_ms(call, host_us)
-        if not self.on_gpu and kernel_ms is not None:  # the host is the device: launching is what is left of a call
+        if not self.on_gpu and kernel_ms is not None:  # the host is the device: the rest of a call is launch overhead
             host_us -= 1e3 * kernel_ms
         return Timing(statistics.median(times), low, high, clean, build_us, host_us, wrong, replayed, call_ms, kernel_ms)
 
     def _kernel_ms(self, call: Callable[[], object], call_us: float, calls: int = 3) -> float | None:
-        """Milliseconds of a call's kernels, or None where they cannot be told. On a CPU a profiler slows down what it
-        watches, so that the share that it sees is taken of the unwatched call's `call_us`."""
+        """Milliseconds of a call's kernels, or None where they cannot be measured.
+
+        On a CPU the profiler slows down the call, so the share that it reports is applied to `call_us` of an unprofiled call.
+        """
         if not self.on_gpu:
             with profiler_legacy.profile() as watched:
                 begin = time.perf_counter()
@@ -327,13 +334,13 @@ class TorchBench:
                     call()
                 torch.cuda.synchronize()
             events = list(seen.events() or ())
-        except RuntimeError as error:  # no right to the counters, or another profiler holds them
-            logger.debug("no time of kernels: %s", error)
+        except RuntimeError as error:  # no permission for the counters, or another profiler uses them
+            logger.debug("kernel time not measured: %s", error)
             return None
         return sum(e.time_range.elapsed_us() for e in events if e.device_type == DeviceType.CUDA) / calls / 1e3 or None
 
     def _affordable(self, call: Callable[[], object], count: int) -> int:
-        """As many calls, or what a slow one leaves time for."""
+        """`count` calls, or for a slow call as many as fit in `_PATIENCE`, at least 5."""
         self._synchronize()
         begin = time.perf_counter()
         call()
@@ -347,12 +354,12 @@ class TorchBench:
     def _captured_or_not(self, call: Callable[[], object]) -> tuple[Callable[[], object], bool]:
         try:
             return self.captured(call), True
-        except RuntimeError:  # a kernel that asks the device for a number, say
+        except RuntimeError:  # for example, a kernel that reads a value back from the device
             torch.cuda.synchronize()
             return call, False
 
     def times(self, call: Callable[[], object], flush: Callable[[], object], count: int) -> list[float]:
-        """Milliseconds of `count` calls in order of size, `flush` called before each."""
+        """Milliseconds of `count` calls, sorted, with `flush` called before each."""
         if not self.on_gpu:
             found = []
             for _ in range(count):
@@ -375,7 +382,7 @@ class TorchBench:
 
     @staticmethod
     def captured(call: Callable[[], object]) -> Callable[[], object]:
-        """The replay of `call` as a graph, after two warm-up calls on a side stream."""
+        """Capture `call` in a graph after two warm-up calls on a side stream, and return its replay."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -388,7 +395,7 @@ class TorchBench:
         return graph.replay
 
     def _host_us(self, call: Callable[[], object], count: int) -> float:
-        """Microseconds until `call` returns, the device idle at its start: the median of several."""
+        """Microseconds until `call` returns, starting from an idle device: the median of several."""
         found = []
         for _ in range(min(count, 20 if self.on_gpu else 9)):
             self._synchronize()

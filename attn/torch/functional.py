@@ -1,4 +1,4 @@
-"""What torch lends to `attn.functional`: the array operations of its formula, and one batch over a throwaway cache."""
+"""The torch side of `attn.functional`: array operations for its formula, and running one batch over a temporary cache."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -27,7 +27,7 @@ class Ops:
 
     @staticmethod
     def compiled(formula: Callable[..., Any]) -> Callable[..., Any]:
-        """As it is: torch runs operations one by one."""
+        """Return the formula unchanged: torch runs operations eagerly."""
         return formula
 
     @staticmethod
@@ -44,22 +44,22 @@ class Ops:
 
     @staticmethod
     def wide(x: torch.Tensor) -> torch.Tensor:
-        """`x` in the dtype that is computed in."""
+        """`x` in the dtype of the computation: float64 stays, others become float32."""
         return x if x.dtype == torch.float64 else x.float()
 
     @staticmethod
     def fixed_max(x: torch.Tensor) -> torch.Tensor:
-        """The maximum over the last axis as a constant of differentiation; -inf over none."""
+        """The maximum over the last axis, without a gradient; -inf over an empty axis."""
         return x.detach().amax(-1) if x.shape[-1] else x.new_full(x.shape[:-1], -torch.inf)
 
     @staticmethod
     def add_if(condition: torch.Tensor, x: torch.Tensor, more: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """x + more() where the (0-d) condition holds, else x."""
+        """x + more() if the (0-d) condition holds, else x."""
         return x + more() if condition else x
 
     @staticmethod
     def rows_at_once(n: int, row: int) -> int:
-        """How many of n rows, of `row` scores each, are held at a time."""
+        """How many of n rows, of `row` scores each, are computed at a time."""
         return max(1, min(n, _SCORES_AT_ONCE // max(1, row)))
 
 
@@ -73,14 +73,14 @@ def through_backend(
     arguments: dict[str, Any],
     features: Sequence[str],
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """One batch through `Attention(**arguments)`: (out [T, H, D], lse [H, T] or None).
+    """Run one batch through `Attention(**arguments)`. Returns (out [T, H, D], lse [H, T] or None).
 
-    query: [T, H, D]; key, value: [S, K, D], every key of every request, written at `slots` [S] of a new cache first.
+    query: [T, H, D]; key, value: [S, K, D], every key of every request, first written at `slots` [S] of a new cache.
     """
     from attn.torch.layer import Attention
 
     if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
-        features = (*features, Feature.BACKWARD)  # refused unless declared: gradients are not dropped in silence
+        features = (*features, Feature.BACKWARD)  # rejected unless declared: gradients are never dropped silently
     layer = Attention(**arguments, dtype=query.dtype, features=tuple(features)).to(query.device)
     cache = layer.new_kv_cache(num_blocks, query.device)
     layer.impl.do_kv_cache_update(layer, key, value, cache, torch.as_tensor(slots, device=query.device))

@@ -1,16 +1,18 @@
-"""A layer's whole call as one operator: what `torch.compile` and `torch.export` see of a backend that they cannot trace.
+"""A layer's whole call as one operator: how `torch.compile` and `torch.export` see a backend that they cannot trace.
 
-Most backends ask lengths on the host, plan, or call into a vendor's library: none of that can stand in a graph. In one, the
-call of such a layer is an operator with a fake (shapes alone), which runs the implementation when the graph runs; one that can
-be traced says so (`traceable`) and is. The operators take tensors and text only, so that a graph may be kept:
+Most backends read lengths on the host, plan, or call a vendor's library, none of which can be traced into a graph. In a graph,
+the call of such a layer is an operator with a fake implementation (shapes only), which runs the real one when the graph runs.
+Implementations that can be traced set `traceable` and are traced. The operators take only tensors and strings, so that a graph
+can be serialised:
 
-* `attn::layer`: a paged layer is described by its arguments (JSON) and made again where the graph runs; an MLA layer, which
-  has weights, is looked up among those that live in this process.
+* `attn::layer`: a paged layer is described by its arguments (JSON) and rebuilt where the graph runs; an MLA layer, which has
+  weights, is looked up among the live layers of this process.
 * `attn::dense`: a diffusion implementation's call, described likewise.
 
-A batch is its tensors. The metadata object that they came with is used if it is alive and holds these very tensors, which
-saves building it again for each layer; the graph of another process builds it. Gradients end here: where they are wanted, use
-what is traced (`attn.torch.scaled_dot_product_attention`, `DiffusionAttention` over TORCH_SDPA or CUDNN_ATTN).
+A batch is represented by its tensors. The metadata object that they came from is reused if it is alive and holds these very
+tensors, which saves rebuilding it in each layer; a graph in another process rebuilds it. Gradients do not flow through these
+operators: for gradients use implementations that are traced (`attn.torch.scaled_dot_product_attention`, `DiffusionAttention`
+over TORCH_SDPA or CUDNN_ATTN).
 """
 
 import copy
@@ -33,7 +35,7 @@ from attn.errors import UnsupportedError
 from attn.imports import resolve_obj_by_qualname
 from attn.torch.metadata import ARRAYS, alive
 
-_numbers = itertools.count(1)
+_counter = itertools.count(1)
 _layers: "weakref.WeakValueDictionary[str, Any]" = weakref.WeakValueDictionary()
 _LIVE = "live:"
 
@@ -42,14 +44,14 @@ def _path(cls: type) -> str:
     return f"{cls.__module__}:{cls.__qualname__}"
 
 
-def _text(said: dict[str, Any]) -> str:
-    return json.dumps(said, default=lambda number: number.item())  # NumPy's numbers too
+def _text(description: dict[str, Any]) -> str:
+    return json.dumps(description, default=lambda number: number.item())  # NumPy scalars too
 
 
 def uncaptured(name: str, *, mutates_args: tuple[str, ...]) -> Any:
-    """`custom_op` that compilers leave out of the CUDA graphs they capture, where this torch lets one say so.
+    """Define a `custom_op` that compilers exclude from the CUDA graphs they capture, where this torch has a tag for that.
 
-    What plans or asks the host is not what a replay would repeat.
+    A replay would not repeat planning or host reads.
     """
     tag = getattr(torch.Tag, "cudagraph_unsafe", None)
     known = tag is not None and "tags" in inspect.signature(library.custom_op).parameters
@@ -58,14 +60,14 @@ def uncaptured(name: str, *, mutates_args: tuple[str, ...]) -> Any:
 
 
 def live_key(layer: Any) -> str:
-    """A key by which a layer is found in this process for as long as it lives."""
-    key = f"{_LIVE}{type(layer).__name__}-{next(_numbers)}"
+    """Register a layer and return the key that finds it in this process for as long as it lives."""
+    key = f"{_LIVE}{type(layer).__name__}-{next(_counter)}"
     _layers[key] = layer
     return key
 
 
 def paged_key(impl: Any, spec: KVCacheSpec) -> str:
-    """Text from which a paged implementation can be made again; its per-head vectors are the call's."""
+    """Text from which a paged implementation can be rebuilt. Its per-head vectors are passed with each call."""
     names = ("num_heads", "head_size", "num_kv_heads", "kv_cache_dtype", "logits_soft_cap", "attn_type",
              "kv_sharing_target_layer_name")  # fmt: skip
     arguments = {name: getattr(impl, name) for name in names} | {"scale": impl.signed_scale, "sliding_window": impl.window}
@@ -74,13 +76,13 @@ def paged_key(impl: Any, spec: KVCacheSpec) -> str:
 
 @functools.lru_cache(1024)
 def _made(key: str, lse: bool) -> tuple[Any, KVCacheSpec]:
-    """(impl, spec) of `paged_key`'s text, without per-head vectors."""
-    said = json.loads(key)
-    for part in (said["arguments"], said["spec"]):
+    """The (impl, spec) that `paged_key`'s text describes, without per-head vectors."""
+    described = json.loads(key)
+    for part in (described["arguments"], described["spec"]):
         part["sliding_window"] = _paired(part["sliding_window"])
-    impl = resolve_obj_by_qualname(said["impl"])(**said["arguments"])
+    impl = resolve_obj_by_qualname(described["impl"])(**described["arguments"])
     impl.need_to_return_lse_for_decode = lse
-    return impl, KVCacheSpec(**said["spec"])
+    return impl, KVCacheSpec(**described["spec"])
 
 
 def _paired(window: Any) -> Any:
@@ -88,7 +90,7 @@ def _paired(window: Any) -> Any:
 
 
 class _Scales:
-    """What an implementation asks its layer for: the scales of a quantised cache."""
+    """A stand-in for the layer that an implementation reads the scales of a quantised cache from."""
 
     def __init__(self, k_scale: Tensor, v_scale: Tensor) -> None:
         self._k_scale, self._v_scale = k_scale, v_scale
@@ -99,7 +101,7 @@ class _Scales:
 
 
 def call(layer: Any, query: Tensor, key: Any, value: Any, kv_cache: Any, attn_metadata: Any, out: tuple[int, int]) -> Any:
-    """`impl.forward` of a layer as one operator of the graph. out: (heads, width) of a row of the output."""
+    """Call a layer's `impl.forward` as one operator of the graph. out: (heads, width) of a row of the output."""
     impl, batch = layer.impl, attn_metadata
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (query, key, value)):
         raise UnsupportedError(f"{impl.backend.get_name()}: gradients in a graph not supported (call under torch.no_grad())")
@@ -141,24 +143,24 @@ def _layer(
     lse: bool,
     layer: str,
 ) -> tuple[Tensor, Tensor]:
-    """(output [T, H, D], lse [H, T], or [0] where it is not asked for)."""
+    """Return (output [T, H, D], lse [H, T]); lse is [0] if not requested."""
     if layer.startswith(_LIVE):
         found = _living(layer)
         impl, spec = found.impl, found.kv_cache_spec
-        if topk_indices is not None:  # as the graph has them, wherever the indexer puts them after
+        if topk_indices is not None:  # the graph's own tensor: the indexer may store later ones elsewhere
             impl = impl.with_indices(topk_indices, query)
     else:
         impl, spec = _made(layer, lse)
         found = _Scales(k_scale, v_scale)
         if sinks is not None or alibi_slopes is not None:
-            impl = copy.copy(impl)  # another layer of these arguments may run at the same time
+            impl = copy.copy(impl)  # another layer with these arguments may run at the same time
             impl.sinks, impl.alibi_slopes = sinks, alibi_slopes
     tensors = (query_start_loc, seq_lens, block_table, slot_mapping, tree_mask)
     batch = _living_batch(handle, tensors)
     if batch is None:
         if world_size() > 1:
             raise UnsupportedError(
-                "decode context parallelism: a graph runs with the batch that was built, and this one is gone"
+                "decode context parallelism: a graph runs only with the batch object that was built, and it no longer exists"
             )
         arrays: dict[str, Any] = dict(zip(ARRAYS, tensors, strict=True))
         common = CommonAttentionMetadata(
@@ -168,14 +170,14 @@ def _layer(
         batch = impl.backend.get_builder_cls()(spec, device=query.device).build(0, common, fast_build=True)
     result = impl.forward(found, query, key, value, kv_cache, batch)
     if isinstance(result, tuple) is not lse:
-        raise UnsupportedError(f"{layer.removeprefix(_LIVE)}: this graph was made for a layer that gives lse={lse}")
+        raise UnsupportedError(f"{layer.removeprefix(_LIVE)}: this graph was compiled for a layer that returns lse={lse}")
     return result if lse else (result, query.new_empty(0, dtype=torch.promote_types(query.dtype, torch.float32)))
 
 
 def _living(key: str) -> Any:
     found = _layers.get(key)
     if found is None:
-        raise UnsupportedError(f"{key.removeprefix(_LIVE)}: the layer of this graph is gone, or lives in another process")
+        raise UnsupportedError(f"{key.removeprefix(_LIVE)}: the layer of this graph was deleted, or is in another process")
     return found
 
 
@@ -190,7 +192,7 @@ def _(query, key, value, kv_cache, *rest):  # type: ignore[no-untyped-def]
 
 
 def _living_batch(handle: int, tensors: tuple[Tensor | None, ...]) -> Any:
-    """The metadata of that number, if it is alive and holds these tensors."""
+    """The metadata object with this handle, if it is alive and holds these tensors."""
     found = alive.get(handle)
     same = found is not None and all(_same(getattr(found, name), x) for name, x in zip(ARRAYS, tensors, strict=True))
     return found if same else None
@@ -208,22 +210,22 @@ def _same(one: Tensor | None, other: Tensor | None) -> bool:
 
 
 def dense_key(impl: Any) -> str:
-    """Text from which a dense implementation can be made again."""
+    """Text from which a dense implementation can be rebuilt."""
     names = ("num_heads", "head_size", "causal", "num_kv_heads")
-    said = {name: getattr(impl, name) for name in names} | {"softmax_scale": impl.signed_scale}
-    return _text({"impl": _path(type(impl)), "arguments": said})
+    arguments = {name: getattr(impl, name) for name in names} | {"softmax_scale": impl.signed_scale}
+    return _text({"impl": _path(type(impl)), "arguments": arguments})
 
 
 def dense(impl: Any, query: Tensor, key: Tensor, value: Tensor, keys: Keys) -> Tensor:
-    """`impl._attend` as one operator of the graph."""
+    """Call `impl._attend` as one operator of the graph."""
     lens = None if keys.lens is None else list(keys.lens)
     return _dense(query, key, value, keys.present, keys.mask, lens, impl.graph_key)  # type: ignore[no-any-return]
 
 
 @functools.lru_cache(1024)
 def _made_dense(key: str) -> Any:
-    said = json.loads(key)
-    return resolve_obj_by_qualname(said["impl"])(**said["arguments"])
+    described = json.loads(key)
+    return resolve_obj_by_qualname(described["impl"])(**described["arguments"])
 
 
 @uncaptured("attn::dense", mutates_args=())

@@ -1,13 +1,13 @@
-"""The lightning indexer of DeepSeek Sparse Attention: which keys each row attends (DeepSeek-V3.2-Exp, 2025).
+"""The lightning indexer of DeepSeek Sparse Attention: selects the keys that each row attends (DeepSeek-V3.2-Exp, 2025).
 
-A few light heads score every earlier token, I(t, s) = sum over heads i of w(t, i) relu(q(t, i) . k(s)), and the top positions
-of a row are what sparse MLA attends. Plain torch operators, in float32, one request after another; the twin of
-`attn.jax.kernels.xla_mla.lightning_indexer`. Which of equal scores are taken may differ between implementations.
+A few light heads score every earlier token, I(t, s) = sum over heads i of w(t, i) relu(q(t, i) . k(s)), and sparse MLA attends
+the top positions of a row. Implemented with plain torch operators, in float32, one request after another; the counterpart of
+`attn.jax.kernels.xla_mla.lightning_indexer`. The order of equal scores may differ between implementations.
 """
 
 import torch
 
-#: Scores held at once, heads included: 64 MiB.
+#: Scores computed at once, heads included: 64 MiB.
 _SCORES_AT_ONCE = 1 << 24
 
 
@@ -21,11 +21,11 @@ def lightning_indexer(
     *,
     topk: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(indices [T, topk] int32, scores [T, B * P] float32).
+    """Select the `topk` best-scored positions per row. Returns (indices [T, topk] int32, scores [T, B * P] float32).
 
-    query: [T, I, E]; weights: [T, I], any scale of the model's folded in; key_cache: [N, P, E], the index keys on the batch's
-    pages; query_start_loc: [R + 1], seq_lens: [R], block_table: [R, B], int32. A row's positions come best first, then -1;
-    scores past its own position are -inf. Lengths are fetched to the host.
+    query: [T, I, E]; weights: [T, I], including any scale of the model's; key_cache: [N, P, E], the index keys on the batch's
+    pages; query_start_loc: [R + 1], seq_lens: [R], block_table: [R, B], int32. A row's positions come best first, padded with
+    -1; scores past its own position are -inf. Lengths are fetched to the host.
     """
     page, columns = key_cache.shape[1], block_table.shape[1] * key_cache.shape[1]
     scores = torch.full((query.shape[0], columns), -torch.inf, dtype=torch.float32, device=query.device)

@@ -1,11 +1,12 @@
-"""Triton's interpreter with bfloat16 that counts: for examining our kernels without a GPU, never for serving.
+"""Corrections of bfloat16 in Triton's interpreter, to test this package's kernels without a GPU; not for serving.
 
-The interpreter keeps bfloat16 as its bits in uint16. Releases up to 3.9 multiply those bits in `tl.dot`, convert integers to
-them by value, and cut float32 off where hardware rounds to nearest even (triton-lang/triton issue 11584, declined). Here the
-three are replaced by what a device does. Sums and products of bfloat16 tensors stay wrong: our kernels have none.
+The interpreter stores bfloat16 as its bits in uint16. Releases up to 3.9 multiply those bits in `tl.dot`, convert integers to
+bfloat16 by value, and truncate float32 where hardware rounds to nearest even (triton-lang/triton issue 11584, declined). This
+module replaces all three with the behaviour of a device. Sums and products of bfloat16 tensors stay wrong: this package's
+kernels have none.
 
-The switch is Triton's own: with TRITON_INTERPRET=1 in the environment before triton is imported, layers of TRITON_ATTN and its
-relatives may be built for tensors on the host, where asked for by name. What runs there is evidence of kind `interpreted`.
+The switch is Triton's own: with TRITON_INTERPRET=1 in the environment before triton is imported, layers of TRITON_ATTN and
+related backends can be built for tensors on the host if requested by name. Results are evidence of kind `interpreted`.
 """
 
 import functools
@@ -22,7 +23,7 @@ logger = init_logger(__name__)
 
 
 def interpreting() -> bool:
-    """Whether TRITON_INTERPRET has Triton's kernels interpreted in this process."""
+    """Whether Triton's kernels are interpreted in this process (TRITON_INTERPRET)."""
     if "TRITON_INTERPRET" not in os.environ or not installed("triton"):
         return False
     import triton
@@ -31,20 +32,20 @@ def interpreting() -> bool:
 
 
 def judged_on(device: Device | None) -> Device | None:
-    """The device whose limits count for our Triton kernels: none on a CPU where they are interpreted."""
+    """The device whose limits apply to this package's Triton kernels: None on a CPU where they are interpreted."""
     return None if device is not None and device.platform == "cpu" and interpreting() else device
 
 
 def prepare(name: str) -> None:
-    """For the constructor of a layer of backend `name`: where it will be interpreted, let bfloat16 count, and say so once."""
+    """Correct bfloat16 and warn once if backend `name` will be interpreted. Called by the constructors of layers."""
     if interpreting():
         correct_bfloat16()
-        logger.warning_once("TRITON_INTERPRET is set: Triton's interpreter executes %s, for tests and not for speed.", name)
+        logger.warning_once("TRITON_INTERPRET is set: Triton's interpreter executes %s; it is slow and meant for tests.", name)
 
 
 @functools.cache
 def correct_bfloat16() -> None:
-    """Replace the interpreter's conversions and products, once a process. Needs triton; changes nothing that is compiled."""
+    """Replace the interpreter's conversions and products, once per process. Needs triton; compiled kernels are unaffected."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -75,7 +76,7 @@ def correct_bfloat16() -> None:
 
 
 def _nearest(values: Any) -> Any:
-    """The bits of float32 values in bfloat16, to nearest even; NaN stays one."""
+    """The bits of float32 values rounded to bfloat16, to nearest even; NaN stays NaN."""
     bits = values.view(np.uint32)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
     return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)

@@ -1,9 +1,9 @@
-"""The paged KV cache under torch: one tensor a layer, written in place.
+"""The paged KV cache in torch: one tensor per layer, written in place.
 
-A cache is allocated in its backend's own layout and seen through `logical_kv_cache` as keys and values
-[N, P, K, D], whatever their strides. A quantised cache stores x / scale, saturated and rounded to nearest even, and
-reads code * scale. Nothing here waits for the device: a slot of -1 is redirected instead of being masked out, so that
-shapes do not depend on values and a captured graph may hold the write.
+A cache is allocated in its backend's own layout; `logical_kv_cache` views it as keys and values [N, P, K, D] of any strides. A
+quantised cache stores x / scale, saturated and rounded to nearest even, and reads code * scale. Nothing in this module waits
+for the device: a slot of -1 is redirected, not masked out, so that shapes do not depend on values and the write can be
+captured in a CUDA graph.
 """
 
 from collections.abc import Sequence
@@ -17,22 +17,25 @@ from attn.errors import ShapeError, UnsupportedError
 
 
 def element_type(kv_cache_dtype: str | None, dtype: Any) -> torch.dtype:
-    """What a cache of `kv_cache_dtype` stores for a model of `dtype` (a torch.dtype or a name). Raises `DTypeError`."""
+    """The element type of a cache of `kv_cache_dtype` for a model of `dtype` (torch.dtype or name). Raises `DTypeError`."""
     element = getattr(torch, kv_cache_element(kv_cache_dtype, dtype_name(dtype)))
     assert isinstance(element, torch.dtype)
     return element
 
 
 def is_quantised(element: torch.dtype) -> bool:
-    """Whether elements of this type are codes, to be multiplied by a scale: int8 and the fp8 formats."""
+    """Whether elements of this type are codes that a scale multiplies: int8 and the fp8 formats."""
     return element.itemsize == 1
 
 
 def allocate(
     backend: type[AttentionBackend], spec: KVCacheSpec, num_blocks: int, device: torch.device | str | None = None
 ) -> torch.Tensor:
-    """A zeroed cache of `num_blocks` blocks: `get_kv_cache_shape`, laid out in memory as `get_kv_cache_stride_order`
-    says (physical dimension i is logical dimension order[i])."""
+    """Return a zeroed cache of `num_blocks` blocks.
+
+    Its shape is `get_kv_cache_shape`, laid out in memory as `get_kv_cache_stride_order` defines (physical dimension i is
+    logical dimension order[i]). Raises ValueError for a negative `num_blocks`.
+    """
     if num_blocks < 0:
         raise ValueError(f"num_blocks={num_blocks} must be at least 0")
     shape = backend.get_kv_cache_shape(num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size, spec.kv_cache_dtype)
@@ -43,49 +46,49 @@ def allocate(
 
 
 def in_layout(backend: type[AttentionBackend], pages: torch.Tensor) -> torch.Tensor:
-    """Somebody else's keys and values [2, N, P, K, D], of any strides, as a cache of a backend: a view.
+    """View foreign keys and values [2, N, P, K, D], of any strides, as a cache of a backend.
 
-    Kernels take any strides; what a backend's layout says is in which order the dimensions come. Raises `UnsupportedError`
-    for a cache that no order of them gives.
+    Kernels take any strides; a backend's layout defines only the order of the dimensions. Raises `UnsupportedError` for a
+    layout that is not a permutation of them.
     """
-    order = backend.get_kv_cache_shape(3, 4, 5, 7, "auto")  # numbers that tell the dimensions apart
+    order = backend.get_kv_cache_shape(3, 4, 5, 7, "auto")  # distinct sizes identify the dimensions
     if sorted(order) != [2, 3, 4, 5, 7]:
-        raise UnsupportedError(f"{backend.get_name()}: its cache {list(order)} is no view of pages [2, N, P, K, D]")
+        raise UnsupportedError(f"{backend.get_name()}: its cache {list(order)} is not a permutation of pages [2, N, P, K, D]")
     return pages.permute([(2, 3, 4, 5, 7).index(size) for size in order])
 
 
 def check_scale(name: str, value: Any, num_kv_heads: int) -> torch.Tensor:
-    """A scale as float32 on the CPU: 0-d, or [K] with one entry a kv head.
+    """Return a scale as float32 on the CPU: 0-d, or [K] with one entry per kv head.
 
     Raises `ShapeError` for another shape and ValueError unless every entry is finite and positive.
     """
     if isinstance(value, torch.Tensor):
         value = value.detach()
-    # the device is named so that a `with torch.device("meta")` around a model's constructor cannot take the values
+    # the device is explicit: within `with torch.device("meta")` around a model's constructor the values would be lost
     scale = torch.as_tensor(value, dtype=torch.float32, device="cpu").clone()
     if tuple(scale.shape) not in ((), (num_kv_heads,)):
-        raise ShapeError(f"{name} has shape {list(scale.shape)}: must be a scalar or [{num_kv_heads}], one a kv head")
+        raise ShapeError(f"{name} has shape {list(scale.shape)}: must be a scalar or [{num_kv_heads}], one per kv head")
     if not bool((torch.isfinite(scale) & (scale > 0)).all()):
         raise ValueError(f"{name}={scale.tolist()} must be finite and above 0")
     return scale
 
 
 def split(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The views of a cache with a scale for each token and head: keys, values [N, P, K, D]; their scales [N, P, K] float32.
+    """Split a cache with a scale per token and head into views: keys, values [N, P, K, D]; their scales [N, P, K] float32.
 
-    kv_cache: [2, N, P, K, D + 4], one byte an element, its blocks contiguous. The codes of a block come first, so that every
-    row of D stays aligned; the scales of its tokens and heads follow.
+    kv_cache: [2, N, P, K, D + 4], one byte per element, with contiguous blocks. The codes of a block come first, so that every
+    row of D stays aligned; the scales of its tokens and heads follow. Raises `ShapeError`.
     """
     _, blocks, page, heads, row = kv_cache.shape
     if row != head_size + 4 or kv_cache.itemsize != 1:
         raise ShapeError(
             f"kv_cache has shape {list(kv_cache.shape)} and dtype {kv_cache.dtype}: must be [2, N, P, K, {head_size + 4}], "
-            "one byte an element, to hold a scale for each token and head"
+            "one byte per element, to hold a scale for each token and head"
         )
     if page * heads * head_size % 4:
         raise ShapeError(
             f"kv_cache has shape {list(kv_cache.shape)}: P * K * {head_size} must be a multiple of 4, so that the "
-            "float32 scales behind the codes of a block are aligned"
+            "float32 scales after the codes of a block are aligned"
         )
     content = kv_cache.view(2, blocks, page * heads * row)
     codes = content[..., : page * heads * head_size].unflatten(-1, (page, heads, head_size))
@@ -94,7 +97,7 @@ def split(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.T
 
 
 def own_scale(x: torch.Tensor, element: torch.dtype) -> torch.Tensor:
-    """The scales [T, K] float32 that x [T, K, D] gives itself: absmax / the largest code; NaN where x is not all finite."""
+    """The dynamic scales [T, K] float32 of x [T, K, D]: absmax / the largest code; NaN where x is not all finite."""
     largest = x.abs().amax(-1).to(torch.float32) / DTYPES[dtype_name(element)].max
     return torch.where(largest.isfinite(), largest, torch.nan)
 
@@ -111,8 +114,8 @@ def write(
     """Store token t's key and value at slot_mapping[t] = block * P + offset; -1 stores nothing.
 
     key, value: [T', K, D]; caches: [N, P, K, D], of any strides; slot_mapping: [T] int. Rows past the shorter of T and T'
-    are padding. Scales (0-d or [K]) apply to quantised caches only: they undo themselves elsewhere. Scales [N, P, K] are
-    part of the cache (`split`): each token and head gets its own, stored beside its codes.
+    are padding. Scales (0-d or [K]) apply only to quantised caches. Scales [N, P, K] are part of the cache (`split`): each
+    token and head is quantised with its own, which is stored beside its codes.
     """
     parts = []
     for new, cache, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
@@ -127,30 +130,29 @@ def write(
 def put(parts: Sequence[tuple[torch.Tensor, torch.Tensor]], slot_mapping: torch.Tensor) -> None:
     """Store row t of each part's elements [T', ...] in its cache [N, P, ...] at slot_mapping[t]; -1 stores nothing.
 
-    Elements are of the cache's dtype already. Rows past the shorter of T and T' are padding.
+    Elements already have the cache's dtype. Rows past the shorter of T and T' are padding.
     """
     tokens = min(slot_mapping.shape[0], *(rows.shape[0] for rows, _ in parts))
     if tokens == 0:
         return
     slots = slot_mapping[:tokens].to(torch.int64)
-    # A padded token repeats the write of the first real one: the same bytes to the same place, in any order.
+    # A padded token repeats the write of the first real token: the same bytes to the same slot, so the order does not matter.
     real = slots >= 0
     source = torch.where(real, torch.arange(tokens, device=slots.device), real.int().argmax())
     slots = slots[source]
-    at = slots.clamp(min=0)  # still -1 when there is no real token at all: then slot 0 keeps what it has
+    at = slots.clamp(min=0)  # slots is still -1 if no token is real: then slot 0 keeps its content
     for rows, cache in parts:
         index = (at // cache.shape[1], at % cache.shape[1])
         if cache.itemsize == 1:
-            rows, cache = rows.view(torch.uint8), cache.view(torch.uint8)  # fp8 lacks many an operator, bytes do not
+            rows, cache = rows.view(torch.uint8), cache.view(torch.uint8)  # many operators do not support fp8
         keep = (slots < 0).view(-1, *[1] * (rows.dim() - 1))
         cache.index_put_(index, torch.where(keep, cache[index], rows[source]))
 
 
 def encode(x: torch.Tensor, element: torch.dtype, scale: torch.Tensor | float) -> torch.Tensor:
-    """x [T, K, D] as elements of a cache: a cast, or the codes of x / scale.
+    """Convert x [T, K, D] to a cache's element type: a cast, or the codes of x / scale.
 
-    Codes saturate at the largest finite value and round to nearest even. NaN stays NaN in fp8; int8 has none, so there
-    it becomes 0.
+    Codes saturate at the largest finite value and round to nearest even. NaN stays NaN in fp8 and becomes 0 in int8.
     """
     if not is_quantised(element):
         return x.to(element)
@@ -161,10 +163,10 @@ def encode(x: torch.Tensor, element: torch.dtype, scale: torch.Tensor | float) -
 
 
 def gather(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """The tokens of some blocks in order, elements as stored, by head: [K, B * P, D].
+    """Gather the tokens of some blocks in order, elements as stored, by head: [K, B * P, D].
 
-    cache: [N, P, K, D] of any strides; blocks: [B] int. A copy, whose slots past the sequence's end hold whatever the
-    cache holds there: cut them off before computing.
+    cache: [N, P, K, D] of any strides; blocks: [B] int. Returns a copy. Slots past the sequence's end contain arbitrary data:
+    cut them off before computing.
     """
     stored = cache.view(torch.uint8) if cache.itemsize == 1 else cache
     pages = stored.index_select(0, blocks).view(cache.dtype)
@@ -172,18 +174,18 @@ def gather(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
 
 
 def per_head(scale: torch.Tensor | float, device: torch.device) -> torch.Tensor:
-    """A scale (0-d, [K] or [T, K]) shaped to multiply [..., K, D]."""
+    """Reshape a scale (0-d, [K] or [T, K]) to multiply [..., K, D]."""
     return torch.as_tensor(scale, dtype=torch.float32, device=device)[..., None]
 
 
 def extent(backend: type[AttentionBackend], kv_cache: torch.Tensor) -> tuple[int, int]:
-    """(blocks, tokens a block) of a cache in the backend's layout."""
+    """(blocks, tokens per block) of a cache in the backend's layout."""
     num_blocks, block_size = backend.logical_kv_cache(kv_cache)[0].shape[:2]
     return num_blocks, block_size
 
 
 def load(layer: Any, kv_cache: torch.Tensor, slots: Any, keys: torch.Tensor, values: torch.Tensor, codes: bool) -> torch.Tensor:
-    """`BaseLayer.load_pages`, checked: rows [T, ...] at slots [T] of the cache, which changes in place."""
+    """Implement `BaseLayer.load_pages` after its checks: write rows [T, ...] in place at slots [T] of the cache."""
     at = torch.from_numpy(slots).to(kv_cache.device)
     keys, values = keys.to(kv_cache.device), values.to(kv_cache.device)
     if not codes:
@@ -192,6 +194,6 @@ def load(layer: Any, kv_cache: torch.Tensor, slots: Any, keys: torch.Tensor, val
     key_cache, value_cache = layer.backend.logical_kv_cache(kv_cache)
     if keys.shape[1:] == key_cache.shape[2:]:
         put([(keys, key_cache), (values, value_cache)], at)
-    else:  # one row for both
+    else:  # MLA: one row contains both
         put([(torch.cat([keys, values], -1)[:, None], key_cache)], at)
     return kv_cache

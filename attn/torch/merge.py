@@ -1,7 +1,7 @@
-"""Merging partial attention: (output, lse) pairs over disjoint sets of keys form a commutative monoid (docs/semantics.md §6).
+"""Merge partial attention: (output, lse) pairs over disjoint sets of keys form a commutative monoid (docs/semantics.md §6).
 
-The state is fp32 whatever the outputs are. Sinks are not part of it: they are applied once, after the last merge. Written
-out here in torch's operators, for any device and for gradients; on a GPU one kernel does the same where Triton is installed.
+The state is fp32 whatever the dtype of the outputs. Sinks are not part of it: they are applied once, after the last merge.
+Written in torch operators for any device and for gradients; on a GPU one Triton kernel does the same if Triton is installed.
 """
 
 from collections.abc import Sequence
@@ -15,15 +15,15 @@ from attn.imports import installed
 def merge_attn_states(
     outputs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], *, nan_is_empty: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The attention over all keys from the attention over parts of them.
+    """Compute the attention over all keys from the attention over parts of them.
 
     outputs: [T, H, D] each; lses: [H, T] each, natural log, sinks excluded; sequences, or stacked. A part with an lse of
-    -inf, +inf or NaN is empty and its output is never read; with `nan_is_empty=False` a NaN stays one. All parts empty: 0
-    and -inf.
-    Returns (output [T, H, D] in the first output's dtype, lse [H, T] float32, or float64 when all are).
+    -inf, +inf or NaN is empty and its output is never read; with `nan_is_empty=False` NaN propagates. If all parts are empty,
+    the result is 0 and -inf.
+    Returns (output [T, H, D] in the first output's dtype, lse [H, T] float32, or float64 if all are). Raises `ShapeError`.
     """
     if len(outputs) == 0 or len(outputs) != len(lses):
-        raise ShapeError(f"got {len(outputs)} outputs and {len(lses)} lses: must be equally many, at least one")
+        raise ShapeError(f"got {len(outputs)} outputs and {len(lses)} lses: needs equal numbers of both, at least one")
     tokens, heads, _ = shape = outputs[0].shape
     for i, (output, lse) in enumerate(zip(outputs, lses, strict=True)):
         if output.shape != shape or lse.shape != (heads, tokens):
@@ -48,14 +48,14 @@ def merge_attn_states(
     norm = weights.sum(0)
     merged = torch.zeros(shape, dtype=logs.dtype, device=logs.device)
     for output, weight, nothing in zip(outputs, weights, empty, strict=True):
-        # selected, not multiplied: an empty part may hold anything
+        # select, do not multiply: the output of an empty part may contain anything
         merged += torch.where(nothing.T[..., None], 0, output.to(logs.dtype)) * weight.T[..., None]
     merged = torch.where(norm.T[..., None] == 0, 0, merged / norm.T[..., None])
     return merged.to(outputs[0].dtype), top + torch.log(norm)
 
 
 def _has_kernel(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the Triton kernel takes these outputs, and as many lses after them: its dtypes, its device, dense rows."""
+    """Whether the Triton kernel supports these outputs followed by as many lses: dtypes, device, dense rows, no gradients."""
     count = len(tensors) // 2
     kinds = {output.dtype for output in tensors[:count]}
     return (

@@ -1,4 +1,4 @@
-"""The paged backends' metadata: the neutral batch on a torch device, with host copies of the lengths."""
+"""Metadata of the paged backends: a framework-neutral batch on a torch device, with host copies of the lengths."""
 
 import itertools
 import json
@@ -18,36 +18,36 @@ from attn.errors import DeviceError, MetadataError
 if TYPE_CHECKING:
     from attn.backends.metadata import IntArray
 
-#: The fields that are on the device.
+#: The fields that are tensors on the device.
 ARRAYS = ("query_start_loc", "seq_lens", "block_table", "slot_mapping", "tree_mask")
-_numbers = itertools.count(1)
-#: Every batch that lives, by its `handle`, so that an operator of a graph finds it; a handle is never given twice.
+_counter = itertools.count(1)
+#: Every live batch by its `handle`, for operators of a graph. A handle is never reused.
 alive: "weakref.WeakValueDictionary[int, PagedAttentionMetadata]" = weakref.WeakValueDictionary()
 
 
 def exportable(cls: Any) -> Any:
-    """Let `torch.export` take batches of a class as inputs: their tensors are, and what else they say follows from shapes.
+    """Let `torch.export` take batches of a class as inputs: their tensors are inputs, the rest follows from shapes.
 
-    Bounds are those of the tensors then (rows, and slots of a row of the block table), and the host's mirrors stay behind: one
-    program is for every batch of its extents.
+    Bounds such as `max_seq_len` are then those of the tensors (rows, and slots in a row of the block table), and the host's
+    mirrors are dropped, so that one program serves every batch of its extents.
     """
 
     def flatten(batch: Any) -> tuple[list[Any], Any]:
         return [getattr(batch, name) for name in ARRAYS], [batch.causal, batch.block_size]
 
     def flatten_with_keys(batch: Any) -> tuple[list[Any], Any]:
-        arrays, said = flatten(batch)
-        return [(GetAttrKey(name), array) for name, array in zip(ARRAYS, arrays, strict=True)], said
+        arrays, context = flatten(batch)
+        return [(GetAttrKey(name), array) for name, array in zip(ARRAYS, arrays, strict=True)], context
 
-    def unflatten(arrays: Any, said: Any) -> Any:
-        held = dict(zip(ARRAYS, arrays, strict=True))
+    def unflatten(arrays: Any, context: Any) -> Any:
+        by_name = dict(zip(ARRAYS, arrays, strict=True))
         rows, reqs, columns = (
-            tuple(getattr(held[name], "shape", ())) for name in ("slot_mapping", "seq_lens", "block_table")
-        )  # of what stands for a tensor there may be none
+            tuple(getattr(by_name[name], "shape", ())) for name in ("slot_mapping", "seq_lens", "block_table")
+        )  # placeholders for tensors may have no shape
         size = rows[0] if rows else 0
-        longest = columns[1] * (said[1] or 1) if columns else 0
-        return cls(**held, num_reqs=reqs[0] if reqs else 0, num_actual_tokens=size, max_query_len=size, max_seq_len=longest,
-                   causal=said[0], block_size=said[1])  # fmt: skip
+        longest = columns[1] * (context[1] or 1) if columns else 0
+        return cls(**by_name, num_reqs=reqs[0] if reqs else 0, num_actual_tokens=size, max_query_len=size, max_seq_len=longest,
+                   causal=context[0], block_size=context[1])  # fmt: skip
 
     register_pytree_node(
         cls, flatten, unflatten, serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
@@ -59,10 +59,10 @@ def exportable(cls: Any) -> Any:
 @exportable
 @dataclass
 class PagedAttentionMetadata(AttentionMetadata):
-    """One batch on the device. Shapes and meanings are those of `CommonAttentionMetadata`.
+    """One batch on the device. Fields have the shapes and meanings of `CommonAttentionMetadata`.
 
     query_start_loc: [R + 1] int32 · seq_lens: [R] int32 · block_table: [R, B] int32 · slot_mapping: [T] int64, all on the
-    device; `*_cpu` are NumPy mirrors (None when the caller gave none); tree_mask: [R, W, W] bool on the device or None.
+    device; `*_cpu` are NumPy mirrors (None if the caller passed none); tree_mask: [R, W, W] bool on the device or None.
     """
 
     query_start_loc: torch.Tensor
@@ -80,33 +80,33 @@ class PagedAttentionMetadata(AttentionMetadata):
     block_size: int | None = None
 
     def __post_init__(self) -> None:
-        self.handle = 0  # one that is made within a graph is its tensors, and nobody's
+        self.handle = 0  # a batch built within a graph is only its tensors: it cannot be looked up
         if not torch.compiler.is_compiling():
-            self.handle = next(_numbers)
+            self.handle = next(_counter)
             alive[self.handle] = self
 
     def host_lens(self) -> "tuple[IntArray, IntArray]":
         """(query_start_loc [R + 1], seq_lens [R]) on the host: the caller's mirrors, or fetched from the device.
 
-        The fetch synchronises; it happens only in backends that loop over requests on the host and only when the caller
-        supplied no mirrors. What was fetched is checked then (`CommonAttentionMetadata.validate`).
+        The fetch waits for the device. It happens only in backends that loop over requests on the host, and only if the caller
+        passed no mirrors. The fetched lengths are then checked (`CommonAttentionMetadata.validate`).
         """
         if self.query_start_loc_cpu is None or self.seq_lens_cpu is None:
             self.query_start_loc_cpu = self.query_start_loc.cpu().numpy()
             self.seq_lens_cpu = self.seq_lens.cpu().numpy()
-            if self.block_size is not None:  # nobody could check these when the batch was built
-                names = {f.name for f in fields(PagedAttentionMetadata)} - {"tree_mask"}  # a subclass has more
+            if self.block_size is not None:  # they were not on the host when the batch was built, so they are checked now
+                names = {f.name for f in fields(PagedAttentionMetadata)} - {"tree_mask"}  # without a subclass's fields
                 CommonAttentionMetadata(**{name: getattr(self, name) for name in names}).validate(self.block_size)
         return self.query_start_loc_cpu, self.seq_lens_cpu
 
     def check_ids(self, num_blocks: int, block_size: int) -> None:
-        """Raise `MetadataError` unless live block ids and slots lie in a cache of that extent, and no slot is written twice.
+        """Raise `MetadataError` unless live block ids and slots are within a cache of that extent and no slot is written twice.
 
-        What is looked at are the tensors as they are on the device now, which a captured graph's owner may have changed since
-        the batch was built. Waits for the device, so it is for debugging (ATTN_DEBUG=device) and not for a capture.
+        Checks the tensors as they are on the device now: the owner of a captured graph may have changed them since the batch
+        was built. Waits for the device, so it is for debugging (ATTN_DEBUG=device). Raises `DeviceError` during a capture.
         """
         if self.block_table.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise DeviceError("ATTN_DEBUG=device waits for the device: it must be off while a graph is captured")
+            raise DeviceError("ATTN_DEBUG=device waits for the device: unset it while a CUDA graph is captured")
         table, seq_lens, slots = self.block_table, self.seq_lens, self.slot_mapping[: self.num_actual_tokens]
         columns, last = table.shape[1], num_blocks * block_size - 1
         long = seq_lens > columns * block_size
@@ -134,18 +134,17 @@ class PagedAttentionMetadata(AttentionMetadata):
 
 
 class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetadata]):
-    """Checks the neutral batch and puts it on the device. A builder of another `metadata_cls` sets that, and fills the fields
-    that the class adds in `extend`."""
+    """Check the framework-neutral batch and move it to the device. A builder with another `metadata_cls` sets that attribute
+    and fills the added fields in `extend`."""
 
     metadata_cls = PagedAttentionMetadata
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PagedAttentionMetadata:
-        """The batch on this builder's device. Raises `MetadataError` (see `CommonAttentionMetadata.validate`).
+        """Return the batch on this builder's device. Raises `MetadataError` (see `CommonAttentionMetadata.validate`).
 
-        Block ids and slots are checked too when the cache's extent is known and they are on the host, unless
-        `fast_build`.
+        Block ids and slots are also checked if the cache's extent is known and they are on the host, unless `fast_build`.
         """
         batch, spec = common_attn_metadata, self.kv_cache_spec
         batch.validate(spec.block_size, None if fast_build else spec.num_blocks)
@@ -175,5 +174,5 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
     def _put(self, array: Any, dtype: torch.dtype) -> torch.Tensor:
         tensor = to_framework(array, "torch")
         target = tensor.device if self.device is None else torch.device(self.device)
-        # a copy to the host must have happened before it is read; one from the host is ordered by the device's stream
+        # a copy to the host must complete before it is read; the device's stream orders a copy from the host
         return tensor.to(device=target, dtype=dtype, non_blocking=target.type != "cpu")  # type: ignore[no-any-return]

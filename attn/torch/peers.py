@@ -1,9 +1,9 @@
-"""The peers of `attn bench`: kernels that are no backends here, on the queries, keys and values of a benchmark's workload.
+"""The peers of `attn bench`: kernels that are not backends of this package, run on a benchmark workload's arrays.
 
-`sdpa`, `sdpa-flash`, `sdpa-cudnn` and `flex` are PyTorch's, on keys copied out of the pages beforehand ("dense"): what a
-kernel without pages would take. `flashinfer-*` are FlashInfer's wrappers over the pages, called as its documentation
-does, without this library's adapter: the difference to FLASHINFER's row is the adapter's cost. `vllm-triton` is vLLM's
-unified attention kernel under the rule by which vLLM splits keys. `FLASH_ATTN:<package>` is that backend held to one of its
+`sdpa`, `sdpa-flash`, `sdpa-cudnn` and `flex` are PyTorch's, on keys copied out of the pages beforehand ("dense"): the time
+that a kernel without pages takes. `flashinfer-*` are FlashInfer's wrappers over the pages, called as in its documentation,
+without this package's adapter: the difference to FLASHINFER's row is the adapter's cost. `vllm-triton` is vLLM's unified
+attention kernel with vLLM's rule for splitting keys. `FLASH_ATTN:<package>` is that backend restricted to one of its
 providers. Signatures: FlashInfer 0.7, vLLM 0.33.
 """
 
@@ -25,22 +25,25 @@ if TYPE_CHECKING:
     from attn.torch.bench import Workload
 
 Call = Callable[[], torch.Tensor]
-_WORKSPACE = 512 << 20  #: bytes; FlashInfer's own benchmarks take as much, and decode of 16 x 32k needs it
+_WORKSPACE = 512 << 20  #: bytes, as in FlashInfer's own benchmarks; decode of 16 x 32k needs it
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A kernel and how it is called. `prepare` makes of a workload the call that is timed, which returns the output:
-    [T, H, D], or [R, H, Q, D] of a dense one. It raises `UnsupportedError` for what the kernel does not take."""
+    """A kernel and how it is called.
+
+    `prepare` turns a workload into the call that is timed, which returns the output: [T, H, D], or [R, H, Q, D] from a dense
+    kernel. It raises `UnsupportedError` for workloads that the kernel does not support.
+    """
 
     name: str
     prepare: Callable[["Workload"], Call]
     module: str = "torch"
-    gpu: bool = True  #: runs on a GPU alone
+    gpu: bool = True  #: needs a GPU
 
 
 def peers_on(device: torch.device) -> dict[str, Peer]:
-    """Those that are installed for a device, by name."""
+    """The peers installed for a device, by name."""
     found = [*PEERS, *_of_providers()]
     return {p.name: p for p in found if (device.type == "cuda" or not p.gpu) and installed(p.module)}
 
@@ -52,9 +55,9 @@ def _dense(workload: "Workload") -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     """Query [R, H, Q, D], key and value [R, K, S, D]."""
     case = workload.case
     if case.kv_cache_dtype != "auto":
-        raise UnsupportedError(f"kv_cache_dtype={case.kv_cache_dtype}: a dense kernel would read it in {case.dtype}")
+        raise UnsupportedError(f"kv_cache_dtype={case.kv_cache_dtype}: dense kernels read {case.dtype} only")
     if len(set(workload.lens)) > 1 or workload.lens[0][0] not in (1, workload.lens[0][1]):
-        raise UnsupportedError("takes requests of one length, all new or one token each")
+        raise UnsupportedError("needs requests of equal lengths, all new or with one new token each")
     dtype, requests = workload.query.dtype, len(workload.lens)
     pairs = [workload.dense(r) for r in range(requests)]
     key, value = (torch.stack([p[i] for p in pairs]).to(dtype).transpose(1, 2).contiguous() for i in (0, 1))
@@ -107,12 +110,12 @@ def _flashinfer(kind: str) -> Callable[["Workload"], Call]:
         dtypes = {"q_data_type": workload.query.dtype, "kv_data_type": workload.cache.dtype}
         if kind == "decode":
             if any(q > 1 for q, _ in workload.lens):
-                raise UnsupportedError("takes one token a request")
+                raise UnsupportedError("supports only one token per request")
             decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(space, "NHD", use_tensor_cores=True)
             decode.plan(indptr, indices, last, *shape, case.block_size, **dtypes)
             return lambda: decode.run(workload.query, cache)  # type: ignore[no-any-return]
         if kind == "fa3" and workload.cache.dtype != workload.query.dtype:
-            raise UnsupportedError(f"kv_cache_dtype={case.kv_cache_dtype}: takes queries in the cache's dtype alone")
+            raise UnsupportedError(f"kv_cache_dtype={case.kv_cache_dtype}: needs queries in the cache's dtype")
         starts = workload.metadata.query_start_loc
         prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(space, "NHD", backend=kind)
         prefill.plan(starts, indptr, indices, last, *shape, case.block_size, causal=True, **dtypes)
@@ -121,7 +124,7 @@ def _flashinfer(kind: str) -> Callable[["Workload"], Call]:
     return prepare
 
 
-_SPLITS, _LEAST_PROGRAMS, _LONGEST_SPLIT = 16, 128, 8  #: vLLM's own numbers (v1/attention/backends/triton_attn.py)
+_SPLITS, _LEAST_PROGRAMS, _LONGEST_SPLIT = 16, 128, 8  #: vLLM's constants (v1/attention/backends/triton_attn.py)
 
 
 def _vllm(workload: "Workload") -> Call:
@@ -150,19 +153,19 @@ def _vllm(workload: "Workload") -> Call:
     return call
 
 
-# one package behind FLASH_ATTN
+# FLASH_ATTN with one provider
 
 
 def _of_providers() -> Iterator[Peer]:
     for provider in providers.present():
-        yield Peer(f"FLASH_ATTN:{provider.name}", _held_to(provider), provider.module)
+        yield Peer(f"FLASH_ATTN:{provider.name}", _with_provider(provider), provider.module)
 
 
-def _held_to(provider: providers.Provider) -> Callable[["Workload"], Call]:
+def _with_provider(provider: providers.Provider) -> Callable[["Workload"], Call]:
     def prepare(workload: "Workload") -> Call:
         from attn.torch.backends.flash_attn import FlashAttentionImpl
 
-        class Held(FlashAttentionImpl):
+        class OneProvider(FlashAttentionImpl):
             def _provider(self, request: Request, arch: str) -> providers.Provider:
                 return provider
 
@@ -171,7 +174,7 @@ def _held_to(provider: providers.Provider) -> Callable[["Workload"], Call]:
         arch = arch_of(workload.device)
         if why := provider.reasons(request, Device("torch", "cuda", arch=arch) if arch else None):
             raise UnsupportedError("; ".join(why))
-        own = type(workload)(case, "FLASH_ATTN", workload.device, Held)
+        own = type(workload)(case, "FLASH_ATTN", workload.device, OneProvider)
 
         def call() -> torch.Tensor:
             own.forward()

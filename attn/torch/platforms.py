@@ -1,11 +1,11 @@
-"""The torch wing's platforms: CUDA, ROCm, XPU and CPU, each with its order of backends and the reasons for it.
+"""The platforms of torch: CUDA, ROCm, XPU and CPU, each with its priority list of backends and the reasons for the order.
 
-An order is a literal: generations of hardware by rule (`attn.capabilities.arch_matches`), the first that matches counts, and
-`*` is every other and a device that is not at hand. Where a reason says "measured", its figures are in
-benchmarks/notes and `attn bench --judge` reads them; "vLLM's order" is that of its 0.33, unmeasured here.
+A priority list is a literal that maps hardware generations (rules of `attn.capabilities.arch_matches`) to backends. The first
+rule that matches applies; `*` matches every other generation and devices that are not present. Where a reason says "measured",
+the figures are in benchmarks/notes and `attn bench --judge` checks them; "vLLM's order" is that of vLLM 0.33, unmeasured.
 
-A platform is asked only when a layer is selected; nothing here runs at import, and describing a device initialises it
-no earlier than that.
+A platform is queried only when a layer is selected. Nothing in this module runs at import, and no device is initialised before
+it is described.
 """
 
 import functools
@@ -22,7 +22,7 @@ Orders = Mapping[str, tuple[str, ...]]
 
 
 class TorchPlatform(Platform):
-    """Base: the orders that all share, and looking one up."""
+    """Base class: the default priority lists and their lookup."""
 
     framework = "torch"
     dense: ClassVar[Orders]
@@ -30,7 +30,7 @@ class TorchPlatform(Platform):
     sparse_mla: ClassVar[Orders] = {"*": ("TORCH_MLA_SPARSE",)}
     mla_prefill: ClassVar[Orders] = {"*": ("TRITON", "TORCH_SDPA")}
     diffusion: ClassVar[Orders] = {
-        "*": ("TRITON_ATTN", "TORCH_SDPA", "TRITON_INT8_ATTN"),  # the last by name alone: nowhere was it seen to be faster
+        "*": ("TRITON_ATTN", "TORCH_SDPA", "TRITON_INT8_ATTN"),  # the last only by name: never measured to be faster
     }
 
     def priorities(self, request: Request, device: Device) -> tuple[str, ...]:
@@ -57,7 +57,7 @@ class CudaPlatform(TorchPlatform):
 
     name = "cuda"
 
-    @functools.cache  # noqa: B019  (one platform object a process)
+    @functools.cache  # noqa: B019  (one platform object per process)
     def device(self) -> Device:
         if not torch.cuda.is_available():
             return Device("torch", "cuda", "NVIDIA GPU (none here)")
@@ -66,41 +66,42 @@ class CudaPlatform(TorchPlatform):
 
     dense: ClassVar[Orders] = {
         "sm_7*": (
-            "XFORMERS",  # CUTLASS: the one vendor's kernel before Ampere
+            "XFORMERS",  # CUTLASS: the only vendor kernel for GPUs before Ampere
             "FLEX_ATTENTION",
             "TORCH_SDPA",
-            "TRITON_ATTN",  # this and what follows need sm_80, and say so: bf16 products have no tensor cores before it
+            "TRITON_ATTN",  # this and the next two need sm_80 and reject older GPUs: no bf16 tensor cores there
             "FLASH_ATTN",
             "FLASHINFER",
         ),
         "sm_90": (
-            # measured, 13 batches (benchmarks/notes/triton.md): the fastest of all backends in each, or level within a spread
+            # measured, 13 batches (benchmarks/notes/triton.md): the fastest backend in each, or equal within the spread
             "TRITON_ATTN",
-            "FLASHINFER",  # measured: 1.01 to 1.3x our time in decode, 1.3x in prefill, 1.8 to 4x in mixed batches
-            # measured: 1.01 to 1.4x our time by FlashAttention 3; by 4, which splits no keys on sm_90, 9x at one request of 32k
+            "FLASHINFER",  # measured: 1.01 to 1.3x TRITON_ATTN's time in decode, 1.3x in prefill, 1.8 to 4x in mixed batches
+            # measured: 1.01 to 1.4x TRITON_ATTN's time with FlashAttention 3; with FlashAttention 4, which does not split keys
+            # on sm_90, 9x for one request of 32k
             "FLASH_ATTN",
-            "FLEX_ATTENTION",  # measured on dense keys: 1.5x our time in prefill, 1 to 22x in decode
-            "XFORMERS",  # gathers keys first, unless they are pages of 64 in a batch of decodes
-            "TORCH_SDPA",  # any shape and feature, none of the speed: the last resort
+            "FLEX_ATTENTION",  # measured on dense keys: 1.5x TRITON_ATTN's time in prefill, 1 to 22x in decode
+            "XFORMERS",  # gathers keys first, except from pages of 64 in a decode batch
+            "TORCH_SDPA",  # supports any shape and feature, but is slow: the last resort
         ),
         "sm_10*": (
-            "FLASHINFER",  # TRT-LLM's kernels lead decode and prefill on datacentre Blackwell (vLLM's order)
-            "FLASH_ATTN",  # FlashAttention 4 splits keys there
-            "TRITON_ATTN",  # no kernel of ours for this generation's tensor cores, only Triton's
+            "FLASHINFER",  # TRT-LLM's kernels are fastest in decode and prefill on datacentre Blackwell (vLLM's order)
+            "FLASH_ATTN",  # FlashAttention 4 splits keys on this generation
+            "TRITON_ATTN",  # this package has no kernel for this generation's tensor cores; Triton compiles its general one
             "FLEX_ATTENTION",
             "XFORMERS",
             "TORCH_SDPA",
         ),
         "sm_12*": (
-            "FLASH_ATTN",  # FlashAttention 2 (vLLM's order); 4 has no pages there and declines
+            "FLASH_ATTN",  # FlashAttention 2 (vLLM's order); 4 does not support pages on sm_12 and is rejected
             "TRITON_ATTN",
-            "FLASHINFER",  # behind ours: vLLM's automatic choice of it gave degenerate answers there (vllm#53481)
+            "FLASHINFER",  # after TRITON_ATTN: vLLM's automatic choice of it gave degenerate outputs on sm_12 (vllm#53481)
             "FLEX_ATTENTION",
             "XFORMERS",
             "TORCH_SDPA",
         ),
         "*": (  # Ampere and Ada
-            "FLASH_ATTN",  # FlashAttention 2 leads prefill (vLLM's order)
+            "FLASH_ATTN",  # FlashAttention 2 is fastest in prefill (vLLM's order)
             "FLASHINFER",
             "TRITON_ATTN",
             "FLEX_ATTENTION",
@@ -110,10 +111,10 @@ class CudaPlatform(TorchPlatform):
     }
     mla: ClassVar[Orders] = {
         "sm_90": (
-            # measured, 12 batches (benchmarks/notes/mla-gpu.md): the fastest in ten; FlashAttention 3 ahead in two, by 5
-            # and 3 to 12 %
+            # measured, 12 batches (benchmarks/notes/mla-gpu.md): the fastest in ten; FlashAttention 3 is faster in two, by 5
+            # and by 3 to 12 %
             "TRITON_MLA",
-            "FLASHINFER_MLA",  # 1.01 to 1.12x our time
+            "FLASHINFER_MLA",  # 1.01 to 1.12x TRITON_MLA's time
             "FLASH_ATTN_MLA",  # 0.89 to 1.17x, FlashAttention 3
             "FLASHMLA",  # 1.04 to 1.26x
             "TORCH_MLA",
@@ -121,16 +122,16 @@ class CudaPlatform(TorchPlatform):
         "sm_10*": (
             "FLASHINFER_MLA", "CUTLASS_MLA", "FLASH_ATTN_MLA", "FLASHMLA", "TRITON_MLA", "TORCH_MLA",  # vLLM's order
         ),
-        "sm_12*": ("TRITON_MLA", "FLASHINFER_MLA", "TORCH_MLA"),  # vLLM's order: no vendor's kernel is made for it
+        "sm_12*": ("TRITON_MLA", "FLASHINFER_MLA", "TORCH_MLA"),  # vLLM's order: vendors have no kernel for it
         "*": (
-            "FLASHINFER_MLA",  # its FA2 template, measured on Hopper: 260 TFLOP/s, level with our Triton kernel there
+            "FLASHINFER_MLA",  # its FA2 template, measured on Hopper: 260 TFLOP/s, equal to TRITON_MLA there
             "TRITON_MLA",
             "TORCH_MLA",
         ),
     }  # fmt: skip
     sparse_mla: ClassVar[Orders] = {
         "*": (
-            "FLASHMLA_SPARSE",  # publishes 410 TFLOP/s for an H800 where ours has 64 over packed rows
+            "FLASHMLA_SPARSE",  # publishes 410 TFLOP/s on an H800; TRITON_MLA_SPARSE reaches 64 over packed rows
             "TRITON_MLA_SPARSE",
             "TORCH_MLA_SPARSE",
         )
@@ -138,13 +139,13 @@ class CudaPlatform(TorchPlatform):
     mla_prefill: ClassVar[Orders] = {
         "sm_10*": ("TRTLLM_RAGGED", "FLASHINFER", "FLASH_ATTN", "TOKENSPEED_MLA", "TRITON", "TORCH_SDPA"),
         "*": (
-            "FLASH_ATTN",  # FlashAttention 3 takes 192 / 128 heads as they are (vLLM's order)
+            "FLASH_ATTN",  # FlashAttention 3 supports 192 / 128 heads without padding (vLLM's order)
             "FLASHINFER",
-            "TRITON",  # our own
+            "TRITON",  # this package's kernel
             "TORCH_SDPA",
         ),
     }
-    diffusion: ClassVar[Orders] = {  # approximate kernels serve only those whose error budget lets them
+    diffusion: ClassVar[Orders] = {  # approximate kernels serve only requests whose error budget allows them
         "sm_1*": (
             "SAGE_ATTN_3",
             "CUDNN_ATTN",
@@ -161,13 +162,13 @@ class CudaPlatform(TorchPlatform):
             "SAGE_ATTN",
             "TRITON_ATTN",
             "TORCH_SDPA",
-            "TRITON_INT8_ATTN",  # by name alone until it is seen to be faster
+            "TRITON_INT8_ATTN",  # only when requested by name, until measured to be faster
         ),
     }
     #: Measured on Hopper in two runs (TFLOP/s at Flux 4.6k rows x 128, SD3 4.3k x 64, Wan 33k x 128, Wan 76k x 128): cuDNN
     #: 612-655, 390, 568, 564; FlashInfer's FA3 608-629, 457, 660, 645-656; FlashAttention 3 and 4 503-532, 291-329, 649-659,
-    #: 655-659; ours 528, 355, 471, 465; int8 in Triton does not pay there. Where FlashAttention overtakes cuDNN between 5k and
-    #: 33k rows was not measured; 16k is between them.
+    #: 655-659; TRITON_ATTN 528, 355, 471, 465; int8 in Triton is not faster there. The number of rows at which FlashAttention
+    #: overtakes cuDNN, between 5k and 33k, was not measured; 16k is an assumption.
     diffusion_hopper: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "up to 16k rows of heads up to 64": (
             "FLASHINFER_ATTN", "CUDNN_ATTN", "FLASH_ATTN", "SAGE_ATTN", "TRITON_ATTN", "TORCH_SDPA", "TRITON_INT8_ATTN",
@@ -188,7 +189,7 @@ class CudaPlatform(TorchPlatform):
 
 
 class RocmPlatform(TorchPlatform):
-    """AMD GPUs; torch calls their device type `cuda` too."""
+    """AMD GPUs. torch calls their device type `cuda` too."""
 
     name = "rocm"
 
@@ -201,14 +202,14 @@ class RocmPlatform(TorchPlatform):
 
     dense: ClassVar[Orders] = {
         "gfx9*": (
-            "ROCM_AITER_FA",  # AMD's own kernels: 2.7-4.4x ROCM_ATTN on MI300 (ROCm/vLLM blog, 2026-02); decline before gfx942
+            "ROCM_AITER_FA",  # AMD's own kernels: 2.7-4.4x ROCM_ATTN on MI300 (ROCm/vLLM blog, 2026-02); rejected before gfx942
             "ROCM_AITER_UNIFIED_ATTN",
-            "ROCM_ATTN",  # our Triton kernels with AMD's launch rules
+            "ROCM_ATTN",  # this package's Triton kernels with AMD's launch rules
             "TRITON_ATTN",
             "FLEX_ATTENTION",
             "TORCH_SDPA",
         ),
-        "*": (  # RDNA: AITER has no kernels for it, and says so
+        "*": (  # RDNA: AITER has no kernels for it, and its backends are rejected
             "ROCM_ATTN", "TRITON_ATTN", "FLEX_ATTENTION", "TORCH_SDPA", "ROCM_AITER_UNIFIED_ATTN", "ROCM_AITER_FA",
         ),
     }  # fmt: skip
@@ -226,8 +227,8 @@ class XpuPlatform(TorchPlatform):
         present = hasattr(torch, "xpu") and torch.xpu.is_available()
         return Device("torch", "xpu", torch.xpu.get_device_name() if present else "Intel GPU (none here)")
 
-    #: Nothing was run on one. IPEX is listed for the reason it gives, its kernels of the same names want another cache here;
-    #: then what may compile, then what needs no compiler.
+    #: Not measured: no backend was run on an Intel GPU. IPEX is listed so that its reason for rejection is shown (its kernels
+    #: of the same names need another cache layout), then backends that may compile, then those that need no compiler.
     dense: ClassVar[Orders] = {"*": ("IPEX", "TRITON_ATTN", "FLEX_ATTENTION", "TORCH_SDPA")}
 
 
@@ -242,10 +243,10 @@ class CpuPlatform(TorchPlatform):
 
     dense: ClassVar[Orders] = {
         "*": (
-            "CPU_ATTN",  # measured: 1 to 3.7x a loop by hand over gathered keys and SDPA
+            "CPU_ATTN",  # measured: 1 to 3.7x as fast as a loop over gathered keys and SDPA
             "TORCH_SDPA",
-            "FLEX_ATTENTION",  # needs a compiler, seconds a variant; level with SDPA once compiled
-            "IPEX",  # pins an older torch, so it is rarely there
+            "FLEX_ATTENTION",  # needs a compiler, seconds per variant; as fast as SDPA once compiled
+            "IPEX",  # requires an older torch, so it is rarely installed
         )
     }
 
@@ -255,18 +256,18 @@ PLATFORMS: dict[str, type[TorchPlatform]] = {p.name: p for p in (CudaPlatform, R
 
 @functools.cache
 def platform(name: str | None = None) -> TorchPlatform:
-    """The platform called `name`, or the one of the accelerator that torch has here (the CPU without one).
+    """Return the platform called `name`, by default that of this machine's accelerator, or the CPU without one.
 
     Raises ValueError for an unknown name.
     """
     if name is None:
-        return platform(_here())
+        return platform(_present_platform())
     if name not in PLATFORMS:
         raise ValueError(f"torch platform {name!r} is unknown; known: {', '.join(PLATFORMS)}")
     return PLATFORMS[name]()
 
 
-def _here() -> str:
+def _present_platform() -> str:
     if torch.cuda.is_available():
         return "rocm" if torch.version.hip else "cuda"
     if hasattr(torch, "xpu") and torch.xpu.is_available():

@@ -92,7 +92,7 @@ def test_mistakes_are_sentences():
         attn.torch.scaled_dot_product_attention(q, q, q, dropout_p=0.5)
     with pytest.raises(ShapeError, match=r"\[8, 16\]"):
         attn.torch.scaled_dot_product_attention(q[0, 0], k, v)
-    with pytest.raises(ValueError, match="give one of them"):
+    with pytest.raises(ValueError, match="pass only one of them"):
         attn.torch.scaled_dot_product_attention(q, q, q, torch.ones(8, 8, dtype=torch.bool), is_causal=True)
 
 

@@ -213,7 +213,7 @@ def test_an_mla_program_says_whose_layer_is_gone() -> None:
     program = torch.export.export(layer, (*given, cache, batch), strict=False).module()
     assert torch.equal(program(*given, cache.clone(), batch), layer(*given, cache, batch))
     del graphs._layers[layer.graph_key]  # as it is in another process
-    with pytest.raises(ValueError, match=r"MLAAttention-\d+: the layer of this graph is gone"):
+    with pytest.raises(ValueError, match=r"MLAAttention-\d+: the layer of this graph was deleted"):
         program(*given, cache, batch)
 
 

@@ -137,7 +137,7 @@ def test_check_scale() -> None:
     assert scale.dtype == torch.float32 and not scale.requires_grad and scale.data_ptr() != given.data_ptr()
     with torch.device("meta"):
         assert float(kv_cache.check_scale("s", 2.0, K)) == 2
-    with pytest.raises(ShapeError, match=r"s has shape \[3\]: must be a scalar or \[2\], one a kv head"):
+    with pytest.raises(ShapeError, match=r"s has shape \[3\]: must be a scalar or \[2\], one per kv head"):
         kv_cache.check_scale("s", [1, 2, 3], K)
     for wrong in (0.0, -1.0, np.inf, np.nan, [1.0, 0.0]):
         with pytest.raises(ValueError, match="must be finite and above 0"):
@@ -166,5 +166,5 @@ def test_a_scale_for_each_token_and_head(kind: str) -> None:
     assert not key_scales[0].any() and not keys[2].float().any()
     kv_cache.write(x[1:2], x[1:2], keys, values, torch.tensor([0]), key_scales, value_scales)
     assert key_scales[0, 0, 2] == 0 and not keys[0, 0, 2].float().any()
-    with pytest.raises(ShapeError, match=r"must be \[2, N, P, K, 36\], one byte an element"):
+    with pytest.raises(ShapeError, match=r"must be \[2, N, P, K, 36\], one byte per element"):
         kv_cache.split(cache, 32)
