@@ -1,1 +1,1 @@
-"""Triton kernels under torch, one public function a file: they import nothing of `attn` but kernels, and no backend."""
+"""Triton kernels for torch, one public function per file. They import no other part of `attn`, and no backend."""

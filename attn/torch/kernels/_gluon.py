@@ -1,16 +1,18 @@
-"""Gluon, Triton's language for kernels that are scheduled by hand, under one set of names for Triton 3.6 and later.
+"""Gluon, Triton's language for manually scheduled kernels, under one set of names for Triton 3.6 and later.
 
-Gluon is experimental, and releases rename what it has. `hopper_prefill` and `hopper_mla` import it from here: each name stands
-for the newest one that the installed Triton has, because a removed name may stay as a function that only raises.
+Gluon is experimental, and its releases rename functions. `hopper_prefill` and `hopper_mla` import them from this module.
+Each name refers to the newest function that the installed Triton has, because a removed name may remain as a function that
+only raises.
 
-| here | 3.6 | 3.7 | 3.8 | 3.9 |
+| name | 3.6 | 3.7 | 3.8 | 3.9 |
 |---|---|---|---|---|
 | `barrier` | `thread_barrier` | `barrier` | `barrier` | `barrier` |
 | `load_box` | `tma.async_copy_global_to_shared` | the same | `tma.async_load` | `tma.async_load` |
 | `copy_rows` | `async_copy.async_copy_global_to_shared` | the same | `async_copy.async_load` | `async_copy.async_load` |
 | `reinterpret` | `shared_memory_descriptor._reinterpret` | the same | the same | `shared_memory_descriptor.reinterpret` |
 
-Where a module or one of these names is missing, the import fails; `lacking` finds what else is. `hopper` gives the reasons.
+If a module or one of these names is missing, the import fails; `lacking` finds other missing names. `hopper` gives the
+reasons.
 """
 
 import inspect
@@ -35,20 +37,20 @@ __all__ = [
 
 
 def _newest(module: Any, *names: str) -> Any:
-    """The first of `names` that `module` has; AttributeError for the last one where it has none."""
+    """The first of `names` that `module` has. Raises AttributeError for the last one if it has none."""
     return getattr(module, next((name for name in names if hasattr(module, name)), names[-1]))
 
 
-#: Synchronises the threads of a partition, their accesses to shared memory included.
+#: Synchronises the threads of a partition and their accesses to shared memory.
 barrier = _newest(gl, "barrier", "thread_barrier")
-#: Copies one box of a tensor into shared memory by the bulk tensor engine.
+#: Copies one box of a tensor into shared memory with the bulk tensor engine (TMA).
 load_box = _newest(tma, "async_load", "async_copy_global_to_shared")
-#: Copies the elements that pointers name into shared memory, by the threads of a partition.
+#: Copies the elements that pointers address into shared memory, with the threads of a partition.
 copy_rows = _newest(async_copy, "async_load", "async_copy_global_to_shared")
-#: The same shared memory under another dtype, shape and layout: a method, called with the memory as its first argument.
+#: Reinterprets shared memory with another dtype, shape and layout: a method, called with the memory as its first argument.
 reinterpret = _newest(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")
 
-#: What the kernels use of `gl`.
+#: The names in `gl` that the kernels use.
 NAMES = (
     "BlockedLayout", "DotOperandLayout", "NVMMADistributedLayout", "NVMMASharedLayout", "SliceLayout", "SwizzledSharedLayout",
     "abs", "allocate_shared_memory", "arange", "associative_scan", "constexpr", "convert_layout", "exp2", "float32", "full",
@@ -58,7 +60,7 @@ NAMES = (
 
 
 def lacking() -> str:
-    """The first thing that the kernels call and the installed Gluon does not have; empty where it has all of them."""
+    """The first function or parameter that the kernels need and the installed Gluon lacks; "" if it has all of them."""
     for name in NAMES:
         if not hasattr(gl, name):
             return f"gluon.language.{name}"

@@ -1,4 +1,4 @@
-"""Codes of quantised caches, made and read by their bits: the same on every architecture, those without fp8 conversions too."""
+"""Encode and decode codes of quantised caches by their bits: the same on every architecture, even without fp8 conversions."""
 
 import triton
 import triton.language as tl
@@ -6,7 +6,7 @@ import triton.language as tl
 
 @triton.jit
 def nearest(x):  # type: ignore[no-untyped-def]
-    """x rounded to an integer, ties to even, for |x| < 2^22: adding 1.5 * 2^23 leaves no room for a fraction."""
+    """x rounded to an integer, ties to even, for |x| < 2^22: after adding 1.5 * 2^23 no bits remain for a fraction."""
     return (x + 12582912.0) - 12582912.0
 
 
@@ -30,10 +30,14 @@ def fp8_code(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, MAX: tl.constexpr): 
 
 @triton.jit
 def number_in(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Elements of a cache in the dtype of a product. Bytes are e4m3's, where they are not converted in hardware
-    (`launch.converts_e4m3`); int8 in float16 is made of its bits: 1024 + code + 128, less 1152."""
+    """Convert elements of a cache to the dtype of a product.
+
+    Bytes are e4m3 codes on architectures without a hardware conversion (`launch.converts_e4m3`). int8 becomes float16
+    through its bits: 1024 + code + 128, minus 1152.
+    """
     if x.dtype == tl.uint8:
-        # the bits of a float16 that is 2^-8 of the number, subnormal ones too: exponents are biased by 15 there, here by 7
+        # the bits of a float16 that is 2^-8 of the number, also if subnormal: the exponent's bias is 15 in float16, 7 in
+        # e4m3
         bits = x.to(tl.uint16)
         half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True) * 256.0
         return tl.where((bits & 0x7F) == 0x7F, float("nan"), half).to(dtype)

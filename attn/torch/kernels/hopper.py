@@ -1,8 +1,9 @@
-"""Whether `hopper_prefill` and `hopper_mla` can be used with the Triton that is installed, and if not, why.
+"""Whether `hopper_prefill` and `hopper_mla` can be used with the installed Triton, and if not, why.
 
-They are written in Gluon, whose interface changes between releases. What they need is looked up (`_gluon`), not a version
-number; a release that has all the names and still cannot compile a kernel turns that kernel off at its first launch, and the
-call goes on with the general kernels. Triton is imported when something is asked, so that this module needs none.
+They are written in Gluon, whose interface changes between releases. The check looks up the names that the kernels need
+(`_gluon`), not a version number. If a release has all the names but cannot compile a kernel, that kernel is disabled at its
+first launch and the call continues with the general kernels. Triton is imported only when a function is called, so
+importing this module does not need it.
 """
 
 import functools
@@ -13,17 +14,17 @@ from typing import ParamSpec, TypeVar
 
 COMPILED_WITH = "3.6 to 3.9"  #: releases of Triton that tests compile the kernels with
 KERNELS = ("hopper_prefill", "hopper_mla")
-_failed: dict[str, str] = {}  # kernels that this Triton could not compile, with the compiler's words
+_failed: dict[str, str] = {}  # kernels that this Triton could not compile, with the compiler's message
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
 class CannotCompile(RuntimeError):
-    """A kernel for Hopper was not compiled, and is off from now on; nothing was launched."""
+    """A Hopper kernel failed to compile and is now disabled; nothing was launched."""
 
 
 def has_triton() -> bool:
-    """Whether Triton is installed; it is not imported."""
+    """Whether Triton is installed, without importing it."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -36,18 +37,18 @@ def _lacking() -> str:
     try:
         from attn.torch.kernels import _gluon
     except (ImportError, AttributeError) as error:
-        return f"Gluon of triton {triton.__version__} is another: {error} (needs triton {COMPILED_WITH})"
+        return f"Gluon of triton {triton.__version__} is incompatible: {error} (needs triton {COMPILED_WITH})"
     missing = _gluon.lacking()
     return missing and f"triton {triton.__version__} has no {missing} (needs triton {COMPILED_WITH})"
 
 
 def why_off(kernel: str) -> str:
-    """Why a kernel of `KERNELS` is off with the installed Triton, whatever the device; empty where it is on."""
+    """Why a kernel of `KERNELS` is disabled with the installed Triton, on any device; "" if it is enabled."""
     return _lacking() or _failed.get(kernel, "")
 
 
 def is_on(kernel: str) -> bool:
-    """Whether a kernel of `KERNELS` can be launched. A reason against it is logged once: ask on a Hopper GPU only."""
+    """Whether a kernel of `KERNELS` can be launched. Logs a reason against it once: call only on a Hopper GPU."""
     if why := why_off(kernel):
         _warn(kernel, why)
     return not why
@@ -55,11 +56,11 @@ def is_on(kernel: str) -> bool:
 
 @functools.cache
 def _warn(kernel: str, why: str) -> None:
-    logging.getLogger(__name__).warning("%s is off, general kernels take its place: %s", kernel, why)
+    logging.getLogger(__name__).warning("%s is off, general kernels are used instead: %s", kernel, why)
 
 
 def turn_off(kernel: str, error: Exception) -> None:
-    """Turn a kernel off for an error of its launch that is the compiler's, and raise `CannotCompile`; nothing for others."""
+    """Disable a kernel and raise `CannotCompile` if a launch failed in the compiler; do nothing for other errors."""
     import triton
     from triton.errors import TritonError
 
@@ -74,7 +75,7 @@ def turn_off(kernel: str, error: Exception) -> None:
 
 
 def or_general(call: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Repeat a call in which a kernel for Hopper turned out not to compile: it is off now, so that general ones are taken."""
+    """Repeat a call in which a Hopper kernel failed to compile: it is now disabled, so general kernels are used."""
 
     @functools.wraps(call)
     def repeated(*args: _P.args, **kwargs: _P.kwargs) -> _T:

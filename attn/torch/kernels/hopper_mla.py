@@ -1,23 +1,26 @@
-"""Absorbed MLA on Hopper for many rows, dense or by chosen keys: `mla_decode`'s first stage by hand (Gluon) for sm_90.
+"""Absorbed MLA on Hopper for many rows, over all keys or selected keys: `mla_decode`'s first stage in Gluon for sm_90.
 
-A program takes 64 (token, head) rows of one request against a part of its keys, in two consumers of four warps and a producer
-that feeds them. The result [64, 512] fills the registers of both: consumer h holds columns 256 h and up. Consumer w makes the
-scores and weights of the tiles w, w + 2, ... of 64 keys; the weights reach the other one through shared memory, and both weigh
-their half of the tile's values, so that every product is made once (the split of DeepSeek's FlashMLA, 2025).
+A program computes 64 (token, head) rows of one request over a part of its keys, with two consumers of four warps and a
+producer that loads tiles for them. The result [64, 512] fills the registers of both consumers: consumer h holds columns 256
+h to 256 h + 255. Consumer w computes the scores and weights of the tiles w, w + 2, ... of 64 keys. It shares the weights
+through shared memory, and both consumers multiply them with their half of the tile's values, so that every product is
+computed once (the split of DeepSeek's FlashMLA, 2025).
 
-A tile is three pieces, latents 0-255 and 256-511 and the rotary part, which the producer looks up and copies as soon as each is
-free: one warp by the bulk tensor engine where keys lie in pages, four warps row by row where a list names them (zeros where it
-names none). Two tiles, the queries' latents and two tiles of weights fill shared memory (the queries' rotary part stays in
-registers), so a tile's copy can only start once both have weighed the tile two before it. Hence the order of a consumer's work:
-the other's tile is weighed, and its place given back, before one waits for the next of one's own. Scores of one tile beside the
-exponentials of another would need it earlier than it can be there (benchmarks/notes/mla-gpu.md).
+A tile has three pieces: latents 0-255, latents 256-511 and the rotary part. The producer looks up and copies each piece as
+soon as its buffer is free: one warp with the bulk tensor engine for keys in pages, four warps row by row for keys selected
+by a list (zeros for unused entries). Two tiles, the queries' latents and two tiles of weights fill shared memory (the
+queries' rotary part stays in registers), so the copy of a tile can only start once both consumers have used the tile two
+before it. This sets the order of a consumer's work: it uses the other consumer's tile and frees its buffer before it waits
+for its own next tile. Overlapping the scores of one tile with the exponentials of another would need that tile earlier than
+it can arrive (benchmarks/notes/mla-gpu.md).
 
-The grid, the split of keys, the states and their merge are `mla_decode`'s. What lies beyond what rows see is masked, and in
-tiles where rows differ in what they see, latents that are not finite are replaced by 0 (a row that sees them has a NaN for a
-score already). No length is fetched from the device.
+The grid, the split of keys, the states and their merge are those of `mla_decode`. Keys beyond what a row sees are masked.
+In tiles where rows differ in what they see, non-finite latents are replaced by 0 (the score of a row that sees them is
+already NaN). No length is fetched from the device.
 
-Layouts: q [T, H, 576], out [T, H, 512], both bf16 or float16; cache [N, P, 576] of the same dtype, strides multiples of 16; lse
-[H, T] float32, natural. Dense: P a multiple of 16. Chosen keys: H a multiple of 64, a program's rows being heads of one token.
+Layouts: q [T, H, 576], out [T, H, 512], both bf16 or float16; cache [N, P, 576] of the same dtype, strides multiples of 16;
+lse [H, T] float32, natural log. All keys: P is a multiple of 16. Selected keys: H is a multiple of 64, so that a program's
+rows are heads of one token.
 """
 
 import torch
@@ -39,10 +42,10 @@ from attn.torch.kernels._gluon import (
 )
 from attn.torch.kernels.launch import FUSED
 
-ROWS = 64  #: (token, head) pairs of a program
-KEYS = 64  #: of a tile
+ROWS = 64  #: (token, head) pairs per program
+KEYS = 64  #: per tile
 RANK, ROPE = 512, 64
-_REGISTERS = ((240, 24), (232, 40))  #: a thread of consumers and producer: one that copies boxes, one that gathers
+_REGISTERS = ((240, 24), (232, 40))  #: per thread (consumers, producer), for a producer that copies boxes and one that gathers
 _BATCH = ("row_tiles", "splits", "split", "topk", "num_pages", "lse_h", "table_r", "indices_t")
 
 
@@ -50,9 +53,11 @@ _BATCH = ("row_tiles", "splits", "split", "topk", "num_pages", "lse_h", "table_r
 def _part(  # type: ignore[no-untyped-def]
     query_start_loc, seq_lens, limits, row_tiles, split, topk, H: gl.constexpr, HAS_LIMITS: gl.constexpr, SPARSE: gl.constexpr
 ):  # fmt: skip
-    """(request, its first token, tokens, keys, first row here; keys that all rows see and some row, first key, tiles, splits).
+    """(request, its first token, tokens, keys, first row; keys that all rows and that some row sees, first key, tiles,
+    splits).
 
-    A program that has nothing to do has -1 splits."""
+    A program without work has -1 splits.
+    """
     r = gl.program_id(0) // row_tiles
     first_row = gl.program_id(0) % row_tiles * 64
     begin = gl.load(query_start_loc + r)
@@ -82,7 +87,7 @@ def _part(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _rows(begin, q_len, first_row, count, H: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
-    """[64] each: token here, token in the batch, head, whether there is such a row and something to do."""
+    """[64] each: token in the request, token in the batch, head, whether the row exists and the program has work."""
     row = first_row + gl.arange(0, 64, layout=LAYOUT)
     token = row // H
     return token, (begin + token).to(gl.int64), row % H, (token < q_len) & (count >= 0)
@@ -94,7 +99,7 @@ def _gather(  # type: ignore[no-untyped-def]
     split, topk, c_block, c_slot, table_r, indices_t,
     H: gl.constexpr, P: gl.constexpr, HAS_LIMITS: gl.constexpr, SPARSE: gl.constexpr,
 ):  # fmt: skip
-    """Four warps: the tiles of chosen keys in order, row by row; zeros where there is no key."""
+    """Producer of four warps: copy the tiles of selected keys in order, row by row; zeros for unused entries."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     parts = reinterpret(k_ring, k_ring.dtype, [16, 64, 64], swizzled)
@@ -129,7 +134,7 @@ def _produce(  # type: ignore[no-untyped-def]
     topk, num_pages, table_r,
     H: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, HAS_LIMITS: gl.constexpr, SPARSE: gl.constexpr,
 ):  # fmt: skip
-    """One warp: the tiles of keys in order, piece by piece, each as soon as its place is free."""
+    """Producer of one warp: copy the tiles of keys in order, piece by piece, each as soon as its buffer is free."""
     BOXES: gl.constexpr = 64 // BOX
     k_boxes = reinterpret(k_ring, k_ring.dtype, [16 * BOXES, 1, BOX, 64], desc.layout)
     r_boxes = reinterpret(r_ring, k_ring.dtype, [2 * BOXES, 1, BOX, 64], desc.layout)
@@ -143,7 +148,7 @@ def _produce(  # type: ignore[no-untyped-def]
         places = ()
         for b in gl.static_range(BOXES):
             at = start + b * BOX
-            # no page: the engine writes zeros for what lies outside of its tensor
+            # not a valid page: the engine fills in zeros for accesses outside its tensor
             pages = pages + (gl.load(table + at // P, mask=at < high, other=num_pages),)  # type: ignore[assignment]
             places = places + (at % P,)  # type: ignore[assignment]
         stage = i % 2
@@ -168,11 +173,11 @@ def _produce(  # type: ignore[no-untyped-def]
 def _scores(  # type: ignore[no-untyped-def]
     q_tile, q_rope, k_ring, r_ring, k_full, r_full, k, SPARSE: gl.constexpr, S_LAYOUT: gl.constexpr, WHICH: gl.constexpr
 ):  # fmt: skip
-    """The products of one's own tile, each piece's as it arrives; under way when this returns."""
-    # 0, which the compiler does not know: or else it keeps the places of all operands in registers, which there are not
+    """Start the products of this consumer's tile, each piece as it arrives; they are still running on return."""
+    # always 0, but unknown to the compiler, which would otherwise keep the addresses of all operands in scarce registers
     far = gl.inline_asm_elementwise("shr.u32 $0, $1, 31;", "=r,r", [k], gl.int32, is_pure=True, pack=1)
     mbarrier.wait(r_full.index(WHICH), k & 1)
-    if SPARSE:  # rows that threads copied, which the tensor cores are to see
+    if SPARSE:  # makes rows that threads copied visible to the tensor cores
         fence_async_shared()
     nothing = gl.zeros([64, 64], gl.float32, S_LAYOUT)
     s = warpgroup_mma(q_rope, r_ring.index(WHICH + far).permute((1, 0)), nothing, use_acc=False, is_async=True)
@@ -186,7 +191,7 @@ def _scores(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _join(acc, top, norm, k_ring, p_ring, tops, k_empty, t_full, p_full, phase, WHICH: gl.constexpr):  # type: ignore[no-untyped-def]
-    """The other consumer's tile: (acc with its values, maximum, norm on its scale)."""
+    """Add the other consumer's tile. Returns (acc with its values, maximum, norm rescaled to that maximum)."""
     OTHER: gl.constexpr = 1 - WHICH
     mbarrier.wait(t_full.index(OTHER), phase)
     above = tops.index(OTHER).load(top.type.layout)
@@ -202,7 +207,7 @@ def _join(acc, top, norm, k_ring, p_ring, tops, k_empty, t_full, p_full, phase, 
 
 @gluon.jit
 def _clean(k_ring, least, WHICH: gl.constexpr):  # type: ignore[no-untyped-def]
-    """Zeros for what is not finite among the latents of one's own tile, whose scores are made, from row `least` on."""
+    """Replace non-finite latents of this consumer's tile by 0 from row `least` on, after its scores were computed."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     parts = reinterpret(k_ring, k_ring.dtype, [64, 16, 64], gl.NVMMASharedLayout(128, 16, rank=2))
     for column in range(8):
@@ -219,8 +224,10 @@ def _step(  # type: ignore[no-untyped-def]
     chosen, k, start, seen, low, factor,
     MASKED: gl.constexpr, SPARSE: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
-    """One's own tile: its scores, its weights, which the other one waits for, its values. SPARSE: `low` is the list's
-    length, `seen` how many keys there are."""
+    """Process this consumer's tile: its scores, its weights, which the other consumer waits for, and its values.
+
+    SPARSE: `low` is the list's length, `seen` the number of keys.
+    """
     j = start + gl.arange(0, 64, layout=gl.SliceLayout(0, S_LAYOUT))
     if SPARSE:
         position = gl.load(chosen + j, mask=j < low, other=-1)
@@ -235,7 +242,7 @@ def _step(  # type: ignore[no-untyped-def]
     above = gl.maximum(top, gl.max(s, 1) * factor)
     tops.index(WHICH).store(above)
     barrier()
-    # the other one brings its sums to this scale while the exponentials are taken
+    # the other consumer rescales its sums to this maximum while this one computes exponentials
     mbarrier.arrive(t_full.index(WHICH), count=1)
     guard = gl.where(above == float("-inf"), 0.0, above)
     weights = gl.exp2(s * factor - guard[:, None])
@@ -263,7 +270,7 @@ def _consume(  # type: ignore[no-untyped-def]
     indices, row_tiles, splits, split, topk, o_t, o_h, lse_h, q_t, q_h, indices_t,
     H: gl.constexpr, HAS_LIMITS: gl.constexpr, HAS_LSE: gl.constexpr, SPARSE: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
-    """Four warps: the scores of every other tile, half of the columns of the result."""
+    """Consumer of four warps: the scores of every other tile, and half of the columns of the result."""
     dtype: gl.constexpr = k_ring.dtype
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16])
@@ -302,7 +309,7 @@ def _consume(  # type: ignore[no-untyped-def]
     norm = gl.zeros([64], gl.float32, ROW)
     top = gl.full([64], float("-inf"), gl.float32, ROW)
     mine = (tiles + 1 - WHICH) // 2
-    # every row sees the keys below `low`, whose whole tiles need no mask
+    # every row sees the keys below `low`, so whole tiles below it need no mask
     plain = mine
     if not SPARSE:
         plain = (gl.minimum(gl.maximum(low - begins, 0) // 64, tiles) + 1 - WHICH) // 2
@@ -344,7 +351,7 @@ def _consume(  # type: ignore[no-untyped-def]
         if WHICH == 0:
             gl.store(partial_lse + state, log, mask=row_live)
     else:
-        # through the queries' place, which nobody reads any more, so that rows are written 16 bytes a thread
+        # through the queries' buffer, which is no longer read, so that each thread writes 16 bytes of a row
         q_tile.index(WHICH).store(acc.to(dtype))
         barrier()
         o_place = (copy_at * o_t + copy_head * o_h)[:, None] + d[None, :]
@@ -389,7 +396,7 @@ def _attend(  # type: ignore[no-untyped-def]
         mbarrier.init(end.index(i), count=1)
     mbarrier.init(q_full.index(0), count=2)
     fence_async_shared()
-    # the merge may be launched already: it waits for this grid's end before it reads
+    # the merge may already be launched: it waits for the end of this grid before it reads
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
     if SPARSE:
         gl.warp_specialize(
@@ -440,7 +447,7 @@ def _attend(  # type: ignore[no-untyped-def]
 
 
 def serves(query: torch.Tensor, cache: torch.Tensor, rank: int, split: int, sparse: bool) -> bool:
-    """Whether shapes, dtypes and addresses are such as this kernel takes; the launch is the rule's to choose."""
+    """Whether the kernel supports these shapes, dtypes and addresses; whether to use it is up to the launch rule."""
     if query.dtype not in (torch.bfloat16, torch.float16) or cache.dtype != query.dtype:
         return False
     if rank != RANK or query.shape[-1] != RANK + ROPE or cache.shape[-1] != RANK + ROPE or split % KEYS:
@@ -469,9 +476,9 @@ def attend(
     splits: int,
     split: int,
 ) -> None:
-    """What `mla_decode`'s own kernel does with the same arguments: results, or states where a row has several splits.
+    """Compute what `mla_decode`'s own kernel does for the same arguments: results, or states for rows with several splits.
 
-    factor: of scores, into base 2; v_factor: of values. tiles: of 64 rows, a request. split: keys a program takes.
+    factor: scales scores, into base 2; v_factor: scales values. tiles: of 64 rows, per request. split: keys per program.
     """
     page, sparse = cache.shape[1], indices is not None
     box = min(page & -page, KEYS)

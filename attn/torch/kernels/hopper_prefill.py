@@ -1,23 +1,23 @@
-"""Prefill on Hopper: the ragged paged attention of `paged_attention`, scheduled by hand (Gluon) for sm_90.
+"""Prefill on Hopper: the ragged paged attention of `paged_attention`, manually scheduled (Gluon) for sm_90.
 
 Each program holds 128 packed rows (tokens of one request x the G query heads of a kv head) in two consumers of four warps
-and 64 rows, and one warp that feeds them: it looks pages up and copies them by the bulk tensor engine into a ring of key
-and value tiles of 128 keys. A consumer has the next tile's scores in flight while it weighs the values of the last one and
-takes the exponentials in between, and the two consumers drift apart until one's exponentials hide the other's products
-(Shah et al., FlashAttention-3, 2024). Tiles go from the last key to the first, so that the tiles that need a mask come
+and 64 rows. One producer warp looks up pages and copies them with the bulk tensor engine into a ring of key and value tiles
+of 128 keys. A consumer computes the scores of the next tile while it multiplies the last tile's weights with its values,
+with the exponentials in between. The two consumers drift apart until one's exponentials overlap the other's products (Shah
+et al., FlashAttention-3, 2024). Tiles are processed from the last key to the first, so that the tiles that need a mask come
 first and last.
 
-Grid: any number of programs; program i takes the tiles i, i + programs, ... in the order request, longest rows first, kv
-head. With as many programs as tiles the hardware balances them; with fewer, some multiprocessors are left to a decode that
-runs beside (`paged_attention`). No length is fetched from the device.
+Grid: any number of programs; program i processes the tiles i, i + programs, ... in the order request, longest rows first,
+kv head. With as many programs as tiles the hardware balances them; with fewer, some multiprocessors are left for a decode
+that runs concurrently (`paged_attention`). No length is fetched from the device.
 
-Pages beyond a request's last are not read (the engine fills zeros in), nor are values used of slots beyond its length or
-before the first key that a row of the tile sees: the producer overwrites them. A NaN or infinity among values that some row
-sees makes a consumer start its tile over, key by key, so that it reaches just the rows that see it.
+Pages after a request's last are not read (the engine fills in zeros). Values in slots after its length, or before the first
+key that a row of the tile sees, are not used: the producer overwrites them. If a value that some row sees is NaN or
+infinite, a consumer repeats its tile key by key, so that it affects only the rows that see it.
 
 Layouts: query, output [T, H, D]; caches [N, P, K, D] of any strides (multiples of 16 bytes; last dimension dense), or a
-call's own keys and values [T, K, D] (as [1, T, K, D]); lse [H, T] float32, natural. D is 64 or 128, G at most 128, and at
-most REQUESTS requests.
+call's own keys and values [T, K, D] (as [1, T, K, D]); lse [H, T] float32, natural log. D is 64 or 128, G at most 128, and
+the batch has at most REQUESTS requests.
 """
 
 import torch
@@ -37,11 +37,11 @@ from attn.torch.kernels._gluon import (
 )
 from attn.torch.kernels.launch import FUSED
 
-REQUESTS = 1024  #: how many a batch may have: their tiles are counted by one vector operation
-ROWS = 128  #: of a program: two consumers of 64
-KEYS = 128  #: of a tile
-_STAGES = 2  #: of the ring
-_REGISTERS = (240, 24)  #: a thread, of consumers and producer
+REQUESTS = 1024  #: limit per batch: one vector operation counts all their tiles
+ROWS = 128  #: per program: two consumers of 64
+KEYS = 128  #: per tile
+_STAGES = 2  #: of the ring buffer
+_REGISTERS = (240, 24)  #: per thread of consumers and of the producer
 _BATCH = ("left", "right", "min_query", "num_reqs", "num_pages", "lse_h")
 
 
@@ -52,7 +52,7 @@ def _add(a, b):  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _ends_of(query_start_loc, min_query, num_reqs, BLOCK_Q: gl.constexpr, LAYOUT: gl.constexpr, R: gl.constexpr):  # type: ignore[no-untyped-def]
-    """[R]: how many tiles the requests up to each one have together; those with few tokens have none."""
+    """[R]: the total number of tiles of the requests up to each one; requests with few tokens have none."""
     i = gl.arange(0, R, layout=LAYOUT)
     begin = gl.load(query_start_loc + i, mask=i < num_reqs, other=0)
     end = gl.load(query_start_loc + i + 1, mask=i < num_reqs, other=0)
@@ -62,7 +62,7 @@ def _ends_of(query_start_loc, min_query, num_reqs, BLOCK_Q: gl.constexpr, LAYOUT
 
 @gluon.jit
 def _unit(turn):  # type: ignore[no-untyped-def]
-    """A program's unit of work in its `turn`: odd turns go backwards, so that nobody has all the long ones."""
+    """A program's unit of work in round `turn`: odd rounds run backwards, so that long units are spread over programs."""
     i = gl.program_id(0)
     return turn * gl.num_programs(0) + gl.where(turn % 2 == 0, i, gl.num_programs(0) - 1 - i)
 
@@ -82,7 +82,7 @@ def _tile_of(  # type: ignore[no-untyped-def]
     r = gl.sum(before.to(gl.int32), 0)
     begin = gl.load(query_start_loc + r)
     q_len = gl.load(query_start_loc + r + 1) - begin
-    # the longest rows are the last: started first, they do not end last
+    # the last rows are the longest: start them first, so that they do not end last
     tile = (q_len + BLOCK_Q - 1) // BLOCK_Q - 1 - (unit - gl.max(gl.where(before, ends, 0), 0))
     seq_len = gl.load(seq_lens + r) if PAGED else q_len
     context = seq_len - q_len
@@ -101,7 +101,7 @@ def _produce(  # type: ignore[no-untyped-def]
     K: gl.constexpr, D: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, PAGED: gl.constexpr, R: gl.constexpr,
 ):  # fmt: skip
-    """One warp: the tiles of keys and values into the ring, in the order in which the consumers take them."""
+    """Producer of one warp: copy tiles of keys and values into the ring, in the order in which the consumers use them."""
     COLUMNS: gl.constexpr = 64
     HALVES: gl.constexpr = D // COLUMNS
     BOXES: gl.constexpr = BLOCK_N // BOX
@@ -134,7 +134,7 @@ def _produce(  # type: ignore[no-untyped-def]
             for b in gl.static_range(BOXES):
                 at = start + b * BOX
                 if PAGED:
-                    # no page: the engine writes zeros for what lies outside of its tensor
+                    # not a valid page: the engine fills in zeros for accesses outside its tensor
                     pages = pages + (gl.load(table + at // P, mask=at < seq_len, other=num_pages),)  # type: ignore[assignment]
                     places = places + (at % P,)  # type: ignore[assignment]
                 else:
@@ -188,7 +188,7 @@ def _produce(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _tanh(x):  # type: ignore[no-untyped-def]
-    """tanh: by series where the quotient would cancel, and saturating on both sides where exp overflows."""
+    """tanh: a series where the quotient would cancel; saturates on both sides where exp overflows."""
     y = x * x
     series = x * (1.0 + y * (-0.33333333 + y * (0.13333333 + y * (-0.05396825 + y * 0.02186949))))
     return gl.where(gl.abs(x) < 0.25, series, 1.0 - 2.0 / (gl.exp2(x * 2.8853900817779268) + 1.0))
@@ -199,7 +199,7 @@ def _weigh(  # type: ignore[no-untyped-def]
     s, top, norm, start, upper, lower, factor, cap,
     MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, S_LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """The online softmax of one tile of scores: (weights, running maximum, running sum, what earlier sums shrink by)."""
+    """The online softmax of one tile of scores: (weights, running maximum, running sum, factor for earlier sums)."""
     if HAS_CAP:
         s = cap * _tanh(s * factor)
     if MASKED:
@@ -208,7 +208,7 @@ def _weigh(  # type: ignore[no-untyped-def]
         if HAS_LEFT:
             allowed = allowed & (j[None, :] >= lower[:, None])
         s = gl.where(allowed, s, float("-inf"))
-    # plain scores meet the factor inside the exponent, where it fuses
+    # plain scores are scaled inside the exponent, where the product is fused
     above = gl.maximum(top, gl.max(s, 1) if HAS_CAP else gl.max(s, 1) * factor)
     guard = gl.where(above == float("-inf"), 0.0, above)
     p = gl.exp2((s if HAS_CAP else s * factor) - guard[:, None])
@@ -223,7 +223,7 @@ def _step(  # type: ignore[no-untyped-def]
     MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The scores of tile `count` while the values of the tile before it are weighed by `p`."""
+    """Compute the scores of tile `count` while the values of the previous tile are multiplied with `p`."""
     stage = count % STAGES
     old = (count - 1) % STAGES
     mbarrier.wait(k_full.index(stage), count // STAGES & 1)
@@ -237,7 +237,7 @@ def _step(  # type: ignore[no-untyped-def]
     weights, top, norm, shrink = _weigh(
         s, top, norm, start, upper, lower, factor, cap, MASKED, HAS_LEFT, HAS_CAP, S_LAYOUT, BLOCK_N
     )
-    # waiting for the weights too keeps the compiler from taking the exponentials after the wait
+    # waiting for the weights too keeps the compiler from moving the exponentials after the wait
     acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
     mbarrier.arrive(v_empty.index(old), count=1)
     acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
@@ -254,7 +254,7 @@ def _consume(  # type: ignore[no-untyped-def]
     STAGES: gl.constexpr, PAGED: gl.constexpr, NEGATE: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr,
     HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, R: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
-    """Four warps: 64 rows of each of the program's tiles."""
+    """Consumer of four warps: 64 rows of each of the program's tiles."""
     K: gl.constexpr = H // G
     dtype: gl.constexpr = q_ring.dtype
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
@@ -358,11 +358,11 @@ def _consume(  # type: ignore[no-untyped-def]
         if HAS_SINKS:
             seen = (row < BLOCK_Q * G) & (first + row // G < q_len)
             sink = gl.load(sinks + kv_head * G + row % G, mask=seen, other=0.0) * 1.4426950408889634
-            # a row without keys is 0 whatever its sink is
+            # a row without keys is 0 whatever its sink
             kept = gl.where(log == float("-inf"), 0.0, 1.0 / (1.0 + gl.exp2(sink - log)))
             share = share * gl.convert_layout(kept, O_ROW)
         result = gl.where((sum_ == 0)[:, None], 0.0, acc * share[:, None]).to(dtype)
-        # through the queries' place, which nobody reads any more, so that rows are written 16 bytes a thread
+        # through the queries' buffer, which is no longer read, so that each thread writes 16 bytes of a row
         q_tile.store(result)
         barrier()
         rows = at * o_t + head * o_h
@@ -381,7 +381,7 @@ def _careful(  # type: ignore[no-untyped-def]
     D: gl.constexpr, P: gl.constexpr, PAGED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """The weighed sum of values, a key at a time: what a row does not see is selected away instead of weighed by 0."""
+    """The weighted sum of values, one key at a time: keys that a row does not see are selected away, not multiplied by 0."""
     ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
     d = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
     q = q_tile.load(LAYOUT).to(gl.float32)
@@ -439,7 +439,7 @@ def _prefill(  # type: ignore[no-untyped-def]
     mbarrier.init(v_raw, count=1)
     fence_async_shared()
     K: gl.constexpr = H // G
-    # a decode of the same batch may start on the multiprocessors that this grid leaves
+    # a decode of the same batch may start on the multiprocessors that this grid leaves free
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
     gl.warp_specialize(
         [
@@ -469,7 +469,7 @@ def _prefill(  # type: ignore[no-untyped-def]
 def serves(
     query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, num_reqs: int, group: int, page: int
 ) -> bool:
-    """Whether shapes, dtypes and addresses are such as this kernel takes; the features are the caller's to check."""
+    """Whether the kernel supports these shapes, dtypes and addresses; the caller checks features."""
     if query.dtype not in (torch.bfloat16, torch.float16) or query.shape[-1] not in (64, 128):
         return False
     if num_reqs > REQUESTS or group > ROWS or page % 16:
@@ -501,10 +501,11 @@ def prefill(
     min_query: int,
     programs: int,
 ) -> None:
-    """Fill the rows of all requests of more than `min_query` tokens; the rest of the contract is `paged_attention`'s.
+    """Compute the rows of all requests with more than `min_query` tokens; the rest of the contract is `paged_attention`'s.
 
-    factor: of scores, into base 2 (into the cap's units with a soft cap, whose `cap` is then in base 2). left, right: keys
-    seen on either side, so large that it bounds nothing where there is none. programs: how many multiprocessors it may take.
+    factor: scales scores, into base 2 (into the cap's units with a soft cap, whose `cap` is then in base 2). left, right:
+    number of keys seen on either side, larger than any sequence if there is no bound. programs: the number of
+    multiprocessors that it may use.
     """
     paged = block_table is not None
     caches = [key_cache, value_cache] if paged else [key_cache[None], value_cache[None]]

@@ -1,17 +1,17 @@
 """Dense attention whose scores are products of 8-bit integers (Zhang et al., SageAttention, arXiv 2410.02367).
 
-Queries and keys are rounded to int8, queries with a scale for each row, keys with one for each tile. Before that the keys'
-mean over the sequence is subtracted: it adds the same number to every score of a row, which a softmax does not see, and it
-is what keys' outlying channels mostly consist of, which would otherwise set the tiles' scales. Products of codes are exact
-in int32; scores, softmax and sums are float32; values are weighed in their own 16 bits.
+Queries and keys are rounded to int8, queries with a scale per row, keys with one per tile. First the keys' mean over the
+sequence is subtracted: it adds the same number to every score of a row, which does not change the softmax, and it makes up
+most of the outlying channels of keys, which would otherwise determine the tiles' scales. Products of codes are exact in
+int32; scores, softmax and sums are float32; values are multiplied in their own 16-bit dtype.
 
     _quantize   grid tiles x H x B: codes [B, H, S', D'] (S' a multiple of the tile, D' a power of two, zeros beyond the array)
-                and scales; for queries also their product with the keys' mean, which a log-sum-exp needs back.
+                and scales; for queries also their product with the keys' mean, which is added back to a log-sum-exp.
     _attend     grid tiles x H x B, heads that share keys next to one another: an online softmax in base 2.
 
-Keys from `lens[b]` on do not exist: their codes are 0, their scores -inf, their values are not loaded. A NaN or infinity in
-a query's row reaches that row; among a head's keys it reaches all rows of that head (a mean holds it), among values those of
-the tiles that see it. Offsets are 64-bit wherever an array may have 2^31 elements.
+Keys from `lens[b]` on do not exist: their codes are 0, their scores -inf, and their values are not loaded. A NaN or
+infinity in a query's row affects that row; among a head's keys it affects all rows of that head (through the mean); among
+values, those of the tiles that see it. Offsets are 64-bit wherever an array may have 2^31 elements.
 """
 
 from typing import Any
@@ -31,7 +31,11 @@ def _quantize(  # type: ignore[no-untyped-def]
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
     IS_QUERY: tl.constexpr, HAS_MEAN: tl.constexpr, HAS_SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """One tile: queries times `factor`, a scale a row (`shift`: their product with the mean); keys less the mean, one scale."""
+    """Quantise one tile.
+
+    Queries are multiplied by `factor` and have a scale per row (`shift`: their product with the mean); keys have the mean
+    subtracted and one scale.
+    """
     tiles = padded // BLOCK
     pid = tl.program_id(0)
     tile = pid % tiles
@@ -55,13 +59,13 @@ def _quantize(  # type: ignore[no-untyped-def]
             values = tl.where(lanes, values - middle[None, :], 0.0)
     if IS_QUERY:
         values = values * factor
-    # A maximum may pass over NaN. (A number less itself is no test: where it is a product, compilers fuse the two.)
+    # A maximum may ignore NaN. (x - x does not detect it: if x is a product, compilers fuse the two.)
     wild = tl.max((tl.abs(values) < float("inf")).to(tl.int32) ^ 1, 1)
     peak = tl.max(tl.abs(values), 1)
     if not IS_QUERY:
         peak = tl.max(peak, 0) + tl.zeros((BLOCK,), tl.float32)
         wild = tl.max(wild, 0) + tl.zeros((BLOCK,), tl.int32)
-    inverse = tl.where(peak > 1e-30, 127.0 / peak, 0.0)  # what is smaller yet would add nothing to any score
+    inverse = tl.where(peak > 1e-30, 127.0 / peak, 0.0)  # smaller values would not change any score
     rounded = tl.floor(tl.where((wild == 0)[:, None], values * inverse[:, None], 0.0) + 0.5)
     tl.store(codes + out[:, None] * BLOCK_D + d[None, :], rounded.to(tl.int8))
     scale = tl.where(wild == 0, tl.where(peak > 1e-30, peak / 127.0, 0.0), float("nan"))
@@ -77,7 +81,7 @@ def _step(  # type: ignore[no-untyped-def]
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, WIDE: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys. Without MASKED every row sees every key of it."""
+    """Process one tile of keys. Without MASKED every row sees every key of it."""
     n = tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
     j = start + n
@@ -89,7 +93,7 @@ def _step(  # type: ignore[no-untyped-def]
         if CAUSAL:
             allowed = allowed & (j[None, :] <= upper[:, None])
         s = tl.where(allowed, s, float("-inf"))
-    # scores meet their scale inside the exponent, where it fuses; a scale of 0 would make NaN of what is masked
+    # scores are scaled inside the exponent, where the product is fused; masked scores times a scale of 0 would be NaN
     above = tl.maximum(top, tl.where(tl.max(s, 1) == float("-inf"), float("-inf"), tl.max(s, 1) * scale))
     guard = tl.where(above == float("-inf"), 0.0, above)
     p = tl.exp2(s * scale[:, None] - guard[:, None])
@@ -98,7 +102,7 @@ def _step(  # type: ignore[no-untyped-def]
     shrink = tl.exp2(top - guard)
     norm = norm * shrink + tl.sum(p, 1)
     acc = acc * shrink[:, None]
-    at = tl.minimum(j, length - 1) if MASKED else j  # beyond the last key it is loaded again
+    at = tl.minimum(j, length - 1) if MASKED else j  # rows past the last key load it again
     if WIDE:
         at = at.to(tl.int64)
     v_rows = v_at + at[:, None] * v_s + d[None, :]
@@ -117,7 +121,7 @@ def _attend(  # type: ignore[no-untyped-def]
     pid = tl.program_id(0)
     tile = pid % tiles
     if CAUSAL:
-        tile = tiles - 1 - tile  # the longest rows are the last: started first, they do not end last
+        tile = tiles - 1 - tile  # the last rows are the longest: start them first, so that they do not end last
     unit = pid // tiles
     b = unit // H
     head = unit % H
@@ -174,12 +178,13 @@ def int8_attention(
     scale: float,
     causal: bool = False,
 ) -> None:
-    """Fill output [B, S, H, D] and, unless None, lse [B, H, S] float32 (natural; -inf without keys, where output is 0).
+    """Compute output [B, S, H, D] and, unless None, lse [B, H, S] float32 (natural log; -inf without keys, where output is
+    0).
 
-    query: [B, S, H, D]; key, value: [B, M, K, D], float16 or bfloat16, any strides but for a dense last dimension. lens: [B]
-    int32, entry b has keys 0 .. lens[b] - 1, what lies behind may be anything. mean: [B, K, D] float32, subtracted from the
-    keys (their mean over the sequence: any vector gives the same attention, with another error); None subtracts nothing.
-    causal: row i sees keys up to i + lens[b] - S.
+    query: [B, S, H, D]; key, value: [B, M, K, D], float16 or bfloat16, any strides with a dense last dimension. lens: [B]
+    int32, entry b has keys 0 .. lens[b] - 1; later rows may contain anything. mean: [B, K, D] float32, subtracted from the
+    keys (their mean over the sequence: any vector gives the same attention, with another rounding error); None subtracts
+    nothing. causal: row i sees keys up to i + lens[b] - S.
     """
     batch, rows, heads, size = query.shape
     keys, kv_heads = key.shape[1:3]

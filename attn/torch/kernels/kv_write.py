@@ -1,9 +1,9 @@
-"""Writing new keys and values into a paged cache, quantised on the way.
+"""Write new keys and values into a paged cache, quantising them if needed.
 
 Grid [T]: one program stores one token's keys and values, all heads. fp8 codes are computed with integers (round to nearest
-even, saturating, NaN kept), so that they are the same bits on every architecture, those without fp8 conversions included.
-A scale is given (one number, or one for each kv head), or each token and head takes its own: absmax / the largest code,
-stored beside the codes; 0 for a token of zeros, NaN for one that is not all finite. A slot of -1 stores nothing.
+even, saturating, NaN kept), so that their bits are the same on every architecture, including those without fp8 conversions.
+Either a scale is passed (one, or one per kv head), or each token and head gets its own: absmax / the largest code, stored
+beside the codes; 0 for a token of zeros, NaN for one with a non-finite element. A slot of -1 stores nothing.
 """
 
 import torch
@@ -17,7 +17,7 @@ from attn.torch.kernels.launch import FUSED, check_stride, power_of_two
 
 @triton.jit
 def _bf16_code(x):  # type: ignore[no-untyped-def]
-    """The bits of float32 x in bfloat16, by integers too: not every conversion rounds (the interpreter's cuts off)."""
+    """The bits of float32 x in bfloat16, also by integers: not every conversion rounds (the interpreter's truncates)."""
     bits = x.to(tl.uint32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return tl.where(x != x, 0x7FC0, rounded).to(tl.uint16)
@@ -25,7 +25,7 @@ def _bf16_code(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _code(x, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
-    """float32 x, already divided by its scale, as a byte."""
+    """Convert float32 x, already divided by its scale, to a byte."""
     if KIND == "int8":
         clipped = tl.minimum(tl.maximum(x, -127.0), 127.0)
         return nearest(tl.where(x != x, 0.0, clipped)).to(tl.int32).to(tl.uint8)
@@ -100,8 +100,8 @@ def write_kv(
 ) -> None:
     """Store token t's key and value at slot_mapping[t] = block * P + offset; -1 stores nothing.
 
-    key, value: [T', K, D]; caches: [N, P, K, D], any strides with D dense; slot_mapping: [T] int; scales: 0-d or [K] float32
-    on the same device, which one-byte caches need and others do not look at. Rows past the shorter of T and T' are padding.
+    key, value: [T', K, D]; caches: [N, P, K, D], any strides with D dense; slot_mapping: [T] int; scales: 0-d or [K]
+    float32 on the same device, which one-byte caches need and others ignore. Rows past the shorter of T and T' are padding.
     """
     _launch(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, own=False)
 
@@ -116,9 +116,9 @@ def write_kv_per_token(
     value_scales: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """`write_kv` where each token and head gets a scale of its own, stored in key_scales and value_scales.
+    """`write_kv` with a scale per token and head, stored in key_scales and value_scales.
 
-    Caches: int8 or float8_e4m3fn; scales: [N, P, K] float32 of equal strides with heads side by side.
+    Caches: int8 or float8_e4m3fn; scales: [N, P, K] float32 with equal strides and adjacent heads.
     """
     assert key_scales.stride() == value_scales.stride() and key_scales.stride(2) == 1
     _launch(key, value, key_cache, value_cache, slot_mapping, key_scales, value_scales, own=True)

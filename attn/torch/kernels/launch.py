@@ -1,8 +1,8 @@
-"""Launch rules: tile sizes, warps and stages from shapes and the architecture, never from a table of measured shapes.
+"""Launch rules: tile sizes, warps and stages from shapes and the architecture, not from a table of measured shapes.
 
-A rule names what it wants in order of preference and takes the first that fits the architecture's shared memory. The one
-thing that depends on the batch is how finely a decode's keys are split, and that can be pinned (`split_size`) where a
-sequence's bits must not depend on its neighbours.
+A rule lists launches in order of preference and takes the first that fits the architecture's shared memory. Only the number
+of splits of a decode's keys depends on the batch, and it can be fixed (`split_size`) if a sequence's bits must not depend
+on the rest of the batch.
 """
 
 import functools
@@ -17,7 +17,7 @@ from attn.torch.kernels.memory import SHARED_MEMORY, UNKNOWN
 
 @dataclass(frozen=True)
 class Launch:
-    """How one kernel is launched: rows and keys a tile, warps a program, stages of the software pipeline."""
+    """How one kernel is launched: rows and keys per tile, warps per program, stages of the software pipeline."""
 
     block_m: int
     block_n: int
@@ -28,7 +28,7 @@ class Launch:
         return {"num_warps": self.num_warps, "num_stages": self.num_stages, **FUSED}
 
 
-#: Of every launch: a product and a sum become one instruction. Triton 3.9 warns where it is not said, 3.10 leaves it off.
+#: For every launch: fuse a product and a sum into one instruction. Triton 3.9 warns if this is unset, 3.10 disables it.
 FUSED = {"enable_fp_fusion": True}
 
 
@@ -38,7 +38,7 @@ def power_of_two(n: int) -> int:
 
 
 def arch() -> str:
-    """`sm_90`, `gfx942`, or `interpreter`: what Triton compiles for now (asked of Triton, so a stand-in driver counts)."""
+    """`sm_90`, `gfx942`, or `interpreter`: Triton's current target (queried from Triton, so a placeholder driver counts)."""
     if triton.knobs.runtime.interpret:
         return "interpreter"
     target = triton.runtime.driver.active.get_current_target()
@@ -51,28 +51,31 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Of a CUDA or ROCm device; 8 where tensors lie on the host (the interpreter, compilation without a device)."""
+    """Multiprocessors of a CUDA or ROCm device; 8 for tensors on the host (interpreter, compiling without a device)."""
     return _multiprocessors(device) if device.type == "cuda" else 8
 
 
 def converts_e4m3(arch: str) -> bool:
-    """Whether there are instructions that make numbers of e4m3 codes. Elsewhere kernels take codes as bytes (`number_in`):
-    Triton would refuse (NVIDIA before Ada) or emulate them in so much code that LLVM does not end (RDNA3)."""
+    """Whether the hardware converts e4m3 codes to numbers.
+
+    Elsewhere kernels read codes as bytes (`number_in`): Triton would reject them (NVIDIA before Ada) or emulate the
+    conversion in so much code that LLVM does not finish (RDNA3).
+    """
     if arch.startswith("sm_"):
         return int(arch[3:]) >= 89
     return arch.startswith(("gfx95", "gfx12", "interpreter"))
 
 
 def can_launch_early(arch: str) -> bool:
-    """Whether a kernel's launch may overlap the end of the one before it (programmatic dependent launch, from Hopper on)."""
+    """Whether a kernel's launch may overlap the end of the previous one (programmatic dependent launch, from Hopper on)."""
     return arch.startswith("sm_") and int(arch[3:]) >= 90
 
 
 def _fitting(wanted: list[Launch], arch: str, block_d: int, itemsize: int, stored: int) -> Launch:
-    """The first of `wanted` whose tiles fit: queries once, keys and values a stage, one stage of them converted."""
+    """The first of `wanted` whose tiles fit: queries once, keys and values per stage, one stage of them converted."""
     limit = SHARED_MEMORY.get(arch, UNKNOWN)
     for launch in wanted:
-        stages = max(1, launch.num_stages - 1)  # the last stage computes out of what the others hold
+        stages = max(1, launch.num_stages - 1)  # the last stage computes from what the others hold
         tile = 2 * launch.block_n * block_d
         need = launch.block_m * block_d * itemsize + tile * stages * stored + launch.block_m * launch.block_n * itemsize
         if stored != itemsize:
@@ -82,30 +85,30 @@ def _fitting(wanted: list[Launch], arch: str, block_d: int, itemsize: int, store
     return wanted[-1]
 
 
-#: Launches that were measured, by ("decode" or "prefill", *the rule's arguments): they go before the rules.
+#: Measured launches, by ("decode" or "prefill", *the rule's arguments). These take precedence over the rules.
 TUNED: dict[tuple[str | int, ...], Launch] = {}
 
 
 @functools.lru_cache(maxsize=1024)
 def decode_launch(arch: str, group: int, head_size: int, itemsize: int, stored: int) -> Launch:
-    """For few query rows against many keys: bound by memory, so many small programs with loads in flight."""
+    """The launch for few query rows against many keys: memory-bound, so many small programs with loads in flight."""
     block_m, block_d = max(16, power_of_two(group)), power_of_two(head_size)
     if arch == "interpreter":
         return Launch(block_m, 32, 4, 1)
     if arch.startswith("gfx1"):
-        # Waves of 32, whose matrix instructions want operands in both halves: by the compiler's reports (gfx1100) tiles of 64
-        # keys spill hundreds of registers, these none up to 128 columns.
+        # Waves of 32, whose matrix instructions need operands in both halves: by the compiler's reports (gfx1100) tiles of
+        # 64 keys spill hundreds of registers, these none up to 128 columns.
         wanted = [Launch(block_m, 16, 4 if block_d <= 128 else 8, 2)]
     elif arch.startswith("gfx"):
         wanted = [Launch(block_m, n, 4, 2) for n in (64, 32, 16)]
     else:
-        # Keys of about 8 KiB a stage (of their value as the product takes it: one-byte codes are converted in registers), and
-        # stages enough that four programs fill shared memory: more of them share a multiprocessor unevenly, and the last is
-        # waited for. The table's load takes some of the stages.
+        # About 8 KiB of keys per stage (in the dtype of the product: one-byte codes are converted in registers), and enough
+        # stages that four programs fill shared memory: more of them share a multiprocessor unevenly, and the last one
+        # delays the end. Loading the block table uses some of the stages.
         n = min(64, max(16, power_of_two(8192 // (block_d * itemsize))))
         warps, stages = (2, 8 if block_d > 64 else 6) if block_d <= 128 else (4, 6)
         if stored == 1 and itemsize == 2 and block_d == 128 and block_m == 16:
-            warps = 1  # what bounds a cache of bytes is instructions, of which one warp needs the fewest
+            warps = 1  # caches of bytes are bound by instructions, and one warp needs the fewest
         wanted = [Launch(block_m, n, warps, stages), *(Launch(block_m, k, warps, 3) for k in (32, 16))]
     if itemsize == 4:
         wanted = [Launch(block_m, 16, 4, s) for s in (3, 1)]
@@ -114,13 +117,13 @@ def decode_launch(arch: str, group: int, head_size: int, itemsize: int, stored: 
 
 @functools.lru_cache(maxsize=1024)
 def prefill_launch(arch: str, group: int, head_size: int, itemsize: int, stored: int) -> Launch:
-    """For many query rows: bound by arithmetic, so tiles as large as registers and shared memory allow."""
+    """The launch for many query rows: compute-bound, so tiles as large as registers and shared memory allow."""
     least, block_d = power_of_two(group), power_of_two(head_size)
     if arch == "interpreter":
         return Launch(max(32, least), 32, 4, 1)
     if itemsize == 4:
-        # Small tiles. On NVIDIA three tf32 products stand for one of float32 and take the queries' place in shared memory three
-        # times (by the compiler's reports): 16 rows where 32 of them and the tiles would not fit.
+        # Small tiles. On NVIDIA three tf32 products replace one of float32 and need the queries' shared memory three times
+        # (by the compiler's reports): 16 rows where 32 rows and the tiles would not fit.
         room = SHARED_MEMORY.get(arch, UNKNOWN) if arch.startswith("sm") else 1 << 30
         rows, warps = (32, 8 if block_d > 128 else 4) if 4 * 32 * block_d * itemsize <= room else (16, 4)
         wanted = [Launch(max(rows, least), 16, warps, s) for s in (2, 1)]
@@ -128,26 +131,26 @@ def prefill_launch(arch: str, group: int, head_size: int, itemsize: int, stored:
         # as in `decode_launch`: 64 rows and 32 keys on four waves spilled a thousand registers
         wanted = [Launch(max(64 if block_d <= 128 else 32, least), 16, 8, s) for s in (2, 1)]
     elif arch.startswith("gfx"):
-        # by the compiler's reports alone: larger tiles spill where LDS would hold them (gfx950), and 32 keys of wide heads in
-        # two stages it cannot translate under a tree's mask there
+        # by the compiler's reports alone: larger tiles spill although LDS would hold them (gfx950), and 32 keys of wide
+        # heads in two stages do not compile with a tree's mask on gfx950
         rows, keys = (64, 32) if block_d <= 128 else (32, 16)
         wanted = [Launch(max(rows, least), n, 4, s) for n, s in ((keys, 2), (16, 1))]
     elif arch.startswith("sm_9"):
         wide = [Launch(max(128, least), 128, 8, 3), Launch(max(128, least), 64, 8, 3)] if block_d <= 128 else []
         wanted = [*wide, Launch(max(128, least), 64, 8, 2), Launch(max(64, least), 32, 8, 2)]
     elif arch.startswith("sm_10"):
-        # Accumulators live in tensor memory, of which there are 512 columns: several of block_d and one of block_n. Below 64
-        # rows they live in registers.
+        # Accumulators are in tensor memory, which has 512 columns: several of block_d and one of block_n. Below 64 rows
+        # they are in registers.
         wanted = [Launch(max(128, least), 64, 8, 3) if block_d <= 128 else Launch(max(32, least), 32, 4, 2)]
     else:
-        # by the compiler's reports alone (spills), no such device having been at hand
+        # by the compiler's reports alone (spills); not measured on a device
         wanted = [Launch(max(64, least), n, 4, s) for n, s in ((32, 2), (16, 2), (16, 1))]
     return _fitting(wanted, arch, block_d, itemsize, stored)
 
 
 @functools.lru_cache(maxsize=64)
 def int8_launch(arch: str, head_size: int) -> Launch:
-    """For dense attention with 8-bit scores: a query tile and a key tile are half as large, a value tile is not."""
+    """The launch for dense attention with 8-bit scores: query and key tiles are half as large, value tiles are not."""
     block_d = power_of_two(head_size)
     if arch == "interpreter":
         return Launch(32, 32, 4, 1)
@@ -167,10 +170,10 @@ def int8_launch(arch: str, head_size: int) -> Launch:
 
 @functools.lru_cache(maxsize=4096)
 def split_size(units: int, keys: int, block_n: int, multiprocessors: int, most: int = 128) -> int:
-    """Keys a program of a decode takes, a multiple of block_n: as few splits as keep memory busy to the end.
+    """Keys per program of a decode, a multiple of block_n: as few splits as keep memory busy to the end.
 
-    `units` programs would each walk `keys` keys. Three run on a multiprocessor at a time, two saturate memory, and
-    from there on more splits only cost: a start (about four tiles' time) and the merge.
+    `units` programs would each process `keys` keys. Three run on a multiprocessor at a time, two saturate memory, and
+    beyond that more splits only add cost: a start (about the time of four tiles) and the merge.
     """
     tiles = max(1, -(-keys // block_n))
     floor = units * tiles / (2 * multiprocessors)
@@ -189,10 +192,10 @@ def split_size(units: int, keys: int, block_n: int, multiprocessors: int, most: 
 def long_decode(
     arch: str, group: int, head_size: int, itemsize: int, stored: int, units: int, keys: int, multiprocessors: int
 ) -> tuple[Launch, int] | None:
-    """(launch, keys a split) of a long sequence almost alone on a Hopper GPU, or None where that is not what is asked.
+    """(launch, keys per split) for a long sequence almost alone on a Hopper GPU, or None in all other cases.
 
-    Programs of twice the keys and as many warps, two on a multiprocessor and all of them at once: 0.0498 ms for one sequence
-    of 32k where the rule for any batch takes 0.0515 (H200). Beyond what was measured nothing is claimed.
+    Programs of twice the keys and as many warps, two on a multiprocessor and all of them at once: 0.0498 ms for one
+    sequence of 32k where the general rule takes 0.0515 (H200). Applies only to what was measured.
     """
     few = units * 16 <= multiprocessors and keys >= 16384
     if not few or arch != "sm_90" or group > 16 or head_size != 128 or (itemsize, stored) != (2, 2):
@@ -202,11 +205,13 @@ def long_decode(
 
 
 def prefill_programs(flops: float, nbytes: float, multiprocessors: int) -> int:
-    """How many multiprocessors the prefill of a mixed batch takes while its decode runs on the others; all of them at first.
+    """The number of multiprocessors for the prefill of a mixed batch while its decode runs on the others; all, if run in
+    sequence.
 
-    `flops` of the prefill against `nbytes` of the decode's keys and values, at Hopper's rates. A decode fills memory from
-    three sevenths of the multiprocessors and slows down in proportion below. Shared out where that promises a tenth less
-    time than one after the other, in which the decode begins as the prefill's last programs end.
+    `flops` of the prefill against `nbytes` of the decode's keys and values, at Hopper's rates. A decode saturates memory
+    with three sevenths of the multiprocessors and slows down in proportion with fewer. The two share the device if that is
+    predicted to take a tenth less time than running in sequence, where the decode begins as the prefill's last programs
+    end.
     """
     whole, decode = flops / 480e12, nbytes / 4e12
 
@@ -220,5 +225,5 @@ def prefill_programs(flops: float, nbytes: float, multiprocessors: int) -> int:
 
 
 def check_stride(name: str, tensor: Any) -> None:
-    """Kernels read rows of D elements that lie side by side; anything else is a caller's mistake in this library."""
+    """Assert that rows of D elements are contiguous, as kernels require; anything else is a bug in this package."""
     assert tensor.stride(-1) == 1, f"{name} has strides {tensor.stride()}: the last dimension must be dense"

@@ -1,6 +1,6 @@
-"""Shared memory by architecture, and what it forbids: facts that capability records need where Triton is not installed."""
+"""Shared memory by architecture, and the limits it sets: facts that capability records need without Triton installed."""
 
-#: Shared memory that one program may use, in bytes (NVIDIA: opt-in limit a block; AMD: LDS a workgroup).
+#: Shared memory that one program may use, in bytes (NVIDIA: opt-in limit per block; AMD: LDS per workgroup).
 SHARED_MEMORY = {
     "sm_75": 65536,
     "sm_80": 166912,
@@ -16,13 +16,16 @@ SHARED_MEMORY = {
     "gfx1100": 65536,
     "gfx1201": 65536,
 }
-UNKNOWN = 65536  #: what an architecture that is not listed is taken to have: the least of those that are
-_TILES = 3072  #: bytes that the smallest tiles of keys and weights take beside the queries (by the compiler's reports)
+UNKNOWN = 65536  #: assumed for unlisted architectures: the least of the listed ones
+_TILES = 3072  #: bytes of the smallest tiles of keys and weights beside the queries (by the compiler's reports)
 
 
 def largest_group(arch: str, head_size: int, itemsize: int, most: int) -> int:
-    """Query heads a kv head, up to `most`, whose rows one program can hold: NVIDIA's tensor cores read them from shared
-    memory, float32 ones three times (as the tf32 parts that stand for them). AMD's read registers."""
+    """Query heads per kv head, up to `most`, whose rows one program can hold.
+
+    NVIDIA's tensor cores read them from shared memory, float32 ones three times (as the tf32 parts that replace them).
+    AMD's read registers.
+    """
     if not arch.startswith("sm_"):
         return most
     row = (1 << (head_size - 1).bit_length()) * (3 * itemsize if itemsize == 4 else itemsize)
@@ -32,8 +35,11 @@ def largest_group(arch: str, head_size: int, itemsize: int, most: int) -> int:
 
 
 def holds_float32_latents(arch: str, head_size: int) -> bool:
-    """Whether one program can hold 16 rows of float32 latents beside 16 queries: both whole, and the latents once more for the
-    weights' product (NVIDIA; 106,496 bytes for 512 + 64 by the compiler's report). AMD's read registers."""
+    """Whether one program can hold 16 rows of float32 latents beside 16 queries.
+
+    It needs both whole, and the latents once more for the product with the weights (NVIDIA; 106,496 bytes for 512 + 64 by
+    the compiler's report). AMD's matrix cores read registers.
+    """
     if not arch.startswith("sm_"):
         return True
     latent = 1 << (head_size - 1).bit_length() - 1

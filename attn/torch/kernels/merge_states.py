@@ -1,11 +1,11 @@
-"""Joining attention over disjoint sets of keys: states (output, lse) become the state over all keys, on the device.
+"""Merge attention over disjoint sets of keys on the device: states (output, lse) become the state over all keys.
 
-One program joins all states of one token for some heads, in one pass: a running maximum of the log-sum-exps, weights
+One program merges all states of one token for some heads, in one pass: a running maximum of the log-sum-exps, and weights
 relative to it (docs/semantics.md §6; the merge step of Flash-Decoding). The state is float32 for outputs of any dtype. A
-state whose lse is -inf or +inf, or NaN unless it is to be kept, is empty: its output is not loaded, so whatever it holds
-stays there.
+state whose lse is -inf or +inf, or NaN with `nan_is_empty`, is empty: its output is not loaded, so its content does not
+matter.
 
-Layouts: outputs [S, T, H, D] (or two of [T, H, D]), any strides with D dense; lses [S, H, T] float32, natural, T dense.
+Layouts: outputs [S, T, H, D] (or two of [T, H, D]), any strides with D dense; lses [S, H, T] float32, natural log, T dense.
 """
 
 import torch
@@ -18,7 +18,7 @@ from attn.torch.kernels.launch import FUSED, check_stride, power_of_two
 
 @triton.jit
 def _joined(acc, norm, top, rows, logs, live, lanes, NAN_IS_EMPTY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One more state: acc [heads, D] and norm [heads] are sums relative to exp(top)."""
+    """Add one more state: acc [heads, D] and norm [heads] are sums relative to exp(top)."""
     log = tl.load(logs, mask=live, other=float("-inf"))
     empty = (log == float("inf")) | (log == float("-inf"))
     if NAN_IS_EMPTY:
@@ -63,10 +63,10 @@ def _merge(  # type: ignore[no-untyped-def]
 
 @library.custom_op("attn::triton_merge_states", mutates_args=())
 def merge_states(outputs: torch.Tensor, lses: torch.Tensor, nan_is_empty: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
-    """(output [T, H, D], lse [H, T] float32) over all keys, from S states over parts of them.
+    """Merge S states over parts of the keys. Returns (output [T, H, D], lse [H, T] float32) over all keys.
 
-    outputs: [S, T, H, D], bfloat16, float16 or float32; lses: [S, H, T] float32, natural, sinks excluded. S may be 0. With
-    all states empty a row is 0 and its lse -inf. With `nan_is_empty=False` a NaN among the lses stays one.
+    outputs: [S, T, H, D], bfloat16, float16 or float32; lses: [S, H, T] float32, natural log, sinks excluded. S may be 0.
+    If all states are empty, a row is 0 and its lse -inf. With `nan_is_empty=False` a NaN among the lses propagates.
     """
     return _launch(outputs, lses, None, None, nan_is_empty)
 
@@ -79,7 +79,7 @@ def merge_two_states(
     other_lse: torch.Tensor,
     nan_is_empty: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`merge_states` of two that lie apart, such as a shared prefix and the rest: outputs [T, H, D], lses [H, T]."""
+    """`merge_states` of two separate states, such as a shared prefix and the rest: outputs [T, H, D], lses [H, T]."""
     return _launch(output[None], lse[None], other, other_lse, nan_is_empty)
 
 
@@ -110,7 +110,7 @@ def _launch(
 
 
 def _results(outputs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Undefined memory for a merged state."""
+    """Uninitialised memory for a merged state."""
     return outputs.new_empty(outputs.shape[1:]), lses.new_empty(lses.shape[1:], dtype=torch.float32)
 
 

@@ -1,25 +1,29 @@
-"""Absorbed MLA over a paged cache of latents, dense or by a list of chosen keys: split keys, one merge.
+"""Absorbed MLA over a paged cache of latents, over all keys or a list of selected keys: split keys, one merge.
 
-All H heads attend the same row [latent L | rotary Dr], the latent being the value too. A program takes BLOCK_M rows, each a
-(token, head) pair of one request, against a part of its keys, BLOCK_N at a time, with an online softmax in base 2 (Dao et al.,
-FlashAttention-2, 2023; Flash-Decoding for the split). A tile of keys is loaded once and used twice, transposed for the scores
-and as it is for the values, which is what makes MLA's 2 (2 L + Dr) operations a key and head cheap in bytes.
+All H heads attend to the same row [latent L | rotary Dr], and the latent is also the value. A program computes BLOCK_M
+rows, each a (token, head) pair of one request, over a part of its keys, BLOCK_N at a time, with an online softmax in base 2
+(Dao et al., FlashAttention-2, 2023; Flash-Decoding for the split). A tile of keys is loaded once and used twice, transposed
+for the scores and unchanged for the values: this keeps the bytes per operation low, of which MLA has 2 (2 L + Dr) per key
+and head.
 
     grid (requests x row tiles, splits); row tiles vary fastest, so that heads that share keys run together and share L2.
-    dense   rows of a request's tokens side by side; row i sees its first seq_len - q_len + i + 1 keys (or limits[i]).
-    sparse  a tile holds one token's heads; its keys are those that `indices` names, -1 (or beyond the sequence) being none.
+    dense   the rows of a request's tokens in order; row i sees its first seq_len - q_len + i + 1 keys (or limits[i]).
+    sparse  a tile is one token's heads; its keys are those in `indices`, where -1 (or beyond the sequence) means no key.
 
-On Hopper, programs of 64 rows over 16-bit latents are `hopper_mla`'s (`mla_launch.by_hand`); grid, states and merge stay.
+On Hopper, programs of 64 rows over 16-bit latents run in `hopper_mla` (`mla_launch.by_hand`), with the same grid, states
+and merge.
 
-A program whose part is the whole writes the result, otherwise a float32 state that `_merge` joins. No lengths are fetched from
-the device and grids depend on extents and maxima alone: a captured launch serves any batch within those bounds.
+A program that processes all keys of its rows writes the result, otherwise a float32 state that `_merge` merges. No lengths
+are fetched from the device and grids depend only on extents and maxima: a captured launch serves any batch within those
+bounds.
 
-What is masked is selected away: its score is -inf and the row that is loaded in its place is one that is seen (or zeros), or,
-where tokens differ in what they see, has its values that are not finite replaced by 0 (a row that sees them has a NaN for a
-score already). Offsets into a cache of 2^31 elements or more are 64-bit.
+Masked keys are selected away: their score is -inf, and the row loaded in their place is one that is seen (or zeros). Where
+tokens differ in what they see, non-finite values are replaced by 0 (the score of a row that sees them is already NaN).
+Offsets into a cache of 2^31 elements or more are 64-bit.
 
-Layouts: q [T, H, L + Dr], out [T, H, L]; cache [N, P, W], dense in the last dimension; lse [H, T] float32, natural. Rows of a
-`packed` cache are fp8_ds_mla's 656 bytes. Undefined: rows of tokens beyond query_start_loc[R], which are left alone.
+Layouts: q [T, H, L + Dr], out [T, H, L]; cache [N, P, W], dense in the last dimension; lse [H, T] float32, natural log.
+Rows of a `packed` cache are fp8_ds_mla's 656 bytes. Rows of tokens beyond query_start_loc[R] are not written: they are
+undefined.
 """
 
 import torch
@@ -49,14 +53,14 @@ def _places(  # type: ignore[no-untyped-def]
     start, last, table, chosen, seq_len,
     MASKED: tl.constexpr, SPARSE: tl.constexpr, P: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """(key indices j, where a list's entry is real, page, slot in it) of a tile; what is beyond the last key is read there."""
+    """(key indices j, whether a list's entry is valid, page, slot in it) of a tile; past the last key a valid one is read."""
     j = start + tl.arange(0, BLOCK_N)
     at = tl.minimum(j, last) if MASKED else j
     real = j <= last
     if SPARSE:
         position = tl.load(chosen + at)
         real = real & (position >= 0) & (position < seq_len)
-        # what is not there is read where something is: the sequence's first key, and masked
+        # missing keys read an existing address, the sequence's first key, and are masked
         at = tl.where(real, position, 0)
     if P % BLOCK_N == 0 and not SPARSE:  # noqa: SIM108  (one is known when compiling)
         page = tl.load(table + start // P)
@@ -69,7 +73,7 @@ def _places(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _softmax(s, norm, top, factor):  # type: ignore[no-untyped-def]
-    """(weights, what earlier sums shrink by, norm, maximum) after a tile of scores."""
+    """(weights, factor for earlier sums, norm, maximum) after a tile of scores."""
     above = tl.maximum(top, tl.max(s, 1) * factor)
     guard = tl.where(above == float("-inf"), 0.0, above)
     p = tl.exp2(s * factor - guard[:, None])
@@ -83,14 +87,17 @@ def _step(  # type: ignore[no-untyped-def]
     MASKED: tl.constexpr, CAREFUL: tl.constexpr, SPARSE: tl.constexpr, P: tl.constexpr, L: tl.constexpr, DR: tl.constexpr,
     BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys. `seen` [M]: how many keys each row sees; `last`: the last key that some row sees. Without MASKED
-    every row sees every key of the tile."""
+    """Process one tile of keys.
+
+    `seen` [M]: number of keys that each row sees; `last`: the last key that some row sees. Without MASKED every row sees
+    every key of the tile.
+    """
     j, real, page, slot = _places(start, last, table, chosen, seq_len, MASKED, SPARSE, P, BLOCK_N, WIDE)
     d = tl.arange(0, BLOCK_L)
     e = tl.arange(0, BLOCK_R)
     rows = cache + (page * c_block + slot * c_slot)[:, None]
     rope_at = rows + L + e[None, :]
-    if SPARSE:  # zeros where there is no key, so that whatever lies in the cache meets no weight of 0
+    if SPARSE:  # zeros where there is no key, so that arbitrary cache contents are never multiplied by a weight of 0
         k = tl.load(rows + d[None, :], mask=real[:, None] & (d < L)[None, :], other=0.0)
         k_rope = tl.load(rope_at, mask=real[:, None] & (e < DR)[None, :], other=0.0)
     else:
@@ -125,8 +132,11 @@ def _packed_step(  # type: ignore[no-untyped-def]
     factor, SPARSE: tl.constexpr, P: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, BYTES: tl.constexpr,
 ):  # fmt: skip
-    """`_step` for rows of 656 bytes: a quarter's scale multiplies its scores and its weights, so that codes stay codes, which
-    are exact in every dtype of a query."""
+    """`_step` for rows of 656 bytes.
+
+    A quarter's scale multiplies its scores and its weights, so that codes stay codes, which are exact in every dtype of a
+    query.
+    """
     j, real, page, slot = _places(start, last, table, chosen, seq_len, True, SPARSE, P, BLOCK_N, WIDE)
     rows = cache + page * c_block + slot * c_slot
     codes = rows if BYTES else rows.to(tl.pointer_type(tl.float8e4nv))
@@ -153,7 +163,7 @@ def _packed_step(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _weighed(acc, p, shrink, k, own, dtype, PRECISION: tl.constexpr):  # type: ignore[no-untyped-def]
-    """acc and a quarter's values; what is not finite counts as 0, its rows having NaN for a weight."""
+    """Add a quarter's values to acc; non-finite values count as 0, since rows that see them have NaN as a weight."""
     own = tl.where((own - own) != 0.0, 0.0, own)
     values = tl.where(k != k, 0.0, k).to(dtype)
     return tl.dot((p * own[None, :]).to(dtype), values, acc * shrink[:, None], input_precision=PRECISION)
@@ -164,7 +174,7 @@ def _store(  # type: ignore[no-untyped-def]
     out, partial, acc, norm, v_factor, at, head, live, column, o_t, o_h, splits, split,
     H: tl.constexpr, L: tl.constexpr, WIDTH: tl.constexpr, IS_PART,
 ):  # fmt: skip
-    """Columns `column`... of the result: into the output, or into the state that `_merge` joins."""
+    """Store the columns from `column` of the result: in the output, or in the state that `_merge` merges."""
     d = column + tl.arange(0, WIDTH)
     result = tl.where(norm[:, None] == 0, 0.0, acc / norm[:, None]) * v_factor
     lanes = live[:, None] & (d < L)[None, :]
@@ -187,7 +197,7 @@ def _attend(  # type: ignore[no-untyped-def]
     BYTES: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
-        # the merge may be launched already: it waits for this grid's end before it reads
+        # the merge may already be launched: it waits for the end of this grid before it reads
         tl.extra.cuda.gdc_launch_dependents()
     r = tl.program_id(0) // TILES
     tile = tl.program_id(0) % TILES
@@ -241,7 +251,7 @@ def _attend(  # type: ignore[no-untyped-def]
     table = block_table + r.to(tl.int64) * table_r
     norm = tl.zeros((BLOCK_M,), tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    if SPARSE:  # a sequence without keys has none to read in an absent one's place
+    if SPARSE:  # a sequence without keys has none to read in place of a missing one
         stop = tl.where(seq_len > 0, stop, begins)
         last = topk - 1
     else:
@@ -267,7 +277,7 @@ def _attend(  # type: ignore[no-untyped-def]
     else:
         q = tl.load(q_at + d[None, :], mask=live[:, None] & (d < L)[None, :], other=0.0)
         acc = tl.zeros((BLOCK_M, BLOCK_L), tl.float32)
-        # every row sees the keys below `low`, whose whole tiles need no mask
+        # every row sees the keys below `low`, so whole tiles below it need no mask
         rest = begins if SPARSE else tl.maximum(begins, tl.minimum(low, stop) // BLOCK_N * BLOCK_N)
         if not SPARSE:
             for start in tl.range(begins, rest, BLOCK_N):
@@ -301,7 +311,7 @@ def _merge(  # type: ignore[no-untyped-def]
     H: tl.constexpr, L: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_S: tl.constexpr,
     MAX_QUERY: tl.constexpr, SPARSE: tl.constexpr, HAS_LIMITS: tl.constexpr, HAS_LSE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The second stage: grid (R x MAX_QUERY, H), one program joins the splits of one row. Parts without keys are not read."""
+    """The second stage: grid (R x MAX_QUERY, H), one program merges the splits of one row. Parts without keys are not read."""
     r = tl.program_id(0) // MAX_QUERY
     token = tl.program_id(0) % MAX_QUERY
     head = tl.program_id(1)
@@ -313,7 +323,7 @@ def _merge(  # type: ignore[no-untyped-def]
     if SPARSE:
         high = topk
     else:
-        # the number of splits is that of the row's tile: of the last of its tokens
+        # the number of splits is that of the row's tile, which its last token determines
         tail = tl.minimum((((token * H + head) // BLOCK_M + 1) * BLOCK_M - 1) // H, q_len - 1)
         seq_len = tl.load(seq_lens + r)
         high = seq_len - q_len + tail + 1
@@ -372,12 +382,12 @@ def mla_decode(
     indices: torch.Tensor | None = None,
     fixed_split: int = 0,
 ) -> None:
-    """Fill out [T, H, L] and, unless None, lse [H, T] for every token of every request.
+    """Compute out [T, H, L] and, unless None, lse [H, T] for every token of every request.
 
-    query: [T, H, L + Dr]; cache: [N, P, L + Dr], or [N, P, 656] uint8 when `packed`; query_start_loc: [R + 1], seq_lens: [R],
-    block_table: [R, B], int32. k_scale: 0-d float32 on the device, k_factor the same when the host knows it: a row is code *
-    scale. limits: [T] int32, the keys each row sees. indices: [T, topk] int32 key positions each row attends, in place of
-    causality. fixed_split: keys a split takes, 0 to let the rule choose by the batch.
+    query: [T, H, L + Dr]; cache: [N, P, L + Dr], or [N, P, 656] uint8 when `packed`; query_start_loc: [R + 1], seq_lens:
+    [R], block_table: [R, B], int32. k_scale: 0-d float32 on the device, or k_factor if the host has the value: a row is
+    code * scale. limits: [T] int32, the number of keys that each row sees. indices: [T, topk] int32, the key positions that
+    each row attends to instead of the causal ones. fixed_split: keys per split; 0 lets the rule choose by the batch.
     """
     requests, (tokens, heads, width), rank = query_start_loc.shape[0] - 1, query.shape, out.shape[2]
     if requests < 1 or tokens == 0 or max_query_len == 0:

@@ -1,7 +1,7 @@
 """Launch rules of the MLA kernels: rows, keys, warps and stages from shapes and the architecture.
 
-A row's accumulator is L float32 wide (512: two registers a thread of 256), so that what limits a program is registers, not
-shared memory: 64 rows are the most, and eight warps hold them.
+A row's accumulator has L float32 elements (512: two registers for each of 256 threads), so registers limit a program, not
+shared memory: at most 64 rows, held by eight warps.
 """
 
 import functools
@@ -15,7 +15,7 @@ from attn.torch.kernels.memory import SHARED_MEMORY, UNKNOWN
 def mla_launch(
     arch: str, rows: int, rank: int, rope: int, itemsize: int, stored: int, sparse: bool = False, packed: bool = False
 ) -> Launch:
-    """For `rows` (token, head) pairs of one request over latents of `rank` + `rope`: the first of a list that fits."""
+    """The launch for `rows` (token, head) pairs of a request over latents of `rank` + `rope`: the first of a list that fits."""
     block_m = min(64, max(16, power_of_two(rows)))
     if arch == "interpreter":
         return Launch(block_m, 16, 4, 1)
@@ -27,11 +27,12 @@ def mla_launch(
     elif block_m == 64 and arch.startswith("sm_9"):
         wanted = [Launch(64, n, 8, s) for n, s in ((32, 4) if packed else (64, 2), (32, 2), (16, 2))]
     elif arch.startswith("sm_9"):
-        # 147 KB of keys in flight keep memory busy: the table's load takes some of the stages (benchmarks/notes/mla-gpu.md)
+        # 147 KB of keys in flight keep memory busy: loading the block table uses some of the stages
+        # (benchmarks/notes/mla-gpu.md)
         warps = 8 if sparse or stored < itemsize or block_m == 32 else 4
         wanted = [Launch(block_m, n, warps, s) for n, s in ((64, 7 if sparse else 5), (32, 5), (32, 2), (16, 2))]
     else:
-        # by the compiler's reports alone, no such device having been at hand
+        # by the compiler's reports alone; not measured on a device
         block_m = min(block_m, 32)
         wanted = [Launch(block_m, n, 4 if block_m == 16 else 8, s) for n, s in ((32, 4), (32, 3), (32, 2), (16, 2), (16, 1))]
     limit = SHARED_MEMORY.get(arch, UNKNOWN)
@@ -41,19 +42,21 @@ def mla_launch(
     return wanted[-1]
 
 
-#: The launch of `hopper_mla`, whose tiles are what its two consumers and its ring are made for.
+#: The launch of `hopper_mla`, whose two consumers and ring are written for these tiles.
 BY_HAND = Launch(64, 64, 8, 2)
 
 
 def by_hand(arch: str, packed: bool) -> bool:
-    """Whether `hopper_mla` is the faster kernel, where it serves: on Hopper, over plain latents. With 16
-    rows it computes 64 and is ahead by 5 and 8 % at two shapes, level at a third
-    (benchmarks/notes/mla-gpu.md); fewer: unmeasured."""
+    """Whether `hopper_mla` is the faster kernel where it applies: on Hopper, over plain latents.
+
+    With 16 rows it computes 64 and is faster by 5 and 8 % at two shapes and equal at a third (benchmarks/notes/mla-gpu.md).
+    Fewer rows: not measured.
+    """
     return arch == "sm_90" and not packed and hopper.is_on("hopper_mla")
 
 
 def _shared(launch: Launch, rank: int, rope: int, itemsize: int, stored: int) -> int:
-    """Bytes of shared memory: queries once, keys a stage (and once more converted), the weights."""
+    """Bytes of shared memory: queries once, keys per stage (and once more converted), the weights."""
     row = power_of_two(rank) + power_of_two(rope)
     stages = 2 if launch.num_stages > 2 else max(1, launch.num_stages)
     need = launch.block_m * row * itemsize + launch.block_n * row * stages * stored + launch.block_m * launch.block_n * itemsize
@@ -61,7 +64,7 @@ def _shared(launch: Launch, rank: int, rope: int, itemsize: int, stored: int) ->
 
 
 def mla_split(units: int, keys: int, block_n: int, multiprocessors: int, most: int = 64) -> int:
-    """Keys a program takes, a multiple of block_n: splits that fill whole waves, one program a multiprocessor."""
+    """Keys per program, a multiple of block_n: splits that fill whole waves of one program per multiprocessor."""
     tiles = max(1, -(-keys // block_n))
 
     def cost(splits: int) -> float:
@@ -74,7 +77,7 @@ def mla_split(units: int, keys: int, block_n: int, multiprocessors: int, most: i
 
 @functools.lru_cache(maxsize=1024)
 def mla_prefill_launch(arch: str, size: int, width: int, itemsize: int) -> Launch:
-    """For many query rows of expanded heads: bound by arithmetic, so tiles as large as registers and shared memory allow."""
+    """The launch for many query rows of expanded heads: compute-bound, so tiles as large as registers and memory allow."""
     if arch == "interpreter":
         return Launch(32, 32, 4, 1)
     if itemsize == 4:
@@ -100,6 +103,6 @@ def mla_prefill_launch(arch: str, size: int, width: int, itemsize: int) -> Launc
 
 
 def _in_two_parts(size: int) -> int:
-    """How wide a row of `size` is as two powers of two, the first the larger (`mla_prefill`)."""
+    """The width of a row of `size` as the sum of two powers of two, the larger first (`mla_prefill`)."""
     first = power_of_two(size) // 2
     return first + max(16, power_of_two(size - first))

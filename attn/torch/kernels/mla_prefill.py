@@ -1,16 +1,16 @@
-"""Attention of ragged queries over ragged keys with heads of another size than values: MLA's prefill, expanded.
+"""Attention of ragged queries over ragged keys, where heads of queries and values differ in size: MLA's expanded prefill.
 
-A program takes BLOCK_M query tokens of one head of one request against that request's own keys, BLOCK_N at a time, with an
-online softmax in base 2 (Dao et al., FlashAttention-2, 2023). Queries and keys are read in two parts of a power of two each,
-192 = 128 + 64, so that no lane is padding. Causal calls align queries and keys at their ends; others see everything.
+A program computes BLOCK_M query tokens of one head of one request over that request's own keys, BLOCK_N at a time, with an
+online softmax in base 2 (Dao et al., FlashAttention-2, 2023). Queries and keys are read in two parts of a power of two
+each, 192 = 128 + 64, so that no lane is padding. Causal calls align queries and keys at their ends; others see all keys.
 
     grid (tiles, H); a tile's request is found by bisection in query_start_loc, longest rows of a request first.
 
-What is masked is selected away: its score is -inf, and on the diagonal a value that is not finite counts as 0 (in MLA such a
-value comes of a latent whose key is not finite either, so that rows that see it have NaN for a score).
+Masked keys are selected away: their score is -inf, and on the diagonal a non-finite value counts as 0 (in MLA such a value
+comes from a latent whose key is not finite either, so rows that see it have NaN as a score).
 
-Layouts: q, k [T or m, H, D], v [m, H, Dv], out [T, H, Dv], dense in the last dimension, strided elsewhere; lse [H, T] float32,
-natural. Undefined: rows of tokens beyond query_start_loc[R], which are left alone.
+Layouts: q, k [T or m, H, D], v [m, H, Dv], out [T, H, Dv], dense in the last dimension, strided elsewhere; lse [H, T]
+float32, natural log. Rows of tokens beyond query_start_loc[R] are not written: they are undefined.
 """
 
 import torch
@@ -31,7 +31,7 @@ def _step(  # type: ignore[no-untyped-def]
     MASKED: tl.constexpr, D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys; row i sees keys up to upper[i], of which `last` is the last of the request."""
+    """Process one tile of keys; row i sees keys up to upper[i]; `last` is the request's last key."""
     j = start + tl.arange(0, BLOCK_N)
     at = (tl.minimum(j, last) if MASKED else j).to(tl.int64)
     one, two, dv = tl.arange(0, D1), tl.arange(0, D2), tl.arange(0, BLOCK_V)
@@ -65,7 +65,7 @@ def _attend(  # type: ignore[no-untyped-def]
     r = _request_of(query_start_loc, tl.program_id(0), num_reqs, BLOCK_M)
     begin = tl.load(query_start_loc + r)
     q_len = tl.load(query_start_loc + r + 1) - begin
-    # the longest rows are the last: started first, they do not end last
+    # the last rows are the longest: start them first, so that they do not end last
     tile = tl.cdiv(q_len, BLOCK_M) - 1 - (tl.program_id(0) - (begin // BLOCK_M + r))
     if tile < 0:
         return
@@ -122,7 +122,7 @@ def mla_prefill(
     scale: float,
     causal: bool,
 ) -> None:
-    """Fill out [T, H, Dv] and, unless None, lse [H, T]: each request's queries over its own keys.
+    """Compute out [T, H, Dv] and, unless None, lse [H, T]: each request's queries over its own keys.
 
     query: [T, H, D]; key: [m, H, D]; value: [m, H, Dv]; query_start_loc, key_start_loc: [R + 1] int32. Causal calls align
     both ends: row i sees keys up to i + (keys - queries).

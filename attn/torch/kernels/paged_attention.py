@@ -1,25 +1,25 @@
-"""Attention of a ragged batch over a paged cache: one kernel for prefill, chunks, decode and every mixture.
+"""Attention of a ragged batch over a paged cache: one kernel for prefill, chunked prefill, decode and mixed batches.
 
-A program takes one tile: up to BLOCK_Q query tokens of one request times the G query heads of one kv head, packed as rows,
-against that request's keys, BLOCK_N at a time, with an online softmax in base 2 (Dao et al., FlashAttention-2, 2023).
+A program computes one tile: up to BLOCK_Q query tokens of one request times the G query heads of one kv head, packed as
+rows, over that request's keys, BLOCK_N at a time, with an online softmax in base 2 (Dao et al., FlashAttention-2, 2023).
 Tokens and heads share rows, so one pass over the keys serves the whole group. It is launched in two ways:
 
     prefill  1-D grid, tiles x K, found by bisection in query_start_loc; longest rows of a request first.
-    decode   grid (R x K, splits), a tile a request; each program takes `split_size` of the visible keys and leaves a
-             partial result, which `_merge` joins (Flash-Decoding). A request that needs one split is finished at once.
+    decode   grid (R x K, splits), one tile per request; each program processes `split_size` of the visible keys and writes
+             a partial result, which `_merge` merges (Flash-Decoding). A request that needs one split is finished at once.
 
-A mixed batch takes both launches, each skipping the other's requests, so that a decode never pays for a prefill's tile: one
-after the other, or, on Hopper, where `hopper_prefill` takes 16-bit caches, side by side: the decode is launched early onto the
-multiprocessors that the prefill leaves. No lengths are fetched from the device and grids depend on extents and on
-max_query_len and max_seq_len alone: a captured launch serves any batch within those bounds.
+A mixed batch uses both launches, each skipping the other's requests, so that a decode never runs on a prefill's large tile.
+They run one after the other, except on Hopper where `hopper_prefill` handles 16-bit caches: there they run concurrently,
+the decode launched early onto the multiprocessors that the prefill leaves free. No lengths are fetched from the device and
+grids depend only on extents, max_query_len and max_seq_len: a captured launch serves any batch within those bounds.
 
-What is masked is selected away, never multiplied: scores become -inf and keys and values that no row sees are not loaded.
-A tile whose sums are not finite at the end is done again, slowly, so that a NaN or infinity among values that some rows see
-reaches just those rows. Masks are computed for the tiles of keys that need one; blocks outside every window are never
-touched. Offsets into a cache of 2^31 elements or more are 64-bit.
+Masked scores are selected away, never multiplied: they become -inf, and keys and values that no row sees are not loaded. If
+a tile's sums are not finite at the end, it is recomputed in a slower way, so that a NaN or infinity among values that some
+rows see affects only those rows. Masks are computed only for the tiles of keys that need one; blocks outside every window
+are never read. Offsets into a cache of 2^31 elements or more are 64-bit.
 
-Layouts: query, output [T, H, D]; caches [N, P, K, D] of any strides (last dimension dense); lse [H, T] float32, natural.
-Undefined: rows of tokens beyond query_start_loc[R], which are left alone.
+Layouts: query, output [T, H, D]; caches [N, P, K, D] of any strides (last dimension dense); lse [H, T] float32, natural
+log. Rows of tokens beyond query_start_loc[R] are not written: they are undefined.
 """
 
 import functools
@@ -65,13 +65,13 @@ _BATCH = (
     "sparse_stride",
     "sparse_shift",
     "sparse_offset",
-)  # fmt: skip  (what changes from batch to batch compiles nothing anew)
-UNBOUNDED = 1 << 30  #: a window side without a bound: further than any sequence is long
+)  # fmt: skip  (changes between batches do not recompile)
+UNBOUNDED = 1 << 30  #: a window side without a bound: larger than any sequence length
 
 
 @triton.jit
 def _request_of(query_start_loc, tile, num_reqs, BLOCK_Q: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The request of a prefill tile when request r's tiles start at query_start_loc[r] // BLOCK_Q + r."""
+    """The request of a prefill tile, where request r's tiles start at query_start_loc[r] // BLOCK_Q + r."""
     low, high = 0, num_reqs
     while low < high:
         middle = (low + high) // 2
@@ -92,7 +92,7 @@ def _visible(first, last, seq_len, left, right, BLOCK_N: tl.constexpr):  # type:
 
 @triton.jit
 def _infinite_where(values, allowed, infinity):  # type: ignore[no-untyped-def]
-    """[rows, D]: `infinity` where a row is allowed a value that is NaN or that infinity, else 0 (both together: NaN)."""
+    """[rows, D]: `infinity` where a row sees a value that is NaN or that infinity, else 0 (both together: NaN)."""
     wild = ((values != values) | (values == infinity)).to(tl.float16)
     hits = tl.dot(allowed.to(tl.float16), wild)
     return tl.where(hits > 0, infinity, 0.0)
@@ -109,12 +109,12 @@ def _step(  # type: ignore[no-untyped-def]
     SAME: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, IN_HALF: tl.constexpr,
     LATE: tl.constexpr, LIFT: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys: scores, running maximum, and the values they weigh. Without MASKED every row sees every key of it."""
+    """Process one tile of keys: scores, running maximum, weighted values. Without MASKED every row sees every key of it."""
     by = factor[:, None] if IN_HALF else factor
     d = tl.arange(0, BLOCK_D)
     n = tl.arange(0, BLOCK_N)
     j = start + n
-    # past either end the nearest visible key is loaded again: what lies there is neither read nor needs a mask
+    # past either end the nearest visible key is loaded again: memory there is not read and needs no mask
     at = tl.minimum(tl.maximum(j, low), high - 1) if MASKED else j
     if PAGED:
         if P % BLOCK_N == 0:
@@ -148,7 +148,8 @@ def _step(  # type: ignore[no-untyped-def]
         s = s * tl.load(k_scale + scale_rows)[None, :]
         v_by = tl.load(v_scale + scale_rows)
 
-    # Scores in base 2. Plain ones stay as they are and meet the factor inside the exponent, where it fuses.
+    # Scores in base 2. Plain ones are not scaled yet: the factor is applied inside the exponent, where the product is
+    # fused.
     if HAS_CAP:
         s = cap * _tanh(s * by)
     elif HAS_ALIBI:
@@ -167,7 +168,7 @@ def _step(  # type: ignore[no-untyped-def]
         p = tl.exp2((s - guard[:, None]) + LIFT) if LIFT else tl.exp2(s - guard[:, None])
         shrink = tl.exp2(top - guard)
     elif LATE:
-        # subtracted before it is scaled, the largest score is exactly 0 and a single key's value comes out as it is
+        # subtracted before scaling, so that the largest score is exactly 0 and a single key's value is returned exactly
         above = tl.maximum(top, tl.max(s, 1))
         guard = tl.where(above == float("-inf"), 0.0, above)
         p = tl.exp2((s - guard[:, None]) * by + LIFT) if LIFT else tl.exp2((s - guard[:, None]) * by)
@@ -180,9 +181,9 @@ def _step(  # type: ignore[no-untyped-def]
     norm = norm * shrink + tl.sum(p, 1)
     acc = acc * shrink[:, None]
     if PER_TOKEN and q.dtype == tl.float16:
-        v = v.to(tl.float32) * v_by[:, None]  # weights times a small scale would be float16's subnormals
+        v = v.to(tl.float32) * v_by[:, None]  # weights times a small scale would be subnormal in float16
     elif PER_TOKEN:
-        # selected, since a token that holds NaN has a scale of NaN
+        # selected, since a token with a NaN has a scale of NaN
         p = tl.where(allowed, p * v_by[None, :], 0.0) if MASKED else p * v_by[None, :]
     v = number_in(v, q.dtype)
     p = p.to(v.dtype)
@@ -200,7 +201,7 @@ def _allowed(  # type: ignore[no-untyped-def]
     j, low, upper, position, head, token, context, q_len, left, is_tree, tree_row, tree_w,
     sparse_local, sparse_stride, sparse_shift, HAS_LEFT: tl.constexpr, HAS_TREE: tl.constexpr, SPARSE: tl.constexpr,
 ):  # fmt: skip
-    """[rows, keys]: window and causality, the draft tree among new tokens, the pattern of blocks."""
+    """[rows, keys]: window and causality, the draft tree among new tokens, the block-sparse pattern."""
     allowed = j[None, :] <= upper[:, None]
     if HAS_LEFT:
         allowed = allowed & (j[None, :] >= position[:, None] - left)
@@ -218,7 +219,7 @@ def _allowed(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _tanh(x):  # type: ignore[no-untyped-def]
-    """tanh: by series where the quotient would cancel, and saturating on both sides where exp overflows."""
+    """tanh: a series where the quotient would cancel; saturates on both sides where exp overflows."""
     y = x * x
     series = x * (1.0 + y * (-0.33333333 + y * (0.13333333 + y * (-0.05396825 + y * 0.02186949))))
     return tl.where(tl.abs(x) < 0.25, series, 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0))
@@ -242,11 +243,12 @@ def _attention(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     K: tl.constexpr = H // G
     if EARLY:
-        # the merge may be launched already: it waits for this grid's end before it reads
+        # the merge may already be launched: it waits for the end of this grid before it reads
         tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0)
     if BESIDE:  # noqa: SIM102  (one is known when compiling)
-        # Launched while the same batch's prefill still runs. One program more keeps this grid from ending before that one.
+        # Launched while the same batch's prefill still runs. An extra program keeps this grid from ending before the
+        # prefill.
         if pid == tl.num_programs(0) - 1:
             if tl.program_id(1) == 0:
                 tl.extra.cuda.gdc_wait()
@@ -261,7 +263,7 @@ def _attention(  # type: ignore[no-untyped-def]
         r = _request_of(query_start_loc, pid // K, num_reqs, BLOCK_Q)
         begin = tl.load(query_start_loc + r)
         q_len = tl.load(query_start_loc + r + 1) - begin
-        # the longest rows are the last: started first, they do not end last
+        # the last rows are the longest: start them first, so that they do not end last
         tile = tl.cdiv(q_len, BLOCK_Q) - 1 - (pid // K - (begin // BLOCK_Q + r))
     if (q_len <= min_query) | (q_len > max_query) | (tile < 0):
         return
@@ -296,8 +298,9 @@ def _attention(  # type: ignore[no-untyped-def]
     if NEGATE:
         q = (0.0 - q.to(tl.float32)).to(q.dtype)
     if IN_HALF:
-        # One-byte codes widen to float16 in one instruction a pair, to bfloat16 in three, two of them slow. Queries follow: a
-        # power of two brings each row to where float16 holds every bit of values down to 2**-31 of the row's largest.
+        # One-byte codes convert to float16 with one instruction per pair, to bfloat16 with three, two of them slow. Queries
+        # are converted as well: a power of two scales each row so that float16 holds every bit of values down to 2**-31 of
+        # the row's largest.
         wide_q = q.to(tl.float32)
         peak = tl.max(tl.where(tl.abs(wide_q) < float("inf"), tl.abs(wide_q), 0.0), 1)
         power = tl.maximum((peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), 8.673617379884035e-19)
@@ -326,17 +329,17 @@ def _attention(  # type: ignore[no-untyped-def]
         tree_row = tree + r.to(tl.int64) * tree_w * tree_w
     shifted = head + sparse_offset
 
-    # Weights in float16 reach 2**15 instead of 1: from 2**-39 of the largest on they are numbers, from 2**-29 on exact. Nothing
-    # may exceed the largest by much there, as it does by rounding where scores of 2**24 are scaled before it is subtracted.
+    # Weights in float16 reach 2**15 instead of 1: from 2**-39 of the largest on they are not 0, from 2**-29 on exact. None
+    # may exceed the largest by much, as rounding causes when scores of 2**24 are scaled before it is subtracted.
     LIFT: tl.constexpr = 15 if q.dtype == tl.float16 else 0
     LATE: tl.constexpr = EXACT or q.dtype == tl.float16
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     norm = tl.zeros((BLOCK_M,), tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     upper = tl.minimum(position + right, high - 1)
-    # The keys from full to rest are visible to every row: their tiles need no mask. Where it is not worth finding them, all
-    # are behind them. In float32 every tile of several tokens is computed with care, so that what happens to one row changes
-    # no bit of another.
+    # The keys from full to rest are visible to every row: their tiles need no mask. Where finding them does not pay, both
+    # are `aligned`, so that every tile is masked. In float32 every tile of several tokens takes the careful path, so that
+    # one row's values change no bit of another row.
     CLEAR: tl.constexpr = not (SPARSE > 0 or DECODE or EXACT)
     full, rest = aligned, aligned
     if CLEAR:
@@ -363,7 +366,7 @@ def _attention(  # type: ignore[no-untyped-def]
                         LATE, LIFT,
                     )  # fmt: skip
     if MAY_BE_WILD and BLOCK_Q > 1 and (SPARSE > 0 or not EXACT):  # noqa: SIM102  (one is known when compiling)
-        # 0 * NaN: a value that is not finite may have reached rows that do not see it. Rare enough to start over.
+        # 0 * NaN: a non-finite value may have reached rows that do not see it. Rare enough to start over.
         if tl.max(((acc - acc) != 0.0).to(tl.int32)) > 0:
             acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
             norm = tl.zeros((BLOCK_M,), tl.float32)
@@ -399,7 +402,7 @@ def _attention(  # type: ignore[no-untyped-def]
 def _sparse_tile(  # type: ignore[no-untyped-def]
     start, first, head, live, sparse_local, sparse_stride, sparse_shift, BLOCK_N: tl.constexpr, SPARSE: tl.constexpr
 ):  # fmt: skip
-    """Whether some row of the tile may attend keys start..start + BLOCK_N: the pattern over blocks, before any load."""
+    """Whether some row of the tile may attend to keys start..start + BLOCK_N: the block-sparse pattern, before any load."""
     near = first // SPARSE - (start + BLOCK_N - 1) // SPARSE < sparse_local
     wanted = 0
     if not near:
@@ -414,11 +417,11 @@ def _finish(  # type: ignore[no-untyped-def]
     output, lse, sinks, output_scale, result, log, v_factor, at, head, d, live, lanes, o_t, o_h, lse_h,
     HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, TO_FP8: tl.constexpr,
 ):  # fmt: skip
-    """Scale, let the sink take its share, and store rows (or their e4m3 codes); `log` is the log-sum-exp in base 2."""
+    """Scale, apply the sink, and store rows (or their e4m3 codes); `log` is the log-sum-exp in base 2."""
     result = result * v_factor
     if HAS_SINKS:
         sink = tl.load(sinks + head, mask=live, other=0.0) * 1.4426950408889634
-        # a row without keys is 0 whatever its sink is
+        # a row without keys is 0 whatever its sink
         share = 1.0 / (1.0 + tl.exp2(sink - log))
         result = tl.where((log == float("-inf"))[:, None], 0.0, result * share[:, None])
     if TO_FP8:
@@ -436,7 +439,7 @@ def _merge(  # type: ignore[no-untyped-def]
     BLOCK_S: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_TREE: tl.constexpr, HAS_LSE: tl.constexpr,
     HAS_V_SCALE: tl.constexpr, EARLY: tl.constexpr, TO_FP8: tl.constexpr,
 ):  # fmt: skip
-    """The second stage: grid (R x BLOCK_Q, H), one program joins the splits of one row."""
+    """The second stage: grid (R x BLOCK_Q, H), one program merges the splits of one row."""
     r = tl.program_id(0) // BLOCK_Q
     token = tl.program_id(0) % BLOCK_Q
     head = tl.program_id(1) + tl.zeros((1,), tl.int32)
@@ -456,7 +459,7 @@ def _merge(  # type: ignore[no-untyped-def]
     state = ((r * BLOCK_Q + token).to(tl.int64) * H + tl.program_id(1)) * splits
     if EARLY:
         tl.extra.cuda.gdc_wait()
-    # in one pass, so that nothing waits for the second of two loads; every part has a result, and one without keys weighs 0
+    # in one pass, so that no load waits for another; every part has a result, and one without keys has weight 0
     top = -float("inf")
     acc = tl.zeros((BLOCK_D,), tl.float32)
     norm = 0.0
@@ -513,17 +516,17 @@ def _paged_attention(
     output_scale: torch.Tensor | None = None,
     prefill_programs: int = 0,
 ) -> None:
-    """Fill output [T, H, D] and, unless None, lse [H, T] for every token of every request.
+    """Compute output [T, H, D] and, unless None, lse [H, T] for every token of every request.
 
     query: [T, H, D]; caches: [N, P, K, D]; query_start_loc: [R + 1], seq_lens: [R], block_table: [R, B], int32. Without a
-    block table, caches are this call's own keys and values [T, K, D] and a request sees its own rows (encoders). Keys p -
-    left <= j <= p + right are seen, None being no bound (causality is right = 0). tree: [R, W, W] bool; for requests of at
-    most W tokens it and `tree_right` stand in for `right`. k_scale, v_scale: float32 on the device: 0-d, [K], or [N, P, K]
-    with equal strides and heads side by side, one for each token and head; k_factor, v_factor: the same when the host knows
-    them. fixed_split: keys a split of a decode takes, 0 to let the rule choose by the batch. sparse: [block_size,
-    local_blocks, vert_stride, shift a head, first head] (docs/semantics.md §13). output_scale: 0-d float32 on the device;
+    block table, caches are this call's own keys and values [T, K, D] and a request sees its own rows (encoders). A row at
+    position p sees keys p - left <= j <= p + right; None means no bound (right = 0 is causal). tree: [R, W, W] bool; for
+    requests of at most W tokens, it and `tree_right` replace `right`. k_scale, v_scale: float32 on the device: 0-d, [K], or
+    [N, P, K] with equal strides and adjacent heads, one per token and head; k_factor, v_factor: the same if the host has
+    the values. fixed_split: keys per split of a decode; 0 lets the rule choose by the batch. sparse: [block_size,
+    local_blocks, vert_stride, shift per head, first head] (docs/semantics.md §13). output_scale: 0-d float32 on the device;
     output is then float8_e4m3fn and holds result / output_scale, saturated and rounded to nearest even. prefill_programs:
-    how many multiprocessors the prefill of a mixed batch takes where the decode runs beside it (Hopper), 0 for all.
+    number of multiprocessors for the prefill of a mixed batch that runs concurrently with the decode (Hopper); 0 for all.
     """
     if to_fp8 := output_scale is not None:
         output = output.view(torch.uint8)
@@ -539,11 +542,11 @@ def _paged_attention(
     itemsize, stored, name = query.element_size(), key_cache.element_size(), arch()
     shape = (name, group, head_size, itemsize, stored)
     decode = TUNED.get(("decode", *shape)) or decode_launch(*shape)
-    # three tf32 products give float32's accuracy on tensor cores; the ordinary cores would take tiles that do not fit
+    # three tf32 products give float32's accuracy on tensor cores; without them the tiles would not fit in registers
     precision = "tf32x3" if itemsize == 4 and name.startswith("sm") else "ieee"
     early = can_launch_early(name)
     prefill = TUNED.get(("prefill", *shape)) or prefill_launch(*shape)
-    # tokens of a request that one decode tile holds; one alone needs no mask between rows
+    # tokens of a request that fit in one decode tile; one alone needs no mask between rows
     most = decode.block_m // group if paged else 0
     if paged and not fixed_split and not 1 < max_query_len <= most:
         most = 1
@@ -552,7 +555,7 @@ def _paged_attention(
         factor, cap = factor / LOG2E / soft_cap, soft_cap * LOG2E
     unbounded = [UNBOUNDED if side is None else side for side in (left, right, tree_right)]
     pattern = sparse or [0, 0, 1, 0, 0]
-    # one scale for each token and head: [N, P, K]
+    # one scale per token and head: [N, P, K]
     per_token = k_scale is not None and k_scale.ndim == 3
     scale_block, scale_slot = k_scale.stride()[:2] if per_token else (0, 0)  # type: ignore[union-attr]
     if per_token:
@@ -560,7 +563,7 @@ def _paged_attention(
     k_strides, v_strides = ((x.stride() if paged else (0, *x.stride()))[:3] for x in (key_cache, value_cache))
     lse_h = lse.stride(0) if lse is not None else 0
     tree_w = tree.shape[1] if tree is not None else 0
-    # 64-bit offsets cost a tenth of a prefill's instructions, so only caches that need them have them
+    # 64-bit offsets cost a tenth of a prefill's instructions, so only caches that need them use them
     wide = any(x.shape[0] * x.stride(0) >= 2**31 for x in (key_cache, value_cache))
 
     by_hand = name == "sm_90" and slopes is None and tree is None and sparse is None and not to_fp8
@@ -617,7 +620,7 @@ def _paged_attention(
         keys = min(keys, left + most + min(unbounded[1], most) + decode.block_n)
     units, processors = num_reqs * kv_heads, multiprocessors(query.device)
     if fixed_split % decode.block_n:
-        raise ValueError(f"fixed_split={fixed_split} must be a multiple of {decode.block_n}, the keys of a tile")
+        raise ValueError(f"fixed_split={fixed_split} must be a multiple of {decode.block_n}, the keys per tile")
     split = fixed_split or split_size(units, keys, decode.block_n, processors)
     if not fixed_split and ("decode", *shape) not in TUNED:
         decode, split = long_decode(*shape, units, keys, processors) or (decode, split)
@@ -635,7 +638,7 @@ def _paged_attention(
 
 
 def _step_of(scale: torch.Tensor | None) -> int:
-    """Elements from one kv head's scale to the next."""
+    """The number of elements between the scales of adjacent kv heads."""
     return 1 if scale is not None and scale.ndim else 0
 
 
@@ -649,6 +652,6 @@ def _(*args, **kwargs) -> None:  # type: ignore[no-untyped-def]
 
 @functools.wraps(_paged_attention)
 def paged_attention(output: torch.Tensor, lse: torch.Tensor | None, query: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-    # the op is for those who trace; its way through the dispatcher costs an eager call some 50 us
+    # the operator is for tracing; its dispatch costs an eager call about 50 us
     eager = type(query) is torch.Tensor and not torch.compiler.is_compiling()
     (_paged_attention if eager else _op)(output, lse, query, *args, **kwargs)

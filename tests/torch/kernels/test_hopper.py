@@ -106,7 +106,7 @@ def test_a_release_with_other_names_is_off_and_nothing_raises(gluon, monkeypatch
     else:
         del tma.async_load, tma.async_copy_global_to_shared
     why = hopper.why_off("hopper_prefill")
-    assert why.startswith("Gluon of triton 3.10.0 is another: ") and why.endswith("(needs triton 3.6 to 3.9)")
+    assert why.startswith("Gluon of triton 3.10.0 is incompatible: ") and why.endswith("(needs triton 3.6 to 3.9)")
 
 
 def test_names_are_those_that_the_kernels_use():
@@ -148,7 +148,7 @@ def test_a_reason_is_logged_once(monkeypatch, caplog):
     monkeypatch.setattr(hopper, "why_off", lambda kernel: "triton 3.5.1 has no x")
     hopper._warn.cache_clear()
     assert not hopper.is_on("hopper_mla") and not hopper.is_on("hopper_mla")
-    assert caplog.messages == ["hopper_mla is off, general kernels take its place: triton 3.5.1 has no x"]
+    assert caplog.messages == ["hopper_mla is off, general kernels are used instead: triton 3.5.1 has no x"]
 
 
 # --- compilation ----------------------------------------------------------------------------------------------------
