@@ -1,1 +1,1 @@
-"""Dense attention for diffusion models under torch."""
+"""Dense attention for diffusion models in torch."""

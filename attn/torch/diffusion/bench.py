@@ -1,7 +1,7 @@
-"""The dense family's side of `attn bench --registry diffusion` under torch: tensors, turns, and the judge.
+"""`attn bench --registry diffusion` in torch: tensors, timing, and errors.
 
-Times are those of plain calls, launches queued one after another behind a write of 256 MiB (`TorchBench.times`): a call takes
-milliseconds, so that what the host does is hidden, and not every vendor's call can be captured in a graph.
+Times are those of plain calls, launched one after another behind a write of 256 MiB (`TorchBench.times`): a call takes
+milliseconds, which hides the host's work, and not every vendor's call can be captured in a graph.
 """
 
 import statistics
@@ -15,24 +15,27 @@ from attn.bench import Timing
 from attn.bench.dense import Shape
 from attn.torch.bench import TorchBench
 
-_TURNS, _SECONDS = 2, 0.3  #: of each backend, and of a turn
+_TURNS, _SECONDS = 2, 0.3  #: rounds per backend, seconds per round
 _SAMPLED = 32  #: rows of each head that are compared
 
 
 class DenseBench:
-    """One device and the stopwatch."""
+    """Timing on one device."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         self._watch = TorchBench(device)
         self.device = self._watch.device
-        self._dirt = torch.zeros((256 if self._watch.on_gpu else 1) << 18, device=self.device)
+        self._flushed = torch.zeros((256 if self._watch.on_gpu else 1) << 18, device=self.device)
 
     def about(self) -> dict[str, Any]:
         return self._watch.about()
 
     @torch.no_grad()
     def measure(self, shape: Shape, dtype: str, backends: Sequence[Any]) -> list[Timing | Exception]:
-        """Every backend class on the same tensors; what it raised stands for its time."""
+        """Time every backend class on the same tensors. A backend that raised has its exception in place of a time.
+
+        Rounds are interleaved, so that clock throttling affects every backend equally.
+        """
         size = (shape.batch, shape.rows, shape.heads, shape.head_size)
         generator = torch.Generator(self.device).manual_seed(0)
         kind = getattr(torch, dtype)
@@ -43,13 +46,13 @@ class DenseBench:
         times: list[list[float]] = [[] for _ in backends]
         turn = list(zip(found, times, backends, strict=True))
         for _ in range(_TURNS):
-            for timing, mine, backend in turn:
+            for timing, samples, backend in turn:
                 if isinstance(timing, Timing):
                     call = partial(self._impl(backend, shape).forward, *tensors)
                     count = min(20, max(3, int(_SECONDS * 1e3 / timing.ms)))
-                    mine += self._watch.times(call, self._dirt.zero_, count)
-            turn.reverse()  # the clock that one leaves is the next one's
-        return [_timed(one, sorted(mine)) if isinstance(one, Timing) else one for one, mine in zip(found, times, strict=True)]
+                    samples += self._watch.times(call, self._flushed.zero_, count)
+            turn.reverse()  # each backend inherits the clock of the one before it
+        return [_timed(x, sorted(samples)) if isinstance(x, Timing) else x for x, samples in zip(found, times, strict=True)]
 
     @staticmethod
     def _impl(backend: Any, shape: Shape) -> Any:
@@ -58,10 +61,10 @@ class DenseBench:
     def _first(
         self, backend: Any, shape: Shape, tensors: list[torch.Tensor], at: torch.Tensor, want: torch.Tensor
     ) -> Timing | Exception:
-        """The error of a first call, and roughly how long the next takes. Whatever a backend raises is its answer."""
+        """The error of a first call and an estimate of its time, or the exception that the backend raised."""
         try:
             impl = self._impl(backend, shape)
-            torch.full_like(tensors[0], torch.nan)  # freed at once: an output that is not written to is likely to lie there
+            torch.full_like(tensors[0], torch.nan)  # freed at once: the allocator is likely to reuse it for the output
             got = impl.forward(*tensors)[:, at].float()
             error = float((got - want).norm() / want.norm())
             ms = self._watch.times(partial(impl.forward, *tensors), lambda: None, 1)[0]
@@ -77,7 +80,7 @@ def _timed(first: Timing, times: list[float]) -> Timing:
 
 
 def _sampled(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """Attention [B, rows, H, D] of some rows in float32, head by head."""
+    """Attention [B, rows, H, D] of sampled rows in float32, head by head."""
     out = query[:, at].float()
     for b in range(query.shape[0]):
         for h in range(query.shape[2]):

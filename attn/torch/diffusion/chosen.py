@@ -1,4 +1,4 @@
-"""The dense backend for a call that comes without a layer: chosen and built once for calls that agree in what matters."""
+"""The dense backend for calls without a layer: chosen and built once per set of call properties."""
 
 import functools
 from typing import Any
@@ -13,7 +13,7 @@ from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.diffusion.selector import ENV_VAR, make_diffusion_request, select_diffusion
 from attn.platforms import platform_for
 
-#: Implementations by what they were made of: a graph can hold the text and look it up, where it cannot hold a choice.
+#: Implementations by their description: a graph can contain the string and look it up, but not a selection.
 _impls: dict[str, Any] = {}
 
 
@@ -33,32 +33,32 @@ def chosen_impl(
     rows: int,
     keys: int,
 ) -> Any:
-    """The implementation for calls that agree in all of this and meet the same environment and registries; the choice is
+    """Return the implementation for a call with these properties in the current environment and registries. The choice is
     logged once.
 
-    mask: a mask beyond one of keys comes along; grad: gradients are wanted; key_mask: one of keys does; rows, keys: 0 where
-    they are not known. A graph keeps the choice that was made while it was traced: for these heads, this head size and this
-    scale, which become constants of the graph where they were symbols, and for any rows and keys but 1.
-    Raises `UnsupportedError` with all reasons.
+    mask: whether the call has a mask other than one of keys; grad: whether gradients are needed; key_mask: whether it has a
+    mask of keys; rows, keys: 0 if unknown. A graph keeps the choice made while it was traced. Numbers of heads, head size
+    and scale become constants of the graph if they were symbols; rows and keys may have any value except 1. Raises
+    `UnsupportedError` with all reasons.
     """
     if torch.compiler.is_compiling():
         rows, keys = (1 if size == 1 else 0 for size in (rows, keys))
         num_heads, num_kv_heads, head_size = (known(size) for size in (num_heads, num_kv_heads, head_size))
         scale = None if scale is None else known(scale)
-    made_of = _made_of(
+    description = _description(
         backend, error_budget, device_type, num_heads, num_kv_heads, head_size, dtype, scale, causal, mask, grad, key_mask,
         rows, keys,
     )  # fmt: skip
-    return _impls[made_of]
+    return _impls[description]
 
 
 def known(number: Any) -> Any:
-    """A number of a call as a constant of the graph that is traced (another one is traced again); outside of one, as it is."""
+    """Make a number of a call a constant of the graph being traced (another value retraces); outside a graph, return it."""
     return guard_scalar(number) if torch.compiler.is_compiling() else number
 
 
 @torch.compiler.assume_constant_result
-def _made_of(*call: Any) -> str:
+def _description(*call: Any) -> str:
     return _chosen(generation(), envs.read(ENV_VAR), envs.read("ATTN_DISABLE"), *call)
 
 
@@ -82,10 +82,10 @@ def _chosen(
     rows: int,
     keys: int,
 ) -> str:
-    """Where `_impls` has it."""
+    """Choose and build an implementation; return its key in `_impls`."""
     features = [*([Feature.MASK] if mask else []), *([Feature.BACKWARD] if grad else [])]
     budget = error_budget
-    if backend is not None:  # asked for by name: its error is known
+    if backend is not None:  # requested by name, which accepts its error
         budget = max(budget, getattr(DiffusionAttentionBackendEnum[backend].get_class(), "error", 0.0))
     request = make_diffusion_request(
         head_size, dtype, features=features, num_heads=num_heads, num_kv_heads=num_kv_heads, error_budget=budget,

@@ -1,4 +1,4 @@
-"""`attn.torch.DiffusionAttention`: dense attention as an `nn.Module`, the backend chosen once, when it is built."""
+"""`attn.torch.DiffusionAttention`: dense attention as an `nn.Module`, whose backend is chosen once, on construction."""
 
 import torch
 from torch import nn

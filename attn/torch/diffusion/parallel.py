@@ -1,9 +1,9 @@
 """Sequences too long for one device: Ulysses and ring attention over a `torch.distributed` group.
 
-Each rank holds S / W rows of every tensor. *Ulysses* (arXiv 2309.14509) exchanges rows for heads, so that a rank attends
-whole sequences with H / W heads: two all-to-alls, any backend, masks and joint streams included; heads must divide. *Ring*
-(arXiv 2310.01889) keeps queries and passes keys and values around, merging partial results by log-sum-exp: any number of
-heads, a backend that returns the log-sum-exp, no causality.
+Each rank holds S / W rows of every tensor. *Ulysses* (arXiv 2309.14509) exchanges rows for heads, so that a rank attends to
+whole sequences with H / W heads. It needs two all-to-alls and supports any backend, masks and joint streams; the number of
+ranks must divide the heads. *Ring* (arXiv 2310.01889) keeps queries, passes keys and values around, and merges partial
+results by log-sum-exp. It supports any number of heads; it needs a backend that returns the log-sum-exp, and is not causal.
 """
 
 from collections.abc import Collection
@@ -21,7 +21,7 @@ from attn.torch.merge import merge_attn_states
 
 
 class SequenceParallelAttention(nn.Module):
-    """`DiffusionAttention` over a sequence that a group of ranks shares.
+    """`DiffusionAttention` over a sequence that is sharded over a group of ranks.
 
     Arguments are those of `DiffusionAttention` (num_heads and num_kv_heads of the whole layer), and:
         group: a `torch.distributed` process group; the default one when None.
@@ -62,12 +62,12 @@ class SequenceParallelAttention(nn.Module):
     ) -> torch.Tensor:
         """query: [B, S / W, H, D]; key, value: [B, M / W, K, D]: this rank's rows, the same number on every rank.
 
-        attn_mask: bool [B, M / W], this rank's keys. Joint streams are whole on every rank, and so are their rows in the
+        attn_mask: bool [B, M / W], this rank's keys. Joint streams are replicated on every rank, as are their rows in the
         result: [B, J + S / W, H, D]. Returns this rank's rows.
         """
         meta = attn_metadata or DiffusionAttentionMetadata()
         if meta.kv_lens is not None or (meta.attn_mask is not None and meta.attn_mask.ndim != 2):
-            raise UnsupportedError(f"{self.strategy}: masks of keys [B, M / W] only: lengths and full masks span the ranks")
+            raise UnsupportedError(f"{self.strategy}: supports only masks of keys [B, M / W] (others span the ranks)")
         if self.strategy == "ulysses":
             return self._ulysses(query, key, value, meta)
         return self._ring(query, key, value, meta)
@@ -95,7 +95,7 @@ class SequenceParallelAttention(nn.Module):
         return torch.cat(parts if front else parts[::-1], 1)
 
     def _rows_for_heads(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, S / W, H, D] of every head as [B, S, H / W, D] of this rank's."""
+        """Exchange [B, S / W, H, D] of all heads for [B, S, H / W, D] of this rank's heads."""
         batch, rows, heads, size = x.shape
         sent = x.view(batch, rows, self.ranks, heads // self.ranks, size).permute(2, 0, 1, 3, 4).contiguous()
         got = torch.empty_like(sent)
@@ -103,7 +103,7 @@ class SequenceParallelAttention(nn.Module):
         return got.transpose(0, 1).reshape(batch, self.ranks * rows, heads // self.ranks, size)
 
     def _heads_for_rows(self, x: torch.Tensor) -> torch.Tensor:
-        """The way back: [B, S, H / W, D] as [B, S / W, H, D]."""
+        """The inverse exchange: [B, S, H / W, D] for [B, S / W, H, D]."""
         batch, rows, heads, size = x.shape
         sent = x.view(batch, self.ranks, rows // self.ranks, heads, size).transpose(0, 1).contiguous()
         got = torch.empty_like(sent)
@@ -124,40 +124,40 @@ class SequenceParallelAttention(nn.Module):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, meta: DiffusionAttentionMetadata
     ) -> torch.Tensor:
         impl, front = self.local.impl, meta.joint_strategy == "front"
-        if meta.joint_query is not None:  # its rows see every key on every rank, and come out the same
+        if meta.joint_query is not None:  # its rows see every key on every rank, so the results are equal
             query = torch.cat([meta.joint_query, query] if front else [query, meta.joint_query], 1)
         outs: list[torch.Tensor] = []
         lses: list[torch.Tensor] = []
-        if meta.joint_key is not None:  # every rank has it whole: it counts once
+        if meta.joint_key is not None:  # replicated on every rank: it counts once
             part = DiffusionAttentionMetadata(attn_mask=meta.joint_attn_mask)
             out, lse = impl.forward_lse(query, meta.joint_key, meta.joint_value, part)
             outs, lses = [out], [lse]
-        held = [key, value, *([] if meta.attn_mask is None else [meta.attn_mask.to(torch.uint8)])]
+        current = [key, value, *([] if meta.attn_mask is None else [meta.attn_mask.to(torch.uint8)])]
         for step in range(self.ranks):
-            coming = self._passed_on(held) if step < self.ranks - 1 else None
-            part = DiffusionAttentionMetadata(attn_mask=held[2].bool() if len(held) == 3 else None)
-            out, lse = impl.forward_lse(query, held[0], held[1], part)
+            pending = self._start_exchange(current) if step < self.ranks - 1 else None
+            part = DiffusionAttentionMetadata(attn_mask=current[2].bool() if len(current) == 3 else None)
+            out, lse = impl.forward_lse(query, current[0], current[1], part)
             outs.append(out)
             lses.append(lse)
-            if coming is not None:
-                arrived, requests = coming
+            if pending is not None:
+                arrived, requests = pending
                 for request in requests:
                     request.wait()
-                held = arrived
+                current = arrived
         batch, rows = query.shape[:2]
         merged, _ = merge_attn_states(
             [out.to(lses[0].dtype).flatten(0, 1) for out in outs], [lse.transpose(0, 1).flatten(1) for lse in lses]
         )
         return merged.to(query.dtype).unflatten(0, (batch, rows))
 
-    def _passed_on(self, held: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[Any]]:
-        """What the rank before holds, on its way here, while this rank's goes to the next."""
+    def _start_exchange(self, current: list[torch.Tensor]) -> tuple[list[torch.Tensor], list[Any]]:
+        """Start sending this rank's arrays to the next rank and receiving the previous rank's. Returns (buffers, requests)."""
         group: Any = self.group or dist.group.WORLD
         after = dist.get_global_rank(group, (self.rank + 1) % self.ranks)
         before = dist.get_global_rank(group, (self.rank - 1) % self.ranks)
-        arrived = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in held]
+        arrived = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in current]
         moves = []
-        for mine, theirs in zip(held, arrived, strict=True):
-            moves.append(dist.P2POp(dist.isend, mine.contiguous(), after, group))
-            moves.append(dist.P2POp(dist.irecv, theirs, before, group))
+        for sent, received in zip(current, arrived, strict=True):
+            moves.append(dist.P2POp(dist.isend, sent.contiguous(), after, group))
+            moves.append(dist.P2POp(dist.irecv, received, before, group))
         return arrived, dist.batch_isend_irecv(moves)

@@ -1,4 +1,4 @@
-"""The torch driver of the dense family's suite: a call in NumPy becomes tensors, and comes back."""
+"""The torch driver of the dense suite: runs NumPy calls on tensors and returns NumPy arrays."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +16,7 @@ Array = npt.NDArray[Any]
 
 
 def dense(backend: Any, call: DenseCall) -> Array:
-    """A diffusion backend's answer to a call of the dense family, [B, S, H, D] in float64."""
+    """Run a diffusion backend on a call of the dense suite. Returns [B, S, H, D] in float64."""
     case, device = call.case, _device(backend)
 
     def tensor(values: Array) -> torch.Tensor:
@@ -51,7 +51,7 @@ _AT_ONCE = 1 << 16  #: rows
 
 
 def vast(backend: Any, case: DenseCase) -> Iterator[Sampled]:
-    """A diffusion backend's answer to a call that is too large to leave the device, at the places of `vast_places`."""
+    """Run a diffusion backend on a call too large to copy from the device; yield samples at `vast_places`."""
     device, dtype = _device(backend), getattr(torch, case.dtype)
     generator = torch.Generator(device).manual_seed(0)
 
@@ -65,7 +65,7 @@ def vast(backend: Any, case: DenseCase) -> Iterator[Sampled]:
     query, key, value = (normal(n, h) for n, h in ((rows, case.num_heads), *((keys, case.num_kv_heads),) * 2))
     places, group = vast_places(case), case.num_heads // case.num_kv_heads
     for b, h, length, pairs in places:
-        strength = (np.log(length) + 3.5) * case.head_size**-0.5  # the key's weight is some 30 times that of all others
+        strength = (np.log(length) + 3.5) * case.head_size**-0.5  # the key's weight is about 30 times all others'
         for row, target in pairs:
             query[b, row, h] = query[b, row, h] / 4 + strength * key[b, target, h // group]
     meta = DiffusionAttentionMetadata(joint_strategy="rear" if case.rear else "front", kv_lens=case.lens or None)
