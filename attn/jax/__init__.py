@@ -1,4 +1,4 @@
-"""The jax wing: Pallas on TPU and GPU, XLA everywhere. Importing it imports jax, never torch."""
+"""The jax framework: Pallas on TPU and GPU, XLA everywhere. Importing it imports jax, never torch."""
 
 import importlib
 from typing import Any

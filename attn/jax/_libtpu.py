@@ -1,14 +1,15 @@
-"""libtpu as a compiler and nothing else: TPU programs compiled on any host, and what libtpu's dumps say of them.
+"""Use libtpu as a compiler only: compile TPU programs on any host, and read libtpu's dumps.
 
-A *program* is a function whose small integer arguments (lengths, tables) have known values. It is compiled whole, as a
-user would, and each `pallas_call` in it is estimated alone: libtpu's static simulator follows scalar code, branches and
-loop counts only where it can evaluate them, so the values of the scalars that a call prefetches are stored into its SMEM
-by the kernel's first instructions (about a bundle each). Alone, because the simulator aborts on copies from HBM to HBM.
+A *program* is a function whose small integer arguments (lengths, tables) have known values. It is compiled whole, as a user
+would compile it, and each `pallas_call` in it is estimated alone. libtpu's static simulator follows scalar code, branches
+and loop counts only if it can evaluate them, so the kernel's first instructions (about a bundle each) store the values of
+the scalars that a call prefetches into its SMEM. Kernels are estimated alone because the simulator aborts on copies from
+HBM to HBM.
 
-The values come from tracing: under `jax.ensure_compile_time_eval` whatever depends on known arrays only is computed, and
-arrives at the call as an array and not as a tracer.
+The values come from tracing: under `jax.ensure_compile_time_eval` everything that depends only on known arrays is computed,
+and reaches the call as an array, not as a tracer.
 
-libtpu and jax read their environment once: `environment` is for the process that is to call the rest.
+libtpu and jax read their environment once: `environment` is for the process that calls the other functions.
 """
 
 import contextlib
@@ -26,7 +27,7 @@ import numpy as np
 
 
 class Chip(NamedTuple):
-    """A generation: names that libtpu goes by, the TensorCore's clock, and its peaks (a core's, where a chip has two)."""
+    """A generation: its names in libtpu, the TensorCore's clock, and its peaks (per core for chips with two)."""
 
     topology: str
     accelerator: str
@@ -41,17 +42,19 @@ CHIPS = {
     "v7x": Chip("tpu7x:2x2x1", "tpu7x-8", 2.2, 1153, 3690),
 }
 
-#: Products of float32 at full precision are six of bfloat16.
+#: Products of float32 at full precision are six bfloat16 products.
 _PASSES = {"float32": 6}
 
 
 class CompileError(RuntimeError):
-    """libtpu refuses a program."""
+    """libtpu rejected a program."""
 
 
 class Program(NamedTuple):
-    """`call(*arrays, *batch)`: arrays are shapes, the batch small integer arrays with values. What it must do at least is
-    `flops` of products in `dtype`, and `bytes` to and from HBM."""
+    """`call(*arrays, *batch)`: arrays are shapes, the batch consists of small integer arrays with values.
+
+    Its minimal work is `flops` of products in `dtype`, and `bytes` to and from HBM.
+    """
 
     call: Callable[..., Any]
     arrays: Sequence[Any]
@@ -62,7 +65,7 @@ class Program(NamedTuple):
     dtype: str
 
     def floors(self, chip: str) -> dict[str, float]:
-        """Microseconds that products and bytes take at the chip's peaks."""
+        """Microseconds that the products and bytes take at the chip's peaks."""
         peak = CHIPS[chip]
         return {
             "hbm_us": self.bytes / peak.hbm / 1e3,
@@ -71,9 +74,10 @@ class Program(NamedTuple):
 
 
 def environment(chip: str, dump: str, estimate: bool) -> dict[str, str]:
-    """Variables of a process that compiles for `chip` and leaves its dumps under `dump`; `estimate`: simulated as well.
+    """Environment variables of a process that compiles for `chip` and writes its dumps under `dump`; `estimate`: also
+    simulates.
 
-    Estimates take operands out of VMEM, where XLA would place some: the figures are the kernel's, whose the whole VMEM is.
+    Estimates keep operands out of VMEM, where XLA would place some: the figures are those of a kernel with all of VMEM.
     """
     for folder in ("llo", "profile"):
         (Path(dump) / folder).mkdir(exist_ok=True)
@@ -85,7 +89,7 @@ def environment(chip: str, dump: str, estimate: bool) -> dict[str, str]:
     if estimate:
         flags += [
             f"--xla_jf_dump_static_llo_profile_to={dump}/profile",
-            "--xla_tpu_check_llo_types=false",  # or packed 16-bit immediates abort the simulator from v6e on
+            "--xla_tpu_check_llo_types=false",  # otherwise packed 16-bit immediates abort the simulator from v6e on
             "--xla_vf_vmem_memory_space_assignment=false",
             "--xla_gf_vmem_memory_space_assignment=false",
         ]
@@ -118,18 +122,18 @@ def _on(chip: str, arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
 
 
 def _compile(chip: str, call: Callable[..., Any], arrays: Sequence[Any], donated: tuple[int, ...]) -> tuple[str, Any]:
-    """(StableHLO, compiled program). Raises CompileError with the compiler's own sentence."""
+    """(StableHLO, compiled program). Raises CompileError with the compiler's message."""
     with jax.sharding.use_abstract_mesh(_mesh(chip).abstract_mesh):
         lowered = jax.jit(call, donate_argnums=donated).lower(*_on(chip, arrays))
         try:
             return lowered.as_text(), lowered.compile()
         except jax.errors.JaxRuntimeError as error:
-            said = re.search(r"E\d{4}: .*?(?= See https|\n|$)", str(error))
-            raise CompileError(said[0] if said else str(error).partition("\n")[0]) from error
+            message = re.search(r"E\d{4}: .*?(?= See https|\n|$)", str(error))
+            raise CompileError(message[0] if message else str(error).partition("\n")[0]) from error
 
 
 def compile_program(program: Program, chip: str, dump: str) -> list[dict[str, Any]]:
-    """Compile the whole program; the static figures of each kernel in it."""
+    """Compile the whole program. Returns the static figures of each of its kernels."""
     text, _ = _compile(chip, program.call, [*program.arrays, *program.batch], program.donated)
     names = list(dict.fromkeys(re.findall(r'kernel_name = "([^"]+)"', text)))
     dumped = _dumped(dump)
@@ -139,7 +143,7 @@ def compile_program(program: Program, chip: str, dump: str) -> list[dict[str, An
 def estimate_program(program: Program, chip: str, dump: str, copies: bool = True) -> list[dict[str, Any]]:
     """Compile and simulate each kernel alone, for the program's batch: `cycles` and `us`, beside the static figures.
 
-    Without `copies` nothing is moved or waited for: the time to compute, where a simulator does not follow copies.
+    Without `copies` no data is moved or waited for: the time to compute, for simulators that do not support copies.
     """
     with _unsigned_division(), contextlib.nullcontext() if copies else _without_copies():
         return _estimates(program, chip, dump)
@@ -158,14 +162,14 @@ def _estimates(program: Program, chip: str, dump: str) -> list[dict[str, Any]]:
 
 
 def _named(parts: Sequence[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Each part with its name: the kernel's, numbered where it is launched more than once."""
+    """Each part with its name: the kernel's, numbered if it is launched more than once."""
     names = [name for name, _ in parts]
     seen: dict[str, int] = {}
-    told = []
+    named = []
     for name, (_, figures) in zip(names, parts, strict=True):
         seen[name] = seen.get(name, 0) + 1
-        told.append({"name": name if names.count(name) == 1 else f"{name} {seen[name]}", **figures})
-    return told
+        named.append({"name": name if names.count(name) == 1 else f"{name} {seen[name]}", **figures})
+    return named
 
 
 def _is(op: str, name: str) -> bool:
@@ -177,7 +181,7 @@ def _is(op: str, name: str) -> bool:
 
 
 class Launch(NamedTuple):
-    """One `pallas_call` as a function of its array operands, the values of its scalars built in."""
+    """One `pallas_call` as a function of its array operands, with the values of its scalars built in."""
 
     name: str
     call: Callable[..., Any]
@@ -186,32 +190,34 @@ class Launch(NamedTuple):
 
 
 def launches(call: Callable[..., Any], arrays: Sequence[Any], batch: Sequence[np.ndarray]) -> list[Launch]:
-    """Every `pallas_call` that `call(*arrays, *batch)` makes, in order, but those whose grid has no step. It must reach pallas
-    as `pl.pallas_call`."""
+    """Every `pallas_call` of `call(*arrays, *batch)`, in order, except those with an empty grid.
+
+    It must call pallas as `pl.pallas_call`.
+    """
     found: list[Launch] = []
 
     def traced(*shapes: Any) -> Any:
         with jax.ensure_compile_time_eval():
             return call(*shapes, *map(jnp.asarray, batch))
 
-    with _watched(found):
+    with _recorded(found):
         jax.eval_shape(traced, *arrays)
     return found
 
 
 @contextlib.contextmanager
-def _watched(found: list[Launch]) -> Iterator[None]:
-    """`pl.pallas_call` notes what it is asked for and returns arrays of the right shapes."""
+def _recorded(found: list[Launch]) -> Iterator[None]:
+    """Within the context, `pl.pallas_call` records its arguments and returns arrays of the right shapes."""
     from jax.experimental import pallas as pl
 
     real = pl.pallas_call
     signature = inspect.signature(real)
 
-    def watch(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    def record(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
         bound = signature.bind(kernel, *args, **kwargs).arguments
-        return lambda *operands: _note(real, bound, operands, found)
+        return lambda *operands: _record(real, bound, operands, found)
 
-    pl.pallas_call = watch
+    pl.pallas_call = record
     try:
         yield
     finally:
@@ -220,15 +226,18 @@ def _watched(found: list[Launch]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _unsigned_division() -> Iterator[None]:
-    """Signed divisions of int32 scalars hide loop bounds from the simulator, which then counts a loop once and says nothing.
-    Kernels divide nothing negative: within this, such divisions are unsigned, and shifts and masks where they can be."""
+    """Within the context, divisions of int32 scalars are unsigned, or shifts and masks where possible.
+
+    Signed divisions hide loop bounds from the simulator, which then silently counts a loop once. Kernels divide nothing
+    negative.
+    """
     from jax import lax
     from jax._src import core
 
     def scalar(x: Any) -> bool:
         return getattr(x, "shape", None) == () and getattr(x, "dtype", None) == jnp.int32
 
-    def instead(name: str, operation: Any) -> tuple[Any, Any]:
+    def replacement(name: str, operation: Any) -> tuple[Any, Any]:
         found = vars(core.ShapedArray)[name]
 
         def divide(x: Any, y: Any) -> Any:
@@ -249,7 +258,7 @@ def _unsigned_division() -> Iterator[None]:
         return divide
 
     div, rem = lax.div, lax.rem
-    methods = {name: instead(name, operation) for name, operation in (("_floordiv", div), ("_mod", rem))}
+    methods = {name: replacement(name, operation) for name, operation in (("_floordiv", div), ("_mod", rem))}
     for name, (_, new) in methods.items():
         setattr(core.ShapedArray, name, new)
     lax.div, lax.rem = unsigned(div), unsigned(rem)
@@ -263,34 +272,34 @@ def _unsigned_division() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_copies() -> Iterator[None]:
-    """Copies made by `pltpu.make_async_copy` do nothing."""
+    """Within the context, copies made by `pltpu.make_async_copy` do nothing."""
     from jax.experimental.pallas import tpu as pltpu
 
     real = pltpu.make_async_copy
 
-    class Nothing:
+    class NoCopy:
         def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
         def start(self) -> None: ...
 
         def wait(self) -> None: ...
 
-    pltpu.make_async_copy = Nothing  # type: ignore[assignment]
+    pltpu.make_async_copy = NoCopy  # type: ignore[assignment]
     try:
         yield
     finally:
         pltpu.make_async_copy = real
 
 
-def _note(real: Callable[..., Any], bound: dict[str, Any], operands: Sequence[Any], found: list[Launch]) -> Any:
+def _record(real: Callable[..., Any], bound: dict[str, Any], operands: Sequence[Any], found: list[Launch]) -> Any:
     flat, tree = jax.tree.flatten(operands)
     kernel, grid_spec = bound["kernel"], bound.get("grid_spec")
     scalars = getattr(grid_spec, "num_scalar_prefetch", 0)
-    given = {i: x for i, x in enumerate(operands[:scalars]) if x is not None}  # an operand that is None has no ref
+    given = {i: x for i, x in enumerate(operands[:scalars]) if x is not None}  # an operand of None has no ref
     known = {i: np.asarray(x) for i, x in given.items() if not isinstance(x, jax.core.Tracer)}
     rest = {name: value for name, value in bound.items() if name != "kernel"}
     grid = grid_spec.grid if grid_spec is not None else bound.get("grid", ())
-    grid = (grid,) if isinstance(grid, int) else tuple(int(n) for n in grid)  # a bound that is an array has its value here
+    grid = (grid,) if isinstance(grid, int) else tuple(int(n) for n in grid)  # a bound that is an array has a known value
     if grid_spec is not None:
         rest["grid_spec"] = _replaced(grid_spec, grid)
 
@@ -338,7 +347,7 @@ _ALLOCATION = re.compile(r"#(allocation\w+) \[shape = '[^']*', space=(\w+), size
 
 
 def _dumped(dump: str) -> list[tuple[str, dict[str, str]]]:
-    """(operation, {pass: text}) of every operation dumped, oldest first; each is told once, its files are removed."""
+    """(operation, {pass: text}) of every dumped operation, oldest first. Each is returned once, and its files are removed."""
     found: dict[tuple[str, str], dict[str, str]] = {}
     for path in sorted((Path(dump) / "llo").iterdir()):
         if match := re.fullmatch(r"(\d+)-(.+)-\d+-(post-ra|" + _UTILISATION + r")\.txt", path.name):
@@ -370,15 +379,15 @@ def static_figures(files: dict[str, str]) -> dict[str, Any]:
     slots = [head.strip() for head in heads.split(",")]
     counts = np.array([row.split() for row in rows if len(row.split()) == len(slots)], np.int64).reshape(-1, len(slots))
 
-    def held(space: str) -> int:
+    def allocated(space: str) -> int:
         return sum(size for where, size, fixed in spaces.values() if where == space and not fixed)
 
     def spilled(space: str) -> int:
         return sum(where == space and name.endswith("spill") for name, (where, _, _) in spaces.items())
 
     return {
-        "vmem": held("vmem"),
-        "smem": held("smem"),
+        "vmem": allocated("vmem"),
+        "smem": allocated("smem"),
         "spills": spilled("vmem"),
         "scalar_spills": spilled("smem"),
         "bundles": len(counts),

@@ -1,9 +1,9 @@
-"""The TPU kernels' declared grid, compiled and estimated for chips that are not here: the jax wing of `attn aot`.
+"""The TPU kernels' declared grid, compiled and estimated for chips that are not present: `attn aot` for jax.
 
-A kernel is an entry of `KERNELS`: axes of choices, of which the grid has every pair that means something; `settle`, which
-makes a combination meaningful; `refusal`, why the kernel does not take it; `program`, what is compiled. Batches are small,
-since the simulator walks every loop: it is the shape of the code that is proven here, and benchmarks/pallas.py has the
-shapes that are timed.
+A kernel is an entry of `KERNELS`. axes: choices, of which the grid has every pair that is meaningful. normalise: makes a
+combination of choices meaningful. refusal: why the kernel does not support a choice. program: what is compiled. Batches are
+small, since the simulator executes every loop: the grid tests code paths, and benchmarks/pallas.py has the shapes that are
+timed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -38,14 +38,14 @@ COMPUTE_ALONE = "estimated without its copies, which this chip's simulator does 
 
 
 class Kernel(NamedTuple):
-    """A kernel's part of the grid; see the module."""
+    """A kernel's part of the grid; see the module's docstring."""
 
     axes: Mapping[str, Sequence[Any]]
-    settle: Callable[[Choice], Choice | None]
+    normalise: Callable[[Choice], Choice | None]
     refusal: Callable[[Choice, str], str]
     program: Callable[[Choice, str], Program]
-    #: Chips whose simulator does not follow this kernel's copies: it aborts on waits for those that were started under another
-    #: predicate ("No DMA issue node found"), and without the waits its figures make no sense.
+    #: Chips whose simulator does not support this kernel's copies: it aborts on waits for copies that were started under
+    #: another predicate ("No DMA issue node found"), and without the waits its figures are meaningless.
     no_copies: tuple[str, ...] = ()
 
 
@@ -55,7 +55,7 @@ def cases(target: str) -> list[Case]:
     return [
         case
         for name, kernel in KERNELS.items()
-        for case in grid(name, kernel.axes, kernel.settle, lambda choice, kernel=kernel: kernel.refusal(choice, chip))  # type: ignore[misc]
+        for case in grid(name, kernel.axes, kernel.normalise, lambda choice, kernel=kernel: kernel.refusal(choice, chip))  # type: ignore[misc]
     ]
 
 
@@ -65,7 +65,7 @@ def environment(target: str, step: str, dump: str) -> dict[str, str]:
 
 
 def measure(case: Case, target: str, step: str, dump: str) -> dict[str, Any]:
-    """See `attn.aot`. The estimate's figures of memory are not taken: it has other flags than a user's program."""
+    """See `attn.aot`. Omits the estimate's memory figures: it is compiled with other flags than a user's program."""
     chip, kernel = _chip(target), KERNELS[case.kernel]
     program = kernel.program(dict(case.choice), chip)
     floors = {name: round(us, 3) for name, us in program.floors(chip).items()}
@@ -79,7 +79,7 @@ def measure(case: Case, target: str, step: str, dump: str) -> dict[str, Any]:
     total = sum(part["us"] for part in parts)
     kept = [{key: part[key] for key in ("name", "cycles", "us")} for part in parts]
     if total < floors["mxu_us"]:
-        raise RuntimeError(f"{total:.2f} us are less than its products take: the simulator missed a loop")
+        raise RuntimeError(f"{total:.2f} us is less than its products need: the simulator missed a loop")
     notes = [] if copies else [COMPUTE_ALONE]
     return {"parts": kept, "ratio": round(total / max(floors.values()), 2), "notes": notes}
 
@@ -90,7 +90,7 @@ def _chip(target: str) -> str:
 
 # --- ragged paged attention -----------------------------------------------------------------------------------------
 
-#: New tokens and lengths of the requests of a batch.
+#: New tokens and lengths of each batch's requests.
 BATCHES = {
     "decode": ((1, 1, 1, 1, 1), (700, 33, 512, 1, 256)),
     "mixed": ((1, 77, 5, 1), (600, 300, 40, 129)),
@@ -124,7 +124,7 @@ def _shape(extents: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
 
 
 def _batch(query_lens: Sequence[int], seq_lens: Sequence[int], block_size: int, columns: int) -> tuple[list[np.ndarray], int]:
-    """([query_start_loc, seq_lens, block_table, slot_mapping], blocks): pages lie one after the other in the cache."""
+    """([query_start_loc, seq_lens, block_table, slot_mapping], blocks), with consecutive pages in the cache."""
     starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
     used = [-(-length // block_size) for length in seq_lens]
     first = np.concatenate([[0], np.cumsum(used)])
@@ -137,7 +137,7 @@ def _batch(query_lens: Sequence[int], seq_lens: Sequence[int], block_size: int, 
     return [starts, np.array(seq_lens, np.int32), table, slots], int(first[-1]) + 1
 
 
-def _settle_ragged(choice: Choice) -> Choice:
+def _normalise_ragged(choice: Choice) -> Choice:
     if choice["kv"] == choice["dtype"]:
         choice["kv"] = "auto"
     if choice["kv"] in ("auto", "bfloat16"):
@@ -146,7 +146,7 @@ def _settle_ragged(choice: Choice) -> Choice:
 
 
 def _refuse_ragged(choice: Choice, chip: str) -> str:
-    """What PALLAS says of such a layer."""
+    """PALLAS's reasons against such a layer, or "" (joined)."""
     return "; ".join(PallasAttentionBackend.why_not(request_of(choice), Device("jax", "tpu", arch=chip)))
 
 
@@ -184,7 +184,7 @@ def ragged(
     write: bool = True,
     per_head_scales: bool = False,
 ) -> Program:
-    """`ragged_paged_attention` on a batch, with `columns` of block table."""
+    """`ragged_paged_attention` on a batch, with `columns` columns in the block table."""
     from attn.jax.kernels.tpu import ragged_paged_attention as kernel
 
     (num_heads, kv_heads), num_requests, num_tokens = heads, len(query_lens), sum(query_lens)
@@ -227,7 +227,7 @@ def cost(
     window: tuple[int | None, int | None] = (None, None),
     value_size: int | None = None,
 ) -> tuple[float, float]:
-    """(flops of the two products over visible scores, key rows that some query row of their request sees)."""
+    """(flops of the two products over visible scores, number of key rows that some query row of their request sees)."""
     scores = rows = 0
     for count, length in zip(query_lens, seq_lens, strict=True):
         position = np.arange(length - count, length)
@@ -254,7 +254,7 @@ RANK, ROPE = 512, 64
 
 
 def _refuse_latent(choice: Choice, chip: str) -> str:
-    """What PALLAS_MLA says of such a layer."""
+    """PALLAS_MLA's reasons against such a layer, joined."""
     request = Request(RANK + ROPE, choice["dtype"], choice["kv"], choice["block_size"], features=frozenset({Feature.MLA}))
     return "; ".join(PallasMLABackend.why_not(request, Device("jax", "tpu", arch=chip)))
 
@@ -280,7 +280,7 @@ def latent(
     lse: bool = False,
     write: bool = True,
 ) -> Program:
-    """`mla_attention` on a batch, absorbed: rows of 512 + 64 are keys, their first 512 values."""
+    """`mla_attention` on a batch, absorbed: rows of 512 + 64 are keys, and their first 512 elements are values."""
     from attn.jax.kernels.tpu import mla_attention as kernel
 
     stored, num_tokens = stored or dtype, sum(query_lens)
@@ -353,7 +353,7 @@ def dense(
     lse: bool = False,
     backward: bool = False,
 ) -> Program:
-    """`flash_attention` of one sequence; with `backward` its gradient in q, k, v (and sinks) as well."""
+    """`flash_attention` of one sequence; with `backward` also its gradient with respect to q, k, v (and sinks)."""
     from attn.jax.kernels.tpu.flash_attention import flash_attention
 
     (rows, keys), (num_heads, kv_heads), (size, value_size) = lengths, heads, head_sizes
@@ -389,22 +389,22 @@ def dense(
 
     flops, _ = cost([rows], [keys], num_heads, size, causal, window or (None, None), value_size)
     traffic = rows * num_heads * (size + value_size) + keys * kv_heads * (size + value_size)
-    if backward:  # scores again, and four products; all of it read again with the gradient of the output, and written
+    if backward:  # scores again, and four products; all inputs and the output's gradient are read, the gradients written
         flops += flops + 2.0 * flops * size / (size + value_size) + flops * value_size / (size + value_size)
         traffic += 2 * traffic + rows * num_heads * value_size
     return Program(call, arrays, list(known.values()), (), flops, traffic * jnp.dtype(dtype).itemsize, dtype)
 
 
-def _as_it_is(choice: Choice) -> Choice:
+def _unchanged(choice: Choice) -> Choice:
     return choice
 
 
-def _takes_all(choice: Choice, chip: str) -> str:
+def _supports_all(choice: Choice, chip: str) -> str:
     return ""
 
 
 KERNELS = {
-    "ragged_paged_attention": Kernel(RAGGED, _settle_ragged, _refuse_ragged, _ragged_program, no_copies=("v7x",)),
-    "mla_attention": Kernel(LATENT, _as_it_is, _refuse_latent, _latent_program, no_copies=("v7x",)),
-    "flash_attention": Kernel(DENSE, _as_it_is, _takes_all, _dense_program),
+    "ragged_paged_attention": Kernel(RAGGED, _normalise_ragged, _refuse_ragged, _ragged_program, no_copies=("v7x",)),
+    "mla_attention": Kernel(LATENT, _unchanged, _refuse_latent, _latent_program, no_copies=("v7x",)),
+    "flash_attention": Kernel(DENSE, _unchanged, _supports_all, _dense_program),
 }

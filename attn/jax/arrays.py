@@ -1,8 +1,8 @@
-"""The jax side of the border: arrays of torch and NumPy in, NumPy out, sharing memory wherever both sides can.
+"""Convert torch tensors and NumPy arrays to jax arrays and jax arrays to NumPy, sharing memory where both sides can.
 
-Without its 64-bit mode JAX would narrow int64 and float64 without a word: here int64 crosses when its values fit, the others
-not at all. Memory may be shared, so that a later in-place write by its owner shows through. torch is not imported: its
-tensors speak DLPack, and are asked by their own methods.
+Without its 64-bit mode JAX would silently narrow int64 and float64. This module converts int64 if its values fit in int32
+and rejects the others. Memory may be shared, so a later in-place write by its owner is visible. This module does not import
+torch: tensors support DLPack and are queried through their own methods.
 """
 
 from typing import Any
@@ -19,10 +19,10 @@ _INT32 = np.iinfo(np.int32)
 
 
 def from_foreign(x: Any, like: jax.Array | None = None) -> jax.Array:
-    """A torch tensor or NumPy array as a jax array, on the device of `like` (None: where it is).
+    """Convert a torch tensor or NumPy array to a jax array, on the device of `like` (None: on the array's device).
 
-    Raises ValueError for a tensor that requires grad, `DTypeError` for values or a dtype that JAX cannot hold,
-    `DeviceError` for memory on a device that JAX does not drive.
+    Raises ValueError for a tensor that requires grad, `DTypeError` for values or a dtype that JAX cannot represent,
+    `DeviceError` for memory on a device that JAX does not support.
     """
     array = _from_torch(x) if framework_of(x) == "torch" else _from_numpy(np.asarray(x))
     if like is None or isinstance(like, jax.core.Tracer) or len(like.devices()) != 1:
@@ -52,27 +52,28 @@ def _from_numpy(array: "np.ndarray[Any, Any]") -> jax.Array:
 
 
 def _must_narrow(name: str, array: Any) -> bool:
-    """Whether `array` is an int64 one that has to become int32, and may. Raises `DTypeError` where JAX would lose values."""
+    """Whether `array` is an int64 array that must and can become int32. Raises `DTypeError` where JAX would lose values."""
     if name not in _WIDE or jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         return False
-    way_out = 'or switch JAX to 64 bits: jax.config.update("jax_enable_x64", True)'
+    alternative = 'or enable 64-bit types in JAX: jax.config.update("jax_enable_x64", True)'
     if name != "int64":
-        raise DTypeError(f"an array of dtype {name} would be narrowed by jax: cast it yourself, {way_out}")
+        raise DTypeError(f"an array of dtype {name} would be narrowed by jax: cast it first, {alternative}")
     if all(array.shape):
         low, high = int(array.min()), int(array.max())
         if low < _INT32.min or high > _INT32.max:
-            raise DTypeError(f"an int64 array with values from {low} to {high} does not fit jax's int32: rescale it, {way_out}")
+            raise DTypeError(f"an int64 array with values from {low} to {high} does not fit in int32: scale it, {alternative}")
     return True
 
 
 def to_numpy(x: jax.Array, like: Any = None) -> "np.ndarray[Any, Any]":
-    """An array as a NumPy array of the same dtype, sharing its memory (read-only) when it is on the CPU.
+    """Convert an array to a NumPy array of the same dtype, sharing its memory (read-only) if it is on the CPU.
 
-    `like` is accepted for the sake of the border's one signature; NumPy has no devices. Raises TypeError for a tracer.
+    `like` is unused, since NumPy has no devices; it keeps the signature common to both frameworks. Raises TypeError for a
+    tracer.
     """
     if isinstance(x, jax.core.Tracer):
         raise TypeError(
             "a JAX tracer has no memory and cannot cross to NumPy: call outside of jax.jit, jax.grad and jax.vmap, or use a "
-            "backend of the jax wing"
+            "jax backend"
         )
     return np.asarray(x)

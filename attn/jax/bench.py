@@ -1,13 +1,12 @@
-"""The stopwatch of `attn bench` under jax: any backend of a paged cache on the default device.
+"""Timing for `attn bench` in jax: any backend of a paged cache on the default device.
 
-The layer's call is one compiled program, which reads the cache and returns the output alone; a latent layer's also writes its
-new rows, into a cache that is donated. Times are those of the wall
-clock until the output is there, so that on an accelerator they hold the launch too; before each 256 MiB are written on the
-device (64 on a CPU), read for the clean median. What the attention takes without launches is the time that one more adds to
-a program that attends several times, each after the other, caches warm.
+The layer's call is one compiled program, which reads the cache and returns only the output; a latent layer's also writes
+its new rows, into a donated cache. Times are wall-clock times until the output is ready, so on an accelerator they include
+the launch. Before each call 256 MiB are written on the device (64 on a CPU), or read for the clean median. The kernel's
+time without launches is what one more attention adds to a program that computes several in sequence, with warm caches.
 
-Inputs are random and pages lie at random places. The output of the timed program is compared with float32 attention over the
-cache as it is stored, over up to three requests of each length.
+Inputs are random and pages are at random places. The output of the timed program is compared with float32 attention over
+the cache as it is stored, over up to three requests of each length.
 """
 
 import functools
@@ -36,25 +35,28 @@ from attn.jax import kv_cache as caches
 from attn.jax.backends.mla._mla import latent_rows
 from attn.jax.kernels import xla_mla
 
-_CODE_SCALE = 0.03  #: of an int8 cache, whose codes are about +-90; other caches hold numbers about 1
-_LATENT_SCALE = 0.02  #: of an fp8 cache of latents, whose codes are about +-50: a kernel that forgets the scale is wrong
-_PATIENCE = 2000.0  #: milliseconds that the timed calls of a slow kernel may take together
-_REPEATS = 4  #: attentions that a program adds to tell what one takes
+_CODE_SCALE = 0.03  #: for an int8 cache, with codes up to about +-90; other caches contain values of about 1
+_LATENT_SCALE = 0.02  #: for an fp8 cache of latents, with codes up to about +-50, so that a kernel that omits the scale fails
+_PATIENCE = 2000.0  #: time limit for all timed calls of a slow kernel, in milliseconds
+_REPEATS = 4  #: attentions added to a program to measure the time of one
 
 
 class Workload:
-    """A layer, a filled cache and one batch on the device; `attend` is the layer as a function, `arguments` its arrays, the
-    query first. Where the layer `writes`, the second is the cache, and `attend` returns it behind the output."""
+    """A layer, a filled cache and one batch on the device.
+
+    `attend` is the layer as a function, `arguments` its arrays, the query first. If the layer `writes`, the second is the
+    cache, and `attend` returns (output, cache).
+    """
 
     writes = False
-    chunk = 256  #: rows that are compared at a time, so that long prompts fit
+    chunk = 256  #: rows compared at a time, so that long prompts fit in memory
     attend: Callable[..., Any]
     arguments: tuple[Any, ...]
 
     def __init__(self, case: Case, backend: str) -> None:
         if case.kv_cache_dtype in dtypes.PER_TOKEN_HEAD:
             raise UnsupportedError(
-                f"kv_cache_dtype={case.kv_cache_dtype}: caches of codes with scales between them are not filled here"
+                f"kv_cache_dtype={case.kv_cache_dtype}: the benchmark does not support caches with scales between codes"
             )
         cls: Any = AttentionBackendEnum[backend].get_class()
         self.case, self.lens = case, parse(case.batch)
@@ -72,14 +74,14 @@ class Workload:
         self._fill(cls, self.metadata.slot_mapping.shape[0])
 
     def _fill(self, cls: Any, rows: int) -> None:
-        """The cache's numbers, the layer, and queries for so many rows of a batch."""
+        """Fill the cache; create the layer and queries for `rows` rows of a batch."""
         case, empty = self.case, self.empty
         self.cache = _filled(cls.logical_kv_cache, empty.shape, empty.dtype, case.head_size)
         self._views = functools.partial(_rows, cls.logical_kv_cache, case.head_size)
         draw = np.random.default_rng(1).standard_normal
         self.query = jnp.asarray(draw((rows, case.num_heads, case.head_size), np.float32), case.dtype)
         self.sinks = None
-        if case.sinks:  # about as heavy as the keys together: a lighter one would not show in the error
+        if case.sinks:  # about as much weight as all keys together: less would not be visible in the error
             heavy = np.log(max(m for _, m in self.lens))
             self.sinks = jnp.asarray(heavy + draw(case.num_heads), jnp.float32)
         impl = cls.get_impl_cls()(
@@ -95,7 +97,7 @@ class Workload:
         self.arguments = (self.query, self.cache, self.metadata)
 
     def program(self) -> Callable[[], jax.Array]:
-        """The call, compiled. A cache that it writes is donated, and comes back as an argument of the next."""
+        """The call, compiled. A cache that it writes is donated and becomes an argument of the next call."""
         if not self.writes:
             return functools.partial(jax.jit(self.attend), *self.arguments)
         step = jax.jit(self.attend, donate_argnums=1)
@@ -117,11 +119,11 @@ class Workload:
         return self._views(tokens, self.cache, blocks, self.scale)  # type: ignore[no-any-return]
 
     def exact(self, query: jax.Array, stored: tuple[jax.Array, ...], first: int) -> jax.Array:
-        """Attention [t, H, D] in float32 over what `dense` gives; the first row is at position `first`."""
+        """Attention [t, H, D] in float32 over the arrays of `dense`; the first row is at position `first`."""
         return _exact(query, *stored, self.sinks, first, self.case.window)  # type: ignore[no-any-return]
 
     def error(self, output: jax.Array, most: int = 3) -> float:
-        """Relative RMS of `output` [T, H, D] against float32 over up to `most` requests of each length."""
+        """Relative RMS error of `output` [T, H, D] against float32, over up to `most` requests of each length."""
         wrong = total = 0.0
         seen: dict[tuple[int, int], int] = {}
         begin = 0
@@ -140,8 +142,11 @@ class Workload:
 
 
 class MLAWorkload(Workload):
-    """The same of a latent (MLA) layer. Its call is the layer's own: it writes the batch's new rows (the same each time), and
-    takes queries and gives outputs of heads, through absorbed or expanded attention as the batch asks for."""
+    """A workload of a latent (MLA) layer.
+
+    Its call is the layer's: it writes the batch's new rows (the same each time), takes queries and returns outputs by head,
+    and uses absorbed or expanded attention as the batch requires.
+    """
 
     writes = True
     chunk = 64
@@ -176,7 +181,7 @@ class MLAWorkload(Workload):
         self.arguments = (self.query, jax.jit(filled)(), self.metadata, latent, rope, *impl.weights())
 
     def dense(self, r: int) -> tuple[jax.Array, ...]:
-        """Request r's rows [S, L + Dr] in float32, dequantised: those before the batch as gathered, its own as they came."""
+        """Request r's rows [S, L + Dr] in float32, dequantised: earlier ones from the cache, the batch's from its inputs."""
         n, m = self.lens[r]
         _, cache, _, latent, rope, *_ = self.arguments
         begin = sum(count for count, _ in self.lens[:r])
@@ -185,14 +190,16 @@ class MLAWorkload(Workload):
         return (jnp.concatenate([before, xla_mla.numbers(new, jnp.float32, self.scale)]),)
 
     def exact(self, query: jax.Array, stored: tuple[jax.Array, ...], first: int) -> jax.Array:
-        """Absorbed: over the rows themselves, whichever form the layer took."""
+        """Absorbed attention over the latent rows, whichever form the layer used."""
         return _exact_latent(query, *stored, self.weights, first, self.softmax_scale)  # type: ignore[no-any-return]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _filled(view: Any, shape: tuple[int, ...], element: Any, head_size: int) -> jax.Array:
-    """A cache with random keys and values; what pads a head stays 0. A backend's layout is turned about by the transpose of
-    its logical view."""
+    """Return a cache with random keys and values; lanes that pad a head stay 0.
+
+    The transpose of a backend's logical view converts them to its layout.
+    """
     work = element if element.itemsize > 1 else jnp.dtype(jnp.bfloat16)
     views, back = jax.vjp(view, jnp.zeros(shape, work))
     drawn = []
@@ -212,7 +219,7 @@ def _rows(view: Any, head_size: int, tokens: int, cache: jax.Array, blocks: Any,
 
 @functools.partial(jax.jit, static_argnames="window")
 def _exact(query: Any, key: Any, value: Any, sinks: Any, first: Any, window: int | None) -> jax.Array:
-    """Attention [t, H, D] in float32 of rows that begin at position `first` over keys and values [S, K, D]."""
+    """Attention [t, H, D] in float32 of rows from position `first` on over keys and values [S, K, D]."""
     rows, heads, size = query.shape
     tokens, kv_heads = key.shape[:2]
     query = query.astype(jnp.float32).reshape(rows, kv_heads, heads // kv_heads, size)
@@ -235,7 +242,7 @@ def _latents(head_size: int, tokens: int, cache: jax.Array, blocks: Any, scale: 
 
 @jax.jit
 def _exact_latent(query: jax.Array, rows: jax.Array, weights: jax.Array, first: Any, scale: Any) -> jax.Array:
-    """Latent attention [t, H, Dv] in float32 of rows [t, H, Dn + Dr] that begin at position `first` over cached [S, L + Dr]."""
+    """Latent attention [t, H, Dv] in float32 of rows [t, H, Dn + Dr] from position `first` on over cached [S, L + Dr]."""
     product = functools.partial(jnp.einsum, precision="highest")
     query, weights = query.astype(jnp.float32), weights.astype(jnp.float32)
     absorbed = product("thd,lhd->thl", query[..., :NOPE], weights[..., :NOPE])
@@ -249,13 +256,15 @@ def _exact_latent(query: jax.Array, rows: jax.Array, weights: jax.Array, first: 
 
 
 def _dense(workload: Workload, implementation: str | None) -> tuple[Callable[..., jax.Array], tuple[Any, ...]]:
-    """`jax.nn.dot_product_attention` on keys copied out of the pages beforehand, and its arrays: what a kernel without
-    pages would take."""
+    """`jax.nn.dot_product_attention` and its arrays, with keys copied out of the pages beforehand.
+
+    This is the time that a kernel without pages takes.
+    """
     case, lens = workload.case, workload.lens
     if case.kv_cache_dtype != "auto":
-        raise UnsupportedError(f"takes keys in the queries' dtype, not kv_cache_dtype={case.kv_cache_dtype}")
+        raise UnsupportedError(f"kv_cache_dtype={case.kv_cache_dtype}: needs keys in the queries' dtype")
     if len(set(lens)) > 1 or lens[0][0] not in (1, lens[0][1]):
-        raise UnsupportedError("takes requests of one length, all new or one token each")
+        raise UnsupportedError("needs requests of equal lengths, all new or with one new token each")
     pairs = [workload.dense(r) for r in range(len(lens))]
     key, value = (jnp.stack([p[i] for p in pairs]).astype(case.dtype) for i in (0, 1))
     query = workload.query[: len(lens) * lens[0][0]].reshape(len(lens), lens[0][0], case.num_heads, case.head_size)
@@ -268,18 +277,18 @@ def _dense(workload: Workload, implementation: str | None) -> tuple[Callable[...
     return attend, (query, key, value)
 
 
-#: name -> (what `jax.nn` calls the implementation, the platform that it needs)
+#: name -> (`jax.nn`'s name of the implementation, the platform that it needs)
 PEERS: dict[str, tuple[str | None, str | None]] = {"jax-nn": ("xla", None), "jax-nn-cudnn": ("cudnn", "gpu")}
 
 
 class JaxBench:
-    """The default device, its ceilings (a copy, read and written, and a matrix product), and the stopwatch."""
+    """Timing on the default device, and its ceilings: bandwidth of a copy (read and write), rate of a matrix product."""
 
     def __init__(self) -> None:
         self.device = jax.devices()[0]
         self.on_cpu = self.device.platform == "cpu"
         mib = 64 if self.on_cpu else 256
-        self._dirt: Any = np.zeros(mib << 18, np.float32) if self.on_cpu else jnp.zeros(mib << 18, jnp.float32)
+        self._flushed: Any = np.zeros(mib << 18, np.float32) if self.on_cpu else jnp.zeros(mib << 18, jnp.float32)
         self._add = jax.jit(lambda x: x + 1, donate_argnums=0)
         self._max = jax.jit(jnp.max)
         self._copy_gb_per_s = 0.0
@@ -294,7 +303,7 @@ class JaxBench:
         return {**found, "copy_gb_per_s": round(copy, 1), "gemm_tflop_per_s": round(gemm, 2)}
 
     def ceilings(self, dtype: str) -> tuple[float, float]:
-        """(GB/s of a copy, TFLOP/s of a matrix product in `dtype`), measured when first asked for."""
+        """(GB/s of a copy, TFLOP/s of a matrix product in `dtype`), measured on first use."""
         if not self._copy_gb_per_s:
             source = jnp.zeros((64 if self.on_cpu else 1024) << 18, jnp.float32)
             times = self._times(functools.partial(jax.jit(lambda x: x + 1), source), lambda: None, 5)
@@ -310,10 +319,13 @@ class JaxBench:
         return tuple(name for name, (_, needs) in PEERS.items() if needs in (None, self.device.platform))
 
     def measure(self, case: Case, name: str, limit: float = 0.0) -> Timing:
-        """Raises what the backend or the peer raises for a case that it does not serve, TimeoutError when it is not
-        compiled after `limit` seconds (0, or outside the main thread: however long it takes)."""
+        """Time one backend or peer on a case.
+
+        limit: time limit for compiling, in seconds; 0 means none, as does a call outside the main thread. Raises
+        TimeoutError beyond it, and whatever the backend or peer raises for a case that it does not support.
+        """
         if name in PEERS and case.features:
-            raise UnsupportedError(f"peers are called without {', '.join(sorted(case.features))}")
+            raise UnsupportedError(f"peers do not support {', '.join(sorted(case.features))}")
         with deadline(limit):
             if name in PEERS:
                 workload = Workload(case, "XLA_ATTN")
@@ -330,7 +342,7 @@ class JaxBench:
         if build:
             build_us = 1e3 * statistics.median(self._times(workload.build, lambda: None, min(count, 10)))
         host_us = self._launch_us(call, min(count, 20))
-        times = self._times(call, self._dirty, count)
+        times = self._times(call, self._flush, count)
         error = workload.error(call())
         clean = statistics.median(self._times(call, self._read, count))
         low, high = times[len(times) // 5], times[4 * len(times) // 5]
@@ -338,7 +350,7 @@ class JaxBench:
         return Timing(statistics.median(times), low, high, clean, build_us, host_us, error, True, None, kernel)
 
     def _kernel_ms(self, workload: Workload, count: int) -> float | None:
-        """Milliseconds that one more attention adds to a program; None where noise hides them."""
+        """Milliseconds that one more attention adds to a program; None if noise hides them."""
 
         def several(times: Any, query: jax.Array, *rest: Any) -> jax.Array:
             def once(_: int, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -346,7 +358,7 @@ class JaxBench:
                 out = workload.attend(rows, *cache, *rest[len(cache) :])
                 out, *cache = out if cache else (out,)
                 flat = jnp.pad(out.reshape(-1), (0, query.size - out.size))  # a latent layer's output is smaller
-                return query + 0 * flat.reshape(query.shape), *cache  # the next waits for this: 0 x is not 0 to a compiler
+                return query + 0 * flat.reshape(query.shape), *cache  # the next one waits for this: 0 * x is not folded
 
             return jax.lax.fori_loop(0, times, once, (query, *rest[: workload.writes]))[0]  # type: ignore[no-any-return]
 
@@ -358,12 +370,12 @@ class JaxBench:
         return (more - one) / _REPEATS if more > one else None
 
     def _affordable(self, call: Callable[[], Any], count: int) -> int:
-        """As many calls, or what a slow one leaves time for."""
+        """`count` calls, or for a slow call as many as fit in `_PATIENCE`, at least 5."""
         [ms] = self._times(call, lambda: None, 1, warm=False)
         return max(5, min(count, int(_PATIENCE / ms)))
 
     def _times(self, call: Callable[[], Any], flush: Callable[[], Any], count: int, warm: bool = True) -> list[float]:
-        """Milliseconds of `count` calls until what they return is there, in order of size, `flush` called before each."""
+        """Milliseconds of `count` calls until their result is ready, sorted, with `flush` called before each."""
         if warm:
             jax.block_until_ready(call())
         found = []
@@ -375,7 +387,7 @@ class JaxBench:
         return sorted(found)
 
     def _launch_us(self, call: Callable[[], Any], count: int) -> float:
-        """Microseconds until `call` returns, the device idle at its start: the median of several."""
+        """Microseconds until `call` returns, starting from an idle device: the median of several."""
         found = []
         for _ in range(count):
             begin = time.perf_counter()
@@ -384,16 +396,16 @@ class JaxBench:
             jax.block_until_ready(out)
         return statistics.median(found)
 
-    def _dirty(self) -> None:
-        """Fill the caches with lines to write back."""
+    def _flush(self) -> None:
+        """Fill the caches with lines that must be written back."""
         if self.on_cpu:
-            self._dirt.fill(0)
+            self._flushed.fill(0)
         else:
-            self._dirt = jax.block_until_ready(self._add(self._dirt))
+            self._flushed = jax.block_until_ready(self._add(self._flushed))
 
     def _read(self) -> None:
         """Fill the caches with clean lines."""
         if self.on_cpu:
-            self._dirt.max()
+            self._flushed.max()
         else:
-            jax.block_until_ready(self._max(self._dirt))
+            jax.block_until_ready(self._max(self._flushed))

@@ -1,7 +1,7 @@
-"""`attn.jax.dot_product_attention`: `jax.nn.dot_product_attention` with the backend chosen, and flax's `attention_fn`.
+"""`attn.jax.dot_product_attention`: `jax.nn.dot_product_attention` with a chosen backend, and flax's `attention_fn`.
 
-The diffusion registry decides: on a TPU our Pallas flash kernel for what it serves (causal squares, windows, key lengths; no
-bias, no drawn mask), cuDNN on a GPU, else XLA. The last two are `jax.nn`'s own implementations.
+The diffusion registry chooses: on a TPU this package's Pallas flash kernel for what it supports (causal square attention,
+windows, key lengths; no bias, no mask array), cuDNN on a GPU, else XLA. The last two are `jax.nn`'s own implementations.
 """
 
 from collections.abc import Callable
@@ -39,42 +39,43 @@ def dot_product_attention(
     """Attention with the signature and the semantics of `jax.nn.dot_product_attention`, differentiable.
 
     query: [B, T, N, H] or [T, N, H]; key, value: [B, S, K, H] or [S, K, H]; bias: added to scores, and mask: bool, True =
-    attend, both broadcastable to [B, N, T, S]. is_causal and local_window_size (left, right) count from the first row and
-    the first key (top-left). query_seq_lengths, key_value_seq_lengths: [B] int32; rows past a query's length are 0.
-    implementation: "xla" or "cudnn", jax's own, taken as asked. backend: a diffusion backend by name, obeyed or refused.
+    attend, both broadcastable to [B, N, T, S]. is_causal and local_window_size (left, right) align the first row with the
+    first key (top-left). query_seq_lengths, key_value_seq_lengths: [B] int32; rows past a query's length are 0.
+    implementation: "xla" or "cudnn", forces jax's own. backend: forces a diffusion backend by name.
 
     Returns [B, T, N, H] or [T, N, H] in the query's dtype; with return_residual also the natural log-sum-exp [B, T, N] (or
-    [T, N]) float32. One difference: a row that sees no key is 0, with every backend, where `jax.nn` returns a mean of values.
-    Raises `UnsupportedError` with every reason, and what `jax.nn` raises for shapes.
+    [T, N]) float32. One difference: a row that sees no key is 0 with every backend, where `jax.nn` returns a mean of
+    values. Raises `UnsupportedError` with every reason, and what `jax.nn` raises for shapes.
     """
     is_causal, return_residual = check_flag("is_causal", is_causal), check_flag("return_residual", return_residual)
     for name, array in (("query", query), ("key", key), ("value", value)):
         if framework_of(array) not in ("jax", "numpy"):
-            raise TypeError(f"{name} is of {framework_of(array)}: must be an array of jax (see attn.arrays.to_framework)")
+            raise TypeError(f"{name} is an array of {framework_of(array)}: must be a jax array (see attn.arrays.to_framework)")
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     if query.ndim not in (3, 4) or key.ndim != query.ndim or value.ndim != query.ndim:
         shapes = ", ".join(str(list(x.shape)) for x in (query, key, value))
         raise ShapeError(f"query, key, value have shapes {shapes}: must be [B, T, heads, head_size], or all without B")
     if implementation is not None and backend is not None:
-        raise ValueError(f"implementation={implementation!r} and backend={backend!r} are two ways to say one thing: give one")
+        raise ValueError(f"implementation={implementation!r} and backend={backend!r} exclude each other: pass only one")
     batched = query.ndim == 4
     if not batched:
         query, key, value = query[None], key[None], value[None]
     rows, keys = query.shape[1], key.shape[1]
     window = (local_window_size,) * 2 if isinstance(local_window_size, int) else local_window_size
-    # our kernel counts from the last row and key: the same for squares, and for causal calls whose last keys nobody sees
+    # this package's kernel aligns the last row with the last key: the same for squares, and for causal calls whose last
+    # keys no row sees
     if is_causal and keys > rows:
         key, value, keys = key[:, :rows], value[:, :rows], rows
         bias, mask = (x if x is None or x.shape[-1] == 1 else x[..., :rows] for x in (bias, mask))
         if key_value_seq_lengths is not None:
             key_value_seq_lengths = jnp.minimum(key_value_seq_lengths, rows)
     aligned = rows == keys or not (is_causal or window)
-    drawn = bias is not None or mask is not None or not aligned
+    needs_mask = bias is not None or mask is not None or not aligned
     how = implementation
     if implementation is None:
         request = make_diffusion_request(
             query.shape[-1], query.dtype, num_heads=query.shape[2], num_kv_heads=key.shape[2],
-            features=[Feature.BACKWARD, *([Feature.MASK] if drawn else [])],
+            features=[Feature.BACKWARD, *([Feature.MASK] if needs_mask else [])],
         )  # fmt: skip
         chosen = select_diffusion(request, backend=backend, framework="jax")
         chosen.require()
@@ -82,10 +83,10 @@ def dot_product_attention(
     if how == "PALLAS":
         out, lse = _pallas(query, key, value, scale, is_causal, window, key_value_seq_lengths)
     elif how in ("xla", "cudnn"):
-        theirs: Any = jax.nn.dot_product_attention
+        jax_attention: Any = jax.nn.dot_product_attention
         if how == "cudnn" and scale is not None:
             query, scale = fold_sign(query, scale), abs(scale)
-        out, lse = theirs(
+        out, lse = jax_attention(
             query, key, value, bias, mask, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
             key_value_seq_lengths=key_value_seq_lengths, local_window_size=window, implementation=how, return_residual=True,
         )  # fmt: skip
@@ -93,7 +94,7 @@ def dot_product_attention(
             seen = _seen(query, key, mask, is_causal, window, key_value_seq_lengths)
             out, lse = jnp.where(seen[..., None], out, 0), jnp.where(seen, lse, -jnp.inf)
     else:
-        raise UnsupportedError(f"{how}: not reachable through dot_product_attention (PALLAS, CUDNN and XLA_ATTN are)")
+        raise UnsupportedError(f"{how}: dot_product_attention supports only PALLAS, CUDNN and XLA_ATTN")
     if query_seq_lengths is not None:
         real = jnp.arange(rows)[None, :, None] < jnp.asarray(query_seq_lengths)[:, None, None]
         out, lse = jnp.where(real[..., None], out, 0), jnp.where(real, lse, -jnp.inf)
@@ -115,7 +116,7 @@ def _pallas(
 
 
 def _seen(query: jax.Array, key: jax.Array, mask: Any, causal: bool, window: Any, kv_lens: Any) -> jax.Array:
-    """bool [B, T, N]: the rows that see a key."""
+    """The rows that see a key: bool [B, T, N]."""
     rows, keys = query.shape[1], key.shape[1]
     ahead = jnp.arange(keys) - jnp.arange(rows)[:, None]
     allowed = jnp.ones((1, 1, rows, keys), bool)
@@ -151,19 +152,20 @@ def attention_fn(
 
         nnx.MultiHeadAttention(8, 64, 64, attention_fn=attn.jax.attention_fn, decode=False, rngs=nnx.Rngs(0))
 
-    Every argument that linen may pass is named, since it drops, silently, what a signature does not. mask: as flax makes it,
-    of any dtype, non-zero = attend. Dropout in force is refused, not dropped; so is `module` (flax's sowing of weights).
+    All arguments that linen may pass are named, since linen silently drops those missing from the signature. mask: as flax
+    creates it, of any dtype, non-zero = attend. Raises `UnsupportedError` for active dropout and for `module` (flax's
+    sowing of weights).
     """
     refuse_flax(dropout_rate, deterministic, module)
     return flat_call(dot_product_attention, query, key, value, bias, mask, dtype, is_causal)
 
 
 def refuse_flax(dropout_rate: float, deterministic: bool, module: Any) -> None:
-    """Raise `UnsupportedError` for what a flax layer asks of an `attention_fn` and none here has."""
+    """Raise `UnsupportedError` for options of flax layers that no `attention_fn` of this package supports."""
     if dropout_rate and not deterministic:
         raise UnsupportedError(f"dropout_rate={dropout_rate}: dropout of attention weights is not supported")
     if module is not None:
-        raise UnsupportedError("module: weights are never held, so that they cannot be sown: sow_weights=False")
+        raise UnsupportedError("module: attention weights are never stored and cannot be sown: pass sow_weights=False")
 
 
 def flat_call(
@@ -176,7 +178,7 @@ def flat_call(
     dtype: Any,
     causal: bool,
 ) -> jax.Array:
-    """`attend(query, key, value, bias, mask, is_causal=)` on arrays of one batch dimension, of flax's with any number."""
+    """Call `attend(query, key, value, bias, mask, is_causal=)` with flax's batch dimensions, any number, flattened to one."""
     if dtype is not None:
         query, key, value = (x.astype(dtype) for x in (query, key, value))
     if mask is not None:

@@ -1,4 +1,4 @@
-"""What JAX lends to `attn.functional`: the array operations of its formula, and one batch over a throwaway cache."""
+"""The jax side of `attn.functional`: array operations for its formula, and running one batch over a temporary cache."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 
 class Ops:
-    """Array operations under the names that `attn.functional` uses; all of them trace."""
+    """Array operations under the names that `attn.functional` uses; all can be traced."""
 
     where = staticmethod(jnp.where)
     # HIGHEST: a TPU would otherwise multiply float32 in bfloat16 passes
@@ -27,14 +27,14 @@ class Ops:
     @staticmethod
     @functools.cache
     def compiled(formula: Callable[..., Any]) -> Callable[..., Any]:
-        """`formula(xp, rules, *arrays)` jitted: one program for each set of rules and shapes.
+        """Return `formula(xp, rules, *arrays)` jitted: one program for each set of rules and shapes.
 
-        On a TPU the kernel answers, where it has the rules: no mask, and no other dtype than bfloat16 and float32.
+        On a TPU a kernel computes the result where it supports the call: no mask, dtype bfloat16 or float32.
         """
-        written_out = jax.jit(formula, static_argnums=(0, 1))
+        jitted = jax.jit(formula, static_argnums=(0, 1))
 
         def run(xp: Any, rules: Any, *arrays: Any) -> Any:
-            return _by_kernel(rules, *arrays) if _kernel_takes(*arrays) else written_out(xp, rules, *arrays)
+            return _by_kernel(rules, *arrays) if _kernel_supports(*arrays) else jitted(xp, rules, *arrays)
 
         return run
 
@@ -52,34 +52,34 @@ class Ops:
 
     @staticmethod
     def wide(x: jax.Array) -> jax.Array:
-        """`x` in the dtype that is computed in."""
+        """`x` in the dtype of the computation: float64 stays, others become float32."""
         return x if x.dtype == jnp.float64 else x.astype(jnp.float32)
 
     @staticmethod
     def fixed_max(x: jax.Array) -> jax.Array:
-        """The maximum over the last axis as a constant of differentiation; -inf over none."""
+        """The maximum over the last axis, without a gradient; -inf over an empty axis."""
         return jax.lax.stop_gradient(x).max(-1, initial=-jnp.inf)
 
     @staticmethod
     def add_if(condition: jax.Array, x: jax.Array, more: Callable[[], jax.Array]) -> jax.Array:
-        """x + more() where the (0-d) condition holds, else x."""
+        """x + more() if the (0-d) condition holds, else x."""
         return jax.lax.cond(condition, lambda: x + more(), lambda: x)  # type: ignore[no-any-return]
 
     @staticmethod
     def rows_at_once(n: int, row: int) -> int:
-        """All of them: a Python loop of slices would be unrolled into the compiled program."""
+        """All of them: a Python loop over slices would be unrolled into the compiled program."""
         return max(1, n)
 
 
 def on_tpu(x: jax.Array) -> bool:
-    """Whether x lies on a TPU, or would, where it is a tracer."""
+    """Whether x is on a TPU; for a tracer, whether the default backend is."""
     if isinstance(x, jax.core.Tracer):
         return jax.default_backend() == "tpu"
     return {device.platform for device in x.devices()} == {"tpu"}
 
 
-def _kernel_takes(*arrays: Any) -> bool:
-    """Whether these are q, k, v and extras of which the TPU kernel makes the formula's result."""
+def _kernel_supports(*arrays: Any) -> bool:
+    """Whether these are q, k, v and extras for which the TPU kernel computes the formula."""
     if len(arrays) != 4:
         return False
     q, _, _, extras = arrays
@@ -107,9 +107,9 @@ def through_backend(
     arguments: dict[str, Any],
     features: Sequence[str],
 ) -> tuple[jax.Array, jax.Array | None]:
-    """One batch through `Attention(**arguments)`: (out [T, H, D], lse [H, T] or None).
+    """Run one batch through `Attention(**arguments)`. Returns (out [T, H, D], lse [H, T] or None).
 
-    query: [T, H, D]; key, value: [S, K, D], every key of every request, written at `slots` [S] of a new cache first.
+    query: [T, H, D]; key, value: [S, K, D], every key of every request, first written at `slots` [S] of a new cache.
     """
     from attn.jax.layer import Attention
 

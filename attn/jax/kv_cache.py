@@ -1,9 +1,9 @@
-"""The paged cache under jax: allocated, and written as a value that replaces the old one.
+"""The paged cache in jax: allocated, and written functionally as a new value.
 
-A write is one scatter; with the cache donated to the jitted step it happens in place. Two traps of JAX end here: a scatter
-at -1 would write the *last* slot, so PAD is sent out of range and dropped; and a cast to fp8 overflows to NaN, so codes are
-clipped first. A quantised cache (elements of one byte) stores x / scale, saturated and rounded to nearest even: NaN stays
-NaN in fp8; int8 has none, and stores 0 for it. Any other cache stores x itself, and its scales mean nothing.
+A write is one scatter; if the cache is donated to the jitted step, it happens in place. Two pitfalls of JAX are handled: a
+scatter at -1 would write the *last* slot, so PAD is mapped out of range and dropped; and a cast to fp8 overflows to NaN, so
+codes are clipped first. A quantised cache (one-byte elements) stores x / scale, saturated and rounded to nearest even: NaN
+stays NaN in fp8 and becomes 0 in int8. Any other cache stores x itself and ignores scales.
 """
 
 from typing import Any
@@ -24,36 +24,41 @@ def element_type(kv_cache_dtype: str, dtype: Any) -> Any:
 
 
 def is_quantised(element: Any) -> bool:
-    """Whether a cache of this element type holds codes, to be multiplied by a scale."""
+    """Whether a cache of this element type stores codes that a scale multiplies."""
     return jnp.dtype(element).itemsize == 1
 
 
 def allocate(backend_cls: type[AttentionBackend], kv_cache_spec: KVCacheSpec, num_blocks: int, device: Any = None) -> jax.Array:
-    """A zeroed cache of `num_blocks` blocks in the backend's layout; `device` may be a sharding (None: the default)."""
+    """Return a zeroed cache of `num_blocks` blocks in the backend's layout; `device` may be a sharding (None: the default)."""
     spec = kv_cache_spec
     shape = backend_cls.get_kv_cache_shape(num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size, spec.kv_cache_dtype)
     return jnp.zeros(shape, element_type(spec.kv_cache_dtype, spec.dtype), device=device)
 
 
 def constant(value: Any) -> Any:
-    """`value` as float32, for a layer to keep: in NumPy, since an array made while JAX traces (a module built under jit or
-    `nnx.eval_shape`) would be a tracer that must not outlive the trace. A tracer that is passed in stays one."""
+    """Convert `value` to float32 for a layer to keep.
+
+    The result is a NumPy array: an array created while JAX traces (a module built under jit or `nnx.eval_shape`) would be a
+    tracer, which must not outlive the trace. A tracer that is passed in stays one.
+    """
     return value.astype(jnp.float32) if isinstance(value, jax.core.Tracer) else np.asarray(value, np.float32)
 
 
 def check_scale(name: str, value: Any, num_kv_heads: int) -> Any:
-    """A scale as float32, 0-d or [K]. Raises `ShapeError`, and ValueError unless finite and positive (a tracer's values go
-    unseen)."""
+    """Return a scale as float32, 0-d or [K].
+
+    Raises `ShapeError`, and ValueError unless finite and positive (a tracer's values are not checked).
+    """
     scale = constant(value)
     if scale.shape not in ((), (num_kv_heads,)):
-        raise ShapeError(f"{name} has shape {list(scale.shape)}: must be a scalar or [{num_kv_heads}], one a kv head")
+        raise ShapeError(f"{name} has shape {list(scale.shape)}: must be a scalar or [{num_kv_heads}], one per kv head")
     if isinstance(scale, np.ndarray) and not (np.isfinite(scale) & (scale > 0)).all():
         raise ValueError(f"{name}={scale.tolist()} must be finite and above 0")
     return scale
 
 
 def encode(x: jax.Array, element: Any, scale: Any = 1.0) -> jax.Array:
-    """x [..., K, D] as a cache of `element` stores it; elements of that type are stored already, and stay as they are."""
+    """Convert x [..., K, D] to the elements of a cache of `element`. Elements that already have that type are unchanged."""
     if not is_quantised(element) or x.dtype == element:
         return x.astype(element)
     limit = DTYPES[dtype_name(element)].max
@@ -64,7 +69,7 @@ def encode(x: jax.Array, element: Any, scale: Any = 1.0) -> jax.Array:
 
 
 def drop_pads(slot_mapping: jax.Array, num_slots: int) -> jax.Array:
-    """`slot_mapping` with its negative entries out of range, for a scatter with mode="drop"."""
+    """Map negative entries of `slot_mapping` out of range, for a scatter with mode="drop"."""
     return jnp.where(slot_mapping < 0, num_slots, slot_mapping)
 
 
@@ -77,7 +82,7 @@ def write(
     k_scale: Any = 1.0,
     v_scale: Any = 1.0,
 ) -> tuple[jax.Array, jax.Array]:
-    """New (key_cache, value_cache), each [N, P, K, D], with key, value [T, K, D] at `slot_mapping` [T] (-1: nowhere)."""
+    """Write key, value [T, K, D] at `slot_mapping` [T] (-1: nowhere). Returns new caches (keys, values), each [N, P, K, D]."""
 
     def one(x: jax.Array, cache: jax.Array, scale: Any) -> jax.Array:
         flat = cache.reshape(-1, *cache.shape[2:])
@@ -90,18 +95,18 @@ def write(
 def write_pair(
     key: jax.Array, value: jax.Array, kv_cache: jax.Array, slot_mapping: jax.Array, k_scale: Any = 1.0, v_scale: Any = 1.0
 ) -> jax.Array:
-    """The same for keys and values in one array [2, N, P, K, D]: one scatter, so that a donated cache is never copied."""
+    """`write` for keys and values in one array [2, N, P, K, D]: one scatter, so that a donated cache is never copied."""
     flat = kv_cache.reshape(2, -1, *kv_cache.shape[3:])
     codes = jnp.stack([encode(key, kv_cache.dtype, k_scale), encode(value, kv_cache.dtype, v_scale)])
     return flat.at[:, drop_pads(slot_mapping, flat.shape[1])].set(codes, mode="drop").reshape(kv_cache.shape)
 
 
 def extent(backend: type[AttentionBackend], kv_cache: jax.Array) -> tuple[int, int]:
-    """(blocks, tokens a block) of a cache in the backend's layout."""
+    """(blocks, tokens per block) of a cache in the backend's layout."""
     num_blocks, block_size = jax.eval_shape(backend.logical_kv_cache, kv_cache)[0].shape[:2]
     return num_blocks, block_size
 
 
 def load(layer: Any, kv_cache: jax.Array, slots: Any, keys: jax.Array, values: jax.Array, codes: bool) -> jax.Array:
-    """`BaseLayer.load_pages`, checked: the cache with rows [T, ...] at slots [T]. Codes are what `encode` leaves alone."""
+    """Implement `BaseLayer.load_pages` after its checks: rows [T, ...] at slots [T]. `encode` does not change codes."""
     return layer.impl.do_kv_cache_update(layer, keys, values, kv_cache, jnp.asarray(slots, jnp.int32))  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""`attn.jax.Attention` and `MLAAttention`: attention layers as `nnx.Module`s, the backend chosen once, when they are built."""
+"""`attn.jax.Attention` and `MLAAttention`: attention layers as `nnx.Module`s; the backend is chosen once, on construction."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -15,32 +15,33 @@ if TYPE_CHECKING:  # loaded with the backends that are chosen
     from attn.jax.backends.mla._mla import MLACommonImpl
 
 
-def _kept(name: str) -> Any:
-    """A scale as an array, made of the number or numbers that `_keep_scale` kept."""
+def _scale_property(name: str) -> Any:
+    """A scale as an array, from the static value that `_keep_scale` stored."""
     return property(lambda layer: np.asarray(getattr(layer, f"{name}_static"), np.float32))
 
 
 class _Module(BaseLayer, nnx.Module):
-    """Where a module keeps its scales."""
+    """How a module stores its scales, and how it allocates a cache."""
 
     framework = "jax"
-    # Scales are static, like the backend: no leaves of the module's state, so that a checkpoint need not hold them and a
+    # Scales are static, like the backend, not leaves of the module's state: a checkpoint need not contain them, and a
     # module built under `nnx.eval_shape` has them.
-    _q_scale, _k_scale, _v_scale, _prob_scale = map(_kept, ("_q_scale", "_k_scale", "_v_scale", "_prob_scale"))
+    _q_scale, _k_scale, _v_scale, _prob_scale = map(_scale_property, ("_q_scale", "_k_scale", "_v_scale", "_prob_scale"))
 
     @staticmethod
     def _default_dtype() -> Any:
         return jnp.dtype(jnp.float32)
 
     def new_kv_cache(self, num_blocks: int, device: Any = None, *, layers: int = 1) -> jax.Array:
-        """A zeroed cache of `num_blocks` blocks in this layer's backend's layout, on a device or with a sharding.
+        """Return a zeroed cache of `num_blocks` blocks in the layout of this layer's backend, on a device or with a
+        sharding.
 
-        layers: so many caches one after the other along N in one array, for layers in a scan: layer i reads and writes its
+        layers: number of caches, concatenated along N in one array, for layers in a scan: layer i reads and writes its
             own with `attn_metadata.of_layer(i)`. Block ids are those of one layer's cache, 0 to num_blocks - 1.
 
-        `build` checks block ids and slots against the largest `num_blocks` so made, and a call refuses a smaller cache for
-        such a batch; a builder that was made before from `kv_cache_spec` checks what it did. Raises ValueError unless both
-        are positive ints.
+        `build` checks block ids and slots against the largest `num_blocks` allocated so far, and a call rejects a smaller
+        cache for such a batch; a builder that was created earlier from `kv_cache_spec` keeps its own limit. Raises ValueError
+        unless both are positive ints.
         """
         return self._new_kv_cache(  # type: ignore[no-any-return]
             positive_int("num_blocks", num_blocks), device, positive_int("layers", layers)
@@ -60,10 +61,10 @@ class Attention(BaseAttention, _Module):
     def __call__(
         self, query: jax.Array, key: jax.Array | None, value: jax.Array | None, kv_cache: jax.Array | None, attn_metadata: Any
     ) -> tuple[Any, Any]:
-        """(output, kv_cache): a pure function of its arguments; see `PagedAttentionImpl.apply`.
+        """Return (output, kv_cache): a pure function of its arguments; see `PagedAttentionImpl.apply`.
 
-        query: [T, H, D] (or [T, H * D]); key, value: [T, K, D], written to `kv_cache`. Jit it with the cache donated, and
-        the write happens in place: `nnx.jit(step, donate_argnames=("kv_cache",))`.
+        query: [T, H, D] (or [T, H * D]); key, value: [T, K, D], written to `kv_cache`. Jit it with the cache donated, so
+        that the write happens in place: `nnx.jit(step, donate_argnames=("kv_cache",))`.
         """
         return self.impl.apply(query, key, value, kv_cache, attn_metadata, k_scale=self._k_scale, v_scale=self._v_scale)
 
@@ -77,7 +78,7 @@ class MLAAttention(BaseMLAAttention, _Module):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # a leaf of this module's state, not hidden in the implementation, where jit would take it for a constant
+        # a leaf of this module's state: inside the implementation, jit would treat it as a constant
         self.kv_b_proj, self.impl.kv_b_proj = self.impl.kv_b_proj, None
 
     def __call__(
@@ -89,11 +90,12 @@ class MLAAttention(BaseMLAAttention, _Module):
         attn_metadata: Any,
         indices: Any = None,
     ) -> tuple[Any, jax.Array]:
-        """(output [T, H, Dv], kv_cache): a pure function of its arguments and of `kv_b_proj`; see `MLACommonImpl.apply`.
+        """Return (output [T, H, Dv], kv_cache): a pure function of its arguments and of `kv_b_proj`; see
+        `MLACommonImpl.apply`.
 
-        q: [T, H, Dn + Dr], kv_c_normed: [T, L], k_pe: [T, Dr], projected, normed and rotated by the model; the new rows are
-        written to `kv_cache`. Jit it with the cache donated, and the write happens in place. A sparse backend also takes
-        `indices=` [T, topk].
+        q: [T, H, Dn + Dr], kv_c_normed: [T, L], k_pe: [T, Dr], projected, normalised and rotated by the model; the new rows
+        are written to `kv_cache`. Jit it with the cache donated, so that the write happens in place. A sparse backend also
+        takes `indices=` [T, topk].
         """
         w_uk, w_uv = self.impl.weights(self.kv_b_proj)
         return self.impl.apply(

@@ -1,8 +1,8 @@
-"""The paged backends' metadata under jax: the neutral batch as a pytree, padded so that few programs are compiled.
+"""Metadata of the paged backends in jax: a framework-neutral batch as a pytree, padded so that few programs are compiled.
 
-XLA compiles one program a shape. The builder pads T, R, the block table's columns and the static bounds up to powers of
-two, so that one compilation serves every batch of a bucket; what is real is told by *values* (`num_actual_tokens`,
-lengths of 0), which cost nothing to change. Padding reads nothing and writes nothing: lengths 0, block 0, slot -1.
+XLA compiles one program per shape. The builder pads T, R, the block table's columns and the static bounds up to powers of
+two, so that one compilation serves every batch of a bucket. *Values* mark the valid entries (`num_actual_tokens`, lengths
+of 0), and changing them does not recompile. Padding reads nothing and writes nothing: lengths 0, block 0, slot -1.
 """
 
 import dataclasses
@@ -25,11 +25,11 @@ from attn.errors import MetadataError, ShapeError
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PagedAttentionMetadata(AttentionMetadata):
-    """One batch. The first seven are arrays (int32, on the device), the last five are static: they key the compilation."""
+    """One batch. The first seven fields are arrays (int32, on the device); the last five are static and key the compilation."""
 
     query_start_loc: jax.Array  # [R + 1], the last entry repeated past num_reqs
     seq_lens: jax.Array  # [R], 0 past num_reqs
-    block_table: jax.Array  # [R, B], 0 past what is used
+    block_table: jax.Array  # [R, B], 0 past the blocks in use
     slot_mapping: jax.Array  # [T], -1 past num_actual_tokens
     num_reqs: jax.Array  # []
     num_actual_tokens: jax.Array  # []
@@ -38,10 +38,10 @@ class PagedAttentionMetadata(AttentionMetadata):
     max_seq_len: int = dataclasses.field(default=1, metadata={"static": True})
     causal: bool = dataclasses.field(default=True, metadata={"static": True})
     block_size: int | None = dataclasses.field(default=None, metadata={"static": True})
-    num_blocks: int | None = dataclasses.field(default=None, metadata={"static": True})  # that ids were made for, if known
+    num_blocks: int | None = dataclasses.field(default=None, metadata={"static": True})  # the cache's extent, if known
 
     def pad(self, x: Any) -> jax.Array:
-        """Token rows x [t, ...] with zeros below, up to the T rows that this batch was padded to."""
+        """Pad token rows x [t, ...] with zeros at the end to this batch's T rows. Raises `ShapeError` if t > T."""
         rows = self.slot_mapping.shape[0]
         missing = rows - x.shape[0]
         if missing < 0:
@@ -49,20 +49,18 @@ class PagedAttentionMetadata(AttentionMetadata):
         return jnp.pad(jnp.asarray(x), ((0, missing), *((0, 0) for _ in x.shape[1:])))
 
     def of_layer(self, layer: Any, num_blocks: int | None = None) -> "PagedAttentionMetadata":
-        """This batch for layer number `layer` (it may be traced) of caches of `num_blocks` blocks that lie one after the
-        other along N in one array, as `new_kv_cache(num_blocks, layers=...)` makes it. A scan over layers that carries that
-        array changes it in place; one that takes a stack of caches apart and puts it together again copies every one of
-        them.
+        """Return this batch for layer number `layer`, which may be traced, of caches concatenated along N in one array.
 
-        `num_blocks` None: those of the cache that the batch was built for. Raises `MetadataError` for another number than
-        that, since block ids were checked against it (one of another layer's blocks would be taken for this layer's), and
-        where neither is known.
+        `new_kv_cache(num_blocks, layers=...)` allocates such an array. A scan over layers that carries the array changes it
+        in place; one that takes a stack of caches as inputs and returns a stack copies every cache.
+
+        num_blocks: blocks per layer; None means those of the cache that the batch was built for. Raises `MetadataError` for
+        any other number, since block ids were checked against it (a block of another layer would be taken for this
+        layer's), and if neither is known.
         """
         known = self.num_blocks
         if known is not None and num_blocks not in (None, known):
-            bound = (
-                f"{known}, which the batch's block ids were checked against: allocate with new_kv_cache(num_blocks, layers=...)"
-            )
+            bound = f"{known}, the limit of the batch's block ids: allocate with new_kv_cache(num_blocks, layers=...)"
             raise MetadataError("num_blocks", None, num_blocks, bound)
         num_blocks = known if num_blocks is None else num_blocks
         if num_blocks is None:
@@ -78,7 +76,7 @@ class PagedAttentionMetadata(AttentionMetadata):
         )
 
 
-# so that a function of a batch can be exported (`jax.export`) and served where this package is installed
+# so that a function of a batch can be exported (`jax.export`) and run where this package is installed
 export.register_pytree_node_serialization(
     PagedAttentionMetadata,
     serialized_name="attn.jax.metadata.PagedAttentionMetadata",
@@ -88,12 +86,12 @@ export.register_pytree_node_serialization(
 
 
 def bucket(size: int) -> int:
-    """The power of two at or above `size` (1 for 0): the extent that a batch of `size` is padded to."""
+    """The power of two at or above `size` (1 for 0): the extent to which a batch of `size` is padded."""
     return 1 << max(size - 1, 0).bit_length()
 
 
 class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetadata]):
-    """Checks the neutral batch, pads it and puts it on the device.
+    """Check the framework-neutral batch, pad it and move it to the device.
 
     `config={"bucket": False}` keeps the batch's exact extents: one compilation for each shape.
     """
@@ -103,10 +101,9 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> PagedAttentionMetadata:
-        """The batch on this builder's device. Raises `MetadataError` (see `CommonAttentionMetadata.validate`).
+        """Return the batch on this builder's device. Raises `MetadataError` (see `CommonAttentionMetadata.validate`).
 
-        Block ids and slots are checked too when the cache's extent is known and they are on the host, unless
-        `fast_build`.
+        Block ids and slots are also checked if the cache's extent is known and they are on the host, unless `fast_build`.
         """
         batch, spec = common_attn_metadata, self.kv_cache_spec
         batch.validate(spec.block_size, None if fast_build else spec.num_blocks)
@@ -137,16 +134,16 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
 
 
 def check_ids(attn_metadata: PagedAttentionMetadata, block_size: int, num_blocks: int, *, debug: bool = False) -> jax.Array:
-    """`jax.experimental.checkify` checks of a batch's values against a cache of `num_blocks` blocks, for use inside jit.
+    """Check a batch's values against a cache of `num_blocks` blocks with `jax.experimental.checkify`, for use inside jit.
 
-    Live block ids lie in the cache, slots too unless they are -1, and no two tokens write one slot. Functionalise the
-    step that calls it, then look at the error it returns:
+    Checks that live block ids are within the cache, that slots are too unless they are -1, and that no two tokens write one
+    slot. Functionalise the step that calls it and read the error that it returns:
 
         error, output = jax.jit(checkify.checkify(step))(...)
         error.throw()
 
-    `debug`: checks that vanish from a step which is not functionalised, where others raise. Every layer makes such ones
-    itself under ATTN_DEBUG=device. Returns whether all hold, 0-d bool.
+    debug: use checks that have no effect in a step that is not functionalised, where others raise. Every layer makes these
+    checks itself under ATTN_DEBUG=device. Returns whether all hold, 0-d bool.
     """
     from jax.experimental import checkify
 
@@ -157,7 +154,7 @@ def check_ids(attn_metadata: PagedAttentionMetadata, block_size: int, num_blocks
     num_slots = num_blocks * block_size
     written = jnp.sort(slots)
     twice = (written[1:] == written[:-1]) & (written[1:] != PAD_SLOT_ID)
-    held = {
+    conditions = {
         f"block_table: a live entry is not between 0 and {num_blocks - 1}, or a request has more blocks than columns": (
             (used <= table.shape[1]).all() & (~live | ((table >= 0) & (table < num_blocks))).all()
         ),
@@ -166,13 +163,13 @@ def check_ids(attn_metadata: PagedAttentionMetadata, block_size: int, num_blocks
         ).all(),
         "slot_mapping: a slot is written by more than one token": ~twice.any(),
     }
-    for said, holds in held.items():
-        check(holds, said)
-    return jnp.stack([*held.values()]).all()
+    for message, holds in conditions.items():
+        check(holds, message)
+    return jnp.stack([*conditions.values()]).all()
 
 
 def _padded(array: Any, shape: tuple[int, ...], fill: int | None = 0) -> Any:
-    """`array` grown to `shape` at its ends with `fill`, or with its last entry (None); on the host if it is there."""
+    """Extend `array` to `shape` with `fill`, or with its last entry (None); a NumPy array stays on the host."""
     if not isinstance(array, np.ndarray):
         array = to_framework(array, "jax")
         widths = [(0, want - got) for want, got in zip(shape, array.shape, strict=True)]
@@ -183,7 +180,7 @@ def _padded(array: Any, shape: tuple[int, ...], fill: int | None = 0) -> Any:
 
 
 def _int32_slots(slot_mapping: Any) -> Any:
-    """Slots as int32, on the host if they are there. Raises `MetadataError` for one that int32 cannot hold."""
+    """Convert slots to int32, on the host if they are there. Raises `MetadataError` for a slot that does not fit."""
     if not isinstance(slot_mapping, np.ndarray):
         return to_framework(slot_mapping, "jax").astype(jnp.int32)
     bad = (slot_mapping < PAD_SLOT_ID) | (slot_mapping > INT32_MAX)

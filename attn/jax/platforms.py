@@ -1,7 +1,7 @@
-"""The jax wing's platforms: TPU, GPU and CPU, each with its order of backends and the reasons for it.
+"""The platforms of jax: TPU, GPU and CPU, each with its priority list of backends and the reasons for the order.
 
-A platform is asked only when a layer is selected; nothing here runs at import. `jax.default_backend()` says which one is
-here; the others answer too, about devices that are not.
+A platform is queried only when a layer is selected; nothing in this module runs at import. `jax.default_backend()`
+determines the current platform; the others can still be queried about devices that are not present.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 from attn.capabilities import Device, Feature, Request
 from attn.platforms import Platform
 
-#: What `device_kind` begins with -> the generation's short name; the longest match wins ("TPU v5" alone is v5p).
+#: Prefixes of `device_kind` -> the generation's short name; the longest match wins ("TPU v5" alone is v5p).
 TPU_KINDS = {
     "TPU v4": "v4",
     "TPU v5 lite": "v5e",
@@ -29,7 +29,7 @@ TPU_KINDS = {
 }
 
 
-#: Flags of XLA that ask for the same bits in each run.
+#: XLA flags that request deterministic results.
 _DETERMINISTIC = {
     f"--xla_gpu_{name}{value}"
     for name in ("deterministic_ops", "exclude_nondeterministic_ops")
@@ -38,13 +38,13 @@ _DETERMINISTIC = {
 
 
 class JaxPlatform(Platform):
-    """Base: a framework name, the device at hand, and the MLA branch."""
+    """Base class: the framework's name, the present device, and the priority lists of MLA and diffusion."""
 
     framework = "jax"
-    #: what a machine without such a device says
+    #: the device's description on a machine without one
     absent: str
 
-    @functools.cache  # noqa: B019  (one platform object a process)
+    @functools.cache  # noqa: B019  (one platform object per process)
     def device(self) -> Device:
         if jax.default_backend() != self.name:
             return Device("jax", self.name, self.absent)
@@ -59,19 +59,19 @@ class JaxPlatform(Platform):
         raise NotImplementedError
 
     def mla(self, request: Request, device: Device) -> tuple[str, ...]:
-        """Multi-head latent attention: the proven backend first."""
+        """Multi-head latent attention: the backend that has run on devices first."""
         return ("XLA_MLA_SPARSE",) if Feature.SPARSE_MLA in request.features else ("XLA_MLA", "PALLAS_MLA")
 
     def deterministic(self) -> str:
         flags = os.environ.get("XLA_FLAGS", "").split()
-        asked = [flag for flag in flags if flag in _DETERMINISTIC]
-        return f"XLA_FLAGS has {asked[0]}" if asked else ""
+        found = [flag for flag in flags if flag in _DETERMINISTIC]
+        return f"XLA_FLAGS has {found[0]}" if found else ""
 
     def mla_prefill_priorities(self, request: Request, device: Device) -> tuple[str, ...]:
         return ("XLA", "PALLAS")
 
     def diffusion_priorities(self, request: Request, device: Device) -> tuple[str, ...]:
-        # PALLAS is for TPUs; on a CPU it would be interpreted, so that XLA_ATTN comes first there
+        # PALLAS is for TPUs. On a CPU it would be interpreted, so XLA_ATTN comes first there
         return ("PALLAS", "XLA_ATTN") if self.name == "tpu" else ("CUDNN", "XLA_ATTN", "PALLAS")
 
     def priorities(self, request: Request, device: Device) -> tuple[str, ...]:
@@ -90,16 +90,16 @@ class TpuPlatform(JaxPlatform):
 
     def dense(self, request: Request, device: Device) -> tuple[str, ...]:
         return (
-            # Pages go to VMEM by DMA and scores never leave it: by libtpu's estimate decode takes less time than HBM needs to
-            # deliver the keys, and the cache is never copied (benchmarks/notes/tpu-paged.md). It passes the conformance suite
-            # in TPU interpret mode; it has not run on a TPU.
+            # Pages are copied to VMEM by DMA and scores never leave it. By libtpu's estimate decode takes less time than
+            # reading the keys from HBM, and the cache is never copied (benchmarks/notes/tpu-paged.md). It passes the
+            # conformance suite in TPU interpret mode; it has not run on a TPU.
             "PALLAS",
-            "XLA_ATTN",  # any shape and feature; every chunk's scores travel through HBM
+            "XLA_ATTN",  # any shape and feature; every chunk's scores pass through HBM
         )
 
 
 class GpuPlatform(JaxPlatform):
-    """NVIDIA and AMD GPUs under jax."""
+    """NVIDIA and AMD GPUs in jax."""
 
     name, absent = "gpu", "GPU (none here)"
 
@@ -109,7 +109,7 @@ class GpuPlatform(JaxPlatform):
 
     def dense(self, request: Request, device: Device) -> tuple[str, ...]:
         return (
-            "XLA_ATTN",  # every feature, and no second compiler to trust
+            "XLA_ATTN",  # every feature, and needs no second compiler
             "PALLAS",
         )
 
@@ -121,12 +121,12 @@ class CpuPlatform(JaxPlatform):
 
     @functools.cache  # noqa: B019
     def device(self) -> Device:
-        return Device("jax", "cpu", f"{host.machine()} CPU", host.machine())  # there is always one, whatever is the default
+        return Device("jax", "cpu", f"{host.machine()} CPU", host.machine())  # always present, whatever the default backend
 
     def dense(self, request: Request, device: Device) -> tuple[str, ...]:
         return (
             "XLA_ATTN",
-            "PALLAS",  # interpreted here, for tests: thousands of times slower
+            "PALLAS",  # interpreted on a CPU, for tests: thousands of times slower
         )
 
 
@@ -134,34 +134,31 @@ PLATFORMS: dict[str, type[JaxPlatform]] = {p.name: p for p in (TpuPlatform, GpuP
 
 
 def tpu_arch(device_kind: str) -> str:
-    """`v5e`, `v6e`, `v7x`, ... for a TPU's `device_kind`; the kind itself for one not known here."""
+    """`v5e`, `v6e`, `v7x`, ... for a TPU's `device_kind`; for an unknown kind, the kind itself."""
     known = max((kind for kind in TPU_KINDS if device_kind.startswith(kind)), key=len, default="")
     return TPU_KINDS.get(known, device_kind.removeprefix("TPU ").replace(" ", "_"))
 
 
 @contextlib.contextmanager
 def compiling_for(arch: str) -> Iterator[None]:
-    """Trace for a TPU generation (`v5e`, `v6e`, ...) that is not here, to lower, compile or export for it:
+    """Trace for a TPU generation (`v5e`, `v6e`, ...) that is not present, to lower, compile or export for it:
 
         with compiling_for("v6e"):
             artifact = jax.export.export(step, platforms=("tpu",))(*arguments).serialize()
 
-    Pallas kernels are traced for one chip, whose memories decide their block sizes: what is traced elsewhere on a host
-    without TPUs is for its interpreter, and JAX refuses to lower that for one. Raises ValueError for an unknown name.
+    Pallas kernels are traced for one chip, whose memories determine their block sizes. Without this context a host without
+    TPUs traces for Pallas's interpreter, and JAX refuses to lower that for a TPU. Raises ValueError for an unknown name.
     """
-    kinds = {short: kind for kind, short in reversed(TPU_KINDS.items())}  # of several, the first: what libtpu calls it
+    kinds = {short: kind for kind, short in reversed(TPU_KINDS.items())}  # the first of several kinds: libtpu's name
     if arch not in kinds:
-        raise ValueError(f"arch={arch!r} is no TPU generation known here; known: {', '.join(kinds)}")
+        raise ValueError(f"arch={arch!r} is not a known TPU generation; known: {', '.join(kinds)}")
     with use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(kinds[arch], 1, "tpu"))):
         yield
 
 
 @functools.cache
 def platform(name: str | None = None) -> JaxPlatform:
-    """The platform called `name`, or the one that `jax.default_backend()` runs on.
-
-    Raises ValueError for an unknown name.
-    """
+    """The platform called `name`, or the one that `jax.default_backend()` runs on."""
     if name is None:
         name = jax.default_backend()
     if name not in PLATFORMS:

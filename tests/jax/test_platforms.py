@@ -70,7 +70,7 @@ def test_compiling_for_a_generation_that_is_not_here() -> None:
         with platforms.compiling_for(arch):
             assert _chips.target() == arch
     assert _chips.target() is None or jax.default_backend() == "tpu"
-    with pytest.raises(ValueError, match="arch='v3' is no TPU generation known here; known: "), platforms.compiling_for("v3"):
+    with pytest.raises(ValueError, match="arch='v3' is not a known TPU generation; known: "), platforms.compiling_for("v3"):
         pass
 
 

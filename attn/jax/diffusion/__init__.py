@@ -1,1 +1,1 @@
-"""Dense attention for diffusion models under jax."""
+"""Dense attention for diffusion models in jax."""

@@ -1,4 +1,4 @@
-"""`attn.jax.DiffusionAttention`: dense attention as an nnx module, the backend chosen once, when it is built."""
+"""`attn.jax.DiffusionAttention`: dense attention as an nnx module, whose backend is chosen once, on construction."""
 
 from typing import Any
 

@@ -1,7 +1,8 @@
 """Sequences too long for one chip: Ulysses and ring attention over a mesh axis, for use inside `jax.shard_map`.
 
-The twin of `attn.torch.diffusion.parallel`: Ulysses (arXiv 2309.14509) exchanges rows for heads by two all-to-alls; a ring
-(arXiv 2310.01889) passes keys and values around by `ppermute` and merges partial results by log-sum-exp.
+The counterpart of `attn.torch.diffusion.parallel`: Ulysses (arXiv 2309.14509) exchanges rows for heads with two
+all-to-alls; a ring (arXiv 2310.01889) passes keys and values around with `ppermute` and merges partial results by
+log-sum-exp.
 """
 
 from collections.abc import Collection
@@ -21,10 +22,10 @@ from attn.jax.merge import merge_attn_states
 
 
 class SequenceParallelAttention(nnx.Module):
-    """`DiffusionAttention` over a sequence that the devices of a mesh axis share.
+    """`DiffusionAttention` over a sequence that is sharded over the devices of a mesh axis.
 
     Arguments are those of `DiffusionAttention` (num_heads and num_kv_heads of the whole layer), and:
-        axis_name: the mesh axis; axis_size: how many devices it has.
+        axis_name: the mesh axis; axis_size: its number of devices.
         strategy: "ulysses" or "ring"; a ring's layer is chosen among backends that return the log-sum-exp.
 
     Raises ValueError for an unknown strategy, `ShapeError` for heads that the devices do not divide, `UnsupportedError` for
@@ -57,12 +58,12 @@ class SequenceParallelAttention(nnx.Module):
     ) -> jax.Array:
         """query: [B, S / W, H, D]; key, value: [B, M / W, K, D]: this device's rows.
 
-        attn_mask: bool [B, M / W], this device's keys. Joint streams are whole on every device, and so are their rows in
+        attn_mask: bool [B, M / W], this device's keys. Joint streams are replicated on every device, as are their rows in
         the result: [B, J + S / W, H, D]. Returns this device's rows.
         """
         meta = attn_metadata or DiffusionAttentionMetadata()
         if meta.kv_lens is not None or (meta.attn_mask is not None and meta.attn_mask.ndim != 2):
-            raise UnsupportedError(f"{self.strategy}: masks of keys [B, M / W] only: lengths and full masks span the devices")
+            raise UnsupportedError(f"{self.strategy}: supports only masks of keys [B, M / W] (others span the devices)")
         return (self._ulysses if self.strategy == "ulysses" else self._ring)(query, key, value, meta)
 
     def _ulysses(self, query: jax.Array, key: jax.Array, value: jax.Array, meta: DiffusionAttentionMetadata) -> jax.Array:
@@ -96,18 +97,18 @@ class SequenceParallelAttention(nnx.Module):
 
     def _ring(self, query: jax.Array, key: jax.Array, value: jax.Array, meta: DiffusionAttentionMetadata) -> jax.Array:
         impl, front = self.local.impl, meta.joint_strategy == "front"
-        if meta.joint_query is not None:  # its rows see every key on every device, and come out the same
+        if meta.joint_query is not None:  # its rows see every key on every device, so the results are equal
             query = jnp.concatenate([meta.joint_query, query] if front else [query, meta.joint_query], 1)
         states = []
-        if meta.joint_key is not None:  # every device has it whole: it counts once
+        if meta.joint_key is not None:  # replicated on every device: it counts once
             part = DiffusionAttentionMetadata(attn_mask=meta.joint_attn_mask)
             states.append(impl.forward_lse(query, meta.joint_key, meta.joint_value, part))
-        held = (key, value, meta.attn_mask)
-        onwards = [(i, (i + 1) % self.devices) for i in range(self.devices)]
+        current = (key, value, meta.attn_mask)
+        to_next = [(i, (i + 1) % self.devices) for i in range(self.devices)]
         for step in range(self.devices):
-            states.append(impl.forward_lse(query, held[0], held[1], DiffusionAttentionMetadata(attn_mask=held[2])))
+            states.append(impl.forward_lse(query, current[0], current[1], DiffusionAttentionMetadata(attn_mask=current[2])))
             if step < self.devices - 1:  # does not wait for the attention above: XLA overlaps them
-                held = jax.tree.map(lambda x: lax.ppermute(x, self.axis, onwards), held)
+                current = jax.tree.map(lambda x: lax.ppermute(x, self.axis, to_next), current)
         batch, rows, heads, size = query.shape
         merged, _ = merge_attn_states(
             [out.astype(jnp.float32).reshape(batch * rows, heads, size) for out, _ in states],

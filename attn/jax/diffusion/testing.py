@@ -1,4 +1,4 @@
-"""The jax driver of the dense family's suite: a call in NumPy becomes arrays, and comes back; jitted, as it is used."""
+"""The jax driver of the dense suite: runs NumPy calls on jitted jax arrays and returns NumPy arrays."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ Array = npt.NDArray[Any]
 
 
 def dense(backend: Any, call: DenseCall) -> Array:
-    """A diffusion backend's answer to a call of the dense family, [B, S, H, D] in float64."""
+    """Run a diffusion backend on a call of the dense suite. Returns [B, S, H, D] in float64."""
     case = call.case
     impl = backend.get_impl_cls()(case.num_heads, case.head_size, case.scale, case.causal, case.num_kv_heads)
 
