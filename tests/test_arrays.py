@@ -209,7 +209,7 @@ def test_dtypes_without_a_counterpart() -> None:
 
 def test_numpy_without_ml_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "ml_dtypes", None)
-    with pytest.raises(DTypeError, match="bfloat16 through ml_dtypes, which is not installed; or pass tensor.float"):
+    with pytest.raises(DTypeError, match="NumPy needs ml_dtypes for bfloat16: install ml_dtypes, or pass tensor.float"):
         to_framework(torch.ones(2, dtype=torch.bfloat16), "numpy")
 
 

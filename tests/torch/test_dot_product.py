@@ -69,7 +69,7 @@ def test_a_choice_is_obeyed_or_refused():
         torch.testing.assert_close(attn.torch.scaled_dot_product_attention(q, k, v), want)
     with attn.torch.sdpa_backend("CUDNN_ATTN"), pytest.raises(UnsupportedError, match="platform=cpu"):
         attn.torch.scaled_dot_product_attention(q, k, v)
-    with attn.torch.sdpa_backend("TORCH_SDPA"), pytest.raises(UnsupportedError, match="numbers added to scores"):
+    with attn.torch.sdpa_backend("TORCH_SDPA"), pytest.raises(UnsupportedError, match="additive masks are not supported"):
         attn.torch.scaled_dot_product_attention(q, k, v, torch.zeros(8, 8))
     with pytest.raises(ValueError, match="NOBODY"), attn.torch.sdpa_backend("NOBODY"):
         pass
