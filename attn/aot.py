@@ -215,7 +215,8 @@ def compile_cases(
     report: Report | None = None,
     compile_only: bool = False,
 ) -> list[Row]:
-    """A row for each case, in their order, compiled by `jobs` processes at a time; `report` is called for each as it is done, from the thread that waits for its process.
+    """Return a row per case, in their order, compiled by `jobs` processes at a time. `report` is called as each completes,
+    from the thread that waits for its process.
 
     `compile_only`: without the steps after the first, a TPU's estimates.
     """
