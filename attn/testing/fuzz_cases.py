@@ -173,7 +173,9 @@ def _scales(subject: Subject, rng: random.Random, case: Case) -> dict[str, Any]:
         per_head = subject.has(Feature.PER_HEAD_SCALES) and not case.mla and rng.random() < 0.5
         return values if per_head else values[0]
 
-    if case.mla and case.dtype not in ("float32", "float64"):  # a power of two is exact: no product is rounded once more
+    on_host = subject.device is not None and subject.device.platform == "cpu" and subject.capabilities.framework == "torch"
+    # a power of two is exact; elsewhere latents are rounded once more before they are expanded
+    if case.mla and case.dtype not in ("float32", "float64") and not on_host:
         return dict.fromkeys(("k_scale", "v_scale"), 2.0 ** rng.randrange(-7, 0))
     if case.mla:  # one row is key and value
         return dict.fromkeys(("k_scale", "v_scale"), scale())

@@ -195,24 +195,29 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         else:
             kv_c, k_pe = (x[batch.rows] for x in new)
             rows = _rows.encode(kv_c, k_pe, self.kv_cache_dtype, kv_cache.dtype, layer._k_scale)
-        key, value = self._expand(_rows.decode(rows, self.kv_cache_dtype, layer._k_scale).to(query.dtype))
+        key, value = self._expand(_rows.decode(rows, self.kv_cache_dtype, layer._k_scale), query.dtype)
         if plan.meta.chunks or lse is not None:
             result, log = self._prefill.run_prefill_new_tokens(own, key, value, plan.meta, True)
         else:
             result, log = self._prefill.run_prefill_new_tokens(own, key, value, plan.meta, False), None
         for i, place in enumerate(plan.places):
             rows = _rows.decode(_rows.gather(kv_cache, *place), self.kv_cache_dtype, layer._k_scale)
-            key, value = self._expand(rows.to(query.dtype))
+            key, value = self._expand(rows, query.dtype)
             part, part_log = self._prefill.run_prefill_context_chunk(i, own, key, value, plan.meta)
             result, log = merge_attn_states([result.to(log.dtype), part], [log, part_log], nan_is_empty=False)
         out[batch.rows] = result.to(out.dtype)
         if lse is not None:
             lse[:, batch.rows] = log
 
-    def _expand(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Latent rows [m, L + Dr] as keys [m, H, Dn + Dr] and values [m, H, Dv]; the values are a view."""
-        heads = (rows[:, : self.kv_lora_rank] @ self._w_up).view(len(rows), self.num_heads, -1)
-        key = rows.new_empty(len(rows), self.num_heads, self.qk_head_dim)
+    def _expand(self, rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latent rows [m, L + Dr] as keys [m, H, Dn + Dr] and values [m, H, Dv] of `dtype`; the values are a view.
+
+        What codes are worth, code times scale, is no number of 16 bits: on a CPU it is multiplied in float32 and its product
+        alone is rounded. Elsewhere, where float32 takes many times as long, it is rounded first.
+        """
+        wide = torch.promote_types(rows.dtype, dtype) if rows.device.type == "cpu" else dtype
+        heads = (rows[:, : self.kv_lora_rank].to(wide) @ self._w_up.to(wide)).to(dtype).view(len(rows), self.num_heads, -1)
+        key = heads.new_empty(len(rows), self.num_heads, self.qk_head_dim)
         key[..., : self.qk_nope_head_dim] = heads[..., : self.qk_nope_head_dim]
         key[..., self.qk_nope_head_dim :] = rows[:, None, self.kv_lora_rank :]
         return key, heads[..., self.qk_nope_head_dim :]

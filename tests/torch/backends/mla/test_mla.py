@@ -15,6 +15,8 @@ from attn.backends.metadata import CommonAttentionMetadata
 from attn.distributed import DCPGroup, set_dcp_group
 from attn.errors import DeviceError, DTypeError, MetadataError, ShapeError, UnsupportedError
 from attn.reference import dcp_local_lens, mla_unabsorbed, pack_fp8_ds_mla, unpack_fp8_ds_mla
+from attn.testing import Case, run_case
+from attn.testing.rules import BUDGETS, Score
 from attn.torch import MLAAttention
 from attn.torch import kv_cache as caches
 from attn.torch.backends.mla import _mla, _rows
@@ -355,3 +357,12 @@ def test_putting_rows_keeps_what_no_slot_names():
     caches.put([(torch.full((3, 3), -1.0), cache)], torch.tensor([-1, 9, -1]))
     before[9 // P, 9 % P] = -1.0
     assert torch.equal(cache, before)
+
+
+def test_what_codes_are_worth_is_not_rounded_before_it_is_expanded():
+    """On a CPU: a latent of 16 bits is another than code times scale, and a prompt's keys and values would all feel it."""
+    sizes = {"mla": (136, 33, 30, 65), "head_size": 166, "num_heads": 4, "num_kv_heads": 1}
+    codes = {"dtype": "float16", "kv_cache_dtype": "fp8_e5m2", "k_scale": 0.00435, "v_scale": 0.00435}
+    score = Score()
+    assert run_case(TorchMLABackend, Case("prompt", (40,), (40,), data_seed=6, **sizes, **codes), score=score) == []
+    assert score.row < 0.8 * BUDGETS["float16"].hard
