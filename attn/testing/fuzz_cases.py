@@ -174,7 +174,7 @@ def _scales(subject: Subject, rng: random.Random, case: Case) -> dict[str, Any]:
         return values if per_head else values[0]
 
     on_host = subject.device is not None and subject.device.platform == "cpu" and subject.capabilities.framework == "torch"
-    # a power of two is exact; elsewhere latents are rounded once more before they are expanded
+    # on other devices dequantized latents are rounded before they are expanded, unless the scale is a power of two
     if case.mla and case.dtype not in ("float32", "float64") and not on_host:
         return dict.fromkeys(("k_scale", "v_scale"), 2.0 ** rng.randrange(-7, 0))
     if case.mla:  # one row is key and value

@@ -210,10 +210,10 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
             lse[:, batch.rows] = log
 
     def _expand(self, rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """Latent rows [m, L + Dr] as keys [m, H, Dn + Dr] and values [m, H, Dv] of `dtype`; the values are a view.
+        """Expand latent rows [m, L + Dr] to keys [m, H, Dn + Dr] and values [m, H, Dv] of `dtype`; the values are a view.
 
-        What codes are worth, code times scale, is no number of 16 bits: on a CPU it is multiplied in float32 and its product
-        alone is rounded. Elsewhere, where float32 takes many times as long, it is rounded first.
+        On a CPU, dequantized rows stay in float32 for the product, so that only its result is rounded. On other devices they
+        are rounded to `dtype` first, because a float32 product is many times slower there.
         """
         wide = torch.promote_types(rows.dtype, dtype) if rows.device.type == "cpu" else dtype
         heads = (rows[:, : self.kv_lora_rank].to(wide) @ self._w_up.to(wide)).to(dtype).view(len(rows), self.num_heads, -1)

@@ -359,8 +359,8 @@ def test_putting_rows_keeps_what_no_slot_names():
     assert torch.equal(cache, before)
 
 
-def test_what_codes_are_worth_is_not_rounded_before_it_is_expanded():
-    """On a CPU: a latent of 16 bits is another than code times scale, and a prompt's keys and values would all feel it."""
+def test_dequantized_latents_are_not_rounded_before_they_are_expanded():
+    """On a CPU. Rounding code times scale to 16 bits first adds an error to every key and value of a prompt."""
     sizes = {"mla": (136, 33, 30, 65), "head_size": 166, "num_heads": 4, "num_kv_heads": 1}
     codes = {"dtype": "float16", "kv_cache_dtype": "fp8_e5m2", "k_scale": 0.00435, "v_scale": 0.00435}
     score = Score()
