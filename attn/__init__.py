@@ -1,7 +1,7 @@
-"""attn: the fastest correct attention backend for the hardware and framework at hand, and why.
+"""attn: find the fastest correct attention backend for this hardware and framework, and explain the choice.
 
-This face imports nothing: each name below is fetched from its module when first used, so `import attn` costs a
-millisecond and loads neither NumPy, torch nor jax. Names that are also children (`torch`, `jax`) are never bound here.
+Importing this package imports nothing: each name below is resolved on first use, so `import attn` takes a millisecond and
+loads neither NumPy, torch nor jax. Names of subpackages (`torch`, `jax`) are never bound.
 """
 
 import importlib

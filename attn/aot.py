@@ -1,15 +1,15 @@
-"""Kernels compiled for accelerators that are not here, and what their compilers say of them: `attn aot`.
+"""`attn aot`: compile kernels for accelerators that are not present, and report the compilers' figures.
 
-The real compilers need no device: libtpu compiles for any TPU on any host, Triton for any GPU. A wing declares its grid
-of cases and compiles one (`attn.jax.aot`, `attn.torch.aot`); this module knows the targets, runs cases in processes of
-their own and makes the table. Processes, because a compiler may abort, outgrow memory or never return, and because
-libtpu reads its flags once: whatever happens to a case is that case's row. Nothing here executes a kernel.
+The real compilers need no device: libtpu compiles for any TPU on any host, Triton for any GPU. Each framework's module
+declares a grid of cases and compiles one (`attn.jax.aot`, `attn.torch.aot`); this module lists the targets, runs cases in
+separate processes and formats the table. Processes, because a compiler may abort, run out of memory or never return, and
+because libtpu reads its flags only once; a failure affects one row. No kernel is executed.
 
-A wing's module has
-    STEPS                                   what is done to a case, in order; a later step may fail and only cost figures
+A framework's module has
+    STEPS                                   the steps of a case, in order; a failure of a later step loses its figures only
     COLUMNS                                 (heading, key, format) of the table
-    cases(target) -> list[Case]             the declared grid; what a kernel refuses is in it with the reason
-    environment(target, step, dump) -> dict variables of the process that compiles, `dump` a folder of its own
+    cases(target) -> list[Case]             the declared grid, including refused cases with the reason
+    environment(target, step, dump) -> dict environment variables of the compiling process; `dump` is its own folder
     measure(case, target, step, dump) -> dict      figures of one case, {"parts": [{"name": ...}, ...], "notes": [], ...}
 """
 
@@ -40,7 +40,7 @@ from attn.errors import BackendLoadError
 from attn.imports import resolve_obj_by_qualname
 from attn.progress import Quiet, display
 
-#: The compilers as they were tested, by the module that shows they are there.
+#: Tested compiler versions, by the module whose presence shows that the compiler is installed.
 COMPILERS = {"libtpu": "libtpu==0.0.51", "triton": "triton==3.6.0"}
 
 
@@ -49,9 +49,9 @@ Outcome = dict[str, Any]
 
 
 class Target(NamedTuple):
-    """What is compiled for: the wing's module that does it, and the compiler it needs."""
+    """A compilation target: the framework's module that compiles, and the compiler it needs."""
 
-    wing: str
+    module: str
     compiler: str
 
 
@@ -66,10 +66,10 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to compile: a kernel, and all that is static about it (`choice`, plain data).
+    """A kernel to compile with all its static choices (`choice`, plain data).
 
     `name` is unique within its kernel. `subset`: part of the selection that tests compile. `refused`: why the kernel does
-    not take it, in which case nobody tries.
+    not support it, in which case it is not compiled.
     """
 
     kernel: str
@@ -86,16 +86,17 @@ class Case:
 def grid(
     kernel: str,
     axes: Mapping[str, Sequence[Any]],
-    settle: Callable[[Choice], Choice | None] = lambda choice: choice,
+    allowed: Callable[[Choice], Choice | None] = lambda choice: choice,
     refusal: Callable[[Choice], str] = lambda choice: "",
 ) -> list[Case]:
-    """A kernel's cases: every pair of values of two axes that `settle` lets stand together, as `attn.testing.pairwise`.
+    """Return a kernel's cases, covering every pair of values of two axes that `allowed` permits (`attn.testing.pairwise`).
 
-    The subset has every value of every axis that is not refused, in few cases.
+    `allowed(choice)` returns the choice, possibly adjusted, or None to reject it. The subset has every value of every axis
+    that is not refused, in few cases.
     """
-    from attn.testing.pairwise import pairwise  # whose package needs NumPy
+    from attn.testing.pairwise import pairwise  # its package imports NumPy
 
-    choices = {_named(axes, choice): choice for choice in pairwise(axes, settle, least=0)}
+    choices = {_named(axes, choice): choice for choice in pairwise(axes, allowed, least=0)}
     refused = {name: refusal(choice) for name, choice in choices.items()}
     served = {name: set(choice.items()) for name, choice in choices.items() if not refused[name]}
     left = {item for items in served.values() for item in items}
@@ -107,7 +108,7 @@ def grid(
 
 
 def _named(axes: Mapping[str, Sequence[Any]], choice: Choice) -> str:
-    """The values of a choice, but not those of a switch that is off or of a pair's first."""
+    """Name a choice by its values, leaving out switches that are off and the first value of an axis of two."""
     words = []
     for axis, values in axes.items():
         value = choice[axis]
@@ -119,7 +120,7 @@ def _named(axes: Mapping[str, Sequence[Any]], choice: Choice) -> str:
 
 
 def request_of(choice: Mapping[str, Any]) -> Request:
-    """The `Request` of a layer that needs what a paged attention kernel's choice names, for asking a backend about it."""
+    """Return the `Request` of a layer that needs what a paged attention kernel's choice names."""
     mask = choice["mask"]
     features = {
         Feature.NON_CAUSAL: mask in ("bidirectional", "two-sided"),
@@ -137,7 +138,7 @@ def request_of(choice: Mapping[str, Any]) -> Request:
 
 @dataclass
 class Row:
-    """What came of a case. `status` is compiled, failed or refused, and `reason` says why in one line.
+    """The result of a case. `status` is compiled, failed or refused, and `reason` says why in one line.
 
     `figures` are the case's, `parts` those of each program it launches; `notes` say which figures are missing and why.
     """
@@ -159,22 +160,22 @@ class Row:
 
 @dataclass(frozen=True)
 class Limits:
-    """What one case may take: wall-clock seconds a step, and GiB of memory."""
+    """Limits of one case: wall-clock seconds per step, and GiB of memory."""
 
     seconds: float = 600.0
     memory: float = 12.0
 
 
-Report = Callable[[str, str], None]  # (case label, what happened to it)
+Report = Callable[[str, str], None]  # (case label, result)
 
 
 def compiler_path(target: str) -> str:
-    """The folder to put before a process's path, so that it finds the compiler; empty when that is importable already.
+    """Return the folder to add to a process's path so that it finds the compiler; empty if it can be imported already.
 
-    Raises BackendLoadError, saying what to install, when it is nowhere.
+    Raises BackendLoadError, with the command that installs it, if it is not found.
     """
     needed = TARGETS[target].compiler
-    importlib.invalidate_caches()  # it may have been installed just now
+    importlib.invalidate_caches()  # it may have been installed since the last import
     if importlib.machinery.PathFinder.find_spec(needed):
         return ""
     folder = str(Path(sys.prefix) / "compilers")
@@ -199,10 +200,10 @@ def compiler_here(target: str) -> str:
 
 
 def cases(target: str) -> list[Case]:
-    """The declared grid of `target`. Raises ValueError for an unknown target."""
+    """Return the declared grid of `target`. Raises ValueError for an unknown target."""
     if target not in TARGETS:
         raise ValueError(f"target={target!r} is unknown; known: {', '.join(TARGETS)}")
-    found: list[Case] = _wing(target, "cases")(target)
+    found: list[Case] = _attr(target, "cases")(target)
     return found
 
 
@@ -218,15 +219,15 @@ def compile_cases(
     """Return a row per case, in their order, compiled by `jobs` processes at a time. `report` is called as each completes,
     from the thread that waits for its process.
 
-    `compile_only`: without the steps after the first, a TPU's estimates.
+    `compile_only`: skip the steps after the first (a TPU's estimates).
     """
     limits = limits or Limits()
     path = compiler_path(target)
     rows = {case.label: Row(target, case.kernel, case.name, "refused" if case.refused else "", case.refused) for case in wanted}
-    assert len(rows) == len(wanted), "two cases of one name"
+    assert len(rows) == len(wanted), "two cases have the same name"
     steps = _steps(target, compile_only)
     for step in steps:
-        # after the first step, only what compiled goes on
+        # later steps run only on what compiled
         labels = [label for label, row in rows.items() if row.status == ("" if step == steps[0] else "compiled")]
 
         def done(label: str, outcome: Outcome, step: str = step) -> None:
@@ -248,12 +249,12 @@ def compile_cases(
 
 
 def _steps(target: str, compile_only: bool) -> tuple[str, ...]:
-    steps: tuple[str, ...] = _wing(target, "STEPS")
+    steps: tuple[str, ...] = _attr(target, "STEPS")
     return steps[:1] if compile_only else steps
 
 
 def _merge(row: Row, outcome: dict[str, Any]) -> None:
-    """Take a step's figures in; parts are matched by name."""
+    """Merge a step's figures into `row`; parts are matched by name."""
     for part in outcome.pop("parts", []):
         known = next((p for p in row.parts if p["name"] == part["name"]), None)
         if known is None:
@@ -264,13 +265,13 @@ def _merge(row: Row, outcome: dict[str, Any]) -> None:
     row.figures.update(outcome)
 
 
-def _wing(target: str, name: str) -> Any:
-    return resolve_obj_by_qualname(f"{TARGETS[target].wing}.{name}")
+def _attr(target: str, name: str) -> Any:
+    return resolve_obj_by_qualname(f"{TARGETS[target].module}.{name}")
 
 
 # --- processes ------------------------------------------------------------------------------------------------------
 
-_AT_ONCE = 12  #: cases a process compiles before it makes room for a fresh one
+_AT_ONCE = 12  #: cases that a process compiles before it is replaced
 
 
 def _compile(
@@ -304,15 +305,15 @@ def _process(
     dump: Path,
     done: Callable[[str, Outcome], None],
 ) -> str:
-    """Compile `left` in one process, which takes each label out as it is done; why the process ended."""
+    """Compile `left` in one process, removing each label as it completes; return why the process ended."""
     root = str(Path(attn.__file__).parents[1])
     paths = [x for x in (path, root, os.environ.get("PYTHONPATH", "")) if x]
-    environment = {**os.environ, **_wing(target, "environment")(target, step, str(dump)), "PYTHONPATH": os.pathsep.join(paths)}
-    command = [sys.executable, "-m", "attn.aot", TARGETS[target].wing, target, step, str(dump), str(limits.memory)]
+    environment = {**os.environ, **_attr(target, "environment")(target, step, str(dump)), "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-m", "attn.aot", TARGETS[target].module, target, step, str(dump), str(limits.memory)]
     late = threading.Event()
-    with (dump / "stderr").open("w+b") as said:
+    with (dump / "stderr").open("w+b") as errors:
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True, env=environment
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
         )
 
         def give_up() -> None:
@@ -328,7 +329,7 @@ def _process(
         timer = watch()
         try:
             assert process.stdin is not None and process.stdout is not None
-            with contextlib.suppress(BrokenPipeError):  # it died before it read: what it said tells why
+            with contextlib.suppress(BrokenPipeError):  # it died before it read; its stderr has the reason
                 process.stdin.write("\n".join(left))
                 process.stdin.close()
             for line in process.stdout:
@@ -346,12 +347,12 @@ def _process(
                 process.stdout.close()
         if late.is_set():
             return f"not done within {limits.seconds:g} s"
-        said.seek(0)
-        return _last_words(said.read().decode(errors="replace"), code)
+        errors.seek(0)
+        return _last_words(errors.read().decode(errors="replace"), code)
 
 
 def _last_words(text: str, code: int) -> str:
-    """Why a process died, from what it wrote: a fatal log line, LLVM's, an exception, or its last line."""
+    """Extract why a process died from its output: a fatal log line, LLVM's, an exception, or its last line."""
     for pattern in (r"^F\d{4} [^\]]*\] (.*)$", r"^(LLVM ERROR: .*)$", r"^(\w*(?:Error|Exception)\b.*)$"):
         if found := re.findall(pattern, text, re.MULTILINE):
             return one_line(found[-1])
@@ -361,23 +362,23 @@ def _last_words(text: str, code: int) -> str:
 
 
 def one_line(text: str, most: int = 400) -> str:
-    """`text` with its white space collapsed, and its middle left out where it is long."""
+    """Collapse white space in `text`, and cut out its middle if it is longer than `most` characters."""
     text = " ".join(text.split())
     return text if len(text) <= most else f"{text[: most * 3 // 4]} ... {text[-most // 4 :]}"
 
 
-def worker(wing: str, target: str, step: str, dump: str, memory: str) -> None:
-    """What a process does: labels come in on stdin, a line of JSON goes out for each as soon as it is done."""
+def worker(module_name: str, target: str, step: str, dump: str, memory: str) -> None:
+    """Main function of a process: read labels from stdin, and print a line of JSON as each completes."""
     out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed here is no outcome
+    os.dup2(2, 1)  # keep other output out of the results
     _limit_memory(float(memory))
-    module = importlib.import_module(wing)
+    module = importlib.import_module(module_name)
     named = {case.label: case for case in module.cases(target)}
     for label in sys.stdin.read().split("\n"):
         begin = time.monotonic()
         try:
             outcome = module.measure(named[label], target, step, dump)
-        except Exception as error:  # a compiler's verdict is whatever it raises
+        except Exception as error:  # compilers may raise anything
             outcome = {"error": one_line(f"{type(error).__name__}: {error}")}
         seconds = round(time.monotonic() - begin, 2)
         print(json.dumps({"label": label, "seconds": seconds, **outcome}), file=out, flush=True)
@@ -395,8 +396,8 @@ def _limit_memory(gigabytes: float) -> None:
 
 
 def table(target: str, rows: Sequence[Row]) -> str:
-    """Rows as text: a line for each program that a case launches, then what failed, was refused or has no figure."""
-    columns: Sequence[tuple[str, str, str]] = _wing(target, "COLUMNS")
+    """Format rows as text: a line per program that a case launches, then failures, refusals and missing figures."""
+    columns: Sequence[tuple[str, str, str]] = _attr(target, "COLUMNS")
     body = []
     for row in rows:
         for i, part in enumerate(row.parts):
@@ -423,40 +424,40 @@ def _shown(value: Any, how: str) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Add the command's arguments to `parser`."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     packages = " ".join(COMPILERS.values())
     parser.epilog = f"""\
 example: attn aot --target tpu-v6e --kernel ragged_paged_attention --case decode
 
-No device is needed, only a compiler, apart from the environment (libtpu inside it makes jax look for a TPU):
+No device is needed. The compiler must be outside the environment (libtpu inside it makes jax look for a TPU):
     pip install --no-deps --target {Path(sys.prefix) / "compilers"} {packages}
-or any other folder that PYTHONPATH names. `make test` installs them.
+or any other folder on PYTHONPATH. `make test` installs them.
 
-TPU figures are libtpu's: memory after allocation, and its static simulator's cycles for a small batch, beside the time
-that the batch's bytes and products would take at the chip's peak. The simulator models a transfer's latency and issue and
-not a saturated HBM: read max(estimate, HBM floor) as the bound. GPU figures are those of ptxas and LLVM.
-Exit code 0: everything compiled that is not refused; 1: something failed."""
+TPU figures come from libtpu: memory after allocation, and its static simulator's cycles for a small batch, with the time
+that the batch's bytes and products would take at the chip's peak rates. The simulator models the latency and issue of
+transfers but not a saturated HBM: read max(estimate, HBM floor) as the bound. GPU figures come from ptxas and LLVM.
+Exit code 0: every case that is not refused compiled; 1: a case failed."""
     add = parser.add_argument
-    add("--target", required=True, choices=TARGETS, help="what to compile for")
-    add("--kernel", default="", metavar="NAME", help="only this kernel")
-    add("--case", default="", metavar="SUBSTRING", help="only cases whose name contains it")
-    add("--subset", action="store_true", help="only the few cases that tests compile")
-    add("--list", action="store_true", help="show the grid and compile nothing")
-    add("--compile-only", action="store_true", help="without a TPU's estimates, which take longer than compiling")
-    add("--jobs", type=int, default=1, metavar="N", help="processes at a time (default: %(default)s)")
-    add("--seconds", type=float, default=Limits.seconds, help="time limit of a step of a case (default: %(default)g)")
-    add("--memory", type=float, default=Limits.memory, metavar="GIB", help="memory limit of a process (default: %(default)g)")
-    add("--json", action="store_true", help="machine-readable output")
-    add("--out", type=Path, metavar="FILE", help="write the JSON there as well")
+    add("--target", required=True, choices=TARGETS, help="target architecture")
+    add("--kernel", default="", metavar="NAME", help="compile this kernel only")
+    add("--case", default="", metavar="SUBSTRING", help="compile only cases whose name contains SUBSTRING")
+    add("--subset", action="store_true", help="compile only the few cases that tests use")
+    add("--list", action="store_true", help="list the cases without compiling")
+    add("--compile-only", action="store_true", help="skip a TPU's estimates, which take longer than compiling")
+    add("--jobs", type=int, default=1, metavar="N", help="number of worker processes (default: %(default)s)")
+    add("--seconds", type=float, default=Limits.seconds, help="time limit per step, in seconds (default: %(default)g)")
+    add("--memory", type=float, default=Limits.memory, metavar="GIB", help="GiB of memory per process (default: %(default)g)")
+    add("--json", action="store_true", help="print JSON")
+    add("--out", type=Path, metavar="FILE", help="also write the JSON to this file")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Compile what the arguments name; 1 when something failed."""
+    """Compile the selected cases. Return 1 if one failed, else 0."""
     if args.jobs < 1:
         raise ValueError(f"--jobs {args.jobs} must be at least 1")
     if not args.list:
-        compiler_path(args.target)  # told before anything heavy is imported
+        compiler_path(args.target)  # fail before any slow import
     grid = cases(args.target)
     kernels = dict.fromkeys(case.kernel for case in grid)
     if args.kernel and args.kernel not in kernels:
@@ -467,7 +468,7 @@ def run(args: argparse.Namespace) -> int:
         if args.kernel in ("", case.kernel) and args.case in case.label and (case.subset or not args.subset)
     ]
     if not chosen:
-        raise ValueError(f"no case of {args.target} matches; attn aot --target {args.target} --list shows them")
+        raise ValueError(f"no case of {args.target} matches; list them with attn aot --target {args.target} --list")
     if args.list:
         shown = [asdict(case) for case in chosen]
         lines = [case.label + (f"  (refused: {case.refused})" if case.refused else "") for case in chosen]
@@ -495,7 +496,7 @@ def run(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _progress(total: int) -> Iterator[Report]:
-    """A bar on a terminal, beside the output and not in it."""
+    """Show a progress bar on a terminal, separate from the output."""
     with display(Quiet(), sys.stderr) as shown:
         shown.begin("", total)
         done = itertools.count(1)

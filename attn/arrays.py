@@ -1,8 +1,8 @@
-"""The border between frameworks: whose array is this, and how does it become another's.
+"""Detect an array's framework; convert between frameworks.
 
-Arrays cross by DLPack, without a copy where both sides agree on the memory. What a crossing cannot do it refuses by
-name: a tracer has no memory, and gradients do not cross. The wings do the converting (`attn.torch.arrays`,
-`attn.jax.arrays`), found by dotted name, so that asking costs no import.
+Arrays are converted by DLPack, without a copy where both frameworks support the memory. Impossible conversions raise an
+error: a tracer has no memory, and gradients do not cross. The frameworks' modules convert (`attn.torch.arrays`,
+`attn.jax.arrays`); they are resolved by dotted name, so that detection imports neither.
 """
 
 from typing import Any
@@ -13,9 +13,9 @@ FRAMEWORKS = ("torch", "jax", "numpy")
 
 
 def framework_of(array: Any) -> str:
-    """`"torch"`, `"jax"` or `"numpy"`, by the type's ancestry; imports nothing.
+    """Return "torch", "jax" or "numpy", by the type's base classes; imports nothing.
 
-    Subclasses, `nn.Parameter` and tracers count as their framework's arrays. Raises TypeError for anything else.
+    Subclasses, `nn.Parameter` and tracers are their framework's arrays. Raises TypeError for anything else.
     """
     for cls in type(array).__mro__:
         root = cls.__module__.partition(".")[0]
@@ -29,11 +29,11 @@ def framework_of(array: Any) -> str:
 
 
 def to_framework(array: Any, framework: str, *, like: Any = None) -> Any:
-    """`array` as an array of `framework`, zero-copy where it can be.
+    """Convert `array` to an array of `framework`, without a copy where possible.
 
     `like` is an array of the target framework whose device the result takes; dtypes are kept. Raises TypeError for a
-    tracer, `attn.errors.DTypeError` for values that the target cannot hold (an int64 beyond int32, a float64)
-    unless JAX's 64-bit mode is on, ValueError for a torch tensor that requires grad.
+    tracer, ValueError for a torch tensor that requires grad, and `attn.errors.DTypeError` for values that the target cannot
+    represent: with JAX's 64-bit mode off, an int64 beyond int32 or a float64.
     """
     source = framework_of(array)
     if framework not in FRAMEWORKS:

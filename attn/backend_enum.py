@@ -1,9 +1,9 @@
-"""The one registry behind three enums: names, default class paths, overrides, and backends that others bring.
+"""The common implementation of the three registries: names, default class paths, overrides, and custom backends.
 
-Each enum's members are constants (vLLM's and vllm-omni's names); a class path is a string until a class is asked for. Besides
-members, any number of *custom* backends may be registered under names of their own: each is an instance of the enum
-that `Enum[name]` finds, though it is not in `__members__`. Every change moves `generation`, so that no cached choice
-outlives it.
+Each enum's members are constants (vLLM's and vllm-omni's names); a class path stays a string until its class is needed. In
+addition, any number of *custom* backends may be registered under other names: each is an instance of the enum that
+`Enum[name]` finds, though it is not in `__members__`. Every change advances `generation`, which invalidates cached
+choices.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Self
 
-from attn.capabilities import WINGS, Candidate, Device
+from attn.capabilities import FRAMEWORKS, Candidate, Device
 from attn.errors import BackendLoadError, closest
 from attn.imports import check_qualname, first_installed, installed, pip_install, resolve_obj_by_qualname
 from attn.logger import fork_safe_lock
@@ -25,14 +25,14 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
 
 
 class _Generation:
-    """Counts changes to any registry; part of every cache key. Threads may change at once: no number comes twice."""
+    """Counts changes to any registry; part of every cache key. Safe for concurrent threads: no number repeats."""
 
     numbers = itertools.count(1)
     value = 0
 
 
 def _changing(name: str) -> Callable[..., Any]:
-    """dict's method `name`, moving the generation afterwards."""
+    """Wrap dict's method `name` to advance the generation afterwards."""
     original = getattr(dict, name)
 
     @functools.wraps(original)
@@ -46,7 +46,7 @@ def _changing(name: str) -> Callable[..., Any]:
 
 
 class _Overrides(dict[Any, str]):
-    """Member -> class path. A plain dict, but each change moves the generation, whoever makes it."""
+    """Member -> class path: a dict of which every change advances the generation."""
 
 
 for _name in ("__setitem__", "__delitem__", "__ior__", "pop", "popitem", "clear", "update", "setdefault"):
@@ -54,12 +54,12 @@ for _name in ("__setitem__", "__delitem__", "__ior__", "pop", "popitem", "clear"
 
 
 def generation() -> int:
-    """A number that changes whenever any registration does."""
+    """Return a number that changes whenever any registration does."""
     return _Generation.value
 
 
 def load_candidate(name: str, path: str, backend: Any = None) -> Candidate:
-    """The backend at `path` (or `backend` itself) as a `Candidate`: what cannot be loaded has its `problem` told."""
+    """Load the backend at `path` (or take `backend`) as a `Candidate`; if that fails, `problem` says why."""
     if backend is None:
         if problem := _not_here(path):
             return Candidate(name, path, problem=problem)
@@ -74,11 +74,11 @@ def load_candidate(name: str, path: str, backend: Any = None) -> Candidate:
 
 
 def _not_here(path: str) -> str:
-    """Why the module of a path of ours cannot be there: its framework is missing, or nobody has built it yet."""
+    """Return why a built-in module is missing: its framework is not installed, or it is not built yet."""
     parts = path.split(".")
     if parts[0] != "attn":
         return ""
-    if parts[1] in WINGS and not installed(parts[1]):
+    if parts[1] in FRAMEWORKS and not installed(parts[1]):
         return f"{parts[1]} is not installed ({pip_install(parts[1])})"
     module = path.partition(":")[0] if ":" in path else path.rpartition(".")[0]
     try:
@@ -89,14 +89,14 @@ def _not_here(path: str) -> str:
 
 
 def unknown_name(kind: str, name: object, known: Collection[str]) -> str:
-    """The message for a name that none of `known` is: the closest of them first, whatever its case, then all."""
+    """Return the error message for an unknown name: the closest of `known`, ignoring case, then all of them."""
     meant = closest(str(name), known)
     hint = f" Did you mean {meant}?" if meant else ""
     return f"Unknown {kind}: '{name}'.{hint} Valid options are: {', '.join(dict.fromkeys(known))}"
 
 
 class BackendEnumMeta(enum.EnumMeta):
-    """`Enum[name]` that finds custom backends too, and whose error lists what there is."""
+    """Metaclass whose `Enum[name]` also finds custom backends, and lists the valid names in its error."""
 
     kind: str
     unset: str
@@ -116,35 +116,35 @@ class BackendEnumMeta(enum.EnumMeta):
             raise ValueError(unknown_name(cls.kind, name, cls.names())) from None
 
     def __contains__(cls, item: object) -> bool:
-        """Membership for members and names alike (an Enum of Python 3.11 raises TypeError for a string)."""
+        """Test membership of members and names (an Enum of Python 3.11 raises TypeError for a string)."""
         if isinstance(item, str):
             return item in cls.names()
         return isinstance(item, cls)
 
     def names(cls) -> list[str]:
-        """Member names in order, then custom ones that are registered."""
-        customs = list(cls.customs.items())  # copied at once: another thread may be registering
+        """Return member names in order, then registered custom ones."""
+        customs = list(cls.customs.items())  # copied atomically: another thread may be registering
         return [*cls.__members__, *(name for name, member in customs if member in cls.overrides)]
 
     def complaint(cls, backend: type) -> str:
-        """What a class lacks of a backend of this registry, in words, or nothing. It may be registered and never serves."""
+        """Return what a class lacks for this registry, or "". Such a class may be registered but never serves."""
         missing = [words for method in cls.methods if (words := _missing(backend, method))]
         return f"{backend.__name__} lacks what every {cls.kind} has: {', '.join(missing)}" if missing else ""
 
 
 class BackendEnum(enum.Enum, metaclass=BackendEnumMeta):
-    """Base of the three registries; a subclass says what it is called in messages.
+    """Base of the three registries.
 
-    Class keywords: `kind` ("attention backend"), `unset` (message of a path asked for before registration, with
+    Class keywords: `kind` ("attention backend", for messages), `unset` (message for a path read before registration, with
     `{name}`), `methods` (those that every backend of the registry must have), `variables` (environment variables that
-    request a backend by name; the first that is set counts).
+    name a backend; the first that is set applies).
     """
 
     def __init_subclass__(
         cls, *, kind: str, unset: str, variables: tuple[str, ...] = (), methods: tuple[str, ...] = (), **kwargs: Any
     ) -> None:
         super().__init_subclass__(**kwargs)
-        # set through type, since Enum would take plain assignments in the body for members
+        # set through type, since Enum makes members of plain assignments in the body
         tables = {"overrides": _Overrides(), "customs": {}, "objects": {}}
         for name, value in {"kind": kind, "unset": unset, "methods": methods, "variables": variables, **tables}.items():
             type.__setattr__(cls, name, value)
@@ -152,7 +152,7 @@ class BackendEnum(enum.Enum, metaclass=BackendEnumMeta):
     def get_path(self, include_classname: bool = True) -> str:
         """Get the class path for this backend (respects overrides).
 
-        Raises ValueError if there is none: a custom slot that nobody has registered.
+        Raises ValueError if there is none: an unregistered custom slot.
         """
         path = self._table("overrides").get(self, self.value)
         if not path:
@@ -179,7 +179,7 @@ class BackendEnum(enum.Enum, metaclass=BackendEnumMeta):
         self._table("overrides").pop(self, None)
 
     def candidate(self) -> Candidate:
-        """This backend loaded as far as it goes; whatever is wrong with it becomes a sentence, never an exception."""
+        """Load this backend if possible; a failure becomes the candidate's `problem`, not an exception."""
         try:
             path = self.get_path()
         except ValueError as error:
@@ -189,12 +189,12 @@ class BackendEnum(enum.Enum, metaclass=BackendEnumMeta):
         return found if problem == found.problem else Candidate(self.name, path, problem=problem)
 
     def off_paths(self, device: Device | None = None) -> tuple[str, ...]:
-        """A sentence for each faster path of this backend that is off on `device` (None: the one here), and why."""
-        told = getattr(self.candidate().backend, "off_paths", None)
-        return () if told is None else tuple(told(device))
+        """Return a sentence for each faster path of this backend that is off on `device` (None: the current one)."""
+        off_paths = getattr(self.candidate().backend, "off_paths", None)
+        return () if off_paths is None else tuple(off_paths(device))
 
     def _object(self, path: str) -> type | None:
-        """The class that was registered as an object, unless a path has been put over it since."""
+        """Return the class that was registered as an object, unless a path has replaced it since."""
         cls = self._table("objects").get(self)
         return cls if cls is not None and path_of(cls) == path else None
 
@@ -231,12 +231,12 @@ def _missing(backend: type, method: str) -> str:
 
 
 def _by_name(registry: type[BackendEnum], name: str) -> Any:
-    """Unpickling: members travel by name, so that a renamed path or an override changes no old pickle."""
+    """Unpickle a member by name, so that old pickles stay valid when a path changes or is overridden."""
     return registry[name]
 
 
 def ranked(registry: Any, names: Sequence[str]) -> list[Any]:
-    """A platform's list as members, with custom backends that declare capabilities before it (priority > 0) or after it."""
+    """Return a platform's list as members, plus custom backends with capabilities before (priority > 0) or after it."""
     listed = [registry[name] for name in names]
     customs = []
     for member in list(registry.overrides):
@@ -251,19 +251,19 @@ def ranked(registry: Any, names: Sequence[str]) -> list[Any]:
 
 
 def off_paths(registry: Any, names: Sequence[str]) -> list[str]:
-    """A line for each faster path that is off here, of the backends among `names` (others may be peers' of a benchmark)."""
+    """Return a line per faster path that is off on this machine, for the backends in `names` (other names are ignored)."""
     named = [name for name in dict.fromkeys(names) if name in registry]
     return [f"{name}: {sentence}" for name in named for sentence in registry[name].off_paths()]
 
 
 def path_of(cls: type) -> str:
-    """The class path under which `cls` itself can be found again."""
+    """Return the class path of `cls`."""
     nested = "." in cls.__qualname__
     return f"{cls.__module__}{':' if nested else '.'}{cls.__qualname__}"
 
 
 def _member(registry: type[BackendEnum], backend: Any, override: bool) -> Any:
-    """The member (or custom instance, made now if need be) that `backend` stands for."""
+    """Return the member, or the custom instance (created if necessary), for `backend`."""
     if isinstance(backend, registry):
         return backend
     if not isinstance(backend, str):
@@ -273,8 +273,7 @@ def _member(registry: type[BackendEnum], backend: Any, override: bool) -> Any:
     if backend in registry.__members__:
         if not override:
             raise ValueError(
-                f"{backend} is a built-in {registry.kind}: pass {registry.__name__}.{backend} itself, "
-                "or override=True, to replace it"
+                f"{backend} is a built-in {registry.kind}: pass {registry.__name__}.{backend}, or override=True, to replace it"
             )
         return registry[backend]
     customs = registry.customs
@@ -290,9 +289,9 @@ def register(
 ) -> Callable[[type], type]:
     """Register or override a backend: by class path, by class, or (with neither) as a decorator.
 
-    `backend` is a member or a name; a name that no member has makes a custom backend. A name that a member has is
-    refused unless `override`. Returns the decorator, or the identity when a path or a class was given. Raises
-    ValueError for a malformed name or path, TypeError for a backend of another registry or a non-class.
+    `backend` is a member or a name; a name that no member has creates a custom backend. A member's name is rejected unless
+    `override`. Returns the decorator, or the identity if a path or a class was passed. Raises ValueError for a malformed
+    name or path, TypeError for a backend of another registry or for a non-class.
     """
 
     def register_class(cls: type) -> type:
@@ -300,7 +299,7 @@ def register(
             raise TypeError(f"register {registry.__name__}: expected a class, got {cls!r}")
         with _lock():
             member = _member(registry, backend, override)
-            registry.objects[member] = cls  # kept, since a class made in a function or a notebook has no way back by name
+            registry.objects[member] = cls  # a class defined in a function or a notebook cannot be imported by name
             registry.overrides[member] = path_of(cls)
         return cls
 
@@ -319,7 +318,7 @@ def register(
 
 @contextlib.contextmanager
 def registered(registry: type[BackendEnum], backend: Any, target: str | type, *, override: bool = True) -> Iterator[Any]:
-    """A registration for the length of a `with` block; what was registered before comes back, also after an error."""
+    """Register for the duration of a `with` block; the previous registration is restored, also after an exception."""
     with _lock():
         member = _member(registry, backend, override)
         tables: tuple[dict[Any, Any], ...] = (registry.objects, registry.overrides)

@@ -1,9 +1,9 @@
-"""What a backend can do, what a caller asks for, and the sentences in between.
+"""Backend limits, caller requests, and the reasons a backend rejects a request.
 
-Limits are data: one frozen `Capabilities` a backend class, from which selection, error texts, constructor checks, the
-README's table and the conformance cases are all derived. A feature that is not listed is refused (deny by default).
-Block sizes and the LSE are not fields here, since vLLM's methods `get_supported_kernel_block_size` and
-`can_return_lse_for_decode` already state them: `AttentionBackend.why_not` brings both together.
+Limits are data: one frozen `Capabilities` per backend class. Selection, error messages, constructor checks, the
+documentation's tables and the conformance cases are derived from it. A feature that is not listed is rejected.
+Block sizes and the LSE are not fields, since vLLM's methods `get_supported_kernel_block_size` and
+`can_return_lse_for_decode` already state them; `AttentionBackend.why_not` combines both.
 """
 
 import enum
@@ -14,7 +14,7 @@ from typing import Any
 
 from attn.dtypes import DTYPES, KV_CACHE_DTYPES
 
-WINGS = ("torch", "jax")
+FRAMEWORKS = ("torch", "jax")
 
 
 class AttentionType:
@@ -39,7 +39,7 @@ ENCODER_TYPES = (AttentionType.ENCODER, AttentionType.ENCODER_ONLY)
 
 
 class Feature(enum.StrEnum):
-    """Everything about the maths that a request may need beyond head size and dtype. The value is the public name."""
+    """A feature that a request may need beyond head size and dtype. The value is the public name."""
 
     NON_CAUSAL = "non_causal"  #: decoder attention with `causal=False` in the metadata
     SLIDING_WINDOW = "sliding_window"  #: keys p-left <= j
@@ -47,7 +47,7 @@ class Feature(enum.StrEnum):
     SOFT_CAP = "soft_cap"  #: cap * tanh(s / cap), before the bias
     ALIBI = "alibi"
     SINKS = "sinks"
-    LSE = "lse"  #: natural-log, fp32, sink excluded, beside the output
+    LSE = "lse"  #: the log-sum-exp as a second output: natural log, float32, sinks excluded
     TREE_MASK = "tree_mask"
     KV_SHARING = "kv_sharing"
     PER_HEAD_SCALES = "per_head_scales"  #: quantised cache with a scale for each kv head
@@ -58,18 +58,18 @@ class Feature(enum.StrEnum):
     OUTPUT_SCALE = "output_scale"  #: quantised output
     HEAD_SIZE_V = "head_size_v"  #: value heads of another size than key heads
     BACKWARD = "backward"
-    BATCH_INVARIANT = "batch_invariant"  #: a sequence's bits do not depend on its neighbours
-    #: What a row does not see (stale slots, masked keys) may be NaN or infinite. Most vendors' kernels multiply it by a
-    #: weight of 0, which is right only while it is finite (FlashAttention #1745, FlashInfer #1018).
+    BATCH_INVARIANT = "batch_invariant"  #: a sequence's output bits do not depend on the rest of the batch
+    #: Data that a row does not see (stale slots, masked keys) may be NaN or infinite. Most vendors' kernels multiply it by a
+    #: weight of 0, which is correct only for finite data (FlashAttention #1745, FlashInfer #1018).
     NAN_SAFE = "nan_safe"
     MLA = "mla"
     SPARSE_MLA = "sparse_mla"
 
 
-#: Words that no backend of this library serves yet (a test holds it against every record); one of your own may.
+#: Features that no built-in backend serves yet (a test checks this against every record). A custom backend may.
 UNSERVED = frozenset({Feature.CASCADE, Feature.HEAD_SIZE_V, Feature.BATCH_INVARIANT})
 
-#: A backend of one of these kinds serves nothing else: asked for or not, the two sides must agree.
+#: A backend with one of these features serves only requests that need it.
 KINDS = (Feature.MLA, Feature.SPARSE_MLA, Feature.BLOCK_SPARSE)
 
 
@@ -112,10 +112,10 @@ def supports_size(size: int, allowed: Iterable[int | MultipleOf]) -> bool:
 
 @dataclass(frozen=True)
 class Device:
-    """A device in words and numbers; any such record can be asked about, present or not.
+    """Description of a device, present or not.
 
     `platform` is cuda, rocm, xpu or cpu under torch and tpu, gpu or cpu under jax; `arch` is `sm_90`, `gfx942`, `v6e`,
-    `x86_64`; `name` is what a person calls it.
+    `x86_64`; `name` is the name to display.
     """
 
     framework: str
@@ -131,7 +131,7 @@ class Device:
 class Request:
     """What a caller needs from a backend: strings and ints only, hashable, comparable, printable.
 
-    `block_size` None means that no paged cache is involved. `features` hold `Feature` values.
+    `block_size` None means without a paged cache. `features` hold `Feature` values.
     """
 
     head_size: int
@@ -169,7 +169,7 @@ class Request:
 
 
 def feature_name(feature: str) -> str:
-    """`feature` as its public name. Raises ValueError with the known names for an unknown one."""
+    """Return the public name of `feature`. Raises ValueError with the known names for an unknown one."""
     try:
         return Feature(feature).value
     except ValueError:
@@ -182,7 +182,7 @@ def _check_word(name: str, value: object, known: Collection[str]) -> None:
 
 
 def arch_matches(arch: str, rule: str) -> bool:
-    """Whether `arch` satisfies `rule`: `sm_90` exactly, `sm_80+` that number or above, `gfx9*` by pattern."""
+    """Whether `arch` satisfies `rule`: `sm_90` matches exactly, `sm_80+` that number or above, `gfx9*` by pattern."""
     if rule.endswith("+"):
         prefix, _, number = rule[:-1].rpartition("_")
         head, _, own = arch.rpartition("_")
@@ -192,11 +192,11 @@ def arch_matches(arch: str, rule: str) -> bool:
 
 
 def _not_supported(feature: str) -> str:
-    return f"{feature} not supported" + (": no backend of this library serves it yet" if feature in UNSERVED else "")
+    return f"{feature} not supported" + (": no built-in backend serves it yet" if feature in UNSERVED else "")
 
 
 def with_lse(features: frozenset[str], returned: bool) -> frozenset[str]:
-    """The features of a record whose implementation says whether it returns the log-sum-exp."""
+    """Return `features` with `lse` added or removed, according to whether the implementation returns it."""
     return features | {Feature.LSE.value} if returned else features - {Feature.LSE.value}
 
 
@@ -206,11 +206,11 @@ def _listed(values: Collection[object]) -> str:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What one backend class serves. Tuples keep the order in which a person should read them.
+    """What one backend class serves. Tuples are in display order.
 
-    `packages` are import names that must be present (found, not imported, until the backend is chosen), `a|b` where any one
-    will do; `install` is what a person types to get them. `archs` maps a platform to the rules its `Device.arch` must
-    satisfy one of; a platform without an entry takes any. `priority` places a backend that is not on the platform's own
+    `packages` are import names that must be present (not imported until the backend is chosen), `a|b` where either
+    suffices; `install` is the pip argument that installs them. `archs` maps a platform to rules, of which `Device.arch` must
+    satisfy one; a platform without an entry accepts any. `priority` places a backend that is not on the platform's own
     list: above 0 before it, otherwise after.
     """
 
@@ -228,8 +228,8 @@ class Capabilities:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "features", frozenset(feature_name(f) for f in self.features))
-        _check_word("framework", self.framework, WINGS)
-        for name, words, known in (  # a misspelt word would silently never match
+        _check_word("framework", self.framework, FRAMEWORKS)
+        for name, words, known in (  # a misspelled name would never match
             ("dtype", self.dtypes, DTYPES),
             ("kv_cache_dtype", self.kv_cache_dtypes, KV_CACHE_DTYPES),
             ("attn_type", self.attn_types, ATTN_TYPES),
@@ -238,8 +238,8 @@ class Capabilities:
                 _check_word(name, word, known)
 
     def reasons(self, request: Request, device: Device | None = None, features: frozenset[str] | None = None) -> list[str]:
-        """Every reason why `request` (on `device`) is not served; empty when it is. `features`: those that are served, where
-        the backend's methods change what the record lists."""
+        """Return every reason why `request` (on `device`) is not served; empty when it is. `features`: the served features,
+        where the backend's methods change what the record lists."""
         why = []
         if device is not None:
             why += self.device_reasons(device)
@@ -257,7 +257,7 @@ class Capabilities:
         return why
 
     def device_reasons(self, device: Device) -> list[str]:
-        """Why this backend cannot run on `device` at all; empty when it can."""
+        """Return why this backend cannot run on `device` at all; empty when it can."""
         if device.framework != self.framework:
             return [f"framework={device.framework} (supports {self.framework})"]
         if device.platform not in self.platforms:
@@ -270,10 +270,10 @@ class Capabilities:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One entry of a priority list, loaded as far as it goes.
+    """One entry of a priority list, loaded if possible.
 
-    `backend` is the class, or None with the sentence that says why in `problem`; `missing` lists packages that were
-    looked for and not found; `error` is the exception behind a `problem` that is one.
+    `backend` is the class, or None with the reason in `problem`; `missing` lists required packages that were not
+    found; `error` is the exception that caused `problem`, if any.
     """
 
     name: str

@@ -1,13 +1,13 @@
-"""One funnel for the three registries: what was asked for -> its member -> the candidates -> the decision -> the log.
+"""Selection shared by the three registries: requested name -> member -> candidates -> decision -> log.
 
-`attn.selector`, `attn.diffusion.selector` and `attn.backends.mla.prefill.selector` differ in their requests and in who may
-ask for a backend by name. Everything after that is here, so that it means the same in all three:
+`attn.selector`, `attn.diffusion.selector` and `attn.backends.mla.prefill.selector` differ in their requests and in where a
+backend can be requested by name. The rest is in this module, so that it is the same in all three:
 
-- a backend asked for by name is obeyed or refused, never replaced;
-- ATTN_DISABLE holds names of any registry: each keeps those that it has out of its automatic choice and skips the others'
-  names; a name that no registry has is an error;
-- the argument `disable` belongs to one call: a name that its registry does not have is an error;
-- times measured here (`attn.preferences`) reorder an automatic choice only.
+- a backend requested by name is used or rejected, never replaced;
+- ATTN_DISABLE lists names of any registry: each registry excludes its own from automatic choice and ignores those of the
+  others; a name that no registry has is an error;
+- the argument `disable` applies to one call: a name that its registry does not have is an error;
+- times measured on this machine (`attn.preferences`) reorder an automatic choice only.
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -16,28 +16,28 @@ from typing import Any, NamedTuple
 from attn import envs, plugins, preferences
 from attn.backend_enum import BackendEnum, ranked, registries, unknown_name
 from attn.backends.arguments import list_of_names
-from attn.capabilities import WINGS, Candidate, Device, Request
+from attn.capabilities import FRAMEWORKS, Candidate, Device, Request
 from attn.logger import init_logger
 from attn.platforms import Platform, default_framework, platform_for
 from attn.verdicts import Selection, choose
 
 logger = init_logger(__name__)
 
-#: Sources that are no words of the user's, so that an error about a name does not cite them.
+#: Sources that an error about a name does not cite, because the user did not write them.
 _UNCITED = ("", "argument", "context")
 
 
 class Asked(NamedTuple):
-    """The backend asked for by name and who asked, or (None, "priority")."""
+    """The backend requested by name and the source of the request, or (None, "priority")."""
 
     member: Any
     source: str
 
 
 def asked_for(registry: type[BackendEnum], wishes: Iterable[tuple[Any, str]] = ()) -> Asked:
-    """The first of `wishes`, pairs of (member, name or None, source), that names a backend, else the registry's variables.
+    """Return the first of `wishes`, (member, name or None, source) pairs, that names a backend, else the environment's.
 
-    Raises as `member_of`.
+    Raises the exceptions of `member_of`.
     """
     plugins.load()
     for backend, source in wishes:
@@ -50,15 +50,15 @@ def asked_for(registry: type[BackendEnum], wishes: Iterable[tuple[Any, str]] = (
 
 
 def asked_by_environment(registry: type[BackendEnum]) -> tuple[str, str] | None:
-    """(variable, backend name) that the environment asks for, or None. A value of nothing but spaces counts as unset."""
+    """Return (variable, backend name) requested by the environment, or None. A blank value counts as unset."""
     found = ((variable, (envs.read(variable) or "").strip()) for variable in registry.variables)
     return next((pair for pair in found if pair[1]), None)
 
 
 def member_of(registry: type[BackendEnum], backend: Any, source: str = "") -> Any:
-    """`backend`, a member or a name, as a member (custom backends and plugins included).
+    """Return `backend`, a member or a name, as a member (including custom backends and plugins).
 
-    Raises ValueError for a name that the registry does not have, citing the `source` of the name, and TypeError for what is
+    Raises ValueError, citing `source`, for a name that the registry does not have, and TypeError for anything that is
     neither a member nor a name.
     """
     if isinstance(backend, registry):
@@ -74,7 +74,7 @@ def member_of(registry: type[BackendEnum], backend: Any, source: str = "") -> An
 
 
 def disabled(registry: type[BackendEnum], disable: Collection[str] = ()) -> dict[str, str]:
-    """{name of a backend that automatic choice must not pick: who said so}. Raises ValueError for an unknown name."""
+    """Return {backend excluded from automatic choice: what disabled it}. Raises ValueError for an unknown name."""
     out = {member_of(registry, name).name: "the caller" for name in list_of_names("disable", disable)}
     for name in envs.read_list("ATTN_DISABLE") or ():
         if name in registry:
@@ -85,8 +85,8 @@ def disabled(registry: type[BackendEnum], disable: Collection[str] = ()) -> dict
     return out
 
 
-def wing_of_backend(member: Any) -> str | None:
-    """The framework that a backend asked for by name belongs to, when its path or its capabilities tell."""
+def framework_of_backend(member: Any) -> str | None:
+    """Return the framework of a backend if its path or its capabilities determine it, else None."""
     if member is None:
         return None
     candidate = member.candidate()
@@ -94,18 +94,18 @@ def wing_of_backend(member: Any) -> str | None:
     if capabilities is not None:
         return str(capabilities.framework)
     parts = candidate.path.split(".")
-    return parts[1] if parts[0] == "attn" and parts[1] in WINGS else None
+    return parts[1] if parts[0] == "attn" and parts[1] in FRAMEWORKS else None
 
 
 def place_of(asked: Asked, framework: str | None, platform: Platform | None, device: Device | None) -> tuple[Platform, Device]:
-    """Where a layer is to run: what the caller says, else where the backend asked for by name belongs, else the default.
+    """Return where a layer is to run: as the caller says, else on the framework of the backend requested, else the default.
 
-    Raises TypeError for a `device` that is no `Device`.
+    Raises TypeError for a `device` that is not a `Device`.
     """
     if device is not None and not isinstance(device, Device):
         raise TypeError(f"device={device!r} must be an attn.Device, such as Device('torch', 'cuda')")
     if platform is None:
-        named = framework or (device.framework if device else None) or wing_of_backend(asked.member)
+        named = framework or (device.framework if device else None) or framework_of_backend(asked.member)
         platform = platform_for(named or default_framework(), device.platform if device else None)
     return platform, device or platform.device()
 
@@ -121,13 +121,13 @@ def decide(
     role: str = "",
     measured_on: Platform | None = None,
 ) -> Selection:
-    """The decision with all its reasons, logged.
+    """Make the decision with all its reasons, and log it.
 
-    order: the platform's priority list for this registry, called unless a backend was asked for by name. role: what the log
-    says of the layer. measured_on: the platform whose measured times may reorder the list; None: they do not enter.
+    order: the platform's priority list for this registry, called unless a backend was requested by name. role: the layer's
+    role in the log message. measured_on: the platform whose measured times may reorder the list; None: they are not used.
     """
     envs.warn_of_unknown()
-    out = disabled(registry, disable)  # a misspelt name is an error whoever chooses
+    out = disabled(registry, disable)  # a misspelled name is always an error
     if asked.member is not None:
         return _logged(choose([asked.member.candidate()], request, device, asked.source), registry, role)
     candidates = [

@@ -1,9 +1,9 @@
-"""The `attn` command: what there is, why a choice was made, whether it is right, and a model to see it with.
+"""The `attn` command: list backends, explain a choice, check and time backends, and run a demo model.
 
-Each command is a function that adds its arguments and returns what runs; modules are imported when their command is the
-one asked for, so that `attn --help` loads nothing. Exit codes: 0 done; 1 what was asked for did not hold (no backend
-serves, a conformance case failed); 2 a mistake in the call, told in one line; 130 interrupted. An exception that is
-nobody's mistake but ours keeps its traceback.
+Each command is a function that adds its arguments and returns the function to run. A command's modules are imported only
+when it is called, so `attn --help` imports none of them. Exit codes: 0 success; 1 the request failed (no backend serves
+it, a conformance case failed); 2 the command line is wrong, reported in one line; 130 interrupted. Any other exception
+is a bug in this package and keeps its traceback.
 """
 
 import argparse
@@ -21,19 +21,19 @@ from attn.imports import pip_install
 
 Run = Callable[[argparse.Namespace], int]
 
-#: Third-party module -> the extra of this package that brings it.
+#: Third-party module -> the extra of this package that installs it.
 EXTRAS = {
     "torch": "torch", "jax": "jax", "flax": "jax", "rich": "demo", "safetensors": "demo", "tokenizers": "demo",
     "hypothesis": "dev", "pytest": "dev", "matplotlib": "plots",
 }  # fmt: skip
-#: Platform -> the wing that it belongs to; both have a CPU.
+#: Platform -> its framework; None: both have it.
 PLATFORMS = {"cuda": "torch", "rocm": "torch", "xpu": "torch", "tpu": "jax", "gpu": "jax", "cpu": None}
 
 
 def _backends(parser: argparse.ArgumentParser) -> Run:
     from attn import report
 
-    parser.add_argument("--registry", choices=report.REGISTRIES, help="one registry instead of all three")
+    parser.add_argument("--registry", choices=report.REGISTRIES, help="list one registry (default: all three)")
     _json_argument(parser)
 
     def run(args: argparse.Namespace) -> int:
@@ -44,38 +44,38 @@ def _backends(parser: argparse.ArgumentParser) -> Run:
 
 def _explain(parser: argparse.ArgumentParser) -> Run:
     from attn import dtypes, machines
-    from attn.capabilities import ATTN_TYPES, WINGS, Device, Feature
+    from attn.capabilities import ATTN_TYPES, FRAMEWORKS, Device, Feature
     from attn.platforms import default_framework
     from attn.report import explain
 
     add = parser.add_argument
     add("--head-size", type=int, required=True)
-    add("--dtype", default="float32", help="of the activations (default: %(default)s)")
-    add("--kv-cache-dtype", default="auto", help=f"{', '.join(dtypes.KV_CACHE_DTYPES)} (default: %(default)s)")
-    add("--block-size", type=int, default=16, help="tokens a block of the cache (default: %(default)s)")
-    add("--feature", action="append", default=[], help=f"may be repeated: {', '.join(Feature)}")
-    add("--attn-type", default=ATTN_TYPES[0], help=f"{', '.join(ATTN_TYPES)} (default: %(default)s)")
+    add("--dtype", default="float32", help="dtype of the activations (default: %(default)s)")
+    add("--kv-cache-dtype", default="auto", help=f"one of {', '.join(dtypes.KV_CACHE_DTYPES)} (default: %(default)s)")
+    add("--block-size", type=int, default=16, help="tokens per cache block (default: %(default)s)")
+    add("--feature", action="append", default=[], help=f"required feature; may be repeated: {', '.join(Feature)}")
+    add("--attn-type", default=ATTN_TYPES[0], help=f"one of {', '.join(ATTN_TYPES)} (default: %(default)s)")
     add("--mla", action="store_true", help="multi-head latent attention")
     add("--num-heads", type=int)
     add("--num-kv-heads", type=int)
-    add("--backend", help="ask for one by name: obeyed or refused, never replaced")
-    add("--framework", choices=WINGS)
-    add("--disable", action="append", default=[], metavar="NAME", help="keep a backend out; may be repeated")
-    add("--device", metavar="NAME", help="a device that need not be here, by name: H100, MI300X, v6e, sm_120")
-    add("--platform", choices=PLATFORMS, help="the same by its platform")
-    add("--arch", default="", help="its generation, with --platform: sm_90, gfx942, v6e")
-    add("--device-name", default="", help="what to call it, with --platform")
+    add("--backend", help="require this backend: used or rejected with reasons, never replaced")
+    add("--framework", choices=FRAMEWORKS)
+    add("--disable", action="append", default=[], metavar="NAME", help="exclude a backend; may be repeated")
+    add("--device", metavar="NAME", help="explain for this device, present or not: H100, MI300X, v6e, sm_120")
+    add("--platform", choices=PLATFORMS, help="describe the device by its platform instead")
+    add("--arch", default="", help="architecture, with --platform: sm_90, gfx942, v6e")
+    add("--device-name", default="", help="name to show, with --platform")
     add(
         "--assume", metavar="NAMES",
-        help=f"packages to take for installed, separated by commas: {', '.join(machines.PACKAGES)} (default: for a device that "
-        "is not here what the framework's wheel brings, else what is installed here)",
+        help=f"packages assumed to be installed, comma-separated: {', '.join(machines.PACKAGES)} (default: with --device or "
+        "--platform what the framework's wheel installs, else what is installed on this machine)",
     )  # fmt: skip
     _json_argument(parser)
 
     def run(args: argparse.Namespace) -> int:
         device = None
         if args.device and (args.platform or args.arch or args.device_name):
-            parser.error("--device names a device; --platform, --arch and --device-name describe one: give one or the other")
+            parser.error("--device cannot be combined with --platform, --arch or --device-name: pass one form or the other")
         if args.device:
             device = machines.device_named(args.device, args.framework)
         elif args.platform:
@@ -83,7 +83,7 @@ def _explain(parser: argparse.ArgumentParser) -> Run:
             arch = machines.check_arch(args.platform, args.arch) if args.arch else ""
             device = Device(framework, args.platform, args.device_name, arch)
         elif args.arch or args.device_name:
-            parser.error("--arch and --device-name describe a device of a --platform")
+            parser.error("--arch and --device-name require --platform")
         assume = None if args.assume is None else [name.strip() for name in args.assume.split(",") if name.strip()]
         selection = explain(
             args.head_size, args.dtype, args.kv_cache_dtype, args.block_size, features=args.feature, use_mla=args.mla,
@@ -122,7 +122,7 @@ def _env(parser: argparse.ArgumentParser) -> Run:
 def _tables(parser: argparse.ArgumentParser) -> Run:
     from attn.report import backend_tables, replace_tables
 
-    parser.add_argument("--write", action="store_true", help="put them into docs/reference/backends.md of this checkout")
+    parser.add_argument("--write", action="store_true", help="write them into docs/reference/backends.md of this checkout")
 
     def run(args: argparse.Namespace) -> int:
         if not args.write:
@@ -139,7 +139,7 @@ def _tables(parser: argparse.ArgumentParser) -> Run:
 
 
 def _delegate(module: str) -> Callable[[argparse.ArgumentParser], Run]:
-    """A command whose module brings `add_arguments(parser)` and `run(args) -> int`."""
+    """A command whose module defines `add_arguments(parser)` and `run(args) -> int`."""
 
     def configure(parser: argparse.ArgumentParser) -> Run:
         command = importlib.import_module(module)
@@ -150,7 +150,7 @@ def _delegate(module: str) -> Callable[[argparse.ArgumentParser], Run]:
 
 
 class Command(NamedTuple):
-    """A subcommand: what it does in a line, an example to copy, and what adds its arguments."""
+    """A subcommand: a one-line summary, an example, and the function that adds its arguments."""
 
     summary: str
     example: str
@@ -158,41 +158,45 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "backends": Command("every backend: what it serves, whether it runs here", "attn backends --registry attention", _backends),
+    "backends": Command(
+        "list every backend: what it serves, whether it runs on this machine",
+        "attn backends --registry attention",
+        _backends,
+    ),
     "explain": Command(
-        "which backend a layer would get, and what speaks against the others",
+        "show which backend a layer would get, and why the others were rejected",
         "attn explain --head-size 128 --dtype bfloat16 --device H100",
         _explain,
     ),
     "conform": Command(
-        "hold backends to the definition, on this machine",
+        "run the conformance suite on this machine's backends",
         "attn conform TORCH_SDPA --level quick",
         _delegate("attn.testing.command"),
     ),
     "aot": Command(
-        "compile kernels for TPUs and GPUs that are not here: memory, spills, estimated time",
+        "compile kernels for TPUs and GPUs without having them: memory, spills, estimated time",
         "attn aot --target tpu-v6e --subset",
         _delegate("attn.aot"),
     ),
     "bench": Command(
-        "how fast backends are here, every time checked",
+        "time backends on this machine, checking every output",
         "attn bench 64q1s4k --peers all --plot times.svg",
         _delegate("attn.bench.command"),
     ),
     "tune": Command(
-        "measure which backend is the fastest here, for the selector to follow",
+        "time backends on this machine and save the results for the selector",
         "attn tune 64q1s4k 4q4k --heads 32/8 --head-size 128",
         _delegate("attn.bench.tuning"),
     ),
-    "generate": Command("text from the demo model", 'attn generate "Once upon a time"', _delegate("attn.demo.generate")),
-    "demo": Command("watch the demo model attend", "attn demo", _delegate("attn.demo.show")),
-    "env": Command("versions, devices and variables: paste it into a bug report", "attn env --json", _env),
-    "tables": Command("the documentation's tables of backends", "python -m attn tables --write", _tables),
+    "generate": Command("generate text with a demo model", 'attn generate "Once upon a time"', _delegate("attn.demo.generate")),
+    "demo": Command("show the demo model serving requests step by step", "attn demo", _delegate("attn.demo.show")),
+    "env": Command("print versions, devices and variables for a bug report", "attn env --json", _env),
+    "tables": Command("generate the documentation's tables of backends", "python -m attn tables --write", _tables),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (without the program's name); the exit code."""
+    """Run the command line `argv` (without the program's name) and return the exit code."""
     argv = sys.argv[1:] if argv is None else argv
     try:
         try:
@@ -202,30 +206,30 @@ def main(argv: Sequence[str] | None = None) -> int:
             args = parser(argv).parse_args(argv)
             return args.run(args)
         finally:
-            sys.stdout.flush()  # here, where a broken pipe is still ours to handle
+            sys.stdout.flush()  # here, so that a broken pipe is handled below
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # `attn backends | head`: the reader has gone, and Python would complain at exit
+    except BrokenPipeError:  # `attn backends | head`: without this Python reports the closed pipe at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except Exception as error:
-        said = mistake(error)
-        if said is None:
+        message = user_message(error)
+        if message is None:
             raise
-        print(f"attn: {said}", file=sys.stderr)
+        print(f"attn: {message}", file=sys.stderr)
         return 1 if isinstance(error, UnsupportedError) else 2
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse's, whose mistakes are one line on stderr: the usage, several lines of it, is one --help away."""
+    """An ArgumentParser that reports errors in one line on stderr, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} ({self.prog} --help)\n")
 
 
 def parser(argv: Sequence[str]) -> argparse.ArgumentParser:
-    """The whole parser, with the arguments of that command alone which `argv` names."""
-    top = Parser("attn", description="Attention backends for torch and jax: which one, and why.")
+    """The parser, with arguments for the command that `argv` names only."""
+    top = Parser("attn", description="Select, check and time attention backends for torch and jax.")
     top.add_argument("--version", action="version", version=f"attn {attn.__version__}")
     chosen = next((word for word in argv if not word.startswith("-")), None)
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
@@ -239,11 +243,11 @@ def parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     return top
 
 
-def mistake(error: Exception) -> str | None:
-    """What the user should read of `error`, or None when it is not of their making.
+def user_message(error: Exception) -> str | None:
+    """The message to show for an error the user can fix; None for a bug, which keeps its traceback.
 
-    Theirs are: the errors that this package raises on purpose (an ordinary ValueError counts when our code raised it),
-    files that are not there, and packages of an extra that is not installed.
+    Fixable are: errors that this package raises deliberately (including a ValueError raised by its own code), missing
+    files, and missing packages of an extra.
     """
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in EXTRAS:
         package = (error.name or "").partition(".")[0]
@@ -259,7 +263,7 @@ def mistake(error: Exception) -> str | None:
 
 
 def _raised_in(error: Exception) -> str:
-    """The module whose line raised."""
+    """The module that raised `error`."""
     trace = error.__traceback__
     assert trace is not None
     while trace.tb_next is not None:
@@ -268,11 +272,11 @@ def _raised_in(error: Exception) -> str:
 
 
 def _json_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="machine-readable output")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _show(thing: Any, as_json: bool) -> int:
-    """Print a report object as text, or its `to_dict()` (or a dict itself) as JSON."""
+    """Print a report object as text, or its `to_dict()` (or `thing` itself, if a dict) as JSON."""
     data = thing if isinstance(thing, dict) else None
     print(json.dumps(data or thing.to_dict(), indent=2) if as_json else thing)
     return 0

@@ -1,6 +1,6 @@
-"""The decode-context-parallel (DCP) group that attention implementations ask for.
+"""The decode-context-parallel (DCP) group that attention implementations use.
 
-Communication itself belongs to the frameworks; this holds only who we are in the group, as vLLM's
+The frameworks do the communication; this module only holds the process's rank in the group, as vLLM's
 `vllm.distributed.parallel_state.get_dcp_group` does.
 """
 
@@ -12,10 +12,9 @@ _DCP: "DCPGroup | None" = None
 
 @dataclass(frozen=True)
 class DCPGroup:
-    """One rank's view of the group. `interleave` consecutive tokens go to a rank before the next one takes over.
+    """One rank's view of the group. A rank holds `interleave` consecutive tokens before the next rank takes over.
 
-    `process_group` is the framework's own handle (a torch `ProcessGroup`, a JAX mesh axis name); the core never looks
-    into it.
+    `process_group` is the framework's handle (a torch `ProcessGroup`, a JAX mesh axis name); the core never uses it.
     """
 
     world_size: int
@@ -29,18 +28,18 @@ class DCPGroup:
 
 
 def get_dcp_group() -> DCPGroup:
-    """The current group. Raises AssertionError while none is set, which callers read as "no DCP"."""
-    if _DCP is None:  # raised, not asserted: `python -O` would hand out None
+    """Return the current group. Raises AssertionError if none is set, which callers interpret as "no DCP"."""
+    if _DCP is None:  # raised, not asserted: under `python -O` an assert would return None
         raise AssertionError("decode context parallel group is not initialized")
     return _DCP
 
 
 def set_dcp_group(group: DCPGroup | None) -> None:
-    """Set (or, with None, unset) the process's group; implementations built afterwards see it."""
+    """Set (or, with None, unset) the process's group, for implementations built afterwards."""
     global _DCP
     _DCP = group
 
 
 def world_size() -> int:
-    """Ranks in the current group; 1 while none is set."""
+    """Return the number of ranks in the current group; 1 if none is set."""
     return 1 if _DCP is None else _DCP.world_size

@@ -1,8 +1,8 @@
-"""Dtypes by canonical name, whoever's object they come as.
+"""Canonical dtype names for the dtype objects of every framework.
 
-The core speaks of dtypes as strings (`"bfloat16"`), since it imports no framework. A `torch.dtype`, a NumPy or
-ml_dtypes dtype, a `jax.numpy` scalar type and the string itself all have one name here, and the object's kind tells
-which framework the caller lives in.
+The core represents dtypes as strings (`"bfloat16"`), since it imports no framework. A `torch.dtype`, a NumPy or ml_dtypes
+dtype, a `jax.numpy` scalar type and the string itself share one name, and the object's type determines the caller's
+framework.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from attn.errors import DTypeError
 
 @dataclass(frozen=True)
 class DTypeInfo:
-    """What the core needs to know of a dtype: its name, bytes an element, and kind (`float`, `int`, `bool`)."""
+    """Properties of a dtype: its name, bytes per element, and kind (`float`, `int`, `bool`)."""
 
     name: str
     itemsize: int
@@ -46,7 +46,7 @@ _ALIASES = {
     "fp32": "float32",
 }
 
-#: `kv_cache_dtype` strings (vLLM's words) and the element type each stores; "auto" is the model's own dtype.
+#: `kv_cache_dtype` strings (vLLM's) and the element type each stores; "auto" is the model's dtype.
 KV_CACHE_DTYPES = {
     "auto": None,
     "float32": "float32",
@@ -60,19 +60,19 @@ KV_CACHE_DTYPES = {
     "fp8_per_token_head": "float8_e4m3fn",
     "fp8_ds_mla": "uint8",
 }
-#: Caches whose tokens have a scale of their own for each kv head, a float32 kept in the same blocks (docs/semantics.md §10).
+#: Caches with a float32 scale per token and kv head, stored in the same blocks (docs/semantics.md §10).
 PER_TOKEN_HEAD = frozenset({"int8_per_token_head", "fp8_per_token_head"})
 
 
 def dtype_name(dtype: Any) -> str:
-    """The canonical name of `dtype`, from any framework. Raises `DTypeError` for what is no dtype known here."""
+    """Return the canonical name of `dtype`, from any framework. Raises `DTypeError` for an unknown dtype."""
     if isinstance(dtype, str):
         name = dtype.removeprefix("torch.")
         name = _ALIASES.get(name, name)
     elif type(dtype).__module__ == "torch":
         name = str(dtype).removeprefix("torch.")
     else:
-        inner = getattr(dtype, "dtype", None)  # jnp.float32 is a scalar type that carries its dtype
+        inner = getattr(dtype, "dtype", None)  # jnp.float32 is a scalar type with a dtype attribute
         named = getattr(dtype, "name", None) or getattr(inner, "name", None) or getattr(dtype, "__name__", "")
         name = str(named).rstrip("_")
     if name not in DTYPES:
@@ -81,22 +81,22 @@ def dtype_name(dtype: Any) -> str:
 
 
 def framework_of_dtype(dtype: Any) -> str | None:
-    """`"torch"` or `"jax"` by the kind of object `dtype` is; None for a bare string, which belongs to nobody."""
+    """Return "torch" or "jax" by the type of `dtype`; None for a string, which belongs to neither."""
     if isinstance(dtype, str):
         return None
     return "torch" if type(dtype).__module__ == "torch" else "jax"
 
 
 def kv_cache_row(kv_cache_dtype: str | None, head_size: int) -> int:
-    """Elements that one head of one token takes in a cache: `head_size`, and four bytes where it has its own scale; 656
-    bytes of `fp8_ds_mla`, whatever the size."""
+    """Return the number of elements that one head of one token takes in a cache: `head_size`, plus four bytes if it has its
+    own scale; 656 bytes for `fp8_ds_mla`, whatever the size."""
     if kv_cache_dtype == "fp8_ds_mla":
         return 656
     return head_size + 4 * (kv_cache_dtype in PER_TOKEN_HEAD)
 
 
 def kv_cache_element(kv_cache_dtype: str | None, dtype: str) -> str:
-    """The element type that a cache of `kv_cache_dtype` stores for a model of `dtype`. Raises `DTypeError`."""
+    """Return the element type that a cache of `kv_cache_dtype` stores for a model of `dtype`. Raises `DTypeError`."""
     key = kv_cache_dtype or "auto"
     if key not in KV_CACHE_DTYPES:
         raise DTypeError(f"kv_cache_dtype {key!r} is unknown; known: {', '.join(KV_CACHE_DTYPES)}")
@@ -105,7 +105,7 @@ def kv_cache_element(kv_cache_dtype: str | None, dtype: str) -> str:
 
 @dataclass(frozen=True)
 class QuantKey:
-    """A quantised tensor's format: what an output-quantisation pass asks an implementation about.
+    """A quantised tensor's format, for which an output-quantisation pass queries an implementation.
 
     `dtype` is the stored element type by canonical name, `granularity` one of `per_tensor`, `per_head`,
     `per_token_head`, `per_block`, `static` whether the scale is known beforehand, `symmetric` whether zero maps to

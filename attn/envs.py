@@ -1,23 +1,23 @@
-"""Every environment variable of the library, read when asked and never at import.
+"""The environment variables of the library, read when needed and never at import.
 
 | variable | meaning |
 |---|---|
-| ATTN_BACKEND | backend to use by name, obeyed or refused (VLLM_ATTENTION_BACKEND is honoured when it is unset) |
-| ATTN_MLA_PREFILL_BACKEND | MLA prefill backend to use by name, obeyed or refused |
-| ATTN_DIFFUSION_BACKEND | diffusion backend to use by name, obeyed or refused |
-| ATTN_DISABLE | comma-separated backends, of any of the three registries, that automatic selection must not pick |
-| ATTN_FRAMEWORK | `torch` or `jax`: which wing serves a request whose dtype is a bare string |
-| ATTN_PLUGINS | comma-separated entry points of group `attn.backends` that may load (unset: all; empty: none) |
-| ATTN_DEBUG | `device`: block ids and slots that are on the device are checked too, at each call of the torch wing |
-| ATTN_AUTOTUNE | `1`: Triton kernels' launches are measured here and kept (unset or `0`: taken from rules) |
-| ATTN_PREFERENCES | `1`, or a file: selection follows what `attn tune` measured here (unset or `0`: the platform's list) |
-| ATTN_CACHE_DIR | where both are kept (unset: `attn` in the user's cache directory) |
+| ATTN_BACKEND | backend to use, by name: used or rejected (if unset, VLLM_ATTENTION_BACKEND is read) |
+| ATTN_MLA_PREFILL_BACKEND | MLA prefill backend to use, by name: used or rejected |
+| ATTN_DIFFUSION_BACKEND | diffusion backend to use, by name: used or rejected |
+| ATTN_DISABLE | comma-separated backends, of any of the three registries, that automatic selection excludes |
+| ATTN_FRAMEWORK | `torch` or `jax`: the framework of a request whose dtype is a string |
+| ATTN_PLUGINS | comma-separated entry points of group `attn.backends` to load (unset: all; empty: none) |
+| ATTN_DEBUG | `device`: torch layers check block ids and slots on the device too, at each call |
+| ATTN_AUTOTUNE | `1`: launches of Triton kernels are measured on this machine and saved (unset or `0`: chosen by rules) |
+| ATTN_PREFERENCES | `1`, or a file: selection uses the times that `attn tune` measured (unset or `0`: the platform's list) |
+| ATTN_CACHE_DIR | directory of both files (unset: `attn` in the user's cache directory) |
 
-A value that means nothing is an error where it is read. A variable that begins with ATTN_ and is none of these is probably
-misspelt: the first selection warns of it, once.
+An invalid value is an error where it is read. A variable that begins with ATTN_ and is not in this table is probably
+misspelled: the first selection warns about it, once.
 
-`read` looks into the table that `os.environ` itself keeps: a lookup of an unset name through the mapping protocol
-costs a microsecond (an exception raised and caught), which is half of a warm selection.
+`read` reads the table that `os.environ` itself uses: a lookup of an unset name through the mapping protocol costs a
+microsecond (an exception raised and caught), which is half of a cached selection.
 """
 
 import os
@@ -46,7 +46,7 @@ _ENCODED = {name: os.fsencode(name) for name in VARIABLES} if os.name == "posix"
 
 
 def read(name: str) -> str | None:
-    """The value of environment variable `name` now, or None when unset."""
+    """Return the current value of environment variable `name`, or None if unset."""
     table = getattr(os.environ, "_data", None)
     if table is not None and name in _ENCODED:
         raw = table.get(_ENCODED[name])
@@ -62,7 +62,7 @@ _SELECTING_ENCODED = tuple(_ENCODED.get(name) for name in SELECTING)
 
 
 def selecting() -> tuple[object, ...]:
-    """A snapshot of the variables that selection depends on, raw: part of its cache key."""
+    """Return the raw values of the variables that selection depends on: part of its cache key."""
     table = getattr(os.environ, "_data", None)
     if table is not None and _ENCODED:
         get = table.get
@@ -72,18 +72,18 @@ def selecting() -> tuple[object, ...]:
 
 
 def read_list(name: str) -> tuple[str, ...] | None:
-    """A comma-separated variable as a tuple, blanks dropped; None when unset."""
+    """Return a comma-separated variable as a tuple, blanks dropped; None if unset."""
     value = read(name)
     return None if value is None else tuple(part.strip() for part in value.split(",") if part.strip())
 
 
 def vllm_use_v1() -> bool:
-    """vLLM's `VLLM_USE_V1` switch: on unless set to 0. Nothing here depends on it; callers may pass it on."""
+    """Return vLLM's `VLLM_USE_V1` switch: on unless set to 0. This library does not depend on it; callers may pass it on."""
     return read("VLLM_USE_V1") != "0"
 
 
 def switch(name: str) -> bool:
-    """Whether variable `name` is 1; unset, empty and 0 are off. Raises ValueError for anything else."""
+    """Whether variable `name` is 1; unset, empty and 0 mean off. Raises ValueError for anything else."""
     value = (read(name) or "0").strip()
     if value not in ("0", "1"):
         raise ValueError(f"{name}={value!r} must be 0 or 1")
@@ -91,19 +91,19 @@ def switch(name: str) -> bool:
 
 
 def cache_dir() -> Path:
-    """ATTN_CACHE_DIR, or `attn` in the user's cache directory (XDG_CACHE_HOME, else ~/.cache)."""
+    """Return ATTN_CACHE_DIR, or `attn` in the user's cache directory (XDG_CACHE_HOME, else ~/.cache)."""
     own = read("ATTN_CACHE_DIR")
     if own:
         return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attn"
 
 
-#: What ATTN_DEBUG may name.
+#: Values that ATTN_DEBUG may list.
 DEBUG = ("device",)
 
 
 def debug(what: str) -> bool:
-    """Whether ATTN_DEBUG names `what`, one of `DEBUG`. Raises ValueError where the variable names anything else."""
+    """Whether ATTN_DEBUG lists `what`, one of `DEBUG`. Raises ValueError if the variable lists anything else."""
     named = read_list("ATTN_DEBUG") or ()
     for name in named:
         if name not in DEBUG:
@@ -112,12 +112,12 @@ def debug(what: str) -> bool:
 
 
 def unknown() -> dict[str, str]:
-    """{variable of the environment that begins with ATTN_ and that nothing here reads: the one that was probably meant}."""
+    """Return {environment variable that begins with ATTN_ but is unknown: the closest known one, or ""}."""
     return {name: closest(name, VARIABLES) for name in list(os.environ) if name.startswith("ATTN_") and name not in VARIABLES}
 
 
 def warn_of_unknown() -> None:
-    """Log a warning, once a process for each, about variables that are probably misspelt."""
+    """Log a warning, once per process and variable, about variables that are probably misspelled."""
     for name, meant in unknown().items():
         hint = f"did you mean {meant}?" if meant else f"known: {', '.join(VARIABLES)}"
         logger.warning_once("environment variable %s is not read by attn: %s", name, hint)

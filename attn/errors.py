@@ -1,7 +1,7 @@
-"""The typed errors of the library: one tree under `AttnError`, itself a `ValueError`.
+"""The exceptions of the library: one hierarchy under `AttnError`, a `ValueError`.
 
-A message names what was passed, what is allowed and, where there is one, the way out. `UnsupportedError` carries the
-reasons as data, so that a caller can show them without parsing text.
+A message states what was passed, what is allowed and, if possible, what to do. `UnsupportedError` carries the reasons as
+data, so that callers need not parse text.
 """
 
 import difflib
@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 
 
 class AttnError(ValueError):
-    """Base of every error that this library raises on purpose."""
+    """Base of every exception that this library raises deliberately."""
 
 
 class ShapeError(AttnError):
@@ -17,18 +17,18 @@ class ShapeError(AttnError):
 
 
 class DTypeError(AttnError):
-    """An array, or a named dtype, is of a kind that the callee does not take."""
+    """An array's dtype, or a dtype given by name, is not supported."""
 
 
 class DeviceError(AttnError):
-    """Arrays live on different devices, or on one that the callee cannot use."""
+    """Arrays are on different devices, or on one that is not supported."""
 
 
 class MetadataError(AttnError):
-    """A batch description contradicts itself.
+    """A batch's metadata is inconsistent.
 
-    Attributes: `field` (which entry), `index` (where in it, or None), `value` (what is there), `bound` (what is
-    allowed).
+    Attributes: `field`: the entry; `index`: the position in it, or None; `value`: the value found; `bound`: what is
+    allowed.
     """
 
     def __init__(self, field: str, index: int | tuple[int, ...] | None, value: object, bound: str) -> None:
@@ -42,22 +42,22 @@ class MetadataError(AttnError):
 
 
 class UnsupportedError(AttnError):
-    """A backend, or every backend, refuses a request. `reasons` lists why, one sentence each."""
+    """A backend, or every backend, rejects a request. `reasons` lists why, one sentence each."""
 
     def __init__(self, message: str, reasons: Sequence[str] = ()) -> None:
         self.reasons = tuple(reasons)
-        self.args = (message,)  # as the base's constructor does, which `torch.compile` cannot follow
+        self.args = (message,)  # instead of calling the base's constructor, which `torch.compile` cannot trace
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         return type(self), (str(self), self.reasons)
 
 
 class BackendLoadError(AttnError, ImportError):
-    """A backend's class path cannot be turned into a class; the cause is chained."""
+    """A backend's class path cannot be imported; the cause is chained."""
 
 
 def closest(name: str, known: Collection[str]) -> str:
-    """The one of `known` that was probably meant by `name`, whatever its case, or nothing: for "Did you mean ...?"."""
+    """Return the name in `known` closest to `name`, ignoring case, or "", for "Did you mean ...?" messages."""
     upper = {word.upper(): word for word in known}
     begun = [word for word in upper if len(name) > 2 and word.startswith(name.upper())]
     found = begun or difflib.get_close_matches(name.upper(), upper, 1)

@@ -1,14 +1,14 @@
-"""Where each backend has been run and what came of it: a table that conformance runs write and reports read.
+"""Recorded results of backends on devices: a table that conformance runs write and reports read.
 
-A row is one run of the conformance suite. Its `kind` says how much it proves, and a row of one kind never becomes, nor
-hides, one of another: a kernel that was interpreted has not run, and one that was compiled has not been executed.
+A row is one run of the conformance suite. Its `kind` says how much it proves. A row of one kind never replaces or hides one
+of another kind: an interpreted kernel has not run on a device, and a compiled one has not been executed.
 
 | kind | meaning |
 |---|---|
-| ran | executed on the device named |
+| ran | executed on the given device |
 | interpreted | a kernel's program executed by an interpreter on the host (Triton's, Pallas') |
-| compiled | lowered and compiled for the platform named, never executed |
-| stand-in | executed with a stand-in for the vendor's package: the adapter was tested, not the kernel |
+| compiled | lowered and compiled for the given platform, not executed |
+| stand-in | executed with a substitute for the vendor's package: tests the adapter, not the kernel |
 """
 
 import json
@@ -23,10 +23,10 @@ PATH = Path(__file__).with_name("evidence.json")
 
 @dataclass(frozen=True)
 class Evidence:
-    """One run: which backend of which registry, where, how (`kind`), when, with what, and how many cases failed.
+    """One run: registry, backend, device, kind, date, versions, and the numbers of cases and failures.
 
-    `device` is what a person calls the device; a host processor is only named by its architecture. `date` is ISO 8601;
-    `versions` maps distributions to versions; `level` is the suite's.
+    `device` is the device's usual name; a CPU is identified by its architecture only. `date` is ISO 8601; `versions` maps
+    distributions to versions; `level` is the suite's.
     """
 
     backend: str
@@ -49,7 +49,7 @@ class Evidence:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What a later run replaces: the same backend, place, kind and level."""
+        """Key under which a later run replaces an earlier one: backend, device, kind and level."""
         return (self.registry, self.backend, self.framework, self.platform, self.device, self.kind, self.level)
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ class Evidence:
 
 
 def load(path: Path = PATH) -> list[Evidence]:
-    """Every row, in the file's order; none when there is no file. Raises ValueError for a malformed one."""
+    """Return every row, in the file's order; none if the file does not exist. Raises ValueError for a malformed file."""
     if not path.exists():
         return []
     rows = json.loads(path.read_text(encoding="utf-8"))
@@ -70,7 +70,7 @@ def load(path: Path = PATH) -> list[Evidence]:
 
 
 def record(rows: Iterable[Evidence], path: Path = PATH) -> None:
-    """Add `rows` to the file, each in the place of an earlier run of the same key; sorted, one row a line."""
+    """Add `rows` to the file, each replacing an earlier run with the same key; sorted, one row per line."""
     table = {row.key: row for row in [*load(path), *rows]}
     lines = ",\n".join(json.dumps(_plain(table[key])) for key in sorted(table))
     path.write_text(f"[\n{lines}\n]\n" if lines else "[]\n", encoding="utf-8")
@@ -81,15 +81,15 @@ def _plain(row: Evidence) -> dict[str, Any]:
 
 
 def of(registry: str, backend: str, path: Path = PATH) -> list[Evidence]:
-    """The rows of one backend, the strongest kind first."""
+    """Return the rows of one backend, the strongest kind first."""
     found = [row for row in load(path) if (row.registry, row.backend) == (registry, backend)]
     return sorted(found, key=lambda row: (KINDS.index(row.kind), row.device, row.level))
 
 
 def summary(registry: str, backend: str, path: Path = PATH) -> str:
-    """The rows of one backend as a phrase a place: `ran on NVIDIA H200 (260 cases, 2026-11-20)`; `none` without any.
+    """Summarise the rows of one backend: `ran on NVIDIA H200 (260 cases, 2026-11-20)`; `none` without any.
 
-    Of several levels in one place and of one kind the longest run speaks, and every one that failed.
+    Of several levels on one device and of one kind, the longest run is shown, and every failed one.
     """
     rows = of(registry, backend, path)
     longest = {(row.kind, row.device): row for row in sorted(rows, key=lambda row: row.cases)}

@@ -1,9 +1,9 @@
 """`attn.attention(q, k, v)`: exact dense attention for notebooks and tests, on arrays of torch, jax or NumPy.
 
-The formula stands here once, over the dozen array operations that each wing lends (`attn.torch.functional.Ops`,
-`attn.jax.functional.Ops`): explicit maths in float32 (float64 for float64 arrays), differentiable; jitted under jax.
-NumPy arrays go to the float64 oracle itself. It is written to be right and short, not fast; `backend=` sends the same
-call through a real backend over a throwaway paged cache, so that the two can be laid side by side.
+The formula is written once over a dozen array operations that each framework provides (`attn.torch.functional.Ops`,
+`attn.jax.functional.Ops`): explicit computation in float32 (float64 for float64 arrays), differentiable; jitted under jax.
+NumPy arrays go to the float64 oracle. It is meant to be correct and short, not fast; `backend=` runs the same call on a
+backend over a temporary paged cache, to compare the two.
 """
 
 import math
@@ -23,12 +23,12 @@ from attn.imports import resolve_obj_by_qualname
 Array = Any
 
 LAYOUTS = ("BSHD", "BHSD")
-_MOST_HEADS = 128  #: as many as a model has; DeepSeek's
+_MOST_HEADS = 128  #: the most that models have (DeepSeek)
 
 
 @dataclass(frozen=True)
 class _Rules:
-    """What of a call is no array: hashable, so that a compiled program can be kept for it."""
+    """A call's arguments other than arrays; hashable, a key for compiled programs."""
 
     causal: bool
     scale: float
@@ -37,7 +37,7 @@ class _Rules:
 
 
 class _Extras(NamedTuple):
-    """A call's arrays beside q, k and v, each may be None: slopes, sinks [H]; mask, broadcastable to [B, H, n, m]."""
+    """A call's optional arrays: slopes, sinks [H]; mask, broadcastable to [B, H, n, m]."""
 
     slopes: Any
     sinks: Any
@@ -60,26 +60,26 @@ def attention(
     layout: str | None = None,
     backend: AttentionBackendEnum | str | None = None,
 ) -> Any:
-    """Attention of dense arrays, with the semantics of `attn.reference.attention`.
+    """Compute attention of dense arrays, with the semantics of `attn.reference.attention`.
 
     q: [B, n, H, D]; k: [B, m, K, D]; v: [B, m, K, Dv], or all three without B; one framework, one float dtype.
-    Query head h reads kv head h // (H / K), and row i stands at position i + (m - n): causal masking is bottom-right.
+    Query head h reads kv head h // (H / K), and row i is at position i + (m - n): causal masking is bottom-right.
 
-    scale: of the scores; 1 / sqrt(D) when None.
+    scale: multiplies the scores; 1 / sqrt(D) when None.
     window: an inclusive (left, right) pair, None for unbounded, or an int W for W keys.
     logits_soft_cap: cap * tanh(score / cap), before the ALiBi bias.
     alibi_slopes, sinks: [H]. Lists and NumPy arrays are checked: slopes must be finite and sinks not NaN.
     mask: bool, True = attend, broadcastable to [B, H, n, m] ([H, n, m] without B), ANDed with the rest.
     layout: "BSHD", as above, or "BHSD": q [B, H, n, D], k [B, K, m, D], v [B, K, m, Dv] and out [B, H, n, Dv], as
-        `torch.nn.functional.scaled_dot_product_attention` and models of transformers have them. None is "BSHD", and warns
-        where only the other one explains the shapes.
-    backend: None computes here. A registry member or name runs that backend, of whichever framework, over a paged
-        cache; it is obeyed or refused. A mask is refused then, and so are gradients unless the backend declares them.
+        `torch.nn.functional.scaled_dot_product_attention` and the models of transformers use. None is "BSHD", with a warning
+        if only the other layout explains the shapes.
+    backend: None computes the formula. A registry member or name runs that backend, of either framework, over a paged cache;
+        it is used or rejected. It rejects a mask, and gradients unless the backend declares them.
 
     Returns out [B, n, H, Dv] in the dtype and framework of q, or (out, lse [B, H, n]) with the natural-log LSE, sink
-    excluded, in float32 (float64 for float64 arrays). A row without keys is 0 and its LSE -inf. What is masked is
-    harmless, NaN included; a NaN that is attended reaches exactly the rows that attend it. Raises TypeError for what is
-    no array, `ShapeError`, `DTypeError`, ValueError for nonsense and `UnsupportedError` with a backend's reasons.
+    excluded, in float32 (float64 for float64 arrays). A row without keys is 0 and its LSE -inf. Masked values have no effect,
+    even NaN; a NaN in a visible key or value reaches exactly the rows that see it. Raises TypeError for arguments that are not
+    arrays, `ShapeError`, `DTypeError`, ValueError for invalid arguments and `UnsupportedError` with a backend's reasons.
     """
     causal, return_lse = check_flag("causal", causal), check_flag("return_lse", return_lse)
     framework = _framework(q, k, v)
@@ -143,10 +143,10 @@ def _check_shapes(q: Array, k: Array, v: Array, layout: str | None) -> bool:
 
 
 def _check_layout(sq: tuple[int, ...], sk: tuple[int, ...], words: str) -> None:
-    """Warn of shapes that only [B, heads, S, head_size] explains, and name that layout where it alone is possible.
+    """Warn about shapes that only [B, heads, S, head_size] explains; raise ValueError with that layout if no other is possible.
 
-    What tells: as many heads for keys as for queries and more than rows, with more rows than keys, which is how grouped heads
-    look when they stand there; or more heads than models have. A decode's one row of many heads is neither.
+    The signs: as many key heads as query heads, more heads than rows, and more rows than keys, as grouped heads look in the
+    other layout; or more heads than models have. A decode, one row of many heads, shows neither.
     """
     (n, heads), (m, kv_heads) = sq[-3:-1], sk[-3:-1]
     there = 'pass layout="BHSD" for [B, heads, S, head_size]'
@@ -163,7 +163,7 @@ def _check_layout(sq: tuple[int, ...], sk: tuple[int, ...], words: str) -> None:
 
 
 def _swapped(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """A shape with its rows and heads exchanged."""
+    """Return a shape with rows and heads exchanged."""
     return (*shape[:-3], shape[-2], shape[-3], shape[-1])
 
 
@@ -172,7 +172,7 @@ def _words(shapes: list[tuple[int, ...]]) -> str:
 
 
 def _oracle(q: Array, k: Array, v: Array, rules: _Rules, extras: _Extras) -> tuple[Array, Array]:
-    """NumPy: `attn.reference.attention` in float64, a sequence at a time, rounded once at the end."""
+    """Compute NumPy arrays by `attn.reference.attention` in float64, one sequence at a time, rounded once at the end."""
     import numpy as np
 
     from attn import reference
@@ -200,7 +200,7 @@ def _oracle(q: Array, k: Array, v: Array, rules: _Rules, extras: _Extras) -> tup
 
 
 def _mask_shape(shape: tuple[int, ...], q: Array, k: Array) -> tuple[int, int, int, int]:
-    """[B, H, n, m], if a mask of `shape` broadcasts to it. Raises `ShapeError`."""
+    """Return [B, H, n, m] if a mask of `shape` broadcasts to it. Raises `ShapeError` otherwise."""
     full = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     if len(shape) > 4 or any(have not in (1, want) for have, want in zip(shape[::-1], full[::-1], strict=False)):
         raise ShapeError(f"mask has shape {list(shape)}: must broadcast to [B, H, n, m] = {list(full)}")
@@ -208,7 +208,7 @@ def _mask_shape(shape: tuple[int, ...], q: Array, k: Array) -> tuple[int, int, i
 
 
 def _dense(xp: Any, rules: _Rules, q: Array, k: Array, v: Array, extras: _Extras) -> tuple[Array, Array]:
-    """The formula on arrays of one wing, a slice of rows at a time: (out [B, n, H, Dv], lse [B, H, n])."""
+    """Compute (out [B, n, H, Dv], lse [B, H, n]) on arrays of one framework, a slice of rows at a time."""
     batch, n, num_heads, head_size = q.shape
     m, num_kv_heads = k.shape[1], k.shape[2]
     grouped = (num_kv_heads, num_heads // num_kv_heads)
@@ -219,7 +219,7 @@ def _dense(xp: Any, rules: _Rules, q: Array, k: Array, v: Array, extras: _Extras
         mask = xp.broadcast_to(mask, _mask_shape(tuple(mask.shape), q, k)).reshape(batch, *grouped, n, m)
     for name, array in (("alibi_slopes", extras.slopes), ("sinks", extras.sinks)):
         if array is not None and tuple(array.shape) != (num_heads,):
-            raise ShapeError(f"{name} has shape {list(array.shape)}: must be [{num_heads}], one a query head")
+            raise ShapeError(f"{name} has shape {list(array.shape)}: must be [{num_heads}], one per query head")
     slopes, sinks = (x if x is None else xp.wide(x).reshape(grouped) for x in (extras.slopes, extras.sinks))
     query, key, value = (xp.wide(x) for x in (q.reshape(batch, n, *grouped, head_size), k, v))
     step = xp.rows_at_once(n, batch * num_heads * m)
@@ -237,9 +237,9 @@ def _dense(xp: Any, rules: _Rules, q: Array, k: Array, v: Array, extras: _Extras
 def _rows(xp: Any, rules: _Rules, q: Array, k: Array, v: Array, position: Array, extras: _Extras) -> tuple[Array, Array]:
     """q: [B, r, K, G, D] at `position` [r]; k: [B, m, K, D]; v: [B, m, K, Dv] -> [B, r, K, G, Dv], lse [B, K, G, r].
 
-    Of the extras, slopes and sinks are [K, G] here and the mask is [B, K, G, r, m].
-    Keys that no row attends are replaced by zeros before anything is multiplied, so that neither the result nor the
-    gradients meet what they hold; what only some rows attend is selected away from the others.
+    Slopes and sinks are [K, G], the mask is [B, K, G, r, m]. Keys that no row sees are replaced by zeros before any product,
+    so that their contents affect neither the result nor the gradients; keys that only some rows see are selected out for the
+    others.
     """
     # how far each key is ahead of the row: [1, 1, 1, r, m]
     ahead = (xp.arange(0, k.shape[1], q) - position[:, None])[None, None, None]
@@ -278,7 +278,7 @@ def _rows(xp: Any, rules: _Rules, q: Array, k: Array, v: Array, position: Array,
 
 
 def _wild(xp: Any, allowed: Array, v: Array) -> Array:
-    """What infinite and NaN values add to the rows that attend them: inf, -inf or NaN, else 0; [B, r, K, G, Dv]."""
+    """Return what infinite and NaN values add to the rows that see them: inf, -inf or NaN, else 0; [B, r, K, G, Dv]."""
     total: Array = 0.0
     for kind, found in ((math.inf, v == math.inf), (-math.inf, v == -math.inf), (math.nan, v != v)):
         hits = xp.einsum("bkgrm,bmkd->brkgd", xp.cast(allowed, like=v), xp.cast(found, like=v)) > 0
@@ -296,14 +296,14 @@ def _through_backend(
     extras: _Extras,
     return_lse: bool,
 ) -> tuple[Array, Array | None]:
-    """The same call as one batch over a new paged cache of a backend's own layout, in that backend's framework."""
+    """Run the call as one batch over a new paged cache in the backend's layout and framework."""
     selection = selector.select(selector.make_request(q.shape[-1], q.dtype), backend=backend)
     cls: Any = selection.require()
     for feature, wanted in ((Feature.MASK, extras.mask is not None), (Feature.HEAD_SIZE_V, v.shape[-1] != q.shape[-1])):
-        if wanted:  # a paged cache has no place for either
+        if wanted:  # paged backends support neither
             raise UnsupportedError(f"{selection.name}: {feature.value} not supported over a paged cache, which backend= uses")
-    wing = cls.get_impl_cls().framework
-    run = resolve_obj_by_qualname(f"attn.{wing}.functional.through_backend")
+    target = cls.get_impl_cls().framework
+    run = resolve_obj_by_qualname(f"attn.{target}.functional.through_backend")
     allowed = cls.get_supported_kernel_block_size()
     block_size = next((size for size in (16, 32, 64, 128, 256) if supports_size(size, allowed)), 16)
     batch, n, num_heads, head_size = q.shape
@@ -314,7 +314,7 @@ def _through_backend(
     queries = describe([n] * batch, [m] * batch, table, block_size, causal=rules.causal, strict=False)
     context = describe([m] * batch, [m] * batch, table, block_size)
     tokens = [
-        arrays.to_framework(x.reshape(-1, heads, head_size), wing)
+        arrays.to_framework(x.reshape(-1, heads, head_size), target)
         for x, heads in ((q, num_heads), (k, num_kv_heads), (v, num_kv_heads))
     ]
     layer = {

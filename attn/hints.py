@@ -1,6 +1,6 @@
-"""What would change a choice: a package, a block size or a head size that lets a backend further up the list serve.
+"""Hints on what would change a choice: a package, block size or head size with which a preferred backend would serve.
 
-Each hint is found by asking the backends' own records again with one thing changed, so that none can be out of date.
+Each hint is found by evaluating the backends' own records with one thing changed, so it cannot be out of date.
 """
 
 import itertools
@@ -14,14 +14,14 @@ from attn.machines import PACKAGES
 from attn.platforms import platform_for
 from attn.verdicts import Selection, judge
 
-#: Pages that caches are made of, the smaller first: what a person would try.
+#: Common page sizes to suggest, smallest first.
 BLOCK_SIZES = (16, 32, 64, 128, 256)
-#: Framework -> the accelerator whose kernels a head size is held against where the choice is of another device.
+#: Framework -> the accelerator whose kernels a head size is checked against when the choice is for another device.
 _ACCELERATOR = {"torch": "cuda", "jax": "tpu"}
 
 
 def hints(selection: Selection) -> tuple[str, ...]:
-    """Sentences, none for a choice by name: it is obeyed whatever would be better."""
+    """Return hints as sentences; none for a backend requested by name."""
     if selection.source != "priority":
         return ()
     at = selection.trace.index(selection.winner) if selection.winner else len(selection.trace)
@@ -32,7 +32,7 @@ def hints(selection: Selection) -> tuple[str, ...]:
 
 
 def _ways(name: str, request: Request, device: Device) -> Iterator[str]:
-    """What lets a backend serve that does not: another block size, or a package."""
+    """Yield changes with which a rejected backend would serve: another block size, or a package."""
     if request.block_size is not None:
         asked = (size for size in BLOCK_SIZES if _serves(name, replace(request, block_size=size), device))
         yield from (f"with block_size={size}" for size in itertools.islice(asked, 1))
@@ -49,7 +49,7 @@ def _serves(name: str, request: Request, device: Device) -> bool:
 
 
 def _head_size(request: Request, device: Device) -> Iterator[str]:
-    """That no accelerator's kernel takes a head size: those that take any are the framework's own operations."""
+    """Report a head size that no accelerator kernel supports; the framework's own operations support any."""
     platform = device.platform if device.platform != "cpu" else _ACCELERATOR[device.framework]
     place = device if device.platform == platform else Device(device.framework, platform)
     rules: dict[str, list[str]] = {}
@@ -61,5 +61,5 @@ def _head_size(request: Request, device: Device) -> Iterator[str]:
             continue
         rules.setdefault(", ".join(map(str, sizes)), []).append(name)
     if rules:
-        taken = "; ".join(f"{', '.join(names)}: {sizes}" for sizes, names in rules.items())
-        yield f"no kernel made for {platform} takes head_size={request.head_size} ({taken})"
+        supported = "; ".join(f"{', '.join(names)}: {sizes}" for sizes, names in rules.items())
+        yield f"no kernel for {platform} supports head_size={request.head_size} ({supported})"

@@ -1,7 +1,7 @@
-"""Turning dotted names into objects, and asking what is installed without importing it.
+"""Resolve dotted names to objects, and check what is installed without importing it.
 
-`resolve_obj_by_qualname` is the one bridge from the core to the wings: a registry holds strings, and this is where a
-string becomes a class. A path may be `package.module.Class` or `package.module:Outer.Inner`.
+`resolve_obj_by_qualname` is the only bridge from the core to the frameworks: registries hold strings, which it resolves to
+classes. A path may be `package.module.Class` or `package.module:Outer.Inner`.
 """
 
 import contextlib
@@ -19,16 +19,16 @@ from typing import Any
 
 from attn.errors import BackendLoadError
 
-_DOTTED = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)"  # a name and its next part: what follows says how many of those
+_DOTTED = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)"  # a name and its next part, to be repeated
 _QUALNAME = re.compile(rf"{_DOTTED}*:{_DOTTED}*|{_DOTTED}+")
 _found: set[str] = set()
-#: (modules that count as installed, whether what is installed here counts beside them), or None: ask here.
+#: (modules assumed to be installed, whether those installed on this machine count too), or None: check this machine only.
 _assumption = contextvars.ContextVar[tuple[frozenset[str], bool] | None]("assumption", default=None)
-_FRAMEWORKS = ("torch", "jax")  # they answer for themselves: their platforms and backends are this process's code
+_FRAMEWORKS = ("torch", "jax")  # never assumed: their platforms and backends run in this process
 
 
 def check_qualname(path: str) -> str:
-    """`path` if it can name an importable object, else a ValueError that says what such a path looks like."""
+    """Return `path` if it is a well-formed path of an object. Raises ValueError with the expected form otherwise."""
     if not isinstance(path, str) or not _QUALNAME.fullmatch(path):
         local = " (a class defined inside a function has no path: pass the class itself)"
         raise ValueError(
@@ -39,11 +39,10 @@ def check_qualname(path: str) -> str:
 
 
 def resolve_obj_by_qualname(qualname: str) -> Any:
-    """The object that `qualname` names, its module imported now.
+    """Import the module of `qualname` and return the object.
 
-    Raises `BackendLoadError` (an ImportError and a ValueError) when the module cannot be imported, whatever it raised
-    short of KeyboardInterrupt, or has no such attribute; the cause is chained. Nothing is cached: a later call tries
-    again.
+    Raises `BackendLoadError` (an ImportError and a ValueError), with the cause chained, if the module raises anything but
+    KeyboardInterrupt on import, or has no such attribute. Nothing is cached: a later call tries again.
     """
     check_qualname(qualname)
     module_name, _, attribute = qualname.partition(":") if ":" in qualname else qualname.rpartition(".")
@@ -56,19 +55,19 @@ def resolve_obj_by_qualname(qualname: str) -> Any:
 
 @contextlib.contextmanager
 def loading(what: str) -> Iterator[None]:
-    """Whatever an import inside raises, short of KeyboardInterrupt, becomes a `BackendLoadError` that names `what`."""
+    """Convert any exception but KeyboardInterrupt raised by an import in the block to a `BackendLoadError` on `what`."""
     try:
         yield
     except (KeyboardInterrupt, GeneratorExit):
         raise
-    except BaseException as error:  # a plugin or a vendor may raise anything at import, SystemExit included
+    except BaseException as error:  # a plugin or a vendor's package may raise anything at import, even SystemExit
         raise BackendLoadError(f"{what} cannot be imported: {type(error).__name__}: {error}") from error
 
 
 def installed(module: str) -> bool:
-    """Whether a module could be imported, found without importing it nor, for `package.module`, the package.
+    """Whether a module is installed, without importing it or, for `package.module`, the package.
 
-    Only a find is remembered: what is missing may be installed while a notebook runs.
+    Only positive results are cached: a missing module may be installed while a notebook runs.
     """
     assumption = _assumption.get()
     if assumption is not None and module.partition(".")[0] not in _FRAMEWORKS and (assumed(module) or not assumption[1]):
@@ -83,7 +82,7 @@ def installed(module: str) -> bool:
     except (ImportError, ValueError):
         return False
     found, places = spec is not None, list(spec.submodule_search_locations or []) if spec is not None else []
-    for part in rest:  # by name alone: import machinery would run the package first
+    for part in rest:  # by file name: import machinery would import the package first
         paths = [Path(place) / part for place in places]
         places = [str(path) for path in paths if path.is_dir()]
         found = bool(places) or any(path.with_name(part + end).is_file() for path in paths for end in all_suffixes())
@@ -94,8 +93,8 @@ def installed(module: str) -> bool:
 
 @contextlib.contextmanager
 def assuming(modules: Collection[str], *, beside: bool = False) -> Iterator[None]:
-    """In this block `installed` answers for a machine that has `modules` and what is in them, with the versions that this
-    library is written for; beside what is installed here, or instead of it. Nothing can be loaded that is not here."""
+    """In this block `installed` answers for a machine that has `modules` and their submodules, in supported versions:
+    in addition to those installed on this machine (`beside`), or instead of them. This does not make them importable."""
     outer = _assumption.get()
     kept = outer[0] if beside and outer is not None else frozenset[str]()
     token = _assumption.set((kept.union(modules), beside and (outer is None or outer[1])))
@@ -106,26 +105,26 @@ def assuming(modules: Collection[str], *, beside: bool = False) -> Iterator[None
 
 
 def assumed(module: str) -> bool:
-    """Whether a module counts as installed by assumption: its version must not be looked at, since it may not be here."""
+    """Whether a module counts as installed by assumption; then its version must not be checked, since it may be absent."""
     assumption = _assumption.get()
     return assumption is not None and any(module == own or module.startswith(f"{own}.") for own in assumption[0])
 
 
 def first_installed(modules: str) -> str | None:
-    """The first of `modules` (`a` or `a|b|c`: any one will do) that is installed, or None."""
+    """Return the first of `modules` (`a`, or alternatives `a|b|c`) that is installed, or None."""
     return next((module for module in modules.split("|") if installed(module)), None)
 
 
 def version_of(distribution: str) -> str | None:
-    """The installed version of a distribution, or None."""
+    """Return the installed version of a distribution, or None."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
 
 
-#: Extra of this package -> what it installs, as pyproject.toml has it (a test compares). This package is not on PyPI, where
-#: `pip install 'attn[torch]'` would look for it; what the extra brings is.
+#: Extra of this package -> what it installs, as in pyproject.toml (a test compares them). For install commands, since this
+#: package is not on PyPI, where `pip install 'attn[torch]'` would look for it.
 EXTRAS = {
     "torch": ("torch>=2.8",),
     "jax": ("jax>=0.10.1", "flax>=0.12.8"),
@@ -135,6 +134,6 @@ EXTRAS = {
 
 
 def pip_install(*extras: str) -> str:
-    """The command that brings what these extras do, wherever this package was installed from."""
+    """Return the command that installs the packages of these extras, however this package was installed."""
     wanted = [requirement for extra in extras for requirement in EXTRAS[extra]]
     return f"pip install {' '.join(map(shlex.quote, wanted))}"

@@ -1,7 +1,7 @@
-"""What the attention layers of both wings share (`Attention`, `MLAAttention`): their arguments, and the choice made of them.
+"""Arguments, backend choice and metadata of the attention layers of both frameworks (`Attention`, `MLAAttention`).
 
-A layer chooses its backend once, when it is built. The wings add what belongs to a framework: where a module keeps its
-scales, and how it is called.
+A layer chooses its backend once, in its constructor. The framework's class adds where the module keeps its scales and how
+it is called.
 """
 
 import weakref
@@ -38,13 +38,13 @@ from attn.errors import DTypeError
 from attn.imports import resolve_obj_by_qualname
 from attn.verdicts import Selection
 
-#: The builders of each layer, by what they were made of. Beside the layers and not in them: a builder is no part of a layer's
-#: state, to be copied, saved or hashed with it.
+#: Each layer's builders, by the arguments they were made with. Kept outside the layers, because a builder is not part of a
+#: layer's state and must not be copied, saved or hashed with it.
 _builders: "weakref.WeakKeyDictionary[Any, dict[Any, Any]]" = weakref.WeakKeyDictionary()
 
 
 class BaseLayer:
-    """A layer with a backend of its own choice and a paged cache."""
+    """A layer with a backend and a paged cache."""
 
     framework: ClassVar[str]
     selection: Selection
@@ -58,18 +58,18 @@ class BaseLayer:
     @staticmethod
     @abstractmethod
     def _default_dtype() -> Any:
-        """The dtype of a layer that names none."""
+        """Return the dtype of a layer created without one."""
 
     def _device(self) -> Any:
-        """Where this layer's batches and caches belong unless a call says otherwise; None is the framework's default."""
+        """Return the default device of this layer's batches and caches; None is the framework's default."""
         return None
 
     def _finish(self) -> None:
-        """What a wing adds to a layer once all is chosen."""
+        """Finish construction in the framework's way, after the backend is chosen."""
 
     @abstractmethod
     def _keep_scale(self, name: str, scale: Any) -> None:
-        """Hold a scale (0-d or [K] float32) as attribute `name` and, when it is one number, `{name}_float`."""
+        """Store a scale (0-d or [K] float32) as attribute `name` and, if it is a single number, also as `{name}_float`."""
 
     def _keep_scales(self, num_kv_heads: int, k_scale: Any, v_scale: Any) -> None:
         check = resolve_obj_by_qualname(f"attn.{self.framework}.kv_cache.check_scale")
@@ -78,18 +78,18 @@ class BaseLayer:
             self._keep_scale(name, check(name, value, num_kv_heads))
 
     def build(self, batch: Any, *, common_prefix_len: int = 0, device: Any = None) -> Any:
-        """The batch (a `CommonAttentionMetadata`) as this layer's backend takes it: once a batch, for all layers that are equal
-        in heads, window and cache.
+        """Convert a batch (`CommonAttentionMetadata`) to the backend's metadata: once per batch, for all layers that are
+        equal in heads, window and cache.
 
         common_prefix_len: tokens known to be shared by all requests, a multiple of the block size: a hint. device: None is
-        the layer's own. Raises `MetadataError`, `ShapeError` or `DTypeError` for a batch that contradicts itself or the cache.
+        the layer's own. Raises `MetadataError`, `ShapeError` or `DTypeError` for a batch inconsistent with itself or the cache.
         """
         return self.builder(device).build(common_prefix_len, batch)
 
     def builder(self, device: Any = None, config: dict[str, Any] | None = None) -> Any:
-        """The metadata builder that `build` uses: kept, one for each device, `config` and number of the cache's blocks.
+        """Return the metadata builder that `build` uses: cached per device, `config` and number of the cache's blocks.
 
-        For what only a builder has: `build(0, batch, fast_build=True)`, FLASHINFER's plans of CUDA graphs
+        For features that only a builder has: `build(0, batch, fast_build=True)`, FLASHINFER's plans of CUDA graphs
         (`build_for_cudagraph_capture`), and under jax `config={"bucket": False}` (the batch's exact extents).
         """
         device = self._device() if device is None else device
@@ -100,20 +100,20 @@ class BaseLayer:
         return kept[key]
 
     def new_kv_cache(self, num_blocks: int, device: Any = None) -> Any:
-        """A zeroed cache of `num_blocks` blocks in this layer's backend's layout, on a device (None: the layer's own).
+        """Create a zeroed cache of `num_blocks` blocks in the backend's layout, on a device (None: the layer's own).
 
-        `build` checks block ids and slots against the largest cache so made; a builder that was made before from
-        `kv_cache_spec` checks what it did. Raises ValueError unless `num_blocks` is a positive int.
+        `build` checks block ids and slots against the largest cache created by this method; a builder obtained earlier
+        keeps its own limit. Raises ValueError unless `num_blocks` is a positive int.
         """
         return self._new_kv_cache(positive_int("num_blocks", num_blocks), device)
 
     def load_pages(self, kv_cache: Any, block_ids: Sequence[int], keys: Any, values: Any) -> Any:
-        """`kv_cache` with the given pages in blocks `block_ids`: the same tensor, changed in place, under torch; a new array
-        under jax (jit the call with the cache donated, and it is written in place).
+        """Store pages in blocks `block_ids` of `kv_cache` and return it: changed in place under torch; a new array under jax
+        (jit the call with the cache donated to write in place).
 
         block_ids: [n] ints, each once. keys, values: [n, P, K, D]; of an MLA layer the latents [n, P, L] and rotary keys
-        [n, P, Dr]. They are numbers of any float dtype, cast, or quantised with the layer's scales as new tokens are; or
-        codes of the cache's own element type, stored bit for bit. Raises `MetadataError` for block ids, `ShapeError` and
+        [n, P, Dr]. They are values of any float dtype, cast or quantised with the layer's scales as new tokens are; or
+        codes of the cache's element type, stored bit for bit. Raises `MetadataError` for block ids, `ShapeError` and
         `DTypeError`.
         """
         spec = self.kv_cache_spec
@@ -125,16 +125,16 @@ class BaseLayer:
         extent = (len(block_ids), block_size)
         codes = [check_pages(name, x, (*extent, *row), spec.kv_cache_dtype, spec.dtype) for name, x, row in wanted]
         if codes[0] != codes[1]:
-            raise DTypeError(f"keys have dtype {parts[0].dtype}, values {parts[1].dtype}: both numbers, or both codes")
+            raise DTypeError(f"keys have dtype {parts[0].dtype}, values {parts[1].dtype}: must both be values or both be codes")
         rows = [x.reshape(-1, *x.shape[2:]) for x in parts]
         return resolve_obj_by_qualname(f"{caches}.load")(self, kv_cache, slots, *rows, codes[0])
 
     @abstractmethod
     def _row_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What a token has in a cache: the shapes of its key and its value, or of its latent and its rotary key."""
+        """Return the shapes of a token's entries in the cache: key and value, or latent and rotary key."""
 
     def _new_kv_cache(self, num_blocks: int, device: Any, layers: int = 1) -> Any:
-        """One array for the caches of `layers` layers, of `num_blocks` blocks each."""
+        """Create one array for the caches of `layers` layers, of `num_blocks` blocks each."""
         allocate = resolve_obj_by_qualname(f"attn.{self.framework}.kv_cache.allocate")
         device = self._device() if device is None else device
         cache = allocate(self.backend, self.kv_cache_spec, num_blocks * layers, device)
@@ -146,22 +146,21 @@ class BaseAttention(BaseLayer):
     """Multi-head attention over a paged KV cache, grouped-query included.
 
     Arguments are those of vLLM's `AttentionImpl`, and:
-        sinks: [H] float32, one logit a head that takes softmax weight and gives nothing (gpt-oss). Lists and NumPy arrays are
-            checked, of sinks for NaN and of slopes for what is not finite; a framework's own array is not looked at, since its
-            weights may be loaded later.
+        sinks: [H] float32, one logit per head that takes softmax weight but has no value (gpt-oss). In lists and NumPy arrays,
+            NaN sinks and non-finite slopes raise an error; a framework's array is not inspected, since its weights may be
+            loaded later.
         dtype: the activations' dtype; the framework's default when None.
-        block_size: tokens a block of the cache.
-        backend: a registry member or name, obeyed or refused; None lets the platform choose.
-        features: further features that calls will need (`["tree_mask", "lse"]`: a list, never one string), so that the
-            choice knows them.
-        return_lse: whether calls return (output, lse) in the output's place. lse: [H, T] float32, the natural log of the sum of
-            exp(scores), sinks excluded, -inf where a row sees no key: what merges parts of one softmax
+        block_size: tokens per block of the cache.
+        backend: a registry member or name, used or rejected; None lets the platform choose.
+        features: further features that calls will need (`["tree_mask", "lse"]`: a list, not one string), for the choice.
+        return_lse: whether calls return (output, lse) instead of output. lse: [H, T] float32, the natural log of the sum of
+            exp(scores), sinks excluded, -inf where a row sees no key; for merging parts of one softmax
             (`attn.torch.merge_attn_states`, `attn.jax.merge_attn_states`).
-        k_scale, v_scale: of a quantised cache: a float, or [K] float32 (an array or a list) where the backend takes
+        k_scale, v_scale: scales of a quantised cache: a float, or [K] float32 (an array or a list) where the backend supports
             per-head scales.
 
-    `selection` is the decision with all its reasons; print it. Raises ValueError for nonsense and `UnsupportedError` with
-    every candidate's reasons when nobody serves the layer.
+    `selection` is the decision with all its reasons; print it. Raises ValueError for invalid arguments and `UnsupportedError`
+    with every candidate's reasons if no backend serves the layer.
     """
 
     impl: PagedImpl[Any]
@@ -242,13 +241,13 @@ class BaseMLAAttention(BaseLayer):
         Dr is 0 where it has no rotary dimensions.
     kv_b_proj: the up-projection [W_UK | W_UV]: an object with `.weight` [H * (Dn + Dv), L] or `.kernel` [L, H * (Dn + Dv)],
         or the bare array [L, H, Dn + Dv].
-    scale: of the head before absorption; None is (Dn + Dr)^-0.5 (with YaRN the model multiplies mscale^2 in).
-    indexer: where a sparse backend finds the keys that each row attends; giving one asks for a sparse backend.
-    prefill_backend: an MLA prefill backend by name, obeyed or refused; None lets the platform choose.
-    k_scale: of an fp8 cache, one number for whole rows. The rest, `return_lse` among it, as in `Attention`.
+    scale: multiplies the scores of the head before absorption; None is (Dn + Dr)^-0.5 (with YaRN, times mscale^2).
+    indexer: selects the keys that each row sees; passing one requests a sparse backend.
+    prefill_backend: an MLA prefill backend by name, used or rejected; None lets the platform choose.
+    k_scale: scale of an fp8 cache, one number for whole rows. The others, including `return_lse`, are as in `Attention`.
 
-    `selection` is the decision with all its reasons; print it. Raises ValueError for nonsense and `UnsupportedError` with
-    every candidate's reasons when nobody serves the layer.
+    `selection` is the decision with all its reasons; print it. Raises ValueError for invalid arguments and `UnsupportedError`
+    with every candidate's reasons if no backend serves the layer.
     """
 
     backend: type[MLABackend]

@@ -1,7 +1,7 @@
-"""Loggers under the name `attn`: silent until the application configures logging, and each notice once.
+"""Loggers under the name `attn`: silent until the application configures logging; some notices are logged once only.
 
-`warning_once` and `info_once` remember (message, arguments), so that an ordinary choice made ten thousand times is
-one line in the log. The lock that this takes, as every lock of the library, is renewed in a forked child.
+`warning_once` and `info_once` remember (message, arguments), so that an ordinary choice made ten thousand times is one line
+in the log. The lock for this, as every lock of the library, is replaced in a forked child.
 """
 
 import logging
@@ -13,8 +13,8 @@ from collections.abc import Callable
 def fork_safe_lock() -> Callable[[], threading.RLock]:
     """A reentrant lock, as a function that returns it: `with lock():`. A forked child has a new one.
 
-    Only the thread that forks lives on in the child: a lock that another thread held would never be released there. A
-    block that forks while it holds the lock still releases the one that it took.
+    Only the forking thread exists in the child: a lock held by another thread would never be released there. A block that
+    forks while it holds the lock still releases the lock that it acquired.
     """
     locks = [threading.RLock()]
     if hasattr(os, "register_at_fork"):
@@ -27,7 +27,7 @@ _lock = fork_safe_lock()
 
 
 class AttnLogger(logging.LoggerAdapter[logging.Logger]):
-    """A `logging` logger that can also say a thing only once per process."""
+    """A `logging` logger that can also log a message only once per process."""
 
     def _once(self, level: int, message: str, *args: object) -> None:
         with _lock():
@@ -45,7 +45,7 @@ class AttnLogger(logging.LoggerAdapter[logging.Logger]):
 
 
 def init_logger(name: str) -> AttnLogger:
-    """The logger of module `name`; the library adds no handler but the null one."""
+    """Return the logger of module `name`; the library adds the null handler only."""
     root = logging.getLogger("attn")
     if not root.handlers:
         root.addHandler(logging.NullHandler())
@@ -53,6 +53,6 @@ def init_logger(name: str) -> AttnLogger:
 
 
 def forget_notices() -> None:
-    """Let every once-only notice be said again (tests)."""
+    """Allow every once-only notice to be logged again (for tests)."""
     with _lock():
         _seen.clear()

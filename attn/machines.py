@@ -1,8 +1,8 @@
-"""Machines that are not at hand: devices by product name, the generations there are, and the packages to expect on one.
+"""Devices by product name, present or not: their architectures, and the packages to expect on such a machine.
 
-`attn explain --device H100` answers for a machine with that device, on which this package's extra for its framework was
-installed and nothing else, unless `--assume` names more. Names are those that people use for the products; architectures are
-CUDA's compute capabilities, LLVM's AMDGPU targets and the names of TPU generations, as `Capabilities.archs` spells them.
+`attn explain --device H100` assumes a machine with that device, this package's extra for its framework and nothing else
+installed, unless `--assume` adds packages. Names are those of the products; architectures are CUDA's compute capabilities,
+LLVM's AMDGPU targets and the names of TPU generations, as in `Capabilities.archs`.
 """
 
 import re
@@ -23,7 +23,7 @@ _PRODUCTS: dict[tuple[str | None, str | None, str], dict[str, tuple[str, ...]]] 
         "sm_90": ("H100", "H200", "H800", "H20", "GH200"),
         "sm_100": ("B200", "GB200"),
         "sm_103": ("B300", "GB300"),
-        "sm_107": (),  # vendors' kernels name it; no product is known by it here
+        "sm_107": (),  # named by vendors' kernels; no known product
         "sm_110": ("Jetson Thor",),
         "sm_120": ("RTX 5090", "RTX PRO 6000"),
         "sm_121": ("GB10", "DGX Spark"),
@@ -43,7 +43,7 @@ _PRODUCTS: dict[tuple[str | None, str | None, str], dict[str, tuple[str, ...]]] 
     ("cpu", "cpu", ""): {"x86_64": ("x86_64",), "aarch64": ("aarch64",), "arm64": ("arm64",)},
 }  # fmt: skip
 
-#: Distribution -> the modules by which this library finds it; what is in them counts too.
+#: Distribution -> the modules by which this library detects it; their submodules count too.
 PACKAGES: dict[str, tuple[str, ...]] = {
     "triton": ("triton",),
     "flash-attn": ("flash_attn.flash_attn_interface",),
@@ -60,15 +60,15 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "intel-extension-for-pytorch": ("intel_extension_for_pytorch",),
     "torch-npu": ("torch_npu",),
 }
-#: (framework, platform) -> the packages among them that the framework's own wheel for the platform brings.
+#: (framework, platform) -> those of the packages that the framework's wheel for the platform installs.
 BROUGHT = {("torch", "cuda"): ("triton",), ("torch", "rocm"): ("triton",), ("torch", "xpu"): ("triton",)}
 
 
 def device_named(name: str, framework: str | None = None) -> Device:
-    """The device that a person calls `name` (H100, "NVIDIA H100", v6e, gfx942, sm_90), in any case, under a framework.
+    """Return the device called `name` (H100, "NVIDIA H100", v6e, gfx942, sm_90), ignoring case, under a framework.
 
-    framework: "torch" or "jax"; None: torch where it serves the device. Raises ValueError for an unknown name, and for a
-    device that the framework does not serve.
+    framework: "torch" or "jax"; None: torch if it supports the device. Raises ValueError for an unknown name, and for a
+    device that the framework does not support.
     """
     wanted = _plain(name)
     for (torch_platform, jax_platform, maker), archs in _PRODUCTS.items():
@@ -79,13 +79,13 @@ def device_named(name: str, framework: str | None = None) -> Device:
             framework = framework or ("torch" if torch_platform else "jax")
             platform = {"torch": torch_platform, "jax": jax_platform}[framework]
             if platform is None:
-                raise ValueError(f"device {name!r} is not served under {framework}")
+                raise ValueError(f"device {name!r} is not supported by {framework}")
             return Device(framework, platform, f"{maker} {called or arch}".strip(), arch)
     raise ValueError(unknown_name("device", name, [p for archs in _PRODUCTS.values() for ps in archs.values() for p in ps]))
 
 
 def check_arch(platform: str, arch: str) -> str:
-    """`arch` if the platform has such a generation. Raises ValueError with those that are known."""
+    """Return `arch` if the platform has it. Raises ValueError with the known ones otherwise."""
     known = [a for places, archs in _PRODUCTS.items() if platform in places[:2] for a in archs if a]
     if arch not in known:
         raise ValueError(unknown_name(f"arch of {platform}", arch, known))
@@ -93,7 +93,7 @@ def check_arch(platform: str, arch: str) -> str:
 
 
 def modules_of(names: Collection[str]) -> list[str]:
-    """The modules of packages by distribution or module name. Raises ValueError for a package that no backend uses."""
+    """Return the modules of packages given by distribution or module name. Raises ValueError for one no backend uses."""
     found: list[str] = []
     for name in names:
         wanted = _plain(name)

@@ -1,8 +1,8 @@
-"""Backends that other packages bring, through entry points of group `attn.backends`.
+"""Backends from other packages, through entry points of group `attn.backends`.
 
-An entry point's name is the backend's name; it loads to an `AttentionBackend` class, or to a function without
-arguments that returns one (or registers by itself). Plugins load at the first selection, in order of name, each on its
-own: one that fails, whatever it raises, is noted in its report and harms no other. ATTN_PLUGINS restricts which load.
+An entry point's name is the backend's name; it loads an `AttentionBackend` class, or a function without arguments that
+returns one (or registers it itself). Plugins load at the first selection, in order of name, independently: the failure of
+one is recorded in its report and does not affect the others. ATTN_PLUGINS restricts which load.
 """
 
 import threading
@@ -23,13 +23,13 @@ SLOW_SECONDS = 1.0
 logger = init_logger(__name__)
 _lock = fork_safe_lock()
 _loaded: tuple[tuple[str, ...] | None, dict[str, "PluginReport"]] | None = None
-_loading: tuple[int, dict[str, "PluginReport"]] | None = None  # the thread that is at it, and what it has so far
+_loading: tuple[int, dict[str, "PluginReport"]] | None = None  # the loading thread, and its reports so far
 _registered: list[AttentionBackendEnum] = []
 
 
 @dataclass(frozen=True)
 class PluginReport:
-    """What became of one entry point: `problem` is empty for one that registered its backend."""
+    """The result of one entry point: `problem` is empty if it registered its backend."""
 
     name: str
     value: str
@@ -38,9 +38,9 @@ class PluginReport:
 
 
 def load() -> dict[str, PluginReport]:
-    """Load plugins once (again when ATTN_PLUGINS changed since); reports by entry-point name.
+    """Load plugins once (again if ATTN_PLUGINS has changed since) and return reports by entry-point name.
 
-    A plugin that selects while it loads sees what is loaded so far; other threads wait until all are.
+    A plugin that selects while loading sees the plugins loaded so far; other threads wait until all are loaded.
     """
     global _loaded, _loading
     allowed = envs.read_list("ATTN_PLUGINS")
@@ -48,7 +48,7 @@ def load() -> dict[str, PluginReport]:
     if current is not None and current[0] == allowed:
         return current[1]
     with _lock():
-        # this thread again, from inside a plugin; another's load can only be one that a fork cut off
+        # this thread again, from inside a plugin; a load by another thread can only be one interrupted by a fork
         if _loading is not None and _loading[0] == threading.get_ident():
             return _loading[1]
         if _loaded is not None and _loaded[0] == allowed:
@@ -64,30 +64,30 @@ def load() -> dict[str, PluginReport]:
 
 
 def _load_all(allowed: tuple[str, ...] | None, reports: dict[str, PluginReport]) -> None:
-    while _registered:  # under another allow-list
+    while _registered:  # registered under another allow-list
         _registered.pop().clear_override()
     points = sorted(metadata.entry_points(group=GROUP), key=lambda point: (point.name, point.value))
     known = [point.name for point in points]
     for name in (name for name in allowed or () if name not in known):
         meant = closest(name, known)
-        hint = f"did you mean {meant}?" if meant else f"there are: {', '.join(known) or 'none'}"
-        logger.warning_once("ATTN_PLUGINS names %s, which no installed package brings: %s", name, hint)
+        hint = f"did you mean {meant}?" if meant else f"installed: {', '.join(known) or 'none'}"
+        logger.warning_once("ATTN_PLUGINS lists %s, which no installed package provides: %s", name, hint)
     for point in points:
         if allowed is not None and point.name not in allowed:
             reports[point.name] = PluginReport(point.name, point.value, "not in ATTN_PLUGINS")
             continue
         if point.name in reports:
-            problem = f"duplicate name: {reports[point.name].value} has it already"
+            problem = f"duplicate name: {reports[point.name].value} already has it"
             report = PluginReport(point.name, point.value, problem)
             reports[f"{point.name} ({point.value})"] = report
         else:
             report = reports[point.name] = _load_one(point)
         if report.problem:
-            logger.warning_once("attn backend plugin %s (%s) is left out: %s", point.name, point.value, report.problem)
+            logger.warning_once("attn backend plugin %s (%s) is not loaded: %s", point.name, point.value, report.problem)
 
 
 def forget() -> None:
-    """Load plugins again at the next selection (tests, or after installing one into a running process)."""
+    """Reload plugins at the next selection (for tests, or after installing one into a running process)."""
     global _loaded
     with _lock():
         _loaded = None
@@ -99,7 +99,7 @@ def _load_one(point: metadata.EntryPoint) -> PluginReport:
         problem = _register(point.name, point.load())
     except (KeyboardInterrupt, GeneratorExit):
         raise
-    except BaseException as error:  # a plugin may raise SystemExit or anything else; the others must not notice
+    except BaseException as error:  # a plugin may raise anything, even SystemExit; the others must not be affected
         problem = f"{type(error).__name__}: {error}"
     seconds = time.perf_counter() - began
     if seconds > SLOW_SECONDS:
@@ -108,10 +108,10 @@ def _load_one(point: metadata.EntryPoint) -> PluginReport:
 
 
 def _register(name: str, loaded: Any) -> str:
-    """Register what an entry point loaded to; the problem in words, or nothing."""
+    """Register the object of an entry point; return the problem, or ""."""
     if name in AttentionBackendEnum:
         builtin = name in AttentionBackendEnum.__members__
-        return f"{name} is {'the name of a built-in backend' if builtin else 'registered already'}"
+        return f"{name} is {'the name of a built-in backend' if builtin else 'already registered'}"
     before = generation()
     if callable(loaded) and not isinstance(loaded, type):
         loaded = loaded()

@@ -1,14 +1,14 @@
-"""What was measured on this machine, and when the selector follows it: off unless ATTN_PREFERENCES is set.
+"""Times measured on this machine, and how the selector uses them: off unless ATTN_PREFERENCES is set.
 
-A platform's priority list says which of several valid backends is usually the fastest. `attn tune` measures it here and keeps
-the times in a file; with ATTN_PREFERENCES=1 (or the file's path) the selector lets a valid backend go before the list's first
-when it was measured to be faster by more than `MARGIN`, over the same batches, for the same request. Two times whose middle
-three fifths overlap count as equal. Nothing else moves: a backend asked for by name stays, one that does not serve the request
-stays out, and where the list's first was not measured, or bits are asked to be the same (a request for `batch_invariant`, a
-framework told to be deterministic), the list decides alone. `attn explain` says which it was, and why.
+A platform's priority list says which of several valid backends is usually the fastest. `attn tune` measures it on this
+machine and saves the times in a file; with ATTN_PREFERENCES=1 (or the file's path) the selector moves a valid backend before
+the list's first if it was measured to be faster by more than `MARGIN`, over the same batches, for the same request. Two times
+whose middle three fifths overlap count as equal. Nothing else changes: a backend requested by name stays, one that does not
+serve the request stays excluded, and the list's order applies if its first was not measured, or if reproducible bits are
+required (a request for `batch_invariant`, or a framework set to deterministic). `attn explain` says which applied, and why.
 
-A file belongs to one machine: a device, its framework's version, this library's (`attn.cache_file`). Why one is ignored is in
-the log and in the selection.
+A file belongs to one machine: a device, its framework's version, this library's version (`attn.cache_file`). If a file is
+ignored, the reason is in the log and in the selection.
 """
 
 import math
@@ -28,7 +28,8 @@ from attn.logger import fork_safe_lock
 from attn.platforms import Platform
 from attn.verdicts import Selection
 
-#: How much slower than the fastest a choice may be: kernels measured twice differ by 1 to 3 % (benchmarks/notes/triton.md).
+#: Relative slowdown against the fastest that a choice may have: repeated measurements differ by 1 to 3 %
+#: (benchmarks/notes/triton.md).
 MARGIN = 0.05
 _VARIABLE = "ATTN_PREFERENCES"
 
@@ -38,7 +39,7 @@ _read_files: dict[Path, tuple[tuple[int, int], "list[Entry] | str"]] = {}
 
 @dataclass(frozen=True)
 class Time:
-    """Milliseconds of a call: the median, and the bounds of the middle three fifths."""
+    """Milliseconds per call: the median, and the bounds of the middle three fifths."""
 
     ms: float
     ms_p20: float
@@ -48,10 +49,10 @@ class Time:
         numbers = [self.ms_p20, self.ms, self.ms_p80]
         fine = all(isinstance(n, int | float) and math.isfinite(n) and n > 0 for n in numbers)
         if not fine or numbers != sorted(numbers):
-            raise ValueError(f"{self} is no time")
+            raise ValueError(f"invalid timing {self}: need 0 < p20 <= median <= p80")
 
     def ratio(self, other: "Time") -> float:
-        """This over the other; 1 where they cannot be told apart."""
+        """Return this time over the other; 1 if their middle three fifths overlap."""
         return self.ms / other.ms if self.ms_p80 < other.ms_p20 or other.ms_p80 < self.ms_p20 else 1.0
 
 
@@ -63,18 +64,18 @@ class Entry:
     times: Mapping[tuple[str, str], Mapping[str, Time]]
 
     def serves(self, request: Request) -> bool:
-        """Whether the measurements are of such a request; heads and block size that it leaves open match any."""
+        """Whether the measurements apply to `request`; heads and block size match any if it leaves them open."""
         free: dict[str, Any] = {f.name: None for f in fields(Request) if f.default is None and getattr(request, f.name) is None}
         return replace(self.request, **free) == request
 
 
 def on() -> bool:
-    """Whether measurements are asked for."""
+    """Whether ATTN_PREFERENCES enables measured times."""
     return _asked() not in ("", "0")
 
 
 def _asked() -> str:
-    """The variable's value. Raises ValueError for a bare word, which is neither a switch nor a file's path."""
+    """Return the variable's value. Raises ValueError for a bare word, which is neither a switch nor a path."""
     value = (envs.read(_VARIABLE) or "0").strip()
     if value not in ("", "0", "1") and not re.search(r"[./\\]", value):
         raise ValueError(f"{_VARIABLE}={value!r} must be 0, 1 or a file's path, such as ./{value}.json")
@@ -82,7 +83,7 @@ def _asked() -> str:
 
 
 def place(device: Device) -> Path:
-    """The file of a device: ATTN_PREFERENCES where that is a path, else one in the cache directory."""
+    """Return the file of a device: ATTN_PREFERENCES if it is a path, else one in the cache directory."""
     asked = _asked()
     if asked not in ("", "0", "1"):
         return Path(asked)
@@ -90,7 +91,7 @@ def place(device: Device) -> Path:
 
 
 def owner(device: Device) -> dict[str, Any]:
-    """What a file must have been written by to count."""
+    """Return the machine and versions that a file must have been written with to be used."""
     machine = _processor() if device.platform == "cpu" else ""
     return {
         "format": 1, "attn": attn.__version__, "framework": device.framework, "version": version_of(device.framework),
@@ -99,10 +100,10 @@ def owner(device: Device) -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """The host's processor, as far as it tells, and how many of it: `x86_64 CPU` is many machines' name."""
+    """Return the CPU's model, if known, and count, since `x86_64 CPU` does not identify a machine."""
     try:
-        told = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-        model = next((line.partition(":")[2].strip() for line in told.splitlines() if line.startswith("model name")), "")
+        info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        model = next((line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")), "")
     except OSError:
         model = ""
     return f"{model or host.processor() or host.machine()} x {os.cpu_count()}"
@@ -112,30 +113,30 @@ def _processor() -> str:
 
 
 def preferred(selection: Selection, candidates: Sequence[Candidate], platform: Platform) -> Selection:
-    """The selection, with the backend in front that was measured to be faster than its winner, or with the reason why the
-    list decides. As it is where measurements are not asked for, or do not enter: a choice by name, or nobody serves."""
+    """Return the selection with a backend measured to be faster than its winner moved first, or with the reason why the
+    list's order applies. Unchanged if measurements are off or do not apply: a choice by name, or no backend serves."""
     if not on() or selection.source != "priority" or selection.winner is None:
         return selection
     if selection.device != platform.device():
-        return replace(selection, measured="the list decides: measurements are of the device that is here")
-    asked = f"{Feature.BATCH_INVARIANT.value} is asked for" if Feature.BATCH_INVARIANT in selection.request.features else ""
+        return replace(selection, measured="priority list used: measurements are of this machine's device only")
+    asked = f"{Feature.BATCH_INVARIANT.value} is requested" if Feature.BATCH_INVARIANT in selection.request.features else ""
     if why := asked or platform.deterministic():
-        return replace(selection, measured=f"the list decides: {why}")
+        return replace(selection, measured=f"priority list used: {why}")
     file = place(selection.device)
     found = read(file, selection.device)
     if isinstance(found, str):
-        return replace(selection, measured=f"the list decides: {found}")
+        return replace(selection, measured=f"priority list used: {found}")
     entries = [entry for entry in found if entry.serves(selection.request)]
     if not entries:
-        return replace(selection, measured=f"the list decides: {file.name} has no times of such a request (attn tune)")
+        return replace(selection, measured=f"priority list used: {file.name} has no times for this request (run attn tune)")
     return consulted(selection, entries, file.name, candidates)
 
 
 def consulted(
     selection: Selection, entries: Sequence[Entry], file: str, candidates: Sequence[Candidate] = ()
 ) -> Selection:  # fmt: skip
-    """A selection that somebody serves, in the light of measurements of its request. The winner's class is taken from
-    `candidates`; without them the outcome has none."""
+    """Apply measurements of its request to a selection that has a winner. The new winner's class is taken from
+    `candidates`; without them the result has none."""
     first = selection.winner
     assert first is not None
     ratios = {
@@ -144,22 +145,22 @@ def consulted(
         if verdict.ok and (ratio := _ratio((verdict.name, verdict.path), (first.name, first.path), entries)) is not None
     }
     if first.name not in ratios:
-        return replace(selection, measured=f"the list decides: {first.name} was not measured ({file})")
+        return replace(selection, measured=f"priority list used: {first.name} was not measured ({file})")
     count = sum(len(times) for entry in entries for key, times in entry.times.items() if key[0] == first.name)
     best = min(ratios, key=lambda name: ratios[name])
     batches = f"{count} batch{'es' if count > 1 else ''}, {file}"
     if ratios[best] >= 1 / (1 + MARGIN):
-        return replace(selection, measured=f"the list's first stays: nobody takes less than 95 % of its time ({batches})")
+        return replace(selection, measured=f"priority list used: nothing takes under 95 % of the first's time ({batches})")
     winner = next(verdict for verdict in selection.trace if verdict.name == best)
     at = selection.trace.index(first)
     rest = tuple(verdict for verdict in selection.trace[at:] if verdict is not winner)
     backend = next((candidate.backend for candidate in candidates if candidate.name == best), None)
-    said = f"{best} takes {ratios[best]:.2f} of the time of {first.name}, the list's first ({batches})"
-    return replace(selection, trace=(*selection.trace[:at], winner, *rest), backend=backend, measured=said)
+    note = f"{best} takes {ratios[best]:.2f} of the time of {first.name}, the list's first ({batches})"
+    return replace(selection, trace=(*selection.trace[:at], winner, *rest), backend=backend, measured=note)
 
 
 def _ratio(key: tuple[str, str], base: tuple[str, str], entries: Sequence[Entry]) -> float | None:
-    """Geometric mean of one backend's times over another's; None unless it has one wherever the other has."""
+    """Geometric mean of one backend's times over another's; None unless it was measured wherever the other was."""
     logs = []
     for entry in entries:
         own = entry.times.get(key, {})
@@ -174,7 +175,7 @@ def _ratio(key: tuple[str, str], base: tuple[str, str], entries: Sequence[Entry]
 
 
 def state(device: Device) -> tuple[Path, int, int] | None:
-    """The file of a device and what changes with its content, or None when it is not there."""
+    """Return a device's file with a fingerprint of its content, or None if it does not exist."""
     file = place(device)
     try:
         found = file.stat()
@@ -184,7 +185,7 @@ def state(device: Device) -> tuple[Path, int, int] | None:
 
 
 def read(file: Path, device: Device) -> list[Entry] | str:
-    """A file's measurements of a device, or the sentence that says why they do not count."""
+    """Return a file's measurements of a device, or the reason why they are ignored."""
     try:
         state = file.stat()
     except OSError as error:
@@ -207,9 +208,9 @@ def _entry(entry: dict[str, Any]) -> Entry:
 
 
 def record(entries: Collection[Entry], device: Device, file: Path | None = None) -> Path:
-    """Write entries into a device's file, each in the place of an earlier one of the same request; the file.
+    """Write entries into a device's file, each replacing an earlier one of the same request; return the file.
 
-    A file that does not count is replaced.
+    An ignored file is replaced.
     """
     file = file or place(device)
     with _lock():

@@ -1,10 +1,10 @@
-"""How a command that takes minutes shows where it is: lines as they come and, on a terminal, a bar below them (rich's).
+"""Progress display of long-running commands: lines and, on a terminal, a bar below them (rich's).
 
     with display(Lines(), sys.stdout) as shown:
         shown.begin("torch", 40)
         shown.step(3, "12 tokens/s")
 
-Without a terminal or without rich, `Lines` serves a log, `Display` prints only what stays, and `Quiet` prints nothing.
+Without a terminal or without rich, `Lines` writes a log, `Display` prints only permanent lines, and `Quiet` prints nothing.
 """
 
 import contextlib
@@ -17,32 +17,32 @@ from attn.imports import installed
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
-_MILESTONES = 5  #: lines a bar that a log gets
+_MILESTONES = 5  #: log lines per bar
 
 
 class Display:
-    """Prints what stays, and no bar; the base of the others."""
+    """Prints permanent lines and no bar; the base of the others."""
 
     def say(self, text: str) -> None:
-        """A line or more that stays."""
+        """Print one or more permanent lines."""
         print(text, flush=True)
 
     def begin(self, name: str, total: int) -> None:
-        """A new bar."""
+        """Start a new bar."""
 
     def step(self, done: int, status: str, total: int | None = None, texts: Callable[[], list[str]] = list) -> None:
-        """How far the bar is, and of how much where that has changed; `texts` gives lines to show below it for now."""
+        """Update the bar, and its total if given; `texts` returns lines to show below it until the next update."""
 
 
 class Quiet(Display):
-    """Prints nothing: stdout is for JSON."""
+    """Prints nothing, so that stdout has only JSON."""
 
     def say(self, text: str) -> None:
         pass
 
 
 class Lines(Display):
-    """A line at every fifth of the way, for a log."""
+    """Prints a line at every fifth of the total, for a log."""
 
     def begin(self, name: str, total: int) -> None:
         self._name, self._total, self._passed = name, total, 0
@@ -55,11 +55,11 @@ class Lines(Display):
 
 
 class Bar(Display):
-    """Bars that grow below what is printed: done, elapsed and left, the status, and the texts of the moment."""
+    """Bars below the printed lines: progress, elapsed and remaining time, the status, and the current texts."""
 
     def __init__(self, terminal: TextIO, transient: bool, below_lines: bool) -> None:
-        """`terminal` is where the bar is; `below_lines`: what stays goes there too, else to stdout, which is elsewhere then.
-        `transient`: the bar is gone in the end."""
+        """`terminal`: the stream of the bar; `below_lines`: permanent lines go to it too, else to stdout, a different stream.
+        `transient`: the bar is removed at the end."""
         from rich import progress
         from rich.console import Console, RenderableType
         from rich.text import Text
@@ -81,7 +81,7 @@ class Bar(Display):
             progress.TextColumn("{task.fields[status]}", markup=False),
             console=Console(file=terminal),
             transient=transient,
-            redirect_stdout=below_lines,  # else rich sends to the terminal what is meant for a file
+            redirect_stdout=below_lines,  # else rich would redirect a file's stdout to the terminal
         )
 
     def say(self, text: str) -> None:
@@ -100,7 +100,7 @@ class Bar(Display):
 
 @contextlib.contextmanager
 def display(plain: Display, *streams: TextIO, transient: bool = True) -> Iterator[Display]:
-    """A bar on the first of the streams that is a terminal, where rich is installed; else `plain`."""
+    """Yield a bar on the first of the streams that is a terminal, if rich is installed; else `plain`."""
     terminal = next((stream for stream in streams if stream.isatty()), None)
     if terminal is None or not installed("rich"):
         yield plain

@@ -1,8 +1,8 @@
-"""What there is, what runs here and why: tables over the three registries, and the story of one choice.
+"""Reports: tables of the three registries, and the explanation of one choice.
 
 Everything shown is derived: names and paths from the registries, limits from the capability records, verdicts from the
-device at hand of each backend's own wing, evidence from what the conformance suite recorded. Nothing here raises
-because one backend is broken: a broken one is a row that says so.
+current device of each backend's framework, evidence from recorded conformance runs. A broken backend raises nothing: its
+row reports the error.
 """
 
 import os
@@ -19,7 +19,7 @@ from attn import envs, evidence, imports, machines, plugins, selector
 from attn.backend_enum import BackendEnum, load_candidate, registries
 from attn.backends.arguments import list_of_names
 from attn.backends.registry import AttentionBackendEnum, blocksparse_candidate
-from attn.capabilities import WINGS, AttentionType, Candidate, Capabilities, Device, Feature
+from attn.capabilities import FRAMEWORKS, AttentionType, Candidate, Capabilities, Device, Feature
 from attn.dtypes import framework_of_dtype
 from attn.hints import hints
 from attn.imports import version_of
@@ -29,11 +29,11 @@ from attn.verdicts import Selection, not_loadable
 REGISTRIES = registries()
 NOT_BUILT = "not built yet"
 _COLUMNS = (
-    "backend", "wing", "status", "evidence", "platforms", "needs",
+    "backend", "framework", "status", "evidence", "platforms", "needs",
     "dtypes", "head_size", "block_size", "kv cache", "features",
 )  # fmt: skip
 MARKS = ("<!-- backends:begin -->", "<!-- backends:end -->")
-#: Distributions that decide what runs; `attn env` tells their versions.
+#: Distributions that decide what runs; `attn env` prints their versions.
 DISTRIBUTIONS = (
     "attn", "numpy", "torch", "triton", "flash-attn", "flashinfer-python", "xformers", "intel-extension-for-pytorch",
     "aiter", "sageattention",
@@ -43,11 +43,11 @@ DISTRIBUTIONS = (
 
 @dataclass(frozen=True)
 class BackendRow:
-    """One backend: where it comes from, whether it runs here, what it serves, what was seen of it.
+    """One backend: its origin, whether it runs on this machine, what it serves, and its recorded evidence.
 
-    `framework` is its wing, or "" for one that belongs to neither; `origin` is built-in, overridden, custom or plugin;
-    `reasons` say why it does not run here (empty: it does); `evidence` is what conformance runs recorded; `limits` are
-    what a diffusion backend says beyond its capabilities, its error among them.
+    `framework` is "" for a backend that belongs to neither; `origin` is built-in, overridden, custom or plugin; `reasons`
+    say why it does not run on this machine (empty: it does); `evidence` is what conformance runs recorded; `limits` are a
+    diffusion backend's limits beyond its capabilities, including its declared error.
     """
 
     registry: str
@@ -68,7 +68,7 @@ class BackendRow:
 
     @property
     def verdict(self) -> str:
-        """`available`, `not built yet`, or every reason why it does not run here."""
+        """`available`, `not built yet`, or every reason why it does not run on this machine."""
         if not self.built:
             return NOT_BUILT
         return "; ".join(self.reasons) or "available"
@@ -90,7 +90,7 @@ class BackendRow:
         return " · ".join(part for part in parts if part)
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data."""
+        """Return the row as plain data."""
         can = self.capabilities
         return {
             "registry": self.registry,
@@ -120,7 +120,7 @@ class BackendRow:
 
 @dataclass(frozen=True)
 class BackendTable:
-    """Rows of `backends()`; prints as text, shows as a table in a notebook. `devices` names each wing's device."""
+    """Rows of `backends()`; prints as text, displays as a table in notebooks. `devices`: each framework's device."""
 
     rows: tuple[BackendRow, ...]
     devices: Mapping[str, str]
@@ -132,56 +132,56 @@ class BackendTable:
         return len(self.rows)
 
     def __getitem__(self, name: str) -> BackendRow:
-        """The first row of that name. Raises KeyError."""
+        """Return the first row called `name`. Raises KeyError."""
         for row in self.rows:
             if row.name == name:
                 return row
         raise KeyError(name)
 
     def __str__(self) -> str:
-        lines = [f"{wing}: {device}" for wing, device in self.devices.items()]
+        lines = [f"{framework}: {device}" for framework, device in self.devices.items()]
         for registry in dict.fromkeys(row.registry for row in self.rows):
             lines += ["", f"{registry} backends"]
             rows = [row for row in self.rows if row.registry == registry]
             cells = [(row.name, row.framework, row.evidence, row.verdict) for row in rows]
-            head, *body = text_table(("backend", "wing", "evidence", "here"), cells)
+            head, *body = text_table(("backend", "framework", "evidence", "here"), cells)
             lines.append(head)
             for row, line in zip(rows, body, strict=True):
                 lines += [line, *textwrap.wrap(row.serves, 112, initial_indent="      ", subsequent_indent="      ")]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{name}</th>" for name in ("registry", "backend", "wing", "here", "evidence", "serves"))
+        head = "".join(f"<th>{name}</th>" for name in ("registry", "backend", "framework", "here", "evidence", "serves"))
         body = "".join(
             f"<tr><td>{row.registry}</td><td><b>{escape(row.name)}</b></td><td>{row.framework}</td>"
             + "".join(f"<td style='text-align:left'>{escape(x)}</td>" for x in (row.verdict, row.evidence, row.serves))
             + "</tr>"
             for row in self.rows
         )
-        devices = ", ".join(f"{wing}: {device}" for wing, device in self.devices.items())
+        devices = ", ".join(f"{framework}: {device}" for framework, device in self.devices.items())
         return f"<p>{escape(devices)}</p><table><tr>{head}</tr>{body}</table>"
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as plain data, for `--json`."""
+        """Return the table as plain data, for `--json`."""
         return {"devices": dict(self.devices), "backends": [row.to_dict() for row in self.rows]}
 
 
 def backends(registry: str | None = None) -> BackendTable:
-    """Every backend of every registry (or of one: attention, mla_prefill, diffusion), custom ones and plugins included.
+    """List the backends of every registry (or of one: attention, mla_prefill, diffusion), including custom ones and plugins.
 
-    Raises ValueError for an unknown registry, and for nothing else.
+    Raises ValueError for an unknown registry only.
     """
     if registry is not None and registry not in REGISTRIES:
         raise ValueError(f"registry={registry!r} is unknown; known: {', '.join(REGISTRIES)}")
     reports = plugins.load()
-    devices = {wing: _device(wing) for wing in WINGS}
+    devices = {framework: _device(framework) for framework in FRAMEWORKS}
     rows = []
     for name, registered in REGISTRIES.items():
         if registry in (None, name):
             rows += [_row(name, registered[n], reports, devices) for n in registered.names()]
             rows += [_described(name, candidate, "built-in", devices) for candidate in _beside(name)]
             rows += [_plugin_row(name, report) for report in reports.values() if name == "attention" and report.problem]
-    return BackendTable(tuple(rows), {wing: str(device) for wing, device in devices.items()})
+    return BackendTable(tuple(rows), {framework: str(device) for framework, device in devices.items()})
 
 
 def explain(
@@ -201,16 +201,16 @@ def explain(
     disable: Collection[str] = (),
     assume: Collection[str] | None = None,
 ) -> Selection:
-    """Which backend a layer would get, and what speaks against each other candidate; print it.
+    """Explain which backend a layer would get and why each other candidate was rejected; print the result.
 
     Arguments are those of `get_attn_backend` and `attn.selector.select`, and:
-        backend: asks for one by name.
-        device: a machine that is not at hand, as a `Device` or by a product's name ("H100", "MI300X", "v6e").
-        assume: distributions that are installed there beside the framework and what its wheel brings (`["flashinfer"]`).
-            None: none for a `device`, and what is installed here without one.
+        backend: require this backend, by name.
+        device: explain for this device, present or not: a `Device` or a product's name ("H100", "MI300X", "v6e").
+        assume: distributions assumed to be installed, beside the framework and what its wheel installs (`["flashinfer"]`).
+            None: no others with `device`; without it, those installed on this machine.
 
-    `Selection.source` says who chose: `argument`, `context` (a force), the name of an environment variable, or `priority`
-    (the platform's list); `Selection.notes` say what was assumed and what would change the answer. Raises ValueError for
+    `Selection.source` says what made the choice: `argument`, `context` (a force), the name of an environment variable, or
+    `priority` (the platform's list); `Selection.notes` list assumptions and what would change the answer. Raises ValueError for
     malformed arguments; a request that no backend serves is a `Selection` without a winner.
     """
     request = selector.make_request(
@@ -234,26 +234,26 @@ def explain(
     with imports.assuming(machines.modules_of(taken), beside=not elsewhere):
         found = selector.select(request, framework=framework, backend=backend, device=device, disable=disable)
         if elsewhere:
-            notes = [f"assumed to be installed there: {', '.join([found.device.framework, *taken])}" + _MORE * (assume is None)]
+            notes = [f"assumed to be installed: {', '.join([found.device.framework, *taken])}" + _MORE * (assume is None)]
         else:
-            notes = [f"assumed beside what is here: {', '.join(taken)}"] if taken else []
+            notes = [f"assumed beside what is installed: {', '.join(taken)}"] if taken else []
             notes += AttentionBackendEnum[found.name].off_paths(found.device) if found.name else ()
         return replace(found, notes=(*notes, *hints(found)))
 
 
-#: Behind what was assumed by default.
-_MORE = ", what the framework's own wheel brings (name more with --assume, or assume=)"
+#: Suffix of the note on the default assumption.
+_MORE = ", which the framework's wheel installs (add packages with --assume or assume=)"
 
 
 def environment() -> dict[str, Any]:
-    """What a bug report needs: versions, devices, variables that are set, plugins and what became of them."""
+    """Return what a bug report needs: versions, devices, environment variables, and plugins with their status."""
     found = {name: version_of(name) for name in DISTRIBUTIONS}
     return {
         "attn": attn.__version__,
         "python": sys.version.split()[0],
         "system": f"{host.system()} {host.release()} {host.machine()}, {os.cpu_count()} cores",
         "versions": {name: version for name, version in found.items() if version and name != "attn"},
-        "devices": {wing: str(_device(wing)) for wing in WINGS},
+        "devices": {framework: str(_device(framework)) for framework in FRAMEWORKS},
         "variables": {name: value for name in envs.VARIABLES if (value := envs.read(name)) is not None},
         "plugins": {name: report.problem or f"ok: {report.value}" for name, report in plugins.load().items()},
         "unknown variables": {name: f"did you mean {meant}?" if meant else "unknown" for name, meant in envs.unknown().items()},
@@ -262,7 +262,7 @@ def environment() -> dict[str, Any]:
 
 
 def _all_off_paths() -> dict[str, str]:
-    """{registry and backend: the faster paths that are off here} of the backends that run here."""
+    """{registry and backend: the faster paths that are off} for the backends that run on this machine."""
     found = {}
     for row in backends():
         registry = REGISTRIES[row.registry]
@@ -270,7 +270,7 @@ def _all_off_paths() -> dict[str, str]:
             continue
         try:
             off = registry[row.name].off_paths()
-        except Exception as error:  # another's class may raise anything: its entry says so
+        except Exception as error:  # third-party classes may raise anything; report it in the entry
             off = (f"broken: {type(error).__name__}: {error}",)
         if off:
             found[f"{row.registry} {row.name}"] = "; ".join(off)
@@ -278,9 +278,9 @@ def _all_off_paths() -> dict[str, str]:
 
 
 def backend_tables() -> str:
-    """The tables of built-in backends in Markdown, the same on every machine that has both frameworks.
+    """Return the Markdown tables of built-in backends, identical on every machine that has both frameworks.
 
-    Overrides, custom backends and the device at hand do not enter; a test compares this with docs/reference/backends.md.
+    Overrides, custom backends and the current device have no effect. A test compares this with docs/reference/backends.md.
     """
     sections = []
     for name, registered in REGISTRIES.items():
@@ -293,17 +293,17 @@ def backend_tables() -> str:
 
 
 def replace_tables(page: str) -> str:
-    """`page` with the text between the two marks regenerated. Raises ValueError when the marks are not there."""
+    """Return `page` with the text between the two marks regenerated. Raises ValueError when a mark is missing."""
     begin, end = MARKS
     before, found, rest = page.partition(begin)
     _, closed, after = rest.partition(end)
     if not found or not closed:
-        raise ValueError(f"the page must contain {begin} and, after it, {end}")
+        raise ValueError(f"the page must contain {begin} followed by {end}")
     return f"{before}{begin}\n\n{backend_tables()}\n{end}{after}"
 
 
 def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lines of left-justified columns, two spaces apart."""
+    """Format rows as lines of left-justified columns, two spaces apart."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = []
     for cells in (head, *rows):
@@ -320,11 +320,11 @@ def _sizes(allowed: Sequence[object]) -> str:
     return ", ".join(map(str, allowed))
 
 
-def _device(wing: str) -> Device | str:
-    """The device at hand of a wing, or the sentence that says why there is none."""
+def _device(framework: str) -> Device | str:
+    """A framework's current device, or the reason why it has none."""
     try:
-        return platform_for(wing).device()
-    except Exception as error:  # a driver may raise anything; the other wing's rows must not suffer
+        return platform_for(framework).device()
+    except Exception as error:  # a driver may raise anything; the other framework's rows must still appear
         return str(error) or type(error).__name__
 
 
@@ -341,7 +341,7 @@ def _row(registry: str, member: Any, reports: Mapping[str, Any], devices: Mappin
 def _described(
     registry: str, candidate: Candidate, origin: str, devices: Mapping[str, Any], *, judge: bool = True
 ) -> BackendRow:
-    capabilities, framework = None, _wing_of_path(candidate.path)
+    capabilities, framework = None, _framework_of_path(candidate.path)
     blocks: tuple[str, ...] = ()
     features: tuple[str, ...] = ()
     limits: tuple[str, ...] = ()
@@ -356,7 +356,7 @@ def _described(
             if judge:
                 device = devices[framework]
                 reasons += [device] if isinstance(device, str) else capabilities.device_reasons(device)
-    except Exception as error:  # somebody else's class may hold or raise anything: its row says so, the others stand
+    except Exception as error:  # third-party classes may raise anything; report it in the row
         reasons.append(f"broken: {type(error).__name__}: {error}")
         capabilities, blocks, features, limits = None, (), (), ()
     return BackendRow(
@@ -366,7 +366,7 @@ def _described(
 
 
 def _beside(registry: str) -> list[Candidate]:
-    """What serves beside a registry's members: the selector's block-sparse branch is none of them."""
+    """Candidates outside a registry's members: the backend of the selector's block-sparse branch."""
     return [blocksparse_candidate()] if registry == "attention" else []
 
 
@@ -377,18 +377,18 @@ def _block_sizes(backend: Any) -> tuple[str, ...]:
 
 
 def _features(backend: Any) -> tuple[str, ...]:
-    """What it serves, in the order of `Feature`."""
+    """The features a backend serves, in the order of `Feature`."""
     has = backend.served_features() if hasattr(backend, "served_features") else backend.capabilities.features
     return tuple(feature.value for feature in Feature if feature in has)
 
 
-def _wing_of_path(path: str) -> str:
+def _framework_of_path(path: str) -> str:
     parts = path.split(".")
-    return parts[1] if parts[0] == "attn" and len(parts) > 1 and parts[1] in WINGS else ""
+    return parts[1] if parts[0] == "attn" and len(parts) > 1 and parts[1] in FRAMEWORKS else ""
 
 
 def _plugin_row(registry: str, report: plugins.PluginReport) -> BackendRow:
-    reasons = (f"plugin left out: {report.problem}",)
+    reasons = (f"plugin not loaded: {report.problem}",)
     return BackendRow(registry, report.name, report.value, "plugin", "", reasons, None, (), (), "")
 
 
@@ -413,5 +413,5 @@ def _table_cells(registry: str, candidate: Candidate) -> list[str]:
 
 
 def _cells(name: str, *rest: str) -> list[str]:
-    """A row of the tables, filled up with empty cells."""
+    """A table row, padded with empty cells."""
     return [f"`{name}`", *rest, *[""] * (len(_COLUMNS) - 1 - len(rest))]

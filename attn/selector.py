@@ -1,8 +1,8 @@
-"""Which attention backend serves a request: forced, asked for by the environment, or first on the platform's list.
+"""Select the attention backend for a request: a forced one, the environment's, or the first valid on the platform's list.
 
-vLLM's names and signatures, with what they leave open settled: a force is a context variable (it cannot leak into
-other threads or tasks, nor outlive its `with` block), every change of force, environment or registration takes effect
-at the next call, and a backend asked for by name is obeyed or refused with its reasons, never replaced.
+Names and signatures are vLLM's. In addition: a force is a context variable (it does not leak into other threads or tasks,
+nor outlive its `with` block); every change of force, environment or registration takes effect at the next call; and a
+backend requested by name is used or rejected with its reasons, never replaced.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from attn.backends.abstract import AttentionBackend
 from attn.backends.arguments import list_of_names, positive_int
 from attn.backends.registry import AttentionBackendEnum, blocksparse_candidate
 from attn.capabilities import AttentionType, Device, Feature, Request
-from attn.choice import Asked, asked_by_environment, asked_for, decide, member_of, place_of, wing_of_backend
+from attn.choice import Asked, asked_by_environment, asked_for, decide, framework_of_backend, member_of, place_of
 from attn.dtypes import dtype_name, framework_of_dtype
 from attn.imports import resolve_obj_by_qualname
 from attn.logger import fork_safe_lock, init_logger
@@ -33,7 +33,7 @@ _forced = contextvars.ContextVar[AttentionBackendEnum | None]("forced_attn_backe
 
 
 class _Key(NamedTuple):
-    """Everything that a choice depends on: its arguments, and what may change between two calls with the same."""
+    """Everything that a choice depends on: its arguments, and state that may change between calls."""
 
     head_size: object
     head_size_type: type
@@ -48,10 +48,10 @@ class _Key(NamedTuple):
     forced: AttentionBackendEnum | None
     generation: int  #: of the registries
     environment: tuple[object, ...]
-    measured: object  #: the state of what `attn.preferences` reads, where ATTN_PREFERENCES is set
+    measured: object  #: state of the file that `attn.preferences` reads, if ATTN_PREFERENCES is set
 
     def now(self) -> "_Key":
-        """The key of the same arguments at this moment."""
+        """Return the key of the same arguments and the current state."""
         environment = envs.selecting()
         measured = environment[_PREFERENCES] and _measuring(self.dtype)
         return self._replace(generation=generation(), environment=environment, measured=measured)
@@ -59,7 +59,7 @@ class _Key(NamedTuple):
 
 _PREFERENCES = envs.SELECTING.index("ATTN_PREFERENCES")
 _cache: dict[_Key, type[AttentionBackend]] = {}
-_CACHE_LIMIT = 4096  # far above what a process's models ask for; a caller that sweeps shapes must not grow it forever
+_CACHE_LIMIT = 4096  # more than any model needs; bounds memory when a caller sweeps shapes
 _cold = fork_safe_lock()
 
 
@@ -93,7 +93,7 @@ def get_env_variable_attn_backend() -> AttentionBackendEnum | None:
     Returns:
 
     * AttentionBackendEnum value if an override is specified
-    * None otherwise, also for a name that no backend has (selection itself refuses that name)
+    * None otherwise, also for an unknown name (selection rejects it)
     """
     asked = asked_by_environment(AttentionBackendEnum)
     return None if asked is None else backend_name_to_enum(asked[1])
@@ -118,7 +118,7 @@ def global_force_attn_backend(attn_backend: AttentionBackendEnum | str | None) -
 
     * attn_backend: backend selection (None to revert to auto)
 
-    Raises ValueError for a name that no backend has, TypeError for what is neither member nor name.
+    Raises ValueError for an unknown name, TypeError for anything that is neither a member nor a name.
     """
     _forced.set(None if attn_backend is None else member_of(AttentionBackendEnum, attn_backend))
 
@@ -163,9 +163,9 @@ def get_attn_backend(
         head_size: size of a query/key head.
         dtype: the model's dtype: a torch dtype, a jax or NumPy one, or its name. Its kind decides the framework.
         kv_cache_dtype: None or "auto" for the model's own, or one of `attn.dtypes.KV_CACHE_DTYPES`.
-        block_size: tokens a block of the paged cache.
-        is_attention_free: the model has no attention layers: the placeholder backend.
-        is_blocksparse: the block-sparse backend.
+        block_size: tokens per block of the paged cache.
+        is_attention_free: the model has no attention layers; selects the placeholder backend.
+        is_blocksparse: selects the block-sparse backend.
         use_mla: the layer is multi-head latent attention.
         wants: further keywords of `make_request` (`features`, `attn_type`, `num_heads`, `num_kv_heads`).
 
@@ -194,27 +194,27 @@ def _cached_get_attn_backend(
     use_v1: bool = False,
     use_mla: bool = False,
 ) -> type[AttentionBackend]:
-    """`get_attn_backend`, remembered under everything that the answer depends on. `use_v1` is accepted and unused."""
-    # Types are in the key because True == 1 == 1.0; loaded frameworks only matter to a dtype that is a bare string.
+    """Cached implementation of `get_attn_backend`, keyed by everything it depends on. `use_v1` is accepted and unused."""
+    # Types are in the key because True == 1 == 1.0; the loaded frameworks matter only for a dtype given as a string.
     loaded = ("torch" in sys.modules, "jax" in sys.modules) if type(dtype) is str else None
     environment = envs.selecting()
-    # A `_Key` by position: a plain tuple finds an equal NamedTuple, whose own constructor takes as long as the look-up.
+    # A plain tuple in `_Key`'s order: it equals the NamedTuple, whose constructor takes as long as the look-up.
     plain = (
         head_size, type(head_size), dtype, kv_cache_dtype, block_size, type(block_size), is_attention_free, is_blocksparse,
         use_mla, loaded, _forced.get(), generation(), environment, environment[_PREFERENCES] and _measuring(dtype),
     )  # fmt: skip
     try:
         return _cache[plain]  # type: ignore[index]
-    except (KeyError, TypeError):  # TypeError: an argument so wrong that it has no hash; make_request names it
+    except (KeyError, TypeError):  # TypeError: an unhashable argument; make_request reports it
         pass
     request = make_request(head_size, dtype, kv_cache_dtype, block_size, use_mla=use_mla)
-    plugins.load()  # outside the lock, since a plugin may select while it loads
+    plugins.load()  # outside the lock, since a plugin may call the selector while loading
     with _cold():
         key = _Key(*plain).now()
         if key in _cache:
             return _cache[key]
         found = _backend_for(request, dtype, is_attention_free, is_blocksparse)
-        if key == key.now():  # nothing changed it meanwhile
+        if key == key.now():  # unchanged since the start
             if len(_cache) >= _CACHE_LIMIT:
                 _cache.clear()
             _cache[key] = found
@@ -222,13 +222,13 @@ def _cached_get_attn_backend(
 
 
 def _measuring(dtype: Any) -> object:
-    """The state of what `attn.preferences` reads, where ATTN_PREFERENCES is set: some microseconds a call."""
+    """State of the file that `attn.preferences` reads, if ATTN_PREFERENCES is set: a few microseconds per call."""
     platform = platform_for(_framework(dtype))
     return preferences.on() and (platform.deterministic(), preferences.state(platform.device()))
 
 
 def forget() -> None:
-    """Let every choice be made anew."""
+    """Clear the cache of choices."""
     _cache.clear()
 
 
@@ -236,7 +236,7 @@ _cached_get_attn_backend.cache_clear = forget  # type: ignore[attr-defined]  # v
 
 
 def _backend_for(request: Request, dtype: Any, is_attention_free: bool, is_blocksparse: bool) -> type[AttentionBackend]:
-    """vLLM's three branches: block-sparse, attention-free, and everything else."""
+    """Select as vLLM does, in three branches: block-sparse, attention-free, and everything else."""
     if is_blocksparse:
         logger.info_once("Using BlocksparseFlashAttention backend.")
         framework = _framework(dtype)
@@ -263,10 +263,10 @@ def make_request(
     num_heads: int | None = None,
     num_kv_heads: int | None = None,
 ) -> Request:
-    """A `Request` from a caller's words: any framework's dtype, NumPy integers, None for the defaults.
+    """Make a `Request` from any framework's dtype, NumPy integers, and None for defaults.
 
-    `features` is a list (or set) of names, never one string. Raises ValueError naming the argument, its value and what
-    is allowed.
+    `features` is a list (or set) of names, not one string. Raises ValueError with the argument, its value and the allowed
+    values.
     """
     wanted = {*list_of_names("features", features), *({Feature.MLA} if use_mla else ())}
     return Request(
@@ -291,15 +291,15 @@ def select(
     disable: Collection[str] = (),
     measured: bool = True,
 ) -> Selection:
-    """The decision with all its reasons.
+    """Select a backend and return the decision with all its reasons.
 
-    Who is asked, in order: the force of this context, `backend`, ATTN_BACKEND (or VLLM_ATTENTION_BACKEND), the
-    platform's priority list. `disable` (a list of names) and ATTN_DISABLE keep names out of automatic choice. `device`
-    may describe a machine that is not at hand ("what would serve on an MI300?"). Raises ValueError for an unknown name; a
-    request that nobody serves is a `Selection` without a winner (`require()` raises).
+    In order of precedence: the force of this context, `backend`, ATTN_BACKEND (or VLLM_ATTENTION_BACKEND), the platform's
+    priority list. `disable` (a list of names) and ATTN_DISABLE exclude backends from automatic choice. `device` may describe
+    a device that is not present ("what would serve on an MI300?"). Raises ValueError for an unknown name; for a request that
+    no backend serves, returns a `Selection` without a winner (its `require()` raises).
 
-    With ATTN_PREFERENCES set, times measured here (`attn tune`) may put a valid backend before the list's first, unless
-    `measured` is False (`attn.preferences`).
+    With ATTN_PREFERENCES set, times measured on this machine (`attn tune`) may put a valid backend before the list's first,
+    unless `measured` is False (`attn.preferences`).
     """
     asked = _asked(backend)
     platform, device = place_of(asked, framework, platform, device)
@@ -309,10 +309,10 @@ def select(
 
 
 def _asked(backend: AttentionBackendEnum | str | None) -> Asked:
-    """The backend asked for by name: by the force of this context, by `backend`, or by the environment."""
+    """Return the backend requested by name: by the force of this context, by `backend`, or by the environment."""
     return asked_for(AttentionBackendEnum, ((_forced.get(), "context"), (backend, "argument")))
 
 
 def _framework(dtype: Any) -> str:
-    """The wing for a dtype: its own, that of a backend asked for by name, or the default one."""
-    return framework_of_dtype(dtype) or wing_of_backend(_asked(None).member) or default_framework()
+    """Return the framework for a dtype: its own, else that of a backend requested by name, else the default."""
+    return framework_of_dtype(dtype) or framework_of_backend(_asked(None).member) or default_framework()

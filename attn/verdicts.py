@@ -1,7 +1,7 @@
-"""The decision, as a pure function: candidates, a request and a device in; a `Selection` with every reason out.
+"""Selection as a pure function: takes candidates, a request and a device; returns a `Selection` with every reason.
 
-Nothing here probes, imports or logs, so "what would be picked on another machine?" is answered by passing another
-`Device`. A backend asked for by name walks the same function with a list of one.
+Nothing in this module probes, imports or logs, so passing another `Device` answers what would be chosen on that device. A
+backend requested by name goes through the same function, as a list of one.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ from attn.errors import BackendLoadError, UnsupportedError
 
 @dataclass(frozen=True)
 class Verdict:
-    """What was found of one candidate: `reasons` why not, empty when it serves; `error` is the exception behind them,
-    if the candidate broke instead of declining."""
+    """The result for one candidate: `reasons` for rejection, empty when it serves; `error` is the exception behind them,
+    if the candidate failed to load."""
 
     name: str
     path: str
@@ -33,12 +33,12 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Selection:
-    """A decision and how it came about.
+    """A decision, with the reasons for it.
 
-    `winner` is the first candidate that serves, or None; `trace` holds a `Verdict` for every candidate, in order;
-    `source` says who drew up the list: `argument`, `context` (a force), the environment variable's name, or `priority`;
-    `measured` what times of this machine did to its order, or why they did nothing (empty: they were not asked for);
-    `notes` what else a person should know of it: assumptions, what would change it, paths that are off (`attn.explain`).
+    `winner` is the first candidate that serves, or None; `trace` holds a `Verdict` for every candidate, in order; `source`
+    says where the candidates come from: `argument`, `context` (a force), the environment variable's name, or `priority`;
+    `measured` says how times measured on this machine changed the order, or why they did not (empty: not consulted);
+    `notes` list assumptions, what would change the answer, and faster paths that are off (`attn.explain`).
     """
 
     request: Request
@@ -59,31 +59,31 @@ class Selection:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """What speaks against the candidates that do not serve, a sentence each; an empty list is a reason too."""
+        """Why each other candidate was rejected, a sentence each; an empty candidate list is a reason too."""
         if not self.trace:
-            return (f"{self.device.framework} on {self.device.platform} lists no backend for such a request",)
+            return (f"no backend registered for this request on {self.device.framework}/{self.device.platform}",)
         return tuple(f"{v.name}: {v}" for v in self.trace if not v.ok)
 
     def __str__(self) -> str:
-        asked = "" if self.source == "priority" else f", asked for by {self.source}"
+        asked = "" if self.source == "priority" else f", requested by {self.source}"
         lines = [f"{self.name or 'no backend'} for {self.request} on {self.device}{asked}"]
         width = max((len(v.name) for v in self.trace), default=0)
         for verdict in self.trace:
             mark = "->" if verdict is self.winner else "  "
             lines.append(f"  {mark} {verdict.name:<{width}}  {verdict}")
         lines += [] if self.trace else [f"     {self.reasons[0]}"]
-        lines += [f"  measured here: {self.measured}"] if self.measured else []
+        lines += [f"  measured on this machine: {self.measured}"] if self.measured else []
         lines += [f"  {note}" for note in self.notes]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        """For notebooks: the answer, what was asked, and a row a candidate, each reason on a line of its own."""
+        """Return HTML for notebooks: the answer, the request, and a row per candidate with one reason per line."""
         if not self.trace:
             return f"<p>{escape(str(self))}</p>"
-        asked = "the platform's list" if self.source == "priority" else f"asked for by {self.source}"
+        asked = "the platform's list" if self.source == "priority" else f"requested by {self.source}"
         words = "".join(f"<code style='{_CHIP}'>{escape(word)}</code> " for word in _words(str(self.request)))
         rows = "".join(_html_row(verdict, verdict is self.winner) for verdict in self.trace)
-        measured = f"<p style='{_LEFT}'><i>measured here:</i> {escape(self.measured)}</p>" if self.measured else ""
+        measured = f"<p style='{_LEFT}'><i>measured on this machine:</i> {escape(self.measured)}</p>" if self.measured else ""
         notes = "".join(f"<p style='{_LEFT}'>{escape(note)}</p>" for note in self.notes)
         return (
             f"<div><p style='{_LEFT}'><b>{escape(self.name or 'no backend')}</b> on {escape(str(self.device))} "
@@ -93,7 +93,7 @@ class Selection:
         )
 
     def to_dict(self) -> dict[str, object]:
-        """The same as plain data, for `--json`."""
+        """Return the selection as plain data, for `--json`."""
         return {
             "backend": self.name,
             "source": self.source,
@@ -106,8 +106,8 @@ class Selection:
         }
 
     def require(self) -> type[Any]:
-        """The winner's class. Without one, raises `UnsupportedError` with the whole table, or, for a backend asked for
-        by name that broke while loading, `BackendLoadError` from what it raised."""
+        """Return the winner's class. Without one, raise `UnsupportedError` with the whole table, or `BackendLoadError` with
+        its cause for a backend that was requested by name and failed to load."""
         if self.backend is not None:
             return self.backend
         message = f"Invalid attention backend for {self.device.name or self.device.platform}\n{self}"
@@ -118,22 +118,22 @@ class Selection:
 
 
 _LEFT = "text-align:left"
-_CHIP = "background:#8882;border-radius:4px;padding:0 4px"  # half transparent, so that it fits dark pages too
+_CHIP = "background:#8882;border-radius:4px;padding:0 4px"  # half transparent, readable on light and dark pages
 
 
 def _words(request: str) -> list[str]:
-    """The words of a request; a set of features is one of them."""
+    """Split a request into words; the set of features is one word."""
     head, found, features = request.partition(" features=")
     return [*head.split(), *([f"features={features}"] if found else [])]
 
 
 def _html_row(verdict: Verdict, wins: bool) -> str:
     mark, tint = ("&rarr;", ";background:#0a02") if wins else ("", "")
-    said = "<br>".join(map(escape, verdict.reasons)) or ("ok" if wins else "ok, behind it on the list")
+    text = "<br>".join(map(escape, verdict.reasons)) or ("ok" if wins else "ok, but later in the list")
     colour = "" if verdict.ok else ";color:gray"
     return (
         f"<tr style='vertical-align:top{tint}'><td>{mark}</td><td style='{_LEFT}'><b>{escape(verdict.name)}</b></td>"
-        f"<td style='{_LEFT}{colour}'>{said}</td></tr>"
+        f"<td style='{_LEFT}{colour}'>{text}</td></tr>"
     )
 
 
@@ -147,20 +147,20 @@ def not_loadable(candidate: Candidate) -> tuple[str, ...]:
 
 
 def judge(candidate: Candidate, request: Request, device: Device) -> Verdict:
-    """Every reason against one candidate. A class without capabilities cannot be judged: it is taken at its word."""
+    """Collect every reason to reject one candidate. A class without capabilities states no limits and is accepted."""
     reasons, error = list(not_loadable(candidate)), candidate.error
     why_not = getattr(candidate.backend, "why_not", None)
     if why_not is not None:
         try:
             reasons += why_not(request, device)
-        except Exception as broken:  # a vendor that is there but broken may show only now, and must not hinder the others
+        except Exception as broken:  # a broken vendor package may fail only here; the other candidates must still be judged
             reasons.append(f"{type(broken).__name__}: {broken}")
             error = None if candidate.missing else broken
     return Verdict(candidate.name, candidate.path, tuple(reasons), error)
 
 
 def choose(candidates: Sequence[Candidate], request: Request, device: Device, source: str = "priority") -> Selection:
-    """The first of `candidates` that serves `request` on `device`, with the reasons against every other one."""
+    """Choose the first of `candidates` that serves `request` on `device`, with the reasons for rejecting the others."""
     trace = tuple(judge(candidate, request, device) for candidate in candidates)
     winner = next((c.backend for c, v in zip(candidates, trace, strict=True) if v.ok), None)
     return Selection(request, device, trace, source, winner)

@@ -177,7 +177,7 @@ def test_list_compiles_nothing(command):
     ("line", "said"),
     [
         ("--target toy --kernel toys", "attn: --kernel toys is unknown; toy has toy, other"),
-        ("--target toy --case nothing", "attn: no case of toy matches; attn aot --target toy --list shows them"),
+        ("--target toy --case nothing", "attn: no case of toy matches; list them with attn aot --target toy --list"),
         ("--target toy --jobs 0", "attn: --jobs 0 must be at least 1"),
     ],
 )

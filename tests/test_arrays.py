@@ -261,5 +261,5 @@ def test_an_output_buffer_does_not_cross() -> None:
     from attn.torch import Attention
 
     layer = Attention(2, 16, backend="TORCH_SDPA")
-    with pytest.raises(ValueError, match="cannot cross frameworks: call forward"):
+    with pytest.raises(ValueError, match="cannot be converted: call forward"):
         layer.impl(layer, np.ones((1, 2, 16), np.float32), None, None, None, None, np.ones((1, 2, 16), np.float32))

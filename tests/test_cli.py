@@ -76,7 +76,11 @@ def test_explain_a_device_that_is_not_here(capsys):
     code, out, _ = call(capsys, "explain --head-size 128 --platform tpu --arch v6e")
     assert "priority list of jax on tpu" in out
     code, out, _ = call(capsys, "explain --head-size 128 --dtype bfloat16 --device H100 --assume flashinfer,xformers")
-    assert code == 0 and out.startswith("TRITON_ATTN for") and "installed there: torch, triton, flashinfer, xformers" in out
+    assert (
+        code == 0
+        and out.startswith("TRITON_ATTN for")
+        and "assumed to be installed: torch, triton, flashinfer, xformers" in out
+    )
 
 
 def test_explain_all_the_arguments(capsys):
@@ -165,7 +169,7 @@ def test_conform(capsys):
 )
 def test_conform_that_examines_nothing_is_exit_code_1(capsys, argv, words):
     code, _, err = call(capsys, argv)
-    assert code == 1 and err.startswith("attn: not examined: ") and words in err and err.count("\n") == 1
+    assert code == 1 and err.startswith("attn: not tested: ") and words in err and err.count("\n") == 1
     code, out, err = call(capsys, f"{argv} --json")
     assert code == 1 and not json.loads(out)["ok"] and words in err
 
@@ -256,9 +260,12 @@ def test_an_unknown_backend_in_the_environment_is_named(capsys, monkeypatch):
         ("explian", "invalid choice: 'explian'"),
         ("explain", "the following arguments are required: --head-size"),
         ("explain --head-size many", "invalid int value: 'many'"),
-        ("explain --head-size 64 --arch sm_90", "--arch and --device-name describe a device of a --platform"),
+        ("explain --head-size 64 --arch sm_90", "--arch and --device-name require --platform"),
         ("backends --registry video", "invalid choice: 'video'"),
-        ("explain --head-size 64 --device H100 --arch sm_90", "--device names a device; --platform, --arch and --device-name"),
+        (
+            "explain --head-size 64 --device H100 --arch sm_90",
+            "--device cannot be combined with --platform, --arch or --device-name",
+        ),
         ("bench --limit many", "invalid float value: 'many'"),
     ],
 )

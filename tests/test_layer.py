@@ -191,5 +191,5 @@ def test_pages_that_fit_nowhere(kind: str) -> None:
             layer.load_pages(cache, ids, keys, values)
     with pytest.raises(ShapeError, match=r"keys has shape .*: must be \[1, 16, "):
         layer.load_pages(cache, [0], keys, values)
-    with pytest.raises(DTypeError, match=r"keys has dtype int32: must be a float dtype \(numbers\), or float32"):
+    with pytest.raises(DTypeError, match=r"keys has dtype int32: must be a float dtype \(values\) or float32"):
         layer.load_pages(cache, [0, 1], array(kind.split()[0], np.zeros(keys.shape, np.int32)), values)

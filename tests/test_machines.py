@@ -40,7 +40,7 @@ def test_a_device_by_the_name_that_people_use(name, framework, device):
     [
         ("H1000", None, "Unknown device: 'H1000'. Did you mean H100? Valid options are: V100"),
         ("", None, "Unknown device: ''. Valid options are"),
-        ("v6e", "torch", "device 'v6e' is not served under torch"),
+        ("v6e", "torch", "device 'v6e' is not supported by torch"),
     ],
 )
 def test_a_name_of_no_device(name, framework, words):
@@ -125,13 +125,13 @@ def test_an_h100_is_answered_for_as_one_with_what_torch_brings(triton_here):
     for device in ("H100", Device("torch", "cuda", "NVIDIA H100", "sm_90")):
         found = attn.explain(*ASK, device=device)
         assert found.name == "TRITON_ATTN" and str(found.device) == "NVIDIA H100 (torch)"
-        assert found.notes[0].startswith("assumed to be installed there: torch, triton, what the framework's own wheel brings")
+        assert found.notes[0].startswith("assumed to be installed: torch, triton, which the framework's wheel installs")
 
 
 def test_packages_that_are_named_count_and_others_do_not(triton_here):
     found = attn.explain(*ASK, device="A100", assume=["flashinfer", "flash-attn"], block_size=256)
     assert found.name == "FLASH_ATTN" and found.trace[1].name == "FLASHINFER" and found.trace[1].ok
-    assert found.notes == ("assumed to be installed there: torch, triton, flashinfer, flash-attn",)
+    assert found.notes == ("assumed to be installed: torch, triton, flashinfer, flash-attn",)
     xformers = next(verdict for verdict in found.trace if verdict.name == "XFORMERS")
     assert xformers.reasons == ("xformers is not installed (pip install xformers)",)
 
@@ -153,7 +153,7 @@ def test_what_would_change_the_answer_is_said(triton_here):
 @pytest.mark.parametrize(("device", "platform"), [(None, "cuda"), ("MI300X", "rocm")])
 def test_a_head_size_that_no_accelerators_kernel_takes(device, platform):
     [hint] = [note for note in attn.explain(7, "float32", framework="torch", device=device).notes if "head_size" in note]
-    assert hint.startswith(f"no kernel made for {platform} takes head_size=7 (") and "TRITON_ATTN" in hint
+    assert hint.startswith(f"no kernel for {platform} supports head_size=7 (") and "TRITON_ATTN" in hint
     assert not any("head_size" in note for note in attn.explain(64, "float32", framework="torch", device=device).notes)
 
 
@@ -165,7 +165,7 @@ def test_notes_are_in_every_form_of_the_answer():
 
 def test_an_assumption_about_the_machine_that_is_here():
     found = attn.explain(64, "float32", framework="torch", assume=["intel-extension-for-pytorch"])
-    assert found.notes[0] == "assumed beside what is here: intel-extension-for-pytorch"
+    assert found.notes[0] == "assumed beside what is installed: intel-extension-for-pytorch"
     assert next(verdict for verdict in found.trace if verdict.name == "IPEX").ok
 
 

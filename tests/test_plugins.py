@@ -95,7 +95,7 @@ def test_a_bad_plugin_is_named_and_harms_no_other(kind, entry_points, make_backe
     assert [r.levelname for r in caplog.records if "BAD" in r.getMessage()] == ["WARNING"]
     plugins.forget()
     plugins.load()
-    assert len([r for r in caplog.records if "is left out" in r.getMessage()]) == 1
+    assert len([r for r in caplog.records if "is not loaded" in r.getMessage()]) == 1
 
 
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, GeneratorExit])
@@ -120,7 +120,7 @@ def test_names_that_are_taken_are_refused(entry_points, make_backend):
     found = problems()
     assert found["FLASH_ATTN"] == "FLASH_ATTN is the name of a built-in backend"
     assert found["MINE"] == "MINE is registered already" and AttentionBackendEnum["MINE"].get_class() is mine
-    assert found["TWICE"] == "" and found["TWICE (b_package:Backend)"] == "duplicate name: a_package:Backend has it already"
+    assert found["TWICE"] == "" and found["TWICE (b_package:Backend)"] == "duplicate name: a_package:Backend already has it"
     assert "must be letters, digits and underscores" in found["has-dash"]
     assert not AttentionBackendEnum.FLASH_ATTN.is_overridden()
 
@@ -146,7 +146,7 @@ def test_the_allow_list(allowed, loaded, entry_points, make_backend, monkeypatch
     assert {point.name for point in points if point.loads} == loaded
     assert {found[name] for name in set("AB") - loaded} <= {"not in ATTN_PLUGINS"}
     missing = set((allowed or "").replace(" ", "").split(",")) - {"A", "B", ""}
-    said = [f"ATTN_PLUGINS names {name}, which no installed package brings: there are: A, B" for name in missing]
+    said = [f"ATTN_PLUGINS lists {name}, which no installed package provides: installed: A, B" for name in missing]
     assert [record.getMessage() for record in caplog.records] == said
 
 

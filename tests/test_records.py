@@ -98,7 +98,7 @@ def test_words_that_no_backend_serves_yet_are_those_that_no_record_lists():
         for registry, backend in (parameter.values for parameter in RECORDS):
             plain = plainest(registry, backend)
             said = backend.why_not(replace(plain, features=plain.features | {"cascade", "tree_mask"}))
-            assert "cascade not supported: no backend of this library serves it yet" in said
+            assert "cascade not supported: no built-in backend serves it yet" in said
             assert not any("tree_mask" in why and "yet" in why for why in said)
 
 

@@ -178,7 +178,7 @@ def test_explain_says_who_asked(monkeypatch):
     assert attn.explain(64, "float32", backend="TORCH_SDPA").source == "argument"
     monkeypatch.setenv("ATTN_BACKEND", "TORCH_SDPA")
     selection = attn.explain(64, "float32")
-    assert selection.source == "ATTN_BACKEND" and "asked for by ATTN_BACKEND" in str(selection)
+    assert selection.source == "ATTN_BACKEND" and "requested by ATTN_BACKEND" in str(selection)
     with attn.global_force_attn_backend_context_manager("XLA_ATTN"):
         assert attn.explain(64, "float32").source == "context"
 

@@ -58,7 +58,7 @@ class World:
 GOOD = lambda: Batch.from_lens([5], [5], [[1]], 16)  # noqa: E731
 
 BAD: dict[str, tuple[type[Exception], str, Callable[[World], Any]]] = {
-    "an unbuilt batch": (TypeError, "build it from the neutral batch", lambda w: w.call(GOOD())),
+    "an unbuilt batch": (TypeError, "build it from a batch", lambda w: w.call(GOOD())),
     "a batch of another block size": (
         MetadataError, "block_size = 8: must be 16", lambda w: w.build(Batch.from_lens([5], [5], [[1, 2]], 8))),
     "a cache of another block size": (
@@ -82,15 +82,15 @@ BAD: dict[str, tuple[type[Exception], str, Callable[[World], Any]]] = {
         DTypeError, "kv_cache has dtype", lambda w: w.call(
             w.build(GOOD()), cache=w.array(np.zeros(w.layer.backend.get_kv_cache_shape(8, 16, 2, 16)), "bfloat16"))),
     "a query of another framework": (
-        TypeError, "query is an array of (torch|jax): must be one of (torch|jax), as the layer", lambda w: w.call(
+        TypeError, "query is an array of (torch|jax): must be of (torch|jax), the layer's framework", lambda w: w.call(
             w.build(GOOD()), query=w.foreign(np.ones((8, 4, 16))))),
     "a key of another framework": (
-        TypeError, "key is an array of (torch|jax): must be one of (jax|torch), as the layer", lambda w: w.call(
+        TypeError, "key is an array of (torch|jax): must be of (jax|torch), the layer's framework", lambda w: w.call(
             w.build(GOOD()), rows=8, key=w.foreign(np.ones((8, 2, 16))))),
     "a query that is no array": (
         TypeError, "query is a list: must be an array of (jax|torch)", lambda w: w.call(w.build(GOOD()), query=[[1.0]])),
     "a query of another dtype than the layer": (
-        DTypeError, r"query has dtype bfloat16, the layer is one of float32: .*dtype=", lambda w: w.call(
+        DTypeError, r"query has dtype bfloat16, the layer float32: .*dtype=", lambda w: w.call(
             w.build(GOOD()), rows=8, dtype="bfloat16")),
     "a cache of other heads": (
         ShapeError, "kv_cache", lambda w: w.call(
@@ -99,7 +99,7 @@ BAD: dict[str, tuple[type[Exception], str, Callable[[World], Any]]] = {
 
 
 @pytest.mark.parametrize(
-    ("argument", "allowed"), [("alibi_slopes", "finite"), ("sinks", "a number, or -inf for a head without one")]
+    ("argument", "allowed"), [("alibi_slopes", "finite"), ("sinks", "a number, or -inf for a head without a sink")]
 )
 @pytest.mark.parametrize("make", [list, np.array], ids=["list", "array"])
 @pytest.mark.parametrize("name", BACKENDS)
@@ -221,9 +221,9 @@ def test_latent_layers_name_what_is_wrong_too(framework: str) -> None:
     metadata = layer.build(Batch.from_lens([8], [8], [[1]], 64))
     make = {"torch": lambda x, dtype: torch.ones(x, dtype=getattr(torch, dtype)), "jax": jnp.ones}
     ours, other = (make[name] for name in (("torch", "jax") if framework == "torch" else ("jax", "torch")))
-    with pytest.raises(TypeError, match=rf"query is an array of \w+: must be one of {framework}, as the layer"):
+    with pytest.raises(TypeError, match=rf"query is an array of \w+: must be of {framework}, the layer's framework"):
         layer(*(other(shape, "float32") for shape in shapes), cache, metadata)
-    with pytest.raises(DTypeError, match=r"query has dtype bfloat16, the layer is one of float32: .*dtype="):
+    with pytest.raises(DTypeError, match=r"query has dtype bfloat16, the layer float32: .*dtype="):
         layer(*(ours(shape, "bfloat16") for shape in shapes), cache, metadata)
 
 

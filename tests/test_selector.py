@@ -512,7 +512,7 @@ def test_attention_free_needs_no_framework(three, monkeypatch):
     assert found is PlaceholderAttentionBackend
     assert get_attn_backend(64, "float32", None, 16, True, num_heads=4) is found
     impl = found.get_impl_cls()(8, 64, 0.125, None, None, None, "auto", None, "decoder", None)
-    with pytest.raises(UnsupportedError, match="NO_ATTENTION computes nothing"):
+    with pytest.raises(UnsupportedError, match="NO_ATTENTION was selected"):
         impl.forward(None, None, None, None, None, None)
     assert found.get_builder_cls() is PlaceholderAttentionMetadataBuilder
     assert found.get_builder_cls()(None).build(0, "batch").common == "batch"

@@ -1,12 +1,12 @@
 """The interface that every attention backend of every framework implements.
 
-Names and signatures are vLLM's. What is added is what makes a choice explainable and a call safe:
-`AttentionBackend.capabilities` and `why_not` (why a request is refused), `AttentionImpl.__call__` (arrays of any
-framework in and out), `do_kv_cache_update` (the cache write apart from the attention) and `logical_kv_cache` (a cache
-of any layout seen as keys and values).
+Names and signatures are vLLM's. Added are members that explain choices and make calls safe:
+`AttentionBackend.capabilities` and `why_not` (why a request is rejected), `AttentionImpl.__call__` (takes and returns
+arrays of any framework), `do_kv_cache_update` (the cache write without the attention) and `logical_kv_cache` (a cache of any
+layout viewed as keys and values).
 
 Shape letters: T tokens in the batch, R requests, S longest context, H query heads, K kv heads, D head_size, N blocks,
-P block_size. An array of the framework that the implementation lives in is `Array`.
+P block_size. `Array` is an array of the implementation's framework.
 """
 
 from abc import ABC, abstractmethod
@@ -50,7 +50,7 @@ T = TypeVar("T", bound=AttentionMetadata)
 
 @dataclass(frozen=True)
 class KVCacheSpec:
-    """The cache that one layer (or a group of equal layers) keeps: what a metadata builder needs to know of it."""
+    """The cache of one layer (or a group of equal layers), as a metadata builder needs to know it."""
 
     block_size: int
     num_kv_heads: int
@@ -63,7 +63,7 @@ class KVCacheSpec:
 
 
 class AttentionLayer(Protocol):
-    """The layer an implementation is called from: where the scales of quantised tensors ride."""
+    """The layer from which an implementation is called; it holds the scales of quantised tensors."""
 
     _q_scale: Array
     _k_scale: Array
@@ -79,10 +79,10 @@ class AttentionLayer(Protocol):
 class AttentionBackend(ABC):
     """Abstract class for attention backends.
 
-    An author declares facts as class data: `name`, `metadata_cls`, `builder_cls`, `block_sizes` and one `capabilities` record.
-    `impl_cls` is set by the implementation's class statement (`class MyImpl(Template, backend=MyBackend)`). The interface's
-    methods return these, and selection, error texts, the tables and the conformance cases follow from them. A class may
-    override the methods instead.
+    A backend declares its properties as class data: `name`, `metadata_cls`, `builder_cls`, `block_sizes` and one
+    `capabilities` record. `impl_cls` is set by the implementation's class statement (`class MyImpl(Template,
+    backend=MyBackend)`). The interface's methods return these; selection, error messages, the tables and the conformance cases
+    are derived from them. A class may override the methods instead.
     """
 
     # For some attention backends, we allocate an output tensor before
@@ -90,22 +90,22 @@ class AttentionBackend(ABC):
     # makes sure the output tensor is allocated inside the cudagraph.
     accept_output_buffer: bool = False
 
-    #: What the registry, messages and tables call this backend.
+    #: The backend's name in the registry, messages and tables.
     name: ClassVar[str]
     impl_cls: ClassVar[type["AttentionImpl[Any]"]]
     metadata_cls: ClassVar[type[AttentionMetadata]]
     builder_cls: ClassVar[type["AttentionMetadataBuilder[Any]"]]
 
-    #: Tokens that a block of the cache may hold: sizes, or rules for them.
+    #: Supported numbers of tokens per cache block: sizes, or rules for them.
     block_sizes: ClassVar[tuple[int | MultipleOf, ...]] = (MultipleOf(1),)
 
-    #: What this backend serves; None (a class written for vLLM's interface alone) cannot be judged beforehand.
+    #: What this backend serves; None (a class written for vLLM's interface only): no limits are known.
     capabilities: ClassVar[Capabilities | None] = None
 
-    #: Platforms on which an interpreter executes this backend's kernels: evidence from there is never of the device.
+    #: Platforms on which an interpreter executes this backend's kernels: evidence from them is not evidence of the device.
     interpreted_on: ClassVar[tuple[str, ...]] = ()
 
-    #: Elements that the keys of one layer's cache may span on a GPU (None: any number); a call refuses more.
+    #: Maximum number of elements that the keys of one layer's cache span on a GPU (None: no limit); a call rejects more.
     max_cache_span: ClassVar[int | None] = None
 
     @classmethod
@@ -155,8 +155,8 @@ class AttentionBackend(ABC):
 
     @staticmethod
     def logical_kv_cache(kv_cache: Array) -> tuple[Array, Array]:
-        """A cache of this backend's shape as (keys [N, P, K, D], values [N, P, K, D]): views where the framework has
-        them, for inspection, tests and transfer."""
+        """Return a cache of this backend's shape as (keys [N, P, K, D], values [N, P, K, D]): views if the framework has
+        them; for inspection, tests and transfer."""
         raise NotImplementedError
 
     @classmethod
@@ -165,21 +165,21 @@ class AttentionBackend(ABC):
 
     @classmethod
     def served_features(cls) -> frozenset[str]:
-        """The record's features, with the log-sum-exp where the implementation returns it."""
+        """Return the record's features, with `lse` if the implementation returns it."""
         declared = frozenset[str]() if cls.capabilities is None else cls.capabilities.features
         return with_lse(declared, cls.get_impl_cls().can_return_lse_for_decode)
 
     @classmethod
     def off_paths(cls, device: Device | None = None) -> tuple[str, ...]:
-        """A sentence for each faster path of this backend that is off on `device` (None: the one here), and why: a kernel
-        that the installed compiler cannot build, for instance. Shown by `attn explain`, `attn env` and `attn bench`."""
+        """Return a sentence for each faster path of this backend that is off on `device` (None: the current one), with the
+        reason, such as a kernel that the installed compiler cannot build. Shown by `attn explain`, `attn env`, `attn bench`."""
         return ()
 
     @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
-        """Every reason why this backend does not serve `request` (on `device`); empty when it does.
+        """Return every reason why this backend does not serve `request` (on `device`); empty if it does.
 
-        A backend whose limits depend on each other overrides this, calls super, and adds those combinations only.
+        A backend whose limits depend on each other overrides this, calls super, and adds the reasons for those combinations.
         """
         if cls.capabilities is None:
             return []
@@ -192,10 +192,10 @@ class AttentionBackend(ABC):
 
 
 class AttentionMetadataBuilder(ABC, Generic[T]):
-    """Turns the neutral batch into one backend's metadata, of `metadata_cls`, once a batch.
+    """Converts the framework-neutral batch into one backend's metadata, of `metadata_cls`, once per batch.
 
-    `device` is the framework's device (None: its default). Builders keep no state between batches, but
-    for the plans of CUDA graphs where a backend has `build_for_cudagraph_capture`.
+    `device` is the framework's device (None: its default). Builders keep no state between batches, except the plans of CUDA
+    graphs if a backend has `build_for_cudagraph_capture`.
     """
 
     metadata_cls: type[T]
@@ -208,18 +208,17 @@ class AttentionMetadataBuilder(ABC, Generic[T]):
 
     @abstractmethod
     def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> T:
-        """This backend's metadata for the batch.
+        """Build this backend's metadata for the batch.
 
-        `common_prefix_len` tokens (a multiple of block_size) are known to be shared by all requests: a hint that a
-        backend with cascade attention may use and any other may ignore. Raises `MetadataError` for a batch that
-        contradicts itself.
+        `common_prefix_len` tokens (a multiple of block_size) are known to be shared by all requests: a hint that a backend
+        with cascade attention may use and others ignore. Raises `MetadataError` for an inconsistent batch.
         """
         raise NotImplementedError
 
 
 class AttentionImpl(Implementation, ABC, Generic[T]):
-    """One layer's attention. Arguments of `forward` are arrays of the framework that the implementation lives in;
-    calling the object itself takes arrays of any framework (`attn.arrays`)."""
+    """One layer's attention. `forward` takes arrays of the implementation's framework; calling the object takes arrays of any
+    framework (`attn.arrays`)."""
 
     # Whether the attention impl can return the softmax lse for decode.
     # Some features like decode context parallelism require the softmax lse.
@@ -230,12 +229,12 @@ class AttentionImpl(Implementation, ABC, Generic[T]):
     need_to_return_lse_for_decode: bool = False
 
     backend: ClassVar[type[AttentionBackend]]
-    #: "torch" or "jax": what `__call__` converts to.
+    #: "torch" or "jax": the framework to which `__call__` converts.
     framework: ClassVar[str] = "torch"
-    #: Whether `torch.compile` can look through `forward`; a layer whose implementation says no is one operator of a graph.
+    #: Whether `torch.compile` can trace `forward`; if not, the layer is one operator of a graph.
     traceable: ClassVar[bool] = True
 
-    #: The dtype of the activations that the layer around it was built for, by name; None where there is no such layer.
+    #: Name of the activation dtype that the enclosing layer was built for; None without a layer.
     layer_dtype: str | None = None
 
     dcp_world_size: int
@@ -288,20 +287,20 @@ class AttentionImpl(Implementation, ABC, Generic[T]):
         output_scale: Array | None = None,
         output_block_scale: Array | None = None,
     ) -> Array:
-        """Attention of one layer over one batch.
+        """Compute attention of one layer over one batch.
 
-        query: [T, H, D]; key, value: [T, K, D], written to `kv_cache` first unless the layer shares another's cache or
-        they are None; output: [T, H, D] to fill, or None. Returns the output; where `need_to_return_lse_for_decode` is
-        set, (output, lse [H, T] float32, or float64 for float64 queries, natural log, sinks excluded). Rows at or past
-        `num_actual_tokens` are left alone. `attn_metadata` None is a profiling run: zeros.
+        query: [T, H, D]; key, value: [T, K, D], written to `kv_cache` first unless the layer shares another's cache or they
+        are None; output: [T, H, D] buffer to fill, or None. Returns the output; if `need_to_return_lse_for_decode` is set,
+        (output, lse [H, T] float32, or float64 for float64 queries, natural log, sinks excluded). Rows at or past
+        `num_actual_tokens` are not touched. `attn_metadata` None is a profiling run: returns zeros.
         """
         raise NotImplementedError
 
     def do_kv_cache_update(
         self, layer: AttentionLayer, key: Array, value: Array, kv_cache: Array, slot_mapping: Array
     ) -> Array:
-        """Write key, value [T, K, D] at `slot_mapping` [T] (block * P + offset; -1 writes nothing), quantising if the
-        cache is. Returns the cache: the same object, changed, under torch; a new value under jax."""
+        """Write key, value [T, K, D] at `slot_mapping` [T] (block * P + offset; -1 writes nothing), quantised if the cache
+        is. Returns the cache: under torch the same object, changed; under jax a new array."""
         raise NotImplementedError
 
     def __call__(
@@ -316,10 +315,10 @@ class AttentionImpl(Implementation, ABC, Generic[T]):
         output_scale: Any = None,
         output_block_scale: Any = None,
     ) -> Any:
-        """`forward` for arrays of any framework: in by DLPack, out as the query came. The cache does not cross (it is
-        born in this implementation's framework), neither do gradients nor an output buffer."""
+        """Call `forward` with arrays of any framework: converted by DLPack, the output returned in the query's framework. The
+        cache is not converted (it belongs to this implementation's framework), nor are gradients or an output buffer."""
         if output is not None:
-            raise ValueError("output= is written in place and cannot cross frameworks: call forward(), or leave it out")
+            raise ValueError("output= is written in place and cannot be converted: call forward(), or omit it")
 
         def native(x: Any) -> Any:
             return x if x is None or isinstance(x, int | float) else arrays.to_framework(x, self.framework)
@@ -358,11 +357,11 @@ class AttentionImpl(Implementation, ABC, Generic[T]):
         return False
 
     def process_weights_after_loading(self, act_dtype: Any) -> None:
-        """Called once after a model's weights are there; `act_dtype` is the activations' dtype."""
+        """Called once after a model's weights are loaded; `act_dtype` is the activations' dtype."""
 
 
 class MLAAttentionImpl(AttentionImpl[T], Generic[T]):
-    """Multi-head latent attention: the same contract, with the latent's dimensions and projections."""
+    """Multi-head latent attention: the same interface, with the latent's dimensions and projections."""
 
     @abstractmethod
     def __init__(

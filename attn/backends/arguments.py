@@ -1,6 +1,6 @@
-"""A layer's constructor arguments: checked, normalised, and turned into the features they ask for.
+"""Check and normalise a layer's constructor arguments, and derive the features that they require.
 
-Shared by the templates of both wings, so that the same nonsense gets the same sentence everywhere.
+Shared by the templates of both frameworks, so that the same invalid argument raises the same message everywhere.
 """
 
 import math
@@ -15,7 +15,7 @@ Window = tuple[int | None, int | None]
 
 
 def as_int(value: Any) -> int | None:
-    """`value` as an int, NumPy's integers included; None for anything else, bools and floats among it."""
+    """Return `value` as an int, including NumPy's integers; None for anything else, including bools and floats."""
     try:
         return None if isinstance(value, bool) else operator.index(value)
     except TypeError:
@@ -23,14 +23,14 @@ def as_int(value: Any) -> int | None:
 
 
 def as_flag(value: Any) -> bool | None:
-    """`value` as a bool, NumPy's included; None for anything else. Truth is no test: "no" and [False] are true."""
+    """Return `value` as a bool, including NumPy's; None for anything else (not by truth value: "no" and [False] are true)."""
     import numpy as np
 
     return bool(value) if isinstance(value, bool | np.bool_) else None
 
 
 def check_flag(name: str, value: Any) -> bool:
-    """`value` as a bool. Raises ValueError unless it is one."""
+    """Return `value` as a bool. Raises ValueError unless it is one."""
     flag = value if isinstance(value, bool) else as_flag(value)
     if flag is None:
         raise ValueError(f"{name}={value!r} must be True or False")
@@ -38,7 +38,7 @@ def check_flag(name: str, value: Any) -> bool:
 
 
 def positive_int(name: str, value: Any) -> int:
-    """`value` as an int. Raises ValueError unless it is one of at least 1."""
+    """Return `value` as an int. Raises ValueError unless it is an int of at least 1."""
     number = as_int(value)
     if number is None or number < 1:
         raise ValueError(f"{name}={value!r} must be a positive int")
@@ -46,7 +46,7 @@ def positive_int(name: str, value: Any) -> int:
 
 
 def natural_int(name: str, value: Any) -> int:
-    """`value` as an int. Raises ValueError unless it is one of at least 0."""
+    """Return `value` as an int. Raises ValueError unless it is an int of at least 0."""
     number = as_int(value)
     if number is None or number < 0:
         raise ValueError(f"{name}={value!r} must be an int of at least 0")
@@ -54,7 +54,7 @@ def natural_int(name: str, value: Any) -> int:
 
 
 def list_of_names(name: str, value: Collection[str]) -> tuple[str, ...]:
-    """`value` as a tuple. Raises ValueError for a bare string, which would be taken letter by letter."""
+    """Return `value` as a tuple. Raises ValueError for a string, which would be split into letters."""
     if isinstance(value, str):
         raise ValueError(f"{name}={str(value)!r} must be a list of names, such as [{str(value)!r}]")
     if not isinstance(value, Collection):
@@ -63,9 +63,9 @@ def list_of_names(name: str, value: Collection[str]) -> tuple[str, ...]:
 
 
 def rank_of_numbers(name: str, value: Any) -> int:
-    """How many dimensions a number (0), an array of any framework or a list has. Raises ValueError for anything else.
+    """Return the rank of a number (0), an array of any framework or a list. Raises ValueError for anything else.
 
-    What stands in an array is for the wing that computes with it to check: looking here could fetch it from a device.
+    The values of an array are checked by the framework that computes with it: reading them could copy it from a device.
     """
     import numpy as np
 
@@ -81,11 +81,11 @@ def rank_of_numbers(name: str, value: Any) -> int:
 
 
 def check_per_head(name: str, values: Any) -> None:
-    """Raise ValueError for an `alibi_slopes` that is not finite or a `sinks` that is NaN (-inf is no sink), where the values
-    are a list or a NumPy array.
+    """Raise ValueError for non-finite `alibi_slopes` or NaN `sinks` (-inf means no sink), if the values are a list or a NumPy
+    array.
 
-    A framework's own array is not looked at, wherever it lies: it may be a parameter whose weights are loaded later, and
-    values on a device would have to be waited for. NaN in one reaches the outputs of its head, as NaN anywhere does.
+    A framework's array is not inspected on any device: it may be a parameter whose weights are loaded later, and values on
+    a device would block. NaN in one propagates to the outputs of its head, as any NaN does.
     """
     import numpy as np
 
@@ -95,22 +95,22 @@ def check_per_head(name: str, values: Any) -> None:
     bad = np.isnan(numbers) if name == "sinks" else ~np.isfinite(numbers)
     if bad.any():
         at = tuple(int(i) for i in np.argwhere(bad)[0])
-        allowed = "a number, or -inf for a head without one" if name == "sinks" else "finite"
+        allowed = "a number, or -inf for a head without a sink" if name == "sinks" else "finite"
         raise ValueError(f"{name}{list(at)} = {numbers[at]}: must be {allowed}")
 
 
 def _number(name: str, value: Any) -> float:
-    """`value` as a float; bools and strings are none."""
+    """Return `value` as a float; bools and strings are rejected."""
     try:
         if isinstance(value, bool | str):
-            raise TypeError(f"{type(value).__name__} is no number")
+            raise TypeError(f"{type(value).__name__} is not a number")
         return float(value)
     except TypeError as error:
         raise ValueError(f"{name}={value!r} must be a number") from error
 
 
 def check_heads(num_heads: int, num_kv_heads: int | None, head_size: int) -> tuple[int, int, int]:
-    """(num_heads, num_kv_heads, head_size) as ints, the second defaulting to the first. Raises ValueError."""
+    """Return (num_heads, num_kv_heads, head_size) as ints; num_kv_heads defaults to num_heads. Raises ValueError."""
     num_heads = positive_int("num_heads", num_heads)
     num_kv_heads = num_heads if num_kv_heads is None else positive_int("num_kv_heads", num_kv_heads)
     head_size = positive_int("head_size", head_size)
@@ -120,7 +120,7 @@ def check_heads(num_heads: int, num_kv_heads: int | None, head_size: int) -> tup
 
 
 def check_scale(scale: float | None, head_size: int) -> float:
-    """The softmax scale as a float; None means 1 / sqrt(head_size). Raises ValueError unless finite and not zero."""
+    """Return the softmax scale as a float; None means 1 / sqrt(head_size). Raises ValueError unless finite and not zero."""
     if scale is None:
         return 1.0 / math.sqrt(head_size)
     number = _number("scale", scale)
@@ -130,15 +130,15 @@ def check_scale(scale: float | None, head_size: int) -> float:
 
 
 def fold_sign(query: Any, scale: float) -> Any:
-    """The query that gives the scores of `scale` when a kernel is passed `abs(scale)`: negated where the scale is negative.
+    """Return the query to pass to a kernel with `abs(scale)` to get the scores of `scale`: negated if scale is negative.
 
-    Many fused kernels need a positive scale: they mask scores with -inf, or take their maximum, before they scale.
+    Many fused kernels need a positive scale: they mask scores with -inf, or take their maximum, before scaling.
     """
     return -query if scale < 0 else query
 
 
 def check_soft_cap(logits_soft_cap: float | None) -> float | None:
-    """The soft cap, None when off (None or 0). Raises ValueError unless finite and not negative."""
+    """Return the soft cap, None when off (None or 0). Raises ValueError unless finite and not negative."""
     if logits_soft_cap is None:
         return None
     number = _number("logits_soft_cap", logits_soft_cap)
@@ -148,18 +148,18 @@ def check_soft_cap(logits_soft_cap: float | None) -> float | None:
 
 
 def check_attn_type(attn_type: str) -> str:
-    """`attn_type` if it is one of the four. Raises ValueError."""
+    """Return `attn_type` if it is one of the four. Raises ValueError otherwise."""
     if attn_type not in ATTN_TYPES:
         raise ValueError(f"attn_type={attn_type!r} is unknown; known: {', '.join(ATTN_TYPES)}")
     return attn_type
 
 
 def window_pair(sliding_window: int | Window | None, attn_type: str, name: str = "sliding_window") -> Window:
-    """(left, right), inclusive key distances, None for unbounded.
+    """Return the window as (left, right), inclusive key distances, None for unbounded.
 
-    An int W is vLLM's window of W keys: (W - 1, 0) for decoders, (W - 1, W - 1) for encoders. A pair is taken as it
-    is. Raises ValueError, with the argument's `name`, for anything negative, W = 0 included: the conventions that give -1 a
-    meaning end at adapters.
+    An int W is vLLM's window of W keys: (W - 1, 0) for decoders, (W - 1, W - 1) for encoders. A pair is used as is. Raises
+    ValueError, with the argument's `name`, for any negative value and for W = 0: adapters translate conventions in which -1
+    has a meaning.
     """
     if sliding_window is None:
         return (None, None)
@@ -169,7 +169,7 @@ def window_pair(sliding_window: int | Window | None, attn_type: str, name: str =
             raise ValueError(f"{name}={width} must be at least 1 (a window of W keys), or None")
         return (width - 1, width - 1 if attn_type in ENCODER_TYPES else 0)
     try:
-        left, right = sliding_window  # type: ignore[misc]  # what is no pair is told below
+        left, right = sliding_window  # type: ignore[misc]  # anything but a pair raises below
     except (TypeError, ValueError):
         raise ValueError(f"{name}={sliding_window!r} must be an int, a (left, right) pair, or None") from None
     for side, distance in (("left", left), ("right", right)):
@@ -186,10 +186,10 @@ def layer_features(
     sinks: Any,
     kv_sharing_target_layer_name: str | None,
 ) -> frozenset[str]:
-    """The features that a layer with these (normalised) arguments needs of its backend.
+    """Return the features that a layer with these (normalised) arguments requires of its backend.
 
-    A right bound of 0 is causality itself and costs no feature; a finite right bound above it is two-sided. Raises
-    ValueError for a `kv_sharing_target_layer_name` that is no name: False would share, and so write nothing.
+    A right bound of 0 is causality and needs no feature; a finite right bound above 0 is two-sided. Raises ValueError for a
+    `kv_sharing_target_layer_name` that is not a name: False would enable sharing, and so write nothing.
     """
     if kv_sharing_target_layer_name is not None and not isinstance(kv_sharing_target_layer_name, str):
         raise ValueError(f"kv_sharing_target_layer_name={kv_sharing_target_layer_name!r} must be the name of a layer, or None")
@@ -205,7 +205,7 @@ def layer_features(
 
 
 def refuse(backend: Any, request: Request) -> None:
-    """Raise `UnsupportedError` with the reasons of backend class `backend` against `request`, if it has any."""
+    """Raise `UnsupportedError` with the reasons of backend class `backend` for rejecting `request`, if any."""
     reasons = backend.why_not(request)
     if reasons:
         raise UnsupportedError(f"{backend.get_name()} does not serve {request}: {'; '.join(reasons)}", reasons)

@@ -1,9 +1,9 @@
-"""The neutral batch: what every backend's metadata is built from, and the checks that it makes sense.
+"""The framework-neutral batch from which every backend's metadata is built, and its consistency checks.
 
-A batch is R requests with T new tokens in all, packed without padding between them; each request's keys live in blocks
-of a paged cache, found through its row of the block table. The arrays may belong to any framework (or NumPy); the
-caller owns them and may reuse them for the next batch once the step is done. Checks look only at what is on the host
-(NumPy arrays, and the mirrors that the caller supplied): they never fetch from a device, unless ATTN_DEBUG asks for it.
+A batch is R requests with T new tokens in total, packed without padding between them; each request's keys are in blocks of
+a paged cache, listed in its row of the block table. The arrays may belong to any framework (or NumPy); the caller owns them
+and may reuse them for the next batch once the step is done. Checks read only host data (NumPy arrays, and the mirrors that
+the caller passed): they never copy from a device, unless ATTN_DEBUG requests it.
 """
 
 import functools
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     IntArray = npt.NDArray[np.integer[Any]]
 
-PAD_SLOT_ID = -1  #: a slot that is not to be written
+PAD_SLOT_ID = -1  #: marks a token that is not written to the cache
 INT32_MAX = 2**31 - 1
 
 
@@ -33,23 +33,23 @@ class AttentionMetadata:
 
 @dataclass
 class CommonAttentionMetadata:
-    """One batch, in no framework's terms.
+    """One batch, independent of the framework.
 
     query_start_loc: [R + 1] int32, cumulative number of new tokens; request r owns rows [r], [r + 1).
     seq_lens: [R] int32, tokens in the cache once this batch is written (context plus new).
     block_table: [R, B] int32, physical block ids in order; entries past ceil(seq_len / P) are never read.
     slot_mapping: [T] int64 (int32 under jax), block * P + offset of each new token; -1 writes nothing.
-    num_actual_tokens: rows of the packed arrays that are real; the rest is padding and is left alone.
-    max_query_len, max_seq_len: host ints, at least the true maxima (a bound fit for a captured graph).
+    num_actual_tokens: rows of the packed arrays that hold tokens; the rest is padding and is not touched.
+    max_query_len, max_seq_len: host ints, at least the true maxima (upper bounds, as for a captured graph).
     causal: bottom-right causal masking, True or False; False for encoder-like use of a paged cache, and cross attention.
-    query_start_loc_cpu, seq_lens_cpu: NumPy mirrors (the arrays themselves, if they are NumPy's); without them no host
-        check of lengths is made.
-    tree_mask: [R, W, W] bool or None. A request with q_len <= W attends, among its own new tokens, where the top-left
-        q_len x q_len part says; all earlier context stays visible; requests with q_len > W are causal. A token attends
+    query_start_loc_cpu, seq_lens_cpu: NumPy mirrors (the arrays themselves, if they are NumPy's); without them, lengths are
+        not checked on the host.
+    tree_mask: [R, W, W] bool or None. For a request with q_len <= W, the top-left q_len x q_len part says which of its own
+        new tokens each new token sees; all earlier context stays visible; requests with q_len > W are causal. A token sees
         itself and its ancestors, which come before it: the part in use is lower triangular with a true diagonal.
         W = 0 is the same as None.
     dcp_local_seq_lens: [R] int32, this rank's share of seq_lens under decode context parallelism.
-    block_size: P that the table and the slots were made for, if known; a layer of another one refuses the batch.
+    block_size: P that the table and the slots were made for, if known; a layer with another P rejects the batch.
     """
 
     query_start_loc: Any
@@ -86,16 +86,16 @@ class CommonAttentionMetadata:
         strict: bool = True,
         writes: bool = True,
     ) -> Self:
-        """A batch from plain lengths; slots follow from the block table. NumPy arrays throughout, checked.
+        """Create a checked batch of NumPy arrays from lengths; slots are computed from the block table.
 
-        query_lens, seq_lens: [R] ints, the new tokens of each request, and all of its tokens, *the new ones included*.
-        block_table: [R, B] ints, or ragged (a list of ids for each request); shorter rows are filled up with -1.
-        strict: refuse a causal request with more new tokens than tokens in all. False keeps what is defined for it: the
-            leading rows see no key, give 0, and write nothing (slot -1). Cross attention is `causal=False`.
+        query_lens, seq_lens: [R] ints, the new tokens of each request, and all of its tokens, *including the new ones*.
+        block_table: [R, B] ints, or ragged (a list of ids per request); shorter rows are padded with -1.
+        strict: reject a causal request with more new tokens than tokens in total. False keeps what is defined for it: the
+            leading rows see no key, return 0, and write nothing (slot -1). Cross attention is `causal=False`.
         writes: whether the new tokens' keys and values are written. False: they are in the cache already, or belong to a
-            layer whose cache is shared; every slot is -1, and requests may have any page in common, their last one too.
+            layer whose cache is shared; every slot is -1, and requests may share any page, including their last one.
 
-        Raises `MetadataError`, `ShapeError` or `DTypeError`, naming the argument and the place in it.
+        Raises `MetadataError`, `ShapeError` or `DTypeError`, with the argument and the position in it.
         """
         import numpy as np
 
@@ -131,21 +131,21 @@ class CommonAttentionMetadata:
         return batch
 
     def query_lens_cpu(self) -> "IntArray | None":
-        """[R] new tokens a request, from the host mirror."""
+        """New tokens per request, [R], from the host mirror."""
         start = self.query_start_loc_cpu
         return None if start is None else start[1:] - start[:-1]
 
     @property
     def has_trees(self) -> bool:
-        """Whether `tree_mask` says anything: one without nodes, [R, 0, 0], does not."""
+        """Whether `tree_mask` is in use: one without nodes, [R, 0, 0], is not."""
         return self.tree_mask is not None and self.tree_mask.shape[1] > 0
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with some fields changed."""
+        """Return a copy with some fields changed."""
         return replace(self, **changes)
 
     def on_host(self) -> Self:
-        """A copy with every array fetched to the host, so that `validate` sees all values: it waits for the device."""
+        """Return a copy with every array copied to the host, so that `validate` sees all values. Waits for the device."""
         arrays = {
             f.name: to_framework(value, "numpy")
             for f in fields(self)
@@ -154,16 +154,16 @@ class CommonAttentionMetadata:
         return self.replace(**arrays, query_start_loc_cpu=None, seq_lens_cpu=None)
 
     def validate(self, block_size: int, num_blocks: int | None = None, *, strict: bool = False) -> Self:
-        """Check the batch against itself; returns it.
+        """Check the batch for consistency; returns it.
 
-        Static facts (ranks, integer dtypes, agreement of extents) always; values where they are on the host; block
-        tables and slots there also against `num_blocks`, when that is given. `strict` refuses q_len > seq_len in a
-        causal batch, as `from_lens` does; it is otherwise defined (the leading rows see no key). Raises `ShapeError`,
-        `DTypeError` or `MetadataError` (field, index, value, bound). O(R) on the host, no device access.
+        Ranks, integer dtypes and matching extents are always checked; values only where they are on the host; block tables
+        and slots on the host also against `num_blocks`, if given. `strict` rejects q_len > seq_len in a causal batch, as
+        `from_lens` does; otherwise it is allowed (the leading rows see no key). Raises `ShapeError`, `DTypeError` or
+        `MetadataError` (field, index, value, bound). O(R) on the host, no device access.
         """
         _check_int("block_size", block_size, 1)
         if self.block_size not in (None, block_size):
-            raise MetadataError("block_size", None, self.block_size, f"{block_size}, as the layer that is to read the batch")
+            raise MetadataError("block_size", None, self.block_size, f"{block_size}, as in the layer")
         self._check_static()
         if self.query_start_loc_cpu is not None:
             self._check_query_start_loc(self.query_start_loc_cpu)
@@ -204,7 +204,7 @@ class CommonAttentionMetadata:
         if start[0] != 0:
             raise MetadataError("query_start_loc", 0, int(start[0]), "0")
         before, after = start[:-1], start[1:]
-        falls = after < before  # compared, not subtracted: a difference of int32 may wrap
+        falls = after < before  # compared, not subtracted: an int32 difference may overflow
         if falls.any():
             i = int(falls.argmax())
             raise MetadataError("query_start_loc", i + 1, int(after[i]), f"at least {before[i]}, the entry before it")
@@ -234,7 +234,7 @@ class CommonAttentionMetadata:
             raise MetadataError("seq_lens", i, int(seq[i]), bound)
 
     def _check_tree(self, tree: "npt.NDArray[np.bool_] | None") -> None:
-        """The trees in use: a token attends itself, and none that comes after it; only for a mask that is on the host."""
+        """Check the trees in use, if on the host: a token sees itself and no later token."""
         import numpy as np
 
         query_lens = self.query_lens_cpu()
@@ -249,7 +249,7 @@ class CommonAttentionMetadata:
             raise MetadataError("tree_mask", (r, i, j), bool(tree[r, i, j]), bound)
 
     def _check_blocks(self, block_size: int, num_blocks: int) -> None:
-        """Live block ids against the cache's extent; only for a table that is on the host already."""
+        """Check the block ids in use against the number of blocks, if the table is on the host."""
         import numpy as np
 
         if isinstance(self.block_table, np.ndarray) and self.seq_lens_cpu is not None:
@@ -263,7 +263,7 @@ class CommonAttentionMetadata:
                 raise MetadataError("block_table", (r, c), int(self.block_table[r, c]), bound)
 
     def _check_slots(self, num_slots: int | None) -> None:
-        """Slots against each other and the cache's extent, if known; only for slots that are on the host already."""
+        """Check the slots for duplicates and, if known, against the number of slots, if they are on the host."""
         import numpy as np
 
         if isinstance(self.slot_mapping, np.ndarray):
@@ -284,7 +284,7 @@ class CommonAttentionMetadata:
 
 
 def _on_host(array: Any) -> Any:
-    """`array` if it is NumPy's, else None."""
+    """Return `array` if it is a NumPy array, else None."""
     import numpy as np
 
     return array if isinstance(array, np.ndarray) else None
@@ -308,12 +308,12 @@ def _flag(name: str, value: Any) -> bool:
 
 @functools.cache
 def _kind(dtype: Any) -> str:
-    """A dtype's name; kept, since NumPy takes a microsecond to spell one."""
+    """Return a dtype's name; cached, since NumPy takes a microsecond to format one."""
     return str(dtype).removeprefix("torch.")
 
 
 def _check_array(name: str, array: Any, want: tuple[int | None, ...], kinds: tuple[str, ...]) -> None:
-    """Rank, first extent (the only one that is ever known) and dtype, by attributes that every framework has."""
+    """Check rank, the extents in `want` that are not None, and dtype, by attributes that every framework's arrays have."""
     shape = getattr(array, "shape", None)
     if shape is None:
         raise DTypeError(f"{name} is a {type(array).__name__}: must be an array of {' or '.join(kinds)}")
@@ -333,7 +333,7 @@ def _check_mirror(name: str, array: Any, extent: int) -> None:
 
 
 def _int32(name: str, values: Any, row: int | None = None) -> "IntArray":
-    """Plain lengths (or, with `row`, one row of a block table) as int32; refuses what would be rounded or wrapped."""
+    """Convert lengths (or, with `row`, one row of a block table) to int32; reject values that would round or overflow."""
     import numpy as np
 
     array = np.asarray(values)
@@ -342,7 +342,7 @@ def _int32(name: str, values: Any, row: int | None = None) -> "IntArray":
         raise ShapeError(f"{place} has shape {list(array.shape)}: must be [{letter}]")
     if array.size and array.dtype.kind not in "iu":
         raise DTypeError(f"{name} has dtype {array.dtype}: must be integers")
-    least = 0 if row is None else -INT32_MAX - 1  # entries of a table that are never read may be anything
+    least = 0 if row is None else -INT32_MAX - 1  # entries of a table that are never read may have any value
     bad = (array < least) | (array > INT32_MAX)
     if bad.any():
         i = int(bad.argmax())
@@ -351,9 +351,9 @@ def _int32(name: str, values: Any, row: int | None = None) -> "IntArray":
 
 
 def _table(rows: "Sequence[Sequence[int]] | Sequence[IntArray] | IntArray") -> "IntArray":
-    """A block table, ragged or not, as [R, B] int32, short rows filled up with -1; always a copy.
+    """Convert a block table, ragged or not, to [R, B] int32, short rows padded with -1; always a copy.
 
-    Plain integers are converted all at once. Whatever is none is looked at row by row, for an error that names its place.
+    Integers are converted at once. Other input is converted row by row, so that the error states the position.
     """
     import numpy as np
 
@@ -373,7 +373,7 @@ def _table(rows: "Sequence[Sequence[int]] | Sequence[IntArray] | IntArray") -> "
 
 
 def _joined(rows: list[Any]) -> "IntArray | None":
-    """The entries of all rows one after the other as int32, or None where they are not plainly integers of 32 bits."""
+    """Concatenate the entries of all rows as int32; None if they are not all integers of 32 bits."""
     import numpy as np
 
     if rows and all(isinstance(row, np.ndarray) and row.ndim == 1 and row.dtype.kind in "iu" for row in rows):
@@ -382,7 +382,7 @@ def _joined(rows: list[Any]) -> "IntArray | None":
     if not {*map(type, rows)} <= {list, tuple, range} or any(type(row[0]) is bool for row in rows if row):
         return None
     packed = {n: struct.Struct(f"{n}i").pack for n in {*map(len, rows)}}
-    try:  # the fastest conversion of a list of ints that takes nothing but integers, and none that is too large
+    try:  # the fastest conversion of a list that accepts only integers within range
         return np.frombuffer(b"".join([packed[len(row)](*row) for row in rows]), np.int32)
     except struct.error:
         return None
@@ -393,7 +393,7 @@ def _fits_int32(numbers: "IntArray") -> bool:
 
 
 def slots_of(block_table: "IntArray", request: "IntArray", position: "IntArray", block_size: int) -> "IntArray":
-    """[T] int64 slots of tokens at `position` of `request` (each [T]); -1 for a position before the sequence."""
+    """Return the [T] int64 slots of tokens at `position` of `request` (each [T]); -1 for a position before the sequence."""
     import numpy as np
 
     if not len(position) or not block_table.shape[1]:  # without columns every sequence is empty

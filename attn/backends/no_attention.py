@@ -1,11 +1,11 @@
-"""NO_ATTENTION as a member of the registry: the placeholder, chosen by name."""
+"""NO_ATTENTION, the placeholder backend as a member of the registry."""
 
 from attn.backends.placeholder_attn import PlaceholderAttentionBackend
 from attn.capabilities import Device, Request
 
 
 class NoAttentionBackend(PlaceholderAttentionBackend):
-    """Serves attention-free models on every platform; refuses any request for attention."""
+    """Serves attention-free models on every platform; rejects every request for attention."""
 
     @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:

@@ -1,8 +1,8 @@
-"""What the paged backends of both wings share: the cache's plain shape, and a layer's checked arguments.
+"""The framework-neutral part of paged backends: the cache's default shape, and a layer's checked arguments.
 
-The wings' templates (`attn.torch.backends._paged`, `attn.jax.backends._paged`) add the arrays: metadata, cache write and
-the call itself. Every limit is in the backend's capability record; the constructor asks it, so a layer that cannot be
-served is refused before any weight is loaded.
+The frameworks' templates (`attn.torch.backends._paged`, `attn.jax.backends._paged`) add the arrays: metadata, cache write and
+the call. Every limit is in the backend's capability record, which the constructor checks, so an unsupported layer is rejected
+before any weight is loaded.
 """
 
 from abc import abstractmethod
@@ -31,39 +31,39 @@ T = TypeVar("T", bound=AttentionMetadata)
 
 
 def check_built(backend: type[AttentionBackend], attn_metadata: Any, wanted: type) -> None:
-    """Raise TypeError unless the batch was built for this backend, saying how that is done."""
+    """Raise TypeError, with the call that builds it, unless the batch was built for this backend."""
     if not isinstance(attn_metadata, wanted):
         raise TypeError(
-            f"{backend.get_name()}: attn_metadata is a {type(attn_metadata).__name__}: build it from the neutral batch with "
+            f"{backend.get_name()}: attn_metadata is a {type(attn_metadata).__name__}: build it from a batch with "
             "layer.build(batch)"
         )
 
 
 def check_array(backend: type[AttentionBackend], what: str, array: Any, framework: str) -> None:
-    """Raise TypeError unless `array` is one of the framework; jax takes NumPy's too."""
+    """Raise TypeError unless `array` belongs to the framework; jax also accepts NumPy arrays."""
     try:
         found = framework_of(array)
     except TypeError:
         raise TypeError(f"{backend.get_name()}: {what} is a {type(array).__name__}: must be an array of {framework}") from None
     if found != framework and (found, framework) != ("numpy", "jax"):
         raise TypeError(
-            f"{backend.get_name()}: {what} is an array of {found}: must be one of {framework}, as the layer is "
-            "(attn.arrays.to_framework converts it; layer.impl(layer, ...) takes arrays of any framework)"
+            f"{backend.get_name()}: {what} is an array of {found}: must be of {framework}, the layer's framework "
+            "(attn.arrays.to_framework converts it; layer.impl(layer, ...) accepts arrays of any framework)"
         )
 
 
 def cache_dtype_error(impl: Any, query: Any, kv_cache: Any, needed: Any) -> DTypeError:
-    """What to say of a cache whose elements are not the `needed` ones: whose dtype is wrong, the cache's or the query's."""
+    """Return the error for a cache whose elements are not `needed`: whether the cache's or the query's dtype is wrong."""
     name, own = impl.backend.get_name(), impl.layer_dtype
-    found, held = dtype_name(query.dtype), dtype_name(kv_cache.dtype)
-    if own is not None and impl.kv_cache_dtype == "auto" and held == own != found:
-        way_out = f"cast the query, or build the layer with dtype={found!r}"
-        return DTypeError(f"{name}: query has dtype {found}, the layer is one of {own}: {way_out}")
-    return DTypeError(f"{name}: kv_cache has dtype {held}: kv_cache_dtype={impl.kv_cache_dtype} needs {dtype_name(needed)}")
+    found, cached = dtype_name(query.dtype), dtype_name(kv_cache.dtype)
+    if own is not None and impl.kv_cache_dtype == "auto" and cached == own != found:
+        advice = f"cast the query, or build the layer with dtype={found!r}"
+        return DTypeError(f"{name}: query has dtype {found}, the layer {own}: {advice}")
+    return DTypeError(f"{name}: kv_cache has dtype {cached}: kv_cache_dtype={impl.kv_cache_dtype} needs {dtype_name(needed)}")
 
 
 def check_block_size(name: str, block_size: int, expected: int | None) -> None:
-    """Raise `ShapeError` when a cache's blocks are not those that the batch was built for."""
+    """Raise `ShapeError` if a cache's block size differs from the one that the batch was built for."""
     if expected is not None and block_size != expected:
         raise ShapeError(f"{name}: kv_cache has blocks of {block_size} tokens, the batch was built for blocks of {expected}")
 
@@ -79,14 +79,14 @@ def check_num_blocks(name: str, num_blocks: int, checked: int | None) -> None:
 
 
 class PagedBackend(AttentionBackend):
-    """A cache with keys and values apart, a token's heads side by side."""
+    """Base of backends whose cache stores keys and values separately, with a token's heads adjacent (NHD)."""
 
     @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
         why = super().why_not(request, device)
         if request.kv_cache_dtype in PER_TOKEN_HEAD and request.block_size and request.num_kv_heads:
             codes = request.block_size * request.num_kv_heads * request.head_size
-            if codes % 4:  # the float32 scales that follow them would not be aligned
+            if codes % 4:  # the float32 scales that follow the codes would be misaligned
                 sizes = f"block_size={request.block_size} num_kv_heads={request.num_kv_heads} head_size={request.head_size}"
                 why.append(f"{sizes} (kv_cache_dtype={request.kv_cache_dtype} supports multiples of 4 as their product)")
         return why
@@ -95,9 +95,9 @@ class PagedBackend(AttentionBackend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """[2, N, P, K, D]: keys, then values, a token's heads side by side (the layout called NHD).
+        """Return [2, N, P, K, D]: keys, then values, a token's heads adjacent (the layout called NHD).
 
-        With a scale for each token and head, D + 4 bytes: a block holds the codes of all its tokens, then their scales.
+        With a scale per token and head, D + 4 bytes: a block holds the codes of all its tokens, then their scales.
         """
         return (2, num_blocks, block_size, num_kv_heads, kv_cache_row(cache_dtype_str, head_size))
 
@@ -111,7 +111,8 @@ class PagedBackend(AttentionBackend):
 
 
 class PagedImpl(AttentionImpl[T]):
-    """One layer's arguments, checked. A subclass names its backend: `class MyImpl(Template, backend=MyBackend)`."""
+    """Implementation base that checks a layer's arguments. A subclass passes its backend: `class MyImpl(Template,
+    backend=MyBackend)`."""
 
     def __init__(
         self,
@@ -128,15 +129,15 @@ class PagedImpl(AttentionImpl[T]):
         *,
         sinks: Any = None,
     ) -> None:
-        """The arguments of vLLM's `AttentionImpl`, and `sinks`: [H] float32, one extra logit a head that takes weight and
-        gives nothing.
+        """Take the arguments of vLLM's `AttentionImpl`, and `sinks`: [H] float32, one extra logit per head that takes weight
+        but has no value.
 
-        `sliding_window` may also be a (left, right) pair, inclusive, None for unbounded. Raises ValueError for nonsense
-        and `UnsupportedError` with this backend's reasons for what it does not serve.
+        `sliding_window` may also be a (left, right) pair, inclusive, None for unbounded. Raises ValueError for invalid
+        arguments and `UnsupportedError` with this backend's reasons for unsupported ones.
         """
         self.num_heads, self.num_kv_heads, self.head_size = check_heads(num_heads, num_kv_heads, head_size)
         self.signed_scale = check_scale(scale, head_size)
-        self.scale = abs(self.signed_scale)  # kernels get the magnitude; the template negates the query (`fold_sign`)
+        self.scale = abs(self.signed_scale)  # kernels receive the magnitude; the template negates the query (`fold_sign`)
         self.attn_type = check_attn_type(attn_type)
         self.window = window_pair(sliding_window, attn_type)
         self.logits_soft_cap = check_soft_cap(logits_soft_cap)
@@ -147,7 +148,7 @@ class PagedImpl(AttentionImpl[T]):
         refuse(self.backend, self.request())
 
     def request(self) -> Request:
-        """What this layer asks of its backend, apart from the dtype (known when arrays arrive)."""
+        """Return this layer's request, except the dtype (known from the arrays of a call)."""
         capabilities = self.backend.capabilities
         assert capabilities is not None
         return Request(
@@ -164,16 +165,16 @@ class PagedImpl(AttentionImpl[T]):
         )
 
     def _per_head(self, name: str, values: Any) -> Array | None:
-        """[H] float32, or None. Raises `ShapeError`, and ValueError as `check_per_head`."""
+        """Return [H] float32, or None. Raises `ShapeError`, and ValueError as `check_per_head` does."""
         if values is None:
             return None
         check_per_head(name, values)
         array = self._float32(values)
         if tuple(array.shape) != (self.num_heads,):
-            raise ShapeError(f"{name} has shape {list(array.shape)}: must be [{self.num_heads}], one a query head")
+            raise ShapeError(f"{name} has shape {list(array.shape)}: must be [{self.num_heads}], one per query head")
         return array
 
     @staticmethod
     @abstractmethod
     def _float32(values: Any) -> Array:
-        """`values` as a float32 array of this implementation's framework."""
+        """Return `values` as a float32 array of this implementation's framework."""

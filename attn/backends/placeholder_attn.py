@@ -1,7 +1,7 @@
-"""The backend of models without attention layers (Mamba and the like).
+"""The backend of models without attention layers, such as Mamba.
 
-It exists so that an engine finds a backend, a metadata class and a builder where it expects them; it has no cache, and
-calling its attention is a mistake that it names.
+It gives an engine the backend, metadata class and builder that it expects. It has no cache, and calling its attention raises
+an error.
 """
 
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from attn.errors import UnsupportedError
 
 @dataclass
 class PlaceholderAttentionMetadata(AttentionMetadata):
-    """The neutral batch itself: state-space layers read its lengths."""
+    """The framework-neutral batch, unchanged: state-space layers read its lengths."""
 
     common: CommonAttentionMetadata
 
 
 class PlaceholderAttentionMetadataBuilder(AttentionMetadataBuilder[PlaceholderAttentionMetadata]):
-    """Passes the batch through."""
+    """Returns the batch as metadata."""
 
     metadata_cls = PlaceholderAttentionMetadata
 
@@ -31,7 +31,7 @@ class PlaceholderAttentionMetadataBuilder(AttentionMetadataBuilder[PlaceholderAt
 
 
 class PlaceholderAttentionBackend(AttentionBackend):
-    """Stands where an attention-free model's engine looks for a backend."""
+    """The backend that an engine selects for an attention-free model."""
 
     name = "NO_ATTENTION"
     metadata_cls = PlaceholderAttentionMetadata
@@ -45,7 +45,7 @@ class PlaceholderAttentionBackend(AttentionBackend):
 
 
 class PlaceholderAttentionImpl(AttentionImpl[PlaceholderAttentionMetadata], backend=PlaceholderAttentionBackend):
-    """Can be built with any arguments and computes nothing."""
+    """Accepts any arguments and computes nothing."""
 
     def __init__(
         self,
@@ -63,4 +63,4 @@ class PlaceholderAttentionImpl(AttentionImpl[PlaceholderAttentionMetadata], back
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        raise UnsupportedError("NO_ATTENTION computes nothing: this model was selected as attention-free, yet calls it")
+        raise UnsupportedError("NO_ATTENTION was selected (is_attention_free=True), but the model calls attention")

@@ -1,9 +1,9 @@
 """Attention backend registry.
 
-The names are those of vLLM's registry; PALLAS_MLA, XLA_ATTN and the portable and sparse MLA backends are added. Two
-readings differ from the enum they come from: there `TORCH_SDPA = ""` and `CUSTOM = ""` are one member (an alias), so that
-registering a custom backend replaced SDPA; here every member is distinct, and TORCH_SDPA is a working backend. A member
-whose module is still to come keeps the path where it will live and says "not built yet".
+The names are those of vLLM's registry; PALLAS_MLA, XLA_ATTN and the portable and sparse MLA backends are added. One
+difference: in vLLM's enum `TORCH_SDPA = ""` and `CUSTOM = ""` are one member (an alias), so that registering a custom
+backend replaces SDPA; in this one every member is distinct, and TORCH_SDPA is a working backend. A member whose module does
+not exist yet keeps its future path and reports "not built yet".
 """
 
 import contextlib
@@ -69,10 +69,10 @@ class AttentionBackendEnum(
     CUSTOM = ""
 
 
-#: Member -> class path, as registered; the same table that the enum itself uses.
+#: Member -> class path, as registered; the table that the enum uses.
 _OVERRIDES: dict[AttentionBackendEnum, str] = AttentionBackendEnum.overrides
 
-#: Where the selector's block-sparse branch leads; as in vLLM, it is not a member of the enum.
+#: The backend of the selector's block-sparse branch; as in vLLM, it is not a member of the enum.
 BLOCKSPARSE_PATHS = {
     "torch": "attn.torch.backends.blocksparse_attn.BlocksparseFlashAttentionBackend",
     "jax": "attn.jax.backends.blocksparse_attn.BlocksparseFlashAttentionBackend",
@@ -81,7 +81,7 @@ BLOCKSPARSE = "BLOCKSPARSE"
 
 
 def blocksparse_candidate(framework: str = "torch") -> Candidate:
-    """What the selector's block-sparse branch leads to, loaded as far as it goes."""
+    """Return the backend of the selector's block-sparse branch, loaded if possible."""
     return load_candidate(BLOCKSPARSE, BLOCKSPARSE_PATHS[framework])
 
 
@@ -91,8 +91,8 @@ def register_backend(
     """Register or override a backend implementation.
 
     Args:
-        backend: The AttentionBackendEnum member to register, or any other name for a backend of your own (there may
-            be many). A member's name as a string is refused unless `override`.
+        backend: The AttentionBackendEnum member to register, or any other name for a custom backend (any number is
+            allowed). A member's name as a string is rejected unless `override`.
         class_path: Optional class path, or the class itself. If not provided and used as decorator, will be
             auto-generated from the class.
 
@@ -113,7 +113,7 @@ def register_backend(
 
 @contextlib.contextmanager
 def registered_backend(backend: AttentionBackendEnum | str, target: str | type) -> Iterator[AttentionBackendEnum]:
-    """`register_backend` for the length of a `with` block; what stood before comes back."""
+    """Register a backend for the duration of a `with` block; the previous registration is restored."""
     with backend_enum.registered(AttentionBackendEnum, backend, target) as member:
         yield member
 
@@ -130,7 +130,7 @@ def _warn_renamed() -> None:
     warnings.warn(_RENAMED, DeprecationWarning, stacklevel=3)
 
 
-#: What Python and its tools ask of any class: no use of the deprecated name.
+#: Attributes that Python and its tools read from any class; reading them does not count as a use of the deprecated name.
 _ABOUT_THE_CLASS = {
     "__class__", "__mro__", "__name__", "__doc__", "__module__", "__qualname__", "__abstractmethods__",
 }  # fmt: skip

@@ -1,13 +1,13 @@
-"""How fast a backend is: batches in vLLM's grammar, each timed configuration checked in the same run (`attn bench`).
+"""Benchmarks (`attn bench`): batches in the grammar of vLLM's benchmarks, each timed configuration checked in the same run.
 
-A row tells the time of a call (of a replayed graph or a compiled program where there is one, caches flushed before each),
-what it costs the host, and two rates, as shares of what a copy and a matrix product reach on the same device in the same
-run. The bytes counted are those that must move: the keys and values that are seen, queries and outputs, once. The operations
-are 4 H D for each pair of a query and a key that it sees. A latent (MLA) layer's call is the layer's own, write and
-up-projection included; counted are its attention's bytes and operations alone (`nbytes`, `flops`).
+A row holds the time of a call (of a replayed graph or a compiled program if there is one, with caches flushed before each
+call), its host time, and two rates, as fractions of the rates that a copy and a matrix product reach on the same device in the
+same run. The bytes counted are those that must move: visible keys and values, queries and outputs, once each. The operations
+are 4 H D per visible pair of query and key. The call of a latent (MLA) layer includes the cache write and the up-projection;
+counted are the bytes and operations of its attention only (`nbytes`, `flops`).
 
-With peers, every backend that serves a case and every other kernel at hand attends it in one run, what the selector takes
-is marked, and a verdict says whether something else would have been faster. `attn tune` keeps such verdicts for the selector.
+With peers, every backend that serves a case and every other available kernel is timed in one run, the selector's choice is
+marked, and a verdict says whether another kernel would have been faster. `attn tune` saves such times for the selector.
 """
 
 from attn.bench.case import CPU_SUITE, LIMITS, MLA_CPU_SUITE, MLA_SUITE, SUITE, Case, Timing, flops, grammar, nbytes, parse

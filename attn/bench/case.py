@@ -1,7 +1,7 @@
-"""What is timed, in words and numbers: a batch, a layer's shape, and what both must move and compute.
+"""Benchmark cases: a batch, a layer's shape, and the bytes and operations that both require.
 
 A batch is `[count]q<new tokens>[k][s<tokens in the cache>[k]]`, joined by `_`, where k multiplies by 1,024: `64q1s4k` is 64
-decodes, `2q2k_32q1s1k` two prompts beside 32 decodes. The grammar is that of vLLM's benchmarks/attention_benchmarks.
+decodes, `2q2k_32q1s1k` two prompts and 32 decodes. The grammar is that of vLLM's benchmarks/attention_benchmarks.
 """
 
 import math
@@ -16,18 +16,18 @@ from attn.capabilities import Feature, Request
 from attn.selector import make_request
 
 _PART = re.compile(r"(\d*)q(\d+)(k?)(?:s(\d+)(k?))?")
-#: Relative RMS error against float32 above which a time counts for nothing: twice the rounding of one product's operands.
+#: Relative RMS error against float32 above which a row is wrong: twice the rounding error of one product's operands.
 LIMITS = {"bfloat16": 8e-3, "float16": 1e-3, "float32": 1e-4}
-#: A latent layer's head before absorption, as DeepSeek-V2 and V3 have it: a key's part of the latent, its rotary part (cached
-#: as it is, beside the latent), and a value.
+#: Head sizes of a latent layer before absorption, as in DeepSeek-V2 and V3: a key's latent part, its rotary part (cached
+#: unchanged, after the latent), and a value.
 NOPE, ROPE, VALUE = 128, 64, 128
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is timed. `heads` is `query heads/kv heads`; block_size is in tokens; a token sees the last `window` keys, itself
-    included (None: all); `sinks` gives every query head one. `mla`: a latent layer (`Case.latent` has its usual shape), whose
-    heads all read one cached row of `head_size`, latent and rotary part together."""
+    """A benchmark case. `heads` is `query heads/kv heads`; block_size is in tokens; a token sees the last `window` keys,
+    itself included (None: all); `sinks` gives every query head a sink. `mla`: a latent layer (`Case.latent` has its usual
+    shape), in which all heads read one cached row of `head_size`, latent and rotary part together."""
 
     batch: str
     heads: str = "32/8"
@@ -40,14 +40,16 @@ class Case:
     mla: bool = False
 
     def __post_init__(self) -> None:
-        """Raises ValueError for heads that are no two numbers, a window below 1, a dtype without a limit, and a latent layer of
-        several kv heads or without a latent."""
+        """Raise ValueError for malformed heads, a window below 1, a dtype without a limit, and a latent layer with
+        several kv heads or without a latent part."""
         if not re.fullmatch(r"[1-9]\d*(/[1-9]\d*)?", self.heads):
             raise ValueError(f"heads={self.heads!r} must be <query heads>/<kv heads>, such as 32/8")
         if self.mla and self.heads.partition("/")[2] not in ("", "1"):
-            raise ValueError(f"heads={self.heads!r} with mla must be <query heads>, such as 128: all read the one latent")
+            raise ValueError(f"heads={self.heads!r} with mla must be <query heads>, such as 128: all read the same latent")
         if self.mla and self.head_size <= ROPE:
-            raise ValueError(f"head_size={self.head_size} with mla must be above {ROPE}: a latent beside {ROPE} rotary numbers")
+            raise ValueError(
+                f"head_size={self.head_size} with mla must be above {ROPE}: the latent plus {ROPE} rotary elements"
+            )
         if self.window is not None and self.window < 1:
             raise ValueError(f"window={self.window} must be at least 1: a token sees itself")
         if self.dtype not in LIMITS:
@@ -55,12 +57,12 @@ class Case:
 
     @classmethod
     def latent(cls, batch: str, **changes: Any) -> "Case":
-        """A latent layer of DeepSeek-V3's shape: 128 heads, rows of 512 + 64, pages of 64."""
+        """Return a latent layer of DeepSeek-V3's shape: 128 heads, rows of 512 + 64, pages of 64."""
         return cls(batch, **{"heads": "128", "head_size": 576, "block_size": 64, **changes, "mla": True})
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> "Case":
-        """The case of a row as `Report.to_dict` writes it; what older files do not name has its default."""
+        """Return the case of a row as `Report.to_dict` writes it; fields missing in older files have their defaults."""
         return cls(**{field.name: row[field.name] for field in fields(cls) if field.name in row})
 
     @property
@@ -73,17 +75,17 @@ class Case:
 
     @property
     def kv_lora_rank(self) -> int:
-        """Numbers of a latent layer's latent."""
+        """Size of a latent layer's latent part."""
         return self.head_size - ROPE
 
     @property
     def features(self) -> frozenset[str]:
-        """What a backend must be able to do beyond shapes and dtypes."""
+        """The features that the case requires of a backend."""
         wanted = {Feature.SLIDING_WINDOW: self.window is not None, Feature.SINKS: self.sinks, Feature.MLA: self.mla}
         return frozenset(feature.value for feature, is_wanted in wanted.items() if is_wanted)
 
     def request(self) -> Request:
-        """What the selector is asked for the case's layer."""
+        """Return the selector's request for the case's layer."""
         return make_request(
             self.head_size, self.dtype, self.kv_cache_dtype, self.block_size, num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads, features=self.features,
@@ -104,11 +106,11 @@ SUITE = (
     Case("16q4s1k"), Case("4q4k"), Case("4q4k", block_size=128), Case("2q2k_32q1s1k"), Case("1q512s8k_63q1s4k"),
     Case("64q1s4k", kv_cache_dtype="fp8"), Case("64q1s4k", kv_cache_dtype="int8"), Case("4q4k", kv_cache_dtype="fp8"),
 )  # fmt: skip
-#: The same kinds at sizes of a model that a host processor serves: seconds a row, still beyond its caches.
+#: The same kinds at the size of a model served on a CPU: seconds per row, larger than the CPU's caches.
 CPU_SUITE = tuple(
     Case(batch, "8/2", 64, dtype="float32") for batch in ("q1s4k", "16q1s1k", "16q4s512", "q1k", "q256s4k", "q512_16q1s1k")
 )
-#: Latent layers of all heads and of one rank's of eight: decode, long decode, speculative, prefill, mixed.
+#: Latent layers, with all heads and with one rank's of eight: decode, long decode, speculative, prefill, mixed.
 MLA_SUITE = (
     *map(Case.latent, ("64q1s4k", "16q1s32k", "16q4s1k", "4q4k", "2q2k_32q1s1k", "1q512s8k_63q1s4k")),
     Case.latent("64q1s4k", heads="16"), Case.latent("64q1s4k", kv_cache_dtype="fp8"),
@@ -118,14 +120,14 @@ MLA_CPU_SUITE = tuple(Case.latent(case.batch, heads="8", dtype="float32") for ca
 
 @dataclass(frozen=True)
 class Timing:
-    """One kernel's time, with its relative RMS error (NaN: not compared). None: not measured here.
+    """One kernel's time, with its relative RMS error (NaN: not compared). None: not measured.
 
-    Milliseconds of a call: median and percentiles with a cache full of lines to write back (`ms`), and the median with a
-    clean one (`ms_clean`). Microseconds of the host: to build a batch's metadata, and to launch one call.
+    Milliseconds per call: median and percentiles with a cache full of dirty lines (`ms`), and the median with a
+    clean cache (`ms_clean`). Host microseconds: to build a batch's metadata (`build_us`), to launch one call (`host_us`).
 
     `replayed`: the call is a captured graph (torch) or one compiled program (jax). `call_ms` is the time of the call in eager
-    torch. `kernel_ms` is the work alone, without launches: the sum of a GPU's kernels, the time inside torch's operators on
-    a CPU, what one more attention adds to a compiled program.
+    torch. `kernel_ms` is the time without launches: the sum of a GPU's kernels, the time inside torch's operators on
+    a CPU, the time that one more attention adds to a compiled program.
     """
 
     ms: float
@@ -141,12 +143,12 @@ class Timing:
 
 
 def parse(batch: str) -> list[tuple[int, int]]:
-    """[(new tokens, tokens in the cache with them)], one a request; the cache holds what is new unless said otherwise.
+    """Parse a batch into [(new tokens, tokens in the cache including them)], one per request. Default cache: the new tokens.
 
         >>> parse("2q1s1k_q5")
         [(1, 1024), (1, 1024), (5, 5)]
 
-    Raises ValueError for what the grammar has no reading of, and for a cache that holds less than what is new.
+    Raises ValueError for text outside the grammar, and for fewer tokens in the cache than new tokens.
     """
     found = []
     for part in batch.split("_"):
@@ -157,13 +159,13 @@ def parse(batch: str) -> list[tuple[int, int]]:
         n = int(q) * (1024 if q_k else 1)
         m = int(kv) * (1024 if kv_k else 1) if kv else n
         if n < 1 or m < n:
-            raise ValueError(f"batch={batch!r}: {part!r} has {n} new of {m} tokens: need 1 or more, and no more than there are")
+            raise ValueError(f"batch={batch!r}: {part!r} has {n} new tokens and {m} in the cache: need 1 <= new <= cached")
         found += [(n, m)] * int(count or 1)
     return found
 
 
 def grammar(lens: Iterable[tuple[int, int]]) -> str:
-    """The batch of these (new tokens, tokens in the cache): what `parse` reads as them. Neighbours alike share a part.
+    """Format (new tokens, tokens in the cache) pairs, the inverse of `parse`. Equal neighbours share a part.
 
     >>> grammar([(1, 4096)] * 64 + [(2048, 2048)])
     '64q1s4k_q2k'
@@ -180,7 +182,7 @@ def _short(tokens: int) -> str:
 
 
 def flops(case: Case) -> int:
-    """Operations of the two products over the pairs that causality and the window allow."""
+    """Count the operations of the two products over the pairs that causality and the window allow."""
     lens = parse(case.batch)
     if case.mla:
         return case.num_heads * sum(_latent_flops(case, n, m) for n, m in lens)
@@ -188,8 +190,8 @@ def flops(case: Case) -> int:
 
 
 def _latent_flops(case: Case, n: int, m: int) -> int:
-    """A head's operations over a latent, in the form that has fewer: absorbed, or expanded, where the context's keys and values
-    are made of it first. New tokens pass the up-projection once in either form, which is not counted."""
+    """Count a head's operations over a latent in the cheaper form: absorbed, or expanded, which first computes the context's
+    keys and values from it. The up-projection of new tokens, needed in either form, is not counted."""
     pairs, rank = _pairs(n, m, case.window or m), case.kv_lora_rank
     absorbed = 2 * (case.head_size + rank) * pairs
     expanded = 2 * (NOPE + ROPE + VALUE) * pairs + 2 * rank * (NOPE + VALUE) * (m - n)
@@ -197,14 +199,14 @@ def _latent_flops(case: Case, n: int, m: int) -> int:
 
 
 def _pairs(n: int, m: int, window: int) -> int:
-    """Of n rows at the end of m keys, row i (of all m) sees min(i + 1, window) keys."""
-    growing = range(m - n + 1, min(m, window) + 1)  # keys seen by the rows that see all before them
+    """Count the visible pairs of the last n of m rows: row i (of all m) sees min(i + 1, window) keys."""
+    growing = range(m - n + 1, min(m, window) + 1)  # keys seen by each row that the window does not limit
     return sum(growing) + (n - len(growing)) * window
 
 
 def nbytes(case: Case) -> int:
-    """Bytes that must move: the keys and values that some row sees once (of a latent layer: their cached rows), queries and
-    outputs once."""
+    """Count the bytes that must move: each key and value that a row sees (of a latent layer: the cached rows), queries and
+    outputs, once each."""
     lens = parse(case.batch)
     stored = dtypes.DTYPES[dtypes.kv_cache_element(case.kv_cache_dtype, case.dtype)].itemsize
     seen = sum(min(m, n + (case.window or m) - 1) for n, m in lens)

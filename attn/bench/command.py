@@ -1,4 +1,4 @@
-"""`attn bench`: measure, judge a file of rows, or compare two."""
+"""`attn bench`: time backends, judge the choices in a report, or compare two reports."""
 
 import argparse
 import datetime
@@ -24,55 +24,64 @@ from attn.progress import Display, display
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `run` reads."""
+    """Add the command's arguments to `parser`."""
     add = parser.add_argument
     add(
         "batches", nargs="*", metavar="BATCH",
-        help="such as 64q1s4k or 2q2k_32q1s1k (default: a table of kinds); or `compare A.json B.json`: measure nothing, "
-        "tell what changed between two runs",
+        help="such as 64q1s4k or 2q2k_32q1s1k (default: a standard set); or `compare A.json B.json`: measure nothing, "
+        "report what changed between two runs",
     )  # fmt: skip
     add(
         "--registry", choices=("attention", "diffusion"), default="attention",
-        help="diffusion: shapes such as 2x4608x24x128 instead of batches, every backend that is here (default: %(default)s)",
+        help="diffusion: shapes such as 2x4608x24x128 instead of batches, every available backend (default: %(default)s)",
     )  # fmt: skip
-    add("--backend", action="append", metavar="NAME", help="may be repeated (default: what the selector takes)")
+    add("--backend", action="append", metavar="NAME", help="may be repeated (default: the selector's choice)")
     case_arguments(parser)
-    add("--framework", choices=(*BENCHES, "all"), help="(default: that of --backend, else the one that is here)")
-    add("--peers", metavar="NAMES", help="who else attends each batch: all, or names with commas between (sdpa, FLASHINFER)")
-    add("--without", default="", metavar="NAMES", help="who is left out of --peers all")
-    add("--limit", type=float, default=120.0, metavar="S", help="seconds that each may take to be ready (default: %(default)s)")
-    add("--judge", metavar="FILE", help="measure nothing: judge the choices in a file that --json wrote")
-    add("--json", metavar="FILE", help="write the rows, the device and the versions there")
-    add("--plot", metavar="FILE", help="draw roofline and times there (.svg, .png, .pdf); also beside --judge")
+    add("--framework", choices=(*BENCHES, "all"), help="(default: that of --backend, else the installed one)")
+    add(
+        "--peers",
+        metavar="NAMES",
+        help='other kernels to time on each batch: "all" or a comma-separated list (sdpa,FLASHINFER)',
+    )
+    add("--without", default="", metavar="NAMES", help="comma-separated kernels to exclude from --peers all")
+    add(
+        "--limit", type=float, default=120.0, metavar="S",
+        help="time limit for compiling each kernel, in seconds (default: %(default)s)",
+    )  # fmt: skip
+    add("--judge", metavar="FILE", help="measure nothing: judge the choices in a file written by --json")
+    add("--json", metavar="FILE", help="write the rows, the device and the versions to this file")
+    add("--plot", metavar="FILE", help="draw the roofline and times to this file (.svg, .png, .pdf); also with --judge")
 
 
 def case_arguments(parser: argparse.ArgumentParser) -> None:
-    """The layer's shape; `cases_of` reads it."""
+    """Add the arguments of the layer's shape; `cases_of` reads them."""
     add, default, latent = parser.add_argument, Case(""), Case.latent("")
     add("--workloads", metavar="FILE", help="batches and shapes from a FlashInfer Trace file of workloads (.jsonl)")
-    add("--mla", action="store_true", help="latent layers: a cached row holds a token's latent and 64 rotary numbers")
-    add("--heads", help=f"query heads/kv heads (default: {default.heads}; --mla: {latent.heads})")
+    add("--mla", action="store_true", help="latent layers: a cached row is a token's latent and 64 rotary elements")
+    add("--heads", help=f"<query heads>/<kv heads> (default: {default.heads}; --mla: {latent.heads})")
     add("--head-size", type=int, help=f"(default: {default.head_size}; --mla, the cached row: {latent.head_size})")
     add(
         "--block-size", type=int,
-        help=f"tokens a block of the cache (default: {default.block_size}; --mla: {latent.block_size}; or the workload's)",
+        help=f"tokens per cache block (default: {default.block_size}; --mla: {latent.block_size}; or the workload's)",
     )  # fmt: skip
     add("--dtype", choices=sorted(LIMITS), help="(default: bfloat16, float32 on a CPU)")
     add("--kv-cache-dtype", help=f"(default: {default.kv_cache_dtype})")
     add("--window", type=int, metavar="W", help="each token sees the last W keys, itself included")
-    add("--sinks", action="store_true", default=None, help="every query head has one")
+    add("--sinks", action="store_true", default=None, help="give every query head a sink")
 
 
 def cases_of(args: argparse.Namespace, on_cpu: bool) -> list[Case]:
-    """What is asked for: batches, a file of workloads, or the table that fits the device. Raises ValueError for batches
-    that are none, and for a shape beside the workloads' own."""
+    """Return the cases to time: batches, a file of workloads, or the default set for the device. Raises ValueError for
+    invalid batches, and for shape arguments that contradict --workloads."""
     names = ("heads", "head_size", "block_size", "dtype", "kv_cache_dtype", "window", "sinks")
     asked = {name: value for name in names if (value := getattr(args, name)) is not None}
     if args.workloads:
         if args.batches:
-            raise ValueError(f"batches ({' '.join(args.batches)}) beside --workloads {args.workloads}: one of them")
+            raise ValueError(f"pass batches ({' '.join(args.batches)}) or --workloads {args.workloads}, not both")
         if args.mla or asked.keys() & {"heads", "head_size", "kv_cache_dtype"}:
-            raise ValueError("--heads, --head-size, --kv-cache-dtype and --mla are the workloads' own")
+            raise ValueError(
+                "--workloads sets heads, head size, cache dtype and mla: drop --heads, --head-size, --kv-cache-dtype, --mla"
+            )
         found = workloads.load(args.workloads, asked.pop("block_size", None))
         return [replace(case, **asked) for case in found]
     if args.batches:
@@ -87,7 +96,7 @@ def cases_of(args: argparse.Namespace, on_cpu: bool) -> list[Case]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """1 when some row is not right (judging a file: or a choice lost; comparing: or something became slower), else 0."""
+    """Return 1 if a row is wrong (with --judge: or a choice lost; with compare: if something became slower), else 0."""
     if args.batches[:1] == ["compare"]:
         return _compared(args.batches[1:])
     if args.plot:  # before anything is measured
@@ -98,25 +107,25 @@ def run(args: argparse.Namespace) -> int:
         return _judged_file(args.judge, args.plot)
     if args.registry == "diffusion":
         if args.mla:
-            raise ValueError("--mla beside --registry diffusion: latent layers have a paged cache")
+            raise ValueError("--mla cannot be combined with --registry diffusion: latent layers have a paged cache")
         return dense.run(args)
     asked, without = (text.split(",") if text else [] for text in (args.peers, args.without))
-    wings = frameworks_of(args)
-    if len(wings) > 1:  # else jax takes three quarters of a GPU's memory when it is first asked for a device
+    frameworks = frameworks_of(args)
+    if len(frameworks) > 1:  # else jax preallocates three quarters of the GPU's memory
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    cases = {wing: cases_of(args, platform_for(wing).device().platform == "cpu") for wing in wings}
-    benches = {wing: open_bench(wing) for wing in wings}
+    cases = {framework: cases_of(args, platform_for(framework).device().platform == "cpu") for framework in frameworks}
+    benches = {framework: open_bench(framework) for framework in frameworks}
     peers = [name for bench in benches.values() for name in bench.peers()]
     entries = [
         entry
-        for wing, named in wings.items()
-        for case in cases[wing]
-        for entry in plan(case, wing, benches[wing].peers(), asked, without, named, peers)
+        for framework, named in frameworks.items()
+        for case in cases[framework]
+        for entry in plan(case, framework, benches[framework].peers(), asked, without, named, peers)
     ]
     report = Report(about(benches, entries))
     for name, value in report.about.items():
-        told = ", ".join(f"{n} {v}" for n, v in value.items()) if isinstance(value, dict) else value
-        print(f"{name}: {told}")
+        text = ", ".join(f"{n} {v}" for n, v in value.items()) if isinstance(value, dict) else value
+        print(f"{name}: {text}")
     for line in off_paths(AttentionBackendEnum, [entry.backend for entry in entries if not entry.refused]):
         print(line)
     print(bench_rows.header())
@@ -129,37 +138,37 @@ def run(args: argparse.Namespace) -> int:
 
 
 def frameworks_of(args: argparse.Namespace) -> dict[str, list[str]]:
-    """{wing: the backends named that are its}; for `all`, and where backends of both are named, both wings.
+    """Return {framework: its backends among those requested}; for `all`, or backends of both, both frameworks.
 
-    Raises ValueError for a name that nobody has, or that is of another wing than --framework says.
+    Raises ValueError for an unknown name, and for a backend of a framework other than --framework.
     """
-    wings = list(BENCHES) if args.framework == "all" else [args.framework or default_framework()]
+    frameworks = list(BENCHES) if args.framework == "all" else [args.framework or default_framework()]
     if not args.backend:
-        return {wing: [] for wing in wings}
+        return {framework: [] for framework in frameworks}
     found: dict[str, list[str]] = {}
     for name in args.backend:
         if name == BLOCKSPARSE:
             raise ValueError(
-                f"{name} is not timed here: it attends a pattern of blocks, and a batch says that all keys are seen"
+                f"{name} cannot be timed by attn bench: it attends a pattern of blocks, but every case here attends all keys"
             )
-        own = wing_of(name) or wings[0]
+        own = framework_of(name) or frameworks[0]
         if args.framework not in (None, "all", own):
             raise ValueError(f"{name} is a backend of {own}, not of {args.framework}")
         found.setdefault(own, []).append(name)
     return found
 
 
-def wing_of(name: str) -> str | None:
-    """The wing of a backend by name; None for a peer, which is the default wing's."""
-    from attn.choice import wing_of_backend
+def framework_of(name: str) -> str | None:
+    """Return the framework of a backend by name; None for a peer, which belongs to the default framework."""
+    from attn.choice import framework_of_backend
     from attn.selector import backend_name_to_enum
 
     member = backend_name_to_enum(name)
-    return None if member is None else wing_of_backend(member)
+    return None if member is None else framework_of_backend(member)
 
 
 def about(benches: dict[str, Bench], entries: Sequence[Entry]) -> dict[str, Any]:
-    """Where the rows come from: one wing's device, versions and ceilings, or several under their names."""
+    """Return device, versions and ceilings of one framework, or of several under their names."""
     found = {}
     for framework, bench in benches.items():
         dtype = next((entry.case.dtype for entry in entries if entry.framework == framework), "bfloat16")
@@ -172,9 +181,9 @@ def about(benches: dict[str, Bench], entries: Sequence[Entry]) -> dict[str, Any]
 def measure(
     entries: Sequence[Entry], benches: dict[str, Bench], report: Report, limit: float, file: str | None = None
 ) -> None:  # fmt: skip
-    """Every entry's row into `report`, told as it comes, and the verdict of each case behind its rows.
+    """Measure every entry into `report`, printing each row as it completes and a verdict after each case.
 
-    The file is written after each case: a kernel that hangs must not cost the rows before it.
+    The file is written after each case, so that a kernel that hangs does not lose the earlier rows.
     """
     begin = 0
     with display(Display(), *([sys.stdout, sys.stderr] if len(entries) > 1 else [])) as shown:
@@ -197,14 +206,14 @@ def measure(
 
 
 def read(file: str) -> dict[str, Any]:
-    """A report that --json wrote. Raises ValueError for what is none."""
+    """Read a report written by --json. Raises ValueError for any other file."""
     try:
         found = json.loads(Path(file).read_text(encoding="utf-8"))
         rows = found["rows"]
         if not isinstance(rows, list) or not all("backend" in row and "right" in row for row in rows):
-            raise TypeError("its rows are none")
+            raise TypeError('"rows" must be a list of objects with "backend" and "right"')
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"{file}: not a file of rows as --json writes it: {error}") from None
+        raise ValueError(f"{file}: not a report written by --json: {error}") from None
     return found  # type: ignore[no-any-return]
 
 
@@ -222,7 +231,7 @@ def _compared(files: Sequence[str]) -> int:
     before, after = (read(file) for file in files)
     names = sorted({*before, *after} - {"rows", "verdicts", "problems", "date"})
     for name in (name for name in names if before.get(name) != after.get(name)):
-        print(f"{name}: {before.get(name, 'not told')} -> {after.get(name, 'not told')}")
+        print(f"{name}: {before.get(name, 'not recorded')} -> {after.get(name, 'not recorded')}")
     changes = compare(before["rows"], after["rows"])
     print("\n".join(map(str, changes)))
     timed = [change.ratio for change in changes if change.ratio is not None]

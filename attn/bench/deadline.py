@@ -1,4 +1,4 @@
-"""A limit on how long a kernel may take to be ready: compilers have been seen to take hours over one."""
+"""Time limit for compiling a kernel: some compilers take hours on one."""
 
 import contextlib
 import signal
@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def deadline(seconds: float) -> Iterator[None]:
-    """TimeoutError after so many seconds (0, or outside the main thread: however long it takes); compilers that are waited
-    for as processes are ended with it."""
+    """Raise TimeoutError after `seconds` (0, or outside the main thread: no limit); child processes of compilers are ended
+    with it."""
     if seconds <= 0 or not hasattr(signal, "setitimer") or threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,10 +1,10 @@
-"""How fast the dense backends are, each checked in the same run: `attn bench --registry diffusion`.
+"""`attn bench --registry diffusion`: time dense backends, checking each in the same run.
 
-A shape is `<batch>x<rows>x<heads>x<head size>`: a layer of an image or video model that attends itself, as `2x4608x24x128`.
-Every backend that is here and serves the shape is timed on the same tensors, turn by turn, so that a clock that sinks sinks
-for all, and compared with float32 over sampled rows: exact ones against their dtype's limit, approximate ones against that
-and the error that they declare. The selector's choice for a layer without an error budget is marked; it must not be slower
-than another exact backend by more than `MARGIN`. Operations are 4 B H S^2 D.
+A shape is `<batch>x<rows>x<heads>x<head size>`: a self-attention layer of an image or video model, such as `2x4608x24x128`.
+Every available backend that serves the shape is timed on the same tensors, interleaved, so that clock throttling affects
+every backend equally. Outputs are compared with float32 over sampled rows: exact backends against their dtype's limit,
+approximate ones against that plus their declared error. The selector's choice for a layer without an error budget is marked;
+it must not be slower than another exact backend by more than `MARGIN`. Operations are 4 B H S^2 D.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from attn.verdicts import judge
 
 @dataclass(frozen=True)
 class Shape:
-    """A layer's queries, keys and values [batch, rows, heads, head_size]."""
+    """Shape of a layer's queries, keys and values: [batch, rows, heads, head_size]."""
 
     batch: int
     rows: int
@@ -51,7 +51,7 @@ class Shape:
         )  # fmt: skip
 
 
-#: Models of the field: Flux and SD3 at 1024 x 1024 with guidance, Wan 2.x for five seconds of 480p and 720p.
+#: Common models: Flux and SD3 at 1024 x 1024 with guidance, Wan 2.x for five seconds of 480p and 720p.
 SUITE = (
     Shape(2, 4608, 24, 128, "Flux"), Shape(2, 4250, 24, 64, "SD3"), Shape(1, 32760, 40, 128, "Wan 480p"),
     Shape(1, 75600, 40, 128, "Wan 720p"),
@@ -59,7 +59,7 @@ SUITE = (
 
 
 def parse(text: str) -> Shape:
-    """Raises ValueError for what is no shape."""
+    """Parse a shape. Raises ValueError for an invalid one."""
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){3}", text):
         raise ValueError(f"shape={text!r} is not <batch>x<rows>x<heads>x<head size>, such as {SUITE[0]}")
     named = {str(shape): shape for shape in SUITE}
@@ -69,8 +69,8 @@ def parse(text: str) -> Shape:
 
 @dataclass(frozen=True)
 class DenseRow:
-    """One shape on one backend: its `timing`, with the error that it is `allowed`; or `refused`: why it does not serve the
-    shape here; or what it `raised`. `chosen`: the selector's choice without an error budget; `exact`: declares no error."""
+    """One shape on one backend: its `timing` and `allowed` error; or `refused`: why it does not serve the shape on this
+    machine; or what it `raised`. `chosen`: the selector's choice without an error budget; `exact`: declares no error."""
 
     shape: Shape
     backend: str
@@ -83,7 +83,7 @@ class DenseRow:
 
     @property
     def right(self) -> bool:
-        """Nothing raised, and an error within what is allowed (NaN is not)."""
+        """Whether nothing was raised and the error is within the limit (NaN is not)."""
         return not self.raised and (self.timing is None or self.timing.error <= self.allowed)
 
     @property
@@ -93,7 +93,7 @@ class DenseRow:
     def __str__(self) -> str:
         t, head = self.timing, f"{'->' if self.chosen else '  '} {self.shape.name:8s} {self.shape!s:15s} {self.backend:16s}"
         if t is None:
-            return f"{head} {'not here: ' + self.refused if self.refused else 'FAILED: ' + self.raised}"
+            return f"{head} {'not available: ' + self.refused if self.refused else 'FAILED: ' + self.raised}"
         kind = "exact" if self.exact else "approximate"
         verdict = f"{'' if self.right else 'WRONG: '}error {t.error:.1e} of {self.allowed:.1e}"
         return f"{head} {t.ms:9.4f} ms [{t.ms_p20:.4f} {t.ms_p80:.4f}] {self.tflop_per_s:6.1f} TFLOP/s, {kind}, {verdict}"
@@ -110,7 +110,7 @@ class DenseRow:
 
 @dataclass
 class DenseReport(Report):
-    """Rows of shapes, and what is wrong with them in place of verdicts."""
+    """Rows of shapes, with problems in place of verdicts."""
 
     rows: list[DenseRow] = field(default_factory=list)  # type: ignore[assignment]
 
@@ -119,7 +119,7 @@ class DenseReport(Report):
         return not self.problems()
 
     def problems(self) -> list[str]:
-        """Every row that is wrong, and every exact backend that beats its shape's choice by more than `MARGIN`."""
+        """Return every wrong row, and every exact backend that is faster than its shape's choice by more than `MARGIN`."""
         found = [f"{row.shape} {row.backend} is wrong: {row}" for row in self.rows if not row.right]
         timed = [(row, row.timing.ms) for row in self.rows if row.right and row.timing]
         for best, least in ((row, ms) for row, ms in timed if row.chosen):
@@ -135,17 +135,17 @@ class DenseReport(Report):
 
 
 class Stopwatch(Protocol):
-    """A framework's side: one device, and every backend of a shape on the same tensors."""
+    """A framework's timer: times every backend of a shape on the same tensors of one device."""
 
     def about(self) -> dict[str, Any]:
-        """The device, and the versions of what runs on it."""
+        """Return the device and the versions of the software that runs on it."""
 
     def measure(self, shape: Shape, dtype: str, backends: Sequence[Any]) -> list[Timing | Exception]:
-        """Each backend's time, or what it raised."""
+        """Return each backend's time, or the exception it raised."""
 
 
 def rows(shape: Shape, dtype: str, names: Sequence[str], framework: str, bench: Stopwatch) -> Iterator[DenseRow]:
-    """A shape on the backends named (every one of the wing when none is) and on the choice, the slowest last."""
+    """Time a shape on the given backends (default: all of the framework) and on the choice, the slowest last."""
     device = platform_for(framework).device()
     chosen = select_diffusion(shape.request(dtype), framework=framework).name
     refused, classes = [], {}
@@ -170,21 +170,21 @@ def rows(shape: Shape, dtype: str, names: Sequence[str], framework: str, bench: 
 
 
 def _row(shape: Shape, name: str, chosen: bool, timing: Timing | Exception, declared: float, limit: float) -> DenseRow:
-    """A backend's time, or what it raised, beside the error that it declares."""
+    """A row of a backend's time, or of the exception it raised, with its declared error."""
     if isinstance(timing, Exception):
         return DenseRow(shape, name, declared == 0, chosen, raised=f"{type(timing).__name__}: {str(timing)[:300]}")
     return DenseRow(shape, name, declared == 0, chosen, timing=timing, allowed=limit + declared)
 
 
 def run(args: argparse.Namespace) -> int:
-    """`attn bench --registry diffusion`.
+    """Run `attn bench --registry diffusion`.
 
-    1 when something is wrong or the choice is not the fastest exact backend, else 0.
+    Returns 1 if an output is wrong or the choice is not the fastest exact backend, else 0.
     """
     shapes = [parse(text) for text in args.batches] or list(SUITE)
     framework = args.framework or default_framework()
     if framework != "torch":
-        raise ValueError(f"framework={framework!r} has no benchmark of dense backends (torch has)")
+        raise ValueError(f"framework={framework!r} has no benchmark of dense backends (supports torch)")
     bench: Stopwatch = resolve_obj_by_qualname("attn.torch.diffusion.bench.DenseBench")()
     dtype = args.dtype or "bfloat16"
     report = DenseReport({**bench.about(), "dtype": dtype, "date": datetime.date.today().isoformat()})
@@ -193,7 +193,7 @@ def run(args: argparse.Namespace) -> int:
         for row in rows(shape, dtype, args.backend or (), framework, bench):
             report.rows.append(row)
             print(row, flush=True)
-        report.write(args.json)  # after each shape: a run that is cut off keeps what it measured
+        report.write(args.json)  # after each shape, so that an interrupted run keeps its rows
     for line in off_paths(DiffusionAttentionBackendEnum, [row.backend for row in report.rows if not row.refused]):
         print(line)
     for problem in report.problems():

@@ -1,6 +1,6 @@
-"""What rows of times mean: was the choice right, who leads, and what changed between two runs.
+"""Analysis of timed rows: whether the choice was the fastest, the ranking, and what changed between two runs.
 
-Rows are plain dicts, as `Report.to_dict` gives them and as files hold them. Two times are told apart only when their middle
+Rows are plain dicts, as `Report.to_dict` returns and files store them. Two times are distinguished only when their middle
 three fifths (p20 to p80) do not overlap, and matter only when they differ by more than `MARGIN`.
 """
 
@@ -15,8 +15,8 @@ from attn.preferences import MARGIN
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a choice was worth: `behind` is how much longer it takes than the fastest backend (0.12: 12 %), `apart` whether
-    their middle three fifths of times lie apart; `peer` is the fastest kernel that could not be chosen."""
+    """Assessment of a choice: `behind` is its time relative to the fastest backend's, minus 1 (0.12: 12 % slower); `apart`:
+    whether the middle three fifths of their times do not overlap; `peer`: the fastest kernel that could not be chosen."""
 
     case: str
     choice: str
@@ -25,53 +25,53 @@ class Verdict:
     behind: float
     apart: bool
     peer: str = ""
-    ahead: float = 0.0  #: how much longer the choice takes than `peer`
+    ahead: float = 0.0  #: time of the choice relative to `peer`'s, minus 1
 
     @property
     def lost(self) -> bool:
         return self.apart and self.behind > MARGIN
 
     def __str__(self) -> str:
-        said = f"{self.case:36s} {self.choice} is the fastest"
+        text = f"{self.case:36s} {self.choice} is the fastest"
         if self.behind > 0:
             by = f"{100 * self.behind:.1f} %{'' if self.apart else ' (spreads overlap)'}"
-            said = f"{self.case:36s} {self.choice} {'LOSES' if self.lost else 'holds'}: {self.fastest} is ahead by {by}"
-        return said + (f"; of the rest, {self.peer} by {100 * self.ahead:.1f} %" if self.ahead > MARGIN else "")
+            text = f"{self.case:36s} {self.choice} {'LOSES' if self.lost else 'holds'}: {self.fastest} is faster by {by}"
+        return text + (f"; of the peers, {self.peer} by {100 * self.ahead:.1f} %" if self.ahead > MARGIN else "")
 
 
 def case_of(row: Mapping[str, Any]) -> str:
-    """The case of a row as a report holds it: the shape of a dense one, else the batch and its layer."""
+    """Return the case of a report's row: a dense row's shape, else the batch and its layer."""
     return str(row["shape"] if "shape" in row else Case.of(row))
 
 
 def timed(row: Mapping[str, Any]) -> bool:
-    """Whether the row has a time that counts."""
+    """Whether the row has a valid time."""
     return bool(row.get("right")) and bool(row.get("ms"))
 
 
 def _beside(row: Mapping[str, Any]) -> bool:
-    """Whether the selector could not have taken the row's kernel: a peer, or a backend that is approximate by declaration."""
+    """Whether the selector could not have chosen the row's kernel: a peer, or a backend that declares an error."""
     return bool(row.get("peer")) or not row.get("exact", True)
 
 
 def _by_case(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The timed rows of each case and framework, since a choice is made within one framework."""
-    wings = {row.get("framework", "torch") for row in rows}
+    """Group the timed rows by case and framework, since a choice is made within one framework."""
+    frameworks = {row.get("framework", "torch") for row in rows}
     found: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         if timed(row):
-            wing = f" ({row.get('framework', 'torch')})" if len(wings) > 1 else ""
-            found.setdefault(f"{case_of(row)}{wing}", []).append(row)
+            framework = f" ({row.get('framework', 'torch')})" if len(frameworks) > 1 else ""
+            found.setdefault(f"{case_of(row)}{framework}", []).append(row)
     return found
 
 
 def apart(fast: Mapping[str, Any], slow: Mapping[str, Any]) -> bool:
-    """Whether the middle three fifths of the one's times lie below those of the other."""
+    """Whether the middle three fifths of `fast`'s times are below those of `slow`'s."""
     return bool(fast["ms_p80"] < slow["ms_p20"])
 
 
 def verdicts(rows: Sequence[dict[str, Any]]) -> list[Verdict]:
-    """One for each case whose choice has a right row."""
+    """Return a verdict for each case whose choice has a right row."""
     found = []
     for case, right in _by_case(rows).items():
         choice = next((row for row in right if row.get("chosen")), None)
@@ -86,9 +86,9 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> list[Verdict]:
 
 
 def ranking(rows: Sequence[dict[str, Any]]) -> list[tuple[str, int, float, float, str]]:
-    """(backend, cases, geometric mean of its time over the fastest's, the worst such ratio, its case), the best first.
+    """Return (backend, cases, geometric mean of its time relative to the fastest's, the worst ratio, its case), best first.
 
-    A backend that serves fewer cases comes after those that serve more: on a list it would only stand before them.
+    Backends that serve more cases come first, since one that serves fewer could not be first on a priority list.
     """
     ratios: dict[str, list[tuple[float, str]]] = {}
     for case, right in _by_case(rows).items():
@@ -102,10 +102,10 @@ def ranking(rows: Sequence[dict[str, Any]]) -> list[tuple[str, int, float, float
 
 
 def judge(rows: Sequence[dict[str, Any]]) -> str:
-    """Verdicts and ranking as text."""
+    """Format verdicts and ranking as text."""
     lines = [str(verdict) for verdict in verdicts(rows)]
     for name, cases, mean, worst, where in ranking(rows):
-        lines.append(f"{name:18s} {cases:3d} cases, {mean:.3f} of the fastest on average, at worst {worst:.2f} ({where})")
+        lines.append(f"{name:18s} {cases:3d} cases, {mean:.3f} x the fastest on average, at worst {worst:.2f} ({where})")
     return "\n".join(lines)
 
 
@@ -114,8 +114,8 @@ def judge(rows: Sequence[dict[str, Any]]) -> str:
 
 @dataclass(frozen=True)
 class Change:
-    """One backend on one case in two runs. `ratio` is the second time over the first (None: one of them has no right row,
-    and `said` tells which); `apart` whether the middle three fifths of the times are."""
+    """One backend on one case in two runs. `ratio` is the second time over the first (None: a run has no right row, and
+    `note` says which); `apart`: whether the middle three fifths of the times do not overlap."""
 
     case: str
     backend: str
@@ -123,13 +123,13 @@ class Change:
     after: float | None
     ratio: float | None
     apart: bool = False
-    said: str = ""
+    note: str = ""
 
     @property
     def worse(self) -> bool:
-        """Slower beyond doubt and margin, or right in the first run alone."""
+        """Whether it is slower, `apart` and by more than `MARGIN`, or right in the first run only."""
         if self.ratio is None:
-            return self.before is not None and self.after is None and "not run" not in self.said
+            return self.before is not None and self.after is None and "not run" not in self.note
         return self.apart and self.ratio > 1 + MARGIN
 
     @property
@@ -139,14 +139,14 @@ class Change:
     def __str__(self) -> str:
         head = f"{self.case:36s} {self.backend:20s}"
         if self.ratio is None:
-            return f"{head} {'WORSE: ' if self.worse else ''}{self.said}"
+            return f"{head} {'WORSE: ' if self.worse else ''}{self.note}"
         word = "SLOWER" if self.worse else "faster" if self.better else "level"
         doubt = "" if self.apart or abs(self.ratio - 1) <= MARGIN else " (spreads overlap)"
         return f"{head} {self.before:9.4f} -> {self.after:9.4f} ms  {100 * (self.ratio - 1):+6.1f} %  {word}{doubt}"
 
 
 def compare(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> list[Change]:
-    """Every case and backend of either run, in the order of the first, then of the second."""
+    """Compare every case and backend of either run, in the order of the first run, then of the second."""
     first, second = _by_name(before), _by_name(after)
     found = []
     for key in dict.fromkeys([*first, *second]):
@@ -155,14 +155,14 @@ def compare(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -
             split = apart(b, a) or apart(a, b)
             found.append(Change(key[1], key[2], a["ms"], b["ms"], b["ms"] / a["ms"], split))
             continue
-        said = f"{_outcome(a)} in the first, {_outcome(b)} in the second"
+        note = f"{_outcome(a)} in the first, {_outcome(b)} in the second"
         times = [row["ms"] if row is not None and timed(row) else None for row in (a, b)]
-        found.append(Change(key[1], key[2], times[0], times[1], None, said=said))
+        found.append(Change(key[1], key[2], times[0], times[1], None, note=note))
     return found
 
 
 def _by_name(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, str, str], dict[str, Any]]:
-    """Rows by (framework, case, backend)."""
+    """Index rows by (framework, case, backend)."""
     return {(row.get("framework", "torch"), case_of(row), row["backend"]): row for row in rows}
 
 

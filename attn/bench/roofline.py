@@ -1,4 +1,4 @@
-"""Charts of `attn bench` reports: each row under its device's roofline, and the backends' times side by side."""
+"""Charts of `attn bench` reports: rows under their device's roofline, and the backends' times."""
 
 from collections.abc import Sequence
 from itertools import cycle
@@ -10,33 +10,33 @@ from attn.pictures.picture import COLOURS, Picture, drawn
 
 
 def chart(report: dict[str, Any]) -> Picture:
-    """A report as `attn bench --json` writes it: a roofline a wing above, a bar a backend and case below.
+    """Draw a report as `attn bench --json` writes it: a roofline per framework, and below it a bar per backend and case.
 
-    The roof is what a copy and a matrix product reached in the same run; rows of the dense family, which count no bytes, have
-    bars alone. A row that is wrong or was refused is not drawn. Raises ValueError for a report without a right row.
+    The roof is the measured rate of a copy and a matrix product in the same run. Rows of dense backends, which count no bytes,
+    have bars only. Rows that are wrong or refused are not drawn. Raises ValueError for a report without a right row.
     """
     rows = [row for row in report["rows"] if timed(row)]
     if not rows:
         raise ValueError("no right row to draw")
     names = list(dict.fromkeys(row["backend"] for row in rows))
     colours = dict(zip(names, cycle(COLOURS), strict=False))
-    wings = list(dict.fromkeys(row.get("framework", "torch") for row in rows if "batch" in row))
+    frameworks = list(dict.fromkeys(row.get("framework", "torch") for row in rows if "batch" in row))
     cases = list(dict.fromkeys((row.get("framework", "torch"), _case(row)) for row in rows))
 
     def draw(axes: Any) -> None:
-        *roofs, below = axes if wings else [axes]
-        for axis, wing in zip(roofs, wings, strict=True):
-            own = [row for row in rows if row.get("framework", "torch") == wing]
-            about = report[wing] if isinstance(report.get(wing), dict) else report  # of one wing it holds torch's version
-            _roofline(axis, own, colours, f"{about.get('device', wing)} ({wing}), {report.get('date', '')}")
-        _bars(below, rows, cases, names, colours, len(wings) > 1)
+        *roofs, below = axes if frameworks else [axes]
+        for axis, framework in zip(roofs, frameworks, strict=True):
+            own = [row for row in rows if row.get("framework", "torch") == framework]
+            about = report[framework] if isinstance(report.get(framework), dict) else report  # "torch" may be its version
+            _roofline(axis, own, colours, f"{about.get('device', framework)} ({framework}), {report.get('date', '')}")
+        _bars(below, rows, cases, names, colours, len(frameworks) > 1)
 
-    heights = [3.8] * len(wings) + [1.2 + 0.2 * (len(rows) + len(cases))]
+    heights = [3.8] * len(frameworks) + [1.2 + 0.2 * (len(rows) + len(cases))]
     return drawn(9, sum(heights), draw, len(heights), heights=heights)
 
 
 def draw(file: str | None, report: dict[str, Any]) -> None:
-    """Write a report's chart to `file`, if there is one."""
+    """Write a report's chart to `file`, if given."""
     if file:
         chart(report).save(file)
         print(f"drawn: {file}")
@@ -47,7 +47,7 @@ def _case(row: dict[str, Any]) -> str:
 
 
 def _roofline(axis: Any, rows: Sequence[dict[str, Any]], colours: dict[str, str], title: str) -> None:
-    """Attained rate over operations per byte, below the two ceilings; the rates of copy and product are in the rows."""
+    """Plot the attained rate over operations per byte, below the two ceilings, which are derived from the rows."""
     copy = max(row["gb_per_s"] / row["of_copy"] for row in rows) / 1e3  # TB/s
     gemm = max(row["tflop_per_s"] / row["of_gemm"] for row in rows)
     points = [(flops(Case.of(row)) / nbytes(Case.of(row)), row) for row in rows]
@@ -63,7 +63,7 @@ def _roofline(axis: Any, rows: Sequence[dict[str, Any]], colours: dict[str, str]
         for x, row in own:
             chosen = "o" if row.get("chosen") else "s"
             axis.plot(x, row["tflop_per_s"], chosen, color=colour, markersize=6, markeredgecolor="black", markeredgewidth=0.4)
-    axis.set(xscale="log", yscale="log", xlabel="operations a byte", ylabel="TFLOP/s", title=title)
+    axis.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="TFLOP/s", title=title)
     axis.grid(True, which="both", linewidth=0.3, alpha=0.5)
 
 
@@ -71,24 +71,24 @@ def _bars(
     axis: Any, rows: Sequence[dict[str, Any]], cases: Sequence[tuple[str, str]], names: Sequence[str],
     colours: dict[str, str], several: bool,
 ) -> None:  # fmt: skip
-    """Milliseconds, a group a case; the whisker spans the middle three fifths of the times."""
-    at, ticks, told = 0.0, [], set()
-    for wing, case in cases:
-        own = [row for row in rows if (row.get("framework", "torch"), _case(row)) == (wing, case)]
+    """Plot milliseconds, a group of bars per case; whiskers span p20 to p80."""
+    at, ticks, labelled = 0.0, [], set()
+    for framework, case in cases:
+        own = [row for row in rows if (row.get("framework", "torch"), _case(row)) == (framework, case)]
         own.sort(key=lambda row: names.index(row["backend"]))
-        ticks.append((at + (len(own) - 1) / 2, f"{case} ({wing})" if several else case))
+        ticks.append((at + (len(own) - 1) / 2, f"{case} ({framework})" if several else case))
         for row in own:
             ms, label = row["ms"], row["backend"]
             spread = [[ms - row["ms_p20"]], [row["ms_p80"] - ms]]
             axis.barh(
                 at, ms, 0.85, color=colours[label], xerr=spread, error_kw={"linewidth": 0.8},
-                label=None if label in told else label, edgecolor="black" if row.get("chosen") else "none", linewidth=0.8,
+                label=None if label in labelled else label, edgecolor="black" if row.get("chosen") else "none", linewidth=0.8,
             )  # fmt: skip
-            told.add(label)
+            labelled.add(label)
             axis.annotate(f" {ms:.3g}", (row["ms_p80"], at), va="center", fontsize=7)
             at += 1
         at += 0.8
     axis.set_yticks([y for y, _ in ticks], [name for _, name in ticks], fontsize=8)
     axis.invert_yaxis()
-    axis.set(xlabel="ms, median with p20 to p80 (framed, and round above: what the selector takes)", xscale="log")
+    axis.set(xlabel="ms, median with p20 to p80 (framed, and round above: the selector's choice)", xscale="log")
     axis.legend(fontsize=8, loc="best")

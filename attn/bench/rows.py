@@ -1,4 +1,4 @@
-"""Cases times backends: who is measured, what came of it, and the report that keeps it."""
+"""Cases times backends: which kernels to measure, their rows, and the report that stores them."""
 
 import json
 from collections.abc import Collection, Iterator, Sequence
@@ -15,9 +15,9 @@ from attn.platforms import platform_for
 from attn.selector import select
 from attn.verdicts import choose
 
-#: The wings' stopwatches.
+#: Each framework's timer.
 BENCHES = {"torch": "attn.torch.bench.TorchBench", "jax": "attn.jax.bench.JaxBench"}
-#: Columns of a row and how wide each is.
+#: Columns of a row and their widths.
 COLUMNS = (
     ("batch", 34), ("backend", 20), ("ms", 9), ("p20 .. p80", 17), ("GB/s", 6), ("% copy", 6), ("TFLOP/s", 7),
     ("% gemm", 6), ("clean ms", 9), ("kernel ms", 9), ("launch us", 9), ("metadata us", 11), ("error", 8),
@@ -25,33 +25,33 @@ COLUMNS = (
 
 
 class Bench(Protocol):
-    """A wing's side: one device, its ceilings, and the stopwatch."""
+    """A framework's timer on one device, with the device's ceilings."""
 
     def about(self, dtype: str = "bfloat16") -> dict[str, Any]:
-        """The device, the versions of what runs on it, and its ceilings in `dtype`."""
+        """Return the device, the versions of the software that runs on it, and its ceilings in `dtype`."""
 
     def ceilings(self, dtype: str) -> tuple[float, float]:
-        """(GB/s of a copy, read and written; TFLOP/s of a matrix product in `dtype`), measured when first asked for."""
+        """Return (GB/s of a copy, read plus written; TFLOP/s of a matrix product in `dtype`), measured on first use."""
 
     def peers(self) -> Sequence[str]:
-        """Kernels that are no backends here, and single packages behind a backend (`BACKEND:package`)."""
+        """List kernels that are not backends of `attn`, and single packages of a backend (`BACKEND:package`)."""
 
     def measure(self, case: Case, name: str, limit: float = 0.0) -> Timing:
-        """A backend's or a peer's time. Raises what it raises, TimeoutError when it is not ready after `limit` seconds
-        (0: however long it takes)."""
+        """Time a backend or a peer. Raises what it raises; TimeoutError when it is not ready after `limit` seconds (0: no
+        limit)."""
 
 
 def open_bench(framework: str) -> Bench:
-    """The wing's stopwatch on its default device. Raises ValueError for a wing that there is not."""
+    """Return the framework's timer on its default device. Raises ValueError for an unknown framework."""
     if framework not in BENCHES:
-        raise ValueError(f"framework={framework!r} has no benchmark ({', '.join(BENCHES)} have)")
+        raise ValueError(f"framework={framework!r} has no benchmark (supports {', '.join(BENCHES)})")
     return resolve_obj_by_qualname(BENCHES[framework])()  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One measurement to make: a case on a backend or a peer of a wing. `refused` says why it is not made; `chosen` marks
-    what the selector takes for the case; `must` what was asked for by name, so that a refusal ends the run."""
+    """One measurement to make: a case on a backend or a peer of a framework. `refused` says why it is not made; `chosen`
+    marks the selector's choice for the case; `must` marks one requested by name, whose refusal ends the run."""
 
     case: Case
     backend: str
@@ -64,9 +64,9 @@ class Entry:
 
 @dataclass(frozen=True)
 class Row:
-    """One case on one backend: `timing`, and its rates as shares of the device's own copy and matrix product.
+    """One case on one backend: `timing`, and its rates as fractions of the device's measured copy and matrix product.
 
-    `chosen` marks what the selector takes for the case, `peer` what it cannot take: a kernel that is no backend here.
+    `chosen` marks the selector's choice for the case, `peer` a kernel that is not a backend of `attn`.
     """
 
     case: Case
@@ -98,7 +98,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Refusal:
-    """What stands in a row's place: who did not attend the case, and why. `failed` where it had said that it would."""
+    """A kernel that did not run a case, and why. `failed`: it raised, although its capabilities cover the case."""
 
     case: Case
     backend: str
@@ -110,13 +110,13 @@ class Refusal:
 
     @property
     def right(self) -> bool:
-        """A kernel that is not this library's may do as it likes; a backend that serves a case must."""
+        """False for a backend that failed on a case it declares to serve; peers may fail."""
         return self.peer or not self.failed
 
     def __str__(self) -> str:
-        said = " ".join(self.refused.split())
+        text = " ".join(self.refused.split())
         head = _line((str(self.case), f"{'*' if self.chosen else ' '}{self.backend}"))
-        return f"{head} {'FAILED' if self.failed else 'no row'}: {said[:200]}"
+        return f"{head} {'FAILED' if self.failed else 'no row'}: {text[:200]}"
 
     def to_dict(self) -> dict[str, Any]:
         flat = {**asdict(self), **asdict(self.case), "right": self.right}
@@ -124,24 +124,24 @@ class Refusal:
 
 
 def _known(value: float | None, form: str) -> str:
-    """A number for its column; a dash for one that was not measured."""
+    """Format a number for its column; a dash if it was not measured."""
     return "-" if value is None else format(value, form)
 
 
 def _line(cells: Sequence[str]) -> str:
-    """Words to the left of their columns, numbers to the right."""
+    """Left-justify words in their columns, right-justify numbers."""
     pairs = zip(cells, COLUMNS, strict=False)
     return " ".join(cell.ljust(width) if name in ("batch", "backend") else cell.rjust(width) for cell, (name, width) in pairs)
 
 
 def header() -> str:
-    """The line above the rows."""
+    """Return the header line."""
     return _line([f" {name}" if name == "backend" else name for name, _ in COLUMNS])
 
 
 @dataclass
 class Report:
-    """Rows and where they come from: `about` names device, versions and date, and the two ceilings."""
+    """Rows and their origin: `about` holds device, versions, date, and the two ceilings."""
 
     about: dict[str, Any]
     rows: list[Row | Refusal] = field(default_factory=list)
@@ -160,14 +160,14 @@ class Report:
             Path(file).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
 
 
-# who is measured
+# which kernels are measured
 
 
 def entrants(case: Case, framework: str, peers: Sequence[str]) -> tuple[str | None, dict[str, str]]:
-    """(what the selector takes for the case, {name: why it does not serve, or nothing}).
+    """Return (the selector's choice for the case, {name: why it does not serve, or ""}).
 
-    The names are those on the platform's list, any other backend of the wing that serves, and `peers`. What was measured
-    here before (`attn tune`) does not enter: it is measured again.
+    The names are those on the platform's list, any other backend of the framework that serves, and `peers`. Saved
+    measurements (`attn tune`) are ignored, since the kernels are measured again.
     """
     request = case.request()
     selection = select(request, framework=framework, measured=False)
@@ -177,21 +177,21 @@ def entrants(case: Case, framework: str, peers: Sequence[str]) -> tuple[str | No
         member = AttentionBackendEnum[name]
         path = member.get_path() if member.value or member.is_overridden() else "attn."
         if path.startswith("attn.") and not path.startswith(f"attn.{framework}."):
-            continue  # another wing's, or nobody's: not worth importing
+            continue  # of another framework, or of neither: skip the import
         if choose([member.candidate()], request, device).winner:
             found[name] = ""
     for name in (name for name, reason in found.items() if not reason and name != selection.name):
-        from attn.testing.conformance import is_interpreted  # NumPy's import is for who measures
+        from attn.testing.conformance import is_interpreted  # imports NumPy, needed only when measuring
 
         if is_interpreted(AttentionBackendEnum[name].candidate().backend):
-            found[name] = "an interpreter runs its kernels here, which says nothing of their speed (--backend times it still)"
+            found[name] = "its kernels are interpreted on this machine: times would be meaningless (--backend times it anyway)"
     return selection.name, {**found, **dict.fromkeys(peers, "")}
 
 
 def asked_for(names: Collection[str], asked: Sequence[str], known: Collection[str]) -> list[str]:
-    """Those of `names` that are asked for: by name, by what stands before a colon, or `all`.
+    """Return those of `names` that are requested: by name, by the part before a colon, or by `all`.
 
-    Raises ValueError for a word that asks for none of `known`.
+    Raises ValueError for a word that matches none of `known`.
     """
     for word in asked:
         if word != "all" and not any(word in (name, name.partition(":")[0]) for name in known):
@@ -208,10 +208,10 @@ def plan(
     named: Sequence[str] = (),
     others: Collection[str] = (),
 ) -> list[Entry]:
-    """Who attends a case: those `named`, or else the selector's choice and everyone `asked` for but `without`.
+    """List the kernels to measure on a case: those `named`, else the selector's choice and those `asked` for except `without`.
 
-    `others` are peers of another wing, which may be asked for too. Raises `UnsupportedError` with its reasons for a backend
-    that is named and does not serve the case, ValueError for a word that nobody is called.
+    `others` are peers of another framework, which may also be requested. Raises `UnsupportedError` with its reasons for a
+    backend in `named` that does not serve the case, ValueError for an unknown name.
     """
     if named:
         for name in (name for name in named if name not in peers):
@@ -228,9 +228,9 @@ def plan(
 
 
 def measured(entries: Sequence[Entry], benches: dict[str, Bench], limit: float = 0.0) -> Iterator[Row | Refusal]:
-    """Each entry's time, or the reason for none, as they come.
+    """Yield each entry's time, or the reason why it has none.
 
-    What an entry that `must` be made raises is raised; anybody else's error is its answer, and does not end the run.
+    An exception of an entry that `must` run propagates; that of any other becomes a `Refusal` and the run continues.
     """
     for entry in entries:
         bench, marks = benches[entry.framework], {"chosen": entry.chosen, "peer": entry.peer, "framework": entry.framework}
@@ -243,14 +243,14 @@ def measured(entries: Sequence[Entry], benches: dict[str, Bench], limit: float =
             if entry.must:
                 raise
             declined = isinstance(error, UnsupportedError | TimeoutError)
-            said = str(error) if declined else f"{type(error).__name__}: {error}"
-            yield Refusal(entry.case, entry.backend, said, not declined, **marks)  # type: ignore[arg-type]
+            reason = str(error) if declined else f"{type(error).__name__}: {error}"
+            yield Refusal(entry.case, entry.backend, reason, not declined, **marks)  # type: ignore[arg-type]
             continue
         yield judged(entry, timing, bench.ceilings(entry.case.dtype))
 
 
 def judged(entry: Entry, timing: Timing, ceilings: tuple[float, float]) -> Row:
-    """A timing as a row."""
+    """Make a row of a timing."""
     case = entry.case
     gb, tflop = nbytes(case) / timing.ms / 1e6, flops(case) / timing.ms / 1e9
     shares = (gb / ceilings[0], tflop / ceilings[1])

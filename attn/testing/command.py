@@ -1,10 +1,10 @@
-"""The suite's command line: `python -m attn.testing [BACKEND ...]`, and what `attn conform` is made of.
+"""Command line of the conformance suite: `python -m attn.testing [BACKEND ...]`, also `attn conform`.
 
-python -m attn.testing                             every backend that can run here
-python -m attn.testing XLA_ATTN --level full       one of them, at length
-python -m attn.testing TRITON_ATTN --jobs 16       kernels that compile: one process a core
-python -m attn.testing CPU_ATTN --repro '{...}'    one case, as a failure printed it
-python -m attn.testing CPU_ATTN --fuzz 60 --seed 7  random cases for a minute, each failure made small
+python -m attn.testing                             every backend that can run on this machine
+python -m attn.testing XLA_ATTN --level full       one backend, all cases
+python -m attn.testing TRITON_ATTN --jobs 16       compiled kernels: one process per core
+python -m attn.testing CPU_ATTN --repro '{...}'    one case, as printed by a failure
+python -m attn.testing CPU_ATTN --fuzz 60 --seed 7  random cases for a minute, failures minimized
 python -m attn.testing XLA_ATTN --registry diffusion --fuzz 60      the same for dense backends
 """
 
@@ -24,21 +24,21 @@ from attn.verdicts import not_loadable
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's arguments."""
+    """Add the command's arguments to `parser`."""
     add = parser.add_argument
-    add("backends", nargs="*", metavar="BACKEND", help="names (default: every one that can run here)")
+    add("backends", nargs="*", metavar="BACKEND", help="names (default: every one that can run on this machine)")
     which = ("attention", "mla_prefill", "diffusion")
     add("--registry", choices=which, default="attention", help="which backends (default: %(default)s)")
     add("--level", choices=LEVELS, default="quick", help="how much to run (default: %(default)s)")
     add("--only", default="", metavar="TEXT", help="only the cases whose name contains TEXT")
     add("--dtype", action="append", default=[], help="only cases of this dtype; may be repeated")
-    add("--kind", choices=EXECUTED, help="how kernels execute (default: what the implementation says)")
-    add("--jobs", type=int, default=1, metavar="N", help="processes that share the cases (default: %(default)s)")
+    add("--kind", choices=EXECUTED, help="how kernels execute (default: as the implementation declares)")
+    add("--jobs", type=int, default=1, metavar="N", help="number of worker processes (default: %(default)s)")
     add("--part", type=_part, default=(1, 1), metavar="I/N", help="every N-th case from the I-th on")
-    add("--record", action="store_true", help="write the outcome into attn/evidence.json")
-    add("--fuzz", type=float, metavar="SECONDS", help="random cases instead of the suite's, for so long in all")
-    add("--seed", type=int, default=0, metavar="N", help="of --fuzz: the same seed draws the same cases (default: %(default)s)")
-    add("--repro", metavar="JSON", help="run this one case, on the backends named")
+    add("--record", action="store_true", help="write the result to attn/evidence.json")
+    add("--fuzz", type=float, metavar="SECONDS", help="run random cases instead of the suite, for this long in total")
+    add("--seed", type=int, default=0, metavar="N", help="seed of --fuzz's cases (default: %(default)s)")
+    add("--repro", metavar="JSON", help="run this one case on the given backends")
     add("--json", action="store_true", help="machine-readable output")
 
 
@@ -51,7 +51,7 @@ def _part(text: str) -> tuple[int, int]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run what the arguments say; 1 when a case failed, or a backend that was named ran no case."""
+    """Run the command. Return 1 if a case failed or a requested backend ran no case, else 0."""
     if args.fuzz is not None:
         return _fuzz(args)
     if args.repro is not None:
@@ -61,12 +61,12 @@ def run(args: argparse.Namespace) -> int:
         from attn.testing.prefill import run_prefill
 
         run_part = functools.partial(run_dense, level=args.level) if args.registry == "diffusion" else run_prefill
-        return _told(args, run_part(args.backends or None, kind=args.kind, only=args.only, record=args.record))
+        return _show_report(args, run_part(args.backends or None, kind=args.kind, only=args.only, record=args.record))
     report = run_conformance(
         args.backends or None, args.level, kind=args.kind, record=args.record, only=args.only, dtypes=args.dtype,
         jobs=args.jobs, part=args.part,
     )  # fmt: skip
-    return _told(args, report)
+    return _show_report(args, report)
 
 
 def _fuzz(args: argparse.Namespace) -> int:
@@ -75,27 +75,27 @@ def _fuzz(args: argparse.Namespace) -> int:
     reports = run_fuzz(args.backends or None, args.fuzz, args.seed, args.jobs, to=sys.stderr, registry=args.registry)
     idle = [f"{report.backend}: {report.skipped}" for report in reports if report.skipped and args.backends]
     if idle:
-        print(f"attn: not examined: {'; '.join(idle)}", file=sys.stderr)
+        print(f"attn: not tested: {'; '.join(idle)}", file=sys.stderr)
     ok = not idle and all(report.ok for report in reports)
     return _done(ok, as_json(reports), "\n".join(told(reports)), args.json)
 
 
-def _told(args: argparse.Namespace, report: Report) -> int:
-    """Print a report; the exit code."""
+def _show_report(args: argparse.Namespace, report: Report) -> int:
+    """Print a report and return the exit code."""
     idle = [r for r in report.backends if r.skipped]
     if not args.backends and len(idle) < len(report.backends):
-        idle = []  # whatever can run here was asked for, and did
+        idle = []  # every backend that can run was requested, and did
     if idle:
-        print(f"attn: not examined: {'; '.join(f'{r.backend}: {r.skipped}' for r in idle)}", file=sys.stderr)
+        print(f"attn: not tested: {'; '.join(f'{r.backend}: {r.skipped}' for r in idle)}", file=sys.stderr)
     return _done(report.ok and not idle, report.to_dict(), str(report), args.json)
 
 
 def _repro(args: argparse.Namespace) -> int:
     names, text = args.backends, args.repro
     if not names:
-        raise ValueError("--repro needs the backend to run the case on")
+        raise ValueError("--repro needs a backend to run the case on")
     if args.registry == "mla_prefill":
-        raise ValueError("--repro repeats cases of --registry attention and diffusion, not of mla_prefill")
+        raise ValueError("--repro supports --registry attention and diffusion, not mla_prefill")
     if args.registry == "diffusion":
         return _repro_dense(args)
     case = Case.from_json(text)
@@ -106,8 +106,8 @@ def _repro(args: argparse.Namespace) -> int:
         if reasons := not_loadable(candidate):
             raise UnsupportedError(f"{name}: {'; '.join(reasons)}", reasons)
         violations += run_case(candidate.backend, case)
-    told = [{"backend": v.backend, "rule": v.rule, "text": str(v)} for v in violations]
-    data = {"case": json.loads(case.json()), "violations": told}
+    rows = [{"backend": v.backend, "rule": v.rule, "text": str(v)} for v in violations]
+    data = {"case": json.loads(case.json()), "violations": rows}
     return _done(not violations, data, "\n".join(map(str, violations)) or "no violation", args.json)
 
 
@@ -133,7 +133,7 @@ def _repro_dense(args: argparse.Namespace) -> int:
 
 
 def _done(ok: bool, data: dict[str, Any], text: str, as_json: bool) -> int:
-    """Print an outcome in the form that was asked for; the exit code."""
+    """Print the result as text or JSON and return the exit code."""
     print(json.dumps({**data, "ok": ok}, indent=2) if as_json else text)
     return int(not ok)
 

@@ -89,7 +89,7 @@ def test_an_lse_goes_out_too(border):
 
 
 def test_an_output_buffer_does_not_cross(border):
-    with pytest.raises(ValueError, match="output= is written in place and cannot cross frameworks"):
+    with pytest.raises(ValueError, match="output= is written in place and cannot be converted"):
         Impl()(None, Thing("away", "q"), None, None, None, None, Thing("away", "buffer"))
 
 

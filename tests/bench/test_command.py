@@ -85,7 +85,7 @@ def test_both_wings_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert list(rows) == [
         ("torch", "CPU_ATTN"), ("torch", "sdpa"), ("jax", "XLA_ATTN"), ("jax", "PALLAS"), ("jax", "jax-nn"),
     ]  # fmt: skip
-    assert "an interpreter runs its kernels here" in rows["jax", "PALLAS"]["refused"]
+    assert "its kernels are interpreted on this machine" in rows["jax", "PALLAS"]["refused"]
     assert [verdict["case"].endswith(("(torch)", "(jax)")) for verdict in report["verdicts"]] == [True, True]
     assert all(row["right"] and row["replayed"] for row in (rows["jax", "XLA_ATTN"], rows["jax", "jax-nn"]))
     assert rows["jax", "XLA_ATTN"]["build_us"] > 0 and rows["jax", "XLA_ATTN"]["host_us"] > 0
@@ -109,9 +109,9 @@ def test_mistakes_are_told_in_a_line(capsys: pytest.CaptureFixture[str], tmp_pat
     run("q8", "--framework", "torch", "--registry", "diffusion", "--mla", code=2)
     said = capsys.readouterr().err
     for words in (
-        "8 new of 4 tokens", "XLA_ATTN is a backend of jax, not of torch", "takes two files", "not a file of rows",
-        "one of them", "platform=cpu (supports cuda)", "BLOCKSPARSE is not timed here", "TORCH_SDPA  mla not supported",
-        "heads='8/2' with mla", "--mla beside --registry diffusion",
+        "8 new of 4 tokens", "XLA_ATTN is a backend of jax, not of torch", "takes two files", "not a report written by --json",
+        "one of them", "platform=cpu (supports cuda)", "BLOCKSPARSE cannot be timed", "TORCH_SDPA  mla not supported",
+        "heads='8/2' with mla", "--mla cannot be combined with --registry diffusion",
     ):  # fmt: skip
         assert words in said
 
@@ -170,4 +170,4 @@ def test_names_that_nobody_has_are_told(capsys: pytest.CaptureFixture[str]) -> N
     assert main(["bench", "q4", "--framework", "torch", *TINY, "--peers", "sdpa,CUDNN"]) == 2
     assert "peer 'CUDNN' is unknown; known: all, " in capsys.readouterr().err
     assert main(["bench", "--judge", "/nowhere/rows.json"]) == 2
-    assert "not a file of rows" in capsys.readouterr().err
+    assert "not a report written by --json" in capsys.readouterr().err

@@ -77,11 +77,11 @@ def test_a_file_of_rows_is_judged(tmp_path, capsys):
     report.write(str(tmp_path / "rows.json"))
     assert main(["bench", "--judge", str(tmp_path / "rows.json")]) == 0
     said = capsys.readouterr().out
-    assert "2x4608x24x128" in said and "CHOICE is the fastest; of the rest, ROUGH by 100.0 %" in said and "AWAY" not in said
+    assert "2x4608x24x128" in said and "CHOICE is the fastest; of the peers, ROUGH by 100.0 %" in said and "AWAY" not in said
     report.rows.append(timed("FAST", 0.8))
     report.write(str(tmp_path / "rows.json"))
     assert main(["bench", "--judge", str(tmp_path / "rows.json")]) == 1
-    assert "CHOICE LOSES: FAST is ahead by 25.0 %" in capsys.readouterr().out
+    assert "CHOICE LOSES: FAST is faster by 25.0 %" in capsys.readouterr().out
 
 
 def test_the_command(tmp_path, capsys, monkeypatch):

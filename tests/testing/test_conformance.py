@@ -203,7 +203,7 @@ def test_the_command_runs_a_case_again(capsys: pytest.CaptureFixture[str]) -> No
         assert "--repro" in capsys.readouterr().out
         assert main(["MINE", "--only", "mixed batch", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["ok"]
-    with pytest.raises(ValueError, match="needs the backend"):
+    with pytest.raises(ValueError, match="needs a backend"):
         main(["--repro", CASES[0].json()])
 
 

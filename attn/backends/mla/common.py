@@ -1,9 +1,10 @@
-"""What the MLA backends of both wings share: the latent cache's shape, and a layer's checked arguments.
+"""The framework-neutral part of MLA backends: the latent cache's shape, and a layer's checked arguments.
 
 A token is cached as one row [kv_c L | k_pe Dr] that every query head reads, so a request's `head_size` is L + Dr and its
-num_kv_heads 1, while `scale` belongs to the head before absorption, Dn + Dr (docs/semantics.md §9). The templates of torch
-and jax add the arrays: metadata, cache write, weights and the call itself.
+num_kv_heads 1, while `scale` is that of the head before absorption, Dn + Dr (docs/semantics.md §9). The templates of torch
+and jax add the arrays: metadata, cache write, weights and the call.
 
+Shape letters in addition to the usual ones: L kv_lora_rank, Dn qk_nope_head_dim, Dr qk_rope_head_dim, Dv v_head_dim.
 Shape letters beside the usual ones: L kv_lora_rank, Dn qk_nope_head_dim, Dr qk_rope_head_dim, Dv v_head_dim.
 """
 
@@ -36,22 +37,22 @@ if TYPE_CHECKING:
 Array = Any
 T = TypeVar("T", bound=AttentionMetadata)
 
-#: The `fp8_ds_mla` row: 512 e4m3 codes, 4 float32 scales (one for 128 codes), 64 bfloat16 rotary values.
+#: The `fp8_ds_mla` row: 512 e4m3 codes, 4 float32 scales (one per 128 codes), 64 bfloat16 rotary values.
 DS_MLA_LATENT, DS_MLA_ROPE, DS_MLA_TILE = 512, 64, 128
 DS_MLA_BYTES = DS_MLA_LATENT + 4 * (DS_MLA_LATENT // DS_MLA_TILE) + 2 * DS_MLA_ROPE
 
 
 def dcp_row_limits(batch: CommonAttentionMetadata) -> "tuple[IntArray, IntArray]":
-    """(owner, limit), each [T]: a row's request, and how many of the keys up to the row's own live on this rank.
+    """Return (owner, limit), each [T]: a row's request, and the number of keys up to the row's own that are on this rank.
 
     Decode context parallelism strides keys over ranks (docs/semantics.md §15), so a causal rule on local positions would be
-    wrong: each row needs its own count of visible keys. Raises `MetadataError` unless the lengths are on the host.
+    wrong: each row needs its own number of visible keys. Raises `MetadataError` unless the lengths are on the host.
     """
     import numpy as np
 
     starts, lens, group = batch.query_start_loc_cpu, batch.seq_lens_cpu, get_dcp_group()
     if starts is None or lens is None:
-        raise MetadataError("seq_lens_cpu", None, None, "NumPy mirrors of query_start_loc and seq_lens, under DCP")
+        raise MetadataError("seq_lens_cpu", None, None, "a NumPy mirror, as query_start_loc_cpu: DCP needs both")
     q_lens = starts[1:] - starts[:-1]
     owner = np.repeat(np.arange(len(q_lens)), q_lens)
     seen = np.maximum(np.arange(int(starts[-1])) - starts[owner] + (lens - q_lens)[owner] + 1, 0)
@@ -61,10 +62,10 @@ def dcp_row_limits(batch: CommonAttentionMetadata) -> "tuple[IntArray, IntArray]
 
 
 class MLABackend(AttentionBackend):
-    """A cache of one row a token.
+    """Base of backends whose cache stores one row per token.
 
-    `latent_dims` are the (L, Dr) pairs that the kernels know, `qk_nope_head_dims` and `v_head_dims` the sizes of an
-    expanded head; None is any.
+    `latent_dims` are the (L, Dr) pairs that the kernels support, `qk_nope_head_dims` and `v_head_dims` the supported sizes of
+    an expanded head; None means any.
     """
 
     latent_dims: ClassVar[tuple[tuple[int, int], ...] | None] = None
@@ -75,7 +76,7 @@ class MLABackend(AttentionBackend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """[N, P, L + Dr]; for `fp8_ds_mla` [N, P, 656], in bytes."""
+        """Return [N, P, L + Dr]; for `fp8_ds_mla` [N, P, 656], in bytes."""
         return (num_blocks, block_size, kv_cache_row(cache_dtype_str, head_size))
 
     @staticmethod
@@ -84,13 +85,13 @@ class MLABackend(AttentionBackend):
 
     @staticmethod
     def logical_kv_cache(kv_cache: Array) -> tuple[Array, Array]:
-        """The rows twice, [N, P, 1, width]: a row is the key, and its first L columns are the value."""
+        """Return the rows twice, [N, P, 1, width]: a row is the key, and its first L columns are the value."""
         rows = kv_cache[:, :, None]
         return rows, rows
 
     @classmethod
     def latent_reasons(cls, kv_lora_rank: int, qk_nope_head_dim: int, qk_rope_head_dim: int, v_head_dim: int) -> list[str]:
-        """Every reason why the kernels do not take these dimensions; empty when they do."""
+        """Return every reason why the kernels do not support these dimensions; empty if they do."""
         why = []
         if cls.latent_dims is not None and (kv_lora_rank, qk_rope_head_dim) not in cls.latent_dims:
             known = ", ".join(f"{rank} + {rope}" for rank, rope in cls.latent_dims)
@@ -105,7 +106,8 @@ class MLABackend(AttentionBackend):
 
 
 class MLAImpl(MLAAttentionImpl[T]):
-    """One MLA layer's arguments, checked. A subclass names its backend: `class MyImpl(Template, backend=MyBackend)`."""
+    """Implementation base that checks an MLA layer's arguments. A subclass passes its backend: `class MyImpl(Template,
+    backend=MyBackend)`."""
 
     backend: ClassVar[type[MLABackend]]
     #: The MLA prefill backend to use, obeyed or refused; None lets the platform choose.
@@ -135,12 +137,12 @@ class MLAImpl(MLAAttentionImpl[T]):
         kv_b_proj: Any = None,
         indexer: object | None = None,
     ) -> None:
-        """The arguments of vLLM's `MLAAttentionImpl`; `scale` None means (Dn + Dr) ** -0.5, `qk_head_dim` None Dn + Dr.
+        """Take the arguments of vLLM's `MLAAttentionImpl`; `scale` None means (Dn + Dr) ** -0.5, `qk_head_dim` None Dn + Dr.
         `qk_rope_head_dim` 0 is a model without rotary dimensions: its `k_pe` is [T, 0], or None.
 
         kv_b_proj: the up-projection W_UK | W_UV: an object with `.weight` [H * (Dn + Dv), L] or `.kernel`
-        [L, H * (Dn + Dv)], or an array [L, H, Dn + Dv]. Raises ValueError for nonsense, `ShapeError` for dimensions that
-        do not fit together, and `UnsupportedError` with this backend's reasons for what it does not serve.
+        [L, H * (Dn + Dv)], or an array [L, H, Dn + Dv]. Raises ValueError for invalid arguments, `ShapeError` for inconsistent
+        dimensions, and `UnsupportedError` with this backend's reasons for unsupported ones.
         """
         self.num_heads, self.num_kv_heads, self.head_size = check_heads(num_heads, num_kv_heads, head_size)
         self.q_lora_rank = None if q_lora_rank is None else positive_int("q_lora_rank", q_lora_rank)
@@ -152,7 +154,7 @@ class MLAImpl(MLAAttentionImpl[T]):
         self.kv_cache_dtype = kv_cache_dtype
         self._check_dimensions(self.qk_head_dim if qk_head_dim is None else qk_head_dim)
         self.signed_scale = check_scale(scale, self.qk_head_dim)
-        self.scale = abs(self.signed_scale)  # kernels get the magnitude; the template negates the query (`fold_sign`)
+        self.scale = abs(self.signed_scale)  # kernels receive the magnitude; the template negates the query (`fold_sign`)
         self.attn_type = check_attn_type(attn_type)
         self.window = window_pair(sliding_window, attn_type)
         self.logits_soft_cap = check_soft_cap(logits_soft_cap)
@@ -167,7 +169,7 @@ class MLAImpl(MLAAttentionImpl[T]):
     def _check_dimensions(self, qk_head_dim: int) -> None:
         rank, rope = self.kv_lora_rank, self.qk_rope_head_dim
         if self.num_kv_heads != 1:
-            raise ShapeError(f"num_kv_heads={self.num_kv_heads} must be 1: every head reads the one latent")
+            raise ShapeError(f"num_kv_heads={self.num_kv_heads} must be 1: all heads read the same latent")
         if self.head_size != rank + rope:
             raise ShapeError(f"head_size={self.head_size} must be kv_lora_rank + qk_rope_head_dim = {rank} + {rope}")
         if qk_head_dim != self.qk_head_dim:
@@ -178,7 +180,7 @@ class MLAImpl(MLAAttentionImpl[T]):
             raise ShapeError(f"kv_cache_dtype=fp8_ds_mla needs {wanted}, got {rank} and {rope}")
 
     def request(self) -> Request:
-        """What this layer asks of its backend, apart from the dtype (known when arrays arrive)."""
+        """Return this layer's request, except the dtype (known from the arrays of a call)."""
         capabilities = self.backend.capabilities
         assert capabilities is not None
         kind = {kind for kind in KINDS if kind in capabilities.features}
@@ -194,8 +196,8 @@ class MLAImpl(MLAAttentionImpl[T]):
         )
 
     def up_projection(self, kv_b_proj: Any = None) -> Array:
-        """`kv_b_proj`'s weights (None: the layer's own) as [L, H, Dn + Dv], W_UK in the first Dn columns of a head: a view
-        where there is one. Raises `ShapeError` for weights of another size.
+        """Return the weights of `kv_b_proj` (None: the layer's own) as [L, H, Dn + Dv], W_UK in the first Dn columns of a head:
+        a view if possible. Raises `ShapeError` for weights of another size.
         """
         source = self.kv_b_proj if kv_b_proj is None else kv_b_proj
         if hasattr(source, "kernel"):
@@ -208,5 +210,5 @@ class MLAImpl(MLAAttentionImpl[T]):
         flat = (want[0], want[1] * want[2])
         if weight is None or tuple(weight.shape) not in (want, flat):
             got = "None" if weight is None else list(weight.shape)
-            raise ShapeError(f"kv_b_proj's weights are {got}: must be [L, H, Dn + Dv] = {list(want)}, or {list(flat)}")
+            raise ShapeError(f"kv_b_proj's weights have shape {got}: must be [L, H, Dn + Dv] = {list(want)}, or {list(flat)}")
         return weight.reshape(want)

@@ -1,9 +1,9 @@
-"""The interface of an MLA prefill backend: attention of expanded heads, partial states to be merged.
+"""The interface of an MLA prefill backend: attention over expanded heads, returning partial states to merge.
 
 A long query is cheaper with the latent expanded to ordinary heads, Dn + Dr wide for queries and keys and Dv for values
-(docs/semantics.md §9). The new tokens attend one another causally; what came before, the context, is gathered from the cache in
-chunks of bounded size, attended without a mask, and merged by log-sum-exp. The MLA template does the gathering, the
-expansion and the merge; a prefill backend does the two attentions.
+(docs/semantics.md §9). The new tokens attend one another causally; the earlier tokens, the context, are gathered from the
+cache in chunks of bounded size, attended without a mask, and merged by log-sum-exp. The MLA template gathers, expands and
+merges; a prefill backend computes the two attentions.
 
 Shape letters: T tokens, R requests, H heads, m keys of a chunk; D = Dn + Dr; Dv v_head_dim.
 """
@@ -23,16 +23,16 @@ Array = Any
 
 @dataclass(frozen=True)
 class MLAPrefillRequest(Request):
-    """What a layer asks of a prefill backend: `head_size` is Dn + Dr, `v_head_dim` the values' own size."""
+    """A layer's request to a prefill backend: `head_size` is Dn + Dr, `v_head_dim` the size of a value head."""
 
     v_head_dim: int = 128
 
 
 @dataclass(frozen=True)
 class MLAContextChunk:
-    """Some of the context of every request, the requests' keys one after another.
+    """A chunk of every request's context, the requests' keys concatenated.
 
-    key_start_loc: [R + 1] int32 on the device, cumulative keys (equal neighbours: nothing of that request's);
+    key_start_loc: [R + 1] int32 on the device, cumulative keys (equal neighbours: no keys of that request);
     key_start_loc_cpu: its NumPy mirror; num_keys: m; max_keys: the longest request's.
     """
 
@@ -47,8 +47,8 @@ class MLAPrefillMetadata:
     """The prefill requests of a batch, packed.
 
     query_start_loc: [R + 1] int32 on the device, cumulative new tokens; query_start_loc_cpu: its NumPy mirror.
-    chunks: the context, empty where no request has any. plans: what a backend keeps for the layers that follow, under
-    a key of its own (a vendor's plan depends on the batch, not on the layer).
+    chunks: the context, empty if no request has any. plans: what a backend stores for the following layers, under its own
+    key (a vendor's plan depends on the batch, not on the layer).
     """
 
     query_start_loc: Array
@@ -60,10 +60,11 @@ class MLAPrefillMetadata:
 
 
 class MLAPrefillBackend(ABC):
-    """One layer's prefill attention. The constructor takes what is the same in every call; limits are data. `scale` is above 0:
+    """One layer's prefill attention. The constructor takes what is constant over calls; limits are data. `scale` is above 0:
     the MLA template negates the queries of a layer whose scale is negative.
 
-    `name` and `capabilities` as for attention backends (`head_sizes` are Dn + Dr); `v_head_dims` the sizes of a value head.
+    `name` and `capabilities` as for attention backends (`head_sizes` are Dn + Dr); `v_head_dims`: the supported sizes of a
+    value head.
     """
 
     name: ClassVar[str]
@@ -80,12 +81,12 @@ class MLAPrefillBackend(ABC):
 
     @classmethod
     def off_paths(cls, device: Device | None = None) -> tuple[str, ...]:
-        """A sentence for each faster path of this backend that is off on `device` (None: the one here), and why."""
+        """Return a sentence for each faster path of this backend that is off on `device` (None: the current one)."""
         return ()
 
     @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
-        """Every reason why this backend does not serve `request` (on `device`); empty when it does."""
+        """Return every reason why this backend does not serve `request` (on `device`); empty if it does."""
         why = [] if cls.capabilities is None else cls.capabilities.reasons(request, device)
         if isinstance(request, MLAPrefillRequest) and not supports_size(request.v_head_dim, cls.v_head_dims):
             why.append(f"v_head_dim={request.v_head_dim} (supports {', '.join(map(str, cls.v_head_dims))})")
@@ -93,11 +94,11 @@ class MLAPrefillBackend(ABC):
 
     @abstractmethod
     def run_prefill_new_tokens(self, q: Array, k: Array, v: Array, meta: MLAPrefillMetadata, return_lse: bool) -> Any:
-        """Causal attention of each request's new tokens over themselves.
+        """Compute causal attention of each request's new tokens over themselves.
 
-        q, k: [T, H, D]; v: [T, H, Dv], dense in the last dimension, strided elsewhere (k's and v's heads may lie in one
-        array: a backend that needs them contiguous makes them so). Returns out [T, H, Dv] in q's dtype, or with
-        `return_lse` (out, lse [H, T] float32, or float64 for float64 queries, natural).
+        q, k: [T, H, D]; v: [T, H, Dv], dense in the last dimension, strided elsewhere (k's and v's heads may be slices of one
+        array: a backend that needs them contiguous copies them). Returns out [T, H, Dv] in q's dtype, or with
+        `return_lse` (out, lse [H, T] float32, or float64 for float64 queries, natural log).
         """
         raise NotImplementedError
 
@@ -105,9 +106,9 @@ class MLAPrefillBackend(ABC):
     def run_prefill_context_chunk(
         self, chunk_idx: int, q: Array, k: Array, v: Array, meta: MLAPrefillMetadata
     ) -> tuple[Array, Array]:
-        """Attention without a mask of each request's queries over its keys of `meta.chunks[chunk_idx]`.
+        """Compute unmasked attention of each request's queries over its keys of `meta.chunks[chunk_idx]`.
 
-        q: [T, H, D]; k: [m, H, D]; v: [m, H, Dv]. Returns (out [T, H, Dv], lse [H, T] float32, natural); a request
-        without keys in the chunk has lse -inf, and its out is never read.
+        q: [T, H, D]; k: [m, H, D]; v: [m, H, Dv]. Returns (out [T, H, Dv], lse [H, T] float32, natural log); a request
+        without keys in the chunk has lse -inf, and its out is not read.
         """
         raise NotImplementedError

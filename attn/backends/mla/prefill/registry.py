@@ -1,7 +1,7 @@
 """Registry for MLA prefill backends.
 
-The four vendors of vLLM's registry, members of our own that need none of them, and a slot for one's own; any number
-more may be registered by name.
+The four vendors' backends of vLLM's registry, built-in ones that need no vendor package, and a slot for a custom one; any
+number more may be registered by name.
 """
 
 from collections.abc import Callable
@@ -45,7 +45,7 @@ def register_mla_prefill_backend(
     """Register or override an MLA prefill backend implementation.
 
     Args:
-        backend: The MLAPrefillBackendEnum member to register, or a name of your own.
+        backend: The MLAPrefillBackendEnum member to register, or a name for a custom backend.
         class_path: Optional class path, or the class itself. If not provided and used as decorator, will be
             auto-generated from the class.
 

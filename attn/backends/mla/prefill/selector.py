@@ -1,7 +1,7 @@
-"""Which MLA prefill backend serves a layer: asked for by name, or first on the platform's list, with reasons.
+"""Select the MLA prefill backend of a layer: requested by name, or the first valid on the platform's list, with reasons.
 
-The same decision as for attention backends (`attn.choice`): ATTN_MLA_PREFILL_BACKEND and an explicit argument are obeyed or
-refused, never replaced.
+The decision is the same as for attention backends (`attn.choice`): the backend of ATTN_MLA_PREFILL_BACKEND or of an explicit
+argument is used or rejected, never replaced.
 """
 
 from collections.abc import Collection
@@ -22,7 +22,7 @@ from attn.verdicts import Selection
 def make_mla_prefill_request(
     qk_head_dim: int, v_head_dim: int, dtype: Any, *, num_heads: int | None = None, features: Collection[str] = ()
 ) -> MLAPrefillRequest:
-    """A request from a caller's words: any framework's dtype, NumPy integers. Raises ValueError naming the argument."""
+    """Make a request from any framework's dtype and NumPy integers. Raises ValueError with the argument."""
     return MLAPrefillRequest(
         head_size=positive_int("qk_head_dim", qk_head_dim),
         dtype=dtype_name(dtype),
@@ -42,11 +42,11 @@ def select_mla_prefill(
     device: Device | None = None,
     disable: Collection[str] = (),
 ) -> Selection:
-    """The decision with all its reasons.
+    """Select a prefill backend and return the decision with all its reasons.
 
-    Who is asked, in order: `backend`, ATTN_MLA_PREFILL_BACKEND, the platform's list; `disable` and ATTN_DISABLE keep names
-    out of the last. `device` may describe a machine that is not at hand. Raises ValueError for an unknown name; a request that
-    nobody serves is a `Selection` without a winner (`require()` raises).
+    In order of precedence: `backend`, ATTN_MLA_PREFILL_BACKEND, the platform's list; `disable` and ATTN_DISABLE exclude
+    backends from the last. `device` may describe a device that is not present. Raises ValueError for an unknown name; for a
+    request that no backend serves, returns a `Selection` without a winner (its `require()` raises).
     """
     asked = asked_for(MLAPrefillBackendEnum, ((backend, "argument"),))
     platform, device = place_of(asked, framework, platform, device)
@@ -64,11 +64,11 @@ def get_mla_prefill_backend(
     on_host: bool = False,
     features: Collection[str] = (),
 ) -> type[MLAPrefillBackend]:
-    """The prefill backend's class for heads of Dn + Dr and Dv; `on_host` when the arrays lie on the CPU; `features` are
-    names of what else it must serve.
+    """Return the class of the prefill backend for heads of Dn + Dr and Dv; `on_host`: the arrays are on the CPU; `features`:
+    names of other required features.
 
     Raises `UnsupportedError` with every candidate's reasons, ValueError for malformed arguments or an unknown name, and
-    `BackendLoadError` when an explicit choice cannot be imported.
+    `BackendLoadError` if an explicit choice cannot be imported.
     """
     request = make_mla_prefill_request(qk_head_dim, v_head_dim, dtype, num_heads=num_heads, features=features)
     platform = platform_for(framework, "cpu" if on_host else None)

@@ -39,7 +39,7 @@ def test_every_form_of_the_up_projection(make_mla: Any, kind: str) -> None:
         np.testing.assert_array_equal(got, want)
     if kind == "kernel":  # a leaf of the module's state, which jit and optimisers see
         assert [leaf.shape for leaf in jax.tree.leaves(nnx.state(layer))] == [flat.shape]
-    with pytest.raises(ShapeError, match="kv_b_proj's weights are"):
+    with pytest.raises(ShapeError, match="kv_b_proj's weights have shape"):
         layer.impl.weights(w[:, :3])
 
 

@@ -220,7 +220,7 @@ def test_a_profiling_run_is_zeros():
         ({"cache": torch.zeros(5, P, L + DR, dtype=torch.bfloat16)}, "kv_cache has dtype"),
         ({"cache": torch.zeros(5, 2 * P, L + DR)}, "kv_cache has blocks of 16 tokens"),
         ({"query": torch.zeros(21, H, DN + DR, requires_grad=True)}, "requires grad"),
-        ({"metadata": object()}, "build it from the neutral batch"),
+        ({"metadata": object()}, "build it from a batch"),
     ],
 )
 def test_what_does_not_fit_is_named(changes, says):
