@@ -1,7 +1,6 @@
-"""JSON files of measurements, each of one machine: a device, and the versions of what ran on it.
+"""JSON files of measurements, each of one machine: a device, and the versions of the software that ran on it.
 
-A file whose owner differs, or that is broken, is left unread, with the reason in the log once, and replaced when something new
-is written.
+A file with another owner, or a broken one, is ignored, with the reason logged once, and replaced by the next write.
 """
 
 import json
@@ -19,22 +18,24 @@ T = TypeVar("T")
 
 
 def path(kind: str, device: str) -> Path:
-    """The file in the cache directory that holds measurements of a kind, of the device called so."""
+    """Return the path, in the cache directory, of the file with measurements of a kind on a device."""
     return envs.cache_dir() / f"{kind}-{re.sub(r'[^A-Za-z0-9]+', '-', device).strip('-')}.json"
 
 
 def read(file: Path, owner: Mapping[str, Any], parse: Callable[[Any], T]) -> list[T] | str:
-    """The entries of a file, each as `parse` returns it, or a sentence: why the file is ignored.
+    """Return the entries of a file, each as returned by `parse`, or the reason why the file is ignored.
 
-    owner: what the file must have been written with. `parse` raises ValueError, LookupError, TypeError or AttributeError for
-    what is not an entry.
+    owner: the properties that the file must have been written with. `parse` raises ValueError, LookupError, TypeError or
+    AttributeError for an invalid entry.
     """
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-        differs = [f"{name} {found.get(name)!r}, here {value!r}" for name, value in owner.items() if found.get(name) != value]
+        differs = [
+            f"{name} {found.get(name)!r}, expected {value!r}" for name, value in owner.items() if found.get(name) != value
+        ]
         if not differs:
             return [parse(entry) for entry in found["entries"]]
-        reason = f"it is another machine's ({'; '.join(differs)})"
+        reason = f"it is of another machine ({'; '.join(differs)})"
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         reason = f"it is broken ({type(error).__name__}: {error})"
     logger.warning_once("%s is ignored: %s", file, reason)
@@ -42,7 +43,7 @@ def read(file: Path, owner: Mapping[str, Any], parse: Callable[[Any], T]) -> lis
 
 
 def write(file: Path, owner: Mapping[str, Any], entries: Sequence[Any]) -> None:
-    """Replace a file in one step, so that another process reads the old one or the new one."""
+    """Replace a file atomically, so that another process reads either the old one or the new one."""
     file.parent.mkdir(parents=True, exist_ok=True)
     own = file.with_suffix(f".{os.getpid()}.tmp")
     own.write_text(json.dumps({**owner, "entries": entries}, indent=1) + "\n", encoding="utf-8")

@@ -130,8 +130,8 @@ def test_plugins_are_rows_the_failed_ones_too(entry_points, make_backend):
     rows = [row for row in report.backends() if row.origin == "plugin"]
     assert {(row.name, row.verdict) for row in rows} == {
         ("GOOD", "available"),
-        ("BAD", "plugin left out: SystemExit: bye"),
-        ("FLASH_ATTN", "plugin left out: FLASH_ATTN is the name of a built-in backend"),
+        ("BAD", "plugin not loaded: SystemExit: bye"),
+        ("FLASH_ATTN", "plugin not loaded: FLASH_ATTN is the name of a built-in backend"),
     }
     assert report.environment()["plugins"]["BAD"] == "SystemExit: bye"
 
