@@ -30,9 +30,7 @@ def read(file: Path, owner: Mapping[str, Any], parse: Callable[[Any], T]) -> lis
     """
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-        differs = [
-            f"{name} {found.get(name)!r}, expected {value!r}" for name, value in owner.items() if found.get(name) != value
-        ]
+        differs = [f"{key} {found.get(key)!r}, expected {value!r}" for key, value in owner.items() if found.get(key) != value]
         if not differs:
             return [parse(entry) for entry in found["entries"]]
         reason = f"it is of another machine ({'; '.join(differs)})"

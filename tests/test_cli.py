@@ -235,7 +235,7 @@ def test_demo(capsys):
         ("explain --head-size 64 --assume flashinfre", "Unknown package: 'flashinfre'. Did you mean flashinfer-python?"),
         ("bench q1s16 --plot /no/such/folder/x.svg", "/no/such/folder/x.svg: No such file or directory"),
         ("bench q1s16 --json /no/such/folder/x.json", "/no/such/folder/x.json: No such file or directory"),
-        ("bench 2x64x2x64 --registry diffusion --plot /", "/: a picture's file ends in"),
+        ("bench 2x64x2x64 --registry diffusion --plot /", "/: the extension must be one of"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(capsys, argv, words):

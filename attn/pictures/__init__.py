@@ -1,11 +1,11 @@
-"""Pictures of what this library decides and does: masks, weights, pages, capabilities (extra `plots`: matplotlib).
+"""Plots of masks, attention weights, cache pages and backend capabilities (extra `plots`: matplotlib).
 
     from attn import pictures
-    pictures.mask(16, causal=True, window=(4, 0))       # a notebook shows it
+    pictures.mask(16, causal=True, window=(4, 0))       # displayed by a notebook
     pictures.mask(16).save("mask.svg")                  # .svg, .png, .pdf
 
-Each function returns a `Picture`; `attn.bench.chart` returns one of times. Nothing touches pyplot: no window opens, no figure
-is left behind.
+Each function returns a `Picture`; `attn.bench.chart` returns one of times. None uses pyplot: no window opens, no global figure
+is created.
 """
 
 from attn.pictures.cache import pages

@@ -1,4 +1,4 @@
-"""The paged cache as a map: which request holds which slot, and what a step writes."""
+"""Plot a paged cache: the request of each slot, and the slots that a step writes."""
 
 from itertools import cycle
 from typing import Any
@@ -6,20 +6,21 @@ from typing import Any
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.pictures.picture import COLOURS, HIDDEN, Picture, drawn
 
-_WIDTH = 64  #: slots side by side
+_WIDTH = 64  #: slots per row
 
 
 def pages(batch: CommonAttentionMetadata, num_blocks: int, block_size: int | None = None) -> Picture:
-    """Every block of a cache of `num_blocks`, a cell a slot: whose it is by colour, what this step writes framed.
+    """Plot every block of a cache of `num_blocks`, a cell per slot: colour is the request, a frame marks slots written by
+    this step.
 
-    A slot that several requests read (a shared prefix) is black; free ones are grey. The batch must be on the host.
-    Raises ValueError for a batch that is not, and for block ids that the cache has not.
+    A slot that several requests read (a shared prefix) is black; free ones are grey. The batch must be on the host. Raises
+    ValueError if it is not, and for block ids outside the cache.
     """
     import numpy as np
 
     size = block_size or batch.block_size
     if size is None:
-        raise ValueError("block_size is not told by the batch: pass it")
+        raise ValueError("the batch has no block_size: pass block_size=")
     lens = batch.seq_lens_cpu
     if lens is None or not isinstance(batch.block_table, np.ndarray) or not isinstance(batch.slot_mapping, np.ndarray):
         raise ValueError("the batch is on a device: pages() reads NumPy arrays (batch.on_host())")
@@ -29,7 +30,7 @@ def pages(batch: CommonAttentionMetadata, num_blocks: int, block_size: int | Non
         blocks = batch.block_table[request, : -(-length // size)]
         slots = (blocks[:, None] * size + np.arange(size)).ravel()[:length]
         flat = owner.reshape(-1)
-        flat[slots] = np.where(flat[slots] == -1, request, batch.num_reqs)  # somebody else's too: shared
+        flat[slots] = np.where(flat[slots] == -1, request, batch.num_reqs)  # used by another request too: shared
     written = batch.slot_mapping[: batch.num_actual_tokens]
     written = written[written >= 0]
     across = max(1, _WIDTH // size)

@@ -1,7 +1,7 @@
-"""Who sees whom, and how much: masks, draft trees and weights, as the oracle attends them.
+"""Plots of masks, draft trees and attention weights, computed by the oracle.
 
-A mask is drawn by asking `attn.reference.attention` with equal scores and one-hot values: what comes out is the weight of each
-key, so that a picture cannot disagree with the definition.
+A mask is computed by calling `attn.reference.attention` with equal scores and one-hot values: the output is the weight of
+each key, so a plot cannot disagree with the definition.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,12 +10,12 @@ from typing import Any
 from attn.backends.arguments import positive_int
 from attn.pictures.picture import HIDDEN, SEEN, SPECIAL, Picture, drawn
 
-_INCHES = 0.16  #: a cell of a mask
-_LEAST, _MOST = 2.2, 7.0  #: inches of a panel
+_INCHES = 0.16  #: size of a mask's cell
+_LEAST, _MOST = 2.2, 7.0  #: limits of a panel's size, in inches
 
 
 def weights_of(query: Any, key: Any, sinks: Any = None, **rules: Any) -> Any:
-    """What each key weighs for each query: [H, n, m] float64, with the sink as one more key where there are `sinks` [H].
+    """Return the weight of each key for each query: [H, n, m] float64, plus a column for the sink if `sinks` [H] are given.
 
     query: [n, H, D]; key: [m, K, D]; rules are those of `attn.reference.attention`.
     """
@@ -31,7 +31,7 @@ def weights_of(query: Any, key: Any, sinks: Any = None, **rules: Any) -> Any:
 
 
 def visible(n: int, m: int | None = None, **rules: Any) -> Any:
-    """Which keys each of n queries sees of m (n when None), bool [heads, n, m]; one head unless a rule has more.
+    """Return which of m keys (default n) each of n queries sees, bool [heads, n, m]; one head unless a rule has more.
 
     rules are those of `attn.reference.attention`: causal, window, mask, bias, query_positions, key_positions. Raises
     ValueError unless n and m are positive ints.
@@ -46,7 +46,7 @@ def visible(n: int, m: int | None = None, **rules: Any) -> Any:
 
 
 def mask(n: int, m: int | None = None, *, title: str = "", **rules: Any) -> Picture:
-    """Which keys (to the right) n queries (downwards) see; a panel a head where heads differ.
+    """Plot which keys (columns) n queries (rows) see; a panel per head if heads differ.
 
         mask(8)                                       everything
         mask(8, causal=True, window=(3, 0))           a sliding window of four keys
@@ -61,7 +61,7 @@ def mask(n: int, m: int | None = None, *, title: str = "", **rules: Any) -> Pict
 
 
 def masks(n: int = 12) -> Picture:
-    """Every kind of mask that a request can ask for, at n tokens."""
+    """Plot every kind of mask that a request may need, for n tokens."""
     n = positive_int("n", n)
     return _panels([(name, kind(n)[0]) for name, kind in KINDS.items()], columns=4)
 
@@ -75,9 +75,9 @@ def _of(name: str) -> Callable[..., Any]:
     return call
 
 
-#: A draft tree: two children of the root, each with children of its own.
+#: A draft tree: two children of the root, each with children.
 TREE: Sequence[Sequence[int]] = ((0,), (1,), (0, 0), (0, 1), (1, 0))
-#: Kind of mask -> what n tokens see, bool [1, n, m].
+#: Kind of mask -> visibility for n tokens, bool [1, n, m].
 KINDS: dict[str, Callable[[int], Any]] = {
     "full (encoder)": lambda n: visible(n),
     "causal": lambda n: visible(n, causal=True),
@@ -97,7 +97,7 @@ KINDS: dict[str, Callable[[int], Any]] = {
 
 
 def _prefix(n: int, length: int) -> Any:
-    """Causal, but that the first `length` tokens see one another."""
+    """Return a causal mask, except that the first `length` tokens all see each other."""
     import numpy as np
 
     rows, keys = np.arange(n)[:, None], np.arange(n)
@@ -105,7 +105,7 @@ def _prefix(n: int, length: int) -> Any:
 
 
 def _tree_mask(choices: Sequence[Sequence[int]], m: int) -> Any:
-    """The tree's mask behind the context that leaves m keys in all."""
+    """Return the tree's mask after a context, m keys in total."""
     import numpy as np
 
     tree = _of("tree_mask_from_choices")(choices)
@@ -115,7 +115,7 @@ def _tree_mask(choices: Sequence[Sequence[int]], m: int) -> Any:
 
 
 def _chosen(n: int, count: int) -> Any:
-    """`count` keys a row, as an indexer would choose them."""
+    """Return a mask of `count` keys per row, as an indexer would select them."""
     import numpy as np
 
     scores = np.random.default_rng(0).random((n, n))
@@ -126,7 +126,7 @@ def _chosen(n: int, count: int) -> Any:
 
 
 def tree(choices: Sequence[Sequence[int]], context: int = 4) -> Picture:
-    """A draft tree (a path of child indices a node, as `attn.reference.tree_mask_from_choices` takes it) and its mask, behind
+    """Plot a draft tree (a path of child indices per node, as for `attn.reference.tree_mask_from_choices`) and its mask, after
     `context` tokens that every node sees."""
     seen = visible(len(choices) + 1, context + len(choices) + 1, mask=_tree_mask(choices, context + len(choices) + 1))[0]
     nodes = {(): 0} | {tuple(path): number for number, path in enumerate(choices, 1)}
@@ -152,7 +152,7 @@ def tree(choices: Sequence[Sequence[int]], context: int = 4) -> Picture:
 
 
 def _layout(paths: list[tuple[int, ...]]) -> dict[tuple[int, ...], tuple[float, int]]:
-    """Where each node is drawn: leaves side by side, a parent over the middle of its children."""
+    """Return each node's position: leaves side by side, a parent above the middle of its children."""
     children = {path: [child for child in paths if child and child[:-1] == path] for path in paths}
     leaves = sorted(path for path in paths if not children[path])
     place = {path: (float(x), -len(path)) for x, path in enumerate(leaves)}
@@ -166,9 +166,9 @@ def _layout(paths: list[tuple[int, ...]]) -> dict[tuple[int, ...], tuple[float, 
 def weights(
     query: Any, key: Any, *, sinks: Any = None, heads: Sequence[int] | None = None, labels: Sequence[str] = (), **rules: Any
 ) -> Picture:
-    """What each key weighs for each query, a heat map a head, by the float64 oracle; a sink is the last column.
+    """Plot the weight of each key for each query, a heat map per head, from the float64 oracle; a sink is the last column.
 
-    query: [n, H, D]; key: [m, K, D], NumPy; `heads`: which (default: all); `labels`: of the m keys; rules: those of
+    query: [n, H, D]; key: [m, K, D], NumPy; `heads`: heads to plot (default: all); `labels`: of the m keys; rules: those of
     `attn.reference.attention` (causal, window, logits_soft_cap, alibi_slopes, mask, ...).
     """
     found = weights_of(query, key, sinks, **rules)

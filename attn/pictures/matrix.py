@@ -1,4 +1,4 @@
-"""What every backend serves, as a heat map: the tables of `attn backends` for the eye."""
+"""Plot what every backend serves as a heat map."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,18 +11,18 @@ GROUPS = ("platforms", "dtypes", "kv_cache_dtypes", "attn_types", "features")
 
 
 def capabilities(table: Iterable[Any], groups: Sequence[str] = GROUPS) -> Picture:
-    """A table of `attn.report.backends()`: rows of backends, columns of what they serve. Green: the backend runs here too;
-    blue: it serves, but is not here; grey: it does not serve.
+    """Plot a table of `attn.report.backends()`: backends as rows, what they serve as columns. Green: serves, and the backend
+    runs on this machine; blue: serves, but the backend is not available; grey: does not serve.
 
-    `groups`: some of platforms, dtypes, kv_cache_dtypes, attn_types, features. Raises ValueError for another word, and for
-    a table without a backend that declares anything.
+    `groups`: some of platforms, dtypes, kv_cache_dtypes, attn_types, features. Raises ValueError for any other, and for a table
+    in which no backend has capabilities.
     """
     unknown = [group for group in groups if group not in GROUPS]
     if unknown:
         raise ValueError(f"groups={unknown[0]!r} is unknown; known: {', '.join(GROUPS)}")
     rows = [row for row in table if row.capabilities is not None]
     if not rows:
-        raise ValueError("no backend of the table declares what it serves")
+        raise ValueError("no backend of the table has capabilities")
     columns = [(group, value) for group in groups for value in _values(rows, group)]
     cells = [[_served(row, group, value) * (1 if row.reasons else 2) for group, value in columns] for row in rows]
     several = len({row.registry for row in rows}) > 1
@@ -46,7 +46,7 @@ def capabilities(table: Iterable[Any], groups: Sequence[str] = GROUPS) -> Pictur
             axis.axvline(begin - 0.5, color="black", linewidth=1)
             axis.text(begin - 0.4, len(rows) - 0.3, group.replace("_", " "), fontsize=8, va="top")
             begin += count
-        named = [Patch(color=_HERE, label="serves, and runs here"), Patch(color=_ELSEWHERE, label="serves, not here"),
+        named = [Patch(color=_HERE, label="serves, available"), Patch(color=_ELSEWHERE, label="serves, not available"),
                  Patch(color=HIDDEN, label="does not serve")]  # fmt: skip
         axis.legend(handles=named, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
 
@@ -54,9 +54,11 @@ def capabilities(table: Iterable[Any], groups: Sequence[str] = GROUPS) -> Pictur
 
 
 def _values(rows: Sequence[Any], group: str) -> list[str]:
-    """What some row declares in a group: features in their own order, the rest as first met."""
-    met = {value: None for row in rows for value in (row.features if group == "features" else getattr(row.capabilities, group))}
-    return [feature.value for feature in Feature if feature.value in met] if group == "features" else list(met)
+    """Return the values that any row declares in a group: features in `Feature`'s order, others in order of appearance."""
+    declared = {
+        value: None for row in rows for value in (row.features if group == "features" else getattr(row.capabilities, group))
+    }
+    return [feature.value for feature in Feature if feature.value in declared] if group == "features" else list(declared)
 
 
 def _served(row: Any, group: str, value: str) -> bool:

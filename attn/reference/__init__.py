@@ -1,9 +1,9 @@
 """The float64 NumPy oracle: what every backend must compute, written for correctness over speed.
 
-It imports NumPy and the standard library alone, so that the torch and the jax wing share it. Attention
-functions return `(out, lse)` in float64: lse is natural and excludes sinks, a row without keys is
-(0, -inf), what is masked is selected away and never multiplied, and a live NaN reaches exactly the rows
-that attend it. No optimised backend imports this.
+It imports only NumPy and the standard library, so that torch and jax share it. Attention functions return
+`(out, lse)` in float64: lse is the natural log and excludes sinks, a row without keys is (0, -inf), masked
+values are selected away and never multiplied, and a visible NaN reaches exactly the rows that see it. No
+optimised backend imports this package.
 
 Shape letters: T tokens in the batch, R requests, S longest context, H query heads, K kv heads,
 D head_size, N blocks, P block_size; n queries and m keys of one sequence; Dv value head size.

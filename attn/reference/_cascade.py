@@ -1,7 +1,7 @@
-"""A prefix that all requests share, attended once for the whole batch and merged with the rest.
+"""Cascade attention: a prefix shared by all requests is attended once for the batch and merged with the rest.
 
-The same function as `paged_attention`: it exists because the merge of the two passes is where a backend
-goes wrong. Every check here is a condition under which the two-pass form is not the same function.
+The function is the same as `paged_attention`; it exists because backends make mistakes in the merge of the
+two passes. Every check is a condition without which the two-pass form is a different function.
 """
 
 from collections.abc import Sequence
@@ -32,12 +32,12 @@ def cascade_attention(
     k_scale: npt.ArrayLike = 1.0,
     v_scale: npt.ArrayLike = 1.0,
 ) -> tuple[F64, F64]:
-    """`paged_attention` in two passes, when all requests begin with the same pages (docs/semantics.md §12).
+    """Compute `paged_attention` in two passes, if all requests begin with the same pages (docs/semantics.md §12).
 
     The first common_prefix_len keys, a multiple of P, are attended by all rows at once without a causal
-    rule; the rest request by request, causal; the two are merged by lse and sinks applied last. Shapes and
-    result as in `paged_attention`, to rounding. Windows and ALiBi would need global positions in both
-    passes, so they raise ValueError; so does a prefix that is not shared, or that reaches into new tokens.
+    rule; the rest per request, causally; the two are merged by lse, and sinks are applied last. Shapes and
+    result are as in `paged_attention`, up to rounding. Windows and ALiBi would need global positions in both
+    passes, so they raise ValueError; so does a prefix that is not shared, or that includes new tokens.
     """
     require(tuple(window) == (None, None), f"window={window!r} (cascade attention supports none)")
     require(alibi_slopes is None, "alibi_slopes given (cascade attention supports none)")
@@ -86,6 +86,6 @@ def cascade_attention(
         v_scale=v_scale,
     )
     outs, lses = zip(prefix_state, suffix_state, strict=True)
-    # A NaN here is a live NaN key or a padding row: neither is an empty part.
+    # A NaN lse is a visible NaN key or a padding row, not an empty part.
     merged = merge_states(outs, lses, nan_is_empty=False)
     return merged if sinks is None else apply_sinks(*merged, sinks)

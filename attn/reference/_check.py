@@ -1,7 +1,7 @@
-"""Arguments become float64, int64 or bool arrays here, or a ValueError that names the field.
+"""Convert arguments to float64, int64 or bool arrays, or raise a ValueError with the argument's name.
 
-Unsigned integers are refused where numbers are meant: they are fp8 codes or bf16 bits, and reading
-them as values would be silently wrong. Signed int8 is a value (code times scale is its dequantisation).
+Unsigned integers are rejected where values are expected: they are fp8 codes or bf16 bits, and reading
+them as values would be silently wrong. Signed int8 is accepted (code times scale is its dequantised value).
 """
 
 import operator
@@ -23,7 +23,7 @@ def require(condition: bool, message: str) -> None:
 
 
 def check_numeric(name: str, array: npt.NDArray[np.generic]) -> None:
-    """Refuse everything but real floating point and signed integers (`V` is how bfloat16 registers)."""
+    """Reject everything but real floating point and signed integers (bfloat16 has kind `V`)."""
     if array.dtype.kind not in "fiV" or array.dtype.names is not None:
         raise ValueError(
             f"{name} has dtype={array.dtype} (a float or signed integer dtype; "
@@ -32,7 +32,7 @@ def check_numeric(name: str, array: npt.NDArray[np.generic]) -> None:
 
 
 def floats(name: str, value: npt.ArrayLike, ndim: int | None = None) -> F64:
-    """`value` as float64, with its rank checked; possibly the argument itself, so never to be written to."""
+    """Convert `value` to float64 and check its rank; may return the argument itself, so never write to it."""
     array = np.asarray(value)
     check_numeric(name, array)
     check_ndim(name, array, ndim)
@@ -40,7 +40,7 @@ def floats(name: str, value: npt.ArrayLike, ndim: int | None = None) -> F64:
 
 
 def ints(name: str, value: npt.ArrayLike, ndim: int | None = None) -> I64:
-    """`value` as int64; an empty list counts as integers."""
+    """Convert `value` to int64; an empty list counts as integers."""
     array = np.asarray(value)
     require(array.dtype.kind in "iu" or array.size == 0, f"{name} has dtype={array.dtype} (an integer dtype)")
     check_ndim(name, array, ndim)
@@ -48,14 +48,14 @@ def ints(name: str, value: npt.ArrayLike, ndim: int | None = None) -> I64:
 
 
 def bools(name: str, value: npt.ArrayLike, shape: tuple[int, ...]) -> Bool:
-    """`value` as a read-only bool view broadcast to `shape`."""
+    """Return `value` as a read-only bool view broadcast to `shape`."""
     array = np.asarray(value)
     require(array.dtype == np.bool_, f"{name} has dtype={array.dtype} (bool; additive terms belong in bias)")
     return broadcast(name, array.astype(np.bool_, copy=False), shape)
 
 
 def broadcast(name: str, array: npt.NDArray[Scalar], shape: tuple[int, ...]) -> npt.NDArray[Scalar]:
-    """A read-only view of `array` with `shape`."""
+    """Return a read-only view of `array` broadcast to `shape`."""
     try:
         return np.broadcast_to(array, shape)
     except ValueError:
@@ -71,7 +71,7 @@ def check_shape(name: str, array: npt.NDArray[np.generic], shape: tuple[int, ...
 
 
 def whole(name: str, value: SupportsIndex, least: int = 0, most: int | None = None) -> int:
-    """`value` as a Python int within [least, most]."""
+    """Return `value` as a Python int within [least, most]."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -83,7 +83,7 @@ def whole(name: str, value: SupportsIndex, least: int = 0, most: int | None = No
 
 
 def heads_per_group(num_heads: int, num_kv_heads: int) -> int:
-    """Query heads for each kv head; head h reads kv head h // group."""
+    """Return the number of query heads per kv head; head h reads kv head h // group."""
     require(num_kv_heads >= 1, f"num_kv_heads={num_kv_heads} (>= 1)")
     require(
         num_heads % num_kv_heads == 0,
@@ -93,7 +93,7 @@ def heads_per_group(num_heads: int, num_kv_heads: int) -> int:
 
 
 def finite(name: str, value: float) -> float:
-    """`value` as a finite Python float."""
+    """Return `value` as a finite Python float."""
     number = np.asarray(value)
     require(
         number.ndim == 0 and number.dtype.kind in "fi" and bool(np.isfinite(number)),

@@ -1,7 +1,7 @@
 """Decode context parallelism: which tokens of a sequence a rank holds (docs/semantics.md §15).
 
-Token t lies on rank (t // interleave) % world. A rank's keys are strided, so a causal rule over them goes
-by their global positions: pass `dcp_key_positions` to `attention` as key_positions.
+Token t is on rank (t // interleave) % world. A rank's keys are strided, so a causal rule over them uses
+their global positions: pass `dcp_key_positions` to `attention` as key_positions.
 """
 
 import numpy as np
@@ -11,7 +11,7 @@ from attn.reference._check import I64, ints, require, whole
 
 
 def dcp_local_lens(seq_lens: npt.ArrayLike, world: int, rank: int, interleave: int) -> I64:
-    """How many of each sequence's tokens are on this rank: int64, the shape of `seq_lens`.
+    """Return how many of each sequence's tokens are on this rank: int64, the shape of `seq_lens`.
 
     base = L // I // W * I;  base + clip(L - base * W - rank * I, 0, I).
     """
@@ -24,7 +24,7 @@ def dcp_local_lens(seq_lens: npt.ArrayLike, world: int, rank: int, interleave: i
 
 
 def dcp_key_positions(seq_len: int, world: int, rank: int, interleave: int) -> I64:
-    """Global positions of this rank's keys, in cache order: int64 [local length], rising."""
+    """Return the global positions of this rank's keys, in cache order: int64 [local length], increasing."""
     size, own, run = _check_group(world, rank, interleave)
     local = np.arange(int(dcp_local_lens(whole("seq_len", seq_len), size, own, run)), dtype=np.int64)
     return local // run * size * run + own * run + local % run

@@ -1,10 +1,10 @@
-"""Attention of one sequence, dense, in float64: the definition that every backend is held to.
+"""Dense attention of one sequence in float64: the definition that every backend is checked against.
 
 Masked scores become IEEE -inf and the maximum is guarded, so a row without keys is exactly (0, -inf).
-A masked value is *selected away*: weights meet only finite values in the matrix product, and the values
-that are not finite are added afterwards, to just the rows that attend them. A live NaN therefore reaches
-exactly those rows, and a NaN or inf in a masked slot reaches none.
-Rows go through in slices, so that memory stays bounded at long context.
+A masked value is *selected away*: the matrix product has only finite values, and non-finite values are
+added afterwards, only to the rows that see them. A visible NaN therefore reaches exactly those rows, and a
+NaN or inf in a masked slot reaches none.
+Rows are computed in slices, so that memory stays bounded at long context.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ _SCORES_AT_ONCE = 1 << 21
 
 @dataclass(frozen=True)
 class _Rules:
-    """What turns dot products into masked scores, for all H heads, n rows and m keys of a sequence."""
+    """The rules that turn dot products into masked scores, for all H heads, n rows and m keys of a sequence."""
 
     scale: float
     cap: float
@@ -49,7 +49,7 @@ class _Rules:
     key_positions: I64
 
     def scores(self, dots: F64, heads: slice, rows: slice) -> tuple[F64, Bool]:
-        """Scores with -inf where not allowed, and what is allowed: [heads, rows, m] both."""
+        """Return scores with -inf where not allowed, and the allowed mask, both [heads, rows, m]."""
         p, j = self.query_positions[rows, None], self.key_positions[None, :]
         allowed = np.ones(dots.shape, dtype=np.bool_)
         if self.causal:
@@ -87,11 +87,11 @@ def attention(
     query_positions: npt.ArrayLike | None = None,
     key_positions: npt.ArrayLike | None = None,
 ) -> tuple[F64, F64]:
-    """Attention of one sequence (docs/semantics.md §1 to §8).
+    """Compute attention of one sequence (docs/semantics.md §1 to §8).
 
     query: [n, H, D]; key: [m, K, D]; value: [m, K, Dv]; any float dtype. Head h reads kv head h // (H/K).
     Row i is at position p = i + (m - n) and key j at j, unless `query_positions` [n] and `key_positions`
-    [m] (int) say otherwise.
+    [m] (int) are given.
 
         s_ij  = scale * <q_i, k_j>                  scale defaults to 1 / sqrt(D)
         s_ij  = cap * tanh(s_ij / cap)              logits_soft_cap; None or 0 is off
@@ -102,12 +102,12 @@ def attention(
 
     Allowed is the AND of: causal, j <= p (bottom-right when positions are the default); window
     (left, right), p - left <= j <= p + right, None = unbounded; mask, bool broadcastable to [H, n, m] with
-    True = attend; bias (float, broadcastable to [H, n, m]) not being -inf, so that an additive mask selects
+    True = attend; bias (float, broadcastable to [H, n, m]) not equal to -inf, so that an additive mask selects
     like a bool one. alibi_slopes, sinks: [H].
 
-    Returns (out [n, H, Dv], lse [H, n]) in float64; lse is natural and excludes the sink. A row with no
-    allowed key has out 0 and lse -inf, also with a sink. What is masked is never read: NaN, inf and huge
-    numbers there are harmless. A NaN key or value that is attended makes NaN of the rows that attend it.
+    Returns (out [n, H, Dv], lse [H, n]) in float64; lse is the natural log and excludes the sink. A row with
+    no allowed key has out 0 and lse -inf, also with a sink. Masked values are never read: NaN, inf and huge
+    values there have no effect. A NaN in a visible key or value makes the rows that see it NaN.
     """
     require(isinstance(causal, bool | np.bool_), f"causal={causal!r} must be True or False")
     q, k, v = floats("query", query, 3), floats("key", key, 3), floats("value", value, 3)
@@ -136,7 +136,7 @@ def attention(
         heads = slice(kv_head * group, (kv_head + 1) * group)
         for start in range(0, n, step):
             rows = slice(start, min(start + step, n))
-            # Poison overflows and makes NaN on its way to being selected away.
+            # Huge or NaN masked values overflow here before they are selected away.
             with np.errstate(all="ignore"):
                 dots = q[rows, heads].transpose(1, 0, 2) @ k[:, kv_head].T
                 scores, allowed = rules.scores(dots, heads, rows)
@@ -146,7 +146,7 @@ def attention(
 
 
 def _softmax_sum(scores: F64, allowed: Bool, value: F64) -> tuple[F64, F64]:
-    """Softmax of scores [h, r, m] over keys times value [m, Dv]: ([h, r, Dv], lse [h, r])."""
+    """Return the softmax of scores [h, r, m] over keys times value [m, Dv]: ([h, r, Dv], lse [h, r])."""
     top = scores.max(axis=-1, initial=-np.inf)
     top = np.where(np.isneginf(top), 0.0, top)
     weights = np.exp(scores - top[..., None])
@@ -162,7 +162,7 @@ def _softmax_sum(scores: F64, allowed: Bool, value: F64) -> tuple[F64, F64]:
 
 
 def default_scale(scale: float | None, head_size: int) -> float:
-    """`scale`, or 1 / sqrt(head_size)."""
+    """Return `scale`, or 1 / sqrt(head_size) if it is None."""
     if scale is not None:
         return finite("scale", scale)
     require(head_size >= 1, f"head_size={head_size} (>= 1, or an explicit scale)")
@@ -170,7 +170,7 @@ def default_scale(scale: float | None, head_size: int) -> float:
 
 
 def per_head(name: str, value: npt.ArrayLike, num_heads: int) -> F64:
-    """`value` as float64 [H]."""
+    """Convert `value` to float64 [H]."""
     array = floats(name, value, 1)
     check_shape(name, array, (num_heads,))
     return array

@@ -1,7 +1,7 @@
-"""Which keys a query may see, and by how much distance counts: masks, windows and ALiBi slopes.
+"""Masks, windows and ALiBi slopes.
 
-Every mask is bool with True = attend, over rows i at absolute positions p = i + (m - n) and keys j, so
-that it drops into `attention(mask=...)` and is ANDed with the rest.
+Every mask is bool with True = attend, over rows i at absolute positions p = i + (m - n) and keys j, for
+`attention(mask=...)`, where it is ANDed with the other rules.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _BOTH_WAYS = ("encoder", "encoder_only")
 
 
 def alibi_slopes(num_heads: int) -> F64:
-    """The ALiBi slope of every head: float64 [num_heads] (docs/semantics.md §8).
+    """Return the ALiBi slope of every head: float64 [num_heads] (docs/semantics.md §8).
 
     p = 2^floor(log2 H); the first p are r, r^2, ... r^p with r = 2^(-8/p); the rest are s, s^3, s^5, ...
     with s = 2^(-4/p). Under tensor parallelism slice this by the *global* head.
@@ -31,7 +31,7 @@ def alibi_slopes(num_heads: int) -> F64:
 
 
 def check_window(window: Sequence[SupportsIndex | None]) -> Window:
-    """`(left, right)`, both inclusive, None = unbounded."""
+    """Return `(left, right)`, both inclusive, None = unbounded."""
     require(
         isinstance(window, Sequence) and not isinstance(window, str) and len(window) == 2,
         f"window={window!r} (a pair (left, right); None on a side = unbounded)",
@@ -43,10 +43,10 @@ def check_window(window: Sequence[SupportsIndex | None]) -> Window:
 def sliding_window_to_pair(
     sliding_window: SupportsIndex | Sequence[SupportsIndex | None] | None, attn_type: str = "decoder"
 ) -> Window:
-    """A model's `sliding_window` as the inclusive pair (left, right) (docs/semantics.md §4).
+    """Convert a model's `sliding_window` to the inclusive pair (left, right) (docs/semantics.md §4).
 
     W keys: (W-1, 0) for decoder and encoder_decoder, (W-1, W-1) for encoder and encoder_only;
-    None: (None, None); a pair passes through, validated.
+    None: (None, None); a pair is validated and returned.
 
     >>> sliding_window_to_pair(4), sliding_window_to_pair(4, "encoder_only"), sliding_window_to_pair((8, None))
     ((3, 0), (3, 3), (8, None))
@@ -61,12 +61,12 @@ def sliding_window_to_pair(
 
 
 def row_positions(n: int, m: int) -> I64:
-    """Absolute positions of n query rows that end at key m - 1: [n]."""
+    """Return the absolute positions of n query rows that end at key m - 1: [n]."""
     return np.arange(n, dtype=np.int64) + (m - n)
 
 
 def chunked_mask(n: int, m: int, chunk: int) -> Bool:
-    """Llama-4 local attention: causal inside chunks of `chunk` positions, bool [n, m] (docs/semantics.md §4)."""
+    """Return Llama 4's local mask: causal within chunks of `chunk` positions, bool [n, m] (docs/semantics.md §4)."""
     size = whole("chunk", chunk, least=1)
     p, j = row_positions(whole("n", n), whole("m", m))[:, None], np.arange(m)[None, :]
     visible: Bool = (j <= p) & (j // size == p // size)
@@ -85,7 +85,7 @@ def block_sparse_mask(
     head_offset: int = 0,
     total_heads: int | None = None,
 ) -> Bool:
-    """Local blocks plus every `vert_stride`-th column of blocks: bool [num_heads, n, m] (docs/semantics.md §13).
+    """Return local blocks plus every `vert_stride`-th column of blocks: bool [num_heads, n, m] (docs/semantics.md §13).
 
     With query block qb = p // block_size and key block kb = j // block_size, a key is visible when
     j <= p and (qb - kb < local_blocks or (kb + off_h + 1) % vert_stride == 0). off_h is 0 for `homo_head`,
@@ -107,9 +107,9 @@ def block_sparse_mask(
 
 
 def tree_mask_from_choices(choices: Sequence[Sequence[int]]) -> Bool:
-    """The ancestor-or-self mask of a draft tree: bool [W, W], W = len(choices) + 1 (docs/semantics.md §11).
+    """Return the ancestor-or-self mask of a draft tree: bool [W, W], W = len(choices) + 1 (docs/semantics.md §11).
 
-    choices: one path of child indices for each node but the root, sorted by (length, lexicographic), each
+    choices: one path of child indices per node except the root, sorted by (length, lexicographic), each
     with its parent present. Node 0 is the root; node i + 1 is choices[i]. Row = query node, column = key.
     """
     paths = _checked_paths(choices)
@@ -121,17 +121,17 @@ def tree_mask_from_choices(choices: Sequence[Sequence[int]]) -> Bool:
 
 
 def tree_depths(choices: Sequence[Sequence[int]]) -> I64:
-    """Depth of every node (root 0): int64 [W]. RoPE uses it; windows, ALiBi and masks use the KV slot."""
+    """Return the depth of every node (root 0): int64 [W]. RoPE uses it; windows, ALiBi and masks use the KV slot."""
     return np.array([len(path) for path in _checked_paths(choices)], dtype=np.int64)
 
 
 def _checked_paths(choices: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """All nodes' paths, root first."""
+    """Return all nodes' paths, root first."""
     paths = [tuple(whole("a step of choices", step) for step in path) for path in choices]
-    # Node numbers are the order of the draft tokens, so an unsorted list is refused, never re-ordered.
+    # Node numbers are the order of the draft tokens, so an unsorted list is rejected, not sorted.
     require(paths == sorted(paths, key=lambda path: (len(path), path)), "choices are not sorted by (length, path)")
     nodes = {(), *paths}
-    require(len(nodes) == len(paths) + 1, "choices hold a path twice, or the empty path (the root is implicit)")
+    require(len(nodes) == len(paths) + 1, "choices contain a path twice, or the empty path (the root is implicit)")
     for path in paths:
-        require(path[:-1] in nodes, f"choices hold {path} without its parent {path[:-1]}")
+        require(path[:-1] in nodes, f"choices contain {path} without its parent {path[:-1]}")
     return [(), *paths]

@@ -1,9 +1,9 @@
-"""Multi-head latent attention: the two forms of one function, its sparse form, and its fp8 cache row.
+"""Multi-head latent attention: its two equivalent forms, its sparse form, and its fp8 cache row.
 
 A token is cached as one latent c [L] and one rotary key [Dr]. Unabsorbed, both are expanded to ordinary
-heads; absorbed, the up-projections move onto the query and the output, and every head shares the latent.
-The two agree exactly in exact arithmetic, and `scale` belongs to the unabsorbed head size in both.
-Legend: L kv_lora_rank, Dn nope size, Dr rope size, Dv v_head_dim. RoPE is applied by the caller.
+heads; absorbed, the up-projections move onto the query and the output, and all heads share the latent.
+The two agree in exact arithmetic, and `scale` is that of the unabsorbed head size in both.
+Legend: L kv_lora_rank, Dn nope size, Dr rope size, Dv v_head_dim. The caller applies RoPE.
 """
 
 from typing import Final
@@ -39,10 +39,10 @@ def mla_unabsorbed(
     query_positions: npt.ArrayLike | None = None,
     key_positions: npt.ArrayLike | None = None,
 ) -> tuple[F64, F64]:
-    """MLA as ordinary attention with H heads, the prefill form (docs/semantics.md §9).
+    """Compute MLA as ordinary attention with H heads, the prefill form (docs/semantics.md §9).
 
     q_nope: [n, H, Dn]; q_pe: [n, H, Dr]; kv_c: [m, L]; k_pe: [m, Dr]; w_uk: [L, H, Dn]; w_uv: [L, H, Dv].
-    k_h = [c W_UK_h | k_pe], v_h = c W_UV_h. The rest as in `attention`.
+    k_h = [c W_UK_h | k_pe], v_h = c W_UV_h. Other arguments are as in `attention`.
     Returns (out [n, H, Dv], lse [H, n]).
     """
     nope, rope, latent, key_rope, up_k, up_v = _checked(q_nope, q_pe, kv_c, k_pe, w_uk, w_uv)
@@ -79,9 +79,9 @@ def mla_absorbed(
     query_positions: npt.ArrayLike | None = None,
     key_positions: npt.ArrayLike | None = None,
 ) -> tuple[F64, F64]:
-    """MLA over the latent itself, one kv head of size L + Dr, the decode form (docs/semantics.md §9).
+    """Compute MLA over the latent, one kv head of size L + Dr, the decode form (docs/semantics.md §9).
 
-    Arguments and result as in `mla_unabsorbed`: q'_h = [q_nope_h W_UK_h^T | q_pe_h], k = [c | k_pe], v = c,
+    Arguments and result are as in `mla_unabsorbed`: q'_h = [q_nope_h W_UK_h^T | q_pe_h], k = [c | k_pe], v = c,
     out_h = (P c) W_UV_h.
     """
     nope, rope, latent, key_rope, up_k, up_v = _checked(q_nope, q_pe, kv_c, k_pe, w_uk, w_uv)
@@ -112,11 +112,11 @@ def sparse_mla(
     kv_lora_rank: int,
     sinks: npt.ArrayLike | None = None,
 ) -> tuple[F64, F64]:
-    """Absorbed MLA where row i attends just the keys that its `indices` name (docs/semantics.md §9, sparse).
+    """Compute absorbed MLA in which row i attends only the keys listed in `indices` (docs/semantics.md §9, sparse).
 
     query: [n, H, L + Dr]; kv: [m, L + Dr] (or [m, 1, L + Dr]), whose first kv_lora_rank columns are the
-    value too; indices: int [n, topk] into kv, -1 or >= m = none. Their order does not matter; one index
-    twice in a row would count twice, so it raises ValueError. No causal rule: the indices carry it.
+    value too; indices: int [n, topk] into kv, -1 or >= m = none. Their order does not matter; an index
+    listed twice in a row would count twice, so it raises ValueError. No causal rule: the indices include it.
     Returns (out [n, H, L], lse [H, n]).
     """
     q, chosen = floats("query", query, 3), ints("indices", indices, 2)
@@ -124,21 +124,21 @@ def sparse_mla(
     cache = cache.reshape(len(cache), -1) if cache.ndim == 3 and cache.shape[1] == 1 else cache
     check_shape("kv", cache, (len(cache), q.shape[2]))
     require(len(chosen) == len(q), f"indices have {len(chosen)} rows (expected {len(q)}, as query)")
-    require(bool((chosen >= -1).all()), f"indices hold {chosen.min(initial=0)} (>= -1)")
+    require(bool((chosen >= -1).all()), f"indices contain {chosen.min(initial=0)} (>= -1)")
     rank = whole("kv_lora_rank", kv_lora_rank, least=1, most=q.shape[2])
     row, column = np.nonzero((chosen >= 0) & (chosen < len(cache)))
     hits = np.zeros((len(q), len(cache)), dtype=np.int64)
     np.add.at(hits, (row, chosen[row, column]), 1)
     twice = np.argwhere(hits > 1)
     if len(twice):
-        raise ValueError(f"indices row {twice[0][0]} names key {twice[0][1]} more than once")
+        raise ValueError(f"indices row {twice[0][0]} lists key {twice[0][1]} more than once")
     return attention(q, cache[:, None], cache[:, None, :rank], scale=scale, sinks=sinks, mask=hits > 0)
 
 
 def pack_fp8_ds_mla(kv_c: npt.ArrayLike, k_pe: npt.ArrayLike, *, ue8m0: bool = False) -> npt.NDArray[np.uint8]:
-    """The 656-byte cache rows: uint8 [T, 656] = 512 e4m3 | 4 fp32 scales | 64 bf16 (docs/semantics.md §9).
+    """Pack 656-byte cache rows: uint8 [T, 656] = 512 e4m3 | 4 fp32 scales | 64 bf16 (docs/semantics.md §9).
 
-    kv_c: [T, 512]; k_pe: [T, 64]. Each 128 latents share scale = amax / 448, in fp32 and at least the
+    kv_c: [T, 512]; k_pe: [T, 64]. Each 128 latent elements share scale = amax / 448, in fp32 and at least the
     smallest normal number, and are stored as x / scale in fp32. With `ue8m0` (DeepSeek-V3.2) the scale is
     max(amax / 448, 1e-4) rounded up to a power of two. Numbers are little-endian.
     """
@@ -159,7 +159,7 @@ def pack_fp8_ds_mla(kv_c: npt.ArrayLike, k_pe: npt.ArrayLike, *, ue8m0: bool = F
 
 
 def unpack_fp8_ds_mla(rows: npt.ArrayLike) -> tuple[F64, F64]:
-    """(kv_c [T, 512], k_pe [T, 64]) of packed rows, uint8 [T, 656], in float64."""
+    """Unpack rows, uint8 [T, 656], to (kv_c [T, 512], k_pe [T, 64]) in float64."""
     packed = np.ascontiguousarray(rows)
     require(packed.dtype == np.uint8, f"rows have dtype={packed.dtype} (uint8)")
     check_shape("rows", packed, (len(packed), _ROW))
@@ -178,7 +178,7 @@ def _checked(
     w_uk: npt.ArrayLike,
     w_uv: npt.ArrayLike,
 ) -> tuple[F64, F64, F64, F64, F64, F64]:
-    """All six as float64 with shapes that agree."""
+    """Convert all six to float64 and check that their shapes agree."""
     nope, rope = floats("q_nope", q_nope, 3), floats("q_pe", q_pe, 3)
     latent, key_rope = floats("kv_c", kv_c, 2), floats("k_pe", k_pe, 2)
     up_k, up_v = floats("w_uk", w_uk, 3), floats("w_uv", w_uv, 3)

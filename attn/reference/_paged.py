@@ -1,8 +1,8 @@
 """Attention of a ragged batch over a paged KV cache, and the write that fills it.
 
-A request's keys are gathered through its block table into a plain array, and from there on it is
-`attention`: nothing else of the cache, and nothing of the table past the last used column, is read.
-Rows past query_start_loc[-1] are padding and come back as NaN, the mark of "undefined" for comparers.
+A request's keys are gathered through its block table into a dense array and passed to `attention`:
+nothing else of the cache, and nothing of the table past the last used column, is read.
+Rows past query_start_loc[-1] are padding and are returned as NaN, which marks undefined values for comparisons.
 """
 
 from collections.abc import Sequence
@@ -51,21 +51,21 @@ def paged_attention(
     k_scale: npt.ArrayLike = 1.0,
     v_scale: npt.ArrayLike = 1.0,
 ) -> tuple[F64, F64]:
-    """`attention` for R requests whose keys lie in pages (docs/semantics.md §1, §10, §11).
+    """Compute `attention` for R requests whose keys are in pages (docs/semantics.md §1, §10, §11).
 
     query: [T, H, D]; key_cache: [N, P, K, D]; value_cache: [N, P, K, Dv]. Request r owns rows
-    query_start_loc[r]:query_start_loc[r + 1] and has seq_lens[r] keys *including* those rows' own, which
-    the cache already holds; key j lies in page block_table[r, j // P] at offset j % P.
+    query_start_loc[r]:query_start_loc[r + 1] and has seq_lens[r] keys *including* those of its rows, which
+    are already in the cache; key j is in page block_table[r, j // P] at offset j % P.
     query_start_loc: [R + 1]; seq_lens: [R]; block_table: [R, B].
 
     causal: a bool, or [R] bools. mask, bias, key_positions: R entries, each None or as in `attention` for
-    that request alone ([H, q_len, seq_len], [seq_len]); query_positions: [T].
+    that request ([H, q_len, seq_len], [seq_len]); query_positions: [T].
     tree_mask: bool [R, W, W]. A request with q_len <= W uses the top-left [q_len, q_len] of its own tree
     in place of the causal triangle among its new tokens; its earlier context stays visible. A longer one is
-    plain causal. Windows and ALiBi go by KV slot.
+    plain causal. Windows and ALiBi use the KV slot.
     k_scale, v_scale: scalar or [K], multiplied into the cached keys and values.
 
-    Returns (out [T, H, Dv], lse [H, T]) in float64; padding rows hold NaN in both.
+    Returns (out [T, H, Dv], lse [H, T]) in float64; padding rows are NaN in both.
     """
     q = floats("query", query, 3)
     keys, values = np.asarray(key_cache), np.asarray(value_cache)
@@ -118,9 +118,9 @@ def write_kv(
     """Store token t's key and value at slot_mapping[t] = block * P + offset; -1 stores nothing.
 
     key: [T, K, D]; value: [T, K, Dv]; key_cache: [N, P, K, D]; value_cache: [N, P, K, Dv]; slot_mapping: [T].
-    Returns new caches of the old dtypes (a cast rounds to nearest even); every other byte is as it was.
-    Of two tokens with one slot the later wins. A cache of codes takes codes: an integer cache needs a key
-    and value of its own dtype.
+    Returns new caches of the old dtypes (a cast rounds to nearest even); every other byte is unchanged.
+    If two tokens have the same slot, the later wins. An integer cache holds codes: its key and value must have
+    the cache's dtype.
     """
     slots = ints("slot_mapping", slot_mapping, 1)
     written: list[npt.NDArray[np.generic]] = []
@@ -134,7 +134,7 @@ def write_kv(
         )
         last = pages.shape[0] * pages.shape[1] - 1
         wrong = (slots < -1) | (slots > last)
-        require(not wrong.any(), f"slot_mapping holds {slots[wrong][:3].tolist()} (-1..{last})")
+        require(not wrong.any(), f"slot_mapping contains {slots[wrong][:3].tolist()} (-1..{last})")
         flat = pages.reshape(-1, *pages.shape[2:])
         with np.errstate(all="ignore"):
             flat[slots[slots >= 0]] = tokens[slots >= 0]
@@ -143,7 +143,7 @@ def write_kv(
 
 
 def _check_caches(query: F64, keys: npt.NDArray[np.generic], values: npt.NDArray[np.generic]) -> tuple[int, int]:
-    """(H, K) of caches that agree with the query and with each other."""
+    """Return (H, K) after checking the caches against the query and each other."""
     for name, cache in (("key_cache", keys), ("value_cache", values)):
         check_ndim(name, cache, 4)
         check_numeric(name, cache)
@@ -158,7 +158,7 @@ def _check_caches(query: F64, keys: npt.NDArray[np.generic], values: npt.NDArray
 def check_batch(
     query: F64, query_start_loc: npt.ArrayLike, seq_lens: npt.ArrayLike, block_table: npt.ArrayLike
 ) -> tuple[I64, I64, I64]:
-    """query_start_loc, seq_lens and block_table as consistent int64 arrays."""
+    """Return query_start_loc, seq_lens and block_table as consistent int64 arrays."""
     starts, lengths = ints("query_start_loc", query_start_loc, 1), ints("seq_lens", seq_lens, 1)
     table = ints("block_table", block_table, 2)
     check_shape("query_start_loc", starts, (len(lengths) + 1,))
@@ -184,7 +184,7 @@ def _check_tree(tree_mask: npt.ArrayLike | None, is_causal: Bool) -> Bool | None
 
 
 def _head_scale(name: str, scale: npt.ArrayLike, num_kv_heads: int) -> F64:
-    """A scalar or [K] scale in a shape that multiplies [m, K, D]."""
+    """Reshape a scalar or [K] scale to multiply [m, K, D]."""
     array = floats(name, scale)
     require(
         array.ndim == 0 or array.shape == (num_kv_heads,),
@@ -194,7 +194,7 @@ def _head_scale(name: str, scale: npt.ArrayLike, num_kv_heads: int) -> F64:
 
 
 def _used_pages(r: int, length: int, table: I64, cache_shape: tuple[int, ...]) -> I64:
-    """The physical pages of request r, which must exist."""
+    """Return the physical pages of request r, which must exist."""
     used = -(-length // cache_shape[1])
     require(
         used <= table.shape[1],
@@ -202,12 +202,12 @@ def _used_pages(r: int, length: int, table: I64, cache_shape: tuple[int, ...]) -
     )
     pages = table[r, :used]
     wrong = (pages < 0) | (pages >= cache_shape[0])
-    require(not wrong.any(), f"block_table[{r}] holds {pages[wrong][:3].tolist()} (0..{cache_shape[0] - 1})")
+    require(not wrong.any(), f"block_table[{r}] contains {pages[wrong][:3].tolist()} (0..{cache_shape[0] - 1})")
     return pages
 
 
 def _gather(name: str, cache: npt.NDArray[np.generic], pages: I64, length: int, factor: F64) -> F64:
-    """The first `length` tokens of these pages times the scale: [length, K, D]."""
+    """Return the first `length` tokens of these pages times the scale: [length, K, D]."""
     tokens = floats(name, cache[pages]).reshape(-1, *cache.shape[2:])[:length]
     with np.errstate(all="ignore"):
         return tokens * factor
@@ -216,13 +216,13 @@ def _gather(name: str, cache: npt.NDArray[np.generic], pages: I64, length: int, 
 def _entry(name: str, values: PerRequest, r: int, count: int) -> npt.ArrayLike | None:
     if values is None:
         return None
-    require(len(values) == count, f"{name} has {len(values)} entries (expected {count}, one for each request)")
+    require(len(values) == count, f"{name} has {len(values)} entries (expected {count}, one per request)")
     entry: npt.ArrayLike | None = values[r]
     return entry
 
 
 def _tree_visible(r: int, tree: Bool, length: int, mask: npt.ArrayLike | None, num_heads: int) -> Bool:
-    """All context, then the tree among the n new tokens, ANDed with the request's mask: [H, n, m]."""
+    """Return the mask of all context and the tree among the n new tokens, ANDed with the request's: [H, n, m]."""
     n = len(tree)
     require(length >= n, f"seq_lens[{r}]={length} is less than its {n} tree tokens")
     visible = np.concatenate([np.ones((n, length - n), dtype=np.bool_), tree], axis=1)

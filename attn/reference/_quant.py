@@ -1,7 +1,7 @@
-"""Eight-bit KV codes and bf16 bits, from their definitions: tables of 256 values, no vendor casts.
+"""8-bit KV codes and bf16 bits, computed from their definitions: tables of 256 values, no vendor casts.
 
 Storing divides by the scale, saturates to the largest finite value and rounds to nearest even; reading is
-code value times scale. A scale of 0 is what an all-zero token has, and it stores zeros, never NaN.
+code value times scale. An all-zero token has scale 0 and stores zeros, never NaN.
 The division is exact to float64, so a kernel that divides in fp32 may differ by one code on a tie.
 """
 
@@ -23,7 +23,7 @@ class _Format(NamedTuple):
 
 
 def _fp8(mantissa_bits: int, bias: int, nonfinite_from: int, infinity: int | None, fnuz: bool = False) -> _Format:
-    """An fp8 format whose positive codes from `nonfinite_from` on are NaN, except `infinity`."""
+    """Build an fp8 format whose positive codes from `nonfinite_from` on are NaN, except `infinity`."""
     code = np.arange(128)
     exponent, fraction = code >> mantissa_bits, (code & ((1 << mantissa_bits) - 1)) / (1 << mantissa_bits)
     positive = np.where(exponent == 0, fraction, 1 + fraction) * np.exp2(np.maximum(exponent, 1) - float(bias))
@@ -46,10 +46,10 @@ _INT8_MAX: Final = 127.0
 
 
 def quantize(x: npt.ArrayLike, dtype: str, scale: npt.ArrayLike = 1.0) -> npt.NDArray[np.uint8] | npt.NDArray[np.int8]:
-    """The codes of x / scale: uint8 for fp8_e4m3, fp8_e5m2, fp8_e4m3fnuz; int8 for int8 (docs/semantics.md §10).
+    """Return the codes of x / scale: uint8 for fp8_e4m3, fp8_e5m2, fp8_e4m3fnuz; int8 for int8 (docs/semantics.md §10).
 
-    x: [..., K, D], any float dtype. scale, finite and >= 0: a scalar; [K], one for each kv head;
-    x.shape[:-1], one for each token and head; or what broadcasts to x (not from one dimension). Rounds to
+    x: [..., K, D], any float dtype. scale, finite and >= 0: a scalar; [K], one per kv head;
+    x.shape[:-1], one per token and head; or broadcastable to x (not from one dimension). Rounds to
     nearest even and saturates at the largest finite value (448, 57344, 240, +-127), inf too. NaN is kept in
     fp8 and raises in int8.
     """
@@ -57,18 +57,18 @@ def quantize(x: npt.ArrayLike, dtype: str, scale: npt.ArrayLike = 1.0) -> npt.ND
     factor = _aligned_scale(scale, values.shape)
     require(
         bool(np.isfinite(factor).all() and (factor >= 0).all()),
-        "scale holds a number that is not finite and >= 0",
+        "scale contains a value that is not finite and >= 0",
     )
     with np.errstate(all="ignore"):
         scaled = np.where(values == 0, values, values / factor)
     if dtype == "int8":
-        require(not np.isnan(scaled).any(), "x holds NaN, which int8 cannot store")
+        require(not np.isnan(scaled).any(), "x contains NaN, which int8 cannot store")
         return np.clip(np.rint(scaled), -_INT8_MAX, _INT8_MAX).astype(np.int8)
     return _encode(scaled, _format(dtype))
 
 
 def dequantize(codes: npt.ArrayLike, dtype: str, scale: npt.ArrayLike = 1.0) -> F64:
-    """value(code) * scale in float64; `scale` as in `quantize`. codes: uint8 for fp8, int8 for int8."""
+    """Return value(code) * scale in float64; `scale` as in `quantize`. codes: uint8 for fp8, int8 for int8."""
     array = np.asarray(codes)
     wanted = np.dtype(np.int8 if dtype == "int8" else np.uint8)
     decoded = None if dtype == "int8" else _format(dtype).decoded
@@ -81,19 +81,19 @@ def dequantize(codes: npt.ArrayLike, dtype: str, scale: npt.ArrayLike = 1.0) -> 
 
 
 def per_token_head_scales(x: npt.ArrayLike, dtype: str = "int8") -> F64:
-    """absmax of each [D] / the dtype's largest value: [..., K] for x [..., K, D]; 0 for a zero token."""
+    """Return the absmax of each [D] / the dtype's largest value: [..., K] for x [..., K, D]; 0 for a zero token."""
     largest = _INT8_MAX if dtype == "int8" else float(_format(dtype).positive[-1])
     scales: F64 = np.abs(floats("x", x)).max(axis=-1, initial=0.0) / largest
     return scales
 
 
 def to_bf16_bits(x: npt.ArrayLike) -> npt.NDArray[np.uint16]:
-    """The bfloat16 bits nearest to x, ties to even; NaN stays NaN, too large becomes inf."""
+    """Return the bfloat16 bits nearest to x, ties to even; NaN stays NaN, overflow becomes inf."""
     values = floats("x", x)
     with np.errstate(all="ignore"):
         single = values.astype(np.float32)
         bits = single.view(np.uint32)
-        # To odd first (towards zero, last bit sticky), so that the second rounding cannot err.
+        # Round to odd first (towards zero, last bit sticky), so that the second rounding is correct.
         inexact = (single.astype(np.float64) != values) & ~np.isnan(values)
         too_far = inexact & (np.abs(single.astype(np.float64)) > np.abs(values))
     odd = np.where(inexact, (bits - too_far) | 1, bits).astype(np.uint64)
@@ -103,7 +103,7 @@ def to_bf16_bits(x: npt.ArrayLike) -> npt.NDArray[np.uint16]:
 
 
 def from_bf16_bits(bits: npt.ArrayLike) -> F64:
-    """The float64 values of bfloat16 bits (uint16)."""
+    """Return the float64 values of bfloat16 bits (uint16)."""
     array = np.asarray(bits)
     require(array.dtype == np.uint16, f"bits have dtype={array.dtype} (uint16)")
     with np.errstate(all="ignore"):
@@ -111,7 +111,7 @@ def from_bf16_bits(bits: npt.ArrayLike) -> F64:
 
 
 def _encode(values: F64, fmt: _Format) -> npt.NDArray[np.uint8]:
-    """Nearest code, ties to the even one, saturating."""
+    """Return the nearest code, ties to even, saturating."""
     magnitude = np.abs(values)
     middles = (fmt.positive[1:] + fmt.positive[:-1]) / 2
     lower = np.searchsorted(middles, magnitude)
@@ -127,11 +127,11 @@ def _format(dtype: str) -> _Format:
 
 
 def _aligned_scale(scale: npt.ArrayLike, shape: tuple[int, ...]) -> F64:
-    """`scale` in a shape that broadcasts to x [..., K, D]."""
+    """Reshape `scale` to broadcast to x [..., K, D]."""
     array = floats("scale", scale)
     per_kv_head = array.ndim == 1 and array.shape == shape[-2:-1]
     if array.ndim and (per_kv_head or array.shape == shape[:-1]):
         return array[..., None]
-    # One dimension always means [K]: against [D] it could be meant either way.
+    # One dimension always means [K]: it would be ambiguous if [D] were allowed.
     meant = array.ndim != 1 or array.size == 1 or len(shape) == 1
     return broadcast("scale", array, shape if meant else shape[:-1])

@@ -1,8 +1,8 @@
-"""Partial attention results (out, lse) are a commutative monoid; sinks are applied once, at its end.
+"""Merge partial attention results (out, lse), a commutative monoid; sinks are applied once, at the end.
 
 `lse` is the natural log of the sum of exponentials over the keys seen, and an empty part has -inf.
-Libraries also mark an empty part with +inf or NaN, so `merge_states` drops those by default; a live NaN
-key gives a NaN lse as well, and a caller that must not lose it passes `nan_is_empty=False`.
+Libraries also mark an empty part with +inf or NaN, so `merge_states` drops those by default; a visible NaN
+key also gives a NaN lse, and a caller that must keep it passes `nan_is_empty=False`.
 """
 
 from collections.abc import Sequence
@@ -43,18 +43,18 @@ def merge_states(outs: Sequence[npt.ArrayLike], lses: Sequence[npt.ArrayLike], *
 
 
 def apply_sinks(out: npt.ArrayLike, lse: npt.ArrayLike, sinks: npt.ArrayLike) -> tuple[F64, F64]:
-    """Put one more logit per query head under the softmax, with a value of zero (docs/semantics.md §7).
+    """Add one logit per query head to the softmax denominator, with a value of zero (docs/semantics.md §7).
 
     out: [n, H, Dv]; lse: [H, n]; sinks: [H], raw logits (no scale, no cap, no mask).
-    out * sigmoid(lse - sink). A sink of -inf is off, +inf takes everything; an empty row (lse infinite) is 0.
-    Returns (out, lse) with lse unchanged: it excludes the sink, so that it can still be merged.
+    out * sigmoid(lse - sink). A sink of -inf is off, +inf takes all weight; an empty row (lse infinite) is 0.
+    Returns (out, lse) with lse unchanged: it excludes the sink, so it can still be merged.
     """
     state, log = floats("out", out, 3), floats("lse", lse, 2)
     rows, num_heads, _ = state.shape
     sink = floats("sinks", sinks, 1)
     check_shape("lse", log, (num_heads, rows))
     check_shape("sinks", sink, (num_heads,))
-    # An empty row has nothing to share, with or without a sink (and -inf minus -inf would be NaN).
+    # An empty row is 0 with or without a sink (and -inf minus -inf would be NaN).
     empty = np.isinf(log).T[..., None]
     with np.errstate(all="ignore"):
         share = 1.0 / (1.0 + np.exp(sink[:, None] - log))

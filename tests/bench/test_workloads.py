@@ -68,7 +68,7 @@ def test_prompts_ragged_keys_and_eight_bit_caches(tmp_path: Path) -> None:
         ({"kv_indptr": {"type": "random"}, "kv_last_page_len": values(1)}, {}, "has type 'random' (supports values"),
         ({}, {}, "line 1: 'kv_indptr' is missing"),
         ({}, {"op_type": "mla_paged"}, "is of kind mla_paged (supports gqa_paged, gqa_ragged)"),
-        ({"kv_indptr": values(0, 1), "qo_indptr": values(0, 9), "kv_last_page_len": values(4)}, {}, "request 0 has 9 new tokens"),
+        ({"kv_indptr": values(0, 1), "qo_indptr": values(0, 9), "kv_last_page_len": values(4)}, {}, "0 has 9 new tokens"),
         ({"kv_indptr": values(0, 1), "qo_indptr": values(0, 1, 2), "kv_last_page_len": values(4)}, {}, "has 2 requests"),
         ({"kv_indptr": {"type": "safetensors", "path": "gone", "tensor_key": "x"}}, {}, "gone does not exist"),
     ],

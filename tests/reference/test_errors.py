@@ -88,7 +88,7 @@ BAD = {
     "num_heads=0 (>= 1)": lambda: reference.alibi_slopes(0),
     "choices are not sorted": lambda: reference.tree_mask_from_choices([(0, 0), (0,)]),
     "without its parent (0,)": lambda: reference.tree_depths([(1,), (0, 0)]),
-    "choices hold a path twice": lambda: reference.tree_mask_from_choices([(0,), (0,)]),
+    "choices contain a path twice": lambda: reference.tree_mask_from_choices([(0,), (0,)]),
     "head_offset=2 + num_heads=4 is more than total_heads=4": lambda: reference.block_sparse_mask(
         1, 1, num_heads=4, block_size=1, local_blocks=1, vert_stride=1, head_offset=2
     ),

@@ -121,8 +121,8 @@ def test_quantised_values_stay_within_half_a_step():
     {
         "dtype='fp4' (fp8_e4m3, fp8_e5m2, fp8_e4m3fnuz, int8)": lambda: reference.quantize([1.0], "fp4"),
         "codes have dtype=int8 (uint8 for fp8_e4m3)": lambda: reference.dequantize(np.int8([1]), "fp8_e4m3"),
-        "x holds NaN, which int8 cannot store": lambda: reference.quantize([np.nan], "int8"),
-        "scale holds a number": lambda: reference.quantize([1.0], "int8", -1.0),
+        "x contains NaN, which int8 cannot store": lambda: reference.quantize([np.nan], "int8"),
+        "scale contains a value": lambda: reference.quantize([1.0], "int8", -1.0),
         "bits have dtype=int64 (uint16)": lambda: reference.from_bf16_bits([1]),
         "kv_c has shape=(2, 511) (expected (2, 512))": lambda: reference.pack_fp8_ds_mla(np.zeros((2, 511)), np.zeros((2, 64))),
         "rows has shape=(2, 655) (expected (2, 656))": lambda: reference.unpack_fp8_ds_mla(np.zeros((2, 655), np.uint8)),
