@@ -1,4 +1,4 @@
-"""A picture of `attn demo`: runs it, and draws what it prints as a terminal would show it.
+"""Run `attn demo` and draw its output as a terminal, in SVG.
 
 python docs/demo_picture.py          writes docs/assets/demo.svg
 """
@@ -13,13 +13,13 @@ TARGET = Path(__file__).parent / "assets" / "demo.svg"
 ARGUMENTS = ("--num-requests", "8", "--max-new-tokens", "24")
 
 
-def picture(said: str, title: str) -> str:
-    """Text as an SVG of a terminal, with nothing to be fetched from elsewhere."""
+def picture(text: str, title: str) -> str:
+    """Return text as an SVG of a terminal, without external resources."""
     from rich.console import Console
     from rich.text import Text
 
     console = Console(record=True, width=118, file=io.StringIO())
-    for line in said.splitlines():
+    for line in text.splitlines():
         style = "bold green" if line.lstrip().startswith("->") else "dim" if line.startswith("     ") else ""
         console.print(Text(line, style), soft_wrap=False)
     drawn = console.export_svg(title=title, unique_id="demo")

@@ -1,6 +1,6 @@
-"""The pages that say again what the code says: made from it when the site is built, so that they cannot fall behind.
+"""Generate the site's reference pages from the code, when the site is built.
 
-python docs/generate.py FOLDER      write them there, to look at without a site
+python docs/generate.py FOLDER      write them to FOLDER, without building the site
 """
 
 import argparse
@@ -14,7 +14,7 @@ from typing import Any
 
 from attn import cli, envs, evidence
 
-#: Modules whose public names are listed, in the order of a reader's interest.
+#: Modules whose public names are listed, in this order.
 MODULES = (
     "attn", "attn.torch", "attn.jax", "attn.report", "attn.testing", "attn.reference", "attn.pictures", "attn.bench",
     "attn.integrations.transformers", "attn.integrations.diffusers", "attn.integrations.vllm", "attn.integrations.flax",
@@ -22,7 +22,7 @@ MODULES = (
 
 
 def pages() -> dict[str, str]:
-    """{path within the site: Markdown}."""
+    """Return {path within the site: Markdown}."""
     made: dict[str, Callable[[], str]] = {
         "evidence": evidence_page, "commands": commands, "variables": variables, "names": names,
     }  # fmt: skip
@@ -30,14 +30,14 @@ def pages() -> dict[str, str]:
 
 
 def evidence_page() -> str:
-    """Every run of the conformance suite that was kept."""
+    """Return the page of recorded conformance runs."""
     kinds = _table(
-        ("kind", "how much it proves"),
+        ("kind", "meaning"),
         [
-            ("ran", "executed on the device named"),
+            ("ran", "executed on the given device"),
             ("interpreted", "a kernel's program executed by an interpreter on the host"),
-            ("compiled", "lowered and compiled for the platform named, never executed"),
-            ("stand-in", "executed with a stand-in for the vendor's package: the adapter was tested, not the kernel"),
+            ("compiled", "lowered and compiled for the given platform, not executed"),
+            ("stand-in", "executed with a substitute for the vendor's package: tests the adapter, not the kernel"),
         ],
     )
     head = ("registry", "backend", "kind", "device", "level", "cases", "failures", "date", "versions")
@@ -49,12 +49,12 @@ def evidence_page() -> str:
         )
         for row in rows
     ]  # fmt: skip
-    said = "A row is one run of the conformance suite. A run of one kind never becomes, nor hides, one of another.\n\n"
-    return f"# Evidence\n\n{said}{kinds}\n\n{_table(head, body)}\n"
+    intro = "A row is one run of the conformance suite. A run of one kind never replaces or hides one of another kind.\n\n"
+    return f"# Evidence\n\n{intro}{kinds}\n\n{_table(head, body)}\n"
 
 
 def commands() -> str:
-    """`attn --help` and each command's."""
+    """Return the page of commands: the help of each."""
     parts = ["# Command line\n"]
     for name, command in cli.COMMANDS.items():
         parser = argparse.ArgumentParser(f"attn {name}", formatter_class=_Wide)
@@ -65,20 +65,20 @@ def commands() -> str:
 
 
 class _Wide(argparse.HelpFormatter):
-    """Help as on a wide terminal, whatever terminal the site is built in."""
+    """Formats help for a wide terminal, independently of the current one."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, width=100, max_help_position=28)
 
 
 def variables() -> str:
-    """The environment variables' table."""
+    """Return the page of environment variables."""
     rows = [line for line in (envs.__doc__ or "").splitlines() if line.startswith("|")]
     return "# Variables\n\nRead when they are needed, never at import.\n\n" + "\n".join(rows) + "\n"
 
 
 def names() -> str:
-    """Every public name with its signature and docstring."""
+    """Return the page of public names with signatures and docstrings."""
     parts = ["# Public names\n"]
     for module_name in MODULES:
         module = importlib.import_module(module_name)
@@ -88,7 +88,7 @@ def names() -> str:
 
 
 def public(module: Any) -> list[str]:
-    """What a module offers: `__all__`, or the functions and classes that it defines."""
+    """Return a module's public names: `__all__`, or the functions and classes that it defines."""
     if hasattr(module, "__all__"):
         return [name for name in module.__all__ if not name.startswith("_")]
     own = {name: thing for name, thing in vars(module).items() if getattr(thing, "__module__", None) == module.__name__}
@@ -96,8 +96,8 @@ def public(module: Any) -> list[str]:
 
 
 def _entry(module: str, name: str, thing: Any) -> str:
-    told = inspect.getdoc(thing) if inspect.isclass(thing) or callable(thing) or inspect.ismodule(thing) else None
-    text = f"```text\n{told.replace('```', '~~~')}\n```\n" if told else f"`{str(thing)[:300]}`\n"
+    doc = inspect.getdoc(thing) if inspect.isclass(thing) or callable(thing) or inspect.ismodule(thing) else None
+    text = f"```text\n{doc.replace('```', '~~~')}\n```\n" if doc else f"`{str(thing)[:300]}`\n"
     return f"### {name} {{ #{module}.{name} }}\n\n```python\n{_signature(name, thing)}\n```\n\n{text}"
 
 

@@ -1,4 +1,4 @@
-"""What mkdocs calls while it builds: pages made from the code join those that were written."""
+"""Hooks that mkdocs calls during the build: add the generated pages to the written ones."""
 
 import importlib
 import sys

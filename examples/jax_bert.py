@@ -1,10 +1,10 @@
-"""A BERT encoder of sentences under JAX, over `attn.jax.Attention` of encoder type: MiniLM and its like.
+"""A BERT sentence encoder under JAX, over `attn.jax.Attention` of encoder type: MiniLM and similar models.
 
     encoder = Encoder("all-MiniLM-L6-v2")                      # config.json, model.safetensors, tokenizer.json
     encoder.embed(["A cat sits on the mat.", "A kitten ..."])  # [2, hidden_size], of length 1
 
-Sentences are packed, without padding between them, and every token sees its own sentence. What follows the encoder is what
-sentence-transformers does: the mean over a sentence's tokens, divided by its norm.
+Sentences are packed, without padding between them, and every token sees its own sentence. The embedding is that of
+sentence-transformers: the mean over a sentence's tokens, normalised.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ Weights = Mapping[str, npt.NDArray[np.float32]]
 
 @dataclass(frozen=True)
 class BertConfig:
-    """The numbers of one encoder."""
+    """The configuration of an encoder."""
 
     vocab_size: int
     hidden_size: int
@@ -45,7 +45,7 @@ class BertConfig:
 
     @classmethod
     def load(cls, directory: str | Path) -> "BertConfig":
-        """From `config.json`. Raises `CheckpointError` for an architecture that is not computed here."""
+        """Load `config.json`. Raises `CheckpointError` for an unsupported architecture."""
         path = checkpoint_directory(directory) / CONFIG_FILE
         fields = Fields(read_json(path), str(path))
         fixed = {"model_type": "bert", "hidden_act": "gelu", "position_embedding_type": "absolute"}
@@ -57,7 +57,7 @@ class BertConfig:
         return cls(*map(fields.integer, sizes), fields.number("layer_norm_eps", 1e-12))  # type: ignore[call-arg]
 
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The name and shape of every tensor; matrices are [out, in]."""
+        """Return the name and shape of every tensor; matrices are [out, in]."""
         hidden, wide = self.hidden_size, self.intermediate_size
         matrices = {
             **{f"attention.self.{name}": (hidden, hidden) for name in ("query", "key", "value")},
@@ -79,7 +79,7 @@ class BertConfig:
 
 
 class Bert(nnx.Module):
-    """Embeddings and layers, made from the weights by their names in the checkpoint."""
+    """Embeddings and layers, created from the weights by their names in the checkpoint."""
 
     def __init__(self, config: BertConfig, weights: Weights, *, dtype: Any, backend: str | None = None) -> None:
         tables = ("word", "position", "token_type")
@@ -92,7 +92,7 @@ class Bert(nnx.Module):
         )
 
     def __call__(self, token_ids: jax.Array, positions: jax.Array, attn_metadata: Any) -> jax.Array:
-        """token_ids, positions: [T]. Returns [T, hidden_size]; all are of the first type of tokens."""
+        """Encode token_ids, positions: [T]. Returns [T, hidden_size]; all tokens are of type 0."""
         hidden = self.norm(self.word[...][token_ids] + self.position[...][positions] + self.token_type[...][0])
         for layer in self.layers:
             hidden = layer(hidden, attn_metadata)
@@ -100,7 +100,7 @@ class Bert(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Attention, then the feed-forward network, each added to its input and normalised after."""
+    """Attention, then the feed-forward network, each added to its input and normalised afterwards."""
 
     def __init__(self, config: BertConfig, weights: Weights, name: str, *, dtype: Any, backend: str | None) -> None:
         self.heads = (-1, config.num_heads, config.hidden_size // config.num_heads)
@@ -121,7 +121,7 @@ class Layer(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """x less its mean over its deviation, computed in float32, times a weight, plus a bias."""
+    """(x - mean) / deviation, computed in float32, times a weight, plus a bias."""
 
     def __init__(self, config: BertConfig, weights: Weights, name: str, dtype: Any) -> None:
         self.eps = config.layer_norm_eps
@@ -135,9 +135,9 @@ class LayerNorm(nnx.Module):
 
 
 class Encoder:
-    """A directory's encoder and tokenizer. Batches are padded to powers of two, so that few programs are compiled.
+    """An encoder and its tokenizer from a directory. Batches are padded to powers of two, so that few programs are compiled.
 
-    backend: of every layer, by name, obeyed or refused; `selection` is the first layer's choice with all its reasons.
+    backend: of every layer, by name, used or rejected; `selection` is the first layer's choice with all its reasons.
     """
 
     def __init__(self, directory: str | Path, *, dtype: str = "float32", backend: str | None = None) -> None:
@@ -157,14 +157,14 @@ class Encoder:
         @partial(jax.jit, static_argnames="count")
         def run(state: Any, token_ids: Any, positions: Any, owner: Any, attn_metadata: Any, count: int) -> jax.Array:
             hidden = nnx.merge(graph, state)(token_ids, positions, attn_metadata).astype(jnp.float32)
-            # rows of padding belong to the last segment, which nobody reads; divided by its norm, a sum is what its mean is
+            # padding rows belong to the last segment, which is not read; a normalised sum equals a normalised mean
             summed = jax.ops.segment_sum(hidden, owner, count + 1)[:count]
             return summed / jnp.maximum(jnp.linalg.norm(summed, axis=-1, keepdims=True), 1e-12)
 
         self.run = run
 
     def embed(self, sentences: Sequence[str]) -> npt.NDArray[np.float32]:
-        """[len(sentences), hidden_size] float32, each of length 1."""
+        """Return embeddings [len(sentences), hidden_size] float32, each of norm 1."""
         ids = [encoding.ids for encoding in self.tokenizer.encode_batch(list(sentences))]
         if not ids:
             return np.zeros((0, self.config.hidden_size), np.float32)
@@ -173,7 +173,7 @@ class Encoder:
         ends = np.cumsum([-(-n // size) for n in lens])
         blocks = [
             range(end - -(-n // size), end) for end, n in zip(ends, lens, strict=True)
-        ]  # an encoder keeps nothing: any will do
+        ]  # an encoder uses no cache blocks: any table is valid
         built = self.builder.build(0, CommonAttentionMetadata.from_lens(lens, lens, blocks, size, causal=False))
         rows, count = built.slot_mapping.shape[0], built.seq_lens.shape[0]
         token_ids, positions = (np.pad(np.concatenate(x), (0, rows - sum(lens))) for x in (ids, [np.arange(n) for n in lens]))

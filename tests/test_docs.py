@@ -148,7 +148,7 @@ def test_every_public_name_is_there_with_its_docstring(made: dict[str, str], gen
         for name in generate.public(module):
             assert f"{{ #{module_name}.{name} }}" in page, f"{module_name}.{name}"
     assert set(attn._FACE) <= set(generate.public(attn))
-    assert "obeyed or refused" in page
+    assert "used or rejected" in page
 
 
 def test_every_public_function_says_what_it_does(generate: ModuleType) -> None:

@@ -1,1 +1,1 @@
-"""A small decoder for the examples: its training, its checkpoint, and the reader of such checkpoints."""
+"""A small decoder for the examples: checkpoint reader, paged serving, and dense reference."""

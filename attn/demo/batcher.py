@@ -1,13 +1,13 @@
-"""A continuous batcher: which tokens of which requests make the next batch, and which blocks of the cache hold them.
+"""A continuous batcher: decides which tokens of which requests form the next batch, and which cache blocks hold them.
 
-Every step packs as many tokens as the budget allows, oldest request first: one token of each request that decodes, a
-chunk of each prompt that is still being read. A request takes blocks as it grows. When none is left the youngest
-running request gives up all of its blocks and goes back to the front of the queue, to be computed again later; the
-oldest can therefore always go on, and what could not finish even alone is refused when it is submitted.
+Every step packs as many tokens as the budget allows, oldest request first: one token of each decoding request, a chunk of
+each prompt that is still being read. A request allocates blocks as it grows. When none is free, the youngest running request
+is preempted: it releases all of its blocks and returns to the front of the queue, to be recomputed later. So the oldest can
+always continue; a request that could not finish even alone is rejected by `submit`.
 
-Full blocks are shared: a block is known by a digest of all tokens up to its end, and a request that is let in takes
-over the blocks that begin as its own tokens do. Such a block is never written again. The last token of a request is
-always computed, for its logits are wanted.
+Full blocks are shared: a block is identified by a digest of all tokens up to its end, and an admitted request reuses the
+blocks of its prefix. A shared block is never written again. The last token of a request is always computed, because its logits
+are needed.
 """
 
 import hashlib
@@ -24,14 +24,14 @@ from attn.errors import AttnError
 
 
 class RequestError(AttnError):
-    """A request that can never be served: refused when it is submitted."""
+    """A request that can never be served; raised by `submit`."""
 
 
 @dataclass(eq=False)
 class GenerationRequest:
-    """One request and how far it is.
+    """A request and its progress.
 
-    `tokens` are the prompt and what was generated; the keys and values of the first `num_computed` lie in `blocks`, in
+    `tokens` are the prompt and the generated tokens; the keys and values of the first `num_computed` are in `blocks`, in
     order. `finish_reason` is "eos" or "length" once it is done.
     """
 
@@ -54,7 +54,7 @@ class GenerationRequest:
         return self.tokens[self.num_prompt_tokens :]
 
     def full_digests(self, count: int, block_size: int) -> list[bytes]:
-        """The digests of the first `count` blocks, each of its own tokens and the digest before it."""
+        """Return the digests of the first `count` blocks, each of the block's tokens and the previous digest."""
         for i in range(len(self.digests), count):
             own = np.asarray(self.tokens[i * block_size : (i + 1) * block_size], np.int64).tobytes()
             self.digests.append(hashlib.blake2b((self.digests[-1] if i else b"") + own, digest_size=16).digest())
@@ -65,8 +65,8 @@ class GenerationRequest:
 class Plan:
     """One batch.
 
-    token_ids, positions: [T] int32, packed. `sample_rows`: [S] int32, the rows whose logits say the next token of
-    `sampled`, in the same order; prompts that are read in part are not among them.
+    token_ids, positions: [T] int32, packed. `sample_rows`: [S] int32, the rows whose logits give the next token of
+    `sampled`, in the same order; partially read prompts are not included.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -78,10 +78,10 @@ class Plan:
 
 @dataclass
 class Stats:
-    """Counts since the batcher was made.
+    """Counts since the batcher was created.
 
-    Of the tokens that were found in registered blocks, `prefix_hit_tokens` were those of requests let in for the first
-    time, `recovered_tokens` those of requests that resumed, which often find their own old blocks.
+    Tokens found in registered blocks: `prefix_hit_tokens` of requests admitted for the first time, `recovered_tokens` of
+    resumed requests, which often find their own earlier blocks.
     """
 
     steps: int = 0
@@ -94,10 +94,10 @@ class Stats:
 
 
 class Batcher:
-    """Requests in, batches out: `submit`, then `step` and `commit` in turn until `step` gives None.
+    """Batches requests: call `submit`, then `step` and `commit` in turn until `step` returns None.
 
-    `token_budget` bounds the tokens of one batch, `max_num_reqs` its requests. `waiting` and `running` are in order of
-    arrival, whoever runs having arrived before whoever waits.
+    `token_budget` limits the tokens of a batch, `max_num_reqs` its requests. `waiting` and `running` are in order of arrival;
+    every running request arrived before every waiting one.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Batcher:
         self._open: tuple[Plan, list[tuple[GenerationRequest, int]]] | None = None
 
     def submit(self, prompt: Sequence[int], max_new_tokens: int) -> GenerationRequest:
-        """Queue one request. Raises `RequestError`, one line, for what could never be served."""
+        """Queue a request. Raises `RequestError` if it could never be served."""
         name, tokens = f"request {self._submitted}", [int(token) for token in prompt]
         if not tokens:
             raise RequestError(f"{name}: the prompt is empty: must have at least one token")
@@ -145,19 +145,19 @@ class Batcher:
         if total > self.max_position_embeddings:
             limit = self.max_position_embeddings
             raise RequestError(f"{name}: {parts} make {total}: must be at most max_position_embeddings={limit}")
-        blocks = self._blocks_for(total - 1)  # the last token is generated but never read
+        blocks = self._blocks_for(total - 1)  # the last generated token is not cached
         if blocks > self.pool.num_blocks:
-            held = f"{self.pool.num_blocks} blocks of {self.block_size}"
-            raise RequestError(f"{name}: {parts} need {blocks} blocks: the whole pool has {held}")
+            pool = f"{self.pool.num_blocks} blocks of {self.block_size}"
+            raise RequestError(f"{name}: {parts} need {blocks} blocks: the whole pool has {pool}")
         request = GenerationRequest(self._submitted, tokens, len(tokens), max_new_tokens)
         self._submitted += 1
         self.waiting.append(request)
         return request
 
     def step(self) -> Plan | None:
-        """The next batch, or None when every request is finished."""
+        """Return the next batch, or None if every request is finished."""
         if self._open is not None:
-            raise RuntimeError("step() called again before commit() of the batch that it gave")
+            raise RuntimeError("step() called again before commit() of its batch")
         rows = self._continue_running()
         rows += self._admit(self.token_budget - sum(count for _, count in rows))
         if not rows:
@@ -169,12 +169,12 @@ class Batcher:
         return plan
 
     def commit(self, next_tokens: Sequence[int]) -> list[tuple[GenerationRequest, int]]:
-        """Take the tokens [S] chosen for `Plan.sampled`, the batch being computed; returned with their requests."""
+        """Append the tokens [S] sampled for `Plan.sampled` of the computed batch; return them with their requests."""
         if self._open is None:
             raise RuntimeError("commit() called without a batch from step()")
         plan, rows = self._open
         if len(next_tokens) != len(plan.sampled):
-            raise ValueError(f"{len(next_tokens)} next tokens: must be {len(plan.sampled)}, one for each row in sample_rows")
+            raise ValueError(f"{len(next_tokens)} next tokens: must be {len(plan.sampled)}, one per row in sample_rows")
         self._open = None
         for request, count in rows:
             first = request.num_computed // self.block_size
@@ -197,7 +197,7 @@ class Batcher:
         return taken
 
     def _continue_running(self) -> list[tuple[GenerationRequest, int]]:
-        """(request, tokens to compute) for those that run, oldest first, as far as budget and blocks go."""
+        """Return (request, tokens to compute) of running requests, oldest first, within budget and blocks."""
         rows: list[tuple[GenerationRequest, int]] = []
         budget = self.token_budget
         while len(rows) < len(self.running) and budget:
@@ -210,7 +210,7 @@ class Batcher:
         return rows
 
     def _make_room(self, request: GenerationRequest, count: int) -> bool:
-        """Blocks for `count` more tokens, taken from younger requests if need be; False if it was sent back itself."""
+        """Allocate blocks for `count` more tokens, preempting younger requests; False if `request` itself was preempted."""
         wanted = self._blocks_for(request.num_computed + count) - len(request.blocks)
         while wanted > self.pool.num_free:
             youngest = self.running.pop()
@@ -224,7 +224,7 @@ class Batcher:
         return True
 
     def _admit(self, budget: int) -> list[tuple[GenerationRequest, int]]:
-        """The same for those that wait, in order, while all that they have to read would find room now."""
+        """Return the same for waiting requests, in order, while there are blocks for all tokens that they must read."""
         rows: list[tuple[GenerationRequest, int]] = []
         while self.waiting and budget and len(self.running) < self.max_num_reqs:
             request = self.waiting[0]
@@ -252,7 +252,7 @@ class Batcher:
         request.blocks, request.num_computed = [], 0
 
     def _plan(self, rows: list[tuple[GenerationRequest, int]]) -> Plan:
-        """The packed arrays of a batch."""
+        """Pack the arrays of a batch."""
         spans = [(request, request.num_computed, request.num_computed + count) for request, count in rows]
         batch = CommonAttentionMetadata.from_lens(
             [stop - start for _, start, stop in spans],
@@ -266,7 +266,7 @@ class Batcher:
             positions=np.concatenate([np.arange(start, stop, dtype=np.int32) for _, start, stop in spans]),
             attn_metadata=batch,
             sample_rows=(batch.query_start_loc[1:] - 1)[reads_all],
-            sampled=tuple(request for (request, _, _), whole in zip(spans, reads_all, strict=True) if whole),
+            sampled=tuple(request for (request, _, _), complete in zip(spans, reads_all, strict=True) if complete),
         )
 
     def _blocks_for(self, num_tokens: int) -> int:

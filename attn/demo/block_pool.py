@@ -1,7 +1,6 @@
-"""The blocks of a paged cache: which are free, how many requests hold each, and what the full ones contain.
+"""The blocks of a paged cache: which are free, how many requests use each, and the contents of full ones.
 
-A freed block keeps its content, and its place in the register, until it is needed for something else: the one freed
-longest ago goes first.
+A freed block keeps its content and its registration until it is reallocated, in the order in which blocks were freed.
 """
 
 from collections import OrderedDict
@@ -9,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 
 class BlockPool:
-    """`num_blocks` blocks, each free, or held by one or more requests; and the register of full ones."""
+    """`num_blocks` blocks, each free or used by one or more requests, and an index of full ones."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -23,7 +22,7 @@ class BlockPool:
         return len(self._free)
 
     def allocate(self) -> int:
-        """A free block, out of the register from now on."""
+        """Allocate a free block and remove it from the index."""
         block, _ = self._free.popitem(last=False)
         if (digest := self._digest_of.pop(block, None)) is not None:
             del self._block_of[digest]
@@ -31,7 +30,7 @@ class BlockPool:
         return block
 
     def find(self, digests: Iterable[bytes]) -> list[int]:
-        """The blocks registered under `digests`, up to the first that is not."""
+        """Return the blocks registered under `digests`, up to the first that is not registered."""
         found: list[int] = []
         for digest in digests:
             if digest not in self._block_of:
@@ -44,13 +43,13 @@ class BlockPool:
         self._free.pop(block, None)
 
     def release(self, blocks: Sequence[int]) -> None:
-        """One holder less for each; the end of a sequence is reused before its beginning, which more requests share."""
+        """Drop one user of each block; the end of a sequence is reused before its beginning, which more requests share."""
         for block in reversed(blocks):
             self.holders[block] -= 1
             if not self.holders[block]:
                 self._free[block] = None
 
     def register(self, block: int, digest: bytes) -> None:
-        """Offer a full block to later requests, unless an equal one is offered already."""
+        """Make a full block available to later requests, unless an equal one is registered."""
         if digest not in self._block_of:
             self._block_of[digest], self._digest_of[block] = block, digest

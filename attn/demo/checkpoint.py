@@ -1,13 +1,13 @@
-"""Reads a decoder from a Hugging Face directory with numpy alone: configuration, weights, tokenizer.
+"""Read a decoder from a Hugging Face directory with NumPy only: configuration, weights, tokenizer.
 
     config = load_config("attn/demo/model")
     weights = load_weights("attn/demo/model", config)  # {"model.embed_tokens.weight": float32 array, ...}
     tokenizer = load_tokenizer("attn/demo/model")
 
-Weights are read tensor by tensor and come as float32, which holds every bfloat16 and float16 exactly. The
-file format is read here, and not by the `safetensors` package, because its numpy reader needs a further
-package for bfloat16. A tensor that the configuration does not ask for is an error, not a warning: the model
-is then another one than was described.
+Weights are read tensor by tensor and converted to float32, which represents every bfloat16 and float16 exactly.
+The file format is read by this module instead of the `safetensors` package, whose NumPy reader needs another
+package for bfloat16. A tensor that the configuration does not require is an error, not a warning: the checkpoint
+is then of a different model.
 """
 
 import json
@@ -50,7 +50,7 @@ _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The name and shape of every tensor; matrices are [out, in]. `lm_head` only if it is not tied."""
+    """Return the name and shape of every tensor; matrices are [out, in]. `lm_head` only if it is not tied."""
     hidden, wide = config.hidden_size, config.intermediate_size
     query, kv = config.num_heads * config.head_size, config.num_kv_heads * config.head_size
     matrices = {
@@ -79,7 +79,7 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def load_weights(directory: str | Path, config: ModelConfig) -> dict[str, np.ndarray]:
-    """Every tensor of `weight_shapes(config)` as float32.
+    """Load every tensor of `weight_shapes(config)` as float32.
 
     With tied embeddings there is no `lm_head.weight` in the result, though the file may have one; that must
     equal `model.embed_tokens.weight`.
@@ -101,10 +101,10 @@ def read_tensors(
     ignored: tuple[str, ...] = (),
     architecture: str = "that model",
 ) -> dict[str, np.ndarray]:
-    """Every tensor of `wanted`, by name and shape, as float32, and those of `optional` that are there.
+    """Read the tensors of `wanted`, by name and shape, as float32, and those of `optional` that exist.
 
-    Raises `CheckpointError` for one that is missing, of another shape, or neither asked for nor ends as `ignored` says;
-    `architecture` is whom its sentence calls theirs.
+    Raises `CheckpointError` for one that is missing, has another shape, or is neither listed nor ends with `ignored`;
+    `architecture` is named in the message.
     """
     root = checkpoint_directory(directory)
     known = {**optional, **wanted}
@@ -128,29 +128,29 @@ def read_tensors(
 
 
 def load_tokenizer(directory: str | Path) -> "Tokenizer":
-    """The tokenizer in `tokenizer.json`, as an object of the `tokenizers` library."""
+    """Load `tokenizer.json` as an object of the `tokenizers` library."""
     path = checkpoint_directory(directory) / TOKENIZER_FILE
     if not path.is_file():
-        raise CheckpointError(f"{path} is missing: no other kind of tokenizer is read")
+        raise CheckpointError(f"{path} is missing: other tokenizer formats are not supported")
     try:
         from tokenizers import Tokenizer
     except ModuleNotFoundError as error:
         raise CheckpointError(f"{path}: reading it needs the package tokenizers: pip install tokenizers") from error
     try:
         return Tokenizer.from_str(path.read_text(encoding="utf-8"))
-    except Exception as error:  # the library raises bare Exception on a file that it cannot parse
+    except Exception as error:  # the library raises Exception itself for a file that it cannot parse
         raise CheckpointError(f"{path}: not a tokenizer: {error}") from error
 
 
 def _shards(root: Path) -> Iterator[tuple[Path, list[str] | None]]:
-    """The files to read, each with the names that the index puts in it (None: whatever is there)."""
+    """Yield the files to read, each with its tensor names in the index (None: all)."""
     if (root / WEIGHTS_FILE).is_file():
         yield root / WEIGHTS_FILE, None
         return
     index = root / INDEX_FILE
     if not index.is_file():
         others = sorted(path.name for path in root.iterdir() if path.suffix in _WEIGHT_SUFFIXES)
-        found = f" (found {_listed(others)}, which is not read)" if others else ""
+        found = f" (found {_listed(others)}, which is not supported)" if others else ""
         raise CheckpointError(f"{root} has neither {WEIGHTS_FILE} nor {INDEX_FILE}{found}")
     places = read_json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
@@ -162,21 +162,21 @@ def _shards(root: Path) -> Iterator[tuple[Path, list[str] | None]]:
 
 
 def _tensors(path: Path, members: list[str] | None) -> Iterator[tuple[str, dict[str, Any], BinaryIO]]:
-    """`(name, header entry, open file)` of each tensor; its offsets are checked and count from byte 0."""
+    """Yield `(name, header entry, open file)` of each tensor; offsets are checked and count from byte 0."""
     with path.open("rb") as file:
         header, start = _header(path, file)
         if members is not None and (absent := [name for name in members if name not in header]):
-            raise CheckpointError(f"{path}: the index says that it holds {_listed(absent)}, which it does not")
+            raise CheckpointError(f"{path}: the index lists {_listed(absent)}, but the file does not contain it")
         size = path.stat().st_size - start
         for name, entry in header.items():
             begin, end = entry["data_offsets"]
             if not 0 <= begin <= end <= size:
-                raise CheckpointError(f"{path}: cut short or damaged: {name} lies at bytes {begin} to {end} of {size}")
+                raise CheckpointError(f"{path}: cut short or damaged: {name} is at bytes {begin} to {end} of {size}")
             yield name, {**entry, "data_offsets": (start + begin, start + end)}, file
 
 
 def _header(path: Path, file: BinaryIO) -> tuple[dict[str, dict[str, Any]], int]:
-    """The entries of the file, `{name: {dtype, shape, data_offsets}}`, and where its data starts."""
+    """Return the entries of the file, `{name: {dtype, shape, data_offsets}}`, and the offset of its data."""
     prefix = file.read(8)
     length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _LARGEST_HEADER + 1
     if length > min(_LARGEST_HEADER, path.stat().st_size - 8):
@@ -195,7 +195,7 @@ def _header(path: Path, file: BinaryIO) -> tuple[dict[str, dict[str, Any]], int]
 
 
 def _read(path: Path, name: str, entry: dict[str, Any], file: BinaryIO) -> np.ndarray:
-    """One tensor as float32, in its shape."""
+    """Read one tensor as float32, in its shape."""
     dtype = _DTYPES.get(entry["dtype"])
     if dtype is None:
         raise CheckpointError(f"{path}: {name} is stored as {entry['dtype']}: must be one of {', '.join(_DTYPES)}")

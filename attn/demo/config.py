@@ -1,9 +1,9 @@
-"""What a decoder is, read from the `config.json` of a Hugging Face directory and checked field by field.
+"""A decoder's configuration, read from the `config.json` of a Hugging Face directory and checked field by field.
 
 Four architectures that differ in data only: which projections have a bias, whether queries and keys are
-normalised, which layers see a window, and what an absent field means. A field that is missing, of the wrong
-type or of a kind that is not computed here is a `CheckpointError` of one line that names the file, the value
-and what is allowed; nothing is guessed.
+normalised, which layers have a window, and the defaults of absent fields. A field that is missing, of the wrong
+type or of an unsupported kind raises a `CheckpointError` of one line with the file, the value and what is
+allowed; nothing is guessed.
 """
 
 from collections.abc import Mapping
@@ -19,10 +19,10 @@ GENERATION_FILE = "generation_config.json"
 
 
 class _Architecture(NamedTuple):
-    """What one architecture fixes, and its defaults for fields that a file may leave out."""
+    """Properties of an architecture, and its defaults for optional fields."""
 
     attention_bias: str  # "none", "qkv", or "field": attention_bias decides, for the output projection too
-    mlp_bias: bool  # whether there can be one: the field mlp_bias then decides
+    mlp_bias: bool  # whether the field mlp_bias applies
     qk_norm: bool
     windows: str  # "none", "all" layers, or "typed": by layer_types, or from max_window_layers on
     head_size: int | None = None  # None: hidden_size / num_heads
@@ -41,9 +41,9 @@ ARCHITECTURES: Mapping[str, _Architecture] = {
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The numbers of one decoder.
+    """The configuration of a decoder.
 
-    `sliding_window[i]` is how many keys a query of layer i sees, its own included; None means all before it.
+    `sliding_window[i]` is how many keys a query of layer i sees, including its own; None means all before it.
     """
 
     architecture: str
@@ -69,7 +69,7 @@ class ModelConfig:
 
 
 def load_config(directory: str | Path) -> ModelConfig:
-    """The configuration in `directory`, with the token ids of `generation_config.json` where it has some."""
+    """Load the configuration in `directory`, with the token ids of `generation_config.json` if it has any."""
     root = checkpoint_directory(directory)
     fields = Fields(read_json(root / CONFIG_FILE), str(root / CONFIG_FILE))
     name, made = _architecture(fields)
@@ -112,7 +112,7 @@ def load_config(directory: str | Path) -> ModelConfig:
 
 
 def checkpoint_directory(directory: str | Path) -> Path:
-    """`directory` as a path, once it is known to be a directory with a `config.json`."""
+    """Return `directory` as a path. Raises `CheckpointError` unless it is a directory with a `config.json`."""
     root = Path(directory)
     wanted = "expected a local directory with config.json, model.safetensors and tokenizer.json"
     if not root.exists():
@@ -147,7 +147,7 @@ def _head_size(fields: Fields, made: _Architecture, num_heads: int) -> int:
 
 
 def _windows(fields: Fields, made: _Architecture, num_layers: int) -> tuple[int | None, ...]:
-    """The window of each layer, by the rules of the architecture."""
+    """Return the window of each layer, by the rules of the architecture."""
     if made.windows == "none" or (made.windows == "typed" and not fields.boolean("use_sliding_window", False)):
         window = None
     elif "sliding_window" not in fields.values:
@@ -160,7 +160,7 @@ def _windows(fields: Fields, made: _Architecture, num_layers: int) -> tuple[int 
 
 
 def _sliding_layers(fields: Fields, num_layers: int, window: int | None) -> list[bool]:
-    """Which layers have a window: `layer_types` says, else every layer from `max_window_layers` on."""
+    """Return which layers have a window: by `layer_types` if given, else every layer from `max_window_layers` on."""
     if not fields.given("layer_types"):
         first = fields.integer("max_window_layers", minimum=0) if fields.given("max_window_layers") else 28
         return [window is not None and layer >= first for layer in range(num_layers)]
@@ -173,7 +173,7 @@ def _sliding_layers(fields: Fields, num_layers: int, window: int | None) -> list
 
 
 def _special_ids(root: Path, fields: Fields, made: _Architecture) -> tuple[int | None, tuple[int, ...]]:
-    """The id of the beginning and the ids of the end."""
+    """Return the beginning-of-text id and the end-of-text ids."""
     defaults = {"bos_token_id": made.bos_token_id, "eos_token_id": made.eos_token_id}
     sources = [Fields({**defaults, **fields.values}, fields.place)]
     if (root / GENERATION_FILE).is_file():

@@ -1,9 +1,9 @@
-"""The arbiter: the same weights without paging, batching or cache, one dense forward pass over a whole text.
+"""Reference for the demo: the same weights without paging, batching or cache, one dense forward pass over a whole text.
 
-By transformers where it is installed (and torch, which it runs on), else by a NumPy decoder around the float64
-reference attention. Either gives the logits that a text's last tokens were chosen from. If the likeliest token is the
-one that stands there at every position, then decoding without a cache, token by token, gives that text too: each
-choice sees the same tokens before it.
+Computed by transformers if it is installed (with torch), else by a NumPy decoder around the float64 reference attention.
+Either returns the logits from which a text's last tokens were chosen. If the likeliest token equals the generated one at
+every position, then decoding without a cache, token by token, generates the same text: each choice sees the same tokens
+before it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,15 +21,15 @@ Dense = Callable[[Sequence[int], int], Floats]
 
 
 def dense_forward(directory: Path, config: ModelConfig, weights: Mapping[str, Floats]) -> tuple[str, Dense]:
-    """Who judges ("transformers" or "reference"), and `forward(tokens, count)`: float32 logits [count, vocab_size] that
-    follow each of the last `count` tokens."""
+    """Return the name of the reference ("transformers" or "reference") and `forward(tokens, count)`: float32 logits
+    [count, vocab_size] that follow each of the last `count` tokens."""
     if installed("transformers") and installed("torch"):
         return "transformers", by_transformers(directory)
     return "reference", by_reference(config, weights)
 
 
 def by_transformers(directory: Path) -> Dense:
-    """The model as transformers builds it, eager attention, float32, no cache."""
+    """Return the forward pass of transformers: eager attention, float32, no cache."""
     import torch
     import transformers
 
@@ -48,7 +48,7 @@ def by_transformers(directory: Path) -> Dense:
 
 
 def by_reference(config: ModelConfig, weights: Mapping[str, Floats]) -> Dense:
-    """A decoder in NumPy, float32 but for the attention, which is `attn.reference.attention`."""
+    """Return the forward pass of a NumPy decoder, float32 except for `attn.reference.attention`."""
     inv_freq, scaling = rope_frequencies(config)
     embedding = weights["model.embed_tokens.weight"]
 
@@ -81,7 +81,7 @@ def by_reference(config: ModelConfig, weights: Mapping[str, Floats]) -> Dense:
             hidden = hidden + attend(f"{name}.self_attn", norm(f"{name}.input_layernorm", hidden), window)
             x = norm(f"{name}.post_attention_layernorm", hidden)
             gate = linear(f"{name}.mlp.gate_proj", x)
-            with np.errstate(over="ignore"):  # exp(-gate) is inf where the gate is shut
+            with np.errstate(over="ignore"):  # exp(-gate) is inf where the gate is closed
                 gate = gate / (1 + np.exp(-gate))
             hidden = hidden + linear(f"{name}.mlp.down_proj", gate * linear(f"{name}.mlp.up_proj", x))
         last = norm("model.norm", hidden[-count:])

@@ -1,7 +1,7 @@
-"""Serving with a checkpoint: a model under the framework asked for, batches in, tokens out, text as it arrives.
+"""Serve a checkpoint: load a model in a framework, run batches, choose tokens, and stream text.
 
-Which token comes next is decided here, on the host, in the same way for both frameworks; a request draws from its own
-random numbers, so what it says does not depend on whom it shares a batch with.
+The next token is chosen by this module, on the host, in the same way for both frameworks; each request has its own random
+numbers, so its text does not depend on the rest of the batch.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 SHIPPED_MODEL = Path(__file__).parent / "model"
-FRAMEWORKS: Mapping[str, tuple[str, ...]] = {"torch": ("torch",), "jax": ("jax", "flax")}  #: and what each needs
+FRAMEWORKS: Mapping[str, tuple[str, ...]] = {"torch": ("torch",), "jax": ("jax", "flax")}  #: the packages that each needs
 DTYPES = ("float32", "bfloat16", "float16")
 
 Choose = Callable[[npt.NDArray[np.float32], GenerationRequest], int]
@@ -38,7 +38,7 @@ class Runner(Protocol):
 
 
 def missing(framework: str) -> tuple[str, ...]:
-    """The packages that `framework` needs and that are not installed."""
+    """Return the packages that `framework` needs and that are not installed."""
     return tuple(package for package in FRAMEWORKS[framework] if not installed(package))
 
 
@@ -51,10 +51,10 @@ def load_runner(
     dtype: str = "float32",
     backend: str | None = None,
 ) -> Runner:
-    """The model under `framework`, ready for the batches of `batcher`.
+    """Load the model in `framework`, ready for the batches of `batcher`.
 
-    Raises `BackendLoadError` when the framework is not installed, `AttnError` with all reasons when no attention
-    backend, or not the one asked for, serves the model, and ValueError for an unknown backend: one line each.
+    Raises `BackendLoadError` if the framework is not installed, `AttnError` with all reasons if no attention backend, or not
+    the requested one, serves the model, and ValueError for an unknown backend.
     """
     if absent := missing(framework):
         raise BackendLoadError(f"{' and '.join(absent)} not installed: {pip_install(framework)}")
@@ -67,13 +67,13 @@ def load_runner(
 
 
 def greedy(logits: npt.NDArray[np.float32], request: GenerationRequest) -> int:
-    """The likeliest token."""
+    """Return the likeliest token."""
     return int(logits.argmax())
 
 
 def sampler(temperature: float, seed: int) -> Choose:
-    """Draws from softmax(logits / temperature); 0 is greedy. The n-th token of the i-th request depends on
-    (seed, i, n) and its logits alone. Raises ValueError for a negative temperature."""
+    """Return a function that draws from softmax(logits / temperature); 0 is greedy. The n-th token of the i-th request
+    depends only on (seed, i, n) and its logits. Raises ValueError for a negative temperature."""
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature={temperature} must be at least 0 and finite")
     if temperature == 0:
@@ -90,7 +90,7 @@ def sampler(temperature: float, seed: int) -> Choose:
 
 
 def serve(runner: Runner, batcher: Batcher, choose: Choose = greedy) -> Iterator[list[Event]]:
-    """Run until every request is finished, giving each step's new tokens; more may be submitted in between."""
+    """Run until every request is finished, yielding each step's new tokens; more may be submitted in between."""
     while (plan := batcher.step()) is not None:
         logits = runner.run(plan)
         tokens = [choose(row, request) for row, request in zip(logits, plan.sampled, strict=True)]
@@ -98,10 +98,10 @@ def serve(runner: Runner, batcher: Batcher, choose: Choose = greedy) -> Iterator
 
 
 class TextStream:
-    """The text that a request's tokens make, in pieces, as they arrive.
+    """The text of a request's tokens, in pieces, as they arrive.
 
-    What follows depends on what went before (a word's first token brings its space), so the prompt is decoded too; the
-    bytes of a character that is not whole yet are held back.
+    Decoding depends on the preceding tokens (a word's first token adds its space), so the prompt is decoded too; the bytes of
+    an incomplete character are held back.
     """
 
     def __init__(self, tokenizer: "Tokenizer", request: GenerationRequest) -> None:
@@ -114,7 +114,7 @@ class TextStream:
         return self._request.finish_reason is not None
 
     def read(self) -> str:
-        """The text that is new since the last call."""
+        """Return the text added since the last call."""
         whole = self._tokenizer.decode(self._request.tokens).removeprefix(self._prompt)
         if whole.endswith("\ufffd") and not self.finished:
             whole = whole.rstrip("\ufffd")

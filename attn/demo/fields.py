@@ -1,4 +1,4 @@
-"""JSON files whose fields are asked for by type, and the one error for a checkpoint that cannot be read."""
+"""JSON files whose fields are read by type, and the error for an unreadable checkpoint."""
 
 import json
 from collections.abc import Mapping
@@ -9,11 +9,11 @@ from attn.errors import AttnError
 
 
 class CheckpointError(AttnError):
-    """A directory does not hold a checkpoint that can be read here."""
+    """A directory does not contain a supported checkpoint."""
 
 
 class Fields:
-    """A JSON object whose fields are asked for by type; `place` is how errors call it."""
+    """A JSON object whose fields are read by type; `place` is its name in errors."""
 
     def __init__(self, values: Mapping[str, Any], place: str) -> None:
         self.values, self.place = values, place
@@ -52,7 +52,7 @@ class Fields:
         return value
 
     def ids(self, name: str) -> tuple[int, ...]:
-        """A token id, a list of them or null."""
+        """Return the token ids of a field: an id, a list of them or null."""
         value = self.values.get(name)
         found = () if value is None else tuple(value) if isinstance(value, list) else (value,)
         if not all(isinstance(i, int) and not isinstance(i, bool) for i in found):
@@ -67,17 +67,17 @@ class Fields:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in the file `path`."""
+    """Read the JSON object in the file `path`."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path}: not readable as JSON: {error}") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: holds a {type(value).__name__}: must be a JSON object")
+        raise CheckpointError(f"{path}: contains a {type(value).__name__}: must be a JSON object")
     return value
 
 
 def _shown(value: object) -> str:
-    """`value` as it stands in the file, cut when it is long."""
+    """Format `value` as in the file, shortened if long."""
     text = json.dumps(value)
     return text if len(text) <= 80 else text[:77] + "..."

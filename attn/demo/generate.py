@@ -1,7 +1,7 @@
-"""`attn generate`: continue prompts with a checkpoint, all in one continuous batch, the text printed as it arrives.
+"""`attn generate`: continue prompts with a checkpoint, in one continuous batch, printing text as it is generated.
 
-Texts come out in the order of the prompts: the first that is not finished is printed token by token, those after it
-wait in full. Text goes to stdout, what is said about it to stderr.
+Texts are printed in the order of the prompts: the first unfinished one token by token, later ones when their turn comes. Text
+goes to stdout, information about it to stderr.
 """
 
 import argparse
@@ -20,23 +20,25 @@ from attn.platforms import default_framework
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `run` reads."""
+    """Add the command's arguments to `parser`."""
     parser.add_argument("prompts", nargs="+", metavar="PROMPT", help="a text to continue")
-    parser.add_argument("--model", type=Path, default=SHIPPED_MODEL, metavar="DIR", help="a checkpoint (default: ours)")
-    parser.add_argument("--framework", choices=list(FRAMEWORKS), help="default: the one that is at hand")
-    parser.add_argument("--backend", metavar="NAME", help="attention backend: obeyed or refused (default: chosen)")
+    parser.add_argument(
+        "--model", type=Path, default=SHIPPED_MODEL, metavar="DIR", help="checkpoint (default: the built-in one)"
+    )
+    parser.add_argument("--framework", choices=list(FRAMEWORKS), help="(default: the installed one)")
+    parser.add_argument("--backend", metavar="NAME", help="attention backend: used or rejected (default: selected)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="for each prompt (default: 64)")
-    parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens a cache block (default: 16)")
-    parser.add_argument("--num-blocks", type=int, metavar="N", help="blocks in the cache (default: what is needed)")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0, the default, is greedy")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the random numbers (default: 0)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object at the end and nothing else")
+    parser.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="new tokens per prompt (default: 64)")
+    parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens per cache block (default: 16)")
+    parser.add_argument("--num-blocks", type=int, metavar="N", help="blocks in the cache (default: as many as needed)")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy (default: 0)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="random seed (default: 0)")
+    parser.add_argument("--json", action="store_true", help="print only one JSON object, at the end")
     parser.add_argument("--verbose", action="store_true", help="also print why the attention backend was chosen")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Generate as `args` say. Raises a ValueError of one line for what cannot be done."""
+    """Run the command. Raises ValueError, with a one-line message, for invalid input."""
     choose = sampler(args.temperature, args.seed)
     framework = args.framework or default_framework()
     config, tokenizer = load_config(args.model), load_tokenizer(args.model)
@@ -91,14 +93,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Pages:
-    """Prompts and their texts on stdout, one after another."""
+    """Prints prompts and their texts to stdout, one after another."""
 
     def __init__(self, prompts: Sequence[str], streams: Sequence[TextStream]) -> None:
         self._left = deque(zip(prompts, streams, strict=True))
         self._opened = False
 
     def print_new(self) -> None:
-        """Print what has arrived of the first unfinished text, and all of those that finished before it."""
+        """Print the new part of the first unfinished text, and all texts that finished before it."""
         while self._left:
             prompt, stream = self._left[0]
             sys.stdout.write(("" if self._opened else prompt) + stream.read())

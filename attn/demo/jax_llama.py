@@ -1,8 +1,8 @@
 """A decoder of the Llama family under JAX, over `attn.jax.Attention`: Llama, Mistral, Qwen2 and Qwen3.
 
-The batch is packed: T tokens of several requests in rows, padded at the end only, and logits only for the rows that are
-asked for. A step is a pure function, jitted with its caches donated. `attn.demo.torch_llama` is the same model under
-torch; classes and methods have the same names.
+The batch is packed: T tokens of several requests in rows, padded at the end only, and logits only for the sampled rows. A
+step is a pure function, jitted with its caches donated. `attn.demo.torch_llama` is the same model under torch; classes and
+methods have the same names.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ Rotation = tuple[jax.Array, jax.Array]
 
 
 class Llama(nnx.Module):
-    """Embedding, layers, norm and head, made from the weights by their names in the checkpoint."""
+    """Embedding, layers, norm and head, created from the weights by their names in the checkpoint."""
 
     def __init__(
         self, config: ModelConfig, weights: Weights, *, dtype: Any, block_size: int, backend: str | None = None
@@ -53,7 +53,7 @@ class Llama(nnx.Module):
         attn_metadata: Sequence[Any],
         sample_rows: jax.Array,
     ) -> tuple[jax.Array, list[jax.Array]]:
-        """token_ids, positions: [T]; a cache and metadata for each layer; sample_rows: [S].
+        """Run one step. token_ids, positions: [T]; a cache and metadata per layer; sample_rows: [S].
 
         Returns logits [S, vocab_size] in the model's dtype, and the new caches.
         """
@@ -69,7 +69,7 @@ class Llama(nnx.Module):
         return self.lm_head(hidden), after
 
     def rotation(self, positions: jax.Array) -> Rotation:
-        """The cosine and sine of every pair's angle at `positions` [T]; each [T, 1, D / 2] float32."""
+        """Return the cosine and sine of every pair's angle at `positions` [T]; each [T, 1, D / 2] float32."""
         inv_freq, scaling = rope_frequencies(self.config)
         angles = positions[:, None, None].astype(jnp.float32) * inv_freq
         return jnp.cos(angles) * scaling, jnp.sin(angles) * scaling
@@ -137,7 +137,7 @@ class MLP(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """x W + b, the matrix turned once to [in, out]; the bias is there if the checkpoint has one."""
+    """x W + b, the matrix transposed once to [in, out]; with a bias if the checkpoint has one."""
 
     def __init__(self, weights: Weights, name: str, dtype: Any) -> None:
         bias = weights.get(f"{name}.bias")
@@ -164,17 +164,17 @@ class RMSNorm(nnx.Module):
 
 
 def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
-    """x [T, heads, D] with number i and number i + D / 2 turned together as a pair, computed in float32."""
+    """Rotate the pairs of elements i and i + D / 2 of x [T, heads, D], computed in float32."""
     cos, sin = rotation
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
 
 
 class Runner:
-    """The model with its weights and one cache a layer: runs the batches of `batcher`.
+    """The model with its weights and one cache per layer: runs the batches of `batcher`.
 
-    Batches are padded to two shapes, so that two programs are compiled: one row for each request that the batcher lets
-    run, and its token budget. `selection` is the choice of attention backend of the first layer, with all its reasons.
+    Batches are padded to two shapes, so that two programs are compiled: one row for each request that may run at once, and the
+    token budget. `selection` is the choice of attention backend of the first layer, with all its reasons.
     """
 
     framework = "jax"
@@ -210,7 +210,7 @@ class Runner:
         self.step = jax.jit(step, donate_argnames="kv_caches")
 
     def run(self, plan: Plan) -> npt.NDArray[np.float32]:
-        """The logits [S, vocab_size] of the rows that `plan` samples, on the host."""
+        """Return the logits [S, vocab_size] of the rows that `plan` samples, on the host."""
         common = self.padded(plan.attn_metadata)
         built = [builder.build(0, common) for builder in self.builders.values()]
         num_rows, num_sampled = built[0].slot_mapping.shape[0], len(plan.sample_rows)
@@ -220,7 +220,7 @@ class Runner:
         return np.asarray(logits[:num_sampled], np.float32)
 
     def padded(self, batch: CommonAttentionMetadata) -> CommonAttentionMetadata:
-        """`batch` with requests of no length and tokens of no slot, in the extents of one of the two programs."""
+        """Pad `batch` with empty requests and tokens without a slot to the shape of one of the two programs."""
         alone = batch.max_query_len == 1
         num_rows = self.num_reqs if alone else self.token_budget
         more = self.num_reqs - batch.num_reqs

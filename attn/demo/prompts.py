@@ -1,6 +1,6 @@
-"""The prompts that `attn demo` serves: forty, of 1 to about 600 bytes, most of them sharing a beginning with others.
+"""The prompts of `attn demo`: forty, of 1 to about 600 bytes, most of them sharing a prefix with others.
 
-They are in the manner of what the shipped model has read, the documentation of Python.
+Their style is that of the shipped model's training text, the documentation of Python.
 """
 
 _MODULE = '''# tablekit.reader

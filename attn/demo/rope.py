@@ -1,9 +1,9 @@
-"""The frequencies of rotary position embeddings, plain or stretched to a longer context.
+"""The frequencies of rotary position embeddings, plain or scaled to a longer context.
 
-A head of size D turns D/2 pairs of numbers, number i with number i + D/2; pair i turns by `position *
-inv_freq[i]` radians. Scaling slows the pairs down: `linear` all alike (position interpolation), `llama3` and
-`yarn` (Peng et al., 2023, arXiv:2309.00071) only those that do not complete enough turns within the trained
-length. All is computed in float64 and rounded once at the end.
+A head of size D rotates D/2 pairs of elements, i with i + D/2; pair i rotates by `position * inv_freq[i]`
+radians. Scaling lowers the frequencies: `linear` all alike (position interpolation), `llama3` and `yarn`
+(Peng et al., 2023, arXiv:2309.00071) only those of pairs that do not complete enough turns within the trained
+length. Everything is computed in float64 and rounded once at the end.
 """
 
 import math
@@ -23,14 +23,14 @@ _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are stretched beyond the trained length; `rope_type` says which fields count."""
+    """How rotary frequencies are scaled beyond the trained length; `rope_type` determines which fields apply."""
 
     rope_type: str  # linear, llama3 or yarn
     factor: float
-    original_max_position_embeddings: int  # the length before the stretch; llama3, yarn
+    original_max_position_embeddings: int  # the length before scaling; llama3, yarn
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
-    beta_fast: float = 32.0  # yarn, as all that follow
+    beta_fast: float = 32.0  # yarn, as are all that follow
     beta_slow: float = 1.0
     attention_factor: float | None = None  # None: from factor and the two below
     mscale: float | None = None
@@ -39,10 +39,10 @@ class RopeScaling:
 
 
 def read_rope(fields: Fields, length: int) -> tuple[float, RopeScaling | None]:
-    """The base of the rotary frequencies and their scaling, from either spelling of the configuration.
+    """Return the base of the rotary frequencies and their scaling, from either form of the configuration.
 
-    Older files have `rope_theta` beside a `rope_scaling` object, newer ones put all into `rope_parameters`.
-    If both are given the older object wins; a `rope_theta` inside the object wins over the one outside.
+    Older files have `rope_theta` and a `rope_scaling` object, newer ones only `rope_parameters`. If both are given,
+    the older object takes precedence; a `rope_theta` inside the object takes precedence over the one outside.
     """
     name = next((name for name in ("rope_scaling", "rope_parameters") if fields.values.get(name)), None)
     rope = fields.section(name) if name else Fields({}, fields.place)
@@ -50,7 +50,7 @@ def read_rope(fields: Fields, length: int) -> tuple[float, RopeScaling | None]:
     if theta <= 1:
         raise CheckpointError(f"{rope.place}: rope_theta = {theta}: must be greater than 1")
     if name and any(kind in rope.values for kind in LAYER_TYPES):
-        raise fields.wrong(name, "one object for all layers, not one for each layer type")
+        raise fields.wrong(name, "one object for all layers, not one per layer type")
     for where in (fields, rope):
         if where.number("partial_rotary_factor", default=1.0) != 1:
             raise where.wrong("partial_rotary_factor", "1, as whole heads are rotated")
@@ -72,7 +72,7 @@ def _scaling(kind: str, rope: Fields, fields: Fields, length: int) -> RopeScalin
         if not low < high:
             raise rope.wrong("low_freq_factor", f"less than high_freq_factor = {high}")
         return RopeScaling(kind, rope.number("factor"), original, low, high)
-    by_lengths = length / original if "factor" in rope.values else None  # what a factor of null stands for
+    by_lengths = length / original if "factor" in rope.values else None  # the meaning of a null factor
     return RopeScaling(
         kind,
         rope.number("factor", default=by_lengths),
@@ -87,7 +87,7 @@ def _scaling(kind: str, rope: Fields, fields: Fields, length: int) -> RopeScalin
 
 
 def rope_frequencies(config: "ModelConfig") -> tuple[np.ndarray, float]:
-    """`(inv_freq, attention_scaling)`: float32 [D/2], radians a position; and a factor on cos and sin."""
+    """Return `(inv_freq, attention_scaling)`: float32 [D/2], radians per position; and a factor on cos and sin."""
     size = config.head_size
     plain = config.rope_theta ** (-np.arange(0, size, 2, dtype=np.float64) / size)
     scaling = config.rope_scaling
@@ -101,23 +101,23 @@ def rope_frequencies(config: "ModelConfig") -> tuple[np.ndarray, float]:
 
 
 def _blend(plain: np.ndarray, factor: float, kept: np.ndarray) -> np.ndarray:
-    """`plain` where `kept` is 1, `factor` times slower where it is 0, else in between; all [D/2]."""
+    """Return `plain` where `kept` is 1, `factor` times lower where it is 0, interpolated in between; all [D/2]."""
     return (plain * kept + plain / factor * (1 - kept)).astype(np.float32)
 
 
 def _llama3_share(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:
-    """How much of each frequency is kept [D/2]: a ramp in the number of turns within the trained length."""
+    """Return how much of each frequency is kept [D/2]: a ramp in the number of turns within the trained length."""
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     turns: np.ndarray = scaling.original_max_position_embeddings * plain / (2 * math.pi)
     return np.clip((turns - low) / (high - low), 0, 1)
 
 
 def _yarn_share(config: "ModelConfig", scaling: RopeScaling) -> np.ndarray:
-    """How much of each frequency is kept [D/2]: a ramp in the pair's index, between two counts of turns."""
+    """Return how much of each frequency is kept [D/2]: a ramp in the pair's index, between two counts of turns."""
     size = config.head_size
 
     def pair(turns: float) -> float:
-        """The (fractional) index of the pair that completes so many turns within the trained length."""
+        """Return the (fractional) index of the pair that completes `turns` turns within the trained length."""
         trained = scaling.original_max_position_embeddings
         return size * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
 
@@ -125,12 +125,12 @@ def _yarn_share(config: "ModelConfig", scaling: RopeScaling) -> np.ndarray:
     if scaling.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, size - 1)
-    width = last - first or 0.001  # a ramp of no width would divide by zero
+    width = last - first or 0.001  # a width of 0 would divide by zero
     return 1 - np.clip((np.arange(size // 2) - first) / width, 0, 1)
 
 
 def _yarn_attention_scaling(scaling: RopeScaling) -> float:
-    """The factor on cos and sin, which sharpens attention over the longer context."""
+    """Return the factor on cos and sin, which sharpens attention over the longer context."""
 
     def growth(weight: float) -> float:
         return 0.1 * weight * math.log(scaling.factor) + 1 if scaling.factor > 1 else 1.0

@@ -1,8 +1,8 @@
-"""`attn demo`: many requests served by a small model under torch and under JAX, then judged by a dense run.
+"""`attn demo`: serve many requests with a small model under torch and JAX, and compare with a dense run.
 
-The cache has fewer blocks than the requests need at once, so some wait, and some are sent back in the middle and
-resumed. Under both frameworks every request must come out as dense decoding, without paging, batching or a cache,
-gives it, token for token: else the first token that differs is shown, and the exit code is 1.
+The cache has fewer blocks than the requests need at once, so some wait, and some are preempted and resumed. Under both
+frameworks every request must generate the same tokens as dense decoding, without paging, batching or a cache; otherwise the
+first different token is printed, and the exit code is 1.
 """
 
 import argparse
@@ -29,27 +29,29 @@ from attn.progress import Display, Lines, Quiet, display
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-_TEXTS = 3  # requests whose text is shown while it is written
-_WIDTH = 100  # characters of such a text
+_TEXTS = 3  # requests whose text is shown during generation
+_WIDTH = 100  # characters shown of each text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `run` reads."""
+    """Add the command's arguments to `parser`."""
     known = ", ".join(FRAMEWORKS)
-    parser.add_argument("--model", type=Path, default=SHIPPED_MODEL, metavar="DIR", help="a checkpoint (default: ours)")
-    parser.add_argument("--frameworks", metavar="A,B", help=f"of {known} (default: those that are installed)")
-    parser.add_argument("--prompts", type=Path, metavar="FILE", help="a prompt a line (default: ours)")
-    parser.add_argument("--num-requests", type=int, metavar="N", help="prompts repeat if there are fewer")
-    parser.add_argument("--max-new-tokens", type=int, default=48, metavar="N", help="for each request (default: 48)")
-    parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens a cache block (default: 16)")
-    parser.add_argument("--num-blocks", type=int, metavar="N", help="default: a seventh of what all need at once")
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="of torch on a CPU (default: 1)")
-    parser.add_argument("--json", action="store_true", help="print one JSON object at the end and nothing else")
+    parser.add_argument(
+        "--model", type=Path, default=SHIPPED_MODEL, metavar="DIR", help="checkpoint (default: the built-in one)"
+    )
+    parser.add_argument("--frameworks", metavar="A,B", help=f"comma-separated, of {known} (default: those installed)")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="one prompt per line (default: built-in ones)")
+    parser.add_argument("--num-requests", type=int, metavar="N", help="number of requests; prompts repeat if there are fewer")
+    parser.add_argument("--max-new-tokens", type=int, default=48, metavar="N", help="new tokens per request (default: 48)")
+    parser.add_argument("--block-size", type=int, default=16, metavar="N", help="tokens per cache block (default: 16)")
+    parser.add_argument("--num-blocks", type=int, metavar="N", help="default: a seventh of what all requests need")
+    parser.add_argument("--threads", type=int, default=1, metavar="N", help="torch's CPU threads (default: 1)")
+    parser.add_argument("--json", action="store_true", help="print only one JSON object, at the end")
 
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """What one framework did: the requests, all finished, and its figures."""
+    """The result of one framework: its requests, all finished, and figures."""
 
     runner: Runner
     requests: list[GenerationRequest]
@@ -75,7 +77,7 @@ class Served:
 
 @dataclasses.dataclass(frozen=True)
 class Divergence:
-    """A token that dense decoding would not have chosen; `gap` is how much better the logit of its own choice is."""
+    """A token that dense decoding would not have chosen; `gap`: by how much the logit of its choice is higher."""
 
     request: int
     framework: str
@@ -86,7 +88,7 @@ class Divergence:
 
 
 def run(args: argparse.Namespace) -> int:
-    """The demo as `args` say; 1 if any token differs. Raises a ValueError of one line for what cannot be done."""
+    """Run the demo. Returns 1 if any token differs, else 0. Raises ValueError, with a one-line message, for invalid input."""
     for name in ("num_requests", "threads"):
         if (value := getattr(args, name)) is not None and value < 1:
             raise AttnError(f"{name}={value} must be at least 1")
@@ -96,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     needs = [-(-(len(prompt) + args.max_new_tokens) // max(args.block_size, 1)) for prompt in prompts]
     num_blocks = max(*needs, sum(needs) // 7) if args.num_blocks is None else args.num_blocks
     weights = load_weights(args.model, config)
-    if not missing("torch"):  # a model this small is served faster by one thread than by several that wait for each other
+    if not missing("torch"):  # such a small model runs faster on one thread than on several that synchronise
         resolve_obj_by_qualname("torch.set_num_threads")(args.threads)
     with display(Quiet()) if args.json else display(Lines(), sys.stdout, transient=False) as shown:
         shown.say(
@@ -119,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
         divergences = []
         for i in range(len(prompts)):
             divergences += _judged(forward, i, served)
-            shown.step(i + 1, "texts judged")
+            shown.step(i + 1, "texts compared")
         dense_seconds = time.perf_counter() - began
     agreeing = len(prompts) - len({divergence.request for divergence in divergences})
     if args.json:
@@ -153,13 +155,13 @@ def _frameworks(asked: str | None) -> list[str]:
 
 
 def _prompts(path: Path | None, count: int | None) -> list[str]:
-    """The texts to continue, `count` of them, from the lines of a file or the built-in ones."""
+    """Return `count` texts to continue, from the lines of a file or the built-in ones."""
     try:
         texts = list(PROMPTS) if path is None else [line for line in path.read_text("utf-8").splitlines() if line]
     except UnicodeDecodeError as error:
         raise AttnError(f"{path}: not a text: {error}") from error
     if not texts:
-        raise AttnError(f"{path}: has no prompt: must have one a line")
+        raise AttnError(f"{path}: contains no prompts: must have one per line")
     return list(islice(cycle(texts), count or len(texts)))
 
 
@@ -176,7 +178,7 @@ def _batcher(config: ModelConfig, num_blocks: int, block_size: int) -> Batcher:
 
 
 def _warm_up(runner: Runner, batcher: Batcher, prompt: Sequence[int]) -> None:
-    """A prompt and a decode step whose results nobody reads, so that compilation is not timed as serving."""
+    """Run a prompt and a decode step and discard the results, so that compilation is not timed."""
     batcher.submit([*prompt, *prompt][:2], 2)
     for _ in serve(runner, batcher):
         pass
@@ -207,7 +209,7 @@ def _served(
         shown.step(
             stats.generated_tokens,
             f"{stats.generated_tokens / seconds:6.0f} tokens/s {len(batcher.running):>3} running "
-            f"{len(batcher.waiting):>3} waiting {stats.preemptions:>3} sent back",
+            f"{len(batcher.waiting):>3} waiting {stats.preemptions:>3} preempted",
             sum(len(r.output) if r.finish_reason else r.max_new_tokens for r in requests),
             texts,
         )
@@ -215,12 +217,12 @@ def _served(
 
 
 def _one_line(text: str) -> str:
-    """The end of `text`, line breaks shown as such."""
+    """Return the end of `text`, with white space collapsed."""
     return " ".join(text.split())[-_WIDTH:]
 
 
 def _judged(forward: Dense, index: int, served: Sequence[Served]) -> list[Divergence]:
-    """Where the texts of one request leave dense decoding, at most one place for each framework."""
+    """Return where the texts of one request differ from dense decoding, at most one position per framework."""
     found = []
     verdicts: dict[tuple[int, ...], tuple[int, int, float] | None] = {}
     for one in served:
@@ -241,7 +243,7 @@ def _judged(forward: Dense, index: int, served: Sequence[Served]) -> list[Diverg
 
 
 def _report(served: Sequence[Served], judge: str, dense_seconds: float, agreeing: int, tokenizer: "Tokenizer") -> None:
-    """What came of it, in words and in a table."""
+    """Print the results in words and as a table."""
     requests = served[0].requests
     print(f"\n{'':<8}{'backend':<18}{'tokens':>7}{'seconds':>9}{'tokens/s':>10}{'start-up s':>12}{'steps':>7}")
     for one in served:
@@ -253,13 +255,13 @@ def _report(served: Sequence[Served], judge: str, dense_seconds: float, agreeing
     for one in served:
         f = one.figures
         print(
-            f"{f['framework']}: at most {f['most_waiting']} requests waited at once, {f['preemptions']} times one was "
-            f"sent back and resumed; at most {f['peak_blocks']} of {one.batcher.pool.num_blocks} blocks were in use; "
+            f"{f['framework']}: at most {f['most_waiting']} requests waited at once; {f['preemptions']} times one was "
+            f"preempted and resumed; at most {f['peak_blocks']} of {one.batcher.pool.num_blocks} blocks were in use; "
             f"{f['prefix_hit_tokens']} tokens of prompts were found in shared blocks, and {f['recovered_tokens']} on "
             f"resuming."
         )
     tokens = sum(len(request.output) for request in requests)
-    print(f"{judge}: {tokens} tokens judged by {len(requests)} dense passes without a cache, {dense_seconds:.1f} s")
+    print(f"{judge}: {tokens} tokens compared with {len(requests)} dense passes without a cache, {dense_seconds:.1f} s")
     for request in requests[:_TEXTS]:
         prompt, text = (_one_line(tokenizer.decode(part)) for part in (request.prompt[-40:], request.output))
         print(f"{request.request_id:>4}: ...{prompt} -> {text}")

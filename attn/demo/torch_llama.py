@@ -1,7 +1,7 @@
 """A decoder of the Llama family under torch, over `attn.torch.Attention`: Llama, Mistral, Qwen2 and Qwen3.
 
-The batch is packed: T tokens of several requests in rows, no padding between them, and logits only for the rows that
-are asked for. `attn.demo.jax_llama` is the same model under JAX; classes and methods have the same names.
+The batch is packed: T tokens of several requests in rows, no padding between them, and logits only for the sampled rows.
+`attn.demo.jax_llama` is the same model under JAX; classes and methods have the same names.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 class Llama(nn.Module):
-    """Embedding, layers, norm and head; parameters are named as in the checkpoint, less the leading `model.`."""
+    """Embedding, layers, norm and head; parameters are named as in the checkpoint, without the leading `model.`."""
 
     def __init__(self, config: ModelConfig, *, dtype: torch.dtype, block_size: int, backend: str | None = None) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Llama(nn.Module):
         attn_metadata: Sequence[Any],
         sample_rows: torch.Tensor,
     ) -> torch.Tensor:
-        """token_ids, positions: [T]; a cache, which is written to, and metadata for each layer; sample_rows: [S].
+        """Run one step. token_ids, positions: [T]; a cache, changed in place, and metadata per layer; sample_rows: [S].
 
         Returns logits [S, vocab_size] in the model's dtype.
         """
@@ -61,7 +61,7 @@ class Llama(nn.Module):
         return F.linear(hidden, (self.embed_tokens if self.config.tie_word_embeddings else self.lm_head).weight)
 
     def rotation(self, positions: torch.Tensor) -> Rotation:
-        """The cosine and sine of every pair's angle at `positions` [T]; each [T, 1, D / 2] float32."""
+        """Return the cosine and sine of every pair's angle at `positions` [T]; each [T, 1, D / 2] float32."""
         inv_freq, scaling = rope_frequencies(self.config)
         angles = positions[:, None, None].float() * torch.from_numpy(inv_freq).to(positions.device)
         return angles.cos() * scaling, angles.sin() * scaling
@@ -128,14 +128,14 @@ class MLP(nn.Module):
 
 
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """x [T, heads, D] with number i and number i + D / 2 turned together as a pair, computed in float32."""
+    """Rotate the pairs of elements i and i + D / 2 of x [T, heads, D], computed in float32."""
     cos, sin = rotation
     first, second = x.float().chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
 
 class Runner:
-    """The model with its weights and one cache a layer: runs the batches of `batcher`.
+    """The model with its weights and one cache per layer: runs the batches of `batcher`.
 
     `selection` is the choice of attention backend of the first layer, with all its reasons.
     """
@@ -152,10 +152,10 @@ class Runner:
         backend: str | None = None,
     ) -> None:
         num_blocks, block_size = batcher.pool.num_blocks, batcher.block_size
-        here = platform().name
-        self.device = torch.device("cuda" if here == "rocm" else here)
+        name = platform().name
+        self.device = torch.device("cuda" if name == "rocm" else name)
         element: torch.dtype = getattr(torch, dtype)
-        with torch.device("meta"):  # the weights come from the checkpoint: none are drawn
+        with torch.device("meta"):  # the weights come from the checkpoint: skip initialisation
             self.model = Llama(config, dtype=element, block_size=block_size, backend=backend)
         tensors = {name.removeprefix("model."): torch.from_numpy(array).to(element) for name, array in weights.items()}
         self.model.load_state_dict(tensors, assign=True)
@@ -171,7 +171,7 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, plan: Plan) -> npt.NDArray[np.float32]:
-        """The logits [S, vocab_size] of the rows that `plan` samples, on the host."""
+        """Return the logits [S, vocab_size] of the rows that `plan` samples, on the host."""
         built = {kind: builder.build(0, plan.attn_metadata) for kind, builder in self.builders.items()}
         token_ids, positions, sample_rows = (
             torch.from_numpy(array).to(self.device) for array in (plan.token_ids, plan.positions, plan.sample_rows)

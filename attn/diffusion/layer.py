@@ -1,4 +1,4 @@
-"""What the diffusion layers of both wings share: arguments, and the choice made of them once, when the layer is built."""
+"""Arguments and backend choice of the diffusion layers of both frameworks; the choice is made once, in the constructor."""
 
 from typing import Any, ClassVar
 
@@ -9,17 +9,17 @@ from attn.verdicts import Selection
 
 
 class BaseDiffusionAttention:
-    """Dense attention for image and video models: [B, S, H, D] in and out.
+    """Dense attention for image and video models: takes and returns [B, S, H, D].
 
     num_heads, head_size, softmax_scale (1 / sqrt(head_size) when None), causal (bottom-right), num_kv_heads.
-    role: what the layer does, by any name; category: self, cross or joint (the role where it is one of these).
-    config: backends by role, category and default; backend: one by name, before all of those. Both are obeyed or refused.
-    error_budget: relative RMS error that an approximate backend may have; 0 leaves those out.
-    features: further needs, such as `["mask"]` for masks beyond key padding or `["backward"]`.
-    key_mask: whether calls will leave keys out (`kv_lens`, masks [B, M]); backends that cannot are then left out.
+    role: what the layer does, any name; category: self, cross or joint (the role if it is one of these).
+    config: backends by role, category and default; backend: one by name, overriding them. Both are used or rejected.
+    error_budget: allowed relative RMS error of an approximate backend; 0 excludes approximate backends.
+    features: further requirements, such as `["mask"]` for masks beyond key padding or `["backward"]`.
+    key_mask: whether calls will mask out keys (`kv_lens`, masks [B, M]); excludes backends that cannot.
 
-    `selection` is the decision with all its reasons; print it. Raises ValueError for nonsense and `UnsupportedError` with
-    every candidate's reasons when nobody serves the layer.
+    `selection` is the decision with all its reasons; print it. Raises ValueError for invalid arguments and `UnsupportedError`
+    with every candidate's reasons if no backend serves the layer.
     """
 
     framework: ClassVar[str]
@@ -59,5 +59,5 @@ class BaseDiffusionAttention:
 
     @staticmethod
     def _default_dtype() -> Any:
-        """The dtype of a layer that names none."""
+        """Return the dtype of a layer created without one."""
         raise NotImplementedError

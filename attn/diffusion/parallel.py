@@ -1,4 +1,4 @@
-"""What each member of a group runs when the group shares a sequence: its heads and features, and what is refused."""
+"""What each member of a group that shares a sequence computes: its heads and features, and unsupported combinations."""
 
 from collections.abc import Collection
 
@@ -12,17 +12,17 @@ STRATEGIES = ("ulysses", "ring")
 def share_heads(
     num_heads: int, num_kv_heads: int | None, head_size: int, *, strategy: str, causal: bool, size: int, members: str
 ) -> tuple[int, int, int]:
-    """(num_heads, num_kv_heads, head_size) of the layer that each of `size` members ("ranks", "devices") runs.
+    """Return (num_heads, num_kv_heads, head_size) of the layer on each of `size` members ("ranks", "devices").
 
-    Raises ValueError for an unknown strategy, `ShapeError` for heads that the members do not divide, `UnsupportedError` for
-    causal rings, and what `check_heads` raises.
+    Raises ValueError for an unknown strategy, `ShapeError` for heads not divisible by `size`, `UnsupportedError` for causal
+    rings, and the exceptions of `check_heads`.
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r} is unknown; known: {', '.join(STRATEGIES)}")
     num_heads, num_kv_heads, head_size = check_heads(num_heads, num_kv_heads, head_size)
     if strategy == "ring":
         if check_flag("causal", causal):
-            raise UnsupportedError(f"ring: a causal layer is not supported ({members} would wait for each other): take ulysses")
+            raise UnsupportedError(f"ring: a causal layer is not supported ({members} would wait for each other): use ulysses")
         return num_heads, num_kv_heads, head_size
     for name, heads in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
         if heads % size:
@@ -31,5 +31,5 @@ def share_heads(
 
 
 def wanted_features(strategy: str, features: Collection[str]) -> tuple[str, ...]:
-    """What the layer that each member runs must serve: for a ring the log-sum-exp, by which partial results are merged."""
+    """Return the features that each member's layer requires: for a ring also `lse`, for merging partial results."""
     return (*list_of_names("features", features), *((Feature.LSE.value,) if strategy == "ring" else ()))

@@ -1,9 +1,9 @@
-"""Which diffusion backend serves a layer: per role, per category, by default, or first on the platform's list.
+"""Select the diffusion backend of a layer: per role, per category, by default, or the first valid on the platform's list.
 
-A model has layers of different roles: a name of its own ("audio_to_video"), or one of the categories self, cross and
-joint. `DiffusionAttentionConfig` says what is wanted for each; the choice tells who made it (`Selection.source`):
-`argument`, `per_role[...]`, `per_category[...]`, `default`, ATTN_DIFFUSION_BACKEND, or `priority`. How a choice is made is
-the same in all registries (`attn.choice`).
+A model has layers of different roles: a free name ("audio_to_video"), or one of the categories self, cross and joint.
+`DiffusionAttentionConfig` requests backends for each; `Selection.source` says what made the choice: `argument`,
+`per_role[...]`, `per_category[...]`, `default`, ATTN_DIFFUSION_BACKEND, or `priority`. The rest is the same in all registries
+(`attn.choice`).
 """
 
 from collections.abc import Collection, Mapping
@@ -25,7 +25,7 @@ Name = DiffusionAttentionBackendEnum | str
 
 @dataclass(frozen=True)
 class DiffusionAttentionConfig:
-    """Backends by role, by category (self, cross, joint) and for everything else; what is not named is left open."""
+    """Backends by role, by category (self, cross, joint) and for everything else; None leaves the choice open."""
 
     per_role: Mapping[str, Name] = field(default_factory=dict)
     per_category: Mapping[str, Name] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class DiffusionAttentionConfig:
             _check_category(category)
 
     def resolve(self, role: str, category: str) -> tuple[Name | None, str]:
-        """(what is wanted, who says so), or (None, "")."""
+        """Return (requested backend, source), or (None, "")."""
         if role in self.per_role:
             return self.per_role[role], f"per_role[{role!r}]"
         if category in self.per_category:
@@ -57,7 +57,7 @@ def make_diffusion_request(
     rows: int | None = None,
     keys: int | None = None,
 ) -> DiffusionRequest:
-    """A request from a caller's words: any framework's dtype, NumPy integers. Raises ValueError naming the argument."""
+    """Make a request from any framework's dtype and NumPy integers. Raises ValueError with the argument."""
     if not isinstance(error_budget, int | float) or isinstance(error_budget, bool) or not 0 <= error_budget < 1:
         raise ValueError(f"error_budget={error_budget!r} must be a number of at least 0 and below 1 (0: exact backends only)")
     return DiffusionRequest(
@@ -86,11 +86,11 @@ def select_diffusion(
     device: Device | None = None,
     disable: Collection[str] = (),
 ) -> Selection:
-    """The decision with all its reasons.
+    """Select a diffusion backend and return the decision with all its reasons.
 
-    role: the layer's name for what it does; category: self, cross or joint (the role itself where it is one of them, else
-    self). `device` may describe a machine that is not at hand. Raises ValueError for an unknown name or category; a request
-    that nobody serves is a `Selection` without a winner (`require()` raises).
+    role: a name for what the layer does; category: self, cross or joint (default: the role if it is one of them, else
+    self). `device` may describe a device that is not present. Raises ValueError for an unknown name or category; for a
+    request that no backend serves, returns a `Selection` without a winner (its `require()` raises).
     """
     category = _check_category(category if category is not None else role if role in ROLES else "self")
     wanted = (config or DiffusionAttentionConfig()).resolve(role, category)
@@ -115,8 +115,8 @@ def get_diffusion_attn_backend(
     causal: bool = False,
     key_mask: bool = False,
 ) -> type[DiffusionAttentionBackend]:
-    """The class of the backend for a layer. Raises `UnsupportedError` with every candidate's reasons, ValueError for
-    malformed arguments, `BackendLoadError` when an explicit choice cannot be imported."""
+    """Return the class of the backend for a layer. Raises `UnsupportedError` with every candidate's reasons, ValueError for
+    malformed arguments, `BackendLoadError` if an explicit choice cannot be imported."""
     request = make_diffusion_request(
         head_size, dtype, features=features, num_heads=num_heads, num_kv_heads=num_kv_heads, error_budget=error_budget,
         causal=causal, key_mask=key_mask,

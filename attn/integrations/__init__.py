@@ -1,1 +1,1 @@
-"""Adapters to the projects that people already use; each module imports its project when it is used, never before."""
+"""Adapters to other projects; each module imports its project only when it is used."""

@@ -1,13 +1,13 @@
-"""What vLLM calls: its three attention interfaces over this library's selector, builders and implementations.
+"""vLLM's three attention interfaces, implemented with this library's selector, builders and implementations.
 
-A layer chooses its backend by this library's selector when it is built, so that what nobody serves is refused before any
-weight is loaded, and once more for the block size that vLLM settles on later. Of a batch there is one description for all
-layers; each of our backends makes its own metadata from it when the first of its layers asks. vLLM's cache of a layer is a
-tensor [N, K, P, 2 D] of strides that vLLM chooses; our backends get a view of it. A token's value follows its key; on a
-processor, where a head's tokens lie side by side in a block, the head's values follow its keys, as in vLLM's own backend there.
+A layer chooses its backend in its constructor, so that an unsupported layer is rejected before any weight is loaded, and
+again for the block size that vLLM chooses later. A batch has one description for all layers; each backend builds its
+metadata from it when the first of its layers needs it. vLLM's cache of a layer is a tensor [N, K, P, 2 D] with strides that
+vLLM chooses; backends receive a view of it. A token's value follows its key; on a CPU, where a head's tokens are adjacent in
+a block, the head's values follow its keys, as in vLLM's own CPU backend.
 
-Whatever vLLM says that changes the meaning of a call and is not known here is refused, so that a later vLLM's features are
-not dropped: arguments of a layer, flags of a configuration, fields of a batch.
+Unknown arguments of a layer, flags of a configuration and fields of a batch that change the meaning of a call are rejected,
+so that features of later versions of vLLM are not dropped silently.
 """
 
 import inspect
@@ -31,18 +31,18 @@ from attn.selector import make_request, select
 from attn.torch import kv_cache as caches
 from attn.torch.layer import Attention
 
-_ELSEWHERE = "attn serves no layer of vLLM's with it; take one of vLLM's own backends"
-_BLOCK_SIZE = 16  #: until vLLM has settled on one; for layers without a cache it stays
-#: vLLM's words for what a layer needs, where this library has one too.
+_ELSEWHERE = "attn serves no vLLM layer with it; use one of vLLM's own backends"
+_BLOCK_SIZE = 16  #: until vLLM chooses one; final for layers without a cache
+#: vLLM's names for requirements of a layer -> this library's features.
 _FEATURES = {
     "has_sink": Feature.SINKS, "has_sliding_window": Feature.SLIDING_WINDOW, "use_non_causal": Feature.NON_CAUSAL,
     "use_per_head_quant_scales": Feature.PER_HEAD_SCALES,
 }  # fmt: skip
-#: What else of a configuration is read, or asks nothing of a backend; anything more that is set is refused.
+#: Other configuration fields that are read, or require nothing of a backend; any other that is set is rejected.
 _READ = {"head_size", "dtype", "kv_cache_dtype", "block_size", "attn_type", "device_capability", "use_kv_connector"}
-#: A layer's further arguments, at what they are when they say nothing.
+#: Neutral values of a layer's further arguments.
 _OFF = {"chunk_lookback": -1}
-#: Fields of a batch that are read here, or that say nothing about which keys a row sees.
+#: Fields of a batch that are read, or do not affect which keys a row sees.
 _KNOWN = {
     "query_start_loc", "query_start_loc_cpu", "seq_lens", "num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len",
     "block_table_tensor", "slot_mapping", "causal", "seq_lens_cpu_upper_bound",
@@ -76,14 +76,14 @@ class AttnBackend(vllm_backend.AttentionBackend):
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...] | None:
-        """Any; on a processor rather with a head's tokens side by side, which CPU_ATTN reads in long runs."""
+        """Any layout; on a CPU preferably with a head's tokens adjacent, which CPU_ATTN reads in long runs."""
         if not current_platform.is_cpu():
             return None
         return (KVCacheLayout.LBHNC, *(layout for layout in KVCacheLayout if layout is not KVCacheLayout.LBHNC))
 
     @classmethod
     def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
-        """Every reason against a layer of this configuration: of this integration, then of each of our backends."""
+        """Return every reason to reject a layer of this configuration: of this integration, then of each backend."""
         asked = inspect.signature(super().validate_configuration).bind(*args, **kwargs).arguments
         features = {feature for word, feature in _FEATURES.items() if asked.pop(word, False)}
         why = [f"{word} not supported: {_ELSEWHERE}" for word, value in asked.items() if value and word not in _READ]
@@ -103,9 +103,9 @@ class AttnBackend(vllm_backend.AttentionBackend):
 
 @dataclass
 class AttnMetadata(vllm_backend.AttentionMetadata):
-    """One batch in this library's words, and what its backends have made of it so far.
+    """One batch as this library describes it, and the metadata that its backends have built from it so far.
 
-    `slot_mapping` is there for vLLM's cross attention, which puts the encoder's in its place.
+    `slot_mapping` exists for vLLM's cross attention, which replaces it with the encoder's.
     """
 
     batch: CommonAttentionMetadata
@@ -114,12 +114,12 @@ class AttnMetadata(vllm_backend.AttentionMetadata):
     built: dict[Any, Any] = field(default_factory=dict)
 
     def of(self, layer: Attention) -> Any:
-        """The metadata of a layer's backend."""
+        """Return the metadata of a layer's backend."""
         key = (layer.backend, layer.kv_cache_spec)
         if key not in self.built:
             logger.info_once("Using %s of attn for %s", layer.selection.name, layer.selection.request)
             batch, spec = self.batch, layer.kv_cache_spec
-            if spec.attn_type in ENCODER_TYPES:  # vLLM gives one block a request, which nobody reads
+            if spec.attn_type in ENCODER_TYPES:  # vLLM passes one block per request, which is not read
                 columns = -(-batch.max_seq_len // spec.block_size)
                 batch = batch.replace(block_table=batch.block_table.new_zeros(batch.num_reqs, columns))
             self.built[key] = layer.backend.get_builder_cls()(spec, device=self.device).build(0, batch)
@@ -127,11 +127,11 @@ class AttnMetadata(vllm_backend.AttentionMetadata):
 
 
 class AttnMetadataBuilder(vllm_backend.AttentionMetadataBuilder):
-    """vLLM's batch in this library's words."""
+    """Converts vLLM's batch to this library's."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        # before a draft is verified its lengths on the host are bounds
+        # until a draft is verified, its lengths on the host are upper bounds
         self.exact = getattr(vllm_config, "speculative_config", None) is None
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> AttnMetadata:
@@ -141,7 +141,7 @@ class AttnMetadataBuilder(vllm_backend.AttentionMetadataBuilder):
             if value is not None and (isinstance(value, torch.Tensor) or value):
                 self._refuse(name)
         if isinstance(common.causal, torch.Tensor):
-            self._refuse("causality of each request its own")
+            self._refuse("per-request causality")
         lens = common.seq_lens
         if lens.device.type != "cpu":
             lens = getattr(common, "seq_lens_cpu_upper_bound", None) if self.exact else None
@@ -165,7 +165,7 @@ class AttnMetadataBuilder(vllm_backend.AttentionMetadataBuilder):
 
 
 class AttnImpl(vllm_backend.AttentionImpl):
-    """One layer: this library's choice for it, over vLLM's cache."""
+    """One layer: this library's chosen backend over vLLM's cache."""
 
     def __init__(
         self,
@@ -182,9 +182,9 @@ class AttnImpl(vllm_backend.AttentionImpl):
         sinks: torch.Tensor | None = None,
         **further: Any,
     ) -> None:
-        """vLLM's arguments. A layer that shares another's cache needs nothing of a backend: vLLM does not ask it to write.
+        """Take vLLM's arguments. A layer that shares another's cache needs no feature: vLLM does not call its cache write.
 
-        Raises `UnsupportedError`, which names the layer, for what no backend here serves.
+        Raises `UnsupportedError`, with the layer's name, if no backend serves it.
         """
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -204,7 +204,7 @@ class AttnImpl(vllm_backend.AttentionImpl):
         self._layer(_BLOCK_SIZE)
 
     def _layer(self, block_size: int) -> Attention:
-        """This layer over blocks of a size, chosen once; it has the choice and its reasons."""
+        """Return this layer for a block size, created once; it holds the choice and its reasons."""
         if block_size not in self.layers:
             try:
                 self.layers[block_size] = Attention(
@@ -223,7 +223,7 @@ class AttnImpl(vllm_backend.AttentionImpl):
         return make_request(self.head_size, self.dtype, self.kv_cache_dtype, attn_type=self.attn_type, features=wanted)
 
     def _cache(self, layer: Attention, kv_cache: torch.Tensor) -> torch.Tensor:
-        """vLLM's cache [N, K, P, 2 D] as one of the layer's backend."""
+        """View vLLM's cache [N, K, P, 2 D] as a cache of the layer's backend."""
         if self._seen is None or self._seen[0] is not kv_cache:
             blocks, heads, size, row = kv_cache.shape
             if row != 2 * self.head_size:
@@ -234,7 +234,7 @@ class AttnImpl(vllm_backend.AttentionImpl):
             element = caches.element_type(self.kv_cache_dtype, self.dtype)
             pages = (
                 kv_cache.view(element) if kv_cache.itemsize == element.itemsize == 1 else kv_cache
-            )  # codes may come as bytes
+            )  # codes may have a byte dtype
             if pages.device.type == "cpu" and pages.stride(2) == row:
                 both = pages.view(blocks, heads, 2, size, self.head_size).permute(2, 0, 3, 1, 4)
             else:
@@ -245,7 +245,7 @@ class AttnImpl(vllm_backend.AttentionImpl):
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        """Write key, value [T, K, D] at `slot_mapping` [T]; encoders keep no cache."""
+        """Write key, value [T, K, D] at `slot_mapping` [T]; encoders have no cache."""
         if self.attn_type not in ENCODER_TYPES:
             own = self._layer(kv_cache.shape[2])
             own.impl.do_kv_cache_update(layer, key, value, self._cache(own, kv_cache), slot_mapping)
@@ -262,7 +262,7 @@ class AttnImpl(vllm_backend.AttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """query, output: [T, H, D]; key, value: [T, K, D], in the cache already unless this is an encoder."""
+        """Compute attention. query, output: [T, H, D]; key, value: [T, K, D], already cached unless this is an encoder."""
         if attn_metadata is None:  # a profiling run
             return output.fill_(0)
         cache = None
@@ -272,7 +272,7 @@ class AttnImpl(vllm_backend.AttentionImpl):
             own, key, value = self._layer(kv_cache.shape[2]), None, None  # type: ignore[assignment]
             cache = self._cache(own, kv_cache)
         if self.sinks is not None:
-            own.impl.sinks = self.sinks.detach().float()  # the model's, loaded since, and maybe again
+            own.impl.sinks = self.sinks.detach().float()  # the model's, which may have been loaded since
         try:
             own.impl.forward(layer, query, key, value, cache, attn_metadata.of(own), output, output_scale, output_block_scale)
         except UnsupportedError as error:
@@ -281,27 +281,27 @@ class AttnImpl(vllm_backend.AttentionImpl):
 
 
 def _word(attn_type: Any) -> str:
-    """vLLM's attention type, a member of a str enum, as this library's."""
+    """Convert vLLM's attention type, a member of a str enum, to this library's."""
     return str(getattr(attn_type, "value", attn_type))
 
 
 def _cache_problem(kv_cache_dtype: str | None) -> str | None:
-    """Why caches of a kind are not served: unknown here, or with scales that vLLM keeps elsewhere in a block."""
+    """Return why a cache dtype is not supported: unknown, or with scales that vLLM stores elsewhere in a block."""
     if kv_cache_dtype is None or kv_cache_dtype in AttnBackend.supported_kv_cache_dtypes:
         return None
     return f"kv_cache_dtype={kv_cache_dtype} not supported (supports {', '.join(AttnBackend.supported_kv_cache_dtypes)})"
 
 
 def _able(request: Request) -> str:
-    """Who serves a request, on whatever device."""
+    """Return a sentence with the backends that serve a request on any device."""
     candidates = [member.candidate() for member in AttentionBackendEnum]
-    here = [c for c in candidates if getattr(getattr(c.backend, "capabilities", None), "framework", None) == "torch"]
-    names = [c.name for c in here if c.backend is not None and not c.backend.why_not(request)]
-    return f"backends that have it, on their devices: {', '.join(names) or 'none'}"
+    loaded = [c for c in candidates if getattr(getattr(c.backend, "capabilities", None), "framework", None) == "torch"]
+    names = [c.name for c in loaded if c.backend is not None and not c.backend.why_not(request)]
+    return f"backends that support it on their devices: {', '.join(names) or 'none'}"
 
 
 def _layer_name() -> str:
-    """The layer that is being built: vLLM tells an implementation everything but its name, `prefix` of its constructor."""
+    """Return the name of the layer under construction, which vLLM does not pass to an implementation (`prefix`)."""
     frame = inspect.currentframe()
     while frame := frame and frame.f_back:
         if isinstance(frame.f_locals.get("self"), torch.nn.Module) and frame.f_locals.get("prefix"):

@@ -3,11 +3,11 @@
     from attn.integrations import diffusers as attn_diffusers
     attn_diffusers.register()
     pipe.transformer.set_attention_backend("attn")              # the fastest exact backend for each call
-    pipe.transformer.set_attention_backend("attn:SAGE_ATTN")    # one by name, obeyed or refused
+    pipe.transformer.set_attention_backend("attn:SAGE_ATTN")    # this backend, or an error
 
-diffusers' list of backends is a closed enum, so that members are added to it; everything else (the context manager
-`attention_backend`, `set_attention_backend`, `torch.compile`) then works as for its own. Written against diffusers
-0.42: a dispatcher that has changed is a sentence, not a crash.
+diffusers' list of backends is a closed enum, to which members are added; everything else (the context manager
+`attention_backend`, `set_attention_backend`, `torch.compile`) then works as for its own backends. Written for diffusers
+0.42: an incompatible dispatcher raises an error that says so.
 """
 
 from typing import Any
@@ -24,12 +24,12 @@ _NAME = "attn"
 
 
 def register(*, error_budget: float = 0.0) -> tuple[str, ...]:
-    """Add "attn" and "attn:<NAME>", for each diffusion backend, to diffusers' dispatcher; again is harmless.
+    """Add "attn" and "attn:<NAME>", for each diffusion backend, to diffusers' dispatcher; may be called repeatedly.
 
-    error_budget: relative RMS error that "attn" allows; 0 keeps approximate backends out (by name they are taken).
-    Returns the names. Raises `BackendLoadError` where diffusers is missing or its dispatcher is not as expected.
+    error_budget: relative RMS error that "attn" allows; 0 excludes approximate backends (unless requested by name).
+    Returns the names. Raises `BackendLoadError` if diffusers is missing or its dispatcher is incompatible.
     """
-    make_diffusion_request(64, "float32", error_budget=error_budget)  # a budget that makes no sense is told now
+    make_diffusion_request(64, "float32", error_budget=error_budget)  # raises for an invalid budget
     try:
         from diffusers.models import attention_dispatch as dispatch
 
@@ -40,11 +40,11 @@ def register(*, error_budget: float = 0.0) -> tuple[str, ...]:
             f"diffusers' attention dispatcher cannot be imported: {error} (pip install diffusers)"
         ) from error
     except AttributeError as error:
-        raise BackendLoadError(f"this diffusers has another attention dispatcher: {error}") from error
+        raise BackendLoadError(f"this version of diffusers has an incompatible attention dispatcher: {error}") from error
     known = [name for name in DiffusionAttentionBackendEnum.names() if not _of_jax(name)]
     names = {_NAME: None, **{f"{_NAME}:{name}": name for name in known}}
     for name, backend in names.items():
-        value = name.lower()  # `set_attention_backend` looks for lower case, the context manager for what it is given
+        value = name.lower()  # `set_attention_backend` looks up lower case, the context manager the name as passed
         member = enum._value2member_map_.get(value) or _member(enum, value)
         enum._value2member_map_[name] = member
         add(member, constraints=[])(_function(backend, error_budget))
@@ -52,12 +52,12 @@ def register(*, error_budget: float = 0.0) -> tuple[str, ...]:
 
 
 def _of_jax(name: str) -> bool:
-    """Whether a backend belongs to the other wing, which diffusers' tensors do not reach."""
+    """Whether a backend belongs to jax, which cannot take diffusers' tensors."""
     return str(DiffusionAttentionBackendEnum[name].value or "").startswith("attn.jax.")
 
 
 def _member(enum: Any, name: str) -> Any:
-    """A new member of a closed `str` enum."""
+    """Add a member to a closed `str` enum."""
     member = str.__new__(enum, name)
     member._name_, member._value_ = name.upper().replace(":", "_"), name
     member.__objclass__ = enum
@@ -68,7 +68,7 @@ def _member(enum: Any, name: str) -> Any:
 
 
 def _function(backend: str | None, error_budget: float) -> Any:
-    """diffusers' call for one backend. Its dispatcher drops arguments that a signature does not name: all are named."""
+    """Make diffusers' function for one backend. Its dispatcher drops arguments not in the signature: all are listed."""
 
     def attention(
         query: torch.Tensor,
@@ -82,7 +82,8 @@ def _function(backend: str | None, error_budget: float) -> Any:
         return_lse: bool = False,
         _parallel_config: Any = None,
     ) -> Any:
-        """query: [B, S, H, D]; key, value: [B, M, K, D]; attn_mask: bool, or of 0 and -inf, [B, M] or [B, H, S, M]."""
+        """Compute attention. query: [B, S, H, D]; key, value: [B, M, K, D]; attn_mask: bool, or 0 and -inf, [B, M] or
+        [B, H, S, M]."""
         if dropout_p:
             raise UnsupportedError(f"attn: dropout_p={dropout_p}: dropout of attention weights is not supported")
         if _parallel_config is not None:
@@ -106,12 +107,12 @@ def _function(backend: str | None, error_budget: float) -> Any:
 
 
 def _bool(mask: torch.Tensor) -> torch.Tensor:
-    """A mask in diffusers' way as True = attend. Raises `UnsupportedError` for one that adds anything but 0 or -inf."""
+    """Convert diffusers' mask to True = attend. Raises `UnsupportedError` for one that adds anything but 0 or -inf."""
     if mask.dtype == torch.bool:
         return mask
     if not mask.dtype.is_floating_point:
         return mask != 0
-    hidden = mask <= torch.finfo(mask.dtype).min / 2  # -inf, or the largest negative number, as diffusers writes it
+    hidden = mask <= torch.finfo(mask.dtype).min / 2  # -inf, or the lowest number, as in diffusers
     if bool((~hidden & (mask != 0)).any()):
-        raise UnsupportedError("attn: a float attn_mask adds numbers other than 0 and -inf: biases are not supported")
+        raise UnsupportedError("attn: a float attn_mask has values other than 0 and -inf: biases are not supported")
     return ~hidden

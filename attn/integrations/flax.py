@@ -1,10 +1,10 @@
-"""flax: one of our layers as the `attention_fn` of `nnx.MultiHeadAttention` and of linen's.
+"""flax: an `attn` layer as the `attention_fn` of `nnx.MultiHeadAttention` and of linen's.
 
     layer = attn.jax.Attention(8, 64, num_kv_heads=2, sliding_window=128, sinks=sinks)
     block = nnx.MultiHeadAttention(8, 512, num_kv_heads=2, attention_fn=attention_fn(layer), decode=False, rngs=rngs)
 
-A layer brings its scale, window, cap, sinks and backend; `attn.jax.attention_fn` is the one without any of these, and
-differentiable in every call.
+A layer provides its scale, window, cap, sinks and backend; `attn.jax.attention_fn` has none of these, and is differentiable
+in every call.
 """
 
 from collections.abc import Callable
@@ -24,12 +24,12 @@ from attn.jax.layer import Attention
 
 
 def attention_fn(layer: Attention) -> Callable[..., jax.Array]:
-    """What flax calls with query [..., T, H, D], key and value [..., S, K, D], for [..., T, H, D].
+    """Return a function for flax: takes query [..., T, H, D], key and value [..., S, K, D], returns [..., T, H, D].
 
-    Causal and bidirectional squares go through the layer's backend over a cache made for the call, without gradients, like
-    every call of the layer. A drawn mask (of any dtype, non-zero = attend) and causality with T != S, counted from the first
-    row as flax does, go to `attn.attention`: the same in float32, differentiable. A window needs T == S. The function raises
-    `UnsupportedError` for what it has no place for: dropout, biases, sown weights, a causal call of an encoder's layer.
+    Calls with T == S, causal or not, use the layer's backend over a cache created for the call, without gradients, like every
+    call of the layer. A mask array (of any dtype, non-zero = attend), and causality with T != S, which flax counts from the
+    first row, use `attn.attention`: the same result in float32, differentiable. A window needs T == S. The function raises
+    `UnsupportedError` for dropout, biases, sown weights, and a causal call of an encoder's layer.
     """
 
     def attend(
@@ -47,7 +47,7 @@ def attention_fn(layer: Attention) -> Callable[..., jax.Array]:
         module: Any = None,
         is_causal: bool = False,
         **_: Any,
-    ) -> jax.Array:  # every name stands here: linen drops, silently, what a signature does not have
+    ) -> jax.Array:  # all names are listed: linen silently drops arguments not in the signature
         refuse_flax(dropout_rate, deterministic, module)
 
         def of_layer(q: jax.Array, k: jax.Array, v: jax.Array, bias: Any, mask: Any, *, is_causal: bool) -> jax.Array:
@@ -65,11 +65,12 @@ def _dense(
     (batch, rows, heads, size), keys = query.shape, key.shape[1]
     encoder = impl.attn_type in ENCODER_TYPES
     if bias is not None:
-        raise UnsupportedError(f"{name}: bias: numbers added to scores are not supported (attn.jax.attention_fn takes them)")
+        raise UnsupportedError(f"{name}: bias is not supported (attn.jax.attention_fn supports it)")
     if causal and encoder:
-        raise UnsupportedError(f"{name}: is_causal: a layer of type {impl.attn_type} is not causal")
+        raise UnsupportedError(f"{name}: is_causal=True, but a layer of type {impl.attn_type} is not causal")
     if rows != keys and impl.window != (None, None):
-        raise UnsupportedError(f"{name}: a window over {rows} rows and {keys} keys: at which of them a row stands is not known")
+        need = "sliding_window needs as many queries as keys"
+        raise UnsupportedError(f"{name}: {need} (got {rows} and {keys}): query positions are ambiguous")
     if mask is not None or rows != keys:
         if causal and rows != keys:
             triangle = jnp.tril(jnp.ones((1, 1, rows, keys), bool))

@@ -1,15 +1,15 @@
-"""vLLM: `attn` as an attention backend of its engine, under the name that vLLM keeps for other people's, CUSTOM.
+"""vLLM: `attn` as an attention backend of its engine, under vLLM's name for external backends, CUSTOM.
 
-    vllm serve MODEL --attention-backend CUSTOM                          # with attn installed, that is all
+    vllm serve MODEL --attention-backend CUSTOM                          # with attn installed
     LLM(MODEL, attention_backend="CUSTOM")
-    ATTN_BACKEND=FLASHINFER vllm serve MODEL --attention-backend CUSTOM  # one of ours by name, or refused
+    ATTN_BACKEND=FLASHINFER vllm serve MODEL --attention-backend CUSTOM  # this backend, or an error
 
-`plugin` is the entry point (`vllm.general_plugins`), which vLLM calls in each of its processes. It takes nothing over: who
-does not ask for CUSTOM keeps vLLM's own backend. On processors vLLM would run its own backend also for who does ask, so
-its platform is made to listen there.
+`plugin` is the entry point (`vllm.general_plugins`), which vLLM calls in each of its processes. Without CUSTOM, vLLM's own
+backends are used as before. On CPUs vLLM would use its own backend even if CUSTOM is requested, so its CPU platform is
+patched to use CUSTOM.
 
-What vLLM calls is in `_vllm`, which only vLLM imports, by the path registered here. Written against vLLM 0.32 and 0.33,
-whose interfaces are asked for what is needed (`_NEEDS`), not for their version.
+The interfaces that vLLM calls are in `_vllm`, which only vLLM imports, by the path registered in this module. Written for
+vLLM 0.32 and 0.33; compatibility is checked by required interfaces (`_NEEDS`), not by version.
 """
 
 import functools
@@ -21,7 +21,7 @@ from attn.logger import AttnLogger
 from attn.torch.backends._vendor import lacking
 
 PATH = "attn.integrations._vllm.AttnBackend"
-#: Names of `vllm.v1.attention.backend`, each with arguments that it must take.
+#: Names of `vllm.v1.attention.backend`, each with arguments that it must accept.
 _NEEDS = (
     ("AttentionBackend.validate_configuration", ("head_size", "dtype", "kv_cache_dtype", "block_size", "attn_type")),
     ("AttentionBackend.get_supported_kernel_block_sizes", ("kv_cache_spec",)),
@@ -32,22 +32,22 @@ _NEEDS = (
     ("CommonAttentionMetadata", ("block_table_tensor", "slot_mapping", "query_start_loc_cpu", "seq_lens")),
 )
 
-#: Below vLLM's own logger, which shows what comes to it; this library's says nothing unless an application wants it to.
+#: A child of vLLM's logger, which is configured; this library's is silent unless an application configures it.
 logger = AttnLogger(logging.getLogger("vllm.attn"), {})
 
 
 def plugin() -> None:
-    """`register`, for vLLM to call: a vLLM that it cannot serve is told in the log, since others may be running in it."""
+    """Call `register` from vLLM; incompatibility is only logged, since vLLM may be running with other backends."""
     try:
         register()
     except BackendLoadError as error:
-        logger.warning_once("attn does not serve vLLM's CUSTOM attention backend: %s", error)
+        logger.warning_once("attn is not available as vLLM's CUSTOM attention backend: %s", error)
 
 
 def register() -> str:
-    """Make CUSTOM of vLLM's registry lead to `attn`; again is harmless. Returns the class path.
+    """Register `attn` as CUSTOM in vLLM's registry; may be called repeatedly. Returns the class path.
 
-    Raises `BackendLoadError` where vLLM is missing, has another interface, or has given CUSTOM to somebody else.
+    Raises `BackendLoadError` if vLLM is missing, has an incompatible interface, or CUSTOM is already registered otherwise.
     """
     try:
         from vllm.platforms import current_platform
@@ -59,19 +59,19 @@ def register() -> str:
         raise BackendLoadError(f"vLLM's attention interface cannot be imported: {error} (pip install vllm)") from error
     why = list(lacking("vllm.v1.attention.backend", interface, _NEEDS))
     if not hasattr(getattr(interface, "AttentionBackend", None), "forward_includes_kv_cache_update"):
-        why.append("its backends do not write the cache apart from the attention (forward_includes_kv_cache_update)")
+        why.append("its backends do not write the cache separately from attention (forward_includes_kv_cache_update)")
     if why:
-        raise BackendLoadError(f"this vLLM has another attention interface: {'; '.join(why)}")
+        raise BackendLoadError(f"this version of vLLM has an incompatible attention interface: {'; '.join(why)}")
     if custom.is_overridden() and custom.get_path() != PATH:
-        raise BackendLoadError(f"CUSTOM of vLLM's registry leads to {custom.get_path()} already")
+        raise BackendLoadError(f"CUSTOM of vLLM's registry is already {custom.get_path()}")
     register_backend(custom, PATH)
     if current_platform.is_cpu():
-        _make_it_listen(type(current_platform), custom)
+        _patch_cpu_platform(type(current_platform), custom)
     return PATH
 
 
-def _make_it_listen(platform: Any, custom: Any) -> None:
-    """Have the platform for processors obey or refuse CUSTOM when it is asked for, as vLLM's other platforms do."""
+def _patch_cpu_platform(platform: Any, custom: Any) -> None:
+    """Make vLLM's CPU platform use or reject CUSTOM when it is requested, as vLLM's other platforms do."""
     choose = platform.get_attn_backend_cls.__func__
     if hasattr(choose, "of_attn"):
         return

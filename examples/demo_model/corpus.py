@@ -1,4 +1,4 @@
-"""The text that the demo model learns from: the documentation that ships with Python itself.
+"""The training text of the demo model: the documentation that ships with Python.
 
 Two sources, both under the PSF licence: the language reference in `pydoc_data.topics`, and the docstrings of
 the standard library, written as stubs (`def name(arguments):` and the docstring). Files are parsed, never
@@ -22,24 +22,24 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 class Document(NamedTuple):
-    """One text and the name it is sorted by."""
+    """A text and the name by which it is sorted."""
 
     name: str
     text: str
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """Size in bytes."""
         return len(self.text.encode())
 
     @property
     def held_out(self) -> bool:
-        """Whether the document is kept for validation: its name alone decides, so the split never moves."""
+        """Whether the document is used for validation: depends only on its name, so the split never changes."""
         return zlib.crc32(self.name.encode()) % _HELD_OUT_ONE_IN == 0
 
 
 def documents() -> list[Document]:
-    """Every document, in sorted order of the source's name."""
+    """Return every document, sorted by the source's name."""
     found = [Document(f"topics.{name}", text.strip() + "\n") for name, text in sorted(topics.items())]
     seen: set[str] = set()
     library = Path(sysconfig.get_paths()["stdlib"])
@@ -51,7 +51,7 @@ def documents() -> list[Document]:
 
 
 def _module_documents(module: str, source: bytes, seen: set[str]) -> Iterator[Document]:
-    """A module's own docstring, then one document for each documented top-level class and function."""
+    """Yield a module's docstring, then one document per documented top-level class and function."""
     tree = ast.parse(source)
     if text := _fresh_docstring(tree, seen):
         yield Document(module, f"# {module}\n{text}")
@@ -61,7 +61,7 @@ def _module_documents(module: str, source: bytes, seen: set[str]) -> Iterator[Do
 
 
 def _stub(node: ast.AST, seen: set[str]) -> str:
-    """`node` as a stub with its docstring and, for a class, its members; empty if nothing is documented."""
+    """Return `node` as a stub with its docstring and, for a class, its members; empty if nothing is documented."""
     if isinstance(node, _FUNCTIONS):
         keyword = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
         head, members = f"{keyword} {node.name}({ast.unparse(node.args)}):\n", []
@@ -76,7 +76,7 @@ def _stub(node: ast.AST, seen: set[str]) -> str:
 
 
 def _fresh_docstring(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, seen: set[str]) -> str:
-    """The docstring in its quotes and a newline, or nothing if there is none or it was seen before."""
+    """Return the docstring in quotes with a newline, or "" if there is none or it was seen before."""
     text = (ast.get_docstring(node) or "").strip()
     if not text or text in seen:
         return ""

@@ -1,4 +1,4 @@
-"""Writes the demo model in the layout of a Hugging Face repository, for any program that reads one.
+"""Write the demo model in the layout of a Hugging Face repository.
 
 The tokenizer is a byte-level BPE without merges: token i is byte i, and two more ids mark where a text begins
 and ends.
@@ -95,7 +95,7 @@ derived from it, come under the same licence.
 
 @dataclass(frozen=True)
 class TrainingFacts:
-    """What the model card tells of a training run; sizes in bytes, the loss in nats per byte."""
+    """The model card's facts about a training run; sizes in bytes, the loss in nats per byte."""
 
     budget: int
     tokens: int
@@ -109,11 +109,11 @@ class TrainingFacts:
 
 
 def save_checkpoint(out: Path, weights: Mapping[str, Tensor], facts: TrainingFacts | None = None) -> None:
-    """Writes weights, configuration and tokenizer to `out`; the model card once `facts` are known."""
+    """Write weights, configuration and tokenizer to `out`, and the model card if `facts` are given."""
     out.mkdir(parents=True, exist_ok=True)
     partial = out / "model.safetensors.partial"
     partial.write_bytes(save({n: t.contiguous() for n, t in weights.items()}, metadata={"format": "pt"}))
-    os.replace(partial, out / "model.safetensors")  # a reader never sees half a file
+    os.replace(partial, out / "model.safetensors")  # readers never see a partial file
     _write_json(out / "config.json", LLAMA)
     _write_json(out / "generation_config.json", _GENERATION)
     _write_json(out / "tokenizer.json", tokenizer())
@@ -124,7 +124,7 @@ def save_checkpoint(out: Path, weights: Mapping[str, Tensor], facts: TrainingFac
 
 
 def tokenizer() -> dict[str, Any]:
-    """The content of `tokenizer.json`."""
+    """Return the content of `tokenizer.json`."""
     marks = [
         {"id": i, "content": mark, "special": True, "normalized": False}
         | dict.fromkeys(("single_word", "lstrip", "rstrip"), False)
@@ -163,9 +163,9 @@ def tokenizer() -> dict[str, Any]:
 
 
 def _byte_letters() -> list[str]:
-    """The character that stands for each byte in byte-level vocabularies.
+    """Return the character for each byte in byte-level vocabularies.
 
-    Bytes that print in Latin-1 stand for themselves; the others take the characters from U+0100 on, in order.
+    Bytes printable in Latin-1 represent themselves; the others take the characters from U+0100 on, in order.
     """
     printing = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
@@ -173,7 +173,7 @@ def _byte_letters() -> list[str]:
 
 
 def model_card(facts: TrainingFacts, parameters: int) -> str:
-    """The README of the checkpoint."""
+    """Return the README of the checkpoint."""
     return _CARD.format(
         **vars(facts),
         layers=LLAMA["num_hidden_layers"],
@@ -186,7 +186,7 @@ def model_card(facts: TrainingFacts, parameters: int) -> str:
         parameters=parameters,
         bos=BOS,
         eos=EOS,
-        bos_mark=_MARKS[BOS].replace("|", "\\|"),  # a bare one would end the cell of the table
+        bos_mark=_MARKS[BOS].replace("|", "\\|"),  # an unescaped | would end the table cell
         eos_mark=_MARKS[EOS].replace("|", "\\|"),
         python=".".join(platform.python_version_tuple()[:2]),
         passes=facts.tokens / (facts.corpus - facts.held_out),

@@ -1,13 +1,13 @@
-"""Trains the demo checkpoint: a byte-level Llama of 1.8 million parameters, on one or two CPU cores.
+"""Train the demo checkpoint: a byte-level Llama of 1.8 million parameters, on one or two CPU cores.
 
     python -m examples.demo_model.train --out DIR --tokens 6000000 --seed 0
 
-The model is plain PyTorch with the parameter names of `LlamaForCausalLM`, so what is saved loads everywhere.
-Attention is torch's own: the examples compare this library against what the model learned, not against
-itself. The budget is counted in tokens, not minutes, so that a busy machine gives the same training. Most
-steps see short windows and some see up to `max_position_embeddings`, for contexts of a thousand bytes to work
-too. Matrices are trained by Muon, the rest by AdamW. SIGINT or SIGTERM ends the training after the step, and
-what there is is saved.
+The model is plain PyTorch with the parameter names of `LlamaForCausalLM`, so the checkpoint loads everywhere.
+Attention is torch's own: the examples compare this library against the trained model, not against itself. The
+budget is counted in tokens, not minutes, so that training does not depend on the machine's load. Most steps use
+short windows and some up to `max_position_embeddings`, so that contexts of a thousand bytes work too. Matrices are
+trained by Muon, the rest by AdamW. SIGINT or SIGTERM ends the training after the current step, and the model is
+saved.
 
 Shapes: B rows · S tokens in a row · H query heads · K kv heads · D head_size · C hidden_size.
 """
@@ -35,7 +35,7 @@ CONFIG = LLAMA
 _HIDDEN, _HEADS, _KV_HEADS, _SIZE = (
     CONFIG[name] for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 )
-# (rows, window): share of the steps. All shapes hold as many tokens, so that steps cost much the same.
+# (rows, window): share of the steps. All shapes have the same number of tokens, so that steps take similar time.
 SHAPES = {(8, 256): 0.70, (4, 512): 0.15, (2, 1024): 0.10, (1, 2048): 0.05}
 STEP_TOKENS = 2048
 _WARMUP, _FLAT = 0.02, 0.45  # shares of the budget: rise, plateau; the rest falls linearly
@@ -99,7 +99,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """From the embedding to the last norm; a namespace, so that names read `model.layers.0...`."""
+    """From the embedding to the last norm; a separate module, so that names are `model.layers.0...`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,9 +109,9 @@ class Decoder(nn.Module):
 
 
 class Llama(nn.Module):
-    """Tokens in, logits out; the output projection is the embedding."""
+    """Takes tokens, returns logits; the output projection is the embedding."""
 
-    cos: Tensor  # [max_position_embeddings, D], as sin
+    cos: Tensor  # [max_position_embeddings, D], as is sin
     sin: Tensor
 
     def __init__(self) -> None:
@@ -149,13 +149,13 @@ def _initialise(module: nn.Module) -> None:
 
 
 def encode(document: Document) -> np.ndarray:
-    """uint16 [n + 2]: the mark of a beginning, the bytes, the mark of an end."""
+    """Return uint16 [n + 2]: a beginning mark, the bytes, an end mark."""
     body = np.frombuffer(document.text.encode(), dtype=np.uint8)
     return np.concatenate(([BOS], body, [EOS])).astype(np.uint16)
 
 
 def batches(texts: list[np.ndarray], seed: int) -> Iterator[Tensor]:
-    """Windows int64 [B, S + 1] without end: the texts, shuffled anew in each pass, joined, cut in order."""
+    """Yield windows int64 [B, S + 1] indefinitely: the texts, reshuffled in each pass, joined, cut in order."""
     random = np.random.default_rng(seed)
     shapes, shares = list(SHAPES), list(SHAPES.values())
     stream = np.empty(0, np.uint16)
@@ -170,7 +170,7 @@ def batches(texts: list[np.ndarray], seed: int) -> Iterator[Tensor]:
 
 
 def optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Muon for the layers' matrices, AdamW for the embedding and the norms."""
+    """Return Muon for the layers' matrices, AdamW for the embedding and the norms."""
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
     return [
@@ -180,7 +180,7 @@ def optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
 
 
 def rate(progress: float) -> float:
-    """The share of the peak learning rate at `progress` in [0, 1]: up, flat, down to a fiftieth."""
+    """Return the fraction of the peak learning rate at `progress` in [0, 1]: up, flat, down to a fiftieth."""
     if progress < _WARMUP:
         return progress / _WARMUP
     fallen = max(0.0, progress - _WARMUP - _FLAT) / (1 - _WARMUP - _FLAT)
@@ -189,9 +189,9 @@ def rate(progress: float) -> float:
 
 @torch.no_grad()
 def validation_loss(model: nn.Module, texts: list[np.ndarray], window: int = 1024, limit: int | None = None) -> float:
-    """Mean negative log-likelihood in nats per byte of the joined texts, in windows that do not overlap.
+    """Return the mean negative log-likelihood in nats per byte of the joined texts, in non-overlapping windows.
 
-    Only bytes count: the marks of beginning and end are seen, not scored. At most `limit` windows are read.
+    Only bytes count: beginning and end marks are inputs but not scored. At most `limit` windows are read.
     """
     stream = np.concatenate(texts)
     total, count = 0.0, 0
@@ -204,12 +204,12 @@ def validation_loss(model: nn.Module, texts: list[np.ndarray], window: int = 102
 
 
 def rounded(model: nn.Module) -> dict[str, Tensor]:
-    """The weights as they are shipped, in bfloat16."""
+    """Return the weights in bfloat16, as shipped."""
     return {name: p.detach().to(torch.bfloat16) for name, p in model.named_parameters()}
 
 
 def train(out: Path, budget: int, seed: int, threads: int) -> float:
-    """Trains on `budget` tokens, saving to `out` now and then and at the end; the loss of what was saved."""
+    """Train on `budget` tokens, saving to `out` regularly and at the end; return the loss of the saved model."""
     torch.manual_seed(seed)
     torch.set_num_threads(threads)
     corpus = documents()
@@ -248,7 +248,7 @@ def train(out: Path, budget: int, seed: int, threads: int) -> float:
 
 
 def fit(model: nn.Module, windows: Iterator[Tensor], budget: int, save: Callable[[], None]) -> int:
-    """Takes steps until `budget` tokens were seen or the process is asked to end; the number of tokens seen.
+    """Take steps until `budget` tokens were seen or a signal ends the run; return the number of tokens seen.
 
     `save` is called every few minutes.
     """
@@ -284,7 +284,7 @@ def fit(model: nn.Module, windows: Iterator[Tensor], budget: int, save: Callable
 
 @contextlib.contextmanager
 def _asked_to_end() -> Iterator[list[int]]:
-    """A list that stays empty until the process gets SIGINT or SIGTERM, which then do nothing else."""
+    """Yield a list that stays empty until the process receives SIGINT or SIGTERM, which have no other effect."""
     received: list[int] = []
 
     def remember(number: int, frame: FrameType | None) -> None:
@@ -299,11 +299,11 @@ def _asked_to_end() -> Iterator[list[int]]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command line. Exit codes: 0 trained and saved, 1 the training failed, 2 wrong arguments."""
+    """Run the command line. Exit codes: 0 trained and saved, 1 training failed, 2 invalid arguments."""
     parser = argparse.ArgumentParser(prog="python -m examples.demo_model.train", description="Train the demo checkpoint.")
-    parser.add_argument("--out", type=Path, required=True, help="directory to write; made if missing")
+    parser.add_argument("--out", type=Path, required=True, help="directory to write; created if missing")
     parser.add_argument("--tokens", type=int, default=6_000_000, help="training budget (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and the order (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and the order (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="CPU threads (default: %(default)s)")
     options = parser.parse_args(arguments)
     if options.tokens < 1 or options.threads < 1 or options.seed < 0:

@@ -407,7 +407,7 @@ def test_an_entry_whose_size_is_not_that_of_its_shape(checkpoint: Path) -> None:
             {"weight_map": {"a": "../part.safetensors"}},
             "names the file '../part.safetensors', which is not in",
         ),
-        ({"weight_map": {"a": "part.safetensors"}}, "the index says that it holds a, which it does not"),
+        ({"weight_map": {"a": "part.safetensors"}}, "the index lists a, but the file does not contain it"),
     ],
 )
 def test_a_bad_index(checkpoint: Path, index: dict[str, Any], message: str) -> None:

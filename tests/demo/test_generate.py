@@ -210,7 +210,7 @@ def test_mistakes_in_the_demo(words: list[str], message: str) -> None:
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("content", "message"), [(b"\n\n", "has no prompt"), (b"\xff\xfe\xff", "not a text")])
+@pytest.mark.parametrize(("content", "message"), [(b"\n\n", "contains no prompts"), (b"\xff\xfe\xff", "not a text")])
 def test_a_file_without_prompts_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "prompts"
     path.write_bytes(content)

@@ -196,7 +196,7 @@ def test_what_is_not_understood_names_the_layer():
     model.set_attn_implementation("attn")
     with pytest.raises(UnsupportedError, match="LlamaAttention of layer 0: output_attentions not supported"):
         model(**inputs, output_attentions=True)
-    with pytest.raises(UnsupportedError, match=r"LlamaAttention of layer 0: alibi not supported; .*TRITON_ATTN.* have it"):
+    with pytest.raises(UnsupportedError, match=r"LlamaAttention of layer 0: alibi not supported; .*TRITON_ATTN.* support it"):
         model(**inputs, alibi=torch.zeros(1))
     with pytest.raises(UnsupportedError, match=r"layer 0: dropout of attention weights \(0\.5\) not supported; no backend"):
         model.train().config.attention_dropout = 0.5
@@ -207,7 +207,7 @@ def test_what_is_not_understood_names_the_layer():
     odd[0, 0, 5, 2] = False
     model.set_attn_implementation("attn:TORCH_SDPA")
     for name in ("TORCH_SDPA", "CUDNN_ATTN"):  # dense backends that have masks
-        with pytest.raises(UnsupportedError, match=rf"attn:TORCH_SDPA.*no causal or windowed pattern.* gives it to .*{name}"):
+        with pytest.raises(UnsupportedError, match=rf"attn:TORCH_SDPA.*causal or windowed pattern.* uses .*{name}"):
             model(input_ids=inputs["input_ids"], attention_mask=odd.expand(2, 1, 17, 17))
 
 
@@ -221,8 +221,8 @@ def test_a_backend_that_cannot_serve_names_layer_feature_and_those_that_can():
         said = str(found.value)
         assert said.startswith("GptOssAttention of layer 0: ")
         assert f" {name} " in said and lacks in said
-        assert "Backends that have sliding_window, sinks: " in said and "TRITON_ATTN" in said
-        assert said.endswith("that serve it here: CPU_ATTN, TORCH_SDPA, FLEX_ATTENTION"), said
+        assert "Backends that support sliding_window, sinks: " in said and "TRITON_ATTN" in said
+        assert said.endswith("on this machine: CPU_ATTN, TORCH_SDPA, FLEX_ATTENTION"), said
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_a_drawn_mask_that_is_a_pattern_is_known_again():
         torch.testing.assert_close(logits(model, name, {**inputs, **call})[present], want, rtol=1e-4, atol=1e-4)
     both["full_attention"][:, :, 7:, 6] = False
     both["full_attention"][:, :, 6, 6] = False  # row 6 still sees those before it
-    with pytest.raises(UnsupportedError, match="no causal or windowed pattern"):
+    with pytest.raises(UnsupportedError, match="other than a causal or windowed pattern"):
         logits(model, "attn:TORCH_SDPA", {**inputs, **call})
 
 

@@ -70,14 +70,14 @@ def test_another_interface_or_owner_is_told(vllm: Any, monkeypatch: pytest.Monke
     from vllm.v1.attention import backend
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    register_backend(AttentionBackendEnum.CUSTOM, "somebody.Else")
-    with pytest.raises(BackendLoadError, match="leads to somebody.Else already"):
+    register_backend(AttentionBackendEnum.CUSTOM, "another.Backend")
+    with pytest.raises(BackendLoadError, match="is already another.Backend"):
         integration.register()
     monkeypatch.delattr(backend.AttentionBackend, "supported_kv_cache_layouts")
     with pytest.raises(BackendLoadError, match="has no AttentionBackend.supported_kv_cache_layouts"):
         integration.register()
     integration.plugin()  # in vLLM's processes, which go on
-    assert "attn does not serve vLLM's CUSTOM attention backend" in caplog.text
+    assert "attn is not available as vLLM's CUSTOM attention backend" in caplog.text
 
 
 def test_the_interface_is_the_documented_one_and_drift_would_show(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +189,7 @@ def test_a_layer_that_nobody_serves_is_named_with_who_would(named: Any, plain: N
     said = str(caught.value)
     assert said.startswith("layers.3.attn: ") and "sinks not supported; soft_cap not supported" in said
     *_, who = said.splitlines()
-    assert who.startswith("backends that have it, on their devices:") and "CPU_ATTN" in who and "PLAIN" not in who
+    assert who.startswith("backends that support it on their devices:") and "CPU_ATTN" in who and "PLAIN" not in who
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_fields_of_a_batch_that_are_not_known_are_refused(vllm: Any) -> None:
     ):
         with pytest.raises(UnsupportedError, match=rf"layers\.0\.attn: {next(iter(more))} not supported"):
             vllm.builder().build(0, vllm.common([3], [3], 16, **more))
-    with pytest.raises(UnsupportedError, match="causality of each request"):
+    with pytest.raises(UnsupportedError, match="per-request causality"):
         vllm.builder().build(0, vllm.common([3], [3], 16, causal=torch.tensor([True])))
     vllm.builder().build(0, vllm.common([3], [3], 16, mm_req_doc_ranges={}, positions=torch.arange(3)))
 

@@ -55,7 +55,7 @@ BAD = {
     "query_start_loc has shape=(3,) (expected (2,))": paged(query_start_loc=[0, 1, 2]),
     "seq_lens=[-1] (>= 0)": paged(seq_lens=[-1]),
     "seq_lens[0]=5 needs 2 blocks, block_table has 1 columns": paged(seq_lens=[5]),
-    "block_table[0] holds [5] (0..4)": paged(block_table=[[5]]),
+    "block_table[0] contains [5] (0..4)": paged(block_table=[[5]]),
     "block_table has 2 rows (expected 1": paged(block_table=[[1], [1]]),
     "k_scale has shape=(3,) (scalar or (2,))": paged(k_scale=[1.0, 1.0, 1.0]),
     "mask has 2 entries (expected 1": paged(mask=[None, None]),
@@ -76,8 +76,8 @@ BAD = {
         block_table=[[0, 1], [2, 3]],
         common_prefix_len=4,
     ),
-    "slot_mapping holds [20] (-1..19)": lambda: reference.write_kv(KV, KV, CACHE, CACHE, [0, 20, 1]),
-    "slot_mapping holds [-2] (-1..19)": lambda: reference.write_kv(KV, KV, CACHE, CACHE, [0, -2, 1]),
+    "slot_mapping contains [20] (-1..19)": lambda: reference.write_kv(KV, KV, CACHE, CACHE, [0, 20, 1]),
+    "slot_mapping contains [-2] (-1..19)": lambda: reference.write_kv(KV, KV, CACHE, CACHE, [0, -2, 1]),
     "key has dtype=float64 for a cache of uint8 codes": lambda: reference.write_kv(
         KV, KV, CACHE.astype(np.uint8), CACHE, [0, 1, 2]
     ),
@@ -94,7 +94,7 @@ BAD = {
     ),
     "chunk=0 (>= 1)": lambda: reference.chunked_mask(1, 1, 0),
     "indices row 1 names key 2 more than once": sparse([[0, 1], [2, 2]]),
-    "indices hold -2 (>= -1)": sparse([[0, -2]]),
+    "indices contain -2 (>= -1)": sparse([[0, -2]]),
     "kv_lora_rank=5 (1..4)": sparse([[0, 1]], rank=5),
     "w_uk has shape=(6, 3, 5) (expected (6, 3, 4))": lambda: reference.mla_absorbed(
         *MLA, np.zeros((6, 3, 5)), np.zeros((6, 3, 5)), scale=1.0

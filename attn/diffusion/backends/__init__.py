@@ -1,1 +1,1 @@
-"""The diffusion family's interface and registry."""
+"""The interface and registry of diffusion backends."""

@@ -1,7 +1,7 @@
-"""The dense contract: [B, S, H, D] in, [B, S, H, Dv] out, for image and video models.
+"""The interface of dense attention for image and video models: takes [B, S, H, D], returns [B, S, H, Dv].
 
-Attention here is dense, mostly without causality, over long sequences, with padding masks and, in multimodal models, a
-second stream (text) that is attended together with the first (image): the joint stream, put before or after it.
+Attention is dense, mostly without causality, over long sequences, with padding masks and, in multimodal models, a second
+stream (text) that is attended together with the first (image): the joint stream, placed before or after it.
 
 Shape letters: B batch, S query rows, M keys, H query heads, K kv heads, D head_size; J rows of the joint stream.
 """
@@ -15,18 +15,18 @@ from attn.capabilities import Capabilities, Device, Request, with_lse
 
 Array = Any
 
-#: What a layer attends: its own sequence, another one (text, a reference image), or both streams at once.
+#: What a layer attends: its own sequence, another one (text, a reference image), or both streams together.
 ROLES = ("self", "cross", "joint")
 JOINT_STRATEGIES = ("front", "rear")
 
 
 @dataclass(frozen=True)
 class DiffusionRequest(Request):
-    """What a layer asks of a diffusion backend. `attn_type` says nothing here; `block_size` is None: there is no cache.
+    """A layer's request to a diffusion backend. `attn_type` is not used; `block_size` is None: there is no cache.
 
-    `error_budget` is the relative RMS error of the output that the caller allows: 0 is exact arithmetic of the dtype,
-    which leaves out backends that quantise. `causal`: as the layer; `key_mask`: calls may leave keys out (`kv_lens`, masks
-    [B, M]); `rows`, `keys`: of a call, joint streams included, where they are known beforehand.
+    `error_budget` is the allowed relative RMS error of the output: 0 is exact arithmetic in the dtype, which excludes
+    backends that quantise. `causal`: whether the layer is; `key_mask`: calls may mask out keys (`kv_lens`, masks [B, M]);
+    `rows`, `keys`: of a call, including joint streams, if known in advance.
     """
 
     error_budget: float = 0.0
@@ -38,13 +38,13 @@ class DiffusionRequest(Request):
 
 @dataclass
 class DiffusionAttentionMetadata:
-    """What of a call is neither query, key nor value.
+    """The inputs of a call other than query, key and value.
 
-    attn_mask: bool, True = attend: [B, M] for keys that are there (padding), or broadcastable to [B, H, S, M].
-    kv_lens: [B] ints on the host, keys that are there, where padding lies at the end; instead of a mask.
-    joint_query: [B, J, H, D]; joint_key, joint_value: [B, J, K, D]: a second stream, put before ("front") or after
-        ("rear") the first; all three or, where its rows ask nothing, the last two. The result holds the rows in that order.
-    joint_attn_mask: bool [B, J], keys of the joint stream that are there.
+    attn_mask: bool, True = attend: [B, M] for valid keys (padding), or broadcastable to [B, H, S, M].
+    kv_lens: [B] ints on the host, numbers of valid keys, if padding is at the end; instead of a mask.
+    joint_query: [B, J, H, D]; joint_key, joint_value: [B, J, K, D]: a second stream, placed before ("front") or after
+        ("rear") the first; all three, or only key and value for a stream without queries. The result has rows in that order.
+    joint_attn_mask: bool [B, J], valid keys of the joint stream.
     """
 
     attn_mask: Array | None = None
@@ -57,7 +57,7 @@ class DiffusionAttentionMetadata:
 
 
 class DiffusionAttentionBackend(ABC):
-    """One kernel family behind the dense contract.
+    """A family of dense attention kernels.
 
     `name`, `impl_cls` and `capabilities` as for attention backends; MASK declares masks beyond key padding, BACKWARD gradients.
     `interpreted_on`: platforms where an interpreter executes its kernels. `error` is the relative RMS error that its
@@ -98,23 +98,23 @@ class DiffusionAttentionBackend(ABC):
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[Any]:
-        """Sizes, or rules for them; empty where nothing is declared."""
+        """Return sizes, or rules for them; empty if none are declared."""
         return [] if cls.capabilities is None else list(cls.capabilities.head_sizes)
 
     @classmethod
     def served_features(cls) -> frozenset[str]:
-        """The record's features, with the log-sum-exp where the implementation returns it."""
+        """Return the record's features, with `lse` if the implementation returns it."""
         declared = frozenset[str]() if cls.capabilities is None else cls.capabilities.features
         return with_lse(declared, cls.get_impl_cls().can_return_lse)
 
     @classmethod
     def off_paths(cls, device: Device | None = None) -> tuple[str, ...]:
-        """A sentence for each faster path of this backend that is off on `device` (None: the one here), and why."""
+        """Return a sentence for each faster path of this backend that is off on `device` (None: the current one)."""
         return ()
 
     @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
-        """Every reason why this backend does not serve `request` (on `device`); empty when it does."""
+        """Return every reason why this backend does not serve `request` (on `device`); empty if it does."""
         why = [] if cls.capabilities is None else cls.capabilities.reasons(request, device, cls.served_features())
         budget = getattr(request, "error_budget", 0.0)
         if cls.error > budget:
@@ -125,7 +125,7 @@ class DiffusionAttentionBackend(ABC):
 
     @classmethod
     def limits(cls) -> list[str]:
-        """What a table says of the error and of the calls that are not taken, a few words each."""
+        """Return short descriptions of the error and of unsupported calls, for tables."""
         words = {
             f"error {cls.error:g}": cls.error,
             f"{cls.min_keys} keys and more": cls.min_keys > 1,
@@ -137,23 +137,23 @@ class DiffusionAttentionBackend(ABC):
 
     @classmethod
     def why_not_call(cls, rows: int | None, keys: int | None, causal: bool, key_mask: bool) -> list[str]:
-        """Every reason why a call of `rows` rows and `keys` keys (None: not known) is not served."""
+        """Return every reason why a call of `rows` rows and `keys` keys (None: unknown) is not served."""
         why = []
         if keys is not None and 0 < keys < cls.min_keys:
             why.append(f"keys={keys} (supports {cls.min_keys} and more)")
         if keys is not None and keys % cls.key_multiple and not causal:
             why.append(f"keys={keys} without causality (supports multiples of {cls.key_multiple})")
         if key_mask and not cls.key_masks:
-            why.append("a mask of keys is not supported (pad nothing, or take another backend)")
+            why.append("a mask of keys is not supported (avoid padding, or use another backend)")
         if causal and key_mask:
-            why.append("a causal layer over padded keys: positions of padded rows mean nothing")
+            why.append("causal layer over padded keys: positions of padded rows are undefined")
         if causal and not cls.causal_unequal and None not in (rows, keys) and rows != keys:
             why.append(f"causal with rows={rows} and keys={keys} (supports equally many)")
         return why
 
 
 class DiffusionAttentionImpl(Implementation, ABC):
-    """One layer's dense attention.
+    """Dense attention of one layer.
 
     num_heads, head_size; softmax_scale: 1 / sqrt(head_size) when None; causal: bottom-right; num_kv_heads: num_heads when
     None.
@@ -179,12 +179,12 @@ class DiffusionAttentionImpl(Implementation, ABC):
 
     @abstractmethod
     def forward(self, query: Array, key: Array, value: Array, attn_metadata: DiffusionAttentionMetadata | None = None) -> Array:
-        """query: [B, S, H, D]; key, value: [B, M, K, D]. Returns [B, S, H, D] ([B, J + S, H, D], or the other way round,
-        with a joint query). A row that sees no key is 0."""
+        """Compute attention. query: [B, S, H, D]; key, value: [B, M, K, D]. Returns [B, S, H, D] (with a joint query,
+        [B, J + S, H, D] or [B, S + J, H, D]). A row that sees no key is 0."""
         raise NotImplementedError
 
     def forward_lse(
         self, query: Array, key: Array, value: Array, attn_metadata: DiffusionAttentionMetadata | None = None
     ) -> tuple[Array, Array]:
-        """`forward`, and the natural log-sum-exp [B, H, S] float32 (-inf for a row that sees no key)."""
+        """Return `forward`'s result and the natural log-sum-exp [B, H, S] float32 (-inf for a row that sees no key)."""
         raise NotImplementedError

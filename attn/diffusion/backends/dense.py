@@ -1,7 +1,7 @@
-"""The template of every diffusion backend, of both wings: checks, the joint stream, masks in one form, then one hook.
+"""Base class of diffusion backends in both frameworks: checks, the joint stream, masks in one form, then one hook.
 
-It is written over the five array operations that a wing lends (`DenseAttentionImpl`'s abstract methods), so that the same
-nonsense gets the same sentence everywhere. What a backend adds is `_attend`, over plain [B, S, H, D] arrays and `Keys`.
+It uses five array operations that each framework provides (`DenseAttentionImpl`'s abstract methods), so that invalid
+arguments raise the same message everywhere. A backend adds `_attend`, over dense [B, S, H, D] arrays and `Keys`.
 """
 
 from abc import abstractmethod
@@ -23,9 +23,9 @@ from attn.errors import DTypeError, ShapeError, UnsupportedError
 
 @dataclass(frozen=True)
 class Keys:
-    """Which keys a call attends: all (no field), some of each batch entry, or what a full mask says.
+    """Which keys a call attends: all (no field set), some of each batch entry, or those of a full mask.
 
-    present: bool [B, M]; lens: [B] on the host, where those are each entry's first ones; mask: bool, four-dimensional,
+    present: bool [B, M]; lens: [B] on the host, if those are each entry's first keys; mask: bool, four-dimensional,
     broadcastable to [B, H, S, M].
     """
 
@@ -35,7 +35,7 @@ class Keys:
 
 
 class DenseAttentionImpl(DiffusionAttentionImpl):
-    """The template. A framework's base adds the array operations; an implementation names its backend and writes `_attend`."""
+    """Base class. A framework's base provides the array operations; an implementation passes its backend and defines `_attend`."""
 
     def __init__(
         self,
@@ -46,14 +46,14 @@ class DenseAttentionImpl(DiffusionAttentionImpl):
         num_kv_heads: int | None = None,
         prefix: str = "",
     ) -> None:
-        """Raises ValueError for nonsense and `UnsupportedError` with this backend's reasons for what it does not serve."""
+        """Raise ValueError for invalid arguments and `UnsupportedError` with this backend's reasons for unsupported ones."""
         self.num_heads, self.num_kv_heads, self.head_size = check_heads(num_heads, num_kv_heads, head_size)
         self.signed_scale = check_scale(softmax_scale, head_size)
-        self.scale = abs(self.signed_scale)  # kernels get the magnitude; `_prepared` negates the query (`fold_sign`)
+        self.scale = abs(self.signed_scale)  # kernels receive the magnitude; `_prepared` negates the query (`fold_sign`)
         self.causal, self.prefix = check_flag("causal", causal), prefix
         request = DiffusionRequest(
             self.head_size, self._capabilities.dtypes[0], num_heads=self.num_heads, num_kv_heads=self.num_kv_heads,
-            error_budget=self.backend.error, causal=self.causal,  # who builds it has chosen its error
+            error_budget=self.backend.error, causal=self.causal,  # an explicit choice accepts its error
         )  # fmt: skip
         refuse(self.backend, request)
 
@@ -73,7 +73,7 @@ class DenseAttentionImpl(DiffusionAttentionImpl):
     def _prepared(
         self, query: Array, key: Array, value: Array, attn_metadata: DiffusionAttentionMetadata | None
     ) -> tuple[Array, Array, Array, Keys]:
-        """The call as one stream, checked."""
+        """Check the call and join its streams."""
         meta = attn_metadata or DiffusionAttentionMetadata()
         self._check(query, key, value)
         present, lens = self._present(meta, key)
@@ -87,30 +87,30 @@ class DenseAttentionImpl(DiffusionAttentionImpl):
 
     @abstractmethod
     def _attend(self, query: Array, key: Array, value: Array, keys: Keys) -> Array:
-        """query: [B, S, H, D]; key, value: [B, M, K, D]. Returns [B, S, H, D]; a row that sees no key is 0. Keys that are
-        not present may hold anything."""
+        """Compute attention. query: [B, S, H, D]; key, value: [B, M, K, D]. Returns [B, S, H, D]; a row that sees no key is
+        0. Keys that are not present may have any content."""
 
     def _attend_lse(self, query: Array, key: Array, value: Array, keys: Keys) -> tuple[Array, Array]:
-        """The same with the log-sum-exp [B, H, S], where `can_return_lse`."""
+        """Compute `_attend` and the log-sum-exp [B, H, S], if `can_return_lse`."""
         raise NotImplementedError
 
-    # --- what a wing lends -------------------------------------------------------------------------------------------
+    # --- provided by each framework ----------------------------------------------------------------------------------
 
     @abstractmethod
     def _as_mask(self, given: Any, like: Array) -> Array:
-        """`given`, of any framework, as an array beside `like`."""
+        """Convert `given`, of any framework, to an array on the device of `like`."""
 
     @abstractmethod
     def _prefixes(self, lens: tuple[int, ...], like: Array) -> Array:
-        """bool [B, M]: the first lens[b] keys of each entry of `like` [B, M, ..]."""
+        """Return bool [B, M], true for the first lens[b] keys of each entry of `like` [B, M, ..]."""
 
     @abstractmethod
     def _all_present(self, like: Array) -> Array:
-        """bool [B, M], true, for `like` [B, M, ..]."""
+        """Return bool [B, M], all true, for `like` [B, M, ..]."""
 
     @abstractmethod
     def _concatenated(self, arrays: list[Array]) -> Array:
-        """Along the second dimension."""
+        """Concatenate along the second dimension."""
 
     @abstractmethod
     def _zeros_like(self, array: Array) -> Array:
@@ -146,14 +146,14 @@ class DenseAttentionImpl(DiffusionAttentionImpl):
             raise DTypeError(f"{self._name}: query has dtype {dtype} (supports {', '.join(self._capabilities.dtypes)})")
 
     def _present(self, meta: DiffusionAttentionMetadata, key: Array) -> tuple[Array | None, tuple[int, ...] | None]:
-        """The keys that are there, [B, M], from kv_lens or a mask of keys, and their number; Nones where all are."""
+        """Return the valid keys, [B, M], from kv_lens or a mask of keys, and their numbers; Nones if all are valid."""
         batch, length = key.shape[:2]
         if meta.kv_lens is not None:
             if meta.attn_mask is not None:
-                raise ValueError(f"{self._name}: kv_lens and attn_mask are two ways to say one thing: give one of them")
+                raise ValueError(f"{self._name}: kv_lens and attn_mask both select keys: pass one of them")
             lens = tuple(int(n) for n in meta.kv_lens)
             if len(lens) != batch or not all(0 <= n <= length for n in lens):
-                raise ValueError(f"{self._name}: kv_lens={list(lens)} must be {batch} ints of 0..{length}, one a batch entry")
+                raise ValueError(f"{self._name}: kv_lens={list(lens)} must be {batch} ints of 0..{length}, one per batch entry")
             return (None, None) if all(n == length for n in lens) else (self._prefixes(lens, key), lens)
         if meta.attn_mask is None or meta.attn_mask.ndim != 2:
             return None, None
@@ -174,7 +174,7 @@ class DenseAttentionImpl(DiffusionAttentionImpl):
     def _joined(
         self, meta: DiffusionAttentionMetadata, query: Array, key: Array, value: Array, present: Array | None
     ) -> tuple[Array, Array, Array, Array | None]:
-        """Both streams as one, in the order that the strategy says."""
+        """Concatenate both streams in the order of the strategy."""
         if meta.joint_key is None or meta.joint_value is None:
             raise ValueError(f"{self._name}: a joint stream needs joint_key and joint_value, with or without joint_query")
         if meta.joint_strategy not in JOINT_STRATEGIES:
@@ -198,7 +198,7 @@ class DenseAttentionImpl(DiffusionAttentionImpl):
         return q, k, v, there
 
     def _full_mask(self, meta: DiffusionAttentionMetadata, query: Array, key: Array) -> Array | None:
-        """A mask of four dimensions, checked; None where there is none."""
+        """Return the four-dimensional mask, checked; None if there is none."""
         if meta.attn_mask is None or meta.attn_mask.ndim == 2:
             return None
         if Feature.MASK not in self._capabilities.features:

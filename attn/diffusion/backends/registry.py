@@ -1,7 +1,7 @@
 """Diffusion attention backend registry.
 
-An enum-based registry for diffusion attention backends, on the same base as the other two. vllm-omni's examples use
-CUSTOM and ASCEND_ATTN, so both are members here; our own kernels and JAX's backends are added.
+An enum of diffusion attention backends, with the same base as the other two registries. vllm-omni's examples use CUSTOM and
+ASCEND_ATTN, so both are members; this library's kernels and JAX's backends are added.
 """
 
 from collections.abc import Callable

@@ -1,32 +1,33 @@
-"""transformers: `attn` as an attention implementation, dense and in its continuous batching; `register()` comes first.
+"""transformers: `attn` as an attention implementation, dense and in continuous batching. Call `register()` first.
 
-Until it was called, transformers does not know these names: its error for one, misspelt ones too, lists its own alone.
+Before that, transformers does not know these names, and its error for an unknown name lists only its own.
 
     from attn.integrations import transformers as attn_transformers
     attn_transformers.register()
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="attn")            # the fastest for each call
-    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="attn:FLASHINFER")  # one by name, or refused
+    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="attn:FLASHINFER")  # this backend, or an error
     with attn_transformers.paged(model):                                                      # continuous batching
         model.generate_batch(...)
 
-A call goes one of four ways, by what it needs alone:
+A call is computed in one of four ways, depending only on its requirements:
 
-* dense: causal squares, single tokens, bidirectional calls, masks that are no pattern: the diffusion registry's choice.
-* packed: whatever else is causal, a window, a cap or sinks: rows without padding, over a paged cache made for the call, by
-  the attention registry's choice. A backend asked for by name takes every call this way.
-* paged: continuous batching, in transformers' own pages where a layer keeps all of its keys, else packed.
-* formula: `attn.attention`, in float32 and differentiable, for what no kernel has: a mask beside a cap, a window or sinks,
-  gradients beside them, values wider than keys.
+* dense: causal with as many rows as keys, single tokens, bidirectional calls, arbitrary masks: by the diffusion registry's
+  choice.
+* packed: other causal calls, windows, caps and sinks: rows without padding, over a paged cache created for the call, by the
+  attention registry's choice. A backend requested by name computes every call this way.
+* paged: continuous batching, in transformers' pages if a layer keeps all of its keys in them, else packed.
+* formula: `attn.attention`, in float32 and differentiable, where no kernel exists: a mask together with a cap, a window or
+  sinks, gradients together with these, values wider than keys.
 
-Masks are described, not drawn, while they are a causal, windowed or bidirectional pattern with padding (`mask`); any other
-becomes boolean [B, 1, S, T], which is known again as such a pattern where that matters. In a graph (`torch.compile`) masks are
-drawn; the dense way is traced, any other is one operator.
+While a mask is a causal, windowed or bidirectional pattern with padding, it is described, not materialised (`mask`); any
+other becomes boolean [B, 1, S, T], which is recognised as such a pattern where that matters. In a graph (`torch.compile`)
+masks are materialised; the dense way is traced, each other way is one operator.
 
-Arguments that are known to change what attention means and are not served (`call.UNKNOWN`, dropout, weights asked for) are
-refused with the layer's name; whatever else transformers hands on beside a call is not looked at.
+Arguments that are known to change the meaning of attention and are not supported (`call.UNKNOWN`, dropout, requested weights)
+are rejected with the layer's name; other arguments that transformers passes along are ignored.
 
-transformers 5.4 is the oldest with these attention and mask interfaces. Its continuous batching reads a window's keys right
-from 5.16 on; before 5.18 it keeps keys and values in tensors of their own, which no view joins, so that they are gathered.
+transformers 5.4 is the oldest version with these attention and mask interfaces. Its continuous batching reads a window's keys
+correctly from 5.16 on; before 5.18 it stores keys and values in separate tensors, which no view joins, so they are gathered.
 """
 
 import contextlib
@@ -48,9 +49,9 @@ __all__ = ["mask", "paged", "register"]
 
 
 def register() -> tuple[str, ...]:
-    """Add "attn" and "attn:<NAME>" for each paged torch backend to transformers' implementations; again is harmless.
+    """Add "attn" and "attn:<NAME>" for each paged torch backend to transformers' implementations; may be called repeatedly.
 
-    Returns the names. Raises `BackendLoadError` where transformers is missing or is older than these interfaces.
+    Returns the names. Raises `BackendLoadError` if transformers is missing or older than these interfaces.
     """
     try:
         from transformers import AttentionInterface
@@ -61,7 +62,7 @@ def register() -> tuple[str, ...]:
         ) from error
     if installed() < OLDEST:
         raise BackendLoadError(
-            f"transformers {dotted(installed())} makes its masks another way (pip install 'transformers>={dotted(OLDEST)}')"
+            f"transformers {dotted(installed())} has another mask interface (pip install 'transformers>={dotted(OLDEST)}')"
         )
     for backend in (None, *paged_backends()):
         suffix = "" if backend is None else f":{backend}"
@@ -73,13 +74,13 @@ def register() -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def paged(model: Any, backend: str | None = None) -> Generator[Any, None, None]:
-    """`model` with attention that `generate_batch` takes, in the block; the implementation it had comes back after.
+    """Let `generate_batch` use `attn` for `model` within the block; its previous implementation is restored afterwards.
 
-    backend: the name of one torch backend; None for the fastest for each call. Raises `ValueError` for an unknown name, and
-    `UnsupportedError` for a model or a backend that continuous batching cannot be had with, before anything runs.
+    backend: the name of a torch backend; None for the fastest for each call. Raises `ValueError` for an unknown name, and
+    `UnsupportedError`, before anything runs, for a model or a backend that continuous batching does not support.
 
-    transformers admits to continuous batching what is called eager, sdpa or flash-something, and loads what it is told to by
-    the last; so the name is put into the config past that.
+    transformers restricts continuous batching to implementations called eager, sdpa or flash-something, and loads the last as
+    kernels; so the name is written into the config directly.
     """
     register()
     refuse_unpaged(model, backend)
@@ -92,7 +93,7 @@ def paged(model: Any, backend: str | None = None) -> Generator[Any, None, None]:
 
 
 def _function(backend: str | None) -> Callable[..., Any]:
-    """transformers' attention function for one backend."""
+    """Make transformers' attention function for one backend."""
 
     def attention(
         module: Any,
@@ -110,7 +111,7 @@ def _function(backend: str | None) -> Callable[..., Any]:
         cache: Any = None,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """query: [B, H, S, D]; key: [B, K, T, D]; value: [B, K, T, Dv]. Returns ([B, S, H, Dv], None: no weights)."""
+        """Compute attention. query: [B, H, S, D]; key: [B, K, T, D]; value: [B, K, T, Dv]. Returns ([B, S, H, Dv], None)."""
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         scale = float(known(query.shape[-1]) ** -0.5 if scaling is None else known(scaling))
@@ -122,8 +123,8 @@ def _function(backend: str | None) -> Callable[..., Any]:
             return by_bias(call, attention_mask, position_bias), None
         if torch.compiler.is_compiling() and not (call.plain and backend is None):
             if call.wants_grad:
-                beside = "gradients in a graph, beside a window, a cap, sinks or a backend by name,"
-                raise call.refusal(beside, "no backend has them: call under torch.no_grad(), or train without torch.compile")
+                combined = "gradients in a graph together with a window, a cap, sinks or a backend by name"
+                raise call.refusal(combined, "no backend supports them: use torch.no_grad(), or train without torch.compile")
             return as_operator(call, attention_mask), None
         return attend(call, attention_mask), None
 

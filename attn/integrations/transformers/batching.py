@@ -1,4 +1,4 @@
-"""Continuous batching, in transformers' own pages where a layer keeps all of its keys there."""
+"""Continuous batching, in transformers' pages if a layer keeps all of its keys in them."""
 
 import functools
 from collections.abc import Callable
@@ -18,19 +18,19 @@ from attn.integrations.transformers.versions import WINDOWS_IN_PAGES, dotted, in
 from attn.torch import kv_cache as caches
 from attn.torch.layer import Attention
 
-#: What continuous batching takes for an implementation that wants no mask: transformers looks for the word "flash" in the name,
-#: and some versions for the prefix as well.
+#: A name that continuous batching accepts for an implementation without masks: transformers looks for "flash" in the name,
+#: and some versions also for the prefix.
 PAGED, PREFIX = "attn_flash", "paged|"
 
 
 def paged_backends() -> list[str]:
-    """The names of the torch backends with a paged cache of keys and values."""
+    """Return the names of the torch backends with a paged cache of keys and values."""
     known = [member for member in AttentionBackendEnum if str(member.value or "").startswith("attn.torch.")]
     return [member.name for member in known if ".mla." not in str(member.value)]
 
 
 def paged_name() -> str:
-    """What this transformers takes for an implementation of continuous batching that wants no mask."""
+    """Return a name that the installed transformers accepts for continuous batching without masks."""
     from transformers import AttentionInterface
 
     prefixed = f"{PREFIX}flash_attention_2" in AttentionInterface._global_mapping
@@ -42,7 +42,7 @@ def refuse_unpaged(model: Any, backend: str | None) -> None:
     if getattr(config, "kv_lora_rank", None) is not None:
         raise UnsupportedError(
             f"{name}: multi-head latent attention (kv_lora_rank={config.kv_lora_rank}) not supported: transformers' continuous "
-            f'batching has pages for keys and values of one size alone; use model.generate with attn_implementation="{NAME}"'
+            f'batching only supports keys and values of equal size; use model.generate with attn_implementation="{NAME}"'
         )
     if _windowed(config) and installed() < WINDOWS_IN_PAGES:
         raise UnsupportedError(
@@ -51,10 +51,10 @@ def refuse_unpaged(model: Any, backend: str | None) -> None:
         )
     if backend is None:
         return
-    AttentionBackendEnum[backend]  # a ValueError with the nearest name for one that is unknown
+    AttentionBackendEnum[backend]  # raises ValueError with the closest name for an unknown one
     if backend not in paged_backends():
         options = ", ".join(paged_backends())
-        raise UnsupportedError(f"{name}: {backend} has no torch layer with a paged cache of keys and values: one of {options}")
+        raise UnsupportedError(f"{name}: {backend} has no torch layer with a paged cache of keys and values; use {options}")
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     try:
@@ -73,7 +73,7 @@ def _windowed(config: Any) -> bool:
 
 
 def attend_paged(call: Call, cache: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-    """One packed row of requests [1, T, ...] over transformers' `PagedAttentionCache`; rows of padding are 0."""
+    """Attend one packed row of requests [1, T, ...] over transformers' `PagedAttentionCache`; padding rows are 0."""
     index = call.module.layer_idx
     pages = _pages(cache, index, kwargs)
     starts = kwargs["cu_seq_lens_q"].cpu().numpy()
@@ -84,14 +84,14 @@ def attend_paged(call: Call, cache: Any, kwargs: dict[str, Any]) -> torch.Tensor
     out = torch.zeros_like(query[..., : call.value.shape[-1]])
     if pages.views is not None and pages.read.numel() and call.value.shape[-1] == query.shape[-1]:
         layer = layer_of(call, AttentionType.DECODER, pages.size)
-        held = _in_place(layer.backend, *pages.views)
-        layer.impl.do_kv_cache_update(layer, call.key[0], call.value[0], held, pages.written)
+        kv_cache = _in_place(layer.backend, *pages.views)
+        layer.impl.do_kv_cache_update(layer, call.key[0], call.value[0], kv_cache, pages.written)
         where = pages.read.cpu().numpy()
         ends = zip(key_starts[:-1][live], key_starts[1:][live], strict=True)
         table: list[Any] = [where[start : end : pages.size] // pages.size for start, end in ends]
         batch = CommonAttentionMetadata.from_lens(q_lens[live].tolist(), k_lens[live].tolist(), table, pages.size)
         build = layer.backend.get_builder_cls()(layer.kv_cache_spec, device=query.device).build
-        result = layer(query[:rows], None, None, held, build(0, batch))
+        result = layer(query[:rows], None, None, kv_cache, build(0, batch))
     else:
         key, value = (x[: int(key_starts[-1])] for x in pages.update(call.key.transpose(1, 2), call.value.transpose(1, 2)))
         packed = replaced(call, key=key[None], value=value[None])
@@ -102,11 +102,11 @@ def attend_paged(call: Call, cache: Any, kwargs: dict[str, Any]) -> torch.Tensor
 
 @dataclass(frozen=True)
 class _Pages:
-    """What transformers' cache says of one layer in one step.
+    """One layer's state in transformers' cache in one step.
 
     key_starts: where each request's keys begin; read, written: slots of all keys and of the new ones; views: the layer's keys
-    and values as pages [N, P, K, D] where it keeps all of them in pages, else None; size: of a page; update: takes new keys and
-    values [1, K, T, D], and gives all [S, K, D].
+    and values as pages [N, P, K, D] if it keeps all of them in pages, else None; size: tokens per page; update: takes new keys
+    and values [1, K, T, D], and returns all, [S, K, D].
     """
 
     key_starts: torch.Tensor
@@ -118,13 +118,13 @@ class _Pages:
 
 
 def _pages(cache: Any, index: int, kwargs: dict[str, Any]) -> _Pages:
-    """Of either form of the cache: with an allocator for each layer, or, before transformers 5.18, with groups of layers."""
+    """Read either form of the cache: an allocator per layer or, before transformers 5.18, groups of layers."""
     named = {name: kwargs[name] for name in ("read_index", "write_index")}
     if hasattr(cache, "layer_to_allocator"):
         pool = cache.layer_to_allocator[index]
         try:
             views = pool.get_cache_for_block_table(index)
-        except NotImplementedError:  # a window's layer: a ring of the last keys
+        except NotImplementedError:  # a layer with a window: a ring buffer of the last keys
             views = None
 
         def update(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,13 +137,13 @@ def _pages(cache: Any, index: int, kwargs: dict[str, Any]) -> _Pages:
     starts = kwargs["cu_seq_lens_k"]
     if isinstance(starts, dict):
         starts = starts["full_attention" if cache.sliding_windows[index] == 1 else "sliding_attention"]
-    # keys and values are no storage of one, so that no view has them as a cache: they are gathered
+    # keys and values are in separate storages, which no view joins into a cache: they are gathered
     read, written = (x[group] for x in named.values())
     return _Pages(starts, read, written, None, 0, functools.partial(cache.update, layer_idx=index, **named))
 
 
 def _in_place(backend: Any, key_pages: torch.Tensor, value_pages: torch.Tensor) -> torch.Tensor:
-    """transformers' pages of one layer, keys and values [N, P, K, D] of one storage, as a cache of a backend: a view."""
+    """View transformers' pages of one layer, keys and values [N, P, K, D] in one storage, as a cache of a backend."""
     apart = value_pages.storage_offset() - key_pages.storage_offset()
     both = key_pages.as_strided((2, *key_pages.shape), (apart, *key_pages.stride()), key_pages.storage_offset())
     return caches.in_layout(backend, both)

@@ -1,4 +1,4 @@
-"""One layer's call in the library's order of dimensions, and how one is refused."""
+"""One layer's call in this library's order of dimensions, and its errors for unsupported calls."""
 
 import functools
 from collections.abc import Collection
@@ -16,7 +16,7 @@ from attn.errors import UnsupportedError
 NAME = "attn"
 
 
-#: Words of a call that change what attention means and that have no place here, and the feature that backends call it.
+#: Unsupported arguments of a call that change the meaning of attention -> the feature of backends, if any.
 UNKNOWN = {
     "alibi": Feature.ALIBI, "alibi_slopes": Feature.ALIBI, "head_mask": None, "block_mask": None,
     "indexer": Feature.SPARSE_MLA, "chunk_size": None,
@@ -25,7 +25,7 @@ UNKNOWN = {
 
 @dataclass(frozen=True)
 class Call:
-    """One layer's call: query [B, S, H, D]; key [B, T, K, D], value [B, T, K, Dv], in the library's order of dimensions."""
+    """A layer's call: query [B, S, H, D]; key [B, T, K, D], value [B, T, K, Dv], in the library's order of dimensions."""
 
     module: Any
     query: torch.Tensor
@@ -40,7 +40,7 @@ class Call:
 
     @property
     def plain(self) -> bool:
-        """Whether there is nothing but a softmax over what is visible."""
+        """Whether the call is a plain softmax over the visible keys."""
         return self.soft_cap is None and self.sinks is None and self.window is None
 
     @property
@@ -55,19 +55,19 @@ class Call:
         index = getattr(self.module, "layer_idx", None)
         return f"{type(self.module).__name__}{'' if index is None else f' of layer {index}'}"
 
-    def refusal(self, what: str, who: str) -> UnsupportedError:
+    def refusal(self, what: str, advice: str) -> UnsupportedError:
         asked = f' (attn_implementation="{NAME}:{self.backend}")' if self.backend else ""
-        return UnsupportedError(f"{self.layer_name}{asked}: {what} not supported; {who}")
+        return UnsupportedError(f"{self.layer_name}{asked}: {what} not supported; {advice}")
 
     def by_name(self, what: str, feature: Feature) -> UnsupportedError:
-        """A backend was asked for by name, and no paged one has `feature`; the dense ones that have it are named."""
+        """Return the error for a backend requested by name when no paged one has `feature`; it lists the dense ones."""
         found = having(DiffusionAttentionBackendEnum, {feature})
-        return self.refusal(what, f'attn_implementation="{NAME}" gives it to {found}, or to a formula without a kernel')
+        return self.refusal(what, f'attn_implementation="{NAME}" uses {found}, or the formula')
 
 
 @dataclass(frozen=True, eq=False)
 class InGraph:
-    """What stands for the module of a call that an operator of a graph makes; one for each name of a layer."""
+    """Substitute for the module in a call made by an operator of a graph; one per layer name."""
 
     layer_name: str
 
@@ -80,12 +80,12 @@ def replaced(call: Call, **changes: Any) -> Call:
 
 
 def widened(call: Call) -> torch.Tensor:
-    """Values as wide as keys: zeros beside them, which add nothing."""
+    """Pad values with zeros to the width of keys."""
     return F.pad(call.value, (0, call.query.shape[-1] - call.value.shape[-1]))
 
 
 def having(registry: Any, features: Collection[str]) -> str:
-    """The torch backends of a registry whose capabilities have all of `features`, wherever they run."""
+    """Return the torch backends of a registry that have all of `features` on any device."""
     known = [member for member in registry if str(member.value or "").startswith("attn.torch.")]
     have = [
         member.name
@@ -100,21 +100,21 @@ def refuse_unknown(call: Call, attention_mask: Any, dropout: float, kwargs: dict
         where = _dropout_name(getattr(call.module, "config", None), dropout)
         raise call.refusal(
             f"dropout of attention weights ({dropout})",
-            f"no backend has it: set {where} to 0 in the model's config, or use eager",
+            f"no backend supports it: set {where} to 0 in the model's config, or use eager",
         )
     if kwargs.get("output_attentions"):
-        raise call.refusal("output_attentions", "weights are never held: use eager to look at them")
+        raise call.refusal("output_attentions", "attention weights are never materialised: use eager")
     if attention_mask is not None and not isinstance(attention_mask, torch.Tensor):
-        raise call.refusal(f"a mask of type {type(attention_mask).__name__}", "tensors and None are")
+        raise call.refusal(f"a mask of type {type(attention_mask).__name__}", "must be a tensor or None")
     for name, feature in UNKNOWN.items():
         if kwargs.get(name) is not None:
-            have = "no backend has it" if feature is None else f"{having(AttentionBackendEnum, {feature})} have it as layers"
-            raise call.refusal(name, f"{have}: use eager")
+            able = "no backends" if feature is None else f"layers of {having(AttentionBackendEnum, {feature})}"
+            raise call.refusal(name, f"{able} support it: use eager")
 
 
 def _dropout_name(config: Any, dropout: float) -> str:
-    """What a model's config calls the dropout of its attention weights: attention_dropout, attention_probs_dropout_prob, ..."""
-    held = {} if config is None else config.to_dict()
-    names = [name for name, value in held.items() if "drop" in name and value == dropout]
+    """Return the config's name for the dropout of attention weights: attention_dropout, attention_probs_dropout_prob, ..."""
+    options = {} if config is None else config.to_dict()
+    names = [name for name, value in options.items() if "drop" in name and value == dropout]
     names.sort(key=lambda name: ("att" not in name, name))
     return names[0] if names else "the dropout of attention weights"

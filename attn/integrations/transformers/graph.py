@@ -1,4 +1,4 @@
-"""A call that no graph can hold, as one operator of it."""
+"""A call that a graph cannot trace, as one operator."""
 
 import torch
 
@@ -8,7 +8,7 @@ from attn.torch.graphs import uncaptured
 
 
 def as_operator(call: Call, attention_mask: torch.Tensor | None) -> torch.Tensor:
-    """A call that no graph can hold, as one operator of it; its mask is drawn there, and recognised when it runs."""
+    """Run a call that a graph cannot trace as one operator; its mask is materialised, and recognised when it runs."""
     return _operator(  # type: ignore[no-any-return]
         call.query, call.key, call.value, attention_mask, call.sinks, call.causal, call.scale, call.window, call.soft_cap,
         call.backend, call.layer_name,

@@ -1,4 +1,4 @@
-"""transformers' mask interface: patterns are described, anything else is drawn."""
+"""transformers' mask interface: patterns are described, other masks materialised."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,8 +9,8 @@ import torch
 
 @dataclass
 class Padding:
-    """What a described mask says beside the keys that are there: its window; `whole`, that all of them are; `all_rows`, that
-    rows are real whose keys are not; and once it was asked for, on the host, what each entry has."""
+    """Attributes of a described mask in addition to the valid keys: its window; `whole`: all keys are valid; `all_rows`: rows
+    are real even if their keys are not; and, once computed, each entry's lengths on the host."""
 
     window: int | None
     whole: bool = False
@@ -18,7 +18,7 @@ class Padding:
     _lens: tuple[list[int], list[int], bool] | None = None
 
     def lens(self, present: torch.Tensor, rows: int) -> tuple[list[int], list[int], bool]:
-        """(rows, keys) that are there of each entry, and whether its keys lie side by side. Waits for the device once."""
+        """Return the valid (rows, keys) of each entry, and whether its keys are contiguous. Waits for the device once."""
         if self._lens is None:
             queries, keys = present[:, -rows:].sum(1), present.sum(1)
             at = torch.arange(present.shape[1], device=present.device)
@@ -43,27 +43,27 @@ def mask(
     device: torch.device | str = "cpu",
     **kwargs: Any,
 ) -> torch.Tensor | None:
-    """transformers' mask interface: None for a plain pattern, bool [B, T'] for one with padding, else bool [B, 1, S, T].
+    """Implement transformers' mask interface: None for a plain pattern, bool [B, T'] with padding, else bool [B, 1, S, T].
 
     None means that every row sees every key, or that rows and keys are the same tokens and the call is causal. A described
-    mask [B, T'] carries its `Padding`; T' below the number of keys says that those after are a static cache's, unused.
+    mask [B, T'] carries its `Padding`; if T' is below the number of keys, the rest are unused slots of a static cache.
 
-    A mask is drawn, [B, 1, S, T], where the pattern is not known, where transformers asks for it (`allow_..._skip=False`), and
-    over a cache that has dropped keys (`kv_offset`): `generate` makes the masks of some models ahead of the call, and the model
-    then reads a two-dimensional one as the padding of all tokens so far. What is drawn carries its description.
+    A mask is materialised, [B, 1, S, T], if the pattern is unknown, if transformers requires it (`allow_..._skip=False`), and
+    over a cache that has dropped keys (`kv_offset`): `generate` makes the masks of some models before the call, and the model
+    then reads a two-dimensional one as the padding of all tokens so far. A materialised mask carries its description.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     mask_function = mask_function or causal_mask_function
     found = None if use_vmap or isinstance(q_offset, torch.Tensor) or torch.compiler.is_compiling() else _pattern(mask_function)
-    end = q_offset + q_length - kv_offset  # keys up to the last row's own
+    end = q_offset + q_length - kv_offset  # keys up to the last row's
     described: torch.Tensor | None = None
     if found is not None and end <= kv_length and not (end < kv_length and kv_offset):
         causal, window = found
         described = _described(batch_size, end if causal else kv_length, kv_length, kv_offset, window, attention_mask, device)
         padding: Padding = described.attn_padding  # type: ignore[attr-defined]
         if allow_is_causal_skip if causal else allow_is_bidirectional_skip:
-            placed = not causal or q_length in (1, kv_length)  # else None would not say which keys the rows stand at
+            placed = not causal or q_length in (1, kv_length)  # else None would leave the rows' positions open
             if padding.whole and padding.window is None and described.shape[1] == kv_length and placed:
                 return None
             if not kv_offset:
@@ -87,7 +87,7 @@ def _described(
     attention_mask: torch.Tensor | None,
     device: torch.device | str,
 ) -> torch.Tensor:
-    """bool [B, end]: which of the first `end` keys are there, with its `Padding`."""
+    """Return bool [B, end], which of the first `end` keys are valid, with its `Padding`."""
     from transformers.masking_utils import prepare_padding_mask
 
     present = prepare_padding_mask(attention_mask, kv_length, kv_offset)
@@ -101,7 +101,7 @@ def _described(
 
 
 def _pattern(function: Callable[..., Any]) -> tuple[bool, int | None] | None:
-    """(causal, window) of a mask function that is one of transformers' own plain ones; None for any other."""
+    """Return (causal, window) of a mask function that is one of transformers' plain ones; None for any other."""
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
     if function is causal_mask_function:
@@ -117,8 +117,8 @@ def _pattern(function: Callable[..., Any]) -> tuple[bool, int | None] | None:
 
 
 def _captured(function: Any, maker: str, name: str) -> Any:
-    """The variable `name` that a function made by transformers' `maker` has captured, or None."""
+    """Return the variable `name` captured by a function that transformers' `maker` made, or None."""
     if getattr(function, "__qualname__", "").partition(".")[0] != maker or function.__closure__ is None:
         return None
-    held = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
-    return held[name].cell_contents if name in held else None
+    captured = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
+    return captured[name].cell_contents if name in captured else None

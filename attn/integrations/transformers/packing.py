@@ -1,4 +1,4 @@
-"""Rows and keys without padding, over a paged cache that is made for the call: the attention registry's choice."""
+"""Rows and keys without padding, over a paged cache created for the call, by the attention registry's choice."""
 
 import functools
 import weakref
@@ -21,7 +21,7 @@ _layers: "weakref.WeakKeyDictionary[Any, dict[Any, Attention]]" = weakref.WeakKe
 
 
 def layer_of(call: Call, attn_type: str, block_size: int | None = None) -> Attention:
-    """The attention layer of a module for calls like this one, made once; it shares the module's sinks."""
+    """Return the attention layer of a module for calls like this one, created once; it shares the module's sinks."""
     made = _layers.setdefault(call.module, {})
     causal = call.causal or attn_type != AttentionType.DECODER
     key = (attn_type, block_size, causal, call.scale, call.window, call.soft_cap, call.sinks is None, call.backend,
@@ -35,12 +35,12 @@ def layer_of(call: Call, attn_type: str, block_size: int | None = None) -> Atten
         made[key] = _first_size(call, options, block_size)
     layer = made[key]
     if call.sinks is not None:
-        layer.impl.sinks = call.sinks.detach().float()  # the module's own, which may have been loaded since
+        layer.impl.sinks = call.sinks.detach().float()  # the module's, which may have been loaded since
     return layer
 
 
 def _first_size(call: Call, options: dict[str, Any], block_size: int | None) -> Attention:
-    """A layer of `block_size`, or of the first size that its backend takes."""
+    """Create a layer of `block_size`, or of the first size that its backend supports."""
     num_heads, head_size = call.query.shape[2:]
     try:
         layer = Attention(num_heads, head_size, **options, block_size=block_size or size_for(call.backend))
@@ -53,7 +53,7 @@ def _first_size(call: Call, options: dict[str, Any], block_size: int | None) -> 
 
 
 def size_for(backend: str | None) -> int:
-    """The first block size that a backend takes, or the first of all where none is named."""
+    """Return the first block size that a backend supports, or the first of all if `backend` is None."""
     if backend is None:
         return _BLOCK_SIZES[0]
     found: Any = AttentionBackendEnum[backend].get_class()
@@ -62,7 +62,7 @@ def size_for(backend: str | None) -> int:
 
 
 def _who_serves(call: Call, options: dict[str, Any]) -> str:
-    """A sentence on the backends that have what a call needs, and those of them that this machine runs."""
+    """Return a sentence on the backends that have the call's features, and those of them that serve it on this machine."""
     needs = {
         Feature.SLIDING_WINDOW: call.window, Feature.SOFT_CAP: call.soft_cap, Feature.SINKS: call.sinks,
         Feature.NON_CAUSAL: None if call.causal else True,
@@ -72,13 +72,13 @@ def _who_serves(call: Call, options: dict[str, Any]) -> str:
         trace = Attention(*call.query.shape[2:], **{**options, "backend": None}).selection.trace
     except UnsupportedError:
         trace = ()
-    here = ", ".join(verdict.name for verdict in trace if verdict.ok) or "none"
-    who = having(AttentionBackendEnum, features)
-    return f"Backends that have {', '.join(features) or 'what this layer needs'}: {who}; that serve it here: {here}"
+    serving = ", ".join(verdict.name for verdict in trace if verdict.ok) or "none"
+    able = having(AttentionBackendEnum, features)
+    return f"Backends that support {', '.join(features) or 'this layer'}: {able}; on this machine: {serving}"
 
 
 def pack(call: Call, present: torch.Tensor | None, q_lens: list[int], k_lens: list[int]) -> torch.Tensor:
-    """Rows and keys that are there, side by side; what rows of padding give is 0."""
+    """Attend the valid rows and keys, packed; padding rows are 0."""
     batch, rows, heads, _ = call.query.shape
     value = widened(call)
     if present is None:
@@ -90,14 +90,14 @@ def pack(call: Call, present: torch.Tensor | None, q_lens: list[int], k_lens: li
         keys, values = (x.flatten(0, 1)[present.flatten()] for x in (call.key, value))
     out = over_pages(call, queries, keys, values, q_lens, k_lens)
     if real is not None:
-        whole = out.new_zeros(batch * rows, *out.shape[1:])
-        whole[real] = out
-        out = whole
+        full = out.new_zeros(batch * rows, *out.shape[1:])
+        full[real] = out
+        out = full
     return out.view(batch, rows, heads, -1)[..., : call.value.shape[-1]]
 
 
 def over_pages(call: Call, query: torch.Tensor, key: Any, value: Any, q_lens: list[int], k_lens: list[int]) -> torch.Tensor:
-    """query: [T, H, D]; key, value: [S, K, D], packed. Returns [T, H, D]."""
+    """Attend packed query [T, H, D] and key, value [S, K, D] over pages. Returns [T, H, D]."""
     attn_type = AttentionType.DECODER if call.causal or q_lens != k_lens else AttentionType.ENCODER_ONLY
     layer = layer_of(call, attn_type)
     size = layer.kv_cache_spec.block_size
@@ -116,7 +116,7 @@ def over_pages(call: Call, query: torch.Tensor, key: Any, value: Any, q_lens: li
 def _batch(
     q_lens: tuple[int, ...], k_lens: tuple[int, ...], size: int, causal: bool
 ) -> tuple[CommonAttentionMetadata, Any, int]:
-    """(the batch, every key's slot, blocks) over blocks in order."""
+    """Return (the batch, every key's slot, number of blocks), with blocks in order."""
     each = [-(-k // size) for k in k_lens]
     ends = np.cumsum(each)
     table = [range(end - n, end) for end, n in zip(ends, each, strict=True)]

@@ -1,4 +1,4 @@
-"""What a mask that comes with a call says: which keys are there, and whether it is a pattern."""
+"""Interpret a call's mask: which keys are valid, and whether it is a pattern."""
 
 import torch
 
@@ -7,16 +7,16 @@ from attn.integrations.transformers.masks import Padding
 
 
 def read(call: Call, described: torch.Tensor | None) -> tuple[Call, torch.Tensor | None, Padding | None]:
-    """(the call over the keys that a described mask [B, T'] speaks of, that mask unless all of them are there, its padding).
+    """Return (the call over the keys of a described mask [B, T'], that mask unless all its keys are valid, its padding).
 
-    Raises `UnsupportedError` for causal rows without a mask that do not say which keys they stand at.
+    Raises `UnsupportedError` for causal rows without a mask whose positions are ambiguous.
     """
     rows, keys = call.query.shape[1], call.key.shape[1]
     if described is None:
         if call.causal and rows > 1 and keys != rows:
             raise call.refusal(
                 f"{rows} causal rows over {keys} keys without a mask",
-                "nothing says which keys the rows stand at: let transformers make the mask, or pass one",
+                "the rows' positions are ambiguous: let transformers make the mask, or pass one",
             )
         return call, None, None
     padding = getattr(described, "attn_padding", None) or Padding(call.window)
@@ -26,17 +26,17 @@ def read(call: Call, described: torch.Tensor | None) -> tuple[Call, torch.Tensor
 
 
 def as_bool(call: Call, given: torch.Tensor) -> torch.Tensor:
-    """A mask as True = attend. Raises `UnsupportedError` for one that adds anything but 0 and the lowest number."""
+    """Convert a mask to True = attend. Raises `UnsupportedError` for one with values other than 0 and the lowest number."""
     if given.dtype == torch.bool:
         return given
     hidden = given <= torch.finfo(given.dtype).min / 2
     if bool((~hidden & (given != 0)).any()):
-        raise call.refusal("a mask that adds numbers other than 0 and -inf", "pass it as position_bias")
+        raise call.refusal("a mask with values other than 0 and -inf", "pass it as position_bias")
     return ~hidden
 
 
 def as_drawn(call: Call, present: torch.Tensor | None) -> torch.Tensor:
-    """bool [B, 1, S, T] of a described mask: causality and window, as the call has them, and keys that are there."""
+    """Return bool [B, 1, S, T] of a described mask: the call's causality and window, and the valid keys."""
     rows, keys = call.query.shape[1], call.key.shape[1]
     ahead = torch.arange(keys, device=call.query.device) - torch.arange(keys - rows, keys, device=call.query.device)[:, None]
     allowed = torch.ones_like(ahead, dtype=torch.bool) if not call.causal else ahead <= 0
@@ -46,9 +46,9 @@ def as_drawn(call: Call, present: torch.Tensor | None) -> torch.Tensor:
 
 
 def recognised(call: Call, drawn: torch.Tensor) -> torch.Tensor | None:
-    """bool [B, T']: the keys that are there, if `drawn` is this call's causality and window over them; else None.
+    """Return the valid keys, bool [B, T'], if `drawn` is this call's causality and window over them; else None.
 
-    Keys at and after T' are a static cache's, unused. Compares the mask with what it would be, and waits for the device.
+    Keys at and after T' are unused slots of a static cache. Compares the mask with the expected one; waits for the device.
     """
     if drawn.ndim != 4 or drawn.shape[1] != 1 or (call.window is not None and not call.causal):
         return None
@@ -59,10 +59,10 @@ def recognised(call: Call, drawn: torch.Tensor) -> torch.Tensor | None:
     if end > drawn.shape[2]:
         return None
     present, drawn = seen[:, :end], drawn[..., :end]
-    if call.window is not None:  # what comes before the first row's window is seen by none, and may be there
+    if call.window is not None:  # keys before the first row's window are seen by no row, and may be valid
         present = present | (torch.arange(end, device=present.device) <= end - rows - call.window)
     expected = as_drawn(replaced(call, key=call.key[:, :end]), present)[:, 0].expand(drawn.shape)
-    if call.causal:  # a row of padding sees nothing; one that does is no padding, though nobody sees its key
+    if call.causal:  # a padding row sees nothing; a row that sees a key is valid, even if no row sees its own key
         expected = expected & present[:, -rows:, None]
     if not torch.equal(expected, drawn):
         return None

@@ -1,11 +1,11 @@
-"""Which transformers this integration is for, and which is installed."""
+"""Supported and installed versions of transformers."""
 
-#: The oldest transformers whose interfaces these are, and the oldest whose continuous batching reads a window's keys right.
+#: The oldest supported transformers, and the oldest whose continuous batching reads a window's keys correctly.
 OLDEST, WINDOWS_IN_PAGES = (5, 4), (5, 16)
 
 
 def installed() -> tuple[int, int]:
-    """(major, minor) of transformers."""
+    """Return (major, minor) of the installed transformers."""
     from transformers import __version__
 
     major, minor, *_ = __version__.split(".")

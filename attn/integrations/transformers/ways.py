@@ -1,4 +1,4 @@
-"""The way that a call goes: dense, packed, by a bias, or by the formula; see the package."""
+"""Choose the way to compute a call: dense, packed, with a bias, or by the formula (see the package's docstring)."""
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from attn.torch.diffusion.chosen import chosen_impl
 
 
 def attend(call: Call, attention_mask: torch.Tensor | None) -> torch.Tensor:
-    """The call by the way that its needs name; see the module."""
+    """Compute the call in the way that its requirements determine."""
     if attention_mask is not None and attention_mask.ndim != 2:
         described = None if torch.compiler.is_compiling() else getattr(attention_mask, "attn_described", None)
         if described is None:
@@ -30,9 +30,9 @@ def attend(call: Call, attention_mask: torch.Tensor | None) -> torch.Tensor:
     if call.window is not None and call.window >= keys:
         call = replaced(call, window=None)
     if call.window is not None and not call.causal:
-        raise call.refusal("a window without causality and without a mask", "let transformers make the mask")
+        raise call.refusal("a non-causal window without a mask", "let transformers make the mask")
     if rows == 1:
-        if call.window is not None:  # of one row: its last keys
+        if call.window is not None:  # one row: its last keys
             keys = call.window
             call = replaced(call, key=call.key[:, -keys:], value=call.value[:, -keys:], window=None)
             attention_mask = None if attention_mask is None else attention_mask[:, -keys:]
@@ -47,7 +47,7 @@ def attend(call: Call, attention_mask: torch.Tensor | None) -> torch.Tensor:
         solid = True
     else:
         assert padding is not None
-        own = (call.causal or square) and not padding.all_rows  # rows are the last keys' own
+        own = (call.causal or square) and not padding.all_rows  # rows are the last keys' tokens
         *both, solid = padding.lens(attention_mask, rows if own else 0)
         lens = (both[0] if own else [rows] * len(call.query), both[1])
     if call.wants_grad or call.value.shape[-1] > call.query.shape[-1] or not (solid or call.window is None):
@@ -56,16 +56,16 @@ def attend(call: Call, attention_mask: torch.Tensor | None) -> torch.Tensor:
 
 
 def _masked(call: Call, drawn: torch.Tensor) -> torch.Tensor:
-    """Under a drawn mask, which says all there is about causality and windows."""
+    """Compute under a materialised mask, which includes causality and window."""
     drawn = drawn[..., : call.key.shape[1]]
     call = replaced(call, causal=False, window=None)
     if call.backend is not None:
-        raise call.by_name(f"{Feature.MASK.value} (a mask that is no causal or windowed pattern)", Feature.MASK)
+        raise call.by_name(f"{Feature.MASK.value} (other than a causal or windowed pattern)", Feature.MASK)
     return by_dense(call, drawn) if call.plain else by_formula(call, drawn)
 
 
 def by_dense(call: Call, mask: torch.Tensor | None) -> torch.Tensor:
-    """By the diffusion registry's choice; mask: [B, T] of keys, or drawn."""
+    """Compute by the diffusion registry's choice; mask: [B, T] of keys, or materialised."""
     if call.value.shape[-1] > call.query.shape[-1]:
         return by_formula(call, as_drawn(call, mask) if mask is None or mask.ndim == 2 else mask)
     impl = chosen_impl(
@@ -78,11 +78,11 @@ def by_dense(call: Call, mask: torch.Tensor | None) -> torch.Tensor:
 
 
 def by_formula(call: Call, drawn: torch.Tensor) -> torch.Tensor:
-    """By `attn.attention`; the mask says all."""
+    """Compute by `attn.attention`; the mask includes causality and window."""
     if call.backend is not None:
         if call.wants_grad:
             raise call.by_name("gradients", Feature.BACKWARD)
-        raise call.by_name("values wider than keys, or a window over keys with gaps,", Feature.MASK)
+        raise call.by_name("values wider than keys, or a window over keys with gaps", Feature.MASK)
     out: torch.Tensor = attn.attention(
         call.query, call.key, call.value, scale=call.scale, logits_soft_cap=call.soft_cap, sinks=call.sinks, mask=drawn,
         layout="BSHD",
@@ -91,9 +91,9 @@ def by_formula(call: Call, drawn: torch.Tensor) -> torch.Tensor:
 
 
 def by_bias(call: Call, attention_mask: torch.Tensor | None, bias: torch.Tensor) -> torch.Tensor:
-    """With numbers added to scores (T5), which torch's SDPA alone takes; bias: broadcastable to [B, H, S, T]."""
+    """Compute with a bias added to scores (T5), which only torch's SDPA supports; bias: broadcastable to [B, H, S, T]."""
     if call.backend is not None or not call.plain:
-        raise call.refusal("position_bias beside a window, a cap, sinks or a backend by name", f'plain "{NAME}" takes it alone')
+        raise call.refusal("position_bias with a window, a cap, sinks or a backend by name", f'use "{NAME}" without these')
     if attention_mask is not None and attention_mask.ndim == 4:
         drawn = as_bool(call, attention_mask)
     else:
