@@ -52,11 +52,11 @@ def test_there_are_notebooks_for_each_use():
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_opens_with_what_the_reader_will_be_able_to_do(notebook):
+def test_opens_with_what_it_does(notebook):
     first = json.loads(notebook.read_text(encoding="utf-8"))["cells"][0]
     title, _, rest = "".join(first["source"]).partition("\n")
     assert first["cell_type"] == "markdown" and title.startswith(f"# {notebook.stem[:2]} ")
-    assert rest.strip().startswith("After this notebook you can ")
+    assert rest.strip().startswith("This notebook ")
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: f"{path.stem}-{'kernel' if KERNEL else 'exec'}")

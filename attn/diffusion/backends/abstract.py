@@ -61,7 +61,7 @@ class DiffusionAttentionBackend(ABC):
 
     `name`, `impl_cls` and `capabilities` as for attention backends; MASK declares masks beyond key padding, BACKWARD gradients.
     `interpreted_on`: platforms where an interpreter executes its kernels. `error` is the relative RMS error that its
-    arithmetic adds to its dtype's own (0: none), measured and told in `error_note`; a backend with one is chosen only within
+    arithmetic adds to its dtype's own (0: none), measured, described in `error_note`; a backend with one is chosen only within
     a request's `error_budget`.
 
     Limits of the calls that the kernels take, judged by `why_not_call` alone: `min_keys`, the fewest keys; `key_multiple`,

@@ -36,7 +36,7 @@ class DiffusionAttentionBackendEnum(
     CUDNN_ATTN = "attn.torch.diffusion.backends.cudnn_attn.CuDNNAttentionBackend"
     FLASHINFER_ATTN = "attn.torch.diffusion.backends.flashinfer_attn.FlashInferAttentionBackend"
     ASCEND_ATTN = "attn.torch.diffusion.backends.ascend_attn.AscendAttentionBackend"
-    # Ours, and what JAX has
+    # This library's, and JAX's
     TRITON_ATTN = "attn.torch.diffusion.backends.triton_attn.TritonAttentionBackend"
     TRITON_INT8_ATTN = "attn.torch.diffusion.backends.triton_int8_attn.TritonInt8AttentionBackend"
     PALLAS = "attn.jax.diffusion.backends.pallas.PallasAttentionBackend"
