@@ -277,17 +277,17 @@ _AT_ONCE = 12  #: cases that a process compiles before it is replaced
 def _compile(
     target: str, step: str, labels: Sequence[str], path: str, jobs: int, limits: Limits, done: Callable[[str, Outcome], None]
 ) -> None:
-    """`done(label, outcome)` of every label, by `jobs` processes at a time; a thread waits for each."""
+    """Call `done(label, outcome)` for every label, with `jobs` processes at a time; a thread waits for each."""
     size = max(1, min(_AT_ONCE, -(-len(labels) // jobs)))
     stop = threading.Event()
 
     def group(first: int) -> None:
         left = list(labels[first : first + size])
-        while left and not stop.is_set():  # a process that dies takes the case it was at with it, and another goes on
+        while left and not stop.is_set():  # a process that dies fails its case; a new one continues
             with tempfile.TemporaryDirectory(prefix="attn-aot-") as dump:
                 error = _process(target, step, left, path, limits, Path(dump), done)
             if left and not stop.is_set():
-                done(left.pop(0), {"error": error or "the process ended without a word"})
+                done(left.pop(0), {"error": error or "the process ended without output"})
 
     with ThreadPoolExecutor(jobs) as pool:
         try:

@@ -222,7 +222,7 @@ def registries() -> dict[str, type[BackendEnum]]:
 
 
 def _missing(backend: type, method: str) -> str:
-    """`method` where a class has none, and the datum that it returns (`attn.backends.facts`) where that was never set."""
+    """Return `method` if a class lacks it, the attribute it returns (`attn.backends.facts`) if that is not set, else ""."""
     found = getattr(backend, method, None)
     if not callable(found):
         return f"{method}()"

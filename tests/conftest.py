@@ -133,7 +133,7 @@ class FakePlatform(Platform):
 
 @pytest.fixture
 def platform(monkeypatch: pytest.MonkeyPatch) -> FakePlatform:
-    """The torch wing's platform, replaced; its `names` are the priority list. jax's is empty."""
+    """The torch framework's platform, replaced; its `names` are the priority list. jax's is empty."""
     fakes = {"torch": FakePlatform("torch"), "jax": FakePlatform("jax")}
     for module in (choice, selector):
         monkeypatch.setattr(module, "default_framework", lambda: "torch")

@@ -13,7 +13,7 @@ from attn.capabilities import Feature
 from attn.errors import BackendLoadError
 
 TOY = '''
-"""A wing whose compiler does what a case's name says."""
+"""A module whose compiler does what a case's name says."""
 
 import os
 import sys
@@ -66,14 +66,14 @@ def measure(case, target, step, dump):
 
 @pytest.fixture
 def toy(tmp_path, monkeypatch):
-    """Target `toy` of a wing that is a file here; its compiler is `json`, which is everywhere."""
-    (tmp_path / "toy_wing.py").write_text(textwrap.dedent(TOY))
+    """Target `toy` whose module is this file; its compiler is `json`, which is always installed."""
+    (tmp_path / "toy_module.py").write_text(textwrap.dedent(TOY))
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setitem(aot.TARGETS, "toy", aot.Target("toy_wing", "json"))
+    monkeypatch.setitem(aot.TARGETS, "toy", aot.Target("toy_module", "json"))
     monkeypatch.setitem(aot.COMPILERS, "json", "json==1")
     yield
-    sys.modules.pop("toy_wing", None)
+    sys.modules.pop("toy_module", None)
 
 
 def rows(*names, **kwargs):
@@ -186,7 +186,7 @@ def test_mistakes_are_told_in_a_line(command, line, said):
 
 
 def test_a_missing_compiler_is_told_in_a_line(command, monkeypatch):
-    monkeypatch.setitem(aot.TARGETS, "toy", aot.Target("toy_wing", "no_such_compiler"))
+    monkeypatch.setitem(aot.TARGETS, "toy", aot.Target("toy_module", "no_such_compiler"))
     monkeypatch.setitem(aot.COMPILERS, "no_such_compiler", "no-such==1")
     code, out, err = command("--target toy")
     assert (code, out) == (2, "") and err.startswith("attn: toy needs no_such_compiler, which is not installed: pip install")
@@ -195,7 +195,7 @@ def test_a_missing_compiler_is_told_in_a_line(command, monkeypatch):
 
 def test_the_compilers_folder_is_found(toy, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    monkeypatch.setitem(aot.TARGETS, "toy", aot.Target("toy_wing", "apart"))
+    monkeypatch.setitem(aot.TARGETS, "toy", aot.Target("toy_module", "apart"))
     monkeypatch.setitem(aot.COMPILERS, "apart", "apart==1")
     with pytest.raises(BackendLoadError, match="toy needs apart"):
         aot.compiler_path("toy")
@@ -207,7 +207,7 @@ def test_the_compilers_folder_is_found(toy, tmp_path, monkeypatch):
 @pytest.mark.parametrize("distribution", ["apart", "vendors-apart"])
 def test_the_compiler_that_is_there_is_the_one_that_is_reported(toy, tmp_path, monkeypatch, distribution):
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    monkeypatch.setitem(aot.TARGETS, "toy", aot.Target("toy_wing", "apart"))
+    monkeypatch.setitem(aot.TARGETS, "toy", aot.Target("toy_module", "apart"))
     folder = tmp_path / "compilers"
     (folder / "apart").mkdir(parents=True)
     (folder / "apart" / "__init__.py").write_text("")

@@ -462,7 +462,7 @@ def test_a_path_of_ours_without_a_module_is_not_built_yet():
     assert "has no attribute 'Backend'" in AttentionBackendEnum["FLAT"].candidate().problem
 
 
-def test_a_wing_without_its_framework_says_how_to_get_it(monkeypatch):
+def test_a_missing_framework_says_how_to_get_it(monkeypatch):
     monkeypatch.setattr(backend_enum, "installed", lambda module: module != "jax")
     assert AttentionBackendEnum.PALLAS.candidate().problem == "jax is not installed (pip install 'jax>=0.10.1' 'flax>=0.12.8')"
 

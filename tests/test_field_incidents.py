@@ -174,8 +174,8 @@ def test_03_window_of_the_kv_group_vllm_51756_49795(window: int | None, vendors:
     for name in (*PLAIN, "FLASH_ATTN", "FLASHINFER", "XLA_ATTN"):
         if name == "XLA_ATTN" and window is not None:
             continue  # another program; EVERYTHING has a window
-        wing = "jax" if name == "XLA_ATTN" else "torch"
-        with mock.patch(f"attn.{wing}.testing.cache_spec", lambda call: replace(cache_spec(call), sliding_window=3)):
+        framework = "jax" if name == "XLA_ATTN" else "torch"
+        with mock.patch(f"attn.{framework}.testing.cache_spec", lambda call: replace(cache_spec(call), sliding_window=3)):
             served((name,), sliding_window=window, inputs="needle")
     seen(case_for("CPU_ATTN", sliding_window=7, inputs="needle"), "WindowIgnored")
 
@@ -384,7 +384,7 @@ def test_13_slot_minus_one_is_an_index_vllm_43810() -> None:
 
 
 def _merges() -> Iterator[Callable[[Any, Any], tuple[Any, Any]]]:
-    """`merge(outputs [2, T, H, D], lses [2, H, T])` of the oracle and of each wing, NumPy in and out."""
+    """`merge(outputs [2, T, H, D], lses [2, H, T])` of the oracle and of each framework, NumPy in and out."""
     import jax.numpy as jnp
     import torch
 

@@ -22,7 +22,7 @@ from attn.backends.registry import BLOCKSPARSE_PATHS
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "attn"
 FRAMEWORKS = {"torch", "jax", "jaxlib", "flax", "triton"}
-WINGS = ("attn.torch", "attn.jax")
+TREES = ("attn.torch", "attn.jax")
 #: What stands on top of everything; only the command line may reach for it.
 ON_TOP = ("attn.demo", "attn.integrations")
 DOORS = ("attn.cli", "attn.__main__")
@@ -98,7 +98,7 @@ def offending(rule) -> list[str]:
 
 
 def in_core(name: str) -> bool:
-    return within(name, "attn") and not within(name, WINGS + ON_TOP)
+    return within(name, "attn") and not within(name, TREES + ON_TOP)
 
 
 def floor_of(name: str) -> int | None:
@@ -134,14 +134,14 @@ def test_f1_the_core_imports_no_framework_at_any_depth():
     assert offending(lambda i: in_core(i.module) and root_of(i.target) in FRAMEWORKS and not i.typing_only) == []
 
 
-def test_f1_the_core_reaches_the_wings_by_dotted_name_only():
-    assert offending(lambda i: in_core(i.module) and within(i.target, WINGS) and not i.typing_only) == []
+def test_f1_the_core_reaches_the_trees_by_dotted_name_only():
+    assert offending(lambda i: in_core(i.module) and within(i.target, TREES) and not i.typing_only) == []
 
 
-@pytest.mark.parametrize(("wing", "other"), [WINGS, WINGS[::-1]])
-def test_f2_the_wings_never_import_each_other_nor_each_others_framework(wing, other):
+@pytest.mark.parametrize(("tree", "other"), [TREES, TREES[::-1]])
+def test_f2_the_trees_never_import_each_other_nor_each_others_framework(tree, other):
     foreign = {"attn.torch": {"torch", "triton"}, "attn.jax": {"jax", "jaxlib", "flax"}}[other]
-    assert offending(lambda i: within(i.module, wing) and (within(i.target, other) or root_of(i.target) in foreign)) == []
+    assert offending(lambda i: within(i.module, tree) and (within(i.target, other) or root_of(i.target) in foreign)) == []
 
 
 KERNELS = ("attn.torch.kernels", "attn.jax.kernels")
@@ -154,7 +154,7 @@ def test_f3_kernels_import_nothing_of_attn_but_kernels(kernels):
     )
 
 
-BACKENDS = tuple(f"{wing}.{place}" for wing in WINGS for place in ("backends", "diffusion.backends"))
+BACKENDS = tuple(f"{tree}.{place}" for tree in TREES for place in ("backends", "diffusion.backends"))
 
 
 def test_f3_backends_never_import_one_another():
@@ -173,7 +173,7 @@ COMPUTING = (*KERNELS, *BACKENDS, "attn.backends", "attn.diffusion.backends")
 
 def test_f4_what_computes_never_asks_for_the_platform():
     """A class that runs on one platform is chosen, not switched."""
-    platforms = ("attn.platforms", *(f"{wing}.platforms" for wing in WINGS))
+    platforms = ("attn.platforms", *(f"{tree}.platforms" for tree in TREES))
     chooses = ".selector"  # a family's own selector is no kernel's host
     assert (
         offending(lambda i: within(i.module, COMPUTING) and within(i.target, platforms) and not i.module.endswith(chooses))
@@ -243,7 +243,7 @@ def test_f4_no_forward_calls_a_selector():
     layers = (
         "attn.layer",
         "attn.diffusion.layer",
-        *(f"{wing}.{name}" for wing in WINGS for name in ("layer", "diffusion.layer")),
+        *(f"{tree}.{name}" for tree in TREES for name in ("layer", "diffusion.layer")),
     )
     functions = dict[str, Calls]()
     for name, path in modules().items():
@@ -273,9 +273,9 @@ def test_core_modules_import_their_own_floor_or_below():
     assert offending(upward) == []
 
 
-def test_the_wings_import_nothing_from_above():
+def test_the_trees_import_nothing_from_above():
     above = FLOORS[-2] + FLOORS[-1]
-    assert offending(lambda i: within(i.module, WINGS) and within(i.target, above) and not i.typing_only) == []
+    assert offending(lambda i: within(i.module, TREES) and within(i.target, above) and not i.typing_only) == []
 
 
 def test_an_optimised_backend_never_imports_the_reference():
@@ -328,7 +328,7 @@ def registries():
 
 def test_the_face_imports_nothing_and_binds_no_child():
     """`import torch` in a package with a child `torch` works until someone imports the child."""
-    for package in ("attn", *WINGS):
+    for package in ("attn", *TREES):
         own = [i for i in imports() if i.module == package and not i.typing_only]
         assert [i.target for i in own if root_of(i.target) in FRAMEWORKS | {"attn", "numpy"}] == [], package
         names = {alias.asname or root_of(alias.name) for alias in bound(modules()[package])}
@@ -345,7 +345,7 @@ def children(package: str) -> set[str]:
     return {name.rpartition(".")[2] for name in modules() if name.rpartition(".")[0] == package}
 
 
-@pytest.mark.parametrize("package", ["attn", *WINGS])
+@pytest.mark.parametrize("package", ["attn", *TREES])
 def test_a_name_of_the_face_is_no_child(package):
     """It would be the function at first and the module ever after, once anybody had imported the module."""
     face = set(__import__(package, fromlist=["_FACE"])._FACE)
@@ -440,11 +440,11 @@ def test_neither_do_all_modules_of_the_core_together():
     fresh(LAZY.format(names=CORE))
 
 
-@pytest.mark.parametrize(("wing", "other"), [("torch", "jax"), ("jax", "torch")])
-def test_a_wing_leaves_the_others_framework_unimported(wing, other):
-    """Every module of the wing that this machine can import at all, and a selection on top."""
-    pytest.importorskip(wing)
-    names = [name for name in modules() if within(name, f"attn.{wing}")]
+@pytest.mark.parametrize(("tree", "other"), [("torch", "jax"), ("jax", "torch")])
+def test_a_tree_leaves_the_others_framework_unimported(tree, other):
+    """Every module of the tree that this machine can import at all, and a selection on top."""
+    pytest.importorskip(tree)
+    names = [name for name in modules() if within(name, f"attn.{tree}")]
     code = f"""
         import importlib, sys, warnings
         warnings.simplefilter("ignore")
@@ -453,11 +453,11 @@ def test_a_wing_leaves_the_others_framework_unimported(wing, other):
             try:
                 importlib.import_module(name)
             except ModuleNotFoundError as error:
-                assert (error.name or "").partition(".")[0] not in ("attn", {wing!r}), error
+                assert (error.name or "").partition(".")[0] not in ("attn", {tree!r}), error
                 refused.append(name)
         from attn.selector import make_request, select
-        select(make_request(64, "float32", None, 16), framework={wing!r})
-        assert {wing!r} in sys.modules and {other!r} not in sys.modules
+        select(make_request(64, "float32", None, 16), framework={tree!r})
+        assert {tree!r} in sys.modules and {other!r} not in sys.modules
         print(len(refused))
     """
     assert int(fresh(code)) < len(names)

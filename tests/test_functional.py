@@ -73,7 +73,7 @@ def oracle(qkv, *, mask=None, window=None, **arguments):
     return [np.stack(part) for part in zip(*results, strict=True)]
 
 
-#: One formula serves both wings: jax, which compiles every case, is spared those that use no operation of their own.
+#: One formula serves both frameworks: jax, which compiles every case, is spared those that use no operation of their own.
 NOT_UNDER_JAX = (
     "full",
     "decode",

@@ -129,11 +129,11 @@ def test_the_capability_matrix_is_the_records() -> None:
 ROWS = [
     {
         "batch": batch, "heads": "4/2", "head_size": 64, "block_size": 16, "dtype": "float32", "kv_cache_dtype": "auto",
-        "backend": name, "framework": wing, "ms": ms, "ms_p20": 0.9 * ms, "ms_p80": 1.2 * ms, "right": name != "BROKEN",
+        "backend": name, "framework": framework, "ms": ms, "ms_p20": 0.9 * ms, "ms_p80": 1.2 * ms, "right": name != "BROKEN",
         "chosen": chosen, "peer": False, "gb_per_s": 5.0, "of_copy": 0.5, "tflop_per_s": 0.02, "of_gemm": 0.1,
     }
     for batch in ("q1s1k", "q64")
-    for name, wing, ms, chosen in (
+    for name, framework, ms, chosen in (
         ("CPU_ATTN", "torch", 1.0, True), ("TORCH_SDPA", "torch", 2.0, False), ("BROKEN", "torch", 0.1, False),
         ("XLA_ATTN", "jax", 1.5, True),
     )

@@ -32,9 +32,9 @@ def test_unknown_registry():
 
 
 def test_the_universal_backends_run_here():
-    for name, wing in (("TORCH_SDPA", "torch"), ("XLA_ATTN", "jax")):
+    for name, framework in (("TORCH_SDPA", "torch"), ("XLA_ATTN", "jax")):
         row = report.backends("attention")[name]
-        assert (row.verdict, row.framework, row.origin) == ("available", wing, "built-in")
+        assert (row.verdict, row.framework, row.origin) == ("available", framework, "built-in")
         assert "sinks" in row.features and "lse" in row.features and row.block_sizes
         assert row.serves.startswith("float32") and "head_size any" in row.serves
 
@@ -57,7 +57,7 @@ def test_verdicts_carry_the_install_hint_and_the_platform(make_backend):
     assert (row.origin, row.framework) == ("custom", "torch")
 
 
-def test_a_backend_is_judged_on_its_own_wings_device(make_backend):
+def test_a_backend_is_judged_on_its_own_frameworks_device(make_backend):
     register_backend("JAXY", make_backend("JAXY", framework="jax", platforms=("cpu", "tpu")))
     assert report.backends("attention")["JAXY"].verdict == "available"
 
@@ -73,7 +73,7 @@ def broken_backends():
     methods = {"get_name": staticmethod(str), "get_impl_cls": staticmethod(explode)}
     yield "BAD_RECORD", type("BadRecord", (), {**methods, "capabilities": "everything"}), "broken: AttributeError"
     mars = types.SimpleNamespace(framework="mars", features=())
-    yield "OTHER_WING", type("Mars", (), {**methods, "capabilities": mars}), "broken"
+    yield "OTHER_FRAMEWORK", type("Mars", (), {**methods, "capabilities": mars}), "broken"
     yield (
         "EXPLODING",
         type("Exploding", (), {**methods, "served_features": explode, "capabilities": record}),
@@ -94,7 +94,7 @@ def test_one_broken_backend_breaks_no_other_row():
         assert all(name in text for name, _, _ in cases)
 
 
-def test_a_wing_that_cannot_tell_its_device_is_a_reason(monkeypatch):
+def test_a_framework_without_a_device_is_a_reason(monkeypatch):
     def platform_for(framework):
         raise RuntimeError("no driver") if framework == "torch" else ValueError("")
 

@@ -27,20 +27,20 @@ class World:
     """A layer of one backend with a cache of 8 blocks of 16, and how arrays are made for it."""
 
     def __init__(self, name: str, **changes: Any) -> None:
-        self.wing = BACKENDS[name]
-        self.layer = resolve_obj_by_qualname(f"attn.{self.wing}.layer.Attention")(
+        self.framework = BACKENDS[name]
+        self.layer = resolve_obj_by_qualname(f"attn.{self.framework}.layer.Attention")(
             4, 16, num_kv_heads=2, backend=name, **changes
         )
         self.cache = self.layer.new_kv_cache(8)
 
     def array(self, values: Any, dtype: str = "float32") -> Any:
         host = np.asarray(values)
-        return torch.from_numpy(host).to(getattr(torch, dtype)) if self.wing == "torch" else jnp.asarray(host, dtype)
+        return torch.from_numpy(host).to(getattr(torch, dtype)) if self.framework == "torch" else jnp.asarray(host, dtype)
 
     def foreign(self, values: Any) -> Any:
         """An array of the framework that the layer does not belong to."""
         host = np.asarray(values, np.float32)
-        return jnp.asarray(host) if self.wing == "torch" else torch.from_numpy(host)
+        return jnp.asarray(host) if self.framework == "torch" else torch.from_numpy(host)
 
     def build(self, batch: Any) -> Any:
         return self.layer.build(batch)
@@ -48,11 +48,11 @@ class World:
     def call(
         self, metadata: Any, rows: int = 5, cache: Any = None, query: Any = None, key: Any = None, dtype: str = "float32"
     ) -> Any:
-        rows = metadata.slot_mapping.shape[0] if self.wing == "jax" and hasattr(metadata, "slot_mapping") else rows
+        rows = metadata.slot_mapping.shape[0] if self.framework == "jax" and hasattr(metadata, "slot_mapping") else rows
         query = self.array(np.ones((rows, 4, 16)), dtype) if query is None else query
         key = self.array(np.ones((rows, 2, 16)), dtype) if key is None else key
         out = self.layer(query, key, key, self.cache if cache is None else cache, metadata)
-        return out[0] if self.wing == "jax" else out
+        return out[0] if self.framework == "jax" else out
 
 
 GOOD = lambda: Batch.from_lens([5], [5], [[1]], 16)  # noqa: E731
@@ -156,7 +156,7 @@ def test_padding_rows_write_nothing_whatever_their_slots(name: str) -> None:
     world = World(name)
     slots = np.concatenate([GOOD().slot_mapping, [0, 100, 101]])
     metadata = world.build(GOOD().replace(slot_mapping=slots))
-    if world.wing == "torch":
+    if world.framework == "torch":
         world.call(metadata, rows=8)
         after = world.cache
     else:
@@ -239,7 +239,8 @@ def _arrays(framework: str, *shape: int) -> Any:
 def _doors() -> dict[str, tuple[str, Callable[[Any], Any]]]:
     """Every public call with a flag: (the argument's name, the call that is given it)."""
     numpy, ours, jaxs = (_arrays(name, 1, 4, 2, 16) for name in ("numpy", "torch", "jax"))
-    dense = {wing: resolve_obj_by_qualname(f"attn.{wing}.diffusion.layer.DiffusionAttention") for wing in ("torch", "jax")}
+    path = "attn.{}.diffusion.layer.DiffusionAttention"
+    dense = {name: resolve_obj_by_qualname(path.format(name)) for name in ("torch", "jax")}
     return {
         **{f"attention, {x}": ("causal", lambda flag, a=a: attn.attention(a, a, a, causal=flag))
            for x, a in (("numpy", numpy), ("torch", ours), ("jax", jaxs))},
@@ -249,8 +250,8 @@ def _doors() -> dict[str, tuple[str, Callable[[Any], Any]]]:
             ours, ours, ours, **{flag: value})) for flag in ("is_causal", "enable_gqa")},
         "jax's door": ("is_causal", lambda flag: attn.jax.dot_product_attention(jaxs, jaxs, jaxs, is_causal=flag)),
         "jax's lse": ("return_residual", lambda flag: attn.jax.dot_product_attention(jaxs, jaxs, jaxs, return_residual=flag)),
-        **{f"dense, {flag}, {wing}": (flag, lambda value, flag=flag, cls=cls: cls(2, 16, **{flag: value}))
-           for flag in ("causal", "key_mask") for wing, cls in dense.items()},
+        **{f"dense, {flag}, {framework}": (flag, lambda value, flag=flag, cls=cls: cls(2, 16, **{flag: value}))
+           for flag in ("causal", "key_mask") for framework, cls in dense.items()},
     }  # fmt: skip
 
 

@@ -615,10 +615,10 @@ def test_an_overridden_member_keeps_its_place(three, make_backend):
     assert [v.name for v in select(make_request(64, "float32")).trace][:2] == ["FLASH_ATTN", "ONE"]
 
 
-# --- which wing ----------------------------------------------------------------------------------------------------
+# --- which framework -----------------------------------------------------------------------------------------------
 
 
-def test_a_dtype_object_decides_the_wing(three, make_backend):
+def test_a_dtype_object_decides_the_framework(three, make_backend):
     torch = pytest.importorskip("torch")
     assert pick(torch.float32) == "ONE"
     for dtype in (np.float32, np.dtype("float32")):
@@ -626,7 +626,7 @@ def test_a_dtype_object_decides_the_wing(three, make_backend):
             pick(dtype)
 
 
-def test_a_forced_backend_decides_the_wing_of_a_bare_string(platform, make_backend):
+def test_a_forced_backend_decides_the_framework_of_a_bare_string(platform, make_backend):
     register_backend("JAXY", make_backend("JAXY", framework="jax"))
     with global_force_attn_backend_context_manager("JAXY"):
         assert pick("float32") == "JAXY"
@@ -635,7 +635,7 @@ def test_a_forced_backend_decides_the_wing_of_a_bare_string(platform, make_backe
 
 
 @pytest.mark.parametrize(
-    ("asked", "loaded", "installed", "torch_has", "jax_has", "wing"),
+    ("asked", "loaded", "installed", "torch_has", "jax_has", "framework"),
     [
         ("jax", {"torch"}, {"torch", "jax"}, "cuda", "cpu", "jax"),
         ("torch", {"jax"}, {"torch", "jax"}, "cpu", "tpu", "torch"),
@@ -652,7 +652,7 @@ def test_a_forced_backend_decides_the_wing_of_a_bare_string(platform, make_backe
         (None, {"torch", "jax"}, {"torch", "jax"}, "xpu", "tpu", "jax"),
     ],
 )
-def test_default_framework(asked, loaded, installed, torch_has, jax_has, wing, monkeypatch):
+def test_default_framework(asked, loaded, installed, torch_has, jax_has, framework, monkeypatch):
     if asked is not None:
         monkeypatch.setenv("ATTN_FRAMEWORK", asked)
     for name in ("torch", "jax"):
@@ -660,7 +660,7 @@ def test_default_framework(asked, loaded, installed, torch_has, jax_has, wing, m
     monkeypatch.setattr(platforms, "installed", lambda name: name in installed)
     names = {"torch": torch_has, "jax": jax_has}
     monkeypatch.setattr(platforms, "platform_for", lambda framework: type("P", (), {"name": names[framework]}))
-    assert platforms.default_framework() == wing
+    assert platforms.default_framework() == framework
 
 
 def test_default_framework_without_any(monkeypatch):

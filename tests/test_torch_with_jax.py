@@ -45,7 +45,7 @@ def by_pallas():
 
 @torch.no_grad()
 def test_a_torch_block_over_pallas():
-    """A prompt in two chunks: hidden states are those of the torch wing's own, over a cache that JAX has written."""
+    """A prompt in two chunks: hidden states are those of the torch framework's own, over a cache that JAX has written."""
     blocks = [Block(attend()) for attend in (by_torch, by_pallas)]
     torch.manual_seed(1)
     for total in (8, 16):  # one bound, so that PALLAS compiles once

@@ -33,15 +33,15 @@ def test_a_run_on_the_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert row["build_us"] > 0 and row["host_us"] >= 0 and row["kernel_ms"] > 0 and row["call_ms"] == row["ms"]
 
 
-def test_a_backends_name_tells_its_wing() -> None:
+def test_a_backends_name_determines_its_framework() -> None:
     from attn.bench.command import frameworks_of
 
-    def wings(*backends: str, framework: str | None = None) -> dict[str, list[str]]:
+    def named(*backends: str, framework: str | None = None) -> dict[str, list[str]]:
         return frameworks_of(argparse.Namespace(backend=list(backends), framework=framework))
 
-    assert wings("TORCH_SDPA", "XLA_ATTN", "PALLAS") == {"torch": ["TORCH_SDPA"], "jax": ["XLA_ATTN", "PALLAS"]}
-    assert wings("sdpa", framework="torch") == {"torch": ["sdpa"]}
-    assert wings(framework="all") == {"torch": [], "jax": []}
+    assert named("TORCH_SDPA", "XLA_ATTN", "PALLAS") == {"torch": ["TORCH_SDPA"], "jax": ["XLA_ATTN", "PALLAS"]}
+    assert named("sdpa", framework="torch") == {"torch": ["sdpa"]}
+    assert named(framework="all") == {"torch": [], "jax": []}
 
 
 @pytest.mark.parametrize("framework", ["torch", "jax"])
@@ -57,7 +57,7 @@ def test_a_latent_layer_is_timed(framework: str, tmp_path: Path) -> None:
     assert Case.of(row) == Case.latent("2q1s70_q3s20", heads="2", dtype="float32")
 
 
-def test_both_wings_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_frameworks(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     pytest.importorskip("jax")
     monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)

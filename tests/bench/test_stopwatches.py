@@ -12,12 +12,12 @@ from attn.bench import LIMITS, Case
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell script stands in for the driver's tool")
 @pytest.mark.parametrize(("script", "told"), [("echo '1980 MHz, 3201 MHz'", "1980 MHz, 3201 MHz"), ("exit 9", "")])
 def test_clocks_are_told_where_the_driver_does(script: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wing = pytest.importorskip("attn.torch.bench")
+    bench = pytest.importorskip("attn.torch.bench")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert wing.clocks_now() == ""
+    assert bench.clocks_now() == ""
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
-    assert wing.clocks_now() == told
+    assert bench.clocks_now() == told
 
 
 @pytest.mark.parametrize(("framework", "backend"), [("torch", "TORCH_SDPA"), ("jax", "XLA_ATTN")])
@@ -25,10 +25,10 @@ def test_the_judge_tells_a_kernel_that_did_something_else(
     framework: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The output is right for its case, and wrong for one with another window, without sinks, or with another scale."""
-    wing = pytest.importorskip(f"attn.{framework}.bench")
-    place = [wing.torch.device("cpu")] if framework == "torch" else []
+    bench = pytest.importorskip(f"attn.{framework}.bench")
+    place = [bench.torch.device("cpu")] if framework == "torch" else []
     case = Case("2q3s40", "4/2", 32, dtype="float32", window=7, sinks=True, kv_cache_dtype="int8")
-    work = wing.Workload(case, backend, *place)
+    work = bench.Workload(case, backend, *place)
     out = []
     if framework == "torch":
         work.forward()
@@ -55,10 +55,10 @@ def test_the_judge_tells_a_kernel_that_did_something_else(
 def test_the_judge_of_latent_layers(framework: str, stored: str, batch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Right for its layer; wrong for one with another scale, another up-projection, another worth of codes, and where the new
     rows are not written."""
-    wing, on_torch = pytest.importorskip(f"attn.{framework}.bench"), framework == "torch"
-    place = [wing.torch.device("cpu")] if on_torch else []
+    bench, on_torch = pytest.importorskip(f"attn.{framework}.bench"), framework == "torch"
+    place = [bench.torch.device("cpu")] if on_torch else []
     case = Case.latent(batch, heads="2", dtype="float32", kv_cache_dtype=stored)
-    work = wing.MLAWorkload(case, "TORCH_MLA" if on_torch else "XLA_MLA", *place)
+    work = bench.MLAWorkload(case, "TORCH_MLA" if on_torch else "XLA_MLA", *place)
     out = []
     if on_torch:
         with monkeypatch.context() as other:
@@ -75,7 +75,7 @@ def test_the_judge_of_latent_layers(framework: str, stored: str, batch: str, mon
     assert work.error(*out) < LIMITS["float32"]
     wrong = {"softmax_scale": 576**-0.5, "weights": 1.01 * work.weights}
     if stored == "fp8":
-        wrong["_k_scale" if on_torch else "scale"] = wing.torch.tensor(1.0) if on_torch else 1.0
+        wrong["_k_scale" if on_torch else "scale"] = bench.torch.tensor(1.0) if on_torch else 1.0
     for name, value in wrong.items():
         with monkeypatch.context() as other:
             other.setattr(work, name, value)

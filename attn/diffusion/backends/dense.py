@@ -35,7 +35,7 @@ class Keys:
 
 
 class DenseAttentionImpl(DiffusionAttentionImpl):
-    """Base class. A framework's base provides the array operations; an implementation passes its backend and defines `_attend`."""
+    """Base class. A framework's base provides the array operations; an implementation passes its backend and has `_attend`."""
 
     def __init__(
         self,

@@ -1,0 +1,43 @@
+"""Shipped text is plain English: words of this package's earlier style do not return."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PATTERN = re.compile(
+    r"\bwings?\b|\bnobody\b|\bsomebody\b|\bwhoever\b|\bwhom\b|\bis told\b|\btells of\b|\bhas it that\b|\bthe company\b|\bis no time\b",
+    re.IGNORECASE,
+)
+#: Files and directories that are not rewritten yet.
+EXCEPTIONS = ("attn/torch/", "attn/jax/", "attn/testing/")
+
+
+def shipped() -> list[str]:
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "attn", "docs", "README.md", "CONTRIBUTING.md"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    return [name for name in listed if name.endswith((".py", ".md")) and (ROOT / name).exists()]
+
+
+def test_plain_english() -> None:
+    found = [
+        f"{name}:{number}: {line.strip()}"
+        for name in shipped()
+        if not name.startswith(EXCEPTIONS)
+        for number, line in enumerate((ROOT / name).read_text(encoding="utf-8").splitlines(), 1)
+        if PATTERN.search(line)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("text", ["a wing", "Nobody serves it", "it is told of a bound", "the company of a request"])
+def test_the_pattern_finds(text: str) -> None:
+    assert PATTERN.search(text)
+
+
+def test_no_exception_is_obsolete() -> None:
+    for exception in EXCEPTIONS:
+        files = [name for name in shipped() if name.startswith(exception)]
+        assert any(PATTERN.search((ROOT / name).read_text(encoding="utf-8")) for name in files), f"remove {exception}"
