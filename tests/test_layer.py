@@ -166,7 +166,7 @@ def test_pages_from_elsewhere(kind: str, kv_cache_dtype: str) -> None:
     np.testing.assert_array_equal(as_bytes(cache), as_bytes(by_calls))
     if kv_cache_dtype == "int8_per_token_head":
         codes = [x.astype(np.int8) for x in numbers]
-        with pytest.raises(UnsupportedError, match="keys has dtype int8: int8_per_token_head keeps its own scales"):
+        with pytest.raises(UnsupportedError, match="keys has dtype int8: int8_per_token_head stores scales too"):
             layer.load_pages(cache, ids, *(array(framework, x) for x in codes))
         return
     held = layer.backend.logical_kv_cache(cache)
@@ -183,7 +183,7 @@ def test_pages_that_fit_nowhere(kind: str) -> None:
     layer = new_layer(kind)
     cache, (keys, values) = layer.new_kv_cache(4), (array(kind.split()[0], x) for x in pages(kind, 2))
     bad_ids = {
-        (0, 4): r"block_ids\[1\] = 4: must be between 0 and 3", (2, 2): r"block_ids\[1\] = 2: must be named once",
+        (0, 4): r"block_ids\[1\] = 4: must be between 0 and 3", (2, 2): r"block_ids\[1\] = 2: must be listed once",
         (0, 1.5): r"block_ids\[1\] = 1.5", (-1, 0): r"block_ids\[0\] = -1",
     }  # fmt: skip
     for ids, message in bad_ids.items():

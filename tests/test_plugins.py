@@ -119,7 +119,7 @@ def test_names_that_are_taken_are_refused(entry_points, make_backend):
     )
     found = problems()
     assert found["FLASH_ATTN"] == "FLASH_ATTN is the name of a built-in backend"
-    assert found["MINE"] == "MINE is registered already" and AttentionBackendEnum["MINE"].get_class() is mine
+    assert found["MINE"] == "MINE is already registered" and AttentionBackendEnum["MINE"].get_class() is mine
     assert found["TWICE"] == "" and found["TWICE (b_package:Backend)"] == "duplicate name: a_package:Backend already has it"
     assert "must be letters, digits and underscores" in found["has-dash"]
     assert not AttentionBackendEnum.FLASH_ATTN.is_overridden()

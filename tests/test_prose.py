@@ -8,7 +8,8 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PATTERN = re.compile(
-    r"\bwings?\b|\bnobody\b|\bsomebody\b|\bwhoever\b|\bwhom\b|\bis told\b|\btells of\b|\bhas it that\b|\bthe company\b|\bis no time\b",
+    r"\bwings?\b|\bnobody\b|\bsomebody\b|\bwhoever\b|\bwhom\b"
+    r"|\bis told\b|\btells of\b|\bhas it that\b|\bthe company\b|\bis no time\b",
     re.IGNORECASE,
 )
 #: Files and directories that are not rewritten yet.

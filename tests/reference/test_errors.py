@@ -93,7 +93,7 @@ BAD = {
         1, 1, num_heads=4, block_size=1, local_blocks=1, vert_stride=1, head_offset=2
     ),
     "chunk=0 (>= 1)": lambda: reference.chunked_mask(1, 1, 0),
-    "indices row 1 names key 2 more than once": sparse([[0, 1], [2, 2]]),
+    "indices row 1 lists key 2 more than once": sparse([[0, 1], [2, 2]]),
     "indices contain -2 (>= -1)": sparse([[0, -2]]),
     "kv_lora_rank=5 (1..4)": sparse([[0, 1]], rank=5),
     "w_uk has shape=(6, 3, 5) (expected (6, 3, 4))": lambda: reference.mla_absorbed(
