@@ -183,7 +183,7 @@ def test_output_in_fp8() -> None:
 def test_a_cache_with_its_own_scales_takes_no_others() -> None:
     impl, metadata, cache, (query, key, value) = _small("int8_per_token_head")
     layer = SimpleNamespace(**{**vars(_layer()), "_k_scale_float": 0.5})
-    with pytest.raises(UnsupportedError, match="int8_per_token_head stores scales too: k_scale and v_scale must be 1"):
+    with pytest.raises(UnsupportedError, match="int8_per_token_head keeps its own scales: k_scale and v_scale must be 1"):
         impl.forward(layer, query, key, value, cache, metadata)
     with pytest.raises(ShapeError, match=r"must be \[2, N, P, K, 36\]"):
         impl.forward(_layer(), query, key, value, cache[..., :32].contiguous(), metadata)

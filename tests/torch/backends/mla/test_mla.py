@@ -343,7 +343,7 @@ def test_many_chosen_keys_are_dense_attention(monkeypatch):
     monkeypatch.setenv("ATTN_DEBUG", "device")
     indexer.topk_indices = chosen.clone()
     indexer.topk_indices[5, :2] = 1
-    with pytest.raises(MetadataError, match=r"topk_indices\[5\] = 1: must be listed once a row"):
+    with pytest.raises(MetadataError, match=r"topk_indices\[5\] = 1: must be named once a row"):
         sequences.run(impl, None)
     for wrong, error in ((None, DTypeError), (chosen.long(), DTypeError), (chosen[:3], ShapeError)):
         indexer.topk_indices = wrong
