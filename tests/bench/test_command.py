@@ -110,7 +110,8 @@ def test_mistakes_are_told_in_a_line(capsys: pytest.CaptureFixture[str], tmp_pat
     said = capsys.readouterr().err
     for words in (
         "8 new tokens and 4 in the cache", "XLA_ATTN is a backend of jax, not of torch", "takes two files",
-        "not a report written by --json", "not both", "platform=cpu (supports cuda)", "BLOCKSPARSE cannot be timed", "TORCH_SDPA  mla not supported",
+        "not a report written by --json", "not both", "platform=cpu (supports cuda)", "BLOCKSPARSE cannot be timed",
+        "TORCH_SDPA  mla not supported",
         "heads='8/2' with mla", "--mla cannot be combined with --registry diffusion",
     ):  # fmt: skip
         assert words in said
