@@ -1,1 +1,1 @@
-"""Kernels as pure functions of arrays: they import nothing of `attn` but kernels."""
+"""Kernels as pure functions of arrays. They import no other part of `attn`."""

@@ -1,20 +1,20 @@
-"""Ragged attention over pages in plain `jax.numpy`: the second opinion, on whatever XLA compiles for.
+"""Ragged attention over pages in plain `jax.numpy`, for every device that XLA compiles for.
 
 Flash attention (arXiv 2205.14135) with the online softmax in float32, over static shapes. The T rows of a batch are cut
-into tiles of Q rows, each of one request; a loop walks the keys of all tiles at once, C at a time, gathering their pages.
-Its trip count is dynamic (what the longest tile needs), so a short batch in a long bucket is cheap; a window moves the
-tile's first chunk as well. Encoders use the same loop: their packed keys are pages of one token.
+into tiles of Q rows, each of one request. A loop iterates over the keys of all tiles at once, C at a time, and gathers
+their pages. Its trip count is dynamic (that of the longest tile), so a short batch in a large bucket is cheap; a window
+also moves a tile's first chunk. Encoders use the same loop: their packed keys are pages of one token.
 
-Masked scores are IEEE -inf with a guarded maximum. Masked *values* are selected away, not multiplied by 0: should a product
-come out NaN, that chunk is done again with its non-finite values kept apart and given to just the rows that attend them. So
-what lies in unused slots is harmless, and a live NaN reaches exactly its rows. A live page id outside the cache is not
-clamped into a plausible answer: it makes NaN of the rows that attend it.
+Masked scores are IEEE -inf with a guarded maximum. Masked *values* are selected away, not multiplied by 0: if a product is
+NaN, that chunk is recomputed with its non-finite values separated and added only to the rows that attend to them. So the
+content of unused slots has no effect, and a NaN in use affects exactly the rows that see it. A live page id outside the
+cache is not clamped, which would give a plausible but wrong result: the rows that attend to it become NaN.
 
-Shape letters: T rows, R requests, B columns of the block table, H query heads, K kv heads, D head size, N pages of P tokens;
-X tiles of Q rows; M = H / K * Q rows of a tile that read one kv head; C keys of a chunk.
+Shape letters: T rows, R requests, B columns of the block table, H query heads, K kv heads, D head size, N pages of P
+tokens; X tiles of Q rows; M = H / K * Q rows of a tile that read one kv head; C keys of a chunk.
 
-Batches of the same shapes share one compilation whatever the numbers are (scale, cap and window included): only
-`max_query_len`, `causal` and which rules are present at all are static.
+Batches of the same shapes share one compilation whatever the values (including scale, cap and window): only
+`max_query_len`, `causal` and which features are present are static.
 """
 
 import functools
@@ -40,10 +40,10 @@ def paged_attention(
     block_table: jax.Array,
     **rules: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """(out [T, H, D] in query's dtype, lse [H, T] float32) of a ragged batch over a paged cache.
+    """Compute (out [T, H, D] in query's dtype, lse [H, T] float32) of a ragged batch over a paged cache.
 
     query: [T, H, D]; kv_cache: [2, N, P, K, D], keys then values, of any dtype; query_start_loc: [R + 1]; seq_lens: [R];
-    block_table: [R, B]; all int32. `rules` are the keywords of `_attend`. Rows of no request come back as 0 and -inf.
+    block_table: [R, B]; all int32. `rules` are the keywords of `_attend`. Rows of no request are 0 and -inf.
     """
     num_blocks = kv_cache.shape[1]
     pages = kv_cache.reshape(2 * num_blocks, *kv_cache.shape[2:])  # one array: taking [0] would copy half the cache
@@ -56,11 +56,12 @@ def paged_attention(
         return jnp.moveaxis(pages.at[ids].get(mode="promise_in_bounds"), 3, 1)
 
     def take(pages: jax.Array, ids: jax.Array) -> jax.Array:
-        # The same values; on CPUs one pass instead of two, but a TPU would first copy the whole cache into another layout.
+        # The same values. On CPUs this is one pass instead of two, but a TPU would first copy the whole cache into another
+        # layout.
         return lax.platform_dependent(pages, ids, cpu=by_head, default=by_page)  # type: ignore[no-any-return]
 
     def fetch(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        # XLA widens bf16 and fp8 on CPUs, and would widen the whole cache before the loop: tie it to this turn's ids.
+        # On CPUs XLA widens bf16 and fp8, and would widen the whole cache before the loop: tie it to this iteration's ids.
         here, ids = lax.optimization_barrier((pages, ids))
         return take(here, ids), take(here, ids + num_blocks)
 
@@ -71,7 +72,7 @@ def paged_attention(
 def ragged_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, query_start_loc: jax.Array, *, max_query_len: int, **rules: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """The same without a cache: each request attends its own rows of key, value [T, K, D]."""
+    """The same without a cache: each request attends to its own rows of key, value [T, K, D]."""
     table = query_start_loc[:-1, None] + jnp.arange(max_query_len, dtype=jnp.int32)
 
     def fetch(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -82,7 +83,7 @@ def ragged_attention(
 
 
 def tile_rows(num_rows: int, num_requests: int, max_query_len: int) -> int:
-    """Q, a power of two: 1 for decodes; else as long as cutting every request to it pads the batch to 2 T rows at most."""
+    """Q, a power of two: 1 for decodes; else the largest for which padding all requests gives at most 2 T rows."""
     rows = 1
     while rows < min(max_query_len, 64) and num_requests * (2 * rows - 1) <= num_rows:
         rows *= 2
@@ -90,7 +91,7 @@ def tile_rows(num_rows: int, num_requests: int, max_query_len: int) -> int:
 
 
 def chunk_pages(page: int, columns: int, scored_rows: int) -> int:
-    """Pages a chunk: 256 keys, fewer where `scored_rows` (rows times heads) would fill memory with scores."""
+    """Pages per chunk: 256 keys, fewer if scores of `scored_rows` (rows times heads) would fill memory."""
     keys = 256
     while keys > 64 and keys * scored_rows > 1 << 26:
         keys //= 2
@@ -98,26 +99,26 @@ def chunk_pages(page: int, columns: int, scored_rows: int) -> int:
 
 
 class _Tiles(NamedTuple):
-    """Which rows each tile has, and where each row of the batch went."""
+    """The rows of each tile, and the tile of each row of the batch."""
 
-    request: jax.Array  # [X] (0 for a tile that is not there)
-    real: jax.Array  # [X, Q] whether the row is there
-    row: jax.Array  # [X, Q] its place in the batch (0 if not there)
-    order: jax.Array  # [X, Q] its number within the request
-    tile: jax.Array  # [T] tile and place in it of each row of the batch
+    request: jax.Array  # [X] (0 for an unused tile)
+    real: jax.Array  # [X, Q] whether the row exists
+    row: jax.Array  # [X, Q] its index in the batch (0 if it does not exist)
+    order: jax.Array  # [X, Q] its index within the request
+    tile: jax.Array  # [T] tile of each row of the batch, and index in it
     place: jax.Array
     owned: jax.Array  # [T] whether the row belongs to a request
 
 
 def _cut(query_start_loc: jax.Array, num_rows: int, q: int) -> _Tiles:
-    """Cut T rows into tiles of `q`. Their number is static: as many as R requests with T rows in all can need."""
+    """Cut T rows into tiles of `q`. The number of tiles is static: the most that R requests with T rows in total can need."""
     lens = jnp.diff(query_start_loc)
     num_requests = lens.shape[0]
     num_tiles = (num_rows + num_requests * (q - 1)) // q
     first_tile = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(-(-lens // q), dtype=jnp.int32)])
 
     def owner(bounds: jax.Array, count: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """For each of `count` numbers: the interval of bounds [R + 1] it lies in, the distance from its start, if any."""
+        """For each of `count` numbers: the interval of bounds [R + 1] that contains it, the offset from its start, if any."""
         number = jnp.arange(count, dtype=jnp.int32)
         request = jnp.sum(number[:, None] >= bounds[1:], axis=1, dtype=jnp.int32)
         there = request < num_requests
@@ -152,12 +153,12 @@ def _attend(
     k_scale: jax.Array | float = 1.0,
     v_scale: jax.Array | float = 1.0,
 ) -> tuple[jax.Array, jax.Array]:
-    """The loop. `extent` is (N, P, K).
+    """Run the loop over the keys. `extent` is (N, P, K).
 
     max_query_len: static, at least the longest query; window: (left, right), inclusive, None for unbounded; alibi_slopes,
-    sinks: [H] float32; tree_mask: [R, W, W] bool, in place of the causal triangle for requests of at most W rows;
-    k_scale, v_scale: scalar or [K], what codes of a quantised cache are worth (folded into scores and output; the codes
-    themselves are exact in query's dtype).
+    sinks: [H] float32; tree_mask: [R, W, W] bool, replaces the causal triangle for requests of at most W rows; k_scale,
+    v_scale: scalar or [K], scales of a quantised cache's codes (applied to scores and output; the codes themselves are
+    exact in query's dtype).
     """
     num_rows, num_heads, head_size = query.shape
     (num_requests, columns), (num_blocks, page, num_kv_heads) = block_table.shape, extent
@@ -178,18 +179,18 @@ def _attend(
         return jnp.broadcast_to(jnp.asarray(values, jnp.float32), (num_kv_heads,))[:, None, None]
 
     def to_heads(x: jax.Array) -> jax.Array:
-        """[X, Q, C] -> [X, 1, M, C]: every head of the group sees the same."""
+        """[X, Q, C] -> [X, 1, M, C]: the same for every head of the group."""
         return jnp.tile(x, (1, group, 1))[:, None]
 
     def dot(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
         # HIGHEST: neither TF32 nor bf16 passes for float32; 16-bit inputs are exact as they are
         return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32, precision=lax.Precision.HIGHEST)
 
-    q = jnp.where(tiles.real[..., None, None], query[tiles.row], 0)  # rows that are not there must not spread a NaN
+    q = jnp.where(tiles.real[..., None, None], query[tiles.row], 0)  # unused rows must not propagate a NaN
     q = q.reshape(num_tiles, tile_len, num_kv_heads, group, head_size).transpose(0, 2, 3, 1, 4)
     q = q.reshape(num_tiles, num_kv_heads, group * tile_len, head_size)
     score_scale = scale * of_kv_heads(k_scale)
-    few = group * tile_len <= 32  # then turn the scores about: left to itself, XLA turns the keys, which are many more
+    few = group * tile_len <= 32  # then transpose the scores: by default XLA transposes the keys, which are many more
 
     table, length = block_table[tiles.request], seq_lens[tiles.request][:, None]  # [X, B], [X, 1]
     context = length - jnp.diff(query_start_loc)[tiles.request][:, None]  # keys before the request's own rows
@@ -203,7 +204,7 @@ def _attend(
     trips = jnp.where(tiles.real[:, :1], -(-stop // chunk) - first, 0).max()
 
     def visible(key: jax.Array) -> jax.Array:
-        """[X, Q, C]: which of the keys at positions [X, C] each row attends."""
+        """[X, Q, C]: which of the keys at positions [X, C] each row attends to."""
         p, j = position[..., None], key[:, None, :]
         allowed = tiles.real[..., None] & (j < length[..., None])
         if causal:
@@ -226,7 +227,7 @@ def _attend(
         column = (first + i) * pages + jnp.arange(pages, dtype=jnp.int32)  # [X, pages]
         ids = jnp.take_along_axis(table, jnp.minimum(column, columns - 1), axis=1)
         ids = jnp.where(column < used, ids, 0)  # table entries past the used columns are never followed
-        lost = (ids < 0) | (ids >= num_blocks) | ((column >= columns) & (column < used))  # no such page, or no entry for it
+        lost = (ids < 0) | (ids >= num_blocks) | ((column >= columns) & (column < used))  # no such page, or no column for it
         k, v = fetch(jnp.where(lost, 0, ids))
         k, v = (x.reshape(num_tiles, num_kv_heads, chunk, head_size).astype(query.dtype) for x in (k, v))
         key = (first + i) * chunk + jnp.arange(chunk, dtype=jnp.int32)  # [X, C]
@@ -253,11 +254,12 @@ def _attend(
 
     rows = jax.ShapeDtypeStruct((num_tiles, num_kv_heads, group * tile_len), jnp.float32)
     sums = jax.ShapeDtypeStruct((*rows.shape, head_size), jnp.float32)
-    # Under shard_map the loop must start as varying over the same mesh axes as what it computes: ask the step for that.
+    # Under shard_map the loop's initial state must vary over the same mesh axes as the step's result: query the step for
+    # them.
     nothing = map(jnp.full_like, jax.eval_shape(step, trips, (rows, rows, sums)), (-jnp.inf, 0.0, 0.0))
     top, total, acc = lax.fori_loop(0, trips, step, tuple(nothing))
 
-    empty = total == 0  # not by the maximum: on a CPU it does not always hand a NaN on
+    empty = total == 0  # not by the maximum: on a CPU it does not always propagate NaN
     total = jnp.where(empty, 1.0, total)
     lse, out = top + jnp.log(total), acc / total[..., None] * of_kv_heads(v_scale)
     if sinks is not None:
@@ -273,7 +275,7 @@ def _attend(
 
 
 def _select(dot: Callable[..., jax.Array], weights: jax.Array, allowed: jax.Array, v: jax.Array) -> jax.Array:
-    """weights [X, K, M, C] times v [X, K, C, D], where a row meets only the values it is allowed, NaN and inf included."""
+    """weights [X, K, M, C] times v [X, K, C, D], where a row includes only values it may see, NaN and infinities among them."""
     attends = jnp.broadcast_to(allowed, weights.shape).astype(v.dtype)
 
     def reach(what: jax.Array) -> jax.Array:

@@ -1,11 +1,12 @@
-"""Multi-head latent attention in plain `jax.numpy`: absorbed, dense or over chosen keys, and the `fp8_ds_mla` row.
+"""Multi-head latent attention in plain `jax.numpy`: absorbed, over all or selected keys, and the `fp8_ds_mla` row.
 
-Absorbed MLA is attention with one kv head, whose keys are cache rows [kv_c | k_pe] and whose values are the same rows' first
-L columns. So both functions here are `attn.jax.kernels.xla`'s loop with a fetch that takes each row once and hands it out
-twice; the L + Dr columns of the result that are not values are cut off, which wastes 11 % of the second product.
+Absorbed MLA is attention with one kv head, whose keys are cache rows [kv_c | k_pe] and whose values are the first L columns
+of the same rows. So both functions in this module are `attn.jax.kernels.xla`'s loop with a fetch that reads each row once
+and returns it twice. The L + Dr columns of the result that are not values are cut off, which wastes 11 % of the second
+product.
 
-Sparse attention is the same loop again with pages of one token: a query row is a request whose block table is its list of
-keys. Order does not matter, so sorting the list puts the entries that name no key behind its length.
+Sparse attention is the same loop with pages of one token: a query row is a request whose block table is its list of keys.
+Order does not matter, so the list is sorted to put entries that are not keys past its length.
 
 Shape letters: T rows, R requests, H query heads, L kv_lora_rank, Dr rope size, W = L + Dr, N pages of P tokens, B columns
 of the block table.
@@ -21,7 +22,7 @@ from jax import lax
 from attn.jax.kernels import xla
 from attn.jax.kernels.division import divide
 
-_LATENT, _TILE, _SCALES, _ROPE = 512, 128, 512, 528  # the fp8_ds_mla row: where its parts begin
+_LATENT, _TILE, _SCALES, _ROPE = 512, 128, 512, 528  # the fp8_ds_mla row: offsets of its parts
 _NONE = jnp.iinfo(jnp.int32).max
 
 
@@ -39,11 +40,12 @@ def latent_attention(
     causal: bool = True,
     k_scale: jax.Array | float = 1.0,
 ) -> tuple[jax.Array, jax.Array]:
-    """(out [T, H, L] in query's dtype, lse [H, T] float32, natural) of a ragged batch over a paged latent cache.
+    """Compute (out [T, H, L] in query's dtype, lse [H, T] float32, natural log) of a ragged batch over a paged latent
+    cache.
 
-    query: [T, H, W], absorbed; kv_cache: [N, P, W] of any dtype, codes worth `k_scale` each, or [N, P, 656] uint8
+    query: [T, H, W], absorbed; kv_cache: [N, P, W] of any dtype, whose codes have scale `k_scale`, or [N, P, 656] uint8
     (`fp8_ds_mla`); query_start_loc: [R + 1]; seq_lens: [R]; block_table: [R, B]; all int32. `max_query_len` is static, at
-    least the longest query. Rows of no request, or without keys, come back as 0 and -inf.
+    least the longest query. Rows of no request, or without keys, are 0 and -inf.
     """
     extent = (*kv_cache.shape[:2], 1)
     out, lse = xla._attend(
@@ -66,10 +68,10 @@ def sparse_attention(
     scale: jax.Array | float,
     k_scale: jax.Array | float = 1.0,
 ) -> tuple[jax.Array, jax.Array]:
-    """The same where row t attends just the keys at the positions `indices` [T, topk] int32 of its own request.
+    """The same where row t attends only to the keys at the positions `indices` [T, topk] int32 of its own request.
 
-    -1, or a position at or past the request's length, is no key. Order does not matter; a position named twice counts
-    twice. There is no causal rule: the indices carry it.
+    -1, or a position at or past the request's length, is not a key. Order does not matter; a repeated position counts
+    repeatedly. There is no causal rule: the indices must respect causality.
     """
     num_blocks, page, width = kv_cache.shape
     rows, topk = indices.shape
@@ -90,10 +92,10 @@ def sparse_attention(
 
 
 def _fetch(kv_cache: jax.Array, dtype: Any) -> xla.Fetch:
-    """Pages of a latent cache as keys and values, [X, 1, pages, P, W] both."""
+    """Gather pages of a latent cache as keys and values, [X, 1, pages, P, W] both."""
 
     def fetch(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
-        # XLA widens bf16 and fp8 on CPUs, and would widen the whole cache before the loop: tie it to this turn's ids.
+        # On CPUs XLA widens bf16 and fp8, and would widen the whole cache before the loop: tie it to this iteration's ids.
         pages, ids = lax.optimization_barrier((kv_cache, ids))
         rows = pages.at[ids].get(mode="promise_in_bounds")[:, None]
         if kv_cache.dtype == jnp.uint8:
@@ -116,7 +118,8 @@ def expanded_attention(
     max_keys: int,
     causal: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """(out [T, H, Dv], lse [H, T]) of ordinary heads: request r attends rows [key_start_loc[r], key_start_loc[r + 1]).
+    """Compute (out [T, H, Dv], lse [H, T]) of ordinary heads: request r attends to rows [key_start_loc[r], key_start_loc[r
+    + 1]).
 
     query: [T, H, D]; key: [m, H, D]; value: [m, H, Dv]; both bounds are static.
     """
@@ -136,20 +139,20 @@ def expanded_attention(
 
 
 def numbers(rows: jax.Array, dtype: Any, k_scale: jax.Array | float = 1.0) -> jax.Array:
-    """What cache rows [..., width] are worth, in `dtype`: [..., L + Dr]."""
+    """Dequantise cache rows [..., width] to `dtype`: [..., L + Dr]."""
     if rows.dtype == jnp.uint8:
         return jnp.concatenate(unpack_fp8_ds_mla(rows), axis=-1).astype(dtype)
     return (rows.astype(jnp.float32) * k_scale).astype(dtype)
 
 
 def pack_fp8_ds_mla(kv_c: jax.Array, k_pe: jax.Array, *, ue8m0: bool = False) -> jax.Array:
-    """Rows of 656 bytes, uint8 [..., 656] = 512 e4m3 | 4 float32 scales | 64 bfloat16, little-endian.
+    """Pack rows of 656 bytes, uint8 [..., 656] = 512 e4m3 | 4 float32 scales | 64 bfloat16, little-endian.
 
     kv_c: [..., 512]; k_pe: [..., 64]. Each 128 latents share scale = amax / 448 and are stored as x / scale, rounded to
     nearest even; with `ue8m0` (DeepSeek-V3.2) the scale is max(amax / 448, 1e-4) rounded up to a power of two.
     """
     tiles = kv_c.astype(jnp.float32).reshape(*kv_c.shape[:-1], -1, _TILE)
-    top = jnp.where(jnp.isnan(tiles).any(axis=-1), jnp.nan, jnp.abs(tiles).max(axis=-1))  # a maximum may lose NaN on CPUs
+    top = jnp.where(jnp.isnan(tiles).any(axis=-1), jnp.nan, jnp.abs(tiles).max(axis=-1))  # a maximum may drop NaN on CPUs
     scale = divide(top, jnp.float32(448))
     if ue8m0:
         fraction, exponent = jnp.frexp(jnp.maximum(scale, 1e-4))
@@ -164,7 +167,7 @@ def pack_fp8_ds_mla(kv_c: jax.Array, k_pe: jax.Array, *, ue8m0: bool = False) ->
 
 
 def unpack_fp8_ds_mla(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(kv_c [..., 512], k_pe [..., 64]) of packed rows uint8 [..., 656], in float32."""
+    """Unpack (kv_c [..., 512], k_pe [..., 64]) of packed rows uint8 [..., 656], in float32."""
 
     def parts(first: int, stop: int, dtype: Any) -> jax.Array:
         size = jnp.dtype(dtype).itemsize
@@ -187,11 +190,11 @@ def lightning_indexer(
     *,
     topk: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """(indices [T, topk] int32, scores [T, B * P] float32): the keys that DeepSeek's sparse attention lets each row attend.
+    """Select the keys of DeepSeek's sparse attention. Returns (indices [T, topk] int32, scores [T, B * P] float32).
 
     score(t, s) = sum over index heads i of weights(t, i) * relu(query(t, i) . key(s)), for s up to t's own position; -inf
-    elsewhere. query: [T, I, E]; weights: [T, I], any scale of the model's folded in; key_cache: [N, P, E], the index keys
-    on the batch's pages. The top `topk` positions of a row come best first (of equal scores the earlier), then -1.
+    elsewhere. query: [T, I, E]; weights: [T, I], including any scale of the model's; key_cache: [N, P, E], the index keys
+    on the batch's pages. The top `topk` positions of a row come best first (of equal scores the earlier), padded with -1.
     """
     rows, page = query.shape[0], key_cache.shape[1]
     row = jnp.arange(rows, dtype=jnp.int32)
@@ -207,7 +210,7 @@ def lightning_indexer(
         dots = jnp.einsum("ie,se->is", q, keys[r].astype(q.dtype), precision="highest", preferred_element_type=jnp.float32)
         return w.astype(jnp.float32) @ jax.nn.relu(dots)
 
-    scores = lax.map(lambda x: one(*x), (query, weights, request))  # a row at a time: [T, I, S] would fill the memory
+    scores = lax.map(lambda x: one(*x), (query, weights, request))  # one row at a time: [T, I, S] would fill the memory
     seen = owned[:, None] & (jnp.arange(scores.shape[1], dtype=jnp.int32) <= position[:, None])
     scores = jnp.where(seen, scores, -jnp.inf)
     best, indices = lax.top_k(scores, min(topk, scores.shape[1]))

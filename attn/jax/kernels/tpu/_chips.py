@@ -1,7 +1,7 @@
-"""What each TPU generation has, and the block sizes that follow from it.
+"""The properties of each TPU generation, and the block sizes that follow from them.
 
-The rule, in words: as many keys a block as make a DMA worth its latency and still leave room for two blocks; as many
-query rows an item as keep the matrix unit fed from one load of the keys. `OVERRIDES` is for the few cases where
+The rule: as many keys per block as make a DMA efficient despite its latency and still leave memory for two blocks; as many
+query rows per item as keep the matrix unit busy with one load of the keys. `OVERRIDES` is for the few cases where
 measurement beats the rule.
 """
 
@@ -10,14 +10,17 @@ from typing import NamedTuple
 
 from jax.experimental.pallas import tpu as pltpu
 
-#: Rows of a kv head that items of long requests have on any chip, and their scores of eight heads with 1,024 keys.
+#: Rows of a kv head in items of long requests on any chip, and their scores for eight heads with 1,024 keys.
 ROWS = 512
 STRETCH = 8 * 1024 * ROWS
 
 
 class Chip(NamedTuple):
-    """One TensorCore: memories in bytes; the rows of a kv head that items of the longest requests have; keys of a block where
-    every request has one row."""
+    """One TensorCore.
+
+    Memories in bytes; the rows of a kv head in items of the longest requests; the keys of a block where every request has
+    one row.
+    """
 
     vmem: int
     smem: int
@@ -30,21 +33,24 @@ CHIPS = {
     "v4": Chip(16 * MIB, MIB),
     "v5e": Chip(128 * MIB, MIB),
     "v5p": Chip(96 * MIB, MIB),
-    # their matrix units are done with 512 rows so soon that what lies between two steps costs a twentieth
+    # their matrix units process 512 rows so fast that the overhead between two steps costs a twentieth
     "v6e": Chip(128 * MIB, MIB, 1024),
-    # and a tenth of a decode lies between its blocks where they have 1,024 keys
+    # and with blocks of 1,024 keys the overhead between blocks costs a tenth of a decode
     "v7x": Chip(64 * MIB, MIB, 1024, 2048),
 }
 
-#: Where fp8 codes are taken apart by hand: 16-bit arithmetic, and no fp8 conversions of its own.
+#: Chips for which fp8 codes are decoded manually: they have 16-bit arithmetic and no fp8 conversions.
 WIDENS_E4M3 = ("v6e",)
-#: Chips that convert float8_e4m3b11fnuz, and not float8_e4m3fn, by an instruction.
+#: Chips with an instruction that converts float8_e4m3b11fnuz, but none for float8_e4m3fn.
 REBIASES_E4M3 = ("v5e", "v5p", "v6e")
 
 
 class Blocks(NamedTuple):
-    """Sizes a launch works in: keys a DMA block; query tokens a large item; keys a step of such an item, and keys and
-    rows of its score matrices; blocks held at a time."""
+    """Sizes of a launch.
+
+    Keys per DMA block; query tokens per large item; keys per step of such an item, and keys and rows of its score matrices;
+    blocks in memory at a time.
+    """
 
     kv_block: int
     large: int
@@ -52,7 +58,7 @@ class Blocks(NamedTuple):
     key_tile: int
     row_tile: int
     slots: int = 3
-    #: Scores of one straight stretch of code: the matrix unit idles at its ends, compilation takes longer with its length.
+    #: Scores per straight stretch of code: the matrix unit idles at its ends, and compile time grows with its length.
     stretch: int = STRETCH
 
 
@@ -61,7 +67,7 @@ OVERRIDES: dict[tuple[str, int, int], Blocks] = {}
 
 
 def target() -> str | None:
-    """The chip that is compiled for: the TPU here, or that of the abstract mesh in use; None where that is no TPU."""
+    """The chip that is compiled for: the present TPU, or that of the abstract mesh in use; None if that is not a TPU."""
     if not pltpu.is_tpu_device():
         return None
     name = str(pltpu.get_tpu_info().chip_version)
@@ -77,30 +83,30 @@ def blocks_for(
     chip: str, *, num_kv_heads: int, group: int, lanes: int, planes: int, page: int, columns: int, itemsize: int,
     cache_itemsize: int, align: int, max_query_len: int, lse: bool, reach: int | None = None,
 ) -> Blocks:  # fmt: skip
-    """Block sizes for a launch on `chip`; `large` 0 where every request has one row. Raises ValueError for an unknown chip.
+    """Block sizes for a launch on `chip`; `large` 0 if every request has one row. Raises ValueError for an unknown chip.
 
-    `reach`: how many keys before its own position a row may see, where a window says so.
+    `reach`: how many keys before its own position a row may see, if there is a window.
     """
     if chip not in CHIPS:
         raise ValueError(f"chip={chip!r} is unknown; known: {', '.join(CHIPS)}")
     known = OVERRIDES.get((chip, lanes, cache_itemsize))
     if known is not None:
         return known
-    # what is left is for registers that are spilled: 20 MiB of them in float32 at 256 lanes
+    # the rest is for spilled registers: 20 MiB of them in float32 at 256 lanes
     room = CHIPS[chip].vmem * 3 // 4 if itemsize == 2 else CHIPS[chip].vmem // 2
-    # rows of an item are lanes of its scores, so they come in whole registers
+    # rows of an item are lanes of its scores, so they fill whole registers
     smallest = align * 128 // math.gcd(align * group, 128)
     large = smallest if max_query_len > 1 else 0
-    # a product of float32 is six of bfloat16: 512 rows keep the matrix unit fed, and twice as many compile for long
+    # a product of float32 is six of bfloat16: 512 rows keep the matrix unit busy, and twice as many take long to compile
     long = CHIPS[chip].rows if itemsize == 2 else ROWS
-    # rows that an item has and its request has not are computed for nothing: most are worth it for long requests alone
+    # rows of an item beyond its request's are computed for nothing: the most rows pay only for long requests
     while large and large < max_query_len and 2 * large * group <= (long if 16 * large <= max_query_len else ROWS):
         large *= 2
     whole = kv_block = max(CHIPS[chip].keys if max_query_len == 1 else 1024, 2048 // cache_itemsize, page)
     most = columns * page if reach is None else min(columns * page, page + reach + max(large, 1))
     while kv_block > max(page, sublanes(cache_itemsize)) and kv_block >= 2 * most:
         kv_block //= 2  # no item sees that many keys
-    slots = min(3 * whole // kv_block, 8)  # as many bytes on their way, whatever the block
+    slots = min(3 * whole // kv_block, 8)  # the same number of bytes in flight, whatever the block
 
     def size(kv_block: int, large: int) -> int:
         rows = num_kv_heads * large * group

@@ -1,8 +1,8 @@
-"""What both passes of dense attention share: the configuration, the masks, and which keys a group of rows meets.
+"""What both passes of dense attention share: the configuration, the masks, and which keys a group of rows sees.
 
-Everything lies transposed, query rows on lanes and keys or the head on sublanes. A *unit* is G * Q lanes: Q successive
-positions of the G query heads that share a kv head, head by head, so that each meets the same keys. A *group* is the
-units of a grid step, of successive positions. Keys go by *chunks*; a launch holds all keys of a kv head in VMEM.
+All arrays are transposed, with query rows on lanes and keys or the head on sublanes. A *unit* is G * Q lanes: Q successive
+positions of the G query heads that share a kv head, head by head, so that all of them see the same keys. A *group* is the
+units of a grid step, of successive positions. Keys are processed in *chunks*; a launch holds all keys of a kv head in VMEM.
 """
 
 import dataclasses
@@ -16,22 +16,22 @@ from jax.experimental import pallas as pl
 
 from attn.jax.kernels.tpu._refs import LANES, LOG2_E, Ref, dot
 
-#: Rows of `rules`: added in units of log2.
+#: Rows of `rules`: terms added in units of log2.
 SINK, SLOPE = range(2)
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """What is static."""
+    """The static configuration."""
 
-    heads: int  # G: query heads of a unit
-    positions: int  # Q: positions of a unit, a power of two
-    units: int  # of a group
+    heads: int  # G: query heads per unit
+    positions: int  # Q: positions per unit, a power of two
+    units: int  # per group
     groups: int
-    chunk: int  # keys a step, a multiple of 128
-    keys: int  # of a launch, a multiple of the chunk
-    first_row: int  # real rows begin here, behind padding, and are this many:
-    num_rows: int
+    chunk: int  # keys per step, a multiple of 128
+    keys: int  # per launch, a multiple of the chunk
+    first_row: int  # index of the first real row, after padding
+    num_rows: int  # number of real rows
     scale: float
     causal: bool
     left: int | None
@@ -43,12 +43,12 @@ class Config:
 
     @property
     def rows(self) -> int:
-        """Lanes of a unit."""
+        """Lanes per unit."""
         return self.heads * self.positions
 
     @property
     def reach(self) -> int:
-        """Positions of a group."""
+        """Positions per group."""
         return self.units * self.positions
 
     @property
@@ -57,9 +57,9 @@ class Config:
 
 
 class Masks(NamedTuple):
-    """Refs that say who sees whom."""
+    """Refs that define which rows see which keys."""
 
-    bounds: Ref  # [2 B] in SMEM: of each sequence, the position of its first (padded) row, and its keys
+    bounds: Ref  # [2 B] in SMEM: per sequence, the position of its first (padded) row, and its number of keys
     spans: Ref  # [B * 2 * (units of all groups + chunks)] in SMEM: least and greatest segment id of each unit and chunk
     rules: Ref  # [1, 2, rows] float32, or None
     row_segments: Ref  # [1, units, 1, rows] int32, or None
@@ -67,7 +67,7 @@ class Masks(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a grid step stands: sequence, group, the position of the group's first row, and the sequence's keys."""
+    """The position of a grid step: sequence, group, the position of the group's first row, and the sequence's keys."""
 
     sequence: jax.Array
     group: jax.Array
@@ -77,14 +77,14 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """A unit's scores of the keys [first, first + count)."""
+    """A unit's scores for the keys [first, first + count)."""
 
     unit: Any
     first: Any
     count: int
     masked: bool = False
-    limit: Any = None  # of a masked one: keys from here on are not seen
-    diagonal: bool = False  # its unit's last: its last Q keys have the rows' own positions, and all before are seen
+    limit: Any = None  # if masked: keys from this index on are not seen
+    diagonal: bool = False  # the unit's last: its last Q keys have the rows' own positions, and all before are seen
 
 
 Stretch = Callable[[list[Tile]], None]
@@ -96,7 +96,7 @@ def place(cfg: Config, masks: Masks, sequence: jax.Array, group: jax.Array) -> P
 
 
 def seen_keys(cfg: Config, at: Place, first: Any, count: int) -> tuple[jax.Array, jax.Array]:
-    """[low, high): the keys that any of `count` successive rows sees, of which the first is at position `first`."""
+    """[low, high): the keys that any of `count` successive rows sees, the first of which is at position `first`."""
     low, high = jnp.int32(0), at.length
     if cfg.causal:
         high = jnp.minimum(high, first + count)
@@ -108,7 +108,7 @@ def seen_keys(cfg: Config, at: Place, first: Any, count: int) -> tuple[jax.Array
 
 
 def clear_chunks(cfg: Config, at: Place, low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """[start, stop): the chunks of keys [low, high) that every row of the group sees whole, segments aside."""
+    """[start, stop): the chunks of keys [low, high) that every row of the group sees completely, segments aside."""
     begin, end = low, jnp.minimum(high, at.length)
     if cfg.causal:
         end = jnp.minimum(end, at.position + 1)
@@ -121,11 +121,12 @@ def clear_chunks(cfg: Config, at: Place, low: jax.Array, high: jax.Array) -> tup
 
 
 def each_chunk(cfg: Config, masks: Masks, at: Place, attend: Stretch, finish: Callable[[], None]) -> None:
-    """attend(tiles), each list one stretch of code, until every row of the group has met all keys it sees; then finish().
+    """Call attend(tiles), each list one stretch of code, until every row of the group has processed all keys it sees; then
+    finish().
 
-    A chunk that all rows see is a stretch with all units. A causal group's diagonal, where it lies on the grid of
-    chunks, comes last: one stretch without what no row sees, whose tiles finish their units. Of the other keys, what no
-    row of a unit sees is passed over, and the rest goes unit by unit, masked.
+    A chunk that all rows see is one stretch with all units. A causal group's diagonal, if it is aligned with chunks, comes
+    last: one stretch without the keys that no row sees, whose tiles finish their units. Of the other keys, those that no
+    row of a unit sees are skipped, and the rest is processed unit by unit, masked.
     """
     limit: Any = cfg.keys
     aligned = None
@@ -158,7 +159,7 @@ def each_chunk(cfg: Config, masks: Masks, at: Place, attend: Stretch, finish: Ca
     first = jnp.minimum(lax.div(low, cfg.chunk), last)
     start, stop = jnp.clip(start, first, last), jnp.clip(stop, first, last)
     lax.fori_loop(start, stop, lambda c, _: whole(c), None)
-    # a window's left edge and the end of the rest go by one loop, so that there is one copy of its body
+    # a window's left edge and the end of the rest share one loop, so that there is one copy of its body
     edge = start - first
     lax.fori_loop(0, edge + last - stop, lambda i, _: by_unit(jnp.where(i < edge, first + i, stop + i - edge)), None)
     if aligned is None:
@@ -193,7 +194,7 @@ def meets(cfg: Config, masks: Masks, at: Place, unit: jax.Array, chunk: jax.Arra
 
 
 def one_segment(cfg: Config, masks: Masks, at: Place, chunk: jax.Array) -> jax.Array:
-    """Whether the group and the chunk are of one and the same segment."""
+    """Whether the group and the chunk consist of one common segment."""
     least, greatest = _chunk_span(cfg, masks, at, chunk)
     alike = least == greatest
     for u in range(cfg.units):
@@ -217,7 +218,8 @@ def _chunk_span(cfg: Config, masks: Masks, at: Place, chunk: jax.Array) -> tuple
 def scores(
     cfg: Config, masks: Masks, at: Place, tile: Tile, queries: jax.Array, keys: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
-    """([keys, rows] in units of log2, -inf where not seen; their derivative by the uncapped scores, or None for 1).
+    """([keys, rows] in units of log2, -inf where not seen; their derivative with respect to the uncapped scores, or None
+    for 1).
 
     queries: [D, rows] of the tile's unit; keys: [count, D] of the tile.
     """

@@ -1,7 +1,8 @@
-"""The backward pass: five products a tile, in one launch.
+"""The backward pass: five products per tile, in one launch.
 
-Probabilities come from the scores and the log-sum-exp, so no maximum is needed. The gradients of a kv head's keys and
-values stay in VMEM, where all groups of all its query heads add to them; those of the queries stay for a group's step.
+Probabilities are computed from the scores and the log-sum-exp, so no maximum is needed. The gradients of a kv head's keys
+and values stay in VMEM, where all groups of all its query heads add to them; those of the queries stay for one group's
+step.
 """
 
 import dataclasses
@@ -19,26 +20,26 @@ from attn.jax.kernels.tpu._refs import Ref, dot
 
 @dataclasses.dataclass(frozen=True)
 class Refs:
-    """Where everything lies: in VMEM but for the scalars of `masks`."""
+    """The refs, in VMEM except for the scalars of `masks`."""
 
     masks: Masks
     query: Ref  # [1, 1, units, D, rows]
     query_rows: Ref  # [1, 1, units, rows, D]
     d_out: Ref  # [1, 1, units, Dv, rows]
     d_out_rows: Ref  # [1, 1, units, rows, Dv]
-    lse: Ref  # [1, 1, units, 1, rows] float32 in units of log2, inf where a row sees nothing
+    lse: Ref  # [1, 1, units, 1, rows] float32 in units of log2, inf where a row sees no key
     delta: Ref  # [1, 1, units, 1, rows] float32
     keys: Ref  # [1, 1, keys, D]
     key_columns: Ref  # [1, 1, D, keys]
     values: Ref  # [1, 1, keys, Dv]
     dq: Ref  # [1, 1, units, D, rows]
-    dk: Ref  # [1, 1, keys, D] float32, times `scale` yet
+    dk: Ref  # [1, 1, keys, D] float32, before multiplying by `scale`
     dv: Ref  # [1, 1, keys, Dv] float32
     acc: Ref  # [units, D, rows] float32
 
 
 def run(cfg: Config, split: int, refs: Refs) -> None:
-    """A group's step, which finds `acc` zero and leaves it so; `split` successive heads' units share a kv head."""
+    """A group's step, which requires `acc` to be zero and leaves it zero; `split` successive heads' units share a kv head."""
     at = place(cfg, refs.masks, pl.program_id(0), pl.program_id(2))
 
     @pl.when((at.group == 0) & (lax.rem(pl.program_id(1), split) == 0))
@@ -60,7 +61,7 @@ def _finish(cfg: Config, refs: Refs, unit: Any) -> None:
 
 
 def _attend(cfg: Config, refs: Refs, at: Place, tiles: list[Tile]) -> None:
-    """All tiles in one stretch; what is summed comes one tile late, so that the matrix unit has work meanwhile."""
+    """Process all tiles in one stretch; sums come one tile late, so that the matrix unit has work meanwhile."""
     late = None
     for tile in tiles:
         p, ds = _probabilities(cfg, refs, at, tile)
@@ -73,7 +74,7 @@ def _attend(cfg: Config, refs: Refs, at: Place, tiles: list[Tile]) -> None:
 
 
 def _probabilities(cfg: Config, refs: Refs, at: Place, tile: Tile) -> tuple[jax.Array, jax.Array]:
-    """[keys, rows] each: p, and the gradient of the products of queries and keys, `scale` aside."""
+    """[keys, rows] each: p, and the gradient of the products of queries and keys, without `scale`."""
     keys = pl.ds(tile.first, tile.count)
     s, slope = scores(cfg, refs.masks, at, tile, refs.query[0, 0, tile.unit], refs.keys[0, 0, keys, :])
     dp = dot(refs.values[0, 0, keys, :], refs.d_out[0, 0, tile.unit], 1, 0)

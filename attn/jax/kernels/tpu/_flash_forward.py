@@ -1,10 +1,10 @@
 """The forward pass: no running maximum, and long straight stretches of code.
 
-Exponentials are taken of the scores as they are. That is exact as long as a row's sum stays within what float32 holds
-with room to spare, which scores below 66 in size do; a unit with a row outside of it is done again with the maximum
-first. So nothing waits for a maximum, the sum is never rescaled, and the order of keys is free: products, exponentials
-and products of different units overlap. The keys at the rows' own positions, the diagonal of a causal group, are one
-stretch that skips what no row sees; the others go a chunk a stretch, all units of the group in each.
+Exponentials are computed from unshifted scores. That is exact as long as a row's sum is well within the range of float32,
+which holds for scores below 66 in magnitude; a unit with a row outside this range is recomputed, with the maximum found
+first. So no step waits for a maximum, the sum is never rescaled, and the order of keys is free: products, exponentials and
+products of different units overlap. The keys at the rows' own positions, the diagonal of a causal group, are one stretch
+that skips what no row sees; the others take one stretch per chunk, with all units of the group in each.
 """
 
 import dataclasses
@@ -19,13 +19,13 @@ from jax.experimental import pallas as pl
 from attn.jax.kernels.tpu._flash import SINK, Config, Masks, Place, Tile, each_chunk, meets, place, scores, seen_keys
 from attn.jax.kernels.tpu._refs import LOG2_E, Ref, dot
 
-#: A log-sum-exp up to this size needs no maximum: it leaves 30 binary digits below for what adds to the sum.
+#: A log-sum-exp up to this magnitude needs no maximum: it leaves 30 binary digits below for terms of the sum.
 _LARGEST = 96 / LOG2_E
 
 
 @dataclasses.dataclass(frozen=True)
 class Refs:
-    """Where everything lies: in VMEM but for the scalars of `masks`."""
+    """The refs, in VMEM except for the scalars of `masks`."""
 
     masks: Masks
     query: Ref  # [1, 1, units, D, rows]
@@ -33,13 +33,13 @@ class Refs:
     values: Ref  # [1, 1, Dv, keys]
     out: Ref  # [1, 1, units, Dv, rows]
     lse: Ref  # [1, 1, units, 1, rows] float32
-    total: Ref  # [units, 8, rows] float32: sums of exponentials, the 8 rows still apart
+    total: Ref  # [units, 8, rows] float32: sums of exponentials, the 8 rows not yet added
     acc: Ref  # [units, Dv, rows] float32
-    top: Ref  # [8, rows] float32: the maximum, where it is needed
+    top: Ref  # [8, rows] float32: the maximum, if needed
 
 
 def run(cfg: Config, refs: Refs) -> None:
-    """A group's step. It finds `total` and `acc` zero and leaves them so."""
+    """A group's step. It requires `total` and `acc` to be zero and leaves them zero."""
     at = place(cfg, refs.masks, pl.program_id(0), pl.program_id(2))
 
     @pl.when((pl.program_id(1) == 0) & (at.group == 0))
@@ -54,8 +54,10 @@ def run(cfg: Config, refs: Refs) -> None:
 
 
 def _attend(cfg: Config, refs: Refs, at: Place, tiles: list[Tile]) -> None:
-    """All tiles in one stretch, skewed so that the matrix unit has work during exponentials: the products of keys come
-    one tile early, those of values one late."""
+    """Process all tiles in one stretch, skewed so that the matrix unit has work during exponentials.
+
+    The products of keys come one tile early, those of values one late.
+    """
     wrong: list[jax.Array] = []
     waiting = None
     s = _tile_scores(cfg, refs, at, tiles[0])
@@ -80,13 +82,13 @@ def _tile_scores(cfg: Config, refs: Refs, at: Place, tile: Tile) -> jax.Array:
 
 
 def _add_values(cfg: Config, refs: Refs, at: Place, tile: Tile, p: jax.Array) -> list[jax.Array]:
-    """Of a unit's last tile, what `_finish` says."""
+    """Returns `_finish`'s result for a unit's last tile."""
     refs.acc[tile.unit] += dot(refs.values[0, 0, :, pl.ds(tile.first, tile.count)], p, 1, 0)
     return [_finish(cfg, refs, at, tile.unit)] if tile.diagonal else []
 
 
 def _finish(cfg: Config, refs: Refs, at: Place, unit: Any) -> jax.Array:
-    """Write a unit's results; [1, rows]: 1 for each real row whose sum needs a maximum, or has no term, or is NaN, else 0."""
+    """Write a unit's results; [1, rows]: 1 for each real row whose sum needs a maximum, is empty, or is NaN, else 0."""
     total = jnp.sum(refs.total[unit], axis=0, keepdims=True)
     _write(cfg, refs, unit, jnp.zeros_like(total), total)
     return _outside(cfg, at, unit, refs.lse[0, 0, unit])
@@ -100,7 +102,7 @@ def _outside(cfg: Config, at: Place, unit: Any, lse: jax.Array) -> jax.Array:
 
 
 def _check(cfg: Config, refs: Refs, at: Place, wrong: list[jax.Array]) -> None:
-    """Do the units again that have a wrong row."""
+    """Recompute the units that have a wrong row."""
 
     @pl.when(jnp.max(functools.reduce(jnp.maximum, wrong)) > 0)
     def _some() -> None:
@@ -111,7 +113,7 @@ def _check(cfg: Config, refs: Refs, at: Place, wrong: list[jax.Array]) -> None:
 
 
 def _write(cfg: Config, refs: Refs, unit: Any, top: jax.Array, total: jax.Array) -> None:
-    """out and lse of a unit, and zeros for the next; top, total: [1, rows]."""
+    """Write out and lse of a unit, and zeros for the next; top, total: [1, rows]."""
     weight = total
     if cfg.sinks:
         weight = total + jnp.exp2(refs.masks.rules[0, SINK : SINK + 1] - top)
@@ -124,7 +126,7 @@ def _write(cfg: Config, refs: Refs, unit: Any, top: jax.Array, total: jax.Array)
 
 
 def _exact(cfg: Config, refs: Refs, at: Place, unit: jax.Array) -> None:
-    """A unit again, every chunk masked and with its maximum first."""
+    """Recompute a unit, with every chunk masked and its maximum found first."""
     refs.top[...] = jnp.full(refs.top.shape, -jnp.inf, jnp.float32)
 
     def step(c: jax.Array, _: None) -> None:

@@ -1,4 +1,4 @@
-"""How dense attention is cut for its launches: block sizes, the order of rows and keys in units, and the masks' arrays.
+"""How dense attention is divided into launches: block sizes, the order of rows and keys in units, and the masks' arrays.
 
 Shape letters: B sequences, S rows, M keys, H query heads, K kv heads, G = H / K, D head size, Dv head size of values.
 """
@@ -15,7 +15,7 @@ from attn.jax.kernels.tpu._refs import LANES, LOG2_E
 
 
 class BlockSizes(NamedTuple):
-    """positions of a unit (128 or 256), units of a grid step, keys of a chunk (128, 256, 512 or 1024), keys of a launch."""
+    """Positions per unit (128 or 256), units per grid step, keys per chunk (128, 256, 512 or 1024), keys per launch."""
 
     positions: int
     units: int
@@ -25,7 +25,7 @@ class BlockSizes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """What of a call is no array."""
+    """The arguments of a call that are not arrays."""
 
     causal: bool
     left: int | None
@@ -38,7 +38,7 @@ class Static:
 
 
 class Extras(NamedTuple):
-    """The arrays beside q, k, v, each may be None."""
+    """The arrays beside q, k, v; each may be None."""
 
     q_segment_ids: jax.Array | None
     kv_segment_ids: jax.Array | None
@@ -49,7 +49,7 @@ class Extras(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """How rows, heads and keys are cut; K1 is the number of heads' units: K, or more where G is split."""
+    """How rows, heads and keys are divided; K1 is the number of the heads' units: K, or more if G is split."""
 
     cfg: Config
     batch: int
@@ -64,12 +64,12 @@ class Layout:
         return self.cfg.units * self.cfg.groups
 
     def padded_rows(self, x: jax.Array, **kwargs: Any) -> jax.Array:
-        """Axis 1 of x from S to the rows of all units."""
+        """Pad axis 1 of x from S to the rows of all units."""
         behind = self.units * self.cfg.positions - self.rows - self.cfg.first_row
         return jnp.pad(x, [(0, 0), (self.cfg.first_row, behind)] + [(0, 0)] * (x.ndim - 2), **kwargs)
 
     def padded_keys(self, x: jax.Array, **kwargs: Any) -> jax.Array:
-        """Axis 1 of x from M to the keys of all launches."""
+        """Pad axis 1 of x from M to the keys of all launches."""
         return jnp.pad(x, [(0, 0), (0, self.launches * self.cfg.keys - self.num_keys)] + [(0, 0)] * (x.ndim - 2), **kwargs)
 
     def _cut(self, x: jax.Array, **kwargs: Any) -> jax.Array:
@@ -128,15 +128,15 @@ def layout_of(static: Static, q: jax.Array, v: jax.Array, extras: Extras, *, bac
         sizes = static.block_sizes[backward]
     chunk = sizes.chunk
     while sizes.units * sizes.positions % chunk:
-        chunk //= 2  # a group begins at a chunk
+        chunk //= 2  # groups are aligned to chunks
     first_row = (num_keys - rows) % chunk if static.causal and rows > sizes.positions else 0
     needed = -(-(rows + first_row) // sizes.positions)
     most = min(sizes.units, needed)
-    # as few padding units as any choice leaves; of equals the largest
+    # the fewest padding units of any choice; of equal ones the largest
     choices = [n for n in range(max(1, most // 2), most + 1) if n >= needed or n * sizes.positions % chunk == 0]
     units = min(choices, key=lambda n: (-(-needed // n) * n, -n))
     groups = -(-needed // units)
-    # a causal group's diagonal is there as a whole
+    # a causal group's diagonal is complete
     span = max(num_keys, groups * units * sizes.positions + num_keys - rows - first_row)
     keys = min(-(-span // chunk) * chunk, sizes.keys)
     cfg = Config(
@@ -153,14 +153,14 @@ def block_sizes_for(
     chip: str, *, heads: int, rows: int, num_keys: int, head_size: int, value_size: int, itemsize: int, backward: bool,
     window: bool = False,
 ) -> BlockSizes:  # fmt: skip
-    """The rule: units of about 512 lanes, as many as make long stretches of code, keys as VMEM holds."""
+    """The rule: units of about 512 lanes, as many as make long stretches of code, as many keys as VMEM holds."""
     positions = 128 if heads > 1 or rows <= 128 else 256
     lanes = heads * positions
-    # float32 takes six passes of the matrix unit, and so as many times the code; the backward pass has five products
+    # float32 takes six passes of the matrix unit, and so six times the code; the backward pass has five products
     units = max(1, min(8, 4096 // lanes) // (1 if itemsize == 2 else 4) // (2 if backward else 1))
     chunk = 512 if num_keys > 256 else 256 if num_keys > 128 else 128
     if num_keys >= 2048 and itemsize == 2 and CHIPS[chip].vmem >= 64 * MIB and not (window or backward):
-        chunk = 1024  # few chunks are masked then, and a stretch's ends cost as much as 250 registers of scores
+        chunk = 1024  # then few chunks are masked, and a stretch's ends cost as much as 250 registers of scores
 
     def fits(units: int, chunk: int, keys: int) -> bool:
         held = vmem_bytes(BlockSizes(positions, units, chunk, keys), heads, head_size, value_size, itemsize, backward)
@@ -177,7 +177,7 @@ def block_sizes_for(
 
 
 def vmem_bytes(sizes: BlockSizes, heads: int, head_size: int, value_size: int, itemsize: int, backward: bool) -> int:
-    """What blocks, each there twice, and scratch take."""
+    """Bytes of the blocks, each double-buffered, and of scratch."""
     size, value = (-(-x // LANES) * LANES for x in (head_size, value_size))
     rows = sizes.units * heads * sizes.positions
     if backward:
@@ -191,7 +191,7 @@ def vmem_bytes(sizes: BlockSizes, heads: int, head_size: int, value_size: int, i
 
 
 def masks_of(static: Static, layout: Layout, extras: Extras) -> dict[str, jax.Array]:
-    """What says who sees whom; `bounds`, `spans` and `key_segments` for each launch."""
+    """The arrays that define masks; `bounds`, `spans` and `key_segments` per launch."""
     cfg, batch = layout.cfg, layout.batch
     lens = jnp.full(batch, layout.num_keys, jnp.int32) if extras.kv_lens is None else extras.kv_lens.astype(jnp.int32)
     start = jnp.arange(layout.launches, dtype=jnp.int32)[:, None] * cfg.keys

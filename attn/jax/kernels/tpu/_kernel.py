@@ -1,8 +1,8 @@
-"""The ragged kernel's body: what its two kinds of item do with the blocks that `_pages` brings them.
+"""The ragged kernel's body: what its two kinds of item compute on the blocks that `_pages` loads.
 
-`cache` is the aliased output, so reads after the writing loop see the new tokens. Scores are in units of log2: exp2 is
-the hardware's exponential. m (running maximum), l (sum) and acc are float32. Only blocks that hold a masked score pay
-for masks; what lies in unused slots may be NaN, so there the values are zeroed first.
+`cache` is the aliased output, so reads after the writing loop see the new tokens. Scores are in units of log2: exp2 is the
+hardware's exponential. m (running maximum), l (sum) and acc are float32. Only blocks with a masked score compute masks;
+unused slots may contain NaN, so in such blocks the values are zeroed first.
 """
 
 from typing import Any
@@ -81,7 +81,7 @@ def _longs(cfg: Config, refs: Refs) -> _pages.Kind:
             pl.when(jnp.logical_not(clear))(lambda: edge(first))
 
         def edge(first: jax.Array) -> None:
-            """The same keys by smaller steps, with masks for those that need them."""
+            """The same keys in smaller steps, with masks for those that need them."""
             stop = jnp.minimum(item.high - begin - first, cfg.chunk)
             strangers = (stop < cfg.chunk) | (begin + first < item.low)
 

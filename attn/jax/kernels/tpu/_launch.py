@@ -1,4 +1,4 @@
-"""What the paged kernels' launches share: the chip and the interpreter, the limit on scalars, and the pallas_call itself."""
+"""What launches of the paged kernels share: the chip and the interpreter, the limit on scalars, and the pallas_call."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,8 +12,10 @@ from attn.jax.kernels.tpu._plan import Plan
 
 
 def device(chip: str | None, interpret: Any) -> tuple[str, Any]:
-    """(the chip, how it is interpreted). What is None: the TPU that is compiled for, without interpreting; where there is
-    none, a v5e in the interpreter."""
+    """Return (the chip, how it is interpreted).
+
+    For None: the TPU that is compiled for, without interpreting; without a TPU, a v5e in the interpreter.
+    """
     if chip is None:
         chip = target()
     if interpret is None:
@@ -22,7 +24,7 @@ def device(chip: str | None, interpret: Any) -> tuple[str, Any]:
 
 
 def compiler_params(chip: str, *semantics: str) -> pltpu.CompilerParams:
-    """One dimension of the grid a word; VMEM but for a sixteenth, which is the compiler's own."""
+    """One word per dimension of the grid; all of VMEM except a sixteenth, which is reserved for the compiler."""
     return pltpu.CompilerParams(
         dimension_semantics=semantics,  # type: ignore[arg-type]
         vmem_limit_bytes=CHIPS[chip].vmem * 15 // 16,
@@ -31,7 +33,7 @@ def compiler_params(chip: str, *semantics: str) -> pltpu.CompilerParams:
 
 
 def scalars(plan: Plan, block_table: jax.Array, chip: str) -> dict[str, jax.Array]:
-    """The arrays of a plan that are prefetched into SMEM, by name. Raises ValueError where they overflow the chip's."""
+    """The arrays of a plan that are prefetched into SMEM, by name. Raises ValueError if they exceed the chip's SMEM."""
     found = {"items": plan.items, "tiles": plan.tiles, "counts": plan.counts, "table": plan.table}
     needed = 4 * sum(x.size for x in found.values())
     if needed > CHIPS[chip].smem:
@@ -56,10 +58,10 @@ def paged(
     chip: str,
     interpret: Any,
 ) -> dict[str, jax.Array]:
-    """The pallas_call of a kernel that writes into `cache` in place: its results by name, the cache among them.
+    """The pallas_call of a kernel that writes into `cache` in place: its results by name, including the cache.
 
-    `body` is given the refs by name: of the scalars, the arrays, what is `made`, `cache` and the `scratch`. Arrays and
-    results are in HBM where `spaces` does not say otherwise.
+    `body` receives the refs by name: of the scalars, the arrays, the results `made`, `cache` and the `scratch`. Arrays and
+    results are in HBM unless `spaces` specifies another memory.
     """
     given = {**scalars, **arrays, "cache_in": cache}
     made = {**made, "cache": jax.ShapeDtypeStruct(cache.shape, cache.dtype)}

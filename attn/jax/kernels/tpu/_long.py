@@ -1,12 +1,12 @@
-"""Prefill: the query rows of a long request meet a step of keys.
+"""Prefill: the query rows of a long request against one step of keys.
 
-Scores are held transposed, keys on sublanes and query rows on lanes. The sum over keys is then an elementwise one, and
-the second product has the weights on the stationary side of the matrix unit, whose 256 columns they fill; with rows on
-sublanes the 128 lanes of the values would leave half of it idle, and every sum would cross lanes. The sums (l and acc)
-are double: a step reads one and writes the other, so that a step can be done again.
+Scores are transposed, with keys on sublanes and query rows on lanes. The sum over keys is then elementwise, and the second
+product has the weights on the stationary side of the matrix unit, whose 256 columns they fill; with rows on sublanes the
+128 lanes of the values would leave half of it idle, and every sum would cross lanes. The sums (l and acc) are
+double-buffered: a step reads one buffer and writes the other, so that a step can be repeated.
 
-m is what exponentials are taken relative to. It need not be the maximum: any m serves as long as sums neither overflow
-nor vanish, and then it need not change, so nothing is rescaled and no maximum is sought.
+m is the reference that is subtracted in exponentials. It need not be the maximum: any m works as long as sums neither
+overflow nor vanish. While it stays fixed, no sum is rescaled and no maximum is computed.
 """
 
 import functools
@@ -45,14 +45,14 @@ class Step(NamedTuple):
     size: int
 
 
-#: How far from 1, in powers of two, a sum of exponentials may be before m is chosen anew. What vanishes beside a sum
-#: this small is below 2 ** -66 of it, and what a sum this large multiplies stays far from overflow.
+#: How far from 1, in powers of two, a sum of exponentials may be before m is chosen again. Terms that vanish beside a sum
+#: this small are below 2 ** -66 of it, and products with a sum this large are far from overflow.
 _ROOM = 60.0
 
 #: Keys whose weights wait for their product with the values, so that the matrix unit has work during exponentials.
 _KEYS_WAITING = 768
 
-#: Heads whose results are turned round in one straight stretch: each waits for the transpose unit alone.
+#: Heads whose results are transposed in one straight stretch: each waits only for the transpose unit.
 _HEADS_AT_ONCE = 4
 
 
@@ -80,7 +80,7 @@ def is_clear(cfg: Config, item: Item, first: jax.Array, stop: jax.Array) -> jax.
 
 
 def attend(cfg: Config, refs: Refs, item: Item, step: Step, masked: bool) -> None:
-    """All heads meet the keys of a step; `settle` has to follow."""
+    """Process the keys of a step for all heads; `settle` must follow."""
     before = refs.turn[0]
     after = 1 - before
     refs.turn[0] = after
@@ -96,7 +96,7 @@ def attend(cfg: Config, refs: Refs, item: Item, step: Step, masked: bool) -> Non
 
 
 def settle(cfg: Config, refs: Refs, item: Item, step: Step) -> None:
-    """Do a step again where the alarm was raised. Apart from `attend`, so that masked steps and others share the code."""
+    """Repeat a step if the alarm was raised. Separate from `attend`, so that masked and other steps share the code."""
 
     @pl.when(refs.turn[1] > 0)
     def _() -> None:
@@ -111,10 +111,10 @@ def settle(cfg: Config, refs: Refs, item: Item, step: Step) -> None:
 def _streamed(
     cfg: Config, refs: Refs, item: Item, step: Step, masked: bool, heads: list[jax.Array], before: jax.Array, after: jax.Array
 ) -> None:
-    """One pass over the scores, with the m there is.
+    """One pass over the scores, with the current m.
 
-    Where a sum leaves its range, or a number is not finite that not every row may see, `alarm` is raised and the step
-    is done again. The products of values come late.
+    If a sum leaves its range, or a number that not every row may see is not finite, `alarm` is raised and the step is
+    repeated. The products with values come late.
     """
     tiles = [(top, at) for top in range(0, cfg.rows, cfg.row_tile) for at in range(0, step.size, cfg.key_tile)]
     waiting: list[Any] = []
@@ -149,7 +149,7 @@ def _streamed(
 
 
 def _sum_up(refs: Refs) -> None:
-    """The alarm as a scalar: that takes long, so it is asked for where other work is left."""
+    """The alarm as a scalar: reading it takes long, so it is read where other work is left."""
     refs.turn[1] = jnp.any(refs.alarm[...] > 0).astype(jnp.int32)
 
 
@@ -166,7 +166,7 @@ def _add_values(
 
 
 def _exact(cfg: Config, refs: Refs, item: Item, step: Step, k: jax.Array, before: jax.Array, after: jax.Array) -> None:
-    """The same for one head with the maximum as m, and no row touched by what it may not see."""
+    """The same for one head with the maximum as m, where no row is affected by keys that it may not see."""
     dtype = refs.q.dtype
 
     def tile(n: jax.Array, _: None) -> None:
@@ -227,7 +227,7 @@ def _scores(
     if low is not None:
         seen &= key >= low - first
     if cfg.causal and cfg.tree:
-        # row w of a one-hot matrix is new key w: a product places the tree's edges among the keys
+        # row w of a one-hot matrix is new key w: a product scatters the tree's edges to the keys
         shape = (cfg.key_tile, LANES)
         node = first - item.context + lax.broadcasted_iota(jnp.int32, shape, 0)
         one_hot = jnp.where(node == lax.broadcasted_iota(jnp.int32, shape, 1), 1.0, 0.0).astype(refs.edges.dtype)
@@ -244,7 +244,7 @@ def _positions(cfg: Config, item: Item, top: int) -> jax.Array:
 
 
 def _seen_by_order(cfg: Config, item: Item, position: jax.Array) -> tuple[jax.Array | None, jax.Array]:
-    """Rows see keys of [low, high), [1, rows] each, but for what a tree hides. low: None where that is 0."""
+    """Rows see keys of [low, high), [1, rows] each, except those that a tree hides. low: None if it is 0."""
     left, right = cfg.window
     low = None if left is None else jnp.maximum(position - left, item.low)
     high = jnp.broadcast_to(item.high, position.shape)
@@ -265,7 +265,7 @@ def _blind(cfg: Config, item: Item, first: jax.Array, s: jax.Array, top: int) ->
 
 
 def finish(cfg: Config, refs: Refs) -> None:
-    """acc / l of every head into `o`, and its natural log-sum-exp into `lse_rows`, both with rows on sublanes again."""
+    """Write acc / l of every head into `o`, and its natural log-sum-exp into `lse_rows`, both with rows on sublanes again."""
     turn = refs.turn[0]
 
     def head(k: jax.Array, _: None) -> None:

@@ -1,13 +1,13 @@
-"""The MLA kernel's body: what items do with the blocks that `_pages` brings them, in which a page is both keys and values.
+"""The MLA kernel's body: what items compute on the blocks that `_pages` loads, where a page is both keys and values.
 
-Every row of an item, one a head and token, reads all of a block: rows lie on sublanes, keys on lanes in the scores, and
-the block is the stationary side of both products. That costs the same whether 16 rows pass it or 256, and is what decides
+Every row of an item, one per head and token, reads all of a block: rows are on sublanes, keys on lanes in the scores, and
+the block is the stationary side of both products. That costs the same whether 16 or 256 rows pass it, and this determines
 the kernel's speed.
 
-There are two kinds of item, which differ in nothing but their number of rows and where those come from: one token of a
-request that has just one (a decode), or up to `large` tokens of a longer one. Scores are in units of log2; m (running
-maximum), l (sum) and acc are float32. Only blocks that hold a masked score pay for masks, and what lies in unused slots may
-be NaN, so there it is zeroed first.
+There are two kinds of item, which differ only in the number and the source of their rows: one token of a request that has
+just one (a decode), or up to `large` tokens of a longer one. Scores are in units of log2; m (running maximum), l (sum) and
+acc are float32. Only blocks with a masked score compute masks; unused slots may contain NaN, so in such blocks values are
+zeroed first.
 """
 
 import dataclasses
@@ -31,26 +31,26 @@ SCORES, OUTPUTS = range(2)
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(PagedConfig):
-    """What is static. A row of the cache is `lanes` wide, its first `values` columns are the value."""
+    """The static configuration. A row of the cache is `lanes` wide; its first `values` columns are the value."""
 
     heads: int
     values: int
-    key_tile: int  # keys of a score matrix
+    key_tile: int  # keys per score matrix
     row_tile: int  # and its rows, at most
-    widened: bool  # the cache holds codes
+    widened: bool  # the cache stores codes
     even_odd: bool  # widened with `widen_e4m3`, which changes the order of keys
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Where the items of one kind lie. S: their rows; the first three are in HBM, by request or packed."""
+    """Refs for the items of one kind. S: their rows; the first three are in HBM, by request or packed."""
 
     tokens: int
     query: Ref  # [R, S, lanes] or [rows of all, lanes]
-    out: Ref  # the same of `values` lanes
+    out: Ref  # the same with `values` lanes
     q: Ref  # [2, S, lanes] in VMEM
     o: Ref  # [S, values]
-    m: Ref  # [S, 128] float32, as is what follows
+    m: Ref  # [S, 128] float32, as are the next ones
     l: Ref  # noqa: E741
     acc: Ref  # [S, values]
     lse: Ref = None  # [R, S, 128] or [rows of all, 128] in HBM
@@ -60,7 +60,7 @@ class Rows:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Refs(PagedRefs):
-    """Where everything lies; None where this launch has no such thing."""
+    """Refs passed to the kernel; None for those this launch does not use."""
 
     factors: Ref  # [2] float32 in SMEM
     single: Rows
@@ -116,7 +116,7 @@ def _reset(rows: Rows) -> None:
 
 
 def _widen(cfg: Config, refs: Refs, slot: jax.Array) -> None:
-    """A block's codes as numbers of the query's dtype, into `wide`."""
+    """Convert a block's codes to numbers of the query's dtype, into `wide`."""
     size = min(cfg.kv_block, _WIDENED)
 
     def part(n: jax.Array, _: None) -> None:
@@ -128,7 +128,7 @@ def _widen(cfg: Config, refs: Refs, slot: jax.Array) -> None:
 
 
 def _meet(cfg: Config, refs: Refs, rows: Rows, item: Item, slot: jax.Array, begin: jax.Array, masked: bool) -> None:
-    """All rows of an item meet the block in `slot`, whose first key is `begin`."""
+    """Process the block in `slot`, whose first key is `begin`, for all rows of an item."""
     number = rows.q.shape[1]
     row_tile = cfg.row_tile if number % cfg.row_tile == 0 else number
 
@@ -186,7 +186,7 @@ def _tile(
     rows.m[at, :], rows.l[at, :], rows.acc[at, :] = new_m, total, kept + added
 
     if masked and cfg.causal and rows.order is not None:
-        # a weight of 0 does not keep NaN out of a sum: where one came in, every row gets just what it sees
+        # a weight of 0 does not keep NaN out of a sum: if there was one, every row is recomputed with only the keys it sees
 
         @pl.when(jnp.max(jnp.where(added != added, 1.0, 0.0)) > 0)
         def _() -> None:
@@ -199,7 +199,7 @@ def _tile(
 
 
 def _select(p: jax.Array, seen: jax.Array, values: jax.Array) -> jax.Array:
-    """p [rows, keys] times values [keys, n], where a row meets only the values it sees, NaN and inf included."""
+    """p [rows, keys] times values [keys, n], where a row includes only the values it sees, NaN and infinities among them."""
     wide = values.astype(jnp.float32)
     part = dot(p, jnp.where(jnp.abs(wide) < jnp.inf, wide, 0.0).astype(p.dtype), 1, 0)
     attends = jnp.where(seen, 1.0, 0.0).astype(p.dtype)
@@ -209,7 +209,7 @@ def _select(p: jax.Array, seen: jax.Array, values: jax.Array) -> jax.Array:
 
 
 def _finish(cfg: Config, refs: Refs, rows: Rows) -> None:
-    """acc / l into `o`, and the natural log-sum-exp into `lse_rows`."""
+    """Write acc / l into `o`, and the natural log-sum-exp into `lse_rows`."""
     m, total = rows.m[...], rows.l[...]
     share = jnp.where(total == 0.0, 0.0, refs.factors[OUTPUTS] / jnp.where(total == 0.0, 1.0, total))
     rows.o[...] = (rows.acc[...] * widen(share, cfg.values)).astype(rows.o.dtype)

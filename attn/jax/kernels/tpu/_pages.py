@@ -1,13 +1,12 @@
-"""What the paged kernels do around their products: new tokens into tiles of the cache, then blocks of pages to items.
+"""Memory traffic of the paged kernels: write new tokens into tiles of the cache, then load blocks of pages for items.
 
-A kv block is `kv_block` tokens of one request, brought page by page into one of the slots of `kv` while another is
-computed on; the pipeline runs ahead across items, so a request's first blocks arrive during the last ones of the
-request before. One output buffer suffices: the write of item i must be over before that of item i + 1 begins, because
-an item writes whole tiles and its last rows may belong to the next one.
+A kv block is `kv_block` tokens of one request, loaded page by page into one of the slots of `kv` while another is computed
+on. The pipeline runs ahead across items, so a request's first blocks arrive during the last ones of the previous request.
+One output buffer suffices: the write of item i must finish before that of item i + 1 begins, because an item writes whole
+tiles and its last rows may belong to the next one.
 
-Pages are asked for in straight code and whole blocks waited for at once: with a loop over pages for either, a block of
-eight pages spent a tenth of its time there. Items of both kinds share that code, and only what they compute is under a
-condition.
+Pages are requested in straight code and whole blocks are waited for at once: with a loop over pages for either, a block of
+eight pages spent a tenth of its time there. Items of both kinds share that code, and only their computation is conditional.
 """
 
 from collections.abc import Callable
@@ -22,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from attn.jax.kernels.tpu import _plan
 from attn.jax.kernels.tpu._refs import PagedConfig, PagedRefs, Ref, rows_between
 
-#: Pages that are asked for without a loop.
+#: Pages that are requested without a loop.
 _PAGES_AT_ONCE = 16
 
 
@@ -37,14 +36,15 @@ class Item(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What is done for items of one kind: requests of one row, or tiles of longer ones.
+    """The operations for items of one kind: requests of one row, or tiles of longer ones.
 
-    `meet` gets the item, the position of the block's first key, and the slot that holds it. `again` is two functions: where
-    the first says so after the last block, the item is done again with the second as `meet`.
+    `meet` processes a block: it receives the item, the position of the block's first key, and the slot that holds it.
+    `again` is two functions: if the first returns true after the last block, the item is repeated with the second as
+    `meet`.
     """
 
-    queries: Callable[[jax.Array], list[Any]]  #: the copies that bring an item's rows, by its number
-    outputs: Callable[[jax.Array], list[Any]]  #: and those that take its results away
+    queries: Callable[[jax.Array], list[Any]]  #: the copies that load an item's rows, by its number
+    outputs: Callable[[jax.Array], list[Any]]  #: and those that store its results
     reset: Callable[[], None]
     meet: Callable[[Item, jax.Array, jax.Array], None]
     finish: Callable[[], None]
@@ -66,7 +66,7 @@ def _wait(copies: list[Any]) -> None:
 
 
 def write(cfg: PagedConfig, refs: PagedRefs) -> None:
-    """Put every tile of new rows into the cache, keeping the rows of a tile that are not new."""
+    """Write every tile of new rows into the cache, keeping the rows of a tile that are not new."""
     lag = cfg.ring // 2
     count = refs.counts[1]
 
@@ -135,7 +135,7 @@ def write(cfg: PagedConfig, refs: PagedRefs) -> None:
 
 
 def attend(cfg: PagedConfig, refs: PagedRefs, single: Kind, long: Kind | None) -> None:
-    """Every item of the plan meets the blocks that it may see; without `long` all are single."""
+    """Process, for every item of the plan, the blocks that it may see; without `long` all items are single."""
     count, zero = refs.counts[0], jnp.int32(0)
     per_block = cfg.kv_block // cfg.page
 
@@ -143,7 +143,7 @@ def attend(cfg: PagedConfig, refs: PagedRefs, single: Kind, long: Kind | None) -
         return refs.items[column * cfg.num_items + i]
 
     def by_kind(i: jax.Array, do: Callable[[Kind], None]) -> None:
-        """do(kind) for the kind of item i."""
+        """Call do(kind) with the kind of item i."""
         if long is None:
             do(single)
         else:
@@ -153,7 +153,7 @@ def attend(cfg: PagedConfig, refs: PagedRefs, single: Kind, long: Kind | None) -
         return lax.div(field(_plan.LOW, i), cfg.page)
 
     def pages(i: jax.Array, b: jax.Array, slot: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
-        """(how many pages of block b of item i hold a visible key, the copy of the nth of them into `slot`)."""
+        """(the number of pages of block b of item i with a visible key, the copy of the nth of them into `slot`)."""
         begin = first_page(i) + b * per_block
         stop = lax.div(field(_plan.HIGH, i) + (cfg.page - 1), cfg.page)
         base = field(_plan.TABLE, i) + begin
@@ -173,7 +173,7 @@ def attend(cfg: PagedConfig, refs: PagedRefs, single: Kind, long: Kind | None) -
 
         def some(n: jax.Array, _: None) -> None:
             for page in [n * at_once + k for k in range(at_once)]:
-                pl.when(page < number)(nth(page).start)  # its id is read in any case, which is faster than to ask first
+                pl.when(page < number)(nth(page).start)  # its id is read unconditionally, which is faster than a branch
 
         if per_block == at_once:
             some(zero, None)
@@ -190,7 +190,7 @@ def attend(cfg: PagedConfig, refs: PagedRefs, single: Kind, long: Kind | None) -
             lax.fori_loop(0, number, lambda n, _: nth(n).wait(), None)
 
     def fetch_next(i: jax.Array, b: jax.Array, slot: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Start block b of item i, if there is such an item, into `slot`; the same three of the block after it."""
+        """Start loading block b of item i, if it exists, into `slot`; return (item, block, slot) of the block after it."""
         known = jnp.minimum(i, cfg.num_items - 1)
         start(known, b, slot, i < count)
         last = b + 1 >= field(_plan.BLOCKS, known)
@@ -278,6 +278,6 @@ def clean(
         at = (slot, plane, slice(None), t if cfg.narrow else pl.ds(start, cfg.tile), slice(None))
         refs.kv[at] = rows_between(refs.kv[at], None, first - start, stop - start)
 
-    # a block begins in the first page that is seen, so what lies before `first` is less than a page
+    # a block begins in the first page that is seen, so there is less than a page before `first`
     lax.fori_loop(0, lax.div(jnp.maximum(first, 0) + (cfg.tile - 1), cfg.tile), tile, None)
     lax.fori_loop(lax.div(jnp.clip(stop, 0, cfg.kv_block), cfg.tile), tiles, tile, None)

@@ -1,12 +1,12 @@
-"""What the kernel will do, step by step, worked out by XLA from the batch: flat tables for the scalar core.
+"""The kernel's plan, step by step, computed by XLA from the batch: flat tables for the scalar core.
 
-A batch becomes *items*, each one tile of one request's query rows with the keys that those rows may see, and *tiles*,
-each one aligned group of cache rows that receive new tokens. The kernel then runs down two lists and asks no further
-questions. The number of either is static for a bucket; how many are real is a value. A request of one row is a
-*single*: its rows are the heads, and lie apart from those of the longer ones.
+A batch becomes *items*, each one tile of one request's query rows with the keys that those rows may see, and *tiles*, each
+one aligned group of cache rows that receive new tokens. The kernel then processes the two lists without further decisions.
+The length of each list is static for a bucket; the number of real entries is a value. A request of one row is a *single*:
+its rows are the heads, and are stored separately from those of longer requests.
 
-New tokens are laid out so that each lies in its tile at the row it will have in the cache: a write is then whole
-aligned tiles.
+New tokens are arranged so that each is in its tile at the row it will have in the cache: a write is then whole aligned
+tiles.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 Window = tuple[int | None, int | None]
 
-#: The columns of an item. ROW is the request of a single, and else the item's first row of the query buffer.
+#: The columns of an item. ROW is the request of a single, and otherwise the item's first row in the query buffer.
 TABLE, ROW, POSITION, LOW, HIGH, BLOCKS, SINGLE, CONTEXT = range(8)
 #: The columns of a tile.
 PAGE, OFFSET, SOURCE, FIRST, STOP = range(5)
@@ -25,15 +25,15 @@ NO_TREE = 2**31 - 1
 
 
 class Plan(NamedTuple):
-    """The lists, and where each token's rows went."""
+    """The lists, and the positions of each token's rows."""
 
     items: jax.Array  # [8 * I]: column c of item i at c * I + i
     tiles: jax.Array  # [5 * X]
     counts: jax.Array  # [2]: how many of each are real
-    table: jax.Array  # [R * B and as many more as a block has pages]: what is read ahead of knowing whether it is used
+    table: jax.Array  # [R * B plus the pages of a block]: entries may be read before it is known whether they are used
     row_of: jax.Array  # [T] the row of the query buffer that holds token t (0 for padding)
     live: jax.Array  # [T] bool: the token belongs to a request
-    single: jax.Array  # [T] bool: and is the only one of it in this batch
+    single: jax.Array  # [T] bool: the token is its request's only one in this batch
     request: jax.Array  # [T]
     token_of_row: jax.Array  # [M] which token each row of the query buffer holds (0 for none)
     request_of_row: jax.Array  # [M]
@@ -41,18 +41,18 @@ class Plan(NamedTuple):
 
 
 def query_rows(num_tokens: int, num_requests: int, align: int, large: int) -> int:
-    """M: rows of the query buffer for any batch of T tokens in R requests, each longer request's rows aligned."""
+    """M: rows of the query buffer for any batch of T tokens in R requests, with each longer request's rows aligned."""
     padded = num_tokens + min(num_requests, num_tokens // 2) * (align - 1)
     return -(-padded // align) * align + large
 
 
 def item_count(num_tokens: int, num_requests: int, large: int) -> int:
-    """I: no batch of T tokens in R requests has more tiles of `large` rows."""
+    """I: the most tiles of `large` rows that a batch of T tokens in R requests has."""
     return min(num_requests, num_tokens) + num_tokens // large
 
 
 def tile_count(num_tokens: int, num_requests: int, tile: int) -> int:
-    """X: no batch touches more tiles of cache rows."""
+    """X: the most tiles of cache rows that a batch writes to."""
     return min(2 * num_requests, num_tokens) + num_tokens // tile + 1
 
 
@@ -71,7 +71,7 @@ def make(
     window: Window,
     tree_mask: jax.Array | None,
 ) -> Plan:
-    """The plan of a batch: [R + 1], [R], [R, B], [T], all int32.
+    """Make the plan of a batch: [R + 1], [R], [R, B], [T], all int32.
 
     Requests of more than one row are cut into items of `large` rows (a multiple of `align`).
     """
@@ -107,7 +107,7 @@ def make(
     high = seq_lens[r]
     if causal:
         high = jnp.where(is_tree[r], high, jnp.minimum(high, position + rows))
-        if tree_mask is not None:  # a single has no mask but LOW and HIGH
+        if tree_mask is not None:  # a single has no mask except LOW and HIGH
             high -= (is_single & ~tree_mask[:, 0, 0])[r]
     if right is not None:
         high = jnp.minimum(high, position + rows + right)
@@ -121,7 +121,7 @@ def make(
     ])  # fmt: skip
 
     # Tiles of new rows: those of positions [context, seq) that have a slot.
-    first = jnp.maximum(context, 0) // tile  # rows before the first key have no place in the cache
+    first = jnp.maximum(context, 0) // tile  # rows before the first key have no slot in the cache
     per_request = jnp.where(q_lens > 0, -(-seq_lens // tile) - first, 0)
     tile_end = jnp.cumsum(per_request, dtype=jnp.int32)
     begin = tile_end - per_request
@@ -153,7 +153,7 @@ def _round_up(x: jax.Array, multiple: int) -> jax.Array:
 
 
 def _owner(ends: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(which of the runs that stop at `ends` holds each index, whether one does); 0 where none does."""
+    """(which of the runs that stop at `ends` contains each index, whether one does); 0 if none does."""
     owner = jnp.sum(index[:, None] >= ends, axis=1, dtype=jnp.int32)
     there = owner < ends.shape[0]
     return jnp.where(there, owner, 0), there

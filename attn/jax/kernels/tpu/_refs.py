@@ -1,4 +1,4 @@
-"""What a launch is made of: the static configuration, and the refs that its loops work on."""
+"""The components of a launch: the static configuration, and the refs that its loops use."""
 
 import dataclasses
 import functools
@@ -13,39 +13,39 @@ from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128
 LOG2_E = 1.4426950408889634
-#: What codes of float8_e4m3fn stand for over what they stand for as float8_e4m3b11fnuz.
+#: The value of a code of float8_e4m3fn divided by its value as float8_e4m3b11fnuz.
 E4M3_GAIN = 16.0
 Ref = Any
 
-#: Rows of `rules`: what multiplies scores and outputs, and what is added in units of log2.
+#: Rows of `rules`: factors of scores and outputs, and terms added in units of log2.
 K_FACTOR, V_FACTOR, SINK, SLOPE = range(4)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedConfig:
-    """What is static in any launch over pages."""
+    """The static configuration of any launch over pages."""
 
     num_kv_heads: int = 1
-    planes: int = 1  # arrays that a page has for a head: keys and values, or one that holds both
-    lanes: int  # of a row as stored, a multiple of 128
+    planes: int = 1  # arrays per head in a page: keys and values, or one that holds both
+    lanes: int  # per row as stored, a multiple of 128
     page: int
     tile: int  # rows of the cache that are written together
     align: int  # a long request's query tokens begin at multiples of this
-    large: int  # query tokens of an item; 0 where every request is a single
-    kv_block: int  # keys a DMA block
-    slots: int  # blocks that VMEM holds: one computed on, the others on their way
+    large: int  # query tokens per item; 0 if every request is a single
+    kv_block: int  # keys per DMA block
+    slots: int  # blocks that VMEM holds: one computed on, the others being loaded
     causal: bool
     lse: bool
     write: bool
     num_items: int
     num_tiles: int
-    narrow: bool = False  # a page has fewer rows than a hardware tile, so no block of rows is made of pages: see `rows_at`
+    narrow: bool = False  # a page has fewer rows than a hardware tile, so pages cannot form blocks of rows: see `rows_at`
     ring: int = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedRefs:
-    """Where it lies; None where this launch has no such thing."""
+    """Refs passed to the kernel; None for those this launch does not use."""
 
     items: Ref
     tiles: Ref
@@ -66,13 +66,13 @@ class PagedRefs:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(PagedConfig):
-    """The ragged kernel's sizes, and which rules are on. With one plane a row holds [key | value]."""
+    """The ragged kernel's sizes and features. With one plane a row holds [key | value]."""
 
     group: int  # G: query rows that share a kv head
-    chunk: int  # keys a step of a long request where every row sees them all
-    key_tile: int  # keys of a score matrix, and of any other step
+    chunk: int  # keys per step of a long request if every row sees them all
+    key_tile: int  # keys per score matrix, and per any other step
     row_tile: int  # and its query rows
-    stretch: int  # scores of one straight stretch of code
+    stretch: int  # scores per straight stretch of code
     join: int  # J: kv heads that a single treats as one
     single_rows: int  # J * G, padded to whole tiles
     window: tuple[int | None, int | None]
@@ -84,7 +84,7 @@ class Config(PagedConfig):
 
     @property
     def joined(self) -> int:
-        """How many groups of J kv heads there are."""
+        """The number of groups of J kv heads."""
         return self.num_kv_heads // self.join
 
     @property
@@ -95,7 +95,7 @@ class Config(PagedConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Refs(PagedRefs):
-    """The same of the ragged kernel. E: J * lanes; M, S: rows of long, single items."""
+    """Refs of the ragged kernel. E: J * lanes; M, S: rows of long, single items."""
 
     # singles
     query1: Ref = None  # [R, K / J, S, E], zero off the diagonal blocks
@@ -120,22 +120,22 @@ class Refs(PagedRefs):
     m: Ref = None  # [K, 8, M], rows alike
     l: Ref = None  # noqa: E741  # [2, K, 8, M]
     acc: Ref = None  # [2, K, lanes, M]
-    turn: Ref = None  # [2] in SMEM: which of the two is current, and whether the step must be done again
-    alarm: Ref = None  # [8, M] int32, above 0 for rows whose step must be done again
+    turn: Ref = None  # [2] in SMEM: which of the two is current, and whether the step must be repeated
+    alarm: Ref = None  # [8, M] int32, above 0 for rows whose step must be repeated
     lse_rows: Ref = None
     edges: Ref = None  # [2, M, 128]
 
 
 def block_shape(cfg: PagedConfig) -> tuple[int, ...]:
-    """Of a block of one head's rows in `kv`."""
+    """The shape of a block of one head's rows in `kv`."""
     return (cfg.kv_block // cfg.page, cfg.page, cfg.lanes) if cfg.narrow else (cfg.kv_block, cfg.lanes)
 
 
 def rows_at(cfg: PagedConfig, refs: PagedRefs, slot: Any, plane: int, head: Any, at: Any) -> jax.Array:
     """Rows `at` (a `pl.ds`, of whole pages where pages are narrow) of the block in `slot`: [rows, lanes].
 
-    Copies go to whole hardware tiles, so narrow pages lie apart in VMEM, each in tiles of its own height. In registers
-    the rows of several make whole tiles again.
+    Copies write whole hardware tiles, so narrow pages are separate in VMEM, each in tiles of its own height. In registers
+    the rows of several pages are joined into whole tiles.
     """
     if not cfg.narrow:
         return refs.kv[slot, plane, head, at, :]  # type: ignore[no-any-return]
@@ -149,21 +149,21 @@ def rows_at(cfg: PagedConfig, refs: PagedRefs, slot: Any, plane: int, head: Any,
 
 
 def dot(x: jax.Array, y: jax.Array, x_axis: int, y_axis: int) -> jax.Array:
-    """The matrix product over the axes given, summed in float32."""
+    """The matrix product over the given axes, summed in float32."""
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     dims = (((x_axis,), (y_axis,)), ((), ()))
     return lax.dot_general(x, y, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
 def widen(x: jax.Array, width: int) -> jax.Array:
-    """[rows, 128] with every lane alike -> [rows, width]."""
+    """[rows, 128] with all lanes equal -> [rows, width]."""
     return x[:, :width] if width <= LANES else jnp.tile(x, (1, width // LANES))
 
 
 def rows_between(x: jax.Array, y: jax.Array | None, first: jax.Array, stop: jax.Array) -> jax.Array:
     """x [n, rows, lanes] in rows [first, stop), and y (None: zeros) in the others, bit for bit.
 
-    Whole 32-bit words are masked, each of which holds 1, 2 or 4 rows of a lane: no chip then needs narrower masks.
+    Whole 32-bit words are masked, each of which holds 1, 2 or 4 rows of a lane, so no chip needs narrower masks.
     """
     count, rows, lanes = x.shape
     bits = x.dtype.itemsize * 8
@@ -190,11 +190,11 @@ def rows_between(x: jax.Array, y: jax.Array | None, first: jax.Array, stop: jax.
 
 
 def widened(cfg: Config, rows: jax.Array, dtype: Any, alarm: Ref) -> jax.Array:
-    """Rows [n, lanes] of the cache as `dtype`, times 2 ** -4 where `cfg.rebiased`.
+    """Rows [n, lanes] of the cache as `dtype`, times 2 ** -4 if `cfg.rebiased`.
 
-    Chips before v7x take float8_e4m3fn apart in 15 operations a register, but have an instruction for
-    float8_e4m3b11fnuz: the same codes mean 16 times less there, subnormals too, except that -0 is a NaN, which is
-    cleared here, and that there are no others, so `alarm` [8, at least lanes] int32 is raised where one was.
+    Chips before v7x decode float8_e4m3fn in 15 operations per register, but have an instruction for float8_e4m3b11fnuz. In
+    that format the same codes represent values 16 times smaller, including subnormals, with two exceptions: -0 is a NaN,
+    which is cleared, and there are no other NaNs, so `alarm` [8, at least lanes] int32 is raised where one was.
     """
     if not cfg.rebiased:
         return rows.astype(dtype)
@@ -210,12 +210,12 @@ def widened(cfg: Config, rows: jax.Array, dtype: Any, alarm: Ref) -> jax.Array:
 
 
 def widened_exactly(cfg: Config, rows: jax.Array) -> jax.Array:
-    """The same in float32, NaN included, for steps that are done again."""
+    """The same in float32, NaN included, for steps that are repeated."""
     return rows.astype(jnp.float32) * (1 / E4M3_GAIN if cfg.rebiased else 1.0)
 
 
 def own_lanes(cfg: Config, shape: tuple[int, ...], head: int) -> jax.Array:
-    """Where rows of joined heads hold the keys of `head`: the others' numbers, times 0, may be NaN."""
+    """Where rows of joined heads hold the keys of `head`: the other heads' numbers, times 0, may be NaN."""
     lane = lax.broadcasted_iota(jnp.int32, shape, 1) - head * cfg.lanes
     return (lane >= 0) & (lane < (cfg.lanes // 2 if cfg.planes == 1 else cfg.lanes))
 
@@ -223,10 +223,10 @@ def own_lanes(cfg: Config, shape: tuple[int, ...], head: int) -> jax.Array:
 def widen_e4m3(codes: jax.Array) -> jax.Array:
     """float8_e4m3fn codes [n, lanes] as bfloat16, exactly: first the n / 2 even rows, then the odd ones.
 
-    The compiler widens through float32, a row group at a time, which costs more than the attention. Here words of 4
-    rows are taken apart into 2 words of 2 with shifts and masks. With the exponent's bias added, code 0.eeee.mmm reads
-    2 ** (e - 7) * (1 + m / 8): right for e > 0; for e = 0 twice that less 2 ** -6 is right, which is the smaller of
-    the two then and only then.
+    The compiler widens through float32, one row group at a time, which costs more than the attention. This function splits
+    words of 4 rows into 2 words of 2 with shifts and masks. With the exponent's bias added, code 0.eeee.mmm reads 2 ** (e -
+    7) * (1 + m / 8), which is correct for e > 0. For e = 0 the correct value is twice that minus 2 ** -6, which is the
+    smaller of the two if and only if e = 0.
     """
     words = pltpu.bitcast(codes, jnp.int32)
     halves = []

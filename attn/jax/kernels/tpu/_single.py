@@ -1,12 +1,11 @@
-"""Decode: the one query row of a request meets a block of keys.
+"""Decode: the one query row of a request against a block of keys.
 
-With G rows a kv head, a score matrix of one head would fill a part of the sublanes only. So J kv heads are joined:
-their keys side by side are one matrix of J * lanes columns (free: a lane offset of 128 is another register), and the
-queries are block-diagonal, so one product gives the J * G rows of scores as one dense matrix. The product with the
-joined values gives every head's weighted sum of every head's values; the diagonal blocks, picked once an item, are
-what is wanted. Keys and values pass the matrix unit once, which is all that costs. Products of keys run ahead of
-exponentials and products of values, by as much as the registers hold: the scheduler keeps source order, and a chain a
-head would wait at each link.
+With G rows per kv head, a score matrix of one head would fill only a part of the sublanes. So J kv heads are joined: their
+keys side by side are one matrix of J * lanes columns (free: a lane offset of 128 is another register), and the queries are
+block-diagonal, so one product gives the J * G rows of scores as one dense matrix. The product with the joined values gives
+every head's weighted sum of every head's values; the diagonal blocks, selected once per item, are the result. Keys and
+values pass the matrix unit once, which is the only cost. Products of keys run ahead of exponentials and products of values,
+by as much as the registers hold: the scheduler keeps source order, and a chain per head would wait at each link.
 """
 
 from collections.abc import Sequence
@@ -35,13 +34,13 @@ from attn.jax.kernels.tpu._refs import (
     widened_exactly,
 )
 
-#: Registers that scores may take in one straight stretch: all, since the few that spill cost less than a stall.
+#: Registers that scores may use in one straight stretch: all, since the few that spill cost less than a stall.
 _SCORE_REGISTERS = 64
 
-#: And those that may wait for their exponentials when the next product of keys is begun.
+#: And those that may wait for their exponentials when the next product of keys is started.
 _WAITING_REGISTERS = 48
 
-#: Keys of a score matrix.
+#: Keys per score matrix.
 _KEYS_AT_ONCE = 1024
 
 
@@ -53,15 +52,15 @@ def reset(cfg: Config, refs: Refs) -> None:
 
 
 def failed(cfg: Config, refs: Refs) -> jax.Array:
-    """Whether the item is to be done again, `exact`: a sum is not finite, or a NaN of the cache was lost."""
+    """Whether the item must be repeated with `exact`: a sum is not finite, or a NaN of the cache was lost."""
     strange = jnp.where(refs.l1[...] < jnp.inf, 0, 1).reshape(-1, 8, LANES)
     return jnp.any(jnp.maximum(jnp.max(strange, axis=0), refs.alarm1[...]) > 0)
 
 
 def attend(cfg: Config, refs: Refs, item: Item, slot: jax.Array, begin: jax.Array, masked: bool, exact: bool = False) -> None:
-    """All heads meet the keys [begin, begin + kv_block) in `slot`.
+    """Process the keys [begin, begin + kv_block) in `slot` for all heads.
 
-    `exact`: no head is touched by the keys of those joined with it, which it multiplies by 0.
+    `exact`: no head is affected by the keys of those joined with it, which it multiplies by 0.
     """
     keys_at_once = keys_of_step(cfg)
     shape = (cfg.single_rows, keys_at_once)
@@ -116,7 +115,7 @@ def attend(cfg: Config, refs: Refs, item: Item, slot: jax.Array, begin: jax.Arra
             add(*task)
 
     def meet(firsts: Sequence[Any]) -> None:
-        """All heads meet the keys from each of `firsts` on, `keys_at_once` each."""
+        """Process the keys from each of `firsts` on, `keys_at_once` each, for all heads."""
         scores_of_one = shape[0] * keys_at_once * len(firsts)
         at_once = 1 if exact else max(1, min(cfg.joined, _SCORE_REGISTERS * 1024 // scores_of_one))
         while cfg.joined % at_once:
@@ -127,25 +126,25 @@ def attend(cfg: Config, refs: Refs, item: Item, slot: jax.Array, begin: jax.Arra
     lag = 0 if exact else _WAITING_REGISTERS * 1024 // (shape[0] * shape[1])
     if not masked or cfg.kv_block == keys_at_once:
         meet(range(0, cfg.kv_block, keys_at_once))
-    else:  # the end of a request's last block may hold no key of it
+    else:  # the end of a request's last block may not contain any of its keys
         lax.fori_loop(
             0, steps_of(cfg, item.high - begin), lambda n, _: meet([pl.multiple_of(n * keys_at_once, keys_at_once)]), None
         )
 
 
 def keys_of_step(cfg: Config) -> int:
-    """Keys of a score matrix."""
+    """Keys per score matrix."""
     return min(cfg.kv_block, _KEYS_AT_ONCE)
 
 
 def steps_of(cfg: Config, seen: jax.Array) -> jax.Array:
-    """How many score matrices hold a block's first `seen` keys."""
+    """The number of score matrices that hold a block's first `seen` keys."""
     size = keys_of_step(cfg)
     return lax.div(jnp.clip(seen, 0, cfg.kv_block) + (size - 1), size)
 
 
 def finish(cfg: Config, refs: Refs) -> None:
-    """acc / l of every head into `o1`, and its natural log-sum-exp into `lse_rows1`."""
+    """Write acc / l of every head into `o1`, and its natural log-sum-exp into `lse_rows1`."""
 
     def one(n: jax.Array, _: None) -> None:
         m, total = refs.m1[n], refs.l1[n]

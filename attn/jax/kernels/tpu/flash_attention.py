@@ -1,10 +1,10 @@
 """Dense attention for TPUs, differentiable: encoders, cross attention, diffusion, training.
 
-The algorithm is FlashAttention's (arXiv 2205.14135, 2307.08691): scores are never stored, and the backward pass makes
-them again from the log-sum-exp. What a TPU changes: the keys of a kv head lie in VMEM whole and are fetched once; the
-grid is (sequences, heads that share a unit, groups of rows) and everything lies transposed (see `_flash`), which XLA
-arranges before and after, for nothing where what makes the queries can write them so. Longer contexts than fit go in
-several launches, joined by their log-sum-exps.
+The algorithm is FlashAttention's (arXiv 2205.14135, 2307.08691): scores are never stored, and the backward pass recomputes
+them from the log-sum-exp. On a TPU the keys of a kv head are all in VMEM and are fetched once. The grid is (sequences,
+heads that share a unit, groups of rows), and all arrays are transposed (see `_flash`); XLA transposes them before and
+after, at no cost if the producer of the queries can write them in that layout. Contexts too long for VMEM take several
+launches, merged by their log-sum-exps.
 
 Shape letters: B sequences, S rows, M keys, H query heads, K kv heads, G = H / K, D head size, Dv head size of values.
 """
@@ -46,23 +46,24 @@ def flash_attention(
     block_sizes: tuple[BlockSizes, BlockSizes] | None = None,
     interpret: Any = None,
 ) -> Any:
-    """out [B, S, H, Dv] in the dtype of q, or (out, lse [B, H, S] float32), the natural log-sum-exp without the sink.
+    """Compute out [B, S, H, Dv] in the dtype of q, or (out, lse [B, H, S] float32), the natural log-sum-exp without the
+    sink.
 
     q: [B, S, H, D]; k: [B, M, K, D]; v: [B, M, K, Dv]; all bfloat16 or all float32. Head h reads kv head h // (H / K).
-    kv_lens: [B] int32, how many keys sequence b has (M when None); what lies behind them is not looked at. Row i stands
-    at position p = i + kv_lens[b] - S: the last row at the last key. So right-padded rows and keys under `causal` need no
-    kv_lens: no real row sees a padding key.
+    kv_lens: [B] int32, the number of keys of sequence b (M when None); later keys are ignored. Row i is at position p = i +
+    kv_lens[b] - S: the last row is aligned with the last key. So right-padded rows and keys under `causal` need no kv_lens:
+    no real row sees a padding key.
 
-    q_segment_ids [B, S], kv_segment_ids [B, M], int32, both or neither: a row sees the keys of its own segment.
-    causal: key j <= p. sliding_window: (left, right), p - left <= j <= p + right, None for unbounded.
-    scale: of the scores; 1 / sqrt(D) when None. logits_soft_cap: cap * tanh(score / cap), before ALiBi.
-    alibi_slopes [H]: adds slope * (j - p) under `causal`, else -slope * |p - j|. sinks [H]: logits of a key without value.
-    chip: v5e, v6e, ... and interpret: False or `pltpu.InterpretParams`; by default the TPU that is compiled for, or
-    else the interpreter. block_sizes: of the forward and the backward pass; by default a rule's.
+    q_segment_ids [B, S], kv_segment_ids [B, M], int32, both or neither: a row sees the keys of its own segment. causal: key
+    j <= p. sliding_window: (left, right), p - left <= j <= p + right, None for unbounded. scale: of the scores; 1 / sqrt(D)
+    when None. logits_soft_cap: cap * tanh(score / cap), before ALiBi. alibi_slopes [H]: adds slope * (j - p) under
+    `causal`, else -slope * |p - j|. sinks [H]: logits of a key without value. chip: v5e, v6e, ... and interpret: False or
+    `pltpu.InterpretParams`; by default the TPU that is compiled for, or else the interpreter. block_sizes: of the forward
+    and the backward pass; by default a rule's.
 
-    A row that sees no key is 0 and its lse -inf. What is masked is harmless, NaN included; a NaN that is seen reaches the
-    rows that see it. Differentiable once, in reverse, in q, k, v and sinks, through out and lse. Raises ValueError for
-    shapes and arguments that make no sense, TypeError for dtypes, for the gradient of `alibi_slopes` and for second
+    A row that sees no key is 0 and its lse -inf. Masked keys have no effect, NaN included; a NaN that is seen affects the
+    rows that see it. Differentiable once, in reverse mode, with respect to q, k, v and sinks, through out and lse. Raises
+    ValueError for invalid shapes and arguments, TypeError for dtypes, for the gradient of `alibi_slopes` and for second
     derivatives.
     """
     extras = Extras(q_segment_ids, kv_segment_ids, alibi_slopes, sinks, kv_lens)
@@ -156,10 +157,11 @@ def _gradients(
     static: Static, q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras, out: jax.Array, lse: jax.Array,
     d_out: jax.Array, d_lse: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:  # fmt: skip
-    """Of q, k, v and sinks.
+    """The gradients with respect to q, k, v and sinks.
 
-    With share = sigmoid(lse - sink) of a row's weight that is not the sink's, and p the probabilities without a sink,
-    dS = p * (share * dO . v - (share * dO . out - dlse)): what the sink does stays outside the kernel.
+    Let share = sigmoid(lse - sink) be the fraction of a row's weight that is not the sink's, and p the probabilities
+    without a sink. Then dS = p * (share * dO . v - (share * dO . out - dlse)): the effect of the sink stays outside the
+    kernel.
     """
     if 0 in (*q.shape, *v.shape):
         return jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v), _zeros_like(extras.sinks)
@@ -191,14 +193,14 @@ def _no_second_derivative(static: Static, primals: Any, tangents: Any) -> Any:
 
 
 def _each_launch(layout: Layout, step: Any, stacked: Any) -> Any:
-    """step(its slice of `stacked`) for each launch, results stacked."""
+    """Call step(its slice of `stacked`) for each launch, and stack the results."""
     if layout.launches == 1:
         return jax.tree.map(lambda x: x[None], step(jax.tree.map(lambda x: x[0], stacked)))
     return lax.map(step, stacked)
 
 
 def _split(masks: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], dict[str, jax.Array]]:
-    """(what each launch has of its own, what they share)."""
+    """(arrays specific to each launch, arrays that launches share)."""
     own = {name: x for name, x in masks.items() if name in ("bounds", "spans", "key_segments")}
     return own, {name: x for name, x in masks.items() if name not in own}
 
@@ -257,7 +259,7 @@ def _backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """(dq, dk, dv); lse, delta: [B, H, S] float32.
 
-    What is not finite does its harm through lse and delta, and is zero in the products that masks do not guard.
+    Non-finite values take effect through lse and delta, and are zero in the products that masks do not guard.
     """
     layout = layout_of(static, q, v, extras, backward=True)
     cfg = layout.cfg
@@ -303,7 +305,7 @@ def _call(
     static: Static, cfg: Config, layout: Layout, run: Any, arrays: dict[str, jax.Array],
     made: dict[str, Any], scratch: dict[str, Any], name: str,
 ) -> dict[str, jax.Array]:  # fmt: skip
-    """The pallas_call: run(what it is given and makes, by name), on blocks that `_spec` cuts by name."""
+    """The pallas_call: run(inputs and outputs, by name), on blocks that `_spec` cuts by name."""
     scalars = [n for n in ("bounds", "spans") if n in arrays]
     vectors = [n for n in arrays if n not in scalars]
     names = [*scalars, *vectors, *made, *scratch]
@@ -330,7 +332,7 @@ def _call(
 
 
 def _spec(cfg: Config, layout: Layout, name: str, shape: tuple[int, ...]) -> pl.BlockSpec:
-    """Which block of an array grid step (sequence b, heads' unit h, group g) works on."""
+    """The block of an array that a grid step (sequence b, heads' unit h, group g) works on."""
     split = layout.split
     if name == "rules":
         return pl.BlockSpec((1, *shape[1:]), lambda b, h, g, *_: (h, 0, 0))
@@ -343,11 +345,11 @@ def _spec(cfg: Config, layout: Layout, name: str, shape: tuple[int, ...]) -> pl.
     return pl.BlockSpec((1, 1, cfg.units, *shape[3:]), lambda b, h, g, *_: (b, h, g, 0, 0))
 
 
-# What is not finite.
+# Non-finite values.
 
 
 def _with_wild(static: Static, out: jax.Array, v: jax.Array, extras: Extras) -> jax.Array:
-    """out with what NaN and infinite values, zeros so far, do to the rows that see them."""
+    """Add to out the effect of NaN and infinite values, zeros so far, on the rows that see them."""
     batch, rows, num_heads, size = out.shape
     num_keys, num_kv_heads = v.shape[1:3]
     step = min(rows, 256)

@@ -1,12 +1,12 @@
-"""Multi-head latent attention over a paged cache for TPUs: absorbed queries, decode, speculation and prompts in one launch
-that also writes the new tokens.
+"""Multi-head latent attention over a paged cache for TPUs, with absorbed queries: decode, speculation and prompts in one
+launch that also writes the new tokens.
 
 Layout. The cache is [N, P, lanes], a row [kv_c L | k_pe Dr | zeros] padded to a multiple of 128: a TPU pads the last
-dimension anyway, and where the shape does not say so XLA turns the whole cache round to save it. A page is one DMA, and
-what it brings is used twice: all lanes as keys, the first L as values.
+dimension anyway, and if the shape does not include the padding XLA transposes the whole cache to save it. A page is one
+DMA, and its data is used twice: all lanes as keys, the first L as values.
 
-What is undefined: rows of the cache past a request's length. What the kernel promises: it follows no block id past the used
-columns, writes no slot but those of `slot_mapping`, and returns 0 and -inf for rows of no request or without keys.
+Undefined: rows of the cache past a request's length. Guaranteed: the kernel follows no block id past the used columns,
+writes no slot except those of `slot_mapping`, and returns 0 and -inf for rows of no request or without keys.
 
 Shape letters: T tokens, R requests, H query heads, L kv_lora_rank, Dr rope size, N pages of P tokens, B table columns.
 """
@@ -25,8 +25,11 @@ from attn.jax.kernels.tpu._refs import LANES, LOG2_E, block_shape
 
 
 class Blocks(NamedTuple):
-    """Sizes a launch works in: keys a DMA block, query tokens a long item (0: there is none), keys and rows of a score
-    matrix, and blocks held at a time."""
+    """Sizes of a launch.
+
+    Keys per DMA block, query tokens per long item (0: there is none), keys and rows of a score matrix, and blocks in memory
+    at a time.
+    """
 
     kv_block: int
     large: int
@@ -44,7 +47,7 @@ def blocks_for(chip: str, *, heads: int, page: int, columns: int, align: int, ma
     """Block sizes for a launch on `chip`. Raises ValueError for an unknown chip.
 
     2,048 keys at a time, since the products of a block wait for its exponentials and longer blocks wait less often; 512
-    rows an item, and 256 of them between two loads of keys, keep the matrix unit busy.
+    rows per item, and 256 of them between two loads of keys, keep the matrix unit busy.
     """
     if chip not in CHIPS:
         raise ValueError(f"chip={chip!r} is unknown; known: {', '.join(CHIPS)}")
@@ -77,15 +80,15 @@ def mla_attention(
     blocks: Blocks | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-    """(out [T, H, L], lse [H, T] float32 natural or None, the cache with the new tokens in it).
+    """Compute (out [T, H, L], lse [H, T] float32 natural log or None, the cache with the new tokens in it).
 
-    q_nope: [T, H, L], absorbed; q_pe: [T, H, Dr]; new_kv_c: [T, L] and new_k_pe: [T, Dr] of the cache's dtype (quantised
-    already), or both None to write nothing; kv_cache: [N, P, row_lanes(L + Dr)], zeros past L + Dr; query_start_loc:
-    [R + 1], seq_lens: [R], block_table: [R, B], slot_mapping: [T], int32. Token t of a request goes where its block table
-    says; slot_mapping says only whether (-1: not), and may hold back the first or last tokens of a request, not some
-    between. `max_query_len`: static, at least the longest query. `k_scale`: what a code of a quantised cache is worth.
+    q_nope: [T, H, L], absorbed; q_pe: [T, H, Dr]; new_kv_c: [T, L] and new_k_pe: [T, Dr] of the cache's dtype (already
+    quantised), or both None to write nothing; kv_cache: [N, P, row_lanes(L + Dr)], zeros past L + Dr; query_start_loc: [R +
+    1], seq_lens: [R], block_table: [R, B], slot_mapping: [T], int32. The block table determines where token t of a request
+    is written; slot_mapping only whether (-1: not), and may exclude the first or last tokens of a request, but not tokens
+    in between. `max_query_len`: static, at least the longest query. `k_scale`: the scale of a quantised cache's codes.
     `chip`: v5e, v6e, ... and `interpret`, False or `pltpu.InterpretParams`: by default the TPU that is compiled for, or
-    else the interpreter. Raises ValueError when the tables overflow the chip's SMEM.
+    else the interpreter. Raises ValueError if the tables exceed the chip's SMEM.
     """
     num_tokens, heads, rank = q_nope.shape
     num_blocks, page, lanes = kv_cache.shape
@@ -160,8 +163,10 @@ def _round_up(x: int, multiple: int) -> int:
 def _buffers(
     cfg: Config, tokens: dict[str, int], arrays: dict[str, jax.Array], stored: Any
 ) -> tuple[dict[str, Any], dict[str, jax.ShapeDtypeStruct]]:
-    """(scratch, results) of a launch over a cache of dtype `stored`, by the names of `Refs`, those of a kind of rows behind
-    its name. `tokens`: of each kind that there is, the query tokens of an item."""
+    """(scratch, results) of a launch over a cache of dtype `stored`, by the names of `Refs`.
+
+    Names of refs for one kind of rows begin with the kind. `tokens`: for each kind in use, the query tokens per item.
+    """
     dtype = arrays["single.query"].dtype
     made: dict[str, Any] = {}
     scratch: dict[str, Any] = {
@@ -194,7 +199,7 @@ def _buffers(
 
 
 def _refs(tokens: dict[str, int], named: dict[str, Any]) -> Refs:
-    """The refs of a launch, those of each kind of rows together."""
+    """The refs of a launch, with those of each kind of rows grouped."""
     plain = {name: ref for name, ref in named.items() if "." not in name}
     kinds = {
         kind: Rows(count, **{name.split(".")[1]: ref for name, ref in named.items() if name.startswith(f"{kind}.")})

@@ -1,15 +1,14 @@
-"""Ragged attention over a paged KV cache for TPUs: prefill, decode and both at once, in one launch that also writes
-the new tokens.
+"""Ragged attention over a paged KV cache for TPUs: prefill, decode and both at once, in one launch that also writes the new
+tokens.
 
-Layout. The cache is [N, planes, K, P, lanes]: a page is one contiguous DMA, and a head's keys of a page are a matrix
-with tokens on sublanes and the head on lanes, which the matrix unit takes as it is. A head of 64 lies with its values
-in one row of 128 (planes = 1): scores contract with zeros against the values, and the weighted sum of keys is thrown
-away, both for free. Other heads have planes = 2 and are padded to a multiple of 128 with zeros: a TPU pads the last
-dimension anyway, and where the shape does not say so XLA turns the whole cache round to save it, and turns it back for
-the kernel.
+Layout. The cache is [N, planes, K, P, lanes]: a page is one contiguous DMA, and a head's keys of a page are a matrix with
+tokens on sublanes and the head on lanes, which the matrix unit reads directly. A head of 64 shares one row of 128 with its
+values (planes = 1): scores contract with zeros against the values, and the weighted sum of keys is discarded, both at no
+cost. Other heads have planes = 2 and are padded to a multiple of 128 with zeros: a TPU pads the last dimension anyway, and
+if the shape does not include the padding XLA transposes the whole cache to save it, and transposes it back for the kernel.
 
-What is undefined: rows of the cache past a request's length. What the kernel promises: it follows no block id past the
-used columns, writes no slot but those of `slot_mapping`, and returns 0 and -inf for rows of no request.
+Undefined: rows of the cache past a request's length. Guaranteed: the kernel follows no block id past the used columns,
+writes no slot except those of `slot_mapping`, and returns 0 and -inf for rows of no request.
 
 Shape letters: T tokens, R requests, H query heads, K kv heads, G = H / K, D head size, N pages of P tokens, B table
 columns.
@@ -28,14 +27,14 @@ from attn.jax.kernels.tpu._refs import E4M3_GAIN, LANES, LOG2_E, Config, Refs, b
 
 
 def cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, int, int, int, int]:
-    """[N, planes, K, P, lanes] of a cache."""
+    """The shape [N, planes, K, P, lanes] of a cache."""
     if 2 * head_size == LANES:
         return (num_blocks, 1, num_kv_heads, block_size, LANES)
     return (num_blocks, 2, num_kv_heads, block_size, -(-head_size // LANES) * LANES)
 
 
 def keys_and_values(kv_cache: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The cache as keys [N, P, K, D] and values [N, P, K, D], or wider where `cache_shape` pads heads: with zeros past D."""
+    """View the cache as keys [N, P, K, D] and values [N, P, K, D], or wider if `cache_shape` pads heads, with zeros past D."""
     pages = kv_cache.transpose(0, 1, 3, 2, 4)
     if kv_cache.shape[1] == 1:
         return pages[:, 0, ..., : LANES // 2], pages[:, 0, ..., LANES // 2 :]
@@ -43,7 +42,7 @@ def keys_and_values(kv_cache: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def stored(key: jax.Array, value: jax.Array, kv_cache: jax.Array) -> jax.Array:
-    """Rows key, value [T, K, D], already of the cache's dtype, as it stores them: [T, planes, K, lanes]."""
+    """Arrange rows key, value [T, K, D], already of the cache's dtype, as it stores them: [T, planes, K, lanes]."""
     if kv_cache.shape[1] == 1:
         return jnp.concatenate([key, value], axis=2)[:, None]
     rows = jnp.stack([key, value], axis=1)
@@ -51,7 +50,7 @@ def stored(key: jax.Array, value: jax.Array, kv_cache: jax.Array) -> jax.Array:
 
 
 def write(key: jax.Array, value: jax.Array, kv_cache: jax.Array, slot_mapping: jax.Array) -> jax.Array:
-    """The cache with key, value [T, K, D], of its dtype, at `slot_mapping` [T] (-1: nowhere): a scatter, for any slots."""
+    """Scatter key, value [T, K, D], of the cache's dtype, into the cache at `slot_mapping` [T] (-1: nowhere), any slots."""
     num_blocks, page = kv_cache.shape[0], kv_cache.shape[3]
     block = jnp.where(slot_mapping < 0, num_blocks, slot_mapping // page)  # out of range, so dropped
     return kv_cache.at[block, :, :, slot_mapping % page].set(stored(key, value, kv_cache), mode="drop")
@@ -82,15 +81,14 @@ def ragged_paged_attention(
     blocks: Blocks | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-    """(out [T, H, D], lse [H, T] float32 or None, the cache with the new tokens in it).
+    """Compute (out [T, H, D], lse [H, T] float32 or None, the cache with the new tokens in it).
 
-    query: [T, H, D]; key, value: [T, K, D] of the cache's dtype (quantised already), or None to write nothing;
-    kv_cache: see `cache_shape`; query_start_loc: [R + 1], seq_lens: [R], block_table: [R, B], slot_mapping: [T],
-    int32. Token t of a request goes where its block table says; slot_mapping says only whether (-1: not), and may hold
-    back the first or last tokens of a request, not some between (`write` takes any). Raises ValueError when the tables
-    overflow the chip's SMEM. `max_query_len`: static, at least the longest query. `chip`: v5e, v6e, ... and
-    `interpret`, False or `pltpu.InterpretParams`: by default the TPU that is compiled for (`_chips.target`), or
-    else the interpreter.
+    query: [T, H, D]; key, value: [T, K, D] of the cache's dtype (already quantised), or None to write nothing; kv_cache:
+    see `cache_shape`; query_start_loc: [R + 1], seq_lens: [R], block_table: [R, B], slot_mapping: [T], int32. The block
+    table determines where token t of a request is written; slot_mapping only whether (-1: not), and may exclude the first
+    or last tokens of a request, but not tokens in between (`write` supports any). Raises ValueError if the tables exceed
+    the chip's SMEM. `max_query_len`: static, at least the longest query. `chip`: v5e, v6e, ... and `interpret`, False or
+    `pltpu.InterpretParams`: by default the TPU that is compiled for (`_chips.target`), or else the interpreter.
     """
     num_tokens, num_heads, head_size = query.shape
     num_blocks, planes, num_kv_heads, page, lanes = kv_cache.shape
@@ -184,7 +182,7 @@ def _rules(cfg: Config, scale: float, k_scale: Any, v_scale: Any, sinks: Any, al
 
 
 def _single_rows(cfg: Config, rules: jax.Array) -> jax.Array:
-    """rules for the rows of singles: [4, K / J, S, 128], every lane alike."""
+    """`rules` for the rows of singles: [4, K / J, S, 128], all lanes equal."""
     rows = rules.reshape(4, cfg.joined, cfg.join * cfg.group)
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, cfg.single_rows - rows.shape[2])))
     return jnp.broadcast_to(rows[..., None], (*rows.shape, LANES))
