@@ -224,9 +224,9 @@ def widen_e4m3(codes: jax.Array) -> jax.Array:
     """float8_e4m3fn codes [n, lanes] as bfloat16, exactly: first the n / 2 even rows, then the odd ones.
 
     The compiler widens through float32, one row group at a time, which costs more than the attention. This function splits
-    words of 4 rows into 2 words of 2 with shifts and masks. With the exponent's bias added, code 0.eeee.mmm reads 2 ** (e -
-    7) * (1 + m / 8), which is correct for e > 0. For e = 0 the correct value is twice that minus 2 ** -6, which is the
-    smaller of the two if and only if e = 0.
+    words of 4 rows into 2 words of 2 with shifts and masks. With the exponent's bias added, code 0.eeee.mmm reads
+    2 ** (e - 7) * (1 + m / 8), which is correct for e > 0. For e = 0 the correct value is twice that minus 2 ** -6, which is
+    the smaller of the two if and only if e = 0.
     """
     words = pltpu.bitcast(codes, jnp.int32)
     halves = []
