@@ -74,8 +74,7 @@ class Program(NamedTuple):
 
 
 def environment(chip: str, dump: str, estimate: bool) -> dict[str, str]:
-    """Environment variables of a process that compiles for `chip` and writes its dumps under `dump`; `estimate`: also
-    simulates.
+    """Environment variables of a process that compiles for `chip` and dumps under `dump`; `estimate`: also simulates.
 
     Estimates keep operands out of VMEM, where XLA would place some: the figures are those of a kernel with all of VMEM.
     """

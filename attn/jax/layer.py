@@ -33,8 +33,7 @@ class _Module(BaseLayer, nnx.Module):
         return jnp.dtype(jnp.float32)
 
     def new_kv_cache(self, num_blocks: int, device: Any = None, *, layers: int = 1) -> jax.Array:
-        """Return a zeroed cache of `num_blocks` blocks in the layout of this layer's backend, on a device or with a
-        sharding.
+        """Return a zeroed cache of `num_blocks` blocks in the backend's layout, on a device or with a sharding.
 
         layers: number of caches, concatenated along N in one array, for layers in a scan: layer i reads and writes its
             own with `attn_metadata.of_layer(i)`. Block ids are those of one layer's cache, 0 to num_blocks - 1.
@@ -90,8 +89,7 @@ class MLAAttention(BaseMLAAttention, _Module):
         attn_metadata: Any,
         indices: Any = None,
     ) -> tuple[Any, jax.Array]:
-        """Return (output [T, H, Dv], kv_cache): a pure function of its arguments and of `kv_b_proj`; see
-        `MLACommonImpl.apply`.
+        """Return (output [T, H, Dv], kv_cache): a pure function of its arguments and `kv_b_proj`; see `MLACommonImpl.apply`.
 
         q: [T, H, Dn + Dr], kv_c_normed: [T, L], k_pe: [T, Dr], projected, normalised and rotated by the model; the new rows
         are written to `kv_cache`. Jit it with the cache donated, so that the write happens in place. A sparse backend also

@@ -134,8 +134,10 @@ class PagedAttentionMetadata(AttentionMetadata):
 
 
 class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetadata]):
-    """Check the framework-neutral batch and move it to the device. A builder with another `metadata_cls` sets that attribute
-    and fills the added fields in `extend`."""
+    """Check the framework-neutral batch and move it to the device.
+
+    A builder of another metadata class sets `metadata_cls` and fills the added fields in `extend`.
+    """
 
     metadata_cls = PagedAttentionMetadata
 
@@ -169,7 +171,7 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
         return metadata
 
     def extend(self, metadata: Any, batch: CommonAttentionMetadata, fast_build: bool) -> None:
-        """Fill what `metadata_cls` adds to `PagedAttentionMetadata`, for a batch that was found valid."""
+        """Fill what `metadata_cls` adds to `PagedAttentionMetadata`, after the batch was validated."""
 
     def _put(self, array: Any, dtype: torch.dtype) -> torch.Tensor:
         tensor = to_framework(array, "torch")

@@ -40,8 +40,7 @@ def latent_attention(
     causal: bool = True,
     k_scale: jax.Array | float = 1.0,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute (out [T, H, L] in query's dtype, lse [H, T] float32, natural log) of a ragged batch over a paged latent
-    cache.
+    """Compute (out [T, H, L] in query's dtype, lse [H, T] float32, natural) of a ragged batch over a paged latent cache.
 
     query: [T, H, W], absorbed; kv_cache: [N, P, W] of any dtype, whose codes have scale `k_scale`, or [N, P, 656] uint8
     (`fp8_ds_mla`); query_start_loc: [R + 1]; seq_lens: [R]; block_table: [R, B]; all int32. `max_query_len` is static, at
@@ -118,8 +117,9 @@ def expanded_attention(
     max_keys: int,
     causal: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute (out [T, H, Dv], lse [H, T]) of ordinary heads: request r attends to rows [key_start_loc[r], key_start_loc[r
-    + 1]).
+    """Compute (out [T, H, Dv], lse [H, T]) of expanded heads, in which a request attends to its own keys.
+
+    Request r attends to rows [key_start_loc[r], key_start_loc[r + 1]).
 
     query: [T, H, D]; key: [m, H, D]; value: [m, H, Dv]; both bounds are static.
     """

@@ -33,8 +33,9 @@ def chosen_impl(
     rows: int,
     keys: int,
 ) -> Any:
-    """Return the implementation for a call with these properties in the current environment and registries. The choice is
-    logged once.
+    """Return the implementation for a call with these properties in the current environment and registries.
+
+    The choice is logged once.
 
     mask: whether the call has a mask other than one of keys; grad: whether gradients are needed; key_mask: whether it has a
     mask of keys; rows, keys: 0 if unknown. A graph keeps the choice made while it was traced. Numbers of heads, head size

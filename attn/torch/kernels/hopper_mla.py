@@ -53,8 +53,7 @@ _BATCH = ("row_tiles", "splits", "split", "topk", "num_pages", "lse_h", "table_r
 def _part(  # type: ignore[no-untyped-def]
     query_start_loc, seq_lens, limits, row_tiles, split, topk, H: gl.constexpr, HAS_LIMITS: gl.constexpr, SPARSE: gl.constexpr
 ):  # fmt: skip
-    """(request, its first token, tokens, keys, first row; keys that all rows and that some row sees, first key, tiles,
-    splits).
+    """(request, its first token, tokens, keys, first row; keys that all rows, some row see, first key, tiles, splits).
 
     A program without work has -1 splits.
     """

@@ -178,8 +178,7 @@ def int8_attention(
     scale: float,
     causal: bool = False,
 ) -> None:
-    """Compute output [B, S, H, D] and, unless None, lse [B, H, S] float32 (natural log; -inf without keys, where output is
-    0).
+    """Compute output [B, S, H, D] and, unless None, lse [B, H, S] float32 (natural log). Without keys they are 0 and -inf.
 
     query: [B, S, H, D]; key, value: [B, M, K, D], float16 or bfloat16, any strides with a dense last dimension. lens: [B]
     int32, entry b has keys 0 .. lens[b] - 1; later rows may contain anything. mean: [B, K, D] float32, subtracted from the

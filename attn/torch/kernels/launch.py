@@ -205,8 +205,7 @@ def long_decode(
 
 
 def prefill_programs(flops: float, nbytes: float, multiprocessors: int) -> int:
-    """The number of multiprocessors for the prefill of a mixed batch while its decode runs on the others; all, if run in
-    sequence.
+    """Multiprocessors for the prefill of a mixed batch while its decode runs on the others; all, if run in sequence.
 
     `flops` of the prefill against `nbytes` of the decode's keys and values, at Hopper's rates. A decode saturates memory
     with three sevenths of the multiprocessors and slows down in proportion with fewer. The two share the device if that is

@@ -121,8 +121,7 @@ def clear_chunks(cfg: Config, at: Place, low: jax.Array, high: jax.Array) -> tup
 
 
 def each_chunk(cfg: Config, masks: Masks, at: Place, attend: Stretch, finish: Callable[[], None]) -> None:
-    """Call attend(tiles), each list one stretch of code, until every row of the group has processed all keys it sees; then
-    finish().
+    """Call attend(tiles), each list one stretch of code, until every row of the group has seen all its keys; then finish().
 
     A chunk that all rows see is one stretch with all units. A causal group's diagonal, if it is aligned with chunks, comes
     last: one stretch without the keys that no row sees, whose tiles finish their units. Of the other keys, those that no
@@ -218,8 +217,7 @@ def _chunk_span(cfg: Config, masks: Masks, at: Place, chunk: jax.Array) -> tuple
 def scores(
     cfg: Config, masks: Masks, at: Place, tile: Tile, queries: jax.Array, keys: jax.Array
 ) -> tuple[jax.Array, jax.Array | None]:
-    """([keys, rows] in units of log2, -inf where not seen; their derivative with respect to the uncapped scores, or None
-    for 1).
+    """([keys, rows] in units of log2, -inf where not seen; their derivative by the uncapped scores, or None for 1).
 
     queries: [D, rows] of the tile's unit; keys: [count, D] of the tile.
     """

@@ -46,8 +46,7 @@ def flash_attention(
     block_sizes: tuple[BlockSizes, BlockSizes] | None = None,
     interpret: Any = None,
 ) -> Any:
-    """Compute out [B, S, H, Dv] in the dtype of q, or (out, lse [B, H, S] float32), the natural log-sum-exp without the
-    sink.
+    """Compute out [B, S, H, Dv] in the dtype of q, or (out, lse [B, H, S] float32, natural log, without the sink).
 
     q: [B, S, H, D]; k: [B, M, K, D]; v: [B, M, K, Dv]; all bfloat16 or all float32. Head h reads kv head h // (H / K).
     kv_lens: [B] int32, the number of keys of sequence b (M when None); later keys are ignored. Row i is at position p = i +

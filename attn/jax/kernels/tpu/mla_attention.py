@@ -1,5 +1,6 @@
-"""Multi-head latent attention over a paged cache for TPUs, with absorbed queries: decode, speculation and prompts in one
-launch that also writes the new tokens.
+"""Multi-head latent attention over a paged cache for TPUs.
+
+Queries are absorbed. One launch computes decode, speculation and prompts, and also writes the new tokens.
 
 Layout. The cache is [N, P, lanes], a row [kv_c L | k_pe Dr | zeros] padded to a multiple of 128: a TPU pads the last
 dimension anyway, and if the shape does not include the padding XLA transposes the whole cache to save it. A page is one

@@ -1,5 +1,6 @@
-"""Ragged attention over a paged KV cache for TPUs: prefill, decode and both at once, in one launch that also writes the new
-tokens.
+"""Ragged attention over a paged KV cache for TPUs.
+
+One launch computes prefill, decode or both, and also writes the new tokens.
 
 Layout. The cache is [N, planes, K, P, lanes]: a page is one contiguous DMA, and a head's keys of a page are a matrix with
 tokens on sublanes and the head on lanes, which the matrix unit reads directly. A head of 64 shares one row of 128 with its
