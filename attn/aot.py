@@ -131,9 +131,15 @@ def request_of(choice: Mapping[str, Any]) -> Request:
     }
     heads, kv_heads = choice["heads"]
     return Request(
-        choice["head_size"], choice["dtype"], choice["kv"], choice["block_size"], AttentionType.DECODER,
-        frozenset(feature for feature, wanted in features.items() if wanted), heads, kv_heads,
-    )  # fmt: skip
+        choice["head_size"],
+        choice["dtype"],
+        choice["kv"],
+        choice["block_size"],
+        AttentionType.DECODER,
+        frozenset(feature for feature, wanted in features.items() if wanted),
+        heads,
+        kv_heads,
+    )
 
 
 @dataclass
@@ -477,9 +483,13 @@ def run(args: argparse.Namespace) -> int:
     begin = time.monotonic()
     with _progress(sum(not case.refused for case in chosen) * len(_steps(args.target, args.compile_only))) as report:
         rows = compile_cases(
-            args.target, chosen, jobs=args.jobs, limits=Limits(args.seconds, args.memory), report=report,
+            args.target,
+            chosen,
+            jobs=args.jobs,
+            limits=Limits(args.seconds, args.memory),
+            report=report,
             compile_only=args.compile_only,
-        )  # fmt: skip
+        )
     ok = not any(row.status == "failed" for row in rows)
     data = {
         "target": args.target,

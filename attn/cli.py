@@ -86,10 +86,21 @@ def _explain(parser: argparse.ArgumentParser) -> Run:
             parser.error("--arch and --device-name require --platform")
         assume = None if args.assume is None else [name.strip() for name in args.assume.split(",") if name.strip()]
         selection = explain(
-            args.head_size, args.dtype, args.kv_cache_dtype, args.block_size, features=args.feature, use_mla=args.mla,
-            attn_type=args.attn_type, num_heads=args.num_heads, num_kv_heads=args.num_kv_heads, backend=args.backend,
-            framework=args.framework, device=device, disable=args.disable, assume=assume,
-        )  # fmt: skip
+            args.head_size,
+            args.dtype,
+            args.kv_cache_dtype,
+            args.block_size,
+            features=args.feature,
+            use_mla=args.mla,
+            attn_type=args.attn_type,
+            num_heads=args.num_heads,
+            num_kv_heads=args.num_kv_heads,
+            backend=args.backend,
+            framework=args.framework,
+            device=device,
+            disable=args.disable,
+            assume=assume,
+        )
         _show(selection, args.json)
         if selection.source == "priority" and not args.json:
             print(f"candidates: the priority list of {selection.device.framework} on {selection.device.platform}")
@@ -235,9 +246,11 @@ def parser(argv: Sequence[str]) -> argparse.ArgumentParser:
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, command in COMMANDS.items():
         sub = commands.add_parser(
-            name, help=command.summary, description=f"{command.summary[0].upper()}{command.summary[1:]}.",
+            name,
+            help=command.summary,
+            description=f"{command.summary[0].upper()}{command.summary[1:]}.",
             epilog=f"example: {command.example}",
-        )  # fmt: skip
+        )
         if name == chosen:
             sub.set_defaults(run=command.configure(sub))
     return top

@@ -216,13 +216,27 @@ class BaseAttention(BaseLayer):
         self.backend = self.selection.require()
         impl_cls: Any = self.backend.get_impl_cls()
         self.impl = impl_cls(
-            num_heads, head_size, check_scale(scale, head_size), num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype,
-            logits_soft_cap, attn_type, kv_sharing_target_layer_name, **({} if sinks is None else {"sinks": sinks}),
-        )  # fmt: skip
+            num_heads=num_heads,
+            head_size=head_size,
+            scale=check_scale(scale, head_size),
+            num_kv_heads=num_kv_heads,
+            alibi_slopes=alibi_slopes,
+            sliding_window=sliding_window,
+            kv_cache_dtype=kv_cache_dtype,
+            logits_soft_cap=logits_soft_cap,
+            attn_type=attn_type,
+            kv_sharing_target_layer_name=kv_sharing_target_layer_name,
+            **({} if sinks is None else {"sinks": sinks}),
+        )
         self.kv_cache_spec = KVCacheSpec(
-            block_size, num_kv_heads, head_size, dtype_name(dtype), kv_cache_dtype, attn_type=attn_type,
+            block_size,
+            num_kv_heads,
+            head_size,
+            dtype_name(dtype),
+            kv_cache_dtype,
+            attn_type=attn_type,
             sliding_window=tuple(sliding_window) if isinstance(sliding_window, list) else sliding_window,  # hashable
-        )  # fmt: skip
+        )
         if return_lse:
             self.impl.need_to_return_lse_for_decode = True
         self.impl.layer_dtype = self.kv_cache_spec.dtype
@@ -294,9 +308,25 @@ class BaseMLAAttention(BaseLayer):
         self.backend = self.selection.require()
         impl_cls: Any = self.backend.get_impl_cls()
         self.impl = impl_cls(
-            num_heads, rank + rope, check_scale(scale, nope + rope), 1, None, None, request.kv_cache_dtype, None,
-            AttentionType.DECODER, None, q_lora_rank, rank, nope, rope, nope + rope, v_head_dim, kv_b_proj, indexer,
-        )  # fmt: skip
+            num_heads=num_heads,
+            head_size=rank + rope,
+            scale=check_scale(scale, nope + rope),
+            num_kv_heads=1,
+            alibi_slopes=None,
+            sliding_window=None,
+            kv_cache_dtype=request.kv_cache_dtype,
+            logits_soft_cap=None,
+            attn_type=AttentionType.DECODER,
+            kv_sharing_target_layer_name=None,
+            q_lora_rank=q_lora_rank,
+            kv_lora_rank=rank,
+            qk_nope_head_dim=nope,
+            qk_rope_head_dim=rope,
+            qk_head_dim=nope + rope,
+            v_head_dim=v_head_dim,
+            kv_b_proj=kv_b_proj,
+            indexer=indexer,
+        )
         if return_lse:
             self.impl.need_to_return_lse_for_decode = True
         self.impl.prefill_backend = prefill_backend

@@ -360,9 +360,18 @@ def _described(
         reasons.append(f"broken: {type(error).__name__}: {error}")
         capabilities, blocks, features, limits = None, (), (), ()
     return BackendRow(
-        registry, candidate.name, candidate.path, origin, framework, tuple(reasons), capabilities, blocks, features,
-        evidence.summary(registry, candidate.name), limits,
-    )  # fmt: skip
+        registry=registry,
+        name=candidate.name,
+        path=candidate.path,
+        origin=origin,
+        framework=framework,
+        reasons=tuple(reasons),
+        capabilities=capabilities,
+        block_sizes=blocks,
+        features=features,
+        evidence=evidence.summary(registry, candidate.name),
+        limits=limits,
+    )
 
 
 def _beside(registry: str) -> list[Candidate]:
@@ -388,13 +397,23 @@ def _framework_of_path(path: str) -> str:
 
 
 def _plugin_row(registry: str, report: plugins.PluginReport) -> BackendRow:
-    reasons = (f"plugin not loaded: {report.problem}",)
-    return BackendRow(registry, report.name, report.value, "plugin", "", reasons, None, (), (), "")
+    return BackendRow(
+        registry=registry,
+        name=report.name,
+        path=report.value,
+        origin="plugin",
+        framework="",
+        reasons=(f"plugin not loaded: {report.problem}",),
+        capabilities=None,
+        block_sizes=(),
+        features=(),
+        evidence="",
+    )
 
 
 def _table_row(registry: str, member: BackendEnum) -> list[str]:
     if not member.value:
-        return _cells(member.name, "", "a slot for a class of yours")
+        return _cells(member.name, ("", "a slot for a class of yours"))
     return _table_cells(registry, load_candidate(member.name, member.value))
 
 
@@ -403,15 +422,24 @@ def _table_cells(registry: str, candidate: Candidate) -> list[str]:
     can = row.capabilities
     status = "built" if row.built else NOT_BUILT
     if can is None:
-        return _cells(row.name, row.framework, status, row.evidence)
+        return _cells(row.name, (row.framework, status, row.evidence))
     needs = can.install or ", ".join(can.packages) or "nothing more"
     served = ", ".join([*row.features, *row.limits])
-    return _cells(
-        row.name, row.framework, status, row.evidence, ", ".join(can.platforms), needs, ", ".join(can.dtypes),
-        _sizes(can.head_sizes), ", ".join(row.block_sizes), ", ".join(can.kv_cache_dtypes), served,
-    )  # fmt: skip
+    rest = (
+        row.framework,
+        status,
+        row.evidence,
+        ", ".join(can.platforms),
+        needs,
+        ", ".join(can.dtypes),
+        _sizes(can.head_sizes),
+        ", ".join(row.block_sizes),
+        ", ".join(can.kv_cache_dtypes),
+        served,
+    )
+    return _cells(row.name, rest)
 
 
-def _cells(name: str, *rest: str) -> list[str]:
+def _cells(name: str, rest: Sequence[str]) -> list[str]:
     """A table row, padded with empty cells."""
     return [f"`{name}`", *rest, *[""] * (len(_COLUMNS) - 1 - len(rest))]

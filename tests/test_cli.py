@@ -190,8 +190,8 @@ def test_a_case_that_fails_is_exit_code_1(capsys):
         pass
 
     class ForgetfulImpl(TorchSDPAImpl, backend=Forgetful):
-        def _attend(self, layer, query, kv_cache, attn_metadata, output, lse):
-            output.zero_()
+        def _attend(self, call):
+            call.output.zero_()
 
     register_backend("FORGETFUL", Forgetful)
     code, out, _ = call(capsys, "conform FORGETFUL --only", "float32, constant V")

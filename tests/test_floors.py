@@ -362,6 +362,30 @@ def test_an_unknown_name_of_the_face_is_an_attribute_error():
         _ = attn.nope
 
 
+#: Calls that `torch.compile` follows: to it, what comes by keyword or out of a record may be no constant of its graph.
+TRACED = ("chosen_impl", "_description")
+
+
+def test_a_long_call_names_its_arguments():
+    """A call of nine arguments and more has them by name. Exceptions beside `TRACED`: what runs on a device, where a state is
+    passed on as it is, from a program to its parts; and the programs for TPUs, whose sources are part of their evidence."""
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        if not path.is_relative_to(PACKAGE / "jax" / "kernels" / "tpu"):
+            calls = _long_calls(ast.parse(path.read_text(encoding="utf-8")))
+            found += [f"{path.relative_to(PACKAGE).as_posix()} calls {name}" for name in calls if name not in TRACED]
+    assert not found
+
+
+def _long_calls(node: ast.AST) -> Iterator[str]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef) and any("jit" in ast.unparse(made) for made in child.decorator_list):
+            continue
+        if isinstance(child, ast.Call) and len(child.args) >= 9:
+            yield ast.unparse(child.func)
+        yield from _long_calls(child)
+
+
 def test_no_file_is_called_like_a_stdlib_module():
     top = {path.stem for path in PACKAGE.glob("*.py")} | {path.name for path in PACKAGE.iterdir() if path.is_dir()}
     assert (top - {"__init__", "__main__"}) & set(sys.stdlib_module_names) == set()

@@ -325,9 +325,16 @@ class AttentionImpl(Implementation, ABC, Generic[T]):
 
         came_as = arrays.framework_of(query)
         result = self.forward(
-            layer, native(query), native(key), native(value), kv_cache, attn_metadata,
-            None, native(output_scale), native(output_block_scale),
-        )  # fmt: skip
+            layer,
+            native(query),
+            native(key),
+            native(value),
+            kv_cache,
+            attn_metadata,
+            output=None,
+            output_scale=native(output_scale),
+            output_block_scale=native(output_block_scale),
+        )
         if isinstance(result, tuple):
             return tuple(arrays.to_framework(x, came_as, like=query) for x in result)
         return arrays.to_framework(result, came_as, like=query)

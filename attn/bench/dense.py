@@ -46,9 +46,14 @@ class Shape:
 
     def request(self, dtype: str, error_budget: float = 0.0) -> DiffusionRequest:
         return DiffusionRequest(
-            self.head_size, dtype, num_heads=self.heads, num_kv_heads=self.heads, error_budget=error_budget, rows=self.rows,
+            self.head_size,
+            dtype,
+            num_heads=self.heads,
+            num_kv_heads=self.heads,
+            error_budget=error_budget,
+            rows=self.rows,
             keys=self.rows,
-        )  # fmt: skip
+        )
 
 
 #: Common models: Flux and SD3 at 1024 x 1024 with guidance, Wan 2.x for five seconds of 480p and 720p.

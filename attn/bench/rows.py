@@ -253,6 +253,17 @@ def judged(entry: Entry, timing: Timing, ceilings: tuple[float, float]) -> Row:
     """Make a row of a timing."""
     case = entry.case
     gb, tflop = nbytes(case) / timing.ms / 1e6, flops(case) / timing.ms / 1e9
-    shares = (gb / ceilings[0], tflop / ceilings[1])
     right = timing.error <= LIMITS[case.dtype]  # NaN is not
-    return Row(case, entry.backend, timing, gb, tflop, *shares, right, entry.chosen, entry.peer, entry.framework)
+    return Row(
+        case=case,
+        backend=entry.backend,
+        timing=timing,
+        gb_per_s=gb,
+        tflop_per_s=tflop,
+        of_copy=gb / ceilings[0],
+        of_gemm=tflop / ceilings[1],
+        right=right,
+        chosen=entry.chosen,
+        peer=entry.peer,
+        framework=entry.framework,
+    )

@@ -52,9 +52,12 @@ def _case(entry: dict[str, Any], path: Path, block_size: int | None) -> Case:
     page = const.get("page_size", _BLOCK_SIZE)
     return Case(
         grammar(_lens(inputs, const.get("page_size", 1), root)),
-        f"{const['num_qo_heads']}/{const['num_kv_heads']}", const["head_dim"], block_size or page, dtypes["q"],
+        f"{const['num_qo_heads']}/{const['num_kv_heads']}",
+        const["head_dim"],
+        block_size or page,
+        dtypes["q"],
         "auto" if stored == dtypes["q"] else _cache_dtype(stored),
-    )  # fmt: skip
+    )
 
 
 def _cache_dtype(stored: str) -> str:

@@ -48,9 +48,15 @@ class BaseDiffusionAttention:
         super().__init__()
         num_heads, num_kv_heads, head_size = check_heads(num_heads, num_kv_heads, head_size)
         request = make_diffusion_request(
-            head_size, self._default_dtype() if dtype is None else dtype, features=features, num_heads=num_heads,
-            num_kv_heads=num_kv_heads, error_budget=error_budget, causal=causal, key_mask=key_mask,
-        )  # fmt: skip
+            head_size,
+            self._default_dtype() if dtype is None else dtype,
+            features=features,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            error_budget=error_budget,
+            causal=causal,
+            key_mask=key_mask,
+        )
         self.selection = select_diffusion(
             request, role=role, category=category, config=config, backend=backend, framework=self.framework
         )

@@ -118,9 +118,15 @@ def get_diffusion_attn_backend(
     """Return the class of the backend for a layer. Raises `UnsupportedError` with every candidate's reasons, ValueError for
     malformed arguments, `BackendLoadError` if an explicit choice cannot be imported."""
     request = make_diffusion_request(
-        head_size, dtype, features=features, num_heads=num_heads, num_kv_heads=num_kv_heads, error_budget=error_budget,
-        causal=causal, key_mask=key_mask,
-    )  # fmt: skip
+        head_size,
+        dtype,
+        features=features,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        error_budget=error_budget,
+        causal=causal,
+        key_mask=key_mask,
+    )
     framework = framework_of_dtype(dtype)
     found = select_diffusion(request, role=role, category=category, config=config, backend=backend, framework=framework)
     return found.require()

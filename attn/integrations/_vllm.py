@@ -92,9 +92,13 @@ class AttnBackend(vllm_backend.AttentionBackend):
         if problem:
             return [f"{name}: {reason}" for reason in (*why, problem)]
         request = make_request(
-            asked["head_size"], asked["dtype"], asked["kv_cache_dtype"], asked["block_size"],
-            attn_type=attn_type, features=features,
-        )  # fmt: skip
+            asked["head_size"],
+            asked["dtype"],
+            asked["kv_cache_dtype"],
+            asked["block_size"],
+            attn_type=attn_type,
+            features=features,
+        )
         selection = select(request, framework="torch")
         if selection.winner is None:
             why += [*selection.reasons, _able(request)]
@@ -208,10 +212,20 @@ class AttnImpl(vllm_backend.AttentionImpl):
         if block_size not in self.layers:
             try:
                 self.layers[block_size] = Attention(
-                    self.num_heads, self.head_size, self.scale, self.num_kv_heads, self.alibi_slopes, self.sliding_window,
-                    self.kv_cache_dtype, self.logits_soft_cap, self.attn_type, sinks=self.sinks, dtype=self.dtype,
-                    block_size=block_size, features=self.features,
-                )  # fmt: skip
+                    num_heads=self.num_heads,
+                    head_size=self.head_size,
+                    scale=self.scale,
+                    num_kv_heads=self.num_kv_heads,
+                    alibi_slopes=self.alibi_slopes,
+                    sliding_window=self.sliding_window,
+                    kv_cache_dtype=self.kv_cache_dtype,
+                    logits_soft_cap=self.logits_soft_cap,
+                    attn_type=self.attn_type,
+                    sinks=self.sinks,
+                    dtype=self.dtype,
+                    block_size=block_size,
+                    features=self.features,
+                )
             except UnsupportedError as error:
                 raise UnsupportedError(f"{self.name}: {error}\n{_able(self._request())}", error.reasons) from None
         return self.layers[block_size]
@@ -274,7 +288,17 @@ class AttnImpl(vllm_backend.AttentionImpl):
         if self.sinks is not None:
             own.impl.sinks = self.sinks.detach().float()  # the model's, which may have been loaded since
         try:
-            own.impl.forward(layer, query, key, value, cache, attn_metadata.of(own), output, output_scale, output_block_scale)
+            own.impl.forward(
+                layer,
+                query,
+                key,
+                value,
+                cache,
+                attn_metadata.of(own),
+                output=output,
+                output_scale=output_scale,
+                output_block_scale=output_block_scale,
+            )
         except UnsupportedError as error:
             raise UnsupportedError(f"{self.name}: {error}\n{_able(self._request())}", error.reasons) from None
         return output

@@ -93,10 +93,21 @@ def _function(backend: str | None, error_budget: float) -> Any:
         wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
         full = attn_mask is not None and attn_mask.ndim != 2
         impl = chosen_impl(
-            backend, error_budget, query.device.type, query.shape[2], key.shape[2], query.shape[3], query.dtype,
-            None if scale is None else float(scale), is_causal, full, wants_grad, attn_mask is not None and not full,
-            query.shape[1], key.shape[1],
-        )  # fmt: skip
+            backend,
+            error_budget,
+            query.device.type,
+            query.shape[2],
+            key.shape[2],
+            query.shape[3],
+            query.dtype,
+            None if scale is None else float(scale),
+            is_causal,
+            full,
+            wants_grad,
+            attn_mask is not None and not full,
+            query.shape[1],
+            key.shape[1],
+        )
         meta = DiffusionAttentionMetadata(attn_mask=None if attn_mask is None else _bool(attn_mask))
         if return_lse:
             out, lse = impl.forward_lse(query, key, value, meta)

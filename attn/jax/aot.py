@@ -154,13 +154,25 @@ def _ragged_program(choice: Choice, chip: str) -> Program:
     query_lens, seq_lens = BATCHES[choice["batch"]]
     mask = choice["mask"]
     return ragged(
-        chip, query_lens, seq_lens, choice["heads"], choice["head_size"], choice["block_size"], choice["dtype"],
-        _stored(choice), columns=1024 // choice["block_size"],
-        causal=mask not in ("bidirectional", "two-sided"), window=WINDOWS.get(mask, (None, None)),
-        soft_cap=30.0 if choice["soft_cap"] else None, alibi=choice["alibi"], sinks=choice["sinks"],
-        tree=8 if mask == "tree" else 0, lse=choice["lse"], write=not choice["kv_sharing"],
+        chip,
+        query_lens,
+        seq_lens,
+        choice["heads"],
+        choice["head_size"],
+        choice["block_size"],
+        choice["dtype"],
+        _stored(choice),
+        columns=1024 // choice["block_size"],
+        causal=mask not in ("bidirectional", "two-sided"),
+        window=WINDOWS.get(mask, (None, None)),
+        soft_cap=30.0 if choice["soft_cap"] else None,
+        alibi=choice["alibi"],
+        sinks=choice["sinks"],
+        tree=8 if mask == "tree" else 0,
+        lse=choice["lse"],
+        write=not choice["kv_sharing"],
         per_head_scales=choice["per_head_scales"],
-    )  # fmt: skip
+    )
 
 
 def ragged(
@@ -207,10 +219,21 @@ def ragged(
         key, value, *given = rest if write else (None, None, *rest)
         more: dict[str, Any] = dict(zip(rules, given, strict=False))
         return kernel.ragged_paged_attention(
-            query, key, value, cache, *given[len(rules) :], **more, scale=head_size**-0.5,  # type: ignore[arg-type]
-            max_query_len=max(query_lens), chip=chip, causal=causal, window=window, logits_soft_cap=soft_cap,
-            return_lse=lse, interpret=False,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            cache,
+            *given[len(rules) :],
+            **more,
+            scale=head_size**-0.5,  # type: ignore[arg-type]
+            max_query_len=max(query_lens),
+            chip=chip,
+            causal=causal,
+            window=window,
+            logits_soft_cap=soft_cap,
+            return_lse=lse,
+            interpret=False,
+        )
 
     flops, traffic = cost(query_lens, seq_lens, num_heads, head_size, causal, window)
     traffic = traffic * kv_heads * 2 * head_size * jnp.dtype(stored).itemsize
@@ -262,9 +285,17 @@ def _refuse_latent(choice: Choice, chip: str) -> str:
 def _latent_program(choice: Choice, chip: str) -> Program:
     query_lens, seq_lens = BATCHES[choice["batch"]]
     return latent(
-        chip, query_lens, seq_lens, choice["num_heads"], choice["block_size"], choice["dtype"], _stored(choice),
-        columns=1024 // choice["block_size"], lse=choice["lse"], write=not choice["kv_sharing"],
-    )  # fmt: skip
+        chip,
+        query_lens,
+        seq_lens,
+        choice["num_heads"],
+        choice["block_size"],
+        choice["dtype"],
+        _stored(choice),
+        columns=1024 // choice["block_size"],
+        lse=choice["lse"],
+        write=not choice["kv_sharing"],
+    )
 
 
 def latent(
@@ -298,9 +329,19 @@ def latent(
         latent, pe, *more = rest if write else (None, None, *rest)
         scale = more.pop(0) if stored != dtype else 1.0
         return kernel.mla_attention(
-            nope, rope, latent, pe, cache, *more, scale=0.1, max_query_len=max(query_lens), chip=chip,  # type: ignore[arg-type,misc]
-            k_scale=scale, return_lse=lse, interpret=False,  # type: ignore[arg-type]
-        )  # fmt: skip
+            nope,
+            rope,
+            latent,
+            pe,
+            cache,
+            *more,
+            scale=0.1,
+            max_query_len=max(query_lens),
+            chip=chip,  # type: ignore[arg-type,misc]
+            k_scale=scale,
+            return_lse=lse,
+            interpret=False,  # type: ignore[arg-type]
+        )
 
     flops, rows = cost(query_lens, seq_lens, num_heads, RANK + ROPE, value_size=RANK)
     traffic = rows * (RANK + ROPE) * jnp.dtype(stored).itemsize
@@ -329,11 +370,21 @@ DENSE: dict[str, Sequence[Any]] = {
 def _dense_program(choice: Choice, chip: str) -> Program:
     mask = choice["mask"]
     return dense(
-        chip, choice["lengths"], choice["heads"], choice["head_sizes"], choice["dtype"],
-        causal=mask in ("causal", "window"), window=WINDOWS.get(mask), segments=choice["segments"],
-        kv_lens=choice["kv_lens"], soft_cap=30.0 if choice["soft_cap"] else None, alibi=choice["alibi"],
-        sinks=choice["sinks"], lse=choice["lse"], backward=choice["backward"],
-    )  # fmt: skip
+        chip,
+        choice["lengths"],
+        choice["heads"],
+        choice["head_sizes"],
+        choice["dtype"],
+        causal=mask in ("causal", "window"),
+        window=WINDOWS.get(mask),
+        segments=choice["segments"],
+        kv_lens=choice["kv_lens"],
+        soft_cap=30.0 if choice["soft_cap"] else None,
+        alibi=choice["alibi"],
+        sinks=choice["sinks"],
+        lse=choice["lse"],
+        backward=choice["backward"],
+    )
 
 
 def dense(
@@ -377,10 +428,19 @@ def dense(
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, logits: jax.Array | None) -> Any:
             return flash_attention(
-                q, k, v, causal=causal, sliding_window=window, logits_soft_cap=soft_cap, sinks=logits,
-                alibi_slopes=None if slopes is None else jax.lax.stop_gradient(slopes), return_lse=lse, chip=chip,
-                interpret=False, **dict[str, Any](zip(known, rest, strict=True)),
-            )  # fmt: skip
+                q,
+                k,
+                v,
+                causal=causal,
+                sliding_window=window,
+                logits_soft_cap=soft_cap,
+                sinks=logits,
+                alibi_slopes=None if slopes is None else jax.lax.stop_gradient(slopes),
+                return_lse=lse,
+                chip=chip,
+                interpret=False,
+                **dict[str, Any](zip(known, rest, strict=True)),
+            )
 
         if not backward:
             return attend(q, k, v, logits)

@@ -85,9 +85,14 @@ class Workload:
             heavy = np.log(max(m for _, m in self.lens))
             self.sinks = jnp.asarray(heavy + draw(case.num_heads), jnp.float32)
         impl = cls.get_impl_cls()(
-            case.num_heads, case.head_size, case.head_size**-0.5, case.num_kv_heads, sliding_window=case.window,
-            kv_cache_dtype=case.kv_cache_dtype, **({} if self.sinks is None else {"sinks": self.sinks}),
-        )  # fmt: skip
+            case.num_heads,
+            case.head_size,
+            case.head_size**-0.5,
+            case.num_kv_heads,
+            sliding_window=case.window,
+            kv_cache_dtype=case.kv_cache_dtype,
+            **({} if self.sinks is None else {"sinks": self.sinks}),
+        )
 
         def attend(query: jax.Array, cache: jax.Array, metadata: Any) -> jax.Array:
             out, _ = impl.apply(query, None, None, cache, metadata, k_scale=self.scale, v_scale=self.scale)
@@ -160,10 +165,18 @@ class MLAWorkload(Workload):
         weights, self.query, latent, rope = (jnp.asarray(draw(shape, np.float32), case.dtype) for shape in shapes)
         self.weights = weights * rank**-0.5  # expanded numbers are about 1
         impl = cls.get_impl_cls()(
-            case.num_heads, case.head_size, self.softmax_scale, 1, sliding_window=case.window,
-            kv_cache_dtype=case.kv_cache_dtype, kv_lora_rank=rank, qk_nope_head_dim=NOPE, qk_rope_head_dim=ROPE,
-            v_head_dim=VALUE, kv_b_proj=self.weights,
-        )  # fmt: skip
+            case.num_heads,
+            case.head_size,
+            self.softmax_scale,
+            1,
+            sliding_window=case.window,
+            kv_cache_dtype=case.kv_cache_dtype,
+            kv_lora_rank=rank,
+            qk_nope_head_dim=NOPE,
+            qk_rope_head_dim=ROPE,
+            v_head_dim=VALUE,
+            kv_b_proj=self.weights,
+        )
 
         def filled() -> jax.Array:
             slots = jnp.arange(empty.shape[0] * case.block_size)
@@ -347,7 +360,18 @@ class JaxBench:
         clean = statistics.median(self._times(call, self._read, count))
         low, high = times[len(times) // 5], times[4 * len(times) // 5]
         kernel = self._kernel_ms(workload, count)
-        return Timing(statistics.median(times), low, high, clean, build_us, host_us, error, True, None, kernel)
+        return Timing(
+            ms=statistics.median(times),
+            ms_p20=low,
+            ms_p80=high,
+            ms_clean=clean,
+            build_us=build_us,
+            host_us=host_us,
+            error=error,
+            replayed=True,
+            call_ms=None,
+            kernel_ms=kernel,
+        )
 
     def _kernel_ms(self, workload: Workload, count: int) -> float | None:
         """Milliseconds that one more attention adds to a program; None if noise hides them."""

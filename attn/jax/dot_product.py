@@ -74,9 +74,12 @@ def dot_product_attention(
     how = implementation
     if implementation is None:
         request = make_diffusion_request(
-            query.shape[-1], query.dtype, num_heads=query.shape[2], num_kv_heads=key.shape[2],
+            query.shape[-1],
+            query.dtype,
+            num_heads=query.shape[2],
+            num_kv_heads=key.shape[2],
             features=[Feature.BACKWARD, *([Feature.MASK] if needs_mask else [])],
-        )  # fmt: skip
+        )
         chosen = select_diffusion(request, backend=backend, framework="jax")
         chosen.require()
         how = _OF_JAX.get(chosen.name or "", chosen.name)
@@ -87,9 +90,19 @@ def dot_product_attention(
         if how == "cudnn" and scale is not None:
             query, scale = fold_sign(query, scale), abs(scale)
         out, lse = jax_attention(
-            query, key, value, bias, mask, scale=scale, is_causal=is_causal, query_seq_lengths=query_seq_lengths,
-            key_value_seq_lengths=key_value_seq_lengths, local_window_size=window, implementation=how, return_residual=True,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            bias,
+            mask,
+            scale=scale,
+            is_causal=is_causal,
+            query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths,
+            local_window_size=window,
+            implementation=how,
+            return_residual=True,
+        )
         if mask is not None or key_value_seq_lengths is not None or window is not None:
             seen = _seen(query, key, mask, is_causal, window, key_value_seq_lengths)
             out, lse = jnp.where(seen[..., None], out, 0), jnp.where(seen, lse, -jnp.inf)

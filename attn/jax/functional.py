@@ -91,9 +91,17 @@ def _by_kernel(rules: Any, q: jax.Array, k: jax.Array, v: jax.Array, extras: Any
     from attn.jax.kernels.tpu import flash_attention as kernel
 
     result: tuple[jax.Array, jax.Array] = kernel.flash_attention(
-        q, k, v, causal=rules.causal, sliding_window=rules.window, scale=rules.scale, logits_soft_cap=rules.cap,
-        alibi_slopes=extras.slopes, sinks=extras.sinks, return_lse=True,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        causal=rules.causal,
+        sliding_window=rules.window,
+        scale=rules.scale,
+        logits_soft_cap=rules.cap,
+        alibi_slopes=extras.slopes,
+        sinks=extras.sinks,
+        return_lse=True,
+    )
     return result
 
 

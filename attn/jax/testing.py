@@ -151,9 +151,13 @@ class Runner:
             rank, nope, rope, value = case.mla
             up = jnp.asarray(call.weights.reshape(rank, -1)).astype(case.dtype)
             arguments |= {
-                "kv_lora_rank": rank, "qk_nope_head_dim": nope, "qk_rope_head_dim": rope, "v_head_dim": value,
-                "kv_b_proj": SimpleNamespace(kernel=up), "indexer": "given with the call" if case.topk else None,
-            }  # fmt: skip
+                "kv_lora_rank": rank,
+                "qk_nope_head_dim": nope,
+                "qk_rope_head_dim": rope,
+                "v_head_dim": value,
+                "kv_b_proj": SimpleNamespace(kernel=up),
+                "indexer": "given with the call" if case.topk else None,
+            }
         else:
             plain = layer_arguments(call)
             names = ("head_size", "num_kv_heads", "alibi_slopes", "sliding_window", "logits_soft_cap", "attn_type")

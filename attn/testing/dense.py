@@ -66,9 +66,14 @@ class DenseCase(Recipe):
         """What this case asks of a backend."""
         features = frozenset({Feature.MASK.value} if self.mask else ())
         return DiffusionRequest(
-            self.head_size, self.dtype, features=features, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads,
-            error_budget=error_budget, **self.asked,
-        )  # fmt: skip
+            self.head_size,
+            self.dtype,
+            features=features,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            error_budget=error_budget,
+            **self.asked,
+        )
 
     @property
     def asked(self) -> dict[str, Any]:

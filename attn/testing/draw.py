@@ -164,9 +164,15 @@ def cache_spec(call: Call) -> KVCacheSpec:
     case = call.case
     num_blocks = None if call.key_cache is None else call.key_cache.shape[0]
     return KVCacheSpec(
-        case.block_size, case.num_kv_heads, case.head_size, case.dtype, case.kv_cache_dtype, num_blocks, case.sliding_window,
+        case.block_size,
+        case.num_kv_heads,
+        case.head_size,
+        case.dtype,
+        case.kv_cache_dtype,
+        num_blocks,
+        case.sliding_window,
         case.attn_type,
-    )  # fmt: skip
+    )
 
 
 @functools.lru_cache(maxsize=512)

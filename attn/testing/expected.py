@@ -142,9 +142,16 @@ def _latent(call: Call, cache: Array, attend: Callable[..., tuple[Array, Array]]
             mask = (indices[rows, :, None] == j).any(1)[None].repeat(case.num_heads, 0)
         if len(query):
             out[rows], lse[:, rows] = attend(
-                query[..., :nope], query[..., nope:], latent[:, :rank], latent[:, rank:], up_k, up_v,
-                scale=call.scale, causal=batch.causal and mask is None, mask=mask,
-            )  # fmt: skip
+                query[..., :nope],
+                query[..., nope:],
+                latent[:, :rank],
+                latent[:, rank:],
+                up_k,
+                up_v,
+                scale=call.scale,
+                causal=batch.causal and mask is None,
+                mask=mask,
+            )
     return out, lse
 
 

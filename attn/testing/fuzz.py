@@ -114,9 +114,15 @@ Examine = Callable[[Any, float], Outcome]  #: a case's outcome, within so many s
 
 
 def campaign(
-    subject: Subject | DenseSubject, examiners: Sequence[Examine], seed: int, until: float, report: FuzzReport,
-    most: int | None = None, said: Callable[[FuzzReport], None] = lambda report: None, enough: int = sys.maxsize,
-) -> FuzzReport:  # fmt: skip
+    subject: Subject | DenseSubject,
+    examiners: Sequence[Examine],
+    seed: int,
+    until: float,
+    report: FuzzReport,
+    most: int | None = None,
+    said: Callable[[FuzzReport], None] = lambda report: None,
+    enough: int = sys.maxsize,
+) -> FuzzReport:
     """Run programs on every examiner at once until the clock (`time.monotonic`) says `until`, for `most` programs, or until
     there are `enough` finds."""
     begin, lock = time.monotonic(), threading.Lock()

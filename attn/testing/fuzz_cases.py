@@ -124,11 +124,20 @@ def _frame(subject: Subject, rng: random.Random) -> Case:
     head_sizes = [s for s in sizes(HEAD_SIZES, c.head_sizes) if s >= SMALLEST_16_BIT or dtype in ("float32", "float64")]
     through = "impl" if subject.has(Feature.BLOCK_SPARSE) else rng.choice(("impl", "layer", "layer"))
     case = base_case(
-        subject, "", num_heads=heads[0], num_kv_heads=heads[1], dtype=dtype, attn_type=kind, num_blocks=None, causal=True,
-        block_size=rng.choice(sizes(_BLOCK_SIZES, subject.block_sizes)), poison=rng.choice(subject.poisons),
-        through=through, lse=subject.lse and rng.random() < 0.6,
+        subject,
+        "",
+        num_heads=heads[0],
+        num_kv_heads=heads[1],
+        dtype=dtype,
+        attn_type=kind,
+        num_blocks=None,
+        causal=True,
+        block_size=rng.choice(sizes(_BLOCK_SIZES, subject.block_sizes)),
+        poison=rng.choice(subject.poisons),
+        through=through,
+        lse=subject.lse and rng.random() < 0.6,
         kv_cache_dtype=c.kv_cache_dtypes[0] if kind in ENCODER_TYPES else stored,
-    )  # fmt: skip
+    )
     if subject.is_latent:
         case = _latent_frame(subject, rng, case)
     else:
@@ -142,7 +151,7 @@ def _frame(subject: Subject, rng: random.Random) -> Case:
         sinks=_chance(rng, 0.2, given(Feature.SINKS, "randn", "log_length", "infinite"), ""),
         kv_sharing=is_decoder and _chance(rng, 0.1, given(Feature.KV_SHARING, True), False),
         sparse=rng.choice(SPARSE) if subject.has(Feature.BLOCK_SPARSE) else (),
-    )  # fmt: skip
+    )
     if is_decoder and case.causal:
         case = case.replace(tree=_chance(rng, 0.15, given(Feature.TREE_MASK, 6, 1, 3, 9, -1), 0))
     return case.replace(**_scales(subject, rng, case))
@@ -188,11 +197,15 @@ def _variant(subject: Subject, rng: random.Random, frame: Case, shape: Shape | N
     layouts = ["heads", "heads", "flat", *(["fused", "heads_first"] if subject.capabilities.framework == "torch" else [])]
     seeds = {"geometry_seed": rng.randrange(1 << 20), "data_seed": rng.randrange(1 << 20)}
     case = frame.replace(
-        query_lens=q, seq_lens=m, scale=_scale(rng, frame), padding=rng.choice((0, 0, 0, 1, 4)),
-        arrays=rng.choice(("numpy", "numpy", "device", "bare")), loose=rng.choice((0, 0, 0, 1, 37, 4096)),
+        query_lens=q,
+        seq_lens=m,
+        scale=_scale(rng, frame),
+        padding=rng.choice((0, 0, 0, 1, 4)),
+        arrays=rng.choice(("numpy", "numpy", "device", "bare")),
+        loose=rng.choice((0, 0, 0, 1, 37, 4096)),
         layout=rng.choice(layouts),
         **seeds,
-    )  # fmt: skip
+    )
     kinds = ["randn", "randn", "randn", "needle", "needle", "constant"]
     kinds += ["wide"] * (frame.kv_cache_dtype in SCALED) + ["hollow"]
     # codes saturate: huge and finite. On CPUs torch's 16-bit products of rows that no 32 divides take in what lies behind a row

@@ -133,11 +133,23 @@ def _random(subject: Subject, count: int) -> list[Case]:
         scale = 0.037 if KV_CACHE_DTYPES[stored] in ("float8_e4m3fn", "float8_e5m2") else 1.0
         found.append(
             _at(
-                subject, f"random {seed}", q, m, kv_cache_dtype=stored, k_scale=scale, v_scale=scale, num_blocks=None,
-                dtype=rng.choice(main_dtypes(subject)), num_heads=rng.choice((1, 3, 4, 8)), padding=rng.choice((0, 0, 3)),
+                subject,
+                f"random {seed}",
+                q,
+                m,
+                kv_cache_dtype=stored,
+                k_scale=scale,
+                v_scale=scale,
+                num_blocks=None,
+                dtype=rng.choice(main_dtypes(subject)),
+                num_heads=rng.choice((1, 3, 4, 8)),
+                padding=rng.choice((0, 0, 3)),
                 block_size=rng.choice(subject.sizes((1, 16, 32, 64), subject.block_sizes)),
-                inputs=rng.choice(("randn", "needle")), poison=rng.choice(subject.poisons),
-                lse=rng.choice((True, False)) and subject.lse, geometry_seed=seed, data_seed=1000 + seed,
+                inputs=rng.choice(("randn", "needle")),
+                poison=rng.choice(subject.poisons),
+                lse=rng.choice((True, False)) and subject.lse,
+                geometry_seed=seed,
+                data_seed=1000 + seed,
             )
-        )  # fmt: skip
+        )
     return found

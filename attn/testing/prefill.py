@@ -139,6 +139,13 @@ def _broken(case: PrefillCase, what: str, state: State, want: State) -> list[str
 def run_prefill(names: Sequence[str] | None = None, *, kind: str | None = None, only: str = "", record: bool = False) -> Report:
     """The prefill suite on MLA prefill backends by name, or on every one that runs here; arguments as `run_family`'s."""
     return run_family(
-        "mla_prefill", MLAPrefillBackendEnum, lambda backend, _: prefill_cases(backend), check_prefill, names,
-        kind=kind, only=only, record=record, level="prefill",
-    )  # fmt: skip
+        "mla_prefill",
+        MLAPrefillBackendEnum,
+        lambda backend, _: prefill_cases(backend),
+        check_prefill,
+        names,
+        kind=kind,
+        only=only,
+        record=record,
+        level="prefill",
+    )

@@ -503,12 +503,18 @@ def _with_heads(call: Call, heads: Array, kv_heads: Array) -> Call:
     }
     return to.frozen(
         call.but(
-            query=call.query[:, heads], key=taken(call.key, 1, kv_heads), value=taken(call.value, 1, kv_heads),
-            key_cache=taken(call.key_cache, 2, kv_heads), value_cache=taken(call.value_cache, 2, kv_heads),
-            alibi_slopes=taken(call.alibi_slopes, 0, heads), sinks=taken(call.sinks, 0, heads),
-            num_heads=len(heads), num_kv_heads=len(kv_heads), **scales,
+            query=call.query[:, heads],
+            key=taken(call.key, 1, kv_heads),
+            value=taken(call.value, 1, kv_heads),
+            key_cache=taken(call.key_cache, 2, kv_heads),
+            value_cache=taken(call.value_cache, 2, kv_heads),
+            alibi_slopes=taken(call.alibi_slopes, 0, heads),
+            sinks=taken(call.sinks, 0, heads),
+            num_heads=len(heads),
+            num_kv_heads=len(kv_heads),
+            **scales,
         )
-    )  # fmt: skip
+    )
 
 
 @check

@@ -139,9 +139,14 @@ def _rows(case: Case, out: Array, want: Array, score: Score) -> Iterator[Violati
             many = int((ratio > limit).sum())
             d = int(np.abs(out[row, head] - want[row, head]).argmax())
             yield Violation(
-                "B", f"relative row error {ratio.max():.2g} > {limit:.2g} ({many} of {ratio.size} rows)", case, row, head,
-                out[row, head, d], want[row, head, d],
-            )  # fmt: skip
+                "B",
+                f"relative row error {ratio.max():.2g} > {limit:.2g} ({many} of {ratio.size} rows)",
+                case,
+                row,
+                head,
+                out[row, head, d],
+                want[row, head, d],
+            )
 
 
 def _worst_element(case: Case, out: Array, want: Array, slack: float) -> Iterator[Violation]:

@@ -141,10 +141,15 @@ def chunk(call: Call, begin: Sequence[int], end: Sequence[int], caches: Tokens) 
     changes = {"query_lens": tuple(map(int, lens)), "seq_lens": tuple(map(int, seq)), "padding": 0}
     return frozen(
         call.but(
-            query=call.query[rows], key=call.key[rows], value=call.value[rows],
-            key_cache=caches[0].copy(), value_cache=caches[1].copy(), batch=new, **changes,
+            query=call.query[rows],
+            key=call.key[rows],
+            value=call.value[rows],
+            key_cache=caches[0].copy(),
+            value_cache=caches[1].copy(),
+            batch=new,
+            **changes,
         )
-    )  # fmt: skip
+    )
 
 
 def chunk_rows(call: Call, begin: Sequence[int], end: Sequence[int]) -> Array:

@@ -255,17 +255,17 @@ def _launch_paged(choice: Choice) -> None:
     left, right = WINDOWS[choice["mask"]]
     scaled = choice["output_scale"]
     paged_attention(
-        torch.empty(tokens, heads, size, dtype=torch.float8_e4m3fn if scaled else dtype),
-        torch.empty(heads, tokens) if choice["lse"] else None,
-        torch.empty(tokens, heads, size, dtype=dtype),
-        cache,
-        cache,
-        torch.tensor([0, *torch.tensor(query_lens).cumsum(0)], dtype=torch.int32),
-        torch.tensor(seq_lens, dtype=torch.int32),
-        torch.zeros(requests, columns, dtype=torch.int32),
-        max(query_lens),
-        max(seq_lens),
-        size**-0.5,
+        output=torch.empty(tokens, heads, size, dtype=torch.float8_e4m3fn if scaled else dtype),
+        lse=torch.empty(heads, tokens) if choice["lse"] else None,
+        query=torch.empty(tokens, heads, size, dtype=dtype),
+        key_cache=cache,
+        value_cache=cache,
+        query_start_loc=torch.tensor([0, *torch.tensor(query_lens).cumsum(0)], dtype=torch.int32),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+        block_table=torch.zeros(requests, columns, dtype=torch.int32),
+        max_query_len=max(query_lens),
+        max_seq_len=max(seq_lens),
+        scale=size**-0.5,
         left=left,
         right=right,
         soft_cap=30.0 if choice["soft_cap"] else 0.0,
@@ -398,16 +398,16 @@ def _launch_latent(choice: Choice) -> None:
     dtype, columns, packed = getattr(torch, choice["dtype"]), -(-max(seq_lens) // page), choice["kv"] == "fp8_ds_mla"
     stored = getattr(torch, str(kv_cache_element(choice["kv"], choice["dtype"])))
     mla_decode(
-        torch.empty(tokens, heads, RANK, dtype=dtype),
-        torch.empty(heads, tokens) if choice["lse"] else None,
-        torch.empty(tokens, heads, RANK + ROPE, dtype=dtype),
-        torch.empty(requests * columns, page, 656 if packed else RANK + ROPE, dtype=stored),
-        torch.tensor([0, *torch.tensor(query_lens).cumsum(0)], dtype=torch.int32),
-        torch.tensor(seq_lens, dtype=torch.int32),
-        torch.zeros(requests, columns, dtype=torch.int32),
-        max(query_lens),
-        max(seq_lens),
-        (RANK + ROPE) ** -0.5,
+        out=torch.empty(tokens, heads, RANK, dtype=dtype),
+        lse=torch.empty(heads, tokens) if choice["lse"] else None,
+        query=torch.empty(tokens, heads, RANK + ROPE, dtype=dtype),
+        cache=torch.empty(requests * columns, page, 656 if packed else RANK + ROPE, dtype=stored),
+        query_start_loc=torch.tensor([0, *torch.tensor(query_lens).cumsum(0)], dtype=torch.int32),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+        block_table=torch.zeros(requests, columns, dtype=torch.int32),
+        max_query_len=max(query_lens),
+        max_seq_len=max(seq_lens),
+        scale=(RANK + ROPE) ** -0.5,
         packed=packed,
         k_scale=torch.ones(()) if choice["device_scale"] else None,
         limits=torch.ones(tokens, dtype=torch.int32) if choice["limits"] else None,
@@ -446,7 +446,17 @@ def _launch_expanded(choice: Choice) -> None:
     query, key = (torch.empty(360, 8, size, dtype=dtype) for _ in "qk")
     value = torch.empty(360, 8, width, dtype=dtype)
     lse = torch.empty(8, 360) if choice["lse"] else None
-    mla_prefill(torch.empty_like(value), lse, query, key, value, starts, starts, size**-0.5, choice["causal"])
+    mla_prefill(
+        out=torch.empty_like(value),
+        lse=lse,
+        query=query,
+        key=key,
+        value=value,
+        query_start_loc=starts,
+        key_start_loc=starts,
+        scale=size**-0.5,
+        causal=choice["causal"],
+    )
 
 
 # --- dense attention with 8-bit scores ------------------------------------------------------------------------------
@@ -471,10 +481,16 @@ def _launch_int8(choice: Choice) -> None:
     query = torch.empty(2, rows, heads, size, dtype=dtype)
     key = torch.empty(2, keys, wide + 1, size, dtype=dtype)[:, :, :kv_heads]  # never written to
     int8_attention(
-        torch.empty_like(query), torch.empty(2, heads, rows) if choice["lse"] else None, query, key, key,
-        torch.full((2,), keys, dtype=torch.int32), torch.zeros(2, kv_heads, size) if choice["smooth"] else None, size**-0.5,
-        choice["causal"],
-    )  # fmt: skip
+        output=torch.empty_like(query),
+        lse=torch.empty(2, heads, rows) if choice["lse"] else None,
+        query=query,
+        key=key,
+        value=key,
+        lens=torch.full((2,), keys, dtype=torch.int32),
+        mean=torch.zeros(2, kv_heads, size) if choice["smooth"] else None,
+        scale=size**-0.5,
+        causal=choice["causal"],
+    )
 
 
 KERNELS = {

@@ -105,9 +105,14 @@ class Workload:
             heavy = math.log(max(m for _, m in self.lens))
             self.sinks = heavy + torch.randn(case.num_heads, device=device, generator=generator)
         self.impl = impl_cls(
-            case.num_heads, case.head_size, case.head_size**-0.5, case.num_kv_heads, sliding_window=case.window,
-            kv_cache_dtype=case.kv_cache_dtype, **({} if self.sinks is None else {"sinks": self.sinks}),
-        )  # fmt: skip
+            case.num_heads,
+            case.head_size,
+            case.head_size**-0.5,
+            case.num_kv_heads,
+            sliding_window=case.window,
+            kv_cache_dtype=case.kv_cache_dtype,
+            **({} if self.sinks is None else {"sinks": self.sinks}),
+        )
 
     def build(self) -> PagedAttentionMetadata:
         return self._builder.build(0, self.batch)  # type: ignore[no-any-return]
@@ -176,10 +181,18 @@ class MLAWorkload(Workload):
 
         self.weights = noise(rank, case.num_heads, NOPE + VALUE) * rank**-0.5  # expanded numbers are about 1
         self.impl = impl_cls(
-            case.num_heads, case.head_size, self.softmax_scale, 1, sliding_window=case.window,
-            kv_cache_dtype=case.kv_cache_dtype, kv_lora_rank=rank, qk_nope_head_dim=NOPE, qk_rope_head_dim=ROPE,
-            v_head_dim=VALUE, kv_b_proj=self.weights,
-        )  # fmt: skip
+            case.num_heads,
+            case.head_size,
+            self.softmax_scale,
+            1,
+            sliding_window=case.window,
+            kv_cache_dtype=case.kv_cache_dtype,
+            kv_lora_rank=rank,
+            qk_nope_head_dim=NOPE,
+            qk_rope_head_dim=ROPE,
+            v_head_dim=VALUE,
+            kv_b_proj=self.weights,
+        )
         slots = torch.arange(self.cache.shape[0] * case.block_size, device=self.device)
         for some in slots.split(1 << 18):
             rows = noise(len(some), case.head_size)
@@ -313,7 +326,18 @@ class TorchBench:
         kernel_ms = self._kernel_ms(call, host_us)
         if not self.on_gpu and kernel_ms is not None:  # the host is the device: the rest of a call is launch overhead
             host_us -= 1e3 * kernel_ms
-        return Timing(statistics.median(times), low, high, clean, build_us, host_us, wrong, replayed, call_ms, kernel_ms)
+        return Timing(
+            ms=statistics.median(times),
+            ms_p20=low,
+            ms_p80=high,
+            ms_clean=clean,
+            build_us=build_us,
+            host_us=host_us,
+            error=wrong,
+            replayed=replayed,
+            call_ms=call_ms,
+            kernel_ms=kernel_ms,
+        )
 
     def _kernel_ms(self, call: Callable[[], object], call_us: float, calls: int = 3) -> float | None:
         """Milliseconds of a call's kernels, or None where they cannot be measured.

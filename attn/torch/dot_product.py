@@ -97,8 +97,20 @@ def scaled_dot_product_attention(
     q, k, v = (x.reshape(-1, *x.shape[-3:]).transpose(1, 2) for x in (query, key, value))
     wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     impl = chosen_impl(
-        requested, 0.0, q.device.type, q.shape[2], k.shape[2], q.shape[3], q.dtype, scale, is_causal, mask is not None,
-        wants_grad, False, q.shape[1], k.shape[1],
-    )  # fmt: skip
+        requested,
+        0.0,
+        q.device.type,
+        q.shape[2],
+        k.shape[2],
+        q.shape[3],
+        q.dtype,
+        scale,
+        is_causal,
+        mask is not None,
+        wants_grad,
+        False,
+        q.shape[1],
+        k.shape[1],
+    )
     out: torch.Tensor = impl.forward(q, k, v, DiffusionAttentionMetadata(attn_mask=mask))
     return out.transpose(1, 2)[..., :width].reshape(*lead, out.shape[2], rows, width)

@@ -29,7 +29,7 @@ from torch import Tensor, library
 
 from attn.backends.abstract import KVCacheSpec
 from attn.backends.metadata import CommonAttentionMetadata
-from attn.diffusion.backends.dense import Keys
+from attn.diffusion.backends.dense import DenseCall
 from attn.distributed import world_size
 from attn.errors import UnsupportedError
 from attn.imports import resolve_obj_by_qualname
@@ -109,11 +109,30 @@ def call(layer: Any, query: Tensor, key: Any, value: Any, kv_cache: Any, attn_me
         return query.new_zeros(query.shape[0], *out)
     indices = getattr(getattr(impl, "indexer", None), "topk_indices", None)
     result, lse = _layer(
-        query, key, value, kv_cache, batch.query_start_loc, batch.seq_lens, batch.block_table, batch.slot_mapping,
-        batch.tree_mask, getattr(impl, "sinks", None), impl.alibi_slopes, indices, layer._k_scale, layer._v_scale,
-        batch.handle, batch.num_actual_tokens, batch.max_query_len, batch.max_seq_len, batch.causal, *out,
-        impl.need_to_return_lse_for_decode, layer.graph_key,
-    )  # fmt: skip
+        query=query,
+        key=key,
+        value=value,
+        kv_cache=kv_cache,
+        query_start_loc=batch.query_start_loc,
+        seq_lens=batch.seq_lens,
+        block_table=batch.block_table,
+        slot_mapping=batch.slot_mapping,
+        tree_mask=batch.tree_mask,
+        sinks=getattr(impl, "sinks", None),
+        alibi_slopes=impl.alibi_slopes,
+        topk_indices=indices,
+        k_scale=layer._k_scale,
+        v_scale=layer._v_scale,
+        handle=batch.handle,
+        num_actual_tokens=batch.num_actual_tokens,
+        max_query_len=batch.max_query_len,
+        max_seq_len=batch.max_seq_len,
+        causal=batch.causal,
+        num_heads=out[0],
+        width=out[1],
+        lse=impl.need_to_return_lse_for_decode,
+        layer=layer.graph_key,
+    )
     return (result, lse) if impl.need_to_return_lse_for_decode else result
 
 
@@ -164,9 +183,13 @@ def _layer(
             )
         arrays: dict[str, Any] = dict(zip(ARRAYS, tensors, strict=True))
         common = CommonAttentionMetadata(
-            **arrays, num_reqs=seq_lens.shape[0], num_actual_tokens=min(num_actual_tokens, int(query_start_loc[-1])),
-            max_query_len=max_query_len, max_seq_len=max_seq_len, causal=causal,
-        )  # fmt: skip
+            **arrays,
+            num_reqs=seq_lens.shape[0],
+            num_actual_tokens=min(num_actual_tokens, int(query_start_loc[-1])),
+            max_query_len=max_query_len,
+            max_seq_len=max_seq_len,
+            causal=causal,
+        )
         batch = impl.backend.get_builder_cls()(spec, device=query.device).build(0, common, fast_build=True)
     result = impl.forward(found, query, key, value, kv_cache, batch)
     if isinstance(result, tuple) is not lse:
@@ -216,10 +239,11 @@ def dense_key(impl: Any) -> str:
     return _text({"impl": _path(type(impl)), "arguments": arguments})
 
 
-def dense(impl: Any, query: Tensor, key: Tensor, value: Tensor, keys: Keys) -> Tensor:
+def dense(impl: Any, call: DenseCall) -> Tensor:
     """Call `impl._attend` as one operator of the graph."""
-    lens = None if keys.lens is None else list(keys.lens)
-    return _dense(query, key, value, keys.present, keys.mask, lens, impl.graph_key)  # type: ignore[no-any-return]
+    query, key, value, present, lens, mask = call
+    first = None if lens is None else list(lens)
+    return _dense(query, key, value, present, mask, first, impl.graph_key)  # type: ignore[no-any-return]
 
 
 @functools.lru_cache(1024)
@@ -232,8 +256,8 @@ def _made_dense(key: str) -> Any:
 def _dense(
     query: Tensor, key: Tensor, value: Tensor, present: Tensor | None, mask: Tensor | None, lens: list[int] | None, impl: str
 ) -> Tensor:
-    keys = Keys(present, None if lens is None else tuple(lens), mask)
-    out: Tensor = _made_dense(impl)._attend(query, key, value, keys)
+    call = DenseCall(query, key, value, present, None if lens is None else tuple(lens), mask)
+    out: Tensor = _made_dense(impl)._attend(call)
     return out.contiguous()
 
 

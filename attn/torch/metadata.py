@@ -46,13 +46,25 @@ def exportable(cls: Any) -> Any:
         )  # placeholders for tensors may have no shape
         size = rows[0] if rows else 0
         longest = columns[1] * (context[1] or 1) if columns else 0
-        return cls(**by_name, num_reqs=reqs[0] if reqs else 0, num_actual_tokens=size, max_query_len=size, max_seq_len=longest,
-                   causal=context[0], block_size=context[1])  # fmt: skip
+        return cls(
+            **by_name,
+            num_reqs=reqs[0] if reqs else 0,
+            num_actual_tokens=size,
+            max_query_len=size,
+            max_seq_len=longest,
+            causal=context[0],
+            block_size=context[1],
+        )
 
     register_pytree_node(
-        cls, flatten, unflatten, serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
-        to_dumpable_context=json.dumps, from_dumpable_context=json.loads, flatten_with_keys_fn=flatten_with_keys,
-    )  # fmt: skip
+        cls,
+        flatten,
+        unflatten,
+        serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
+        to_dumpable_context=json.dumps,
+        from_dumpable_context=json.loads,
+        flatten_with_keys_fn=flatten_with_keys,
+    )
     return cls
 
 

@@ -143,11 +143,29 @@ def _vllm(workload: "Workload") -> Call:
 
     def call() -> torch.Tensor:
         unified_attention(
-            workload.query, workload.key_cache, workload.value_cache, workload.output, meta.query_start_loc, most,
-            meta.seq_lens, max(m for _, m in workload.lens), case.head_size**-0.5, True, (-1, -1), meta.block_table, 0.0,
-            None, one, one, _LEAST_PROGRAMS // case.num_kv_heads, _SPLITS, parts, tops, sums,
+            q=workload.query,
+            k=workload.key_cache,
+            v=workload.value_cache,
+            out=workload.output,
+            cu_seqlens_q=meta.query_start_loc,
+            max_seqlen_q=most,
+            seqused_k=meta.seq_lens,
+            max_seqlen_k=max(m for _, m in workload.lens),
+            softmax_scale=case.head_size**-0.5,
+            causal=True,
+            window_size=(-1, -1),
+            block_table=meta.block_table,
+            softcap=0.0,
+            q_descale=None,
+            k_descale=one,
+            v_descale=one,
+            seq_threshold_3D=_LEAST_PROGRAMS // case.num_kv_heads,
+            num_par_softmax_segments=_SPLITS,
+            softmax_segm_output=parts,
+            softmax_segm_max=tops,
+            softmax_segm_expsum=sums,
             kv_quant_mode=modes[workload.cache.dtype],
-        )  # fmt: skip
+        )
         return workload.output
 
     return call

@@ -78,9 +78,13 @@ class Runner:
             up.weight.data = self._tensor(np.array(call.weights.reshape(rank, -1).T, order="C"), case.dtype)
             indices = torch.from_numpy(call.indices).to(device) if case.topk else None
             arguments |= {
-                "kv_lora_rank": rank, "qk_nope_head_dim": nope, "qk_rope_head_dim": rope, "v_head_dim": value,
-                "kv_b_proj": up, "indexer": SimpleNamespace(topk_indices=indices) if case.topk else None,
-            }  # fmt: skip
+                "kv_lora_rank": rank,
+                "qk_nope_head_dim": nope,
+                "qk_rope_head_dim": rope,
+                "v_head_dim": value,
+                "kv_b_proj": up,
+                "indexer": SimpleNamespace(topk_indices=indices) if case.topk else None,
+            }
         else:
             plain = layer_arguments(call)
             names = ("head_size", "num_kv_heads", "alibi_slopes", "sliding_window", "logits_soft_cap", "attn_type")

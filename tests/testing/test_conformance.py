@@ -17,7 +17,7 @@ from attn.errors import UnsupportedError
 from attn.testing import Case, check_conformance, conformance_cases, run_case, run_conformance
 from attn.testing.command import main
 from attn.testing.shrink import minimised
-from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
+from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl, PagedCall
 
 RECORD = Capabilities(
     framework="torch",
@@ -49,18 +49,24 @@ class MineImpl(PagedAttentionImpl, backend=MineBackend):
     can_return_lse_for_decode = True
     scale_error = 1.0
 
-    def _attend(self, layer: Any, query: Any, kv_cache: Any, attn_metadata: Any, output: Any, lse: Any) -> None:
-        meta = attn_metadata
-        keys, values = (x.float().numpy() for x in self.backend.logical_kv_cache(kv_cache))
+    def _attend(self, call: PagedCall) -> None:
+        meta = call.meta
+        keys, values = (x.float().numpy() for x in self.backend.logical_kv_cache(call.kv_cache))
         out, logs = reference.paged_attention(
-            query.float().numpy(), keys, values, query_start_loc=meta.query_start_loc.numpy(), seq_lens=meta.seq_lens.numpy(),
-            block_table=meta.block_table.numpy(), scale=self.scale * self.scale_error, causal=meta.causal, window=self.window,
+            call.query.float().numpy(),
+            keys,
+            values,
+            query_start_loc=meta.query_start_loc.numpy(),
+            seq_lens=meta.seq_lens.numpy(),
+            block_table=meta.block_table.numpy(),
+            scale=self.scale * self.scale_error,
+            window=call.window,
             sinks=None if self.sinks is None else self.sinks.numpy(),
-        )  # fmt: skip
+        )
         live = slice(0, meta.num_actual_tokens)
-        output[live] = torch.from_numpy(out[live]).to(output.dtype)
-        if lse is not None:
-            lse[:, live] = torch.from_numpy(logs[:, live]).float()
+        call.output[live] = torch.from_numpy(out[live]).to(call.output.dtype)
+        if call.lse is not None:
+            call.lse[:, live] = torch.from_numpy(logs[:, live]).float()
 
 
 CASES = conformance_cases(MineBackend)
@@ -106,7 +112,7 @@ def test_the_report_says_where_no_nan_was_masked() -> None:
 
 
 class RaisingImpl(MineImpl):
-    def _attend(self, *args: Any) -> None:
+    def _attend(self, call: PagedCall) -> None:
         raise RuntimeError("no kernel image is available")
 
 

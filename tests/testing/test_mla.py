@@ -50,9 +50,9 @@ def _scaled(factor: float) -> Any:
 
 
 def _without_k_scale() -> Any:
-    def _decode(self: Any, layer: Any, q: Any, kv_cache: Any, meta: Any) -> Any:
-        layer = type(layer)(**{**vars(layer), "_k_scale": layer._k_scale * 0 + 1})
-        return TorchMLABackend.get_impl_cls()._decode(self, layer, q, kv_cache, meta)
+    def _decode(self: Any, call: Any) -> Any:
+        layer = type(call.layer)(**{**vars(call.layer), "_k_scale": call.layer._k_scale * 0 + 1})
+        return TorchMLABackend.get_impl_cls()._decode(self, call._replace(layer=layer))
 
     return planted(_decode=_decode)
 

@@ -253,11 +253,12 @@ class Untraceable(DenseImpl):
 
     backend = DiffusionAttentionBackendEnum.TORCH_SDPA.get_class()
 
-    def _attend(self, query: Any, key: Any, value: Any, keys: Any) -> Any:
+    def _attend(self, call: Any) -> Any:
+        query, key, value = call.query, call.key, call.value
         assert query.sum().item() == query.sum().item()
         mask = bottom_right(query.shape[1], key.shape[1], query.device) if self.causal else None
-        if keys.present is not None:
-            mask = keys.present[:, None, None]
+        if call.present is not None:
+            mask = call.present[:, None, None]
         return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (query, key, value)), mask).transpose(1, 2)
 
 

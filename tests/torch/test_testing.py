@@ -22,9 +22,9 @@ def backend_with(forward: Any) -> type[TorchSDPABackend]:
         pass
 
     class Impl(TorchSDPAImpl, backend=Backend):
-        def _attend(self, layer: Any, query: Any, kv_cache: Any, attn_metadata: Any, output: Any, lse: Any) -> None:
-            super()._attend(layer, query, kv_cache, attn_metadata, output, lse)
-            forward(output, kv_cache)
+        def _attend(self, call: Any) -> None:
+            super()._attend(call)
+            forward(call.output, call.kv_cache)
 
     return Backend
 

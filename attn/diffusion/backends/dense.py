@@ -1,12 +1,11 @@
 """Base class of diffusion backends in both frameworks: checks, the joint stream, masks in one form, then one hook.
 
 It uses five array operations that each framework provides (`DenseAttentionImpl`'s abstract methods), so that invalid
-arguments raise the same message everywhere. A backend adds `_attend`, over dense [B, S, H, D] arrays and `Keys`.
+arguments raise the same message everywhere. A backend adds `_attend`, over dense [B, S, H, D] arrays: a `DenseCall`.
 """
 
 from abc import abstractmethod
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from attn.backends.arguments import check_flag, check_heads, check_scale, fold_sign, refuse
 from attn.capabilities import Feature
@@ -21,14 +20,17 @@ from attn.dtypes import dtype_name
 from attn.errors import DTypeError, ShapeError, UnsupportedError
 
 
-@dataclass(frozen=True)
-class Keys:
-    """Which keys a call attends: all (no field set), some of each batch entry, or those of a full mask.
+class DenseCall(NamedTuple):
+    """The arguments of `_attend`, checked, as one stream.
 
-    present: bool [B, M]; lens: [B] on the host, if those are each entry's first keys; mask: bool, four-dimensional,
-    broadcastable to [B, H, S, M].
+    query: [B, S, H, D]; key, value: [B, M, K, D]. Keys that are not present may have any content.
+    Which keys a call attends: all (no field set), some of each batch entry (present: bool [B, M]; lens: [B] on the host, if
+    those are each entry's first keys), or those of a full mask (mask: bool, four-dimensional, broadcastable to [B, H, S, M]).
     """
 
+    query: Array
+    key: Array
+    value: Array
     present: Array | None = None
     lens: tuple[int, ...] | None = None
     mask: Array | None = None
@@ -52,27 +54,29 @@ class DenseAttentionImpl(DiffusionAttentionImpl):
         self.scale = abs(self.signed_scale)  # kernels receive the magnitude; `_prepared` negates the query (`fold_sign`)
         self.causal, self.prefix = check_flag("causal", causal), prefix
         request = DiffusionRequest(
-            self.head_size, self._capabilities.dtypes[0], num_heads=self.num_heads, num_kv_heads=self.num_kv_heads,
-            error_budget=self.backend.error, causal=self.causal,  # an explicit choice accepts its error
-        )  # fmt: skip
+            self.head_size,
+            self._capabilities.dtypes[0],
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            error_budget=self.backend.error,  # an explicit choice accepts its error
+            causal=self.causal,
+        )
         refuse(self.backend, request)
 
     def forward(self, query: Array, key: Array, value: Array, attn_metadata: DiffusionAttentionMetadata | None = None) -> Array:
-        query, key, value, keys = self._prepared(query, key, value, attn_metadata)
-        if query.shape[1] == 0 or key.shape[1] == 0:
-            return self._zeros_like(query)
-        return self._attend(query, key, value, keys)
+        call = self._prepared(query, key, value, attn_metadata)
+        if call.query.shape[1] == 0 or call.key.shape[1] == 0:
+            return self._zeros_like(call.query)
+        return self._attend(call)
 
     def forward_lse(
         self, query: Array, key: Array, value: Array, attn_metadata: DiffusionAttentionMetadata | None = None
     ) -> tuple[Array, Array]:
         if not self.can_return_lse:
             raise UnsupportedError(f"{self._name}: {Feature.LSE.value} not supported")
-        return self._attend_lse(*self._prepared(query, key, value, attn_metadata))
+        return self._attend_lse(self._prepared(query, key, value, attn_metadata))
 
-    def _prepared(
-        self, query: Array, key: Array, value: Array, attn_metadata: DiffusionAttentionMetadata | None
-    ) -> tuple[Array, Array, Array, Keys]:
+    def _prepared(self, query: Array, key: Array, value: Array, attn_metadata: DiffusionAttentionMetadata | None) -> DenseCall:
         """Check the call and join its streams."""
         meta = attn_metadata or DiffusionAttentionMetadata()
         self._check(query, key, value)
@@ -83,14 +87,13 @@ class DenseAttentionImpl(DiffusionAttentionImpl):
         mask = self._full_mask(meta, query, key)
         if why := self.backend.why_not_call(query.shape[1], key.shape[1], self.causal, present is not None):
             raise UnsupportedError(f"{self._name}: {'; '.join(why)}", why)
-        return fold_sign(query, self.signed_scale), key, value, Keys(present, lens, mask)
+        return DenseCall(fold_sign(query, self.signed_scale), key, value, present, lens, mask)
 
     @abstractmethod
-    def _attend(self, query: Array, key: Array, value: Array, keys: Keys) -> Array:
-        """Compute attention. query: [B, S, H, D]; key, value: [B, M, K, D]. Returns [B, S, H, D]; a row that sees no key is
-        0. Keys that are not present may have any content."""
+    def _attend(self, call: DenseCall) -> Array:
+        """Compute attention. Returns [B, S, H, D]; a row that sees no key is 0."""
 
-    def _attend_lse(self, query: Array, key: Array, value: Array, keys: Keys) -> tuple[Array, Array]:
+    def _attend_lse(self, call: DenseCall) -> tuple[Array, Array]:
         """Compute `_attend` and the log-sum-exp [B, H, S], if `can_return_lse`."""
         raise NotImplementedError
 

@@ -115,7 +115,18 @@ def _function(backend: str | None) -> Callable[..., Any]:
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         scale = float(known(query.shape[-1]) ** -0.5 if scaling is None else known(scaling))
-        call = Call(module, q, k, v, causal, scale, sliding_window, softcap, s_aux, backend)
+        call = Call(
+            module=module,
+            query=q,
+            key=k,
+            value=v,
+            causal=causal,
+            scale=scale,
+            window=sliding_window,
+            soft_cap=softcap,
+            sinks=s_aux,
+            backend=backend,
+        )
         refuse_unknown(call, attention_mask, dropout, kwargs)
         if cache is not None:
             return attend_paged(call, cache, kwargs), None

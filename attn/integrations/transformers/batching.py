@@ -59,10 +59,15 @@ def refuse_unpaged(model: Any, backend: str | None) -> None:
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
     try:
         Attention(
-            heads, size, num_kv_heads=getattr(config, "num_key_value_heads", None) or heads, dtype=model.dtype, backend=backend,
-            sliding_window=config.sliding_window if _windowed(config) else None, block_size=size_for(backend),
+            heads,
+            size,
+            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            dtype=model.dtype,
+            backend=backend,
+            sliding_window=config.sliding_window if _windowed(config) else None,
+            block_size=size_for(backend),
             logits_soft_cap=getattr(config, "attn_logit_softcapping", None),
-        )  # fmt: skip
+        )
     except UnsupportedError as error:
         raise UnsupportedError(f"{name}: {error}", error.reasons) from None
 

@@ -10,9 +10,18 @@ from attn.torch.graphs import uncaptured
 def as_operator(call: Call, attention_mask: torch.Tensor | None) -> torch.Tensor:
     """Run a call that a graph cannot trace as one operator; its mask is materialised, and recognised when it runs."""
     return _operator(  # type: ignore[no-any-return]
-        call.query, call.key, call.value, attention_mask, call.sinks, call.causal, call.scale, call.window, call.soft_cap,
-        call.backend, call.layer_name,
-    )  # fmt: skip
+        query=call.query,
+        key=call.key,
+        value=call.value,
+        attention_mask=attention_mask,
+        sinks=call.sinks,
+        causal=call.causal,
+        scale=call.scale,
+        window=call.window,
+        soft_cap=call.soft_cap,
+        backend=call.backend,
+        layer_name=call.layer_name,
+    )
 
 
 @uncaptured("attn::transformers", mutates_args=())
@@ -29,7 +38,18 @@ def _operator(
     backend: str | None,
     layer_name: str,
 ) -> torch.Tensor:
-    call = Call(in_graph(layer_name), query, key, value, causal, scale, window, soft_cap, sinks, backend)
+    call = Call(
+        module=in_graph(layer_name),
+        query=query,
+        key=key,
+        value=value,
+        causal=causal,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        backend=backend,
+    )
     return attend(call, attention_mask).contiguous()
 
 

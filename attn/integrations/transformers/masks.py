@@ -69,10 +69,18 @@ def mask(
             if not kv_offset:
                 return described
     drawn: Any = sdpa_mask(
-        batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
-        mask_function=mask_function, attention_mask=attention_mask, allow_is_causal_skip=False,
-        allow_is_bidirectional_skip=False, use_vmap=use_vmap, device=device,
-    )  # fmt: skip
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=False,
+        use_vmap=use_vmap,
+        device=device,
+    )
     if described is not None:
         drawn.attn_described = described
     return drawn  # type: ignore[no-any-return]

@@ -69,10 +69,21 @@ def by_dense(call: Call, mask: torch.Tensor | None) -> torch.Tensor:
     if call.value.shape[-1] > call.query.shape[-1]:
         return by_formula(call, as_drawn(call, mask) if mask is None or mask.ndim == 2 else mask)
     impl = chosen_impl(
-        None, 0.0, call.query.device.type, call.query.shape[2], call.key.shape[2], call.query.shape[3], call.query.dtype,
-        call.scale, call.causal, mask is not None and mask.ndim != 2, call.wants_grad, mask is not None and mask.ndim == 2,
-        call.query.shape[1], call.key.shape[1],
-    )  # fmt: skip
+        None,
+        0.0,
+        call.query.device.type,
+        call.query.shape[2],
+        call.key.shape[2],
+        call.query.shape[3],
+        call.query.dtype,
+        call.scale,
+        call.causal,
+        mask is not None and mask.ndim != 2,
+        call.wants_grad,
+        mask is not None and mask.ndim == 2,
+        call.query.shape[1],
+        call.key.shape[1],
+    )
     out: torch.Tensor = impl.forward(call.query, call.key, widened(call), DiffusionAttentionMetadata(attn_mask=mask))
     return out[..., : call.value.shape[-1]]
 
@@ -84,9 +95,15 @@ def by_formula(call: Call, drawn: torch.Tensor) -> torch.Tensor:
             raise call.by_name("gradients", Feature.BACKWARD)
         raise call.by_name("values wider than keys, or a window over keys with gaps", Feature.MASK)
     out: torch.Tensor = attn.attention(
-        call.query, call.key, call.value, scale=call.scale, logits_soft_cap=call.soft_cap, sinks=call.sinks, mask=drawn,
+        call.query,
+        call.key,
+        call.value,
+        scale=call.scale,
+        logits_soft_cap=call.soft_cap,
+        sinks=call.sinks,
+        mask=drawn,
         layout="BSHD",
-    )  # fmt: skip
+    )
     return out
 
 

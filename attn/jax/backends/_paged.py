@@ -10,7 +10,7 @@ ATTN_DEBUG=device the values of a batch are checked too, inside the step, when t
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,38 @@ from attn.dtypes import dtype_name
 from attn.errors import DTypeError, MetadataError, ShapeError, UnsupportedError
 from attn.jax import kv_cache as caches
 from attn.jax.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder, check_ids
+
+
+class PagedCall(NamedTuple):
+    """What `_attend` is asked for: attention of the batch's rows over the cache.
+
+    query: [T, H, D]; key, value: [T, K, D] of the new tokens, for `_write_and_attend` to write first, or None; kv_cache: as
+    `get_kv_cache_shape`; meta: the batch. Rows from its `num_actual_tokens` on are padding. causal: whether rows see no later
+    key (among the tokens of a tree the tree says); the layer's window holds besides. k_scale, v_scale: what a code of a
+    quantised cache is multiplied by, one number or [K].
+    """
+
+    query: jax.Array
+    key: jax.Array | None
+    value: jax.Array | None
+    kv_cache: jax.Array
+    meta: PagedAttentionMetadata
+    causal: bool
+    k_scale: Any = 1.0
+    v_scale: Any = 1.0
+
+
+class RaggedCall(NamedTuple):
+    """What `_attend_ragged` is asked for: each request's rows attend its own keys, without a cache (encoder types).
+
+    query: [T, H, D]; key, value: [T, K, D]; meta: the batch.
+    """
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    meta: PagedAttentionMetadata
+    causal: bool = False
 
 
 class PagedAttentionBackend(PagedBackend):
@@ -89,12 +121,13 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         key, value = (None if x is None else x.reshape(heads) for x in (key, value))
         query, key, value, kv_cache = _undifferentiable(self.backend.get_name(), (query, key, value, kv_cache))
         if self.attn_type in ENCODER_TYPES:
-            out, lse = self._attend_ragged(query, key, value, attn_metadata)
+            out, lse = self._attend_ragged(RaggedCall(query, key, value, attn_metadata))
         else:
             if self.kv_sharing_target_layer_name is not None:
                 key = value = None
             attend = self._check_and_attend if envs.debug("device") else self._write_and_attend
-            out, lse, kv_cache = attend(query, key, value, kv_cache, attn_metadata, k_scale, v_scale)
+            causal = self.is_causal(attn_metadata)
+            out, lse, kv_cache = attend(PagedCall(query, key, value, kv_cache, attn_metadata, causal, k_scale, v_scale))
         return ((out, lse) if self.need_to_return_lse_for_decode else out), kv_cache
 
     def forward(
@@ -142,49 +175,37 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         """The cache with key, value [T, K, D] at `slot_mapping` [T]; for a layout of its own a backend overrides this."""
         return caches.write_pair(key, value, kv_cache, slot_mapping, k_scale, v_scale)
 
-    def _check_and_attend(
-        self, query: jax.Array, key: Any, value: Any, kv_cache: jax.Array, attn_metadata: PagedAttentionMetadata, *scales: Any
-    ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    def _check_and_attend(self, call: PagedCall) -> tuple[jax.Array, jax.Array | None, jax.Array]:
         """`_write_and_attend` after a check of the batch's values. A batch that fails it reads and writes nothing, so that
         the kernel lives for the caller to look at the error; its output is NaN."""
-        meta = attn_metadata
-        fine = check_ids(meta, *self._extent(kv_cache)[:2], debug=True)
+        meta = call.meta
+        fine = check_ids(meta, *self._extent(call.kv_cache)[:2], debug=True)
         safe = dataclasses.replace(
             meta,
             block_table=jnp.where(fine, meta.block_table, 0),
             slot_mapping=jnp.where(fine, meta.slot_mapping, PAD_SLOT_ID),
             seq_lens=jnp.where(fine, meta.seq_lens, 0),
         )
-        out, lse, kv_cache = self._write_and_attend(query, key, value, kv_cache, safe, *scales)
+        out, lse, kv_cache = self._write_and_attend(call._replace(meta=safe))
         return jnp.where(fine, out, jnp.nan), lse, kv_cache
 
-    def _write_and_attend(
-        self,
-        query: jax.Array,
-        key: Any,
-        value: Any,
-        kv_cache: jax.Array,
-        attn_metadata: PagedAttentionMetadata,
-        k_scale: Any,
-        v_scale: Any,
-    ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    def _write_and_attend(self, call: PagedCall) -> tuple[jax.Array, jax.Array | None, jax.Array]:
         """(out, lse, kv_cache): the write unless key is None, then `_attend`; a kernel that does both overrides this."""
-        if key is not None:
-            kv_cache = self._write(key, value, kv_cache, self._slots(attn_metadata), k_scale, v_scale)
+        kv_cache = call.kv_cache
+        if call.key is not None and call.value is not None:
+            kv_cache = self._write(call.key, call.value, kv_cache, self._slots(call.meta), call.k_scale, call.v_scale)
+        call = call._replace(key=None, value=None, kv_cache=kv_cache)
         if not caches.is_quantised(kv_cache.dtype):
-            k_scale = v_scale = 1.0
-        return *self._attend(query, kv_cache, attn_metadata, k_scale, v_scale), kv_cache
+            call = call._replace(k_scale=1.0, v_scale=1.0)
+        return *self._attend(call), kv_cache
 
-    def _attend(
-        self, query: jax.Array, kv_cache: jax.Array, attn_metadata: PagedAttentionMetadata, k_scale: Any, v_scale: Any
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """(out [T, H, D], lse [H, T], or None where it is not needed) from the cache; 0 and -inf in padding rows."""
+    def _attend(self, call: PagedCall) -> tuple[jax.Array, jax.Array | None]:
+        """(out [T, H, D], lse [H, T] float32, natural log, or None where it is not needed), from a cache that holds the new
+        tokens already; 0 and -inf in padding rows."""
         raise NotImplementedError
 
-    def _attend_ragged(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, attn_metadata: PagedAttentionMetadata
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """The same for encoder types: each request attends its own key/value rows [T, K, D]; no cache."""
+    def _attend_ragged(self, call: RaggedCall) -> tuple[jax.Array, jax.Array | None]:
+        """The same for encoder types, from the call's own keys and values."""
         raise NotImplementedError
 
     def _check_call(self, query: Any, key: Any, value: Any, kv_cache: Any, attn_metadata: PagedAttentionMetadata) -> None:

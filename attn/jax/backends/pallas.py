@@ -18,7 +18,7 @@ from attn.backends.metadata import PAD_SLOT_ID, CommonAttentionMetadata
 from attn.capabilities import ATTN_TYPES, Capabilities, Device, Feature, Request
 from attn.errors import MetadataError, ShapeError
 from attn.jax import kv_cache as caches
-from attn.jax.backends._paged import PagedAttentionBackend, PagedAttentionImpl
+from attn.jax.backends._paged import PagedAttentionBackend, PagedAttentionImpl, PagedCall, RaggedCall
 from attn.jax.kernels.tpu import ragged_paged_attention as kernel
 from attn.jax.kernels.tpu.flash_attention import flash_attention
 from attn.jax.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
@@ -109,17 +109,8 @@ class PallasAttentionImpl(PagedAttentionImpl, backend=PallasAttentionBackend):
         key, value = (caches.encode(x, kv_cache.dtype, s) for x, s in ((key, k_scale), (value, v_scale)))
         return kernel.write(key, value, kv_cache, slot_mapping)
 
-    def _write_and_attend(
-        self,
-        query: jax.Array,
-        key: jax.Array | None,
-        value: jax.Array | None,
-        kv_cache: jax.Array,
-        attn_metadata: PagedAttentionMetadata,
-        k_scale: Any,
-        v_scale: Any,
-    ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-        meta = attn_metadata
+    def _write_and_attend(self, call: PagedCall) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+        query, key, value, kv_cache, meta, causal, k_scale, v_scale = call
         if meta.tree_mask is not None and meta.tree_mask.shape[1] > MAX_TREE_WIDTH:
             raise ShapeError(f"PALLAS: tree_mask is {meta.tree_mask.shape[1]} wide: must be at most {MAX_TREE_WIDTH}")
         if not caches.is_quantised(kv_cache.dtype):
@@ -132,25 +123,45 @@ class PallasAttentionImpl(PagedAttentionImpl, backend=PallasAttentionBackend):
             else:
                 key, value = (caches.encode(x, kv_cache.dtype, s) for x, s in ((key, k_scale), (value, v_scale)))
         return _attend(
-            query, key, value, kv_cache, meta.query_start_loc, meta.seq_lens, meta.block_table, slots,
-            scale=self.scale, max_query_len=meta.max_query_len, causal=self.is_causal(meta), window=self.window,
-            logits_soft_cap=self.logits_soft_cap, alibi_slopes=self.alibi_slopes, sinks=self.sinks, tree_mask=meta.tree_mask,
-            k_scale=k_scale, v_scale=v_scale, return_lse=self.need_to_return_lse_for_decode,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            kv_cache,
+            meta.query_start_loc,
+            meta.seq_lens,
+            meta.block_table,
+            slots,
+            scale=self.scale,
+            max_query_len=meta.max_query_len,
+            causal=causal,
+            window=self.window,
+            logits_soft_cap=self.logits_soft_cap,
+            alibi_slopes=self.alibi_slopes,
+            sinks=self.sinks,
+            tree_mask=meta.tree_mask,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            return_lse=self.need_to_return_lse_for_decode,
+        )
 
-    def _attend_ragged(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, attn_metadata: PagedAttentionMetadata
-    ) -> tuple[jax.Array, jax.Array | None]:
-        ends, row = attn_metadata.query_start_loc[1:], jnp.arange(query.shape[0])
+    def _attend_ragged(self, call: RaggedCall) -> tuple[jax.Array, jax.Array | None]:
+        ends, row = call.meta.query_start_loc[1:], jnp.arange(call.query.shape[0])
         request = jnp.searchsorted(ends, row, side="right")  # in order, so that whole blocks are of few; R in padding rows
         live = row < ends[-1]
-        value = jnp.where(live[:, None, None], value, 0)  # NaN there would cost a second pass
+        value = jnp.where(live[:, None, None], call.value, 0)  # NaN there would cost a second pass
         out, lse = _attend_segments(
-            query[None], key[None], value[None],
-            q_segment_ids=request[None], kv_segment_ids=jnp.where(live, request, ends.shape[0] + 1)[None],
-            sliding_window=self.window, scale=self.scale, logits_soft_cap=self.logits_soft_cap,
-            alibi_slopes=self.alibi_slopes, sinks=self.sinks, return_lse=True,
-        )  # fmt: skip
+            call.query[None],
+            call.key[None],
+            value[None],
+            q_segment_ids=request[None],
+            kv_segment_ids=jnp.where(live, request, ends.shape[0] + 1)[None],
+            sliding_window=self.window,
+            scale=self.scale,
+            logits_soft_cap=self.logits_soft_cap,
+            alibi_slopes=self.alibi_slopes,
+            sinks=self.sinks,
+            return_lse=True,
+        )
         return out[0], lse[0]
 
 

@@ -11,9 +11,8 @@ from typing import Any
 import jax
 
 from attn.capabilities import ATTN_TYPES, Capabilities, Feature
-from attn.jax.backends._paged import PagedAttentionBackend, PagedAttentionImpl
+from attn.jax.backends._paged import PagedAttentionBackend, PagedAttentionImpl, PagedCall, RaggedCall
 from attn.jax.kernels import xla
-from attn.jax.metadata import PagedAttentionMetadata
 
 
 class XLAAttentionBackend(PagedAttentionBackend):
@@ -44,32 +43,28 @@ class XLAAttentionBackend(PagedAttentionBackend):
 class XLAAttentionImpl(PagedAttentionImpl, backend=XLAAttentionBackend):
     can_return_lse_for_decode = True
 
-    def _attend(
-        self, query: jax.Array, kv_cache: jax.Array, attn_metadata: PagedAttentionMetadata, k_scale: Any, v_scale: Any
-    ) -> tuple[jax.Array, jax.Array]:
-        meta = attn_metadata
+    def _attend(self, call: PagedCall) -> tuple[jax.Array, jax.Array]:
+        meta = call.meta
         return xla.paged_attention(
-            query,
-            kv_cache,
+            call.query,
+            call.kv_cache,
             meta.query_start_loc,
             meta.seq_lens,
             meta.block_table,
             tree_mask=meta.tree_mask,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            **self._rules(meta),
+            k_scale=call.k_scale,
+            v_scale=call.v_scale,
+            **self._rules(call),
         )
 
-    def _attend_ragged(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, attn_metadata: PagedAttentionMetadata
-    ) -> tuple[jax.Array, jax.Array]:
-        return xla.ragged_attention(query, key, value, attn_metadata.query_start_loc, **self._rules(attn_metadata))
+    def _attend_ragged(self, call: RaggedCall) -> tuple[jax.Array, jax.Array]:
+        return xla.ragged_attention(call.query, call.key, call.value, call.meta.query_start_loc, **self._rules(call))
 
-    def _rules(self, attn_metadata: PagedAttentionMetadata) -> dict[str, Any]:
+    def _rules(self, call: PagedCall | RaggedCall) -> dict[str, Any]:
         return {
             "scale": self.scale,
-            "max_query_len": attn_metadata.max_query_len,
-            "causal": self.is_causal(attn_metadata),
+            "max_query_len": call.meta.max_query_len,
+            "causal": call.causal,
             "window": self.window,
             "logits_soft_cap": self.logits_soft_cap,
             "alibi_slopes": self.alibi_slopes,

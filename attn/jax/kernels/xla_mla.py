@@ -48,9 +48,18 @@ def latent_attention(
     """
     extent = (*kv_cache.shape[:2], 1)
     out, lse = xla._attend(
-        query, _fetch(kv_cache, query.dtype), extent, query_start_loc, seq_lens, block_table,
-        scale=scale, max_query_len=max_query_len, causal=causal, k_scale=k_scale, v_scale=k_scale,
-    )  # fmt: skip
+        query,
+        _fetch(kv_cache, query.dtype),
+        extent,
+        query_start_loc,
+        seq_lens,
+        block_table,
+        scale=scale,
+        max_query_len=max_query_len,
+        causal=causal,
+        k_scale=k_scale,
+        v_scale=k_scale,
+    )
     return out[..., :kv_lora_rank], lse
 
 
@@ -83,10 +92,17 @@ def sparse_attention(
     slot = jnp.take_along_axis(block_table[request], position // page, axis=1) * page + position % page
     slot = jnp.sort(jnp.where(there, slot, _NONE), axis=1)
     out, lse = xla._attend(
-        query, _fetch(kv_cache.reshape(-1, 1, width), query.dtype), (num_blocks * page, 1, 1),
-        jnp.arange(rows + 1, dtype=jnp.int32), there.sum(axis=1, dtype=jnp.int32), slot,
-        scale=scale, max_query_len=1, k_scale=k_scale, v_scale=k_scale,
-    )  # fmt: skip
+        query,
+        _fetch(kv_cache.reshape(-1, 1, width), query.dtype),
+        (num_blocks * page, 1, 1),
+        jnp.arange(rows + 1, dtype=jnp.int32),
+        there.sum(axis=1, dtype=jnp.int32),
+        slot,
+        scale=scale,
+        max_query_len=1,
+        k_scale=k_scale,
+        v_scale=k_scale,
+    )
     return out[..., :kv_lora_rank], lse
 
 
@@ -132,9 +148,16 @@ def expanded_attention(
 
     table = key_start_loc[:-1, None] + jnp.arange(max_keys, dtype=jnp.int32)
     out, lse = xla._attend(
-        query, fetch, (key.shape[0], 1, key.shape[1]), query_start_loc, jnp.diff(key_start_loc), table,
-        scale=scale, max_query_len=max_query_len, causal=causal,
-    )  # fmt: skip
+        query,
+        fetch,
+        (key.shape[0], 1, key.shape[1]),
+        query_start_loc,
+        jnp.diff(key_start_loc),
+        table,
+        scale=scale,
+        max_query_len=max_query_len,
+        causal=causal,
+    )
     return out[..., :value_width], lse
 
 

@@ -23,7 +23,7 @@ import functools
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,13 +38,12 @@ _FEATURES = frozenset({
 })  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Call:
-    """One attention over a batch, in this library's words.
+class Call(NamedTuple):
+    """One attention over a batch, in this library's words: a `PagedCall` or a `RaggedCall`, with what its layer adds.
 
-    query: [T, H, D]; key, value: a cache [N, P, K, D] with block_table [R, B] and lens [R], or the batch's own rows
+    query: [T, H, D]; key, value: a cache [N, P, K, D] with block_table [R, B] and lens [R], int32, or the batch's own rows
     [T, K, D] with neither. starts: [R + 1] int32, of the queries; key_starts: [R + 1] int32, of the keys. window: keys
-    p - left <= j <= p + right, None = unbounded; causality is right = 0.
+    p - left <= j <= p + right, None = unbounded; causality is right = 0. alibi_slopes: [H] float32.
     """
 
     query: torch.Tensor
@@ -52,14 +51,14 @@ class Call:
     value: torch.Tensor
     starts: torch.Tensor
     key_starts: torch.Tensor
-    lens: torch.Tensor | None
-    block_table: torch.Tensor | None
     max_query_len: int
     max_seq_len: int
     scale: float
     window: tuple[int | None, int | None]
-    soft_cap: float
-    alibi_slopes: torch.Tensor | None
+    lens: torch.Tensor | None = None
+    block_table: torch.Tensor | None = None
+    soft_cap: float = 0.0
+    alibi_slopes: torch.Tensor | None = None
 
     @property
     def causal(self) -> bool:
@@ -82,38 +81,77 @@ State = tuple[torch.Tensor, torch.Tensor]  #: output [T, H, D], lse [H, T] float
 
 
 def _fa4(module: Any, call: Call) -> State:
+    plain = call.causal and call.window[0] is None
     out, lse = module.flash_attn_varlen_func(
-        call.query, call.key, call.value, cu_seqlens_q=call.starts,
-        cu_seqlens_k=call.key_starts if call.block_table is None else None, max_seqlen_q=call.max_query_len,
-        max_seqlen_k=call.max_seq_len, seqused_k=call.lens, page_table=call.block_table, softmax_scale=call.scale,
-        causal=call.causal and call.window[0] is None, window_size=call.window if call.window[0] is not None
-        or not call.causal else (None, None), softcap=call.soft_cap, return_lse=True,
-    )[:2]  # fmt: skip
+        call.query,
+        call.key,
+        call.value,
+        cu_seqlens_q=call.starts,
+        cu_seqlens_k=call.key_starts if call.block_table is None else None,
+        max_seqlen_q=call.max_query_len,
+        max_seqlen_k=call.max_seq_len,
+        seqused_k=call.lens,
+        page_table=call.block_table,
+        softmax_scale=call.scale,
+        causal=plain,
+        window_size=(None, None) if plain else call.window,
+        softcap=call.soft_cap,
+        return_lse=True,
+    )[:2]
     return out, lse
 
 
 def _fa3(module: Any, call: Call) -> State:
     if call.block_table is None:
         out, lse = module.flash_attn_varlen_func(
-            call.query, call.key, call.value, call.starts, call.key_starts, call.max_query_len, call.max_seq_len,
-            softmax_scale=call.scale, causal=call.causal, window_size=call.sides(), softcap=call.soft_cap,
+            call.query,
+            call.key,
+            call.value,
+            call.starts,
+            call.key_starts,
+            call.max_query_len,
+            call.max_seq_len,
+            softmax_scale=call.scale,
+            causal=call.causal,
+            window_size=call.sides(),
+            softcap=call.soft_cap,
             return_attn_probs=True,
-        )[:2]  # fmt: skip
+        )[:2]
         return out, lse
     out, lse = module.flash_attn_with_kvcache(
-        call.query, call.key, call.value, cache_seqlens=call.lens, page_table=call.block_table, cu_seqlens_q=call.starts,
-        max_seqlen_q=call.max_query_len, softmax_scale=call.scale, causal=call.causal, window_size=call.sides(),
-        softcap=call.soft_cap, return_softmax_lse=True,
-    )[:2]  # fmt: skip
+        call.query,
+        call.key,
+        call.value,
+        cache_seqlens=call.lens,
+        page_table=call.block_table,
+        cu_seqlens_q=call.starts,
+        max_seqlen_q=call.max_query_len,
+        softmax_scale=call.scale,
+        causal=call.causal,
+        window_size=call.sides(),
+        softcap=call.soft_cap,
+        return_softmax_lse=True,
+    )[:2]
     return out, lse
 
 
 def _fa2(module: Any, call: Call) -> State:
     out, lse = module.flash_attn_varlen_func(
-        call.query, call.key, call.value, call.starts, call.key_starts, call.max_query_len, call.max_seq_len,
-        softmax_scale=call.scale, causal=call.causal, window_size=call.sides_beside_causal(), softcap=call.soft_cap,
-        alibi_slopes=call.alibi_slopes, return_attn_probs=True, block_table=call.block_table,
-    )[:2]  # fmt: skip
+        call.query,
+        call.key,
+        call.value,
+        call.starts,
+        call.key_starts,
+        call.max_query_len,
+        call.max_seq_len,
+        softmax_scale=call.scale,
+        causal=call.causal,
+        window_size=call.sides_beside_causal(),
+        softcap=call.soft_cap,
+        alibi_slopes=call.alibi_slopes,
+        return_attn_probs=True,
+        block_table=call.block_table,
+    )[:2]
     return out, lse
 
 
@@ -122,19 +160,40 @@ def _vllm(module: Any, call: Call, version: int) -> State:
     paged = {"seqused_k": call.lens, "block_table": call.block_table}
     keys = {"cu_seqlens_k": call.key_starts} if call.block_table is None else paged
     return module.flash_attn_varlen_func(  # type: ignore[no-any-return]
-        call.query, call.key, call.value, call.max_query_len, call.starts, call.max_seq_len, softmax_scale=call.scale,
-        causal=call.causal, window_size=call.sides_beside_causal(), softcap=call.soft_cap, alibi_slopes=call.alibi_slopes,
-        return_softmax_lse=True, fa_version=version, **keys,
-    )  # fmt: skip
+        call.query,
+        call.key,
+        call.value,
+        call.max_query_len,
+        call.starts,
+        call.max_seq_len,
+        softmax_scale=call.scale,
+        causal=call.causal,
+        window_size=call.sides_beside_causal(),
+        softcap=call.soft_cap,
+        alibi_slopes=call.alibi_slopes,
+        return_softmax_lse=True,
+        fa_version=version,
+        **keys,
+    )
 
 
 def _varlen(module: Any, call: Call) -> State:
     # the kernel is FlashAttention 2's, which takes the keys' sums beside the lengths, and pages of 256 alone
     paged = {} if call.block_table is None else {"seqused_k": call.lens, "block_table": call.block_table}
     return module.varlen_attn(  # type: ignore[no-any-return]
-        call.query, call.key, call.value, call.starts, call.key_starts, call.max_query_len, call.max_seq_len,
-        return_aux=module.AuxRequest(lse=True), scale=call.scale, window_size=call.sides(), enable_gqa=True, **paged,
-    )  # fmt: skip
+        call.query,
+        call.key,
+        call.value,
+        call.starts,
+        call.key_starts,
+        call.max_query_len,
+        call.max_seq_len,
+        return_aux=module.AuxRequest(lse=True),
+        scale=call.scale,
+        window_size=call.sides(),
+        enable_gqa=True,
+        **paged,
+    )
 
 
 @dataclass(frozen=True)

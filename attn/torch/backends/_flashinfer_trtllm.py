@@ -109,10 +109,23 @@ def run(
     rules: dict[str, Any] = {"window_left": group.window_left, "kv_layout": "NHD", "backend": backend, "return_lse": logs}
     scale = group.scale * k_scale
     if group.kind == "prefill":
+        first_rows, first_keys = meta.prefill_bounds
         result = flashinfer.prefill.trtllm_batch_context_with_kv_cache(
-            query, keys, held, table, lens, meta.max_query_len, meta.max_seq_len, scale, v_scale, group.last - group.first,
-            *meta.prefill_bounds, causal=group.causal, **rules,
-        )  # fmt: skip
+            query=query,
+            kv_cache=keys,
+            workspace_buffer=held,
+            block_tables=table,
+            seq_lens=lens,
+            max_q_len=meta.max_query_len,
+            max_kv_len=meta.max_seq_len,
+            bmm1_scale=scale,
+            bmm2_scale=v_scale,
+            batch_size=group.last - group.first,
+            cum_seq_lens_q=first_rows,
+            cum_seq_lens_kv=first_keys,
+            causal=group.causal,
+            **rules,
+        )
         return result if logs else (result, None)
     result = flashinfer.decode.trtllm_batch_decode_with_kv_cache(
         query, keys, held, table, lens, meta.max_seq_len, bmm1_scale=scale, bmm2_scale=v_scale, **rules

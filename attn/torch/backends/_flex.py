@@ -248,10 +248,16 @@ def program(rules: Rules, shape: Shape, backend: str) -> Callable[..., Any]:
         )
         attend: Any = flex.flex_attention  # its overloads would have each way of asking for the lse written apart
         return attend(
-            query, key, value, score_mod if rules.soft_cap is not None or rules.alibi else None, block_mask, rules.scale,
-            query.shape[1] != key.shape[1], kernel_options=options,
+            query,
+            key,
+            value,
+            score_mod if rules.soft_cap is not None or rules.alibi else None,
+            block_mask,
+            rules.scale,
+            query.shape[1] != key.shape[1],
+            kernel_options=options,
             return_aux=flex.AuxRequest(lse=True) if rules.lse else None,
-        )  # fmt: skip
+        )
 
     # The compiler keeps so many programs for a code object, and a number that changes between two calls of one name is no
     # constant to it: each set of rules has a code object and a name of its own.

@@ -7,7 +7,7 @@ before any weight is loaded.
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,54 @@ from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBu
 
 #: What an output is stored as when it comes with an output_scale.
 FUSED_OUTPUT = torch.float8_e4m3fn
+
+
+class PagedCall(NamedTuple):
+    """What `_attend` is asked for: attention of the batch's rows over the cache, which holds the new tokens already.
+
+    layer: its `_k_scale` and `_v_scale` are those of a quantised cache.
+    query: [T, H, D]; kv_cache: as `get_kv_cache_shape`; meta: the batch. Rows from its `num_actual_tokens` on are padding.
+    window: (left, right); a row at position p sees keys p - left <= j <= p + right, None being no bound. A causal batch has
+        right = 0; among the tokens of a tree the tree and the layer's own right stand in for it.
+    output: [T, H, D], to be filled. lse: [H, T] float32 (float64 for float64), natural log, to be filled, or None.
+    output_scale: [] float32 on the device, or None; always None unless the capabilities have it. With one, output is
+        `FUSED_OUTPUT` and takes result / output_scale, saturated and rounded to nearest even.
+    """
+
+    layer: AttentionLayer
+    query: torch.Tensor
+    kv_cache: torch.Tensor
+    meta: PagedAttentionMetadata
+    window: tuple[int | None, int | None]
+    output: torch.Tensor
+    lse: torch.Tensor | None = None
+    output_scale: torch.Tensor | None = None
+
+    @property
+    def causal(self) -> bool:
+        """Whether no row sees a later key."""
+        return self.window[1] == 0
+
+
+class RaggedCall(NamedTuple):
+    """What `_attend_ragged` is asked for: each request's rows attend its own keys, without a cache (encoder types).
+
+    query: [T, H, D]; key, value: [T, K, D]; the rest is as in `PagedCall`.
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    meta: PagedAttentionMetadata
+    window: tuple[int | None, int | None]
+    output: torch.Tensor
+    lse: torch.Tensor | None = None
+    output_scale: torch.Tensor | None = None
+
+    @property
+    def causal(self) -> bool:
+        """Whether no row sees a later key."""
+        return self.window[1] == 0
 
 
 class PagedAttentionBackend(PagedBackend):
@@ -88,12 +136,12 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> Any:
-        fused = self._check_output_scale(query, output_scale, output_block_scale)
+        scale = self._check_output_scale(query, output_scale, output_block_scale)
         query = self._by_head("query", query, self.num_heads)
         key, value = (
             None if x is None else self._by_head(name, x, self.num_kv_heads) for name, x in (("key", key), ("value", value))
         )
-        kind = FUSED_OUTPUT if fused else query.dtype
+        kind = query.dtype if scale is None else FUSED_OUTPUT
         out = torch.empty_like(query, dtype=kind) if output is None else self._check_output(query, output, kind)
         if attn_metadata is None:
             out.zero_()
@@ -105,14 +153,16 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         if self.need_to_return_lse_for_decode:
             lse = query.new_empty(self.num_heads, query.shape[0], dtype=torch.promote_types(query.dtype, torch.float32))
         if self.attn_type in ENCODER_TYPES:
-            self._attend_ragged(query, key, value, attn_metadata, out, lse, **fused)
+            self._attend_ragged(RaggedCall(query, key, value, attn_metadata, self.window, out, lse, scale))
         else:
             if self.kv_sharing_target_layer_name is None and key is not None:
                 slots = attn_metadata.slot_mapping
                 if self.attn_type != AttentionType.ENCODER_DECODER:  # there the rows are the encoder's, all of them real
                     slots = slots[: attn_metadata.num_actual_tokens]
                 self.do_kv_cache_update(layer, key, value, kv_cache, slots)
-            self._attend(layer, query, kv_cache, attn_metadata, out, lse, **fused)
+            causal = attn_metadata.causal and self.attn_type == AttentionType.DECODER
+            window = (self.window[0], 0) if causal else self.window
+            self._attend(PagedCall(layer, query, kv_cache, attn_metadata, window, out, lse, scale))
         result = out if output is None else output
         return result if lse is None else (result, lse)
 
@@ -131,32 +181,12 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
             return key_cache, value_cache, (scales[0], scales[1])
         return (*self.backend.logical_kv_cache(kv_cache), None)
 
-    def _attend(
-        self,
-        layer: AttentionLayer,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: PagedAttentionMetadata,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
-        """Fill output [T, H, D] and, unless None, lse [H, T] for rows below `num_actual_tokens`, from the cache.
-
-        Where the capabilities have `output_scale`, a keyword of that name ([] float32 on the device) may come along: output
-        is then `FUSED_OUTPUT` and takes result / output_scale, saturated and rounded to nearest even.
-        """
+    def _attend(self, call: PagedCall) -> None:
+        """Fill `call.output` and, unless None, `call.lse` in rows below `num_actual_tokens`, from the cache."""
         raise NotImplementedError
 
-    def _attend_ragged(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_metadata: PagedAttentionMetadata,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
-        """The same for encoder types: each request attends its own key/value rows [T, K, D]; no cache."""
+    def _attend_ragged(self, call: RaggedCall) -> None:
+        """The same for encoder types, from the call's own keys and values."""
         raise NotImplementedError
 
     def _check_call(
@@ -191,20 +221,20 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
             if not torch.compiler.is_compiling() and envs.debug("device"):
                 attn_metadata.check_ids(*self._parts(kv_cache)[0].shape[:2])
 
-    def _check_output_scale(self, query: torch.Tensor, output_scale: Any, output_block_scale: Any) -> dict[str, torch.Tensor]:
-        """{"output_scale": [] float32 on the device}, or nothing where none was given. Raises unless it is one number."""
+    def _check_output_scale(self, query: torch.Tensor, output_scale: Any, output_block_scale: Any) -> torch.Tensor | None:
+        """[] float32 on the device, or None where none was given. Raises unless it is one number."""
         name, capabilities = self.backend.get_name(), self.backend.capabilities
         assert capabilities is not None
         if output_block_scale is not None:
             raise UnsupportedError(f"{name}: output_block_scale not supported")
         if output_scale is None:
-            return {}
+            return None
         if Feature.OUTPUT_SCALE not in capabilities.features:
             raise UnsupportedError(f"{name}: {Feature.OUTPUT_SCALE.value} not supported")
         scale = torch.as_tensor(output_scale, dtype=torch.float32, device=query.device).detach()
         if scale.numel() != 1:
             raise ShapeError(f"{name}: output_scale has shape {list(scale.shape)}: must be one number")
-        return {"output_scale": scale.reshape(())}
+        return scale.reshape(())
 
     def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:
         capabilities = self.backend.capabilities

@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attn.backends.abstract import AttentionLayer, AttentionType
+from attn.backends.abstract import AttentionLayer
 from attn.capabilities import Feature
 from attn.dtypes import PER_TOKEN_HEAD
 from attn.errors import MetadataError
 from attn.torch import kv_cache as caches
-from attn.torch.backends._paged import PagedAttentionImpl
-from attn.torch.metadata import PagedAttentionMetadata
+from attn.torch.backends._paged import PagedAttentionImpl, PagedCall, RaggedCall
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8")
@@ -276,41 +275,24 @@ class RaggedAttentionImpl(PagedAttentionImpl):
 
     can_return_lse_for_decode = True
 
-    def _attend(
-        self,
-        layer: AttentionLayer,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: PagedAttentionMetadata,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
-        causal = attn_metadata.causal and self.attn_type == AttentionType.DECODER
-        rules = self._scaled(self._rules(causal), layer, kv_cache)
-        self._attend_each(range(attn_metadata.num_reqs), query, kv_cache, attn_metadata, rules, output, lse)
+    def _attend(self, call: PagedCall) -> None:
+        rules = self._scaled(self._rules(call.window), call.layer, call.kv_cache)
+        self._attend_each(range(call.meta.num_reqs), call, rules)
 
-    def _attend_each(
-        self,
-        requests: Iterable[int],
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: PagedAttentionMetadata,
-        rules: Rules,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
-        key_cache, value_cache, scales = self._parts(kv_cache)
+    def _attend_each(self, requests: Iterable[int], call: PagedCall, rules: Rules) -> None:
+        """Some requests of a call."""
+        key_cache, value_cache, scales = self._parts(call.kv_cache)
         block_size = key_cache.shape[1]
-        starts, lengths = attn_metadata.host_lens()
+        starts, lengths = call.meta.host_lens()
         for r in requests:
             start, stop, total = int(starts[r]), int(starts[r + 1]), int(lengths[r])
             if start == stop:
                 continue
             position = total - (stop - start)
-            own = self._with_tree(rules, attn_metadata.tree_mask, r, stop - start, position)
+            own = self._with_tree(rules, call.meta.tree_mask, r, stop - start, position)
             low, _ = own.span(position, total - 1, total)
             low = min(low, total)
-            blocks = attn_metadata.block_table[r, low // block_size : -(-total // block_size)]
+            blocks = call.meta.block_table[r, low // block_size : -(-total // block_size)]
             held = slice(low % block_size, low % block_size + total - low)
             key, value = self._gather(key_cache, value_cache, blocks)
             if scales is not None:
@@ -318,28 +300,20 @@ class RaggedAttentionImpl(PagedAttentionImpl):
                     codes.to(torch.float32) * caches.gather(own[..., None], blocks)
                     for codes, own in zip((key, value), scales, strict=True)
                 )
-            logs = None if lse is None else lse[:, start:stop]
-            work = Work(query[start:stop], key[:, held], value[:, held], position, low, output[start:stop], logs)
+            rows, logs = slice(start, stop), None if call.lse is None else call.lse[:, start:stop]
+            work = Work(call.query[rows], key[:, held], value[:, held], position, low, call.output[rows], logs)
             self._attend_one(work, own)
 
-    def _attend_ragged(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_metadata: PagedAttentionMetadata,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
-        rules = self._rules(causal=False)
-        starts, _ = attn_metadata.host_lens()
-        for r in range(attn_metadata.num_reqs):
+    def _attend_ragged(self, call: RaggedCall) -> None:
+        rules = self._rules(call.window)
+        starts, _ = call.meta.host_lens()
+        for r in range(call.meta.num_reqs):
             own = slice(int(starts[r]), int(starts[r + 1]))
             if own.start == own.stop:
                 continue
-            keys, values = key[own].transpose(0, 1), value[own].transpose(0, 1)
-            logs = None if lse is None else lse[:, own]
-            self._attend_one(Work(query[own], keys, values, 0, 0, output[own], logs), rules)
+            keys, values = call.key[own].transpose(0, 1), call.value[own].transpose(0, 1)
+            logs = None if call.lse is None else call.lse[:, own]
+            self._attend_one(Work(call.query[own], keys, values, 0, 0, call.output[own], logs), rules)
 
     def _attend_one(self, work: Work, rules: Rules) -> None:
         """`attend`, or anything that gives the same."""
@@ -351,13 +325,13 @@ class RaggedAttentionImpl(PagedAttentionImpl):
         """Keys and values of some blocks, as `caches.gather`; they need not outlive the next call."""
         return caches.gather(key_cache, blocks), caches.gather(value_cache, blocks)
 
-    def _rules(self, causal: bool) -> Rules:
-        left, right = self.window
+    def _rules(self, window: tuple[int | None, int | None]) -> Rules:
+        left, right = window
         return Rules(
             scale=self.scale,
             left=left,
-            right=0 if causal else right,
-            signed=causal,
+            right=right,
+            signed=right == 0,
             soft_cap=self.logits_soft_cap,
             slopes=None if self.alibi_slopes is None else self.alibi_slopes.detach(),
             sinks=None if self.sinks is None else self.sinks.detach(),

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from attn import envs
-from attn.backends.abstract import AttentionLayer, AttentionType
+from attn.backends.abstract import AttentionLayer
 from attn.capabilities import ATTN_TYPES, Capabilities, Device, Feature, MultipleOf, Request
 from attn.dtypes import PER_TOKEN_HEAD
 from attn.torch import kv_cache as caches
 from attn.torch.backends import _hopper
-from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
+from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl, PagedCall, RaggedCall
 from attn.torch.interpreter import judged_on, prepare
 from attn.torch.kernels.memory import largest_group
 from attn.torch.metadata import PagedAttentionMetadata
@@ -115,36 +115,47 @@ class TritonPagedImpl(PagedAttentionImpl):
             write_kv(key, value, key_cache, value_cache, slot_mapping, *scales)
         return kv_cache
 
-    def _attend(
-        self,
-        layer: AttentionLayer,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: PagedAttentionMetadata,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-        output_scale: torch.Tensor | None = None,
-    ) -> None:
+    def _attend(self, call: PagedCall) -> None:
         from attn.torch.kernels.paged_attention import paged_attention
 
-        key_cache, value_cache, own = self._parts(kv_cache)
-        scales = (*own, 1.0, 1.0) if own is not None else self._scales(layer, kv_cache)
-        causal = attn_metadata.causal and self.attn_type == AttentionType.DECODER
-        call = functools.partial(
+        meta, (key_cache, value_cache, own) = call.meta, self._parts(call.kv_cache)
+        k_scale, v_scale, k_factor, v_factor = (*own, 1.0, 1.0) if own is not None else self._scales(call)
+        launch = functools.partial(
             paged_attention,
-            output, lse, query, key_cache, value_cache, attn_metadata.query_start_loc, attn_metadata.seq_lens,
-            attn_metadata.block_table, attn_metadata.max_query_len, attn_metadata.max_seq_len, self.scale, self.window[0],
-            0 if causal else self.window[1], self.window[1], self.logits_soft_cap or 0.0, self.alibi_slopes, self.sinks,
-            attn_metadata.tree_mask, *scales, self.fixed_split_size, self._sparse(),
-            output_scale, self._prefill_programs(attn_metadata, key_cache),
-        )  # fmt: skip
+            output=call.output,
+            lse=call.lse,
+            query=call.query,
+            key_cache=key_cache,
+            value_cache=value_cache,
+            query_start_loc=meta.query_start_loc,
+            seq_lens=meta.seq_lens,
+            block_table=meta.block_table,
+            max_query_len=meta.max_query_len,
+            max_seq_len=meta.max_seq_len,
+            scale=self.scale,
+            left=call.window[0],
+            right=call.window[1],
+            tree_right=self.window[1],
+            soft_cap=self.logits_soft_cap or 0.0,
+            slopes=self.alibi_slopes,
+            sinks=self.sinks,
+            tree=meta.tree_mask,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            k_factor=k_factor,
+            v_factor=v_factor,
+            fixed_split=self.fixed_split_size,
+            sparse=self._sparse(),
+            output_scale=call.output_scale,
+            prefill_programs=self._prefill_programs(meta, key_cache),
+        )
         if not torch.compiler.is_compiling() and envs.switch("ATTN_AUTOTUNE"):
             from attn.torch import autotune
 
-            kind = "decode" if attn_metadata.max_query_len == 1 else "prefill"
-            sizes = (query.element_size(), key_cache.element_size())
-            autotune.tune(kind, (self.num_heads // self.num_kv_heads, self.head_size, *sizes), call, query.device)
-        call()
+            kind = "decode" if meta.max_query_len == 1 else "prefill"
+            sizes = (call.query.element_size(), key_cache.element_size())
+            autotune.tune(kind, (self.num_heads // self.num_kv_heads, self.head_size, *sizes), launch, call.query.device)
+        launch()
 
     def _prefill_programs(self, attn_metadata: PagedAttentionMetadata, key_cache: torch.Tensor) -> int:
         """How a mixed batch shares the device, from the host's copies of its lengths: thought out once a batch and shape."""
@@ -166,43 +177,46 @@ class TritonPagedImpl(PagedAttentionImpl):
             plans[shape] = prefill_programs(flops, nbytes, multiprocessors(key_cache.device))
         return int(plans[shape])
 
-    def _attend_ragged(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_metadata: PagedAttentionMetadata,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-        output_scale: torch.Tensor | None = None,
-    ) -> None:
+    def _attend_ragged(self, call: RaggedCall) -> None:
         from attn.torch.kernels.paged_attention import paged_attention
 
-        key, value = self._by_head("key", key, self.num_kv_heads), self._by_head("value", value, self.num_kv_heads)
         paged_attention(
-            output, lse, query, key, value, attn_metadata.query_start_loc, None, None, attn_metadata.max_query_len,
-            attn_metadata.max_query_len, self.scale, self.window[0], self.window[1], None, self.logits_soft_cap or 0.0,
-            self.alibi_slopes, self.sinks, output_scale=output_scale,
-        )  # fmt: skip
+            output=call.output,
+            lse=call.lse,
+            query=call.query,
+            key_cache=call.key,
+            value_cache=call.value,
+            query_start_loc=call.meta.query_start_loc,
+            seq_lens=None,
+            block_table=None,
+            max_query_len=call.meta.max_query_len,
+            max_seq_len=call.meta.max_query_len,
+            scale=self.scale,
+            left=call.window[0],
+            right=call.window[1],
+            tree_right=None,
+            soft_cap=self.logits_soft_cap or 0.0,
+            slopes=self.alibi_slopes,
+            sinks=self.sinks,
+            output_scale=call.output_scale,
+        )
 
     def _sparse(self) -> list[int] | None:
         """A block-sparse pattern for the kernel, or None."""
         return None
 
-    def _scales(
-        self, layer: AttentionLayer, kv_cache: torch.Tensor
-    ) -> tuple[torch.Tensor | None, torch.Tensor | None, float, float]:
+    def _scales(self, call: PagedCall) -> tuple[torch.Tensor | None, torch.Tensor | None, float, float]:
         """(k_scale, v_scale, k_factor, v_factor): a scale that lies on the host as a number costs the kernel nothing."""
-        if not caches.is_quantised(kv_cache.dtype):
+        if not caches.is_quantised(call.kv_cache.dtype):
             return None, None, 1.0, 1.0
         tensors: list[torch.Tensor | None] = []
         factors = []
-        for scale in (layer._k_scale, layer._v_scale):
+        for scale in (call.layer._k_scale, call.layer._v_scale):
             on_host = isinstance(scale, torch.Tensor) and scale.ndim == 0 and scale.device.type == "cpu"
             # a traced graph would have the number only when it runs
             known = not isinstance(scale, torch.Tensor) or (on_host and not torch.compiler.is_compiling())
             factors.append(float(scale) if known else 1.0)
-            tensors.append(None if known else self._on(kv_cache.device, scale))
+            tensors.append(None if known else self._on(call.kv_cache.device, scale))
         return tensors[0], tensors[1], factors[0], factors[1]
 
     @staticmethod

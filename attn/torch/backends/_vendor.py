@@ -18,14 +18,15 @@ LN2 = math.log(2)  #: natural log-sum-exp = base-2 log-sum-exp * LN2
 def fill(
     out: torch.Tensor, log: torch.Tensor, sinks: torch.Tensor | None, output: torch.Tensor, lse: torch.Tensor | None
 ) -> None:
-    """Write a kernel's out [n, H, D] and natural log-sum-exp [H, n] (an infinity: no key) to output and lse [H, n]."""
+    """Write a kernel's out [n, H, D] and natural log-sum-exp [H, n] (an infinity: no key) to the first n rows of output and of
+    lse [H, ..], unless that is None."""
     empty = log.isinf()
     log = torch.where(empty, -torch.inf, log)
     if sinks is not None:
         out = out * torch.sigmoid(log - sinks[:, None]).T[..., None]
-    output[...] = torch.where(empty.T[..., None], 0, out)
+    output[: len(out)] = torch.where(empty.T[..., None], 0, out)
     if lse is not None:
-        lse[...] = log
+        lse[:, : len(out)] = log
 
 
 def canonical(tensor: torch.Tensor) -> torch.Tensor:

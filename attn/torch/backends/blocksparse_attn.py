@@ -68,9 +68,18 @@ class BlocksparseFlashAttentionImpl(_triton.TritonPagedImpl, backend=Blocksparse
         params = blocksparse_params or BlocksparseParams()
         self.params = BlocksparseParams(**params) if isinstance(params, dict) else params
         super().__init__(
-            num_heads, head_size, scale, num_kv_heads, alibi_slopes, sliding_window, kv_cache_dtype, logits_soft_cap, attn_type,
-            kv_sharing_target_layer_name, sinks=sinks,
-        )  # fmt: skip
+            num_heads=num_heads,
+            head_size=head_size,
+            scale=scale,
+            num_kv_heads=num_kv_heads,
+            alibi_slopes=alibi_slopes,
+            sliding_window=sliding_window,
+            kv_cache_dtype=kv_cache_dtype,
+            logits_soft_cap=logits_soft_cap,
+            attn_type=attn_type,
+            kv_sharing_target_layer_name=kv_sharing_target_layer_name,
+            sinks=sinks,
+        )
 
     def request(self) -> Request:
         asked = super().request()

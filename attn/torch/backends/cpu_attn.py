@@ -17,9 +17,8 @@ import torch
 from attn.capabilities import ATTN_TYPES, Capabilities
 from attn.torch import kv_cache as caches
 from attn.torch.backends import _cpu_kernel, _ragged
-from attn.torch.backends._paged import HeadsFirstBackend
+from attn.torch.backends._paged import HeadsFirstBackend, PagedCall
 from attn.torch.backends._ragged import RaggedAttentionImpl, Rules, Work
-from attn.torch.metadata import PagedAttentionMetadata
 
 _HOT = 4 << 20  #: bytes of keys and values a thread gathers before it attends them: a few times its private cache
 _KEEP = 64 << 20  #: bytes of a buffer that a thread holds on to; a longer context allocates for the call
@@ -44,21 +43,12 @@ class CPUAttentionBackend(HeadsFirstBackend):
 
 
 class CPUAttentionImpl(RaggedAttentionImpl, backend=CPUAttentionBackend):
-    def _attend_each(
-        self,
-        requests: Iterable[int],
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: PagedAttentionMetadata,
-        rules: Rules,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
-        if rules.plain() and attn_metadata.tree_mask is None and _in_runs(kv_cache[0]) and _in_runs(kv_cache[1]):
-            requests = _decode(query, kv_cache, attn_metadata, rules, output, lse)
+    def _attend_each(self, requests: Iterable[int], call: PagedCall, rules: Rules) -> None:
+        if rules.plain() and call.meta.tree_mask is None and _in_runs(call.kv_cache[0]) and _in_runs(call.kv_cache[1]):
+            requests = _decode(call, rules)
             if not requests:
                 return
-        super()._attend_each(requests, query, kv_cache, attn_metadata, rules, output, lse)
+        super()._attend_each(requests, call, rules)
 
     def _gather(
         self, key_cache: torch.Tensor, value_cache: torch.Tensor, blocks: torch.Tensor
@@ -125,20 +115,14 @@ def _buffer(which: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Ten
     return buffer[:length].view(dtype).view(shape)
 
 
-def _decode(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor,
-    attn_metadata: PagedAttentionMetadata,
-    rules: Rules,
-    output: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> list[int]:
+def _decode(call: PagedCall, rules: Rules) -> list[int]:
     """Attend the requests of one query row, which sees every key in its window. Returns the requests still to do.
 
     A request's heads go through a few at a time, so that what is gathered is still in the core's cache when it is read;
     everything that does not depend on the request's length is done for all requests together.
     """
-    starts, lengths = (lens.tolist() for lens in attn_metadata.host_lens())
+    query, kv_cache = call.query, call.kv_cache
+    starts, lengths = (lens.tolist() for lens in call.meta.host_lens())
     mine = [r for r, total in enumerate(lengths) if total > 0 and starts[r + 1] - starts[r] == 1]
     rest = sorted(set(range(len(lengths))).difference(mine))
     if not mine:
@@ -147,7 +131,7 @@ def _decode(
     kind = _kind(query, kv_cache)
     rows = torch.tensor([starts[r] for r in mine])
     queries = query.index_select(0, rows).to(kind).view(len(mine), num_kv_heads, -1, head_size)
-    runs = _runs(attn_metadata.block_table, num_kv_heads)
+    runs = _runs(call.meta.block_table, num_kv_heads)
     keys, values = _Store(kv_cache[0], 0), _Store(kv_cache[1], 1)
     threads = torch.get_num_threads()
     results, logs = [], []
@@ -172,9 +156,9 @@ def _decode(
     if not _cpu_kernel.all_exact(log):
         exact = _cpu_kernel.exact(log).all(1).tolist()
         rest = sorted(rest + [r for r, known in zip(mine, exact, strict=True) if not known])
-    output.index_copy_(0, rows, _ragged.weigh(rules, result, log.T).to(output.dtype))
-    if lse is not None:
-        lse.index_copy_(1, rows, log.T.to(lse.dtype))
+    call.output.index_copy_(0, rows, _ragged.weigh(rules, result, log.T).to(call.output.dtype))
+    if call.lse is not None:
+        call.lse.index_copy_(1, rows, log.T.to(call.lse.dtype))
     return rest
 
 

@@ -7,15 +7,15 @@ rounding more, and the same for every provider.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from attn.backends.abstract import AttentionLayer, AttentionType
 from attn.backends.metadata import CommonAttentionMetadata
-from attn.capabilities import ATTN_TYPES, ENCODER_TYPES, Capabilities, Device, MultipleOf, Request
+from attn.capabilities import ATTN_TYPES, Capabilities, Device, MultipleOf, Request
 from attn.torch.backends import _flash_providers as providers
 from attn.torch.backends._flash_providers import Call
-from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
+from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl, PagedCall, RaggedCall
 from attn.torch.backends._vendor import arch_of, canonical, fill
 from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
 
@@ -66,66 +66,50 @@ class FlashAttentionImpl(PagedAttentionImpl, backend=FlashAttentionBackend):
         sizes = {p.block_size for p in providers.present() or providers.PROVIDERS}
         return [min(sizes, key=lambda size: size.base)]  # every other is a multiple of it
 
-    def _attend(
-        self,
-        layer: AttentionLayer,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: PagedAttentionMetadata,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
-        causal = attn_metadata.causal and self.attn_type == AttentionType.DECODER
-        key_cache, value_cache = map(canonical, self.backend.logical_kv_cache(kv_cache))
-        window = (self.window[0], 0 if causal else self.window[1])
-        self._compute(query, key_cache, value_cache, attn_metadata, window, output, lse)
-
-    def _attend_ragged(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_metadata: PagedAttentionMetadata,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
-        self._compute(query, key, value, attn_metadata, self.window, output, lse)
-
-    def _compute(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        meta: PagedAttentionMetadata,
-        window: tuple[int | None, int | None],
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
+    def _attend(self, call: PagedCall) -> None:
+        meta = call.meta
         assert isinstance(meta, FlashAttentionMetadata) and meta.key_starts is not None
-        rows, ragged = meta.num_actual_tokens, self.attn_type in ENCODER_TYPES
+        key, value = map(canonical, self.backend.logical_kv_cache(call.kv_cache))
+        self._compute(
+            call,
+            key=key,
+            value=value,
+            key_starts=meta.key_starts,
+            max_seq_len=meta.max_seq_len,
+            lens=meta.seq_lens,
+            block_table=meta.block_table,
+        )
+
+    def _attend_ragged(self, call: RaggedCall) -> None:
+        rows, meta = call.meta.num_actual_tokens, call.meta
+        self._compute(
+            call,
+            key=call.key[:rows],
+            value=call.value[:rows],
+            key_starts=meta.query_start_loc,
+            max_seq_len=meta.max_query_len,
+        )
+
+    def _compute(self, call: PagedCall | RaggedCall, **keys: Any) -> None:
+        """Attend keys that are given as `Call` takes them."""
+        meta, rows = call.meta, call.meta.num_actual_tokens
         if rows == 0:
             return
-        call = Call(
-            query=query[:rows],
-            key=key[:rows] if ragged else key,
-            value=value[:rows] if ragged else value,
+        provided = Call(
+            query=call.query[:rows],
             starts=meta.query_start_loc,
-            key_starts=meta.query_start_loc if ragged else meta.key_starts,
-            lens=None if ragged else meta.seq_lens,
-            block_table=None if ragged else meta.block_table,
             max_query_len=meta.max_query_len,
-            max_seq_len=meta.max_query_len if ragged else meta.max_seq_len,
             scale=self.scale,
-            window=window,
+            window=call.window,
             soft_cap=self.logits_soft_cap or 0.0,
             alibi_slopes=self.alibi_slopes,
+            **keys,
         )
-        request = replace(self.request(), dtype=str(query.dtype).removeprefix("torch."), block_size=meta.block_size)
-        if ragged:
-            request = replace(request, block_size=None)
-        provider = self._provider(request, arch_of(query.device))
-        out, log = provider.attend(provider.load(), call)
-        fill(out, log, self.sinks, output[:rows], None if lse is None else lse[:, :rows])
+        block_size = None if provided.block_table is None else meta.block_size
+        request = replace(self.request(), dtype=str(call.query.dtype).removeprefix("torch."), block_size=block_size)
+        provider = self._provider(request, arch_of(call.query.device))
+        out, log = provider.attend(provider.load(), provided)
+        fill(out, log, self.sinks, call.output, call.lse)
 
     def _provider(self, request: Request, arch: str) -> providers.Provider:
         """Who computes a request: the best that serves it."""

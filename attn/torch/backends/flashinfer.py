@@ -22,16 +22,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from attn.backends.abstract import AttentionLayer, AttentionType
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.capabilities import ATTN_TYPES, Capabilities, Device, Feature, Request, arch_matches
 from attn.errors import MetadataError, UnsupportedError
 from attn.torch import kv_cache as caches
 from attn.torch.backends import _flashinfer_trtllm as trtllm
 from attn.torch.backends._flashinfer import Group, capturing, lend, plan, workspace
-from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
+from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl, PagedCall, RaggedCall
 from attn.torch.backends._vendor import LN2, arch_of, canonical, decodes_first, fill, int32, page_list
-from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
+from attn.torch.metadata import PagedAttentionMetadataBuilder
 
 #: Prefill with fewer rows a request asks for FA2's kernels: on Hopper "auto" is FA3's. Measured on an H200, ms of FA2 and FA3:
 #: 16q4s1k (4 rows a request) 0.0415, 0.0778; 1q512s8k_63q1s4k (9, the prompt before the decodes) 0.578, 1.265; 2q2k_32q1s1k
@@ -99,10 +98,14 @@ class FlashInferMetadata(trtllm.UnplannedMetadata):
                 raise UnsupportedError(f"FLASHINFER: a graph of decodes holds no {group.kind} attention")
             buffer = functools.partial(torch.zeros, dtype=torch.int32, device=device)
             return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-                workspace(device), "NHD", use_cuda_graph=True, use_tensor_cores=dense,
-                paged_kv_indptr_buffer=buffer(self.num_reqs + 1), paged_kv_indices_buffer=buffer(self.block_table.numel()),
+                workspace(device),
+                "NHD",
+                use_cuda_graph=True,
+                use_tensor_cores=dense,
+                paged_kv_indptr_buffer=buffer(self.num_reqs + 1),
+                paged_kv_indices_buffer=buffer(self.block_table.numel()),
                 paged_kv_last_page_len_buffer=buffer(self.num_reqs),
-            )  # fmt: skip
+            )
         few = group.kind == "prefill" and self._host_lens(group)[0][-1] < FEW_ROWS * (group.last - group.first)
         kernels = "fa2" if few and not group.lse else "auto"
         # a paged wrapper's first plan chooses its kernels (FA2 or FA3) from the dtypes, and keeps them for every later one
@@ -211,82 +214,66 @@ class FlashInferBackend(PagedAttentionBackend):
 class FlashInferImpl(PagedAttentionImpl, backend=FlashInferBackend):
     can_return_lse_for_decode = True
 
-    def _attend(
-        self,
-        layer: AttentionLayer,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: PagedAttentionMetadata,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
-        assert isinstance(attn_metadata, FlashInferMetadata)
-        causal = self.window[1] == 0 or (attn_metadata.causal and self.attn_type == AttentionType.DECODER)
-        keys = tuple(map(canonical, self.backend.logical_kv_cache(kv_cache)))
+    def _attend(self, call: PagedCall) -> None:
+        meta = call.meta
+        assert isinstance(meta, FlashInferMetadata)
+        key, value = map(canonical, self.backend.logical_kv_cache(call.kv_cache))
+        keys = (key, value)
         scales = {}
-        if caches.is_quantised(kv_cache.dtype):
-            scales = {"k_scale": layer._k_scale_float, "v_scale": layer._v_scale_float}
-        decodes, requests = attn_metadata.num_decodes, attn_metadata.num_reqs
-        if lse is not None and self.num_heads // self.num_kv_heads not in PLAIN_GROUPS:
+        if caches.is_quantised(call.kv_cache.dtype):
+            scales = {"k_scale": call.layer._k_scale_float, "v_scale": call.layer._v_scale_float}
+        decodes, requests = meta.num_decodes, meta.num_reqs
+        if call.lse is not None and self.num_heads // self.num_kv_heads not in PLAIN_GROUPS:
             decodes = 0  # prefill's FA3 sums whole weights
-        rows = attn_metadata.num_actual_tokens
+        rows = meta.num_actual_tokens
         parts = [("decode", 0, decodes, slice(0, decodes)), ("prefill", decodes, requests, slice(decodes, rows))]
-        arch, logs = arch_of(query.device), lse is not None or self.sinks is not None
+        arch, logs = arch_of(call.query.device), call.lse is not None or self.sinks is not None
         for kind, first, last, part in parts:
             if part.stop > part.start:
-                group = self._group(kind, first, last, causal, query.dtype, kv_cache.dtype, lse is not None)
-                given = (query[part], (keys,), scales, output[part], _columns(lse, part))
-                unplanned = trtllm.backend_for(arch, group._replace(first=0, last=0), attn_metadata.block_size, logs)
-                if unplanned and not trtllm.fits(attn_metadata, group, logs):
-                    unplanned = None
-                self._run(group, attn_metadata, *given, unplanned=unplanned)
+                group = self._group(call, kind, first, last, call.kv_cache.dtype)
+                unplanned = trtllm.backend_for(arch, group._replace(first=0, last=0), meta.block_size, logs)
+                if unplanned and trtllm.fits(meta, group, logs):
+                    out, log = trtllm.run(unplanned, group, meta, call.query[part].contiguous(), keys, logs, **scales)
+                else:
+                    out, log = self._planned(call, group, part, (keys,), scales)
+                self._fill(call, part, out, log)
 
-    def _attend_ragged(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_metadata: PagedAttentionMetadata,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
-        assert isinstance(attn_metadata, FlashInferMetadata)
-        part = slice(0, attn_metadata.num_actual_tokens)
+    def _attend_ragged(self, call: RaggedCall) -> None:
+        part = slice(0, call.meta.num_actual_tokens)
         if part.stop:
-            causal = self.window[1] == 0
-            group = self._group("ragged", 0, attn_metadata.num_reqs, causal, query.dtype, key.dtype, lse is not None)
-            self._run(group, attn_metadata, query[part], (key[part], value[part]), {}, output[part], _columns(lse, part))
+            group = self._group(call, "ragged", 0, call.meta.num_reqs, call.key.dtype)
+            self._fill(call, part, *self._planned(call, group, part, (call.key[part], call.value[part]), {}))
 
-    def _group(
-        self, kind: str, first: int, last: int, causal: bool, dtype: torch.dtype, kv_dtype: torch.dtype, lse: bool
-    ) -> Group:
+    def _group(self, call: PagedCall | RaggedCall, kind: str, first: int, last: int, kv_dtype: torch.dtype) -> Group:
         return Group(
-            kind, first, last, self.num_heads, self.num_kv_heads, self.head_size, causal,
-            -1 if self.window[0] is None else self.window[0], self.logits_soft_cap or 0.0, self.scale, dtype, kv_dtype, lse,
-        )  # fmt: skip
+            kind=kind,
+            first=first,
+            last=last,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            causal=call.causal,
+            window_left=-1 if call.window[0] is None else call.window[0],
+            soft_cap=self.logits_soft_cap or 0.0,
+            scale=self.scale,
+            dtype=call.query.dtype,
+            kv_dtype=kv_dtype,
+            lse=call.lse is not None,
+        )
 
-    def _run(
-        self,
-        group: Group,
-        meta: FlashInferMetadata,
-        query: torch.Tensor,
-        keys: tuple[Any, ...],
-        scales: dict[str, float],
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-        unplanned: str | None = None,
-    ) -> None:
-        """One part of the batch, by the wrapper planned for it, or by TensorRT-LLM's backend of that name."""
-        query, logs = query.contiguous(), lse is not None or self.sinks is not None
-        if unplanned:
-            out, log = trtllm.run(unplanned, group, meta, query, keys[0], logs, **scales)
-        else:
-            out, log = meta.planned(group).run(query, *keys, return_lse=True, **scales)
+    @staticmethod
+    def _planned(
+        call: PagedCall | RaggedCall, group: Group, part: slice, keys: tuple[Any, ...], scales: dict[str, float]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(out [n, H, D], lse [n, H] base 2) of the rows of one part of the batch, by the wrapper planned for it."""
+        assert isinstance(call.meta, FlashInferMetadata)
+        return call.meta.planned(group).run(  # type: ignore[no-any-return]
+            call.query[part].contiguous(), *keys, return_lse=True, **scales
+        )
+
+    def _fill(self, call: PagedCall | RaggedCall, part: slice, out: torch.Tensor, log: torch.Tensor | None) -> None:
         if log is None:
-            output[...] = out
+            call.output[part] = out
         else:
-            fill(out, (log * LN2).T, self.sinks, output, lse)
-
-
-def _columns(lse: torch.Tensor | None, part: slice) -> torch.Tensor | None:
-    return None if lse is None else lse[:, part]
+            lse = None if call.lse is None else call.lse[:, part]
+            fill(out, (log * LN2).T, self.sinks, call.output[part], lse)

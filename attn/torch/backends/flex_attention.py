@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from attn.backends.abstract import AttentionLayer, AttentionType
+from attn.backends.abstract import AttentionType
 from attn.backends.arguments import window_pair
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.capabilities import ATTN_TYPES, ENCODER_TYPES, Capabilities, Device, Feature, MultipleOf, Request
@@ -30,7 +30,7 @@ from attn.errors import UnsupportedError
 from attn.imports import installed
 from attn.torch.backends import _flex, _flex_flash
 from attn.torch.backends._flex import Masks, Plan, Rules, Shape
-from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
+from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl, PagedCall, RaggedCall
 from attn.torch.backends._vendor import fill
 from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
 
@@ -127,42 +127,17 @@ class FlexAttentionBackend(PagedAttentionBackend):
 class FlexAttentionImpl(PagedAttentionImpl, backend=FlexAttentionBackend):
     can_return_lse_for_decode = True
 
-    def _attend(
-        self,
-        layer: AttentionLayer,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: PagedAttentionMetadata,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
-        causal = attn_metadata.causal and self.attn_type == AttentionType.DECODER
-        if query.device.type != "cpu":
-            check_span(kv_cache[0])
-        self._compute(query, *self.backend.logical_kv_cache(kv_cache), attn_metadata, causal, output, lse)
+    def _attend(self, call: PagedCall) -> None:
+        if call.query.device.type != "cpu":
+            check_span(call.kv_cache[0])
+        self._compute(call, *self.backend.logical_kv_cache(call.kv_cache))
 
-    def _attend_ragged(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_metadata: PagedAttentionMetadata,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
-        self._compute(query, key, value, attn_metadata, False, output, lse)
+    def _attend_ragged(self, call: RaggedCall) -> None:
+        self._compute(call, call.key, call.value)
 
-    def _compute(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        meta: PagedAttentionMetadata,
-        causal: bool,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
+    def _compute(self, call: PagedCall | RaggedCall, key: torch.Tensor, value: torch.Tensor) -> None:
         """Attend keys and values [N, P, K, D], or the call's own [T, K, D]."""
+        query, meta, causal = call.query, call.meta, call.causal
         assert isinstance(meta, FlexAttentionMetadata)
         tokens, ragged = meta.num_actual_tokens, self.attn_type in ENCODER_TYPES
         if tokens == 0:
@@ -176,7 +151,7 @@ class FlexAttentionImpl(PagedAttentionImpl, backend=FlexAttentionBackend):
         else:
             plan = meta.planned(key.shape[0], key.shape[1], block, masks)
         on_cpu = query.device.type == "cpu"
-        wanted = lse is not None or self.sinks is not None
+        wanted = call.lse is not None or self.sinks is not None
         written_out = on_cpu and wanted
         alibi = "" if self.alibi_slopes is None else "signed" if causal else "symmetric"
         rules = Rules(masks, self.scale, self.logits_soft_cap, alibi, wanted or not on_cpu, block, key.shape[1])
@@ -193,16 +168,16 @@ class FlexAttentionImpl(PagedAttentionImpl, backend=FlexAttentionBackend):
                 some = laid[own]
                 _flex.vary(0, some, rows, *lists, key, value, plan.places)
                 _flex.vary(1, lists[1], lists[3])
-                parts.append(_run(rules, shape, written_out, some, key, value, rows, lists, plan.places, slopes))
+                parts.append(_run(rules, shape, written_out, (some, key, value, rows, lists, plan.places, slopes)))
         if rules.lse:
             out = torch.cat([part[0] for part in parts], 2)
             log = torch.cat([part[1].lse for part in parts], 2)[0][:, plan.back]
         else:
             out, log = parts[0], torch.where(plan.unseeing, -torch.inf, 0.0).expand(self.num_heads, -1)
-        fill(out[0].transpose(0, 1)[plan.back], log, self.sinks, output[:tokens], None if lse is None else lse[:, :tokens])
+        fill(out[0].transpose(0, 1)[plan.back], log, self.sinks, call.output, call.lse)
 
 
-def _run(rules: Rules, shape: Shape, written_out: bool, *arrays: Any) -> Any:
+def _run(rules: Rules, shape: Shape, written_out: bool, arrays: tuple[Any, ...]) -> Any:
     """The program of these rules on arrays; the Triton kernel's where FlashAttention's cannot be compiled."""
     try:
         return _flex.program(rules, shape, "eager" if written_out else "inductor")(*arrays)

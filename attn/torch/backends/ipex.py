@@ -21,14 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from attn.backends.abstract import AttentionLayer, AttentionType
+from attn.backends.abstract import AttentionType
 from attn.capabilities import ATTN_TYPES, ENCODER_TYPES, Capabilities, Device, Feature, MultipleOf, Request
 from attn.errors import UnsupportedError
 from attn.imports import resolve_obj_by_qualname, version_of
-from attn.torch.backends._paged import HeadsFirstBackend, PagedAttentionImpl
+from attn.torch.backends._paged import HeadsFirstBackend, PagedAttentionImpl, PagedCall, RaggedCall
 from attn.torch.backends._ragged import all_finite
 from attn.torch.backends._vendor import decodes_first, int32, lacking, token_slots
-from attn.torch.metadata import PagedAttentionMetadata
 
 _NEEDS = (
     ("modules.PagedAttention.single_query_cached_kv_attention", ("head_mapping", "window_size", "softcap")),
@@ -74,22 +73,13 @@ class IpexAttentionImpl(PagedAttentionImpl, backend=IpexAttentionBackend):
         if why := _lacking():
             raise UnsupportedError(f"{self.backend.get_name()}: {'; '.join(why)}", why)
 
-    def _attend(
-        self,
-        layer: AttentionLayer,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: PagedAttentionMetadata,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
-        meta, left = attn_metadata, self.window[0]
-        causal = self.window[1] == 0 or (meta.causal and self.attn_type == AttentionType.DECODER)
+    def _attend(self, call: PagedCall) -> None:
+        meta, causal, left, kv_cache = call.meta, call.causal, call.window[0], call.kv_cache
         starts, lens = meta.host_lens()
         counts = np.diff(starts)
         request = np.repeat(np.arange(len(lens)), counts)  # of each row
         ends = lens[request] - (starts[request + 1] - 1 - np.arange(len(request))) if causal else lens[request]
-        query, output = query[: len(request)].contiguous(), output[: len(request)]
+        query, output = call.query[: len(request)].contiguous(), call.output[: len(request)]
         keys, values, table = kv_cache[0].contiguous(), kv_cache[1].contiguous(), meta.block_table
         begin = np.clip(lens - counts - (left or 0), 0, lens)  # the first key that some row may not see
         if causal and (left == 0 or _spoilt(values, table, counts, begin, lens)):
@@ -103,41 +93,69 @@ class IpexAttentionImpl(PagedAttentionImpl, backend=IpexAttentionBackend):
         if longest := int(lens[:first].max(initial=0)):
             heads = torch.arange(self.num_kv_heads, dtype=torch.int32).repeat_interleave(self.num_heads // self.num_kv_heads)
             _llm().modules.PagedAttention.single_query_cached_kv_attention(
-                output[:first], query[:first], keys, values, heads, self.scale, table[:first], int32(lens[:first]),
-                keys.shape[2], longest, None, window_size=longest,
-            )  # fmt: skip
+                output=output[:first],
+                query=query[:first],
+                key_cache=keys,
+                value_cache=values,
+                head_mapping=heads,
+                scale=self.scale,
+                block_tables=table[:first],
+                context_lens=int32(lens[:first]),
+                block_size=keys.shape[2],
+                max_context_len=longest,
+                alibi_slopes=None,
+                window_size=longest,
+            )
         rows = int(starts[first])
         if rows < len(request) and (longest := int(lens[first:].max(initial=0))):
             bounds = [int32(np.concatenate([[0], np.cumsum(n)])) for n in (counts[first:], lens[first:])]
             _llm().modules.PagedAttention.flash_attn_varlen_func(
-                output[rows:], query[rows:], keys, values, *bounds, int(counts[first:].max()), longest, self.scale, causal,
-                table[first:], None, window_size_left=-1 if left is None else left, softcap=-1.0 if cap is None else cap,
-            )  # fmt: skip
+                output=output[rows:],
+                query=query[rows:],
+                key_cache=keys,
+                value_cache=values,
+                cu_seqlens_q=bounds[0],
+                cu_seqlens_kv=bounds[1],
+                max_seqlen_q=int(counts[first:].max()),
+                max_seqlen_kv=longest,
+                scale=self.scale,
+                is_cusal=causal,  # their spelling
+                block_tables=table[first:],
+                alibi_slopes=None,
+                window_size_left=-1 if left is None else left,
+                softcap=-1.0 if cap is None else cap,
+            )
         if (ends <= 0).any():
             output[torch.from_numpy(ends <= 0)] = 0
 
-    def _attend_ragged(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_metadata: PagedAttentionMetadata,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
-        rows, starts, longest = attn_metadata.num_actual_tokens, attn_metadata.query_start_loc, attn_metadata.max_query_len
+    def _attend_ragged(self, call: RaggedCall) -> None:
+        meta, rows = call.meta, call.meta.num_actual_tokens
         if rows == 0:
             return
         plain = self.head_size**-0.5
-        query, key, value, made = query[:rows], key[:rows], value[:rows], output[:rows]
+        query, key, value, made = (x[:rows] for x in (call.query, call.key, call.value, call.output))
         if self.scale != plain:  # in float32: rounded to a narrower dtype, the scaled query would be another
             query, key, value = query.float() * (self.scale / plain), key.float(), value.float()
             made = torch.empty_like(query)
         _llm().functional.varlen_attention(
-            query, key, value, made, starts, starts, None, longest, longest, 0.0, plain, False, self.window[1] == 0, False, None
+            query=query,
+            key=key,
+            value=value,
+            out=made,
+            seqlen_q=meta.query_start_loc,
+            seqlen_k=meta.query_start_loc,
+            alibi_slopes=None,
+            max_seqlen_q=meta.max_query_len,
+            max_seqlen_k=meta.max_query_len,
+            pdropout=0.0,
+            softmax_scale=plain,
+            zero_tensors=False,
+            is_causal=call.causal,
+            return_softmax=False,
+            gen_=None,
         )
         if self.scale != plain:
-            output[:rows] = made
+            call.output[:rows] = made
 
 
 def _spoilt(values: torch.Tensor, table: torch.Tensor, counts: Any, begin: Any, lens: Any) -> bool:

@@ -9,11 +9,9 @@ e4048607.
 import numpy as np
 import torch
 
-from attn.backends.abstract import AttentionLayer
 from attn.capabilities import Capabilities, Feature
-from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
+from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl, PagedCall
 from attn.torch.backends._vendor import decodes_first, fill, token_list
-from attn.torch.metadata import PagedAttentionMetadata
 
 _PARTITION = 256  #: keys of a decode's part
 
@@ -34,29 +32,20 @@ class AiterFlashAttentionBackend(PagedAttentionBackend):
 
 
 class AiterFlashAttentionImpl(PagedAttentionImpl, backend=AiterFlashAttentionBackend):
-    def _attend(
-        self,
-        layer: AttentionLayer,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: PagedAttentionMetadata,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
-        starts, _ = attn_metadata.host_lens()
+    def _attend(self, call: PagedCall) -> None:
+        starts, _ = call.meta.host_lens()
         decodes = decodes_first(starts)
         if decodes:
-            self._decode(query[:decodes], kv_cache, attn_metadata, decodes, output[:decodes])
-        rows = slice(decodes, attn_metadata.num_actual_tokens)
-        if rows.stop > rows.start:
-            self._prefill(query[rows], kv_cache, attn_metadata, decodes, output[rows])
+            self._decode(call, decodes)
+        if call.meta.num_actual_tokens > decodes:
+            self._prefill(call, decodes)
 
-    def _decode(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, meta: PagedAttentionMetadata, count: int, output: torch.Tensor
-    ) -> None:
+    def _decode(self, call: PagedCall, count: int) -> None:
+        """The first `count` requests, of one row each."""
         import aiter
 
-        keys, values = self.backend.logical_kv_cache(kv_cache)
+        query, meta = call.query[:count], call.meta
+        keys, values = self.backend.logical_kv_cache(call.kv_cache)
         parts = -(-meta.max_seq_len // _PARTITION)
         states = count * self.num_heads * parts
         size = states * self.head_size * query.element_size() + 2 * states * 4  # as `paged_attention_v1` counts it
@@ -64,25 +53,49 @@ class AiterFlashAttentionImpl(PagedAttentionImpl, backend=AiterFlashAttentionBac
         one = torch.ones(1, dtype=torch.float32, device=query.device)
         lens = meta.seq_lens[:count]
         aiter.paged_attention_v1(
-            out, torch.empty(size, dtype=torch.uint8, device=query.device), query, keys, values, self.scale,
-            meta.block_table[:count], None, lens, meta.max_seq_len, self.alibi_slopes, "auto", "NHD",
-            self.logits_soft_cap or 0.0, one, one, None, _PARTITION,
-        )  # fmt: skip
-        output[...] = torch.where((lens > 0)[:, None, None], out, 0)
+            out=out,
+            workspace_buffer=torch.empty(size, dtype=torch.uint8, device=query.device),
+            query=query,
+            key_cache=keys,
+            value_cache=values,
+            scale=self.scale,
+            block_tables=meta.block_table[:count],
+            cu_query_lens=None,
+            context_lens=lens,
+            max_context_len=meta.max_seq_len,
+            alibi_slopes=self.alibi_slopes,
+            kv_cache_dtype="auto",
+            kv_cache_layout="NHD",
+            logits_soft_cap=self.logits_soft_cap or 0.0,
+            k_scale=one,
+            v_scale=one,
+            fp8_out_scale=None,
+            partition_size=_PARTITION,
+        )
+        call.output[:count] = torch.where((lens > 0)[:, None, None], out, 0)
 
-    def _prefill(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, meta: PagedAttentionMetadata, first: int, output: torch.Tensor
-    ) -> None:
+    def _prefill(self, call: PagedCall, first: int) -> None:
+        """Requests `first` and later; those before have one row each."""
         import aiter
 
+        meta, rows = call.meta, slice(first, call.meta.num_actual_tokens)
         assert meta.block_size is not None
         starts, lens = meta.host_lens()
         bounds, slots = token_list(meta.block_table, lens[first:], meta.block_size, first)
-        keys, values = (part.flatten(0, 1).index_select(0, slots) for part in self.backend.logical_kv_cache(kv_cache))
+        keys, values = (part.flatten(0, 1).index_select(0, slots) for part in self.backend.logical_kv_cache(call.kv_cache))
         queries = meta.query_start_loc[first:] - meta.query_start_loc[first]
         out, log = aiter.flash_attn_varlen_func(
-            query, keys, values, queries, bounds, int(np.diff(starts[first:]).max()), int(lens[first:].max()),
-            softmax_scale=self.scale, logits_soft_cap=self.logits_soft_cap or 0.0, causal=True,
-            alibi_slopes=self.alibi_slopes, return_lse=True,
-        )[:2]  # fmt: skip
-        fill(out, log, None, output, None)
+            call.query[rows],
+            keys,
+            values,
+            queries,
+            bounds,
+            int(np.diff(starts[first:]).max()),
+            int(lens[first:].max()),
+            softmax_scale=self.scale,
+            logits_soft_cap=self.logits_soft_cap or 0.0,
+            causal=True,
+            alibi_slopes=self.alibi_slopes,
+            return_lse=True,
+        )[:2]
+        fill(out, log, None, call.output[rows], None)

@@ -5,12 +5,8 @@ its soft cap computes exp(s / cap) / exp(-s / cap), which is NaN above |s / cap|
 MI300, another format than this library's. It returns no log-sum-exp. Interface of ROCm/aiter at e4048607.
 """
 
-import torch
-
-from attn.backends.abstract import AttentionLayer
 from attn.capabilities import Capabilities, Feature, MultipleOf
-from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
-from attn.torch.metadata import PagedAttentionMetadata
+from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl, PagedCall
 
 
 class RocmAiterUnifiedAttentionBackend(PagedAttentionBackend):
@@ -29,24 +25,30 @@ class RocmAiterUnifiedAttentionBackend(PagedAttentionBackend):
 
 
 class RocmAiterUnifiedAttentionImpl(PagedAttentionImpl, backend=RocmAiterUnifiedAttentionBackend):
-    def _attend(
-        self,
-        layer: AttentionLayer,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: PagedAttentionMetadata,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
+    def _attend(self, call: PagedCall) -> None:
         from aiter.ops.triton.attention.unified_attention import unified_attention
 
-        rows = attn_metadata.num_actual_tokens
+        meta, rows, left = call.meta, call.meta.num_actual_tokens, call.window[0]
         if rows == 0:
             return
-        keys, values = self.backend.logical_kv_cache(kv_cache)
-        left = self.window[0]
+        keys, values = self.backend.logical_kv_cache(call.kv_cache)
         unified_attention(
-            query[:rows], keys, values, output[:rows], attn_metadata.query_start_loc, attn_metadata.max_query_len,
-            attn_metadata.seq_lens, attn_metadata.max_seq_len, self.scale, True, (-1, -1) if left is None else (left, 0),
-            attn_metadata.block_table, 0.0, None, None, None, alibi_slopes=self.alibi_slopes, sinks=self.sinks,
-        )  # fmt: skip
+            q=call.query[:rows],
+            k=keys,
+            v=values,
+            out=call.output[:rows],
+            cu_seqlens_q=meta.query_start_loc,
+            max_seqlen_q=meta.max_query_len,
+            seqused_k=meta.seq_lens,
+            max_seqlen_k=meta.max_seq_len,
+            softmax_scale=self.scale,
+            causal=True,
+            window_size=(-1, -1) if left is None else (left, 0),
+            block_table=meta.block_table,
+            softcap=0.0,
+            q_descale=None,
+            k_descale=None,
+            v_descale=None,
+            alibi_slopes=self.alibi_slopes,
+            sinks=self.sinks,
+        )

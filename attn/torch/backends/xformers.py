@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from attn.backends.abstract import AttentionLayer, AttentionType
+from attn.backends.abstract import AttentionType
 from attn.capabilities import ATTN_TYPES, Capabilities, Device, Feature, MultipleOf, Request, arch_matches
 from attn.imports import assumed, installed, resolve_obj_by_qualname, version_of
-from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
+from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl, PagedCall, RaggedCall
 from attn.torch.backends._vendor import arch_of, fill, lacking, token_slots
 from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
 
@@ -136,43 +136,18 @@ class XFormersAttentionBackend(PagedAttentionBackend):
 class XFormersImpl(PagedAttentionImpl, backend=XFormersAttentionBackend):
     can_return_lse_for_decode = True
 
-    def _attend(
-        self,
-        layer: AttentionLayer,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        attn_metadata: PagedAttentionMetadata,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
-        causal = self.window[1] == 0 or (attn_metadata.causal and self.attn_type == AttentionType.DECODER)
-        keys, values = (part.flatten(0, 1) for part in self.backend.logical_kv_cache(kv_cache))
-        paged = _reads_pages(self.head_size, attn_metadata.block_size, arch_of(query.device))
-        self._compute(query, keys, values, attn_metadata, Rule(causal, self.window[0], paged, own=False), output, lse)
+    def _attend(self, call: PagedCall) -> None:
+        keys, values = (part.flatten(0, 1) for part in self.backend.logical_kv_cache(call.kv_cache))
+        paged = _reads_pages(self.head_size, call.meta.block_size, arch_of(call.query.device))
+        self._compute(call, keys, values, Rule(call.causal, call.window[0], paged, own=False))
 
-    def _attend_ragged(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attn_metadata: PagedAttentionMetadata,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
-        rows, rule = attn_metadata.num_actual_tokens, Rule(self.window[1] == 0, None, paged=False, own=True)
-        self._compute(query, key[:rows], value[:rows], attn_metadata, rule, output, lse)
+    def _attend_ragged(self, call: RaggedCall) -> None:
+        rows = call.meta.num_actual_tokens
+        self._compute(call, call.key[:rows], call.value[:rows], Rule(call.causal, None, paged=False, own=True))
 
-    def _compute(
-        self,
-        query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        meta: PagedAttentionMetadata,
-        rule: Rule,
-        output: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
+    def _compute(self, call: PagedCall | RaggedCall, keys: torch.Tensor, values: torch.Tensor, rule: Rule) -> None:
         """Attend keys, values [.., K, D], a token a row."""
+        query, meta = call.query, call.meta
         assert isinstance(meta, XFormersMetadata)
         rows, groups = meta.num_actual_tokens, (self.num_kv_heads, self.num_heads // self.num_kv_heads)
         out = torch.empty_like(query[:rows])
@@ -185,7 +160,7 @@ class XFormersImpl(PagedAttentionImpl, backend=XFormersAttentionBackend):
                 query[part.rows].unflatten(1, groups)[None], *wide, attn_bias=part.mask, scale=self.scale, op=part.op
             )
             out[part.rows], log[:, part.rows] = result[0].flatten(1, 2), _packed(state.flatten(1, 2).float(), part.counts)
-        fill(out, log, self.sinks, output[:rows], None if lse is None else lse[:, :rows])
+        fill(out, log, self.sinks, call.output, call.lse)
 
 
 def _packed(log: torch.Tensor, counts: list[int]) -> torch.Tensor:

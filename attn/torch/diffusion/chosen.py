@@ -47,9 +47,21 @@ def chosen_impl(
         num_heads, num_kv_heads, head_size = (known(size) for size in (num_heads, num_kv_heads, head_size))
         scale = None if scale is None else known(scale)
     description = _description(
-        backend, error_budget, device_type, num_heads, num_kv_heads, head_size, dtype, scale, causal, mask, grad, key_mask,
-        rows, keys,
-    )  # fmt: skip
+        backend,
+        error_budget,
+        device_type,
+        num_heads,
+        num_kv_heads,
+        head_size,
+        dtype,
+        scale,
+        causal,
+        mask,
+        grad,
+        key_mask,
+        rows,
+        keys,
+    )
     return _impls[description]
 
 
@@ -89,9 +101,17 @@ def _chosen(
     if backend is not None:  # requested by name, which accepts its error
         budget = max(budget, getattr(DiffusionAttentionBackendEnum[backend].get_class(), "error", 0.0))
     request = make_diffusion_request(
-        head_size, dtype, features=features, num_heads=num_heads, num_kv_heads=num_kv_heads, error_budget=budget,
-        causal=causal, key_mask=key_mask, rows=rows or None, keys=keys or None,
-    )  # fmt: skip
+        head_size,
+        dtype,
+        features=features,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        error_budget=budget,
+        causal=causal,
+        key_mask=key_mask,
+        rows=rows or None,
+        keys=keys or None,
+    )
     platform = platform_for("torch", "cpu" if device_type == "cpu" else None)
     chosen = select_diffusion(request, backend=backend, framework="torch", platform=platform).require()
     arguments = (num_heads, head_size, scale, causal, num_kv_heads)

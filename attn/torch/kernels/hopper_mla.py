@@ -359,6 +359,25 @@ def _consume(  # type: ignore[no-untyped-def]
             gl.store(lse + row_head * lse_h + row_at, log * 0.6931471805599453, mask=row_live)
 
 
+@gluon.jit
+def _fill(  # type: ignore[no-untyped-def]
+    cache, desc, k_ring, r_ring, k_full, k_empty, r_full, r_empty, query_start_loc, seq_lens, limits, block_table,
+    indices, row_tiles, split, topk, num_pages, c_block, c_slot, table_r, indices_t,
+    H: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, HAS_LIMITS: gl.constexpr, SPARSE: gl.constexpr,
+):  # fmt: skip
+    """The keys' way in: gathered one by one, or page by page."""
+    if SPARSE:
+        _gather(
+            cache, k_ring, r_ring, k_full, k_empty, r_full, r_empty, query_start_loc, seq_lens, limits, block_table,
+            indices, row_tiles, split, topk, c_block, c_slot, table_r, indices_t, H, P, HAS_LIMITS, SPARSE,
+        )  # fmt: skip
+    else:
+        _produce(
+            desc, k_ring, r_ring, k_full, k_empty, r_full, r_empty, query_start_loc, seq_lens, limits, block_table,
+            row_tiles, split, topk, num_pages, table_r, H, P, BOX, HAS_LIMITS, SPARSE,
+        )  # fmt: skip
+
+
 @gluon.jit(do_not_specialize=_BATCH)
 def _attend(  # type: ignore[no-untyped-def]
     out, lse, partial, partial_lse, query, cache, desc, query_start_loc, seq_lens, limits, block_table, indices, factor,
@@ -397,52 +416,29 @@ def _attend(  # type: ignore[no-untyped-def]
     fence_async_shared()
     # the merge may already be launched: it waits for the end of this grid before it reads
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
-    if SPARSE:
-        gl.warp_specialize(
-            [
-                (_consume, (
-                    out, lse, partial, partial_lse, query, q_tile, k_ring, r_ring, p_ring, tops, norms,
-                    k_full, k_empty, r_full, r_empty, t_full, p_full, q_full, end, query_start_loc, seq_lens, limits, factor,
-                    v_factor, indices, row_tiles, splits, split, topk, o_t, o_h, lse_h, q_t, q_h, indices_t,
-                    H, HAS_LIMITS, HAS_LSE, SPARSE, 0,
-                )),
-                (_consume, (
-                    out, lse, partial, partial_lse, query, q_tile, k_ring, r_ring, p_ring, tops, norms,
-                    k_full, k_empty, r_full, r_empty, t_full, p_full, q_full, end, query_start_loc, seq_lens, limits, factor,
-                    v_factor, indices, row_tiles, splits, split, topk, o_t, o_h, lse_h, q_t, q_h, indices_t,
-                    H, HAS_LIMITS, HAS_LSE, SPARSE, 1,
-                )),
-                (_gather, (
-                    cache, k_ring, r_ring, k_full, k_empty, r_full, r_empty, query_start_loc, seq_lens, limits, block_table,
-                    indices, row_tiles, split, topk, c_block, c_slot, table_r, indices_t, H, P, HAS_LIMITS, SPARSE,
-                )),
-            ],
-            [4, 4],
-            [CONSUMER_REGS, PRODUCER_REGS],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (_consume, (
-                    out, lse, partial, partial_lse, query, q_tile, k_ring, r_ring, p_ring, tops, norms,
-                    k_full, k_empty, r_full, r_empty, t_full, p_full, q_full, end, query_start_loc, seq_lens, limits, factor,
-                    v_factor, indices, row_tiles, splits, split, topk, o_t, o_h, lse_h, q_t, q_h, indices_t,
-                    H, HAS_LIMITS, HAS_LSE, SPARSE, 0,
-                )),
-                (_consume, (
-                    out, lse, partial, partial_lse, query, q_tile, k_ring, r_ring, p_ring, tops, norms,
-                    k_full, k_empty, r_full, r_empty, t_full, p_full, q_full, end, query_start_loc, seq_lens, limits, factor,
-                    v_factor, indices, row_tiles, splits, split, topk, o_t, o_h, lse_h, q_t, q_h, indices_t,
-                    H, HAS_LIMITS, HAS_LSE, SPARSE, 1,
-                )),
-                (_produce, (
-                    desc, k_ring, r_ring, k_full, k_empty, r_full, r_empty, query_start_loc, seq_lens, limits, block_table,
-                    row_tiles, split, topk, num_pages, table_r, H, P, BOX, HAS_LIMITS, SPARSE,
-                )),
-            ],
-            [4, 1],
-            [CONSUMER_REGS, PRODUCER_REGS],
-        )  # fmt: skip
+    # a tuple with a name would hold values alone, and lose what is known when the program is made: the two are written out
+    gl.warp_specialize(
+        [
+            (_consume, (
+                out, lse, partial, partial_lse, query, q_tile, k_ring, r_ring, p_ring, tops, norms,
+                k_full, k_empty, r_full, r_empty, t_full, p_full, q_full, end, query_start_loc, seq_lens, limits, factor,
+                v_factor, indices, row_tiles, splits, split, topk, o_t, o_h, lse_h, q_t, q_h, indices_t,
+                H, HAS_LIMITS, HAS_LSE, SPARSE, 0,
+            )),
+            (_consume, (
+                out, lse, partial, partial_lse, query, q_tile, k_ring, r_ring, p_ring, tops, norms,
+                k_full, k_empty, r_full, r_empty, t_full, p_full, q_full, end, query_start_loc, seq_lens, limits, factor,
+                v_factor, indices, row_tiles, splits, split, topk, o_t, o_h, lse_h, q_t, q_h, indices_t,
+                H, HAS_LIMITS, HAS_LSE, SPARSE, 1,
+            )),
+            (_fill, (
+                cache, desc, k_ring, r_ring, k_full, k_empty, r_full, r_empty, query_start_loc, seq_lens, limits, block_table,
+                indices, row_tiles, split, topk, num_pages, c_block, c_slot, table_r, indices_t, H, P, BOX, HAS_LIMITS, SPARSE,
+            )),
+        ],
+        [4, 4 if SPARSE else 1],
+        [CONSUMER_REGS, PRODUCER_REGS],
+    )  # fmt: skip
 
 
 def serves(query: torch.Tensor, cache: torch.Tensor, rank: int, split: int, sparse: bool) -> bool:
@@ -488,14 +484,45 @@ def attend(
     consumers, producer = _REGISTERS[sparse]
     try:
         _attend[((query_start_loc.shape[0] - 1) * tiles, splits)](
-            out, lse, partial, partial_lse, query, cache, desc, query_start_loc, seq_lens, limits, block_table, indices,
-            factor, v_factor, tiles, splits, split if splits > 1 else 1 << 30, indices.shape[1] if indices is not None else 0,
-            cache.shape[0], out.stride(0), out.stride(1), lse.stride(0) if lse is not None else 0,
-            query.stride(0), query.stride(1), cache.stride(0), cache.stride(1), block_table.stride(0),
-            indices.stride(0) if indices is not None else 0,
-            H=query.shape[1], P=page, BOX=box, HAS_LIMITS=limits is not None, HAS_LSE=lse is not None, SPARSE=sparse,
-            CONSUMER_REGS=consumers, PRODUCER_REGS=producer, num_warps=4, **FUSED,
-        )  # fmt: skip
+            out=out,
+            lse=lse,
+            partial=partial,
+            partial_lse=partial_lse,
+            query=query,
+            cache=cache,
+            desc=desc,
+            query_start_loc=query_start_loc,
+            seq_lens=seq_lens,
+            limits=limits,
+            block_table=block_table,
+            indices=indices,
+            factor=factor,
+            v_factor=v_factor,
+            row_tiles=tiles,
+            splits=splits,
+            split=split if splits > 1 else 1 << 30,
+            topk=indices.shape[1] if indices is not None else 0,
+            num_pages=cache.shape[0],
+            o_t=out.stride(0),
+            o_h=out.stride(1),
+            lse_h=lse.stride(0) if lse is not None else 0,
+            q_t=query.stride(0),
+            q_h=query.stride(1),
+            c_block=cache.stride(0),
+            c_slot=cache.stride(1),
+            table_r=block_table.stride(0),
+            indices_t=indices.stride(0) if indices is not None else 0,
+            H=query.shape[1],
+            P=page,
+            BOX=box,
+            HAS_LIMITS=limits is not None,
+            HAS_LSE=lse is not None,
+            SPARSE=sparse,
+            CONSUMER_REGS=consumers,
+            PRODUCER_REGS=producer,
+            num_warps=4,
+            **FUSED,
+        )
     except Exception as error:
         hopper.turn_off("hopper_mla", error)
         raise

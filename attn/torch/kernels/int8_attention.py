@@ -201,18 +201,62 @@ def int8_attention(
         found = torch.empty(batch * count * padded // scales, dtype=torch.float32, device=x.device)
         moved = torch.empty_like(found) if kind["HAS_SHIFT"] else found
         _quantize[(padded // block * count * batch,)](
-            codes, found, moved, x, mean, lens, scale * LOG2E, length, padded, *x.stride()[:3],
-            mean.stride(0), mean.stride(1), H=count, BLOCK=block, HAS_MEAN=smooth, **kind, **fixed, **FUSED,
-        )  # fmt: skip
+            codes=codes,
+            scales=found,
+            shift=moved,
+            x=x,
+            mean=mean,
+            lens=lens,
+            factor=scale * LOG2E,
+            rows=length,
+            padded=padded,
+            x_b=x.stride(0),
+            x_s=x.stride(1),
+            x_h=x.stride(2),
+            mean_b=mean.stride(0),
+            mean_h=mean.stride(1),
+            H=count,
+            BLOCK=block,
+            HAS_MEAN=smooth,
+            **kind,
+            **fixed,
+            **FUSED,
+        )
         return codes, found, moved
 
     q, q_scales, shift = coded(query, rows, heads, launch.block_m, 1, G=group, IS_QUERY=True, HAS_SHIFT=has_shift)
     k, k_scales, _ = coded(key, keys, kv_heads, launch.block_n, launch.block_n, G=1, IS_QUERY=False, HAS_SHIFT=False)
     tiles = -(-rows // launch.block_m)
     _attend[(tiles * heads * batch,)](
-        output, lse, shift, q, q_scales, k, k_scales, value, lens, rows, tiles * launch.block_m,
-        -(-keys // launch.block_n) * launch.block_n, *output.stride()[:3],
-        *(lse.stride()[:2] if lse is not None else (0, 0)), *value.stride()[:3],
-        H=heads, G=group, D=size, BLOCK_D=block_d, BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, CAUSAL=causal,
-        HAS_LSE=lse is not None, HAS_SHIFT=has_shift, WIDE=keys * value.stride(1) >= 2**31, **launch.options(),
-    )  # fmt: skip
+        output=output,
+        lse=lse,
+        shift=shift,
+        q_codes=q,
+        q_scales=q_scales,
+        k_codes=k,
+        k_scales=k_scales,
+        value=value,
+        lens=lens,
+        rows=rows,
+        q_padded=tiles * launch.block_m,
+        k_padded=-(-keys // launch.block_n) * launch.block_n,
+        o_b=output.stride(0),
+        o_s=output.stride(1),
+        o_h=output.stride(2),
+        lse_b=lse.stride(0) if lse is not None else 0,
+        lse_h=lse.stride(1) if lse is not None else 0,
+        v_b=value.stride(0),
+        v_s=value.stride(1),
+        v_h=value.stride(2),
+        H=heads,
+        G=group,
+        D=size,
+        BLOCK_D=block_d,
+        BLOCK_M=launch.block_m,
+        BLOCK_N=launch.block_n,
+        CAUSAL=causal,
+        HAS_LSE=lse is not None,
+        HAS_SHIFT=has_shift,
+        WIDE=keys * value.stride(1) >= 2**31,
+        **launch.options(),
+    )

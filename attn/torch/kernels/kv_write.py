@@ -124,6 +124,11 @@ def write_kv_per_token(
     _launch(key, value, key_cache, value_cache, slot_mapping, key_scales, value_scales, own=True)
 
 
+def _step_of(scale: torch.Tensor | None) -> int:
+    """Elements from one kv head's scale to the next."""
+    return 1 if scale is not None and scale.ndim else 0
+
+
 def _launch(
     key: torch.Tensor,
     value: torch.Tensor,
@@ -146,12 +151,35 @@ def _launch(
     block_h, block_d = power_of_two(heads), power_of_two(head_size)
     scale_block, scale_slot = k_scale.stride()[:2] if own and k_scale is not None else (0, 0)
     _write[(tokens,)](
-        key, value, *stored, slot_mapping, k_scale, v_scale,
-        key.stride(0), value.stride(0), *key_cache.stride()[:3], *value_cache.stride()[:3],
-        *(1 if scale is not None and scale.ndim else 0 for scale in (k_scale, v_scale)), scale_block, scale_slot,
-        HEADS=heads, D=head_size, P=key_cache.shape[1], BLOCK_H=block_h, BLOCK_D=block_d, KIND=kind, OWN=own,
-        num_warps=min(8, max(1, block_h * block_d // 256)), **FUSED,
-    )  # fmt: skip
+        key=key,
+        value=value,
+        key_cache=stored[0],
+        value_cache=stored[1],
+        slots=slot_mapping,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        key_t=key.stride(0),
+        value_t=value.stride(0),
+        kc_block=key_cache.stride(0),
+        kc_slot=key_cache.stride(1),
+        kc_head=key_cache.stride(2),
+        vc_block=value_cache.stride(0),
+        vc_slot=value_cache.stride(1),
+        vc_head=value_cache.stride(2),
+        kscale_h=_step_of(k_scale),
+        vscale_h=_step_of(v_scale),
+        scale_block=scale_block,
+        scale_slot=scale_slot,
+        HEADS=heads,
+        D=head_size,
+        P=key_cache.shape[1],
+        BLOCK_H=block_h,
+        BLOCK_D=block_d,
+        KIND=kind,
+        OWN=own,
+        num_warps=min(8, max(1, block_h * block_d // 256)),
+        **FUSED,
+    )
 
 
 @write_kv.register_fake

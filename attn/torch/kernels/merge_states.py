@@ -100,12 +100,33 @@ def _launch(
     block_d = power_of_two(head_size)
     block_h = min(power_of_two(heads), max(1, 2048 // block_d))
     _merge[(tokens, -(-heads // block_h))](
-        output, lse, outputs, lses, other, other_lse,
-        states, heads, output.stride(0), output.stride(1), lse.stride(0), *outputs.stride()[:3], *lses.stride()[:2],
-        *(other.stride()[:2] if other is not None else (0, 0)), other_lse.stride(0) if other_lse is not None else 0,
-        D=head_size, BLOCK_H=block_h, BLOCK_D=block_d, STACKED=other is None, NAN_IS_EMPTY=nan_is_empty,
-        num_warps=4, **FUSED,
-    )  # fmt: skip
+        output=output,
+        lse=lse,
+        outputs=outputs,
+        lses=lses,
+        other=other,
+        other_lse=other_lse,
+        states=states,
+        heads=heads,
+        out_t=output.stride(0),
+        out_h=output.stride(1),
+        out_lse_h=lse.stride(0),
+        in_s=outputs.stride(0),
+        in_t=outputs.stride(1),
+        in_h=outputs.stride(2),
+        lse_s=lses.stride(0),
+        lse_h=lses.stride(1),
+        other_t=other.stride(0) if other is not None else 0,
+        other_h=other.stride(1) if other is not None else 0,
+        other_lse_h=other_lse.stride(0) if other_lse is not None else 0,
+        D=head_size,
+        BLOCK_H=block_h,
+        BLOCK_D=block_d,
+        STACKED=other is None,
+        NAN_IS_EMPTY=nan_is_empty,
+        num_warps=4,
+        **FUSED,
+    )
     return output, lse
 
 

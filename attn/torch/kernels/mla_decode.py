@@ -420,29 +420,89 @@ def mla_decode(
     }  # fmt: skip
     if kernel:
         kernel.attend(
-            out, lse, partial, partial_lse, query, cache, query_start_loc, seq_lens, limits, block_table, indices,
-            factor=scale * k_factor * LOG2E, v_factor=k_factor, tiles=tiles, splits=splits, split=split,
-        )  # fmt: skip
+            out=out,
+            lse=lse,
+            partial=partial,
+            partial_lse=partial_lse,
+            query=query,
+            cache=cache,
+            query_start_loc=query_start_loc,
+            seq_lens=seq_lens,
+            limits=limits,
+            block_table=block_table,
+            indices=indices,
+            factor=scale * k_factor * LOG2E,
+            v_factor=k_factor,
+            tiles=tiles,
+            splits=splits,
+            split=split,
+        )
     else:
         as_bytes = not converts_e4m3(name)
         if cache.dtype == torch.float8_e4m3fn and as_bytes:
             cache = cache.view(torch.uint8)
         _attend[(requests * tiles, splits)](
-            out, lse, partial, partial_lse, query, cache, query_start_loc, seq_lens, limits, block_table, indices, k_scale,
-            scale * k_factor * LOG2E, k_factor, splits, split, topk,
-            out.stride(0), out.stride(1), lse_h, query.stride(0), query.stride(1), cache.stride(0), cache.stride(1),
-            block_table.stride(0), indices.stride(0) if indices is not None else 0,
-            DR=width - rank, P=cache.shape[1], BLOCK_N=rule.block_n, BLOCK_R=max(16, power_of_two(width - rank)), TILES=tiles,
-            HAS_SPLITS=splits > 1, HAS_K_SCALE=k_scale is not None, PACKED=packed,
+            out=out,
+            lse=lse,
+            partial=partial,
+            partial_lse=partial_lse,
+            query=query,
+            cache=cache,
+            query_start_loc=query_start_loc,
+            seq_lens=seq_lens,
+            limits=limits,
+            block_table=block_table,
+            indices=indices,
+            k_scale=k_scale,
+            factor=scale * k_factor * LOG2E,
+            v_factor=k_factor,
+            splits=splits,
+            split=split,
+            topk=topk,
+            o_t=out.stride(0),
+            o_h=out.stride(1),
+            lse_h=lse_h,
+            q_t=query.stride(0),
+            q_h=query.stride(1),
+            c_block=cache.stride(0),
+            c_slot=cache.stride(1),
+            table_r=block_table.stride(0),
+            indices_t=indices.stride(0) if indices is not None else 0,
+            DR=width - rank,
+            P=cache.shape[1],
+            BLOCK_N=rule.block_n,
+            BLOCK_R=max(16, power_of_two(width - rank)),
+            TILES=tiles,
+            HAS_SPLITS=splits > 1,
+            HAS_K_SCALE=k_scale is not None,
+            PACKED=packed,
             WIDE=cache.shape[0] * cache.stride(0) >= 2**31,
             PRECISION="tf32x3" if itemsize == 4 and name.startswith("sm") else "ieee",
-            BYTES=as_bytes, **common, **rule.options(),
-        )  # fmt: skip
+            BYTES=as_bytes,
+            **common,
+            **rule.options(),
+        )
     if splits > 1:
         _merge[(requests * max_query_len, heads)](
-            out, lse, partial, partial_lse, query_start_loc, seq_lens, limits, splits, split, topk, out.stride(0),
-            out.stride(1), lse_h, BLOCK_S=8, **common, num_warps=4, **FUSED, **({"launch_pdl": True} if early else {}),
-        )  # fmt: skip
+            out=out,
+            lse=lse,
+            partial=partial,
+            partial_lse=partial_lse,
+            query_start_loc=query_start_loc,
+            seq_lens=seq_lens,
+            limits=limits,
+            splits=splits,
+            split=split,
+            topk=topk,
+            o_t=out.stride(0),
+            o_h=out.stride(1),
+            lse_h=lse_h,
+            BLOCK_S=8,
+            **common,
+            num_warps=4,
+            **FUSED,
+            **{"launch_pdl": True} if early else {},
+        )
 
 
 @mla_decode.register_fake

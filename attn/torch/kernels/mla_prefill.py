@@ -138,13 +138,36 @@ def mla_prefill(
         first //= 2
     rule = mla_prefill_launch(name, size, width, itemsize)
     _attend[(tokens // rule.block_m + requests, heads)](
-        out, lse, query, key, value, query_start_loc, key_start_loc, scale * LOG2E, requests,
-        out.stride(0), out.stride(1), lse.stride(0) if lse is not None else 0, query.stride(0), query.stride(1),
-        key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-        D=size, D1=first, D2=max(16, power_of_two(size - first)), DV=width, BLOCK_V=power_of_two(width),
-        BLOCK_M=rule.block_m, BLOCK_N=rule.block_n, CAUSAL=causal, HAS_LSE=lse is not None,
-        PRECISION="tf32x3" if itemsize == 4 and name.startswith("sm") else "ieee", **rule.options(),
-    )  # fmt: skip
+        out=out,
+        lse=lse,
+        query=query,
+        key=key,
+        value=value,
+        query_start_loc=query_start_loc,
+        key_start_loc=key_start_loc,
+        factor=scale * LOG2E,
+        num_reqs=requests,
+        o_t=out.stride(0),
+        o_h=out.stride(1),
+        lse_h=lse.stride(0) if lse is not None else 0,
+        q_t=query.stride(0),
+        q_h=query.stride(1),
+        k_t=key.stride(0),
+        k_h=key.stride(1),
+        v_t=value.stride(0),
+        v_h=value.stride(1),
+        D=size,
+        D1=first,
+        D2=max(16, power_of_two(size - first)),
+        DV=width,
+        BLOCK_V=power_of_two(width),
+        BLOCK_M=rule.block_m,
+        BLOCK_N=rule.block_n,
+        CAUSAL=causal,
+        HAS_LSE=lse is not None,
+        PRECISION="tf32x3" if itemsize == 4 and name.startswith("sm") else "ieee",
+        **rule.options(),
+    )
 
 
 @mla_prefill.register_fake

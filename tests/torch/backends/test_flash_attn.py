@@ -199,8 +199,18 @@ def test_what_flash_attention_2_is_told_of_the_window(
     rows, cache = torch.zeros(sum(lens), 4, 64), torch.zeros(3, 256, 2, 64)
     seqs, table = torch.tensor([5, 6, 7]).int(), torch.zeros(3, 1).int()
     call = providers.Call(
-        rows, cache, cache, starts, starts, seqs, table, max(lens), 7, 0.125, window, 0.0, None
-    )  # fmt: skip
+        query=rows,
+        key=cache,
+        value=cache,
+        starts=starts,
+        key_starts=starts,
+        max_query_len=max(lens),
+        max_seq_len=7,
+        scale=0.125,
+        window=window,
+        lens=seqs,
+        block_table=table,
+    )
     next(p for p in providers.PROVIDERS if p.name == name).attend(Module, call)
     assert told["window_size"] == sides and told["causal"] == (window[1] == 0) and told["softcap"] == 0.0
     assert told["block_table"] is table and told["softmax_scale"] == 0.125

@@ -64,14 +64,15 @@ def test_which_rows_take_which_kernel(
     decode, prefill = kernels.single_query_cached_kv_attention, kernels.flash_attn_varlen_func
 
     @functools.wraps(decode)
-    def spy_on_decode(*args: Any, window_size: int) -> Any:
-        seen[0].append((len(args[1]), args[9] if args[9] == 1 else None))
-        return decode(*args, window_size=window_size)
+    def spy_on_decode(**given: Any) -> Any:
+        longest = given["max_context_len"]
+        seen[0].append((len(given["query"]), longest if longest == 1 else None))
+        return decode(**given)
 
     @functools.wraps(prefill)
-    def spy_on_prefill(*args: Any, window_size_left: int, softcap: float) -> Any:
-        seen[1].append((len(args[1]), window_size_left, softcap))
-        return prefill(*args, window_size_left=window_size_left, softcap=softcap)
+    def spy_on_prefill(**given: Any) -> Any:
+        seen[1].append((len(given["query"]), given["window_size_left"], given["softcap"]))
+        return prefill(**given)
 
     monkeypatch.setattr(kernels, "single_query_cached_kv_attention", spy_on_decode)
     monkeypatch.setattr(kernels, "flash_attn_varlen_func", spy_on_prefill)

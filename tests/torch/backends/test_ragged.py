@@ -50,11 +50,11 @@ def test_scales_that_moved_with_their_layer_have_one_entry_a_kv_head(scales: Any
     case = base_case(subject_of(TorchSDPABackend), "", kv_cache_dtype="int8", k_scale=k_scale, v_scale=v_scale)
     impl = Runner(TorchSDPABackend).build(draw(case))
     moved = impl._scaled(
-        impl._rules(True), _layer(draw(case), torch.device("meta")), torch.empty(0, device="meta").to(torch.int8)
+        impl._rules((None, 0)), _layer(draw(case), torch.device("meta")), torch.empty(0, device="meta").to(torch.int8)
     )
     assert moved.scale == impl.scale
     assert [x.shape for x in (moved.k_scale, moved.v_scale)] == [(case.num_kv_heads, 1)] * 2
-    here = impl._scaled(impl._rules(True), _layer(draw(case), torch.device("cpu")), torch.empty(0, dtype=torch.int8))
+    here = impl._scaled(impl._rules((None, 0)), _layer(draw(case), torch.device("cpu")), torch.empty(0, dtype=torch.int8))
     assert (here.k_scale is None) == isinstance(k_scale, float) and isinstance(here.v_scale, float) == isinstance(
         v_scale, float
     )

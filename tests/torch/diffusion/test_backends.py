@@ -168,11 +168,11 @@ def test_a_vast_case_is_drawn_and_compared_where_it_says(case: DenseCase, monkey
     check_dense(SDPABackend, case)
     attend = SDPAImpl._attend
 
-    def last_key_missed(self: Any, query: Any, key: Any, value: Any, keys: Any) -> Any:
+    def last_key_missed(self: Any, call: Any) -> Any:
         last = -1 if not case.lens else case.lens[-1] - 1
-        key, value = key.clone(), value.clone()
+        key, value = call.key.clone(), call.value.clone()
         key[-1, last], value[-1, last] = key[-1, 0], value[-1, 0]
-        return attend(self, query, key, value, keys)
+        return attend(self, call._replace(key=key, value=value))
 
     monkeypatch.setattr(SDPAImpl, "_attend", last_key_missed)
     with pytest.raises(AssertionError, match="relative row error"):

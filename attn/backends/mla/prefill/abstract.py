@@ -8,9 +8,9 @@ merges; a prefill backend computes the two attentions.
 Shape letters: T tokens, R requests, H heads, m keys of a chunk; D = Dn + Dr; Dv v_head_dim.
 """
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from attn.backends.facts import returns
 from attn.capabilities import Capabilities, Device, MultipleOf, Request, supports_size
@@ -59,12 +59,48 @@ class MLAPrefillMetadata:
     plans: dict[Any, Any] = field(default_factory=dict)
 
 
+class PrefillCall(NamedTuple):
+    """What `_attend` is asked for: each request's new tokens over themselves, causally, or over its keys of one chunk.
+
+    q: [T, H, D]; k: [m, H, D]; v: [m, H, Dv], m = T for the new tokens; dense in the last dimension, strided elsewhere (k's
+    and v's heads may lie in one array: a backend that needs them contiguous makes them so).
+    chunk_idx: which of `meta.chunks`, attended without a mask, or None for the new tokens.
+    return_lse: whether the log-sum-exp is read.
+    """
+
+    q: Array
+    k: Array
+    v: Array
+    meta: MLAPrefillMetadata
+    chunk_idx: int | None = None
+    return_lse: bool = True
+
+    @property
+    def causal(self) -> bool:
+        return self.chunk_idx is None
+
+    @property
+    def key_start_loc(self) -> Array:
+        """[R + 1] int32 on the device: where each request's keys begin in k."""
+        return self.meta.query_start_loc if self.chunk_idx is None else self.meta.chunks[self.chunk_idx].key_start_loc
+
+    @property
+    def key_start_loc_cpu(self) -> "IntArray":
+        """Its NumPy mirror."""
+        return self.meta.query_start_loc_cpu if self.chunk_idx is None else self.meta.chunks[self.chunk_idx].key_start_loc_cpu
+
+    @property
+    def max_keys(self) -> int:
+        """Keys of the longest request."""
+        return self.meta.max_query_len if self.chunk_idx is None else self.meta.chunks[self.chunk_idx].max_keys
+
+
 class MLAPrefillBackend(ABC):
     """One layer's prefill attention. The constructor takes what is constant over calls; limits are data. `scale` is above 0:
     the MLA template negates the queries of a layer whose scale is negative.
 
     `name` and `capabilities` as for attention backends (`head_sizes` are Dn + Dr); `v_head_dims`: the supported sizes of a
-    value head.
+    value head. A subclass implements `_attend`.
     """
 
     name: ClassVar[str]
@@ -92,17 +128,20 @@ class MLAPrefillBackend(ABC):
             why.append(f"v_head_dim={request.v_head_dim} (supports {', '.join(map(str, cls.v_head_dims))})")
         return why
 
-    @abstractmethod
+    def _attend(self, call: PrefillCall) -> tuple[Array, Array]:
+        """(out [T, H, Dv] in q's dtype, lse [H, T] float32, or float64 for float64 queries, natural). The lse may be None
+        unless `call.return_lse`; of a request without keys it is -inf, and its out is never read."""
+        raise NotImplementedError
+
     def run_prefill_new_tokens(self, q: Array, k: Array, v: Array, meta: MLAPrefillMetadata, return_lse: bool) -> Any:
         """Compute causal attention of each request's new tokens over themselves.
 
-        q, k: [T, H, D]; v: [T, H, Dv], dense in the last dimension, strided elsewhere (k's and v's heads may be slices of one
-        array: a backend that needs them contiguous copies them). Returns out [T, H, Dv] in q's dtype, or with
-        `return_lse` (out, lse [H, T] float32, or float64 for float64 queries, natural log).
+        q, k: [T, H, D]; v: [T, H, Dv], as in `PrefillCall`. Returns out [T, H, Dv] in q's dtype, or with `return_lse` (out,
+        lse [H, T] float32, or float64 for float64 queries, natural log).
         """
-        raise NotImplementedError
+        out, lse = self._attend(PrefillCall(q, k, v, meta, None, return_lse))
+        return (out, lse) if return_lse else out
 
-    @abstractmethod
     def run_prefill_context_chunk(
         self, chunk_idx: int, q: Array, k: Array, v: Array, meta: MLAPrefillMetadata
     ) -> tuple[Array, Array]:
@@ -111,4 +150,4 @@ class MLAPrefillBackend(ABC):
         q: [T, H, D]; k: [m, H, D]; v: [m, H, Dv]. Returns (out [T, H, Dv], lse [H, T] float32, natural log); a request
         without keys in the chunk has lse -inf, and its out is not read.
         """
-        raise NotImplementedError
+        return self._attend(PrefillCall(q, k, v, meta, chunk_idx))

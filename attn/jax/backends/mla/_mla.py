@@ -9,7 +9,7 @@ batch's bucket decides, by a member of the MLA prefill registry.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,28 @@ from attn.jax.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuil
 
 #: Context rows that are gathered and expanded at a time: a workspace of W * H * (Dn + Dr + Dv) elements.
 WORKSPACE = 4096
+
+
+class DecodeCall(NamedTuple):
+    """What `_decode` is asked for: absorbed attention over the latent cache.
+
+    q_nope: [T, H, L], absorbed; q_pe: [T, H, Dr]; rows: the new tokens' encoded rows [T, width] for `_write_and_decode` to
+    write first, or None; kv_cache: as `get_kv_cache_shape`; meta: the batch. k_scale: what a code of an fp8 cache is
+    multiplied by. indices: [T, topk] int32, the keys that each row attends, or None (all; a sparse backend's indexer's).
+    """
+
+    q_nope: jax.Array
+    q_pe: jax.Array
+    rows: jax.Array | None
+    kv_cache: jax.Array
+    meta: PagedAttentionMetadata
+    k_scale: Any = 1.0
+    indices: Any = None
+
+    @property
+    def query(self) -> jax.Array:
+        """[T, H, L + Dr]."""
+        return jnp.concatenate([self.q_nope, self.q_pe], axis=-1)
 
 
 def latent_rows(kv_c: jax.Array, k_pe: jax.Array, element: Any, scale: Any = 1.0) -> jax.Array:
@@ -74,9 +96,15 @@ class MLACommonMetadataBuilder(PagedAttentionMetadataBuilder):
             owner, limit = dcp_row_limits(batch)
             starts = np.arange(len(owner) + 1, dtype=np.int32)
             batch = batch.replace(
-                query_start_loc=starts, query_start_loc_cpu=starts, seq_lens=limit, seq_lens_cpu=limit, num_reqs=len(owner),
-                block_table=batch.block_table[owner], max_query_len=1, dcp_local_seq_lens=None,
-            )  # fmt: skip
+                query_start_loc=starts,
+                query_start_loc_cpu=starts,
+                seq_lens=limit,
+                seq_lens_cpu=limit,
+                num_reqs=len(owner),
+                block_table=batch.block_table[owner],
+                max_query_len=1,
+                dcp_local_seq_lens=None,
+            )
         return super().build(common_prefix_len, batch, fast_build)
 
 
@@ -145,18 +173,21 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
         if not caches.is_quantised(kv_cache.dtype) or kv_cache.dtype == jnp.uint8:  # a packed row brings its own scales
             k_scale = 1.0
         new = None if kv_c_normed is None else latent_rows(kv_c_normed, k_pe, kv_cache.dtype, k_scale)
+        q_nope, q_pe = q[..., : self.qk_nope_head_dim], q[..., self.qk_nope_head_dim :]
+        call = DecodeCall(absorb(q_nope, w_uk), q_pe, new, kv_cache, attn_metadata, k_scale, indices)
         if new is not None and self.expands(attn_metadata):
             kv_cache = self._write(new, kv_cache, self._slots(attn_metadata))
             long = jnp.diff(attn_metadata.query_start_loc) >= self.expand_from
             short = dataclasses.replace(attn_metadata, seq_lens=jnp.where(long, 0, attn_metadata.seq_lens))
-            absorbed_out, absorbed_lse, _ = self._absorbed(q, None, kv_cache, short, w_uk, w_uv, k_scale)
-            out, lse = self._expanded(q, new, kv_cache, attn_metadata, w_uk, w_uv, k_scale, long)
+            latents, absorbed_lse, _ = self._write_and_decode(call._replace(rows=None, kv_cache=kv_cache, meta=short))
+            out, lse = self._expanded(call._replace(kv_cache=kv_cache), q, w_uk, w_uv, long)
             own = long[_request_of(attn_metadata.query_start_loc, q.shape[0])]
-            out = jnp.where(own[:, None, None], out.astype(q.dtype), absorbed_out)
+            out = jnp.where(own[:, None, None], out.astype(q.dtype), expand(latents, w_uv))
             if self.need_to_return_lse_for_decode:
                 lse = jnp.where(own, lse, absorbed_lse)
         else:
-            out, lse, kv_cache = self._absorbed(q, new, kv_cache, attn_metadata, w_uk, w_uv, k_scale, indices=indices)
+            latents, lse, kv_cache = self._write_and_decode(call)
+            out = expand(latents, w_uv)
         return ((out, lse) if self.need_to_return_lse_for_decode else out), kv_cache
 
     @property
@@ -170,34 +201,18 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
         """Whether a batch of this bucket may hold a request that is worth expanding."""
         return attn_metadata.causal and attn_metadata.max_query_len >= self.expand_from
 
-    def _absorbed(
-        self,
-        q: jax.Array,
-        new: Any,
-        kv_cache: jax.Array,
-        attn_metadata: Any,
-        w_uk: Any,
-        w_uv: Any,
-        k_scale: Any,
-        indices: Any = None,
-    ) -> tuple[jax.Array, Any, jax.Array]:
-        """(out [T, H, Dv], lse, kv_cache) over the latent itself."""
-        q_nope, q_pe = q[..., : self.qk_nope_head_dim], q[..., self.qk_nope_head_dim :]
-        latents, lse, kv_cache = self._write_and_decode(
-            absorb(q_nope, w_uk), q_pe, new, kv_cache, attn_metadata, k_scale, indices=indices
-        )
-        return expand(latents, w_uv), lse, kv_cache
-
     def _expanded(
-        self, q: jax.Array, new: jax.Array, kv_cache: jax.Array, attn_metadata: Any, w_uk: Any, w_uv: Any, k_scale: Any,
-        long: jax.Array,
-    ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
+        self, call: DecodeCall, q: jax.Array, w_uk: jax.Array, w_uv: jax.Array, long: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         """(out [T, H, Dv] float32, lse [H, T]) of the requests that `long` [R] marks, by expanded heads.
+
+        call: its cache holds its rows. q: [T, H, Dn + Dr], as the layer was given it.
 
         New rows are taken as the cache holds them (a quantised one rounds them), so that an answer does not depend on how a
         prompt is cut. Context comes a workspace at a time, in as many turns as there is context.
         """
-        meta, width, page = attn_metadata, self.head_size, kv_cache.shape[1]
+        assert call.rows is not None
+        meta, kv_cache, width, page = call.meta, call.kv_cache, self.head_size, call.kv_cache.shape[1]
         if self._prefill is None or self._prefill[0] != dtype_name(q.dtype):
             self.process_weights_after_loading(q.dtype)
         assert self._prefill is not None
@@ -207,7 +222,7 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
 
         def heads(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
             """Keys [m, H, Dn + Dr] and values [m, H, Dv] of cache rows [m, width]."""
-            worth = xla_mla.numbers(rows, q.dtype, k_scale)[:, :width]
+            worth = xla_mla.numbers(rows, q.dtype, call.k_scale)[:, :width]
             latent, rope = worth[:, : self.kv_lora_rank], worth[:, self.kv_lora_rank :]
             nope, value = (_product("tl,lhe->the", latent, w) for w in (w_uk, w_uv))
             rope = jnp.broadcast_to(rope[:, None], (*nope.shape[:2], rope.shape[1]))
@@ -230,7 +245,7 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
             out, lse = prefill.run_prefill_context_chunk(0, q, *heads(flat[slot]), chunk)
             return merge_attn_states([state[0], out], [state[1], lse], nan_is_empty=False)
 
-        out, lse = prefill.run_prefill_new_tokens(q, *heads(new), batch, True)
+        out, lse = prefill.run_prefill_new_tokens(q, *heads(call.rows), batch, True)
         return lax.fori_loop(0, -(-ends[-1] // size), turn, (out.astype(jnp.float32), lse))
 
     def forward(
@@ -277,26 +292,15 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
         slots = attn_metadata.slot_mapping
         return jnp.where(jnp.arange(slots.shape[0]) < attn_metadata.num_actual_tokens, slots, PAD_SLOT_ID)
 
-    def _write_and_decode(
-        self,
-        q_nope: jax.Array,
-        q_pe: jax.Array,
-        rows: jax.Array | None,
-        kv_cache: jax.Array,
-        attn_metadata: PagedAttentionMetadata,
-        k_scale: Any,
-        indices: Any = None,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _write_and_decode(self, call: DecodeCall) -> tuple[jax.Array, jax.Array, jax.Array]:
         """(out, lse, kv_cache): the write unless `rows` is None, then `_decode`; a kernel that does both overrides this."""
-        if rows is not None:
-            kv_cache = self._write(rows, kv_cache, self._slots(attn_metadata))
-        query = jnp.concatenate([q_nope, q_pe], axis=-1)
-        return *self._decode(query, kv_cache, attn_metadata, k_scale, indices=indices), kv_cache
+        if call.rows is not None:
+            kv_cache = self._write(call.rows, call.kv_cache, self._slots(call.meta))
+            call = call._replace(rows=None, kv_cache=kv_cache)
+        return *self._decode(call), call.kv_cache
 
-    def _decode(
-        self, query: jax.Array, kv_cache: jax.Array, attn_metadata: PagedAttentionMetadata, k_scale: Any, indices: Any = None
-    ) -> tuple[jax.Array, jax.Array]:
-        """(out [T, H, L], lse [H, T]) of absorbed query rows [T, H, L + Dr]; 0 and -inf in padding rows."""
+    def _decode(self, call: DecodeCall) -> tuple[jax.Array, jax.Array]:
+        """(out [T, H, L], lse [H, T]) from a cache that holds the new rows already; 0 and -inf in padding rows."""
         raise NotImplementedError
 
     def _heads(self, q: jax.Array, w_uk: Any, w_uv: Any) -> jax.Array:

@@ -6,15 +6,12 @@ benchmarks/notes/tpu-mla.md. On a CPU the same kernel runs in TPU interpret mode
 `fp8_ds_mla` bytes, and GPUs, are XLA_MLA's.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from attn.capabilities import Capabilities, Feature
-from attn.jax.backends.mla._mla import MLACommonBackend, MLACommonImpl, write
+from attn.jax.backends.mla._mla import DecodeCall, MLACommonBackend, MLACommonImpl, write
 from attn.jax.kernels.tpu import mla_attention as kernel
-from attn.jax.metadata import PagedAttentionMetadata
 
 #: One program for all layers of a shape, whatever their numbers are.
 _attend = jax.jit(kernel.mla_attention, static_argnames=("scale", "max_query_len", "causal", "return_lse"))
@@ -46,20 +43,21 @@ class PallasMLAImpl(MLACommonImpl, backend=PallasMLABackend):
     def _write(self, rows: jax.Array, kv_cache: jax.Array, slot_mapping: jax.Array) -> jax.Array:
         return write(jnp.pad(rows, ((0, 0), (0, kv_cache.shape[2] - rows.shape[1]))), kv_cache, slot_mapping)
 
-    def _write_and_decode(
-        self,
-        q_nope: jax.Array,
-        q_pe: jax.Array,
-        rows: jax.Array | None,
-        kv_cache: jax.Array,
-        attn_metadata: PagedAttentionMetadata,
-        k_scale: Any,
-        indices: Any = None,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        meta, rank = attn_metadata, self.kv_lora_rank
-        new = (None, None) if rows is None else (rows[:, :rank], rows[:, rank:])
+    def _write_and_decode(self, call: DecodeCall) -> tuple[jax.Array, jax.Array, jax.Array]:
+        meta, rank = call.meta, self.kv_lora_rank
+        new = (None, None) if call.rows is None else (call.rows[:, :rank], call.rows[:, rank:])
         return _attend(  # type: ignore[no-any-return]
-            q_nope, q_pe, *new, kv_cache, meta.query_start_loc, meta.seq_lens, meta.block_table, self._slots(meta),
-            scale=self.scale, max_query_len=meta.max_query_len, causal=meta.causal, k_scale=k_scale,
+            call.q_nope,
+            call.q_pe,
+            *new,
+            call.kv_cache,
+            meta.query_start_loc,
+            meta.seq_lens,
+            meta.block_table,
+            self._slots(meta),
+            scale=self.scale,
+            max_query_len=meta.max_query_len,
+            causal=meta.causal,
+            k_scale=call.k_scale,
             return_lse=self.need_to_return_lse_for_decode,
-        )  # fmt: skip
+        )

@@ -4,14 +4,11 @@ It serves every cache dtype, the 656-byte rows of `fp8_ds_mla` included, on ever
 PALLAS_MLA is judged by; there a chunk's scores travel through memory, which a kernel spares.
 """
 
-from typing import Any
-
 import jax
 
 from attn.capabilities import Capabilities, Feature
-from attn.jax.backends.mla._mla import MLACommonBackend, MLACommonImpl
+from attn.jax.backends.mla._mla import DecodeCall, MLACommonBackend, MLACommonImpl
 from attn.jax.kernels import xla_mla
-from attn.jax.metadata import PagedAttentionMetadata
 
 
 class XLAMLABackend(MLACommonBackend):
@@ -26,12 +23,17 @@ class XLAMLABackend(MLACommonBackend):
 
 
 class XLAMLAImpl(MLACommonImpl, backend=XLAMLABackend):
-    def _decode(
-        self, query: jax.Array, kv_cache: jax.Array, attn_metadata: PagedAttentionMetadata, k_scale: Any, indices: Any = None
-    ) -> tuple[jax.Array, jax.Array]:
-        meta = attn_metadata
+    def _decode(self, call: DecodeCall) -> tuple[jax.Array, jax.Array]:
+        meta = call.meta
         return xla_mla.latent_attention(
-            query, kv_cache, meta.query_start_loc, meta.seq_lens, meta.block_table,
-            kv_lora_rank=self.kv_lora_rank, scale=self.scale, max_query_len=meta.max_query_len, causal=meta.causal,
-            k_scale=k_scale,
-        )  # fmt: skip
+            call.query,
+            call.kv_cache,
+            meta.query_start_loc,
+            meta.seq_lens,
+            meta.block_table,
+            kv_lora_rank=self.kv_lora_rank,
+            scale=self.scale,
+            max_query_len=meta.max_query_len,
+            causal=meta.causal,
+            k_scale=call.k_scale,
+        )

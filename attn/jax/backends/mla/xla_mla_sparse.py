@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from attn import envs
 from attn.capabilities import Capabilities, Feature
 from attn.errors import DTypeError, ShapeError
-from attn.jax.backends.mla._mla import MLACommonBackend, MLACommonImpl, check_indices
+from attn.jax.backends.mla._mla import DecodeCall, MLACommonBackend, MLACommonImpl, check_indices
 from attn.jax.kernels import xla_mla
 from attn.jax.metadata import PagedAttentionMetadata
 
@@ -34,16 +34,21 @@ class XLAMLASparseImpl(MLACommonImpl, backend=XLAMLASparseBackend):
     def expands(self, attn_metadata: PagedAttentionMetadata) -> bool:
         return False  # an expanded prompt attends every key, not those that were chosen
 
-    def _decode(
-        self, query: jax.Array, kv_cache: jax.Array, attn_metadata: PagedAttentionMetadata, k_scale: Any, indices: Any = None
-    ) -> tuple[jax.Array, jax.Array]:
-        meta = attn_metadata
-        indices = getattr(self.indexer, "topk_indices", None) if indices is None else indices
+    def _decode(self, call: DecodeCall) -> tuple[jax.Array, jax.Array]:
+        meta, query = call.meta, call.query
+        indices = getattr(self.indexer, "topk_indices", None) if call.indices is None else call.indices
         _check(indices, query.shape[0])
         return xla_mla.sparse_attention(
-            query, kv_cache, indices, meta.query_start_loc, meta.seq_lens, meta.block_table,
-            kv_lora_rank=self.kv_lora_rank, scale=self.scale, k_scale=k_scale,
-        )  # fmt: skip
+            query,
+            call.kv_cache,
+            indices,
+            meta.query_start_loc,
+            meta.seq_lens,
+            meta.block_table,
+            kv_lora_rank=self.kv_lora_rank,
+            scale=self.scale,
+            k_scale=call.k_scale,
+        )
 
 
 def _check(indices: Any, rows: int) -> None:

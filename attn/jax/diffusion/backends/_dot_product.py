@@ -5,7 +5,7 @@ from typing import Any, ClassVar, Literal
 import jax
 import jax.numpy as jnp
 
-from attn.diffusion.backends.dense import Keys
+from attn.diffusion.backends.dense import DenseCall
 from attn.jax.diffusion.backends._dense import DenseImpl
 
 
@@ -15,14 +15,14 @@ class DotProductImpl(DenseImpl):
     implementation: ClassVar[Literal["xla", "cudnn"]]
     can_return_lse = True
 
-    def _attend(self, query: jax.Array, key: jax.Array, value: jax.Array, keys: Keys) -> jax.Array:
-        key, value, mask, square = self._masked(query, key, value, keys)
-        out = self._dot(query, key, value, mask=mask, is_causal=square)
+    def _attend(self, call: DenseCall) -> jax.Array:
+        key, value, mask, square = self._masked(call)
+        out = self._dot(call.query, key, value, mask=mask, is_causal=square)
         return out if mask is None else jnp.where(_rows(mask.any(-1)), out, 0)
 
-    def _attend_lse(self, query: jax.Array, key: jax.Array, value: jax.Array, keys: Keys) -> tuple[jax.Array, jax.Array]:
-        key, value, mask, square = self._masked(query, key, value, keys)
-        out, lse = self._dot(query, key, value, mask=mask, is_causal=square, return_residual=True)
+    def _attend_lse(self, call: DenseCall) -> tuple[jax.Array, jax.Array]:
+        key, value, mask, square = self._masked(call)
+        out, lse = self._dot(call.query, key, value, mask=mask, is_causal=square, return_residual=True)
         lse = jnp.swapaxes(lse, 1, 2)
         if mask is None:
             return out, lse
@@ -33,19 +33,17 @@ class DotProductImpl(DenseImpl):
         with jax.default_matmul_precision("highest" if query.dtype == jnp.float32 else None):
             return jax.nn.dot_product_attention(
                 query, key, value, scale=self.scale, implementation=self.implementation, **rules
-            )  # fmt: skip
+            )
 
-    def _masked(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, keys: Keys
-    ) -> tuple[jax.Array, jax.Array, jax.Array | None, bool]:
+    def _masked(self, call: DenseCall) -> tuple[jax.Array, jax.Array, jax.Array | None, bool]:
         """(key, value, a mask or None, whether causality is the function's own, which is top-left and takes no mask here)."""
-        mask = keys.mask
-        if keys.present is not None:
+        key, value, mask = call.key, call.value, call.mask
+        rows, length = call.query.shape[1], key.shape[1]
+        if call.present is not None:
             # what is not there may hold anything, and would be multiplied by 0
-            there = keys.present[:, :, None, None]
+            there = call.present[:, :, None, None]
             key, value = jnp.where(there, key, 0), jnp.where(there, value, 0)
-            mask = jnp.broadcast_to(keys.present[:, None, None, :], (key.shape[0], 1, query.shape[1], key.shape[1]))
-        rows, length = query.shape[1], key.shape[1]
+            mask = jnp.broadcast_to(call.present[:, None, None, :], (key.shape[0], 1, rows, length))
         square = self.causal and rows == length and mask is None
         if self.causal and not square:
             triangle = jnp.tril(jnp.ones((rows, length), bool), length - rows)[None, None]

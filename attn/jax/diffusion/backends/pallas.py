@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from attn.capabilities import Capabilities, Feature, MultipleOf
-from attn.diffusion.backends.dense import Keys
+from attn.diffusion.backends.dense import DenseCall
 from attn.jax.diffusion.backends._dense import DenseBackend, DenseImpl
 
 
@@ -26,16 +26,23 @@ class PallasAttentionBackend(DenseBackend):
 class PallasAttentionImpl(DenseImpl, backend=PallasAttentionBackend):
     can_return_lse = True
 
-    def _attend(self, query: jax.Array, key: jax.Array, value: jax.Array, keys: Keys) -> jax.Array:
-        return self._attend_lse(query, key, value, keys)[0]
+    def _attend(self, call: DenseCall) -> jax.Array:
+        return self._attend_lse(call)[0]
 
-    def _attend_lse(self, query: jax.Array, key: jax.Array, value: jax.Array, keys: Keys) -> tuple[jax.Array, jax.Array]:
+    def _attend_lse(self, call: DenseCall) -> tuple[jax.Array, jax.Array]:
         from attn.jax.kernels.tpu.flash_attention import flash_attention
 
-        lens = None if keys.lens is None else jnp.asarray(keys.lens, jnp.int32)
-        segments = None if keys.lens is not None or keys.present is None else keys.present.astype(jnp.int32)
+        lens = None if call.lens is None else jnp.asarray(call.lens, jnp.int32)
+        segments = None if call.lens is not None or call.present is None else call.present.astype(jnp.int32)
         out, lse = flash_attention(
-            query, key, value, causal=self.causal, scale=self.scale, return_lse=True, kv_lens=lens, kv_segment_ids=segments,
-            q_segment_ids=None if segments is None else jnp.ones(query.shape[:2], jnp.int32),
-        )  # fmt: skip
+            call.query,
+            call.key,
+            call.value,
+            causal=self.causal,
+            scale=self.scale,
+            return_lse=True,
+            kv_lens=lens,
+            kv_segment_ids=segments,
+            q_segment_ids=None if segments is None else jnp.ones(call.query.shape[:2], jnp.int32),
+        )
         return out, lse

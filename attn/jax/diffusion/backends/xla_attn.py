@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from attn.capabilities import Capabilities, Feature, MultipleOf
-from attn.diffusion.backends.dense import Keys
+from attn.diffusion.backends.dense import DenseCall
 from attn.jax.diffusion.backends._dense import DenseBackend
 from attn.jax.diffusion.backends._dot_product import DotProductImpl
 
@@ -23,16 +23,17 @@ class XLAAttentionBackend(DenseBackend):
 class XLAAttentionImpl(DotProductImpl, backend=XLAAttentionBackend):
     implementation = "xla"
 
-    def _attend(self, query: jax.Array, key: jax.Array, value: jax.Array, keys: Keys) -> jax.Array:
-        return super()._attend(*_wide(query, key, value), keys).astype(query.dtype)
+    def _attend(self, call: DenseCall) -> jax.Array:
+        return super()._attend(_wide(call)).astype(call.query.dtype)
 
-    def _attend_lse(self, query: jax.Array, key: jax.Array, value: jax.Array, keys: Keys) -> tuple[jax.Array, jax.Array]:
-        out, lse = super()._attend_lse(*_wide(query, key, value), keys)
-        return out.astype(query.dtype), lse
+    def _attend_lse(self, call: DenseCall) -> tuple[jax.Array, jax.Array]:
+        out, lse = super()._attend_lse(_wide(call))
+        return out.astype(call.query.dtype), lse
 
 
-def _wide(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _wide(call: DenseCall) -> DenseCall:
     """float16 as float32: XLA has no float16 product with a float32 sum on a CPU."""
-    if query.dtype != jnp.float16:
-        return query, key, value
-    return query.astype(jnp.float32), key.astype(jnp.float32), value.astype(jnp.float32)
+    if call.query.dtype != jnp.float16:
+        return call
+    query, key, value = (x.astype(jnp.float32) for x in (call.query, call.key, call.value))
+    return call._replace(query=query, key=key, value=value)

@@ -11,7 +11,7 @@ Weights are absorbed once, by `process_weights_after_loading` or the first call;
 
 import copy
 from types import SimpleNamespace
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 
@@ -37,6 +37,20 @@ M = TypeVar("M", bound=MLACommonMetadata)
 
 #: Bytes of expanded keys and values that a chunk of context may take: 6,500 tokens of 128 bfloat16 heads, 52,000 of 16.
 _WORKSPACE = 512 << 20
+
+
+class DecodeCall(NamedTuple):
+    """What `_decode` is asked for: absorbed attention over the cache, which holds the new rows already.
+
+    layer: its `_k_scale` is that of an fp8 cache. q: [Td, H, L + Dr] in the activations' dtype, contiguous: q[..., :L] is
+    absorbed, q[..., L:] rotary. kv_cache: [N, P, width]. meta: the batch's decodes; row i of a request sees its first
+    seq_len - q_len + i + 1 keys, or as many as `meta.limits` says.
+    """
+
+    layer: AttentionLayer
+    q: torch.Tensor
+    kv_cache: torch.Tensor
+    meta: MLADecodeMetadata
 
 
 class MLACommonBackend(MLABackend):
@@ -70,9 +84,15 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
 
     def _choose_prefill(self, act_dtype: Any, device: torch.device) -> MLAPrefillBackend:
         chosen = get_mla_prefill_backend(
-            self.qk_head_dim, self.v_head_dim, act_dtype, framework="torch", num_heads=self.num_heads,
-            backend=self.prefill_backend, on_host=device.type == "cpu", features=self.prefill_features,
-        )  # fmt: skip
+            self.qk_head_dim,
+            self.v_head_dim,
+            act_dtype,
+            framework="torch",
+            num_heads=self.num_heads,
+            backend=self.prefill_backend,
+            on_host=device.type == "cpu",
+            features=self.prefill_features,
+        )
         return chosen(self.num_heads, self.qk_head_dim, self.v_head_dim, self.scale)
 
     def forward(
@@ -115,7 +135,8 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         if new is not None:
             self.do_kv_cache_update(layer, *new, kv_cache, attn_metadata.slot_mapping[: attn_metadata.num_actual_tokens])
         if attn_metadata.decode is not None and attn_metadata.decode.num_tokens:
-            self._run_decode(layer, query, kv_cache, attn_metadata.decode, out, lse)
+            own = self._absorb(query[attn_metadata.decode.rows])
+            self._run_decode(DecodeCall(layer, own, kv_cache, attn_metadata.decode), out, lse)
         if attn_metadata.prefill is not None:
             if attn_metadata.prefill.query_lens.any():
                 self._run_prefill(layer, query, new, kv_cache, attn_metadata.prefill, out, lse)
@@ -133,37 +154,23 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
 
     # --- decode ------------------------------------------------------------------------------------------------------
 
-    def _decode(
-        self, layer: AttentionLayer, q: torch.Tensor, kv_cache: torch.Tensor, meta: MLADecodeMetadata
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Absorbed attention over the cache, which holds the new rows already.
-
-        q: [Td, H, L + Dr] in the activations' dtype, contiguous (q[..., :L] is absorbed, q[..., L:] rotary). Returns (out
-        [Td, H, L], lse [H, Td] float32, natural): row i of a request sees its first seq_len - q_len + i + 1 keys
-        (`meta.limits` where given); a row without keys is 0 and -inf. The lse may be None unless
-        `need_to_return_lse_for_decode`.
-        """
+    def _decode(self, call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(out [Td, H, L], lse [H, Td] float32, natural); a row without keys is 0 and -inf. The lse may be None unless
+        `need_to_return_lse_for_decode`."""
         raise NotImplementedError
 
-    def _run_decode(
-        self,
-        layer: AttentionLayer,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        meta: MLADecodeMetadata,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
-    ) -> None:
-        own = query[meta.rows]
-        latent, log = self._decode(layer, self._absorb(own), kv_cache, meta)
-        latent = latent.to(query.dtype).transpose(0, 1)
-        if isinstance(meta.rows, slice):
-            torch.bmm(latent, self._w_uv, out=out[meta.rows].transpose(0, 1))
+    def _run_decode(self, call: DecodeCall, out: torch.Tensor, lse: torch.Tensor | None) -> None:
+        """Fill the decodes' rows of out [T, H, Dv] and, unless None, lse [H, T]."""
+        rows = call.meta.rows
+        latent, log = self._decode(call)
+        latent = latent.to(call.q.dtype).transpose(0, 1)
+        if isinstance(rows, slice):
+            torch.bmm(latent, self._w_uv, out=out[rows].transpose(0, 1))
         else:
-            out[meta.rows] = torch.bmm(latent, self._w_uv).transpose(0, 1)
+            out[rows] = torch.bmm(latent, self._w_uv).transpose(0, 1)
         if lse is not None:
             assert log is not None
-            lse[:, meta.rows] = log
+            lse[:, rows] = log
 
     def _absorb(self, query: torch.Tensor) -> torch.Tensor:
         """[q_nope W_UK^T | q_pe] of queries [T, H, Dn + Dr]: [T, H, L + Dr], contiguous."""

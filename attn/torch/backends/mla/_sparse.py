@@ -10,8 +10,8 @@ import torch
 
 from attn import envs
 from attn.errors import DTypeError, MetadataError, ShapeError
-from attn.torch.backends.mla._metadata import MLACommonMetadataBuilder, MLADecodeMetadata
-from attn.torch.backends.mla._mla import MLACommonBackend, MLACommonImpl
+from attn.torch.backends.mla._metadata import MLACommonMetadataBuilder
+from attn.torch.backends.mla._mla import DecodeCall, MLACommonBackend, MLACommonImpl
 
 
 class SparseMLABuilder(MLACommonMetadataBuilder):
@@ -29,20 +29,18 @@ class SparseMLAImpl(MLACommonImpl):
 
     can_return_lse_for_decode = True
 
-    def _indices(self, q: torch.Tensor, meta: MLADecodeMetadata) -> torch.Tensor:
+    def _indices(self, call: DecodeCall) -> torch.Tensor:
         """[Td, topk] int32. Raises `ShapeError`, `DTypeError`, or (under ATTN_DEBUG=device) `MetadataError`."""
-        name = self.backend.get_name()
+        name, rows = self.backend.get_name(), call.q.shape[0]
         chosen = getattr(self.indexer, "topk_indices", None)
         if not isinstance(chosen, torch.Tensor):
             raise DTypeError(f"{name}: indexer.topk_indices is a {type(chosen).__name__}: must be an int32 tensor [T, topk]")
         if chosen.dtype != torch.int32:
             raise DTypeError(f"{name}: indexer.topk_indices has dtype {chosen.dtype}: must be torch.int32")
-        if chosen.dim() != 2 or chosen.shape[0] < q.shape[0]:
-            raise ShapeError(
-                f"{name}: indexer.topk_indices has shape {list(chosen.shape)}: must be [{q.shape[0]} or more, topk]"
-            )
-        assert isinstance(meta.rows, slice)  # all rows are one part
-        own = chosen[meta.rows]
+        if chosen.dim() != 2 or chosen.shape[0] < rows:
+            raise ShapeError(f"{name}: indexer.topk_indices has shape {list(chosen.shape)}: must be [{rows} or more, topk]")
+        assert isinstance(call.meta.rows, slice)  # all rows are one part
+        own = chosen[call.meta.rows]
         if envs.debug("device"):
             ordered = own.sort(1).values
             twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).nonzero()

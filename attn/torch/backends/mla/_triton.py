@@ -2,12 +2,10 @@
 
 import torch
 
-from attn.backends.abstract import AttentionLayer
 from attn.capabilities import Capabilities, Device, MultipleOf, Request
 from attn.torch import kv_cache as caches
 from attn.torch.backends.mla import _rows
-from attn.torch.backends.mla._metadata import MLADecodeMetadata
-from attn.torch.backends.mla._mla import MLACommonImpl
+from attn.torch.backends.mla._mla import DecodeCall, MLACommonImpl
 from attn.torch.kernels.memory import holds_float32_latents
 
 
@@ -37,31 +35,40 @@ def device_reasons(request: Request, device: Device | None) -> list[str]:
 
 
 def decode(
-    impl: MLACommonImpl,
-    layer: AttentionLayer,
-    q: torch.Tensor,
-    kv_cache: torch.Tensor,
-    meta: MLADecodeMetadata,
-    indices: torch.Tensor | None,
-    fixed_split: int,
+    impl: MLACommonImpl, call: DecodeCall, indices: torch.Tensor | None, fixed_split: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(out [Td, H, L], lse [H, Td] or None) of absorbed queries; `indices` [Td, topk] for a sparse backend."""
     from attn.torch.kernels.mla_decode import mla_decode
 
+    q, meta = call.q, call.meta
     out = q.new_empty(*q.shape[:2], impl.kv_lora_rank)
     lse = None
     if impl.need_to_return_lse_for_decode:
         lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
     packed = impl.kv_cache_dtype == _rows.PACKED
     k_scale, k_factor = None, 1.0
-    if caches.is_quantised(kv_cache.dtype) and not packed:
-        scale = layer._k_scale
+    if caches.is_quantised(call.kv_cache.dtype) and not packed:
+        scale = call.layer._k_scale
         if not isinstance(scale, torch.Tensor) or scale.device.type == "cpu":
             k_factor = float(scale)  # the host knows it: it costs the kernel nothing
         else:
             k_scale = scale.detach().to(q.device, torch.float32)
     mla_decode(
-        out, lse, q, kv_cache, meta.query_start_loc, meta.seq_lens, meta.block_table, meta.max_query_len, meta.max_seq_len,
-        impl.scale, packed, k_scale, k_factor, meta.limits, indices, fixed_split,
-    )  # fmt: skip
+        out,
+        lse,
+        q,
+        call.kv_cache,
+        query_start_loc=meta.query_start_loc,
+        seq_lens=meta.seq_lens,
+        block_table=meta.block_table,
+        max_query_len=meta.max_query_len,
+        max_seq_len=meta.max_seq_len,
+        scale=impl.scale,
+        packed=packed,
+        k_scale=k_scale,
+        k_factor=k_factor,
+        limits=meta.limits,
+        indices=indices,
+        fixed_split=fixed_split,
+    )
     return out, lse

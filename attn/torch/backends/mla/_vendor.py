@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from attn.backends.abstract import AttentionLayer
 from attn.errors import BackendLoadError
 from attn.imports import assumed, first_installed, loading
 from attn.torch.backends._vendor import lacking
 from attn.torch.backends.mla._metadata import MLADecodeMetadata, Rows
-from attn.torch.backends.mla._mla import MLACommonImpl
+from attn.torch.backends.mla._mla import DecodeCall, MLACommonImpl
 
 #: What is looked for -> where the functions are: DeepSeek's package, or the copy of it that vLLM's CUDA wheels carry, which
 #: takes an `out` too.
@@ -78,26 +77,19 @@ class UniformMLAImpl(MLACommonImpl):
     can_return_lse_for_decode = True
 
     def _decode_uniform(
-        self,
-        layer: AttentionLayer,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        lens: torch.Tensor,
-        block_table: torch.Tensor,
-        meta: MLADecodeMetadata,
+        self, call: DecodeCall, q: torch.Tensor, lens: torch.Tensor, block_table: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """q: [R, n, H, L + Dr] contiguous; lens: [R], block_table: [R, B] int32. Returns (out [R, n, H, L], lse [R, H, n]
-        natural, an infinity where a row sees no key)."""
+        """The requests of a call that have n rows each. q: [R, n, H, L + Dr] contiguous; lens: [R], block_table: [R, B] int32.
+        Returns (out [R, n, H, L], lse [R, H, n] natural, an infinity where a row sees no key)."""
         raise NotImplementedError
 
-    def _decode(
-        self, layer: AttentionLayer, q: torch.Tensor, kv_cache: torch.Tensor, meta: MLADecodeMetadata
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _decode(self, call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
+        q, meta = call.q, call.meta
         out = q.new_zeros(*q.shape[:2], self.kv_lora_rank)
         lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float32, device=q.device)
         for length, requests, rows in by_query_len(meta):
             part = q[rows].reshape(-1, length, *q.shape[1:])
-            got, log = self._decode_uniform(layer, part, kv_cache, meta.seq_lens[requests], meta.block_table[requests], meta)
+            got, log = self._decode_uniform(call, part, meta.seq_lens[requests], meta.block_table[requests])
             got, log = state(got.reshape(-1, *got.shape[2:]), log.transpose(0, 1).reshape(q.shape[1], -1))
             if isinstance(rows, slice) and rows == slice(0, q.shape[0]):
                 return got, log

@@ -7,10 +7,9 @@ works in place: output, log-sum-exp (natural, [R, 128]) and a workspace whose si
 
 import torch
 
-from attn.backends.abstract import AttentionLayer
 from attn.capabilities import Capabilities, Device, Feature, Request
-from attn.torch.backends.mla._metadata import MLACommonMetadataBuilder, MLADecodeMetadata
-from attn.torch.backends.mla._mla import MLACommonBackend
+from attn.torch.backends.mla._metadata import MLACommonMetadataBuilder
+from attn.torch.backends.mla._mla import DecodeCall, MLACommonBackend
 from attn.torch.backends.mla._vendor import UniformMLAImpl, with_heads
 
 _HEADS = 128
@@ -47,13 +46,7 @@ class CutlassMLABackend(MLACommonBackend):
 
 class CutlassMLAImpl(UniformMLAImpl, backend=CutlassMLABackend):
     def _decode_uniform(
-        self,
-        layer: AttentionLayer,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        lens: torch.Tensor,
-        block_table: torch.Tensor,
-        meta: MLADecodeMetadata,
+        self, call: DecodeCall, q: torch.Tensor, lens: torch.Tensor, block_table: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         from vllm import _custom_ops as ops
 
@@ -63,9 +56,18 @@ class CutlassMLAImpl(UniformMLAImpl, backend=CutlassMLABackend):
         out = q.new_empty(requests, _HEADS, rank)
         lse = torch.empty(requests, _HEADS, dtype=torch.float32, device=q.device)
         processors = torch.cuda.get_device_properties(q.device).multi_processor_count if q.device.type == "cuda" else 1
-        size = ops.sm100_cutlass_mla_get_workspace_size(max(1, meta.max_seq_len), requests, processors, _ANY_SPLITS)
+        size = ops.sm100_cutlass_mla_get_workspace_size(max(1, call.meta.max_seq_len), requests, processors, _ANY_SPLITS)
         workspace = torch.empty(size, dtype=torch.uint8, device=q.device)
         ops.sm100_cutlass_mla_decode(
-            out, lse, padded[..., :rank], padded[..., rank:], kv_cache, lens, block_table, workspace, self.scale, _ANY_SPLITS
+            out,
+            lse,
+            padded[..., :rank],
+            padded[..., rank:],
+            call.kv_cache,
+            seq_lens=lens,
+            page_table=block_table,
+            workspace=workspace,
+            scale=self.scale,
+            num_kv_splits=_ANY_SPLITS,
         )
         return out[:, None, :heads], lse[:, :heads, None]

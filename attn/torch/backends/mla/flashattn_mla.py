@@ -8,43 +8,83 @@ natural, [H, T] from 3 and [T, H] from 4.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from attn.backends.abstract import AttentionLayer
 from attn.capabilities import Capabilities, Device, Feature, MultipleOf, Request
 from attn.errors import BackendLoadError
 from attn.imports import assumed
 from attn.torch.backends import _flash_providers as providers
 from attn.torch.backends._vendor import arch_of, lacking
 from attn.torch.backends.mla._metadata import MLADecodeMetadata
-from attn.torch.backends.mla._mla import MLACommonBackend, MLACommonImpl
+from attn.torch.backends.mla._mla import DecodeCall, MLACommonBackend, MLACommonImpl
 from attn.torch.backends.mla._vendor import state
 
 State = tuple[torch.Tensor, torch.Tensor]  #: out [T, H, L], lse [H, T]
 
 
-def _fa3(module: Any, q: torch.Tensor, qv: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meta: Any, rules: Any) -> State:
+class _Halves(NamedTuple):
+    """A decode as these functions take it. q: [T, H, Dr], k: [N, P, 1, Dr], rotary; qv: [T, H, L], v: [N, P, 1, L], latent."""
+
+    q: torch.Tensor
+    qv: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    meta: MLADecodeMetadata
+    scale: float
+
+
+def _fa3(module: Any, call: _Halves) -> State:
     out, lse = module.flash_attn_with_kvcache(
-        q, k, v, qv=qv, cache_seqlens=meta.seq_lens, page_table=meta.block_table, cu_seqlens_q=meta.query_start_loc,
-        max_seqlen_q=meta.max_query_len, return_softmax_lse=True, **rules,
-    )[:2]  # fmt: skip
+        call.q,
+        call.k,
+        call.v,
+        qv=call.qv,
+        cache_seqlens=call.meta.seq_lens,
+        page_table=call.meta.block_table,
+        cu_seqlens_q=call.meta.query_start_loc,
+        max_seqlen_q=call.meta.max_query_len,
+        softmax_scale=call.scale,
+        causal=True,
+        return_softmax_lse=True,
+    )[:2]
     return out, lse
 
 
-def _vllm(module: Any, q: torch.Tensor, qv: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meta: Any, rules: Any) -> State:
+def _vllm(module: Any, call: _Halves) -> State:
     return module.flash_attn_varlen_func(  # type: ignore[no-any-return]
-        q, k, v, meta.max_query_len, meta.query_start_loc, meta.max_seq_len, seqused_k=meta.seq_lens, q_v=qv,
-        block_table=meta.block_table, return_softmax_lse=True, fa_version=3, **rules,
-    )  # fmt: skip
+        call.q,
+        call.k,
+        call.v,
+        max_seqlen_q=call.meta.max_query_len,
+        cu_seqlens_q=call.meta.query_start_loc,
+        max_seqlen_k=call.meta.max_seq_len,
+        seqused_k=call.meta.seq_lens,
+        q_v=call.qv,
+        block_table=call.meta.block_table,
+        softmax_scale=call.scale,
+        causal=True,
+        return_softmax_lse=True,
+        fa_version=3,
+    )
 
 
-def _fa4(module: Any, q: torch.Tensor, qv: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meta: Any, rules: Any) -> State:
+def _fa4(module: Any, call: _Halves) -> State:
     out, lse = module.flash_attn_varlen_func(
-        q, k, v, qv=qv, cu_seqlens_q=meta.query_start_loc, max_seqlen_q=meta.max_query_len, max_seqlen_k=meta.max_seq_len,
-        seqused_k=meta.seq_lens, page_table=meta.block_table, return_lse=True, **rules,
-    )[:2]  # fmt: skip
+        call.q,
+        call.k,
+        call.v,
+        qv=call.qv,
+        cu_seqlens_q=call.meta.query_start_loc,
+        max_seqlen_q=call.meta.max_query_len,
+        max_seqlen_k=call.meta.max_seq_len,
+        seqused_k=call.meta.seq_lens,
+        page_table=call.meta.block_table,
+        softmax_scale=call.scale,
+        causal=True,
+        return_lse=True,
+    )[:2]
     return out, lse.T
 
 
@@ -107,11 +147,14 @@ class FlashAttnMLABackend(MLACommonBackend):
 class FlashAttnMLAImpl(MLACommonImpl, backend=FlashAttnMLABackend):
     can_return_lse_for_decode = True
 
-    def _decode(
-        self, layer: AttentionLayer, q: torch.Tensor, kv_cache: torch.Tensor, meta: MLADecodeMetadata
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        rank, provider = self.kv_lora_rank, _chosen(arch_of(q.device))
-        rope, latent = kv_cache[:, :, None, rank:], kv_cache[:, :, None, :rank]
-        rules = {"softmax_scale": self.scale, "causal": True}
-        call = _SERVES[provider.name][2]
-        return state(*call(provider.load(), q[..., rank:], q[..., :rank], rope, latent, meta, rules))
+    def _decode(self, call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
+        rank, provider = self.kv_lora_rank, _chosen(arch_of(call.q.device))
+        halves = _Halves(
+            q=call.q[..., rank:],
+            qv=call.q[..., :rank],
+            k=call.kv_cache[:, :, None, rank:],
+            v=call.kv_cache[:, :, None, :rank],
+            meta=call.meta,
+            scale=self.scale,
+        )
+        return state(*_SERVES[provider.name][2](provider.load(), halves))

@@ -10,13 +10,11 @@ from typing import Any
 
 import torch
 
-from attn.backends.abstract import AttentionLayer
 from attn.capabilities import Capabilities, Device, Feature, Request
 from attn.torch import kv_cache as caches
 from attn.torch.backends._flashinfer import lend, plan, workspace
 from attn.torch.backends._vendor import LN2, arch_of, int32, page_list
-from attn.torch.backends.mla._metadata import MLADecodeMetadata
-from attn.torch.backends.mla._mla import MLACommonBackend
+from attn.torch.backends.mla._mla import DecodeCall, MLACommonBackend
 from attn.torch.backends.mla._vendor import UniformMLAImpl, state
 
 _FP8 = ("fp8", "fp8_e4m3")
@@ -53,47 +51,65 @@ class FlashInferMLABackend(MLACommonBackend):
 
 
 class FlashInferMLAImpl(UniformMLAImpl, backend=FlashInferMLABackend):
-    def _decode(
-        self, layer: AttentionLayer, q: torch.Tensor, kv_cache: torch.Tensor, meta: MLADecodeMetadata
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _decode(self, call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
+        _, q, kv_cache, meta = call
         if arch_of(q.device).startswith("sm_10"):
-            return super()._decode(layer, q, kv_cache, meta)
+            return super()._decode(call)
         rank, stored, scales = self.kv_lora_rank, 1.0, {}
         if caches.is_quantised(kv_cache.dtype):
             # the kernel would multiply rows by its scales in the query's dtype, rounding each number a second time
-            stored, scales = layer._k_scale_float, {"ckv_scale": 1.0, "kpe_scale": 1.0}
+            stored, scales = call.layer._k_scale_float, {"ckv_scale": 1.0, "kpe_scale": 1.0}
         key = (self.scale * stored, q.dtype, kv_cache.dtype)
-        wrapper = self._plan(meta, *key) or self._keep(meta, self._planned(q, kv_cache, meta, self.scale * stored), *key)
+        wrapper = self._plan(meta, *key) or self._keep(meta, self._planned(call, self.scale * stored), *key)
         out, lse = wrapper.run(
             q[..., :rank], q[..., rank:], kv_cache[..., :rank], kv_cache[..., rank:], return_lse=True, **scales
         )
         return state(out if stored == 1.0 else out * stored, (lse * LN2).T)
 
-    def _planned(self, q: torch.Tensor, kv_cache: torch.Tensor, meta: MLADecodeMetadata, scale: float) -> Any:
+    def _planned(self, call: DecodeCall, scale: float) -> Any:
         import flashinfer
 
-        wrapper = lend(meta, q.device, "mla", flashinfer.mla.BatchMLAPagedAttentionWrapper)
+        meta, device = call.meta, call.q.device
+        wrapper = lend(meta, device, "mla", flashinfer.mla.BatchMLAPagedAttentionWrapper)
         starts, lens = meta.host_lens()
+        indptr, pages = page_list(meta.block_table, lens, meta.block_size)
         plan(
-            wrapper, q.device, int32(starts), *page_list(meta.block_table, lens, meta.block_size), int32(lens), self.num_heads,
-            self.kv_lora_rank, self.qk_rope_head_dim, meta.block_size, True, scale, q.dtype, kv_cache.dtype,
-        )  # fmt: skip
+            wrapper,
+            device,
+            qo_indptr=int32(starts),
+            kv_indptr=indptr,
+            kv_indices=pages,
+            kv_len_arr=int32(lens),
+            num_heads=self.num_heads,
+            head_dim_ckv=self.kv_lora_rank,
+            head_dim_kpe=self.qk_rope_head_dim,
+            page_size=meta.block_size,
+            causal=True,
+            sm_scale=scale,
+            q_data_type=call.q.dtype,
+            kv_data_type=call.kv_cache.dtype,
+        )
         return wrapper
 
     def _decode_uniform(
-        self,
-        layer: AttentionLayer,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        lens: torch.Tensor,
-        block_table: torch.Tensor,
-        meta: MLADecodeMetadata,
+        self, call: DecodeCall, q: torch.Tensor, lens: torch.Tensor, block_table: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         import flashinfer
 
         out, lse = flashinfer.decode.trtllm_batch_decode_with_kv_cache_mla(
-            q, kv_cache[:, None], workspace(q.device), self.qk_nope_head_dim, self.kv_lora_rank, self.qk_rope_head_dim,
-            block_table, lens, meta.max_seq_len, bmm1_scale=self.scale, bmm2_scale=1.0, backend="trtllm-gen", return_lse=True,
-        )  # fmt: skip
+            query=q,
+            kv_cache=call.kv_cache[:, None],
+            workspace_buffer=workspace(q.device),
+            qk_nope_head_dim=self.qk_nope_head_dim,
+            kv_lora_rank=self.kv_lora_rank,
+            qk_rope_head_dim=self.qk_rope_head_dim,
+            block_tables=block_table,
+            seq_lens=lens,
+            max_seq_len=call.meta.max_seq_len,
+            bmm1_scale=self.scale,
+            bmm2_scale=1.0,
+            backend="trtllm-gen",
+            return_lse=True,
+        )
         requests, rows, heads, _ = q.shape
         return out.reshape(*q.shape[:3], -1), (lse * LN2).reshape(requests, rows, heads).transpose(1, 2)

@@ -8,10 +8,8 @@ there or as vLLM's wheels carry it: dense decode is for sm_90 and bfloat16 or fl
 
 import torch
 
-from attn.backends.abstract import AttentionLayer
 from attn.capabilities import Capabilities, Device, Feature, Request
-from attn.torch.backends.mla._metadata import MLADecodeMetadata
-from attn.torch.backends.mla._mla import MLACommonBackend
+from attn.torch.backends.mla._mla import DecodeCall, MLACommonBackend
 from attn.torch.backends.mla._vendor import FLASH_MLA, UniformMLAImpl, flash_mla, without_flash_mla
 
 
@@ -37,17 +35,11 @@ class FlashMLABackend(MLACommonBackend):
 
 class FlashMLAImpl(UniformMLAImpl, backend=FlashMLABackend):
     def _decode_uniform(
-        self,
-        layer: AttentionLayer,
-        q: torch.Tensor,
-        kv_cache: torch.Tensor,
-        lens: torch.Tensor,
-        block_table: torch.Tensor,
-        meta: MLADecodeMetadata,
+        self, call: DecodeCall, q: torch.Tensor, lens: torch.Tensor, block_table: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         kernels, key = flash_mla(), (q.shape[1], q.dtype)
-        schedule = self._plan(meta, *key) or self._keep(meta, kernels.get_mla_metadata()[0], *key)
+        schedule = self._plan(call.meta, *key) or self._keep(call.meta, kernels.get_mla_metadata()[0], *key)
         out, lse = kernels.flash_mla_with_kvcache(
-            q, kv_cache[:, :, None], block_table, lens, self.kv_lora_rank, schedule, softmax_scale=self.scale, causal=True
+            q, call.kv_cache[:, :, None], block_table, lens, self.kv_lora_rank, schedule, softmax_scale=self.scale, causal=True
         )
         return out, lse

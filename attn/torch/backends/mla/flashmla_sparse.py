@@ -9,9 +9,9 @@ a package of its own or within vLLM.
 
 import torch
 
-from attn.backends.abstract import AttentionLayer
 from attn.capabilities import Capabilities, Device, Feature, Request
 from attn.torch.backends.mla._metadata import MLADecodeMetadata
+from attn.torch.backends.mla._mla import DecodeCall
 from attn.torch.backends.mla._sparse import SparseMLABackend, SparseMLAImpl
 from attn.torch.backends.mla._vendor import FLASH_MLA, flash_mla, state, with_heads, without_flash_mla
 
@@ -46,19 +46,24 @@ class FlashMLASparseBackend(SparseMLABackend):
 
 
 class FlashMLASparseImpl(SparseMLAImpl, backend=FlashMLASparseBackend):
-    def _decode(
-        self, layer: AttentionLayer, q: torch.Tensor, kv_cache: torch.Tensor, meta: MLADecodeMetadata
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        kernels = flash_mla()
-        slots = _slots(self._indices(q, meta), meta)
+    def _decode(self, call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
+        kernels, kv_cache = flash_mla(), call.kv_cache
+        slots = _slots(self._indices(call), call.meta)
         heads = next(known for known in _HEADS if known >= self.num_heads)
-        q, own = with_heads(q, heads), slice(0, self.num_heads)
+        q, own = with_heads(call.q, heads), slice(0, self.num_heads)
         if self.kv_cache_dtype == "fp8_ds_mla":
             schedule, _ = kernels.get_mla_metadata()
             out, lse = kernels.flash_mla_with_kvcache(
-                q[:, None], kv_cache[:, :, None], None, None, self.kv_lora_rank, schedule, softmax_scale=self.scale,
-                is_fp8_kvcache=True, indices=slots[:, None],
-            )  # fmt: skip
+                q[:, None],
+                kv_cache[:, :, None],
+                block_table=None,
+                cache_seqlens=None,
+                head_dim_v=self.kv_lora_rank,
+                tile_scheduler_metadata=schedule,
+                softmax_scale=self.scale,
+                is_fp8_kvcache=True,
+                indices=slots[:, None],
+            )
             return state(out[:, 0, own], lse[:, own, 0].T)
         rows = kv_cache.reshape(-1, 1, kv_cache.shape[2])
         out, _, lse = kernels.flash_mla_sparse_fwd(q, rows, slots[:, None], self.scale, self.kv_lora_rank)

@@ -7,11 +7,10 @@ fewer are padded with zeros. Interface of ROCm/aiter at e4048607; the log-sum-ex
 
 import torch
 
-from attn.backends.abstract import AttentionLayer
 from attn.capabilities import Capabilities, Device, Feature, Request
 from attn.torch.backends._vendor import token_list
 from attn.torch.backends.mla._metadata import MLADecodeMetadata
-from attn.torch.backends.mla._mla import MLACommonBackend
+from attn.torch.backends.mla._mla import DecodeCall, MLACommonBackend
 from attn.torch.backends.mla._vendor import UniformMLAImpl, state, with_heads
 
 _HEADS = (16, 128)
@@ -40,19 +39,26 @@ class AiterMLABackend(MLACommonBackend):
 
 
 class AiterMLAImpl(UniformMLAImpl, backend=AiterMLABackend):
-    def _decode(
-        self, layer: AttentionLayer, q: torch.Tensor, kv_cache: torch.Tensor, meta: MLADecodeMetadata
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _decode(self, call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
         from aiter.mla import mla_decode_fwd
 
+        meta, kv_cache = call.meta, call.kv_cache
         indptr, slots, ones = self._plan(meta, "slots") or self._keep(meta, _slots(meta), "slots")
         heads = next(known for known in _HEADS if known >= self.num_heads)
-        q = with_heads(q, heads)
+        q = with_heads(call.q, heads)
         out = q.new_zeros(*q.shape[:2], self.kv_lora_rank)
         _, lse = mla_decode_fwd(
-            q, kv_cache.reshape(-1, 1, 1, kv_cache.shape[2]), out, meta.query_start_loc, indptr, slots, ones,
-            meta.max_query_len, sm_scale=self.scale, return_lse=True,
-        )  # fmt: skip
+            q=q,
+            kv_buffer=kv_cache.reshape(-1, 1, 1, kv_cache.shape[2]),
+            o=out,
+            qo_indptr=meta.query_start_loc,
+            kv_indptr=indptr,
+            kv_indices=slots,
+            kv_last_page_lens=ones,
+            max_seqlen_q=meta.max_query_len,
+            sm_scale=self.scale,
+            return_lse=True,
+        )
         return state(out[:, : self.num_heads], lse.reshape(q.shape[:2])[:, : self.num_heads].T)
 
 

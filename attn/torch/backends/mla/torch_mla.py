@@ -9,13 +9,11 @@ from dataclasses import replace
 
 import torch
 
-from attn.backends.abstract import AttentionLayer
 from attn.capabilities import Capabilities, Feature
 from attn.torch.backends import _ragged
 from attn.torch.backends._ragged import Rules, Work
 from attn.torch.backends.mla import _rows
-from attn.torch.backends.mla._metadata import MLADecodeMetadata
-from attn.torch.backends.mla._mla import MLACommonBackend, MLACommonImpl
+from attn.torch.backends.mla._mla import DecodeCall, MLACommonBackend, MLACommonImpl
 
 
 class TorchMLABackend(MLACommonBackend):
@@ -32,9 +30,8 @@ class TorchMLABackend(MLACommonBackend):
 class TorchMLAImpl(MLACommonImpl, backend=TorchMLABackend):
     can_return_lse_for_decode = True
 
-    def _decode(
-        self, layer: AttentionLayer, q: torch.Tensor, kv_cache: torch.Tensor, meta: MLADecodeMetadata
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _decode(self, call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
+        q, meta = call.q, call.meta
         exact = torch.promote_types(q.dtype, torch.float32)
         out = q.new_empty(*q.shape[:2], self.kv_lora_rank, dtype=exact)
         lse = q.new_empty(q.shape[1], q.shape[0], dtype=exact)
@@ -46,12 +43,10 @@ class TorchMLAImpl(MLACommonImpl, backend=TorchMLABackend):
                 continue
             position = torch.arange(total, device=q.device)
             pages = meta.block_table[r].long()[position // meta.block_size]
-            rows = _rows.gather(kv_cache, pages, position % meta.block_size)
-            rows = _rows.decode(rows, self.kv_cache_dtype, layer._k_scale)[None]
-            work = Work(
-                q[start:stop], rows, rows[..., : self.kv_lora_rank], total - (stop - start), 0, out[start:stop],
-                lse[:, start:stop],
-            )  # fmt: skip
+            rows = _rows.gather(call.kv_cache, pages, position % meta.block_size)
+            rows = _rows.decode(rows, self.kv_cache_dtype, call.layer._k_scale)[None]
+            values, first, own = rows[..., : self.kv_lora_rank], total - (stop - start), slice(start, stop)
+            work = Work(q[own], rows, values, first, 0, out[own], lse[:, own])
             self._attend(work, None if limits is None else limits[start:stop])
         return out, lse
 

@@ -6,11 +6,10 @@ float64). What is not chosen is selected away, never multiplied.
 
 import torch
 
-from attn.backends.abstract import AttentionLayer
 from attn.capabilities import Capabilities, Feature
 from attn.torch.backends import _ragged
 from attn.torch.backends.mla import _rows
-from attn.torch.backends.mla._metadata import MLADecodeMetadata
+from attn.torch.backends.mla._mla import DecodeCall
 from attn.torch.backends.mla._sparse import SparseMLABackend, SparseMLAImpl
 
 _GATHERED = 1 << 24  #: numbers of gathered rows held at once: 64 MiB in float32
@@ -28,11 +27,10 @@ class TorchMLASparseBackend(SparseMLABackend):
 
 
 class TorchMLASparseImpl(SparseMLAImpl, backend=TorchMLASparseBackend):
-    def _decode(
-        self, layer: AttentionLayer, q: torch.Tensor, kv_cache: torch.Tensor, meta: MLADecodeMetadata
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _decode(self, call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
+        q, meta = call.q, call.meta
         exact = torch.promote_types(q.dtype, torch.float32)
-        indices = self._indices(q, meta).long()
+        indices = self._indices(call).long()
         starts, lengths = meta.host_lens()
         out = q.new_empty(*q.shape[:2], self.kv_lora_rank, dtype=exact)
         lse = q.new_empty(q.shape[1], q.shape[0], dtype=exact)
@@ -45,8 +43,8 @@ class TorchMLASparseImpl(SparseMLAImpl, backend=TorchMLASparseBackend):
                 real = (chosen >= 0) & (chosen < total)
                 at = torch.where(real, chosen, 0)
                 pages = meta.block_table[r].long()[at // meta.block_size].clamp(min=0)
-                stored = _rows.gather(kv_cache, pages.flatten(), (at % meta.block_size).flatten())
-                keys = _rows.decode(stored, self.kv_cache_dtype, layer._k_scale).to(exact).view(*at.shape, -1)
+                stored = _rows.gather(call.kv_cache, pages.flatten(), (at % meta.block_size).flatten())
+                keys = _rows.decode(stored, self.kv_cache_dtype, call.layer._k_scale).to(exact).view(*at.shape, -1)
                 keys = torch.where(real[..., None], keys, 0)
                 scores = torch.bmm(q[rows].to(exact), keys.transpose(1, 2)) * self.scale
                 scores = torch.where(real[:, None], scores, -torch.inf)

@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from attn.backends.abstract import AttentionLayer
 from attn.capabilities import Device, Feature, Request
 from attn.torch.backends import _hopper
 from attn.torch.backends._triton import TritonPagedBackend
 from attn.torch.backends.mla import _triton
-from attn.torch.backends.mla._metadata import MLADecodeMetadata
+from attn.torch.backends.mla._mla import DecodeCall
 from attn.torch.backends.mla._sparse import SparseMLABackend, SparseMLAImpl
 from attn.torch.interpreter import judged_on, prepare
 
@@ -40,7 +39,5 @@ class TritonMLASparseImpl(SparseMLAImpl, backend=TritonMLASparseBackend):
         super().__init__(*args, **kwargs)
         prepare(self.backend.get_name())
 
-    def _decode(
-        self, layer: AttentionLayer, q: torch.Tensor, kv_cache: torch.Tensor, meta: MLADecodeMetadata
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return _triton.decode(self, layer, q, kv_cache, meta, self._indices(q, meta), self.fixed_split_size)
+    def _decode(self, call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return _triton.decode(self, call, self._indices(call), self.fixed_split_size)

@@ -12,7 +12,7 @@ import torch
 from attn.arrays import to_framework
 from attn.capabilities import Feature
 from attn.diffusion.backends.abstract import DiffusionAttentionBackend, DiffusionAttentionMetadata
-from attn.diffusion.backends.dense import DenseAttentionImpl, Keys
+from attn.diffusion.backends.dense import DenseAttentionImpl, DenseCall
 from attn.errors import DeviceError, UnsupportedError
 from attn.torch import graphs
 
@@ -40,8 +40,7 @@ class DenseImpl(DenseAttentionImpl):
         if self.traceable or not torch.compiler.is_compiling():
             result: torch.Tensor = super().forward(query, key, value, attn_metadata)
             return result
-        query, key, value, keys = self._prepared(query, key, value, attn_metadata)
-        return graphs.dense(self, query, key, value, keys)
+        return graphs.dense(self, self._prepared(query, key, value, attn_metadata))
 
     def _as_mask(self, given: Any, like: torch.Tensor) -> torch.Tensor:
         mask: torch.Tensor = to_framework(given, "torch").to(like.device)
@@ -71,25 +70,25 @@ class DenseImpl(DenseAttentionImpl):
                 )
 
 
-def pack(keys: Keys, *tensors: torch.Tensor) -> tuple[list[torch.Tensor], Any]:
-    """([B, M, ...] tensors as [total, ...] of the keys that are there, lengths [B] int32 on the host).
+def pack(call: DenseCall) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    """(key, value [total, K, D] of the keys that are there, one entry's after another's, lengths [B] int32 on the host).
 
     Waits for the device where only a mask on it knows the lengths.
     """
-    batch, length = tensors[0].shape[:2]
-    if keys.present is None:
-        return [x.flatten(0, 1) for x in tensors], np.full(batch, length, np.int32)
-    lens = keys.present.sum(1).cpu().numpy() if keys.lens is None else np.array(keys.lens)
-    at = keys.present.flatten().nonzero()[:, 0]
-    return [x.flatten(0, 1).index_select(0, at) for x in tensors], lens.astype(np.int32)
+    key, value = call.key.flatten(0, 1), call.value.flatten(0, 1)
+    if call.present is None:
+        return key, value, np.full(call.key.shape[0], call.key.shape[1], np.int32)
+    lens = call.present.sum(1).cpu().numpy() if call.lens is None else np.array(call.lens)
+    at = call.present.flatten().nonzero()[:, 0]
+    return key.index_select(0, at), value.index_select(0, at), lens.astype(np.int32)
 
 
 def without_keys_zeroed(
-    out: torch.Tensor, lse: torch.Tensor, keys: Keys, causal: bool, length: int
+    call: DenseCall, out: torch.Tensor, lse: torch.Tensor, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [B, S, H, D], lse [B, H, S]) with rows that see none of the `length` keys at 0 and -inf, whatever a vendor left
-    there. Where every row sees a key the output is not read again."""
-    if keys.present is None and not (causal and out.shape[1] > length):
+    """(out [B, S, H, D], lse [B, H, S]) with rows that see no key at 0 and -inf, whatever a vendor left there. Where every row
+    sees a key the output is not read again."""
+    if call.present is None and not (causal and call.query.shape[1] > call.key.shape[1]):
         return out, lse
     empty = lse.isinf()
     return torch.where(empty.transpose(1, 2)[..., None], 0, out), torch.where(empty, -torch.inf, lse)

@@ -3,17 +3,17 @@
 import torch
 from torch.nn import functional as F
 
-from attn.diffusion.backends.dense import Keys
+from attn.diffusion.backends.dense import DenseCall
 from attn.torch.diffusion.backends._dense import DenseImpl, bottom_right
 
 
-def masked(key: torch.Tensor, value: torch.Tensor, keys: Keys) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def masked(call: DenseCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """(key, value, mask): absent keys and values zeroed, and a bool mask that broadcasts to [B, H, S, M], or None."""
-    if keys.present is None:
-        return key, value, keys.mask
+    if call.present is None:
+        return call.key, call.value, call.mask
     # what is not there may hold anything, and torch multiplies it by 0
-    gone = ~keys.present[:, :, None, None]
-    return key.masked_fill(gone, 0), value.masked_fill(gone, 0), keys.present[:, None, None, :]
+    gone = ~call.present[:, :, None, None]
+    return call.key.masked_fill(gone, 0), call.value.masked_fill(gone, 0), call.present[:, None, None, :]
 
 
 class SDPABase(DenseImpl):
@@ -21,15 +21,20 @@ class SDPABase(DenseImpl):
 
     traceable = True
 
-    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys) -> torch.Tensor:
-        key, value, mask = masked(key, value, keys)
+    def _attend(self, call: DenseCall) -> torch.Tensor:
+        query, (key, value, mask) = call.query, masked(call)
         rows, length = query.shape[1], key.shape[1]
         square = self.causal and rows == length and mask is None
         if self.causal and not square:
             triangle = bottom_right(rows, length, query.device)
             mask = triangle[None, None] if mask is None else mask & triangle
         out = F.scaled_dot_product_attention(
-            query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attn_mask=mask, is_causal=square,
-            scale=self.scale, enable_gqa=self.num_heads != self.num_kv_heads,
-        ).transpose(1, 2)  # fmt: skip
+            query.transpose(1, 2),
+            key.transpose(1, 2),
+            value.transpose(1, 2),
+            attn_mask=mask,
+            is_causal=square,
+            scale=self.scale,
+            enable_gqa=self.num_heads != self.num_kv_heads,
+        ).transpose(1, 2)
         return out if mask is None else torch.where(mask.any(-1).transpose(1, 2)[..., None], out, 0)

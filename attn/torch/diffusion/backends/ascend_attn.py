@@ -7,7 +7,7 @@ Its masks are inverted (True = do not attend), its causal triangle is bottom-rig
 import torch
 
 from attn.capabilities import Capabilities, Feature, MultipleOf
-from attn.diffusion.backends.dense import Keys
+from attn.diffusion.backends.dense import DenseCall
 from attn.torch.diffusion.backends._dense import DenseBackend, DenseImpl, bottom_right
 
 _COMPRESSED = 2048  #: the side of the causal mask that sparse_mode 3 reads
@@ -29,11 +29,12 @@ class AscendAttentionBackend(DenseBackend):
 
 
 class AscendAttentionImpl(DenseImpl, backend=AscendAttentionBackend):
-    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys) -> torch.Tensor:
+    def _attend(self, call: DenseCall) -> torch.Tensor:
         import torch_npu
 
+        query, key = call.query, call.key
         rows, length = query.shape[1], key.shape[1]
-        mask = keys.mask if keys.present is None else keys.present[:, None, None, :]
+        mask = call.mask if call.present is None else call.present[:, None, None, :]
         rules = {}
         if mask is not None:
             mask = mask & bottom_right(rows, length, query.device) if self.causal else mask
@@ -43,7 +44,7 @@ class AscendAttentionImpl(DenseImpl, backend=AscendAttentionBackend):
             triangle = torch.ones(_COMPRESSED, _COMPRESSED, dtype=torch.bool, device=query.device).triu(1)
             rules = {"atten_mask": triangle, "sparse_mode": _CAUSAL}
         out: torch.Tensor = torch_npu.npu_fusion_attention(
-            query, key, value, self.num_heads, "BSND", scale=self.scale, inner_precise=_ROWS_WITHOUT_KEYS, **rules
+            query, key, call.value, self.num_heads, "BSND", scale=self.scale, inner_precise=_ROWS_WITHOUT_KEYS, **rules
         )[0]
         if mask is not None:
             out = torch.where(mask.any(-1).transpose(1, 2)[..., None], out, 0)

@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attn.capabilities import Capabilities, Device, Feature, Request
 from attn.diffusion.backends import cudnn
-from attn.diffusion.backends.dense import Keys
+from attn.diffusion.backends.dense import DenseCall
 from attn.torch.diffusion.backends._dense import DenseBackend
 from attn.torch.diffusion.backends._sdpa import SDPABase
 
@@ -32,6 +32,6 @@ class CuDNNAttentionBackend(DenseBackend):
 
 
 class CuDNNAttentionImpl(SDPABase, backend=CuDNNAttentionBackend):
-    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys) -> torch.Tensor:
+    def _attend(self, call: DenseCall) -> torch.Tensor:
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
-            return super()._attend(query, key, value, keys)
+            return super()._attend(call)

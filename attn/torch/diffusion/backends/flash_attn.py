@@ -6,7 +6,7 @@ The providers are those of the attention backend of the same name; each gets the
 import torch
 
 from attn.capabilities import Capabilities, Device, MultipleOf, Request
-from attn.diffusion.backends.dense import Keys
+from attn.diffusion.backends.dense import DenseCall
 from attn.dtypes import dtype_name
 from attn.torch.backends import _flash_providers as providers
 from attn.torch.backends._flash_providers import Call
@@ -32,21 +32,26 @@ class FlashAttentionBackend(DenseBackend):
 class FlashAttentionImpl(DenseImpl, backend=FlashAttentionBackend):
     can_return_lse = True
 
-    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys) -> torch.Tensor:
-        return self._attend_lse(query, key, value, keys)[0]
+    def _attend(self, call: DenseCall) -> torch.Tensor:
+        return self._attend_lse(call)[0]
 
-    def _attend_lse(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        (batch, rows), length = query.shape[:2], key.shape[1]
-        (key, value), lens = pack(keys, key, value)
+    def _attend_lse(self, call: DenseCall) -> tuple[torch.Tensor, torch.Tensor]:
+        query, (batch, rows) = call.query, call.query.shape[:2]
+        key, value, lens = pack(call)
         starts = torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=query.device)
         bounds = int32([0, *lens.cumsum()]).to(query.device)
         provider = providers.chosen(Request(self.head_size, dtype_name(query.dtype)), arch_of(query.device))
-        call = Call(
-            query.flatten(0, 1), key, value, starts, bounds, None, None, rows, max(1, int(lens.max())), self.scale,
-            (None, 0 if self.causal else None), 0.0, None,
-        )  # fmt: skip
-        out, lse = provider.attend(provider.load(), call)
+        ragged = Call(
+            query=query.flatten(0, 1),
+            key=key,
+            value=value,
+            starts=starts,
+            key_starts=bounds,
+            max_query_len=rows,
+            max_seq_len=max(1, int(lens.max())),
+            scale=self.scale,
+            window=(None, 0 if self.causal else None),
+        )
+        out, lse = provider.attend(provider.load(), ragged)
         out, lse = out.unflatten(0, (batch, rows)), lse.unflatten(1, (batch, rows)).transpose(0, 1)
-        return without_keys_zeroed(out, lse, keys, self.causal, length)
+        return without_keys_zeroed(call, out, lse, self.causal)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from attn.capabilities import Capabilities
-from attn.diffusion.backends.dense import Keys
+from attn.diffusion.backends.dense import DenseCall
 from attn.errors import UnsupportedError
 from attn.torch.backends._flashinfer import workspace
 from attn.torch.backends._vendor import LN2, arch_of, int32
@@ -32,45 +32,42 @@ class FlashInferAttentionBackend(DenseBackend):
 class FlashInferAttentionImpl(DenseImpl, backend=FlashInferAttentionBackend):
     can_return_lse = True
 
-    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys) -> torch.Tensor:
-        return self._run(query, key, value, keys)[0]
+    def _attend(self, call: DenseCall) -> torch.Tensor:
+        return self._run(call)[0]
 
-    def _attend_lse(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        arch = arch_of(query.device)
+    def _attend_lse(self, call: DenseCall) -> tuple[torch.Tensor, torch.Tensor]:
+        arch = arch_of(call.query.device)
         if arch.startswith("sm_") and not arch.startswith(("sm_90", "sm_10")):
             raise UnsupportedError(
                 f"FLASHINFER_ATTN: lse on {arch}: FlashInfer's FA2 kernels sum rounded weights (supports sm_90, sm_10*)"
             )
-        return self._run(query, key, value, keys)
+        return self._run(call)
 
-    def _run(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        (batch, rows), length = query.shape[:2], key.shape[1]
-        (key, value), lens = pack(keys, key, value)
-        wrapper = _planned(
-            query.device, query.dtype, rows, tuple(lens.tolist()), self.num_heads, self.num_kv_heads, self.head_size,
-            self.causal, self.scale,
-        )  # fmt: skip
+    def _run(self, call: DenseCall) -> tuple[torch.Tensor, torch.Tensor]:
+        query, (batch, rows) = call.query, call.query.shape[:2]
+        key, value, lens = pack(call)
+        shape = (self.num_heads, self.num_kv_heads, self.head_size)
+        wrapper = _planned(query.device, query.dtype, rows, tuple(lens.tolist()), shape, self.causal, self.scale)
         out, lse = wrapper.run(query.flatten(0, 1).contiguous(), key.contiguous(), value.contiguous(), return_lse=True)
         out, lse = out.unflatten(0, (batch, rows)), (lse * LN2).unflatten(0, (batch, rows)).transpose(1, 2)
-        return without_keys_zeroed(out, lse, keys, self.causal, length)
+        return without_keys_zeroed(call, out, lse, self.causal)
 
 
 @functools.lru_cache(8)
 def _planned(
-    device: torch.device, dtype: torch.dtype, rows: int, lens: tuple[int, ...], num_heads: int, num_kv_heads: int,
-    head_size: int, causal: bool, scale: float,
-) -> Any:  # fmt: skip
+    device: torch.device,
+    dtype: torch.dtype,
+    rows: int,
+    lens: tuple[int, ...],
+    shape: tuple[int, int, int],
+    causal: bool,
+    scale: float,
+) -> Any:
+    """shape: query heads, kv heads, head size."""
     import flashinfer
 
     wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace(device), "NHD")
     starts = int32(range(0, (len(lens) + 1) * rows, rows))
     bounds = int32([0, *torch.tensor(lens).cumsum(0).tolist()])
-    wrapper.plan(
-        starts, bounds, num_heads, num_kv_heads, head_size, causal=causal, sm_scale=scale, q_data_type=dtype,
-        kv_data_type=dtype,
-    )  # fmt: skip
+    wrapper.plan(starts, bounds, *shape, causal=causal, sm_scale=scale, q_data_type=dtype, kv_data_type=dtype)
     return wrapper

@@ -10,7 +10,7 @@ arguments. `error`: tests/testing/approximate.py.
 import torch
 
 from attn.capabilities import Capabilities
-from attn.diffusion.backends.dense import Keys
+from attn.diffusion.backends.dense import DenseCall
 from attn.torch.diffusion.backends._dense import DenseBackend, DenseImpl
 
 
@@ -34,11 +34,15 @@ class SageAttentionBackend(DenseBackend):
 
 
 class SageAttentionImpl(DenseImpl, backend=SageAttentionBackend):
-    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys) -> torch.Tensor:
+    def _attend(self, call: DenseCall) -> torch.Tensor:
         from sageattention import sageattn
 
         out: torch.Tensor = sageattn(
-            query.contiguous(), key.clone(), value.contiguous(), tensor_layout="NHD", is_causal=self.causal,
+            call.query.contiguous(),
+            call.key.clone(),
+            call.value.contiguous(),
+            tensor_layout="NHD",
+            is_causal=self.causal,
             sm_scale=self.scale,
-        )  # fmt: skip
+        )
         return out

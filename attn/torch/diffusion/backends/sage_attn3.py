@@ -11,7 +11,7 @@ import math
 import torch
 
 from attn.capabilities import Capabilities
-from attn.diffusion.backends.dense import Keys
+from attn.diffusion.backends.dense import DenseCall
 from attn.torch.diffusion.backends._dense import DenseBackend, DenseImpl
 
 
@@ -34,13 +34,13 @@ class SageAttention3Backend(DenseBackend):
 
 
 class SageAttention3Impl(DenseImpl, backend=SageAttention3Backend):
-    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys) -> torch.Tensor:
+    def _attend(self, call: DenseCall) -> torch.Tensor:
         from sageattn3 import sageattn3_blackwell
 
         factor = self.scale * math.sqrt(self.head_size)
         group = self.num_heads // self.num_kv_heads
-        key, value = (x.repeat_interleave(group, 2) if group > 1 else x for x in (key, value))
-        q, v = ((query * factor).to(query.dtype).transpose(1, 2).contiguous(), value.transpose(1, 2).contiguous())
+        key, value = (x.repeat_interleave(group, 2) if group > 1 else x for x in (call.key, call.value))
+        q, v = ((call.query * factor).to(call.query.dtype).transpose(1, 2).contiguous(), value.transpose(1, 2).contiguous())
         k = key.transpose(1, 2).clone(memory_format=torch.contiguous_format)
         out: torch.Tensor = sageattn3_blackwell(q, k, v, is_causal=self.causal)
         return out.transpose(1, 2)

@@ -3,7 +3,7 @@
 import torch
 
 from attn.capabilities import Capabilities, Feature, MultipleOf
-from attn.diffusion.backends.dense import Keys
+from attn.diffusion.backends.dense import DenseCall
 from attn.torch.diffusion.backends._dense import DenseBackend, bottom_right
 from attn.torch.diffusion.backends._sdpa import SDPABase, masked
 
@@ -24,11 +24,9 @@ class SDPABackend(DenseBackend):
 class SDPAImpl(SDPABase, backend=SDPABackend):
     can_return_lse = True
 
-    def _attend_lse(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _attend_lse(self, call: DenseCall) -> tuple[torch.Tensor, torch.Tensor]:
         """torch keeps the log-sum-exp to itself: the formula in float32 (float64 for float64), some rows at a time."""
-        key, value, mask = masked(key, value, keys)
+        query, (key, value, mask) = call.query, masked(call)
         batch, rows = query.shape[:2]
         wide = torch.promote_types(query.dtype, torch.float32)
         group = self.num_heads // self.num_kv_heads

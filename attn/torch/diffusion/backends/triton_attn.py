@@ -7,10 +7,9 @@ lie in order. A length that is no multiple of a page is then padded once; keys t
 import torch
 
 from attn.capabilities import Capabilities, Device, MultipleOf
-from attn.diffusion.backends.dense import Keys
+from attn.diffusion.backends.dense import DenseCall
 from attn.torch.backends import _hopper
-from attn.torch.diffusion.backends._dense import DenseImpl
-from attn.torch.diffusion.backends._triton import TritonBackend, front
+from attn.torch.diffusion.backends._triton import TritonBackend, TritonImpl, front
 
 _PAGE = 128  #: keys; the Hopper kernel copies a tile of 128 at once from pages as large
 
@@ -31,33 +30,19 @@ class TritonAttentionBackend(TritonBackend):
         return _hopper.off_paths("hopper_prefill", device)
 
 
-class TritonAttentionImpl(DenseImpl, backend=TritonAttentionBackend):
-    can_return_lse = True
-
-    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys) -> torch.Tensor:
-        return self._run(query, key, value, keys, None)
-
-    def _attend_lse(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        batch, rows = query.shape[:2]
-        lse = torch.empty(self.num_heads, batch * rows, dtype=torch.float32, device=query.device)
-        out = self._run(query, key, value, keys, lse)
-        return out, lse.unflatten(1, (batch, rows)).transpose(0, 1)
-
-    def _run(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: Keys, lse: torch.Tensor | None
-    ) -> torch.Tensor:
+class TritonAttentionImpl(TritonImpl, backend=TritonAttentionBackend):
+    def _launch(self, call: DenseCall, lse: torch.Tensor | None) -> torch.Tensor:
         from attn.torch.kernels.paged_attention import paged_attention
 
+        query, key, value = call.query, call.key, call.value
         batch, rows = query.shape[:2]
         device, length = query.device, key.shape[1]
         lens: torch.Tensor | None = None
         pages: torch.Tensor | None = None
-        if keys.present is None and rows == length:
+        if call.present is None and rows == length:
             caches = [x.flatten(0, 1) for x in (key, value)]
         else:
-            key, value, lens = front(keys, key, value)
+            key, value, lens = front(call)
             if short := -length % _PAGE:
                 key, value = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, short)) for x in (key, value))
             caches = [x.contiguous().view(-1, _PAGE, *x.shape[2:]) for x in (key, value)]
@@ -65,7 +50,16 @@ class TritonAttentionImpl(DenseImpl, backend=TritonAttentionBackend):
         starts = torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=device)
         out = torch.empty_like(query, memory_format=torch.contiguous_format).flatten(0, 1)
         paged_attention(
-            out, lse, query.flatten(0, 1), *caches, starts, lens, pages, rows, length, self.scale, None,
-            0 if self.causal else None, None, 0.0, None, None,
-        )  # fmt: skip
+            out,
+            None if lse is None else lse.transpose(0, 1).flatten(1),
+            query.flatten(0, 1),
+            *caches,
+            query_start_loc=starts,
+            seq_lens=lens,
+            block_table=pages,
+            max_query_len=rows,
+            max_seq_len=length,
+            scale=self.scale,
+            right=0 if self.causal else None,
+        )
         return out.unflatten(0, (batch, rows))

@@ -4,13 +4,11 @@ Packed requests are one long sequence whose rows see their own segment only; new
 positions, so the causal rule of the whole is that of each request.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from attn.backends.abstract import MultipleOf
-from attn.backends.mla.prefill.abstract import MLAPrefillBackend, MLAPrefillMetadata
+from attn.backends.mla.prefill.abstract import MLAPrefillBackend, PrefillCall
 from attn.capabilities import Capabilities, Feature
 from attn.jax.kernels.tpu.flash_attention import flash_attention
 
@@ -30,22 +28,17 @@ class PallasPrefillBackend(MLAPrefillBackend):
         archs=(("tpu", ("v5e", "v5p", "v6e", "v7x")),),
     )
 
-    def run_prefill_new_tokens(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, meta: MLAPrefillMetadata, return_lse: bool
-    ) -> Any:
-        out, lse = self._attend(q, k, v, meta.query_start_loc, meta.query_start_loc, True)
-        return (out, lse) if return_lse else out
-
-    def run_prefill_context_chunk(
-        self, chunk_idx: int, q: jax.Array, k: jax.Array, v: jax.Array, meta: MLAPrefillMetadata
-    ) -> tuple[jax.Array, jax.Array]:
-        return self._attend(q, k, v, meta.query_start_loc, meta.chunks[chunk_idx].key_start_loc, False)
-
-    def _attend(self, q: Any, k: Any, v: Any, starts: Any, key_starts: Any, causal: bool) -> tuple[jax.Array, jax.Array]:
+    def _attend(self, call: PrefillCall) -> tuple[jax.Array, jax.Array]:
         out, lse = flash_attention(
-            q[None], k[None], v[None], q_segment_ids=_segments(starts, q.shape[0], _NO_ROW),
-            kv_segment_ids=_segments(key_starts, k.shape[0], _NO_KEY), causal=causal, scale=self.scale, return_lse=True,
-        )  # fmt: skip
+            call.q[None],
+            call.k[None],
+            call.v[None],
+            q_segment_ids=_segments(call.meta.query_start_loc, call.q.shape[0], _NO_ROW),
+            kv_segment_ids=_segments(call.key_start_loc, call.k.shape[0], _NO_KEY),
+            causal=call.causal,
+            scale=self.scale,
+            return_lse=True,
+        )
         return out[0], lse[0]
 
 

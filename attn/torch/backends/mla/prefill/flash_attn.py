@@ -6,7 +6,7 @@ the padding is cut off the result. The providers are those of the attention back
 
 import torch
 
-from attn.backends.mla.prefill.abstract import MLAPrefillBackend, MLAPrefillMetadata
+from attn.backends.mla.prefill.abstract import MLAPrefillBackend, PrefillCall
 from attn.capabilities import Capabilities, Device, Feature, MultipleOf, Request
 from attn.dtypes import dtype_name
 from attn.torch.backends import _flash_providers as providers
@@ -30,36 +30,24 @@ class FlashAttnPrefillBackend(MLAPrefillBackend):
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
         return super().why_not(request, device) or providers.why_none(_plain(request), device)
 
-    def run_prefill_new_tokens(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meta: MLAPrefillMetadata, return_lse: bool
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        state = self._attend(q, k, v, meta, meta.query_start_loc, meta.max_query_len, (None, 0))
-        return state if return_lse else state[0]
-
-    def run_prefill_context_chunk(
-        self, chunk_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meta: MLAPrefillMetadata
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        chunk = meta.chunks[chunk_idx]
-        return self._attend(q, k, v, meta, chunk.key_start_loc, chunk.max_keys, (None, None))
-
-    def _attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        meta: MLAPrefillMetadata,
-        key_starts: torch.Tensor,
-        max_keys: int,
-        window: tuple[int | None, int | None],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _attend(self, call: PrefillCall) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v, meta = call.q, call.k, call.v, call.meta
         provider = providers.chosen(Request(q.shape[2], dtype_name(q.dtype)), arch_of(q.device))
         width = v.shape[2]
         if width < k.shape[2] and not provider.narrow_values(k.shape[2], width):
             v = torch.nn.functional.pad(v, (0, k.shape[2] - width))
-        call = Call(
-            q, k, v, meta.query_start_loc, key_starts, None, None, meta.max_query_len, max_keys, self.scale, window, 0.0, None
+        provided = Call(
+            query=q,
+            key=k,
+            value=v,
+            starts=meta.query_start_loc,
+            key_starts=call.key_start_loc,
+            max_query_len=meta.max_query_len,
+            max_seq_len=call.max_keys,
+            scale=self.scale,
+            window=(None, 0 if call.causal else None),
         )
-        out, lse = provider.attend(provider.load(), call)
+        out, lse = provider.attend(provider.load(), provided)
         return out[..., :width], torch.where(lse.isinf(), -torch.inf, lse)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from attn.backends.mla.prefill.abstract import MLAPrefillBackend, MLAPrefillMetadata
+from attn.backends.mla.prefill.abstract import MLAPrefillBackend, PrefillCall
 from attn.capabilities import Capabilities, Feature
 from attn.torch.backends._flashinfer import lend, plan
 from attn.torch.backends._vendor import LN2, arch_of, int32
@@ -28,36 +28,18 @@ class FlashInferPrefillBackend(MLAPrefillBackend):
     )
     v_head_dims = (128,)
 
-    def run_prefill_new_tokens(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meta: MLAPrefillMetadata, return_lse: bool
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        state = self._attend(q, k, v, meta, meta.query_start_loc_cpu, True)
-        return state if return_lse else state[0]
-
-    def run_prefill_context_chunk(
-        self, chunk_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meta: MLAPrefillMetadata
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._attend(q, k, v, meta, meta.chunks[chunk_idx].key_start_loc_cpu, False, chunk_idx)
-
-    def _attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        meta: MLAPrefillMetadata,
-        key_starts: Any,
-        causal: bool,
-        chunk: int | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        key = (self.get_name(), self.num_heads, self.scale, q.dtype, chunk)
+    def _attend(self, call: PrefillCall) -> tuple[torch.Tensor, torch.Tensor]:
+        q, meta = call.q, call.meta
+        key = (self.get_name(), self.num_heads, self.scale, q.dtype, call.chunk_idx)
         if key not in meta.plans:
-            meta.plans[key] = self._planned(q, meta, key_starts, causal)
-        out, lse = meta.plans[key].run(q.contiguous(), k.contiguous(), v.contiguous(), return_lse=True)
+            meta.plans[key] = self._planned(call)
+        out, lse = meta.plans[key].run(q.contiguous(), call.k.contiguous(), call.v.contiguous(), return_lse=True)
         return out, (lse * LN2).T
 
-    def _planned(self, q: torch.Tensor, meta: MLAPrefillMetadata, key_starts: Any, causal: bool) -> Any:
+    def _planned(self, call: PrefillCall) -> Any:
         import flashinfer
 
+        q, meta = call.q, call.meta
         kernels = "cutlass" if arch_of(q.device).startswith("sm_10") else "auto"
 
         def make(workspace: torch.Tensor) -> Any:
@@ -65,8 +47,17 @@ class FlashInferPrefillBackend(MLAPrefillBackend):
 
         wrapper = lend(meta, q.device, ("mla prefill", kernels), make)
         plan(
-            wrapper, q.device, int32(meta.query_start_loc_cpu), int32(key_starts), self.num_heads, self.num_heads,
-            self.qk_head_dim, head_dim_vo=self.v_head_dim, causal=causal, sm_scale=self.scale, q_data_type=q.dtype,
+            wrapper,
+            q.device,
+            int32(meta.query_start_loc_cpu),
+            int32(call.key_start_loc_cpu),
+            self.num_heads,
+            self.num_heads,
+            self.qk_head_dim,
+            head_dim_vo=self.v_head_dim,
+            causal=call.causal,
+            sm_scale=self.scale,
+            q_data_type=q.dtype,
             kv_data_type=q.dtype,
-        )  # fmt: skip
+        )
         return wrapper

@@ -7,7 +7,7 @@ be exact (NaN or infinity under its mask), it is the written-out maths of `_ragg
 
 import torch
 
-from attn.backends.mla.prefill.abstract import MLAPrefillBackend, MLAPrefillMetadata
+from attn.backends.mla.prefill.abstract import MLAPrefillBackend, PrefillCall
 from attn.capabilities import Capabilities, Feature
 from attn.torch.backends import _cpu_kernel, _ragged
 from attn.torch.backends._ragged import Rules, Work
@@ -22,31 +22,16 @@ class TorchSDPAPrefillBackend(MLAPrefillBackend):
         features=frozenset({Feature.MLA, Feature.LSE, Feature.NAN_SAFE}),
     )
 
-    def run_prefill_new_tokens(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meta: MLAPrefillMetadata, return_lse: bool
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        starts = meta.query_start_loc_cpu.tolist()
-        out, lse = self._each(q, k, v, starts, starts, True)
-        return (out, lse) if return_lse else out
-
-    def run_prefill_context_chunk(
-        self, chunk_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meta: MLAPrefillMetadata
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        chunk = meta.chunks[chunk_idx]
-        return self._each(q, k, v, meta.query_start_loc_cpu.tolist(), chunk.key_start_loc_cpu.tolist(), False)
-
-    def _each(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, queries: list[int], keys: list[int], causal: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _attend(self, call: PrefillCall) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v = call.q, call.k, call.v
+        queries, keys = call.meta.query_start_loc_cpu.tolist(), call.key_start_loc_cpu.tolist()
+        rules = Rules(scale=self.scale, right=0 if call.causal else None)
         out = q.new_empty(*q.shape[:2], v.shape[-1])
         lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.promote_types(q.dtype, torch.float32))
         for r in range(len(queries) - 1):
             rows, own = slice(queries[r], queries[r + 1]), slice(keys[r], keys[r + 1])
-            work = Work(
-                q[rows], k[own].transpose(0, 1), v[own].transpose(0, 1), 0, 0, out[rows], lse[:, rows],
-            )  # fmt: skip
-            rules = Rules(scale=self.scale, right=0 if causal else None)
-            if q.device.type != "cpu" or not _by_kernel(work, rules, causal):
+            work = Work(q[rows], k[own].transpose(0, 1), v[own].transpose(0, 1), 0, 0, out[rows], lse[:, rows])
+            if q.device.type != "cpu" or not _by_kernel(work, rules, call.causal):
                 _ragged.attend(work, rules)
         return out, lse
 

@@ -7,7 +7,7 @@ keys, as the template's do) gives silent garbage. The log-sum-exp is natural, [T
 
 import torch
 
-from attn.backends.mla.prefill.abstract import MLAPrefillBackend, MLAPrefillMetadata
+from attn.backends.mla.prefill.abstract import MLAPrefillBackend, PrefillCall
 from attn.capabilities import Capabilities, Feature
 
 
@@ -25,33 +25,21 @@ class TokenspeedMLAPrefillBackend(MLAPrefillBackend):
     )
     v_head_dims = (128,)
 
-    def run_prefill_new_tokens(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meta: MLAPrefillMetadata, return_lse: bool
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        state = self._attend(q, k, v, meta, meta.query_start_loc, meta.max_query_len, True)
-        return state if return_lse else state[0]
-
-    def run_prefill_context_chunk(
-        self, chunk_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meta: MLAPrefillMetadata
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        chunk = meta.chunks[chunk_idx]
-        return self._attend(q, k, v, meta, chunk.key_start_loc, chunk.max_keys, False)
-
-    def _attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        meta: MLAPrefillMetadata,
-        key_starts: torch.Tensor,
-        max_keys: int,
-        causal: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _attend(self, call: PrefillCall) -> tuple[torch.Tensor, torch.Tensor]:
         from tokenspeed_mla import tokenspeed_mla_prefill
 
         out, lse = tokenspeed_mla_prefill(
-            q.contiguous(), k.contiguous(), v.contiguous(), key_starts.diff(), key_starts, max_keys, meta.num_reqs,
-            self.scale, is_causal=causal, return_lse=True, cum_seq_lens_q=meta.query_start_loc,
-            max_seq_len_q=meta.max_query_len,
-        )  # fmt: skip
+            query=call.q.contiguous(),
+            key=call.k.contiguous(),
+            value=call.v.contiguous(),
+            seq_lens=call.key_start_loc.diff(),
+            cum_seq_lens=call.key_start_loc,
+            max_seq_len=call.max_keys,
+            batch_size=call.meta.num_reqs,
+            softmax_scale=self.scale,
+            is_causal=call.causal,
+            return_lse=True,
+            cum_seq_lens_q=call.meta.query_start_loc,
+            max_seq_len_q=call.meta.max_query_len,
+        )
         return out, lse.T

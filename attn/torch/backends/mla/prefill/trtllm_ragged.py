@@ -4,12 +4,10 @@ It takes no request without keys and waits for the device to look for one unless
 is. The log-sum-exp is base 2, [T, H]. Interface of flashinfer-ai/flashinfer at fb28d724 (0.7).
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 
-from attn.backends.mla.prefill.abstract import MLAPrefillBackend, MLAPrefillMetadata
+from attn.backends.mla.prefill.abstract import MLAPrefillBackend, PrefillCall
 from attn.capabilities import Capabilities, Feature
 from attn.torch.backends._flashinfer import workspace
 from attn.torch.backends._vendor import LN2, int32
@@ -29,35 +27,29 @@ class TrtllmRaggedPrefillBackend(MLAPrefillBackend):
     )
     v_head_dims = (128,)
 
-    def run_prefill_new_tokens(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meta: MLAPrefillMetadata, return_lse: bool
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        starts = meta.query_start_loc
-        state = self._attend(q, k, v, meta, starts, meta.query_start_loc_cpu, meta.max_query_len, True)
-        return state if return_lse else state[0]
-
-    def run_prefill_context_chunk(
-        self, chunk_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, meta: MLAPrefillMetadata
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        chunk = meta.chunks[chunk_idx]
-        return self._attend(q, k, v, meta, chunk.key_start_loc, chunk.key_start_loc_cpu, chunk.max_keys, False)
-
-    def _attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        meta: MLAPrefillMetadata,
-        key_starts: torch.Tensor,
-        key_starts_cpu: Any,
-        max_keys: int,
-        causal: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _attend(self, call: PrefillCall) -> tuple[torch.Tensor, torch.Tensor]:
         import flashinfer
 
+        q, meta = call.q, call.meta
         out, lse = flashinfer.prefill.trtllm_ragged_attention_deepseek(
-            q.contiguous(), k.contiguous(), v.contiguous(), workspace(q.device), key_starts.diff(), meta.max_query_len,
-            max_keys, self.scale, 1.0, 1.0, meta.num_reqs, -1, meta.query_start_loc, key_starts, None, causal, True,
-            q_seq_lens_cpu=int32(np.diff(meta.query_start_loc_cpu)), kv_seq_lens_cpu=int32(np.diff(key_starts_cpu)),
-        )  # fmt: skip
+            query=q.contiguous(),
+            key=call.k.contiguous(),
+            value=call.v.contiguous(),
+            workspace_buffer=workspace(q.device),
+            seq_lens=call.key_start_loc.diff(),
+            max_q_len=meta.max_query_len,
+            max_kv_len=call.max_keys,
+            bmm1_scale=self.scale,
+            bmm2_scale=1.0,
+            o_sf_scale=1.0,
+            batch_size=meta.num_reqs,
+            window_left=-1,
+            cum_seq_lens_q=meta.query_start_loc,
+            cum_seq_lens_kv=call.key_start_loc,
+            enable_pdl=None,
+            is_causal=call.causal,
+            return_lse=True,
+            q_seq_lens_cpu=int32(np.diff(meta.query_start_loc_cpu)),
+            kv_seq_lens_cpu=int32(np.diff(call.key_start_loc_cpu)),
+        )
         return out, (lse * LN2).T
