@@ -223,9 +223,9 @@ def ragged(
             key,
             value,
             cache,
-            *given[len(rules) :],
+            *given[len(rules) :],  # type: ignore[arg-type]
             **more,
-            scale=head_size**-0.5,  # type: ignore[arg-type]
+            scale=head_size**-0.5,
             max_query_len=max(query_lens),
             chip=chip,
             causal=causal,
@@ -334,13 +334,13 @@ def latent(
             latent,
             pe,
             cache,
-            *more,
+            *more,  # type: ignore[arg-type,misc]
             scale=0.1,
             max_query_len=max(query_lens),
-            chip=chip,  # type: ignore[arg-type,misc]
-            k_scale=scale,
+            chip=chip,
+            k_scale=scale,  # type: ignore[arg-type]
             return_lse=lse,
-            interpret=False,  # type: ignore[arg-type]
+            interpret=False,
         )
 
     flops, rows = cost(query_lens, seq_lens, num_heads, RANK + ROPE, value_size=RANK)
