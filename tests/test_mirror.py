@@ -23,6 +23,7 @@ ACROSS = {
     "test_floors.py": "which module may import which",
     "test_mirror.py": "this rule",
     "test_notebooks.py": "notebooks",
+    "test_prose.py": "all text",
     "test_readme.py": "README.md",
     "test_records.py": "every backend's capabilities",
     "test_same_refusals.py": "every backend's errors",
