@@ -305,7 +305,7 @@ def test_a_place_without_a_checkpoint(tmp_path: Path) -> None:
     assert issubclass(CheckpointError, ValueError)
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "not readable as JSON"), ("[]", "holds a list: must be")])
+@pytest.mark.parametrize(("text", "message"), [("{", "not readable as JSON"), ("[]", "contains a list: must be")])
 def test_a_file_that_is_not_a_json_object(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match=message):
@@ -362,7 +362,7 @@ def test_another_model_is_told_by_a_few_names(checkpoint: Path) -> None:
 
 def test_no_weights(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
-    message = r"neither model.safetensors nor .*index.json \(found pytorch_model.bin, which is not read"
+    message = r"neither model.safetensors nor .*index.json \(found pytorch_model.bin, which is not supported"
     with pytest.raises(CheckpointError, match=message):
         load_weights(checkpoint, load_config(checkpoint))
 

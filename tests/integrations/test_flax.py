@@ -63,7 +63,7 @@ def test_an_encoders_layer(arrays):
 def test_what_has_no_place_is_refused(layer, arrays):
     q, k, v = arrays
     attend = attention_fn(layer)
-    with pytest.raises(UnsupportedError, match="a window over 5 rows and 8 keys"):
+    with pytest.raises(UnsupportedError, match="sliding_window needs as many queries as keys"):
         attend(q[:, :5], k, v)
     with pytest.raises(UnsupportedError, match="bias"):
         attend(q, k, v, bias=jnp.zeros((1, 1, 8, 8)))
