@@ -103,8 +103,8 @@ def with_entry(data: dict[str, Any], key: list[Any], launch: list[int]) -> dict[
     [
         (lambda data: "{", "JSONDecodeError"),
         (lambda data: [], "AttributeError"),
-        (lambda data: {**data, "triton": "0.1"}, "another machine's"),
-        (lambda data: {**data, "device": "another"}, "another machine's"),
+        (lambda data: {**data, "triton": "0.1"}, "it is of another machine"),
+        (lambda data: {**data, "device": "another"}, "it is of another machine"),
         (
             lambda data: {**data, "entries": [{"key": ["decode", "interpreter", 4, 64, 2, 2], "launch": [16, 48, 4, 1]}]},
             "no launch",
