@@ -96,7 +96,7 @@ def test_a_choice_is_obeyed_or_refused():
         attn.jax.dot_product_attention(q, k, v, bias=jnp.zeros((1, 1, 8, 8)), backend="PALLAS")
     with pytest.raises(UnsupportedError, match="platform=cpu"):
         attn.jax.dot_product_attention(q, k, v, backend="CUDNN")
-    with pytest.raises(ValueError, match="two ways to say one thing"):
+    with pytest.raises(ValueError, match="exclude each other: pass only one"):
         attn.jax.dot_product_attention(q, k, v, backend="XLA_ATTN", implementation="xla")
     with pytest.raises(ShapeError, match=r"\[2, 8\], \[2, 8"):
         attn.jax.dot_product_attention(q[:, :, 0, 0], k, v)

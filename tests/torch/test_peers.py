@@ -59,7 +59,7 @@ def test_flashinfers_wrappers(name: str, batch: str, standins: Callable[..., Non
 
 def test_what_flashinfers_wrappers_do_not_take(standins: Callable[..., None]) -> None:
     standins("flashinfer_pkg")
-    with pytest.raises(UnsupportedError, match="one token a request"):
+    with pytest.raises(UnsupportedError, match="one token per request"):
         error(named("flashinfer-decode"), MIXED)
     with pytest.raises(UnsupportedError, match="kv_cache_dtype=fp8"):
         error(named("flashinfer-fa3"), DECODE, kv_cache_dtype="fp8")
