@@ -41,7 +41,7 @@ def test_a_dense_peer_attends_what_the_pages_hold(batch: str) -> None:
 
 @pytest.mark.parametrize(
     ("batch", "changes", "said"),
-    [(MIXED, {}, "one length"), ("2q4s8", {}, "one length"), (DECODE, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8")],
+    [(MIXED, {}, "equal lengths"), ("2q4s8", {}, "equal lengths"), (DECODE, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8")],
 )
 def test_a_dense_peer_takes_nothing_that_would_not_be_the_same_work(batch: str, changes: dict[str, str], said: str) -> None:
     with pytest.raises(UnsupportedError, match=said):
