@@ -1,4 +1,4 @@
-"""What backends whose kernels have a schedule for Hopper say of it: that it is off, where it is."""
+"""Report that a backend's Hopper kernels are disabled, and why."""
 
 import torch
 
@@ -9,12 +9,14 @@ _WORDS = {"hopper_prefill": "Hopper prefill kernel", "hopper_mla": "Hopper MLA d
 
 
 def off_paths(kernel: str, device: Device | None) -> tuple[str, ...]:
-    """A sentence where `device` (None: the one here) is a Hopper GPU and a kernel of `_WORDS` cannot be used with the installed
-    Triton. Without Triton there is none: the backend itself is refused then."""
+    """Return one sentence if `device` is a Hopper GPU and the installed Triton cannot run `kernel`, a key of `_WORDS`.
+
+    device: None means the GPU of this machine. Without Triton the result is empty, since the backend itself is unavailable.
+    """
     if not (_is_here() if device is None else (device.platform, device.arch) == ("cuda", "sm_90")) or not hopper.has_triton():
         return ()
     why = hopper.why_off(kernel)
-    return (f"{_WORDS[kernel]} off: {why}; the general kernels take its place",) if why else ()
+    return (f"{_WORDS[kernel]} off: {why}; the general kernels are used instead",) if why else ()
 
 
 def _is_here() -> bool:

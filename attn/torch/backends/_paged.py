@@ -1,9 +1,9 @@
-"""The template of every paged decoder backend under torch: checks, cache write, then one hook.
+"""Base classes of the paged backends for torch: checks, the cache write, then one hook.
 
-`forward` goes straight down: profiling run? write K/V unless the layer shares another's cache, attend, return. What an
-implementation adds is `_attend` (over the paged cache) and, for encoder types, `_attend_ragged` (over this call's keys).
-Every limit is in the backend's capability record; the constructor asks it, so a layer that cannot be served is refused
-before any weight is loaded.
+`forward` returns zeros in a profiling run; otherwise it writes K/V, unless the layer shares another layer's cache, attends
+and returns. A subclass implements `_attend` (over the paged cache) and, for encoder types, `_attend_ragged` (over the keys
+of the call). Every limit is in the backend's capability record. The constructor checks the layer against that record, so an
+unsupported layer is rejected before any weight is loaded.
 """
 
 from dataclasses import replace
@@ -21,20 +21,20 @@ from attn.errors import DeviceError, DTypeError, MetadataError, ShapeError, Unsu
 from attn.torch import kv_cache as caches
 from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
 
-#: What an output is stored as when it comes with an output_scale.
+#: The dtype of the output when output_scale is given.
 FUSED_OUTPUT = torch.float8_e4m3fn
 
 
 class PagedCall(NamedTuple):
-    """What `_attend` is asked for: attention of the batch's rows over the cache, which holds the new tokens already.
+    """The arguments of `_attend`: attention of the batch's rows over the cache, which already holds the new tokens.
 
-    layer: its `_k_scale` and `_v_scale` are those of a quantised cache.
-    query: [T, H, D]; kv_cache: as `get_kv_cache_shape`; meta: the batch. Rows from its `num_actual_tokens` on are padding.
-    window: (left, right); a row at position p sees keys p - left <= j <= p + right, None being no bound. A causal batch has
-        right = 0; among the tokens of a tree the tree and the layer's own right stand in for it.
+    layer: provides `_k_scale` and `_v_scale` of a quantised cache.
+    query: [T, H, D]; kv_cache: as `get_kv_cache_shape`; meta: the batch. Rows from `meta.num_actual_tokens` on are padding.
+    window: (left, right); a row at position p sees keys p - left <= j <= p + right, where None means unbounded. A causal
+        batch has right = 0; among the tokens of a tree, the tree and the layer's own right bound replace it.
     output: [T, H, D], to be filled. lse: [H, T] float32 (float64 for float64), natural log, to be filled, or None.
-    output_scale: [] float32 on the device, or None; always None unless the capabilities have it. With one, output is
-        `FUSED_OUTPUT` and takes result / output_scale, saturated and rounded to nearest even.
+    output_scale: [] float32 on the device, or None; always None unless the capabilities include it. If given, output has
+        dtype `FUSED_OUTPUT` and receives result / output_scale, saturated and rounded to nearest even.
     """
 
     layer: AttentionLayer
@@ -53,9 +53,9 @@ class PagedCall(NamedTuple):
 
 
 class RaggedCall(NamedTuple):
-    """What `_attend_ragged` is asked for: each request's rows attend its own keys, without a cache (encoder types).
+    """The arguments of `_attend_ragged`: each request's rows attend its own keys, without a cache (encoder types).
 
-    query: [T, H, D]; key, value: [T, K, D]; the rest is as in `PagedCall`.
+    query: [T, H, D]; key, value: [T, K, D]; the other fields are as in `PagedCall`.
     """
 
     query: torch.Tensor
@@ -74,7 +74,7 @@ class RaggedCall(NamedTuple):
 
 
 class PagedAttentionBackend(PagedBackend):
-    """What paged backends share: metadata and builder."""
+    """Base of paged backends: the default metadata and builder."""
 
     metadata_cls = PagedAttentionMetadata
     builder_cls = PagedAttentionMetadataBuilder
@@ -82,13 +82,13 @@ class PagedAttentionBackend(PagedBackend):
 
 
 class HeadsFirstBackend(PagedAttentionBackend):
-    """A cache with a head's tokens side by side within a block, so that a block of one head is one run of memory."""
+    """A paged backend whose cache stores each head's tokens contiguously within a block."""
 
     @staticmethod
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """[2, N, K, P, D]: keys, then values, a head's tokens side by side (the layout called HND)."""
+        """[2, N, K, P, D]: keys, then values, in the HND layout."""
         return (2, num_blocks, num_kv_heads, block_size, head_size)
 
     @staticmethod
@@ -97,18 +97,21 @@ class HeadsFirstBackend(PagedAttentionBackend):
 
 
 class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
-    """The template. A subclass names its backend and writes `_attend`; `traceable`, where a graph can hold that."""
+    """Base of paged implementations. A subclass names its backend and implements `_attend`.
+
+    `traceable`: whether `torch.compile` can trace `_attend`.
+    """
 
     framework = "torch"
     traceable = False
 
     @staticmethod
     def _float32(values: Any) -> torch.Tensor:
-        """A float32 tensor is kept itself, so that weights loaded into it later are seen."""
+        """Convert to float32. A float32 tensor is not copied, so weights loaded into it later take effect."""
         return torch.as_tensor(values, dtype=torch.float32)
 
     def _by_head(self, name: str, tensor: torch.Tensor, heads: int) -> torch.Tensor:
-        """[T, heads, D] of a tensor that comes so or as [T, heads * D]."""
+        """Reshape a tensor [T, heads, D] or [T, heads * D] to [T, heads, D]."""
         if not isinstance(tensor, torch.Tensor):
             check_array(self.backend, name, tensor, "torch")
         if tensor.shape[1:] not in ((heads, self.head_size), (heads * self.head_size,)):
@@ -118,7 +121,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         return tensor.reshape(-1, heads, self.head_size)
 
     def _move_to(self, device: torch.device) -> None:
-        """The per-head vectors on the device of the call: copied by the first call there, never again."""
+        """Move the per-head vectors to the device of the call; only the first call copies."""
         if self.alibi_slopes is not None and self.alibi_slopes.device != device:
             self.alibi_slopes = self.alibi_slopes.to(device)
         if self.sinks is not None and self.sinks.device != device:
@@ -157,7 +160,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         else:
             if self.kv_sharing_target_layer_name is None and key is not None:
                 slots = attn_metadata.slot_mapping
-                if self.attn_type != AttentionType.ENCODER_DECODER:  # there the rows are the encoder's, all of them real
+                if self.attn_type != AttentionType.ENCODER_DECODER:  # its rows are the encoder's, without padding
                     slots = slots[: attn_metadata.num_actual_tokens]
                 self.do_kv_cache_update(layer, key, value, kv_cache, slots)
             causal = attn_metadata.causal and self.attn_type == AttentionType.DECODER
@@ -175,18 +178,18 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         return kv_cache
 
     def _parts(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, torch.Tensor] | None]:
-        """Keys and values [N, P, K, D], and where each token and head has scales of its own, both [N, P, K]."""
+        """Return keys and values [N, P, K, D], and their scales, both [N, P, K], if each token and head has its own."""
         if self.kv_cache_dtype in PER_TOKEN_HEAD:
             key_cache, value_cache, *scales = caches.split(kv_cache, self.head_size)
             return key_cache, value_cache, (scales[0], scales[1])
         return (*self.backend.logical_kv_cache(kv_cache), None)
 
     def _attend(self, call: PagedCall) -> None:
-        """Fill `call.output` and, unless None, `call.lse` in rows below `num_actual_tokens`, from the cache."""
+        """Fill rows below `num_actual_tokens` of `call.output` and, unless None, of `call.lse`, from the cache."""
         raise NotImplementedError
 
     def _attend_ragged(self, call: RaggedCall) -> None:
-        """The same for encoder types, from the call's own keys and values."""
+        """Do the same for encoder types, from the keys and values of the call."""
         raise NotImplementedError
 
     def _check_call(
@@ -198,7 +201,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         kv_cache: torch.Tensor,
         attn_metadata: PagedAttentionMetadata,
     ) -> None:
-        """The checks that cost nothing: ranks, extents, dtypes and devices, from Python attributes alone."""
+        """Check ranks, shapes, dtypes and devices, without reading tensor values."""
         name, capabilities = self.backend.get_name(), self.backend.capabilities
         assert capabilities is not None
         check_built(self.backend, attn_metadata, PagedAttentionMetadata)
@@ -212,8 +215,8 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         if torch.is_grad_enabled() and Feature.BACKWARD not in capabilities.features:
             for what, tensor in (("query", query), ("key", key), ("value", value)):
                 if tensor is not None and tensor.requires_grad:
-                    way_out = "call under torch.no_grad(), or detach"
-                    raise UnsupportedError(f"{name}: {what} requires grad: {Feature.BACKWARD.value} not supported ({way_out})")
+                    hint = "call under torch.no_grad(), or detach"
+                    raise UnsupportedError(f"{name}: {what} requires grad: {Feature.BACKWARD.value} not supported ({hint})")
         self._check_masking(attn_metadata)
         self._check_key_value(query, key, value, attn_metadata)
         if self.attn_type not in ENCODER_TYPES:
@@ -222,7 +225,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
                 attn_metadata.check_ids(*self._parts(kv_cache)[0].shape[:2])
 
     def _check_output_scale(self, query: torch.Tensor, output_scale: Any, output_block_scale: Any) -> torch.Tensor | None:
-        """[] float32 on the device, or None where none was given. Raises unless it is one number."""
+        """Return output_scale as [] float32 on the device, or None if it is None. Raises unless it has one element."""
         name, capabilities = self.backend.get_name(), self.backend.capabilities
         assert capabilities is not None
         if output_block_scale is not None:
@@ -233,7 +236,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
             raise UnsupportedError(f"{name}: {Feature.OUTPUT_SCALE.value} not supported")
         scale = torch.as_tensor(output_scale, dtype=torch.float32, device=query.device).detach()
         if scale.numel() != 1:
-            raise ShapeError(f"{name}: output_scale has shape {list(scale.shape)}: must be one number")
+            raise ShapeError(f"{name}: output_scale has shape {list(scale.shape)}: must have one element")
         return scale.reshape(())
 
     def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:
@@ -241,10 +244,10 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         return quant_key == kFp8StaticTensorSym and capabilities is not None and Feature.OUTPUT_SCALE in capabilities.features
 
     def _check_output(self, query: torch.Tensor, output: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
-        """The buffer as [T, H, D]. Raises for one that is not like the query: nothing is cast on the way out."""
+        """Return the buffer as [T, H, D]. Raises unless its shape, dtype and device match: the output is never cast."""
         name = self.backend.get_name()
         if output.numel() != query.numel() or output.shape[0] != query.shape[0]:
-            raise ShapeError(f"{name}: output has shape {list(output.shape)}: must be {list(query.shape)}, as the query")
+            raise ShapeError(f"{name}: output has shape {list(output.shape)}: must be {list(query.shape)}, like the query")
         if output.dtype != kind:
             why = f"query {query.dtype}: must be equal" if kind == query.dtype else f"must be {kind} for an output_scale"
             raise DTypeError(f"{name}: output has dtype {output.dtype}, {why}")
@@ -257,7 +260,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         if not attn_metadata.causal and self.attn_type == AttentionType.DECODER:
             if Feature.NON_CAUSAL not in features:
                 raise UnsupportedError(f"{name}: {Feature.NON_CAUSAL.value} not supported")
-            layer = self.request()  # served by itself, and perhaps not in this combination
+            layer = self.request()  # supported alone, but perhaps not in this combination
             refuse(self.backend, replace(layer, features=layer.features | {Feature.NON_CAUSAL}))
         if attn_metadata.tree_mask is not None:
             if Feature.TREE_MASK not in features:
@@ -270,7 +273,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
     def _check_key_value(self, query: torch.Tensor, key: Any, value: Any, attn_metadata: PagedAttentionMetadata) -> None:
         name = self.backend.get_name()
         if (key is None) != (value is None):
-            raise ShapeError(f"{name}: one of key and value is None: give both or neither")
+            raise ShapeError(f"{name}: one of key and value is None: pass both or neither")
         for what, tensor in (("key", key), ("value", value)):
             if tensor is None:
                 if self.attn_type in ENCODER_TYPES:
@@ -281,7 +284,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
             if tensor.device != query.device:
                 raise DeviceError(f"{name}: {what} is on {tensor.device}, query on {query.device}")
             rows = tensor.shape[0]
-            # cross attention writes the encoder's tokens, of which there may be fewer
+            # cross attention writes the encoder's tokens, which may be fewer
             if rows < attn_metadata.num_actual_tokens and self.attn_type != AttentionType.ENCODER_DECODER:
                 raise ShapeError(
                     f"{name}: {what} has {rows} rows: must be at least num_actual_tokens={attn_metadata.num_actual_tokens}"

@@ -1,9 +1,9 @@
-"""Paged attention one request at a time, in plain torch operators: what TORCH_SDPA and CPU_ATTN share.
+"""Paged attention one request at a time, in plain torch operators; the base of TORCH_SDPA and CPU_ATTN.
 
-A request's keys are gathered from its pages (from the first page that its window reaches), cut at its length, and
-attended. `attend` is the maths itself, in fp32 (fp64 for float64), for every feature and any device; an implementation
-takes what it can do faster by overriding `_attend_one`. The loop needs the lengths on the host: callers that supply
-the mirrors in the metadata avoid a wait for the device.
+For each request, the keys are gathered from its pages (from the first page that its window reaches), cut at its length,
+and attended. `attend` implements the definition, in float32 (float64 for float64), for every feature and any device. An
+implementation overrides `_attend_one` for the cases that it computes faster. The loop needs the lengths on the host:
+metadata with host copies avoids a wait for the device.
 """
 
 import math
@@ -37,13 +37,13 @@ FEATURES = frozenset(
     }
 )
 
-_SCORES_AT_ONCE = 1 << 23  #: elements of a score matrix held at once, all heads together: 32 MiB in fp32
+_SCORES_AT_ONCE = 1 << 23  #: elements of a score matrix in memory at once, all heads together: 32 MiB in fp32
 
 
 def all_finite(x: torch.Tensor) -> bool:
-    """Whether x holds neither NaN nor infinity; waits for the device.
+    """Whether x contains neither NaN nor infinity; waits for the device.
 
-    By its extremes, which NaN takes over: `isfinite` itself is 40 times slower for bfloat16 on a CPU.
+    Checks the minimum and maximum, which propagate NaN: `isfinite` is 40 times slower for bfloat16 on a CPU.
     """
     if x.numel() == 0:
         return True
@@ -52,24 +52,25 @@ def all_finite(x: torch.Tensor) -> bool:
 
 
 def fold(query: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """[n, H, D] with the heads of a group as rows, head by head: [K, G * n, D]."""
+    """Fold [n, H, D] to [K, G * n, D]: the heads of a group become rows, head by head."""
     n, num_heads, head_size = query.shape
     by_group = query.view(n, num_kv_heads, num_heads // num_kv_heads, head_size)
     return by_group.permute(1, 2, 0, 3).reshape(num_kv_heads, -1, head_size)
 
 
 def unfold(result: torch.Tensor, n: int) -> torch.Tensor:
-    """[K, G * n, D] back as [n, H, D]."""
+    """Invert `fold`: [K, G * n, D] to [n, H, D]."""
     num_kv_heads, rows, head_size = result.shape
     return result.view(num_kv_heads, rows // n, n, head_size).permute(2, 0, 1, 3).reshape(n, -1, head_size)
 
 
 @dataclass(frozen=True)
 class Work:
-    """Query rows of one request, and keys that hold every key they see.
+    """Query rows of one request, and keys that include every key they see.
 
-    query: [n, H, D], row i at `position` + i (below 0 when there are more queries than keys); key, value: [K, m, D],
-    key j at `first_key` + j, of any dtype and strides; output: [n, H, D] and lse: [H, n] (or None) are to be filled.
+    query: [n, H, D], row i at position `position` + i (negative if there are more queries than keys); key, value:
+    [K, m, D], key j at position `first_key` + j, of any dtype and strides; output: [n, H, D] and lse: [H, n] (or None) are
+    to be filled.
     """
 
     query: torch.Tensor
@@ -91,7 +92,7 @@ class Work:
         return self.first_key + self.key.shape[1]
 
     def cut(self, start: int, stop: int, low: int, high: int) -> "Work":
-        """Rows start..stop over keys low..high (counted from key 0 of the request)."""
+        """Return rows start..stop over keys low..high (counted from key 0 of the request)."""
         keys = slice(low - self.first_key, high - self.first_key)
         return Work(
             self.query[start:stop],
@@ -104,29 +105,29 @@ class Work:
         )
 
     def as_type(self, dtype: torch.dtype) -> "Work":
-        """The same with keys and values in `dtype`."""
+        """Return this work with keys and values in `dtype`."""
         return self if dtype == self.key.dtype else replace(self, key=self.key.to(dtype), value=self.value.to(dtype))
 
     def fill(self, result: torch.Tensor | float, log: torch.Tensor | float | None) -> None:
-        """Write the result [n, H, D] and, where it is wanted, the lse [H, n]."""
+        """Write the result [n, H, D] and, if requested, the lse [H, n]."""
         self.output[...] = result
         if self.lse is not None:
             assert log is not None
             self.lse[...] = log
 
     def finite(self) -> bool:
-        """Whether there is neither NaN nor infinity in what is to be read; waits for the device."""
+        """Whether query, key and value contain neither NaN nor infinity; waits for the device."""
         return all_finite(self.query) and all_finite(self.key) and all_finite(self.value)
 
 
 @dataclass(frozen=True)
 class Rules:
-    """What turns one request's dot products into weights, and its weights into an output.
+    """How one request's dot products become weights, and its weights an output.
 
-    Keys p - left <= j <= p + right are seen (None: no bound; causality is right = 0), and where `tree` [n, n] is given,
-    new tokens, from position `context` on, see each other as it says. ALiBi is slope * (j - p) where `signed`, otherwise
-    -slope * |p - j|: not the same where a tree lets a token see a later slot. slopes, sinks: [H].
-    k_scale: [K, 1], or None when it is part of `scale`; v_scale: [K, 1], a float or None.
+    Keys p - left <= j <= p + right are seen (None: unbounded; causal attention has right = 0). If `tree` [n, n] is given,
+    it says which new tokens, from position `context` on, see each other. ALiBi is slope * (j - p) if `signed`, otherwise
+    -slope * |p - j|; the two differ if a tree lets a token see a later slot. slopes, sinks: [H].
+    k_scale: [K, 1], or None if it is part of `scale`; v_scale: [K, 1], a float or None.
     """
 
     scale: float
@@ -142,11 +143,11 @@ class Rules:
     v_scale: torch.Tensor | float | None = None
 
     def plain(self) -> bool:
-        """Whether bounds are all there is up to the softmax, so that a fused kernel's scores are these."""
+        """Whether nothing but bounds changes the scores before the softmax, so a fused kernel computes the same ones."""
         return all(extra is None for extra in (self.soft_cap, self.slopes, self.tree, self.k_scale))
 
     def span(self, first: int, last: int, end: int) -> tuple[int, int]:
-        """[low, high) of the keys below `end` that any row at positions first..last sees; high >= low."""
+        """Return [low, high) of the keys below `end` that any row at positions first..last sees; high >= low."""
         low = 0 if self.left is None else max(0, first - self.left)
         high = end if self.right is None else min(end, last + self.right + 1)
         return low, max(low, high)
@@ -164,7 +165,7 @@ class Rules:
         )
 
     def mask(self, work: Work) -> torch.Tensor | None:
-        """[n, m] bool, True where a row sees a key; None when all do."""
+        """Return [n, m] bool, True where a row sees a key; None if every row sees every key."""
         if self.see_all(work):
             return None
         keys = torch.arange(work.first_key, work.end, device=work.query.device, dtype=torch.int32)
@@ -181,14 +182,14 @@ class Rules:
         return seen
 
     def split(self, work: Work, step: int) -> Iterator[Work]:
-        """`work` by at most `step` rows, each part with no more keys than its rows reach."""
+        """Split `work` into parts of at most `step` rows, each with only the keys that its rows reach."""
         for start in range(0, work.query.shape[0], step):
             stop = min(start + step, work.query.shape[0])
             low, high = self.span(work.position + start, work.position + stop - 1, work.end)
             yield work.cut(start, stop, low, high)
 
     def drop_empty_rows(self, work: Work) -> Work:
-        """Settle the leading rows that come before every key, and return the rest: each of its rows sees a key."""
+        """Fill the leading rows that see no key, and return the other rows, each of which sees a key."""
         n, m = work.query.shape[0], work.key.shape[1]
         empty = n if m == 0 else 0 if self.right is None else min(n, max(0, work.first_key - self.right - work.position))
         if empty == 0:
@@ -198,15 +199,15 @@ class Rules:
 
 
 def attend(work: Work, rules: Rules) -> None:
-    """One request's attention by definition (docs/semantics.md §1), a slice of its rows at a time.
+    """Compute one request's attention by definition (docs/semantics.md §1), a slice of its rows at a time.
 
-    What a row does not see is selected away, never multiplied, so NaN there is harmless; a row that sees nothing is 0,
-    its lse -inf.
+    Masked scores are replaced by -inf, never multiplied, so NaN in masked keys has no effect. A row that sees no key is 0,
+    and its lse is -inf.
     """
     exact = torch.promote_types(work.query.dtype, torch.float32)
     work = work.as_type(exact)
-    # only what a mask hides needs care, and looking costs a pass over the values
-    wild = not rules.see_all(work) and not all_finite(work.value)
+    # only masked values matter, and the check costs a pass over the values
+    nonfinite = not rules.see_all(work) and not all_finite(work.value)
     for part in rules.split(work, max(1, _SCORES_AT_ONCE // max(1, work.query.shape[1] * work.key.shape[1]))):
         if part.key.shape[1] == 0:
             part.fill(0, -math.inf)
@@ -219,14 +220,14 @@ def attend(work: Work, rules: Rules) -> None:
         top = torch.where(top == -torch.inf, 0, top)
         weights = torch.exp(scores - top)
         norm = weights.sum(-1, keepdim=True)
-        result = torch.where(norm == 0, 0, _weighted_sum(weights, part.value, seen if wild else None) / norm)
+        result = torch.where(norm == 0, 0, _weighted_sum(weights, part.value, seen if nonfinite else None) / norm)
         n = part.query.shape[0]
         log = (top + torch.log(norm)).view(-1, n)
         part.fill(weigh(rules, unfold(result.flatten(1, 2), n), log), log)
 
 
 def _scores(work: Work, rules: Rules, exact: torch.dtype) -> torch.Tensor:
-    """[K, G, n, m] scores in `exact`, nothing masked."""
+    """Return the scores [K, G, n, m] in dtype `exact`, unmasked."""
     n, num_kv_heads = work.query.shape[0], work.key.shape[0]
     scores = torch.bmm(fold(work.query, num_kv_heads).to(exact), work.key.transpose(1, 2)).unflatten(1, (-1, n)) * rules.scale
     if rules.k_scale is not None:
@@ -242,9 +243,9 @@ def _scores(work: Work, rules: Rules, exact: torch.dtype) -> torch.Tensor:
 
 
 def _weighted_sum(weights: torch.Tensor, value: torch.Tensor, seen: torch.Tensor | None) -> torch.Tensor:
-    """weights [K, G, n, m] times value [K, m, D]: [K, G, n, D].
+    """Return weights [K, G, n, m] times value [K, m, D]: [K, G, n, D].
 
-    `seen` [n, m] is given when a value may be NaN or infinite: such values reach the rows that see them and no others.
+    Pass `seen` [n, m] if a value may be NaN or infinite: such values then reach only the rows that see them.
     """
     n = weights.shape[2]
     if seen is None:
@@ -258,7 +259,7 @@ def _weighted_sum(weights: torch.Tensor, value: torch.Tensor, seen: torch.Tensor
 
 
 def weigh(rules: Rules, result: torch.Tensor, log: torch.Tensor | None) -> torch.Tensor:
-    """A softmax's result [n, H, D] with v_scale and sinks applied; its lse [H, n] is needed for sinks only."""
+    """Apply v_scale and sinks to a result [n, H, D]; `log`, its lse [H, n], is needed for sinks only."""
     if isinstance(rules.v_scale, torch.Tensor):
         result = result * rules.v_scale.repeat_interleave(result.shape[1] // rules.v_scale.shape[0], 0)
     elif rules.v_scale is not None:
@@ -271,7 +272,7 @@ def weigh(rules: Rules, result: torch.Tensor, log: torch.Tensor | None) -> torch
 
 
 class RaggedAttentionImpl(PagedAttentionImpl):
-    """The loop over requests. A subclass names its backend and may override `_attend_one` and `_gather`."""
+    """Base that loops over requests. A subclass names its backend and may override `_attend_one` and `_gather`."""
 
     can_return_lse_for_decode = True
 
@@ -280,7 +281,7 @@ class RaggedAttentionImpl(PagedAttentionImpl):
         self._attend_each(range(call.meta.num_reqs), call, rules)
 
     def _attend_each(self, requests: Iterable[int], call: PagedCall, rules: Rules) -> None:
-        """Some requests of a call."""
+        """Attend the given requests of a call."""
         key_cache, value_cache, scales = self._parts(call.kv_cache)
         block_size = key_cache.shape[1]
         starts, lengths = call.meta.host_lens()
@@ -293,7 +294,7 @@ class RaggedAttentionImpl(PagedAttentionImpl):
             low, _ = own.span(position, total - 1, total)
             low = min(low, total)
             blocks = call.meta.block_table[r, low // block_size : -(-total // block_size)]
-            held = slice(low % block_size, low % block_size + total - low)
+            tokens = slice(low % block_size, low % block_size + total - low)
             key, value = self._gather(key_cache, value_cache, blocks)
             if scales is not None:
                 key, value = (
@@ -301,7 +302,7 @@ class RaggedAttentionImpl(PagedAttentionImpl):
                     for codes, own in zip((key, value), scales, strict=True)
                 )
             rows, logs = slice(start, stop), None if call.lse is None else call.lse[:, start:stop]
-            work = Work(call.query[rows], key[:, held], value[:, held], position, low, call.output[rows], logs)
+            work = Work(call.query[rows], key[:, tokens], value[:, tokens], position, low, call.output[rows], logs)
             self._attend_one(work, own)
 
     def _attend_ragged(self, call: RaggedCall) -> None:
@@ -316,13 +317,13 @@ class RaggedAttentionImpl(PagedAttentionImpl):
             self._attend_one(Work(call.query[own], keys, values, 0, 0, call.output[own], logs), rules)
 
     def _attend_one(self, work: Work, rules: Rules) -> None:
-        """`attend`, or anything that gives the same."""
+        """Compute the same result as `attend`."""
         attend(work, rules)
 
     def _gather(
         self, key_cache: torch.Tensor, value_cache: torch.Tensor, blocks: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values of some blocks, as `caches.gather`; they need not outlive the next call."""
+        """Return keys and values of some blocks, like `caches.gather`; the next call may overwrite them."""
         return caches.gather(key_cache, blocks), caches.gather(value_cache, blocks)
 
     def _rules(self, window: tuple[int | None, int | None]) -> Rules:
@@ -338,7 +339,7 @@ class RaggedAttentionImpl(PagedAttentionImpl):
         )
 
     def _scaled(self, rules: Rules, layer: AttentionLayer, kv_cache: torch.Tensor) -> Rules:
-        """The rules for a cache of codes: a scalar k_scale on the host folds into the softmax scale, exactly."""
+        """Add the scales of a quantised cache: a scalar k_scale on the host folds exactly into the softmax scale."""
         if not caches.is_quantised(kv_cache.dtype) or self.kv_cache_dtype in PER_TOKEN_HEAD:
             return rules
         k_scale, v_scale = (self._by_kv_head(scale, kv_cache.device) for scale in (layer._k_scale, layer._v_scale))
@@ -347,14 +348,14 @@ class RaggedAttentionImpl(PagedAttentionImpl):
         return replace(rules, k_scale=k_scale, v_scale=v_scale)
 
     def _by_kv_head(self, scale: torch.Tensor | float, device: torch.device) -> torch.Tensor | float:
-        """A scale as a float where it is one number on the host, else [K, 1]: a device is not waited for."""
+        """Return a scalar scale on the host as a float, any other as [K, 1], without waiting for the device."""
         scale = torch.as_tensor(scale).detach()
         if scale.ndim == 0 and scale.device.type == "cpu":
             return float(scale)
         return caches.per_head(scale, device).expand(self.num_kv_heads, 1)
 
     def _with_tree(self, rules: Rules, tree_mask: torch.Tensor | None, request: int, n: int, position: int) -> Rules:
-        """The rules of a request whose n new tokens form a tree: it replaces the causal triangle among them."""
+        """Return the rules of a request whose n new tokens form a tree, which replaces the causal mask among them."""
         if tree_mask is None or n > tree_mask.shape[1]:
             return rules
         if position < 0:

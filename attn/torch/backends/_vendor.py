@@ -1,7 +1,8 @@
-"""What adapters of vendors' kernels share: lists of pages as plans take them, and one convention for the answer.
+"""Helpers of the adapters for vendors' kernels: page lists, and one convention for their results.
 
-Vendors disagree on the log-sum-exp of a row that sees no key (-inf, +inf), on what its output holds, and on what sinks
-mean; here the first two are settled, and sinks are applied by formula (docs/semantics.md §7): no vendor is asked for them.
+Vendors differ in the log-sum-exp of a row that sees no key (-inf or +inf), in the output of such a row, and in what sinks
+mean. `fill` normalises the first two and applies sinks by formula (docs/semantics.md §7), so vendors' kernels run without
+sinks.
 """
 
 import inspect
@@ -18,8 +19,10 @@ LN2 = math.log(2)  #: natural log-sum-exp = base-2 log-sum-exp * LN2
 def fill(
     out: torch.Tensor, log: torch.Tensor, sinks: torch.Tensor | None, output: torch.Tensor, lse: torch.Tensor | None
 ) -> None:
-    """Write a kernel's out [n, H, D] and natural log-sum-exp [H, n] (an infinity: no key) to the first n rows of output and of
-    lse [H, ..], unless that is None."""
+    """Write a kernel's results to the first n rows of output and, unless None, of lse [H, ..].
+
+    out: [n, H, D]. log: natural log-sum-exp [H, n]; either infinity means that the row sees no key.
+    """
     empty = log.isinf()
     log = torch.where(empty, -torch.inf, log)
     if sinks is not None:
@@ -30,8 +33,11 @@ def fill(
 
 
 def canonical(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory with a dense tensor's strides where a dimension is 1: no index uses them, but kernels that copy in bulk
-    (TMA) want multiples of 16 bytes there too, and a permuted view may have any number (vllm#40737)."""
+    """Return a view whose dimensions of size 1 have the strides of a dense tensor.
+
+    Indexing never uses those strides, but kernels that copy in bulk (TMA) require multiples of 16 bytes there too, and a
+    permuted view may have any value (vllm#40737).
+    """
     strides, step = list(tensor.stride()), 1
     for i in reversed(range(tensor.dim())):
         strides[i] = step if tensor.shape[i] == 1 else strides[i]
@@ -40,12 +46,12 @@ def canonical(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def int32(values: Any) -> torch.Tensor:
-    """Host integers as vendors' plans take them: a tensor of their own."""
+    """Copy host integers to a new int32 tensor, as vendors' plans take them."""
     return torch.from_numpy(np.array(values, dtype=np.int32))
 
 
 def page_list(block_table: torch.Tensor, lens: Any, block_size: int, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """(indptr [R + 1] on the host, page ids [indptr[-1]] on the device) of requests first, first + 1, ...
+    """Return (indptr [R + 1] on the host, page ids [indptr[-1]] on the device) of requests first, first + 1, ...
 
     block_table: [.., B] on the device; lens: [R] tokens, on the host.
     """
@@ -58,14 +64,14 @@ def page_list(block_table: torch.Tensor, lens: Any, block_size: int, first: int 
 
 
 def token_list(block_table: torch.Tensor, lens: Any, block_size: int, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """(bounds [R + 1], every token's slot in the cache [bounds[-1]]), int32 on the device, as `page_list`."""
+    """Return (bounds [R + 1], the cache slot of every token [bounds[-1]]), int32 on the device; arguments as `page_list`."""
     bounds, begin = np.concatenate([[0], np.cumsum(lens)]), np.zeros(len(lens), int)
     slots = token_slots(block_table, block_size, np.arange(first, first + len(lens)), begin, np.asarray(lens))
     return int32(bounds).to(slots.device), slots
 
 
 def token_slots(block_table: torch.Tensor, block_size: int, requests: Any, begin: Any, end: Any) -> torch.Tensor:
-    """The slots [sum(end - begin)] int32, on the device, of tokens begin[i]..end[i] of request requests[i], one after another.
+    """Return the slots [sum(end - begin)] int32, on the device, of tokens begin[i]..end[i] of requests[i], concatenated.
 
     block_table: [.., B] on the device; requests, begin, end: [n] on the host, begin <= end.
     """
@@ -78,20 +84,20 @@ def token_slots(block_table: torch.Tensor, block_size: int, requests: Any, begin
 
 
 def decodes_first(starts: Any) -> int:
-    """How many requests at the head of a batch have one query each; starts: [R + 1] on the host."""
+    """Return how many requests at the start of a batch have one query each; starts: [R + 1] on the host."""
     longer = np.flatnonzero(np.diff(starts) != 1)
     return int(longer[0]) if len(longer) else len(starts) - 1
 
 
 def arch_of(device: torch.device) -> str:
-    """`sm_90`; empty where tensors live on no GPU (stand-ins in tests)."""
+    """Return the architecture, such as `sm_90`; empty for devices other than GPUs (test doubles)."""
     return "sm_{}{}".format(*torch.cuda.get_device_capability(device)) if device.type == "cuda" else ""
 
 
-def lacking(who: str, module: Any, needs: Sequence[tuple[str, Sequence[str]]]) -> tuple[str, ...]:
-    """What an installed version does not have, as reasons: signatures are asked, not version numbers.
+def lacking(package: str, module: Any, needs: Sequence[tuple[str, Sequence[str]]]) -> tuple[str, ...]:
+    """Return what an installed version lacks, as reasons. Inspects signatures rather than version numbers.
 
-    needs: dotted names within the module, each with the arguments that it must take.
+    package: its name, for the reasons. needs: dotted names within the module, each with the arguments that it must take.
     """
     why = []
     for name, arguments in needs:
@@ -99,8 +105,8 @@ def lacking(who: str, module: Any, needs: Sequence[tuple[str, Sequence[str]]]) -
         for part in name.split("."):
             found = getattr(found, part, None)
         if found is None:
-            why.append(f"{who} has no {name}")
+            why.append(f"{package} has no {name}")
             continue
         taken = inspect.signature(found).parameters
-        why += [f"{who}.{name} has no {argument}" for argument in arguments if argument not in taken]
+        why += [f"{package}.{name} has no {argument}" for argument in arguments if argument not in taken]
     return tuple(why)

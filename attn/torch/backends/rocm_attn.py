@@ -1,7 +1,7 @@
-"""ROCM_ATTN: the kernels of TRITON_ATTN under the name by which AMD's GPUs have always asked for them.
+"""ROCM_ATTN: the kernels of TRITON_ATTN, under the established name for AMD GPUs.
 
-The AMD launch rules live with the kernels, which ask what they are compiled for; what this class adds is its platform,
-so that it is chosen there and refused elsewhere.
+The kernels choose AMD's launch rules by the target they are compiled for. This class only limits the platform, so that it
+is available on ROCm alone.
 """
 
 from attn.torch.backends import _triton

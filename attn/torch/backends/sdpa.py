@@ -1,8 +1,8 @@
-"""TORCH_SDPA: PyTorch's own attention behind a paged cache, the fallback that serves everything everywhere.
+"""TORCH_SDPA: PyTorch's own attention over a paged cache, the fallback that serves every feature on every device.
 
-Where the maths is plain, `F.scaled_dot_product_attention` does it; where it is not, or where the log-sum-exp is needed,
-which that function keeps to itself, the written-out maths of `_ragged` does. It wins nowhere: it is chosen when no
-kernel serves the layer, and it is the yardstick of the others.
+`F.scaled_dot_product_attention` computes plain attention. `_ragged.attend` computes everything else, and whatever needs the
+log-sum-exp, which that function does not return. This backend is never the fastest: it is chosen if no kernel serves the
+layer, and other backends are compared with it.
 """
 
 import torch
@@ -14,7 +14,7 @@ from attn.torch.backends import _ragged
 from attn.torch.backends._paged import PagedAttentionBackend
 from attn.torch.backends._ragged import RaggedAttentionImpl, Rules, Work
 
-_MASK_AT_ONCE = 1 << 24  #: rows x keys x heads of a masked call: bounds what torch may allocate when it has no kernel
+_MASK_AT_ONCE = 1 << 24  #: rows x keys x heads of a masked call: bounds torch's allocation if it has no fused kernel
 
 
 class TorchSDPABackend(PagedAttentionBackend):
@@ -35,7 +35,7 @@ class TorchSDPAImpl(RaggedAttentionImpl, backend=TorchSDPABackend):
         kind = work.query.dtype
         if not caches.is_quantised(work.key.dtype):  # codes are exact in every dtype of a query
             kind = torch.promote_types(kind, work.key.dtype)
-        # torch adds its mask to scores and multiplies hidden values by 0, so a NaN or an infinity may reach every row
+        # torch adds its mask to scores and multiplies masked values by 0, so a NaN or an infinity may reach every row
         if work.lse is None and rules.sinks is None and rules.plain() and work.as_type(kind).finite():
             _sdpa(work.as_type(kind), rules)
         else:
@@ -43,10 +43,10 @@ class TorchSDPAImpl(RaggedAttentionImpl, backend=TorchSDPABackend):
 
 
 def _sdpa(work: Work, rules: Rules) -> None:
-    """Plain attention by torch, every row seeing a key.
+    """Compute plain attention by torch; every row must see a key.
 
-    Heads of a group are folded into rows, since `enable_gqa` repeats the keys (13 times slower at one query row in
-    bfloat16 on a CPU). Masks are explicit, except in a square: `is_causal` means the top-left corner.
+    Heads of a group are folded into rows, since `enable_gqa` repeats the keys (13 times slower for one query row in
+    bfloat16 on a CPU). Masks are explicit except for square scores, because `is_causal` aligns its mask top left.
     """
     kind, group = work.key.dtype, work.query.shape[1] // work.key.shape[0]
     if rules.left is None and rules.right == 0 and work.position == work.first_key and work.query.shape[0] > 1:

@@ -1,7 +1,7 @@
-"""TREE_ATTN: speculative decoding's draft trees, verified in one pass by the kernels of TRITON_ATTN.
+"""TREE_ATTN: verify the draft trees of speculative decoding in one pass, with the kernels of TRITON_ATTN.
 
-A request of at most W new tokens sees all its context and, among the new ones, what its tree says; longer requests are
-causal. A tree is part of the metadata (`tree_mask`), one a request.
+The metadata holds one tree per request (`tree_mask`, W wide). In a request of at most W new tokens, each token sees the
+whole context and those new tokens that the tree allows; longer requests are causal.
 """
 
 from attn.torch.backends import _triton

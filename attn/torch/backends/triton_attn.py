@@ -1,8 +1,8 @@
-"""TRITON_ATTN: our own kernels, every feature on every NVIDIA and AMD GPU that Triton compiles for.
+"""TRITON_ATTN: this package's own Triton kernels, with every feature on every NVIDIA and AMD GPU that Triton compiles for.
 
-It wins where the vendors' kernels have no answer (ALiBi with windows, large head sizes in float32, trees, int8 caches) and
-in decode, which is bound by memory and where it reads the cache about as fast as the device copies. On Hopper, prefill of
-16-bit caches has a schedule of its own and runs beside the decodes of its batch. Measurements:
+It is the fastest for features that vendors' kernels lack (ALiBi with windows, large head sizes in float32, trees, int8
+caches) and in decode, which is memory bound and reads the cache at about the device's copy bandwidth. On Hopper, prefill of
+16-bit caches has its own schedule and runs concurrently with the decodes of its batch. Measurements:
 benchmarks/notes/triton.md.
 """
 

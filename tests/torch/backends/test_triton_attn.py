@@ -170,7 +170,7 @@ def test_output_in_fp8() -> None:
     torch.testing.assert_close(codes.float() * 0.02, out, atol=2e-3, rtol=2**-4)
     with pytest.raises(DTypeError, match="output has dtype torch.float32, must be torch.float8_e4m3fn for an output_scale"):
         impl.forward(_layer(), query, None, None, cache, metadata, torch.empty_like(query), torch.tensor(0.02))
-    with pytest.raises(ShapeError, match=r"output_scale has shape \[2\]: must be one number"):
+    with pytest.raises(ShapeError, match=r"output_scale has shape \[2\]: must have one element"):
         impl.forward(_layer(), query, None, None, cache, metadata, None, torch.ones(2))
     with pytest.raises(UnsupportedError, match="output_block_scale not supported"):
         impl.forward(_layer(), query, None, None, cache, metadata, None, torch.ones(()), torch.ones(()))

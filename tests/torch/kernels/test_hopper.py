@@ -136,7 +136,7 @@ def test_backends_say_what_is_off_on_hopper_alone(monkeypatch):
     monkeypatch.setattr(hopper, "has_triton", lambda: True)
     monkeypatch.setattr(hopper, "why_off", lambda kernel: "triton 3.5.1 has no x")
     said = {name: AttentionBackendEnum[name].get_class().off_paths for name in ("TRITON_ATTN", "TRITON_MLA")}
-    prefill = "Hopper prefill kernel off: triton 3.5.1 has no x; the general kernels take its place"
+    prefill = "Hopper prefill kernel off: triton 3.5.1 has no x; the general kernels are used instead"
     assert said["TRITON_ATTN"](H200) == Dense.off_paths(H200) == (prefill,)
     assert said["TRITON_MLA"](H200) == (prefill.replace("prefill", "MLA decode"),)
     assert BlocksparseFlashAttentionBackend.off_paths(H200) == () == said["TRITON_ATTN"](A100) == said["TRITON_ATTN"](MI300)
