@@ -1,22 +1,22 @@
-"""Who brings FlashAttention: five packages with one algorithm, five signatures, and different gaps.
+"""The packages that provide FlashAttention: one algorithm with different signatures and gaps.
 
-| provider | module | paged cache | windows | soft cap | ALiBi |
+| provider | module | page size | windows | soft cap | ALiBi |
 |---|---|---|---|---|---|
-| FlashAttention 4 | `flash_attn.cute.interface` (CuTe DSL) | any page | yes | yes | no |
-| FlashAttention 3 | `flash_attn_interface` (Hopper) | any page | yes | yes | no |
-| vLLM's FlashAttention 3 | `vllm.vllm_flash_attn` (Hopper) | any page | yes | yes | no |
-| FlashAttention 2 | `flash_attn.flash_attn_interface` | pages of 256 k | yes | yes | yes |
-| vLLM's FlashAttention 2 | `vllm.vllm_flash_attn` | pages of 16 k | yes | yes | yes |
-| PyTorch | `torch.nn.attention.varlen` (2.12 on) | pages of 256 k | yes | no | no |
+| FlashAttention 4 | `flash_attn.cute.interface` (CuTe DSL) | multiple of 16 | yes | yes | no |
+| FlashAttention 3 | `flash_attn_interface` (Hopper) | multiple of 16 | yes | yes | no |
+| vLLM's FlashAttention 3 | `vllm.vllm_flash_attn` (Hopper) | multiple of 16 | yes | yes | no |
+| FlashAttention 2 | `flash_attn.flash_attn_interface` | multiple of 256 | yes | yes | yes |
+| vLLM's FlashAttention 2 | `vllm.vllm_flash_attn` | multiple of 16 | yes | yes | yes |
+| PyTorch | `torch.nn.attention.varlen` (since 2.12) | multiple of 256 | yes | no | no |
 
-Each is a `Provider`: a capability record, the arguments that its functions must have (a version that lacks one is told
-so), and the call itself, from a `Call` in this library's conventions. Whatever a provider does differently ends here: it
-gives the log-sum-exp of rows without a key as +inf or -inf, and means sinks differently (FlashAttention 4 counts them
-into the log-sum-exp, in bfloat16), so that none is asked for sinks: the backend applies them, from the log-sum-exp.
+Each is a `Provider`: a capability record, the arguments that its functions must have (a version without one of them is
+rejected with that reason), and the call itself, which takes a `Call` in this library's conventions. Providers return the
+log-sum-exp of rows without a key as +inf or -inf, and define sinks differently (FlashAttention 4 includes them in the
+log-sum-exp, in bfloat16). So sinks are never passed to a provider: the backend applies them, from the log-sum-exp.
 Signatures are those of the Dao-AILab/flash-attention repository at 0251105a, of vLLM 0.24 to 0.33 and of torch 2.13.
-Loading vLLM's imports the package `vllm`, which sets variables of the environment for its own workers, as `import vllm`
-always does (`vllm/env_override.py`: one compile thread for Inductor, among others). Its FlashAttention 2 holds machine code
-for sm_8x and PTX: on later architectures the driver compiles each kernel at its first call.
+Loading a vLLM build imports the package `vllm`, which sets environment variables for its own workers, as `import vllm`
+always does (`vllm/env_override.py`: one compile thread for Inductor, among others). vLLM's FlashAttention 2 contains machine
+code for sm_8x and PTX; on later architectures the driver compiles each kernel at its first call.
 """
 
 import functools
@@ -39,11 +39,11 @@ _FEATURES = frozenset({
 
 
 class Call(NamedTuple):
-    """One attention over a batch, in this library's words: a `PagedCall` or a `RaggedCall`, with what its layer adds.
+    """Attention over a batch, in this library's conventions: a `PagedCall` or a `RaggedCall` with the layer's settings.
 
     query: [T, H, D]; key, value: a cache [N, P, K, D] with block_table [R, B] and lens [R], int32, or the batch's own rows
     [T, K, D] with neither. starts: [R + 1] int32, of the queries; key_starts: [R + 1] int32, of the keys. window: keys
-    p - left <= j <= p + right, None = unbounded; causality is right = 0. alibi_slopes: [H] float32.
+    p - left <= j <= p + right, None = unbounded; causal attention has right = 0. alibi_slopes: [H] float32.
     """
 
     query: torch.Tensor
@@ -62,17 +62,20 @@ class Call(NamedTuple):
 
     @property
     def causal(self) -> bool:
-        """Whether the window is the causal triangle or a part of it."""
+        """Whether no row sees a later key."""
         return self.window[1] == 0
 
     def sides(self) -> tuple[int, int]:
-        """The window with -1 for unbounded."""
+        """Return the window with -1 for unbounded."""
         left, right = self.window
         return (-1 if left is None else left, -1 if right is None else right)
 
     def sides_beside_causal(self) -> tuple[int, int]:
-        """The same for a function that is told of causality too. One token a request has nothing to its right: told of no
-        bound there, FlashAttention 2 packs the heads of a group and splits the keys, which needs one row a request."""
+        """Return the window for a function that also takes `causal`.
+
+        With one token per request the right bound is redundant. Omitting it lets FlashAttention 2 pack the heads of a group
+        and split the keys, which needs one row per request.
+        """
         left, right = self.sides()
         return left, -1 if right == 0 and self.max_query_len == 1 and len(self.query) == len(self.starts) - 1 else right
 
@@ -156,7 +159,7 @@ def _fa2(module: Any, call: Call) -> State:
 
 
 def _vllm(module: Any, call: Call, version: int) -> State:
-    # sums of the keys' lengths or the lengths, never both: the function makes up the other
+    # pass the cumulative key lengths or the lengths, never both: the function computes the other
     paged = {"seqused_k": call.lens, "block_table": call.block_table}
     keys = {"cu_seqlens_k": call.key_starts} if call.block_table is None else paged
     return module.flash_attn_varlen_func(  # type: ignore[no-any-return]
@@ -178,7 +181,7 @@ def _vllm(module: Any, call: Call, version: int) -> State:
 
 
 def _varlen(module: Any, call: Call) -> State:
-    # the kernel is FlashAttention 2's, which takes the keys' sums beside the lengths, and pages of 256 alone
+    # FlashAttention 2's kernel takes both cumulative key lengths and lengths, and only pages of a multiple of 256
     paged = {} if call.block_table is None else {"seqused_k": call.lens, "block_table": call.block_table}
     return module.varlen_attn(  # type: ignore[no-any-return]
         call.query,
@@ -198,8 +201,11 @@ def _varlen(module: Any, call: Call) -> State:
 
 @dataclass(frozen=True)
 class Provider:
-    """One package: what it serves, the arguments its functions must have, and the call. `compiled` is the extension behind
-    it, where its module can be imported without."""
+    """One package that provides FlashAttention.
+
+    capabilities, block_size: what it supports. needs: its functions, each with the arguments that it must have. attend: the
+    call. compiled: its extension module, if `module` can be imported without it.
+    """
 
     name: str
     module: str
@@ -208,24 +214,26 @@ class Provider:
     block_size: MultipleOf
     needs: tuple[tuple[str, tuple[str, ...]], ...]
     attend: Callable[[Any, Call], State]
-    narrow_values: Callable[[int, int], bool] = lambda keys, values: False  #: for heads of these sizes, values need no padding
+    narrow_values: Callable[[int, int], bool] = lambda keys, values: False  #: whether values need no padding
     compiled: str = ""
 
     def present(self) -> bool:
-        """Whether the module is there, and its extension, found without importing anything."""
+        """Whether the module and its extension are installed, checked without importing anything."""
         return installed(self.module) and (not self.compiled or installed(self.compiled))
 
     def load(self) -> Any:
-        """The module, imported now. Raises `BackendLoadError` for one, or an extension, that is there and broken."""
+        """Import and return the module. Raises `BackendLoadError` if it, or its extension, is installed but broken."""
         with loading(self.module):
             module = importlib.import_module(self.module)
-            if self.compiled:  # it swallows that its extension cannot be loaded
+            if self.compiled:  # the module hides that its extension failed to load
                 importlib.import_module(self.compiled)
         return module
 
     def reasons(self, request: Request, device: Device | None) -> list[str]:
-        """Why this provider does not serve the request; it is imported only when nothing else speaks against it, and when
-        that fails, another may still serve."""
+        """Return why this provider does not serve the request; empty if it does.
+
+        The package is imported only if there is no other reason. A failed import is a reason too.
+        """
         why = self.capabilities.reasons(request, device)
         if request.block_size is not None and not supports_size(request.block_size, (self.block_size,)):
             why.append(f"block_size={request.block_size} (supports {self.block_size})")
@@ -237,7 +245,7 @@ class Provider:
 
 @functools.cache
 def _lacking(provider: Provider) -> tuple[str, ...]:
-    """What the installed version's functions do not take, remembered."""
+    """Return the functions and arguments that the installed version lacks."""
     return lacking(provider.module, provider.load(), provider.needs)
 
 
@@ -254,7 +262,7 @@ def _record(archs: tuple[str, ...], features: frozenset[Feature], largest: int =
 
 
 def _hopper_narrow(keys: int, values: int) -> bool:
-    """The pairs that FlashAttention 3 is built for (its own words where it refuses others)."""
+    """Whether FlashAttention 3 is compiled for these key and value head sizes (quoted from its error for others)."""
     return (128 < keys <= 192 and 96 < values <= 128) or (keys <= 64 and values <= 512)
 
 
@@ -264,9 +272,9 @@ _VLLM_NEEDS = (
      ("seqused_k", "block_table", "window_size", "softcap", "alibi_slopes", "return_softmax_lse", "fa_version")),
 )  # fmt: skip
 
-#: The best first, where several serve: FlashAttention 3 before 4 on Hopper, where 4 splits no keys (9x at one request of 32k;
-#: benchmarks/notes/triton.md), both before 2; of one generation the package of that name first, since vLLM's forks cost an
-#: import of vLLM (its 2 serves smaller pages).
+#: In order of preference. On Hopper FlashAttention 3 comes before 4, which splits no keys (9x slower for one request of 32k;
+#: benchmarks/notes/triton.md), and both come before 2. Within a generation the original package comes before vLLM's fork,
+#: which requires an import of vLLM (vLLM's 2 serves smaller pages).
 PROVIDERS: tuple[Provider, ...] = (
     Provider(
         "FlashAttention 3", "flash_attn_interface", "flash-attn-3", _record(("sm_90",), _FEATURES), MultipleOf(16),
@@ -300,17 +308,17 @@ PROVIDERS: tuple[Provider, ...] = (
 
 
 def present() -> Sequence[Provider]:
-    """The providers that are installed, the best first."""
+    """Return the installed providers, in order of preference."""
     return [provider for provider in PROVIDERS if provider.present()]
 
 
 def best(request: Request, device: Device | None) -> Provider | None:
-    """The best installed provider that serves the request, or None."""
+    """Return the best installed provider that serves the request, or None."""
     return next((provider for provider in present() if not provider.reasons(request, device)), None)
 
 
 def why_none(request: Request, device: Device | None) -> list[str]:
-    """Nothing where one serves; otherwise that none is installed, or each one's reasons."""
+    """Return nothing if a provider serves the request; otherwise that none is installed, or each provider's reasons."""
     found = present()
     if not found:
         names = ", ".join(f"{p.name} (pip install {p.install!r})" for p in PROVIDERS)
@@ -322,9 +330,9 @@ def why_none(request: Request, device: Device | None) -> list[str]:
 
 @functools.lru_cache(1024)
 def chosen(request: Request, arch: str) -> Provider:
-    """The best provider for a request on an architecture (empty: not known), kept for the process.
+    """Return the best provider for a request on an architecture (empty: unknown), cached for the process.
 
-    Raises `UnsupportedError` with every one's reasons when none serves.
+    Raises `UnsupportedError` with every provider's reasons if none serves the request.
     """
     device = Device("torch", "cuda", arch=arch) if arch else None
     found = best(request, device)

@@ -1,8 +1,8 @@
-"""FlashInfer's workspaces and wrappers, shared by every adapter on them.
+"""FlashInfer's workspaces and wrappers, shared by every adapter of FlashInfer.
 
-A wrapper is planned on the host for one batch and may run for every layer of it. Making one allocates pinned memory, so
-wrappers are lent: a batch's metadata holds those that were planned for it, and when it dies they wait for the next batch.
-Two batches in flight never share a plan.
+A wrapper is planned on the host for one batch and may run for every layer of it. Creating a wrapper allocates pinned
+memory, so wrappers are reused: a batch's metadata owns those that were planned for it, and when the metadata is garbage
+collected they return to the pool. Two batches in flight never share a plan.
 """
 
 import weakref
@@ -20,10 +20,10 @@ _copied: weakref.WeakKeyDictionary[Any, torch.cuda.Event] = weakref.WeakKeyDicti
 
 
 class Group(NamedTuple):
-    """Layers that share a plan: everything that a plan fixes apart from the batch."""
+    """Everything that a plan depends on apart from the batch; layers with equal groups share a plan."""
 
     kind: str  #: decode, prefill (both paged) or ragged
-    first: int  #: the part of the batch: requests first..last
+    first: int  #: the part of the batch: requests first..last, last excluded
     last: int
     num_heads: int
     num_kv_heads: int
@@ -34,12 +34,14 @@ class Group(NamedTuple):
     scale: float
     dtype: torch.dtype
     kv_dtype: torch.dtype
-    lse: bool = False  #: somebody reads the log-sum-exp
+    lse: bool = False  #: whether the log-sum-exp is returned
 
 
 def workspace(device: torch.device, use: str = "wrappers") -> torch.Tensor:
-    """The device's workspace of one use, zeros when it is new: some kernels count in it, and keep it so. Launches of one stream
-    may share it."""
+    """Return the device's workspace for one use, initialised to zeros.
+
+    Some kernels keep counters in it, which they reset to zero. Launches on one stream may share it.
+    """
     if (device, use) not in _workspaces:
         _workspaces[device, use] = torch.zeros(WORKSPACE, dtype=torch.uint8, device=device)
     return _workspaces[device, use]
@@ -50,8 +52,8 @@ def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def lend(owner: Any, device: torch.device, kind: Any, make: Callable[[torch.Tensor], Any]) -> Any:
-    """A wrapper of this kind for as long as `owner` lives: an idle one, or what `make` makes of the workspace."""
+def wrapper_for(owner: Any, device: torch.device, kind: Any, make: Callable[[torch.Tensor], Any]) -> Any:
+    """Return an idle wrapper of this kind, or a new one, `make(workspace)`; it is reserved for the lifetime of `owner`."""
     idle = _idle[device, kind]
     wrapper = idle.pop() if idle else make(workspace(device))
     weakref.finalize(owner, idle.append, wrapper)
@@ -59,8 +61,10 @@ def lend(owner: Any, device: torch.device, kind: Any, make: Callable[[torch.Tens
 
 
 def plan(wrapper: Any, device: torch.device, *args: Any, **rules: Any) -> None:
-    """`wrapper.plan(*args, **rules)`, once the plan before has left the wrapper's pinned memory: the host writes that anew, and
-    a copy that still waits behind a batch on the device would take the wrong plan."""
+    """Call `wrapper.plan(*args, **rules)` after the previous plan was copied from the wrapper's pinned memory.
+
+    The host overwrites that memory, so a copy that is still queued on the device would read the wrong plan.
+    """
     if (before := _copied.get(wrapper)) is not None:
         before.synchronize()
     wrapper.plan(*args, **rules)

@@ -1,13 +1,13 @@
-"""TensorRT-LLM's kernels within FlashInfer, for FLASHINFER on Blackwell: no plan, the block table as it is.
+"""TensorRT-LLM's kernels in FlashInfer, for FLASHINFER on Blackwell: they need no plan and read the block table directly.
 
-sm_10x has decode and prefill (backend "trtllm-gen"), sm_12x decode alone, by XQA: FlashInfer itself goes there from
-`trtllm_batch_decode_with_kv_cache` (decode.py: "auto" is trtllm-gen for capability 10 and xqa elsewhere), so that
-`flashinfer.xqa` is not called from here. XQA knows Hopper too, where the wrappers are what was measured. All of this ran on a
-stand-in only: no Blackwell device has been at hand.
+sm_10x has decode and prefill (backend "trtllm-gen"); sm_12x has decode only, by XQA. `trtllm_batch_decode_with_kv_cache`
+dispatches to both (decode.py: "auto" is trtllm-gen for capability 10 and xqa elsewhere), so this module does not call
+`flashinfer.xqa`. XQA also supports Hopper, but there the measured wrappers are used. All of this was tested on a simulated
+FlashInfer only: no Blackwell device was available.
 
-What the functions cannot do goes to the wrappers: a soft cap; a log-sum-exp, and so sinks, of XQA; windows without
-causality; e5m2; prefill of an e4m3 cache, which wants a quantised query. The log-sum-exp [T, H] is base 2 (lse.cuh).
-trtllm-gen's binaries are fetched at first use, or come with flashinfer-cubin. Interface of FlashInfer 0.7.2.
+The wrappers serve what these functions cannot do: a soft cap; a log-sum-exp, and therefore sinks, by XQA; windows without
+causality; e5m2; prefill of an e4m3 cache, which requires a quantised query. The log-sum-exp [T, H] is base 2 (lse.cuh).
+trtllm-gen's binaries are downloaded at first use, or come with flashinfer-cubin. Interface of FlashInfer 0.7.2.
 """
 
 import functools
@@ -21,9 +21,9 @@ from attn.torch.backends._flashinfer import WORKSPACE, Group, workspace
 from attn.torch.backends._vendor import lacking
 from attn.torch.metadata import PagedAttentionMetadata
 
-#: Pages that there are kernels for; of 128 tokens trtllm-gen lacks some (flashinfer#4094).
+#: Supported page sizes; for pages of 128 tokens trtllm-gen lacks some kernels (flashinfer#4094).
 _PAGES = {"trtllm-gen": (16, 32, 64), "xqa": (16, 32, 64, 128)}
-#: Query heads of one kv head that XQA takes here: a limit that FlashInfer states for wide heads (jit/xqa.py), kept for all.
+#: Query heads per kv head that are passed to XQA: FlashInfer's limit for wide heads (jit/xqa.py), applied to all heads.
 _XQA_RATIO = 16
 _NEEDS = (
     ("decode.trtllm_batch_decode_with_kv_cache", ("window_left", "kv_layout", "backend", "return_lse")),
@@ -33,27 +33,27 @@ _NEEDS = (
 
 @dataclass
 class UnplannedMetadata(PagedAttentionMetadata):
-    """The batch, and its decodes that come first (`num_decodes`)."""
+    """The batch, and the number of decodes at its start (`num_decodes`)."""
 
     num_decodes: int = 0
 
     @functools.cached_property
     def plain(self) -> bool:
-        """Whether every request has a query, and at least as many keys as queries; told by the host's lengths."""
+        """Whether every request has a query, and at least as many keys as queries, by the lengths on the host."""
         starts, lens = self.host_lens()
         queries = np.diff(starts)
         return bool(((queries > 0) & (lens >= queries)).all())
 
     @functools.cached_property
     def prefill_bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(first rows, first keys) of the requests after the decodes, each [R - num_decodes + 1] int32 on the device."""
+        """The cumulative (query, key) lengths of the requests after the decodes, each [R - num_decodes + 1] int32."""
         keys = self.seq_lens[self.num_decodes :].cumsum(0, dtype=torch.int32)
         return self.query_start_loc[self.num_decodes :] - self.num_decodes, torch.nn.functional.pad(keys, (1, 0))
 
 
 @functools.cache
 def _installed() -> bool:
-    """Whether the installed FlashInfer has both functions with these arguments; the wrappers are older."""
+    """Whether the installed FlashInfer has both functions with these arguments; old releases have only the wrappers."""
     import flashinfer
 
     return not lacking("flashinfer", flashinfer, _NEEDS)
@@ -61,9 +61,9 @@ def _installed() -> bool:
 
 @functools.cache
 def backend_for(arch: str, group: Group, block_size: int | None, logs: bool) -> str | None:
-    """The backend that serves a layer's part of any batch (decode or prefill), or None: the wrappers do.
+    """Return the kernel backend that serves a layer's part of any batch (decode or prefill), or None to use the wrappers.
 
-    group: with first = last = 0, so that it is decided once for all layers that agree; logs: a log-sum-exp is wanted.
+    group: with first = last = 0, so that the result is cached for all equal layers. logs: whether a log-sum-exp is needed.
     """
     name = {"sm_10": "trtllm-gen", "sm_12": "xqa"}.get(arch[:5])
     if name is None or group.soft_cap or block_size not in _PAGES[name]:
@@ -73,14 +73,17 @@ def backend_for(arch: str, group: Group, block_size: int | None, logs: bool) -> 
         return None
     if not decode and not group.causal and group.window_left >= 0:
         return None
-    # beside its own dtype a decode reads e4m3: under trtllm-gen for bfloat16, under XQA for both
+    # decode also reads e4m3 caches: trtllm-gen with bfloat16 queries, XQA with either dtype
     mixed = decode and group.kv_dtype == torch.float8_e4m3fn and (name == "xqa" or group.dtype == torch.bfloat16)
     return name if (group.kv_dtype == group.dtype or mixed) and _installed() else None
 
 
 def fits(meta: UnplannedMetadata, group: Group, logs: bool) -> bool:
-    """Whether a batch is one that the kernels are made for: no request without rows or keys, none with more rows than keys, and
-    statistics of softmax, 8 bytes for each head and row (rounded up to 256 a request), that half of the workspace holds."""
+    """Whether the kernels support a batch.
+
+    Every request needs rows, and at least as many keys as rows. The softmax statistics, 8 bytes per head and row (rows
+    rounded up to a multiple of 256 per request), must fit in half of the workspace.
+    """
     rows = 1 if group.kind == "decode" else meta.max_query_len
     statistics = 8 * group.num_heads * (group.last - group.first) * -(-rows // 256) * 256
     return meta.plain and not (logs and statistics > WORKSPACE // 2)
@@ -96,7 +99,7 @@ def run(
     k_scale: float = 1.0,
     v_scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(out [n, H, D], lse [n, H] base 2, or None unless `logs`) of one part of the batch.
+    """Return (out [n, H, D], lse [n, H] base 2, or None unless `logs`) of one part of the batch.
 
     query: [n, H, D] contiguous; keys: key and value caches [N, P, K, D].
     """
@@ -104,7 +107,7 @@ def run(
 
     part = slice(group.first, group.last)
     table, lens = meta.block_table[part], meta.seq_lens[part]
-    # XQA's semaphores are the head of its workspace and must be zeros between calls: not the wrappers' workspace
+    # XQA's semaphores at the start of its workspace must be zero between calls, so the wrappers' workspace cannot be used
     held = workspace(query.device, backend)
     rules: dict[str, Any] = {"window_left": group.window_left, "kv_layout": "NHD", "backend": backend, "return_lse": logs}
     scale = group.scale * k_scale
@@ -131,6 +134,6 @@ def run(
         query, keys, held, table, lens, meta.max_seq_len, bmm1_scale=scale, bmm2_scale=v_scale, **rules
     )
     out, log = result if logs else (result, None)
-    # a captured graph's padding: a request without keys at replay, whatever the kernel makes of it
+    # padding of a captured graph is a request without keys at replay, for which the kernel's result is undefined
     empty = (lens == 0)[:, None]
     return torch.where(empty[..., None], 0, out), None if log is None else torch.where(empty, -torch.inf, log)

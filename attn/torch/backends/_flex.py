@@ -1,14 +1,14 @@
 """FlexAttention over a paged cache without a gather: which pages each block of rows visits, and the mods that mask them.
 
-The batch is one sequence of query rows in which every request begins at a block of `block` rows of its own; the cache is
-one long sequence of keys, page after page, as it lies. A block's list of pages (`Plan`) comes straight from the block
-table, so that nothing but a request's own pages is read; those that every row of the block sees whole are listed apart
-and masked by nothing. A mod is told where a key lies, not what it is: `places`, one row a request, turns the page's number
-into its place in that request, so that one page may serve several requests, at different places too. A page that a table
-names more than once stands for the last of them (a window's dead entries may name a page that has been handed out anew).
+The batch is one sequence of query rows, in which every request starts a new block of `block` rows. The cache is one long
+sequence of keys, page after page. A block's list of pages (`Plan`) comes directly from the block table, so only a request's
+own pages are read; pages that every row of the block sees completely are listed separately and not masked. A mod receives a
+key's index in the cache, not its position: `places`, one row per request, maps a page's number to its index in that request.
+So requests may share a page, even at different positions. A page that a block table lists more than once is at the last of
+these indices (entries left of a window may list a page that has since been reallocated).
 
-`places` takes 4 bytes for each request and page of the cache, and indices into it are 64-bit. Everything is made on the
-device, without waiting for it, once a batch and group of layers that agree in their masks.
+`places` takes 4 bytes per request and page of the cache, and indices into it are 64-bit. Everything is computed on the
+device, without waiting for it, once per batch and group of layers with equal masks.
 """
 
 import functools
@@ -24,9 +24,9 @@ from attn.torch.metadata import PagedAttentionMetadata
 
 
 class Masks(NamedTuple):
-    """What decides which keys are seen: layers that agree in it share a plan.
+    """The rules that decide which keys are seen; layers with equal masks share a plan.
 
-    Keys p - left <= j <= p + right, None = unbounded; `causal` bounds the right by the row itself, or by its tree.
+    Keys p - left <= j <= p + right, None = unbounded. `causal` also bounds the right by the row itself, or by its tree.
     """
 
     left: int | None
@@ -36,8 +36,10 @@ class Masks(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """Everything that a program has built in, apart from the shapes that it is compiled for. `alibi` is "", "signed"
-    (slope * (j - p)) or "symmetric" (-slope * |p - j|)."""
+    """The constants of a program, apart from the shapes that it is compiled for.
+
+    alibi: "", "signed" (slope * (j - p)) or "symmetric" (-slope * |p - j|).
+    """
 
     masks: Masks
     scale: float
@@ -49,7 +51,10 @@ class Rules(NamedTuple):
 
 
 class Shape(NamedTuple):
-    """What else a program is compiled for; `device` is its type, `flash` whether FlashAttention's kernel is asked for."""
+    """The shapes that a program is compiled for.
+
+    device: the device type. flash: whether FlashAttention's kernel is requested.
+    """
 
     dtype: torch.dtype
     num_heads: int
@@ -61,15 +66,15 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """A batch laid out in blocks of rows; int64 where nothing else is said, since indices follow from it.
+    """A batch laid out in blocks of rows. Tensors are int64 unless stated otherwise, since they are used as indices.
 
     source: [blocks * block], the token of each row; back: [T], the row of each token.
-    rows: [blocks, block, 5], what the mods ask of a row: where its request begins in `places`, its position, its
-    request's length, where the new tokens begin, where its row of a tree mask begins in `places` (-1: it has none).
-    lists: int32, how many pages a block visits [blocks] and which [blocks, columns]: those to be masked, then the same of
-    those that all of its rows see whole.
-    places: [R * N + 1] int32: where in request r page n is, in pages, at r * N + n; -1 where it is not. The tree masks
-    follow: a tensor of their own would be one size too many for the compiler's kernels for the CPU.
+    rows: [blocks, block, 5], per row: the start of its request in `places`, its position, its request's length, the
+    position of the first new token, the start of its row of a tree mask in `places` (-1: none).
+    lists: int32; how many pages a block visits [blocks] and which [blocks, columns]: first the masked pages, then those that
+    all of its rows see completely.
+    places: [R * N + 1] int32; element r * N + n is the index of page n within request r, or -1 if the page is not in it. The
+    tree masks follow, because a separate tensor would be one size too many for the compiler's CPU kernels.
     unseeing: [T] bool, tokens that see no key.
     """
 
@@ -81,21 +86,21 @@ class Plan:
     unseeing: torch.Tensor
 
     def split(self, step: int) -> Iterator[tuple[slice, torch.Tensor, tuple[torch.Tensor, ...]]]:
-        """(blocks, their rows, their lists) by at most `step` blocks."""
+        """Yield (blocks, their rows, their lists) for at most `step` blocks at a time."""
         for begin in range(0, len(self.rows), step):
             own = slice(begin, begin + step)
             yield own, self.rows[own], tuple(x[own] for x in self.lists)
 
 
 def block_rows(tokens: int, requests: int) -> int:
-    """Rows of a block: many where requests are long enough to fill them, since a block has one request."""
+    """Return the rows per block: more if requests are long enough to fill them, since a block has rows of one request."""
     return 64 if tokens >= 32 * requests else 16
 
 
 def extent(tokens: int, requests: int, block: int) -> int:
-    """Blocks that hold any batch of so many tokens and requests: what the host knows without asking the device.
+    """Return a number of blocks that fits any batch of so many tokens and requests, without reading from the device.
 
-    128 rows at least, below which another kernel would be compiled.
+    At least 128 rows, because for fewer another kernel would be compiled.
     """
     return max(128 // block, -(-(tokens + requests * (block - 1)) // block))
 
@@ -103,7 +108,7 @@ def extent(tokens: int, requests: int, block: int) -> int:
 def lay_out(
     meta: PagedAttentionMetadata, table: torch.Tensor, lens: torch.Tensor, num_pages: int, page: int, block: int, masks: Masks
 ) -> Plan:
-    """The plan of a batch over a cache of `num_pages` pages; table [R, B] names those of each request, lens [R] tokens."""
+    """Return the plan of a batch over a cache of `num_pages` pages. table: [R, B], the pages of each request; lens: [R]."""
     device, starts = table.device, meta.query_start_loc
     new = starts[1:] - starts[:-1]
     blocks = -(-new // block)
@@ -142,8 +147,8 @@ def lay_out(
     until = torch.minimum(torch.maximum(shared // page, whole), high)
 
     back = torch.arange(meta.num_actual_tokens, device=device)
-    mine = torch.searchsorted(starts[1:], back, right=True, out_int32=True)
-    back = (ends - blocks)[mine] * block + back - starts[mine]
+    request = torch.searchsorted(starts[1:], back, right=True, out_int32=True)
+    back = (ends - blocks)[request] * block + back - starts[request]
     source = torch.where(live, starts[owner][:, None] + token, 0).flatten()
     at, length = rows.flatten(0, 1)[back, 1:3].T
     unseeing = length == 0
@@ -156,7 +161,7 @@ def lay_out(
 
 
 def _columns(table: torch.Tensor, num_pages: int) -> int:
-    """The width of a list of pages. A kernel for the CPU wants room for the whole cache in each."""
+    """Return the width of a page list. CPU kernels require each list to be as long as the cache has pages."""
     return max(2, table.shape[1], num_pages if table.device.type == "cpu" else 0)
 
 
@@ -169,15 +174,15 @@ def _named(
     then: torch.Tensor,
     columns: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(count, [blocks, columns] pages): `run` places from `start` on, then those from `then` on, as the table names them."""
+    """Return (count, pages [blocks, columns]): `run` entries of the table from `start` on, then those from `then` on."""
     column = torch.arange(columns, device=table.device)
     place = torch.where(column < run[:, None], start[:, None] + column, (then - run)[:, None] + column)
-    held = table[owner[:, None], place.clamp(0, table.shape[1] - 1)]
-    return count.to(torch.int32), torch.where(column < count[:, None], held, 0).to(torch.int32)
+    pages = table[owner[:, None], place.clamp(0, table.shape[1] - 1)]
+    return count.to(torch.int32), torch.where(column < count[:, None], pages, 0).to(torch.int32)
 
 
 def _places(table: torch.Tensor, lens: torch.Tensor, num_pages: int, page: int) -> torch.Tensor:
-    """The first part of `Plan.places`. Of a page that is named twice the last place stands."""
+    """Return the first part of `Plan.places`. For a page listed twice, the last place is kept."""
     requests, columns = table.shape
     place = torch.arange(columns, device=table.device, dtype=torch.int32).expand(requests, columns)
     used = place < -(-lens[:, None] // page)
@@ -189,7 +194,7 @@ def _places(table: torch.Tensor, lens: torch.Tensor, num_pages: int, page: int) 
 
 @functools.cache
 def program(rules: Rules, shape: Shape, backend: str) -> Callable[..., Any]:
-    """The function of one set of rules and shape, compiled by `backend` when it is first called."""
+    """Return the function for one set of rules and shape, which `backend` compiles at its first call."""
     masks, page = rules.masks, rules.page
     options = kernel_options(rules, shape)
 
@@ -202,10 +207,10 @@ def program(rules: Rules, shape: Shape, backend: str) -> Callable[..., Any]:
         places: torch.Tensor,
         slopes: torch.Tensor,
     ) -> Any:
-        """query: [blocks, block, H, D]; key, value: [N, P, K, D]; slopes: [H] float32; the rest as in `Plan`."""
+        """Attend. query: [blocks, block, H, D]; key, value: [N, P, K, D]; slopes: [H] float32; the rest as in `Plan`."""
         from torch.nn.attention import flex_attention as flex
 
-        for x in (query, *lists):  # few sizes: a kernel for the CPU mistakes the eleventh for another
+        for x in (query, *lists):  # keep the number of symbolic sizes small: CPU kernels confuse the eleventh with another
             torch._check(x.shape[0] == rows.shape[0])
         torch._check(lists[1].shape[1] == lists[3].shape[1])
         torch._check(key.shape[0] == value.shape[0])
@@ -246,7 +251,7 @@ def program(rules: Rules, shape: Shape, backend: str) -> Callable[..., Any]:
         block_mask = flex.BlockMask.from_kv_blocks(
             some, some_pages, whole, whole_pages, (rules.block, page), mask_mod, (query.shape[2], key.shape[2]), False
         )
-        attend: Any = flex.flex_attention  # its overloads would have each way of asking for the lse written apart
+        attend: Any = flex.flex_attention  # its overloads would require a separate call for each value of return_aux
         return attend(
             query,
             key,
@@ -259,32 +264,34 @@ def program(rules: Rules, shape: Shape, backend: str) -> Callable[..., Any]:
             return_aux=flex.AuxRequest(lse=True) if rules.lse else None,
         )
 
-    # The compiler keeps so many programs for a code object, and a number that changes between two calls of one name is no
-    # constant to it: each set of rules has a code object and a name of its own.
+    # The compiler limits the programs per code object, and treats a number that changes between calls of one name as a
+    # variable. So each set of rules has its own code object and name.
     name = f"flex_{zlib.crc32(repr((rules, shape, backend)).encode()):08x}"
     own = types.FunctionType(run.__code__.replace(co_name=name), run.__globals__, name, None, run.__closure__)
     return torch.compile(own, backend=backend, fullgraph=True)
 
 
 def vary(dim: int, *tensors: torch.Tensor) -> None:
-    """Tell the compiler that a dimension of a program's arguments differs from batch to batch. All others are constants,
-    which `dynamic=True` would not leave any number in the rules to be."""
+    """Mark a dimension of a program's arguments as dynamic.
+
+    All other dimensions stay constant; `dynamic=True` would make every number in the rules a variable as well.
+    """
     for tensor in tensors:
         torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
 def kernel_options(rules: Rules, shape: Shape) -> dict[str, Any] | None:
-    """What the compiler is told of the kernel: which one, and its tiles."""
+    """Return the compiler's kernel options: which kernel to use, and its tiles."""
     if shape.device == "cpu":
         return None
     return {"BACKEND": "FLASH"} if shape.flash else dict(tiles(rules, shape.head_size * shape.dtype.itemsize))
 
 
-_SHARED_MEMORY = 96 << 10  #: bytes that a tile of queries and two of keys and values may take: what an Ada GPU has
+_SHARED_MEMORY = 96 << 10  #: limit in bytes for a tile of queries and two of keys and values: the shared memory of an Ada GPU
 
 
 def tiles(rules: Rules, row: int) -> dict[str, int]:
-    """The kernel's tiles on a GPU for heads of `row` bytes: they divide a block and a page, and fit into shared memory."""
+    """Return the kernel's tiles on a GPU for heads of `row` bytes: they divide a block and a page, and fit shared memory."""
     rows = rules.block if row <= 512 else min(rules.block, 32)
     room = (_SHARED_MEMORY - rows * row) // (4 * row)
     keys = next(n for n in (64, 32, 16) if rules.page % n == 0 and (n <= room or n == 16))

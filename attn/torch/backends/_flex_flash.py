@@ -1,9 +1,9 @@
-"""When FlexAttention's program is FlashAttention's kernel: PyTorch's back end `FLASH`, which has to be asked for.
+"""When FlexAttention uses FlashAttention's kernel: PyTorch's back end `FLASH`, which must be requested explicitly.
 
-PyTorch (2.11 and newer) writes the mods into FlashAttention 4's kernel instead of a Triton one where its kernel option
-`BACKEND` says so and the package flash-attn-4 is installed. On Hopper that kernel takes blocks of 64 rows and pages as small as
-16 keys, from release 4.0.0b36 on; on Blackwell its tiles are longer than a page. It computes in 16 bits. What it cannot
-compile goes to the Triton kernel, with a warning once.
+PyTorch (2.11 and newer) compiles the mods into FlashAttention 4's kernel instead of a Triton kernel if the kernel option
+`BACKEND` is "FLASH" and the package flash-attn-4 is installed. On Hopper, from release 4.0.0b36 on, that kernel supports blocks
+of 64 rows and pages as small as 16 keys; on Blackwell its tiles are longer than a page. It computes in 16 bits. If it cannot
+be compiled, the Triton kernel is used, with one warning.
 """
 
 import functools
@@ -17,21 +17,21 @@ from attn.logger import init_logger
 
 logger = init_logger(__name__)
 
-ROWS = 64  #: the rows of a block that the kernel takes
-_LONGEST_PAGE = 64  #: keys of a page that every head size's tile can be cut down to
-_FIRST_RELEASE = 36  #: of 4.0.0's betas, the first that was read to cut its tiles down
-_failed: list[str] = []  # what the compiler said, once it has failed: it is not asked again
+ROWS = 64  #: the only number of rows per block that the kernel supports
+_LONGEST_PAGE = 64  #: the largest page size, in keys, that the tiles of every head size can be reduced to
+_FIRST_RELEASE = 36  #: the first beta of 4.0.0 whose source is known to reduce its tiles to a page
+_failed: list[str] = []  # the compiler's error, after a failure: the kernel is then not requested again
 
 
 def reasons(dtype: torch.dtype, block: int, page: int, device: torch.device) -> list[str]:
-    """Why a program of such blocks and pages is not asked of FlashAttention; empty when it is."""
+    """Return why FlashAttention's kernel is not used for such blocks and pages; empty if it is used."""
     why = list(_of_installation()) + _failed
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != (9, 0):
         why.append("its block sizes fit sm_90 only")
     if dtype not in (torch.bfloat16, torch.float16):
         why.append(f"dtype={str(dtype).removeprefix('torch.')} (supports bfloat16, float16)")
     if block != ROWS:
-        why.append(f"too few rows a request for blocks of {ROWS}")
+        why.append(f"too few rows per request for blocks of {ROWS}")
     if page > _LONGEST_PAGE:
         why.append(f"block_size={page} (supports up to {_LONGEST_PAGE})")
     return why
@@ -39,7 +39,7 @@ def reasons(dtype: torch.dtype, block: int, page: int, device: torch.device) -> 
 
 @functools.cache
 def _of_installation() -> tuple[str, ...]:
-    """Why this installation has no such back end."""
+    """Return why this installation lacks the back end; empty if it has it."""
     from torch.nn.attention import flex_attention as flex
 
     if "FLASH" not in typing.get_args(getattr(flex, "_Backend", None)):
@@ -54,13 +54,13 @@ def _of_installation() -> tuple[str, ...]:
 
 
 def gave_up(error: Exception) -> bool:
-    """Whether an error is the compiler's; if so the Triton kernel is asked for from now on."""
+    """Whether an error is the compiler's; if so, log it and use the Triton kernel from now on."""
     from torch._dynamo.exc import TorchDynamoException
     from torch._inductor.exc import InductorError
 
     if not isinstance(error, TorchDynamoException | InductorError):
         return False
-    said = str(error).strip().partition("\n")[0]
-    _failed.append(f"it was not compiled: {said}")
-    logger.warning_once("FLEX_ATTENTION: PyTorch's FLASH back end was not compiled, the Triton kernel serves: %s", said)
+    reason = str(error).strip().partition("\n")[0]
+    _failed.append(f"it failed to compile: {reason}")
+    logger.warning_once("FLEX_ATTENTION: PyTorch's FLASH back end failed to compile; using the Triton kernel: %s", reason)
     return True

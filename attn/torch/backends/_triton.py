@@ -1,8 +1,8 @@
-"""What the backends on our own Triton kernels share: the template's hooks, filled by one launch function.
+"""Base classes of the backends that use this package's Triton kernels: the hooks, implemented by one launch function.
 
-Nothing here waits for the device or depends on its values, so a forward can be captured in a CUDA graph and replayed for
-any batch within the bounds of its metadata. `fixed_split_size` makes a sequence's bits independent of its neighbours: by
-default a decode's keys are split as finely as the batch leaves the device idle.
+Nothing in this module waits for the device or depends on its values, so a forward can be captured in a CUDA graph and
+replayed for any batch within the bounds of its metadata. By default, the smaller the batch, the more parts a decode's keys
+are split into; `fixed_split_size` makes a sequence's bits independent of the rest of the batch.
 """
 
 import functools
@@ -38,11 +38,11 @@ FEATURES = frozenset(
     }
 )
 KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", *sorted(PER_TOKEN_HEAD))
-_LARGEST_GROUP = 256  #: query heads a kv head: they are rows of one tile
+_LARGEST_GROUP = 256  #: query heads per kv head, which are rows of one tile
 
 
 def capabilities(platforms: tuple[str, ...], **changes: Any) -> Capabilities:
-    """The record of a backend on these kernels; `changes` are fields that differ."""
+    """Return the capabilities of a backend with these kernels; `changes` replace fields."""
     record: dict[str, Any] = {
         "framework": "torch",
         "platforms": platforms,
@@ -58,7 +58,7 @@ def capabilities(platforms: tuple[str, ...], **changes: Any) -> Capabilities:
 
 
 class TritonPagedBackend(PagedAttentionBackend):
-    """Base of the family: limits that depend on each other."""
+    """Base of the Triton backends: checks the limits that depend on each other."""
 
     block_sizes = (MultipleOf(16),)
 
@@ -68,7 +68,7 @@ class TritonPagedBackend(PagedAttentionBackend):
 
     @staticmethod
     def is_interpreted() -> bool:
-        """Whether TRITON_INTERPRET has the kernels interpreted on the host, wherever the tensors are."""
+        """Whether TRITON_INTERPRET makes the kernels run interpreted on the host, on whichever device the tensors are."""
         import triton
 
         return bool(triton.knobs.runtime.interpret)
@@ -83,17 +83,17 @@ class TritonPagedBackend(PagedAttentionBackend):
             if request.num_heads > largest * request.num_kv_heads:
                 heads = f"num_heads={request.num_heads} for num_kv_heads={request.num_kv_heads}"
                 where = f" at head_size={request.head_size} in {request.dtype} on {arch}" if arch else ""
-                why.append(f"{heads} (supports up to {largest} a kv head{where})")
+                why.append(f"{heads} (supports up to {largest} per kv head{where})")
         return why
 
 
 class TritonPagedImpl(PagedAttentionImpl):
-    """The hooks. A subclass names its backend, and sets `_sparse` where it has a pattern."""
+    """Base of the Triton implementations. A subclass names its backend, and overrides `_sparse` if it has a pattern."""
 
     can_return_lse_for_decode = True
     traceable = True
 
-    #: Keys that one program of a decode takes; 0 lets the launch rule choose by the batch.
+    #: Keys per program of a decode; 0: the launch rule chooses by the batch.
     fixed_split_size: int = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -158,8 +158,8 @@ class TritonPagedImpl(PagedAttentionImpl):
         launch()
 
     def _prefill_programs(self, attn_metadata: PagedAttentionMetadata, key_cache: torch.Tensor) -> int:
-        """How a mixed batch shares the device, from the host's copies of its lengths: thought out once a batch and shape."""
-        if torch.compiler.is_compiling():  # a graph is for any batch of its shapes
+        """Return how a mixed batch shares the device, from its lengths on the host; computed once per batch and shape."""
+        if torch.compiler.is_compiling():  # a graph serves any batch of its shapes
             return 0
         start, seq_lens = attn_metadata.query_start_loc_cpu, attn_metadata.seq_lens_cpu
         if attn_metadata.max_query_len == 1 or start is None or seq_lens is None or not key_cache.is_cuda:
@@ -202,18 +202,18 @@ class TritonPagedImpl(PagedAttentionImpl):
         )
 
     def _sparse(self) -> list[int] | None:
-        """A block-sparse pattern for the kernel, or None."""
+        """Return a block-sparse pattern for the kernel, or None."""
         return None
 
     def _scales(self, call: PagedCall) -> tuple[torch.Tensor | None, torch.Tensor | None, float, float]:
-        """(k_scale, v_scale, k_factor, v_factor): a scale that lies on the host as a number costs the kernel nothing."""
+        """Return (k_scale, v_scale, k_factor, v_factor); a scalar scale on the host is a factor, which costs no time."""
         if not caches.is_quantised(call.kv_cache.dtype):
             return None, None, 1.0, 1.0
         tensors: list[torch.Tensor | None] = []
         factors = []
         for scale in (call.layer._k_scale, call.layer._v_scale):
             on_host = isinstance(scale, torch.Tensor) and scale.ndim == 0 and scale.device.type == "cpu"
-            # a traced graph would have the number only when it runs
+            # the number is unknown while a graph is traced
             known = not isinstance(scale, torch.Tensor) or (on_host and not torch.compiler.is_compiling())
             factors.append(float(scale) if known else 1.0)
             tensors.append(None if known else self._on(call.kv_cache.device, scale))
@@ -221,7 +221,7 @@ class TritonPagedImpl(PagedAttentionImpl):
 
     @staticmethod
     def _on(device: torch.device, scale: Any) -> torch.Tensor:
-        """A scale where kernels read it. One number from the host is filled in: a graph under capture takes no copy of it."""
+        """Return a scale on the device. A scalar from the host is filled in, since graph capture does not allow the copy."""
         on_host = not isinstance(scale, torch.Tensor) or (scale.ndim == 0 and scale.device.type == "cpu")
         if on_host and not torch.compiler.is_compiling():
             return torch.full((), float(scale), dtype=torch.float32, device=device)

@@ -1,8 +1,8 @@
-"""Block-sparse attention (Phi-3-small): local blocks of keys, and every n-th column of blocks, by the kernels of TRITON_ATTN.
+"""Block-sparse attention (Phi-3-small): local blocks and every n-th column of blocks, by the kernels of TRITON_ATTN.
 
-The pattern is docs/semantics.md §13: query block qb sees key block kb when kb <= qb and either qb - kb < local_blocks or
-(kb + shift + 1) % vert_stride == 0, with a shift for each head unless heads are alike. Tiles of keys that no head of a group
-attends are not loaded, which is the gain over a dense kernel. The selector's `is_blocksparse` leads here.
+The pattern is that of docs/semantics.md §13: query block qb sees key block kb if kb <= qb and either qb - kb < local_blocks or
+(kb + shift + 1) % vert_stride == 0, with one shift per head unless `homo_head`. Tiles of keys that no head of a group attends
+are not loaded, which is the gain over a dense kernel. The selector's `is_blocksparse` selects this backend.
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,11 @@ from attn.torch.backends import _triton
 
 @dataclass(frozen=True)
 class BlocksparseParams:
-    """The pattern. `head_offset` is the first global head of this rank, `total_heads` the count over all ranks (None: this
-    rank's own)."""
+    """The pattern.
+
+    homo_head: whether all heads have the same pattern. head_offset: the first global head of this rank. total_heads: the
+    number of heads on all ranks (None: this rank's).
+    """
 
     block_size: int = 64
     local_blocks: int = 16
@@ -43,7 +46,7 @@ class BlocksparseFlashAttentionBackend(_triton.TritonPagedBackend):
 
     @classmethod
     def off_paths(cls, device: Device | None = None) -> tuple[str, ...]:
-        return ()  # patterns are for the general kernels everywhere
+        return ()  # block-sparse patterns always use the general kernels
 
 
 class BlocksparseFlashAttentionImpl(_triton.TritonPagedImpl, backend=BlocksparseFlashAttentionBackend):
@@ -82,8 +85,8 @@ class BlocksparseFlashAttentionImpl(_triton.TritonPagedImpl, backend=Blocksparse
         )
 
     def request(self) -> Request:
-        asked = super().request()
-        return Request(**{**vars(asked), "features": asked.features | {Feature.BLOCK_SPARSE}})
+        dense = super().request()
+        return Request(**{**vars(dense), "features": dense.features | {Feature.BLOCK_SPARSE}})
 
     def _sparse(self) -> list[int]:
         p = self.params

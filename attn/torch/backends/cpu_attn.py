@@ -1,12 +1,11 @@
-"""CPU_ATTN: paged attention on a CPU, as fast as PyTorch's own primitives go; no compiler, no extension.
+"""CPU_ATTN: paged attention on a CPU with PyTorch's own operators; it needs no compiler and no extension.
 
-Decoding is bound by memory, so what counts is to read the cache once, in long runs, and to use what was read while it is
-near: the cache is laid out by head within a block (HND), so that a block of one head is one run of bytes; a few
-heads at a time are gathered by `index_select` into a buffer that the thread keeps; the heads of a group are folded into
-query rows, so that one pass over the keys serves them all. The kernel beneath `F.scaled_dot_product_attention` is called
-by its own name because it also returns the log-sum-exp, from which sinks follow. Prompts go through it whole, or a few
-hundred rows at a time under a mask, so that little above the diagonal or outside the window is computed. What the kernel
-cannot express is left to the written-out maths of `_ragged`. Measurements are in benchmarks/notes/cpu.md.
+Decode is memory bound, so the cache is read once, in long runs, and used while it is in the processor's cache. The layout is
+HND, so that a block of one head is contiguous. `index_select` gathers a few heads at a time into a buffer that the thread
+keeps. The heads of a group are folded into query rows, so that one pass over the keys serves them all. The operator that
+implements `F.scaled_dot_product_attention` is called directly because it also returns the log-sum-exp, which sinks need. It
+computes a prompt in one call, or a few hundred rows at a time under a mask, so that little above the diagonal or outside the
+window is computed. `_ragged.attend` computes what this operator does not support. Measurements are in benchmarks/notes/cpu.md.
 """
 
 import threading
@@ -20,13 +19,13 @@ from attn.torch.backends import _cpu_kernel, _ragged
 from attn.torch.backends._paged import HeadsFirstBackend, PagedCall
 from attn.torch.backends._ragged import RaggedAttentionImpl, Rules, Work
 
-_HOT = 4 << 20  #: bytes of keys and values a thread gathers before it attends them: a few times its private cache
-_KEEP = 64 << 20  #: bytes of a buffer that a thread holds on to; a longer context allocates for the call
-_ROWS = 256  #: query rows of a masked call: what lies above its diagonal is wasted
-_FEW = 32  #: query rows up to which heads are folded: beyond, rows alone fill the kernel's tiles
+_HOT = 4 << 20  #: bytes of keys and values that a thread gathers before attending: a few times its private cache
+_KEEP = 64 << 20  #: largest buffer, in bytes, that a thread keeps; a longer context allocates one for the call
+_ROWS = 256  #: query rows of a masked call, which also computes the scores above its diagonal
+_FEW = 32  #: most query rows for which heads are folded; more rows fill the kernel's tiles by themselves
 
-#: One pair of gather buffers a thread, shared by all layers: it stays in the cache from layer to layer, where a buffer
-#: a layer would be cold every time (and take a layer's memory each).
+#: One pair of gather buffers per thread, shared by all layers: they stay in the processor's cache from layer to layer, while
+#: one buffer per layer would be cold every time, and take more memory.
 _buffers = threading.local()
 
 
@@ -67,22 +66,24 @@ class CPUAttentionImpl(RaggedAttentionImpl, backend=CPUAttentionBackend):
 
 
 def _runs(blocks: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    """Where each head's part of some blocks [..., B] lies: [..., K, B], counted in such parts."""
+    """Return the index of each head's part of blocks [..., B], in units of such parts: [..., K, B]."""
     return blocks[..., None, :] * num_kv_heads + torch.arange(num_kv_heads, device=blocks.device)[:, None]
 
 
 def _in_runs(pages: torch.Tensor) -> bool:
-    """Whether pages [N, K, P, D] are runs of memory, one block of one head each, evenly apart: dense, or keys and values of
-    a head and block side by side (vLLM's)."""
+    """Whether each block and head of pages [N, K, P, D] is contiguous, at a constant stride.
+
+    True for dense pages, and for vLLM's layout, where keys and values of a block and head are adjacent.
+    """
     (_, heads, _, width), (of_block, of_head, of_token, of_element) = pages.shape, pages.stride()
     return of_element == 1 and of_token == width and (heads == 1 or of_block == heads * of_head)
 
 
 class _Store:
-    """Keys or values as a table of runs, one block of one head each, from which runs are taken into a kept buffer."""
+    """Keys or values as a table of runs, one per block and head, which are gathered into the thread's buffer."""
 
     def __init__(self, pages: torch.Tensor, which: int) -> None:
-        """pages: [N, K, P, D], `_in_runs`; `which` of the thread's two buffers to use."""
+        """pages: [N, K, P, D], with `_in_runs(pages)`. which: the buffer of the thread to use, 0 or 1."""
         self.dtype, self.head_size, self.which = pages.dtype, pages.shape[3], which
         self.table = pages.view(-1, pages.shape[2] * pages.shape[3])
         if self.dtype.itemsize == 1:
@@ -90,7 +91,7 @@ class _Store:
         self.shape = (-1, -1)
 
     def take(self, runs: torch.Tensor, heads: int) -> torch.Tensor:
-        """The runs [heads * B] of some heads, one head's after another's: [1, heads, B * P, D], until the next call."""
+        """Gather runs [heads * B], head by head, to [1, heads, B * P, D]; the next call overwrites the result."""
         shape = (runs.shape[0], heads)
         if shape != self.shape:
             self.shape = shape
@@ -101,14 +102,14 @@ class _Store:
 
 
 def _buffer(which: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-    """This thread's buffer for keys (0) or values (1) in that shape, undefined."""
+    """Return this thread's buffer for keys (0) or values (1) in the given shape, uninitialised."""
     length = shape[0] * shape[1] * dtype.itemsize
     kept: list[torch.Tensor | None] | None = getattr(_buffers, "kept", None)
     if kept is None:
         kept = _buffers.kept = [None, None]
     buffer = kept[which]
     if buffer is None or buffer.numel() < length:
-        with torch.inference_mode(False):  # born inside, it could not be written outside
+        with torch.inference_mode(False):  # an inference tensor could not be written outside inference mode
             buffer = torch.empty(length, dtype=torch.uint8, device="cpu")
         if length <= _KEEP:
             kept[which] = buffer
@@ -116,46 +117,46 @@ def _buffer(which: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Ten
 
 
 def _decode(call: PagedCall, rules: Rules) -> list[int]:
-    """Attend the requests of one query row, which sees every key in its window. Returns the requests still to do.
+    """Attend the requests of one query row, which sees every key in its window. Returns the other requests.
 
-    A request's heads go through a few at a time, so that what is gathered is still in the core's cache when it is read;
-    everything that does not depend on the request's length is done for all requests together.
+    A few heads of a request are processed at a time, so that gathered keys are still in the core's cache when they are read.
+    Everything that does not depend on a request's length is done for all requests together.
     """
     query, kv_cache = call.query, call.kv_cache
     starts, lengths = (lens.tolist() for lens in call.meta.host_lens())
-    mine = [r for r, total in enumerate(lengths) if total > 0 and starts[r + 1] - starts[r] == 1]
-    rest = sorted(set(range(len(lengths))).difference(mine))
-    if not mine:
+    decodes = [r for r, total in enumerate(lengths) if total > 0 and starts[r + 1] - starts[r] == 1]
+    rest = sorted(set(range(len(lengths))).difference(decodes))
+    if not decodes:
         return rest
     _, num_kv_heads, block_size, head_size = kv_cache[0].shape
     kind = _kind(query, kv_cache)
-    rows = torch.tensor([starts[r] for r in mine])
-    queries = query.index_select(0, rows).to(kind).view(len(mine), num_kv_heads, -1, head_size)
+    rows = torch.tensor([starts[r] for r in decodes])
+    queries = query.index_select(0, rows).to(kind).view(len(decodes), num_kv_heads, -1, head_size)
     runs = _runs(call.meta.block_table, num_kv_heads)
     keys, values = _Store(kv_cache[0], 0), _Store(kv_cache[1], 1)
     threads = torch.get_num_threads()
     results, logs = [], []
-    for i, r in enumerate(mine):
+    for i, r in enumerate(decodes):
         total = lengths[r]
         low, _ = rules.span(total - 1, total - 1, total)
         first, last = low // block_size, -(-total // block_size)
         blocks = last - first
-        held = slice(low - first * block_size, total - first * block_size)
-        wanted = runs[r, :, first:last].flatten()
+        tokens = slice(low - first * block_size, total - first * block_size)
+        pages = runs[r, :, first:last].flatten()
         step = threads * max(1, _HOT // (2 * blocks * block_size * head_size * kv_cache.itemsize))
         for head in range(0, num_kv_heads, step):
             heads = min(step, num_kv_heads - head)
-            some = wanted[head * blocks : (head + heads) * blocks]
-            key, value = (part.take(some, heads)[:, :, held].to(kind) for part in (keys, values))
+            some = pages[head * blocks : (head + heads) * blocks]
+            key, value = (part.take(some, heads)[:, :, tokens].to(kind) for part in (keys, values))
             result, log = _cpu_kernel.attend(queries[i : i + 1, head : head + heads], key, value, rules.scale)
             results.append(result)
             logs.append(log)
     num_heads = query.shape[1]
     log, result = (parts[0] if len(parts) == 1 else torch.cat(parts, 1) for parts in (logs, results))
-    log, result = log.reshape(len(mine), num_heads), result.reshape(len(mine), num_heads, head_size)
+    log, result = log.reshape(len(decodes), num_heads), result.reshape(len(decodes), num_heads, head_size)
     if not _cpu_kernel.all_exact(log):
         exact = _cpu_kernel.exact(log).all(1).tolist()
-        rest = sorted(rest + [r for r, known in zip(mine, exact, strict=True) if not known])
+        rest = sorted(rest + [r for r, known in zip(decodes, exact, strict=True) if not known])
     call.output.index_copy_(0, rows, _ragged.weigh(rules, result, log.T).to(call.output.dtype))
     if call.lse is not None:
         call.lse.index_copy_(1, rows, log.T.to(call.lse.dtype))
@@ -163,16 +164,16 @@ def _decode(call: PagedCall, rules: Rules) -> list[int]:
 
 
 def _prefill(work: Work, rules: Rules) -> bool:
-    """Several rows, or keys that came with the call. False where that would not be exact:
+    """Attend several rows, or keys that came with the call. Returns False if the result would not be exact.
 
-    hidden keys are masked by adding and hidden values multiplied by 0, so that a NaN or an infinity there would reach
-    every row of its tile.
+    The kernel adds the mask to scores and multiplies masked values by 0, so that a NaN or an infinity in masked keys or
+    values would reach every row of its tile.
     """
     n = work.query.shape[0]
     work = work.as_type(_kind(work.query, work.key))
     causal = rules.left is None and rules.right == 0
     if not rules.see_all(work):
-        # what comes before the first row of a causal chunk is hidden from none
+        # every row of a causal chunk sees the keys before its first row
         masked = work.cut(0, n, work.position, work.end) if causal else work
         if not (_ragged.all_finite(masked.key) and _ragged.all_finite(masked.value)):
             return False
@@ -182,7 +183,10 @@ def _prefill(work: Work, rules: Rules) -> bool:
 
 
 def _rows(work: Work, rules: Rules, mask: torch.Tensor | None) -> bool:
-    """Rows under a mask [n, m] of 0 and -inf. Without one they see every key, or are a causal square."""
+    """Attend rows under a mask [n, m] of 0 and -inf. With mask None, rows see every key, or form a causal square.
+
+    Returns False if a score was +inf or NaN.
+    """
     n, num_heads, _ = work.query.shape
     num_kv_heads = work.key.shape[0]
     square = mask is None and not rules.see_all(work)
@@ -203,7 +207,7 @@ def _rows(work: Work, rules: Rules, mask: torch.Tensor | None) -> bool:
 
 
 def _additive(work: Work, rules: Rules, causal: bool) -> torch.Tensor | None:
-    """The mask [n, m] of 0 and -inf, None where all is seen. The last rows of a sequence need a triangle only."""
+    """Return the mask [n, m] of 0 and -inf, or None if rows see every key. A causal mask is a triangle at its right end."""
     n, m = work.query.shape[0], work.key.shape[1]
     if causal:
         mask = torch.zeros(n, m, dtype=work.key.dtype, device=work.key.device)
@@ -214,6 +218,6 @@ def _additive(work: Work, rules: Rules, causal: bool) -> torch.Tensor | None:
 
 
 def _kind(query: torch.Tensor, stored: torch.Tensor) -> torch.dtype:
-    """The dtype to compute in; codes are exact in every dtype of a query."""
+    """Return the dtype to compute in; codes of a quantised cache are exact in every dtype of a query."""
     quantised = caches.is_quantised(stored.dtype)
     return query.dtype if quantised else torch.promote_types(query.dtype, stored.dtype)

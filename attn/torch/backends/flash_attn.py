@@ -1,9 +1,9 @@
-"""FLASH_ATTN: FlashAttention over the paged cache, by the best of its providers that is installed and serves the layer.
+"""FLASH_ATTN: FlashAttention over the paged cache, by the best installed provider that serves the layer.
 
-It leads prefill on Ampere, Hopper and Blackwell, and needs nothing but PyTorch where that brings its own paged
-`varlen_attn`. Which package computes is decided once for a layer's request and device, by `_flash_providers`; the
-reasons against the others stand in the refusal. Sinks are applied here, from the log-sum-exp (docs/semantics.md §7): one
-rounding more, and the same for every provider.
+It is the fastest prefill on Ampere, Hopper and Blackwell. PyTorch alone is enough if it has its own paged `varlen_attn`.
+`_flash_providers` chooses the package once per layer request and device; if none serves, the error lists each provider's
+reasons. This backend applies sinks itself, from the log-sum-exp (docs/semantics.md §7): at the cost of one more rounding, the
+result is the same for every provider.
 """
 
 from dataclasses import dataclass, replace
@@ -22,14 +22,13 @@ from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBu
 
 @dataclass
 class FlashAttentionMetadata(PagedAttentionMetadata):
-    """The batch, and key_starts [R + 1] int32: where each request's keys begin, were they in one row (no list but
-    FlashAttention 2's own takes their lengths that way)."""
+    """The batch, and key_starts [R + 1] int32: the cumulative key lengths, which FlashAttention 2 requires."""
 
     key_starts: torch.Tensor | None = None
 
 
 class FlashAttentionMetadataBuilder(PagedAttentionMetadataBuilder):
-    """Adds the running sum of the lengths, once a batch."""
+    """Builder that adds the cumulative key lengths, once per batch."""
 
     metadata_cls = FlashAttentionMetadata
 
@@ -62,9 +61,9 @@ class FlashAttentionImpl(PagedAttentionImpl, backend=FlashAttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_size() -> list[int | MultipleOf]:
-        """Those of the providers that are here; without one, what the family takes."""
+        """Return the smallest block size of the installed providers; of all providers if none is installed."""
         sizes = {p.block_size for p in providers.present() or providers.PROVIDERS}
-        return [min(sizes, key=lambda size: size.base)]  # every other is a multiple of it
+        return [min(sizes, key=lambda size: size.base)]  # the others are multiples of it
 
     def _attend(self, call: PagedCall) -> None:
         meta = call.meta
@@ -91,7 +90,7 @@ class FlashAttentionImpl(PagedAttentionImpl, backend=FlashAttentionBackend):
         )
 
     def _compute(self, call: PagedCall | RaggedCall, **keys: Any) -> None:
-        """Attend keys that are given as `Call` takes them."""
+        """Attend `keys`, the fields of `Call` that describe the keys."""
         meta, rows = call.meta, call.meta.num_actual_tokens
         if rows == 0:
             return
@@ -112,5 +111,5 @@ class FlashAttentionImpl(PagedAttentionImpl, backend=FlashAttentionBackend):
         fill(out, log, self.sinks, call.output, call.lse)
 
     def _provider(self, request: Request, arch: str) -> providers.Provider:
-        """Who computes a request: the best that serves it."""
+        """Return the best provider that serves a request."""
         return providers.chosen(request, arch)

@@ -1,18 +1,18 @@
-"""FLASHINFER: FlashInfer's paged kernels, level with ours in decode and ahead in prefill on Hopper (FA3 templates).
+"""FLASHINFER: FlashInfer's paged kernels; on Hopper as fast as TRITON_ATTN in decode and faster in prefill (FA3 templates).
 
-Its wrappers are planned on the host, once for a batch and a group of layers that agree in heads, window, cap, scale and
-dtypes; every other layer of the batch only runs (`_flashinfer` lends the wrappers). A batch of decodes takes the decode
-wrapper; decodes that come first take it for themselves; everything else takes the prefill wrapper. On Blackwell layers that
-TensorRT-LLM's kernels serve need no plan (`_flashinfer_trtllm`: run on a stand-in only so far).
+Its wrappers are planned on the host, once per batch and group of layers with equal heads, window, cap, scale and dtypes; the
+other layers of a group reuse the plan (`_flashinfer` provides the wrappers). Decodes at the start of a batch take the decode
+wrapper, all other requests the prefill wrapper. On Blackwell, layers that TensorRT-LLM's kernels serve need no plan
+(`_flashinfer_trtllm`: so far tested on a simulated FlashInfer only).
 
-A CUDA graph of decodes is captured with `build_for_cudagraph_capture`: its wrappers read buffers of their own, into which every
-later `build` of the same builder for as many decodes plans the new batch.
+A CUDA graph of decodes is captured with `build_for_cudagraph_capture`. Its wrappers read buffers of their own, into which
+every later `build` by the same builder for the same number of decodes plans the new batch.
 
-What FlashInfer means differently ends here: its log-sum-exp is base 2, [T, H]; its ALiBi has slopes of its own and another
-order with the cap, so ALiBi is refused (vLLM drops it in silence); a window is its left side. Its FA2 kernels sum weights that
-are rounded to the query's dtype (`m16k16_rowsum_f16f16f32`), which outputs do not show but an lse does (bfloat16: by 1e-3):
-where one is read, others serve, and where there are no others it is refused. Signatures are those of the
-flashinfer-ai/flashinfer repository at fb28d724 (0.7).
+Differences of FlashInfer that this adapter handles: its log-sum-exp is base 2, [T, H]. Its ALiBi computes its own slopes and
+applies the soft cap in another order, so ALiBi is rejected (vLLM silently drops it). Its windows have a left side only. Its
+FA2 kernels sum weights rounded to the query's dtype (`m16k16_rowsum_f16f16f32`); this error (1e-3 in bfloat16) shows in the
+lse, not in outputs. If an lse is returned, other kernels serve; where there are none, the request is rejected. Signatures are
+those of the flashinfer-ai/flashinfer repository at fb28d724 (0.7).
 """
 
 import functools
@@ -27,43 +27,43 @@ from attn.capabilities import ATTN_TYPES, Capabilities, Device, Feature, Request
 from attn.errors import MetadataError, UnsupportedError
 from attn.torch import kv_cache as caches
 from attn.torch.backends import _flashinfer_trtllm as trtllm
-from attn.torch.backends._flashinfer import Group, capturing, lend, plan, workspace
+from attn.torch.backends._flashinfer import Group, capturing, plan, workspace, wrapper_for
 from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl, PagedCall, RaggedCall
 from attn.torch.backends._vendor import LN2, arch_of, canonical, decodes_first, fill, int32, page_list
 from attn.torch.metadata import PagedAttentionMetadataBuilder
 
-#: Prefill with fewer rows a request asks for FA2's kernels: on Hopper "auto" is FA3's. Measured on an H200, ms of FA2 and FA3:
-#: 16q4s1k (4 rows a request) 0.0415, 0.0778; 1q512s8k_63q1s4k (9, the prompt before the decodes) 0.578, 1.265; 2q2k_32q1s1k
-#: (121) 0.315, 0.298; 4q4k (4096) 1.686, 1.176.
+#: Prefill with fewer rows per request selects FA2's kernels; on Hopper "auto" selects FA3's. Measured on an H200, ms of FA2
+#: and FA3: 16q4s1k (4 rows per request) 0.0415, 0.0778; 1q512s8k_63q1s4k (9, the prompt before the decodes) 0.578, 1.265;
+#: 2q2k_32q1s1k (121) 0.315, 0.298; 4q4k (4096) 1.686, 1.176.
 FEW_ROWS = 32
-#: Query heads a kv head that its decode kernels without tensor cores are made for (DISPATCH_GQA_GROUP_SIZE, utils.cuh).
+#: Query heads per kv head that FlashInfer's decode kernels without tensor cores support (DISPATCH_GQA_GROUP_SIZE, utils.cuh).
 PLAIN_GROUPS = (1, 2, 3, 4, 6, 8, 16)
 
 
 @dataclass
 class FlashInferMetadata(trtllm.UnplannedMetadata):
-    """The batch and the plans made for it so far.
+    """The batch and its plans so far.
 
-    `captured`: the plans are those of a CUDA graph, in wrappers whose buffers stay where they are; the builder holds them too.
+    captured: whether the plans are those of a CUDA graph, in wrappers with fixed buffers, which the builder keeps too.
     """
 
     plans: dict[Group, Any] = field(default_factory=dict)
     captured: bool = False
 
     def planned(self, group: Group) -> Any:
-        """The wrapper that was planned for a group, planning it now if need be. Raises `UnsupportedError` within a capture."""
+        """Return a group's wrapper, planned if it is new. Raises `UnsupportedError` for a new one during graph capture."""
         if group not in self.plans:
             if capturing(self.seq_lens.device):
                 raise UnsupportedError(
-                    "FLASHINFER: a layer is planned on the host, which no graph captures: run it once before the capture, with "
-                    "the metadata of build_for_cudagraph_capture"
+                    "FLASHINFER: planning runs on the host and cannot be captured in a CUDA graph: run the layer once before "
+                    "the capture, with the metadata of build_for_cudagraph_capture"
                 )
             self.plans[group] = self._wrapper(group)
             self.plan(group)
         return self.plans[group]
 
     def plan(self, group: Group) -> None:
-        """Plan this batch in the wrapper that `plans` has for the group."""
+        """Plan this batch in the group's wrapper in `plans`."""
         assert self.block_size is not None
         starts, lens = self._host_lens(group)
         wrapper = self.plans[group]
@@ -90,12 +90,12 @@ class FlashInferMetadata(trtllm.UnplannedMetadata):
     def _wrapper(self, group: Group) -> Any:
         import flashinfer
 
-        # a group of 4 heads or more keeps tensor cores busy in decode too (FlashInfer's own advice), with FA2's kernels
+        # with 4 or more heads per group, decode is faster on tensor cores (FlashInfer's advice); these are FA2's kernels
         dense = group.kind == "decode" and group.num_heads >= 4 * group.num_kv_heads and not group.lse
         device = self.seq_lens.device
         if self.captured:
             if group.kind != "decode":
-                raise UnsupportedError(f"FLASHINFER: a graph of decodes holds no {group.kind} attention")
+                raise UnsupportedError(f"FLASHINFER: a CUDA graph of decodes cannot contain {group.kind} attention")
             buffer = functools.partial(torch.zeros, dtype=torch.int32, device=device)
             return flashinfer.BatchDecodeWithPagedKVCacheWrapper(
                 workspace(device),
@@ -108,9 +108,9 @@ class FlashInferMetadata(trtllm.UnplannedMetadata):
             )
         few = group.kind == "prefill" and self._host_lens(group)[0][-1] < FEW_ROWS * (group.last - group.first)
         kernels = "fa2" if few and not group.lse else "auto"
-        # a paged wrapper's first plan chooses its kernels (FA2 or FA3) from the dtypes, and keeps them for every later one
+        # a paged wrapper's first plan chooses its kernels (FA2 or FA3) from the dtypes, and later plans keep them
         kind = (group.kind, dense, kernels, group.dtype, group.kv_dtype)
-        return lend(self, device, kind, functools.partial(_make, flashinfer, group.kind, dense, kernels))
+        return wrapper_for(self, device, kind, functools.partial(_make, flashinfer, group.kind, dense, kernels))
 
 
 def _make(flashinfer: Any, kind: str, tensor_cores: bool, kernels: str, workspace: torch.Tensor) -> Any:
@@ -122,7 +122,7 @@ def _make(flashinfer: Any, kind: str, tensor_cores: bool, kernels: str, workspac
 
 
 class FlashInferMetadataBuilder(PagedAttentionMetadataBuilder):
-    """Counts the decodes at the batch's head, and keeps the plans of captured graphs, by their number of requests."""
+    """Builder that counts the decodes at the start of a batch and keeps the plans of captured graphs by request count."""
 
     metadata_cls = FlashInferMetadata
 
@@ -131,9 +131,11 @@ class FlashInferMetadataBuilder(PagedAttentionMetadataBuilder):
         self._graphs: dict[int, FlashInferMetadata] = {}
 
     def extend(self, metadata: FlashInferMetadata, batch: CommonAttentionMetadata, fast_build: bool) -> None:
-        """As many decodes as a captured graph has are planned in that graph's wrappers, whose next replay, and next
-        use by any metadata that holds them, attends this batch. Raises `MetadataError` where their pages are more than the
-        table of the captured batch had room for."""
+        """Count the decodes, and plan a batch of decodes in the captured graph's wrappers, if one has as many requests.
+
+        The graph's next replay, and the next use by any metadata with these wrappers, then attends this batch. Raises
+        `MetadataError` if the batch has more pages than the block table of the captured batch has entries.
+        """
         metadata.num_decodes = decodes_first(metadata.host_lens()[0])
         graph = self._graphs.get(metadata.num_reqs)
         if graph is not None and metadata.num_decodes == metadata.num_reqs:
@@ -143,34 +145,36 @@ class FlashInferMetadataBuilder(PagedAttentionMetadataBuilder):
                 metadata.plan(group)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> FlashInferMetadata:
-        """The metadata to capture a graph of decodes with: one token a request, and as wide a block table as any replay needs.
+        """Return metadata to capture a CUDA graph of decodes: one token per request, and the widest block table of any replay.
 
-        Run the layers once with it before the capture: that plans them. Before a replay, `build` for a batch of as many
-        decodes plans it in place. What the graph reads beside its plans the caller keeps where it is and rewrites: query,
-        output, `slot_mapping`, and for the kernels that have no plan (`_flashinfer_trtllm`) `block_table` and `seq_lens`; a
-        tensor that came on the device in the metadata's dtype is that of the metadata. Plans live in one set of buffers, so
-        replays of one size belong to one stream. Raises `UnsupportedError` for any other batch.
+        Run the layers once with it before the capture, which plans them. Before a replay, `build` for a batch of the same
+        number of decodes plans that batch in place. The caller must keep, and overwrite, the other tensors that the graph
+        reads: query, output, `slot_mapping`, and, for kernels without a plan (`_flashinfer_trtllm`), `block_table` and
+        `seq_lens`. The metadata uses a tensor as passed if it is on the device in the metadata's dtype. All plans of one size
+        share buffers, so replays of that size must use one stream. Raises `UnsupportedError` for any other batch.
         """
         meta = self.build(0, common_attn_metadata)
         assert isinstance(meta, FlashInferMetadata)
         if not 0 < meta.num_decodes == meta.num_reqs:
             raise UnsupportedError(
-                f"FLASHINFER: a graph is captured for decodes, one token a request (here {meta.num_decodes} of {meta.num_reqs} "
-                "requests)"
+                f"FLASHINFER: a CUDA graph can be captured for decodes only, one token per request (got {meta.num_decodes} "
+                f"decodes in {meta.num_reqs} requests)"
             )
         graph = self._graphs.setdefault(meta.num_reqs, meta)
         if graph.block_table.numel() < meta.block_table.numel():
-            wider = f"at most {graph.block_table.numel()}, as in the capture before for as many requests"
+            wider = f"at most {graph.block_table.numel()}, as in the previous capture of as many requests"
             raise MetadataError("block_table", None, f"{meta.block_table.numel()} entries", wider)
         meta.plans, meta.captured = graph.plans, True
         assert meta.block_size is not None
-        meta.max_seq_len = meta.block_table.shape[1] * meta.block_size  # of every replay
+        meta.max_seq_len = meta.block_table.shape[1] * meta.block_size  # the maximum over all replays
         return meta
 
     def _check_room(self, meta: FlashInferMetadata, room: int) -> None:
         pages = int((-(-meta.host_lens()[1] // self.kv_cache_spec.block_size)).sum())
         if pages > room:
-            raise MetadataError("seq_lens", None, f"{pages} pages", f"at most {room} pages, the captured batch's table")
+            raise MetadataError(
+                "seq_lens", None, f"{pages} pages", f"at most {room} pages, the size of the captured block table"
+            )
 
 
 class FlashInferBackend(PagedAttentionBackend):
@@ -224,7 +228,7 @@ class FlashInferImpl(PagedAttentionImpl, backend=FlashInferBackend):
             scales = {"k_scale": call.layer._k_scale_float, "v_scale": call.layer._v_scale_float}
         decodes, requests = meta.num_decodes, meta.num_reqs
         if call.lse is not None and self.num_heads // self.num_kv_heads not in PLAIN_GROUPS:
-            decodes = 0  # prefill's FA3 sums whole weights
+            decodes = 0  # prefill's FA3 kernels sum unrounded weights
         rows = meta.num_actual_tokens
         parts = [("decode", 0, decodes, slice(0, decodes)), ("prefill", decodes, requests, slice(decodes, rows))]
         arch, logs = arch_of(call.query.device), call.lse is not None or self.sinks is not None
@@ -265,7 +269,7 @@ class FlashInferImpl(PagedAttentionImpl, backend=FlashInferBackend):
     def _planned(
         call: PagedCall | RaggedCall, group: Group, part: slice, keys: tuple[Any, ...], scales: dict[str, float]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(out [n, H, D], lse [n, H] base 2) of the rows of one part of the batch, by the wrapper planned for it."""
+        """Return (out [n, H, D], lse [n, H] base 2) of one part of the batch, from its planned wrapper."""
         assert isinstance(call.meta, FlashInferMetadata)
         return call.meta.planned(group).run(  # type: ignore[no-any-return]
             call.query[part].contiguous(), *keys, return_lse=True, **scales

@@ -1,18 +1,18 @@
-"""IPEX: Intel Extension for PyTorch's paged attention on a CPU, for those who have it: it wants the torch of its number.
+"""IPEX: paged attention of Intel Extension for PyTorch on a CPU; it requires PyTorch of the same version.
 
-Decodes at the head of a batch take `single_query_cached_kv_attention`, everything after them `flash_attn_varlen_func`,
-encoders `varlen_attention`. What their sources (v2.8.0+cpu) mean differently ends here:
-- A window's keys are copied to pages of their own, which begin where the first row's window does: the decode kernel merges
-  the parts of a context that lie outside its window as if their scores were 0. A window of one key cannot be said to the
-  prefill kernel, which also multiplies by 0 what a row does not see: for that window, and where a value that some row does
-  not see is no finite number, each row becomes a request of its own.
-- Given no window, the decode kernel takes four rows with the same first page for beams of one length, and fails; given one
-  as long as the context, it does not, and hides nothing. It refuses a window and a soft cap together: a cap takes every
-  row to the prefill kernel.
-- `varlen_attention` ignores its scale on a CPU: queries carry it, in float32. Rows without a key come back as anything.
-- `reshape_and_cache` writes slot -1 in front of its page, and fp8 scales are read by no kernel: the layers' own writer
-  is kept, and fp8 caches are refused, as are ALiBi (decodes only) and whatever needs a log-sum-exp.
-On an XPU the same functions want another cache ([N, P, K, D]) and drop a decode's window: that platform is not served.
+Decodes at the start of a batch use `single_query_cached_kv_attention`, the requests after them `flash_attn_varlen_func`,
+encoders `varlen_attention`. Deviations of these functions (source of v2.8.0+cpu) that this adapter handles:
+- The decode kernel merges the parts of a context outside its window as if their scores were 0. So a window's keys are copied
+  to new pages, which start where the first row's window does. The prefill kernel cannot express a window of one key, and it
+  multiplies masked values by 0. For that window, or if a masked value is not finite, each row becomes a separate request.
+- Without a window, the decode kernel takes four rows with the same first page for beams of one length, and fails. With a
+  window as long as the context it does not fail, and masks nothing. It rejects a window together with a soft cap, so with a
+  soft cap every row uses the prefill kernel.
+- `varlen_attention` ignores its scale on a CPU, so queries are scaled in float32. Its result for rows without a key is
+  undefined.
+- `reshape_and_cache` writes slot -1 in front of its page, and no kernel reads fp8 scales. So this package's own cache write is
+  used, and fp8 caches are rejected, as are ALiBi (decodes only) and everything that needs a log-sum-exp.
+On an XPU the same functions need another cache layout ([N, P, K, D]) and ignore a decode's window: XPUs are not supported.
 """
 
 import functools
@@ -38,7 +38,7 @@ _NEEDS = (
 
 class IpexAttentionBackend(HeadsFirstBackend):
     name = "IPEX"
-    block_sizes = (16, 32, 64, 128)  # divisors of the 128 keys that a decode's part has
+    block_sizes = (16, 32, 64, 128)  # divisors of the 128 keys in a part of a decode
     capabilities = Capabilities(
         framework="torch",
         platforms=("cpu",),
@@ -54,22 +54,22 @@ class IpexAttentionBackend(HeadsFirstBackend):
     @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
         why = super().why_not(request, device)
-        asked = request.features
-        causal = request.attn_type == AttentionType.DECODER and Feature.NON_CAUSAL not in asked
-        if Feature.SLIDING_WINDOW in asked and not causal:
+        features = request.features
+        causal = request.attn_type == AttentionType.DECODER and Feature.NON_CAUSAL not in features
+        if Feature.SLIDING_WINDOW in features and not causal:
             why.append(f"{Feature.SLIDING_WINDOW.value} without causality not supported")
-        if Feature.SOFT_CAP in asked and request.attn_type in ENCODER_TYPES:
+        if Feature.SOFT_CAP in features and request.attn_type in ENCODER_TYPES:
             why.append(f"{Feature.SOFT_CAP.value} with attn_type={request.attn_type} not supported")
         own = version_of("intel-extension-for-pytorch")
-        if own and own.split(".")[:2] != torch.__version__.split(".")[:2]:  # imported, it would end the process
-            why.append(f"intel-extension-for-pytorch {own} needs the torch of its number ({torch.__version__} is here)")
+        if own and own.split(".")[:2] != torch.__version__.split(".")[:2]:  # importing it would end the process
+            why.append(f"intel-extension-for-pytorch {own} needs PyTorch of the same version (found {torch.__version__})")
         return why
 
 
 class IpexAttentionImpl(PagedAttentionImpl, backend=IpexAttentionBackend):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # here and not in `why_not`: importing it takes seconds and replaces operators of torch's, which a choice must not
+        # not in `why_not`, since the import takes seconds and replaces operators of PyTorch, which selection must not do
         if why := _lacking():
             raise UnsupportedError(f"{self.backend.get_name()}: {'; '.join(why)}", why)
 
@@ -82,13 +82,13 @@ class IpexAttentionImpl(PagedAttentionImpl, backend=IpexAttentionBackend):
         query, output = call.query[: len(request)].contiguous(), call.output[: len(request)]
         keys, values, table = kv_cache[0].contiguous(), kv_cache[1].contiguous(), meta.block_table
         begin = np.clip(lens - counts - (left or 0), 0, lens)  # the first key that some row may not see
-        if causal and (left == 0 or _spoilt(values, table, counts, begin, lens)):
+        if causal and (left == 0 or _any_nonfinite(values, table, counts, begin, lens)):
             counts, lens, table = np.ones_like(request), np.maximum(ends, 0), table[torch.from_numpy(request)]
             starts, begin = np.arange(len(request) + 1), np.clip(ends - 1 - (left or 0), 0, None)
         if left is not None:
             keys, values, table = _copied(keys, values, table, begin, lens)
             lens = lens - begin
-        cap = None if left == 0 else self.logits_soft_cap  # one key has all the weight, whatever its score
+        cap = None if left == 0 else self.logits_soft_cap  # a single key has weight 1, whatever its score
         first = decodes_first(starts) if cap is None else 0
         if longest := int(lens[:first].max(initial=0)):
             heads = torch.arange(self.num_kv_heads, dtype=torch.int32).repeat_interleave(self.num_heads // self.num_kv_heads)
@@ -119,7 +119,7 @@ class IpexAttentionImpl(PagedAttentionImpl, backend=IpexAttentionBackend):
                 max_seqlen_q=int(counts[first:].max()),
                 max_seqlen_kv=longest,
                 scale=self.scale,
-                is_cusal=causal,  # their spelling
+                is_cusal=causal,  # spelled so in the extension
                 block_tables=table[first:],
                 alibi_slopes=None,
                 window_size_left=-1 if left is None else left,
@@ -134,7 +134,7 @@ class IpexAttentionImpl(PagedAttentionImpl, backend=IpexAttentionBackend):
             return
         plain = self.head_size**-0.5
         query, key, value, made = (x[:rows] for x in (call.query, call.key, call.value, call.output))
-        if self.scale != plain:  # in float32: rounded to a narrower dtype, the scaled query would be another
+        if self.scale != plain:  # in float32, since rounding the scaled query to a narrower dtype would change it
             query, key, value = query.float() * (self.scale / plain), key.float(), value.float()
             made = torch.empty_like(query)
         _llm().functional.varlen_attention(
@@ -158,8 +158,8 @@ class IpexAttentionImpl(PagedAttentionImpl, backend=IpexAttentionBackend):
             call.output[:rows] = made
 
 
-def _spoilt(values: torch.Tensor, table: torch.Tensor, counts: Any, begin: Any, lens: Any) -> bool:
-    """Whether a value from key `begin` on is NaN or infinite in a request of several rows: it would reach them all."""
+def _any_nonfinite(values: torch.Tensor, table: torch.Tensor, counts: Any, begin: Any, lens: Any) -> bool:
+    """Whether a value from key `begin` on is NaN or infinite in a request of several rows, all of which it would reach."""
     several = np.flatnonzero(counts > 1)
     slots = token_slots(table, values.shape[2], several, begin[several], lens[several]).long()
     return not all_finite(values[slots // values.shape[2], :, slots % values.shape[2]])
@@ -168,14 +168,17 @@ def _spoilt(values: torch.Tensor, table: torch.Tensor, counts: Any, begin: Any, 
 def _copied(
     keys: torch.Tensor, values: torch.Tensor, table: torch.Tensor, begin: Any, end: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens begin[i]..end[i] of request i as token 0, 1, ... of pages of their own [n, K, P, D], and their table."""
+    """Copy tokens begin[i]..end[i] of each request i to new pages, from token 0 on.
+
+    Returns keys and values [n, K, P, D], and their block table.
+    """
     _, heads, page, size = keys.shape
-    held = end - begin
-    pages = -(-held // page)
-    row = np.cumsum(pages) - pages  # each one's first page
-    at = np.arange(held.sum()) + np.repeat(row * page - (np.cumsum(held) - held), held)
+    count = end - begin
+    pages = -(-count // page)
+    row = np.cumsum(pages) - pages  # the first page of each request
+    at = np.arange(count.sum()) + np.repeat(row * page - (np.cumsum(count) - count), count)
     slots = torch.zeros(int(pages.sum()) * page, dtype=torch.int64)
-    slots[torch.from_numpy(at)] = token_slots(table, page, np.arange(len(held)), begin, end).long()
+    slots[torch.from_numpy(at)] = token_slots(table, page, np.arange(len(count)), begin, end).long()
     slots = slots.view(-1, 1, page)
     runs = ((slots // page * heads + torch.arange(heads)[:, None]) * page + slots % page).flatten()
     copies = [part.reshape(-1, size).index_select(0, runs).view(-1, heads, page, size) for part in (keys, values)]

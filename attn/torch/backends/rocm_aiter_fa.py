@@ -1,9 +1,9 @@
-"""ROCM_AITER_FA: AITER's Composable Kernel and assembly FlashAttention, the fastest on MI300 (2.7-4.4x ROCM_ATTN, AMD).
+"""ROCM_AITER_FA: AITER's Composable Kernel and assembly FlashAttention, the fastest on MI300 (2.7-4.4x ROCM_ATTN, by AMD).
 
-Decodes at the head of a batch read their pages through `paged_attention_v1`; everything after them has its keys gathered
-into one row and takes `flash_attn_varlen_func`. The first knows neither sinks nor a log-sum-exp, so that neither is
-promised; windows are refused until their meaning in the first has been seen on a device. Interface of ROCm/aiter at
-e4048607.
+Decodes at the start of a batch use `paged_attention_v1`, which reads pages. For the requests after them the keys are gathered
+and passed to `flash_attn_varlen_func`. `paged_attention_v1` supports neither sinks nor a log-sum-exp, so this backend does not
+either. Windows are rejected until the behaviour of `paged_attention_v1` has been tested on a device. Interface of ROCm/aiter
+at e4048607.
 """
 
 import numpy as np
@@ -13,7 +13,7 @@ from attn.capabilities import Capabilities, Feature
 from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl, PagedCall
 from attn.torch.backends._vendor import decodes_first, fill, token_list
 
-_PARTITION = 256  #: keys of a decode's part
+_PARTITION = 256  #: keys per part of a decode
 
 
 class AiterFlashAttentionBackend(PagedAttentionBackend):
@@ -41,7 +41,7 @@ class AiterFlashAttentionImpl(PagedAttentionImpl, backend=AiterFlashAttentionBac
             self._prefill(call, decodes)
 
     def _decode(self, call: PagedCall, count: int) -> None:
-        """The first `count` requests, of one row each."""
+        """Attend the first `count` requests, of one row each."""
         import aiter
 
         query, meta = call.query[:count], call.meta
@@ -75,7 +75,7 @@ class AiterFlashAttentionImpl(PagedAttentionImpl, backend=AiterFlashAttentionBac
         call.output[:count] = torch.where((lens > 0)[:, None, None], out, 0)
 
     def _prefill(self, call: PagedCall, first: int) -> None:
-        """Requests `first` and later; those before have one row each."""
+        """Attend requests `first` and later; those before have one row each."""
         import aiter
 
         meta, rows = call.meta, slice(first, call.meta.num_actual_tokens)

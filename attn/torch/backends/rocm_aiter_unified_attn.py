@@ -1,8 +1,8 @@
 """ROCM_AITER_UNIFIED_ATTN: AITER's Triton kernel for mixed batches, tuned by AMD for CDNA 3 and 4.
 
-Causal attention over pages of a multiple of 16, with windows, ALiBi and sinks. Two things that it takes are refused here:
-its soft cap computes exp(s / cap) / exp(-s / cap), which is NaN above |s / cap| = 88, and its fp8 caches are e4m3fnuz on
-MI300, another format than this library's. It returns no log-sum-exp. Interface of ROCm/aiter at e4048607.
+Causal attention over pages of a multiple of 16, with windows, ALiBi and sinks. This adapter rejects two features that the
+kernel has: its soft cap computes exp(s / cap) / exp(-s / cap), which is NaN above |s / cap| = 88, and its fp8 caches are
+e4m3fnuz on MI300, unlike this library's. It returns no log-sum-exp. Interface of ROCm/aiter at e4048607.
 """
 
 from attn.capabilities import Capabilities, Feature, MultipleOf

@@ -1,12 +1,12 @@
-"""XFORMERS: memory-efficient attention by whichever operator of xformers serves, the one vendor's kernel before Ampere.
+"""XFORMERS: memory-efficient attention by the operators of xformers, the only vendor's kernels for GPUs before Ampere.
 
-Only its split-K operator reads a paged cache by itself, in Triton: full causal decodes over pages of a multiple of 64
-take it. Everything else has its keys gathered and a block-diagonal mask over them, for which xformers picks
-FlashAttention or CUTLASS. A window's keys are gathered from where the first row's window begins, in decode too: the paged
-masks know no window but a start, and below it multiply what a page still holds by 0 (vllm#23969 applied none).
-What differs ends here: masks are planned from host lengths, once for a batch and all layers of one rule; rows without a
-key must not be asked for; the log-sum-exp is packed or, from CUTLASS, padded. There is no soft cap, and no ALiBi but as
-a bias of every score. Interface of facebookresearch/xformers 0.0.35.
+Only the split-K operator, written in Triton, reads a paged cache directly; full causal decodes over pages of a multiple of 64
+use it. For everything else the keys are gathered under a block-diagonal mask, and xformers picks FlashAttention or CUTLASS.
+With a window, keys are gathered from the start of the first row's window, in decode too: the paged masks support no window
+except a start, and multiply the page's contents before it by 0 (vllm#23969 applied none).
+Differences that this adapter handles: masks are planned from host lengths, once per batch for all layers with equal rules;
+rows without a key must be left out; the log-sum-exp is packed or, from CUTLASS, padded. xformers has no soft cap, and ALiBi
+only as a bias of every score. Interface of facebookresearch/xformers 0.0.35.
 """
 
 import functools
@@ -36,7 +36,10 @@ _NEEDS = (
 
 
 class Rule(NamedTuple):
-    """What a plan depends on beside the batch. `paged`: whether split-K may read the pages; `own`: keys are the call's."""
+    """What a plan depends on apart from the batch.
+
+    paged: whether split-K may read the pages. own: whether the keys are those of the call, not of the cache.
+    """
 
     causal: bool
     left: int | None
@@ -46,7 +49,7 @@ class Rule(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """Some requests, for one call: their rows, how many each has, the slots of their keys (None: all), mask and operator."""
+    """The requests of one kernel call: their rows, row counts, key slots (None: all), mask and operator."""
 
     rows: torch.Tensor | slice
     counts: list[int]
@@ -57,12 +60,12 @@ class Part:
 
 @dataclass
 class XFormersMetadata(PagedAttentionMetadata):
-    """The batch, and the plans made for it so far."""
+    """The batch and its plans so far."""
 
     plans: dict[Rule, list[Part]] = field(default_factory=dict)
 
     def planned(self, rule: Rule) -> list[Part]:
-        """The parts of the batch under a rule, planned now if need be. A row without a key is in none."""
+        """Return the parts of the batch under a rule, planned if the rule is new. No part has a row without a key."""
         if rule not in self.plans:
             self.plans[rule] = list(self._plan(rule))
         return self.plans[rule]
@@ -146,16 +149,16 @@ class XFormersImpl(PagedAttentionImpl, backend=XFormersAttentionBackend):
         self._compute(call, call.key[:rows], call.value[:rows], Rule(call.causal, None, paged=False, own=True))
 
     def _compute(self, call: PagedCall | RaggedCall, keys: torch.Tensor, values: torch.Tensor, rule: Rule) -> None:
-        """Attend keys, values [.., K, D], a token a row."""
+        """Attend keys, values [.., K, D], one token per row."""
         query, meta = call.query, call.meta
         assert isinstance(meta, XFormersMetadata)
         rows, groups = meta.num_actual_tokens, (self.num_kv_heads, self.num_heads // self.num_kv_heads)
         out = torch.empty_like(query[:rows])
         log = torch.full((self.num_heads, rows), -torch.inf, dtype=torch.float32, device=query.device)
         for part in meta.planned(rule):
-            held = [x if part.slots is None else x.index_select(0, part.slots) for x in (keys, values)]
-            # [1, tokens, K, heads of a group, D], the keys' fourth stride 0
-            wide = [x[None, :, :, None].expand(-1, -1, -1, groups[1], -1) for x in held]
+            gathered = [x if part.slots is None else x.index_select(0, part.slots) for x in (keys, values)]
+            # [1, tokens, K, heads per group, D] with a stride of 0 over the heads of a group
+            wide = [x[None, :, :, None].expand(-1, -1, -1, groups[1], -1) for x in gathered]
             result, state = _fmha().memory_efficient_attention_forward_requires_grad(
                 query[part.rows].unflatten(1, groups)[None], *wide, attn_bias=part.mask, scale=self.scale, op=part.op
             )
@@ -164,7 +167,7 @@ class XFormersImpl(PagedAttentionImpl, backend=XFormersAttentionBackend):
 
 
 def _packed(log: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """[H, T] of a log-sum-exp that is so already, [1, H, T and more], or padded for each request, [R, H, longest and more]."""
+    """Return [H, T] of a log-sum-exp that is packed, [1, H, T or more], or padded per request, [R, H, longest or more]."""
     counts = [sum(counts)] if log.shape[0] == 1 else counts
     return torch.cat([own[:, :n] for own, n in zip(log, counts, strict=True)], 1)
 
@@ -176,26 +179,26 @@ def _fmha() -> Any:
 
 
 def _reads_pages(head_size: int, block_size: int | None, arch: str) -> bool:
-    """Whether the split-K operator serves: it computes in blocks of 64 keys, and smaller pages silently wrong."""
+    """Whether split-K serves: it computes in blocks of 64 keys, and its results for smaller pages are silently wrong."""
     right = block_size is not None and block_size % 64 == 0 and head_size in (16, 32, 64, 128, 256, 512)
     return right and (not arch or arch_matches(arch, "sm_80+")) and _has_block_pointers()
 
 
 @functools.cache
 def _has_block_pointers() -> bool:
-    """Whether Triton still has what split-K's kernel is written with: 3.9 took it away."""
+    """Whether Triton has block pointers, which split-K's kernel uses; 3.9 removed them."""
     return installed("triton") and hasattr(resolve_obj_by_qualname("triton.language"), "make_block_ptr")
 
 
 def _lacking(on_gpu: bool) -> tuple[str, ...]:
-    """What the installed xformers does not have; nothing is said, and nothing imported, where there is none."""
-    return _asked(on_gpu) if installed("xformers") and not assumed("xformers") else ()
+    """Return what the installed xformers lacks; empty, without an import, if it is not installed."""
+    return _installed_lacks(on_gpu) if installed("xformers") and not assumed("xformers") else ()
 
 
 @functools.cache
-def _asked(on_gpu: bool) -> tuple[str, ...]:
-    who = " ".join(filter(None, ("xformers", version_of("xformers"))))
-    why = lacking(who, _fmha(), _NEEDS)
-    # without its extension it refuses every operator on a GPU, those that it takes from torch and Triton included
+def _installed_lacks(on_gpu: bool) -> tuple[str, ...]:
+    package = " ".join(filter(None, ("xformers", version_of("xformers"))))
+    why = lacking(package, _fmha(), _NEEDS)
+    # without its extension xformers rejects every operator on a GPU, including those from torch and Triton
     broken = getattr(sys.modules.get("xformers._cpp_lib"), "_cpp_library_load_exception", None)
-    return (*why, f"{who} did not load its extension: {broken.__cause__ or broken}") if on_gpu and broken else why
+    return (*why, f"{package} did not load its extension: {broken.__cause__ or broken}") if on_gpu and broken else why

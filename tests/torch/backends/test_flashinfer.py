@@ -228,7 +228,7 @@ def test_a_captured_graph_is_left_alone_by_batches_of_another_shape() -> None:
 @pytest.mark.parametrize("query_lens", [[1, 1, 2], [1, 0], []])
 def test_a_graph_is_captured_for_decodes_alone(query_lens: list[int]) -> None:
     builder = FlashInferMetadataBuilder(SPEC)
-    with pytest.raises(UnsupportedError, match="a graph is captured for decodes"):
+    with pytest.raises(UnsupportedError, match="can be captured for decodes only"):
         builder.build_for_cudagraph_capture(_batch(query_lens, [20] * len(query_lens)))
 
 
@@ -247,7 +247,7 @@ def test_nothing_is_planned_within_a_capture(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_graph_of_decodes_holds_no_encoder_and_no_more_pages_than_it_was_captured_for() -> None:
     builder = FlashInferMetadataBuilder(SPEC)
     captured = builder.build_for_cudagraph_capture(_decodes([5, 9], [[0], [1]]))
-    with pytest.raises(UnsupportedError, match="holds no ragged attention"):
+    with pytest.raises(UnsupportedError, match="cannot contain ragged attention"):
         captured.planned(_group("ragged"))
     with pytest.raises(MetadataError, match="3 pages: must be at most 2 pages"):
         builder.build(0, _decodes([5, 20], [[0], [1, 2]]))

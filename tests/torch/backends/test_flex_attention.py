@@ -176,9 +176,9 @@ def test_incident_22_a_page_handed_out_anew_behind_a_window() -> None:
 
 
 def test_a_page_named_twice_where_both_are_seen_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"block_table\[1\] names block 3 twice"):
+    with pytest.raises(UnsupportedError, match=r"block_table\[1\] lists block 3 twice"):
         _metadata([1, 1], [20, 40], tables=[[3, 4], [3, 5, 3]])
-    with pytest.raises(UnsupportedError, match=r"block_table\[0\] names block 5 twice"):
+    with pytest.raises(UnsupportedError, match=r"block_table\[0\] lists block 5 twice"):
         _metadata([2], [60], tables=[[5, 3, 7, 5]], sliding_window=48)
 
 
@@ -209,7 +209,7 @@ def test_what_the_machine_lacks_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> 
     request = Request(64, "float32", block_size=16)
     monkeypatch.setattr(shutil, "which", lambda name: None)
     monkeypatch.setattr(flex_attention, "installed", lambda name: False)
-    assert FlexAttentionBackend.why_not(request, CPU) == ["no C++ compiler is installed (g++, or the one that CXX names)"]
+    assert FlexAttentionBackend.why_not(request, CPU) == ["no C++ compiler is installed (g++, or the one set by CXX)"]
     assert FlexAttentionBackend.why_not(request, H200) == ["triton is not installed"]
 
 

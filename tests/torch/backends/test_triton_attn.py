@@ -223,8 +223,8 @@ def test_queries_that_no_program_can_hold_are_refused() -> None:
     """Float32 rows of 256 take 3 KiB each as three tf32 parts; an Ada GPU gives a program 99 KiB, Hopper 227."""
     ada = Device("torch", "cuda", "NVIDIA L4", "sm_89")
     request = Request(256, "float32", num_heads=64, num_kv_heads=1)
-    told = "num_heads=64 for num_kv_heads=1 (supports up to 32 a kv head at head_size=256 in float32 on sm_89)"
-    assert TritonAttentionBackend.why_not(request, ada) == [told]
+    expected = "num_heads=64 for num_kv_heads=1 (supports up to 32 per kv head at head_size=256 in float32 on sm_89)"
+    assert TritonAttentionBackend.why_not(request, ada) == [expected]
     assert TritonAttentionBackend.why_not(request, H200) == []
     assert TritonAttentionBackend.why_not(Request(256, "bfloat16", num_heads=64, num_kv_heads=1), ada) == []
 

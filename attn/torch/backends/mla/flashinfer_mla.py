@@ -12,7 +12,7 @@ import torch
 
 from attn.capabilities import Capabilities, Device, Feature, Request
 from attn.torch import kv_cache as caches
-from attn.torch.backends._flashinfer import lend, plan, workspace
+from attn.torch.backends._flashinfer import plan, workspace, wrapper_for
 from attn.torch.backends._vendor import LN2, arch_of, int32, page_list
 from attn.torch.backends.mla._mla import DecodeCall, MLACommonBackend
 from attn.torch.backends.mla._vendor import UniformMLAImpl, state
@@ -70,7 +70,7 @@ class FlashInferMLAImpl(UniformMLAImpl, backend=FlashInferMLABackend):
         import flashinfer
 
         meta, device = call.meta, call.q.device
-        wrapper = lend(meta, device, "mla", flashinfer.mla.BatchMLAPagedAttentionWrapper)
+        wrapper = wrapper_for(meta, device, "mla", flashinfer.mla.BatchMLAPagedAttentionWrapper)
         starts, lens = meta.host_lens()
         indptr, pages = page_list(meta.block_table, lens, meta.block_size)
         plan(

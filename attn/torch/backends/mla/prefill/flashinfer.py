@@ -10,7 +10,7 @@ import torch
 
 from attn.backends.mla.prefill.abstract import MLAPrefillBackend, PrefillCall
 from attn.capabilities import Capabilities, Feature
-from attn.torch.backends._flashinfer import lend, plan
+from attn.torch.backends._flashinfer import plan, wrapper_for
 from attn.torch.backends._vendor import LN2, arch_of, int32
 
 
@@ -45,7 +45,7 @@ class FlashInferPrefillBackend(MLAPrefillBackend):
         def make(workspace: torch.Tensor) -> Any:
             return flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=kernels)
 
-        wrapper = lend(meta, q.device, ("mla prefill", kernels), make)
+        wrapper = wrapper_for(meta, q.device, ("mla prefill", kernels), make)
         plan(
             wrapper,
             q.device,
