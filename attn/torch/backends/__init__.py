@@ -1,1 +1,1 @@
-"""Backends of the torch wing, one module each."""
+"""The backends for torch, one module each."""

@@ -1,1 +1,1 @@
-"""Multi-head latent attention under torch."""
+"""Multi-head latent attention (MLA) for torch."""

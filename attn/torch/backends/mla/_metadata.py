@@ -1,9 +1,9 @@
-"""The MLA batch under torch: who decodes absorbed, who prefills expanded, and which context goes into which chunk.
+"""MLA metadata for torch: which requests decode absorbed, which prefill expanded, and how their context is chunked.
 
-A request of few new tokens is a *decode*: its queries are absorbed and read latents from the cache. One of many is a
-*prefill*: cheaper with keys and values expanded to heads. The two may lie in any order in the batch; where all decodes come
-first (what a scheduler that reorders sends) both parts are slices, otherwise rows are gathered by index. Lengths are needed
-on the host only for batches that hold a query longer than the threshold.
+A request of few new tokens is a *decode*: its queries are absorbed and attend latents in the cache. A request of many is a
+*prefill*, which is cheaper with keys and values expanded to heads. Decodes and prefills may be in any order in the batch. If
+all decodes come first (as a scheduler that reorders requests sends them), both parts are slices; otherwise rows are gathered
+by index. Lengths are needed on the host only for batches with a query longer than the threshold.
 """
 
 from dataclasses import dataclass, field
@@ -28,11 +28,11 @@ class MLADecodeMetadata:
     """The decode requests of a batch, packed.
 
     rows: their rows in the batch, a slice or int64 [Td]. query_start_loc: [Rd + 1], seq_lens: [Rd], block_table: [Rd, B],
-    int32 on the device; `*_cpu` are NumPy mirrors, None where the caller gave none.
-    limits: [Td] int32 or None: how many of its request's cached keys each row sees, where that is not
-    seq_len - q_len + i + 1 (decode context parallelism: seq_lens and the cache are this rank's share then).
-    query_len: the new tokens of every request, None where they differ or are not known on the host.
-    plans: what a backend keeps for the layers that follow, under a key of its own.
+    int32 on the device; `*_cpu` are NumPy copies on the host, None if the caller passed none.
+    limits: [Td] int32 or None: how many of its request's cached keys each row sees, if not seq_len - q_len + i + 1 (decode
+    context parallelism, where seq_lens and the cache are this rank's share).
+    query_len: the new tokens per request, None if requests differ or the lengths are not on the host.
+    plans: plans that a backend keeps for the following layers, by backend-specific keys.
     """
 
     rows: Rows
@@ -50,7 +50,7 @@ class MLADecodeMetadata:
     plans: dict[Any, Any] = field(default_factory=dict)
 
     def host_lens(self) -> "tuple[IntArray, IntArray]":
-        """(query_start_loc, seq_lens) on the host: the mirrors, or fetched, which waits for the device."""
+        """Return (query_start_loc, seq_lens) on the host; without host copies this waits for the device."""
         if self.query_start_loc_cpu is None or self.seq_lens_cpu is None:
             self.query_start_loc_cpu, self.seq_lens_cpu = self.query_start_loc.cpu().numpy(), self.seq_lens.cpu().numpy()
         return self.query_start_loc_cpu, self.seq_lens_cpu
@@ -65,9 +65,9 @@ class MLADecodeMetadata:
 
 @dataclass
 class ContextPlan:
-    """The context of the prefill requests cut into chunks: what the prefill backend is told, and where the rows lie.
+    """The context of the prefill requests, in chunks: the prefill backend's metadata, and the places of the rows.
 
-    places: (pages [m], offsets [m]) int64 on the device, one pair a chunk.
+    places: (pages [m], offsets [m]) int64 on the device, one pair per chunk.
     """
 
     meta: MLAPrefillMetadata
@@ -78,8 +78,8 @@ class ContextPlan:
 class MLAPrefillBatch:
     """The prefill requests of a batch, packed.
 
-    rows: their live rows in the batch; empty: int64 rows of theirs that come before the sequence (q_len > seq_len) and see
-    nothing, or None; block_table: [Rp, B] on the device; context_lens: [Rp] on the host.
+    rows: their rows in the batch that see a key; empty: int64, their rows before the start of the sequence
+    (q_len > seq_len), which see no key, or None; block_table: [Rp, B] on the device; context_lens: [Rp] on the host.
     """
 
     rows: Rows
@@ -92,19 +92,19 @@ class MLAPrefillBatch:
     _own: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def plan(self, workspace: int) -> ContextPlan:
-        """Chunks of at most `workspace` tokens (but at least one a request), kept for the layers that follow."""
+        """Return chunks of at most `workspace` tokens (but at least one per request), cached for the following layers."""
         if workspace not in self.plans:
             self.plans[workspace] = self._plan(workspace)
         return self.plans[workspace]
 
     def own_places(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where the new tokens' rows lie in the cache, kept for the layers that follow."""
+        """Return the places of the new tokens' rows in the cache, cached for the following layers."""
         if self._own is None:
             self._own = self._places(self.context_lens, self.query_lens)
         return self._own
 
     def _places(self, first: "IntArray", count: "IntArray") -> tuple[torch.Tensor, torch.Tensor]:
-        """(pages [m], offsets [m]) int64 on the device of `count` [Rp] tokens of each request from position `first` on."""
+        """Return (pages [m], offsets [m]) int64 on the device of each request's `count` [Rp] tokens from `first` [Rp] on."""
         device = self.block_table.device
         owner = np.repeat(np.arange(len(count)), count)
         position = _put(np.arange(len(owner)) - (np.cumsum(count) - count)[owner] + first[owner], device)
@@ -114,7 +114,7 @@ class MLAPrefillBatch:
         device, page = self.block_table.device, self.block_size
         context = self.context_lens
         share = max(1, workspace // max(1, int((context > 0).sum())))
-        share = share // page * page or share  # whole pages, where there is room for one
+        share = share // page * page or share  # whole pages, if at least one fits
         chunks, places = [], []
         for low in range(0, int(context.max(initial=0)), share):
             keys = np.clip(context - low, 0, share)
@@ -135,14 +135,14 @@ class MLAPrefillBatch:
 @exportable
 @dataclass
 class MLACommonMetadata(PagedAttentionMetadata):
-    """One batch on the device, and its two parts (None: no such request)."""
+    """One batch on the device, and its decodes and prefills (None: no such request)."""
 
     decode: MLADecodeMetadata | None = None
     prefill: MLAPrefillBatch | None = None
 
 
 class MLACommonMetadataBuilder(PagedAttentionMetadataBuilder):
-    """Splits the batch. `decode_threshold` is the longest query that decodes; None is every query."""
+    """Builder that splits the batch. decode_threshold: the longest query of a decode; None: every request is a decode."""
 
     metadata_cls = MLACommonMetadata
     decode_threshold: int | None = 16
@@ -157,8 +157,10 @@ class MLACommonMetadataBuilder(PagedAttentionMetadataBuilder):
 
     @staticmethod
     def _share_context(batch: MLACommonMetadata, common: CommonAttentionMetadata, local: torch.Tensor) -> None:
-        """Under decode context parallelism every request is a decode: its keys are strided over ranks, and only a row's own
-        count of local keys says what it sees."""
+        """Make every request a decode, for decode context parallelism.
+
+        The keys of a request are strided over ranks, so each row needs its own number of local keys.
+        """
         _, limits = dcp_row_limits(common)
         decode = batch.decode = _decode_all(batch)
         decode.limits = _put(limits, local.device)
@@ -166,7 +168,7 @@ class MLACommonMetadataBuilder(PagedAttentionMetadataBuilder):
 
 
 def _decode_all(batch: MLACommonMetadata) -> MLADecodeMetadata:
-    """The whole batch as decodes, by reference: nothing is fetched, nothing is copied."""
+    """Return the whole batch as decodes, without copying or waiting for the device."""
     starts = batch.query_start_loc_cpu
     tokens = batch.num_actual_tokens if starts is None else int(starts[-1])
     assert batch.block_size is not None
@@ -212,7 +214,7 @@ def _split(batch: MLACommonMetadata, threshold: int) -> None:
         )
     if not len(prefills):
         return
-    skipped = np.maximum(q_lens - lens, 0)[prefills]  # rows before the sequence
+    skipped = np.maximum(q_lens - lens, 0)[prefills]  # rows before the start of the sequence
     tokens = _tokens(starts, prefills, skipped)
     first = int(starts[prefills[0]])
     whole = ordered and not skipped.any()
@@ -228,7 +230,7 @@ def _split(batch: MLACommonMetadata, threshold: int) -> None:
 
 
 def _tokens(starts: "IntArray", requests: "IntArray", skipped: "IntArray | None" = None) -> "IntArray":
-    """The rows of some requests, without the first `skipped` of each."""
+    """Return the rows of the given requests, without the first `skipped` of each."""
     first = starts[requests] if skipped is None else starts[requests] + skipped
     return np.concatenate([np.arange(a, b) for a, b in zip(first, starts[requests + 1], strict=True)]).astype(np.int64)
 

@@ -1,12 +1,12 @@
-"""The template of every MLA backend under torch: cache write, absorbed decode, expanded prefill, one hook.
+"""Base classes of the MLA backends for torch: cache write, absorbed decode, expanded prefill, one hook.
 
-`forward` writes the new rows, then answers the batch's two parts. Decodes are absorbed (docs/semantics.md §9): W_UK moves onto
-the query, so that every head attends the cached latent itself, and W_UV onto the result; what a backend adds is `_decode`.
-Prefills expand the latent to heads and go to an MLA prefill backend of their own choice, the context in chunks of bounded
-size, merged by log-sum-exp. Every key that is attended is what the cache holds once it is written, the new tokens' own
-included: results depend neither on how a prompt is cut into chunks nor on which form answered.
+`forward` writes the new rows, then attends the two parts of the batch. Decodes are absorbed (docs/semantics.md §9): W_UK is
+applied to the query, so that every head attends the cached latent itself, and W_UV to the result. A subclass implements
+`_decode`. Prefills expand the latent to heads and use an MLA prefill backend, which is chosen separately; the context is
+processed in chunks of bounded size, merged by log-sum-exp. All keys, including those of new tokens, are attended as the cache
+stores them. So results depend neither on how a prompt is split into chunks nor on whether it is absorbed or expanded.
 
-Weights are absorbed once, by `process_weights_after_loading` or the first call; after loading other weights call it again.
+Weights are absorbed once, by `process_weights_after_loading` or the first call; after loading other weights, call it again.
 """
 
 import copy
@@ -40,11 +40,11 @@ _WORKSPACE = 512 << 20
 
 
 class DecodeCall(NamedTuple):
-    """What `_decode` is asked for: absorbed attention over the cache, which holds the new rows already.
+    """The arguments of `_decode`: absorbed attention over the cache, which already holds the new rows.
 
-    layer: its `_k_scale` is that of an fp8 cache. q: [Td, H, L + Dr] in the activations' dtype, contiguous: q[..., :L] is
+    layer: provides `_k_scale` of an fp8 cache. q: [Td, H, L + Dr] in the activations' dtype, contiguous: q[..., :L] is
     absorbed, q[..., L:] rotary. kv_cache: [N, P, width]. meta: the batch's decodes; row i of a request sees its first
-    seq_len - q_len + i + 1 keys, or as many as `meta.limits` says.
+    seq_len - q_len + i + 1 keys, or the number given by `meta.limits`.
     """
 
     layer: AttentionLayer
@@ -54,7 +54,7 @@ class DecodeCall(NamedTuple):
 
 
 class MLACommonBackend(MLABackend):
-    """What MLA backends share: metadata and builder."""
+    """Base of MLA backends: the default metadata and builder."""
 
     metadata_cls = MLACommonMetadata
     builder_cls = MLACommonMetadataBuilder
@@ -62,7 +62,7 @@ class MLACommonBackend(MLABackend):
 
 
 class MLACommonImpl(MLAImpl[MLACommonMetadata]):
-    """The template. A subclass names its backend and writes `_decode`."""
+    """Base of MLA implementations. A subclass names its backend and implements `_decode`."""
 
     framework = "torch"
     traceable = False
@@ -70,11 +70,14 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
     _prefill: MLAPrefillBackend
 
     def process_weights_after_loading(self, act_dtype: Any) -> None:
-        """Absorb `kv_b_proj` for activations of `act_dtype`: copies [H, Dn, L] and [H, L, Dv], contiguous, and the whole
-        [L, H * (Dn + Dv)] for prefills (the weight itself where its dtype is `act_dtype`). Picks the prefill backend."""
+        """Absorb `kv_b_proj` for activations of `act_dtype`, and choose the prefill backend.
+
+        Keeps contiguous copies [H, Dn, L] and [H, L, Dv], and [L, H * (Dn + Dv)] for prefills (the weight itself if its dtype
+        is `act_dtype`).
+        """
         up = self.up_projection()
         if not isinstance(up, torch.Tensor):
-            raise TypeError(f"{self.backend.get_name()}: kv_b_proj holds a {type(up).__name__}: must be torch tensors")
+            raise TypeError(f"{self.backend.get_name()}: kv_b_proj holds a {type(up).__name__}: must hold torch tensors")
         up = up.detach().to(act_dtype)
         self._w_up = up.reshape(self.kv_lora_rank, -1)
         self._w_uk_t = up[..., : self.qk_nope_head_dim].permute(1, 2, 0).contiguous()
@@ -107,13 +110,13 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> Any:
-        """MLA of one layer over one batch.
+        """Compute the MLA of one layer over one batch.
 
         hidden_states_or_cq: the queries [T, H, Dn + Dr] (or [T, H * (Dn + Dr)]), projected and rotated; kv_c_normed:
-        [T, L]; k_pe: [T, Dr] or [T, 1, Dr], rotated; both None where the tokens are cached already; kv_cache: as
-        `get_kv_cache_shape`, written in place; output: [T, H, Dv] or [T, H * Dv] to fill, or None. Returns the output; where
-        `need_to_return_lse_for_decode` is set, (output, lse [H, T] float32, or float64 for float64, natural log). Rows at or
-        past `num_actual_tokens` are left alone; metadata None is a profiling run.
+        [T, L]; k_pe: [T, Dr] or [T, 1, Dr], rotated; both None if the tokens are already cached; kv_cache: as
+        `get_kv_cache_shape`, written in place; output: [T, H, Dv] or [T, H * Dv] to fill, or None. Returns the output, or,
+        if `need_to_return_lse_for_decode` is set, (output, lse [H, T] float32, or float64 for float64, natural log). Rows
+        from `num_actual_tokens` on are left unchanged; metadata None is a profiling run.
         """
         name = self.backend.get_name()
         if output_scale is not None or output_block_scale is not None:
@@ -155,8 +158,10 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
     # --- decode ------------------------------------------------------------------------------------------------------
 
     def _decode(self, call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """(out [Td, H, L], lse [H, Td] float32, natural); a row without keys is 0 and -inf. The lse may be None unless
-        `need_to_return_lse_for_decode`."""
+        """Return (out [Td, H, L], lse [H, Td] float32, natural log); a row without keys is 0 and -inf.
+
+        The lse may be None unless `need_to_return_lse_for_decode` is set.
+        """
         raise NotImplementedError
 
     def _run_decode(self, call: DecodeCall, out: torch.Tensor, lse: torch.Tensor | None) -> None:
@@ -173,12 +178,12 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
             lse[:, rows] = log
 
     def _absorb(self, query: torch.Tensor) -> torch.Tensor:
-        """[q_nope W_UK^T | q_pe] of queries [T, H, Dn + Dr]: [T, H, L + Dr], contiguous."""
+        """Return [q_nope W_UK^T | q_pe], [T, H, L + Dr] contiguous, of queries [T, H, Dn + Dr]."""
         nope = self.qk_nope_head_dim
         absorbed = query.new_empty(*query.shape[:2], self.head_size)
         torch.bmm(
             query[..., :nope].transpose(0, 1), self._w_uk_t, out=absorbed[..., : self.kv_lora_rank].transpose(0, 1)
-        )  # written where it belongs: no concatenation
+        )  # written in place, without a concatenation
         absorbed[..., self.kv_lora_rank :] = query[..., nope:]
         return absorbed
 
@@ -232,7 +237,7 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
     # --- checks ------------------------------------------------------------------------------------------------------
 
     def with_indices(self, topk_indices: torch.Tensor, query: torch.Tensor) -> Self:
-        """This implementation, absorbed for such queries, with another's choice of keys."""
+        """Return a copy of this implementation, absorbed for such queries, that attends the keys in `topk_indices`."""
         if self._absorbed != (query.dtype, query.device):
             self._absorb_for(query)
         other = copy.copy(self)
@@ -240,14 +245,14 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         return other
 
     def _absorb_for(self, query: torch.Tensor) -> None:
-        """Absorb for this call's dtype and device. Raises `DeviceError` when the weights lie elsewhere."""
+        """Absorb for this call's dtype and device. Raises `DeviceError` if the weights are on another device."""
         self.process_weights_after_loading(query.dtype)
         assert self._absorbed is not None
         if self._absorbed[1] != query.device:
             raise DeviceError(f"{self.backend.get_name()}: kv_b_proj is on {self._absorbed[1]}, query on {query.device}")
 
     def _shaped(self, name: str, tensor: torch.Tensor, want: tuple[int, ...]) -> torch.Tensor:
-        """[T, *want] of a tensor that comes so or with the last dimensions as one."""
+        """Reshape a tensor to [T, *want]; its last dimensions may be flattened to one."""
         if not isinstance(tensor, torch.Tensor):
             check_array(self.backend, name, tensor, "torch")
         flat = 1
@@ -258,7 +263,7 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         return tensor.reshape(tensor.shape[0], *want)
 
     def _new_rows(self, kv_c: torch.Tensor | None, k_pe: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """(kv_c [T, L], k_pe [T, Dr]) of the new tokens, or None where they are cached already."""
+        """Return (kv_c [T, L], k_pe [T, Dr]) of the new tokens, or None if they are already cached."""
         if k_pe is None and kv_c is not None and self.qk_rope_head_dim == 0:
             k_pe = kv_c[..., :0]
         if kv_c is None and k_pe is None:
@@ -270,7 +275,7 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         return kv_c, self._shaped("k_pe", k_pe, (1, self.qk_rope_head_dim))[:, 0]
 
     def _check_output(self, query: torch.Tensor, output: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """The buffer as [T, H, Dv]. Raises for one of another size, dtype or device."""
+        """Return the buffer as [T, H, Dv]. Raises unless its shape, dtype and device match."""
         name = self.backend.get_name()
         if tuple(output.shape) not in (shape, (shape[0], shape[1] * shape[2])):
             raise ShapeError(f"{name}: output has shape {list(output.shape)}: must be {list(shape)}")
@@ -288,7 +293,7 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         kv_cache: torch.Tensor,
         attn_metadata: MLACommonMetadata,
     ) -> None:
-        """The checks that cost nothing: ranks, extents, dtypes and devices, from Python attributes alone."""
+        """Check ranks, shapes, dtypes and devices, without reading tensor values."""
         name, capabilities = self.backend.get_name(), self.backend.capabilities
         assert capabilities is not None
         check_built(self.backend, attn_metadata, MLACommonMetadata)
@@ -309,8 +314,8 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
             if tensor.device != query.device:
                 raise DeviceError(f"{name}: {what} is on {tensor.device}, query on {query.device}")
             if tensor.requires_grad and torch.is_grad_enabled():
-                way_out = "call under torch.no_grad(), or detach"
-                raise UnsupportedError(f"{name}: {what} requires grad: {Feature.BACKWARD.value} not supported ({way_out})")
+                hint = "call under torch.no_grad(), or detach"
+                raise UnsupportedError(f"{name}: {what} requires grad: {Feature.BACKWARD.value} not supported ({hint})")
         self._check_cache(layer, query, kv_cache, attn_metadata.block_size)
 
     def _check_cache(self, layer: AttentionLayer, query: torch.Tensor, kv_cache: torch.Tensor, block_size: int | None) -> None:
@@ -331,7 +336,7 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
 
 
 def _clear(rows: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor | None) -> None:
-    """Rows [n] that see no key: 0 and -inf."""
+    """Set rows [n], which see no key, to 0 and -inf."""
     if rows is not None:
         out[rows] = 0
         if lse is not None:

@@ -1,8 +1,8 @@
-"""Latent cache rows under torch: written in place, read back as floats, in all three formats.
+"""Latent cache rows for torch: encoding and decoding of the three formats.
 
-A row is [kv_c L | k_pe Dr] in the model's dtype, or fp8 codes of it under one scale for the whole row, or the 656 bytes of
-`fp8_ds_mla`: 512 e4m3 codes, one float32 scale a 128 of them (amax / 448), and k_pe in bfloat16, unquantised (the layout of
-FlashMLA's and vLLM's caches). What a packed row holds is bit for bit what `attn.reference.pack_fp8_ds_mla` makes.
+A row is [kv_c L | k_pe Dr] in the model's dtype, or its fp8 codes with one scale for all rows, or the 656 bytes of
+`fp8_ds_mla`: 512 e4m3 codes, one float32 scale per 128 codes (amax / 448), and k_pe in bfloat16, unquantised (the layout of
+FlashMLA's and vLLM's caches). A packed row equals the result of `attn.reference.pack_fp8_ds_mla` bit for bit.
 """
 
 import torch
@@ -16,7 +16,7 @@ _TINY = torch.finfo(torch.float32).tiny
 
 
 def pack(kv_c: torch.Tensor, k_pe: torch.Tensor) -> torch.Tensor:
-    """kv_c [T, 512] and k_pe [T, 64] as `fp8_ds_mla` rows: [T, 656] uint8."""
+    """Encode kv_c [T, 512] and k_pe [T, 64] as `fp8_ds_mla` rows: [T, 656] uint8."""
     tiles = kv_c.float().unflatten(1, (-1, DS_MLA_TILE))
     largest = tiles.abs().amax(-1)
     # divided by a tensor: by a number, a GPU multiplies with its reciprocal, which is another scale now and then
@@ -27,7 +27,7 @@ def pack(kv_c: torch.Tensor, k_pe: torch.Tensor) -> torch.Tensor:
 
 
 def unpack(rows: torch.Tensor) -> torch.Tensor:
-    """`fp8_ds_mla` rows [m, 656] as float32 [m, 576]."""
+    """Decode `fp8_ds_mla` rows [m, 656] to float32 [m, 576]."""
     rows = rows.contiguous()
     assert rows.shape[1] == DS_MLA_BYTES
     codes = rows[:, :DS_MLA_LATENT].view(torch.float8_e4m3fn).float().unflatten(1, (-1, DS_MLA_TILE))
@@ -39,7 +39,7 @@ def unpack(rows: torch.Tensor) -> torch.Tensor:
 def encode(
     kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache_dtype: str, element: torch.dtype, k_scale: torch.Tensor | float
 ) -> torch.Tensor:
-    """kv_c [T, L] and k_pe [T, Dr] as rows of a cache: [T, W] of its element type."""
+    """Encode kv_c [T, L] and k_pe [T, Dr] as cache rows: [T, W] of the cache's element type."""
     if kv_cache_dtype == PACKED:
         return pack(kv_c, k_pe)
     row = torch.cat([kv_c, k_pe], 1)
@@ -47,7 +47,7 @@ def encode(
 
 
 def decode(rows: torch.Tensor, kv_cache_dtype: str, k_scale: torch.Tensor | float) -> torch.Tensor:
-    """Rows [m, W] as they were stored, as numbers [m, L + Dr]: as they are, or float32 where the cache is quantised."""
+    """Decode stored rows [m, W] to [m, L + Dr]: float32 if the cache is quantised, otherwise unchanged."""
     if kv_cache_dtype == PACKED:
         return unpack(rows)
     if not caches.is_quantised(rows.dtype):
@@ -56,7 +56,7 @@ def decode(rows: torch.Tensor, kv_cache_dtype: str, k_scale: torch.Tensor | floa
 
 
 def gather(kv_cache: torch.Tensor, pages: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Rows [m, W] of cache [N, P, W] at pages [m] and offsets [m], as stored."""
+    """Return the rows [m, W] of cache [N, P, W] at pages [m] and offsets [m], as stored."""
     if kv_cache.itemsize != 1:
         return kv_cache[pages, offsets]
     return kv_cache.view(torch.uint8)[pages, offsets].view(kv_cache.dtype)

@@ -1,9 +1,9 @@
-"""What sparse MLA backends share: every row attends the keys that an indexer chose, absorbed, whatever its query's length.
+"""Base classes of the sparse MLA backends: every row attends the keys that an indexer chose, absorbed, at any query length.
 
-`indexer` is any object with `topk_indices`: int32 [>= T, topk] on the queries' device, row t naming positions of keys in its
-own request, -1 (or a position at or past the sequence's end) being none, in any order (DeepSeek Sparse Attention). It is
-read at every call, so that one buffer serves all layers. The indices carry causality. A position that stands in a row twice
-would count twice: ATTN_DEBUG=device looks, and refuses it.
+`indexer` is any object with `topk_indices`: int32 [>= T, topk] on the queries' device. Row t lists positions of keys in its
+own request, in any order; -1, or a position at or past the sequence's end, means no key (DeepSeek Sparse Attention). It is
+read at every call, so one buffer serves all layers. Indices alone decide what a row sees; no causal mask is applied. A
+position listed twice in a row would count twice; ATTN_DEBUG=device checks for this and raises.
 """
 
 import torch
@@ -15,7 +15,7 @@ from attn.torch.backends.mla._mla import DecodeCall, MLACommonBackend, MLACommon
 
 
 class SparseMLABuilder(MLACommonMetadataBuilder):
-    """Every request is a decode."""
+    """Builder that makes every request a decode."""
 
     decode_threshold = None
 
@@ -25,12 +25,15 @@ class SparseMLABackend(MLACommonBackend):
 
 
 class SparseMLAImpl(MLACommonImpl):
-    """The template. A subclass names its backend and writes `_decode`, which asks `_indices` for its rows'."""
+    """Base of sparse MLA implementations. A subclass names its backend and implements `_decode`, using `_indices`."""
 
     can_return_lse_for_decode = True
 
     def _indices(self, call: DecodeCall) -> torch.Tensor:
-        """[Td, topk] int32. Raises `ShapeError`, `DTypeError`, or (under ATTN_DEBUG=device) `MetadataError`."""
+        """Return the indices of the decodes, [Td, topk] int32.
+
+        Raises `ShapeError`, `DTypeError`, or (under ATTN_DEBUG=device) `MetadataError`.
+        """
         name, rows = self.backend.get_name(), call.q.shape[0]
         chosen = getattr(self.indexer, "topk_indices", None)
         if not isinstance(chosen, torch.Tensor):
@@ -39,12 +42,12 @@ class SparseMLAImpl(MLACommonImpl):
             raise DTypeError(f"{name}: indexer.topk_indices has dtype {chosen.dtype}: must be torch.int32")
         if chosen.dim() != 2 or chosen.shape[0] < rows:
             raise ShapeError(f"{name}: indexer.topk_indices has shape {list(chosen.shape)}: must be [{rows} or more, topk]")
-        assert isinstance(call.meta.rows, slice)  # all rows are one part
+        assert isinstance(call.meta.rows, slice)  # all requests are decodes
         own = chosen[call.meta.rows]
         if envs.debug("device"):
             ordered = own.sort(1).values
             twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).nonzero()
             if len(twice):
                 row, at = twice[0].tolist()
-                raise MetadataError("topk_indices", row, int(ordered[row, at]), "named once a row")
+                raise MetadataError("topk_indices", row, int(ordered[row, at]), "listed at most once per row")
         return own

@@ -1,4 +1,4 @@
-"""What the MLA backends on our own Triton kernels share: the call, and what an architecture cannot hold."""
+"""Shared code of the MLA backends that use this package's Triton kernels: the call, and the limits of architectures."""
 
 import torch
 
@@ -10,7 +10,7 @@ from attn.torch.kernels.memory import holds_float32_latents
 
 
 def capabilities(features: frozenset[str]) -> Capabilities:
-    """The record of a backend on these kernels: the latent is held whole in registers, which ends at 512 + 64."""
+    """Return the capabilities of a backend with these kernels, which hold a whole latent in registers: at most 512 + 64."""
     return Capabilities(
         framework="torch",
         platforms=("cuda", "rocm"),
@@ -24,20 +24,20 @@ def capabilities(features: frozenset[str]) -> Capabilities:
 
 
 def device_reasons(request: Request, device: Device | None) -> list[str]:
-    """Why a device cannot serve the request: float32 latents take much shared memory."""
+    """Return why a device cannot serve the request: float32 latents need more shared memory than some devices have."""
     float32 = request.dtype == "float32" and request.kv_cache_dtype in ("auto", "float32")
     if device is None or device.platform != "cuda" or not float32:
         return []
     if holds_float32_latents(device.arch or "sm_", request.head_size):
         return []
-    asked = f"a float32 cache of head_size={request.head_size} on {device.arch or 'an unknown arch'}"
-    return [f"{asked}: its latents exceed the shared memory there"]
+    cache = f"a float32 cache of head_size={request.head_size} on {device.arch or 'an unknown arch'}"
+    return [f"{cache}: its latents exceed the shared memory"]
 
 
 def decode(
     impl: MLACommonImpl, call: DecodeCall, indices: torch.Tensor | None, fixed_split: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(out [Td, H, L], lse [H, Td] or None) of absorbed queries; `indices` [Td, topk] for a sparse backend."""
+    """Return (out [Td, H, L], lse [H, Td] or None) of absorbed queries; `indices` [Td, topk] for a sparse backend."""
     from attn.torch.kernels.mla_decode import mla_decode
 
     q, meta = call.q, call.meta
@@ -50,7 +50,7 @@ def decode(
     if caches.is_quantised(call.kv_cache.dtype) and not packed:
         scale = call.layer._k_scale
         if not isinstance(scale, torch.Tensor) or scale.device.type == "cpu":
-            k_factor = float(scale)  # the host knows it: it costs the kernel nothing
+            k_factor = float(scale)  # known on the host, so it costs the kernel nothing
         else:
             k_scale = scale.detach().to(q.device, torch.float32)
     mla_decode(

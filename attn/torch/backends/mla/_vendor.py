@@ -1,5 +1,7 @@
-"""What adapters of vendors' MLA decode kernels share: batches of one query length, one convention for the answer, and who
-brings FlashMLA."""
+"""Helpers of the adapters for vendors' MLA decode kernels.
+
+Batches split by query length, one convention for results, and the packages that provide FlashMLA.
+"""
 
 import functools
 import importlib
@@ -15,8 +17,8 @@ from attn.torch.backends._vendor import lacking
 from attn.torch.backends.mla._metadata import MLADecodeMetadata, Rows
 from attn.torch.backends.mla._mla import DecodeCall, MLACommonImpl
 
-#: What is looked for -> where the functions are: DeepSeek's package, or the copy of it that vLLM's CUDA wheels carry, which
-#: takes an `out` too.
+#: Module to search for -> module with the functions: DeepSeek's package, or its copy in vLLM's CUDA wheels, which also takes
+#: `out`.
 _FLASH_MLA = {"flash_mla": "flash_mla", "vllm._flashmla_C": "vllm.third_party.flashmla.flash_mla_interface"}
 FLASH_MLA = "|".join(_FLASH_MLA)
 _FLASH_MLA_NEEDS = (
@@ -28,14 +30,17 @@ _FLASH_MLA_NEEDS = (
 
 @functools.cache
 def flash_mla() -> Any:
-    """FlashMLA's functions, from the first package that brings them. Raises `BackendLoadError` for one that is broken."""
+    """Return the module of FlashMLA's functions, from the first package that has it.
+
+    Raises `BackendLoadError` if that package is broken.
+    """
     name = _FLASH_MLA[first_installed(FLASH_MLA) or "flash_mla"]
     with loading(name):
         return importlib.import_module(name)
 
 
 def without_flash_mla() -> list[str]:
-    """Why the installed FlashMLA cannot be used; empty when it can, or when none is installed, which is told elsewhere."""
+    """Return why the installed FlashMLA cannot be used; empty if it can, or if none is installed (reported elsewhere)."""
     found = first_installed(FLASH_MLA)
     if found is None or assumed(found):
         return []
@@ -46,18 +51,18 @@ def without_flash_mla() -> list[str]:
 
 
 def state(out: torch.Tensor, log: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [T, H, L], lse [H, T]) with a row that sees no key, whose lse vendors give as either infinity, as 0 and -inf."""
+    """Return (out [T, H, L], lse [H, T]) with rows that see no key, whose lse is either infinity, set to 0 and -inf."""
     empty = log.isinf()
     return torch.where(empty.T[..., None], 0, out), torch.where(empty, -torch.inf, log)
 
 
 def with_heads(q: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """q [T, H, D] with heads of zeros added, where a kernel knows certain numbers of heads only."""
+    """Pad q [T, H, D] with zero heads to `num_heads`, for kernels that support only certain numbers of heads."""
     return q if q.shape[1] == num_heads else torch.nn.functional.pad(q, (0, 0, 0, num_heads - q.shape[1]))
 
 
 def by_query_len(meta: MLADecodeMetadata) -> Iterator[tuple[int, Rows, Rows]]:
-    """(q_len, requests, rows) for each distinct query length of the batch; where there is but one, slices."""
+    """Yield (q_len, requests, rows) for each distinct query length of the batch; slices if there is only one."""
     if meta.query_len is not None:
         if meta.query_len:
             yield meta.query_len, slice(None), slice(0, meta.num_tokens)
@@ -65,22 +70,25 @@ def by_query_len(meta: MLADecodeMetadata) -> Iterator[tuple[int, Rows, Rows]]:
     starts, _ = meta.host_lens()
     lens = np.diff(starts)
     for length in np.unique(lens[lens > 0]):
-        who = np.flatnonzero(lens == length)
-        rows = (starts[who][:, None] + np.arange(length)).reshape(-1).astype(np.int64)
+        requests = np.flatnonzero(lens == length)
+        rows = (starts[requests][:, None] + np.arange(length)).reshape(-1).astype(np.int64)
         device = meta.seq_lens.device
-        yield int(length), torch.from_numpy(who).to(device), torch.from_numpy(rows).to(device)
+        yield int(length), torch.from_numpy(requests).to(device), torch.from_numpy(rows).to(device)
 
 
 class UniformMLAImpl(MLACommonImpl):
-    """For kernels whose requests all have one query length. A subclass writes `_decode_uniform`."""
+    """Base for kernels that need one query length per call. A subclass implements `_decode_uniform`."""
 
     can_return_lse_for_decode = True
 
     def _decode_uniform(
         self, call: DecodeCall, q: torch.Tensor, lens: torch.Tensor, block_table: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The requests of a call that have n rows each. q: [R, n, H, L + Dr] contiguous; lens: [R], block_table: [R, B] int32.
-        Returns (out [R, n, H, L], lse [R, H, n] natural, an infinity where a row sees no key)."""
+        """Attend the requests of a call that have n rows each.
+
+        q: [R, n, H, L + Dr] contiguous; lens: [R], block_table: [R, B], int32. Returns (out [R, n, H, L], lse [R, H, n]
+        natural log, either infinity for a row that sees no key).
+        """
         raise NotImplementedError
 
     def _decode(self, call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,10 +105,10 @@ class UniformMLAImpl(MLACommonImpl):
         return out, lse
 
     def _plan(self, meta: MLADecodeMetadata, *key: Any) -> Any:
-        """The batch's plan under a key of this backend and its heads, or None."""
+        """Return the batch's plan for this backend, its number of heads and `key`, or None."""
         return meta.plans.get((self.backend.get_name(), self.num_heads, *key))
 
     def _keep(self, meta: MLADecodeMetadata, plan: Any, *key: Any) -> Any:
-        """Keep a plan for the layers that follow."""
+        """Store a plan for the following layers, and return it."""
         meta.plans[self.backend.get_name(), self.num_heads, *key] = plan
         return plan

@@ -1,7 +1,7 @@
-"""CUTLASS_MLA: the CUTLASS decode kernel for datacentre Blackwell that vLLM's extension brings.
+"""CUTLASS_MLA: the CUTLASS decode kernel for datacentre Blackwell from vLLM's extension.
 
-One token a request, 128 heads (fewer are padded with zeros and cut off again), pages of 128, 512 + 64 columns. The kernel
-works in place: output, log-sum-exp (natural, [R, 128]) and a workspace whose size it is asked for. Schema of
+One token per request, 128 heads (fewer are padded with zeros), pages of 128, 512 + 64 columns. The kernel fills the output and
+the log-sum-exp (natural, [R, 128]) that it is passed, and needs a workspace, whose size another function returns. Schema of
 `sm100_cutlass_mla_decode` as in vLLM 0.33's `_custom_ops`.
 """
 

@@ -1,9 +1,9 @@
 """FLASH_ATTN_MLA: FlashAttention with a second query, softmax(q_pe k_pe^T + q_nope c^T) c, for Hopper and Blackwell.
 
-FlashAttention 3 on sm_90, its own package or vLLM's build, and FlashAttention 4 on sm_10x take the rotary part as query and
-key, the latent as value and, through `qv`, as the other key: the two halves of a cache row, by strides. Ragged queries of any
-length decode in one call. Interfaces of Dao-AILab/flash-attention at 0251105a and of vLLM 0.24 to 0.33; the log-sum-exp is
-natural, [H, T] from 3 and [T, H] from 4.
+FlashAttention 3 on sm_90 (its own package or vLLM's build) and FlashAttention 4 on sm_10x take the rotary part as query and
+key, and the latent as value and, with `qv`, as the second key. Both are strided views of a cache row. One call decodes ragged
+queries of any length. Interfaces of Dao-AILab/flash-attention at 0251105a and of vLLM 0.24 to 0.33. The log-sum-exp is
+natural, [H, T] in version 3 and [T, H] in version 4.
 """
 
 import functools
@@ -25,7 +25,7 @@ State = tuple[torch.Tensor, torch.Tensor]  #: out [T, H, L], lse [H, T]
 
 
 class _Halves(NamedTuple):
-    """A decode as these functions take it. q: [T, H, Dr], k: [N, P, 1, Dr], rotary; qv: [T, H, L], v: [N, P, 1, L], latent."""
+    """The arguments of these functions. q: [T, H, Dr], k: [N, P, 1, Dr], rotary; qv: [T, H, L], v: [N, P, 1, L], latent."""
 
     q: torch.Tensor
     qv: torch.Tensor
@@ -88,7 +88,7 @@ def _fa4(module: Any, call: _Halves) -> State:
     return out, lse.T
 
 
-#: provider -> (its architectures, the function and the arguments that it must have, the call), the best first
+#: provider -> (its architecture, the function and the arguments that it must have, the call), in order of preference
 _SERVES: dict[str, tuple[str, tuple[str, tuple[str, ...]], Callable[..., State]]] = {
     "FlashAttention 3": ("sm_90", ("flash_attn_with_kvcache", ("qv", "page_table", "cu_seqlens_q")), _fa3),
     "vLLM's FlashAttention 3": ("sm_90", ("flash_attn_varlen_func", ("q_v", "seqused_k", "block_table", "fa_version")), _vllm),
@@ -97,13 +97,13 @@ _SERVES: dict[str, tuple[str, tuple[str, tuple[str, ...]], Callable[..., State]]
 
 
 def _for(arch: str) -> list[providers.Provider]:
-    """The providers for an architecture (all, when it is not known), installed or not, the best first."""
+    """Return the providers for an architecture (all, if it is unknown), installed or not, in order of preference."""
     named = {provider.name: provider for provider in providers.PROVIDERS}
     return [named[name] for name, (own, *_) in _SERVES.items() if name in named and (not arch or arch.startswith(own))]
 
 
 def _why_not(provider: providers.Provider) -> tuple[str, ...]:
-    """Why an installed provider cannot be used; empty when it can."""
+    """Return why an installed provider cannot be used; empty if it can."""
     if assumed(provider.module):
         return ()
     try:
@@ -114,7 +114,7 @@ def _why_not(provider: providers.Provider) -> tuple[str, ...]:
 
 @functools.cache
 def _chosen(arch: str) -> providers.Provider:
-    """The best provider that can be used, kept for the process; why_not has seen to it that there is one."""
+    """Return the best usable provider, cached for the process; `why_not` has checked that there is one."""
     return next(provider for provider in _for(arch) if provider.present() and not _why_not(provider))
 
 
@@ -136,12 +136,14 @@ class FlashAttnMLABackend(MLACommonBackend):
         why = super().why_not(request, device)
         if why:
             return why
-        wanted = _for(device.arch if device is not None else "")
-        found = [provider for provider in wanted if provider.present()]
+        candidates = _for(device.arch if device is not None else "")
+        found = [provider for provider in candidates if provider.present()]
         if not found:
-            return [" or ".join(f"{provider.name} is not installed (pip install {provider.install})" for provider in wanted)]
+            return [
+                " or ".join(f"{provider.name} is not installed (pip install {provider.install})" for provider in candidates)
+            ]
         reasons = [_why_not(provider) for provider in found]
-        return [] if () in reasons else [reason for told in reasons for reason in told]
+        return [] if () in reasons else [reason for why in reasons for reason in why]
 
 
 class FlashAttnMLAImpl(MLACommonImpl, backend=FlashAttnMLABackend):

@@ -1,9 +1,9 @@
 """FLASHINFER_MLA: TensorRT-LLM's kernels on datacentre Blackwell, FlashInfer's FA2/FA3 templates elsewhere.
 
 On sm_10x `trtllm_batch_decode_with_kv_cache_mla` takes requests of one query length, pages of 32 or 64 and any scale as a
-number. Elsewhere `BatchMLAPagedAttentionWrapper` takes ragged queries and any page; it is planned once a batch, and on
-sm_90 reads e4m3 caches. Both give a base-2 log-sum-exp; TensorRT-LLM's backend is named, since "auto" may take another
-with another base (flashinfer #4485). Interface of flashinfer-ai/flashinfer at fb28d724 (0.7).
+number. Elsewhere `BatchMLAPagedAttentionWrapper` takes ragged queries and any page size; it is planned once per batch, and on
+sm_90 reads e4m3 caches. Both return a base-2 log-sum-exp. TensorRT-LLM's backend is passed explicitly, since "auto" may select
+a backend with another base (flashinfer #4485). Interface of flashinfer-ai/flashinfer at fb28d724 (0.7).
 """
 
 from typing import Any
@@ -57,7 +57,7 @@ class FlashInferMLAImpl(UniformMLAImpl, backend=FlashInferMLABackend):
             return super()._decode(call)
         rank, stored, scales = self.kv_lora_rank, 1.0, {}
         if caches.is_quantised(kv_cache.dtype):
-            # the kernel would multiply rows by its scales in the query's dtype, rounding each number a second time
+            # the kernel would multiply rows by its scales in the query's dtype, which rounds each number a second time
             stored, scales = call.layer._k_scale_float, {"ckv_scale": 1.0, "kpe_scale": 1.0}
         key = (self.scale * stored, q.dtype, kv_cache.dtype)
         wrapper = self._plan(meta, *key) or self._keep(meta, self._planned(call, self.scale * stored), *key)

@@ -1,9 +1,9 @@
-"""FLASHMLA: DeepSeek's MLA decode kernel for Hopper, the one that the model's authors serve with.
+"""FLASHMLA: DeepSeek's MLA decode kernel for Hopper.
 
-A page holds 64 tokens, a row 512 + 64; requests of one query length make a call, whose tile schedule depends on the batch
-alone and is shared by the layers that follow. Interface of the deepseek-ai/FlashMLA repository at 9241ae3e, built from
-there or as vLLM's wheels carry it: dense decode is for sm_90 and bfloat16 or float16 caches; the log-sum-exp is natural,
-+inf for a row that sees no key.
+A page holds 64 tokens, a row 512 + 64. Requests of one query length share a call; its tile schedule depends only on the
+batch, and the following layers reuse it. Interface of the deepseek-ai/FlashMLA repository at 9241ae3e, built from source or
+included in vLLM's wheels. Dense decode needs sm_90 and a bfloat16 or float16 cache. The log-sum-exp is natural, +inf for a row
+that sees no key.
 """
 
 import torch

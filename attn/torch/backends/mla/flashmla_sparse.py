@@ -1,10 +1,10 @@
 """FLASHMLA_SPARSE: DeepSeek's kernels for sparse attention, on Hopper and Blackwell.
 
-A bfloat16 cache is read by the kernel of prefill, which takes any rows of one long list; the 656-byte `fp8_ds_mla` cache by
-that of decode, one token a request. Both want physical slots, lists of a multiple of 128 (shorter ones end in -1), and 64
-or 128 heads (fewer are padded with zeros). The log-sum-exp of both is natural: the repository's README calls the first
-base 2, its kernel and its reference do not; +inf where nothing is attended. Interface of deepseek-ai/FlashMLA at 9241ae3e, as
-a package of its own or within vLLM.
+The prefill kernel reads bfloat16 caches, as one long list of rows; the decode kernel reads 656-byte `fp8_ds_mla` caches, with
+one token per request. Both need physical slots, lists of a multiple of 128 (shorter ones are padded with -1), and 64 or 128
+heads (fewer are padded with zeros). Both log-sum-exps are natural (the repository's README says base 2 for prefill, but its
+kernel and its reference use natural logarithms), and +inf for a row without keys. Interface of deepseek-ai/FlashMLA at
+9241ae3e, as a separate package or within vLLM.
 """
 
 import torch
@@ -16,7 +16,7 @@ from attn.torch.backends.mla._sparse import SparseMLABackend, SparseMLAImpl
 from attn.torch.backends.mla._vendor import FLASH_MLA, flash_mla, state, with_heads, without_flash_mla
 
 _HEADS = (64, 128)
-_LIST = 128  #: lists of keys are a multiple of this
+_LIST = 128  #: lists of keys have a multiple of this length
 _PACKED_PAGE = 64
 
 
@@ -71,7 +71,7 @@ class FlashMLASparseImpl(SparseMLAImpl, backend=FlashMLASparseBackend):
 
 
 def _slots(indices: torch.Tensor, meta: MLADecodeMetadata) -> torch.Tensor:
-    """Positions in each row's own request as slots of the cache, -1 for none, a multiple of `_LIST` of them."""
+    """Convert positions in each row's own request to cache slots, padded with -1 to a multiple of `_LIST` per row."""
     row = torch.arange(len(indices), device=indices.device, dtype=torch.int32)
     request = torch.searchsorted(meta.query_start_loc, row, right=True) - 1
     real = (indices >= 0) & (indices < meta.seq_lens[request][:, None])

@@ -1,8 +1,8 @@
 """ROCM_AITER_MLA: AMD's assembly MLA decode kernels for CDNA 3 and later.
 
-AITER reads the cache token by token (its page is 1), so that the page list names every token's slot, whatever the cache's
-own block size; that list is made once a batch. Its kernels know 16 or 128 heads (others with some query lengths alone):
-fewer are padded with zeros. Interface of ROCm/aiter at e4048607; the log-sum-exp is natural, [T, H].
+AITER reads the cache with pages of one token, so the page list has every token's slot, whatever the cache's block size. That
+list is made once per batch. The kernels support 16 or 128 heads (other numbers only with some query lengths); fewer are padded
+with zeros. Interface of ROCm/aiter at e4048607. The log-sum-exp is natural, [T, H].
 """
 
 import torch
@@ -63,7 +63,7 @@ class AiterMLAImpl(UniformMLAImpl, backend=AiterMLABackend):
 
 
 def _slots(meta: MLADecodeMetadata) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(indptr [R + 1], every token's slot in the cache, the length of each request's last page: 1), on the device."""
+    """Return (indptr [R + 1], every token's slot, the length of each request's last page: 1), on the device."""
     _, lens = meta.host_lens()
     indptr, slots = token_list(meta.block_table, lens, meta.block_size)
     return indptr, slots, torch.ones_like(meta.seq_lens)

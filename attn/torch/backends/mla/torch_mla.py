@@ -1,8 +1,8 @@
-"""TORCH_MLA: multi-head latent attention in plain torch operators, on any device torch has.
+"""TORCH_MLA: multi-head latent attention in plain torch operators, on any device that torch supports.
 
-It is the reference path and the fallback: a request's latents are gathered from its pages once for all heads and attended
-by the written-out maths of `_ragged`, in float32 (float64 for float64), the gathered rows serving as keys and, in their
-first columns, as values. The loop over requests needs their lengths on the host.
+It is the reference implementation and the fallback. A request's latents are gathered from its pages once for all heads, and
+`_ragged.attend` attends them in float32 (float64 for float64). The gathered rows are the keys, and their first columns are the
+values. The loop over requests needs their lengths on the host.
 """
 
 from dataclasses import replace
@@ -51,7 +51,7 @@ class TorchMLAImpl(MLACommonImpl, backend=TorchMLABackend):
         return out, lse
 
     def _attend(self, work: Work, limits: list[int] | None) -> None:
-        """One request's rows: causal, or each over the number of keys that `limits` says."""
+        """Attend one request's rows: causal, or each over its number of keys in `limits`."""
         rules = Rules(scale=self.scale, right=0)
         if limits is None:
             _ragged.attend(work, rules)

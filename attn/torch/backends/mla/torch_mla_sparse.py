@@ -1,7 +1,7 @@
-"""TORCH_MLA_SPARSE: MLA over chosen keys in plain torch operators, on any device torch has.
+"""TORCH_MLA_SPARSE: MLA over chosen keys in plain torch operators, on any device that torch supports.
 
-The reference path: the rows that a few tokens chose are gathered from their pages and attended in float32 (float64 for
-float64). What is not chosen is selected away, never multiplied.
+The reference implementation: the keys chosen for a few tokens at a time are gathered from their pages and attended in float32
+(float64 for float64). Scores of absent keys are replaced by -inf, never multiplied.
 """
 
 import torch
@@ -12,7 +12,7 @@ from attn.torch.backends.mla import _rows
 from attn.torch.backends.mla._mla import DecodeCall
 from attn.torch.backends.mla._sparse import SparseMLABackend, SparseMLAImpl
 
-_GATHERED = 1 << 24  #: numbers of gathered rows held at once: 64 MiB in float32
+_GATHERED = 1 << 24  #: elements of gathered rows in memory at once: 64 MiB in float32
 
 
 class TorchMLASparseBackend(SparseMLABackend):
@@ -49,7 +49,7 @@ class TorchMLASparseImpl(SparseMLAImpl, backend=TorchMLASparseBackend):
                 scores = torch.bmm(q[rows].to(exact), keys.transpose(1, 2)) * self.scale
                 scores = torch.where(real[:, None], scores, -torch.inf)
                 log = scores.logsumexp(-1)
-                log = torch.where(log == torch.inf, torch.nan, log)  # a score of inf has no softmax
+                log = torch.where(log == torch.inf, torch.nan, log)  # the softmax of a score of +inf is undefined
                 weights = torch.where(log[..., None] == -torch.inf, 0, torch.exp(scores - log[..., None]))
                 out[rows] = torch.bmm(weights, keys[..., : self.kv_lora_rank])
                 lse[:, rows] = log.T

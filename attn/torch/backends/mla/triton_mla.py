@@ -1,8 +1,8 @@
-"""TRITON_MLA: multi-head latent attention by our own Triton kernels, on NVIDIA and AMD GPUs.
+"""TRITON_MLA: multi-head latent attention by this package's own Triton kernels, on NVIDIA and AMD GPUs.
 
-One kernel serves every decode (`attn.torch.kernels.mla_decode`): split keys, 16 to 64 (token, head) rows a tile, a tile of
-latents loaded once for scores and values. Nothing waits for the device, so a decode can be captured in a CUDA graph and
-replayed for any batch within the bounds of its metadata. Prefills go to an MLA prefill backend.
+One kernel serves every decode (`attn.torch.kernels.mla_decode`): it splits keys, has 16 to 64 (token, head) rows per tile,
+and loads each tile of latents once for scores and values. Nothing waits for the device, so a decode can be captured in a CUDA
+graph and replayed for any batch within the bounds of its metadata. Prefills use an MLA prefill backend.
 """
 
 from typing import Any
@@ -34,7 +34,7 @@ class TritonMLABackend(MLACommonBackend):
 class TritonMLAImpl(MLACommonImpl, backend=TritonMLABackend):
     can_return_lse_for_decode = True
 
-    #: Keys that one program takes; 0 lets the launch rule choose by the batch.
+    #: Keys per program; 0: the launch rule chooses by the batch.
     fixed_split_size: int = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

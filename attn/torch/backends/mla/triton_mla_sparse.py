@@ -1,7 +1,7 @@
-"""TRITON_MLA_SPARSE: MLA over chosen keys by our own Triton kernel, on NVIDIA and AMD GPUs.
+"""TRITON_MLA_SPARSE: MLA over chosen keys by this package's own Triton kernel, on NVIDIA and AMD GPUs.
 
-The kernel of TRITON_MLA with a tile for each token's heads, reading the rows that the token's indices name instead of the
-sequence's; split over the list of keys like a decode over its sequence.
+The kernel of TRITON_MLA, with one tile per token that holds its heads. It reads the rows that the token's indices list instead
+of the whole sequence, and splits that list as a decode splits its sequence.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ class TritonMLASparseBackend(SparseMLABackend):
 
 
 class TritonMLASparseImpl(SparseMLAImpl, backend=TritonMLASparseBackend):
-    #: Keys of a list that one program takes; 0 lets the launch rule choose by the batch.
+    #: Keys of a list per program; 0: the launch rule chooses by the batch.
     fixed_split_size: int = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

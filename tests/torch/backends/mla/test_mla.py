@@ -252,7 +252,7 @@ def test_weights_of_another_size_or_kind_are_named():
     sequences = Sequences([1], [3])
     with pytest.raises(ShapeError, match="kv_b_proj"):
         sequences.run(implementation(torch.zeros(L, H, 3)))
-    with pytest.raises(TypeError, match="must be torch tensors"):
+    with pytest.raises(TypeError, match="must hold torch tensors"):
         sequences.run(implementation(np.zeros((L, H, DN + DV), np.float32)))
     with pytest.raises(DeviceError, match="kv_b_proj is on meta"):
         sequences.run(implementation(torch.zeros(L, H, DN + DV, device="meta")))
@@ -343,7 +343,7 @@ def test_many_chosen_keys_are_dense_attention(monkeypatch):
     monkeypatch.setenv("ATTN_DEBUG", "device")
     indexer.topk_indices = chosen.clone()
     indexer.topk_indices[5, :2] = 1
-    with pytest.raises(MetadataError, match=r"topk_indices\[5\] = 1: must be named once a row"):
+    with pytest.raises(MetadataError, match=r"topk_indices\[5\] = 1: must be listed at most once per row"):
         sequences.run(impl, None)
     for wrong, error in ((None, DTypeError), (chosen.long(), DTypeError), (chosen[:3], ShapeError)):
         indexer.topk_indices = wrong

@@ -53,7 +53,7 @@ def test_a_float32_cache_needs_an_architecture_whose_shared_memory_holds_it(back
         asked = Request(head_size, "float32", kv_cache_dtype, 64)
         return [why for why in backend.why_not(asked, Device("torch", "cuda", "", arch)) if "float32 cache" in why]
 
-    assert reasons("sm_120") == ["a float32 cache of head_size=576 on sm_120: its latents exceed the shared memory there"]
+    assert reasons("sm_120") == ["a float32 cache of head_size=576 on sm_120: its latents exceed the shared memory"]
     assert all(reasons(arch) for arch in ("sm_86", "sm_89"))
     assert not any(reasons(arch) for arch in ("sm_80", "sm_90", "sm_100"))
     assert not reasons("sm_120", 320) and not reasons("sm_120", 576, "fp8_e5m2")

@@ -1,1 +1,1 @@
-"""MLA prefill under torch: attention of expanded heads."""
+"""MLA prefill for torch: attention with expanded heads."""

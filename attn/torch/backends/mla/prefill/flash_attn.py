@@ -1,7 +1,7 @@
-"""FLASH_ATTN: MLA prefill by whichever FlashAttention is installed and serves 192-wide heads.
+"""FLASH_ATTN: MLA prefill by an installed FlashAttention that supports heads of 192.
 
-FlashAttention 3 takes values of 128 beside keys of 192 as they are; others get them padded with zeros to the keys' width, and
-the padding is cut off the result. The providers are those of the attention backend of the same name.
+FlashAttention 3 takes values of 128 with keys of 192. For other versions the values are padded with zeros to the keys' width,
+and the padding is removed from the result. The providers are those of the attention backend of the same name.
 """
 
 import torch
@@ -52,5 +52,5 @@ class FlashAttnPrefillBackend(MLAPrefillBackend):
 
 
 def _plain(request: Request) -> Request:
-    """The same as a request for ordinary attention of heads as wide as the keys."""
+    """Return the request for ordinary attention with heads as wide as the keys."""
     return Request(request.head_size, request.dtype)

@@ -1,7 +1,7 @@
 """FLASHINFER: MLA prefill by FlashInfer's ragged wrapper, CUTLASS on datacentre Blackwell and the FA3 templates on Hopper.
 
-A plan is made for a batch and a part of it (the new tokens, or a chunk of the context), and shared by the layers that
-follow. The log-sum-exp is base 2, [T, H], with every one of its kernels.
+A plan is made for each part of a batch (the new tokens, or a chunk of the context), and reused by the following layers. The
+log-sum-exp of all its kernels is base 2, [T, H].
 """
 
 from typing import Any

@@ -1,8 +1,8 @@
 """TORCH_SDPA: MLA prefill in plain torch operators, one request at a time, on any device.
 
-On a CPU the kernel beneath `F.scaled_dot_product_attention` does the work, called by its own name because it also returns
-the log-sum-exp; it wants values as wide as keys, so they are padded with zeros. Elsewhere, and where that kernel would not
-be exact (NaN or infinity under its mask), it is the written-out maths of `_ragged`.
+On a CPU it calls the operator that implements `F.scaled_dot_product_attention` directly, because that also returns the
+log-sum-exp; values are padded with zeros to the keys' width, which the operator requires. On other devices, and where that
+operator would not be exact (NaN or infinity in masked keys or values), `_ragged.attend` computes the result.
 """
 
 import torch
@@ -37,7 +37,7 @@ class TorchSDPAPrefillBackend(MLAPrefillBackend):
 
 
 def _by_kernel(work: Work, rules: Rules, causal: bool) -> bool:
-    """The kernel on one request; False where it would not be exact."""
+    """Run the CPU kernel on one request. Returns False if the result would not be exact."""
     wide = work.key.shape[2]
     if work.key.shape[1] == 0 or work.value.shape[2] > wide or (causal and not work.finite()):
         return False

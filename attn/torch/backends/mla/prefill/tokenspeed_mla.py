@@ -1,8 +1,8 @@
 """TOKENSPEED_MLA: the tokenspeed-mla package's CuTe prefill for datacentre Blackwell.
 
-Keys and values must be contiguous: the kernel takes strides from shapes, and a strided view (values that lie beside their
-keys, as the template's do) gives silent garbage. The log-sum-exp is natural, [T, H]; a request without keys gets 0 and
--inf. Interface of tokenspeed-mla 2.0.4; its output is bfloat16 whatever goes in, so that dtype alone is taken.
+Keys and values must be contiguous: the kernel computes strides from shapes, and its result for a strided view (such as the
+values that the base class passes) is silently wrong. The log-sum-exp is natural, [T, H]; a request without keys gets 0 and
+-inf. Interface of tokenspeed-mla 2.0.4. Its output is always bfloat16, so only bfloat16 is supported.
 """
 
 import torch

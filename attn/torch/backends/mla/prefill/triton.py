@@ -1,4 +1,4 @@
-"""TRITON: MLA prefill by our own ragged kernel, on NVIDIA and AMD GPUs, for heads of any size up to 256."""
+"""TRITON: MLA prefill by this package's own ragged kernel, on NVIDIA and AMD GPUs, for heads of any size up to 256."""
 
 import torch
 

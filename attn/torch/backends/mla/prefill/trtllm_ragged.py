@@ -1,7 +1,7 @@
-"""TRTLLM_RAGGED: TensorRT-LLM's ragged MLA prefill, by way of FlashInfer, for datacentre Blackwell.
+"""TRTLLM_RAGGED: TensorRT-LLM's ragged MLA prefill, through FlashInfer, for datacentre Blackwell.
 
-It takes no request without keys and waits for the device to look for one unless it is given the lengths on the host, so it
-is. The log-sum-exp is base 2, [T, H]. Interface of flashinfer-ai/flashinfer at fb28d724 (0.7).
+It rejects requests without keys. To check for them it would wait for the device, so the lengths are passed on the host. The
+log-sum-exp is base 2, [T, H]. Interface of flashinfer-ai/flashinfer at fb28d724 (0.7).
 """
 
 import numpy as np
