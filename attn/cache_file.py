@@ -1,6 +1,6 @@
-"""JSON files of measurements, each of one machine: a device, and the versions of the software that ran on it.
+"""JSON files of measurements, each for one device and the versions of the software that ran on it (its owner).
 
-A file with another owner, or a broken one, is ignored, with the reason logged once, and replaced by the next write.
+A file with another owner, or an invalid one, is ignored, with the reason logged once, and replaced by the next write.
 """
 
 import json
@@ -33,9 +33,9 @@ def read(file: Path, owner: Mapping[str, Any], parse: Callable[[Any], T]) -> lis
         differs = [f"{key} {found.get(key)!r}, expected {value!r}" for key, value in owner.items() if found.get(key) != value]
         if not differs:
             return [parse(entry) for entry in found["entries"]]
-        reason = f"it is of another machine ({'; '.join(differs)})"
+        reason = f"it belongs to another machine ({'; '.join(differs)})"
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        reason = f"it is broken ({type(error).__name__}: {error})"
+        reason = f"it is invalid ({type(error).__name__}: {error})"
     logger.warning_once("%s is ignored: %s", file, reason)
     return f"{file} is ignored: {reason}"
 
@@ -43,6 +43,6 @@ def read(file: Path, owner: Mapping[str, Any], parse: Callable[[Any], T]) -> lis
 def write(file: Path, owner: Mapping[str, Any], entries: Sequence[Any]) -> None:
     """Replace a file atomically, so that another process reads either the old one or the new one."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    own = file.with_suffix(f".{os.getpid()}.tmp")
-    own.write_text(json.dumps({**owner, "entries": entries}, indent=1) + "\n", encoding="utf-8")
-    own.replace(file)
+    temporary = file.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_text(json.dumps({**owner, "entries": entries}, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(file)

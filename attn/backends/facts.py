@@ -1,7 +1,7 @@
-"""What a backend class declares as class data, and how its implementation is named to it.
+"""Class attributes that a backend declares, and the link between a backend and its implementation.
 
-An interface's method (`get_name`) returns a datum of the class (`name`), so that an author writes the datum. A class that
-overrides the method instead, as one written for vLLM's interface does, needs no datum.
+A method of the interface (`get_name`) returns a class attribute (`name`), so the author of a backend sets only the attribute. A
+class that overrides the method instead, as one written for vLLM's interface does, does not need the attribute.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def returns(datum: str) -> Callable[[F], F]:
-    """Marks an interface's method as the one that returns the class's `datum`: a complete class has it, or overrides this."""
+    """Mark a method as returning the class attribute `datum`: a complete class sets the attribute or overrides the method."""
 
     def mark(method: F) -> F:
         method.datum = datum  # type: ignore[attr-defined]
@@ -21,8 +21,10 @@ def returns(datum: str) -> Callable[[F], F]:
 
 
 class Implementation:
-    """Base of the implementations. `class MyImpl(Template, backend=MyBackend)` sets `MyImpl.backend` and `MyBackend.impl_cls`;
-    a class that gives no backend (a template, a variant of an implementation) changes neither."""
+    """Base of the implementations. `class MyImpl(Template, backend=MyBackend)` sets `MyImpl.backend` and `MyBackend.impl_cls`.
+
+    A class without `backend` (an abstract base, a variant of an implementation) changes neither.
+    """
 
     backend: ClassVar[Any]
 

@@ -1,12 +1,12 @@
-"""Launches of our Triton kernels measured on the device at hand, kept on disk: off unless ATTN_AUTOTUNE=1.
+"""Autotuning of this package's Triton launches on the current device, cached on disk; off unless ATTN_AUTOTUNE=1.
 
-The launch rules (`attn.torch.kernels.launch`) are the default and the starting point: candidates differ from the rule's
-choice by a factor of two in one of its numbers, and one replaces it only when it is more than 3 % faster. What is tuned is
-found again by rule, architecture and shapes (group, head size, element sizes), never by the batch, so that a sequence's bits
-depend on what is in the file and not on its neighbours. The first batch of such a shape is the one that is timed: let it be
-a typical one. Nothing is timed while a CUDA graph is captured or a call is traced; what is tuned already is used.
+The launch rules (`attn.torch.kernels.launch`) are the default and the starting point. Candidates differ from the rule's choice
+by a factor of two in one number; a candidate replaces it only if it is more than 3 % faster. Tuned launches are stored by rule,
+architecture and shapes (group, head size, element sizes), never by batch, so a sequence's bits depend on the file, not on the
+rest of the batch. The first batch of a shape is timed, so it should be a typical one. Nothing is timed during CUDA graph
+capture or tracing; launches that are already tuned are used.
 
-A file belongs to one device model and to the versions that compiled for it (`attn.cache_file`).
+A file belongs to one device model and the versions of the software that compiled for it (`attn.cache_file`).
 """
 
 from collections.abc import Callable, Iterator
@@ -26,13 +26,13 @@ logger = init_logger(__name__)
 _lock = fork_safe_lock()
 _loaded: set[Path] = set()
 _RULES = {"decode": decode_launch, "prefill": prefill_launch}
-_GAIN = 0.97  #: of the rule's time: what a candidate must stay below
+_GAIN = 0.97  #: a candidate must take less than this fraction of the rule's time
 
 
 def tune(kind: str, shape: tuple[int, int, int, int], run: Callable[[], Any], device: torch.device) -> Launch:
-    """The launch that calls of this shape take from now on: from the file, or measured now by timing `run`.
+    """Return the launch for calls of this shape: from the file, or else measured by timing `run`.
 
-    kind: `decode` or `prefill`; shape: (group, head_size, bytes an element of the query, of the cache), the arguments of the
+    kind: `decode` or `prefill`. shape: (group, head_size, bytes per element of the query, of the cache), the arguments of the
     kind's rule after the architecture.
     """
     rule, name = _RULES[kind], arch()
@@ -72,7 +72,7 @@ def _fastest(key: tuple[Any, ...], by_rule: Launch, run: Callable[[], Any]) -> L
 
 
 def _around(by_rule: Launch, least: int) -> Iterator[Launch]:
-    """The rule's launch with one number halved or doubled (a stage more or less), where that is a launch at all."""
+    """Yield the rule's launch with one number halved or doubled (one stage more or less), if that launch is valid."""
     for field, low, high in (("block_m", max(16, least), 256), ("block_n", 16, 128), ("num_warps", 1, 8)):
         for value in (getattr(by_rule, field) // 2, getattr(by_rule, field) * 2):
             if low <= value <= high:
@@ -83,14 +83,14 @@ def _around(by_rule: Launch, least: int) -> Iterator[Launch]:
 
 
 def _time(run: Callable[[], Any]) -> float:
-    """Median milliseconds of a call, the second-level cache cleared before each."""
+    """Return the median time of a call in milliseconds, with the L2 cache cleared before each."""
     from triton import testing
 
     return float(testing.do_bench(run, warmup=10, rep=40, return_mode="median"))
 
 
 def _unfit() -> tuple[type[Exception], ...]:
-    """What is raised for a launch that the device cannot hold, or that NVIDIA's assembler does not make."""
+    """Return the exceptions raised for a launch that exceeds the device's resources, or that ptxas does not compile."""
     from triton.runtime.errors import OutOfResources, PTXASError
 
     return OutOfResources, PTXASError
@@ -105,7 +105,7 @@ def _device_name(device: torch.device) -> str:
 
 
 def _owner(device: torch.device) -> dict[str, Any]:
-    """What a file must have been written by to count."""
+    """Return the properties that a file must have been written with to be used."""
     import triton
 
     return {"format": 1, "attn": attn.__version__, "triton": triton.__version__, "device": _device_name(device), "arch": arch()}
@@ -116,8 +116,8 @@ def _entry(entry: dict[str, Any]) -> tuple[tuple[Any, ...], Launch]:
     numbers = entry["launch"]
     whole = [*shape, *numbers]
     if kind not in _RULES or name != arch() or len(shape) != 4 or any(type(n) is not int or n < 1 for n in whole):
-        raise ValueError(f"{entry} is no launch")
+        raise ValueError(f"{entry} is not a valid launch")
     launch = Launch(*numbers)
     if any(n & (n - 1) for n in numbers[:3]) or launch.block_m < max(16, shape[0]) or launch.block_n < 16:
-        raise ValueError(f"{entry} is no launch: tiles and warps are powers of two, and hold a group")
+        raise ValueError(f"{entry} is not a valid launch: tiles and warps must be powers of two, and tiles must hold a group")
     return (kind, name, *shape), launch

@@ -1,10 +1,10 @@
-"""`attn.torch.Attention` and `MLAAttention`: attention layers as `nn.Module`s, the backend chosen once, when they are built.
+"""`attn.torch.Attention` and `MLAAttention`: attention layers as `nn.Module`s, which choose their backend at construction.
 
-Both stand in graphs (`torch.compile(fullgraph=True)`, `torch.export`), whatever their backend; see `attn.torch.graphs`.
+Both work in graphs (`torch.compile(fullgraph=True)`, `torch.export`) with any backend; see `attn.torch.graphs`.
 
-Tensor parallelism shards heads: a rank builds a layer of its own heads (num_heads / ranks, num_kv_heads / ranks, its share of
-sinks and slopes) over a cache of its own, and nothing is communicated. With tensors that are local already, as ColwiseParallel
-projections give them, that is all; DTensors, sharded by heads, go through `local_map`, cache and metadata by closure:
+Tensor parallelism shards heads: each rank builds a layer with its own heads (num_heads / ranks, num_kv_heads / ranks, its share
+of sinks and slopes) and its own cache, without communication. Local tensors, such as the outputs of ColwiseParallel projections,
+need nothing else. For DTensors sharded by heads use `local_map`, with the cache and the metadata in the closure:
 
     heads = [Shard(1)]
     attend = local_map(lambda q, k, v: layer(q, k, v, cache, metadata), heads, (heads, heads, heads), device_mesh=mesh)
@@ -26,14 +26,14 @@ _SCALES = ("_q_scale", "_k_scale", "_v_scale", "_prob_scale")
 
 
 class _Module(BaseLayer, nn.Module):
-    """Where a module keeps its scales: buffers that move with it and are never cast."""
+    """Stores the scales as buffers, which move with the module and are never cast."""
 
     @staticmethod
     def _default_dtype() -> torch.dtype:
         return torch.get_default_dtype()
 
     def _device(self) -> torch.device:
-        """Where the module was moved to, else torch's default device."""
+        """The device that the module was moved to, else torch's default device."""
         scale = self._buffers["_k_scale"]
         assert scale is not None
         return scale.device if scale.device.type != "cpu" else torch.get_default_device()
@@ -44,7 +44,7 @@ class _Module(BaseLayer, nn.Module):
             setattr(self, f"{name}_float", float(scale))
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Moves scales with the module but never casts them: `half()` is about activations, not about codes' meaning."""
+        """Move scales with the module without casting them: `half()` applies to activations, not to the scales of a cache."""
         kept = {name: scale for name, scale in self._buffers.items() if name in _SCALES and scale is not None}
         super()._apply(fn, recurse)
         for name, scale in kept.items():
@@ -71,9 +71,9 @@ class Attention(BaseAttention, _Module):
         kv_cache: torch.Tensor | None,
         attn_metadata: Any,
     ) -> Any:
-        """query: [T, H, D] (or [T, H * D]); key, value: [T, K, D], written to `kv_cache`, which changes in place.
+        """Attend. Returns [T, H, D]; see `AttentionImpl.forward`.
 
-        Returns [T, H, D]; see `AttentionImpl.forward`.
+        query: [T, H, D] (or [T, H * D]); key, value: [T, K, D], written to `kv_cache`, which changes in place.
         """
         if torch.compiler.is_compiling() and not self.impl.traceable:
             shape = (self.impl.num_heads, self.impl.head_size)
@@ -91,7 +91,7 @@ class MLAAttention(BaseMLAAttention, _Module):
     impl: "MLACommonImpl"
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Absorb `kv_b_proj` for activations of `act_dtype`: once weights are loaded, and again after loading others."""
+        """Absorb `kv_b_proj` for activations of `act_dtype`. Call it after every loading of weights."""
         self.impl.process_weights_after_loading(act_dtype)
 
     def forward(
@@ -102,10 +102,10 @@ class MLAAttention(BaseMLAAttention, _Module):
         kv_cache: torch.Tensor,
         attn_metadata: Any,
     ) -> Any:
-        """query: [T, H, Dn + Dr], kv_c_normed: [T, L], k_pe: [T, Dr], projected, normed and rotated by the model; the new
-        rows are written to `kv_cache`, which changes in place, unless both are None (the tokens are cached already).
+        """Attend. Returns [T, H, Dv]; see `MLACommonImpl.forward`.
 
-        Returns [T, H, Dv]; see `MLACommonImpl.forward`.
+        query: [T, H, Dn + Dr], kv_c_normed: [T, L], k_pe: [T, Dr], projected, normed and rotated by the model. The new rows
+        are written to `kv_cache`, which changes in place, unless kv_c_normed and k_pe are None (tokens already cached).
         """
         if torch.compiler.is_compiling() and not self.impl.traceable:
             shape = (self.impl.num_heads, self.impl.v_head_dim)
@@ -113,7 +113,7 @@ class MLAAttention(BaseMLAAttention, _Module):
         return self.impl.forward(self, query, kv_c_normed, k_pe, kv_cache, attn_metadata)
 
     def _device(self) -> torch.device:
-        """That of the up-projection's weights: they may have been made on a device, and are not moved by this module."""
+        """The device of the up-projection's weights, which this module does not move."""
         return self.impl.up_projection().device
 
     def _finish(self) -> None:

@@ -1,1 +1,1 @@
-"""Backends of the jax wing, one module each."""
+"""The backends for jax, one module each."""

@@ -1,11 +1,11 @@
-"""The template of every paged backend under jax: checks, cache write, then one hook.
+"""Base classes of the paged backends for jax: checks, the cache write, then one hook.
 
-The truth is a pure function, `apply(query, key, value, kv_cache, attn_metadata) -> (output, kv_cache)`, usable under jit,
-`shard_map` and donation; `forward` has vLLM's signature, which rebinds a cache held in an `nnx.Variable`. What an
-implementation adds is `_attend` (over the paged cache) and, for encoder types, `_attend_ragged` (over this call's keys).
-Checks look at static facts only, so they run once a compilation. Every limit is in the backend's capability record. With
-ATTN_DEBUG=device the values of a batch are checked too, inside the step, when that is functionalised by
-`jax.experimental.checkify`; elsewhere the checks vanish.
+The implementation is a pure function, `apply(query, key, value, kv_cache, attn_metadata) -> (output, kv_cache)`, which works
+under jit, `shard_map` and donation. `forward` has vLLM's signature, and rebinds a cache stored in an `nnx.Variable`. A subclass
+implements `_attend` (over the paged cache) and, for encoder types, `_attend_ragged` (over the keys of the call). The checks
+use only static properties, so they run once per compilation. Every limit is in the backend's capability record. With
+ATTN_DEBUG=device the values of a batch are checked too, inside the step, if `jax.experimental.checkify` functionalises it;
+otherwise these checks do nothing.
 """
 
 import dataclasses
@@ -36,12 +36,12 @@ from attn.jax.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuil
 
 
 class PagedCall(NamedTuple):
-    """What `_attend` is asked for: attention of the batch's rows over the cache.
+    """The arguments of `_attend`: attention of the batch's rows over the cache.
 
-    query: [T, H, D]; key, value: [T, K, D] of the new tokens, for `_write_and_attend` to write first, or None; kv_cache: as
-    `get_kv_cache_shape`; meta: the batch. Rows from its `num_actual_tokens` on are padding. causal: whether rows see no later
-    key (among the tokens of a tree the tree says); the layer's window holds besides. k_scale, v_scale: what a code of a
-    quantised cache is multiplied by, one number or [K].
+    query: [T, H, D]; key, value: [T, K, D] of the new tokens, which `_write_and_attend` writes first, or None; kv_cache: as
+    `get_kv_cache_shape`; meta: the batch. Rows from `meta.num_actual_tokens` on are padding. causal: whether rows see no
+    later key (among the tokens of a tree, the tree decides); the layer's window applies in addition. k_scale, v_scale: the
+    scales of a quantised cache, a scalar or [K].
     """
 
     query: jax.Array
@@ -55,7 +55,7 @@ class PagedCall(NamedTuple):
 
 
 class RaggedCall(NamedTuple):
-    """What `_attend_ragged` is asked for: each request's rows attend its own keys, without a cache (encoder types).
+    """The arguments of `_attend_ragged`: each request's rows attend its own keys, without a cache (encoder types).
 
     query: [T, H, D]; key, value: [T, K, D]; meta: the batch.
     """
@@ -68,19 +68,19 @@ class RaggedCall(NamedTuple):
 
 
 class PagedAttentionBackend(PagedBackend):
-    """What paged backends share: metadata and builder."""
+    """Base of paged backends: the default metadata and builder."""
 
     metadata_cls = PagedAttentionMetadata
     builder_cls = PagedAttentionMetadataBuilder
 
 
 class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
-    """The template. A subclass names its backend and writes `_attend`."""
+    """Base of paged implementations. A subclass names its backend and implements `_attend`."""
 
     framework = "jax"
 
     def is_causal(self, attn_metadata: PagedAttentionMetadata) -> bool:
-        """Whether rows see no later key: as the batch says for decoders; encoders and cross attention see both ways."""
+        """Whether rows see no later key: the batch decides for decoders; encoders and cross attention are never causal."""
         return attn_metadata.causal and self.attn_type == AttentionType.DECODER
 
     @staticmethod
@@ -98,12 +98,12 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         k_scale: Any = 1.0,
         v_scale: Any = 1.0,
     ) -> tuple[Any, Any]:
-        """(output, kv_cache), a pure function of its arguments.
+        """Return (output, kv_cache), without side effects.
 
-        query: [T, H, D] or [T, H * D]; key, value: [T, K, D] likewise, written to `kv_cache` first unless the layer shares
-        another's cache or they are None. All have the T rows of `attn_metadata.slot_mapping` (`attn_metadata.pad`).
-        output: [T, H, D], rows past the batch's own are 0; where `need_to_return_lse_for_decode` is set, (output, lse
-        [H, T] float32, natural log, sinks excluded). `attn_metadata` None is a profiling run: zeros.
+        query: [T, H, D] or [T, H * D]; key, value: [T, K, D] or [T, K * D], written to `kv_cache` first unless they are None
+        or the layer shares another layer's cache. All have the T rows of `attn_metadata.slot_mapping` (`attn_metadata.pad`).
+        output: [T, H, D], 0 in padding rows; if `need_to_return_lse_for_decode` is set, (output, lse [H, T] float32, natural
+        log, sinks excluded). `attn_metadata` None is a profiling run: zeros.
         """
         for what, array in (("query", query), ("key", key), ("value", value)):
             if array is not None:
@@ -142,9 +142,11 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         output_scale: Any = None,
         output_block_scale: Any = None,
     ) -> Any:
-        """`apply` with the signature of vLLM's `forward`: `kv_cache` is an `nnx.Variable` (or whatever gives and takes its
-        array through `[...]`), rebound to the new cache; returns the output. JAX arrays are immutable, so `output` must be
-        None."""
+        """Call `apply` with the signature of vLLM's `forward`, and return the output.
+
+        `kv_cache` is an `nnx.Variable` (or any object whose array is read and replaced by `[...]`), which is rebound to the
+        new cache. JAX arrays are immutable, so `output` must be None.
+        """
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedError(f"{self.backend.get_name()}: {Feature.OUTPUT_SCALE.value} not supported")
         if output is not None:
@@ -163,7 +165,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         return self._write(key.reshape(heads), value.reshape(heads), kv_cache, slot_mapping, layer._k_scale, layer._v_scale)
 
     def _slots(self, attn_metadata: PagedAttentionMetadata) -> jax.Array:
-        """The batch's slots, padding rows left out whatever they hold (under cross attention they are the encoder's)."""
+        """Return the batch's slots, with padding rows set to no slot (in cross attention, the encoder's slots unchanged)."""
         slots = attn_metadata.slot_mapping
         if self.attn_type == AttentionType.ENCODER_DECODER:
             return slots
@@ -172,12 +174,15 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
     def _write(
         self, key: jax.Array, value: jax.Array, kv_cache: jax.Array, slot_mapping: jax.Array, k_scale: Any, v_scale: Any
     ) -> jax.Array:
-        """The cache with key, value [T, K, D] at `slot_mapping` [T]; for a layout of its own a backend overrides this."""
+        """Return the cache with key, value [T, K, D] written at `slot_mapping` [T]; another layout overrides this."""
         return caches.write_pair(key, value, kv_cache, slot_mapping, k_scale, v_scale)
 
     def _check_and_attend(self, call: PagedCall) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-        """`_write_and_attend` after a check of the batch's values. A batch that fails it reads and writes nothing, so that
-        the kernel lives for the caller to look at the error; its output is NaN."""
+        """Check the batch's values, then call `_write_and_attend`.
+
+        A batch that fails the check reads and writes nothing, so that the kernel does not crash before the caller sees the
+        error; its output is NaN.
+        """
         meta = call.meta
         fine = check_ids(meta, *self._extent(call.kv_cache)[:2], debug=True)
         safe = dataclasses.replace(
@@ -190,7 +195,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         return jnp.where(fine, out, jnp.nan), lse, kv_cache
 
     def _write_and_attend(self, call: PagedCall) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-        """(out, lse, kv_cache): the write unless key is None, then `_attend`; a kernel that does both overrides this."""
+        """Write unless key is None, then `_attend`; return (out, lse, kv_cache). A kernel that does both overrides this."""
         kv_cache = call.kv_cache
         if call.key is not None and call.value is not None:
             kv_cache = self._write(call.key, call.value, kv_cache, self._slots(call.meta), call.k_scale, call.v_scale)
@@ -200,16 +205,18 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         return *self._attend(call), kv_cache
 
     def _attend(self, call: PagedCall) -> tuple[jax.Array, jax.Array | None]:
-        """(out [T, H, D], lse [H, T] float32, natural log, or None where it is not needed), from a cache that holds the new
-        tokens already; 0 and -inf in padding rows."""
+        """Return (out [T, H, D], lse [H, T] float32, natural log, or None if not needed); padding rows are 0 and -inf.
+
+        The cache already holds the new tokens.
+        """
         raise NotImplementedError
 
     def _attend_ragged(self, call: RaggedCall) -> tuple[jax.Array, jax.Array | None]:
-        """The same for encoder types, from the call's own keys and values."""
+        """Return the same for encoder types, from the keys and values of the call."""
         raise NotImplementedError
 
     def _check_call(self, query: Any, key: Any, value: Any, kv_cache: Any, attn_metadata: PagedAttentionMetadata) -> None:
-        """The checks of static facts: ranks, extents and dtypes, once a compilation."""
+        """Check static properties (ranks, shapes and dtypes), once per compilation."""
         name, capabilities = self.backend.get_name(), self.backend.capabilities
         assert capabilities is not None
         dtype, rows = dtype_name(query.dtype), attn_metadata.slot_mapping.shape[0]
@@ -232,7 +239,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
             if array.dtype != query.dtype:
                 raise DTypeError(f"{name}: {what} has dtype {array.dtype}, query {query.dtype}: must be equal")
             heads = self.num_heads if what == "query" else self.num_kv_heads
-            # a cross-attention layer's query rows are the decoder's, its slots the encoder's
+            # in cross attention the query rows are the decoder's, the slots the encoder's
             of_slots = what != "query" or self.attn_type != AttentionType.ENCODER_DECODER
             if array.size != array.shape[0] * heads * self.head_size or (of_slots and array.shape[0] != rows):
                 raise ShapeError(
@@ -250,25 +257,26 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         want = self.backend.get_kv_cache_shape(0, 0, self.num_kv_heads, self.head_size, self.kv_cache_dtype)
         if kv_cache.ndim != len(want):
             raise ShapeError(f"{name}: kv_cache has shape {list(kv_cache.shape)}: must have {len(want)} dimensions")
-        block_size, num_blocks, held = self._extent(kv_cache)
+        block_size, num_blocks, heads_by_size = self._extent(kv_cache)
         check_block_size(name, block_size, attn_metadata.block_size)
         want = self.backend.get_kv_cache_shape(num_blocks, block_size, self.num_kv_heads, self.head_size, self.kv_cache_dtype)
         if kv_cache.shape != tuple(want):
-            raise ShapeError(f"{name}: kv_cache holds [K, D] = {held}, the layer has [{self.num_kv_heads}, {self.head_size}]")
+            layer = [self.num_kv_heads, self.head_size]
+            raise ShapeError(f"{name}: kv_cache holds [K, D] = {heads_by_size}, the layer has {layer}")
         check_num_blocks(name, num_blocks, attn_metadata.num_blocks)
         element = caches.element_type(self.kv_cache_dtype, query.dtype)
         if kv_cache.dtype != element:
             raise cache_dtype_error(self, query, kv_cache, element)
 
     def _extent(self, kv_cache: jax.Array) -> tuple[int, int, list[int]]:
-        """(P, N, [K, D]) of a cache in whatever layout."""
-        num_blocks, block_size, *held = jax.eval_shape(self.backend.logical_kv_cache, kv_cache)[0].shape
-        return block_size, num_blocks, held
+        """Return (P, N, [K, D]) of a cache in the backend's layout."""
+        num_blocks, block_size, *heads_by_size = jax.eval_shape(self.backend.logical_kv_cache, kv_cache)[0].shape
+        return block_size, num_blocks, heads_by_size
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _undifferentiable(name: str, arrays: Any) -> Any:
-    """`arrays` as they are, through which no derivative passes: better our words than those of a loop deep in a kernel."""
+    """Return `arrays` unchanged; differentiation raises a clear error here rather than deep inside a kernel."""
     return arrays
 
 

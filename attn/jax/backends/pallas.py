@@ -1,9 +1,9 @@
-"""PALLAS: our Pallas kernels for TPUs: one writes the new tokens and attends all pages in one launch, one is for encoders.
+"""PALLAS: this package's Pallas kernels for TPUs: one writes new tokens and attends all pages, one is for encoders.
 
-They win on TPUs because scores never leave VMEM and keys arrive by DMA while others are computed on; numbers are in
-benchmarks/notes/tpu-paged.md. Cross attention reads the encoder's keys from pages, written once, by a scatter. An encoder's
-requests are the segments of one dense sequence, and a block of keys meets the rows of its own alone. On a CPU the same kernels
-run in TPU interpret mode, thousands of times slower: for tests. On GPUs XLA_ATTN serves.
+They are fast because scores never leave VMEM, and DMA copies keys while earlier ones are processed; measurements are in
+benchmarks/notes/tpu-paged.md. Cross attention reads the encoder's keys from pages, which a scatter writes once. The requests of
+an encoder are segments of one dense sequence, and rows attend only blocks with keys of their segment. On a CPU the same kernels
+run in TPU interpret mode, thousands of times slower, for tests. On GPUs use XLA_ATTN.
 """
 
 from typing import Any
@@ -23,10 +23,10 @@ from attn.jax.kernels.tpu import ragged_paged_attention as kernel
 from attn.jax.kernels.tpu.flash_attention import flash_attention
 from attn.jax.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
 
-#: The widest tree: its edges are the lanes of one register.
+#: The maximum width of a tree: a row of its mask is the lanes of one register.
 MAX_TREE_WIDTH = 128
 
-#: One program for all layers of a shape and of these rules, whatever their other numbers are.
+#: Compiled once per shape and values of the static arguments; layers that differ in other numbers share the program.
 _attend = jax.jit(
     kernel.ragged_paged_attention,
     static_argnames=("max_query_len", "causal", "window", "logits_soft_cap", "return_lse"),
@@ -35,7 +35,7 @@ _attend_segments = jax.jit(flash_attention, static_argnames=("sliding_window", "
 
 
 class PallasMetadataBuilder(PagedAttentionMetadataBuilder):
-    """Also checks that a decoder's slots follow the block table, which is where the kernel writes."""
+    """Builder that also checks that a decoder's slots match the block table, to which the kernel writes."""
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -82,15 +82,17 @@ class PallasAttentionBackend(PagedAttentionBackend):
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
         why = super().why_not(request, device)
         if device is not None and device.platform == "gpu":
-            why.append("its kernels are programs for TPUs, which a CPU interprets for tests; XLA_ATTN serves GPUs")
+            why.append("its kernels are for TPUs (a CPU interprets them, for tests); use XLA_ATTN on GPUs")
         return why
 
     @staticmethod
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """[N, 2, K, P, D]: a page is one DMA. D is padded to a multiple of 128 with zeros, which `logical_kv_cache`
-        shows; heads of 64 are [N, 1, K, P, 128] instead, keys and values side by side."""
+        """[N, 2, K, P, D], so that a page is one DMA; heads of 64 are [N, 1, K, P, 128], keys and values side by side.
+
+        D is padded with zeros to a multiple of 128; `logical_kv_cache` includes the padding.
+        """
         return kernel.cache_shape(num_blocks, block_size, num_kv_heads, head_size)
 
     @staticmethod
@@ -99,7 +101,7 @@ class PallasAttentionBackend(PagedAttentionBackend):
 
 
 class PallasAttentionImpl(PagedAttentionImpl, backend=PallasAttentionBackend):
-    """The kernel's shell. It compiles for the TPU that is here, or for that of the abstract mesh in use (ahead of time)."""
+    """Calls the kernels, compiled for the TPU of this machine or, ahead of time, for that of the current abstract mesh."""
 
     can_return_lse_for_decode = True
 
@@ -118,7 +120,7 @@ class PallasAttentionImpl(PagedAttentionImpl, backend=PallasAttentionBackend):
         slots = self._slots(meta)
         if key is not None and value is not None:
             if self.attn_type == AttentionType.ENCODER_DECODER:
-                # the keys are the encoder's: not the last tokens of their requests, as the kernel takes new ones to be
+                # the kernel assumes that new keys are the last tokens of their requests; the encoder's keys are not
                 kv_cache, key, value = self._write(key, value, kv_cache, slots, k_scale, v_scale), None, None
             else:
                 key, value = (caches.encode(x, kv_cache.dtype, s) for x, s in ((key, k_scale), (value, v_scale)))
@@ -146,9 +148,9 @@ class PallasAttentionImpl(PagedAttentionImpl, backend=PallasAttentionBackend):
 
     def _attend_ragged(self, call: RaggedCall) -> tuple[jax.Array, jax.Array | None]:
         ends, row = call.meta.query_start_loc[1:], jnp.arange(call.query.shape[0])
-        request = jnp.searchsorted(ends, row, side="right")  # in order, so that whole blocks are of few; R in padding rows
+        request = jnp.searchsorted(ends, row, side="right")  # sorted, so a block has few requests; R in padding rows
         live = row < ends[-1]
-        value = jnp.where(live[:, None, None], call.value, 0)  # NaN there would cost a second pass
+        value = jnp.where(live[:, None, None], call.value, 0)  # a NaN in padding would cost a second pass
         out, lse = _attend_segments(
             call.query[None],
             call.key[None],
@@ -168,22 +170,22 @@ class PallasAttentionImpl(PagedAttentionImpl, backend=PallasAttentionBackend):
 def _check_slots(batch: CommonAttentionMetadata, block_size: int) -> None:
     """Raise `MetadataError` unless each request's slots are its block table's, or -1 for its first or last tokens.
 
-    Only what is on the host is looked at.
+    Only arrays on the host are checked.
     """
     slots, starts, lens, table = batch.slot_mapping, batch.query_start_loc_cpu, batch.seq_lens_cpu, batch.block_table
     if starts is None or lens is None or not isinstance(slots, np.ndarray) or not isinstance(table, np.ndarray):
         return
     for r in range(batch.num_reqs):
-        mine = slots[starts[r] : starts[r + 1]]
-        written = np.flatnonzero(mine != PAD_SLOT_ID)
+        passed = slots[starts[r] : starts[r + 1]]
+        written = np.flatnonzero(passed != PAD_SLOT_ID)
         if not written.size:
             continue
-        position = lens[r] - len(mine) + np.arange(len(mine))
-        own = table[r, np.maximum(position, 0) // block_size] * block_size + position % block_size
-        wrong = written[(mine != own)[written]]
+        position = lens[r] - len(passed) + np.arange(len(passed))
+        by_table = table[r, np.maximum(position, 0) // block_size] * block_size + position % block_size
+        wrong = written[(passed != by_table)[written]]
         if wrong.size:
             t = int(wrong[0])
-            raise MetadataError("slot_mapping", int(starts[r]) + t, int(mine[t]), f"{int(own[t])} by block_table, or -1")
+            raise MetadataError("slot_mapping", int(starts[r]) + t, int(passed[t]), f"{int(by_table[t])} by block_table, or -1")
         if len(written) != written[-1] - written[0] + 1:
-            t = int(np.flatnonzero(mine[written[0] :] == PAD_SLOT_ID)[0] + written[0])
+            t = int(np.flatnonzero(passed[written[0] :] == PAD_SLOT_ID)[0] + written[0])
             raise MetadataError("slot_mapping", int(starts[r]) + t, -1, "a slot between two others of its request")

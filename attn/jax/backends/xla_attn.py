@@ -1,9 +1,9 @@
-"""XLA_ATTN: paged attention written in `jax.numpy`, compiled by XLA for whatever it runs on.
+"""XLA_ATTN: paged attention written in `jax.numpy`, compiled by XLA for any device.
 
-It serves every feature on every platform, and is the second opinion that the Pallas kernels are judged by. On CPUs it is
-the fast path too; on GPU and TPU a hand-written kernel wins, since here a chunk's scores travel through memory. XLA on CPUs
-writes float32, float16 and int8 caches in place, but widens and narrows a whole bfloat16 or fp8 one to change a row of it
-(1 ns an element): there, prefer one of the former for a cache of any size.
+It serves every feature on every platform, and the Pallas kernels are tested against it. On CPUs it is also the fastest backend.
+On GPU and TPU a hand-written kernel is faster, because this one stores a chunk's scores in memory. XLA on CPUs writes float32,
+float16 and int8 caches in place, but converts a whole bfloat16 or fp8 cache to a wider dtype and back to change one row (1 ns
+per element). On CPUs, use one of the former dtypes unless the cache is small.
 """
 
 from typing import Any

@@ -50,7 +50,7 @@ def test_it_serves_a_tpu_and_comes_first() -> None:
         (
             Request(128, "bfloat16"),
             Device("jax", "gpu", "H200", "sm_90"),
-            "its kernels are programs for TPUs, which a CPU interprets for tests; XLA_ATTN serves GPUs",
+            "its kernels are for TPUs (a CPU interprets them, for tests); use XLA_ATTN on GPUs",
         ),
         (Request(128, "bfloat16"), Device("jax", "tpu", "TPU v4", "v4"), "arch=v4 (supports v5e, v5p, v6e, v7x)"),
     ],

@@ -1,1 +1,1 @@
-"""Multi-head latent attention under jax."""
+"""Multi-head latent attention (MLA) for jax."""

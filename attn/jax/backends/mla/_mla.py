@@ -1,11 +1,11 @@
-"""The template of every MLA backend under jax: checks, absorption, cache write, then one hook.
+"""Base classes of the MLA backends for jax: checks, absorption, cache write, then one hook.
 
-The truth is a pure function, `apply(q, kv_c_normed, k_pe, kv_cache, attn_metadata, *, w_uk, w_uv) -> (output, kv_cache)`,
-usable under jit, `shard_map` over heads and donation. Weights are arguments, never captured: a model's own leaves, trained,
-sharded or scanned like any other. What an implementation adds is `_decode`, attention over the latent itself with the query
-absorbed. It serves every row, of prompts too, and costs 2 (2 L + Dr) flops a head and pair of row and key; expanding keys
-and values costs 2 (Dn + Dr + Dv), and 2 L (Dn + Dv) a head and key once. So prompts long enough are expanded, which the
-batch's bucket decides, by a member of the MLA prefill registry.
+The implementation is a pure function, `apply(q, kv_c_normed, k_pe, kv_cache, attn_metadata, *, w_uk, w_uv) -> (output,
+kv_cache)`, which works under jit, `shard_map` over heads and donation. Weights are arguments, never captured, so they can be
+trained, sharded or scanned like a model's other parameters. A subclass implements `_decode`, attention over the latent itself
+with the query absorbed. It supports every row, including those of prompts, and costs 2 (2 L + Dr) flops per head and pair of
+row and key. With expanded keys and values a pair costs 2 (Dn + Dr + Dv), plus 2 L (Dn + Dv) once per head and key. So prompts
+that are long enough are expanded and attended by an MLA prefill backend; the batch's bucket decides.
 """
 
 import dataclasses
@@ -36,11 +36,11 @@ WORKSPACE = 4096
 
 
 class DecodeCall(NamedTuple):
-    """What `_decode` is asked for: absorbed attention over the latent cache.
+    """The arguments of `_decode`: absorbed attention over the latent cache.
 
-    q_nope: [T, H, L], absorbed; q_pe: [T, H, Dr]; rows: the new tokens' encoded rows [T, width] for `_write_and_decode` to
-    write first, or None; kv_cache: as `get_kv_cache_shape`; meta: the batch. k_scale: what a code of an fp8 cache is
-    multiplied by. indices: [T, topk] int32, the keys that each row attends, or None (all; a sparse backend's indexer's).
+    q_nope: [T, H, L], absorbed; q_pe: [T, H, Dr]; rows: the new tokens' encoded rows [T, width], which `_write_and_decode`
+    writes first, or None; kv_cache: as `get_kv_cache_shape`; meta: the batch. k_scale: the scale of an fp8 cache.
+    indices: [T, topk] int32, the keys that each row attends; None: all keys, or, in a sparse backend, the indexer's.
     """
 
     q_nope: jax.Array
@@ -58,35 +58,35 @@ class DecodeCall(NamedTuple):
 
 
 def latent_rows(kv_c: jax.Array, k_pe: jax.Array, element: Any, scale: Any = 1.0) -> jax.Array:
-    """kv_c [T, L] and k_pe [T, Dr] as a latent cache of `element` stores them: [T, L + Dr], or [T, 656] uint8."""
+    """Encode kv_c [T, L] and k_pe [T, Dr] for a latent cache of dtype `element`: [T, L + Dr], or [T, 656] uint8."""
     if element == jnp.uint8:
         return xla_mla.pack_fp8_ds_mla(kv_c, k_pe)
     return caches.encode(jnp.concatenate([kv_c, k_pe], axis=-1), element, scale)
 
 
 def write(rows: jax.Array, kv_cache: jax.Array, slot_mapping: jax.Array) -> jax.Array:
-    """The cache [N, P, width] with encoded rows [T, width] at `slot_mapping` [T] (-1: nowhere); one scatter."""
+    """Return the cache [N, P, width] with encoded rows [T, width] written at `slot_mapping` [T] (-1: no write)."""
     flat = kv_cache.reshape(-1, kv_cache.shape[2])
     return flat.at[caches.drop_pads(slot_mapping, flat.shape[0])].set(rows, mode="drop").reshape(kv_cache.shape)
 
 
 def absorb(q_nope: jax.Array, w_uk: jax.Array) -> jax.Array:
-    """q_nope [T, H, Dn] against latents: [T, H, L]."""
+    """Absorb W_UK into q_nope [T, H, Dn]: [T, H, L]."""
     return _product("thd,lhd->thl", q_nope, w_uk)
 
 
 def expand(latents: jax.Array, weights: jax.Array) -> jax.Array:
-    """Latent heads [T, H, L] through the up-projection [L, H, E]: [T, H, E]."""
+    """Apply the up-projection [L, H, E] to latent heads [T, H, L]: [T, H, E]."""
     return _product("thl,lhe->the", latents, weights)
 
 
 def _product(spec: str, x: jax.Array, weights: jax.Array) -> jax.Array:
-    made = jnp.einsum(spec, x, weights, preferred_element_type=jnp.float32, precision=lax.Precision.HIGHEST)
-    return made.astype(x.dtype)
+    product = jnp.einsum(spec, x, weights, preferred_element_type=jnp.float32, precision=lax.Precision.HIGHEST)
+    return product.astype(x.dtype)
 
 
 class MLACommonMetadataBuilder(PagedAttentionMetadataBuilder):
-    """The paged builder; under decode context parallelism each row becomes a request of the keys that it sees here."""
+    """The paged builder; under decode context parallelism each row becomes a request with the keys it sees on this rank."""
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -109,24 +109,26 @@ class MLACommonMetadataBuilder(PagedAttentionMetadataBuilder):
 
 
 class MLACommonBackend(MLABackend):
-    """What MLA backends share: metadata and builder."""
+    """Base of MLA backends: the default metadata and builder."""
 
     metadata_cls = PagedAttentionMetadata
     builder_cls = MLACommonMetadataBuilder
 
 
 class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
-    """The template. A subclass names its backend and writes `_decode`."""
+    """Base of MLA implementations. A subclass names its backend and implements `_decode`."""
 
     framework = "jax"
     can_return_lse_for_decode = True
 
-    #: The dtype of activations that a prefill backend was chosen for, and that backend.
+    #: The activations' dtype for which a prefill backend was chosen, and that backend.
     _prefill: tuple[str, type[MLAPrefillBackend]] | None = None
 
     def process_weights_after_loading(self, act_dtype: Any) -> None:
-        """Chooses the prefill backend for activations of `act_dtype`, kept for every batch; weights are arguments of `apply`.
-        The first batch to need it does this too."""
+        """Choose the prefill backend for activations of `act_dtype`; later batches reuse it.
+
+        The first batch that needs a prefill backend does this too. Weights are not processed: they are arguments of `apply`.
+        """
         dtype = dtype_name(act_dtype)
         chosen = get_mla_prefill_backend(
             self.qk_head_dim, self.v_head_dim, dtype, framework="jax", num_heads=self.num_heads,
@@ -135,7 +137,7 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
         self._prefill = dtype, chosen
 
     def weights(self, kv_b_proj: Any = None) -> tuple[jax.Array, jax.Array]:
-        """(w_uk [L, H, Dn], w_uv [L, H, Dv]) of an up-projection (None: the layer's own): slices, so jit fuses them."""
+        """Return (w_uk [L, H, Dn], w_uv [L, H, Dv]), slices, which jit fuses, of an up-projection (None: the layer's own)."""
         both = jnp.asarray(self.up_projection(kv_b_proj))
         return both[..., : self.qk_nope_head_dim], both[..., self.qk_nope_head_dim :]
 
@@ -152,14 +154,14 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
         k_scale: Any = 1.0,
         indices: Any = None,
     ) -> tuple[Any, jax.Array]:
-        """(output, kv_cache), a pure function of its arguments.
+        """Return (output, kv_cache), without side effects.
 
         q: [T, H, Dn + Dr] or [T, H * (Dn + Dr)], rotary part last; kv_c_normed: [T, L]; k_pe: [T, Dr] or [T, 1, Dr], both
         written to `kv_cache` first unless they are None; all have the T rows of `attn_metadata.slot_mapping`
-        (`attn_metadata.pad`). w_uk: [L, H, Dn]; w_uv: [L, H, Dv]. k_scale: what a code of an fp8 cache is worth.
-        output: [T, H, Dv], rows past the batch's own are 0; where `need_to_return_lse_for_decode` is set, (output, lse
-        [H, T] float32, natural log). `attn_metadata` None is a profiling run: zeros. indices:
-        [T, topk] int32, for sparse backends: positions of keys in the row's own request, in any order, -1 for none.
+        (`attn_metadata.pad`). w_uk: [L, H, Dn]; w_uv: [L, H, Dv]. k_scale: the scale of an fp8 cache. indices: [T, topk]
+        int32, for sparse backends: positions of keys in the row's own request, in any order, -1 for none.
+        output: [T, H, Dv], 0 in padding rows; if `need_to_return_lse_for_decode` is set, (output, lse [H, T] float32, natural
+        log). `attn_metadata` None is a profiling run: zeros.
         """
         for what, array in (("query", q), ("kv_c_normed", kv_c_normed), ("k_pe", k_pe)):
             if array is not None:
@@ -170,7 +172,7 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
         check_built(self.backend, attn_metadata, PagedAttentionMetadata)
         kv_c_normed, k_pe = self._check_call(q, kv_c_normed, k_pe, kv_cache, attn_metadata, indices)
         q = fold_sign(q, self.signed_scale)
-        if not caches.is_quantised(kv_cache.dtype) or kv_cache.dtype == jnp.uint8:  # a packed row brings its own scales
+        if not caches.is_quantised(kv_cache.dtype) or kv_cache.dtype == jnp.uint8:  # packed rows have their own scales
             k_scale = 1.0
         new = None if kv_c_normed is None else latent_rows(kv_c_normed, k_pe, kv_cache.dtype, k_scale)
         q_nope, q_pe = q[..., : self.qk_nope_head_dim], q[..., self.qk_nope_head_dim :]
@@ -192,24 +194,24 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
 
     @property
     def expand_from(self) -> int:
-        """The query length from which expanding costs fewer flops (see the module's text)."""
+        """The shortest query for which expanding costs fewer flops (see the module's docstring)."""
         rank, dims = self.kv_lora_rank, self.qk_nope_head_dim + self.v_head_dim
         saved = 2 * rank + self.qk_rope_head_dim - (self.qk_head_dim + self.v_head_dim)
         return rank * dims // saved + 1 if saved > 0 else 1 << 30
 
     def expands(self, attn_metadata: PagedAttentionMetadata) -> bool:
-        """Whether a batch of this bucket may hold a request that is worth expanding."""
+        """Whether a batch of this bucket may contain a request that is cheaper to expand."""
         return attn_metadata.causal and attn_metadata.max_query_len >= self.expand_from
 
     def _expanded(
         self, call: DecodeCall, q: jax.Array, w_uk: jax.Array, w_uv: jax.Array, long: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """(out [T, H, Dv] float32, lse [H, T]) of the requests that `long` [R] marks, by expanded heads.
+        """Return (out [T, H, Dv] float32, lse [H, T]) of the requests marked by `long` [R], with expanded heads.
 
-        call: its cache holds its rows. q: [T, H, Dn + Dr], as the layer was given it.
+        call: its cache already holds its rows. q: [T, H, Dn + Dr], not absorbed.
 
-        New rows are taken as the cache holds them (a quantised one rounds them), so that an answer does not depend on how a
-        prompt is cut. Context comes a workspace at a time, in as many turns as there is context.
+        New rows are used as the cache stores them (a quantised cache rounds them), so that results do not depend on how a
+        prompt is split. The context is processed in chunks of one workspace.
         """
         assert call.rows is not None
         meta, kv_cache, width, page = call.meta, call.kv_cache, self.head_size, call.kv_cache.shape[1]
@@ -217,13 +219,13 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
             self.process_weights_after_loading(q.dtype)
         assert self._prefill is not None
         prefill = self._prefill[1](q.shape[1], self.qk_head_dim, self.v_head_dim, self.scale)
-        on_host: Any = None  # under jit there is no such mirror
+        on_host: Any = None  # there is no host copy under jit
         batch = MLAPrefillMetadata(meta.query_start_loc, on_host, long.shape[0], meta.max_query_len)
 
         def heads(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
-            """Keys [m, H, Dn + Dr] and values [m, H, Dv] of cache rows [m, width]."""
-            worth = xla_mla.numbers(rows, q.dtype, call.k_scale)[:, :width]
-            latent, rope = worth[:, : self.kv_lora_rank], worth[:, self.kv_lora_rank :]
+            """Return keys [m, H, Dn + Dr] and values [m, H, Dv] of cache rows [m, width]."""
+            decoded = xla_mla.numbers(rows, q.dtype, call.k_scale)[:, :width]
+            latent, rope = decoded[:, : self.kv_lora_rank], decoded[:, self.kv_lora_rank :]
             nope, value = (_product("tl,lhe->the", latent, w) for w in (w_uk, w_uv))
             rope = jnp.broadcast_to(rope[:, None], (*nope.shape[:2], rope.shape[1]))
             return jnp.concatenate([nope, rope], axis=-1), value
@@ -260,9 +262,12 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
         output_scale: Any = None,
         output_block_scale: Any = None,
     ) -> Any:
-        """`apply` with the signature of vLLM's `forward`: `hidden_states_or_cq` is q, weights are `kv_b_proj`'s, and
-        `kv_cache` is an `nnx.Variable` (or whatever gives and takes its array through `[...]`), rebound to the new cache.
-        Returns the output; JAX arrays are immutable, so `output` must be None."""
+        """Call `apply` with the signature of vLLM's `forward`, and return the output.
+
+        `hidden_states_or_cq` is q, and the weights are those of `kv_b_proj`. `kv_cache` is an `nnx.Variable` (or any object
+        whose array is read and replaced by `[...]`), which is rebound to the new cache. JAX arrays are immutable, so `output`
+        must be None.
+        """
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedError(f"{self.backend.get_name()}: {Feature.OUTPUT_SCALE.value} not supported")
         if output is not None:
@@ -279,39 +284,39 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
         return out
 
     def do_kv_cache_update(self, layer: AttentionLayer, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> jax.Array:
-        """The cache with key = kv_c [T, L] and value = k_pe [T, Dr] written."""
+        """Return the cache with key = kv_c [T, L] and value = k_pe [T, Dr] written."""
         rows = latent_rows(key, value.reshape(value.shape[0], -1), kv_cache.dtype, layer._k_scale)
         return self._write(rows, kv_cache, slot_mapping)
 
     def _write(self, rows: jax.Array, kv_cache: jax.Array, slot_mapping: jax.Array) -> jax.Array:
-        """The cache with encoded rows at `slot_mapping`; for a layout of its own a backend overrides this."""
+        """Return the cache with encoded rows written at `slot_mapping`; backends with another layout override this."""
         return write(rows, kv_cache, slot_mapping)
 
     def _slots(self, attn_metadata: PagedAttentionMetadata) -> jax.Array:
-        """The batch's slots, padding rows left out whatever they hold."""
+        """Return the batch's slots, with padding rows set to no slot."""
         slots = attn_metadata.slot_mapping
         return jnp.where(jnp.arange(slots.shape[0]) < attn_metadata.num_actual_tokens, slots, PAD_SLOT_ID)
 
     def _write_and_decode(self, call: DecodeCall) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """(out, lse, kv_cache): the write unless `rows` is None, then `_decode`; a kernel that does both overrides this."""
+        """Write unless `rows` is None, then `_decode`; return (out, lse, kv_cache). A kernel that does both overrides this."""
         if call.rows is not None:
             kv_cache = self._write(call.rows, call.kv_cache, self._slots(call.meta))
             call = call._replace(rows=None, kv_cache=kv_cache)
         return *self._decode(call), call.kv_cache
 
     def _decode(self, call: DecodeCall) -> tuple[jax.Array, jax.Array]:
-        """(out [T, H, L], lse [H, T]) from a cache that holds the new rows already; 0 and -inf in padding rows."""
+        """Return (out [T, H, L], lse [H, T]); padding rows are 0 and -inf. The cache already holds the new rows."""
         raise NotImplementedError
 
     def _heads(self, q: jax.Array, w_uk: Any, w_uv: Any) -> jax.Array:
-        """q as [T, H, Dn + Dr], against weights of the layer's shape. The heads of `w_uk` count: fewer under `shard_map`."""
+        """Reshape q to [T, H, Dn + Dr], and check the weights' shapes. H is that of `w_uk`, which is smaller in `shard_map`."""
         name, rank = self.backend.get_name(), self.kv_lora_rank
         heads = w_uk.shape[1] if w_uk.ndim == 3 else self.num_heads
         for what, array, width in (("w_uk", w_uk, self.qk_nope_head_dim), ("w_uv", w_uv, self.v_head_dim)):
             if array.shape != (rank, heads, width):
                 raise ShapeError(f"{name}: {what} has shape {list(array.shape)}: must be [{rank}, {heads}, {width}]")
         if self.num_heads % heads:
-            raise ShapeError(f"{name}: w_uk has {heads} heads: must be {self.num_heads}, or an equal share of them")
+            raise ShapeError(f"{name}: w_uk has {heads} heads: must be {self.num_heads}, or a divisor of it")
         if q.ndim < 2 or q.size != q.shape[0] * heads * self.qk_head_dim:
             raise ShapeError(f"{name}: q has shape {list(q.shape)}: must be [T, {heads}, {self.qk_head_dim}]")
         return q.reshape(-1, heads, self.qk_head_dim)
@@ -319,7 +324,7 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
     def _check_call(
         self, q: jax.Array, kv_c: Any, k_pe: Any, kv_cache: Any, attn_metadata: PagedAttentionMetadata, indices: Any
     ) -> tuple[Any, Any]:
-        """The checks of static facts, once a compilation; (kv_c [T, L], k_pe [T, Dr])."""
+        """Check static properties, once per compilation, and return (kv_c [T, L], k_pe [T, Dr])."""
         name, capabilities = self.backend.get_name(), self.backend.capabilities
         assert capabilities is not None
         dtype, rows = dtype_name(q.dtype), attn_metadata.slot_mapping.shape[0]
@@ -367,16 +372,16 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
 
 
 def _request_of(bounds: jax.Array, count: int, index: jax.Array | None = None) -> jax.Array:
-    """[count]: in which of the runs between `bounds` [R + 1] each index lies (None: 0, 1, ...); 0 past the last."""
+    """Return [count]: the request whose range in `bounds` [R + 1] contains each index (None: 0, 1, ...); 0 past the last."""
     index = jnp.arange(count, dtype=jnp.int32) if index is None else index
     request = jnp.sum(index[:, None] >= bounds[1:], axis=1, dtype=jnp.int32)
     return jnp.where(request < bounds.shape[0] - 1, request, 0)
 
 
 def check_indices(indices: jax.Array) -> None:
-    """Raise `MetadataError` for a key named twice in one row of indices [T, topk]; it waits for the device."""
+    """Raise `MetadataError` if a row of indices [T, topk] lists a key twice; waits for the device."""
     chosen = jnp.sort(indices, axis=1)
     twice = (chosen[:, 1:] == chosen[:, :-1]) & (chosen[:, 1:] >= 0)
     if twice.any():
         row, column = (int(x) for x in jnp.argwhere(twice)[0])
-        raise MetadataError("indices", row, int(chosen[row, column]), "named once in its row")
+        raise MetadataError("indices", row, int(chosen[row, column]), "listed at most once per row")

@@ -1,9 +1,8 @@
-"""PALLAS_MLA: our Pallas kernel for multi-head latent attention on TPUs, which writes the new tokens and attends all pages
-in one launch.
+"""PALLAS_MLA: this package's Pallas kernel for multi-head latent attention on TPUs.
 
-It wins on TPUs because a page is fetched once and serves as keys and as values, and scores never leave VMEM; numbers are in
-benchmarks/notes/tpu-mla.md. On a CPU the same kernel runs in TPU interpret mode, thousands of times slower: for tests. Rows of
-`fp8_ds_mla` bytes, and GPUs, are XLA_MLA's.
+One launch writes the new tokens and attends all pages. It is fast because a page is loaded once for keys and values, and
+scores never leave VMEM; measurements are in benchmarks/notes/tpu-mla.md. On a CPU the same kernel runs in TPU interpret mode,
+thousands of times slower, for tests. For `fp8_ds_mla` caches, and on GPUs, use XLA_MLA.
 """
 
 import jax
@@ -13,13 +12,13 @@ from attn.capabilities import Capabilities, Feature
 from attn.jax.backends.mla._mla import DecodeCall, MLACommonBackend, MLACommonImpl, write
 from attn.jax.kernels.tpu import mla_attention as kernel
 
-#: One program for all layers of a shape, whatever their numbers are.
+#: Compiled once per shape; layers that differ only in numbers share the program.
 _attend = jax.jit(kernel.mla_attention, static_argnames=("scale", "max_query_len", "causal", "return_lse"))
 
 
 class PallasMLABackend(MLACommonBackend):
     name = "PALLAS_MLA"
-    # a page is a DMA and holds whole tiles; longer ones than a block of keys would need splitting
+    # a page is one DMA of whole tiles; pages longer than a block of keys would have to be split
     block_sizes = (16, 32, 64, 128, 256)
     interpreted_on = ("cpu",)
     capabilities = Capabilities(
@@ -35,7 +34,7 @@ class PallasMLABackend(MLACommonBackend):
     def get_kv_cache_shape(
         num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
     ) -> tuple[int, ...]:
-        """[N, P, lanes]: L + Dr padded to a multiple of 128 with zeros (640 for 576), which `logical_kv_cache` shows."""
+        """[N, P, lanes]: L + Dr padded with zeros to a multiple of 128 (640 for 576); `logical_kv_cache` includes them."""
         return (num_blocks, block_size, kernel.row_lanes(head_size))
 
 

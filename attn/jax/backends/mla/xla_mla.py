@@ -1,7 +1,7 @@
-"""XLA_MLA: multi-head latent attention in `jax.numpy`, compiled by XLA for whatever it runs on.
+"""XLA_MLA: multi-head latent attention in `jax.numpy`, compiled by XLA for any device.
 
-It serves every cache dtype, the 656-byte rows of `fp8_ds_mla` included, on every platform, and is the second opinion that
-PALLAS_MLA is judged by; there a chunk's scores travel through memory, which a kernel spares.
+It serves every cache dtype, including the 656-byte rows of `fp8_ds_mla`, on every platform, and PALLAS_MLA is tested against
+it. It stores a chunk's scores in memory, which PALLAS_MLA avoids.
 """
 
 import jax

@@ -1,7 +1,7 @@
 """XLA_MLA_SPARSE: latent attention over the keys that an indexer chose (DeepSeek-V3.2), in `jax.numpy`.
 
-A row's cost is that of its `topk` keys however long the context is; gathering them one by one is slow beside reading pages,
-so short contexts are XLA_MLA's. `attn.jax.kernels.xla_mla.lightning_indexer` chooses.
+A row costs as much as its `topk` keys, at any context length. Gathering keys one by one is slower than reading pages, so use
+XLA_MLA for short contexts. `attn.jax.kernels.xla_mla.lightning_indexer` chooses the keys.
 """
 
 from typing import Any
@@ -29,10 +29,10 @@ class XLAMLASparseBackend(MLACommonBackend):
 
 
 class XLAMLASparseImpl(MLACommonImpl, backend=XLAMLASparseBackend):
-    """Without `indices` the layer's `indexer` is asked: an object whose `topk_indices` is such an array."""
+    """Uses the layer's `indexer.topk_indices` if `indices` is None."""
 
     def expands(self, attn_metadata: PagedAttentionMetadata) -> bool:
-        return False  # an expanded prompt attends every key, not those that were chosen
+        return False  # an expanded prompt would attend every key, not only the chosen ones
 
     def _decode(self, call: DecodeCall) -> tuple[jax.Array, jax.Array]:
         meta, query = call.meta, call.query
@@ -54,7 +54,7 @@ class XLAMLASparseImpl(MLACommonImpl, backend=XLAMLASparseBackend):
 def _check(indices: Any, rows: int) -> None:
     if indices is None or indices.ndim != 2 or indices.shape[0] != rows:
         got = "None" if indices is None else list(indices.shape)
-        raise ShapeError(f"XLA_MLA_SPARSE: indices has shape {got}: must be [{rows}, topk], one row a query row")
+        raise ShapeError(f"XLA_MLA_SPARSE: indices has shape {got}: must be [{rows}, topk], one row per query row")
     if indices.dtype != jnp.int32:
         raise DTypeError(f"XLA_MLA_SPARSE: indices has dtype {indices.dtype}: must be int32")
     if envs.debug("device") and not isinstance(indices, jax.core.Tracer):

@@ -1,1 +1,1 @@
-"""The diffusion backends of the jax wing."""
+"""The diffusion backends for jax."""

@@ -1,7 +1,7 @@
-"""The dense template under jax: its array operations.
+"""Base classes of the diffusion backends for jax: array operations.
 
-Everything but shapes may be traced, so that a layer lives under jit, grad and shard_map; what a kernel cannot take is
-refused while tracing. Masks of keys stay masks here: a shape cannot depend on how many keys are there.
+Everything but shapes may be traced, so a layer works under jit, grad and shard_map; unsupported calls raise while tracing. Key
+masks stay masks, because a shape cannot depend on the number of present keys.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ from attn.diffusion.backends.dense import DenseAttentionImpl
 
 
 class DenseBackend(DiffusionAttentionBackend):
-    """Base of the jax wing's diffusion backends."""
+    """Base of the diffusion backends for jax."""
 
 
 class DenseImpl(DenseAttentionImpl):

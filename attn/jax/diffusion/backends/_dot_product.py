@@ -1,4 +1,4 @@
-"""Dense attention by `jax.nn.dot_product_attention`, by either of its implementations; shared by XLA_ATTN and CUDNN."""
+"""Dense attention by `jax.nn.dot_product_attention`, with either of its implementations; shared by XLA_ATTN and CUDNN."""
 
 from typing import Any, ClassVar, Literal
 
@@ -10,7 +10,7 @@ from attn.jax.diffusion.backends._dense import DenseImpl
 
 
 class DotProductImpl(DenseImpl):
-    """The call, its masks, and rows without keys."""
+    """Base of the implementations: the call, its masks, and rows without keys."""
 
     implementation: ClassVar[Literal["xla", "cudnn"]]
     can_return_lse = True
@@ -29,20 +29,23 @@ class DotProductImpl(DenseImpl):
         return jnp.where(_rows(mask.any(-1)), out, 0), jnp.where(mask.any(-1), lse, -jnp.inf)
 
     def _dot(self, query: jax.Array, key: jax.Array, value: jax.Array, **rules: Any) -> Any:
-        # by default GPUs and TPUs multiply float32 in fewer bits
+        # by default GPUs and TPUs multiply float32 with lower precision
         with jax.default_matmul_precision("highest" if query.dtype == jnp.float32 else None):
             return jax.nn.dot_product_attention(
                 query, key, value, scale=self.scale, implementation=self.implementation, **rules
             )
 
     def _masked(self, call: DenseCall) -> tuple[jax.Array, jax.Array, jax.Array | None, bool]:
-        """(key, value, a mask or None, whether causality is the function's own, which is top-left and takes no mask here)."""
+        """Return (key, value, mask or None, is_causal).
+
+        The function's own causality is aligned top left, so is_causal is set only for square scores without a mask.
+        """
         key, value, mask = call.key, call.value, call.mask
         rows, length = call.query.shape[1], key.shape[1]
         if call.present is not None:
-            # what is not there may hold anything, and would be multiplied by 0
-            there = call.present[:, :, None, None]
-            key, value = jnp.where(there, key, 0), jnp.where(there, value, 0)
+            # absent keys and values may hold anything, and would be multiplied by 0
+            present = call.present[:, :, None, None]
+            key, value = jnp.where(present, key, 0), jnp.where(present, value, 0)
             mask = jnp.broadcast_to(call.present[:, None, None, :], (key.shape[0], 1, rows, length))
         square = self.causal and rows == length and mask is None
         if self.causal and not square:
@@ -52,5 +55,5 @@ class DotProductImpl(DenseImpl):
 
 
 def _rows(seen: jax.Array) -> jax.Array:
-    """[B, H, S] against an output [B, S, H, D]."""
+    """Reshape [B, H, S] to broadcast against an output [B, S, H, D]."""
     return jnp.swapaxes(seen, 1, 2)[..., None]

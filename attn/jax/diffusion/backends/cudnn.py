@@ -1,4 +1,4 @@
-"""CUDNN: cuDNN's fused attention by way of `jax.nn.dot_product_attention` (549-605 TFLOP/s on an H200)."""
+"""CUDNN: cuDNN's fused attention through `jax.nn.dot_product_attention` (549-605 TFLOP/s on an H200)."""
 
 from attn.capabilities import Capabilities, Device, Feature, Request
 from attn.diffusion.backends import cudnn
@@ -27,7 +27,7 @@ class CuDNNAttentionBackend(DenseBackend):
 
 
 def _cudnn_version() -> tuple[int, ...]:
-    """(major, minor) of the cuDNN that jax's wheels bring; where it came otherwise, one that is new enough for anything."""
+    """Return (major, minor) of the cuDNN in jax's wheels; if cuDNN was installed otherwise, a version that passes any check."""
     for package in ("nvidia-cudnn-cu13", "nvidia-cudnn-cu12"):
         if version := version_of(package):
             return tuple(int(part) for part in version.split(".")[:2])

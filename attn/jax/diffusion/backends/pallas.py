@@ -1,6 +1,6 @@
 """PALLAS: the dense TPU flash kernel for image and video models; scores never leave VMEM. Interpreted on a CPU, for tests.
 
-Keys that are there are lengths where they are prefixes, and segments otherwise: a row of segment 1 sees keys of segment 1.
+Key masks that are prefixes are passed as lengths, other masks as segments: rows of segment 1 see keys of segment 1.
 """
 
 import jax

@@ -1,4 +1,4 @@
-"""XLA_ATTN: attention as XLA compiles it, on any device, with any mask, differentiable: the universal fallback."""
+"""XLA_ATTN: attention compiled by XLA, on any device, with any mask, differentiable: the universal fallback."""
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ class XLAAttentionImpl(DotProductImpl, backend=XLAAttentionBackend):
 
 
 def _wide(call: DenseCall) -> DenseCall:
-    """float16 as float32: XLA has no float16 product with a float32 sum on a CPU."""
+    """Convert float16 to float32: on a CPU, XLA has no float16 product with a float32 sum."""
     if call.query.dtype != jnp.float16:
         return call
     query, key, value = (x.astype(jnp.float32) for x in (call.query, call.key, call.value))

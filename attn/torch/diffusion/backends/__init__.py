@@ -1,1 +1,1 @@
-"""The diffusion backends of the torch wing."""
+"""The diffusion backends for torch."""

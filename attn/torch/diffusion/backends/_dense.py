@@ -1,7 +1,7 @@
-"""The dense template under torch: its array operations, what only torch can check, and packing.
+"""Base classes of the diffusion backends for torch: array operations, checks specific to torch, and packing.
 
-Most kernels know no masks but take ragged batches; `pack` gives them the keys that are there, one after another: without
-causality the order of keys means nothing, so that any mask of keys is a shorter sequence.
+Most kernels support ragged batches but no masks. For them, `pack` concatenates the present keys: without causality the order
+of keys is irrelevant, so any key mask is equivalent to a shorter sequence.
 """
 
 from typing import Any, ClassVar
@@ -18,12 +18,12 @@ from attn.torch import graphs
 
 
 class DenseBackend(DiffusionAttentionBackend):
-    """Base of the torch wing's diffusion backends."""
+    """Base of the diffusion backends for torch."""
 
 
 class DenseImpl(DenseAttentionImpl):
     framework = "torch"
-    #: Whether `torch.compile` can look through `_attend`; one that says no is an operator of the graph.
+    #: Whether `torch.compile` can trace `_attend`; if not, the call is one operator in the graph.
     traceable: ClassVar[bool] = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -64,16 +64,14 @@ class DenseImpl(DenseAttentionImpl):
             if tensor.device != query.device:
                 raise DeviceError(f"{self._name}: {what} is on {tensor.device}, query on {query.device}")
             if tensor.requires_grad and torch.is_grad_enabled() and Feature.BACKWARD not in self._capabilities.features:
-                way_out = "call under torch.no_grad(), or detach"
-                raise UnsupportedError(
-                    f"{self._name}: {what} requires grad: {Feature.BACKWARD.value} not supported ({way_out})"
-                )
+                hint = "call under torch.no_grad(), or detach"
+                raise UnsupportedError(f"{self._name}: {what} requires grad: {Feature.BACKWARD.value} not supported ({hint})")
 
 
 def pack(call: DenseCall) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    """(key, value [total, K, D] of the keys that are there, one entry's after another's, lengths [B] int32 on the host).
+    """Return (key, value [total, K, D] of the present keys, entry by entry, lengths [B] int32 on the host).
 
-    Waits for the device where only a mask on it knows the lengths.
+    Waits for the device if the lengths are known only from a mask on it.
     """
     key, value = call.key.flatten(0, 1), call.value.flatten(0, 1)
     if call.present is None:
@@ -86,8 +84,10 @@ def pack(call: DenseCall) -> tuple[torch.Tensor, torch.Tensor, Any]:
 def without_keys_zeroed(
     call: DenseCall, out: torch.Tensor, lse: torch.Tensor, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(out [B, S, H, D], lse [B, H, S]) with rows that see no key at 0 and -inf, whatever a vendor left there. Where every row
-    sees a key the output is not read again."""
+    """Return (out [B, S, H, D], lse [B, H, S]) with rows that see no key set to 0 and -inf.
+
+    If every row sees a key, the output is returned without being read.
+    """
     if call.present is None and not (causal and call.query.shape[1] > call.key.shape[1]):
         return out, lse
     empty = lse.isinf()
@@ -95,5 +95,5 @@ def without_keys_zeroed(
 
 
 def bottom_right(rows: int, keys: int, device: torch.device) -> torch.Tensor:
-    """The causal triangle [S, M], True = attend, the last row seeing every key."""
+    """Return the causal mask [S, M], True = attend, aligned so that the last row sees every key."""
     return torch.ones(rows, keys, dtype=torch.bool, device=device).tril(keys - rows)

@@ -1,4 +1,4 @@
-"""Dense attention by `F.scaled_dot_product_attention`, whichever kernel is to run it; shared by TORCH_SDPA and CUDNN_ATTN."""
+"""Dense attention by `F.scaled_dot_product_attention`, shared by TORCH_SDPA and CUDNN_ATTN."""
 
 import torch
 from torch.nn import functional as F
@@ -8,16 +8,16 @@ from attn.torch.diffusion.backends._dense import DenseImpl, bottom_right
 
 
 def masked(call: DenseCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """(key, value, mask): absent keys and values zeroed, and a bool mask that broadcasts to [B, H, S, M], or None."""
+    """Return (key, value, mask): absent keys and values zeroed, and a bool mask that broadcasts to [B, H, S, M], or None."""
     if call.present is None:
         return call.key, call.value, call.mask
-    # what is not there may hold anything, and torch multiplies it by 0
+    # absent keys and values may hold anything, and torch multiplies them by 0
     gone = ~call.present[:, :, None, None]
     return call.key.masked_fill(gone, 0), call.value.masked_fill(gone, 0), call.present[:, None, None, :]
 
 
 class SDPABase(DenseImpl):
-    """The call, its masks, and rows without keys."""
+    """Base of the implementations by SDPA: the call, its masks, and rows without keys."""
 
     traceable = True
 

@@ -1,4 +1,4 @@
-"""What our own dense backends share: the hooks, with one launch behind both, and keys that are there put first."""
+"""Base classes of the dense backends that use this package's Triton kernels."""
 
 import torch
 
@@ -7,18 +7,18 @@ from attn.torch.diffusion.backends._dense import DenseBackend, DenseImpl
 
 
 class TritonBackend(DenseBackend):
-    """Base of the backends whose kernels are ours."""
+    """Base of the backends that use this package's Triton kernels."""
 
     @staticmethod
     def is_interpreted() -> bool:
-        """Whether TRITON_INTERPRET has the kernels interpreted on the host, wherever the tensors are."""
+        """Whether TRITON_INTERPRET makes the kernels run interpreted on the host, on whichever device the tensors are."""
         import triton
 
         return bool(triton.knobs.runtime.interpret)
 
 
 class TritonImpl(DenseImpl):
-    """The hooks. A subclass sets `backend` and writes `_launch`."""
+    """Base of the implementations. A subclass names its backend and implements `_launch`, which both hooks call."""
 
     can_return_lse = True
 
@@ -31,14 +31,14 @@ class TritonImpl(DenseImpl):
         return self._launch(call, lse), lse
 
     def _launch(self, call: DenseCall, lse: torch.Tensor | None) -> torch.Tensor:
-        """The output [B, S, H, D]. lse: [B, H, S] to be filled, heads outermost in memory, or None."""
+        """Return the output [B, S, H, D]. lse: [B, H, S] to be filled, heads outermost in memory, or None."""
         raise NotImplementedError
 
 
-def front(call: DenseCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(key, value, lens [B] int32 on the device): each entry's keys that are there are its first ones.
+def present_first(call: DenseCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return (key, value, lens [B] int32 on the device) with the present keys of each entry moved to its start.
 
-    Without causality the order of keys means nothing. Nothing waits for the device.
+    Without causality the order of keys is irrelevant. Does not wait for the device.
     """
     key, value = call.key, call.value
     batch, length = key.shape[:2]

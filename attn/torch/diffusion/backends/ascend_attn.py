@@ -10,7 +10,7 @@ from attn.capabilities import Capabilities, Feature, MultipleOf
 from attn.diffusion.backends.dense import DenseCall
 from attn.torch.diffusion.backends._dense import DenseBackend, DenseImpl, bottom_right
 
-_COMPRESSED = 2048  #: the side of the causal mask that sparse_mode 3 reads
+_COMPRESSED = 2048  #: the size of the square causal mask that sparse_mode 3 reads
 _CAUSAL, _AS_GIVEN = 3, 0
 _ROWS_WITHOUT_KEYS = 2
 

@@ -1,7 +1,7 @@
-"""CUDNN_ATTN: cuDNN's fused attention by way of PyTorch, the fastest exact one for images and video on Hopper (611 of 788
-TFLOP/s at Flux's shape on an H200).
+"""CUDNN_ATTN: cuDNN's fused attention through PyTorch, the fastest exact backend for images and video on Hopper.
 
-cuDNN refuses a single key; asked for by name that is an error here, not another kernel.
+It reaches 611 of 788 TFLOP/s at Flux's shape on an H200. cuDNN does not support a single key; since PyTorch is restricted to
+cuDNN, that raises an error instead of selecting another kernel.
 """
 
 import torch

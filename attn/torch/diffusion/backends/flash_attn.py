@@ -1,6 +1,6 @@
-"""FLASH_ATTN: FlashAttention 4, 3, 2, vLLM's or PyTorch's own, the best that is installed; padded keys are packed, not masked.
+"""FLASH_ATTN: the best installed FlashAttention (4, 3, 2, vLLM's or PyTorch's); padded keys are packed, not masked.
 
-The providers are those of the attention backend of the same name; each gets the batch as a ragged one.
+The providers are those of the attention backend of the same name; each receives the batch as a ragged batch.
 """
 
 import torch

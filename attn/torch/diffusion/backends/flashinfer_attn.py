@@ -1,6 +1,6 @@
 """FLASHINFER_ATTN: FlashInfer's ragged wrapper (CUTLASS on Blackwell, FA3 on Hopper, FA2 elsewhere), keys packed.
 
-A plan is kept for the shape it was made for: the steps and layers of a denoising run share it.
+A plan is cached by shape, so the steps and layers of a denoising run share it.
 """
 
 import functools

@@ -1,10 +1,10 @@
-"""SAGE_ATTN: SageAttention, int8 queries and keys: approximate, so chosen only within an error budget.
+"""SAGE_ATTN: SageAttention with int8 queries and keys: approximate, so chosen only within an error budget.
 
-The package subtracts the keys' mean in place, changing its caller's tensor: it gets a copy. It knows neither masks nor
-causality over another number of rows than of keys. PyPI's 1.0.6 has Triton kernels for head sizes 64, 96 and 128, which
-take the end of the last tile of 64 keys for keys of score 0 unless a causal mask hides it (error 0.28 at 77 keys), and
-divide by the largest of a single key less its mean; values beyond float16's overflow. Later versions take the same
-arguments. `error`: tests/testing/approximate.py.
+The package subtracts the keys' mean in place, so it is passed a copy. It supports neither masks nor causality with different
+numbers of rows and keys. PyPI's 1.0.6 has Triton kernels for head sizes 64, 96 and 128. They treat the padding of the last tile
+of 64 keys as keys of score 0, unless a causal mask covers it (error 0.28 at 77 keys). They divide by the maximum of the
+centred keys, which is 0 for a single key. Values outside float16's range overflow. Later versions take the same arguments.
+`error`: tests/testing/approximate.py.
 """
 
 import torch

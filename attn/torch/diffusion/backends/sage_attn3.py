@@ -1,9 +1,9 @@
 """SAGE_ATTN_3: SageAttention 3's FP4 kernels for Blackwell: approximate, so chosen only within an error budget.
 
-`sageattn3_blackwell` takes [B, H, S, D], scales by 1 / sqrt(D) and nothing else, and repeats no kv heads: other scales are
-multiplied into the query, grouped heads are repeated. It subtracts the keys' mean in place, so it gets a copy. From head
-size 256 on it takes PyTorch's attention instead and prints so: that is TORCH_SDPA's to do. (Source of 2026-11.) `error`:
-tests/testing/approximate.py, by a model of the kernels: no Blackwell was at hand.
+`sageattn3_blackwell` takes [B, H, S, D], always scales by 1 / sqrt(D), and requires as many kv heads as query heads: other
+scales are multiplied into the query, and grouped heads are repeated. It subtracts the keys' mean in place, so it is passed a
+copy. For head sizes from 256 it falls back to PyTorch's attention and prints a message, so those are left to TORCH_SDPA.
+(Source of 2026-11.) `error`: tests/testing/approximate.py, from a model of the kernels: no Blackwell device was available.
 """
 
 import math

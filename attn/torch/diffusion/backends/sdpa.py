@@ -1,4 +1,4 @@
-"""TORCH_SDPA: PyTorch's own choice of kernel, on any device, with any mask, differentiable: the universal fallback."""
+"""TORCH_SDPA: the kernel that PyTorch chooses, on any device, with any mask, differentiable: the universal fallback."""
 
 import torch
 
@@ -25,7 +25,7 @@ class SDPAImpl(SDPABase, backend=SDPABackend):
     can_return_lse = True
 
     def _attend_lse(self, call: DenseCall) -> tuple[torch.Tensor, torch.Tensor]:
-        """torch keeps the log-sum-exp to itself: the formula in float32 (float64 for float64), some rows at a time."""
+        """Compute the log-sum-exp, which torch does not return, in float32 (float64 for float64), some rows at a time."""
         query, (key, value, mask) = call.query, masked(call)
         batch, rows = query.shape[:2]
         wide = torch.promote_types(query.dtype, torch.float32)

@@ -1,7 +1,8 @@
-"""TRITON_ATTN: our own Triton kernel on dense batches: exact, any head size, on NVIDIA and AMD GPUs.
+"""TRITON_ATTN: this package's own Triton kernel on dense batches: exact, any head size, on NVIDIA and AMD GPUs.
 
-It is the paged kernel. A sequence that attends itself goes in as it is, as encoders' do; other keys are a cache whose pages
-lie in order. A length that is no multiple of a page is then padded once; keys that are there are put first.
+It is the paged kernel. A sequence that attends itself is passed directly, as for encoders; other keys are passed as a cache
+with pages in order. For such a cache, the length is padded to a multiple of a page, and the present keys are moved to the
+start.
 """
 
 import torch
@@ -9,9 +10,9 @@ import torch
 from attn.capabilities import Capabilities, Device, MultipleOf
 from attn.diffusion.backends.dense import DenseCall
 from attn.torch.backends import _hopper
-from attn.torch.diffusion.backends._triton import TritonBackend, TritonImpl, front
+from attn.torch.diffusion.backends._triton import TritonBackend, TritonImpl, present_first
 
-_PAGE = 128  #: keys; the Hopper kernel copies a tile of 128 at once from pages as large
+_PAGE = 128  #: keys per page; the Hopper kernel copies a tile of 128 at once from pages of that size
 
 
 class TritonAttentionBackend(TritonBackend):
@@ -42,7 +43,7 @@ class TritonAttentionImpl(TritonImpl, backend=TritonAttentionBackend):
         if call.present is None and rows == length:
             caches = [x.flatten(0, 1) for x in (key, value)]
         else:
-            key, value, lens = front(call)
+            key, value, lens = present_first(call)
             if short := -length % _PAGE:
                 key, value = (torch.nn.functional.pad(x, (0, 0, 0, 0, 0, short)) for x in (key, value))
             caches = [x.contiguous().view(-1, _PAGE, *x.shape[2:]) for x in (key, value)]

@@ -1,8 +1,8 @@
-"""TRITON_INT8_ATTN: our own kernel with 8-bit scores, in SageAttention's manner: approximate, on NVIDIA and AMD GPUs.
+"""TRITON_INT8_ATTN: this package's own kernel with 8-bit scores, as in SageAttention: approximate, on NVIDIA and AMD GPUs.
 
-Where products of int8 run at twice the rate of 16 bits and nothing hand-written is at hand (Ampere, Ada) it is the fast
-one; on Hopper and later cuDNN is ahead of it. Unlike the `sageattention` package of PyPI it takes padded keys, any length,
-causality over any shape, head sizes up to 256, and returns the log-sum-exp. See `attn.torch.kernels.int8_attention`;
+It is the fastest where int8 products have twice the throughput of 16-bit ones and no hand-written kernel is available (Ampere,
+Ada); on Hopper and later cuDNN is faster. Unlike the `sageattention` package of PyPI it supports padded keys, any length,
+causality over any shape, head sizes up to 256, and the log-sum-exp. See `attn.torch.kernels.int8_attention`;
 `error`: tests/testing/approximate.py.
 """
 
@@ -10,7 +10,7 @@ import torch
 
 from attn.capabilities import Capabilities, MultipleOf
 from attn.diffusion.backends.dense import DenseCall
-from attn.torch.diffusion.backends._triton import TritonBackend, TritonImpl, front
+from attn.torch.diffusion.backends._triton import TritonBackend, TritonImpl, present_first
 
 
 class TritonInt8AttentionBackend(TritonBackend):
@@ -31,14 +31,14 @@ class TritonInt8AttentionImpl(TritonImpl, backend=TritonInt8AttentionBackend):
     def _launch(self, call: DenseCall, lse: torch.Tensor | None) -> torch.Tensor:
         from attn.torch.kernels.int8_attention import int8_attention
 
-        key, value, lens = front(call)
+        key, value, lens = present_first(call)
         out = torch.empty_like(call.query, memory_format=torch.contiguous_format)
         int8_attention(out, lse, call.query, key, value, lens=lens, mean=_mean(call), scale=self.scale, causal=self.causal)
         return out
 
 
 def _mean(call: DenseCall) -> torch.Tensor:
-    """The mean [B, K, D] float32 of the keys that are there; 0 where none is."""
+    """Return the mean [B, K, D] float32 of the present keys; 0 if there are none."""
     if call.present is None:
         return call.key.mean(1, dtype=torch.float32)
     there = call.present[:, :, None, None]

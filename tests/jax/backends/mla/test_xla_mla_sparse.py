@@ -69,7 +69,7 @@ def test_what_is_refused(make_mla: Any, monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(DTypeError, match="must be int32"):
         batch.layer(*arguments, indices=jnp.zeros((rows, 4)))
     monkeypatch.setenv("ATTN_DEBUG", "device")
-    with pytest.raises(MetadataError, match="named once in its row"):
+    with pytest.raises(MetadataError, match="listed at most once per row"):
         batch.layer(*arguments, indices=jnp.full((rows, 4), 2, jnp.int32))
     dense = make_mla()
     with pytest.raises(UnsupportedError, match="sparse_mla not supported"):

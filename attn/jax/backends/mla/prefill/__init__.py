@@ -1,1 +1,1 @@
-"""MLA prefill under jax: attention of expanded heads."""
+"""MLA prefill for jax: attention with expanded heads."""

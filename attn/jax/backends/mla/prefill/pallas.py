@@ -1,7 +1,7 @@
-"""PALLAS prefill for MLA: expanded heads by our flash attention kernel for TPUs, requests told apart by segment ids.
+"""PALLAS prefill for MLA: expanded heads by this package's flash attention kernel for TPUs, with one segment per request.
 
-Packed requests are one long sequence whose rows see their own segment only; new tokens lie in the order of their
-positions, so the causal rule of the whole is that of each request.
+Packed requests are one long sequence whose rows see only their own segment. New tokens are in the order of their positions, so
+a causal mask over the whole sequence is also causal within each request.
 """
 
 import jax
@@ -12,7 +12,7 @@ from attn.backends.mla.prefill.abstract import MLAPrefillBackend, PrefillCall
 from attn.capabilities import Capabilities, Feature
 from attn.jax.kernels.tpu.flash_attention import flash_attention
 
-#: Segments of rows and of keys that belong to no request: unlike each other, so that these rows see nothing.
+#: Segments of the rows and keys that belong to no request. They differ, so such rows see no key.
 _NO_ROW, _NO_KEY = -1, -2
 
 
@@ -42,7 +42,7 @@ class PallasPrefillBackend(MLAPrefillBackend):
         return out[0], lse[0]
 
 
-def _segments(starts: jax.Array, rows: int, nobody: int) -> jax.Array:
-    """[1, rows] int32: which of the runs between `starts` [R + 1] a row lies in."""
+def _segments(starts: jax.Array, rows: int, padding: int) -> jax.Array:
+    """Return [1, rows] int32: the request of each row by `starts` [R + 1], or `padding` for rows of no request."""
     segment = jnp.sum(jnp.arange(rows)[:, None] >= starts[1:], axis=1, dtype=jnp.int32)
-    return jnp.where(segment < starts.shape[0] - 1, segment, nobody)[None]
+    return jnp.where(segment < starts.shape[0] - 1, segment, padding)[None]

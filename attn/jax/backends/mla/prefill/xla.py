@@ -1,4 +1,4 @@
-"""XLA prefill for MLA: expanded heads in `jax.numpy`, ragged, on whatever XLA compiles for."""
+"""XLA prefill for MLA: expanded heads in `jax.numpy`, ragged, on any device that XLA supports."""
 
 import jax
 
