@@ -80,7 +80,7 @@ class FlexAttentionMetadataBuilder(PagedAttentionMetadataBuilder):
         if len(twice):
             r, i = (int(x) for x in twice[0])
             raise UnsupportedError(
-                f"FLEX_ATTENTION: block_table[{r}] lists block {ordered[r, i]} twice: a block must be in a request once"
+                f"FLEX_ATTENTION: block_table[{r}] lists block {ordered[r, i]} twice: a request may use a block only once"
             )
 
 
