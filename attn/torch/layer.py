@@ -2,9 +2,9 @@
 
 Both work in graphs (`torch.compile(fullgraph=True)`, `torch.export`) with any backend; see `attn.torch.graphs`.
 
-Tensor parallelism shards heads: each rank builds a layer with its own heads (num_heads / ranks, num_kv_heads / ranks, its share
-of sinks and slopes) and its own cache, without communication. Local tensors, such as outputs of ColwiseParallel projections, need
-nothing else. For DTensors sharded by heads use `local_map`, with the cache and the metadata in the closure:
+Tensor parallelism shards heads: each rank builds a layer with its own heads (num_heads / ranks, num_kv_heads / ranks, its
+share of sinks and slopes) and its own cache, without communication. Local tensors, such as outputs of ColwiseParallel
+projections, need nothing else. For DTensors sharded by heads use `local_map`, with the cache and the metadata in the closure:
 
     heads = [Shard(1)]
     attend = local_map(lambda q, k, v: layer(q, k, v, cache, metadata), heads, (heads, heads, heads), device_mesh=mesh)
