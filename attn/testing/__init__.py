@@ -1,4 +1,4 @@
-"""The conformance suite: whether a backend computes what it declares, for ours and for the author of any other.
+"""The conformance suite: check that a backend, built in or your own, computes what it declares.
 
     from attn.testing import run_conformance
     print(run_conformance(["XLA_ATTN"]))
@@ -9,7 +9,7 @@
     def test_conformance(case): check_conformance(MyBackend, case)
 
 Cases follow from the backend's `Capabilities`, expected answers from the float64 oracle (`attn.reference`), tolerances from
-the dtype. NumPy alone is needed here; a wing's driver (`attn.torch.testing`, `attn.jax.testing`) is reached by name.
+the dtype. This package imports NumPy only; a framework's driver (`attn.torch.testing`, `attn.jax.testing`) is loaded by name.
 """
 
 from attn.testing import bits

@@ -1,4 +1,4 @@
-"""`python -m attn.testing`: the suite's command line."""
+"""`python -m attn.testing`: the command line of the conformance suite."""
 
 import sys
 

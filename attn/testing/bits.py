@@ -1,7 +1,7 @@
-"""Numbers as a device stores them: rounding to a dtype, its bit patterns, and the poison that fills unused memory.
+"""Numbers as a device stores them: rounding to a dtype, bit patterns, and the poison that fills unused memory.
 
-NumPy has no bfloat16 nor fp8, so arrays of those travel as their bits (uint16, uint8) and a wing's driver reinterprets
-them. Values are float32 throughout: every 16-bit and 8-bit value is one.
+NumPy has no bfloat16 or fp8, so arrays of these dtypes are passed as their bits (uint16, uint8), which a framework's driver
+reinterprets. Values are float32 throughout: it represents every 16-bit and 8-bit value exactly.
 """
 
 import math
@@ -15,21 +15,21 @@ from attn.reference import dequantize, pack_fp8_ds_mla, per_token_head_scales, q
 
 Array = npt.NDArray[Any]
 
-#: Element type of a quantised cache -> what `attn.reference.quantize` calls it.
+#: Element type of a quantised cache -> its name in `attn.reference.quantize`.
 CODES = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2", "float8_e4m3fnuz": "fp8_e4m3fnuz", "int8": "int8"}
 
-#: Caches whose layer carries the scale of their codes.
+#: Caches whose codes are scaled by the layer's k_scale and v_scale.
 SCALED = frozenset(name for name, element in KV_CACHE_DTYPES.items() if element in CODES) - PER_TOKEN_HEAD
-#: Elements whose rows bring their own scale -> what their codes are. A row is D codes and the four bytes of a float32.
+#: Elements whose rows contain their own scale -> the type of their codes. A row is D codes and the four bytes of a float32.
 SELF_SCALED = {name: str(KV_CACHE_DTYPES[name]) for name in sorted(PER_TOKEN_HEAD)}
 
-#: Element type of `fp8_ds_mla`, whose rows of 576 numbers are 656 bytes with scales of their own.
+#: Element type of `fp8_ds_mla`, whose rows of 576 numbers take 656 bytes, scales included.
 PACKED = "uint8"
 _PACKED_POISONS = {"mixed": (0x7F, 0xFF, 0xFF, 0x7F, 0xFF), "huge": (0x7E, 0xFE, 0x7E), "zero": (0,)}
 
-FP8 = "float8_e4m3fn"  #: what an output with a scale is stored as
+FP8 = "float8_e4m3fn"  #: dtype of an output that has a scale
 
-#: What lies in memory that nobody may read.
+#: Contents of memory that a backend must not read.
 POISONS = {
     "mixed": (np.nan, np.inf, -np.inf, 3.0e38, -3.0e38, np.nan, 1.0e4),
     "huge": (3.4e38, -3.4e38, 3.4e38),
@@ -38,9 +38,9 @@ POISONS = {
 
 
 def encode(values: npt.ArrayLike, element: str, scale: npt.ArrayLike = 1.0, nudge: float = 1.0) -> Array:
-    """`values` as stored in a cache of `element`: divided by `scale`, rounded to nearest even, saturating when 8-bit.
+    """Encode `values` as a cache of `element` stores them: divided by `scale`, rounded to nearest even, saturating when 8-bit.
 
-    `nudge` multiplies the values when their scale has been settled: a division that comes out a little different.
+    `nudge` multiplies the values after their scale is computed, as if the division had been rounded differently.
     """
     if element == "float64":
         return np.asarray(values, np.float64)
@@ -66,7 +66,7 @@ def encode(values: npt.ArrayLike, element: str, scale: npt.ArrayLike = 1.0, nudg
 
 
 def decode(stored: Array, element: str) -> Array:
-    """The values of stored bits in float32 (float64 for float64), before any scale of the layer's."""
+    """Return the values of stored bits in float32 (float64 for float64), before the layer's scale is applied."""
     if element == "float64":
         return stored.astype(np.float64)
     if element == PACKED:
@@ -85,42 +85,42 @@ def decode(stored: Array, element: str) -> Array:
 
 
 def drawn(values: Array, dtype: str) -> Array:
-    """Random float32 values as ones of `dtype`; for float64 such as float32 does not hold."""
+    """Convert random float32 values to values of `dtype`; for float64, to values that float32 cannot represent."""
     return values.astype(np.float64) * (1 + 2.0**-30) if dtype == "float64" else rounded(values, dtype)
 
 
 def rounded(values: npt.ArrayLike, dtype: str) -> Array:
-    """`values` rounded to `dtype`, as float32 (float64 for float64)."""
+    """Return `values` rounded to `dtype`, as float32 (float64 for float64)."""
     return decode(encode(values, dtype), dtype)
 
 
 def _joined(codes: Array, own: Array) -> Array:
-    """Codes [..., D] and their scales [...] float32 as rows of D + 4 bytes."""
+    """Join codes [..., D] and their float32 scales [...] into rows of D + 4 bytes."""
     return np.concatenate([as_bytes(codes), np.ascontiguousarray(own[..., None]).view(np.uint8)], -1)
 
 
 def raw(element: str) -> np.dtype[Any]:
-    """The NumPy dtype in which an element's bits travel."""
+    """Return the NumPy dtype that represents an element's bits."""
     return np.dtype(np.uint8) if element == PACKED or element in SELF_SCALED else encode(np.zeros(0), element).dtype
 
 
 def as_bytes(stored: Array) -> Array:
-    """Bits as unsigned integers, so that equal means identical, NaN and signed zero included."""
+    """View bits as unsigned integers, so that equality means identity, for NaN and signed zero too."""
     return stored.view(f"u{stored.dtype.itemsize}")
 
 
 def poisoned(shape: tuple[int, ...], element: str, kind: str) -> Array:
-    """Storage full of poison; an element that cannot hold NaN or inf takes its largest finite value instead."""
+    """Return storage filled with poison; elements without NaN or inf use their largest finite value instead."""
     if element == PACKED:
         return np.resize(np.array(_PACKED_POISONS[kind], np.uint8), shape)
     if element in SELF_SCALED:
         codes = poisoned((*shape[:-1], shape[-1] - 4), SELF_SCALED[element], kind)
         own = poisoned(shape[:-1], "float32", kind)
-        return _joined(codes, own / np.float32(DTYPES[SELF_SCALED[element]].max))  # so that a huge number is finite
+        return _joined(codes, own / np.float32(DTYPES[SELF_SCALED[element]].max))  # keeps the product of code and scale finite
     values = np.array(POISONS[kind])
     if element in CODES and element != "float8_e5m2":
         values = np.where(np.isnan(values) & (element != "int8"), values, np.nan_to_num(values, nan=3e38))
     limit = DTYPES[element].max
     pattern = encode(np.where(np.isfinite(values), np.clip(values, -limit, limit), values), element)
-    run = np.resize(pattern, min(math.prod(shape), len(pattern) << 12))  # `resize` concatenates copies: make them few
+    run = np.resize(pattern, min(math.prod(shape), len(pattern) << 12))  # `resize` concatenates copies: keep them few
     return np.resize(run, shape)

@@ -1,8 +1,8 @@
-"""One conformance case: a batch, a layer and the data's recipe, small enough to paste into a terminal.
+"""A conformance case: a description of a batch, a layer and their data, short enough to paste into a terminal.
 
-A case is data alone. `Case.json()` holds what differs from the defaults, and `Case.from_json` gives the same case back,
-so every failure prints the line that repeats it. Geometry (which pages, what is stale, which tree) and data (what is in
-the arrays) have seeds of their own, so that one can be kept while the other varies.
+A case is plain data. `Case.json()` contains the fields that differ from the defaults and `Case.from_json` restores the case,
+so every failure prints the command that repeats it. Geometry (pages, stale entries, trees) and data (array contents) have
+separate seeds, so that one can vary while the other stays the same.
 """
 
 import json
@@ -20,75 +20,78 @@ Scale = float | tuple[float, ...]
 
 
 class Recipe:
-    """A frozen dataclass of plain data that is printed as one line of JSON, and made from that line again."""
+    """A frozen dataclass of plain data that converts to one line of JSON and back."""
 
-    #: What of the command that repeats it follows the backend's name.
+    #: Options that follow the backend's name in the command that repeats a case.
     option = ""
 
     def __str__(self) -> str:
         return str(self.name)  # type: ignore[attr-defined]
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with some fields changed."""
+        """Return a copy with some fields changed."""
         return replace(self, **changes)  # type: ignore[type-var]
 
     def json(self) -> str:
-        """The fields that differ from the defaults, on one line."""
+        """Return the fields that differ from the defaults, on one line."""
         own = fields(self)  # type: ignore[arg-type]
         stated = {f.name: getattr(self, f.name) for f in own if getattr(self, f.name) != f.default}
         return json.dumps(stated, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """The case of `json()`. Raises ValueError for what is no such object, or lacks a field, or has one too many."""
+        """Return the case of a `json()` text.
+
+        Raises ValueError if `text` is not a JSON object, lacks a required field or has an unknown one.
+        """
         try:
             stated = json.loads(text)
             if not isinstance(stated, dict):
                 raise TypeError("it must be a JSON object")
             return cls(**{name: _tuples(value) for name, value in stated.items()})
         except (json.JSONDecodeError, TypeError) as error:
-            raise ValueError(f"{text!r} is no case: {error}") from error
+            raise ValueError(f"{text!r} is not a case: {error}") from error
 
     def repro(self, backend: str = "") -> str:
-        """The command that runs this case again."""
+        """Return the command that runs this case again."""
         target = f" {backend}" if backend else ""
         return f"python -m attn.testing{target}{self.option} --repro {shlex.quote(self.json())}"
 
 
 @dataclass(frozen=True)
 class Case(Recipe):
-    """What to run and which property to hold it to.
+    """What to run, and the property to check.
 
-    query_lens, seq_lens: new tokens and tokens in the cache (new ones included), one entry a request.
-    k_scale, v_scale: of a quantised cache; a tuple has one entry a kv head.
-    alibi: True for the usual slopes, "randn" for slopes of either sign and zero among them.
+    query_lens, seq_lens: new tokens and tokens in the cache (new ones included), one entry per request.
+    k_scale, v_scale: scales of a quantised cache; a tuple has one entry per kv head.
+    alibi: True for the usual slopes, "randn" for random slopes of both signs and some zeros.
     sinks: "" (none), "randn", "log_length": about ln of the longest context, where a sink matters most, or "infinite": some
-        heads have a sink of -inf (off) or of inf (which takes everything).
-    tree: width W of a random draft tree for each request; 0 is none, -1 a mask [R, 0, 0], which holds no tree.
-    mla: (L, Dn, Dr, Dv) of multi-head latent attention: `head_size` is L + Dr then, and num_kv_heads 1; () is none.
-    topk: with `mla`, keys that an indexer chose for each row, at most (`Call.indices`); 0 is all.
-    sparse: (block_size, local_blocks, vert_stride, homo_head) of a block-sparse pattern (docs/semantics.md §13); () is none.
+        heads have a sink of -inf (no effect) or inf (which takes all weight).
+    tree: width W of a random draft tree for each request; 0: none; -1: a mask [R, 0, 0], which contains no tree.
+    mla: (L, Dn, Dr, Dv) of multi-head latent attention, with `head_size` L + Dr and num_kv_heads 1; (): none.
+    topk: with `mla`, the most keys that an indexer selects for each row (`Call.indices`); 0: all keys.
+    sparse: (block_size, local_blocks, vert_stride, homo_head) of a block-sparse pattern (docs/semantics.md §13); (): none.
     kv_sharing: the layer reads another layer's cache; its own keys and values are NaN.
-    lse: ask for the log-sum-exp too.
+    lse: request the log-sum-exp too.
     inputs: "randn", "needle" (every query looks for one boundary key), "loud" (scores about 1e4), "far" (one score of
-        -524288), "constant" (V is one number), "magnitudes" (queries from 1e-3 to 1e3), "wide" (keys and values beyond
-        what the cache's dtype can hold), "hollow" (every third token's key and value are zeros), "infinite" (keys hold -inf,
-        so that some scores are -inf: for every third request all, else every third key's or the first half's; asked of
-        backends that declare `nan_safe`), "nonfinite" (a NaN or an infinity in some live queries, keys or values; so too).
-    poison: what lies in slots and pages that are not in use: "mixed" (NaN and infinities among it), "huge" or "zero".
+        -524288), "constant" (all of V is one number), "magnitudes" (queries from 1e-3 to 1e3), "wide" (keys and values out
+        of the range of the cache's dtype), "hollow" (every third token's key and value are zeros), "infinite" (some keys
+        contain -inf, so that some scores are -inf: all of every third request, otherwise those of every third key or of the
+        first half; only for backends that declare `nan_safe`), "nonfinite" (NaN or infinities in some live queries, keys
+        or values; likewise).
+    poison: contents of slots and pages that are not in use: "mixed" (includes NaN and infinities), "huge" or "zero".
     shared_prefix: leading tokens that all long enough requests keep in the same physical pages.
-    new: what becomes of the new tokens: "written" to the cache, "cached" (they are there already; the call has no keys of its
-        own), or "shared" (cached, and every request reads the pages of the longest one, its last page too).
-    through: what is called: the implementation ("impl"), or the framework's layer as a person builds it ("layer").
-    arrays: whose the batch's arrays are: "numpy", or on the device with host copies of the lengths ("device") or without any
-        ("bare").
-    layout: how rows lie in memory: "heads" ([T, H, D]), "flat" ([T, H * D]), "fused" (query, key and value are views of one
-        array), "heads_first" (a view of [H, T, D]). A framework whose arrays have no strides has the first two.
+    new: "written": the call writes the new tokens to the cache; "cached": they are in the cache already and the call has no
+        keys; "shared": cached, and every request reads the pages of the longest one, including its last page.
+    through: what is called: the implementation ("impl"), or the framework's layer as a user builds it ("layer").
+    arrays: the batch's arrays: "numpy", or on the device with ("device") or without ("bare") host copies of the lengths.
+    layout: memory layout of rows: "heads" ([T, H, D]), "flat" ([T, H * D]), "fused" (query, key and value are views of one
+        array), "heads_first" (a view of [H, T, D]). Frameworks whose arrays have no strides support the first two.
     loose: by how much max_query_len and max_seq_len exceed what the batch needs.
-    output_scale: of an output in fp8; None is an output in the query's dtype.
-    padding: rows past the last real token, which must be left alone.
+    output_scale: scale of an fp8 output; None: an output in the query's dtype.
+    padding: rows past the last real token, which must not be written.
     check: the property (`attn.testing.properties`); "oracle" compares with the float64 reference.
-    features: what else to ask of the backend: what a refusal is about, or `batch_invariant` where it is promised.
+    features: further requested features: the subject of a refusal, or `batch_invariant` for backends that declare it.
     """
 
     name: str
@@ -133,7 +136,7 @@ class Case(Recipe):
 
     @property
     def is_encoder(self) -> bool:
-        """Whether the keys are this call's own and no cache is involved."""
+        """Whether attention is over the call's own keys, without a cache."""
         return self.attn_type in ENCODER_TYPES
 
     @property
@@ -142,12 +145,12 @@ class Case(Recipe):
 
     @property
     def is_wild(self) -> bool:
-        """Whether keys and values that a row does not see may be NaN or infinite."""
+        """Whether keys and values that a row does not attend to may be NaN or infinite."""
         return self.poison == "mixed" and not self.is_encoder
 
     @property
     def hidden(self) -> float:
-        """What a property puts into keys and values that some rows must not notice: NaN, or a large number."""
+        """The value of keys and values that must not affect some rows: NaN, or a large number."""
         return math.nan if self.is_wild else 2.0**14
 
     @property
@@ -162,29 +165,29 @@ class Case(Recipe):
 
     @property
     def element(self) -> str:
-        """What the cache stores: a dtype, or the name of a cache whose rows bring their own scales."""
+        """The cache's element type: a dtype, or the name of a cache whose rows contain their own scales."""
         if self.kv_cache_dtype in PER_TOKEN_HEAD:
             return self.kv_cache_dtype
         return kv_cache_element(self.kv_cache_dtype, self.dtype)
 
     @property
     def cache_scales(self) -> tuple[Scale, Scale]:
-        """What codes of keys and of values are worth; 1 in a cache that stores the numbers themselves, whatever the layer's."""
+        """The scales of the cache's codes of keys and of values; 1 for an unquantised cache, whatever the layer's scales are."""
         return (self.k_scale, self.v_scale) if self.is_quantized else (1.0, 1.0)
 
     @property
     def window(self) -> Window:
-        """The inclusive pair that `sliding_window` means for this kind of attention."""
+        """`sliding_window` as an inclusive (left, right) pair for this attention type."""
         return window_pair(self.sliding_window, self.attn_type)
 
     @property
     def sparse_pattern(self) -> dict[str, Any]:
-        """The block-sparse pattern by the names of `attn.reference.block_sparse_mask`; empty without one."""
+        """The block-sparse pattern as arguments of `attn.reference.block_sparse_mask`; empty without a pattern."""
         names = ("block_size", "local_blocks", "vert_stride")
         return {**dict(zip(names, self.sparse, strict=False)), "homo_head": bool(self.sparse[3])} if self.sparse else {}
 
     def request(self) -> Request:
-        """What this case asks of a backend."""
+        """Return the case's request to a backend."""
         asked = {
             Feature.NON_CAUSAL: not self.causal and self.attn_type == AttentionType.DECODER,
             Feature.TREE_MASK: bool(self.tree),
@@ -212,11 +215,11 @@ class Case(Recipe):
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """As `Recipe.from_json`; lengths must be two lists of as many ints."""
+        """As `Recipe.from_json`; query_lens and seq_lens must be lists of equally many ints."""
         case = super().from_json(text)
         lens = (case.query_lens, case.seq_lens)
         if not all(isinstance(x, tuple) and all(type(n) is int for n in x) for x in lens) or len(lens[0]) != len(lens[1]):
-            raise ValueError(f"query_lens={lens[0]} and seq_lens={lens[1]} must be lists of as many ints")
+            raise ValueError(f"query_lens={lens[0]} and seq_lens={lens[1]} must be lists of equally many ints")
         return case
 
 

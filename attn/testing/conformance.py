@@ -1,7 +1,7 @@
-"""Running the suite: one case, one backend, or everything that can run here, with a report that can be kept.
+"""Run the conformance suite on one case, one backend or every backend that can run on this machine, and report the result.
 
-A case that fails says how to run it again; the first failure of a backend is also made smaller, by dropping requests, heads,
-tokens and features for as long as some rule stays broken. What cannot run here is skipped with its verdict as the reason.
+A failed case prints the command that repeats it. The first failure of a backend is also minimised: requests, heads, tokens and
+features are removed while some rule is still broken. A backend that cannot run is skipped, with its verdict as the reason.
 """
 
 import datetime
@@ -35,17 +35,17 @@ from attn.verdicts import choose, not_loadable
 REFUSAL = "refusal"
 #: The kinds of evidence that running the suite can give.
 EXECUTED = ("ran", "interpreted", "stand-in")
-#: What only a call can show, and a constructor cannot know; and what neither shows, so that selection alone refuses it.
+#: Features that a call can reject, and those that a constructor can. Selection rejects these and all others.
 _SEEN_BY_CALL = ("non_causal", "tree_mask", "dtype")
 _SEEN_BY_CONSTRUCTOR = (
     "sliding_window", "two_sided_window", "soft_cap", "alibi", "sinks", "kv_sharing", "kv_cache_dtype", "attn_type",
     "head_size",
 )  # fmt: skip
-_ARRAY_DTYPES = tuple(d for d in BUDGETS if d != "float64")  # float64 arrays are beyond jax without its 64-bit mode
+_ARRAY_DTYPES = tuple(d for d in BUDGETS if d != "float64")  # jax supports float64 only in its 64-bit mode
 
 
 class Runner(Protocol):
-    """A wing's driver for one backend: `build` constructs the layer of a call, calling it runs the call."""
+    """A framework's driver for one backend: `build` constructs the layer of a call; calling the driver runs the call."""
 
     def build(self, call: Call) -> Any: ...
 
@@ -53,7 +53,7 @@ class Runner(Protocol):
 
 
 def runner_for(backend: Any, device: Device | None = None) -> Runner:
-    """The driver of a backend class, from the wing that it belongs to."""
+    """Return the driver of a backend class, from its framework's package."""
     runner: Runner = resolve_obj_by_qualname(f"attn.{_framework(backend)}.testing.Runner")(
         backend, device or device_for(backend)
     )
@@ -66,7 +66,7 @@ def _framework(backend: Any) -> str:
 
 
 def device_for(backend: Any) -> Device:
-    """The device that its wing has here, or the CPU where a torch backend serves that alone."""
+    """Return the device of the backend's framework on this machine; the CPU for a torch backend that supports no other."""
     framework, own = _framework(backend), getattr(backend, "capabilities", None)
     here = platform_for(framework).device()
     if framework == "torch" and own is not None and own.device_reasons(here):
@@ -78,16 +78,19 @@ def device_for(backend: Any) -> Device:
 def cases_for(
     backend: Any, device: Device | None = None, level: str = "quick", capabilities: Capabilities | None = None
 ) -> list[Case]:
-    """The suite's cases for a backend class, derived from its capabilities (or from those passed for it)."""
+    """Return the suite's cases for a backend class, derived from `capabilities` (None: the class's own)."""
     return cases_of(subject_of(backend, capabilities, device or device_for(backend)), level)
 
 
-#: The same under the name that a test file of another package reads well with.
+#: The same function under a name that reads well in another package's tests.
 conformance_cases = cases_for
 
 
 def run_case(backend: Any, case: Case, device: Device | None = None, score: Score | None = None) -> list[Violation]:
-    """Every violation of one case by one backend class. What the backend raises goes through, refusals apart."""
+    """Return all violations of a case by a backend class.
+
+    Raises what the backend raises, unless the case expects a rejection.
+    """
     device = device or device_for(backend)
     runner = runner_for(backend, device)
     found = _refusal(backend, case, device, runner) if case.check.startswith(REFUSAL) else run_check(case, runner, score)
@@ -95,14 +98,17 @@ def run_case(backend: Any, case: Case, device: Device | None = None, score: Scor
 
 
 def check_conformance(backend: Any, case: Case, device: Device | None = None) -> None:
-    """`run_case` for a test: AssertionError with every violation and the line that repeats it."""
+    """Run a case as `run_case` does.
+
+    Raises AssertionError with all violations and the command that repeats each.
+    """
     violations = run_case(backend, case, device)
     if violations:
         raise AssertionError("\n".join(map(str, violations)))
 
 
 def _refusal(backend: Any, case: Case, device: Device, runner: Runner) -> list[Violation]:
-    """Selection refuses what is not declared and names it; so do constructor and call, where they can see it."""
+    """Check that selection rejects an undeclared feature by name, and so do the constructor and the call if they receive it."""
     what = case.check.partition("=")[2]
     name, _, value = what.partition("=")
 
@@ -113,30 +119,30 @@ def _refusal(backend: Any, case: Case, device: Device, runner: Runner) -> list[V
     attempts: list[tuple[str, Callable[[], Any]]] = []
     if getattr(backend, "capabilities", None) is not None:
         attempts.append(("selection", select))
-    if name in _SEEN_BY_CONSTRUCTOR and not (case.mla and name == "sinks"):  # MLA's constructor takes none
-        drawn = draw(case.replace(kv_cache_dtype="auto"))  # no cache can be drawn of a dtype that holds no numbers
+    if name in _SEEN_BY_CONSTRUCTOR and not (case.mla and name == "sinks"):  # MLA's constructor has no sinks
+        drawn = draw(case.replace(kv_cache_dtype="auto"))  # the dtype may be one without values
         attempts.append(("the constructor", lambda: runner.build(drawn.but(kv_cache_dtype=case.kv_cache_dtype))))
     if name in _SEEN_BY_CALL and (not value or value in _ARRAY_DTYPES):
         attempts.append(("the call", lambda: runner(draw(case))))
     found = []
-    for who, attempt in attempts:
+    for step, attempt in attempts:
         try:
             attempt()
         except AttnError as error:
-            said = str(error)
-            if name not in said or value not in said:
-                found.append(Violation("R", f"{who} refuses without naming {what}: {said}", case))
+            message = str(error)
+            if name not in message or value not in message:
+                found.append(Violation("R", f"{step} refuses without naming {what}: {message}", case))
         else:
-            found.append(Violation("R", f"{who} accepts {what}, which is not declared", case))
+            found.append(Violation("R", f"{step} accepts {what}, which is not declared", case))
     return found
 
 
-# everything that runs here
+# whole runs
 
 
 @dataclass
 class Failure:
-    """A case that failed: what was violated, or what was raised, and the line that repeats it."""
+    """A failed case: its violations, or the exception that was raised, and the command that repeats it."""
 
     case: str
     violations: list[str]
@@ -148,10 +154,15 @@ _SHOWN = 8  #: failures printed in full
 
 @dataclass
 class BackendReport:
-    """One backend's outcome. `rows` maps a dtype to its worst row error (rule B), `lse` is the worst of rule D as a multiple of
-    its tolerance; `tame` says that keys and values that no row sees were finite in every case, since the backend does not
-    declare `nan_safe`; `above_target` are the cases that passed with less margin than the rules aim at; `smallest` repeats the
-    first failure, minimised. `skipped` says why there is nothing else."""
+    """The result of one backend.
+
+    rows: the worst row error (rule B) of each dtype.
+    lse: the worst error of rule D, as a multiple of its tolerance.
+    tame: whether keys and values that no row attends to were finite in all cases, since the backend does not declare `nan_safe`.
+    above_target: cases that passed with an error above the target, within the limit.
+    smallest: the command that repeats the first failure, minimised.
+    skipped: why the backend did not run; the other fields are then empty.
+    """
 
     backend: str
     device: str = ""
@@ -186,7 +197,7 @@ class BackendReport:
         if self.lse:
             lines.append(f"    worst lse: {self.lse:.2g} of its tolerance")
         if self.tame:
-            lines.append("    nan_safe is not declared: what no row sees held large finite numbers, never NaN")
+            lines.append("    nan_safe is not declared: keys and values that no row attends to were large finite numbers, never NaN")
         if self.above_target:
             lines.append(f"    above target, within the limit: {', '.join(self.above_target)}")
         for failure in self.failures[:_SHOWN]:
@@ -198,7 +209,7 @@ class BackendReport:
 
 @dataclass
 class Report:
-    """The outcome of a conformance run; print it, or keep `to_dict()`."""
+    """The result of a conformance run; print it, or store `to_dict()`."""
 
     backends: list[BackendReport]
 
@@ -228,16 +239,20 @@ def run_conformance(
     jobs: int = 1,
     part: tuple[int, int] = (1, 1),
 ) -> Report:
-    """Run the suite on backends by name, or on every one that can run here (without an interpreter).
+    """Run the suite on the named backends, or on all that can run on this machine without an interpreter.
 
-    `kind` says how they are executed: `ran`, or `interpreted` or `stand-in` (`attn.evidence`), which need no device that
-    the backend serves; None is `ran`, or `interpreted` where the backend says so (`interpreted_on`). `dtypes` leaves out
-    cases of other dtypes (an interpreter may lack one), and the evidence says so; `only` keeps the cases whose name
-    contains it, and no evidence is made of those. `record` writes a row for each backend into the evidence file, whatever
-    the outcome. `part` (i, n) takes every n-th case from the i-th on, so that n runs are the whole. `jobs` processes share
-    the cases: kernels that compile when they are first called keep one core busy each, and the device idle. Raises
-    ValueError for an unknown name, level, kind or dtype, for a part that is to be recorded, and for an interpreted run
-    that is to pass as `ran`.
+    level: one of `attn.testing.suite.LEVELS`.
+    kind: how the backends are executed: `ran`, or `interpreted` or `stand-in` (`attn.evidence`), which do not need a device that
+        the backend supports. None: `interpreted` on the platforms of a backend's `interpreted_on`, else `ran`.
+    only: run the cases whose name contains this text.
+    record: write a row for each backend to the evidence file, whether it passed or failed.
+    dtypes: run the cases of these dtypes (an interpreter may lack one); the evidence states it. Empty: all.
+    minimise: minimise the first failure of each backend.
+    jobs: number of processes that share the cases. Compiling a kernel at its first call keeps one core busy and the device idle.
+    part: (i, n): run every n-th case from the i-th on; n runs cover the suite.
+
+    Raises ValueError for an unknown name, level, kind or dtype, if `record` is passed with `only` or `part`, and for kind `ran`
+    where kernels are interpreted.
     """
     if jobs < 1:
         raise ValueError(f"jobs={jobs} must be at least 1")
@@ -247,7 +262,7 @@ def run_conformance(
         which = f"the cases that contain {only!r}" if only else f"part {part[0]} of {part[1]}"
         raise ValueError(f"record=True needs the whole suite, not {which}")
     if kind is not None and kind not in EXECUTED:
-        raise ValueError(f"kind={kind!r} (supports {', '.join(EXECUTED)}: the suite executes what it examines)")
+        raise ValueError(f"kind={kind!r} (supports {', '.join(EXECUTED)}: the suite executes the backends)")
     dtypes = [dtype_name(dtype) for dtype in dtypes]
     plugins.load()
     reports, rows = [], []
@@ -259,7 +274,7 @@ def run_conformance(
             continue
         backend = candidate.backend
         if names is None and kind != "interpreted" and is_interpreted(backend):
-            reports.append(BackendReport(name, skipped="executed by an interpreter here, which takes long: ask for it by name"))
+            reports.append(BackendReport(name, skipped="kernels are interpreted on this machine, which is slow: request it by name"))
             continue
         cases = [case for case in cases_of(subject, level) if only in case.name]
         cases = [case for case in cases if not dtypes or case.dtype in dtypes or case.check.startswith(REFUSAL)]
@@ -277,15 +292,17 @@ def run_conformance(
 
 
 def candidate_of(name: str) -> Candidate:
-    """A backend by name, loaded as far as it goes: a member of the registry, or the selector's block-sparse branch (which is
-    none). Raises ValueError for an unknown name."""
+    """Return a backend by name, loaded if possible: a member of the registry or the selector's block-sparse backend.
+
+    Raises ValueError for an unknown name.
+    """
     if name == BLOCKSPARSE:
         return blocksparse_candidate()
     return AttentionBackendEnum[name].candidate()
 
 
 def subject_here(candidate: Candidate, kind: str = "ran") -> tuple[Subject | None, str]:
-    """(who is to be examined on this machine, ""), or (None, why that is impossible)."""
+    """Return (the candidate's subject on this machine, ""), or (None, why it cannot run)."""
     reasons = list(not_loadable(candidate))
     if candidate.backend is None or reasons:
         return None, "; ".join(reasons)
@@ -301,21 +318,21 @@ def subject_here(candidate: Candidate, kind: str = "ran") -> tuple[Subject | Non
 
 
 def _kind(backend: Any, asked: str | None) -> str:
-    """How a backend will be executed here. An interpreter's work never passes as the device's."""
+    """Return how a backend is executed on this machine. Interpreted runs are never recorded as the device's."""
     if asked == "ran" and is_interpreted(backend):
-        raise ValueError(f"{backend.get_name()} is executed by an interpreter here: kind must be 'interpreted'")
+        raise ValueError(f"{backend.get_name()} is interpreted on this machine: kind must be 'interpreted'")
     return asked or ("interpreted" if is_interpreted(backend) else "ran")
 
 
 def is_interpreted(backend: Any) -> bool:
-    """Whether kernels would be executed by an interpreter here."""
-    by_choice = getattr(backend, "is_interpreted", None)  # a kernel language's own switch
-    return device_for(backend).platform in getattr(backend, "interpreted_on", ()) or bool(by_choice and by_choice())
+    """Whether an interpreter executes the backend's kernels on this machine."""
+    switch = getattr(backend, "is_interpreted", None)  # a kernel language's setting
+    return device_for(backend).platform in getattr(backend, "interpreted_on", ()) or bool(switch and switch())
 
 
 @dataclass
 class _Outcome:
-    """What one case came to: its violations as text, and how near the limits it was."""
+    """The result of one case: its violations as text, and its errors relative to the limits."""
 
     violations: list[str]
     score: Score = field(default_factory=Score)
@@ -351,12 +368,12 @@ def _outcomes(backend: Any, cases: Sequence[Case], jobs: int) -> Iterable[_Outco
 
 
 def _outcome_elsewhere(path: str, case: Case) -> _Outcome:
-    """`_outcome` in a process that starts with nothing: the backend is found by its path."""
+    """`_outcome` in a new process, which imports the backend by its path."""
     return _outcome(resolve_obj_by_qualname(path), case)
 
 
 def _outcome(backend: Any, case: Case) -> _Outcome:
-    """Whatever a backend under examination raises is a finding, not the end of the run."""
+    """Run one case; an exception that the backend raises is a failure of the case, not of the run."""
     score = Score()
     try:
         return _Outcome([str(v) for v in run_case(backend, case, score=score)], score)
@@ -365,10 +382,10 @@ def _outcome(backend: Any, case: Case) -> _Outcome:
 
 
 def evidence_of(report: BackendReport, backend: Any, registry: str = "attention") -> evidence.Evidence:
-    """The row of one backend's run."""
+    """Return the evidence of one backend's run."""
     framework = _framework(backend)
     needed = [first_installed(names) or names for names in getattr(backend.capabilities, "packages", ())]
-    named = packages_distributions()  # flashinfer is of flashinfer-python
+    named = packages_distributions()  # the module flashinfer is in the package flashinfer-python
     modules = [module.partition(".")[0] for module in needed]
     packages = (framework, "numpy", *(package for module in modules for package in named.get(module, [module])))
     return evidence.Evidence(

@@ -1,10 +1,10 @@
-"""The dense family's part of the suite: diffusion backends against the float64 oracle, cases derived from capabilities.
+"""Conformance of diffusion backends (the dense family): compared with the float64 oracle, cases derived from capabilities.
 
-Lengths that no tile divides, masks of every kind, both orders of a joint stream, grouped heads, NaN behind masks; what a
-backend's limits leave out must be refused in the words of `why_not_call`. A wing's driver (`attn.torch.diffusion.testing`,
-and its twin under jax) turns a call in NumPy into its arrays and back. What a backend approximates is held to the error that
-it declares, everything else to the paged family's rules (`rules.BUDGETS`). Level `full` adds Flux's length and, on a GPU,
-arrays whose offsets outgrow 32 bits, which are drawn there and compared row by row at chosen places (`vast`).
+Cases cover lengths that are not multiples of a tile, all kinds of masks, both orders of a joint stream, grouped heads and NaN
+in masked keys. Calls outside a backend's limits must be rejected with the reasons of `why_not_call`. A framework's driver
+(`attn.torch.diffusion.testing`, `attn.jax.diffusion.testing`) converts a call from NumPy and its result back. A backend that
+approximates is checked against the error that it declares, every other one against `rules.BUDGETS`. Level `full` adds Flux's
+length and, on a GPU, arrays with offsets of more than 32 bits (`vast`), which are drawn on the device and compared at some rows.
 """
 
 import functools
@@ -33,11 +33,18 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class DenseCase(Recipe):
-    """rows S and keys M of each of `batch` entries; lens: keys that are there, [] for all; holes: a key mask that is no
-    prefix; mask: a full boolean mask; joint: (rows, keys) of a second stream, put to the front or the rear; vast: drawn on
-    the device and compared at chosen rows; inputs: "randn" or "needle" (every query looks for one key); layout: how rows lie
-    in memory, "heads" ([B, S, H, D]) or "heads_first" (views of [B, H, S, D], under torch); refused: the reasons with which
-    the call must be turned down."""
+    """A case of the dense family.
+
+    rows, keys: lengths S and M of each of `batch` entries.
+    lens: number of present keys of each entry; (): all.
+    holes: use a key mask that is not a prefix.
+    mask: use a full boolean mask.
+    joint: (rows, keys) of a second stream, joined at the front or, with `rear`, at the rear.
+    vast: draw the arrays on the device and compare some rows.
+    inputs: "randn" or "needle" (every query looks for one key).
+    layout: memory layout of rows: "heads" ([B, S, H, D]) or "heads_first" (views of [B, H, S, D], torch only).
+    refused: reasons that the rejection of the call must state.
+    """
 
     option = " --registry diffusion"
 
@@ -63,7 +70,7 @@ class DenseCase(Recipe):
     refused: tuple[str, ...] = ()
 
     def request(self, error_budget: float = 0.0) -> DiffusionRequest:
-        """What this case asks of a backend."""
+        """Return the case's request to a backend."""
         features = frozenset({Feature.MASK.value} if self.mask else ())
         return DiffusionRequest(
             self.head_size,
@@ -77,14 +84,14 @@ class DenseCase(Recipe):
 
     @property
     def asked(self) -> dict[str, Any]:
-        """What `why_not_call` judges."""
+        """The arguments of `why_not_call`."""
         rows, keys = self.rows + self.joint[0], self.keys + self.joint[1]
         return {"rows": rows, "keys": keys, "causal": self.causal, "key_mask": bool(self.lens) or self.holes}
 
 
 @dataclass
 class DenseCall:
-    """A case's arrays in float32, each number one of the case's dtype: see `DiffusionAttentionMetadata`."""
+    """A case's arrays: float32 values representable in the case's dtype. See `DiffusionAttentionMetadata`."""
 
     case: DenseCase
     query: Array
@@ -96,7 +103,7 @@ class DenseCall:
 
 
 def dense_cases(backend: Any, device: Device | None = None, level: str = "quick") -> list[DenseCase]:
-    """The cases that a backend class must pass, from its capabilities and limits, and calls that it must refuse.
+    """Return the cases that a backend class must pass and the calls that it must reject, from its capabilities and limits.
 
     Raises ValueError for an unknown level.
     """
@@ -140,21 +147,21 @@ def dense_cases(backend: Any, device: Device | None = None, level: str = "quick"
         ]
     if Feature.MASK in c.features:
         found += [replace(plain, name="mask", mask=True), replace(plain, name="mask, grouped", mask=True, num_kv_heads=2)]
-    here = None if device is None or c.device_reasons(device) else device  # elsewhere it is interpreted, or a stand-in
+    here = None if device is None or c.device_reasons(device) else device  # otherwise it is interpreted, or a stand-in
     cases: dict[str, DenseCase] = {}
     for case in found:
         why = backend.why_not_call(**case.asked)
         if why:
             cases[f"refused: {case}"] = replace(case, name=f"refused: {case}", vast=False, refused=tuple(why))
             case = _fitted(case, backend)
-        # what is refused in this combination is no case: a provider that is here may serve less than the family
+        # skip unsupported combinations: the installed provider may support less than the family
         if not backend.why_not(case.request(backend.error), here):
             cases[case.name] = case
     return list(cases.values())
 
 
 def _fitted(case: DenseCase, backend: Any) -> DenseCase:
-    """The case with as many keys more as a multiple needs (and as many rows, where they were equal)."""
+    """Return the case with keys added up to the backend's multiple (and as many rows, if there were as many as keys)."""
     more = -(case.keys + case.joint[1]) % backend.key_multiple
     if case.causal or not more:
         return case
@@ -163,9 +170,9 @@ def _fitted(case: DenseCase, backend: Any) -> DenseCase:
 
 
 def _vast(plain: DenseCase) -> list[DenseCase]:
-    """Queries, keys, or both, of more than 2**31 elements, with so few of the others that they take no time."""
+    """Return cases with queries, keys or both of more than 2**31 elements; the other array is short to save time."""
     long = replace(plain, batch=1, num_heads=32, num_kv_heads=32, head_size=128, rows=77, keys=77, vast=True)
-    many = 2**31 // (32 * 128) + 64  # rows of a sequence; the last 64 lie beyond
+    many = 2**31 // (32 * 128) + 64  # rows of a sequence; the last 64 are beyond 2**31 elements
     return [
         replace(long, name="keys of 2**31 elements", keys=many),
         replace(long, name="queries of 2**31 elements", rows=many, joint=(512, 512), keys=64),
@@ -175,7 +182,7 @@ def _vast(plain: DenseCase) -> list[DenseCase]:
 
 
 def draw_dense(case: DenseCase) -> DenseCall:
-    """The arrays of a case, always the same; what a mask hides is NaN where the mask is one of keys."""
+    """Return the arrays of a case, deterministically; keys and values that a key mask excludes are NaN."""
     own = (case.seed,) if case.seed else ()
     rng = np.random.default_rng((case.rows, case.keys, case.head_size, case.num_heads, *own))
 
@@ -200,14 +207,14 @@ def draw_dense(case: DenseCase) -> DenseCall:
         k[~present] = v[~present] = np.nan
     mask = rng.random((case.batch, 1, case.rows, case.keys)) < 0.7 if case.mask else None
     if mask is not None:
-        mask[0, 0, min(3, case.rows - 1)] = False  # a row that sees nothing
+        mask[0, 0, min(3, case.rows - 1)] = False  # a row without keys
     rows, keys = case.joint
     joint = (normal(rows, case.num_heads), normal(keys, case.num_kv_heads), normal(keys, case.num_kv_heads)) if keys else None
     return DenseCall(case, q, k, v, present, mask, joint)
 
 
 def expected_dense(call: DenseCall) -> Array:
-    """The oracle's answer, [B, S (+ J), H, D] in float64."""
+    """Return the oracle's result [B, S (+ J), H, D] in float64."""
     case = call.case
     q, k, v, there = call.query, call.key, call.value, call.present
     if call.joint is not None:
@@ -225,19 +232,22 @@ def expected_dense(call: DenseCall) -> Array:
 
 
 def check_dense(backend: Any, case: DenseCase) -> None:
-    """Run one case on a backend class; AssertionError with the worst row's error against what is allowed."""
-    wing = f"attn.{backend.get_impl_cls().framework}.diffusion.testing"
+    """Run one case on a backend class.
+
+    Raises AssertionError with the worst row's error and the allowed error.
+    """
+    driver = f"attn.{backend.get_impl_cls().framework}.diffusion.testing"
     if case.vast:
-        return _check_vast(backend, case, resolve_obj_by_qualname(f"{wing}.vast"))
+        return _check_vast(backend, case, resolve_obj_by_qualname(f"{driver}.vast"))
     call = draw_dense(case)
-    run: Callable[[Any, DenseCall], Array] = resolve_obj_by_qualname(f"{wing}.dense")
+    run: Callable[[Any, DenseCall], Array] = resolve_obj_by_qualname(f"{driver}.dense")
     if case.refused:
         try:
             run(backend, call)
         except UnsupportedError as refusal:
-            assert set(case.refused) <= set(refusal.reasons), f"{case}: refused with other reasons: {refusal}"
+            assert set(case.refused) <= set(refusal.reasons), f"{case}: rejected with other reasons: {refusal}"
             return
-        raise AssertionError(f"{case}: was computed, not refused: {'; '.join(case.refused)}")
+        raise AssertionError(f"{case}: computed instead of rejected: {'; '.join(case.refused)}")
     got, want = run(backend, call).astype(np.float64), expected_dense(call)
     assert got.shape == want.shape, f"{case}: shape {got.shape}, not {want.shape}"
     assert np.isfinite(got).all(), f"{case}: {np.sum(~np.isfinite(got))} numbers are not finite"
@@ -245,7 +255,7 @@ def check_dense(backend: Any, case: DenseCase) -> None:
 
 
 def _judge(backend: Any, case: DenseCase, got: Array, want: Array) -> None:
-    """Every row's error against the dtype's budget; of an approximation, all rows' together against what it declares."""
+    """Check every row's error against the dtype's budget and, for an approximation, the total error against the declared one."""
     size = np.sqrt((want**2).mean(-1))
     error = np.sqrt(((got - want) ** 2).mean(-1)) / np.where(size == 0, 1, size)
     own = BUDGETS[case.dtype].hard
@@ -257,7 +267,10 @@ def _judge(backend: Any, case: DenseCase, got: Array, want: Array) -> None:
 
 @dataclass
 class Sampled:
-    """Rows of one head of a vast call: query, out [R, D]; the keys and values that they see [M, D]; `finite`: all output."""
+    """Some rows of one head of a vast call.
+
+    query, out: [R, D]; key, value: [M, D], attended by these rows; finite: whether the whole output is finite.
+    """
 
     query: Array
     out: Array
@@ -267,9 +280,9 @@ class Sampled:
 
 
 def vast_places(case: DenseCase) -> list[tuple[int, int, int, list[tuple[int, int]]]]:
-    """[(batch entry, head, its keys, [(row, the key that it looks for)])]: the first, the middle and the last of everything.
+    """Return [(batch entry, head, number of keys, [(row, the key that it looks for)])]: the first, middle and last of each.
 
-    A row that looks for a key shows whether that key was read; the last ones are those that 32 bits do not reach.
+    A row that looks for a key shows whether that key was read; the last ones have offsets of more than 32 bits.
     """
 
     def ends(n: int) -> list[int]:
@@ -284,7 +297,7 @@ def vast_places(case: DenseCase) -> list[tuple[int, int, int, list[tuple[int, in
 
 def _check_vast(backend: Any, case: DenseCase, run: Callable[[Any, DenseCase], Any]) -> None:
     for found in run(backend, case):
-        assert found.finite, f"{case}: numbers that are not finite"
+        assert found.finite, f"{case}: non-finite numbers in the output"
         want = reference.attention(found.query[:, None], found.key[:, None], found.value[:, None], scale=case.scale)[0]
         _judge(backend, case, found.out[:, None], want)
 
@@ -297,7 +310,7 @@ def run_dense(
     only: str = "",
     record: bool = False,
 ) -> Report:
-    """The dense suite on diffusion backends by name, or on every one that runs here; arguments as `run_family`'s."""
+    """Run the dense suite on the named diffusion backends, or on all that run on this machine; arguments as for `run_family`."""
     cases = functools.partial(dense_cases, level=level)
     words = "dense, full" if level == "full" else "dense"
     return run_family(

@@ -1,8 +1,8 @@
-"""From a case to the arrays of a call, the same on every machine: data, page placement, and poison everywhere else.
+"""Draw the arrays of a case, the same on every machine: data, page placement, and poison everywhere else.
 
-What a backend has no business reading is never zero: cache slots past a sequence's end, pages of nobody, table entries
-past the last page, keys that every window has left behind, padding rows. The cache of a call holds the *context*; the
-new tokens' slots are poisoned too, since writing them is the backend's work.
+Memory that a backend must not read is never zero: cache slots past a sequence's end, unused pages, table entries past the
+last page, keys that are outside every window, padding rows. The cache of a call contains the *context*; the new tokens' slots
+are poisoned too, since the backend writes them.
 """
 
 import functools
@@ -23,13 +23,17 @@ from attn.testing.case import Case, Scale
 
 @dataclass
 class Call:
-    """The NumPy arrays of one forward: float32 values already rounded to the case's dtype (float64 ones, with digits that
-    float32 has not, for float64), caches as stored bits.
+    """The NumPy arrays of one forward call.
 
-    query: [T, H, D]; key, value: [T, K, D] or None (nothing to write); key_cache, value_cache: [N, P, K, D] bits (rows of
-    D + 4 bytes where each token and head brings its scale), or None for encoders; alibi_slopes, sinks: [H] float32 or None;
-    tree and lengths are in `batch`. All read-only: a runner copies what it hands to a framework. `memo` keeps what was
-    derived from this very call.
+    Values are float32 and already rounded to the case's dtype (float64 with digits beyond float32 for float64); caches are
+    stored bits. All arrays are read-only: a runner copies those that it passes to a framework.
+
+    query: [T, H, D].
+    key, value: [T, K, D], or None (nothing to write).
+    key_cache, value_cache: [N, P, K, D] bits (rows of D + 4 bytes if each token and head has its own scale); None for encoders.
+    batch: the lengths, the block table and the tree mask.
+    alibi_slopes, sinks: [H] float32 or None.
+    memo: cached results that were derived from this call.
     """
 
     case: Case
@@ -44,17 +48,17 @@ class Call:
     memo: dict[str, Any] = field(default_factory=dict, repr=False)
 
     def but(self, **changes: Any) -> Self:
-        """A copy with some arrays changed; fields of the case may be among them."""
+        """Return a copy with some arrays or fields of the case changed."""
         own = {k: v for k, v in changes.items() if k in self.__dataclass_fields__}
         own["case"] = self.case.replace(**{k: v for k, v in changes.items() if k not in own})
         return replace(self, **own, memo={})
 
     def with_batch(self, **changes: Any) -> Self:
-        """A copy whose batch has some fields changed."""
+        """Return a copy with some fields of its batch changed."""
         return self.but(batch=self.batch.replace(**changes))
 
     def writable_batch(self) -> CommonAttentionMetadata:
-        """The batch with arrays of its own, since a framework may share their memory."""
+        """Return the batch with copies of its arrays, since a framework may share their memory."""
         arrays = {name: value.copy() for name, value in vars(self.batch).items() if isinstance(value, np.ndarray)}
         return self.batch.replace(**arrays)
 
@@ -72,8 +76,11 @@ class Call:
 
     @property
     def indices(self) -> Array:
-        """[T, topk] int32: what each row of a sparse MLA case attends, -1 and positions past the end being none. A row's
-        choice depends on its position alone, so that the same token chooses the same in any batch."""
+        """The keys that each row of a sparse MLA case attends to, [T, topk] int32.
+
+        -1 and positions past the end are ignored. A row's keys depend on its position only, so that a token has the same keys
+        in any batch.
+        """
         chosen = np.full((self.query.shape[0], self.case.topk), -1, np.int32)
         for r in range(self.batch.num_reqs):
             own, end = self.rows(r), int(self.batch.seq_lens[r])
@@ -91,18 +98,20 @@ class Call:
         return up_projection(self.case)
 
     def rows(self, r: int) -> slice:
-        """Request r's rows of the packed arrays."""
+        """Return the slice of request r's rows in the packed arrays."""
         start = self.batch.query_start_loc
         return slice(int(start[r]), int(start[r + 1]))
 
 
 @dataclass
 class Result:
-    """What a runner hands back, as NumPy.
+    """A runner's result, in NumPy.
 
-    output: [T, H, D] float32 values of dtype `dtype`; lse: [H, T] float32 or None; key_cache, value_cache: stored bits
-    after the call, or None; padding: what rows past the last token must hold (NaN: as they were; 0: zeros); spilled:
-    whether memory beside the output buffer changed.
+    output: [T, H, D] float32 values of dtype `dtype`.
+    lse: [H, T] float32 or None.
+    key_cache, value_cache: stored bits after the call, or None.
+    padding: the required value of rows past the last token (NaN: unwritten; 0: zeros).
+    spilled: whether memory next to the output buffer changed.
     """
 
     output: Array
@@ -115,13 +124,15 @@ class Result:
 
 
 def scale_array(scale: Scale) -> Array:
-    """A case's scale as the layer carries it: 0-d or [K] float32."""
+    """Return a case's scale as the layer stores it: 0-d or [K] float32."""
     return np.asarray(scale, np.float32)
 
 
 def layer_arguments(call: Call) -> dict[str, Any]:
-    """The constructor arguments of the implementation that serves a call, in no framework's terms; sinks left out, and the
-    weights of MLA (`kv_b_proj`) in NumPy."""
+    """Return the constructor arguments of a call's implementation, for any framework.
+
+    Sinks are omitted; MLA's weights (`kv_b_proj`) are a NumPy array.
+    """
     case = call.case
     special: dict[str, Any] = {"blocksparse_params": case.sparse_pattern} if case.sparse else {}
     if case.mla:
@@ -155,12 +166,12 @@ def _up_projection(mla: tuple[int, ...], num_heads: int, dtype: str, seed: int) 
 
 
 def up_projection(case: Case) -> Array:
-    """An MLA case's weights [L, H, Dn + Dv], rounded to its dtype."""
+    """Return an MLA case's weights [L, H, Dn + Dv], rounded to its dtype."""
     return _up_projection(case.mla, case.num_heads, case.dtype, case.data_seed)
 
 
 def cache_spec(call: Call) -> KVCacheSpec:
-    """The cache that a call's layer keeps; its extent is unknown for an encoder, which keeps none."""
+    """Return the specification of the cache of a call's layer; num_blocks is None for an encoder, which has no cache."""
     case = call.case
     num_blocks = None if call.key_cache is None else call.key_cache.shape[0]
     return KVCacheSpec(
@@ -177,7 +188,7 @@ def cache_spec(call: Call) -> KVCacheSpec:
 
 @functools.lru_cache(maxsize=512)
 def draw(case: Case) -> Call:
-    """The call of a case; kept, since several backends and checks ask for the same one."""
+    """Return the call of a case, cached because several backends and checks use the same one."""
     geometry = np.random.default_rng([1, case.geometry_seed])
     requests = range(len(case.query_lens))
     table, num_blocks = _tables(case, geometry)
@@ -198,7 +209,7 @@ def draw(case: Case) -> Call:
     for r in requests:
         at = slice(start[r], start[r + 1])
         query[at] = _queries(case, r, data[r][0])
-        fresh = max(case.query_lens[r] - case.seq_lens[r], 0)  # rows before the sequence have no key of their own
+        fresh = max(case.query_lens[r] - case.seq_lens[r], 0)  # rows before the sequence's start have no key
         if case.attn_type != AttentionType.ENCODER_DECODER and case.query_lens[r] > fresh:
             new = slice(max(case.seq_lens[r] - case.query_lens[r], 0), None)
             key[start[r] + fresh : start[r + 1]], value[start[r] + fresh : start[r + 1]] = (x[new] for x in data[r])
@@ -245,7 +256,7 @@ def draw(case: Case) -> Call:
 
 
 def _tables(case: Case, rng: np.random.Generator) -> tuple[Array, int]:
-    """(block_table [R, B], N): pages at random, a prefix in common, and a stale tail after each row's last page."""
+    """Return (block_table [R, B], N): random pages, a shared prefix, and stale entries after each row's last page."""
     used = [-(-m // case.block_size) for m in case.seq_lens]
     shared = case.shared_prefix // case.block_size
     num_blocks = case.num_blocks or _power_of_two(2 * sum(used) + 2)
@@ -268,12 +279,12 @@ def _tables(case: Case, rng: np.random.Generator) -> tuple[Array, int]:
 
 
 def _power_of_two(n: int) -> int:
-    """A compiled backend recompiles for every cache extent, so extents are few."""
+    """Round up to a power of two: a compiled backend recompiles for every cache size, so few sizes are used."""
     return 1 << max(3, (n - 1).bit_length())
 
 
 def _trees(case: Case) -> Array | None:
-    """[R, W, W] ancestor-or-self masks, a random tree a request."""
+    """Return ancestor-or-self masks [R, W, W] of a random tree per request."""
     if not case.tree:
         return None
     width = max(case.tree, 0)
@@ -288,7 +299,7 @@ def _trees(case: Case) -> Array | None:
 
 
 def _sequence(case: Case, r: int) -> tuple[Array, Array]:
-    """(keys, values) [m, K, D] of request r, rounded to the model's dtype; of its own rows for an encoder."""
+    """Return request r's (keys, values) [m, K, D], rounded to the case's dtype; those of its own rows for an encoder."""
     shares = case.new == "shared"
     rng = np.random.default_rng([2, case.data_seed, 0 if shares else r])
     m = max(case.seq_lens) if shares else case.seq_lens[r]
@@ -317,15 +328,15 @@ def _sequence(case: Case, r: int) -> tuple[Array, Array]:
         _spoil(case, rng, key, "key")
         _spoil(case, rng, value, "value")
     if case.mla:
-        value = key  # one row is both: what the value is, its weights say
+        value = key  # a latent row is key and value; the weights make the value
     own = slice(case.seq_lens[r])
     return drawn(key[own], case.dtype), drawn(value[own], case.dtype)
 
 
 def _spoil(case: Case, rng: np.random.Generator, rows: Array, which: str) -> None:
-    """Put a NaN or an infinity into two live elements of rows [n, heads, D], in cases whose data seed chose `which` rows.
+    """Set two live elements of rows [n, heads, D] to NaN or an infinity, if the case's data seed selects `which` rows.
 
-    In MLA only rotary numbers: whether an infinite latent makes an infinity or a NaN depends on the order of its products.
+    In MLA only rotary elements: whether an infinite latent results in an infinity or NaN depends on the order of products.
     """
     if which != ("query", "key", "value")[case.data_seed % 3] or not rows.size or (case.mla and which == "value"):
         return
@@ -338,7 +349,7 @@ def _spoil(case: Case, rng: np.random.Generator, rows: Array, which: str) -> Non
 
 
 def _queries(case: Case, r: int, key: Array) -> Array:
-    """[n, H, D] of request r."""
+    """Return request r's queries [n, H, D]."""
     rng = np.random.default_rng([4, case.data_seed, r])
     n, m = case.query_lens[r], case.seq_lens[r]
     query = rng.standard_normal((n, case.num_heads, case.query_size), np.float32)
@@ -351,7 +362,7 @@ def _queries(case: Case, r: int, key: Array) -> Array:
         query *= np.float32(10.0 ** rng.integers(-3, 4))
     elif case.inputs == "wide":
         query *= 0.05
-    elif case.inputs == "infinite":  # times -inf and the scale that is -inf
+    elif case.inputs == "infinite":  # times -inf and the scale gives -inf
         query[..., case.mla[1] if case.mla else 0] = math.copysign(1.0, case.scale or 1.0)
     elif case.inputs == "nonfinite":
         _spoil(case, rng, query, "query")
@@ -361,9 +372,9 @@ def _queries(case: Case, r: int, key: Array) -> Array:
 
 
 def _needles(case: Case, rng: np.random.Generator, key: Array, n: int) -> Array:
-    """Queries [n, H, D] each aligned with one key near a boundary: self, its neighbours, window edges, page start, ends.
+    """Return queries [n, H, D], each aligned with one key near a boundary: itself, its neighbours, window edges, page start, ends.
 
-    The target's score comes out at about 8. Without a window, the distances of a window of one page serve.
+    The target's score is about 8. Without a window, the edges are those of a window of one page.
     """
     m = len(key)
     p = np.arange(n) + m - n
@@ -386,14 +397,14 @@ def _needles(case: Case, rng: np.random.Generator, key: Array, n: int) -> Array:
 
 
 def _filled_caches(case: Case, table: Array, num_blocks: int, data: list[tuple[Array, Array]]) -> tuple[Array, Array]:
-    """Key and value storage [N, P, K, D] with every request's readable context in place and poison elsewhere."""
+    """Return key and value storage [N, P, K, D] with the readable context of every request, and poison elsewhere."""
     shape = (num_blocks, case.block_size, case.num_kv_heads, kv_cache_row(case.kv_cache_dtype, case.head_size))
     caches = tuple(poisoned(shape, case.element, case.poison) for _ in range(2))
     written_here = case.attn_type == AttentionType.DECODER and not case.kv_sharing and case.new == "written"
     left = case.window[0]
     for r, (n, m) in enumerate(zip(case.query_lens, case.seq_lens, strict=True)):
         end = max(m - n, 0) if written_here else m
-        begin = 0 if left is None else min(max(m - n - left, 0), end)  # what no row's window reaches any more
+        begin = 0 if left is None else min(max(m - n - left, 0), end)  # keys that are outside every row's window
         if n == 0 or end == begin:
             continue
         j = np.arange(begin, end)

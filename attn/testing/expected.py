@@ -1,7 +1,7 @@
-"""The oracle's answer to a call: the cache as it must be afterwards, and the attention over it.
+"""The oracle's result of a call: the required contents of the cache, and attention over it.
 
-A quantised cache is judged in two steps. Which codes may be stored is one; the other is attention over *the codes that were
-stored*, so that the reader's tolerance need not cover what quantising itself costs, which is ten times as much.
+A quantised cache is checked in two steps: the stored codes, and then attention over *the codes that were stored*, so that the
+tolerance of attention need not include the error of quantisation, which is ten times as large.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,8 +21,13 @@ from attn.testing.simulated import EagerKernel
 
 @dataclass
 class Expected:
-    """The oracle's answer: out [T, H, D], lse [H, T] in float64, NaN in padding rows; `slack` is rule C's bound, `noise`
-    [H, T] what 16-bit MLA adds to rule D's tolerance (`_lse_noise`)."""
+    """The oracle's result.
+
+    out: [T, H, D] float64, NaN in padding rows.
+    lse: [H, T] float64, NaN in padding rows.
+    slack: rule C's bound.
+    noise: [H, T], the addition to rule D's tolerance for 16-bit MLA (`_lse_noise`).
+    """
 
     out: Array
     lse: Array
@@ -31,7 +36,7 @@ class Expected:
 
 
 def specified_cache(call: Call) -> tuple[Array, Array]:
-    """(key_cache, value_cache) bits as they must be after the call: the context, and the new tokens at their slots."""
+    """Return the required bits of (key_cache, value_cache) after the call: the context, and the new tokens at their slots."""
     if "cache" not in call.memo:
         assert call.key_cache is not None and call.value_cache is not None
         caches = [call.key_cache.copy(), call.value_cache.copy()]
@@ -45,10 +50,10 @@ def specified_cache(call: Call) -> tuple[Array, Array]:
 
 
 def wrong_bytes(call: Call, stored: tuple[Array, Array]) -> Iterator[tuple[str, Array, Array, Array]]:
-    """(which, stored, specified, wrong), each [slots, K, D], for the key and the value cache as they are after the call.
+    """Yield (name, stored, specified, wrong) for the key and the value cache after the call; the arrays are [slots, K, D].
 
-    Of a quantised code, one step is allowed where a division in float32 could fall on a tie's other side; of a NaN that was
-    written, any bits.
+    A quantised code may differ by one step where a float32 division could round a tie the other way; a NaN that was written
+    may have any bits.
     """
     case, slots = call.case, call.batch.slot_mapping
     live = np.flatnonzero(slots >= 0) if call.key is not None and not case.kv_sharing else np.zeros(0, np.int64)
@@ -67,7 +72,7 @@ def wrong_bytes(call: Call, stored: tuple[Array, Array]) -> Iterator[tuple[str, 
 
 
 def expect(call: Call, result: Result | None = None) -> Expected:
-    """The oracle's answer to `call`, over the bytes that `result` left in a quantised cache (when they are allowed)."""
+    """Return the oracle's result of `call`, over the bytes that `result` stored in a quantised cache (if they are allowed)."""
     if call.case.is_encoder:
         return _remembered(call, lambda: _ragged(call))
     caches = specified_cache(call)
@@ -97,7 +102,7 @@ def _layer(call: Call) -> dict[str, Any]:
 
 
 def _paged(call: Call, caches: tuple[Array, Array]) -> tuple[Array, Array]:
-    """The oracle over the pages in use alone: a large cache is not decoded for the sake of a few pages."""
+    """Compute the oracle over the pages in use only, so that a large cache is not decoded for a few pages."""
     batch, case = call.batch, call.case
     if case.mla:
         return _latent(call, caches[0], mla_unabsorbed)
@@ -127,7 +132,7 @@ def _paged(call: Call, caches: tuple[Array, Array]) -> tuple[Array, Array]:
 
 
 def _latent(call: Call, cache: Array, attend: Callable[..., tuple[Array, Array]]) -> tuple[Array, Array]:
-    """MLA by `attend` (as `attn.reference.mla_unabsorbed`), one request after another."""
+    """Compute MLA with `attend` (such as `attn.reference.mla_unabsorbed`), request by request."""
     case, batch = call.case, call.batch
     rank, nope, _, _ = case.mla
     up_k, up_v = call.weights[..., :nope], call.weights[..., nope:]
@@ -168,7 +173,7 @@ def _eager_latent(
     mask: Array | None,
     dtype: str,
 ) -> tuple[Array, Array]:
-    """`mla_absorbed` as a 16-bit program computes it: each product's result in the dtype, the softmax in float32."""
+    """Compute `mla_absorbed` as a 16-bit program does: each product rounded to the dtype, the softmax in float32."""
     n, m = len(q_nope), len(kv_c)
     latent, rope = rounded(kv_c, dtype), rounded(k_pe, dtype)
     absorbed = rounded(np.einsum("nhd,lhd->nhl", q_nope, w_uk), dtype)
@@ -185,7 +190,7 @@ def _eager_latent(
 
 
 def _ragged(call: Call) -> tuple[Array, Array]:
-    """Encoders: every request attends its own rows, in both directions."""
+    """Compute encoder attention: every request attends to its own rows, in both directions."""
     assert call.key is not None and call.value is not None
     out = np.full(call.query.shape, np.nan)
     lse = np.full(call.query.shape[1::-1], np.nan)
@@ -195,20 +200,20 @@ def _ragged(call: Call) -> tuple[Array, Array]:
     return out, lse
 
 
-#: The unit roundoff of a dtype: nearest rounding changes a number by at most this share of it.
+#: The unit roundoff of a dtype: the largest relative error of rounding to nearest.
 ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
-_DEVIATIONS = 6.0  #: of a normal error: exceeded once in 5e8 rows
+_DEVIATIONS = 6.0  #: standard deviations of a normal error: exceeded once in 5e8 rows
 
 
 def _lse_noise(call: Call, lse: Array) -> Array | None:
-    """[H, T]: how far 16-bit MLA may take an lse from the oracle's, by rounding what it makes of its inputs.
+    """Return [H, T]: how far 16-bit MLA's lse may be from the oracle's because of rounded intermediate values.
 
-    Absorbed, each element of q' = q_nope W_UK^T is rounded once for all keys; expanded, each element of every key. To first
-    order a score's error is scale * sum_l (error of element l) * (what it multiplies), the lse's the mean of its scores'
-    weighted by the probabilities p, and an element's error that of nearest rounding: independent of the others', with a
-    deviation of at most u |x| / sqrt(3) (Higham & Mary, 2019, for why that holds). The bound that needs no independence, u *
-    scale * sum |q| |k|, is some 20 times as wide. A row of a quantised cache is code times scale, which a backend may round
-    before either: what that shifts the lse by is known, since the codes are, and added as it is.
+    In absorbed form each element of q' = q_nope W_UK^T is rounded once for all keys; in expanded form, each element of every
+    key. To first order, a score's error is scale * sum_l (error of element l) * (its factor), and the lse's error is the mean of
+    its scores' errors weighted by the probabilities p. An element's error is that of rounding to nearest: independent of the
+    others, with a standard deviation of at most u |x| / sqrt(3) (justified by Higham & Mary, 2019). The bound without
+    independence, u * scale * sum |q| |k|, is about 20 times as wide. A row of a quantised cache is code times scale, which a
+    backend may round first: the resulting shift of the lse is known, since the codes are, and is added.
     """
     case, batch = call.case, call.batch
     if not case.mla or case.dtype not in ROUNDOFF:
@@ -240,7 +245,7 @@ def _lse_noise(call: Call, lse: Array) -> Array | None:
 
 
 def _visible(call: Call, rows: slice, m: int) -> Array:
-    """[n, m]: which keys each row of a request of an MLA case sees."""
+    """Return [n, m]: the keys that each row of a request of an MLA case attends to."""
     n, j = rows.stop - rows.start, np.arange(m)
     if call.case.topk:
         return np.asarray((call.indices[rows, :, None] == j).any(1))

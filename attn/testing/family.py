@@ -1,7 +1,7 @@
-"""Running a part of the suite over a registry whose members are no paged backends: the dense and the prefill family.
+"""Run the suite over the registries of dense and prefill backends, which have no paged cache.
 
-A family says which cases a class has and how one is checked; what cannot run here is skipped with its reason, and a case
-that fails, or raises, is a finding of that case alone.
+A family provides the cases of a class and the check of a case. A backend that cannot run on this machine is skipped with the
+reason; a case that fails or raises does not stop the others.
 """
 
 import time
@@ -27,12 +27,15 @@ def run_family(
     record: bool = False,
     level: str = "",
 ) -> Report:
-    """Run `check(backend, case)` for each of `cases(backend, device)`, on members by name or on every one that runs here.
+    """Run `check(backend, case)` for each of `cases(backend, device)`, on the named members or on all that run on this machine.
 
-    `family` is the registry's name in the evidence; a case is a value with a `name`; `check` raises AssertionError. `kind`
-    as in `run_conformance`: with `stand-in` or `interpreted` no device is asked for; None is `ran`, or `interpreted` where
-    the backend says so. Raises ValueError for an unknown name or kind, for a part that is to be recorded, and for an
-    interpreted run that is to pass as `ran`.
+    family: the registry's name in the evidence.
+    cases: a function that returns the cases of a backend class; each case has a `name`.
+    check: a function that raises AssertionError for a case that fails.
+    kind: as for `run_conformance`.
+
+    Raises ValueError for an unknown name or kind, if `record` is passed with `only`, and for kind `ran` where kernels are
+    interpreted.
     """
     if kind is not None and kind not in EXECUTED:
         raise ValueError(f"kind={kind!r} (supports {', '.join(EXECUTED)})")
@@ -48,10 +51,10 @@ def run_family(
         device = device_for(backend)
         interpreted = is_interpreted(backend)
         if interpreted and kind == "ran":
-            raise ValueError(f"{name} is executed by an interpreter here: kind must be 'interpreted'")
+            raise ValueError(f"{name} is interpreted on this machine: kind must be 'interpreted'")
         how = kind or ("interpreted" if interpreted else "ran")
         if interpreted and names is None and kind is None:
-            reports.append(BackendReport(name, skipped="executed by an interpreter here, which takes long: ask for it by name"))
+            reports.append(BackendReport(name, skipped="kernels are interpreted on this machine, which is slow: request it by name"))
             continue
         if how == "ran" and (refused := backend.capabilities.device_reasons(device)):
             reports.append(BackendReport(name, skipped="; ".join(refused)))
@@ -61,8 +64,8 @@ def run_family(
         for case in cases(backend, device):
             if only in case.name:
                 report.cases += 1
-                if told := _told(check, backend, case):
-                    report.failures.append(Failure(case.name, [told], ""))
+                if problem := _problem(check, backend, case):
+                    report.failures.append(Failure(case.name, [problem], ""))
         report.seconds = time.perf_counter() - begin
         if not report.cases:
             report.skipped = "no case was selected"
@@ -74,8 +77,8 @@ def run_family(
     return Report(reports)
 
 
-def _told(check: Callable[[Any, Any], None], backend: Any, case: Any) -> str:
-    """What is wrong with one case; "" when nothing is. Whatever a backend under examination raises is a finding."""
+def _problem(check: Callable[[Any, Any], None], backend: Any, case: Any) -> str:
+    """Return why a case fails, or "". An exception that the backend raises is a failure of the case."""
     try:
         check(backend, case)
     except AssertionError as error:

@@ -1,4 +1,4 @@
-"""Exact fixtures: the field's incidents as cases, every feature by itself, and contexts and caches of unusual size."""
+"""Fixed cases: known bugs of attention libraries, each feature on its own, and contexts and caches of unusual sizes."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from attn.testing.subject import M_LENS, Q_LENS, SPARSE, Subject, base_case, mai
 
 
 def fixtures(subject: Subject) -> list[Case]:
-    """The exact cases of the field's incidents: lengths at their edges, scores at theirs, every feature by itself."""
+    """Return the cases of known bugs: boundary lengths, extreme scores and each feature on its own."""
 
     def at(name: str, q: Sequence[int] = Q_LENS, m: Sequence[int] = M_LENS, **changes: Any) -> Case:
         return base_case(subject, name, q, m, **changes)
@@ -31,7 +31,7 @@ def fixtures(subject: Subject) -> list[Case]:
         at("no request", (), ()),
         at("no token", (0, 0), (5, 0)),
         at("no key", (3, 1, 2, 18, 9), (0, 0, 5, 18, 0), padding=2),
-        at("dummy batch", m=(0,) * 5, padding=3),  # what warms a server up: no row is live
+        at("dummy batch", m=(0,) * 5, padding=3),  # as in a server's warm-up: all rows are padding
         at("empty among others", (0, 3, 1, 0, 2, 18, 9), (5, 7, 17, 0, 2, 18, 9), inputs="needle"),
         at("query longer than keys", (5, 20, 3, 2, 4), (3, 1, 0, 2, 30), inputs="needle"),
         at("query much longer than keys", (34, 2), (1, 2)),
@@ -101,7 +101,7 @@ def fixtures(subject: Subject) -> list[Case]:
 
 
 def variety(subject: Subject) -> list[Case]:
-    """Sizes of every kind, one case each."""
+    """Return a case for each size."""
     c, small = subject.capabilities, main_dtypes(subject)[-1]
     found = [
         base_case(subject, f"head size {s}", head_size=s, dtype=small)
@@ -133,7 +133,7 @@ def variety(subject: Subject) -> list[Case]:
 
 
 def long_context(subject: Subject, full: bool) -> list[Case]:
-    """Long context, where randn averages to nothing: with a sink near ln of the length, and with needles."""
+    """Return cases of long context, where random values average to about 0: with needles, and a sink near ln of the length."""
     length = 32768 if full else 4096
     dtype = "bfloat16" if "bfloat16" in subject.capabilities.dtypes else main_dtypes(subject)[0]
     more: dict[str, Any] = {"num_heads": 2, "num_kv_heads": 1, "num_blocks": None}
@@ -148,7 +148,7 @@ def long_context(subject: Subject, full: bool) -> list[Case]:
 
 
 def vast(subject: Subject) -> list[Case]:
-    """Caches that outgrow an index: more than 65536 pages, and more than 2**31 elements."""
+    """Return cases of caches that need wide indices: more than 65536 pages, and more than 2**31 elements."""
     small: dict[str, Any] = {"dtype": main_dtypes(subject)[-1], "lse": False}
     size = subject.sizes((128,), subject.capabilities.head_sizes)[0]
     base = base_case(subject, "70000 pages", (1, 5), (70, 33), num_heads=2, num_kv_heads=1, **{**small, "num_blocks": 70000})
