@@ -70,14 +70,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _fuzz(args: argparse.Namespace) -> int:
-    from attn.testing.fuzz import as_json, run_fuzz, told
+    from attn.testing.fuzz import as_json, as_text, run_fuzz
 
     reports = run_fuzz(args.backends or None, args.fuzz, args.seed, args.jobs, to=sys.stderr, registry=args.registry)
     idle = [f"{report.backend}: {report.skipped}" for report in reports if report.skipped and args.backends]
     if idle:
         print(f"attn: not tested: {'; '.join(idle)}", file=sys.stderr)
     ok = not idle and all(report.ok for report in reports)
-    return _done(ok, as_json(reports), "\n".join(told(reports)), args.json)
+    return _done(ok, as_json(reports), "\n".join(as_text(reports)), args.json)
 
 
 def _show_report(args: argparse.Namespace, report: Report) -> int:

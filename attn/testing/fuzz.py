@@ -1,8 +1,8 @@
-"""A random differential campaign: backends against the oracle over what a person could write, for as long as is given.
+"""Fuzz testing: compare backends with the oracle on random cases, for a given time.
 
-Each backend's cases come from its capability record (`fuzz_cases`), program by program. They run in processes of their own, so
-that a crash or a case that never ends costs that case alone and is a find like any other. A find is made smaller, told apart
-from those already known by what it needs to fail, and printed as the one line that repeats it.
+Each backend's cases follow from its capability record (`fuzz_cases`), program by program. They run in separate processes, so
+that a crash or a hang is a failure of one case. A failure is minimised, distinguished from known ones by the features that
+it needs, and printed with the command that repeats it.
 """
 
 import dataclasses
@@ -32,16 +32,16 @@ from attn.testing.shrink import features_of, minimised
 from attn.testing.subject import Subject
 from attn.verdicts import not_loadable
 
-_CASE_LIMIT = 150.0  #: seconds that a case may take, a compilation among them
-_SHRINKING = 0.3  #: of a backend's time, at most
-_GROWTH = 1500  #: MiB by which a process may grow before another takes its place
-_STICKY = ("CUDA error", "HIP error")  #: what a device says after which a process computes no more
-_COMPILED = 16  #: cases of a program where each costs a compilation
+_CASE_LIMIT = 150.0  #: time limit for a case, compilation included, in seconds
+_SHRINKING = 0.3  #: largest share of a backend's time spent on minimising
+_GROWTH = 1500  #: MiB by which a process may grow before it is replaced
+_STICKY = ("CUDA error", "HIP error")  #: errors after which a process cannot use the device
+_COMPILED = 16  #: cases per program if each program must be compiled
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a case came to. `kind` is "" when it passed, or the rule or the error with its place; `text` says more."""
+    """The result of a case. `kind` is "" if it passed, else the rule or the error and its place; `text` gives details."""
 
     kind: str = ""
     text: str = ""
@@ -54,7 +54,7 @@ class Outcome:
 
 @dataclass
 class Find:
-    """A failure: its kind, what it needs (the fields that are not plain), how often it was met, the line that repeats it."""
+    """A failure: its kind, the fields that it needs not to be plain, how often it occurred, the command that repeats it."""
 
     kind: str
     text: str
@@ -64,7 +64,7 @@ class Find:
 
 
 class Family(NamedTuple):
-    """How cases of a kind are drawn (as `fuzz_cases.program`), what is plain of one, and the steps that make it smaller."""
+    """How to draw a family's cases (as `fuzz_cases.program`), the plain values of their fields, and the steps to simplify one."""
 
     program: Callable[..., list[Any]]
     plain: Mapping[str, Any]
@@ -77,8 +77,11 @@ DENSE = Family(fuzz_dense.program, fuzz_dense.PLAIN, fuzz_dense.simpler)
 
 @dataclass
 class FuzzReport:
-    """One backend's campaign. `skipped` says why there was none; `errors` what went wrong with the run itself, of which a
-    backend is not the cause: a process that was ended from outside."""
+    """The result of fuzzing one backend.
+
+    errors: errors of the run that the backend did not cause, such as a process that was killed from outside.
+    skipped: why the backend was not run.
+    """
 
     backend: str
     seed: int = 0
@@ -96,21 +99,21 @@ class FuzzReport:
     def __str__(self) -> str:
         if self.skipped:
             return f"{self.backend}: skipped, {self.skipped}"
-        met = sum(find.times for find in self.finds)
-        outcome = f"{len(self.finds)} FINDS (met {met} times)" if self.finds else "no find"
+        times = sum(find.times for find in self.finds)
+        outcome = f"{len(self.finds)} FINDS (seen {times} times)" if self.finds else "no find"
         head = (
             f"{self.backend}: seed {self.seed}, {self.cases} cases of {self.programs} programs, {outcome}, {self.seconds:.0f} s"
         )
         return "\n".join(
             [
                 head,
-                *(f"  {find.kind} (met {find.times} times): {find.text}\n    {find.repro}" for find in self.finds),
+                *(f"  {find.kind} (seen {find.times} times): {find.text}\n    {find.repro}" for find in self.finds),
                 *(f"  error of the run: {error}" for error in self.errors),
             ]
         )
 
 
-Examine = Callable[[Any, float], Outcome]  #: a case's outcome, within so many seconds; `Lost` or `Ended` when there is none
+Examine = Callable[[Any, float], Outcome]  #: (case, time limit in seconds) -> outcome; raises `Lost` or `Ended`
 
 
 def campaign(
@@ -120,15 +123,15 @@ def campaign(
     until: float,
     report: FuzzReport,
     most: int | None = None,
-    said: Callable[[FuzzReport], None] = lambda report: None,
+    notify: Callable[[FuzzReport], None] = lambda report: None,
     enough: int = sys.maxsize,
 ) -> FuzzReport:
-    """Run programs on every examiner at once until the clock (`time.monotonic`) says `until`, for `most` programs, or until
-    there are `enough` finds."""
+    """Run programs on all examiners in parallel until `time.monotonic()` reaches `until`, or for `most` programs, or until
+    there are `enough` finds. `notify` is called with the report after each case."""
     begin, lock = time.monotonic(), threading.Lock()
     family = DENSE if isinstance(subject, DenseSubject) else PAGED
     spent = [0.0]
-    one_shape = not isinstance(subject, DenseSubject) and compiles(subject)  # a dense call is compiled by itself
+    one_shape = not isinstance(subject, DenseSubject) and compiles(subject)  # a dense call is compiled separately
     count = _COMPILED if one_shape else 3
     numbers = iter(range(sys.maxsize if most is None else most))
 
@@ -145,7 +148,7 @@ def campaign(
                     outcome = _within(examine, case, until)
                 except Ended as error:
                     with lock:
-                        report.errors.append(f"{error}, while it ran {case.repro(report.backend)}")
+                        report.errors.append(f"{error}, while running {case.repro(report.backend)}")
                     continue
                 if outcome is None:
                     return
@@ -153,11 +156,11 @@ def campaign(
                     report.cases += 1
                     report.seconds = time.monotonic() - begin
                 if outcome.failed:
-                    may = spent[0] < _SHRINKING * (until - begin)
+                    may_minimise = spent[0] < _SHRINKING * (until - begin)
                     started = time.monotonic()
-                    _met(subject, family, examine, case, outcome, report, lock, until if may else 0.0)
+                    _add(subject, family, examine, case, outcome, report, lock, until if may_minimise else 0.0)
                     spent[0] += (time.monotonic() - started) / len(examiners)
-                said(report)
+                notify(report)
             with lock:
                 report.programs += 1
 
@@ -171,13 +174,13 @@ def campaign(
 
 
 def compiles(subject: Subject) -> bool:
-    """Whether a new program costs a compilation: under jax, and for kernels that a GPU's compilers make."""
+    """Whether every new program must be compiled: under jax, and for kernels compiled for a GPU."""
     on_host = subject.device is None or subject.device.platform == "cpu"
     return subject.compiles or not on_host or subject.name == "FLEX_ATTENTION"
 
 
 def _within(examine: Examine, case: Recipe, until: float) -> Outcome | None:
-    """The outcome; None when time was up before there was one. Raises `Ended`."""
+    """Return the outcome, or None if time ran out first. Raises `Ended`."""
     left = until - time.monotonic()
     try:
         return examine(case, min(_CASE_LIMIT, left))
@@ -185,17 +188,17 @@ def _within(examine: Examine, case: Recipe, until: float) -> Outcome | None:
         return Outcome("lost", str(error)) if time.monotonic() < until else None
 
 
-def _met(
+def _add(
     subject: Any, family: Family, examine: Examine, case: Any, outcome: Outcome, report: FuzzReport, lock: Any, until: float
 ) -> None:
-    """Count a failure as one of those known, or make it smaller and keep it."""
+    """Count a known failure, or minimise a new one and add it to the report."""
 
     def result_of(one: Any) -> Outcome | None:
         try:
             return _within(examine, one, until) if until else outcome
         except Ended as error:
             with lock:
-                report.errors.append(f"{error}, while it ran {one.repro(report.backend)}")
+                report.errors.append(f"{error}, while running {one.repro(report.backend)}")
             return None
 
     def fails(simpler: Any) -> bool:
@@ -225,7 +228,7 @@ def _met(
 
 
 def _alike(needs: dict[str, Any]) -> set[tuple[str, object]]:
-    """What a failure needs, whatever the numbers: signs, kinds, and words as they are."""
+    """Return a failure's needs without their numbers: the sign of a number, the type of a tuple, other values unchanged."""
 
     def word(value: Any) -> object:
         if isinstance(value, tuple):
@@ -237,7 +240,7 @@ def _alike(needs: dict[str, Any]) -> set[tuple[str, object]]:
     return {(name, word(value)) for name, value in needs.items()}
 
 
-# in processes
+# worker processes
 
 
 @functools.lru_cache(maxsize=4)
@@ -248,7 +251,7 @@ def _backend(path: str) -> tuple[Any, Any]:
 
 
 def examine_here(task: tuple[str, str, str]) -> Outcome:
-    """The outcome of (registry, a backend's path, a case in JSON) in this process."""
+    """Return the outcome of (registry, a backend's path, a case in JSON), run in this process."""
     registry, path, text = task
     backend, device = _backend(path)
     if registry == "diffusion":
@@ -257,12 +260,12 @@ def examine_here(task: tuple[str, str, str]) -> Outcome:
 
 
 def examined_dense(backend: Any, case: DenseCase) -> Outcome:
-    """The outcome of a dense case, its kind what `check_dense` says without the numbers."""
+    """Return the outcome of a dense case; its kind is the message of `check_dense` without the numbers."""
     try:
         fuzz_dense.check(backend, case)
     except AssertionError as error:
         text = str(error).partition("\n")[0].removeprefix(f"{case}: ")
-        words = re.match(r"[\d ]*([a-z ]*)", text)  # what is wrong, without its numbers
+        words = re.match(r"[\d ]*([a-z ]*)", text)  # the message without its numbers
         return Outcome((words[1].strip() if words else "") or "an assertion", text[:300], _memory())
     except Exception as error:
         return Outcome(f"{type(error).__name__} in {_place(error)}", str(error).partition("\n")[0][:300], _memory())
@@ -270,7 +273,7 @@ def examined_dense(backend: Any, case: DenseCase) -> Outcome:
 
 
 def examined(case: Case, run: Callable[[Case], Sequence[Any]]) -> Outcome:
-    """The outcome of a case by `run`, which gives its violations. A case that cannot be drawn is a mistake of the fuzzer."""
+    """Return the outcome of a case; `run` returns its violations. A case that cannot be drawn is a bug of the fuzzer."""
     try:
         draw(case)
     except ValueError as error:
@@ -284,17 +287,17 @@ def examined(case: Case, run: Callable[[Case], Sequence[Any]]) -> Outcome:
     if not violations:
         return Outcome(memory=_memory())
     first = violations[0]
-    told = first.what.partition(" (")[0] if first.rule == "R" else ""
-    return Outcome(f"rule {first.rule} {told}".strip(), str(first).partition("\n")[0], _memory())
+    what = first.what.partition(" (")[0] if first.rule == "R" else ""
+    return Outcome(f"rule {first.rule} {what}".strip(), str(first).partition("\n")[0], _memory())
 
 
 def _memory() -> int:
-    """The most memory that this process has had, in MiB."""
+    """Return the peak memory of this process in MiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> (20 if sys.platform == "darwin" else 10)
 
 
 def _place(error: Exception) -> str:
-    """`sdpa.py:90 _sdpa`: the innermost frame of an error that is in this package."""
+    """Return the innermost frame of an error within this package, such as `torch/backends/sdpa.py _sdpa`."""
     place, trace = "?", error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
@@ -305,7 +308,7 @@ def _place(error: Exception) -> str:
 
 
 class _Examiner:
-    """`examine_here` in a process that is replaced when it dies, and when it has grown too large."""
+    """Run `examine_here` in a process that is replaced when it dies or uses too much memory."""
 
     def __init__(self, registry: str, path: str) -> None:
         self.registry, self.path, self.worker, self.least = registry, path, Worker(examine_here), 0
@@ -324,11 +327,15 @@ def run_fuzz(
     names: Sequence[str] | None, seconds: float, seed: int, jobs: int = 1, most: int | None = None, to: TextIO | None = None,
     registry: str = "attention",
 ) -> list[FuzzReport]:  # fmt: skip
-    """A campaign of `seconds` in all over backends by name, or over every one that runs here, which share the time evenly.
+    """Fuzz the named backends, or all that run on this machine, which share the time evenly.
 
-    `jobs` processes work on one backend at a time; `most` programs a backend at most; progress goes to `to`; `registry` is
-    "attention" or "diffusion". Raises ValueError for an unknown name or registry, and for seconds or jobs below what makes
-    sense.
+    seconds: total time.
+    jobs: number of processes; they work on one backend at a time.
+    most: largest number of programs per backend; None: no limit.
+    to: stream for progress.
+    registry: "attention" or "diffusion".
+
+    Raises ValueError for an unknown name or registry, for `seconds` that are not above 0 and for `jobs` below 1.
     """
     if registry not in _REGISTRIES:
         raise ValueError(f"--fuzz draws cases for --registry {' and '.join(_REGISTRIES)}, not for {registry}")
@@ -343,7 +350,7 @@ def run_fuzz(
         candidate = candidate_of(name) if registry == "attention" else members[name].candidate()
         subject, why = subject_here(candidate) if registry == "attention" else _dense_here(candidate)
         if subject is not None and names is None and is_interpreted(candidate.backend):
-            subject, why = None, "executed by an interpreter here, which takes long: ask for it by name"
+            subject, why = None, "kernels are interpreted on this machine, which is slow: request it by name"
         if subject is None or candidate.backend is None:
             reports.append(FuzzReport(name, seed, skipped=why))
         else:
@@ -352,8 +359,8 @@ def run_fuzz(
         until = time.monotonic() + (end - time.monotonic()) / (len(chosen) - i)
         examiners = [_Examiner(registry, path) for _ in range(jobs)]
         try:
-            with shared_cores(jobs), progress(to, until) as said:
-                reports.append(campaign(subject, examiners, seed, until, FuzzReport(subject.name, seed), most, said))
+            with shared_cores(jobs), progress(to, until) as notify:
+                reports.append(campaign(subject, examiners, seed, until, FuzzReport(subject.name, seed), most, notify))
         finally:
             for examiner in examiners:
                 examiner.worker.close()
@@ -364,7 +371,7 @@ _REGISTRIES: dict[str, Any] = {"attention": AttentionBackendEnum, "diffusion": D
 
 
 def _dense_here(candidate: Any) -> tuple[DenseSubject | None, str]:
-    """A diffusion backend as a subject, or why it cannot run here."""
+    """Return (a diffusion backend as a subject, ""), or (None, why it cannot run on this machine)."""
     if why := not_loadable(candidate):
         return None, "; ".join(why)
     backend, device = candidate.backend, device_for(candidate.backend)
@@ -375,20 +382,20 @@ def _dense_here(candidate: Any) -> tuple[DenseSubject | None, str]:
 
 
 class progress:
-    """How a campaign goes, told from time to time: a line that is rewritten on a terminal, plain lines elsewhere."""
+    """Print a campaign's progress: one line that is rewritten on a terminal, otherwise a line from time to time."""
 
     def __init__(self, to: TextIO | None, until: float, every: float = 20.0) -> None:
         self.to, self.until, self.every, self.next = to, until, every, 0.0
         self.live = to is not None and to.isatty()
 
     def __enter__(self) -> Callable[[FuzzReport], None]:
-        return self._say
+        return self._show
 
     def __exit__(self, *error: object) -> None:
         if self.live and self.to is not None:
             self.to.write("\r\x1b[K")
 
-    def _say(self, report: FuzzReport) -> None:
+    def _show(self, report: FuzzReport) -> None:
         now = time.monotonic()
         if self.to is None or now < self.next:
             return
@@ -402,11 +409,11 @@ class progress:
 
 
 def as_json(reports: Sequence[FuzzReport]) -> dict[str, Any]:
-    """The reports as data."""
+    """Return the reports as JSON data."""
     return {"backends": [{**asdict(report), "ok": report.ok} for report in reports]}
 
 
-def told(reports: Sequence[FuzzReport]) -> Iterator[str]:
-    """The reports as text, those that were skipped left out where others ran."""
+def as_text(reports: Sequence[FuzzReport]) -> Iterator[str]:
+    """Return the reports as text, without skipped ones unless all were skipped."""
     ran = [report for report in reports if not report.skipped]
     return map(str, ran or reports)

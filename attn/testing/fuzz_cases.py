@@ -1,9 +1,9 @@
-"""What the fuzzer draws: programs, and the cases of each, from what a subject declares.
+"""The fuzzer's random programs and their cases, drawn from the features that a subject declares.
 
-A program is what a compiler makes one binary of: sizes, dtypes, and which rules are there. Its cases differ in lengths,
-numbers and the way the batch is handed over. Everything follows from (seed, subject, number of the program), so that a run is
-repeated by its seed, and a case by its JSON. What is not declared is not drawn; what a case does not change is as plain as
-possible, so that short paths are taken as often as general ones.
+A program consists of what a compiler specialises on: sizes, dtypes and features. Its cases differ in lengths, numbers and
+the way the batch is passed. Everything follows from (seed, subject, number of the program), so that a seed repeats a run, and
+JSON repeats a case. Undeclared features are not drawn; fields that a case does not change are plain, so that special paths are
+taken as often as general ones.
 """
 
 import random
@@ -48,18 +48,18 @@ _LATENT_DIMS = (
 _WINDOWS = (1, 2, 7, 16, 17, 100, 10**6, 2**31 - 1)
 _PAIRS = ((0, None), (3, 0), (0, 0), (5, None), (None, 0), (20, None), (10**6, None), (10**6, 0), (15, 0))
 _TWO_SIDED = ((20, 2), (0, 3), (None, 2), (7, 7), (10**6, 10**6), (None, 10**6), (4, 1))
-SMALLEST_16_BIT = 16  #: a shorter row of 16-bit numbers may cancel to nothing, where a relative error means nothing
-#: The same of MLA, which rounds more often: sums as long as a model's.
+SMALLEST_16_BIT = 16  #: shorter rows of 16-bit numbers may cancel to about 0, where a relative error is meaningless
+#: The same for MLA, which rounds more often and needs sums as long as a model's.
 _LATENT_DIMS_16_BIT = ((512, 128, 64, 128), (128, 64, 64, 64), (72, 40, 24, 72), (136, 33, 30, 65), (256, 96, 32, 96))
 _MOST_ROWS, _MOST_KEYS = 160, 1200
-_BLOCKS = 256  #: pages of a cache that programs have in common
+_BLOCKS = 256  #: pages of a cache that all programs share
 
 
 Lens = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Shape(NamedTuple):
-    """Extents that the batches of a program have in common: requests, rows, the longest query and the longest sequence."""
+    """Extents that all batches of a program share: requests, rows, the longest query and the longest sequence."""
 
     requests: int
     rows: int
@@ -69,9 +69,9 @@ class Shape(NamedTuple):
 
 
 def program(subject: Subject, seed: int, number: int, cases: int, one_shape: bool = False) -> list[Case]:
-    """The cases of program `number`, at most `cases` of them; fewer where the subject refuses a combination.
+    """Return the cases of program `number`: `cases` of them, fewer if the subject rejects some combinations.
 
-    `one_shape`: batches of the same extents (padding makes up for what is missing), for backends that compile for them.
+    `one_shape`: pad the batches to the same extents, for backends that compile for them.
     """
     rng = random.Random(f"{seed}/{subject.name}/{number}")
     for _ in range(200):
@@ -89,7 +89,7 @@ def program(subject: Subject, seed: int, number: int, cases: int, one_shape: boo
 
 
 def _mistaken(frame: Case, mistake: str) -> Case:
-    """A plain batch for a layer like the frame's, of which one thing is wrong."""
+    """Return a plain batch with one mistake, for a layer like the frame's."""
     q, m = (1, 4, 2), (20, 4, 2)
     plain = {
         "through": "layer",
@@ -107,7 +107,7 @@ def _chance(rng: random.Random, probability: float, values: Sequence[Any], other
 
 
 def _frame(subject: Subject, rng: random.Random) -> Case:
-    """What the cases of a program have in common."""
+    """Return the fields that the cases of a program share."""
     c = subject.capabilities
 
     def sizes(wanted: Sequence[int], allowed: Any) -> list[int]:
@@ -158,7 +158,7 @@ def _frame(subject: Subject, rng: random.Random) -> Case:
 
 
 def _latent_frame(subject: Subject, rng: random.Random, case: Case) -> Case:
-    """The sizes of an MLA program."""
+    """Set the sizes of an MLA program."""
     halves = case.dtype not in ("float32", "float64")
     dims = rng.choice(_LATENT_DIMS_16_BIT if halves else _LATENT_DIMS)
     if subject.latent_dims is not None:
@@ -171,7 +171,7 @@ def _latent_frame(subject: Subject, rng: random.Random, case: Case) -> Case:
 
 
 def _scales(subject: Subject, rng: random.Random, case: Case) -> dict[str, Any]:
-    """Scales of keys and values: one number, one a kv head, or one of each kind; of a cache without codes they say nothing."""
+    """Return scales of keys and values, each a number or one per kv head; an unquantised cache ignores them."""
     if case.kv_cache_dtype in SELF_SCALED or case.is_encoder or rng.random() < 0.3:
         return {}
     if case.kv_cache_dtype not in SCALED and rng.random() < 0.8:
@@ -183,7 +183,7 @@ def _scales(subject: Subject, rng: random.Random, case: Case) -> dict[str, Any]:
         return values if per_head else values[0]
 
     on_host = subject.device is not None and subject.device.platform == "cpu" and subject.capabilities.framework == "torch"
-    # on other devices dequantized latents are rounded before they are expanded, unless the scale is a power of two
+    # other devices round dequantised latents before expanding them, unless the scale is a power of two
     if case.mla and case.dtype not in ("float32", "float64") and not on_host:
         return dict.fromkeys(("k_scale", "v_scale"), 2.0 ** rng.randrange(-7, 0))
     if case.mla:  # one row is key and value
@@ -192,7 +192,7 @@ def _scales(subject: Subject, rng: random.Random, case: Case) -> dict[str, Any]:
 
 
 def _variant(subject: Subject, rng: random.Random, frame: Case, shape: Shape | None) -> Case:
-    """One case of a program: lengths, numbers, and how they are handed over."""
+    """Return a case of a program: its lengths, numbers, and how they are passed."""
     q, m = _lens(rng, frame) if shape is None else _lens_of(rng, frame, shape)
     layouts = ["heads", "heads", "flat", *(["fused", "heads_first"] if subject.capabilities.framework == "torch" else [])]
     seeds = {"geometry_seed": rng.randrange(1 << 20), "data_seed": rng.randrange(1 << 20)}
@@ -208,12 +208,13 @@ def _variant(subject: Subject, rng: random.Random, frame: Case, shape: Shape | N
     )
     kinds = ["randn", "randn", "randn", "needle", "needle", "constant"]
     kinds += ["wide"] * (frame.kv_cache_dtype in SCALED) + ["hollow"]
-    # codes saturate: huge and finite. On CPUs torch's 16-bit products of rows that no 32 divides take in what lies behind a row
+    # Codes saturate, so they are finite. On CPUs, torch's 16-bit products of rows whose size is not a multiple of 32 read past
+    # the row's end.
     isolated = not frame.mla or frame.dtype in ("float32", "float64") or not any(size % 32 for size in frame.mla[:2])
     if subject.has(Feature.NAN_SAFE) and frame.element != PACKED and not frame.is_quantized and isolated:
         kinds += ["infinite", *(["nonfinite"] if frame.sinks != "infinite" and not frame.alibi else [])]
     case = case.replace(inputs=rng.choice(kinds))
-    if case.inputs == "nonfinite":  # weights that underflow would make a NaN of an infinity
+    if case.inputs == "nonfinite":  # an infinity times an underflowed weight would be NaN
         case = case.replace(scale=None)
     if frame.attn_type == AttentionType.DECODER and not frame.kv_sharing and rng.random() < 0.15:
         case = case.replace(new=rng.choice(("cached", "shared")))
@@ -226,7 +227,7 @@ def _variant(subject: Subject, rng: random.Random, frame: Case, shape: Shape | N
 
 
 def _scale(rng: random.Random, frame: Case) -> float | None:
-    """Softmax scales of either sign, in 16-bit MLA of the usual size: what rounding costs grows with them."""
+    """Return a softmax scale of either sign; for 16-bit MLA of the usual size, since rounding errors grow with the scale."""
     if rng.random() < 0.6:
         return None
     if frame.mla and frame.dtype not in ("float32", "float64"):
@@ -253,7 +254,7 @@ def _shape(rng: random.Random, frame: Case) -> Shape:
 
 
 def _lens_of(rng: random.Random, frame: Case, shape: Shape) -> Lens:
-    """Lengths within a shape, which one request makes up alone."""
+    """Return random lengths within a shape's extents; one request has the longest query and sequence."""
     q, m = [shape.longest_query], [shape.longest]
     count = rng.randrange(shape.requests // 2 + 1, shape.requests + 1)
     pages = -(-shape.longest // frame.block_size)
@@ -272,7 +273,8 @@ def _lens_of(rng: random.Random, frame: Case, shape: Shape) -> Lens:
 
 
 def _lens(rng: random.Random, frame: Case) -> Lens:
-    """(query_lens, seq_lens): decodes, prompts, chunks, drafts; requests without rows or keys, with fewer keys than rows."""
+    """Return (query_lens, seq_lens): decodes, prompts, chunks, drafts; requests without rows, without keys, with fewer keys
+    than rows."""
     page, share = frame.block_size, rng.random()
     if share < 0.03:
         return (), ()

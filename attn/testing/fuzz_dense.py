@@ -1,7 +1,7 @@
-"""What the fuzzer draws of the dense family: calls of a diffusion backend, from what it declares, and their simplifications.
+"""The fuzzer's random calls of diffusion backends, drawn from the features that they declare, and their simplifications.
 
-As `fuzz_cases`: a program is sizes, a dtype and which rules there are, its cases differ in lengths and numbers. A call that
-a backend's limits leave out is drawn too, and must be refused.
+As in `fuzz_cases`, a program consists of sizes, a dtype and features; its cases differ in lengths and numbers. Calls outside
+a backend's limits are drawn too and must be rejected.
 """
 
 import random
@@ -18,7 +18,7 @@ _LENGTHS = (1, 2, 3, 7, 16, 17, 31, 32, 33, 64, 65, 77, 127, 128, 130, 200)
 _JOINT = ((0, 1), (0, 9), (7, 7), (1, 1), (16, 16), (33, 33))
 _HALVES = ("float16", "bfloat16")
 
-#: What a dense case has that is as plain as it can be.
+#: The plain values of a dense case's fields.
 PLAIN: dict[str, Any] = {
     "layout": "heads", "inputs": "randn", "rear": False, "joint": (0, 0), "holes": False, "lens": (), "mask": False,
     "scale": None, "causal": False, "dtype": "float32",
@@ -27,26 +27,28 @@ PLAIN: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class DenseSubject:
-    """A diffusion backend class under examination, on a device (None: wherever it is)."""
+    """A diffusion backend class to test, on a device (None: any)."""
 
     name: str
     backend: Any
     device: Device | None = None
 
     def serves(self, case: DenseCase) -> bool:
-        """Whether the case's sizes and features are declared. What `why_not_call` says against a call is no matter: that it is
-        refused is what is examined then."""
+        """Whether the case's sizes and features are declared.
+
+        Reasons of `why_not_call` do not count: the rejection is then the tested behaviour.
+        """
         refused = self.backend.why_not_call(**case.asked)
         return not set(self.backend.why_not(case.request(self.backend.error), self.device)).difference(refused)
 
 
 def check(backend: Any, case: DenseCase) -> None:
-    """`check_dense` of a case as it was drawn: served, or refused where the backend's limits say so."""
+    """Run `check_dense` on a drawn case, which must be rejected if it is outside the backend's limits."""
     check_dense(backend, case.replace(refused=tuple(backend.why_not_call(**case.asked))))
 
 
 def program(subject: DenseSubject, seed: int, number: int, cases: int, one_shape: bool = False) -> list[DenseCase]:
-    """The cases of program `number`, at most `cases` of them; `one_shape`: of the same extents."""
+    """Return the cases of program `number`, at most `cases` of them; `one_shape`: of the same extents."""
     rng = random.Random(f"{seed}/diffusion/{subject.name}/{number}")
     frame = next((one for one in (_frame(subject, rng) for _ in range(200)) if subject.serves(one)), None)
     if frame is None:
@@ -82,7 +84,7 @@ def _lengths(rng: random.Random, case: DenseCase) -> DenseCase:
 
 
 def _numbers(subject: DenseSubject, rng: random.Random, case: DenseCase) -> DenseCase:
-    """What a compiled program does not depend on."""
+    """Change fields that a compiled program does not depend on."""
     kind = rng.choice(("", "", "lens", "holes"))
     if kind == "lens" and not case.mask and not (case.causal and rng.random() < 0.9):
         case = case.replace(lens=tuple(rng.choice((0, 1, case.keys, rng.randrange(case.keys + 1))) for _ in range(case.batch)))
@@ -96,7 +98,7 @@ def _numbers(subject: DenseSubject, rng: random.Random, case: DenseCase) -> Dens
 
 
 def simpler(case: DenseCase) -> Iterator[DenseCase]:
-    """One step down in every direction."""
+    """Yield the cases that are one step simpler."""
 
     def sized(**changes: Any) -> DenseCase:
         made = case.replace(**changes)

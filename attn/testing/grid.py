@@ -1,4 +1,4 @@
-"""Configurations rather than incidents: the pairwise grid over what a subject declares, and random ones within it."""
+"""Cases from combinations of declared features: a pairwise grid, and random combinations."""
 
 import random
 from collections.abc import Callable
@@ -36,18 +36,18 @@ def _axes(subject: Subject) -> dict[str, list[Any]]:
         "inputs": ["randn", "needle"],
         "poison": list(subject.poisons),
         "padding": [0, 3],
-        "scale": [None, -0.17],  # a positive one is a fixture's
+        "scale": [None, -0.17],  # a fixture has a positive one
         "lse": [True, False] if subject.lse else [False],
         **({"sparse": list(SPARSE)} if subject.has(Feature.BLOCK_SPARSE) else {}),
     }
 
 
-#: Axes whose values a compiled program takes as it finds them, but for two: whether it writes, and whether it returns LSE.
+#: Axes that need no new compiled program, except kv_sharing (whether it writes) and lse (whether it returns the LSE).
 _DYNAMIC = ("kv_sharing", "inputs", "poison", "padding", "scale", "lse")
 
 
-def _settled(subject: Subject, axes: dict[str, list[Any]], choice: Choice) -> Choice | None:
-    """The choice made meaningful, or None where the subject does not serve it."""
+def _valid(subject: Subject, axes: dict[str, list[Any]], choice: Choice) -> Choice | None:
+    """Return the choice with meaningless combinations replaced, or None if the subject does not support it."""
     choice = dict(choice)
     kind = choice["attn_type"]
     if kind != AttentionType.DECODER:
@@ -62,24 +62,25 @@ def _settled(subject: Subject, axes: dict[str, list[Any]], choice: Choice) -> Ch
 
 
 def grid(subject: Subject, thrifty: bool, least: int = 60) -> list[Case]:
-    """Every pair of choices; `thrifty` first makes few combinations of what decides a program, then varies the rest."""
+    """Return cases that cover every pair of choices. `thrifty`: combine the axes that decide a program into few programs, then
+    vary the other axes."""
     axes = _axes(subject)
     if not thrifty:
-        choices = pairwise(axes, lambda choice: _settled(subject, axes, choice), least)
+        choices = pairwise(axes, lambda choice: _valid(subject, axes, choice), least)
     else:
         fixed = {name: values for name, values in axes.items() if name not in _DYNAMIC}
         free = {name: axes[name] for name in _DYNAMIC}
         plain = {name: values[0] for name, values in free.items()}
-        programs = pairwise(fixed, lambda choice: _settled(subject, axes, plain | choice), 0, most=_GRID_PROGRAMS)
+        programs = pairwise(fixed, lambda choice: _valid(subject, axes, plain | choice), 0, most=_GRID_PROGRAMS)
 
         def vary(choice: Choice) -> Choice | None:
             program = programs[choice["program"]]
             batch = program["batch"] if "decode" in (program["batch"], choice["batch"]) or program["tree"] else choice["batch"]
-            # two programs rather than four meet both values of either, and all four pairs occur
+            # with two programs rather than four, both values of each and all four pairs still occur
             shared = choice["kv_sharing"] if len(axes["lse"]) == 1 else choice["lse"] == bool(choice["program"] % 2)
             shared &= len(axes["kv_sharing"]) > 1
-            settled = _settled(subject, axes, {**program, **choice, "batch": batch, "kv_sharing": shared})
-            return None if settled is None else settled | {"program": choice["program"]}
+            valid = _valid(subject, axes, {**program, **choice, "batch": batch, "kv_sharing": shared})
+            return None if valid is None else valid | {"program": choice["program"]}
 
         choices = pairwise({"program": range(len(programs)), "batch": axes["batch"], **free}, vary, least)
     return [_from_choice(choice, i) for i, choice in enumerate(choices)]
@@ -112,8 +113,8 @@ def _from_choice(choice: Choice, index: int) -> Case:
     )
 
 
-#: Shapes of batches for pages of P tokens: (query_lens, seq_lens). All but the decodes have 5 to 8 requests, 33 to 61 rows
-#: and a longest query of 17 to 20, which is one shape to a compiler that pads to powers of two.
+#: Batches for pages of P tokens: (query_lens, seq_lens). All but the decodes have 5 to 8 requests, 33 to 61 rows and a
+#: longest query of 17 to 20, which is one shape after padding to powers of two.
 _BATCHES: dict[str, Callable[[int], tuple[tuple[int, ...], tuple[int, ...]]]] = {
     "decode": lambda p: ((1,) * 5, (1, p, p + 1, 2 * p + 3, 17)),
     "prefill": lambda p: ((1, 7, min(p + 1, 17), 19, 12), (1, 7, min(p + 1, 17), 19, 12)),
@@ -126,18 +127,18 @@ _BATCHES: dict[str, Callable[[int], tuple[tuple[int, ...], tuple[int, ...]]]] = 
 
 
 def random_cases(subject: Subject, count: int) -> list[Case]:
-    """Anything goes, within what is declared; a case is found again by its seeds."""
+    """Return cases of random declared features; a case's name contains its seed."""
     axes, found, seed = _axes(subject), list[Case](), 0
     while len(found) < count and seed < 40 * count:
         rng = random.Random(seed)
-        settled = _settled(subject, axes, {name: rng.choice(values) for name, values in axes.items()})
+        choice = _valid(subject, axes, {name: rng.choice(values) for name, values in axes.items()})
         q = [rng.choice((0, 1, 1, 2, rng.randrange(3, 40))) for _ in range(rng.randrange(1, 8))]
         m = [max(0, n + rng.choice((0, 0, 1, -1, rng.randrange(120)))) for n in q]
         padding, width = rng.choice((0, 0, 1, 4)), rng.choice((None, rng.randrange(1, 60)))
         seed += 1
-        if settled is None:
+        if choice is None:
             continue
-        case = _from_choice(settled, seed - 1)
+        case = _from_choice(choice, seed - 1)
         m = q if case.is_encoder else [max(a, b) for a, b in zip(q, m, strict=True)] if case.tree else m
         window = case.sliding_window and (width or case.sliding_window)
         own = {"query_lens": tuple(q), "seq_lens": tuple(m), "padding": padding, "sliding_window": window, "num_blocks": None}

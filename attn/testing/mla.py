@@ -1,8 +1,8 @@
-"""The cases of multi-head latent attention: the same rules and properties, on rows that are key and value at once.
+"""Cases of multi-head latent attention: the same rules and properties, on latent rows that are both keys and values.
 
-A call's keys are the latent rows [T, 1, L + Dr], its values the same rows, and the weights that make heads of them belong to
-the case (`Call.weights`). A driver hands the rows on as kv_c and k_pe. Batches mix decodes, which are absorbed, and prefills
-longer than any threshold, which are expanded, so that both forms and the border between them are held to one oracle.
+A call's keys and values are the latent rows [T, 1, L + Dr]; the up-projection belongs to the case (`Call.weights`). A driver
+passes the rows as kv_c and k_pe. Batches mix decodes, which use the absorbed form, and prefills longer than any threshold,
+which use the expanded form, so that both forms and the threshold are checked against the same oracle.
 """
 
 import random
@@ -14,14 +14,14 @@ from attn.dtypes import KV_CACHE_DTYPES
 from attn.testing.case import Case
 from attn.testing.subject import Subject, base_case, main_dtypes
 
-#: Decodes, drafts to be verified and prefills (longer than 16 is a prefill to most), with context and without.
+#: Decodes, drafts to verify and prefills (for most backends, more than 16 tokens), with and without context.
 _Q, _M = (1, 6, 18, 1, 21), (33, 9, 18, 20, 70)
-#: Where a backend takes any; the last has values wider than a query, and prompts that are expanded.
+#: Sizes for backends that support any; the last has values wider than a query, and prompts in expanded form.
 _DIMS = ((32, 24, 16, 40), (128, 64, 64, 32), (256, 128, 64, 128), (64, 32, 0, 48), (128, 8, 8, 24))
 
 
 def latent_cases(subject: Subject, level: str) -> list[Case]:
-    """Every positive case of a subject that serves MLA; what it does not serve is for the caller to leave out."""
+    """Return the positive cases of a subject that serves MLA; the caller removes those that the subject does not support."""
     positive = _fixtures(subject)
     if level != "smoke":
         positive += [*properties(subject, level == "full"), *_random(subject, 60 if level == "full" else 12)]
@@ -47,17 +47,17 @@ def _fixtures(subject: Subject) -> list[Case]:
         _at(subject, "no request", (), ()),
         _at(subject, "no token", (0, 0), (5, 0)),
         _at(subject, "no key", (3, 1, 2, 18, 9), (0, 0, 5, 18, 0), padding=2),
-        _at(subject, "dummy batch", m=(0,) * 5, padding=3),  # what warms a server up: no row is live
+        _at(subject, "dummy batch", m=(0,) * 5, padding=3),  # as in a server's warm-up: all rows are padding
         _at(subject, "dummy prefills among decodes", m=(33, 9, 0, 20, 0)),
         _at(subject, "query longer than keys", (5, 20, 3, 2, 34), (3, 1, 0, 2, 2), inputs="needle"),
         _at(subject, "padding rows", padding=5),
         _at(subject, "huge numbers in masked slots", poison="huge"),
         _at(subject, "without lse", lse=False),
         _at(subject, "explicit scale", scale=0.31, inputs="needle"),
-        _at(subject, "scores of -inf, prefills", (17, 40, 23), (33, 40, 39), inputs="infinite"),  # the last: a dead context
+        _at(subject, "scores of -inf, prefills", (17, 40, 23), (33, 40, 39), inputs="infinite"),  # the last: a context with only -inf scores
         _at(subject, "negative scale", scale=-0.31, inputs="needle"),
     ]
-    if subject.capabilities.framework == "torch":  # whose views have strides of their own, empty or not
+    if subject.capabilities.framework == "torch":  # torch views have strides, even if they are empty
         found += [
             _at(subject, f"no token, {stored} cache, as views", (0,), (5,), kv_cache_dtype=stored, layout="heads_first")
             for stored in subject.capabilities.kv_cache_dtypes
@@ -86,7 +86,7 @@ def _fixtures(subject: Subject) -> list[Case]:
     found += [
         _at(subject, f"{heads} heads", num_heads=heads, dtype=main_dtypes(subject)[-1], inputs="needle") for heads in (1, 5, 16)
     ]
-    # a program's rows are full: kernels of their own serve there
+    # as many heads as rows of a kernel's tile: some backends use other kernels
     found.append(_at(subject, "64 heads", (1, 3, 1, 18), (70, 130, 5, 40), num_heads=64, inputs="needle"))
     found += [
         _at(subject, f"block size {size}", block_size=size, num_blocks=None, inputs="needle")
@@ -100,7 +100,7 @@ def _fixtures(subject: Subject) -> list[Case]:
 
 
 def properties(subject: Subject, full: bool) -> list[Case]:
-    """The metamorphic properties that latent attention has."""
+    """Return cases of the metamorphic properties of latent attention."""
     dtypes = main_dtypes(subject) if full else main_dtypes(subject)[:2]
     found = []
     for dtype in dtypes:
@@ -114,7 +114,7 @@ def properties(subject: Subject, full: bool) -> list[Case]:
             *((check, _Q, _M) for check in ("written_before", "neighbours", "batch_order", "future_edit")),
             ("chunked", (48, 30), (48, 64)),
             ("steps", (48, 30, 1), (48, 64, 9)),
-            # keys apart start again at position 0, where an indexer would choose others
+            # split keys start again at position 0, where an indexer selects other keys
             *([("split_and_merge", (1,) * 5, (33, 20, 7, 40, 2))] if subject.has(Feature.MLA) else []),
             *((f"page_size={size}", _Q, _M) for size in other),
         ]
@@ -123,7 +123,7 @@ def properties(subject: Subject, full: bool) -> list[Case]:
 
 
 def _random(subject: Subject, count: int) -> list[Case]:
-    """Anything goes, within what is declared; a case is found again by its seeds."""
+    """Return cases of random declared features; a case's name contains its seed."""
     found = []
     for seed in range(count):
         rng = random.Random(seed)

@@ -1,8 +1,8 @@
-"""Few cases that meet every pair of choices: a greedy pairwise generator over the axes that a backend declares.
+"""Greedy pairwise generator: a few cases that cover every pair of choices from the axes that a backend declares.
 
-The full product of the axes is millions of cases and nearly all bugs need two things to meet (a window in a decode, a
-sink under a cap). `settle` turns a combination that means nothing (a tree in an encoder) into one that does, so an axis
-never has to know the others; a pair that does not survive it is not asked for.
+The full product of the axes has millions of cases, and nearly all bugs need a combination of two choices (a window in a decode,
+a sink under a cap). `to_valid` turns a meaningless combination (a tree in an encoder) into a meaningful one, so that axes can be
+defined independently; pairs that it removes need not be covered.
 """
 
 import random
@@ -18,14 +18,14 @@ _TRIES = 24
 
 def pairwise(
     axes: Mapping[str, Sequence[Any]],
-    settle: Callable[[Choice], Choice | None],
+    to_valid: Callable[[Choice], Choice | None],
     least: int = 60,
     most: int = 400,
     seed: int = 0,
 ) -> list[Choice]:
-    """Choices that cover every pair of values that `settle` lets stand together; at least `least` of them.
+    """Return choices, at least `least` of them, that cover every pair of values that `to_valid` keeps.
 
-    `settle` may change a choice to keep it meaningful, or return None to refuse it. Deterministic for a seed.
+    `to_valid` may change a choice to make it meaningful, or return None to reject it. Deterministic for a given `seed`.
     """
     rng = random.Random(seed)
     names = [name for name in axes if len(axes[name]) > 1]
@@ -39,18 +39,18 @@ def pairwise(
         for _ in range(_TRIES):
             choice = {name: rng.choice(list(values)) for name, values in axes.items()}
             choice |= {name: axes[name][index] for name, index in target}
-            settled = settle(choice)
-            if settled is not None:
-                covers = frozenset(_pairs(axes, names, settled)) & open_pairs
+            valid = to_valid(choice)
+            if valid is not None:
+                covers = frozenset(_pairs(axes, names, valid)) & open_pairs
                 if target in covers and len(covers) > len(gain):
-                    best, gain = settled, covers
-        open_pairs -= gain or {target}  # a pair that no try could keep together means nothing
+                    best, gain = valid, covers
+        open_pairs -= gain or {target}  # a pair that no attempt kept is taken to be meaningless
         if best is not None:
             found.append(best)
     while len(found) < least:
-        settled = settle({name: rng.choice(list(values)) for name, values in axes.items()})
-        if settled is not None:
-            found.append(settled)
+        valid = to_valid({name: rng.choice(list(values)) for name, values in axes.items()})
+        if valid is not None:
+            found.append(valid)
     return found
 
 
