@@ -228,7 +228,7 @@ def test_demo(capsys):
         ("explain --head-size 64 --disable NOPE", "Unknown attention backend: 'NOPE'"),
         ("explain --head-size 64 --backend torch_sdpa", "Did you mean TORCH_SDPA?"),
         ("conform TORCH_SDPA --dtype fp23", "dtype 'fp23' is unknown; known: float64"),
-        ("conform TORCH_SDPA --repro {", "'{' is no case: Expecting property name"),
+        ("conform TORCH_SDPA --repro {", "'{' is not a case: Expecting property name"),
         ("generate hello --model /no/such/model", "'/no/such/model' does not exist"),
         ("explain --head-size 64 --device H1000", "Unknown device: 'H1000'. Did you mean H100? Valid options are: V100"),
         ("explain --head-size 64 --platform cuda --arch sm_999", "Unknown arch of cuda: 'sm_999'. Did you mean sm_90?"),

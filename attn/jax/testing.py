@@ -1,14 +1,12 @@
-"""The jax driver of the conformance suite: a `Call` in NumPy becomes arrays, a jitted layer and a cache, and comes back.
+"""The jax driver of the conformance suite: converts a NumPy `Call` to arrays, a layer and a cache, and the result back.
 
-The layer is called as it is, not under a jit of its own: a backend jits what it computes, and so shares programs between
-layers whose numbers alone differ. `captured` is the whole layer compiled. Rows that the builder adds hold NaN here:
-nothing may depend on them.
+The layer is called without an outer jit: backends jit their computations and so share programs between layers that differ in
+numbers only. `captured` compiles the whole layer. Rows that the builder adds contain NaN: no result may depend on them.
 
-A backend whose kernels an interpreter executes here (`interpreted_on`) is watched: TPU interpret mode simulates DMAs and
-semaphores, fills fresh memory with NaN, raises for what is out of bounds and reports races. A copy that nobody waits for
-shows as wrong values when DMAs happen as late as they may ("on_wait"), and as a race when they happen at once ("eager"):
-either mode misses what the other sees, so half of the requests are held to each, and `captured` repeats its case in the
-other one.
+Interpreted backends (`interpreted_on`) run in TPU interpret mode, which simulates DMAs and semaphores, fills new memory
+with NaN, raises for out-of-bounds accesses and reports races. A copy without a wait results in wrong values if DMAs are
+executed as late as possible ("on_wait"), and in a race if they are executed at once ("eager"). Each mode misses bugs that
+the other detects, so each is used for half of the requests, and `captured` repeats a case in the other mode.
 """
 
 import contextlib
@@ -39,57 +37,60 @@ Array = npt.NDArray[Any]
 
 DMAMode = Literal["on_wait", "eager"]
 DMA_MODES: tuple[DMAMode, ...] = ("on_wait", "eager")
-_RACE = "RACE DETECTED"  #: how the interpreter's report of a race begins
+_RACE = "RACE DETECTED"  #: prefix of the interpreter's report of a race
 
-#: XLA's options for programs of the interpreter. The older emitters compile in half of the time. The library of fused
-#: products leaves one that it cannot execute, "BF16 x BF16 = F32", where an operand is a masked transpose.
+#: XLA's options for interpreted programs. The older emitters compile in half of the time. The library of fused products
+#: cannot execute "BF16 x BF16 = F32" if an operand is a masked transpose.
 _OPTIONS: dict[str, str | bool] = {"xla_cpu_use_fusion_emitters": False, "xla_cpu_experimental_ynn_fusion_type": ""}
 
 
 class KernelRace(RuntimeError):
-    """Two accesses to one place of a simulated memory, one of them a write, that nothing orders."""
+    """Two unordered accesses to the same simulated memory, at least one of them a write."""
 
 
 @contextlib.contextmanager
 def watched(dma_mode: DMAMode) -> Iterator[None]:
-    """Interpret the Pallas TPU kernels that are called inside, strictly. Raises `KernelRace` after one that races.
+    """Interpret the Pallas TPU kernels that are called in the context, strictly. Raises `KernelRace` after a race.
 
-    Results must be waited for inside.
+    Results must be ready (`block_until_ready`) before the context ends.
     """
     params = pltpu.InterpretParams(
         detect_races=True, out_of_bounds_reads="raise", uninitialized_memory="nan", dma_execution_mode=dma_mode
     )
-    pltpu.reset_tpu_interpret_mode_state()  # what a kernel that raised has left
-    said, cause = io.StringIO(), None
+    pltpu.reset_tpu_interpret_mode_state()  # state left by a kernel that raised
+    printed, cause = io.StringIO(), None
     try:
-        with compiling_in_haste(), pltpu.force_tpu_interpret_mode(params), contextlib.redirect_stdout(said):
+        with compiling_fast(), pltpu.force_tpu_interpret_mode(params), contextlib.redirect_stdout(printed):
             yield
-    except jax.errors.JaxRuntimeError as error:  # jax 0.12 raises where it finds a race; before, it printed
+    except jax.errors.JaxRuntimeError as error:  # jax 0.12 raises for a race; earlier versions print
         if _RACE not in str(error):
             raise
         cause = error
-    report = f"{said.getvalue()}{cause or ''}"
+    report = f"{printed.getvalue()}{cause or ''}"
     if _RACE in report:
         raise KernelRace(f"dma_execution_mode={dma_mode}: {report[report.index(_RACE) :][:2000]}") from cause
 
 
 @contextlib.contextmanager
-def compiling_in_haste() -> Iterator[None]:
-    """Compile what is called inside for the interpreter: it runs a few times, and compiling is what takes the time.
+def compiling_fast() -> Iterator[None]:
+    """Compile interpreted programs fast: they run a few times, so compilation takes most of the time.
 
-    `_OPTIONS` go where jax makes XLA's options: those of `jax.jit` are for a program that no other one calls, and a
-    backend's own are called by others. XLA_FLAGS would bind what is not interpreted too.
+    `_OPTIONS` are set where jax creates XLA's options: the options of `jax.jit` apply only to outermost programs, and a
+    backend's are called by others. XLA_FLAGS would affect programs that are not interpreted too.
     """
-    hasty = {"jax_disable_most_optimizations": True, "jax_traceback_in_locations_limit": 0}  # locations take a tenth
-    usual, make = {name: jax.config.values[name] for name in hasty}, compiler.get_compile_options
+    fast = {
+        "jax_disable_most_optimizations": True,
+        "jax_traceback_in_locations_limit": 0,
+    }  # a tenth of the time
+    usual, make = {name: jax.config.values[name] for name in fast}, compiler.get_compile_options
 
     def options(*args: Any, **kwargs: Any) -> Any:
         made = make(*args, **kwargs)
         made.env_option_overrides = [*made.env_option_overrides, *known.items()]
         return made
 
-    known = _known_options()  # compiles, so before its own options are asked for
-    for name, value in hasty.items():
+    known = _known_options()  # this compiles a program, so it runs before the options apply
+    for name, value in fast.items():
         jax.config.update(name, value)
     compiler.get_compile_options = options
     try:
@@ -102,7 +103,7 @@ def compiling_in_haste() -> Iterator[None]:
 
 @functools.cache
 def _known_options() -> dict[str, str | bool]:
-    """Those of `_OPTIONS` that this version of XLA knows."""
+    """Return the options of `_OPTIONS` that this version of XLA supports."""
     return {name: value for name, value in _OPTIONS.items() if _is_known(name, value)}
 
 
@@ -115,8 +116,11 @@ def _is_known(name: str, value: str | bool) -> bool:
 
 
 class Runner:
-    """`Runner(backend, device)(call)` runs a call on a backend class; `build` alone constructs the layer's implementation,
-    `layer` the layer as a person does, `open` both a layer and a cache that serve several calls."""
+    """Runs calls on a backend class: `Runner(backend, device)(call)`.
+
+    `build` constructs the layer's implementation, `layer` the layer as a user does, and `open` a layer with a cache for several
+    calls.
+    """
 
     def __init__(self, backend: Any, device: Device | None = None) -> None:
         self.backend, self.device = backend, device
@@ -125,16 +129,16 @@ class Runner:
         self._places: dict[tuple[int, ...], tuple[Array, Array]] = {}
 
     def build(self, call: Call) -> Any:
-        """The implementation of the call's layer. Raises what its constructor raises."""
+        """Return the implementation of the call's layer. Raises what its constructor raises."""
         sinks = {} if call.sinks is None else {"sinks": jnp.asarray(call.sinks)}
         impl = self.backend.get_impl_cls()(**layer_arguments(call), **sinks)
         impl.need_to_return_lse_for_decode = call.case.lse
-        if (record := self.backend.capabilities) is not None:  # one choice of prefill, whatever the poison
+        if (record := self.backend.capabilities) is not None:  # the same prefill backend, whatever the poison
             impl.prefill_features = record.features & {Feature.NAN_SAFE}
         return impl
 
     def layer(self, call: Call, **changes: Any) -> Any:
-        """The layer of the call as a person builds it, some arguments changed. Raises what its constructor raises."""
+        """Return the call's layer as a user builds it, with some arguments changed. Raises what its constructor raises."""
         case = call.case
         arguments = {
             "num_heads": case.num_heads,
@@ -167,7 +171,7 @@ class Runner:
         return (MLAAttention if case.mla else Attention)(**{**arguments, **changes})
 
     def _scale(self, case: Case, scale: Scale) -> Any:
-        """A scale as a person has it: a number, a list, or an array on the device."""
+        """Return a scale as a user passes it: a number, a list, or an array on the device."""
         return jnp.asarray(scale) if case.data_seed % 2 else list(scale) if isinstance(scale, tuple) else scale
 
     def __call__(self, call: Call) -> Result:
@@ -175,13 +179,13 @@ class Runner:
             return self._opened(call, *self._applied(call))(call)
 
     def captured(self, call: Call) -> Result:
-        """The same with the layer jitted as a whole and its cache donated."""
+        """Run the call with the layer jitted as a whole and its cache donated."""
         with self._watch(call, 1):
             apply, build = self._applied(call)
             return self._opened(call, jax.jit(apply, donate_argnums=3), build)(call)
 
     def open(self, call: Call) -> Callable[[Call], Result]:
-        """The call's layer and its cache, as the call finds it: what is returned runs calls on both, one after another."""
+        """Create the call's layer and its cache, and return a function that runs calls on both, one after another."""
         step = self._opened(call, *self._applied(call))
 
         def watched_step(call: Call) -> Result:
@@ -191,7 +195,7 @@ class Runner:
         return watched_step
 
     def _applied(self, call: Call) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
-        """The layer as a function of what every call has, MLA's weights bound; and what builds its batches."""
+        """Return (the layer as a function of a call's arrays, with MLA's weights bound; the builder of its batches)."""
         if call.case.through == "layer":
             layer = self.layer(call)
             if call.key_cache is not None:
@@ -215,12 +219,12 @@ class Runner:
         return apply, build
 
     def dma_mode(self, call: Call, other: int = 0) -> DMAMode:
-        """Which of `DMA_MODES` a call is held to; calls that may share a program have the same one."""
+        """Return the one of `DMA_MODES` for a call; calls that may share a program have the same one."""
         case, request = call.case, call.case.request()
-        # names of one cache or one kind of encoder are one program; values tell what is not in use and what is not written
-        told = {Feature.NAN_SAFE.value, Feature.KV_SHARING.value, *([Feature.LSE.value] if case.is_encoder else [])}
+        # aliases of a cache dtype and the encoder types share programs; these features change values only
+        ignored = {Feature.NAN_SAFE.value, Feature.KV_SHARING.value, *([Feature.LSE.value] if case.is_encoder else [])}
         kind = AttentionType.ENCODER if case.is_encoder else case.attn_type
-        alike = dataclasses.replace(request, kv_cache_dtype="auto", attn_type=kind, features=request.features - told)
+        alike = dataclasses.replace(request, kv_cache_dtype="auto", attn_type=kind, features=request.features - ignored)
         key = f"{alike} {'' if case.is_encoder else case.element}"
         return DMA_MODES[(zlib.crc32(key.encode()) + other) % 2]
 
@@ -228,18 +232,18 @@ class Runner:
         return watched(self.dma_mode(call, other)) if self.is_interpreted else contextlib.nullcontext()
 
     def _opened(self, call: Call, apply: Callable[..., Any], build: Callable[[Any], Any]) -> Callable[[Call], Result]:
-        """Calls of `apply` on one cache, which starts as the call finds it."""
-        held = [self._cache(call)]
+        """Return a function that runs calls of `apply` on one cache, which starts with the contents of `call`."""
+        caches = [self._cache(call)]
 
         def step(call: Call) -> Result:
             metadata = build(self._batch(call))
-            result, held[0] = apply(*self._arrays(call, metadata), held[0], metadata, **self._extras(call, metadata))
-            return self._result(call, result, held[0])
+            result, caches[0] = apply(*self._arrays(call, metadata), caches[0], metadata, **self._extras(call, metadata))
+            return self._result(call, result, caches[0])
 
         return step
 
     def _extras(self, call: Call, metadata: Any) -> dict[str, Any]:
-        """A cache's scales, and the keys that an indexer chose."""
+        """Return the cache's scales, and the keys that an indexer selected."""
         indices = None
         if call.case.topk:
             missing = metadata.slot_mapping.shape[0] - len(call.indices)
@@ -248,7 +252,7 @@ class Runner:
         return {**scales, "indices": indices}
 
     def _arrays(self, call: Call, metadata: Any) -> list[Any]:
-        """Query, key and value (MLA: query, kv_c and k_pe), padded to the batch's rows and laid out as the case says."""
+        """Return query, key and value (MLA: query, kv_c and k_pe), padded to the batch's rows, in the case's layout."""
         case, rows = call.case, metadata.slot_mapping.shape[0]
         fresh = (call.key, call.value)
         if case.mla and call.key is not None:
@@ -257,15 +261,15 @@ class Runner:
         return [x.reshape(rows, -1) if x is not None and case.layout == "flat" else x for x in arrays]
 
     def _batch(self, call: Call) -> CommonAttentionMetadata:
-        """The call's batch with arrays of its own, NumPy's or jax's."""
+        """Return the call's batch with copied arrays, of NumPy or jax."""
         batch, arrays = call.writable_batch(), call.case.arrays
         if arrays == "numpy":
             return batch
         names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping", "tree_mask")
-        held = {name: getattr(batch, name) for name in names}
-        there = {name: None if x is None else jnp.asarray(x) for name, x in held.items()}
+        host = {name: getattr(batch, name) for name in names}
+        device = {name: None if x is None else jnp.asarray(x) for name, x in host.items()}
         mirrors = {} if arrays == "device" else {"query_start_loc_cpu": None, "seq_lens_cpu": None}
-        return batch.replace(**there, **mirrors)
+        return batch.replace(**device, **mirrors)
 
     def _result(self, call: Call, result: Any, kv_cache: Any) -> Result:
         case, count = call.case, call.query.shape[0]
@@ -296,14 +300,14 @@ class Runner:
         return jnp.asarray(bits.encode(padded, dtype).view(jnp.dtype(dtype)))
 
     def _cache(self, call: Call) -> jax.Array | None:
-        """A cache in the backend's own layout, filled through the places of its logical view; poison where that has none."""
+        """Return a cache in the backend's layout, filled through its logical view; memory outside the view is poison."""
         if call.key_cache is None or call.value_cache is None:
             return None
         case = call.case
         shape = self._shape(call)
         raw = bits.poisoned((int(np.prod(shape)),), case.element, case.poison)
         for place, stored in zip(self._where(call), (call.key_cache, call.value_cache), strict=True):
-            raw[place] = 0  # a logical view may be wider than the head: its padding is zeros by contract
+            raw[place] = 0  # a logical view may be wider than the head: its padding must be zeros
             raw[place[..., : stored.shape[-1]]] = stored
         return jnp.asarray(raw.view(jnp.dtype(case.element)).reshape(shape))
 
@@ -313,7 +317,7 @@ class Runner:
         return tuple(self.backend.get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size, call.case.kv_cache_dtype))
 
     def _where(self, call: Call) -> tuple[Array, Array]:
-        """Where in a flat cache each key and value element lies, by asking `logical_kv_cache` about a cache of indices."""
+        """Return the index in the flat cache of each key and value element: `logical_kv_cache` of a cache of indices."""
         shape = self._shape(call)
         if shape not in self._places:
             index = jnp.arange(int(np.prod(shape)), dtype=jnp.int32).reshape(shape)
@@ -323,13 +327,13 @@ class Runner:
 
 
 def _bits(array: jax.Array) -> Array:
-    """An array as `attn.testing.bits` stores its dtype."""
+    """Return an array as `attn.testing.bits` stores its dtype."""
     host = np.asarray(array)
     return host.view(bits.raw(str(host.dtype)))
 
 
 def prefill(backend: Any, call: PrefillCall) -> tuple[Array, list[tuple[Array, Array]]]:
-    """An MLA prefill backend's answers: the new tokens' output alone, then (out, lse) of them and of each chunk, NumPy."""
+    """Return an MLA prefill backend's results in NumPy: (new tokens' output, [(out, lse)] of new tokens and each chunk)."""
     case, starts = call.case, call.query_start_loc
     chunks = tuple(
         MLAContextChunk(jnp.asarray(at), at, int(at[-1]), int(np.diff(at).max(initial=0))) for *_, at in call.parts[1:]

@@ -172,7 +172,7 @@ class Case(Recipe):
 
     @property
     def cache_scales(self) -> tuple[Scale, Scale]:
-        """The scales of the cache's codes of keys and of values; 1 for an unquantised cache, whatever the layer's scales are."""
+        """The scales of the cache's codes of keys and of values; 1 for an unquantised cache, whatever the layer's scales."""
         return (self.k_scale, self.v_scale) if self.is_quantized else (1.0, 1.0)
 
     @property

@@ -158,7 +158,7 @@ class BackendReport:
 
     rows: the worst row error (rule B) of each dtype.
     lse: the worst error of rule D, as a multiple of its tolerance.
-    tame: whether keys and values that no row attends to were finite in all cases, since the backend does not declare `nan_safe`.
+    tame: whether keys and values that no row attends to were finite in all cases, as `nan_safe` is not declared.
     above_target: cases that passed with an error above the target, within the limit.
     smallest: the command that repeats the first failure, minimised.
     skipped: why the backend did not run; the other fields are then empty.
@@ -197,7 +197,9 @@ class BackendReport:
         if self.lse:
             lines.append(f"    worst lse: {self.lse:.2g} of its tolerance")
         if self.tame:
-            lines.append("    nan_safe is not declared: keys and values that no row attends to were large finite numbers, never NaN")
+            lines.append(
+                "    nan_safe is not declared: unattended keys and values were large finite numbers, never NaN"
+            )
         if self.above_target:
             lines.append(f"    above target, within the limit: {', '.join(self.above_target)}")
         for failure in self.failures[:_SHOWN]:
@@ -242,13 +244,13 @@ def run_conformance(
     """Run the suite on the named backends, or on all that can run on this machine without an interpreter.
 
     level: one of `attn.testing.suite.LEVELS`.
-    kind: how the backends are executed: `ran`, or `interpreted` or `stand-in` (`attn.evidence`), which do not need a device that
-        the backend supports. None: `interpreted` on the platforms of a backend's `interpreted_on`, else `ran`.
+    kind: how the backends are executed: `ran`, or `interpreted` or `stand-in` (`attn.evidence`), which do not need a supported
+        device. None: `interpreted` on the platforms of a backend's `interpreted_on`, else `ran`.
     only: run the cases whose name contains this text.
     record: write a row for each backend to the evidence file, whether it passed or failed.
     dtypes: run the cases of these dtypes (an interpreter may lack one); the evidence states it. Empty: all.
     minimise: minimise the first failure of each backend.
-    jobs: number of processes that share the cases. Compiling a kernel at its first call keeps one core busy and the device idle.
+    jobs: number of processes that share the cases, useful for kernels that compile at their first call on one core.
     part: (i, n): run every n-th case from the i-th on; n runs cover the suite.
 
     Raises ValueError for an unknown name, level, kind or dtype, if `record` is passed with `only` or `part`, and for kind `ran`
@@ -274,7 +276,9 @@ def run_conformance(
             continue
         backend = candidate.backend
         if names is None and kind != "interpreted" and is_interpreted(backend):
-            reports.append(BackendReport(name, skipped="kernels are interpreted on this machine, which is slow: request it by name"))
+            reports.append(
+                BackendReport(name, skipped="kernels are interpreted on this machine, slow: request it by name")
+            )
             continue
         cases = [case for case in cases_of(subject, level) if only in case.name]
         cases = [case for case in cases if not dtypes or case.dtype in dtypes or case.check.startswith(REFUSAL)]

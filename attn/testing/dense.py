@@ -1,10 +1,11 @@
 """Conformance of diffusion backends (the dense family): compared with the float64 oracle, cases derived from capabilities.
 
-Cases cover lengths that are not multiples of a tile, all kinds of masks, both orders of a joint stream, grouped heads and NaN
-in masked keys. Calls outside a backend's limits must be rejected with the reasons of `why_not_call`. A framework's driver
-(`attn.torch.diffusion.testing`, `attn.jax.diffusion.testing`) converts a call from NumPy and its result back. A backend that
-approximates is checked against the error that it declares, every other one against `rules.BUDGETS`. Level `full` adds Flux's
-length and, on a GPU, arrays with offsets of more than 32 bits (`vast`), which are drawn on the device and compared at some rows.
+Cases cover lengths that are not multiples of a tile, all kinds of masks, both orders of a joint stream, grouped heads and
+NaN in masked keys. Calls outside a backend's limits must be rejected with the reasons of `why_not_call`. A framework's
+driver (`attn.torch.diffusion.testing`, `attn.jax.diffusion.testing`) converts a call from NumPy and its result back. A
+backend that approximates is checked against the error that it declares, every other one against `rules.BUDGETS`. Level
+`full` adds Flux's length and, on a GPU, arrays with offsets of more than 32 bits (`vast`), which are drawn on the device
+and compared at some rows.
 """
 
 import functools
@@ -255,7 +256,7 @@ def check_dense(backend: Any, case: DenseCase) -> None:
 
 
 def _judge(backend: Any, case: DenseCase, got: Array, want: Array) -> None:
-    """Check every row's error against the dtype's budget and, for an approximation, the total error against the declared one."""
+    """Check every row's error against the dtype's budget, and an approximation's total error against the declared one."""
     size = np.sqrt((want**2).mean(-1))
     error = np.sqrt(((got - want) ** 2).mean(-1)) / np.where(size == 0, 1, size)
     own = BUDGETS[case.dtype].hard
@@ -310,7 +311,7 @@ def run_dense(
     only: str = "",
     record: bool = False,
 ) -> Report:
-    """Run the dense suite on the named diffusion backends, or on all that run on this machine; arguments as for `run_family`."""
+    """Run the suite on the named diffusion backends, or on all that run on this machine; arguments as for `run_family`."""
     cases = functools.partial(dense_cases, level=level)
     words = "dense, full" if level == "full" else "dense"
     return run_family(

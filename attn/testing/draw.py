@@ -372,7 +372,7 @@ def _queries(case: Case, r: int, key: Array) -> Array:
 
 
 def _needles(case: Case, rng: np.random.Generator, key: Array, n: int) -> Array:
-    """Return queries [n, H, D], each aligned with one key near a boundary: itself, its neighbours, window edges, page start, ends.
+    """Return queries [n, H, D], each aligned with a key at a boundary: itself, its neighbours, window edges, page start, ends.
 
     The target's score is about 8. Without a window, the edges are those of a window of one page.
     """

@@ -208,12 +208,12 @@ _DEVIATIONS = 6.0  #: standard deviations of a normal error: exceeded once in 5e
 def _lse_noise(call: Call, lse: Array) -> Array | None:
     """Return [H, T]: how far 16-bit MLA's lse may be from the oracle's because of rounded intermediate values.
 
-    In absorbed form each element of q' = q_nope W_UK^T is rounded once for all keys; in expanded form, each element of every
-    key. To first order, a score's error is scale * sum_l (error of element l) * (its factor), and the lse's error is the mean of
-    its scores' errors weighted by the probabilities p. An element's error is that of rounding to nearest: independent of the
-    others, with a standard deviation of at most u |x| / sqrt(3) (justified by Higham & Mary, 2019). The bound without
-    independence, u * scale * sum |q| |k|, is about 20 times as wide. A row of a quantised cache is code times scale, which a
-    backend may round first: the resulting shift of the lse is known, since the codes are, and is added.
+    In absorbed form each element of q' = q_nope W_UK^T is rounded once for all keys; in expanded form, each element of
+    every key. To first order, a score's error is scale * sum_l (error of element l) * (its factor), and the lse's error is
+    the mean of its scores' errors weighted by the probabilities p. An element's error is that of rounding to nearest:
+    independent of the others, with a standard deviation of at most u |x| / sqrt(3) (justified by Higham & Mary, 2019). The
+    bound without independence, u * scale * sum |q| |k|, is about 20 times as wide. A row of a quantised cache is code times
+    scale, which a backend may round first: the resulting shift of the lse is known, since the codes are, and is added.
     """
     case, batch = call.case, call.batch
     if not case.mla or case.dtype not in ROUNDOFF:

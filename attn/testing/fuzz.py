@@ -64,7 +64,7 @@ class Find:
 
 
 class Family(NamedTuple):
-    """How to draw a family's cases (as `fuzz_cases.program`), the plain values of their fields, and the steps to simplify one."""
+    """How to draw a family's cases (as `fuzz_cases.program`), the plain values of fields, and the steps to simplify a case."""
 
     program: Callable[..., list[Any]]
     plain: Mapping[str, Any]
@@ -350,7 +350,7 @@ def run_fuzz(
         candidate = candidate_of(name) if registry == "attention" else members[name].candidate()
         subject, why = subject_here(candidate) if registry == "attention" else _dense_here(candidate)
         if subject is not None and names is None and is_interpreted(candidate.backend):
-            subject, why = None, "kernels are interpreted on this machine, which is slow: request it by name"
+            subject, why = None, "kernels are interpreted on this machine, slow: request it by name"
         if subject is None or candidate.backend is None:
             reports.append(FuzzReport(name, seed, skipped=why))
         else:

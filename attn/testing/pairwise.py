@@ -1,8 +1,8 @@
 """Greedy pairwise generator: a few cases that cover every pair of choices from the axes that a backend declares.
 
-The full product of the axes has millions of cases, and nearly all bugs need a combination of two choices (a window in a decode,
-a sink under a cap). `to_valid` turns a meaningless combination (a tree in an encoder) into a meaningful one, so that axes can be
-defined independently; pairs that it removes need not be covered.
+The full product of the axes has millions of cases, and nearly all bugs need a combination of two choices (a window in a
+decode, a sink under a cap). `to_valid` turns a meaningless combination (a tree in an encoder) into a meaningful one, so
+that axes can be defined independently; pairs that it removes need not be covered.
 """
 
 import random

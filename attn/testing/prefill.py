@@ -1,9 +1,9 @@
-"""The prefill family's part of the suite: MLA prefill backends against the float64 oracle, cases derived from capabilities.
+"""Conformance of MLA prefill backends: compared with the float64 oracle, cases derived from capabilities.
 
-What the MLA template asks of them: new tokens that attend one another causally, context in chunks without a mask, requests
-that have no token or no key of a chunk, values that are a strided view beside their keys; and that all parts, merged by
-their log-sum-exps, are the attention over everything. A wing's driver (`attn.torch.testing.prefill`, `attn.jax.testing`)
-turns a call in NumPy into its arrays and back; the rules are the paged family's.
+Cases cover the calls of the MLA template: causal attention of new tokens, context in chunks without a mask, requests without
+tokens or without keys in a chunk, values that are a strided view next to their keys. All parts, merged by their log-sum-exps,
+must equal attention over everything. A framework's driver (`attn.torch.testing.prefill`, `attn.jax.testing.prefill`) converts
+a call from NumPy and its result back; the rules are those of the paged family.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,13 +26,13 @@ from attn.testing.family import run_family
 from attn.testing.rules import BUDGETS, compare
 
 State = tuple[Array, Array]  #: out [T, H, Dv], lse [H, T]
-#: Sizes (D, Dv) of heads that are tried, DeepSeek's first.
+#: Head sizes (D, Dv) to test, DeepSeek's first.
 _SIZES = ((192, 128), (96, 64), (40, 24), (128, 128), (256, 256), (192, 192))
 
 
 @dataclass(frozen=True)
 class PrefillCase:
-    """New tokens of each request, and for each chunk of the context how many keys of each request it holds."""
+    """The number of new tokens of each request and, for each chunk of the context, its number of keys of each request."""
 
     name: str
     query_lens: tuple[int, ...] = (5, 1, 17, 40)
@@ -48,8 +48,11 @@ class PrefillCase:
 
 @dataclass
 class PrefillCall:
-    """A case's arrays in float32, each number one of the case's dtype. query: [T, H, D]; parts: (keys [m, H, D], values
-    [m, H, Dv], key_start_loc [R + 1]) of the new tokens, then of each chunk."""
+    """A case's arrays: float32 values representable in the case's dtype.
+
+    query: [T, H, D].
+    parts: (keys [m, H, D], values [m, H, Dv], key_start_loc [R + 1]) of the new tokens, then of each chunk.
+    """
 
     case: PrefillCase
     scale: float
@@ -59,7 +62,7 @@ class PrefillCall:
 
 
 def prefill_cases(backend: Any) -> list[PrefillCase]:
-    """The cases that a backend class must pass, from its capabilities."""
+    """Return the cases that a backend class must pass, from its capabilities."""
     c = backend.capabilities
     sizes = [s for s in _SIZES if supports_size(s[0], c.head_sizes) and supports_size(s[1], backend.v_head_dims)]
     dtypes = [d for d in ("bfloat16", "float32", "float16", "float64") if d in c.dtypes and d in BUDGETS]
@@ -83,7 +86,7 @@ def _request(case: PrefillCase) -> Any:
 
 
 def draw_prefill(case: PrefillCase) -> PrefillCall:
-    """The arrays of a case, always the same."""
+    """Return the arrays of a case, deterministically."""
     rng = np.random.default_rng((11, *case.query_lens, *case.sizes, case.num_heads))
 
     def normal(rows: int, size: int) -> Array:
@@ -99,7 +102,7 @@ def draw_prefill(case: PrefillCase) -> PrefillCall:
 
 
 def _expected(call: PrefillCall, parts: Sequence[int], causal: bool) -> State:
-    """The oracle's answer over some parts of the keys, the last of which is causal where `causal`."""
+    """Return the oracle's result over some parts of the keys; `causal` masks the last part."""
     out = np.zeros((len(call.query), call.case.num_heads, call.case.sizes[1]))
     lse = np.full((call.case.num_heads, len(call.query)), -np.inf)
     for r in range(len(call.case.query_lens)):
@@ -112,7 +115,10 @@ def _expected(call: PrefillCall, parts: Sequence[int], causal: bool) -> State:
 
 
 def check_prefill(backend: Any, case: PrefillCase) -> None:
-    """Run one case on a backend class; AssertionError with every rule that is broken."""
+    """Run one case on a backend class.
+
+    Raises AssertionError with all broken rules.
+    """
     call = draw_prefill(case)
     run: Callable[[Any, PrefillCall], tuple[Array, list[State]]] = resolve_obj_by_qualname(
         f"attn.{backend.capabilities.framework}.testing.prefill"
@@ -129,7 +135,7 @@ def check_prefill(backend: Any, case: PrefillCase) -> None:
 
 
 def _broken(case: PrefillCase, what: str, state: State, want: State) -> list[str]:
-    """The rules that a state breaks; the output of a row without keys is never read, so anything may be there."""
+    """Return the rules that a state breaks. The output of a row without keys is never read and is not checked."""
     out = np.where(np.isneginf(want[1]).T[..., None], 0, state[0])
     as_case = Case(what, case.query_lens, case.query_lens, num_heads=case.num_heads, dtype=case.dtype, lse=True)
     result = Result(rounded(out, case.dtype), state[1], None, None, case.dtype)
@@ -137,7 +143,7 @@ def _broken(case: PrefillCase, what: str, state: State, want: State) -> list[str
 
 
 def run_prefill(names: Sequence[str] | None = None, *, kind: str | None = None, only: str = "", record: bool = False) -> Report:
-    """The prefill suite on MLA prefill backends by name, or on every one that runs here; arguments as `run_family`'s."""
+    """Run the suite on the named MLA prefill backends, or on all that run on this machine; arguments as for `run_family`."""
     return run_family(
         "mla_prefill",
         MLAPrefillBackendEnum,

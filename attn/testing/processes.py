@@ -1,7 +1,7 @@
-"""Spreading independent tasks over processes: for kernels whose first call compiles, where one process mostly waits.
+"""Run independent tasks in several processes, for kernels that compile at their first call, when one process mostly waits.
 
-Workers are spawned, since a process that has touched an accelerator must not fork. Each imports what its task needs, so a
-task is data and the function that runs it a module's own. Results come in the order of the tasks, whoever was first.
+Workers are spawned, since a process that has used an accelerator must not fork. A worker imports what its task needs, so tasks
+are data and the function that runs them is defined at module level. Results are in the order of the tasks.
 """
 
 import multiprocessing
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 Task = TypeVar("Task")
 Outcome = TypeVar("Outcome")
 
-#: A worker's share of the cores: libraries read these when they are first imported, so they are set before it starts.
+#: Variables that limit a worker's threads. Libraries read them at import, so they are set before the worker starts.
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -28,11 +28,10 @@ def spread(
     lost: Callable[[str], Outcome],
     kind: Callable[[Task], Any] = lambda task: None,
 ) -> Iterator[Outcome]:
-    """`function(task)` of every task, in order, by `jobs` processes.
+    """Yield `function(task)` of every task, in order, computed by `jobs` processes.
 
-    One task of each `kind` goes first: what those compile the others find in the compiler's cache. A worker that dies takes
-    its pool with it; the tasks that were not done are tried again one process each, and `lost(why)` stands for what
-    ends that one too.
+    One task of each `kind` runs first, so that the others find its programs in the compiler's cache. A worker that dies breaks
+    its pool; each unfinished task is then run in a process of its own, and if that dies too, its result is `lost(why)`.
     """
     seen: set[Any] = set()
     first: list[int] = []
@@ -46,7 +45,7 @@ def spread(
             for i in first + rest:
                 futures[i] = pool.submit(function, tasks[i])
         except BrokenProcessPool:
-            pass  # a worker died already: what was not submitted is tried below
+            pass  # a worker has died: the tasks that were not submitted run below
         for i, task in enumerate(tasks):
             try:
                 yield futures[i].result() if i in futures else _alone(function, task, lost)
@@ -63,19 +62,22 @@ def _alone(function: Callable[[Task], Outcome], task: Task, lost: Callable[[str]
 
 
 class Lost(RuntimeError):
-    """The process that ran a task died, or took longer than the task may."""
+    """The process that ran a task died or exceeded the time limit."""
 
 
 class Ended(RuntimeError):
-    """The process that ran a task was ended by a signal that comes from outside: a person's, or a system's out of memory."""
+    """The process that ran a task was ended by a signal from outside, such as from a user or the out-of-memory killer."""
 
 
 _OUTSIDE = tuple(signal.Signals[name] for name in ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
 
 
 class Worker:
-    """A process that runs `function(task)` for one task after another. One that ends it, or does not end, is `Lost`; one
-    whose process was `Ended` from outside says nothing of the task."""
+    """A process that runs `function(task)` for one task after another.
+
+    A call raises `Lost` if the task ends the process or exceeds its time limit, and `Ended` if the process was ended from
+    outside, for which the task is not to blame.
+    """
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self._function = function
@@ -83,14 +85,16 @@ class Worker:
         self._pipe: Any = None
 
     def __call__(self, task: Any, limit: float) -> Any:
-        """`function(task)`, started anew where there is no process. Raises `Lost` when it dies or takes more than `limit`
-        seconds, and `Ended`."""
+        """Return `function(task)`, starting a process if there is none.
+
+        Raises `Lost` if the process dies or needs more than `limit` seconds, and `Ended` if it is ended from outside.
+        """
         if self._process is None:
             context = multiprocessing.get_context("spawn")
-            self._pipe, theirs = context.Pipe()
-            self._process = context.Process(target=_serve, args=(self._function, theirs), daemon=True)
+            self._pipe, child_pipe = context.Pipe()
+            self._process = context.Process(target=_serve, args=(self._function, child_pipe), daemon=True)
             self._process.start()
-            theirs.close()
+            child_pipe.close()
         try:
             self._pipe.send(task)
             if not self._pipe.poll(limit):
@@ -106,10 +110,10 @@ class Worker:
             raise Lost(f"the process that ran it died (exit code {process.exitcode})") from None
 
     def close(self) -> None:
-        """End the process; the next task starts another."""
+        """End the process; the next task starts a new one."""
         process, self._process = self._process, None
         if process is not None:
-            self._pipe.close()  # one that waits for a task ends by itself
+            self._pipe.close()  # a process that waits for a task ends by itself
             process.join(1)
             process.kill()
             process.join()
@@ -124,7 +128,7 @@ def _serve(function: Callable[[Any], Any], pipe: Connection) -> None:
         outcome = function(task)
         try:
             pipe.send(outcome)
-        except BrokenPipeError:  # it came too late
+        except BrokenPipeError:  # the time limit has passed
             return
 
 
@@ -134,12 +138,12 @@ def _pool(workers: int) -> ProcessPoolExecutor:
 
 @contextmanager
 def shared_cores(jobs: int) -> Iterator[None]:
-    """The caller's own settings are kept; without any, `jobs` processes together use each core once."""
+    """Limit the threads of `jobs` processes, so that together they use each core once, unless the variables are set already."""
     share = str(max(1, (os.cpu_count() or 1) // jobs))
-    ours = [name for name in _THREADS if name not in os.environ]
-    os.environ.update(dict.fromkeys(ours, share))
+    added = [name for name in _THREADS if name not in os.environ]
+    os.environ.update(dict.fromkeys(added, share))
     try:
         yield
     finally:
-        for name in ours:
+        for name in added:
             os.environ.pop(name, None)

@@ -1,8 +1,8 @@
-"""What two answers of one backend owe each other: the metamorphic properties, by name.
+"""Metamorphic properties, by name: relations between results of one backend for related calls.
 
-Each takes a case and a runner and yields violations. `same` is bitwise and used where IEEE arithmetic promises it (rule X)
-or the backend does (`batch_invariant`, rule I); everything else is held to the oracle's rules, so that a property also
-exercises the batch shape it makes. A property's base case asks for every feature that its variants use.
+Each property takes a case and a runner and yields violations. `same` compares bits, where IEEE arithmetic (rule X) or the
+backend (`batch_invariant`, rule I) guarantees equality; all other results are checked against the oracle, so that a property
+also tests the batch shapes that it makes. A property's base case requests every feature that its variants use.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,28 +26,28 @@ CHECKS: dict[str, Check] = {}
 
 
 def check(function: Check) -> Check:
-    """Register a property under its function's name."""
+    """Register a property under the name of its function."""
     CHECKS[function.__name__] = function
     return function
 
 
 def run_check(case: Case, run: Runner, score: Score | None = None) -> list[Violation]:
-    """Every violation of the case's property. What the runner raises goes through."""
+    """Return all violations of the case's property. Raises what the runner raises."""
     return list(CHECKS[case.check.partition("=")[0]](case, run, score or Score()))
 
 
-# the vocabulary
+# building blocks
 
 
 def judged(call: Call, run: Runner, score: Score, want: Expected | None = None) -> tuple[Result, list[Violation]]:
-    """Run a call and hold it to the oracle (or to `want`), its cache included."""
+    """Run a call and compare its result, cache included, with the oracle (or with `want`)."""
     result = run(call)
     found = list(check_cache(call, result))
     return result, found + compare(call.case, result, want or expect(call, result), score)
 
 
 def mapped(want: Expected, rows: Array | slice = slice(None), heads: Array | slice = slice(None)) -> Expected:
-    """What is expected of some rows and heads."""
+    """Return the expected result of some rows and heads."""
     noise = None if want.noise is None else want.noise[heads][:, rows]
     return Expected(want.out[rows][:, heads], want.lse[heads][:, rows], want.slack, noise)
 
@@ -55,12 +55,12 @@ def mapped(want: Expected, rows: Array | slice = slice(None), heads: Array | sli
 def same(
     case: Case, what: str, one: Result, other: Result, rows: Array | slice | None = None, rule: str = "X"
 ) -> Iterator[Violation]:
-    """Bitwise: `other` row i equals `one` row rows[i]; by default all live rows."""
+    """Check that row i of `other` has the same bits as row rows[i] of `one`; by default for all live rows."""
     live = slice(0, sum(case.query_lens)) if rows is None else rows
     pairs = [("output", one.output[live], other.output[: len(one.output[live])])]
     if case.lse and one.lse is not None and other.lse is not None:
-        mine = one.lse[:, live]
-        pairs.append(("lse", mine.T, other.lse[:, : mine.shape[1]].T))
+        lse = one.lse[:, live]
+        pairs.append(("lse", lse.T, other.lse[:, : lse.shape[1]].T))
     for name, a, b in pairs:
         differ = as_bytes(np.ascontiguousarray(a)) != as_bytes(np.ascontiguousarray(b))
         if differ.any():
@@ -72,19 +72,19 @@ def same(
 
 
 def invariant(case: Case, what: str, one: Result, other: Result, rows: Array | None = None) -> Iterator[Violation]:
-    """`same`, for backends that promise batch invariance."""
+    """Check `same` if the case requests batch invariance."""
     if Feature.BATCH_INVARIANT.value in case.features:
         yield from same(case, what, one, other, rows, "I")
 
 
 def oracle_of(call: Call, run: Runner, score: Score) -> tuple[Result, Expected, list[Violation]]:
-    """The base of a comparison: its result, what was expected, and what was already wrong."""
+    """Return the base of a comparison: the call's result, the expected one, and its violations."""
     result = run(call)
     want = expect(call, result)
     return result, want, list(check_cache(call, result)) + compare(call.case, result, want, score)
 
 
-# the oracle alone, and refinements of it
+# comparison with the oracle, and refinements of it
 
 
 @check
@@ -95,7 +95,7 @@ def oracle(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 @check
 def single_key(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """One visible key: the output is its value, to the bit, whatever the score."""
+    """With one visible key, the output is its value, bit for bit, whatever the score."""
     call = draw(case)
     result, found = judged(call, run, score)
     yield from found
@@ -108,7 +108,7 @@ def single_key(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 @check
 def constant_value(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """V of one number gives that number; the output never leaves V's range."""
+    """If all of V is one number, the output is that number; it never leaves V's range."""
     result, found = judged(draw(case), run, score)
     yield from found
     low, high = 1.625 * (1 - BUDGETS[case.dtype].hard), 1.625 * (1 + BUDGETS[case.dtype].hard)
@@ -128,24 +128,24 @@ def rerun(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 @check
 def live_nan(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """A NaN in a live value reaches exactly the rows that attend it (a large number, where NaN may not be masked)."""
+    """A NaN (for backends without `nan_safe`, a large number) in a live value affects exactly the rows that attend to it."""
     call = draw(case)
     assert call.value is not None and call.key is not None
-    for names in (("key", "value"),) if case.mla else (("value",), ("key",)):  # MLA's rows are both
+    for names in (("key", "value"),) if case.mla else (("value",), ("key",)):  # MLA's rows are keys and values
         edited = np.array(getattr(call, names[0]))
-        edited[call.rows(len(case.query_lens) - 1).stop - 2, 0, 3] = case.hidden  # the last but one token of the last request
+        edited[call.rows(len(case.query_lens) - 1).stop - 2, 0, 3] = case.hidden  # the second to last token of the last request
         yield from judged(to.frozen(call.but(**dict.fromkeys(names, edited))), run, score)[1]
 
 
 @check
 def without_mirrors(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """A batch without host copies of its lengths is served the same."""
+    """A batch without host copies of its lengths gives the same bits."""
     yield from judged(draw(case.replace(arrays="bare")), run, score)[1]
 
 
 @check
 def empty_tree(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """Trees without a node, [R, 0, 0], are no trees."""
+    """A tree mask without nodes, [R, 0, 0], has no effect."""
     call = draw(case)
     _, want, found = oracle_of(call, run, score)
     nothing = np.zeros((call.batch.num_reqs, 0, 0), np.bool_)
@@ -154,7 +154,7 @@ def empty_tree(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 @check
 def captured(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """The layer compiled as a whole, its cache donated, agrees with the layer called step by step."""
+    """The layer compiled as a whole, with its cache donated, agrees with the layer called step by step."""
     call = draw(case)
     _, want, found = oracle_of(call, run, score)
     yield from found + judged(call, run.captured, score, want)[1]  # type: ignore[attr-defined]
@@ -162,12 +162,12 @@ def captured(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 @check
 def fp8_output(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """An output in fp8 holds out / output_scale, saturated and rounded to nearest even, for an `out` in its budget."""
+    """An fp8 output is out / output_scale, saturated and rounded to nearest even, for an `out` within its budget."""
     call = draw(case)
     result = run(call)
     yield from check_cache(call, result)
     if result.dtype != FP8:
-        yield Violation("A", "output has another dtype than an output scale asks for", case, got=result.dtype, want=FP8)
+        yield Violation("A", "output does not have the dtype that an output scale requests", case, got=result.dtype, want=FP8)
         return
     want, live = expect(call, result), slice(0, call.num_tokens)
     out = want.out[live]
@@ -189,7 +189,7 @@ def fp8_output(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 @check
 def too_large(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """A cache that spans more than a backend's kernels can count (`max_cache_span`) is refused, never miscounted."""
+    """A cache that spans more elements than a backend's kernels can index (`max_cache_span`) is rejected."""
     try:
         run(draw(case))
     except UnsupportedError:
@@ -202,7 +202,7 @@ def too_large(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 @check
 def poison(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """What lies in unused memory changes no bit."""
+    """The contents of unused memory change no bit."""
     base = run(draw(case))
     for kind in ("zero", "huge"):
         yield from same(case, f"poison {case.poison} against {kind}", base, run(draw(case.replace(poison=kind))))
@@ -210,7 +210,7 @@ def poison(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 @check
 def permute_pages(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """Pages and block table permuted together."""
+    """Permuting the pages together with the block table changes no bit."""
     call = draw(case)
     base, want, found = oracle_of(call, run, score)
     assert call.key_cache is not None
@@ -222,7 +222,7 @@ def permute_pages(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 @check
 def table_tail(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """Entries past a row's last page are never read, however wild."""
+    """Entries past a row's last page are never read, even if they are out of range."""
     call = draw(case)
     base, want, found = oracle_of(call, run, score)
     yield from found
@@ -237,7 +237,7 @@ def table_tail(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 @check
 def shared_pages(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """A prefix in shared pages is the same as private copies of it."""
+    """A prefix in shared pages gives the same bits as private copies of it."""
     call = draw(case)
     base, want, found = oracle_of(call, run, score)
     private = to.placed(call, [to.tokens(call, r) for r in range(call.batch.num_reqs)])
@@ -248,7 +248,7 @@ def shared_pages(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 @check
 def page_size(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """`page_size=<other>`: the same tokens in pages of another size."""
+    """`page_size=<other>`: the same tokens in pages of another size give the same result."""
     call = draw(case)
     _, want, found = oracle_of(call, run, score)
     other = to.placed(call, [to.tokens(call, r) for r in range(call.batch.num_reqs)], int(case.check.partition("=")[2]))
@@ -257,18 +257,18 @@ def page_size(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 @check
 def written_before(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """Tokens that are in the cache already (all slots -1) give the same; the cache keeps every byte."""
+    """Tokens that are in the cache already (all slots -1) give the same result, and the cache is not changed."""
     call = draw(case)
     _, want, found = oracle_of(call, run, score)
     yield from found
-    ready = to.settled(call)
+    ready = to.already_written(call)
     yield from judged(ready, run, score, want)[1]
     yield from judged(ready.but(key=call.key, value=call.value), run, score, want)[1]
 
 
 @check
 def ignored_keys(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """With KV sharing the call's own keys and values are not looked at."""
+    """With KV sharing, the call's own keys and values are not read."""
     call = draw(case)
     base, _, found = oracle_of(call, run, score)
     yield from found
@@ -281,7 +281,7 @@ def ignored_keys(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 @check
 def batch_order(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """Requests in another order, and each alone; decodes and prefills apart."""
+    """Requests in another order, each request alone, and decodes and prefills separately give the same results."""
     call = draw(case)
     base, want, found = oracle_of(call, run, score)
     yield from found
@@ -297,14 +297,14 @@ def batch_order(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
         if requests:
             rows = to.rows_of(call, requests)
             result, more = judged(to.picked(call, requests), run, score, mapped(want, rows))
-            # the cache of a part differs from the whole's where the others would have written
+            # a part's cache lacks the tokens that the other requests would have written
             yield from more
             yield from invariant(case, what, base, result, rows)
 
 
 @check
 def neighbours(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """More requests in the batch (empty, short, long in query or context) leave the others as they are."""
+    """Further requests in the batch (empty, short, with long queries or contexts) do not affect the others."""
     call = draw(case)
     base, want, found = oracle_of(call, run, score)
     yield from found
@@ -320,7 +320,7 @@ def neighbours(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 @check
 def chunked(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """A prefill in chunks, the last one a single token, gives what the whole prefill gives."""
+    """A prefill in chunks, the last one a single token, gives the result of the whole prefill."""
     call = draw(case)
     _, want, found = oracle_of(call, run, score)
     yield from found
@@ -339,9 +339,9 @@ def chunked(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 @check
 def steps(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """One layer and one cache over consecutive batches, as an engine runs them: parts of each prompt, then single tokens.
+    """One layer and one cache serve consecutive batches, as in an engine: parts of each prompt, then single tokens.
 
-    What a step reads is what earlier steps left in the cache itself; a runner that keeps one does so by `open`.
+    A step reads what earlier steps wrote to the cache; a runner keeps layer and cache by its method `open`.
     """
     call = draw(case)
     assert call.key_cache is not None and call.value_cache is not None
@@ -360,7 +360,7 @@ def steps(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 @check
 def split_and_merge(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """Keys split at any point, an empty part among them, attended apart and merged by lse in any order."""
+    """Attention over parts of the keys, one of them empty, merged by lse in any order, is attention over all keys."""
     call = draw(case)
     _, want, found = oracle_of(call, run, score)
     yield from found
@@ -383,12 +383,12 @@ def split_and_merge(case: Case, run: Runner, score: Score) -> Iterator[Violation
         yield from compare(case.replace(padding=0), merged, mapped(want, live))
 
 
-# the maths
+# mathematical identities
 
 
 @check
 def window_of_everything(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """A window as long as the sequence hides nothing."""
+    """A window as long as the sequence masks nothing."""
     _, want, found = oracle_of(draw(case.replace(sliding_window=None)), run, score)
     wide = draw(case.replace(sliding_window=None)).but(sliding_window=max(case.seq_lens) + 1)
     yield from found + judged(wide, run, score, want)[1]
@@ -396,7 +396,7 @@ def window_of_everything(case: Case, run: Runner, score: Score) -> Iterator[Viol
 
 @check
 def hidden_keys(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """Context to the left of every window may be anything, and any length."""
+    """Context to the left of every window has no effect, whatever its contents and length."""
     call = draw(case)
     _, want, found = oracle_of(call, run, score)
     yield from found
@@ -406,7 +406,7 @@ def hidden_keys(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     for r in range(call.batch.num_reqs):
         both = to.tokens(call, r)
         hidden = case.seq_lens[r] - case.query_lens[r] - left
-        if hidden >= 0:  # else the first row would come to see what is put before it
+        if hidden >= 0:  # otherwise the first row would attend to the added keys
             both = tuple(np.concatenate([x[-1:].repeat(case.block_size + 3, 0), x[hidden:]]) for x in both)  # type: ignore[assignment]
         longer.append(both)
     yield from judged(to.placed(call, longer), run, score, want)[1]
@@ -414,7 +414,7 @@ def hidden_keys(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 @check
 def causal_by_window(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """A right bound of 0 without causality is causality."""
+    """Non-causal attention with a right bound of 0 is causal attention."""
     causal = draw(case).but(causal=True).with_batch(causal=True)
     _, want, found = oracle_of(causal, run, score)
     window = draw(case).but(sliding_window=(None, 0))
@@ -423,7 +423,7 @@ def causal_by_window(case: Case, run: Runner, score: Score) -> Iterator[Violatio
 
 @check
 def soft_cap_limits(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """A huge cap is none; a tiny one makes all keys equal."""
+    """A huge cap has no effect; a tiny one gives all keys the same weight."""
     call = draw(case)
     free = expect(call.but(logits_soft_cap=None))
     yield from judged(call.but(logits_soft_cap=1e4), run, score, free)[1]
@@ -432,7 +432,7 @@ def soft_cap_limits(case: Case, run: Runner, score: Score) -> Iterator[Violation
 
 @check
 def flat_alibi(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """Slopes of zero are no slopes."""
+    """Slopes of zero have no effect."""
     call = draw(case)
     assert call.alibi_slopes is not None
     yield from judged(call.but(alibi_slopes=np.zeros_like(call.alibi_slopes)), run, score, expect(call.but(alibi_slopes=None)))[
@@ -442,7 +442,7 @@ def flat_alibi(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 @check
 def powers_of_two(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """V times a power of two scales the output exactly; query and key scaled against each other change no bit."""
+    """Scaling V by a power of two scales the output exactly; scaling query and key by inverse powers of two changes no bit."""
     call = draw(case)
     base = run(call)
     assert call.key is not None and call.value is not None and call.key_cache is not None and call.value_cache is not None
@@ -455,8 +455,8 @@ def powers_of_two(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 @check
 def scales_fold(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """K_scale folds into the softmax scale and v_scale into the output, exactly for powers of two."""
-    call = to.settled(draw(case))
+    """k_scale multiplies the softmax scale and v_scale the output, exactly for powers of two."""
+    call = to.already_written(draw(case))
     base = run(call)
     keys = run(call.but(k_scale=_times(case.k_scale, 2), scale=call.scale / 2))
     yield from same(case, "k_scale doubled, scale halved", base, keys)
@@ -470,7 +470,7 @@ def _times(scale: float | tuple[float, ...], factor: float) -> float | tuple[flo
 
 @check
 def head_groups(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """Kv heads with their query heads in another order; half of them alone, as on a tensor-parallel rank."""
+    """Kv heads and their query heads in another order, or half of them, as on a tensor-parallel rank, give the same results."""
     call = draw(case)
     base, want, found = oracle_of(call, run, score)
     yield from found
@@ -487,7 +487,7 @@ def head_groups(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 @check
 def repeated_heads(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """Grouped-query attention is multi-head attention with every kv head repeated."""
+    """Grouped-query attention equals multi-head attention with every kv head repeated."""
     call = draw(case)
     _, want, found = oracle_of(call, run, score)
     kv_heads = np.arange(case.num_heads) // (case.num_heads // case.num_kv_heads)
@@ -519,7 +519,7 @@ def _with_heads(call: Call, heads: Array, kv_heads: Array) -> Call:
 
 @check
 def key_order(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """Without causality the keys' order is nothing, and all of them twice adds ln 2 to the lse."""
+    """Without causality the order of keys has no effect, and repeating all keys adds ln 2 to the lse."""
     call = draw(case)
     _, want, found = oracle_of(call, run, score)
     yield from found
@@ -531,7 +531,7 @@ def key_order(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 @check
 def sinks_off(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """A sink of -inf is none; a sink takes its share after the fact: output * sigmoid(lse - sink)."""
+    """A sink of -inf has no effect; any other multiplies the output without sinks by sigmoid(lse - sink)."""
     call = draw(case)
     assert call.sinks is not None
     plain = expect(call.but(sinks=None))
@@ -543,9 +543,9 @@ def sinks_off(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 @check
 def tree_paths(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """A chain is causality; a branch's rows do not see what the other branches hold, were it NaN (`Case.hidden`).
+    """A chain equals causal attention; a branch's rows ignore the contents of other branches, even NaN (`Case.hidden`).
 
-    Not to the bit: a kernel may do again, another way, a block in which a value is not finite.
+    Not bit for bit: a kernel may recompute a block with non-finite values in another way.
     """
     call = draw(case)
     _, want, found = oracle_of(call, run, score)
@@ -570,7 +570,7 @@ def tree_paths(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 @check
 def future_edit(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """What later tokens hold changes no bit of the rows before them."""
+    """The contents of later tokens change no bit of the rows before them."""
     call = draw(case)
     base = run(call)
     assert call.key is not None and call.value is not None

@@ -1,16 +1,17 @@
-"""What counts as right: the oracle's answer to a call, and rules A-D (and W for the cache) that a result must all pass.
+"""The rules A-D, and W for the cache, that a result must satisfy, compared with the oracle.
 
-A row is one (token, head). Tolerances depend on the dtype alone, never on the backend:
+A row is one (token, head). Tolerances depend on the dtype only, never on the backend:
 
-A  finite where the oracle is; NaN and -inf exactly where it has them; empty rows exactly 0; padding rows untouched.
+A  finite where the oracle is; NaN and -inf exactly where it has them; empty rows exactly 0; padding rows not written.
 B  rms(out - ref) <= R(dtype) * (rms(ref) + 1e-3), row by row.
 C  16-bit only, per case: max|out - ref| <= 2 max|eager - ref| + 2 max|(ref + .3 - .3) - ref|   (3x under a soft cap).
-D  |lse - ref| <= 1e-4 + 1e-5 |ref| (1e-7 times that for float64); with one-byte caches in 16 bits also what
-   rounding adds (`lse_budget`), and in 16-bit MLA what rounding its inputs' products adds (`expected._lse_noise`).
-W  the cache: written slots hold the specified bytes, every other byte is as it was.
+D  |lse - ref| <= 1e-4 + 1e-5 |ref| (1e-7 times that for float64); plus rounding errors for one-byte caches in 16 bits
+   (`lse_budget`) and, for 16-bit MLA, of the products of its inputs (`expected._lse_noise`).
+W  the cache: written slots contain the specified bytes, all other bytes are unchanged.
 
-B needs no slack for eager rounding of scores, which C has to grant; D sees what an output hides (a log base, a shift).
-A quantised cache is judged in two steps: its bytes by W, then the output against attention over *the bytes it wrote*.
+B has no slack for eager rounding of scores, which C must allow; D detects errors that do not show in the output (the base of
+the logarithm, a shift). A quantised cache is checked in two steps: its bytes by W, then the output against attention over *the
+bytes it wrote*.
 """
 
 from collections.abc import Iterator
@@ -27,7 +28,7 @@ from attn.testing.expected import ROUNDOFF, Expected, wrong_bytes
 
 @dataclass(frozen=True)
 class Budget:
-    """A row's relative error in RMS: above `target` is reported, above `hard` fails."""
+    """Limits of a row's relative RMS error: above `target` is reported, above `hard` fails."""
 
     target: float
     hard: float
@@ -43,7 +44,7 @@ BUDGETS = {
 
 @dataclass(frozen=True)
 class Violation:
-    """One rule broken by one case: the worst place, and how many others broke it too."""
+    """A rule that a case breaks, with the worst place."""
 
     rule: str
     what: str
@@ -63,17 +64,19 @@ class Violation:
 
 @dataclass
 class Score:
-    """How near the limits a result came: the worst row of rule B and the worst entry of rule D, relative to theirs."""
+    """The largest errors of a result: `row`, the relative error of rule B; `lse`, that of rule D relative to its tolerance."""
 
     row: float = 0.0
     lse: float = 0.0
 
 
 def lse_budget(case: Case) -> Budget:
-    """Rule D's factor on its tolerance. float64 has a float64 lse, and less. One-byte caches read in 16 bits have more: the
-    keys are rounded once more, and a kernel may sum the weights as its tensor cores take them, rounded (FlashInfer's
-    FlashAttention 2 templates do): half a unit in the last place at most. MLA's tolerance is made row by row, and none of
-    its kernels needs more."""
+    """Return the factor on rule D's tolerance.
+
+    It is smaller for float64, which has a float64 lse, and larger for one-byte caches read in 16 bits: the keys are rounded
+    once more, and a kernel may sum the weights rounded for its tensor cores (as FlashInfer's FlashAttention 2 templates
+    do), an error of at most half a unit in the last place. MLA's tolerance is computed row by row and needs no factor.
+    """
     if case.dtype == "float64":
         return Budget(1e-7, 1e-7)
     if case.mla or not case.is_quantized or case.dtype not in ROUNDOFF:
@@ -82,7 +85,7 @@ def lse_budget(case: Case) -> Budget:
 
 
 def compare(case: Case, result: Result, expected: Expected, score: Score | None = None) -> list[Violation]:
-    """Every rule of A-D that `result` breaks, worst place each; `score`, when given, is raised to what was measured."""
+    """Return a violation, at its worst place, for each rule of A-D that `result` breaks. Updates `score` if passed."""
     score = score or Score()
     live = int(sum(case.query_lens))
     if result.output.shape != expected.out.shape:
@@ -116,8 +119,8 @@ def _padding(case: Case, result: Result, live: int) -> Iterator[Violation]:
 
 
 def _pattern(case: Case, out: Array, want: Array, lse: Array) -> Iterator[Violation]:
-    """Finite where finite, NaN where NaN (a live NaN reaches exactly the rows that attend it) and an infinity where it is one,
-    0 where there is no key."""
+    """Check that NaN, infinities and finite values are where the oracle has them (a live NaN affects exactly the rows that
+    attend to it), and that rows without keys are 0."""
     wrong = np.isnan(want) != np.isnan(out)
     wrong |= (np.isinf(want) | np.isinf(out)) & (want != out) & ~np.isnan(want)
     yield from _at(case, "A", "not finite where it must be, or the reverse", wrong, out, want)
@@ -170,14 +173,14 @@ def _lse(case: Case, lse: Array, want: Array, noise: Array | float, score: Score
 def _at(
     case: Case, rule: str, what: str, wrong: Array, got: Array, want: Array, weight: Array | None = None
 ) -> Iterator[Violation]:
-    """One violation for all places that are `wrong` ([T, H] or [T, H, D]), at the heaviest of them."""
+    """Yield one violation for all places that are `wrong` ([T, H] or [T, H, D]), at that of the largest `weight`."""
     if wrong.any():
         place = tuple(int(i) for i in np.unravel_index((wrong if weight is None else weight * wrong).argmax(), wrong.shape))
         yield Violation(rule, f"{what} ({int(wrong.sum())} places)", case, place[0], place[1], got[place], want[place])
 
 
 def check_cache(call: Call, result: Result) -> Iterator[Violation]:
-    """Rule W: what the cache holds after the call."""
+    """Check rule W: the contents of the cache after the call."""
     case = call.case
     if case.is_encoder:
         return
@@ -187,15 +190,15 @@ def check_cache(call: Call, result: Result) -> Iterator[Violation]:
     for which, stored, want, wrong in wrong_bytes(call, (result.key_cache, result.value_cache)):
         if wrong.any():
             slot, head, d = (int(i) for i in np.argwhere(wrong)[0])
-            mine = slot in call.batch.slot_mapping
-            what = "a written slot holds other bytes" if mine else "a slot was written that is not in slot_mapping"
-            got, meant = (decode(x[slot, head], case.element)[min(d, case.head_size - 1)] for x in (stored, want))
+            is_mapped = slot in call.batch.slot_mapping
+            what = "a written slot holds other bytes" if is_mapped else "a slot was written that is not in slot_mapping"
+            got, right = (decode(x[slot, head], case.element)[min(d, case.head_size - 1)] for x in (stored, want))
             place = f"{which} cache, slot {slot}, kv head {head}"
-            yield Violation("W", f"{place}: {what} ({int(wrong.sum())} elements)", case, got=got, want=meant)
+            yield Violation("W", f"{place}: {what} ({int(wrong.sum())} elements)", case, got=got, want=right)
 
 
 def _place(case: Case, row: int) -> str:
-    """`row 7 (request 2, token 1 of 3, 19 keys)`."""
+    """Format a row's place, such as `row 7 (request 2, token 1 of 3, 19 keys)`."""
     first = 0
     for r, n in enumerate(case.query_lens):
         if row < first + n:

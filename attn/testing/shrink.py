@@ -1,4 +1,4 @@
-"""Making a failing case smaller, so that what is wrong can be seen: fewer requests, shorter ones, fewer heads and features."""
+"""Minimise a failing case: fewer and shorter requests, fewer heads and features."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -7,7 +7,7 @@ from attn.testing.case import Case, Recipe
 
 C = TypeVar("C", bound=Recipe)
 
-#: What a case has that is as plain as it can be; a failure that needs something else is about that.
+#: The plain values of a case's fields; a failure that needs another value concerns that field.
 PLAIN: dict[str, Any] = {
     "through": "impl", "arrays": "numpy", "layout": "heads", "loose": 0, "new": "written", "sinks": "", "alibi": False,
     "logits_soft_cap": None, "sliding_window": None, "padding": 0, "scale": None, "shared_prefix": 0, "inputs": "randn",
@@ -17,7 +17,7 @@ PLAIN: dict[str, Any] = {
 
 
 def features_of(case: Recipe, plain: Mapping[str, Any] = PLAIN) -> dict[str, Any]:
-    """What of a case is not plain, by field."""
+    """Return the fields of a case that are not plain."""
     return {name: getattr(case, name) for name in plain if getattr(case, name) != plain[name]}
 
 
@@ -25,9 +25,9 @@ def minimised(
     case: C, fails: Callable[[C], bool], attempts: int = 60, *, plain: Mapping[str, Any] = PLAIN,
     simpler: Callable[[C], Iterator[C]] | None = None,
 ) -> C:  # fmt: skip
-    """The smallest case found, among simplifications of `case`, that still fails; each attempt takes one step.
+    """Return the smallest simplification of `case` that was found to fail; each attempt takes one step.
 
-    A field of `plain` is tried once: what a failure needs of it, it needs of a smaller case too. `simpler` gives the steps;
+    Each field of `plain` is tried once: a field that a failure needs, a smaller case needs too. `simpler` yields the steps;
     None: those of a paged case.
     """
     steps: Callable[[Any], Iterator[Any]] = simpler or _simpler
@@ -43,7 +43,7 @@ def minimised(
 
 
 def _simpler(case: Case) -> Iterator[Case]:
-    """One step down in every direction."""
+    """Yield the cases that are one step simpler."""
     yield from _fewer_requests(case)
     yield from _fewer_tokens(case)
     yield from _fewer_features(case)

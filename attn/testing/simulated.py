@@ -1,8 +1,8 @@
 """A paged flash-attention kernel in NumPy: tiles, online softmax, split keys merged at the end, 16-bit weights.
 
-It computes as the real kernels do and is slow, which makes it three things: proof that a correct kernel passes the rules
-(a backend of its own, without a framework), what this project's own tests break in one place at a time, and,
-made eager, the same-dtype baseline of rule C. Each step is a method of a few lines, so that a mutant is one override.
+It computes as real kernels do, slowly, and has three uses: it shows that a correct kernel passes the rules, this project's
+tests break it in one place at a time (mutants), and its eager variant is the baseline of rule C. Each step is a method of a
+few lines, so that a mutant is one override.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Piece:
 
 
 class SimulatedKernel:
-    """`SimulatedKernel()(call)` is a runner: it takes a `Call` and gives a `Result`."""
+    """A runner: `SimulatedKernel()(call)` returns the `Result` of a `Call`."""
 
     tile = 16
     splits = 2
@@ -80,7 +80,7 @@ class SimulatedKernel:
         return scale_array(self.case.cache_scales[1])
 
     def keys_and_values(self, r: int, rows: slice, key_cache: Array | None, value_cache: Array | None) -> tuple[Array, Array]:
-        """Request r's keys and values [m, K, D], before scales."""
+        """Return request r's keys and values [m, K, D], without scales."""
         if key_cache is None or value_cache is None:
             assert self.call.key is not None and self.call.value is not None
             return self.call.key[rows], self.call.value[rows]
@@ -97,7 +97,7 @@ class SimulatedKernel:
     # one sequence
 
     def sequence(self, r: int, query: Array, key: Array, value: Array) -> tuple[Array, Array]:
-        """(out [n, H, D], lse [H, n]) of one request."""
+        """Return (out [n, H, D], lse [H, n]) of one request."""
         n, m = len(query), len(key)
         p = self.positions(n, m)
         q = query.transpose(1, 0, 2)
@@ -112,7 +112,7 @@ class SimulatedKernel:
         return np.arange(n) + m - n
 
     def attend(self, r: int, q: Array, key: Array, value: Array, p: Array, begin: int, end: int) -> Piece:
-        """Keys begin..end, tile by tile."""
+        """Attend to keys begin..end, tile by tile."""
         heads, n, size = q.shape
         piece = Piece(
             np.zeros((heads, n, size), np.float32), np.full((heads, n), -np.inf, np.float32), np.zeros((heads, n), np.float32)
@@ -134,13 +134,13 @@ class SimulatedKernel:
         return self.kv_head()
 
     def per_query_head(self, scale: Array) -> Array:
-        """A kv scale as [H, 1, 1]."""
+        """Return a kv scale as [H, 1, 1]."""
         return np.broadcast_to(scale, (self.case.num_kv_heads,))[self.kv_head()][:, None, None]
 
     # scores
 
     def scores(self, q: Array, k: Array, p: Array, j: Array) -> Array:
-        """[H, n, t] float32: scaled, capped, biased."""
+        """Return scores [H, n, t] in float32: scaled, capped, biased."""
         s = self.capped(self.dots(q, k) * (np.float32(self.scale()) * self.per_query_head(self.k_scale())))
         return s if self.call.alibi_slopes is None else s + self.slopes()[:, None, None] * self.distance(p[:, None], j[None, :])
 
@@ -167,7 +167,7 @@ class SimulatedKernel:
     # masks
 
     def allowed(self, r: int, p: Array, j: Array, m: int) -> Array:
-        """[n, t] (or [H, n, t]) of request r: causal (or tree), the window, and the pattern of blocks."""
+        """Return the mask [n, t] (or [H, n, t]) of request r: causal or tree, the window, and the block-sparse pattern."""
         visible = self.in_window(p, j)
         if self.case.sparse:
             visible = (
@@ -209,7 +209,7 @@ class SimulatedKernel:
     # softmax
 
     def accumulate(self, piece: Piece, scores: Array, allowed: Array, v: Array) -> None:
-        """One tile's step of the online softmax: rescale what is there, add what is new."""
+        """Add a tile to the online softmax: rescale the accumulated values and add the tile's."""
         top = np.maximum(piece.top, scores.max(-1, initial=-np.inf))
         guard = self.guard(top)
         shrink = np.exp(piece.top - guard)
@@ -225,7 +225,7 @@ class SimulatedKernel:
         return acc
 
     def weigh(self, weights: Array, allowed: Array, v: Array) -> Array:
-        """weights [H, n, t] times v [H, t, D], where a masked value is selected away and not multiplied by 0."""
+        """Multiply weights [H, n, t] by v [H, t, D]; masked values are excluded instead of multiplied by 0."""
         wild = ~np.isfinite(v)
         product = weights @ np.where(wild, 0, v)
         for h, t in np.argwhere((wild.any(-1)) & allowed.any(1)):
@@ -234,7 +234,7 @@ class SimulatedKernel:
         return product
 
     def close(self, piece: Piece) -> tuple[Array, Array]:
-        """(out [H, n, D], lse [H, n]) of the keys seen."""
+        """Return (out [H, n, D], lse [H, n]) of the accumulated keys."""
         empty = piece.total == 0
         out = np.where(empty[..., None], 0, piece.acc / piece.total[..., None]) * self.per_query_head(self.v_scale())
         return out, np.where(empty, -np.inf, piece.top + np.log(piece.total))
@@ -260,7 +260,7 @@ class SimulatedKernel:
 
 
 class EagerKernel(SimulatedKernel):
-    """Attention as a framework without kernels does it: whole rows, and every intermediate rounded to the dtype."""
+    """Attention as a framework without fused kernels computes it: whole rows, every intermediate rounded to the dtype."""
 
     tile = 1 << 30
     splits = 1

@@ -1,7 +1,7 @@
-"""Who is examined, and the case from which all others of a subject start.
+"""The subject of a test, and the base case from which its other cases are derived.
 
-A subject is a backend class reduced to the facts that cases are derived from. Nothing else of it is known here, so that a
-kernel without a framework can be one too.
+A subject is a backend class reduced to the facts that cases are derived from, so that a kernel without a framework can be a
+subject too.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -12,15 +12,15 @@ from attn.capabilities import ENCODER_TYPES, AttentionType, Capabilities, Device
 from attn.errors import UnsupportedError
 from attn.testing.case import Case
 
-#: Lengths that most cases have, so that a compiled backend runs them with one program: decodes, a chunk, two prefills.
+#: The lengths of most cases, so that a compiled backend runs them with one program: decodes, a chunk, two prefills.
 Q_LENS, M_LENS = (1, 6, 18, 1, 9), (33, 9, 18, 20, 40)
-#: Block-sparse patterns (`Case.sparse`), the first the same for all heads, so that heads may be put in another order.
+#: Block-sparse patterns (`Case.sparse`). The first is the same for all heads, so that heads may be reordered.
 SPARSE = ((4, 2, 3, 1), (5, 1, 4, 0), (16, 2, 3, 0), (8, 0, 2, 0))
 
 
 @dataclass(frozen=True)
 class Subject:
-    """Who is examined: the facts that cases are derived from. `refuses` gives a backend's reasons against a request."""
+    """The facts that cases are derived from. `refuses` returns a backend's reasons to reject a request."""
 
     name: str
     capabilities: Capabilities
@@ -33,7 +33,7 @@ class Subject:
 
     @property
     def compiles(self) -> bool:
-        """Whether every new shape costs this subject a compilation."""
+        """Whether this subject compiles for every new shape."""
         return self.capabilities.framework == "jax"
 
     @property
@@ -43,29 +43,29 @@ class Subject:
 
     @property
     def poisons(self) -> tuple[str, ...]:
-        """What may lie in memory that is not in use: anything, or finite numbers for a backend that multiplies them by 0."""
+        """Poisons of unused memory: any value, or finite numbers for a backend that multiplies them by 0."""
         return ("mixed", "huge") if self.has(Feature.NAN_SAFE) else ("huge",)
 
     def has(self, feature: Feature) -> bool:
         return feature.value in self.capabilities.features
 
     def serves(self, case: Case) -> bool:
-        """Whether everything the case asks for is declared, and not refused in this combination."""
+        """Whether everything that the case requests is declared, and the backend supports the combination."""
         request = case.request()
         asked = Request(**{**vars(request), "features": request.features - {Feature.LSE.value}})
         right_size = case.is_encoder or supports_size(case.block_size, self.block_sizes)
         return not (self.capabilities.reasons(asked) or not right_size or (case.lse and not self.lse) or self.refuses(request))
 
     def sizes(self, wanted: Iterable[int], allowed: Sequence[int | MultipleOf]) -> list[int]:
-        """Those of `wanted` that are allowed, and the smallest allowed ones when that leaves none."""
+        """Return the sizes of `wanted` that are allowed or, if none is, the first allowed size."""
         found = [size for size in wanted if supports_size(size, allowed)]
         return found or [rule.minimum if isinstance(rule, MultipleOf) else rule for rule in allowed][:1]
 
 
 def subject_of(backend: Any, capabilities: Capabilities | None = None, device: Device | None = None) -> Subject:
-    """The subject that a backend class is. A class without capabilities needs some to be told here.
+    """Return the subject of a backend class; `capabilities` replaces the class's own.
 
-    Raises `UnsupportedError` when there are none.
+    Raises `UnsupportedError` if the class declares no capabilities and none are passed.
     """
     own = getattr(backend, "capabilities", None)
     declared = capabilities or own
@@ -84,7 +84,7 @@ def subject_of(backend: Any, capabilities: Capabilities | None = None, device: D
 
 
 def base_case(subject: Subject, name: str, q: Sequence[int] = Q_LENS, m: Sequence[int] = M_LENS, **changes: Any) -> Case:
-    """A case of the subject's first choices, from which fixtures and properties differ in a field or two."""
+    """Return a case of the subject's preferred sizes and dtype; fixtures and properties differ from it in a field or two."""
     c = subject.capabilities
     kind = AttentionType.DECODER if AttentionType.DECODER in c.attn_types else c.attn_types[0]
     case = Case(
@@ -116,7 +116,7 @@ def main_dtypes(subject: Subject) -> list[str]:
 
 
 def per_head_scales(num_kv_heads: int) -> dict[str, tuple[float, ...]]:
-    """Scales that no two heads, nor keys and values, have in common."""
+    """Return scales that are distinct for all heads, and for keys and values."""
     return {
         "k_scale": tuple(round(0.03 * (1 + 0.5 * k), 4) for k in range(num_kv_heads)),
         "v_scale": tuple(round(0.021 * (1 + 0.4 * k), 4) for k in range(num_kv_heads)),

@@ -1,9 +1,9 @@
-"""Which cases a backend is held to: derived from its capabilities, positive and negative alike.
+"""The cases of a backend, positive and negative, derived from its capabilities.
 
-What is declared is exercised (exact fixtures, a pairwise grid, random configurations, long context, metamorphic
-properties); what is not declared must be refused, by selection and by the constructor, with a reason that names it.
-Nothing is written down per backend. `quick` is for every push; `full` has more of the same, and on a GPU caches whose
-page numbers and offsets outgrow 16 and 32 bits; `smoke` is the fixtures alone, for kernels in an interpreter.
+Declared features are tested by fixtures, a pairwise grid, random configurations, long context and metamorphic properties;
+undeclared features must be rejected, by selection and by the constructor, with a reason that names them. No case is specific
+to a backend. Level `quick` is for every push; `full` has more of the same cases and, on a GPU, caches whose page numbers and
+offsets need more than 16 and 32 bits; `smoke` has the fixtures only, for interpreted kernels.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ LEVELS = ("smoke", "quick", "full")
 
 
 def cases_of(subject: Subject, level: str = "quick") -> list[Case]:
-    """Every case of the suite for this subject, positive first. Raises ValueError for an unknown level."""
+    """Return all cases of the suite for this subject, positive ones first. Raises ValueError for an unknown level."""
     if level not in LEVELS:
         raise ValueError(f"level={level!r} (supports {', '.join(LEVELS)})")
     full = level == "full"
@@ -35,18 +35,18 @@ def cases_of(subject: Subject, level: str = "quick") -> list[Case]:
         positive += [*variety(subject), *random_cases(subject, 100 if full else 12)]
     if full and subject.device is not None and subject.device.platform in ("cuda", "rocm"):
         positive += vast(subject)
-    # What `serves` leaves out here is asked for below, as a refusal.
+    # Unsupported features are covered by `refusals`.
     served = [case for case in positive if subject.serves(case)]
     return (_affordable(served) if thrifty else served) + refusals(subject)
 
 
-# what a compiled backend can afford
+# limiting the number of compiled programs
 
-_PROGRAMS = 42  #: programs that the cases of a quick run start from, at a second or two each
+_PROGRAMS = 42  #: programs of a quick run's base cases; each takes a second or two to compile
 
 
 def _affordable(cases: Sequence[Case]) -> list[Case]:
-    """The cases in order, without those that would need one more program than a quick run has."""
+    """Return the cases, in order, that need no more programs than a quick run may compile."""
     seen: set[object] = set()
     kept = []
     for case in cases:
@@ -58,9 +58,9 @@ def _affordable(cases: Sequence[Case]) -> list[Case]:
 
 
 def program_of(case: Case) -> object:
-    """What decides which program a compiler makes of a case: shapes in powers of two, dtypes, which rules are there.
+    """Return what a case's compiled program depends on: shapes rounded to powers of two, dtypes, features.
 
-    A property counts as its base case; those whose variants have other shapes come early in the list.
+    A property counts as its base case; properties whose variants have other shapes come early in the list.
     """
 
     def power(n: int) -> int:
@@ -78,7 +78,7 @@ def program_of(case: Case) -> object:
 
 
 def properties(subject: Subject, full: bool) -> list[Case]:
-    """The metamorphic properties, each on a case that asks for every feature its variants use."""
+    """Return cases of the metamorphic properties; each requests every feature that the property's variants use."""
     promised = {"features": (Feature.BATCH_INVARIANT.value,)} if subject.has(Feature.BATCH_INVARIANT) else {}
     quantized = [s for s in subject.capabilities.kv_cache_dtypes if s in SCALED]
     dtypes = main_dtypes(subject) if full else main_dtypes(subject)[:2]
@@ -112,13 +112,13 @@ def properties(subject: Subject, full: bool) -> list[Case]:
             ),
         ]
         found.append(of("fp8_output", output_scale=0.004))
-        if dtype != "float16":  # powers of two meet float16's subnormals
+        if dtype != "float16":  # powers of two reach float16's subnormals
             found += [
                 of("powers_of_two"),
                 *(of("scales_fold", kv_cache_dtype=s, k_scale=0.037, v_scale=0.02) for s in quantized[:1]),
             ]
         if subject.compiles and not full and dtype != dtypes[0]:
-            continue  # what follows needs programs of its own
+            continue  # the following properties need further programs
         if subject.compiles:
             found.append(of("captured"))
         other = [s for s in subject.sizes((32, 8, 16, 64, 128), subject.block_sizes) if s != page][:1]
@@ -136,7 +136,7 @@ def properties(subject: Subject, full: bool) -> list[Case]:
             of("repeated_heads"),
             of("chunked", (24, 18), (24, 40)),
             of("steps", (24, 18, 1, 3), (24, 40, 9, 3)),
-            # keys apart start again at position 0, where a pattern of blocks would be another
+            # split keys start again at position 0, where the block-sparse pattern differs
             *(
                 of("split_and_merge", (1,) * 5, (33, 20, 7, 40, 2), inputs=inputs).replace(
                     name=f"split_and_merge, {inputs}, {dtype}"
@@ -157,7 +157,7 @@ def properties(subject: Subject, full: bool) -> list[Case]:
 
 
 def refusals(subject: Subject) -> list[Case]:
-    """One case for each thing that is not declared; `check` is `refusal=<what the refusal must name>`."""
+    """Return one case for each undeclared feature, dtype or size; `check` is `refusal=<what the rejection must name>`."""
     c = subject.capabilities
     plain = base_case(subject, "", (1, 4), (20, 4), lse=False, num_heads=4)
 

@@ -1,6 +1,6 @@
-"""Ways to say the same batch differently: other pages, another order, other lengths.
+"""Transform calls into equivalent or related ones: other pages, another order, other lengths.
 
-Everything here takes a `Call` and gives another; what the two answers owe each other is `attn.testing.properties`' matter.
+Functions take a `Call` and return another; `attn.testing.properties` states the relations between their results.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ Tokens = tuple[Array, Array]  #: stored (keys, values) [m, K, D] of one request
 
 
 def frozen(call: Call) -> Call:
-    """The same call with its arrays made read-only, as `draw` gives them."""
+    """Make the call's arrays read-only, as those of `draw` are, and return it."""
     batch = call.batch
     for array in (
         call.query, call.key, call.value, call.key_cache, call.value_cache, call.alibi_slopes, call.sinks,
@@ -26,15 +26,15 @@ def frozen(call: Call) -> Call:
     return call
 
 
-def settled(call: Call) -> Call:
-    """The call as if its tokens had been written before: they are in the cache, and nothing is left to write."""
+def already_written(call: Call) -> Call:
+    """Return the call with its new tokens in the cache already and nothing to write."""
     keys, values = specified_cache(call)
     slots = np.full_like(call.batch.slot_mapping, -1)
     return frozen(call.but(key=None, value=None, key_cache=keys, value_cache=values).with_batch(slot_mapping=slots))
 
 
 def tokens(call: Call, r: int) -> Tokens:
-    """Request r's stored keys and values in order, its new tokens included."""
+    """Return request r's stored keys and values in order, its new tokens included."""
     j = np.arange(int(call.batch.seq_lens[r]))
     page = call.batch.block_table[r, j // call.case.block_size]
     keys, values = specified_cache(call)
@@ -42,9 +42,9 @@ def tokens(call: Call, r: int) -> Tokens:
 
 
 def placed(call: Call, sequences: Sequence[Tokens], block_size: int | None = None) -> Call:
-    """The settled call whose requests have these keys and values, in new pages, everything else poisoned.
+    """Return the call with these keys and values, already written to new pages; all other memory is poisoned.
 
-    The number of pages stays as it is where that is enough, for the sake of backends that compile for it.
+    The number of pages stays the same if it is sufficient, since some backends compile for it.
     """
     page = block_size or call.case.block_size
     assert call.key_cache is not None
@@ -73,7 +73,7 @@ def placed(call: Call, sequences: Sequence[Tokens], block_size: int | None = Non
 
 
 def picked(call: Call, requests: Sequence[int]) -> Call:
-    """The call with these requests only, in this order, over the same cache; a request may be taken once."""
+    """Return the call with these requests only, in this order, over the same cache. Each request may be taken once."""
     batch, chosen = call.batch, list(requests)
     rows = rows_of(call, chosen)
     lens = np.array([call.case.query_lens[r] for r in chosen], np.int32)
@@ -105,12 +105,12 @@ def picked(call: Call, requests: Sequence[int]) -> Call:
 
 
 def rows_of(call: Call, requests: Sequence[int]) -> Array:
-    """The rows of these requests, in their order."""
+    """Return the rows of these requests, in their order."""
     return np.concatenate([np.arange(call.num_tokens)[call.rows(r)] for r in requests] or [np.zeros(0, np.int64)])
 
 
 def repaged(call: Call, order: Array) -> Call:
-    """Page i moved to order[i], with the block table and the slots following."""
+    """Return the call with page i moved to order[i] and the block table and slots changed accordingly."""
     assert call.key_cache is not None and call.value_cache is not None
     page, batch = call.case.block_size, call.batch
     back = np.argsort(order)
@@ -121,12 +121,12 @@ def repaged(call: Call, order: Array) -> Call:
 
 
 def chunk(call: Call, begin: Sequence[int], end: Sequence[int], caches: Tokens) -> Call:
-    """Of each request r only the new tokens begin[r]..end[r], over the caches that earlier chunks left."""
+    """Return the call with only the new tokens begin[r]..end[r] of each request r, over the caches after the earlier chunks."""
     batch, count = call.batch, range(call.batch.num_reqs)
     rows = chunk_rows(call, begin, end)
     lens = np.array([end[r] - begin[r] for r in count], np.int32)
     start = np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
-    # a request shorter than its query has no key of its own for as long as that lasts
+    # the first rows of a request that is shorter than its query have no keys
     seq = np.array([max(call.case.seq_lens[r] - call.case.query_lens[r] + end[r], 0) for r in count], np.int32)
     assert call.key is not None and call.value is not None
     new = batch.replace(
@@ -153,14 +153,14 @@ def chunk(call: Call, begin: Sequence[int], end: Sequence[int], caches: Tokens) 
 
 
 def chunk_rows(call: Call, begin: Sequence[int], end: Sequence[int]) -> Array:
-    """Rows of the whole call that `chunk` takes."""
+    """Return the rows of the whole call that `chunk` selects."""
     start = call.batch.query_start_loc
     parts = [np.arange(start[r] + begin[r], start[r] + end[r]) for r in range(call.batch.num_reqs)]
     return np.concatenate(parts or [np.zeros(0, np.int64)])
 
 
 def scaled(stored: Array, element: str, factor: float) -> Array:
-    """Stored values times a power of two, poison included; what was finite and would not be stays as it is."""
+    """Multiply stored values, poison included, by a power of two; finite values that would overflow stay the same."""
     values = decode(stored, element)
     with np.errstate(all="ignore"):
         product = encode(values * np.float32(factor), element)

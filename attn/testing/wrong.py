@@ -1,7 +1,7 @@
-"""Mistakes that a person makes: wrong arguments, batches and arrays, each of which the library must refuse in its own words.
+"""User mistakes: wrong arguments, batches and arrays, each of which the library must reject with its own error.
 
-A mistake is answered by an error that a `raise` of this package has made (`AttnError`, ValueError or TypeError), before
-anything is computed. An error that comes out of the framework, a crash, and silence are findings.
+The error must come from a `raise` in this package (`AttnError`, ValueError, TypeError or KeyError), before anything is
+computed. An error from the framework, a crash, or no error is a failure.
 """
 
 import linecache
@@ -43,7 +43,7 @@ _ARGUMENTS: dict[str, dict[str, Any]] = {
     "k_scale of nan": {"k_scale": float("nan")},
     "k_scale as text": {"k_scale": "1"},
 }
-#: Those of a layer whose keys and values are apart.
+#: Constructor arguments of a layer with separate keys and values (not MLA).
 _MORE: dict[str, dict[str, Any]] = {
     "kv heads that do not divide": {"num_heads": 5, "num_kv_heads": 3},
     "negative head_size": {"head_size": -64},
@@ -76,7 +76,7 @@ def _set(array: Any, index: Any, value: Any) -> Any:
     return changed
 
 
-#: Fields of a batch, made from those of a right one.
+#: Wrong fields of a batch, made from those of a right one.
 _BATCHES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "starts that fall": lambda b: _lens(query_start_loc=_set(b.query_start_loc, 1, 99)),
     "starts from 1": lambda b: _lens(query_start_loc=_set(b.query_start_loc, 0, 1)),
@@ -100,7 +100,7 @@ _BATCHES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "a tree that is not square": lambda b: {"tree_mask": np.ones((b.num_reqs, 2, 3), np.bool_)},
     "a tree of ints": lambda b: {"tree_mask": np.ones((b.num_reqs, 4, 4), np.int32)},
 }
-#: What names pages and slots, which only a cache has.
+#: Wrong pages and slots, for layers with a cache.
 _PAGES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "a page beyond the cache": lambda b: {"block_table": _set(b.block_table, (0, 0), 1 << 24)},
     "a negative page": lambda b: {"block_table": _set(b.block_table, (0, 0), -1)},
@@ -111,7 +111,7 @@ _PAGES: dict[str, Callable[[Any], dict[str, Any]]] = {
 
 
 def _lens(**arrays: Any) -> dict[str, Any]:
-    """Arrays of a batch, their host copies with them."""
+    """Return arrays of a batch together with their host copies."""
     return arrays | {f"{name}_cpu": array for name, array in arrays.items()}
 
 
@@ -119,7 +119,7 @@ def _other_dtype(case: Case) -> str:
     return "bfloat16" if case.dtype == "float32" else "float32"
 
 
-#: The call of another layer, made to this one.
+#: Calls that are meant for another layer.
 _CALLS: dict[str, Callable[[Call], Call]] = {
     "query of fewer heads": lambda call: (
         call.but(query=call.query[:, :-1]) if call.case.num_heads > 1 else call.but(query=call.query.repeat(2, 1))
@@ -132,34 +132,34 @@ _CALLS: dict[str, Callable[[Call], Call]] = {
 
 
 def wrongs_for(case: Case, framework: str) -> list[str]:
-    """The mistakes that make sense for a layer like the case's; under jax, too few rows are filled up before the call."""
+    """Return the mistakes that apply to a layer like the case's. Under jax, missing rows are padded before the call."""
     names = [*_ARGUMENTS, *_BATCHES, *_CALLS]
     if not case.mla:
         names += list(_MORE)
     if not case.is_encoder:
         names += list(_PAGES)
     if case.attn_type == AttentionType.ENCODER_DECODER or framework == "jax":
-        names.remove("key of too few rows")  # of cross attention, those rows are the encoder's
+        names.remove("key of too few rows")  # in cross attention these rows are the encoder's
     if framework == "jax":
         names.remove("query of too few rows")
     if case.is_encoder or case.kv_cache_dtype != "auto":
-        names.remove("rows of another dtype")  # nothing of the layer is of its dtype then
+        names.remove("rows of another dtype")  # no array of the layer then has its dtype
     if case.attn_type == AttentionType.ENCODER_DECODER:
-        names.remove("a slot written twice")  # none is written
+        names.remove("a slot written twice")  # no slot is written
     return names
 
 
 @check
 def wrong(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
-    """`wrong=<mistake>`: the library refuses it, and says so itself."""
+    """`wrong=<mistake>`: the library rejects the mistake with its own error."""
     name, call = case.check.partition("=")[2], draw(case)
     try:
         _make(name, call, run)
     except Exception as error:
-        if not refused_in_our_words(error):
+        if not is_own_error(error):
             yield Violation("R", f"{name}: an error that is not the library's own: {type(error).__name__}: {error}", case)
     else:
-        yield Violation("R", f"{name}: accepted without a word", case)
+        yield Violation("R", f"{name}: accepted without an error", case)
 
 
 def _make(name: str, call: Call, run: Any) -> None:
@@ -176,8 +176,8 @@ def _make(name: str, call: Call, run: Any) -> None:
         run.open(call)(call.with_batch(**edit(call.batch)))
 
 
-def refused_in_our_words(error: Exception) -> bool:
-    """Whether an error was made by a `raise` in this package, of a type that says whose mistake it is."""
+def is_own_error(error: Exception) -> bool:
+    """Whether an error was raised by this package itself and has a type for users' mistakes."""
     if isinstance(error, AttnError):
         return True
     if not isinstance(error, ValueError | TypeError | KeyError):

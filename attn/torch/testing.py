@@ -1,7 +1,7 @@
-"""The torch driver of the conformance suite: a `Call` in NumPy becomes tensors, a layer and a cache, and comes back.
+"""The torch driver of the conformance suite: converts a NumPy `Call` to tensors, a layer and a cache, and the result back.
 
-The output buffer lies inside a larger one, NaN throughout, so that rows that were not written and memory that should not
-have been are both seen.
+The output buffer is part of a larger one that is filled with NaN, which shows both rows that were not written and writes to
+other memory.
 """
 
 import os
@@ -28,12 +28,15 @@ Array = npt.NDArray[Any]
 _Part = tuple[torch.Tensor, ...]
 _INTEGERS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
-_MARGIN = 2  #: rows beside the output that must stay as they are
+_MARGIN = 2  #: rows before and after the output that must not be written
 
 
 class Runner:
-    """`Runner(backend, device)(call)` runs a call on a backend class; `build` alone constructs the layer's implementation,
-    `layer` the layer as a person does, `open` both a layer and a cache that serve several calls."""
+    """Runs calls on a backend class: `Runner(backend, device)(call)`.
+
+    `build` constructs the layer's implementation, `layer` the layer as a user does, and `open` a layer with a cache for several
+    calls.
+    """
 
     def __init__(self, backend: Any, device: Device | None = None) -> None:
         by_choice = getattr(backend, "is_interpreted", None)
@@ -43,7 +46,7 @@ class Runner:
         self.backend, self.device = backend, torch.device("cuda" if platform == "rocm" else platform)
 
     def build(self, call: Call) -> Any:
-        """The implementation of the call's layer. Raises what its constructor raises."""
+        """Return the implementation of the call's layer. Raises what its constructor raises."""
         arguments = layer_arguments(call)
         if call.case.mla:
             arguments["kv_b_proj"] = self._tensor(arguments["kv_b_proj"], call.case.dtype)
@@ -53,12 +56,12 @@ class Runner:
             arguments["sinks"] = torch.tensor(call.sinks, device=self.device)
         impl = self.backend.get_impl_cls()(**arguments)
         impl.need_to_return_lse_for_decode = call.case.lse
-        if (record := self.backend.capabilities) is not None:  # one choice of prefill, whatever the poison
+        if (record := self.backend.capabilities) is not None:  # the same prefill backend, whatever the poison
             impl.prefill_features = record.features & {Feature.NAN_SAFE}
         return impl
 
     def layer(self, call: Call, **changes: Any) -> Any:
-        """The layer of the call as a person builds it, some arguments changed. Raises what its constructor raises."""
+        """Return the call's layer as a user builds it, with some arguments changed. Raises what its constructor raises."""
         case, device, name = call.case, self.device, self.backend.get_name()
         declared = frozenset() if self.backend.capabilities is None else self.backend.capabilities.features
         arguments = {
@@ -94,7 +97,7 @@ class Runner:
         return (MLAAttention if case.mla else Attention)(**{**arguments, **changes}).to(device)
 
     def _scale(self, case: Case, scale: Scale) -> Any:
-        """A scale as a person has it: a number, a list, or a tensor on the device."""
+        """Return a scale as a user passes it: a number, a list, or a tensor on the device."""
         return (
             torch.tensor(scale, device=self.device)
             if case.data_seed % 2
@@ -107,7 +110,7 @@ class Runner:
         return self.open(call)(call)
 
     def open(self, call: Call) -> Callable[[Call], Result]:
-        """The call's layer and its cache, as the call finds it: what is returned runs calls on both, one after another."""
+        """Create the call's layer and its cache, and return a function that runs calls on both, one after another."""
         case = call.case
         layer = self.layer(call) if case.through == "layer" else None
         impl = self.build(call) if layer is None else layer.impl
@@ -120,7 +123,7 @@ class Runner:
         def step(call: Call) -> Result:
             batch = self._batch(call)
             metadata = builder.build(0, batch) if layer is None else layer.build(batch, device=self.device)
-            if call.case.topk:  # an indexer chooses anew for every batch
+            if call.case.topk:  # an indexer selects keys for every batch
                 impl.indexer.topk_indices = torch.from_numpy(call.indices).to(self.device)
             if layer is not None:
                 with torch.no_grad():
@@ -144,7 +147,7 @@ class Runner:
         return step
 
     def _forward(self, impl: Any, call: Call, kv_cache: torch.Tensor | None, metadata: Any) -> tuple[Any, torch.Tensor]:
-        """(what the implementation returns, the rows beside its output that it must not touch)."""
+        """Return (the implementation's result, the rows next to its output that it must not write)."""
         rows, scaled = call.query.shape[0], call.case.output_scale is not None
         query, key, value = self._rows(call)
         buffer = query.new_full((rows + 2 * _MARGIN, *call.output_shape[1:]), torch.nan)
@@ -157,18 +160,18 @@ class Runner:
         return result, torch.cat([buffer[:_MARGIN].float(), buffer[_MARGIN + rows :].float()])
 
     def _batch(self, call: Call) -> CommonAttentionMetadata:
-        """The call's batch with arrays of its own, NumPy's or on the device."""
+        """Return the call's batch with copied arrays, of NumPy or on the device."""
         batch, arrays = call.writable_batch(), call.case.arrays
         if arrays == "numpy":
             return batch
         names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping", "tree_mask")
-        held = {name: getattr(batch, name) for name in names}
-        tensors = {name: None if x is None else torch.from_numpy(x).to(self.device) for name, x in held.items()}
+        host = {name: getattr(batch, name) for name in names}
+        tensors = {name: None if x is None else torch.from_numpy(x).to(self.device) for name, x in host.items()}
         mirrors = {} if arrays == "device" else {"query_start_loc_cpu": None, "seq_lens_cpu": None}
         return batch.replace(**tensors, **mirrors)
 
     def _rows(self, call: Call) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Query, key and value (MLA: query, kv_c and k_pe), laid out in memory as the case says."""
+        """Return query, key and value (MLA: query, kv_c and k_pe) in the case's memory layout."""
         case = call.case
         query = self._tensor(call.query, case.dtype)
         if case.mla:
@@ -194,7 +197,7 @@ class Runner:
         return given[0], given[1] if len(given) > 1 else None, given[2] if len(given) > 1 else None
 
     def _cache(self, call: Call) -> tuple[torch.Tensor | None, tuple[_Part, _Part] | None]:
-        """(the cache in the backend's own layout, holding the call's bytes; its keys and values as parts of stored rows)."""
+        """Return (the cache in the backend's layout with the call's bytes; its keys and values as parts of stored rows)."""
         if call.key_cache is None or call.value_cache is None:
             return None, None
         kv_cache = caches.allocate(self.backend, cache_spec(call), call.key_cache.shape[0], self.device)
@@ -218,14 +221,14 @@ class Runner:
         return self._put(bits.encode(values, dtype), dtype)
 
     def _put(self, stored: Array, element: str) -> torch.Tensor:
-        """Stored bits as a tensor of `element`."""
+        """Return stored bits as a tensor of `element`."""
         raw = stored.view(np.int16) if stored.dtype == np.uint16 else stored
         return torch.from_numpy(raw.copy()).view(getattr(torch, element)).to(self.device)
 
 
 def _layer(call: Call, device: torch.device) -> SimpleNamespace:
-    """What an implementation asks of its layer: its scales as the layer keeps them, float32 buffers (0-d, or [K]) that have
-    moved to the device with it, and as floats where they are scalar."""
+    """The layer's attributes that an implementation reads: its scales as float32 buffers (0-d or [K]) on the layer's
+    device, and scalar ones as floats too."""
     values = {"q": 1.0, "k": call.case.k_scale, "v": call.case.v_scale, "prob": 1.0}
     scales = {f"_{name}_scale": torch.tensor(value, dtype=torch.float32) for name, value in values.items()}
     floats = {f"{name}_float": float(scale) for name, scale in scales.items() if scale.ndim == 0}
@@ -233,19 +236,19 @@ def _layer(call: Call, device: torch.device) -> SimpleNamespace:
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as integers, so that copying keeps every NaN's bits."""
+    """View the same memory as integers, so that copying preserves the bits of NaN."""
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
 
 
 def _stored(part: _Part) -> Array:
-    """Rows as the suite keeps them: a dtype's bits, or codes and the bytes of their scale."""
+    """Return rows as the suite stores them: a dtype's bits, or codes and the bytes of their scale."""
     if len(part) == 1:
         return _bits(part[0])
     return np.concatenate([_bits(tensor).view(np.uint8) for tensor in part], -1)
 
 
 def _bits(tensor: torch.Tensor) -> Array:
-    """A tensor as `attn.testing.bits` stores its dtype."""
+    """Return a tensor as `attn.testing.bits` stores its dtype."""
     host = tensor.detach().cpu().contiguous()
     kinds = {
         torch.bfloat16: (torch.int16, np.uint16),
@@ -258,9 +261,9 @@ def _bits(tensor: torch.Tensor) -> Array:
 
 
 def prefill(backend: Any, call: PrefillCall) -> tuple[Array, list[tuple[Array, Array]]]:
-    """An MLA prefill backend's answers: the new tokens' output alone, then (out, lse) of them and of each chunk, NumPy.
+    """Return an MLA prefill backend's results in NumPy: (new tokens' output, [(out, lse)] of new tokens and each chunk).
 
-    Values are a view beside their keys, as the template's are.
+    Values are a view next to their keys, as in the MLA template.
     """
     on_gpu = torch.cuda.is_available() and {"cuda", "rocm"} & set(backend.capabilities.platforms)
     device = torch.device("cuda" if on_gpu else "cpu")

@@ -34,7 +34,7 @@ def test_every_case_of_the_suite_survives_json() -> None:
 def test_a_case_with_an_unknown_field_is_refused() -> None:
     with pytest.raises(ValueError, match="colour"):
         Case.from_json('{"name": "x", "query_lens": [1], "seq_lens": [1], "colour": 1}')
-    with pytest.raises(ValueError, match="'{\"name\": ' is no case: Expecting value"):
+    with pytest.raises(ValueError, match="'{\"name\": ' is not a case: Expecting value"):
         Case.from_json('{"name": ')
     with pytest.raises(ValueError, match="seq_lens"):
         Case.from_json('{"name": "x", "query_lens": [1]}')

@@ -76,7 +76,7 @@ def test_planted_bugs_are_found_and_made_small(name: str) -> None:
     found = report.finds[0]
     case = Case.from_json(found.repro.partition("--repro ")[2].strip("'"))
     assert len(case.query_lens) <= 2 and case.num_kv_heads <= 3
-    assert f"{found.kind} (met {found.times} times)" in str(report)
+    assert f"{found.kind} (seen {found.times} times)" in str(report)
     assert {"WindowLeftOneMore": "sliding_window", "ScaleMadePositive": "scale"}.get(name, "") in ("", *found.needs)
 
 

@@ -5,7 +5,7 @@ import pytest
 from attn.errors import MetadataError
 from attn.testing import candidate_of, run_case, subject_here
 from attn.testing.subject import base_case
-from attn.testing.wrong import refused_in_our_words, wrongs_for
+from attn.testing.wrong import is_own_error, wrongs_for
 
 
 @pytest.mark.parametrize("name", ["TORCH_SDPA", "TORCH_MLA", "XLA_ATTN", "XLA_MLA"])
@@ -29,9 +29,9 @@ def test_only_errors_that_this_package_raises_answer_a_mistake() -> None:
     def refused(act: object, *arguments: object) -> bool:
         with pytest.raises(Exception) as raised:
             act(*arguments)  # type: ignore[operator]
-        return refused_in_our_words(raised.value)
+        return is_own_error(raised.value)
 
     assert refused(check_scale, "auto", 64)
-    assert refused_in_our_words(MetadataError("seq_lens", 0, 1, "2"))
+    assert is_own_error(MetadataError("seq_lens", 0, 1, "2"))
     assert not refused(slots_of, None, None, [1], 2)
     assert not refused(int, "x")

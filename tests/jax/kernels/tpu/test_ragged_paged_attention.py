@@ -21,7 +21,7 @@ from attn.jax.kernels.tpu import _pages, _plan, _single
 from attn.jax.kernels.tpu import ragged_paged_attention as kernel
 from attn.jax.kernels.tpu._chips import CHIPS, Blocks, blocks_for
 from attn.jax.kernels.tpu._refs import Config, widen_e4m3, widened, widened_exactly
-from attn.jax.testing import compiling_in_haste
+from attn.jax.testing import compiling_fast
 
 #: decode over two kv blocks; a short chunk; a prefill over several; a request without rows; a decode within a block
 QUERY_LENS, SEQ_LENS = (1, 5, 40, 0, 1), (70, 33, 100, 20, 16)
@@ -112,7 +112,7 @@ def launch(
         interpret=interpret,
         **rules,
     )
-    with compiling_in_haste():
+    with compiling_fast():
         out, lse, cache = jax.jit(lambda arrays: step(**arrays))(arrays)
     assert not interpret_pallas_call.races.races_found
     views = (tuple(as_float(x)[..., :head_size] for x in kernel.keys_and_values(c)) for c in (flat, cache))
