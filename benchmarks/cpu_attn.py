@@ -1,9 +1,9 @@
-"""CPU_ATTN against what one writes by hand in PyTorch: gather the pages, call `scaled_dot_product_attention`.
+"""Compare CPU_ATTN with plain PyTorch: gather the pages, call `scaled_dot_product_attention`.
 
-Every variant gets the same keys, values and block table, the plain ones in the layout that they like best (NHD). Rounds
-are interleaved and medians reported, of wall time and of processor time per thread, since the machine may be shared.
-Each variant's output is compared with the float64 oracle in the same run. Bytes are those of the keys and values that
-the rows see; copy bandwidth counts bytes read and written.
+All variants use the same keys, values and block table, the plain ones in their fastest layout (NHD). Rounds are interleaved;
+medians of wall time and of processor time per thread are reported, since the machine may be shared. Each variant's output is
+compared with the float64 oracle in the same run. Bytes are those of the keys and values that the rows attend to; copy
+bandwidth counts bytes read and written.
 
     python benchmarks/cpu_attn.py --threads 1 --json out.json
 """
@@ -48,7 +48,7 @@ CASES = (
 
 
 class Setup:
-    """One case's tensors, and the ways to attend them: `variants` maps a name to a function that returns [T, H, D]."""
+    """A case's tensors, and its implementations: `variants` maps a name to a function that returns [T, H, D]."""
 
     def __init__(self, case: Case, dtype: torch.dtype, block_size: int) -> None:
         self.case, self.block_size = case, block_size
@@ -72,7 +72,7 @@ class Setup:
         cache = layer.new_kv_cache(num_blocks)
         for part in cache:
             part.copy_(torch.randn(part.shape, generator=generator))
-        # a copy for each plain variant: none finds in the last-level cache what the one before it has read
+        # a copy for each plain variant, so that none finds its data in the last-level cache after another has read it
         logical = layer.backend.logical_kv_cache(cache)
         self.nhd, second, third = ([part.clone(memory_format=torch.contiguous_format) for part in logical] for _ in range(3))
         self.query = torch.randn(sum(case.query_lens), NUM_HEADS, HEAD_SIZE, generator=generator).to(dtype)
@@ -99,7 +99,7 @@ class Setup:
         for r, length in enumerate(self.case.seq_lens):
             rows = slice(self.starts[r], self.starts[r + 1])
             n, window = rows.stop - rows.start, self.case.sliding_window
-            low = 0 if window is None else max(0, length - n - window + 1)  # the first key that any row sees
+            low = 0 if window is None else max(0, length - n - window + 1)  # the first key that any row attends to
             first = low // self.block_size
             blocks = self.table[r, first : -(-length // self.block_size)]
             keys = slice(low - first * self.block_size, length - first * self.block_size)
@@ -108,7 +108,7 @@ class Setup:
         return output
 
     def mask(self, n: int, m: int) -> torch.Tensor | None:
-        """None when every row sees every key."""
+        """Return the mask, or None if every row attends to every key."""
         window = self.case.sliding_window
         distance = torch.arange(m) - torch.arange(m - n, m)[:, None]
         seen = distance <= 0 if window is None else (distance <= 0) & (distance > -window)
@@ -128,7 +128,7 @@ class Setup:
         return result[0].transpose(0, 1)
 
     def folded(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, n: int) -> torch.Tensor:
-        if n > 1:  # folding needs a mask that repeats: the way for one row
+        if n > 1:  # folding repeats the mask: for one row only
             return self.grouped(query, key, value, n)
         rows = query.view(1, NUM_KV_HEADS, GROUP, HEAD_SIZE)
         return F.scaled_dot_product_attention(rows, key, value, scale=self.scale).view(1, NUM_HEADS, HEAD_SIZE)
@@ -157,19 +157,19 @@ class Setup:
 
 
 def row_error(output: torch.Tensor, want: np.ndarray) -> float:
-    """The worst row's root-mean-square error over its root mean square."""
+    """Return the worst row's relative RMS error."""
     difference = np.sqrt(((output.double().numpy() - want) ** 2).mean(-1))
     return float((difference / (np.sqrt((want**2).mean(-1)) + 1e-3)).max())
 
 
 def interleaved(functions: dict[str, Callable[[], object]], rounds: int) -> dict[str, tuple[float, float]]:
-    """Median (wall, processor) seconds of each, its data gone from the core's own caches, as between a model's layers."""
+    """Return the median (wall, processor) seconds of each, with its data flushed from the core's caches, as between layers."""
     other = torch.ones(1 << 24)
     wall: dict[str, list[float]] = {name: [] for name in functions}
     busy: dict[str, list[float]] = {name: [] for name in functions}
     order = list(functions.items())
     for _ in range(rounds):
-        random.shuffle(order)  # what runs next to what matters
+        random.shuffle(order)  # neighbours in the order affect each other
         for name, function in order:
             other.add_(1)
             start, start_busy = time.perf_counter(), time.process_time()
@@ -180,7 +180,7 @@ def interleaved(functions: dict[str, Callable[[], object]], rounds: int) -> dict
 
 
 def copy_bandwidth(rounds: int) -> float:
-    """Bytes a second read and written by a large copy: the best of some, since it is a ceiling."""
+    """Return the bytes per second read and written by a large copy, the best of several."""
     source = torch.ones(1 << 26, dtype=torch.float32)
     target = torch.ones_like(source)
     times = []
@@ -222,7 +222,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", default=[case.name for case in CASES], metavar="NAME", help="by default all")
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--json", metavar="PATH", help="write the rows there too")
+    parser.add_argument("--json", metavar="PATH", help="also write the rows to this file")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     bandwidth = copy_bandwidth(5)

@@ -1,13 +1,12 @@
-"""One sequence of 32k tokens alone (1q1s32k, 32/8 heads of 128, pages of 16): where its time goes, and which launch is best.
+"""A decode of one sequence of 32k tokens (1q1s32k, 32/8 heads of 128, pages of 16): the cost of its parts, and the best launch.
 
     python -m benchmarks.long_decode [--json out.json] [--quick]
 
-`attn bench` times it as it times any row. Here the same call, captured and flushed by the same stopwatch, is timed in many
-versions that take turns, so that the device's state is the same for all: the launch of TRITON_ATTN (`rule`, as `long_decode`
-gives it, and others), without its second stage (which leaves the result wrong and shows what the merge costs), without
-launching that stage early; beside them cuDNN over dense keys and a kernel that only reads
-as many bytes, which is what can be had. `ramp` is the first version in groups of forty replays from an idle device on.
-Every version that is attention is checked against float32.
+The call is timed as by `attn bench`, in many versions, interleaved so that the device's state is the same for all: TRITON_ATTN
+with its own launch (`rule`, from `long_decode`) and others, without its second stage (the result is wrong; the difference is the
+cost of the merge), and without launching that stage early. For comparison: cuDNN over dense keys, and a kernel that only reads
+as many bytes, as a lower bound. `ramp` is the first version in groups of forty replays, starting from an idle device. Every
+version that computes attention is checked against float32.
 """
 
 import argparse
@@ -32,7 +31,7 @@ from attn.torch.kernels import paged_attention as kernels
 from attn.torch.kernels.launch import Launch
 
 CASE = Case("1q1s32k")
-#: (rows, keys, warps, stages) and keys a split
+#: (rows, keys, warps, stages) and keys per split
 LAUNCHES = [
     (16, 64, 2, 5, 1024), (16, 64, 2, 5, 512), (16, 64, 2, 5, 2048), (16, 64, 2, 4, 1024), (16, 64, 2, 6, 1024),
     (16, 64, 4, 6, 2048), (16, 128, 4, 4, 2048), (16, 32, 2, 8, 1024), (16, 32, 2, 8, 704), (16, 32, 1, 8, 704),
@@ -41,7 +40,7 @@ LAUNCHES = [
 
 @triton.jit
 def _read(target, source, size, STEP: tl.constexpr, PROGRAMS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Every element once, summed up: what reading costs where nothing else is done."""
+    """Sum all elements: the cost of reading them once."""
     i = tl.arange(0, STEP)
     total = tl.zeros((STEP,), tl.float32)
     for start in tl.range(tl.program_id(0) * STEP, size, PROGRAMS * STEP, num_stages=4):
@@ -51,21 +50,21 @@ def _read(target, source, size, STEP: tl.constexpr, PROGRAMS: tl.constexpr):  # 
 
 @contextmanager
 def launched(launch: Launch | None, split: int) -> Iterator[None]:
-    """TRITON_ATTN under that launch; None: under the rule for any batch."""
+    """Run TRITON_ATTN with a given launch; None: the launch of the general rule."""
     given = None if launch is None else (launch, split)
     with mock.patch.object(kernels, "long_decode", lambda *_: given):
         yield
 
 
 class _Nothing:
-    """A kernel that is not launched."""
+    """Stands for a kernel and launches nothing."""
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         return lambda *args, **kwargs: None
 
 
 def versions(work: Workload, bench: TorchBench, quick: bool) -> Iterator[tuple[str, Callable[[], object], bool]]:
-    """(name, what to time, whether it leaves attention in `work.output`)."""
+    """Yield (name, function to time, whether it writes attention to `work.output`)."""
 
     def attend(**patches: Any) -> Callable[[], object]:
         with mock.patch.multiple(kernels, **patches):
@@ -81,7 +80,7 @@ def versions(work: Workload, bench: TorchBench, quick: bool) -> Iterator[tuple[s
         with launched(Launch(*shape), split):
             try:
                 replay = bench.captured(work.forward)
-            except Exception as refusal:  # a launch that does not fit says so in its row's place
+            except Exception as refusal:  # a launch that does not fit is reported in place of its row
                 print(shape, split, f"{type(refusal).__name__}: {str(refusal)[:120]}", flush=True)
                 torch.cuda.synchronize()
                 continue
@@ -107,7 +106,7 @@ def versions(work: Workload, bench: TorchBench, quick: bool) -> Iterator[tuple[s
 
         read()
         yield f"reading alone, {programs} programs", bench.captured(read), False
-    yield "an empty graph's worth", bench.captured(lambda: target[:1].zero_()), False
+    yield "a nearly empty graph", bench.captured(lambda: target[:1].zero_()), False
 
 
 def main() -> None:

@@ -1,16 +1,16 @@
-"""Absorbed MLA decode on a GPU: time, bandwidth and arithmetic rate of the issue's grid, each row checked in the same run.
+"""Absorbed MLA decode on a GPU: time, bandwidth and arithmetic rate of a grid of batches, each row checked in the same run.
 
     python -m benchmarks.mla --json out.json                 every row
-    python -m benchmarks.mla --only decode --launch 64,64,8,2  rows whose name holds the word, with a launch of your own
+    python -m benchmarks.mla --only decode --launch 64,64,8,2  rows whose name contains "decode", with the given launch
     python -m benchmarks.mla --prefill                       the prefill kernel's rows
 
-A row is `mla_decode` alone (TRITON_MLA's kernels, dense or by top-k indices), captured in a CUDA graph and replayed behind a
-flushed L2 (`attn.torch.bench.TorchBench`): random bf16 latents of 512 + 64, pages of 64 at random places. Bytes are those of
-the rows read, once (sparse: topk rows a token), flops 2 H (576 + 512) a pair of row and key. The error is relative RMS
-against float32 over the first two requests. FlashInfer's MLA wrapper runs beside it where it is installed.
+A row is `mla_decode` alone (TRITON_MLA's kernels, dense or by top-k indices), captured in a CUDA graph and replayed after an L2
+flush (`attn.torch.bench.TorchBench`): random bf16 latents of 512 + 64, pages of 64 at random places. Bytes are those of the
+rows, read once (sparse: topk rows per token); flops are 2 H (576 + 512) per pair of row and key. The error is relative RMS
+against float32 over the first two requests. FlashInfer's MLA wrapper is timed too if it is installed.
 
-`attn bench --mla` times what a layer calls instead, on any dense MLA backend: the cache write, the up-projection and the
-attention between them. Here are the kernel alone, launches by hand, and top-k rows.
+In contrast, `attn bench --mla` times a layer's whole call, on any dense MLA backend: the cache write, the up-projections and
+attention.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from attn.torch.kernels.launch import Launch
 from attn.torch.kernels.mla_prefill import mla_prefill
 
 SCALE = 192**-0.5
-#: (name, requests, tokens a request, keys a request, heads, keys chosen or 0, cache)
+#: (name, requests, tokens per request, keys per request, heads, top-k keys or 0, cache)
 ROWS = [
     (f"decode {r} x {m // 1024}k q{q}", r, q, m, heads, 0, "bf16")
     for heads in (128, 16)
@@ -46,7 +46,7 @@ ROWS = [
 
 
 class Workload:
-    """One row's tensors on the device. Requests share pages where the cache would outgrow 40 GB."""
+    """A row's tensors on the device. Requests share pages if the cache would exceed 40 GB."""
 
     def __init__(self, row: tuple[Any, ...], page: int = 64) -> None:
         self.name, self.requests, self.tokens, self.keys, self.heads, self.topk, self.kind = row
@@ -93,7 +93,7 @@ class Workload:
         return worst
 
     def counted(self, ms: float) -> tuple[float, float]:
-        """(GB/s, TFLOP/s)."""
+        """Return (GB/s, TFLOP/s)."""
         keys = self.topk or self.keys
         width = {"bf16": 1152, "fp8": 576, "packed": 656}[self.kind]
         read = self.requests * keys * width * (self.tokens if self.topk else 1)
@@ -102,7 +102,7 @@ class Workload:
 
 
 def flashinfer_call(work: Workload) -> Callable[[], torch.Tensor]:
-    """FlashInfer's MLA wrapper (fa3) on the same tensors. Raises what it raises."""
+    """Run FlashInfer's MLA wrapper (fa3) on the same tensors. Raises what FlashInfer raises."""
     import flashinfer
 
     space = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
@@ -145,7 +145,7 @@ def measured(
 
 
 def prefill_row(bench: TorchBench, heads: int, requests: int, tokens: int) -> dict[str, Any]:
-    """The prefill kernel on causal 192 / 128 heads."""
+    """Time the prefill kernel, causal, with heads of 192 / 128."""
     total = requests * tokens
     query, key = (torch.randn(total, heads, 192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     value = torch.randn(total, heads, 256, device="cuda", dtype=torch.bfloat16)[..., 128:]
@@ -194,7 +194,7 @@ def main() -> None:
                 kernels.by_hand = by_hand if launch in (None, mla_launch.BY_HAND) else lambda *_: False
                 try:
                     found.append(measured(bench, work, f"TRITON_MLA {text}", work.call, work.error))
-                except Exception as refusal:  # a launch that does not fit says so in its row's place
+                except Exception as refusal:  # a launch that does not fit is reported in place of its row
                     print(row[0], text, f"{type(refusal).__name__}: {str(refusal)[:160]}", flush=True)
             if imports.installed("flashinfer") and work.kind == "bf16" and not work.topk:
                 call = flashinfer_call(work)

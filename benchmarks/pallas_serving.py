@@ -1,11 +1,11 @@
-"""What XLA makes of a whole serving step on four TPUs, compiled ahead of time: does the cache stay where it is?
+"""Compile a whole serving step for four TPUs ahead of time, and check that XLA does not copy the cache.
 
-Heads lie over a mesh axis of four v6e (32 query heads on 2 kv heads, so two devices hold the same one), and the step is
-jitted with its cache donated: alone, in a scan that takes a stack of caches apart, and in one that carries them as one
-array (`PagedAttentionMetadata.of_layer`). Printed for each: bytes that the results share with the donated arguments
-(all of the cache, if nothing is copied at the border) and bytes of temporaries a device (a copy inside shows here).
+Heads are sharded over a mesh axis of four v6e (32 query heads on 2 kv heads, so two devices hold the same kv head). The step is
+jitted with its cache donated: alone, in a scan over a stack of caches, and in a scan that carries them as one array
+(`PagedAttentionMetadata.of_layer`). For each it prints the bytes that the results share with the donated arguments (the whole
+cache, unless it is copied at the program's boundary) and the bytes of temporaries per device (which show copies inside).
 
-    PYTHONPATH=<a folder with libtpu 0.0.51> python -m benchmarks.pallas_serving [--json FILE]
+    PYTHONPATH=<folder with libtpu 0.0.51> python -m benchmarks.pallas_serving [--json FILE]
 """
 
 import argparse
@@ -25,7 +25,7 @@ LENS = (1,) * 7 + (100,), (500,) * 7 + (400,)
 
 
 def rows_of(backend: str) -> list[dict[str, Any]]:
-    """The three programs of one backend."""
+    """Return the rows of a backend's three programs."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -47,7 +47,7 @@ def rows_of(backend: str) -> list[dict[str, Any]]:
     batch = CommonAttentionMetadata.from_lens(*LENS, np.arange(64).reshape(8, 8), PAGE)
     meta = layer.build(batch)
     rows, pages = P(None, "heads"), cache_partition(layer.backend, "heads")
-    stack, held = P(None, *pages), len(shards.kv_heads)
+    stack, kv_heads = P(None, *pages), len(shards.kv_heads)
 
     def carried(q: Any, k: Any, v: Any, cache: Any, meta: Any) -> Any:
         def one(state: Any, i: Any) -> Any:
@@ -66,7 +66,7 @@ def rows_of(backend: str) -> list[dict[str, Any]]:
             step, mesh=mesh, in_specs=(rows, rows, rows, partition, P()), out_specs=(rows, partition), check_vma=False
         )
         tokens = meta.slot_mapping.shape[0]
-        q, k = (spec((tokens, heads, HEAD_SIZE), rows) for heads in (HEADS, held))
+        q, k = (spec((tokens, heads, HEAD_SIZE), rows) for heads in (HEADS, kv_heads))
         described = jax.tree.map(lambda x: spec(x.shape, P(), x.dtype), meta)
         program = jax.jit(mapped, donate_argnums=3).lower(q, k, k, spec(shape, partition), described).compile()
         memory, text = program.memory_analysis(), program.as_text()
@@ -81,7 +81,7 @@ def rows_of(backend: str) -> list[dict[str, Any]]:
         }
 
     def shape(blocks: int) -> tuple[int, ...]:
-        return layer.backend.get_kv_cache_shape(blocks, PAGE, held, HEAD_SIZE)
+        return layer.backend.get_kv_cache_shape(blocks, PAGE, kv_heads, HEAD_SIZE)
 
     return [
         compiled("one layer", layer, shape(BLOCKS), pages),
@@ -92,16 +92,16 @@ def rows_of(backend: str) -> list[dict[str, Any]]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", help="write the rows there too")
+    parser.add_argument("--json", help="also write the rows to this file")
     chosen = parser.parse_args()
     if importlib.util.find_spec("libtpu") is None:
-        print("libtpu is not importable: nothing to compile with (PYTHONPATH=<a folder with it>)")
+        print("libtpu cannot be imported: set PYTHONPATH=<folder with libtpu>")
         return
     from attn.jax._libtpu import environment
 
     os.environ.update(environment(CHIP, tempfile.mkdtemp(), estimate=False))
     rows = [row for backend in ("PALLAS", "XLA_ATTN") for row in rows_of(backend)]
-    print(f"{DEVICES} x {CHIP}, {HEADS}/{KV_HEADS}x{HEAD_SIZE}, MB a device")
+    print(f"{DEVICES} x {CHIP}, {HEADS}/{KV_HEADS}x{HEAD_SIZE}, MB per device")
     for row in rows:
         numbers = [row[name] / 1e6 for name in ("cache_bytes", "shared_bytes", "temporary_bytes")]
         print(
@@ -111,8 +111,8 @@ def main() -> None:
     if chosen.json:
         from importlib.metadata import version
 
-        told = {name: version(name) for name in ("jax", "libtpu")}
-        facts = {"date": datetime.now(UTC).date().isoformat(), "machine": platform.machine(), "versions": told, "rows": rows}
+        versions = {name: version(name) for name in ("jax", "libtpu")}
+        facts = {"date": datetime.now(UTC).date().isoformat(), "machine": platform.machine(), "versions": versions, "rows": rows}
         with open(chosen.json, "w", encoding="utf-8") as file:
             json.dump(facts, file, indent=1)
             file.write("\n")

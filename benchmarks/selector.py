@@ -1,6 +1,6 @@
-"""What choosing costs: importing the library, selecting again, and checking a batch.
+"""The cost of a selection: importing the library, repeating a selection, and checking a batch.
 
-A layer selects once, but an engine may ask at every step. Figures are medians of processor time in one process, without
+A layer selects once, but an engine may select at every step. Figures are medians of processor time in one process, without
 device work.
 """
 
@@ -19,14 +19,14 @@ REPEATS = 9
 
 
 def import_milliseconds() -> float:
-    """`import attn` over a bare interpreter, each time in a fresh process."""
+    """Return the time of `import attn` beyond a bare interpreter's start, measured in new processes."""
     code = "import time; t = time.process_time(); import attn; print((time.process_time() - t) * 1e3)"
     runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, check=True) for _ in range(REPEATS)]
     return statistics.median(float(run.stdout) for run in runs)
 
 
 def microseconds(call: Callable[[], Any], number: int) -> float:
-    """One warm call."""
+    """Return the time of one warm call."""
     call()
     return statistics.median(timeit.repeat(call, timer=time.process_time, number=number, repeat=REPEATS)) / number * 1e6
 

@@ -1,12 +1,12 @@
-"""The adapters of vendors' packages on this processor, each in an environment of its own that this script makes.
+"""Test the adapters of vendors' packages on a CPU, each in a separate environment that this script creates.
 
     python benchmarks/vendors_cpu.py ipex               the conformance suite on IPEX's own kernels
     python benchmarks/vendors_cpu.py xformers           the same on xformers' masks and its Triton kernel, interpreted
 
-IPEX runs as it is. xformers has no operator for a processor: its split-K kernel goes through Triton's interpreter (float16,
-which is what that computes rightly), and every other mask is written out by xformers itself (`materialize`) and attended
-in float64, so that what is shown of those is that the adapter's masks mean what it takes them for, and nothing of a kernel.
-On Linux torch comes with CUDA from PyPI, some gigabytes; `--torch VERSION` names another build where pip finds one.
+IPEX runs unchanged. xformers has no CPU operator: its split-K kernel runs in Triton's interpreter, in float16, which the
+interpreter computes correctly; every other mask is materialised by xformers (`materialize`) and applied in float64, which tests
+that the adapter's masks are right, but no kernel. On Linux, PyPI's torch includes CUDA (gigabytes); `--torch VERSION` selects
+another build if pip finds one.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-#: name: (what pip installs beside torch, the torch it needs, variables)
+#: name: (packages to install besides torch, the required torch, environment variables)
 VENDORS: dict[str, tuple[tuple[str, ...], str, dict[str, str]]] = {
     "ipex": (("intel-extension-for-pytorch==2.8.0", "numpy<2.4"), "2.8.0", {}),
     "xformers": (
@@ -30,13 +30,13 @@ VENDORS: dict[str, tuple[tuple[str, ...], str, dict[str, str]]] = {
 
 
 def make(name: str, place: Path, torch_version: str) -> Path:
-    """The environment's Python, everything installed."""
+    """Create the environment, if needed, and return its Python."""
     packages, _, _ = VENDORS[name]
     python = place / ("Scripts" if os.name == "nt" else "bin") / "python"
     if not python.exists():
         venv.create(place, with_pip=True)
     subprocess.run([python, "-m", "pip", "install", "--quiet", f"torch=={torch_version}", packages[-1]], check=True)
-    # without its dependencies: xformers asks for a torch by number, whose build is the caller's choice
+    # without its dependencies: xformers requires an exact torch version, but the caller chooses the build
     subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", *packages[:-1]], check=True)
     subprocess.run([python, "-m", "pip", "install", "--quiet", "psutil", "packaging"], check=True)
     return python
@@ -61,7 +61,7 @@ def run_xformers(level: str) -> int:
     launched: Counter[str] = Counter()
 
     class Materialised(fmha.AttentionFwOpBase):  # type: ignore[misc]
-        """Any mask, written out by xformers; keys that nobody sees are left out by its -inf."""
+        """Compute attention under any mask, materialised by xformers; -inf excludes keys."""
 
         @classmethod
         def apply(cls, inp: Any, needs_gradient: bool) -> Any:
@@ -71,7 +71,7 @@ def run_xformers(level: str) -> int:
             scores = torch.einsum("tghd,sghd->ghts", q, k) * inp.scale_float
             scores = torch.where(bias == 0, scores, -torch.inf)
             log, weights = torch.logsumexp(scores, -1), torch.softmax(scores, -1)
-            # a value that no weight reaches may be NaN: the suite's, not the mask's, business
+            # a value with weight 0 may be NaN: the suite tests that, not the mask
             clean = torch.where((bias == 0).any(0)[:, None, None, None], v, 0)
             out = torch.einsum("ghts,sghd->tghd", weights, clean).to(inp.query.dtype)[None]
             return out, fmha.Context(out=out, lse=log[None].float())
@@ -103,7 +103,7 @@ def run_xformers(level: str) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("vendor", choices=VENDORS)
-    parser.add_argument("--env", type=Path, help="where the environment is or goes (default: build/vendors/VENDOR)")
+    parser.add_argument("--env", type=Path, help="directory of the environment, created if missing (default: build/vendors/VENDOR)")
     parser.add_argument("--torch", help="version of torch (default: what the vendor's wheel was built for)")
     parser.add_argument("--level", default="quick", help="the suite's level (default: %(default)s)")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
@@ -112,9 +112,9 @@ def main() -> int:
         return {"ipex": run_ipex, "xformers": run_xformers}[args.vendor](args.level)
     _, torch_version, variables = VENDORS[args.vendor]
     python = make(args.vendor, args.env or ROOT / "build" / "vendors" / args.vendor, args.torch or torch_version)
-    told = [str(python), str(Path(__file__).resolve()), args.vendor, "--inside", "--level", args.level]
+    command = [str(python), str(Path(__file__).resolve()), args.vendor, "--inside", "--level", args.level]
     environ = os.environ | {"PYTHONPATH": str(ROOT)} | variables
-    return subprocess.run(told, cwd=ROOT, env=environ, check=False).returncode
+    return subprocess.run(command, cwd=ROOT, env=environ, check=False).returncode
 
 
 if __name__ == "__main__":

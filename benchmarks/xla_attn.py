@@ -1,8 +1,8 @@
-"""XLA_ATTN against what one writes by hand in JAX: gather every page, call `jax.nn.dot_product_attention`.
+"""Compare XLA_ATTN with plain JAX: gather every page, call `jax.nn.dot_product_attention`.
 
-The layer's step includes the cache write, donated; the plain one only reads, and serves decodes only. Rounds are
+The layer's step includes the write to a donated cache; the plain one only reads, and supports decodes only. Rounds are
 interleaved and medians reported. Outputs are compared with each other in the same run. Bytes are those of the keys and values
-that the rows see.
+that the rows attend to.
 
     python benchmarks/xla_attn.py --dtype float32 --heads 4 2 64
 """
@@ -31,7 +31,7 @@ BLOCK_SIZE = 16
 
 
 class Setup:
-    """One case's arrays: `layer()` and, for decodes, `plain()` each run a step and wait for it."""
+    """A case's arrays: `layer()` and, for decodes, `plain()` run a step and wait for its result."""
 
     def __init__(self, query_lens: list[int], seq_lens: list[int], heads: tuple[int, int, int], dtype: str) -> None:
         num_heads, num_kv_heads, head_size = heads
@@ -62,7 +62,7 @@ class Setup:
 
 
 def by_hand(query: jax.Array, cache: jax.Array, table: jax.Array, lens: jax.Array) -> jax.Array:
-    """Decode attention, [R, H, D]: pages gathered to [R, S, K, D] first."""
+    """Return decode attention [R, H, D], with pages gathered to [R, S, K, D] first."""
     keys, values = (half[table].reshape(len(lens), -1, *cache.shape[3:]) for half in cache)
     return jax.nn.dot_product_attention(query[:, None], keys, values, key_value_seq_lengths=lens)[:, 0]
 

@@ -1,4 +1,4 @@
-"""Kernels of the Hopper prefill's partitions that do next to nothing, for `benchmarks.sanitizer` to compare it with."""
+"""Minimal kernels with the partitions of the Hopper prefill, for comparison in `benchmarks.sanitizer`."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -12,7 +12,7 @@ REGISTERS = gl.constexpr(_REGISTERS)
 
 @gluon.jit
 def _alone(out, WHICH: gl.constexpr, WARPS: gl.constexpr, BARRIERS: gl.constexpr):  # type: ignore[no-untyped-def]
-    """A partition that shares nothing: it writes a row of its own."""
+    """A partition that shares nothing: it writes its own row."""
     if BARRIERS:
         gl.thread_barrier()
     for n in gl.static_range(4 // WARPS):
@@ -63,7 +63,7 @@ def _idle():  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _handover(out, ORDERED: gl.constexpr):  # type: ignore[no-untyped-def]
-    """One partition hands the other a tile, round after round. 64-bit words, so that plain stores and loads move them."""
+    """One partition repeatedly passes a tile to the other. The words have 64 bits, so that plain stores and loads move them."""
     tile = gl.allocate_shared_memory(gl.int64, [128], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())

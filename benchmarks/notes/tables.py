@@ -1,9 +1,9 @@
-"""The tables of these pages, made from benchmarks/results.
+"""Generate the tables of the notes from benchmarks/results.
 
-    python -m benchmarks.notes.tables            say which pages are out of date
-    python -m benchmarks.notes.tables --write    write their tables anew
+    python -m benchmarks.notes.tables            report which pages are out of date
+    python -m benchmarks.notes.tables --write    rewrite their tables
 
-A page holds a table between `<!-- table: NAME -->` and `<!-- end -->`; NAME is a function's name here.
+A page has a table between `<!-- table: NAME -->` and `<!-- end -->`; NAME is the name of a function in this module.
 """
 
 import argparse
@@ -34,17 +34,17 @@ def markdown(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def listed(rows: Iterable[Row], columns: dict[str, Callable[[Row], str]]) -> str:
-    """A line a row, a column a heading."""
+    """Return a Markdown table: one line per row, one column per heading."""
     return markdown(list(columns), [[cell(row) for cell in columns.values()] for row in rows])
 
 
 def field(name: str, form: str = "") -> Callable[[Row], str]:
-    """A cell of a row's own field, empty where it has none."""
+    """Return a function that formats a field of a row, empty if the row lacks it."""
     return lambda row: format(row[name], form) if name in row else ""
 
 
 def of_target(file: str, columns: dict[str, Callable[[list[Row]], str]]) -> str:
-    """A line for each target of `attn aot`, of all its cases."""
+    """Return one line per target of `attn aot`, over all its cases."""
     rows = load(file)["rows"]
     targets = dict.fromkeys(row["target"] for row in rows)
     cases = {target: [row for row in rows if row["target"] == target] for target in targets}
@@ -58,7 +58,7 @@ def count(test: Callable[[Row], Any]) -> Callable[[list[Row]], str]:
 
 
 def us(value: float) -> str:
-    """Microseconds in three or more digits."""
+    """Format microseconds with three or more digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
 
 
@@ -66,7 +66,7 @@ def us(value: float) -> str:
 
 
 def _estimates(kinds: Sequence[str]) -> str:
-    """Ours before the best peer of `benchmarks.pallas`, pages of 128."""
+    """Return the figures of `benchmarks.pallas` for our kernel and the best peer, pages of 128."""
     rows = load("pallas")["rows"]
     lines = []
     for row in (row for row in pallas.ROWS if row.kind in kinds and (128 in row.pages or row.pages == (0,))):
@@ -164,7 +164,7 @@ def _ms(value: float) -> str:
 
 
 def _side_by_side(rows: Sequence[dict[str, Any]], columns: dict[str, str]) -> list[list[str]]:
-    """A line a case: its times in ms by backend, with a rate in the first, the fastest in bold."""
+    """Return one line per case: its times in ms by backend, with a rate in the first column, the fastest in bold."""
     lines = []
     for case in dict.fromkeys(map(Case.of, rows)):
         found = [_of(rows, case, name) for name in columns.values()]
@@ -207,7 +207,7 @@ def aot_gpu() -> str:
 
 
 def mla_kernel() -> str:
-    """Where 16 heads have one token a request, `mla_launches` is the later run."""
+    """Rows of 16 heads with one token per request are in `mla_launches`, which is the later run."""
     rows = [row for row in load("mla_h200")["rows"] if row["heads"] != 16 or not re.fullmatch(r"decode .* q1", row["row"])]
     return listed(
         rows,
@@ -238,12 +238,12 @@ def mla_beside() -> str:
     rows = load("mla_beside_flashinfer_h200_2026-11-22")["rows"]
     lines = []
     for name, heads in dict.fromkeys((row["row"], row["heads"]) for row in rows):
-        ours, theirs = (
+        ours, peer = (
             next(row for row in rows if (row["row"], row["heads"], row["backend"].strip()) == (name, heads, backend))
             for backend in ("TRITON_MLA", "FlashInfer fa3")
         )
         rate, unit = ("tflop_per_s", "TFLOP/s") if heads == 128 else ("gb_per_s", "GB/s")
-        lines.append((name, str(heads), f"{ours[rate]:,.0f} {unit}", f"{theirs[rate]:,.0f} {unit}"))
+        lines.append((name, str(heads), f"{ours[rate]:,.0f} {unit}", f"{peer[rate]:,.0f} {unit}"))
     return markdown(("launch", "heads", "TRITON_MLA", "FlashInfer 0.7.2 (fa3)"), lines)
 
 
@@ -272,7 +272,7 @@ def mla_prefill() -> str:
 
 
 def cpu() -> str:
-    """Ratios by processor time, as the files have them."""
+    """Return ratios of processor time, as stored in the files."""
     lines = []
     one, many = (load(f"cpu_attn_{name}_2026-11-21")["rows"] for name in ("1thread", "16threads"))
     for case, dtype in dict.fromkeys((row["case"], row["dtype"]) for row in one):
@@ -333,12 +333,12 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def rewritten(page: str) -> str:
-    """A page's text with its tables made anew. Raises KeyError for a table that no function makes."""
+    """Return a page's text with regenerated tables. Raises KeyError for a table without a function."""
     return BLOCK.sub(lambda found: found[1] + TABLES[found[2]]() + found[3], page)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The tables of benchmarks/notes.")
+    parser = argparse.ArgumentParser(description="Generate the tables of benchmarks/notes.")
     parser.add_argument("--write", action="store_true", help="write the pages whose tables have changed")
     write = parser.parse_args().write
     for page in sorted(NOTES.glob("*.md")):

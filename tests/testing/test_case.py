@@ -38,7 +38,7 @@ def test_a_case_with_an_unknown_field_is_refused() -> None:
         Case.from_json('{"name": ')
     with pytest.raises(ValueError, match="seq_lens"):
         Case.from_json('{"name": "x", "query_lens": [1]}')
-    with pytest.raises(ValueError, match="query_lens=1 and seq_lens=.* must be lists of as many ints"):
+    with pytest.raises(ValueError, match="query_lens=1 and seq_lens=.* must be lists of equally many ints"):
         Case.from_json('{"name": "x", "query_lens": 1, "seq_lens": [1]}')
     with pytest.raises(ValueError, match="object"):
         Case.from_json("[1]")

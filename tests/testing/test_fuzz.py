@@ -144,7 +144,7 @@ def test_a_process_that_was_ended_from_outside_is_an_error_of_the_run() -> None:
         for worker in workers:
             worker.close()
     assert not report.finds and not report.ok and len(report.errors) >= 1 and report.programs == 1
-    assert "error of the run: its process was ended from outside by SIGKILL, while it ran python -m" in str(report)
+    assert "error of the run: its process was ended from outside by SIGKILL, while running python -m" in str(report)
 
 
 class Dense(SDPABackend):
