@@ -2,11 +2,11 @@
 
     python -m benchmarks.long_decode [--json out.json] [--quick]
 
-The call is timed as by `attn bench`, in many versions, interleaved so that the device's state is the same for all: TRITON_ATTN
-with its own launch (`rule`, from `long_decode`) and others, without its second stage (the result is wrong; the difference is the
-cost of the merge), and without launching that stage early. For comparison: cuDNN over dense keys, and a kernel that only reads
-as many bytes, as a lower bound. `ramp` is the first version in groups of forty replays, starting from an idle device. Every
-version that computes attention is checked against float32.
+The call is timed as by `attn bench`, in many versions, interleaved so that the device's state is the same for all:
+TRITON_ATTN with its own launch (`rule`, from `long_decode`) and others, without its second stage (the result is wrong; the
+difference is the cost of the merge), and without launching that stage early. For comparison: cuDNN over dense keys, and a
+kernel that only reads as many bytes, as a lower bound. `ramp` is the first version in groups of forty replays, starting
+from an idle device. Every version that computes attention is checked against float32.
 """
 
 import argparse

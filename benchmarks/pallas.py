@@ -1,16 +1,16 @@
-"""Our TPU kernels beside the peers', by libtpu's static estimate: benchmarks/results/pallas.json, and its table in pallas.md.
+"""Compare our TPU kernels with peers by libtpu's static estimate: benchmarks/results/pallas.json, and its table in pallas.md.
 
-    python -m benchmarks.pallas --compilers .venv/compilers --peers FOLDER      what is missing, then the table
-    python -m benchmarks.pallas --table                                         the table alone, written anew
+    python -m benchmarks.pallas --compilers .venv/compilers --peers FOLDER      measure missing rows, write the table
+    python -m benchmarks.pallas --table                                         write the table only
 
-FOLDER holds tpu-inference 0.32, unpacked (`pip download --no-deps tpu-inference==0.32.0`, then unzip); without it its rows are
-left out. Each row is compiled in a process of its own, with the batch's scalars built in, and kept in the JSON under its name,
-so that a run can be stopped and taken up again; our rows are done again when the kernels' sources have changed. The method is
-that of `attn aot` (`attn.jax._libtpu`); what an estimate means is said there.
+FOLDER contains tpu-inference 0.32, unpacked (`pip download --no-deps tpu-inference==0.32.0`, then unzip); without it its
+rows are omitted. Each row is compiled in a separate process, with the batch's scalars as constants, and stored in the JSON
+under its name, so that a run can be stopped and resumed; our rows are repeated when the kernels' sources have changed. The
+method is that of `attn aot`; `attn.jax._libtpu` explains what an estimate means.
 
-Floors: HBM and MXU as in `attn aot`. For prompts also those of the softmax, per score: one exponential (EUP, one slot), three
-vector operations (VALU: maximum, subtraction, sum; four slots), and, where keys lie on lanes, two reductions across them (XLU,
-two slots); 1,024 lanes a slot and cycle.
+Floors: HBM and MXU as in `attn aot`. For prompts also those of the softmax, per score: one exponential (EUP, one slot),
+three vector operations (VALU: maximum, subtraction, sum; four slots), and, if keys are on lanes, two reductions across
+lanes (XLU, two slots); 1,024 lanes per slot and cycle.
 """
 
 import argparse
@@ -45,11 +45,14 @@ OURS = "attn"
 
 
 class Row(NamedTuple):
-    """A kind of launch. `batch`: in the grammar of `attn bench`; `heads`: query, kv, size; `goals`: microseconds by
-    (chip, page); `peers`: by their names here.
+    """A kind of launch.
 
-    `parts`: rows that take its requests or its heads in launches of their own, and how many of each make up the whole; where
-    the whole cannot be simulated, their sum stands for it.
+    batch: in the grammar of `attn bench`.
+    heads: query heads, kv heads, head size.
+    peers: names of the peers' kernels in this module.
+    goals: microseconds by (chip, page).
+    parts: rows that launch some of the requests or heads separately, and how many of each make up the whole; their sum replaces
+        the whole if that cannot be simulated.
     """
 
     name: str
@@ -66,7 +69,7 @@ class Row(NamedTuple):
 
     @property
     def lens(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """(new tokens, tokens in the cache with them) of the requests."""
+        """(new tokens, tokens in the cache, new ones included) of the requests."""
         query_lens, seq_lens = zip(*parse(self.batch), strict=True)
         return query_lens, seq_lens
 
@@ -136,8 +139,8 @@ ROWS = (
         goals={("v6e", 128): 250},
     ),
 )
-#: Peers' figures that were measured by the same method before this script, in microseconds: used until a row is
-#: measured here. None: it does not compile with its default block sizes (VMEM).
+#: Peers' figures from an earlier script with the same method, in microseconds, used until this script has measured a row.
+#: None: the kernel does not compile with its default block sizes (VMEM).
 TPU_MD: dict[tuple[str, str, int, str], float | None] = {
     ("decode 64 x 4k", "v5e", 128, RPA): 941, ("decode 64 x 4k", "v6e", 128, RPA): 565,
     ("decode 64 x 4k", "v7x", 128, RPA): 283,
@@ -157,14 +160,14 @@ TPU_MD: dict[tuple[str, str, int, str], float | None] = {
     ("MLA decode 64 x 4k, 128 heads", "v7x", 128, "mla_v1"): 379,
 }  # fmt: skip
 FROM_WHEEL = (RPA, RPA64, "tpuinf_flash", "mla_v1", "mla_v2")
-MAX_LEN = 32768  #: tokens that a block table has columns for
+MAX_LEN = 32768  #: tokens that a block table covers
 
 
-# --- one row, in its own process ------------------------------------------------------------------------------------
+# --- one row, in a process ------------------------------------------------------------------------------------------
 
 
 def measure(row: Row, chip: str, page: int, kernel: str, dump: str, peers: str) -> dict[str, Any]:
-    """The estimate of a row, in a process with libtpu's environment."""
+    """Return the estimate of a row; runs in a process with libtpu's environment."""
     from attn.jax import _libtpu, aot
 
     own = kernel == OURS
@@ -172,10 +175,10 @@ def measure(row: Row, chip: str, page: int, kernel: str, dump: str, peers: str) 
     copies = not (own and chip in aot.KERNELS[OUR_KERNELS[row.kind]].no_copies)
     parts = _libtpu.estimate_program(program, chip, dump, copies)
     us, limit = sum(part["us"] for part in parts), floors(row, chip, page)
-    # A saturated HBM is not simulated, so that an estimate may be below that floor: by half, where every loop was seen.
+    # A saturated HBM is not simulated, so an estimate may be below that floor, by half if all loops were simulated.
     if us < max(limit["mxu_us"], limit["hbm_us"] / 4):
-        told = f"{limit['mxu_us']:.0f} us of products, {limit['hbm_us']:.0f} of bytes"
-        raise RuntimeError(f"{us:.1f} us for {told}: the simulator missed a loop")
+        least = f"{limit['mxu_us']:.0f} us of products, {limit['hbm_us']:.0f} of bytes"
+        raise RuntimeError(f"{us:.1f} us for {least}: the simulator missed a loop")
     return {
         "us": round(sum(part["us"] for part in parts), 1),
         **{name: sum(part[name] for part in parts) for name in ("cycles", "spills", "bundles")},
@@ -210,7 +213,7 @@ def ours(row: Row, chip: str, page: int) -> Any:
 
 
 def peer(row: Row, chip: str, page: int, kernel: str, wheel: str) -> Any:
-    """A peer's program: its own block sizes, its own cache layout."""
+    """Return a peer's program, with its own block sizes and cache layout."""
     import jax
     import jax.numpy as jnp
     import numpy as np
@@ -224,7 +227,7 @@ def peer(row: Row, chip: str, page: int, kernel: str, wheel: str) -> Any:
         from jax.experimental import pallas as pl
         from jax.experimental.pallas import tpu as pltpu
 
-        if not hasattr(pltpu, "reciprocal"):  # where it was before jax 0.11
+        if not hasattr(pltpu, "reciprocal"):  # its place before jax 0.11
             pltpu.reciprocal = pl.reciprocal
     (query_lens, seq_lens), (heads, kv_heads, size) = row.lens, row.heads
     requests, tokens = len(query_lens), -(-sum(query_lens) // 8) * 8
@@ -254,13 +257,13 @@ def peer(row: Row, chip: str, page: int, kernel: str, wheel: str) -> Any:
                 setattr(sys.modules[name], asked, lambda *args, answer=answer: answer)
     function = module.mla_ragged_paged_attention if row.kind == "latent" else None
     function = function or getattr(module, "ragged_paged_attention_hd64" if kernel == RPA64 else "ragged_paged_attention")
-    function = function.__wrapped__  # without its jit, so that what is known stays known
+    function = function.__wrapped__  # without its jit, so that constants stay constants
     pages = sum(-(-length // page) for length in seq_lens) + 8
     columns = MAX_LEN // page
     starts = np.concatenate([[0], np.cumsum(query_lens)])
     table = np.zeros((requests, columns), np.int32)
     decodes = sum(n == 1 for n in query_lens)
-    # how many of the requests are decodes, decodes and chunks, all: the peers want them in this order
+    # numbers of decodes, of decodes and chunks, and of all requests: the peers expect this order
     kinds = [decodes, decodes, requests]
     window = {"sliding_window": row.window}
     vmem = _vmem(chip)
@@ -281,9 +284,9 @@ def peer(row: Row, chip: str, page: int, kernel: str, wheel: str) -> Any:
         known = [seq_lens, table.ravel(), starts, kinds]
         return program(lambda *a: function(*a, sm_scale=0.1, vmem_limit_bytes=limit, **more), arrays, known)
     if kernel == "mla_v2":
-        # its layer's: heads first, 32 tokens a packed row, and get_tuned_params of shapes that no table has
+        # as in its layer: heads first, 32 tokens per packed row, and get_tuned_params of shapes that are in no table
         more = {"num_kv_pages_per_block": (3, 1, 1), "num_queries_per_block": (1, 16, 16), "decode_batch_size": 4}
-        module.xpose_pipeline = _refused  # jnp.transpose instead: changes of layout are outside, as everyone's
+        module.xpose_pipeline = _refused  # jnp.transpose instead: layout changes are outside the launch, as for all kernels
         cache = module.get_kv_cache_shape(pages, page, 640, bf16, 32)
         arrays = [shape(heads, tokens, 512), shape(tokens, heads, 64), shape(tokens, 512), shape(tokens, 64), shape(*cache)]
         known = [seq_lens, table.ravel(), starts, kinds]
@@ -316,7 +319,7 @@ def _dense_peer(
 
         def call(q: Any, k: Any, v: Any) -> Any:
             one = splash.make_splash_mqa_single_device(mask, block_sizes=sizes)
-            with jax.disable_jit():  # each of them is traced: under vmap or from jit's cache there would be one launch
+            with jax.disable_jit():  # trace each of them: vmap or jit's cache would result in one launch
                 return [one(q[i], k[i], v[i]) for i in range(kv_heads)]
 
         return call, [shape(kv_heads, heads // kv_heads, rows, size), *[shape(kv_heads, rows, size)] * 2]
@@ -326,11 +329,11 @@ def _dense_peer(
     }
     module = importlib.import_module(path[kernel])
     sizes = {}
-    if kernel == "jax_flash":  # its own default, 128 everywhere, takes nine times as long
+    if kernel == "jax_flash":  # its default, 128 for all, takes nine times as long
         sizes = {"block_sizes": module.BlockSizes(block_q=512, block_k_major=1024, block_k=512, block_b=1)}
 
     def dense(q: Any, k: Any, v: Any) -> Any:
-        with jax.sharding.use_abstract_mesh(_libtpu._mesh(chip).abstract_mesh):  # one asks which TPU this is
+        with jax.sharding.use_abstract_mesh(_libtpu._mesh(chip).abstract_mesh):  # one peer queries the type of TPU
             return module.flash_attention(q, k, v, causal=True, sm_scale=scale, **sizes)
 
     return dense, [shape(1, heads, rows, size)] * 3
@@ -341,7 +344,7 @@ def _refused(*args: Any, **kwargs: Any) -> Any:
 
 
 def _vmem(chip: str) -> int:
-    """What pallas says the chip has, which the peers ask it for."""
+    """Return the chip's properties, which the peers query from pallas."""
     import jax
     from jax.experimental.pallas import tpu as pltpu
 
@@ -352,7 +355,7 @@ def _vmem(chip: str) -> int:
 
 
 def _without_vllm(wheel: str, device: str) -> None:
-    """tpu_inference's kernels without its package, which imports vLLM: the four helpers that they use of it."""
+    """Make tpu_inference's kernels importable without its package, which imports vLLM: provide the four helpers they use."""
     from jax._src import dtypes as jax_dtypes
 
     class Logger(logging.Logger):
@@ -382,11 +385,11 @@ def _without_vllm(wheel: str, device: str) -> None:
         sys.modules[module.__name__] = module
 
 
-# --- all of them ----------------------------------------------------------------------------------------------------
+# --- all rows -------------------------------------------------------------------------------------------------------
 
 
 def wanted(peers: bool) -> Iterator[tuple[Row, str, int, str]]:
-    """Everything to measure, the most telling first: page 128 on every chip, then the other pages."""
+    """Yield everything to measure, the most important first: page 128 on every chip, then the other pages."""
     for rank in range(len(PAGES)):
         for row in ROWS:
             if rank < len(row.pages):
@@ -406,7 +409,7 @@ def key_of(row: Row, chip: str, page: int, kernel: str) -> str:
 
 
 def source(kind: str) -> str:
-    """A digest of our kernel's code, comments and docstrings aside: every file but those of the other kernels."""
+    """Return a digest of our kernel's code without comments and docstrings: all files except those of the other kernels."""
     own = {"latent": "mla", "dense": "flash", "dense_backward": "flash"}.get(kind, "ragged")
     others = {"mla", "flash", "ragged"} - {own}
     if own != "ragged":
@@ -417,7 +420,7 @@ def source(kind: str) -> str:
 
 
 def _code(path: Path) -> str:
-    """A module's lines without comments and docstrings, which change no program."""
+    """Return a module's lines without comments and docstrings, which do not affect its programs."""
     text = path.read_text(encoding="utf-8")
     lines: list[str] = text.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
@@ -447,8 +450,8 @@ def run_one(row: Row, chip: str, page: int, kernel: str, args: argparse.Namespac
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             return {"error": f"not done within {args.seconds:g} s"}
-    told = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    made = json.loads(told[-1][7:]) if told else {"error": _last_words(done.stderr, done.returncode)}
+    results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    made = json.loads(results[-1][7:]) if results else {"error": _last_words(done.stderr, done.returncode)}
     if "error" in made:
         made["error"] = one_line(made["error"])
     return {**made, "seconds": round(time.monotonic() - begin, 1)}
@@ -462,13 +465,13 @@ def work(spec: str) -> None:
     (row,) = [row for row in ROWS if row.name == name]
     try:
         made = measure(row, chip, page, kernel, dump, peers)
-    except Exception as error:  # the compiler's verdict is part of the table
+    except Exception as error:  # the table shows the compiler's errors
         made = {"error": f"{type(error).__name__}: {error}"}
     print("RESULT " + json.dumps(made), flush=True)
 
 
 def floors(row: Row, chip: str, page: int) -> dict[str, float]:
-    """Microseconds by each of the chip's limits; those of the softmax for prompts."""
+    """Return the microseconds required by each of the chip's limits; those of the softmax for prompts only."""
     from attn.jax import _libtpu, aot
 
     program = ours(row, chip, page or 128)
@@ -483,7 +486,7 @@ def floors(row: Row, chip: str, page: int) -> dict[str, float]:
 
 
 def table(rows: dict[str, Any]) -> str:
-    """Markdown: a line for each launch, chip and page that has a figure of ours."""
+    """Return a Markdown table: one line for each launch, chip and page for which our kernel has a row."""
     head = (
         "launch", "chip", "page", "goal", "ours us", "spills", "HBM", "MXU", "VALU", "EUP", "XLU", "peers us (spills)",
         "best peer / ours",
@@ -492,17 +495,17 @@ def table(rows: dict[str, Any]) -> str:
     for row in ROWS:
         for chip in CHIPS:
             for page in sorted(row.pages):
-                mine = rows.get(key_of(row, chip, page, OURS))
-                if mine is None:
+                own = rows.get(key_of(row, chip, page, OURS))
+                if own is None:
                     continue
-                told, best = [], math.inf
+                peers, best = [], math.inf
                 limit = floors(row, chip, page)
                 for kernel in row.peers:
                     text, us = _peer_cell(rows, row, chip, page, kernel)
-                    told += [text] if text else []
+                    peers += [text] if text else []
                     best = min(best, us)
-                us = mine.get("us")
-                shown = f"{us:.0f}{'' if mine['copies'] else ' (a)'}" if us else f"none: {mine['error'][:60]}"
+                us = own.get("us")
+                shown = f"{us:.0f}{'' if own['copies'] else ' (a)'}" if us else f"none: {own['error'][:60]}"
                 if us is None and (us := _by_parts(rows, row, chip, page)):
                     shown = f"{us:.0f} (a, c)"
                 goal = row.goals.get((chip, page))
@@ -510,29 +513,29 @@ def table(rows: dict[str, Any]) -> str:
                     f"{limit[name]:.0f}" if name in limit else ""
                     for name in ("hbm_us", "mxu_us", "valu_us", "eup_us", "xlu_us")
                 ]
-                met = f"{goal:g} {'met' if us and us <= goal else 'missed'}" if goal else ""
-                shown += "" if mine["source"] == source(row.kind) else " (d)"
-                # a peer's figure has its copies: where ours has none, both are taken as what their bytes take at least
-                least = 0 if mine.get("copies") else limit["hbm_us"]
+                outcome = f"{goal:g} {'met' if us and us <= goal else 'missed'}" if goal else ""
+                shown += "" if own["source"] == source(row.kind) else " (d)"
+                # a peer's figure includes copies; if ours does not, both are at least the time of the bytes
+                least = 0 if own.get("copies") else limit["hbm_us"]
                 ratio = f"{max(best, least) / max(us, least):.2f}" if us and best < math.inf else ""
                 lines.append(
-                    f"| {row.name} | {chip} | {page or '–'} | {met} | {shown} | {mine.get('spills', '')} | "
-                    + " | ".join(cells) + f" | {'; '.join(told)} | {ratio} |"
+                    f"| {row.name} | {chip} | {page or '–'} | {outcome} | {shown} | {own.get('spills', '')} | "
+                    + " | ".join(cells) + f" | {'; '.join(peers)} | {ratio} |"
                 )  # fmt: skip
-    low, high = _parts_beside_wholes(rows)
+    low, high = _parts_per_whole(rows)
     lines += [
         "",
-        "us by libtpu's static estimate, no TPU; HBM to XLU are floors. (a) without its copies, which v7x's simulator does not",
-        "follow: the time to compute; both are compared as no less than the HBM's time. (b) found earlier. (c) the sum",
-        "of its decodes and its chunk, or of shards of its heads, as launches of their own, whose rows are here, because the",
-        f"simulator does not end with the whole; where both are known the sum is {low:.2f} to {high:.2f} times the whole.",
+        "us by libtpu's static estimate, without a TPU; HBM to XLU are floors. (a) compute time without copies, which the v7x",
+        "simulator does not support; for the comparison both times are at least that of HBM. (b) by an earlier script. (c) the",
+        "sum of separate launches of its decodes and its chunk, or of shards of its heads (rows of this table), because the",
+        f"simulator does not finish the whole; where both are known the sum is {low:.2f} to {high:.2f} times the whole.",
         "(d) of the kernel before its last change.",
     ]
     return "\n".join(lines)
 
 
 def _by_parts(rows: dict[str, Any], row: Row, chip: str, page: int) -> float | None:
-    """Microseconds of a row's parts, all of them together."""
+    """Return the total microseconds of a row's parts, or None if one is missing."""
     total = 0.0
     for name, times in row.parts:
         us = rows.get(key_of(row._replace(name=name), chip, page, OURS), {}).get("us")
@@ -542,8 +545,8 @@ def _by_parts(rows: dict[str, Any], row: Row, chip: str, page: int) -> float | N
     return total or None
 
 
-def _parts_beside_wholes(rows: dict[str, Any]) -> tuple[float, float]:
-    """The least and the most that the sum of parts is of the whole, where both are known; NaN where that is nowhere."""
+def _parts_per_whole(rows: dict[str, Any]) -> tuple[float, float]:
+    """Return the smallest and largest ratio of the sum of parts to the whole, where both are known; NaN if there is none."""
     found = []
     for row, chip, page, kernel in wanted(False):
         whole, parts = rows.get(key_of(row, chip, page, kernel), {}).get("us"), _by_parts(rows, row, chip, page)
@@ -560,22 +563,26 @@ def _peer_cell(rows: dict[str, Any], row: Row, chip: str, page: int, kernel: str
     if known:
         return f"{kernel} {known:.0f} (b)", known
     if made or known is None:
-        said = made["error"] if made else "VMEM overflow at its default block sizes (b)"
-        return f"{kernel}: {said[:60]}", math.inf
+        error = made["error"] if made else "VMEM overflow at its default block sizes (b)"
+        return f"{kernel}: {error[:60]}", math.inf
     return "", math.inf
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Estimates of our TPU kernels and of the peers', by libtpu.")
+    parser = argparse.ArgumentParser(description="Estimate our TPU kernels and the peers' with libtpu.")
     parser.add_argument("--compilers", default=str(Path(sys.prefix) / "compilers"), help="folder with libtpu (%(default)s)")
     parser.add_argument("--peers", default="", help="folder with tpu-inference, unpacked")
-    parser.add_argument("--only", action="append", default=[], help="rows whose key contains it; may be repeated (all must)")
+    parser.add_argument(
+        "--only", action="append", default=[], help="only rows whose key contains it; may be repeated (all must match)"
+    )
     parser.add_argument("--seconds", type=float, default=1500, help="time limit of a row (%(default)g)")
-    parser.add_argument("--budget", type=float, default=math.inf, help="stop beginning rows after so many seconds")
-    parser.add_argument("--jobs", type=int, default=1, help="rows at a time (%(default)s)")
-    parser.add_argument("--memory", type=float, default=20, help="GiB that a row may take (%(default)g; v7x's prompts take 32)")
-    parser.add_argument("--again", action="store_true", help="measure even what the JSON has")
-    parser.add_argument("--table", action="store_true", help="write and print the table and measure nothing")
+    parser.add_argument("--budget", type=float, default=math.inf, help="start no more rows after this time, in seconds")
+    parser.add_argument("--jobs", type=int, default=1, help="number of parallel processes (%(default)s)")
+    parser.add_argument(
+        "--memory", type=float, default=20, help="memory limit of a row, GiB (%(default)g; v7x's prompts take 32)"
+    )
+    parser.add_argument("--again", action="store_true", help="measure rows that are in the JSON too")
+    parser.add_argument("--table", action="store_true", help="write and print the table only")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
@@ -584,10 +591,10 @@ def main() -> None:
     if args.jobs < 1:
         parser.error(f"--jobs {args.jobs}: at least 1")
     if not any(all(text in key for text in args.only) for key in keys):
-        parser.error(f"--only {' --only '.join(args.only)}: no row's key has that; the first is {keys[0]!r}")
+        parser.error(f"--only {' --only '.join(args.only)}: no row's key contains this; the first key is {keys[0]!r}")
     if args.peers and not Path(args.peers, "tpu_inference").is_dir():
         parser.error(
-            f"--peers {args.peers}: no tpu_inference in it; unzip what `pip download --no-deps tpu-inference==0.32.0` gets"
+            f"--peers {args.peers}: contains no tpu_inference; unzip the file of `pip download --no-deps tpu-inference==0.32.0`"
         )
     stored = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"rows": {}}
     rows, begin = stored["rows"], time.monotonic()
@@ -599,7 +606,7 @@ def main() -> None:
         if stale and not args.table and all(text in key for text in args.only):
             missing.append(job)
     if missing and not Path(args.compilers, "libtpu").is_dir():
-        parser.error(f"--compilers {args.compilers}: no libtpu in it; `make compilers` installs it in .venv/compilers")
+        parser.error(f"--compilers {args.compilers}: contains no libtpu; `make compilers` installs it in .venv/compilers")
 
     def run(job: tuple[Row, str, int, str]) -> dict[str, Any] | None:
         return None if time.monotonic() - begin > args.budget else run_one(*job, args)

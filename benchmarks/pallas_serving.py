@@ -111,8 +111,8 @@ def main() -> None:
     if chosen.json:
         from importlib.metadata import version
 
-        versions = {name: version(name) for name in ("jax", "libtpu")}
-        facts = {"date": datetime.now(UTC).date().isoformat(), "machine": platform.machine(), "versions": versions, "rows": rows}
+        versions, date = {name: version(name) for name in ("jax", "libtpu")}, datetime.now(UTC).date().isoformat()
+        facts = {"date": date, "machine": platform.machine(), "versions": versions, "rows": rows}
         with open(chosen.json, "w", encoding="utf-8") as file:
             json.dump(facts, file, indent=1)
             file.write("\n")

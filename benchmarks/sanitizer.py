@@ -1,19 +1,20 @@
-"""The Triton kernels under compute-sanitizer on a GPU: twenty cases for memory, the Hopper prefill for races.
+"""Run the Triton kernels under compute-sanitizer on a GPU: twenty cases for memory errors, the Hopper prefill for races.
 
     python -m benchmarks.sanitizer memcheck
     python -m benchmarks.sanitizer racecheck [--logs FOLDER]
 
-memcheck takes twenty of the conformance suite's cases for TRITON_ATTN, each tensor an allocation of its own, so that whatever
-reads or writes beside one is seen.
+memcheck runs twenty of the conformance suite's cases for TRITON_ATTN, with a separate allocation for each tensor, so that
+accesses outside a tensor are detected.
 
-racecheck needs a Hopper GPU. It reports bytes of shared memory in the Gluon prefill, and this tells whose they are. Besides
-`hopper_prefill` it runs kernels of the same partitions: `bare` and `barriers`, which share nothing (the second with barriers
-among a partition's warps), `ordered`, in which two of them pass a tile to and fro by mbarriers as the prefill's do, and
-`planted`, in which they do so without: there the tile must be reported. Each report is told by its place in shared memory (the
-bytes through which Triton hands partitions their work come last: a worker warp reads its own, which PTX shows) and by its two
-machine instructions. Exit code 0: what is reported in the prefill is that handshake alone, its every write is followed and its
-every read preceded by barrier 1, which all threads of a program take, it is reported in another kernel too, and the planted
-race was seen. Mbarriers are no order to the tool (`ordered` is reported): what it says of rings proves nothing.
+racecheck needs a Hopper GPU. It reports hazards in the Gluon prefill's shared memory; this script identifies what the bytes
+are. Besides `hopper_prefill` it runs kernels with the same partitions: `bare` and `barriers`, which share nothing (the
+second has barriers among a partition's warps), `ordered`, in which two partitions pass a tile back and forth with mbarriers
+as in the prefill, and `planted`, which does so without mbarriers, so that the tile must be reported. A report is identified
+by its place in shared memory and its two machine instructions. The bytes by which Triton assigns work to partitions (the
+handshake) are the last ones: PTX shows which byte a worker warp reads. Exit code 0 means: the reports in the prefill
+concern the handshake only, each of its writes is followed and each of its reads preceded by barrier 1 of all threads,
+another kernel has the same report, and the planted race was reported. The tool does not model mbarriers (`ordered` is
+reported), so it proves nothing about rings.
 """
 
 import argparse
@@ -33,14 +34,14 @@ from typing import Any
 
 CASES = 20
 RACED = ("hopper_prefill", "bare", "barriers", "ordered", "planted")
-_WORKERS = 4  #: the first worker warp: the default partition's come before
+_WORKERS = 4  #: the first worker warp, after those of the default partition
 
 
-# --- the programs that are looked at ---------------------------------------------------------------------------------
+# --- the programs under test -----------------------------------------------------------------------------------------
 
 
 def memory_cases(part: int, parts: int) -> int:
-    """Run every `parts`-th of the twenty cases; the number of violations."""
+    """Run every `parts`-th of the twenty cases and return the number of violations."""
     from attn.testing.conformance import cases_for, run_case
     from attn.torch.backends.triton_attn import TritonAttentionBackend
 
@@ -52,17 +53,17 @@ def memory_cases(part: int, parts: int) -> int:
 
 
 def race(name: str) -> int:
-    """Launch one of `RACED` and say where it lies: a line of JSON."""
+    """Launch one of `RACED` and print the paths of its code and its shared memory as a line of JSON."""
     import torch
     import triton
 
     kernel = "_prefill" if name == "hopper_prefill" else "_bare" if name in ("bare", "barriers") else "_handover"
-    told: dict[str, Any] = {}
+    facts: dict[str, Any] = {}
 
     def listen(*, metadata: Any, metadata_group: Any, **_: Any) -> None:
         if metadata["name"] == kernel:
             files = {Path(file).suffix[1:]: path for file, path in metadata_group.items()}
-            told.update(kernel=kernel, shared=metadata["shared"], ptx=files["ptx"], cubin=files["cubin"])
+            facts.update(kernel=kernel, shared=metadata["shared"], ptx=files["ptx"], cubin=files["cubin"])
 
     triton.knobs.compilation.listener = listen
     out = torch.full((3, 128), -1, dtype=torch.int32, device="cuda")
@@ -78,14 +79,14 @@ def race(name: str) -> int:
         else:
             handshake._handover[(1,)](out, ORDERED=name == "ordered", num_warps=4)
             torch.cuda.synchronize()
-            right = name == "planted" or bool((out == want).all())  # what a race gives is not asked
+            right = name == "planted" or bool((out == want).all())  # the result of a race is not checked
     torch.cuda.synchronize()
-    print("TOLD " + json.dumps({**told, "right": right}))
+    print("FACTS " + json.dumps({**facts, "right": right}))
     return int(not right)
 
 
 def _prefill() -> bool:
-    """Two prompts, one with a context, over pages of 16 and some of another batch: two kinds of tile, several turns each."""
+    """Run two prompts, one with a context, with pages of 16 and unused pages: two kinds of tile, several rounds each."""
     import torch
 
     from attn.torch.kernels import hopper_prefill
@@ -120,21 +121,21 @@ def _prefill() -> bool:
     return True
 
 
-# --- what the tool says ----------------------------------------------------------------------------------------------
+# --- the tool's reports ----------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Run:
-    """One process under the tool."""
+    """The result of a process under the tool."""
 
     code: int
-    said: str
+    output: str
     log: str
     seconds: float
 
 
 def run(tool: str, command: list[str], log: Path, extra: tuple[str, ...] = ()) -> Run:
-    """`command` (arguments of this module) under a tool, or alone where `tool` is empty. Never longer than 75 s."""
+    """Run `command` (arguments of this module) under a tool, or alone if `tool` is empty, for at most 75 s."""
     import time
 
     whole = [sys.executable, "-m", "benchmarks.sanitizer", *command]
@@ -145,12 +146,12 @@ def run(tool: str, command: list[str], log: Path, extra: tuple[str, ...] = ()) -
     begin = time.monotonic()
     try:
         done = subprocess.run(whole, capture_output=True, text=True, timeout=75, env=environment)
-        code, said = done.returncode, done.stdout + done.stderr
+        code, output = done.returncode, done.stdout + done.stderr
     except subprocess.TimeoutExpired as late:
         parts = [x.decode(errors="replace") if isinstance(x, bytes) else x or "" for x in (late.stdout, late.stderr)]
-        code, said = 124, "".join(parts)
+        code, output = 124, "".join(parts)
     seconds = time.monotonic() - begin
-    return Run(code, said, log.read_text(errors="replace") if log.exists() else "", seconds)
+    return Run(code, output, log.read_text(errors="replace") if log.exists() else "", seconds)
 
 
 def at_once(jobs: dict[str, Callable[[], Run]]) -> dict[str, Run]:
@@ -172,7 +173,7 @@ class Access:
 
 @dataclass(frozen=True)
 class Hazard:
-    """A byte of shared memory that two threads reached without an order that the tool knows."""
+    """A byte of shared memory that two threads accessed without a synchronisation that the tool detects."""
 
     kind: str
     address: int
@@ -185,7 +186,7 @@ _ACCESS = re.compile(r"(Read|Write) Thread \([\d,]+\) at (\S.*?\+0x[0-9a-f]+)(?:
 
 
 def hazards(log: str) -> list[Hazard]:
-    """The records of `--racecheck-report hazard`."""
+    """Return the records of `--racecheck-report hazard`."""
     found, lines = [], log.splitlines()
     for i, line in enumerate(lines):
         if head := _HEAD.search(line):
@@ -210,7 +211,7 @@ class Places:
         return "mbarriers" if offset in self.barriers else "tiles and scratch" if 0 <= offset < self.shared else "nowhere"
 
     def parted(self, h: Hazard) -> bool:
-        """Whether the write is at once followed, and the read at once preceded, by the barrier of all threads."""
+        """Whether the barrier of all threads directly follows the write and directly precedes the read."""
         write, read = sorted((h.first, h.second), key=lambda access: access.kind == "Read")
         if (write.kind, read.kind) != ("Write", "Read"):
             return False
@@ -220,11 +221,11 @@ class Places:
         return all(any(re.fullmatch(r"BAR\.SYNC\S* 0x1", self.code[at]) for at in side) for side in sides)
 
 
-def places(told: dict[str, Any]) -> Places:
-    """From PTX: worker warp w reads byte `state + w - 4`; mbarriers are where they are initialised."""
-    ptx = Path(told["ptx"]).read_text()
+def places(facts: dict[str, Any]) -> Places:
+    """Return a kernel's places from its PTX: worker warp w reads byte `state + w - 4`; mbarriers are at their `init`."""
+    ptx = Path(facts["ptx"]).read_text()
     reads = [int(n or 0) for n in re.findall(r"ld\.shared\.[bsu]8\s+%\w+, \[%\w+(?:\+(-?\d+))?\]", ptx)]
-    state = max(reads) + _WORKERS  # the handshake lies last
+    state = max(reads) + _WORKERS  # the handshake is last
     sums = dict(re.findall(r"add\.s32\s+(%r\d+), %r\d+, (\d+);", ptx))
     inits = [int(sums.get(r, 0)) for r in re.findall(r"mbarrier\.init\S* \[(%r\d+)\]", ptx)]
     barriers = range(min(inits), max(inits) + 8) if inits else range(0)
@@ -233,30 +234,30 @@ def places(told: dict[str, Any]) -> Places:
         from triton import knobs
 
         cuobjdump = knobs.nvidia.cuobjdump.path
-    sass = subprocess.run([cuobjdump, "-sass", told["cubin"]], capture_output=True, text=True).stdout
+    sass = subprocess.run([cuobjdump, "-sass", facts["cubin"]], capture_output=True, text=True).stdout
     code = {int(at, 16): " ".join(text.split()) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+([^;/]+);", sass)}
-    return Places(told["shared"], range(state, told["shared"]), barriers, code)
+    return Places(facts["shared"], range(state, facts["shared"]), barriers, code)
 
 
 def judge(runs: dict[str, Run]) -> int:
     """Print every report by place and instruction, and the verdict."""
-    told, found = {}, {}
+    facts, found = {}, {}
     for name, done in runs.items():
-        lines = [line for line in done.said.splitlines() if line.startswith("TOLD ")]
+        lines = [line for line in done.output.splitlines() if line.startswith("FACTS ")]
         if not lines:
-            print(f"{name}: no result (exit code {done.code})\n{done.said[-3000:]}\n{done.log[-3000:]}")
+            print(f"{name}: no result (exit code {done.code})\n{done.output[-3000:]}\n{done.log[-3000:]}")
             return 2
-        told[name], found[name] = json.loads(lines[-1][5:]), hazards(done.log)
-        if not told[name]["right"]:
+        facts[name], found[name] = json.loads(lines[-1][6:]), hazards(done.log)
+        if not facts[name]["right"]:
             print(f"{name}: its numbers are wrong")
             return 2
-    known = {name: places(t) for name, t in told.items()}
-    # the tool counts from the window's start, of which the system keeps the first KiB on Hopper
+    known = {name: places(t) for name, t in facts.items()}
+    # the tool's addresses start at the window, whose first KiB the system reserves on Hopper
     base = 0x400 if all(h.address >= 0x400 for h in found["planted"]) else 0
     seen: dict[str, set[str]] = {}
     loose: dict[str, int] = collections.Counter()
     for name, spot in known.items():
-        log, t = runs[name].log, told[name]
+        log, t = runs[name].log, facts[name]
         summary = [line.strip("= ") for line in log.splitlines() if "RACECHECK SUMMARY" in line]
         print(f"\n== {name} ({t['kernel']}, {t['shared']} bytes of shared memory, {runs[name].seconds:.0f} s): {summary}")
         print(f"   handshake {spot.state}, mbarriers {spot.barriers}; addresses below are less {base:#x}")
@@ -271,8 +272,8 @@ def judge(runs: dict[str, Run]) -> int:
         for (where, h), at in groups.items():
             parted = where == "handshake" and spot.parted(h)
             loose[name] += where == "handshake" and not parted
-            told_apart = ", barrier 1 between them" if parted else ""
-            print(f"   {h.kind} in {where}, bytes {min(at)}..{max(at)} ({len(set(at))} of them, {len(at)} reports){told_apart}")
+            note = ", barrier 1 between them" if parted else ""
+            print(f"   {h.kind} in {where}, bytes {min(at)}..{max(at)} ({len(set(at))} of them, {len(at)} reports){note}")
             for access in (h.first, h.second):
                 text = spot.code.get(access.offset, "?")
                 print(f"      {access.kind:5s} {access.place.rpartition('+')[2]} {access.source or '-'}: {text}")
@@ -281,12 +282,12 @@ def judge(runs: dict[str, Run]) -> int:
                 print(f"   | {line.strip('= ')[:200]}")
     reasons = []
     if not seen["planted"] & {"tiles and scratch"}:
-        reasons.append("the planted race was not seen, so silence proves nothing")
+        reasons.append("the planted race was not reported, so the absence of reports proves nothing")
     for name in ("bare", "barriers"):
         if seen[name] - {"handshake"}:
             reasons.append(f"{name}, whose partitions share nothing, is reported for {sorted(seen[name])}")
     if ours := seen["hopper_prefill"] - {"handshake"}:
-        reasons.append(f"the prefill is reported for {sorted(ours)}: a race, or an order that the tool does not know")
+        reasons.append(f"the prefill is reported for {sorted(ours)}: a race, or synchronisation that the tool does not detect")
     if loose["hopper_prefill"]:
         reasons.append("a write and a read of the handshake have no barrier of all threads between them")
     others = [name for name in RACED[1:] if "handshake" in seen[name]]
@@ -299,18 +300,18 @@ def judge(runs: dict[str, Run]) -> int:
         print(f"\nVERDICT: {count} reports in the prefill, all of the handshake's bytes, a barrier of all threads in between;")
         print(f"the handshake is reported in {', '.join(others) or 'no other kernel'} too")
     if seen["ordered"] - {"handshake"}:
-        print("Mbarriers are no order to this tool: of rings it can say nothing either way")
+        print("The tool does not model mbarriers: its reports on rings prove nothing")
     return int(bool(reasons))
 
 
 def racecheck(folder: Path) -> int:
     runs = at_once({name: lambda name=name: run("", ["race", name], folder / f"{name}.warm") for name in RACED})  # type: ignore[misc]
-    if failed := {name: done.said[-2000:] for name, done in runs.items() if done.code}:
-        print("\n".join(f"{name} fails without the tool: {said}" for name, said in failed.items()))
+    if failed := {name: done.output[-2000:] for name, done in runs.items() if done.code}:
+        print("\n".join(f"{name} fails without the tool: {output}" for name, output in failed.items()))
         return 2
 
     def job(name: str) -> Run:
-        kernel = json.loads(re.findall(r"^TOLD (.*)$", runs[name].said, re.MULTILINE)[-1])["kernel"]
+        kernel = json.loads(re.findall(r"^FACTS (.*)$", runs[name].output, re.MULTILINE)[-1])["kernel"]
         extra = ("--racecheck-report", "all", "--kernel-name", f"kernel_substring={kernel}", "--num-cuda-barriers", "16")
         return run("racecheck", ["race", name], folder / f"{name}.log", extra)
 
@@ -329,14 +330,14 @@ def memcheck(folder: Path, parts: int = 10) -> int:
 
     for name, done in everywhere("", "warm").items():
         if done.code:
-            print(f"part {name} fails without the tool: {done.said[-2000:]}")
+            print(f"part {name} fails without the tool: {done.output[-2000:]}")
             return 2
     errors = cases = 0
     for done in everywhere("memcheck", "memcheck").values():
-        cases += done.said.count("\ncase ") + done.said.startswith("case ")
+        cases += done.output.count("\ncase ") + done.output.startswith("case ")
         summary = re.findall(r"ERROR SUMMARY: (\d+) error", done.log)
         if done.code or not summary:
-            print(f"exit code {done.code}\n{done.said[-2000:]}\n{done.log[-4000:]}")
+            print(f"exit code {done.code}\n{done.output[-2000:]}\n{done.log[-4000:]}")
             errors += 1
         errors += sum(map(int, summary))
     print(f"memcheck: {cases} cases, {errors} errors")
@@ -347,7 +348,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", default="racecheck", choices=("memcheck", "racecheck", "memory", "race"))
     parser.add_argument("rest", nargs="*", help=argparse.SUPPRESS)
-    parser.add_argument("--logs", type=Path, help="keep what the tool wrote here")
+    parser.add_argument("--logs", type=Path, help="keep the tool's logs in this folder")
     args = parser.parse_args()
     if args.what == "memory":
         return memory_cases(*map(int, args.rest))

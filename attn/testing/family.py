@@ -54,9 +54,7 @@ def run_family(
             raise ValueError(f"{name} is interpreted on this machine: kind must be 'interpreted'")
         how = kind or ("interpreted" if interpreted else "ran")
         if interpreted and names is None and kind is None:
-            reports.append(
-                BackendReport(name, skipped="kernels are interpreted on this machine, slow: request it by name")
-            )
+            reports.append(BackendReport(name, skipped="kernels are interpreted on this machine, slow: request it by name"))
             continue
         if how == "ran" and (refused := backend.capabilities.device_reasons(device)):
             reports.append(BackendReport(name, skipped="; ".join(refused)))

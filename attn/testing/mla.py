@@ -54,9 +54,7 @@ def _fixtures(subject: Subject) -> list[Case]:
         _at(subject, "huge numbers in masked slots", poison="huge"),
         _at(subject, "without lse", lse=False),
         _at(subject, "explicit scale", scale=0.31, inputs="needle"),
-        _at(
-            subject, "scores of -inf, prefills", (17, 40, 23), (33, 40, 39), inputs="infinite"
-        ),  # the last: only -inf
+        _at(subject, "scores of -inf, prefills", (17, 40, 23), (33, 40, 39), inputs="infinite"),  # the last: only -inf
         _at(subject, "negative scale", scale=-0.31, inputs="needle"),
     ]
     if subject.capabilities.framework == "torch":  # torch views have strides, even if they are empty

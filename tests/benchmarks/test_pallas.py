@@ -33,9 +33,9 @@ def test_the_table(rows: dict[str, Any]) -> None:
 
 
 MISTAKES = {
-    "--only nonsense": "no row's key has that; the first is 'decode 64 x 4k | v6e | 128 | attn'",
-    "--peers /nowhere": "no tpu_inference in it; unzip what",
-    "--again --compilers /nowhere": "no libtpu in it; `make compilers` installs it",
+    "--only nonsense": "no row's key contains this; the first key is 'decode 64 x 4k | v6e | 128 | attn'",
+    "--peers /nowhere": "contains no tpu_inference; unzip the file of",
+    "--again --compilers /nowhere": "contains no libtpu; `make compilers` installs it",
     "--jobs 0": "--jobs 0: at least 1",
 }
 

@@ -175,10 +175,10 @@ def test_an_interpreted_run_never_passes_as_ran(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(MineBackend, "interpreted_on", ("cpu",))
     with registered_backend("MINE", MineBackend):
         assert run_conformance(["MINE"], only="mixed batch").backends[0].kind == "interpreted"
-        with pytest.raises(ValueError, match="MINE is executed by an interpreter"):
+        with pytest.raises(ValueError, match="MINE is interpreted on this machine"):
             run_conformance(["MINE"], kind="ran", only="mixed batch")
         everything = {report.backend: report for report in run_conformance(only="no such case").backends}
-        assert "ask for it by name" in everything["MINE"].skipped
+        assert "request it by name" in everything["MINE"].skipped
 
 
 def test_a_run_is_recorded_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
