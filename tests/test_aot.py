@@ -181,11 +181,11 @@ def test_list_compiles_nothing(command):
         ("--target toy --jobs 0", "attn: --jobs 0 must be at least 1"),
     ],
 )
-def test_mistakes_are_told_in_a_line(command, line, said):
+def test_mistakes_are_reported_in_one_line(command, line, said):
     assert command(line) == (2, "", said + "\n")
 
 
-def test_a_missing_compiler_is_told_in_a_line(command, monkeypatch):
+def test_a_missing_compiler_is_reported_in_one_line(command, monkeypatch):
     monkeypatch.setitem(aot.TARGETS, "toy", aot.Target("toy_module", "no_such_compiler"))
     monkeypatch.setitem(aot.COMPILERS, "no_such_compiler", "no-such==1")
     code, out, err = command("--target toy")

@@ -207,7 +207,7 @@ def test_a_cleared_custom_name_is_unknown_again(registry):
 
 
 @every_registry
-def test_a_pickled_custom_name_that_is_not_registered_says_so(registry):
+def test_a_pickled_custom_name_that_is_not_registered_is_an_error(registry):
     REGISTRARS[registry]("ELSEWHERE", MINE)
     data = pickle.dumps(registry["ELSEWHERE"])
     registry["ELSEWHERE"].clear_override()
@@ -244,7 +244,7 @@ def test_malformed_paths_are_refused(registry, path):
     assert not registry.CUSTOM.is_overridden()
 
 
-def test_a_local_class_by_path_is_told_to_come_itself():
+def test_a_local_class_by_path_must_be_passed_itself():
     with pytest.raises(ValueError, match="pass the class itself"):
         register_backend("X", "mod.f.<locals>.C")
 
@@ -462,13 +462,13 @@ def test_a_path_of_ours_without_a_module_is_not_built_yet():
     assert "has no attribute 'Backend'" in AttentionBackendEnum["FLAT"].candidate().problem
 
 
-def test_a_missing_framework_says_how_to_get_it(monkeypatch):
+def test_a_missing_framework_is_an_error_with_the_install_command(monkeypatch):
     monkeypatch.setattr(backend_enum, "installed", lambda module: module != "jax")
     assert AttentionBackendEnum.PALLAS.candidate().problem == "jax is not installed (pip install 'jax>=0.10.1' 'flax>=0.12.8')"
 
 
 @every_registry
-def test_every_path_leads_somewhere_or_says_not_built_yet(registry):
+def test_every_path_exists_or_is_reported_as_not_built_yet(registry):
     """No member's path may be misspelt: its module is there, with that class, or is announced as still to come."""
     problems = {member.name: member.candidate().problem for member in registry if member is not registry.CUSTOM}
     assert {n: p for n, p in problems.items() if p and not p.startswith("not built yet: ")} == {}

@@ -92,7 +92,7 @@ def test_the_argument_disable_is_about_one_registry(registry):
 
 @each
 @pytest.mark.parametrize("way", ["argument", "environment", "item"])
-def test_an_unknown_name_is_met_by_the_one_that_was_meant_and_then_the_options(registry, way, monkeypatch):
+def test_an_unknown_name_is_an_error_with_a_suggestion_and_the_options(registry, way, monkeypatch):
     select, variable, name, _ = REGISTRIES[registry]
     wrong, cited = f"{name.lower()}x", ""
     if way == "environment":

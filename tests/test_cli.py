@@ -90,7 +90,7 @@ def test_explain_all_the_arguments(capsys):
     assert "mla" in json.loads(out)["request"]["features"]
 
 
-def test_nobody_serves_is_exit_code_1(capsys):
+def test_no_backend_is_exit_code_1(capsys):
     code, out, err = call(capsys, "explain --head-size 64 --feature sparse_mla --backend TORCH_SDPA")
     assert code == 1 and err == "" and out.startswith("no backend for head_size=64")
     assert "sparse_mla not supported" in out
@@ -163,7 +163,7 @@ def test_conform(capsys):
         ("conform TORCH_SDPA --only oracle --dtype float8_e4m3fn", "TORCH_SDPA: no case was selected"),
     ],
 )
-def test_conform_that_examines_nothing_is_exit_code_1(capsys, argv, words):
+def test_conform_without_cases_is_exit_code_1(capsys, argv, words):
     code, _, err = call(capsys, argv)
     assert code == 1 and err.startswith("attn: not tested: ") and words in err and err.count("\n") == 1
     code, out, err = call(capsys, f"{argv} --json")

@@ -256,7 +256,7 @@ def test_f4_no_forward_calls_a_selector():
     assert selectors_in_forwards(functions) == set()
 
 
-def test_f4_priority_lists_live_in_the_wings():
+def test_f4_priority_lists_are_in_the_frameworks_packages():
     for name in ("attn.platforms", "attn.selector", "attn.verdicts"):
         text = modules()[name].read_text()
         assert not [word for word in ("FLASH_ATTN", "TRITON_ATTN", "TORCH_SDPA", "PALLAS") if f'"{word}"' in text], name
@@ -400,7 +400,7 @@ def test_every_package_has_an_init_and_tests_have_none():
     assert [path for path in tests.rglob("__init__.py") if standins not in path.parents] == []
 
 
-def test_the_distribution_says_that_it_is_typed():
+def test_the_distribution_declares_that_it_is_typed():
     assert (PACKAGE / "py.typed").exists()
 
 

@@ -239,7 +239,7 @@ def test_infinite_values_stay_infinite(framework):
     assert np.isnan(out[0, 2:, 2:, 0]).all()
 
 
-def test_gradients_do_not_meet_what_nobody_attends():
+def test_gradients_ignore_unattended_keys():
     (q, k, v), _ = arrays(3, 8, {})
     k[:, 5:], v[:, 5:] = math.nan, math.inf
     tensors = [torch.tensor(x, requires_grad=True) for x in (q, k, v)]
@@ -365,7 +365,7 @@ ORDINARY = [
 
 
 @pytest.mark.parametrize(("q", "k"), SWAPPED)
-def test_a_swapped_shape_is_told(q, k):
+def test_a_swapped_shape_is_reported(q, k):
     query, key = np.ones((1, *q, 2), np.float32), np.ones((1, *k, 2), np.float32)
     with pytest.warns(UserWarning, match=r'look like \[B, heads, S, head_size\]: pass layout="BHSD"') as seen:
         attn.attention(query, key, key)

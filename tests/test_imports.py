@@ -30,7 +30,7 @@ def test_a_missing_attribute_names_the_module():
 
 
 @pytest.mark.parametrize("path", ["json", "", None, 3, "a.b c", "json.", "a.<locals>.b", "a.b\n"])
-def test_what_cannot_be_a_path_says_what_one_looks_like(path):
+def test_an_invalid_path_is_an_error_with_an_example(path):
     with pytest.raises(ValueError, match=r"is not of the form 'package.module.Class' or 'package.module:Class'"):
         resolve_obj_by_qualname(path)
 
@@ -78,13 +78,13 @@ def test_odd_names_are_not_installed(name):
     assert installed(name) is False
 
 
-def test_what_is_said_to_install_is_what_the_extras_install():
+def test_install_hints_agree_with_the_extras():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert {extra: tuple(project[extra]) for extra in imports.EXTRAS} == imports.EXTRAS
     assert imports.pip_install("jax", "plots") == "pip install 'jax>=0.10.1' 'flax>=0.12.8' matplotlib"
 
 
-def test_no_text_tells_a_reader_to_install_this_package_from_pypi():
+def test_no_text_recommends_to_install_this_package_from_pypi():
     """It is not there: `pip install 'attn[torch]'` ends in an error, or in another project's package."""
     texts = [*ROOT.glob("attn/**/*.py"), *ROOT.glob("docs/**/*.md"), ROOT / "README.md", *ROOT.glob("notebooks/*.ipynb")]
     found = [str(path) for path in texts if re.search(r"install [^\n`]*\battn\[", path.read_text(encoding="utf-8"))]

@@ -11,7 +11,7 @@ from attn.logger import init_logger
 # notices
 
 
-def test_a_notice_is_said_once_for_its_words_and_names_its_line(caplog):
+def test_a_notice_is_logged_once_per_text_with_its_line(caplog):
     logger = init_logger("attn.something")
     with caplog.at_level(logging.INFO, logger="attn"):
         for number in (1, 1, 2, 1):
@@ -20,7 +20,7 @@ def test_a_notice_is_said_once_for_its_words_and_names_its_line(caplog):
     said = [(r.levelname, r.getMessage()) for r in caplog.records]
     assert said == [("WARNING", "number 1"), ("INFO", "number 1"), ("WARNING", "number 2"), ("INFO", "number 2")]
     assert {(r.funcName, r.filename) for r in caplog.records} == {
-        ("test_a_notice_is_said_once_for_its_words_and_names_its_line", os.path.basename(__file__))
+        ("test_a_notice_is_logged_once_per_text_with_its_line", os.path.basename(__file__))
     }
 
 

@@ -136,7 +136,7 @@ def test_packages_that_are_named_count_and_others_do_not(triton_here):
     assert xformers.reasons == ("xformers is not installed (pip install xformers)",)
 
 
-def test_what_would_change_the_answer_is_said(triton_here):
+def test_notes_state_what_would_change_the_result(triton_here):
     found = attn.explain(*ASK, device="A100")
     assert found.name == "TRITON_ATTN"
     assert found.notes[1:] == (
@@ -193,7 +193,7 @@ def test_a_faster_path_that_is_off_is_shown(slow, capsys):
     assert cli.main(words.split()) == 0 and "CPU_ATTN: no fast path: too cold\n" in capsys.readouterr().out
 
 
-def test_a_path_that_is_off_elsewhere_is_not_told_of_here(slow):
+def test_a_path_that_is_off_on_another_device_is_not_reported(slow):
     """What a machine has installed decides it, and that is only assumed."""
     assert attn.explain(64, "float32", device=Device("torch", "cpu", "another CPU", "aarch64")).notes[1:] == ()
 
@@ -210,7 +210,7 @@ def test_a_broken_backends_word_does_not_bring_the_report_down(monkeypatch):
     assert told == {"attention CPU_ATTN": "broken: RuntimeError: driver on fire"}
 
 
-def test_no_backend_has_a_path_off_unless_it_says_why():
+def test_paths_that_are_off_have_reasons():
     for registry in REGISTRIES.values():
         for member in registry:
             assert all(isinstance(sentence, str) and len(sentence) > 20 for sentence in member.off_paths()), member

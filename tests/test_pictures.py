@@ -191,7 +191,7 @@ def test_the_same_picture_is_the_same_file_and_leaves_nothing_behind(tmp_path: P
     assert pyplot is None or not pyplot.get_fignums()
 
 
-def test_without_matplotlib_it_says_what_to_install(
+def test_without_matplotlib_the_error_names_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from attn.pictures import picture

@@ -125,7 +125,7 @@ def test_names_that_are_taken_are_refused(entry_points, make_backend):
     assert not AttentionBackendEnum.FLASH_ATTN.is_overridden()
 
 
-def test_order_is_by_name_whatever_the_installation_says(entry_points, make_backend, platform):
+def test_order_is_by_name_whatever_the_order_of_installation(entry_points, make_backend, platform):
     names = ["ZED", "ALPHA", "MID"]
     entry_points(*(Point(name, make_backend(name), f"package_{i}:Backend") for i, name in enumerate(names)))
     assert list(plugins.load()) == sorted(names)

@@ -184,7 +184,7 @@ def test_times_of_another_request_do_not_count(measured: Callable[..., None], ch
     assert selection.name is None or "has no times for this request" in selection.measured
 
 
-def test_heads_that_are_not_told_match_all_that_were_measured(measured: Callable[..., None]) -> None:
+def test_unspecified_heads_match_all_measured_heads(measured: Callable[..., None]) -> None:
     measured(A=times(2.0), B=times(1.0))
     measured(replace(REQUEST, num_heads=16), A=times(1.0), B=times(2.0))
     bare = replace(REQUEST, num_heads=None, num_kv_heads=None)
@@ -335,7 +335,7 @@ def test_tune_measures_keeps_and_is_followed(
     assert layer.selection.name == "TORCH_SDPA"
 
 
-def test_tune_overwrites_nobodys_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tune_does_not_overwrite_other_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
     mine = tmp_path / "thesis.json"
     mine.write_text("{}")

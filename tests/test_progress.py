@@ -22,7 +22,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
 
 
-def test_a_bar_tells_what_is_done_and_left_and_shows_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bar_shows_progress_time_left_and_texts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", terminal := Terminal())
     with display(Lines(), sys.stdout, transient=False) as shown:
         assert isinstance(shown, Bar)

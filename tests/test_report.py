@@ -39,7 +39,7 @@ def test_the_universal_backends_run_here():
         assert row.serves.startswith("float32") and "head_size any" in row.serves
 
 
-def test_what_nobody_has_built_yet_says_so():
+def test_unimplemented_features_are_reported_as_such():
     path = "attn.torch.backends.of_next_year.Backend"
     with registered_backend(AttentionBackendEnum.IPEX, path):
         row = report.backends("attention")["IPEX"]
@@ -174,7 +174,7 @@ def test_explain_a_machine_that_is_not_here():
     assert "on NVIDIA H100 (torch)" in str(selection) and selection.trace[0].name == "TRITON_ATTN"
 
 
-def test_explain_says_who_asked(monkeypatch):
+def test_explain_shows_the_source_of_the_request(monkeypatch):
     assert attn.explain(64, "float32", backend="TORCH_SDPA").source == "argument"
     monkeypatch.setenv("ATTN_BACKEND", "TORCH_SDPA")
     selection = attn.explain(64, "float32")

@@ -79,7 +79,7 @@ def test_precedence(force, argument, variable, vllm, winner, source, three, monk
         assert pick() == winner
 
 
-def test_the_seeds_platform_door(three):
+def test_the_platforms_entry_point_of_vllm(three):
     ask = lambda backend: three.get_attn_backend_cls(backend, 64, "float32", None, 16, True, False)  # noqa: E731
     assert ask(None) == AttentionBackendEnum["ONE"].get_path()
     assert ask(AttentionBackendEnum["TWO"]) == AttentionBackendEnum["TWO"].get_path()
@@ -196,7 +196,7 @@ def test_missing_packages_are_reasons(three, make_backend):
         select(make_request(64, "float32"), backend="VENDOR").require()
 
 
-def test_nobody_serves_lists_every_candidate_with_every_reason(three, make_backend):
+def test_without_a_backend_every_candidate_is_listed_with_every_reason(three, make_backend):
     register_backend("THREE", make_backend("THREE", head_sizes=(128,), dtypes=("float16",)), override=True)
     with pytest.raises(UnsupportedError) as caught:
         pick(features={Feature.SINKS, "alibi"})
@@ -211,7 +211,7 @@ def test_nobody_serves_lists_every_candidate_with_every_reason(three, make_backe
 # --- when a change takes effect ----------------------------------------------------------------------------------
 
 
-def test_a_second_call_asks_nobody(three):
+def test_a_second_call_is_cached(three):
     assert pick() == "ONE"
     asked = three.asked
     assert pick() == "ONE" and three.asked == asked
@@ -275,7 +275,7 @@ def test_the_cache_does_not_grow_forever(three, monkeypatch):
 
 @pytest.mark.parametrize("wrong", [True, 1.0, "1", 0, -1, [1]], ids=repr)
 @pytest.mark.parametrize("field", ["head_size", "block_size"])
-def test_true_and_one_and_one_point_nought_are_told_apart(field, wrong, three):
+def test_true_one_and_one_point_zero_are_distinguished(field, wrong, three):
     assert pick(head_size=1, block_size=1) == "ONE"
     with pytest.raises(ValueError, match=rf"{field}=.* must be a positive int"):
         pick(**{"head_size": 1, "block_size": 1, field: wrong})

@@ -33,7 +33,7 @@ def request(**changes):
     return Request(**{"head_size": 64, "dtype": "float32", **changes})
 
 
-def test_an_empty_list_of_candidates_says_so():
+def test_an_empty_list_of_candidates_is_reported():
     selection = choose([], request(features={"mla"}), CPU)
     why = "no backend registered for this request on torch/cpu"
     assert why in str(selection) and why in selection._repr_html_() and selection.to_dict()["reasons"] == [why]
@@ -189,7 +189,7 @@ def test_devices(changes, device, reasons):
         ("framework", "tinygrad"),
     ],
 )
-def test_a_record_with_a_word_that_nobody_knows_is_refused(field, value):
+def test_a_record_with_an_unknown_word_is_rejected(field, value):
     """A misspelt dtype would silently never match."""
     with pytest.raises(ValueError, match="unknown; known: "):
         capable(**{field: value})
@@ -257,7 +257,7 @@ def test_another_device_is_only_another_argument(make_backend):
         assert choose(list(map(candidate, backends)), request(), device).name == name
 
 
-def test_nobody_is_an_error_with_the_whole_table(make_backend):
+def test_no_backend_is_an_error_with_the_whole_table(make_backend):
     broken = Candidate("BROKEN", "x.y", problem="x.y cannot be imported: OSError: gone")
     vendor = make_backend("VENDOR", install="flash-attn", dtypes=("float16",), packages=("flash_attn", "einops"))
     missing = candidate(vendor, missing=("flash_attn", "einops"))
@@ -276,7 +276,7 @@ def test_nobody_is_an_error_with_the_whole_table(make_backend):
     assert [r.partition(":")[0] for r in caught.value.reasons] == ["BROKEN", "VENDOR"]
 
 
-def test_an_empty_list_is_nobody():
+def test_an_empty_list_gives_no_backend():
     with pytest.raises(UnsupportedError, match="no backend for head_size=64 dtype=float32 on test CPU"):
         choose([], request(), CPU).require()
 
@@ -309,7 +309,7 @@ def test_a_backend_that_breaks_when_judged_loses_in_automatic_choice_and_raises_
     assert isinstance(caught.value.__cause__, OSError)
 
 
-def test_a_missing_package_is_why_it_breaks_and_is_told_as_missing(make_backend):
+def test_a_missing_package_is_reported_as_missing(make_backend):
     vendor = make_backend("VENDOR", install="flash-attn")
     vendor.get_impl_cls = staticmethod(lambda: __import__("no_such_module_anywhere"))
     with pytest.raises(UnsupportedError, match=r"flash_attn is not installed \(pip install flash-attn\); ModuleNotFound"):

@@ -306,7 +306,7 @@ def test_deprecated_backend_stands_in_for_the_enum():
             _ = registry._Backend.NOPE
 
 
-def test_looking_at_the_deprecated_name_alone_is_silent():
+def test_reading_only_the_deprecated_name_is_silent():
     """Tools that ask a class what it is called are no users of it (filterwarnings=error is the assertion)."""
     assert registry._Backend.__name__ and registry._Backend.__module__ and repr(type(registry._Backend))
 

@@ -69,7 +69,7 @@ def test_what_a_latent_layer_is_counted_as() -> None:
     assert Case.of({"batch": "q4"}) == Case("q4"), "rows of older files"
 
 
-def test_a_shape_that_is_none_is_told() -> None:
+def test_an_invalid_shape_is_reported() -> None:
     for changes, said in (
         ({"heads": "8/"}, "heads='8/'"), ({"window": 0}, "window=0"), ({"dtype": "int8"}, "dtype='int8'"),
         ({"mla": True}, "heads='32/8' with mla"), ({"mla": True, "heads": "4", "head_size": 64}, "head_size=64 with mla"),

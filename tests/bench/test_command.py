@@ -95,7 +95,7 @@ def test_both_frameworks(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     assert said.count("level") == 4 and "4 times in both: 0 worse, 0 faster, 5 in all" in said
 
 
-def test_mistakes_are_told_in_a_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_mistakes_are_reported_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     pytest.importorskip("torch")
     run("q8s4", "--framework", "torch", code=2)
     run("q8", "--framework", "torch", "--backend", "XLA_ATTN", code=2)
@@ -166,7 +166,7 @@ def test_a_run_beside_the_peers_on_the_cpu(tmp_path: Path, capsys: pytest.Captur
     assert re.search(r"CPU_ATTN +2 cases", capsys.readouterr().out)
 
 
-def test_names_that_nobody_has_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_names_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
     assert main(["bench", "q4", "--framework", "torch", *TINY, "--peers", "sdpa,CUDNN"]) == 2
     assert "peer 'CUDNN' is unknown; known: all, " in capsys.readouterr().err

@@ -51,7 +51,7 @@ class Watch:
         return [self.error if isinstance(self.error, Exception) else Timing(1.0, 1.0, 1.0, error=self.error) for _ in backends]
 
 
-def test_every_backend_is_timed_or_told_why_not():
+def test_every_backend_is_timed_or_has_a_reason():
     pytest.importorskip("torch")
     found = list(rows(Shape(1, 77, 2, 64), "bfloat16", (), "torch", Watch()))
     assert [(row.backend, row.chosen) for row in found if not row.refused] == [("TORCH_SDPA", True)]

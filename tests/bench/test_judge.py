@@ -35,7 +35,7 @@ def test_a_time_whose_spread_overlaps_loses_nothing_and_a_wrong_row_wins_nothing
     assert "is the fastest" in str(verdicts(rows)[0])
 
 
-def test_a_ranking_puts_who_serves_more_first(rows_of: RowsOf) -> None:
+def test_a_ranking_puts_backends_that_serve_more_first(rows_of: RowsOf) -> None:
     rows = [row.to_dict() for row in rows_of(CPU_ATTN=1.0, TORCH_SDPA=2.0).values()]
     more = {**rows[1], "batch": "q8"}
     assert [entry[:2] for entry in ranking([*rows, more])] == [("TORCH_SDPA", 2), ("CPU_ATTN", 1)]

@@ -16,6 +16,6 @@ def test_a_backend_that_breaks_its_word_is_wrong_and_a_peer_or_a_late_one_is_not
     assert not rows_of(CPU_ATTN=1.0, error=float("nan"))["CPU_ATTN"].right
 
 
-def test_the_choice_runs_whoever_is_asked_for(rows_of: RowsOf) -> None:
+def test_the_selected_backend_runs_too(rows_of: RowsOf) -> None:
     assert list(rows_of("FLASH_ATTN", CPU_ATTN=1.0)) == ["CPU_ATTN", "FLASH_ATTN:one"]
     assert list(rows_of("TORCH_SDPA", CPU_ATTN=1.0, TORCH_SDPA=2.0)) == ["CPU_ATTN", "TORCH_SDPA"]

@@ -11,7 +11,9 @@ from attn.bench import LIMITS, Case
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell script stands in for the driver's tool")
 @pytest.mark.parametrize(("script", "told"), [("echo '1980 MHz, 3201 MHz'", "1980 MHz, 3201 MHz"), ("exit 9", "")])
-def test_clocks_are_told_where_the_driver_does(script: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clocks_are_reported_if_the_driver_reports_them(
+    script: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bench = pytest.importorskip("attn.torch.bench")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert bench.clocks_now() == ""
@@ -21,7 +23,7 @@ def test_clocks_are_told_where_the_driver_does(script: str, told: str, tmp_path:
 
 
 @pytest.mark.parametrize(("framework", "backend"), [("torch", "TORCH_SDPA"), ("jax", "XLA_ATTN")])
-def test_the_judge_tells_a_kernel_that_did_something_else(
+def test_the_judge_detects_a_kernel_that_computes_something_else(
     framework: str, backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The output is right for its case, and wrong for one with another window, without sinks, or with another scale."""

@@ -73,7 +73,7 @@ def test_prompts_ragged_keys_and_eight_bit_caches(tmp_path: Path) -> None:
         ({"kv_indptr": {"type": "safetensors", "path": "gone", "tensor_key": "x"}}, {}, "gone does not exist"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_read_as_a_case_says_why(
+def test_an_unreadable_case_is_an_error_with_the_reason(
     inputs: dict[str, Any], changes: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     file = dataset(tmp_path, {"inputs": inputs}, **changes)

@@ -354,7 +354,7 @@ def test_tensors_that_do_not_fit_the_config_are_named(
     assert "\n" not in str(caught.value)
 
 
-def test_another_model_is_told_by_a_few_names(checkpoint: Path) -> None:
+def test_another_model_is_recognised_by_a_few_names(checkpoint: Path) -> None:
     config = load_config(write_config(checkpoint, {**LLAMA, "num_hidden_layers": 6}))
     with pytest.raises(CheckpointError, match=r"missing (\S+, ){3}\S+ and 14 more$"):
         load_weights(checkpoint, config)

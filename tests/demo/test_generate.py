@@ -111,7 +111,7 @@ def test_a_sample_depends_on_the_seed_alone(capsys: pytest.CaptureFixture[str]) 
         (["--max-new-tokens", "2047"], "make 2049: must be at most max_position_embeddings=2048"),
     ],
 )
-def test_mistakes_are_told_in_one_line(words: list[str], message: str) -> None:
+def test_mistakes_are_reported_in_one_line(words: list[str], message: str) -> None:
     pytest.importorskip("torch")
     with pytest.raises(ValueError) as caught:
         call(generate, "--framework", "torch", *words, "x")
@@ -137,7 +137,7 @@ def test_a_missing_framework_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 FEW = ("--num-requests", "6", "--max-new-tokens", "6")
 
 
-def test_the_demo_agrees_and_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_agrees_and_reports_it(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
     assert call(show, "--frameworks", "torch", *FEW) == 0
     out = capsys.readouterr().out
@@ -218,7 +218,7 @@ def test_a_file_without_prompts_is_refused(tmp_path: Path, content: bytes, messa
         call(show, "--prompts", str(path))
 
 
-def test_nothing_to_run_on_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_framework_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "installed", lambda package: False)
     with pytest.raises(AttnError, match="no framework is installed"):
         call(show)

@@ -23,7 +23,7 @@ def _chosen(**how: object) -> tuple[str | None, str]:
     return found.name, found.source
 
 
-def test_the_platforms_list_serves_whoever_asks_for_nothing():
+def test_without_a_preference_the_platforms_list_is_used():
     assert _chosen() == ("CUDNN_ATTN", "priority")
     cpu = select_diffusion(FLUX, device=Device("torch", "cpu", "a CPU"))
     assert (cpu.name, cpu.source) == ("TORCH_SDPA", "priority")
@@ -105,7 +105,7 @@ def test_limits_of_calls_are_reasons_where_the_call_is_known(more, words):
     assert words not in " ".join(asked())
 
 
-def test_tables_tell_the_limits_and_the_error():
+def test_tables_show_the_limits_and_the_error():
     from attn.report import backends
 
     table = backends("diffusion")
@@ -117,7 +117,7 @@ def test_tables_tell_the_limits_and_the_error():
     assert "error 0.035" in table["TRITON_INT8_ATTN"].serves
 
 
-def test_a_layer_that_will_leave_keys_out_says_so():
+def test_a_layer_that_excludes_keys_must_declare_it():
     from attn.torch import DiffusionAttention
 
     assert DiffusionAttention(4, 64, key_mask=True).selection.request.key_mask
@@ -138,7 +138,7 @@ def test_names_can_be_kept_out(monkeypatch):
     assert "disabled by ATTN_DISABLE" in told
 
 
-def test_an_unknown_category_is_told():
+def test_an_unknown_category_is_reported():
     with pytest.raises(ValueError, match="category='both' is unknown; known: self, cross, joint"):
         select_diffusion(FLUX, device=H200, category="both")
     with pytest.raises(ValueError, match="category='both' is unknown"):

@@ -66,7 +66,7 @@ def test_custom_leads_to_attn_again_and_again_and_nothing_else_does(vllm: Any) -
         current_platform.get_attn_backend_cls(AttentionBackendEnum.CUSTOM, plain._replace(use_mla=True))
 
 
-def test_another_interface_or_owner_is_told(vllm: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+def test_another_interface_or_owner_is_reported(vllm: Any, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     from vllm.v1.attention import backend
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -114,7 +114,7 @@ def test_our_classes_take_what_the_interface_gives(vllm: Any) -> None:
             assert list(inspect.signature(getattr(own, name)).parameters)[: len(want)] == want, name
 
 
-def test_batches_are_what_the_formula_says(vllm: Any) -> None:
+def test_batches_agree_with_the_formula(vllm: Any) -> None:
     found = dict(vllm.batches())
     assert len(found) == 16
     assert {what: worst for what, worst in found.items() if worst > 2e-6} == {}
@@ -183,7 +183,7 @@ def plain(make_backend: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def test_a_layer_that_nobody_serves_is_named_with_who_would(named: Any, plain: None) -> None:
+def test_an_unsupported_layer_is_named_with_backends_that_would_serve(named: Any, plain: None) -> None:
     with pytest.raises(UnsupportedError) as caught:
         named(sinks=torch.zeros(4), logits_soft_cap=2.0)
     said = str(caught.value)
@@ -234,7 +234,7 @@ def test_flags_of_a_configuration_that_are_not_served(vllm: Any, flag: str) -> N
     assert [reason for reason in backend.validate_configuration(**{**CONFIGURATION, flag: True}) if flag in reason]
 
 
-def test_a_configuration_that_nobody_serves_has_every_reason(vllm: Any, plain: None) -> None:
+def test_an_unsupported_configuration_lists_every_reason(vllm: Any, plain: None) -> None:
     backend = importlib.import_module("attn.integrations._vllm").AttnBackend
     why = backend.validate_configuration(**{**CONFIGURATION, "has_sink": True})
     assert "PLAIN: sinks not supported" in why[0] and "CPU_ATTN" in why[-1]

@@ -223,7 +223,7 @@ def test_cost_counts_what_is_visible(arguments, scores, rows):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_grid_meets_every_head_size_block_size_and_dtype(target):
+def test_the_grid_covers_every_head_size_block_size_and_dtype(target):
     for kernel in wing.KERNELS.values():
         assert all(len(values) > 1 for values in kernel.axes.values())
     axes = wing.KERNELS["ragged_paged_attention"].axes

@@ -109,7 +109,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("message", BAD)
-def test_nonsense_is_a_value_error_that_says_so(message):
+def test_invalid_arguments_raise_value_error(message):
     with pytest.raises(ValueError) as caught:
         BAD[message]()
     assert message in str(caught.value)

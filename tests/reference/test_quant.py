@@ -128,7 +128,7 @@ def test_quantised_values_stay_within_half_a_step():
         "rows has shape=(2, 655) (expected (2, 656))": lambda: reference.unpack_fp8_ds_mla(np.zeros((2, 655), np.uint8)),
     }.items(),
 )
-def test_nonsense_is_a_value_error_that_says_so(message, call):
+def test_invalid_arguments_raise_value_error(message, call):
     with pytest.raises(ValueError) as caught:
         call()
     assert message in str(caught.value)

@@ -43,7 +43,7 @@ def test_eight_bits_hold_every_step_and_zeros():
     assert np.allclose(int8(steps, 255), steps) and not int8(np.zeros((4, 2)), 2).any()
 
 
-def test_kinds_of_input_are_told_apart():
+def test_kinds_of_input_differ():
     drawn = [inputs(kind, 128, 64) for kind in KINDS]
     assert len({float(q.sum() + k.sum()) for q, k, _ in drawn}) == len(KINDS)
     with pytest.raises(ValueError, match="kind='odd' is unknown; known: normal"):

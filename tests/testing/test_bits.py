@@ -47,6 +47,6 @@ def test_huge_poison_is_finite_when_multiplied_by_the_scale_of_its_row(element: 
     assert np.isfinite(bits.decode(rows, element)).all() and np.abs(bits.decode(rows, element)).max() > 1e38
 
 
-def test_bytes_tell_signed_zeros_and_nans_apart() -> None:
+def test_bytes_distinguish_signed_zeros_and_nans() -> None:
     zeros = np.array([0.0, -0.0, np.nan], np.float32)
     assert np.array_equal(bits.as_bytes(zeros) == bits.as_bytes(zeros[[1, 0, 2]]), [False, False, True])

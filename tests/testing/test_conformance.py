@@ -103,7 +103,7 @@ def test_the_report_lists_failures_and_the_smallest_of_them() -> None:
     assert json.loads(report.json())["backends"][0]["failures"][0]["repro"] == wrong.failures[0].repro
 
 
-def test_the_report_says_where_no_nan_was_masked() -> None:
+def test_the_report_states_that_no_nan_was_masked() -> None:
     with registered_backend("MINE", MineBackend):
         (tame,) = run_conformance(["MINE"], only="mixed batch").backends
     (wild,) = run_conformance(["CPU_ATTN"], only="mixed batch, needle").backends

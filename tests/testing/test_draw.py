@@ -37,7 +37,7 @@ def test_the_two_seeds_are_independent() -> None:
     assert np.array_equal(base.batch.block_table, other.batch.block_table)
 
 
-def test_a_request_has_its_data_whoever_else_is_there() -> None:
+def test_a_requests_data_do_not_depend_on_the_others() -> None:
     alone = draw(CASE.replace(query_lens=(1,), seq_lens=(33,), padding=0))
     assert np.array_equal(alone.query[0], draw(CASE).query[0])
 

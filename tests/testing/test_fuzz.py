@@ -175,7 +175,7 @@ class NoRearStream(SDPAImpl):
 
 
 @pytest.mark.parametrize("kernel", [SDPAImpl, KeysThatAreNotThere, NoRearStream])
-def test_dense_backends_are_examined_too(kernel: type[SDPAImpl], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dense_backends_are_fuzzed_too(kernel: type[SDPAImpl], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Dense, "get_impl_cls", staticmethod(lambda: kernel))
     subject = DenseSubject("DENSE", Dense, Device("torch", "cpu"))
 

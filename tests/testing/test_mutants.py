@@ -25,7 +25,7 @@ def test_every_mutant_is_killed(name: str) -> None:
     assert found, f"no case of the quick suite notices {name}: {MUTANTS[name].__doc__}"
 
 
-def test_there_are_enough_mutants_and_each_says_what_it_is() -> None:
+def test_there_are_enough_mutants_and_each_has_a_docstring() -> None:
     assert len(MUTANTS) >= 40
     assert all(cls.__doc__ for cls in MUTANTS.values())
 
@@ -35,7 +35,7 @@ def test_every_property_is_used() -> None:
     assert used == CHECKS.keys() - {"captured", "too_large", "wrong"}  # of compiled backends, on a GPU, of layers alone
 
 
-def test_the_table_tells_rules_and_first_case() -> None:
+def test_the_table_shows_rules_and_the_first_case() -> None:
     names = ("LseBaseTwo", "PadWritesLastSlot", "CapByExponential")
     rows = {kill.mutant: kill for kill in mutation_table(enough=1, names=names)}
     assert rows["LseBaseTwo"].rules and "D" in rows["LseBaseTwo"].rules

@@ -18,7 +18,7 @@ def halved(task: int) -> int:
     return task // 2
 
 
-def test_results_come_in_order_whoever_was_first() -> None:
+def test_results_are_in_the_order_of_the_tasks() -> None:
     assert list(spread(halved, range(8), 2, lambda why: -1, lambda task: task % 2)) == [n // 2 for n in range(8)]
     assert list(spread(halved, [], 2, lambda why: -1)) == []
 

@@ -186,7 +186,7 @@ def test_the_score_is_how_near_the_limits_a_result_came() -> None:
     assert 2**-11 < score.row < BUDGETS["bfloat16"].target and score.lse < 0.1
 
 
-def test_a_violation_says_where_and_how_to_repeat_it() -> None:
+def test_a_violation_states_its_place_and_how_to_repeat_it() -> None:
     def change(result: Result) -> None:
         result.output[8, 3] = 0
 

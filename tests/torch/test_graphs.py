@@ -207,7 +207,7 @@ def test_an_exported_program_runs_in_another_process(tmp_path: Any) -> None:
 
 
 @torch.no_grad()
-def test_an_mla_program_says_whose_layer_is_gone() -> None:
+def test_an_mla_program_names_its_deleted_layer() -> None:
     layer = mla("TORCH_MLA")
     given, cache, batch = arrays(6, (4, 40), (32,), (16,)), layer.new_kv_cache(16), batch_of([5, 1], [5, 21], layer)
     program = torch.export.export(layer, (*given, cache, batch), strict=False).module()

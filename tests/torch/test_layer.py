@@ -32,7 +32,7 @@ def test_two_steps_of_a_batch() -> None:
             np.testing.assert_allclose(part, want, atol=2e-6)
 
 
-def test_the_choice_is_told() -> None:
+def test_the_selection_is_logged() -> None:
     layer = Attention(H, D, num_kv_heads=K, dtype=torch.bfloat16, features=("tree_mask",))
     assert layer.selection.name and layer.selection.name in repr(layer)
     assert "tree_mask" in layer.selection.request.features

@@ -13,7 +13,7 @@ PAGES = [page for page in sorted(tables.NOTES.glob("*.md")) if page.name != "REA
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_page_has_the_results_tables_and_says_how_they_were_made(page: Path) -> None:
+def test_a_page_has_the_results_tables_and_the_command_that_makes_them(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     assert tables.rewritten(text) == text, "write it: python -m benchmarks.notes.tables --write"
     assert tables.BLOCK.search(text) and all(f"| {word}" in text for word in ("device", "version", "date", "command"))

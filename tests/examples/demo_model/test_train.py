@@ -97,7 +97,7 @@ def test_a_place_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, capsys:
 
 
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the shipped corpus is that of Python 3.11")
-def test_the_corpus_is_in_order_and_said_once() -> None:
+def test_the_corpus_is_sorted_without_repetitions() -> None:
     from examples.demo_model.corpus import documents
 
     found = documents()

@@ -313,7 +313,7 @@ def plain_as_none(q_length, kv_length, attention_mask=None, **kwargs):
 
 
 @pytest.mark.parametrize("way", [way for way in ON_A_CACHE if way is not static_cache_in_pieces], ids=named)
-def test_rows_whose_place_nothing_says_are_refused_and_would_show(way, monkeypatch):
+def test_rows_of_unknown_position_are_rejected(way, monkeypatch):
     name = lossy(attn_transformers._function(None), plain_as_none)
     with pytest.raises(UnsupportedError, match=r"causal rows over \d+ keys without a mask not supported"):
         run(way, "llama", name)

@@ -111,7 +111,7 @@ def test_a_refusal_names_every_provider_with_its_reasons(standins: Callable[...,
     assert "PyTorch's varlen_attn: alibi not supported, soft_cap not supported" in told
 
 
-def test_without_a_provider_one_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_provider_the_error_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(providers.Provider, "present", lambda self: False)
     assert "pip install 'flash-attn-3'" in _why(PLAIN)
 
@@ -183,7 +183,7 @@ def test_an_extension_of_vllm_that_is_not_there_or_broken_leaves_the_other_one(
         ([1, 1, 1], (None, None), (-1, -1)),
     ],
 )
-def test_what_flash_attention_2_is_told_of_the_window(
+def test_the_window_passed_to_flash_attention_2(
     name: str, lens: list[int], window: tuple[int | None, int | None], sides: tuple[int, int]
 ) -> None:
     """Golden arguments of one paged batch, those that decide which kernel of the package runs."""

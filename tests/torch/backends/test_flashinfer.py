@@ -106,7 +106,7 @@ def test_two_batches_in_flight_never_share_a_wrapper_and_dead_ones_give_theirs_b
     assert _built(builder, [1, 1], [9, 9]).planned(_group()) is held
 
 
-def test_a_wrapper_is_lent_again_for_the_same_dtypes_alone() -> None:
+def test_a_wrapper_is_reused_for_the_same_dtypes_only() -> None:
     """A paged wrapper's first plan decides between FA3 and FA2 for good; FA3 takes no fp8 cache."""
     builder, group = FlashInferBackend.get_builder_cls()(SPEC), _group("prefill")
     first = _built(builder, [2, 2], [40, 5])
@@ -142,7 +142,7 @@ def test_a_log_sum_exp_is_refused_where_only_fa2_serves(arch: str) -> None:
     assert "lse on sm_100" in reasons("sm_100", Feature.LSE, Feature.SOFT_CAP)
 
 
-def test_who_reads_the_log_sum_exp_gets_kernels_that_sum_whole_weights() -> None:
+def test_a_log_sum_exp_comes_from_kernels_that_sum_unrounded_weights() -> None:
     builder = FlashInferBackend.get_builder_cls()(SPEC)
     few, decodes = _built(builder, [4, 33], [40, 40]), _built(builder, [1, 1], [40, 5])
     assert few.planned(_group("prefill", lse=True)).backend == "auto"

@@ -208,7 +208,7 @@ def test_which_architectures_convert_e4m3() -> None:
     assert not any(map(converts_e4m3, ("sm_80", "sm_86", "gfx90a", "gfx942", "gfx1100")))
 
 
-def test_limits_are_said() -> None:
+def test_limits_are_reported() -> None:
     for request, word in (
         (Request(24, "bfloat16"), "head_size=24"),
         (Request(264, "bfloat16"), "head_size=264"),

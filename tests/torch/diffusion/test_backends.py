@@ -111,7 +111,7 @@ def test_metadata_that_contradicts_itself(meta: dict[str, Any], error: type[Exce
         SDPABackend.get_impl_cls()(2, 64).forward(x, x, x, DiffusionAttentionMetadata(**meta))
 
 
-def test_a_layer_chooses_says_why_and_is_differentiable() -> None:
+def test_a_layer_selects_gives_reasons_and_is_differentiable() -> None:
     layer = DiffusionAttention(4, 64, num_kv_heads=2, role="cross", features=["backward"], dtype=torch.float32)
     assert layer.selection.name == "TORCH_SDPA" and "TORCH_SDPA" in repr(layer)
     q, k, v = torch.randn(1, 5, 4, 64, requires_grad=True), torch.randn(1, 7, 2, 64), torch.randn(1, 7, 2, 64)
@@ -164,7 +164,7 @@ def test_the_full_suite_has_fluxs_length_and_on_a_gpu_arrays_beyond_32_bits() ->
 
 
 @pytest.mark.parametrize("case", [_small(case) for case in vast_cases()], ids=str)
-def test_a_vast_case_is_drawn_and_compared_where_it_says(case: DenseCase, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_vast_case_is_compared_at_its_places(case: DenseCase, monkeypatch: pytest.MonkeyPatch) -> None:
     check_dense(SDPABackend, case)
     attend = SDPAImpl._attend
 

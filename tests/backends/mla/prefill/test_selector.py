@@ -34,7 +34,7 @@ def mine(name="MINE", v_head_dims=(64,), priority=0):
     return Mine
 
 
-def test_a_request_says_what_it_wants():
+def test_a_request_is_printed_with_its_features():
     asked = request(num_heads=16)
     assert isinstance(asked, MLAPrefillRequest) and asked.features == {"mla"}
     assert str(asked) == "head_size=192 dtype=bfloat16 num_heads=16 num_kv_heads=16 features={mla}"
@@ -93,14 +93,14 @@ def test_ones_own_is_found_by_its_priority_and_refuses_by_its_data():
     assert disabled.name == "TORCH_SDPA" and "MINE: disabled by the caller" in disabled.reasons
 
 
-def test_what_is_no_prefill_backend_says_so():
+def test_a_class_that_is_not_a_prefill_backend_is_reported():
     register_mla_prefill_backend("HALF", int)
     chosen = select_mla_prefill(request(), framework="torch", backend="HALF", device=H200)
     with pytest.raises(UnsupportedError, match=r"int lacks what every MLA prefill backend has: get_name\(\), run_pre"):
         chosen.require()
 
 
-def test_a_broken_path_tells_its_cause():
+def test_a_broken_path_reports_its_cause():
     register_mla_prefill_backend("BROKEN", "no_such_vendor.Backend")
     with pytest.raises(BackendLoadError, match="no_such_vendor"):
         get_mla_prefill_backend(192, 128, "bfloat16", framework="torch", backend="BROKEN")

@@ -165,7 +165,7 @@ def interpreted(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool, **arrays
     )  # fmt: skip
 
 
-def test_nan_reaches_who_sees_it() -> None:
+def test_nan_reaches_the_rows_that_attend_to_it() -> None:
     """NaN and infinities in keys and values, seen by some rows and behind the length: exactly the oracle's rows."""
     q, k, v = tensors(150, 200, dtype="float32")
     k = k.at[0, 120, 1, 3].set(jnp.nan).at[0, 190:].set(jnp.nan)
@@ -181,7 +181,7 @@ def test_nan_reaches_who_sees_it() -> None:
     np.testing.assert_array_equal(np.isnan(np.asarray(lse)[0]), np.isnan(want_lse))
 
 
-def test_gradients_do_not_meet_what_is_masked() -> None:
+def test_gradients_ignore_masked_keys() -> None:
     """What lies behind a sequence's length is NaN, and its gradient 0; the others are as without."""
     q, k, v = tensors(140, 200, dtype="float32")
     lens = jnp.array([170], jnp.int32)
@@ -262,7 +262,7 @@ def test_nothing_to_attend() -> None:
     assert gradient.shape == q.shape and not np.asarray(gradient).any()
 
 
-def test_what_has_no_gradient_says_so() -> None:
+def test_arguments_without_a_gradient_are_rejected() -> None:
     q, k, v = tensors(4, 4)
 
     def loss(q: jax.Array, slopes: jax.Array) -> jax.Array:

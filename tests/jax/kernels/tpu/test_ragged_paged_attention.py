@@ -228,7 +228,7 @@ STRANGE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", STRANGE)
-def test_strange_numbers_reach_whom_they_may(name: str) -> None:
+def test_nonfinite_values_reach_only_the_rows_that_attend_to_them(name: str) -> None:
     """NaN and infinity reach exactly the rows and heads that see them; the others are as accurate as ever."""
     got = launch(**STRANGE[name], write=False, scale=0.1)
     arrays = got.arrays

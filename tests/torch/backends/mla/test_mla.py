@@ -91,7 +91,7 @@ def close(got, want):
 
 
 @pytest.mark.parametrize("threshold", [None, 16, 4, 0])
-def test_absorbed_and_expanded_agree_whoever_answers(threshold):
+def test_absorbed_and_expanded_forms_agree(threshold):
     sequences = Sequences([1, 20, 3, 33, 16], [40, 75, 3, 33, 50])
     close(sequences.run(implementation(), threshold), sequences.expected())
 
@@ -136,7 +136,7 @@ def test_the_up_projection_comes_in_any_layout(form):
     close(sequences.run(implementation(given)), sequences.expected())
 
 
-def test_weights_are_absorbed_once_until_told_otherwise():
+def test_weights_are_absorbed_once_until_reset():
     linear = nn.Linear(L, H * (DN + DV), bias=False)
     impl, sequences = implementation(linear), Sequences([1, 20], [30, 20])
     before = sequences.run(impl)
