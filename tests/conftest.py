@@ -83,7 +83,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def _resident() -> int:
-    """Bytes of memory that this process holds; 0 where nobody tells."""
+    """Return the bytes of memory that this process uses; 0 if unknown."""
     with contextlib.suppress(OSError):
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
     return 0
@@ -101,7 +101,7 @@ class FakeImpl(AttentionImpl[AttentionMetadata]):
 
 @pytest.fixture
 def make_backend() -> Callable[..., type[AttentionBackend]]:
-    """`make_backend(name, **capabilities)`: a backend class of the CPU under torch that serves what it is told to."""
+    """`make_backend(name, **capabilities)`: a CPU backend class under torch with the given capabilities."""
 
     def make(name: str = "FAKE", **changes: Any) -> type[AttentionBackend]:
         record = {"framework": "torch", "platforms": ("cpu",), "dtypes": ("float32", "float16", "bfloat16"), **changes}

@@ -1,4 +1,4 @@
-"""`attn aot` without a compiler: cases in processes of their own, what becomes of them, and the table (about 15 s)."""
+"""`attn aot` without a compiler: cases in separate processes, their results, and the table (about 15 s)."""
 
 import json
 import sys

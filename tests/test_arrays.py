@@ -1,4 +1,4 @@
-"""The border between frameworks: what crosses shares memory or is refused by name, in every direction."""
+"""Conversion between frameworks: arrays share memory or are rejected by name, in every direction."""
 
 from collections.abc import Iterator
 from typing import Any

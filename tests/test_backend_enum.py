@@ -1,4 +1,4 @@
-"""The registry behind the three enums: members, overrides, custom backends, and what a bad registration says."""
+"""The registry behind the three enums: members, overrides, custom backends, and the errors of invalid registrations."""
 
 import asyncio
 import copy

@@ -1,4 +1,4 @@
-"""What a choice by name, ATTN_DISABLE and an unknown name mean: the same in all three registries (under 2 s)."""
+"""A choice by name, ATTN_DISABLE and an unknown name have the same meaning in all three registries (under 2 s)."""
 
 import pytest
 

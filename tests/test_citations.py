@@ -1,4 +1,4 @@
-"""What code and documents cite exists: numbered sections of the semantics, documents and files."""
+"""Citations in code and documents exist: numbered sections of the semantics, documents and files."""
 
 import functools
 import re

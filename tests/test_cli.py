@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it returns, and how it takes a newcomer's mistakes."""
+"""The command line: what it prints and returns, and the errors for common mistakes."""
 
 import json
 import os
@@ -287,7 +287,7 @@ def raising(error):
     ("error", "code", "line"),
     [
         (MetadataError("seq_lens", 1, -3, "at least 0"), 2, "seq_lens[1] = -3: must be at least 0"),
-        (UnsupportedError("nobody serves"), 1, "nobody serves"),
+        (UnsupportedError("no backend"), 1, "no backend"),
         (BackendLoadError("torch is not installed: pip install 'torch>=2.8'"), 2, "torch is not installed: pip"),
         (ImportError("neither torch nor jax is installed: pip install ..."), 2, "neither torch nor jax"),
         (ModuleNotFoundError("x", name="rich.table"), 2, "rich is not installed: pip install 'safetensors>=0.8' 'tok"),

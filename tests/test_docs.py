@@ -1,4 +1,4 @@
-"""The documentation is true: examples run, what is made from the code is complete, links lead somewhere, the site builds."""
+"""The documentation: examples run, generated pages are complete, links exist, the site builds."""
 
 import contextlib
 import doctest

@@ -1,4 +1,4 @@
-"""Environment variables: what is read, when, and what is said of a name that nothing reads."""
+"""Environment variables: what is read, when, and the warning for an unknown name."""
 
 import logging
 import os

@@ -299,7 +299,7 @@ def test_08_latent_pages_in_int32_flashinfer_3130_3136() -> None:
     assert _interpreter() == ""
 
 
-# rows and memory that nobody owns
+# unused rows and memory
 
 
 def test_09_padding_rows_vllm_37442_38436(vendors: Any) -> None:
@@ -331,7 +331,7 @@ class _NullPageRead(SimulatedKernel):
 
 
 def test_10_poisoned_null_page_vllm_57156_57158(vendors: Any) -> None:
-    """Catches 0 * NaN from page 0, which nobody owns and every table's tail names."""
+    """Catches 0 * NaN from page 0, which no request owns and the tail of every table names."""
 
     def null_page(case: Case) -> Any:
         call = draw(case)
@@ -456,7 +456,7 @@ def test_16_lse_of_an_empty_context_chunk_vllm_49294_49334(vendors: Any, monkeyp
         _, lse = prefill.run_prefill_context_chunk(0, *arrays, meta)
         np.testing.assert_array_equal(np.isneginf(np.asarray(lse)[0]), np.arange(13) == 5, err_msg=name)
 
-    monkeypatch.setattr(_mla, "_WORKSPACE", 1 << 16)  # many chunks, most of them empty for somebody
+    monkeypatch.setattr(_mla, "_WORKSPACE", 1 << 16)  # many chunks, most of them empty for some request
     lens: Any = ((17, 40, 23), (33, 40, 95))
     served(("TORCH_MLA",), *lens)
     prefill = MLAPrefillBackendEnum["TORCH_SDPA"].get_class()
@@ -632,7 +632,7 @@ def test_27_sinks_dropped_vllm_28561_24482_flash_attention_2752_sglang_34463(ven
     seen(case_for("XLA_ATTN", **EVERYTHING), "SinkIgnored", "SinkInLse", "SinkPerSplit", "SinkScaled", "SinkCapped")
     served(("FLASH_ATTN", "FLASHINFER", "ROCM_AITER_UNIFIED_ATTN"), sinks="log_length")
     refused(("ROCM_AITER_FA",), Feature.SINKS)
-    for member in AttentionBackendEnum:  # whoever does not declare them is asked to refuse them
+    for member in AttentionBackendEnum:  # a backend that does not declare them must reject them
         capabilities = getattr(member.candidate().backend, "capabilities", None) if member.value else None
         if capabilities is not None and Feature.SINKS not in capabilities.features:
             asked = {case.check for case in suite.refusals(subject_of(backend(member.name)))}
@@ -667,11 +667,11 @@ def test_29_no_valid_backend_and_no_reason_vllm_30214_31480_32732_55046_36846() 
             selection = attn.explain(**asked, device=device, framework=framework)  # type: ignore[arg-type]
             for verdict in selection.trace:
                 assert verdict.ok or all(map(_WORDED.search, verdict.reasons)), verdict
-    nobody = attn.explain(128, "float32", features=["cascade"], device=H200)
+    selection = attn.explain(128, "float32", features=["cascade"], device=H200)
     with pytest.raises(UnsupportedError) as caught:
-        nobody.require()
+        selection.require()
     assert "dtype=float32 (supports bfloat16, float16)" in str(caught.value) and "cascade not supported" in str(caught.value)
-    assert all(v.name in str(caught.value) for v in nobody.trace)
+    assert all(v.name in str(caught.value) for v in selection.trace)
 
 
 @pytest.mark.parametrize("variable", ["ATTN_BACKEND", "VLLM_ATTENTION_BACKEND"])

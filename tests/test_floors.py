@@ -1,4 +1,4 @@
-"""Who may import whom, what an import costs, and the traps of packages that are named torch and jax.
+"""Which module may import which, the cost of imports, and the pitfalls of packages named torch and jax.
 
 The first half reads the tree with `ast`; the second half asks fresh processes.
 """
@@ -297,7 +297,7 @@ def test_the_ground_floor_needs_the_standard_library_alone():
 
 
 def test_every_dotted_name_of_ours_in_the_code_leads_somewhere():
-    """The bridge is made of strings: `"attn.torch.arrays.from_foreign"` is checked by nobody else."""
+    """Modules are connected by strings such as `"attn.torch.arrays.from_foreign"`, which no other test checks."""
     names = set()
     for path in modules().values():
         for node in ast.walk(ast.parse(path.read_text())):

@@ -1,4 +1,4 @@
-"""What a person types at a layer of either framework: build a batch, ask for a log-sum-exp, make a cache."""
+"""The API of a layer in either framework: build a batch, request a log-sum-exp, create a cache."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""Machines that are not here: their names and generations, what is assumed of them, and hints (about 2 s)."""
+"""Other machines: their names and generations, the assumptions about them, and hints (about 2 s)."""
 
 import json
 

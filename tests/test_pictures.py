@@ -1,4 +1,4 @@
-"""Pictures say what the code does: pixels are compared with definitions written anew, words with what is drawn. Ten seconds."""
+"""Pictures agree with the code: pixels are compared with independent definitions, texts with what is drawn. Ten seconds."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Backends from entry points: each on its own, a bad one visible and harmless."""
+"""Backends from entry points: each loaded separately; a broken one is reported and affects no other."""
 
 import os
 import subprocess

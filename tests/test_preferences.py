@@ -1,4 +1,4 @@
-"""Measured selection: what moves a choice and what never does, files that count and files that do not, and `attn tune`."""
+"""Measured selection: what changes a choice and what does not, valid and ignored files, and `attn tune`."""
 
 import json
 import os
@@ -322,7 +322,7 @@ def test_tune_measures_keeps_and_is_followed(
     [entry] = found["entries"]
     assert entry["backends"].keys() == {"CPU_ATTN", "TORCH_SDPA"}
     assert all(of["times"].keys() == {"2q1s20", "q8"} for of in entry["backends"].values())
-    sdpa = entry["backends"]["TORCH_SDPA"]["times"]  # whoever was faster: let it be this one
+    sdpa = entry["backends"]["TORCH_SDPA"]["times"]  # make this one the fastest, whichever it was
     sdpa |= {batch: [1e-6, 1e-6, 1e-6] for batch in sdpa}
     file.write_text(json.dumps(found))
     explain = ["explain", "--head-size", "32", "--num-heads", "4", "--num-kv-heads", "2", "--framework", "torch"]

@@ -1,4 +1,4 @@
-"""How a command shows where it is: a bar on a terminal, lines in a log, nothing before JSON."""
+"""Progress of a command: a bar on a terminal, lines in a log, nothing before JSON."""
 
 import io
 import sys

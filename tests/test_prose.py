@@ -13,7 +13,7 @@ PATTERN = re.compile(
     re.IGNORECASE,
 )
 #: Files and directories that are not rewritten yet.
-EXCEPTIONS = ("attn/jax/testing.py", "attn/testing/")
+EXCEPTIONS: tuple[str, ...] = ()
 
 
 def shipped() -> list[str]:

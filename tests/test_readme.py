@@ -1,4 +1,4 @@
-"""README.md tells the truth: its examples run, its tables are what the code says, its links lead somewhere."""
+"""README.md: its examples run, its tables agree with the code, its links exist."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""What the tables list can be asked for: every word of every backend's record, in all three registries (about 3 s).
+"""Everything that the tables list can be requested: every word of every backend's record, in all three registries (about 3 s).
 
 On records and not on this machine: packages count as installed, and no device is named.
 """
@@ -91,7 +91,7 @@ def test_what_a_record_does_not_list_is_refused_by_name(registry, backend):
 
 
 def test_words_that_no_backend_serves_yet_are_those_that_no_record_lists():
-    """Whoever serves one takes it off `UNSERVED`, and its refusals no longer say so."""
+    """A feature that a backend serves must be removed from `UNSERVED`, and its errors no longer mention it."""
     listed = {feature for parameter in RECORDS for feature in report._features(parameter.values[1])}
     assert set(Feature) - listed == UNSERVED
     with assuming(MODULES):

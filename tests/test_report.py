@@ -1,4 +1,4 @@
-"""The tables and the explanations: complete, derived, and never brought down by one bad backend."""
+"""The tables and the explanations: complete, derived, and not broken by one bad backend."""
 
 import json
 import types

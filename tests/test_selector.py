@@ -1,4 +1,4 @@
-"""Which backend is chosen: who is asked, in which order, when a change takes effect, and what a refusal says."""
+"""Which backend is selected: the candidates, their order, when a change takes effect, and the errors."""
 
 import asyncio
 import contextvars
@@ -504,10 +504,10 @@ def test_selections_travel_by_name(three):
 
 
 def test_attention_free_needs_no_framework(three, monkeypatch):
-    def nobody():
+    def no_framework():
         raise ImportError("neither torch nor jax is installed")
 
-    monkeypatch.setattr(selector, "default_framework", nobody)
+    monkeypatch.setattr(selector, "default_framework", no_framework)
     found = get_attn_backend(64, "float32", None, 16, is_attention_free=True)
     assert found is PlaceholderAttentionBackend
     assert get_attn_backend(64, "float32", None, 16, True, num_heads=4) is found

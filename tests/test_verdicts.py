@@ -1,4 +1,4 @@
-"""The decision and the data it is made of: capabilities, requests, devices, verdicts, selections."""
+"""The selection and its data: capabilities, requests, devices, verdicts, selections."""
 
 import copy
 import json

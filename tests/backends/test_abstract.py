@@ -1,4 +1,4 @@
-"""The interface: the border that `AttentionImpl.__call__` is, what a builder keeps, and constructor arguments."""
+"""The interface: array conversion in `AttentionImpl.__call__`, a builder's state, and constructor arguments."""
 
 import math
 from dataclasses import FrozenInstanceError
@@ -68,7 +68,7 @@ def test_foreign_arrays_come_in_and_go_out_as_the_query_came(border):
     out = impl("layer", *(Thing("away", name) for name in "qkv"), "cache", "meta")
     assert [(x.kind, x.name) for x in impl.calls[0][1:4]] == [("home", name) for name in "qkv"]
     assert (out.kind, out.name) == ("away", "out")
-    assert border[-1] == ("home", "away", "away"), "the way out is told which device the query was on"
+    assert border[-1] == ("home", "away", "away"), "the conversion of the output gets the query's device"
 
 
 def test_each_array_crosses_for_itself(border):

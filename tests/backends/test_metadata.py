@@ -1,4 +1,4 @@
-"""The neutral batch: what it refuses, in which words, and that looking at it costs no device anything."""
+"""The neutral batch: what it rejects and the messages, and that reading it does not synchronise a device."""
 
 import re
 
@@ -170,7 +170,7 @@ def test_a_row_too_short_for_its_sequence_is_not_filled_up():
         CommonAttentionMetadata.from_lens([1, 1], [5, 5], [[0, 1], [2]], BLOCK)
 
 
-# --- V0: static facts, whoever's arrays ----------------------------------------------------------------------------
+# --- V0: static facts, arrays of any kind-------------------------------------------------------------------------
 
 STATIC = [
     ({"query_start_loc": ints(0, 1, 6)}, ShapeError, "query_start_loc has shape [3]: must be [4]"),
@@ -275,7 +275,7 @@ def test_host_values(changes, field, index, value, bound, dtype):
 
 
 def test_bounds_may_be_larger_than_the_truth():
-    """Fit for a captured graph; and padding tokens behind the real ones are nobody's."""
+    """Fit for a captured graph; and padding tokens after the real ones belong to no request."""
     padded = batch(max_query_len=64, max_seq_len=4096, num_actual_tokens=12, slot_mapping=np.full(16, -1, np.int64))
     assert padded.validate(BLOCK, 7, strict=True) is padded
 

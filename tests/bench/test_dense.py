@@ -1,4 +1,4 @@
-"""`attn bench --registry diffusion`: what is timed, what is judged, and what makes it fail. No time is compared."""
+"""`attn bench --registry diffusion`: what is timed, what is compared, and what makes it fail. No times are asserted."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What is made of rows: verdicts, a ranking, and what changed between two runs."""
+"""Evaluation of rows: verdicts, a ranking, and changes between two runs."""
 
 import json
 from collections.abc import Callable

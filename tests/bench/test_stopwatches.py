@@ -1,4 +1,4 @@
-"""The frameworks' stopwatches: a wrong output is told from a right one, and clocks are read where the driver gives them."""
+"""The frameworks' stopwatches: wrong outputs are detected, and clocks are read if the driver reports them."""
 
 import sys
 from dataclasses import replace
@@ -10,16 +10,16 @@ from attn.bench import LIMITS, Case
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell script stands in for the driver's tool")
-@pytest.mark.parametrize(("script", "told"), [("echo '1980 MHz, 3201 MHz'", "1980 MHz, 3201 MHz"), ("exit 9", "")])
+@pytest.mark.parametrize(("script", "reported"), [("echo '1980 MHz, 3201 MHz'", "1980 MHz, 3201 MHz"), ("exit 9", "")])
 def test_clocks_are_reported_if_the_driver_reports_them(
-    script: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    script: str, reported: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = pytest.importorskip("attn.torch.bench")
     monkeypatch.setenv("PATH", str(tmp_path))
     assert bench.clocks_now() == ""
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
-    assert bench.clocks_now() == told
+    assert bench.clocks_now() == reported
 
 
 @pytest.mark.parametrize(("framework", "backend"), [("torch", "TORCH_SDPA"), ("jax", "XLA_ATTN")])

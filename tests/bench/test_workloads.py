@@ -1,4 +1,4 @@
-"""Files of workloads are read as cases, or refused by line."""
+"""Workload files are read as cases, or rejected with the line."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""benchmarks/results/pallas.json is whole, meets the goals, and pallas.md is its table."""
+"""benchmarks/results/pallas.json is complete and reaches the goals, and pallas.md is its table."""
 
 import json
 import sys

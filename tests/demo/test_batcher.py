@@ -1,4 +1,4 @@
-"""Each request sees exactly its own tokens, whatever the pool, the budget and the arrivals; and no block is lost."""
+"""Each request attends to exactly its own tokens, for any pool, budget and arrivals, and no block is lost."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""What is read from a directory is what transformers reads; what cannot be read says so in one line."""
+"""Checkpoints are read as transformers reads them; errors are reported in one line."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""`attn generate` and `attn demo`: what they print and return, and how a mistake is told in one line."""
+"""`attn generate` and `attn demo`: what they print and return, and mistakes are reported in one line."""
 
 import argparse
 import json

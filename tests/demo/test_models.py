@@ -1,4 +1,4 @@
-"""Both twins, paged and batched in a tight pool, say token for token what transformers says densely and alone."""
+"""The torch and jax models, paged and batched in a small pool, generate the tokens of dense, unbatched transformers."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Which diffusion backend serves a layer, who said so, and what speaks against the others."""
+"""The diffusion backend selected for a layer, the source of the choice, and the reasons against the others."""
 
 import pytest
 

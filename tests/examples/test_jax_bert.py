@@ -1,4 +1,4 @@
-"""The encoder under JAX gives transformers' hidden states and, with MiniLM's own weights, its embeddings in both wings."""
+"""The encoder under JAX gives transformers' hidden states and, with MiniLM's own weights, its embeddings in both frameworks."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""What the package tells other projects of itself: names in pyproject.toml that lead to functions."""
+"""The package's entry points in pyproject.toml lead to functions."""
 
 import tomllib
 from importlib.metadata import EntryPoint

@@ -242,7 +242,7 @@ def test_a_compiled_model_is_one_graph(kind, implementation):
 
 
 def test_a_drawn_mask_that_is_a_pattern_is_known_again():
-    """A backend by name takes it then; a row that sees others though nobody sees it is no padding, and is not lost."""
+    """A backend by name takes it then; a row that attends to others is not padding, though no row attends to it."""
     model, inputs = decoder("gemma2"), batch("left")
     present = inputs["attention_mask"].bool()
     ahead = torch.arange(17) - torch.arange(17)[:, None]

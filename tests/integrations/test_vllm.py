@@ -1,4 +1,4 @@
-"""vLLM: what it would call, over a stand-in of its interface. `benchmarks/vllm_cpu.py` runs the real engine."""
+"""vLLM: the functions that it calls, tested with a stand-in of its interface. `benchmarks/vllm_cpu.py` runs the real engine."""
 
 import importlib
 import sys

@@ -1,4 +1,4 @@
-"""What `attn` takes vLLM's interface for, checked on whatever `vllm` can be imported: the stand-in in tests, a real one in
+"""The parts of vLLM's interface that `attn` uses, checked on the installed `vllm`: the stand-in in tests, a real one in
 `benchmarks/vllm_cpu.py`.
 
 The stand-in's signatures are the documentation. Batches go through vLLM's own classes of one description, without an engine.
@@ -81,7 +81,7 @@ def builder(backend: Any = None) -> Any:
 
 
 def common(query_lens: list[int], seq_lens: list[int], block_size: int, padding: int = 0, **more: Any) -> Any:
-    """vLLM's description of a batch, blocks dealt in turn from 1 on; `padding` rows at its end belong to nobody."""
+    """vLLM's description of a batch, blocks dealt in turn from 1 on; `padding` rows at its end belong to no request."""
     import torch
     from vllm.v1.attention.backend import CommonAttentionMetadata
 

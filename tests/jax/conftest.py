@@ -1,4 +1,4 @@
-"""Batches, and their answers by the float64 oracle, for the jax wing's tests.
+"""Batches, and their answers by the float64 oracle, for the jax tests.
 
 Everything shares one set of shapes, since compiling is what takes the time here.
 """

@@ -1,4 +1,4 @@
-"""MLA batches, and their answers by the float64 oracle, for the jax wing's tests; small, since compiling takes the time."""
+"""MLA batches, and their answers by the float64 oracle, for the jax tests; small, since compiling takes the time."""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from attn import aot
 from attn.errors import BackendLoadError
 from attn.jax import _libtpu
-from attn.jax import aot as wing
+from attn.jax import aot as jax_aot
 from attn.jax.kernels.tpu import _chips
 from attn.jax.kernels.tpu._refs import PagedConfig, block_shape, rows_at
 
@@ -42,7 +42,7 @@ def test_the_subset_of_the_grid_compiles(target):
     """Every value of every axis once, a third of the cases for each chip; the whole grid is for `attn aot`."""
     libtpu()
     subset = [case for case in aot.cases(target) if case.subset]
-    assert {case.kernel for case in subset} == set(wing.KERNELS)
+    assert {case.kernel for case in subset} == set(jax_aot.KERNELS)
     rows = aot.compile_cases(target, subset[TARGETS.index(target) :: len(TARGETS)], compile_only=True)
     assert [f"{row.label}: {row.reason}" for row in rows if row.status != "compiled"] == []
     chip = _chips.CHIPS[target.removeprefix("tpu-")]
@@ -55,7 +55,7 @@ def test_the_subset_of_the_grid_compiles(target):
 def test_a_program_that_compiles_has_an_estimate():
     """One of each kernel: the simulator takes longer than the compiler. Some lie beyond it, and say so (v7x the most)."""
     libtpu()
-    grid = [[case for case in aot.cases("tpu-v6e") if case.kernel == kernel and case.subset] for kernel in wing.KERNELS]
+    grid = [[case for case in aot.cases("tpu-v6e") if case.kernel == kernel and case.subset] for kernel in jax_aot.KERNELS]
     rows = aot.compile_cases("tpu-v6e", [next((case for case in of if "decode" in case.name), of[0]) for of in grid])
     for row in rows:
         assert row.status == "compiled" and not row.notes and row.figures["ratio"] > 0, row.label
@@ -201,11 +201,11 @@ def test_static_figures_of_a_dump():
 
 def test_floors_are_those_of_the_peers_table():
     """The figures of v6e at 32/8 heads of 128: decode of 64 requests of 4k, and 2k new tokens at 8k."""
-    decode = wing.ragged("v6e", [1] * 64, [4096] * 64, (32, 8), 128, 128, columns=32)
+    decode = jax_aot.ragged("v6e", [1] * 64, [4096] * 64, (32, 8), 128, 128, columns=32)
     assert decode.floors("v6e")["hbm_us"] == pytest.approx(655, abs=1)
-    window = wing.ragged("v6e", [1] * 64, [4096] * 64, (32, 8), 128, 128, columns=32, window=(1023, None))
+    window = jax_aot.ragged("v6e", [1] * 64, [4096] * 64, (32, 8), 128, 128, columns=32, window=(1023, None))
     assert window.floors("v6e")["hbm_us"] == pytest.approx(164, abs=1)
-    prefill = wing.ragged("v6e", [2048], [8192], (32, 8), 128, 128, columns=64)
+    prefill = jax_aot.ragged("v6e", [2048], [8192], (32, 8), 128, 128, columns=64)
     assert prefill.floors("v6e")["mxu_us"] == pytest.approx(262, abs=1)
 
 
@@ -219,14 +219,14 @@ def test_floors_are_those_of_the_peers_table():
     ],
 )
 def test_cost_counts_what_is_visible(arguments, scores, rows):
-    assert wing.cost(**arguments, num_heads=3, head_size=8) == (2 * 3 * 16 * scores, rows)
+    assert jax_aot.cost(**arguments, num_heads=3, head_size=8) == (2 * 3 * 16 * scores, rows)
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_grid_covers_every_head_size_block_size_and_dtype(target):
-    for kernel in wing.KERNELS.values():
+    for kernel in jax_aot.KERNELS.values():
         assert all(len(values) > 1 for values in kernel.axes.values())
-    axes = wing.KERNELS["ragged_paged_attention"].axes
+    axes = jax_aot.KERNELS["ragged_paged_attention"].axes
     choices = [case.choice for case in aot.cases(target) if case.kernel == "ragged_paged_attention"]
     for axis in ("block_size", "dtype", "kv", "mask", "soft_cap", "alibi", "sinks", "lse", "kv_sharing"):
         met = {(choice["head_size"], choice[axis]) for choice in choices}

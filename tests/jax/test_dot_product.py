@@ -1,4 +1,4 @@
-"""`attn.jax.dot_product_attention` is `jax.nn`'s, whoever computes it, and flax's layers take it."""
+"""`attn.jax.dot_product_attention` gives `jax.nn`'s results with every backend, and flax's layers accept it."""
 
 import jax
 import jax.numpy as jnp

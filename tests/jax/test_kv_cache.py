@@ -1,4 +1,4 @@
-"""The jax wing's cache: what is stored, where, and that nothing is copied."""
+"""The cache under jax: what is stored, where, and that nothing is copied."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""The jax wing's metadata: buckets, padding that reads and writes nothing, and the checks of values."""
+"""The jax metadata: buckets, padding that reads and writes nothing, and the checks of values."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The jax wing's platforms, present or not."""
+"""The jax platforms, present or not."""
 
 from types import SimpleNamespace
 from typing import Any

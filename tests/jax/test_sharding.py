@@ -1,4 +1,4 @@
-"""Heads over a mesh axis: who holds what, and both paged backends on host devices that stand in for chips (about 25 s)."""
+"""Heads sharded over a mesh axis: which device has which, and both paged backends on simulated host devices (about 25 s)."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Exact answers of the oracle: single keys, empty rows, poison, and what may go in at all."""
+"""Exact results of the oracle: single keys, empty rows, poison, and valid arguments."""
 
 import math
 

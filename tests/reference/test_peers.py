@@ -1,4 +1,4 @@
-"""The oracle against functions other people wrote, where their semantics and ours are the same.
+"""The oracle against other libraries' functions, where their semantics agree.
 
 They differ in known places, each with a test that says which: top-left causal masks, and what an empty
 row gives.

@@ -1,4 +1,4 @@
-"""Metamorphic properties of the oracle: how the answer changes when the question does.
+"""Metamorphic properties of the oracle: how its result changes with its arguments.
 
 Numbered as in the testing plan; `exact` compares bits, `close` to float64 rounding. None of them looks at
 a formula, so they hold for a backend as they stand, and they fail for a wrong oracle.

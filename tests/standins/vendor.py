@@ -1,4 +1,4 @@
-"""What stand-ins for vendors' packages share: checks that leave nothing to luck, and the oracle behind every kernel.
+"""Shared code of the stand-ins for vendors' packages: strict checks, and the oracle in place of every kernel.
 
 A stand-in has the vendor's module path and its function's exact signature, refuses what the vendor's kernel refuses or
 silently computes wrongly, and answers with `attn.reference` in float64, rounded once to the vendor's output dtype. What

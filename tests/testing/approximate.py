@@ -1,4 +1,4 @@
-"""What quantised attention computes, in NumPy: where the errors that approximate dense backends declare come from.
+"""Models of quantised attention in NumPy, the source of the errors that approximate dense backends declare.
 
 A model rounds what the kernels round, in the same groups, and is exact elsewhere; `measured` compares it with plain attention
 over inputs of many kinds. A backend declares the worst of them (`DiffusionAttentionBackend.error`), held to it by tests: the

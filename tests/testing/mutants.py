@@ -1,4 +1,4 @@
-"""Tests of the tests: correct kernels broken in one place, every one of which the quick suite must notice.
+"""Mutation tests of the suite: correct kernels broken in one place, each of which the quick suite must detect.
 
 Each mutant overrides one step of `SimulatedKernel` with a mistake that a real kernel has made or could make. A suite that
 lets one live is missing a case or a rule; the table (`python -m tests.testing.mutants`) says which rules and cases killed

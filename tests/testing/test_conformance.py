@@ -1,4 +1,4 @@
-"""Running the suite on backends that others bring: right, wrong in one place, and sloppy about refusing (about 15 s)."""
+"""Running the suite on custom backends: correct, wrong in one place, and without some rejections (about 15 s)."""
 
 import dataclasses
 import json

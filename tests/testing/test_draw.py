@@ -1,4 +1,4 @@
-"""What a case becomes: live data where it belongs, poison everywhere else (about a second)."""
+"""The arrays of a case: live data in place, poison everywhere else (about a second)."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The fuzzer: it draws what is declared, passes a correct kernel, finds planted bugs, and outlives what it examines (15 s)."""
+"""The fuzzer: it draws what is declared, passes a correct kernel, finds planted bugs, and survives crashes (15 s)."""
 
 import dataclasses
 import json

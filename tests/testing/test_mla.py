@@ -1,4 +1,4 @@
-"""Rule D for 16-bit latent attention: as wide as rounding makes it and no wider, so that planted bugs are seen (10 s)."""
+"""Rule D for 16-bit latent attention: as wide as rounding requires and no wider, so that planted bugs are detected (10 s)."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Tests of the tests: the suite passes a correct kernel and kills every planted bug (about 15 s).
+"""Mutation tests of the suite: it passes a correct kernel and detects every planted bug (about 15 s).
 
 What each mutant gets wrong is in its docstring; `python -m tests.testing.mutants` prints which rules and cases see it.
 """

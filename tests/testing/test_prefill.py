@@ -1,4 +1,4 @@
-"""The prefill family's suite: right backends pass, planted bugs do not, and every registry's outcome can be kept (10 s)."""
+"""The prefill family's suite: right backends pass, planted bugs do not, and every registry's result can be recorded (10 s)."""
 
 from typing import Any
 

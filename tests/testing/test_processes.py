@@ -1,4 +1,4 @@
-"""Cases spread over processes: in order, each once, and a process that dies takes one case with it. About 12 s."""
+"""Cases in several processes: in order, each once, and a process that dies fails one case only. About 12 s."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Each rule by itself, at its limits, on results that are right but for one thing (about a second)."""
+"""Each rule on its own, at its limits, on results that are correct except in one place (about a second)."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Cases follow from capabilities: all that is declared, nothing that is not, and a refusal for each of those (2 s)."""
+"""Cases follow from capabilities: all declared features, no others, and a rejection for each of the others (2 s)."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""Mistakes that a person makes with a layer, in both frameworks: each is refused in the library's own words (about 4 s)."""
+"""User mistakes with a layer, in both frameworks: each is rejected with the library's own error (about 4 s)."""
 
 import pytest
 

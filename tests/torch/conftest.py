@@ -1,4 +1,4 @@
-"""Where the tests that launch Triton's kernels run: on a GPU, or in a process that interprets from its start."""
+"""The tests that launch Triton's kernels run on a GPU, or in a process that starts with the interpreter."""
 
 import importlib.util
 import os

@@ -12,7 +12,7 @@ import pytest
 
 from attn import aot
 from attn.errors import BackendLoadError
-from attn.torch import aot as wing
+from attn.torch import aot as torch_aot
 
 
 @functools.cache
@@ -24,7 +24,7 @@ def triton() -> str:
 
 
 def kernels(target):
-    return {name for name in wing.KERNELS if target in wing.ONLY_ON.get(name, (target,))}
+    return {name for name in torch_aot.KERNELS if target in torch_aot.ONLY_ON.get(name, (target,))}
 
 
 TARGETS = ("sm_90", "sm_100", "gfx942")
@@ -36,7 +36,7 @@ def test_the_subset_of_the_grid_compiles(target):
     triton()
     subset = [case for case in aot.cases(target) if case.subset]
     assert {case.kernel for case in subset} == kernels(target)
-    own = [case for case in subset if case.kernel in wing.ONLY_ON]
+    own = [case for case in subset if case.kernel in torch_aot.ONLY_ON]
     cases = own + [case for case in subset if case not in own][TARGETS.index(target) :: len(TARGETS)]
     rows = aot.compile_cases(target, cases)
     assert [f"{row.label}: {row.reason}" for row in rows if row.status != "compiled"] == []
@@ -78,14 +78,14 @@ def test_what_an_architecture_does_not_get_is_refused_with_the_reason():
 def test_figures_of_amds_assembly(tmp_path):
     assembly = Path(tmp_path / "x.amdgcn")
     assembly.write_text(".vgpr_count:     172\n  .agpr_count:   32\n .vgpr_spill_count: 5\n.private_segment_fixed_size: 24\n")
-    assert {k: v for k, v in wing._amd(str(assembly)).items() if k != "code_kib"} == {
+    assert {k: v for k, v in torch_aot._amd(str(assembly)).items() if k != "code_kib"} == {
         "registers": 172, "spills": 5, "stack": 24,
     }  # fmt: skip
 
 
 def test_a_kernel_that_is_compiled_twice_has_two_names():
     parts = [{"name": "attention"}, {"name": "merge"}, {"name": "attention"}]
-    assert [part["name"] for part in wing._numbered(parts)] == ["attention 1", "merge", "attention 2"]
+    assert [part["name"] for part in torch_aot._numbered(parts)] == ["attention 1", "merge", "attention 2"]
 
 
 def test_a_tree_over_wide_heads_is_translated_for_gfx950():

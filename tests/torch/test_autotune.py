@@ -1,4 +1,4 @@
-"""Launches that are measured: what is tried, what is kept on disk and believed, and that nothing is unless asked for (3 s)."""
+"""Measured launches: what is tried, stored on disk and used, and that nothing is measured unless requested (3 s)."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Layers and drop-ins in graphs: `torch.compile(fullgraph=True)` and `torch.export` give what eager gives, whoever computes.
+"""Layers and drop-ins in graphs: `torch.compile(fullgraph=True)` and `torch.export` give eager's results with every backend.
 
 Graphs are run by "aot_eager", which traces, functionalises and checks as any compiler's front does, without one.
 """
@@ -236,7 +236,7 @@ def test_operators_keep_torchs_rules() -> None:
 
 
 def test_no_backend_is_out_of_a_graphs_reach() -> None:
-    """Every implementation of the torch wing is one operator, by its template, or says that it is traced."""
+    """Every torch implementation is one operator, by its template, or declares that it is traced."""
     templates = (PagedAttentionImpl, MLACommonImpl, DenseImpl)
     seen = 0
     for registry in (AttentionBackendEnum, DiffusionAttentionBackendEnum):

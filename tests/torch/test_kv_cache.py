@@ -1,4 +1,4 @@
-"""The torch wing's cache: what is stored, where, and what is left alone."""
+"""The cache under torch: what is stored, where, and what is not written."""
 
 from typing import Any
 

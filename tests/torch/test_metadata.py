@@ -1,4 +1,4 @@
-"""The torch wing's metadata: the neutral batch on a device, from anybody's arrays, checked."""
+"""The torch metadata: the neutral batch on a device, from arrays of any framework, checked."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The peers of attn bench: what each is given, on the CPU and on stand-ins with the vendors' signatures. Five seconds."""
+"""The peers of attn bench: the arguments of each, on the CPU and on stand-ins with the vendors' signatures. Five seconds."""
 
 import time
 from collections.abc import Callable

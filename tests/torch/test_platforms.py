@@ -1,4 +1,4 @@
-"""The torch wing's platforms, present or not."""
+"""The torch platforms, present or not."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The torch driver of the conformance suite sees what goes wrong beside the answer (a few seconds)."""
+"""The torch driver of the conformance suite detects errors outside the output (a few seconds)."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Notes on performance: tables are those of the results, each page says how it was measured, and what cites a page finds it."""
+"""Notes on performance: tables agree with the results, each page states how it was measured, and citations of pages exist."""
 
 import re
 import subprocess

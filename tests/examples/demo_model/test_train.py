@@ -1,4 +1,4 @@
-"""The trainer's model is the one that transformers computes, and what it writes is a whole checkpoint."""
+"""The trainer's model agrees with transformers', and the trainer writes a complete checkpoint."""
 
 import json
 import signal

@@ -52,7 +52,7 @@ def left_padding(model):
 
 
 def right_padding(model):
-    """The rows that are real; what a row of padding gives is nobody's."""
+    """The rows without padding, whose output is undefined."""
     inputs = batch("right")
     return (model(**inputs).logits[inputs["attention_mask"].bool()],)
 

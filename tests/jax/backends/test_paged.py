@@ -1,4 +1,4 @@
-"""What serving asks of every paged backend under jax, PALLAS interpreted: donation, layers in a scan, checks inside the
+"""What serving requires of every paged backend under jax, PALLAS interpreted: donation, layers in a scan, checks inside the
 step, no derivatives (about 30 s)."""
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""The diffusion backends of the jax wing: the dense suite on the device at hand."""
+"""The diffusion backends under jax: the dense suite on the device at hand."""
 
 import pytest
 

@@ -82,7 +82,7 @@ def test_quantised_caches(make_batch: Any, close: Any, cache_dtype: str, decode:
 
 
 def test_what_is_unused_is_never_seen(make_batch: Any, close: Any) -> None:
-    """NaN and inf past every sequence's end, in pages of nobody, and ids past the used columns."""
+    """NaN and inf past every sequence's end, in unused pages, and ids past the used columns."""
     batch = make_batch()
     keys, values = batch.written()
     live = np.zeros((N, P), bool)

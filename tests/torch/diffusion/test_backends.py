@@ -1,4 +1,4 @@
-"""The diffusion backends of the torch wing: the dense suite, on the device at hand or on stand-ins."""
+"""The diffusion backends under torch: the dense suite, on the device at hand or on stand-ins."""
 
 from collections.abc import Callable
 from dataclasses import replace

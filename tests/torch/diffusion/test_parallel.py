@@ -71,7 +71,7 @@ def test_every_strategy_equals_one_device(ranks: int, tmp_path: Path) -> None:
 
 
 class FakeRanks:
-    """A group of two in which nobody talks."""
+    """A group of two without communication."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)

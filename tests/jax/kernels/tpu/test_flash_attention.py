@@ -89,7 +89,7 @@ def check(qkv: Any, blocks: Any = BLOCKS, mode: str = "on_wait", **rules: Any) -
             ))  # fmt: skip
         return functional_of(*(jnp.stack(x) for x in zip(*parts, strict=True)))
 
-    # what only says who sees whom has no gradient, and slopes refuse one
+    # arguments that only define masks have no gradient, and slopes reject one
     learnt = {name: arrays[name] for name in ("sinks",) if name in arrays}
     fixed = {name: x for name, x in arrays.items() if name not in learnt}
     everything = (0, 1, 2, 3)

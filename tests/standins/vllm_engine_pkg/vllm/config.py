@@ -1,4 +1,4 @@
-"""The configuration that vLLM makes a model under; here there is none."""
+"""vLLM's current configuration of a model; the stand-in has none."""
 
 
 def get_current_vllm_config_or_none():

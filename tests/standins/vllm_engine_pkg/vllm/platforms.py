@@ -1,4 +1,4 @@
-"""vLLM's platform for processors: it takes its own backend, whatever was asked for."""
+"""vLLM's CPU platform: it selects its own backend, whatever was requested."""
 
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
