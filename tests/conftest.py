@@ -1,5 +1,5 @@
-"""What every test starts from: the library's module state as a fresh process has it, backends made of nothing, and
-stand-ins for vendors' packages."""
+"""Fixtures of all tests: the library's module state as in a new process, minimal backends, and stand-ins for vendors'
+packages."""
 
 import contextlib
 import ctypes

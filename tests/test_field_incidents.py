@@ -1,4 +1,4 @@
-"""The field's 35 incidents, one test each: what broke elsewhere must not break here.
+"""35 known bugs of attention libraries, one test each, which must not occur in this one.
 
 A test runs one case of the conformance suite on the backends that a CPU runs at full speed, on vendors' stand-ins where the
 cause lies in what an adapter says, and on the simulated kernel with that very bug planted, which must fail the case: so each
