@@ -115,7 +115,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a few launches only")
     args = parser.parse_args()
     if not torch.cuda.is_available():
-        print("no CUDA device here")
+        print("this machine has no CUDA device")
         return
     bench = TorchBench()
     about = {**bench.about(), "date": datetime.date.today().isoformat()}

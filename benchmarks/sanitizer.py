@@ -357,7 +357,7 @@ def main() -> int:
     import torch
 
     if not torch.cuda.is_available():
-        print("no CUDA device here")
+        print("this machine has no CUDA device")
         return 0
     with tempfile.TemporaryDirectory() as folder:
         try:

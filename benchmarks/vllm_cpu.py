@@ -278,15 +278,15 @@ def refusals(place: Path, here: str) -> list[Row]:
     rows = []
     with registered_backend("LESSER", Lesser):
         for name, ours, feature in (("gpt_oss", "ROCM_AITER_FA", "sinks"), ("gemma2", "LESSER", "soft_cap")):
-            said = ""
+            message = ""
             try:
                 with engine(str(place / name), "CUSTOM", ours):
                     pass
             except Exception as error:  # vLLM may wrap the error: check its text
-                said = str(error)
+                message = str(error)
             words = ("model.layers.0.", ours, f"{feature} not supported", "CPU_ATTN", "TORCH_SDPA")
-            lacking = [word for word in words if word not in said]
-            found = f"it does not say {lacking}: {said}" if lacking else " ".join(said.split())
+            lacking = [word for word in words if word not in message]
+            found = f"the error lacks {lacking}: {message}" if lacking else " ".join(message.split())
             rows.append(row(f"{name}: {ours}, without {feature}, is refused", here, [], not lacking, found))
     return rows
 

@@ -68,11 +68,11 @@ def _framework(backend: Any) -> str:
 def device_for(backend: Any) -> Device:
     """Return the device of the backend's framework on this machine; the CPU for a torch backend that supports no other."""
     framework, own = _framework(backend), getattr(backend, "capabilities", None)
-    here = platform_for(framework).device()
-    if framework == "torch" and own is not None and own.device_reasons(here):
+    device = platform_for(framework).device()
+    if framework == "torch" and own is not None and own.device_reasons(device):
         cpu = platform_for(framework, "cpu").device()
-        return here if own.device_reasons(cpu) else cpu
-    return here
+        return device if own.device_reasons(cpu) else cpu
+    return device
 
 
 def cases_for(

@@ -148,7 +148,7 @@ def dense_cases(backend: Any, device: Device | None = None, level: str = "quick"
         ]
     if Feature.MASK in c.features:
         found += [replace(plain, name="mask", mask=True), replace(plain, name="mask, grouped", mask=True, num_kv_heads=2)]
-    here = None if device is None or c.device_reasons(device) else device  # otherwise it is interpreted, or a stand-in
+    runs_on = None if device is None or c.device_reasons(device) else device  # otherwise it is interpreted, or a stand-in
     cases: dict[str, DenseCase] = {}
     for case in found:
         why = backend.why_not_call(**case.asked)
@@ -156,7 +156,7 @@ def dense_cases(backend: Any, device: Device | None = None, level: str = "quick"
             cases[f"refused: {case}"] = replace(case, name=f"refused: {case}", vast=False, refused=tuple(why))
             case = _fitted(case, backend)
         # skip unsupported combinations: the installed provider may support less than the family
-        if not backend.why_not(case.request(backend.error), here):
+        if not backend.why_not(case.request(backend.error), runs_on):
             cases[case.name] = case
     return list(cases.values())
 
@@ -217,17 +217,17 @@ def draw_dense(case: DenseCase) -> DenseCall:
 def expected_dense(call: DenseCall) -> Array:
     """Return the oracle's result [B, S (+ J), H, D] in float64."""
     case = call.case
-    q, k, v, there = call.query, call.key, call.value, call.present
+    q, k, v, present = call.query, call.key, call.value, call.present
     if call.joint is not None:
-        present = np.ones(k.shape[:2], bool) if there is None else there
+        own = np.ones(k.shape[:2], bool) if present is None else present
         extra = np.ones(call.joint[1].shape[:2], bool)
-        parts = [(call.joint[0], q), (call.joint[1], k), (call.joint[2], v), (extra, present)]
-        q, k, v, there = (np.concatenate(p[::-1] if case.rear else p, 1) for p in parts)
+        parts = [(call.joint[0], q), (call.joint[1], k), (call.joint[2], v), (extra, own)]
+        q, k, v, present = (np.concatenate(p[::-1] if case.rear else p, 1) for p in parts)
     out = []
     for b in range(case.batch):
         mask = None if call.mask is None else call.mask[b]
-        if there is not None:
-            mask = there[b][None, None] if mask is None else mask & there[b]
+        if present is not None:
+            mask = present[b][None, None] if mask is None else mask & present[b]
         out.append(reference.attention(q[b], k[b], v[b], scale=case.scale, causal=case.causal, mask=mask)[0])
     return np.stack(out)
 

@@ -400,10 +400,10 @@ def _filled_caches(case: Case, table: Array, num_blocks: int, data: list[tuple[A
     """Return key and value storage [N, P, K, D] with the readable context of every request, and poison elsewhere."""
     shape = (num_blocks, case.block_size, case.num_kv_heads, kv_cache_row(case.kv_cache_dtype, case.head_size))
     caches = tuple(poisoned(shape, case.element, case.poison) for _ in range(2))
-    written_here = case.attn_type == AttentionType.DECODER and not case.kv_sharing and case.new == "written"
+    is_written = case.attn_type == AttentionType.DECODER and not case.kv_sharing and case.new == "written"
     left = case.window[0]
     for r, (n, m) in enumerate(zip(case.query_lens, case.seq_lens, strict=True)):
-        end = max(m - n, 0) if written_here else m
+        end = max(m - n, 0) if is_written else m
         begin = 0 if left is None else min(max(m - n - left, 0), end)  # keys that are outside every row's window
         if n == 0 or end == begin:
             continue

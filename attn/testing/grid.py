@@ -61,11 +61,11 @@ def _valid(subject: Subject, axes: dict[str, list[Any]], choice: Choice) -> Choi
     return choice if subject.serves(_from_choice(choice, 0)) else None
 
 
-def grid(subject: Subject, thrifty: bool, least: int = 60) -> list[Case]:
-    """Return cases that cover every pair of choices. `thrifty`: combine the axes that decide a program into few programs, then
-    vary the other axes."""
+def grid(subject: Subject, few_programs: bool, least: int = 60) -> list[Case]:
+    """Return cases that cover every pair of choices. `few_programs`: combine the axes that decide a program into few
+    programs, then vary the other axes."""
     axes = _axes(subject)
-    if not thrifty:
+    if not few_programs:
         choices = pairwise(axes, lambda choice: _valid(subject, axes, choice), least)
     else:
         fixed = {name: values for name, values in axes.items() if name not in _DYNAMIC}

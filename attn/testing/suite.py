@@ -28,16 +28,16 @@ def cases_of(subject: Subject, level: str = "quick") -> list[Case]:
     full = level == "full"
     if subject.is_latent:
         return [case for case in latent_cases(subject, level) if subject.serves(case)] + refusals(subject)
-    thrifty = subject.compiles and not full
+    few_programs = subject.compiles and not full
     positive = fixtures(subject)
     if level != "smoke":
-        positive += [*grid(subject, thrifty), *properties(subject, full), *long_context(subject, full)]
+        positive += [*grid(subject, few_programs), *properties(subject, full), *long_context(subject, full)]
         positive += [*variety(subject), *random_cases(subject, 100 if full else 12)]
     if full and subject.device is not None and subject.device.platform in ("cuda", "rocm"):
         positive += vast(subject)
     # Unsupported features are covered by `refusals`.
     served = [case for case in positive if subject.serves(case)]
-    return (_affordable(served) if thrifty else served) + refusals(subject)
+    return (_affordable(served) if few_programs else served) + refusals(subject)
 
 
 # limiting the number of compiled programs

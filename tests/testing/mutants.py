@@ -809,7 +809,7 @@ class HeadsSwapped(SimulatedKernel):
 
 @mutant
 class DependsOnNeighbours(SimulatedKernel):
-    """The split count follows the batch: right answers, but bits depend on the rest of it, though the opposite is declared."""
+    """The split count depends on the batch: correct, but not batch invariant although it is declared."""
 
     def sequence(self, r: int, query: Array, key: Array, value: Array) -> tuple[Array, Array]:
         self.splits = 1 + self.call.batch.num_reqs % 3

@@ -28,7 +28,7 @@ RECORD = Capabilities(
 
 
 class MineBackend(PagedAttentionBackend):
-    """A third party's backend: the oracle behind torch tensors, in a layout of its own."""
+    """A third party's backend: the oracle on torch tensors, with its own cache layout."""
 
     name = "MINE"
     capabilities = RECORD
@@ -126,7 +126,7 @@ def test_what_a_backend_raises_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 class SloppyBackend(MineBackend):
-    """Says no when it is chosen, and yes when it is built."""
+    """Rejects at selection what its constructor accepts."""
 
 
 class SloppyImpl(MineImpl, backend=SloppyBackend):
@@ -182,7 +182,7 @@ def test_an_interpreted_run_never_passes_as_ran(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_run_is_recorded_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the versions of what it needs, by the names of distributions: PIL is pillow's."""
+    """The record contains the versions of required packages, by the names of distributions: the module PIL is in pillow."""
     kept: list[evidence.Evidence] = []
     monkeypatch.setattr(evidence, "record", kept.extend)
     monkeypatch.setattr(MineBackend, "capabilities", dataclasses.replace(RECORD, packages=("PIL",)))

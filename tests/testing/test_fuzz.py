@@ -27,7 +27,7 @@ FAR = time.monotonic() + 1e6  #: tests count programs, never seconds
 
 
 class ScaleMadePositive(SimulatedKernel):
-    """The sign of the softmax scale is lost."""
+    """The sign of the softmax scale is dropped."""
 
     def scale(self) -> float:
         return abs(self.call.scale)
@@ -41,7 +41,7 @@ class BoundTakenForLength(SimulatedKernel):
 
 
 class HeadsOfOneSizeOnly(SimulatedKernel):
-    """A raw error of whatever computes."""
+    """An error of the framework is raised unchanged."""
 
     def capped(self, s: Any) -> Any:
         return s.reshape(-1, 4, 7) if self.case.logits_soft_cap else s
@@ -56,7 +56,7 @@ PLANTED: dict[str, type[SimulatedKernel]] = {
 
 
 def fuzzed(kernel: SimulatedKernel, programs: int) -> FuzzReport:
-    """A campaign on a kernel in this process, until it has a find; what only a layer can be asked is left out."""
+    """Fuzz a kernel in this process until the first find, without the checks that need a layer."""
 
     def examine(case: Case, limit: float) -> Outcome:
         return Outcome() if case.check.startswith("wrong") else examined(case, lambda case: run_check(case, kernel))
@@ -103,7 +103,7 @@ def test_programs_of_a_compiler_have_one_shape() -> None:
 
 
 def fate(task: tuple[str, str]) -> Outcome:
-    """What a case does to the process that runs it: cases of one head end it, those of two never end."""
+    """A case of one head ends the process that runs it; a case of two heads never ends."""
     heads = Case.from_json(task[1]).num_kv_heads
     if heads == 1:
         os._exit(11)
@@ -129,7 +129,7 @@ def test_a_case_that_kills_its_process_or_never_ends_is_a_find() -> None:
 
 
 def test_a_process_that_was_ended_from_outside_is_an_error_of_the_run() -> None:
-    """A signal that no kernel sends itself says nothing about the case; one that a crash sends does."""
+    """A process ended by a signal from outside is no failure of the case; one ended by a crash's signal is."""
     workers = [Worker(fate), Worker(fate)]
     crashing, ended = (Case("x", (1,), (1,), num_heads=heads, num_kv_heads=heads) for heads in (5, 7))
     try:
@@ -152,7 +152,7 @@ class Dense(SDPABackend):
 
 
 class KeysThatAreNotThere(SDPAImpl):
-    """A padded entry's keys are one more than it has."""
+    """A padded entry attends to one key too many."""
 
     backend = Dense
 
