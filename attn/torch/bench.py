@@ -288,21 +288,21 @@ class TorchBench:
         if self._shared is None or self._shared.case != case:  # peers of a case read the same tensors
             self._shared = None
             self._shared = Workload(case, "TRITON_ATTN" if self.on_gpu else "TORCH_SDPA", self.device)
-        workload, held = self._shared, torch.empty(0)
+        workload, result = self._shared, torch.empty(0)
         with deadline(limit):
             attend = peer.prepare(workload)
-            held = attend()
+            result = attend()
 
         def call() -> None:
-            nonlocal held
-            held = attend()
+            nonlocal result
+            result = attend()
 
         def error() -> float:
-            out = held.transpose(1, 2).flatten(0, 1) if held.dim() == 4 else held
+            out = result.transpose(1, 2).flatten(0, 1) if result.dim() == 4 else result
             workload.output.copy_(out)
             return workload.error()
 
-        return self.timed(call, lambda: None, lambda: held.fill_(torch.nan), error)
+        return self.timed(call, lambda: None, lambda: result.fill_(torch.nan), error)
 
     def timed(
         self,

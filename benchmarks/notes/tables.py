@@ -77,8 +77,8 @@ def _estimates(kinds: Sequence[str]) -> str:
 
 
 def _estimate(rows: dict[str, Any], row: pallas.Row, chip: str, page: int) -> str:
-    mine = rows[pallas.key_of(row, chip, page, pallas.OURS)]
-    found, marks = mine.get("us"), "" if mine.get("copies", True) else " (a)"
+    own = rows[pallas.key_of(row, chip, page, pallas.OURS)]
+    found, marks = own.get("us"), "" if own.get("copies", True) else " (a)"
     if found is None and (found := pallas._by_parts(rows, row, chip, page)):
         marks = " (a, c)"
     shown = "none" if found is None else f"**{us(found)}**{marks}"
