@@ -1,4 +1,4 @@
-"""Files of measurements: what is written is read, another machine's and a broken one are ignored with the reason."""
+"""Files of measurements: entries are read back; files of another machine and invalid files are ignored with a reason."""
 
 import json
 import logging
@@ -24,20 +24,26 @@ def test_a_device_names_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "reason"),
     [
-        (json.dumps({"format": 1, "device": "another", "entries": [1]}), "another machine's (device 'another', here 'a GPU')"),
-        (json.dumps({"entries": [1]}), "another machine's (format None, here 1; device None, here 'a GPU')"),
-        (json.dumps(OWNER), "broken (KeyError: 'entries')"),
-        (json.dumps({**OWNER, "entries": ["x"]}), "broken (ValueError: "),
-        ("[]", "broken (AttributeError: "),
-        ("{", "broken (JSONDecodeError: "),
+        (
+            json.dumps({"format": 1, "device": "another", "entries": [1]}),
+            "belongs to another machine (device 'B', expected 'a GPU')",
+        ),
+        (
+            json.dumps({"entries": [1]}),
+            "belongs to another machine (format None, expected 1; device None, expected 'a GPU')",
+        ),
+        (json.dumps(OWNER), "is invalid (KeyError: 'entries')"),
+        (json.dumps({**OWNER, "entries": ["x"]}), "is invalid (ValueError: "),
+        ("[]", "is invalid (AttributeError: "),
+        ("{", "is invalid (JSONDecodeError: "),
     ],
 )
-def test_a_file_that_does_not_count_is_ignored(text: str, said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unusable_file_is_ignored(text: str, reason: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     file = tmp_path / "numbers.json"
     file.write_text(text)
     with caplog.at_level(logging.WARNING, "attn"):
         found = [cache_file.read(file, OWNER, int) for _ in range(2)]
-    assert found[0] == found[1] and str(found[0]).startswith(f"{file} is ignored: it is {said}")
-    assert [record.getMessage() for record in caplog.records] == [found[0]], "said once"
+    assert found[0] == found[1] and str(found[0]).startswith(f"{file} is ignored: it {reason}")
+    assert [record.getMessage() for record in caplog.records] == [found[0]], "logged once"

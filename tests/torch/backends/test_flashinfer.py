@@ -236,7 +236,7 @@ def test_nothing_is_planned_within_a_capture(monkeypatch: pytest.MonkeyPatch) ->
     step, builder = _Step(), FlashInferMetadataBuilder(SPEC)
     captured = builder.build_for_cudagraph_capture(WIDE)
     monkeypatch.setattr(flashinfer, "capturing", lambda device: True)
-    with pytest.raises(UnsupportedError, match="run it once before the capture"):
+    with pytest.raises(UnsupportedError, match="run the layer once before the capture"):
         step(captured)
     with monkeypatch.context() as patch:
         patch.setattr(flashinfer, "capturing", lambda device: False)

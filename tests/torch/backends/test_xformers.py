@@ -29,7 +29,7 @@ PLAIN = Request(head_size=128, dtype="float16", block_size=16)
 @pytest.fixture(autouse=True)
 def nothing_remembered() -> Iterator[None]:
     yield
-    adapter._asked.cache_clear()
+    adapter._installed_lacks.cache_clear()
 
 
 @pytest.fixture
