@@ -28,7 +28,7 @@ def test_a_device_names_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     [
         (
             json.dumps({"format": 1, "device": "another", "entries": [1]}),
-            "belongs to another machine (device 'B', expected 'a GPU')",
+            "belongs to another machine (device 'another', expected 'a GPU')",
         ),
         (
             json.dumps({"entries": [1]}),
