@@ -6,7 +6,7 @@ decodes, `2q2k_32q1s1k` two prompts and 32 decodes. The grammar is that of vLLM'
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import groupby
 from typing import Any
@@ -21,6 +21,10 @@ LIMITS = {"bfloat16": 8e-3, "float16": 1e-3, "float32": 1e-4}
 #: Head sizes of a latent layer before absorption, as in DeepSeek-V2 and V3: a key's latent part, its rotary part (cached
 #: unchanged, after the latent), and a value.
 NOPE, ROPE, VALUE = 128, 64, 128
+#: What a batch consists of (`kind_of`).
+KINDS = ("decodes", "speculation", "chunks", "prompts", "mixtures")
+SPECULATED = 8  #: most new tokens of a request over cached ones that count as speculation; more are a chunk
+_BATCH_WIDTH = 40  #: characters of a batch that `abbreviated` leaves as it is
 
 
 @dataclass(frozen=True)
@@ -186,6 +190,29 @@ def _short(tokens: int) -> str:
     return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
 
 
+def abbreviated(case: str) -> str:
+    """Shorten the batch of a printed case to its first parts and the number of the others, if it is long.
+
+    >>> abbreviated("_".join(f"q1s{m}" for m in range(1000, 1099)) + " 32/8x128 p16")
+    'q1s1000_q1s1001_q1s1002..+96 32/8x128 p16'
+    """
+    batch, space, layer = case.partition(" ")
+    if len(batch) <= _BATCH_WIDTH:
+        return case
+    parts = batch.split("_")
+    kept = max(1, sum(len("_".join(parts[: count + 1])) <= _BATCH_WIDTH - 16 for count in range(len(parts))))
+    return f"{'_'.join(parts[:kept])}..+{len(parts) - kept}{space}{layer}"
+
+
+def kind_of(lens: Sequence[tuple[int, int]]) -> str:
+    """Return the kind (`KINDS`) of a batch of (new tokens, tokens in the cache) pairs.
+
+    Decodes have one new token each, speculation 2 to 8 and chunks more, over cached tokens; prompts have no cached tokens.
+    """
+    found = {"decodes" if n == 1 else "prompts" if n == m else "speculation" if n <= SPECULATED else "chunks" for n, m in lens}
+    return found.pop() if len(found) == 1 else "mixtures"
+
+
 def flops(case: Case) -> int:
     """Count the operations of the two products over the pairs that causality and the window allow."""
     lens = parse(case.batch)
@@ -212,10 +239,30 @@ def _pairs(n: int, m: int, window: int) -> int:
 def nbytes(case: Case) -> int:
     """Count the bytes that must move: each key and value that a row sees (of a latent layer: the cached rows), queries and
     outputs, once each."""
-    lens = parse(case.batch)
+    head = NOPE + ROPE + VALUE if case.mla else 2 * case.head_size
+    rows = sum(n for n, _ in parse(case.batch))
+    return _token_bytes(case) * _seen(case) + case.num_heads * head * dtypes.DTYPES[case.dtype].itemsize * rows
+
+
+def key_bytes(case: Case) -> int:
+    """Count the bytes of the keys that a row sees (of a latent layer: of the cached rows, which are keys and values)."""
+    return _token_bytes(case) * _seen(case) // (1 if case.mla else 2)
+
+
+def cache_bytes(case: Case) -> int:
+    """Count the bytes of the blocks that hold the batch."""
+    blocks = sum(-(-m // case.block_size) for _, m in parse(case.batch))
+    return _token_bytes(case) * case.block_size * blocks
+
+
+def _token_bytes(case: Case) -> int:
+    """Count the bytes of a token in the cache."""
     stored = dtypes.DTYPES[dtypes.kv_cache_element(case.kv_cache_dtype, case.dtype)].itemsize
-    seen = sum(min(m, n + (case.window or m) - 1) for n, m in lens)
-    token, head = 2 * case.num_kv_heads * case.head_size, 2 * case.head_size
     if case.mla:
-        token, head = dtypes.kv_cache_row(case.kv_cache_dtype, case.head_size), NOPE + ROPE + VALUE
-    return stored * token * seen + case.num_heads * head * dtypes.DTYPES[case.dtype].itemsize * sum(n for n, _ in lens)
+        return stored * dtypes.kv_cache_row(case.kv_cache_dtype, case.head_size)
+    return stored * 2 * case.num_kv_heads * case.head_size
+
+
+def _seen(case: Case) -> int:
+    """Count the cached tokens that at least one row sees."""
+    return sum(min(m, n + (case.window or m) - 1) for n, m in parse(case.batch))

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,12 @@ from attn.backend_enum import off_paths
 from attn.backends.registry import BLOCKSPARSE, AttentionBackendEnum
 from attn.bench import dense, workloads
 from attn.bench import rows as bench_rows
-from attn.bench.case import CPU_SUITE, LIMITS, MLA_CPU_SUITE, MLA_SUITE, SUITE, Case, parse
-from attn.bench.judge import compare, judge, verdicts
+from attn.bench import summary as summaries
+from attn.bench.case import CPU_SUITE, KINDS, LIMITS, MLA_CPU_SUITE, MLA_SUITE, SUITE, Case, abbreviated, parse
+from attn.bench.judge import compare, judge, ranked, verdicts
 from attn.bench.roofline import draw
 from attn.bench.rows import BENCHES, Bench, Entry, Report, measured, open_bench, plan
+from attn.bench.sample import CPU_SIZES, SIZES, sample, sizes_of
 from attn.pictures.picture import check_file, check_writable
 from attn.platforms import default_framework, platform_for
 from attn.progress import Display, display
@@ -37,6 +39,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add("--backend", action="append", metavar="NAME", help="may be repeated (default: the selector's choice)")
     case_arguments(parser)
+    add(
+        "--random", type=int, metavar="N",
+        help=f"N batches drawn at random ({', '.join(KINDS)}; 1 to {SIZES.requests} requests of {SIZES.shortest} to "
+        f"{SIZES.length} tokens; on a CPU 1 to {CPU_SIZES.requests} of {CPU_SIZES.shortest} to {CPU_SIZES.length}) and layers "
+        "where no argument sets them, with a line per batch and means at the end",
+    )  # fmt: skip
+    add("--seed", type=int, metavar="S", help="seed of --random (default: 0)")
     add("--framework", choices=(*BENCHES, "all"), help="(default: that of --backend, else the installed one)")
     add(
         "--peers",
@@ -70,11 +79,16 @@ def case_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sinks", action="store_true", default=None, help="give every query head a sink")
 
 
+def fields_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields of `Case` that arguments set."""
+    names = ("heads", "head_size", "block_size", "dtype", "kv_cache_dtype", "window", "sinks")
+    return {name: value for name in names if (value := getattr(args, name)) is not None}
+
+
 def cases_of(args: argparse.Namespace, on_cpu: bool) -> list[Case]:
     """Return the cases to time: batches, a file of workloads, or the default set for the device. Raises ValueError for
     invalid batches, and for shape arguments that contradict --workloads."""
-    names = ("heads", "head_size", "block_size", "dtype", "kv_cache_dtype", "window", "sinks")
-    asked = {name: value for name in names if (value := getattr(args, name)) is not None}
+    asked = fields_of(args)
     if args.workloads:
         if args.batches:
             raise ValueError(f"pass batches ({' '.join(args.batches)}) or --workloads {args.workloads}, not both")
@@ -97,6 +111,7 @@ def cases_of(args: argparse.Namespace, on_cpu: bool) -> list[Case]:
 
 def run(args: argparse.Namespace) -> int:
     """Return 1 if a row is wrong (with --judge: or a choice lost; with compare: if something became slower), else 0."""
+    check_random(args)
     if args.batches[:1] == ["compare"]:
         return _compared(args.batches[1:])
     if args.plot:  # before anything is measured
@@ -113,14 +128,20 @@ def run(args: argparse.Namespace) -> int:
     frameworks = frameworks_of(args)
     if len(frameworks) > 1:  # else jax preallocates three quarters of the GPU's memory
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    cases = {framework: cases_of(args, platform_for(framework).device().platform == "cpu") for framework in frameworks}
-    benches = {framework: open_bench(framework) for framework in frameworks}
+    benches, drawn = {framework: open_bench(framework) for framework in frameworks}, {}
+    if args.random is None:
+        cases = {framework: cases_of(args, platform_for(framework).device().platform == "cpu") for framework in frameworks}
+    else:
+        seed, sizes = args.seed or 0, sizes_of([bench.free_bytes() for bench in benches.values()], args.mla)
+        cases = dict.fromkeys(frameworks, sample(args.random, seed, sizes, args.mla, **fields_of(args)))
+        drawn = {"random": {"batches": args.random, "seed": seed, "kinds": KINDS, "bounds": asdict(sizes)}}
+        print(f"random: batches {args.random}, seed {seed}: {sizes}")
     peers = [name for bench in benches.values() for name in bench.peers()]
     entries = [
         entry
         for framework, named in frameworks.items()
         for case in cases[framework]
-        for entry in plan(case, framework, benches[framework].peers(), asked, without, named, peers)
+        for entry in plan(case, framework, benches[framework].peers(), asked, without, named, peers, not drawn)
     ]
     report = Report(about(benches, entries))
     for name, value in report.about.items():
@@ -128,13 +149,32 @@ def run(args: argparse.Namespace) -> int:
         print(f"{name}: {text}")
     for line in off_paths(AttentionBackendEnum, [entry.backend for entry in entries if not entry.refused]):
         print(line)
-    print(bench_rows.header())
+    report.about |= drawn
+    print(summaries.header() if drawn else bench_rows.header())
     measure(entries, benches, report, args.limit, args.json)
     found = report.to_dict()["rows"]
-    if args.peers:
+    if drawn:
+        print("\n".join([*(ranked(found) if args.peers else []), summaries.summary(found)]))
+    elif args.peers:
         print(judge(found))
     draw(args.plot, report.to_dict())
     return 0 if report.right else 1
+
+
+def check_random(args: argparse.Namespace) -> None:
+    """Raise ValueError for --random without a positive number or with arguments that name batches, and for --seed alone."""
+    if args.random is None:
+        if args.seed is not None:
+            raise ValueError(f"--seed {args.seed} requires --random N")
+        return
+    if args.random < 1:
+        raise ValueError(f"--random {args.random} must be at least 1: the number of batches to draw")
+    given = {
+        f"batches ({' '.join(args.batches)})": args.batches, f"--workloads {args.workloads}": args.workloads,
+        f"--judge {args.judge}": args.judge, f"--registry {args.registry}": args.registry == "diffusion",
+    }  # fmt: skip
+    for name in (name for name, value in given.items() if value):
+        raise ValueError(f"pass --random {args.random} or {name}, not both")
 
 
 def frameworks_of(args: argparse.Namespace) -> dict[str, list[str]]:
@@ -181,25 +221,35 @@ def about(benches: dict[str, Bench], entries: Sequence[Entry]) -> dict[str, Any]
 def measure(
     entries: Sequence[Entry], benches: dict[str, Bench], report: Report, limit: float, file: str | None = None
 ) -> None:  # fmt: skip
-    """Measure every entry into `report`, printing each row as it completes and a verdict after each case.
+    """Measure every entry into `report`, printing each row as it completes and a verdict after each case; for random batches,
+    an outcome after each case and only wrong rows.
 
     The file is written after each case, so that a kernel that hangs does not lose the earlier rows.
     """
-    begin = 0
+    begin, drawn = 0, "random" in report.about
     with display(Display(), *([sys.stdout, sys.stderr] if len(entries) > 1 else [])) as shown:
         shown.begin("", len(entries))
         if entries:
-            shown.step(0, f"{entries[0].case.batch} {entries[0].backend}")
+            shown.step(0, _status(entries))
         for index, row in enumerate(measured(entries, benches, limit)):
             report.rows.append(row)
-            shown.say(str(row))
+            if not (drawn and row.right):
+                shown.say(str(row))
             rest = entries[index + 1 :]
-            shown.step(index + 1, f"{rest[0].case.batch} {rest[0].backend}" if rest else "")
+            shown.step(index + 1, _status(rest))
             if not rest or (rest[0].case, rest[0].framework) != (row.case, row.framework):
-                for verdict in verdicts([row.to_dict() for row in report.rows[begin:]]):
-                    shown.say(f"-> {verdict}")
+                if drawn:
+                    shown.say(str(summaries.outcomes([row.to_dict() for row in report.rows])[-1]))
+                else:
+                    for verdict in verdicts([row.to_dict() for row in report.rows[begin:]]):
+                        shown.say(f"-> {verdict}")
                 begin = len(report.rows)
                 report.write(file)
+
+
+def _status(entries: Sequence[Entry]) -> str:
+    """Describe the next entry for the progress display."""
+    return f"{abbreviated(entries[0].case.batch)} {entries[0].backend}" if entries else ""
 
 
 # files
@@ -220,7 +270,11 @@ def read(file: str) -> dict[str, Any]:
 def _judged_file(file: str, plot: str | None) -> int:
     report = read(file)
     found = report["rows"]
-    print(judge(found))
+    if "random" in report:
+        lines = [summaries.header(), *map(str, summaries.outcomes(found)), *ranked(found), summaries.summary(found)]
+        print("\n".join(lines))
+    else:
+        print(judge(found))
     draw(plot, report)
     return 0 if all(row["right"] for row in found) and not any(verdict.lost for verdict in verdicts(found)) else 1
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from attn.bench.case import Case
+from attn.bench.case import Case, abbreviated
 from attn.preferences import MARGIN
 
 
@@ -32,10 +32,11 @@ class Verdict:
         return self.apart and self.behind > MARGIN
 
     def __str__(self) -> str:
-        text = f"{self.case:36s} {self.choice} is the fastest"
+        case = f"{abbreviated(self.case):36s}"
+        text = f"{case} {self.choice} is the fastest"
         if self.behind > 0:
             by = f"{100 * self.behind:.1f} %{'' if self.apart else ' (spreads overlap)'}"
-            text = f"{self.case:36s} {self.choice} {'LOSES' if self.lost else 'holds'}: {self.fastest} is faster by {by}"
+            text = f"{case} {self.choice} {'LOSES' if self.lost else 'holds'}: {self.fastest} is faster by {by}"
         return text + (f"; of the peers, {self.peer} by {100 * self.ahead:.1f} %" if self.ahead > MARGIN else "")
 
 
@@ -95,18 +96,26 @@ def ranking(rows: Sequence[dict[str, Any]]) -> list[tuple[str, int, float, float
         own = [row for row in right if not _beside(row)]
         for row in own:
             ratios.setdefault(row["backend"], []).append((row["ms"] / min(r["ms"] for r in own), case))
-    found = [
-        (name, len(of), math.exp(sum(math.log(ratio) for ratio, _ in of) / len(of)), *max(of)) for name, of in ratios.items()
-    ]
+    found = [(name, len(of), geometric_mean([ratio for ratio, _ in of]), *max(of)) for name, of in ratios.items()]
     return sorted(found, key=lambda entry: (-entry[1], entry[2]))
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """Return the geometric mean of positive numbers, of which there is at least one."""
+    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 def judge(rows: Sequence[dict[str, Any]]) -> str:
     """Format verdicts and ranking as text."""
-    lines = [str(verdict) for verdict in verdicts(rows)]
-    for name, cases, mean, worst, where in ranking(rows):
-        lines.append(f"{name:18s} {cases:3d} cases, {mean:.3f} x the fastest on average, at worst {worst:.2f} ({where})")
-    return "\n".join(lines)
+    return "\n".join([*map(str, verdicts(rows)), *ranked(rows)])
+
+
+def ranked(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Format the ranking, a line per backend."""
+    return [
+        f"{name:18s} {cases:3d} cases, {mean:.3f} x the fastest on average, at worst {worst:.2f} ({abbreviated(where)})"
+        for name, cases, mean, worst, where in ranking(rows)
+    ]
 
 
 # two runs
@@ -137,7 +146,7 @@ class Change:
         return self.ratio is not None and self.apart and self.ratio < 1 / (1 + MARGIN)
 
     def __str__(self) -> str:
-        head = f"{self.case:36s} {self.backend:20s}"
+        head = f"{abbreviated(self.case):36s} {self.backend:20s}"
         if self.ratio is None:
             return f"{head} {'WORSE: ' if self.worse else ''}{self.note}"
         word = "SLOWER" if self.worse else "faster" if self.better else "level"

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from itertools import cycle
 from typing import Any
 
-from attn.bench.case import Case, flops, nbytes
+from attn.bench.case import Case, abbreviated, flops, nbytes
 from attn.bench.judge import case_of, timed
 from attn.pictures.picture import COLOURS, Picture, drawn
 
@@ -76,7 +76,8 @@ def _bars(
     for framework, case in cases:
         own = [row for row in rows if (row.get("framework", "torch"), _case(row)) == (framework, case)]
         own.sort(key=lambda row: names.index(row["backend"]))
-        ticks.append((at + (len(own) - 1) / 2, f"{case} ({framework})" if several else case))
+        name = abbreviated(case)
+        ticks.append((at + (len(own) - 1) / 2, f"{name} ({framework})" if several else name))
         for row in own:
             ms, label = row["ms"], row["backend"]
             spread = [[ms - row["ms_p20"]], [row["ms_p80"] - ms]]

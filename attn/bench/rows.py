@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from attn.backends.registry import AttentionBackendEnum
-from attn.bench.case import LIMITS, Case, Timing, flops, nbytes
+from attn.bench.case import LIMITS, Case, Timing, abbreviated, flops, kind_of, nbytes, parse
 from attn.bench.judge import verdicts
 from attn.errors import UnsupportedError
 from attn.imports import resolve_obj_by_qualname
@@ -32,6 +32,9 @@ class Bench(Protocol):
 
     def ceilings(self, dtype: str) -> tuple[float, float]:
         """Return (GB/s of a copy, read plus written; TFLOP/s of a matrix product in `dtype`), measured on first use."""
+
+    def free_bytes(self) -> int | None:
+        """Return the device's free memory in bytes; None for a CPU."""
 
     def peers(self) -> Sequence[str]:
         """List kernels that are not backends of `attn`, and single packages of a backend (`BACKEND:package`)."""
@@ -84,10 +87,10 @@ class Row:
     def __str__(self) -> str:
         t = self.timing
         cells = (
-            str(self.case), f"{'*' if self.chosen else ' '}{self.backend}", f"{t.ms:.4f}", f"{t.ms_p20:.4f} .. {t.ms_p80:.4f}",
-            f"{self.gb_per_s:.4g}", f"{100 * self.of_copy:.1f}", f"{self.tflop_per_s:.3g}", f"{100 * self.of_gemm:.1f}",
-            _known(t.ms_clean, ".4f"), _known(t.kernel_ms, ".4f"), _known(t.host_us, ".0f"), _known(t.build_us, ".0f"),
-            f"{t.error:.1e}",
+            abbreviated(str(self.case)), f"{'*' if self.chosen else ' '}{self.backend}", f"{t.ms:.4f}",
+            f"{t.ms_p20:.4f} .. {t.ms_p80:.4f}", f"{self.gb_per_s:.4g}", f"{100 * self.of_copy:.1f}", f"{self.tflop_per_s:.3g}",
+            f"{100 * self.of_gemm:.1f}", _known(t.ms_clean, ".4f"), _known(t.kernel_ms, ".4f"), _known(t.host_us, ".0f"),
+            _known(t.build_us, ".0f"), f"{t.error:.1e}",
         )  # fmt: skip
         return _line(cells) + ("" if self.right else "  WRONG") + ("" if t.replayed else "  eager")
 
@@ -115,7 +118,7 @@ class Refusal:
 
     def __str__(self) -> str:
         text = " ".join(self.refused.split())
-        head = _line((str(self.case), f"{'*' if self.chosen else ' '}{self.backend}"))
+        head = _line((abbreviated(str(self.case)), f"{'*' if self.chosen else ' '}{self.backend}"))
         return f"{head} {'FAILED' if self.failed else 'no row'}: {text[:200]}"
 
     def to_dict(self) -> dict[str, Any]:
@@ -151,7 +154,7 @@ class Report:
         return all(row.right for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
-        found = [row.to_dict() for row in self.rows]
+        found = [{**row.to_dict(), "kind": kind_of(parse(row.case.batch))} for row in self.rows]
         judged = [asdict(verdict) for verdict in verdicts(found)]
         return {**self.about, "rows": found, **({"verdicts": judged} if judged else {})}
 
@@ -207,16 +210,22 @@ def plan(
     without: Sequence[str] = (),
     named: Sequence[str] = (),
     others: Collection[str] = (),
+    must: bool = True,
 ) -> list[Entry]:
     """List the kernels to measure on a case: those `named`, else the selector's choice and those `asked` for except `without`.
 
     `others` are peers of another framework, which may also be requested. Raises `UnsupportedError` with its reasons for a
-    backend in `named` that does not serve the case, ValueError for an unknown name.
+    backend in `named` that does not serve the case (with `must` False, its entry is refused), ValueError for an unknown name.
     """
     if named:
+        reasons = dict.fromkeys(named, "")
         for name in (name for name in named if name not in peers):
-            select(case.request(), framework=framework, backend=name).require()
-        return [Entry(case, name, framework, peer=name in peers, must=True) for name in named]
+            selection = select(case.request(), framework=framework, backend=name)
+            if must:
+                selection.require()
+            elif not selection.winner:
+                reasons[name] = "; ".join(map(str, selection.trace))
+        return [Entry(case, name, framework, reasons[name], peer=name in peers, must=must) for name in named]
     choice, found = entrants(case, framework, peers)
     known = {*AttentionBackendEnum.names(), *peers, *others}
     left_out = asked_for(found, without, known)

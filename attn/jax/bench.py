@@ -328,6 +328,18 @@ class JaxBench:
             self._gemm_tflop_per_s[dtype] = 2 * n**3 / statistics.median(times) / 1e9
         return self._copy_gb_per_s, self._gemm_tflop_per_s[dtype]
 
+    def free_bytes(self) -> int | None:
+        """The device's memory that this process may still allocate, in bytes; None for a CPU.
+
+        Raises UnsupportedError for a device that does not report it.
+        """
+        if self.on_cpu:
+            return None
+        stats = self.device.memory_stats()
+        if not stats:
+            raise UnsupportedError(f"{self.device.device_kind} does not report its free memory, which bounds --random")
+        return int(stats["bytes_limit"] - stats["bytes_in_use"])
+
     def peers(self) -> Sequence[str]:
         return tuple(name for name, (_, needs) in PEERS.items() if needs in (None, self.device.platform))
 

@@ -265,6 +265,9 @@ class TorchBench:
             self._gemm_tflop_per_s[dtype] = self._gemm(getattr(torch, dtype))
         return self._copy_gb_per_s, self._gemm_tflop_per_s[dtype]
 
+    def free_bytes(self) -> int | None:
+        return torch.cuda.mem_get_info(self.device)[0] if self.on_gpu else None
+
     def peers(self) -> Sequence[str]:
         return tuple(self._peers)
 
