@@ -84,7 +84,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
     for framework in frameworks:
         own = [outcome for outcome in found if outcome.framework == framework]
         lines += [f"{framework}:"] if len(frameworks) > 1 else []
-        for kind in ("all", *KINDS):
+        for kind in ("all", *(KINDS if any(outcome.ratio for outcome in own) else ())):
             of_kind = [outcome for outcome in own if kind in ("all", outcome.kind)]
             lines += [f"{kind:11s} {_ratios(of_kind)}"] if of_kind else []
         lines.append(_large_decodes(own))

@@ -118,17 +118,22 @@ class Workload:
     def build(self) -> Any:
         return self._builder.build(0, self.batch)
 
-    def dense(self, r: int) -> tuple[jax.Array, ...]:
-        """Request r's keys and values [S, K, D] in float32, gathered and dequantised."""
-        tokens, blocks = self.lens[r][1], self.tables[r]
-        return self._views(tokens, self.cache, blocks, self.scale)  # type: ignore[no-any-return]
+    def blocks(self, r: int, tokens: int) -> Any:
+        """Request r's pages, then others up to a power of two, with at least `tokens` tokens: few shapes to compile."""
+        count = _power_of_two(-(-tokens // self.case.block_size))
+        return np.pad(self.tables[r], (0, max(0, count - len(self.tables[r]))))
 
-    def exact(self, query: jax.Array, stored: tuple[jax.Array, ...], first: int) -> jax.Array:
-        """Attention [t, H, D] in float32 over the arrays of `dense`; the first row is at position `first`."""
+    def dense(self, r: int) -> tuple[jax.Array, ...]:
+        """Request r's keys and values [S, K, D] in float32, gathered and dequantised, and after them those of other pages."""
+        return self._views(self.cache, self.blocks(r, self.lens[r][1]), self.scale)  # type: ignore[no-any-return]
+
+    def exact(self, query: Any, stored: tuple[jax.Array, ...], first: int) -> jax.Array:
+        """Attention [t, H, D] in float32 over the arrays of `dense`, causal; the first row is at position `first`."""
         return _exact(query, *stored, self.sinks, first, self.case.window)  # type: ignore[no-any-return]
 
-    def error(self, output: jax.Array, most: int = 3) -> float:
+    def error(self, output: Any, most: int = 3) -> float:
         """Relative RMS error of `output` [T, H, D] against float32, over up to `most` requests of each length."""
+        query, output = np.asarray(self.query), np.asarray(output)  # NumPy slices without compiling
         wrong = total = 0.0
         seen: dict[tuple[int, int], int] = {}
         begin = 0
@@ -137,9 +142,11 @@ class Workload:
             if seen[n, m] <= most:
                 stored = self.dense(r)
                 for first in range(0, n, self.chunk):
-                    rows = slice(begin + first, begin + min(first + self.chunk, n))
-                    want = self.exact(self.query[rows], stored, m - n + first)
-                    difference = np.asarray(output[rows], np.float32) - np.asarray(want)
+                    count = min(self.chunk, n - first)
+                    rows = slice(begin + first, begin + first + count)
+                    padding = ((0, _power_of_two(count) - count), (0, 0), (0, 0))
+                    want = np.asarray(self.exact(np.pad(query[rows], padding), stored, m - n + first))[:count]
+                    difference = output[rows].astype(np.float32) - want
                     wrong += float(np.square(difference).sum())
                     total += float(np.square(want).sum())
             begin += n
@@ -192,17 +199,19 @@ class MLAWorkload(Workload):
 
         self.attend = attend
         self.arguments = (self.query, jax.jit(filled)(), self.metadata, latent, rope, *impl.weights())
+        rows_as_cached = latent_rows(latent, rope, empty.dtype, self.scale)
+        self.fresh = np.asarray(xla_mla.numbers(rows_as_cached, jnp.float32, self.scale))[:, : case.head_size]
 
     def dense(self, r: int) -> tuple[jax.Array, ...]:
-        """Request r's rows [S, L + Dr] in float32, dequantised: earlier ones from the cache, the batch's from its inputs."""
+        """Request r's rows [S, L + Dr] in float32, dequantised: earlier ones from the cache, the batch's from its inputs; and
+        after them others."""
         n, m = self.lens[r]
-        _, cache, _, latent, rope, *_ = self.arguments
         begin = sum(count for count, _ in self.lens[:r])
-        new = latent_rows(latent[begin : begin + n], rope[begin : begin + n], cache.dtype, self.scale)
-        before = _latents(self.case.head_size, m - n, cache, self.tables[r], self.scale)
-        return (jnp.concatenate([before, xla_mla.numbers(new, jnp.float32, self.scale)]),)
+        new = np.pad(self.fresh[begin : begin + n], ((0, _power_of_two(n) - n), (0, 0)))
+        blocks = self.blocks(r, m - n + len(new))  # an update that exceeds the array would be shifted
+        return (_latents(self.case.head_size, self.arguments[1], blocks, new, m - n, self.scale),)
 
-    def exact(self, query: jax.Array, stored: tuple[jax.Array, ...], first: int) -> jax.Array:
+    def exact(self, query: Any, stored: tuple[jax.Array, ...], first: int) -> jax.Array:
         """Absorbed attention over the latent rows, whichever form the layer used."""
         return _exact_latent(query, *stored, self.weights, first, self.softmax_scale)  # type: ignore[no-any-return]
 
@@ -223,11 +232,16 @@ def _filled(view: Any, shape: tuple[int, ...], element: Any, head_size: int) -> 
     return back(tuple(drawn))[0].astype(element)  # type: ignore[no-any-return]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2))
-def _rows(view: Any, head_size: int, tokens: int, cache: jax.Array, blocks: Any, scale: float) -> Any:
-    """The first `tokens` keys and values [S, K, D] of the blocks, in float32."""
+def _power_of_two(count: int) -> int:
+    """Return the smallest power of two that is at least `count`."""
+    return 1 << (count - 1).bit_length()
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _rows(view: Any, head_size: int, cache: jax.Array, blocks: Any, scale: float) -> Any:
+    """The keys and values [S, K, D] of the blocks, in float32."""
     parts = (part[blocks] for part in view(cache))
-    return tuple(part.reshape(-1, *part.shape[2:])[:tokens, :, :head_size].astype(jnp.float32) * scale for part in parts)
+    return tuple(part.reshape(-1, *part.shape[2:])[..., :head_size].astype(jnp.float32) * scale for part in parts)
 
 
 @functools.partial(jax.jit, static_argnames="window")
@@ -246,11 +260,11 @@ def _exact(query: Any, key: Any, value: Any, sinks: Any, first: Any, window: int
     return jnp.einsum("kgts,skd->tkgd", weights, value, precision="highest").reshape(rows, heads, size)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _latents(head_size: int, tokens: int, cache: jax.Array, blocks: Any, scale: float) -> jax.Array:
-    """The first `tokens` rows [S, L + Dr] of the blocks, in float32."""
-    rows = cache[blocks].reshape(-1, cache.shape[2])[:tokens]
-    return xla_mla.numbers(rows, jnp.float32, scale)[:, :head_size]
+@functools.partial(jax.jit, static_argnums=0)
+def _latents(head_size: int, cache: jax.Array, blocks: Any, new: Any, first: Any, scale: float) -> jax.Array:
+    """The rows [S, L + Dr] of the blocks, in float32, with those from `first` on replaced by `new`."""
+    rows = xla_mla.numbers(cache[blocks].reshape(-1, cache.shape[2]), jnp.float32, scale)[:, :head_size]
+    return jax.lax.dynamic_update_slice(rows, new, (first, 0))
 
 
 @jax.jit
@@ -279,7 +293,7 @@ def _dense(workload: Workload, implementation: str | None) -> tuple[Callable[...
     if len(set(lens)) > 1 or lens[0][0] not in (1, lens[0][1]):
         raise UnsupportedError("needs requests of equal lengths, all new or with one new token each")
     pairs = [workload.dense(r) for r in range(len(lens))]
-    key, value = (jnp.stack([p[i] for p in pairs]).astype(case.dtype) for i in (0, 1))
+    key, value = (jnp.stack([p[i][: lens[0][1]] for p in pairs]).astype(case.dtype) for i in (0, 1))
     query = workload.query[: len(lens) * lens[0][0]].reshape(len(lens), lens[0][0], case.num_heads, case.head_size)
     causal = lens[0][0] > 1
 

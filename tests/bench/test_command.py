@@ -172,3 +172,58 @@ def test_unknown_names_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert "peer 'CUDNN' is unknown; known: all, " in capsys.readouterr().err
     assert main(["bench", "--judge", "/nowhere/rows.json"]) == 2
     assert "not a report written by --json" in capsys.readouterr().err
+
+
+def test_random_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run, its judgement and a comparison with itself."""
+    pytest.importorskip("torch")
+    file = str(tmp_path / "rows.json")
+    names = ("--peers", "TORCH_SDPA,sdpa", "--framework", "torch")
+    run("--random", "3", "--seed", "1", "--heads", "2/1", "--head-size", "32", *names, "--json", file)
+    printed = capsys.readouterr().out
+    report = json.loads(Path(file).read_text())
+    assert report["random"]["batches"] == 3 and report["random"]["seed"] == 1 and "prompts" in report["random"]["kinds"]
+    assert report["random"]["bounds"]["cache_mib"] == 128 and "drawn again above 512 new tokens or 128 MiB" in printed
+    kinds = {row["batch"]: row["kind"] for row in report["rows"]}
+    assert list(kinds.values()) == ["speculation", "chunks", "decodes"] and all(row["right"] for row in report["rows"])
+    assert "q5s136_q5s16_q5s528_q5s3773_q5s1306_q5s670_q5s29" in kinds, "whole in the file"
+    assert "q5s136_q5s16_q5s528..+4 2/1x32" in printed and "q5s1306" not in printed
+    assert main(["bench", "--judge", file]) in (0, 1)  # whether the choice lost is a matter of the machine
+    judged = capsys.readouterr().out
+    assert judged in printed[printed.index("   #") :] and "best other / ours in 3" in judged
+    run("compare", file, file)
+    assert "q5s136_q5s16_q5s528..+4 2/1x32" in capsys.readouterr().out
+
+
+def test_random_batches_that_a_named_backend_does_not_serve(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    names = ("--backend", "FLASH_ATTN", "--backend", "TORCH_SDPA", "--framework", "torch")
+    run("--random", "2", *names, "--heads", "2/1", "--head-size", "32")
+    printed = capsys.readouterr().out
+    assert printed.count("no time: ") == 2 and "2 batches (2 without a time)" in printed
+
+
+def test_random_latent_batches(tmp_path: Path) -> None:
+    pytest.importorskip("jax")
+    file = tmp_path / "rows.json"
+    run("--random", "1", "--seed", "9", "--mla", "--heads", "2", "--framework", "jax", "--json", str(file))
+    [row] = json.loads(file.read_text())["rows"]
+    assert row["backend"] == "XLA_MLA" and row["mla"] and row["right"] and row["heads"] == "2"
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("q8 --random 3", "pass --random 3 or batches (q8), not both"),
+        ("--random 3 --workloads x.jsonl", "pass --random 3 or --workloads x.jsonl, not both"),
+        ("--random 3 --judge x.json", "pass --random 3 or --judge x.json, not both"),
+        ("--random 3 --registry diffusion", "pass --random 3 or --registry diffusion, not both"),
+        ("compare a.json b.json --random 3", "pass --random 3 or batches (compare a.json b.json), not both"),
+        ("--random 0", "--random 0 must be at least 1"),
+        ("q8 --seed 0", "--seed 0 requires --random N"),
+    ],
+)  # fmt: skip
+def test_mistakes_with_random(argv: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run(*argv.split(), code=2)
+    out, err = capsys.readouterr()
+    assert out == "" and words in err and err.count("\n") == 1
