@@ -14,8 +14,8 @@ from attn.bench.judge import case_of, geometric_mean, timed, verdicts
 LARGE = 8 << 20
 #: Columns of a line and their widths.
 _COLUMNS = (
-    ("#", 4), ("kind", 11), ("batch", 42), ("backend", 18), ("ms", 9), ("floor ms", 9), ("% copy", 6), ("ratio", 6),
-    ("best other", 0),
+    ("#", 4), ("kind", 11), ("batch", 42), ("backend", 18), ("ms", 9), ("floor ms", 9), ("% copy", 6), ("error", 8),
+    ("ratio", 6), ("best other", 0),
 )  # fmt: skip
 _TEXTS = ("kind", "batch", "backend", "best other")
 
@@ -47,7 +47,7 @@ class Outcome:
             reason = " ".join(str(self.row.get("refused") or "WRONG").split())
             return f"{_line(head)} no time: {reason[:200]}"
         ms, of_copy = self.row["ms"], self.row["of_copy"]
-        numbers = f"{ms:.4f}", f"{ms * of_copy:.4f}", f"{100 * of_copy:.1f}"
+        numbers = f"{ms:.4f}", f"{ms * of_copy:.4f}", f"{100 * of_copy:.1f}", f"{self.row['error']:.1e}"
         if self.other is None or self.ratio is None:
             return _line((*head, *numbers))
         name = self.other["backend"] + (" LOSES" if self.lost else "")

@@ -8,7 +8,7 @@ from attn.bench.summary import header, outcomes, summary
 def row(batch: str, backend: str, ms: float, of_copy: float = 0.5, **changes: Any) -> dict[str, Any]:
     return {
         "batch": batch, "heads": "32/8", "head_size": 128, "backend": backend, "ms": ms, "ms_p20": ms, "ms_p80": ms,
-        "of_copy": of_copy, "right": True, **changes,
+        "of_copy": of_copy, "error": 2e-3, "right": True, **changes,
     }  # fmt: skip
 
 
@@ -33,9 +33,10 @@ def test_the_summary_of_rows() -> None:
 
 def test_a_line_per_batch() -> None:
     lines = [str(outcome).split() for outcome in outcomes(ROWS)]
-    assert lines[0] == ["1", "decodes", "64q1s4k", "32/8x128", "p16", "OURS", "1.0000", "0.8000", "80.0", "2.00", "OTHER"]
+    layer, numbers = ["64q1s4k", "32/8x128", "p16"], ["1.0000", "0.8000", "80.0", "2.0e-03", "2.00"]
+    assert lines[0] == ["1", "decodes", *layer, "OURS", *numbers, "OTHER"]
     assert lines[1][-3:] == ["0.50", "OTHER", "LOSES"] and lines[2][-2:] == ["8.00", "sdpa"]
-    assert lines[3][5:] == ["OURS", "3.0000", "1.5000", "50.0", "3.00", "sdpa"], "the order of rows does not matter"
+    assert lines[3][5:] == ["OURS", "3.0000", "1.5000", "50.0", "2.0e-03", "3.00", "sdpa"], "the order of rows does not matter"
     assert lines[4][-3:] == ["no", "time:", "WRONG"]
     assert header().split()[:3] == ["#", "kind", "batch"]
 
