@@ -236,8 +236,8 @@ def edited(tmp_path: Path, **changes: Any) -> None:
         ({"attn": "0.0.1"}, "another machine (attn '0.0.1'"),
         ({"format": 2}, "another machine (format 2, expected 1)"),
         ({"entries": [{"request": {"head_size": "64"}}]}, "broken"),
-        ({"entries": [{"request": {"head_size": 64, "dtype": "float32"}, "backends": {"A": {"path": "a.B"}}}]}, "broken (Key"),
-        ({"entries": None}, "broken (TypeError"),
+        ({"entries": [{"request": {"head_size": 64, "dtype": "float32"}, "backends": {"A": {"path": "a.B"}}}]}, "invalid (Key"),
+        ({"entries": None}, "invalid (TypeError"),
     ],
 )
 def test_foreign_and_broken_files_are_ignored_with_a_reason(
@@ -263,7 +263,7 @@ def test_numbers_that_are_no_times(measured: Callable[..., None], tmp_path: Path
     found = json.loads(path_of(tmp_path).read_text())
     found["entries"][0]["backends"]["MEASURED_B"]["times"]["q0"] = numbers
     path_of(tmp_path).write_text(json.dumps(found))
-    assert chosen() == "A" and "broken" in said()
+    assert chosen() == "A" and "invalid" in said()
 
 
 def test_a_file_that_is_not_there_or_named(
