@@ -84,7 +84,10 @@ def vllm_use_v1() -> bool:
 
 def switch(name: str) -> bool:
     """Whether variable `name` is 1; unset, empty and 0 mean off. Raises ValueError for anything else."""
-    value = (read(name) or "0").strip()
+    value = read(name)
+    if value is None:
+        return False
+    value = (value or "0").strip()
     if value not in ("0", "1"):
         raise ValueError(f"{name}={value!r} must be 0 or 1")
     return value == "1"
@@ -104,7 +107,9 @@ DEBUG = ("device",)
 
 def debug(what: str) -> bool:
     """Whether ATTN_DEBUG lists `what`, one of `DEBUG`. Raises ValueError if the variable lists anything else."""
-    named = read_list("ATTN_DEBUG") or ()
+    named = read_list("ATTN_DEBUG")
+    if named is None:
+        return False
     for name in named:
         if name not in DEBUG:
             raise ValueError(f"ATTN_DEBUG={name!r} is unknown; known: {', '.join(DEBUG)}")

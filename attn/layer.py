@@ -94,10 +94,11 @@ class BaseLayer:
         """
         device = self._device() if device is None else device
         kept = _builders.setdefault(self.impl, {})
-        key = (self.kv_cache_spec, device, tuple(sorted((config or {}).items())))
-        if key not in kept:
-            kept[key] = self.backend.get_builder_cls()(self.kv_cache_spec, config=config, device=device)
-        return kept[key]
+        key = (self.kv_cache_spec, device, tuple(sorted(config.items())) if config else ())
+        found = kept.get(key)
+        if found is None:
+            found = kept[key] = self.backend.get_builder_cls()(self.kv_cache_spec, config=config, device=device)
+        return found
 
     def new_kv_cache(self, num_blocks: int, device: Any = None) -> Any:
         """Create a zeroed cache of `num_blocks` blocks in the backend's layout, on a device (None: the layer's own).

@@ -195,38 +195,42 @@ class CommonAttentionMetadata:
                 raise ShapeError(f"tree_mask has shape {list(self.tree_mask.shape)}: must be [R, W, W]")
         if self.dcp_local_seq_lens is not None:
             _check_array("dcp_local_seq_lens", self.dcp_local_seq_lens, (self.num_reqs,), _INT32)
-        if self.query_start_loc_cpu is not None:
-            _check_mirror("query_start_loc_cpu", self.query_start_loc_cpu, self.num_reqs + 1)
-        if self.seq_lens_cpu is not None:
-            _check_mirror("seq_lens_cpu", self.seq_lens_cpu, self.num_reqs)
+        start, seq = self.query_start_loc_cpu, self.seq_lens_cpu
+        if start is not None and start is not self.query_start_loc:
+            _check_mirror("query_start_loc_cpu", start, self.num_reqs + 1)
+        if seq is not None and seq is not self.seq_lens:
+            _check_mirror("seq_lens_cpu", seq, self.num_reqs)
 
     def _check_query_start_loc(self, start: "IntArray") -> None:
+        import numpy as np
+
         if start[0] != 0:
             raise MetadataError("query_start_loc", 0, int(start[0]), "0")
-        before, after = start[:-1], start[1:]
-        falls = after < before  # compared, not subtracted: an int32 difference may overflow
-        if falls.any():
-            i = int(falls.argmax())
-            raise MetadataError("query_start_loc", i + 1, int(after[i]), f"at least {before[i]}, the entry before it")
+        if len(start) == 1:
+            return
+        lens = np.subtract(start[1:], start[:-1], dtype=np.int64)  # an int32 difference may overflow
+        if lens[lens.argmin()] < 0:
+            i = int((lens < 0).argmax())
+            raise MetadataError("query_start_loc", i + 1, int(start[i + 1]), f"at least {start[i]}, the entry before it")
         if start[-1] > self.num_actual_tokens:
             bound = f"at most num_actual_tokens={self.num_actual_tokens}"
             raise MetadataError("query_start_loc", len(start) - 1, int(start[-1]), bound)
-        longest = int((after - before).max(initial=0))
+        longest = int(lens[lens.argmax()])
         if longest > self.max_query_len:
             raise MetadataError("max_query_len", None, self.max_query_len, f"at least {longest}, the longest query")
 
     def _check_seq_lens(self, seq: "IntArray", block_size: int, strict: bool) -> None:
         if not seq.size:
             return
-        if seq.min() < 0:
-            i = int(seq.argmin())
-            raise MetadataError("seq_lens", i, int(seq[i]), "at least 0")
-        longest, columns = int(seq.max()), int(self.block_table.shape[1])
+        low, high = int(seq.argmin()), int(seq.argmax())
+        if seq[low] < 0:
+            raise MetadataError("seq_lens", low, int(seq[low]), "at least 0")
+        longest, columns = int(seq[high]), int(self.block_table.shape[1])
         if longest > self.max_seq_len:
             raise MetadataError("max_seq_len", None, self.max_seq_len, f"at least {longest}, the longest sequence")
         if longest > columns * block_size:
             bound = f"at most {columns * block_size} ({columns} blocks of {block_size} in its table row)"
-            raise MetadataError("seq_lens", int(seq.argmax()), longest, bound)
+            raise MetadataError("seq_lens", high, longest, bound)
         query_lens = self.query_lens_cpu()
         if strict and self.causal and query_lens is not None and (query_lens > seq).any():
             i = int((query_lens > seq).argmax())
@@ -253,10 +257,12 @@ class CommonAttentionMetadata:
         import numpy as np
 
         if isinstance(self.block_table, np.ndarray) and self.seq_lens_cpu is not None:
-            used = -(-self.seq_lens_cpu.astype(np.int64) // block_size)
-            live = np.arange(self.block_table.shape[1]) < used[:, None]
-            bad = live & ((self.block_table < 0) | (self.block_table >= num_blocks))
-            if bad.any():
+            bad = self.block_table.view(np.uint32) >= num_blocks  # one comparison: a negative id is a large unsigned one
+            if not np.count_nonzero(bad):
+                return
+            used = -(-self.seq_lens_cpu // block_size)
+            bad &= np.arange(bad.shape[1], dtype=used.dtype) < used[:, None]
+            if np.count_nonzero(bad):
                 r, c = (int(x) for x in np.argwhere(bad)[0])
                 why = f"{used[r]} blocks of {block_size} hold {self.seq_lens_cpu[r]} tokens"
                 bound = f"between 0 and {num_blocks - 1} ({why})"
@@ -268,19 +274,21 @@ class CommonAttentionMetadata:
 
         if isinstance(self.slot_mapping, np.ndarray):
             slots = self.slot_mapping[: self.num_actual_tokens]
-            bad = slots < PAD_SLOT_ID
-            if num_slots is not None:
-                bad |= slots >= num_slots
-            if bad.any():
-                i = int(bad.argmax())
-                bound = "-1 or at least 0" if num_slots is None else f"-1 or between 0 and {num_slots - 1}"
+            if not slots.size:
+                return
+            ordered = np.sort(slots)  # shows the extremes and the duplicates
+            last = ordered[-1] if num_slots is None else num_slots - 1
+            if ordered[0] < PAD_SLOT_ID or ordered[-1] > last:
+                i = int(((slots < PAD_SLOT_ID) | (slots > last)).argmax())
+                bound = "-1 or at least 0" if num_slots is None else f"-1 or between 0 and {last}"
                 raise MetadataError("slot_mapping", i, int(slots[i]), bound)
-            written = np.sort(slots[slots >= 0])
-            twice = np.flatnonzero(written[1:] == written[:-1])
-            if twice.size:
-                slot = int(written[twice[0]])
-                i = int(np.flatnonzero(slots == slot)[1])
-                raise MetadataError("slot_mapping", i, slot, "written by one token only")
+            twice = ordered[1:] == ordered[:-1]
+            if np.count_nonzero(twice):
+                twice &= ordered[1:] >= 0
+                if np.count_nonzero(twice):
+                    slot = int(ordered[1:][twice.argmax()])
+                    i = int(np.flatnonzero(slots == slot)[1])
+                    raise MetadataError("slot_mapping", i, slot, "written by one token only")
 
 
 def _on_host(array: Any) -> Any:

@@ -34,17 +34,18 @@ def from_foreign(x: Any, like: torch.Tensor | None = None) -> torch.Tensor:
 
 
 def _from_numpy(array: "np.ndarray[Any, Any]") -> torch.Tensor:
-    # torch would alias read-only memory as writable, and supports neither foreign byte orders nor negative strides
-    if not array.flags.writeable or not array.dtype.isnative or min(array.strides, default=0) < 0:
-        array = array.astype(array.dtype.newbyteorder("="), order="C", copy=True)
-    carried = _CARRIERS.get(array.dtype.name)
+    if not array.flags.writeable:  # torch would alias read-only memory as writable
+        array = array.copy()
     try:
-        if carried is None:
-            return torch.from_numpy(array)
-        dtype, carrier, _ = carried
-        return torch.from_numpy(array.view(carrier)).view(dtype)
+        return torch.from_numpy(array)
     except TypeError as error:
-        raise DTypeError(f"a NumPy array of dtype {array.dtype} has no counterpart in torch") from error
+        carried = _CARRIERS.get(array.dtype.name)
+        if carried is None:
+            raise DTypeError(f"a NumPy array of dtype {array.dtype} has no counterpart in torch") from error
+        dtype, carrier, _ = carried
+        return _from_numpy(array.view(carrier)).view(dtype)
+    except ValueError:  # torch supports neither foreign byte orders nor negative strides
+        return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C"))
 
 
 def _from_dlpack(array: Any) -> torch.Tensor:

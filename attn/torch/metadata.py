@@ -6,6 +6,7 @@ import weakref
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.utils._pytree import GetAttrKey, register_pytree_node
 
@@ -14,6 +15,7 @@ from attn.arrays import to_framework
 from attn.backends.abstract import AttentionMetadataBuilder
 from attn.backends.metadata import PAD_SLOT_ID, AttentionMetadata, CommonAttentionMetadata
 from attn.errors import DeviceError, MetadataError
+from attn.torch.arrays import from_foreign
 
 if TYPE_CHECKING:
     from attn.backends.metadata import IntArray
@@ -186,7 +188,7 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
         """Fill what `metadata_cls` adds to `PagedAttentionMetadata`, after the batch was validated."""
 
     def _put(self, array: Any, dtype: torch.dtype) -> torch.Tensor:
-        tensor = to_framework(array, "torch")
+        tensor = from_foreign(array) if isinstance(array, np.ndarray) else to_framework(array, "torch")
         target = tensor.device if self.device is None else torch.device(self.device)
         # a copy to the host must complete before it is read; the device's stream orders a copy from the host
         return tensor.to(device=target, dtype=dtype, non_blocking=target.type != "cpu")  # type: ignore[no-any-return]
