@@ -276,7 +276,7 @@ class CommonAttentionMetadata:
             slots = self.slot_mapping[: self.num_actual_tokens]
             if not slots.size:
                 return
-            ordered = np.sort(slots)  # shows the extremes and the duplicates
+            ordered = np.sort(slots, kind="stable")  # extremes and duplicates; this sort is fast for runs, which pages are
             last = ordered[-1] if num_slots is None else num_slots - 1
             if ordered[0] < PAD_SLOT_ID or ordered[-1] > last:
                 i = int(((slots < PAD_SLOT_ID) | (slots > last)).argmax())

@@ -104,6 +104,18 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
 
     framework = "torch"
     traceable = False
+    #: (shape, block size) of the last cache that passed `_check_extent`.
+    _known_extent: tuple[torch.Size | None, int] = (None, 0)
+    #: Whether the backend is known to serve this layer without causal masking too.
+    _serves_non_causal = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        assert self.backend.capabilities is not None
+        #: The cache's element type for each dtype of a query that the backend supports.
+        self._elements = {
+            getattr(torch, dtype): caches.element_type(self.kv_cache_dtype, dtype) for dtype in self.backend.capabilities.dtypes
+        }
 
     @staticmethod
     def _float32(values: Any) -> torch.Tensor:
@@ -114,9 +126,12 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         """Reshape a tensor [T, heads, D] or [T, heads * D] to [T, heads, D]."""
         if not isinstance(tensor, torch.Tensor):
             check_array(self.backend, name, tensor, "torch")
-        if tensor.shape[1:] not in ((heads, self.head_size), (heads * self.head_size,)):
+        shape = tensor.shape
+        if len(shape) == 3 and shape[1] == heads and shape[2] == self.head_size:
+            return tensor
+        if len(shape) != 2 or shape[1] != heads * self.head_size:
             raise ShapeError(
-                f"{self.backend.get_name()}: {name} has shape {list(tensor.shape)}: must be [T, {heads}, {self.head_size}]"
+                f"{self.backend.get_name()}: {name} has shape {list(shape)}: must be [T, {heads}, {self.head_size}]"
             )
         return tensor.reshape(-1, heads, self.head_size)
 
@@ -139,11 +154,12 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> Any:
-        scale = self._check_output_scale(query, output_scale, output_block_scale)
+        scale = None
+        if output_scale is not None or output_block_scale is not None:
+            scale = self._check_output_scale(query, output_scale, output_block_scale)
         query = self._by_head("query", query, self.num_heads)
-        key, value = (
-            None if x is None else self._by_head(name, x, self.num_kv_heads) for name, x in (("key", key), ("value", value))
-        )
+        key = None if key is None else self._by_head("key", key, self.num_kv_heads)
+        value = None if value is None else self._by_head("value", value, self.num_kv_heads)
         kind = query.dtype if scale is None else FUSED_OUTPUT
         out = torch.empty_like(query, dtype=kind) if output is None else self._check_output(query, output, kind)
         if attn_metadata is None:
@@ -202,21 +218,24 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         attn_metadata: PagedAttentionMetadata,
     ) -> None:
         """Check ranks, shapes, dtypes and devices, without reading tensor values."""
-        name, capabilities = self.backend.get_name(), self.backend.capabilities
+        capabilities = self.backend.capabilities
         assert capabilities is not None
         check_built(self.backend, attn_metadata, PagedAttentionMetadata)
-        dtype = str(query.dtype).removeprefix("torch.")
-        if dtype not in capabilities.dtypes:
-            raise DTypeError(f"{name}: query has dtype {dtype} (supports {', '.join(capabilities.dtypes)})")
+        if query.dtype not in self._elements:
+            dtype = str(query.dtype).removeprefix("torch.")
+            raise DTypeError(f"{self.backend.get_name()}: query has dtype {dtype} (supports {', '.join(capabilities.dtypes)})")
         if query.shape[0] < attn_metadata.num_actual_tokens:
             raise ShapeError(
-                f"{name}: query has {query.shape[0]} rows: must be at least num_actual_tokens={attn_metadata.num_actual_tokens}"
+                f"{self.backend.get_name()}: query has {query.shape[0]} rows: "
+                f"must be at least num_actual_tokens={attn_metadata.num_actual_tokens}"
             )
         if torch.is_grad_enabled() and Feature.BACKWARD not in capabilities.features:
             for what, tensor in (("query", query), ("key", key), ("value", value)):
                 if tensor is not None and tensor.requires_grad:
-                    hint = "call under torch.no_grad(), or detach"
-                    raise UnsupportedError(f"{name}: {what} requires grad: {Feature.BACKWARD.value} not supported ({hint})")
+                    raise UnsupportedError(
+                        f"{self.backend.get_name()}: {what} requires grad: {Feature.BACKWARD.value} not supported "
+                        "(call under torch.no_grad(), or detach)"
+                    )
         self._check_masking(attn_metadata)
         self._check_key_value(query, key, value, attn_metadata)
         if self.attn_type not in ENCODER_TYPES:
@@ -224,14 +243,12 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
             if not torch.compiler.is_compiling() and envs.debug("device"):
                 attn_metadata.check_ids(*self._parts(kv_cache)[0].shape[:2])
 
-    def _check_output_scale(self, query: torch.Tensor, output_scale: Any, output_block_scale: Any) -> torch.Tensor | None:
-        """Return output_scale as [] float32 on the device, or None if it is None. Raises unless it has one element."""
+    def _check_output_scale(self, query: torch.Tensor, output_scale: Any, output_block_scale: Any) -> torch.Tensor:
+        """Return output_scale as [] float32 on the device. Raises unless it has one element."""
         name, capabilities = self.backend.get_name(), self.backend.capabilities
         assert capabilities is not None
         if output_block_scale is not None:
             raise UnsupportedError(f"{name}: output_block_scale not supported")
-        if output_scale is None:
-            return None
         if Feature.OUTPUT_SCALE not in capabilities.features:
             raise UnsupportedError(f"{name}: {Feature.OUTPUT_SCALE.value} not supported")
         scale = torch.as_tensor(output_scale, dtype=torch.float32, device=query.device).detach()
@@ -256,63 +273,80 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         return output.view(query.shape)
 
     def _check_masking(self, attn_metadata: PagedAttentionMetadata) -> None:
-        name, features = self.backend.get_name(), self.backend.capabilities.features  # type: ignore[union-attr]
-        if not attn_metadata.causal and self.attn_type == AttentionType.DECODER:
-            if Feature.NON_CAUSAL not in features:
-                raise UnsupportedError(f"{name}: {Feature.NON_CAUSAL.value} not supported")
+        if not attn_metadata.causal and self.attn_type == AttentionType.DECODER and not self._serves_non_causal:
+            self._require(Feature.NON_CAUSAL)
             layer = self.request()  # supported alone, but perhaps not in this combination
             refuse(self.backend, replace(layer, features=layer.features | {Feature.NON_CAUSAL}))
+            self._serves_non_causal = True
         if attn_metadata.tree_mask is not None:
-            if Feature.TREE_MASK not in features:
-                raise UnsupportedError(f"{name}: {Feature.TREE_MASK.value} not supported")
+            self._require(Feature.TREE_MASK)
             if not attn_metadata.causal or self.attn_type != AttentionType.DECODER:
                 raise MetadataError(
                     "tree_mask", None, "a mask", f"None for {self.attn_type} attention, causal={attn_metadata.causal}"
                 )
 
+    def _require(self, feature: Feature) -> None:
+        """Raise `UnsupportedError` unless the backend has a feature."""
+        if feature not in self.backend.capabilities.features:  # type: ignore[union-attr]
+            raise UnsupportedError(f"{self.backend.get_name()}: {feature.value} not supported")
+
     def _check_key_value(self, query: torch.Tensor, key: Any, value: Any, attn_metadata: PagedAttentionMetadata) -> None:
-        name = self.backend.get_name()
         if (key is None) != (value is None):
-            raise ShapeError(f"{name}: one of key and value is None: pass both or neither")
+            raise ShapeError(f"{self.backend.get_name()}: one of key and value is None: pass both or neither")
         for what, tensor in (("key", key), ("value", value)):
             if tensor is None:
                 if self.attn_type in ENCODER_TYPES:
-                    raise ShapeError(f"{name}: {what} is None, but {self.attn_type} attention reads it")
+                    raise ShapeError(f"{self.backend.get_name()}: {what} is None, but {self.attn_type} attention reads it")
                 continue
             if tensor.dtype != query.dtype:
-                raise DTypeError(f"{name}: {what} has dtype {tensor.dtype}, query {query.dtype}: must be equal")
+                raise DTypeError(
+                    f"{self.backend.get_name()}: {what} has dtype {tensor.dtype}, query {query.dtype}: must be equal"
+                )
             if tensor.device != query.device:
-                raise DeviceError(f"{name}: {what} is on {tensor.device}, query on {query.device}")
-            rows = tensor.shape[0]
+                raise DeviceError(f"{self.backend.get_name()}: {what} is on {tensor.device}, query on {query.device}")
             # cross attention writes the encoder's tokens, which may be fewer
-            if rows < attn_metadata.num_actual_tokens and self.attn_type != AttentionType.ENCODER_DECODER:
+            if tensor.shape[0] < attn_metadata.num_actual_tokens and self.attn_type != AttentionType.ENCODER_DECODER:
                 raise ShapeError(
-                    f"{name}: {what} has {rows} rows: must be at least num_actual_tokens={attn_metadata.num_actual_tokens}"
+                    f"{self.backend.get_name()}: {what} has {tensor.shape[0]} rows: "
+                    f"must be at least num_actual_tokens={attn_metadata.num_actual_tokens}"
                 )
 
     def _check_cache(self, layer: AttentionLayer, query: torch.Tensor, kv_cache: torch.Tensor, block_size: int | None) -> None:
-        name, features = self.backend.get_name(), self.backend.capabilities.features  # type: ignore[union-attr]
-        want = self.backend.get_kv_cache_shape(0, 0, self.num_kv_heads, self.head_size, self.kv_cache_dtype)
+        if torch.compiler.is_compiling():  # extents may be symbols, which must not leave the graph
+            found = self._check_extent(kv_cache)
+        else:
+            shape, found = self._known_extent
+            if shape is None or not isinstance(kv_cache, torch.Tensor) or kv_cache.shape != shape:
+                found = self._check_extent(kv_cache)
+                self._known_extent = (kv_cache.shape, found)
+        check_block_size(self.backend.get_name(), found, block_size)
+        element = self._elements[query.dtype]
+        if kv_cache.dtype != element:
+            raise cache_dtype_error(self, query, kv_cache, element)
+        if kv_cache.device != query.device:
+            raise DeviceError(f"{self.backend.get_name()}: kv_cache is on {kv_cache.device}, query on {query.device}")
+        if not caches.is_quantised(element):
+            return
+        if self.kv_cache_dtype in PER_TOKEN_HEAD:
+            if any(getattr(layer, f"{which}_scale_float", None) != 1.0 for which in ("_k", "_v")):
+                raise UnsupportedError(
+                    f"{self.backend.get_name()}: {self.kv_cache_dtype} keeps its own scales: k_scale and v_scale must be 1"
+                )
+        elif getattr(layer._k_scale, "ndim", 0) or getattr(layer._v_scale, "ndim", 0):
+            self._require(Feature.PER_HEAD_SCALES)
+
+    def _check_extent(self, kv_cache: Any) -> int:
+        """Return a cache's block size. Raises unless it is a tensor of the backend's layout with this layer's heads."""
+        name = self.backend.get_name()
+        rank = len(self.backend.get_kv_cache_shape(0, 0, self.num_kv_heads, self.head_size, self.kv_cache_dtype))
         if kv_cache is not None and not isinstance(kv_cache, torch.Tensor):
             raise TypeError(f"{name}: kv_cache must be a torch.Tensor, got {type(kv_cache).__name__}")
-        if kv_cache is None or kv_cache.dim() != len(want):
-            raise ShapeError(f"{name}: kv_cache must have {len(want)} dimensions (get_kv_cache_shape)")
-        key_cache, _, own_scales = self._parts(kv_cache)
-        check_block_size(name, key_cache.shape[1], block_size)
+        if kv_cache is None or kv_cache.dim() != rank:
+            raise ShapeError(f"{name}: kv_cache must have {rank} dimensions (get_kv_cache_shape)")
+        key_cache = self._parts(kv_cache)[0]
         if tuple(key_cache.shape[2:]) != (self.num_kv_heads, self.head_size):
             raise ShapeError(
                 f"{name}: kv_cache holds [K, D] = {list(key_cache.shape[2:])}, the layer has "
                 f"[{self.num_kv_heads}, {self.head_size}]"
             )
-        element = caches.element_type(self.kv_cache_dtype, query.dtype)
-        if kv_cache.dtype != element:
-            raise cache_dtype_error(self, query, kv_cache, element)
-        if kv_cache.device != query.device:
-            raise DeviceError(f"{name}: kv_cache is on {kv_cache.device}, query on {query.device}")
-        if own_scales is not None:
-            if any(getattr(layer, f"{which}_scale_float", None) != 1.0 for which in ("_k", "_v")):
-                raise UnsupportedError(f"{name}: {self.kv_cache_dtype} keeps its own scales: k_scale and v_scale must be 1")
-        elif caches.is_quantised(element) and Feature.PER_HEAD_SCALES not in features:
-            for scale in (layer._k_scale, layer._v_scale):
-                if getattr(scale, "ndim", 0):
-                    raise UnsupportedError(f"{name}: {Feature.PER_HEAD_SCALES.value} not supported")
+        return key_cache.shape[1]

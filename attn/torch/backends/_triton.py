@@ -120,8 +120,7 @@ class TritonPagedImpl(PagedAttentionImpl):
 
         meta, (key_cache, value_cache, own) = call.meta, self._parts(call.kv_cache)
         k_scale, v_scale, k_factor, v_factor = (*own, 1.0, 1.0) if own is not None else self._scales(call)
-        launch = functools.partial(
-            paged_attention,
+        arguments = dict(
             output=call.output,
             lse=call.lse,
             query=call.query,
@@ -154,8 +153,9 @@ class TritonPagedImpl(PagedAttentionImpl):
 
             kind = "decode" if meta.max_query_len == 1 else "prefill"
             sizes = (call.query.element_size(), key_cache.element_size())
+            launch = functools.partial(paged_attention, **arguments)
             autotune.tune(kind, (self.num_heads // self.num_kv_heads, self.head_size, *sizes), launch, call.query.device)
-        launch()
+        paged_attention(**arguments)
 
     def _prefill_programs(self, attn_metadata: PagedAttentionMetadata, key_cache: torch.Tensor) -> int:
         """Return how a mixed batch shares the device, from its lengths on the host; computed once per batch and shape."""

@@ -6,6 +6,9 @@ Either a scale is passed (one, or one per kv head), or each token and head gets 
 beside the codes; 0 for a token of zeros, NaN for one with a non-finite element. A slot of -1 stores nothing.
 """
 
+import functools
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -88,8 +91,7 @@ _KINDS = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e
 _BITS = {1: torch.uint8, 2: torch.uint16}
 
 
-@library.custom_op("attn::triton_write_kv", mutates_args=("key_cache", "value_cache"))
-def write_kv(
+def _write_kv(
     key: torch.Tensor,
     value: torch.Tensor,
     key_cache: torch.Tensor,
@@ -106,8 +108,7 @@ def write_kv(
     _launch(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, own=False)
 
 
-@library.custom_op("attn::triton_write_kv_per_token", mutates_args=("key_cache", "value_cache", "key_scales", "value_scales"))
-def write_kv_per_token(
+def _write_kv_per_token(
     key: torch.Tensor,
     value: torch.Tensor,
     key_cache: torch.Tensor,
@@ -116,7 +117,7 @@ def write_kv_per_token(
     value_scales: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """`write_kv` with a scale per token and head, stored in key_scales and value_scales.
+    """`_write_kv` with a scale per token and head, stored in key_scales and value_scales.
 
     Caches: int8 or float8_e4m3fn; scales: [N, P, K] float32 with equal strides and adjacent heads.
     """
@@ -182,7 +183,30 @@ def _launch(
     )
 
 
-@write_kv.register_fake
-@write_kv_per_token.register_fake
+_op = library.custom_op("attn::triton_write_kv", _write_kv, mutates_args=("key_cache", "value_cache"))
+_op_per_token = library.custom_op(
+    "attn::triton_write_kv_per_token",
+    _write_kv_per_token,
+    mutates_args=("key_cache", "value_cache", "key_scales", "value_scales"),
+)
+
+
+@_op.register_fake
+@_op_per_token.register_fake
 def _(*args) -> None:  # type: ignore[no-untyped-def]
     return None
+
+
+def _is_eager(key: torch.Tensor) -> bool:
+    """Whether to launch directly: the operators are for tracing, and their dispatch costs an eager call about 50 us."""
+    return type(key) is torch.Tensor and not torch.compiler.is_compiling()
+
+
+@functools.wraps(_write_kv)
+def write_kv(key: torch.Tensor, *args: Any) -> None:
+    (_write_kv if _is_eager(key) else _op)(key, *args)
+
+
+@functools.wraps(_write_kv_per_token)
+def write_kv_per_token(key: torch.Tensor, *args: Any) -> None:
+    (_write_kv_per_token if _is_eager(key) else _op_per_token)(key, *args)
