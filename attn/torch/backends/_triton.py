@@ -222,7 +222,10 @@ class TritonPagedImpl(PagedAttentionImpl):
     @staticmethod
     def _on(device: torch.device, scale: Any) -> torch.Tensor:
         """Return a scale on the device. A scalar from the host is filled in, since graph capture does not allow the copy."""
-        on_host = not isinstance(scale, torch.Tensor) or (scale.ndim == 0 and scale.device.type == "cpu")
+        is_tensor = isinstance(scale, torch.Tensor)
+        if is_tensor and scale.device == device and scale.dtype == torch.float32 and not scale.requires_grad:
+            return scale  # type: ignore[no-any-return]
+        on_host = not is_tensor or (scale.ndim == 0 and scale.device.type == "cpu")
         if on_host and not torch.compiler.is_compiling():
             return torch.full((), float(scale), dtype=torch.float32, device=device)
         return torch.as_tensor(scale, dtype=torch.float32, device=device).detach()

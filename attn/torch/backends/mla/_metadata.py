@@ -6,6 +6,7 @@ all decodes come first (as a scheduler that reorders requests sends them), both 
 by index. Lengths are needed on the host only for batches with a query longer than the threshold.
 """
 
+import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +56,7 @@ class MLADecodeMetadata:
             self.query_start_loc_cpu, self.seq_lens_cpu = self.query_start_loc.cpu().numpy(), self.seq_lens.cpu().numpy()
         return self.query_start_loc_cpu, self.seq_lens_cpu
 
-    @property
+    @functools.cached_property
     def query_len(self) -> int | None:
         if self.query_start_loc_cpu is None:
             return 1 if self.max_query_len == 1 and self.num_tokens == self.num_reqs else None
@@ -78,8 +79,8 @@ class ContextPlan:
 class MLAPrefillBatch:
     """The prefill requests of a batch, packed.
 
-    rows: their rows in the batch that see a key; empty: int64, their rows before the start of the sequence
-    (q_len > seq_len), which see no key, or None; block_table: [Rp, B] on the device; context_lens: [Rp] on the host.
+    rows: their rows in the batch that see a key, num_tokens of them; empty: int64, their rows before the start of the
+    sequence (q_len > seq_len), which see no key, or None; block_table: [Rp, B] on the device; context_lens: [Rp] on the host.
     """
 
     rows: Rows
@@ -87,6 +88,7 @@ class MLAPrefillBatch:
     block_table: torch.Tensor
     query_lens: "IntArray"
     context_lens: "IntArray"
+    num_tokens: int
     block_size: int
     plans: dict[int, ContextPlan] = field(default_factory=dict)
     _own: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -106,9 +108,8 @@ class MLAPrefillBatch:
     def _places(self, first: "IntArray", count: "IntArray") -> tuple[torch.Tensor, torch.Tensor]:
         """Return (pages [m], offsets [m]) int64 on the device of each request's `count` [Rp] tokens from `first` [Rp] on."""
         device = self.block_table.device
-        owner = np.repeat(np.arange(len(count)), count)
-        position = _put(np.arange(len(owner)) - (np.cumsum(count) - count)[owner] + first[owner], device)
-        return self.block_table[_put(owner, device), position // self.block_size].long(), position % self.block_size
+        owner, position = _put(np.repeat(np.arange(len(count)), count), device), _put(_runs(first, count), device)
+        return self.block_table[owner, position // self.block_size].long(), position % self.block_size
 
     def _plan(self, workspace: int) -> ContextPlan:
         device, page = self.block_table.device, self.block_size
@@ -118,10 +119,10 @@ class MLAPrefillBatch:
         chunks, places = [], []
         for low in range(0, int(context.max(initial=0)), share):
             keys = np.clip(context - low, 0, share)
-            start = np.concatenate([[0], np.cumsum(keys)]).astype(np.int32)
+            start = _starts(keys)
             places.append(self._places(np.full_like(context, low), keys))
             chunks.append(MLAContextChunk(_put(start, device), start, int(start[-1]), int(keys.max())))
-        queries = np.concatenate([[0], np.cumsum(self.query_lens)]).astype(np.int32)
+        queries = _starts(self.query_lens)
         meta = MLAPrefillMetadata(
             query_start_loc=_put(queries, device),
             query_start_loc_cpu=queries,
@@ -196,11 +197,11 @@ def _split(batch: MLACommonMetadata, threshold: int) -> None:
     short = q_lens <= threshold
     decodes, prefills = np.flatnonzero(short), np.flatnonzero(~short)
     ordered = not len(decodes) or decodes[-1] == len(decodes) - 1
-    if len(decodes) and int(q_lens[decodes].sum()):
-        packed = np.concatenate([[0], np.cumsum(q_lens[decodes])]).astype(np.int32)
+    packed = _starts(q_lens[decodes])
+    if packed[-1]:
         which = slice(0, len(decodes)) if ordered else _put(decodes, device)
         batch.decode = MLADecodeMetadata(
-            rows=slice(0, int(packed[-1])) if ordered else _put(_tokens(starts, decodes), device),
+            rows=slice(0, int(packed[-1])) if ordered else _put(_runs(starts[decodes], q_lens[decodes]), device),
             query_start_loc=batch.query_start_loc[: len(decodes) + 1] if ordered else _put(packed, device),
             seq_lens=batch.seq_lens[which],
             block_table=batch.block_table[which],
@@ -214,25 +215,33 @@ def _split(batch: MLACommonMetadata, threshold: int) -> None:
         )
     if not len(prefills):
         return
-    skipped = np.maximum(q_lens - lens, 0)[prefills]  # rows before the start of the sequence
-    tokens = _tokens(starts, prefills, skipped)
-    first = int(starts[prefills[0]])
-    whole = ordered and not skipped.any()
-    dead = np.concatenate([np.arange(starts[r], starts[r] + n) for r, n in zip(prefills, skipped, strict=True)])
+    first, own, total = starts[prefills], q_lens[prefills], lens[prefills]
+    skipped = np.maximum(own - total, 0)  # rows before the start of the sequence
+    live = own - skipped
+    num_tokens, num_skipped = int(live.sum()), int(skipped.sum())
+    whole = ordered and not num_skipped
     batch.prefill = MLAPrefillBatch(
-        rows=slice(first, first + len(tokens)) if whole else _put(tokens, device),
-        empty=_put(dead.astype(np.int64), device) if len(dead) else None,
+        rows=slice(int(first[0]), int(first[0]) + num_tokens) if whole else _put(_runs(first + skipped, live), device),
+        empty=_put(_runs(first, skipped), device) if num_skipped else None,
         block_table=batch.block_table[slice(prefills[0], None) if ordered else _put(prefills, device)],
-        query_lens=q_lens[prefills] - skipped,
-        context_lens=lens[prefills] - (q_lens[prefills] - skipped),
+        query_lens=live,
+        context_lens=total - live,
+        num_tokens=num_tokens,
         block_size=block_size,
     )
 
 
-def _tokens(starts: "IntArray", requests: "IntArray", skipped: "IntArray | None" = None) -> "IntArray":
-    """Return the rows of the given requests, without the first `skipped` of each."""
-    first = starts[requests] if skipped is None else starts[requests] + skipped
-    return np.concatenate([np.arange(a, b) for a, b in zip(first, starts[requests + 1], strict=True)]).astype(np.int64)
+def _starts(lens: "IntArray") -> "IntArray":
+    """Return where each of some lengths begins, and where the last ends: [n + 1] int32."""
+    starts = np.zeros(len(lens) + 1, np.int32)
+    np.cumsum(lens, out=starts[1:])
+    return starts
+
+
+def _runs(first: "IntArray", count: "IntArray") -> "IntArray":
+    """Return the integers of each run `first[i]`, `first[i] + 1`, ..., of `count[i]`, one run after another, as int64."""
+    shift = np.repeat(first - (np.cumsum(count) - count), count)
+    return np.arange(len(shift), dtype=np.int64) + shift
 
 
 def _put(array: "IntArray", device: torch.device) -> torch.Tensor:

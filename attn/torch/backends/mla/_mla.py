@@ -10,6 +10,7 @@ Weights are absorbed once, by `process_weights_after_loading` or the first call;
 """
 
 import copy
+import math
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Self, TypeVar
 
@@ -69,6 +70,16 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
     _absorbed: "tuple[torch.dtype, torch.device] | None" = None
     _prefill: MLAPrefillBackend
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        assert self.backend.capabilities is not None
+        #: The cache's element type for each dtype of a query that the backend supports.
+        self._elements = {
+            getattr(torch, dtype): caches.element_type(self.kv_cache_dtype, dtype) for dtype in self.backend.capabilities.dtypes
+        }
+        #: Elements of a row of the cache.
+        self._row_width = self.backend.get_kv_cache_shape(0, 0, 1, self.head_size, self.kv_cache_dtype)[2]
+
     def process_weights_after_loading(self, act_dtype: Any) -> None:
         """Absorb `kv_b_proj` for activations of `act_dtype`, and choose the prefill backend.
 
@@ -118,9 +129,8 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         if `need_to_return_lse_for_decode` is set, (output, lse [H, T] float32, or float64 for float64, natural log). Rows
         from `num_actual_tokens` on are left unchanged; metadata None is a profiling run.
         """
-        name = self.backend.get_name()
         if output_scale is not None or output_block_scale is not None:
-            raise UnsupportedError(f"{name}: {Feature.OUTPUT_SCALE.value} not supported")
+            raise UnsupportedError(f"{self.backend.get_name()}: {Feature.OUTPUT_SCALE.value} not supported")
         query = self._shaped("query", hidden_states_or_cq, (self.num_heads, self.qk_head_dim))
         new = self._new_rows(kv_c_normed, k_pe)
         shape = (query.shape[0], self.num_heads, self.v_head_dim)
@@ -141,7 +151,7 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
             own = self._absorb(query[attn_metadata.decode.rows])
             self._run_decode(DecodeCall(layer, own, kv_cache, attn_metadata.decode), out, lse)
         if attn_metadata.prefill is not None:
-            if attn_metadata.prefill.query_lens.any():
+            if attn_metadata.prefill.num_tokens:
                 self._run_prefill(layer, query, new, kv_cache, attn_metadata.prefill, out, lse)
             _clear(attn_metadata.prefill.empty, out, lse)
         result = out if output is None else output
@@ -255,12 +265,12 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         """Reshape a tensor to [T, *want]; its last dimensions may be flattened to one."""
         if not isinstance(tensor, torch.Tensor):
             check_array(self.backend, name, tensor, "torch")
-        flat = 1
-        for extent in want:
-            flat *= extent
-        if tensor.shape[1:] not in (want, (flat,)):
-            raise ShapeError(f"{self.backend.get_name()}: {name} has shape {list(tensor.shape)}: must be {['T', *want]}")
-        return tensor.reshape(tensor.shape[0], *want)
+        shape = tensor.shape
+        if shape[1:] == want:
+            return tensor
+        if shape[1:] != (math.prod(want),):
+            raise ShapeError(f"{self.backend.get_name()}: {name} has shape {list(shape)}: must be {['T', *want]}")
+        return tensor.reshape(shape[0], *want)
 
     def _new_rows(self, kv_c: torch.Tensor | None, k_pe: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return (kv_c [T, L], k_pe [T, Dr]) of the new tokens, or None if they are already cached."""
@@ -294,39 +304,42 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         attn_metadata: MLACommonMetadata,
     ) -> None:
         """Check ranks, shapes, dtypes and devices, without reading tensor values."""
-        name, capabilities = self.backend.get_name(), self.backend.capabilities
-        assert capabilities is not None
         check_built(self.backend, attn_metadata, MLACommonMetadata)
-        dtype = str(query.dtype).removeprefix("torch.")
-        if dtype not in capabilities.dtypes:
-            raise DTypeError(f"{name}: query has dtype {dtype} (supports {', '.join(capabilities.dtypes)})")
+        if query.dtype not in self._elements:
+            dtype, supported = str(query.dtype).removeprefix("torch."), self.backend.capabilities.dtypes  # type: ignore[union-attr]
+            raise DTypeError(f"{self.backend.get_name()}: query has dtype {dtype} (supports {', '.join(supported)})")
         if not attn_metadata.causal:
-            raise UnsupportedError(f"{name}: {Feature.NON_CAUSAL.value} not supported")
+            raise UnsupportedError(f"{self.backend.get_name()}: {Feature.NON_CAUSAL.value} not supported")
         if attn_metadata.tree_mask is not None:
-            raise UnsupportedError(f"{name}: {Feature.TREE_MASK.value} not supported")
-        given = {"query": query} if new is None else {"query": query, "kv_c_normed": new[0], "k_pe": new[1]}
-        for what, tensor in given.items():
-            if tensor.shape[0] < attn_metadata.num_actual_tokens:
-                least = f"must be at least num_actual_tokens={attn_metadata.num_actual_tokens}"
-                raise ShapeError(f"{name}: {what} has {tensor.shape[0]} rows: {least}")
-            if tensor.dtype != query.dtype:
-                raise DTypeError(f"{name}: {what} has dtype {tensor.dtype}, query {query.dtype}: must be equal")
-            if tensor.device != query.device:
-                raise DeviceError(f"{name}: {what} is on {tensor.device}, query on {query.device}")
-            if tensor.requires_grad and torch.is_grad_enabled():
-                hint = "call under torch.no_grad(), or detach"
-                raise UnsupportedError(f"{name}: {what} requires grad: {Feature.BACKWARD.value} not supported ({hint})")
+            raise UnsupportedError(f"{self.backend.get_name()}: {Feature.TREE_MASK.value} not supported")
+        self._check_rows("query", query, query, attn_metadata)
+        if new is not None:
+            self._check_rows("kv_c_normed", new[0], query, attn_metadata)
+            self._check_rows("k_pe", new[1], query, attn_metadata)
         self._check_cache(layer, query, kv_cache, attn_metadata.block_size)
 
+    def _check_rows(self, what: str, tensor: torch.Tensor, query: torch.Tensor, attn_metadata: MLACommonMetadata) -> None:
+        if tensor.shape[0] < attn_metadata.num_actual_tokens:
+            least = f"must be at least num_actual_tokens={attn_metadata.num_actual_tokens}"
+            raise ShapeError(f"{self.backend.get_name()}: {what} has {tensor.shape[0]} rows: {least}")
+        if tensor.dtype != query.dtype:
+            raise DTypeError(f"{self.backend.get_name()}: {what} has dtype {tensor.dtype}, query {query.dtype}: must be equal")
+        if tensor.device != query.device:
+            raise DeviceError(f"{self.backend.get_name()}: {what} is on {tensor.device}, query on {query.device}")
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise UnsupportedError(
+                f"{self.backend.get_name()}: {what} requires grad: {Feature.BACKWARD.value} not supported "
+                "(call under torch.no_grad(), or detach)"
+            )
+
     def _check_cache(self, layer: AttentionLayer, query: torch.Tensor, kv_cache: torch.Tensor, block_size: int | None) -> None:
-        name = self.backend.get_name()
-        width = self.backend.get_kv_cache_shape(0, 0, 1, self.head_size, self.kv_cache_dtype)[2]
+        name, width = self.backend.get_name(), self._row_width
         if not isinstance(kv_cache, torch.Tensor):
             raise TypeError(f"{name}: kv_cache must be a torch.Tensor, got {type(kv_cache).__name__}")
         if kv_cache.dim() != 3 or kv_cache.shape[2] != width:
             raise ShapeError(f"{name}: kv_cache has shape {list(kv_cache.shape)}: must be [N, P, {width}]")
         check_block_size(name, kv_cache.shape[1], block_size)
-        element = caches.element_type(self.kv_cache_dtype, query.dtype)
+        element = self._elements[query.dtype]
         if kv_cache.dtype != element:
             raise cache_dtype_error(self, query, kv_cache, element)
         if kv_cache.device != query.device:
