@@ -9,6 +9,7 @@ import torch
 from attn.backends.abstract import KVCacheSpec
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.errors import DTypeError, MetadataError, ShapeError
+from attn.torch import metadata
 from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
 
 SPEC = KVCacheSpec(block_size=8, num_kv_heads=2, head_size=16, dtype="float32", num_blocks=10)
@@ -122,3 +123,22 @@ def test_a_call_checks_ids_under_attn_debug(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("ATTN_DEBUG", "device")
     with pytest.raises(MetadataError, match=r"block_table\[0, 2\] = 1000"):
         layer(x, x, x, cache, batch)
+
+
+@pytest.mark.parametrize("slots", [np.int64, np.int32])
+def test_arrays_reach_another_device_in_one_copy(slots: Any) -> None:
+    """Their values, shapes and dtypes are those of four copies, and each part is aligned."""
+    given = common()
+    wide = np.zeros((3, 7), np.int32)
+    wide[:, :4] = given.block_table
+    for batch in (
+        given.replace(slot_mapping=given.slot_mapping.astype(slots)),
+        given.replace(block_table=wide[:, :4], slot_mapping=np.repeat(given.slot_mapping, 2).astype(slots)[::2]),
+        given.replace(block_table=np.zeros((3, 0), np.int32), slot_mapping=np.zeros(0, slots)),
+    ):
+        arrays = [getattr(batch, name) for name in NAMES]
+        got = metadata._put_together(*arrays, torch.device("cpu"))
+        for name, array, tensor in zip(NAMES, arrays, got, strict=True):
+            assert tensor.dtype == (torch.int64 if name == "slot_mapping" else torch.int32)
+            assert tensor.is_contiguous() and tensor.storage_offset() * tensor.element_size() % 16 == 0
+            assert tensor.shape == array.shape and tensor.tolist() == array.tolist()

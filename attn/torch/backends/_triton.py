@@ -120,7 +120,7 @@ class TritonPagedImpl(PagedAttentionImpl):
 
         meta, (key_cache, value_cache, own) = call.meta, self._parts(call.kv_cache)
         k_scale, v_scale, k_factor, v_factor = (*own, 1.0, 1.0) if own is not None else self._scales(call)
-        arguments = dict(
+        arguments: dict[str, Any] = dict(
             output=call.output,
             lse=call.lse,
             query=call.query,
