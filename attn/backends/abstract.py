@@ -324,17 +324,9 @@ class AttentionImpl(Implementation, ABC, Generic[T]):
             return x if x is None or isinstance(x, int | float) else arrays.to_framework(x, self.framework)
 
         came_as = arrays.framework_of(query)
-        result = self.forward(
-            layer,
-            native(query),
-            native(key),
-            native(value),
-            kv_cache,
-            attn_metadata,
-            output=None,
-            output_scale=native(output_scale),
-            output_block_scale=native(output_block_scale),
-        )
+        scales = {"output_scale": output_scale, "output_block_scale": output_block_scale}
+        given = {name: native(scale) for name, scale in scales.items() if scale is not None}
+        result = self.forward(layer, native(query), native(key), native(value), kv_cache, attn_metadata, **given)
         if isinstance(result, tuple):
             return tuple(arrays.to_framework(x, came_as, like=query) for x in result)
         return arrays.to_framework(result, came_as, like=query)

@@ -50,8 +50,10 @@ class Impl(AttentionImpl):
     def __init__(self):
         self.calls = []
 
-    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output=None, output_scale=None, block=None):
-        self.calls.append((layer, query, key, value, kv_cache, attn_metadata, output, output_scale, block))
+    def forward(
+        self, layer, query, key, value, kv_cache, attn_metadata, output=None, output_scale=None, output_block_scale=None
+    ):
+        self.calls.append((layer, query, key, value, kv_cache, attn_metadata, output, output_scale, output_block_scale))
         out = Thing("home", "out")
         return (out, Thing("home", "lse")) if self.lse else out
 

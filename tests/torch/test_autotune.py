@@ -103,20 +103,20 @@ def with_entry(data: dict[str, Any], key: list[Any], launch: list[int]) -> dict[
     [
         (lambda data: "{", "JSONDecodeError"),
         (lambda data: [], "AttributeError"),
-        (lambda data: {**data, "triton": "0.1"}, "it is of another machine"),
-        (lambda data: {**data, "device": "another"}, "it is of another machine"),
+        (lambda data: {**data, "triton": "0.1"}, "it belongs to another machine"),
+        (lambda data: {**data, "device": "another"}, "it belongs to another machine"),
         (
             lambda data: {**data, "entries": [{"key": ["decode", "interpreter", 4, 64, 2, 2], "launch": [16, 48, 4, 1]}]},
-            "no launch",
+            "is not a valid launch",
         ),
-        (lambda data: with_entry(data, ["decode", "sm_90", 4, 64, 2, 2], [16, 32, 4, 1]), "no launch"),
+        (lambda data: with_entry(data, ["decode", "sm_90", 4, 64, 2, 2], [16, 32, 4, 1]), "is not a valid launch"),
         (
             lambda data: {**data, "entries": [{"key": ["decode", "interpreter", 4, 64, 2], "launch": [16, 32, 4, 1]}]},
-            "no launch",
+            "is not a valid launch",
         ),
         (
             lambda data: {**data, "entries": [{"key": ["decode", "interpreter", 32, 64, 2, 2], "launch": [16, 32, 4, 1]}]},
-            "no launch",
+            "is not a valid launch",
         ),
     ],
 )

@@ -5,7 +5,6 @@ num_kv_heads 1, while `scale` is that of the head before absorption, Dn + Dr (do
 and jax add the arrays: metadata, cache write, weights and the call.
 
 Shape letters in addition to the usual ones: L kv_lora_rank, Dn qk_nope_head_dim, Dr qk_rope_head_dim, Dv v_head_dim.
-Shape letters beside the usual ones: L kv_lora_rank, Dn qk_nope_head_dim, Dr qk_rope_head_dim, Dv v_head_dim.
 """
 
 from collections.abc import Collection
