@@ -177,7 +177,7 @@ def test_what_is_refused(make_mla: Any) -> None:
         make_mla(kv_cache_dtype="int8")
     with pytest.raises(ShapeError, match="fp8_ds_mla needs"):
         make_mla(kv_cache_dtype="fp8_ds_mla")
-    with pytest.raises(MetadataError, match="NumPy mirrors"):
+    with pytest.raises(MetadataError, match="NumPy mirror"):
         distributed.set_dcp_group(DCPGroup(2, 0))
         try:
             dcp = batch.common.replace(
