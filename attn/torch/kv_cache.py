@@ -6,6 +6,7 @@ for the device: a slot of -1 is redirected, not masked out, so that shapes do no
 captured in a CUDA graph.
 """
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,12 +35,15 @@ def allocate(
     """Return a zeroed cache of `num_blocks` blocks.
 
     Its shape is `get_kv_cache_shape`, laid out in memory as `get_kv_cache_stride_order` defines (physical dimension i is
-    logical dimension order[i]). Raises ValueError for a negative `num_blocks`.
+    logical dimension order[i]; as in vLLM, a backend that does not implement it has its shape's own order). Raises ValueError
+    for a negative `num_blocks`.
     """
     if num_blocks < 0:
         raise ValueError(f"num_blocks={num_blocks} must be at least 0")
     shape = backend.get_kv_cache_shape(num_blocks, spec.block_size, spec.num_kv_heads, spec.head_size, spec.kv_cache_dtype)
-    order = backend.get_kv_cache_stride_order()
+    order: tuple[int, ...] = tuple(range(len(shape)))
+    with contextlib.suppress(NotImplementedError):
+        order = backend.get_kv_cache_stride_order()
     element = element_type(spec.kv_cache_dtype, spec.dtype)
     physical = torch.zeros([shape[i] for i in order], dtype=element, device=device)
     return physical.permute([order.index(i) for i in range(len(order))])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attn import reference
-from attn.backends.abstract import KVCacheSpec
+from attn.backends.abstract import AttentionBackend, KVCacheSpec
 from attn.errors import DTypeError, ShapeError
 from attn.torch import kv_cache
 from attn.torch.backends.cpu_attn import CPUAttentionBackend
@@ -72,6 +72,14 @@ def test_allocate(backend: Any, name: str) -> None:
     assert kv_cache.allocate(backend, spec, 0).numel() == 0
     with pytest.raises(ValueError, match="num_blocks=-1 must be at least 0"):
         kv_cache.allocate(backend, spec, -1)
+
+
+def test_a_backend_without_a_stride_order_has_its_shapes() -> None:
+    class Plain(TorchSDPABackend):
+        get_kv_cache_stride_order = staticmethod(AttentionBackend.get_kv_cache_stride_order)
+
+    cache = kv_cache.allocate(Plain, KVCacheSpec(16, 2, 8, "float32"), 3)
+    assert cache.shape == Plain.get_kv_cache_shape(3, 16, 2, 8) and cache.is_contiguous()
 
 
 @pytest.mark.parametrize("backend", [TorchSDPABackend, CPUAttentionBackend, _Interleaved])
