@@ -29,7 +29,7 @@ def timed(name: str, ms: float, error: float = 0.002, **changes: bool) -> DenseR
         ([timed("BAD", 2.0, error=0.1)], ["2x4608x24x128 BAD is wrong"]),
         ([timed("NAN", 2.0, error=float("nan"))], ["2x4608x24x128 NAN is wrong"]),
         ([DenseRow(SUITE[0], "BROKEN", raised="RuntimeError: no")], ["FAILED: RuntimeError: no"]),
-        ([DenseRow(SUITE[0], "AWAY", refused="nobody is not installed")], []),
+        ([DenseRow(SUITE[0], "AWAY", refused="flashinfer is not installed")], []),
         ([timed("FAST", 0.1, error=1.0)], ["FAST is wrong"]),
     ],
 )

@@ -82,8 +82,8 @@ def test_an_unreadable_case_is_an_error_with_the_reason(
 
 
 def test_a_workload_without_its_definition_or_a_file_without_workloads(tmp_path: Path) -> None:
-    (tmp_path / "w.jsonl").write_text('{"definition": "nobody", "workload": {}}')
-    with pytest.raises(ValueError, match=r"line 1: definition 'nobody': no definitions/\*/nobody.json"):
+    (tmp_path / "w.jsonl").write_text('{"definition": "gqa_unknown", "workload": {}}')
+    with pytest.raises(ValueError, match=r"line 1: definition 'gqa_unknown': no definitions/\*/gqa_unknown.json"):
         workloads.load(tmp_path / "w.jsonl")
     (tmp_path / "w.jsonl").write_text("\n")
     with pytest.raises(ValueError, match="no workloads"):
