@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from attn.demo.config import ModelConfig, checkpoint_directory, load_config
-from attn.demo.fields import CheckpointError, read_json
 from attn.demo.rope import RopeScaling, rope_frequencies
+from attn.fields import CheckpointError, read_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from attn.demo.fields import CheckpointError, Fields, read_json
 from attn.demo.rope import LAYER_TYPES, RopeScaling, read_rope
+from attn.fields import CheckpointError, Fields, read_json
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from attn.demo.batcher import Batcher, GenerationRequest, Plan
 from attn.demo.checkpoint import ModelConfig
 from attn.errors import AttnError, BackendLoadError, UnsupportedError
 from attn.imports import installed, pip_install, resolve_obj_by_qualname
+from attn.serving import GenerationRequest, Scheduler, Step
 from attn.verdicts import Selection
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Runner(Protocol):
     framework: str
     selection: Selection
 
-    def run(self, plan: Plan) -> npt.NDArray[np.float32]: ...
+    def run(self, step: Step) -> npt.NDArray[np.float32]: ...
 
 
 def missing(framework: str) -> tuple[str, ...]:
@@ -46,12 +46,12 @@ def load_runner(
     framework: str,
     config: ModelConfig,
     weights: Mapping[str, npt.NDArray[np.float32]],
-    batcher: Batcher,
+    scheduler: Scheduler,
     *,
     dtype: str = "float32",
     backend: str | None = None,
 ) -> Runner:
-    """Load the model in `framework`, ready for the batches of `batcher`.
+    """Load the model in `framework`, ready for the batches of `scheduler`.
 
     Raises `BackendLoadError` if the framework is not installed, `AttnError` with all reasons if no attention backend, or not
     the requested one, serves the model, and ValueError for an unknown backend.
@@ -60,7 +60,7 @@ def load_runner(
         raise BackendLoadError(f"{' and '.join(absent)} not installed: {pip_install(framework)}")
     make = resolve_obj_by_qualname(f"attn.demo.{framework}_llama.Runner")
     try:
-        return make(config, weights, batcher, dtype=dtype, backend=backend)
+        return make(config, weights, scheduler, dtype=dtype, backend=backend)
     except UnsupportedError as error:
         what = f"no attention backend serves this model under {framework}"
         raise AttnError(f"{what}: {'; '.join(error.reasons)}") from error
@@ -89,12 +89,12 @@ def sampler(temperature: float, seed: int) -> Choose:
     return draw
 
 
-def serve(runner: Runner, batcher: Batcher, choose: Choose = greedy) -> Iterator[list[Event]]:
+def serve(runner: Runner, scheduler: Scheduler, choose: Choose = greedy) -> Iterator[list[Event]]:
     """Run until every request is finished, yielding each step's new tokens; more may be submitted in between."""
-    while (plan := batcher.step()) is not None:
-        logits = runner.run(plan)
-        tokens = [choose(row, request) for row, request in zip(logits, plan.sampled, strict=True)]
-        yield batcher.commit(tokens)
+    while (step := scheduler.schedule()) is not None:
+        logits = runner.run(step)
+        tokens = [choose(row, request) for row, request in zip(logits, step.sampled, strict=True)]
+        yield scheduler.commit(tokens)
 
 
 class TextStream:

@@ -13,10 +13,10 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
-from attn.demo.batcher import Batcher
 from attn.demo.checkpoint import load_config, load_tokenizer, load_weights
 from attn.demo.engine import DTYPES, FRAMEWORKS, SHIPPED_MODEL, TextStream, load_runner, sampler, serve
 from attn.platforms import default_framework
+from attn.serving import Scheduler
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,27 +46,27 @@ def run(args: argparse.Namespace) -> int:
     if args.num_blocks is None:
         longest = (min(len(prompt) + args.max_new_tokens, config.max_position_embeddings) for prompt in prompts)
         args.num_blocks = sum(-(-max(length, 1) // max(args.block_size, 1)) for length in longest)
-    batcher = Batcher(
+    scheduler = Scheduler(
         args.num_blocks,
         args.block_size,
         vocab_size=config.vocab_size,
-        max_position_embeddings=config.max_position_embeddings,
+        max_model_len=config.max_position_embeddings,
         eos_token_ids=config.eos_token_ids,
         max_num_reqs=min(64, len(prompts)),
     )
-    requests = [batcher.submit(prompt, args.max_new_tokens) for prompt in prompts]
-    runner = load_runner(framework, config, load_weights(args.model, config), batcher, dtype=args.dtype, backend=args.backend)
+    requests = [scheduler.submit(prompt, args.max_new_tokens) for prompt in prompts]
+    runner = load_runner(framework, config, load_weights(args.model, config), scheduler, dtype=args.dtype, backend=args.backend)
     if args.verbose and not args.json:
         print(runner.selection, file=sys.stderr)
 
     streams = [TextStream(tokenizer, request) for request in requests]
     pages = _Pages(args.prompts, streams)
     began = time.perf_counter()
-    for _ in serve(runner, batcher, choose):
+    for _ in serve(runner, scheduler, choose):
         if not args.json:
             pages.print_new()
     seconds = time.perf_counter() - began
-    stats, selection = batcher.stats, runner.selection
+    stats, selection = scheduler.stats, runner.selection
     speed = stats.generated_tokens / seconds
     if args.json:
         figures = {

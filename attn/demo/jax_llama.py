@@ -16,10 +16,10 @@ import numpy.typing as npt
 from flax import nnx
 from jax.lax import Precision
 
-from attn.backends.metadata import PAD_SLOT_ID, CommonAttentionMetadata
-from attn.demo.batcher import Batcher, Plan
+from attn.backends.metadata import next_power_of_two
 from attn.demo.checkpoint import ModelConfig, rope_frequencies
-from attn.jax import Attention
+from attn.jax import Attention, ServingStep
+from attn.serving import Buckets, Scheduler, Step
 from attn.verdicts import Selection
 
 Weights = Mapping[str, npt.NDArray[np.float32]]
@@ -171,10 +171,10 @@ def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
 
 
 class Runner:
-    """The model with its weights and one cache per layer: runs the batches of `batcher`.
+    """The model with its weights and one cache per layer: runs the batches of `scheduler`.
 
-    Batches are padded to two shapes, so that two programs are compiled: one row for each request that may run at once, and the
-    token budget. `selection` is the choice of attention backend of the first layer, with all its reasons.
+    Batches are padded to two shapes: one row for each request that may run at once, and the token budget. Both programs are
+    compiled here. `selection` is the choice of attention backend of the first layer, with all its reasons.
     """
 
     framework = "jax"
@@ -183,14 +183,13 @@ class Runner:
         self,
         config: ModelConfig,
         weights: Weights,
-        batcher: Batcher,
+        scheduler: Scheduler,
         *,
         dtype: str = "float32",
         backend: str | None = None,
     ) -> None:
-        num_blocks, block_size = batcher.pool.num_blocks, batcher.block_size
-        self.num_reqs, self.token_budget, self.block_size = batcher.max_num_reqs, batcher.token_budget, block_size
-        self.columns = min(num_blocks, -(-config.max_position_embeddings // block_size))
+        num_blocks, block_size = scheduler.pool.num_blocks, scheduler.block_size
+        self.buckets = Buckets(scheduler, [next_power_of_two(scheduler.token_budget)])
         model = Llama(config, weights, dtype=jnp.dtype(dtype), block_size=block_size, backend=backend)
         attentions = model.attentions
         self.selection: Selection = attentions[0].selection
@@ -207,32 +206,15 @@ class Runner:
             metadata = [built[list(self.builders).index(kind)] for kind in self.kinds]
             return nnx.merge(graph, state)(token_ids, positions, kv_caches, metadata, sample_rows)
 
-        self.step = jax.jit(step, donate_argnames="kv_caches")
+        self.step = ServingStep(jax.jit(step, donate_argnames="kv_caches"))
+        self.step.warmup((self.state, self.kv_caches, *self.inputs(empty)) for empty in self.buckets.empty_steps())
 
-    def run(self, plan: Plan) -> npt.NDArray[np.float32]:
-        """Return the logits [S, vocab_size] of the rows that `plan` samples, on the host."""
-        common = self.padded(plan.attn_metadata)
-        built = [builder.build(0, common) for builder in self.builders.values()]
-        num_rows, num_sampled = built[0].slot_mapping.shape[0], len(plan.sample_rows)
-        token_ids, positions = (np.pad(x, (0, num_rows - len(x))) for x in (plan.token_ids, plan.positions))
-        sample_rows = np.pad(plan.sample_rows, (0, self.num_reqs - num_sampled))
-        logits, self.kv_caches = self.step(self.state, self.kv_caches, token_ids, positions, built, sample_rows)
-        return np.asarray(logits[:num_sampled], np.float32)
+    def inputs(self, padded: Step) -> tuple[Any, ...]:
+        """Return the arguments of a padded step that follow the weights and the caches."""
+        built = [builder.build(0, padded.attn_metadata) for builder in self.builders.values()]
+        return padded.token_ids, padded.positions, built, padded.sample_rows
 
-    def padded(self, batch: CommonAttentionMetadata) -> CommonAttentionMetadata:
-        """Pad `batch` with empty requests and tokens without a slot to the shape of one of the two programs."""
-        alone = batch.max_query_len == 1
-        num_rows = self.num_reqs if alone else self.token_budget
-        more = self.num_reqs - batch.num_reqs
-        start, seq_lens = np.pad(batch.query_start_loc, (0, more), "edge"), np.pad(batch.seq_lens, (0, more))
-        return batch.replace(
-            query_start_loc=start,
-            query_start_loc_cpu=start,
-            seq_lens=seq_lens,
-            seq_lens_cpu=seq_lens,
-            block_table=np.pad(batch.block_table, ((0, more), (0, self.columns - batch.block_table.shape[1]))),
-            slot_mapping=np.pad(batch.slot_mapping, (0, num_rows - batch.num_actual_tokens), constant_values=PAD_SLOT_ID),
-            num_reqs=self.num_reqs,
-            max_query_len=1 if alone else self.token_budget,
-            max_seq_len=self.columns * self.block_size,
-        )
+    def run(self, step: Step) -> npt.NDArray[np.float32]:
+        """Return the logits [S, vocab_size] of the rows that `step` samples, on the host."""
+        logits, self.kv_caches = self.step(self.state, self.kv_caches, *self.inputs(self.buckets.pad(step)))
+        return np.asarray(logits[: len(step.sampled)], np.float32)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from attn.demo.fields import CheckpointError, Fields
+from attn.fields import CheckpointError, Fields
 
 if TYPE_CHECKING:
     from attn.demo.config import ModelConfig

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from attn.demo.batcher import Batcher, GenerationRequest
 from attn.demo.checkpoint import ModelConfig, load_config, load_tokenizer, load_weights
 from attn.demo.dense import Dense, dense_forward
 from attn.demo.engine import FRAMEWORKS, SHIPPED_MODEL, Runner, TextStream, load_runner, missing, serve
 from attn.demo.prompts import PROMPTS
 from attn.errors import AttnError
 from attn.imports import pip_install, resolve_obj_by_qualname
-from attn.progress import Display, Lines, Quiet, display
+from attn.progress import Display, Lines, Quiet, coloured, display
+from attn.serving import GenerationRequest, Scheduler
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -55,7 +55,7 @@ class Served:
 
     runner: Runner
     requests: list[GenerationRequest]
-    batcher: Batcher
+    scheduler: Scheduler
     most_waiting: int
     startup_seconds: float
     seconds: float
@@ -67,11 +67,11 @@ class Served:
             "framework": self.runner.framework,
             "backend": selection.name,
             "device": selection.device.name,
-            "tokens_per_second": self.batcher.stats.generated_tokens / self.seconds,
+            "tokens_per_second": self.scheduler.stats.generated_tokens / self.seconds,
             "seconds": self.seconds,
             "startup_seconds": self.startup_seconds,
             "most_waiting": self.most_waiting,
-            **dataclasses.asdict(self.batcher.stats),
+            **dataclasses.asdict(self.scheduler.stats),
         }
 
 
@@ -107,14 +107,14 @@ def run(args: argparse.Namespace) -> int:
         )
         served = []
         for framework in frameworks:
-            batchers = [_batcher(config, num_blocks, args.block_size) for _ in range(2)]
-            requests = [batchers[0].submit(prompt, args.max_new_tokens) for prompt in prompts]
+            schedulers = [_scheduler(config, num_blocks, args.block_size) for _ in range(2)]
+            requests = [schedulers[0].submit(prompt, args.max_new_tokens) for prompt in prompts]
             began = time.perf_counter()
-            runner = load_runner(framework, config, weights, batchers[0])
+            runner = load_runner(framework, config, weights, schedulers[0])
             shown.say(f"\n{runner.selection}")
-            _warm_up(runner, batchers[1], prompts[0])
+            _warm_up(runner, schedulers[1], prompts[0])
             startup_seconds = time.perf_counter() - began
-            served.append(_served(runner, batchers[0], requests, tokenizer, shown, startup_seconds))
+            served.append(_served(runner, schedulers[0], requests, tokenizer, shown, startup_seconds))
         began = time.perf_counter()
         judge, forward = dense_forward(args.model, config, weights)
         shown.begin(judge, len(prompts))
@@ -165,28 +165,28 @@ def _prompts(path: Path | None, count: int | None) -> list[str]:
     return list(islice(cycle(texts), count or len(texts)))
 
 
-def _batcher(config: ModelConfig, num_blocks: int, block_size: int) -> Batcher:
-    return Batcher(
+def _scheduler(config: ModelConfig, num_blocks: int, block_size: int) -> Scheduler:
+    return Scheduler(
         num_blocks,
         block_size,
         vocab_size=config.vocab_size,
-        max_position_embeddings=config.max_position_embeddings,
+        max_model_len=config.max_position_embeddings,
         eos_token_ids=config.eos_token_ids,
         token_budget=128,
         max_num_reqs=16,
     )
 
 
-def _warm_up(runner: Runner, batcher: Batcher, prompt: Sequence[int]) -> None:
+def _warm_up(runner: Runner, scheduler: Scheduler, prompt: Sequence[int]) -> None:
     """Run a prompt and a decode step and discard the results, so that compilation is not timed."""
-    batcher.submit([*prompt, *prompt][:2], 2)
-    for _ in serve(runner, batcher):
+    scheduler.submit([*prompt, *prompt][:2], 2)
+    for _ in serve(runner, scheduler):
         pass
 
 
 def _served(
     runner: Runner,
-    batcher: Batcher,
+    scheduler: Scheduler,
     requests: list[GenerationRequest],
     tokenizer: "Tokenizer",
     shown: Display,
@@ -195,7 +195,7 @@ def _served(
     streams = [TextStream(tokenizer, request) for request in requests]
 
     def texts() -> list[str]:
-        running = [request.request_id for request in batcher.running[:_TEXTS]]
+        running = [request.request_id for request in scheduler.running[:_TEXTS]]
         for i in running:
             streams[i].read()
         return [f"{i:>4}: {_one_line(streams[i].text)}" for i in running]
@@ -203,17 +203,17 @@ def _served(
     most_waiting = 0
     shown.begin(runner.framework, sum(request.max_new_tokens for request in requests))
     began = time.perf_counter()
-    for _ in serve(runner, batcher):
-        stats, seconds = batcher.stats, time.perf_counter() - began
-        most_waiting = max(most_waiting, len(batcher.waiting))
+    for _ in serve(runner, scheduler):
+        stats, seconds = scheduler.stats, time.perf_counter() - began
+        most_waiting = max(most_waiting, len(scheduler.waiting))
         shown.step(
             stats.generated_tokens,
-            f"{stats.generated_tokens / seconds:6.0f} tokens/s {len(batcher.running):>3} running "
-            f"{len(batcher.waiting):>3} waiting {stats.preemptions:>3} preempted",
+            f"{stats.generated_tokens / seconds:6.0f} tokens/s {len(scheduler.running):>3} running "
+            f"{len(scheduler.waiting):>3} waiting {stats.preemptions:>3} preempted",
             sum(len(r.output) if r.finish_reason else r.max_new_tokens for r in requests),
             texts,
         )
-    return Served(runner, requests, batcher, most_waiting, startup_seconds, time.perf_counter() - began)
+    return Served(runner, requests, scheduler, most_waiting, startup_seconds, time.perf_counter() - began)
 
 
 def _one_line(text: str) -> str:
@@ -252,21 +252,29 @@ def _report(served: Sequence[Served], judge: str, dense_seconds: float, agreeing
             f"{f['framework']:<8}{f['backend']:<18}{f['generated_tokens']:>7}{f['seconds']:>9.2f}"
             f"{f['tokens_per_second']:>10.0f}{f['startup_seconds']:>12.2f}{f['steps']:>7}"
         )
+    print()
+    events: dict[str, list[str]] = {}
     for one in served:
         f = one.figures
-        print(
-            f"{f['framework']}: at most {f['most_waiting']} requests waited at once; {f['preemptions']} times one was "
-            f"preempted and resumed; at most {f['peak_blocks']} of {one.batcher.pool.num_blocks} blocks were in use; "
-            f"{f['prefix_hit_tokens']} tokens of prompts were found in shared blocks, and {f['recovered_tokens']} on "
-            f"resuming."
+        text = (
+            f"at most {f['most_waiting']} requests waited at once; {f['preemptions']} preemptions; "
+            f"at most {f['peak_blocks']} of {one.scheduler.pool.num_blocks} blocks in use\n"
+            f"  tokens found in shared blocks: {f['prefix_hit_tokens']} of prompts, {f['recovered_tokens']} after preemptions"
         )
+        events.setdefault(text, []).append(f["framework"])
+    for text, frameworks in events.items():
+        print(f"{' and '.join(frameworks)}: {text}")
     tokens = sum(len(request.output) for request in requests)
     print(f"{judge}: {tokens} tokens compared with {len(requests)} dense passes without a cache, {dense_seconds:.1f} s")
-    for request in requests[:_TEXTS]:
+    print("\nsome of the texts (prompt -> generated):")
+    varied = sorted(requests, key=lambda request: -len(set(request.output)))[:_TEXTS]  # a small model repeats itself
+    for request in varied:
         prompt, text = (_one_line(tokenizer.decode(part)) for part in (request.prompt[-40:], request.output))
-        print(f"{request.request_id:>4}: ...{prompt} -> {text}")
+        print(f"{request.request_id:>4}: ...{prompt[-_WIDTH // 2 :]} -> {text[: _WIDTH // 2]}")
     names = " = ".join([*(one.runner.framework for one in served), judge])
-    print(f"{names}: {agreeing}/{len(requests)}")
+    equal = f"{names}: {agreeing} of {len(requests)} texts are equal, token by token"
+    print()
+    print(coloured(equal, agreeing == len(requests), sys.stdout))
 
 
 def _explained(divergence: Divergence, judge: str, tokenizer: "Tokenizer") -> str:

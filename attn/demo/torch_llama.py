@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from attn.demo.batcher import Batcher, Plan
 from attn.demo.checkpoint import ModelConfig, rope_frequencies
+from attn.serving import Scheduler, Step
 from attn.torch import Attention
 from attn.torch.platforms import platform
 from attn.verdicts import Selection
@@ -135,7 +135,7 @@ def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
 
 
 class Runner:
-    """The model with its weights and one cache per layer: runs the batches of `batcher`.
+    """The model with its weights and one cache per layer: runs the batches of `scheduler`.
 
     `selection` is the choice of attention backend of the first layer, with all its reasons.
     """
@@ -146,12 +146,12 @@ class Runner:
         self,
         config: ModelConfig,
         weights: Mapping[str, npt.NDArray[np.float32]],
-        batcher: Batcher,
+        scheduler: Scheduler,
         *,
         dtype: str = "float32",
         backend: str | None = None,
     ) -> None:
-        num_blocks, block_size = batcher.pool.num_blocks, batcher.block_size
+        num_blocks, block_size = scheduler.pool.num_blocks, scheduler.block_size
         name = platform().name
         self.device = torch.device("cuda" if name == "rocm" else name)
         element: torch.dtype = getattr(torch, dtype)
@@ -170,11 +170,11 @@ class Runner:
         }
 
     @torch.inference_mode()
-    def run(self, plan: Plan) -> npt.NDArray[np.float32]:
-        """Return the logits [S, vocab_size] of the rows that `plan` samples, on the host."""
-        built = {kind: builder.build(0, plan.attn_metadata) for kind, builder in self.builders.items()}
+    def run(self, step: Step) -> npt.NDArray[np.float32]:
+        """Return the logits [S, vocab_size] of the rows that `step` samples, on the host."""
+        built = {kind: builder.build(0, step.attn_metadata) for kind, builder in self.builders.items()}
         token_ids, positions, sample_rows = (
-            torch.from_numpy(array).to(self.device) for array in (plan.token_ids, plan.positions, plan.sample_rows)
+            torch.from_numpy(array).to(self.device) for array in (step.token_ids, step.positions, step.sample_rows)
         )
         metadata = [built[kind] for kind in self.kinds]
         logits = self.model(token_ids, positions, self.kv_caches, metadata, sample_rows)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -11,9 +12,9 @@ import numpy as np
 import pytest
 
 from attn.demo import dense, engine, generate, show
-from attn.demo.batcher import GenerationRequest
 from attn.demo.checkpoint import load_config, load_tokenizer, load_weights
 from attn.errors import AttnError, BackendLoadError
+from attn.serving import GenerationRequest
 
 pytest.importorskip("tokenizers")
 pytestmark = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
@@ -104,11 +105,11 @@ def test_a_sample_depends_on_the_seed_alone(capsys: pytest.CaptureFixture[str]) 
         (["--backend", "FLASH"], "Unknown attention backend: 'FLASH'"),
         (["--backend", "XLA_ATTN"], "no attention backend serves this model under torch: XLA_ATTN: framework=torch"),
         (["--temperature", "-1"], "temperature=-1.0 must be at least 0"),
-        (["--block-size", "0"], "block_size=0 must be at least 1"),
-        (["--num-blocks", "0"], "num_blocks=0 must be at least 1"),
+        (["--block-size", "0"], "block_size=0 must be a positive int"),
+        (["--num-blocks", "0"], "num_blocks=0 must be a positive int"),
         (["--num-blocks", "2"], "need 5 blocks: the whole pool has 2 blocks of 16"),
         (["--max-new-tokens", "0"], "max_new_tokens=0: must be at least 1"),
-        (["--max-new-tokens", "2047"], "make 2049: must be at most max_position_embeddings=2048"),
+        (["--max-new-tokens", "2047"], "make 2049: must be at most max_model_len=2048"),
     ],
 )
 def test_mistakes_are_reported_in_one_line(words: list[str], message: str) -> None:
@@ -142,8 +143,12 @@ def test_the_demo_agrees_and_reports_it(capsys: pytest.CaptureFixture[str]) -> N
     assert call(show, "--frameworks", "torch", *FEW) == 0
     out = capsys.readouterr().out
     judge = out.splitlines()[-1].partition(" = ")[2].partition(":")[0]
-    assert out.endswith(f"\ntorch = {judge}: 6/6\n") and judge in ("transformers", "reference")
-    assert "-> " in out and "waited at once" in out and "36/36" in out
+    assert out.endswith(f"\ntorch = {judge}: 6 of 6 texts are equal, token by token\n") and judge in (
+        "transformers",
+        "reference",
+    )
+    assert "-> " in out and out.count("waited at once") == 1 and "36/36" in out
+    assert len(re.findall(r"^ +\d+: \.\.\..* -> ", out, re.MULTILINE)) == 3, "some of the texts"
 
 
 def test_figures_of_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,7 +180,7 @@ def test_a_token_that_differs_is_shown(capsys: pytest.CaptureFixture[str], monke
     monkeypatch.setattr(show, "PROMPTS", prompts)
     assert call(show, "--frameworks", "torch", "--max-new-tokens", "6") == 1
     *_, score, verdict = capsys.readouterr().out.splitlines()
-    assert score == "torch = contrary: 2/3"
+    assert score == "torch = contrary: 2 of 3 texts are equal, token by token"
     assert verdict.startswith("request 1, generated token 3: torch chose ")
     assert verdict.endswith("contrary 66 'B', whose logit is higher by 0.25")
 

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from attn.demo.batcher import Batcher, Stats
 from attn.demo.checkpoint import ModelConfig, load_config, load_tokenizer, load_weights
 from attn.demo.dense import Dense, by_reference, by_transformers, dense_forward
 from attn.demo.engine import SHIPPED_MODEL, load_runner, serve
 from attn.demo.prompts import PROMPTS
+from attn.serving import Scheduler, Stats
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers has opinions on many a configuration
 FRAMEWORKS = ("torch", "jax")
@@ -89,12 +89,12 @@ def workload(vocab_size: int) -> list[list[int]]:
     return [p.tolist() for p in prompts] + [[*shared, *p[:5]] for p in prompts]
 
 
-def tight_batcher(config: ModelConfig, num_blocks: int = 24, block_size: int = 4) -> Batcher:
-    return Batcher(
+def tight_scheduler(config: ModelConfig, num_blocks: int = 24, block_size: int = 4) -> Scheduler:
+    return Scheduler(
         num_blocks,
         block_size,
         vocab_size=config.vocab_size,
-        max_position_embeddings=config.max_position_embeddings,
+        max_model_len=config.max_position_embeddings,
         eos_token_ids=config.eos_token_ids,
         token_budget=32,
         max_num_reqs=8,
@@ -105,12 +105,12 @@ def paged(
     framework: str, config: ModelConfig, weights: dict[str, np.ndarray], prompts: Sequence[Sequence[int]], count: int
 ) -> tuple[list[list[int]], Stats]:
     pytest.importorskip("flax" if framework == "jax" else framework)
-    batcher = tight_batcher(config)
-    runner = load_runner(framework, config, weights, batcher)
-    requests = [batcher.submit(prompt, count) for prompt in prompts]
-    for _ in serve(runner, batcher):
+    scheduler = tight_scheduler(config)
+    runner = load_runner(framework, config, weights, scheduler)
+    requests = [scheduler.submit(prompt, count) for prompt in prompts]
+    for _ in serve(runner, scheduler):
         pass
-    return [request.output for request in requests], batcher.stats
+    return [request.output for request in requests], scheduler.stats
 
 
 def dense_greedy(model: Checkpoint, prompt: Sequence[int], count: int) -> list[int]:
@@ -171,12 +171,12 @@ def test_bfloat16_is_near_float32(root: Path, framework: str) -> None:
     weights = load_weights(SHIPPED_MODEL, config)
     logits = []
     for dtype in ("float32", "bfloat16"):
-        batcher = tight_batcher(config)
-        runner = load_runner(framework, config, weights, batcher, dtype=dtype)
-        batcher.submit(b"def read(self):", 1)
-        plan = batcher.step()
-        assert plan is not None
-        logits.append(runner.run(plan))
+        scheduler = tight_scheduler(config)
+        runner = load_runner(framework, config, weights, scheduler, dtype=dtype)
+        scheduler.submit(b"def read(self):", 1)
+        step = scheduler.schedule()
+        assert step is not None
+        logits.append(runner.run(step))
     assert logits[1].dtype == np.float32
     assert 0 < np.abs(logits[1] - logits[0]).max() < 0.05 * np.abs(logits[0]).max()
 
@@ -191,21 +191,21 @@ def test_the_shipped_model_agrees_on_every_prompt() -> None:
     assert len(prompts) >= 32 and min(map(len, prompts)) <= 2 and max(map(len, prompts)) > 600
     outputs = {}
     for framework in FRAMEWORKS:
-        batcher = Batcher(
+        scheduler = Scheduler(
             64,
             16,
             vocab_size=config.vocab_size,
-            max_position_embeddings=config.max_position_embeddings,
+            max_model_len=config.max_position_embeddings,
             eos_token_ids=config.eos_token_ids,
             token_budget=128,
             max_num_reqs=16,
         )
-        runner = load_runner(framework, config, weights, batcher)
-        requests = [batcher.submit(prompt, 16) for prompt in prompts]
-        for _ in serve(runner, batcher):
+        runner = load_runner(framework, config, weights, scheduler)
+        requests = [scheduler.submit(prompt, 16) for prompt in prompts]
+        for _ in serve(runner, scheduler):
             pass
         outputs[framework] = [request.output for request in requests]
-        assert batcher.stats.preemptions > 0 and batcher.stats.prefix_hit_tokens > 0
+        assert scheduler.stats.preemptions > 0 and scheduler.stats.prefix_hit_tokens > 0
     assert outputs["torch"] == outputs["jax"]
     _, dense = dense_forward(SHIPPED_MODEL, config, weights)
     for prompt, output in zip(prompts, outputs["torch"], strict=True):

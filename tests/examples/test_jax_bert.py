@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
-from attn.demo.fields import CheckpointError  # noqa: E402
+from attn.fields import CheckpointError  # noqa: E402
 from attn.integrations import transformers as attn_transformers  # noqa: E402
 from examples.jax_bert import BertConfig, Encoder  # noqa: E402
 

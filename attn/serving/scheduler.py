@@ -5,26 +5,28 @@ each prompt that is still being read. A request allocates blocks as it grows. Wh
 is preempted: it releases all of its blocks and returns to the front of the queue, to be recomputed later. So the oldest can
 always continue; a request that could not finish even alone is rejected by `submit`.
 
-Full blocks are shared: a block is identified by a digest of all tokens up to its end, and an admitted request reuses the
-blocks of its prefix. A shared block is never written again. The last token of a request is always computed, because its logits
-are needed.
+Full blocks are shared: an admitted request reuses the blocks of its prefix, which are never written again. The last token of a
+request is always computed, because its logits are needed. See vLLM's scheduler and KV cache manager
+(https://docs.vllm.ai/en/latest/design/prefix_caching/).
 """
 
-import hashlib
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
+from attn.backends.arguments import positive_int
 from attn.backends.metadata import CommonAttentionMetadata
-from attn.demo.block_pool import BlockPool
 from attn.errors import AttnError
+from attn.serving.block_pool import BlockPool, block_key
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 class RequestError(AttnError):
-    """A request that can never be served; raised by `submit`."""
+    """A request that can never be served (raised by `submit`), or that the scheduler does not have (`cancel`)."""
 
 
 @dataclass(eq=False)
@@ -32,18 +34,19 @@ class GenerationRequest:
     """A request and its progress.
 
     `tokens` are the prompt and the generated tokens; the keys and values of the first `num_computed` are in `blocks`, in
-    order. `finish_reason` is "eos" or "length" once it is done.
+    order. `finish_reason` is "eos", "length" or "cancelled" once it is done.
     """
 
     request_id: int
     tokens: list[int]
     num_prompt_tokens: int
     max_new_tokens: int
+    cache_salt: bytes = b""
     blocks: list[int] = field(default_factory=list)
     num_computed: int = 0
     num_preemptions: int = 0
     finish_reason: str | None = None
-    digests: list[bytes] = field(default_factory=list)
+    keys: list[bytes] = field(default_factory=list)
 
     @property
     def prompt(self) -> list[int]:
@@ -53,32 +56,34 @@ class GenerationRequest:
     def output(self) -> list[int]:
         return self.tokens[self.num_prompt_tokens :]
 
-    def full_digests(self, count: int, block_size: int) -> list[bytes]:
-        """Return the digests of the first `count` blocks, each of the block's tokens and the previous digest."""
-        for i in range(len(self.digests), count):
-            own = np.asarray(self.tokens[i * block_size : (i + 1) * block_size], np.int64).tobytes()
-            self.digests.append(hashlib.blake2b((self.digests[-1] if i else b"") + own, digest_size=16).digest())
-        return self.digests[:count]
+    def block_keys(self, count: int, block_size: int) -> list[bytes]:
+        """Return the keys of the first `count` blocks, which are full."""
+        for i in range(len(self.keys), count):
+            self.keys.append(
+                block_key(self.tokens[i * block_size : (i + 1) * block_size], self.keys[-1] if i else self.cache_salt)
+            )
+        return self.keys[:count]
 
 
 @dataclass(frozen=True)
-class Plan:
+class Step:
     """One batch.
 
-    token_ids, positions: [T] int32, packed. `sample_rows`: [S] int32, the rows whose logits give the next token of
-    `sampled`, in the same order; partially read prompts are not included.
+    token_ids, positions: [T] int32, packed request after request, positions as for rotary embeddings. attn_metadata: lengths,
+    block table and slots, for `layer.build`. sample_rows: [S] int32, the rows whose logits give the next token of `sampled`,
+    in the same order; partially read prompts are not included. `Buckets.pad` appends zeros to each array.
     """
 
-    token_ids: npt.NDArray[np.int32]
-    positions: npt.NDArray[np.int32]
+    token_ids: "npt.NDArray[np.int32]"
+    positions: "npt.NDArray[np.int32]"
     attn_metadata: CommonAttentionMetadata
-    sample_rows: npt.NDArray[np.int32]
+    sample_rows: "npt.NDArray[np.int32]"
     sampled: tuple[GenerationRequest, ...]
 
 
 @dataclass
 class Stats:
-    """Counts since the batcher was created.
+    """Counts since the scheduler was created.
 
     Tokens found in registered blocks: `prefix_hit_tokens` of requests admitted for the first time, `recovered_tokens` of
     resumed requests, which often find their own earlier blocks.
@@ -93,11 +98,16 @@ class Stats:
     peak_blocks: int = 0
 
 
-class Batcher:
-    """Batches requests: call `submit`, then `step` and `commit` in turn until `step` returns None.
+class Scheduler:
+    """Batches requests: call `submit`, then `schedule` and `commit` in turn until `schedule` returns None.
 
-    `token_budget` limits the tokens of a batch, `max_num_reqs` its requests. `waiting` and `running` are in order of arrival;
-    every running request arrived before every waiting one.
+    num_blocks, block_size: the caches' blocks and the tokens in each; every layer's cache has the same.
+    token_budget: most tokens in a batch; max_num_reqs: most requests in a batch.
+    max_model_len: most tokens of a request, prompt and output; None: as many as the blocks hold.
+    vocab_size: checks prompts, if given. eos_token_ids: tokens that end a request.
+
+    `waiting` and `running` are in order of arrival; every running request arrived before every waiting one. Blocks are
+    released when a request finishes, is cancelled or is preempted.
     """
 
     def __init__(
@@ -105,95 +115,100 @@ class Batcher:
         num_blocks: int,
         block_size: int,
         *,
-        vocab_size: int,
-        max_position_embeddings: int,
-        eos_token_ids: Iterable[int] = (),
         token_budget: int = 256,
         max_num_reqs: int = 64,
+        max_model_len: int | None = None,
+        vocab_size: int | None = None,
+        eos_token_ids: Iterable[int] = (),
     ) -> None:
-        sizes = {
-            "num_blocks": num_blocks,
-            "block_size": block_size,
-            "token_budget": token_budget,
-            "max_num_reqs": max_num_reqs,
-        }
-        for name, value in sizes.items():
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
-        self.pool, self.block_size = BlockPool(num_blocks), block_size
-        self.vocab_size, self.max_position_embeddings = vocab_size, max_position_embeddings
+        self.pool, self.block_size = BlockPool(num_blocks), positive_int("block_size", block_size)
+        self.token_budget = positive_int("token_budget", token_budget)
+        self.max_num_reqs = positive_int("max_num_reqs", max_num_reqs)
+        self.max_model_len = None if max_model_len is None else positive_int("max_model_len", max_model_len)
+        self.vocab_size = vocab_size
         self.eos_token_ids = frozenset(eos_token_ids)
-        self.token_budget, self.max_num_reqs = token_budget, max_num_reqs
         self.waiting: deque[GenerationRequest] = deque()
         self.running: list[GenerationRequest] = []
         self.stats = Stats()
         self._submitted = 0
-        self._open: tuple[Plan, list[tuple[GenerationRequest, int]]] | None = None
+        self._open: tuple[Step, list[tuple[GenerationRequest, int]]] | None = None
 
-    def submit(self, prompt: Sequence[int], max_new_tokens: int) -> GenerationRequest:
-        """Queue a request. Raises `RequestError` if it could never be served."""
+    def submit(self, prompt: Sequence[int], max_new_tokens: int, *, cache_salt: bytes = b"") -> GenerationRequest:
+        """Queue a request. Only requests with equal `cache_salt` share blocks (see `block_key`).
+
+        Raises `RequestError` if it could never be served.
+        """
         name, tokens = f"request {self._submitted}", [int(token) for token in prompt]
         if not tokens:
             raise RequestError(f"{name}: the prompt is empty: must have at least one token")
         if max_new_tokens < 1:
             raise RequestError(f"{name}: max_new_tokens={max_new_tokens}: must be at least 1")
         for i, token in enumerate(tokens):
-            if not 0 <= token < self.vocab_size:
-                raise RequestError(f"{name}: prompt[{i}] = {token}: must be between 0 and {self.vocab_size - 1}")
+            if token < 0 or (self.vocab_size is not None and token >= self.vocab_size):
+                allowed = "at least 0" if self.vocab_size is None else f"between 0 and {self.vocab_size - 1}"
+                raise RequestError(f"{name}: prompt[{i}] = {token}: must be {allowed}")
         total = len(tokens) + max_new_tokens
         parts = f"a prompt of {len(tokens)} tokens and max_new_tokens={max_new_tokens}"
-        if total > self.max_position_embeddings:
-            limit = self.max_position_embeddings
-            raise RequestError(f"{name}: {parts} make {total}: must be at most max_position_embeddings={limit}")
+        if self.max_model_len is not None and total > self.max_model_len:
+            raise RequestError(f"{name}: {parts} make {total}: must be at most max_model_len={self.max_model_len}")
         blocks = self._blocks_for(total - 1)  # the last generated token is not cached
         if blocks > self.pool.num_blocks:
             pool = f"{self.pool.num_blocks} blocks of {self.block_size}"
             raise RequestError(f"{name}: {parts} need {blocks} blocks: the whole pool has {pool}")
-        request = GenerationRequest(self._submitted, tokens, len(tokens), max_new_tokens)
+        request = GenerationRequest(self._submitted, tokens, len(tokens), max_new_tokens, cache_salt)
         self._submitted += 1
         self.waiting.append(request)
         return request
 
-    def step(self) -> Plan | None:
+    def cancel(self, request: GenerationRequest) -> None:
+        """End a waiting or running request, between `commit` and `schedule`. Raises `RequestError` for any other."""
+        if self._open is not None:
+            raise RuntimeError("cancel() called before commit() of the batch from schedule()")
+        if request not in self.waiting and request not in self.running:
+            why = f"it has finished ({request.finish_reason})" if request.finish_reason else "it is another scheduler's"
+            raise RequestError(f"request {request.request_id} cannot be cancelled: {why}")
+        (self.running if request in self.running else self.waiting).remove(request)
+        self._finish(request, "cancelled")
+
+    def schedule(self) -> Step | None:
         """Return the next batch, or None if every request is finished."""
         if self._open is not None:
-            raise RuntimeError("step() called again before commit() of its batch")
+            raise RuntimeError("schedule() called again before commit() of its batch")
         rows = self._continue_running()
         rows += self._admit(self.token_budget - sum(count for _, count in rows))
         if not rows:
             return None
         self.stats.steps += 1
         self.stats.peak_blocks = max(self.stats.peak_blocks, self.pool.num_blocks - self.pool.num_free)
-        plan = self._plan(rows)
-        self._open = plan, rows
-        return plan
+        step = self._pack(rows)
+        self._open = step, rows
+        return step
 
     def commit(self, next_tokens: Sequence[int]) -> list[tuple[GenerationRequest, int]]:
-        """Append the tokens [S] sampled for `Plan.sampled` of the computed batch; return them with their requests."""
+        """Append the tokens [S] sampled for `Step.sampled` of the computed batch; return them with their requests."""
         if self._open is None:
-            raise RuntimeError("commit() called without a batch from step()")
-        plan, rows = self._open
-        if len(next_tokens) != len(plan.sampled):
-            raise ValueError(f"{len(next_tokens)} next tokens: must be {len(plan.sampled)}, one per row in sample_rows")
+            raise RuntimeError("commit() called without a batch from schedule()")
+        step, rows = self._open
+        if len(next_tokens) != len(step.sampled):
+            raise ValueError(f"{len(next_tokens)} next tokens: must be {len(step.sampled)}, one per request in step.sampled")
         self._open = None
         for request, count in rows:
             first = request.num_computed // self.block_size
             request.num_computed += count
             self.stats.computed_tokens += count
-            digests = request.full_digests(request.num_computed // self.block_size, self.block_size)
-            for i in range(first, len(digests)):
-                self.pool.register(request.blocks[i], digests[i])
-        taken = [(request, int(token)) for request, token in zip(plan.sampled, next_tokens, strict=True)]
+            keys = request.block_keys(request.num_computed // self.block_size, self.block_size)
+            for i in range(first, len(keys)):
+                self.pool.register(request.blocks[i], keys[i])
+        taken = [(request, int(token)) for request, token in zip(step.sampled, next_tokens, strict=True)]
         for request, token in taken:
             request.tokens.append(token)
             self.stats.generated_tokens += 1
-            if token in self.eos_token_ids:
-                request.finish_reason = "eos"
-            elif len(request.output) == request.max_new_tokens:
-                request.finish_reason = "length"
-            if request.finish_reason is not None:
+            reason = (
+                "eos" if token in self.eos_token_ids else "length" if len(request.output) == request.max_new_tokens else None
+            )
+            if reason is not None:
                 self.running.remove(request)
-                self._give_up_blocks(request)
+                self._finish(request, reason)
         return taken
 
     def _continue_running(self) -> list[tuple[GenerationRequest, int]]:
@@ -220,7 +235,7 @@ class Batcher:
             self.stats.preemptions += 1
             if youngest is request:
                 return False
-        request.blocks += [self.pool.allocate() for _ in range(wanted)]
+        request.blocks += self.pool.allocate(wanted)
         return True
 
     def _admit(self, budget: int) -> list[tuple[GenerationRequest, int]]:
@@ -229,12 +244,11 @@ class Batcher:
         while self.waiting and budget and len(self.running) < self.max_num_reqs:
             request = self.waiting[0]
             sharable = (len(request.tokens) - 1) // self.block_size
-            shared = self.pool.find(request.full_digests(sharable, self.block_size))
-            revived = sum(not self.pool.holders[block] for block in shared)
+            shared = self.pool.find(request.block_keys(sharable, self.block_size))
+            revived = sum(not self.pool.users(block) for block in shared)
             if self._blocks_for(len(request.tokens)) - len(shared) > self.pool.num_free - revived:
                 break
-            for block in shared:
-                self.pool.hold(block)
+            self.pool.share(shared)
             request.blocks, request.num_computed = shared, len(shared) * self.block_size
             if request.num_preemptions:
                 self.stats.recovered_tokens += request.num_computed
@@ -247,12 +261,18 @@ class Batcher:
             budget -= count
         return rows
 
+    def _finish(self, request: GenerationRequest, reason: str) -> None:
+        request.finish_reason = reason
+        self._give_up_blocks(request)
+
     def _give_up_blocks(self, request: GenerationRequest) -> None:
         self.pool.release(request.blocks)
         request.blocks, request.num_computed = [], 0
 
-    def _plan(self, rows: list[tuple[GenerationRequest, int]]) -> Plan:
-        """Pack the arrays of a batch."""
+    def _pack(self, rows: list[tuple[GenerationRequest, int]]) -> Step:
+        """Return the arrays of a batch."""
+        import numpy as np
+
         spans = [(request, request.num_computed, request.num_computed + count) for request, count in rows]
         batch = CommonAttentionMetadata.from_lens(
             [stop - start for _, start, stop in spans],
@@ -261,9 +281,9 @@ class Batcher:
             self.block_size,
         )
         reads_all = [stop == len(request.tokens) for request, _, stop in spans]
-        return Plan(
+        return Step(
             token_ids=np.concatenate([np.asarray(request.tokens[start:stop], np.int32) for request, start, stop in spans]),
-            positions=np.concatenate([np.arange(start, stop, dtype=np.int32) for _, start, stop in spans]),
+            positions=batch.positions(),
             attn_metadata=batch,
             sample_rows=(batch.query_start_loc[1:] - 1)[reads_all],
             sampled=tuple(request for (request, _, _), complete in zip(spans, reads_all, strict=True) if complete),

@@ -1,4 +1,4 @@
-"""JSON files whose fields are read by type, and the error for an unreadable checkpoint."""
+"""JSON files whose fields are read by type, and the error for one that cannot be read."""
 
 import json
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from attn.errors import AttnError
 
 
 class CheckpointError(AttnError):
-    """A directory does not contain a supported checkpoint."""
+    """A checkpoint, or its configuration, is not supported or cannot be read."""
 
 
 class Fields:
