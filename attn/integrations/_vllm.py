@@ -20,13 +20,14 @@ from vllm.platforms import current_platform
 from vllm.v1.attention import backend as vllm_backend
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
+from attn import envs
 from attn.backends.arguments import layer_features, window_pair
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.registry import AttentionBackendEnum
 from attn.capabilities import ENCODER_TYPES, AttentionType, Feature, Request
 from attn.dtypes import KV_CACHE_DTYPES, PER_TOKEN_HEAD
 from attn.errors import UnsupportedError
-from attn.integrations.vllm import logger
+from attn.integrations.vllm import layer_name, logger
 from attn.selector import make_request, select
 from attn.torch import kv_cache as caches
 from attn.torch.layer import Attention
@@ -85,9 +86,12 @@ class AttnBackend(vllm_backend.AttentionBackend):
     def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
         """Return every reason to reject a layer of this configuration: of this integration, then of each backend."""
         asked = inspect.signature(super().validate_configuration).bind(*args, **kwargs).arguments
+        invariant = asked.pop("use_batch_invariant", False)
         features = {feature for word, feature in _FEATURES.items() if asked.pop(word, False)}
         why = [f"{word} not supported: {_ELSEWHERE}" for word, value in asked.items() if value and word not in _READ]
-        name, attn_type = _layer_name(), _word(asked["attn_type"])
+        if invariant and not envs.batch_invariant():  # a layer learns of it by the environment alone
+            why.append("use_batch_invariant not supported without VLLM_BATCH_INVARIANT=1 in the environment")
+        name, attn_type = layer_name(), _word(asked["attn_type"])
         problem = _cache_problem(asked["kv_cache_dtype"])
         if problem:
             return [f"{name}: {reason}" for reason in (*why, problem)]
@@ -195,7 +199,7 @@ class AttnImpl(vllm_backend.AttentionImpl):
         self.alibi_slopes, self.sliding_window, self.logits_soft_cap = alibi_slopes, sliding_window, logits_soft_cap
         self.kv_cache_dtype, self.attn_type, self.sinks = kv_cache_dtype, _word(attn_type), sinks
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.dtype, self.name = torch.get_default_dtype(), _layer_name()
+        self.dtype, self.name = torch.get_default_dtype(), layer_name()
         self.layers: dict[int, Attention] = {}
         self._seen: tuple[torch.Tensor, torch.Tensor] | None = None
         asks = getattr(get_current_vllm_config_or_none(), "attention_config", None)
@@ -322,12 +326,3 @@ def _able(request: Request) -> str:
     loaded = [c for c in candidates if getattr(getattr(c.backend, "capabilities", None), "framework", None) == "torch"]
     names = [c.name for c in loaded if c.backend is not None and not c.backend.why_not(request)]
     return f"backends that support it on their devices: {', '.join(names) or 'none'}"
-
-
-def _layer_name() -> str:
-    """Return the name of the layer under construction, which vLLM does not pass to an implementation (`prefix`)."""
-    frame = inspect.currentframe()
-    while frame := frame and frame.f_back:
-        if isinstance(frame.f_locals.get("self"), torch.nn.Module) and frame.f_locals.get("prefix"):
-            return str(frame.f_locals["prefix"])
-    return "an attention layer"

@@ -13,6 +13,7 @@ vLLM 0.32 and 0.33; compatibility is checked by required interfaces (`_NEEDS`), 
 """
 
 import functools
+import inspect
 import logging
 from typing import Any
 
@@ -87,3 +88,14 @@ def _patch_cpu_platform(platform: Any, custom: Any) -> None:
 
     get_attn_backend_cls.of_attn = True  # type: ignore[attr-defined]
     platform.get_attn_backend_cls = classmethod(get_attn_backend_cls)
+
+
+def layer_name() -> str:
+    """Return the name of the layer under construction, which vLLM does not pass to an implementation (`prefix`)."""
+    import torch
+
+    frame = inspect.currentframe()
+    while frame := frame and frame.f_back:
+        if isinstance(frame.f_locals.get("self"), torch.nn.Module) and frame.f_locals.get("prefix"):
+            return str(frame.f_locals["prefix"])
+    return "an attention layer"

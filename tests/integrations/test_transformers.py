@@ -8,9 +8,10 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+import attn  # noqa: E402
 from attn.errors import BackendLoadError, UnsupportedError  # noqa: E402
 from attn.integrations import transformers as attn_transformers  # noqa: E402
-from attn.integrations.transformers import versions  # noqa: E402
+from attn.integrations.transformers import packing, versions  # noqa: E402
 from tests.integrations.tiny_transformers import batch, batching, decoder, encoder, model_of  # noqa: E402
 
 CORE = ["llama", "qwen3", "gemma2", "gemma3", "gpt_oss", "deepseek_v3"]
@@ -179,30 +180,142 @@ def test_continuous_batching_that_cannot_be_is_refused_before_it_runs(monkeypatc
         attn_transformers.register()
 
 
-def test_dropout_is_called_what_the_config_calls_it():
+@torch.no_grad()
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_backend_per_kind_of_layer(compiled, monkeypatch):
+    model, inputs, made, make = decoder("gemma2"), batch("left"), [], packing._first_size
+    real = inputs["attention_mask"].bool()
+    monkeypatch.setattr(packing, "_first_size", lambda *rest: made.append(make(*rest)) or made[-1])
+    want = model(**inputs).logits[real]
+    attn_transformers.register()
+    model.set_attn_implementation("attn")
+    call = torch.compile(model, fullgraph=True, backend="eager") if compiled else model
+    with attn.backend_per_kind_context_manager({"full": "FLEX_ATTENTION", "sliding": "TORCH_SDPA"}):
+        torch.testing.assert_close(call(**inputs).logits[real], want, rtol=1e-4, atol=1e-4)
+    assert {(layer.impl.window == (None, None), layer.selection.name) for layer in made} == {
+        (True, "FLEX_ATTENTION"), (False, "TORCH_SDPA"),
+    }  # fmt: skip
+    made.clear()
+    model.set_attn_implementation("attn:CPU_ATTN")
+    with attn.backend_per_kind_context_manager({"full": "FLEX_ATTENTION", "sliding": "TORCH_SDPA"}):
+        model(**inputs)
+    assert {layer.selection.name for layer in made} == {"CPU_ATTN"}
+
+
+@torch.no_grad()
+def test_a_backend_per_kind_that_cannot_serve_is_refused(monkeypatch):
+    attn_transformers.register()
+    model = decoder("gemma2")
+    model.set_attn_implementation("attn")
+    monkeypatch.setenv("ATTN_BACKEND_PER_KIND", "full=PALLAS")
+    refused = r"(?s)Gemma2Attention of layer 1 \(ATTN_BACKEND_PER_KIND\['full'\]=PALLAS\).*framework=torch"
+    with pytest.raises(UnsupportedError, match=refused):
+        model(**batch("left"))
+    model = decoder("llama")  # the oldest transformers has no continuous batching for windows
+    model.set_attn_implementation("attn")
+    with pytest.raises(UnsupportedError, match=r"\['full'\]=PALLAS\): PALLAS has no torch layer with a paged cache"):
+        attn_transformers.paged(model).__enter__()
+    with attn_transformers.paged(model, "TORCH_SDPA"):
+        pass
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss"])
+def test_requested_weights_are_eagers(kind, padding):
+    """Weights without the sink's share (gpt_oss) and within windows (gemma2), in a prompt and in a step over a cache."""
+    model, inputs = decoder(kind), batch(padding)
+    real = inputs["attention_mask"].bool()
+    found = {}
+    for name in ("eager", "attn", "attn:TORCH_SDPA"):
+        model.set_attn_implementation(name)
+        first = model(**inputs, output_attentions=True, use_cache=True)
+        step = {"input_ids": inputs["input_ids"][:, :1], "past_key_values": first.past_key_values}
+        longer = torch.cat([inputs["attention_mask"], inputs["attention_mask"].new_ones(len(real), 1)], 1)
+        second = model(**step, attention_mask=longer, output_attentions=True)
+        found[name] = [w.transpose(1, 2)[real] for w in first.attentions] + list(second.attentions)
+    want = found.pop("eager")
+    for name, got in found.items():
+        assert len(got) == len(want) == 4
+        for one, other in zip(got, want, strict=True):
+            assert one.shape == other.shape, name
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_weights_that_cannot_be_computed_are_refused(monkeypatch):
+    model = attention_dropout(decoder("llama"), 0.25)
+    model.set_attn_implementation("attn")
+    with pytest.raises(UnsupportedError, match="LlamaAttention of layer 0: output_attentions .* or dropout not supported"):
+        model(**batch("none"), output_attentions=True)
+    monkeypatch.setattr("attn.weights.MAX_ELEMENTS", 100)
+    with pytest.raises(UnsupportedError, match="2312 attention weights: must be at most 100"):
+        model.eval()(**batch("none"), output_attentions=True)
+
+
+def attention_dropout(model, p):
+    """Put the model in training mode with dropout of attention weights and no other."""
+    for name, module in model.train().named_modules():
+        for option in ("dropout", "attention_dropout"):
+            if isinstance(getattr(module, option, None), float):
+                setattr(module, option, p if type(module).__name__.endswith("Attention") else 0.0)
+        if isinstance(module, torch.nn.Dropout):
+            module.p = p if name.endswith("attention.self.dropout") else 0.0
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "padding", "compiled"),
+    [
+        *((kind, padding, False) for kind in ("bert", "llama", "mistral", "bart", "t5") for padding in ("left", "right")),
+        ("llama", "none", False),
+        ("bert", "right", True),
+        ("llama", "left", True),
+    ],
+)
+def test_dropout_of_weights_is_eagers_from_the_same_seed(kind, padding, compiled):
+    model, inputs = attention_dropout(model_of(kind), 0.5), batch(padding)
+    real = inputs["attention_mask"].bool()
+    if kind in ("bart", "t5"):
+        inputs, real = {**inputs, "decoder_input_ids": batch("none")["input_ids"][:, :9]}, slice(None)
+    weight = next(weight for name, weight in model.named_parameters() if any(part in name for part in ("k_proj", "key", ".k.")))
+    torch.compiler.reset()
+
+    def run(implementation, seed):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        through = compiled and implementation == "attn"
+        whole = torch.compile(model, fullgraph=True, backend="eager") if through else model
+        torch.manual_seed(seed)
+        out = whole(**inputs)[0][real]
+        out.square().mean().backward()
+        return out, weight.grad.clone()
+
+    want, got, other = run("eager", 5), run("attn", 5), run("attn", 6)
+    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(other[0], got[0], rtol=1e-3, atol=1e-4)
+
+
+def test_dropout_beside_what_torch_lacks_is_called_what_the_config_calls_it():
     model = encoder().train()
     model.config.attention_probs_dropout_prob = 0.25
-    model.set_attn_implementation("attn")
     for layer in model.encoder.layer:
         layer.attention.self.dropout.p = 0.25
+    model.set_attn_implementation("attn:TORCH_SDPA")
     with pytest.raises(
         UnsupportedError, match=r"weights \(0\.25\) .* set attention_probs_dropout_prob to 0 in the model's config"
     ):
+        model(**batch("none"))
+    model = attention_dropout(decoder("gemma2"), 0.25)
+    model.set_attn_implementation("attn")
+    with pytest.raises(UnsupportedError, match=r"weights \(0\.25\) with a cap, sinks or a backend by name not supported"):
         model(**batch("none"))
 
 
 def test_what_is_not_understood_names_the_layer():
     model, inputs = decoder("llama"), batch("none")
     model.set_attn_implementation("attn")
-    with pytest.raises(UnsupportedError, match="LlamaAttention of layer 0: output_attentions not supported"):
-        model(**inputs, output_attentions=True)
     with pytest.raises(UnsupportedError, match=r"LlamaAttention of layer 0: alibi not supported; .*TRITON_ATTN.* support it"):
         model(**inputs, alibi=torch.zeros(1))
-    with pytest.raises(UnsupportedError, match=r"layer 0: dropout of attention weights \(0\.5\) not supported; no backend"):
-        model.train().config.attention_dropout = 0.5
-        model.model.layers[0].self_attn.attention_dropout = 0.5
-        model(**inputs)
-    model.eval()
     odd = torch.tril(torch.ones(1, 1, 17, 17, dtype=torch.bool))
     odd[0, 0, 5, 2] = False
     model.set_attn_implementation("attn:TORCH_SDPA")
@@ -219,7 +332,7 @@ def test_a_backend_that_cannot_serve_names_layer_feature_and_those_that_can():
         with pytest.raises(UnsupportedError) as found, torch.no_grad():
             model(**inputs)
         said = str(found.value)
-        assert said.startswith("GptOssAttention of layer 0: ")
+        assert said.startswith(f'GptOssAttention of layer 0 (attn_implementation="attn:{name}"): ')
         assert f" {name} " in said and lacks in said
         assert "Backends that support sliding_window, sinks: " in said and "TRITON_ATTN" in said
         assert said.endswith("on this machine: CPU_ATTN, TORCH_SDPA, FLEX_ATTENTION"), said

@@ -47,7 +47,7 @@ def named(vllm: Any) -> Any:
 
 def test_vllm_finds_the_plugin_by_its_entry_point() -> None:
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
-    assert project["entry-points"]["vllm.general_plugins"] == {"attn": "attn.integrations.vllm:plugin"}
+    assert project["entry-points"]["vllm.general_plugins"]["attn"] == "attn.integrations.vllm:plugin"
 
 
 def test_custom_leads_to_attn_again_and_again_and_nothing_else_does(vllm: Any) -> None:
@@ -232,6 +232,16 @@ def test_flags_of_a_configuration_that_are_not_served(vllm: Any, flag: str) -> N
     backend = importlib.import_module("attn.integrations._vllm").AttnBackend
     assert backend.validate_configuration(**CONFIGURATION, use_kv_connector=True) == []
     assert [reason for reason in backend.validate_configuration(**{**CONFIGURATION, flag: True}) if flag in reason]
+
+
+def test_batch_invariance_is_that_of_the_environment(vllm: Any, named: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM passes it to the backend, but not to a layer, which reads the variable that vLLM reads."""
+    backend = importlib.import_module("attn.integrations._vllm").AttnBackend
+    asked = {**CONFIGURATION, "use_batch_invariant": True}
+    assert "use_batch_invariant not supported without VLLM_BATCH_INVARIANT=1" in str(backend.validate_configuration(**asked))
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert backend.validate_configuration(**asked) == []
+    assert named()._layer(16).impl.batch_invariant
 
 
 def test_an_unsupported_configuration_lists_every_reason(vllm: Any, plain: None) -> None:

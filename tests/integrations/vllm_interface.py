@@ -17,14 +17,14 @@ STANDIN = Path(__file__).parents[1] / "standins" / "vllm_engine_pkg"
 MODULES = ("vllm.v1.attention.backend", "vllm.v1.attention.backends.cpu_attn", "vllm.v1.attention.selector")
 
 
-def drift() -> list[str]:
-    """What the installed vLLM has otherwise than documented: a missing name, another argument, one more without a default."""
-    return [found for name in MODULES for found in _drift(name, _documented(name), importlib.import_module(name))]
+def drift(standin: Path = STANDIN, modules: tuple[str, ...] = MODULES) -> list[str]:
+    """What the installed package has otherwise than documented: a missing name or argument, one more without a default."""
+    return [found for name in modules for found in _drift(name, _documented(standin, name), importlib.import_module(name))]
 
 
-def _documented(name: str) -> Any:
-    """A module of the stand-in, whichever vLLM is installed."""
-    path = STANDIN.joinpath(*name.split(".")).with_suffix(".py")
+def _documented(standin: Path, name: str) -> Any:
+    """A module of the stand-in, whichever package is installed."""
+    path = standin.joinpath(*name.split(".")).with_suffix(".py")
     spec = importlib.util.spec_from_file_location(f"documented_{name.rpartition('.')[2]}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -34,10 +34,13 @@ def _documented(name: str) -> Any:
 
 def _drift(where: str, documented: Any, real: Any) -> Iterator[str]:
     for name, cls in vars(documented).items():
-        if not inspect.isclass(cls) or cls.__module__ != documented.__name__:
+        if getattr(cls, "__module__", None) != documented.__name__ or name.startswith("_"):
             continue
         if not hasattr(real, name):
             yield f"{where} has no {name}"
+            continue
+        if not inspect.isclass(cls):
+            yield from _arguments(f"{where}.{name}", cls, getattr(real, name))
             continue
         for what in (f for f in vars(cls) if callable(getattr(cls, f)) and (not f.startswith("_") or f == "__init__")):
             found = getattr(getattr(real, name), what, None)

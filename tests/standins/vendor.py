@@ -17,7 +17,8 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 def check(name: str, tensor: Any, shape: Sequence[int | None], *dtypes: torch.dtype, contiguous: bool = False) -> None:
-    """AssertionError unless `tensor` has this shape (None: any extent), one of these dtypes, and unit last stride."""
+    """AssertionError unless `tensor` has this shape (None: any extent), one of these dtypes, and unit last stride, and
+    numbers by heads can be read as vectors of 16 bytes, which vendors' kernels do without a check (pytorch#183484)."""
     assert isinstance(tensor, torch.Tensor), f"{name} is a {type(tensor).__name__}, not a tensor"
     agrees = tensor.dim() == len(shape) and all(w in (None, g) for w, g in zip(shape, tensor.shape, strict=True))
     assert agrees, f"{name} has shape {list(tensor.shape)}, not {list(shape)}"
@@ -26,6 +27,10 @@ def check(name: str, tensor: Any, shape: Sequence[int | None], *dtypes: torch.dt
         f"{name} has last stride {tensor.stride(-1)}, not 1"
     )
     assert not contiguous or tensor.is_contiguous(), f"{name} is not contiguous"
+    if tensor.is_floating_point() and tensor.dim() > 2 and tensor.numel():
+        used = [step for step, extent in zip(tensor.stride()[:-1], tensor.shape, strict=False) if extent > 1]
+        places = [tensor.data_ptr(), *(step * tensor.itemsize for step in used)]
+        assert not any(place % 16 for place in places), f"{name}: address and strides {places}: not multiples of 16 bytes"
 
 
 def bulk_copied(name: str, tensor: torch.Tensor) -> None:

@@ -9,22 +9,25 @@ Before that, transformers does not know these names, and its error for an unknow
     with attn_transformers.paged(model):                                                      # continuous batching
         model.generate_batch(...)
 
-A call is computed in one of four ways, depending only on its requirements:
+A call is computed in one of five ways, depending only on its requirements:
 
 * dense: causal with as many rows as keys, single tokens, bidirectional calls, arbitrary masks: by the diffusion registry's
   choice.
-* packed: other causal calls, windows, caps and sinks: rows without padding, over a paged cache created for the call, by the
-  attention registry's choice. A backend requested by name computes every call this way.
+* packed: other causal calls, windows, caps and sinks: rows without padding, by the attention registry's choice. CPU_ATTN and
+  TORCH_SDPA read keys where transformers keeps them; for any other backend a paged cache is created for the call. A backend
+  requested by name, for all layers or for the layer's kind (`attn.backend_per_kind`), computes every call this way.
 * paged: continuous batching, in transformers' pages if a layer keeps all of its keys in them, else packed.
 * formula: `attn.attention`, in float32 and differentiable, where no kernel exists: a mask together with a cap, a window or
   sinks, gradients together with these, values wider than keys.
+* torch's SDPA: a bias of positions (T5) and dropout of weights, both without a cap and sinks.
 
 While a mask is a causal, windowed or bidirectional pattern with padding, it is described, not materialised (`mask`); any
 other becomes boolean [B, 1, S, T], which is recognised as such a pattern where that matters. In a graph (`torch.compile`)
 masks are materialised; the dense way is traced, each other way is one operator.
 
-Arguments that are known to change the meaning of attention and are not supported (`call.UNKNOWN`, dropout, requested weights)
-are rejected with the layer's name; other arguments that transformers passes along are ignored.
+Arguments that are known to change the meaning of attention and are not supported (`call.UNKNOWN`) are rejected with the
+layer's name; other arguments that transformers passes along are ignored. Requested weights (`output_attentions`) are computed
+beside the call by the formula (`attn.weights`).
 
 transformers 5.4 is the oldest version with these attention and mask interfaces. Its continuous batching reads a window's keys
 correctly from 5.16 on; before 5.18 it stores keys and values in separate tensors, which no view joins, so they are gathered.
@@ -38,11 +41,11 @@ import torch
 
 from attn.errors import BackendLoadError
 from attn.integrations.transformers.batching import PAGED, PREFIX, attend_paged, paged_backends, paged_name, refuse_unpaged
-from attn.integrations.transformers.call import NAME, Call, refuse_unknown
+from attn.integrations.transformers.call import NAME, Call, refuse_unknown, requested
 from attn.integrations.transformers.graph import as_operator
 from attn.integrations.transformers.masks import mask
 from attn.integrations.transformers.versions import OLDEST, dotted, installed
-from attn.integrations.transformers.ways import attend, by_bias
+from attn.integrations.transformers.ways import attend, by_sdpa, weights
 from attn.torch.diffusion.chosen import known
 
 __all__ = ["mask", "paged", "register"]
@@ -110,11 +113,13 @@ def _function(backend: str | None) -> Callable[..., Any]:
         position_bias: torch.Tensor | None = None,
         cache: Any = None,
         **kwargs: Any,
-    ) -> tuple[torch.Tensor, None]:
-        """Compute attention. query: [B, H, S, D]; key: [B, K, T, D]; value: [B, K, T, Dv]. Returns ([B, S, H, Dv], None)."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Compute attention. query: [B, H, S, D]; key: [B, K, T, D]; value: [B, K, T, Dv]. Returns ([B, S, H, Dv], None), or
+        the attention weights [B, H, S, T] instead of None for `output_attentions`."""
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         scale = float(known(query.shape[-1]) ** -0.5 if scaling is None else known(scaling))
+        name, asked_by = requested(backend, causal, sliding_window is not None)
         call = Call(
             module=module,
             query=q,
@@ -125,18 +130,25 @@ def _function(backend: str | None) -> Callable[..., Any]:
             window=sliding_window,
             soft_cap=softcap,
             sinks=s_aux,
-            backend=backend,
+            backend=name,
+            asked_by=asked_by,
         )
-        refuse_unknown(call, attention_mask, dropout, kwargs)
+        refuse_unknown(call, attention_mask, kwargs)
+        wanted = None
+        if kwargs.get("output_attentions"):
+            if torch.compiler.is_compiling() or cache is not None or position_bias is not None or dropout:
+                combined = "output_attentions in a graph, in continuous batching, or with position_bias or dropout"
+                raise call.refusal(combined, "use eager")
+            wanted = weights(call, attention_mask)
         if cache is not None:
             return attend_paged(call, cache, kwargs), None
-        if position_bias is not None:
-            return by_bias(call, attention_mask, position_bias), None
-        if torch.compiler.is_compiling() and not (call.plain and backend is None):
+        if position_bias is not None or dropout:
+            return by_sdpa(call, attention_mask, position_bias, dropout), None
+        if torch.compiler.is_compiling() and not (call.plain and name is None):
             if call.wants_grad:
                 combined = "gradients in a graph together with a window, a cap, sinks or a backend by name"
                 raise call.refusal(combined, "no backend supports them: use torch.no_grad(), or train without torch.compile")
             return as_operator(call, attention_mask), None
-        return attend(call, attention_mask), None
+        return attend(call, attention_mask), wanted
 
     return attention

@@ -12,8 +12,8 @@ from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.registry import AttentionBackendEnum
 from attn.capabilities import AttentionType
 from attn.errors import UnsupportedError
-from attn.integrations.transformers.call import NAME, Call, replaced, widened
-from attn.integrations.transformers.packing import layer_of, over_pages, size_for
+from attn.integrations.transformers.call import NAME, Call, replaced, requested, widened
+from attn.integrations.transformers.packing import attend_packed, layer_of, size_for
 from attn.integrations.transformers.versions import WINDOWS_IN_PAGES, dotted, installed
 from attn.torch import kv_cache as caches
 from attn.torch.layer import Attention
@@ -44,37 +44,41 @@ def refuse_unpaged(model: Any, backend: str | None) -> None:
             f"{name}: multi-head latent attention (kv_lora_rank={config.kv_lora_rank}) not supported: transformers' continuous "
             f'batching only supports keys and values of equal size; use model.generate with attn_implementation="{NAME}"'
         )
-    if _windowed(config) and installed() < WINDOWS_IN_PAGES:
+    if _windows(config) != {None} and installed() < WINDOWS_IN_PAGES:
         raise UnsupportedError(
             f"{name}: a sliding window in continuous batching not supported: transformers {dotted(installed())} reads wrong "
             f"keys from its pages (pip install 'transformers>={dotted(WINDOWS_IN_PAGES)}', or use model.generate)"
         )
-    if backend is None:
-        return
-    AttentionBackendEnum[backend]  # raises ValueError with the closest name for an unknown one
-    if backend not in paged_backends():
-        options = ", ".join(paged_backends())
-        raise UnsupportedError(f"{name}: {backend} has no torch layer with a paged cache of keys and values; use {options}")
     heads = config.num_attention_heads
     size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    try:
-        Attention(
-            heads,
-            size,
-            num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            dtype=model.dtype,
-            backend=backend,
-            sliding_window=config.sliding_window if _windowed(config) else None,
-            block_size=size_for(backend),
-            logits_soft_cap=getattr(config, "attn_logit_softcapping", None),
-        )
-    except UnsupportedError as error:
-        raise UnsupportedError(f"{name}: {error}", error.reasons) from None
+    for window in _windows(config):
+        asked, asked_by = requested(backend, True, window is not None)
+        if asked is None:
+            continue
+        where = name if backend else f"{name} ({asked_by})"
+        AttentionBackendEnum[asked]  # raises ValueError with the closest name for an unknown one
+        if asked not in paged_backends():
+            what = f"{asked} has no torch layer with a paged cache of keys and values"
+            raise UnsupportedError(f"{where}: {what}; use {', '.join(paged_backends())}")
+        try:
+            Attention(
+                heads,
+                size,
+                num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+                dtype=model.dtype,
+                backend=asked,
+                sliding_window=window,
+                block_size=size_for(asked),
+                logits_soft_cap=getattr(config, "attn_logit_softcapping", None),
+            )
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{where}: {error}", error.reasons) from None
 
 
-def _windowed(config: Any) -> bool:
-    kinds = getattr(config, "layer_types", None)
-    return getattr(config, "sliding_window", None) is not None and (kinds is None or "sliding_attention" in kinds)
+def _windows(config: Any) -> set[int | None]:
+    """Return the windows of a model's layers, None for full ones."""
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    return {getattr(config, "sliding_window", None) if kind == "sliding_attention" else None for kind in kinds}
 
 
 def attend_paged(call: Call, cache: Any, kwargs: dict[str, Any]) -> torch.Tensor:
@@ -100,7 +104,7 @@ def attend_paged(call: Call, cache: Any, kwargs: dict[str, Any]) -> torch.Tensor
     else:
         key, value = (x[: int(key_starts[-1])] for x in pages.update(call.key.transpose(1, 2), call.value.transpose(1, 2)))
         packed = replaced(call, key=key[None], value=value[None])
-        result = over_pages(call, query[:rows], key, widened(packed)[0], q_lens[live].tolist(), k_lens[live].tolist())
+        result = attend_packed(call, query[:rows], key, widened(packed)[0], q_lens[live].tolist(), k_lens[live].tolist())
     out[: len(result)] = result[..., : out.shape[-1]]
     return out[None]
 

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from attn.backends.registry import AttentionBackendEnum
-from attn.capabilities import Feature
+from attn.capabilities import AttentionType, Feature, layer_kind
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.errors import UnsupportedError
+from attn.selector import asked_for_kind
 
 NAME = "attn"
 
@@ -25,7 +26,10 @@ UNKNOWN = {
 
 @dataclass(frozen=True)
 class Call:
-    """A layer's call: query [B, S, H, D]; key [B, T, K, D], value [B, T, K, Dv], in the library's order of dimensions."""
+    """A layer's call: query [B, S, H, D]; key [B, T, K, D], value [B, T, K, Dv], in the library's order of dimensions.
+
+    backend: requested by name, by `asked_by`; None for the fastest.
+    """
 
     module: Any
     query: torch.Tensor
@@ -37,6 +41,7 @@ class Call:
     soft_cap: float | None
     sinks: torch.Tensor | None
     backend: str | None
+    asked_by: str = ""
 
     @property
     def plain(self) -> bool:
@@ -55,9 +60,16 @@ class Call:
         index = getattr(self.module, "layer_idx", None)
         return f"{type(self.module).__name__}{'' if index is None else f' of layer {index}'}"
 
+    @property
+    def place(self) -> str:
+        """The layer's name, and what requested its backend by name."""
+        return f"{self.layer_name} ({self.asked_by})" if self.backend else self.layer_name
+
     def refusal(self, what: str, advice: str) -> UnsupportedError:
-        asked = f' (attn_implementation="{NAME}:{self.backend}")' if self.backend else ""
-        return UnsupportedError(f"{self.layer_name}{asked}: {what} not supported; {advice}")
+        return UnsupportedError(f"{self.place}: {what} not supported; {advice}")
+
+    def non_causal_window(self) -> UnsupportedError:
+        return self.refusal("a non-causal window without a mask", "let transformers make the mask")
 
     def by_name(self, what: str, feature: Feature) -> UnsupportedError:
         """Return the error for a backend requested by name when no paged one has `feature`; it lists the dense ones."""
@@ -75,13 +87,30 @@ class InGraph:
 in_graph = functools.lru_cache(1024)(InGraph)
 
 
+def requested(backend: str | None, causal: bool, windowed: bool) -> tuple[str | None, str]:
+    """Return the backend requested by name, and by what: `backend`, else that of the layer's kind. A graph keeps it."""
+    if backend is not None:
+        return backend, f'attn_implementation="{NAME}:{backend}"'
+    found = _of_kind(causal, windowed)
+    return (found.partition("=")[2], found) if found else (None, "")
+
+
+@torch.compiler.assume_constant_result
+def _of_kind(causal: bool, windowed: bool) -> str:
+    """Return `source=BACKEND` of the backend requested for a kind of layer, or "". Encoders include cross attention."""
+    attn_type = AttentionType.DECODER if causal else AttentionType.ENCODER_ONLY
+    member, source = asked_for_kind(layer_kind(attn_type, {Feature.SLIDING_WINDOW} if windowed else ()))
+    return "" if member is None else f"{source}={member.name}"
+
+
 def replaced(call: Call, **changes: Any) -> Call:
     return Call(**{**vars(call), **changes})
 
 
 def widened(call: Call) -> torch.Tensor:
     """Pad values with zeros to the width of keys."""
-    return F.pad(call.value, (0, call.query.shape[-1] - call.value.shape[-1]))
+    missing = call.query.shape[-1] - call.value.shape[-1]
+    return call.value if missing == 0 else F.pad(call.value, (0, missing))  # `F.pad` copies even if nothing is missing
 
 
 def having(registry: Any, features: Collection[str]) -> str:
@@ -95,15 +124,7 @@ def having(registry: Any, features: Collection[str]) -> str:
     return ", ".join(have) or "no backend"
 
 
-def refuse_unknown(call: Call, attention_mask: Any, dropout: float, kwargs: dict[str, Any]) -> None:
-    if dropout:
-        where = _dropout_name(getattr(call.module, "config", None), dropout)
-        raise call.refusal(
-            f"dropout of attention weights ({dropout})",
-            f"no backend supports it: set {where} to 0 in the model's config, or use eager",
-        )
-    if kwargs.get("output_attentions"):
-        raise call.refusal("output_attentions", "attention weights are never materialised: use eager")
+def refuse_unknown(call: Call, attention_mask: Any, kwargs: dict[str, Any]) -> None:
     if attention_mask is not None and not isinstance(attention_mask, torch.Tensor):
         raise call.refusal(f"a mask of type {type(attention_mask).__name__}", "must be a tensor or None")
     for name, feature in UNKNOWN.items():
@@ -112,8 +133,9 @@ def refuse_unknown(call: Call, attention_mask: Any, dropout: float, kwargs: dict
             raise call.refusal(name, f"{able} support it: use eager")
 
 
-def _dropout_name(config: Any, dropout: float) -> str:
+def dropout_name(call: Call, dropout: float) -> str:
     """Return the config's name for the dropout of attention weights: attention_dropout, attention_probs_dropout_prob, ..."""
+    config = getattr(call.module, "config", None)
     options = {} if config is None else config.to_dict()
     names = [name for name, value in options.items() if "drop" in name and value == dropout]
     names.sort(key=lambda name: ("att" not in name, name))

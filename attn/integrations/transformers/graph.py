@@ -20,6 +20,7 @@ def as_operator(call: Call, attention_mask: torch.Tensor | None) -> torch.Tensor
         window=call.window,
         soft_cap=call.soft_cap,
         backend=call.backend,
+        asked_by=call.asked_by,
         layer_name=call.layer_name,
     )
 
@@ -36,6 +37,7 @@ def _operator(
     window: int | None,
     soft_cap: float | None,
     backend: str | None,
+    asked_by: str,
     layer_name: str,
 ) -> torch.Tensor:
     call = Call(
@@ -49,6 +51,7 @@ def _operator(
         soft_cap=soft_cap,
         sinks=sinks,
         backend=backend,
+        asked_by=asked_by,
     )
     return attend(call, attention_mask).contiguous()
 

@@ -15,17 +15,21 @@ class Padding:
     window: int | None
     whole: bool = False
     all_rows: bool = False
-    _lens: tuple[list[int], list[int], bool] | None = None
+    _lens: tuple[list[int], list[int], list[int] | None] | None = None
 
-    def lens(self, present: torch.Tensor, rows: int) -> tuple[list[int], list[int], bool]:
-        """Return the valid (rows, keys) of each entry, and whether its keys are contiguous. Waits for the device once."""
+    def lens(self, present: torch.Tensor, rows: int) -> tuple[list[int], list[int], list[int] | None]:
+        """Return each entry's valid (rows, keys), and its first valid key unless some entry's valid keys have gaps.
+
+        Waits for the device.
+        """
         if self._lens is None:
             queries, keys = present[:, -rows:].sum(1), present.sum(1)
             at = torch.arange(present.shape[1], device=present.device)
             first = torch.where(present, at, present.shape[1]).amin(1)
             last = torch.where(present, at, -1).amax(1)
             solid = bool(((last - first + 1 == keys) | (keys == 0)).all())
-            self._lens = queries.tolist(), keys.tolist(), solid
+            q_lens, k_lens, firsts = torch.stack([queries, keys, first]).tolist()
+            self._lens = q_lens, k_lens, firsts if solid else None
         return self._lens
 
 

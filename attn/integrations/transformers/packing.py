@@ -1,4 +1,8 @@
-"""Rows and keys without padding, over a paged cache created for the call, by the attention registry's choice."""
+"""Rows and keys without padding, by the attention registry's choice.
+
+A backend that attends one request at a time (`RaggedAttentionImpl`) reads keys where transformers keeps them; for any other,
+a paged cache is created for the call.
+"""
 
 import functools
 import weakref
@@ -12,6 +16,7 @@ from attn.backends.registry import AttentionBackendEnum
 from attn.capabilities import AttentionType, Feature, supports_size
 from attn.errors import UnsupportedError
 from attn.integrations.transformers.call import Call, having, widened
+from attn.torch.backends._ragged import RaggedAttentionImpl
 from attn.torch.layer import Attention
 
 _BLOCK_SIZES = (16, 32, 64, 128, 256)
@@ -48,7 +53,7 @@ def _first_size(call: Call, options: dict[str, Any], block_size: int | None) -> 
         if block_size is None and not supports_size(layer.kv_cache_spec.block_size, allowed):
             layer = Attention(num_heads, head_size, **options, block_size=size_for(layer.selection.name))
     except UnsupportedError as error:
-        raise UnsupportedError(f"{call.layer_name}: {error}\n{_who_serves(call, options)}", error.reasons) from None
+        raise UnsupportedError(f"{call.place}: {error}\n{_who_serves(call, options)}", error.reasons) from None
     return layer.to(call.query.device)
 
 
@@ -72,15 +77,28 @@ def _who_serves(call: Call, options: dict[str, Any]) -> str:
         trace = Attention(*call.query.shape[2:], **{**options, "backend": None}).selection.trace
     except UnsupportedError:
         trace = ()
-    serving = ", ".join(verdict.name for verdict in trace if verdict.ok) or "none"
+    serving = ", ".join(verdict.name for verdict in trace if verdict.ok)
     able = having(AttentionBackendEnum, features)
-    return f"Backends that support {', '.join(features) or 'this layer'}: {able}; on this machine: {serving}"
+    return f"Backends that support {', '.join(features) or 'this layer'}: {able}{serving and f'; on this machine: {serving}'}"
 
 
-def pack(call: Call, present: torch.Tensor | None, q_lens: list[int], k_lens: list[int]) -> torch.Tensor:
-    """Attend the valid rows and keys, packed; padding rows are 0."""
+def pack(
+    call: Call, present: torch.Tensor | None, q_lens: list[int], k_lens: list[int], firsts: list[int] | None
+) -> torch.Tensor:
+    """Attend the valid rows and keys; padding rows are 0.
+
+    present: bool [B, T], the valid keys, None if all are; q_lens, k_lens: each entry's valid rows and keys; firsts: its first
+    valid key, None if valid keys have gaps.
+    """
     batch, rows, heads, _ = call.query.shape
     value = widened(call)
+    layer = _layer_for(call, q_lens, k_lens)
+    if isinstance(layer.impl, RaggedAttentionImpl):
+        if present is None:
+            out = layer.impl.attend_keys(call.query, call.key, value, call.causal)
+        else:
+            out = _each(layer.impl, call, value, present, q_lens, k_lens, firsts)
+        return out[..., : call.value.shape[-1]]
     if present is None:
         queries, keys, values = (x.flatten(0, 1) for x in (call.query, call.key, value))
         real = None
@@ -88,7 +106,7 @@ def pack(call: Call, present: torch.Tensor | None, q_lens: list[int], k_lens: li
         real = present[:, -rows:].flatten() if sum(q_lens) < batch * rows else None
         queries = call.query.flatten(0, 1) if real is None else call.query.flatten(0, 1)[real]
         keys, values = (x.flatten(0, 1)[present.flatten()] for x in (call.key, value))
-    out = over_pages(call, queries, keys, values, q_lens, k_lens)
+    out = _over_pages(layer, call, queries, keys, values, q_lens, k_lens)
     if real is not None:
         full = out.new_zeros(batch * rows, *out.shape[1:])
         full[real] = out
@@ -96,14 +114,55 @@ def pack(call: Call, present: torch.Tensor | None, q_lens: list[int], k_lens: li
     return out.view(batch, rows, heads, -1)[..., : call.value.shape[-1]]
 
 
-def over_pages(call: Call, query: torch.Tensor, key: Any, value: Any, q_lens: list[int], k_lens: list[int]) -> torch.Tensor:
-    """Attend packed query [T, H, D] and key, value [S, K, D] over pages. Returns [T, H, D]."""
-    attn_type = AttentionType.DECODER if call.causal or q_lens != k_lens else AttentionType.ENCODER_ONLY
-    layer = layer_of(call, attn_type)
+def attend_packed(call: Call, query: torch.Tensor, key: Any, value: Any, q_lens: list[int], k_lens: list[int]) -> torch.Tensor:
+    """Attend packed query [T, H, D] and key, value [S, K, D]. Returns [T, H, D]."""
+    layer = _layer_for(call, q_lens, k_lens)
+    impl = layer.impl
+    if not isinstance(impl, RaggedAttentionImpl):
+        return _over_pages(layer, call, query, key, value, q_lens, k_lens)
+    entries = zip(query[None].split(q_lens, 1), key[None].split(k_lens, 1), value[None].split(k_lens, 1), strict=True)
+    return torch.cat([impl.attend_keys(*entry, call.causal)[0] for entry in entries])
+
+
+def _layer_for(call: Call, q_lens: list[int], k_lens: list[int]) -> Attention:
+    return layer_of(call, AttentionType.DECODER if call.causal or q_lens != k_lens else AttentionType.ENCODER_ONLY)
+
+
+def _each(
+    impl: RaggedAttentionImpl,
+    call: Call,
+    value: torch.Tensor,
+    present: torch.Tensor,
+    q_lens: list[int],
+    k_lens: list[int],
+    firsts: list[int] | None,
+) -> torch.Tensor:
+    """Attend each entry's valid rows over its valid keys, which are copied only if they have gaps. Returns [B, S, H, D]."""
+    rows, length = call.query.shape[1], call.key.shape[1]
+    whole = sum(q_lens) == len(q_lens) * rows
+    out = torch.empty_like(call.query) if whole else torch.zeros_like(call.query)
+    for b, own in enumerate(present):
+        one = slice(b, b + 1)
+        if firsts is None:
+            keys, real = own, own[-rows:]
+        else:  # the rows are the last keys' tokens
+            start = max(0, firsts[b] - (length - rows))
+            keys, real = slice(firsts[b], firsts[b] + k_lens[b]), slice(start, start + q_lens[b])
+        if whole:
+            real = slice(None)
+        out[one, real] = impl.attend_keys(call.query[one, real], call.key[one, keys], value[one, keys], call.causal)
+    return out
+
+
+def _over_pages(
+    layer: Attention, call: Call, query: torch.Tensor, key: Any, value: Any, q_lens: list[int], k_lens: list[int]
+) -> torch.Tensor:
+    """Attend packed query [T, H, D] and key, value [S, K, D] over pages of a new cache. Returns [T, H, D]."""
     size = layer.kv_cache_spec.block_size
-    batch, slots, blocks = _batch(tuple(q_lens), tuple(k_lens), size, call.causal or attn_type != AttentionType.DECODER)
+    paged = layer.impl.attn_type != AttentionType.ENCODER_ONLY
+    batch, slots, blocks = _batch(tuple(q_lens), tuple(k_lens), size, call.causal or not paged)
     cache = None
-    if attn_type != AttentionType.ENCODER_ONLY:
+    if paged:
         cache = layer.new_kv_cache(blocks, query.device)
         layer.impl.do_kv_cache_update(layer, key, value, cache, torch.from_numpy(slots).to(query.device))
         key = value = None

@@ -1,4 +1,4 @@
-"""Choose the way to compute a call: dense, packed, with a bias, or by the formula (see the package's docstring)."""
+"""Choose the way to compute a call: dense, packed, by the formula, or by torch's SDPA (see the package's docstring)."""
 
 import torch
 import torch.nn.functional as F
@@ -6,11 +6,13 @@ import torch.nn.functional as F
 import attn
 from attn.capabilities import Feature
 from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
-from attn.integrations.transformers.call import NAME, Call, replaced, widened
+from attn.functional import Extras, Rules
+from attn.integrations.transformers.call import NAME, Call, dropout_name, replaced, widened
 from attn.integrations.transformers.masks import Padding
 from attn.integrations.transformers.packing import pack
 from attn.integrations.transformers.reading import as_bool, as_drawn, read, recognised
 from attn.torch.diffusion.chosen import chosen_impl
+from attn.weights import dense
 
 
 def attend(call: Call, attention_mask: torch.Tensor | None) -> torch.Tensor:
@@ -30,7 +32,7 @@ def attend(call: Call, attention_mask: torch.Tensor | None) -> torch.Tensor:
     if call.window is not None and call.window >= keys:
         call = replaced(call, window=None)
     if call.window is not None and not call.causal:
-        raise call.refusal("a non-causal window without a mask", "let transformers make the mask")
+        raise call.non_causal_window()
     if rows == 1:
         if call.window is not None:  # one row: its last keys
             keys = call.window
@@ -43,16 +45,16 @@ def attend(call: Call, attention_mask: torch.Tensor | None) -> torch.Tensor:
     if alone:
         return by_dense(call, attention_mask)
     if attention_mask is None:
-        lens: tuple[list[int], list[int]] = ([rows] * len(call.query), [keys] * len(call.query))
-        solid = True
+        q_lens, k_lens = [rows] * len(call.query), [keys] * len(call.query)
+        firsts: list[int] | None = [0] * len(call.query)
     else:
         assert padding is not None
         own = (call.causal or square) and not padding.all_rows  # rows are the last keys' tokens
-        *both, solid = padding.lens(attention_mask, rows if own else 0)
-        lens = (both[0] if own else [rows] * len(call.query), both[1])
-    if call.wants_grad or call.value.shape[-1] > call.query.shape[-1] or not (solid or call.window is None):
+        q_lens, k_lens, firsts = padding.lens(attention_mask, rows if own else 0)
+        q_lens = q_lens if own else [rows] * len(call.query)
+    if call.wants_grad or call.value.shape[-1] > call.query.shape[-1] or (firsts is None and call.window is not None):
         return by_formula(call, as_drawn(call, attention_mask))
-    return pack(call, attention_mask, *lens)
+    return pack(call, attention_mask, q_lens, k_lens, firsts)
 
 
 def _masked(call: Call, drawn: torch.Tensor) -> torch.Tensor:
@@ -107,16 +109,41 @@ def by_formula(call: Call, drawn: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def by_bias(call: Call, attention_mask: torch.Tensor | None, bias: torch.Tensor) -> torch.Tensor:
-    """Compute with a bias added to scores (T5), which only torch's SDPA supports; bias: broadcastable to [B, H, S, T]."""
-    if call.backend is not None or not call.plain:
-        raise call.refusal("position_bias with a window, a cap, sinks or a backend by name", f'use "{NAME}" without these')
+def _drawn(call: Call, attention_mask: torch.Tensor | None) -> tuple[Call, torch.Tensor]:
+    """Return (the call over the keys of its mask, its mask [B, 1, S, T], materialised, with causality and window)."""
     if attention_mask is not None and attention_mask.ndim == 4:
-        drawn = as_bool(call, attention_mask)
-    else:
-        call, present, _ = read(call, attention_mask)
-        drawn, bias = as_drawn(call, present), bias[..., : call.key.shape[1]]
-    added = torch.where(drawn, bias.to(call.query.dtype), -torch.inf)
+        return call, as_bool(call, attention_mask)[..., : call.key.shape[1]]
+    call, present, _ = read(call, attention_mask)
+    if call.window is not None and not call.causal:
+        raise call.non_causal_window()
+    return call, as_drawn(call, present)
+
+
+@torch.no_grad()
+def weights(call: Call, attention_mask: torch.Tensor | None) -> torch.Tensor:
+    """Return the attention weights [B, H, S, T] by the formula, in the query's dtype; a row without keys is 0."""
+    keys = call.key.shape[1]
+    call, drawn = _drawn(call, attention_mask)
+    rules = Rules(causal=False, scale=call.scale, window=(None, None), cap=call.soft_cap)
+    found = dense(call.query, call.key, rules, Extras(None, call.sinks, drawn))
+    return F.pad(found, (0, keys - found.shape[-1])).to(call.query.dtype)
+
+
+def by_sdpa(
+    call: Call, attention_mask: torch.Tensor | None, bias: torch.Tensor | None = None, dropout: float = 0.0
+) -> torch.Tensor:
+    """Compute with a bias added to scores (T5), or with dropout of weights, which only torch's SDPA supports.
+
+    bias: broadcastable to [B, H, S, T].
+    """
+    if call.backend is not None or call.soft_cap is not None or call.sinks is not None:
+        what, advice = "position_bias", f'use "{NAME}" without these'
+        if dropout:
+            what = f"dropout of attention weights ({dropout})"
+            advice += f", set {dropout_name(call, dropout)} to 0 in the model's config, or use eager"
+        raise call.refusal(f"{what} with a cap, sinks or a backend by name", advice)
+    call, drawn = _drawn(call, attention_mask)
+    added = drawn if bias is None else torch.where(drawn, bias[..., : drawn.shape[-1]].to(call.query.dtype), -torch.inf)
     q, k, v = (x.transpose(1, 2) for x in (call.query, call.key, call.value))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=added, scale=call.scale, enable_gqa=True)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=added, dropout_p=dropout, scale=call.scale, enable_gqa=True)
     return torch.where(drawn.any(-1)[..., None], out, 0).transpose(1, 2)

@@ -8,6 +8,19 @@ class AttentionBackendEnum(Enum):
     CPU_ATTN = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
     CUSTOM = None
 
+    @classmethod
+    def register(cls, name, value):
+        if name in cls._member_map_:
+            raise ValueError(f"Backend {name} already exists in {cls.__name__}.")
+        if not name.isidentifier():
+            raise ValueError(f"Invalid or reserved backend name: {name}")
+        member = object.__new__(cls)
+        member._name_, member._value_ = name, value
+        setattr(cls, name, member)
+        cls._member_map_[name] = cls._value2member_map_[value] = member
+        cls._member_names_.append(name)
+        return member
+
     def get_path(self, include_classname=True):
         path = _OVERRIDES.get(self, self.value)
         if not path:

@@ -1,0 +1,365 @@
+"""tpu-inference's attention interfaces, implemented with this library's TPU backends.
+
+The engine allocates a cache per layer in the shape that `get_kv_cache_shape` returns: that of PALLAS, [N, planes, K, P,
+lanes]. Pages come first and kv heads third, which are the dimensions that the engine shards, so no cache is converted.
+XLA_ATTN, selected where PALLAS does not serve a layer, reads the same cache. A batch (`AttentionMetadata`) becomes this
+library's inside the jitted step, on each device of the mesh; keys and values arrive in the cache's dtype, already quantised.
+
+vLLM's models call `AttnImpl`, which checks a layer in its constructor. JAX models (0.32) call `attention` without naming a
+backend, so the engine would run its own kernel over this library's cache: `create` makes the default select by the cache.
+"""
+
+import dataclasses
+import inspect
+import math
+import re
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import torch
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from tpu_inference.layers.common import attention_interface
+from tpu_inference.layers.common.attention_backend import AttentionBackend, RPAAttentionBackend, register_attention_backend
+from tpu_inference.layers.common.sharding import ShardingAxisName
+from tpu_inference.layers.vllm.backends.flash_attn import PallasAttentionBackend, PallasAttentionBackendImpl
+
+from attn.backends.arguments import Window, layer_features, window_pair
+from attn.capabilities import AttentionType, Feature
+from attn.dtypes import KV_CACHE_DTYPES, dtype_name
+from attn.errors import BackendLoadError, ShapeError, UnsupportedError
+from attn.integrations.tpu_inference import _FIELDS, NAME, PATH
+from attn.integrations.vllm import layer_name
+from attn.jax.backends import pallas, xla_attn
+from attn.jax.backends._paged import PagedAttentionImpl
+from attn.jax.kernels import xla
+from attn.jax.kernels.tpu import ragged_paged_attention as kernel
+from attn.jax.metadata import PagedAttentionMetadata
+from attn.jax.sharding import HeadShards
+from attn.selector import make_request, select
+
+#: Fields of a batch that are read, or do not affect which keys a row sees.
+_KNOWN = {*_FIELDS, "input_positions", "mamba_state_indices", "padded_num_reqs", "use_causal_mask"}
+_ELSEWHERE = "use tpu-inference's own backend (omit --attention-backend)"
+
+
+class PagesFirstXLABackend(xla_attn.XLAAttentionBackend):
+    """XLA_ATTN over PALLAS's cache."""
+
+    get_kv_cache_shape = staticmethod(pallas.PallasAttentionBackend.get_kv_cache_shape)
+    logical_kv_cache = staticmethod(pallas.PallasAttentionBackend.logical_kv_cache)
+
+
+class PagesFirstXLAImpl(xla_attn.XLAAttentionImpl, backend=PagesFirstXLABackend):
+    _over_cache = staticmethod(xla.pages_first_attention)
+    _write = pallas.PallasAttentionImpl._write
+
+
+#: Implementations over the cache of this module, by the name of the selected backend.
+_IMPLS: dict[str, type[PagedAttentionImpl]] = {"PALLAS": pallas.PallasAttentionImpl, "XLA_ATTN": PagesFirstXLAImpl}
+
+
+def _implementation(
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    dtype: Any,
+    kv_cache_dtype: str,
+    block_size: int | None,
+    *,
+    scale: float,
+    window: int | Window | None,
+    soft_cap: float | None,
+    sinks: Any,
+    shares: bool,
+    causal: bool = True,
+) -> PagedAttentionImpl:
+    """Return the implementation of the selected backend. Raises `UnsupportedError` with every candidate's reasons."""
+    target = "another layer" if shares else None
+    features = layer_features(window_pair(window, AttentionType.DECODER), soft_cap, None, sinks, target)
+    request = make_request(
+        head_size,
+        dtype,
+        kv_cache_dtype,
+        block_size,
+        features=features if causal else features | {Feature.NON_CAUSAL},
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+    )
+    selection = select(request, framework="jax")
+    selection.require()
+    if selection.name not in _IMPLS:
+        raise UnsupportedError(f"{selection.name} has no cache for tpu-inference: must be {' or '.join(_IMPLS)}")
+    return _IMPLS[selection.name](
+        num_heads=num_heads,
+        head_size=head_size,
+        scale=scale,
+        num_kv_heads=num_kv_heads,
+        sliding_window=window,
+        kv_cache_dtype=kv_cache_dtype,
+        logits_soft_cap=soft_cap,
+        kv_sharing_target_layer_name=target,
+        sinks=sinks,
+    )
+
+
+class AttnKernels(AttentionBackend):
+    """The engine's backend of the name "attn": cache shapes and the call.
+
+    soft_cap: of vLLM's layers, whose calls (0.32) do not pass it.
+    """
+
+    def __init__(self, soft_cap: float | None = None) -> None:
+        self.soft_cap = soft_cap
+
+    def get_kv_cache_shape(
+        self, total_num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, kv_dtype: Any
+    ) -> tuple[int, ...]:
+        """Return one shard's [N, planes, K, P, lanes]."""
+        return kernel.cache_shape(total_num_pages, page_size, num_kv_heads, head_dim)
+
+    def attention(
+        self,
+        kv_cache: jax.Array,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        md: Any,
+        shared_md: Any,
+        mesh: Mesh,
+        *,
+        head_dim_original: int,
+        sm_scale: float,
+        attention_chunk_size: int | None,
+        q_scale: float | None,
+        k_scale: float | None,
+        v_scale: float | None,
+        sinks: jax.Array | None,
+        update_kv_cache: bool,
+        use_causal_mask: bool,
+        attn_logits_soft_cap: float | None,
+        decode_query_size: int,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Write the new tokens and attend. Returns (kv_cache, output [T, H, D] in q's dtype, 0 in padding rows).
+
+        q: [T, H, D]; k, v: [T, K, D] in the cache's dtype, or in q's if the cache is not quantised. attention_chunk_size: the
+        sliding window, W keys with the row's own; without a causal mask, later keys are visible too. decode_query_size: a
+        hint for block sizes, not used.
+
+        Raises `UnsupportedError` for what no backend serves, `ShapeError` for a cache of another backend.
+        """
+        self._check(kv_cache, q, md, shared_md, mesh, q_scale, k_scale, v_scale)
+        window: int | Window | None = attention_chunk_size
+        if attention_chunk_size is not None and not use_causal_mask:
+            window = (attention_chunk_size - 1, None)
+        soft_cap = self.soft_cap if attn_logits_soft_cap is None else attn_logits_soft_cap
+        shards = HeadShards(q.shape[1], k.shape[1], _extent(mesh, ShardingAxisName.ATTN_HEAD))
+        if shards.replicas > 1:
+            k, v = (jnp.repeat(x, shards.replicas, axis=1) for x in (k, v))
+        local = partial(
+            _local,
+            scale=sm_scale,
+            window=window,
+            soft_cap=soft_cap,
+            shares=not update_kv_cache,
+            causal=use_causal_mask,
+            k_scale=1.0 if k_scale is None else k_scale,
+            v_scale=1.0 if v_scale is None else v_scale,
+        )
+        rows, pages = (
+            P(ShardingAxisName.ATTN_DATA, ShardingAxisName.ATTN_HEAD),
+            P(ShardingAxisName.ATTN_DATA, None, ShardingAxisName.ATTN_HEAD),
+        )
+        batch = (shared_md.seq_lens, md.block_tables, shared_md.query_start_loc, shared_md.request_distribution)
+        more = () if sinks is None else (sinks,)
+        requests, heads = P(ShardingAxisName.ATTN_DATA), P(ShardingAxisName.ATTN_HEAD)
+        output, kv_cache = jax.shard_map(
+            local,
+            mesh=mesh,
+            in_specs=(rows, rows, rows, pages, *[requests] * len(batch), *[heads] * len(more)),
+            out_specs=(rows, pages),
+            check_vma=False,  # a Pallas kernel does not declare which of its results vary over which axes
+        )(q, k, v, kv_cache, *batch, *more)
+        return kv_cache, output
+
+    def _check(
+        self, kv_cache: Any, q: Any, md: Any, shared_md: Any, mesh: Mesh, q_scale: Any, k_scale: Any, v_scale: Any
+    ) -> None:
+        """Raise for what this class would otherwise ignore."""
+        why = [f"context parallelism ({axis} = {mesh.shape[axis]})" for axis in ("dcp", "pcp") if mesh.shape.get(axis, 1) > 1]
+        why += dict.fromkeys(f"{name} of a batch" for batch in (md, shared_md) for name in _unknown(batch))
+        if q_scale is not None:
+            why.append(f"quantised queries (q_scale = {q_scale})")
+        if kv_cache.dtype.itemsize > 1 and {k_scale, v_scale} - {None, 1.0}:
+            why.append(f"k_scale = {k_scale}, v_scale = {v_scale} over a cache of {kv_cache.dtype}")
+        if why:
+            layer = f"a layer of {q.shape[1]} heads of {q.shape[2]}"
+            raise UnsupportedError(f"{layer}: {', '.join(why)} not supported: {_ELSEWHERE}", why)
+        if not _is_ours(kv_cache):
+            raise ShapeError(
+                f"kv_cache has shape {list(kv_cache.shape)}: must be [N, 1 or 2, K, P, 128 or more], of get_kv_cache_shape"
+            )
+
+
+def _unknown(batch: Any) -> list[str]:
+    """Return the fields of a batch that later versions may have added and that are set."""
+    return [
+        field.name
+        for field in dataclasses.fields(batch)
+        if field.name not in _KNOWN
+        and getattr(batch, field.name) is not None
+        and getattr(batch, field.name) is not field.default
+    ]
+
+
+def _is_ours(kv_cache: Any) -> bool:
+    """Whether a cache has this module's shape. The second dimension of the engine's own is a page of at least 8 tokens."""
+    return kv_cache.ndim == 5 and kv_cache.shape[1] <= 2
+
+
+def _extent(mesh: Mesh, axes: Any) -> int:
+    """Return the number of devices of one or several mesh axes; an axis that the mesh lacks counts as 1."""
+    return math.prod(mesh.shape.get(axis, 1) for axis in ([axes] if isinstance(axes, str) else axes or ()))
+
+
+def _batch(
+    rows: int, cache: tuple[int, ...], lens: jax.Array, tables: jax.Array, starts: jax.Array, num_reqs: jax.Array, causal: bool
+) -> PagedAttentionMetadata:
+    """Convert one device's batch: lens [R], tables [R * B], starts [R + 1]; entries past `num_reqs` have no meaning."""
+    num_blocks, page, requests = cache[0], cache[3], lens.shape[0]
+    table, number = tables.reshape(requests, -1), jnp.arange(requests + 1, dtype=jnp.int32)
+    tokens = starts[num_reqs]
+    starts = jnp.where(number <= num_reqs, starts, tokens)
+    lens = jnp.where(number[:-1] < num_reqs, lens, 0)
+    token = jnp.arange(rows, dtype=jnp.int32)
+    request = jnp.minimum(jnp.sum(token[:, None] >= starts[1:], axis=1, dtype=jnp.int32), requests - 1)
+    position = jnp.maximum(lens[request] - starts[request + 1] + token, 0)
+    slots = table[request, jnp.minimum(position // page, table.shape[1] - 1)] * page + position % page
+    return PagedAttentionMetadata(
+        query_start_loc=starts,
+        seq_lens=lens,
+        block_table=table,
+        slot_mapping=jnp.where(token < tokens, slots, -1),
+        num_reqs=num_reqs,
+        num_actual_tokens=tokens,
+        max_query_len=rows,  # the engine does not pass the longest query
+        max_seq_len=table.shape[1] * page,
+        causal=causal,
+        block_size=page,
+        num_blocks=num_blocks,
+    )
+
+
+def _local(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    kv_cache: jax.Array,
+    lens: jax.Array,
+    tables: jax.Array,
+    starts: jax.Array,
+    distribution: jax.Array,
+    sinks: jax.Array | None = None,
+    *,
+    k_scale: float,
+    v_scale: float,
+    shares: bool,
+    causal: bool,
+    **rules: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Write and attend on one device of the mesh, with its heads and requests. Returns (output, kv_cache)."""
+    stored, page = dtype_name(kv_cache.dtype), kv_cache.shape[3]
+    same = stored == dtype_name(q.dtype)
+    element = "auto" if same else next(name for name, kept in KV_CACHE_DTYPES.items() if kept == stored)
+    impl = _implementation(
+        q.shape[1], k.shape[1], q.shape[2], q.dtype, element, page, sinks=sinks, shares=shares, causal=causal, **rules
+    )
+    batch = _batch(q.shape[0], kv_cache.shape, lens, tables, starts, distribution[2], causal)
+    return impl.apply(q, k, v, kv_cache, batch, k_scale=k_scale, v_scale=v_scale)
+
+
+class AttnImpl(PallasAttentionBackendImpl):
+    """A layer of vLLM's models: the engine's, with checks. Encoders (`encoder_only`) use the engine's own kernel."""
+
+    attention_backend = NAME
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Take the engine's arguments. Raises `UnsupportedError`, with the layer's name, if no backend serves it."""
+        name = layer_name()
+        try:
+            given = inspect.signature(PallasAttentionBackendImpl).bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise UnsupportedError(f"{name}: {error}: {_ELSEWHERE}") from error
+        if given.get("alibi_slopes") is not None:
+            raise UnsupportedError(f"{name}: {Feature.ALIBI.value} not supported by tpu-inference, whose layers do not pass it")
+        soft_cap = given.get("logits_soft_cap") or None
+        if getattr(given.get("attn_type"), "value", given.get("attn_type", AttentionType.DECODER)) == AttentionType.DECODER:
+            try:
+                _implementation(
+                    given["num_heads"],
+                    given["num_kv_heads"],
+                    given["head_size"],
+                    torch.get_default_dtype(),
+                    given["kv_cache_dtype"],
+                    None,
+                    scale=given["scale"],
+                    window=given["sliding_window"],
+                    soft_cap=soft_cap,
+                    sinks=None if given.get("sinks") is None else jnp.zeros(given["num_heads"]),
+                    shares=given.get("kv_sharing_target_layer_name") is not None,
+                )
+            except ValueError as error:
+                raise UnsupportedError(f"{name}: {error}") from error
+        super().__init__(*args, **kwargs)
+        if soft_cap is not None:
+            self.attention_backend = _with_soft_cap(soft_cap)
+
+    def forward(self, layer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        try:
+            return super().forward(layer, *args, **kwargs)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{layer.layer_name}: {error}", error.reasons) from error
+
+
+class AttnBackend(PallasAttentionBackend):
+    """The vLLM backend class of the name "attn"."""
+
+    @staticmethod
+    def get_name() -> str:
+        return NAME.upper()
+
+    @staticmethod
+    def get_impl_cls() -> type[AttnImpl]:
+        return AttnImpl
+
+
+def _with_soft_cap(soft_cap: float) -> str:
+    """Return the name of a backend for layers with this cap.
+
+    The engine's layers (0.32) do not pass their cap to the call: a layer passes only its backend's name, by which its compiled
+    call is cached too.
+    """
+    word = re.sub(r"\W", "_", f"{NAME}_soft_cap_{float(soft_cap)!r}")
+    register_attention_backend(word, attention=partial(AttnKernels, soft_cap), vllm_backend=f"{PATH}.{word}")
+    return word
+
+
+class _ByCache(RPAAttentionBackend):
+    """The default of calls that name no backend: this library over its own cache, otherwise the engine's."""
+
+    def attention(self, kv_cache: jax.Array, *args: Any, **kwargs: Any) -> tuple[jax.Array, jax.Array]:
+        if _is_ours(kv_cache):
+            return AttnKernels().attention(kv_cache, *args, **kwargs)
+        return super().attention(kv_cache, *args, **kwargs)  # type: ignore[no-any-return]
+
+
+def create() -> AttnKernels:
+    """Return the backend; from then on, calls that name none select by their cache."""
+    if not hasattr(attention_interface, RPAAttentionBackend.__name__):
+        raise BackendLoadError(
+            f"{attention_interface.__name__} has no {RPAAttentionBackend.__name__}, the default of JAX models"
+        )
+    attention_interface.RPAAttentionBackend = _ByCache
+    return AttnKernels()

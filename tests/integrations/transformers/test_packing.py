@@ -1,0 +1,76 @@
+"""Keys are attended where transformers keeps them: no paged cache is made if the backend needs none."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from attn.integrations import transformers as attn_transformers  # noqa: E402
+from attn.integrations.transformers import packing, ways  # noqa: E402
+from attn.torch import kv_cache as caches  # noqa: E402
+from attn.torch.backends._ragged import RaggedAttentionImpl  # noqa: E402
+from attn.torch.layer import Attention  # noqa: E402
+from tests.integrations.tiny_transformers import batch, decoder  # noqa: E402
+
+
+@pytest.fixture
+def pages(monkeypatch):
+    """The calls that make a cache or write keys into one."""
+    attn_transformers.register()
+    calls, new, write = [], Attention.new_kv_cache, caches.write
+    monkeypatch.setattr(Attention, "new_kv_cache", lambda *a, **k: calls.append("new") or new(*a, **k))
+    monkeypatch.setattr(caches, "write", lambda *a, **k: calls.append("write") or write(*a, **k))
+    return calls
+
+
+@torch.no_grad()
+def generated(model, implementation, padding, **options):
+    model.set_attn_implementation(implementation)
+    return model.generate(**batch(padding), max_new_tokens=6, do_sample=False, **options)
+
+
+@pytest.mark.parametrize(
+    ("backend", "padding", "options"),
+    [
+        ("", "none", {}),
+        ("", "left", {}),
+        ("", "left", {"cache_implementation": "static"}),
+        ("", "left", {"prefill_chunk_size": 5}),
+        (":TORCH_SDPA", "left", {}),
+        (":CPU_ATTN", "left", {"cache_implementation": "static"}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss"])
+def test_generation_makes_no_paged_cache(kind, backend, padding, options, pages):
+    model = decoder(kind)
+    got = generated(model, f"attn{backend}", padding, **options)
+    assert pages == []
+    assert torch.equal(got, generated(model, "eager", padding, **options))
+
+
+def test_other_backends_keep_their_pages(pages):
+    """The check of the test above finds the caches of a backend that has no other way."""
+    model = decoder("gemma2")
+    got = generated(model, "attn:FLEX_ATTENTION", "left")
+    assert "new" in pages and "write" in pages
+    assert torch.equal(got, generated(model, "eager", "left"))
+
+
+@pytest.mark.parametrize("padding", ["none", "left"])
+def test_keys_are_read_in_transformers_memory(padding, monkeypatch):
+    held, read, pack, attend = set(), set(), packing.pack, RaggedAttentionImpl.attend_keys
+
+    def packed(call, *rest):
+        held.update(x.untyped_storage().data_ptr() for x in (call.key, call.value))
+        return pack(call, *rest)
+
+    def attended(self, query, key, value, causal):
+        read.update(x.untyped_storage().data_ptr() for x in (key, value))
+        return attend(self, query, key, value, causal)
+
+    attn_transformers.register()
+    monkeypatch.setattr(ways, "pack", packed)
+    monkeypatch.setattr(RaggedAttentionImpl, "attend_keys", attended)
+    generated(decoder("gpt_oss"), "attn", padding, cache_implementation="static")
+    assert read and read <= held
