@@ -123,10 +123,12 @@ def request_of(choice: Mapping[str, Any]) -> Request:
     """Return the `Request` of a layer that needs what a paged attention kernel's choice names."""
     mask = choice["mask"]
     features = {
-        Feature.NON_CAUSAL: mask in ("bidirectional", "two-sided"),
-        Feature.SLIDING_WINDOW: mask in ("window", "two-sided"),
+        Feature.NON_CAUSAL: mask in ("bidirectional", "two-sided", "reach"),
+        Feature.SLIDING_WINDOW: mask in ("window", "two-sided", "spans"),
         Feature.TWO_SIDED_WINDOW: mask == "two-sided",
         Feature.TREE_MASK: mask == "tree",
+        **{feature: mask == "reach" for feature in (Feature.MIXED_CAUSAL, Feature.CHUNK_SIZE)},
+        Feature.SPANS: mask in ("spans", "reach"),
         **{feature: True for feature in Feature if choice.get(feature.value) is True},
     }
     heads, kv_heads = choice["heads"]

@@ -49,6 +49,9 @@ class Feature(enum.StrEnum):
     SINKS = "sinks"
     LSE = "lse"  #: the log-sum-exp as a second output: natural log, float32, sinks excluded
     TREE_MASK = "tree_mask"
+    SPANS = "spans"  #: rows that also see a range of keys of their own, or a prefix of their request (§18)
+    MIXED_CAUSAL = "mixed_causal"  #: batches in which some requests are causal and others are not
+    CHUNK_SIZE = "chunk_size"  #: rows see no key before the start of their chunk of positions (Llama 4)
     KV_SHARING = "kv_sharing"
     PER_HEAD_SCALES = "per_head_scales"  #: quantised cache with a scale for each kv head
     BLOCK_SPARSE = "block_sparse"
@@ -58,7 +61,7 @@ class Feature(enum.StrEnum):
     OUTPUT_SCALE = "output_scale"  #: quantised output
     HEAD_SIZE_V = "head_size_v"  #: value heads of another size than key heads
     BACKWARD = "backward"
-    BATCH_INVARIANT = "batch_invariant"  #: a sequence's output bits do not depend on the rest of the batch
+    BATCH_INVARIANT = "batch_invariant"  #: a request's bits do not depend on the rest of the batch (§17)
     #: Data that a row does not see (stale slots, masked keys) may be NaN or infinite. Most vendors' kernels multiply it by a
     #: weight of 0, which is correct only for finite data (FlashAttention #1745, FlashInfer #1018).
     NAN_SAFE = "nan_safe"
@@ -67,10 +70,13 @@ class Feature(enum.StrEnum):
 
 
 #: Features that no built-in backend serves yet (a test checks this against every record). A custom backend may.
-UNSERVED = frozenset({Feature.CASCADE, Feature.HEAD_SIZE_V, Feature.BATCH_INVARIANT})
+UNSERVED = frozenset({Feature.CASCADE, Feature.HEAD_SIZE_V})
 
 #: A backend with one of these features serves only requests that need it.
 KINDS = (Feature.MLA, Feature.SPARSE_MLA, Feature.BLOCK_SPARSE)
+
+#: Kinds of layers for which a backend can be requested (`layer_kind`).
+LAYER_KINDS = ("full", "sliding", "chunked", "mla", "sparse_mla", "encoder", "cross")
 
 
 class MultipleOf:
@@ -166,6 +172,19 @@ class Request:
         if self.features:
             words.append(f"features={{{', '.join(sorted(self.features))}}}")
         return " ".join(words)
+
+
+def layer_kind(attn_type: str, features: Collection[str]) -> str:
+    """Return the kind, one of `LAYER_KINDS`, of a layer with these features, as `attn.model_config` names it.
+
+    The type decides first, then latent attention, chunks, and the window, as for the groups of vLLM's `backend_per_kind`.
+    """
+    if attn_type != AttentionType.DECODER:
+        return "encoder" if attn_type in ENCODER_TYPES else "cross"
+    kinds = {
+        Feature.MLA: "mla", Feature.SPARSE_MLA: "sparse_mla", Feature.CHUNK_SIZE: "chunked", Feature.SLIDING_WINDOW: "sliding",
+    }  # fmt: skip
+    return next((kind for feature, kind in kinds.items() if feature in features), "full")
 
 
 def feature_name(feature: str) -> str:

@@ -34,10 +34,12 @@ def _backends(parser: argparse.ArgumentParser) -> Run:
     from attn import report
 
     parser.add_argument("--registry", choices=report.REGISTRIES, help="list one registry (default: all three)")
+    parser.add_argument("--wide", action="store_true", help="also print what each backend serves and its evidence")
     _json_argument(parser)
 
     def run(args: argparse.Namespace) -> int:
-        return _show(report.backends(args.registry), args.json)
+        table = report.backends(args.registry)
+        return _show(table if args.json else table.text(args.wide), args.json)
 
     return run
 
@@ -45,23 +47,27 @@ def _backends(parser: argparse.ArgumentParser) -> Run:
 def _explain(parser: argparse.ArgumentParser) -> Run:
     from attn import dtypes, machines
     from attn.capabilities import ATTN_TYPES, FRAMEWORKS, Device, Feature
+    from attn.model_report import explain_model
     from attn.platforms import default_framework
     from attn.report import explain
 
     add = parser.add_argument
-    add("--head-size", type=int, required=True)
-    add("--dtype", default="float32", help="dtype of the activations (default: %(default)s)")
+    add("--model", metavar="CONFIG", help="explain every layer of a model: a transformers config.json, or a folder with one")
+    add("--context", type=int, help="with --model: tokens per request (default: 4096)")
+    add("--requests", type=int, help="with --model: requests in the batch (default: 1)")
+    add("--head-size", type=int, help="explain one layer; required without --model")
+    add("--dtype", help="dtype of the activations (default: float32, with --model that of the file)")
     add("--kv-cache-dtype", default="auto", help=f"one of {', '.join(dtypes.KV_CACHE_DTYPES)} (default: %(default)s)")
     add("--block-size", type=int, default=16, help="tokens per cache block (default: %(default)s)")
     add("--feature", action="append", default=[], help=f"required feature; may be repeated: {', '.join(Feature)}")
-    add("--attn-type", default=ATTN_TYPES[0], help=f"one of {', '.join(ATTN_TYPES)} (default: %(default)s)")
+    add("--attn-type", help=f"one of {', '.join(ATTN_TYPES)} (default: {ATTN_TYPES[0]})")
     add("--mla", action="store_true", help="multi-head latent attention")
     add("--num-heads", type=int)
     add("--num-kv-heads", type=int)
     add("--backend", help="require this backend: used or rejected with reasons, never replaced")
     add("--framework", choices=FRAMEWORKS)
     add("--disable", action="append", default=[], metavar="NAME", help="exclude a backend; may be repeated")
-    add("--device", metavar="NAME", help="explain for this device, present or not: H100, MI300X, v6e, sm_120")
+    add("--device", "--gpu", metavar="NAME", help="explain for this device, present or not: H100, MI300X, v6e, sm_120")
     add("--platform", choices=PLATFORMS, help="describe the device by its platform instead")
     add("--arch", default="", help="architecture, with --platform: sm_90, gfx942, v6e")
     add("--device-name", default="", help="name to show, with --platform")
@@ -72,7 +78,18 @@ def _explain(parser: argparse.ArgumentParser) -> Run:
     )  # fmt: skip
     _json_argument(parser)
 
+    layer = ("head_size", "num_heads", "num_kv_heads", "feature", "attn_type", "mla")
+    load = ("context", "requests")
+
     def run(args: argparse.Namespace) -> int:
+        given = [name for name in (layer if args.model else load) if getattr(args, name) != parser.get_default(name)]
+        given = [f"--{name.replace('_', '-')}" for name in given]
+        if args.model and given:
+            parser.error(f"{given[0]} describes one layer: it cannot be combined with --model")
+        if given:
+            parser.error(f"{given[0]} requires --model")
+        if not args.model and args.head_size is None:
+            parser.error("the following arguments are required: --head-size, or --model")
         device = None
         if args.device and (args.platform or args.arch or args.device_name):
             parser.error("--device cannot be combined with --platform, --arch or --device-name: pass one form or the other")
@@ -85,21 +102,31 @@ def _explain(parser: argparse.ArgumentParser) -> Run:
         elif args.arch or args.device_name:
             parser.error("--arch and --device-name require --platform")
         assume = None if args.assume is None else [name.strip() for name in args.assume.split(",") if name.strip()]
+        place = {"framework": args.framework, "device": device, "disable": args.disable, "assume": assume}
+        if args.model:
+            report = explain_model(
+                args.model,
+                dtype=args.dtype,
+                kv_cache_dtype=args.kv_cache_dtype,
+                block_size=args.block_size,
+                backend=args.backend,
+                **{name: getattr(args, name) for name in load if getattr(args, name) is not None},
+                **place,
+            )
+            _show(report, args.json)
+            return 0 if report.served else 1
         selection = explain(
             args.head_size,
-            args.dtype,
+            args.dtype or "float32",
             args.kv_cache_dtype,
             args.block_size,
             features=args.feature,
             use_mla=args.mla,
-            attn_type=args.attn_type,
+            attn_type=args.attn_type or ATTN_TYPES[0],
             num_heads=args.num_heads,
             num_kv_heads=args.num_kv_heads,
             backend=args.backend,
-            framework=args.framework,
-            device=device,
-            disable=args.disable,
-            assume=assume,
+            **place,
         )
         _show(selection, args.json)
         if selection.source == "priority" and not args.json:
@@ -170,12 +197,12 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "backends": Command(
-        "list every backend: what it serves, whether it runs on this machine",
-        "attn backends --registry attention",
+        "list every backend: whether it runs on this machine, and what it serves",
+        "attn backends --registry attention --wide",
         _backends,
     ),
     "explain": Command(
-        "show which backend a layer would get, and why the others were rejected",
+        "show which backend a layer, or each layer of a model, would get, and why the others were rejected",
         "attn explain --head-size 128 --dtype bfloat16 --device H100",
         _explain,
     ),
@@ -201,6 +228,16 @@ COMMANDS = {
     ),
     "generate": Command("generate text with a demo model", 'attn generate "Once upon a time"', _delegate("attn.demo.generate")),
     "demo": Command("show the demo model serving requests step by step", "attn demo", _delegate("attn.demo.show")),
+    "replay": Command(
+        "run a recorded call on backends of both frameworks, checking every output",
+        "attn replay records/000001-77-TRITON_ATTN-non-finite.safetensors --shrink small.safetensors",
+        _delegate("attn.testing.replay"),
+    ),
+    "evidence": Command(
+        "check and time backends on this machine's device in bounded time, and write one file to send",
+        "attn evidence --out evidence.json --seconds 600",
+        _delegate("attn.collect"),
+    ),
     "env": Command("print versions, devices and variables for a bug report", "attn env --json", _env),
     "tables": Command("generate the documentation's tables of backends", "python -m attn tables --write", _tables),
 }

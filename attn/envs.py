@@ -3,12 +3,16 @@
 | variable | meaning |
 |---|---|
 | ATTN_BACKEND | backend to use, by name: used or rejected (if unset, VLLM_ATTENTION_BACKEND is read) |
+| ATTN_BACKEND_PER_KIND | comma-separated `kind=BACKEND`: backend for layers of a kind (`full`, `sliding`, `mla`, ...) |
 | ATTN_MLA_PREFILL_BACKEND | MLA prefill backend to use, by name: used or rejected |
 | ATTN_DIFFUSION_BACKEND | diffusion backend to use, by name: used or rejected |
 | ATTN_DISABLE | comma-separated backends, of any of the three registries, that automatic selection excludes |
+| ATTN_BATCH_INVARIANT | `1`: every layer requests `batch_invariant` (if unset, VLLM_BATCH_INVARIANT is read) |
 | ATTN_FRAMEWORK | `torch` or `jax`: the framework of a request whose dtype is a string |
 | ATTN_PLUGINS | comma-separated entry points of group `attn.backends` to load (unset: all; empty: none) |
 | ATTN_DEBUG | `device`: torch layers check block ids and slots on the device too, at each call |
+| ATTN_RECORD | folder in which layers record calls that fail, for `attn replay` (read when a layer is created) |
+| ATTN_RECORD_SAMPLE | share of all calls that ATTN_RECORD records, between 0 and 1 (unset: 0) |
 | ATTN_AUTOTUNE | `1`: launches of Triton kernels are measured on this machine and saved (unset or `0`: chosen by rules) |
 | ATTN_PREFERENCES | `1`, or a file: selection uses the times that `attn tune` measured (unset or `0`: the platform's list) |
 | ATTN_CACHE_DIR | directory of both files (unset: `attn` in the user's cache directory) |
@@ -31,12 +35,17 @@ logger = init_logger(__name__)
 VARIABLES = (
     "ATTN_BACKEND",
     "VLLM_ATTENTION_BACKEND",
+    "ATTN_BACKEND_PER_KIND",
     "ATTN_MLA_PREFILL_BACKEND",
     "ATTN_DIFFUSION_BACKEND",
     "ATTN_DISABLE",
+    "ATTN_BATCH_INVARIANT",
+    "VLLM_BATCH_INVARIANT",
     "ATTN_FRAMEWORK",
     "ATTN_PLUGINS",
     "ATTN_DEBUG",
+    "ATTN_RECORD",
+    "ATTN_RECORD_SAMPLE",
     "ATTN_AUTOTUNE",
     "ATTN_PREFERENCES",
     "ATTN_CACHE_DIR",
@@ -57,6 +66,7 @@ def read(name: str) -> str | None:
 #: The variables that selection depends on, in the order of `selecting`.
 SELECTING = (
     "ATTN_BACKEND", "VLLM_ATTENTION_BACKEND", "ATTN_DISABLE", "ATTN_FRAMEWORK", "ATTN_PLUGINS", "ATTN_PREFERENCES",
+    "ATTN_BATCH_INVARIANT", "VLLM_BATCH_INVARIANT", "ATTN_BACKEND_PER_KIND",
 )  # fmt: skip
 _SELECTING_ENCODED = tuple(_ENCODED.get(name) for name in SELECTING)
 
@@ -66,8 +76,8 @@ def selecting() -> tuple[object, ...]:
     table = getattr(os.environ, "_data", None)
     if table is not None and _ENCODED:
         get = table.get
-        a, b, c, d, e, f = _SELECTING_ENCODED
-        return get(a), get(b), get(c), get(d), get(e), get(f)
+        a, b, c, d, e, f, g, h, i = _SELECTING_ENCODED
+        return get(a), get(b), get(c), get(d), get(e), get(f), get(g), get(h), get(i)
     return tuple(map(read, SELECTING))
 
 
@@ -91,6 +101,23 @@ def switch(name: str) -> bool:
     if value not in ("0", "1"):
         raise ValueError(f"{name}={value!r} must be 0 or 1")
     return value == "1"
+
+
+def share(name: str) -> float:
+    """Return variable `name`, a number between 0 and 1; 0 if unset. Raises ValueError for anything else."""
+    value = (read(name) or "0").strip()
+    try:
+        number = float(value)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= 1:
+        raise ValueError(f"{name}={value!r} must be a number between 0 and 1")
+    return number
+
+
+def batch_invariant() -> bool:
+    """Whether the environment requests `batch_invariant` for every layer. Raises ValueError for values other than 0 and 1."""
+    return switch("VLLM_BATCH_INVARIANT" if read("ATTN_BATCH_INVARIANT") is None else "ATTN_BATCH_INVARIANT")
 
 
 def cache_dir() -> Path:

@@ -26,7 +26,7 @@ class Evidence:
     """One run: registry, backend, device, kind, date, versions, and the numbers of cases and failures.
 
     `device` is the device's usual name; a CPU is identified by its architecture only. `date` is ISO 8601; `versions` maps
-    distributions to versions; `level` is the suite's.
+    distributions to versions; `level` is the suite's. `reporter`: who ran it, if it was not this project (`attn evidence`).
     """
 
     backend: str
@@ -40,6 +40,7 @@ class Evidence:
     failures: int
     level: str = "quick"
     versions: dict[str, str] = field(default_factory=dict, hash=False)
+    reporter: str = ""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -49,12 +50,14 @@ class Evidence:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """Key under which a later run replaces an earlier one: backend, device, kind and level."""
-        return (self.registry, self.backend, self.framework, self.platform, self.device, self.kind, self.level)
+        """Key under which a later run replaces an earlier one: backend, device, kind, level and reporter."""
+        own = (self.registry, self.backend, self.framework, self.platform, self.device, self.kind, self.level)
+        return (*own, self.reporter)
 
     def __str__(self) -> str:
         outcome = f"{self.cases} cases" if not self.failures else f"{self.failures} of {self.cases} cases FAILED"
-        return f"{self.kind} on {self.device} ({outcome}, {self.date[:10]})"
+        by = f", reported by {self.reporter}" * bool(self.reporter)
+        return f"{self.kind} on {self.device}{by} ({outcome}, {self.date[:10]})"
 
 
 def load(path: Path = PATH) -> list[Evidence]:
@@ -77,7 +80,8 @@ def record(rows: Iterable[Evidence], path: Path = PATH) -> None:
 
 
 def _plain(row: Evidence) -> dict[str, Any]:
-    return {**asdict(row), "versions": dict(sorted(row.versions.items()))}
+    plain = {**asdict(row), "versions": dict(sorted(row.versions.items()))}
+    return plain if row.reporter else {name: value for name, value in plain.items() if name != "reporter"}
 
 
 def of(registry: str, backend: str, path: Path = PATH) -> list[Evidence]:
@@ -92,5 +96,5 @@ def summary(registry: str, backend: str, path: Path = PATH) -> str:
     Of several levels on one device and of one kind, the longest run is shown, and every failed one.
     """
     rows = of(registry, backend, path)
-    longest = {(row.kind, row.device): row for row in sorted(rows, key=lambda row: row.cases)}
-    return "; ".join(str(row) for row in rows if row.failures or row is longest[row.kind, row.device]) or "none"
+    longest = {(row.kind, row.device, row.reporter): row for row in sorted(rows, key=lambda row: row.cases)}
+    return "; ".join(str(row) for row in rows if row.failures or row is longest[row.kind, row.device, row.reporter]) or "none"

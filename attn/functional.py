@@ -8,11 +8,20 @@ backend over a temporary paged cache, to compare the two.
 
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from attn import arrays, selector
-from attn.backends.arguments import Window, check_flag, check_heads, check_per_head, check_scale, check_soft_cap, window_pair
+from attn.backends.arguments import (
+    Window,
+    check_flag,
+    check_heads,
+    check_per_head,
+    check_scale,
+    check_soft_cap,
+    positive_int,
+    window_pair,
+)
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.registry import AttentionBackendEnum
 from attn.capabilities import AttentionType, Feature, supports_size
@@ -27,7 +36,7 @@ _MOST_HEADS = 128  #: the most that models have (DeepSeek)
 
 
 @dataclass(frozen=True)
-class _Rules:
+class Rules:
     """A call's arguments other than arrays; hashable, a key for compiled programs."""
 
     causal: bool
@@ -36,7 +45,7 @@ class _Rules:
     cap: float | None
 
 
-class _Extras(NamedTuple):
+class Extras(NamedTuple):
     """A call's optional arrays: slopes, sinks [H]; mask, broadcastable to [B, H, n, m]."""
 
     slopes: Any
@@ -56,6 +65,10 @@ def attention(
     alibi_slopes: Any = None,
     sinks: Any = None,
     mask: Any = None,
+    spans: Any = None,
+    prefix: Any = None,
+    chunk_size: int | None = None,
+    span_window: bool | None = None,
     return_lse: bool = False,
     layout: str | None = None,
     backend: AttentionBackendEnum | str | None = None,
@@ -70,6 +83,9 @@ def attention(
     logits_soft_cap: cap * tanh(score / cap), before the ALiBi bias.
     alibi_slopes, sinks: [H]. Lists and NumPy arrays are checked: slopes must be finite and sinks not NaN.
     mask: bool, True = attend, broadcastable to [B, H, n, m] ([H, n, m] without B), ANDed with the rest.
+    spans, prefix, chunk_size, span_window: what rows see besides (docs/semantics.md §18). spans: [B, n, 2] ([n, 2] without B)
+        ints, the first and last key of each row's span, (-1, -1) for none; prefix: an int, or [B] ints. They are read on the
+        host. span_window must be stated if there are spans and a window.
     layout: "BSHD", as above, or "BHSD": q [B, H, n, D], k [B, K, m, D], v [B, K, m, Dv] and out [B, H, n, Dv], as
         `torch.nn.functional.scaled_dot_product_attention` and the models of transformers use. None is "BSHD", with a warning
         if only the other layout explains the shapes.
@@ -88,7 +104,7 @@ def attention(
     batched = _check_shapes(q, k, v, layout)
     if layout == "BHSD":
         q, k, v = (x.swapaxes(-3, -2) for x in (q, k, v))
-    rules = _Rules(
+    rules = Rules(
         causal=causal,
         scale=check_scale(scale, q.shape[-1]),
         window=window_pair(window, AttentionType.DECODER if causal else AttentionType.ENCODER_ONLY, "window"),
@@ -96,22 +112,115 @@ def attention(
     )
     check_per_head("alibi_slopes", alibi_slopes)
     check_per_head("sinks", sinks)
-    extras = _Extras(alibi_slopes, sinks, mask)
+    extras = Extras(alibi_slopes, sinks, mask)
     if not batched:
         q, k, v = q[None], k[None], v[None]
+    reach = _reach(q, k, rules, spans, prefix, chunk_size, span_window)
     if backend is not None:
-        result = _through_backend(backend, framework, q, k, v, rules, extras, return_lse)
+        result = _through_backend(
+            backend,
+            framework,
+            q,
+            k,
+            v,
+            rules=rules,
+            extras=extras,
+            reach=reach,
+            return_lse=return_lse,
+        )
     elif framework == "numpy":
-        result = _oracle(q, k, v, rules, extras)
+        result = _oracle(q, k, v, *_seen(rules, extras, reach and reach.mask(rules)))
     else:
         xp = resolve_obj_by_qualname(f"attn.{framework}.functional.Ops")
-        extras = _Extras(*(x if x is None else xp.asarray(x, like=q) for x in extras))
+        extras = Extras(*(x if x is None else xp.asarray(x, like=q) for x in extras))
+        rules, extras = _seen(rules, extras, reach and xp.asarray(reach.mask(rules), like=q))
         result = xp.compiled(_dense)(xp, rules, q, k, v, extras)
     out: Any
     out, lse = result if batched else (x if x is None else x[0] for x in result)
     if layout == "BHSD":
         out = out.swapaxes(-3, -2)
     return (out, lse) if return_lse else out
+
+
+class _Reach(NamedTuple):
+    """What rows see besides causality and the window, on the host. spans: [B, n, 2] or None; prefix: [B]; keys: m."""
+
+    spans: Any
+    prefix: Any
+    chunk_size: int | None
+    span_window: bool | None
+    rows: int
+    keys: int
+
+    def mask(self, rules: Rules) -> Any:
+        """Return all that rows see, bool [B, 1, n, m]."""
+        import numpy as np
+
+        from attn.reference import visible_mask
+
+        spans = [None] * len(self.prefix) if self.spans is None else self.spans
+        each = [
+            visible_mask(
+                self.rows,
+                self.keys,
+                causal=rules.causal,
+                window=rules.window,
+                spans=own,
+                prefix=int(prefix),
+                chunk_size=self.chunk_size,
+                span_window=bool(self.span_window),
+            )
+            for own, prefix in zip(spans, self.prefix, strict=True)
+        ]
+        return np.stack(each)[:, None]
+
+    def of_batch(self) -> dict[str, Any]:
+        """Return the arguments of `CommonAttentionMetadata.from_lens`."""
+        return {
+            "spans": None if self.spans is None else self.spans.reshape(-1, 2),
+            "prefix": self.prefix if self.prefix.any() else None,
+        }
+
+    def of_layer(self) -> dict[str, Any]:
+        return {"chunk_size": self.chunk_size, "span_window": self.span_window}
+
+
+def _reach(
+    q: Array, k: Array, rules: Rules, spans: Any, prefix: Any, chunk_size: int | None, span_window: bool | None
+) -> _Reach | None:
+    """Check what rows see besides, and return it; None if nothing. Raises ValueError and `ShapeError`."""
+    import numpy as np
+
+    if span_window is not None:
+        span_window = check_flag("span_window", span_window)
+    if spans is None and prefix is None and chunk_size is None:
+        return None
+    batch, n, m = q.shape[0], q.shape[1], k.shape[1]
+    if spans is not None:
+        given = arrays.to_framework(spans, "numpy") if hasattr(spans, "dtype") else np.asarray(spans)
+        spans = given[None] if given.ndim == 2 else given
+        if spans.shape != (batch, n, 2) or spans.dtype.kind not in "iu":
+            raise ShapeError(f"spans has shape {list(given.shape)}, dtype {given.dtype}: must be integers [{batch}, {n}, 2]")
+        first, last = spans[..., 0], spans[..., 1]
+        bad = ((first < 0) | (last < first) | (last >= m)) & ((first != -1) | (last != -1))
+        if bad.any():
+            at = tuple(int(i) for i in np.argwhere(bad)[0])
+            raise ValueError(f"spans{list(at)} = {spans[at].tolist()}: must be 0 <= first <= last < {m}, or (-1, -1) for none")
+        if rules.window[0] is not None and span_window is None:
+            raise ValueError("spans with a window: pass span_window=True if the window cuts spans too, or False")
+    prefixes = np.broadcast_to(np.asarray(0 if prefix is None else prefix), (batch,))
+    if prefixes.dtype.kind not in "iu" or (prefixes < 0).any() or (prefixes > m).any():
+        raise ValueError(f"prefix={prefix!r} must be integers between 0 and {m}")
+    size = None if chunk_size is None else positive_int("chunk_size", chunk_size)
+    return _Reach(spans, prefixes, size, span_window, n, m)
+
+
+def _seen(rules: Rules, extras: Extras, seen: Any) -> tuple[Rules, Extras]:
+    """Replace causality and the window by the mask `seen`, ANDed with the call's; unchanged if it is None."""
+    if seen is None:
+        return rules, extras
+    mask = seen if extras.mask is None else seen & extras.mask
+    return replace(rules, causal=False, window=(None, None)), extras._replace(mask=mask)
 
 
 def _framework(*qkv: Array) -> str:
@@ -171,7 +280,7 @@ def _words(shapes: list[tuple[int, ...]]) -> str:
     return ", ".join(str(list(s)) for s in shapes)
 
 
-def _oracle(q: Array, k: Array, v: Array, rules: _Rules, extras: _Extras) -> tuple[Array, Array]:
+def _oracle(q: Array, k: Array, v: Array, rules: Rules, extras: Extras) -> tuple[Array, Array]:
     """Compute NumPy arrays by `attn.reference.attention` in float64, one sequence at a time, rounded once at the end."""
     import numpy as np
 
@@ -207,7 +316,7 @@ def _mask_shape(shape: tuple[int, ...], q: Array, k: Array) -> tuple[int, int, i
     return full
 
 
-def _dense(xp: Any, rules: _Rules, q: Array, k: Array, v: Array, extras: _Extras) -> tuple[Array, Array]:
+def _dense(xp: Any, rules: Rules, q: Array, k: Array, v: Array, extras: Extras) -> tuple[Array, Array]:
     """Compute (out [B, n, H, Dv], lse [B, H, n]) on arrays of one framework, a slice of rows at a time."""
     batch, n, num_heads, head_size = q.shape
     m, num_kv_heads = k.shape[1], k.shape[2]
@@ -227,19 +336,35 @@ def _dense(xp: Any, rules: _Rules, q: Array, k: Array, v: Array, extras: _Extras
     for start in range(0, max(n, 1), step):
         rows = slice(start, min(start + step, n))
         position = xp.arange(rows.start, rows.stop, q) + (m - n)
-        some = _Extras(slopes, sinks, None if mask is None else mask[..., rows, :])
+        some = Extras(slopes, sinks, None if mask is None else mask[..., rows, :])
         parts.append(_rows(xp, rules, query[:, rows], key, value, position, some))
     out = xp.concat([part[0] for part in parts], 1).reshape(batch, n, num_heads, v.shape[-1])
     lse = xp.concat([part[1] for part in parts], 3).reshape(batch, num_heads, n)
     return xp.cast(out, like=q), lse
 
 
-def _rows(xp: Any, rules: _Rules, q: Array, k: Array, v: Array, position: Array, extras: _Extras) -> tuple[Array, Array]:
+def _rows(xp: Any, rules: Rules, q: Array, k: Array, v: Array, position: Array, extras: Extras) -> tuple[Array, Array]:
     """q: [B, r, K, G, D] at `position` [r]; k: [B, m, K, D]; v: [B, m, K, Dv] -> [B, r, K, G, Dv], lse [B, K, G, r].
 
     Slopes and sinks are [K, G], the mask is [B, K, G, r, m]. Keys that no row sees are replaced by zeros before any product,
     so that their contents affect neither the result nor the gradients; keys that only some rows see are selected out for the
     others.
+    """
+    weights, share, empty, lse, allowed = softmax(xp, rules, q, k, position, extras)
+    attended = xp.any(allowed, (2, 3)).swapaxes(1, 2)[..., None]
+    v = xp.where(attended, v, 0.0)
+    finite = xp.isfinite(v)
+    summed = xp.einsum("bkgrm,bmkd->brkgd", weights, xp.where(finite, v, 0.0))
+    summed = xp.add_if(~finite.all(), summed, lambda: _wild(xp, xp.broadcast_to(allowed, weights.shape), v))
+    per_row = [xp.where(empty, 0.0, share), empty]  # [B, K, G, r] -> [B, r, K, G, 1]
+    share, none = (xp.moveaxis(x, 3, 1)[..., None] for x in per_row)
+    return xp.where(none, 0.0, summed * share), xp.where(empty, -math.inf, lse)
+
+
+def softmax(xp: Any, rules: Rules, q: Array, k: Array, position: Array, extras: Extras) -> tuple[Array, ...]:
+    """Return (weights [B, K, G, r, m] before normalisation, their factor, whether a row is empty, lse, the allowed mask).
+
+    Arguments are those of `_rows`; factor, emptiness and lse are [B, K, G, r]. The factor includes the sink's share.
     """
     # how far each key is ahead of the row: [1, 1, 1, r, m]
     ahead = (xp.arange(0, k.shape[1], q) - position[:, None])[None, None, None]
@@ -251,9 +376,7 @@ def _rows(xp: Any, rules: _Rules, q: Array, k: Array, v: Array, position: Array,
         allowed = allowed & (ahead <= right)
     if extras.mask is not None:
         allowed = allowed & extras.mask
-    attended = xp.any(allowed, (2, 3)).swapaxes(1, 2)[..., None]
-    k, v = xp.where(attended, k, 0.0), xp.where(attended, v, 0.0)
-
+    k = xp.where(xp.any(allowed, (2, 3)).swapaxes(1, 2)[..., None], k, 0.0)
     scores = xp.einsum("brkgd,bmkd->bkgrm", q, k) * rules.scale
     if rules.cap is not None:
         scores = rules.cap * xp.tanh(scores / rules.cap)
@@ -266,15 +389,9 @@ def _rows(xp: Any, rules: _Rules, q: Array, k: Array, v: Array, position: Array,
     total = weights.sum(-1)
     empty = total == 0
     total = xp.where(empty, 1.0, total)
-    finite = xp.isfinite(v)
-    summed = xp.einsum("bkgrm,bmkd->brkgd", weights, xp.where(finite, v, 0.0))
-    summed = xp.add_if(~finite.all(), summed, lambda: _wild(xp, xp.broadcast_to(allowed, weights.shape), v))
-
     lse = top + xp.log(total)
     share = 1.0 / total if extras.sinks is None else xp.sigmoid(lse - extras.sinks[:, :, None]) / total
-    per_row = [xp.where(empty, 0.0, share), empty]  # [B, K, G, r] -> [B, r, K, G, 1]
-    share, none = (xp.moveaxis(x, 3, 1)[..., None] for x in per_row)
-    return xp.where(none, 0.0, summed * share), xp.where(empty, -math.inf, lse)
+    return weights, share, empty, lse, allowed
 
 
 def _wild(xp: Any, allowed: Array, v: Array) -> Array:
@@ -292,8 +409,9 @@ def _through_backend(
     q: Array,
     k: Array,
     v: Array,
-    rules: _Rules,
-    extras: _Extras,
+    rules: Rules,
+    extras: Extras,
+    reach: "_Reach | None",
     return_lse: bool,
 ) -> tuple[Array, Array | None]:
     """Run the call as one batch over a new paged cache in the backend's layout and framework."""
@@ -311,7 +429,8 @@ def _through_backend(
     blocks_each = -(-m // block_size)
     table = [range(b * blocks_each, (b + 1) * blocks_each) for b in range(batch)]
     describe = CommonAttentionMetadata.from_lens
-    queries = describe([n] * batch, [m] * batch, table, block_size, causal=rules.causal, strict=False)
+    more = {} if reach is None else reach.of_batch()
+    queries = describe([n] * batch, [m] * batch, table, block_size, causal=rules.causal, strict=False, **more)
     context = describe([m] * batch, [m] * batch, table, block_size)
     tokens = [
         arrays.to_framework(x.reshape(-1, heads, head_size), target)
@@ -329,6 +448,7 @@ def _through_backend(
         "block_size": block_size,
         "backend": backend,
         "return_lse": return_lse,
+        **({} if reach is None else reach.of_layer()),
     }
     features = () if rules.causal else (Feature.NON_CAUSAL,)
     out, lse = run(*tokens, context.slot_mapping, queries, max(1, batch * blocks_each), layer, features)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from attn import arrays, selector
+from attn import arrays, recording, selector
 from attn.backends.abstract import AttentionBackend, AttentionImpl, AttentionType, KVCacheSpec
 from attn.backends.arguments import (
     Window,
@@ -51,6 +51,8 @@ class BaseLayer:
     kv_cache_spec: KVCacheSpec
     backend: type[AttentionBackend]
     impl: AttentionImpl[Any]
+    #: What records this layer's calls, if ATTN_RECORD is set.
+    recorder: recording.Recorder | None = None
     _q_scale_float: float
     _k_scale_float: float
     _v_scale_float: float
@@ -130,6 +132,11 @@ class BaseLayer:
         rows = [x.reshape(-1, *x.shape[2:]) for x in parts]
         return resolve_obj_by_qualname(f"{caches}.load")(self, kv_cache, slots, *rows, codes[0])
 
+    def _with_weights(self, result: Any, *arguments: Any) -> tuple[Any, ...]:
+        """Append the attention weights of a call to its output, (output, weights) or (output, lse, weights)."""
+        found = resolve_obj_by_qualname("attn.weights.of_call")(self, recording.Arguments(*arguments))
+        return (*result, found) if isinstance(result, tuple) else (result, found)
+
     @abstractmethod
     def _row_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the shapes of a token's entries in the cache: key and value, or latent and rotary key."""
@@ -139,7 +146,8 @@ class BaseLayer:
         allocate = resolve_obj_by_qualname(f"attn.{self.framework}.kv_cache.allocate")
         device = self._device() if device is None else device
         cache = allocate(self.backend, self.kv_cache_spec, num_blocks * layers, device)
-        self.kv_cache_spec = replace(self.kv_cache_spec, num_blocks=max(self.kv_cache_spec.num_blocks or 0, num_blocks))
+        spec = replace(self.kv_cache_spec, num_blocks=max(self.kv_cache_spec.num_blocks or 0, num_blocks))
+        object.__setattr__(self, "kv_cache_spec", spec)  # nnx rejects assignment under `jax.eval_shape`
         return cache
 
 
@@ -152,11 +160,15 @@ class BaseAttention(BaseLayer):
             loaded later.
         dtype: the activations' dtype; the framework's default when None.
         block_size: tokens per block of the cache.
-        backend: a registry member or name, used or rejected; None lets the platform choose.
+        backend: a registry member or name, used or rejected; None follows `attn.backend_per_kind` and the environment, or lets
+            the platform choose.
         features: further features that calls will need (`["tree_mask", "lse"]`: a list, not one string), for the choice.
         return_lse: whether calls return (output, lse) instead of output. lse: [H, T] float32, the natural log of the sum of
             exp(scores), sinks excluded, -inf where a row sees no key; for merging parts of one softmax
             (`attn.torch.merge_attn_states`, `attn.jax.merge_attn_states`).
+        chunk_size: positions per chunk, where a row sees no key before its own chunk (Llama 4); None: no chunks.
+        span_window: whether a batch's `spans` are cut by the window's left bound too; required if a layer with a window is to
+            serve batches with spans.
         k_scale, v_scale: scales of a quantised cache: a float, or [K] float32 (an array or a list) where the backend supports
             per-head scales.
 
@@ -185,14 +197,19 @@ class BaseAttention(BaseLayer):
         backend: AttentionBackendEnum | str | None = None,
         features: Collection[str] = (),
         return_lse: bool = False,
+        chunk_size: int | None = None,
+        span_window: bool | None = None,
         k_scale: Any = 1.0,
         v_scale: Any = 1.0,
     ) -> None:
         super().__init__()
+        self.recorder = recording.recorder()
         dtype = self._default_dtype() if dtype is None else dtype
         num_heads, num_kv_heads, head_size = check_heads(num_heads, num_kv_heads, head_size)
         window = window_pair(sliding_window, check_attn_type(attn_type))
-        wanted = layer_features(window, check_soft_cap(logits_soft_cap), alibi_slopes, sinks, kv_sharing_target_layer_name)
+        wanted = layer_features(
+            window, check_soft_cap(logits_soft_cap), alibi_slopes, sinks, kv_sharing_target_layer_name, chunk_size
+        )
         for name, values in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
             if values is not None:
                 rank_of_numbers(name, values)
@@ -227,7 +244,11 @@ class BaseAttention(BaseLayer):
             logits_soft_cap=logits_soft_cap,
             attn_type=attn_type,
             kv_sharing_target_layer_name=kv_sharing_target_layer_name,
-            **({} if sinks is None else {"sinks": sinks}),
+            **{
+                name: value
+                for name, value in (("sinks", sinks), ("chunk_size", chunk_size), ("span_window", span_window))
+                if value is not None
+            },
         )
         self.kv_cache_spec = KVCacheSpec(
             block_size,
@@ -240,6 +261,7 @@ class BaseAttention(BaseLayer):
         )
         if return_lse:
             self.impl.need_to_return_lse_for_decode = True
+        self.impl.batch_invariant = Feature.BATCH_INVARIANT in request.features
         self.impl.layer_dtype = self.kv_cache_spec.dtype
         self._keep_scales(num_kv_heads, k_scale, v_scale)
         self._finish()
@@ -290,6 +312,7 @@ class BaseMLAAttention(BaseLayer):
         k_scale: Any = 1.0,
     ) -> None:
         super().__init__()
+        self.recorder = recording.recorder()
         dtype = self._default_dtype() if dtype is None else dtype
         rank, rope = positive_int("kv_lora_rank", kv_lora_rank), natural_int("qk_rope_head_dim", qk_rope_head_dim)
         nope = positive_int("qk_nope_head_dim", qk_nope_head_dim)
@@ -330,6 +353,7 @@ class BaseMLAAttention(BaseLayer):
         )
         if return_lse:
             self.impl.need_to_return_lse_for_decode = True
+        self.impl.batch_invariant = Feature.BATCH_INVARIANT in request.features
         self.impl.prefill_backend = prefill_backend
         self.impl.prefill_features = request.features & {Feature.NAN_SAFE}
         self.kv_cache_spec = KVCacheSpec(

@@ -7,6 +7,7 @@ LLVM's AMDGPU targets and the names of TPU generations, as in `Capabilities.arch
 
 import re
 from collections.abc import Collection
+from typing import NamedTuple
 
 from attn.backend_enum import unknown_name
 from attn.capabilities import Device
@@ -62,6 +63,18 @@ PACKAGES: dict[str, tuple[str, ...]] = {
 }
 #: (framework, platform) -> those of the packages that the framework's wheel for the platform installs.
 BROUGHT = {("torch", "cuda"): ("triton",), ("torch", "rocm"): ("triton",), ("torch", "xpu"): ("triton",)}
+
+
+class Ceilings(NamedTuple):
+    """Rates measured on a device: a copy (bytes read and written), a bfloat16 matrix product, and the file with the record."""
+
+    copy_gb_per_s: float
+    gemm_tflop_per_s: float
+    source: str
+
+
+#: Product -> its measured rates; a product that is not listed has no record.
+CEILINGS = {"NVIDIA H200": Ceilings(4295.5, 799.23, "benchmarks/results/every_peer_h200_2026-11-22.json")}
 
 
 def device_named(name: str, framework: str | None = None) -> Device:

@@ -8,7 +8,9 @@ Without a terminal or without rich, `Lines` writes a log, `Display` prints only 
 """
 
 import contextlib
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
@@ -42,16 +44,22 @@ class Quiet(Display):
 
 
 class Lines(Display):
-    """Prints a line at every fifth of the total, for a log."""
+    """Prints a line at every fifth of the total, with the time left at the average rate so far, for a log."""
+
+    def __init__(self, log: TextIO | None = None) -> None:
+        """`log`: the stream of the progress lines (default: stdout)."""
+        self._log = log
 
     def begin(self, name: str, total: int) -> None:
-        self._name, self._total, self._passed = name, total, 0
+        self._name, self._total, self._passed, self._began = name, total, 0, time.perf_counter()
 
     def step(self, done: int, status: str, total: int | None = None, texts: Callable[[], list[str]] = list) -> None:
         self._total = total or self._total
         if done * _MILESTONES // self._total > self._passed:
             self._passed = done * _MILESTONES // self._total
-            print("  ".join([f"{self._name:<12} {done:>5}/{self._total:<5}", status, *texts()[:1]]), flush=True)
+            left = (time.perf_counter() - self._began) * (self._total - done) / done
+            head = f"{self._name:<8} {done:>5}/{self._total:<5}  left: {left // 60:.0f}:{left % 60:02.0f}"
+            print("  ".join([head, *filter(None, [status]), *texts()[:1]]), file=self._log, flush=True)
 
 
 class Bar(Display):
@@ -96,6 +104,13 @@ class Bar(Display):
     def step(self, done: int, status: str, total: int | None = None, texts: Callable[[], list[str]] = list) -> None:
         self._texts = texts()
         self.bars.update(self._task, completed=done, total=total, status=status)
+
+
+def coloured(text: str, good: bool, stream: TextIO) -> str:
+    """Return `text` in bold green or red for a terminal; unchanged for a file, and if NO_COLOR is set (no-color.org)."""
+    if not stream.isatty() or os.environ.get("NO_COLOR"):
+        return text
+    return f"\x1b[1;{32 if good else 31}m{text}\x1b[0m"
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ current device of each backend's framework, evidence from recorded conformance r
 row reports the error.
 """
 
+import contextlib
 import os
 import platform as host
 import sys
@@ -28,10 +29,8 @@ from attn.verdicts import Selection, not_loadable
 
 REGISTRIES = registries()
 NOT_BUILT = "not built yet"
-_COLUMNS = (
-    "backend", "framework", "status", "evidence", "platforms", "needs",
-    "dtypes", "head_size", "block_size", "kv cache", "features",
-)  # fmt: skip
+_COLUMNS = ("backend", "runs on", "types and sizes", "features", "evidence")
+_WIDTH = 100  #: characters of a line of a printed table
 MARKS = ("<!-- backends:begin -->", "<!-- backends:end -->")
 #: Distributions that decide what runs; `attn env` prints their versions.
 DISTRIBUTIONS = (
@@ -139,15 +138,24 @@ class BackendTable:
         raise KeyError(name)
 
     def __str__(self) -> str:
+        return self.text()
+
+    def text(self, wide: bool = False) -> str:
+        """Format the table in lines of 100 characters; `wide`: with what each backend serves and its evidence, a line each."""
+        head = ("backend", "framework", "here", "evidence", "serves")
         lines = [f"{framework}: {device}" for framework, device in self.devices.items()]
         for registry in dict.fromkeys(row.registry for row in self.rows):
             lines += ["", f"{registry} backends"]
             rows = [row for row in self.rows if row.registry == registry]
-            cells = [(row.name, row.framework, row.evidence, row.verdict) for row in rows]
-            head, *body = text_table(("backend", "framework", "evidence", "here"), cells)
-            lines.append(head)
-            for row, line in zip(rows, body, strict=True):
-                lines += [line, *textwrap.wrap(row.serves, 112, initial_indent="      ", subsequent_indent="      ")]
+            cells = [(row.name, row.framework, row.verdict, row.evidence, row.serves) for row in rows]
+            if wide:
+                lines += text_table(head, cells)
+                continue
+            for line in text_table(head[:3], [row[:3] for row in cells]):
+                indent = " " * (4 + max(len(row.name) for row in rows) + 2 + len("framework"))
+                lines += textwrap.wrap(
+                    line, _WIDTH, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
+                )  # fmt: skip
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -209,9 +217,9 @@ def explain(
         assume: distributions assumed to be installed, beside the framework and what its wheel installs (`["flashinfer"]`).
             None: no others with `device`; without it, those installed on this machine.
 
-    `Selection.source` says what made the choice: `argument`, `context` (a force), the name of an environment variable, or
-    `priority` (the platform's list); `Selection.notes` list assumptions and what would change the answer. Raises ValueError for
-    malformed arguments; a request that no backend serves is a `Selection` without a winner.
+    `Selection.source` says what made the choice: `argument`, `context` (a force), `backend_per_kind[...]`, the name of an
+    environment variable, or `priority` (the platform's list); `Selection.notes` list assumptions and what would change the
+    answer. Raises ValueError for malformed arguments; a request that no backend serves is a `Selection` without a winner.
     """
     request = selector.make_request(
         head_size,
@@ -225,20 +233,31 @@ def explain(
         num_kv_heads=num_kv_heads,
     )
     framework = framework or framework_of_dtype(dtype)
-    if isinstance(device, str):
-        device = machines.device_named(device, framework)
-    named = list_of_names("assume", () if assume is None else assume)
-    elsewhere = device is not None and device != platform_for(device.framework, device.platform).device()
-    brought = machines.BROUGHT.get((device.framework, device.platform), ()) if device and elsewhere else ()
-    taken = list(dict.fromkeys([*brought, *named]))
-    with imports.assuming(machines.modules_of(taken), beside=not elsewhere):
-        found = selector.select(request, framework=framework, backend=backend, device=device, disable=disable)
+    with assumed_machine(device, framework, assume) as (place, elsewhere, taken):
+        found = selector.select(request, framework=framework, backend=backend, device=place, disable=disable)
         if elsewhere:
             notes = [f"assumed to be installed: {', '.join([found.device.framework, *taken])}" + _MORE * (assume is None)]
         else:
             notes = [f"assumed beside what is installed: {', '.join(taken)}"] if taken else []
             notes += AttentionBackendEnum[found.name].off_paths(found.device) if found.name else ()
         return replace(found, notes=(*notes, *hints(found)))
+
+
+@contextlib.contextmanager
+def assumed_machine(
+    device: Device | str | None, framework: str | None, assume: Collection[str] | None
+) -> Iterator[tuple[Device | None, bool, list[str]]]:
+    """Assume the packages of a machine with `device` while the context is open, as `explain` documents.
+
+    Yields (the device, or None for this machine's; whether it is another machine's; the packages assumed).
+    """
+    place = machines.device_named(device, framework) if isinstance(device, str) else device
+    named = list_of_names("assume", () if assume is None else assume)
+    elsewhere = place is not None and place != platform_for(place.framework, place.platform).device()
+    brought = machines.BROUGHT.get((place.framework, place.platform), ()) if place and elsewhere else ()
+    taken = list(dict.fromkeys([*brought, *named]))
+    with imports.assuming(machines.modules_of(taken), beside=not elsewhere):
+        yield place, elsewhere, taken
 
 
 #: Suffix of the note on the default assumption.
@@ -413,31 +432,22 @@ def _plugin_row(registry: str, report: plugins.PluginReport) -> BackendRow:
 
 def _table_row(registry: str, member: BackendEnum) -> list[str]:
     if not member.value:
-        return _cells(member.name, ("", "a slot for a class of yours"))
+        return _cells(member.name, ["a slot for a class of yours"])
     return _table_cells(registry, load_candidate(member.name, member.value))
 
 
 def _table_cells(registry: str, candidate: Candidate) -> list[str]:
     row = _described(registry, candidate, "built-in", {}, judge=False)
     can = row.capabilities
-    status = "built" if row.built else NOT_BUILT
-    if can is None:
-        return _cells(row.name, (row.framework, status, row.evidence))
-    needs = can.install or ", ".join(can.packages) or "nothing more"
-    served = ", ".join([*row.features, *row.limits])
-    rest = (
-        row.framework,
-        status,
-        row.evidence,
-        ", ".join(can.platforms),
-        needs,
-        ", ".join(can.dtypes),
-        _sizes(can.head_sizes),
-        ", ".join(row.block_sizes),
-        ", ".join(can.kv_cache_dtypes),
-        served,
-    )
-    return _cells(row.name, rest)
+    on, sizes = [row.framework, *([] if row.built else [NOT_BUILT])], []
+    if can is not None:
+        on += [", ".join(can.platforms)]
+        on += [f"needs {needs}"] if (needs := can.install or ", ".join(can.packages)) else []
+        sizes += [", ".join(can.dtypes), f"head_size {_sizes(can.head_sizes)}"]
+        sizes += [f"block_size {', '.join(row.block_sizes)}"] if row.block_sizes else []
+        sizes += [f"kv cache {', '.join(can.kv_cache_dtypes)}"]
+    lines = [on, sizes, [", ".join([*row.features, *row.limits])], row.evidence.split("; ")]
+    return _cells(row.name, ["<br>".join(filter(None, line)) for line in lines])
 
 
 def _cells(name: str, rest: Sequence[str]) -> list[str]:

@@ -1,23 +1,23 @@
-"""Select the attention backend for a request: a forced one, the environment's, or the first valid on the platform's list.
+"""Select the attention backend for a request: one requested by name, or the first valid on the platform's list.
 
 Names and signatures are vLLM's. In addition: a force is a context variable (it does not leak into other threads or tasks,
-nor outlive its `with` block); every change of force, environment or registration takes effect at the next call; and a
-backend requested by name is used or rejected with its reasons, never replaced.
+nor outlive its `with` block), and so is a backend per kind of layer; every change of force, environment or registration takes
+effect at the next call; and a backend requested by name is used or rejected with its reasons, never replaced.
 """
 
 import contextlib
 import contextvars
 import sys
-from collections.abc import Collection, Generator
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from attn import envs, plugins, preferences
-from attn.backend_enum import generation
+from attn.backend_enum import generation, unknown_name
 from attn.backends.abstract import AttentionBackend
 from attn.backends.arguments import list_of_names, positive_int
 from attn.backends.registry import AttentionBackendEnum, blocksparse_candidate
-from attn.capabilities import AttentionType, Device, Feature, Request
+from attn.capabilities import LAYER_KINDS, AttentionType, Device, Feature, Request, layer_kind
 from attn.choice import Asked, asked_by_environment, asked_for, decide, framework_of_backend, member_of, place_of
 from attn.dtypes import dtype_name, framework_of_dtype
 from attn.imports import resolve_obj_by_qualname
@@ -26,10 +26,14 @@ from attn.platforms import Platform, default_framework, platform_for
 from attn.verdicts import Selection, choose
 
 STR_BACKEND_ENV_VAR = "ATTN_BACKEND"
+PER_KIND_ENV_VAR = "ATTN_BACKEND_PER_KIND"
 
 logger = init_logger(__name__)
 
+_PerKind = tuple[tuple[str, AttentionBackendEnum], ...]
+
 _forced = contextvars.ContextVar[AttentionBackendEnum | None]("forced_attn_backend", default=None)
+_per_kind = contextvars.ContextVar[_PerKind]("attn_backend_per_kind", default=())
 
 
 class _Key(NamedTuple):
@@ -46,6 +50,7 @@ class _Key(NamedTuple):
     use_mla: bool
     loaded: tuple[bool, bool] | None
     forced: AttentionBackendEnum | None
+    per_kind: _PerKind
     generation: int  #: of the registries
     environment: tuple[object, ...]
     measured: object  #: state of the file that `attn.preferences` reads, if ATTN_PREFERENCES is set
@@ -147,6 +152,67 @@ def global_force_attn_backend_context_manager(attn_backend: AttentionBackendEnum
         global_force_attn_backend(original_value)
 
 
+def backend_per_kind(backends: Mapping[str, AttentionBackendEnum | str] | None) -> None:
+    """
+    Use a backend for all layers of a kind. A later call replaces the whole mapping.
+
+    Holds in the current context, as a force does. An explicit `backend=` and a force win; a kind that is not in the mapping
+    follows ATTN_BACKEND_PER_KIND, then ATTN_BACKEND, then the platform's list.
+
+    Arguments:
+
+    * backends: backend by kind of layer, one of `attn.capabilities.LAYER_KINDS`, mapped to a member or a name (None or
+                empty to revert to auto)
+
+    Raises ValueError for an unknown kind or backend, TypeError for a backend that is neither a member nor a name.
+    """
+    _per_kind.set(_checked_per_kind((backends or {}).items(), "backend_per_kind"))
+
+
+@contextlib.contextmanager
+def backend_per_kind_context_manager(backends: Mapping[str, AttentionBackendEnum | str]) -> Generator[None, None, None]:
+    """
+    Use a backend for all layers of a kind within a context manager (`backend_per_kind`), reverting to the prior mapping
+    upon exiting it.
+    """
+    original = _per_kind.get()
+    backend_per_kind(backends)
+    try:
+        yield
+    finally:
+        _per_kind.set(original)
+
+
+def asked_for_kind(kind: str) -> Asked:
+    """Return the backend requested for a kind of layer: by `backend_per_kind`, else by ATTN_BACKEND_PER_KIND, else None.
+
+    Raises ValueError for a malformed variable, and for an unknown kind or backend in it.
+    """
+    for source, backends in (("backend_per_kind", _per_kind.get), (PER_KIND_ENV_VAR, _per_kind_in_environment)):
+        if (member := dict(backends()).get(kind)) is not None:
+            return Asked(member, f"{source}[{kind!r}]")
+    return Asked(None, "priority")
+
+
+def _per_kind_in_environment() -> _PerKind:
+    pairs = list[tuple[str, str]]()
+    for part in envs.read_list(PER_KIND_ENV_VAR) or ():
+        kind, equals, name = (word.strip() for word in part.partition("="))
+        if not (kind and equals and name) or kind in dict(pairs):
+            raise ValueError(f"{PER_KIND_ENV_VAR}={part!r}: must be kind=BACKEND, comma-separated, each kind once")
+        pairs.append((kind, name))
+    return _checked_per_kind(pairs, PER_KIND_ENV_VAR)
+
+
+def _checked_per_kind(backends: Iterable[tuple[str, AttentionBackendEnum | str]], source: str) -> _PerKind:
+    pairs = []
+    for kind, backend in backends:
+        if kind not in LAYER_KINDS:
+            raise ValueError(f"{source}: {unknown_name('kind of layer', kind, LAYER_KINDS)}")
+        pairs.append((kind, member_of(AttentionBackendEnum, backend, f"{source}[{kind!r}]")))
+    return tuple(pairs)
+
+
 def get_attn_backend(
     head_size: int,
     dtype: Any,
@@ -201,7 +267,8 @@ def _cached_get_attn_backend(
     # A plain tuple in `_Key`'s order: it equals the NamedTuple, whose constructor takes as long as the look-up.
     plain = (
         head_size, type(head_size), dtype, kv_cache_dtype, block_size, type(block_size), is_attention_free, is_blocksparse,
-        use_mla, loaded, _forced.get(), generation(), environment, environment[_PREFERENCES] and _measuring(dtype),
+        use_mla, loaded, _forced.get(), _per_kind.get(), generation(), environment,
+        environment[_PREFERENCES] and _measuring(dtype),
     )  # fmt: skip
     try:
         return _cache[plain]  # type: ignore[index]
@@ -248,7 +315,7 @@ def _backend_for(request: Request, dtype: Any, is_attention_free: bool, is_block
             "attn.backends.placeholder_attn.PlaceholderAttentionBackend"
         )
         return placeholder
-    return select(request, framework=_framework(dtype)).require()
+    return select(request, framework=_framework(dtype, request)).require()
 
 
 def make_request(
@@ -265,10 +332,12 @@ def make_request(
 ) -> Request:
     """Make a `Request` from any framework's dtype, NumPy integers, and None for defaults.
 
-    `features` is a list (or set) of names, not one string. Raises ValueError with the argument, its value and the allowed
-    values.
+    `features` is a list (or set) of names, not one string; ATTN_BATCH_INVARIANT=1 adds `batch_invariant`. Raises ValueError
+    with the argument, its value and the allowed values.
     """
     wanted = {*list_of_names("features", features), *({Feature.MLA} if use_mla else ())}
+    if envs.batch_invariant():
+        wanted.add(Feature.BATCH_INVARIANT)
     return Request(
         head_size=positive_int("head_size", head_size),
         dtype=dtype_name(dtype),
@@ -293,26 +362,35 @@ def select(
 ) -> Selection:
     """Select a backend and return the decision with all its reasons.
 
-    In order of precedence: the force of this context, `backend`, ATTN_BACKEND (or VLLM_ATTENTION_BACKEND), the platform's
-    priority list. `disable` (a list of names) and ATTN_DISABLE exclude backends from automatic choice. `device` may describe
-    a device that is not present ("what would serve on an MI300?"). Raises ValueError for an unknown name; for a request that
+    In order of precedence: the force of this context, `backend`, the backend of the layer's kind (`backend_per_kind`, then
+    ATTN_BACKEND_PER_KIND), ATTN_BACKEND (or VLLM_ATTENTION_BACKEND), the platform's priority list. `disable` (a list of
+    names) and ATTN_DISABLE exclude backends from automatic choice. `device` may describe a device that is not present ("what
+    would serve on an MI300?"). Raises ValueError for an unknown name; for a request that
     no backend serves, returns a `Selection` without a winner (its `require()` raises).
 
     With ATTN_PREFERENCES set, times measured on this machine (`attn tune`) may put a valid backend before the list's first,
     unless `measured` is False (`attn.preferences`).
     """
-    asked = _asked(backend)
+    asked = _asked(backend, request)
     platform, device = place_of(asked, framework, platform, device)
     return decide(
         AttentionBackendEnum, request, device, platform.priorities, asked, disable, measured_on=platform if measured else None
     )
 
 
-def _asked(backend: AttentionBackendEnum | str | None) -> Asked:
-    """Return the backend requested by name: by the force of this context, by `backend`, or by the environment."""
-    return asked_for(AttentionBackendEnum, ((_forced.get(), "context"), (backend, "argument")))
+def _asked(backend: AttentionBackendEnum | str | None, request: Request | None) -> Asked:
+    """Return the backend requested by name: by the force of this context, by `backend`, for the layer's kind, or by the
+    environment."""
+
+    def wishes() -> Iterator[tuple[Any, str]]:
+        yield _forced.get(), "context"
+        yield backend, "argument"
+        if request is not None:
+            yield asked_for_kind(layer_kind(request.attn_type, request.features))
+
+    return asked_for(AttentionBackendEnum, wishes())
 
 
-def _framework(dtype: Any) -> str:
+def _framework(dtype: Any, request: Request | None = None) -> str:
     """Return the framework for a dtype: its own, else that of a backend requested by name, else the default."""
-    return framework_of_dtype(dtype) or framework_of_backend(_asked(None).member) or default_framework()
+    return framework_of_dtype(dtype) or framework_of_backend(_asked(None, request).member) or default_framework()

@@ -36,7 +36,8 @@ class Selection:
     """A decision, with the reasons for it.
 
     `winner` is the first candidate that serves, or None; `trace` holds a `Verdict` for every candidate, in order; `source`
-    says where the candidates come from: `argument`, `context` (a force), the environment variable's name, or `priority`;
+    says where the candidates come from: `argument`, `context` (a force), `backend_per_kind['full']`, the environment variable's
+    name (with the kind for ATTN_BACKEND_PER_KIND), or `priority`;
     `measured` says how times measured on this machine changed the order, or why they did not (empty: not consulted);
     `notes` list assumptions, what would change the answer, and faster paths that are off (`attn.explain`).
     """

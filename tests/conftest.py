@@ -41,6 +41,7 @@ def fresh_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             table.update(content)
     plugins._loaded, plugins._registered[:] = loaded, registered
     selector.global_force_attn_backend(None)
+    selector.backend_per_kind(None)
     selector._cache.clear()
     distributed.set_dcp_group(None)
     imports._found.clear()
@@ -143,10 +144,14 @@ def platform(monkeypatch: pytest.MonkeyPatch) -> FakePlatform:
 
 @pytest.fixture
 def standins(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """`standins("fa3", ...)`: these folders of stand-ins can be imported, as if the vendor were installed."""
+    """`standins("fa3", ...)`: these folders of stand-ins can be imported, as if the vendor were installed.
+
+    A stand-in requires what the vendor's kernel requires on a GPU, so rows are aligned on a CPU too.
+    """
     before = set(sys.modules)
 
     def install(*roots: str) -> None:
+        monkeypatch.setattr("attn.torch.alignment.VECTOR_DEVICES", ("cuda", "cpu"))
         for root in (".", *roots):
             monkeypatch.syspath_prepend(str((STANDINS / root).resolve()))
         importlib.invalidate_caches()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -56,6 +57,13 @@ def test_backends(capsys):
         assert words in out
 
 
+def test_backends_with_every_column(capsys):
+    wide = call(capsys, "backends --registry diffusion --wide")[1]
+    narrow = call(capsys, "backends --registry diffusion")[1]
+    assert "evidence" in wide and "head_size any" in wide and "evidence" not in narrow and "head_size any" not in narrow
+    assert len(wide.splitlines()) < len(narrow.splitlines())
+
+
 def test_backends_of_one_registry(capsys):
     code, out, _ = call(capsys, "backends --registry diffusion --json")
     assert code == 0 and {row["registry"] for row in json.loads(out)["backends"]} == {"diffusion"}
@@ -88,6 +96,27 @@ def test_explain_all_the_arguments(capsys):
     assert data["request"]["features"] == ["sliding_window", "soft_cap"] and data["request"]["block_size"] == 32
     code, out, _ = call(capsys, "explain --head-size 576 --mla --framework torch --disable TRITON_MLA --json")
     assert "mla" in json.loads(out)["request"]["features"]
+
+
+def test_explain_a_model(capsys, tmp_path):
+    config = {  # meta-llama/Llama-3.1-8B
+        "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32,
+        "num_key_value_heads": 8, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    code, out, err = call(capsys, "explain --device H200 --context 1024 --requests 8 --model", str(tmp_path))
+    assert (code, err) == (0, "") and "TRITON_ATTN" in out and "8 requests of 1024 tokens" in " ".join(out.split())
+    code, out, _ = call(capsys, "explain --device H100 --json --dtype float16 --model", str(tmp_path / "config.json"))
+    data = json.loads(out)
+    assert code == 0 and data["dtype"] == "float16" and data["context"] == 4096 and data["ceilings"] is None
+    code, out, _ = call(capsys, "explain --device H100 --backend FLASHINFER --model", str(tmp_path))
+    assert code == 1 and "flashinfer is not installed" in out
+    code, out, err = call(capsys, "explain --mla --model", str(tmp_path))
+    assert (code, out) == (2, "") and "--mla describes one layer: it cannot be combined with --model" in err
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": "many"}))
+    code, out, err = call(capsys, "explain --model", str(tmp_path))
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert err.startswith(f'attn: {tmp_path / "config.json"}: num_hidden_layers = "many": must be an integer')
 
 
 def test_no_backend_is_exit_code_1(capsys):
@@ -154,6 +183,16 @@ def test_conform(capsys):
     assert code == 0 and data["ok"] and [(row["backend"], row["cases"]) for row in data["backends"]] == [("TORCH_SDPA", 1)]
 
 
+@pytest.mark.parametrize("registry", ["attention", "diffusion", "mla_prefill"])
+def test_conform_shows_the_progress_and_the_time_left_on_stderr(capsys, registry):
+    only = {"attention": "causal", "diffusion": "padded", "mla_prefill": "context"}[registry]
+    code, out, err = call(capsys, f"conform TORCH_SDPA --registry {registry} --only {only} --json")
+    cases = json.loads(out)["backends"][0]["cases"]
+    lines = err.splitlines()
+    assert code == 0 and 1 <= len(lines) <= 5 and all(re.search(r" left: \d+:\d\d", line) for line in lines)
+    assert f"{cases}/{cases}" in lines[-1] and "left: 0:00" in lines[-1] and "TORCH_SDPA" in lines[-1]
+
+
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
@@ -165,7 +204,8 @@ def test_conform(capsys):
 )
 def test_conform_without_cases_is_exit_code_1(capsys, argv, words):
     code, _, err = call(capsys, argv)
-    assert code == 1 and err.startswith("attn: not tested: ") and words in err and err.count("\n") == 1
+    *progress, last = err.splitlines()
+    assert code == 1 and last.startswith("attn: not tested: ") and words in last and all(" left: " in line for line in progress)
     code, out, err = call(capsys, f"{argv} --json")
     assert code == 1 and not json.loads(out)["ok"] and words in err
 
@@ -230,6 +270,7 @@ def test_demo(capsys):
         ("conform TORCH_SDPA --dtype fp23", "dtype 'fp23' is unknown; known: float64"),
         ("conform TORCH_SDPA --repro {", "'{' is not a case: Expecting property name"),
         ("generate hello --model /no/such/model", "'/no/such/model' does not exist"),
+        ("explain --model /no/such/model", "/no/such/model does not exist: pass a config.json, or a folder with one"),
         ("explain --head-size 64 --device H1000", "Unknown device: 'H1000'. Did you mean H100? Valid options are: V100"),
         ("explain --head-size 64 --platform cuda --arch sm_999", "Unknown arch of cuda: 'sm_999'. Did you mean sm_90?"),
         ("explain --head-size 64 --assume flashinfre", "Unknown package: 'flashinfre'. Did you mean flashinfer-python?"),
@@ -254,7 +295,10 @@ def test_an_unknown_backend_in_the_environment_is_named(capsys, monkeypatch):
     [
         ("--json", "the following arguments are required: COMMAND"),
         ("explian", "invalid choice: 'explian'"),
-        ("explain", "the following arguments are required: --head-size"),
+        ("explain", "the following arguments are required: --head-size, or --model"),
+        ("explain --model . --head-size 64", "--head-size describes one layer: it cannot be combined with --model"),
+        ("explain --model . --num-heads 0", "--num-heads describes one layer: it cannot be combined with --model"),
+        ("explain --head-size 64 --context 0", "--context requires --model"),
         ("explain --head-size many", "invalid int value: 'many'"),
         ("explain --head-size 64 --arch sm_90", "--arch and --device-name require --platform"),
         ("backends --registry video", "invalid choice: 'video'"),

@@ -9,6 +9,7 @@ import importlib.util
 import io
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -37,9 +38,9 @@ def named(page: Path) -> str:
     return str(page.relative_to(DOCS))
 
 
-@pytest.fixture(scope="module")
-def generate() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
+def script(name: str) -> ModuleType:
+    """A script of docs/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -47,11 +48,15 @@ def generate() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    return script("generate")
+
+
+@pytest.fixture(scope="module")
 def made(generate: ModuleType) -> dict[str, str]:
     pytest.importorskip("torch")
     pytest.importorskip("jax")
-    found: dict[str, str] = generate.pages()
-    return found
+    return {path: page for path, page in generate.pages().items() if isinstance(page, str)}
 
 
 # examples
@@ -89,15 +94,140 @@ def test_docstrings_say_what_they_show(path: Path) -> None:
     assert tried and not failed
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
-def test_the_commands_of_a_page_are_commands(page: Path) -> None:
-    for line in "\n".join(blocks(page, "sh")).splitlines():
-        words = line.partition("#")[0].split()
-        while words and "=" in words[0]:
-            assert words.pop(0).partition("=")[0] in envs.VARIABLES
-        if words and words[0] == "attn":
-            assert words[1] in cli.COMMANDS
-            cli.parser(words[1:]).parse_args(words[1:])
+MISTAKES = DOCS / "how-to" / "mistakes.md"
+#: Every command of the README and the pages; those of the mistakes are run by their own test.
+COMMANDS = list(
+    dict.fromkeys(
+        shlex.join(words)
+        for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *PAGES)
+        if page != MISTAKES
+        for line in "\n".join(blocks(page, "sh")).splitlines()
+        if (words := shlex.split(line, comments=True))
+    )
+)
+#: Commands that are not run: how they begin -> why.
+NOT_RUN = {
+    "pip install": "installs packages; the extras are compared with pyproject.toml",
+    "make": "builds environments or runs these tests; the targets are compared with the Makefile",
+    "attn conform MY_ATTN": "MY_ATTN is the reader's backend; the page's Python runs the suite on it",
+    "ATTN_BATCH_INVARIANT=1 python serve.py": "serve.py is the reader's program",
+    "attn bench --workloads": "the file is part of a data set; tests/bench/test_workloads.py runs one of its format",
+    "attn bench 64q1s4k --backend TRITON_ATTN": "needs a GPU",
+    "attn bench --registry diffusion": "its shapes are too large for a CPU; tests/bench/test_dense.py runs a small one",
+    "attn replay": "the file is the reader's recording; tests/test_recording.py replays one",
+    "attn tables --write": "writes into this checkout; a test below compares its tables",
+    "attn evidence": "runs for minutes; tests/test_collect.py runs one backend",
+    "attn aot": "compiles for minutes; tests/test_aot.py and tests/jax/test_aot.py compile some cases",
+}
+#: What is made smaller, for a CPU: sizes of batches, numbers of them, seconds, and kernels that compile for seconds.
+SMALLER = (
+    (r"\b(64q1s4k|8q1s1k)\b", "2q1s20"), (r"\bq1s32k\b", "q1s40"), (r"\b4q4k\b", "2q8"), (r"--random 40", "--random 1"),
+    (r"--fuzz 60", "--fuzz 1"), (r"--max-new-tokens 32", "--max-new-tokens 2"), (r"--peers all", "--peers TORCH_SDPA,sdpa"),
+    (r"(attn tune .*)", r"\1 --framework torch --without FLEX_ATTENTION --heads 2/1 --head-size 32"),
+    (r"(attn bench .*--mla)", r"\1 --heads 2"),
+    (r"(attn bench (?!.*(--mla|compare)).*)", r"\1 --heads 2/1 --head-size 32"),
+    (r"conform TORCH_SDPA$", "conform TORCH_SDPA --only float64"),
+    (r"^attn demo$", "attn demo --num-requests 2 --max-new-tokens 2"),
+)  # fmt: skip
+
+
+def not_run(command: str) -> str | None:
+    return next((why for begin, why in NOT_RUN.items() if command.startswith(begin)), None)
+
+
+def test_there_are_commands_and_every_exception_is_one() -> None:
+    assert len(COMMANDS) > 30
+    assert [begin for begin in NOT_RUN if not any(command.startswith(begin) for command in COMMANDS)] == []
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_exist(command: str) -> None:
+    words = shlex.split(command)
+    while "=" in words[0]:
+        assert words.pop(0).partition("=")[0] in envs.VARIABLES
+    if words[0] == "make":
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    elif words[0] == "attn":
+        assert words[1] in cli.COMMANDS
+        cli.parser(words[1:]).parse_args(words[1:])
+    else:
+        assert not_run(command), "neither attn nor make"
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder with the files that commands of the pages name."""
+    pytest.importorskip("torch")
+    pytest.importorskip("jax")
+    config = {
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 2,
+        "dtype": "bfloat16",
+    }
+    for folder in ("path/to", "gemma-2-9b"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "config.json").write_text(json.dumps(config))
+    for name in ("before.json", "after.json"):
+        (tmp_path / name).write_text('{"rows": []}')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ATTN_CACHE_DIR", str(tmp_path / "cache"))
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if not not_run(command)])
+def test_commands_run(command: str, files: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for large, small in SMALLER:
+        command = re.sub(large, small, command)
+    words = shlex.split(command)
+    while "=" in words[0]:
+        monkeypatch.setenv(*words.pop(0).split("=", 1))
+    assert cli.main(words[1:]) == 0, capsys.readouterr().err
+    assert capsys.readouterr().out
+
+
+def test_the_mistakes_give_the_messages_that_the_page_shows() -> None:
+    for module in ("torch", "jax", "transformers", "matplotlib", "tokenizers", "safetensors"):
+        pytest.importorskip(module)
+    mistakes, page = script("mistakes"), MISTAKES.read_text(encoding="utf-8")
+    assert mistakes.current(page) == page, "run `python docs/mistakes.py --write`"
+    assert page.count("```text") >= 35
+
+
+def test_the_picture_of_a_terminal_has_what_it_shows_in_the_end() -> None:
+    pytest.importorskip("rich")
+    demo = script("demo_picture")
+    written = demo.run([sys.executable, "-c", "print('one\\ntwo\\x1b[1A\\r\\x1b[2K\\x1b[32mONE\\x1b[0m')"])
+    assert demo.screen(written)[:2] == ["\x1b[32mONE\x1b[0m", "two"], "the first line is written again"
+    drawn = demo.picture(["\x1b[1;32m40 of 40", "plain"], "attn demo")
+    assert (
+        "40&#160;of&#160;40" in drawn
+        and "@font-face" not in drawn
+        and "http" not in re.sub(r'xmlns="[^"]*"|<!--.*?-->', "", drawn)
+    )
+    with pytest.raises(subprocess.CalledProcessError):
+        demo.run([sys.executable, "-c", "raise SystemExit(3)"])
+
+
+def test_the_picture_of_what_backends_serve_is_current() -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    pytest.importorskip("torch")
+    pytest.importorskip("jax")
+    stored = (DOCS / "assets" / "capabilities.svg").read_text(encoding="utf-8")
+    now = script("capabilities_picture").picture()
+    assert all(f">{html.escape(text)}</text>" in stored for text in now.texts), "run `python docs/capabilities_picture.py`"
+    if f"Matplotlib v{matplotlib.__version__}," in stored:
+        assert now._repr_svg_() == stored, "run `python docs/capabilities_picture.py`"
+
+
+def test_what_succeeds_is_no_mistake() -> None:
+    mistakes = script("mistakes")
+    with pytest.raises(ValueError, match="exit code 0, must be 1 or 2"):
+        mistakes.command("attn --version")
+    with pytest.raises(ValueError, match="raises nothing"):
+        mistakes.exception("1 + 1", {})
+    page = "```sh\nattn explain\n```\n\n```text\nan old message\n```\n"
+    assert "--head-size, or --model" in mistakes.current(page) and "an old message" not in mistakes.current(page)
 
 
 # links and the site's plan
@@ -177,6 +307,12 @@ def test_the_site_builds_without_a_warning(site: Path) -> None:
     page = (site / "reference/backends/index.html").read_text(encoding="utf-8")
     assert "<table>" in page and "TRITON_ATTN" in page
     assert not (site / "generate.py").exists()
+    assert "Switch to dark colours" in page and "Switch to light colours" in page
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        assert (site / "notebooks" / path.stem / "index.html").exists() and f"notebooks/{path.stem}/" in page, "in the menu"
+    drawn = (site / "notebooks/05_masks_sinks_windows/index.html").read_text(encoding="utf-8")
+    assert drawn.count('alt="what the cell shows"') == 8 and len(list((site / "notebooks").glob("05*.png"))) == 8
+    assert "decoder (3, 0)" in drawn and "$$" not in (site / "notebooks/06_mla/index.html").read_text(encoding="utf-8")
     heading = (site / "reference/names/index.html").read_text(encoding="utf-8")
     assert '<h3 id="attn.explain">explain' in heading, "its anchor, and no markup that is left over"
 
@@ -193,7 +329,7 @@ PROBE = """
   const told = [...document.querySelectorAll("table")].map(t => ({
     rows: t.rows.length, width: t.getBoundingClientRect().width,
     hidden: [...t.rows].filter(r => r.getBoundingClientRect().height < 8).length,
-    text: t.innerText.length,
+    text: t.innerText.length, beyond: t.getBoundingClientRect().right - document.documentElement.clientWidth,
   }));
   const svg = [...document.querySelectorAll("svg")].map(s => s.getBoundingClientRect().width);
   const out = document.createElement("pre"); out.id = "probe"; out.textContent = JSON.stringify({tables: told, svg});
@@ -246,6 +382,7 @@ def test_the_sites_tables_render(name: str, site: Path, tmp_path: Path) -> None:
     text = page.read_text(encoding="utf-8")
     page.write_text(text.replace("</body>", f"{PROBE}</body>"), encoding="utf-8")
     told, image = opened(page, tmp_path)
+    assert max(table["beyond"] for table in told["tables"]) <= 0, "the page has room for its tables"
     rows = sum(table["rows"] for table in told["tables"])
     registered = sum(len(registry.names()) for registry in report.REGISTRIES.values())
     want = len(evidence.load()) if name == "evidence" else registered

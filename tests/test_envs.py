@@ -25,7 +25,7 @@ def test_a_variable_without_a_place_in_the_table_is_read_too(monkeypatch):
     assert envs.read("SOMETHING_ELSE") == "1"
 
 
-@pytest.mark.parametrize("name", ["ATTN_BACKEND", "VLLM_ATTENTION_BACKEND", "ATTN_DISABLE", "ATTN_FRAMEWORK", "ATTN_PLUGINS"])
+@pytest.mark.parametrize("name", envs.SELECTING)
 def test_the_selections_snapshot_sees_every_variable_that_it_depends_on(name, monkeypatch):
     before = envs.selecting()
     monkeypatch.setenv(name, "")
@@ -57,6 +57,20 @@ def test_no_variable_is_documented_that_nothing_reads():
     sources = [path.read_text() for path in package.rglob("*.py") if path.name != "envs.py"]
     sources.append(Path(envs.__file__).read_text().partition("def read(")[2])
     assert [name for name in envs.VARIABLES if not any(name in source for source in sources)] == []
+
+
+@pytest.mark.parametrize(
+    ("own", "vllm", "wanted"),
+    [(None, None, False), ("1", None, True), ("0", "1", False), (None, "1", True), ("", "1", False), (None, "0", False)],
+)
+def test_batch_invariance_is_requested_by_either_name(own, vllm, wanted, monkeypatch):
+    for name, value in (("ATTN_BATCH_INVARIANT", own), ("VLLM_BATCH_INVARIANT", vllm)):
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert envs.batch_invariant() is wanted
+    monkeypatch.setenv("ATTN_BATCH_INVARIANT", "yes")
+    with pytest.raises(ValueError, match="ATTN_BATCH_INVARIANT='yes' must be 0 or 1"):
+        envs.batch_invariant()
 
 
 def test_debug_names(monkeypatch):

@@ -30,13 +30,22 @@ DOORS = ("attn.cli", "attn.__main__")
 #: Modules of the core by floor; a module imports from its own floor or below. A package stands for what is in it.
 FLOORS = [
     ("attn.errors",),
-    ("attn.dtypes", "attn.envs", "attn.imports", "attn.logger", "attn.distributed", "attn.cache_file", "attn.reference"),
+    (
+        "attn.dtypes",
+        "attn.envs",
+        "attn.imports",
+        "attn.logger",
+        "attn.distributed",
+        "attn.cache_file",
+        "attn.fields",
+        "attn.reference",
+    ),
     ("attn.capabilities", "attn.backend_enum", "attn.arrays", "attn.progress"),
-    ("attn.machines", "attn.verdicts"),
+    ("attn.machines", "attn.model_config", "attn.verdicts"),
     ("attn.platforms",),
-    ("attn.backends", "attn.choice", "attn.diffusion", "attn.plugins", "attn.preferences", "attn.pictures"),
-    ("attn.selector", "attn.hints", "attn.layer", "attn.evidence", "attn.testing", "attn.aot", "attn.bench"),
-    ("attn.report", "attn.functional"),
+    ("attn.backends", "attn.choice", "attn.diffusion", "attn.plugins", "attn.preferences", "attn.pictures", "attn.serving"),
+    ("attn.selector", "attn.hints", "attn.recording", "attn.layer", "attn.evidence", "attn.testing", "attn.aot", "attn.bench"),
+    ("attn.report", "attn.model_report", "attn.functional", "attn.weights", "attn.collect"),
     DOORS,
 ]
 #: The ground floor needs the standard library alone (the oracle: NumPy too).

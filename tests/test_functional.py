@@ -145,7 +145,7 @@ def test_inside_a_jitted_function():
 
 
 def test_jax_compiles_once_for_equal_rules():
-    from attn.functional import _Rules
+    from attn.functional import Rules
     from attn.jax.functional import Ops
 
     traced = []
@@ -155,7 +155,7 @@ def test_jax_compiles_once_for_equal_rules():
         return q * rules.scale
 
     for scale in (0.5, 0.5, 0.25):
-        Ops.compiled(formula)(Ops, _Rules(True, scale, (3, 0), None), jnp.zeros(2))
+        Ops.compiled(formula)(Ops, Rules(True, scale, (3, 0), None), jnp.zeros(2))
     assert traced == [0.5, 0.25]
 
 
@@ -402,3 +402,53 @@ def test_a_window_is_called_by_its_name():
     for window, message in told.items():
         with pytest.raises(ValueError, match=f"^{message}"):
             attn.attention(x, x, x, window=window)
+
+
+IMAGES = [[-1, 0, 0, 0, 5, 5, -1], [3, 3, -1, -1, -1, 0, 0]]
+
+
+@pytest.mark.parametrize("framework", ["numpy", "torch", "jax"])
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"causal": True, "spans": True},
+        {"causal": True, "spans": True, "window": (1, 0), "span_window": False, "prefix": [2, 0]},
+        {"causal": True, "spans": True, "window": (1, 0), "span_window": True, "chunk_size": 3, "sinks": [0.5, -1.0]},
+        {"causal": True, "prefix": 3, "chunk_size": 4},
+        {"window": (2, 1), "prefix": 2},
+    ],
+)
+def test_what_a_row_sees_besides(framework, rules):
+    """The formula and a backend, against the oracle's own rows."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, 5 if i == 0 else 7, 2, 16)).astype(np.float32) for i in range(3))
+    spans = attn.spans_of(IMAGES, [5, 5]).reshape(2, 5, 2) if rules.get("spans") else None
+    given = {**rules, "spans": spans}
+    seen = np.stack([
+        reference.visible_mask(
+            5, 7, causal=rules.get("causal", False), window=rules.get("window", (None, None)),
+            spans=None if spans is None else spans[b], prefix=int(np.broadcast_to(rules.get("prefix", 0), 2)[b]),
+            chunk_size=rules.get("chunk_size"), span_window=rules.get("span_window", False),
+        )
+        for b in range(2)
+    ])[:, None]  # fmt: skip
+    want = attn.attention(q, k, v, mask=seen, sinks=rules.get("sinks"))
+    plain = attn.attention(q, k, v, causal=rules.get("causal", False), window=rules.get("window"), sinks=rules.get("sinks"))
+    assert np.abs(want - plain).max() > 0.1, "the rules change the result"
+    arrays = [attn.arrays.to_framework(x, framework) for x in (q, k, v)]
+    for more in ({}, {"backend": "XLA_ATTN" if framework == "jax" else "CPU_ATTN"}):
+        out = attn.attention(*arrays, **given, **more)
+        np.testing.assert_allclose(np.asarray(out), want, atol=2e-6)
+
+
+def test_spans_are_checked():
+    x = np.ones((1, 3, 2, 4))
+    for given, message in (
+        ({"spans": [[0, 1]] * 2}, r"spans has shape \[2, 2\], dtype int64: must be integers \[1, 3, 2\]"),
+        ({"spans": [[0, 3]] * 3}, r"spans\[0, 0\] = \[0, 3\]: must be 0 <= first <= last < 3, or \(-1, -1\) for none"),
+        ({"spans": [[0, 1]] * 3, "window": 2}, "spans with a window: pass span_window=True if the window cuts spans too"),
+        ({"prefix": 4}, "prefix=4 must be integers between 0 and 3"),
+        ({"chunk_size": 0}, "chunk_size=0 must be a positive int"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            attn.attention(x, x, x, causal=True, **given)

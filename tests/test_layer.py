@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+import attn
 from attn import CommonAttentionMetadata, reference
 from attn.errors import DTypeError, MetadataError, ShapeError, UnsupportedError
 from attn.imports import resolve_obj_by_qualname
@@ -86,6 +87,22 @@ def test_a_batch_is_built_by_its_layer_and_lse_by_asking(kind: str) -> None:
     np.testing.assert_array_equal(host(called(kind, layer, 5, long_form, layer.new_kv_cache(8))[0]), out)
     with pytest.raises(ValueError, match="return_lse='yes' must be True or False"):
         new_layer(kind, return_lse="yes")
+
+
+@pytest.mark.parametrize(
+    ("kind", "mapping"),
+    [("torch", {"full": "FLEX_ATTENTION"}), ("torch MLA", {"mla": "TORCH_MLA"}), ("jax MLA", {"mla": "XLA_MLA"})],
+)
+def test_a_backend_per_kind_of_layer(kind: str, mapping: dict[str, str]) -> None:
+    """A layer without `backend=` uses the backend of its kind, in both frameworks; an explicit one wins."""
+    with attn.backend_per_kind_context_manager(mapping):
+        layer = new_layer(kind, backend=None)
+        assert [layer.selection.name] == list(mapping.values())
+        assert layer.selection.source == f"backend_per_kind[{next(iter(mapping))!r}]"
+        assert new_layer("torch", backend="TORCH_SDPA").selection.source == "argument"
+    wrong = attn.backend_per_kind_context_manager({"full": "FLASHMLA", "mla": "FLASH_ATTN"})
+    with wrong, pytest.raises(UnsupportedError, match=r"requested by backend_per_kind\["):
+        new_layer(kind, backend=None)
 
 
 def test_a_backend_without_a_log_sum_exp_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Every notebook runs from top to bottom, says first what the reader will be able to do, and is stored without outputs.
+"""Every notebook runs from top to bottom and shows what is stored in it; it says first what the reader will be able to do.
 
 Some 70 seconds in all on an idle machine; the longest is 03, where libtpu compiles a kernel.
 
@@ -8,9 +8,12 @@ process, which the test's id says.
 
 import ast
 import contextlib
+import importlib.util
 import io
 import json
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -21,9 +24,19 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 KERNEL = installed("nbclient") and installed("ipykernel")
 
 
+def runner() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("run_notebooks", FOLDER / "run.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+run = runner()
+
+
 def code_cells(notebook: Path) -> list[str]:
-    cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
-    return ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    return ["".join(cell["source"]) for cell in run.read(notebook)["cells"] if cell["cell_type"] == "code"]
 
 
 def execute_here(notebook: Path) -> None:
@@ -41,14 +54,14 @@ def execute_here(notebook: Path) -> None:
 
 
 def execute_in_a_kernel(notebook: Path) -> None:
-    import nbformat
-    from nbclient import NotebookClient
-
-    NotebookClient(nbformat.read(notebook, as_version=4), timeout=300, resources={"metadata": {"path": str(FOLDER)}}).execute()
+    assert run.same(run.read(notebook), run.executed(notebook)), (
+        f"the outputs differ from the stored ones: run `python notebooks/run.py --write {notebook.stem}`"
+    )
 
 
 def test_there_are_notebooks_for_each_use():
-    assert [path.stem[:2] for path in NOTEBOOKS] == [f"{n:02}" for n in range(1, 8)]
+    numbers = [path.stem[:2] for path in NOTEBOOKS]
+    assert len(numbers) >= 7 and numbers == [f"{n:02}" for n in range(1, len(numbers) + 1)]
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
@@ -66,6 +79,72 @@ def test_runs(notebook):
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
-def test_is_stored_without_outputs(notebook):
-    for cell in json.loads(notebook.read_text(encoding="utf-8"))["cells"]:
-        assert not cell.get("outputs") and cell.get("execution_count") is None
+def test_is_stored_with_small_outputs(notebook):
+    stored = run.read(notebook)
+    cells = [cell for cell in stored["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in cells] == list(range(1, len(cells) + 1)) and any(run.compared(stored))
+    assert notebook.read_text(encoding="utf-8") == run.written(stored) and notebook.stat().st_size < 400_000
+    outputs = json.dumps([cell["outputs"] for cell in cells])
+    assert "/tmp" not in outputs and "/home" not in outputs and str(FOLDER.parent) not in outputs and "stderr" not in outputs
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_outputs_are_of_the_versions_that_are_tested_together(notebook):
+    pinned = dict(line.split("==") for line in (FOLDER.parent / "constraints.txt").read_text().split() if "==" in line)
+    used = run.read(notebook)["metadata"]["executed_with"]
+    for name in ("torch", "jax", "numpy", "transformers"):
+        if name in pinned:
+            assert used[name].partition("+")[0] == pinned[name], "run `python notebooks/run.py --write`"
+    assert used["machine"] and "attn" not in used
+
+
+def notebook_of(tmp_path: Path, source: str, *tags: str) -> Path:
+    cell = {"cell_type": "code", "execution_count": None, "id": "a", "metadata": {"tags": list(tags)}, "outputs": []}
+    kernel = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
+    notebook = {"cells": [{**cell, "source": [source]}], "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}
+    (tmp_path / "08_mine.ipynb").write_text(run.written(notebook), encoding="utf-8")
+    return tmp_path / "08_mine.ipynb"
+
+
+@pytest.mark.skipif(not KERNEL, reason="nbclient or ipykernel is not installed (extra notebooks)")
+@pytest.mark.filterwarnings("default")
+def test_outputs_are_written_and_compared(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(run, "FOLDER", tmp_path)
+    source = "import sys, time\nprint(len('abc'), 'cases', time.perf_counter(), '/tmp/tmpab12/x.json')\n"
+    source += "print(1, file=sys.stderr)\n'end'"
+    path = notebook_of(tmp_path, source)
+    monkeypatch.setattr(sys, "argv", ["run.py"])
+    assert run.main() == 1 and "08_mine.ipynb: DIFFERENT: run with --write" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["run.py", "--write", "08"])
+    assert run.main() == 0
+    [cell] = run.read(path)["cells"]
+    stream, value = cell["outputs"]
+    assert (
+        cell["execution_count"] == 1
+        and stream["text"][0].startswith("3 cases ")
+        and stream["text"][0].endswith(" .../x.json\n")
+    )
+    assert value["data"] == {"text/plain": ["'end'"]}, "nothing of stderr"
+    monkeypatch.setattr(sys, "argv", ["run.py"])
+    assert run.main() == 0, "a time differs, and is not compared"
+    path.write_text(path.read_text().replace("3 cases", "4 cases"))
+    assert run.main() == 1
+    path.write_text(path.read_text().replace('"numpy": "', '"numpy": "0.'))
+    assert run.main() == 0, "texts of other versions may differ"
+    path.write_text(path.read_text().replace("text/plain", "text/html"))
+    assert run.main() == 1, "kinds may not"
+    monkeypatch.setattr(sys, "argv", ["run.py", "09"])
+    with pytest.raises(ValueError, match="09: must begin the name of a notebook: 08_mine"):
+        run.main()
+
+
+def test_what_is_compared_of_a_cell():
+    def cell(text, *tags, form="text/plain"):
+        output = {"output_type": "display_data", "metadata": {}, "data": {form: [text]}}
+        return {"cells": [{"cell_type": "code", "metadata": {"tags": list(tags)}, "outputs": [output]}]}
+
+    assert run.compared(cell("5 of 7 in 3 ms: 0.25")) == run.compared(cell("5 of 7 in 12 ms: 1.5e-07"))
+    assert run.compared(cell("5 of 7")) != run.compared(cell("6 of 7"))
+    assert run.compared(cell("A wins", "measured")) == run.compared(cell("B wins", "measured"))
+    assert run.compared(cell("abc", form="image/png")) == run.compared(cell("abd", form="image/png"))
+    assert run.compared(cell("abc", "measured", form="image/png")) != run.compared(cell("abc", "measured"))

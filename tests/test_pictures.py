@@ -36,6 +36,7 @@ MASKS = {
     "two-sided window (2, 2)": (N, N, lambda p, j: abs(p - j) <= 2),
     "chunks of 4 (Llama 4)": (N, N, lambda p, j: j <= p and j // 4 == p // 4),
     "prefix of 4 (both ways)": (N, N, lambda p, j: j <= p or (j < 4 and p < 4)),
+    "spans (images), causal": (N, N, lambda p, j: j <= p or (p // 3 % 2 == 1 and j // 3 == p // 3)),
     "block-sparse: 1 local, every 3rd": (N, N, lambda p, j: j <= p and (p // 2 == j // 2 or (j // 2 + 1) % 3 == 0)),
     "more rows than keys": (N, N // 2, lambda p, j: j <= p),
 }
@@ -88,6 +89,17 @@ def test_weights_are_those_of_a_softmax() -> None:
         np.testing.assert_allclose(pixels(picture, head), want, atol=1e-12)
     assert {"a", "e", "sink", "head 0", "head 1"} <= set(picture.texts)
     assert len(pictures.weights(query, key, heads=[1]).figure.axes) == 2  # the map and its scale
+    assert len(pictures.weights(query, key).figure.axes) == 3  # one scale of both
+
+
+def test_a_key_that_is_not_seen_differs_from_a_weight_of_zero() -> None:
+    query, key = np.full((3, 1, 4), 100.0), np.repeat([[1.0], [2.0], [3.0]], 4, 1)[:, None]
+    picture = pictures.weights(query, key, causal=True, alibi_slopes=[1e4], sinks=[0.0])
+    cells = picture.figure.axes[0].images[0].get_array()
+    want = np.concatenate([~np.tri(3, dtype=bool), np.zeros((3, 1), bool)], 1)
+    assert (np.ma.getmaskarray(cells) == want).all() and cells.data[2, 0] == 0, "weight 0, seen"
+    assert "not seen" in picture.texts and {"0", "1", "2", "sink"} <= set(picture.texts)
+    assert "not seen" not in pictures.weights(query, key).texts
 
 
 def test_the_cache_as_a_map() -> None:
@@ -149,6 +161,9 @@ def test_times_and_roofline() -> None:
     assert max(roof.get_ydata()) == pytest.approx(0.2), "the matrix product: 0.02 TFLOP/s are a tenth of it"
     x, y = roof.get_xdata(), roof.get_ydata()
     assert y[0] / x[0] == pytest.approx(0.01), "the copy: 5 GB/s are half of it, in TB/s"
+    labels = [text.get_text() for text in roofs[0].texts]
+    assert labels == ["copy: 10 GB/s", "matrix product: 0.2 TFLOP/s", "q1s1k", "q64"] and roofs[0].get_ylim()[1] > 0.2 * 2
+    assert "framed, round: the selector's choice" in picture.texts
     assert len(roofs[0].lines) == 1 + 4 and len(roofs[1].lines) == 1 + 2
     assert sorted(patch.get_width() for patch in bars.patches) == [1.0, 1.0, 1.5, 1.5, 2.0, 2.0]
     assert "BROKEN" not in picture.texts and {"CPU_ATTN", "TORCH_SDPA", "XLA_ATTN"} <= set(picture.texts)
@@ -185,8 +200,11 @@ def test_the_same_picture_is_the_same_file_and_leaves_nothing_behind(tmp_path: P
     for name in ("a.svg", "b.svg"):
         pictures.mask(4, causal=True).save(tmp_path / name)
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
+    assert pictures.mask(4)._repr_png_().startswith(b"\x89PNG")
     shown = pictures.mask(4)._repr_svg_()
     assert shown.lstrip().startswith("<?xml") and ElementTree.fromstring(shown).tag.endswith("svg")
+    assert repr(pictures.mask(4, title="m")) == "<Picture 'm', 2.2 x 1.5 inches: .save('picture.svg') writes it to a file>"
+    assert repr(pictures.mask(4)).startswith("<Picture, 2.2")
     pyplot = sys.modules.get("matplotlib.pyplot")
     assert pyplot is None or not pyplot.get_fignums()
 

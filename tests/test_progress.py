@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from attn.progress import Bar, Display, Lines, Quiet, display
+from attn.progress import Bar, Display, Lines, Quiet, coloured, display
 
 
 class Terminal(io.StringIO):
@@ -60,3 +60,24 @@ def test_without_a_terminal_it_is_as_asked(plain: Display, capsys: pytest.Captur
     said = capsys.readouterr().out
     assert ("a row\n" in said) is not isinstance(plain, Quiet)
     assert said.count("12 tokens/s  text") == (5 if isinstance(plain, Lines) else 0)
+
+
+def test_colours_are_for_terminals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert coloured("40 of 40", True, io.StringIO()) == "40 of 40"
+    assert coloured("40 of 40", True, Terminal()) == "\x1b[1;32m40 of 40\x1b[0m"
+    assert "\x1b[1;31m" in coloured("39 of 40", False, Terminal())
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert coloured("40 of 40", True, Terminal()) == "40 of 40"
+
+
+def test_a_log_says_the_time_left(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 20.0, 150.0])
+    monkeypatch.setattr("attn.progress.time.perf_counter", lambda: next(clock))
+    log = Lines(sys.stderr)
+    log.begin("cases", 10)
+    log.step(2, "CPU_ATTN")
+    log.step(5, "")
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines() == ["cases        2/10     left: 1:20  CPU_ATTN", "cases        5/10     left: 2:30"]

@@ -139,8 +139,12 @@ def test_plugins_are_rows_the_failed_ones_too(entry_points, make_backend):
 def test_the_table_as_text_html_and_data():
     table = report.backends("attention")
     line = next(line for line in str(table).splitlines() if line.startswith("  TORCH_SDPA"))
-    assert line.endswith("available")
-    assert max(map(len, str(table).splitlines())) < 250
+    assert line.split() == ["TORCH_SDPA", "torch", "available"]
+    whole, narrow = " ".join(str(report.backends()).split()), str(report.backends()).splitlines()
+    assert all(len(line) <= 100 or " " not in line.strip() for line in narrow), "an address is in one line"
+    assert all(row.verdict in whole for row in report.backends())
+    line = next(line for line in table.text(wide=True).splitlines() if line.startswith("  TORCH_SDPA"))
+    assert table["TORCH_SDPA"].serves in line and table["TORCH_SDPA"].evidence in line
     assert "<b>TORCH_SDPA</b>" in table._repr_html_()
     data = json.loads(json.dumps(table.to_dict()))
     sdpa = next(row for row in data["backends"] if row["backend"] == "TORCH_SDPA")

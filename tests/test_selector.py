@@ -389,6 +389,91 @@ def test_a_task_inherits_the_force_it_was_started_under(three):
     assert asyncio.run(main()) == ("TWO", "ONE")
 
 
+# --- a backend per kind of layer ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def windowed(platform, make_backend):
+    """A priority list of three registered backends that support windows."""
+    platform.names = ("ONE", "TWO", "THREE")
+    for name in platform.names:
+        register_backend(name, make_backend(name, features=("sliding_window",)))
+    return platform
+
+
+def sliding(**changes):
+    return make_request(64, "float32", None, 16, features=["sliding_window"], **changes)
+
+
+@pytest.mark.parametrize(
+    ("force", "argument", "mapping", "per_kind", "variable", "winner", "source"),
+    [
+        (None, None, {"full": "TWO"}, None, None, "ONE", "priority"),
+        (None, None, {"full": "TWO"}, None, "THREE", "THREE", "ATTN_BACKEND"),
+        (None, None, {"full": "TWO"}, " sliding = THREE ,", "ONE", "THREE", "ATTN_BACKEND_PER_KIND['sliding']"),
+        (None, None, {"sliding": "TWO"}, "sliding=THREE", "THREE", "TWO", "backend_per_kind['sliding']"),
+        (None, "THREE", {"sliding": "TWO"}, None, None, "THREE", "argument"),
+        ("THREE", None, {"sliding": "TWO"}, "sliding=TWO", None, "THREE", "context"),
+        (None, None, None, "full=TWO,sliding=THREE", None, "THREE", "ATTN_BACKEND_PER_KIND['sliding']"),
+    ],
+)
+def test_precedence_of_a_backend_per_kind(force, argument, mapping, per_kind, variable, winner, source, windowed, monkeypatch):
+    for name, value in (("ATTN_BACKEND", variable), ("ATTN_BACKEND_PER_KIND", per_kind)):
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    global_force_attn_backend(force)
+    selector.backend_per_kind(mapping)
+    selection = select(sliding(), backend=argument)
+    assert (selection.name, selection.source) == (winner, source)
+    assert len(selection.trace) == (3 if source == "priority" else 1)
+    if source != "priority":
+        assert f"requested by {source}" in str(selection)
+
+
+def test_a_backend_per_kind_counts_at_the_next_call(windowed, monkeypatch):
+    assert pick() == "ONE"
+    with selector.backend_per_kind_context_manager({"full": "TWO"}):
+        assert (pick(), pick(features=["sliding_window"])) == ("TWO", "ONE")
+        with pytest.raises(ValueError), selector.backend_per_kind_context_manager({"full": "NOPE"}):
+            raise AssertionError("must not be entered")
+        assert pick() == "TWO"
+    assert pick() == "ONE"
+    monkeypatch.setenv("ATTN_BACKEND_PER_KIND", "full=THREE")
+    assert pick() == "THREE"
+
+
+def test_a_backend_per_kind_that_cannot_serve_is_refused(three, make_backend):
+    register_backend("NO_WINDOWS", make_backend("NO_WINDOWS", features=()))
+    selector.backend_per_kind({"full": "NO_WINDOWS", "sliding": "NO_WINDOWS"})
+    assert pick() == "NO_WINDOWS"
+    with pytest.raises(UnsupportedError, match=r"(?s)requested by backend_per_kind\['sliding'\].*sliding_window not supported"):
+        pick(features=["sliding_window"])
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("full=TWOO", r"ATTN_BACKEND_PER_KIND\['full'\]=TWOO: Unknown attention backend: 'TWOO'. Did you mean TWO?"),
+        ("slidng=TWO", "ATTN_BACKEND_PER_KIND: Unknown kind of layer: 'slidng'. Did you mean sliding?"),
+        ("TWO", "ATTN_BACKEND_PER_KIND='TWO': must be kind=BACKEND"),
+        ("full=", "ATTN_BACKEND_PER_KIND='full=': must be kind=BACKEND"),
+        ("full=ONE,full=TWO", "ATTN_BACKEND_PER_KIND='full=TWO': must be kind=BACKEND, comma-separated, each kind once"),
+    ],
+)
+def test_a_malformed_variable_of_backends_per_kind(value, message, three, monkeypatch):
+    monkeypatch.setenv("ATTN_BACKEND_PER_KIND", value)
+    for ask in (pick, lambda: select(sliding())):  # an entry for another kind is checked too
+        with pytest.raises(ValueError, match=message):
+            ask()
+    with pytest.raises(TypeError, match="member or a name, not 3"):
+        selector.backend_per_kind({"full": 3})
+
+
+def test_a_backend_per_kind_decides_the_framework_of_a_bare_string(platform, make_backend):
+    selector.backend_per_kind({"full": "XLA_ATTN"})
+    assert selector._framework("float32", make_request(64, "float32")) == "jax"
+
+
 # --- many at once --------------------------------------------------------------------------------------------------
 
 

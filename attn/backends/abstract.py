@@ -228,6 +228,10 @@ class AttentionImpl(Implementation, ABC, Generic[T]):
     # even if they can return lse (for efficiency reasons)
     need_to_return_lse_for_decode: bool = False
 
+    #: Whether a request's bits must not depend on the rest of the batch (docs/semantics.md §17). Set by a layer that requests
+    #: the feature, whose backend then declares it; the default is the fastest plan for each batch.
+    batch_invariant: bool = False
+
     backend: ClassVar[type[AttentionBackend]]
     #: "torch" or "jax": the framework to which `__call__` converts.
     framework: ClassVar[str] = "torch"

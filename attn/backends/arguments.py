@@ -8,7 +8,7 @@ import operator
 from collections.abc import Collection
 from typing import Any
 
-from attn.capabilities import ATTN_TYPES, ENCODER_TYPES, Feature, Request
+from attn.capabilities import ATTN_TYPES, ENCODER_TYPES, AttentionType, Feature, Request
 from attn.errors import UnsupportedError
 
 Window = tuple[int | None, int | None]
@@ -185,6 +185,7 @@ def layer_features(
     alibi_slopes: Any,
     sinks: Any,
     kv_sharing_target_layer_name: str | None,
+    chunk_size: int | None = None,
 ) -> frozenset[str]:
     """Return the features that a layer with these (normalised) arguments requires of its backend.
 
@@ -200,8 +201,25 @@ def layer_features(
         Feature.ALIBI: alibi_slopes is not None,
         Feature.SINKS: sinks is not None,
         Feature.KV_SHARING: kv_sharing_target_layer_name is not None,
+        Feature.CHUNK_SIZE: chunk_size is not None,
     }
     return frozenset(feature.value for feature, needed in asked.items() if needed)
+
+
+def check_reach(impl: Any, attn_metadata: Any) -> None:
+    """Raise `UnsupportedError` unless an implementation supports a batch's spans, prefixes and mixed causality."""
+    name, features = impl.backend.get_name(), impl.backend.capabilities.features
+    has_spans = attn_metadata.spans is not None or attn_metadata.prefix is not None
+    for feature, present in ((Feature.MIXED_CAUSAL, attn_metadata.is_causal is not None), (Feature.SPANS, has_spans)):
+        if present and feature not in features:
+            raise UnsupportedError(f"{name}: {feature.value} not supported")
+        if present and impl.attn_type != AttentionType.DECODER:
+            raise UnsupportedError(f"{name}: {feature.value} not supported with {impl.attn_type} attention")
+    if attn_metadata.spans is not None and impl.window[0] is not None and impl.span_window is None:
+        raise UnsupportedError(
+            f"{name}: the batch has spans and the layer a window, and models differ in whether a window cuts a span: pass "
+            "span_window=True or False to the layer"
+        )
 
 
 def refuse(backend: Any, request: Request) -> None:

@@ -41,13 +41,18 @@ class CommonAttentionMetadata:
     slot_mapping: [T] int64 (int32 under jax), block * P + offset of each new token; -1 writes nothing.
     num_actual_tokens: rows of the packed arrays that hold tokens; the rest is padding and is not touched.
     max_query_len, max_seq_len: host ints, at least the true maxima (upper bounds, as for a captured graph).
-    causal: bottom-right causal masking, True or False; False for encoder-like use of a paged cache, and cross attention.
+    causal: bottom-right causal masking, True or False; False for encoder-like use of a paged cache, and cross attention. Or a
+        NumPy array, [R] bool, one per request.
     query_start_loc_cpu, seq_lens_cpu: NumPy mirrors (the arrays themselves, if they are NumPy's); without them, lengths are
         not checked on the host.
     tree_mask: [R, W, W] bool or None. For a request with q_len <= W, the top-left q_len x q_len part says which of its own
         new tokens each new token sees; all earlier context stays visible; requests with q_len > W are causal. A token sees
         itself and its ancestors, which come before it: the part in use is lower triangular with a true diagonal.
         W = 0 is the same as None.
+    spans: [T, 2] int32 or None: keys that a row sees besides those that causality and the window allow, (first, last) as
+        positions in its request, inclusive; (-1, -1) for none. For image tokens that see each other in both directions, and
+        for block-causal models (`spans_of`). The keys must be in the cache once this batch is written: last < seq_len.
+    prefix: [R] int32 or None: every row of request r sees the keys before prefix[r].
     dcp_local_seq_lens: [R] int32, this rank's share of seq_lens under decode context parallelism.
     block_size: P that the table and the slots were made for, if known; a layer with another P rejects the batch.
     """
@@ -60,10 +65,12 @@ class CommonAttentionMetadata:
     num_actual_tokens: int
     max_query_len: int
     max_seq_len: int
-    causal: bool = True
+    causal: Any = True
     query_start_loc_cpu: "IntArray | None" = None
     seq_lens_cpu: "IntArray | None" = None
     tree_mask: Any = None
+    spans: Any = None
+    prefix: Any = None
     dcp_local_seq_lens: Any = None
     block_size: int | None = None
 
@@ -81,8 +88,10 @@ class CommonAttentionMetadata:
         block_table: "Sequence[Sequence[int]] | Sequence[IntArray] | IntArray",
         block_size: int,
         *,
-        causal: bool = True,
+        causal: "bool | Sequence[bool]" = True,
         tree_mask: Any = None,
+        spans: Any = None,
+        prefix: Any = None,
         strict: bool = True,
         writes: bool = True,
     ) -> Self:
@@ -90,6 +99,7 @@ class CommonAttentionMetadata:
 
         query_lens, seq_lens: [R] ints, the new tokens of each request, and all of its tokens, *including the new ones*.
         block_table: [R, B] ints, or ragged (a list of ids per request); shorter rows are padded with -1.
+        causal: one bool, or one per request. spans: [T, 2] ints. prefix: [R] ints. As in the class.
         strict: reject a causal request with more new tokens than tokens in total. False keeps what is defined for it: the
             leading rows see no key, return 0, and write nothing (slot -1). Cross attention is `causal=False`.
         writes: whether the new tokens' keys and values are written. False: they are in the cache already, or belong to a
@@ -115,16 +125,16 @@ class CommonAttentionMetadata:
             num_actual_tokens=int(start[-1]),
             max_query_len=int(q.max(initial=0)),
             max_seq_len=int(s.max(initial=0)),
-            causal=causal,
+            causal=_flags(causal, len(q)),
             tree_mask=tree_mask,
+            spans=None if spans is None else _rows_of_ints("spans", spans),
+            prefix=None if prefix is None else _int32("prefix", prefix),
             block_size=block_size,
         )
         batch.validate(block_size, strict=_flag("strict", strict))
         batch._check_blocks(block_size, INT32_MAX + 1)
         if _flag("writes", writes):
-            request = np.repeat(np.arange(len(q)), q)
-            position = np.arange(int(start[-1])) - start[request] + (s - q)[request]
-            batch.slot_mapping = slots_of(table, request, position, block_size)
+            batch.slot_mapping = slots_of(table, *_rows_of(start, s), block_size)
             batch._check_slots(None)
         else:
             batch.slot_mapping.fill(PAD_SLOT_ID)
@@ -135,10 +145,40 @@ class CommonAttentionMetadata:
         start = self.query_start_loc_cpu
         return None if start is None else start[1:] - start[:-1]
 
+    def positions(self) -> "npt.NDArray[np.int32]":
+        """Return the position of each new token in its request, as for rotary embeddings: [T] int32, 0 in padding rows.
+
+        Computed on the host from the mirrors. Raises `MetadataError` without them.
+        """
+        import numpy as np
+
+        start, seq_lens = self.query_start_loc_cpu, self.seq_lens_cpu
+        if start is None or seq_lens is None:
+            name = "query_start_loc_cpu" if start is None else "seq_lens_cpu"
+            raise MetadataError(name, None, None, "a NumPy mirror of the lengths, from which positions are computed")
+        positions = np.zeros(self.slot_mapping.shape[0], np.int32)
+        positions[: start[-1]] = _rows_of(start, seq_lens)[1]
+        return positions
+
     @property
     def has_trees(self) -> bool:
         """Whether `tree_mask` is in use: one without nodes, [R, 0, 0], is not."""
         return self.tree_mask is not None and self.tree_mask.shape[1] > 0
+
+    @property
+    def is_causal(self) -> "npt.NDArray[np.bool_] | None":
+        """Which requests are causal, [R] bool, if they differ; None if all are as `causal` says."""
+        import numpy as np
+
+        mixed = isinstance(self.causal, np.ndarray) and bool((self.causal != self.causal[:1]).any())
+        return self.causal if mixed else None
+
+    @property
+    def all_causal(self) -> bool:
+        """Whether every request is causal (True for a batch without requests)."""
+        import numpy as np
+
+        return bool(self.causal.all() if isinstance(self.causal, np.ndarray) else self.causal)
 
     def replace(self, **changes: Any) -> Self:
         """Return a copy with some fields changed."""
@@ -171,6 +211,8 @@ class CommonAttentionMetadata:
             self._check_seq_lens(self.seq_lens_cpu, block_size, strict)
         if self.tree_mask is not None:
             self._check_tree(_on_host(self.tree_mask))
+        if self.spans is not None or self.prefix is not None:
+            self._check_reach(_on_host(self.spans), _on_host(self.prefix))
         if num_blocks is not None:
             self._check_blocks(block_size, num_blocks)
             self._check_slots(num_blocks * block_size)
@@ -179,7 +221,7 @@ class CommonAttentionMetadata:
     def _check_static(self) -> None:
         for name in ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len"):
             _check_int(name, getattr(self, name), 0)
-        _flag("causal", self.causal)
+        _check_causal(self.causal, self.num_reqs)
         _check_array("query_start_loc", self.query_start_loc, (self.num_reqs + 1,), _INT32)
         _check_array("seq_lens", self.seq_lens, (self.num_reqs,), _INT32)
         _check_array("block_table", self.block_table, (self.num_reqs, None), _INT32)
@@ -193,6 +235,14 @@ class CommonAttentionMetadata:
             _check_array("tree_mask", self.tree_mask, (self.num_reqs, None, None), _BOOL)
             if self.tree_mask.shape[1] != self.tree_mask.shape[2]:
                 raise ShapeError(f"tree_mask has shape {list(self.tree_mask.shape)}: must be [R, W, W]")
+        if self.spans is not None:
+            _check_array("spans", self.spans, (None, 2), _INT32)
+            if self.spans.shape[0] < self.num_actual_tokens:
+                raise ShapeError(
+                    f"spans has {self.spans.shape[0]} rows: must be at least num_actual_tokens={self.num_actual_tokens}"
+                )
+        if self.prefix is not None:
+            _check_array("prefix", self.prefix, (self.num_reqs,), _INT32)
         if self.dcp_local_seq_lens is not None:
             _check_array("dcp_local_seq_lens", self.dcp_local_seq_lens, (self.num_reqs,), _INT32)
         start, seq = self.query_start_loc_cpu, self.seq_lens_cpu
@@ -232,8 +282,11 @@ class CommonAttentionMetadata:
             bound = f"at most {columns * block_size} ({columns} blocks of {block_size} in its table row)"
             raise MetadataError("seq_lens", high, longest, bound)
         query_lens = self.query_lens_cpu()
-        if strict and self.causal and query_lens is not None and (query_lens > seq).any():
-            i = int((query_lens > seq).argmax())
+        if not strict or query_lens is None:
+            return
+        short = (query_lens > seq) & self.causal
+        if short.any():
+            i = int(short.argmax())
             bound = f"at least query_lens[{i}] = {query_lens[i]} (seq_lens counts the new tokens too)"
             raise MetadataError("seq_lens", i, int(seq[i]), bound)
 
@@ -251,6 +304,29 @@ class CommonAttentionMetadata:
             r, i, j = (int(x) for x in np.argwhere(wrong)[0])
             bound = "True on the diagonal" if i == j else "False above the diagonal: ancestors come before their descendants"
             raise MetadataError("tree_mask", (r, i, j), bool(tree[r, i, j]), bound)
+
+    def _check_reach(self, spans: "IntArray | None", prefix: "IntArray | None") -> None:
+        """Check that spans and prefixes are within the tokens that will be in the cache, if they are on the host."""
+        import numpy as np
+
+        seq, query_lens = self.seq_lens_cpu, self.query_lens_cpu()
+        if prefix is not None and seq is not None:
+            bad = (prefix < 0) | (prefix > seq)
+            if bad.any():
+                r = int(bad.argmax())
+                raise MetadataError("prefix", r, int(prefix[r]), f"between 0 and seq_lens[{r}] = {seq[r]}")
+        if spans is None or seq is None or query_lens is None:
+            return
+        first, last = spans[: int(query_lens.sum())].T
+        own = np.repeat(seq, query_lens)
+        bad = ((first < 0) | (last < first) | (last >= own)) & ~((first == -1) & (last == -1))
+        if bad.any():
+            t = int(bad.argmax())
+            r = int(np.repeat(np.arange(len(query_lens)), query_lens)[t])
+            bound = f"(first, last) with 0 <= first <= last < seq_lens[{r}] = {seq[r]}, or (-1, -1) for none"
+            if 0 <= first[t] <= last[t]:  # the rest of an image, for example, is in a later chunk
+                bound += f"; schedule the tokens up to position {last[t]} in this step, as later keys are not in the cache yet"
+            raise MetadataError("spans", t, [int(first[t]), int(last[t])], bound)
 
     def _check_blocks(self, block_size: int, num_blocks: int) -> None:
         """Check the block ids in use against the number of blocks, if the table is on the host."""
@@ -314,6 +390,27 @@ def _flag(name: str, value: Any) -> bool:
     return flag
 
 
+def _flags(causal: Any, num_reqs: int) -> Any:
+    """Return `causal` as it is, or [R] bool for a list or tuple of flags."""
+    import numpy as np
+
+    if not isinstance(causal, list | tuple):
+        return causal
+    flags = [as_flag(value) for value in causal]
+    if None in flags or len(flags) != num_reqs:
+        raise MetadataError("causal", None, causal, f"True, False, or a list of {num_reqs} of them, one per request")
+    return np.array(flags, np.bool_)
+
+
+def _check_causal(causal: Any, num_reqs: int) -> None:
+    import numpy as np
+
+    if isinstance(causal, np.ndarray) and causal.ndim:
+        _check_array("causal", causal, (num_reqs,), _BOOL)
+    else:
+        _flag("causal", causal)
+
+
 @functools.cache
 def _kind(dtype: Any) -> str:
     """Return a dtype's name; cached, since NumPy takes a microsecond to format one."""
@@ -358,6 +455,53 @@ def _int32(name: str, values: Any, row: int | None = None) -> "IntArray":
     return array.astype(np.int32)
 
 
+def _rows_of_ints(name: str, values: Any) -> "IntArray":
+    """Convert [T, 2] integers to int32; reject others."""
+    import numpy as np
+
+    array = np.asarray(values)
+    if array.ndim != 2 or array.shape[1] != 2:
+        raise ShapeError(f"{name} has shape {list(array.shape)}: must be [T, 2]")
+    if array.size and array.dtype.kind not in "iu":
+        raise DTypeError(f"{name} has dtype {array.dtype}: must be integers")
+    if not _fits_int32(array):
+        raise MetadataError(name, None, "an entry", f"between {-INT32_MAX - 1} and {INT32_MAX}")
+    return array.astype(np.int32)
+
+
+def spans_of(groups: "Sequence[Sequence[int]] | Sequence[IntArray]", query_lens: Sequence[int]) -> "IntArray":
+    """Return the `spans` of a batch, [T, 2] int32, in which adjacent tokens of one group see each other in both directions.
+
+    groups: R sequences, one integer per token of the request that will be in the cache, new ones included: -1 for a token of
+        no group (text); adjacent tokens with the same integer are one group (an image, or a block of a block-causal model).
+    query_lens: [R] ints, the new tokens of each request, its last ones.
+
+    A group must be whole: if a step has a part of an image's tokens only, its rows see that part only. The formula is in
+    docs/semantics.md §18.
+
+    >>> spans_of([[-1, 7, 7, 7, -1]], [4]).tolist()
+    [[1, 3], [1, 3], [1, 3], [-1, -1]]
+    """
+    import numpy as np
+
+    if len(groups) != len(query_lens):
+        raise ShapeError(f"groups has {len(groups)} entries: must be {len(query_lens)}, one per request")
+    found = [np.empty((0, 2), np.int32)]
+    for r, (own, n) in enumerate(zip(groups, query_lens, strict=True)):
+        ids = np.asarray(own)
+        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+            raise DTypeError(f"groups[{r}] must be a sequence of integers, one per token of the request")
+        if not 0 <= n <= len(ids):
+            raise MetadataError("query_lens", r, n, f"between 0 and len(groups[{r}]) = {len(ids)}")
+        starts = np.flatnonzero(np.concatenate([[True], ids[1:] != ids[:-1]])) if len(ids) else np.empty(0, np.int64)
+        ends = np.append(starts[1:], len(ids)) - 1
+        of = np.searchsorted(starts, np.arange(len(ids)), side="right") - 1
+        pairs = np.stack([starts[of], ends[of]], 1) if len(ids) else np.empty((0, 2), np.int64)
+        pairs[ids < 0] = -1
+        found.append(pairs[len(ids) - n :].astype(np.int32))
+    return np.concatenate(found)
+
+
 def _table(rows: "Sequence[Sequence[int]] | Sequence[IntArray] | IntArray") -> "IntArray":
     """Convert a block table, ragged or not, to [R, B] int32, short rows padded with -1; always a copy.
 
@@ -398,6 +542,20 @@ def _joined(rows: list[Any]) -> "IntArray | None":
 
 def _fits_int32(numbers: "IntArray") -> bool:
     return not numbers.size or (int(numbers.min()) > -INT32_MAX - 2 and int(numbers.max()) <= INT32_MAX)
+
+
+def next_power_of_two(size: int) -> int:
+    """Return the power of two at or above `size` (1 for 0)."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
+def _rows_of(start: "IntArray", seq_lens: "IntArray") -> "tuple[IntArray, IntArray]":
+    """Return the request of each new token, and its position in it; each [T]."""
+    import numpy as np
+
+    query_lens = np.diff(start)
+    request = np.repeat(np.arange(len(query_lens)), query_lens)
+    return request, np.arange(len(request)) - start[request] + (seq_lens - query_lens)[request]
 
 
 def slots_of(block_table: "IntArray", request: "IntArray", position: "IntArray", block_size: int) -> "IntArray":

@@ -13,11 +13,13 @@ from attn.backends.abstract import AttentionBackend, AttentionImpl, AttentionTyp
 from attn.backends.arguments import (
     Window,
     check_attn_type,
+    check_flag,
     check_heads,
     check_per_head,
     check_scale,
     check_soft_cap,
     layer_features,
+    positive_int,
     refuse,
     window_pair,
 )
@@ -128,9 +130,11 @@ class PagedImpl(AttentionImpl[T]):
         kv_sharing_target_layer_name: str | None = None,
         *,
         sinks: Any = None,
+        chunk_size: int | None = None,
+        span_window: bool | None = None,
     ) -> None:
         """Take the arguments of vLLM's `AttentionImpl`, and `sinks`: [H] float32, one extra logit per head that takes weight
-        but has no value.
+        but has no value; `chunk_size` and `span_window` as in the layer.
 
         `sliding_window` may also be a (left, right) pair, inclusive, None for unbounded. Raises ValueError for invalid
         arguments and `UnsupportedError` with this backend's reasons for unsupported ones.
@@ -145,6 +149,10 @@ class PagedImpl(AttentionImpl[T]):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.alibi_slopes = self._per_head("alibi_slopes", alibi_slopes)
         self.sinks = self._per_head("sinks", sinks)
+        self.chunk_size = None if chunk_size is None else positive_int("chunk_size", chunk_size)
+        self.span_window = None if span_window is None else check_flag("span_window", span_window)
+        if self.chunk_size and attn_type != AttentionType.DECODER:
+            raise ValueError(f"chunk_size={chunk_size}: must be None for {attn_type} attention")
         refuse(self.backend, self.request())
 
     def request(self) -> Request:
@@ -157,7 +165,12 @@ class PagedImpl(AttentionImpl[T]):
             kv_cache_dtype=self.kv_cache_dtype,
             attn_type=self.attn_type,
             features=layer_features(
-                self.window, self.logits_soft_cap, self.alibi_slopes, self.sinks, self.kv_sharing_target_layer_name
+                self.window,
+                self.logits_soft_cap,
+                self.alibi_slopes,
+                self.sinks,
+                self.kv_sharing_target_layer_name,
+                self.chunk_size,
             )
             | ({Feature.DCP} if self.dcp_world_size > 1 else set()),
             num_heads=self.num_heads,

@@ -218,19 +218,19 @@ def flops(case: Case) -> int:
     lens = parse(case.batch)
     if case.mla:
         return case.num_heads * sum(_latent_flops(case, n, m) for n, m in lens)
-    return 4 * case.num_heads * case.head_size * sum(_pairs(n, m, case.window or m) for n, m in lens)
+    return 4 * case.num_heads * case.head_size * sum(pairs(n, m, case.window or m) for n, m in lens)
 
 
 def _latent_flops(case: Case, n: int, m: int) -> int:
     """Count a head's operations over a latent in the cheaper form: absorbed, or expanded, which first computes the context's
     keys and values from it. The up-projection of new tokens, needed in either form, is not counted."""
-    pairs, rank = _pairs(n, m, case.window or m), case.kv_lora_rank
-    absorbed = 2 * (case.head_size + rank) * pairs
-    expanded = 2 * (NOPE + ROPE + VALUE) * pairs + 2 * rank * (NOPE + VALUE) * (m - n)
+    seen, rank = pairs(n, m, case.window or m), case.kv_lora_rank
+    absorbed = 2 * (case.head_size + rank) * seen
+    expanded = 2 * (NOPE + ROPE + VALUE) * seen + 2 * rank * (NOPE + VALUE) * (m - n)
     return min(absorbed, expanded)
 
 
-def _pairs(n: int, m: int, window: int) -> int:
+def pairs(n: int, m: int, window: int) -> int:
     """Count the visible pairs of the last n of m rows: row i (of all m) sees min(i + 1, window) keys."""
     growing = range(m - n + 1, min(m, window) + 1)  # keys seen by each row that the window does not limit
     return sum(growing) + (n - len(growing)) * window

@@ -13,12 +13,12 @@ from typing import Any
 from attn.backend_enum import off_paths
 from attn.backends.registry import BLOCKSPARSE, AttentionBackendEnum
 from attn.bench import dense, workloads
-from attn.bench import rows as bench_rows
 from attn.bench import summary as summaries
 from attn.bench.case import CPU_SUITE, KINDS, LIMITS, MLA_CPU_SUITE, MLA_SUITE, SUITE, Case, abbreviated, parse
+from attn.bench.columns import header, wrapped
 from attn.bench.judge import compare, judge, ranked, verdicts
 from attn.bench.roofline import draw
-from attn.bench.rows import BENCHES, Bench, Entry, Report, measured, open_bench, plan
+from attn.bench.rows import BENCHES, COLUMNS, Bench, Entry, Report, measured, open_bench, plan
 from attn.bench.sample import CPU_SIZES, SIZES, sample, sizes_of
 from attn.pictures.picture import check_file, check_writable
 from attn.platforms import default_framework, platform_for
@@ -77,6 +77,7 @@ def case_arguments(parser: argparse.ArgumentParser) -> None:
     add("--kv-cache-dtype", help=f"(default: {default.kv_cache_dtype})")
     add("--window", type=int, metavar="W", help="each token sees the last W keys, itself included")
     add("--sinks", action="store_true", default=None, help="give every query head a sink")
+    add("--wide", action="store_true", help="print every column (default: those that fit in 100 characters)")
 
 
 def fields_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -119,7 +120,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         check_writable(args.json)
     if args.judge:
-        return _judged_file(args.judge, args.plot)
+        return _judged_file(args.judge, args.plot, args.wide)
     if args.registry == "diffusion":
         if args.mla:
             raise ValueError("--mla cannot be combined with --registry diffusion: latent layers have a paged cache")
@@ -150,13 +151,13 @@ def run(args: argparse.Namespace) -> int:
     for line in off_paths(AttentionBackendEnum, [entry.backend for entry in entries if not entry.refused]):
         print(line)
     report.about |= drawn
-    print(summaries.header() if drawn else bench_rows.header())
-    measure(entries, benches, report, args.limit, args.json)
+    print(header(summaries.COLUMNS if drawn else COLUMNS, args.wide))
+    measure(entries, benches, report, args.limit, args.json, wide=args.wide)
     found = report.to_dict()["rows"]
     if drawn:
         print("\n".join([*(ranked(found) if args.peers else []), summaries.summary(found)]))
     elif args.peers:
-        print(judge(found))
+        print("\n".join(ranked(found)))
     draw(args.plot, report.to_dict())
     return 0 if report.right else 1
 
@@ -219,14 +220,15 @@ def about(benches: dict[str, Bench], entries: Sequence[Entry]) -> dict[str, Any]
 
 
 def measure(
-    entries: Sequence[Entry], benches: dict[str, Bench], report: Report, limit: float, file: str | None = None
+    entries: Sequence[Entry], benches: dict[str, Bench], report: Report, limit: float, file: str | None = None,
+    wide: bool = False,
 ) -> None:  # fmt: skip
-    """Measure every entry into `report`, printing each row as it completes and a verdict after each case; for random batches,
+    """Measure every entry into `report`, printing each case, its rows as they complete and a verdict; for random batches,
     an outcome after each case and only wrong rows.
 
     The file is written after each case, so that a kernel that hangs does not lose the earlier rows.
     """
-    begin, drawn = 0, "random" in report.about
+    begin, drawn, printed = 0, "random" in report.about, None
     with display(Display(), *([sys.stdout, sys.stderr] if len(entries) > 1 else [])) as shown:
         shown.begin("", len(entries))
         if entries:
@@ -234,15 +236,17 @@ def measure(
         for index, row in enumerate(measured(entries, benches, limit)):
             report.rows.append(row)
             if not (drawn and row.right):
-                shown.say(str(row))
+                if printed != (printed := (row.case, row.framework)):
+                    shown.say(abbreviated(str(row.case)) + (f" ({row.framework})" if len(benches) > 1 else ""))
+                shown.say(row.text(wide))
             rest = entries[index + 1 :]
             shown.step(index + 1, _status(rest))
             if not rest or (rest[0].case, rest[0].framework) != (row.case, row.framework):
                 if drawn:
-                    shown.say(str(summaries.outcomes([row.to_dict() for row in report.rows])[-1]))
+                    shown.say(summaries.outcomes([row.to_dict() for row in report.rows])[-1].text(wide))
                 else:
                     for verdict in verdicts([row.to_dict() for row in report.rows[begin:]]):
-                        shown.say(f"-> {verdict}")
+                        shown.say(wrapped(f"-> {verdict.outcome}", 3))
                 begin = len(report.rows)
                 report.write(file)
 
@@ -256,23 +260,23 @@ def _status(entries: Sequence[Entry]) -> str:
 
 
 def read(file: str) -> dict[str, Any]:
-    """Read a report written by --json. Raises ValueError for any other file."""
+    """Read a report written by --json. Raises ValueError for any other file, OSError if there is none."""
     try:
         found = json.loads(Path(file).read_text(encoding="utf-8"))
         rows = found["rows"]
         if not isinstance(rows, list) or not all("backend" in row and "right" in row for row in rows):
             raise TypeError('"rows" must be a list of objects with "backend" and "right"')
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{file}: not a report written by --json: {error}") from None
     return found  # type: ignore[no-any-return]
 
 
-def _judged_file(file: str, plot: str | None) -> int:
+def _judged_file(file: str, plot: str | None, wide: bool) -> int:
     report = read(file)
     found = report["rows"]
     if "random" in report:
-        lines = [summaries.header(), *map(str, summaries.outcomes(found)), *ranked(found), summaries.summary(found)]
-        print("\n".join(lines))
+        lines = [header(summaries.COLUMNS, wide), *(outcome.text(wide) for outcome in summaries.outcomes(found))]
+        print("\n".join([*lines, *ranked(found), summaries.summary(found)]))
     else:
         print(judge(found))
     draw(plot, report)

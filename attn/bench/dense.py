@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from attn.backend_enum import off_paths
 from attn.bench.case import LIMITS, Timing
+from attn.bench.columns import Column, header, line, wrapped
 from attn.bench.roofline import draw
 from attn.bench.rows import Report
 from attn.diffusion.backends.abstract import DiffusionRequest
@@ -62,6 +63,12 @@ SUITE = (
     Shape(1, 75600, 40, 128, "Wan 720p"),
 )  # fmt: skip
 
+#: Columns of a row; "allowed" is the largest error of a right output.
+COLUMNS = (
+    Column("backend", 24, text=True), Column("ms", 10), Column("p20 .. p80", 23), Column("TFLOP/s", 8),
+    Column("kind", 11, text=True), Column("error", 8), Column("allowed", 8),
+)  # fmt: skip
+
 
 def parse(text: str) -> Shape:
     """Parse a shape. Raises ValueError for an invalid one."""
@@ -96,12 +103,15 @@ class DenseRow:
         return self.shape.flops / self.timing.ms / 1e9 if self.timing else 0.0
 
     def __str__(self) -> str:
-        t, head = self.timing, f"{'->' if self.chosen else '  '} {self.shape.name:8s} {self.shape!s:15s} {self.backend:16s}"
+        t, head = self.timing, f"{'*' if self.chosen else ' '}{self.backend}"
         if t is None:
-            return f"{head} {'not available: ' + self.refused if self.refused else 'FAILED: ' + self.raised}"
-        kind = "exact" if self.exact else "approximate"
-        verdict = f"{'' if self.right else 'WRONG: '}error {t.error:.1e} of {self.allowed:.1e}"
-        return f"{head} {t.ms:9.4f} ms [{t.ms_p20:.4f} {t.ms_p80:.4f}] {self.tflop_per_s:6.1f} TFLOP/s, {kind}, {verdict}"
+            text = f"{head:24s} {'not available: ' + self.refused if self.refused else 'FAILED: ' + self.raised}"
+            return wrapped(text, COLUMNS[0].width + 1)
+        cells = (
+            head, f"{t.ms:.4f}", f"{t.ms_p20:.4f} .. {t.ms_p80:.4f}", f"{self.tflop_per_s:.1f}",
+            "exact" if self.exact else "approximate", f"{t.error:.1e}", f"{self.allowed:.1e}",
+        )  # fmt: skip
+        return line(cells, COLUMNS) + ("" if self.right else " WRONG")
 
     def to_dict(self) -> dict[str, Any]:
         t = self.timing or Timing(0.0, 0.0, 0.0, error=0.0)
@@ -125,7 +135,7 @@ class DenseReport(Report):
 
     def problems(self) -> list[str]:
         """Return every wrong row, and every exact backend that is faster than its shape's choice by more than `MARGIN`."""
-        found = [f"{row.shape} {row.backend} is wrong: {row}" for row in self.rows if not row.right]
+        found = [f"{row.shape} {row.backend} is wrong: {' '.join(str(row).split())}" for row in self.rows if not row.right]
         timed = [(row, row.timing.ms) for row in self.rows if row.right and row.timing]
         for best, least in ((row, ms) for row, ms in timed if row.chosen):
             found += [
@@ -194,13 +204,15 @@ def run(args: argparse.Namespace) -> int:
     dtype = args.dtype or "bfloat16"
     report = DenseReport({**bench.about(), "dtype": dtype, "date": datetime.date.today().isoformat()})
     print(", ".join(f"{name} {value}" for name, value in report.about.items()))
+    print(header(COLUMNS))
     for shape in shapes:
+        print(f"{shape.name} {shape}".strip())
         for row in rows(shape, dtype, args.backend or (), framework, bench):
             report.rows.append(row)
             print(row, flush=True)
         report.write(args.json)  # after each shape, so that an interrupted run keeps its rows
-    for line in off_paths(DiffusionAttentionBackendEnum, [row.backend for row in report.rows if not row.refused]):
-        print(line)
+    for off in off_paths(DiffusionAttentionBackendEnum, [row.backend for row in report.rows if not row.refused]):
+        print(off)
     for problem in report.problems():
         print(f"problem: {problem}")
     draw(args.plot, report.to_dict())

@@ -31,13 +31,19 @@ class Verdict:
     def lost(self) -> bool:
         return self.apart and self.behind > MARGIN
 
-    def __str__(self) -> str:
-        case = f"{abbreviated(self.case):36s}"
-        text = f"{case} {self.choice} is the fastest"
+    @property
+    def outcome(self) -> str:
+        """The verdict in words, without the case."""
+        text = f"{self.choice} is the fastest backend"
         if self.behind > 0:
-            by = f"{100 * self.behind:.1f} %{'' if self.apart else ' (spreads overlap)'}"
-            text = f"{case} {self.choice} {'LOSES' if self.lost else 'holds'}: {self.fastest} is faster by {by}"
-        return text + (f"; of the peers, {self.peer} by {100 * self.ahead:.1f} %" if self.ahead > MARGIN else "")
+            doubt = "" if self.apart else " (spreads overlap)"
+            relation = "LOSES to" if self.lost else "is level with"
+            text = f"{self.choice} {relation} {self.fastest}, which is {1 + self.behind:.2f} x as fast{doubt}"
+        peer = f"; {self.peer}, which cannot be selected, is {1 + self.ahead:.2f} x as fast"
+        return text + (peer if self.ahead > MARGIN else "")
+
+    def __str__(self) -> str:
+        return f"{abbreviated(self.case):36s} {self.outcome}"
 
 
 def case_of(row: Mapping[str, Any]) -> str:
@@ -111,11 +117,12 @@ def judge(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def ranked(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Format the ranking, a line per backend."""
-    return [
-        f"{name:18s} {cases:3d} cases, {mean:.3f} x the fastest on average, at worst {worst:.2f} ({abbreviated(where)})"
+    """Format the ranking, a line per backend, under a line that says what the numbers are."""
+    found = [
+        f"  {name:24s} {cases:3d} cases, mean {mean:.3f}, worst {worst:.2f} ({abbreviated(where)})"
         for name, cases, mean, worst, where in ranking(rows)
     ]
+    return [*(["time of each backend / time of the fastest backend:"] if found else []), *found]
 
 
 # two runs
@@ -146,12 +153,12 @@ class Change:
         return self.ratio is not None and self.apart and self.ratio < 1 / (1 + MARGIN)
 
     def __str__(self) -> str:
-        head = f"{abbreviated(self.case):36s} {self.backend:20s}"
+        head = f"{abbreviated(self.case):26s} {self.backend:18s}"
         if self.ratio is None:
             return f"{head} {'WORSE: ' if self.worse else ''}{self.note}"
         word = "SLOWER" if self.worse else "faster" if self.better else "level"
         doubt = "" if self.apart or abs(self.ratio - 1) <= MARGIN else " (spreads overlap)"
-        return f"{head} {self.before:9.4f} -> {self.after:9.4f} ms  {100 * (self.ratio - 1):+6.1f} %  {word}{doubt}"
+        return f"{head} {self.before:8.4g} -> {self.after:8.4g} ms {100 * (self.ratio - 1):+6.1f} %  {word}{doubt}"
 
 
 def compare(before: Sequence[dict[str, Any]], after: Sequence[dict[str, Any]]) -> list[Change]:

@@ -1,5 +1,6 @@
 """Charts of `attn bench` reports: rows under their device's roofline, and the backends' times."""
 
+import math
 from collections.abc import Sequence
 from itertools import cycle
 from typing import Any
@@ -54,16 +55,29 @@ def _roofline(axis: Any, rows: Sequence[dict[str, Any]], colours: dict[str, str]
     low = min([x for x, _ in points] + [gemm / copy]) / 3
     high = max([x for x, _ in points] + [gemm / copy]) * 3
     axis.plot([low, gemm / copy, high], [low * copy, gemm, gemm], color="black", linewidth=1.2)
-    axis.annotate(f"copy: {1e3 * copy:.3g} GB/s", (low, low * copy), (4, 10), textcoords="offset points", fontsize=8)
-    axis.annotate(
-        f"matrix product: {gemm:.3g} TFLOP/s", (high, gemm), (0, 4), textcoords="offset points", ha="right", fontsize=8
-    )
+    above = {"fontsize": 8, "va": "bottom", "rotation_mode": "anchor"}
+    slope = 1.3 * copy  # of the diagonal through the label, 1.3 times above the roof's
+    axis.text(
+        1.3 * low, 1.3 * low * slope, f"copy: {1e3 * copy:.3g} GB/s", rotation=math.degrees(math.atan(slope)),
+        transform_rotates_text=True, **above,
+    )  # fmt: skip
+    axis.text(high, gemm * 1.1, f"matrix product: {gemm:.3g} TFLOP/s", ha="right", **above)
     for name, colour in colours.items():
         own = [(x, row) for x, row in points if row["backend"] == name]
         for x, row in own:
             chosen = "o" if row.get("chosen") else "s"
             axis.plot(x, row["tflop_per_s"], chosen, color=colour, markersize=6, markeredgecolor="black", markeredgewidth=0.4)
+    sides: dict[float, int] = {}  # labels already near this x
+    for case in dict.fromkeys(case_of(row) for _, row in points):
+        x, row = max((point for point in points if case_of(point[1]) == case), key=lambda point: point[1]["tflop_per_s"])
+        near = round(math.log10(x), 1)
+        sides[near] = sides.get(near, 0) + 1
+        label, place = abbreviated(case).partition(" ")[0], ((7, "left") if sides[near] % 2 else (-7, "right"))
+        axis.annotate(
+            label, (x, row["tflop_per_s"]), (place[0], 0), textcoords="offset points", ha=place[1], va="center", fontsize=7
+        )  # fmt: skip
     axis.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="TFLOP/s", title=title)
+    axis.set_ylim(top=3 * gemm)
     axis.grid(True, which="both", linewidth=0.3, alpha=0.5)
 
 
@@ -72,6 +86,8 @@ def _bars(
     colours: dict[str, str], several: bool,
 ) -> None:  # fmt: skip
     """Plot milliseconds, a group of bars per case; whiskers span p20 to p80."""
+    from matplotlib.patches import Patch
+
     at, ticks, labelled = 0.0, [], set()
     for framework, case in cases:
         own = [row for row in rows if (row.get("framework", "torch"), _case(row)) == (framework, case)]
@@ -83,7 +99,7 @@ def _bars(
             spread = [[ms - row["ms_p20"]], [row["ms_p80"] - ms]]
             axis.barh(
                 at, ms, 0.85, color=colours[label], xerr=spread, error_kw={"linewidth": 0.8},
-                label=None if label in labelled else label, edgecolor="black" if row.get("chosen") else "none", linewidth=0.8,
+                edgecolor="black" if row.get("chosen") else "none", linewidth=0.8,
             )  # fmt: skip
             labelled.add(label)
             axis.annotate(f" {ms:.3g}", (row["ms_p80"], at), va="center", fontsize=7)
@@ -91,5 +107,8 @@ def _bars(
         at += 0.8
     axis.set_yticks([y for y, _ in ticks], [name for _, name in ticks], fontsize=8)
     axis.invert_yaxis()
-    axis.set(xlabel="ms, median with p20 to p80 (framed, and round above: the selector's choice)", xscale="log")
-    axis.legend(fontsize=8, loc="best")
+    axis.set(xlabel="ms, median with p20 to p80", xscale="log")
+    handles = [Patch(color=colours[name], label=name) for name in names if name in labelled]
+    if any(row.get("chosen") for row in rows):
+        handles.append(Patch(facecolor="none", edgecolor="black", label="framed, round: the selector's choice"))
+    axis.figure.legend(handles=handles, fontsize=8, loc="outside lower center", ncols=4, frameon=False)

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from attn.backends.registry import AttentionBackendEnum
-from attn.bench.case import LIMITS, Case, Timing, abbreviated, flops, kind_of, nbytes, parse
+from attn.bench.case import LIMITS, Case, Timing, flops, kind_of, nbytes, parse
+from attn.bench.columns import Column, line, wrapped
 from attn.bench.judge import verdicts
 from attn.errors import UnsupportedError
 from attn.imports import resolve_obj_by_qualname
@@ -17,10 +18,12 @@ from attn.verdicts import choose
 
 #: Each framework's timer.
 BENCHES = {"torch": "attn.torch.bench.TorchBench", "jax": "attn.jax.bench.JaxBench"}
-#: Columns of a row and their widths.
+#: Columns of a row.
 COLUMNS = (
-    ("batch", 34), ("backend", 20), ("ms", 9), ("p20 .. p80", 17), ("GB/s", 6), ("% copy", 6), ("TFLOP/s", 7),
-    ("% gemm", 6), ("clean ms", 9), ("kernel ms", 9), ("launch us", 9), ("metadata us", 11), ("error", 8),
+    Column("backend", 25, text=True), Column("ms", 10), Column("p20 .. p80", 19), Column("GB/s", 6, wide=True),
+    Column("% copy", 6), Column("TFLOP/s", 8), Column("% gemm", 6), Column("clean ms", 9, wide=True),
+    Column("kernel ms", 9, wide=True), Column("launch us", 9, wide=True), Column("metadata us", 11, wide=True),
+    Column("error", 8),
 )  # fmt: skip
 
 
@@ -84,15 +87,17 @@ class Row:
     peer: bool = False
     framework: str = "torch"
 
-    def __str__(self) -> str:
+    def text(self, wide: bool = False) -> str:
+        """Format the row without its case; `wide`: with every column."""
         t = self.timing
         cells = (
-            abbreviated(str(self.case)), f"{'*' if self.chosen else ' '}{self.backend}", f"{t.ms:.4f}",
-            f"{t.ms_p20:.4f} .. {t.ms_p80:.4f}", f"{self.gb_per_s:.4g}", f"{100 * self.of_copy:.1f}", f"{self.tflop_per_s:.3g}",
+            f"{'*' if self.chosen else ' '}{self.backend}", _ms(t.ms),
+            f"{_ms(t.ms_p20)} .. {_ms(t.ms_p80)}", f"{self.gb_per_s:.4g}",
+            f"{100 * self.of_copy:.1f}", f"{self.tflop_per_s:.3g}",
             f"{100 * self.of_gemm:.1f}", _known(t.ms_clean, ".4f"), _known(t.kernel_ms, ".4f"), _known(t.host_us, ".0f"),
             _known(t.build_us, ".0f"), f"{t.error:.1e}",
         )  # fmt: skip
-        return _line(cells) + ("" if self.right else "  WRONG") + ("" if t.replayed else "  eager")
+        return line(cells, COLUMNS, wide) + ("" if self.right else " WRONG") + ("" if t.replayed else " eager")
 
     def to_dict(self) -> dict[str, Any]:
         flat = {**asdict(self), **asdict(self.case), **asdict(self.timing)}
@@ -116,30 +121,25 @@ class Refusal:
         """False for a backend that failed on a case it declares to serve; peers may fail."""
         return self.peer or not self.failed
 
-    def __str__(self) -> str:
-        text = " ".join(self.refused.split())
-        head = _line((abbreviated(str(self.case)), f"{'*' if self.chosen else ' '}{self.backend}"))
-        return f"{head} {'FAILED' if self.failed else 'no row'}: {text[:200]}"
+    def text(self, wide: bool = False) -> str:
+        """Format the row without its case; `wide`: in one line."""
+        head = line((f"{'*' if self.chosen else ' '}{self.backend}",), COLUMNS).ljust(COLUMNS[0].width)
+        text = f"{head} {'FAILED' if self.failed else 'no row'}: {' '.join(self.refused.split())[:200]}"
+        return text if wide else wrapped(text, COLUMNS[0].width + 1)
 
     def to_dict(self) -> dict[str, Any]:
         flat = {**asdict(self), **asdict(self.case), "right": self.right}
         return {name: value for name, value in flat.items() if name != "case"}
 
 
+def _ms(value: float) -> str:
+    """Format milliseconds: to 0.1 us, from a second on to 0.1 ms."""
+    return f"{value:.4f}" if value < 1000 else f"{value:.1f}"
+
+
 def _known(value: float | None, form: str) -> str:
     """Format a number for its column; a dash if it was not measured."""
     return "-" if value is None else format(value, form)
-
-
-def _line(cells: Sequence[str]) -> str:
-    """Left-justify words in their columns, right-justify numbers."""
-    pairs = zip(cells, COLUMNS, strict=False)
-    return " ".join(cell.ljust(width) if name in ("batch", "backend") else cell.rjust(width) for cell, (name, width) in pairs)
-
-
-def header() -> str:
-    """Return the header line."""
-    return _line([f" {name}" if name == "backend" else name for name, _ in COLUMNS])
 
 
 @dataclass

@@ -8,16 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from attn.bench.case import KINDS, Case, abbreviated, key_bytes, kind_of, parse
+from attn.bench.columns import Column, line
 from attn.bench.judge import case_of, geometric_mean, timed, verdicts
 
 #: Decodes with fewer bytes of keys take mostly the time of a launch, whatever the rate of their copy.
 LARGE = 8 << 20
-#: Columns of a line and their widths.
-_COLUMNS = (
-    ("#", 4), ("kind", 11), ("batch", 42), ("backend", 18), ("ms", 9), ("floor ms", 9), ("% copy", 6), ("error", 8),
-    ("ratio", 6), ("best other", 0),
+#: Columns of an outcome.
+COLUMNS = (
+    Column("#", 4), Column("kind", 11, text=True, wide=True), Column("batch", 36, text=True), Column("backend", 17, text=True),
+    Column("ms", 9), Column("floor ms", 9, wide=True), Column("% copy", 6), Column("error", 8, wide=True), Column("ratio", 6),
+    Column("best other", 0, text=True),
 )  # fmt: skip
-_TEXTS = ("kind", "batch", "backend", "best other")
 
 
 @dataclass(frozen=True)
@@ -41,17 +42,18 @@ class Outcome:
         """The other kernel's time relative to the row's: above 1, the row is the faster. None if either has no time."""
         return self.other["ms"] / self.row["ms"] if self.other is not None and timed(self.row) else None
 
-    def __str__(self) -> str:
-        head = (str(self.number), self.kind, abbreviated(str(self.case)), self.row["backend"])
+    def text(self, wide: bool = False) -> str:
+        """Format the outcome; `wide`: with every column."""
+        head = (str(self.number), self.kind, abbreviated(str(self.case)), f" {self.row['backend']}")
         if not timed(self.row):
             reason = " ".join(str(self.row.get("refused") or "WRONG").split())
-            return f"{_line(head)} no time: {reason[:200]}"
+            return f"{line(head, COLUMNS, wide)} no time: {reason[:200]}"
         ms, of_copy = self.row["ms"], self.row["of_copy"]
         numbers = f"{ms:.4f}", f"{ms * of_copy:.4f}", f"{100 * of_copy:.1f}", f"{self.row['error']:.1e}"
         if self.other is None or self.ratio is None:
-            return _line((*head, *numbers))
+            return line((*head, *numbers), COLUMNS, wide)
         name = self.other["backend"] + (" LOSES" if self.lost else "")
-        return _line((*head, *numbers, f"{self.ratio:.2f}", name))
+        return line((*head, *numbers, f"{self.ratio:.2f}", name), COLUMNS, wide)
 
 
 def outcomes(rows: Sequence[dict[str, Any]]) -> list[Outcome]:
@@ -68,11 +70,6 @@ def outcomes(rows: Sequence[dict[str, Any]]) -> list[Outcome]:
         lost = any(verdict.lost for verdict in verdicts(group))
         found.append(Outcome(number, framework, Case.of(ours), ours, other, lost))
     return found
-
-
-def header() -> str:
-    """Return the header line of the outcomes."""
-    return _line([name for name, _ in _COLUMNS])
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
@@ -119,8 +116,3 @@ def _large_decodes(found: Sequence[Outcome]) -> str:
 
 def _batches(count: int) -> str:
     return f"{count} batch{'' if count == 1 else 'es'}"
-
-
-def _line(cells: Sequence[str]) -> str:
-    pairs = zip(cells, _COLUMNS, strict=False)
-    return " ".join(text.ljust(width) if name in _TEXTS else text.rjust(width) for text, (name, width) in pairs).rstrip()

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from attn import envs, preferences
 from attn.backends.registry import AttentionBackendEnum
-from attn.bench import rows as bench_rows
 from attn.bench.case import Case
+from attn.bench.columns import header
 from attn.bench.command import case_arguments, cases_of, measure
-from attn.bench.rows import BENCHES, Refusal, Report, Row, open_bench, plan
+from attn.bench.rows import BENCHES, COLUMNS, Refusal, Report, Row, open_bench, plan
 from attn.capabilities import Request
 from attn.platforms import default_framework, platform_for
 from attn.selector import forget, select
@@ -52,8 +52,8 @@ def run(args: argparse.Namespace) -> int:
     entries = [entry for case in cases for entry in plan(case, framework, (), ["all"], without)]
     bench = open_bench(framework)
     report = Report(bench.about(cases[0].dtype))
-    print(bench_rows.header())
-    measure([entry for entry in entries if not entry.refused], {framework: bench}, report, args.limit)
+    print(header(COLUMNS, args.wide))
+    measure([entry for entry in entries if not entry.refused], {framework: bench}, report, args.limit, wide=args.wide)
     kept = kept_of(report.rows)
     if not kept:
         print("nothing to save: no backend has a valid time")

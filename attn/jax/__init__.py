@@ -5,8 +5,10 @@ from typing import Any
 
 _FACE = {
     "Attention": "attn.jax.layer",
+    "CompilationWarning": "attn.jax.serving",
     "DiffusionAttention": "attn.jax.diffusion.layer",
     "MLAAttention": "attn.jax.layer",
+    "ServingStep": "attn.jax.serving",
     "attention_fn": "attn.jax.dot_product",
     "dot_product_attention": "attn.jax.dot_product",
     "merge_attn_states": "attn.jax.merge",

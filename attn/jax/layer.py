@@ -1,5 +1,6 @@
 """`attn.jax.Attention` and `MLAAttention`: attention layers as `nnx.Module`s; the backend is chosen once, on construction."""
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from attn import recording
 from attn.backends.arguments import positive_int
 from attn.layer import BaseAttention, BaseLayer, BaseMLAAttention
 
@@ -58,14 +60,28 @@ class Attention(BaseAttention, _Module):
     impl: "PagedAttentionImpl"
 
     def __call__(
-        self, query: jax.Array, key: jax.Array | None, value: jax.Array | None, kv_cache: jax.Array | None, attn_metadata: Any
+        self,
+        query: jax.Array,
+        key: jax.Array | None,
+        value: jax.Array | None,
+        kv_cache: jax.Array | None,
+        attn_metadata: Any,
+        *,
+        return_weights: bool = False,
     ) -> tuple[Any, Any]:
         """Return (output, kv_cache): a pure function of its arguments; see `PagedAttentionImpl.apply`.
 
         query: [T, H, D] (or [T, H * D]); key, value: [T, K, D], written to `kv_cache`. Jit it with the cache donated, so
         that the write happens in place: `nnx.jit(step, donate_argnames=("kv_cache",))`.
+        return_weights: return each request's attention weights too, last in the output: a list of [H, n, m] float32
+        (`attn.weights`); not in a transformation of JAX.
         """
-        return self.impl.apply(query, key, value, kv_cache, attn_metadata, k_scale=self._k_scale, v_scale=self._v_scale)
+        if return_weights:
+            out, after = self(query, key, value, kv_cache, attn_metadata)
+            return self._with_weights(out, query, key, value, after, attn_metadata), after
+        arguments = (query, key, value, kv_cache, attn_metadata)
+        run = functools.partial(self.impl.apply, *arguments, k_scale=self._k_scale, v_scale=self._v_scale)
+        return run() if self.recorder is None else self.recorder.call(self, run, recording.Arguments(*arguments))
 
     forward = __call__
 
@@ -88,16 +104,21 @@ class MLAAttention(BaseMLAAttention, _Module):
         kv_cache: jax.Array,
         attn_metadata: Any,
         indices: Any = None,
+        *,
+        return_weights: bool = False,
     ) -> tuple[Any, jax.Array]:
         """Return (output [T, H, Dv], kv_cache): a pure function of its arguments and `kv_b_proj`; see `MLACommonImpl.apply`.
 
         q: [T, H, Dn + Dr], kv_c_normed: [T, L], k_pe: [T, Dr], projected, normalised and rotated by the model; the new rows
         are written to `kv_cache`. Jit it with the cache donated, so that the write happens in place. A sparse backend also
-        takes `indices=` [T, topk].
+        takes `indices=` [T, topk]. return_weights: as in `Attention`.
         """
+        if return_weights:
+            out, after = self(q, kv_c_normed, k_pe, kv_cache, attn_metadata, indices)
+            return self._with_weights(out, q, kv_c_normed, k_pe, after, attn_metadata, indices), after
         w_uk, w_uv = self.impl.weights(self.kv_b_proj)
-        return self.impl.apply(
-            q, kv_c_normed, k_pe, kv_cache, attn_metadata, w_uk=w_uk, w_uv=w_uv, k_scale=self._k_scale, indices=indices
-        )
+        arguments = (q, kv_c_normed, k_pe, kv_cache, attn_metadata)
+        run = functools.partial(self.impl.apply, *arguments, w_uk=w_uk, w_uv=w_uv, k_scale=self._k_scale, indices=indices)
+        return run() if self.recorder is None else self.recorder.call(self, run, recording.Arguments(*arguments, indices))
 
     forward = __call__

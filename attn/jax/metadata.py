@@ -18,14 +18,20 @@ from attn import envs
 from attn.arrays import to_framework
 from attn.backends.abstract import AttentionMetadataBuilder
 from attn.backends.arguments import check_flag
-from attn.backends.metadata import INT32_MAX, PAD_SLOT_ID, AttentionMetadata, CommonAttentionMetadata
+from attn.backends.metadata import (
+    INT32_MAX,
+    PAD_SLOT_ID,
+    AttentionMetadata,
+    CommonAttentionMetadata,
+    next_power_of_two,
+)
 from attn.errors import MetadataError, ShapeError
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PagedAttentionMetadata(AttentionMetadata):
-    """One batch. The first seven fields are arrays (int32, on the device); the last five are static and key the compilation."""
+    """One batch. The first ten fields are arrays (int32, on the device); the last five are static and key the compilation."""
 
     query_start_loc: jax.Array  # [R + 1], the last entry repeated past num_reqs
     seq_lens: jax.Array  # [R], 0 past num_reqs
@@ -34,6 +40,9 @@ class PagedAttentionMetadata(AttentionMetadata):
     num_reqs: jax.Array  # []
     num_actual_tokens: jax.Array  # []
     tree_mask: jax.Array | None = None  # [R, W, W] bool
+    spans: jax.Array | None = None  # [T, 2], -1 past num_actual_tokens
+    prefix: jax.Array | None = None  # [R], 0 past num_reqs
+    is_causal: jax.Array | None = None  # [R] bool, if some requests are causal and some are not
     max_query_len: int = dataclasses.field(default=1, metadata={"static": True})
     max_seq_len: int = dataclasses.field(default=1, metadata={"static": True})
     causal: bool = dataclasses.field(default=True, metadata={"static": True})
@@ -47,6 +56,15 @@ class PagedAttentionMetadata(AttentionMetadata):
         if missing < 0:
             raise ShapeError(f"x has {x.shape[0]} rows: must be at most {rows}, the batch's padded length")
         return jnp.pad(jnp.asarray(x), ((0, missing), *((0, 0) for _ in x.shape[1:])))
+
+    def positions(self) -> jax.Array:
+        """Return the position of each new token in its request, as for rotary embeddings: [T] int32, 0 in padding rows.
+
+        Computed on the device from the lengths, so that a jitted step needs no argument for it.
+        """
+        row, ends = jnp.arange(self.slot_mapping.shape[0], dtype=jnp.int32), self.query_start_loc[1:]
+        request = jnp.minimum(jnp.searchsorted(ends, row, side="right"), len(ends) - 1)
+        return jnp.where(row < ends[-1], row - (ends - self.seq_lens)[request], 0)
 
     def of_layer(self, layer: Any, num_blocks: int | None = None) -> "PagedAttentionMetadata":
         """Return this batch for layer number `layer`, which may be traced, of caches concatenated along N in one array.
@@ -85,11 +103,6 @@ export.register_pytree_node_serialization(
 )
 
 
-def bucket(size: int) -> int:
-    """The power of two at or above `size` (1 for 0): the extent to which a batch of `size` is padded."""
-    return 1 << max(size - 1, 0).bit_length()
-
-
 class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetadata]):
     """Check the framework-neutral batch, pad it and move it to the device.
 
@@ -109,7 +122,7 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
         batch.validate(spec.block_size, None if fast_build else spec.num_blocks)
         if envs.debug("device"):
             batch.on_host().validate(spec.block_size, spec.num_blocks)
-        size = bucket if check_flag("bucket", (self.config or {}).get("bucket", True)) else int
+        size = next_power_of_two if check_flag("bucket", (self.config or {}).get("bucket", True)) else int
         num_reqs, num_rows, columns = map(size, (batch.num_reqs, batch.slot_mapping.shape[0], batch.block_table.shape[1]))
         starts = batch.query_start_loc if batch.query_start_loc_cpu is None else batch.query_start_loc_cpu
         lens = batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu
@@ -122,12 +135,15 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
             "num_reqs": np.int32(batch.num_reqs),
             "num_actual_tokens": np.int32(batch.num_actual_tokens),
             "tree_mask": None if tree is None else _padded(tree, (num_reqs, *tree.shape[1:])),
+            "spans": None if batch.spans is None else _padded(batch.spans[:num_rows], (num_rows, 2), -1),
+            "prefix": None if batch.prefix is None else _padded(batch.prefix, (num_reqs,)),
+            "is_causal": None if (flags := batch.is_causal) is None else _padded(flags, (num_reqs,)),
         }
         return self.metadata_cls(
             **jax.device_put(arrays, self.device),
             max_query_len=size(batch.max_query_len),
             max_seq_len=size(batch.max_seq_len),
-            causal=bool(batch.causal),
+            causal=batch.all_causal,
             block_size=spec.block_size,
             num_blocks=spec.num_blocks,
         )

@@ -29,6 +29,7 @@ from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.mla.prefill.abstract import MLAContextChunk, MLAPrefillMetadata
 from attn.capabilities import AttentionType, Device, Feature
 from attn.jax.layer import Attention, MLAAttention
+from attn.jax.recording import bits_of
 from attn.testing import Call, Case, Result, bits, cache_spec, layer_arguments
 from attn.testing.case import Scale
 from attn.testing.prefill import PrefillCall
@@ -133,6 +134,7 @@ class Runner:
         sinks = {} if call.sinks is None else {"sinks": jnp.asarray(call.sinks)}
         impl = self.backend.get_impl_cls()(**layer_arguments(call), **sinks)
         impl.need_to_return_lse_for_decode = call.case.lse
+        impl.batch_invariant = Feature.BATCH_INVARIANT.value in call.case.features
         if (record := self.backend.capabilities) is not None:  # the same prefill backend, whatever the poison
             impl.prefill_features = record.features & {Feature.NAN_SAFE}
         return impl
@@ -166,6 +168,7 @@ class Runner:
             plain = layer_arguments(call)
             names = ("head_size", "num_kv_heads", "alibi_slopes", "sliding_window", "logits_soft_cap", "attn_type")
             arguments |= {key: plain[key] for key in (*names, "kv_sharing_target_layer_name")}
+            arguments |= {key: plain[key] for key in ("chunk_size", "span_window") if key in plain}
             arguments |= {"sinks": None if call.sinks is None else jnp.asarray(call.sinks)}
             arguments |= {"v_scale": self._scale(case, case.v_scale)}
         return (MLAAttention if case.mla else Attention)(**{**arguments, **changes})
@@ -265,7 +268,7 @@ class Runner:
         batch, arrays = call.writable_batch(), call.case.arrays
         if arrays == "numpy":
             return batch
-        names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping", "tree_mask")
+        names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping", "tree_mask", "spans", "prefix")
         host = {name: getattr(batch, name) for name in names}
         device = {name: None if x is None else jnp.asarray(x) for name, x in host.items()}
         mirrors = {} if arrays == "device" else {"query_start_loc_cpu": None, "seq_lens_cpu": None}
@@ -275,11 +278,11 @@ class Runner:
         case, count = call.case, call.query.shape[0]
         out, lse = result if isinstance(result, tuple) else (result, None)
         rows = out.shape[0]
-        values = bits.decode(_bits(out), case.dtype).reshape(rows, *call.output_shape[1:])
+        values = bits.decode(bits_of(np.asarray(out)), case.dtype).reshape(rows, *call.output_shape[1:])
         keys = vals = None
         spilled = bool(np.any(values[count:] != 0))
         if kv_cache is not None and call.key_cache is not None:
-            flat = _bits(kv_cache).reshape(-1)
+            flat = bits_of(np.asarray(kv_cache)).reshape(-1)
             stored = [flat[place] for place in self._where(call)]
             size = call.key_cache.shape[3]
             keys, vals = (view[..., :size] for view in stored)
@@ -324,12 +327,6 @@ class Runner:
             keys, values = self.backend.logical_kv_cache(index)
             self._places[shape] = np.asarray(keys), np.asarray(values)
         return self._places[shape]
-
-
-def _bits(array: jax.Array) -> Array:
-    """Return an array as `attn.testing.bits` stores its dtype."""
-    host = np.asarray(array)
-    return host.view(bits.raw(str(host.dtype)))
 
 
 def prefill(backend: Any, call: PrefillCall) -> tuple[Array, list[tuple[Array, Array]]]:

@@ -46,14 +46,15 @@ def pages(batch: CommonAttentionMetadata, num_blocks: int, block_size: int | Non
         colours = [colour for _, colour in zip(range(batch.num_reqs), cycle(COLOURS[:-1]), strict=False)]
         palette = ListedColormap(["white", HIDDEN, *colours, "black"])
         axis.imshow(picture, cmap=palette, vmin=-2, vmax=batch.num_reqs, interpolation="nearest", aspect="auto")
+        for block in range(num_blocks):
+            corner = (block % across * size - 0.5, block // across - 0.5)
+            axis.add_patch(Rectangle(corner, size, 1, fill=False, edgecolor="white", linewidth=2))
+            paper = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1}
+            axis.text(corner[0] + 0.25, corner[1] + 0.12, str(block), fontsize=7, va="top", bbox=paper)
         for slot in written.tolist():
             block, offset = divmod(slot, size)
             corner = (block % across * size + offset - 0.5, block // across - 0.5)
             axis.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor="black", linewidth=1.4))
-        for block in range(num_blocks):
-            corner = (block % across * size - 0.5, block // across - 0.5)
-            axis.add_patch(Rectangle(corner, size, 1, fill=False, edgecolor="white", linewidth=2))
-            axis.text(corner[0] + 0.2, corner[1] + 0.3, str(block), fontsize=6, va="top")
         axis.set(xticks=[], yticks=[], title=f"{num_blocks} blocks of {size} slots; framed: written by this step")
         named = [Patch(color=colour, label=f"request {r}: {lens[r]} tokens") for r, colour in enumerate(colours)]
         shared = [Patch(color="black", label="shared")] if (owner == batch.num_reqs).any() else []

@@ -12,6 +12,7 @@ from attn.pictures.picture import HIDDEN, SEEN, SPECIAL, Picture, drawn
 
 _INCHES = 0.16  #: size of a mask's cell
 _LEAST, _MOST = 2.2, 7.0  #: limits of a panel's size, in inches
+_TICKS = 12  #: numbers along an axis of weights
 
 
 def weights_of(query: Any, key: Any, sinks: Any = None, **rules: Any) -> Any:
@@ -33,13 +34,18 @@ def weights_of(query: Any, key: Any, sinks: Any = None, **rules: Any) -> Any:
 def visible(n: int, m: int | None = None, **rules: Any) -> Any:
     """Return which of m keys (default n) each of n queries sees, bool [heads, n, m]; one head unless a rule has more.
 
-    rules are those of `attn.reference.attention`: causal, window, mask, bias, query_positions, key_positions. Raises
-    ValueError unless n and m are positive ints.
+    rules are those of `attn.reference.attention`: causal, window, mask, bias, query_positions, key_positions; or those of
+    `attn.reference.visible_mask`: causal, window, spans, prefix, chunk_size, span_window. Raises ValueError unless n and m are
+    positive ints.
     """
     import numpy as np
 
+    from attn.reference import visible_mask
+
     n = positive_int("n", n)
     m = n if m is None else positive_int("m", m)
+    if rules.keys() & {"spans", "prefix", "chunk_size", "span_window"}:
+        return visible_mask(n, m, **{"causal": False, **rules})[None]
     shapes = [np.shape(rules[name]) for name in ("mask", "bias") if rules.get(name) is not None]
     heads = max((shape[0] for shape in shapes if len(shape) == 3), default=1)
     return weights_of(np.zeros((n, heads, 1)), np.zeros((m, heads, 1)), scale=1.0, **rules) > 0
@@ -51,8 +57,10 @@ def mask(n: int, m: int | None = None, *, title: str = "", **rules: Any) -> Pict
         mask(8)                                       everything
         mask(8, causal=True, window=(3, 0))           a sliding window of four keys
         mask(2, 10, causal=True)                      two new tokens after eight
+        mask(6, causal=True, spans=attn.spans_of([[-1, 0, 0, 0, -1, -1]], [6]))   an image of three tokens
 
-    rules: those of `attn.reference.attention`, and `window=(left, right)`, inclusive.
+    rules: those of `attn.reference.attention`, with `window=(left, right)`, inclusive; or spans, prefix, chunk_size and
+    span_window beside causal and window (docs/semantics.md §18).
     """
     seen = visible(n, m, **rules)
     seen = seen[:1] if (seen == seen[0]).all() else seen
@@ -85,8 +93,9 @@ KINDS: dict[str, Callable[[int], Any]] = {
     "cross (encoder's keys)": lambda n: visible(n // 2, n),
     "sliding window of 4": lambda n: visible(n, causal=True, window=(3, 0)),
     "two-sided window (2, 2)": lambda n: visible(n, window=(2, 2)),
-    "chunks of 4 (Llama 4)": lambda n: visible(n, mask=_of("chunked_mask")(n, n, 4)),
-    "prefix of 4 (both ways)": lambda n: visible(n, mask=_prefix(n, 4)),
+    "chunks of 4 (Llama 4)": lambda n: visible(n, causal=True, chunk_size=4),
+    "prefix of 4 (both ways)": lambda n: visible(n, causal=True, prefix=min(4, n)),
+    "spans (images), causal": lambda n: visible(n, causal=True, spans=_images(n)),
     "block-sparse: 1 local, every 3rd": lambda n: visible(
         n, mask=_of("block_sparse_mask")(n, n, num_heads=1, block_size=2, local_blocks=1, vert_stride=3, homo_head=True)
     ),
@@ -96,12 +105,11 @@ KINDS: dict[str, Callable[[int], Any]] = {
 }
 
 
-def _prefix(n: int, length: int) -> Any:
-    """Return a causal mask, except that the first `length` tokens all see each other."""
-    import numpy as np
+def _images(n: int) -> Any:
+    """Return spans of n tokens, of which every other three are an image."""
+    from attn.backends.metadata import spans_of
 
-    rows, keys = np.arange(n)[:, None], np.arange(n)
-    return (keys <= rows) | (keys < length) & (rows < length)
+    return spans_of([[i // 3 if i // 3 % 2 else -1 for i in range(n)]], [n])
 
 
 def _tree_mask(choices: Sequence[Sequence[int]], m: int) -> Any:
@@ -167,27 +175,44 @@ def weights(
     query: Any, key: Any, *, sinks: Any = None, heads: Sequence[int] | None = None, labels: Sequence[str] = (), **rules: Any
 ) -> Picture:
     """Plot the weight of each key for each query, a heat map per head, from the float64 oracle; a sink is the last column.
+    Keys that a query does not see are grey, which no weight is.
 
     query: [n, H, D]; key: [m, K, D], NumPy; `heads`: heads to plot (default: all); `labels`: of the m keys; rules: those of
     `attn.reference.attention` (causal, window, logits_soft_cap, alibi_slopes, mask, ...).
     """
+    import numpy as np
+
     found = weights_of(query, key, sinks, **rules)
+    masking = {name: value for name, value in rules.items() if name not in ("alibi_slopes", "logits_soft_cap", "scale")}
+    seen = weights_of(np.zeros_like(query), np.zeros_like(key), scale=1.0, **masking) > 0
+    seen = np.pad(seen, ((0, 0), (0, 0), (0, found.shape[-1] - seen.shape[-1])), constant_values=True)  # the sink
     shown = range(len(found)) if heads is None else heads
-
-    def draw(axes: Any) -> None:
-        for axis, head in zip(_flat(axes), shown, strict=False):
-            image = axis.imshow(found[head], vmin=0, vmax=1, cmap="viridis", interpolation="nearest")
-            axis.set(title=f"head {head}", xlabel="key", ylabel="query")
-            names = [*labels, *(["sink"] if sinks is not None else [])]
-            if labels:
-                axis.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
-            elif sinks is not None:
-                axis.set_xticks([found.shape[-1] - 1], names)
-            axis.figure.colorbar(image, ax=axis, shrink=0.7, label="weight")
-
     columns = min(len(shown), 4)
     rows = -(-len(shown) // columns)
-    return drawn(3.2 * columns, 2.8 * rows, draw, rows, columns)
+
+    def draw(axes: Any) -> None:
+        from matplotlib.patches import Patch
+
+        flat = _flat(axes)
+        for axis, head in zip(flat, shown, strict=False):
+            axis.set_facecolor(HIDDEN)
+            cells = np.ma.masked_array(found[head], ~seen[head])
+            image = axis.imshow(cells, vmin=0, vmax=1, cmap="viridis", interpolation="nearest")
+            axis.set(title=f"head {head}", xlabel="key", ylabel="query")
+            names = [*(labels or map(str, range(np.shape(key)[0]))), *(["sink"] if sinks is not None else [])]
+            every = 1 if labels else -(-len(names) // _TICKS)
+            ticks = [x for x in range(len(names)) if x % every == 0 or names[x] == "sink"]
+            axis.set_xticks(ticks, [names[x] for x in ticks], rotation=90 if labels or sinks is not None else 0)
+            axis.set_yticks(range(0, len(cells), -(-len(cells) // _TICKS)))
+            axis.tick_params(labelsize=7)
+        for axis in flat[len(shown) :]:
+            axis.set_axis_off()
+        flat[0].figure.colorbar(image, ax=flat, shrink=0.8, label="weight")
+        if not seen.all():
+            grey = Patch(facecolor=HIDDEN, edgecolor="grey", label="not seen")
+            flat[0].figure.legend(handles=[grey], loc="outside lower right", fontsize=8, frameon=False)
+
+    return drawn(2.7 * columns + 0.9, 2.9 * rows + 0.2, draw, rows, columns)
 
 
 def _panels(panels: Sequence[tuple[str, Any]], columns: int = 4) -> Picture:

@@ -46,8 +46,10 @@ def capabilities(table: Iterable[Any], groups: Sequence[str] = GROUPS) -> Pictur
             axis.axvline(begin - 0.5, color="black", linewidth=1)
             axis.text(begin - 0.4, len(rows) - 0.3, group.replace("_", " "), fontsize=8, va="top")
             begin += count
-        named = [Patch(color=_HERE, label="serves, available"), Patch(color=_ELSEWHERE, label="serves, not available"),
-                 Patch(color=HIDDEN, label="does not serve")]  # fmt: skip
+        everywhere = not any(row.reasons for row in rows)
+        named = [Patch(color=_HERE, label="serves" if everywhere else "serves, available")]
+        named += [] if everywhere else [Patch(color=_ELSEWHERE, label="serves, not available")]
+        named += [Patch(color=HIDDEN, label="does not serve")]
         axis.legend(handles=named, fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
 
     return drawn(3.5 + 0.19 * len(columns), 1.8 + 0.19 * len(rows), draw)

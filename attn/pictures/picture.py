@@ -17,10 +17,16 @@ FORMATS = (".svg", ".png", ".pdf")
 
 
 class Picture:
-    """A matplotlib `figure`. Notebooks display it as SVG; `save` writes it to a file."""
+    """A matplotlib `figure`. Notebooks display it as SVG, or as PNG where they store it; `save` writes it to a file."""
 
     def __init__(self, figure: Any) -> None:
         self.figure = figure
+
+    def __repr__(self) -> str:
+        width, height = self.figure.get_size_inches()
+        title = next((axis.get_title() for axis in self.figure.axes if axis.get_title()), "")
+        size = f"{width:.1f} x {height:.1f} inches"
+        return f"<Picture{f' {title!r}' * bool(title)}, {size}: .save('picture.svg') writes it to a file>"
 
     def save(self, file: str | Path) -> None:
         """Write the figure in the format of the file's extension (.svg, .png, .pdf). Raises ValueError for any other."""
@@ -33,6 +39,11 @@ class Picture:
         with _deterministic():
             self.figure.savefig(text, format="svg", bbox_inches="tight", metadata={"Date": None})
         return text.getvalue()
+
+    def _repr_png_(self) -> bytes:
+        data = io.BytesIO()
+        self.figure.savefig(data, format="png", bbox_inches="tight", metadata={"Software": None})
+        return data.getvalue()
 
     @property
     def texts(self) -> list[str]:

@@ -19,6 +19,7 @@ from attn.reference._masks import (
     sliding_window_to_pair,
     tree_depths,
     tree_mask_from_choices,
+    visible_mask,
 )
 from attn.reference._mla import mla_absorbed, mla_unabsorbed, pack_fp8_ds_mla, sparse_mla, unpack_fp8_ds_mla
 from attn.reference._paged import paged_attention, write_kv
@@ -49,5 +50,6 @@ __all__ = [
     "tree_depths",
     "tree_mask_from_choices",
     "unpack_fp8_ds_mla",
+    "visible_mask",
     "write_kv",
 ]

@@ -106,6 +106,49 @@ def block_sparse_mask(
     return visible
 
 
+def visible_mask(
+    n: int,
+    m: int,
+    *,
+    causal: bool = True,
+    window: Sequence[SupportsIndex | None] = (None, None),
+    tree: Bool | None = None,
+    spans: I64 | None = None,
+    prefix: int = 0,
+    chunk_size: int | None = None,
+    span_window: bool = False,
+) -> Bool:
+    """Return which keys the rows of one request see, bool [n, m] (docs/semantics.md §18).
+
+    tree: [n, n] or None, replaces causality among the new tokens. spans: [n, 2], first and last key of each row's span,
+    inclusive; (-1, -1) for none. prefix: keys that every row sees. chunk_size: None, or the positions of a chunk.
+    span_window: whether the window's bounds (a right bound of 0 excepted, which is causality) cut a span too.
+    """
+    left, right = check_window(window)
+    p, j = row_positions(n, m)[:, None], np.arange(m)[None, :]
+    seen = np.ones((n, m), np.bool_)
+    if tree is not None:
+        require(m >= n, f"{m} keys are fewer than the {n} tokens of a tree")
+        seen[:, m - n :] &= tree
+    elif causal:
+        seen &= j <= p
+    if left is not None:
+        seen &= j >= p - left
+    if right is not None:
+        seen &= j <= p + right
+    if spans is not None:
+        own = (j >= spans[:, :1]) & (j <= spans[:, 1:])
+        if span_window and left is not None:
+            own &= j >= p - left
+        if span_window and right:
+            own &= j <= p + right
+        seen |= own
+    seen |= j < prefix
+    if chunk_size is not None:
+        seen &= j >= p // whole("chunk_size", chunk_size, least=1) * chunk_size
+    return seen
+
+
 def tree_mask_from_choices(choices: Sequence[Sequence[int]]) -> Bool:
     """Return the ancestor-or-self mask of a draft tree: bool [W, W], W = len(choices) + 1 (docs/semantics.md §11).
 

@@ -25,6 +25,7 @@ from attn.reference._check import (
     require,
 )
 from attn.reference._dense import attention
+from attn.reference._masks import visible_mask
 
 PerRequest = Sequence[npt.ArrayLike | None] | npt.NDArray[np.generic] | None
 
@@ -48,10 +49,14 @@ def paged_attention(
     query_positions: npt.ArrayLike | None = None,
     key_positions: PerRequest = None,
     tree_mask: npt.ArrayLike | None = None,
+    spans: npt.ArrayLike | None = None,
+    prefix: npt.ArrayLike | None = None,
+    chunk_size: int | None = None,
+    span_window: bool = False,
     k_scale: npt.ArrayLike = 1.0,
     v_scale: npt.ArrayLike = 1.0,
 ) -> tuple[F64, F64]:
-    """Compute `attention` for R requests whose keys are in pages (docs/semantics.md §1, §10, §11).
+    """Compute `attention` for R requests whose keys are in pages (docs/semantics.md §1, §10, §11, §18).
 
     query: [T, H, D]; key_cache: [N, P, K, D]; value_cache: [N, P, K, Dv]. Request r owns rows
     query_start_loc[r]:query_start_loc[r + 1] and has seq_lens[r] keys *including* those of its rows, which
@@ -63,6 +68,7 @@ def paged_attention(
     tree_mask: bool [R, W, W]. A request with q_len <= W uses the top-left [q_len, q_len] of its own tree
     in place of the causal triangle among its new tokens; its earlier context stays visible. A longer one is
     plain causal. Windows and ALiBi use the KV slot.
+    spans [T, 2], prefix [R], chunk_size and span_window: as in `visible_mask`.
     k_scale, v_scale: scalar or [K], multiplied into the cached keys and values.
 
     Returns (out [T, H, Dv], lse [H, T]) in float64; padding rows are NaN in both.
@@ -80,6 +86,13 @@ def paged_attention(
     if positions is not None:
         check_shape("query_positions", positions, (len(q),))
 
+    reach = None if spans is None else ints("spans", spans, 2)
+    prefixes = np.zeros(count, np.int64) if prefix is None else ints("prefix", prefix, 1)
+    if reach is not None:
+        check_shape("spans", reach, (len(q), 2))
+        require(positions is None and key_positions is None, "spans count positions in the cache: pass no positions with them")
+    check_shape("prefix", prefixes, (count,))
+
     out, lse = np.full((len(q), num_heads, values.shape[3]), np.nan), np.full((num_heads, len(q)), np.nan)
     for r in range(count):
         rows, m = slice(starts[r], starts[r + 1]), int(lengths[r])
@@ -87,16 +100,32 @@ def paged_attention(
         if n == 0:
             continue
         pages = _used_pages(r, m, table, keys.shape)
-        own_causal, own_mask = bool(is_causal[r]), _entry("mask", mask, r, count)
-        if tree is not None and n <= tree.shape[1]:
-            own_causal, own_mask = False, _tree_visible(r, tree[r, :n, :n], m, own_mask, num_heads)
+        own_causal, own_mask, own_window = bool(is_causal[r]), _entry("mask", mask, r, count), window
+        own_tree = tree[r, :n, :n] if tree is not None and n <= tree.shape[1] else None
+        if reach is not None or prefixes[r] or chunk_size is not None:
+            seen = visible_mask(
+                n,
+                m,
+                causal=own_causal,
+                window=window,
+                tree=own_tree,
+                spans=None if reach is None else reach[rows],
+                prefix=int(prefixes[r]),
+                chunk_size=chunk_size,
+                span_window=span_window,
+            )
+            shape = (num_heads, n, m)
+            own_mask = np.broadcast_to(seen, shape) & (np.True_ if own_mask is None else bools("mask", own_mask, shape))
+            own_causal, own_window = False, (None, None)
+        elif own_tree is not None:
+            own_causal, own_mask = False, _tree_visible(r, own_tree, m, own_mask, num_heads)
         out[rows], lse[:, rows] = attention(
             q[rows],
             _gather("key_cache", keys, pages, m, k_factor),
             _gather("value_cache", values, pages, m, v_factor),
             scale=scale,
             causal=own_causal,
-            window=window,
+            window=own_window,
             logits_soft_cap=logits_soft_cap,
             alibi_slopes=alibi_slopes,
             sinks=sinks,

@@ -68,6 +68,12 @@ class Case(Recipe):
     sinks: "" (none), "randn", "log_length": about ln of the longest context, where a sink matters most, or "infinite": some
         heads have a sink of -inf (no effect) or inf (which takes all weight).
     tree: width W of a random draft tree for each request; 0: none; -1: a mask [R, 0, 0], which contains no tree.
+    causal: a bool, or "mixed": every other request is causal.
+    spans: rows that also see a range of keys of their own: about so many tokens in a range; 0: none; -1: a range of each row
+        alone, which changes nothing.
+    prefix: every request's rows see so many of its first keys (at most its length); -1: a prefix of 0 tokens.
+    chunk_size: positions per chunk of a chunked layer; 0: none.
+    span_window: whether the window's left bound cuts spans.
     mla: (L, Dn, Dr, Dv) of multi-head latent attention, with `head_size` L + Dr and num_kv_heads 1; (): none.
     topk: with `mla`, the most keys that an indexer selects for each row (`Call.indices`); 0: all keys.
     sparse: (block_size, local_blocks, vert_stride, homo_head) of a block-sparse pattern (docs/semantics.md §13); (): none.
@@ -86,7 +92,8 @@ class Case(Recipe):
     through: what is called: the implementation ("impl"), or the framework's layer as a user builds it ("layer").
     arrays: the batch's arrays: "numpy", or on the device with ("device") or without ("bare") host copies of the lengths.
     layout: memory layout of rows: "heads" ([T, H, D]), "flat" ([T, H * D]), "fused" (query, key and value are views of one
-        array), "heads_first" (a view of [H, T, D]). Frameworks whose arrays have no strides support the first two.
+        array, at odd addresses and strides; with `mla`, the query is a view of another one), "heads_first" (a view of
+        [H, T, D]). Frameworks whose arrays have no strides support the first two.
     loose: by how much max_query_len and max_seq_len exceed what the batch needs.
     output_scale: scale of an fp8 output; None: an output in the query's dtype.
     padding: rows past the last real token, which must not be written.
@@ -106,12 +113,16 @@ class Case(Recipe):
     k_scale: Scale = 1.0
     v_scale: Scale = 1.0
     attn_type: str = AttentionType.DECODER
-    causal: bool = True
+    causal: bool | str = True
     sliding_window: int | Window | None = None
     logits_soft_cap: float | None = None
     alibi: bool | str = False
     sinks: str = ""
     tree: int = 0
+    spans: int = 0
+    prefix: int = 0
+    chunk_size: int = 0
+    span_window: bool = False
     mla: tuple[int, ...] = ()
     topk: int = 0
     sparse: tuple[int, ...] = ()
@@ -189,8 +200,10 @@ class Case(Recipe):
     def request(self) -> Request:
         """Return the case's request to a backend."""
         asked = {
-            Feature.NON_CAUSAL: not self.causal and self.attn_type == AttentionType.DECODER,
+            Feature.NON_CAUSAL: self.causal is not True and self.attn_type == AttentionType.DECODER,
             Feature.TREE_MASK: bool(self.tree),
+            Feature.SPANS: bool(self.spans or self.prefix),
+            Feature.MIXED_CAUSAL: self.causal == "mixed",
             Feature.LSE: self.lse,
             Feature.BLOCK_SPARSE: bool(self.sparse),
             Feature.MLA: bool(self.mla) and not self.topk,
@@ -200,7 +213,12 @@ class Case(Recipe):
             Feature.NAN_SAFE: self.is_wild or self.inputs == "infinite",
         }
         layer = layer_features(
-            self.window, self.logits_soft_cap, self.alibi or None, self.sinks or None, "other" if self.kv_sharing else None
+            self.window,
+            self.logits_soft_cap,
+            self.alibi or None,
+            self.sinks or None,
+            "other" if self.kv_sharing else None,
+            self.chunk_size or None,
         )
         return Request(
             self.head_size,

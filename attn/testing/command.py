@@ -12,11 +12,12 @@ import argparse
 import functools
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from attn import plugins
 from attn.errors import UnsupportedError
+from attn.progress import Lines, display
 from attn.testing.case import Case
 from attn.testing.conformance import EXECUTED, Report, candidate_of, run_case, run_conformance
 from attn.testing.suite import LEVELS
@@ -56,16 +57,16 @@ def run(args: argparse.Namespace) -> int:
         return _fuzz(args)
     if args.repro is not None:
         return _repro(args)
+    suite: Callable[..., Report] = functools.partial(
+        run_conformance, level=args.level, dtypes=args.dtype, jobs=args.jobs, part=args.part
+    )
     if args.registry != "attention":
         from attn.testing.dense import run_dense
         from attn.testing.prefill import run_prefill
 
-        run_part = functools.partial(run_dense, level=args.level) if args.registry == "diffusion" else run_prefill
-        return _show_report(args, run_part(args.backends or None, kind=args.kind, only=args.only, record=args.record))
-    report = run_conformance(
-        args.backends or None, args.level, kind=args.kind, record=args.record, only=args.only, dtypes=args.dtype,
-        jobs=args.jobs, part=args.part,
-    )  # fmt: skip
+        suite = functools.partial(run_dense, level=args.level) if args.registry == "diffusion" else run_prefill
+    with display(Lines(sys.stderr), sys.stderr) as shown:
+        report = suite(args.backends or None, kind=args.kind, only=args.only, record=args.record, shown=shown)
     return _show_report(args, report)
 
 

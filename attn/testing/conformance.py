@@ -7,7 +7,7 @@ features are removed while some rule is still broken. A backend that cannot run 
 import datetime
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.metadata import packages_distributions
@@ -21,6 +21,7 @@ from attn.dtypes import dtype_name
 from attn.errors import AttnError, UnsupportedError
 from attn.imports import first_installed, resolve_obj_by_qualname, version_of
 from attn.platforms import platform_for
+from attn.progress import Display
 from attn.testing.case import Case
 from attn.testing.draw import Call, Result, draw
 from attn.testing.processes import spread
@@ -36,10 +37,10 @@ REFUSAL = "refusal"
 #: The kinds of evidence that running the suite can give.
 EXECUTED = ("ran", "interpreted", "stand-in")
 #: Features that a call can reject, and those that a constructor can. Selection rejects these and all others.
-_SEEN_BY_CALL = ("non_causal", "tree_mask", "dtype")
+_SEEN_BY_CALL = ("non_causal", "tree_mask", "spans", "mixed_causal", "dtype")
 _SEEN_BY_CONSTRUCTOR = (
     "sliding_window", "two_sided_window", "soft_cap", "alibi", "sinks", "kv_sharing", "kv_cache_dtype", "attn_type",
-    "head_size",
+    "head_size", "chunk_size",
 )  # fmt: skip
 _ARRAY_DTYPES = tuple(d for d in BUDGETS if d != "float64")  # jax supports float64 only in its 64-bit mode
 
@@ -119,7 +120,7 @@ def _refusal(backend: Any, case: Case, device: Device, runner: Runner) -> list[V
     attempts: list[tuple[str, Callable[[], Any]]] = []
     if getattr(backend, "capabilities", None) is not None:
         attempts.append(("selection", select))
-    if name in _SEEN_BY_CONSTRUCTOR and not (case.mla and name == "sinks"):  # MLA's constructor has no sinks
+    if name in _SEEN_BY_CONSTRUCTOR and not (case.mla and name in ("sinks", "chunk_size")):  # not MLA's
         drawn = draw(case.replace(kv_cache_dtype="auto"))  # the dtype may be one without values
         attempts.append(("the constructor", lambda: runner.build(drawn.but(kv_cache_dtype=case.kv_cache_dtype))))
     if name in _SEEN_BY_CALL and (not value or value in _ARRAY_DTYPES):
@@ -238,6 +239,7 @@ def run_conformance(
     minimise: bool = True,
     jobs: int = 1,
     part: tuple[int, int] = (1, 1),
+    shown: Display | None = None,
 ) -> Report:
     """Run the suite on the named backends, or on all that can run on this machine without an interpreter.
 
@@ -250,6 +252,7 @@ def run_conformance(
     minimise: minimise the first failure of each backend.
     jobs: number of processes that share the cases, useful for kernels that compile at their first call on one core.
     part: (i, n): run every n-th case from the i-th on; n runs cover the suite.
+    shown: display of the progress, a step per case (default: none).
 
     Raises ValueError for an unknown name, level, kind or dtype, if `record` is passed with `only` or `part`, and for kind `ran`
     where kernels are interpreted.
@@ -265,7 +268,8 @@ def run_conformance(
         raise ValueError(f"kind={kind!r} (supports {', '.join(EXECUTED)}: the suite executes the backends)")
     dtypes = [dtype_name(dtype) for dtype in dtypes]
     plugins.load()
-    reports, rows = [], []
+    shown = shown or Display()
+    reports, runs = [], []
     for name in [*AttentionBackendEnum.names(), BLOCKSPARSE] if names is None else names:
         candidate = candidate_of(name)
         subject, why = subject_here(candidate, kind or "ran")
@@ -283,11 +287,17 @@ def run_conformance(
             reports.append(BackendReport(name, skipped="no case was selected"))
             continue
         words = f"{level}, {' '.join(dtypes)}" if dtypes else level
-        report = BackendReport(name, level=words, kind=_kind(backend, kind))
-        reports.append(_examine(backend, cases, subject, report, minimise, jobs))
-        rows.append(evidence_of(report, backend))
+        reports.append(BackendReport(name, level=words, kind=_kind(backend, kind)))
+        runs.append((backend, cases, subject, reports[-1]))
+    done = 0
+    shown.begin("cases", sum(len(cases) for _, cases, _, _ in runs))
+    for backend, cases, subject, report in runs:
+        shown.step(done, report.backend)
+        for _ in _examine(backend, cases, subject, report, minimise, jobs):
+            done += 1
+            shown.step(done, report.backend)
     if record:
-        evidence.record(rows)
+        evidence.record(evidence_of(report, backend) for backend, _, _, report in runs)
     return Report(reports)
 
 
@@ -340,7 +350,8 @@ class _Outcome:
 
 def _examine(
     backend: Any, cases: Sequence[Case], subject: Subject, report: BackendReport, minimise: bool, jobs: int
-) -> BackendReport:
+) -> Iterator[None]:
+    """Run the cases into `report`; yield after each."""
     begin, device = time.perf_counter(), device_for(backend)
     report.device, report.platform = device.name or device.platform, device.platform
     report.tame = not subject.has(Feature.NAN_SAFE)
@@ -357,8 +368,8 @@ def _examine(
         if violations and minimise and not report.smallest and case.check == "oracle":
             smallest = minimised(case, lambda simpler: subject.serves(simpler) and bool(_outcome(backend, simpler).violations))
             report.smallest = smallest.repro(report.backend)
-    report.seconds = time.perf_counter() - begin
-    return report
+        report.seconds = time.perf_counter() - begin
+        yield
 
 
 def _outcomes(backend: Any, cases: Sequence[Case], jobs: int) -> Iterable[_Outcome]:

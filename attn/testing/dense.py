@@ -22,6 +22,7 @@ from attn.diffusion.backends.abstract import DiffusionRequest
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.errors import UnsupportedError
 from attn.imports import resolve_obj_by_qualname
+from attn.progress import Display
 from attn.testing import bits
 from attn.testing.case import Recipe
 from attn.testing.conformance import Report
@@ -43,7 +44,8 @@ class DenseCase(Recipe):
     joint: (rows, keys) of a second stream, joined at the front or, with `rear`, at the rear.
     vast: draw the arrays on the device and compare some rows.
     inputs: "randn" or "needle" (every query looks for one key).
-    layout: memory layout of rows: "heads" ([B, S, H, D]) or "heads_first" (views of [B, H, S, D], torch only).
+    layout: memory layout of rows: "heads" ([B, S, H, D]) or, torch only, "heads_first" (views of [B, H, S, D]) or "fused"
+        (views of wider rows, at odd addresses and strides).
     refused: reasons that the rejection of the call must state.
     """
 
@@ -87,7 +89,8 @@ class DenseCase(Recipe):
     def asked(self) -> dict[str, Any]:
         """The arguments of `why_not_call`."""
         rows, keys = self.rows + self.joint[0], self.keys + self.joint[1]
-        return {"rows": rows, "keys": keys, "causal": self.causal, "key_mask": bool(self.lens) or self.holes}
+        padded = any(n < self.keys for n in self.lens)
+        return {"rows": rows, "keys": keys, "causal": self.causal, "key_mask": padded or self.holes}
 
 
 @dataclass
@@ -128,6 +131,12 @@ def dense_cases(backend: Any, device: Device | None = None, level: str = "quick"
         replace(plain, name="longer than a tile", rows=130, keys=200, batch=1),
         *(replace(plain, name=f"head size {s}", head_size=s) for s in (32, 80, 96, 128, 256) if supports_size(s, c.head_sizes)),
         *(replace(plain, name=d, dtype=d) for d in c.dtypes if d in BUDGETS),
+        *(
+            replace(plain, name=f"{d}, {words}, views at odd addresses", dtype=d, rows=rows, batch=batch, layout="fused")
+            for d in c.dtypes
+            if c.framework == "torch" and d in BUDGETS
+            for words, rows, batch in (("33 rows", 33, 2), ("one row", 1, 1))
+        ),
         replace(plain, name="joint, front", joint=(7, 7)),
         replace(plain, name="joint, rear", joint=(7, 7), rear=True),
         replace(plain, name="joint keys alone", joint=(0, 9)),
@@ -310,10 +319,12 @@ def run_dense(
     kind: str | None = None,
     only: str = "",
     record: bool = False,
+    shown: Display | None = None,
 ) -> Report:
     """Run the suite on the named diffusion backends, or on all that run on this machine; arguments as for `run_family`."""
     cases = functools.partial(dense_cases, level=level)
     words = "dense, full" if level == "full" else "dense"
     return run_family(
-        "diffusion", DiffusionAttentionBackendEnum, cases, check_dense, names, kind=kind, only=only, record=record, level=words
-    )
+        "diffusion", DiffusionAttentionBackendEnum, cases, check_dense, names, kind=kind, only=only, record=record, level=words,
+        shown=shown,
+    )  # fmt: skip

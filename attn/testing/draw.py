@@ -31,7 +31,7 @@ class Call:
     query: [T, H, D].
     key, value: [T, K, D], or None (nothing to write).
     key_cache, value_cache: [N, P, K, D] bits (rows of D + 4 bytes if each token and head has its own scale); None for encoders.
-    batch: the lengths, the block table and the tree mask.
+    batch: the lengths, the block table, the tree mask, spans and prefixes.
     alibi_slopes, sinks: [H] float32 or None.
     memo: cached results that were derived from this call.
     """
@@ -141,6 +141,10 @@ def layer_arguments(call: Call) -> dict[str, Any]:
             "q_lora_rank": None, "kv_lora_rank": rank, "qk_nope_head_dim": nope, "qk_rope_head_dim": rope,
             "qk_head_dim": nope + rope, "v_head_dim": value, "kv_b_proj": call.weights,
         }  # fmt: skip
+    if case.chunk_size:
+        special["chunk_size"] = case.chunk_size
+    if case.spans and case.sliding_window is not None:
+        special["span_window"] = case.span_window
     return {
         **special,
         "num_heads": case.num_heads,
@@ -193,6 +197,9 @@ def draw(case: Case) -> Call:
     requests = range(len(case.query_lens))
     table, num_blocks = _tables(case, geometry)
     tree = _trees(case)
+    spans, prefix = _spans(case), None
+    if case.prefix:
+        prefix = np.minimum(max(case.prefix, 0), np.array(case.seq_lens, np.int32)).astype(np.int32)
     slack = int(geometry.integers(0, 2)) * 3 * (max(case.query_lens, default=0) > 1)  # a captured graph's bound is not tight
     q_lens, seq_lens = np.array(case.query_lens, np.int32), np.array(case.seq_lens, np.int32)
     start = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
@@ -234,10 +241,12 @@ def draw(case: Case) -> Call:
         num_actual_tokens=total,
         max_query_len=int(q_lens.max(initial=0)) + slack + case.loose,
         max_seq_len=min(int(seq_lens.max(initial=0)) + slack, table.shape[1] * case.block_size) + case.loose,
-        causal=case.causal,
+        causal=np.arange(len(q_lens)) % 2 == 0 if case.causal == "mixed" else case.causal,
         query_start_loc_cpu=start,
         seq_lens_cpu=seq_lens,
         tree_mask=tree,
+        spans=spans,
+        prefix=prefix,
     )
     call = Call(
         case,
@@ -249,7 +258,21 @@ def draw(case: Case) -> Call:
         _slopes(case),
         _sinks(case),
     )
-    for array in (query, key, value, *caches, table, slots, start, seq_lens, tree, call.alibi_slopes, call.sinks):
+    for array in (
+        query,
+        key,
+        value,
+        *caches,
+        table,
+        slots,
+        start,
+        seq_lens,
+        tree,
+        spans,
+        prefix,
+        call.alibi_slopes,
+        call.sinks,
+    ):
         if array is not None:
             array.setflags(write=False)
     return call
@@ -296,6 +319,31 @@ def _trees(case: Case) -> Array | None:
                 mask[node] = mask[rng.integers(0, node)]
             mask[node, node] = True
     return trees
+
+
+def _spans(case: Case) -> Array | None:
+    """Return spans [T + padding, 2]: runs of text and runs of tokens that see each other, and a few ranges elsewhere."""
+    if not case.spans:
+        return None
+    spans = np.full((sum(case.query_lens) + case.padding, 2), -1, np.int32)
+    spans[sum(case.query_lens) :] = 1 << 20  # rows of padding are not read
+    at = 0
+    for r, (n, m) in enumerate(zip(case.query_lens, case.seq_lens, strict=True)):
+        rng = np.random.default_rng([11, case.geometry_seed, r])
+        position, own = np.arange(m - n, m), spans[at : at + n]
+        at += n
+        live = position >= 0
+        if case.spans < 0:
+            own[live] = position[live, None]
+            continue
+        bounds = np.cumsum(rng.integers(1, 2 * case.spans + 1, m + 1))
+        run = np.searchsorted(bounds, np.maximum(position, 0), side="right")
+        first = np.where(run > 0, bounds[run - 1], 0)
+        together = live & (run % 2 == r % 2)
+        own[together] = np.stack([first, np.minimum(bounds[run], m) - 1], 1)[together]
+        for i in np.flatnonzero((rng.random(n) < 0.15) & (m > 0)):
+            own[i] = np.sort(rng.integers(0, m, 2))
+    return spans
 
 
 def _sequence(case: Case, r: int) -> tuple[Array, Array]:
@@ -381,7 +429,7 @@ def _needles(case: Case, rng: np.random.Generator, key: Array, n: int) -> Array:
     left, right = case.window
     left = case.block_size if left is None else left
     right = 1 if right is None else right
-    page = p // case.block_size * case.block_size
+    page = p // (case.chunk_size or case.block_size) * (case.chunk_size or case.block_size)
     edges = [p, p - 1, p + 1, p - left, p - left - 1, p - left + 1, p + right, p + right + 1, p + right - 1, page, page - 1]
     edges += [np.zeros_like(p), np.full_like(p, m - 1), rng.integers(0, m, n)]
     choice = rng.integers(0, len(edges), (n, case.num_heads))
@@ -401,10 +449,11 @@ def _filled_caches(case: Case, table: Array, num_blocks: int, data: list[tuple[A
     shape = (num_blocks, case.block_size, case.num_kv_heads, kv_cache_row(case.kv_cache_dtype, case.head_size))
     caches = tuple(poisoned(shape, case.element, case.poison) for _ in range(2))
     is_written = case.attn_type == AttentionType.DECODER and not case.kv_sharing and case.new == "written"
-    left = case.window[0]
+    left = None if case.spans or case.prefix else case.window[0]
     for r, (n, m) in enumerate(zip(case.query_lens, case.seq_lens, strict=True)):
-        end = max(m - n, 0) if is_written else m
-        begin = 0 if left is None else min(max(m - n - left, 0), end)  # keys that are outside every row's window
+        end, first = max(m - n, 0) if is_written else m, max(m - n, 0)
+        begin = 0 if left is None else max(m - n - left, 0)  # keys that are outside every row's window and chunk
+        begin = min(max(begin, first // case.chunk_size * case.chunk_size if case.chunk_size else 0), end)
         if n == 0 or end == begin:
             continue
         j = np.arange(begin, end)

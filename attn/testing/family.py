@@ -11,6 +11,7 @@ from typing import Any
 from attn import evidence
 from attn.backend_enum import BackendEnum
 from attn.capabilities import Device
+from attn.progress import Display
 from attn.testing.conformance import EXECUTED, BackendReport, Failure, Report, device_for, evidence_of, is_interpreted
 from attn.verdicts import not_loadable
 
@@ -26,13 +27,14 @@ def run_family(
     only: str = "",
     record: bool = False,
     level: str = "",
+    shown: Display | None = None,
 ) -> Report:
     """Run `check(backend, case)` for each of `cases(backend, device)`, on the named members or on all that run on this machine.
 
     family: the registry's name in the evidence.
     cases: a function that returns the cases of a backend class; each case has a `name`.
     check: a function that raises AssertionError for a case that fails.
-    kind: as for `run_conformance`.
+    kind, shown: as for `run_conformance`.
 
     Raises ValueError for an unknown name or kind, if `record` is passed with `only`, and for kind `ran` where kernels are
     interpreted.
@@ -41,6 +43,7 @@ def run_family(
         raise ValueError(f"kind={kind!r} (supports {', '.join(EXECUTED)})")
     if record and only:
         raise ValueError(f"record=True needs the whole suite, not the cases that contain {only!r}")
+    shown = shown or Display()
     reports, rows = [], []
     for name in registry.names() if names is None else names:
         candidate = registry[name].candidate()
@@ -61,11 +64,13 @@ def run_family(
             continue
         report = BackendReport(name, device.name or device.platform, device.platform, level or family, how)
         begin = time.perf_counter()
-        for case in cases(backend, device):
-            if only in case.name:
-                report.cases += 1
-                if problem := _problem(check, backend, case):
-                    report.failures.append(Failure(case.name, [problem], ""))
+        selected = [case for case in cases(backend, device) if only in case.name]
+        shown.begin(name, len(selected))
+        for case in selected:
+            report.cases += 1
+            if problem := _problem(check, backend, case):
+                report.failures.append(Failure(case.name, [problem], ""))
+            shown.step(report.cases, "")
         report.seconds = time.perf_counter() - begin
         if not report.cases:
             report.skipped = "no case was selected"

@@ -1,6 +1,6 @@
 """Fixed cases: known bugs of attention libraries, each feature on its own, and contexts and caches of unusual sizes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from attn.capabilities import ENCODER_TYPES, AttentionType, Feature
@@ -17,6 +17,7 @@ def fixtures(subject: Subject) -> list[Case]:
 
     page = at("").block_size
     edges = (1, page - 1 or 1, page, page + 1, 2 * page)
+    ones = (1,) * 5
     found = [
         at("mixed batch"),
         at("mixed batch, needle", inputs="needle"),
@@ -60,8 +61,17 @@ def fixtures(subject: Subject) -> list[Case]:
         at("fp8 output, saturated, sinks", output_scale=0.001, sinks="randn", check="fp8_output"),
         at("tree in a window", (6, 4, 18, 1, 6), (20, 4, 18, 9, 40), tree=6, sliding_window=5),
     ]
+    if subject.has(Feature.NAN_SAFE):
+        found += [
+            at("NaN and infinities in values, spans", m=Q_LENS, inputs="nonfinite", data_seed=2, spans=4),
+            at("NaN and infinities in values, prefix", inputs="nonfinite", data_seed=2, prefix=5, sliding_window=4),
+        ]
+        found += [
+            at(f"NaN and infinities in {what}, {words}", q, m, inputs="nonfinite", data_seed=seed)
+            for words, q, m in (("decodes of a key", ones, ones), ("decodes", ones, edges), ("prompts", Q_LENS, Q_LENS))
+            for what, seed in (("a query", 0), ("a key", 1), ("a value", 2), ("another value", 5))
+        ]
     found += [at(f"pattern {pattern}", sparse=pattern) for pattern in (SPARSE if subject.has(Feature.BLOCK_SPARSE) else ())]
-    ones = (1,) * 5
     for dtype in main_dtypes(subject):
         found += [
             at(f"{dtype}, randn", dtype=dtype),
@@ -72,6 +82,19 @@ def fixtures(subject: Subject) -> list[Case]:
             at(f"{dtype}, constant V", dtype=dtype, inputs="constant", check="constant_value"),
             at(f"{dtype}, one key of score -524288", ones, ones, dtype=dtype, inputs="far", scale=0.125, check="single_key"),
             at(f"{dtype}, one key of any score", ones, ones, dtype=dtype, inputs="magnitudes", check="single_key"),
+        ]
+    if subject.capabilities.framework == "torch":  # kernels that read vectors of 16 bytes
+        views: dict[str, Any] = {"layout": "fused", "lse": False}
+        found += [
+            at(f"{dtype}, {words}, views at odd addresses", q, m, dtype=dtype, **views)
+            for dtype in subject.capabilities.dtypes
+            for words, q, m in (("decodes", ones, edges), ("a decode", (1,), (page + 1,)), ("prompts", Q_LENS, Q_LENS))
+        ]
+        found += [
+            at(f"{kind}, {dtype}, views at odd addresses", m=Q_LENS, attn_type=kind, causal=False, dtype=dtype, **views)
+            for kind in subject.capabilities.attn_types
+            if kind in ENCODER_TYPES
+            for dtype in subject.capabilities.dtypes
         ]
     found += [
         at(f"{kind}, {words}", attn_type=kind, causal=False, inputs="needle", **more).replace(
@@ -85,6 +108,8 @@ def fixtures(subject: Subject) -> list[Case]:
             ("alibi and a cap", {"alibi": True, "logits_soft_cap": 2.0}),
         )
     ]
+    if subject.has(Feature.SPANS):
+        found += reach(at, subject.compiles)
     for stored in subject.capabilities.kv_cache_dtypes:
         found.append(at(f"{stored} cache", kv_cache_dtype=stored))
         if stored in SELF_SCALED:
@@ -130,6 +155,38 @@ def variety(subject: Subject) -> list[Case]:
             base_case(subject, f"{dtype}, scores of -inf", dtype=dtype, inputs="infinite"),
         ]
     return found
+
+
+def reach(at: Callable[..., Case], few_programs: bool) -> list[Case]:
+    """Return the cases of what a row sees besides causality and the window (docs/semantics.md §18)."""
+    long, chunks = (40, 18, 1, 33, 9), (60, 18, 50, 33, 40)
+    every = {"causal": "mixed", "spans": 6, "prefix": 9, "chunk_size": 20}
+    least = [
+        at("spans in prompts", m=Q_LENS, spans=4, inputs="needle"),
+        at("spans in a window, a prefix", spans=9, prefix=11, sliding_window=5, inputs="needle"),
+        at("mixed causality, spans, prefix, chunks", **every),
+        at("mixed causality, spans cut by a window, prefix, chunks", sliding_window=(5, 3), span_window=True, **every),
+        at("chunks", chunk_size=10, inputs="needle"),
+    ]
+    if few_programs:
+        return least
+    return [
+        *least,
+        at("spans", long, chunks, spans=12),
+        at("spans longer than a tile", (150, 20), (170, 20), spans=70),
+        at("spans in a window", long, chunks, spans=9, sliding_window=5, inputs="needle"),
+        at("spans cut by a window", long, chunks, spans=9, sliding_window=5, span_window=True, inputs="needle"),
+        at("spans under sinks, cap and alibi", spans=5, sinks="log_length", logits_soft_cap=2.0, alibi=True),
+        at("spans beside a tree", (6, 4, 18, 1, 6), (20, 4, 18, 9, 40), spans=3, tree=6),
+        at("spans, rows before the sequence", (5, 20, 3, 2, 4), (3, 9, 0, 2, 30), spans=4),
+        at("a prefix", prefix=7, inputs="needle"),
+        at("a prefix before a window", long, chunks, prefix=11, sliding_window=4, inputs="needle"),
+        at("spans in chunks", long, chunks, spans=9, prefix=5, chunk_size=16),
+        at("chunks of one page in a window", long, chunks, chunk_size=16, sliding_window=7),
+        at("chunks, not causal", causal=False, chunk_size=10),
+        at("mixed causality", causal="mixed", inputs="needle"),
+        at("mixed causality in a window", long, chunks, causal="mixed", sliding_window=(6, 3)),
+    ]
 
 
 def long_context(subject: Subject, full: bool) -> list[Case]:

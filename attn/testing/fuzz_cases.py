@@ -154,6 +154,15 @@ def _frame(subject: Subject, rng: random.Random) -> Case:
     )
     if is_decoder and case.causal:
         case = case.replace(tree=_chance(rng, 0.15, given(Feature.TREE_MASK, 6, 1, 3, 9, -1), 0))
+    if is_decoder:
+        mixed = given(Feature.MIXED_CAUSAL, "mixed") if not case.tree else []
+        case = case.replace(
+            causal=_chance(rng, 0.1, mixed, case.causal),
+            spans=_chance(rng, 0.15, given(Feature.SPANS, 1, 4, 30, -1), 0),
+            prefix=_chance(rng, 0.15, given(Feature.SPANS, 1, 8, 100, -1), 0),
+            chunk_size=_chance(rng, 0.1, given(Feature.CHUNK_SIZE, 1, 7, 16, 100, 1000), 0),
+            span_window=rng.random() < 0.5,
+        )
     return case.replace(**_scales(subject, rng, case))
 
 
@@ -237,7 +246,8 @@ def _scale(rng: random.Random, frame: Case) -> float | None:
 
 def _check(subject: Subject, rng: random.Random, case: Case, steps: float) -> str:
     decoder = case.attn_type == AttentionType.DECODER
-    if decoder and case.new == "written" and not case.kv_sharing and not case.tree and rng.random() < steps:
+    whole = case.tree or case.spans or case.prefix or case.causal == "mixed"  # of a batch: it cannot be run in steps
+    if decoder and case.new == "written" and not case.kv_sharing and not whole and rng.random() < steps:
         return "steps"
     if rng.random() < 0.06:
         return "rerun"

@@ -93,7 +93,7 @@ def _numbers(subject: DenseSubject, rng: random.Random, case: DenseCase) -> Dens
     on_torch = subject.backend.capabilities.framework == "torch"
     return case.replace(
         seed=rng.randrange(1, 1 << 20), inputs=rng.choice(("randn", "randn", "needle")),
-        layout=rng.choice(("heads", "heads", "heads_first")) if on_torch else "heads",
+        layout=rng.choice(("heads", "heads", "heads_first", "fused")) if on_torch else "heads",
     )  # fmt: skip
 
 

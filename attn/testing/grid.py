@@ -30,8 +30,12 @@ def _axes(subject: Subject) -> dict[str, list[Any]]:
         "cap": [None, *on(Feature.SOFT_CAP, 2.0, 30.0)],
         "alibi": [False, *on(Feature.ALIBI, True)],
         "sinks": ["", *on(Feature.SINKS, "randn", "log_length")],
-        "causal": [True, *on(Feature.NON_CAUSAL, False)],
+        "causal": [True, *on(Feature.NON_CAUSAL, False), *on(Feature.MIXED_CAUSAL, "mixed")],
         "tree": [0, *on(Feature.TREE_MASK, 6)],
+        "spans": [0, *on(Feature.SPANS, 3, 20)],
+        "prefix": [0, *on(Feature.SPANS, 4, 40)],
+        "chunk_size": [0, *on(Feature.CHUNK_SIZE, 10)],
+        "span_window": [False, *on(Feature.SPANS, True)],
         "kv_sharing": [False, *on(Feature.KV_SHARING, True)],
         "inputs": ["randn", "needle"],
         "poison": list(subject.poisons),
@@ -51,7 +55,7 @@ def _valid(subject: Subject, axes: dict[str, list[Any]], choice: Choice) -> Choi
     choice = dict(choice)
     kind = choice["attn_type"]
     if kind != AttentionType.DECODER:
-        choice |= {"causal": False, "tree": 0, "kv_sharing": False}
+        choice |= {"causal": False, "tree": 0, "kv_sharing": False, "spans": 0, "prefix": 0, "chunk_size": 0}
     if kind in ENCODER_TYPES:
         choice |= {"kv_cache_dtype": axes["kv_cache_dtype"][0], "scales": "one"}
     if choice["tree"]:
@@ -77,7 +81,8 @@ def grid(subject: Subject, few_programs: bool, least: int = 60) -> list[Case]:
             program = programs[choice["program"]]
             batch = program["batch"] if "decode" in (program["batch"], choice["batch"]) or program["tree"] else choice["batch"]
             # with two programs rather than four, both values of each and all four pairs still occur
-            shared = choice["kv_sharing"] if len(axes["lse"]) == 1 else choice["lse"] == bool(choice["program"] % 2)
+            odd = sum(p["attn_type"] == AttentionType.DECODER for p in programs[: choice["program"]]) % 2
+            shared = choice["kv_sharing"] if len(axes["lse"]) == 1 else choice["lse"] == bool(odd)
             shared &= len(axes["kv_sharing"]) > 1
             valid = _valid(subject, axes, {**program, **choice, "batch": batch, "kv_sharing": shared})
             return None if valid is None else valid | {"program": choice["program"]}

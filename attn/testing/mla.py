@@ -41,6 +41,7 @@ def _fixtures(subject: Subject) -> list[Case]:
         _at(subject, "mixed batch"),
         _at(subject, "mixed batch, needle", inputs="needle"),
         _at(subject, "decodes", (1,) * 5, edges, inputs="needle"),
+        _at(subject, "decodes of equal length", (1,) * 3, (70,) * 3, inputs="needle"),  # others are cut by a plan on the device
         _at(subject, "drafts to verify", (4, 2, 16, 4, 3), (page + 5, 2, 16, 40, 2 * page), inputs="needle"),
         _at(subject, "prefills with context", (17, 40, 23), (page + 17, 40, 2 * page + 23), inputs="needle"),
         _at(subject, "prefills before decodes", (19, 1, 30, 2), (40, 20, 30, 9), inputs="needle"),
@@ -61,6 +62,10 @@ def _fixtures(subject: Subject) -> list[Case]:
         found += [
             _at(subject, f"no token, {stored} cache, as views", (0,), (5,), kv_cache_dtype=stored, layout="heads_first")
             for stored in subject.capabilities.kv_cache_dtypes
+        ]
+        found += [
+            _at(subject, f"{dtype}, views at odd addresses", dtype=dtype, layout="fused")
+            for dtype in subject.capabilities.dtypes
         ]
     if subject.has(Feature.NAN_SAFE):
         found += [

@@ -17,6 +17,7 @@ from attn.backends.mla.prefill.registry import MLAPrefillBackendEnum
 from attn.backends.mla.prefill.selector import make_mla_prefill_request
 from attn.capabilities import supports_size
 from attn.imports import resolve_obj_by_qualname
+from attn.progress import Display
 from attn.testing.bits import Array, drawn, rounded
 from attn.testing.case import Case
 from attn.testing.conformance import Report
@@ -32,7 +33,10 @@ _SIZES = ((192, 128), (96, 64), (40, 24), (128, 128), (256, 256), (192, 192))
 
 @dataclass(frozen=True)
 class PrefillCase:
-    """The number of new tokens of each request and, for each chunk of the context, its number of keys of each request."""
+    """The number of new tokens of each request and, for each chunk of the context, its number of keys of each request.
+
+    layout: "heads", or "fused": the arrays are views of wider rows, at odd addresses and strides (torch only).
+    """
 
     name: str
     query_lens: tuple[int, ...] = (5, 1, 17, 40)
@@ -41,6 +45,7 @@ class PrefillCase:
     sizes: tuple[int, int] = (192, 128)
     dtype: str = "bfloat16"
     scale: float | None = None
+    layout: str = "heads"
 
     def __str__(self) -> str:
         return self.name
@@ -67,6 +72,7 @@ def prefill_cases(backend: Any) -> list[PrefillCase]:
     sizes = [s for s in _SIZES if supports_size(s[0], c.head_sizes) and supports_size(s[1], backend.v_head_dims)]
     dtypes = [d for d in ("bfloat16", "float32", "float16", "float64") if d in c.dtypes and d in BUDGETS]
     plain = PrefillCase("new tokens and context", sizes=sizes[0], dtype=dtypes[0])
+    one = replace(plain, query_lens=(1,), chunks=((1,),))
     found = [
         plain,
         replace(plain, name="no context", chunks=()),
@@ -76,6 +82,12 @@ def prefill_cases(backend: Any) -> list[PrefillCase]:
         replace(plain, name="explicit scale", scale=0.31),
         *(replace(plain, name=f"{heads} heads", num_heads=heads) for heads in (1, 5, 16)),
         *(replace(plain, name=dtype, dtype=dtype) for dtype in dtypes),
+        *(
+            replace(case, name=f"{dtype}, {words}, views at odd addresses", dtype=dtype, layout="fused")
+            for dtype in dtypes
+            if c.framework == "torch"
+            for words, case in (("a batch", plain), ("one token", one))
+        ),
         *(replace(plain, name=f"heads of {size[0]} and {size[1]}", sizes=size) for size in sizes),
     ]
     return [case for case in found if not backend.why_not(_request(case))]
@@ -142,7 +154,14 @@ def _broken(case: PrefillCase, what: str, state: State, want: State) -> list[str
     return [f"rule {v.rule} ({what}): {v.what}" for v in compare(as_case, result, Expected(*want, None))]
 
 
-def run_prefill(names: Sequence[str] | None = None, *, kind: str | None = None, only: str = "", record: bool = False) -> Report:
+def run_prefill(
+    names: Sequence[str] | None = None,
+    *,
+    kind: str | None = None,
+    only: str = "",
+    record: bool = False,
+    shown: Display | None = None,
+) -> Report:
     """Run the suite on the named MLA prefill backends, or on all that run on this machine; arguments as for `run_family`."""
     return run_family(
         "mla_prefill",
@@ -154,4 +173,5 @@ def run_prefill(names: Sequence[str] | None = None, *, kind: str | None = None, 
         only=only,
         record=record,
         level="prefill",
+        shown=shown,
     )

@@ -319,6 +319,31 @@ def neighbours(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 
 
 @check
+def any_batch(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+    """Requests have the same bits alone, among any others, in any order, and under the loose bounds of a captured graph.
+
+    Rule I only, and the oracle for the whole batch: for backends that declare `batch_invariant` (docs/semantics.md §17).
+    """
+    call = draw(case)
+    base, found = judged(call, run, score)
+    yield from found
+    rng = np.random.default_rng([13, case.geometry_seed])
+    order = rng.permutation(call.batch.num_reqs).tolist()
+    decodes, drafts = ([r for r in order if case.query_lens[r] in lens] for lens in ((1,), (1, 2, 3, 4)))
+    batches = [("alone", [r]) for r in (*order[:7], int(np.argmax(case.seq_lens)))]
+    batches += [
+        (f"among {size - 1} others", rng.permutation(order)[:size].tolist()) for size in (2, 7, 16) if size < len(order)
+    ]
+    batches += [("among decodes", decodes[:4]), ("among drafts", drafts), ("in reverse", sorted(order, reverse=True))]
+    for i, (what, requests) in enumerate(batches):
+        part = to.picked(call, requests)
+        if i % 2:
+            bounds = {name: getattr(part.batch, name) + 37 * i for name in ("max_query_len", "max_seq_len")}
+            part, what = to.frozen(part.with_batch(**bounds)), f"{what}, in a graph for longer requests"
+        yield from same(case, f"requests {what}", base, run(part), to.rows_of(call, requests), "I")
+
+
+@check
 def chunked(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     """A prefill in chunks, the last one a single token, gives the result of the whole prefill."""
     call = draw(case)
@@ -419,6 +444,32 @@ def causal_by_window(case: Case, run: Runner, score: Score) -> Iterator[Violatio
     _, want, found = oracle_of(causal, run, score)
     window = draw(case).but(sliding_window=(None, 0))
     yield from found + judged(window, run, score, want)[1]
+
+
+@check
+def reach_limits(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+    """Spans of rows alone, prefixes of no key, one causality for all requests, blocks of one token and chunks as long as the
+    sequence change nothing."""
+    call = draw(case)
+    _, want, found = oracle_of(call, run, score)
+    yield from found
+    spans = draw(case.replace(spans=-1)).batch.spans
+    nothing = np.zeros(call.batch.num_reqs, np.int32)
+    yield from judged(to.frozen(call.with_batch(spans=spans, prefix=nothing)), run, score, want)[1]
+    yield from judged(to.frozen(call.with_batch(causal=nothing == 0)), run, score, want)[1]
+    yield from judged(call.but(chunk_size=max(case.seq_lens) + 1), run, score, want)[1]
+
+
+@check
+def whole_span(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+    """A span, or a prefix, of the whole request is non-causal attention."""
+    call = draw(case)
+    _, want, found = oracle_of(call.with_batch(causal=False), run, score)
+    yield from found
+    last = np.repeat(call.batch.seq_lens, case.query_lens) - 1
+    spans = np.stack([np.zeros_like(last), last], 1)
+    yield from judged(to.frozen(call.with_batch(spans=spans)), run, score, want)[1]
+    yield from judged(call.with_batch(prefix=call.batch.seq_lens), run, score, want)[1]
 
 
 @check

@@ -5,13 +5,14 @@ from typing import Any, TypeVar
 
 from attn.testing.case import Case, Recipe
 
-C = TypeVar("C", bound=Recipe)
+C = TypeVar("C")
 
 #: The plain values of a case's fields; a failure that needs another value concerns that field.
 PLAIN: dict[str, Any] = {
     "through": "impl", "arrays": "numpy", "layout": "heads", "loose": 0, "new": "written", "sinks": "", "alibi": False,
     "logits_soft_cap": None, "sliding_window": None, "padding": 0, "scale": None, "shared_prefix": 0, "inputs": "randn",
-    "lse": False, "kv_sharing": False, "tree": 0, "dtype": "float32", "kv_cache_dtype": "auto", "k_scale": 1.0, "v_scale": 1.0,
+    "lse": False, "kv_sharing": False, "tree": 0, "spans": 0, "prefix": 0, "chunk_size": 0, "span_window": False,
+    "dtype": "float32", "kv_cache_dtype": "auto", "k_scale": 1.0, "v_scale": 1.0,
     "causal": True, "attn_type": "decoder", "poison": "zero", "check": "oracle",
 }  # fmt: skip
 
@@ -28,11 +29,11 @@ def minimised(
     """Return the smallest simplification of `case` that was found to fail; each attempt takes one step.
 
     Each field of `plain` is tried once: a field that a failure needs, a smaller case needs too. `simpler` yields the steps;
-    None: those of a paged case.
+    None: those of a paged case. With empty `plain` a case may be anything that `simpler` takes.
     """
     steps: Callable[[Any], Iterator[Any]] = simpler or _simpler
     for name, value in plain.items():
-        if getattr(case, name) != value and fails(changed := case.replace(**{name: value})):
+        if getattr(case, name) != value and fails(changed := case.replace(**{name: value})):  # type: ignore[attr-defined]
             case = changed
     for _ in range(attempts):
         smaller = next((c for c in steps(case) if fails(c)), None)

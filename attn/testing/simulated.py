@@ -162,12 +162,22 @@ class SimulatedKernel:
         return self.call.alibi_slopes
 
     def distance(self, p: Array, j: Array) -> Array:
-        return (j - p if self.is_causal() else -np.abs(j - p)).astype(np.float32)
+        return (-np.abs(j - p)).astype(np.float32)
 
     # masks
 
     def allowed(self, r: int, p: Array, j: Array, m: int) -> Array:
-        """Return the mask [n, t] (or [H, n, t]) of request r: causal or tree, the window, and the block-sparse pattern."""
+        """Return the mask [n, t] (or [H, n, t]) of request r."""
+        visible = self.rule(r, p, j, m)
+        if self.call.batch.spans is not None:
+            rows = self.call.rows(r)
+            visible = visible | self.in_span(self.call.batch.spans[rows], p, j)
+        if self.call.batch.prefix is not None:
+            visible = visible | self.in_prefix(int(self.call.batch.prefix[r]), j)
+        return visible & self.in_chunk(p, j) if self.case.chunk_size else visible
+
+    def rule(self, r: int, p: Array, j: Array, m: int) -> Array:
+        """Return what causality or the tree, the window and the block-sparse pattern allow."""
         visible = self.in_window(p, j)
         if self.case.sparse:
             visible = (
@@ -176,10 +186,24 @@ class SimulatedKernel:
         tree = self.tree(r)
         if tree is not None and len(p) <= tree.shape[1]:
             return visible & self.in_tree(tree, p, j, m)
-        return visible & self.is_past(p, j) if self.is_causal() else visible
+        return visible & self.is_past(p, j) if self.is_causal(r) else visible
 
-    def is_causal(self) -> bool:
-        return self.call.batch.causal and self.case.attn_type == AttentionType.DECODER
+    def in_span(self, spans: Array, p: Array, j: Array) -> Array:
+        inside = (j >= spans[:, :1]) & (j <= spans[:, 1:])
+        left, right = self.window()
+        if self.case.span_window and left is not None:
+            inside &= j >= p - left
+        return inside & (j <= p + right) if self.case.span_window and right else inside
+
+    def in_prefix(self, prefix: int, j: Array) -> Array:
+        return j < prefix
+
+    def in_chunk(self, p: Array, j: Array) -> Array:
+        return j >= p // self.case.chunk_size * self.case.chunk_size
+
+    def is_causal(self, r: int) -> bool:
+        causal = self.call.batch.causal
+        return bool(causal[r] if isinstance(causal, np.ndarray) else causal) and self.case.attn_type == AttentionType.DECODER
 
     def is_past(self, p: Array, j: Array) -> Array:
         return j <= p

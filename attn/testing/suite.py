@@ -9,7 +9,7 @@ offsets need more than 16 and 32 bits; `smoke` has the fixtures only, for interp
 from collections.abc import Sequence
 from typing import Any
 
-from attn.capabilities import ATTN_TYPES, Feature, supports_size
+from attn.capabilities import ATTN_TYPES, ENCODER_TYPES, AttentionType, Feature, supports_size
 from attn.dtypes import DTYPES, KV_CACHE_DTYPES
 from attn.testing.bits import SCALED
 from attn.testing.case import Case
@@ -27,11 +27,13 @@ def cases_of(subject: Subject, level: str = "quick") -> list[Case]:
         raise ValueError(f"level={level!r} (supports {', '.join(LEVELS)})")
     full = level == "full"
     if subject.is_latent:
-        return [case for case in latent_cases(subject, level) if subject.serves(case)] + refusals(subject)
+        positive = latent_cases(subject, level) + (invariance(subject, full) if level != "smoke" else [])
+        return [case for case in positive if subject.serves(case)] + refusals(subject)
     few_programs = subject.compiles and not full
     positive = fixtures(subject)
     if level != "smoke":
         positive += [*grid(subject, few_programs), *properties(subject, full), *long_context(subject, full)]
+        positive += invariance(subject, full)
         positive += [*variety(subject), *random_cases(subject, 100 if full else 12)]
     if full and subject.device is not None and subject.device.platform in ("cuda", "rocm"):
         positive += vast(subject)
@@ -42,7 +44,7 @@ def cases_of(subject: Subject, level: str = "quick") -> list[Case]:
 
 # limiting the number of compiled programs
 
-_PROGRAMS = 42  #: programs of a quick run's base cases; each takes a second or two to compile
+_PROGRAMS = 49  #: programs of a quick run's base cases; each takes a second or two to compile
 
 
 def _affordable(cases: Sequence[Case]) -> list[Case]:
@@ -68,18 +70,18 @@ def program_of(case: Case) -> object:
 
     left, right = case.window
     page = case.block_size
+    reach = (not case.spans, not case.prefix, not case.chunk_size, case.span_window and bool(case.spans))
     return (
         power(sum(case.query_lens) + case.padding), power(len(case.query_lens)), power(max(case.query_lens, default=0)),
         power(max(8, -(-max(case.seq_lens, default=0) // page))), case.num_blocks, page, case.num_heads, case.num_kv_heads,
         case.head_size, case.dtype, "" if case.is_encoder else case.element, case.causal, case.is_encoder, left is None,
         right is None, case.logits_soft_cap is None, case.alibi, not case.sinks, case.tree, isinstance(case.k_scale, tuple),
-        isinstance(case.v_scale, tuple), case.sparse,
+        isinstance(case.v_scale, tuple), case.sparse, *reach,
     )  # fmt: skip
 
 
 def properties(subject: Subject, full: bool) -> list[Case]:
     """Return cases of the metamorphic properties; each requests every feature that the property's variants use."""
-    promised = {"features": (Feature.BATCH_INVARIANT.value,)} if subject.has(Feature.BATCH_INVARIANT) else {}
     quantized = [s for s in subject.capabilities.kv_cache_dtypes if s in SCALED]
     dtypes = main_dtypes(subject) if full else main_dtypes(subject)[:2]
     cached = not base_case(subject, "").is_encoder
@@ -88,7 +90,7 @@ def properties(subject: Subject, full: bool) -> list[Case]:
 
         def of(check: str, q: Sequence[int] = Q_LENS, m: Sequence[int] = M_LENS, dtype: str = dtype, **changes: Any) -> Case:
             return base_case(
-                subject, f"{check.partition('=')[0]}, {dtype}", q, m, **{"dtype": dtype, "check": check, **promised, **changes}
+                subject, f"{check.partition('=')[0]}, {dtype}", q, m, **{"dtype": dtype, "check": check, **changes}
             )
 
         found += [of("rerun"), of("without_mirrors"), of("empty_tree")]
@@ -121,6 +123,9 @@ def properties(subject: Subject, full: bool) -> list[Case]:
             continue  # the following properties need further programs
         if subject.compiles:
             found.append(of("captured"))
+        if not subject.compiles or full:
+            found.append(of("reach_limits", features=("spans", "non_causal", "mixed_causal", "chunk_size")))
+            found.append(of("whole_span", features=("spans", "non_causal")))
         other = [s for s in subject.sizes((32, 8, 16, 64, 128), subject.block_sizes) if s != page][:1]
         found += [
             of("window_of_everything", sliding_window=7),
@@ -156,6 +161,54 @@ def properties(subject: Subject, full: bool) -> list[Case]:
     return found
 
 
+#: Requests of every kind, as (new tokens, length): decodes, drafts, chunks, prompts, one without tokens, one without keys,
+#: two contexts that are longer than any kernel's part of a split.
+_ANY_BATCH = (
+    (1, 33), (18, 18), (1, 2305), (4, 20), (1, 1), (33, 70), (1, 16), (6, 9), (0, 5), (64, 64), (1, 17), (3, 2100), (2, 2),
+    (1, 257), (17, 40), (1, 64), (5, 131), (1, 300), (21, 90), (3, 0), (1, 40), (16, 16), (1, 15), (8, 48), (1, 513), (9, 40),
+    (1, 5), (2, 33), (1, 129), (12, 12), (7, 7), (1, 90), (40, 41),
+)  # fmt: skip
+
+
+def invariance(subject: Subject, full: bool) -> list[Case]:
+    """Return cases of requests that have the same bits in any batch, for a subject that declares `batch_invariant`.
+
+    The other cases do not request the feature: their plans are those of the default.
+    """
+    if not subject.has(Feature.BATCH_INVARIANT):
+        return []
+    is_encoder = base_case(subject, "").is_encoder
+    main, stored = main_dtypes(subject), subject.capabilities.kv_cache_dtypes[1:]
+    every, few = _ANY_BATCH, tuple((n, m) for n, m in _ANY_BATCH[:14] if m < 300)
+
+    def of(words: str, lens: Sequence[tuple[int, int]] = few, check: str = "any_batch", **changes: Any) -> Case:
+        more = {"check": check, "features": (Feature.BATCH_INVARIANT.value,), "num_blocks": None, **changes}
+        return base_case(subject, f"batch_invariant: {check}, {words}", *zip(*lens, strict=True), **more)
+
+    size = subject.sizes((40, 72, 80, 64), subject.capabilities.head_sizes)[0]
+    odd: dict[str, Any] = {} if subject.is_latent else {"num_heads": 7, "num_kv_heads": 1, "head_size": size}
+    found = [
+        # not all of them where kernels are interpreted
+        *(of(dtype, every if full or (dtype == main[0] and subject.device) else few, dtype=dtype) for dtype in main),
+        of("window, sinks", sliding_window=20, sinks="randn"),
+        of("odd heads, sinks", **odd, sinks="log_length"),
+        of("not causal, cap, alibi", causal=False, logits_soft_cap=2.0, alibi=True),
+        of("trees", [(n, max(n, m)) for n, m in few], tree=6),
+        *(of(f"{s} cache", kv_cache_dtype=s) for s in (stored if full else stored[-1:])),
+        *(
+            of(kind, [(n, n if kind in ENCODER_TYPES else m) for n, m in few], attn_type=kind, causal=False)
+            for kind in subject.capabilities.attn_types
+            if kind in ENCODER_TYPES[:1] or (full and kind != AttentionType.DECODER)
+        ),
+    ]
+    if is_encoder:
+        return found
+    mixed, page = tuple(zip(Q_LENS, M_LENS, strict=True)), base_case(subject, "").block_size
+    found += [of(main[0], mixed, check) for check in ("permute_pages", "table_tail", "batch_order", "neighbours")]
+    shared = tuple((n, 2 * page + own) for n, own in zip(Q_LENS, (18, 6, 18, 1, 9), strict=True))
+    return [*found, of(main[0], shared, "shared_pages", shared_prefix=2 * page)]
+
+
 def refusals(subject: Subject) -> list[Case]:
     """Return one case for each undeclared feature, dtype or size; `check` is `refusal=<what the rejection must name>`."""
     c = subject.capabilities
@@ -172,6 +225,9 @@ def refusals(subject: Subject) -> list[Case]:
         Feature.ALIBI: {"alibi": True},
         Feature.SINKS: {"sinks": "randn"},
         Feature.TREE_MASK: {"tree": 4},
+        Feature.SPANS: {"spans": 2},
+        Feature.MIXED_CAUSAL: {"causal": "mixed"},
+        Feature.CHUNK_SIZE: {"chunk_size": 8},
         Feature.KV_SHARING: {"kv_sharing": True},
         Feature.PER_HEAD_SCALES: per_head_scales(plain.num_kv_heads),
         Feature.OUTPUT_SCALE: {"output_scale": 0.02},

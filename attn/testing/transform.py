@@ -90,6 +90,9 @@ def picked(call: Call, requests: Sequence[int]) -> Call:
         max_query_len=int(lens.max(initial=0)),
         max_seq_len=int(batch.seq_lens[chosen].max(initial=0)),
         tree_mask=None if batch.tree_mask is None else batch.tree_mask[chosen],
+        causal=batch.causal[chosen] if isinstance(batch.causal, np.ndarray) else batch.causal,
+        spans=None if batch.spans is None else batch.spans[rows],
+        prefix=None if batch.prefix is None else batch.prefix[chosen],
     )
     return frozen(
         call.but(

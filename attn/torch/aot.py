@@ -186,6 +186,7 @@ BATCHES = {
 }
 WINDOWS: dict[str, tuple[int | None, int | None]] = {
     "causal": (None, 0), "bidirectional": (None, None), "window": (127, 0), "two-sided": (64, 32), "tree": (None, 0),
+    "spans": (127, 0), "reach": (None, None),
 }  # fmt: skip
 
 PAGED: dict[str, Sequence[Any]] = {
@@ -272,12 +273,24 @@ def _launch_paged(choice: Choice) -> None:
         slopes=torch.ones(heads) if choice["alibi"] else None,
         sinks=torch.ones(heads) if choice["sinks"] else None,
         tree=torch.ones(requests, 8, 8, dtype=torch.bool) if choice["mask"] == "tree" else None,
+        **_reach(choice["mask"], tokens, requests),
         k_scale=scales[0],
         v_scale=scales[1],
         fixed_split=256 if choice["fixed_split"] else 0,
         sparse=[64, 4, 8, 1, 0] if choice["pattern"] else None,
         output_scale=torch.ones(()) if scaled else None,
     )
+
+
+def _reach(mask: str, tokens: int, requests: int) -> dict[str, Any]:
+    """Return the arguments of spans that a window cuts, or of everything else that a row may see (docs/semantics.md §18)."""
+    if mask not in ("spans", "reach"):
+        return {}
+    spans = {"spans": torch.zeros(tokens, 2, dtype=torch.int32), "span_window": mask == "spans"}
+    if mask == "spans":
+        return spans
+    flags, prefix = torch.ones(requests, dtype=torch.bool), torch.zeros(requests, dtype=torch.int32)
+    return {**spans, "prefix": prefix, "is_causal": flags, "chunk_size": 512}
 
 
 # --- writing the cache ----------------------------------------------------------------------------------------------
@@ -375,11 +388,14 @@ LATENT: dict[str, Sequence[Any]] = {
     "lse": (False, True),
     "limits": (False, True),
     "indices": (False, True),
+    "uneven": (False, True),
     "device_scale": (False, True),
 }
 
 
 def _normalise_latent(choice: Choice) -> Choice:
+    if choice["indices"]:  # lists are of equal lengths
+        choice["uneven"] = False
     if choice["kv"] in ("auto", "fp8_ds_mla"):
         choice["device_scale"] = False
     return choice
@@ -412,6 +428,41 @@ def _launch_latent(choice: Choice) -> None:
         k_scale=torch.ones(()) if choice["device_scale"] else None,
         limits=torch.ones(tokens, dtype=torch.int32) if choice["limits"] else None,
         indices=torch.zeros(tokens, 64, dtype=torch.int32) if choice["indices"] else None,
+        uneven=choice["uneven"],
+    )
+
+
+LATENT_WRITE: dict[str, Sequence[Any]] = {
+    "sizes": ((RANK, ROPE), (96, 32), (256, 0)),
+    "block_size": (16, 48),
+    "dtype": ("bfloat16", "float16", "float32"),
+    "kv": ("auto", "bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"),
+    "device_scale": (False, True),
+    "num_heads": (0, 16, 128),  # of the queries whose rotary part is copied; 0: none
+}
+
+
+def _normalise_latent_write(choice: Choice) -> Choice | None:
+    if not choice["kv"].startswith("fp8_e"):
+        choice["device_scale"] = False
+    if choice["kv"] == "fp8_ds_mla":  # rows of one size
+        choice["sizes"] = (RANK, ROPE)
+    return choice
+
+
+def _launch_latent_write(choice: Choice) -> None:
+    from attn.torch.kernels.latent_write import write_latents
+
+    (rank, rope), heads, dtype = choice["sizes"], choice["num_heads"], getattr(torch, choice["dtype"])
+    stored = getattr(torch, str(kv_cache_element(choice["kv"], choice["dtype"])))
+    write_latents(
+        kv_c=torch.empty(9, rank, dtype=dtype),
+        k_pe=torch.empty(9, rope, dtype=dtype),
+        cache=torch.empty(4, choice["block_size"], 656 if stored == torch.uint8 else rank + rope, dtype=stored),
+        slot_mapping=torch.zeros(9, dtype=torch.int64),
+        k_scale=torch.ones(()) if choice["device_scale"] else None,
+        query=torch.empty(9, heads, VALUE + rope, dtype=dtype) if heads else None,
+        absorbed=torch.empty(9, heads, rank + rope, dtype=dtype) if heads else None,
     )
 
 
@@ -421,7 +472,14 @@ HOPPER_LATENT: dict[str, Sequence[Any]] = {
     "dtype": ("bfloat16", "float16"),
     "limits": (False, True),
     "indices": (False, True),
+    "uneven": (False, True),
 }
+
+
+def _normalise_hopper_latent(choice: Choice) -> Choice:
+    if choice["indices"]:
+        choice["uneven"] = False
+    return choice
 
 
 def _launch_hopper_latent(choice: Choice) -> None:
@@ -498,8 +556,9 @@ KERNELS = {
     "hopper_prefill": Kernel(HOPPER, _launch_hopper),
     "kv_write": Kernel(WRITE, _launch_write, _normalise_write),
     "merge_states": Kernel(MERGE, _launch_merge),
+    "latent_write": Kernel(LATENT_WRITE, _launch_latent_write, _normalise_latent_write),
     "mla_decode": Kernel(LATENT, _launch_latent, _normalise_latent, _refuse_latent),
-    "hopper_mla": Kernel(HOPPER_LATENT, _launch_hopper_latent),
+    "hopper_mla": Kernel(HOPPER_LATENT, _launch_hopper_latent, _normalise_hopper_latent),
     "mla_prefill": Kernel(EXPANDED, _launch_expanded),
     "int8_attention": Kernel(INT8, _launch_int8),
 }

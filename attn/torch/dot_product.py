@@ -11,6 +11,7 @@ from attn.backends.arguments import check_flag, fold_sign
 from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.errors import ShapeError, UnsupportedError
+from attn.torch.alignment import aligned
 from attn.torch.diffusion.chosen import chosen_impl, known
 
 #: `name` is the backend that this thread requested. Thread-local, not a context variable, which a graph cannot guard on.
@@ -72,10 +73,11 @@ def scaled_dot_product_attention(
     else:
         scale = known(scale)
         query, scale = fold_sign(query, scale), abs(scale)
-    added = attn_mask is not None and attn_mask.dtype != torch.bool
-    if added:
+    if attn_mask is not None and attn_mask.dtype != torch.bool:
         if requested is not None:
             raise UnsupportedError(f"{requested}: attn_mask of {attn_mask.dtype}: additive masks are not supported")  # type: ignore[union-attr]
+        query, key, value = aligned(query), aligned(key), aligned(value)
+        attn_mask = aligned(attn_mask, strides=False)  # torch pads a mask whose strides are odd
         return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
     rows, width = query.shape[-2], value.shape[-1]
     if is_causal and key.shape[-2] > rows:

@@ -33,6 +33,7 @@ from attn.diffusion.backends.dense import DenseCall
 from attn.distributed import world_size
 from attn.errors import UnsupportedError
 from attn.imports import resolve_obj_by_qualname
+from attn.torch.alignment import aligned
 from attn.torch.metadata import ARRAYS, alive
 
 _counter = itertools.count(1)
@@ -71,7 +72,10 @@ def paged_key(impl: Any, spec: KVCacheSpec) -> str:
     names = ("num_heads", "head_size", "num_kv_heads", "kv_cache_dtype", "logits_soft_cap", "attn_type",
              "kv_sharing_target_layer_name")  # fmt: skip
     arguments = {name: getattr(impl, name) for name in names} | {"scale": impl.signed_scale, "sliding_window": impl.window}
-    return _text({"impl": _path(type(impl)), "arguments": arguments, "spec": asdict(spec)})
+    reach = {name: getattr(impl, name) for name in ("chunk_size", "span_window")}
+    arguments |= {name: value for name, value in reach.items() if value is not None}
+    described = {"impl": _path(type(impl)), "arguments": arguments, "spec": asdict(spec)}
+    return _text(described | ({"batch_invariant": True} if impl.batch_invariant else {}))
 
 
 @functools.lru_cache(1024)
@@ -82,6 +86,7 @@ def _made(key: str, lse: bool) -> tuple[Any, KVCacheSpec]:
         part["sliding_window"] = _paired(part["sliding_window"])
     impl = resolve_obj_by_qualname(described["impl"])(**described["arguments"])
     impl.need_to_return_lse_for_decode = lse
+    impl.batch_invariant = described.get("batch_invariant", False)
     return impl, KVCacheSpec(**described["spec"])
 
 
@@ -118,6 +123,9 @@ def call(layer: Any, query: Tensor, key: Any, value: Any, kv_cache: Any, attn_me
         block_table=batch.block_table,
         slot_mapping=batch.slot_mapping,
         tree_mask=batch.tree_mask,
+        spans=batch.spans,
+        prefix=batch.prefix,
+        is_causal=batch.is_causal,
         sinks=getattr(impl, "sinks", None),
         alibi_slopes=impl.alibi_slopes,
         topk_indices=indices,
@@ -147,6 +155,9 @@ def _layer(
     block_table: Tensor,
     slot_mapping: Tensor,
     tree_mask: Tensor | None,
+    spans: Tensor | None,
+    prefix: Tensor | None,
+    is_causal: Tensor | None,
     sinks: Tensor | None,
     alibi_slopes: Tensor | None,
     topk_indices: Tensor | None,
@@ -174,7 +185,7 @@ def _layer(
         if sinks is not None or alibi_slopes is not None:
             impl = copy.copy(impl)  # another layer with these arguments may run at the same time
             impl.sinks, impl.alibi_slopes = sinks, alibi_slopes
-    tensors = (query_start_loc, seq_lens, block_table, slot_mapping, tree_mask)
+    tensors = (query_start_loc, seq_lens, block_table, slot_mapping, tree_mask, spans, prefix, is_causal)
     batch = _living_batch(handle, tensors)
     if batch is None:
         if world_size() > 1:
@@ -182,13 +193,14 @@ def _layer(
                 "decode context parallelism: a graph runs only with the batch object that was built, and it no longer exists"
             )
         arrays: dict[str, Any] = dict(zip(ARRAYS, tensors, strict=True))
+        del arrays["is_causal"]
         common = CommonAttentionMetadata(
             **arrays,
             num_reqs=seq_lens.shape[0],
             num_actual_tokens=min(num_actual_tokens, int(query_start_loc[-1])),
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
-            causal=causal,
+            causal=causal if is_causal is None else is_causal.cpu().numpy(),
         )
         batch = impl.backend.get_builder_cls()(spec, device=query.device).build(0, common, fast_build=True)
     result = impl.forward(found, query, key, value, kv_cache, batch)
@@ -256,6 +268,7 @@ def _made_dense(key: str) -> Any:
 def _dense(
     query: Tensor, key: Tensor, value: Tensor, present: Tensor | None, mask: Tensor | None, lens: list[int] | None, impl: str
 ) -> Tensor:
+    query, key, value = aligned(query), aligned(key), aligned(value)  # a graph is traced without addresses
     call = DenseCall(query, key, value, present, None if lens is None else tuple(lens), mask)
     out: Tensor = _made_dense(impl)._attend(call)
     return out.contiguous()

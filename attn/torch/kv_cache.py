@@ -102,8 +102,10 @@ def split(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.T
 
 def own_scale(x: torch.Tensor, element: torch.dtype) -> torch.Tensor:
     """The dynamic scales [T, K] float32 of x [T, K, D]: absmax / the largest code; NaN where x is not all finite."""
-    largest = x.abs().amax(-1).to(torch.float32) / DTYPES[dtype_name(element)].max
-    return torch.where(largest.isfinite(), largest, torch.nan)
+    largest = x.abs().amax(-1).to(torch.float32)
+    # divided by a tensor: on a GPU torch multiplies by the reciprocal of a number, which gives another scale in some cases
+    scale = largest / torch.full_like(largest, DTYPES[dtype_name(element)].max)
+    return torch.where(scale.isfinite(), scale, torch.nan)
 
 
 def write(

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from attn import recording
+from attn.errors import UnsupportedError
 from attn.layer import BaseAttention, BaseLayer, BaseMLAAttention
 from attn.torch import graphs
 
@@ -23,6 +25,12 @@ if TYPE_CHECKING:  # loaded with the backends that are chosen
     from attn.torch.backends.mla._mla import MLACommonImpl
 
 _SCALES = ("_q_scale", "_k_scale", "_v_scale", "_prob_scale")
+
+
+@torch.compiler.assume_constant_result
+def _warn_in_graph() -> None:
+    """Warn, while a graph is traced, that its calls are not recorded."""
+    recording.warn_valueless("in a graph of torch.compile")
 
 
 class _Module(BaseLayer, nn.Module):
@@ -53,6 +61,19 @@ class _Module(BaseLayer, nn.Module):
             self._buffers[name] = scale.to(moved.device)
         return self
 
+    def _in_graph(self) -> None:
+        if self.recorder is not None:
+            _warn_in_graph()
+
+    def _recorded(self, *arguments: Any) -> Any:
+        assert self.recorder is not None
+        return self.recorder.call(self, lambda: self.impl.forward(self, *arguments), recording.Arguments(*arguments))
+
+    def _with_weights(self, result: Any, *arguments: Any) -> tuple[Any, ...]:
+        if torch.compiler.is_compiling():
+            raise UnsupportedError("return_weights=True in a graph not supported: call the layer outside of torch.compile")
+        return super()._with_weights(result, *arguments)
+
     def extra_repr(self) -> str:
         return f"{self.selection.name}, {self.selection.request}"
 
@@ -70,14 +91,23 @@ class Attention(BaseAttention, _Module):
         value: torch.Tensor | None,
         kv_cache: torch.Tensor | None,
         attn_metadata: Any,
+        return_weights: bool = False,
     ) -> Any:
         """Attend. Returns [T, H, D]; see `AttentionImpl.forward`.
 
         query: [T, H, D] (or [T, H * D]); key, value: [T, K, D], written to `kv_cache`, which changes in place.
+        return_weights: return each request's attention weights too, last: a list of [H, n, m] float32 (`attn.weights`).
         """
-        if torch.compiler.is_compiling() and not self.impl.traceable:
-            shape = (self.impl.num_heads, self.impl.head_size)
-            return graphs.call(self, query, key, value, kv_cache, attn_metadata, shape)
+        if return_weights:
+            result = self.forward(query, key, value, kv_cache, attn_metadata)
+            return self._with_weights(result, query, key, value, kv_cache, attn_metadata)
+        if torch.compiler.is_compiling():
+            self._in_graph()
+            if not self.impl.traceable:
+                shape = (self.impl.num_heads, self.impl.head_size)
+                return graphs.call(self, query, key, value, kv_cache, attn_metadata, shape)
+        elif self.recorder is not None:
+            return self._recorded(query, key, value, kv_cache, attn_metadata)
         return self.impl.forward(self, query, key, value, kv_cache, attn_metadata)
 
     def _finish(self) -> None:
@@ -101,15 +131,24 @@ class MLAAttention(BaseMLAAttention, _Module):
         k_pe: torch.Tensor | None,
         kv_cache: torch.Tensor,
         attn_metadata: Any,
+        return_weights: bool = False,
     ) -> Any:
         """Attend. Returns [T, H, Dv]; see `MLACommonImpl.forward`.
 
         query: [T, H, Dn + Dr], kv_c_normed: [T, L], k_pe: [T, Dr], projected, normed and rotated by the model. The new rows
         are written to `kv_cache`, which changes in place, unless kv_c_normed and k_pe are None (tokens already cached).
+        return_weights: as in `Attention`.
         """
-        if torch.compiler.is_compiling() and not self.impl.traceable:
-            shape = (self.impl.num_heads, self.impl.v_head_dim)
-            return graphs.call(self, query, kv_c_normed, k_pe, kv_cache, attn_metadata, shape)
+        if return_weights:
+            result = self.forward(query, kv_c_normed, k_pe, kv_cache, attn_metadata)
+            return self._with_weights(result, query, kv_c_normed, k_pe, kv_cache, attn_metadata)
+        if torch.compiler.is_compiling():
+            self._in_graph()
+            if not self.impl.traceable:
+                shape = (self.impl.num_heads, self.impl.v_head_dim)
+                return graphs.call(self, query, kv_c_normed, k_pe, kv_cache, attn_metadata, shape)
+        elif self.recorder is not None:
+            return self._recorded(query, kv_c_normed, k_pe, kv_cache, attn_metadata)
         return self.impl.forward(self, query, kv_c_normed, k_pe, kv_cache, attn_metadata)
 
     def _device(self) -> torch.device:

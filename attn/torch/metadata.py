@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from attn.backends.metadata import IntArray
 
 #: The fields that are tensors on the device.
-ARRAYS = ("query_start_loc", "seq_lens", "block_table", "slot_mapping", "tree_mask")
+ARRAYS = ("query_start_loc", "seq_lens", "block_table", "slot_mapping", "tree_mask", "spans", "prefix", "is_causal")
 _counter = itertools.count(1)
 #: Every live batch by its `handle`, for operators of a graph. A handle is never reused.
 alive: "weakref.WeakValueDictionary[int, PagedAttentionMetadata]" = weakref.WeakValueDictionary()
@@ -76,7 +76,9 @@ class PagedAttentionMetadata(AttentionMetadata):
     """One batch on the device. Fields have the shapes and meanings of `CommonAttentionMetadata`.
 
     query_start_loc: [R + 1] int32 · seq_lens: [R] int32 · block_table: [R, B] int32 · slot_mapping: [T] int64, all on the
-    device; `*_cpu` are NumPy mirrors (None if the caller passed none); tree_mask: [R, W, W] bool on the device or None.
+    device; `*_cpu` are NumPy mirrors (None if the caller passed none); tree_mask: [R, W, W] bool on the device or None;
+    spans: [T, 2] int32, prefix: [R] int32, on the device or None. causal: whether every request is causal; is_causal: [R] bool
+    on the device if some are and some are not, else None. spans_cpu, prefix_cpu, is_causal_cpu: NumPy mirrors.
     """
 
     query_start_loc: torch.Tensor
@@ -91,6 +93,12 @@ class PagedAttentionMetadata(AttentionMetadata):
     query_start_loc_cpu: "IntArray | None" = None
     seq_lens_cpu: "IntArray | None" = None
     tree_mask: torch.Tensor | None = None
+    spans: torch.Tensor | None = None
+    prefix: torch.Tensor | None = None
+    is_causal: torch.Tensor | None = None
+    spans_cpu: "IntArray | None" = None
+    prefix_cpu: "IntArray | None" = None
+    is_causal_cpu: Any = None
     block_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -109,9 +117,18 @@ class PagedAttentionMetadata(AttentionMetadata):
             self.query_start_loc_cpu = self.query_start_loc.cpu().numpy()
             self.seq_lens_cpu = self.seq_lens.cpu().numpy()
             if self.block_size is not None:  # they were not on the host when the batch was built, so they are checked now
-                names = {f.name for f in fields(PagedAttentionMetadata)} - {"tree_mask"}  # without a subclass's fields
+                names = {f.name for f in fields(CommonAttentionMetadata)} & {f.name for f in fields(PagedAttentionMetadata)}
+                names -= {"tree_mask", "spans", "prefix"}
                 CommonAttentionMetadata(**{name: getattr(self, name) for name in names}).validate(self.block_size)
         return self.query_start_loc_cpu, self.seq_lens_cpu
+
+    def host_reach(self) -> "tuple[IntArray | None, IntArray | None, Any]":
+        """(spans, prefix, is_causal) on the host, each None if the batch has none; waits for the device without mirrors."""
+        for name in ("spans", "prefix", "is_causal"):
+            there = getattr(self, name)
+            if there is not None and getattr(self, f"{name}_cpu") is None:
+                setattr(self, f"{name}_cpu", there.cpu().numpy())
+        return self.spans_cpu, self.prefix_cpu, self.is_causal_cpu
 
     def check_ids(self, num_blocks: int, block_size: int) -> None:
         """Raise `MetadataError` unless live block ids and slots are within a cache of that extent and no slot is written twice.
@@ -182,10 +199,11 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
             num_actual_tokens=batch.num_actual_tokens,
             max_query_len=batch.max_query_len,
             max_seq_len=batch.max_seq_len,
-            causal=bool(batch.causal),
+            causal=batch.all_causal,
             query_start_loc_cpu=batch.query_start_loc_cpu,
             seq_lens_cpu=batch.seq_lens_cpu,
             tree_mask=self._put(batch.tree_mask, torch.bool) if batch.has_trees else None,
+            **self._reach(batch),
             block_size=spec.block_size,
         )
         self.extend(metadata, batch, fast_build)
@@ -193,6 +211,20 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
 
     def extend(self, metadata: Any, batch: CommonAttentionMetadata, fast_build: bool) -> None:
         """Fill what `metadata_cls` adds to `PagedAttentionMetadata`, after the batch was validated."""
+
+    def _reach(self, batch: CommonAttentionMetadata) -> dict[str, Any]:
+        """Return the fields that say what rows see besides the window, and mirrors of those that are on the host."""
+        found: dict[str, Any] = {}
+        is_causal = batch.is_causal
+        for name, array, dtype in (
+            ("spans", batch.spans, torch.int32),
+            ("prefix", batch.prefix, torch.int32),
+            ("is_causal", is_causal, torch.bool),
+        ):
+            if array is not None:
+                found[name] = self._put(array, dtype)
+                found[f"{name}_cpu"] = array if isinstance(array, np.ndarray) else None
+        return found
 
     def _put(self, array: Any, dtype: torch.dtype) -> torch.Tensor:
         tensor = from_foreign(array) if isinstance(array, np.ndarray) else to_framework(array, "torch")

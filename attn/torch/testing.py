@@ -22,10 +22,10 @@ from attn.testing.prefill import PrefillCall
 from attn.torch import kv_cache as caches
 from attn.torch.interpreter import correct_bfloat16
 from attn.torch.layer import Attention, MLAAttention
+from attn.torch.recording import Part, bits_of, parts_of, raw, stored_bits
 
 Array = npt.NDArray[Any]
 
-_Part = tuple[torch.Tensor, ...]
 _INTEGERS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 _MARGIN = 2  #: rows before and after the output that must not be written
@@ -56,6 +56,7 @@ class Runner:
             arguments["sinks"] = torch.tensor(call.sinks, device=self.device)
         impl = self.backend.get_impl_cls()(**arguments)
         impl.need_to_return_lse_for_decode = call.case.lse
+        impl.batch_invariant = Feature.BATCH_INVARIANT.value in call.case.features
         if (record := self.backend.capabilities) is not None:  # the same prefill backend, whatever the poison
             impl.prefill_features = record.features & {Feature.NAN_SAFE}
         return impl
@@ -92,6 +93,7 @@ class Runner:
             plain = layer_arguments(call)
             names = ("head_size", "num_kv_heads", "alibi_slopes", "sliding_window", "logits_soft_cap", "attn_type")
             arguments |= {key: plain[key] for key in (*names, "kv_sharing_target_layer_name")}
+            arguments |= {key: plain[key] for key in ("chunk_size", "span_window") if key in plain}
             arguments |= {"sinks": None if call.sinks is None else torch.tensor(call.sinks)}
             arguments |= {"v_scale": self._scale(case, case.v_scale)}
         return (MLAAttention if case.mla else Attention)(**{**arguments, **changes}).to(device)
@@ -134,10 +136,10 @@ class Runner:
             else:
                 result, buffer = self._forward(impl, call, kv_cache, metadata)
             out, lse = result if isinstance(result, tuple) else (result, None)
-            keys, values = (None, None) if parts is None else map(_stored, parts)
+            keys, values = (None, None) if parts is None else map(stored_bits, parts)
             return Result(
-                bits.decode(_bits(out.reshape(call.output_shape)), str(out.dtype).removeprefix("torch.")),
-                None if lse is None else _bits(lse),
+                bits.decode(bits_of(out.reshape(call.output_shape)), str(out.dtype).removeprefix("torch.")),
+                None if lse is None else bits_of(lse),
                 keys,
                 values,
                 str(out.dtype).removeprefix("torch."),
@@ -164,7 +166,7 @@ class Runner:
         batch, arrays = call.writable_batch(), call.case.arrays
         if arrays == "numpy":
             return batch
-        names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping", "tree_mask")
+        names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping", "tree_mask", "spans", "prefix")
         host = {name: getattr(batch, name) for name in names}
         tensors = {name: None if x is None else torch.from_numpy(x).to(self.device) for name, x in host.items()}
         mirrors = {} if arrays == "device" else {"query_start_loc_cpu": None, "seq_lens_cpu": None}
@@ -175,6 +177,7 @@ class Runner:
         case = call.case
         query = self._tensor(call.query, case.dtype)
         if case.mla:
+            query = views(query) if case.layout == "fused" else query
             if call.key is None:
                 return query.flatten(1) if case.layout == "flat" else query, None, None
             whole = self._tensor(call.key[:, 0], case.dtype)
@@ -192,28 +195,22 @@ class Runner:
             given = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in given]
         elif case.layout == "fused":
             widths = [x.shape[1] * x.shape[2] for x in given]
-            packed = torch.cat([*(x.flatten(1) for x in given), query.new_zeros(query.shape[0], 3)], 1)
-            given = [part.unflatten(1, x.shape[1:]) for part, x in zip(packed.split([*widths, 3], 1), given, strict=False)]
+            packed = views(torch.cat([x.flatten(1) for x in given], 1))
+            given = [part.unflatten(1, x.shape[1:]) for part, x in zip(packed.split(widths, 1), given, strict=True)]
         return given[0], given[1] if len(given) > 1 else None, given[2] if len(given) > 1 else None
 
-    def _cache(self, call: Call) -> tuple[torch.Tensor | None, tuple[_Part, _Part] | None]:
+    def _cache(self, call: Call) -> tuple[torch.Tensor | None, tuple[Part, Part] | None]:
         """Return (the cache in the backend's layout with the call's bytes; its keys and values as parts of stored rows)."""
         if call.key_cache is None or call.value_cache is None:
             return None, None
         kv_cache = caches.allocate(self.backend, cache_spec(call), call.key_cache.shape[0], self.device)
-        parts: tuple[_Part, _Part]
-        if call.case.element in bits.SELF_SCALED:
-            keys, values, key_scales, value_scales = caches.split(kv_cache, call.case.head_size)
-            parts = ((keys, key_scales[..., None]), (values, value_scales[..., None]))
-        else:
-            keys, values = self.backend.logical_kv_cache(kv_cache)
-            parts = ((keys,), (values,))
+        parts = parts_of(self.backend, kv_cache, call.case.kv_cache_dtype, call.case.head_size)
         for part, stored in zip(parts, (call.key_cache, call.value_cache), strict=True):
             begin = 0
             for tensor in part:
                 end = begin + tensor.shape[-1] * tensor.itemsize // stored.itemsize
                 rows = np.array(stored[..., begin:end], order="C").view(_INTEGERS[tensor.itemsize])
-                _raw(tensor).copy_(torch.from_numpy(rows))
+                raw(tensor).copy_(torch.from_numpy(rows))
                 begin = end
         return kv_cache, parts
 
@@ -226,6 +223,12 @@ class Runner:
         return torch.from_numpy(raw.copy()).view(getattr(torch, element)).to(self.device)
 
 
+def views(rows: torch.Tensor) -> torch.Tensor:
+    """Copy rows [T, ...] to views of rows that are wider by 3 elements, in front."""
+    flat = rows.flatten(1)
+    return torch.cat([flat.new_zeros(len(flat), 3), flat], 1)[:, 3:].view(rows.shape)
+
+
 def _layer(call: Call, device: torch.device) -> SimpleNamespace:
     """The layer's attributes that an implementation reads: its scales as float32 buffers (0-d or [K]) on the layer's
     device, and scalar ones as floats too."""
@@ -233,31 +236,6 @@ def _layer(call: Call, device: torch.device) -> SimpleNamespace:
     scales = {f"_{name}_scale": torch.tensor(value, dtype=torch.float32) for name, value in values.items()}
     floats = {f"{name}_float": float(scale) for name, scale in scales.items() if scale.ndim == 0}
     return SimpleNamespace(**{name: scale.to(device) for name, scale in scales.items()}, **floats)
-
-
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """View the same memory as integers, so that copying preserves the bits of NaN."""
-    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
-
-
-def _stored(part: _Part) -> Array:
-    """Return rows as the suite stores them: a dtype's bits, or codes and the bytes of their scale."""
-    if len(part) == 1:
-        return _bits(part[0])
-    return np.concatenate([_bits(tensor).view(np.uint8) for tensor in part], -1)
-
-
-def _bits(tensor: torch.Tensor) -> Array:
-    """Return a tensor as `attn.testing.bits` stores its dtype."""
-    host = tensor.detach().cpu().contiguous()
-    kinds = {
-        torch.bfloat16: (torch.int16, np.uint16),
-        torch.float8_e4m3fn: (torch.uint8, np.uint8),
-        torch.float8_e5m2: (torch.uint8, np.uint8),
-    }
-    raw, kind = kinds.get(host.dtype, (host.dtype, None))
-    array: Array = host.view(raw).numpy().copy()
-    return array if kind is None else array.view(kind)
 
 
 def prefill(backend: Any, call: PrefillCall) -> tuple[Array, list[tuple[Array, Array]]]:
@@ -273,10 +251,12 @@ def prefill(backend: Any, call: PrefillCall) -> tuple[Array, list[tuple[Array, A
     def put(values: Array, dtype: torch.dtype = getattr(torch, call.case.dtype)) -> torch.Tensor:  # noqa: B008
         return torch.from_numpy(values.copy()).to(device, dtype)
 
+    def rows(values: Array) -> torch.Tensor:
+        return views(put(values)) if call.case.layout == "fused" else put(values)
+
     def beside(keys: Array, values: Array) -> tuple[torch.Tensor, torch.Tensor]:
         size = keys.shape[2]
-        both = put(np.concatenate([keys, values], 2))
-        return both[..., :size].contiguous(), both[..., size:]
+        return rows(keys), rows(np.concatenate([keys, values], 2))[..., size:]
 
     def host(state: Any) -> tuple[Array, Array]:
         out, lse = (x.double().cpu().numpy() for x in state)
@@ -289,7 +269,7 @@ def prefill(backend: Any, call: PrefillCall) -> tuple[Array, list[tuple[Array, A
     meta = MLAPrefillMetadata(put(starts, int32), starts, len(starts) - 1, int(np.diff(starts).max(initial=0)), chunks)
     case = call.case
     impl = backend(case.num_heads, *case.sizes, call.scale)
-    query = put(call.query)
+    query = rows(call.query)
     with torch.no_grad():
         new = beside(*call.parts[0][:2])
         alone = impl.run_prefill_new_tokens(query, *new, meta, False)

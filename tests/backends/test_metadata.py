@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from attn.backends.metadata import INT32_MAX, CommonAttentionMetadata, slots_of
+from attn.backends.metadata import INT32_MAX, CommonAttentionMetadata, slots_of, spans_of
 from attn.errors import AttnError, DTypeError, MetadataError, ShapeError
 
 BLOCK = 4
@@ -108,9 +108,61 @@ def test_flags_are_true_or_false(value):
         batch(causal=value).validate(BLOCK)
     assert str(caught.value) == f"causal = {value}: must be True or False" and caught.value.field == "causal"
     for name in ("causal", "strict", "writes"):
+        if name == "causal" and value == [False]:  # one per request
+            continue
         with pytest.raises(MetadataError, match=f"^{name} = .*: must be True or False"):
             CommonAttentionMetadata.from_lens([1], [3], [[0]], BLOCK, **{name: value})
     assert batch(causal=np.False_).validate(BLOCK) and batch(causal=np.True_).validate(BLOCK)
+
+
+def test_causality_of_each_request():
+    made = CommonAttentionMetadata.from_lens([1, 2], [3, 2], [[0], [1]], BLOCK, causal=[True, False])
+    assert made.is_causal.tolist() == [True, False] and not made.all_causal
+    same = CommonAttentionMetadata.from_lens([1, 2], [3, 2], [[0], [1]], BLOCK, causal=[True, True])
+    assert same.is_causal is None and same.all_causal
+    assert CommonAttentionMetadata.from_lens([3], [1], [[2]], BLOCK, causal=[False]).all_causal is False
+    for wrong in ([True], [True, 0], ["no", True]):
+        with pytest.raises(MetadataError, match="True, False, or a list of 2 of them, one per request"):
+            CommonAttentionMetadata.from_lens([1, 2], [3, 2], [[0], [1]], BLOCK, causal=wrong)
+    with pytest.raises(ShapeError, match=r"causal has shape \[3\]: must be \[2\]"):
+        made.replace(causal=np.ones(3, np.bool_)).validate(BLOCK)
+    with pytest.raises(MetadataError, match=r"seq_lens\[1\] = 2: must be at least query_lens\[1\] = 3"):
+        CommonAttentionMetadata.from_lens([3, 3], [1, 2], [[0], [1]], BLOCK, causal=[False, True])
+
+
+REACH = [
+    ({"spans": [[0, 1]]}, ShapeError, "spans has 1 rows: must be at least num_actual_tokens=3"),
+    ({"spans": [0, 1, 2]}, ShapeError, "spans has shape [3]: must be [T, 2]"),
+    ({"spans": [[0.5, 1]] * 3}, DTypeError, "spans has dtype float64: must be integers"),
+    ({"spans": [[0, 2], [2, 1], [-1, -1]]}, MetadataError, "spans[1] = [2, 1]: must be (first, last) with 0 <= first <= last"),
+    ({"spans": [[0, 2], [-1, 1], [-1, -1]]}, MetadataError, "spans[1] = [-1, 1]: must be (first, last) with 0 <= first"),
+    ({"spans": [[0, 2], [1, 1], [1, 3]]}, MetadataError, "schedule the tokens up to position 3 in this step"),
+    ({"prefix": [1]}, ShapeError, "prefix has shape [1]: must be [2]"),
+    ({"prefix": [1, 4]}, MetadataError, "prefix[1] = 4: must be between 0 and seq_lens[1] = 3"),
+    ({"prefix": [-1, 0]}, MetadataError, "prefix[0] = -1: must be between 0 and"),
+]
+
+
+@pytest.mark.parametrize(("given", "error", "message"), REACH)
+def test_spans_and_prefixes_are_within_the_cached_tokens(given, error, message):
+    with pytest.raises(error) as caught:
+        CommonAttentionMetadata.from_lens([1, 2], [5, 3], [[0, 3], [1]], BLOCK, **given)
+    assert message in str(caught.value)
+
+
+def test_spans_of_groups():
+    image, text = [4] * 3, [-1]
+    spans = spans_of([text + image + [5, 5] + text, image], [5, 3])
+    assert spans.tolist() == [[1, 3], [1, 3], [4, 5], [4, 5], [-1, -1], [0, 2], [0, 2], [0, 2]]
+    assert spans_of([], []).shape == (0, 2) and spans_of([[]], [0]).shape == (0, 2)
+    made = CommonAttentionMetadata.from_lens([5, 3], [7, 3], [[0, 3], [1]], BLOCK, spans=spans)
+    assert made.spans.dtype == np.int32
+    with pytest.raises(ShapeError, match="groups has 1 entries: must be 2"):
+        spans_of([[1]], [1, 1])
+    with pytest.raises(MetadataError, match=r"query_lens\[0\] = 2: must be between 0 and"):
+        spans_of([[1]], [2])
+    with pytest.raises(DTypeError, match=r"groups\[0\]"):
+        spans_of([[0.5]], [1])
 
 
 FROM_LENS = [

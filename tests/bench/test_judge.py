@@ -14,9 +14,13 @@ RowsOf = Callable[..., dict[str, Row | Refusal]]
     ("times", "lost", "said"),
     [
         ({"CPU_ATTN": 1.0, "TORCH_SDPA": 1.2}, False, "CPU_ATTN is the fastest"),
-        ({"CPU_ATTN": 1.04, "TORCH_SDPA": 1.0}, False, "CPU_ATTN holds: TORCH_SDPA is faster by 4.0 %"),
-        ({"CPU_ATTN": 1.12, "TORCH_SDPA": 1.0}, True, "CPU_ATTN LOSES: TORCH_SDPA is faster by 12.0 %"),
-        ({"CPU_ATTN": 1.0, "sdpa": 0.5}, False, "CPU_ATTN is the fastest; of the peers, sdpa by 100.0 %"),
+        ({"CPU_ATTN": 1.04, "TORCH_SDPA": 1.0}, False, "CPU_ATTN is level with TORCH_SDPA, which is 1.04 x as fast"),
+        ({"CPU_ATTN": 1.12, "TORCH_SDPA": 1.0}, True, "CPU_ATTN LOSES to TORCH_SDPA, which is 1.12 x as fast"),
+        (
+            {"CPU_ATTN": 1.0, "sdpa": 0.5},
+            False,
+            "CPU_ATTN is the fastest backend; sdpa, which cannot be selected, is 2.00 x as fast",
+        ),
     ],
 )
 def test_verdicts(rows_of: RowsOf, times: dict[str, float], lost: bool, said: str) -> None:

@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from attn.bench.summary import header, outcomes, summary
+from attn.bench.columns import header
+from attn.bench.summary import COLUMNS, outcomes, summary
 
 
 def row(batch: str, backend: str, ms: float, of_copy: float = 0.5, **changes: Any) -> dict[str, Any]:
@@ -32,13 +33,16 @@ def test_the_summary_of_rows() -> None:
 
 
 def test_a_line_per_batch() -> None:
-    lines = [str(outcome).split() for outcome in outcomes(ROWS)]
+    lines = [outcome.text(wide=True).split() for outcome in outcomes(ROWS)]
     layer, numbers = ["64q1s4k", "32/8x128", "p16"], ["1.0000", "0.8000", "80.0", "2.0e-03", "2.00"]
     assert lines[0] == ["1", "decodes", *layer, "OURS", *numbers, "OTHER"]
     assert lines[1][-3:] == ["0.50", "OTHER", "LOSES"] and lines[2][-2:] == ["8.00", "sdpa"]
     assert lines[3][5:] == ["OURS", "3.0000", "1.5000", "50.0", "2.0e-03", "3.00", "sdpa"], "the order of rows does not matter"
     assert lines[4][-3:] == ["no", "time:", "WRONG"]
-    assert header().split()[:3] == ["#", "kind", "batch"]
+    assert header(COLUMNS, wide=True).split()[:3] == ["#", "kind", "batch"]
+    narrow = [outcome.text() for outcome in outcomes(ROWS)]
+    assert narrow[0].split() == ["1", *layer, "OURS", "1.0000", "80.0", "2.00", "OTHER"] and max(map(len, narrow)) <= 100
+    assert header(COLUMNS).split() == ["#", "batch", "backend", "ms", "%", "copy", "ratio", "best", "other"]
 
 
 def test_named_backends_and_a_refused_one() -> None:
@@ -46,7 +50,7 @@ def test_named_backends_and_a_refused_one() -> None:
     rows = [row("q8", "FIRST", 2.0), row("q8", "SECOND", 3.0), refused, row("q9", "SECOND", 1.0)]
     first, second = outcomes(rows)
     assert first.ratio == 1.5 and first.row["backend"] == "FIRST"
-    assert second.ratio is None and "no time: head_size=7 (supports 64)" in str(second)
+    assert second.ratio is None and "no time: head_size=7 (supports 64)" in second.text()
     assert summary(rows[:1]).splitlines()[0] == "all         1 batch; no other kernel was timed"
 
 

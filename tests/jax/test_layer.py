@@ -14,6 +14,7 @@ import pytest
 from flax import nnx
 
 from attn import reference
+from attn.backends.metadata import CommonAttentionMetadata
 from attn.errors import DTypeError, MetadataError, ShapeError, UnsupportedError
 from attn.jax import Attention
 
@@ -301,3 +302,21 @@ def test_a_layer_may_be_built_under_a_trace() -> None:
     layer = nnx.eval_shape(lambda: new_layer(kv_cache_dtype="int8", **arguments))
     assert not jax.tree.leaves(nnx.state(layer))
     assert layer._k_scale.tolist() == [0.5, 2.0] and layer.impl.sinks.tolist() == [0.0] * H
+
+
+def test_the_shape_of_a_cache_is_known_without_allocating_it() -> None:
+    layer = new_layer()
+    shape = jax.eval_shape(lambda: layer.new_kv_cache(N, layers=3))
+    assert isinstance(shape, jax.ShapeDtypeStruct) and layer.kv_cache_spec.num_blocks == N
+    cache = layer.new_kv_cache(N, layers=3)
+    assert (shape.shape, shape.dtype) == (cache.shape, cache.dtype)
+    with pytest.raises(MetadataError, match="block_table"):
+        layer.build(CommonAttentionMetadata.from_lens([1], [1], [[N]], P))
+
+
+def test_no_backend_declares_batch_invariance() -> None:
+    """XLA compiles a program for each padded shape, and two programs may round differently."""
+    with pytest.raises(UnsupportedError, match="XLA_ATTN +batch_invariant not supported") as refusal:
+        new_layer(features=["batch_invariant"])
+    assert "no built-in backend serves it yet" not in str(refusal.value)
+    assert not new_layer().impl.batch_invariant

@@ -42,8 +42,14 @@ def test_exact_extents_on_request() -> None:
     assert (got.max_query_len, got.max_seq_len) == (5, 30)
 
 
-def test_bucket() -> None:
-    assert [metadata.bucket(n) for n in (0, 1, 2, 3, 4, 5, 1000)] == [1, 1, 2, 4, 4, 8, 1024]
+@pytest.mark.parametrize("bucket", [True, False])
+def test_positions_are_those_of_the_host(bucket: bool) -> None:
+    for batch in (common(), CommonAttentionMetadata.from_lens([1, 4], [9, 4], [[1, 2], [3, 0]], 8)):
+        got = jax.jit(lambda built: built.positions())(build(batch, bucket=bucket))
+        want = np.concatenate([np.arange(s - q, s) for q, s in zip(batch.query_lens_cpu(), batch.seq_lens, strict=True)])
+        np.testing.assert_array_equal(batch.positions(), want)
+        np.testing.assert_array_equal(got, [*want, *[0] * (len(got) - len(want))])
+        assert got.dtype == jnp.int32 and batch.positions().dtype == np.int32
 
 
 def test_an_empty_batch() -> None:

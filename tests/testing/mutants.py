@@ -33,7 +33,7 @@ SUBJECT = Subject(
             {
                 Feature.NON_CAUSAL, Feature.SLIDING_WINDOW, Feature.TWO_SIDED_WINDOW, Feature.SOFT_CAP, Feature.ALIBI,
                 Feature.SINKS, Feature.TREE_MASK, Feature.KV_SHARING, Feature.PER_HEAD_SCALES, Feature.BATCH_INVARIANT,
-                Feature.OUTPUT_SCALE, Feature.NAN_SAFE,
+                Feature.OUTPUT_SCALE, Feature.NAN_SAFE, Feature.SPANS, Feature.MIXED_CAUSAL, Feature.CHUNK_SIZE,
             }
         ),
     ),
@@ -79,7 +79,7 @@ class CausalTopLeft(SimulatedKernel):
 class NonCausalIgnored(SimulatedKernel):
     """Every batch is causal."""
 
-    def is_causal(self) -> bool:
+    def is_causal(self, r: int) -> bool:
         return True
 
 
@@ -224,6 +224,89 @@ class TreeHidesContext(SimulatedKernel):
 
     def in_tree(self, tree: Array, p: Array, j: Array, m: int) -> Array:
         return super().in_tree(tree, p, j, m) & (j != m - len(p) - 1)
+
+
+@mutant
+class SpansIgnored(SimulatedKernel):
+    """Image tokens are causal."""
+
+    def in_span(self, spans: Array, p: Array, j: Array) -> Array:
+        return np.zeros_like(j < spans[:, :1])
+
+
+@mutant
+class SpanEndsEarly(SimulatedKernel):
+    """A span's last key is taken for the end of a range that excludes it."""
+
+    def in_span(self, spans: Array, p: Array, j: Array) -> Array:
+        return super().in_span(spans, p, j) & (j != spans[:, 1:])
+
+
+@mutant
+class SpansOfFirstRows(SimulatedKernel):
+    """Rows of later requests read the spans of the batch's first rows."""
+
+    def in_span(self, spans: Array, p: Array, j: Array) -> Array:
+        assert self.call.batch.spans is not None
+        return super().in_span(self.call.batch.spans[: len(spans)], p, j)
+
+
+@mutant
+class SpanAlwaysInWindow(SimulatedKernel):
+    """The window cuts spans whatever the layer says."""
+
+    def in_span(self, spans: Array, p: Array, j: Array) -> Array:
+        left, _ = self.window()
+        inside = super().in_span(spans, p, j)
+        return inside if left is None else inside & (j >= p - left)
+
+
+@mutant
+class SpanNeverInWindow(SimulatedKernel):
+    """The window never cuts spans."""
+
+    def in_span(self, spans: Array, p: Array, j: Array) -> Array:
+        return (j >= spans[:, :1]) & (j <= spans[:, 1:])
+
+
+@mutant
+class PrefixInclusive(SimulatedKernel):
+    """One key more than the prefix is seen."""
+
+    def in_prefix(self, prefix: int, j: Array) -> Array:
+        return j <= prefix
+
+
+@mutant
+class PrefixWithinWindow(SimulatedKernel):
+    """The loop over keys starts at the window and misses the prefix."""
+
+    def in_prefix(self, prefix: int, j: Array) -> Array:
+        return super().in_prefix(prefix, j) & (self.window()[0] is None)
+
+
+@mutant
+class ChunkOfLastRow(SimulatedKernel):
+    """All rows of a tile use the chunk of its last row."""
+
+    def in_chunk(self, p: Array, j: Array) -> Array:
+        return super().in_chunk(p[-1:], j) & (p == p)
+
+
+@mutant
+class ChunkAsWindow(SimulatedKernel):
+    """A chunk is taken for a window of as many keys."""
+
+    def in_chunk(self, p: Array, j: Array) -> Array:
+        return j > p - self.case.chunk_size
+
+
+@mutant
+class CausalityOfFirstRequest(SimulatedKernel):
+    """The first request's causality is taken for all."""
+
+    def is_causal(self, r: int) -> bool:
+        return super().is_causal(0)
 
 
 @mutant
@@ -813,6 +896,42 @@ class DependsOnNeighbours(SimulatedKernel):
 
     def sequence(self, r: int, query: Array, key: Array, value: Array) -> tuple[Array, Array]:
         self.splits = 1 + self.call.batch.num_reqs % 3
+        return super().sequence(r, query, key, value)
+
+
+@mutant
+class DependsOnLongestQuery(SimulatedKernel):
+    """A decode is split only in a batch of decodes."""
+
+    def sequence(self, r: int, query: Array, key: Array, value: Array) -> tuple[Array, Array]:
+        self.splits = 2 if self.call.batch.max_query_len == 1 else 1
+        return super().sequence(r, query, key, value)
+
+
+@mutant
+class DependsOnLongestContext(SimulatedKernel):
+    """The number of splits follows the batch's bound on the length, which a captured graph keeps larger."""
+
+    def sequence(self, r: int, query: Array, key: Array, value: Array) -> tuple[Array, Array]:
+        self.splits = 1 + self.call.batch.max_seq_len // 512
+        return super().sequence(r, query, key, value)
+
+
+@mutant
+class DependsOnPlace(SimulatedKernel):
+    """The last requests of a large batch are computed by smaller tiles."""
+
+    def sequence(self, r: int, query: Array, key: Array, value: Array) -> tuple[Array, Array]:
+        self.tile = 4 if r >= 8 else 16
+        return super().sequence(r, query, key, value)
+
+
+@mutant
+class DependsOnNumberOfDecodes(SimulatedKernel):
+    """Many decodes at once are computed without splits, as they fill the device."""
+
+    def sequence(self, r: int, query: Array, key: Array, value: Array) -> tuple[Array, Array]:
+        self.splits = 1 if len(query) == 1 and sum(n == 1 for n in self.case.query_lens) > 3 else 2
         return super().sequence(r, query, key, value)
 
 

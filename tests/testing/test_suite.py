@@ -86,8 +86,12 @@ def test_a_block_sparse_backend_has_cases_with_patterns() -> None:
 
 def test_batch_invariance_is_demanded_where_it_is_promised() -> None:
     promised = dataclasses.replace(SMALL, features=frozenset({Feature.BATCH_INVARIANT}))
-    cases = [case for case in cases_of(subject(promised)) if case.check == "neighbours"]
-    assert cases and all("batch_invariant" in case.features for case in cases)
+    cases = cases_of(subject(promised))
+    asked = [case for case in cases if "batch_invariant" in case.features]
+    assert {"any_batch", "neighbours", "batch_order", "permute_pages"} <= {case.check for case in asked}
+    assert len(cases) > 4 * len(asked)  # the default plan is tested too
+    assert max(len(case.query_lens) for case in cases_of(subject(promised), "full") if case.features) > 32
+    assert not [case for case in cases_of(subject()) if case.check == "any_batch"]
 
 
 def test_nan_in_what_no_row_sees_is_for_backends_that_promise_to_mask_it() -> None:

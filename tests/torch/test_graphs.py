@@ -224,7 +224,7 @@ def test_operators_keep_torchs_rules() -> None:
     batch, one = batch_of([5, 1], [5, 21], layer), torch.ones(())
     call = (
         query, key, value, layer.new_kv_cache(16), batch.query_start_loc, batch.seq_lens, batch.block_table, batch.slot_mapping,
-        None, None, None, None, one, one, batch.handle, 6, 5, 21, True, H, D, False, layer.graph_key,
+        *[None] * 7, one, one, batch.handle, 6, 5, 21, True, H, D, False, layer.graph_key,
     )  # fmt: skip
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     library.opcheck(graphs._layer, call, test_utils=checks)

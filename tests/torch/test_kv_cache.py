@@ -176,3 +176,15 @@ def test_a_scale_for_each_token_and_head(kind: str) -> None:
     assert key_scales[0, 0, 2] == 0 and not keys[0, 0, 2].float().any()
     with pytest.raises(ShapeError, match=r"must be \[2, N, P, K, 36\], one byte per element"):
         kv_cache.split(cache, 32)
+
+
+@pytest.mark.parametrize("element", [torch.int8, torch.float8_e4m3fn])
+def test_a_tokens_own_scale_is_a_rounded_quotient(element: torch.dtype) -> None:
+    """Bit for bit NumPy's division.
+
+    A CPU cannot show the difference: only on a GPU does torch multiply by the reciprocal of a Python number.
+    """
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    largest = np.random.default_rng(0).lognormal(0, 4, (1 << 16, 1)).astype(np.float32)
+    got = kv_cache.own_scale(torch.from_numpy(largest)[..., None].to(device), element).cpu().numpy()
+    np.testing.assert_array_equal(got, largest / np.float32(127 if element == torch.int8 else 448))

@@ -9,7 +9,7 @@ import torch
 from attn import reference
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.errors import ShapeError, UnsupportedError
-from attn.torch import Attention
+from attn.torch import Attention, MLAAttention
 
 H, K, D, P = 4, 2, 32, 16
 
@@ -82,6 +82,57 @@ def test_arguments_may_come_from_a_configuration() -> None:
     assert layer.new_kv_cache(2) is not None and layer.impl.kv_cache_dtype == "auto"
     layer = Attention(**sizes, kv_cache_dtype="fp8", k_scale=[0.5, 2.0])
     assert "per_head_scales" in layer.selection.request.features and layer._k_scale.tolist() == [0.5, 2.0]
+
+
+def _in_any_batch(layer: Any, *widths: tuple[int, ...]) -> None:
+    """Decodes, a chunk and prompts: the same bits alone and in batches of any order, from the layer and from its graph."""
+    lens, generator = [(1, 40), (20, 33), (1, 5), (1, 64), (18, 18), (3, 50), (1, 17)], torch.Generator().manual_seed(1)
+    rows = [[torch.randn(n, *width, generator=generator) for width in widths] for n, _ in lens]
+    filled = layer.new_kv_cache(4 * len(lens))
+    filled.copy_(torch.randn(filled.shape, generator=generator))
+
+    def run(requests: list[int], call: Any = layer) -> list[list[torch.Tensor]]:
+        q_lens, k_lens = zip(*(lens[r] for r in requests), strict=True)
+        tables = [[4 * r + i for i in range(-(-lens[r][1] // P))] for r in requests]
+        meta = layer.build(CommonAttentionMetadata.from_lens(q_lens, k_lens, tables, P))
+        given = [torch.cat(parts) for parts in zip(*(rows[r] for r in requests), strict=True)]
+        with torch.no_grad():
+            out, lse = call(*given, filled.clone(), meta)
+        return [[o, log] for o, log in zip(out.split(q_lens), lse.split(q_lens, 1), strict=True)]
+
+    def same(found: list[list[torch.Tensor]], requests: list[int]) -> bool:
+        return all(
+            torch.equal(a, b) for part, r in zip(found, requests, strict=True) for a, b in zip(part, alone[r], strict=True)
+        )
+
+    alone = [run([r])[0] for r in range(len(lens))]
+    for requests in ([0, 1, 2, 3, 4, 5, 6], [6, 3, 0], [4, 1, 5, 2], [2, 6, 0, 3]):
+        assert same(run(requests), requests)
+    assert same(run([4, 0, 6], torch.compile(lambda *given: layer(*given), backend="eager", fullgraph=True)), [4, 0, 6])
+
+
+@pytest.mark.parametrize("backend", ["CPU_ATTN", "TORCH_SDPA"])
+def test_a_request_has_the_same_bits_in_any_batch(backend: str) -> None:
+    options: dict[str, Any] = {"num_kv_heads": 3, "sinks": [0.3, -0.2, 0.1], "return_lse": True, "backend": backend}
+    layer = Attention(3, 20, **options, features=["batch_invariant"])
+    assert layer.impl.batch_invariant and not Attention(3, 20, **options).impl.batch_invariant
+    _in_any_batch(layer, (3, 20), (3, 20), (3, 20))
+
+
+def test_a_latent_request_has_the_same_bits_in_any_batch() -> None:
+    up = torch.randn(128, 4, 64 + 48) / 12
+    layer = MLAAttention(4, 128, 64, 16, 48, up, block_size=P, return_lse=True, features=["batch_invariant"])
+    assert layer.selection.name == "TORCH_MLA" and layer.impl.batch_invariant
+    _in_any_batch(layer, (4, 80), (128,), (16,))
+
+
+def test_batch_invariance_is_declared_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UnsupportedError, match="FLEX_ATTENTION +batch_invariant not supported"):
+        Attention(H, D, backend="FLEX_ATTENTION", features=["batch_invariant"])
+    monkeypatch.setenv("ATTN_BATCH_INVARIANT", "1")
+    assert Attention(H, D).impl.batch_invariant
+    with pytest.raises(UnsupportedError, match="batch_invariant not supported"):
+        Attention(H, D, backend="FLEX_ATTENTION")
 
 
 def test_it_compiles_around_a_model() -> None:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from attn import envs
 from attn.backends.abstract import AttentionLayer, AttentionType
-from attn.backends.arguments import fold_sign
+from attn.backends.arguments import check_reach, fold_sign
 from attn.backends.metadata import PAD_SLOT_ID
 from attn.backends.paged import (
     PagedBackend,
@@ -101,7 +101,8 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         """Return (output, kv_cache), without side effects.
 
         query: [T, H, D] or [T, H * D]; key, value: [T, K, D] or [T, K * D], written to `kv_cache` first unless they are None
-        or the layer shares another layer's cache. All have the T rows of `attn_metadata.slot_mapping` (`attn_metadata.pad`).
+        or the layer shares another layer's cache; in query's dtype, or codes of the cache's. All have the T rows of
+        `attn_metadata.slot_mapping` (`attn_metadata.pad`).
         output: [T, H, D], 0 in padding rows; if `need_to_return_lse_for_decode` is set, (output, lse [H, T] float32, natural
         log, sinks excluded). `attn_metadata` None is a profiling run: zeros.
         """
@@ -222,6 +223,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         dtype, rows = dtype_name(query.dtype), attn_metadata.slot_mapping.shape[0]
         if dtype not in capabilities.dtypes:
             raise DTypeError(f"{name}: query has dtype {dtype} (supports {', '.join(capabilities.dtypes)})")
+        check_reach(self, attn_metadata)
         features = capabilities.features
         if not attn_metadata.causal and self.attn_type == AttentionType.DECODER and Feature.NON_CAUSAL not in features:
             raise UnsupportedError(f"{name}: {Feature.NON_CAUSAL.value} not supported")
@@ -236,7 +238,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
                 if self.attn_type in ENCODER_TYPES or (key is None) != (value is None):
                     raise ShapeError(f"{name}: {what} is None, but {self.attn_type} attention reads it")
                 continue
-            if array.dtype != query.dtype:
+            if array.dtype != query.dtype and (what == "query" or array.dtype != getattr(kv_cache, "dtype", None)):
                 raise DTypeError(f"{name}: {what} has dtype {array.dtype}, query {query.dtype}: must be equal")
             heads = self.num_heads if what == "query" else self.num_kv_heads
             # in cross attention the query rows are the decoder's, the slots the encoder's

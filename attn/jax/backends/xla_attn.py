@@ -32,6 +32,9 @@ class XLAAttentionBackend(PagedAttentionBackend):
                 Feature.ALIBI,
                 Feature.SINKS,
                 Feature.TREE_MASK,
+                Feature.SPANS,
+                Feature.MIXED_CAUSAL,
+                Feature.CHUNK_SIZE,
                 Feature.KV_SHARING,
                 Feature.PER_HEAD_SCALES,
                 Feature.NAN_SAFE,
@@ -42,16 +45,22 @@ class XLAAttentionBackend(PagedAttentionBackend):
 
 class XLAAttentionImpl(PagedAttentionImpl, backend=XLAAttentionBackend):
     can_return_lse_for_decode = True
+    _over_cache: Any = staticmethod(xla.paged_attention)  #: a subclass with another layout overrides it
 
     def _attend(self, call: PagedCall) -> tuple[jax.Array, jax.Array]:
         meta = call.meta
-        return xla.paged_attention(
+        return self._over_cache(  # type: ignore[no-any-return]
             call.query,
             call.kv_cache,
             meta.query_start_loc,
             meta.seq_lens,
             meta.block_table,
             tree_mask=meta.tree_mask,
+            spans=meta.spans,
+            prefix=meta.prefix,
+            is_causal=meta.is_causal,
+            chunk_size=self.chunk_size,
+            span_window=bool(self.span_window),
             k_scale=call.k_scale,
             v_scale=call.v_scale,
             **self._rules(call),

@@ -14,7 +14,7 @@ Shape letters: T rows, R requests, B columns of the block table, H query heads, 
 tokens; X tiles of Q rows; M = H / K * Q rows of a tile that read one kv head; C keys of a chunk.
 
 Batches of the same shapes share one compilation whatever the values (including scale, cap and window): only
-`max_query_len`, `causal` and which features are present are static.
+`max_query_len`, `causal`, `span_window` and which features are present are static.
 """
 
 import functools
@@ -28,7 +28,7 @@ from jax import lax
 #: Page ids [X, pages] -> keys, values, each [X, K, pages, P, D].
 Fetch = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
-_compiled = functools.partial(jax.jit, static_argnames=("max_query_len", "causal"))
+_compiled = functools.partial(jax.jit, static_argnames=("max_query_len", "causal", "span_window"))
 
 
 @_compiled
@@ -66,6 +66,28 @@ def paged_attention(
         return take(here, ids), take(here, ids + num_blocks)
 
     return _attend(query, fetch, kv_cache.shape[1:4], query_start_loc, seq_lens, block_table, **rules)
+
+
+@_compiled
+def pages_first_attention(
+    query: jax.Array,
+    kv_cache: jax.Array,
+    query_start_loc: jax.Array,
+    seq_lens: jax.Array,
+    block_table: jax.Array,
+    **rules: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """The same over a cache [N, planes, K, P, lanes] (`kernels.tpu.ragged_paged_attention.cache_shape`)."""
+    num_blocks, planes, num_kv_heads, page, _ = kv_cache.shape
+    size = query.shape[2]
+    values = slice(size, 2 * size) if planes == 1 else slice(size)
+
+    def fetch(ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        here, ids = lax.optimization_barrier((kv_cache, ids))
+        found = here.at[ids].get(mode="promise_in_bounds").transpose(2, 0, 3, 1, 4, 5)
+        return found[0, ..., :size], found[-1, ..., values]
+
+    return _attend(query, fetch, (num_blocks, page, num_kv_heads), query_start_loc, seq_lens, block_table, **rules)
 
 
 @_compiled
@@ -150,15 +172,21 @@ def _attend(
     alibi_slopes: jax.Array | None = None,
     sinks: jax.Array | None = None,
     tree_mask: jax.Array | None = None,
+    spans: jax.Array | None = None,
+    prefix: jax.Array | None = None,
+    is_causal: jax.Array | None = None,
+    chunk_size: jax.Array | int | None = None,
+    span_window: bool = False,
     k_scale: jax.Array | float = 1.0,
     v_scale: jax.Array | float = 1.0,
 ) -> tuple[jax.Array, jax.Array]:
     """Run the loop over the keys. `extent` is (N, P, K).
 
     max_query_len: static, at least the longest query; window: (left, right), inclusive, None for unbounded; alibi_slopes,
-    sinks: [H] float32; tree_mask: [R, W, W] bool, replaces the causal triangle for requests of at most W rows; k_scale,
-    v_scale: scalar or [K], scales of a quantised cache's codes (applied to scores and output; the codes themselves are
-    exact in query's dtype).
+    sinks: [H] float32; tree_mask: [R, W, W] bool, replaces the causal triangle for requests of at most W rows; spans: [T, 2]
+    int32, prefix: [R] int32, chunk_size and span_window: docs/semantics.md §18; is_causal: [R] bool, with causal=False;
+    k_scale, v_scale: scalar or [K], scales of a quantised cache's codes (applied to scores and output; the codes themselves
+    are exact in query's dtype).
     """
     num_rows, num_heads, head_size = query.shape
     (num_requests, columns), (num_blocks, page, num_kv_heads) = block_table.shape, extent
@@ -196,30 +224,56 @@ def _attend(
     context = length - jnp.diff(query_start_loc)[tiles.request][:, None]  # keys before the request's own rows
     position = tiles.order + context  # [X, Q]
     (left, right), used = window, -(-length // page)
+    ordered = causal and spans is None and prefix is None  # no row sees a later key
 
-    # The keys [first chunk, stop) that a tile can see bound its part of the loop.
-    first = jnp.zeros_like(length) if left is None else jnp.maximum(position[:, :1] - left, 0) // chunk
+    # The keys [low, stop) that a tile can see bound its part of the loop.
+    low = jnp.zeros_like(length) if left is None else jnp.maximum(position[:, :1] - left, 0)
     reach = 0 if causal and tree_mask is None else right
     stop = length if reach is None else jnp.minimum(length, position.max(axis=1, keepdims=True) + reach + 1)
+    own = None if spans is None else spans[tiles.row]  # [X, Q, 2]
+    if own is not None:
+        there = tiles.real & (own[..., 1] >= 0)
+        low = jnp.minimum(low, jnp.where(there, own[..., 0], columns * page).min(axis=1, keepdims=True))
+        stop = jnp.maximum(stop, jnp.minimum(length, jnp.where(there, own[..., 1], -1).max(axis=1, keepdims=True) + 1))
+    prefixed = None if prefix is None else prefix[tiles.request][:, None]  # [X, 1]
+    if prefixed is not None:
+        low, stop = jnp.where(prefixed > 0, 0, low), jnp.maximum(stop, jnp.minimum(length, prefixed))
+    if chunk_size is not None:
+        low = jnp.maximum(low, position[:, :1] // chunk_size * chunk_size)
+    first = jnp.maximum(low, 0) // chunk
     trips = jnp.where(tiles.real[:, :1], -(-stop // chunk) - first, 0).max()
 
     def visible(key: jax.Array) -> jax.Array:
         """[X, Q, C]: which of the keys at positions [X, C] each row attends to."""
         p, j = position[..., None], key[:, None, :]
-        allowed = tiles.real[..., None] & (j < length[..., None])
+        live = tiles.real[..., None] & (j < length[..., None])
+        allowed = live
+        if is_causal is not None:
+            allowed &= (j <= p) | ~is_causal[tiles.request][:, None, None]
         if causal:
-            ordered = j <= p
+            past = j <= p
             if tree_mask is not None:
                 width = tree_mask.shape[1]
                 is_tree, node = (length - context <= width)[..., None], j - context[..., None]
                 row = jnp.minimum(tiles.order, width - 1)[..., None]
                 edge = tree_mask[tiles.request[:, None, None], row, jnp.clip(node, 0, width - 1)]
-                ordered = jnp.where(is_tree, (node < 0) | edge, ordered)
-            allowed &= ordered
+                past = jnp.where(is_tree, (node < 0) | edge, past)
+            allowed &= past
         if left is not None:
             allowed &= j >= p - left
         if right is not None:
             allowed &= j <= p + right
+        if own is not None:
+            inside = (j >= own[..., :1]) & (j <= own[..., 1:])
+            if span_window and left is not None:
+                inside &= j >= p - left
+            if span_window and right is not None:  # a bound of 0 is causality
+                inside &= (j <= p + right) | (right == 0)
+            allowed |= live & inside
+        if prefixed is not None:
+            allowed |= live & (j < prefixed[..., None])
+        if chunk_size is not None:
+            allowed &= j >= p // chunk_size * chunk_size
         return allowed
 
     def step(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -240,7 +294,7 @@ def _attend(
             s = logits_soft_cap * jnp.tanh(s / logits_soft_cap)
         if alibi_slopes is not None:
             distance = (key[:, None, :] - position[..., None]).astype(jnp.float32)
-            s += of_heads(alibi_slopes) * to_heads(distance if causal else -jnp.abs(distance))
+            s += of_heads(alibi_slopes) * to_heads(distance if ordered else -jnp.abs(distance))
         s = jnp.where(jnp.repeat(lost, page, axis=1)[:, None, None], jnp.nan, s)
         allowed = to_heads(visible(key))
         s = jnp.where(allowed, s, -jnp.inf)

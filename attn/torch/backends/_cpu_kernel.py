@@ -53,5 +53,5 @@ def correct(work: Work, rules: Rules, log: torch.Tensor) -> None:
     rows = (log == 0).any(0).nonzero()
     if rows.numel():
         start, stop = int(rows[0]), int(rows[-1]) + 1
-        low, high = rules.span(work.position + start, work.position + stop - 1, work.end)
+        low, high = rules.reach(work.position + start, work.position + stop - 1, work.end)
         _ragged.attend(work.cut(start, stop, low, high), rules)

@@ -13,12 +13,13 @@ import torch
 
 from attn import envs
 from attn.backends.abstract import AttentionLayer, AttentionType
-from attn.backends.arguments import fold_sign, refuse
+from attn.backends.arguments import check_reach, fold_sign, refuse
 from attn.backends.paged import PagedBackend, PagedImpl, cache_dtype_error, check_array, check_block_size, check_built
 from attn.capabilities import ENCODER_TYPES, Feature
 from attn.dtypes import PER_TOKEN_HEAD, QuantKey, kFp8StaticTensorSym
 from attn.errors import DeviceError, DTypeError, MetadataError, ShapeError, UnsupportedError
 from attn.torch import kv_cache as caches
+from attn.torch.alignment import aligned
 from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
 
 #: The dtype of the output when output_scale is given.
@@ -29,7 +30,8 @@ class PagedCall(NamedTuple):
     """The arguments of `_attend`: attention of the batch's rows over the cache, which already holds the new tokens.
 
     layer: provides `_k_scale` and `_v_scale` of a quantised cache.
-    query: [T, H, D]; kv_cache: as `get_kv_cache_shape`; meta: the batch. Rows from `meta.num_actual_tokens` on are padding.
+    query: [T, H, D], aligned for vector reads (`attn.torch.alignment`); kv_cache: as `get_kv_cache_shape`; meta: the batch.
+        Rows from `meta.num_actual_tokens` on are padding.
     window: (left, right); a row at position p sees keys p - left <= j <= p + right, where None means unbounded. A causal
         batch has right = 0; among the tokens of a tree, the tree and the layer's own right bound replace it.
     output: [T, H, D], to be filled. lse: [H, T] float32 (float64 for float64), natural log, to be filled, or None.
@@ -55,7 +57,7 @@ class PagedCall(NamedTuple):
 class RaggedCall(NamedTuple):
     """The arguments of `_attend_ragged`: each request's rows attend its own keys, without a cache (encoder types).
 
-    query: [T, H, D]; key, value: [T, K, D]; the other fields are as in `PagedCall`.
+    query: [T, H, D]; key, value: [T, K, D], all aligned like the query of a `PagedCall`; the other fields are as there.
     """
 
     query: torch.Tensor
@@ -167,12 +169,12 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
             return out if output is None else output
         self._check_call(layer, query, key, value, kv_cache, attn_metadata)
         self._move_to(query.device)
-        query = fold_sign(query, self.signed_scale)
+        query = aligned(fold_sign(query, self.signed_scale))
         lse = None
         if self.need_to_return_lse_for_decode:
             lse = query.new_empty(self.num_heads, query.shape[0], dtype=torch.promote_types(query.dtype, torch.float32))
         if self.attn_type in ENCODER_TYPES:
-            self._attend_ragged(RaggedCall(query, key, value, attn_metadata, self.window, out, lse, scale))
+            self._attend_ragged(RaggedCall(query, aligned(key), aligned(value), attn_metadata, self.window, out, lse, scale))
         else:
             if self.kv_sharing_target_layer_name is None and key is not None:
                 slots = attn_metadata.slot_mapping
@@ -273,6 +275,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         return output.view(query.shape)
 
     def _check_masking(self, attn_metadata: PagedAttentionMetadata) -> None:
+        check_reach(self, attn_metadata)
         if not attn_metadata.causal and self.attn_type == AttentionType.DECODER and not self._serves_non_causal:
             self._require(Feature.NON_CAUSAL)
             layer = self.request()  # supported alone, but perhaps not in this combination

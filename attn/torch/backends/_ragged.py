@@ -4,20 +4,31 @@ For each request, the keys are gathered from its pages (from the first page that
 and attended. `attend` implements the definition, in float32 (float64 for float64), for every feature and any device. An
 implementation overrides `_attend_one` for the cases that it computes faster. The loop needs the lengths on the host:
 metadata with host copies avoids a wait for the device.
+
+Each operator sees one request only, so results do not depend on the rest of the batch if its inputs' alignment does not
+either: a layer that requests `batch_invariant` copies a request's rows to memory of their own (`_own`). Libraries may choose
+instructions by the alignment of their operands.
 """
 
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from attn.backends.abstract import AttentionLayer
+from attn.backends.arguments import fold_sign
 from attn.capabilities import Feature
 from attn.dtypes import PER_TOKEN_HEAD
 from attn.errors import MetadataError
 from attn.torch import kv_cache as caches
+from attn.torch.alignment import aligned
 from attn.torch.backends._paged import PagedAttentionImpl, PagedCall, RaggedCall
+from attn.torch.metadata import PagedAttentionMetadata
+
+if TYPE_CHECKING:
+    from attn.backends.metadata import IntArray
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8")
@@ -31,9 +42,13 @@ FEATURES = frozenset(
         Feature.SINKS,
         Feature.LSE,
         Feature.TREE_MASK,
+        Feature.SPANS,
+        Feature.MIXED_CAUSAL,
+        Feature.CHUNK_SIZE,
         Feature.KV_SHARING,
         Feature.PER_HEAD_SCALES,
         Feature.NAN_SAFE,
+        Feature.BATCH_INVARIANT,
     }
 )
 
@@ -126,7 +141,10 @@ class Rules:
 
     Keys p - left <= j <= p + right are seen (None: unbounded; causal attention has right = 0). If `tree` [n, n] is given,
     it says which new tokens, from position `context` on, see each other. ALiBi is slope * (j - p) if `signed`, otherwise
-    -slope * |p - j|; the two differ if a tree lets a token see a later slot. slopes, sinks: [H].
+    -slope * |p - j|; the two differ if a row sees a later key. slopes, sinks: [H].
+    spans: [n, 2] int32 on the host, the rows' first and last key of a span, which every row sees too; the window cuts it
+    `by_window`, on the right at `span_right`. prefix: keys that every row sees too. chunk: positions per chunk, before whose
+    start a row sees no key. All rows are at positions from `context` on.
     k_scale: [K, 1], or None if it is part of `scale`; v_scale: [K, 1], a float or None.
     """
 
@@ -139,17 +157,40 @@ class Rules:
     sinks: torch.Tensor | None = None
     tree: torch.Tensor | None = None
     context: int = 0
+    spans: "IntArray | None" = None
+    by_window: bool = False
+    span_right: int | None = None
+    prefix: int = 0
+    chunk: int | None = None
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | float | None = None
 
     def plain(self) -> bool:
-        """Whether nothing but bounds changes the scores before the softmax, so a fused kernel computes the same ones."""
-        return all(extra is None for extra in (self.soft_cap, self.slopes, self.tree, self.k_scale))
+        """Whether nothing but bounds changes the scores before the softmax, so a fused kernel computes the same ones.
 
-    def span(self, first: int, last: int, end: int) -> tuple[int, int]:
+        False as well if a row before the sequence, which may see no key, is not dropped.
+        """
+        undropped = (self.spans is not None or self.prefix > 0) and self.context < 0
+        return not undropped and all(extra is None for extra in (self.soft_cap, self.slopes, self.tree, self.k_scale))
+
+    def is_causal(self) -> bool:
+        """Whether rows see exactly the keys up to their own position."""
+        plain = self.left is None and self.tree is None and self.spans is None and self.chunk is None
+        return plain and self.right == 0 and self.prefix == 0
+
+    def reach(self, first: int, last: int, end: int) -> tuple[int, int]:
         """Return [low, high) of the keys below `end` that any row at positions first..last sees; high >= low."""
         low = 0 if self.left is None else max(0, first - self.left)
         high = end if self.right is None else min(end, last + self.right + 1)
+        if self.spans is not None:
+            own = self.spans[first - self.context : last + 1 - self.context]
+            own = own[own[:, 1] >= 0]
+            if len(own):
+                low, high = min(low, int(own[:, 0].min())), max(high, min(end, int(own[:, 1].max()) + 1))
+        if self.prefix:
+            low, high = 0, max(high, min(end, self.prefix))
+        if self.chunk is not None:
+            low = max(low, max(first, 0) // self.chunk * self.chunk)
         return low, max(low, high)
 
     def see_all(self, work: Work) -> bool:
@@ -162,6 +203,7 @@ class Rules:
             self.tree is None
             and (self.left is None or last - self.left <= low)
             and (self.right is None or first + self.right >= high - 1)
+            and (self.chunk is None or last // self.chunk * self.chunk <= low)
         )
 
     def mask(self, work: Work) -> torch.Tensor | None:
@@ -179,18 +221,33 @@ class Rules:
         if self.tree is not None:
             among = self.tree[position - self.context][:, (keys - self.context).clamp(min=0)]
             seen &= among | (keys < self.context)
+        if self.spans is not None:
+            rows = slice(work.position - self.context, work.last + 1 - self.context)
+            own = torch.from_numpy(self.spans[rows]).to(keys.device)
+            among = (keys >= own[:, :1]) & (keys <= own[:, 1:])
+            if self.by_window and self.left is not None:
+                among &= distance >= -self.left
+            if self.by_window and self.span_right is not None:
+                among &= distance <= self.span_right
+            seen |= among
+        if self.prefix:
+            seen |= keys < self.prefix
+        if self.chunk is not None:
+            seen &= keys >= torch.div(position, self.chunk, rounding_mode="floor")[:, None] * self.chunk
         return seen
 
     def split(self, work: Work, step: int) -> Iterator[Work]:
         """Split `work` into parts of at most `step` rows, each with only the keys that its rows reach."""
         for start in range(0, work.query.shape[0], step):
             stop = min(start + step, work.query.shape[0])
-            low, high = self.span(work.position + start, work.position + stop - 1, work.end)
+            low, high = self.reach(work.position + start, work.position + stop - 1, work.end)
             yield work.cut(start, stop, low, high)
 
     def drop_empty_rows(self, work: Work) -> Work:
         """Fill the leading rows that see no key, and return the other rows, each of which sees a key."""
         n, m = work.query.shape[0], work.key.shape[1]
+        if self.spans is not None or self.prefix:  # then rows at any position may see a key
+            return work
         empty = n if m == 0 else 0 if self.right is None else min(n, max(0, work.first_key - self.right - work.position))
         if empty == 0:
             return work
@@ -290,8 +347,8 @@ class RaggedAttentionImpl(PagedAttentionImpl):
             if start == stop:
                 continue
             position = total - (stop - start)
-            own = self._with_tree(rules, call.meta.tree_mask, r, stop - start, position)
-            low, _ = own.span(position, total - 1, total)
+            own = self._own_rules(rules, call.meta, r, slice(start, stop), position)
+            low, _ = own.reach(position, total - 1, total)
             low = min(low, total)
             blocks = call.meta.block_table[r, low // block_size : -(-total // block_size)]
             tokens = slice(low % block_size, low % block_size + total - low)
@@ -302,8 +359,33 @@ class RaggedAttentionImpl(PagedAttentionImpl):
                     for codes, own in zip((key, value), scales, strict=True)
                 )
             rows, logs = slice(start, stop), None if call.lse is None else call.lse[:, start:stop]
-            work = Work(call.query[rows], key[:, tokens], value[:, tokens], position, low, call.output[rows], logs)
+            query = self._own(call.query, rows)
+            work = Work(query, key[:, tokens], value[:, tokens], position, low, call.output[rows], logs)
             self._attend_one(work, own)
+
+    def attend_keys(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool) -> torch.Tensor:
+        """Attend requests of equal lengths over keys that are in no cache, where they are.
+
+        query: [B, n, H, D], the last n tokens of each request; key, value: [B, m, K, D], in the query's dtype and on its
+        device; causal: whether no row sees a later key. Keys are not copied if they are a view of an array [B, K, m', D].
+        Returns [B, n, H, D]. Gradients are not computed.
+        """
+        batch, n, num_heads, head_size = query.shape
+        if self.batch_invariant and batch > 1:
+            entries = zip(query.split(1), key.split(1), value.split(1), strict=True)
+            return torch.cat([self.attend_keys(*entry, causal) for entry in entries])
+        rules = self._rules((self.window[0], 0) if causal else self.window)
+        slopes, sinks = (None if x is None else x.repeat(batch) for x in (rules.slopes, rules.sinks))
+        rules = replace(rules, slopes=slopes, sinks=sinks)
+        m = key.shape[1]
+        low = min(m, rules.reach(m - n, m - 1, m)[0])
+        # the heads of all requests are the heads of one
+        query = fold_sign(query.transpose(0, 1).flatten(1, 2), self.signed_scale)
+        key, value = (x[:, low:].transpose(1, 2).flatten(0, 1) for x in (key, value))
+        query, key, value = (aligned(self._own(x, slice(None))) for x in (query, key, value))
+        output = torch.empty_like(query)
+        self._attend_one(Work(query, key, value, m - n, low, output, None), rules)
+        return output.view(n, batch, num_heads, head_size).transpose(0, 1)
 
     def _attend_ragged(self, call: RaggedCall) -> None:
         rules = self._rules(call.window)
@@ -312,9 +394,13 @@ class RaggedAttentionImpl(PagedAttentionImpl):
             own = slice(int(starts[r]), int(starts[r + 1]))
             if own.start == own.stop:
                 continue
-            keys, values = call.key[own].transpose(0, 1), call.value[own].transpose(0, 1)
+            query, key, value = (self._own(x, own) for x in (call.query, call.key, call.value))
             logs = None if call.lse is None else call.lse[:, own]
-            self._attend_one(Work(call.query[own], keys, values, 0, 0, call.output[own], logs), rules)
+            self._attend_one(Work(query, key.transpose(0, 1), value.transpose(0, 1), 0, 0, call.output[own], logs), rules)
+
+    def _own(self, tensor: torch.Tensor, rows: slice) -> torch.Tensor:
+        """Return a request's rows: a view, or a copy if they must not depend on their place in the batch."""
+        return tensor[rows].clone(memory_format=torch.contiguous_format) if self.batch_invariant else tensor[rows]
 
     def _attend_one(self, work: Work, rules: Rules) -> None:
         """Compute the same result as `attend`."""
@@ -333,6 +419,8 @@ class RaggedAttentionImpl(PagedAttentionImpl):
             left=left,
             right=right,
             signed=right == 0,
+            chunk=self.chunk_size,
+            by_window=bool(self.span_window),
             soft_cap=self.logits_soft_cap,
             slopes=None if self.alibi_slopes is None else self.alibi_slopes.detach(),
             sinks=None if self.sinks is None else self.sinks.detach(),
@@ -361,3 +449,17 @@ class RaggedAttentionImpl(PagedAttentionImpl):
         if position < 0:
             raise MetadataError("seq_lens", request, position + n, f"at least {n}, the tokens of its tree")
         return replace(rules, right=self.window[1], tree=tree_mask[request, :n, :n], context=position)
+
+    def _own_rules(self, rules: Rules, meta: PagedAttentionMetadata, request: int, rows: slice, position: int) -> Rules:
+        """Return the rules of one request of a batch, whose first row is at `position`."""
+        rules = self._with_tree(rules, meta.tree_mask, request, rows.stop - rows.start, position)
+        spans, prefix, is_causal = meta.host_reach()
+        if is_causal is not None:
+            rules = replace(rules, right=0 if is_causal[request] else self.window[1], signed=bool(is_causal[request]))
+        if spans is not None or (prefix is not None and prefix[request] > 0):
+            own = None if spans is None else spans[rows]
+            prefixed = 0 if prefix is None else int(prefix[request])
+            rules = replace(
+                rules, spans=own, prefix=prefixed, context=position, signed=False, span_right=self.window[1] or None
+            )
+        return rules

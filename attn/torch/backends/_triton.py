@@ -1,17 +1,21 @@
 """Base classes of the backends that use this package's Triton kernels: the hooks, implemented by one launch function.
 
 Nothing in this module waits for the device or depends on its values, so a forward can be captured in a CUDA graph and
-replayed for any batch within the bounds of its metadata. By default, the smaller the batch, the more parts a decode's keys
-are split into; `fixed_split_size` makes a sequence's bits independent of the rest of the batch.
+replayed for any batch within the bounds of its metadata. The host's copy of the lengths, if there is one, only selects among
+launches that are all correct. By default the keys of decodes are cut by the whole batch. A layer that requests
+`batch_invariant` uses the general kernels only, with splits at fixed positions, and no measured launches (docs/semantics.md
+§17); its arrays must begin at multiples of 16 bytes, as torch allocates them.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from attn import envs
 from attn.backends.abstract import AttentionLayer
+from attn.backends.metadata import CommonAttentionMetadata
 from attn.capabilities import ATTN_TYPES, Capabilities, Device, Feature, MultipleOf, Request
 from attn.dtypes import PER_TOKEN_HEAD
 from attn.torch import kv_cache as caches
@@ -19,7 +23,7 @@ from attn.torch.backends import _hopper
 from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl, PagedCall, RaggedCall
 from attn.torch.interpreter import judged_on, prepare
 from attn.torch.kernels.memory import largest_group
-from attn.torch.metadata import PagedAttentionMetadata
+from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
 
 FEATURES = frozenset(
     {
@@ -31,13 +35,20 @@ FEATURES = frozenset(
         Feature.SINKS,
         Feature.LSE,
         Feature.TREE_MASK,
+        Feature.SPANS,
+        Feature.MIXED_CAUSAL,
+        Feature.CHUNK_SIZE,
         Feature.KV_SHARING,
         Feature.PER_HEAD_SCALES,
         Feature.OUTPUT_SCALE,
         Feature.NAN_SAFE,
+        Feature.BATCH_INVARIANT,
     }
 )
 KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", *sorted(PER_TOKEN_HEAD))
+#: Keys per program of a decode of a layer that requests `batch_invariant`: at most 64 parts for 128k keys, since the memory
+#: for partial results grows with their number.
+FIXED_SPLIT = 2048
 _LARGEST_GROUP = 256  #: query heads per kv head, which are rows of one tile
 
 
@@ -57,9 +68,20 @@ def capabilities(platforms: tuple[str, ...], **changes: Any) -> Capabilities:
     return Capabilities(**{**record, **changes})
 
 
+class TritonMetadataBuilder(PagedAttentionMetadataBuilder):
+    """Builds batches, also for graphs that are replayed with other lengths."""
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> PagedAttentionMetadata:
+        """Build a batch whose launches do not follow its lengths, so that a captured graph suits any lengths in its bounds."""
+        metadata = self.build(0, common_attn_metadata)
+        metadata.query_start_loc_cpu = metadata.seq_lens_cpu = None
+        return metadata
+
+
 class TritonPagedBackend(PagedAttentionBackend):
     """Base of the Triton backends: checks the limits that depend on each other."""
 
+    builder_cls = TritonMetadataBuilder
     block_sizes = (MultipleOf(16),)
 
     @classmethod
@@ -87,13 +109,24 @@ class TritonPagedBackend(PagedAttentionBackend):
         return why
 
 
+class _Plan(NamedTuple):
+    """The launches of a batch: how many multiprocessors prefill beside decodes (0: all), and whether decodes stay whole."""
+
+    prefill_programs: int = 0
+    whole: bool = False
+
+
+_UNKNOWN = _Plan()
+
+
 class TritonPagedImpl(PagedAttentionImpl):
     """Base of the Triton implementations. A subclass names its backend, and overrides `_sparse` if it has a pattern."""
 
     can_return_lse_for_decode = True
     traceable = True
 
-    #: Keys per program of a decode; 0: the launch rule chooses by the batch.
+    #: Keys per program of a decode; 0: the launch rule chooses by the batch, or `FIXED_SPLIT` in a layer that requests
+    #: `batch_invariant`.
     fixed_split_size: int = 0
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -119,6 +152,7 @@ class TritonPagedImpl(PagedAttentionImpl):
         from attn.torch.kernels.paged_attention import paged_attention
 
         meta, (key_cache, value_cache, own) = call.meta, self._parts(call.kv_cache)
+        plan = _UNKNOWN if self._fixed_split() else self._plan(meta, key_cache)
         k_scale, v_scale, k_factor, v_factor = (*own, 1.0, 1.0) if own is not None else self._scales(call)
         arguments: dict[str, Any] = dict(
             output=call.output,
@@ -139,16 +173,22 @@ class TritonPagedImpl(PagedAttentionImpl):
             slopes=self.alibi_slopes,
             sinks=self.sinks,
             tree=meta.tree_mask,
+            spans=meta.spans,
+            prefix=meta.prefix,
+            is_causal=meta.is_causal,
+            chunk_size=self.chunk_size,
+            span_window=bool(self.span_window),
             k_scale=k_scale,
             v_scale=v_scale,
             k_factor=k_factor,
             v_factor=v_factor,
-            fixed_split=self.fixed_split_size,
+            fixed_split=self._fixed_split(),
             sparse=self._sparse(),
             output_scale=call.output_scale,
-            prefill_programs=self._prefill_programs(meta, key_cache),
+            prefill_programs=plan.prefill_programs,
+            whole=plan.whole,
         )
-        if not torch.compiler.is_compiling() and envs.switch("ATTN_AUTOTUNE"):
+        if not self._fixed_split() and not torch.compiler.is_compiling() and envs.switch("ATTN_AUTOTUNE"):
             from attn.torch import autotune
 
             kind = "decode" if meta.max_query_len == 1 else "prefill"
@@ -157,25 +197,32 @@ class TritonPagedImpl(PagedAttentionImpl):
             autotune.tune(kind, (self.num_heads // self.num_kv_heads, self.head_size, *sizes), launch, call.query.device)
         paged_attention(**arguments)
 
-    def _prefill_programs(self, attn_metadata: PagedAttentionMetadata, key_cache: torch.Tensor) -> int:
-        """Return how a mixed batch shares the device, from its lengths on the host; computed once per batch and shape."""
-        if torch.compiler.is_compiling():  # a graph serves any batch of its shapes
-            return 0
-        start, seq_lens = attn_metadata.query_start_loc_cpu, attn_metadata.seq_lens_cpu
-        if attn_metadata.max_query_len == 1 or start is None or seq_lens is None or not key_cache.is_cuda:
-            return 0
-        from attn.torch.kernels.launch import multiprocessors, prefill_programs
+    def _fixed_split(self) -> int:
+        """Return the keys per split if a request's bits must not depend on the rest of the batch, else 0."""
+        return self.fixed_split_size or (FIXED_SPLIT if self.batch_invariant else 0)
 
-        plans = attn_metadata.__dict__.setdefault("_prefill_programs", {})
-        shape = (self.num_heads, self.num_kv_heads, self.head_size, self.window[0], key_cache.element_size())
+    def _plan(self, attn_metadata: PagedAttentionMetadata, key_cache: torch.Tensor) -> "_Plan":
+        """Return what the host's lengths say about a batch's launches; computed once per batch and shape."""
+        start, seq_lens = attn_metadata.query_start_loc_cpu, attn_metadata.seq_lens_cpu
+        # a graph serves any batch of its shapes
+        if torch.compiler.is_compiling() or start is None or seq_lens is None or not key_cache.is_cuda:
+            return _UNKNOWN
+        plans = attn_metadata.__dict__.setdefault("_plans", {})
+        shape = (self.num_heads, self.num_kv_heads, self.head_size, self.window, key_cache.element_size())
         if shape not in plans:
-            q_lens = (start[1:] - start[:-1]).astype(float)
-            keys = seq_lens.astype(float) if self.window[0] is None else seq_lens.clip(max=self.window[0] + q_lens)
-            pairs = (q_lens * (keys - (q_lens - 1) / 2))[q_lens > 1].sum()
-            nbytes = 2 * self.num_kv_heads * self.head_size * key_cache.element_size() * keys[q_lens == 1].sum()
-            flops = 4 * self.num_heads * self.head_size * pairs
-            plans[shape] = prefill_programs(flops, nbytes, multiprocessors(key_cache.device))
-        return int(plans[shape])
+            from attn.torch.kernels.launch import are_whole, multiprocessors, prefill_programs
+
+            processors, left = multiprocessors(key_cache.device), self.window[0]
+            q_lens = (start[1:] - start[:-1]).astype(np.int64)
+            keys = seq_lens.astype(np.int64) if left is None else seq_lens.clip(max=left + q_lens)
+            few = q_lens <= (attn_metadata.max_query_len if attn_metadata.max_query_len <= 16 else 1)
+            programs, whole = 0, are_whole(keys[few & (q_lens > 0)], self.num_kv_heads, processors)
+            if attn_metadata.max_query_len > 1:
+                pairs = (q_lens * (keys - (q_lens - 1) / 2))[q_lens > 1].sum()
+                nbytes = 2 * self.num_kv_heads * self.head_size * key_cache.element_size() * keys[q_lens == 1].sum()
+                programs = prefill_programs(4 * self.num_heads * self.head_size * pairs, nbytes, processors)
+            plans[shape] = _Plan(programs, whole)
+        return plans[shape]  # type: ignore[no-any-return]
 
     def _attend_ragged(self, call: RaggedCall) -> None:
         from attn.torch.kernels.paged_attention import paged_attention
@@ -198,6 +245,7 @@ class TritonPagedImpl(PagedAttentionImpl):
             soft_cap=self.logits_soft_cap or 0.0,
             slopes=self.alibi_slopes,
             sinks=self.sinks,
+            fixed_split=self._fixed_split(),
             output_scale=call.output_scale,
         )
 

@@ -40,7 +40,9 @@ class BlocksparseFlashAttentionBackend(_triton.TritonPagedBackend):
     capabilities = _triton.capabilities(
         ("cuda", "rocm"),
         attn_types=(AttentionType.DECODER,),
-        features=_triton.FEATURES - {Feature.NON_CAUSAL, Feature.SLIDING_WINDOW, Feature.TWO_SIDED_WINDOW, Feature.TREE_MASK}
+        features=_triton.FEATURES
+        - {Feature.NON_CAUSAL, Feature.SLIDING_WINDOW, Feature.TWO_SIDED_WINDOW, Feature.TREE_MASK}
+        - {Feature.SPANS, Feature.MIXED_CAUSAL, Feature.CHUNK_SIZE}
         | {Feature.BLOCK_SPARSE},
     )
 
@@ -65,8 +67,8 @@ class BlocksparseFlashAttentionImpl(_triton.TritonPagedImpl, backend=Blocksparse
         attn_type: str = AttentionType.DECODER,
         kv_sharing_target_layer_name: str | None = None,
         *,
-        sinks: Any = None,
         blocksparse_params: BlocksparseParams | dict[str, Any] | None = None,
+        **more: Any,
     ) -> None:
         params = blocksparse_params or BlocksparseParams()
         self.params = BlocksparseParams(**params) if isinstance(params, dict) else params
@@ -81,7 +83,7 @@ class BlocksparseFlashAttentionImpl(_triton.TritonPagedImpl, backend=Blocksparse
             logits_soft_cap=logits_soft_cap,
             attn_type=attn_type,
             kv_sharing_target_layer_name=kv_sharing_target_layer_name,
-            sinks=sinks,
+            **more,
         )
 
     def request(self) -> Request:

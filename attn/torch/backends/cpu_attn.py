@@ -43,8 +43,10 @@ class CPUAttentionBackend(HeadsFirstBackend):
 
 class CPUAttentionImpl(RaggedAttentionImpl, backend=CPUAttentionBackend):
     def _attend_each(self, requests: Iterable[int], call: PagedCall, rules: Rules) -> None:
-        if rules.plain() and call.meta.tree_mask is None and _in_runs(call.kv_cache[0]) and _in_runs(call.kv_cache[1]):
-            requests = _decode(call, rules)
+        meta = call.meta
+        uniform = meta.tree_mask is None and meta.spans is None and meta.prefix is None and meta.is_causal is None
+        if rules.plain() and uniform and _in_runs(call.kv_cache[0]) and _in_runs(call.kv_cache[1]):
+            requests = _decode(call, rules, one_by_one=self.batch_invariant)
             if not requests:
                 return
         super()._attend_each(requests, call, rules)
@@ -116,29 +118,40 @@ def _buffer(which: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Ten
     return buffer[:length].view(dtype).view(shape)
 
 
-def _decode(call: PagedCall, rules: Rules) -> list[int]:
+def _decode(call: PagedCall, rules: Rules, one_by_one: bool) -> list[int]:
     """Attend the requests of one query row, which sees every key in its window. Returns the other requests.
 
-    A few heads of a request are processed at a time, so that gathered keys are still in the core's cache when they are read.
-    Everything that does not depend on a request's length is done for all requests together.
+    Everything that does not depend on a request's length is done for all requests together, unless `one_by_one`: torch
+    computes the end of an array in another way than the rest, so bits would depend on the place in the batch.
     """
-    query, kv_cache = call.query, call.kv_cache
     starts, lengths = (lens.tolist() for lens in call.meta.host_lens())
     decodes = [r for r, total in enumerate(lengths) if total > 0 and starts[r + 1] - starts[r] == 1]
-    rest = sorted(set(range(len(lengths))).difference(decodes))
-    if not decodes:
-        return rest
+    rest = set(range(len(lengths))).difference(decodes)
+    if decodes:
+        runs = _runs(call.meta.block_table, call.kv_cache.shape[2])
+        for some in [[r] for r in decodes] if one_by_one else [decodes]:
+            rest.update(_decode_some(call, rules, some, starts, lengths, runs))
+    return sorted(rest)
+
+
+def _decode_some(
+    call: PagedCall, rules: Rules, decodes: list[int], starts: list[int], lengths: list[int], runs: torch.Tensor
+) -> list[int]:
+    """Attend these decodes together. runs: `_runs` of all requests. Returns the requests whose result would not be exact.
+
+    A few heads of a request are processed at a time, so that gathered keys are still in the core's cache when they are read.
+    """
+    query, kv_cache = call.query, call.kv_cache
     _, num_kv_heads, block_size, head_size = kv_cache[0].shape
     kind = _kind(query, kv_cache)
     rows = torch.tensor([starts[r] for r in decodes])
     queries = query.index_select(0, rows).to(kind).view(len(decodes), num_kv_heads, -1, head_size)
-    runs = _runs(call.meta.block_table, num_kv_heads)
     keys, values = _Store(kv_cache[0], 0), _Store(kv_cache[1], 1)
     threads = torch.get_num_threads()
     results, logs = [], []
     for i, r in enumerate(decodes):
         total = lengths[r]
-        low, _ = rules.span(total - 1, total - 1, total)
+        low, _ = rules.reach(total - 1, total - 1, total)
         first, last = low // block_size, -(-total // block_size)
         blocks = last - first
         tokens = slice(low - first * block_size, total - first * block_size)
@@ -154,13 +167,14 @@ def _decode(call: PagedCall, rules: Rules) -> list[int]:
     num_heads = query.shape[1]
     log, result = (parts[0] if len(parts) == 1 else torch.cat(parts, 1) for parts in (logs, results))
     log, result = log.reshape(len(decodes), num_heads), result.reshape(len(decodes), num_heads, head_size)
+    inexact = []
     if not _cpu_kernel.all_exact(log):
         exact = _cpu_kernel.exact(log).all(1).tolist()
-        rest = sorted(rest + [r for r, known in zip(decodes, exact, strict=True) if not known])
+        inexact = [r for r, known in zip(decodes, exact, strict=True) if not known]
     call.output.index_copy_(0, rows, _ragged.weigh(rules, result, log.T).to(call.output.dtype))
     if call.lse is not None:
         call.lse.index_copy_(1, rows, log.T.to(call.lse.dtype))
-    return rest
+    return inexact
 
 
 def _prefill(work: Work, rules: Rules) -> bool:
@@ -171,7 +185,7 @@ def _prefill(work: Work, rules: Rules) -> bool:
     """
     n = work.query.shape[0]
     work = work.as_type(_kind(work.query, work.key))
-    causal = rules.left is None and rules.right == 0
+    causal = rules.is_causal()
     if not rules.see_all(work):
         # every row of a causal chunk sees the keys before its first row
         masked = work.cut(0, n, work.position, work.end) if causal else work

@@ -49,7 +49,7 @@ def _sdpa(work: Work, rules: Rules) -> None:
     bfloat16 on a CPU). Masks are explicit except for square scores, because `is_causal` aligns its mask top left.
     """
     kind, group = work.key.dtype, work.query.shape[1] // work.key.shape[0]
-    if rules.left is None and rules.right == 0 and work.position == work.first_key and work.query.shape[0] > 1:
+    if rules.is_causal() and work.position == work.first_key and work.query.shape[0] > 1:
         query, wide = work.query.transpose(0, 1).to(kind), [x.repeat_interleave(group, 0) for x in (work.key, work.value)]
         result = F.scaled_dot_product_attention(query[None], wide[0][None], wide[1][None], is_causal=True, scale=rules.scale)
         work.fill(_ragged.weigh(rules, result[0].transpose(0, 1), None), None)

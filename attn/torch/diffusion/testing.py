@@ -11,6 +11,7 @@ from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
 from attn.testing.conformance import is_interpreted
 from attn.testing.dense import DenseCall, DenseCase, Sampled, vast_places
 from attn.torch.interpreter import correct_bfloat16
+from attn.torch.testing import views
 
 Array = npt.NDArray[Any]
 
@@ -21,6 +22,8 @@ def dense(backend: Any, call: DenseCall) -> Array:
 
     def tensor(values: Array) -> torch.Tensor:
         made = torch.from_numpy(values.copy()).to(device, getattr(torch, case.dtype))
+        if case.layout == "fused":
+            return views(made.flatten(0, 1)).unflatten(0, made.shape[:2])
         return made if case.layout == "heads" else made.transpose(1, 2).contiguous().transpose(1, 2)
 
     impl = backend.get_impl_cls()(case.num_heads, case.head_size, case.scale, case.causal, case.num_kv_heads)

@@ -14,7 +14,8 @@ before it. This sets the order of a consumer's work: it uses the other consumer'
 for its own next tile. Overlapping the scores of one tile with the exponentials of another would need that tile earlier than
 it can arrive (benchmarks/notes/mla-gpu.md).
 
-The grid, the split of keys, the states and their merge are those of `mla_decode`. Keys beyond what a row sees are masked.
+The grid, the split of keys or the plan, the states and their merge are those of `mla_decode`. Keys beyond what a row sees
+are masked.
 In tiles where rows differ in what they see, non-finite latents are replaced by 0 (the score of a row that sees them is
 already NaN). No length is fetched from the device.
 
@@ -22,6 +23,9 @@ Layouts: q [T, H, 576], out [T, H, 512], both bf16 or float16; cache [N, P, 576]
 lse [H, T] float32, natural log. All keys: P is a multiple of 16. Selected keys: H is a multiple of 64, so that a program's
 rows are heads of one token.
 """
+
+import functools
+from typing import Any
 
 import torch
 
@@ -46,18 +50,22 @@ ROWS = 64  #: (token, head) pairs per program
 KEYS = 64  #: per tile
 RANK, ROPE = 512, 64
 _REGISTERS = ((240, 24), (232, 40))  #: per thread (consumers, producer), for a producer that copies boxes and one that gathers
-_BATCH = ("row_tiles", "splits", "split", "topk", "num_pages", "lse_h", "table_r", "indices_t")
+_BATCH = ("row_tiles", "max_query", "splits", "split", "topk", "num_pages", "lse_h", "table_r", "indices_t")
 
 
 @gluon.jit
 def _part(  # type: ignore[no-untyped-def]
-    query_start_loc, seq_lens, limits, row_tiles, split, topk, H: gl.constexpr, HAS_LIMITS: gl.constexpr, SPARSE: gl.constexpr
+    query_start_loc, seq_lens, limits, items, row_tiles, split, topk,
+    H: gl.constexpr, HAS_LIMITS: gl.constexpr, SPARSE: gl.constexpr, PLANNED: gl.constexpr,
 ):  # fmt: skip
     """(request, its first token, tokens, keys, first row; keys that all rows, some row see, first key, tiles, splits).
 
     A program without work has -1 splits.
     """
     r = gl.program_id(0) // row_tiles
+    item = items + r * 4
+    if PLANNED:
+        r = gl.load(item)
     first_row = gl.program_id(0) % row_tiles * 64
     begin = gl.load(query_start_loc + r)
     q_len = gl.load(query_start_loc + r + 1) - begin
@@ -76,11 +84,17 @@ def _part(  # type: ignore[no-untyped-def]
     high = gl.minimum(gl.maximum(high, 0), seq_len)
     if SPARSE:
         high = topk
-    begins = gl.program_id(1) * split
-    count = (high + split - 1) // split
-    count = gl.where(gl.program_id(1) < gl.maximum(count, 1), count, -1)
+    if PLANNED:
+        begins = gl.load(item + 1)
+        stop = gl.load(item + 2)
+        count = gl.load(item + 3)
+    else:
+        begins = gl.program_id(1) * split
+        stop = begins + split
+        count = (high + split - 1) // split
+        count = gl.where(gl.program_id(1) < gl.maximum(count, 1), count, -1)
     count = gl.where(first < q_len, count, -1)
-    tiles = gl.where(count < 0, 0, (gl.minimum(gl.maximum(high - begins, 0), split) + 63) // 64)
+    tiles = gl.where(count < 0, 0, (gl.maximum(gl.minimum(high, stop) - begins, 0) + 63) // 64)
     return r, begin, q_len, seq_len, first_row, low, high, begins, tiles, count
 
 
@@ -93,17 +107,27 @@ def _rows(begin, q_len, first_row, count, H: gl.constexpr, LAYOUT: gl.constexpr)
 
 
 @gluon.jit
+def _state(at, token, head, row_tiles, max_query, splits, H: gl.constexpr, PLANNED: gl.constexpr):  # type: ignore[no-untyped-def]
+    """Where a row's state is among all states: by the item of the plan, or by the row and the number of the split."""
+    if PLANNED:
+        found = (gl.program_id(0) // row_tiles * max_query + token).to(gl.int64) * H + head
+    else:
+        found = (at * H + head) * splits + gl.program_id(1)
+    return found
+
+
+@gluon.jit
 def _gather(  # type: ignore[no-untyped-def]
-    cache, k_ring, r_ring, k_full, k_empty, r_full, r_empty, query_start_loc, seq_lens, limits, block_table, indices, row_tiles,
-    split, topk, c_block, c_slot, table_r, indices_t,
-    H: gl.constexpr, P: gl.constexpr, HAS_LIMITS: gl.constexpr, SPARSE: gl.constexpr,
+    cache, k_ring, r_ring, k_full, k_empty, r_full, r_empty, query_start_loc, seq_lens, limits, items, block_table, indices,
+    row_tiles, split, topk, c_block, c_slot, table_r, indices_t,
+    H: gl.constexpr, P: gl.constexpr, HAS_LIMITS: gl.constexpr, SPARSE: gl.constexpr, PLANNED: gl.constexpr,
 ):  # fmt: skip
     """Producer of four warps: copy the tiles of selected keys in order, row by row; zeros for unused entries."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     parts = reinterpret(k_ring, k_ring.dtype, [16, 64, 64], swizzled)
     r, begin, q_len, seq_len, first_row, low, high, begins, tiles, count = _part(
-        query_start_loc, seq_lens, limits, row_tiles, split, topk, H, HAS_LIMITS, SPARSE
+        query_start_loc, seq_lens, limits, items, row_tiles, split, topk, H, HAS_LIMITS, SPARSE, PLANNED
     )
     table = block_table + r.to(gl.int64) * table_r
     chosen = indices + (begin + first_row // H).to(gl.int64) * indices_t
@@ -129,16 +153,16 @@ def _gather(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _produce(  # type: ignore[no-untyped-def]
-    desc, k_ring, r_ring, k_full, k_empty, r_full, r_empty, query_start_loc, seq_lens, limits, block_table, row_tiles, split,
-    topk, num_pages, table_r,
-    H: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, HAS_LIMITS: gl.constexpr, SPARSE: gl.constexpr,
+    desc, k_ring, r_ring, k_full, k_empty, r_full, r_empty, query_start_loc, seq_lens, limits, items, block_table, row_tiles,
+    split, topk, num_pages, table_r,
+    H: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, HAS_LIMITS: gl.constexpr, SPARSE: gl.constexpr, PLANNED: gl.constexpr,
 ):  # fmt: skip
     """Producer of one warp: copy the tiles of keys in order, piece by piece, each as soon as its buffer is free."""
     BOXES: gl.constexpr = 64 // BOX
     k_boxes = reinterpret(k_ring, k_ring.dtype, [16 * BOXES, 1, BOX, 64], desc.layout)
     r_boxes = reinterpret(r_ring, k_ring.dtype, [2 * BOXES, 1, BOX, 64], desc.layout)
     r, begin, q_len, seq_len, first_row, low, high, begins, tiles, count = _part(
-        query_start_loc, seq_lens, limits, row_tiles, split, topk, H, HAS_LIMITS, SPARSE
+        query_start_loc, seq_lens, limits, items, row_tiles, split, topk, H, HAS_LIMITS, SPARSE, PLANNED
     )
     table = block_table + r.to(gl.int64) * table_r
     for i in range(tiles):
@@ -265,9 +289,10 @@ def _step(  # type: ignore[no-untyped-def]
 @gluon.jit
 def _consume(  # type: ignore[no-untyped-def]
     out, lse, partial, partial_lse, query, q_tile, k_ring, r_ring, p_ring, tops, norms,
-    k_full, k_empty, r_full, r_empty, t_full, p_full, q_full, end, query_start_loc, seq_lens, limits, factor, v_factor,
-    indices, row_tiles, splits, split, topk, o_t, o_h, lse_h, q_t, q_h, indices_t,
-    H: gl.constexpr, HAS_LIMITS: gl.constexpr, HAS_LSE: gl.constexpr, SPARSE: gl.constexpr, WHICH: gl.constexpr,
+    k_full, k_empty, r_full, r_empty, t_full, p_full, q_full, end, query_start_loc, seq_lens, limits, items, factor, v_factor,
+    indices, row_tiles, max_query, splits, split, topk, o_t, o_h, lse_h, q_t, q_h, indices_t,
+    H: gl.constexpr, HAS_LIMITS: gl.constexpr, HAS_LSE: gl.constexpr, SPARSE: gl.constexpr,
+    PLANNED: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Consumer of four warps: the scores of every other tile, and half of the columns of the result."""
     dtype: gl.constexpr = k_ring.dtype
@@ -278,7 +303,7 @@ def _consume(  # type: ignore[no-untyped-def]
     ROPE_COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     r, begin, q_len, seq_len, first_row, low, high, begins, tiles, count = _part(
-        query_start_loc, seq_lens, limits, row_tiles, split, topk, H, HAS_LIMITS, SPARSE
+        query_start_loc, seq_lens, limits, items, row_tiles, split, topk, H, HAS_LIMITS, SPARSE, PLANNED
     )
 
     token, at, head, live = _rows(begin, q_len, first_row, count, H, gl.SliceLayout(1, ROPE_COPY))
@@ -341,11 +366,11 @@ def _consume(  # type: ignore[no-untyped-def]
     share = v_factor / gl.where(sum_ == 0, 1.0, sum_)
     acc = gl.where((sum_ == 0)[:, None], 0.0, acc * share[:, None])
     log = gl.where(norm == 0, float("-inf"), top + gl.log2(norm))
-    state = (row_at * H + row_head) * splits + gl.program_id(1)
+    state = _state(row_at, row_token, row_head, row_tiles, max_query, splits, H, PLANNED)
     if count > 1:
         column = WHICH * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, O_LAYOUT))
         o_token, o_at, o_head, o_live = _rows(begin, q_len, first_row, count, H, gl.SliceLayout(1, O_LAYOUT))
-        part = ((o_at * H + o_head) * splits + gl.program_id(1)) * 512
+        part = _state(o_at, o_token, o_head, row_tiles, max_query, splits, H, PLANNED) * 512
         gl.store(partial + part[:, None] + column[None, :], acc, mask=o_live[:, None])
         if WHICH == 0:
             gl.store(partial_lse + state, log, mask=row_live)
@@ -361,28 +386,30 @@ def _consume(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _fill(  # type: ignore[no-untyped-def]
-    cache, desc, k_ring, r_ring, k_full, k_empty, r_full, r_empty, query_start_loc, seq_lens, limits, block_table,
+    cache, desc, k_ring, r_ring, k_full, k_empty, r_full, r_empty, query_start_loc, seq_lens, limits, items, block_table,
     indices, row_tiles, split, topk, num_pages, c_block, c_slot, table_r, indices_t,
-    H: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, HAS_LIMITS: gl.constexpr, SPARSE: gl.constexpr,
+    H: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, HAS_LIMITS: gl.constexpr, SPARSE: gl.constexpr, PLANNED: gl.constexpr,
 ):  # fmt: skip
     """The keys' way in: gathered one by one, or page by page."""
     if SPARSE:
         _gather(
-            cache, k_ring, r_ring, k_full, k_empty, r_full, r_empty, query_start_loc, seq_lens, limits, block_table,
-            indices, row_tiles, split, topk, c_block, c_slot, table_r, indices_t, H, P, HAS_LIMITS, SPARSE,
+            cache, k_ring, r_ring, k_full, k_empty, r_full, r_empty, query_start_loc, seq_lens, limits, items, block_table,
+            indices, row_tiles, split, topk, c_block, c_slot, table_r, indices_t, H, P, HAS_LIMITS, SPARSE, PLANNED,
         )  # fmt: skip
     else:
         _produce(
-            desc, k_ring, r_ring, k_full, k_empty, r_full, r_empty, query_start_loc, seq_lens, limits, block_table,
-            row_tiles, split, topk, num_pages, table_r, H, P, BOX, HAS_LIMITS, SPARSE,
+            desc, k_ring, r_ring, k_full, k_empty, r_full, r_empty, query_start_loc, seq_lens, limits, items, block_table,
+            row_tiles, split, topk, num_pages, table_r, H, P, BOX, HAS_LIMITS, SPARSE, PLANNED,
         )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=_BATCH)
 def _attend(  # type: ignore[no-untyped-def]
-    out, lse, partial, partial_lse, query, cache, desc, query_start_loc, seq_lens, limits, block_table, indices, factor,
-    v_factor, row_tiles, splits, split, topk, num_pages, o_t, o_h, lse_h, q_t, q_h, c_block, c_slot, table_r, indices_t,
+    out, lse, partial, partial_lse, query, cache, desc, query_start_loc, seq_lens, limits, items, block_table, indices, factor,
+    v_factor, row_tiles, max_query, splits, split, topk, num_pages, o_t, o_h, lse_h, q_t, q_h, c_block, c_slot, table_r,
+    indices_t,
     H: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, HAS_LIMITS: gl.constexpr, HAS_LSE: gl.constexpr, SPARSE: gl.constexpr,
+    PLANNED: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = query.dtype.element_ty
@@ -421,24 +448,30 @@ def _attend(  # type: ignore[no-untyped-def]
         [
             (_consume, (
                 out, lse, partial, partial_lse, query, q_tile, k_ring, r_ring, p_ring, tops, norms,
-                k_full, k_empty, r_full, r_empty, t_full, p_full, q_full, end, query_start_loc, seq_lens, limits, factor,
-                v_factor, indices, row_tiles, splits, split, topk, o_t, o_h, lse_h, q_t, q_h, indices_t,
-                H, HAS_LIMITS, HAS_LSE, SPARSE, 0,
+                k_full, k_empty, r_full, r_empty, t_full, p_full, q_full, end, query_start_loc, seq_lens, limits, items, factor,
+                v_factor, indices, row_tiles, max_query, splits, split, topk, o_t, o_h, lse_h, q_t, q_h, indices_t,
+                H, HAS_LIMITS, HAS_LSE, SPARSE, PLANNED, 0,
             )),
             (_consume, (
                 out, lse, partial, partial_lse, query, q_tile, k_ring, r_ring, p_ring, tops, norms,
-                k_full, k_empty, r_full, r_empty, t_full, p_full, q_full, end, query_start_loc, seq_lens, limits, factor,
-                v_factor, indices, row_tiles, splits, split, topk, o_t, o_h, lse_h, q_t, q_h, indices_t,
-                H, HAS_LIMITS, HAS_LSE, SPARSE, 1,
+                k_full, k_empty, r_full, r_empty, t_full, p_full, q_full, end, query_start_loc, seq_lens, limits, items, factor,
+                v_factor, indices, row_tiles, max_query, splits, split, topk, o_t, o_h, lse_h, q_t, q_h, indices_t,
+                H, HAS_LIMITS, HAS_LSE, SPARSE, PLANNED, 1,
             )),
             (_fill, (
-                cache, desc, k_ring, r_ring, k_full, k_empty, r_full, r_empty, query_start_loc, seq_lens, limits, block_table,
-                indices, row_tiles, split, topk, num_pages, c_block, c_slot, table_r, indices_t, H, P, BOX, HAS_LIMITS, SPARSE,
+                cache, desc, k_ring, r_ring, k_full, k_empty, r_full, r_empty, query_start_loc, seq_lens, limits, items,
+                block_table, indices, row_tiles, split, topk, num_pages, c_block, c_slot, table_r, indices_t, H, P, BOX,
+                HAS_LIMITS, SPARSE, PLANNED,
             )),
         ],
         [4, 4 if SPARSE else 1],
         [CONSUMER_REGS, PRODUCER_REGS],
     )  # fmt: skip
+
+
+@functools.cache
+def _box_layout() -> Any:
+    return gl.NVMMASharedLayout(128, 16, rank=3)
 
 
 def serves(query: torch.Tensor, cache: torch.Tensor, rank: int, split: int, sparse: bool) -> bool:
@@ -447,7 +480,8 @@ def serves(query: torch.Tensor, cache: torch.Tensor, rank: int, split: int, spar
         return False
     if rank != RANK or query.shape[-1] != RANK + ROPE or cache.shape[-1] != RANK + ROPE or split % KEYS:
         return False
-    if cache.data_ptr() % 16 or any(step % 16 for step in cache.stride()[:-1]):
+    block, slot, _ = cache.stride()
+    if cache.data_ptr() % 16 or block % 16 or slot % 16:
         return False
     return query.shape[1] % ROWS == 0 if sparse else cache.shape[1] % 16 == 0
 
@@ -470,20 +504,25 @@ def attend(
     tiles: int,
     splits: int,
     split: int,
+    items: torch.Tensor,
+    programs: int,
+    max_query: int,
 ) -> None:
     """Compute what `mla_decode`'s own kernel does for the same arguments: results, or states for rows with several splits.
 
     factor: scales scores, into base 2; v_factor: scales values. tiles: of 64 rows, per request. split: keys per program.
+    items: the table of the plan of `programs` items with room for `max_query` tokens each; max_query = 0: no plan, and
+    `programs` requests.
     """
-    page, sparse = cache.shape[1], indices is not None
+    (pages, page, _), sparse = cache.shape, indices is not None
+    (o_t, o_h, _), (q_t, q_h, _), strides = out.stride(), query.stride(), cache.stride()
     box = min(page & -page, KEYS)
     desc = None
     if not sparse:
-        layout = gl.NVMMASharedLayout(128, 16, rank=3)
-        desc = TensorDescriptor(cache, list(cache.shape), list(cache.stride()), [1, box, 64], layout)
+        desc = TensorDescriptor(cache, list(cache.shape), list(strides), [1, box, 64], _box_layout())
     consumers, producer = _REGISTERS[sparse]
     try:
-        _attend[((query_start_loc.shape[0] - 1) * tiles, splits)](
+        _attend[(programs * tiles, splits)](
             out=out,
             lse=lse,
             partial=partial,
@@ -494,22 +533,24 @@ def attend(
             query_start_loc=query_start_loc,
             seq_lens=seq_lens,
             limits=limits,
+            items=items,
             block_table=block_table,
             indices=indices,
             factor=factor,
             v_factor=v_factor,
             row_tiles=tiles,
+            max_query=max_query,
             splits=splits,
             split=split if splits > 1 else 1 << 30,
             topk=indices.shape[1] if indices is not None else 0,
-            num_pages=cache.shape[0],
-            o_t=out.stride(0),
-            o_h=out.stride(1),
+            num_pages=pages,
+            o_t=o_t,
+            o_h=o_h,
             lse_h=lse.stride(0) if lse is not None else 0,
-            q_t=query.stride(0),
-            q_h=query.stride(1),
-            c_block=cache.stride(0),
-            c_slot=cache.stride(1),
+            q_t=q_t,
+            q_h=q_h,
+            c_block=strides[0],
+            c_slot=strides[1],
             table_r=block_table.stride(0),
             indices_t=indices.stride(0) if indices is not None else 0,
             H=query.shape[1],
@@ -518,6 +559,7 @@ def attend(
             HAS_LIMITS=limits is not None,
             HAS_LSE=lse is not None,
             SPARSE=sparse,
+            PLANNED=max_query > 0,
             CONSUMER_REGS=consumers,
             PRODUCER_REGS=producer,
             num_warps=4,

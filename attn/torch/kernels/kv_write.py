@@ -15,11 +15,12 @@ import triton.language as tl
 from torch import library
 
 from attn.torch.kernels.codes import fp8_code, nearest
-from attn.torch.kernels.launch import FUSED, check_stride, power_of_two
+from attn.torch.kernels.direct import Direct
+from attn.torch.kernels.launch import FUSED, check_stride, is_eager, power_of_two
 
 
 @triton.jit
-def _bf16_code(x):  # type: ignore[no-untyped-def]
+def bf16_code(x):  # type: ignore[no-untyped-def]
     """The bits of float32 x in bfloat16, also by integers: not every conversion rounds (the interpreter's truncates)."""
     bits = x.to(tl.uint32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -37,7 +38,7 @@ def _code(x, KIND: tl.constexpr):  # type: ignore[no-untyped-def]
     elif KIND == "e5m2":
         return fp8_code(x, 2, 15, 57344.0)
     else:
-        return _bf16_code(x)
+        return bf16_code(x)
 
 
 @triton.jit
@@ -89,6 +90,9 @@ def _write(  # type: ignore[no-untyped-def]
 
 _KINDS = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.bfloat16: "bf16"}
 _BITS = {1: torch.uint8, 2: torch.uint16}
+
+
+_WRITE = Direct(_write)
 
 
 def _write_kv(
@@ -151,35 +155,40 @@ def _launch(
     stored = [cache.view(_BITS[cache.itemsize]) if kind else cache for cache in (key_cache, value_cache)]
     block_h, block_d = power_of_two(heads), power_of_two(head_size)
     scale_block, scale_slot = k_scale.stride()[:2] if own and k_scale is not None else (0, 0)
-    _write[(tokens,)](
-        key=key,
-        value=value,
-        key_cache=stored[0],
-        value_cache=stored[1],
-        slots=slot_mapping,
-        k_scale=k_scale,
-        v_scale=v_scale,
-        key_t=key.stride(0),
-        value_t=value.stride(0),
-        kc_block=key_cache.stride(0),
-        kc_slot=key_cache.stride(1),
-        kc_head=key_cache.stride(2),
-        vc_block=value_cache.stride(0),
-        vc_slot=value_cache.stride(1),
-        vc_head=value_cache.stride(2),
-        kscale_h=_step_of(k_scale),
-        vscale_h=_step_of(v_scale),
-        scale_block=scale_block,
-        scale_slot=scale_slot,
-        HEADS=heads,
-        D=head_size,
-        P=key_cache.shape[1],
-        BLOCK_H=block_h,
-        BLOCK_D=block_d,
-        KIND=kind,
-        OWN=own,
-        num_warps=min(8, max(1, block_h * block_d // 256)),
-        **FUSED,
+    _WRITE.launch(
+        tokens,
+        changing=dict(
+            key=key,
+            value=value,
+            key_cache=stored[0],
+            value_cache=stored[1],
+            slots=slot_mapping,
+            k_scale=k_scale,
+            v_scale=v_scale,
+        ),
+        constants=dict(
+            key_t=key.stride(0),
+            value_t=value.stride(0),
+            kc_block=key_cache.stride(0),
+            kc_slot=key_cache.stride(1),
+            kc_head=key_cache.stride(2),
+            vc_block=value_cache.stride(0),
+            vc_slot=value_cache.stride(1),
+            vc_head=value_cache.stride(2),
+            kscale_h=_step_of(k_scale),
+            vscale_h=_step_of(v_scale),
+            scale_block=scale_block,
+            scale_slot=scale_slot,
+            HEADS=heads,
+            D=head_size,
+            P=key_cache.shape[1],
+            BLOCK_H=block_h,
+            BLOCK_D=block_d,
+            KIND=kind,
+            OWN=own,
+            num_warps=min(8, max(1, block_h * block_d // 256)),
+            **FUSED,
+        ),
     )
 
 
@@ -197,16 +206,11 @@ def _(*args) -> None:  # type: ignore[no-untyped-def]
     return None
 
 
-def _is_eager(key: torch.Tensor) -> bool:
-    """Whether to launch directly: the operators are for tracing, and their dispatch costs an eager call about 50 us."""
-    return type(key) is torch.Tensor and not torch.compiler.is_compiling()
-
-
 @functools.wraps(_write_kv)
 def write_kv(key: torch.Tensor, *args: Any) -> None:
-    (_write_kv if _is_eager(key) else _op)(key, *args)
+    (_write_kv if is_eager(key) else _op)(key, *args)
 
 
 @functools.wraps(_write_kv_per_token)
 def write_kv_per_token(key: torch.Tensor, *args: Any) -> None:
-    (_write_kv_per_token if _is_eager(key) else _op_per_token)(key, *args)
+    (_write_kv_per_token if is_eager(key) else _op_per_token)(key, *args)

@@ -1,8 +1,7 @@
 """Launch rules: tile sizes, warps and stages from shapes and the architecture, not from a table of measured shapes.
 
-A rule lists launches in order of preference and takes the first that fits the architecture's shared memory. Only the number
-of splits of a decode's keys depends on the batch, and it can be fixed (`split_size`) if a sequence's bits must not depend
-on the rest of the batch.
+A rule lists launches in order of preference and takes the first that fits the architecture's shared memory. How the keys of
+decodes are cut depends on the batch, and can be fixed (`cut_for`) if a sequence's bits must not depend on the rest of it.
 """
 
 import functools
@@ -37,12 +36,19 @@ def power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
+@functools.cache
+def _arch(driver: Any, device: int) -> str:
+    """`arch` of the driver's current device, `device`: asking the driver for its properties costs some microseconds."""
+    target = driver.get_current_target()
+    return f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch).partition(":")[0]
+
+
 def arch() -> str:
     """`sm_90`, `gfx942`, or `interpreter`: Triton's current target (queried from Triton, so a placeholder driver counts)."""
     if triton.knobs.runtime.interpret:
         return "interpreter"
-    target = triton.runtime.driver.active.get_current_target()
-    return f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch).partition(":")[0]
+    driver = triton.runtime.driver.active
+    return _arch(driver, driver.get_current_device())
 
 
 @functools.cache
@@ -90,8 +96,13 @@ TUNED: dict[tuple[str | int, ...], Launch] = {}
 
 
 @functools.lru_cache(maxsize=1024)
-def decode_launch(arch: str, group: int, head_size: int, itemsize: int, stored: int) -> Launch:
-    """The launch for few query rows against many keys: memory-bound, so many small programs with loads in flight."""
+def decode_launch(
+    arch: str, group: int, head_size: int, itemsize: int, stored: int, cut: bool = False, beside: bool = False
+) -> Launch:
+    """The launch for few query rows against many keys: memory-bound, so many small programs with loads in flight.
+
+    cut: whether requests are cut into parts of equal size (`Cut`). beside: whether a prefill runs at the same time.
+    """
     block_m, block_d = max(16, power_of_two(group)), power_of_two(head_size)
     if arch == "interpreter":
         return Launch(block_m, 32, 4, 1)
@@ -110,9 +121,26 @@ def decode_launch(arch: str, group: int, head_size: int, itemsize: int, stored: 
         if stored == 1 and itemsize == 2 and block_d == 128 and block_m == 16:
             warps = 1  # caches of bytes are bound by instructions, and one warp needs the fewest
         wanted = [Launch(block_m, n, warps, stages), *(Launch(block_m, k, warps, 3) for k in (32, 16))]
+        if arch == "sm_90" and not beside and (block_d, stored) in ((128, 2), (256, 2), (128, 1)):
+            # Measured (H200). Parts of equal size, two to a multiprocessor, end together: deep pipelines and few warps;
+            # requests of any length: one program more on each, and warps that hold 64 rows or wide heads in registers.
+            # Beside a prefill the launch that was measured there stays (1q512s8k_63q1s4k 0.321 ms).
+            few = (cut or block_m == 32 or stored == 1) and block_d == 128 and block_m <= 32
+            wanted.insert(0, Launch(block_m, 64, 2, 5) if few else Launch(block_m, 64, 4, 4))
     if itemsize == 4:
         wanted = [Launch(block_m, 16, 4, s) for s in (3, 1)]
     return _fitting(wanted, arch, block_d, itemsize, stored)
+
+
+def rows_of_speculation(arch: str, group: int, max_query_len: int, itemsize: int) -> int:
+    """Rows of a decode's tile that holds up to 16 tokens of a request, or 0 if tiles of one token's rows are better.
+
+    A few tokens read as many bytes as one, so their keys are split as a decode's are. Not for float32, whose registers
+    hold no larger tile, and on NVIDIA only: it was measured on Hopper.
+    """
+    rows = group * max_query_len
+    few = 1 < max_query_len <= 16 and max(16, group) < rows <= 64
+    return rows if few and itemsize == 2 and arch.startswith(("sm_", "interpreter")) else 0
 
 
 @functools.lru_cache(maxsize=1024)
@@ -168,40 +196,74 @@ def int8_launch(arch: str, head_size: int) -> Launch:
     return _fitting(wanted, arch, block_d, 2, 2)
 
 
+@dataclass(frozen=True)
+class Cut:
+    """How the keys of decodes are cut into work items; each program derives the items from the lengths on the device.
+
+    share: tiles of keys in every part, or, if parts > 0, the least number of tiles that a part has; the device then chooses
+    the smallest share that makes at most `parts` items more than there are requests. enough: the number of requests from
+    which those of about equal length stay whole. items: the bound of work items per kv head. block_r: requests per vector in
+    the device's search.
+    """
+
+    share: int
+    parts: int
+    enough: int
+    items: int
+    block_r: int
+
+
+def block_of(num_reqs: int) -> int:
+    """Requests per vector in a plan: few sizes, so that another number of requests seldom compiles a kernel again."""
+    return next((size for size in (32, 256, 2048) if num_reqs <= size), power_of_two(num_reqs))
+
+
+LEAST = 2  #: tiles of keys below which a part costs more than it saves
+
+
 @functools.lru_cache(maxsize=4096)
-def split_size(units: int, keys: int, block_n: int, multiprocessors: int, most: int = 128) -> int:
-    """Keys per program of a decode, a multiple of block_n: as few splits as keep memory busy to the end.
+def cut_for(num_reqs: int, kv_heads: int, tiles: int, fixed: int, multiprocessors: int) -> Cut | None:
+    """How to cut `num_reqs` decodes of at most `tiles` tiles of keys; None: one program per request and kv head.
 
-    `units` programs would each process `keys` keys. Three run on a multiprocessor at a time, two saturate memory, and
-    beyond that more splits only add cost: a start (about the time of four tiles) and the merge.
+    fixed: tiles per part if a request's parts must not depend on the rest of the batch, else 0. Otherwise items are two per
+    multiprocessor, which run at once. Where that is not twice the number of requests and kv heads, it is so many more than
+    these: with fewer the last ones to end leave the device idle, with more their starts (of about two tiles each) and the
+    merge cost more than they save. The rule comes from a model of programs that share the memory's bandwidth, fitted to 16
+    batches in five launches (benchmarks/notes/triton.md).
     """
-    tiles = max(1, -(-keys // block_n))
-    floor = units * tiles / (2 * multiprocessors)
-
-    def cost(splits: int) -> float:
-        waves = -(-units * splits // (3 * multiprocessors))
-        merge = 0.0 if splits == 1 else 6 + splits / 8
-        return max(floor, waves * -(-tiles // splits)) + 4 * waves + merge
-
-    best = min(range(1, min(tiles, most) + 1), key=cost)
-    if cost(best) > 0.95 * cost(1):
-        best = 1
-    return -(-tiles // best) * block_n
-
-
-def long_decode(
-    arch: str, group: int, head_size: int, itemsize: int, stored: int, units: int, keys: int, multiprocessors: int
-) -> tuple[Launch, int] | None:
-    """(launch, keys per split) for a long sequence almost alone on a Hopper GPU, or None in all other cases.
-
-    Programs of twice the keys and as many warps, two on a multiprocessor and all of them at once: 0.0498 ms for one
-    sequence of 32k where the general rule takes 0.0515 (H200). Applies only to what was measured.
-    """
-    few = units * 16 <= multiprocessors and keys >= 16384
-    if not few or arch != "sm_90" or group > 16 or head_size != 128 or (itemsize, stored) != (2, 2):
+    if fixed:
+        return Cut(fixed, 0, 0, num_reqs * max(1, -(-tiles // fixed)), block_of(num_reqs))
+    if tiles <= LEAST:
         return None
-    each = -(-keys // (2 * multiprocessors // units))
-    return Launch(16, 64, 2, 5), -(-each // 64) * 64
+    wave = max(1, 2 * multiprocessors // kv_heads)
+    parts = wave - num_reqs if 2 * num_reqs <= wave else wave
+    return Cut(LEAST, parts, -(-4 * wave // 5), parts + num_reqs, block_of(num_reqs))
+
+
+def share_of(tiles: Any, cut: Cut) -> int:
+    """The tiles per part that the device chooses for requests of `tiles` tiles (NumPy, [R]): `plan.item_of`."""
+    total, longest, room = int(tiles.sum()), int(tiles.max()), cut.parts + len(tiles)
+    low = max(cut.share, -(-total // room))
+    high = max(low, -(-total // cut.parts))
+    if len(tiles) >= cut.enough and 4 * longest * len(tiles) <= 5 * total:
+        return max(high, longest)
+    for _ in range(4):
+        middle = (low + high) // 2
+        if int((-(-tiles // middle)).clip(min=1).sum()) <= room:
+            high = middle
+        else:
+            low = min(middle + 1, high)
+    return high
+
+
+def are_whole(keys: Any, kv_heads: int, multiprocessors: int) -> bool:
+    """Whether decodes of `keys` visible keys (NumPy, [R]) are better left whole: no part would be shorter than the longest.
+
+    The search and the merge cost about 6 us (H200), 2 % of 64 decodes of 4,096 keys, which fill the device without them.
+    """
+    tiles = -(-keys // 64)
+    cut = cut_for(len(keys), kv_heads, int(tiles.max(initial=0)), 0, multiprocessors)
+    return cut is None or share_of(tiles, cut) >= int(tiles.max())
 
 
 def prefill_programs(flops: float, nbytes: float, multiprocessors: int) -> int:
@@ -226,3 +288,8 @@ def prefill_programs(flops: float, nbytes: float, multiprocessors: int) -> int:
 def check_stride(name: str, tensor: Any) -> None:
     """Assert that rows of D elements are contiguous, as kernels require; anything else is a bug in this package."""
     assert tensor.stride(-1) == 1, f"{name} has strides {tensor.stride()}: the last dimension must be dense"
+
+
+def is_eager(tensor: Any) -> bool:
+    """Whether to launch directly: operators are for tracing, and their dispatch costs an eager call about 50 us."""
+    return type(tensor) is torch.Tensor and not torch.compiler.is_compiling()

@@ -6,7 +6,8 @@ rows, each a (token, head) pair of one request, over a part of its keys, BLOCK_N
 for the scores and unchanged for the values: this keeps the bytes per operation low, of which MLA has 2 (2 L + Dr) per key
 and head.
 
-    grid (requests x row tiles, splits); row tiles vary fastest, so that heads that share keys run together and share L2.
+    grid (requests x row tiles, splits); row tiles vary fastest, so that heads that share keys run together and share L2. In a
+    batch of uneven lengths (items x row tiles), where `plan.items` cuts the keys of all requests into work items.
     dense   the rows of a request's tokens in order; row i sees its first seq_len - q_len + i + 1 keys (or limits[i]).
     sparse  a tile is one token's heads; its keys are those in `indices`, where -1 (or beyond the sequence) means no key.
 
@@ -26,6 +27,9 @@ Rows of a `packed` cache are fp8_ds_mla's 656 bytes. Rows of tokens beyond query
 undefined.
 """
 
+import functools
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -33,19 +37,22 @@ from torch import library
 
 from attn.torch.kernels import hopper
 from attn.torch.kernels.codes import number_in
+from attn.torch.kernels.direct import Direct
 from attn.torch.kernels.launch import (
     FUSED,
+    Cut,
     arch,
     can_launch_early,
-    check_stride,
     converts_e4m3,
+    is_eager,
     multiprocessors,
     power_of_two,
 )
-from attn.torch.kernels.mla_launch import BY_HAND, by_hand, mla_launch, mla_split
+from attn.torch.kernels.mla_launch import BY_HAND, by_hand, mla_cut, mla_launch, mla_split
+from attn.torch.kernels.plan import items
 
 LOG2E = 1.4426950408889634
-_BATCH = ("splits", "split", "max_seen")
+_BATCH = ("splits", "split", "num_items", "lse_h", "table_r")  # changes between batches do not recompile
 
 
 @triton.jit
@@ -171,15 +178,14 @@ def _weighed(acc, p, shrink, k, own, dtype, PRECISION: tl.constexpr):  # type: i
 
 @triton.jit
 def _store(  # type: ignore[no-untyped-def]
-    out, partial, acc, norm, v_factor, at, head, live, column, o_t, o_h, splits, split,
-    H: tl.constexpr, L: tl.constexpr, WIDTH: tl.constexpr, IS_PART,
+    out, partial, acc, norm, v_factor, at, head, live, column, o_t, o_h, state,
+    L: tl.constexpr, WIDTH: tl.constexpr, IS_PART,
 ):  # fmt: skip
     """Store the columns from `column` of the result: in the output, or in the state that `_merge` merges."""
     d = column + tl.arange(0, WIDTH)
     result = tl.where(norm[:, None] == 0, 0.0, acc / norm[:, None]) * v_factor
     lanes = live[:, None] & (d < L)[None, :]
     if IS_PART:
-        state = (at * H + head) * splits + split
         tl.store(partial + state[:, None] * L + d[None, :], result, mask=lanes)
     else:
         tl.store(out + at[:, None] * o_t + head[:, None] * o_h + d[None, :], result.to(out.dtype.element_ty), mask=lanes)
@@ -187,20 +193,23 @@ def _store(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=_BATCH)
 def _attend(  # type: ignore[no-untyped-def]
-    out, lse, partial, partial_lse, query, cache, query_start_loc, seq_lens, limits, block_table, indices, k_scale,
+    out, lse, partial, partial_lse, query, cache, query_start_loc, seq_lens, limits, block_table, indices, items, k_scale,
     factor, v_factor, splits, split, topk,
     o_t, o_h, lse_h, q_t, q_h, c_block, c_slot, table_r, indices_t,
     H: tl.constexpr, L: tl.constexpr, DR: tl.constexpr, P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, TILES: tl.constexpr,
     MAX_QUERY: tl.constexpr, SPARSE: tl.constexpr, HAS_SPLITS: tl.constexpr, HAS_LIMITS: tl.constexpr, HAS_LSE: tl.constexpr,
     HAS_K_SCALE: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
-    BYTES: tl.constexpr,
+    BYTES: tl.constexpr, PLANNED: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         # the merge may already be launched: it waits for the end of this grid before it reads
         tl.extra.cuda.gdc_launch_dependents()
-    r = tl.program_id(0) // TILES
+    item = tl.program_id(0) // TILES
     tile = tl.program_id(0) % TILES
+    r = item
+    if PLANNED:
+        r = tl.load(items + item * 4)
     begin = tl.load(query_start_loc + r)
     q_len = tl.load(query_start_loc + r + 1) - begin
     row = tl.arange(0, BLOCK_M)
@@ -232,7 +241,16 @@ def _attend(  # type: ignore[no-untyped-def]
         low = tl.min(tl.where(live, seen, high), 0)  # keys that every live row sees
     begins, stop = 0, high
     count = 1
-    if HAS_SPLITS:
+    state = at * 0
+    if PLANNED:
+        begins = tl.load(items + item * 4 + 1)
+        stop = tl.minimum(high, tl.load(items + item * 4 + 2))
+        count = tl.load(items + item * 4 + 3)
+        if count < 0:
+            return
+        state = (item * MAX_QUERY + token).to(tl.int64) * H + head
+    elif HAS_SPLITS:
+        state = (at * H + head) * splits + tl.program_id(1)
         count = tl.cdiv(high, split)
         s = tl.program_id(1)
         if s >= tl.maximum(count, 1):
@@ -256,7 +274,7 @@ def _attend(  # type: ignore[no-untyped-def]
         last = topk - 1
     else:
         last = high - 1
-    is_part = HAS_SPLITS and count > 1
+    is_part = (HAS_SPLITS or PLANNED) and count > 1
     if PACKED:
         part = tl.arange(0, 128)
         q0 = tl.load(q_at + part[None, :], mask=live[:, None], other=0.0)
@@ -270,10 +288,10 @@ def _attend(  # type: ignore[no-untyped-def]
                 a0, a1, a2, a3, norm, top, q0, q1, q2, q3, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot,
                 seq_len, factor, SPARSE, P, BLOCK_R, BLOCK_N, WIDE, PRECISION, BYTES,
             )  # fmt: skip
-        _store(out, partial, a0, norm, v_factor, at, head, live, 0, o_t, o_h, splits, tl.program_id(1), H, L, 128, is_part)
-        _store(out, partial, a1, norm, v_factor, at, head, live, 128, o_t, o_h, splits, tl.program_id(1), H, L, 128, is_part)
-        _store(out, partial, a2, norm, v_factor, at, head, live, 256, o_t, o_h, splits, tl.program_id(1), H, L, 128, is_part)
-        _store(out, partial, a3, norm, v_factor, at, head, live, 384, o_t, o_h, splits, tl.program_id(1), H, L, 128, is_part)
+        _store(out, partial, a0, norm, v_factor, at, head, live, 0, o_t, o_h, state, L, 128, is_part)
+        _store(out, partial, a1, norm, v_factor, at, head, live, 128, o_t, o_h, state, L, 128, is_part)
+        _store(out, partial, a2, norm, v_factor, at, head, live, 256, o_t, o_h, state, L, 128, is_part)
+        _store(out, partial, a3, norm, v_factor, at, head, live, 384, o_t, o_h, state, L, 128, is_part)
     else:
         q = tl.load(q_at + d[None, :], mask=live[:, None] & (d < L)[None, :], other=0.0)
         acc = tl.zeros((BLOCK_M, BLOCK_L), tl.float32)
@@ -296,20 +314,21 @@ def _attend(  # type: ignore[no-untyped-def]
                     acc, norm, top, q, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot, seq_len, factor,
                     True, False, True, P, L, DR, BLOCK_L, BLOCK_R, BLOCK_N, WIDE, PRECISION,
                 )  # fmt: skip
-        _store(out, partial, acc, norm, v_factor, at, head, live, 0, o_t, o_h, splits, tl.program_id(1), H, L, BLOCK_L, is_part)
+        _store(out, partial, acc, norm, v_factor, at, head, live, 0, o_t, o_h, state, L, BLOCK_L, is_part)
 
     log = tl.where(norm == 0, float("-inf"), top + tl.log2(norm))
     if is_part:
-        tl.store(partial_lse + (at * H + head) * splits + tl.program_id(1), log, mask=live)
+        tl.store(partial_lse + state, log, mask=live)
     elif HAS_LSE:
         tl.store(lse + head * lse_h + at, log * 0.6931471805599453, mask=live)
 
 
 @triton.jit(do_not_specialize=_BATCH)
 def _merge(  # type: ignore[no-untyped-def]
-    out, lse, partial, partial_lse, query_start_loc, seq_lens, limits, splits, split, topk, o_t, o_h, lse_h,
+    out, lse, partial, partial_lse, query_start_loc, seq_lens, limits, items, splits, split, num_items, topk, o_t, o_h, lse_h,
     H: tl.constexpr, L: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_S: tl.constexpr,
     MAX_QUERY: tl.constexpr, SPARSE: tl.constexpr, HAS_LIMITS: tl.constexpr, HAS_LSE: tl.constexpr, EARLY: tl.constexpr,
+    PLANNED: tl.constexpr,
 ):  # fmt: skip
     """The second stage: grid (R x MAX_QUERY, H), one program merges the splits of one row. Parts without keys are not read."""
     r = tl.program_id(0) // MAX_QUERY
@@ -320,7 +339,9 @@ def _merge(  # type: ignore[no-untyped-def]
     if token >= q_len:
         return
     at = (begin + token).to(tl.int64)
-    if SPARSE:
+    if PLANNED:
+        high = 0
+    elif SPARSE:
         high = topk
     else:
         # the number of splits is that of the row's tile, which its last token determines
@@ -333,25 +354,33 @@ def _merge(  # type: ignore[no-untyped-def]
             for i in tl.range(head_token, tail + 1, num_stages=1):
                 high = tl.maximum(high, tl.load(limits + begin + i))
         high = tl.minimum(tl.maximum(high, 0), seq_len)
-    count = tl.cdiv(high, split)
+    if PLANNED:
+        item = tl.load(items + num_items * 4 + 2 * r)
+        count = tl.load(items + num_items * 4 + 2 * r + 1)
+        state = (item * MAX_QUERY + token).to(tl.int64) * H + head
+    else:
+        count = tl.cdiv(high, split)
+        state = (at * H + head) * splits
     if count <= 1:
         return
     d = tl.arange(0, BLOCK_L)
+    # from one part's state to the next one's
+    step = MAX_QUERY * H if PLANNED else 1
     part = tl.arange(0, BLOCK_S)
-    state = (at * H + head) * splits
     if EARLY:
         tl.extra.cuda.gdc_wait()
     top = -float("inf")
     for s in tl.range(0, count, BLOCK_S, num_stages=1):
-        top = tl.maximum(top, tl.max(tl.load(partial_lse + state + s + part, mask=s + part < count, other=float("-inf")), 0))
+        logs = tl.load(partial_lse + state + (s + part) * step, mask=s + part < count, other=float("-inf"))
+        top = tl.maximum(top, tl.max(logs, 0))
     guard = tl.where(top == float("-inf"), 0.0, top)
     acc = tl.zeros((BLOCK_L,), tl.float32)
     norm = 0.0
     for s in tl.range(0, count, BLOCK_S, num_stages=1):
-        logs = tl.load(partial_lse + state + s + part, mask=s + part < count, other=float("-inf"))
+        logs = tl.load(partial_lse + state + (s + part) * step, mask=s + part < count, other=float("-inf"))
         full = logs != float("-inf")
         weight = tl.exp2(logs - guard)
-        rows = (state + s + part)[:, None] * L + d[None, :]
+        rows = (state + (s + part) * step)[:, None] * L + d[None, :]
         values = tl.load(partial + rows, mask=full[:, None] & (d < L)[None, :], other=0.0)
         acc += tl.sum(values * weight[:, None], 0)
         norm += tl.sum(weight, 0)
@@ -362,9 +391,64 @@ def _merge(  # type: ignore[no-untyped-def]
         tl.store(lse + head * lse_h + at, log * 0.6931471805599453)
 
 
-@library.custom_op("attn::triton_mla_decode", mutates_args=("out", "lse"))
+class _Plan(NamedTuple):
+    """How a batch is launched, from its extents alone: equal for every layer of a model, so computed once per batch.
+
+    by_hand: whether `hopper_mla` runs the first stage. tiles: of rows, per request. split: keys per program. cut: how the keys
+    of a batch of uneven lengths are cut instead, or None. attend, merge: arguments of the two stages that do not depend on
+    tensors.
+    """
+
+    by_hand: bool
+    tiles: int
+    splits: int
+    split: int
+    cut: Cut | None
+    attend: dict[str, Any]
+    merge: dict[str, Any]
+
+
+@functools.lru_cache(maxsize=1024)
+def _plan(
+    name: str, hand: bool, requests: int, heads: int, rank: int, rope: int, max_query_len: int, keys: int, page: int,
+    itemsize: int, stored: int, processors: int, fixed_split: int, sparse: bool, packed: bool, has_limits: bool, has_lse: bool,
+    uneven: bool,
+) -> _Plan:  # fmt: skip
+    rows = heads if sparse else heads * max_query_len
+    rule = BY_HAND if hand else mla_launch(name, rows, rank, rope, itemsize, stored, sparse, packed)
+    tiles = -(-heads // rule.block_m) * max_query_len if sparse else -(-rows // rule.block_m)
+    split = fixed_split or mla_split(requests * tiles, keys, rule.block_n, processors)
+    splits = max(1, -(-keys // split))
+    cut = mla_cut(requests, tiles, -(-keys // rule.block_n), processors) if uneven and not (sparse or fixed_split) else None
+    early = can_launch_early(name) and (splits > 1 or cut is not None)
+    common = {
+        "splits": splits, "split": split, "H": heads, "L": rank, "BLOCK_M": rule.block_m, "BLOCK_L": power_of_two(rank),
+        "PLANNED": cut is not None, "MAX_QUERY": max_query_len, "SPARSE": sparse, "HAS_LIMITS": has_limits, "HAS_LSE": has_lse,
+        "EARLY": early,
+    }  # fmt: skip
+    attend = {
+        **common, "DR": rope, "P": page, "BLOCK_N": rule.block_n, "BLOCK_R": max(16, power_of_two(rope)), "TILES": tiles,
+        "HAS_SPLITS": splits > 1, "PACKED": packed,
+        "PRECISION": "tf32x3" if itemsize == 4 and name.startswith("sm") else "ieee",
+        "BYTES": not converts_e4m3(name), "num_warps": rule.num_warps, "num_stages": rule.num_stages,
+    }  # fmt: skip
+    merge = {**common, "BLOCK_S": 8, "num_warps": 4, **({"launch_pdl": True} if early else {})}
+    return _Plan(hand, tiles, splits, split, cut, attend, merge)
+
+
+@functools.cache
+def _hopper_mla() -> Any:
+    """The module `hopper_mla`: Gluon is imported on Hopper only, and an import statement costs a microsecond per call."""
+    from attn.torch.kernels import hopper_mla
+
+    return hopper_mla
+
+
+_ATTEND, _MERGE = Direct(_attend), Direct(_merge)
+
+
 @hopper.or_general
-def mla_decode(
+def _mla_decode(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     query: torch.Tensor,
@@ -381,6 +465,7 @@ def mla_decode(
     limits: torch.Tensor | None = None,
     indices: torch.Tensor | None = None,
     fixed_split: int = 0,
+    uneven: bool = False,
 ) -> None:
     """Compute out [T, H, L] and, unless None, lse [H, T] for every token of every request.
 
@@ -388,38 +473,52 @@ def mla_decode(
     [R], block_table: [R, B], int32. k_scale: 0-d float32 on the device, or k_factor if the host has the value: a row is
     code * scale. limits: [T] int32, the number of keys that each row sees. indices: [T, topk] int32, the key positions that
     each row attends to instead of the causal ones. fixed_split: keys per split; 0 lets the rule choose by the batch.
+    uneven: cut keys by all lengths, by a plan on the device, instead of each request as the longest one is (all keys only).
     """
     requests, (tokens, heads, width), rank = query_start_loc.shape[0] - 1, query.shape, out.shape[2]
     if requests < 1 or tokens == 0 or max_query_len == 0:
         return
-    for name, tensor in (("out", out), ("query", query), ("cache", cache)):
-        check_stride(name, tensor)
-    itemsize, stored, name = query.element_size(), cache.element_size(), arch()
-    sparse = indices is not None
-    rows = heads if sparse else heads * max_query_len
-    rule, kernel = None, None
+    (o_t, o_h, o_d), (q_t, q_h, q_d), (c_block, c_slot, c_d) = out.stride(), query.stride(), cache.stride()
+    assert o_d == q_d == c_d == 1, (
+        f"the last dimensions of out, query and cache have strides {o_d}, {q_d}, {c_d}: must be dense"
+    )
+    (blocks, page, _), name, sparse = cache.shape, arch(), indices is not None
+    hand = False
     if by_hand(name, packed) and k_scale is None:
-        from attn.torch.kernels import hopper_mla
-
-        if hopper_mla.serves(query, cache, rank, fixed_split, sparse):
-            rule, kernel = BY_HAND, hopper_mla
-    rule = rule or mla_launch(name, rows, rank, width - rank, itemsize, stored, sparse, packed)
-    tiles = -(-heads // rule.block_m) * max_query_len if sparse else -(-rows // rule.block_m)
+        hand = _hopper_mla().serves(query, cache, rank, fixed_split, sparse)
     topk = indices.shape[1] if indices is not None else 0
-    keys = topk if sparse else max_seq_len
-    split = fixed_split or mla_split(requests * tiles, keys, rule.block_n, multiprocessors(query.device))
-    splits = max(1, -(-keys // split))
-    state = tokens * heads * splits if splits > 1 else 0
-    partial = torch.empty(state * rank, dtype=torch.float32, device=query.device) if state else out
-    partial_lse = torch.empty(state, dtype=torch.float32, device=query.device) if state else out
-    early = can_launch_early(name) and splits > 1
+    plan = _plan(
+        name=name,
+        hand=hand,
+        requests=requests,
+        heads=heads,
+        rank=rank,
+        rope=width - rank,
+        max_query_len=max_query_len,
+        keys=topk if sparse else max_seq_len,
+        page=page,
+        itemsize=query.itemsize,
+        stored=cache.itemsize,
+        processors=multiprocessors(query.device),
+        fixed_split=fixed_split,
+        sparse=sparse,
+        packed=packed,
+        has_limits=limits is not None,
+        has_lse=lse is not None,
+        uneven=uneven,
+    )
+    splits, programs = plan.splits, requests
+    partial = partial_lse = table = out
+    if plan.cut is not None:
+        table = items(query_start_loc, seq_lens, max_query_len, plan.cut, plan.attend["BLOCK_N"])
+        splits, programs = 1, plan.cut.items
+    if splits > 1 or plan.cut is not None:
+        state = heads * (tokens * splits if plan.cut is None else plan.cut.items * max_query_len)
+        partial = out.new_empty(state * rank, dtype=torch.float32)
+        partial_lse = out.new_empty(state, dtype=torch.float32)
     lse_h = lse.stride(0) if lse is not None else 0
-    common = {
-        "H": heads, "L": rank, "BLOCK_M": rule.block_m, "BLOCK_L": power_of_two(rank), "MAX_QUERY": max_query_len,
-        "SPARSE": sparse, "HAS_LIMITS": limits is not None, "HAS_LSE": lse is not None, "EARLY": early,
-    }  # fmt: skip
-    if kernel:
-        kernel.attend(
+    if plan.by_hand:
+        _hopper_mla().attend(
             out=out,
             lse=lse,
             partial=partial,
@@ -433,78 +532,87 @@ def mla_decode(
             indices=indices,
             factor=scale * k_factor * LOG2E,
             v_factor=k_factor,
-            tiles=tiles,
+            tiles=plan.tiles,
             splits=splits,
-            split=split,
+            split=plan.split,
+            items=table,
+            programs=programs,
+            max_query=max_query_len if plan.cut is not None else 0,
         )
     else:
-        as_bytes = not converts_e4m3(name)
-        if cache.dtype == torch.float8_e4m3fn and as_bytes:
+        if cache.dtype == torch.float8_e4m3fn and plan.attend["BYTES"]:
             cache = cache.view(torch.uint8)
-        _attend[(requests * tiles, splits)](
-            out=out,
-            lse=lse,
-            partial=partial,
-            partial_lse=partial_lse,
-            query=query,
-            cache=cache,
-            query_start_loc=query_start_loc,
-            seq_lens=seq_lens,
-            limits=limits,
-            block_table=block_table,
-            indices=indices,
-            k_scale=k_scale,
-            factor=scale * k_factor * LOG2E,
-            v_factor=k_factor,
-            splits=splits,
-            split=split,
-            topk=topk,
-            o_t=out.stride(0),
-            o_h=out.stride(1),
-            lse_h=lse_h,
-            q_t=query.stride(0),
-            q_h=query.stride(1),
-            c_block=cache.stride(0),
-            c_slot=cache.stride(1),
-            table_r=block_table.stride(0),
-            indices_t=indices.stride(0) if indices is not None else 0,
-            DR=width - rank,
-            P=cache.shape[1],
-            BLOCK_N=rule.block_n,
-            BLOCK_R=max(16, power_of_two(width - rank)),
-            TILES=tiles,
-            HAS_SPLITS=splits > 1,
-            HAS_K_SCALE=k_scale is not None,
-            PACKED=packed,
-            WIDE=cache.shape[0] * cache.stride(0) >= 2**31,
-            PRECISION="tf32x3" if itemsize == 4 and name.startswith("sm") else "ieee",
-            BYTES=as_bytes,
-            **common,
-            **rule.options(),
+        _ATTEND.launch(
+            programs * plan.tiles,
+            changing=dict(
+                out=out,
+                lse=lse,
+                partial=partial,
+                partial_lse=partial_lse,
+                query=query,
+                cache=cache,
+                query_start_loc=query_start_loc,
+                seq_lens=seq_lens,
+                limits=limits,
+                block_table=block_table,
+                indices=indices,
+                items=table,
+                k_scale=k_scale,
+                factor=scale * k_factor * LOG2E,
+                v_factor=k_factor,
+                lse_h=lse_h,
+                table_r=block_table.stride(0),
+            ),
+            constants=dict(
+                indices_t=indices.stride(0) if indices is not None else 0,
+                topk=topk,
+                o_t=o_t,
+                o_h=o_h,
+                q_t=q_t,
+                q_h=q_h,
+                c_block=c_block,
+                c_slot=c_slot,
+                HAS_K_SCALE=k_scale is not None,
+                WIDE=blocks * c_block >= 2**31,
+                **plan.attend,
+                **FUSED,
+            ),
+            columns=splits,
         )
-    if splits > 1:
-        _merge[(requests * max_query_len, heads)](
-            out=out,
-            lse=lse,
-            partial=partial,
-            partial_lse=partial_lse,
-            query_start_loc=query_start_loc,
-            seq_lens=seq_lens,
-            limits=limits,
-            splits=splits,
-            split=split,
-            topk=topk,
-            o_t=out.stride(0),
-            o_h=out.stride(1),
-            lse_h=lse_h,
-            BLOCK_S=8,
-            **common,
-            num_warps=4,
-            **FUSED,
-            **{"launch_pdl": True} if early else {},
+    if splits > 1 or plan.cut is not None:
+        _MERGE.launch(
+            requests * max_query_len,
+            changing=dict(
+                out=out,
+                lse=lse,
+                partial=partial,
+                partial_lse=partial_lse,
+                query_start_loc=query_start_loc,
+                seq_lens=seq_lens,
+                limits=limits,
+                items=table,
+                num_items=programs,
+                lse_h=lse_h,
+            ),
+            constants=dict(
+                topk=topk,
+                o_t=o_t,
+                o_h=o_h,
+                **plan.merge,
+                **FUSED,
+            ),
+            columns=heads,
         )
 
 
-@mla_decode.register_fake
+_op = library.custom_op("attn::triton_mla_decode", _mla_decode, mutates_args=("out", "lse"))
+
+
+@_op.register_fake
 def _(*args, **kwargs) -> None:  # type: ignore[no-untyped-def]
     return None
+
+
+@functools.wraps(_mla_decode)
+def mla_decode(out: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    (_mla_decode if is_eager(out) else _op)(out, *args, **kwargs)

@@ -7,7 +7,7 @@ shared memory: at most 64 rows, held by eight warps.
 import functools
 
 from attn.torch.kernels import hopper
-from attn.torch.kernels.launch import Launch, power_of_two
+from attn.torch.kernels.launch import LEAST, Cut, Launch, block_of, power_of_two
 from attn.torch.kernels.memory import SHARED_MEMORY, UNKNOWN
 
 
@@ -73,6 +73,20 @@ def mla_split(units: int, keys: int, block_n: int, multiprocessors: int, most: i
 
     best = min(range(1, min(tiles, most) + 1), key=cost)
     return -(-tiles // best) * block_n
+
+
+def mla_cut(requests: int, row_tiles: int, tiles: int, multiprocessors: int) -> Cut | None:
+    """How to cut requests of uneven lengths, of at most `tiles` tiles of keys: items that fill whole waves, or None.
+
+    The waves leave room for at least half as many parts as there are requests, so that long ones are cut finely enough.
+    """
+    spare = max(8, requests // 2)
+    waves = -(-(requests + spare) * row_tiles // multiprocessors)
+    parts = waves * multiprocessors // row_tiles - requests
+    if tiles <= LEAST or parts < 1:
+        return None
+    enough = -(-4 * multiprocessors // (5 * row_tiles))
+    return Cut(LEAST, parts, enough, parts + requests, block_of(requests))
 
 
 @functools.lru_cache(maxsize=1024)

@@ -13,12 +13,15 @@ Layouts: q, k [T or m, H, D], v [m, H, Dv], out [T, H, Dv], dense in the last di
 float32, natural log. Rows of tokens beyond query_start_loc[R] are not written: they are undefined.
 """
 
+import functools
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import library
 
-from attn.torch.kernels.launch import arch, check_stride, power_of_two
+from attn.torch.kernels.launch import arch, check_stride, is_eager, power_of_two
 from attn.torch.kernels.mla_launch import mla_prefill_launch
 from attn.torch.kernels.paged_attention import _request_of
 
@@ -110,8 +113,7 @@ def _attend(  # type: ignore[no-untyped-def]
         tl.store(lse + head * lse_h + at, log * 0.6931471805599453, mask=live)
 
 
-@library.custom_op("attn::triton_mla_prefill", mutates_args=("out", "lse"))
-def mla_prefill(
+def _mla_prefill(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     query: torch.Tensor,
@@ -170,6 +172,14 @@ def mla_prefill(
     )
 
 
-@mla_prefill.register_fake
+_op = library.custom_op("attn::triton_mla_prefill", _mla_prefill, mutates_args=("out", "lse"))
+
+
+@_op.register_fake
 def _(*args, **kwargs) -> None:  # type: ignore[no-untyped-def]
     return None
+
+
+@functools.wraps(_mla_prefill)
+def mla_prefill(out: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    (_mla_prefill if is_eager(out) else _op)(out, *args, **kwargs)

@@ -5,8 +5,10 @@ rows, over that request's keys, BLOCK_N at a time, with an online softmax in bas
 Tokens and heads share rows, so one pass over the keys serves the whole group. It is launched in two ways:
 
     prefill  1-D grid, tiles x K, found by bisection in query_start_loc; longest rows of a request first.
-    decode   grid (R x K, splits), one tile per request; each program processes `split_size` of the visible keys and writes
-             a partial result, which `_merge` merges (Flash-Decoding). A request that needs one split is finished at once.
+    decode   1-D grid, items x K, one tile of rows per request. Requests are cut into parts of their keys so that all
+             multiprocessors end together; each program computes this plan from the lengths on the device (`plan.item_of`)
+             and takes one item. Partial results are merged by `_merge` (Flash-Decoding); a request in one part is finished
+             at once.
 
 A mixed batch uses both launches, each skipping the other's requests, so that a decode never runs on a prefill's large tile.
 They run one after the other, except on Hopper where `hopper_prefill` handles 16-bit caches: there they run concurrently,
@@ -32,21 +34,24 @@ from torch import library
 
 from attn.torch.kernels import hopper
 from attn.torch.kernels.codes import fp8_code, number_in
+from attn.torch.kernels.direct import Direct
 from attn.torch.kernels.launch import (
     FUSED,
     TUNED,
+    Cut,
     Launch,
     arch,
     can_launch_early,
     check_stride,
     converts_e4m3,
+    cut_for,
     decode_launch,
-    long_decode,
     multiprocessors,
     power_of_two,
     prefill_launch,
-    split_size,
+    rows_of_speculation,
 )
+from attn.torch.kernels.plan import UNBOUNDED, item_of, visible
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
@@ -54,19 +59,22 @@ _BATCH = (
     "left",
     "right",
     "tree_right",
+    "span_right",
+    "chunk",
     "min_query",
     "max_query",
     "num_reqs",
-    "splits",
-    "split",
+    "share",
+    "parts",
+    "enough",
     "tree_w",
     "lse_h",
     "sparse_local",
     "sparse_stride",
     "sparse_shift",
     "sparse_offset",
+    "table_r",
 )  # fmt: skip  (changes between batches do not recompile)
-UNBOUNDED = 1 << 30  #: a window side without a bound: larger than any sequence length
 
 
 @triton.jit
@@ -83,14 +91,6 @@ def _request_of(query_start_loc, tile, num_reqs, BLOCK_Q: tl.constexpr):  # type
 
 
 @triton.jit
-def _visible(first, last, seq_len, left, right, BLOCK_N: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(aligned begin, low, high) of the keys that some row at positions first..last sees."""
-    low = tl.maximum(first - left, 0)
-    high = tl.maximum(tl.minimum(last + right + 1, seq_len), 0)
-    return tl.where(low < high, low // BLOCK_N * BLOCK_N, high), low, high
-
-
-@triton.jit
 def _infinite_where(values, allowed, infinity):  # type: ignore[no-untyped-def]
     """[rows, D]: `infinity` where a row sees a value that is NaN or that infinity, else 0 (both together: NaN)."""
     wild = ((values != values) | (values == infinity)).to(tl.float16)
@@ -100,14 +100,13 @@ def _infinite_where(values, allowed, infinity):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _step(  # type: ignore[no-untyped-def]
-    acc, norm, top, start, MASKED: tl.constexpr, CAREFUL: tl.constexpr, q, low, high, upper,
-    table, k_base, v_base, tree_row, position, head, token, context, q_len, slope,
-    left, is_tree, k_block, k_slot, v_block, v_slot, factor, cap, tree_w,
-    sparse_local, sparse_stride, sparse_shift, k_scale, v_scale, scale_block, scale_slot, PER_TOKEN: tl.constexpr,
-    HAS_LEFT: tl.constexpr, PAGED: tl.constexpr, P: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_TREE: tl.constexpr, SPARSE: tl.constexpr,
-    SAME: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, IN_HALF: tl.constexpr,
-    LATE: tl.constexpr, LIFT: tl.constexpr,
+    acc, norm, top, start, MASKED: tl.constexpr, CAREFUL: tl.constexpr, q, low, high, upper, table, k_base, v_base, tree_row,
+    position, head, token, context, q_len, slope, span_low, span_high, prefix_end, chunk, left, is_tree, k_block, k_slot,
+    v_block, v_slot, factor, cap, tree_w, sparse_local, sparse_stride, sparse_shift, k_scale, v_scale, scale_block, scale_slot,
+    PER_TOKEN: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_SPANS: tl.constexpr, HAS_PREFIX: tl.constexpr, HAS_CHUNK:
+    tl.constexpr, PAGED: tl.constexpr, P: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_CAP:
+    tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_TREE: tl.constexpr, SPARSE: tl.constexpr, SAME: tl.constexpr, WIDE:
+    tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, IN_HALF: tl.constexpr, LATE: tl.constexpr, LIFT: tl.constexpr,
 ):  # fmt: skip
     """Process one tile of keys: scores, running maximum, weighted values. Without MASKED every row sees every key of it."""
     by = factor[:, None] if IN_HALF else factor
@@ -159,7 +158,8 @@ def _step(  # type: ignore[no-untyped-def]
     if MASKED:
         allowed = _allowed(
             j, low, upper, position, head, token, context, q_len, left, is_tree, tree_row, tree_w,
-            sparse_local, sparse_stride, sparse_shift, HAS_LEFT, HAS_TREE, SPARSE,
+            sparse_local, sparse_stride, sparse_shift, span_low, span_high, prefix_end, chunk, HAS_LEFT, HAS_TREE, SPARSE,
+            HAS_SPANS, HAS_PREFIX, HAS_CHUNK,
         )  # fmt: skip
         s = tl.where(allowed, s, float("-inf"))
     if HAS_CAP or HAS_ALIBI:
@@ -199,9 +199,10 @@ def _step(  # type: ignore[no-untyped-def]
 @triton.jit
 def _allowed(  # type: ignore[no-untyped-def]
     j, low, upper, position, head, token, context, q_len, left, is_tree, tree_row, tree_w,
-    sparse_local, sparse_stride, sparse_shift, HAS_LEFT: tl.constexpr, HAS_TREE: tl.constexpr, SPARSE: tl.constexpr,
+    sparse_local, sparse_stride, sparse_shift, span_low, span_high, prefix_end, chunk, HAS_LEFT: tl.constexpr,
+    HAS_TREE: tl.constexpr, SPARSE: tl.constexpr, HAS_SPANS: tl.constexpr, HAS_PREFIX: tl.constexpr, HAS_CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """[rows, keys]: window and causality, the draft tree among new tokens, the block-sparse pattern."""
+    """[rows, keys]: window and causality, the draft tree among new tokens, the block-sparse pattern; spans, prefix, chunk."""
     allowed = j[None, :] <= upper[:, None]
     if HAS_LEFT:
         allowed = allowed & (j[None, :] >= position[:, None] - left)
@@ -214,6 +215,12 @@ def _allowed(  # type: ignore[no-untyped-def]
         far = position[:, None] // SPARSE - j[None, :] // SPARSE
         column = j[None, :] // SPARSE + head[:, None] * sparse_shift + 1
         allowed = allowed & ((far < sparse_local) | (column % sparse_stride == 0))
+    if HAS_SPANS:
+        allowed = allowed | ((j[None, :] >= span_low[:, None]) & (j[None, :] <= span_high[:, None]))
+    if HAS_PREFIX:
+        allowed = allowed | (j < prefix_end)[None, :]
+    if HAS_CHUNK:
+        allowed = allowed & (j[None, :] >= (position // chunk * chunk)[:, None])
     return allowed
 
 
@@ -227,21 +234,25 @@ def _tanh(x):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=_BATCH)
 def _attention(  # type: ignore[no-untyped-def]
-    output, lse, partial, partial_lse, query, key_cache, value_cache, query_start_loc, seq_lens, block_table,
-    slopes, sinks, tree, k_scale, v_scale, output_scale,
-    factor, v_factor, cap, left, right, tree_right, min_query, max_query, num_reqs, splits, split, tree_w,
+    output, lse, partial, partial_lse, plan, query, key_cache, value_cache, query_start_loc, seq_lens, block_table,
+    slopes, sinks, tree, spans, prefix, is_causal, k_scale, v_scale, output_scale,
+    factor, v_factor, cap, left, right, tree_right, span_right, chunk, min_query, max_query, num_reqs, share, parts, enough,
+    tree_w,
     sparse_local, sparse_stride, sparse_shift, sparse_offset,
     o_t, o_h, lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r,
     kscale_h, vscale_h, scale_block, scale_slot,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, PER_TOKEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
-    DECODE: tl.constexpr, HAS_SPLITS: tl.constexpr, PAGED: tl.constexpr, NEGATE: tl.constexpr,
+    DECODE: tl.constexpr, BLOCK_R: tl.constexpr, PAGED: tl.constexpr, NEGATE: tl.constexpr,
     HAS_LEFT: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_TREE: tl.constexpr, HAS_LSE: tl.constexpr, HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr,
+    HAS_TREE: tl.constexpr, HAS_SPANS: tl.constexpr, HAS_PREFIX: tl.constexpr, MIXED: tl.constexpr, HAS_CHUNK: tl.constexpr,
+    SPAN_LEFT: tl.constexpr, HAS_LSE: tl.constexpr, HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr,
     SPARSE: tl.constexpr, MAY_BE_WILD: tl.constexpr, SAME: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr,
     PRECISION: tl.constexpr, EARLY: tl.constexpr, BESIDE: tl.constexpr, IN_HALF: tl.constexpr, TO_FP8: tl.constexpr,
 ):  # fmt: skip
     K: tl.constexpr = H // G
+    # Rows may see keys that neither causality nor the window bounds. A decode's plan then counts all keys.
+    FREE: tl.constexpr = HAS_SPANS or HAS_PREFIX
     if EARLY:
         # the merge may already be launched: it waits for the end of this grid before it reads
         tl.extra.cuda.gdc_launch_dependents()
@@ -255,7 +266,19 @@ def _attention(  # type: ignore[no-untyped-def]
             return
     kv_head = pid % K
     if DECODE:
-        r = pid // K
+        if BLOCK_R > 0:
+            r, begin_tile, end_tile, s, count = item_of(
+                pid // K, query_start_loc, seq_lens, num_reqs, min_query, max_query, 1 << 30 if FREE else left,
+                1 << 30 if FREE else right, 1 << 30 if FREE else tree_right, tree_w, chunk, share, parts, enough, BLOCK_N,
+                BLOCK_R, HAS_TREE, HAS_CHUNK,
+            )  # fmt: skip
+            if r >= num_reqs:
+                return
+            if (s == 0) & (kv_head == 0):
+                tl.store(plan + 2 * r, pid // K)
+                tl.store(plan + 2 * r + 1, count)
+        else:
+            r = pid // K
         begin = tl.load(query_start_loc + r)
         q_len = tl.load(query_start_loc + r + 1) - begin
         tile = 0
@@ -282,17 +305,42 @@ def _attention(  # type: ignore[no-untyped-def]
     if HAS_TREE:
         is_tree = q_len <= tree_w
         right = tl.where(is_tree, tree_right, right)
-    aligned, low, high = _visible(first, last, seq_len, left, right, BLOCK_N)
-    stop = high
-    if HAS_SPLITS:
-        count = tl.cdiv(high - aligned, split)
-        s = tl.program_id(1)
-        if s >= tl.maximum(count, 1):
-            return
-        aligned = aligned + s * split
-        stop = tl.minimum(high, aligned + split)
-
+    if MIXED and not DECODE:
+        right = tl.where(tl.load(is_causal + r), 0, right)
+    if FREE and DECODE:
+        aligned, low, high = visible(first, last, seq_len, 1 << 30, 1 << 30, chunk, BLOCK_N, HAS_CHUNK)
+    else:
+        aligned, low, high = visible(first, last, seq_len, left, right, chunk, BLOCK_N, HAS_CHUNK)
+    if MIXED and DECODE:  # after the bounds, which are those of the plan
+        right = tl.where(tl.load(is_causal + r), 0, right)
     at = (begin + token).to(tl.int64)
+    span_low, span_high, prefix_end = position, position, 0
+    if HAS_SPANS:
+        span_low = tl.load(spans + 2 * at, mask=live, other=-1)
+        span_high = tl.load(spans + 2 * at + 1, mask=live, other=-1)
+        if not DECODE:
+            there = span_high >= 0
+            low = tl.minimum(low, tl.min(tl.where(there, span_low, low)))
+            high = tl.maximum(high, tl.minimum(tl.max(span_high) + 1, seq_len))
+        if SPAN_LEFT:  # the window cuts the span
+            span_low = tl.maximum(span_low, position - left)
+            span_high = tl.minimum(span_high, position + span_right)
+        span_high = tl.minimum(span_high, seq_len - 1)
+    if HAS_PREFIX:
+        prefix_end = tl.minimum(tl.load(prefix + r), seq_len)
+        if not DECODE:
+            low = tl.where(prefix_end > 0, 0, low)
+            high = tl.maximum(high, prefix_end)
+    if FREE and not DECODE:
+        if HAS_CHUNK:
+            low = tl.maximum(low, tl.maximum(first, 0) // chunk * chunk)
+        low = tl.maximum(low, 0)
+        aligned = tl.where(low < high, low // BLOCK_N * BLOCK_N, high)
+    stop = high
+    if BLOCK_R > 0:
+        stop = tl.minimum(high, aligned + end_tile * BLOCK_N)
+        aligned += begin_tile * BLOCK_N
+
     lanes = live[:, None] & (d < D)[None, :]
     q = tl.load(query + at[:, None] * q_t + head[:, None] * q_h + d[None, :], mask=lanes, other=0.0)
     if NEGATE:
@@ -346,11 +394,14 @@ def _attention(  # type: ignore[no-untyped-def]
         rest = tl.minimum(first + right + 1, high)
         if HAS_TREE:
             rest = tl.where(is_tree, tl.minimum(rest, context), rest)
-        if HAS_LEFT:
-            full = tl.minimum(tl.cdiv(tl.maximum(last - left, aligned), BLOCK_N), tl.cdiv(high, BLOCK_N)) * BLOCK_N
+        if HAS_LEFT or HAS_CHUNK:
+            since = tl.maximum(last - left, aligned)
+            if HAS_CHUNK:
+                since = tl.maximum(since, tl.maximum(last, 0) // chunk * chunk)
+            full = tl.minimum(tl.cdiv(since, BLOCK_N), tl.cdiv(high, BLOCK_N)) * BLOCK_N
         rest = tl.maximum(full, tl.maximum(rest, 0) // BLOCK_N * BLOCK_N)
     for part in tl.static_range(3):
-        if part == 2 or (CLEAR and (part == 1 or HAS_LEFT)):
+        if part == 2 or (CLEAR and (part == 1 or HAS_LEFT or HAS_CHUNK)):
             begin_at = aligned if part == 0 else full if part == 1 else rest
             end_at = full if part == 0 else rest if part == 1 else stop
             for start in tl.range(begin_at, end_at, BLOCK_N):
@@ -358,26 +409,28 @@ def _attention(  # type: ignore[no-untyped-def]
                     start, first, shifted, live, sparse_local, sparse_stride, sparse_shift, BLOCK_N, SPARSE
                 ):
                     acc, norm, top = _step(
-                        acc, norm, top, start, part != 1, EXACT and BLOCK_Q > 1 and SPARSE == 0, q, low, high, upper,
-                        table, k_base, v_base, tree_row, position, shifted, token, context, q_len, slope, left, is_tree,
-                        k_block, k_slot, v_block, v_slot, factor, cap, tree_w, sparse_local, sparse_stride,
-                        sparse_shift, k_scale, v_scale, scale_block, scale_slot, PER_TOKEN, HAS_LEFT, PAGED, P, D,
-                        BLOCK_N, BLOCK_D, HAS_CAP, HAS_ALIBI, HAS_TREE, SPARSE, SAME, WIDE, EXACT, PRECISION, IN_HALF,
-                        LATE, LIFT,
+                        acc, norm, top, start, part != 1, EXACT and BLOCK_Q > 1 and SPARSE == 0, q, low, high, upper, table,
+                        k_base, v_base, tree_row, position, shifted, token, context, q_len, slope, span_low, span_high,
+                        prefix_end, chunk, left, is_tree, k_block, k_slot, v_block, v_slot, factor, cap, tree_w, sparse_local,
+                        sparse_stride, sparse_shift, k_scale, v_scale, scale_block, scale_slot, PER_TOKEN, HAS_LEFT, HAS_SPANS,
+                        HAS_PREFIX, HAS_CHUNK, PAGED, P, D, BLOCK_N, BLOCK_D, HAS_CAP, HAS_ALIBI, HAS_TREE, SPARSE, SAME, WIDE,
+                        EXACT, PRECISION, IN_HALF, LATE, LIFT,
                     )  # fmt: skip
-    if MAY_BE_WILD and BLOCK_Q > 1 and (SPARSE > 0 or not EXACT):  # noqa: SIM102  (one is known when compiling)
-        # 0 * NaN: a non-finite value may have reached rows that do not see it. Rare enough to start over.
+    if MAY_BE_WILD and (DECODE or SPARSE > 0 or not EXACT):  # noqa: SIM102  (one is known when compiling)
+        # 0 * NaN: a non-finite value may have reached rows that do not see it, or, loaded again past an end, have made an
+        # infinity NaN. Rare enough to start over; a decode in small tiles, which need no more registers than its own.
+        CAREFUL_N: tl.constexpr = 16 if DECODE else BLOCK_N
         if tl.max(((acc - acc) != 0.0).to(tl.int32)) > 0:
             acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
             norm = tl.zeros((BLOCK_M,), tl.float32)
             top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-            for start in tl.range(aligned, stop, BLOCK_N, num_stages=1):
+            for start in tl.range(aligned, stop, CAREFUL_N, num_stages=1):
                 acc, norm, top = _step(
-                    acc, norm, top, start, True, True, q, low, high, upper, table, k_base, v_base, tree_row, position,
-                    shifted, token, context, q_len, slope, left, is_tree, k_block, k_slot, v_block, v_slot, factor, cap,
-                    tree_w, sparse_local, sparse_stride, sparse_shift, k_scale, v_scale, scale_block, scale_slot,
-                    PER_TOKEN, HAS_LEFT, PAGED, P, D, BLOCK_N, BLOCK_D, HAS_CAP, HAS_ALIBI, HAS_TREE, SPARSE, SAME,
-                    WIDE, EXACT, PRECISION, IN_HALF, LATE, LIFT,
+                    acc, norm, top, start, True, True, q, low, high, upper, table, k_base, v_base, tree_row, position, shifted,
+                    token, context, q_len, slope, span_low, span_high, prefix_end, chunk, left, is_tree, k_block, k_slot,
+                    v_block, v_slot, factor, cap, tree_w, sparse_local, sparse_stride, sparse_shift, k_scale, v_scale,
+                    scale_block, scale_slot, PER_TOKEN, HAS_LEFT, HAS_SPANS, HAS_PREFIX, HAS_CHUNK, PAGED, P, D, CAREFUL_N,
+                    BLOCK_D, HAS_CAP, HAS_ALIBI, HAS_TREE, SPARSE, SAME, WIDE, EXACT, PRECISION, IN_HALF, LATE, LIFT,
                 )  # fmt: skip
 
     if LATE and not (HAS_CAP or HAS_ALIBI):
@@ -386,9 +439,9 @@ def _attention(  # type: ignore[no-untyped-def]
         top = top - LIFT
     log = tl.where(norm == 0, float("-inf"), top + tl.log2(norm))
     result = tl.where(norm[:, None] == 0, 0.0, acc / norm[:, None])
-    if HAS_SPLITS:  # noqa: SIM102
+    if BLOCK_R > 0:  # noqa: SIM102
         if count > 1:
-            state = ((r * BLOCK_Q + token).to(tl.int64) * H + head) * splits + s
+            state = (pid // K * BLOCK_Q + token).to(tl.int64) * H + head
             tl.store(partial + state[:, None] * D + d[None, :], result, mask=lanes)
             tl.store(partial_lse + state, log, mask=live)
             return
@@ -433,40 +486,39 @@ def _finish(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=_BATCH)
 def _merge(  # type: ignore[no-untyped-def]
-    output, lse, partial, partial_lse, query_start_loc, seq_lens, sinks, v_scale, output_scale,
-    v_factor, left, right, tree_right, max_query, splits, split, tree_w, o_t, o_h, lse_h, vscale_h,
-    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_S: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_TREE: tl.constexpr, HAS_LSE: tl.constexpr,
-    HAS_V_SCALE: tl.constexpr, EARLY: tl.constexpr, TO_FP8: tl.constexpr,
+    output, lse, partial, partial_lse, plan, query_start_loc, sinks, v_scale, output_scale,
+    v_factor, min_query, max_query, o_t, o_h, lse_h, vscale_h,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_S: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, HAS_V_SCALE: tl.constexpr, EARLY: tl.constexpr,
+    TO_FP8: tl.constexpr,
 ):  # fmt: skip
-    """The second stage: grid (R x BLOCK_Q, H), one program merges the splits of one row."""
-    r = tl.program_id(0) // BLOCK_Q
-    token = tl.program_id(0) % BLOCK_Q
-    head = tl.program_id(1) + tl.zeros((1,), tl.int32)
+    """The second stage: grid R x BLOCK_Q x H, one program merges the parts of one row."""
+    r = tl.program_id(0) // (BLOCK_Q * H)
+    token = tl.program_id(0) // H % BLOCK_Q
+    h = tl.program_id(0) % H
+    head = h + tl.zeros((1,), tl.int32)
     begin = tl.load(query_start_loc + r)
     q_len = tl.load(query_start_loc + r + 1) - begin
-    if (token >= q_len) | (q_len > max_query):
+    if (token >= q_len) | (q_len <= min_query) | (q_len > max_query):
         return
-    seq_len = tl.load(seq_lens + r)
-    if HAS_TREE:
-        right = tl.where(q_len <= tree_w, tree_right, right)
-    aligned, _, high = _visible(seq_len - q_len, seq_len - 1, seq_len, left, right, BLOCK_N)
-    count = tl.cdiv(high - aligned, split)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    item = tl.load(plan + 2 * r)
+    count = tl.load(plan + 2 * r + 1)
     if count <= 1:
         return
     d = tl.arange(0, BLOCK_D)
     part = tl.arange(0, BLOCK_S)
-    state = ((r * BLOCK_Q + token).to(tl.int64) * H + tl.program_id(1)) * splits
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
+    state = (item * BLOCK_Q + token).to(tl.int64) * H + h
     # in one pass, so that no load waits for another; every part has a result, and one without keys has weight 0
     top = -float("inf")
     acc = tl.zeros((BLOCK_D,), tl.float32)
     norm = 0.0
     for s in tl.range(0, count, BLOCK_S, num_stages=1):
-        logs = tl.load(partial_lse + state + s + part, mask=s + part < count, other=float("-inf"))
-        rows = (state + s + part)[:, None] * D + d[None, :]
-        values = tl.load(partial + rows, mask=(s + part < count)[:, None] & (d < D)[None, :], other=0.0)
+        rows = state + (s + part) * (BLOCK_Q * H)
+        logs = tl.load(partial_lse + rows, mask=s + part < count, other=float("-inf"))
+        own = (s + part < count)[:, None] & (d < D)[None, :]
+        values = tl.load(partial + rows[:, None] * D + d[None, :], mask=own, other=0.0)
         above = tl.maximum(top, tl.max(logs, 0))
         guard = tl.where(above == float("-inf"), 0.0, above)
         weight = tl.exp2(logs - guard)
@@ -477,7 +529,7 @@ def _merge(  # type: ignore[no-untyped-def]
     log = tl.where(norm == 0, float("-inf"), top + tl.log2(norm)) + tl.zeros((1,), tl.float32)
     result = tl.where(norm == 0, 0.0, acc / norm)[None, :]
     if HAS_V_SCALE:
-        v_factor = v_factor * tl.load(v_scale + tl.program_id(1) // G * vscale_h)
+        v_factor = v_factor * tl.load(v_scale + h // G * vscale_h)
     at = (begin + token).to(tl.int64) + tl.zeros((1,), tl.int64)
     live = head >= 0
     lanes = live[:, None] & (d < D)[None, :]
@@ -485,6 +537,9 @@ def _merge(  # type: ignore[no-untyped-def]
         output, lse, sinks, output_scale, result, log, v_factor, at, head, d, live, lanes, o_t, o_h, lse_h,
         HAS_SINKS, HAS_LSE, TO_FP8,
     )  # fmt: skip
+
+
+_LAUNCH, _MERGE = Direct(_attention), Direct(_merge)
 
 
 @hopper.or_general
@@ -507,6 +562,11 @@ def _paged_attention(
     slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     tree: torch.Tensor | None = None,
+    spans: torch.Tensor | None = None,
+    prefix: torch.Tensor | None = None,
+    is_causal: torch.Tensor | None = None,
+    chunk_size: int | None = None,
+    span_window: bool = False,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     k_factor: float = 1.0,
@@ -515,18 +575,22 @@ def _paged_attention(
     sparse: list[int] | None = None,
     output_scale: torch.Tensor | None = None,
     prefill_programs: int = 0,
+    whole: bool = False,
 ) -> None:
     """Compute output [T, H, D] and, unless None, lse [H, T] for every token of every request.
 
     query: [T, H, D]; caches: [N, P, K, D]; query_start_loc: [R + 1], seq_lens: [R], block_table: [R, B], int32. Without a
     block table, caches are this call's own keys and values [T, K, D] and a request sees its own rows (encoders). A row at
     position p sees keys p - left <= j <= p + right; None means no bound (right = 0 is causal). tree: [R, W, W] bool; for
-    requests of at most W tokens, it and `tree_right` replace `right`. k_scale, v_scale: float32 on the device: 0-d, [K], or
-    [N, P, K] with equal strides and adjacent heads, one per token and head; k_factor, v_factor: the same if the host has
-    the values. fixed_split: keys per split of a decode; 0 lets the rule choose by the batch. sparse: [block_size,
+    requests of at most W tokens, it and `tree_right` replace `right`. spans: [T, 2] int32, prefix: [R] int32, chunk_size and
+    span_window: docs/semantics.md §18; is_causal: [R] bool, the requests for which right = 0. k_scale, v_scale: float32 on the
+    device: 0-d, [K], or [N, P, K] with equal strides and adjacent heads, one per token and head; k_factor, v_factor: the same
+    if the host has the values. fixed_split: keys per split of a decode, a multiple of the keys per tile; a request's bits then
+    depend on its own lengths, queries and keys only (`_tuned`). 0 lets the rules choose by the batch. sparse: [block_size,
     local_blocks, vert_stride, shift per head, first head] (docs/semantics.md §13). output_scale: 0-d float32 on the device;
     output is then float8_e4m3fn and holds result / output_scale, saturated and rounded to nearest even. prefill_programs:
     number of multiprocessors for the prefill of a mixed batch that runs concurrently with the decode (Hopper); 0 for all.
+    whole: do not cut the keys of decodes into parts (`launch.are_whole`).
     """
     if to_fp8 := output_scale is not None:
         output = output.view(torch.uint8)
@@ -541,11 +605,13 @@ def _paged_attention(
     group, block_d = heads // kv_heads, power_of_two(head_size)
     itemsize, stored, name = query.element_size(), key_cache.element_size(), arch()
     shape = (name, group, head_size, itemsize, stored)
-    decode = TUNED.get(("decode", *shape)) or decode_launch(*shape)
+    packed = 0 if fixed_split or not paged else rows_of_speculation(name, group, max_query_len, itemsize)
+    tuned = _tuned("decode", shape, fixed_split)
+    decode = decode_launch(name, packed, *shape[2:]) if packed else tuned or decode_launch(*shape)
     # three tf32 products give float32's accuracy on tensor cores; without them the tiles would not fit in registers
     precision = "tf32x3" if itemsize == 4 and name.startswith("sm") else "ieee"
     early = can_launch_early(name)
-    prefill = TUNED.get(("prefill", *shape)) or prefill_launch(*shape)
+    prefill = _tuned("prefill", shape, fixed_split) or prefill_launch(*shape)
     # tokens of a request that fit in one decode tile; one alone needs no mask between rows
     most = decode.block_m // group if paged else 0
     if paged and not fixed_split and not 1 < max_query_len <= most:
@@ -566,7 +632,9 @@ def _paged_attention(
     # 64-bit offsets cost a tenth of a prefill's instructions, so only caches that need them use them
     wide = any(x.shape[0] * x.stride(0) >= 2**31 for x in (key_cache, value_cache))
 
-    by_hand = name == "sm_90" and slopes is None and tree is None and sparse is None and not to_fp8
+    free = spans is not None or prefix is not None
+    plain = slopes is None and tree is None and sparse is None and not (free or is_causal is not None or chunk_size)
+    by_hand = not fixed_split and plain and name == "sm_90" and not to_fp8
     if by_hand := by_hand and k_scale is None and v_scale is None and hopper.is_on("hopper_prefill"):
         from attn.torch.kernels import hopper_prefill
 
@@ -576,97 +644,119 @@ def _paged_attention(
         key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
     half = query.dtype == torch.bfloat16 and stored == 1 and not per_token
     beside = by_hand and paged and max_query_len > most
+    if beside and ("decode", *shape) not in TUNED:
+        decode = decode_launch(*shape, beside=True)
 
     def launch(
-        rule: Launch, block_q: int, grid: tuple[int, int], is_decode: bool, splits: int, split: int, least: int, limit: int
+        rule: Launch, block_q: int, programs: int, is_decode: bool, cut: Cut | None, least: int, limit: int
     ) -> list[torch.Tensor]:
-        rows = num_reqs * block_q * heads * splits if splits > 1 else 0
-        partial = torch.empty(rows * head_size, dtype=torch.float32, device=query.device) if rows else output
-        partial_lse = torch.empty(rows, dtype=torch.float32, device=query.device) if rows else output
-        _attention[grid](
-            output=output,
-            lse=lse,
-            partial=partial,
-            partial_lse=partial_lse,
-            query=query,
-            key_cache=key_cache,
-            value_cache=value_cache,
-            query_start_loc=query_start_loc,
-            seq_lens=seq_lens,
-            block_table=block_table,
-            slopes=slopes,
-            sinks=sinks,
-            tree=tree,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            output_scale=output_scale,
-            factor=factor,
-            v_factor=v_factor,
-            cap=cap,
-            left=unbounded[0],
-            right=unbounded[1],
-            tree_right=unbounded[2],
-            min_query=least,
-            max_query=limit,
-            num_reqs=num_reqs,
-            splits=splits,
-            split=split,
-            tree_w=tree_w,
-            sparse_local=pattern[1],
-            sparse_stride=pattern[2],
-            sparse_shift=pattern[3],
-            sparse_offset=pattern[4],
-            o_t=output.stride(0),
-            o_h=output.stride(1),
-            lse_h=lse_h,
-            q_t=query.stride(0),
-            q_h=query.stride(1),
-            k_block=k_strides[0],
-            k_slot=k_strides[1],
-            k_head=k_strides[2],
-            v_block=v_strides[0],
-            v_slot=v_strides[1],
-            v_head=v_strides[2],
-            table_r=block_table.stride(0) if block_table is not None else 0,
-            kscale_h=_step_of(k_scale),
-            vscale_h=_step_of(v_scale),
-            scale_block=scale_block,
-            scale_slot=scale_slot,
-            H=heads,
-            G=group,
-            D=head_size,
-            P=page,
-            PER_TOKEN=per_token,
-            BLOCK_M=rule.block_m,
-            BLOCK_N=rule.block_n,
-            BLOCK_D=block_d,
-            BLOCK_Q=block_q,
-            DECODE=is_decode,
-            HAS_SPLITS=splits > 1,
-            PAGED=paged,
-            NEGATE=scale < 0,
-            HAS_LEFT=left is not None,
-            HAS_CAP=soft_cap != 0,
-            HAS_ALIBI=slopes is not None,
-            HAS_SINKS=sinks is not None,
-            HAS_TREE=tree is not None,
-            HAS_LSE=lse is not None,
-            HAS_K_SCALE=k_scale is not None and not per_token,
-            HAS_V_SCALE=v_scale is not None and not per_token,
-            SPARSE=pattern[0],
-            MAY_BE_WILD=wild,
-            SAME=k_strides == v_strides,
-            WIDE=wide,
-            EXACT=itemsize == 4,
-            PRECISION=precision,
-            EARLY=early and splits > 1,
-            BESIDE=beside,
-            IN_HALF=half,
-            TO_FP8=to_fp8,
-            **rule.options(),
-            **{"launch_pdl": True} if beside else {},
+        partial = partial_lse = plan = output
+        if cut is not None:
+            rows = cut.items * block_q * heads
+            partial = torch.empty(rows * head_size, dtype=torch.float32, device=query.device)
+            partial_lse = torch.empty(rows, dtype=torch.float32, device=query.device)
+            plan = torch.empty(2 * num_reqs, dtype=torch.int32, device=query.device)
+        _LAUNCH.launch(
+            programs,
+            changing=dict(
+                output=output,
+                lse=lse,
+                partial=partial,
+                partial_lse=partial_lse,
+                plan=plan,
+                query=query,
+                key_cache=key_cache,
+                value_cache=value_cache,
+                query_start_loc=query_start_loc,
+                seq_lens=seq_lens,
+                block_table=block_table,
+                slopes=slopes,
+                sinks=sinks,
+                tree=tree,
+                spans=spans,
+                prefix=prefix,
+                is_causal=is_causal,
+                k_scale=k_scale,
+                v_scale=v_scale,
+                output_scale=output_scale,
+                factor=factor,
+                v_factor=v_factor,
+                cap=cap,
+                left=unbounded[0],
+                right=unbounded[1],
+                tree_right=unbounded[2],
+                span_right=unbounded[2] or UNBOUNDED,
+                chunk=chunk_size or UNBOUNDED,
+                min_query=least,
+                max_query=limit,
+                num_reqs=num_reqs,
+                share=cut.share if cut else 0,
+                parts=cut.parts if cut else 0,
+                enough=cut.enough if cut else 0,
+                tree_w=tree_w,
+                sparse_local=pattern[1],
+                sparse_stride=pattern[2],
+                sparse_shift=pattern[3],
+                sparse_offset=pattern[4],
+                lse_h=lse_h,
+                table_r=block_table.stride(0) if block_table is not None else 0,
+            ),
+            constants=dict(
+                o_t=output.stride(0),
+                o_h=output.stride(1),
+                q_t=query.stride(0),
+                q_h=query.stride(1),
+                k_block=k_strides[0],
+                k_slot=k_strides[1],
+                k_head=k_strides[2],
+                v_block=v_strides[0],
+                v_slot=v_strides[1],
+                v_head=v_strides[2],
+                kscale_h=_step_of(k_scale),
+                vscale_h=_step_of(v_scale),
+                scale_block=scale_block,
+                scale_slot=scale_slot,
+                H=heads,
+                G=group,
+                D=head_size,
+                P=page,
+                PER_TOKEN=per_token,
+                BLOCK_M=rule.block_m,
+                BLOCK_N=rule.block_n,
+                BLOCK_D=block_d,
+                BLOCK_Q=block_q,
+                DECODE=is_decode,
+                BLOCK_R=cut.block_r if cut else 0,
+                PAGED=paged,
+                NEGATE=scale < 0,
+                HAS_LEFT=left is not None,
+                HAS_CAP=soft_cap != 0,
+                HAS_ALIBI=slopes is not None,
+                HAS_SINKS=sinks is not None,
+                HAS_TREE=tree is not None,
+                HAS_SPANS=spans is not None,
+                HAS_PREFIX=prefix is not None,
+                MIXED=is_causal is not None,
+                HAS_CHUNK=chunk_size is not None,
+                SPAN_LEFT=span_window,
+                HAS_LSE=lse is not None,
+                HAS_K_SCALE=k_scale is not None and not per_token,
+                HAS_V_SCALE=v_scale is not None and not per_token,
+                SPARSE=pattern[0],
+                MAY_BE_WILD=wild,
+                SAME=k_strides == v_strides,
+                WIDE=wide,
+                EXACT=itemsize == 4,
+                PRECISION=precision,
+                EARLY=early and cut is not None,
+                BESIDE=beside,
+                IN_HALF=half,
+                TO_FP8=to_fp8,
+                **rule.options(),
+                **{"launch_pdl": True} if beside else {},
+            ),
         )
-        return [partial, partial_lse]
+        return [partial, partial_lse, plan]
 
     if max_query_len > most and by_hand:
         hopper_prefill.prefill(
@@ -692,60 +782,72 @@ def _paged_attention(
     elif max_query_len > most:
         block_q = prefill.block_m // group
         tiles = query.shape[0] // block_q + num_reqs
-        launch(prefill, block_q, (tiles * kv_heads, 1), False, 1, 0, most, UNBOUNDED)
+        launch(prefill, block_q, tiles * kv_heads, False, None, most, UNBOUNDED)
     if not paged:
         return
     keys = max_seq_len
-    if left is not None:
+    if chunk_size is not None:
+        keys = min(keys, chunk_size + most + decode.block_n)
+    if left is not None and not free:
         keys = min(keys, left + most + min(unbounded[1], most) + decode.block_n)
-    units, processors = num_reqs * kv_heads, multiprocessors(query.device)
     if fixed_split % decode.block_n:
         raise ValueError(f"fixed_split={fixed_split} must be a multiple of {decode.block_n}, the keys per tile")
-    split = fixed_split or split_size(units, keys, decode.block_n, processors)
-    if not fixed_split and ("decode", *shape) not in TUNED:
-        decode, split = long_decode(*shape, units, keys, processors) or (decode, split)
-    splits = max(1, -(-keys // split))
-    partial, partial_lse = launch(decode, most, (num_reqs * kv_heads + beside, splits), True, splits, split, 0, most)
-    if splits > 1:
-        _merge[(num_reqs * most, heads)](
-            output=output,
-            lse=lse,
-            partial=partial,
-            partial_lse=partial_lse,
-            query_start_loc=query_start_loc,
-            seq_lens=seq_lens,
-            sinks=sinks,
-            v_scale=v_scale,
-            output_scale=output_scale,
-            v_factor=v_factor,
-            left=unbounded[0],
-            right=unbounded[1],
-            tree_right=unbounded[2],
-            max_query=most,
-            splits=splits,
-            split=split,
-            tree_w=tree_w,
-            o_t=output.stride(0),
-            o_h=output.stride(1),
-            lse_h=lse_h,
-            vscale_h=_step_of(v_scale),
-            H=heads,
-            G=group,
-            D=head_size,
-            BLOCK_N=decode.block_n,
-            BLOCK_D=block_d,
-            BLOCK_Q=most,
-            BLOCK_S=32,
-            HAS_SINKS=sinks is not None,
-            HAS_TREE=tree is not None,
-            HAS_LSE=lse is not None,
-            HAS_V_SCALE=v_scale is not None and not per_token,
-            EARLY=early,
-            TO_FP8=to_fp8,
-            num_warps=4,
-            **FUSED,
-            **{"launch_pdl": True} if early else {},
+    tiles = max(1, -(-keys // decode.block_n))
+    cut = None
+    if fixed_split or not whole:
+        cut = cut_for(num_reqs, kv_heads, tiles, fixed_split // decode.block_n, multiprocessors(query.device))
+    if cut is not None and not (fixed_split or beside) and ("decode", *shape) not in TUNED:
+        decode = decode_launch(name, packed or group, *shape[2:], True)
+    programs = ((cut.items if cut else num_reqs) * kv_heads) + beside
+    partial, partial_lse, plan = launch(decode, most, programs, True, cut, 0, most)
+    if cut is not None:
+        _MERGE.launch(
+            num_reqs * most * heads,
+            changing=dict(
+                output=output,
+                lse=lse,
+                partial=partial,
+                partial_lse=partial_lse,
+                plan=plan,
+                query_start_loc=query_start_loc,
+                sinks=sinks,
+                v_scale=v_scale,
+                output_scale=output_scale,
+                v_factor=v_factor,
+                min_query=0,
+                max_query=most,
+                lse_h=lse_h,
+            ),
+            constants=dict(
+                o_t=output.stride(0),
+                o_h=output.stride(1),
+                vscale_h=_step_of(v_scale),
+                H=heads,
+                G=group,
+                D=head_size,
+                BLOCK_D=block_d,
+                BLOCK_Q=most,
+                BLOCK_S=32,
+                HAS_SINKS=sinks is not None,
+                HAS_LSE=lse is not None,
+                HAS_V_SCALE=v_scale is not None and not per_token,
+                EARLY=early,
+                TO_FP8=to_fp8,
+                num_warps=4,
+                **FUSED,
+                **{"launch_pdl": True} if early else {},
+            ),
         )
+
+
+def _tuned(kind: str, shape: tuple[str | int, ...], fixed_split: int) -> Launch | None:
+    """The measured launch of a kind, or None where the rule decides.
+
+    With a fixed split, each choice depends on the layer's shape and the request's own number of tokens (at most `most`:
+    decode) only. Measured launches change when another batch is timed, and the Hopper kernel serves a limited number of
+    requests, so neither is used then. The number of requests selects BLOCK_R, which changes integers of the plan only.
+    """
+    return None if fixed_split else TUNED.get((kind, *shape))
 
 
 def _step_of(scale: torch.Tensor | None) -> int:

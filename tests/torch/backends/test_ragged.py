@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from attn import reference
+from attn import attention, reference
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.errors import DTypeError, MetadataError, ShapeError, UnsupportedError
 from attn.testing import Case, check_conformance, conformance_cases, draw
@@ -366,3 +366,48 @@ def test_lengths_are_fetched_when_there_are_no_mirrors(backend: Any) -> None:
     want = batch.run()
     batch.metadata.query_start_loc_cpu = batch.metadata.seq_lens_cpu = None
     torch.testing.assert_close(batch.run(), want)
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("rows", [1, 5, 40])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sliding_window": 7},
+        {"logits_soft_cap": 1.5, "scale": -0.4},
+        {"sinks": [0.5, -1.0, 2.0, 0.0]},
+        {"sliding_window": 50, "logits_soft_cap": 2.0, "sinks": [0.5, -1.0, 2.0, 0.0]},
+        {"alibi_slopes": [0.5, 0.25, 0.125, 0.0625]},
+        {"features": ["non_causal"]},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("backend", ["TORCH_SDPA", "CPU_ATTN"])
+def test_attend_keys_is_the_formula(backend: str, options: dict[str, Any], rows: int, invariant: bool) -> None:
+    """Keys in a cache with unused slots, as transformers' static one; nothing after them is read."""
+    causal = "features" not in options
+    features = [*options.get("features", ()), *(["batch_invariant"] if invariant else [])]
+    layer = Attention(H, D, num_kv_heads=K, dtype=torch.float32, backend=backend, **{**options, "features": features})
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(3, H, rows, D, generator=generator).transpose(1, 2)
+    key, value = (torch.randn(3, K, 64, D, generator=generator) for _ in range(2))
+    key[:, :, 40:] = value[:, :, 40:] = torch.nan
+    key, value = (x.transpose(1, 2)[:, :40] for x in (key, value))
+    got = layer.impl.attend_keys(query, key, value, causal)
+    want = attention(
+        query,
+        key,
+        value,
+        causal=causal,
+        scale=options.get("scale"),
+        window=options.get("sliding_window"),
+        logits_soft_cap=options.get("logits_soft_cap"),
+        sinks=options.get("sinks"),
+        alibi_slopes=options.get("alibi_slopes"),
+        layout="BSHD",
+    )
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    if invariant:
+        alone = torch.cat([layer.impl.attend_keys(*(x[b : b + 1] for x in (query, key, value)), causal) for b in range(3)])
+        assert torch.equal(got, alone)

@@ -57,6 +57,14 @@ def test_fixed_split_is_batch_invariant() -> None:
         assert torch.equal(run([r])[0], together[r])
 
 
+def test_a_graph_for_other_lengths_is_not_planned_by_the_hosts() -> None:
+    builder = TritonAttentionBackend.get_builder_cls()(KVCacheSpec(16, 1, 32, "float32"), ["layer"], None, torch.device("cpu"))
+    batch = CommonAttentionMetadata.from_lens([1], [16], [np.zeros(1, np.int32)], 16)
+    assert builder.build(0, batch).seq_lens_cpu is not None
+    captured = builder.build_for_cudagraph_capture(batch)
+    assert captured.seq_lens_cpu is None and captured.query_start_loc_cpu is None
+
+
 def _small(kv_cache_dtype: str = "auto", **changes: Any) -> tuple[Any, Any, torch.Tensor, tuple[torch.Tensor, ...]]:
     """(impl, metadata, cache, (query, key, value)) of a chunk and a decode."""
     heads, kv_heads, size, page = 4, 2, 32, 16
@@ -95,8 +103,10 @@ def test_compiles_as_one_graph(kv_cache_dtype: str, backend: str) -> None:
 @pytest.mark.triton_kernels
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8", "int8", "int8_per_token_head"])
 @pytest.mark.parametrize("query_lens", [(1, 1, 1), (3, 2, 3), (1, 200, 1)])
-def test_replays_are_eager_calls(kv_cache_dtype: str, query_lens: tuple[int, ...]) -> None:
-    """A captured step serves every batch within its bounds with an eager call's bits: the cache, the output, the lse."""
+@pytest.mark.parametrize("invariant", [False, True])
+def test_replays_are_eager_calls(kv_cache_dtype: str, query_lens: tuple[int, ...], invariant: bool) -> None:
+    """A captured step serves every batch within its bounds with an eager call's bits: the cache, the output, the lse. With
+    `batch_invariant`, they are also the bits of an eager call of each request alone."""
     heads, kv_heads, size, page, columns = 8, 2, 64, 16, 150
     device = torch.device("cuda")
     spec = KVCacheSpec(page, kv_heads, size, "bfloat16", kv_cache_dtype, num_blocks=3 * columns)
@@ -109,7 +119,7 @@ def test_replays_are_eager_calls(kv_cache_dtype: str, query_lens: tuple[int, ...
 
     metadata = batch([max(a, b, c) for a, b, c in zip(*lens, strict=True)])
     impl = TritonAttentionBackend.get_impl_cls()(heads, size, size**-0.5, kv_heads, kv_cache_dtype=kv_cache_dtype)
-    impl.need_to_return_lse_for_decode = True
+    impl.need_to_return_lse_for_decode, impl.batch_invariant = True, invariant
     cache = caches.allocate(TritonAttentionBackend, spec, 3 * columns, device)
     cache.zero_()
     arrays = [torch.zeros(sum(query_lens), n, size, device=device, dtype=torch.bfloat16) for n in (heads, kv_heads, kv_heads)]
@@ -139,6 +149,12 @@ def test_replays_are_eager_calls(kv_cache_dtype: str, query_lens: tuple[int, ...
         for one, want in zip(got, step(), strict=True):
             assert bool(one.isfinite().all()) and torch.equal(one, want)
         assert torch.equal(cache.view(torch.uint8), kept.view(torch.uint8))
+        begin = 0
+        for n, m, table in zip(query_lens, seq_lens, tables, strict=True) if invariant else ():
+            rows, begin = slice(begin, begin + n), begin + n
+            alone = build(0, CommonAttentionMetadata.from_lens([n], [m], [table], page))
+            out, lse = impl.forward(_layer(), *(x[rows].clone() for x in arrays), cache, alone)
+            assert torch.equal(out, got[0][rows]) and torch.equal(lse, got[1][:, rows])
 
 
 @pytest.mark.triton_kernels

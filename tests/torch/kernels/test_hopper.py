@@ -118,14 +118,24 @@ def test_names_are_those_that_the_kernels_use():
 
 def test_every_launch_asks_for_fused_products_and_sums():
     """Triton 3.9 warns at one that does not say, and 3.10 leaves them off."""
-    launches = [
-        (file.name, call)
+    calls = [
+        (file.name, call, ast.unparse(call.func))
         for file in Path(hopper.__file__).parent.glob("*.py")
         for call in ast.walk(ast.parse(file.read_text()))
-        if isinstance(call, ast.Call) and isinstance(call.func, ast.Subscript) and ast.unparse(call.func).startswith("_")
+        if isinstance(call, ast.Call)
     ]
-    spread = [(name, {ast.unparse(k.value) for k in call.keywords if k.arg is None}) for name, call in launches]
-    assert len(spread) >= 11
+    own = [
+        (name, call) for name, call, _ in calls if isinstance(call.func, ast.Subscript) and ast.unparse(call).startswith("_")
+    ]
+    direct = [
+        (name, word.value)
+        for name, call, function in calls
+        if re.fullmatch(r"_[A-Z]+\.launch", function)
+        for word in call.keywords
+        if word.arg == "constants" and isinstance(word.value, ast.Call)
+    ]
+    spread = [(name, {ast.unparse(k.value) for k in call.keywords if k.arg is None}) for name, call in (*own, *direct)]
+    assert len(own) >= 5 and len(direct) >= 7
     assert [name for name, words in spread if not words & {"FUSED", "rule.options()", "launch.options()"}] == []
 
 

@@ -54,8 +54,15 @@ def by_hand() -> Iterator[None]:
     assert hopper.why_off("hopper_mla") == ""
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_it_is_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+#: Every case as the launch rule cuts it, and, where that is a choice, by a plan on the device.
+CUTS = [
+    *((name, False) for name in CASES),
+    *((name, True) for name, case in CASES.items() if not {"split", "topk"} & set(case)),
+]
+
+
+@pytest.mark.parametrize(("name", "uneven"), CUTS)
+def test_it_is_attention(name: str, uneven: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {
         "heads": 128, "page": 64, "dtype": torch.bfloat16, "split": 0, "limits": False, "wild": None, "most": None, "topk": 0,
         **CASES[name],
@@ -100,9 +107,10 @@ def test_it_is_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     lse = torch.full((heads, tokens), torch.nan, device="cuda")
     mla_decode(
         out, lse, query, cache, starts, seq_lens, table, most_tokens, most_keys, 192**-0.5, limits=limits,
-        indices=chosen, fixed_split=given["split"],
+        indices=chosen, fixed_split=given["split"], uneven=uneven,
     )  # fmt: skip
     assert len(calls) == 1, "another kernel served"
+    assert bool(calls[0]["max_query"]) == (uneven and most_keys > 128), "a plan, unless the keys are too few"
     for r, (n, s) in enumerate(lens):
         own = cache[table[r, : counts[r]].long()].flatten(0, 1)[:s].double()
         for i in range(n):

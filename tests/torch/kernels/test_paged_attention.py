@@ -1,7 +1,9 @@
 """Paged attention called as a kernel, where magnitudes leave what the product's dtype holds. 10 s on one core, interpreted."""
 
 import math
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,8 +13,11 @@ import triton
 import triton.language as tl
 
 from attn.torch.interpreter import correct_bfloat16
+from attn.torch.kernels import paged_attention as module
 from attn.torch.kernels.codes import number_in
+from attn.torch.kernels.launch import Launch, cut_for, share_of
 from attn.torch.kernels.paged_attention import paged_attention
+from attn.torch.kernels.plan import UNBOUNDED, item_of
 
 pytestmark = [pytest.mark.triton_kernels, pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -99,3 +104,109 @@ def test_weights_below_float16(dtype: torch.dtype, stored: torch.dtype, cap: flo
     query = torch.full((1, HEADS, SIZE), 4.0)
     score = cap * math.atanh(17.5 / cap) if cap else 17.5
     _check(query.to(DEVICE, dtype), key.to(DEVICE, stored), value.to(DEVICE, stored), score / (16 * SIZE), cap)
+
+
+@triton.jit
+def _items(
+    found, query_start_loc, seq_lens, num_reqs, left, share, parts, enough, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr
+):  # type: ignore[no-untyped-def]
+    item = tl.program_id(0)
+    r, first, last, part, count = item_of(
+        item, query_start_loc, seq_lens, num_reqs, 0, 4, left, 0, 0, 0, 0, share, parts, enough, BLOCK_N, BLOCK_R, False, False
+    )
+    tl.store(found + 5 * item, r)
+    tl.store(found + 5 * item + 1, first)
+    tl.store(found + 5 * item + 2, last)
+    tl.store(found + 5 * item + 3, part)
+    tl.store(found + 5 * item + 4, count)
+
+
+@pytest.mark.parametrize("fixed", [0, 12])
+@pytest.mark.parametrize("left", [UNBOUNDED, 700])
+@pytest.mark.parametrize("seed", range(3))
+def test_items_are_every_tile_of_every_decode_once(seed: int, left: int, fixed: int) -> None:
+    """Requests without rows or with too many have none; a decode without keys has one item, which writes its zeros."""
+    rng = np.random.default_rng(seed)
+    num_reqs, block_n = (1, 33, 7)[seed], 32
+    q_lens, seq_lens = rng.integers(0, 6, num_reqs), (2 ** rng.uniform(0, 12, num_reqs)).astype(int)
+    q_lens[0], seq_lens[-1] = 1, 0
+    chosen = (q_lens > 0) & (q_lens <= 4)
+    lows = np.maximum(seq_lens - q_lens - left, 0) // block_n
+    tiles = np.where(chosen & (seq_lens > 0), -(-seq_lens // block_n) - lows, 0)
+    cut = cut_for(num_reqs, 2, max(3, int(tiles.max())), fixed, 16)
+    assert cut is not None
+    found = torch.full((cut.items + 3, 5), -1, dtype=torch.int32, device=DEVICE)
+    start, lens = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, *np.cumsum(q_lens)], seq_lens))
+    _items[(cut.items + 3,)](found, start, lens, num_reqs, left, cut.share, cut.parts, cut.enough, block_n, cut.block_r)
+    items = [item for item in found.tolist() if item[0] < num_reqs]
+    assert items == found.tolist()[: len(items)], "the rest of the grid has none"
+    share = fixed or share_of(tiles[chosen], cut)
+    for r in range(num_reqs):
+        own = [item[1:] for item in items if item[0] == r]
+        if not chosen[r]:
+            assert own == []
+            continue
+        assert [part for _, _, part, _ in own] == list(range(len(own))) and {count for *_, count in own} == {len(own)}
+        assert [tile for first, last, _, _ in own for tile in range(first, last)] == list(range(tiles[r]))
+        if num_reqs == chosen.sum():  # else the device has room for more items than the host assumes
+            assert len(own) == max(1, -(-tiles[r] // share))
+        if fixed:
+            assert all(first % fixed == 0 for first, *_ in own)
+
+
+class _Recorded:
+    """Stands for a kernel: records what each launch compiles, which is constants, options and dtypes.
+
+    Of BLOCK_R only whether a decode is cut: its size changes the integers of the plan alone.
+    """
+
+    def __init__(self) -> None:
+        self.programs: set[tuple[Any, ...]] = set()
+
+    def launch(self, programs: int, changing: dict[str, Any], constants: dict[str, Any]) -> None:
+        compiled = {**constants, "BLOCK_R": constants.get("BLOCK_R", 0) > 0}
+        dtypes = {n: getattr(v, "dtype", type(v)) for n, v in changing.items()}
+        self.programs.add((*sorted(compiled.items(), key=str), *sorted(dtypes.items(), key=str)))
+
+
+#: (new tokens, lengths, bound on the lengths): decodes of any length, drafts, mixed batches, 1501 requests.
+_BATCHES = [
+    ([1], [5], 5), ([1] * 3, [5, 4000, 70], 4000), ([1, 3], [9, 9], 131072), ([1, 200, 2], [9, 300, 4], 300),
+    ([1, 500], [30000, 500], 30000), ([1] * 1500 + [40], [7] * 1500 + [40], 40),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "gfx942"])
+@pytest.mark.parametrize("left", [None, 100])
+def test_a_fixed_split_compiles_the_same_programs_for_any_batch(
+    arch: str, left: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither the batch nor launches that were measured meanwhile change a program; without a fixed split both do."""
+    monkeypatch.setattr(module, "arch", lambda: arch)
+    monkeypatch.setattr(module.hopper, "is_on", lambda kernel: False)
+    shape = (arch, 4, 128, 2, 2)
+
+    def programs(fixed_split: int) -> list[set[tuple[Any, ...]]]:
+        kernels = _Recorded(), _Recorded()
+        monkeypatch.setattr(module, "_LAUNCH", kernels[0])
+        monkeypatch.setattr(module, "_MERGE", kernels[1])
+        for i, (q_lens, k_lens, bound) in enumerate(_BATCHES):
+            if i == 3:
+                for kind in ("decode", "prefill"):
+                    monkeypatch.setitem(module.TUNED, (kind, *shape), Launch(64, 16, 8, 2))
+            query = torch.zeros(sum(q_lens), 8, 128, dtype=torch.bfloat16)
+            start = torch.tensor([0, *q_lens]).cumsum(0).int()
+            table, cache = torch.zeros(len(q_lens), -(-bound // 16)).int(), torch.zeros(4, 16, 2, 128, dtype=torch.bfloat16)
+            lens = torch.tensor(k_lens).int()
+            module._paged_attention(
+                query.clone(), None, query, cache, cache, start, lens, table, max(q_lens), bound, 1.0, left=left, right=0,
+                fixed_split=fixed_split,
+            )  # fmt: skip
+        return [kernel.programs for kernel in kernels]
+
+    attention, merge = programs(2048)
+    assert len(attention) == 2 and len(merge) == 1  # decode and prefill
+    monkeypatch.undo()
+    monkeypatch.setattr(module, "arch", lambda: arch)
+    monkeypatch.setattr(module.hopper, "is_on", lambda kernel: False)
+    assert len(programs(0)[0]) > 2

@@ -17,7 +17,7 @@ import numpy as np
 from jax import lax
 
 from attn.backends.abstract import AttentionLayer
-from attn.backends.arguments import fold_sign
+from attn.backends.arguments import check_reach, fold_sign
 from attn.backends.metadata import PAD_SLOT_ID, CommonAttentionMetadata
 from attn.backends.mla.common import MLABackend, MLAImpl, dcp_row_limits
 from attn.backends.mla.prefill.abstract import MLAContextChunk, MLAPrefillBackend, MLAPrefillMetadata
@@ -330,6 +330,7 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
         dtype, rows = dtype_name(q.dtype), attn_metadata.slot_mapping.shape[0]
         if dtype not in capabilities.dtypes:
             raise DTypeError(f"{name}: q has dtype {dtype} (supports {', '.join(capabilities.dtypes)})")
+        check_reach(self, attn_metadata)
         if not attn_metadata.causal and Feature.NON_CAUSAL not in capabilities.features:
             raise UnsupportedError(f"{name}: {Feature.NON_CAUSAL.value} not supported")
         if indices is not None and Feature.SPARSE_MLA not in capabilities.features:

@@ -7,7 +7,7 @@ by index. Lengths are needed on the host only for batches with a query longer th
 """
 
 import functools
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,11 +50,43 @@ class MLADecodeMetadata:
     limits: torch.Tensor | None = None
     plans: dict[Any, Any] = field(default_factory=dict)
 
+    @functools.cached_property
+    def uneven(self) -> bool:
+        """Whether one request is much longer than the others, or the lengths are not on the host: keys are cut by a plan."""
+        lens = self.seq_lens_cpu
+        return lens is None or (len(lens) > 1 and bool(lens.max() > 1.5 * lens.mean()))
+
     def host_lens(self) -> "tuple[IntArray, IntArray]":
         """Return (query_start_loc, seq_lens) on the host; without host copies this waits for the device."""
         if self.query_start_loc_cpu is None or self.seq_lens_cpu is None:
             self.query_start_loc_cpu, self.seq_lens_cpu = self.query_start_loc.cpu().numpy(), self.seq_lens.cpu().numpy()
         return self.query_start_loc_cpu, self.seq_lens_cpu
+
+    @functools.cached_property
+    def one_by_one(self) -> "tuple[MLADecodeMetadata, ...]":
+        """The requests with tokens, each as a batch of its own; waits for the device without host copies of the lengths."""
+        starts, lens = self.host_lens()
+        found = []
+        for r in np.flatnonzero(starts[1:] > starts[:-1]).tolist():
+            own, q_len = slice(int(starts[r]), int(starts[r + 1])), int(starts[r + 1] - starts[r])
+            start = np.array([0, q_len], np.int32)
+            part = replace(
+                self,
+                rows=_rows_of(self.rows, own, self.seq_lens.device),
+                query_start_loc=_put(start, self.seq_lens.device),
+                seq_lens=self.seq_lens[r : r + 1],
+                block_table=self.block_table[r : r + 1],
+                num_reqs=1,
+                num_tokens=q_len,
+                max_query_len=q_len,
+                max_seq_len=int(lens[r]),
+                query_start_loc_cpu=start,
+                seq_lens_cpu=lens[r : r + 1],
+                limits=None if self.limits is None else self.limits[own],
+                plans={},
+            )
+            found.append(part)
+        return tuple(found)
 
     @functools.cached_property
     def query_len(self) -> int | None:
@@ -92,6 +124,27 @@ class MLAPrefillBatch:
     block_size: int
     plans: dict[int, ContextPlan] = field(default_factory=dict)
     _own: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @functools.cached_property
+    def one_by_one(self) -> "tuple[MLAPrefillBatch, ...]":
+        """The requests with rows that see a key, each as a batch of its own."""
+        starts = _starts(self.query_lens)
+        found = []
+        for r in np.flatnonzero(self.query_lens).tolist():
+            own, one = slice(int(starts[r]), int(starts[r + 1])), slice(r, r + 1)
+            part = replace(
+                self,
+                rows=_rows_of(self.rows, own, self.block_table.device),
+                empty=None,
+                block_table=self.block_table[one],
+                query_lens=self.query_lens[one],
+                context_lens=self.context_lens[one],
+                num_tokens=int(self.query_lens[r]),
+                plans={},
+                _own=None,
+            )
+            found.append(part)
+        return tuple(found)
 
     def plan(self, workspace: int) -> ContextPlan:
         """Return chunks of at most `workspace` tokens (but at least one per request), cached for the following layers."""
@@ -229,6 +282,13 @@ def _split(batch: MLACommonMetadata, threshold: int) -> None:
         num_tokens=num_tokens,
         block_size=block_size,
     )
+
+
+def _rows_of(rows: Rows, own: slice, device: torch.device) -> torch.Tensor:
+    """Return some of `rows` as indices, which gather and scatter: a slice's alignment would depend on its place."""
+    if isinstance(rows, slice):
+        return torch.arange(rows.start + own.start, rows.start + own.stop, device=device)
+    return rows[own]
 
 
 def _starts(lens: "IntArray") -> "IntArray":

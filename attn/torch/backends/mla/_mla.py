@@ -10,6 +10,7 @@ Weights are absorbed once, by `process_weights_after_loading` or the first call;
 """
 
 import copy
+import functools
 import math
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Self, TypeVar
@@ -17,13 +18,14 @@ from typing import Any, NamedTuple, Self, TypeVar
 import torch
 
 from attn.backends.abstract import AttentionLayer
-from attn.backends.arguments import fold_sign
+from attn.backends.arguments import check_reach, fold_sign
 from attn.backends.mla.common import MLABackend, MLAImpl
 from attn.backends.mla.prefill.abstract import MLAPrefillBackend
 from attn.backends.mla.prefill.selector import get_mla_prefill_backend
 from attn.backends.paged import cache_dtype_error, check_array, check_block_size, check_built
 from attn.capabilities import Feature
 from attn.errors import DeviceError, DTypeError, ShapeError, UnsupportedError
+from attn.imports import installed
 from attn.torch import kv_cache as caches
 from attn.torch.backends.mla import _rows
 from attn.torch.backends.mla._metadata import (
@@ -31,6 +33,7 @@ from attn.torch.backends.mla._metadata import (
     MLACommonMetadataBuilder,
     MLADecodeMetadata,
     MLAPrefillBatch,
+    Rows,
 )
 from attn.torch.merge import merge_attn_states
 
@@ -79,6 +82,9 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         }
         #: Elements of a row of the cache.
         self._row_width = self.backend.get_kv_cache_shape(0, 0, 1, self.head_size, self.kv_cache_dtype)[2]
+        coded = all(caches.is_quantised(element) for element in self._elements.values())
+        #: Whether rows are codes that the layer's scale multiplies (a packed row has scales of its own).
+        self._has_scale = coded and self.kv_cache_dtype != _rows.PACKED
 
     def process_weights_after_loading(self, act_dtype: Any) -> None:
         """Absorb `kv_b_proj` for activations of `act_dtype`, and choose the prefill backend.
@@ -145,25 +151,71 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         lse = None
         if self.need_to_return_lse_for_decode:
             lse = query.new_empty(self.num_heads, query.shape[0], dtype=torch.promote_types(query.dtype, torch.float32))
+        decode, absorbed = attn_metadata.decode, None
+        if decode is not None and decode.num_tokens and not self.batch_invariant:
+            own = rows_of(query, decode.rows)
+            absorbed = own, own.new_empty(own.shape[0], self.num_heads, self.head_size)
         if new is not None:
-            self.do_kv_cache_update(layer, *new, kv_cache, attn_metadata.slot_mapping[: attn_metadata.num_actual_tokens])
-        if attn_metadata.decode is not None and attn_metadata.decode.num_tokens:
-            own = self._absorb(query[attn_metadata.decode.rows])
-            self._run_decode(DecodeCall(layer, own, kv_cache, attn_metadata.decode), out, lse)
+            slots, tokens = attn_metadata.slot_mapping, attn_metadata.num_actual_tokens
+            self.do_kv_cache_update(layer, *new, kv_cache, slots if len(slots) == tokens else slots[:tokens], absorbed)
+        elif absorbed is not None:
+            self._copy_rotary(*absorbed)
+        if decode is not None and absorbed is not None:
+            self._absorb(*absorbed)
+            self._run_decode(DecodeCall(layer, absorbed[1], kv_cache, decode), out, lse)
+        elif decode is not None and decode.num_tokens:
+            # products of all tokens would depend on how many there are
+            for one in decode.one_by_one:
+                own = query[one.rows]
+                alone = own.new_empty(own.shape[0], self.num_heads, self.head_size)
+                self._copy_rotary(own, alone)
+                self._absorb(own, alone)
+                self._run_decode(DecodeCall(layer, alone, kv_cache, one), out, lse)
         if attn_metadata.prefill is not None:
             if attn_metadata.prefill.num_tokens:
-                self._run_prefill(layer, query, new, kv_cache, attn_metadata.prefill, out, lse)
+                for prefill in attn_metadata.prefill.one_by_one if self.batch_invariant else (attn_metadata.prefill,):
+                    self._run_prefill(layer, query, new, kv_cache, prefill, out, lse)
             _clear(attn_metadata.prefill.empty, out, lse)
         result = out if output is None else output
         return result if lse is None else (result, lse)
 
     def do_kv_cache_update(
-        self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
+        self,
+        layer: AttentionLayer,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        absorbed: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Write kv_c [T, L] and k_pe [T, Dr] as rows at `slot_mapping` [T]; -1 writes nothing."""
+        """Write kv_c [T, L] and k_pe [T, Dr] as rows at `slot_mapping` [T]; -1 writes nothing.
+
+        absorbed: queries [t, H, Dn + Dr] and their absorbed form [t, H, L + Dr], whose rotary part is copied in the same
+        launch where a kernel writes.
+        """
+        if self._writes_by_kernel(kv_cache):
+            _kernel()(key, value, kv_cache, slot_mapping, *self._scale(layer, kv_cache), *(absorbed or ()))
+            return kv_cache
         rows = _rows.encode(key.detach(), value.detach(), self.kv_cache_dtype, kv_cache.dtype, layer._k_scale)
         caches.put([(rows, kv_cache)], slot_mapping)
+        if absorbed is not None:
+            self._copy_rotary(*absorbed)
         return kv_cache
+
+    def _writes_by_kernel(self, kv_cache: torch.Tensor) -> bool:
+        """Whether a Triton kernel writes the cache: on GPUs with Triton. A backend of plain torch operators overrides this."""
+        return kv_cache.is_cuda and installed("triton")
+
+    def _scale(self, layer: AttentionLayer, kv_cache: torch.Tensor) -> tuple[torch.Tensor | None, float]:
+        """Return the scale of an fp8 cache: (float32 on the device, 1.0), or (None, its value) if the host has it."""
+        if not self._has_scale:
+            return None, 1.0
+        scale: Any = layer._k_scale
+        if not isinstance(scale, torch.Tensor) or scale.device.type == "cpu":
+            return None, float(scale)  # known on the host, so it costs kernels nothing
+        if scale.dtype == torch.float32 and scale.device == kv_cache.device and not scale.requires_grad:
+            return scale, 1.0
+        return scale.detach().to(kv_cache.device, torch.float32), 1.0
 
     # --- decode ------------------------------------------------------------------------------------------------------
 
@@ -178,24 +230,27 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         """Fill the decodes' rows of out [T, H, Dv] and, unless None, lse [H, T]."""
         rows = call.meta.rows
         latent, log = self._decode(call)
-        latent = latent.to(call.q.dtype).transpose(0, 1)
+        if latent.dtype != call.q.dtype:
+            latent = latent.to(call.q.dtype)
         if isinstance(rows, slice):
-            torch.bmm(latent, self._w_uv, out=out[rows].transpose(0, 1))
+            torch.bmm(latent.transpose(0, 1), self._w_uv, out=rows_of(out, rows).transpose(0, 1))
         else:
-            out[rows] = torch.bmm(latent, self._w_uv).transpose(0, 1)
+            out[rows] = torch.bmm(latent.transpose(0, 1), self._w_uv).transpose(0, 1)
         if lse is not None:
             assert log is not None
             lse[:, rows] = log
 
-    def _absorb(self, query: torch.Tensor) -> torch.Tensor:
-        """Return [q_nope W_UK^T | q_pe], [T, H, L + Dr] contiguous, of queries [T, H, Dn + Dr]."""
-        nope = self.qk_nope_head_dim
-        absorbed = query.new_empty(*query.shape[:2], self.head_size)
-        torch.bmm(
-            query[..., :nope].transpose(0, 1), self._w_uk_t, out=absorbed[..., : self.kv_lora_rank].transpose(0, 1)
-        )  # written in place, without a concatenation
-        absorbed[..., self.kv_lora_rank :] = query[..., nope:]
-        return absorbed
+    def _absorb(self, query: torch.Tensor, absorbed: torch.Tensor) -> None:
+        """Write q_nope W_UK^T of queries [T, H, Dn + Dr] into absorbed[..., :L], [T, H, L + Dr], without a concatenation."""
+        heads, nope, rank = self.num_heads, self.qk_nope_head_dim, self.kv_lora_rank
+        (q_t, q_h, q_d), (a_t, a_h, a_d) = query.stride(), absorbed.stride()
+        # one view each: [H, T, Dn] and [H, T, L]
+        q_nope = query.as_strided((heads, query.shape[0], nope), (q_h, q_t, q_d))
+        torch.bmm(q_nope, self._w_uk_t, out=absorbed.as_strided((heads, query.shape[0], rank), (a_h, a_t, a_d)))
+
+    def _copy_rotary(self, query: torch.Tensor, absorbed: torch.Tensor) -> None:
+        """Copy the rotary part of queries [T, H, Dn + Dr] into absorbed[..., L:]."""
+        absorbed[..., self.kv_lora_rank :] = query[..., self.qk_nope_head_dim :]
 
     # --- prefill -----------------------------------------------------------------------------------------------------
 
@@ -282,18 +337,20 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
             name = self.backend.get_name()
             raise ShapeError(f"{name}: one of kv_c_normed and k_pe is None: pass both, or neither (nothing is written then)")
         kv_c = self._shaped("kv_c_normed", kv_c, (self.kv_lora_rank,))
+        if isinstance(k_pe, torch.Tensor) and k_pe.dim() == 2 and k_pe.shape[1] == self.qk_rope_head_dim:
+            return kv_c, k_pe
         return kv_c, self._shaped("k_pe", k_pe, (1, self.qk_rope_head_dim))[:, 0]
 
     def _check_output(self, query: torch.Tensor, output: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """Return the buffer as [T, H, Dv]. Raises unless its shape, dtype and device match."""
         name = self.backend.get_name()
-        if tuple(output.shape) not in (shape, (shape[0], shape[1] * shape[2])):
+        if output.shape != shape and output.shape != (shape[0], shape[1] * shape[2]):
             raise ShapeError(f"{name}: output has shape {list(output.shape)}: must be {list(shape)}")
         if output.dtype != query.dtype:
             raise DTypeError(f"{name}: output has dtype {output.dtype}, query {query.dtype}: must be equal")
         if output.device != query.device:
             raise DeviceError(f"{name}: output is on {output.device}, query on {query.device}")
-        return output.view(shape)
+        return output if output.shape == shape else output.view(shape)
 
     def _check_call(
         self,
@@ -308,6 +365,7 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         if query.dtype not in self._elements:
             dtype, supported = str(query.dtype).removeprefix("torch."), self.backend.capabilities.dtypes  # type: ignore[union-attr]
             raise DTypeError(f"{self.backend.get_name()}: query has dtype {dtype} (supports {', '.join(supported)})")
+        check_reach(self, attn_metadata)
         if not attn_metadata.causal:
             raise UnsupportedError(f"{self.backend.get_name()}: {Feature.NON_CAUSAL.value} not supported")
         if attn_metadata.tree_mask is not None:
@@ -346,6 +404,21 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
             raise DeviceError(f"{name}: kv_cache is on {kv_cache.device}, query on {query.device}")
         if getattr(layer._k_scale, "ndim", 0):
             raise UnsupportedError(f"{name}: {Feature.PER_HEAD_SCALES.value} not supported: a latent row has one scale")
+
+
+@functools.cache
+def _kernel() -> Any:
+    """Return `write_latents`. It needs Triton; an import statement would cost each call a microsecond."""
+    from attn.torch.kernels.latent_write import write_latents
+
+    return write_latents
+
+
+def rows_of(tensor: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """Return rows of a tensor [T, ...]: the tensor itself if they are all of them."""
+    if isinstance(rows, slice) and rows.start == 0 and rows.stop == tensor.shape[0]:
+        return tensor
+    return tensor[rows]
 
 
 def _clear(rows: torch.Tensor | None, out: torch.Tensor, lse: torch.Tensor | None) -> None:

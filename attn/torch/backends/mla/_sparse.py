@@ -11,7 +11,7 @@ import torch
 from attn import envs
 from attn.errors import DTypeError, MetadataError, ShapeError
 from attn.torch.backends.mla._metadata import MLACommonMetadataBuilder
-from attn.torch.backends.mla._mla import DecodeCall, MLACommonBackend, MLACommonImpl
+from attn.torch.backends.mla._mla import DecodeCall, MLACommonBackend, MLACommonImpl, rows_of
 
 
 class SparseMLABuilder(MLACommonMetadataBuilder):
@@ -42,8 +42,7 @@ class SparseMLAImpl(MLACommonImpl):
             raise DTypeError(f"{name}: indexer.topk_indices has dtype {chosen.dtype}: must be torch.int32")
         if chosen.dim() != 2 or chosen.shape[0] < rows:
             raise ShapeError(f"{name}: indexer.topk_indices has shape {list(chosen.shape)}: must be [{rows} or more, topk]")
-        assert isinstance(call.meta.rows, slice)  # all requests are decodes
-        own = chosen[call.meta.rows]
+        own = rows_of(chosen, call.meta.rows)
         if envs.debug("device"):
             ordered = own.sort(1).values
             twice = ((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)).nonzero()

@@ -1,9 +1,11 @@
 """Shared code of the MLA backends that use this package's Triton kernels: the call, and the limits of architectures."""
 
+import functools
+from typing import Any
+
 import torch
 
 from attn.capabilities import Capabilities, Device, MultipleOf, Request
-from attn.torch import kv_cache as caches
 from attn.torch.backends.mla import _rows
 from attn.torch.backends.mla._mla import DecodeCall, MLACommonImpl
 from attn.torch.kernels.memory import holds_float32_latents
@@ -34,26 +36,24 @@ def device_reasons(request: Request, device: Device | None) -> list[str]:
     return [f"{cache}: its latents exceed the shared memory"]
 
 
+@functools.cache
+def _kernel() -> Any:
+    """Return `mla_decode`. It needs Triton; an import statement would cost each call a microsecond."""
+    from attn.torch.kernels.mla_decode import mla_decode
+
+    return mla_decode
+
+
 def decode(
     impl: MLACommonImpl, call: DecodeCall, indices: torch.Tensor | None, fixed_split: int
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return (out [Td, H, L], lse [H, Td] or None) of absorbed queries; `indices` [Td, topk] for a sparse backend."""
-    from attn.torch.kernels.mla_decode import mla_decode
-
     q, meta = call.q, call.meta
-    out = q.new_empty(*q.shape[:2], impl.kv_lora_rank)
-    lse = None
-    if impl.need_to_return_lse_for_decode:
-        lse = torch.empty(q.shape[1], q.shape[0], dtype=torch.float32, device=q.device)
-    packed = impl.kv_cache_dtype == _rows.PACKED
-    k_scale, k_factor = None, 1.0
-    if caches.is_quantised(call.kv_cache.dtype) and not packed:
-        scale = call.layer._k_scale
-        if not isinstance(scale, torch.Tensor) or scale.device.type == "cpu":
-            k_factor = float(scale)  # known on the host, so it costs the kernel nothing
-        else:
-            k_scale = scale.detach().to(q.device, torch.float32)
-    mla_decode(
+    tokens, heads, _ = q.shape
+    out = q.new_empty(tokens, heads, impl.kv_lora_rank)
+    lse = q.new_empty(heads, tokens, dtype=torch.float32) if impl.need_to_return_lse_for_decode else None
+    k_scale, k_factor = impl._scale(call.layer, call.kv_cache)
+    _kernel()(
         out,
         lse,
         q,
@@ -64,11 +64,12 @@ def decode(
         max_query_len=meta.max_query_len,
         max_seq_len=meta.max_seq_len,
         scale=impl.scale,
-        packed=packed,
+        packed=impl.kv_cache_dtype == _rows.PACKED,
         k_scale=k_scale,
         k_factor=k_factor,
         limits=meta.limits,
         indices=indices,
         fixed_split=fixed_split,
+        uneven=meta.uneven,
     )
     return out, lse

@@ -93,16 +93,22 @@ class UniformMLAImpl(MLACommonImpl):
 
     def _decode(self, call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
         q, meta = call.q, call.meta
+        if meta.query_len and meta.num_tokens == q.shape[0]:
+            return self._decode_rows(call, q, meta.query_len, meta.seq_lens, meta.block_table)
         out = q.new_zeros(*q.shape[:2], self.kv_lora_rank)
         lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float32, device=q.device)
         for length, requests, rows in by_query_len(meta):
-            part = q[rows].reshape(-1, length, *q.shape[1:])
-            got, log = self._decode_uniform(call, part, meta.seq_lens[requests], meta.block_table[requests])
-            got, log = state(got.reshape(-1, *got.shape[2:]), log.transpose(0, 1).reshape(q.shape[1], -1))
-            if isinstance(rows, slice) and rows == slice(0, q.shape[0]):
-                return got, log
-            out[rows], lse[:, rows] = got, log
+            own = self._decode_rows(call, q[rows], length, meta.seq_lens[requests], meta.block_table[requests])
+            out[rows], lse[:, rows] = own
         return out, lse
+
+    def _decode_rows(
+        self, call: DecodeCall, q: torch.Tensor, length: int, lens: torch.Tensor, block_table: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (out [T, H, L], lse [H, T]) of the rows q [T, H, L + Dr] of requests with `length` rows each."""
+        heads = q.shape[1]
+        out, log = self._decode_uniform(call, q.reshape(-1, length, heads, q.shape[2]), lens, block_table)
+        return state(out.reshape(-1, *out.shape[2:]), log.transpose(0, 1).reshape(heads, -1))
 
     def _plan(self, meta: MLADecodeMetadata, *key: Any) -> Any:
         """Return the batch's plan for this backend, its number of heads and `key`, or None."""

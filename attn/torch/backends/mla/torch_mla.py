@@ -3,6 +3,8 @@
 It is the reference implementation and the fallback. A request's latents are gathered from its pages once for all heads, and
 `_ragged.attend` attends them in float32 (float64 for float64). The gathered rows are the keys, and their first columns are the
 values. The loop over requests needs their lengths on the host.
+
+Where a layer requests `batch_invariant`, the projections and the prefills are computed one request at a time as well.
 """
 
 from dataclasses import replace
@@ -23,12 +25,15 @@ class TorchMLABackend(MLACommonBackend):
         platforms=("cuda", "rocm", "xpu", "cpu"),
         dtypes=_ragged.DTYPES,
         kv_cache_dtypes=("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"),
-        features=frozenset({Feature.MLA, Feature.LSE, Feature.DCP, Feature.NAN_SAFE}),
+        features=frozenset({Feature.MLA, Feature.LSE, Feature.DCP, Feature.NAN_SAFE, Feature.BATCH_INVARIANT}),
     )
 
 
 class TorchMLAImpl(MLACommonImpl, backend=TorchMLABackend):
     can_return_lse_for_decode = True
+
+    def _writes_by_kernel(self, kv_cache: torch.Tensor) -> bool:
+        return False
 
     def _decode(self, call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
         q, meta = call.q, call.meta

@@ -22,11 +22,14 @@ class TorchMLASparseBackend(SparseMLABackend):
         platforms=("cuda", "rocm", "xpu", "cpu"),
         dtypes=_ragged.DTYPES,
         kv_cache_dtypes=("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"),
-        features=frozenset({Feature.SPARSE_MLA, Feature.LSE, Feature.NAN_SAFE}),
+        features=frozenset({Feature.SPARSE_MLA, Feature.LSE, Feature.NAN_SAFE, Feature.BATCH_INVARIANT}),
     )
 
 
 class TorchMLASparseImpl(SparseMLAImpl, backend=TorchMLASparseBackend):
+    def _writes_by_kernel(self, kv_cache: torch.Tensor) -> bool:
+        return False
+
     def _decode(self, call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor]:
         q, meta = call.q, call.meta
         exact = torch.promote_types(q.dtype, torch.float32)

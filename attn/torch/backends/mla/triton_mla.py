@@ -41,5 +41,8 @@ class TritonMLAImpl(MLACommonImpl, backend=TritonMLABackend):
         super().__init__(*args, **kwargs)
         prepare(self.backend.get_name())
 
+    def _writes_by_kernel(self, kv_cache: torch.Tensor) -> bool:
+        return True  # interpreted on a CPU, as the decode is
+
     def _decode(self, call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor | None]:
         return _triton.decode(self, call, None, self.fixed_split_size)

@@ -39,5 +39,8 @@ class TritonMLASparseImpl(SparseMLAImpl, backend=TritonMLASparseBackend):
         super().__init__(*args, **kwargs)
         prepare(self.backend.get_name())
 
+    def _writes_by_kernel(self, kv_cache: torch.Tensor) -> bool:
+        return True  # interpreted on a CPU, as the decode is
+
     def _decode(self, call: DecodeCall) -> tuple[torch.Tensor, torch.Tensor | None]:
         return _triton.decode(self, call, self._indices(call), self.fixed_split_size)

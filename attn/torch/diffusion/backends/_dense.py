@@ -15,6 +15,7 @@ from attn.diffusion.backends.abstract import DiffusionAttentionBackend, Diffusio
 from attn.diffusion.backends.dense import DenseAttentionImpl, DenseCall
 from attn.errors import DeviceError, UnsupportedError
 from attn.torch import graphs
+from attn.torch.alignment import aligned
 
 
 class DenseBackend(DiffusionAttentionBackend):
@@ -41,6 +42,10 @@ class DenseImpl(DenseAttentionImpl):
             result: torch.Tensor = super().forward(query, key, value, attn_metadata)
             return result
         return graphs.dense(self, self._prepared(query, key, value, attn_metadata))
+
+    def _prepared(self, *args: Any) -> DenseCall:
+        call = super()._prepared(*args)
+        return call._replace(query=aligned(call.query), key=aligned(call.key), value=aligned(call.value))
 
     def _as_mask(self, given: Any, like: torch.Tensor) -> torch.Tensor:
         mask: torch.Tensor = to_framework(given, "torch").to(like.device)

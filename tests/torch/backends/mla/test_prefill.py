@@ -12,6 +12,7 @@ from attn.backends.mla.prefill.abstract import MLAContextChunk, MLAPrefillMetada
 from attn.backends.mla.prefill.registry import MLAPrefillBackendEnum
 from attn.backends.mla.prefill.selector import make_mla_prefill_request, select_mla_prefill
 from attn.capabilities import Device
+from attn.testing.prefill import check_prefill, prefill_cases
 from attn.torch.backends import _flash_providers as providers
 
 B200, H200 = Device("torch", "cuda", "NVIDIA B200", "sm_100"), Device("torch", "cuda", "NVIDIA H200", "sm_90")
@@ -81,6 +82,18 @@ def test_a_prefill_adapter(
         np.testing.assert_allclose(out.double().numpy()[seen[0]], want[seen[0]], atol=0.02)
     alone = backend.run_prefill_new_tokens(t["q"], t["k"], t["v"], meta, False)
     assert isinstance(alone, torch.Tensor)
+
+
+@pytest.mark.parametrize(("name", "root"), ADAPTERS)
+def test_the_suite_on_a_stand_in(name: str, root: str, standins: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    standins(root)
+    monkeypatch.setattr(providers, "PROVIDERS", [p for p in providers.PROVIDERS if not p.install.startswith("torch")])
+    providers.chosen.cache_clear()
+    backend = MLAPrefillBackendEnum[name].get_class()
+    cases = prefill_cases(backend)
+    assert any(case.layout == "fused" for case in cases)
+    for case in cases:
+        check_prefill(backend, case)
 
 
 def test_the_list_of_blackwell_and_its_reasons(standins: Callable[..., None]) -> None:

@@ -9,7 +9,7 @@ import torch
 transformers = pytest.importorskip("transformers")
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave  # noqa: E402
 
-from attn.demo.batcher import Batcher  # noqa: E402
+from attn.serving import Scheduler  # noqa: E402
 from attn.torch import MLAAttention  # noqa: E402
 
 VOCAB, NEW, PROMPTS = 97, 64, (5, 40, 23, 1)
@@ -46,10 +46,10 @@ class Paged:
         self.builder = self.layers[0].backend.get_builder_cls()(self.layers[0].kv_cache_spec)
 
     @torch.no_grad()
-    def logits(self, plan) -> torch.Tensor:
-        metadata = self.builder.build(0, plan.attn_metadata)
-        positions = torch.from_numpy(plan.positions)[None].long()
-        x = self.model.embed_tokens(torch.from_numpy(plan.token_ids).long())
+    def logits(self, step) -> torch.Tensor:
+        metadata = self.builder.build(0, step.attn_metadata)
+        positions = torch.from_numpy(step.positions)[None].long()
+        x = self.model.embed_tokens(torch.from_numpy(step.token_ids).long())
         rotary = self.model.rotary_emb(x, positions)
         for block, attention, cache in zip(self.model.layers, self.layers, self.caches, strict=True):
             own = block.self_attn
@@ -61,7 +61,7 @@ class Paged:
             out = attention(query, own.kv_a_layernorm(kv_c), turned[1][0, 0], cache, metadata)
             x = x + own.o_proj(out.flatten(1))
             x = x + block.mlp(block.post_attention_layernorm(x))
-        return self.head(self.model.norm(x)[torch.from_numpy(plan.sample_rows).long()])
+        return self.head(self.model.norm(x)[torch.from_numpy(step.sample_rows).long()])
 
 
 def dense(model, tokens: torch.Tensor) -> torch.Tensor:
@@ -87,13 +87,13 @@ def dense(model, tokens: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("budget", [256, 20], ids=["whole prompts", "chunks"])
 def test_greedy_tokens_are_those_of_dense_attention(model, budget):
     rng = np.random.default_rng(1)
-    batcher = Batcher(32, BLOCK, vocab_size=VOCAB, max_position_embeddings=256, token_budget=budget)
-    requests = [batcher.submit(rng.integers(0, VOCAB, n).tolist(), NEW) for n in PROMPTS]
+    scheduler = Scheduler(32, BLOCK, vocab_size=VOCAB, max_model_len=256, token_budget=budget)
+    requests = [scheduler.submit(rng.integers(0, VOCAB, n).tolist(), NEW) for n in PROMPTS]
     paged = Paged(model, 32, backend="TORCH_MLA")
     widest = 0
-    while (plan := batcher.step()) is not None:
-        widest = max(widest, plan.attn_metadata.max_query_len)
-        batcher.commit(paged.logits(plan).argmax(-1).tolist())
+    while (step := scheduler.schedule()) is not None:
+        widest = max(widest, step.attn_metadata.max_query_len)
+        scheduler.commit(paged.logits(step).argmax(-1).tolist())
     assert widest > 16  # prefills were expanded, the rest absorbed
     for request in requests:
         tokens = torch.tensor(request.tokens)

@@ -8,12 +8,15 @@ import importlib.util
 import numpy as np
 import pytest
 import torch
+from torch import library
 
+from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.mla.prefill.abstract import MLAContextChunk, MLAPrefillMetadata
 from attn.capabilities import Device, Request
 from attn.testing import check_conformance
 from attn.testing.subject import subject_of
 from attn.testing.suite import cases_of
+from attn.torch import MLAAttention
 from attn.torch.backends.mla.prefill.sdpa import TorchSDPAPrefillBackend
 from attn.torch.backends.mla.prefill.triton import TritonPrefillBackend
 from attn.torch.backends.mla.triton_mla import TritonMLABackend
@@ -116,3 +119,75 @@ def test_prefill_agrees_with_the_portable_member(heads, size, width, wild):
         ours, theirs = (getattr(member, run)(*arguments) for member in members)
         for a, b in zip(ours, theirs, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.triton_kernels
+@quiet
+@pytest.mark.parametrize("kind", ["auto", "bfloat16", "fp8", "fp8_e5m2", "fp8_ds_mla"])
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0]], ids=["decodes first", "prompt first"])
+@pytest.mark.parametrize("new", ["written", "padded", "cached"])
+def test_a_layer_whose_cache_a_kernel_writes(kind, order, new, monkeypatch):
+    """The same bytes and outputs as with torch operators: queries absorbed in place, gathered, padded, and without new rows."""
+    lens = [[(1, 40), (3, 3), (20, 33)][i] for i in order]
+    tables = [[0, 5, 2], [1], [4, 3, 6]]
+    batch = CommonAttentionMetadata.from_lens(*map(list, zip(*lens, strict=True)), [tables[i] for i in order], 16)
+    rank, rope = (512, 64) if kind == "fp8_ds_mla" else (48, 16)
+    g = torch.Generator().manual_seed(0)
+    up = torch.randn(rank, 3, 8 + 16, generator=g).to(DEVICE) / rank**0.5
+    tokens = 24 + 4 * (new == "padded")
+    query, kv_c = (torch.randn(tokens, *s, generator=g).to(DEVICE) for s in ((3, 8 + rope), (rank,)))
+    k_pe = torch.randn(tokens, 1, rope + 3, generator=g).to(DEVICE)[..., :rope]
+    outs = []
+    for by_kernel in (False, True):
+        layer = MLAAttention(
+            3, rank, 8, rope, 16, up, kv_cache_dtype=kind, dtype=torch.float32, block_size=16, backend="TORCH_MLA",
+            k_scale=0.3 if kind.startswith("fp8_e") else 1.0, return_lse=True,
+        )  # fmt: skip
+        monkeypatch.setattr(layer.impl, "_writes_by_kernel", lambda kv_cache, by_kernel=by_kernel: by_kernel)
+        cache = layer.new_kv_cache(8, DEVICE)
+        given = (None, None) if new == "cached" else (kv_c, k_pe)
+        out, lse = layer(query, *given, cache, layer.build(batch, device=DEVICE))
+        stored = cache.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[cache.itemsize])
+        outs.append((out[:24], lse[:, :24], stored))
+    for ours, want in zip(*outs, strict=True):
+        assert torch.equal(ours, want)
+
+
+@pytest.mark.triton_kernels
+@quiet
+@pytest.mark.parametrize(
+    "placed", [torch.tensor(0.3), torch.tensor(0.3, device=DEVICE), torch.tensor([0.3]).double()[0].to(DEVICE)]
+)
+def test_a_scale_of_latents(placed):
+    """A scale on the host is a number to the kernels; one on the device is read there."""
+    layer = MLAAttention(
+        2, 48, 8, 16, 16, torch.ones(48, 2, 24, device=DEVICE) / 48, kv_cache_dtype="fp8", dtype=torch.float32, block_size=16,
+        backend="TRITON_MLA",
+    )  # fmt: skip
+    layer._k_scale = placed
+    cache, rows = layer.new_kv_cache(2, DEVICE), torch.linspace(-100, 100, 64)
+    slots, given = torch.zeros(1, dtype=torch.int64, device=DEVICE), rows[None].to(DEVICE)
+    layer.impl.do_kv_cache_update(layer, given[:, :48], given[:, 48:], cache, slots)
+    want = (rows / torch.tensor(0.3)).to(torch.float8_e4m3fn)
+    assert torch.equal(cache[0, 0].cpu().view(torch.uint8), want.view(torch.uint8))
+
+
+@pytest.mark.triton_kernels
+@quiet
+def test_registered_as_operators():
+    """Schemas state which arguments are written; fakes have the results' shapes."""
+    from attn.torch.kernels import latent_write, mla_decode, mla_prefill
+
+    checks = ("test_schema", "test_faketensor")
+    g = torch.Generator().manual_seed(0)
+    kv_c, k_pe, cache = (torch.randn(*s, generator=g).to(DEVICE) for s in ((3, 48), (3, 16), (4, 16, 64)))
+    query, absorbed, out = (torch.randn(3, 2, width, generator=g).to(DEVICE) for width in (24, 64, 48))
+    slots, starts = torch.tensor([5, -1, 40], device=DEVICE), torch.tensor([0, 1, 3], dtype=torch.int32, device=DEVICE)
+    lens, table = starts[1:] * 4, torch.arange(4, dtype=torch.int32, device=DEVICE).view(2, 2)
+    lse = torch.empty(2, 3, device=DEVICE)
+    write = (kv_c, k_pe, cache, slots, torch.ones((), device=DEVICE), 1.0, query, absorbed)
+    library.opcheck(latent_write._op, write, test_utils=checks)
+    library.opcheck(mla_decode._op, (out, lse, absorbed, cache, starts, lens, table, 2, 12, 0.2), test_utils=checks)
+    heads = torch.randn(3, 2, 40, generator=g).to(DEVICE)
+    prefill = (torch.empty_like(query), lse, heads, heads, query, starts, starts, 0.2, True)
+    library.opcheck(mla_prefill._op, prefill, test_utils=checks)

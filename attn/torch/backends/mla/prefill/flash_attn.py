@@ -9,6 +9,7 @@ import torch
 from attn.backends.mla.prefill.abstract import MLAPrefillBackend, PrefillCall
 from attn.capabilities import Capabilities, Device, Feature, MultipleOf, Request
 from attn.dtypes import dtype_name
+from attn.torch.alignment import aligned
 from attn.torch.backends import _flash_providers as providers
 from attn.torch.backends._flash_providers import Call
 from attn.torch.backends._vendor import arch_of
@@ -31,7 +32,7 @@ class FlashAttnPrefillBackend(MLAPrefillBackend):
         return super().why_not(request, device) or providers.why_none(_plain(request), device)
 
     def _attend(self, call: PrefillCall) -> tuple[torch.Tensor, torch.Tensor]:
-        q, k, v, meta = call.q, call.k, call.v, call.meta
+        q, k, v, meta = aligned(call.q), aligned(call.k), aligned(call.v), call.meta
         provider = providers.chosen(Request(q.shape[2], dtype_name(q.dtype)), arch_of(q.device))
         width = v.shape[2]
         if width < k.shape[2] and not provider.narrow_values(k.shape[2], width):

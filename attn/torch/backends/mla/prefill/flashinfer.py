@@ -10,6 +10,7 @@ import torch
 
 from attn.backends.mla.prefill.abstract import MLAPrefillBackend, PrefillCall
 from attn.capabilities import Capabilities, Feature
+from attn.torch.alignment import aligned
 from attn.torch.backends._flashinfer import plan, wrapper_for
 from attn.torch.backends._vendor import LN2, arch_of, int32
 
@@ -33,7 +34,8 @@ class FlashInferPrefillBackend(MLAPrefillBackend):
         key = (self.get_name(), self.num_heads, self.scale, q.dtype, call.chunk_idx)
         if key not in meta.plans:
             meta.plans[key] = self._planned(call)
-        out, lse = meta.plans[key].run(q.contiguous(), call.k.contiguous(), call.v.contiguous(), return_lse=True)
+        arrays = (aligned(x.contiguous()) for x in (q, call.k, call.v))
+        out, lse = meta.plans[key].run(*arrays, return_lse=True)
         return out, (lse * LN2).T
 
     def _planned(self, call: PrefillCall) -> Any:

@@ -9,6 +9,7 @@ import torch
 
 from attn.backends.mla.prefill.abstract import MLAPrefillBackend, PrefillCall
 from attn.capabilities import Capabilities, Feature
+from attn.torch.alignment import aligned
 
 
 class TokenspeedMLAPrefillBackend(MLAPrefillBackend):
@@ -29,9 +30,9 @@ class TokenspeedMLAPrefillBackend(MLAPrefillBackend):
         from tokenspeed_mla import tokenspeed_mla_prefill
 
         out, lse = tokenspeed_mla_prefill(
-            query=call.q.contiguous(),
-            key=call.k.contiguous(),
-            value=call.v.contiguous(),
+            query=aligned(call.q.contiguous()),
+            key=aligned(call.k.contiguous()),
+            value=aligned(call.v.contiguous()),
             seq_lens=call.key_start_loc.diff(),
             cum_seq_lens=call.key_start_loc,
             max_seq_len=call.max_keys,

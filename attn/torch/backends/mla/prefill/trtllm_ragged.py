@@ -9,6 +9,7 @@ import torch
 
 from attn.backends.mla.prefill.abstract import MLAPrefillBackend, PrefillCall
 from attn.capabilities import Capabilities, Feature
+from attn.torch.alignment import aligned
 from attn.torch.backends._flashinfer import workspace
 from attn.torch.backends._vendor import LN2, int32
 
@@ -32,9 +33,9 @@ class TrtllmRaggedPrefillBackend(MLAPrefillBackend):
 
         q, meta = call.q, call.meta
         out, lse = flashinfer.prefill.trtllm_ragged_attention_deepseek(
-            query=q.contiguous(),
-            key=call.k.contiguous(),
-            value=call.v.contiguous(),
+            query=aligned(q.contiguous()),
+            key=aligned(call.k.contiguous()),
+            value=aligned(call.v.contiguous()),
             workspace_buffer=workspace(q.device),
             seq_lens=call.key_start_loc.diff(),
             max_q_len=meta.max_query_len,

@@ -1,0 +1,284 @@
+"""Record calls of layers to files, which `attn replay` runs on any backend of either framework.
+
+With ATTN_RECORD set to a folder, layers keep a call whose output is not finite, one that raises, the calls requested by
+`record_next`, and a share of all calls (ATTN_RECORD_SAMPLE). A layer reads the variables when it is created; without
+ATTN_RECORD its calls cost one attribute check. With it, each call waits for the device, to check the output.
+
+A file (safetensors) holds the layer's arguments, the batch, and the cache pages that the batch uses, renumbered. Pages are
+those after the call, so that nothing is copied before it; a replay writes the new tokens again. The folder holds at most
+`MAX_FILES` recordings of together `MAX_BYTES`. The oldest are kept: a non-finite value spreads to all later layers, and the
+first recording is the one that shows its origin.
+
+Only a layer's calls with values are recorded: in a graph (`torch.compile`), while a CUDA graph is captured, and under a
+transformation of JAX there are none, which a warning says once. A call that cannot be recorded is also a warning, no error.
+"""
+
+import itertools
+import json
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from attn import envs
+from attn.backends.arguments import positive_int
+from attn.capabilities import ENCODER_TYPES, AttentionType, Feature
+from attn.errors import AttnError, UnsupportedError
+from attn.imports import installed, resolve_obj_by_qualname
+from attn.logger import fork_safe_lock, init_logger
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+logger = init_logger(__name__)
+
+MAX_FILES = 32
+MAX_BYTES = 4 << 30
+SUFFIX = ".safetensors"
+#: Key and value of a file's metadata that mark a recording, and its format.
+MARK = ("attn_recording", "1")
+
+_lock = fork_safe_lock()
+_requested = 0  # calls still to be recorded
+_numbers = itertools.count(1)
+_chance = random.Random()  # of its own: sampling must not change the caller's random numbers
+
+
+class Arguments(NamedTuple):
+    """A layer's call. key, value: of an MLA layer the latents and rotary keys; indices: the keys that an indexer selected."""
+
+    query: Any
+    key: Any
+    value: Any
+    kv_cache: Any
+    attn_metadata: Any
+    indices: Any = None
+
+
+class Snapshot(NamedTuple):
+    """A call on the host: the fields of an `attn.testing.Case`, and arrays as stored bits, with their dtypes' names."""
+
+    case: dict[str, Any]
+    arrays: dict[str, "npt.NDArray[Any]"]
+    dtypes: dict[str, str]
+
+
+def record_next(count: int = 1) -> None:
+    """Record the next `count` calls, of any layers that were created with ATTN_RECORD set.
+
+    Raises ValueError unless ATTN_RECORD is set and `count` is a positive int.
+    """
+    global _requested
+    if not envs.read("ATTN_RECORD"):
+        raise ValueError("record_next() needs a folder: set ATTN_RECORD before the layers are created")
+    count = positive_int("count", count)
+    with _lock():
+        _requested = count
+
+
+def _take_request() -> bool:
+    global _requested
+    with _lock():
+        taken = _requested > 0
+        _requested -= taken
+    return taken
+
+
+def recorder() -> "Recorder | None":
+    """Return the recorder of a new layer, or None unless ATTN_RECORD is set.
+
+    Raises ValueError for an invalid ATTN_RECORD_SAMPLE, and an ImportError if safetensors is missing.
+    """
+    folder = envs.read("ATTN_RECORD")
+    if not folder:
+        return None
+    if not installed("safetensors"):
+        raise ImportError("ATTN_RECORD needs safetensors: pip install safetensors")
+    return Recorder(folder, envs.share("ATTN_RECORD_SAMPLE"))
+
+
+@dataclass(frozen=True)
+class Recorder:
+    """Records a layer's calls in `folder`; `sample` is the share of all calls to record."""
+
+    folder: str
+    sample: float
+
+    def call(self, layer: Any, run: Callable[[], Any], arguments: Arguments) -> Any:
+        """Return run(), and record the call if it raises, if its output is not finite, or on request."""
+        ops = _ops(layer)
+        if why := valueless(layer, arguments):
+            warn_valueless(why)
+            return run()
+        reason = "requested" if _take_request() else "sampled" if _chance.random() < self.sample else ""
+        try:
+            result = run()
+        except Exception as error:
+            self._record(layer, arguments, "refused" if isinstance(error, AttnError | TypeError) else "raised", error)
+            raise
+        out, kv_cache = result if layer.framework == "jax" else (result, arguments.kv_cache)
+        arguments = arguments._replace(kv_cache=kv_cache)
+        meta = arguments.attn_metadata
+        if meta is not None and not ops.is_finite(out[0] if isinstance(out, tuple) else out, meta.num_actual_tokens):
+            reason = "non-finite"
+        if reason:
+            self._record(layer, arguments, reason)
+        return result
+
+    def _record(self, layer: Any, arguments: Arguments, reason: str, error: Exception | None = None) -> None:
+        try:
+            with _lock():
+                path = self._save(layer, arguments, reason, error)
+        except Exception as broken:  # a recorder must not break the call
+            logger.warning("ATTN_RECORD: a %s call is not recorded: %s: %s", reason, type(broken).__name__, broken)
+        else:
+            if path is not None:
+                logger.warning("ATTN_RECORD: a %s call of %s is in %s", reason, layer.selection.name, path)
+
+    def _save(self, layer: Any, arguments: Arguments, reason: str, error: Exception | None) -> Path | None:
+        """Return the path of the new file, or None if the folder is full."""
+        folder = Path(self.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        sizes = [path.stat().st_size for path in folder.glob(f"*{SUFFIX}")]
+        if len(sizes) >= MAX_FILES:
+            logger.warning_once("ATTN_RECORD: %s is full (%s files): later calls are not recorded", folder, str(MAX_FILES))
+            return None
+        found = snapshot(layer, arguments)
+        if sum(sizes) + sum(array.nbytes for array in found.arrays.values()) > MAX_BYTES:
+            logger.warning_once("ATTN_RECORD: a call does not fit in %s (%s bytes in all)", folder, str(MAX_BYTES))
+            return None
+        about = {
+            "reason": reason,
+            "error": f"{type(error).__name__}: {error}" if error else "",
+            "backend": layer.selection.name,
+        }
+        about["device"] = str(layer.selection.device)
+        path = folder / f"{next(_numbers):06d}-{os.getpid()}-{layer.selection.name}-{reason}{SUFFIX}"
+        write(path, found, about)
+        return path
+
+
+def write(path: Path, recorded: Snapshot, about: dict[str, str]) -> None:
+    """Write a recording, replacing the file atomically. Raises OSError."""
+    save = resolve_obj_by_qualname("safetensors.numpy.save_file")
+    described = {name: json.dumps(value) for name, value in (("case", recorded.case), ("dtypes", recorded.dtypes))}
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    save(recorded.arrays, temporary, {**about, **described, MARK[0]: MARK[1]})
+    temporary.replace(path)
+
+
+def warn_valueless(where: str) -> None:
+    """Log once that calls `where`, such as "in a graph", are not recorded."""
+    logger.warning_once("ATTN_RECORD: calls %s are not recorded: they have no values", where)
+
+
+def valueless(layer: Any, arguments: Arguments) -> str:
+    """Return where a call has no values, such as "under a transformation of JAX", or "" if it has them."""
+    return str(_ops(layer).valueless(*arguments))
+
+
+def _ops(layer: Any) -> Any:
+    return resolve_obj_by_qualname(f"attn.{layer.framework}.recording.Ops")
+
+
+def snapshot(layer: Any, arguments: Arguments) -> Snapshot:
+    """Copy a call to the host: rows without padding, and the pages in use as 0, 1, 2, ...
+
+    Raises `UnsupportedError` for a batch of decode context parallelism and for metadata of another library.
+    """
+    import numpy as np
+
+    impl, spec, meta = layer.impl, layer.kv_cache_spec, arguments.attn_metadata
+    ops, latent = _ops(layer), getattr(impl, "kv_lora_rank", None) is not None
+    missing = [name for name in ("query_start_loc", "seq_lens", "block_table", "slot_mapping") if not hasattr(meta, name)]
+    if impl.dcp_world_size > 1 or missing:
+        what = f"{type(meta).__name__} without {', '.join(missing)}" if missing else "decode context parallelism"
+        raise UnsupportedError(f"{what} not supported by recordings")
+    dtypes, arrays = dict[str, str](), dict[str, Any]()
+
+    def keep(name: str, array: Any) -> None:
+        if array is not None:
+            stored, dtypes[name] = ops.bits(array)
+            arrays[name] = np.ascontiguousarray(stored)
+
+    count = int(meta.num_reqs)
+    start, seq_lens = (ops.bits(x)[0].astype(np.int32) for x in (meta.query_start_loc[: count + 1], meta.seq_lens[:count]))
+    table, slots = ops.bits(meta.block_table[:count])[0], ops.bits(meta.slot_mapping)[0].astype(np.int64)
+    total = int(start[-1])
+    cross, encoder = impl.attn_type == AttentionType.ENCODER_DECODER, impl.attn_type in ENCODER_TYPES
+    # in cross attention the new rows are the encoder's: they are recorded as cached, which they are after the call
+    given = not cross and impl.kv_sharing_target_layer_name is None and arguments.key is not None
+    slots = slots[:total] if given and not encoder else np.full(total, -1, np.int64)
+    heads = (impl.num_heads, impl.qk_head_dim) if latent else (impl.num_heads, impl.head_size)
+    keep("query", ops.rows(arguments.query, total, heads))
+    if given and latent:
+        sizes = zip(arguments[1:3], (impl.kv_lora_rank, impl.qk_rope_head_dim), strict=True)
+        new = [ops.rows(x, total, (size,)) for x, size in sizes if size]
+        keep("key", ops.joined(new)[:, None])
+    elif given:
+        for name in ("key", "value"):
+            keep(name, ops.rows(getattr(arguments, name), total, (impl.num_kv_heads, impl.head_size)))
+    page = spec.block_size
+    if not encoder:
+        pages = Pages(table, seq_lens, slots, page, ops.num_blocks(layer, arguments.kv_cache))
+        table, slots = pages.table, pages.slots
+        caches = ops.pages(layer, arguments.kv_cache, pages.ids)
+        for name, stored in zip(("key_cache", "value_cache")[: 1 if latent else 2], caches, strict=False):
+            arrays[name] = np.ascontiguousarray(stored)
+    tree = meta.tree_mask if meta.tree_mask is not None and meta.tree_mask.shape[1] else None
+    keep("tree_mask", None if tree is None else tree[:count])
+    for name, end in (("spans", total), ("prefix", count), ("is_causal", count)):
+        array = getattr(meta, name, None)
+        keep(name, None if array is None else array[:end])
+    keep("alibi_slopes", getattr(impl, "alibi_slopes", None))
+    keep("sinks", getattr(impl, "sinks", None))
+    keep("up_projection", ops.up_projection(layer) if latent else None)
+    indexer = (
+        arguments.indices if arguments.indices is not None else getattr(getattr(impl, "indexer", None), "topk_indices", None)
+    )
+    keep("indices", None if indexer is None else indexer[:total])
+    arrays |= {"query_start_loc": start, "seq_lens": seq_lens, "block_table": table, "slot_mapping": slots}
+    scales = {f"{x}_scale": np.asarray(ops.bits(getattr(layer, f"_{x}_scale"))[0]).tolist() for x in "kv"}
+    case = {
+        "name": "recorded", "query_lens": np.diff(start).tolist(), "seq_lens": seq_lens.tolist(), "num_heads": impl.num_heads,
+        "num_kv_heads": impl.num_kv_heads, "head_size": impl.head_size, "block_size": page, "dtype": dtypes["query"],
+        "kv_cache_dtype": spec.kv_cache_dtype, **scales, "attn_type": impl.attn_type,
+        "causal": "mixed" if "is_causal" in arrays else bool(meta.causal),
+        "span_window": bool(getattr(impl, "span_window", None)),
+        "spans": int("spans" in arrays), "prefix": int("prefix" in arrays),
+        "chunk_size": getattr(impl, "chunk_size", None) or 0,
+        "sliding_window": None if latent or impl.window == (None, None) else impl.window,
+        "logits_soft_cap": None if latent else impl.logits_soft_cap, "alibi": "alibi_slopes" in arrays,
+        "sinks": "randn" if "sinks" in arrays else "", "tree": 0 if tree is None else int(tree.shape[1]),
+        "mla": [impl.kv_lora_rank, impl.qk_nope_head_dim, impl.qk_rope_head_dim, impl.v_head_dim] if latent else [],
+        "topk": 0 if indexer is None else int(indexer.shape[1]),
+        "kv_sharing": impl.kv_sharing_target_layer_name is not None, "scale": impl.signed_scale,
+        "lse": bool(impl.need_to_return_lse_for_decode), "poison": "zero",
+        "features": [Feature.BATCH_INVARIANT.value] if impl.batch_invariant else [],
+    }  # fmt: skip
+    return Snapshot(case, arrays, dtypes)
+
+
+class Pages:
+    """The pages that a batch uses (`ids`), and its table and slots with these numbered 0, 1, 2, ...
+
+    A live id outside the cache stays outside: -1, or the number of pages.
+    """
+
+    def __init__(self, table: Any, seq_lens: Any, slots: Any, page: int, num_blocks: int) -> None:
+        import numpy as np
+
+        live = np.arange(table.shape[1]) < -(-seq_lens // page)[:, None]
+        used = np.concatenate([table[live], slots[slots >= 0] // page])
+        inside = used[(used >= 0) & (used < num_blocks)].astype(np.int64)
+        self.ids = np.unique(inside) if len(inside) else np.arange(min(1, num_blocks))
+
+        def compact(x: Any) -> Any:
+            place = np.searchsorted(self.ids, x)
+            known = np.append(self.ids, -2)[place] == x
+            return np.where(known, place, np.where(x < 0, -1, len(self.ids)))
+
+        self.table = np.where(live, compact(table), -1).astype(np.int32)
+        self.slots = np.where(slots >= 0, compact(slots // page) * page + slots % page, -1).astype(np.int64)

@@ -1,0 +1,192 @@
+"""Write latents into a paged MLA cache, quantising them if needed, and copy the queries' rotary part in the same launch.
+
+Grid [rows]: program t stores row t of the new tokens, [kv_c L | k_pe Dr], at its slot; -1 stores nothing. A row is stored in
+the model's dtype, as fp8 codes of x / scale, or as the 656 bytes of `fp8_ds_mla`: 512 e4m3 codes, a float32 scale per 128
+codes (their largest magnitude / 448, at least the smallest normal number), and k_pe in bfloat16. The bytes are those of
+`attn.torch.backends.mla._rows` on every architecture, because codes are computed with integers (`codes.fp8_code`); any NaN
+becomes the code 0x7F.
+
+An absorbed decode needs each query's rotary part beside its absorbed part. Program t also copies it for token t, all heads: a
+copy of its own would cost the host as much as this launch.
+
+Layouts: kv_c [T, L], k_pe [T, Dr], query [T, H, D], absorbed [T, H, L + Dr], all with any strides but a dense last dimension;
+cache [N, P, W], dense in the last dimension; rows of a packed cache are aligned to 4 bytes.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import library
+
+from attn.torch.kernels.codes import fp8_code
+from attn.torch.kernels.direct import Direct
+from attn.torch.kernels.kv_write import bf16_code
+from attn.torch.kernels.launch import FUSED, check_stride, is_eager, power_of_two
+
+
+@triton.jit
+def _code(x, k_scale, factor, KIND: tl.constexpr, HAS_SCALE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Convert elements x [n] to the bits of the cache's elements."""
+    if KIND == "":
+        return x
+    elif KIND == "bf16":
+        return bf16_code(x.to(tl.float32))
+    else:
+        by = tl.zeros_like(x.to(tl.float32)) + (tl.load(k_scale) if HAS_SCALE else factor)
+        x = tl.math.div_rn(x.to(tl.float32), by)
+        return fp8_code(x, 3, 7, 448.0) if KIND == "e4m3" else fp8_code(x, 2, 15, 57344.0)
+
+
+@triton.jit(do_not_specialize=("tokens", "copied"))
+def _write(  # type: ignore[no-untyped-def]
+    kv_c, k_pe, cache, slots, k_scale, query, absorbed, factor, tokens, copied,
+    kv_c_t, k_pe_t, c_block, c_slot, q_t, q_h, a_t, a_h,
+    L: tl.constexpr, DR: tl.constexpr, P: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, KIND: tl.constexpr,
+    HAS_SCALE: tl.constexpr, NOPE: tl.constexpr, H: tl.constexpr, BLOCK_H: tl.constexpr, HAS_QUERY: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, BLOCK_R)
+    if HAS_QUERY and token < copied:
+        for first in tl.range(0, H, BLOCK_H):
+            h = (first + tl.arange(0, BLOCK_H))[:, None]
+            live = (h < H) & (e < DR)[None, :]
+            rope = tl.load(query + token * q_t + h * q_h + NOPE + e[None, :], mask=live)
+            tl.store(absorbed + token * a_t + h * a_h + L + e[None, :], rope, mask=live)
+    if token < tokens:
+        slot = tl.load(slots + token).to(tl.int64)
+        if slot >= 0:
+            row = cache + slot // P * c_block + slot % P * c_slot
+            rope = tl.load(k_pe + token * k_pe_t + e, mask=e < DR)
+            if KIND == "packed":
+                part = tl.arange(0, 4)
+                at = part[:, None] * 128 + tl.arange(0, 128)[None, :]
+                x = tl.load(kv_c + token * kv_c_t + at).to(tl.float32)
+                wild = tl.max((x != x).to(tl.int32), 1) > 0
+                largest = tl.max(tl.where(x != x, 0.0, tl.abs(x)), 1)
+                scale = tl.maximum(tl.math.div_rn(largest, tl.zeros_like(largest) + 448.0), 1.1754943508222875e-38)
+                scale = tl.where(wild, float("nan"), scale)
+                codes = fp8_code(tl.math.div_rn(x, tl.zeros_like(x) + scale[:, None]), 3, 7, 448.0)
+                tl.store(row + at, codes)
+                tl.store(row.to(tl.pointer_type(tl.float32)) + 128 + part, scale)
+                if rope.dtype == tl.bfloat16:
+                    tl.store(row.to(tl.pointer_type(tl.bfloat16)) + 264 + e, rope)
+                else:
+                    tl.store(row.to(tl.pointer_type(tl.uint16)) + 264 + e, bf16_code(rope.to(tl.float32)))
+            else:
+                d = tl.arange(0, BLOCK_L)
+                latent = _code(tl.load(kv_c + token * kv_c_t + d, mask=d < L), k_scale, factor, KIND, HAS_SCALE)
+                rope = _code(rope, k_scale, factor, KIND, HAS_SCALE)
+                if KIND == "bf16":
+                    row = row.to(tl.pointer_type(tl.uint16))
+                tl.store(row + d, latent.to(row.dtype.element_ty), mask=d < L)
+                tl.store(row + L + e, rope.to(row.dtype.element_ty), mask=e < DR)
+
+
+_KINDS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.bfloat16: "bf16"}
+
+
+@functools.lru_cache(maxsize=256)
+def _constants(
+    rank: int, rope: int, page: int, dtype: torch.dtype, stored: torch.dtype, on_device: bool, heads: int, nope: int
+) -> dict[str, object]:
+    block_r = power_of_two(rope)
+    kind = "packed" if stored == torch.uint8 else "" if stored == dtype else _KINDS.get(stored, "")
+    return {
+        "L": rank,
+        "DR": rope,
+        "P": page,
+        "BLOCK_L": power_of_two(rank),
+        "BLOCK_R": block_r,
+        "KIND": kind,
+        "HAS_SCALE": on_device,
+        "NOPE": nope,
+        "H": heads,
+        "BLOCK_H": min(power_of_two(heads), max(1, 2048 // block_r)),
+        "HAS_QUERY": heads > 0,
+        "num_warps": min(4, max(1, power_of_two(rank) // 128)),
+    }
+
+
+_WRITE = Direct(_write)
+
+
+def _write_latents(
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor,
+    cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    k_scale: torch.Tensor | None = None,
+    k_factor: float = 1.0,
+    query: torch.Tensor | None = None,
+    absorbed: torch.Tensor | None = None,
+) -> None:
+    """Store token t's row [kv_c | k_pe] at slot_mapping[t] = block * P + offset; -1 stores nothing.
+
+    kv_c: [T', L], k_pe: [T', Dr], of one dtype; cache: [N, P, L + Dr] of a float dtype or fp8, or [N, P, 656] uint8 (L = 512,
+    Dr = 64); slot_mapping: [T] int. Rows past the shorter of T and T' are padding. fp8 codes are x / scale: k_scale is 0-d
+    float32 on the device, or k_factor if the host has the value; others ignore both. query, absorbed: [t, H, Dn + Dr] and
+    [t, H, L + Dr], both or neither: query[..., Dn:] is copied to absorbed[..., L:].
+    """
+    tokens, (rank, rope) = min(kv_c.shape[0], slot_mapping.shape[0]), (kv_c.shape[1], k_pe.shape[1])
+    copied, heads, nope = 0, 0, 0
+    q_t = q_h = a_t = a_h = 0
+    if query is not None and absorbed is not None and rope:
+        check_stride("absorbed", absorbed)
+        copied, heads, size = query.shape
+        nope = size - rope
+        if query.stride(2) != 1:
+            query = query.contiguous()
+        (q_t, q_h, _), (a_t, a_h, _) = query.stride(), absorbed.stride()
+    if max(tokens, copied) == 0:
+        return
+    check_stride("cache", cache)
+    if kv_c.stride(1) != 1:
+        kv_c = kv_c.contiguous()
+    if k_pe.stride(1) != 1:
+        k_pe = k_pe.contiguous()
+    c_block, c_slot, _ = cache.stride()
+    constants = _constants(rank, rope, cache.shape[1], kv_c.dtype, cache.dtype, k_scale is not None, heads, nope)
+    if cache.itemsize == 1 and cache.dtype != torch.uint8:
+        cache = cache.view(torch.uint8)  # not every architecture has a type for e4m3
+    _WRITE.launch(
+        max(tokens, copied),
+        changing=dict(
+            kv_c=kv_c,
+            k_pe=k_pe,
+            cache=cache,
+            slots=slot_mapping,
+            k_scale=k_scale,
+            query=query,
+            absorbed=absorbed,
+            factor=k_factor,
+            tokens=tokens,
+            copied=copied,
+        ),
+        constants=dict(
+            kv_c_t=kv_c.stride(0),
+            k_pe_t=k_pe.stride(0),
+            c_block=c_block,
+            c_slot=c_slot,
+            q_t=q_t,
+            q_h=q_h,
+            a_t=a_t,
+            a_h=a_h,
+            **constants,
+            **FUSED,
+        ),
+    )
+
+
+_op = library.custom_op("attn::triton_write_latents", _write_latents, mutates_args=("cache", "absorbed"))
+
+
+@_op.register_fake
+def _(*args, **kwargs) -> None:  # type: ignore[no-untyped-def]
+    return None
+
+
+@functools.wraps(_write_latents)
+def write_latents(kv_c: torch.Tensor, *args: object, **kwargs: object) -> None:
+    (_write_latents if is_eager(kv_c) else _op)(kv_c, *args, **kwargs)  # type: ignore[arg-type]
