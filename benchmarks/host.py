@@ -1,0 +1,137 @@
+"""The host's part of an eager call of this package's Triton backends: the time of Python and torch, without any kernel.
+
+    python -m benchmarks.host [--only MLA] [--profile]
+
+Needs Triton but no GPU: tensors are on the CPU, a placeholder driver stands for a GPU (sm_90), for which kernels are compiled,
+and a launch only counts. So a figure contains the checks, the launch rules, torch's operators and Triton's handling of the
+arguments, and excludes the driver's part, which is in proportion to the number of launches. Layers are tiny, and matrix
+products are replaced by their dispatch alone, because a CPU would compute them. Figures are the least of several runs, in
+processor time.
+"""
+
+import argparse
+import cProfile
+import pstats
+import time
+import timeit
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import triton
+
+from attn.backends.abstract import KVCacheSpec
+from attn.backends.metadata import CommonAttentionMetadata
+from attn.backends.registry import AttentionBackendEnum
+from attn.torch import kv_cache as caches
+from attn.torch.aot import _placeholder
+from attn.torch.backends.mla.prefill.triton import TritonPrefillBackend
+
+HEADS, PAGE, KEYS = 2, 64, 1000
+RANK, NOPE, ROPE, VALUE = 512, 16, 64, 16
+#: The requests of a batch: new tokens of each.
+BATCHES = {"1 decode": [1], "64 decodes": [1] * 64, "63 decodes and a prompt": [1] * 63 + [40]}
+ROWS = [
+    ("TRITON_ATTN", "auto"),
+    ("TRITON_ATTN", "fp8"),
+    ("TRITON_MLA", "auto"),
+    ("TRITON_MLA", "fp8"),
+    ("TRITON_MLA", "fp8_ds_mla"),
+    ("TRITON_MLA_SPARSE", "auto"),
+    ("TRITON_MLA_SPARSE", "fp8_ds_mla"),
+]
+REPEATS, NUMBER = 40, 25
+
+
+@contextmanager
+def without_kernels() -> Iterator[list[str]]:
+    """Replace drivers and matrix products; yields the names of the kernels and products of the calls so far."""
+    seen: list[str] = []
+    tiny, tiny_out = torch.ones(1, 1, 1), torch.ones(1, 1, 1)
+    driver, product = _placeholder("sm_90", 232448), torch.bmm
+
+    def launcher(source: Any, metadata: Any) -> Callable[..., None]:
+        return lambda *_: seen.append(metadata.name)
+
+    driver.launcher_cls = launcher
+    triton.runtime.driver.set_active(driver)
+
+    def bmm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        seen.append("bmm")
+        product(tiny, tiny, out=tiny_out)
+        return a.new_empty(*a.shape[:2], b.shape[2]) if out is None else out
+
+    with mock.patch.object(torch, "bmm", bmm):
+        yield seen
+
+
+def call_of(backend: str, kv_cache_dtype: str, query_lens: list[int]) -> Callable[[], Any]:
+    """Return a layer's eager call over a batch of decodes with `KEYS` keys each, and of prompts without context."""
+    cls: Any = AttentionBackendEnum[backend].get_class()
+    dtype, mla, tokens = torch.bfloat16, "MLA" in backend, sum(query_lens)
+    size, kv_heads = (RANK + ROPE, 1) if mla else (128, HEADS)
+    seq_lens = [KEYS if n == 1 else n for n in query_lens]
+    columns = -(-max(seq_lens) // PAGE)
+    tables = list(np.arange(len(query_lens) * columns, dtype=np.int32).reshape(-1, columns))
+    spec = KVCacheSpec(PAGE, kv_heads, size, "bfloat16", kv_cache_dtype, len(tables) * columns)
+    batch = CommonAttentionMetadata.from_lens(query_lens, seq_lens, tables, PAGE)
+    metadata = cls.get_builder_cls()(spec, ["layer"], None, torch.device("cpu")).build(0, batch)
+    cache = caches.allocate(cls, spec, len(tables) * columns)
+    layer = SimpleNamespace(_k_scale=torch.tensor(0.5), _v_scale=torch.tensor(0.5), _k_scale_float=0.5, _v_scale_float=0.5)
+    if mla:
+        chosen = SimpleNamespace(topk_indices=torch.zeros(tokens, 512, dtype=torch.int32))
+        more = {
+            "kv_lora_rank": RANK, "qk_nope_head_dim": NOPE, "qk_rope_head_dim": ROPE, "v_head_dim": VALUE,
+            "kv_b_proj": torch.randn(RANK, HEADS, NOPE + VALUE, dtype=dtype),
+            "indexer": chosen if "SPARSE" in backend else None,
+        }  # fmt: skip
+        new = [torch.randn(tokens, width, dtype=dtype) for width in (RANK, ROPE)]
+        query, out = torch.randn(tokens, HEADS, NOPE + ROPE, dtype=dtype), torch.empty(tokens, HEADS, VALUE, dtype=dtype)
+    else:
+        more = {}
+        new = [torch.randn(tokens, HEADS, size, dtype=dtype) for _ in "kv"]
+        query = torch.randn(tokens, HEADS, size, dtype=dtype)
+        out = torch.empty_like(query)
+    impl = cls.get_impl_cls()(HEADS, size, 0.1, kv_heads, kv_cache_dtype=kv_cache_dtype, **more)
+    if mla:
+        impl._choose_prefill = lambda *_: TritonPrefillBackend(HEADS, NOPE + ROPE, VALUE, 0.1)
+    return lambda: impl.forward(layer, query, *new, cache, metadata, out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="rows whose backend contains this")
+    parser.add_argument("--profile", action="store_true", help="print where the time of each row goes")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    print(f"{'backend':20s}{'cache':12s}{'batch':26s}{'us':>8s}  launches")
+    with without_kernels() as seen, torch.no_grad():
+        calls: dict[tuple[str, str, str], Callable[[], Any]] = {
+            (*row, name): call_of(*row, lens) for row in ROWS if arguments.only in row[0] for name, lens in BATCHES.items()
+        }
+        launches = {}
+        for row, call in calls.items():
+            call()
+            seen.clear()
+            call()
+            launches[row] = ", ".join(seen)
+        least = dict.fromkeys(calls, float("inf"))
+        for _ in range(REPEATS):  # interleaved, so that other load on the machine slows no row in all of its runs
+            for row, call in calls.items():
+                least[row] = min(least[row], timeit.timeit(call, timer=time.process_time, number=NUMBER) / NUMBER * 1e6)
+        for row, call in calls.items():
+            backend, kind, name = row
+            print(f"{backend:20s}{kind:12s}{name:26s}{least[row]:8.1f}  {launches[row]}", flush=True)
+            if arguments.profile:
+                with cProfile.Profile() as profile:
+                    for _ in range(NUMBER):
+                        call()
+                pstats.Stats(profile).sort_stats("tottime").print_stats(25)
+
+
+if __name__ == "__main__":
+    main()
