@@ -66,15 +66,39 @@ BROUGHT = {("torch", "cuda"): ("triton",), ("torch", "rocm"): ("triton",), ("tor
 
 
 class Ceilings(NamedTuple):
-    """Rates measured on a device: a copy (bytes read and written), a bfloat16 matrix product, and the file with the record."""
+    """A device's rates: a copy (bytes read and written), a dense bfloat16 matrix product, and the record or datasheet."""
 
     copy_gb_per_s: float
     gemm_tflop_per_s: float
     source: str
+    measured: bool  #: False: the datasheet's peaks, which no program reaches
 
 
-#: Product -> its measured rates; a product that is not listed has no record.
-CEILINGS = {"NVIDIA H200": Ceilings(4295.5, 799.23, "benchmarks/results/every_peer_h200_2026-11-22.json")}
+#: Product -> its rates, measured with `attn bench` if this repository has a record of the device, else its datasheet's peaks.
+#: Datasheets with sparse rates only count half of them. GPUs with several form factors: the fastest one, as named.
+CEILINGS = {
+    "NVIDIA H200": Ceilings(4295.5, 799.23, "benchmarks/results/every_peer_h200_2026-11-22.json", measured=True),
+    **{
+        product: Ceilings(copy, gemm, f"datasheet of {place}", measured=False)
+        for product, copy, gemm, place in (
+            ("NVIDIA A100", 2039, 312, "A100 SXM 80 GB"),
+            ("NVIDIA L4", 300, 121, "L4"),
+            ("NVIDIA L40S", 864, 362, "L40S"),
+            ("NVIDIA H100", 3350, 989, "H100 SXM"),
+            ("NVIDIA H20", 4000, 148, "H20"),
+            ("NVIDIA B200", 8000, 2250, "B200 (HGX)"),
+            ("AMD MI250X", 3277, 383, "MI250X"),
+            ("AMD MI300X", 5300, 1307, "MI300X"),
+            ("AMD MI325X", 6000, 1307, "MI325X"),
+            ("AMD MI355X", 8000, 2517, "MI355X"),
+            ("TPU v4", 1228, 275, "TPU v4"),
+            ("TPU v5e", 819, 197, "TPU v5e"),
+            ("TPU v5p", 2765, 459, "TPU v5p"),
+            ("TPU v6e", 1640, 918, "TPU v6e"),
+            ("TPU v7x", 7380, 2307, "TPU v7x"),
+        )
+    },
+}
 
 
 def device_named(name: str, framework: str | None = None) -> Device:

@@ -1,7 +1,7 @@
 """Explain a model: which backend serves each kind of its attention layers, what their cache takes, and lower bounds on time.
 
-The layers come from `attn.model_config`, the choices from `attn.report.explain`. Times are those of attention alone at rates
-measured on the device (`attn.machines.CEILINGS`); without a record there are none.
+The layers come from `attn.model_config`, the choices from `attn.report.explain`. Times are those of attention alone at the
+device's rates (`attn.machines.CEILINGS`): measured ones, or its datasheet's peaks, as the report says.
 """
 
 import textwrap
@@ -65,8 +65,8 @@ class KindReport:
 class ModelReport:
     """A model's layers, the choice for each kind, and totals for `requests` requests of `context` tokens.
 
-    Prints as text of at most 100 columns and displays as a table in notebooks. `ceilings`: the device's measured rates, None if
-    they are not recorded.
+    Prints as text of at most 100 columns and displays as a table in notebooks. `ceilings`: the device's rates, None if
+    neither a measurement nor a datasheet is recorded.
     """
 
     model: ModelLayers
@@ -124,8 +124,9 @@ class ModelReport:
     def _times(self) -> str:
         if self.ceilings is None:
             name = self.device.name or self.device.platform
-            return f"times: not recorded: there are no measured rates of {name} (recorded: {', '.join(CEILINGS)})"
-        copy, gemm, source = self.ceilings
+            return f"times: not recorded: there are no rates of {name} (recorded: {', '.join(CEILINGS)})"
+        copy, gemm, source, measured = self.ceilings
+        source = f"measured: {source}" if measured else f"peaks, not measured: {source}"
         prompt = f"prompt: its operations at {gemm:.0f} TFLOP/s" if self.dtype == "bfloat16" else "prompt: bfloat16 only"
         return f"times, attention alone: decode: the cached bytes read at {copy:.0f} GB/s; {prompt} ({source})"
 

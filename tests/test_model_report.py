@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import attn
-from attn.machines import CEILINGS
+from attn.machines import CEILINGS, device_named
 from attn.model_report import WIDTH
 
 pytest.importorskip("torch")
@@ -41,7 +41,7 @@ def test_bytes_and_times_of_windows():
     assert (sliding.decode_bytes, full.decode_bytes) == (token * 4096 * 2, token * 8192 * 2)
     visible = sum(min(i + 1, 4096) for i in range(8192))
     assert sliding.prompt_flops == 4 * 16 * 256 * visible * 21 * 2
-    copy, gemm, _ = CEILINGS["NVIDIA H200"]
+    copy, gemm, *_ = CEILINGS["NVIDIA H200"]
     assert report.decode_ms(full.decode_bytes) == pytest.approx(full.decode_bytes / (copy * 1e9) * 1e3)
     assert report.prompt_ms(full.prompt_flops) == pytest.approx(full.prompt_flops / (gemm * 1e12) * 1e3)
     assert report.served and sliding.backend == "TRITON_ATTN"
@@ -103,9 +103,22 @@ def test_a_learned_bias_has_no_backend():
 
 
 def test_times_of_devices_without_a_record_are_left_out():
-    report = attn.explain_model(GEMMA2, device="H100")
+    report = attn.explain_model(GEMMA2, device="V100", dtype="float16")
     assert report.ceilings is None and report.decode_ms(10**9) is None and report.prompt_ms(10**12) is None
-    assert "times: not recorded: there are no measured rates of NVIDIA H100 (recorded: NVIDIA H200)" in str(report)
+    assert "times: not recorded: there are no rates of NVIDIA V100 (recorded: NVIDIA H200, " in " ".join(str(report).split())
+
+
+def test_times_at_a_datasheets_peaks_say_so():
+    report = attn.explain_model(GEMMA2, device="H100")
+    assert not report.to_dict()["ceilings"]["measured"]
+    assert report.decode_ms(3350 * 10**6) == pytest.approx(1) and report.prompt_ms(989 * 10**9) == pytest.approx(1)
+    assert "at 989 TFLOP/s (peaks, not measured: datasheet of H100 SXM)" in " ".join(str(report).split())
+    assert "(measured: benchmarks/results/" in " ".join(str(attn.explain_model(GEMMA2, device="H200")).split())
+
+
+@pytest.mark.parametrize("name", CEILINGS)
+def test_rates_belong_to_known_devices(name):
+    assert device_named(name).name == name
 
 
 def test_products_of_other_dtypes_are_not_recorded():
@@ -115,6 +128,8 @@ def test_products_of_other_dtypes_are_not_recorded():
 
 def test_rates_are_those_of_the_recorded_run():
     for name, rates in CEILINGS.items():
+        if not rates.measured:
+            continue
         record = json.loads((Path(attn.__file__).parents[1] / rates.source).read_text())
         about = record.get("torch_run", record)
         assert about["device"] == name

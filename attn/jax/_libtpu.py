@@ -25,21 +25,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from attn.machines import CEILINGS
+
 
 class Chip(NamedTuple):
-    """A generation: its names in libtpu, the TensorCore's clock, and its peaks (per core for chips with two)."""
+    """A generation: its names in libtpu, the TensorCores' clock and number, and the peaks of one TensorCore."""
 
     topology: str
     accelerator: str
     ghz: float
+    cores: int
     tflops: float  #: bf16 products
     hbm: float  #: GB/s
 
 
+def _chip(name: str, topology: str, accelerator: str, ghz: float, cores: int) -> Chip:
+    peaks = CEILINGS[f"TPU {name}"]
+    return Chip(topology, accelerator, ghz, cores, peaks.gemm_tflop_per_s / cores, peaks.copy_gb_per_s / cores)
+
+
 CHIPS = {
-    "v5e": Chip("v5e:2x2", "v5litepod-4", 1.5, 197, 819),
-    "v6e": Chip("v6e:2x2", "v6e-4", 1.75, 918, 1640),
-    "v7x": Chip("tpu7x:2x2x1", "tpu7x-8", 2.2, 1153, 3690),
+    "v5e": _chip("v5e", "v5e:2x2", "v5litepod-4", 1.5, 1),
+    "v6e": _chip("v6e", "v6e:2x2", "v6e-4", 1.75, 1),
+    "v7x": _chip("v7x", "tpu7x:2x2x1", "tpu7x-8", 2.2, 2),
 }
 
 #: Products of float32 at full precision are six bfloat16 products.
