@@ -37,7 +37,7 @@ _BLOCK_SIZE = 16  #: until vLLM chooses one; final for layers without a cache
 #: vLLM's names for requirements of a layer -> this library's features.
 _FEATURES = {
     "has_sink": Feature.SINKS, "has_sliding_window": Feature.SLIDING_WINDOW, "use_non_causal": Feature.NON_CAUSAL,
-    "use_per_head_quant_scales": Feature.PER_HEAD_SCALES,
+    "use_per_head_quant_scales": Feature.PER_HEAD_SCALES, "use_mm_prefix": Feature.SPANS,
 }  # fmt: skip
 #: Other configuration fields that are read, or require nothing of a backend; any other that is set is rejected.
 _READ = {"head_size", "dtype", "kv_cache_dtype", "block_size", "attn_type", "device_capability", "use_kv_connector"}
@@ -48,7 +48,7 @@ _KNOWN = {
     "query_start_loc", "query_start_loc_cpu", "seq_lens", "num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len",
     "block_table_tensor", "slot_mapping", "causal", "seq_lens_cpu_upper_bound",
     "logits_indices_padded", "num_logits_indices", "max_logits_per_req", "encoder_seq_lens", "encoder_seq_lens_cpu",
-    "positions", "is_prefilling", "req_idx", "replayssm_decode_base_cpu",
+    "positions", "is_prefilling", "req_idx", "replayssm_decode_base_cpu", "mm_req_doc_ranges",
 }  # fmt: skip
 
 
@@ -83,6 +83,11 @@ class AttnBackend(vllm_backend.AttentionBackend):
         return (KVCacheLayout.LBHNC, *(layout for layout in KVCacheLayout if layout is not KVCacheLayout.LBHNC))
 
     @classmethod
+    def supports_mm_prefix(cls) -> bool:
+        """Whether image tokens may see each other in both directions; `validate_configuration` says in which layers."""
+        return True
+
+    @classmethod
     def validate_configuration(cls, *args: Any, **kwargs: Any) -> list[str]:
         """Return every reason to reject a layer of this configuration: of this integration, then of each backend."""
         asked = inspect.signature(super().validate_configuration).bind(*args, **kwargs).arguments
@@ -92,6 +97,7 @@ class AttnBackend(vllm_backend.AttentionBackend):
         if invariant and not envs.batch_invariant():  # a layer learns of it by the environment alone
             why.append("use_batch_invariant not supported without VLLM_BATCH_INVARIANT=1 in the environment")
         name, attn_type = layer_name(), _word(asked["attn_type"])
+        features -= {Feature.SPANS} if attn_type in ENCODER_TYPES else set()  # each of its tokens sees all
         problem = _cache_problem(asked["kv_cache_dtype"])
         if problem:
             return [f"{name}: {reason}" for reason in (*why, problem)]
@@ -165,8 +171,36 @@ class AttnMetadataBuilder(vllm_backend.AttentionMetadataBuilder):
             causal=common.causal,
             query_start_loc_cpu=common.query_start_loc_cpu.numpy(),
             seq_lens_cpu=None if lens is None else lens.numpy(),
+            spans=self._spans(common),
         )
         return AttnMetadata(batch, common.slot_mapping, self.device)
+
+    def _spans(self, common: Any) -> torch.Tensor | None:
+        """Return the spans of rows within `mm_req_doc_ranges` (request -> ranges of positions, inclusive); None without any.
+
+        Raises `UnsupportedError` for a range of which this step has a part only.
+        """
+        if not common.mm_req_doc_ranges:
+            return None
+        # A bound that exceeds a length is that of a request that generates, all of whose ranges are before its rows.
+        bounds = getattr(common, "seq_lens_cpu_upper_bound", None)
+        lens = (common.seq_lens.cpu() if bounds is None else bounds).tolist()
+        starts = common.query_start_loc_cpu.tolist()
+        spans = torch.full((common.num_actual_tokens, 2), -1, dtype=torch.int32)
+        for r, ranges in common.mm_req_doc_ranges.items():
+            first = lens[r] - (starts[r + 1] - starts[r])
+            for start, end in ranges:
+                rows = range(max(start, first), min(end + 1, lens[r]))
+                if start >= end or not rows:
+                    continue
+                if end >= lens[r]:
+                    self._refuse(
+                        f"a chunk of request {r} that ends at token {lens[r]}, within image tokens {start} to {end} "
+                        "(pass --disable-chunked-mm-input)"
+                    )
+                at = starts[r] - first
+                spans[at + rows.start : at + rows.stop] = torch.tensor([start, end], dtype=torch.int32)
+        return spans.to(self.device, non_blocking=True) if (spans >= 0).any() else None
 
     def _refuse(self, what: str) -> NoReturn:
         raise UnsupportedError(f"{', '.join(self.layer_names)}: {what} not supported: {_ELSEWHERE}")
@@ -202,8 +236,13 @@ class AttnImpl(vllm_backend.AttentionImpl):
         self.dtype, self.name = torch.get_default_dtype(), layer_name()
         self.layers: dict[int, Attention] = {}
         self._seen: tuple[torch.Tensor, torch.Tensor] | None = None
-        asks = getattr(get_current_vllm_config_or_none(), "attention_config", None)
-        self.features = [Feature.NON_CAUSAL] if getattr(asks, "use_non_causal", False) else []
+        config = get_current_vllm_config_or_none()
+        wanted = {
+            Feature.NON_CAUSAL: getattr(getattr(config, "attention_config", None), "use_non_causal", False),
+            Feature.SPANS: getattr(getattr(config, "model_config", None), "is_mm_prefix_lm", False)
+            and self.attn_type not in ENCODER_TYPES,
+        }
+        self.features = [feature for feature, needed in wanted.items() if needed]
         for name, value in further.items():
             if value not in (None, False) and value != _OFF.get(name):
                 raise UnsupportedError(f"{self.name}: {name}={value!r} not supported: {_ELSEWHERE}")
@@ -291,6 +330,7 @@ class AttnImpl(vllm_backend.AttentionImpl):
             cache = self._cache(own, kv_cache)
         if self.sinks is not None:
             own.impl.sinks = self.sinks.detach().float()  # the model's, which may have been loaded since
+        own.impl.span_window = getattr(layer, "mm_prefix_clamp_sliding_window", False)  # vLLM passes it to the call only
         try:
             own.impl.forward(
                 layer,

@@ -116,7 +116,7 @@ def test_our_classes_take_what_the_interface_gives(vllm: Any) -> None:
 
 def test_batches_agree_with_the_formula(vllm: Any) -> None:
     found = dict(vllm.batches())
-    assert len(found) == 16
+    assert len(found) == 19
     assert {what: worst for what, worst in found.items() if worst > 2e-6} == {}
 
 
@@ -210,7 +210,6 @@ def test_arguments_of_a_layer_that_are_not_known_are_refused(named: Any, argumen
 def test_fields_of_a_batch_that_are_not_known_are_refused(vllm: Any) -> None:
     for more in (
         {"rswa_prefix_lens": torch.tensor([4])},
-        {"mm_req_doc_ranges": {0: [(0, 2)]}},
         {"dcp_local_seq_lens": torch.tensor([2], dtype=torch.int32)},
     ):
         with pytest.raises(UnsupportedError, match=rf"layers\.0\.attn: {next(iter(more))} not supported"):
@@ -220,6 +219,31 @@ def test_fields_of_a_batch_that_are_not_known_are_refused(vllm: Any) -> None:
     vllm.builder().build(0, vllm.common([3], [3], 16, mm_req_doc_ranges={}, positions=torch.arange(3)))
 
 
+def test_images_that_a_chunk_cuts_are_refused(vllm: Any) -> None:
+    build = vllm.builder().build
+    with pytest.raises(UnsupportedError, match=r"ends at token 20, within image tokens 10 to 20 .*--disable-chunked-mm-input"):
+        build(0, vllm.common([20], [20], 16, mm_req_doc_ranges={0: [(10, 20)]}))
+    assert build(0, vllm.common([20], [20], 16, mm_req_doc_ranges={0: [(20, 30)]})).batch.spans is None  # a later chunk's
+    assert build(0, vllm.common([1, 2], [31, 5], 16, mm_req_doc_ranges={0: [(20, 29)]})).batch.spans is None  # an earlier one's
+    assert build(0, vllm.common([4], [4], 16, mm_req_doc_ranges={0: [(2, 2)]})).batch.spans is None  # one token
+    spans = build(0, vllm.common([2, 3], [9, 4], 16, 1, mm_req_doc_ranges={0: [(0, 3)], 1: [(1, 2)]})).batch.spans
+    assert spans.tolist() == [[-1, -1], [-1, -1], [1, 2], [1, 2], [-1, -1], [-1, -1]]
+
+
+def test_a_model_with_images_needs_a_backend_with_spans(
+    vllm: Any, named: Any, plain: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ours = importlib.import_module("attn.integrations._vllm")
+    assert ours.AttnBackend.supports_mm_prefix()
+    asked = {**CONFIGURATION, "use_mm_prefix": True}
+    assert "PLAIN: spans not supported" in str(ours.AttnBackend.validate_configuration(**asked))
+    assert "spans" not in str(ours.AttnBackend.validate_configuration(**{**asked, "attn_type": "encoder_only"}))
+    model = SimpleNamespace(model_config=SimpleNamespace(is_mm_prefix_lm=True))
+    monkeypatch.setattr(ours, "get_current_vllm_config_or_none", lambda: model)
+    with pytest.raises(UnsupportedError, match=r"layers\.3\.attn: (?s:.*)spans not supported"):
+        named()
+
+
 def test_values_of_another_size_are_refused(named: Any, vllm: Any) -> None:
     key = torch.randn(3, 2, 32)
     with pytest.raises(UnsupportedError, match=r"layers\.3\.attn: .*rows of 48 elements.*head_size_v not supported"):
@@ -227,7 +251,7 @@ def test_values_of_another_size_are_refused(named: Any, vllm: Any) -> None:
         named().do_kv_cache_update(vllm.layer(), key, key, torch.zeros(2, 2, 16, 48), slots)
 
 
-@pytest.mark.parametrize("flag", ["use_mla", "use_sparse", "use_mm_prefix", "use_dcp", "use_rswa", "use_adaptive_verification"])
+@pytest.mark.parametrize("flag", ["use_mla", "use_sparse", "use_dcp", "use_rswa", "use_adaptive_verification"])
 def test_flags_of_a_configuration_that_are_not_served(vllm: Any, flag: str) -> None:
     backend = importlib.import_module("attn.integrations._vllm").AttnBackend
     assert backend.validate_configuration(**CONFIGURATION, use_kv_connector=True) == []

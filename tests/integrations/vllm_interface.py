@@ -60,14 +60,14 @@ def _arguments(what: str, documented: Any, real: Any) -> Iterator[str]:
         yield f"{what} has its arguments in another order: {', '.join(found)}"
 
 
-def layer() -> Any:
+def layer(**more: Any) -> Any:
     """What an implementation reads of the layer that calls it."""
     import torch
 
     one = torch.ones(())
     return SimpleNamespace(
         _q_scale=one, _k_scale=one, _v_scale=one, _prob_scale=one, _k_scale_float=1.0, _v_scale_float=1.0,
-        kv_sharing_target_layer_name=None,
+        kv_sharing_target_layer_name=None, **more,
     )  # fmt: skip
 
 
@@ -118,6 +118,8 @@ def new_cache(layout: str, blocks: int, heads: int, block_size: int, row: int, d
 
 
 HEADS, KV_HEADS, HEAD_SIZE = 4, 2, 32
+#: Images of the two requests of `_decoder`: three in the first step, one in the second, whose decode sees it causally.
+IMAGES = {0: [(0, 3), (8, 18), (22, 35)], 1: [(2, 16)]}
 
 
 def batches() -> Iterator[tuple[str, float]]:
@@ -134,6 +136,9 @@ def batches() -> Iterator[tuple[str, float]]:
         ("sinks and a window", {"sinks": sinks, "sliding_window": 7}, {"sinks": sinks, "window": (6, 0)}),
         ("ALiBi", {"alibi_slopes": slopes}, {"alibi_slopes": torch.tensor(slopes)}),
     ]
+    yield "images", _decoder("LBHNC", {}, {}, IMAGES)
+    yield "images beside a window", _decoder("LBHNC", {"sliding_window": 7}, {"window": (6, 0)}, IMAGES)
+    yield "images cut by a window", _decoder("LBHNC", {"sliding_window": 7}, {"window": (6, 0)}, IMAGES, clamp=True)
     for layout in ("LBHNC", "LBNHC", "BLHNC"):
         for what, arguments, terms in cases:
             yield f"{what}, layout {layout}", _decoder(layout, arguments, terms)
@@ -168,8 +173,11 @@ def implementation(dtype: Any = None, backend: Any = None, **arguments: Any) -> 
         return (backend or AttnBackend).get_impl_cls()(HEADS, HEAD_SIZE, HEAD_SIZE**-0.5, KV_HEADS, **arguments)
 
 
-def _decoder(layout: str, arguments: dict[str, Any], terms: dict[str, Any]) -> float:
-    """Two prompts, then more of one beside a decode of the other and rows of padding, against the formula over all keys."""
+def _decoder(layout: str, arguments: dict[str, Any], terms: dict[str, Any], images: Any = None, clamp: bool = False) -> float:
+    """Two prompts, then more of one beside a decode of the other and rows of padding, against the formula over all keys.
+
+    images: as `mm_req_doc_ranges`. clamp: whether a window cuts them.
+    """
     import torch
 
     import attn
@@ -178,16 +186,23 @@ def _decoder(layout: str, arguments: dict[str, Any], terms: dict[str, Any]) -> f
     keys, values = ([_draw(n + which, KV_HEADS, HEAD_SIZE)[:n] for n in (40, 19)] for which in (0, 1))
     worst = 0.0
     for query_lens, seq_lens, padding in (([20, 18], [20, 18], 0), ([20, 1], [40, 19], 3)):
-        step = common(query_lens, seq_lens, 16, padding)
+        step = common(query_lens, seq_lens, 16, padding, mm_req_doc_ranges=images)
         fresh = [slice(n - q, n) for q, n in zip(query_lens, seq_lens, strict=True)]
         key, value = (torch.cat([x[rows] for x, rows in zip(both, fresh, strict=True)]) for both in (keys, values))
         impl.do_kv_cache_update(layer(), key, value, cache, step.slot_mapping)
         query = _draw(step.num_actual_tokens, HEADS, HEAD_SIZE)
         output = torch.full_like(query, torch.nan)
-        impl.forward(layer(), query, key, value, cache, builder().build(0, step), output=output)
+        called = layer(mm_prefix_clamp_sliding_window=clamp)
+        impl.forward(called, query, key, value, cache, builder().build(0, step), output=output)
         for r, (start, n) in enumerate(zip((0, query_lens[0]), seq_lens, strict=True)):
             mine = slice(start, start + query_lens[r])
-            want = attn.attention(query[None, mine], keys[r][None, :n], values[r][None, :n], causal=True, **terms)[0]
+            rows = torch.arange(n - query_lens[r], n)
+            spans = torch.full((len(rows), 2), -1, dtype=torch.int32)
+            for image in (images or {}).get(r, ()):
+                spans[(rows >= image[0]) & (rows <= image[1])] = torch.tensor(image, dtype=torch.int32)
+            reach = {"spans": spans.numpy(), "span_window": clamp} if images else {}
+            q, k, v = query[None, mine], keys[r][None, :n], values[r][None, :n]
+            want = attn.attention(q, k, v, causal=True, **terms, **reach)[0]
             worst = max(worst, float((output[mine] - want).abs().max()))
     return worst
 
@@ -230,7 +245,7 @@ def chosen() -> list[str]:
     for asked, expected in ((AttentionBackendEnum.CUSTOM, path), (None, AttentionBackendEnum.CPU_ATTN.value)):
         got = current_platform.get_attn_backend_cls(asked, attn_selector_config=plain, num_heads=4)
         wrong += [f"{asked} is given {got}"] if got != expected else []
-    for flag in ("use_mla", "use_sparse", "use_mm_prefix", "use_rswa", "use_dcp"):
+    for flag in ("use_mla", "use_sparse", "use_rswa", "use_dcp"):
         if not backend.validate_configuration(device_capability=None, **plain._replace(**{flag: True})._asdict()):
             wrong.append(f"{flag} is not refused")
     return wrong

@@ -26,13 +26,19 @@ from attn.torch.metadata import PagedAttentionMetadata
 class Masks(NamedTuple):
     """The rules that decide which keys are seen; layers with equal masks share a plan.
 
-    Keys p - left <= j <= p + right, None = unbounded. `causal` also bounds the right by the row itself, or by its tree.
+    Keys p - left <= j <= p + right, None = unbounded. `causal` also bounds the right by the row itself, or by its tree; with
+    `mixed` only in some requests. `spans`: rows also see their span and their request's prefix (docs/semantics.md §18);
+    `span_window`: the window cuts spans. `chunk`: no row sees a key before its chunk of positions.
     """
 
     left: int | None
     right: int | None
     causal: bool
     tree: bool
+    mixed: bool = False
+    spans: bool = False
+    span_window: bool = False
+    chunk: int | None = None
 
 
 class Rules(NamedTuple):
@@ -69,8 +75,9 @@ class Plan:
     """A batch laid out in blocks of rows. Tensors are int64 unless stated otherwise, since they are used as indices.
 
     source: [blocks * block], the token of each row; back: [T], the row of each token.
-    rows: [blocks, block, 5], per row: the start of its request in `places`, its position, its request's length, the
-    position of the first new token, the start of its row of a tree mask in `places` (-1: none).
+    rows: [blocks, block, 5 to 9], per row: the start of its request in `places`, its position, its request's length, the
+    position of the first new token, the start of its row of a tree mask in `places` (-1: none); with `Masks.mixed` or
+    `Masks.spans` also whether its request is causal, its span (from, to; to < from: none), and its prefix.
     lists: int32; how many pages a block visits [blocks] and which [blocks, columns]: first the masked pages, then those that
     all of its rows see completely.
     places: [R * N + 1] int32; element r * N + n is the index of page n within request r, or -1 if the page is not in it. The
@@ -126,24 +133,40 @@ def lay_out(
         width = meta.tree_mask.shape[1]
         places = torch.cat((places, meta.tree_mask.flatten().to(torch.int32)))
     branches = (new <= width)[owner]
-    facts = (
+    facts: tuple[torch.Tensor, ...] = (
         (owner * num_pages)[:, None],
         position,
         torch.where(live, total[:, None], 0),
         context[:, None],
         torch.where(branches[:, None] & live, trees_from + (owner[:, None] * width + token) * width, -1),
     )
+    span_from, span_to, prefix = _reach(meta, masks, owner, token, position, live)
+    if masks.mixed or masks.spans:
+        causal = torch.full_like(total, masks.causal) if meta.is_causal is None else meta.is_causal[owner]
+        facts = (*facts, causal[:, None], span_from, span_to, prefix[:, None])
     rows = torch.stack([x.expand_as(token) for x in facts], 2).to(torch.int64)
 
     first, last = position[:, 0], torch.minimum(position[:, -1], total - 1)
     reach = total if masks.right is None else torch.minimum(total, last + masks.right + 1)
     shared = total if masks.right is None else torch.minimum(total, first + masks.right + 1)
-    if masks.causal:
-        reach = torch.where(branches, reach, torch.minimum(reach, last + 1))
-        shared = torch.minimum(shared, torch.where(branches, context, first + 1))
-    low = torch.zeros_like(first) if masks.left is None else (first - masks.left).clamp(min=0) // page
+    if masks.causal or masks.mixed:
+        own = torch.full_like(branches, True) if meta.is_causal is None else meta.is_causal[owner]
+        reach = torch.where(branches | ~own, reach, torch.minimum(reach, last + 1))
+        shared = torch.where(own, torch.minimum(shared, torch.where(branches, context, first + 1)), shared)
+    begin = torch.zeros_like(first) if masks.left is None else (first - masks.left).clamp(min=0)
+    common = torch.zeros_like(first) if masks.left is None else last - masks.left  # from here on every row's window is open
+    if masks.spans:
+        seeing = span_from <= span_to
+        begin = torch.minimum(begin, torch.where(seeing, span_from, begin[:, None]).amin(1))
+        begin = torch.where(prefix > 0, 0, begin)
+        reach = torch.maximum(torch.maximum(reach, prefix), torch.where(seeing, span_to + 1, 0).amax(1))
+        reach = torch.minimum(reach, total)
+    if masks.chunk is not None:
+        begin = torch.maximum(begin, first // masks.chunk * masks.chunk)
+        common = torch.maximum(common, last // masks.chunk * masks.chunk)
+    low = begin // page
     high = torch.where(live[:, 0], torch.maximum(-(-reach // page), low), low)
-    whole = low if masks.left is None else torch.minimum(torch.maximum(-((masks.left - last) // page), low), high)
+    whole = torch.minimum(torch.maximum(-(-common // page), low), high)
     until = torch.minimum(torch.maximum(shared // page, whole), high)
 
     back = torch.arange(meta.num_actual_tokens, device=device)
@@ -154,10 +177,42 @@ def lay_out(
     unseeing = length == 0
     if masks.right is not None or masks.causal:
         unseeing |= at + (0 if masks.causal else masks.right or 0) < 0
+    if masks.mixed:
+        unseeing |= (rows.flatten(0, 1)[back, 5] == 1) & (at < 0)
+    if masks.spans:
+        bounds = rows.flatten(0, 1)[back]
+        unseeing &= (bounds[:, 6] > bounds[:, 7]) & (bounds[:, 8] == 0)
     columns = _columns(table, num_pages)
     some = _named(table, owner, whole - low + high - until, low, whole - low, until, columns)
     full = _named(table, owner, until - whole, whole, until - whole, until, columns)
     return Plan(source, back, rows, (*some, *full), places, unseeing)
+
+
+def _reach(
+    meta: PagedAttentionMetadata,
+    masks: Masks,
+    owner: torch.Tensor,
+    token: torch.Tensor,
+    position: torch.Tensor,
+    live: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the spans of the rows of each block, (from, to) [blocks, block], to < from for none, and its prefix [blocks]."""
+    none = torch.full_like(token, -1)
+    span_from, span_to, prefix = none + 1, none, torch.zeros_like(owner)
+    if not masks.spans:
+        return span_from, span_to, prefix
+    if meta.prefix is not None:
+        prefix = meta.prefix.to(torch.int64)[owner]
+    if meta.spans is not None:
+        at = (meta.query_start_loc[owner][:, None] + token).clamp(max=meta.spans.shape[0] - 1)
+        start, end = meta.spans.to(torch.int64)[at].unbind(2)
+        used = live & (start >= 0)
+        if masks.span_window and masks.left is not None:
+            start = torch.maximum(start, position - masks.left)
+        if masks.span_window and masks.right:  # a bound of 0 is causality, which does not cut spans
+            end = torch.minimum(end, position + masks.right)
+        span_from, span_to = torch.where(used, start.clamp(min=0), span_from), torch.where(used, end, span_to)
+    return span_from, span_to, prefix
 
 
 def _columns(table: torch.Tensor, num_pages: int) -> int:
@@ -222,14 +277,16 @@ def program(rules: Rules, shape: Shape, backend: str) -> Callable[..., Any]:
             place = places[facts[q, 0] + kv // page]
             return place, place * page + kv % page
 
-        def mask_mod(b: Any, h: Any, q: Any, kv: Any) -> Any:
-            place, j = key_of(q, kv)
-            distance, inside = j - facts[q, 1], j < facts[q, 2]
-            seen = (place >= 0) & inside
+        def by_order(q: Any, j: Any, inside: Any) -> Any:
+            """Whether causality, or a tree, and the window allow a key."""
+            distance = j - facts[q, 1]
+            seen = inside
             if masks.left is not None:
                 seen = seen & (distance >= -masks.left)
             if masks.right is not None:
                 seen = seen & (distance <= masks.right)
+            if masks.mixed:
+                return seen & ((distance <= 0) | (facts[q, 5] == 0))
             if not masks.causal:
                 return seen
             if not masks.tree:
@@ -238,6 +295,16 @@ def program(rules: Rules, shape: Shape, backend: str) -> Callable[..., Any]:
             among = (new >= 0) & inside & (branch >= 0)
             related = places[torch.where(among, branch + new, 0)] == 1
             return seen & torch.where(branch >= 0, (new < 0) | (among & related), distance <= 0)
+
+        def mask_mod(b: Any, h: Any, q: Any, kv: Any) -> Any:
+            place, j = key_of(q, kv)
+            inside = (place >= 0) & (j < facts[q, 2])
+            seen = by_order(q, j, inside)
+            if masks.spans:
+                seen = seen | (inside & (((j >= facts[q, 6]) & (j <= facts[q, 7])) | (j < facts[q, 8])))
+            if masks.chunk is not None:
+                seen = seen & (j >= facts[q, 1] // masks.chunk * masks.chunk)
+            return seen
 
         def score_mod(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
             if rules.soft_cap is not None:

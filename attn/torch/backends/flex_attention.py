@@ -73,7 +73,10 @@ class FlexAttentionMetadataBuilder(PagedAttentionMetadataBuilder):
             return
         page, left = self.kv_cache_spec.block_size, window_pair(self.kv_cache_spec.sliding_window, AttentionType.DECODER)[0]
         place = np.arange(table.shape[1])
-        begin = np.zeros_like(lens) if left is None else np.maximum(lens - query_lens - left, 0) // page
+        if left is None or batch.spans is not None or batch.prefix is not None:
+            begin = np.zeros_like(lens)
+        else:
+            begin = np.maximum(lens - query_lens - left, 0) // page
         live = (place >= begin[:, None]) & (place < -(-lens // page)[:, None])
         ordered = np.sort(np.where(live, table, -1 - place), 1)
         twice = np.argwhere((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0))
@@ -106,6 +109,9 @@ class FlexAttentionBackend(PagedAttentionBackend):
                 Feature.LSE,
                 Feature.TREE_MASK,
                 Feature.KV_SHARING,
+                Feature.SPANS,
+                Feature.MIXED_CAUSAL,
+                Feature.CHUNK_SIZE,
             }
         ),
         archs=(("cuda", ("sm_80+",)),),
@@ -143,7 +149,11 @@ class FlexAttentionImpl(PagedAttentionImpl, backend=FlexAttentionBackend):
         if tokens == 0:
             return
         block = _flex.block_rows(tokens, meta.num_reqs)
-        masks = Masks(*self.window, causal, meta.tree_mask is not None)
+        spans = meta.spans is not None or meta.prefix is not None
+        mixed = meta.is_causal is not None
+        masks = Masks(
+            *self.window, causal, meta.tree_mask is not None, mixed, spans, spans and bool(self.span_window), self.chunk_size
+        )
         if ragged:
             blocks = _flex.extent(tokens, meta.num_reqs, block)
             plan = meta.planned(blocks, 0, block, masks)
@@ -153,10 +163,11 @@ class FlexAttentionImpl(PagedAttentionImpl, backend=FlexAttentionBackend):
         on_cpu = query.device.type == "cpu"
         needs_lse = call.lse is not None or self.sinks is not None
         uncompiled = on_cpu and needs_lse
-        alibi = "" if self.alibi_slopes is None else "signed" if causal else "symmetric"
+        alibi = "" if self.alibi_slopes is None else "signed" if causal and not spans else "symmetric"
         rules = Rules(masks, self.scale, self.logits_soft_cap, alibi, needs_lse or not on_cpu, block, key.shape[1])
         flash = query.is_cuda and not _flex_flash.reasons(query.dtype, block, key.shape[1], query.device)
         flash = flash and plan.lists[1].shape[1] <= key.shape[0]  # its page lists cannot be longer than the cache
+        flash = flash and not (spans or mixed or self.chunk_size)  # not compared with the oracle there
         shape = Shape(query.dtype, self.num_heads, self.num_kv_heads, self.head_size, query.device.type, flash)
         slopes = query.new_zeros(self.num_heads, dtype=torch.float32) if self.alibi_slopes is None else self.alibi_slopes
         laid = query[plan.source].unflatten(0, (-1, block))

@@ -12,6 +12,7 @@ from attn.backends.abstract import KVCacheSpec
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.capabilities import Device, Feature, Request
 from attn.errors import UnsupportedError
+from attn.reference import visible_mask
 from attn.testing import Case, cases_for, check_conformance
 from attn.torch import Attention
 from attn.torch.backends import _flex, flex_attention
@@ -131,6 +132,66 @@ def test_a_block_of_rows_visits_what_its_rows_see(left: int | None, right: int |
         first += -(-n // block)
     assert not plan.lists[0][first:].any() and not plan.lists[2][first:].any()
     assert plan.source[plan.back].tolist() == list(range(sum(q)))
+
+
+@pytest.mark.parametrize("block", [16, 64])
+@pytest.mark.parametrize(
+    "masks",
+    [
+        Masks(None, 0, True, False, spans=True),
+        Masks(20, 0, True, False, spans=True),
+        Masks(20, 0, True, False, spans=True, span_window=True),
+        Masks(None, None, False, False, spans=True, chunk=24),
+        Masks(9, 0, False, False, mixed=True, spans=True, chunk=40),
+        Masks(None, None, False, False, mixed=True),
+    ],
+)
+def test_pages_of_spans_prefixes_chunks_and_mixed_causality(masks: Masks, block: int) -> None:
+    """Each block visits every page of which a row sees a key, and calls whole only those that all of its rows see."""
+    q, m = [1, 0, 70, 33, 5, 1], [100, 40, 170, 33, 5, 1]
+    rng = np.random.default_rng(block)
+    spans, prefix = np.full((sum(q), 2), -1, np.int32), np.array([17, 0, 3, 0, 5, 0], np.int32)
+    totals = np.repeat(m, q)
+    spans[::3, 0] = rng.integers(0, totals[::3])
+    spans[::3, 1] = rng.integers(spans[::3, 0], totals[::3])
+    causal = [True, False, False, True, True, False]
+    tables, pages = [], iter(rng.permutation(64).tolist())
+    for length in m:
+        tables.append([next(pages) for _ in range(-(-length // P))])
+    said: Any = causal if masks.mixed else masks.causal
+    extra = {"spans": spans, "prefix": prefix} if masks.spans else {}
+    batch = CommonAttentionMetadata.from_lens(q, m, tables, P, causal=said, **extra)
+    meta = FlexAttentionBackend.get_builder_cls()(KVCacheSpec(P, K, D, "float32", num_blocks=64)).build(0, batch)
+    plan = _flex.lay_out(meta, meta.block_table, meta.seq_lens, 64, P, block, masks)
+    starts, first, visited = np.cumsum([0, *q]), 0, 0
+    for r, (n, total) in enumerate(zip(q, m, strict=True)):
+        own = spans[starts[r] : starts[r + 1]] if masks.spans else None
+        bounds = {"spans": own, "prefix": int(prefix[r]) if masks.spans else 0, "chunk_size": masks.chunk}
+        by_order = causal[r] if masks.mixed else masks.causal
+        window = (masks.left, masks.right)
+        seen = visible_mask(n, total, causal=by_order, window=window, span_window=masks.span_window, **bounds)
+        for nth in range(-(-n // block)):
+            rows = seen[nth * block : (nth + 1) * block]
+            by_page = {page: rows[:, i * P : (i + 1) * P] for i, page in enumerate(tables[r])}
+            some, whole = (plan.lists[i + 1][first + nth, : plan.lists[i][first + nth]].tolist() for i in (0, 2))
+            assert set(some) | set(whole) >= {page for page, part in by_page.items() if part.any()}
+            assert all(by_page[page].all() and by_page[page].shape[1] == P for page in whole)
+            visited += len(whole)
+        assert plan.unseeing[starts[r] : starts[r + 1]].tolist() == (~seen.any(1)).tolist()
+        first += -(-n // block)
+    assert visited or block == 64 or masks.left == 9
+
+
+@needs_compiler
+@pytest.mark.filterwarnings("ignore")
+def test_spans_compiled() -> None:
+    """One program for batches with spans of other lengths and places, beside a window and within chunks."""
+    before = _compilations()
+    for seed, (q, m) in enumerate([((40, 1, 20), (60, 33, 20)), ((3, 40, 2), (30, 90, 50))]):
+        rules: dict[str, Any] = {"sliding_window": 21, "spans": 9, "chunk_size": 48, "inputs": "needle", "poison": "huge"}
+        case = Case(f"spans {seed}", q, m, geometry_seed=seed, num_blocks=32 + 16 * seed, **rules)
+        check_conformance(FlexAttentionBackend, case)
+    assert _compilations() - before == 1
 
 
 def test_pages_that_trees_decide_on_are_never_whole() -> None:
