@@ -44,6 +44,12 @@ def refuse_unpaged(model: Any, backend: str | None) -> None:
             f"{name}: multi-head latent attention (kv_lora_rank={config.kv_lora_rank}) not supported: transformers' continuous "
             f'batching only supports keys and values of equal size; use model.generate with attn_implementation="{NAME}"'
         )
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        raise UnsupportedError(
+            f"{name}: chunked attention (attention_chunk_size={config.attention_chunk_size}) in continuous batching "
+            "not supported: transformers does not pass the chunk to its layers; "
+            f'use model.generate with attn_implementation="{NAME}"'
+        )
     if _windows(config) != {None} and installed() < WINDOWS_IN_PAGES:
         raise UnsupportedError(
             f"{name}: a sliding window in continuous batching not supported: transformers {dotted(installed())} reads wrong "

@@ -28,7 +28,7 @@ UNKNOWN = {
 class Call:
     """A layer's call: query [B, S, H, D]; key [B, T, K, D], value [B, T, K, Dv], in the library's order of dimensions.
 
-    backend: requested by name, by `asked_by`; None for the fastest.
+    backend: requested by name, by `asked_by`; None for the fastest. chunk, spans, span_window: as in `Padding`.
     """
 
     module: Any
@@ -42,6 +42,9 @@ class Call:
     sinks: torch.Tensor | None
     backend: str | None
     asked_by: str = ""
+    chunk: int | None = None
+    spans: Any = None
+    span_window: bool | None = None
 
     @property
     def plain(self) -> bool:

@@ -1,20 +1,30 @@
 """transformers' mask interface: patterns are described, other masks materialised."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+
+from attn.backends.metadata import spans_of
 
 
 @dataclass
 class Padding:
     """Attributes of a described mask in addition to the valid keys: its window; `whole`: all keys are valid; `all_rows`: rows
-    are real even if their keys are not; and, once computed, each entry's lengths on the host."""
+    are real even if their keys are not; `chunk`: positions per chunk, counted from an entry's first valid key; `spans`:
+    [B, S, 2] int32 on the host, the rows' spans among an entry's valid keys, cut by the window if `span_window`; `draw`: makes
+    the mask [B, 1, S, T], for a mask that a window does not describe; and, once computed, each entry's lengths on the host."""
 
     window: int | None
     whole: bool = False
     all_rows: bool = False
+    chunk: int | None = None
+    spans: Any = None
+    span_window: bool | None = None
+    draw: Callable[[], torch.Tensor] | None = None
     _lens: tuple[list[int], list[int], list[int] | None] | None = None
 
     def lens(self, present: torch.Tensor, rows: int) -> tuple[list[int], list[int], list[int] | None]:
@@ -52,6 +62,9 @@ def mask(
     None means that every row sees every key, or that rows and keys are the same tokens and the call is causal. A described
     mask [B, T'] carries its `Padding`; if T' is below the number of keys, the rest are unused slots of a static cache.
 
+    Chunks, and blocks of tokens that see each other, are described as well (docs/semantics.md §18), as `attn_described` of an
+    empty mask [B, 1, 0, T']: models take one with four dimensions as it is, and it fails where the description is lost.
+
     A mask is materialised, [B, 1, S, T], if the pattern is unknown, if transformers requires it (`allow_..._skip=False`), and
     over a cache that has dropped keys (`kv_offset`): `generate` makes the masks of some models before the call, and the model
     then reads a two-dimensional one as the padding of all tokens so far. A materialised mask carries its description.
@@ -72,7 +85,8 @@ def mask(
                 return None
             if not kv_offset:
                 return described
-    drawn: Any = sdpa_mask(
+    draw = functools.partial(
+        sdpa_mask,
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,
@@ -85,6 +99,17 @@ def mask(
         use_vmap=use_vmap,
         device=device,
     )
+    fixed = isinstance(q_offset, torch.Tensor) or torch.compiler.is_compiling()
+    if found is None and not fixed and end == kv_length:
+        reach = _reach(mask_function)
+        if reach is not None:
+            present = _described(batch_size, end, kv_length, kv_offset, reach.window, attention_mask, device)
+            if _reached(present, reach, q_length, q_offset, kv_offset):
+                present.attn_padding.draw = draw  # type: ignore[attr-defined]
+                empty = present.new_empty(batch_size, 1, 0, end)
+                empty.attn_described = present  # type: ignore[attr-defined]
+                return empty
+    drawn: Any = draw()
     if described is not None:
         drawn.attn_described = described
     return drawn  # type: ignore[no-any-return]
@@ -126,6 +151,79 @@ def _pattern(function: Callable[..., Any]) -> tuple[bool, int | None] | None:
         if isinstance(window, int):
             return True, window
     return None
+
+
+@dataclass(frozen=True)
+class _Reach:
+    """A causal mask function with a window, chunks of positions after left padding, or blocks of tokens [B, N], -1 for none;
+    span_window: whether the window cuts blocks."""
+
+    window: int | None = None
+    chunk: int | None = None
+    left_padding: torch.Tensor | None = None
+    blocks: torch.Tensor | None = None
+    span_window: bool | None = None
+
+
+def _reach(function: Callable[..., Any]) -> _Reach | None:
+    """Read how transformers composed a mask function; None unless each part and their order are known."""
+    from transformers.masking_utils import causal_mask_function
+
+    either = _captured(function, "or_masks", "mask_functions") or ()
+    if len(either) == 2:  # causal, or a window, or a block
+        blocks, base = _captured(either[1], "blockwise_overlay", "block_sequence_ids"), _pattern(either[0])
+        if blocks is None or base is None or not base[0]:
+            return None
+        return _Reach(base[1], blocks=blocks, span_window=None if base[1] is None else False)
+    both = _captured(function, "and_masks", "mask_functions") or ()
+    if len(both) != 2:
+        return None
+    chunk = _captured(both[0], "chunked_overlay", "chunk_size")
+    if isinstance(chunk, int) and both[1] is causal_mask_function:
+        return _Reach(chunk=chunk, left_padding=_captured(both[0], "chunked_overlay", "left_padding"))
+    inner, window = _reach(both[0]), _captured(both[1], "sliding_window_overlay", "sliding_window")
+    if inner is None or inner.blocks is None or inner.window is not None or not isinstance(window, int):
+        return None
+    return _Reach(window, blocks=inner.blocks, span_window=True)  # the window cuts causal rows and blocks alike
+
+
+def _reached(present: torch.Tensor, reach: _Reach, rows: int, q_offset: int, kv_offset: int) -> bool:
+    """Add chunks and spans to the description `present` [B, T']; False if they cannot be described exactly.
+
+    Keys before the chunk of an entry's first row are marked as not valid, so that positions count from a chunk's start.
+    """
+    padding: Padding = present.attn_padding  # type: ignore[attr-defined]
+    if reach.chunk is not None:
+        left = torch.as_tensor(reach.left_padding, device=present.device)
+        first_row = left.clamp(min=q_offset)
+        start = left + (first_row - left) // reach.chunk * reach.chunk - kv_offset
+        present &= torch.arange(present.shape[1], device=present.device) >= start[:, None]
+        padding.whole = bool(present.all())
+        _, keys, firsts = padding.lens(present, rows)
+        if firsts is None or any(k and f != s for k, f, s in zip(keys, firsts, start.tolist(), strict=True)):
+            return False
+        padding.chunk = reach.chunk if rows > 1 else None
+        return True
+    assert reach.blocks is not None
+    if padding.window is not None and padding.lens(present, rows)[2] is None:
+        return False  # positions in a window count keys that are not valid
+    valid = present.cpu().numpy()
+    blocks = reach.blocks[:, kv_offset : kv_offset + present.shape[1]].cpu().numpy()
+    if blocks.shape != valid.shape:
+        return False
+    spans = np.full((len(valid), rows, 2), -1, np.int32)
+    for b, keep in enumerate(valid):
+        own = blocks[b][keep]
+        runs = own[np.flatnonzero(np.diff(own, prepend=-2))]
+        runs = runs[runs >= 0]
+        if len(np.unique(runs)) != len(runs):
+            return False  # tokens of one block with others between them are not a span
+        mine = keep[-rows:]
+        own = np.where(own < 0, -1, own)
+        spans[b, mine] = spans_of([own], [int(mine.sum())])
+    padding.spans = spans if (spans >= 0).any() else None
+    padding.span_window = reach.span_window if padding.window is not None else None
+    return True
 
 
 def _captured(function: Any, maker: str, name: str) -> Any:

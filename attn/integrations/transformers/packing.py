@@ -4,6 +4,7 @@ A backend that attends one request at a time (`RaggedAttentionImpl`) reads keys 
 a paged cache is created for the call.
 """
 
+import dataclasses
 import functools
 import weakref
 from typing import Any
@@ -15,7 +16,7 @@ from attn.backends.metadata import CommonAttentionMetadata, slots_of
 from attn.backends.registry import AttentionBackendEnum
 from attn.capabilities import AttentionType, Feature, supports_size
 from attn.errors import UnsupportedError
-from attn.integrations.transformers.call import Call, having, widened
+from attn.integrations.transformers.call import Call, having, replaced, widened
 from attn.torch.backends._ragged import RaggedAttentionImpl
 from attn.torch.layer import Attention
 
@@ -30,12 +31,14 @@ def layer_of(call: Call, attn_type: str, block_size: int | None = None) -> Atten
     made = _layers.setdefault(call.module, {})
     causal = call.causal or attn_type != AttentionType.DECODER
     key = (attn_type, block_size, causal, call.scale, call.window, call.soft_cap, call.sinks is None, call.backend,
+           call.chunk, call.spans is None, call.span_window,
            call.query.shape[2:], call.key.shape[2], call.query.dtype, call.query.device)  # fmt: skip
     if key not in made:
         options = {
             "scale": call.scale, "num_kv_heads": call.key.shape[2], "sliding_window": call.window,
             "logits_soft_cap": call.soft_cap, "attn_type": attn_type, "sinks": call.sinks, "dtype": call.query.dtype,
-            "backend": call.backend, "features": [] if causal else [Feature.NON_CAUSAL],
+            "backend": call.backend, "chunk_size": call.chunk, "span_window": call.span_window,
+            "features": [*([] if causal else [Feature.NON_CAUSAL]), *([] if call.spans is None else [Feature.SPANS])],
         }  # fmt: skip
         made[key] = _first_size(call, options, block_size)
     layer = made[key]
@@ -70,7 +73,7 @@ def _who_serves(call: Call, options: dict[str, Any]) -> str:
     """Return a sentence on the backends that have the call's features, and those of them that serve it on this machine."""
     needs = {
         Feature.SLIDING_WINDOW: call.window, Feature.SOFT_CAP: call.soft_cap, Feature.SINKS: call.sinks,
-        Feature.NON_CAUSAL: None if call.causal else True,
+        Feature.NON_CAUSAL: None if call.causal else True, Feature.SPANS: call.spans, Feature.CHUNK_SIZE: call.chunk,
     }  # fmt: skip
     features = [feature for feature, value in needs.items() if value is not None]
     try:
@@ -95,7 +98,7 @@ def pack(
     layer = _layer_for(call, q_lens, k_lens)
     if isinstance(layer.impl, RaggedAttentionImpl):
         if present is None:
-            out = layer.impl.attend_keys(call.query, call.key, value, call.causal)
+            out = layer.impl.attend_keys(call.query, call.key, value, call.causal, call.spans)
         else:
             out = _each(layer.impl, call, value, present, q_lens, k_lens, firsts)
         return out[..., : call.value.shape[-1]]
@@ -106,6 +109,9 @@ def pack(
         real = present[:, -rows:].flatten() if sum(q_lens) < batch * rows else None
         queries = call.query.flatten(0, 1) if real is None else call.query.flatten(0, 1)[real]
         keys, values = (x.flatten(0, 1)[present.flatten()] for x in (call.key, value))
+    if call.spans is not None:
+        spans = call.spans.reshape(-1, 2)
+        call = replaced(call, spans=spans if real is None else spans[real.cpu().numpy()])
     out = _over_pages(layer, call, queries, keys, values, q_lens, k_lens)
     if real is not None:
         full = out.new_zeros(batch * rows, *out.shape[1:])
@@ -150,7 +156,11 @@ def _each(
             keys, real = slice(firsts[b], firsts[b] + k_lens[b]), slice(start, start + q_lens[b])
         if whole:
             real = slice(None)
-        out[one, real] = impl.attend_keys(call.query[one, real], call.key[one, keys], value[one, keys], call.causal)
+        spans = None
+        if call.spans is not None:
+            spans = call.spans[one, real.cpu().numpy() if isinstance(real, torch.Tensor) else real]
+        queries, own_keys, own_values = call.query[one, real], call.key[one, keys], value[one, keys]
+        out[one, real] = impl.attend_keys(queries, own_keys, own_values, call.causal, spans)
     return out
 
 
@@ -161,6 +171,9 @@ def _over_pages(
     size = layer.kv_cache_spec.block_size
     paged = layer.impl.attn_type != AttentionType.ENCODER_ONLY
     batch, slots, blocks = _batch(tuple(q_lens), tuple(k_lens), size, call.causal or not paged)
+    if call.spans is not None:
+        batch = dataclasses.replace(batch, spans=call.spans)
+        batch.validate()
     cache = None
     if paged:
         cache = layer.new_kv_cache(blocks, query.device)

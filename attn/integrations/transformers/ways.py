@@ -19,6 +19,9 @@ def attend(call: Call, attention_mask: torch.Tensor | None) -> torch.Tensor:
     """Compute the call in the way that its requirements determine."""
     if attention_mask is not None and attention_mask.ndim != 2:
         described = None if torch.compiler.is_compiling() else getattr(attention_mask, "attn_described", None)
+        padding = getattr(described, "attn_padding", None)
+        if described is not None and padding is not None and padding.draw is not None:
+            return _reaching(call, described, padding)
         if described is None:
             drawn = as_bool(call, attention_mask)
             if call.plain and call.backend is None:
@@ -55,6 +58,21 @@ def attend(call: Call, attention_mask: torch.Tensor | None) -> torch.Tensor:
     if call.wants_grad or call.value.shape[-1] > call.query.shape[-1] or (firsts is None and call.window is not None):
         return by_formula(call, as_drawn(call, attention_mask))
     return pack(call, attention_mask, q_lens, k_lens, firsts)
+
+
+def _reaching(call: Call, described: torch.Tensor, padding: Padding) -> torch.Tensor:
+    """Compute under chunks or spans. The mask includes causality, whatever the module says."""
+    if call.wants_grad or call.value.shape[-1] > call.query.shape[-1]:
+        assert padding.draw is not None
+        return _masked(call, padding.draw())
+    call = replaced(call, causal=True)
+    if padding.chunk is None and padding.spans is None:
+        return attend(call, described)
+    rows = call.query.shape[1]
+    call, present, _ = read(call, described)
+    q_lens, k_lens, firsts = padding.lens(described, rows)
+    call = replaced(call, chunk=padding.chunk, spans=padding.spans, span_window=padding.span_window)
+    return pack(call, present, q_lens, k_lens, firsts)
 
 
 def _masked(call: Call, drawn: torch.Tensor) -> torch.Tensor:
@@ -111,6 +129,9 @@ def by_formula(call: Call, drawn: torch.Tensor) -> torch.Tensor:
 
 def _drawn(call: Call, attention_mask: torch.Tensor | None) -> tuple[Call, torch.Tensor]:
     """Return (the call over the keys of its mask, its mask [B, 1, S, T], materialised, with causality and window)."""
+    padding = getattr(getattr(attention_mask, "attn_described", None), "attn_padding", None)
+    if padding is not None and padding.draw is not None:
+        attention_mask = padding.draw()
     if attention_mask is not None and attention_mask.ndim == 4:
         return call, as_bool(call, attention_mask)[..., : call.key.shape[1]]
     call, present, _ = read(call, attention_mask)

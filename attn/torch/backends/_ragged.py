@@ -363,21 +363,29 @@ class RaggedAttentionImpl(PagedAttentionImpl):
             work = Work(query, key[:, tokens], value[:, tokens], position, low, call.output[rows], logs)
             self._attend_one(work, own)
 
-    def attend_keys(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool) -> torch.Tensor:
+    def attend_keys(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, spans: "IntArray | None" = None
+    ) -> torch.Tensor:
         """Attend requests of equal lengths over keys that are in no cache, where they are.
 
         query: [B, n, H, D], the last n tokens of each request; key, value: [B, m, K, D], in the query's dtype and on its
-        device; causal: whether no row sees a later key. Keys are not copied if they are a view of an array [B, K, m', D].
+        device; causal: whether no row sees a later key; spans: [B, n, 2] int32 on the host, or
+        None. Keys are not copied if they are a view of an array [B, K, m', D].
         Returns [B, n, H, D]. Gradients are not computed.
         """
         batch, n, num_heads, head_size = query.shape
-        if self.batch_invariant and batch > 1:
-            entries = zip(query.split(1), key.split(1), value.split(1), strict=True)
-            return torch.cat([self.attend_keys(*entry, causal) for entry in entries])
+        if batch > 1 and (self.batch_invariant or spans is not None):  # spans differ between requests
+            one = (slice(b, b + 1) for b in range(batch))
+            return torch.cat(
+                [self.attend_keys(query[b], key[b], value[b], causal, None if spans is None else spans[b]) for b in one]
+            )
         rules = self._rules((self.window[0], 0) if causal else self.window)
         slopes, sinks = (None if x is None else x.repeat(batch) for x in (rules.slopes, rules.sinks))
         rules = replace(rules, slopes=slopes, sinks=sinks)
         m = key.shape[1]
+        if spans is not None:
+            right = None if causal else self.window[1] or None
+            rules = replace(rules, spans=spans[0], context=m - n, signed=False, span_right=right)
         low = min(m, rules.reach(m - n, m - 1, m)[0])
         # the heads of all requests are the heads of one
         query = fold_sign(query.transpose(0, 1).flatten(1, 2), self.signed_scale)

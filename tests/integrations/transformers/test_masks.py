@@ -1,0 +1,177 @@
+"""Chunks, and blocks of tokens that see each other, are recognised exactly: masks and models against eager's."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers", minversion="5.16")
+
+from transformers import masking_utils as mu  # noqa: E402
+
+from attn.errors import UnsupportedError  # noqa: E402
+from attn.integrations import transformers as attn_transformers  # noqa: E402
+from attn.integrations.transformers import ways  # noqa: E402
+from attn.integrations.transformers.call import Call, replaced  # noqa: E402
+from tests.integrations.tiny_transformers import SMALL, batch, sharpened  # noqa: E402
+
+IMAGES = [[-1, 0, 0, 0, 0, 0, 0, 0, -1, 1, 1, 1, 1, -1, -1, -1, -1], [0, 0, 0, 0, -1, -1, -1, 1, 1, 1, 1, 1, 1, 1, 1, 1, -1]]
+
+
+def blockwise(order, ids, window=4):
+    block = mu.blockwise_overlay(ids)
+    if order == "full":
+        return mu.or_masks(mu.causal_mask_function, block)
+    if order == "window before blocks":
+        return mu.or_masks(mu.sliding_window_causal_mask_function(window), block)
+    return mu.and_masks(mu.or_masks(mu.causal_mask_function, block), mu.sliding_window_overlay(window))
+
+
+def computed(described, drawn, valid, rows, keys):
+    """(output under the description, output under the drawn mask) at rows that are not padding."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, rows, 4, 16) * 4, torch.randn(2, keys, 2, 16), torch.randn(2, keys, 2, 16)
+    call = Call(torch.nn.Identity(), q, k, v, True, 0.25, None, None, None, None)
+    live = valid[:, -rows:]
+    return tuple(ways.attend(call, x)[live] for x in (described, drawn))
+
+
+@pytest.mark.parametrize("order", ["full", "window before blocks", "window after blocks"])
+@pytest.mark.parametrize("padding", ["none", "left", "right"])
+@pytest.mark.parametrize(("rows", "first", "kept"), [(17, 0, 0), (6, 5, 0), (5, 12, 7), (1, 11, 5)], ids=str)
+def test_blocks_are_spans(order, padding, rows, first, kept):
+    """Whole prompts, a chunk that cuts an image, and caches that have dropped keys."""
+    valid, end = batch(padding)["attention_mask"].bool()[:, : first + rows], first + rows
+    options = {
+        "batch_size": 2, "q_length": rows, "kv_length": end - kept, "q_offset": first, "kv_offset": kept,
+        "mask_function": blockwise(order, torch.tensor(IMAGES)), "attention_mask": valid,
+    }  # fmt: skip
+    described = attn_transformers.mask(**options, allow_is_causal_skip=False, use_vmap=order == "window after blocks")
+    assert described.shape == (2, 1, 0, end - kept)
+    drawn = mu.sdpa_mask(**options, allow_is_causal_skip=False)
+    got, want = computed(described, drawn, valid, rows, end - kept)
+    torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+    if rows == 17:  # the control: without spans, rows lose the rest of their image
+        described.attn_described.attn_padding.spans = None
+        assert (computed(described, drawn, valid, rows, end)[0] - want).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize(("rows", "first", "kept"), [(17, 0, 0), (6, 5, 0), (5, 12, 3), (1, 11, 0)], ids=str)
+def test_chunks(padding, rows, first, kept):
+    valid, end = batch(padding)["attention_mask"].bool()[:, : first + rows], first + rows
+    left = (valid.cumsum(-1) == 0).sum(-1)
+    options = {
+        "batch_size": 2, "q_length": rows, "kv_length": end - kept, "q_offset": first, "kv_offset": kept,
+        "mask_function": mu.chunked_causal_mask_function(6, left), "attention_mask": valid,
+    }  # fmt: skip
+    described = attn_transformers.mask(**options)
+    assert described.shape == (2, 1, 0, end - kept)
+    got, want = computed(described, mu.sdpa_mask(**options, allow_is_causal_skip=False), valid, rows, end - kept)
+    torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+
+
+def test_blocks_that_are_no_span_are_drawn():
+    """Two images of one block, text between them (Molmo 2); a block over chunks; a function that is not known."""
+    apart = torch.where(torch.tensor(IMAGES) >= 0, 0, -1)
+    chunks = mu.chunked_causal_mask_function(6, torch.zeros(2, dtype=torch.long))
+    own = mu.or_masks(mu.causal_mask_function, lambda b, h, q, k: (q < 3) & (k < 3))
+    for function in (blockwise("full", apart), mu.or_masks(chunks, mu.blockwise_overlay(torch.tensor(IMAGES))), own):
+        options = {"batch_size": 2, "q_length": 17, "kv_length": 17, "mask_function": function}
+        got = attn_transformers.mask(**options)
+        want = mu.sdpa_mask(**options, allow_is_causal_skip=False).expand(2, 1, 17, 17)
+        assert torch.equal(got, want)
+
+
+def llama4():
+    torch.manual_seed(0)
+    config = transformers.Llama4TextConfig(
+        **{**SMALL, "head_dim": 16, "intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": 6,
+           "no_rope_layers": [1, 0], "interleave_moe_layer_step": 2, "attn_implementation": "eager"}
+    )  # fmt: skip
+    return sharpened(transformers.Llama4ForCausalLM(config))
+
+
+@torch.no_grad()
+def tokens(model, implementation, padding, **options):
+    model.set_attn_implementation(implementation)
+    out = model.generate(
+        **batch(padding), max_new_tokens=9, do_sample=False, return_dict_in_generate=True, output_logits=True, **options
+    )
+    return out.sequences, torch.stack(out.logits)
+
+
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}, {"prefill_chunk_size": 5}], ids=str)
+def test_llama4(padding, options, monkeypatch):
+    attn_transformers.register()
+    model = llama4()
+    want, logits = tokens(model, "eager", padding, **options)
+    got, near = tokens(model, "attn", padding, **options)
+    assert torch.equal(got, want)
+    torch.testing.assert_close(near, logits, rtol=1e-3, atol=1e-3)
+    if not options:  # the control: without chunks
+        pack = ways.pack
+        monkeypatch.setattr(ways, "pack", lambda call, *rest: pack(replaced(call, chunk=None), *rest))
+        assert (tokens(model, "attn", padding)[1] - logits).abs().max() > 0.01
+
+
+def test_chunks_in_continuous_batching_are_rejected():
+    with pytest.raises(UnsupportedError, match=r"attention_chunk_size=6"), attn_transformers.paged(llama4()):
+        pass
+
+
+def image_text(kind):
+    """A decoder of text and a tiny tower, whose images are not used: types of tokens alone make the masks."""
+    torch.manual_seed(0)
+    vision = {
+        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8,
+        "patch_size": 4,
+    }  # fmt: skip
+    text = {**SMALL, "head_dim": 16}
+    if kind == "gemma3":
+        text |= {"sliding_window": 6, "query_pre_attn_scalar": 40, "layer_types": ["sliding_attention", "full_attention"]}
+        config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=63)
+        model = transformers.Gemma3ForConditionalGeneration(config)
+    else:
+        text["model_type"] = "gemma"
+        config = transformers.PaliGemmaConfig(
+            text_config=text, vision_config={**vision, "model_type": "siglip_vision_model", "projection_dim": 32},
+            image_token_index=63, projection_dim=32,
+        )  # fmt: skip
+        model = transformers.PaliGemmaForConditionalGeneration(config)
+    model.set_attn_implementation("eager")
+    return sharpened(model)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("padding", ["none", "left"])
+@pytest.mark.parametrize("kind", ["gemma3", "paligemma"])
+def test_image_text_models(kind, padding, monkeypatch):
+    """A prompt with two images (a prefix for PaliGemma), then steps of one token over its cache."""
+    attn_transformers.register()
+    model, inputs, spans, pack = image_text(kind), batch(padding), [], ways.pack
+    inputs["input_ids"] = inputs["input_ids"].clamp(max=62)
+    kinds = (torch.tensor(IMAGES) >= 0).long()
+    if kind == "paligemma":  # 0 is the prefix
+        kinds = (torch.arange(17) >= 11).long().expand(2, 17)
+    live = inputs["attention_mask"].bool()
+
+    def ran(implementation):
+        model.set_attn_implementation(implementation)
+        out = model(**inputs, token_type_ids=kinds, use_cache=True)
+        found, mask, cache = [out.logits[live]], inputs["attention_mask"], out.past_key_values
+        for token in (5, 9, 7):
+            mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
+            ids = torch.full((2, 1), token)
+            found.append(model(input_ids=ids, attention_mask=mask, past_key_values=cache).logits.flatten(0, 1))
+        return torch.cat(found)
+
+    def packed(call, *rest, keep=True):
+        spans.append(call.spans is not None)
+        return pack(call if keep else replaced(call, spans=None), *rest)
+
+    want = ran("eager")
+    monkeypatch.setattr(ways, "pack", packed)
+    torch.testing.assert_close(ran("attn"), want, rtol=1e-3, atol=1e-3)
+    assert spans.count(True) >= 2  # both layers
+    monkeypatch.setattr(ways, "pack", lambda *args: packed(*args, keep=False))
+    assert (ran("attn") - want).abs().max() > 0.01
