@@ -23,8 +23,8 @@ A call is computed in one of five ways, depending only on its requirements:
 
 While a mask is a causal, windowed or bidirectional pattern with padding, it is described, not materialised (`mask`); any
 other becomes boolean [B, 1, S, T], which is recognised as such a pattern where that matters. Chunks (Llama 4) and blocks of
-tokens that see each other (Gemma 3's images, PaliGemma's prefix) are described as well, and computed packed. In a graph (`torch.compile`)
-masks are materialised; the dense way is traced, each other way is one operator.
+tokens that see each other (Gemma 3's images, PaliGemma's prefix) are described as well, and computed packed. In a graph
+(`torch.compile`) masks are materialised; the dense way is traced, each other way is one operator.
 
 Arguments that are known to change the meaning of attention and are not supported (`call.UNKNOWN`) are rejected with the
 layer's name; other arguments that transformers passes along are ignored. Requested weights (`output_attentions`) are computed
