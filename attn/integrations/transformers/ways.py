@@ -23,6 +23,11 @@ def attend(call: Call, attention_mask: torch.Tensor | None) -> torch.Tensor:
         if described is not None and padding is not None and padding.draw is not None:
             return _reaching(call, described, padding)
         if described is None:
+            if attention_mask.ndim == 4 and not attention_mask.shape[2]:
+                raise call.refusal(
+                    "a copy of a mask of chunks or spans",
+                    'a copy (to another device, for example) has no description: use one device, or attn_implementation="sdpa"',
+                )
             drawn = as_bool(call, attention_mask)
             if call.plain and call.backend is None:
                 return by_dense(replaced(call, causal=False), drawn[..., : call.key.shape[1]])
@@ -64,7 +69,7 @@ def _reaching(call: Call, described: torch.Tensor, padding: Padding) -> torch.Te
     """Compute under chunks or spans. The mask includes causality, whatever the module says."""
     if call.wants_grad or call.value.shape[-1] > call.query.shape[-1]:
         assert padding.draw is not None
-        return _masked(call, padding.draw())
+        return attend(call, padding.draw())
     call = replaced(call, causal=True)
     if padding.chunk is None and padding.spans is None:
         return attend(call, described)

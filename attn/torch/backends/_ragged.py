@@ -369,8 +369,8 @@ class RaggedAttentionImpl(PagedAttentionImpl):
         """Attend requests of equal lengths over keys that are in no cache, where they are.
 
         query: [B, n, H, D], the last n tokens of each request; key, value: [B, m, K, D], in the query's dtype and on its
-        device; causal: whether no row sees a later key; spans: [B, n, 2] int32 on the host, or
-        None. Keys are not copied if they are a view of an array [B, K, m', D].
+        device; causal: whether no row sees a later key; spans: [B, n, 2] int32 on the host, or None. Keys are not copied if
+        they are a view of an array [B, K, m', D].
         Returns [B, n, H, D]. Gradients are not computed.
         """
         batch, n, num_heads, head_size = query.shape

@@ -175,3 +175,34 @@ def test_image_text_models(kind, padding, monkeypatch):
     assert spans.count(True) >= 2  # both layers
     monkeypatch.setattr(ways, "pack", lambda *args: packed(*args, keep=False))
     assert (ran("attn") - want).abs().max() > 0.01
+
+
+def test_gradients_and_weights_under_spans_are_eagers():
+    attn_transformers.register()
+    model, inputs = image_text("gemma3"), batch("left")
+    inputs["input_ids"] = inputs["input_ids"].clamp(max=62)
+    kinds, live = (torch.tensor(IMAGES) >= 0).long(), inputs["attention_mask"].bool()
+    found = []
+    for implementation in ("eager", "attn"):
+        model.set_attn_implementation(implementation)
+        model.zero_grad()
+        model(**inputs, token_type_ids=kinds).logits[live].square().sum().backward()
+        grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        with torch.no_grad():
+            weights = model(**inputs, token_type_ids=kinds, output_attentions=True).attentions
+        found.append((grads, [w.transpose(1, 2)[live] for w in weights]))
+    (grads, weights), (own_grads, own_weights) = found
+    assert len(grads) == len(own_grads) > 10 and len(weights) == len(own_weights) == 2
+    for want, got in zip([*grads, *weights], [*own_grads, *own_weights], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3 * max(1.0, float(want.abs().max())))
+
+
+def test_a_copy_of_a_described_mask_is_rejected():
+    """A copy, such as that of another device, has no description; causal attention instead would be wrong without a word."""
+    valid = torch.ones(2, 17, dtype=torch.bool)
+    options = {"batch_size": 2, "q_length": 17, "kv_length": 17, "q_offset": 0, "kv_offset": 0, "attention_mask": valid}
+    described = attn_transformers.mask(
+        **options, mask_function=blockwise("full", torch.tensor(IMAGES)), allow_is_causal_skip=False, use_vmap=False
+    )
+    with pytest.raises(UnsupportedError, match="has no description"):
+        computed(described.clone(), described, valid, 17, 17)
