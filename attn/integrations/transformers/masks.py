@@ -169,13 +169,13 @@ def _reach(function: Callable[..., Any]) -> _Reach | None:
     """Read how transformers composed a mask function; None unless each part and their order are known."""
     from transformers.masking_utils import causal_mask_function
 
-    either = _captured(function, "or_masks", "mask_functions") or ()
+    either: Any = _captured(function, "or_masks", "mask_functions") or ()
     if len(either) == 2:  # causal, or a window, or a block
         blocks, base = _captured(either[1], "blockwise_overlay", "block_sequence_ids"), _pattern(either[0])
         if blocks is None or base is None or not base[0]:
             return None
         return _Reach(base[1], blocks=blocks, span_window=None if base[1] is None else False)
-    both = _captured(function, "and_masks", "mask_functions") or ()
+    both: Any = _captured(function, "and_masks", "mask_functions") or ()
     if len(both) != 2:
         return None
     chunk = _captured(both[0], "chunked_overlay", "chunk_size")

@@ -173,7 +173,7 @@ def _over_pages(
     batch, slots, blocks = _batch(tuple(q_lens), tuple(k_lens), size, call.causal or not paged)
     if call.spans is not None:
         batch = dataclasses.replace(batch, spans=call.spans)
-        batch.validate()
+        batch.validate(size)
     cache = None
     if paged:
         cache = layer.new_kv_cache(blocks, query.device)

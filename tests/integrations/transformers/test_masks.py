@@ -9,7 +9,7 @@ from transformers import masking_utils as mu  # noqa: E402
 
 from attn.errors import UnsupportedError  # noqa: E402
 from attn.integrations import transformers as attn_transformers  # noqa: E402
-from attn.integrations.transformers import ways  # noqa: E402
+from attn.integrations.transformers import packing, ways  # noqa: E402
 from attn.integrations.transformers.call import Call, replaced  # noqa: E402
 from tests.integrations.tiny_transformers import SMALL, batch, sharpened  # noqa: E402
 
@@ -101,7 +101,10 @@ def tokens(model, implementation, padding, **options):
 
 @pytest.mark.parametrize("padding", ["none", "left"])
 @pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}, {"prefill_chunk_size": 5}], ids=str)
-def test_llama4(padding, options, monkeypatch):
+@pytest.mark.parametrize("paged", [False, True], ids=["in place", "paged"])
+def test_llama4(padding, options, paged, monkeypatch):
+    if paged:
+        monkeypatch.setattr(packing, "RaggedAttentionImpl", type("Another", (), {}))
     attn_transformers.register()
     model = llama4()
     want, logits = tokens(model, "eager", padding, **options)
@@ -143,11 +146,14 @@ def image_text(kind):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("paged", [False, True], ids=["in place", "paged"])
 @pytest.mark.parametrize("padding", ["none", "left"])
 @pytest.mark.parametrize("kind", ["gemma3", "paligemma"])
-def test_image_text_models(kind, padding, monkeypatch):
+def test_image_text_models(kind, padding, paged, monkeypatch):
     """A prompt with two images (a prefix for PaliGemma), then steps of one token over its cache."""
     attn_transformers.register()
+    if paged:  # as for backends that read keys from pages only
+        monkeypatch.setattr(packing, "RaggedAttentionImpl", type("Another", (), {}))
     model, inputs, spans, pack = image_text(kind), batch(padding), [], ways.pack
     inputs["input_ids"] = inputs["input_ids"].clamp(max=62)
     kinds = (torch.tensor(IMAGES) >= 0).long()
