@@ -101,6 +101,24 @@ CEILINGS = {
 }
 
 
+class Attained(NamedTuple):
+    """The share of a device's measured rates that a backend's layers reached: decodes of the copy, prompts of the product."""
+
+    copy: float
+    gemm: float | None
+
+
+#: (product, backend, head size) -> shares in the record of `CEILINGS`: 64 decodes of 4,096 keys, and 4 prompts of 4,096 tokens,
+#: in bfloat16, with blocks of 16 tokens, without windows and other features.
+ATTAINED = {
+    ("NVIDIA H200", "TRITON_ATTN", 64): Attained(0.896, None),
+    ("NVIDIA H200", "TRITON_ATTN", 128): Attained(0.969, 0.628),
+    ("NVIDIA H200", "TREE_ATTN", 128): Attained(0.968, 0.586),
+    ("NVIDIA H200", "FLASHINFER", 128): Attained(0.900, 0.499),
+    ("NVIDIA H200", "FLASH_ATTN", 128): Attained(0.804, 0.508),
+}
+
+
 def device_named(name: str, framework: str | None = None) -> Device:
     """Return the device called `name` (H100, "NVIDIA H100", v6e, gfx942, sm_90), ignoring case, under a framework.
 

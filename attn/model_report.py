@@ -17,7 +17,7 @@ from attn.backends.registry import AttentionBackendEnum
 from attn.bench.case import pairs
 from attn.capabilities import ENCODER_TYPES, AttentionType, Device
 from attn.dtypes import dtype_name
-from attn.machines import CEILINGS, Ceilings
+from attn.machines import ATTAINED, CEILINGS, Attained, Ceilings
 from attn.model_config import LayerKind, ModelLayers, read_layers
 from attn.platforms import default_framework, platform_for
 from attn.report import assumed_machine, explain, text_table
@@ -97,6 +97,22 @@ class ModelReport:
         recorded = self.ceilings is not None and self.dtype == "bfloat16" and flops
         return flops / self.ceilings.gemm_tflop_per_s / 1e9 if recorded and self.ceilings else None
 
+    def measured(self, row: KindReport) -> Attained | None:
+        """Return the shares of the device's rates that the chosen backend reached in a measurement of such layers, if any."""
+        kind = row.kind
+        plain = self.dtype == "bfloat16" and self.kv_cache_dtype == "auto" and not (kind.features or kind.latent)
+        return ATTAINED.get((self.device.name, row.backend or "", kind.head_size or 0)) if plain else None
+
+    def _measured(self, row: KindReport) -> str:
+        """Describe `measured` in a sentence; nothing without it."""
+        found, decode, prompt = self.measured(row), self.decode_ms(row.decode_bytes), self.prompt_ms(row.prompt_flops)
+        if found is None or decode is None or prompt is None:
+            return ""
+        times = [f"64 decodes {found.copy:.2f} of the copy's ({decode / found.copy:.3g} ms at that rate)"]
+        if found.gemm:
+            times.append(f"4 prompts {found.gemm:.2f} of the product's ({prompt / found.gemm:.3g} ms)")
+        return f"rates reached with heads of this size and 4096 tokens: {', '.join(times)}; small batches reach less"
+
     @property
     def title(self) -> str:
         count = sum(row.kind.count for row in self.rows)
@@ -150,6 +166,7 @@ class ModelReport:
             if row.kind.is_attention:
                 lines += ["", *_wrapped(f"{row.label}: {self.described(row)}", "")]
                 lines += [line for text in _choice(row, _common(self.rows)) for line in _wrapped(text, "    ")]
+                lines += _wrapped(self._measured(row), "    ")
         lines += ["", *(line for note in self.notes for line in _wrapped(note, "  "))]
         return "\n".join([*lines, *_wrapped(f"fields read: {', '.join(self.model.fields)}", "  ")])
 
@@ -173,7 +190,8 @@ class ModelReport:
         kinds = "".join(
             f"<details><summary><b>{escape(row.label)}</b>: {escape(self.described(row))}</summary>"
             f"{row.selection._repr_html_() if row.selection else f'<p>{escape(row.reason)}</p>'}"
-            f"{f'<p>prompts:</p>{row.prefill._repr_html_()}' if row.prefill else ''}</details>"
+            f"{f'<p>prompts:</p>{row.prefill._repr_html_()}' if row.prefill else ''}"
+            f"<p>{escape(self._measured(row))}</p></details>"
             for row in self.rows
             if row.kind.is_attention
         )
@@ -208,6 +226,7 @@ class ModelReport:
                     **{name: getattr(row, name) for name in _NUMBERS},
                     "decode_ms": self.decode_ms(row.decode_bytes),
                     "prompt_ms": self.prompt_ms(row.prompt_flops),
+                    "measured": found._asdict() if (found := self.measured(row)) else None,
                     "selection": row.selection.to_dict() if row.selection else None,
                     "prefill": row.prefill.to_dict() if row.prefill else None,
                 }

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import attn
-from attn.machines import CEILINGS, device_named
+from attn.machines import ATTAINED, CEILINGS, device_named
 from attn.model_report import WIDTH
 
 pytest.importorskip("torch")
@@ -134,6 +134,40 @@ def test_rates_are_those_of_the_recorded_run():
         about = record.get("torch_run", record)
         assert about["device"] == name
         assert (about["copy_gb_per_s"], about["gemm_tflop_per_s"]) == (rates.copy_gb_per_s, rates.gemm_tflop_per_s)
+
+
+def test_measured_shares_are_those_of_the_recorded_run():
+    rows = {}
+    for name, rates in CEILINGS.items():
+        if rates.measured:
+            for row in json.loads((Path(attn.__file__).parents[1] / rates.source).read_text())["rows"]:
+                if not row.get("peer") and row.get("right") and row["kv_cache_dtype"] == "auto" and row["block_size"] == 16:
+                    rows[name, row["backend"], row["head_size"], row["batch"]] = row
+    for (name, backend, size), (copy, gemm) in ATTAINED.items():
+        assert copy == round(rows[name, backend, size, "64q1s4k"]["of_copy"], 3)
+        if gemm:
+            assert gemm == round(rows[name, backend, size, "4q4k"]["of_gemm"], 3)
+
+
+def test_times_of_measured_backends():
+    llama = {  # meta-llama/Llama-3.1-8B
+        "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32,
+        "num_key_value_heads": 8, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+    report = attn.explain_model(llama, device="H200")
+    (row,) = report.rows
+    copy, gemm = report.measured(row)
+    text = " ".join(str(report).split())
+    assert f"decodes 0.97 of the copy's ({report.decode_ms(row.decode_bytes) / copy:.3g} ms at that rate)" in text
+    assert f"product's ({report.prompt_ms(row.prompt_flops) / gemm:.3g} ms)" in text and "at that rate" in report._repr_html_()
+    assert report.to_dict()["kinds"][0]["measured"] == {"copy": copy, "gemm": gemm}
+    for other in (
+        attn.explain_model(llama, device="H100"),
+        attn.explain_model(llama, device="H200", kv_cache_dtype="fp8"),
+        attn.explain_model(llama, device="H200", backend="TORCH_SDPA"),
+        attn.explain_model(GEMMA2, device="H200"),
+    ):
+        assert all(other.measured(row) is None for row in other.rows) and "at that rate" not in str(other)
 
 
 def test_packages_are_assumed_and_hints_are_shown():
