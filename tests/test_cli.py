@@ -269,6 +269,7 @@ def test_demo(capsys):
         ("explain --head-size 64 --backend torch_sdpa", "Did you mean TORCH_SDPA?"),
         ("conform TORCH_SDPA --dtype fp23", "dtype 'fp23' is unknown; known: float64"),
         ("conform TORCH_SDPA --repro {", "'{' is not a case: Expecting property name"),
+        ("conform TORCH_SDPA --repro {}", "'{}' is not a case: missing fields: name, query_lens, seq_lens"),
         ("generate hello --model /no/such/model", "'/no/such/model' does not exist"),
         ("explain --model /no/such/model", "/no/such/model does not exist: pass a config.json, or a folder with one"),
         ("explain --head-size 64 --device H1000", "Unknown device: 'H1000'. Did you mean H100? Valid options are: V100"),

@@ -8,7 +8,7 @@ separate seeds, so that one can vary while the other stays the same.
 import json
 import math
 import shlex
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Self
 
 from attn.backends.arguments import Window, layer_features, window_pair
@@ -48,6 +48,11 @@ class Recipe:
             stated = json.loads(text)
             if not isinstance(stated, dict):
                 raise TypeError("it must be a JSON object")
+            known = {f.name: f.default is MISSING for f in fields(cls)}  # type: ignore[arg-type]
+            if unknown := [name for name in stated if name not in known]:
+                raise TypeError(f"unknown field {unknown[0]!r} (fields: {', '.join(known)})")
+            if missing := [name for name, required in known.items() if required and name not in stated]:
+                raise TypeError(f"missing fields: {', '.join(missing)} (pass what a failure printed after --repro)")
             return cls(**{name: _tuples(value) for name, value in stated.items()})
         except (json.JSONDecodeError, TypeError) as error:
             raise ValueError(f"{text!r} is not a case: {error}") from error
