@@ -1,6 +1,9 @@
 """transformers' mask interface: patterns are described, other masks materialised."""
 
 import functools
+import inspect
+import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +12,8 @@ import numpy as np
 import torch
 
 from attn.backends.metadata import spans_of
+from attn.errors import UnsupportedError
+from attn.integrations.transformers.call import NAME
 
 
 @dataclass
@@ -68,9 +73,17 @@ def mask(
     A mask is materialised, [B, 1, S, T], if the pattern is unknown, if transformers requires it (`allow_..._skip=False`), and
     over a cache that has dropped keys (`kv_offset`): `generate` makes the masks of some models before the call, and the model
     then reads a two-dimensional one as the padding of all tokens so far. A materialised mask carries its description.
+
+    Raises `UnsupportedError` for a model whose layers would add the mask to scores of their own instead of calling `"attn"`.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+    model = None if torch.compiler.is_compiling() else _computes_itself(type(kwargs.get("config")))
+    if model is not None:
+        raise UnsupportedError(
+            f'{model}: attn_implementation="{NAME}" not supported: its layers compute attention without transformers\' '
+            'AttentionInterface; use attn_implementation="eager"'
+        )
     mask_function = mask_function or causal_mask_function
     found = None if use_vmap or isinstance(q_offset, torch.Tensor) or torch.compiler.is_compiling() else _pattern(mask_function)
     end = q_offset + q_length - kv_offset  # keys up to the last row's
@@ -224,6 +237,31 @@ def _reached(present: torch.Tensor, reach: _Reach, rows: int, q_offset: int, kv_
     padding.spans = spans if (spans >= 0).any() else None
     padding.span_window = reach.span_window if padding.window is not None else None
     return True
+
+
+#: Types of models in which some layers call the implementation and those that take this mask do not.
+_PARTLY = {"git"}
+
+
+@functools.cache
+def _computes_itself(config_class: Any) -> str | None:
+    """Return the name of a configuration's model if its layers compute attention without transformers' AttentionInterface.
+
+    By the source of transformers' own model, as transformers checks it in `set_attn_implementation`, but not when a model is
+    created with `attn_implementation`. None for models that transformers does not know.
+    """
+    from transformers import MODEL_MAPPING
+
+    try:
+        found = MODEL_MAPPING[config_class]
+    except KeyError:
+        return None
+    model: Any = found[0] if isinstance(found, tuple) else found
+    source = inspect.getsource(sys.modules[model.__module__])
+    if getattr(config_class, "model_type", None) in _PARTLY:
+        return str(model.__name__)
+    own = re.search(r"^class \w*Attention\w*\(nn\.Module\):", source, re.MULTILINE)
+    return str(model.__name__) if own and "ALL_ATTENTION_FUNCTIONS" not in source else None
 
 
 def _captured(function: Any, maker: str, name: str) -> Any:
