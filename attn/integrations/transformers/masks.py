@@ -78,7 +78,9 @@ def mask(
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-    model = None if torch.compiler.is_compiling() else _computes_itself(type(kwargs.get("config")))
+    model = None
+    if "config" in kwargs and not torch.compiler.is_compiling():
+        model = _computes_itself(kwargs["config"].__class__)
     if model is not None:
         raise UnsupportedError(
             f'{model}: attn_implementation="{NAME}" not supported: its layers compute attention without transformers\' '
