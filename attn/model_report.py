@@ -101,6 +101,7 @@ class ModelReport:
         """Return the shares of the device's rates that the chosen backend reached in a measurement of such layers, if any."""
         kind = row.kind
         plain = self.dtype == "bfloat16" and self.kv_cache_dtype == "auto" and not (kind.features or kind.latent)
+        plain = plain and self.block_size == 16
         return ATTAINED.get((self.device.name, row.backend or "", kind.head_size or 0)) if plain else None
 
     def _measured(self, row: KindReport) -> str:

@@ -164,6 +164,7 @@ def test_times_of_measured_backends():
     for other in (
         attn.explain_model(llama, device="H100"),
         attn.explain_model(llama, device="H200", kv_cache_dtype="fp8"),
+        attn.explain_model(llama, device="H200", block_size=64),
         attn.explain_model(llama, device="H200", backend="TORCH_SDPA"),
         attn.explain_model(GEMMA2, device="H200"),
     ):

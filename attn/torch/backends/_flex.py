@@ -140,8 +140,8 @@ def lay_out(
         context[:, None],
         torch.where(branches[:, None] & live, trees_from + (owner[:, None] * width + token) * width, -1),
     )
-    span_from, span_to, prefix = _reach(meta, masks, owner, token, position, live)
     if masks.mixed or masks.spans:
+        span_from, span_to, prefix = _reach(meta, masks, owner, token, position, live)
         causal = torch.full_like(total, masks.causal) if meta.is_causal is None else meta.is_causal[owner]
         facts = (*facts, causal[:, None], span_from, span_to, prefix[:, None])
     rows = torch.stack([x.expand_as(token) for x in facts], 2).to(torch.int64)
@@ -150,9 +150,12 @@ def lay_out(
     reach = total if masks.right is None else torch.minimum(total, last + masks.right + 1)
     shared = total if masks.right is None else torch.minimum(total, first + masks.right + 1)
     if masks.causal or masks.mixed:
-        own = torch.full_like(branches, True) if meta.is_causal is None else meta.is_causal[owner]
-        reach = torch.where(branches | ~own, reach, torch.minimum(reach, last + 1))
-        shared = torch.where(own, torch.minimum(shared, torch.where(branches, context, first + 1)), shared)
+        unbounded, common_end = branches, torch.where(branches, context, first + 1)
+        if meta.is_causal is not None:
+            own = meta.is_causal[owner]
+            unbounded, common_end = branches | ~own, torch.where(own, common_end, total)
+        reach = torch.where(unbounded, reach, torch.minimum(reach, last + 1))
+        shared = torch.minimum(shared, common_end)
     begin = torch.zeros_like(first) if masks.left is None else (first - masks.left).clamp(min=0)
     common = torch.zeros_like(first) if masks.left is None else last - masks.left  # from here on every row's window is open
     if masks.spans:
