@@ -17,7 +17,7 @@ import torch
 from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.diffusion.selector import make_diffusion_request
-from attn.errors import BackendLoadError, UnsupportedError
+from attn.errors import BackendLoadError, DTypeError, UnsupportedError
 from attn.torch.diffusion.chosen import chosen_impl
 
 _NAME = "attn"
@@ -82,16 +82,25 @@ def _function(backend: str | None, error_budget: float) -> Any:
         return_lse: bool = False,
         _parallel_config: Any = None,
     ) -> Any:
-        """Compute attention. query: [B, S, H, D]; key, value: [B, M, K, D]; attn_mask: bool, or 0 and -inf, [B, M] or
-        [B, H, S, M]."""
+        """Compute attention. query: [B, S, H, D]; key, value: [B, M, K, D]; attn_mask: bool, or 0 and 1 (attend) of an integer
+        dtype, or 0 and -inf, [B, M] or broadcastable to [B, H, S, M]; is_causal aligns the first row with the first key."""
         if dropout_p:
             raise UnsupportedError(f"attn: dropout_p={dropout_p}: dropout of attention weights is not supported")
         if _parallel_config is not None:
             raise UnsupportedError(
                 "attn: diffusers' context parallelism is not supported: attn.torch.diffusion.parallel shards sequences"
             )
+        if is_causal and attn_mask is not None:
+            raise UnsupportedError("attn: is_causal=True and attn_mask: pass only one of them")
+        mask = None if attn_mask is None else _placed(_bool(attn_mask), query, key)
+        rows, keys = query.shape[1], key.shape[1]
+        if is_causal and keys > rows:
+            key, value = key[:, :rows], value[:, :rows]  # keys that no row sees
+        elif is_causal and keys < rows:
+            mask = torch.ones(1, 1, rows, keys, dtype=torch.bool, device=query.device).tril()
+            is_causal = False
         wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-        full = attn_mask is not None and attn_mask.ndim != 2
+        full = mask is not None and mask.ndim != 2
         impl = chosen_impl(
             backend,
             error_budget,
@@ -104,11 +113,11 @@ def _function(backend: str | None, error_budget: float) -> Any:
             is_causal,
             full,
             wants_grad,
-            attn_mask is not None and not full,
+            mask is not None and not full,
             query.shape[1],
             key.shape[1],
         )
-        meta = DiffusionAttentionMetadata(attn_mask=None if attn_mask is None else _bool(attn_mask))
+        meta = DiffusionAttentionMetadata(attn_mask=mask)
         if return_lse:
             out, lse = impl.forward_lse(query, key, value, meta)
             return out, lse.transpose(1, 2)
@@ -118,12 +127,31 @@ def _function(backend: str | None, error_budget: float) -> Any:
 
 
 def _bool(mask: torch.Tensor) -> torch.Tensor:
-    """Convert diffusers' mask to True = attend. Raises `UnsupportedError` for one that adds anything but 0 or -inf."""
+    """Convert diffusers' mask to True = attend. Raises `UnsupportedError` for integers other than 0 and 1 and for floats other
+    than 0 and -inf, `DTypeError` for any other dtype. In a graph, values are checked when it runs."""
     if mask.dtype == torch.bool:
         return mask
+    if mask.dtype.is_complex:
+        raise DTypeError(f"attn: attn_mask has dtype {mask.dtype}: must be bool, integers 0 and 1, or floats 0 and -inf")
     if not mask.dtype.is_floating_point:
-        return mask != 0
+        allowed = "an integer attn_mask must have 0 (hidden) and 1 (attend) only: pass a bool mask, or floats 0 and -inf"
+        _require((mask == 0) | (mask == 1), mask, allowed)
+        return mask == 1
     hidden = mask <= torch.finfo(mask.dtype).min / 2  # -inf, or the lowest number, as in diffusers
-    if bool((~hidden & (mask != 0)).any()):
-        raise UnsupportedError("attn: a float attn_mask has values other than 0 and -inf: biases are not supported")
+    _require(hidden | (mask == 0), mask, "a float attn_mask has values other than 0 and -inf: biases are not supported")
     return ~hidden
+
+
+def _require(allowed: torch.Tensor, mask: torch.Tensor, message: str) -> None:
+    """Raise `UnsupportedError` unless `allowed` is true for each element of `mask`."""
+    if torch.compiler.is_compiling():
+        torch._assert_async(allowed.all(), f"attn: {message}")
+    elif not bool(allowed.all()):
+        raise UnsupportedError(f"attn: {message} (got {mask[~allowed][0].item()} of {mask.dtype})")
+
+
+def _placed(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Return a mask as [B, M], of keys, or [.., .., S, M]: diffusers reads [B, M] as keys, any other shape as torch does."""
+    if mask.shape == (query.shape[0], key.shape[1]):
+        return mask
+    return mask[(None,) * (4 - mask.ndim)]

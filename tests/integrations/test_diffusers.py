@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from attn.errors import UnsupportedError
+from attn.errors import DTypeError, UnsupportedError
 from attn.integrations import diffusers as integration
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed (pip install diffusers)")
@@ -96,10 +96,53 @@ def test_masks_in_diffusers_way() -> None:
     want = dispatch_attention_fn(q, k, v, attn_mask=full, backend="native")
     for given in (mask, full, added):
         torch.testing.assert_close(dispatch_attention_fn(q, k, v, attn_mask=given, backend="attn"), want)
+    for given in (mask.long(), mask.to(torch.uint8), full.int(), full[0, 0], full[0]):
+        want = dispatch_attention_fn(q, k, v, attn_mask=given.bool(), backend="native")
+        torch.testing.assert_close(dispatch_attention_fn(q, k, v, attn_mask=given, backend="attn"), want)
     with pytest.raises(UnsupportedError, match="biases are not supported"):
         dispatch_attention_fn(q, k, v, attn_mask=torch.randn(2, 1, 5, 5), backend="attn")
     with pytest.raises(UnsupportedError, match="dropout_p=0.1"):
         dispatch_attention_fn(q, k, v, dropout_p=0.1, backend="attn")
+
+
+@pytest.mark.parametrize("shape", [(2, 5), (2, 1, 5, 5)])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_mask_of_other_integers_is_refused(shape: tuple[int, ...], compiled: bool) -> None:
+    """An additive mask in an integer dtype: each value but 0 hides a key, where 1 of a mask of 0 and 1 shows it."""
+    integration.register()
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+    q, k, v = (torch.randn(2, 5, 2, 16) for _ in range(3))
+    added = torch.zeros(shape, dtype=torch.long)
+    added[..., 3:] = -10000
+    call: Any = dispatch_attention_fn
+    if compiled:
+        torch.compiler.reset()
+        call = torch.compile(call, fullgraph=True, backend="aot_eager")
+    with pytest.raises(UnsupportedError if not compiled else RuntimeError, match="0 .hidden. and 1 .attend. only"):
+        call(q, k, v, attn_mask=added, backend="attn")
+    with pytest.raises(DTypeError, match="complex64"):
+        dispatch_attention_fn(q, k, v, attn_mask=added.to(torch.complex64), backend="attn")
+
+
+@pytest.mark.parametrize(("rows", "keys"), [(4, 9), (9, 4), (5, 5), (1, 6)])
+@pytest.mark.parametrize("name", ["attn", "attn:TORCH_SDPA"])
+def test_causality_counts_from_the_first_row_as_in_the_native_backend(rows: int, keys: int, name: str) -> None:
+    integration.register()
+    from diffusers.models.attention_dispatch import dispatch_attention_fn
+
+    q, k, v = torch.randn(2, rows, 4, 16), torch.randn(2, keys, 2, 16), torch.randn(2, keys, 2, 16)
+    options: dict[str, Any] = {"is_causal": True, "enable_gqa": True}
+    want = dispatch_attention_fn(q, k, v, **options, backend="native")
+    got = dispatch_attention_fn(q, k, v, **options, backend=name)
+    torch.testing.assert_close(got, want)
+    again, lse = dispatch_attention_fn(q, k, v, **options, attention_kwargs={"return_lse": True}, backend=name)
+    scores = torch.einsum("bihd,bjhd->bihj", q, k.repeat_interleave(2, 2)) / 4
+    scores = scores.masked_fill(~torch.ones(rows, keys, dtype=torch.bool).tril()[:, None], -torch.inf)
+    torch.testing.assert_close(again, want)
+    torch.testing.assert_close(lse, scores.logsumexp(-1))
+    with pytest.raises(UnsupportedError, match="is_causal=True and attn_mask: pass only one"):
+        dispatch_attention_fn(q, k, v, **options, attn_mask=torch.ones(2, keys).bool(), backend=name)
 
 
 def test_gradients_reach_the_model() -> None:
