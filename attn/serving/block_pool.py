@@ -9,7 +9,7 @@ import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
-from attn.backends.arguments import natural_int, positive_int
+from attn.backends.arguments import as_int, natural_int, positive_int
 from attn.errors import AttnError
 
 
@@ -23,10 +23,15 @@ def block_key(tokens: Sequence[int], previous: bytes = b"") -> bytes:
     Equal keys mean equal tokens from the first on. For a first block, `previous` is b"", or any bytes that separate contents
     whose tokens are equal: an adapter, an image, a tenant (vLLM's `cache_salt`). The hash is BLAKE2b: requests must not be
     able to construct a collision, which would read another request's keys and values.
+
+    Raises ValueError unless the tokens are ints.
     """
     import numpy as np
 
-    own = np.asarray(tokens, np.int64).tobytes()
+    given = np.asarray(tokens)
+    if given.size and given.dtype.kind not in "iu":
+        raise ValueError(f"tokens={tokens!r} must be ints")
+    own = given.astype(np.int64).tobytes()
     return hashlib.blake2b(len(previous).to_bytes(8, "little") + previous + own, digest_size=32).digest()
 
 
@@ -37,7 +42,7 @@ class BlockPool:
     one key. A free block keeps its key until `allocate` returns it. The caller writes only to blocks that it allocated and
     that have no key: others read the rest.
 
-    Methods raise `PoolError`, and then change nothing.
+    Methods raise `PoolError`, and then change nothing; a `count` that is not an int of at least 0 is a ValueError.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -82,8 +87,9 @@ class BlockPool:
 
     def share(self, blocks: Sequence[int]) -> None:
         """Add one user to each of `blocks`, which `find` returned; a free one is no longer free."""
+        blocks = [self._known(block) for block in blocks]
         for block in blocks:
-            if not self._users[self._known(block)] and block not in self._key_of:
+            if not self._users[block] and block not in self._key_of:
                 raise PoolError(
                     f"block {block} is free and has no key: its content is undefined; call allocate() for a new one"
                 )
@@ -96,8 +102,9 @@ class BlockPool:
 
         The end of a sequence is thus reused before its beginning, which more requests share.
         """
+        blocks = [self._known(block) for block in blocks]
         for block, times in Counter(blocks).items():
-            if times > (users := self.users(block)):
+            if times > (users := self._users[block]):
                 raise PoolError(f"block {block} released {times} times: it has {users} users, and each releases it once")
         for block in reversed(blocks):
             self._users[block] -= 1
@@ -106,7 +113,8 @@ class BlockPool:
 
     def register(self, block: int, key: bytes) -> None:
         """Let `find` return a full block in use under `key`, unless another block has that key already."""
-        if not self.users(block):
+        block = self._known(block)
+        if not self._users[block]:
             raise PoolError(f"block {block} is free: register it before it is released")
         if self._key_of.get(block, key) != key:
             raise PoolError(f"block {block} has another key: a registered block must not be written again")
@@ -114,6 +122,7 @@ class BlockPool:
             self._block_of[key], self._key_of[block] = block, key
 
     def _known(self, block: int) -> int:
-        if not 0 <= block < self.num_blocks:
-            raise PoolError(f"block {block}: must be between 0 and {self.num_blocks - 1}")
-        return block
+        number = as_int(block)
+        if number is None or not 0 <= number < self.num_blocks:
+            raise PoolError(f"block {block!r}: must be an int between 0 and {self.num_blocks - 1}")
+        return number

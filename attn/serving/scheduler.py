@@ -11,14 +11,14 @@ request is always computed, because its logits are needed. See vLLM's scheduler 
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from attn.backends.arguments import positive_int
-from attn.backends.metadata import CommonAttentionMetadata
+from attn.backends.arguments import as_int, natural_int, positive_int
+from attn.backends.metadata import INT32_MAX, CommonAttentionMetadata
 from attn.errors import AttnError
-from attn.serving.block_pool import BlockPool, block_key
+from attn.serving.block_pool import BlockPool, PoolError, block_key
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 
 class RequestError(AttnError):
-    """A request that can never be served (raised by `submit`), or that the scheduler does not have (`cancel`)."""
+    """A request that can never be served (raised by `submit`), whose next token is not one (`commit`), or that the scheduler
+    does not have (`cancel`)."""
 
 
 @dataclass(eq=False)
@@ -104,10 +105,11 @@ class Scheduler:
     num_blocks, block_size: the caches' blocks and the tokens in each; every layer's cache has the same.
     token_budget: most tokens in a batch; max_num_reqs: most requests in a batch.
     max_model_len: most tokens of a request, prompt and output; None: as many as the blocks hold.
-    vocab_size: checks prompts, if given. eos_token_ids: tokens that end a request.
+    vocab_size: checks prompts and next tokens, if given (None: they must be int32). eos_token_ids: tokens that end a request.
 
     `waiting` and `running` are in order of arrival; every running request arrived before every waiting one. Blocks are
-    released when a request finishes, is cancelled or is preempted.
+    released when a request finishes, is cancelled or is preempted. Methods check their arguments before they change anything.
+    Raises ValueError unless the sizes are positive ints and `eos_token_ids` ints of at least 0.
     """
 
     def __init__(
@@ -125,8 +127,9 @@ class Scheduler:
         self.token_budget = positive_int("token_budget", token_budget)
         self.max_num_reqs = positive_int("max_num_reqs", max_num_reqs)
         self.max_model_len = None if max_model_len is None else positive_int("max_model_len", max_model_len)
-        self.vocab_size = vocab_size
-        self.eos_token_ids = frozenset(eos_token_ids)
+        self.vocab_size = None if vocab_size is None else positive_int("vocab_size", vocab_size)
+        ends = eos_token_ids if isinstance(eos_token_ids, Set) else _listed("eos_token_ids", eos_token_ids)
+        self.eos_token_ids = frozenset(natural_int("an entry of eos_token_ids", token) for token in ends)
         self.waiting: deque[GenerationRequest] = deque()
         self.running: list[GenerationRequest] = []
         self.stats = Stats()
@@ -136,17 +139,18 @@ class Scheduler:
     def submit(self, prompt: Sequence[int], max_new_tokens: int, *, cache_salt: bytes = b"") -> GenerationRequest:
         """Queue a request. Only requests with equal `cache_salt` share blocks (see `block_key`).
 
-        Raises `RequestError` if it could never be served.
+        prompt: token ids, in a list or an array of ints. Raises `RequestError` if it could never be served, for an argument of
+        another type included.
         """
-        name, tokens = f"request {self._submitted}", [int(token) for token in prompt]
+        name = f"request {self._submitted}"
+        tokens = [self._token(name, f"prompt[{i}]", token) for i, token in enumerate(_listed(f"{name}: prompt", prompt))]
         if not tokens:
             raise RequestError(f"{name}: the prompt is empty: must have at least one token")
+        given, max_new_tokens = max_new_tokens, as_int(max_new_tokens) or 0
         if max_new_tokens < 1:
-            raise RequestError(f"{name}: max_new_tokens={max_new_tokens}: must be at least 1")
-        for i, token in enumerate(tokens):
-            if token < 0 or (self.vocab_size is not None and token >= self.vocab_size):
-                allowed = "at least 0" if self.vocab_size is None else f"between 0 and {self.vocab_size - 1}"
-                raise RequestError(f"{name}: prompt[{i}] = {token}: must be {allowed}")
+            raise RequestError(f"{name}: max_new_tokens={given!r}: must be an int of at least 1")
+        if not isinstance(cache_salt, bytes):
+            raise RequestError(f"{name}: cache_salt={cache_salt!r}: must be bytes, such as b'tenant'")
         total = len(tokens) + max_new_tokens
         parts = f"a prompt of {len(tokens)} tokens and max_new_tokens={max_new_tokens}"
         if self.max_model_len is not None and total > self.max_model_len:
@@ -164,6 +168,8 @@ class Scheduler:
         """End a waiting or running request, between `commit` and `schedule`. Raises `RequestError` for any other."""
         if self._open is not None:
             raise RuntimeError("cancel() called before commit() of the batch from schedule()")
+        if not isinstance(request, GenerationRequest):
+            raise RequestError(f"cancel({request!r}): must be a request that submit() returned")
         if request not in self.waiting and request not in self.running:
             why = f"it has finished ({request.finish_reason})" if request.finish_reason else "it is another scheduler's"
             raise RequestError(f"request {request.request_id} cannot be cancelled: {why}")
@@ -171,26 +177,42 @@ class Scheduler:
         self._finish(request, "cancelled")
 
     def schedule(self) -> Step | None:
-        """Return the next batch, or None if every request is finished."""
+        """Return the next batch, or None if every request is finished.
+
+        Raises `PoolError` if no request can continue, because blocks of `pool` are in use by other code. The requests then
+        wait: call again after those blocks are released, or `cancel` the request that the message names.
+        """
         if self._open is not None:
             raise RuntimeError("schedule() called again before commit() of its batch")
         rows = self._continue_running()
         rows += self._admit(self.token_budget - sum(count for _, count in rows))
         if not rows:
+            if self.waiting:
+                self._refuse_to_wait(self.waiting[0])
             return None
+        step = self._pack(rows)
         self.stats.steps += 1
         self.stats.peak_blocks = max(self.stats.peak_blocks, self.pool.num_blocks - self.pool.num_free)
-        step = self._pack(rows)
         self._open = step, rows
         return step
 
     def commit(self, next_tokens: Sequence[int]) -> list[tuple[GenerationRequest, int]]:
-        """Append the tokens [S] sampled for `Step.sampled` of the computed batch; return them with their requests."""
+        """Append the tokens [S] sampled for `Step.sampled` of the computed batch; return them with their requests.
+
+        next_tokens: token ids, in a list or an array of ints. Raises ValueError for another number of them, and `RequestError`
+        for one that is not a token id; the batch can then be committed again. (To end a request that has no valid next token,
+        commit any and `cancel` it.)
+        """
         if self._open is None:
             raise RuntimeError("commit() called without a batch from schedule()")
         step, rows = self._open
-        if len(next_tokens) != len(step.sampled):
-            raise ValueError(f"{len(next_tokens)} next tokens: must be {len(step.sampled)}, one per request in step.sampled")
+        tokens = _listed("next_tokens", next_tokens)
+        if len(tokens) != len(step.sampled):
+            raise ValueError(f"{len(tokens)} next tokens: must be {len(step.sampled)}, one per request in step.sampled")
+        taken = [
+            (request, self._token(f"request {request.request_id}", f"next_tokens[{i}]", token))
+            for i, (request, token) in enumerate(zip(step.sampled, tokens, strict=True))
+        ]
         self._open = None
         for request, count in rows:
             first = request.num_computed // self.block_size
@@ -199,7 +221,6 @@ class Scheduler:
             keys = request.block_keys(request.num_computed // self.block_size, self.block_size)
             for i in range(first, len(keys)):
                 self.pool.register(request.blocks[i], keys[i])
-        taken = [(request, int(token)) for request, token in zip(step.sampled, next_tokens, strict=True)]
         for request, token in taken:
             request.tokens.append(token)
             self.stats.generated_tokens += 1
@@ -210,6 +231,21 @@ class Scheduler:
                 self.running.remove(request)
                 self._finish(request, reason)
         return taken
+
+    def _token(self, name: str, place: str, value: Any) -> int:
+        """Return a token id as an int. Raises `RequestError`, with the request's name, for anything else."""
+        token, most = as_int(value), INT32_MAX if self.vocab_size is None else min(self.vocab_size - 1, INT32_MAX)
+        if token is None or not 0 <= token <= most:
+            raise RequestError(f"{name}: {place} = {value!r}: must be an int between 0 and {most}")
+        return token
+
+    def _refuse_to_wait(self, request: GenerationRequest) -> None:
+        """Raise `PoolError`: `submit` checked that the whole pool is enough for any request, and none runs."""
+        raise PoolError(
+            f"request {request.request_id} needs {self._blocks_for(len(request.tokens))} blocks: {self.pool.num_free} of "
+            f"{self.pool.num_blocks} are free, and the others are not used by requests: release() what was taken from the pool "
+            "elsewhere, or cancel() the request"
+        )
 
     def _continue_running(self) -> list[tuple[GenerationRequest, int]]:
         """Return (request, tokens to compute) of running requests, oldest first, within budget and blocks."""
@@ -291,3 +327,11 @@ class Scheduler:
 
     def _blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
+
+
+def _listed(name: str, values: Any) -> list[Any]:
+    """Return what has an order, a list or an array of any framework, as a list. Raises `RequestError` for anything else."""
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(values, Iterable) or isinstance(values, Set | Mapping):
+        raise RequestError(f"{name}={values!r}: must be a list or an array of token ids")
+    return list(values)

@@ -108,7 +108,7 @@ def test_a_sample_depends_on_the_seed_alone(capsys: pytest.CaptureFixture[str]) 
         (["--block-size", "0"], "block_size=0 must be a positive int"),
         (["--num-blocks", "0"], "num_blocks=0 must be a positive int"),
         (["--num-blocks", "2"], "need 5 blocks: the whole pool has 2 blocks of 16"),
-        (["--max-new-tokens", "0"], "max_new_tokens=0: must be at least 1"),
+        (["--max-new-tokens", "0"], "max_new_tokens=0: must be an int of at least 1"),
         (["--max-new-tokens", "2047"], "make 2049: must be at most max_model_len=2048"),
     ],
 )

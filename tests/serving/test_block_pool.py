@@ -1,5 +1,9 @@
 """The pool does what a list of blocks with their users would do, for any calls in any order, and mistakes change nothing."""
 
+import re
+from typing import Any
+
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -49,7 +53,7 @@ class Model(RuleBasedStateMachine):
     @rule(blocks=st.lists(st.integers(-1, BLOCKS), max_size=4))
     def release(self, blocks: list[int]) -> None:
         if any(blocks.count(block) > self.users.get(block, 0) for block in blocks):
-            with pytest.raises(PoolError, match=r"released \d+ times|must be between 0 and 5"):
+            with pytest.raises(PoolError, match=r"released \d+ times|must be an int between 0 and 5"):
                 self.pool.release(blocks)
             return
         self.pool.release(blocks)
@@ -61,7 +65,7 @@ class Model(RuleBasedStateMachine):
     @rule(block=st.integers(-1, BLOCKS), key=KEYS)
     def register(self, block: int, key: bytes) -> None:
         if not self.users.get(block) or self.keys.get(block, key) != key:
-            with pytest.raises(PoolError, match="is free|another key|must be between"):
+            with pytest.raises(PoolError, match="is free|another key|must be an int between"):
                 self.pool.register(block, key)
             return
         self.pool.register(block, key)
@@ -96,6 +100,27 @@ def test_an_undefined_block_cannot_be_shared() -> None:
     with pytest.raises(PoolError, match="block 1 is free and has no key: its content is undefined; call allocate"):
         pool.share([1])
     assert pool.num_free == 2
+
+
+@pytest.mark.parametrize("block", [-1, 2, 1.0, "1", None, True, [0]])
+def test_a_block_is_an_int(block: Any) -> None:
+    """Lists take True for 1, and an iterator that is read twice is empty the second time."""
+    pool = BlockPool(2)
+    pool.allocate(2)
+    one = (pool.users, pool.key, lambda x: pool.register(x, b"k"))
+    for call in (*one, lambda x: pool.share([0, x]), lambda x: pool.release([0, x])):
+        with pytest.raises(PoolError, match=re.escape(f"block {block!r}: must be an int between 0 and 1")):
+            call(block)
+    assert [pool.users(0), pool.users(1), pool.key(1)] == [1, 1, None]
+    pool.share(iter([0, 1]))  # type: ignore[arg-type]
+    pool.release(iter([1]))  # type: ignore[arg-type]
+    assert [pool.users(0), pool.users(1)] == [2, 1]
+
+
+@pytest.mark.parametrize("tokens", [[1.7], ["3"], [1, float("nan")], np.ones(2), [True, False]])
+def test_a_key_is_of_ints(tokens: Any) -> None:
+    with pytest.raises(ValueError, match="tokens=.* must be ints"):
+        block_key(tokens)
 
 
 def test_keys_are_those_of_whole_prefixes() -> None:

@@ -2,14 +2,18 @@
 
 import dataclasses
 import itertools
+import math
+import random
+import re
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attn.serving import GenerationRequest, RequestError, Scheduler, Step
+from attn.serving import GenerationRequest, PoolError, RequestError, Scheduler, Step
 
 VOCAB, EOS = 50, 0
 #: Step of arrival, prompt, max_new_tokens, and the step at which it is cancelled if it is not finished.
@@ -216,9 +220,9 @@ def test_the_youngest_makes_room_and_resumes() -> None:
     ("prompt", "max_new_tokens", "message"),
     [
         ([], 1, "request 0: the prompt is empty: must have at least one token"),
-        ([1], 0, "request 0: max_new_tokens=0: must be at least 1"),
-        ([1, 50], 1, "request 0: prompt[1] = 50: must be between 0 and 49"),
-        ([-1], 1, "request 0: prompt[0] = -1: must be between 0 and 49"),
+        ([1], 0, "request 0: max_new_tokens=0: must be an int of at least 1"),
+        ([1, 50], 1, "request 0: prompt[1] = 50: must be an int between 0 and 49"),
+        ([-1], 1, "request 0: prompt[0] = -1: must be an int between 0 and 49"),
         (
             [1] * 60,
             5,
@@ -249,7 +253,7 @@ def test_the_whole_pool_can_serve_one_request() -> None:
 def test_without_limits_the_pool_decides() -> None:
     scheduler = Scheduler(2, 4)
     assert scheduler.submit([10**6] * 8, 1).tokens[0] == 10**6
-    with pytest.raises(RequestError, match=r"prompt\[0\] = -1: must be at least 0"):
+    with pytest.raises(RequestError, match=r"prompt\[0\] = -1: must be an int between 0 and 2147483647"):
         scheduler.submit([-1], 1)
     with pytest.raises(RequestError, match="need 3 blocks: the whole pool has 2 blocks of 4"):
         scheduler.submit([1] * 8, 2)
@@ -271,3 +275,210 @@ def test_steps_and_commits_alternate() -> None:
         scheduler.schedule()
     with pytest.raises(ValueError, match="2 next tokens: must be 1"):
         scheduler.commit([1, 2])
+
+
+def state(scheduler: Scheduler) -> Any:
+    """Everything that a scheduler and its pool remember, except keys computed from it."""
+    pool = scheduler.pool
+    return (
+        [{**dataclasses.asdict(request), "keys": None} for request in (*scheduler.running, *scheduler.waiting)],
+        [len(scheduler.running), scheduler._submitted, scheduler._open is None, dataclasses.asdict(scheduler.stats)],
+        [(pool.users(block), pool.key(block)) for block in range(pool.num_blocks)],
+        [*pool._free],
+    )
+
+
+#: What is no token of a vocabulary of 50.
+NO_TOKENS: list[Any] = [
+    -1, VOCAB, 2**31, 1.7, 3.0, math.nan, math.inf, "3", b"3", None, True, [1], np.float32(2), np.bool_(True), 10**30,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("token", NO_TOKENS, ids=repr)
+def test_what_is_no_token_is_refused_at_once(token: Any) -> None:
+    """In a prompt, and from the model: nothing is converted, and nothing has changed."""
+    scheduler, bound = make(), "must be an int between 0 and 49"
+    scheduler.submit([1] * 6, 2)
+    before = state(scheduler)
+    with pytest.raises(RequestError, match=re.escape(f"request 1: prompt[1] = {token!r}: {bound}")):
+        scheduler.submit([1, token], 2)
+    assert state(scheduler) == before
+    request = scheduler.submit([2] * 2, 2)
+    assert scheduler.schedule() is not None
+    before = state(scheduler)
+    with pytest.raises(RequestError, match=re.escape(f"request 1: next_tokens[1] = {token!r}: {bound}")):
+        scheduler.commit([7, token])
+    assert state(scheduler) == before
+    assert [token for _, token in scheduler.commit([7, 8])] == [7, 8], "the batch can be committed still"
+    assert scheduler.schedule() is not None
+    scheduler.commit([9, 9])
+    assert scheduler.schedule() is None and request.output == [8, 9]
+
+
+def test_a_token_of_2_to_the_31_is_refused_where_no_vocabulary_is_given() -> None:
+    scheduler = Scheduler(4, 4)
+    with pytest.raises(RequestError, match=r"request 0: prompt\[0\] = 2147483648: must be an int between 0 and 2147483647"):
+        scheduler.submit([2**31], 1)
+    scheduler.submit([2**31 - 1], 2)
+    step = scheduler.schedule()
+    assert step is not None and step.token_ids.tolist() == [2**31 - 1]
+    with pytest.raises(RequestError, match=r"request 0: next_tokens\[0\] = 2147483648"):
+        scheduler.commit([2**31])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        *(
+            ({"max_new_tokens": bad}, f"request 0: max_new_tokens={bad!r}: must be an int of at least 1")
+            for bad in (0, -1, 2.5, 2.0, math.inf, math.nan, "3", None, True)
+        ),
+        *(({"cache_salt": bad}, f"request 0: cache_salt={bad!r}: must be bytes") for bad in ("tenant", None, 7, [1])),
+        *(
+            ({"prompt": bad}, f"request 0: prompt={bad!r}: must be a list or an array of token ids")
+            for bad in (None, 3, 1.5, {5: 6}, {5}, np.int64(3))
+        ),
+        ({"prompt": "12"}, "request 0: prompt[0] = '1': must be an int"),
+        ({"prompt": np.ones((1, 2), int)}, "request 0: prompt[0] = [1, 1]: must be an int"),
+        ({"prompt": np.ones(2)}, "request 0: prompt[0] = 1.0: must be an int"),
+    ],
+    ids=str,
+)
+def test_arguments_of_other_types_are_refused_at_once(changes: Any, message: str) -> None:
+    scheduler = make()
+    before = state(scheduler)
+    with pytest.raises(RequestError, match=re.escape(message.replace("np.int64(3)", "3"))):
+        scheduler.submit(**{"prompt": [1], "max_new_tokens": 2, **changes})
+    assert state(scheduler) == before and scheduler.schedule() is None
+
+
+def test_ints_of_any_kind_are_taken() -> None:
+    for prompt in (range(1, 4), (1, 2, 3), np.arange(1, 4, dtype=np.uint8), [np.int64(1), np.int32(2), 3], iter([1, 2, 3])):
+        scheduler = make()
+        request = scheduler.submit(prompt, np.int32(2))  # type: ignore[arg-type]
+        assert request.prompt == [1, 2, 3] and all(type(token) is int for token in request.tokens)
+        scheduler.schedule()
+        ((_, token),) = scheduler.commit(np.array([7], np.int64))  # type: ignore[arg-type]
+        assert token == 7 and type(token) is int
+
+
+@pytest.mark.parametrize("wrong", [7, None, 1.5, {7}, np.int64(7)], ids=repr)
+def test_next_tokens_are_a_list(wrong: Any) -> None:
+    scheduler = make()
+    scheduler.submit([1], 2)
+    scheduler.schedule()
+    before = state(scheduler)
+    with pytest.raises(RequestError, match="next_tokens=.*: must be a list or an array of token ids"):
+        scheduler.commit(wrong)
+    assert state(scheduler) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"vocab_size": 2.5}, "vocab_size=2.5 must be a positive int"),
+        ({"vocab_size": 0}, "vocab_size=0 must be a positive int"),
+        ({"max_model_len": math.inf}, "max_model_len=inf must be a positive int"),
+        ({"eos_token_ids": ["2"]}, "an entry of eos_token_ids='2' must be an int of at least 0"),
+        ({"eos_token_ids": [2.0]}, "an entry of eos_token_ids=2.0 must be an int of at least 0"),
+        ({"eos_token_ids": 2}, "eos_token_ids=2: must be a list or an array of token ids"),
+    ],
+)
+def test_options_are_checked(options: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Scheduler(8, 4, **options)
+    assert Scheduler(8, 4, eos_token_ids={2, 3}).eos_token_ids == {2, 3}
+
+
+@pytest.mark.parametrize("nothing", [None, 0, "request 0"])
+def test_what_is_no_request_cannot_be_cancelled(nothing: Any) -> None:
+    with pytest.raises(RequestError, match=re.escape(f"cancel({nothing!r}): must be a request that submit() returned")):
+        make().cancel(nothing)
+
+
+def test_a_request_never_waits_silently_for_blocks_that_other_code_holds() -> None:
+    """`schedule` returns None only if nothing waits: a service's loop ends there."""
+    scheduler = make(num_blocks=4)
+    held = scheduler.pool.allocate(2)
+    request = scheduler.submit([1] * 10, 4)
+    before = state(scheduler)
+    for _ in range(2):
+        with pytest.raises(PoolError, match="request 0 needs 3 blocks: 2 of 4 are free, and the others are not used by"):
+            scheduler.schedule()
+        assert state(scheduler) == before
+    scheduler.pool.release(held)
+    model = Echo(4, 4)
+    step = scheduler.schedule()
+    assert step is not None
+    scheduler.commit(model(step, scheduler))
+    held = scheduler.pool.allocate(1)
+    steps = 1
+    with pytest.raises(PoolError, match="request 0 needs 4 blocks: 3 of 4 are free"):  # it grew, and was preempted
+        while (step := scheduler.schedule()) is not None:
+            scheduler.commit(model(step, scheduler))
+            steps += 1
+    assert scheduler.stats.steps == steps and not scheduler.running
+    scheduler.cancel(scheduler.submit([1], 1))
+    scheduler.pool.release(held)
+    finish(scheduler, model)
+    assert request.output == alone([1] * 10, 4)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_bad_calls_among_good_ones_change_nothing(seed: int) -> None:
+    """Good requests finish as if alone, whatever else is submitted, committed, or taken from the pool."""
+    draw = random.Random(seed)
+    scheduler = make(draw.randint(6, 14), draw.randint(1, 4), token_budget=draw.randint(1, 16), max_num_reqs=draw.randint(1, 5))
+    model, good = Echo(scheduler.pool.num_blocks, scheduler.block_size), []
+
+    def refused(call: Any, *arguments: Any, **options: Any) -> None:
+        before = state(scheduler)
+        with pytest.raises(ValueError, match=r"request \d+|next.tokens"):
+            call(*arguments, **options)
+        assert state(scheduler) == before
+
+    def submit_a_bad_one() -> None:
+        prompt: Any = [draw.randrange(1, 4) for _ in range(draw.randint(1, 6))]
+        bad: dict[str, Any] = {"prompt": prompt, "max_new_tokens": 2}
+        what = draw.choice([*bad, "cache_salt", "length"])
+        if what == "prompt":
+            prompt[draw.randrange(len(prompt))] = draw.choice(NO_TOKENS)
+        elif what == "length":
+            bad["max_new_tokens"] = draw.choice([10**6, 2**63, 64])
+        else:
+            bad[what] = draw.choice([None, 2.5, math.inf, math.nan, "3", -1])
+        refused(scheduler.submit, **bad)
+
+    held: list[int] = []
+    for turn in itertools.count():
+        assert turn < 2000, "no end"
+        if len(good) < 6 and draw.random() < 0.5:
+            prompt = [draw.randrange(1, 4) for _ in range(draw.randint(1, 3))]
+            good.append((scheduler.submit(prompt, limit := draw.randint(1, 3)), prompt, limit))
+        if draw.random() < 0.4:
+            submit_a_bad_one()
+        if draw.random() < 0.2 and not held:
+            held = scheduler.pool.allocate(draw.randint(0, scheduler.pool.num_free))
+        try:
+            step = scheduler.schedule()
+        except PoolError as error:
+            assert held and f"request {scheduler.waiting[0].request_id} needs" in str(error) and not scheduler.running
+            scheduler.pool.release(held)
+            held = []
+            continue
+        if step is None:
+            assert not scheduler.waiting and not scheduler.running
+            if len(good) == 6:
+                break
+            continue
+        tokens: list[Any] = model(step, scheduler)
+        if draw.random() < 0.4:
+            refused(scheduler.commit, [*tokens, 1])
+        if tokens and draw.random() < 0.6:
+            spoilt = list(tokens)
+            spoilt[draw.randrange(len(spoilt))] = draw.choice(NO_TOKENS)
+            refused(scheduler.commit, spoilt)
+        scheduler.commit(tokens)
+    scheduler.pool.release(held)
+    assert [request.output for request, _, _ in good] == [alone(prompt, limit) for _, prompt, limit in good]
+    assert scheduler.pool.num_free == scheduler.pool.num_blocks
