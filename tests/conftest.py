@@ -3,10 +3,13 @@ packages."""
 
 import contextlib
 import ctypes
+import datetime
 import gc
 import importlib
+import os
 import resource
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ from attn.backends.registry import AttentionBackendEnum
 from attn.capabilities import Capabilities, Device, Request
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.platforms import Platform
+from tests import levels
 
 TESTS = Path(__file__).parent
 STANDINS = TESTS / "standins"
@@ -48,19 +52,66 @@ def fresh_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     logger.forget_notices()
 
 
-#: Files of a minute and more, the longest first: files are dealt to processes whole, and the short ones at the end even it out.
-LONGEST = (
-    "jax/test_conformance.py", "jax/test_aot.py", "torch/test_interpreted.py", "torch/test_aot.py",
-    "jax/kernels/tpu/test_flash_attention.py", "test_conformance.py", "jax/kernels/tpu/test_ragged_paged_attention.py",
-    "integrations/transformers/test_ways.py", "bench/test_command.py", "torch/backends/test_flex_attention.py",
-)  # fmt: skip
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="run every case, also those marked `full`")
+    parser.addoption("--changed", metavar="BASE", help="run fast files only, and those that test what changed since BASE")
+    parser.addoption("--write-seconds", action="store_true", help="write how long each file took to tests/seconds.json")
+    parser.addoption("--slowest-files", type=int, default=0, metavar="N", help="print the N files that took longest")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start what takes longest first."""
-    places = {TESTS / name: place for place, name in enumerate(LONGEST)}
-    assert all(path.is_file() for path in places), "LONGEST names files that are not there"
-    items.sort(key=lambda item: places.get(item.path, len(places)))
+def pytest_configure(config: pytest.Config) -> None:
+    """Set the seed of this run's samples, before worker processes start."""
+    os.environ.setdefault(levels.SEED, datetime.date.today().isoformat())
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    level = "every case" if config.getoption("full") else "a sample of the expensive cases (--full: all)"
+    return f"{level}; {levels.SEED}={levels.seed()}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
+    """State in a failure which day's sample the case belongs to."""
+    report = yield
+    if report.failed:
+        report.sections.append(("sample", f"{levels.SEED}={levels.seed()} repeats this run's choice of cases"))
+    return report
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Print the files that took longest, by the wall-clock time of their tests."""
+    count, write = config.getoption("slowest_files"), config.getoption("write_seconds")
+    if not count and not write:
+        return
+    seconds, tests = Counter[str](), Counter[str]()
+    for report in (report for reports in terminalreporter.stats.values() for report in reports if hasattr(report, "when")):
+        file = report.nodeid.partition("::")[0]
+        seconds[file] += report.duration
+        tests[file] += report.when == "call"
+    if write:
+        levels.write_seconds(seconds)
+    terminalreporter.section(f"slowest {count} of {len(seconds)} files, {sum(seconds.values()):.0f} s in all")
+    for file, total in seconds.most_common(count):
+        terminalreporter.write_line(f"{total:7.1f} s {tests[file]:5} tests  {file}")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Under --changed, leave out slow files that test nothing that changed."""
+    if not (base := config.getoption("changed")) or not collection_path.name.startswith("test_"):
+        return None
+    if levels.seconds().get(collection_path.relative_to(TESTS).as_posix(), 0.0) < levels.FAST:
+        return None
+    return None if levels.tests_what(collection_path, levels.changed_files(base)) else True
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what only --full runs, and start the files that take longest first: files are dealt to processes whole, and
+    the short ones at the end even it out."""
+    if not config.getoption("full") and (left_out := [item for item in items if item.get_closest_marker("full")]):
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+    seconds = levels.seconds()
+    items.sort(key=lambda item: -seconds.get(item.path.relative_to(TESTS).as_posix(), 0.0))
 
 
 _PLENTY = 2 << 30  #: bytes by which a process may grow before it forgets
