@@ -17,7 +17,8 @@ import torch
 from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.diffusion.selector import make_diffusion_request
-from attn.errors import BackendLoadError, DTypeError, UnsupportedError
+from attn.errors import BackendLoadError, DTypeError, ShapeError, UnsupportedError
+from attn.torch.autocast import autocast
 from attn.torch.diffusion.chosen import chosen_impl
 
 _NAME = "attn"
@@ -90,6 +91,10 @@ def _function(backend: str | None, error_budget: float) -> Any:
             raise UnsupportedError(
                 "attn: diffusers' context parallelism is not supported: attn.torch.diffusion.parallel shards sequences"
             )
+        if not query.ndim == key.ndim == value.ndim == 4 or key.shape[:3] != value.shape[:3]:
+            shapes = ", ".join(str(list(x.shape)) for x in (query, key, value))
+            raise ShapeError(f"attn: query, key, value have shapes {shapes}: must be [B, S, H, D] and twice [B, M, K, D]")
+        query, key, value = autocast(query, key, value)
         if is_causal and attn_mask is not None:
             raise UnsupportedError("attn: is_causal=True and attn_mask: pass only one of them")
         mask = None if attn_mask is None else _placed(_bool(attn_mask), query, key)

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from attn.backends.arguments import check_flag, fold_sign
 from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
-from attn.errors import ShapeError, UnsupportedError
+from attn.errors import DeviceError, DTypeError, ShapeError, UnsupportedError
 from attn.torch.alignment import aligned
+from attn.torch.autocast import autocast
 from attn.torch.diffusion.chosen import chosen_impl, known
 
 #: `name` is the backend that this thread requested. Thread-local, not a context variable, which a graph cannot guard on.
@@ -56,28 +57,32 @@ def scaled_dot_product_attention(
     query: [..., H, L, E]; key: [..., K, S, E]; value: [..., K, S, Ev]; attn_mask: bool, True = attend, or floats to be added,
     broadcastable to [..., H, L, S]; is_causal aligns the first row with the first key (top-left). Returns [..., H, L, Ev]; a
     row that sees no key is 0. The diffusion registry chooses the backend (`sdpa_backend` and ATTN_DIFFUSION_BACKEND force one).
-    Masks of floats run torch's own function, unless a backend is forced. Raises `ShapeError`, and `UnsupportedError` with
-    reasons; dropout is not supported.
+    Masks of floats and calls with an empty dimension run torch's own function, unless `sdpa_backend` forces a backend.
+    `torch.autocast` casts arguments as it does for torch's function.
+
+    Raises `ShapeError`, `DTypeError` and `DeviceError` for tensors that do not belong together, ValueError for other invalid
+    arguments, and `UnsupportedError` with reasons; dropout is not supported.
     """
     is_causal, enable_gqa = check_flag("is_causal", is_causal), check_flag("enable_gqa", enable_gqa)
     if dropout_p:
         raise UnsupportedError(f"dropout_p={dropout_p}: dropout of attention weights is not supported")
-    if query.ndim < 3 or key.ndim != query.ndim or value.ndim != query.ndim:
-        shapes = ", ".join(str(list(x.shape)) for x in (query, key, value))
-        raise ShapeError(f"query, key, value have shapes {shapes}: must be [..., heads, rows, head_size] of equal rank")
+    query, key, value, attn_mask = autocast(query, key, value, attn_mask)
+    query, key, value = _checked(query, key, value, attn_mask, enable_gqa)
     if is_causal and attn_mask is not None:
         raise ValueError("is_causal and attn_mask: pass only one of them")
     requested = getattr(_requested, "name", None)
-    if scale is None:
-        scale = known(query.shape[-1]) ** -0.5
-    else:
+    additive = attn_mask is not None and attn_mask.dtype != torch.bool
+    empty = requested is None and 0 in (*query.shape, *key.shape, *value.shape)
+    if scale is not None:
         scale = known(scale)
         query, scale = fold_sign(query, scale), abs(scale)
-    if attn_mask is not None and attn_mask.dtype != torch.bool:
-        if requested is not None:
-            raise UnsupportedError(f"{requested}: attn_mask of {attn_mask.dtype}: additive masks are not supported")  # type: ignore[union-attr]
+    elif not empty:
+        scale = known(query.shape[-1]) ** -0.5
+    if additive and requested is not None:
+        raise UnsupportedError(f"{requested}: attn_mask of {attn_mask.dtype}: additive masks are not supported")  # type: ignore[union-attr]
+    if additive or empty:
         query, key, value = aligned(query), aligned(key), aligned(value)
-        attn_mask = aligned(attn_mask, strides=False)  # torch pads a mask whose strides are odd
+        attn_mask = None if attn_mask is None else aligned(attn_mask, strides=False)  # torch pads a mask whose strides are odd
         return F.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa)
     rows, width = query.shape[-2], value.shape[-1]
     if is_causal and key.shape[-2] > rows:
@@ -85,8 +90,6 @@ def scaled_dot_product_attention(
     if is_causal and key.shape[-2] < rows:
         attn_mask = torch.ones(rows, key.shape[-2], dtype=torch.bool, device=query.device).tril()
         is_causal = False
-    if key.shape[-3] != query.shape[-3] and not enable_gqa:
-        raise ShapeError(f"key has {key.shape[-3]} heads, query {query.shape[-3]}: must be equal unless enable_gqa=True")
     lead = query.shape[:-3]
     mask = None
     if attn_mask is not None:
@@ -96,7 +99,7 @@ def scaled_dot_product_attention(
         query, key = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key))  # zeros do not change scores
     elif width < query.shape[-1]:
         value = F.pad(value, (0, query.shape[-1] - width))
-    q, k, v = (x.reshape(-1, *x.shape[-3:]).transpose(1, 2) for x in (query, key, value))
+    q, k, v = ((x.flatten(0, -4) if lead else x[None]).transpose(1, 2) for x in (query, key, value))
     wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     impl = chosen_impl(
         requested,
@@ -116,3 +119,50 @@ def scaled_dot_product_attention(
     )
     out: torch.Tensor = impl.forward(q, k, v, DiffusionAttentionMetadata(attn_mask=mask))
     return out.transpose(1, 2)[..., :width].reshape(*lead, out.shape[2], rows, width)
+
+
+def _checked(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None, enable_gqa: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return query, key and value with their leading dimensions (and, without grouped heads, their heads) broadcast, as torch
+    broadcasts them. Raises `ShapeError`, `DTypeError` and `DeviceError`."""
+    given = (query, key, value)
+    q, k, v = (x.shape for x in given)
+    outer = -3 if enable_gqa else -2
+    ok = len(q) >= 3 and len(q) == len(k) == len(v) and q[-1] == k[-1] and k[-2] == v[-2]
+    if ok and enable_gqa:
+        ok = k[-3] == v[-3] and (k[-3] == 0 or q[-3] % k[-3] == 0)
+    if ok and not q[:outer] == k[:outer] == v[:outer]:
+        if not enable_gqa and k[-3] == v[-3] != q[-3] and 1 not in (k[-3], q[-3]):
+            raise ShapeError(f"key has {k[-3]} heads, query {q[-3]}: must be equal unless enable_gqa=True")
+        try:
+            lead = torch.broadcast_shapes(q[:outer], k[:outer], v[:outer])
+        except RuntimeError:
+            ok = False
+        else:
+            query, key, value = (x.expand(*lead, *x.shape[outer:]) for x in given)
+    if not ok:
+        shapes = ", ".join(str(list(x.shape)) for x in given)
+        raise ShapeError(
+            f"query, key, value have shapes {shapes}: must be [..., H, L, E], [..., K, S, E], [..., K, S, Ev] of equal rank, "
+            "with equal heads or, with enable_gqa=True, H a multiple of K"
+        )
+    if not (query.dtype == key.dtype == value.dtype and query.dtype.is_floating_point):
+        dtypes = ", ".join(str(x.dtype) for x in given)
+        raise DTypeError(f"query, key, value have dtypes {dtypes}: must be one float dtype")
+    if not query.device == key.device == value.device:
+        raise DeviceError(f"query, key, value are on {query.device}, {key.device}, {value.device}: must be one device")
+    if attn_mask is not None:
+        _check_mask(attn_mask, query, (*query.shape[:-1], key.shape[-2]))
+    return query, key, value
+
+
+def _check_mask(mask: torch.Tensor, query: torch.Tensor, scores: tuple[int, ...]) -> None:
+    if mask.dtype not in (torch.bool, torch.float32, query.dtype):
+        raise DTypeError(f"attn_mask has dtype {mask.dtype}: must be bool, float32 or the query's {query.dtype}")
+    if mask.device != query.device:
+        raise DeviceError(f"attn_mask is on {mask.device}: must be on the query's {query.device}")
+    within = 2 <= mask.ndim <= len(scores)
+    if not within or any(have not in (1, want) for have, want in zip(mask.shape[::-1], scores[::-1], strict=False)):
+        shape = list(mask.shape)
+        raise ShapeError(f"attn_mask has shape {shape}: must have 2 dimensions or more, and broadcast to {list(scores)}")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from attn.errors import DTypeError, UnsupportedError
+from attn.errors import DTypeError, ShapeError, UnsupportedError
 from attn.integrations import diffusers as integration
 
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed (pip install diffusers)")
@@ -66,6 +66,27 @@ def test_latents_are_those_of_the_native_backend(make: Any, name: str) -> None:
     model, inputs = make()
     want = _latents(model, inputs, "native")
     torch.testing.assert_close(_latents(model, inputs, name), want, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}])
+@pytest.mark.parametrize("shapes", [(8, 9, 10), (8, 8, 9), (9, 8, 7)])
+def test_keys_and_values_of_other_lengths_are_rejected(shapes: tuple[int, ...], options: dict[str, Any]) -> None:
+    """Causal calls drop the keys that no row sees: after the check, which would not see them."""
+    tensors = [torch.randn(1, rows, 2, 16) for rows in shapes]
+    with pytest.raises(ShapeError, match=r"must be \[B, S, H, D\]"):
+        integration._function(None, 0.0)(*tensors, **options)
+    with pytest.raises(ShapeError, match=r"must be \[B, S, H, D\]"):
+        integration._function(None, 0.0)(*(x[0] for x in tensors), **options)
+
+
+@pytest.mark.parametrize("backend", [None, "TORCH_SDPA"])
+def test_autocast_is_followed(backend: str | None) -> None:
+    """Norms of queries and keys can keep them in float32, beside values in bfloat16."""
+    query, value = torch.randn(1, 8, 2, 16), torch.randn(1, 8, 2, 16)
+    run = integration._function(backend, 0.0)
+    want = run(*(x.bfloat16() for x in (query, query, value)))
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(run(query, query, value.bfloat16()), want)
 
 
 def test_the_negative_control_fails(monkeypatch: pytest.MonkeyPatch) -> None:

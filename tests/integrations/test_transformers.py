@@ -52,6 +52,23 @@ def test_bfloat16_is_no_further_from_the_truth_than_eagers(kind):
     assert mine <= 1.5 * eager
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 5}, {"softcap": 3.0}, {"dropout": 1e-9}, {"mask": True}])
+def test_autocast_is_followed(options, compiled):
+    """Norms of queries and keys can keep them in float32, beside values in bfloat16: dense, packed, by the formula, by SDPA."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 12, 16) for heads in (4, 2, 2))
+    module, options = torch.nn.Module(), dict(options)
+    drawn = torch.rand(2, 1, 12, 12) > 0.3 if options.pop("mask", False) else None
+    run = attn_transformers._function(None)
+    want = run(module, *(x.bfloat16() for x in (q, k, v)), drawn, **options)[0]
+    if compiled:
+        run = torch.compile(run, backend="eager", fullgraph=True)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        got = run(module, q, k, v.bfloat16(), drawn, **options)[0]
+    torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
+
+
 @pytest.mark.parametrize("cache", [None, "static"])
 @pytest.mark.parametrize("kind", CORE)
 def test_greedy_text_is_eagers(kind, cache):

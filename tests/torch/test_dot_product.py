@@ -1,5 +1,6 @@
 """`attn.torch.scaled_dot_product_attention` gives torch's results with every backend."""
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ import torch.nn.functional as F
 
 import attn.torch
 from attn.diffusion.backends.registry import register_diffusion_backend
-from attn.errors import ShapeError, UnsupportedError
+from attn.errors import DeviceError, DTypeError, ShapeError, UnsupportedError
 from attn.torch.diffusion.backends.sdpa import SDPABackend, SDPAImpl
 
 SHAPES = [(8, 8, 16), (5, 9, 16), (9, 5, 16), (8, 8, 24), (8, 8, 8), (1, 7, 16)]
@@ -114,3 +115,148 @@ def test_a_backend_registered_between_two_calls_is_chosen():
     register_diffusion_backend("NEWER", Newer)
     torch.testing.assert_close(attn.torch.scaled_dot_product_attention(q, k, v, enable_gqa=True), before)
     assert asked == ["NEWER"]
+
+
+BASE = {"query": (2, 4, 8, 16), "key": (2, 4, 8, 16), "value": (2, 4, 8, 16), "attn_mask": (2, 4, 8, 8)}
+_WIDTHS = ((2, 4, 8, 16), (2, 4, 8, 8), (2, 4, 8, 24))
+_LEADS = ((2, 3, 4, 8, 16), (3, 2, 4, 8, 16), (3, 2, 4, 8, 16))
+_ROWS = ((2, 4, 8, 16), (2, 4, 9, 16), (2, 4, 10, 16))
+#: Calls with wrong shapes that gave a result, or an error of torch's own about an `expand`.
+WRONG = {
+    "queries and keys of other widths": (*_WIDTHS, None, {}),
+    "leading dimensions of one product": (*_LEADS, None, {}),
+    "causal, more values than keys": (*_ROWS, None, {"is_causal": True}),
+    "more values than keys, float mask": (*_ROWS, (8, 9), {"bool": False}),
+    "a mask of a larger batch": (*[BASE["query"]] * 3, (3, 4, 8, 8), {}),
+    "a mask of more dimensions": (*[BASE["query"]] * 3, (1, 2, 4, 8, 8), {}),
+    "a float mask of a larger batch": (*[BASE["query"]] * 3, (3, 4, 8, 8), {"bool": False}),
+    "a mask of one dimension": (*[BASE["query"]] * 3, (8,), {}),
+}
+
+
+def call_of(query, key, value, attn_mask, options):
+    """The arguments of a call with these shapes."""
+    options = dict(options)
+    number = torch.ones if options.pop("bool", True) else torch.zeros
+    mask = None if attn_mask is None else number(attn_mask, dtype=torch.bool if number is torch.ones else None)
+    return [torch.randn(shape) for shape in (query, key, value)], {"attn_mask": mask, **options}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_shapes_are_checked_before_they_are_changed(name):
+    tensors, options = call_of(*WRONG[name])
+    with pytest.raises(ShapeError, match=r"must be|must have|must broadcast"):
+        attn.torch.scaled_dot_product_attention(*tensors, **options)
+
+
+def test_what_torch_refuses_is_refused():
+    """Random shapes near those of a call. What torch accepts gives torch's result or an error of this library."""
+    pick = random.Random(0)
+    refused = served = 0
+    for _ in range(400):
+        shapes = {name: list(shape) for name, shape in BASE.items()}
+        if pick.random() < 0.3:
+            shapes = {name: [3, *shape] for name, shape in shapes.items()}
+        for _ in range(pick.choice([0, 1, 1, 2, 3])):
+            name = pick.choice(list(shapes))
+            at = pick.randrange(len(shapes[name]))
+            change = pick.choice(["size", "size", "size", "drop", "add", "swap"])
+            if change == "size":
+                shapes[name][at] = pick.choice([0, 1, 1, 2, 3, 4, 8, 9, 16])
+            elif change == "drop" and len(shapes[name]) > 2:
+                del shapes[name][0]
+            elif change == "add":
+                shapes[name].insert(0, pick.choice([1, 2]))
+            else:
+                shapes[name][0], shapes[name][1] = shapes[name][1], shapes[name][0]
+        kind = pick.choice(["none", "none", "causal", "bool", "float"])
+        options = {"enable_gqa": pick.random() < 0.5, "is_causal": kind == "causal", "bool": kind != "float"}
+        mask = shapes["attn_mask"] if kind in ("bool", "float") else None
+        tensors, given = call_of(shapes["query"], shapes["key"], shapes["value"], mask, options)
+        words = f"{shapes}, {options}"
+        try:
+            want = F.scaled_dot_product_attention(*tensors, **given)
+        except (RuntimeError, IndexError):
+            with pytest.raises(ShapeError):
+                print(words, attn.torch.scaled_dot_product_attention(*tensors, **given).shape)
+            refused += 1
+            continue
+        try:
+            got = attn.torch.scaled_dot_product_attention(*tensors, **given)
+        except ShapeError:
+            continue
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5, equal_nan=True, msg=lambda text, at=words: f"{at}: {text}")
+        served += 1
+    assert refused > 50 and served > 50
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"is_causal": True}, {"enable_gqa": True}, {"attn_mask": "bool"}, {"attn_mask": "float"}]
+)
+@pytest.mark.parametrize(
+    ("query", "key", "width"),
+    [
+        ((2, 4, 0, 16), (2, 4, 8, 16), 16),
+        ((2, 4, 8, 16), (2, 4, 0, 16), 16),
+        ((4, 8, 16), (4, 0, 16), 8),
+        ((2, 0, 8, 16), (2, 0, 8, 16), 16),
+        ((0, 4, 8, 16), (0, 4, 8, 16), 16),
+        ((2, 4, 8, 0), (2, 4, 8, 0), 16),
+        ((2, 4, 8, 16), (2, 4, 8, 16), 0),
+    ],
+)
+def test_an_empty_dimension_gives_torchs_result_and_gradients(query, key, width, options):
+    if "attn_mask" in options:
+        mask = torch.ones(query[-2], key[-2], dtype=torch.bool)
+        options = {"attn_mask": mask if options["attn_mask"] == "bool" else mask.float()}
+    results = []
+    for function in (F.scaled_dot_product_attention, attn.torch.scaled_dot_product_attention):
+        torch.manual_seed(0)
+        some = [torch.randn(shape, requires_grad=True) for shape in (query, key, (*key[:-1], width))]
+        out = function(*some, **options)
+        out.sum().backward()
+        results.append((out, *(x.grad for x in some)))
+    for mine, theirs in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(mine, theirs, equal_nan=True)
+
+
+def test_a_forced_backend_serves_no_rows_and_no_keys():
+    q, k, v = tensors(8, 8, 16, kv_heads=4)
+    with attn.torch.sdpa_backend("TORCH_SDPA"):
+        assert attn.torch.scaled_dot_product_attention(q[..., :0, :], k, v).shape == (2, 4, 0, 16)
+        none = attn.torch.scaled_dot_product_attention(q, k[..., :0, :], v[..., :0, :])
+    assert none.shape == q.shape and not none.any()
+
+
+def test_dtypes_and_devices_are_checked_with_and_without_a_mask():
+    q, k, v = tensors(8, 8, 16, kv_heads=4)
+    for mask in (None, torch.zeros(8, 8)):
+        with pytest.raises(DTypeError, match=r"bfloat16.*must be one float dtype"):
+            attn.torch.scaled_dot_product_attention(q, k, v.bfloat16(), mask)
+        with pytest.raises(DTypeError, match="must be one float dtype"):
+            attn.torch.scaled_dot_product_attention(q.int(), k.int(), v.int(), mask)
+        with pytest.raises(DeviceError, match="meta"):
+            attn.torch.scaled_dot_product_attention(q, k.to("meta"), v, mask)
+    with pytest.raises(DTypeError, match=r"attn_mask.*int32.*must be bool"):
+        attn.torch.scaled_dot_product_attention(q, k, v, torch.ones(8, 8, dtype=torch.int32))
+    with pytest.raises(DTypeError, match=r"attn_mask.*bfloat16"):
+        attn.torch.scaled_dot_product_attention(q, k, v, torch.ones(8, 8, dtype=torch.bfloat16))
+    with pytest.raises(DeviceError, match="attn_mask"):
+        attn.torch.scaled_dot_product_attention(q, k, v, torch.ones(8, 8, dtype=torch.bool, device="meta"))
+
+
+@pytest.mark.parametrize("mask", [None, "bool", "float"])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.float32, torch.float32)])
+def test_autocast_is_followed(mask, dtypes):
+    q, k, v = tensors(8, 8, 16, kv_heads=4)
+    q, k, v = q.to(dtypes[0]), k.to(dtypes[0]), v.to(dtypes[1])
+    options = {} if mask is None else {"attn_mask": torch.ones(8, 8).tril() > 0}
+    if mask == "float":
+        options = {"attn_mask": options["attn_mask"].float()}
+    with torch.autocast("cpu", torch.bfloat16):
+        want = F.scaled_dot_product_attention(q, k, v, **options)
+        got = attn.torch.scaled_dot_product_attention(q, k, v, **options)
+        compiled = torch.compile(attn.torch.scaled_dot_product_attention, backend="eager", fullgraph=True)(q, k, v, **options)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(compiled, want)
+    assert got.dtype == torch.bfloat16

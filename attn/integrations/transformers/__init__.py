@@ -47,6 +47,7 @@ from attn.integrations.transformers.graph import as_operator
 from attn.integrations.transformers.masks import mask
 from attn.integrations.transformers.versions import OLDEST, dotted, installed
 from attn.integrations.transformers.ways import attend, by_sdpa, weights
+from attn.torch.autocast import autocast
 from attn.torch.diffusion.chosen import known
 
 __all__ = ["mask", "paged", "register"]
@@ -118,7 +119,7 @@ def _function(backend: str | None) -> Callable[..., Any]:
         """Compute attention. query: [B, H, S, D]; key: [B, K, T, D]; value: [B, K, T, Dv]. Returns ([B, S, H, Dv], None), or
         the attention weights [B, H, S, T] instead of None for `output_attentions`."""
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        q, k, v = autocast(*(x.transpose(1, 2) for x in (query, key, value)))
         scale = float(known(query.shape[-1]) ** -0.5 if scaling is None else known(scaling))
         name, asked_by = requested(backend, causal, sliding_window is not None)
         call = Call(

@@ -1,0 +1,21 @@
+"""Autocast at the entries that stand for torch's own attention: its arguments are cast as torch casts them."""
+
+from typing import Any
+
+import torch
+
+
+def autocast(*tensors: Any) -> tuple[Any, ...]:
+    """Return the tensors (or None) as `torch.autocast` passes them to `F.scaled_dot_product_attention`.
+
+    While it is enabled for the device of the first, tensors of floats on that device are cast to its dtype, except float64.
+    """
+    device = tensors[0].device.type
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if x is not None and _is_cast(x, device) else x for x in tensors)
+
+
+def _is_cast(x: torch.Tensor, device: str) -> bool:
+    return x.device.type == device and x.is_floating_point() and x.dtype != torch.float64
