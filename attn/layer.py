@@ -141,12 +141,14 @@ class BaseLayer:
     def _row_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the shapes of a token's entries in the cache: key and value, or latent and rotary key."""
 
-    def _new_kv_cache(self, num_blocks: int, device: Any, layers: int = 1) -> Any:
-        """Create one array for the caches of `layers` layers, of `num_blocks` blocks each."""
+    def _new_kv_cache(self, num_blocks: int, device: Any, layers: int | None = None) -> Any:
+        """Create one array for the caches of `layers` layers, of `num_blocks` blocks each; None: a cache of one layer."""
         allocate = resolve_obj_by_qualname(f"attn.{self.framework}.kv_cache.allocate")
         device = self._device() if device is None else device
-        cache = allocate(self.backend, self.kv_cache_spec, num_blocks * layers, device)
-        spec = replace(self.kv_cache_spec, num_blocks=max(self.kv_cache_spec.num_blocks or 0, num_blocks))
+        cache = allocate(self.backend, self.kv_cache_spec, num_blocks * (layers or 1), device)
+        known = self.kv_cache_spec
+        most_layers = max(known.num_layers or 0, layers or 0) or None
+        spec = replace(known, num_blocks=max(known.num_blocks or 0, num_blocks), num_layers=most_layers)
         object.__setattr__(self, "kv_cache_spec", spec)  # nnx rejects assignment under `jax.eval_shape`
         return cache
 

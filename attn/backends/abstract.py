@@ -50,7 +50,10 @@ T = TypeVar("T", bound=AttentionMetadata)
 
 @dataclass(frozen=True)
 class KVCacheSpec:
-    """The cache of one layer (or a group of equal layers), as a metadata builder needs to know it."""
+    """The cache of one layer (or a group of equal layers), as a metadata builder needs to know it.
+
+    num_layers: the layers whose caches are in one array of num_layers * num_blocks blocks (jax), if known.
+    """
 
     block_size: int
     num_kv_heads: int
@@ -60,6 +63,7 @@ class KVCacheSpec:
     num_blocks: int | None = None
     sliding_window: int | tuple[int | None, int | None] | None = None
     attn_type: str = AttentionType.DECODER
+    num_layers: int | None = None
 
 
 class AttentionLayer(Protocol):

@@ -34,19 +34,19 @@ class _Module(BaseLayer, nnx.Module):
     def _default_dtype() -> Any:
         return jnp.dtype(jnp.float32)
 
-    def new_kv_cache(self, num_blocks: int, device: Any = None, *, layers: int = 1) -> jax.Array:
+    def new_kv_cache(self, num_blocks: int, device: Any = None, *, layers: int | None = None) -> jax.Array:
         """Return a zeroed cache of `num_blocks` blocks in the backend's layout, on a device or with a sharding.
 
         layers: number of caches, concatenated along N in one array, for layers in a scan: layer i reads and writes its
-            own with `attn_metadata.of_layer(i)`. Block ids are those of one layer's cache, 0 to num_blocks - 1.
+            own with `attn_metadata.of_layer(i)`. Block ids are those of one layer's cache, 0 to num_blocks - 1. None: the
+            cache of one layer, which a call refuses for a traced i; a scan over a single layer needs layers=1.
 
-        `build` checks block ids and slots against the largest `num_blocks` allocated so far, and a call rejects a smaller
-        cache for such a batch; a builder that was created earlier from `kv_cache_spec` keeps its own limit. Raises ValueError
-        unless both are positive ints.
+        `build` checks block ids and slots against the largest `num_blocks` allocated so far, and `of_layer` against the most
+        `layers`; a call rejects a smaller cache for such a batch. A builder that was created earlier from `kv_cache_spec` keeps
+        its own limits. Raises ValueError unless both are positive ints.
         """
-        return self._new_kv_cache(  # type: ignore[no-any-return]
-            positive_int("num_blocks", num_blocks), device, positive_int("layers", layers)
-        )
+        layers = None if layers is None else positive_int("layers", layers)
+        return self._new_kv_cache(positive_int("num_blocks", num_blocks), device, layers)  # type: ignore[no-any-return]
 
     def _keep_scale(self, name: str, scale: Any) -> None:
         if scale.ndim == 0:

@@ -17,7 +17,7 @@ from jax import export
 from attn import envs
 from attn.arrays import to_framework
 from attn.backends.abstract import AttentionMetadataBuilder
-from attn.backends.arguments import check_flag
+from attn.backends.arguments import as_int, check_flag, positive_int
 from attn.backends.metadata import (
     INT32_MAX,
     PAD_SLOT_ID,
@@ -31,7 +31,7 @@ from attn.errors import MetadataError, ShapeError
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PagedAttentionMetadata(AttentionMetadata):
-    """One batch. The first ten fields are arrays (int32, on the device); the last five are static and key the compilation."""
+    """One batch. The first ten fields are arrays (int32, on the device); the others are static and key the compilation."""
 
     query_start_loc: jax.Array  # [R + 1], the last entry repeated past num_reqs
     seq_lens: jax.Array  # [R], 0 past num_reqs
@@ -47,7 +47,10 @@ class PagedAttentionMetadata(AttentionMetadata):
     max_seq_len: int = dataclasses.field(default=1, metadata={"static": True})
     causal: bool = dataclasses.field(default=True, metadata={"static": True})
     block_size: int | None = dataclasses.field(default=None, metadata={"static": True})
-    num_blocks: int | None = dataclasses.field(default=None, metadata={"static": True})  # the cache's extent, if known
+    num_blocks: int | None = dataclasses.field(default=None, metadata={"static": True})  # of one layer's cache, if known
+    num_layers: int | None = dataclasses.field(default=None, metadata={"static": True})  # in the cache's array, if known
+    #: Set by `of_layer`: the layers that the cache's array must have, at least.
+    least_layers: int | None = dataclasses.field(default=None, metadata={"static": True})
 
     def pad(self, x: Any) -> jax.Array:
         """Pad token rows x [t, ...] with zeros at the end to this batch's T rows. Raises `ShapeError` if t > T."""
@@ -72,10 +75,16 @@ class PagedAttentionMetadata(AttentionMetadata):
         `new_kv_cache(num_blocks, layers=...)` allocates such an array. A scan over layers that carries the array changes it
         in place; one that takes a stack of caches as inputs and returns a stack copies every cache.
 
-        num_blocks: blocks per layer; None means those of the cache that the batch was built for. Raises `MetadataError` for
-        any other number, since block ids were checked against it (a block of another layer would be taken for this
-        layer's), and if neither is known.
+        layer: from 0 to the number of layers - 1. If it is traced, its value is not known: the call checks that the cache has
+        the layers that were allocated, or at least two; ATTN_DEBUG=device checks the value in the step. num_blocks: blocks per
+        layer; None means those of the cache that the batch was built for.
+
+        Raises `MetadataError` for any other layer number, one that is not an int included; for any other `num_blocks`, since
+        block ids were checked against it (a block of another layer would be taken for this layer's), and if neither is known;
+        and for a batch that is one layer's already.
         """
+        if self.least_layers is not None:
+            raise MetadataError("layer", None, layer, "passed once: this batch is from of_layer(); pass that of build()")
         known = self.num_blocks
         if known is not None and num_blocks not in (None, known):
             bound = f"{known}, the limit of the batch's block ids: allocate with new_kv_cache(num_blocks, layers=...)"
@@ -83,6 +92,8 @@ class PagedAttentionMetadata(AttentionMetadata):
         num_blocks = known if num_blocks is None else num_blocks
         if num_blocks is None:
             raise MetadataError("num_blocks", None, None, "the number of blocks of one layer's cache")
+        num_blocks = positive_int("num_blocks", num_blocks)
+        least_layers = self._least_layers(layer)
         skip = jnp.asarray(layer, jnp.int32) * num_blocks
         slots = self.slot_mapping
         if self.block_size is None:
@@ -91,7 +102,21 @@ class PagedAttentionMetadata(AttentionMetadata):
             self,
             block_table=self.block_table + skip,
             slot_mapping=jnp.where(slots < 0, slots, slots + skip * self.block_size),
+            num_blocks=num_blocks,
+            least_layers=least_layers,
         )
+
+    def _least_layers(self, layer: Any) -> int:
+        """Return how many layers the cache must have, as far as known. Raises `MetadataError` for a layer outside it."""
+        if isinstance(layer, jax.core.Tracer):
+            if layer.ndim or not jnp.issubdtype(layer.dtype, jnp.integer):
+                raise MetadataError("layer", None, layer.aval, "an int, or a traced scalar of an integer dtype")
+            return self.num_layers or 2  # with one layer, there would be nothing to trace
+        number = as_int(layer)
+        if number is None or number < 0 or (self.num_layers is not None and number >= self.num_layers):
+            bound = "an int of at least 0" if self.num_layers is None else f"an int between 0 and {self.num_layers - 1}"
+            raise MetadataError("layer", None, repr(layer), f"{bound}, as the caches of new_kv_cache(num_blocks, layers=...)")
+        return self.num_layers or number + 1
 
 
 # so that a function of a batch can be exported (`jax.export`) and run where this package is installed
@@ -146,6 +171,17 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
             causal=batch.all_causal,
             block_size=spec.block_size,
             num_blocks=spec.num_blocks,
+            num_layers=spec.num_layers,
+        )
+
+
+def check_num_layers(name: str, num_blocks: int, attn_metadata: PagedAttentionMetadata) -> None:
+    """Raise `ShapeError` if a cache of `num_blocks` blocks does not have the layers that the batch's `of_layer` needs."""
+    least, of_one = attn_metadata.least_layers, attn_metadata.num_blocks
+    if least is not None and of_one is not None and num_blocks < least * of_one:
+        raise ShapeError(
+            f"{name}: kv_cache has {num_blocks} blocks, of_layer() needs those of at least {least} layers of {of_one}: "
+            f"allocate the caches of all layers with new_kv_cache({of_one}, layers=...), then build the batch"
         )
 
 

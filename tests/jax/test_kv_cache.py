@@ -1,12 +1,14 @@
 """The cache under jax: what is stored, where, and that nothing is copied."""
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental import checkify
 
 from attn import CommonAttentionMetadata, reference
 from attn.backends.abstract import KVCacheSpec
@@ -133,7 +135,121 @@ def test_a_smaller_cache_than_the_batch_was_checked_against_is_refused(latent: b
     layer(row, *new, small, build(0, batch))
 
 
-@pytest.mark.parametrize("count", [0, -1, "32", 2.0, True, None])
+def layer_and_rows(latent: bool) -> tuple[Any, tuple[Any, ...]]:
+    """A layer, and the arguments of a call for one token."""
+    row = jnp.ones((1, 2, 16))
+    if latent:
+        layer: Any = MLAAttention(2, 16, 8, 8, 8, jnp.ones((16, 2, 16)), block_size=P)
+        return layer, (row, jnp.ones((1, 16)), jnp.ones((1, 8)))
+    return Attention(2, 16, block_size=P), (row, row, row)
+
+
+ONE = CommonAttentionMetadata.from_lens([1], [1], [[3]], P)
+LATENT = pytest.mark.parametrize("latent", [False, True], ids=["paged", "latent"])
+
+
+@LATENT
+@pytest.mark.parametrize(
+    "number", [3, 99, -1, 1.0, True, "0", None, [0], np.float32(1), jnp.int32(3), jnp.int32(-1), jnp.float32(0)]
+)
+def test_a_layer_that_the_cache_does_not_have_is_refused_at_once(latent: bool, number: Any) -> None:
+    """Past the end, nothing is written and zeros are read; -1 would be another layer's block in a batch's slots."""
+    layer, _ = layer_and_rows(latent)
+    layer.new_kv_cache(4, layers=3)
+    message = (
+        re.escape(f"layer = {number!r}: must be an int between 0 and 2, ") + r".*new_kv_cache\(num_blocks, layers=\.\.\.\)"
+    )
+    with pytest.raises(MetadataError, match=message):
+        layer.build(ONE).of_layer(number)
+    with pytest.raises(MetadataError, match=message):
+        jax.jit(lambda batch: batch.of_layer(number))(layer.build(ONE))
+    for fine in (0, 2, np.int64(1), jnp.int32(2)):
+        layer.build(ONE).of_layer(fine)
+
+
+@LATENT
+@pytest.mark.parametrize("number", [1, 3, 99])
+def test_a_layer_of_a_cache_without_layers_is_refused_by_the_call(latent: bool, number: int) -> None:
+    """`new_kv_cache` without `layers=`: the batch does not know whether caches were concatenated by hand, the call does."""
+    layer, rows = layer_and_rows(latent)
+    cache = layer.new_kv_cache(4)
+    message = rf"kv_cache has 4 blocks, .* at least {number + 1} layers of 4: .* new_kv_cache\(4, layers=\.\.\.\)"
+    with pytest.raises(ShapeError, match=message):
+        layer(*rows, cache, layer.build(ONE).of_layer(number))
+    with pytest.raises(MetadataError, match="layer = -1: must be an int of at least 0, "):
+        layer.build(ONE).of_layer(-1)
+    out, _ = layer(*rows, cache, layer.build(ONE).of_layer(0))
+    assert out.any()
+    stack = jnp.concatenate([cache] * 4, 0 if latent or layer.backend.get_name() != "XLA_ATTN" else 1)
+    out, _ = layer(*rows, stack, layer.build(ONE).of_layer(min(number, 3)))
+    assert out.any()
+
+
+def scanned(layer: Any, rows: Any, cache: Any, batch: Any, numbers: Any) -> Any:
+    """The sum of each layer's output."""
+
+    @jax.jit
+    def layers(cache: Any, batch: Any) -> Any:
+        def one(cache: Any, i: Any) -> Any:
+            out, cache = layer(*rows, cache, batch.of_layer(i))
+            return cache, jnp.abs(out).sum()
+
+        return jax.lax.scan(one, cache, numbers)[1]
+
+    return layers(cache, batch)
+
+
+@LATENT
+def test_a_scan_over_a_cache_without_layers_is_refused(latent: bool) -> None:
+    layer, rows = layer_and_rows(latent)
+    with pytest.raises(
+        ShapeError, match=r"kv_cache has 4 blocks, .* at least 2 layers of 4: .* new_kv_cache\(4, layers=\.\.\.\)"
+    ):
+        scanned(layer, rows, layer.new_kv_cache(4), layer.build(ONE), jnp.arange(3))
+    cache = layer.new_kv_cache(4, layers=1)
+    assert scanned(layer, rows, cache, layer.build(ONE), jnp.arange(1)).all(), "a model of one layer, with layers=1"
+    large = layer.new_kv_cache(4, layers=3)
+    assert scanned(layer, rows, large, layer.build(ONE), jnp.arange(3)).all()
+    with pytest.raises(ShapeError, match="kv_cache has 4 blocks, .* at least 3 layers of 4"):
+        scanned(layer, rows, cache, layer.build(ONE), jnp.arange(3))
+    for numbers in (jnp.arange(3.0), jnp.zeros((3, 1), jnp.int32)):
+        with pytest.raises(MetadataError, match="layer = .*: must be an int, or a traced scalar of an integer dtype"):
+            scanned(layer, rows, large, layer.build(ONE), numbers)
+
+
+@pytest.mark.parametrize("numbers", [[0, 1, 2], [-1], [2**20]])
+def test_a_traced_layer_is_checked_in_the_step_on_request(numbers: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTN_DEBUG", "device")
+    layer, rows = layer_and_rows(False)
+    cache = layer.new_kv_cache(4, layers=2)
+    error, _ = checkify.checkify(lambda: scanned(layer, rows, cache, layer.build(ONE), jnp.array(numbers)))()
+    assert "a live entry is not between 0 and 7" in str(error.get())
+
+
+def test_a_batch_is_of_one_layer_once() -> None:
+    """Twice, the numbers would add up."""
+    layer, _ = layer_and_rows(False)
+    layer.new_kv_cache(4, layers=3)
+    with pytest.raises(MetadataError, match=r"layer = 1: must be passed once: this batch is from of_layer\(\)"):
+        layer.build(ONE).of_layer(1).of_layer(1)
+
+
+@pytest.mark.parametrize("blocks", [0, -1, 4.0, True])
+def test_the_blocks_of_a_layer_are_a_positive_int(blocks: Any) -> None:
+    with pytest.raises(ValueError, match="num_blocks"):
+        layer_and_rows(False)[0].build(ONE).of_layer(0, blocks)
+
+
+def test_the_layers_of_a_stack_share_a_program() -> None:
+    layer, rows = layer_and_rows(False)
+    cache = layer.new_kv_cache(4, layers=3)
+    step = jax.jit(layer.__call__)
+    for i in range(3):
+        step(*rows, cache, layer.build(ONE).of_layer(i))
+    assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize("count", [0, -1, "32", 2.0, True])
 def test_a_stack_has_a_positive_number_of_layers(count: Any) -> None:
     layer = Attention(2, 16, block_size=P)
     with pytest.raises(ValueError, match=f"layers={count!r} must be a positive int"):

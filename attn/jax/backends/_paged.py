@@ -32,7 +32,7 @@ from attn.capabilities import ENCODER_TYPES, Feature
 from attn.dtypes import dtype_name
 from attn.errors import DTypeError, MetadataError, ShapeError, UnsupportedError
 from attn.jax import kv_cache as caches
-from attn.jax.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder, check_ids
+from attn.jax.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder, check_ids, check_num_layers
 
 
 class PagedCall(NamedTuple):
@@ -266,6 +266,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
             layer = [self.num_kv_heads, self.head_size]
             raise ShapeError(f"{name}: kv_cache holds [K, D] = {heads_by_size}, the layer has {layer}")
         check_num_blocks(name, num_blocks, attn_metadata.num_blocks)
+        check_num_layers(name, num_blocks, attn_metadata)
         element = caches.element_type(self.kv_cache_dtype, query.dtype)
         if kv_cache.dtype != element:
             raise cache_dtype_error(self, query, kv_cache, element)

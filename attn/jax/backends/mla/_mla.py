@@ -29,7 +29,7 @@ from attn.errors import DTypeError, MetadataError, ShapeError, UnsupportedError
 from attn.jax import kv_cache as caches
 from attn.jax.kernels import xla_mla
 from attn.jax.merge import merge_attn_states
-from attn.jax.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
+from attn.jax.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder, check_num_layers
 
 #: Context rows that are gathered and expanded at a time: a workspace of W * H * (Dn + Dr + Dv) elements.
 WORKSPACE = 4096
@@ -367,6 +367,7 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
         if kv_cache.shape != tuple(want):
             raise ShapeError(f"{name}: kv_cache has rows of {kv_cache.shape[2]}, the layer's are {want[2]} wide")
         check_num_blocks(name, num_blocks, attn_metadata.num_blocks)
+        check_num_layers(name, num_blocks, attn_metadata)
         element = caches.element_type(self.kv_cache_dtype, q.dtype)
         if kv_cache.dtype != element:
             raise cache_dtype_error(self, q, kv_cache, element)
