@@ -1,6 +1,7 @@
 """The dense backend for calls without a layer: chosen and built once per set of call properties."""
 
 import functools
+import math
 from typing import Any
 
 import torch
@@ -9,12 +10,16 @@ from torch.fx.experimental.symbolic_shapes import guard_scalar
 from attn import envs
 from attn.backend_enum import generation
 from attn.capabilities import Feature
+from attn.diffusion.backends.abstract import DiffusionAttentionBackend
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.diffusion.selector import ENV_VAR, make_diffusion_request, select_diffusion
 from attn.platforms import platform_for
 
 #: Implementations by their description: a graph can contain the string and look it up, but not a selection.
 _impls: dict[str, Any] = {}
+_choices: dict[tuple[Any, ...], str] = {}  # keys of `_impls`
+_MOST = 256  #: choices to keep
+_WHY_NOT_CALL = DiffusionAttentionBackend.why_not_call.__func__  # type: ignore[attr-defined]
 
 
 def chosen_impl(
@@ -72,14 +77,32 @@ def known(number: Any) -> Any:
 
 @torch.compiler.assume_constant_result
 def _description(*call: Any) -> str:
-    return _chosen(generation(), envs.read(ENV_VAR), envs.read("ATTN_DISABLE"), *call)
+    registries, rows, keys = generation(), *call[-2:]
+    most, multiple = _limits(registries)
+    # sizes grow with every token: the key has only what limits of calls say about them
+    sizes = (min(keys, most), math.gcd(keys, multiple), rows == keys or not rows or not keys) if multiple else (rows, keys)
+    key = (registries, envs.read(ENV_VAR), envs.read("ATTN_DISABLE"), *call[:-2], *sizes)
+    found = _choices.get(key)
+    if found is None:
+        if len(_choices) >= _MOST:
+            _choices.clear()
+        found = _choices[key] = _choose(*call)
+    return found
 
 
-@functools.lru_cache(256)
-def _chosen(
-    registries: int,
-    environment: str | None,
-    disabled: str | None,
+@functools.lru_cache(1)
+def _limits(registries: int) -> tuple[int, int]:
+    """Return the largest `min_keys` and the least common `key_multiple` of the registered backends; (0, 0) if one judges calls
+    by a `why_not_call` of its own."""
+    members = [DiffusionAttentionBackendEnum[name] for name in DiffusionAttentionBackendEnum.names()]
+    found = [member.candidate().backend for member in members if not str(member.value or "").startswith("attn.jax.")]
+    backends: list[Any] = [backend for backend in found if hasattr(backend, "why_not_call")]
+    if any(backend.why_not_call.__func__ is not _WHY_NOT_CALL for backend in backends):
+        return 0, 0
+    return max(x.min_keys for x in backends), math.lcm(*(x.key_multiple for x in backends))
+
+
+def _choose(
     backend: str | None,
     error_budget: float,
     device_type: str,

@@ -487,6 +487,7 @@ def _mla_decode(
     if by_hand(name, packed) and k_scale is None:
         hand = _hopper_mla().serves(query, cache, rank, fixed_split, sparse)
     topk = indices.shape[1] if indices is not None else 0
+    step = fixed_split or 16  # a plan counts whole tiles, of 16 keys and more: one for every token would miss each time
     plan = _plan(
         name=name,
         hand=hand,
@@ -495,7 +496,7 @@ def _mla_decode(
         rank=rank,
         rope=width - rank,
         max_query_len=max_query_len,
-        keys=topk if sparse else max_seq_len,
+        keys=topk if sparse else -(-max_seq_len // step) * step,
         page=page,
         itemsize=query.itemsize,
         stored=cache.itemsize,

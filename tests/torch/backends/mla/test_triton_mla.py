@@ -50,6 +50,22 @@ def test_codes_taken_as_bytes_conform(backend, monkeypatch):
         check_conformance(backend, cases[cache])
 
 
+@pytest.mark.triton_kernels
+@quiet
+@pytest.mark.parametrize("fixed_split", [0, 48])
+def test_decoding_fifty_tokens_is_planned_for_every_tile_not_for_every_token(fixed_split):
+    from attn.torch.kernels import mla_decode
+
+    cache, query = torch.zeros(4, 16, 40, device=DEVICE), torch.zeros(1, 4, 40, device=DEVICE)
+    out, table = torch.zeros(1, 4, 32, device=DEVICE), torch.arange(4, dtype=torch.int32, device=DEVICE)[None]
+    start = torch.tensor([0, 1], dtype=torch.int32, device=DEVICE)
+    before = mla_decode._plan.cache_info().misses
+    for keys in range(9, 59):
+        lens = torch.tensor([keys], dtype=torch.int32, device=DEVICE)
+        mla_decode.mla_decode(out, None, query, cache, start, lens, table, 1, keys, 0.2, fixed_split=fixed_split)
+    assert mla_decode._plan.cache_info().misses - before <= 4
+
+
 @pytest.mark.parametrize("backend", [TritonMLABackend, TritonMLASparseBackend])
 def test_a_float32_cache_needs_an_architecture_whose_shared_memory_holds_it(backend):
     def reasons(arch, head_size=576, kv_cache_dtype="auto"):
