@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import io
 import json
+import posixpath
 import re
 import shlex
 import shutil
@@ -233,13 +234,60 @@ def test_what_succeeds_is_no_mistake() -> None:
 # links and the site's plan
 
 
-def test_links_lead_somewhere() -> None:
-    for page in PAGES:
-        for link in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
-            if "://" in link:
-                continue
-            target = (page.parent / link).resolve()
-            assert target.exists() or str(target.relative_to(DOCS)) in GENERATED, f"{named(page)}: {link}"
+def site_files() -> dict[str, str]:
+    """The site's files by their path in it, with the text of written pages: what mkdocs finds, without mkdocs."""
+    files = {named(path): "" for path in DOCS.rglob("*") if path.is_file() and path.suffix != ".py"}
+    files |= dict.fromkeys(GENERATED, "") | {named(page): page.read_text(encoding="utf-8") for page in PAGES}
+    return files | {f"notebooks/{path.stem}.md": "" for path in (ROOT / "notebooks").glob("*.ipynb")}
+
+
+def broken_links(page: str, text: str, files: dict[str, str]) -> list[str]:
+    """The links of a page that do not lead to a file of the site, or to a heading of a written page."""
+    prose, broken = FENCE.sub("", text), []
+    links = re.findall(r"\]\(([^)\s]+)[^)]*\)", prose) + re.findall(r"^\[[^]]+\]: *(\S+)", prose, re.MULTILINE)
+    for link in links:
+        path, _, anchor = link.partition("#")
+        if "://" in link or link.startswith("mailto:"):
+            continue
+        target = posixpath.normpath(posixpath.join(posixpath.dirname(page), path)) if path else page
+        headings = {
+            re.sub(r"[^\w\s-]", "", line).strip().lower() for line in re.findall(r"^#+ (.*)", files.get(target, ""), re.M)
+        }
+        slugs = {re.sub(r"[-\s]+", "-", heading) for heading in headings}
+        if target not in files or (anchor and files[target] and anchor not in slugs):
+            broken.append(f"{page}: {link}")
+    return broken
+
+
+def test_links_lead_to_pages_of_the_site() -> None:
+    """`mkdocs build --strict` accepts no other: a file of the repository outside of docs/ is not in the site."""
+    files = site_files()
+    assert [link for page in PAGES for link in broken_links(named(page), files[named(page)], files)] == []
+
+
+@pytest.mark.parametrize(
+    ("link", "fine"),
+    [
+        ("choose.md", True), ("../semantics.md", True), ("../reference/names.md#attn.explain", True), ("#here-a", True),
+        ("tpu-serving.md#a-server", True), ("../notebooks/06_mla.md", True), ("https://example.org/x", True),
+        ("../../benchmarks/notes/engines.md", False), ("../../README.md", False), ("../hooks.py", False), ("missing.md", False),
+        ("../how-to", False), ("tpu-serving.md#no-such-heading", False), ("#there", False), ("/semantics.md", False),
+    ],
+)  # fmt: skip
+def test_a_broken_link_is_found(link: str, fine: bool) -> None:
+    files = site_files()
+    for text in (
+        f"# Here, `a`\n\n[x]({link})\n",
+        f"# Here, `a`\n\n[x\ny]({link} 'title')\n",
+        f"# Here, `a`\n\n[x]\n\n[x]: {link}\n",
+    ):
+        found = broken_links("how-to/page.md", text, {**files, "how-to/page.md": text})
+        assert found == ([] if fine else [f"how-to/page.md: {link}"])
+
+
+def test_links_of_generated_pages_lead_to_pages_of_the_site(made: dict[str, str], generate: ModuleType) -> None:
+    files = {**site_files(), **dict.fromkeys(generate.pages(), "")}
+    assert [link for page, text in made.items() for link in broken_links(page, text, files)] == []
 
 
 def test_every_page_is_in_the_menu_and_every_entry_is_a_page() -> None:
@@ -297,7 +345,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not installed("mkdocs") or not installed("material"):
         pytest.skip("mkdocs-material is not installed (extra docs)")
     folder = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    # as `make docs`: with --quiet, warnings are not counted
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return folder
