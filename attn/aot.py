@@ -440,7 +440,7 @@ example: attn aot --target tpu-v6e --kernel ragged_paged_attention --case decode
 
 No device is needed. The compiler must be outside the environment (libtpu inside it makes jax look for a TPU):
     pip install --no-deps --target {Path(sys.prefix) / "compilers"} {packages}
-or any other folder on PYTHONPATH. `make test` installs them.
+or any other folder on PYTHONPATH.
 
 TPU figures come from libtpu: memory after allocation, and its static simulator's cycles for a small batch, with the time
 that the batch's bytes and products would take at the chip's peak rates. The simulator models the latency and issue of

@@ -74,10 +74,10 @@ class Ceilings(NamedTuple):
     measured: bool  #: False: the datasheet's peaks, which no program reaches
 
 
-#: Product -> its rates, measured with `attn bench` if this repository has a record of the device, else its datasheet's peaks.
+#: Product -> its rates, measured with `attn bench` if the project has a record of the device, else its datasheet's peaks.
 #: Datasheets with sparse rates only count half of them. GPUs with several form factors: the fastest one, as named.
 CEILINGS = {
-    "NVIDIA H200": Ceilings(4295.5, 799.23, "benchmarks/results/every_peer_h200_2026-11-22.json", measured=True),
+    "NVIDIA H200": Ceilings(4295.5, 799.23, "attn bench --peers all, 2026-11-22", measured=True),
     **{
         product: Ceilings(copy, gemm, f"datasheet of {place}", measured=False)
         for product, copy, gemm, place in (

@@ -28,8 +28,7 @@ from attn.logger import fork_safe_lock
 from attn.platforms import Platform
 from attn.verdicts import Selection
 
-#: Relative slowdown against the fastest that a choice may have: repeated measurements differ by 1 to 3 %
-#: (benchmarks/notes/triton.md).
+#: Relative slowdown against the fastest that a choice may have: repeated measurements differ by 1 to 3 %.
 MARGIN = 0.05
 _VARIABLE = "ATTN_PREFERENCES"
 

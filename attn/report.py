@@ -299,7 +299,7 @@ def _all_off_paths() -> dict[str, str]:
 def backend_tables() -> str:
     """Return the Markdown tables of built-in backends, identical on every machine that has both frameworks.
 
-    Overrides, custom backends and the current device have no effect. A test compares this with docs/reference/backends.md.
+    Overrides, custom backends and the current device have no effect.
     """
     sections = []
     for name, registered in REGISTRIES.items():

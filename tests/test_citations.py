@@ -45,6 +45,39 @@ def test_files(pattern: re.Pattern[str]) -> None:
     assert {(name, path) for name, path in cited if not any(end.endswith(f"/{path}") for end in ends)} == set()
 
 
+#: What is in the repository and not in the wheel: its folders, its documents, and commands that need a checkout.
+NOT_SHIPPED = re.compile(
+    r"(?<![\w./-])(?:\.ci|benchmarks|docs|examples|notebooks|tests)/[\w./-]*\w"
+    r"|\b(?:CHANGELOG|CONTRIBUTING|README)\.md\b|\bmkdocs\.yml\b|\bMakefile\b|`make [\w-]+`"
+)
+#: Exceptions: the definition, which all code cites by section, and the page that `attn tables --write` writes into a checkout.
+CITED_FROM_THE_WHEEL = {"docs/semantics.md": "", "docs/reference/backends.md": "attn/cli.py"}
+
+
+def test_what_is_installed_cites_what_is_installed() -> None:
+    """A reader of an installed module or its help has no checkout: a name there is of a file in `attn/`, or a URL."""
+    shipped = {name: text for name, text in texts().items() if name.startswith("attn/")}
+    assert len(shipped) > 100
+    cited = {(path, name) for name, text in shipped.items() for path in NOT_SHIPPED.findall(text)}
+    assert {(path, name) for path, name in cited if CITED_FROM_THE_WHEEL.get(path, name) not in ("", name)} == set()
+    assert {(path, name) for path, name in cited if path not in CITED_FROM_THE_WHEEL} == set()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "(benchmarks/notes/triton.md)",
+        "in benchmarks/notes and",
+        "tests/testing/approximate.py.",
+        "see CONTRIBUTING.md",
+        "`make test`",
+    ],
+)
+def test_what_does_not_ship_is_found(text: str) -> None:
+    assert len(NOT_SHIPPED.findall(text)) == 1
+    assert not NOT_SHIPPED.search("https://example.org/docs/x.md, attn/tests/x.py and the `make_case` of docs")
+
+
 def test_no_reference_to_documents_outside_the_repository() -> None:
     found = {(name, match) for name, text in texts().items() for match in DANGLING.findall(text)}
     assert found == set()

@@ -113,7 +113,11 @@ def test_times_at_a_datasheets_peaks_say_so():
     assert not report.to_dict()["ceilings"]["measured"]
     assert report.decode_ms(3350 * 10**6) == pytest.approx(1) and report.prompt_ms(989 * 10**9) == pytest.approx(1)
     assert "at 989 TFLOP/s (peaks, not measured: datasheet of H100 SXM)" in " ".join(str(report).split())
-    assert "(measured: benchmarks/results/" in " ".join(str(attn.explain_model(GEMMA2, device="H200")).split())
+    assert "(measured: attn bench --peers all, 2026-11-22)" in " ".join(str(attn.explain_model(GEMMA2, device="H200")).split())
+
+
+#: Device -> the record of its measured rates, of the day that `source` names.
+RECORDS = {"NVIDIA H200": Path(attn.__file__).parents[1] / "benchmarks/results/every_peer_h200_2026-11-22.json"}
 
 
 @pytest.mark.parametrize("name", CEILINGS)
@@ -130,7 +134,8 @@ def test_rates_are_those_of_the_recorded_run():
     for name, rates in CEILINGS.items():
         if not rates.measured:
             continue
-        record = json.loads((Path(attn.__file__).parents[1] / rates.source).read_text())
+        record = json.loads(RECORDS[name].read_text())
+        assert rates.source.partition(", ")[2] in RECORDS[name].stem
         about = record.get("torch_run", record)
         assert about["device"] == name
         assert (about["copy_gb_per_s"], about["gemm_tflop_per_s"]) == (rates.copy_gb_per_s, rates.gemm_tflop_per_s)
@@ -140,7 +145,7 @@ def test_measured_shares_are_those_of_the_recorded_run():
     rows = {}
     for name, rates in CEILINGS.items():
         if rates.measured:
-            for row in json.loads((Path(attn.__file__).parents[1] / rates.source).read_text())["rows"]:
+            for row in json.loads(RECORDS[name].read_text())["rows"]:
                 if not row.get("peer") and row.get("right") and row["kv_cache_dtype"] == "auto" and row["block_size"] == 16:
                     rows[name, row["backend"], row["head_size"], row["batch"]] = row
     for (name, backend, size), (copy, gemm) in ATTAINED.items():

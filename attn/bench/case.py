@@ -1,7 +1,7 @@
 """Benchmark cases: a batch, a layer's shape, and the bytes and operations that both require.
 
 A batch is `[count]q<new tokens>[k][s<tokens in the cache>[k]]`, joined by `_`, where k multiplies by 1,024: `64q1s4k` is 64
-decodes, `2q2k_32q1s1k` two prompts and 32 decodes. The grammar is that of vLLM's benchmarks/attention_benchmarks.
+decodes, `2q2k_32q1s1k` two prompts and 32 decodes. The grammar is that of vLLM's `attention_benchmarks`.
 """
 
 import math
@@ -109,7 +109,7 @@ class Case:
         return " ".join(words)
 
 
-#: The rows of the table in benchmarks/notes/triton.md: decode, long decode, speculative, prefill, mixed.
+#: What `attn bench` measures if no batch is named: decode, long decode, speculative, prefill, mixed.
 SUITE = (
     Case("64q1s4k"), Case("16q1s32k", "64/8", block_size=64), Case("128q1s2k"), Case("q1s32k"), Case("64q1s4k", "64/8", 64),
     Case("16q4s1k"), Case("4q4k"), Case("4q4k", block_size=128), Case("2q2k_32q1s1k"), Case("1q512s8k_63q1s4k"),

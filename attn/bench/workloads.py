@@ -7,7 +7,7 @@ definitions, paged (`gqa_paged`) and ragged (`gqa_ragged`, whose keys are then s
 used, which determine a batch's time. Pages are placed at random without sharing, values are
 random, and the scale is 1 / sqrt(head size).
 
-Schema: github.com/flashinfer-ai/flashinfer-bench, docs/flashinfer_trace.
+Schema: https://github.com/flashinfer-ai/flashinfer-bench (flashinfer_trace).
 """
 
 import json

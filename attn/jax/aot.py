@@ -2,8 +2,7 @@
 
 A kernel is an entry of `KERNELS`. axes: choices, of which the grid has every pair that is meaningful. normalise: makes a
 combination of choices meaningful. refusal: why the kernel does not support a choice. program: what is compiled. Batches are
-small, since the simulator executes every loop: the grid tests code paths, and benchmarks/pallas.py has the shapes that are
-timed.
+small, since the simulator executes every loop: the grid tests code paths, not the times of large shapes.
 """
 
 from collections.abc import Callable, Mapping, Sequence

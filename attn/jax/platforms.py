@@ -91,8 +91,8 @@ class TpuPlatform(JaxPlatform):
     def dense(self, request: Request, device: Device) -> tuple[str, ...]:
         return (
             # Pages are copied to VMEM by DMA and scores never leave it. By libtpu's estimate decode takes less time than
-            # reading the keys from HBM, and the cache is never copied (benchmarks/notes/tpu-paged.md). It passes the
-            # conformance suite in TPU interpret mode; it has not run on a TPU.
+            # reading the keys from HBM, and the cache is never copied. It passes the conformance suite in TPU
+            # interpret mode; it has not run on a TPU.
             "PALLAS",
             "XLA_ATTN",  # any shape and feature; every chunk's scores pass through HBM
         )

@@ -2,7 +2,7 @@
 
 A priority list is a literal that maps hardware generations (rules of `attn.capabilities.arch_matches`) to backends. The first
 rule that matches applies; `*` matches every other generation and devices that are not present. Where a reason says "measured",
-the figures are in benchmarks/notes and `attn bench --judge` checks them; "vLLM's order" is that of vLLM 0.33, unmeasured.
+`attn bench --judge` checks the figures; "vLLM's order" is that of vLLM 0.33, unmeasured.
 
 A platform is queried only when a layer is selected. Nothing in this module runs at import, and no device is initialised before
 it is described.
@@ -74,7 +74,7 @@ class CudaPlatform(TorchPlatform):
             "FLASHINFER",
         ),
         "sm_90": (
-            # measured, 13 batches (benchmarks/notes/triton.md): the fastest backend in each, or equal within the spread
+            # measured on an H200, 13 batches: the fastest backend in each, or equal within the spread
             "TRITON_ATTN",
             "FLASHINFER",  # measured: 1.01 to 1.3x TRITON_ATTN's time in decode, 1.3x in prefill, 1.8 to 4x in mixed batches
             # measured: 1.01 to 1.4x TRITON_ATTN's time with FlashAttention 3; with FlashAttention 4, which does not split keys
@@ -111,7 +111,7 @@ class CudaPlatform(TorchPlatform):
     }
     mla: ClassVar[Orders] = {
         "sm_90": (
-            # measured, 12 batches (benchmarks/notes/mla-gpu.md): the fastest in ten; FlashAttention 3 is faster in two, by 5
+            # measured on an H200, 12 batches: the fastest in ten; FlashAttention 3 is faster in two, by 5
             # and by 3 to 12 %
             "TRITON_MLA",
             "FLASHINFER_MLA",  # 1.01 to 1.12x TRITON_MLA's time

@@ -1,9 +1,9 @@
 """PALLAS: this package's Pallas kernels for TPUs: one writes new tokens and attends all pages, one is for encoders.
 
-They are fast because scores never leave VMEM, and DMA copies keys while earlier ones are processed; measurements are in
-benchmarks/notes/tpu-paged.md. Cross attention reads the encoder's keys from pages, which a scatter writes once. The requests of
-an encoder are segments of one dense sequence, and rows attend only blocks with keys of their segment. On a CPU the same kernels
-run in TPU interpret mode, thousands of times slower, for tests. On GPUs use XLA_ATTN.
+They are fast because scores never leave VMEM, and DMA copies keys while earlier ones are processed. Cross attention
+reads the encoder's keys from pages, which a scatter writes once. The requests of an encoder are segments of one dense sequence,
+and rows attend only blocks with keys of their segment. On a CPU the same kernels run in TPU interpret mode, thousands of times
+slower, for tests. On GPUs use XLA_ATTN.
 """
 
 from typing import Any

@@ -272,8 +272,8 @@ _VLLM_NEEDS = (
      ("seqused_k", "block_table", "window_size", "softcap", "alibi_slopes", "return_softmax_lse", "fa_version")),
 )  # fmt: skip
 
-#: In order of preference. On Hopper FlashAttention 3 comes before 4, which splits no keys (9x slower for one request of 32k;
-#: benchmarks/notes/triton.md), and both come before 2. Within a generation the original package comes before vLLM's fork,
+#: In order of preference. On Hopper FlashAttention 3 comes before 4, which splits no keys (9x slower for one request of 32k
+#: on an H200), and both come before 2. Within a generation the original package comes before vLLM's fork,
 #: which requires an import of vLLM (vLLM's 2 serves smaller pages).
 PROVIDERS: tuple[Provider, ...] = (
     Provider(

@@ -5,7 +5,7 @@ HND, so that a block of one head is contiguous. `index_select` gathers a few hea
 keeps. The heads of a group are folded into query rows, so that one pass over the keys serves them all. The operator that
 implements `F.scaled_dot_product_attention` is called directly because it also returns the log-sum-exp, which sinks need. It
 computes a prompt in one call, or a few hundred rows at a time under a mask, so that little above the diagonal or outside the
-window is computed. `_ragged.attend` computes what this operator does not support. Measurements are in benchmarks/notes/cpu.md.
+window is computed. `_ragged.attend` computes what this operator does not support.
 """
 
 import threading

@@ -12,7 +12,7 @@ by a list (zeros for unused entries). Two tiles, the queries' latents and two ti
 queries' rotary part stays in registers), so the copy of a tile can only start once both consumers have used the tile two
 before it. This sets the order of a consumer's work: it uses the other consumer's tile and frees its buffer before it waits
 for its own next tile. Overlapping the scores of one tile with the exponentials of another would need that tile earlier than
-it can arrive (benchmarks/notes/mla-gpu.md).
+it can arrive.
 
 The grid, the split of keys or the plan, the states and their merge are those of `mla_decode`. Keys beyond what a row sees
 are masked.

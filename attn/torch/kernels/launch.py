@@ -229,7 +229,7 @@ def cut_for(num_reqs: int, kv_heads: int, tiles: int, fixed: int, multiprocessor
     multiprocessor, which run at once. Where that is not twice the number of requests and kv heads, it is so many more than
     these: with fewer the last ones to end leave the device idle, with more their starts (of about two tiles each) and the
     merge cost more than they save. The rule comes from a model of programs that share the memory's bandwidth, fitted to 16
-    batches in five launches (benchmarks/notes/triton.md).
+    batches in five launches on an H200.
     """
     if fixed:
         return Cut(fixed, 0, 0, num_reqs * max(1, -(-tiles // fixed)), block_of(num_reqs))

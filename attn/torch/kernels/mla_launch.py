@@ -28,7 +28,6 @@ def mla_launch(
         wanted = [Launch(64, n, 8, s) for n, s in ((32, 4) if packed else (64, 2), (32, 2), (16, 2))]
     elif arch.startswith("sm_9"):
         # 147 KB of keys in flight keep memory busy: loading the block table uses some of the stages
-        # (benchmarks/notes/mla-gpu.md)
         warps = 8 if sparse or stored < itemsize or block_m == 32 else 4
         wanted = [Launch(block_m, n, warps, s) for n, s in ((64, 7 if sparse else 5), (32, 5), (32, 2), (16, 2))]
     else:
@@ -49,7 +48,7 @@ BY_HAND = Launch(64, 64, 8, 2)
 def by_hand(arch: str, packed: bool) -> bool:
     """Whether `hopper_mla` is the faster kernel where it applies: on Hopper, over plain latents.
 
-    With 16 rows it computes 64 and is faster by 5 and 8 % at two shapes and equal at a third (benchmarks/notes/mla-gpu.md).
+    With 16 rows it computes 64 and is faster by 5 and 8 % at two shapes and equal at a third, on an H200.
     Fewer rows: not measured.
     """
     return arch == "sm_90" and not packed and hopper.is_on("hopper_mla")

@@ -1,8 +1,8 @@
 """PALLAS_MLA: this package's Pallas kernel for multi-head latent attention on TPUs.
 
 One launch writes the new tokens and attends all pages. It is fast because a page is loaded once for keys and values, and
-scores never leave VMEM; measurements are in benchmarks/notes/tpu-mla.md. On a CPU the same kernel runs in TPU interpret mode,
-thousands of times slower, for tests. For `fp8_ds_mla` caches, and on GPUs, use XLA_MLA.
+scores never leave VMEM. On a CPU the same kernel runs in TPU interpret mode, thousands of times slower, for tests. For
+`fp8_ds_mla` caches, and on GPUs, use XLA_MLA.
 """
 
 import jax

@@ -4,7 +4,7 @@ The package subtracts the keys' mean in place, so it is passed a copy. It suppor
 numbers of rows and keys. PyPI's 1.0.6 has Triton kernels for head sizes 64, 96 and 128. They treat the padding of the last tile
 of 64 keys as keys of score 0, unless a causal mask covers it (error 0.28 at 77 keys). They divide by the maximum of the
 centred keys, which is 0 for a single key. Values outside float16's range overflow. Later versions take the same arguments.
-`error`: tests/testing/approximate.py.
+`error` is that of a model of the kernels over inputs of many kinds.
 """
 
 import torch

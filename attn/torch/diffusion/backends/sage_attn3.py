@@ -3,7 +3,8 @@
 `sageattn3_blackwell` takes [B, H, S, D], always scales by 1 / sqrt(D), and requires as many kv heads as query heads: other
 scales are multiplied into the query, and grouped heads are repeated. It subtracts the keys' mean in place, so it is passed a
 copy. For head sizes from 256 it falls back to PyTorch's attention and prints a message, so those are left to TORCH_SDPA.
-(Source of 2026-11.) `error`: tests/testing/approximate.py, from a model of the kernels: no Blackwell device was available.
+(Source of 2026-11.) `error` is that of a model of the kernels over inputs of many kinds: no Blackwell device was
+available.
 """
 
 import math

@@ -3,7 +3,7 @@
 It is the fastest where int8 products have twice the throughput of 16-bit ones and no hand-written kernel is available (Ampere,
 Ada); on Hopper and later cuDNN is faster. Unlike the `sageattention` package of PyPI it supports padded keys, any length,
 causality over any shape, head sizes up to 256, and the log-sum-exp. See `attn.torch.kernels.int8_attention`;
-`error`: tests/testing/approximate.py.
+`error` is that of a model of the kernels over inputs of many kinds.
 """
 
 import torch
