@@ -329,6 +329,8 @@ def test_refusals(backend: Any) -> None:
         ({"cache": None}, ShapeError, "kv_cache must have 5 dimensions"),
         ({"cache": batch.cache[..., :8]}, ShapeError, r"kv_cache holds \[K, D\] = \[2, 8\], the layer has \[2, 32\]"),
         ({"query": batch.query.clone().requires_grad_()}, UnsupportedError, "query requires grad: backward not supported"),
+        ({"key": key.clone().requires_grad_()}, UnsupportedError, "key requires grad: backward not supported"),
+        ({"value": key.clone().requires_grad_()}, UnsupportedError, "value requires grad: backward not supported"),
         (
             {"meta": replaced(causal=False, tree_mask=torch.ones(1, 2, 2, dtype=torch.bool))},
             MetadataError,
@@ -345,6 +347,15 @@ def test_refusals(backend: Any) -> None:
         assert name in str(caught.value) or isinstance(caught.value, MetadataError)
     with pytest.raises(UnsupportedError, match="output_scale not supported"):
         layer.impl.forward(layer, batch.query, key, key, batch.cache, batch.metadata, output_scale=torch.ones(()))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_cache_of_another_shape_is_checked_after_others_passed(backend: Any) -> None:
+    batch = Batch(backend, [2], [9])
+    key = torch.zeros(2, K, D)
+    batch.layer(batch.query, key, key, batch.cache, batch.metadata)
+    with pytest.raises(ShapeError, match=r"kv_cache holds \[K, D\] = \[2, 8\], the layer has \[2, 32\]"):
+        batch.layer(batch.query, key, key, batch.cache[..., :8], batch.metadata)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
