@@ -4,6 +4,7 @@ The diffusion registry chooses: on a TPU this package's Pallas flash kernel for 
 windows, key lengths; no bias, no mask array), cuDNN on a GPU, else XLA. The last two are `jax.nn`'s own implementations.
 """
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +12,13 @@ import jax
 import jax.numpy as jnp
 
 from attn.arrays import framework_of
-from attn.backends.arguments import check_flag, fold_sign
+from attn.backends.arguments import as_int, check_flag, fold_sign
 from attn.capabilities import Feature
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.diffusion.selector import make_diffusion_request, select_diffusion
-from attn.errors import ShapeError, UnsupportedError
+from attn.errors import DTypeError, ShapeError, UnsupportedError
 
+_LENGTHS = ("query_seq_lengths", "key_value_seq_lengths")
 _OF_JAX = {"CUDNN": "cudnn", "XLA_ATTN": "xla"}  #: backends that are implementations of `jax.nn.dot_product_attention`
 
 
@@ -45,30 +47,42 @@ def dot_product_attention(
 
     Returns [B, T, N, H] or [T, N, H] in the query's dtype; with return_residual also the natural log-sum-exp [B, T, N] (or
     [T, N]) float32. One difference: a row that sees no key is 0 with every backend, where `jax.nn` returns a mean of
-    values. Raises `UnsupportedError` with every reason, and what `jax.nn` raises for shapes.
+    values, or NaN where a bias is -inf for every key (a bias of -inf hides its key: docs/semantics.md §1). No heads, or heads
+    of size 0, give an empty result.
+
+    Raises `ShapeError` and `DTypeError` for arrays that do not belong together, `UnsupportedError` with every reason, TypeError
+    for arrays of another framework and ValueError for other invalid arguments.
     """
     is_causal, return_residual = check_flag("is_causal", is_causal), check_flag("return_residual", return_residual)
     for name, array in (("query", query), ("key", key), ("value", value)):
         if framework_of(array) not in ("jax", "numpy"):
             raise TypeError(f"{name} is an array of {framework_of(array)}: must be a jax array (see attn.arrays.to_framework)")
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
-    if query.ndim not in (3, 4) or key.ndim != query.ndim or value.ndim != query.ndim:
-        shapes = ", ".join(str(list(x.shape)) for x in (query, key, value))
-        raise ShapeError(f"query, key, value have shapes {shapes}: must be [B, T, heads, head_size], or all without B")
+    if implementation not in (None, "xla", "cudnn"):
+        raise ValueError(f'implementation={implementation!r} is unknown; known: "xla", "cudnn", None')
     if implementation is not None and backend is not None:
         raise ValueError(f"implementation={implementation!r} and backend={backend!r} exclude each other: pass only one")
+    _check(query, key, value, mask)
+    bias, mask = _of_scores("bias", bias, query, key), _of_scores("mask", mask, query, key)
+    lens = [_lengths(name, x, query) for name, x in zip(_LENGTHS, (query_seq_lengths, key_value_seq_lengths), strict=True)]
+    query_seq_lengths, key_value_seq_lengths = lens
+    window = _window(local_window_size)
+    if implementation is None and backend is None and 0 in query.shape[-2:]:
+        implementation = "xla"  # no backend is asked for no heads
     batched = query.ndim == 4
     if not batched:
         query, key, value = query[None], key[None], value[None]
     rows, keys = query.shape[1], key.shape[1]
-    window = (local_window_size,) * 2 if isinstance(local_window_size, int) else local_window_size
+    if bias is not None:
+        visible = bias != -jnp.inf
+        mask, bias = visible if mask is None else mask & visible, jnp.where(visible, bias, 0)
     # this package's kernel aligns the last row with the last key: the same for squares, and for causal calls whose last
     # keys no row sees
     if is_causal and keys > rows:
         key, value, keys = key[:, :rows], value[:, :rows], rows
         bias, mask = (x if x is None or x.shape[-1] == 1 else x[..., :rows] for x in (bias, mask))
         if key_value_seq_lengths is not None:
-            key_value_seq_lengths = jnp.minimum(key_value_seq_lengths, rows)
+            key_value_seq_lengths = jnp.minimum(key_value_seq_lengths, rows)  # as many of the kept keys
     aligned = rows == keys or not (is_causal or window)
     needs_mask = bias is not None or mask is not None or not aligned
     how = implementation
@@ -116,6 +130,63 @@ def dot_product_attention(
     return (out, lse) if return_residual else out
 
 
+def _check(query: jax.Array, key: jax.Array, value: jax.Array, mask: Any) -> None:
+    """Raise `ShapeError` and `DTypeError` for calls that `jax.nn` does not accept."""
+    given = (query, key, value)
+    shapes = ", ".join(str(list(x.shape)) for x in given)
+    if query.ndim not in (3, 4) or key.ndim != query.ndim or value.ndim != query.ndim:
+        raise ShapeError(f"query, key, value have shapes {shapes}: must be [B, T, heads, head_size], or all without B")
+    if key.shape != value.shape or query.shape[:-3] != key.shape[:-3] or query.shape[-1] != key.shape[-1]:
+        raise ShapeError(
+            f"query, key, value have shapes {shapes}: must be [B, T, N, H] and twice [B, S, K, H], or all without B"
+        )
+    heads, kv_heads = query.shape[-2], key.shape[-2]
+    if kv_heads == 0 or heads % kv_heads:
+        raise ShapeError(f"query has {heads} heads, key {kv_heads}: must be a multiple")
+    if not query.dtype == key.dtype == value.dtype:
+        raise DTypeError(f"query, key, value have dtypes {query.dtype}, {key.dtype}, {value.dtype}: must be equal")
+    if mask is not None and mask.dtype != bool:
+        raise DTypeError(f"mask has dtype {mask.dtype}: must be bool, True = attend (numbers to be added are a bias)")
+
+
+def _of_scores(name: str, given: Any, query: jax.Array, key: jax.Array) -> jax.Array | None:
+    """Return a bias or a mask with four dimensions. Raises `ShapeError` unless it broadcasts to the scores."""
+    if given is None:
+        return None
+    found = jnp.asarray(given)
+    full = (*(query.shape[:-3] or (1,)), query.shape[-2], query.shape[-3], key.shape[-3])
+    _check_broadcast(name, found, full)
+    return found.reshape((1,) * (4 - found.ndim) + found.shape)
+
+
+def _check_broadcast(name: str, x: jax.Array, full: tuple[int, ...]) -> None:
+    """Raise `ShapeError` unless `x` broadcasts to `full`, [..., N, T, S]."""
+    if x.ndim > len(full) or any(have not in (want, 1) for have, want in zip(x.shape[::-1], full[::-1], strict=False)):
+        raise ShapeError(f"{name} has shape {list(x.shape)}: must broadcast to {list(full)}, [..., heads, rows, keys]")
+
+
+def _lengths(name: str, lengths: Any, query: jax.Array) -> jax.Array | None:
+    if lengths is None:
+        return None
+    found, batch = jnp.asarray(lengths), query.shape[0] if query.ndim == 4 else 1
+    if found.shape != (batch,):
+        raise ShapeError(f"{name} has shape {list(found.shape)}: must be [{batch}]")
+    if found.dtype != jnp.int32:
+        raise DTypeError(f"{name} has dtype {found.dtype}: must be int32")
+    return found
+
+
+def _window(given: Any) -> tuple[int, int] | None:
+    if given is None:
+        return None
+    pair = (given, given) if as_int(given) is not None else given
+    sides = [as_int(side) for side in pair] if isinstance(pair, tuple | list) and len(pair) == 2 else [None]
+    left, right = sides[0], sides[-1]
+    if left is None or right is None:
+        raise ValueError(f"local_window_size={given!r} must be an int, a pair (left, right) of ints, or None")
+    return left, right
+
+
 def _pallas(
     query: jax.Array, key: jax.Array, value: jax.Array, scale: float | None, causal: bool, window: Any, kv_lens: Any
 ) -> tuple[jax.Array, jax.Array]:
@@ -140,7 +211,7 @@ def _seen(query: jax.Array, key: jax.Array, mask: Any, causal: bool, window: Any
     if kv_lens is not None:
         allowed = allowed & (jnp.arange(keys) < jnp.asarray(kv_lens)[:, None])[:, None, None]
     if mask is not None:
-        allowed = allowed & (mask if mask.ndim == 4 else mask[None])
+        allowed = allowed & mask
     seen = jnp.broadcast_to(allowed.any(-1), (query.shape[0], query.shape[2], rows))
     return jnp.swapaxes(seen, 1, 2)
 
@@ -191,15 +262,27 @@ def flat_call(
     dtype: Any,
     causal: bool,
 ) -> jax.Array:
-    """Call `attend(query, key, value, bias, mask, is_causal=)` with flax's batch dimensions, any number, flattened to one."""
+    """Call `attend(query, key, value, bias, mask, is_causal=)` with flax's batch dimensions, any number, flattened to one.
+
+    Raises `ShapeError` for batch dimensions that differ, and for a bias or mask that does not broadcast.
+    """
     if dtype is not None:
         query, key, value = (x.astype(dtype) for x in (query, key, value))
     if mask is not None:
         mask = mask.astype(bool)
     lead = query.shape[:-3]
-    flat = [x.reshape(-1, *x.shape[-3:]) for x in (query, key, value)]
-    extras = [
-        None if x is None else jnp.broadcast_to(x, (*lead, *x.shape[-3:])).reshape(-1, *x.shape[-3:]) for x in (bias, mask)
-    ]
+    if not lead == key.shape[:-3] == value.shape[:-3]:
+        shapes = ", ".join(str(list(x.shape)) for x in (query, key, value))
+        raise ShapeError(f"query, key, value have shapes {shapes}: must have equal batch dimensions")
+    flat = [x.reshape(math.prod(lead), *x.shape[-3:]) for x in (query, key, value)]
+    full = (*lead, query.shape[-2], query.shape[-3], key.shape[-3])
+    extras = [None if x is None else _flat_extra(name, x, full) for name, x in (("bias", bias), ("mask", mask))]
     out: jax.Array = attend(*flat, *extras, is_causal=causal)
     return out.reshape(*lead, *out.shape[1:])
+
+
+def _flat_extra(name: str, x: jax.Array, full: tuple[int, ...]) -> jax.Array:
+    """Return a bias or a mask that broadcasts to `full`, [..., N, T, S], with its batch dimensions flattened to one."""
+    _check_broadcast(name, x, full)
+    x = x.reshape((1,) * (3 - x.ndim) + x.shape)
+    return jnp.broadcast_to(x, (*full[:-3], *x.shape[-3:])).reshape(math.prod(full[:-3]), *x.shape[-3:])

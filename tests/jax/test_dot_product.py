@@ -1,5 +1,7 @@
 """`attn.jax.dot_product_attention` gives `jax.nn`'s results with every backend, and flax's layers accept it."""
 
+import random
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from flax import linen, nnx
 
 import attn.jax
-from attn.errors import ShapeError, UnsupportedError
+from attn.errors import AttnError, DTypeError, ShapeError, UnsupportedError
 
 CALLS = {
     "plain": {},
@@ -124,3 +126,156 @@ def test_dropout_is_refused_not_dropped():
     q, k, v = arrays()
     with pytest.raises(UnsupportedError, match=r"dropout_rate=0\.1"):
         attn.jax.attention_fn(q, k, v, dropout_rate=0.1, dropout_rng=jax.random.key(0))
+
+
+def zeros(*shapes):
+    return [jnp.zeros(shape) for shape in shapes]
+
+
+Q = (2, 8, 4, 32)
+#: Calls with wrong arguments that gave a result, or an error that depended on the backend.
+WRONG = {
+    "causal, more values than keys": (zeros(Q, (2, 9, 4, 32), (2, 10, 4, 32)), {"is_causal": True}),
+    "causal, a mask of more keys": (
+        zeros((2, 5, 4, 32), (2, 9, 4, 32), (2, 9, 4, 32)), {"is_causal": True, "mask": jnp.ones((2, 1, 5, 12), bool)}),
+    "causal, a bias of more keys": (
+        zeros((2, 5, 4, 32), (2, 9, 4, 32), (2, 9, 4, 32)), {"is_causal": True, "bias": jnp.ones((2, 1, 5, 12))}),
+    "a mask of other heads": (zeros(Q, Q, Q), {"mask": jnp.ones((2, 8, 8), bool)}),
+    "a mask of a larger batch": (zeros(Q, Q, Q), {"mask": jnp.ones((3, 4, 8, 8), bool)}),
+    "values of another width": (zeros(Q, Q, (2, 8, 4, 16)), {}),
+    "lengths of one entry": (zeros(Q, Q, Q), {"query_seq_lengths": jnp.ones(1, jnp.int32)}),
+    "lengths of two dimensions": (zeros(Q, Q, Q), {"query_seq_lengths": jnp.ones((2, 1), jnp.int32)}),
+    "no kv heads": (zeros(Q, (2, 8, 0, 32), (2, 8, 0, 32)), {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", [None, "PALLAS"])
+@pytest.mark.parametrize("name", WRONG)
+def test_shapes_are_checked_before_they_are_changed(name, backend):
+    given, options = WRONG[name]
+    with pytest.raises(ShapeError, match="must be|must broadcast"):
+        attn.jax.dot_product_attention(*given, **options, backend=backend)
+
+
+@pytest.mark.parametrize("backend", [None, "PALLAS"])
+def test_dtypes_and_options_are_checked_for_every_backend(backend):
+    q, k, v = arrays()
+    with pytest.raises(DTypeError, match="query_seq_lengths has dtype float32: must be int32"):
+        attn.jax.dot_product_attention(q, k, v, query_seq_lengths=jnp.ones(2), backend=backend)
+    with pytest.raises(DTypeError, match="key_value_seq_lengths has dtype float32"):
+        attn.jax.dot_product_attention(q, k, v, key_value_seq_lengths=jnp.ones(2), backend=backend)
+    with pytest.raises(DTypeError, match="bfloat16: must be equal"):
+        attn.jax.dot_product_attention(q, k, v.astype(jnp.bfloat16), backend=backend)
+    with pytest.raises(DTypeError, match="mask has dtype float32"):
+        attn.jax.dot_product_attention(q, k, v, mask=jnp.ones((8, 8)), backend=backend)
+    for window in ((1, 2, 3), (None, 2), "ab", 1.5):
+        with pytest.raises(ValueError, match="local_window_size"):
+            attn.jax.dot_product_attention(q, k, v, local_window_size=window, backend=backend)
+    with pytest.raises(ValueError, match="implementation='PALLAS' is unknown; known: \"xla\""):
+        attn.jax.dot_product_attention(q, k, v, implementation="PALLAS")
+
+
+def test_what_jax_refuses_is_refused():
+    """Random shapes near those of a call. What `jax.nn` accepts has its shape, or is an error of this library."""
+    pick = random.Random(0)
+    base = {"query": (2, 8, 4, 16), "key": (2, 8, 4, 16), "value": (2, 8, 4, 16), "mask": (2, 4, 8, 8), "lens": (2,)}
+
+    def shape_of(function, shapes, **options):
+        given = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+        given |= {name: jax.ShapeDtypeStruct(given[name].shape, bool) for name in ("mask",) if name in given}
+        for name in ("query_seq_lengths", "key_value_seq_lengths"):
+            if name in given:
+                given[name] = jax.ShapeDtypeStruct(given[name].shape, jnp.int32)
+        return jax.eval_shape(lambda given: function(**given, **options), given).shape
+
+    refused = served = 0
+    for _ in range(120):
+        shapes = {name: list(shape) for name, shape in base.items()}
+        for _ in range(pick.choice([0, 1, 1, 2])):
+            name = pick.choice(list(shapes))
+            at = pick.randrange(len(shapes[name])) if shapes[name] else 0
+            change = pick.choice(["size", "size", "size", "drop", "add"])
+            if change == "size" and shapes[name]:
+                shapes[name][at] = pick.choice([0, 1, 2, 3, 4, 8, 9, 16])
+            elif change == "drop" and shapes[name]:
+                del shapes[name][0]
+            elif change == "add":
+                shapes[name].insert(0, pick.choice([1, 2]))
+        extra = pick.choice(["", "", "mask", "bias", "query_seq_lengths", "key_value_seq_lengths"])
+        given = {name: shapes[name] for name in ("query", "key", "value")}
+        if extra:
+            given[extra] = shapes["lens" if extra.endswith("lengths") else "mask"]
+        causal = pick.random() < 0.4
+        try:
+            want = shape_of(jax.nn.dot_product_attention, given, is_causal=causal)
+        except Exception:  # an AssertionError and a ZeroDivisionError among them
+            with pytest.raises(AttnError):
+                print(given, causal, shape_of(attn.jax.dot_product_attention, given, is_causal=causal))
+            refused += 1
+            continue
+        try:
+            got = shape_of(attn.jax.dot_product_attention, given, is_causal=causal)
+        except AttnError:
+            continue
+        assert got == want, (given, causal)
+        served += 1
+    assert refused > 25 and served > 25
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"mask": True}, {"bias": True}])
+@pytest.mark.parametrize(
+    ("query", "key"),
+    [
+        ((2, 0, 4, 32), (2, 8, 4, 32)),
+        ((2, 8, 4, 32), (2, 0, 4, 32)),
+        ((2, 8, 0, 32), (2, 8, 4, 32)),
+        ((0, 8, 4, 32), (0, 8, 4, 32)),
+        ((2, 8, 4, 0), (2, 8, 4, 0)),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:divide by zero")  # jax.nn's own, for a head size of 0
+def test_an_empty_dimension_gives_jaxs_result(query, key, options):
+    extra = {name: x if name == "is_causal" else jnp.ones((1, 1, query[1], key[1]), bool) for name, x in options.items()}
+    if "bias" in extra:
+        extra["bias"] = extra["bias"].astype(jnp.float32)
+    q, k = zeros(query, key)
+    want = jax.nn.dot_product_attention(q, k, k, **extra)
+    got = attn.jax.dot_product_attention(q, k, k, **extra)
+    assert got.shape == want.shape and not np.asarray(got).any()
+
+
+@pytest.mark.parametrize("form", [(2, 4, 8, 8), (1, 1, 8, 8), (8, 8)])
+def test_a_bias_of_minus_infinity_hides_its_keys(form):
+    """A row without keys is 0 and has no gradients, as with a mask; `jax.nn` returns NaN, which spreads to every gradient."""
+    q, k, v = arrays()
+    hidden = np.array(jax.random.bernoulli(jax.random.key(2), 0.3, form))
+    hidden[..., 0] = False
+    hidden[..., 3, :] = True
+    number = jax.random.normal(jax.random.key(3), form)
+    bias = jnp.where(hidden, -jnp.inf, number)
+
+    def run(bias, mask):
+        def loss(q, k, v, bias):
+            out, lse = attn.jax.dot_product_attention(q, k, v, bias, mask, return_residual=True)
+            return (out**2).sum(), (out, lse)
+
+        return jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True)(q, k, v, bias)
+
+    (_, (want, want_lse)), want_grads = run(number, jnp.asarray(~hidden))
+    (_, (got, got_lse)), got_grads = run(bias, None)
+    np.testing.assert_allclose(got, want, atol=1e-6)
+    np.testing.assert_allclose(got_lse, want_lse, atol=1e-6)
+    for mine, theirs in zip(got_grads, want_grads, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+    assert not np.asarray(got[:, 3]).any() and np.isneginf(np.asarray(got_lse[:, 3])).all()
+
+
+def test_flax_batches_are_checked_before_they_are_flattened():
+    q, k = zeros((2, 3, 8, 4, 16), (3, 2, 8, 4, 16))
+    with pytest.raises(ShapeError, match="must have equal batch dimensions"):
+        attn.jax.attention_fn(q, k, k)
+    with pytest.raises(ShapeError, match="mask has shape"):
+        attn.jax.attention_fn(q, q, q, mask=jnp.ones((3, 3, 4, 8, 8)))
+    mask = jnp.tril(jnp.ones((8, 8)))
+    got = attn.jax.attention_fn(q, q, q + jnp.arange(8)[:, None, None], mask=mask)
+    np.testing.assert_allclose(got[0, 0, :, 0, 0], np.arange(8) / 2, atol=1e-6)
