@@ -60,8 +60,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Set the seed of this run's samples, before worker processes start."""
+    """Set the level and the seed of this run's samples, before worker processes start."""
     os.environ.setdefault(levels.SEED, datetime.date.today().isoformat())
+    os.environ[levels.LEVEL] = "full" if config.getoption("full") else "sample"
 
 
 def pytest_report_header(config: pytest.Config) -> str:

@@ -12,7 +12,7 @@ import json
 import os
 import random
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ ROOT = TESTS.parent
 #: Seconds that each file of a second and more takes in `make test`, on one core; written by `pytest --write-seconds`.
 SECONDS = TESTS / "seconds.json"
 FAST = 4.0  #: a file of `make check` takes less than this
+LEVEL = "SUITE_LEVEL"  #: tests/conftest.py sets it to `full` under `--full`
 SEED = "SUITE_SEED"  #: tests/conftest.py sets it to the date, for all processes of a run
 FULL = pytest.mark.full
 
@@ -39,10 +40,20 @@ def sampled(cases: Sequence[Any], count: int, key: str, always: Callable[[Any], 
     key: a name of this list of cases; lists with different names are drawn independently.
     always: cases that are not drawn but run at every level, besides the `count`.
     """
-    drawable = [i for i, case in enumerate(cases) if not always(case)]
-    chosen = set(random.Random(f"{seed()} {key}").sample(drawable, min(count, len(drawable))))
-    kept = chosen.union(set(range(len(cases))) - set(drawable))
+    kept = _kept(cases, count, key, always)
     return [case if i in kept else full(case) for i, case in enumerate(cases)]
+
+
+def some(cases: Sequence[Any], count: int, key: str, always: Callable[[Any], bool] = lambda case: False) -> list[Any]:
+    """As `sampled`, for cases that one test runs: return those of this run's level."""
+    kept = range(len(cases)) if os.environ.get(LEVEL) == "full" else _kept(cases, count, key, always)
+    return [case for i, case in enumerate(cases) if i in kept]
+
+
+def _kept(cases: Sequence[Any], count: int, key: str, always: Callable[[Any], bool]) -> set[int]:
+    drawable = [i for i, case in enumerate(cases) if not always(case)]
+    drawn = random.Random(f"{seed()} {key}").sample(drawable, min(count, len(drawable)))
+    return set(range(len(cases))) - set(drawable) | set(drawn)
 
 
 def full(case: Any) -> Any:
@@ -50,21 +61,6 @@ def full(case: Any) -> Any:
     if isinstance(case, type(pytest.param())):
         return pytest.param(*case.values, id=case.id, marks=[*case.marks, FULL])
     return pytest.param(case, marks=FULL)
-
-
-def cover(
-    cases: Iterable[Any], facts: Callable[[Any], Iterable[object]], cost: Callable[[Any], float] = lambda case: 1.0
-) -> set[int]:
-    """Return the places of few, cheap cases that together have every fact of all cases (greedy set cover)."""
-    wanted = {place: set(facts(case)) for place, case in enumerate(cases)}
-    costs = {place: cost(case) for place, case in enumerate(cases)}
-    missing: set[object] = set().union(*wanted.values())
-    chosen: set[int] = set()
-    while missing:
-        best = max(wanted, key=lambda place: (len(wanted[place] & missing) / costs[place], -place))
-        chosen.add(best)
-        missing -= wanted.pop(best)
-    return chosen
 
 
 @functools.cache

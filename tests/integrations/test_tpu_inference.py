@@ -22,6 +22,7 @@ import jax.numpy as jnp  # noqa: E402
 from attn.errors import AttnError, BackendLoadError, ShapeError, UnsupportedError  # noqa: E402
 from attn.integrations import tpu_inference as integration  # noqa: E402
 from tests.integrations import tpu_interface  # noqa: E402
+from tests.levels import sampled  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 LAYER = {
@@ -116,14 +117,16 @@ def test_the_interface_is_the_documented_one(engine: Any, monkeypatch: pytest.Mo
     assert "tpu_inference.layers.common.attention_backend.register_attention_backend has no attention" in tpu_interface.drift()
 
 
-@pytest.mark.parametrize("case", tpu_interface.CASES, ids=lambda case: case.what)
+@pytest.mark.parametrize("case", sampled(tpu_interface.CASES, 3, "tpu-inference"), ids=lambda case: case.what)
 def test_batches_agree_with_the_reference(engine: Any, case: Any) -> None:
     found, control = tpu_interface.differences(case)
     assert found <= tpu_interface.tolerance(case)
     assert control > 10 * tpu_interface.tolerance(case) or case.without is None
 
 
-@pytest.mark.parametrize("case", [tpu_interface.CASES[6], tpu_interface.CASES[10]], ids=lambda case: case.what)
+@pytest.mark.parametrize(
+    "case", sampled([tpu_interface.CASES[6], tpu_interface.CASES[10]], 1, "tpu-inference on PALLAS"), ids=lambda case: case.what
+)
 def test_pallas_interpreted_agrees_with_the_reference(engine: Any, case: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     from attn.integrations import _tpu_inference
 

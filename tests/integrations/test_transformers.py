@@ -13,6 +13,7 @@ from attn.errors import BackendLoadError, UnsupportedError  # noqa: E402
 from attn.integrations import transformers as attn_transformers  # noqa: E402
 from attn.integrations.transformers import packing, versions  # noqa: E402
 from tests.integrations.tiny_transformers import batch, batching, decoder, encoder, model_of  # noqa: E402
+from tests.levels import full  # noqa: E402
 
 CORE = ["llama", "qwen3", "gemma2", "gemma3", "gpt_oss", "deepseek_v3"]
 
@@ -198,7 +199,7 @@ def test_continuous_batching_that_cannot_be_is_refused_before_it_runs(monkeypatc
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [full(False), True])  # eager calls compile FLEX_ATTENTION
 def test_a_backend_per_kind_of_layer(compiled, monkeypatch):
     model, inputs, made, make = decoder("gemma2"), batch("left"), [], packing._first_size
     real = inputs["attention_mask"].bool()

@@ -1,4 +1,5 @@
-"""The TPU kernels under the real TPU compiler, without a TPU (about 250 s of one core in all), and the tools for it.
+"""The TPU kernels under the real TPU compiler, without a TPU, and the tools for it: a case of each kernel and chip a day, under
+`--full` every value of every axis.
 
 libtpu comes from PYTHONPATH or from the environment's folder `compilers` (`make compilers`); without it these are skipped.
 """
@@ -6,6 +7,7 @@ libtpu comes from PYTHONPATH or from the environment's folder `compilers` (`make
 import functools
 import json
 import os
+import random
 import subprocess
 import sys
 import textwrap
@@ -24,6 +26,7 @@ from attn.jax import _libtpu
 from attn.jax import aot as jax_aot
 from attn.jax.kernels.tpu import _chips
 from attn.jax.kernels.tpu._refs import PagedConfig, block_shape, rows_at
+from tests.levels import sampled, seed
 
 TARGETS = [name for name in aot.TARGETS if name.startswith("tpu-")]
 
@@ -37,13 +40,31 @@ def libtpu() -> str:
         pytest.skip(str(error))
 
 
+def subset(target, kernel):
+    """Cases with every value of every axis once; the whole grid is for `attn aot`."""
+    return [case for case in aot.cases(target) if case.subset and case.kernel == kernel]
+
+
+def drawn(target, kernel):
+    """One of the cases with the fewer choices that differ from the plain one: they compile faster."""
+    cases = sorted(subset(target, kernel), key=lambda case: len(case.name))
+    return random.Random(f"{seed()} {target} {kernel}").choice(cases[: -(-len(cases) // 2)])
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_case_of_each_kernel_compiles(target):
+    check(target, [drawn(target, kernel) for kernel in jax_aot.KERNELS])
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("target", TARGETS)
 def test_the_subset_of_the_grid_compiles(target):
-    """Every value of every axis once, a third of the cases for each chip; the whole grid is for `attn aot`."""
+    check(target, [case for kernel in jax_aot.KERNELS for case in subset(target, kernel)])
+
+
+def check(target, cases):
     libtpu()
-    subset = [case for case in aot.cases(target) if case.subset]
-    assert {case.kernel for case in subset} == set(jax_aot.KERNELS)
-    rows = aot.compile_cases(target, subset[TARGETS.index(target) :: len(TARGETS)], compile_only=True)
+    rows = aot.compile_cases(target, cases, compile_only=True)
     assert [f"{row.label}: {row.reason}" for row in rows if row.status != "compiled"] == []
     chip = _chips.CHIPS[target.removeprefix("tpu-")]
     for row in rows:
@@ -52,11 +73,12 @@ def test_the_subset_of_the_grid_compiles(target):
             assert 0 < part["vmem"] <= chip.vmem and 0 <= part["smem"] <= chip.smem and part["bundles"] > 0
 
 
-def test_a_program_that_compiles_has_an_estimate():
-    """One of each kernel: the simulator takes longer than the compiler. Some lie beyond it, and say so (v7x the most)."""
+@pytest.mark.parametrize("kernel", sampled(list(jax_aot.KERNELS), 1, "estimates"))
+def test_a_program_that_compiles_has_an_estimate(kernel):
+    """The simulator takes longer than the compiler. Some programs lie beyond it, and say so (v7x the most)."""
     libtpu()
-    grid = [[case for case in aot.cases("tpu-v6e") if case.kernel == kernel and case.subset] for kernel in jax_aot.KERNELS]
-    rows = aot.compile_cases("tpu-v6e", [next((case for case in of if "decode" in case.name), of[0]) for of in grid])
+    cases = subset("tpu-v6e", kernel)
+    rows = aot.compile_cases("tpu-v6e", [next((case for case in cases if "decode" in case.name), cases[0])])
     for row in rows:
         assert row.status == "compiled" and not row.notes and row.figures["ratio"] > 0, row.label
         assert all(part["us"] > 0 for part in row.parts), row.label

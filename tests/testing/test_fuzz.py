@@ -128,6 +128,7 @@ def test_a_case_that_kills_its_process_or_never_ends_is_a_find() -> None:
         worker.close()
 
 
+@pytest.mark.full  # starts three processes that import torch
 def test_a_process_that_was_ended_from_outside_is_an_error_of_the_run() -> None:
     """A process ended by a signal from outside is no failure of the case; one ended by a crash's signal is."""
     workers = [Worker(fate), Worker(fate)]

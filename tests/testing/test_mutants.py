@@ -10,6 +10,8 @@ import pytest
 from attn.testing.properties import CHECKS
 from attn.testing.simulated import SimulatedKernel
 from attn.testing.suite import cases_of
+from tests.levels import sampled
+from tests.testing import covering
 from tests.testing.mutants import MUTANTS, SUBJECT, killers, mutation_table, positive_cases
 
 CASES = positive_cases()
@@ -23,6 +25,22 @@ def test_the_unmutated_kernel_passes_everything() -> None:
 def test_every_mutant_is_killed(name: str) -> None:
     found = killers(MUTANTS[name](), CASES, enough=1)
     assert found, f"no case of the quick suite notices {name}: {MUTANTS[name].__doc__}"
+
+
+@pytest.mark.parametrize("name", sampled(list(covering.BACKENDS), 1, "kept cases"))
+def test_the_cases_that_make_test_keeps_kill_what_all_cases_kill(name: str) -> None:
+    cases = {case.name: case for case in covering.positive_cases(name)}
+    assert set(covering.kept()[name]["cases"]) <= cases.keys(), "choose again: python -m tests.testing.covering --write"
+    few = [cases[case] for case in covering.kept()[name]["cases"] if not cases[case].check.startswith(covering.UNSIMULATED)]
+    alive = [mutant for mutant in MUTANTS if not killers(MUTANTS[mutant](), few, enough=1)]
+    assert sorted(alive) == covering.kept()[name]["alive"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", covering.BACKENDS)
+def test_what_the_kept_cases_let_live_no_case_kills(name: str) -> None:
+    cases = [case for case in covering.positive_cases(name) if not case.check.startswith(covering.UNSIMULATED)]
+    assert [mutant for mutant in covering.kept()[name]["alive"] if killers(MUTANTS[mutant](), cases, enough=1)] == []
 
 
 def test_there_are_enough_mutants_and_each_has_a_docstring() -> None:

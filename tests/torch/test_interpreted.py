@@ -1,10 +1,9 @@
-"""Triton's kernels in Triton's interpreter: the conformance suite without a GPU, in processes of their own.
+"""Triton's kernels in Triton's interpreter, without a GPU: tests of kernels and the conformance suite, in other processes.
 
 Triton reads TRITON_INTERPRET when it is imported, so a process interprets from its start or not at all: a test that needs
 the interpreter never turns it on for the tests beside it. The Triton is the environment's. Without one it is the release
 that runs on the GPUs here, which interprets with an older NumPy than the environment has; both live beside the environment,
-in its folder `compilers`. What it computes is exact to rounding, bfloat16 by `attn.torch.interpreter`. About 6 minutes of
-one core.
+in its folder `compilers`. What it computes is exact to rounding, bfloat16 by `attn.torch.interpreter`.
 """
 
 import importlib.util
@@ -26,16 +25,6 @@ pytestmark = [
     ),
     pytest.mark.skipif(torch.cuda.is_available(), reason="this machine runs the kernels: attn conform TRITON_ATTN --jobs 8"),
 ]
-#: Every feature is TRITON_ATTN's; its relatives run what is theirs, and enough to show that they are wired up. What a
-#: process of its own would mostly spend on starting shares one.
-RUNS = [
-    *(f"TRITON_ATTN --level quick --part {i}/4" for i in range(1, 5)),
-    "TREE_ATTN --level smoke --only tree",
-    "BLOCKSPARSE --level smoke",
-    "TREE_ATTN BLOCKSPARSE ROCM_ATTN --level quick --only odd",  # batch_invariant
-    "ROCM_ATTN TRITON_MLA TRITON_MLA_SPARSE --level smoke --only needle",
-    "TRITON_ATTN TRITON_INT8_ATTN --registry diffusion --only padded",
-]
 
 
 def interpreted(*words: str, switch: str = "1", flag: str = "-m") -> None:
@@ -54,26 +43,28 @@ def interpreted(*words: str, switch: str = "1", flag: str = "-m") -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=900,
+        timeout=3600,
     )
     assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_conformance(run: str) -> None:
-    interpreted("attn", "conform", *run.split(), "--kind", "interpreted")
+def test_dense_kernels() -> None:
+    names = ("TRITON_ATTN", "TRITON_INT8_ATTN")
+    interpreted("attn", "conform", *names, "--registry", "diffusion", "--only", "padded", "--kind", "interpreted")
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="these tests run in this process")
 @pytest.mark.parametrize(
     "tests",
     [
-        "tests/torch/backends/test_triton_attn.py tests/torch/backends/mla/test_triton_mla.py",
-        "tests/torch/kernels tests/torch/test_autotune.py tests/torch/test_interpreter.py",
+        "tests/torch/backends/test_triton_attn.py tests/torch/backends/mla/test_triton_mla.py tests/torch/test_interpreter.py "
+        "tests/torch/test_autotune.py tests/torch/kernels",
+        "tests/torch/interpreted",
     ],
 )
-def test_kernels(tests: str) -> None:
-    interpreted("pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", *tests.split())
+def test_kernels(tests: str, pytestconfig: pytest.Config) -> None:
+    full = ["--full"] if pytestconfig.getoption("full") else []
+    interpreted("pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--slowest-files", "20", *full, *tests.split())
 
 
 LAYERS = """

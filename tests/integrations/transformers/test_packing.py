@@ -49,6 +49,7 @@ def test_generation_makes_no_paged_cache(kind, backend, padding, options, pages)
     assert torch.equal(got, generated(model, "eager", padding, **options))
 
 
+@pytest.mark.full  # compiles
 def test_other_backends_keep_their_pages(pages):
     """The check of the test above finds the caches of a backend that has no other way."""
     model = decoder("gemma2")

@@ -28,6 +28,7 @@ from attn.torch.backends.flashinfer import (
     FlashInferMetadata,
     FlashInferMetadataBuilder,
 )
+from tests.levels import some
 
 H200 = Device("torch", "cuda", "NVIDIA H200", "sm_90")
 
@@ -44,7 +45,7 @@ def vendor(standins: Callable[..., None]) -> Iterator[None]:
 def test_the_suite_on_a_stand_in() -> None:
     cases = cases_of(subject_of(FlashInferBackend), "quick")
     assert sum(not case.check.startswith("refusal") for case in cases) > 60
-    for case in cases:
+    for case in some(cases, 60, "FLASHINFER"):
         check_conformance(FlashInferBackend, case)
 
 

@@ -20,6 +20,7 @@ from attn.testing.subject import base_case, subject_of
 from attn.testing.suite import cases_of
 from attn.torch.backends import ipex as adapter
 from attn.torch.backends.ipex import IpexAttentionBackend, IpexAttentionImpl
+from tests.levels import some
 
 XEON = Device("torch", "cpu", "x86_64 CPU", "x86_64")
 PLAIN = Request(head_size=128, dtype="bfloat16", block_size=16)
@@ -40,7 +41,7 @@ def here(standins: Callable[..., None]) -> None:
 def test_the_suite_on_a_stand_in(here: None) -> None:
     cases = cases_of(subject_of(IpexAttentionBackend), "quick")
     assert sum(not case.check.startswith("refusal") for case in cases) > 60
-    for case in cases:
+    for case in some(cases, 60, "IPEX"):
         check_conformance(IpexAttentionBackend, case)
 
 

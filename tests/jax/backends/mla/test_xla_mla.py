@@ -15,6 +15,7 @@ from attn.errors import DTypeError, MetadataError, ShapeError, UnsupportedError
 from attn.jax import MLAAttention, merge_attn_states
 from attn.jax.backends.mla import _mla
 from attn.jax.kernels import xla_mla
+from tests.levels import sampled
 
 DEEPSEEK = (512, 64, 128, 128)
 FORMATS = {
@@ -28,7 +29,7 @@ FORMATS = {
 }
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", sampled(list(FORMATS), 3, "formats of latents"))
 def test_against_the_oracle(make_mla: Any, name: str) -> None:
     """A mixed batch: decodes, a chunk, a prefill, no rows, more rows than keys; the donated cache keeps its memory."""
     batch = make_mla(**FORMATS[name])
@@ -70,11 +71,15 @@ def test_expanded_prompts(make_mla: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     assert batch.layer.impl.expand_from == 71 and batch.layer.impl.expands(batch.metadata)
     got, cache = jax.jit(batch.layer.__call__)(*batch.arguments())
     batch.check(got, cache)
-    batch = make_mla((1, 75), (20, 90), options={"prefill_backend": "PALLAS"}, heads=2)
-    batch.check(*jax.jit(batch.layer.__call__)(*batch.arguments()))
     batch = make_mla(*lens, options={"prefill_backend": "NOBODY"})
     with pytest.raises(ValueError, match="NOBODY"):
         batch.layer(*batch.arguments())
+
+
+@pytest.mark.full
+def test_prompts_expanded_for_pallas(make_mla: Any) -> None:
+    batch = make_mla((1, 75), (20, 90), options={"prefill_backend": "PALLAS"}, heads=2)
+    batch.check(*jax.jit(batch.layer.__call__)(*batch.arguments()))
 
 
 def test_the_prefill_backend_is_chosen_once(make_mla: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,7 @@ from attn.jax.kernels.tpu import ragged_paged_attention as kernel
 from attn.jax.kernels.tpu._chips import CHIPS, Blocks, blocks_for
 from attn.jax.kernels.tpu._refs import Config, widen_e4m3, widened, widened_exactly
 from attn.jax.testing import compiling_fast
+from tests.levels import sampled
 
 #: decode over two kv blocks; a short chunk; a prefill over several; a request without rows; a decode within a block
 QUERY_LENS, SEQ_LENS = (1, 5, 40, 0, 1), (70, 33, 100, 20, 16)
@@ -183,7 +184,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sampled(list(CASES), 3, "ragged paged attention"))
 def test_against_the_oracle(name: str) -> None:
     case = CASES[name]
     arrays = {k: jnp.asarray(v) for k, v in case.items() if isinstance(v, np.ndarray | np.float32)}
@@ -201,7 +202,7 @@ STEPS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("name", sampled(list(STEPS), 1, "steps of a block"))
 def test_steps_of_a_block(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_single, "_KEYS_AT_ONCE", 32)
     case = STEPS[name]
@@ -227,7 +228,7 @@ STRANGE: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", STRANGE)
+@pytest.mark.parametrize("name", sampled(list(STRANGE), 1, "numbers that are not finite"))
 def test_nonfinite_values_reach_only_the_rows_that_attend_to_them(name: str) -> None:
     """NaN and infinity reach exactly the rows and heads that see them; the others are as accurate as ever."""
     got = launch(**STRANGE[name], write=False, scale=0.1)
