@@ -361,6 +361,7 @@ IDS = [
     ({"slot_mapping": np.r_[28, 4:12].astype(np.int64)}, "slot_mapping", 0, 28, "-1 or between 0 and 27"),
     ({"slot_mapping": np.r_[-2, 4:12].astype(np.int64)}, "slot_mapping", 0, -2, "-1 or between 0 and 27"),
     ({"slot_mapping": np.r_[4:12, 6].astype(np.int64)}, "slot_mapping", 8, 6, "written by one token only"),
+    ({"slot_mapping": np.r_[0, 5:12, 0].astype(np.int64)}, "slot_mapping", 8, 0, "written by one token only"),
 ]
 
 

@@ -106,6 +106,23 @@ def test_weights_below_float16(dtype: torch.dtype, stored: torch.dtype, cap: flo
     _check(query.to(DEVICE, dtype), key.to(DEVICE, stored), value.to(DEVICE, stored), score / (16 * SIZE), cap)
 
 
+def test_parts_of_a_decode_have_the_scales_of_their_kv_head() -> None:
+    """A decode is the same in one part and in several, which are merged."""
+    query = torch.randn(1, HEADS, SIZE, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    key, value = (torch.cat([_stored(torch.int8, seed), _stored(torch.int8, seed + 9)], 1) for seed in (2, 3))
+    scales = (torch.tensor([0.03, 0.06], device=DEVICE), torch.tensor([0.5, 8.0], device=DEVICE))
+    starts, lens = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, 1], [KEYS]))
+    table = torch.arange(KEYS // PAGE, dtype=torch.int32, device=DEVICE)[None]
+    assert cut_for(1, 2, KEYS // 32 + 1, 0, 8) is not None
+    outs = [torch.full_like(query, torch.nan) for _ in range(2)]
+    for out, whole in zip(outs, (False, True), strict=True):
+        paged_attention(
+            out, None, query, key.unflatten(0, (-1, PAGE)), value.unflatten(0, (-1, PAGE)), starts, lens, table, 1, KEYS,
+            SIZE**-0.5, right=0, k_scale=scales[0], v_scale=scales[1], whole=whole,
+        )  # fmt: skip
+    torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-4)
+
+
 @triton.jit
 def _items(
     found, query_start_loc, seq_lens, num_reqs, left, share, parts, enough, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr

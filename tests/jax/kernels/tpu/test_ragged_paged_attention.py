@@ -154,7 +154,7 @@ SINKS = np.linspace(-2, 6, 8, dtype=np.float32)
 CASES: dict[str, dict[str, Any]] = {
     "leaping": {"mode": "eager", "gain": 60.0, "blocks": BLOCKS._replace(chunk=64)},
     "float32": {"dtype": "float32", "alibi_slopes": SLOPES, "sinks": SINKS},
-    "window": {"window": (20, None), "logits_soft_cap": 5.0, "heads": (4, 4, 64), "blocks": BLOCKS._replace(large=128)},
+    "window": {"window": (30, None), "logits_soft_cap": 5.0, "heads": (4, 4, 64), "blocks": BLOCKS._replace(large=128)},
     "bidirectional": {
         "causal": False,
         "window": (30, 9),
