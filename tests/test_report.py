@@ -47,6 +47,11 @@ def test_unimplemented_features_are_reported_as_such():
     assert row.reasons == ("not built yet: attn.torch.backends.of_next_year",)
 
 
+def test_a_verdict_has_every_reason():
+    row = report.BackendRow("attention", "NONE", "", "custom", "torch", ("no GPU", "no package"), None, (), (), "")
+    assert row.verdict == "no GPU; no package"
+
+
 def test_verdicts_carry_the_install_hint_and_the_platform(make_backend):
     register_backend("FAR", make_backend("FAR", platforms=("xpu",), packages=("no_such_vendor",), install="no-such"))
     row = report.backends("attention")["FAR"]

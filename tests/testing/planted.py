@@ -383,6 +383,22 @@ DEFECTS = (
         PAGED_TPU,
         "Values in fp8 are read 16 times smaller than they are.",
     ),
+    Defect(
+        "tpu_heads_interleaved",
+        "jax/kernels/tpu/ragged_paged_attention.py",
+        "query.reshape(-1, cfg.num_kv_heads, cfg.group, cfg.lanes).transpose(1, 0, 2, 3)",
+        "query.reshape(-1, cfg.group, cfg.num_kv_heads, cfg.lanes).transpose(2, 0, 1, 3)",
+        PAGED_TPU,
+        "Query heads share the kv heads in turn and not in groups.",
+    ),
+    Defect(
+        "tpu_padding_rows",
+        "jax/kernels/tpu/ragged_paged_attention.py",
+        "return jnp.where(plan.live[:, None, None], rows, fill)",
+        "return rows",
+        PAGED_TPU,
+        "Rows of padding are not 0.",
+    ),
     # torch: Triton's kernels, interpreted
     Defect(
         "triton_spans_always_cut",
@@ -399,6 +415,14 @@ DEFECTS = (
         "(j[None, :] > position[:, None] - left)",
         INTERPRETED,
         "A row does not see the first key of its window.",
+    ),
+    Defect(
+        "triton_causal_tiles",
+        "torch/kernels/paged_attention.py",
+        "rest = tl.minimum(first + right + 1, high)",
+        "rest = tl.minimum(last + right + 1, high)",
+        INTERPRETED,
+        "A tile of keys that only the last row of a tile sees completely is not masked.",
     ),
     Defect(
         "triton_lse_base",
@@ -480,6 +504,71 @@ DEFECTS = (
         INTERPRETED,
         "The causal mask is aligned with the first key.",
     ),
+    Defect(
+        "launch_cut_items",
+        "torch/kernels/launch.py",
+        "num_reqs * max(1, -(-tiles // fixed))",
+        "num_reqs * max(1, tiles // fixed)",
+        INTERPRETED,
+        "There are too few work items for requests that are not a multiple of a part.",
+    ),
+    # torch: layers, batches, graphs
+    Defect(
+        "torch_scales_are_cast",
+        "torch/layer.py",
+        "self._buffers[name] = scale.to(moved.device)",
+        "self._buffers[name] = moved",
+        ("torch/test_layer.py",),
+        "Casting a model casts the scales of its caches.",
+    ),
+    Defect(
+        "torch_ids_of_padding",
+        "torch/metadata.py",
+        "live & ((table < 0) | (table >= num_blocks))",
+        "live & ((table < 0) | (table > num_blocks))",
+        ("torch/test_metadata.py",),
+        "The block after the last is taken for one of the cache.",
+    ),
+    Defect(
+        "torch_stale_mirrors",
+        "torch/metadata.py",
+        "if self.query_start_loc_cpu is None or self.seq_lens_cpu is None:",
+        "if self.query_start_loc_cpu is None and self.seq_lens_cpu is None:",
+        ("torch/test_metadata.py", "torch/backends/test_ragged.py"),
+        "Lengths are not fetched if only one of the mirrors is there.",
+    ),
+    Defect(
+        "cache_padded_token",
+        "torch/kv_cache.py",
+        "keep = (slots < 0).view(-1, *[1] * (rows.dim() - 1))",
+        "keep = (slots < -1).view(-1, *[1] * (rows.dim() - 1))",
+        ("torch/test_kv_cache.py",),
+        "A batch whose tokens have no slot writes slot 0.",
+    ),
+    Defect(
+        "cache_int8_not_rounded",
+        "torch/kv_cache.py",
+        "x.nan_to_num(nan=0.0).round().to(element)",
+        "x.nan_to_num(nan=0.0).to(element)",
+        ("torch/test_kv_cache.py",),
+        "Codes of int8 are cut and not rounded.",
+    ),
+    Defect(
+        "torch_read_only_array",
+        "torch/arrays.py",
+        "if not array.flags.writeable:",
+        "if array.flags.writeable and not array.size:",
+        ("test_arrays.py",),
+        "A read-only array shares its memory with a tensor that can be written.",
+    ),
+    Defect(
+        "torch_causal_bottom_right",
+        "torch/dot_product.py",
+        "dtype=torch.bool, device=query.device).tril()",
+        "dtype=torch.bool, device=query.device).tril(key.shape[-2] - rows)",
+        ("torch/test_dot_product.py",),
+        "Causality over fewer keys than rows counts from the last row.",
+    ),
     # serving
     Defect(
         "pool_key_of_old_content",
@@ -539,6 +628,14 @@ DEFECTS = (
         "A batch with causal requests and others is taken for a causal one.",
     ),
     Defect(
+        "batch_slot_written_twice",
+        "backends/metadata.py",
+        "twice &= ordered[1:] >= 0",
+        "twice &= ordered[1:] > 0",
+        ("backends/test_metadata.py",),
+        "Two tokens that write slot 0 are accepted.",
+    ),
+    Defect(
         "batch_short_sequence",
         "backends/metadata.py",
         "short = (query_lens > seq) & self.causal",
@@ -594,6 +691,22 @@ DEFECTS = (
         ("test_preferences.py",),
         "A backend that was measured for some batches only is compared by these.",
     ),
+    Defect(
+        "capabilities_arch",
+        "capabilities.py",
+        "int(digits) >= int(number)",
+        "int(digits) > int(number)",
+        ("test_verdicts.py",),
+        "An architecture is not part of the range that begins with it.",
+    ),
+    Defect(
+        "report_missing_package",
+        "report.py",
+        'return "; ".join(self.reasons) or "available"',
+        'return self.reasons[0] if self.reasons else "available"',
+        ("test_report.py", "test_cli.py"),
+        "Only the first reason is shown.",
+    ),
     # attn.testing: rules that never fire
     Defect(
         "rule_of_lse",
@@ -602,6 +715,55 @@ DEFECTS = (
         '    yield from () and _at(\n        case, "D",',
         ("testing/test_mutants.py", "testing/test_rules.py"),
         "A wrong log-sum-exp is no violation.",
+    ),
+    Defect(
+        "rule_of_bits",
+        "testing/properties.py",
+        "differ = as_bytes(np.ascontiguousarray(a)) != as_bytes(np.ascontiguousarray(b))",
+        "differ = ~np.isclose(a, b, equal_nan=True)",
+        ("testing/test_rules.py", "testing/test_mutants.py"),
+        "Bits that differ are equal if the numbers are close.",
+    ),
+    # attn.bench, attn.demo, attn.aot, configurations
+    Defect(
+        "bench_last_page",
+        "bench/workloads.py",
+        "keys = [(count - 1) * page + rest for",
+        "keys = [count * page + rest for",
+        ("bench/test_workloads.py",),
+        "A request of a workload has a page of keys too many.",
+    ),
+    Defect(
+        "bench_best_is_worst",
+        "bench/summary.py",
+        "worst, where = min(ratios)",
+        "worst, where = max(ratios)",
+        ("bench/test_summary.py",),
+        "The best ratio is printed as the worst.",
+    ),
+    Defect(
+        "config_every_nth_layer",
+        "model_config.py",
+        'word if (i + 1) % n else "full_attention"',
+        'word if i % n else "full_attention"',
+        ("test_model_config.py",),
+        "The first layer is full and not the n-th.",
+    ),
+    Defect(
+        "aot_failure_swallowed",
+        "aot.py",
+        'row.status, row.reason = "failed", error',
+        'row.status, row.reason = "compiled", error',
+        ("test_aot.py",),
+        "A case that does not compile counts as compiled.",
+    ),
+    Defect(
+        "arguments_infinite_slope",
+        "backends/arguments.py",
+        'np.isnan(numbers) if name == "sinks" else ~np.isfinite(numbers)',
+        "np.isnan(numbers)",
+        ("test_same_refusals.py",),
+        "An infinite slope of ALiBi is accepted.",
     ),
 )
 
@@ -652,11 +814,15 @@ def checkout(defect: Defect | None) -> Iterator[Path]:
         yield folder
 
 
+class NothingRan(Exception):
+    """A test file of which no test ran."""
+
+
 def run_file(folder: Path, file: str, full: bool = False, words: Sequence[str] = ()) -> str:
     """Run a test file in a copy; return the test that failed, or "" if all passed.
 
     Returns "collection" if the file cannot be imported, "timeout", or "signal N" if a signal ended the process.
-    Raises RuntimeError if no test ran.
+    Raises `NothingRan` if no test ran, as where all are skipped.
     """
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-p", "no:cacheprovider", f"tests/{file}"]
     command += ["--full"] * full + list(words)
@@ -678,7 +844,7 @@ def run_file(folder: Path, file: str, full: bool = False, words: Sequence[str] =
             os.killpg(process.pid, signal.SIGKILL)  # what the tests started too
         process.wait()
     if process.returncode == pytest_code("NO_TESTS_COLLECTED"):
-        raise RuntimeError(f"tests/{file}: no tests ran: {output.strip().splitlines()[-1]}")
+        raise NothingRan(output.strip().splitlines()[-1])
     if process.returncode == pytest_code("OK"):
         return ""
     for line in output.splitlines():
@@ -700,7 +866,10 @@ def hunt(defect: Defect, full: bool = False, all_files: bool = False, words: Seq
     start, found = time.monotonic(), dict[str, str]()
     with checkout(defect) as folder:
         for file in defect.tests:
-            found[file] = run_file(folder, file, full, words)
+            try:
+                found[file] = run_file(folder, file, full, words)
+            except NothingRan:
+                found[file] = ""
             if found[file] and not all_files:
                 break
     killer = next((file for file, test in found.items() if test), "")
@@ -712,7 +881,10 @@ def baseline(files: Sequence[str], full: bool = False, words: Sequence[str] = ()
     with checkout(None) as folder:
         for file in files:
             start = time.monotonic()
-            failed = run_file(folder, file, full, words)
+            try:
+                failed = run_file(folder, file, full, words)
+            except NothingRan as reason:
+                failed = f"nothing ran: {reason}"
             yield file, failed, round(time.monotonic() - start, 1)
 
 

@@ -8,6 +8,7 @@ import pytest
 from attn.testing import Case, Result, Violation, compare, draw, expect
 from attn.testing.bits import rounded
 from attn.testing.expected import specified_cache
+from attn.testing.properties import same
 from attn.testing.rules import BUDGETS, Score, check_cache
 
 CASE = Case("mixed", (1, 6, 18), (33, 9, 18), padding=2, lse=True)
@@ -193,3 +194,11 @@ def test_a_violation_states_its_place_and_how_to_repeat_it() -> None:
     text = str(judged(change)[0])
     assert "row 8 (request 2, token 1 of 18, 18 keys), head 3" in text
     assert "--repro" in text and '"seq_lens":[33,9,18]' in text
+
+
+def test_equal_bits_are_not_close_numbers() -> None:
+    one, other = perfect(), perfect()
+    assert list(same(CASE, "again", one, other)) == []
+    other.output[7, 1, 3] = np.nextafter(other.output[7, 1, 3], np.float32(np.inf))
+    (violation,) = same(CASE, "again", one, other)
+    assert (violation.rule, violation.row, violation.head) == ("X", 7, 1)

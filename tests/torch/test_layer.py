@@ -46,6 +46,7 @@ def test_scales_are_buffers_that_no_checkpoint_holds() -> None:
     layer = Attention(H, D, num_kv_heads=K, kv_cache_dtype="fp8", k_scale=0.5, v_scale=torch.tensor([0.5, 2.0]))
     assert layer._k_scale_float == 0.5 and layer._q_scale_float == 1.0 and not hasattr(layer, "_v_scale_float")
     assert "per_head_scales" in layer.selection.request.features
+    assert layer.half()._k_scale.dtype == layer._v_scale.dtype == torch.float32
     assert layer.state_dict() == {} and layer.to("meta")._v_scale.device.type == "meta"
     with pytest.raises(ShapeError, match="_k_scale has shape"):
         Attention(H, D, num_kv_heads=K, k_scale=torch.ones(3))

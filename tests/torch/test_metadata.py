@@ -54,6 +54,9 @@ def test_mirrors_are_kept_or_fetched_once() -> None:
     starts, lengths = got.host_lens()
     assert starts.tolist() == [0, 1, 6, 9] and lengths.tolist() == [17, 5, 30]
     assert got.host_lens()[0] is starts
+    got = build(batch)
+    got.seq_lens_cpu = None
+    assert [x.tolist() for x in got.host_lens()] == [starts.tolist(), lengths.tolist()]
 
 
 def test_tree_mask_and_device() -> None:
