@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import attn
+from attn.backends.arguments import positive_number
 from attn.capabilities import AttentionType, Feature, Request
 from attn.errors import BackendLoadError
 from attn.imports import resolve_obj_by_qualname
@@ -464,6 +465,7 @@ def run(args: argparse.Namespace) -> int:
     """Compile the selected cases. Return 1 if one failed, else 0."""
     if args.jobs < 1:
         raise ValueError(f"--jobs {args.jobs} must be at least 1")
+    limits = Limits(positive_number("--seconds", args.seconds), positive_number("--memory", args.memory))
     if not args.list:
         compiler_path(args.target)  # fail before any slow import
     grid = cases(args.target)
@@ -488,11 +490,12 @@ def run(args: argparse.Namespace) -> int:
             args.target,
             chosen,
             jobs=args.jobs,
-            limits=Limits(args.seconds, args.memory),
+            limits=limits,
             report=report,
             compile_only=args.compile_only,
         )
-    ok = not any(row.status == "failed" for row in rows)
+    statuses = {row.status for row in rows}
+    ok = "compiled" in statuses and "failed" not in statuses
     data = {
         "target": args.target,
         "compiler": compiler_here(args.target),

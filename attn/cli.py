@@ -7,7 +7,10 @@ is a bug in this package and keeps its traceback.
 """
 
 import argparse
+import contextlib
+import errno
 import importlib
+import io
 import json
 import os
 import sys
@@ -246,6 +249,9 @@ COMMANDS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line `argv` (without the program's name) and return the exit code."""
     argv = sys.argv[1:] if argv is None else argv
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:  # closed by the caller (`>&-`)
+            setattr(sys, stream, io.StringIO())
     try:
         try:
             if not argv:
@@ -257,15 +263,31 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()  # here, so that a broken pipe is handled below
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # `attn backends | head`: without this Python reports the closed pipe at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # `attn backends | head`
+        _discard_output()
         return 141
     except Exception as error:
         message = user_message(error)
         if message is None:
             raise
-        print(f"attn: {message}", file=sys.stderr)
-        return 1 if isinstance(error, UnsupportedError) else 2
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _discard_output()
+        with contextlib.suppress(OSError):  # stderr may be full too
+            print(f"attn: {message}", file=sys.stderr, flush=True)
+        return 1 if isinstance(error, UnsupportedError) or _no_room(error) else 2
+
+
+def _discard_output() -> None:
+    """Discard what could not be written to stdout, which Python would report at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _no_room(error: Exception) -> str:
+    """Return why a stream or an open file, which the error does not name, takes no more output; "" for another error."""
+    full = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+    return str(error.strerror) if isinstance(error, OSError) and error.filename is None and error.errno in full else ""
 
 
 class Parser(argparse.ArgumentParser):
@@ -297,7 +319,7 @@ def user_message(error: Exception) -> str | None:
     """The message to show for an error the user can fix; None for a bug, which keeps its traceback.
 
     Fixable are: errors that this package raises deliberately (including a ValueError raised by its own code), missing
-    files, and missing packages of an extra.
+    files, a full disk, and missing packages of an extra.
     """
     if isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] in EXTRAS:
         package = (error.name or "").partition(".")[0]
@@ -309,6 +331,8 @@ def user_message(error: Exception) -> str | None:
         return str(error)
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
+    if why := _no_room(error):
+        return f"the output could not be written: {why}"
     return None
 
 

@@ -24,6 +24,7 @@ from typing import Any
 
 import attn
 from attn import evidence
+from attn.backends.arguments import positive_number
 from attn.pictures.picture import check_writable
 
 FORMAT = 1
@@ -54,8 +55,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.reporter:
         raise ValueError("--reporter needs --add FILE")
-    if not args.seconds > 0:
-        raise ValueError(f"--seconds {args.seconds:g} must be positive")
+    positive_number("--seconds", args.seconds)
     check_writable(args.out)
     found = Collection(Path(args.out), args.seconds)
     found.collect(args.backend)

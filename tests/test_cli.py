@@ -416,6 +416,99 @@ def test_a_reader_that_goes_away_is_no_error(argv):
     assert done.stderr == "" and done.returncode in (0, 141)  # 0: argparse itself keeps quiet about it
 
 
+FULL = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+
+
+@FULL
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("words", ["explain --head-size 64", "backends --json", "env"])
+def test_output_that_cannot_be_written_is_no_traceback(words, unbuffered, monkeypatch):
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    with open("/dev/full", "w") as full:
+        done = fresh("-m", "attn", *words.split(), stdout=full)
+    assert (done.returncode, done.stderr) == (1, "attn: the output could not be written: No space left on device\n")
+
+
+@FULL
+def test_a_file_that_cannot_be_written_is_no_traceback(capsys, command):
+    command(lambda args: cli.Path("/dev/full").write_text("x") and 0)
+    assert call(capsys, "try") == (1, "", "attn: the output could not be written: No space left on device\n")
+
+
+@FULL
+def test_a_message_that_cannot_be_written_changes_no_exit_code():
+    with open("/dev/full", "w") as full:
+        words = [sys.executable, "-m", "attn", "explain", "--head-size", "64", "--backend", "NOPE"]
+        assert subprocess.run(words, stdout=full, stderr=full, timeout=120).returncode == 2
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+@pytest.mark.parametrize(("words", "code"), [("env", 0), ("explain --head-size 0", 2)])
+def test_closed_streams_are_no_traceback(words, code, closed):
+    line = f'"$0" -m attn {words} {closed}'
+    done = subprocess.run(["sh", "-c", line, sys.executable], capture_output=True, text=True, timeout=120)
+    assert done.returncode == code and "Traceback" not in done.stdout + done.stderr
+
+
+# conform: what is not tested, and arguments that have no effect
+
+
+def test_fuzzing_that_tests_nothing_is_no_success(capsys):
+    code, out, err = call(capsys, "conform TORCH_SDPA --fuzz 1e-9")
+    assert code == 1 and "0 cases of 0 programs, NOTHING TESTED" in out
+    assert err == "attn: not tested: TORCH_SDPA: no case was finished in its share of 1e-09 s: pass more to --fuzz\n"
+    code, out, err = call(capsys, "conform --registry diffusion --fuzz 1e-9 --json")
+    assert code == 1 and json.loads(out)["ok"] is False and "not tested: " in err
+
+
+def test_comparing_and_judging_nothing_is_no_success(capsys, tmp_path):
+    file = str(tmp_path / "empty.json")
+    cli.Path(file).write_text('{"rows": []}')
+    code, out, _ = call(capsys, "bench compare", file, file)
+    assert code == 1 and "0 times in both" in out
+    code, _, err = call(capsys, "bench --judge", file)
+    assert (code, err) == (2, f"attn: {file}: no rows to judge\n")
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan", "inf"])
+@pytest.mark.parametrize(
+    "words", ["conform TORCH_SDPA --fuzz", "evidence --out x --seconds", "bench q1s9 --limit", "tune --limit"]
+)
+def test_times_are_finite(capsys, words, seconds, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = call(capsys, f"{words} {seconds}")
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    assert f"seconds={float(seconds)} must be a finite number above 0" in err.replace("limit", "seconds")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--fuzz 5 --level full", "--level has no effect with --fuzz, which uses --jobs, --seed"),
+        ("--fuzz 5 --level quick", "--level has no effect with --fuzz, which uses --jobs, --seed"),
+        ("--fuzz 5 --only mixed", "--only has no effect with --fuzz, which uses --jobs, --seed"),
+        ("--fuzz 5 --dtype float32", "--dtype has no effect with --fuzz, which uses --jobs, --seed"),
+        ("--fuzz 5 --kind ran", "--kind has no effect with --fuzz, which uses --jobs, --seed"),
+        ("--fuzz 5 --part 1/2", "--part has no effect with --fuzz, which uses --jobs, --seed"),
+        ("--fuzz 5 --record", "--record has no effect with --fuzz, which uses --jobs, --seed"),
+        ("--fuzz 5 --repro {}", "pass --fuzz or --repro, not both"),
+        ("--repro {} --jobs 2", "--jobs has no effect with --repro, which uses the backends and --registry only"),
+        ("--seed 3", "--seed requires --fuzz"),
+        ("--registry diffusion --jobs 2", "--jobs has no effect with --registry diffusion, which uses --level, --only, --kind, "
+         "--record"),
+        ("--registry mla_prefill --level full", "--level has no effect with --registry mla_prefill, which uses --only, --kind, "
+         "--record"),
+    ],
+)  # fmt: skip
+def test_conform_ignores_no_argument(capsys, words, message):
+    assert call(capsys, f"conform TORCH_SDPA {words}") == (2, "", f"attn: {message}\n")
+
+
+def test_python_m_attn_testing_is_attn_conform():
+    done = fresh("-m", "attn.testing", "NOPE")
+    assert done.returncode == 2 and done.stdout == "" and done.stderr.startswith("attn: Unknown attention backend: 'NOPE'")
+
+
 def test_conform_of_the_diffusion_registry(capsys):
     code, out, _ = call(capsys, "conform --registry diffusion TORCH_SDPA --json --only", "padded")
     told = json.loads(out)

@@ -63,7 +63,7 @@ MISTAKES = [
     ([], "attn evidence needs --out FILE (run on this machine) or --add FILE --reporter NAME, not both"),
     (["--out", "a.json", "--add", "b.json"], "not both"),
     (["--out", "none/a.json"], "none/a.json: No such file or directory"),
-    (["--out", "a.json", "--seconds", "0"], "--seconds 0 must be positive"),
+    (["--out", "a.json", "--seconds", "0"], "--seconds=0.0 must be a finite number above 0"),
     (["--out", "a.json", "--reporter", "x"], "--reporter needs --add FILE"),
     (["--add", "sent.json"], "--add needs --reporter NAME: who ran it"),
     (["--add", "sent.json", "--reporter", "x"], "sent.json: not a file of attn evidence --out: format 7: must be 1"),

@@ -25,7 +25,7 @@ FRAMEWORKS = {"torch", "jax", "jaxlib", "flax", "triton"}
 TREES = ("attn.torch", "attn.jax")
 #: What stands on top of everything; only the command line may reach for it.
 ON_TOP = ("attn.demo", "attn.integrations")
-DOORS = ("attn.cli", "attn.__main__")
+DOORS = ("attn.cli", "attn.__main__", "attn.testing.__main__")
 
 #: Modules of the core by floor; a module imports from its own floor or below. A package stands for what is in it.
 FLOORS = [
@@ -111,6 +111,8 @@ def in_core(name: str) -> bool:
 
 
 def floor_of(name: str) -> int | None:
+    if within(name, DOORS):
+        return FLOORS.index(DOORS)
     return next((level for level, names in enumerate(FLOORS) if within(name, names)), None)
 
 

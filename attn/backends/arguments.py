@@ -109,6 +109,14 @@ def _number(name: str, value: Any) -> float:
         raise ValueError(f"{name}={value!r} must be a number") from error
 
 
+def positive_number(name: str, value: Any) -> float:
+    """Return `value` as a float. Raises ValueError unless it is finite and above 0."""
+    number = _number(name, value)
+    if not 0 < number < math.inf:
+        raise ValueError(f"{name}={value!r} must be a finite number above 0")
+    return number
+
+
 def check_heads(num_heads: int, num_kv_heads: int | None, head_size: int) -> tuple[int, int, int]:
     """Return (num_heads, num_kv_heads, head_size) as ints; num_kv_heads defaults to num_heads. Raises ValueError."""
     num_heads = positive_int("num_heads", num_heads)

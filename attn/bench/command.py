@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from attn.backend_enum import off_paths
+from attn.backends.arguments import positive_number
 from attn.backends.registry import BLOCKSPARSE, AttentionBackendEnum
 from attn.bench import dense, workloads
 from attn.bench import summary as summaries
@@ -111,8 +112,10 @@ def cases_of(args: argparse.Namespace, on_cpu: bool) -> list[Case]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Return 1 if a row is wrong (with --judge: or a choice lost; with compare: if something became slower), else 0."""
+    """Return 1 if a row is wrong (with --judge: or a choice lost; with compare: if something became slower, or nothing
+    is in both), else 0."""
     check_random(args)
+    limit = positive_number("--limit", args.limit)
     if args.batches[:1] == ["compare"]:
         return _compared(args.batches[1:])
     if args.plot:  # before anything is measured
@@ -152,7 +155,7 @@ def run(args: argparse.Namespace) -> int:
         print(line)
     report.about |= drawn
     print(header(summaries.COLUMNS if drawn else COLUMNS, args.wide))
-    measure(entries, benches, report, args.limit, args.json, wide=args.wide)
+    measure(entries, benches, report, limit, args.json, wide=args.wide)
     found = report.to_dict()["rows"]
     if drawn:
         print("\n".join([*(ranked(found) if args.peers else []), summaries.summary(found)]))
@@ -280,6 +283,8 @@ def _judged_file(file: str, plot: str | None, wide: bool) -> int:
     else:
         print(judge(found))
     draw(plot, report)
+    if not found:
+        raise ValueError(f"{file}: no rows to judge")
     return 0 if all(row["right"] for row in found) and not any(verdict.lost for verdict in verdicts(found)) else 1
 
 
@@ -295,4 +300,4 @@ def _compared(files: Sequence[str]) -> int:
     timed = [change.ratio for change in changes if change.ratio is not None]
     worse, better = sum(change.worse for change in changes), sum(change.better for change in changes)
     print(f"{len(timed)} times in both: {worse} worse, {better} faster, {len(changes)} in all")
-    return int(worse > 0)
+    return int(worse > 0 or not timed)

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from attn import envs, preferences
+from attn.backends.arguments import positive_number
 from attn.backends.registry import AttentionBackendEnum
 from attn.bench.case import Case
 from attn.bench.columns import header
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Return 1 if a backend that serves a case is wrong, else 0."""
-    framework = args.framework or default_framework()
+    framework, limit = args.framework or default_framework(), positive_number("--limit", args.limit)
     device = platform_for(framework).device()
     on_cpu = device.platform == "cpu"
     file = args.file or preferences.place(device)
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     bench = open_bench(framework)
     report = Report(bench.about(cases[0].dtype))
     print(header(COLUMNS, args.wide))
-    measure([entry for entry in entries if not entry.refused], {framework: bench}, report, args.limit, wide=args.wide)
+    measure([entry for entry in entries if not entry.refused], {framework: bench}, report, limit, wide=args.wide)
     kept = kept_of(report.rows)
     if not kept:
         print("nothing to save: no backend has a valid time")

@@ -1,7 +1,7 @@
-"""`python -m attn.testing`: the command line of the conformance suite."""
+"""`python -m attn.testing`: `attn conform`, the command line of the conformance suite."""
 
 import sys
 
-from attn.testing.command import main
+from attn.cli import main
 
-sys.exit(main())
+sys.exit(main(["conform", *sys.argv[1:]]))

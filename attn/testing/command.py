@@ -30,15 +30,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("backends", nargs="*", metavar="BACKEND", help="names (default: every one that can run on this machine)")
     which = ("attention", "mla_prefill", "diffusion")
     add("--registry", choices=which, default="attention", help="which backends (default: %(default)s)")
-    add("--level", choices=LEVELS, default="quick", help="how much to run (default: %(default)s)")
-    add("--only", default="", metavar="TEXT", help="only the cases whose name contains TEXT")
-    add("--dtype", action="append", default=[], help="only cases of this dtype; may be repeated")
+    add("--level", choices=LEVELS, help="how much to run (default: quick)")
+    add("--only", metavar="TEXT", help="only the cases whose name contains TEXT")
+    add("--dtype", action="append", help="only cases of this dtype; may be repeated")
     add("--kind", choices=EXECUTED, help="how kernels execute (default: as the implementation declares)")
-    add("--jobs", type=int, default=1, metavar="N", help="number of worker processes (default: %(default)s)")
-    add("--part", type=_part, default=(1, 1), metavar="I/N", help="every N-th case from the I-th on")
-    add("--record", action="store_true", help="write the result to attn/evidence.json")
+    add("--jobs", type=int, metavar="N", help="number of worker processes (default: 1)")
+    add("--part", type=_part, metavar="I/N", help="every N-th case from the I-th on")
+    add("--record", action="store_const", const=True, help="write the result to attn/evidence.json")
     add("--fuzz", type=float, metavar="SECONDS", help="run random cases instead of the suite, for this long in total")
-    add("--seed", type=int, default=0, metavar="N", help="seed of --fuzz's cases (default: %(default)s)")
+    add("--seed", type=int, metavar="N", help="seed of --fuzz's cases (default: 0)")
     add("--repro", metavar="JSON", help="run this one case on the given backends")
     add("--json", action="store_true", help="machine-readable output")
 
@@ -51,8 +51,40 @@ def _part(text: str) -> tuple[int, int]:
     return int(i), int(n)
 
 
+_DEFAULTS: dict[str, Any] = {
+    "level": "quick", "only": "", "dtype": [], "kind": None, "jobs": 1, "part": (1, 1), "record": False, "seed": 0,
+}  # fmt: skip
+#: The arguments above that each way to run uses: random cases, one case, or the suite of a registry.
+_USED = {
+    "--fuzz": ("jobs", "seed"),
+    "--repro": (),
+    "--registry attention": ("level", "only", "dtype", "kind", "jobs", "part", "record"),
+    "--registry diffusion": ("level", "only", "kind", "record"),
+    "--registry mla_prefill": ("only", "kind", "record"),
+}
+
+
+def _check_used(args: argparse.Namespace) -> None:
+    """Set what was not passed to its default. Raises ValueError for an argument that would have no effect."""
+    if args.fuzz is not None and args.repro is not None:
+        raise ValueError("pass --fuzz or --repro, not both")
+    way = "--fuzz" if args.fuzz is not None else "--repro" if args.repro is not None else f"--registry {args.registry}"
+    for name, default in _DEFAULTS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+        elif name not in _USED[way]:
+            uses = ", ".join(f"--{used}" for used in _USED[way]) or "the backends and --registry only"
+            raise ValueError(
+                f"--{name} has no effect with {way}, which uses {uses}" if name != "seed" else "--seed requires --fuzz"
+            )
+
+
 def run(args: argparse.Namespace) -> int:
-    """Run the command. Return 1 if a case failed or a requested backend ran no case, else 0."""
+    """Run the command. Return 1 if a case failed, a requested backend ran no case, or none ran, else 0.
+
+    Raises ValueError for arguments that cannot be combined.
+    """
+    _check_used(args)
     if args.fuzz is not None:
         return _fuzz(args)
     if args.repro is not None:
@@ -74,7 +106,12 @@ def _fuzz(args: argparse.Namespace) -> int:
     from attn.testing.fuzz import as_json, as_text, run_fuzz
 
     reports = run_fuzz(args.backends or None, args.fuzz, args.seed, args.jobs, to=sys.stderr, registry=args.registry)
-    idle = [f"{report.backend}: {report.skipped}" for report in reports if report.skipped and args.backends]
+    nothing = not any(report.cases for report in reports)
+    idle = [
+        f"{report.backend}: {report.skipped or f'no case was finished in its share of {args.fuzz:g} s: pass more to --fuzz'}"
+        for report in reports
+        if not report.cases and (nothing or args.backends or not report.skipped)
+    ]
     if idle:
         print(f"attn: not tested: {'; '.join(idle)}", file=sys.stderr)
     ok = not idle and all(report.ok for report in reports)

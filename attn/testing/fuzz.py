@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TextIO
 
 from attn import plugins
 from attn.backend_enum import path_of
+from attn.backends.arguments import positive_number
 from attn.backends.registry import AttentionBackendEnum
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.imports import resolve_obj_by_qualname
@@ -94,13 +95,15 @@ class FuzzReport:
 
     @property
     def ok(self) -> bool:
-        return not self.finds and not self.errors
+        return not self.finds and not self.errors and bool(self.cases or self.skipped)
 
     def __str__(self) -> str:
         if self.skipped:
             return f"{self.backend}: skipped, {self.skipped}"
         times = sum(find.times for find in self.finds)
-        outcome = f"{len(self.finds)} FINDS (seen {times} times)" if self.finds else "no find"
+        outcome = (
+            f"{len(self.finds)} FINDS (seen {times} times)" if self.finds else "no find" if self.cases else "NOTHING TESTED"
+        )
         head = (
             f"{self.backend}: seed {self.seed}, {self.cases} cases of {self.programs} programs, {outcome}, {self.seconds:.0f} s"
         )
@@ -335,12 +338,11 @@ def run_fuzz(
     to: stream for progress.
     registry: "attention" or "diffusion".
 
-    Raises ValueError for an unknown name or registry, for `seconds` that are not above 0 and for `jobs` below 1.
+    Raises ValueError for an unknown name or registry, for `seconds` that are not finite and above 0 and for `jobs` below 1.
     """
     if registry not in _REGISTRIES:
         raise ValueError(f"--fuzz draws cases for --registry {' and '.join(_REGISTRIES)}, not for {registry}")
-    if seconds <= 0:
-        raise ValueError(f"seconds={seconds} must be above 0")
+    positive_number("seconds", seconds)
     if jobs < 1:
         raise ValueError(f"jobs={jobs} must be at least 1")
     plugins.load()

@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the command. Return 1 if a backend fails or a requested one cannot run the call, else 0."""
+    """Run the command. Return 1 if a backend fails, a requested one cannot run the call, or none can, else 0."""
     call, about = read(Path(args.file))
     rows = replay(call, args.backend or None)
     failed = next((row.backend for row in rows if row.status == "FAILED"), None)
@@ -49,7 +49,8 @@ def run(args: argparse.Namespace) -> int:
         small = shrink(call, failed)
         recording.write(Path(args.shrink), snapshot_of(small), {**about, "reason": "shrunk", "backend": failed})
         notes.append(f"{args.shrink}: fails likewise on {failed}: {sizes(small)}")
-    ok = failed is None and not (args.backend and any(row.status != "ok" for row in rows))
+    ran = any(row.status == "ok" for row in rows)
+    ok = ran and failed is None and not (args.backend and any(row.status != "ok" for row in rows))
     if args.json:
         print(
             json.dumps({"recorded": about_call(about), "rows": [vars(row) for row in rows], "notes": notes, "ok": ok}, indent=2)
