@@ -108,7 +108,7 @@ class Recorder:
 
     def call(self, layer: Any, run: Callable[[], Any], arguments: Arguments) -> Any:
         """Return run(), and record the call if it raises, if its output is not finite, or on request."""
-        ops = _ops(layer)
+        ops = ops_of(layer)
         if why := valueless(layer, arguments):
             warn_valueless(why)
             return run()
@@ -176,11 +176,33 @@ def warn_valueless(where: str) -> None:
 
 def valueless(layer: Any, arguments: Arguments) -> str:
     """Return where a call has no values, such as "under a transformation of JAX", or "" if it has them."""
-    return str(_ops(layer).valueless(*arguments))
+    return str(ops_of(layer).valueless(*arguments))
 
 
-def _ops(layer: Any) -> Any:
+def ops_of(layer: Any) -> Any:
     return resolve_obj_by_qualname(f"attn.{layer.framework}.recording.Ops")
+
+
+def check_readable(layer: Any, meta: Any, what: str) -> None:
+    """Raise `UnsupportedError` for a batch of decode context parallelism and for metadata of another library."""
+    missing = [name for name in ("query_start_loc", "seq_lens", "block_table", "slot_mapping") if not hasattr(meta, name)]
+    if layer.impl.dcp_world_size > 1 or missing:
+        batch = f"{type(meta).__name__} without {', '.join(missing)}" if missing else "decode context parallelism"
+        raise UnsupportedError(f"{batch} not supported by {what}")
+
+
+def bounds(layer: Any, meta: Any) -> "tuple[npt.NDArray[Any], npt.NDArray[Any]]":
+    """Return (query_start_loc [R + 1], seq_lens [R]) of a batch on the host, int32, without padding."""
+    count, ops = int(meta.num_reqs), ops_of(layer)
+    start, lens = (ops.bits(x)[0].astype("int32") for x in (meta.query_start_loc[: count + 1], meta.seq_lens[:count]))
+    return start, lens
+
+
+def indices_of(layer: Any, arguments: Arguments) -> Any:
+    """Return the keys [T, topk] that an indexer selected for a call, None for a layer without one."""
+    if arguments.indices is not None:
+        return arguments.indices
+    return getattr(getattr(layer.impl, "indexer", None), "topk_indices", None)
 
 
 def snapshot(layer: Any, arguments: Arguments) -> Snapshot:
@@ -191,11 +213,8 @@ def snapshot(layer: Any, arguments: Arguments) -> Snapshot:
     import numpy as np
 
     impl, spec, meta = layer.impl, layer.kv_cache_spec, arguments.attn_metadata
-    ops, latent = _ops(layer), getattr(impl, "kv_lora_rank", None) is not None
-    missing = [name for name in ("query_start_loc", "seq_lens", "block_table", "slot_mapping") if not hasattr(meta, name)]
-    if impl.dcp_world_size > 1 or missing:
-        what = f"{type(meta).__name__} without {', '.join(missing)}" if missing else "decode context parallelism"
-        raise UnsupportedError(f"{what} not supported by recordings")
+    ops, latent = ops_of(layer), getattr(impl, "kv_lora_rank", None) is not None
+    check_readable(layer, meta, "recordings")
     dtypes, arrays = dict[str, str](), dict[str, Any]()
 
     def keep(name: str, array: Any) -> None:
@@ -204,7 +223,7 @@ def snapshot(layer: Any, arguments: Arguments) -> Snapshot:
             arrays[name] = np.ascontiguousarray(stored)
 
     count = int(meta.num_reqs)
-    start, seq_lens = (ops.bits(x)[0].astype(np.int32) for x in (meta.query_start_loc[: count + 1], meta.seq_lens[:count]))
+    start, seq_lens = bounds(layer, meta)
     table, slots = ops.bits(meta.block_table[:count])[0], ops.bits(meta.slot_mapping)[0].astype(np.int64)
     total = int(start[-1])
     cross, encoder = impl.attn_type == AttentionType.ENCODER_DECODER, impl.attn_type in ENCODER_TYPES
@@ -235,9 +254,7 @@ def snapshot(layer: Any, arguments: Arguments) -> Snapshot:
     keep("alibi_slopes", getattr(impl, "alibi_slopes", None))
     keep("sinks", getattr(impl, "sinks", None))
     keep("up_projection", ops.up_projection(layer) if latent else None)
-    indexer = (
-        arguments.indices if arguments.indices is not None else getattr(getattr(impl, "indexer", None), "topk_indices", None)
-    )
+    indexer = indices_of(layer, arguments)
     keep("indices", None if indexer is None else indexer[:total])
     arrays |= {"query_start_loc": start, "seq_lens": seq_lens, "block_table": table, "slot_mapping": slots}
     scales = {f"{x}_scale": np.asarray(ops.bits(getattr(layer, f"_{x}_scale"))[0]).tolist() for x in "kv"}

@@ -10,6 +10,7 @@ beside the call, from the keys that the cache holds (rounded, if it is quantised
 from typing import Any
 
 from attn import arrays, recording
+from attn.capabilities import ENCODER_TYPES, AttentionType
 from attn.errors import UnsupportedError
 from attn.functional import Extras, Rules, softmax
 from attn.imports import resolve_obj_by_qualname
@@ -52,22 +53,51 @@ def check_elements(count: int) -> None:
 def of_call(layer: Any, arguments: recording.Arguments) -> list[Any]:
     """Return each request's weights [H, n, m] in a call of a layer, whose cache already holds the new keys.
 
-    Raises `UnsupportedError` in a graph and under a transformation of JAX, where lengths have no values, and for more than
-    `MAX_ELEMENTS`.
+    Raises `UnsupportedError` in a graph and under a transformation of JAX, where lengths have no values, for a batch of decode
+    context parallelism or of another library, and for more than `MAX_ELEMENTS`.
     """
     if why := recording.valueless(layer, arguments):
         raise UnsupportedError(f"return_weights=True {why} not supported: call the layer outside of it")
-    from attn.testing import recorded
-
-    call = recorded.call_of(recording.snapshot(layer, arguments))
-    case, batch, heads = call.case, call.batch, call.case.num_heads
-    check_elements(sum(heads * n * m for n, m in zip(case.query_lens, case.seq_lens, strict=True)))
-
-    def put(array: Any) -> Any:
-        return None if array is None else arrays.to_framework(array, layer.framework, like=arguments.query)
-
-    rules, found = Rules(False, call.scale, (None, None), case.logits_soft_cap), []  # the mask says what rows see
-    for r in range(batch.num_reqs):
-        extras = Extras(*map(put, (call.alibi_slopes, call.sinks, recorded.mask_of(call, r))))
-        found.append(dense(put(call.query[None, call.rows(r)]), put(recorded.keys_of(call, r)[None]), rules, extras)[0])
+    recording.check_readable(layer, arguments.attn_metadata, "attention weights")
+    impl, ops = layer.impl, recording.ops_of(layer)
+    starts, lens = recording.bounds(layer, arguments.attn_metadata)
+    q_lens, total = starts[1:] - starts[:-1], int(starts[-1])
+    check_elements(impl.num_heads * int((q_lens.astype(int) * lens).sum()))
+    query = ops.rows(arguments.query, total, (impl.num_heads, getattr(impl, "qk_head_dim", impl.head_size)))
+    found = []
+    for r, (n, m) in enumerate(zip(q_lens.tolist(), lens.tolist(), strict=True)):
+        rows = slice(int(starts[r]), int(starts[r]) + n)
+        if impl.attn_type in ENCODER_TYPES:
+            key = ops.rows(arguments.key, total, (impl.num_kv_heads, impl.head_size))[rows]
+        else:
+            blocks = arguments.attn_metadata.block_table[r, : -(-m // layer.kv_cache_spec.block_size)]
+            key = ops.keys(layer, arguments.kv_cache, blocks)[:m]
+        rules, mask = _seen(layer, arguments, r, rows, m)
+        extras = (getattr(impl, "alibi_slopes", None), getattr(impl, "sinks", None), mask)
+        extras = Extras(*(x if x is None else ops.array(x, query) for x in extras))
+        found.append(dense(query[None, rows], key[None], rules, extras)[0])
     return found
+
+
+def _seen(layer: Any, arguments: recording.Arguments, r: int, rows: slice, m: int) -> tuple[Rules, Any]:
+    """Return what request r's rows see: as rules, or as a mask [n, m] where rules cannot say it."""
+    from attn.reference import visible_mask
+
+    impl, meta, bits = layer.impl, arguments.attn_metadata, recording.ops_of(layer).bits
+    n, scale, cap = rows.stop - rows.start, impl.signed_scale, getattr(impl, "logits_soft_cap", None)
+    if (chosen := recording.indices_of(layer, arguments)) is not None:
+        return Rules(False, scale, (None, None), cap), (bits(chosen[rows])[0][..., None] == range(m)).any(1)
+    mixed, tree, spans, prefix = (getattr(meta, name, None) for name in ("is_causal", "tree_mask", "spans", "prefix"))
+    causal = impl.attn_type == AttentionType.DECODER and bool(meta.causal if mixed is None else mixed[r])
+    window, more = getattr(impl, "window", (None, None)), dict[str, Any]()
+    if tree is not None and n <= tree.shape[1]:
+        more["tree"] = bits(tree[r, :n, :n])[0]
+    if spans is not None:
+        more |= {"spans": bits(spans[rows])[0], "span_window": bool(impl.span_window)}
+    if prefix is not None:
+        more["prefix"] = int(prefix[r])
+    if getattr(impl, "chunk_size", None):
+        more["chunk_size"] = impl.chunk_size
+    if not more:
+        return Rules(causal, scale, window, cap), None
+    return Rules(False, scale, (None, None), cap), visible_mask(n, m, causal=causal, window=window, **more)

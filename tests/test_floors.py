@@ -293,6 +293,27 @@ def test_an_optimised_backend_never_imports_the_reference():
     assert offending(lambda i: within(i.module, (*KERNELS, *BACKENDS)) and within(i.target, "attn.reference")) == []
 
 
+#: Tools for developers, which may use the tools of the tests. Nothing else of the library does, at any depth.
+TOOLS = (
+    "attn.testing", "attn.aot", "attn.bench", "attn.collect", "attn.evidence",
+    *(f"{tree}.{name}" for tree in TREES for name in ("testing", "diffusion.testing", "aot", "bench", "diffusion.bench")),
+)  # fmt: skip
+TEST_TOOLS = ("attn.testing", *(f"{tree}.{name}" for tree in TREES for name in ("testing", "diffusion.testing")))
+
+
+def test_the_library_never_imports_its_test_tools():
+    """Nor by dotted names, but for the command line's."""
+    assert offending(lambda i: within(i.target, TEST_TOOLS) and not within(i.module, TOOLS) and not i.typing_only) == []
+    named = []
+    for name, path in modules().items():
+        if within(name, TOOLS + DOORS):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and within(node.value, TEST_TOOLS):
+                named.append(f"{name}:{node.lineno} names {node.value}")
+    assert named == []
+
+
 def test_nothing_imports_what_stands_on_top():
     allowed = ON_TOP + DOORS
     assert offending(lambda i: within(i.target, ON_TOP) and not within(i.module, allowed)) == []

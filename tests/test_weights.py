@@ -1,5 +1,8 @@
 """Attention weights of layers: they are those of the oracle, and give the layer's output (about 20 s)."""
 
+import subprocess
+import sys
+import textwrap
 from typing import Any
 
 import jax
@@ -125,3 +128,60 @@ def test_weights_need_values():
         torch.compile(lambda *given: layer(*given, cache, metadata, return_weights=True), backend="eager", fullgraph=True)(
             *(torch.from_numpy(x) for x in rows)
         )
+
+
+def test_weights_have_no_gradients():
+    layer, rows, cache, metadata, _ = served("torch", backend="TORCH_SDPA")
+    given = [torch.from_numpy(x).requires_grad_() for x in rows]
+    _, found = layer._with_weights(None, *given, cache, metadata)
+    assert not any(one.requires_grad for one in found)
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_weights_of_spans_prefixes_and_chunks(framework):
+    """Each is seen in the weights: they are zero exactly where the definition hides a key."""
+    rng = np.random.default_rng(0)
+    name = "TORCH_SDPA" if framework == "torch" else "XLA_ATTN"
+    kind = resolve_obj_by_qualname(f"attn.{framework}.Attention")
+    q_lens, lens = [5, 3], [5, 9]
+    spans = np.array([[-1, -1], [1, 3], [1, 3], [1, 3], [-1, -1], [-1, -1], [7, 8], [7, 8]], np.int32)
+    for layered, batched in (
+        ({}, {"spans": spans}),
+        ({}, {"prefix": np.array([2, 0], np.int32)}),
+        ({"chunk_size": 4}, {}),
+        ({"sliding_window": 3, "span_window": False}, {"spans": spans}),
+        ({}, {"causal": np.array([True, False])}),
+    ):
+        features = [{"spans": "spans", "prefix": "spans", "causal": "mixed_causal"}[x] for x in batched]
+        layer = kind(4, 16, block_size=P, num_kv_heads=2, backend=name, features=features, **layered)
+        rows = [rng.standard_normal((8, heads, 16), np.float32) for heads in (4, 2, 2)]
+        batch = CommonAttentionMetadata.from_lens(q_lens, lens, [[3], [7]], P, **batched)
+        found = called(framework, layer, rows, layer.new_kv_cache(8), layer.build(batch), return_weights=True)[-1]
+        for r, (n, m) in enumerate(zip(q_lens, lens, strict=True)):
+            own = slice(sum(q_lens[:r]), sum(q_lens[:r]) + n)
+            causal = batched.get("causal", [True, True])[r]
+            of_rows = {"spans": batched["spans"][own]} if "spans" in batched else {}
+            of_rows |= {"prefix": int(batched["prefix"][r])} if "prefix" in batched else {}
+            of_rows |= {"chunk_size": layered.get("chunk_size"), "window": layer.impl.window}
+            want = reference.visible_mask(n, m, causal=bool(causal), span_window=False, **of_rows)
+            assert ((np.asarray(found[r]) > 0).all(0) == want).all(), (layered, batched)
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_weights_need_no_test_tools(framework):
+    """The tools of the suite are no part of a call: they took 348 ms to import, and each call went through JSON."""
+    code = f"""
+        import sys
+        import numpy as np
+        from tests.test_weights import called, served
+        before = {{name for name in sys.modules if name.startswith("attn.testing")}}
+        layer, rows, cache, metadata, _ = served("{framework}")
+        called("{framework}", layer, rows, cache, metadata, return_weights=True)
+        latent = served("{framework}", latent=True)
+        called("{framework}", *latent[:4], return_weights=True)
+        assert {{name for name in sys.modules if ".testing" in name and name.startswith("attn.")}} == before == set()
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], capture_output=True, text=True, check=False, timeout=200
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,5 +1,6 @@
 """The jax side of `attn.recording`: read a call's arrays."""
 
+import functools
 import math
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from attn.jax import kv_cache as caches
+from attn.jax.kernels.xla_mla import numbers
 
 Array = npt.NDArray[Any]
 
@@ -54,9 +56,35 @@ class Ops:
         return [bits_of(np.asarray(x)) for x in taken(kv_cache, jnp.asarray(ids, jnp.int32))]
 
     @staticmethod
+    def array(values: Any, like: jax.Array) -> jax.Array:
+        return jnp.asarray(values)
+
+    @staticmethod
+    def keys(layer: Any, kv_cache: jax.Array, blocks: jax.Array) -> jax.Array:
+        """Return the keys [n * P, K, D] of blocks [n] as the layer reads them; latents expanded, [n * P, H, Dn + Dr]."""
+        impl, stored = layer.impl, _key_blocks(layer.backend, kv_cache, blocks)
+        if getattr(impl, "kv_lora_rank", None) is None:
+            stored = stored[..., : impl.head_size].reshape(-1, impl.num_kv_heads, impl.head_size)
+            return stored.astype(jnp.float32) * layer._k_scale[..., None] if caches.is_quantised(stored.dtype) else stored
+        stored = stored.reshape(-1, stored.shape[-1])
+        rows = numbers(stored, jnp.float32, layer._k_scale if caches.is_quantised(stored.dtype) else 1.0)
+        rank, end = impl.kv_lora_rank, impl.kv_lora_rank + impl.qk_rope_head_dim
+        nope = impl.weights(layer.kv_b_proj)[0].astype(jnp.float32)
+        latent, rotary = rows[:, :rank], rows[:, None, rank:end]
+        each = (len(rows), impl.num_heads, end - rank)
+        heads = jnp.einsum("ml,lhd->mhd", latent, nope, precision=jax.lax.Precision.HIGHEST)
+        return jnp.concatenate([heads, jnp.broadcast_to(rotary, each)], -1)
+
+    @staticmethod
     def up_projection(layer: Any) -> jax.Array:
         """Return an MLA layer's weights [L, H, Dn + Dv]."""
         return jnp.concatenate(layer.impl.weights(layer.kv_b_proj), -1)
+
+
+@functools.partial(jax.jit, static_argnums=0)  # without jit, a view of the whole cache may be a copy
+def _key_blocks(backend: Any, kv_cache: jax.Array, blocks: jax.Array) -> jax.Array:
+    """Return the stored keys [n, P, K, D] of blocks [n]."""
+    return backend.logical_kv_cache(kv_cache)[0][blocks]  # type: ignore[no-any-return]
 
 
 def bits_of(host: Array) -> Array:

@@ -18,7 +18,7 @@ from attn.testing import bits
 from attn.testing import transform as to
 from attn.testing.bits import Array
 from attn.testing.case import Case
-from attn.testing.draw import Call, Result, scale_array
+from attn.testing.draw import Call, Result
 from attn.testing.expected import expect
 from attn.testing.properties import judged
 from attn.testing.rules import Score, Violation
@@ -147,21 +147,6 @@ def snapshot_of(call: RecordedCall) -> recording.Snapshot:
     named |= {name: getattr(batch, name) for name in ("query_start_loc", "seq_lens", "block_table", "slot_mapping")}
     arrays |= {name: x for name, x in named.items() if x is not None}
     return recording.Snapshot(json.loads(case.json()), {n: np.ascontiguousarray(x) for n, x in arrays.items()}, dtypes)
-
-
-def keys_of(call: RecordedCall, r: int) -> Array:
-    """Return request r's keys [m, K, D] as its layer reads them: dequantised; of latents the expanded ones, [m, H, Dn + Dr]."""
-    case = call.case
-    if case.is_encoder:
-        assert call.key is not None
-        return call.key[call.rows(r)]
-    k_scale = scale_array(case.cache_scales[0])
-    keys = bits.decode(to.tokens(call, r)[0], case.element) * (k_scale[:, None] if k_scale.ndim else k_scale)
-    if not case.mla:
-        return np.asarray(keys, call.query.dtype)
-    rank, nope, rope, _ = case.mla
-    latent, rotary = keys[:, 0, :rank], np.broadcast_to(keys[:, :, rank:], (len(keys), case.num_heads, rope))
-    return np.concatenate([np.einsum("ml,lhd->mhd", latent, call.weights[..., :nope]), rotary], -1)
 
 
 def mask_of(call: RecordedCall, r: int) -> Array:

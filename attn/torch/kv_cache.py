@@ -94,6 +94,12 @@ def split(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.T
             f"kv_cache has shape {list(kv_cache.shape)}: P * K * {head_size} must be a multiple of 4, so that the "
             "float32 scales after the codes of a block are aligned"
         )
+    strides = kv_cache.stride()
+    if not kv_cache[:1, :1].is_contiguous() or any(place % 4 for place in (kv_cache.storage_offset(), *strides[:2])):
+        raise ShapeError(
+            f"kv_cache has strides {list(strides)} and begins at byte {kv_cache.storage_offset()} of its storage: each block "
+            "[P, K, D + 4] must be contiguous and begin at a multiple of 4, to hold its scales (see `layer.new_kv_cache`)"
+        )
     content = kv_cache.view(2, blocks, page * heads * row)
     codes = content[..., : page * heads * head_size].unflatten(-1, (page, heads, head_size))
     scales = content[..., page * heads * head_size :].view(torch.float32).unflatten(-1, (page, heads))

@@ -72,7 +72,8 @@ class _Module(BaseLayer, nn.Module):
     def _with_weights(self, result: Any, *arguments: Any) -> tuple[Any, ...]:
         if torch.compiler.is_compiling():
             raise UnsupportedError("return_weights=True in a graph not supported: call the layer outside of torch.compile")
-        return super()._with_weights(result, *arguments)
+        with torch.no_grad():
+            return super()._with_weights(result, *arguments)
 
     def extra_repr(self) -> str:
         return f"{self.selection.name}, {self.selection.request}"

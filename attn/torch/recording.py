@@ -9,6 +9,7 @@ import torch
 
 from attn.dtypes import PER_TOKEN_HEAD
 from attn.torch import kv_cache as caches
+from attn.torch.backends.mla import _rows
 
 Array = npt.NDArray[Any]
 Part = tuple[torch.Tensor, ...]
@@ -53,6 +54,25 @@ class Ops:
         at, impl = torch.from_numpy(ids).to(kv_cache.device), layer.impl
         found = parts_of(layer.backend, kv_cache, impl.kv_cache_dtype, impl.head_size)
         return [stored_bits(tuple(raw(x)[at].view(x.dtype) for x in part)) for part in found]
+
+    @staticmethod
+    def array(values: Any, like: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(values, device=like.device)
+
+    @staticmethod
+    def keys(layer: Any, kv_cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+        """Return the keys [n * P, K, D] of blocks [n] as the layer reads them; latents expanded, [n * P, H, Dn + Dr]."""
+        impl, at = layer.impl, blocks.to(kv_cache.device, torch.int64)
+        part = parts_of(layer.backend, kv_cache, impl.kv_cache_dtype, impl.head_size)[0]
+        stored, *scales = (raw(x)[at].view(x.dtype).flatten(0, 1) for x in part)
+        if getattr(impl, "kv_lora_rank", None) is not None:
+            rows = _rows.decode(stored[:, 0], impl.kv_cache_dtype, layer._k_scale)
+            nope = impl.up_projection()[..., : impl.qk_nope_head_dim].to(rows.dtype)
+            latent, rotary = rows[:, : impl.kv_lora_rank], rows[:, None, impl.kv_lora_rank :]
+            return torch.cat([torch.einsum("ml,lhd->mhd", latent, nope), rotary.expand(-1, impl.num_heads, -1)], -1)
+        if not caches.is_quantised(stored.dtype):
+            return stored
+        return stored.float() * (scales[0] if scales else caches.per_head(layer._k_scale, stored.device))
 
     @staticmethod
     def up_projection(layer: Any) -> torch.Tensor:

@@ -178,6 +178,19 @@ def test_a_scale_for_each_token_and_head(kind: str) -> None:
         kv_cache.split(cache, 32)
 
 
+def test_a_cache_with_scales_for_each_token_and_head_needs_contiguous_blocks() -> None:
+    spec = KVCacheSpec(16, 3, 40, "bfloat16", "int8_per_token_head")
+    cache = kv_cache.allocate(TorchSDPABackend, spec, 4)
+    by_blocks = cache.transpose(0, 1).contiguous().transpose(0, 1)  # keys and values of a block next to each other
+    assert kv_cache.split(by_blocks, 40)[0].shape == (4, 16, 3, 40)
+    by_heads = cache.transpose(2, 3).contiguous().transpose(2, 3)
+    with_gaps = torch.zeros(2, 4, 16, 3, 48, dtype=torch.int8)[..., :44]
+    shifted = torch.zeros(cache.numel() + 1, dtype=torch.int8)[1:].view(cache.shape)
+    for bad in (by_heads, with_gaps, shifted):
+        with pytest.raises(ShapeError, match="each block .* must be contiguous and begin at a multiple of 4"):
+            kv_cache.split(bad, 40)
+
+
 @pytest.mark.parametrize("element", [torch.int8, torch.float8_e4m3fn])
 def test_a_tokens_own_scale_is_a_rounded_quotient(element: torch.dtype) -> None:
     """Bit for bit NumPy's division.
