@@ -85,7 +85,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if not count and not write:
         return
     seconds, tests = Counter[str](), Counter[str]()
-    for report in (report for reports in terminalreporter.stats.values() for report in reports if hasattr(report, "when")):
+    for report in (
+        report for reports in terminalreporter.stats.values() for report in reports if isinstance(report, pytest.TestReport)
+    ):
         file = report.nodeid.partition("::")[0]
         seconds[file] += report.duration
         tests[file] += report.when == "call"

@@ -11,10 +11,16 @@ def autocast(*tensors: Any) -> tuple[Any, ...]:
     While it is enabled for the device of the first, tensors of floats on that device are cast to its dtype, except float64.
     """
     device = tensors[0].device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if not _available(device) or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x.to(dtype) if x is not None and _is_cast(x, device) else x for x in tensors)
+
+
+@torch.compiler.assume_constant_result
+def _available(device: str) -> bool:
+    """Whether autocast supports the type of device: a constant in graphs, as Dynamo before torch 2.13 cannot trace the call."""
+    return torch.amp.is_autocast_available(device)
 
 
 def _is_cast(x: torch.Tensor, device: str) -> bool:

@@ -210,7 +210,13 @@ def test_an_empty_dimension_gives_torchs_result_and_gradients(query, key, width,
         mask = torch.ones(query[-2], key[-2], dtype=torch.bool)
         options = {"attn_mask": mask if options["attn_mask"] == "bool" else mask.float()}
     results = []
-    for function in (F.scaled_dot_product_attention, attn.torch.scaled_dot_product_attention):
+    own = F.scaled_dot_product_attention
+    if query[-3] == 0 and torch.__version__ < "2.13":  # torch's own ends the process
+
+        def own(q, k, v, **options):
+            return q @ k.mT @ v
+
+    for function in (own, attn.torch.scaled_dot_product_attention):
         torch.manual_seed(0)
         some = [torch.randn(shape, requires_grad=True) for shape in (query, key, (*key[:-1], width))]
         out = function(*some, **options)

@@ -184,7 +184,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", sampled(list(CASES), 3, "ragged paged attention"))
+@pytest.mark.parametrize("name", sampled(list(CASES), 3, "ragged paged attention", lambda name: name == "shared"))
 def test_against_the_oracle(name: str) -> None:
     case = CASES[name]
     arrays = {k: jnp.asarray(v) for k, v in case.items() if isinstance(v, np.ndarray | np.float32)}
