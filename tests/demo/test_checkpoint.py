@@ -342,6 +342,10 @@ def test_frequencies_saved_by_older_programs_are_passed_over(checkpoint: Path) -
             {"model.norm.weight": np.ones(31)},
             r"model.norm.weight has shape \[31\]: config.json asks for \[32\]",
         ),
+        (
+            {"model.layers.0.mlp.down_proj.weight": np.ones((48, 32))},
+            r"down_proj.weight has shape \[48, 32\]: config.json asks for \[32, 48\]",
+        ),
         ({"model.norm.weight": np.ones(32)}, "is stored as F64: must be one of F32, F16, BF16"),
     ],
 )

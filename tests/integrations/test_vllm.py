@@ -153,6 +153,15 @@ def test_sinks_loaded_after_a_layer_was_built_count(vllm: Any) -> None:
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
 
 
+def test_a_cache_that_replaces_another_is_written(vllm: Any) -> None:
+    """vLLM measures memory with caches that it frees again."""
+    impl, step, key = vllm.implementation(), vllm.common([3], [3], 16), torch.ones(3, 2, 32)
+    caches = [vllm.new_cache("LBHNC", 2, 2, 16, 64) for _ in range(2)]
+    for cache in caches:
+        impl.do_kv_cache_update(vllm.layer(), key, key, cache.zero_(), step.slot_mapping)
+    assert torch.equal(*caches) and caches[1].sum() == 3 * 2 * 64
+
+
 def test_a_quantised_cache_that_comes_as_bytes(vllm: Any) -> None:
     impl, step = vllm.implementation(kv_cache_dtype="fp8"), vllm.common([5], [5], 16)
     cache = torch.zeros(2, 2, 16, 64, dtype=torch.uint8)
@@ -279,7 +288,8 @@ def test_lengths_of_a_draft_on_the_host_are_bounds_and_not_taken(vllm: Any) -> N
     """On a device the host's lengths are taken only where vLLM says that they are exact."""
     step = vllm.common([3], [3], 16, seq_lens_cpu_upper_bound=torch.tensor([3], dtype=torch.int32))
     step.seq_lens = SimpleNamespace(device=SimpleNamespace(type="cuda"), shape=(1,), dtype="int32")
-    exact, draft = vllm.builder(), vllm.builder()
-    draft.exact = False
+    exact = vllm.builder()
+    config = SimpleNamespace(speculative_config=SimpleNamespace(method="ngram"))
+    draft = type(exact)(SimpleNamespace(block_size=16), ["layers.0.attn"], config, torch.device("cpu"))
     assert exact.build(0, step).batch.seq_lens_cpu.tolist() == [3]
     assert draft.build(0, step).batch.seq_lens_cpu is None

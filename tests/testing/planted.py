@@ -63,6 +63,9 @@ INTERPRETED = ("torch/test_interpreted.py",)
 FLASHINFER = ("torch/backends/test_flashinfer.py",)
 XLA = ("jax/kernels/test_xla.py", "test_conformance.py")
 PAGED_TPU = ("jax/kernels/tpu/test_ragged_paged_attention.py", "jax/test_conformance.py")
+MLA_TPU = ("jax/kernels/tpu/test_mla_attention.py",)
+FLASH_TPU = ("jax/kernels/tpu/test_flash_attention.py",)
+MLA = ("torch/backends/mla/test_mla.py", "torch/backends/mla/test_torch_mla.py", "test_conformance.py")
 
 DEFECTS = (
     # torch: requests one at a time
@@ -162,6 +165,22 @@ DEFECTS = (
         "if key is not None:",
         RAGGED,
         "A layer that reads another layer's cache writes its own keys there.",
+    ),
+    Defect(
+        "paged_extent_not_checked_again",
+        "torch/backends/_paged.py",
+        "if shape is None or not isinstance(kv_cache, torch.Tensor) or kv_cache.shape != shape:",
+        "if shape is None or not isinstance(kv_cache, torch.Tensor):",
+        RAGGED,
+        "A cache of another shape than the first one is not checked.",
+    ),
+    Defect(
+        "paged_gradient_of_keys",
+        "torch/backends/_paged.py",
+        'for what, tensor in (("query", query), ("key", key), ("value", value)):',
+        'for what, tensor in (("query", query),):',
+        RAGGED,
+        "Gradients of keys and values are dropped without an error.",
     ),
     # torch: FlexAttention
     Defect(
@@ -368,6 +387,14 @@ DEFECTS = (
         "A last page that is not full is not loaded.",
     ),
     Defect(
+        "tpu_pages_partial_tile",
+        "jax/kernels/tpu/_pages.py",
+        "field(_plan.FIRST, t) < cfg.tile",
+        "field(_plan.FIRST, t) < cfg.tile - 1",
+        PAGED_TPU,
+        "A tile that lacks one row overwrites the row that was there.",
+    ),
+    Defect(
         "tpu_pages_unused_slots",
         "jax/kernels/tpu/_pages.py",
         "lax.fori_loop(lax.div(jnp.clip(stop, 0, cfg.kv_block), cfg.tile), tiles, tile, None)",
@@ -398,6 +425,38 @@ DEFECTS = (
         "return rows",
         PAGED_TPU,
         "Rows of padding are not 0.",
+    ),
+    Defect(
+        "tpu_mla_own_key",
+        "jax/kernels/tpu/_mla_kernel.py",
+        "visible &= j <= item.position",
+        "visible &= j < item.position",
+        MLA_TPU,
+        "A row of a prompt does not see its own key.",
+    ),
+    Defect(
+        "tpu_mla_order_of_keys",
+        "jax/kernels/tpu/_mla_kernel.py",
+        "within - size + 1)",
+        "within - size)",
+        MLA_TPU,
+        "Odd keys of a widened block are masked by the place of even ones.",
+    ),
+    Defect(
+        "tpu_mla_output_scale",
+        "jax/kernels/tpu/_mla_kernel.py",
+        "refs.factors[OUTPUTS] / jnp.where",
+        "1.0 / jnp.where",
+        MLA_TPU,
+        "Latents in fp8 are not multiplied by their scale where they are values.",
+    ),
+    Defect(
+        "tpu_flash_cap_gradient",
+        "jax/kernels/tpu/_flash_backward.py",
+        "    if slope is not None:\n        ds *= slope\n",
+        "",
+        FLASH_TPU,
+        "Gradients ignore the slope of the soft cap.",
     ),
     # torch: Triton's kernels, interpreted
     Defect(
@@ -512,6 +571,39 @@ DEFECTS = (
         INTERPRETED,
         "There are too few work items for requests that are not a multiple of a part.",
     ),
+    # torch: latents
+    Defect(
+        "mla_scale_of_tile",
+        "torch/backends/mla/_rows.py",
+        "scale = (largest / torch.full_like(largest, 448.0)).clamp(min=_TINY)",
+        "scale = largest / torch.full_like(largest, 448.0)",
+        MLA,
+        "A tile of zeros is divided by a scale of 0.",
+    ),
+    Defect(
+        "mla_context_of_prompts",
+        "torch/backends/mla/_metadata.py",
+        "places.append(self._places(np.full_like(context, low), keys))",
+        "places.append(self._places(np.zeros_like(context), keys))",
+        MLA,
+        "Every chunk of the context is its first chunk.",
+    ),
+    Defect(
+        "mla_rows_before_the_sequence",
+        "torch/backends/mla/_metadata.py",
+        "skipped = np.maximum(own - total, 0)",
+        "skipped = np.maximum(own - total, 0) * 0",
+        MLA,
+        "Rows before the start of a sequence are attended as if they were in it.",
+    ),
+    Defect(
+        "mla_sparse_listed_twice",
+        "torch/backends/mla/_sparse.py",
+        "(ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)",
+        "(ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] > 0)",
+        ("torch/backends/mla/test_mla.py",),
+        "A row that lists position 0 twice is not refused.",
+    ),
     # torch: layers, batches, graphs
     Defect(
         "torch_scales_are_cast",
@@ -536,6 +628,14 @@ DEFECTS = (
         "if self.query_start_loc_cpu is None and self.seq_lens_cpu is None:",
         ("torch/test_metadata.py", "torch/backends/test_ragged.py"),
         "Lengths are not fetched if only one of the mirrors is there.",
+    ),
+    Defect(
+        "graph_of_another_batch",
+        "torch/graphs.py",
+        "same = found is not None and all(",
+        "same = found is not None or all(",
+        ("torch/test_graphs.py",),
+        "A graph's operator takes a batch whose tensors were replaced.",
     ),
     Defect(
         "cache_padded_token",
@@ -568,6 +668,47 @@ DEFECTS = (
         "dtype=torch.bool, device=query.device).tril(key.shape[-2] - rows)",
         ("torch/test_dot_product.py",),
         "Causality over fewer keys than rows counts from the last row.",
+    ),
+    # integrations
+    Defect(
+        "transformers_one_row_window",
+        "integrations/transformers/ways.py",
+        "attention_mask = None if attention_mask is None else attention_mask[:, -keys:]",
+        "attention_mask = None if attention_mask is None else attention_mask[:, :keys]",
+        ("integrations/transformers/test_ways.py", "integrations/test_transformers.py"),
+        "A decode in a window takes the padding of the first keys for that of the last.",
+    ),
+    Defect(
+        "diffusers_causal_keys",
+        "integrations/diffusers.py",
+        "mask = torch.ones(1, 1, rows, keys, dtype=torch.bool, device=query.device).tril()",
+        "mask = torch.ones(1, 1, rows, keys, dtype=torch.bool, device=query.device).tril(keys - rows)",
+        ("integrations/test_diffusers.py",),
+        "Causality over fewer keys than rows counts from the last row.",
+    ),
+    Defect(
+        "diffusers_lse_of_heads",
+        "integrations/diffusers.py",
+        "return out, lse.transpose(1, 2)",
+        "return out, lse",
+        ("integrations/test_diffusers.py",),
+        "The log-sum-exp is returned by head and not by row.",
+    ),
+    Defect(
+        "vllm_stale_cache",
+        "integrations/_vllm.py",
+        "if self._seen is None or self._seen[0] is not kv_cache:",
+        "if self._seen is None:",
+        ("integrations/test_vllm.py",),
+        "A layer keeps the view of the first cache that it was called with.",
+    ),
+    Defect(
+        "vllm_span_of_context",
+        "integrations/_vllm.py",
+        "first = lens[r] - (starts[r + 1] - starts[r])",
+        "first = 0",
+        ("integrations/test_vllm.py",),
+        "Spans of a later chunk are put at the rows of the first.",
     ),
     # serving
     Defect(
@@ -700,6 +841,38 @@ DEFECTS = (
         "An architecture is not part of the range that begins with it.",
     ),
     Defect(
+        "formula_cap_after_bias",
+        "functional.py",
+        "scores = rules.cap * xp.tanh(scores / rules.cap)",
+        "scores = xp.tanh(scores / rules.cap)",
+        ("test_functional.py",),
+        "Capped scores are not multiplied by the cap.",
+    ),
+    Defect(
+        "formula_lse_of_requests",
+        "functional.py",
+        "reshape(num_heads, batch, n).swapaxes(0, 1)",
+        "reshape(batch, num_heads, n)",
+        ("test_functional.py",),
+        "The log-sum-exps of a backend are mixed between requests and heads.",
+    ),
+    Defect(
+        "weights_with_sink",
+        "weights.py",
+        "found * xp.where(empty, 0.0, share)[..., None]",
+        "found / found.sum(-1)[..., None]",
+        ("test_weights.py",),
+        "Weights do not leave the sink its share.",
+    ),
+    Defect(
+        "recording_reports_success",
+        "recording.py",
+        'reason = "non-finite"',
+        "reason = reason",
+        ("test_recording.py",),
+        "A call whose output is not finite is not recorded.",
+    ),
+    Defect(
         "report_missing_package",
         "report.py",
         'return "; ".join(self.reasons) or "available"',
@@ -740,6 +913,22 @@ DEFECTS = (
         "worst, where = max(ratios)",
         ("bench/test_summary.py",),
         "The best ratio is printed as the worst.",
+    ),
+    Defect(
+        "demo_frequencies_kept",
+        "demo/rope.py",
+        "np.clip((turns - low) / (high - low), 0, 1)",
+        "np.clip((high - turns) / (high - low), 0, 1)",
+        ("demo/test_checkpoint.py", "demo/test_models.py"),
+        "High frequencies are lowered and low ones kept.",
+    ),
+    Defect(
+        "demo_requests_draw_alike",
+        "demo/engine.py",
+        "(seed, request.request_id, len(request.output))",
+        "(seed, len(request.output))",
+        ("demo/test_generate.py",),
+        "All requests draw with the same random numbers.",
     ),
     Defect(
         "config_every_nth_layer",

@@ -85,6 +85,15 @@ def test_a_paged_layer_is_part_of_one_graph(backend: str, options: str) -> None:
 
 
 @torch.no_grad()
+def test_layers_that_differ_in_sinks_alone() -> None:
+    """Their operator's implementation is one, rebuilt from equal text."""
+    for sinks in ([0.5, -1.0, 2.0, 0.0], None):
+        layer = attn.torch.Attention(H, D, num_kv_heads=K, backend="CPU_ATTN", sinks=sinks)
+        batch, given, cache = batch_of([5, 1], [5, 21], layer), arrays(6), layer.new_kv_cache(16)
+        assert torch.equal(graphs.call(layer, *given, cache.clone(), batch, (H, D)), layer(*given, cache, batch))
+
+
+@torch.no_grad()
 def test_a_lse_comes_along_and_a_profiling_run_is_zeros() -> None:
     layer = attn.torch.Attention(H, D, num_kv_heads=K, backend="CPU_ATTN", features=["lse"])
     layer.impl.need_to_return_lse_for_decode = True

@@ -32,7 +32,7 @@ def choose(batch: Any, topk: int, seed: int = 0) -> tuple[Any, Any]:
             masks[r][i, names] = True
             row = indices[batch.common.query_start_loc[r] + i]
             row[rng.permutation(topk)[:count]] = names
-            row[row < 0] = rng.choice([-1, m + 3], int((row < 0).sum()))
+            row[row < 0] = rng.choice([-1, m, m + 3], int((row < 0).sum()))
     return jnp.asarray(indices), lambda r: masks[r]
 
 

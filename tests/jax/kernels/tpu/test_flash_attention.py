@@ -133,19 +133,31 @@ SLOPES = reference.alibi_slopes(4).astype(np.float32)
 SINKS = np.array([-1, 0, 3, 5], np.float32)
 SEGMENTS = np.sort(np.random.default_rng(0).integers(0, 3, (1, 260)), axis=1).astype(np.int32)
 
-CASES: dict[str, tuple[tuple[jax.Array, jax.Array, jax.Array], dict[str, Any]]] = {
+#: The second begins within a unit of rows, and a chunk of keys has the first alone.
+HALVES = np.repeat(np.int32([0, 1]), (150, 110))[None]
+
+
+def opposed(qkv: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """The first row that sees a key sees one of its opposite: its sum vanishes unless the maximum is subtracted."""
+    q, k, v = qkv
+    own = jnp.repeat(k[:, 0], q.shape[2] // k.shape[2], axis=1)
+    return q.at[:, q.shape[1] - k.shape[1]].set(-16 * own), k, v
+
+
+CASES: dict[str, tuple[tuple[jax.Array, ...], dict[str, Any]]] = {
     "causal": (tensors(300, 300), {"causal": True}),
     "eager": (tensors(130, 130, (2, 2), 192, 128), {"causal": True, "mode": "eager", "blocks": None}),
     "own lengths": (
         tensors(150, 333, (4, 1), 128, batch=2),
         {"causal": True, "kv_lens": np.array([333, 170], np.int32), "sinks": SINKS},
     ),
-    "rows before the keys, leaping scores": (tensors(230, 150, gain=60.0), {"causal": True}),
-    "window, soft cap": (tensors(270, 270, size=80), {"causal": True, "sliding_window": (70, None), "logits_soft_cap": 5.0}),
+    "rows before the keys, leaping scores": (opposed(tensors(230, 150, gain=60.0)), {"causal": True}),
+    "window, soft cap": (tensors(270, 270, size=80), {"causal": True, "sliding_window": (134, None), "logits_soft_cap": 5.0}),
     "window both ways": (tensors(200, 230, (6, 2), 96), {"sliding_window": (30, 9), "scale": 0.2}),
     "float32": (tensors(200, 200, dtype="float32"), {"causal": True, "alibi_slopes": SLOPES, "sinks": SINKS}),
     "alibi both ways": (tensors(140, 200, (4, 4)), {"alibi_slopes": SLOPES}),
     "segments": (tensors(260, 260), {"causal": True, "q_segment_ids": SEGMENTS, "kv_segment_ids": SEGMENTS}),
+    "segments both ways": (tensors(260, 260), {"q_segment_ids": HALVES, "kv_segment_ids": HALVES}),
     "launches": (
         tensors(150, 700),
         {"kv_lens": np.array([650], np.int32), "sinks": SINKS, "blocks": (BLOCKS[0]._replace(keys=384),) * 2},

@@ -164,7 +164,7 @@ CASES: dict[str, dict[str, Any]] = {
         "blocks": BLOCKS._replace(large=128),
     },
     "shared": {"write": False, "heads": (2, 1, 256), "alibi_slopes": SLOPES[:2], "causal": False},
-    "held_back": {"hold_back": 7, "heads": (8, 1, 192), "page": 64, "sinks": SINKS},
+    "held_back": {"hold_back": 5, "heads": (8, 1, 192), "page": 64, "sinks": SINKS},
     "fp8": {
         "cache_dtype": "float8_e5m2",
         "blocks": BLOCKS._replace(key_tile=32),

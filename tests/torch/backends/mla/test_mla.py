@@ -341,10 +341,11 @@ def test_many_chosen_keys_are_dense_attention(monkeypatch):
     impl = implementation(backend=TorchMLASparseBackend, indexer=indexer)
     close(sequences.run(impl, None), sequences.expected())
     monkeypatch.setenv("ATTN_DEBUG", "device")
-    indexer.topk_indices = chosen.clone()
-    indexer.topk_indices[5, :2] = 1
-    with pytest.raises(MetadataError, match=r"topk_indices\[5\] = 1: must be listed at most once per row"):
-        sequences.run(impl, None)
+    for position in (1, 0):
+        indexer.topk_indices = chosen.clone()
+        indexer.topk_indices[5, :2] = position
+        with pytest.raises(MetadataError, match=rf"topk_indices\[5\] = {position}: must be listed at most once per row"):
+            sequences.run(impl, None)
     for wrong, error in ((None, DTypeError), (chosen.long(), DTypeError), (chosen[:3], ShapeError)):
         indexer.topk_indices = wrong
         with pytest.raises(error, match="topk_indices"):
