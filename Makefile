@@ -97,8 +97,12 @@ browser: .venv/browser/.tried
 check: lint
 	$(SINGLE) $(ON_CPU) $(BIN)/pytest -q -n 2 $(BALANCED) --changed main
 
-test: lint compilers weights browser
-	$(SINGLE) $(ON_CPU) $(BIN)/pytest -q -n 2 $(BALANCED) --slowest-files 10
+# mypy, which takes minutes without its cache, runs beside the tests.
+test: compilers weights browser
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy & types=$$!; $(SINGLE) $(ON_CPU) $(BIN)/pytest -q -n 2 $(BALANCED) --slowest-files 10; tests=$$?; \
+		wait $$types && exit $$tests
 
 test-full: lint compilers weights browser
 	$(SINGLE) $(ON_CPU) $(BIN)/pytest -q -n 2 $(BALANCED) --full --slowest-files 20
