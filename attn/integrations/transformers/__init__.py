@@ -26,9 +26,9 @@ other becomes boolean [B, 1, S, T], which is recognised as such a pattern where 
 tokens that see each other (Gemma 3's images, PaliGemma's prefix) are described as well, and computed packed. In a graph
 (`torch.compile`) masks are materialised; the dense way is traced, each other way is one operator.
 
-Arguments that are known to change the meaning of attention and are not supported (`call.UNKNOWN`) are rejected with the
-layer's name; other arguments that transformers passes along are ignored. Requested weights (`output_attentions`) are computed
-beside the call by the formula (`attn.weights`).
+What becomes of each argument that transformers passes is in docs/reference/arguments.md: those that change the meaning of
+attention are used or, if not supported (`call.UNKNOWN`), rejected with the layer's name; others are ignored. Requested weights
+(`output_attentions`) are computed beside the call by the formula (`attn.weights`).
 
 transformers 5.4 is the oldest version with these attention and mask interfaces. Its continuous batching reads a window's keys
 correctly from 5.16 on; before 5.18 it stores keys and values in separate tensors, which no view joins, so they are gathered.
@@ -45,8 +45,9 @@ from attn.integrations.transformers.batching import PAGED, PREFIX, attend_paged,
 from attn.integrations.transformers.call import NAME, Call, refuse_unknown, requested
 from attn.integrations.transformers.graph import as_operator
 from attn.integrations.transformers.masks import mask
+from attn.integrations.transformers.segments import is_packed, packed
 from attn.integrations.transformers.versions import OLDEST, dotted, installed
-from attn.integrations.transformers.ways import attend, by_sdpa, weights
+from attn.integrations.transformers.ways import attend, by_sdpa, selected, weights
 from attn.torch.autocast import autocast
 from attn.torch.diffusion.chosen import known
 
@@ -137,6 +138,16 @@ def _function(backend: str | None) -> Callable[..., Any]:
         )
         refuse_unknown(call, attention_mask, kwargs)
         wanted = None
+        if kwargs.get("indices") is not None:
+            if cache is not None:
+                raise call.refusal("indices of keys in continuous batching", "use model.generate")
+            call, attention_mask = selected(call, attention_mask, kwargs["indices"])
+        if is_packed(kwargs) and cache is None:
+            output_only = not (kwargs.get("output_attentions") or dropout or position_bias is not None)
+            found = packed(call, attention_mask, kwargs, output_only)
+            if isinstance(found, torch.Tensor):
+                return found, None
+            call, attention_mask = found
         if kwargs.get("output_attentions"):
             if torch.compiler.is_compiling() or cache is not None or position_bias is not None or dropout:
                 combined = "output_attentions in a graph, in continuous batching, or with position_bias or dropout"

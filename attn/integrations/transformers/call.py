@@ -20,7 +20,7 @@ NAME = "attn"
 #: Unsupported arguments of a call that change the meaning of attention -> the feature of backends, if any.
 UNKNOWN = {
     "alibi": Feature.ALIBI, "alibi_slopes": Feature.ALIBI, "head_mask": None, "block_mask": None,
-    "indexer": Feature.SPARSE_MLA, "chunk_size": None,
+    "indexer": Feature.SPARSE_MLA, "chunk_size": None, "block_indices": None, "sinks": None,
 }  # fmt: skip
 
 
@@ -134,6 +134,14 @@ def refuse_unknown(call: Call, attention_mask: Any, kwargs: dict[str, Any]) -> N
         if kwargs.get(name) is not None:
             able = "no backends" if feature is None else f"layers of {having(AttentionBackendEnum, {feature})}"
             raise call.refusal(name, f"{able} support it: use eager")
+
+
+def require(call: Call, allowed: torch.Tensor, what: str, advice: str) -> None:
+    """Raise the refusal of `what` unless `allowed` is true everywhere; in a graph, when it runs."""
+    if torch.compiler.is_compiling():
+        torch._assert_async(allowed.all(), str(call.refusal(what, advice)))
+    elif not bool(allowed.all()):
+        raise call.refusal(what, advice)
 
 
 def dropout_name(call: Call, dropout: float) -> str:

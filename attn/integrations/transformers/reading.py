@@ -2,7 +2,7 @@
 
 import torch
 
-from attn.integrations.transformers.call import Call, replaced
+from attn.integrations.transformers.call import Call, replaced, require
 from attn.integrations.transformers.masks import Padding
 
 
@@ -22,16 +22,23 @@ def read(call: Call, described: torch.Tensor | None) -> tuple[Call, torch.Tensor
     padding = getattr(described, "attn_padding", None) or Padding(call.window)
     keys = described.shape[1]
     call = replaced(call, key=call.key[:, :keys], value=call.value[:, :keys], window=padding.window)
+    if described.dtype != torch.bool:
+        is_padding = (described == 0) | (described == 1)
+        require(call, is_padding, f"a mask [B, T] of {described.dtype} with values other than 0 and 1", "pass a bool mask")
     return call, None if padding.whole else described.bool(), padding
 
 
 def as_bool(call: Call, given: torch.Tensor) -> torch.Tensor:
-    """Convert a mask to True = attend. Raises `UnsupportedError` for one with values other than 0 and the lowest number."""
+    """Convert a mask to True = attend. Raises `UnsupportedError` for one with values other than 0 and the lowest number, and
+    for integers: 1 attends in a mask of flags, and does not hide in a mask that is added."""
     if given.dtype == torch.bool:
         return given
+    if not given.dtype.is_floating_point:
+        raise call.refusal(
+            f"a mask {list(given.shape)} of {given.dtype}", "pass a bool mask, True = attend, or floats to be added"
+        )
     hidden = given <= torch.finfo(given.dtype).min / 2
-    if bool((~hidden & (given != 0)).any()):
-        raise call.refusal("a mask with values other than 0 and -inf", "pass it as position_bias")
+    require(call, hidden | (given == 0), "a mask with values other than 0 and -inf", "pass it as position_bias")
     return ~hidden
 
 

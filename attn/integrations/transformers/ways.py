@@ -132,7 +132,7 @@ def by_formula(call: Call, drawn: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _drawn(call: Call, attention_mask: torch.Tensor | None) -> tuple[Call, torch.Tensor]:
+def drawn(call: Call, attention_mask: torch.Tensor | None) -> tuple[Call, torch.Tensor]:
     """Return (the call over the keys of its mask, its mask [B, 1, S, T], materialised, with causality and window)."""
     padding = getattr(getattr(attention_mask, "attn_described", None), "attn_padding", None)
     if padding is not None and padding.draw is not None:
@@ -145,13 +145,20 @@ def _drawn(call: Call, attention_mask: torch.Tensor | None) -> tuple[Call, torch
     return call, as_drawn(call, present)
 
 
+def selected(call: Call, attention_mask: torch.Tensor | None, indices: torch.Tensor) -> tuple[Call, torch.Tensor]:
+    """Return (call, mask) of a layer that sees the keys `indices` [B, S, n] only (DeepSeek-V3.2), within its mask."""
+    call, allowed = drawn(call, attention_mask)
+    seen = indices.new_zeros(*indices.shape[:2], call.key.shape[1], dtype=torch.bool).scatter(-1, indices.long(), True)
+    return replaced(call, causal=False, window=None), allowed & seen[:, None]
+
+
 @torch.no_grad()
 def weights(call: Call, attention_mask: torch.Tensor | None) -> torch.Tensor:
     """Return the attention weights [B, H, S, T] by the formula, in the query's dtype; a row without keys is 0."""
     keys = call.key.shape[1]
-    call, drawn = _drawn(call, attention_mask)
+    call, allowed = drawn(call, attention_mask)
     rules = Rules(causal=False, scale=call.scale, window=(None, None), cap=call.soft_cap)
-    found = dense(call.query, call.key, rules, Extras(None, call.sinks, drawn))
+    found = dense(call.query, call.key, rules, Extras(None, call.sinks, allowed))
     return F.pad(found, (0, keys - found.shape[-1])).to(call.query.dtype)
 
 
@@ -168,8 +175,8 @@ def by_sdpa(
             what = f"dropout of attention weights ({dropout})"
             advice += f", set {dropout_name(call, dropout)} to 0 in the model's config, or use eager"
         raise call.refusal(f"{what} with a cap, sinks or a backend by name", advice)
-    call, drawn = _drawn(call, attention_mask)
-    added = drawn if bias is None else torch.where(drawn, bias[..., : drawn.shape[-1]].to(call.query.dtype), -torch.inf)
+    call, allowed = drawn(call, attention_mask)
+    added = allowed if bias is None else torch.where(allowed, bias[..., : allowed.shape[-1]].to(call.query.dtype), -torch.inf)
     q, k, v = (x.transpose(1, 2) for x in (call.query, call.key, call.value))
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=added, dropout_p=dropout, scale=call.scale, enable_gqa=True)
-    return torch.where(drawn.any(-1)[..., None], out, 0).transpose(1, 2)
+    return torch.where(allowed.any(-1)[..., None], out, 0).transpose(1, 2)
