@@ -41,7 +41,15 @@ from typing import Any
 import torch
 
 from attn.errors import BackendLoadError
-from attn.integrations.transformers.batching import PAGED, PREFIX, attend_paged, paged_backends, paged_name, refuse_unpaged
+from attn.integrations.transformers.batching import (
+    PAGED,
+    PREFIX,
+    attend_paged,
+    paged_backends,
+    paged_name,
+    refuse_unpaged,
+    without_graphs,
+)
 from attn.integrations.transformers.call import NAME, Call, refuse_unknown, requested
 from attn.integrations.transformers.graph import as_operator
 from attn.integrations.transformers.masks import mask
@@ -83,7 +91,8 @@ def paged(model: Any, backend: str | None = None) -> Generator[Any, None, None]:
     """Let `generate_batch` use `attn` for `model` within the block; its previous implementation is restored afterwards.
 
     backend: the name of a torch backend; None for the fastest for each call. Raises `ValueError` for an unknown name, and
-    `UnsupportedError`, before anything runs, for a model or a backend that continuous batching does not support.
+    `UnsupportedError`, before anything runs, for a model or a backend that continuous batching does not support, and when
+    `generate_batch` is called with `use_cuda_graph=True`: transformers' CUDA graphs are off within the block.
 
     transformers restricts continuous batching to implementations called eager, sdpa or flash-something, and loads the last as
     kernels; so the name is written into the config directly.
@@ -93,7 +102,8 @@ def paged(model: Any, backend: str | None = None) -> Generator[Any, None, None]:
     before = model.config._attn_implementation
     model.config._attn_implementation = paged_name() if backend is None else f"{paged_name()}:{backend}"
     try:
-        yield model
+        with without_graphs(model):
+            yield model
     finally:
         model.config._attn_implementation = before
 

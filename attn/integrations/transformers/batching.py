@@ -1,7 +1,9 @@
 """Continuous batching, in transformers' pages if a layer keeps all of its keys in them."""
 
+import contextlib
+import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +83,59 @@ def refuse_unpaged(model: Any, backend: str | None) -> None:
             raise UnsupportedError(f"{where}: {error}", error.reasons) from None
 
 
+@contextlib.contextmanager
+def without_graphs(model: Any) -> Generator[None, None, None]:
+    """Within the block, the model's continuous batching captures no CUDA graphs; by default it does on a GPU for every
+    implementation without masks. `attend_paged` reads the requests' lengths on the host, which a capture cannot do.
+
+    Starting it raises `UnsupportedError` if its configuration, or a manager kept from before, asks for graphs.
+    """
+    start, name = model.init_continuous_batching, type(model).__name__
+    before = vars(model).get("init_continuous_batching")
+
+    def init_continuous_batching(
+        generation_config: Any = None, continuous_batching_config: Any = None, *rest: Any, **more: Any
+    ) -> Any:
+        from transformers.generation import ContinuousBatchingConfig  # type: ignore[attr-defined]
+
+        config = continuous_batching_config
+        if config is None:
+            general = model.generation_config if generation_config is None else generation_config
+            config = getattr(general, "continuous_batching_config", None) or ContinuousBatchingConfig()
+        kept = getattr(model, "_cached_continuous_batching_manager", None)
+        if _asks_for_graphs(config):
+            raise UnsupportedError(
+                f"{name}: use_cuda_graph={config.use_cuda_graph} in continuous batching not supported: lengths are read on "
+                "the host; leave use_cuda_graph at None, or set it to False"
+            )
+        if _asks_for_graphs(getattr(kept, "continuous_batching_config", None)):
+            raise UnsupportedError(
+                f"{name}: a continuous batching manager kept from before replays the CUDA graphs of another implementation: "
+                "call model.destroy_cached_continuous_batching_manager() first"
+            )
+        config = copy.copy(config)
+        config.use_cuda_graph = False
+        return start(generation_config, config, *rest, **more)
+
+    model.init_continuous_batching = init_continuous_batching
+    try:
+        yield
+    finally:
+        del model.init_continuous_batching
+        if before is not None:
+            model.init_continuous_batching = before
+
+
+def _asks_for_graphs(config: Any) -> bool:
+    """Whether a configuration of continuous batching asks for CUDA graphs: a bool, or one for each of two paths."""
+    asked = getattr(config, "use_cuda_graph", None)
+    return any(asked) if isinstance(asked, tuple) else bool(asked)
+
+
+def _capturing(x: torch.Tensor) -> bool:
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def _windows(config: Any) -> set[int | None]:
     """Return the windows of a model's layers, None for full ones."""
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
@@ -88,7 +143,15 @@ def _windows(config: Any) -> set[int | None]:
 
 
 def attend_paged(call: Call, cache: Any, kwargs: dict[str, Any]) -> torch.Tensor:
-    """Attend one packed row of requests [1, T, ...] over transformers' `PagedAttentionCache`; padding rows are 0."""
+    """Attend one packed row of requests [1, T, ...] over transformers' `PagedAttentionCache`; padding rows are 0.
+
+    Reads lengths on the host. Raises `UnsupportedError` while a CUDA graph is captured.
+    """
+    if _capturing(call.query):
+        raise call.refusal(
+            "continuous batching while a CUDA graph is captured",
+            "use paged(model), or ContinuousBatchingConfig(use_cuda_graph=False)",
+        )
     index = call.module.layer_idx
     pages = _pages(cache, index, kwargs)
     starts = kwargs["cu_seq_lens_q"].cpu().numpy()
