@@ -33,6 +33,7 @@ _FACE = {
     "CommonAttentionMetadata": "attn.backends.metadata",
     "spans_of": "attn.backends.metadata",
     "KVCacheSpec": "attn.backends.abstract",
+    "kv_cache_scales": "attn.calibration",
     "attention": "attn.functional",
     "record_next": "attn.recording",
     "explain": "attn.report",

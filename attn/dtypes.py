@@ -64,6 +64,11 @@ KV_CACHE_DTYPES = {
 PER_TOKEN_HEAD = frozenset({"int8_per_token_head", "fp8_per_token_head"})
 
 
+def needs_scales(kv_cache_dtype: str | None) -> bool:
+    """Whether values that are cached with a scale of 1 lose most of their precision: int8 without scales of its own."""
+    return KV_CACHE_DTYPES.get(kv_cache_dtype or "auto") == "int8" and kv_cache_dtype not in PER_TOKEN_HEAD
+
+
 def dtype_name(dtype: Any) -> str:
     """Return the canonical name of `dtype`, from any framework. Raises `DTypeError` for an unknown dtype."""
     if isinstance(dtype, str):

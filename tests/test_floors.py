@@ -45,7 +45,7 @@ FLOORS = [
     ("attn.platforms",),
     ("attn.backends", "attn.choice", "attn.diffusion", "attn.plugins", "attn.preferences", "attn.pictures", "attn.serving"),
     ("attn.selector", "attn.hints", "attn.recording", "attn.layer", "attn.evidence", "attn.testing", "attn.aot", "attn.bench"),
-    ("attn.report", "attn.model_report", "attn.functional", "attn.weights", "attn.collect"),
+    ("attn.report", "attn.model_report", "attn.functional", "attn.weights", "attn.collect", "attn.calibration"),
     DOORS,
 ]
 #: The ground floor needs the standard library alone (the oracle: NumPy too).

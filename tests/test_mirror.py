@@ -29,6 +29,7 @@ ACROSS = {
     "test_same_refusals.py": "every backend's errors",
     "test_vllm_interface.py": "vLLM's names and signatures",
     "test_torch_with_jax.py": "a layer between frameworks",
+    "torch/test_devices.py": "layers, batches and caches on devices",
     "torch/test_dtensor.py": "a layer under torch's DTensor",
     "torch/interpreted/test_conformance.py": "the conformance suite on interpreted kernels",
     "torch/test_interpreted.py": "processes that interpret Triton's kernels",

@@ -25,9 +25,10 @@ from attn.backends.arguments import layer_features, window_pair
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.registry import AttentionBackendEnum
 from attn.capabilities import ENCODER_TYPES, AttentionType, Feature, Request
-from attn.dtypes import KV_CACHE_DTYPES, PER_TOKEN_HEAD
+from attn.dtypes import KV_CACHE_DTYPES, PER_TOKEN_HEAD, needs_scales
 from attn.errors import UnsupportedError
 from attn.integrations.vllm import layer_name, logger
+from attn.layer import UNSCALED
 from attn.selector import make_request, select
 from attn.torch import kv_cache as caches
 from attn.torch.layer import Attention
@@ -206,6 +207,13 @@ class AttnMetadataBuilder(vllm_backend.AttentionMetadataBuilder):
         raise UnsupportedError(f"{', '.join(self.layer_names)}: {what} not supported: {_ELSEWHERE}")
 
 
+class _Unscaled(Attention):
+    """A layer whose scales are those of vLLM's layer, which calls its implementation."""
+
+    def _warn_unscaled(self, missing: list[str]) -> None:
+        """Do not warn: `AttnImpl` knows the scales when it first writes."""
+
+
 class AttnImpl(vllm_backend.AttentionImpl):
     """One layer: this library's chosen backend over vLLM's cache."""
 
@@ -236,6 +244,7 @@ class AttnImpl(vllm_backend.AttentionImpl):
         self.dtype, self.name = torch.get_default_dtype(), layer_name()
         self.layers: dict[int, Attention] = {}
         self._seen: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._unscaled = needs_scales(kv_cache_dtype)
         config = get_current_vllm_config_or_none()
         wanted = {
             Feature.NON_CAUSAL: getattr(getattr(config, "attention_config", None), "use_non_causal", False),
@@ -254,7 +263,7 @@ class AttnImpl(vllm_backend.AttentionImpl):
         """Return this layer for a block size, created once; it holds the choice and its reasons."""
         if block_size not in self.layers:
             try:
-                self.layers[block_size] = Attention(
+                self.layers[block_size] = _Unscaled(
                     num_heads=self.num_heads,
                     head_size=self.head_size,
                     scale=self.scale,
@@ -302,7 +311,14 @@ class AttnImpl(vllm_backend.AttentionImpl):
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
     ) -> None:
-        """Write key, value [T, K, D] at `slot_mapping` [T]; encoders have no cache."""
+        """Write key, value [T, K, D] at `slot_mapping` [T]; encoders have no cache. An int8 cache without scales warns once."""
+        if self._unscaled:
+            self._unscaled = False
+            names = [name for name in ("k_scale", "v_scale") if getattr(layer, f"_{name}_float", None) == 1.0]
+            if names:
+                logger.warning_once(
+                    "%s: kv_cache_dtype=%r without %s: %s", self.name, self.kv_cache_dtype, " and ".join(names), UNSCALED
+                )
         if self.attn_type not in ENCODER_TYPES:
             own = self._layer(kv_cache.shape[2])
             own.impl.do_kv_cache_update(layer, key, value, self._cache(own, kv_cache), slot_mapping)

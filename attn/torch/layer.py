@@ -25,6 +25,9 @@ if TYPE_CHECKING:  # loaded with the backends that are chosen
     from attn.torch.backends.mla._mla import MLACommonImpl
 
 _SCALES = ("_q_scale", "_k_scale", "_v_scale", "_prob_scale")
+#: Default devices that do not place a layer: its batches and caches are on the default device of their own time. Weights of a
+#: model created on "meta" are loaded elsewhere.
+_NOWHERE = ("cpu", "meta")
 
 
 @torch.compiler.assume_constant_result
@@ -36,20 +39,26 @@ def _warn_in_graph() -> None:
 class _Module(BaseLayer, nn.Module):
     """Stores the scales as buffers, which move with the module and are never cast."""
 
+    #: The device that the layer was created on (`with torch.device(...)`) or moved to; None: neither.
+    _place: torch.device | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        default = torch.get_default_device()
+        self._place = None if default.type in _NOWHERE else default
+
     @staticmethod
     def _default_dtype() -> torch.dtype:
         return torch.get_default_dtype()
 
     def _device(self) -> torch.device:
-        """The device that the module was moved to, else torch's default device."""
-        scale = self._buffers["_k_scale"]
-        assert scale is not None
-        return scale.device if scale.device.type != "cpu" else torch.get_default_device()
+        """The device that the layer was created on or moved to, else torch's default device."""
+        return torch.get_default_device() if self._place is None else self._place
 
     def _keep_scale(self, name: str, scale: torch.Tensor) -> None:
-        self.register_buffer(name, scale, persistent=False)
         if scale.ndim == 0:
             setattr(self, f"{name}_float", float(scale))
+        self.register_buffer(name, scale if self._place is None else scale.to(self._place), persistent=False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """Move scales with the module without casting them: `half()` applies to activations, not to the scales of a cache."""
@@ -58,6 +67,8 @@ class _Module(BaseLayer, nn.Module):
         for name, scale in kept.items():
             moved = self._buffers[name]
             assert moved is not None
+            if moved.device != scale.device:
+                self._place = moved.device
             self._buffers[name] = scale.to(moved.device)
         return self
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 #: The fields that are tensors on the device.
 ARRAYS = ("query_start_loc", "seq_lens", "block_table", "slot_mapping", "tree_mask", "spans", "prefix", "is_causal")
+_MOVED_TOGETHER = ARRAYS[:4]
 _counter = itertools.count(1)
 #: Every live batch by its `handle`, for operators of a graph. A handle is never reused.
 alive: "weakref.WeakValueDictionary[int, PagedAttentionMetadata]" = weakref.WeakValueDictionary()
@@ -162,6 +163,18 @@ class PagedAttentionMetadata(AttentionMetadata):
                 t = int(bad.nonzero()[0]) if bad is wild else int(order.indices[1:][bad][0])
                 r = int((self.query_start_loc[1:] <= t).sum())
                 raise MetadataError("slot_mapping", t, int(slots[t]), f"{bound} (a token of request {r})")
+
+
+def check_device(backend: str, batch: Any, query: torch.Tensor) -> None:
+    """Raise `DeviceError` unless a batch is on the query's device."""
+    device = query.device
+    for name in _MOVED_TOGETHER:
+        found = getattr(batch, name).device
+        if found != device:
+            raise DeviceError(
+                f"{backend}: {name} of the batch is on {found}, query on {device}: move the layer before it builds batches "
+                f'(layer.to("{device}")), or pass the device, layer.build(batch, device="{device}")'
+            )
 
 
 class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetadata]):

@@ -298,7 +298,7 @@ np.savez(sys.argv[1] + "/out.npz", out=out, cache=cache)
 
 def test_a_layer_may_be_built_under_a_trace() -> None:
     """Nothing of it is a tracer that outlives the trace, nor a leaf that a checkpoint would have to hold."""
-    arguments = {"k_scale": [0.5, 2.0], "sinks": [0.0] * H, "alibi_slopes": [1.0] * H}
+    arguments = {"k_scale": [0.5, 2.0], "v_scale": 0.5, "sinks": [0.0] * H, "alibi_slopes": [1.0] * H}
     layer = nnx.eval_shape(lambda: new_layer(kv_cache_dtype="int8", **arguments))
     assert not jax.tree.leaves(nnx.state(layer))
     assert layer._k_scale.tolist() == [0.5, 2.0] and layer.impl.sinks.tolist() == [0.0] * H

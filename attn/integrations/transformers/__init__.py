@@ -26,9 +26,9 @@ other becomes boolean [B, 1, S, T], which is recognised as such a pattern where 
 tokens that see each other (Gemma 3's images, PaliGemma's prefix) are described as well, and computed packed. In a graph
 (`torch.compile`) masks are materialised; the dense way is traced, each other way is one operator.
 
-What becomes of each argument that transformers passes is in docs/reference/arguments.md: those that change the meaning of
-attention are used or, if not supported (`call.UNKNOWN`), rejected with the layer's name; others are ignored. Requested weights
-(`output_attentions`) are computed beside the call by the formula (`attn.weights`).
+Arguments that change the meaning of attention are used or, if not supported (`call.UNKNOWN`), rejected with the layer's name; a
+test lists every argument that transformers passes. Requested weights (`output_attentions`) are computed beside the call by the
+formula (`attn.weights`).
 
 transformers 5.4 is the oldest version with these attention and mask interfaces. Its continuous batching reads a window's keys
 correctly from 5.16 on; before 5.18 it stores keys and values in separate tensors, which no view joins, so they are gathered.

@@ -20,7 +20,7 @@ from attn.dtypes import PER_TOKEN_HEAD, QuantKey, kFp8StaticTensorSym
 from attn.errors import DeviceError, DTypeError, MetadataError, ShapeError, UnsupportedError
 from attn.torch import kv_cache as caches
 from attn.torch.alignment import aligned
-from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
+from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder, check_device
 
 #: The dtype of the output when output_scale is given.
 FUSED_OUTPUT = torch.float8_e4m3fn
@@ -238,6 +238,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
                         f"{self.backend.get_name()}: {what} requires grad: {Feature.BACKWARD.value} not supported "
                         "(call under torch.no_grad(), or detach)"
                     )
+        check_device(self.backend.get_name(), attn_metadata, query)
         self._check_masking(attn_metadata)
         self._check_key_value(query, key, value, attn_metadata)
         if self.attn_type not in ENCODER_TYPES:

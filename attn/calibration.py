@@ -1,0 +1,50 @@
+"""Scales of a quantised cache, from a sample of keys and values."""
+
+from typing import Any
+
+from attn import arrays
+from attn.dtypes import DTYPES, KV_CACHE_DTYPES, PER_TOKEN_HEAD, dtype_name
+from attn.errors import DTypeError, ShapeError
+
+_SCALED = [
+    name
+    for name, element in KV_CACHE_DTYPES.items()
+    if element in ("int8", "float8_e4m3fn", "float8_e5m2") and name not in PER_TOKEN_HEAD
+]
+
+
+def kv_cache_scales(keys: Any, values: Any, kv_cache_dtype: str = "int8", *, per_head: bool = False) -> tuple[Any, Any]:
+    """Return (k_scale, v_scale) for a layer's quantised cache: the largest absolute value of each over the largest code.
+
+        k_scale, v_scale = attn.kv_cache_scales(keys, values, "int8")
+        layer = attn.torch.Attention(..., kv_cache_dtype="int8", k_scale=k_scale, v_scale=v_scale)
+
+    keys, values: [..., K, D] of any framework: what the layer would cache (keys after rotary embedding) for text like the text
+    to be served. Larger values met later are clipped. kv_cache_dtype: "int8" or an fp8 format.
+
+    Returns two floats or, with `per_head`, two float32 NumPy arrays [K], for backends with the feature "per_head_scales". A
+    scale is 1 where all numbers are 0. Raises `DTypeError` for a cache without scales and for arrays that are not of floats,
+    `ShapeError`, ValueError for numbers that are not finite, and TypeError for what is no array.
+    """
+    if kv_cache_dtype not in _SCALED:
+        raise DTypeError(f"kv_cache_dtype={kv_cache_dtype!r} has no k_scale and v_scale; with scales: {', '.join(_SCALED)}")
+    largest = DTYPES[KV_CACHE_DTYPES[kv_cache_dtype] or ""].max
+    k_scale, v_scale = (_scale(name, x, largest, per_head) for name, x in (("keys", keys), ("values", values)))
+    return k_scale, v_scale
+
+
+def _scale(name: str, array: Any, largest: float, per_head: bool) -> Any:
+    import numpy as np
+
+    framework, shape = arrays.framework_of(array), tuple(array.shape)
+    if len(shape) < 2 or 0 in shape:
+        raise ShapeError(f"{name} has shape {list(shape)}: must be [..., K, D], with at least one token")
+    if dtype_name(array.dtype) not in ("float64", "float32", "float16", "bfloat16"):
+        raise DTypeError(f"{name} has dtype {dtype_name(array.dtype)}: must be floats, as they are before quantisation")
+    tokens = abs(array.reshape(-1, *shape[-2:]))
+    found = np.asarray((tokens.amax((0, 2)) if framework == "torch" else tokens.max((0, 2))).tolist(), np.float64)
+    if not np.isfinite(found).all():
+        raise ValueError(f"{name} has numbers that are not finite, in kv head {int(np.argmin(np.isfinite(found)))}")
+    found = found if per_head else found.max(keepdims=True)
+    scale = np.where(found == 0, 1.0, found / largest).astype(np.float32)
+    return scale if per_head else float(scale[0])

@@ -1,0 +1,109 @@
+"""Layers, batches and caches on devices: they follow the device context and `.to()`, and a call has all of them on one."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from attn.backends.metadata import CommonAttentionMetadata
+from attn.backends.registry import AttentionBackendEnum
+from attn.errors import DeviceError
+from attn.torch import Attention, MLAAttention
+from attn.torch.backends._paged import PagedAttentionImpl
+from attn.torch.backends.mla._mla import MLACommonImpl
+
+META = torch.device("meta")
+BATCH = CommonAttentionMetadata.from_lens([5], [5], [[1]], 16)
+
+
+def layer_of(name: str, **options: Any) -> Any:
+    if "MLA" not in name:
+        return Attention(4, 32, num_kv_heads=2, backend=name, **options)
+    return MLAAttention(2, 32, 16, 16, 16, torch.zeros(32, 2, 32), block_size=16, backend=name, **options)
+
+
+def call(layer: Any, metadata: Any, cache: torch.Tensor, device: Any, odd: str = "") -> torch.Tensor:
+    shapes = ((5, 2, 32), (5, 32), (5, 16)) if isinstance(layer, MLAAttention) else ((5, 4, 32), (5, 2, 32), (5, 2, 32))
+    names = ("query", "key", "value")
+    arrays = [torch.zeros(s, device=META if n == odd else device) for n, s in zip(names, shapes, strict=True)]
+    out: torch.Tensor = layer(*arrays, cache, metadata)
+    return out
+
+
+@pytest.mark.parametrize("move", ["context", "to", "to_empty"])
+def test_a_layer_is_where_it_was_made_or_moved(move: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device meta stands in for a GPU. A model made on meta itself is loaded elsewhere, so that does not place a layer."""
+    if move == "context":
+        monkeypatch.setattr("attn.torch.layer._NOWHERE", ("cpu",))
+        with META:
+            layer = Attention(4, 32, num_kv_heads=2, kv_cache_dtype="int8", k_scale=0.5, v_scale=0.5)
+    else:
+        layer = Attention(4, 32, num_kv_heads=2, kv_cache_dtype="int8", k_scale=0.5, v_scale=0.5)
+        assert layer.half()._device().type == "cpu"
+        layer = layer.to(META) if move == "to" else layer.to_empty(device=META)
+    assert layer._k_scale_float == 0.5
+    for one in (layer, copy.deepcopy(layer), layer.half()):
+        metadata, cache = one.build(BATCH), one.new_kv_cache(4)
+        assert {metadata.seq_lens.device, metadata.slot_mapping.device, cache.device, one._k_scale.device} == {META}
+    assert layer.build(BATCH, device="cpu").seq_lens.device.type == "cpu"
+    monkeypatch.undo()
+    with META:
+        loaded_later = Attention(4, 32)
+    assert loaded_later._device().type == "cpu"
+
+
+@pytest.mark.parametrize("name", ["CPU_ATTN", "TORCH_SDPA", "FLEX_ATTENTION", "TORCH_MLA"])
+def test_a_call_on_two_devices_is_refused_with_both(name: str) -> None:
+    layer = layer_of(name)
+    here, there = (layer.build(BATCH, device=device) for device in ("cpu", META))
+    cache = layer.new_kv_cache(4, "cpu")
+    call(layer, here, cache, "cpu")
+    advice = r'move the layer .*layer\.to\("cpu"\).* layer\.build\(batch, device="cpu"\)'
+    with pytest.raises(DeviceError, match=rf"{name}: query_start_loc of the batch is on meta, query on cpu: {advice}"):
+        call(layer, there, cache, "cpu")
+    here.slot_mapping = here.slot_mapping.to(META)
+    with pytest.raises(DeviceError, match=f"{name}: slot_mapping of the batch is on meta, query on cpu"):
+        call(layer, here, cache, "cpu")
+    here = layer.build(BATCH, device="cpu")
+    with pytest.raises(DeviceError, match=f"{name}: kv_cache is on meta, query on cpu"):
+        call(layer, here, layer.new_kv_cache(4, META), "cpu")
+    for odd in ("key", "value"):
+        with pytest.raises(DeviceError, match=rf"{name}: \w+ is on meta, query on cpu"):
+            call(layer, here, cache, "cpu", odd)
+
+
+def test_every_backend_checks_devices_alike() -> None:
+    """The check is in the base classes, which no backend's class goes around."""
+    checked = 0
+    for member in AttentionBackendEnum:
+        if str(member.value or "").startswith("attn.torch."):
+            impl = member.get_class().get_impl_cls()
+            base = MLACommonImpl if issubclass(impl, MLACommonImpl) else PagedAttentionImpl
+            assert (impl.forward, impl._check_call) == (base.forward, base._check_call), member.name
+            checked += 1
+    assert checked > 15
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("name", ["TRITON_ATTN", "TORCH_SDPA", "TRITON_MLA"])
+@pytest.mark.parametrize("how", ["context", "to", "device="])
+def test_on_a_gpu(name: str, how: str) -> None:
+    dtype: dict[str, Any] = {"dtype": torch.float32}
+    if how == "context":
+        with torch.device("cuda"):
+            layer = layer_of(name, **dtype)
+        cache, metadata = layer.new_kv_cache(4, device="cuda"), layer.build(BATCH)
+    else:
+        with torch.device("cuda" if "MLA" in name else "cpu"):  # a latent layer is where its weights are
+            layer = layer_of(name, **dtype)
+        if how == "to":
+            layer = layer.to("cuda")
+            cache, metadata = layer.new_kv_cache(4), layer.build(BATCH)
+        else:
+            cache, metadata = layer.new_kv_cache(4, "cuda"), layer.build(BATCH, device="cuda")
+    assert call(layer, metadata, cache, "cuda").device.type == "cuda"
+    with pytest.raises(DeviceError, match=rf"{name}: query_start_loc of the batch is on cpu, query on cuda:0: .*cuda:0"):
+        call(layer, layer.build(BATCH, device="cpu"), cache, "cuda")
+    with pytest.raises(DeviceError, match=rf"{name}: kv_cache is on cpu, query on cuda:0"):
+        call(layer, metadata, layer.new_kv_cache(4, "cpu"), "cuda")
