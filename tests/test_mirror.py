@@ -9,6 +9,7 @@ ROOT = TESTS.parent
 ACROSS = {
     "bench/test_stopwatches.py": "attn/torch/bench.py and attn/jax/bench.py: the same tests of both",
     "demo/test_models.py": "the same model in both frameworks",
+    "integrations/test_arguments.py": "docs/reference/arguments.md",
     "integrations/test_entry_points.py": "pyproject.toml",
     "jax/test_conformance.py": "the conformance suite on an interpreted kernel",
     "reference/test_errors.py": "the oracle, whose functions are one package's",

@@ -89,7 +89,8 @@ def _function(backend: str | None, error_budget: float) -> Any:
             raise UnsupportedError(f"attn: dropout_p={dropout_p}: dropout of attention weights is not supported")
         if _parallel_config is not None:
             raise UnsupportedError(
-                "attn: diffusers' context parallelism is not supported: attn.torch.diffusion.parallel shards sequences"
+                "attn: _parallel_config: diffusers' context parallelism is not supported: attn.torch.diffusion.parallel "
+                "shards sequences"
             )
         if not query.ndim == key.ndim == value.ndim == 4 or key.shape[:3] != value.shape[:3]:
             shapes = ", ".join(str(list(x.shape)) for x in (query, key, value))

@@ -46,9 +46,24 @@ def attention_fn(layer: Attention) -> Callable[..., jax.Array]:
         precision: Any = None,
         module: Any = None,
         is_causal: bool = False,
-        **_: Any,
+        promote_dtype: Any = None,
+        force_fp32_for_softmax: bool = False,
+        einsum_dot_general: Any = None,
+        qk_attn_weights_einsum: Any = None,
+        attn_weights_value_einsum: Any = None,
+        **more: Any,
     ) -> jax.Array:  # all names are listed: linen silently drops arguments not in the signature
-        refuse_flax(dropout_rate, deterministic, module)
+        refuse_flax(
+            dropout_rate,
+            deterministic,
+            module,
+            promote_dtype,
+            precision=precision,
+            einsum_dot_general=einsum_dot_general,
+            qk_attn_weights_einsum=qk_attn_weights_einsum,
+            attn_weights_value_einsum=attn_weights_value_einsum,
+            **more,
+        )
 
         def of_layer(q: jax.Array, k: jax.Array, v: jax.Array, bias: Any, mask: Any, *, is_causal: bool) -> jax.Array:
             return _dense(layer, q, k, v, bias, mask, is_causal)

@@ -230,26 +230,50 @@ def attention_fn(
     precision: Any = None,
     module: Any = None,
     is_causal: bool = False,
-    **_: Any,
+    promote_dtype: Any = None,
+    force_fp32_for_softmax: bool = False,
+    einsum_dot_general: Any = None,
+    qk_attn_weights_einsum: Any = None,
+    attn_weights_value_einsum: Any = None,
+    **more: Any,
 ) -> jax.Array:
     """`dot_product_attention` as the `attention_fn` of `nnx.MultiHeadAttention` and of linen's.
 
         nnx.MultiHeadAttention(8, 64, 64, attention_fn=attn.jax.attention_fn, decode=False, rngs=nnx.Rngs(0))
 
     All arguments that linen may pass are named, since linen silently drops those missing from the signature. mask: as flax
-    creates it, of any dtype, non-zero = attend. Raises `UnsupportedError` for active dropout and for `module` (flax's
-    sowing of weights).
+    creates it, of any dtype, non-zero = attend. Softmax is float32. Raises `UnsupportedError` for active dropout, `module`
+    (flax's sowing of weights), `precision`, functions for products or dtypes, and arguments of later versions of flax.
     """
-    refuse_flax(dropout_rate, deterministic, module)
+    refuse_flax(
+        dropout_rate,
+        deterministic,
+        module,
+        promote_dtype,
+        precision=precision,
+        einsum_dot_general=einsum_dot_general,
+        qk_attn_weights_einsum=qk_attn_weights_einsum,
+        attn_weights_value_einsum=attn_weights_value_einsum,
+        **more,
+    )
     return flat_call(dot_product_attention, query, key, value, bias, mask, dtype, is_causal)
 
 
-def refuse_flax(dropout_rate: float, deterministic: bool, module: Any) -> None:
-    """Raise `UnsupportedError` for options of flax layers that no `attention_fn` of this package supports."""
+def refuse_flax(dropout_rate: float, deterministic: bool, module: Any, promote_dtype: Any, **others: Any) -> None:
+    """Raise `UnsupportedError` for options of flax layers that no `attention_fn` of this package supports.
+
+    others: by name, including those of later versions of flax; None and False ask for nothing.
+    """
     if dropout_rate and not deterministic:
         raise UnsupportedError(f"dropout_rate={dropout_rate}: dropout of attention weights is not supported")
     if module is not None:
         raise UnsupportedError("module: attention weights are never stored and cannot be sown: pass sow_weights=False")
+    if promote_dtype is not None and not getattr(promote_dtype, "__module__", "").startswith("flax."):
+        raise UnsupportedError("promote_dtype: another function than flax's is not supported: promote the arrays before")
+    for name, value in others.items():
+        if value is not None and value is not False:
+            advice = "use jax.default_matmul_precision" if name == "precision" else "use flax's own attention"
+            raise UnsupportedError(f"{name}={value!r} is not supported: products are the backend's ({advice})")
 
 
 def flat_call(
