@@ -95,9 +95,10 @@ def split(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.T
             "float32 scales after the codes of a block are aligned"
         )
     strides = kv_cache.stride()
-    if not kv_cache[:1, :1].is_contiguous() or any(place % 4 for place in (kv_cache.storage_offset(), *strides[:2])):
+    begin = 0 if torch.compiler.is_compiling() else kv_cache.storage_offset()  # not traced
+    if not kv_cache[:1, :1].is_contiguous() or any(place % 4 for place in (begin, *strides[:2])):
         raise ShapeError(
-            f"kv_cache has strides {list(strides)} and begins at byte {kv_cache.storage_offset()} of its storage: each block "
+            f"kv_cache has strides {list(strides)} and begins at byte {begin} of its storage: each block "
             "[P, K, D + 4] must be contiguous and begin at a multiple of 4, to hold its scales (see `layer.new_kv_cache`)"
         )
     content = kv_cache.view(2, blocks, page * heads * row)

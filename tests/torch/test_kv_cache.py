@@ -201,3 +201,9 @@ def test_a_tokens_own_scale_is_a_rounded_quotient(element: torch.dtype) -> None:
     largest = np.random.default_rng(0).lognormal(0, 4, (1 << 16, 1)).astype(np.float32)
     got = kv_cache.own_scale(torch.from_numpy(largest)[..., None].to(device), element).cpu().numpy()
     np.testing.assert_array_equal(got, largest / np.float32(127 if element == torch.int8 else 448))
+
+
+def test_a_cache_with_scales_of_its_own_is_split_in_a_graph() -> None:
+    cache = torch.zeros(2, 4, 16, 2, 36, dtype=torch.int8)
+    parts = torch.compile(lambda kv: [part * 1 for part in kv_cache.split(kv, 32)], fullgraph=True, backend="eager")(cache)
+    assert [tuple(part.shape) for part in parts] == [(4, 16, 2, 32)] * 2 + [(4, 16, 2)] * 2
