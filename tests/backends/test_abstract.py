@@ -1,7 +1,7 @@
 """The interface: array conversion in `AttentionImpl.__call__`, a builder's state, and constructor arguments."""
 
 import math
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 
 import numpy as np
 import pytest
@@ -221,3 +221,11 @@ def test_layer_features():
     assert layer_features((None, 2), None, None, None, None) == {"two_sided_window"}
     everything = layer_features((3, 3), 30.0, [0.5], [0.0], "layer.0")
     assert everything == {"sliding_window", "two_sided_window", "soft_cap", "alibi", "sinks", "kv_sharing"}
+
+
+def test_only_layers_with_a_cache_have_a_block_size(make_backend):
+    backend = make_backend(attn_types=("decoder", "encoder_only"))
+    backend.block_sizes = (16,)
+    asked = Request(64, "float32", block_size=24)
+    assert backend.why_not(asked) == ["block_size=24 (supports 16)"]
+    assert backend.why_not(replace(asked, attn_type="encoder_only")) == []

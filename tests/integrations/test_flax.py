@@ -51,6 +51,10 @@ def test_unequal_lengths_count_from_the_first_row(arrays):
     other = attn.jax.Attention(4, 8, num_kv_heads=2, **RULES)
     want = attn.attention(q[:, :5], k, v, mask=jnp.tril(jnp.ones((5, 8), bool)), **RULES)
     np.testing.assert_allclose(attention_fn(other)(q[:, :5], k, v, is_causal=True), want, atol=2e-6)
+    mask = jnp.arange(8) != 1
+    want = attn.attention(q[:, :5], k, v, mask=jnp.tril(jnp.ones((5, 8), bool)) & mask, **RULES)
+    got = attention_fn(other)(q[:, :5], k, v, mask=mask[None, None, None], is_causal=True)
+    np.testing.assert_allclose(got, want, atol=2e-6)
 
 
 def test_an_encoders_layer(arrays):

@@ -33,7 +33,12 @@ def arrays(rows=8, keys=8, heads=4, kv_heads=2, size=32):
     ("call", "backend"),
     [
         *(pytest.param(name, None) for name in CALLS),
-        *sampled([pytest.param(name, "PALLAS") for name in ("causal", "lengths", "negative scale")], 1, "jax.nn on PALLAS"),
+        *sampled(
+            [pytest.param(name, "PALLAS") for name in ("causal", "lengths", "negative scale")],
+            1,
+            "jax.nn on PALLAS",
+            lambda case: case.values[0] == "lengths",  # jax.nn's own implementations leave rows past a length 0 themselves
+        ),
     ],
 )
 def test_values_residuals_and_gradients_are_jaxs(call, backend):

@@ -234,6 +234,29 @@ def test_a_tree_needs_a_causal_batch(layer: Attention, make_batch: Any) -> None:
         layer(*arguments[:4], type(arguments[4])(**changed))
 
 
+def test_rows_of_padding_are_written_nowhere(layer: Attention, step: Any, make_batch: Any) -> None:
+    """Also if their slots are not -1: an engine's buffers may hold those of an earlier step."""
+    batch = make_batch()
+    unused = next(block for block in range(N) if block not in batch.common.block_table) * P
+    slots = np.append(batch.common.slot_mapping, unused).astype(np.int64)
+    batch.common = batch.common.replace(slot_mapping=slots)
+    *arrays, cache, metadata = call_arguments(layer, batch)
+    before = np.asarray(cache)[:, unused // P]
+    np.testing.assert_array_equal(step(*arrays, cache, metadata)[1][:, unused // P], before)
+
+
+def test_a_call_passes_both_scales(make_batch: Any) -> None:
+    layer = new_layer(kv_cache_dtype="int8", k_scale=0.5, v_scale=[0.25, 2.0])
+    q, k, v, _, metadata = call_arguments(layer, make_batch())
+    cache = layer.new_kv_cache(N)
+    (got, written), (want, after) = (
+        layer(q, k, v, cache, metadata),
+        layer.impl.apply(q, k, v, cache, metadata, k_scale=jnp.float32(0.5), v_scale=jnp.float32([0.25, 2.0])),
+    )
+    np.testing.assert_array_equal(written, after)
+    np.testing.assert_array_equal(got, want)
+
+
 def test_scales_are_arrays_of_the_layer() -> None:
     layer = new_layer(kv_cache_dtype="int8", k_scale=0.5, v_scale=[0.25, 2.0])
     assert layer._k_scale_float == 0.5 and layer._v_scale.tolist() == [0.25, 2.0]

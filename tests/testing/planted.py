@@ -184,6 +184,14 @@ DEFECTS = (
     ),
     # torch: FlexAttention
     Defect(
+        "flex_window_left",
+        "torch/backends/_flex.py",
+        "seen = seen & (distance >= -masks.left)",
+        "seen = seen & (distance > -masks.left)",
+        FLEX,
+        "A row does not see the first key of its window.",
+    ),
+    Defect(
         "flex_whole_pages",
         "torch/backends/_flex.py",
         "whole = torch.minimum(torch.maximum(-(-common // page), low), high)",
@@ -250,6 +258,14 @@ DEFECTS = (
     ),
     # jax: XLA's loop over the keys
     Defect(
+        "xla_window_cuts_span",
+        "jax/kernels/xla.py",
+        "if span_window and left is not None:",
+        "if left is not None:",
+        XLA,
+        "The window cuts spans although the layer does not ask for it.",
+    ),
+    Defect(
         "xla_widest_tree",
         "jax/kernels/xla.py",
         "(length - context <= width)",
@@ -272,6 +288,23 @@ DEFECTS = (
         "return x",
         XLA,
         "Rows of padding return what another row has.",
+    ),
+    # jax: latents
+    Defect(
+        "xla_mla_index_at_the_end",
+        "jax/kernels/xla_mla.py",
+        "(indices < seq_lens[request][:, None])",
+        "(indices <= seq_lens[request][:, None])",
+        ("jax/backends/mla/test_xla_mla_sparse.py",),
+        "The position after a request's last key counts as a key.",
+    ),
+    Defect(
+        "jax_mla_context_chunk",
+        "jax/backends/mla/_mla.py",
+        "position = jnp.where(place < ends[-1], place - bounds[request], 0)",
+        "position = jnp.where(place < ends[-1], place, 0)",
+        ("jax/backends/mla/test_xla_mla.py",),
+        "Positions within a context chunk are counted from the chunk's first request.",
     ),
     # jax: the TPU's kernels
     Defect(
@@ -427,6 +460,14 @@ DEFECTS = (
         "Rows of padding are not 0.",
     ),
     Defect(
+        "tpu_slot_gap",
+        "jax/backends/pallas.py",
+        "if len(written) != written[-1] - written[0] + 1:",
+        "if len(written) < written[-1] - written[0]:",
+        ("jax/backends/test_pallas.py",),
+        "A token between two written ones that has no slot is not refused, and written.",
+    ),
+    Defect(
         "tpu_mla_own_key",
         "jax/kernels/tpu/_mla_kernel.py",
         "visible &= j <= item.position",
@@ -451,12 +492,109 @@ DEFECTS = (
         "Latents in fp8 are not multiplied by their scale where they are values.",
     ),
     Defect(
+        "tpu_flash_small_sums",
+        "jax/kernels/tpu/_flash_forward.py",
+        "fine = (jnp.abs(lse) <= _LARGEST)",
+        "fine = (lse <= _LARGEST)",
+        FLASH_TPU,
+        "Rows whose sums vanish are not computed again.",
+    ),
+    Defect(
+        "tpu_flash_window_chunk",
+        "jax/kernels/tpu/_flash.py",
+        "begin = jnp.maximum(begin, at.position + cfg.reach - 1 - cfg.left)",
+        "begin = jnp.maximum(begin, at.position - cfg.left)",
+        FLASH_TPU,
+        "A chunk that the window cuts for the last rows of a group is not masked.",
+    ),
+    Defect(
+        "tpu_flash_segments",
+        "jax/kernels/tpu/_flash.py",
+        "alike &= (unit_least == least) & (unit_greatest == least)",
+        "alike &= unit_least == least",
+        FLASH_TPU,
+        "Rows of two segments are taken for rows of the first.",
+    ),
+    Defect(
         "tpu_flash_cap_gradient",
         "jax/kernels/tpu/_flash_backward.py",
         "    if slope is not None:\n        ds *= slope\n",
         "",
         FLASH_TPU,
         "Gradients ignore the slope of the soft cap.",
+    ),
+    # jax: layers and batches
+    Defect(
+        "jax_v_scale_is_k_scale",
+        "jax/layer.py",
+        "v_scale=self._v_scale",
+        "v_scale=self._k_scale",
+        ("jax/test_layer.py", "test_layer.py", "test_conformance.py"),
+        "Values are scaled by the scale of keys.",
+    ),
+    Defect(
+        "jax_slots_of_layer",
+        "jax/metadata.py",
+        "slots + skip * self.block_size",
+        "slots + skip",
+        ("jax/test_metadata.py", "jax/backends/test_paged.py"),
+        "Slots of a layer's part of a cache are offset by blocks and not by tokens.",
+    ),
+    Defect(
+        "jax_block_past_the_end",
+        "jax/metadata.py",
+        "(table < num_blocks)",
+        "(table <= num_blocks)",
+        ("jax/test_metadata.py", "jax/backends/test_paged.py"),
+        "The block after the last is taken for one of the cache.",
+    ),
+    Defect(
+        "jax_padding_slots",
+        "jax/backends/_paged.py",
+        "jnp.arange(slots.shape[0]) < attn_metadata.num_actual_tokens",
+        "jnp.arange(slots.shape[0]) <= attn_metadata.num_actual_tokens",
+        ("jax/test_layer.py", "test_conformance.py"),
+        "The first row of padding is written to its slot.",
+    ),
+    Defect(
+        "jax_shared_cache_written",
+        "jax/backends/_paged.py",
+        "if self.kv_sharing_target_layer_name is not None:",
+        "if self.kv_sharing_target_layer_name is not None and key is None:",
+        ("test_conformance.py",),
+        "A layer that reads another layer's cache writes its own keys there.",
+    ),
+    Defect(
+        "jax_query_lengths",
+        "jax/dot_product.py",
+        "real = jnp.arange(rows)[None, :, None] < jnp",
+        "real = jnp.arange(rows)[None, :, None] <= jnp",
+        ("jax/test_dot_product.py",),
+        "The first row past a query's length is not 0.",
+    ),
+    Defect(
+        "jax_replicas_in_turn",
+        "jax/sharding.py",
+        "(k for k in range(self.num_kv_heads) for _ in range(self.replicas))",
+        "(k for _ in range(self.replicas) for k in range(self.num_kv_heads))",
+        ("jax/test_sharding.py",),
+        "Replicas of a kv head are not on neighbouring devices.",
+    ),
+    Defect(
+        "jax_compilations_counted_before_warmup",
+        "jax/serving.py",
+        "if seconds and self._known:",
+        "if seconds:",
+        ("jax/test_serving.py",),
+        "A step that was never warmed up warns at its first call.",
+    ),
+    Defect(
+        "jax_merge_infinite_part",
+        "jax/merge.py",
+        "empty = jnp.isinf(logs) |",
+        "empty = (logs == -jnp.inf) |",
+        ("jax/test_merge.py",),
+        "A part whose log-sum-exp is +inf takes all the weight.",
     ),
     # torch: Triton's kernels, interpreted
     Defect(
@@ -638,6 +776,14 @@ DEFECTS = (
         "A graph's operator takes a batch whose tensors were replaced.",
     ),
     Defect(
+        "graph_sinks_of_first_layer",
+        "torch/graphs.py",
+        "impl = copy.copy(impl)  # another layer with these arguments may run at the same time",
+        "pass",
+        ("torch/test_graphs.py",),
+        "Layers of one graph that differ in sinks alone share them.",
+    ),
+    Defect(
         "cache_padded_token",
         "torch/kv_cache.py",
         "keep = (slots < 0).view(-1, *[1] * (rows.dim() - 1))",
@@ -679,6 +825,30 @@ DEFECTS = (
         "A decode in a window takes the padding of the first keys for that of the last.",
     ),
     Defect(
+        "transformers_window_of_all_keys",
+        "integrations/transformers/masks.py",
+        "Padding(window if window is not None and window < end else None, whole)",
+        "Padding(window if window is not None and window < end - 1 else None, whole)",
+        ("integrations/transformers/test_masks.py", "integrations/transformers/test_ways.py"),
+        "A window that hides only the first key is dropped.",
+    ),
+    Defect(
+        "transformers_bias_is_a_mask",
+        "integrations/transformers/reading.py",
+        "if bool((~hidden & (given != 0)).any()):",
+        "if bool((hidden & (given != 0)).all()):",
+        ("integrations/transformers/test_ways.py", "integrations/transformers/test_masks.py"),
+        "A mask with values to be added is taken for one of true and false.",
+    ),
+    Defect(
+        "transformers_padded_rows",
+        "integrations/transformers/packing.py",
+        "full[real] = out",
+        "full[: len(out)] = out",
+        ("integrations/transformers/test_packing.py", "integrations/transformers/test_ways.py"),
+        "Rows are not put back to where they were between padding.",
+    ),
+    Defect(
         "diffusers_causal_keys",
         "integrations/diffusers.py",
         "mask = torch.ones(1, 1, rows, keys, dtype=torch.bool, device=query.device).tril()",
@@ -695,6 +865,14 @@ DEFECTS = (
         "The log-sum-exp is returned by head and not by row.",
     ),
     Defect(
+        "flax_mask_without_causality",
+        "integrations/flax.py",
+        "mask, causal = triangle if mask is None else mask & triangle, False",
+        "mask, causal = triangle if mask is None else mask, False",
+        ("integrations/test_flax.py",),
+        "A causal call with a mask and other lengths is not causal.",
+    ),
+    Defect(
         "vllm_stale_cache",
         "integrations/_vllm.py",
         "if self._seen is None or self._seen[0] is not kv_cache:",
@@ -703,12 +881,28 @@ DEFECTS = (
         "A layer keeps the view of the first cache that it was called with.",
     ),
     Defect(
+        "vllm_draft_lengths",
+        "integrations/_vllm.py",
+        'self.exact = getattr(vllm_config, "speculative_config", None) is None',
+        "self.exact = True",
+        ("integrations/test_vllm.py",),
+        "Upper bounds of a draft's lengths are taken for its lengths.",
+    ),
+    Defect(
         "vllm_span_of_context",
         "integrations/_vllm.py",
         "first = lens[r] - (starts[r + 1] - starts[r])",
         "first = 0",
         ("integrations/test_vllm.py",),
         "Spans of a later chunk are put at the rows of the first.",
+    ),
+    Defect(
+        "tpu_inference_window",
+        "integrations/_tpu_inference.py",
+        "window = (attention_chunk_size - 1, None)",
+        "window = (attention_chunk_size, None)",
+        ("integrations/test_tpu_inference.py",),
+        "A window without causality has one key too many.",
     ),
     # serving
     Defect(
@@ -882,6 +1076,14 @@ DEFECTS = (
     ),
     # attn.testing: rules that never fire
     Defect(
+        "rule_of_padding",
+        "testing/rules.py",
+        "    if not right.all():\n",
+        "    if right.size and not right.any():\n",
+        ("testing/test_mutants.py", "testing/test_rules.py", "testing/test_conformance.py"),
+        "One written row of padding is no violation.",
+    ),
+    Defect(
         "rule_of_lse",
         "testing/rules.py",
         '    yield from _at(\n        case, "D",',
@@ -931,6 +1133,14 @@ DEFECTS = (
         "All requests draw with the same random numbers.",
     ),
     Defect(
+        "demo_transposed_matrix",
+        "demo/checkpoint.py",
+        'if tuple(entry["shape"]) != known[name]:',
+        'if sorted(entry["shape"]) != sorted(known[name]):',
+        ("demo/test_checkpoint.py",),
+        "A matrix whose sides are exchanged is accepted.",
+    ),
+    Defect(
         "config_every_nth_layer",
         "model_config.py",
         'word if (i + 1) % n else "full_attention"',
@@ -953,6 +1163,46 @@ DEFECTS = (
         "np.isnan(numbers)",
         ("test_same_refusals.py",),
         "An infinite slope of ALiBi is accepted.",
+    ),
+    Defect(
+        "backend_block_size_of_encoder",
+        "backends/abstract.py",
+        "if request.block_size is not None and request.attn_type not in ENCODER_TYPES:",
+        "if request.block_size is not None:",
+        ("backends/test_abstract.py", "test_selector.py", "test_records.py", "integrations/test_vllm.py"),
+        "A layer without a cache is refused for its block size.",
+    ),
+    Defect(
+        "aot_names_of_launches",
+        "torch/aot.py",
+        "names[: i + 1].count(name)",
+        "names[:i].count(name)",
+        ("torch/test_aot.py",),
+        "The second launch of a kernel is called its first.",
+    ),
+    Defect(
+        "aot_cost_of_own_key",
+        "jax/aot.py",
+        "np.minimum(length, length if right is None else position + right + 1)",
+        "np.minimum(length, length if right is None else position + right)",
+        ("jax/test_aot.py",),
+        "A row's own key is not counted in the cost.",
+    ),
+    Defect(
+        "diffusion_multiple_of_keys",
+        "diffusion/backends/abstract.py",
+        "if keys is not None and keys % cls.key_multiple and not causal:",
+        "if keys is not None and keys % cls.key_multiple and causal:",
+        ("torch/diffusion/test_backends.py", "diffusion/test_selector.py"),
+        "A number of keys that a kernel does not take is refused with causality only.",
+    ),
+    Defect(
+        "diffusion_joint_rows",
+        "torch/diffusion/parallel.py",
+        "return torch.cat(parts if front else parts[::-1], 1)",
+        "return torch.cat(parts, 1)",
+        ("torch/diffusion/test_parallel.py",),
+        "Rows of a second stream come first wherever they belong.",
     ),
 )
 
@@ -1036,6 +1286,8 @@ def run_file(folder: Path, file: str, full: bool = False, words: Sequence[str] =
         raise NothingRan(output.strip().splitlines()[-1])
     if process.returncode == pytest_code("OK"):
         return ""
+    if process.returncode == pytest_code("USAGE_ERROR") and "conftest" not in output:
+        raise RuntimeError(output.strip())
     for line in output.splitlines():
         head, _, rest = line.partition(" ")
         if head in ("FAILED", "ERROR") and (test := rest.partition("::")[2]):

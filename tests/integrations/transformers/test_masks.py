@@ -54,6 +54,22 @@ def test_blocks_are_spans(order, padding, rows, first, kept):
         assert (computed(described, drawn, valid, rows, end)[0] - want).abs().max() > 0.1
 
 
+def test_a_mask_of_numbers_to_be_added_is_refused():
+    q, k, v = torch.randn(1, 4, 4, 16), torch.randn(1, 4, 2, 16), torch.randn(1, 4, 2, 16)
+    call, added = Call(torch.nn.Identity(), q, k, v, True, 0.25, None, None, None, None), torch.zeros(1, 1, 4, 4)
+    added[..., 0] = -0.5
+    with pytest.raises(UnsupportedError, match="a mask with values other than 0 and -inf"):
+        ways.attend(call, added)
+
+
+def test_a_window_that_hides_one_key_is_one():
+    for window, want in ((6, None), (5, 5)):
+        found = attn_transformers.mask(
+            batch_size=1, q_length=6, kv_length=6, mask_function=mu.sliding_window_causal_mask_function(window)
+        )  # fmt: skip
+        assert (None if found is None else found.attn_padding.window) == want
+
+
 @pytest.mark.parametrize("padding", ["none", "left"])
 @pytest.mark.parametrize(("rows", "first", "kept"), [(17, 0, 0), (6, 5, 0), (5, 12, 3), (1, 11, 0)], ids=str)
 def test_chunks(padding, rows, first, kept):

@@ -7,6 +7,7 @@ pytest.importorskip("transformers")
 
 from attn.integrations import transformers as attn_transformers  # noqa: E402
 from attn.integrations.transformers import packing, ways  # noqa: E402
+from attn.integrations.transformers.call import Call  # noqa: E402
 from attn.torch import kv_cache as caches  # noqa: E402
 from attn.torch.backends._ragged import RaggedAttentionImpl  # noqa: E402
 from attn.torch.layer import Attention  # noqa: E402
@@ -47,6 +48,19 @@ def test_generation_makes_no_paged_cache(kind, backend, padding, options, pages)
     got = generated(model, f"attn{backend}", padding, **options)
     assert pages == []
     assert torch.equal(got, generated(model, "eager", padding, **options))
+
+
+@torch.no_grad()
+def test_rows_between_padding_are_put_back_where_they_were(monkeypatch):
+    """Over pages as in place, with padding on either side; rows of padding are 0."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(2, 6, 4, 16), torch.randn(2, 6, 2, 16), torch.randn(2, 6, 2, 16)
+    call = Call(torch.nn.Identity(), q, k, v, True, 0.25, None, None, None, "CPU_ATTN")
+    present = torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]]).bool()
+    in_place = packing.pack(call, present, [4, 4], [4, 4], [2, 0])
+    assert in_place[~present].abs().max() == 0
+    monkeypatch.setattr(packing, "RaggedAttentionImpl", type("AnotherImpl", (), {}))
+    torch.testing.assert_close(packing.pack(call, present, [4, 4], [4, 4], [2, 0]), in_place)
 
 
 @pytest.mark.full  # compiles

@@ -145,13 +145,13 @@ def opposed(qkv: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
 
 
 CASES: dict[str, tuple[tuple[jax.Array, ...], dict[str, Any]]] = {
-    "causal": (tensors(300, 300), {"causal": True}),
+    "causal": (opposed(tensors(300, 300)), {"causal": True}),
     "eager": (tensors(130, 130, (2, 2), 192, 128), {"causal": True, "mode": "eager", "blocks": None}),
     "own lengths": (
         tensors(150, 333, (4, 1), 128, batch=2),
         {"causal": True, "kv_lens": np.array([333, 170], np.int32), "sinks": SINKS},
     ),
-    "rows before the keys, leaping scores": (opposed(tensors(230, 150, gain=60.0)), {"causal": True}),
+    "rows before the keys, leaping scores": (tensors(230, 150, gain=60.0), {"causal": True}),
     "window, soft cap": (tensors(270, 270, size=80), {"causal": True, "sliding_window": (134, None), "logits_soft_cap": 5.0}),
     "window both ways": (tensors(200, 230, (6, 2), 96), {"sliding_window": (30, 9), "scale": 0.2}),
     "float32": (tensors(200, 200, dtype="float32"), {"causal": True, "alibi_slopes": SLOPES, "sinks": SINKS}),
@@ -165,7 +165,11 @@ CASES: dict[str, tuple[tuple[jax.Array, ...], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sampled(list(CASES), 4, "flash attention"))
+#: Each alone notices a defect of `tests.testing.planted`.
+KEPT = ("causal", "window, soft cap", "segments both ways")
+
+
+@pytest.mark.parametrize("name", sampled(list(CASES), 2, "flash attention", lambda name: name in KEPT))
 def test_against_the_oracle(name: str) -> None:
     qkv, rules = CASES[name]
     check(qkv, **rules)

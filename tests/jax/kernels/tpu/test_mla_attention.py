@@ -62,7 +62,11 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
-@pytest.mark.parametrize("name", sampled(list(CASES), 2, "mla attention"))
+#: Each alone notices a defect of `tests.testing.planted`.
+KEPT = ("fp8 by hand", "six heads, e5m2")
+
+
+@pytest.mark.parametrize("name", sampled(list(CASES), 1, "mla attention", lambda name: name in KEPT))
 def test_against_the_oracle(make_mla: Any, launched: Any, name: str) -> None:
     case = dict(CASES[name])
     launched(**{key: case.pop(key) for key in ("blocks", "mode", "chip") if key in case})

@@ -184,7 +184,11 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", sampled(list(CASES), 3, "ragged paged attention", lambda name: name == "shared"))
+#: Each alone notices a defect of `tests.testing.planted`.
+KEPT = ("shared", "window", "bidirectional", "held_back", "leaping", "fp8_by_hand", "int8")
+
+
+@pytest.mark.parametrize("name", sampled(list(CASES), 1, "ragged paged attention", lambda name: name in KEPT))
 def test_against_the_oracle(name: str) -> None:
     case = CASES[name]
     arrays = {k: jnp.asarray(v) for k, v in case.items() if isinstance(v, np.ndarray | np.float32)}
@@ -202,7 +206,7 @@ STEPS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", sampled(list(STEPS), 1, "steps of a block"))
+@pytest.mark.parametrize("name", sampled(list(STEPS), 1, "steps of a block", lambda name: name == "packed"))
 def test_steps_of_a_block(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_single, "_KEYS_AT_ONCE", 32)
     case = STEPS[name]
