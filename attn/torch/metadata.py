@@ -165,14 +165,18 @@ class PagedAttentionMetadata(AttentionMetadata):
                 raise MetadataError("slot_mapping", t, int(slots[t]), f"{bound} (a token of request {r})")
 
 
-def check_device(backend: str, batch: Any, query: torch.Tensor) -> None:
-    """Raise `DeviceError` unless a batch is on the query's device."""
-    device = query.device
-    for name in _MOVED_TOGETHER:
-        found = getattr(batch, name).device
+def check_device(backend: Any, batch: Any, query: torch.Tensor) -> None:
+    """Raise `DeviceError` unless a batch is on the query's device, and Triton's kernels run there."""
+    device, name = query.device, backend.get_name()
+    is_interpreted = getattr(backend, "is_interpreted", None)
+    if device.type == "cpu" and not torch.compiler.is_compiling() and is_interpreted is not None and not is_interpreted():
+        kinds = ", ".join(backend.capabilities.platforms)
+        raise DeviceError(f"{name}: query is on cpu: must be on a device of {kinds}, like the layer, its cache and its batch")
+    for field in _MOVED_TOGETHER:
+        found = getattr(batch, field).device
         if found != device:
             raise DeviceError(
-                f"{backend}: {name} of the batch is on {found}, query on {device}: move the layer before it builds batches "
+                f"{name}: {field} of the batch is on {found}, query on {device}: move the layer before it builds batches "
                 f'(layer.to("{device}")), or pass the device, layer.build(batch, device="{device}")'
             )
 

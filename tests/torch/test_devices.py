@@ -12,6 +12,7 @@ from attn.errors import DeviceError
 from attn.torch import Attention, MLAAttention
 from attn.torch.backends._paged import PagedAttentionImpl
 from attn.torch.backends.mla._mla import MLACommonImpl
+from attn.torch.metadata import check_device
 
 META = torch.device("meta")
 BATCH = CommonAttentionMetadata.from_lens([5], [5], [[1]], 16)
@@ -71,6 +72,15 @@ def test_a_call_on_two_devices_is_refused_with_both(name: str) -> None:
     for odd in ("key", "value"):
         with pytest.raises(DeviceError, match=rf"{name}: \w+ is on meta, query on cpu"):
             call(layer, here, cache, "cpu", odd)
+
+
+@pytest.mark.parametrize("name", ["TRITON_ATTN", "TRITON_MLA"])
+def test_kernels_of_a_gpu_refuse_a_call_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a layer that was chosen for a GPU and never moved there: all is on the host."""
+    backend = AttentionBackendEnum[name].get_class()
+    monkeypatch.setattr(backend, "is_interpreted", staticmethod(lambda: False))
+    with pytest.raises(DeviceError, match=f"{name}: query is on cpu: must be on a device of cuda, rocm"):
+        check_device(backend, layer_of("CPU_ATTN").build(BATCH), torch.zeros(5, 4, 32))
 
 
 def test_every_backend_checks_devices_alike() -> None:

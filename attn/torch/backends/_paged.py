@@ -238,7 +238,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
                         f"{self.backend.get_name()}: {what} requires grad: {Feature.BACKWARD.value} not supported "
                         "(call under torch.no_grad(), or detach)"
                     )
-        check_device(self.backend.get_name(), attn_metadata, query)
+        check_device(self.backend, attn_metadata, query)
         self._check_masking(attn_metadata)
         self._check_key_value(query, key, value, attn_metadata)
         if self.attn_type not in ENCODER_TYPES:

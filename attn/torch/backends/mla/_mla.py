@@ -371,7 +371,7 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
             raise UnsupportedError(f"{self.backend.get_name()}: {Feature.NON_CAUSAL.value} not supported")
         if attn_metadata.tree_mask is not None:
             raise UnsupportedError(f"{self.backend.get_name()}: {Feature.TREE_MASK.value} not supported")
-        check_device(self.backend.get_name(), attn_metadata, query)
+        check_device(self.backend, attn_metadata, query)
         self._check_rows("query", query, query, attn_metadata)
         if new is not None:
             self._check_rows("kv_c_normed", new[0], query, attn_metadata)
