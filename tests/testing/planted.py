@@ -167,6 +167,14 @@ DEFECTS = (
         "A layer that reads another layer's cache writes its own keys there.",
     ),
     Defect(
+        "paged_padding_is_written",
+        "torch/backends/_paged.py",
+        "slots = slots[: attn_metadata.num_actual_tokens]",
+        "slots = slots[:]",
+        ("torch/test_layer.py",),
+        "Rows of padding are written to the cache.",
+    ),
+    Defect(
         "paged_extent_not_checked_again",
         "torch/backends/_paged.py",
         "if shape is None or not isinstance(kv_cache, torch.Tensor) or kv_cache.shape != shape:",
@@ -282,6 +290,14 @@ DEFECTS = (
         "A page one past the cache is read from another one without a sign.",
     ),
     Defect(
+        "xla_decode_k_scale",
+        "jax/kernels/xla.py",
+        ".swapaxes(2, 3) * score_scale",
+        ".swapaxes(2, 3) * scale",
+        XLA,
+        "Scores of decodes are not multiplied by the scale of a quantised cache.",
+    ),
+    Defect(
         "xla_tile_of_row",
         "jax/kernels/xla.py",
         "return jnp.where(tiles.owned[:, None, None], x, fill)",
@@ -297,6 +313,14 @@ DEFECTS = (
         "(indices <= seq_lens[request][:, None])",
         ("jax/backends/mla/test_xla_mla_sparse.py",),
         "The position after a request's last key counts as a key.",
+    ),
+    Defect(
+        "xla_mla_power_of_two",
+        "jax/kernels/xla_mla.py",
+        "exponent - (fraction == 0.5)",
+        "exponent",
+        ("jax/backends/mla/test_xla_mla.py",),
+        "A scale that is a power of two is rounded up to the next.",
     ),
     Defect(
         "jax_mla_context_chunk",
@@ -458,6 +482,14 @@ DEFECTS = (
         "return rows",
         PAGED_TPU,
         "Rows of padding are not 0.",
+    ),
+    Defect(
+        "tpu_encoder_window",
+        "jax/backends/pallas.py",
+        "sliding_window=self.window,",
+        "sliding_window=None,",
+        ("jax/test_conformance.py",),
+        "The window of an encoder is dropped.",
     ),
     Defect(
         "tpu_slot_gap",

@@ -32,6 +32,18 @@ def test_two_steps_of_a_batch() -> None:
             np.testing.assert_allclose(part, want, atol=2e-6)
 
 
+@pytest.mark.parametrize("backend", ["CPU_ATTN", "TORCH_SDPA"])
+def test_rows_of_padding_are_written_nowhere(backend: str) -> None:
+    """Also if their slots are not -1: an engine's buffers may hold those of an earlier step."""
+    layer = Attention(H, D, num_kv_heads=K, dtype=torch.float32, backend=backend)
+    cache = layer.new_kv_cache(8)
+    batch = CommonAttentionMetadata.from_lens([3], [3], [[5]], P)
+    batch = batch.replace(slot_mapping=np.append(batch.slot_mapping, 2 * P))
+    layer(*(torch.ones(4, heads, D) for heads in (H, K, K)), cache, layer.build(batch))
+    keys, values = layer.backend.logical_kv_cache(cache)
+    assert keys[5, :3].all() and not keys[2].any() and not values[2].any()
+
+
 def test_the_selection_is_logged() -> None:
     layer = Attention(H, D, num_kv_heads=K, dtype=torch.bfloat16, features=("tree_mask",))
     assert layer.selection.name and layer.selection.name in repr(layer)

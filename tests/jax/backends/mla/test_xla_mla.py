@@ -45,6 +45,7 @@ def test_the_packed_row_byte_for_byte() -> None:
     rng = np.random.default_rng(0)
     kv_c = rng.standard_normal((40, 512), np.float32) * np.exp(5 * rng.standard_normal((40, 1), np.float32))
     kv_c[3], kv_c[4, :128], kv_c[5, 7] = 0, 1e-30, np.nan
+    kv_c[6, :128], kv_c[6, 9] = 0, 448 / 8  # a scale that is a power of two
     kv_c[20:] = kv_c[20:].astype(jnp.bfloat16)  # few digits, so many ties
     k_pe = rng.standard_normal((40, 64), np.float32)
     for ue8m0 in (False, True):
