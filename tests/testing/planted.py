@@ -867,9 +867,9 @@ DEFECTS = (
     Defect(
         "transformers_bias_is_a_mask",
         "integrations/transformers/reading.py",
-        "if bool((~hidden & (given != 0)).any()):",
-        "if bool((hidden & (given != 0)).all()):",
-        ("integrations/transformers/test_ways.py", "integrations/transformers/test_masks.py"),
+        "require(call, hidden | (given == 0), ",
+        "require(call, hidden | (given <= 0), ",
+        ("integrations/transformers/test_masks.py", "integrations/transformers/test_ways.py"),
         "A mask with values to be added is taken for one of true and false.",
     ),
     Defect(
