@@ -41,4 +41,4 @@ def test_what_cites_the_notes_finds_them() -> None:
         if (ROOT / name).is_file():
             for page in re.findall(r"benchmarks/(?:notes/)?[\w-]+\.md", (ROOT / name).read_text(encoding="utf-8")):
                 cited[page] = name
-    assert len(cited) > 4 and {page: name for page, name in cited.items() if not (ROOT / page).exists()} == {}
+    assert len(cited) > 1 and {page: name for page, name in cited.items() if not (ROOT / page).exists()} == {}
