@@ -1,7 +1,7 @@
 """Which cases of the conformance suite `make test` runs on a backend whose cases are expensive: interpreted or compiled ones.
 
 The kept cases together detect every planted bug that all cases detect (tests/testing/mutants.py, on the simulated kernel), and
-have every fact of all cases: dtypes, features, sizes, kinds of requests (`facts`). They need few compiled programs. The other
+have every fact of all cases: dtypes, features, kinds of batches (`facts`). They need few compiled programs. The other
 cases run under `--full`, and a few of them, drawn daily, in `make test`.
 
 `python -m tests.testing.covering --write` chooses them again (minutes) and writes tests/testing/kept.json.
@@ -15,8 +15,10 @@ from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 
+from attn.backends.registry import AttentionBackendEnum
 from attn.testing.case import Case
-from attn.testing.conformance import candidate_of, subject_here
+from attn.testing.conformance import device_for
+from attn.testing.subject import subject_of
 from attn.testing.suite import cases_of, program_of
 from tests.testing.mutants import MUTANTS, killers
 
@@ -41,8 +43,6 @@ def facts(case: Case) -> Iterator[Hashable]:
     yield "spans", (case.spans > 0) - (case.spans < 0)
     yield "sides", tuple(bound is None for bound in case.window)
     yield "heads", (case.num_heads == case.num_kv_heads, case.num_kv_heads == 1)
-    yield "head_size", case.head_size
-    yield "block_size", case.block_size
     yield "decodes only", all(n <= 1 for n in case.query_lens)
     if case.check.startswith(UNSIMULATED):
         yield "check", case.check
@@ -50,8 +50,8 @@ def facts(case: Case) -> Iterator[Hashable]:
 
 def positive_cases(name: str) -> list[Case]:
     """Return a backend's quick suite without refusals, which are cheap."""
-    subject, why = subject_here(candidate_of(name), BACKENDS[name])
-    assert subject is not None, why
+    backend = AttentionBackendEnum[name].get_class()
+    subject = subject_of(backend, device=None if BACKENDS[name] == "interpreted" else device_for(backend))
     return [case for case in cases_of(subject) if not case.check.startswith("refusal")]
 
 
