@@ -1369,6 +1369,7 @@ def row(outcome: Outcome) -> str:
 
 def main(arguments: Sequence[str] | None = None, show: Callable[[str], None] = lambda line: print(line, flush=True)) -> int:
     """Run the command; return its exit status."""
+    global TIMEOUT
     parser = argparse.ArgumentParser(prog="python -m tests.testing.planted", description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help="defects; all if none is given")
     parser.add_argument("--full", action="store_true", help="run every case, also those marked `full`")
@@ -1376,8 +1377,12 @@ def main(arguments: Sequence[str] | None = None, show: Callable[[str], None] = l
     parser.add_argument("--json", metavar="FILE", type=Path, help="write the outcomes to FILE too")
     parser.add_argument("--all-files", action="store_true", help="run all of a defect's files, also after one noticed")
     parser.add_argument("--baseline", action="store_true", help="run the test files without any defect: all must pass")
+    parser.add_argument(
+        "--timeout", type=float, default=TIMEOUT, metavar="SECONDS", help="of a test file (default: %(default)g)"
+    )
     parser.add_argument("-k", metavar="EXPRESSION", help="run only tests that match, as pytest does")
     chosen = parser.parse_args(arguments)
+    TIMEOUT = chosen.timeout
     known = {defect.name: defect for defect in DEFECTS}
     if unknown := sorted(set(chosen.names) - known.keys()):
         parser.error(f"no defect is named {', '.join(unknown)}")
@@ -1399,7 +1404,8 @@ def main(arguments: Sequence[str] | None = None, show: Callable[[str], None] = l
                 alive.append(outcome)
     for outcome in alive:
         show(row(outcome))
-    show(f"{len(outcomes) - len(alive)} of {len(outcomes)} defects were noticed")
+    late = sum(outcome.test == "timeout" for outcome in outcomes)
+    show(f"{len(outcomes) - len(alive)} of {len(outcomes)} defects were noticed" + f", {late} by a timeout alone" * bool(late))
     if chosen.json:
         chosen.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n")
     return int(bool(alive))
