@@ -6,6 +6,7 @@ python -m attn.testing TRITON_ATTN --jobs 16       compiled kernels: one process
 python -m attn.testing CPU_ATTN --repro '{...}'    one case, as printed by a failure
 python -m attn.testing CPU_ATTN --fuzz 60 --seed 7  random cases for a minute, failures minimized
 python -m attn.testing XLA_ATTN --registry diffusion --fuzz 60      the same for dense backends
+python -m attn.testing --registry entries --fuzz 60                 calls that frameworks refuse, schedulers, devices of layers
 """
 
 import argparse
@@ -28,8 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to `parser`."""
     add = parser.add_argument
     add("backends", nargs="*", metavar="BACKEND", help="names (default: every one that can run on this machine)")
-    which = ("attention", "mla_prefill", "diffusion")
-    add("--registry", choices=which, default="attention", help="which backends (default: %(default)s)")
+    which = ("attention", "mla_prefill", "diffusion", "entries")
+    add(
+        "--registry",
+        choices=which,
+        default="attention",
+        help="which backends, or entries: what --fuzz calls besides (default: %(default)s)",
+    )
     add("--level", choices=LEVELS, help="how much to run (default: quick)")
     add("--only", metavar="TEXT", help="only the cases whose name contains TEXT")
     add("--dtype", action="append", help="only cases of this dtype; may be repeated")
@@ -68,6 +74,8 @@ def _check_used(args: argparse.Namespace) -> None:
     """Set what was not passed to its default. Raises ValueError for an argument that would have no effect."""
     if args.fuzz is not None and args.repro is not None:
         raise ValueError("pass --fuzz or --repro, not both")
+    if args.registry == "entries" and args.fuzz is None and args.repro is None:
+        raise ValueError("--registry entries has no suite: pass --fuzz SECONDS, or --repro with what a failure printed")
     way = "--fuzz" if args.fuzz is not None else "--repro" if args.repro is not None else f"--registry {args.registry}"
     for name, default in _DEFAULTS.items():
         if getattr(args, name) is None:
@@ -133,7 +141,9 @@ def _repro(args: argparse.Namespace) -> int:
     if not names:
         raise ValueError("--repro needs a backend to run the case on")
     if args.registry == "mla_prefill":
-        raise ValueError("--repro supports --registry attention and diffusion, not mla_prefill")
+        raise ValueError("--repro supports --registry attention, diffusion and entries, not mla_prefill")
+    if args.registry == "entries":
+        return _repro_entries(args)
     if args.registry == "diffusion":
         return _repro_dense(args)
     case = Case.from_json(text)
@@ -166,6 +176,23 @@ def _repro_dense(args: argparse.Namespace) -> int:
         except AssertionError as error:
             wrong.append({"backend": name, "text": str(error)})
     data = {"case": json.loads(case.json()), "violations": wrong}
+    lines = [f"{one['backend']}: {one['text']}" for one in wrong] or ["no violation"]
+    return _done(not wrong, data, "\n".join(lines), args.json)
+
+
+def _repro_entries(args: argparse.Namespace) -> int:
+    from attn.testing import fuzz_entries
+    from attn.testing.fuzz import examined_by
+
+    wrong = []
+    for subject in map(fuzz_entries.subject_of, args.backends):
+        case = subject.case.from_json(args.repro)
+        if why := subject.missing():
+            raise UnsupportedError(f"{subject.name}: {why}", (why,))
+        outcome = examined_by(subject.check, case)
+        if outcome.failed:
+            wrong.append({"backend": subject.name, "text": f"{outcome.kind}: {outcome.text}"})
+    data = {"case": json.loads(args.repro), "violations": wrong}
     lines = [f"{one['backend']}: {one['text']}" for one in wrong] or ["no violation"]
     return _done(not wrong, data, "\n".join(lines), args.json)
 

@@ -1,8 +1,8 @@
-"""Fuzz testing: compare backends with the oracle on random cases, for a given time.
+"""Fuzz testing: compare backends with the oracle, and entries with the frameworks' own, on random cases, for a given time.
 
-Each backend's cases follow from its capability record (`fuzz_cases`), program by program. They run in separate processes, so
-that a crash or a hang is a failure of one case. A failure is minimised, distinguished from known ones by the features that
-it needs, and printed with the command that repeats it.
+Each backend's cases follow from its capability record (`fuzz_cases`), program by program; `fuzz_entries` draws the others. They
+run in separate processes, so that a crash or a hang is a failure of one case. A failure is minimised, distinguished from known
+ones by the features that it needs, and printed with the command that repeats it.
 """
 
 import dataclasses
@@ -22,12 +22,13 @@ from attn.backends.arguments import positive_number
 from attn.backends.registry import AttentionBackendEnum
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.imports import resolve_obj_by_qualname
-from attn.testing import fuzz_cases, fuzz_dense, shrink
+from attn.testing import fuzz_cases, fuzz_dense, fuzz_entries, shrink
 from attn.testing.case import Case, Recipe
 from attn.testing.conformance import candidate_of, device_for, is_interpreted, run_case, subject_here
 from attn.testing.dense import DenseCase
 from attn.testing.draw import draw
 from attn.testing.fuzz_dense import DenseSubject
+from attn.testing.fuzz_entries import EntrySubject
 from attn.testing.processes import Ended, Lost, Worker, shared_cores
 from attn.testing.shrink import features_of, minimised
 from attn.testing.subject import Subject
@@ -76,6 +77,12 @@ PAGED = Family(fuzz_cases.program, shrink.PLAIN)
 DENSE = Family(fuzz_dense.program, fuzz_dense.PLAIN, fuzz_dense.simpler)
 
 
+def _family_of(subject: Any) -> Family:
+    if isinstance(subject, EntrySubject):
+        return Family(fuzz_entries.program, subject.plain, subject.simpler)
+    return DENSE if isinstance(subject, DenseSubject) else PAGED
+
+
 @dataclass
 class FuzzReport:
     """The result of fuzzing one backend.
@@ -120,7 +127,7 @@ Examine = Callable[[Any, float], Outcome]  #: (case, time limit in seconds) -> o
 
 
 def campaign(
-    subject: Subject | DenseSubject,
+    subject: Subject | DenseSubject | EntrySubject,
     examiners: Sequence[Examine],
     seed: int,
     until: float,
@@ -132,9 +139,9 @@ def campaign(
     """Run programs on all examiners in parallel until `time.monotonic()` reaches `until`, or for `most` programs, or until
     there are `enough` finds. `notify` is called with the report after each case."""
     begin, lock = time.monotonic(), threading.Lock()
-    family = DENSE if isinstance(subject, DenseSubject) else PAGED
+    family = _family_of(subject)
     spent = [0.0]
-    one_shape = not isinstance(subject, DenseSubject) and compiles(subject)  # a dense call is compiled separately
+    one_shape = isinstance(subject, Subject) and compiles(subject)  # each of the other calls is compiled separately
     count = _COMPILED if one_shape else 3
     numbers = iter(range(sys.maxsize if most is None else most))
 
@@ -256,6 +263,9 @@ def _backend(path: str) -> tuple[Any, Any]:
 def examine_here(task: tuple[str, str, str]) -> Outcome:
     """Return the outcome of (registry, a backend's path, a case in JSON), run in this process."""
     registry, path, text = task
+    if registry == "entries":
+        subject = fuzz_entries.subject_of(path)
+        return examined_by(subject.check, subject.case.from_json(text))
     backend, device = _backend(path)
     if registry == "diffusion":
         return examined_dense(backend, DenseCase.from_json(text))
@@ -263,11 +273,16 @@ def examine_here(task: tuple[str, str, str]) -> Outcome:
 
 
 def examined_dense(backend: Any, case: DenseCase) -> Outcome:
-    """Return the outcome of a dense case; its kind is the message of `check_dense` without the numbers."""
+    """Return the outcome of a dense case."""
+    return examined_by(functools.partial(fuzz_dense.check, backend), case)
+
+
+def examined_by(check: Callable[[Any], Any], case: Recipe) -> Outcome:
+    """Return the outcome of a case; its kind is the message of the check's AssertionError without the numbers."""
     try:
-        fuzz_dense.check(backend, case)
+        check(case)
     except AssertionError as error:
-        text = str(error).partition("\n")[0].removeprefix(f"{case}: ")
+        text = str(error).strip().partition("\n")[0].removeprefix(f"{case}: ")
         words = re.match(r"[\d ]*([a-z ]*)", text)  # the message without its numbers
         return Outcome((words[1].strip() if words else "") or "an assertion", text[:300], _memory())
     except Exception as error:
@@ -330,33 +345,29 @@ def run_fuzz(
     names: Sequence[str] | None, seconds: float, seed: int, jobs: int = 1, most: int | None = None, to: TextIO | None = None,
     registry: str = "attention",
 ) -> list[FuzzReport]:  # fmt: skip
-    """Fuzz the named backends, or all that run on this machine, which share the time evenly.
+    """Fuzz the named backends or entries, or all that run on this machine, which share the time evenly.
 
     seconds: total time.
     jobs: number of processes; they work on one backend at a time.
     most: largest number of programs per backend; None: no limit.
     to: stream for progress.
-    registry: "attention" or "diffusion".
+    registry: "attention", "diffusion" or "entries".
 
     Raises ValueError for an unknown name or registry, for `seconds` that are not finite and above 0 and for `jobs` below 1.
     """
     if registry not in _REGISTRIES:
-        raise ValueError(f"--fuzz draws cases for --registry {' and '.join(_REGISTRIES)}, not for {registry}")
+        raise ValueError(f"--fuzz draws cases for --registry {', '.join(_REGISTRIES)}, not for {registry}")
     positive_number("seconds", seconds)
     if jobs < 1:
         raise ValueError(f"jobs={jobs} must be at least 1")
     plugins.load()
     end, reports, chosen = time.monotonic() + seconds, [], []
-    members = _REGISTRIES[registry]
-    for name in members.names() if names is None else names:
-        candidate = candidate_of(name) if registry == "attention" else members[name].candidate()
-        subject, why = subject_here(candidate) if registry == "attention" else _dense_here(candidate)
-        if subject is not None and names is None and is_interpreted(candidate.backend):
-            subject, why = None, "kernels are interpreted on this machine, slow: request it by name"
-        if subject is None or candidate.backend is None:
+    for name in _REGISTRIES[registry].names() if names is None else names:
+        subject, path, why = _here(registry, name, names is None)
+        if subject is None:
             reports.append(FuzzReport(name, seed, skipped=why))
         else:
-            chosen.append((dataclasses.replace(subject, name=name), path_of(candidate.backend)))
+            chosen.append((dataclasses.replace(subject, name=name), path))
     for i, (subject, path) in enumerate(chosen):
         until = time.monotonic() + (end - time.monotonic()) / (len(chosen) - i)
         examiners = [_Examiner(registry, path) for _ in range(jobs)]
@@ -369,7 +380,22 @@ def run_fuzz(
     return reports
 
 
-_REGISTRIES: dict[str, Any] = {"attention": AttentionBackendEnum, "diffusion": DiffusionAttentionBackendEnum}
+_REGISTRIES: dict[str, Any] = {
+    "attention": AttentionBackendEnum, "diffusion": DiffusionAttentionBackendEnum, "entries": fuzz_entries,
+}  # fmt: skip
+
+
+def _here(registry: str, name: str, all_of_them: bool) -> tuple[Any, str, str]:
+    """Return (a name as a subject or None, its path for `examine_here`, why it cannot run on this machine)."""
+    if registry == "entries":
+        entry = fuzz_entries.subject_of(name)
+        why = entry.missing()
+        return None if why else entry, name, why
+    candidate = candidate_of(name) if registry == "attention" else DiffusionAttentionBackendEnum[name].candidate()
+    subject, why = subject_here(candidate) if registry == "attention" else _dense_here(candidate)
+    if subject is not None and all_of_them and is_interpreted(candidate.backend):
+        subject, why = None, "kernels are interpreted on this machine, slow: request it by name"
+    return subject, path_of(candidate.backend) if subject is not None and candidate.backend is not None else "", why
 
 
 def _dense_here(candidate: Any) -> tuple[DenseSubject | None, str]:

@@ -81,7 +81,8 @@ def scaled_dot_product_attention(
     if additive and requested is not None:
         raise UnsupportedError(f"{requested}: attn_mask of {attn_mask.dtype}: additive masks are not supported")  # type: ignore[union-attr]
     if empty and query.shape[-3] == 0:
-        return query @ key.transpose(-2, -1) @ value  # torch before 2.13 divides by the number of heads, and the process dies
+        # torch before 2.13 divides by the number of heads, and the process dies; with enable_gqa there may be heads of keys
+        return query @ key[..., :0, :, :].transpose(-2, -1) @ value[..., :0, :, :]
     if additive or empty:
         query, key, value = aligned(query), aligned(key), aligned(value)
         attn_mask = None if attn_mask is None else aligned(attn_mask, strides=False)  # torch pads a mask whose strides are odd

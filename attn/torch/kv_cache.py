@@ -14,7 +14,7 @@ import torch
 
 from attn.backends.abstract import AttentionBackend, KVCacheSpec
 from attn.dtypes import DTYPES, dtype_name, kv_cache_element
-from attn.errors import ShapeError, UnsupportedError
+from attn.errors import DeviceError, ShapeError, UnsupportedError
 
 
 def element_type(kv_cache_dtype: str | None, dtype: Any) -> torch.dtype:
@@ -75,6 +75,16 @@ def check_scale(name: str, value: Any, num_kv_heads: int) -> torch.Tensor:
     if not bool((torch.isfinite(scale) & (scale > 0)).all()):
         raise ValueError(f"{name}={scale.tolist()} must be finite and above 0")
     return scale
+
+
+def check_scale_device(backend: type[AttentionBackend], layer: Any, query: torch.Tensor) -> None:
+    """Raise `DeviceError` if a layer's scales are on "meta", where their values are lost, and the query is not."""
+    for name in ("_k_scale", "_v_scale"):
+        scale = getattr(layer, name)
+        if getattr(scale, "is_meta", False) and not query.is_meta:
+            raise DeviceError(
+                f"{backend.get_name()}: layer.{name} is on meta, query on {query.device}: the scale's value is lost"
+            )
 
 
 def split(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,6 +1,6 @@
 """`attn.jax.dot_product_attention` gives `jax.nn`'s results with every backend, and flax's layers accept it."""
 
-import random
+import collections
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,9 @@ import pytest
 from flax import linen, nnx
 
 import attn.jax
-from attn.errors import AttnError, DTypeError, ShapeError, UnsupportedError
+from attn.errors import DTypeError, ShapeError, UnsupportedError
+from attn.jax import testing
+from attn.testing import fuzz_entries
 from tests.levels import sampled
 
 CALLS = {
@@ -186,49 +188,21 @@ def test_dtypes_and_options_are_checked_for_every_backend(backend):
 
 def test_what_jax_refuses_is_refused():
     """Random shapes near those of a call. What `jax.nn` accepts has its shape, or is an error of this library."""
-    pick = random.Random(0)
-    base = {"query": (2, 8, 4, 16), "key": (2, 8, 4, 16), "value": (2, 8, 4, 16), "mask": (2, 4, 8, 8), "lens": (2,)}
+    subject = fuzz_entries.subject_of("JAX_ENTRY")
+    cases = [case.replace(run=False) for case in fuzz_entries.program(subject, 0, 0, 120)]
+    ends = collections.Counter(map(subject.check, cases))
+    assert ends["refused"] > 25 and ends["served"] > 25
 
-    def shape_of(function, shapes, **options):
-        given = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
-        given |= {name: jax.ShapeDtypeStruct(given[name].shape, bool) for name in ("mask",) if name in given}
-        for name in ("query_seq_lengths", "key_value_seq_lengths"):
-            if name in given:
-                given[name] = jax.ShapeDtypeStruct(given[name].shape, jnp.int32)
-        return jax.eval_shape(lambda given: function(**given, **options), given).shape
 
-    refused = served = 0
-    for _ in range(120):
-        shapes = {name: list(shape) for name, shape in base.items()}
-        for _ in range(pick.choice([0, 1, 1, 2])):
-            name = pick.choice(list(shapes))
-            at = pick.randrange(len(shapes[name])) if shapes[name] else 0
-            change = pick.choice(["size", "size", "size", "drop", "add"])
-            if change == "size" and shapes[name]:
-                shapes[name][at] = pick.choice([0, 1, 2, 3, 4, 8, 9, 16])
-            elif change == "drop" and shapes[name]:
-                del shapes[name][0]
-            elif change == "add":
-                shapes[name].insert(0, pick.choice([1, 2]))
-        extra = pick.choice(["", "", "mask", "bias", "query_seq_lengths", "key_value_seq_lengths"])
-        given = {name: shapes[name] for name in ("query", "key", "value")}
-        if extra:
-            given[extra] = shapes["lens" if extra.endswith("lengths") else "mask"]
-        causal = pick.random() < 0.4
-        try:
-            want = shape_of(jax.nn.dot_product_attention, given, is_causal=causal)
-        except Exception:  # an AssertionError and a ZeroDivisionError among them
-            with pytest.raises(AttnError):
-                print(given, causal, shape_of(attn.jax.dot_product_attention, given, is_causal=causal))
-            refused += 1
-            continue
-        try:
-            got = shape_of(attn.jax.dot_product_attention, given, is_causal=causal)
-        except AttnError:
-            continue
-        assert got == want, (given, causal)
-        served += 1
-    assert refused > 25 and served > 25
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"extra": "mask", "more": (1, 4, 8, 8)}])
+def test_values_are_compared_too(options, monkeypatch):
+    case = fuzz_entries.CallCase("", *[(1, 8, 4, 16)] * 3, **options)
+    assert testing.call_entry(case) == "served"
+    monkeypatch.setattr(testing, "dot_product_attention", lambda query, key, value, **options: value)
+    with pytest.raises(AssertionError, match="another result"):
+        testing.call_entry(case)
+    with pytest.raises(AssertionError, match="a result where the framework refuses"):
+        testing.call_entry(case.replace(key=(1, 9, 4, 16), run=False))
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"mask": True}, {"bias": True}])

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import math
-import random
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -14,51 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attn.serving import GenerationRequest, PoolError, RequestError, Scheduler, Step
+from attn.testing import serving
+from attn.testing.serving import EOS, NO_TOKENS, Echo, alone, make, state
 
-VOCAB, EOS = 50, 0
 #: Step of arrival, prompt, max_new_tokens, and the step at which it is cancelled if it is not finished.
 Arrival = tuple[int, list[int], int, int]
-
-
-def successor(context: Sequence[int]) -> int:
-    """A token that depends on every token before it and on their order; EOS every now and then."""
-    state = 7
-    for token in context:
-        state = (state * 31 + token + 1) % 10007
-    return state % VOCAB
-
-
-class Echo:
-    """A model whose cache holds what was written to it, and whose next token is read back through the block table."""
-
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        self.block_size = block_size
-        self.tokens = np.full(num_blocks * block_size, -1)
-        self.positions = np.full(num_blocks * block_size, -1)
-
-    def __call__(self, step: Step, scheduler: Scheduler) -> list[int]:
-        batch = step.attn_metadata.validate(self.block_size, scheduler.pool.num_blocks, strict=True)
-        assert batch.num_actual_tokens == len(step.token_ids) == len(step.positions) <= scheduler.token_budget
-        assert batch.num_reqs <= scheduler.max_num_reqs
-        for block in {int(slot) // self.block_size for slot in batch.slot_mapping}:
-            assert scheduler.pool.users(block) == 1, "a shared block is written"
-            assert scheduler.pool.key(block) is None, "a registered block is written"
-        self.tokens[batch.slot_mapping], self.positions[batch.slot_mapping] = step.token_ids, step.positions
-        chosen = []
-        for row, request in zip(step.sample_rows, step.sampled, strict=True):
-            r = int(np.searchsorted(batch.query_start_loc, row, side="right")) - 1
-            assert row == batch.query_start_loc[r + 1] - 1
-            at = np.arange(batch.seq_lens[r])
-            slots = batch.block_table[r, at // self.block_size] * self.block_size + at % self.block_size
-            np.testing.assert_array_equal(self.positions[slots], at)
-            np.testing.assert_array_equal(self.tokens[slots], request.tokens)
-            chosen.append(successor(self.tokens[slots].tolist()))
-        return chosen
-
-
-def make(num_blocks: int = 8, block_size: int = 4, **options: int) -> Scheduler:
-    limits = {"vocab_size": VOCAB, "max_model_len": 64, "token_budget": 8, **options}
-    return Scheduler(num_blocks, block_size, eos_token_ids=(EOS,), **limits)
 
 
 def finish(scheduler: Scheduler, model: Echo | None = None) -> list[Step]:
@@ -68,13 +27,6 @@ def finish(scheduler: Scheduler, model: Echo | None = None) -> list[Step]:
         scheduler.commit(model(step, scheduler))
         steps.append(step)
     return steps
-
-
-def alone(prompt: Sequence[int], max_new_tokens: int) -> list[int]:
-    output: list[int] = []
-    while len(output) < max_new_tokens and EOS not in output:
-        output.append(successor([*prompt, *output]))
-    return output
 
 
 @st.composite
@@ -277,23 +229,6 @@ def test_steps_and_commits_alternate() -> None:
         scheduler.commit([1, 2])
 
 
-def state(scheduler: Scheduler) -> Any:
-    """Everything that a scheduler and its pool remember, except keys computed from it."""
-    pool = scheduler.pool
-    return (
-        [{**dataclasses.asdict(request), "keys": None} for request in (*scheduler.running, *scheduler.waiting)],
-        [len(scheduler.running), scheduler._submitted, scheduler._open is None, dataclasses.asdict(scheduler.stats)],
-        [(pool.users(block), pool.key(block)) for block in range(pool.num_blocks)],
-        [*pool._free],
-    )
-
-
-#: What is no token of a vocabulary of 50.
-NO_TOKENS: list[Any] = [
-    -1, VOCAB, 2**31, 1.7, 3.0, math.nan, math.inf, "3", b"3", None, True, [1], np.float32(2), np.bool_(True), 10**30,
-]  # fmt: skip
-
-
 @pytest.mark.parametrize("token", NO_TOKENS, ids=repr)
 def test_what_is_no_token_is_refused_at_once(token: Any) -> None:
     """In a prompt, and from the model: nothing is converted, and nothing has changed."""
@@ -424,61 +359,34 @@ def test_a_request_never_waits_silently_for_blocks_that_other_code_holds() -> No
     assert request.output == alone([1] * 10, 4)
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_bad_calls_among_good_ones_change_nothing(seed: int) -> None:
     """Good requests finish as if alone, whatever else is submitted, committed, or taken from the pool."""
-    draw = random.Random(seed)
-    scheduler = make(draw.randint(6, 14), draw.randint(1, 4), token_budget=draw.randint(1, 16), max_num_reqs=draw.randint(1, 5))
-    model, good = Echo(scheduler.pool.num_blocks, scheduler.block_size), []
+    serving.check(serving.SchedulerCase("", seed))
 
-    def refused(call: Any, *arguments: Any, **options: Any) -> None:
-        before = state(scheduler)
-        with pytest.raises(ValueError, match=r"request \d+|next.tokens"):
-            call(*arguments, **options)
-        assert state(scheduler) == before
 
-    def submit_a_bad_one() -> None:
-        prompt: Any = [draw.randrange(1, 4) for _ in range(draw.randint(1, 6))]
-        bad: dict[str, Any] = {"prompt": prompt, "max_new_tokens": 2}
-        what = draw.choice([*bad, "cache_salt", "length"])
-        if what == "prompt":
-            prompt[draw.randrange(len(prompt))] = draw.choice(NO_TOKENS)
-        elif what == "length":
-            bad["max_new_tokens"] = draw.choice([10**6, 2**63, 64])
-        else:
-            bad[what] = draw.choice([None, 2.5, math.inf, math.nan, "3", -1])
-        refused(scheduler.submit, **bad)
+class Forgetful(Scheduler):
+    """Counts a request before it is checked."""
 
-    held: list[int] = []
-    for turn in itertools.count():
-        assert turn < 2000, "no end"
-        if len(good) < 6 and draw.random() < 0.5:
-            prompt = [draw.randrange(1, 4) for _ in range(draw.randint(1, 3))]
-            good.append((scheduler.submit(prompt, limit := draw.randint(1, 3)), prompt, limit))
-        if draw.random() < 0.4:
-            submit_a_bad_one()
-        if draw.random() < 0.2 and not held:
-            held = scheduler.pool.allocate(draw.randint(0, scheduler.pool.num_free))
+    def submit(self, *given: Any, **more: Any) -> GenerationRequest:
+        self._submitted += 1
         try:
-            step = scheduler.schedule()
-        except PoolError as error:
-            assert held and f"request {scheduler.waiting[0].request_id} needs" in str(error) and not scheduler.running
-            scheduler.pool.release(held)
-            held = []
-            continue
-        if step is None:
-            assert not scheduler.waiting and not scheduler.running
-            if len(good) == 6:
-                break
-            continue
-        tokens: list[Any] = model(step, scheduler)
-        if draw.random() < 0.4:
-            refused(scheduler.commit, [*tokens, 1])
-        if tokens and draw.random() < 0.6:
-            spoilt = list(tokens)
-            spoilt[draw.randrange(len(spoilt))] = draw.choice(NO_TOKENS)
-            refused(scheduler.commit, spoilt)
-        scheduler.commit(tokens)
-    scheduler.pool.release(held)
-    assert [request.output for request, _, _ in good] == [alone(prompt, limit) for _, prompt, limit in good]
-    assert scheduler.pool.num_free == scheduler.pool.num_blocks
+            return super().submit(*given, **more)
+        finally:
+            self._submitted -= 1 if self.stats.steps < 3 else 0
+
+
+class Lenient(Scheduler):
+    """Takes more next tokens than there are requests."""
+
+    def commit(self, next_tokens: Sequence[int]) -> list[tuple[GenerationRequest, int]]:
+        assert self._open is not None
+        return super().commit(next_tokens[: len(self._open[0].sampled)])
+
+
+@pytest.mark.parametrize(("wrong", "message"), [(Forgetful, "changed by a refused call"), (Lenient, "taken, but wrong")])
+def test_a_scheduler_that_takes_bad_calls_is_noticed(wrong: type, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serving, "Scheduler", wrong)
+    with pytest.raises(AssertionError, match=message):
+        for seed in range(40):
+            serving.check(serving.SchedulerCase("", seed))

@@ -11,16 +11,17 @@ from typing import Any
 import pytest
 
 from attn.capabilities import Device
-from attn.testing import Case, candidate_of, draw, subject_here
+from attn.testing import Case, candidate_of, draw, fuzz_entries, subject_here
 from attn.testing.command import main
 from attn.testing.dense import DenseCase
-from attn.testing.fuzz import FuzzReport, Outcome, campaign, examined, examined_dense, run_fuzz
+from attn.testing.fuzz import FuzzReport, Outcome, campaign, examined, examined_by, examined_dense, run_fuzz
 from attn.testing.fuzz_cases import program
 from attn.testing.fuzz_dense import DenseSubject, check
 from attn.testing.processes import Lost, Worker
 from attn.testing.properties import run_check
 from attn.testing.simulated import SimulatedKernel
 from attn.torch.diffusion.backends.sdpa import SDPABackend, SDPAImpl
+from attn.torch.dot_product import scaled_dot_product_attention
 from tests.testing.mutants import MUTANTS, SUBJECT
 
 FAR = time.monotonic() + 1e6  #: tests count programs, never seconds
@@ -208,3 +209,48 @@ def test_the_command_runs_a_campaign(capsys: pytest.CaptureFixture[str]) -> None
     for wrong in (["--fuzz", "0"], ["--fuzz", "5", "--jobs", "0"], ["--fuzz", "5", "--registry", "mla_prefill"]):
         with pytest.raises(ValueError, match=r"must be|draws cases for"):
             main(["CPU_ATTN", *wrong])
+
+
+@pytest.mark.parametrize("name", fuzz_entries.names())
+def test_entries_are_fuzzed_too(name: str) -> None:
+    subject = fuzz_entries.subject_of(name)
+    drawn = fuzz_entries.program(subject, 1, 0, 30)
+    assert drawn == fuzz_entries.program(subject, 1, 0, 30) != fuzz_entries.program(subject, 2, 0, 30)
+    assert all(subject.case.from_json(case.json()) == case for case in drawn)
+    if name == "JAX_ENTRY":
+        return  # called by tests/jax/test_dot_product.py
+    report = campaign(subject, [lambda case, limit: examined_by(subject.check, case)], 1, FAR, FuzzReport(name, 1), most=3)
+    assert report.ok and report.cases == 9, str(report)
+
+
+def test_a_find_in_an_entry_is_made_small_and_repeated(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def entry(query: Any, key: Any, value: Any, is_causal: bool = False, **options: Any) -> Any:
+        if not is_causal:
+            return scaled_dot_product_attention(query, key, value, **options)
+        raise IndexError("tuple index out of range")
+
+    monkeypatch.setattr("attn.torch.testing.scaled_dot_product_attention", entry)
+    subject = fuzz_entries.subject_of("TORCH_ENTRY")
+
+    def examine(case: Any, limit: float) -> Outcome:
+        return examined_by(subject.check, case)
+
+    report = campaign(subject, [examine], 1, FAR, FuzzReport("TORCH_ENTRY", 1), most=200, enough=1)
+    (found,) = report.finds
+    assert found.kind.startswith("IndexError in") and found.needs == {"causal": True}
+    assert "TORCH_ENTRY --registry entries --repro" in found.repro and len(found.repro) < 200
+    command = shlex.split(found.repro)[3:]
+    assert main(command) == 1 and "tuple index out of range" in capsys.readouterr().out
+    monkeypatch.undo()
+    assert main(command) == 0 and capsys.readouterr().out == "no violation\n"
+
+
+def test_the_command_fuzzes_entries(capsys: pytest.CaptureFixture[str]) -> None:
+    (report,) = run_fuzz(["SCHEDULER"], 600, 1, most=1, registry="entries")
+    assert report.cases == 3 and report.ok
+    assert main(["SCHEDULER", "--registry", "entries", "--fuzz", "1e-9"]) == 1
+    for words, message in (("NOBODY --fuzz 5", "unknown entry 'NOBODY'; known: TORCH_ENTRY"), ("SCHEDULER", "has no suite")):
+        with pytest.raises(ValueError, match=message):
+            main([*words.split(), "--registry", "entries"])

@@ -1,14 +1,17 @@
 """Layers, batches and caches on devices: they follow the device context and `.to()`, and a call has all of them on one."""
 
+import collections
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.registry import AttentionBackendEnum
 from attn.errors import DeviceError
+from attn.testing import fuzz_entries
 from attn.torch import Attention, MLAAttention
 from attn.torch.backends._paged import PagedAttentionImpl
 from attn.torch.backends.mla._mla import MLACommonImpl
@@ -74,6 +77,31 @@ def test_a_call_on_two_devices_is_refused_with_both(name: str) -> None:
     for odd in ("key", "value"):
         with pytest.raises(DeviceError, match=rf"{name}: \w+ is on meta, query on cpu"):
             call(layer, here, cache, "cpu", odd)
+
+
+@pytest.mark.parametrize("name", ["TORCH_SDPA", "TORCH_MLA"])
+def test_scales_whose_values_are_lost_are_refused(name: str) -> None:
+    layer = layer_of(name, kv_cache_dtype="fp8", k_scale=0.05).to(META)
+    with pytest.raises(DeviceError, match=f"{name}: layer._k_scale is on meta, query on cpu: the scale's value is lost"):
+        call(layer, layer.build(BATCH, device="cpu"), layer.new_kv_cache(4, "cpu"), "cpu")
+
+
+@pytest.mark.parametrize("name", ["alibi_slopes", "sinks"])
+@pytest.mark.parametrize("form", [list, np.array, torch.tensor])
+def test_numbers_per_head_keep_their_values_within_meta(name: str, form: Any) -> None:
+    """A model's constructor runs there, and its weights are loaded later."""
+    values = form([0.5, 0.25, 0.125, 0.75])
+    with META:
+        layer = layer_of("TORCH_SDPA", **{name: values})
+    call(layer, layer.build(BATCH, device="cpu"), layer.new_kv_cache(4, "cpu"), "cpu")
+    assert getattr(layer.impl, name).tolist() == [0.5, 0.25, 0.125, 0.75]
+
+
+def test_random_devices_around_a_layer() -> None:
+    """Where it is made, moved, built for and called."""
+    subject = fuzz_entries.subject_of("LAYER_DEVICE")
+    ends = collections.Counter(map(subject.check, fuzz_entries.program(subject, 0, 0, 120)))
+    assert ends["served"] > 25 and ends["refused"] > 25
 
 
 @pytest.mark.parametrize("name", ["TRITON_ATTN", "TRITON_MLA"])

@@ -1,6 +1,6 @@
 """`attn.torch.scaled_dot_product_attention` gives torch's results with every backend."""
 
-import random
+import collections
 from dataclasses import replace
 
 import pytest
@@ -10,6 +10,8 @@ import torch.nn.functional as F
 import attn.torch
 from attn.diffusion.backends.registry import register_diffusion_backend
 from attn.errors import DeviceError, DTypeError, ShapeError, UnsupportedError
+from attn.testing import fuzz_entries
+from attn.torch import testing
 from attn.torch.diffusion.backends.sdpa import SDPABackend, SDPAImpl
 
 SHAPES = [(8, 8, 16), (5, 9, 16), (9, 5, 16), (8, 8, 24), (8, 8, 8), (1, 7, 16)]
@@ -117,7 +119,7 @@ def test_a_backend_registered_between_two_calls_is_chosen():
     assert asked == ["NEWER"]
 
 
-BASE = {"query": (2, 4, 8, 16), "key": (2, 4, 8, 16), "value": (2, 4, 8, 16), "attn_mask": (2, 4, 8, 8)}
+BASE = (2, 4, 8, 16)
 _WIDTHS = ((2, 4, 8, 16), (2, 4, 8, 8), (2, 4, 8, 24))
 _LEADS = ((2, 3, 4, 8, 16), (3, 2, 4, 8, 16), (3, 2, 4, 8, 16))
 _ROWS = ((2, 4, 8, 16), (2, 4, 9, 16), (2, 4, 10, 16))
@@ -127,10 +129,10 @@ WRONG = {
     "leading dimensions of one product": (*_LEADS, None, {}),
     "causal, more values than keys": (*_ROWS, None, {"is_causal": True}),
     "more values than keys, float mask": (*_ROWS, (8, 9), {"bool": False}),
-    "a mask of a larger batch": (*[BASE["query"]] * 3, (3, 4, 8, 8), {}),
-    "a mask of more dimensions": (*[BASE["query"]] * 3, (1, 2, 4, 8, 8), {}),
-    "a float mask of a larger batch": (*[BASE["query"]] * 3, (3, 4, 8, 8), {"bool": False}),
-    "a mask of one dimension": (*[BASE["query"]] * 3, (8,), {}),
+    "a mask of a larger batch": (*[BASE] * 3, (3, 4, 8, 8), {}),
+    "a mask of more dimensions": (*[BASE] * 3, (1, 2, 4, 8, 8), {}),
+    "a float mask of a larger batch": (*[BASE] * 3, (3, 4, 8, 8), {"bool": False}),
+    "a mask of one dimension": (*[BASE] * 3, (8,), {}),
 }
 
 
@@ -151,43 +153,38 @@ def test_shapes_are_checked_before_they_are_changed(name):
 
 def test_what_torch_refuses_is_refused():
     """Random shapes near those of a call. What torch accepts gives torch's result or an error of this library."""
-    pick = random.Random(0)
-    refused = served = 0
-    for _ in range(400):
-        shapes = {name: list(shape) for name, shape in BASE.items()}
-        if pick.random() < 0.3:
-            shapes = {name: [3, *shape] for name, shape in shapes.items()}
-        for _ in range(pick.choice([0, 1, 1, 2, 3])):
-            name = pick.choice(list(shapes))
-            at = pick.randrange(len(shapes[name]))
-            change = pick.choice(["size", "size", "size", "drop", "add", "swap"])
-            if change == "size":
-                shapes[name][at] = pick.choice([0, 1, 1, 2, 3, 4, 8, 9, 16])
-            elif change == "drop" and len(shapes[name]) > 2:
-                del shapes[name][0]
-            elif change == "add":
-                shapes[name].insert(0, pick.choice([1, 2]))
-            else:
-                shapes[name][0], shapes[name][1] = shapes[name][1], shapes[name][0]
-        kind = pick.choice(["none", "none", "causal", "bool", "float"])
-        options = {"enable_gqa": pick.random() < 0.5, "is_causal": kind == "causal", "bool": kind != "float"}
-        mask = shapes["attn_mask"] if kind in ("bool", "float") else None
-        tensors, given = call_of(shapes["query"], shapes["key"], shapes["value"], mask, options)
-        words = f"{shapes}, {options}"
-        try:
-            want = F.scaled_dot_product_attention(*tensors, **given)
-        except (RuntimeError, IndexError):
-            with pytest.raises(ShapeError):
-                print(words, attn.torch.scaled_dot_product_attention(*tensors, **given).shape)
-            refused += 1
-            continue
-        try:
-            got = attn.torch.scaled_dot_product_attention(*tensors, **given)
-        except ShapeError:
-            continue
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5, equal_nan=True, msg=lambda text, at=words: f"{at}: {text}")
-        served += 1
-    assert refused > 50 and served > 50
+    subject = fuzz_entries.subject_of("TORCH_ENTRY")
+    ends = collections.Counter(subject.check(case) for case in fuzz_entries.program(subject, 0, 0, 400))
+    assert ends["refused"] > 50 and ends["served"] > 50
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (lambda q, k, v, **options: q * 1.0, "a result where the framework refuses|another result"),
+        (lambda q, k, v, **options: F.scaled_dot_product_attention(q, k[..., :1, :], v[..., :1, :]), "another result"),
+    ],
+)
+def test_an_entry_that_takes_what_torch_refuses_is_noticed(entry, message, monkeypatch):
+    monkeypatch.setattr(testing, "scaled_dot_product_attention", entry)
+    case = fuzz_entries.CallCase("", (2, 4, 8, 16), (2, 4, 8, 16), (2, 4, 8, 16))
+    with pytest.raises(AssertionError, match=message):
+        testing.call_entry(case)
+    if "refuses" in message:
+        with pytest.raises(AssertionError, match="a result where the framework refuses"):
+            testing.call_entry(case.replace(key=(2, 4, 8, 24)))
+
+
+def refusing(*arguments, **options):
+    raise ShapeError("no")
+
+
+def test_an_entry_declines_only_what_its_documentation_does_not_name(monkeypatch):
+    monkeypatch.setattr(testing, "scaled_dot_product_attention", refusing)
+    case = fuzz_entries.CallCase("", (2, 4, 8, 16), (4, 8, 16), (4, 8, 16))
+    assert testing.call_entry(case) == "declined"  # of unequal rank
+    with pytest.raises(AssertionError, match="refused but documented: no"):
+        testing.call_entry(case.replace(query=(1, 8, 16)))
 
 
 @pytest.mark.parametrize(
@@ -224,6 +221,14 @@ def test_an_empty_dimension_gives_torchs_result_and_gradients(query, key, width,
         results.append((out, *(x.grad for x in some)))
     for mine, theirs in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(mine, theirs, equal_nan=True)
+
+
+def test_no_query_heads_over_grouped_heads():
+    """torch's own ends the process in versions before 2.13."""
+    q, k, v = (torch.randn(2, heads, 8, 16, requires_grad=True) for heads in (0, 4, 4))
+    out = attn.torch.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    out.sum().backward()
+    assert out.shape == q.grad.shape == (2, 0, 8, 16) and not k.grad.any() and not v.grad.any()
 
 
 def test_a_forced_backend_serves_no_rows_and_no_keys():

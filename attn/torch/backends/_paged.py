@@ -122,7 +122,10 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
     @staticmethod
     def _float32(values: Any) -> torch.Tensor:
         """Convert to float32. A float32 tensor is not copied, so weights loaded into it later take effect."""
-        return torch.as_tensor(values, dtype=torch.float32)
+        if isinstance(values, torch.Tensor):
+            return values.to(torch.float32)
+        on_meta = torch.get_default_device().type == "meta"  # where the values would be lost
+        return torch.as_tensor(values, dtype=torch.float32, device="cpu" if on_meta else None)
 
     def _by_head(self, name: str, tensor: torch.Tensor, heads: int) -> torch.Tensor:
         """Reshape a tensor [T, heads, D] or [T, heads * D] to [T, heads, D]."""
@@ -331,6 +334,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
             raise DeviceError(f"{self.backend.get_name()}: kv_cache is on {kv_cache.device}, query on {query.device}")
         if not caches.is_quantised(element):
             return
+        caches.check_scale_device(self.backend, layer, query)
         if self.kv_cache_dtype in PER_TOKEN_HEAD:
             if any(getattr(layer, f"{which}_scale_float", None) != 1.0 for which in ("_k", "_v")):
                 raise UnsupportedError(

@@ -404,6 +404,8 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
             raise cache_dtype_error(self, query, kv_cache, element)
         if kv_cache.device != query.device:
             raise DeviceError(f"{name}: kv_cache is on {kv_cache.device}, query on {query.device}")
+        if caches.is_quantised(element):
+            caches.check_scale_device(self.backend, layer, query)
         if getattr(layer._k_scale, "ndim", 0):
             raise UnsupportedError(f"{name}: {Feature.PER_HEAD_SCALES.value} not supported: a latent row has one scale")
 
