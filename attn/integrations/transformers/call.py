@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -106,8 +106,11 @@ def _of_kind(causal: bool, windowed: bool) -> str:
     return "" if member is None else f"{source}={member.name}"
 
 
+_FIELDS = tuple(field.name for field in fields(Call))
+
+
 def replaced(call: Call, **changes: Any) -> Call:
-    return Call(**{**vars(call), **changes})
+    return Call(**{name: getattr(call, name) for name in _FIELDS} | changes)  # torch before 2.12 does not trace `vars`
 
 
 def widened(call: Call) -> torch.Tensor:

@@ -86,7 +86,7 @@ def mask(
             f'{model}: attn_implementation="{NAME}" not supported: its layers compute attention without transformers\' '
             'AttentionInterface; use attn_implementation="eager"'
         )
-    mask_function = mask_function or causal_mask_function
+    mask_function = causal_mask_function if mask_function is None else mask_function  # torch 2.11 traces no truth of functions
     found = None if use_vmap or isinstance(q_offset, torch.Tensor) or torch.compiler.is_compiling() else _pattern(mask_function)
     end = q_offset + q_length - kv_offset  # keys up to the last row's
     described: torch.Tensor | None = None
