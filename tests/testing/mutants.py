@@ -332,6 +332,14 @@ class MaskedValueMultiplied(SimulatedKernel):
 
 
 @mutant
+class HiddenValueMultiplied(SimulatedKernel):
+    """As above, but only for values that some row of the tile sees: 0 * NaN for the rows that do not."""
+
+    def weigh(self, weights: Array, allowed: Array, v: Array) -> Array:
+        return weights @ np.where(allowed.any(1)[..., None], v, 0)
+
+
+@mutant
 class AdditiveMask(SimulatedKernel):
     """Masking by adding -inf, which a NaN key survives."""
 
