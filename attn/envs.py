@@ -66,7 +66,7 @@ def read(name: str) -> str | None:
 #: The variables that selection depends on, in the order of `selecting`.
 SELECTING = (
     "ATTN_BACKEND", "VLLM_ATTENTION_BACKEND", "ATTN_DISABLE", "ATTN_FRAMEWORK", "ATTN_PLUGINS", "ATTN_PREFERENCES",
-    "ATTN_BATCH_INVARIANT", "VLLM_BATCH_INVARIANT", "ATTN_BACKEND_PER_KIND",
+    "ATTN_BATCH_INVARIANT", "VLLM_BATCH_INVARIANT", "ATTN_BACKEND_PER_KIND", "ATTN_DIFFUSION_BACKEND",
 )  # fmt: skip
 _SELECTING_ENCODED = tuple(_ENCODED.get(name) for name in SELECTING)
 
@@ -76,8 +76,8 @@ def selecting() -> tuple[object, ...]:
     table = getattr(os.environ, "_data", None)
     if table is not None and _ENCODED:
         get = table.get
-        a, b, c, d, e, f, g, h, i = _SELECTING_ENCODED
-        return get(a), get(b), get(c), get(d), get(e), get(f), get(g), get(h), get(i)
+        a, b, c, d, e, f, g, h, i, j = _SELECTING_ENCODED
+        return get(a), get(b), get(c), get(d), get(e), get(f), get(g), get(h), get(i), get(j)
     return tuple(map(read, SELECTING))
 
 

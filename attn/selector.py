@@ -183,6 +183,11 @@ def backend_per_kind_context_manager(backends: Mapping[str, AttentionBackendEnum
         _per_kind.set(original)
 
 
+def selection_state() -> tuple[object, ...]:
+    """Return what selection depends on beside a request: the registries, the environment, and the context's backends."""
+    return generation(), envs.selecting(), _per_kind.get(), _forced.get()
+
+
 def asked_for_kind(kind: str) -> Asked:
     """Return the backend requested for a kind of layer: by `backend_per_kind`, else by ATTN_BACKEND_PER_KIND, else None.
 

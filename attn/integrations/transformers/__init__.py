@@ -53,6 +53,7 @@ from attn.integrations.transformers.batching import (
 from attn.integrations.transformers.call import NAME, Call, refuse_unknown, requested
 from attn.integrations.transformers.graph import as_operator
 from attn.integrations.transformers.masks import mask
+from attn.integrations.transformers.plans import repeated
 from attn.integrations.transformers.segments import is_packed, packed
 from attn.integrations.transformers.versions import OLDEST, dotted, installed
 from attn.integrations.transformers.ways import attend, by_sdpa, selected, weights
@@ -129,6 +130,12 @@ def _function(backend: str | None) -> Callable[..., Any]:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Compute attention. query: [B, H, S, D]; key: [B, K, T, D]; value: [B, K, T, Dv]. Returns ([B, S, H, Dv], None), or
         the attention weights [B, H, S, T] instead of None for `output_attentions`."""
+        if cache is None and position_bias is None and not dropout and not torch.compiler.is_compiling():
+            out = repeated(
+                backend, module, query, key, value, attention_mask, scaling, is_causal, sliding_window, softcap, s_aux, kwargs
+            )
+            if out is not None:
+                return out, None
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         q, k, v = autocast(*(x.transpose(1, 2) for x in (query, key, value)))
         scale = float(known(query.shape[-1]) ** -0.5 if scaling is None else known(scaling))

@@ -32,6 +32,11 @@ class Padding:
     draw: Callable[[], torch.Tensor] | None = None
     _lens: tuple[list[int], list[int], list[int] | None] | None = None
 
+    @property
+    def plain(self) -> bool:
+        """Whether all keys of the mask are valid, and causality and the window say the rest."""
+        return self.whole and self.chunk is None and self.spans is None and self.draw is None
+
     def lens(self, present: torch.Tensor, rows: int) -> tuple[list[int], list[int], list[int] | None]:
         """Return each entry's valid (rows, keys), and its first valid key unless some entry's valid keys have gaps.
 

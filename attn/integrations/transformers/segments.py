@@ -8,11 +8,11 @@ from attn.integrations.transformers.call import Call, replaced, widened
 from attn.integrations.transformers.packing import attend_packed
 from attn.integrations.transformers.ways import drawn
 
-_BOTH = ("cu_seq_lens_q", "cu_seq_lens_k")
+BOUNDARIES = ("cu_seq_lens_q", "cu_seq_lens_k")
 
 
 def is_packed(kwargs: dict[str, Any]) -> bool:
-    return any(kwargs.get(name) is not None for name in _BOTH)
+    return any(kwargs.get(name) is not None for name in BOUNDARIES)
 
 
 def packed(
@@ -43,17 +43,17 @@ def packed(
 def _checked(call: Call, kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the boundaries of rows and of keys. In a graph, values are checked when it runs."""
     starts: list[torch.Tensor] = []
-    for name in _BOTH:
+    for name in BOUNDARIES:
         x = kwargs.get(name)
         if not isinstance(x, torch.Tensor) or x.ndim != 1 or x.dtype not in (torch.int32, torch.int64):
             got = f"{x.dtype} {list(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
-            raise call.refusal(f"{name} of {got}", f"pass {' and '.join(_BOTH)}, [n + 1] of int32 or int64, or neither")
+            raise call.refusal(f"{name} of {got}", f"pass {' and '.join(BOUNDARIES)}, [n + 1] of int32 or int64, or neither")
         starts.append(x)
     if len(call.query) != 1 or len(starts[0]) != len(starts[1]):
         got = f"{len(starts[0]) - 1} sequences of rows and {len(starts[1]) - 1} of keys in a batch of {len(call.query)}"
         raise call.refusal(f"cu_seq_lens_q, cu_seq_lens_k: {got}", "pass equally many, in one row [1, T]")
     ends = (("rows", call.query.shape[1]), ("keys", call.key.shape[1]))
-    for name, x, (what, end) in zip(_BOTH, starts, ends, strict=True):
+    for name, x, (what, end) in zip(BOUNDARIES, starts, ends, strict=True):
         if torch.compiler.is_compiling():
             increasing = (x[0] == 0) & (x[-1] == end) & (x.diff() >= 0).all()
             torch._assert_async(increasing, f"{call.place}: {name} must increase from 0 to the number of {what}")

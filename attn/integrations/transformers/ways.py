@@ -1,5 +1,8 @@
 """Choose the way to compute a call: dense, packed, by the formula, or by torch's SDPA (see the package's docstring)."""
 
+import enum
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 
@@ -13,6 +16,27 @@ from attn.integrations.transformers.packing import pack
 from attn.integrations.transformers.reading import as_bool, as_drawn, read, recognised
 from attn.torch.diffusion.chosen import chosen_impl
 from attn.weights import dense
+
+
+class Way(enum.Enum):
+    """How a call is computed that has neither a bias nor dropout (see the package's docstring)."""
+
+    DENSE = "dense"
+    PACKED = "packed"
+    FORMULA = "formula"
+
+
+def classify(call: Call, square: bool, masked: bool, gaps: bool = False) -> Way:
+    """Return the way to compute a call, by what it requires.
+
+    square: as many rows as keys; masked: whether some keys are not valid; gaps: whether others lie between valid ones.
+    """
+    wide = call.value.shape[-1] > call.query.shape[-1]
+    if call.plain and call.backend is None and (not call.causal or (square and not masked)):
+        return Way.FORMULA if wide else Way.DENSE
+    if call.wants_grad or wide or (gaps and call.window is not None):
+        return Way.FORMULA
+    return Way.PACKED
 
 
 def attend(call: Call, attention_mask: torch.Tensor | None) -> torch.Tensor:
@@ -48,9 +72,8 @@ def attend(call: Call, attention_mask: torch.Tensor | None) -> torch.Tensor:
             attention_mask = None if attention_mask is None else attention_mask[:, -keys:]
             padding = None if attention_mask is None else Padding(None)
         call = replaced(call, causal=False)
-    square = rows == keys
-    alone = call.plain and call.backend is None and (not call.causal or (square and attention_mask is None))
-    if alone:
+    square, masked = rows == keys, attention_mask is not None
+    if classify(call, square, masked) is Way.DENSE:
         return by_dense(call, attention_mask)
     if attention_mask is None:
         q_lens, k_lens = [rows] * len(call.query), [keys] * len(call.query)
@@ -60,7 +83,7 @@ def attend(call: Call, attention_mask: torch.Tensor | None) -> torch.Tensor:
         own = (call.causal or square) and not padding.all_rows  # rows are the last keys' tokens
         q_lens, k_lens, firsts = padding.lens(attention_mask, rows if own else 0)
         q_lens = q_lens if own else [rows] * len(call.query)
-    if call.wants_grad or call.value.shape[-1] > call.query.shape[-1] or (firsts is None and call.window is not None):
+    if classify(call, square, masked, gaps=firsts is None) is Way.FORMULA:
         return by_formula(call, as_drawn(call, attention_mask))
     return pack(call, attention_mask, q_lens, k_lens, firsts)
 
@@ -93,7 +116,14 @@ def by_dense(call: Call, mask: torch.Tensor | None) -> torch.Tensor:
     """Compute by the diffusion registry's choice; mask: [B, T] of keys, or materialised."""
     if call.value.shape[-1] > call.query.shape[-1]:
         return by_formula(call, as_drawn(call, mask) if mask is None or mask.ndim == 2 else mask)
-    impl = chosen_impl(
+    impl = chosen_for(call, mask)
+    out: torch.Tensor = impl.forward(call.query, call.key, widened(call), DiffusionAttentionMetadata(attn_mask=mask))
+    return out[..., : call.value.shape[-1]]
+
+
+def chosen_for(call: Call, mask: torch.Tensor | None) -> Any:
+    """Return the implementation that the diffusion registry chooses for a call with this mask."""
+    return chosen_impl(
         None,
         0.0,
         call.query.device.type,
@@ -109,8 +139,6 @@ def by_dense(call: Call, mask: torch.Tensor | None) -> torch.Tensor:
         call.query.shape[1],
         call.key.shape[1],
     )
-    out: torch.Tensor = impl.forward(call.query, call.key, widened(call), DiffusionAttentionMetadata(attn_mask=mask))
-    return out[..., : call.value.shape[-1]]
 
 
 def by_formula(call: Call, drawn: torch.Tensor) -> torch.Tensor:

@@ -77,17 +77,19 @@ def known(number: Any) -> Any:
 
 @torch.compiler.assume_constant_result
 def _description(*call: Any) -> str:
-    registries, rows, keys = generation(), *call[-2:]
-    most, multiple = _limits(registries)
-    # sizes grow with every token: the key has only what limits of calls say about them
-    sizes = (min(keys, most), math.gcd(keys, multiple), rows == keys or not rows or not keys) if multiple else (rows, keys)
-    key = (registries, envs.read(ENV_VAR), envs.read("ATTN_DISABLE"), *call[:-2], *sizes)
+    key = (generation(), envs.read(ENV_VAR), envs.read("ATTN_DISABLE"), *call[:-2], *sizes_that_decide(*call[-2:]))
     found = _choices.get(key)
     if found is None:
         if len(_choices) >= _MOST:
             _choices.clear()
         found = _choices[key] = _choose(*call)
     return found
+
+
+def sizes_that_decide(rows: int, keys: int) -> tuple[int, ...]:
+    """Return what a choice depends on of a call's rows and keys: sizes grow with every token, their limits do not."""
+    most, multiple = _limits(generation())
+    return (min(keys, most), math.gcd(keys, multiple), rows == keys or not rows or not keys) if multiple else (rows, keys)
 
 
 @functools.lru_cache(1)

@@ -4,12 +4,14 @@ Most kernels support ragged batches but no masks. For them, `pack` concatenates 
 of keys is irrelevant, so any key mask is equivalent to a shorter sequence.
 """
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
 from attn.arrays import to_framework
+from attn.backends.arguments import fold_sign
 from attn.capabilities import Feature
 from attn.diffusion.backends.abstract import DiffusionAttentionBackend, DiffusionAttentionMetadata
 from attn.diffusion.backends.dense import DenseAttentionImpl, DenseCall
@@ -46,6 +48,18 @@ class DenseImpl(DenseAttentionImpl):
     def _prepared(self, *args: Any) -> DenseCall:
         call = super()._prepared(*args)
         return call._replace(query=aligned(call.query), key=aligned(call.key), value=aligned(call.value))
+
+    def launcher(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+        """Check a call without masks, query [B, S, H, D] and key, value [B, M, K, D], and return a function that computes calls
+        like it, of query [B, H, S, D] and key, value [B, K, M, D], without checking them again; it returns [B, S, H, D]."""
+        self._prepared(query, key, value, None)
+        return self._launch
+
+    def _launch(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        q, k, v = (aligned(x.transpose(1, 2)) for x in (query, key, value))
+        return self._attend(DenseCall(fold_sign(q, self.signed_scale), k, v))  # type: ignore[no-any-return]
 
     def _as_mask(self, given: Any, like: torch.Tensor) -> torch.Tensor:
         mask: torch.Tensor = to_framework(given, "torch").to(like.device)

@@ -3,7 +3,9 @@
 import torch
 from torch.nn import functional as F
 
+from attn.backends.arguments import fold_sign
 from attn.diffusion.backends.dense import DenseCall
+from attn.torch.alignment import aligned
 from attn.torch.diffusion.backends._dense import DenseImpl, bottom_right
 
 
@@ -38,3 +40,16 @@ class SDPABase(DenseImpl):
             enable_gqa=self.num_heads != self.num_kv_heads,
         ).transpose(1, 2)
         return out if mask is None else torch.where(mask.any(-1).transpose(1, 2)[..., None], out, 0)
+
+    def _launch(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        rows, length = query.shape[2], key.shape[2]
+        if self.causal and rows != length:
+            return super()._launch(query, key, value)
+        return F.scaled_dot_product_attention(
+            fold_sign(aligned(query), self.signed_scale),
+            aligned(key),
+            aligned(value),
+            is_causal=self.causal,
+            scale=self.scale,
+            enable_gqa=self.num_heads != self.num_kv_heads,
+        ).transpose(1, 2)

@@ -35,3 +35,7 @@ class CuDNNAttentionImpl(SDPABase, backend=CuDNNAttentionBackend):
     def _attend(self, call: DenseCall) -> torch.Tensor:
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
             return super()._attend(call)
+
+    def _launch(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
+            return super()._launch(query, key, value)

@@ -1,0 +1,126 @@
+"""What a layer's call costs the host beside its kernel, in transformers: sdpa's function and "attn", with kernels that do nothing.
+
+    python -m benchmarks.programs.transformers_overhead                 # microseconds per call and layer, on this host
+    python -m benchmarks.programs.transformers_overhead --rounds 100    # smaller variation
+    python -m benchmarks.programs.transformers_overhead --json FILE     # also write the rows
+
+Each kernel is replaced by a function that returns an output made before, so a difference is the interface's own work: the
+decision, checks, views. The functions are called as a model calls them, in turns; the figure is the fastest of the rounds.
+"dispatched" is PyTorch's smallest operation on the query, which shows how fast the host is.
+"""
+
+import argparse
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from transformers import AttentionInterface
+from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
+
+from attn.integrations import transformers as integration
+from attn.torch.backends._ragged import RaggedAttentionImpl
+
+HEADS, KV_HEADS, SIZE, KEYS, WINDOW = 32, 8, 64, 512, 256
+CALLS = 100  #: in one round
+#: Name, rows, options of a layer's call, and whether sdpa's function can compute it.
+KINDS: tuple[tuple[str, int, dict[str, Any], bool], ...] = (
+    ("decode", 1, {}, True),
+    ("prompt", KEYS, {}, True),
+    ("decode, window", 1, {"sliding_window": WINDOW}, True),
+    ("decode, cap", 1, {"softcap": 50.0}, False),
+    ("decode, sinks", 1, {"s_aux": torch.zeros(HEADS)}, False),
+)
+NAMES = ("sdpa", "attn", "attn:TORCH_SDPA")
+
+
+@contextlib.contextmanager
+def without_kernels(rows: int) -> Iterator[None]:
+    """Replace every kernel by one that returns an output made before."""
+    turned = torch.zeros(1, rows, HEADS, SIZE)  # as kernels lay it out
+    out = turned.transpose(1, 2)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch("torch.nn.functional.scaled_dot_product_attention", lambda *a, **k: out))
+        for cls in {RaggedAttentionImpl, *_below(RaggedAttentionImpl)}:
+            if "attend_keys" in vars(cls):
+                stack.enter_context(mock.patch.object(cls, "attend_keys", lambda *a, **k: turned))
+        yield
+
+
+def _below(cls: type) -> Iterator[type]:
+    for below in cls.__subclasses__():
+        yield below
+        yield from _below(below)
+
+
+def called(name: str, rows: int, options: dict[str, Any]) -> Callable[[], Any]:
+    """Return a call of a layer as a model makes it, with the mask that its step has."""
+    module = SimpleNamespace(is_causal=True, layer_idx=0, num_key_value_groups=HEADS // KV_HEADS, training=False)
+    layer = _Module(module)
+    query = torch.zeros(1, rows, HEADS, SIZE).transpose(1, 2)
+    key, value = torch.zeros(1, KV_HEADS, KEYS, SIZE), torch.zeros(1, KV_HEADS, KEYS, SIZE)
+    window = options.get("sliding_window")
+    made = None
+    if name != "sdpa":
+        function = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
+        made = integration.mask(1, rows, KEYS, KEYS - rows, mask_function=function)
+    elif window is not None:
+        made = torch.ones(1, 1, rows, KEYS, dtype=torch.bool)
+    function = AttentionInterface()[name]
+
+    def call() -> Any:
+        return function(layer, query, key, value, made, dropout=0.0, scaling=SIZE**-0.5, **options)
+
+    return call
+
+
+class _Module(torch.nn.Module):
+    def __init__(self, attributes: SimpleNamespace) -> None:
+        super().__init__()
+        vars(self).update(vars(attributes))
+
+
+def measured(rounds: int) -> list[dict[str, Any]]:
+    """Return a row for each kind of call: microseconds of each function."""
+    rows_out = []
+    for kind, rows, options, sdpa_can in KINDS:
+        names = [name for name in NAMES if name != "sdpa" or sdpa_can]
+        calls = {name: called(name, rows, options) for name in names}
+        query = torch.zeros(1, HEADS, rows, SIZE)
+        calls["dispatched"] = lambda query=query: query.detach()
+        best = dict.fromkeys(calls, float("inf"))
+        with torch.no_grad(), without_kernels(rows):
+            for _ in range(rounds):
+                for name, call in calls.items():
+                    start = time.perf_counter()
+                    for _ in range(CALLS):
+                        call()
+                    best[name] = min(best[name], (time.perf_counter() - start) / CALLS * 1e6)
+        rows_out.append({"kind": kind, **{name: round(best[name], 1) for name in best}})
+    return rows_out
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=30, help="rounds; the fastest counts (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE too")
+    chosen = parser.parse_args()
+    if chosen.rounds < 1:
+        parser.error(f"--rounds is {chosen.rounds}: must be at least 1")
+    integration.register()
+    rows = measured(chosen.rounds)
+    print("| call | " + " | ".join(NAMES) + " | dispatched |\n|---|" + "---|" * (len(NAMES) + 1))
+    for row in rows:
+        print(f"| {row['kind']} | " + " | ".join(str(row.get(name, "")) for name in (*NAMES, "dispatched")) + " |")
+    if chosen.json:
+        chosen.json.write_text(json.dumps(rows, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
