@@ -1,4 +1,4 @@
-"""What a layer's call costs the host beside its kernel, in transformers: sdpa's function and "attn", with kernels that do nothing.
+"""What a layer's call costs the host beside its kernel in transformers: sdpa's function and "attn", with empty kernels.
 
     python -m benchmarks.programs.transformers_overhead                 # microseconds per call and layer, on this host
     python -m benchmarks.programs.transformers_overhead --rounds 100    # smaller variation

@@ -66,7 +66,9 @@ def repeated(
 
     Returns [B, S, H, Dv], or None for a call without a plan.
     """
-    if not _OTHERS.isdisjoint(kwargs) and any(kwargs[name] not in (None, False) for name in _OTHERS.intersection(kwargs)):
+    if not _OTHERS.isdisjoint(kwargs) and any(
+        kwargs[x] is not None and kwargs[x] is not False for x in _OTHERS & kwargs.keys()
+    ):
         return None
     batch, heads, rows, size = query.shape
     key_batch, kv_heads, keys, key_size = key.shape
