@@ -15,6 +15,7 @@ lanes (XLU, two slots); 1,024 lanes per slot and cycle.
 
 import argparse
 import ast
+import functools
 import hashlib
 import importlib
 import io
@@ -408,6 +409,7 @@ def key_of(row: Row, chip: str, page: int, kernel: str) -> str:
     return f"{row.name} | {chip} | {page} | {kernel}"
 
 
+@functools.cache
 def source(kind: str) -> str:
     """Return a digest of our kernel's code without comments and docstrings: all files except those of the other kernels."""
     own = {"latent": "mla", "dense": "flash", "dense_backward": "flash"}.get(kind, "ragged")

@@ -1,9 +1,8 @@
 """Every notebook runs from top to bottom and shows what is stored in it; it says first what the reader will be able to do.
 
-Some 70 seconds in all on an idle machine; the longest is 03, where libtpu compiles a kernel.
-
-With nbclient (extra `notebooks`) in a kernel of its own, as Jupyter would; without it the code cells are run in this
-process, which the test's id says.
+With nbclient (extra `notebooks`) they run in a kernel of their own, as Jupyter would, and what they show is compared: two
+notebooks a day in `make test`, all under `--full`. Their code cells also run in this process, except where eight devices are
+needed.
 """
 
 import ast
@@ -11,6 +10,7 @@ import contextlib
 import importlib.util
 import io
 import json
+import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -18,10 +18,14 @@ from types import ModuleType
 import pytest
 
 from attn.imports import installed
+from tests.levels import LEVEL, sampled
 
 FOLDER = Path(__file__).resolve().parents[1] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+DISTRIBUTED = [path for path in NOTEBOOKS if "device_count=8" in path.read_text(encoding="utf-8")]  #: they set up XLA anew
+ALONE = [path for path in NOTEBOOKS if path not in DISTRIBUTED]
 KERNEL = installed("nbclient") and installed("ipykernel")
+DRAWN = [*sampled(ALONE, 1, "notebooks"), *sampled(DISTRIBUTED, 1, "notebooks on eight devices")]
 
 
 def runner() -> ModuleType:
@@ -72,10 +76,21 @@ def test_opens_with_what_it_does(notebook):
     assert rest.strip().startswith("This notebook ")
 
 
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: f"{path.stem}-{'kernel' if KERNEL else 'exec'}")
+@pytest.mark.skipif(not KERNEL, reason="nbclient or ipykernel is not installed (extra notebooks)")
+@pytest.mark.parametrize("notebook", DRAWN, ids=lambda path: path.stem)
 @pytest.mark.filterwarnings("default")  # what a kernel's own packages warn of is not ours
-def test_runs(notebook):
-    (execute_in_a_kernel if KERNEL else execute_here)(notebook)
+def test_shows_in_a_kernel_what_is_stored(notebook, monkeypatch):
+    if os.environ[LEVEL] != "full":  # XLA compiles fast, as the programs of a notebook run once
+        quick = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+        monkeypatch.setenv("XLA_FLAGS", quick)
+    execute_in_a_kernel(notebook)
+
+
+@pytest.mark.parametrize("notebook", ALONE, ids=lambda path: path.stem)
+@pytest.mark.filterwarnings("default")
+def test_runs(notebook, monkeypatch):
+    monkeypatch.chdir(FOLDER)
+    execute_here(notebook)
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)

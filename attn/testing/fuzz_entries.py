@@ -82,8 +82,8 @@ def is_documented(case: CallCase) -> bool:
     if case.gqa and (k[-3] != v[-3] or (k[-3] and q[-3] % k[-3])):
         return False
     try:
-        lead = np.broadcast_shapes(q[:outer], k[:outer], v[:outer])
-        scores = (*lead, *q[outer:-1], k[-2])
+        np.broadcast_shapes(q[:outer], k[:outer], v[:outer])
+        scores = (*np.broadcast_shapes(q[:outer], k[:outer]), *q[outer:-1], k[-2])
         return not case.extra or (len(case.more) > 1 and np.broadcast_shapes(case.more, scores) == scores)
     except ValueError:
         return False
@@ -141,8 +141,8 @@ class LayerCase(Recipe):
     """A torch layer and the devices around it. "" is no device.
 
     kind: "attention" or "mla". made: torch's default device during construction. moved: devices of `.to()` in turn. copied:
-    whether a deep copy is used. during: torch's default device during `build`. asked: `build`'s argument. batch: "numpy", or
-    the device of the batch's arrays. inputs: devices of query, key, value and cache; "" is the metadata's.
+    whether a deep copy is used. during: torch's default device during `build` and the call. asked: `build`'s argument.
+    batch: "numpy", or the device of the batch's arrays. inputs: devices of query, key, value and cache; "" is the metadata's.
     weights: slopes ("alibi") or sinks ("sinks") in a list, sinks in a tensor on the CPU ("tensor"), or the scales of a
         quantised cache ("scale", per head "scales").
     """

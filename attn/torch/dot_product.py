@@ -17,6 +17,8 @@ from attn.torch.diffusion.chosen import chosen_impl, known
 
 #: `name` is the backend that this thread requested. Thread-local, not a context variable, which a graph cannot guard on.
 _requested = threading.local()
+#: Torch's own function divides by the number of heads, and the process dies.
+_DIES_WITHOUT_HEADS = torch.__version__ < "2.13"
 
 
 @torch.compiler.assume_constant_result  # graphs cannot trace into the registry
@@ -55,8 +57,9 @@ def scaled_dot_product_attention(
     """Attention with the signature and the semantics of `torch.nn.functional.scaled_dot_product_attention`.
 
     query: [..., H, L, E]; key: [..., K, S, E]; value: [..., K, S, Ev]; attn_mask: bool, True = attend, or floats to be added,
-    broadcastable to [..., H, L, S]; is_causal aligns the first row with the first key (top-left). Returns [..., H, L, Ev]; a
-    row that sees no key is 0. The diffusion registry chooses the backend (`sdpa_backend` and ATTN_DIFFUSION_BACKEND force one).
+    broadcastable to the scores of query and key, [..., H, L, S]; is_causal aligns the first row with the first key (top-left).
+    Returns [..., H, L, Ev]; a row that sees no key is 0. The diffusion registry chooses the backend (`sdpa_backend` and
+    ATTN_DIFFUSION_BACKEND force one).
     Masks of floats and calls with an empty dimension run torch's own function, unless `sdpa_backend` forces a backend.
     `torch.autocast` casts arguments as it does for torch's function.
 
@@ -67,12 +70,16 @@ def scaled_dot_product_attention(
     if dropout_p:
         raise UnsupportedError(f"dropout_p={dropout_p}: dropout of attention weights is not supported")
     query, key, value, attn_mask = autocast(query, key, value, attn_mask)
+    given = (query, key, value)
     query, key, value = _checked(query, key, value, attn_mask, enable_gqa)
     if is_causal and attn_mask is not None:
         raise ValueError("is_causal and attn_mask: pass only one of them")
     requested = getattr(_requested, "name", None)
     additive = attn_mask is not None and attn_mask.dtype != torch.bool
     empty = requested is None and 0 in (*query.shape, *key.shape, *value.shape)
+    no_heads = empty and query.shape[-3] == 0 and _DIES_WITHOUT_HEADS
+    if empty and not no_heads:
+        query, key, value = given  # whether torch's result has their broadcast dimensions depends on which of them are 0
     if scale is not None:
         scale = known(scale)
         query, scale = fold_sign(query, scale), abs(scale)
@@ -80,8 +87,7 @@ def scaled_dot_product_attention(
         scale = known(query.shape[-1]) ** -0.5
     if additive and requested is not None:
         raise UnsupportedError(f"{requested}: attn_mask of {attn_mask.dtype}: additive masks are not supported")  # type: ignore[union-attr]
-    if empty and query.shape[-3] == 0:
-        # torch before 2.13 divides by the number of heads, and the process dies; with enable_gqa there may be heads of keys
+    if no_heads:  # with enable_gqa there may be heads of keys
         return query @ key[..., :0, :, :].transpose(-2, -1) @ value[..., :0, :, :]
     if additive or empty:
         query, key, value = aligned(query), aligned(key), aligned(value)
@@ -156,7 +162,8 @@ def _checked(
     if not query.device == key.device == value.device:
         raise DeviceError(f"query, key, value are on {query.device}, {key.device}, {value.device}: must be one device")
     if attn_mask is not None:
-        _check_mask(attn_mask, query, (*query.shape[:-1], key.shape[-2]))
+        lead = torch.broadcast_shapes(q[:outer], k[:outer])  # value's are not among the dimensions of the scores
+        _check_mask(attn_mask, query, (*lead, *q[outer:-1], k[-2]))
     return query, key, value
 
 

@@ -354,7 +354,8 @@ def layer_device(case: LayerCase) -> str:
     if used == {"meta"}:
         return "declined"  # nothing is computed there
     try:
-        got = _layer_call(layer, case, inputs, metadata)
+        with torch.device(case.during) if case.during else contextlib.nullcontext():
+            got = _layer_call(layer, case, inputs, metadata)
     except DeviceError as error:
         assert len(used) > 1, f"{case}: refused on one device: {error}"
         named = [device for device in used if re.search(rf"\b{device}\b", str(error))]

@@ -3,17 +3,21 @@
 Everything shares one set of shapes, since compiling is what takes the time here.
 """
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from attn import reference
 from attn.backends.metadata import CommonAttentionMetadata
+from attn.jax.testing import compiling_fast
 from tests.jax import mla_batches
+from tests.levels import LEVEL
 
 H, K, D, P, N = 4, 2, 16, 8, 40
 #: rms error of a row over its rms (docs/semantics.md §16, rule B)
@@ -83,6 +87,17 @@ def assert_close(got: Any, want: Any, dtype: str = "float32") -> None:
     live = np.isfinite(want[1])
     np.testing.assert_array_equal(lse[~live & ~np.isnan(want[1])], -np.inf)
     np.testing.assert_allclose(lse[live], want[1][live], atol=1e-4, rtol=1e-5)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiling_fast() -> Iterator[None]:
+    """In `make test` XLA optimises little for a CPU, which halves these tests' time. Under `--full` it compiles as it does for
+    users, and tests/test_conformance.py lets it at every level."""
+    if os.environ.get(LEVEL) == "full" or jax.default_backend() != "cpu":
+        yield
+        return
+    with compiling_fast():
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from attn.jax.backends.xla_attn import XLAAttentionBackend, XLAAttentionImpl
-from attn.jax.testing import DMA_MODES, KernelRace, Runner, watched
+from attn.jax.testing import DMA_MODES, KernelRace, Runner, compiling_fast, watched
 from attn.testing import Case, bits, draw, run_case
 from attn.testing.expected import specified_cache
 
@@ -95,4 +95,16 @@ def test_what_is_planted_is_caught() -> None:
         assert jnp.isnan(launch(wait=False)).all()
     with pytest.raises(KernelRace, match="dma_execution_mode=eager: RACE DETECTED"), watched("eager"):
         launch(wait=False)
-    assert not jax.config.read("jax_disable_most_optimizations")
+
+
+def test_what_compiles_fast_leaves_the_options_as_they_were() -> None:
+    option = "jax_disable_most_optimizations"
+    before = jax.config.read(option)
+    try:
+        for usual in (True, False):
+            jax.config.update(option, usual)
+            with compiling_fast():
+                assert jax.config.read(option)
+            assert jax.config.read(option) is usual
+    finally:
+        jax.config.update(option, before)

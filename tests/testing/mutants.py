@@ -2,11 +2,15 @@
 
 Each mutant overrides one step of `SimulatedKernel` with a mistake that a real kernel has made or could make. A suite that
 lets one live is missing a case or a rule; the table (`python -m tests.testing.mutants`) says which rules and cases killed
-which.
+which. `--write` notes the first case of each in killers.json, so that tests can begin with it.
 """
 
+import json
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 import numpy as np
 
@@ -40,6 +44,7 @@ SUBJECT = Subject(
 )  # fmt: skip
 
 MUTANTS: dict[str, type[SimulatedKernel]] = {}
+NOTED = Path(__file__).with_name("killers.json")
 
 
 def mutant(cls: type[SimulatedKernel]) -> type[SimulatedKernel]:
@@ -997,5 +1002,19 @@ def format_table(table: Iterable[Kill]) -> str:
     return "\n".join(lines)
 
 
+@cache
+def noted() -> dict[str, str]:
+    """The name of the case that killed each mutant when `--write` last ran."""
+    return dict(json.loads(NOTED.read_text()))
+
+
+def likeliest_first(name: str, cases: Iterable[Case]) -> list[Case]:
+    """The cases, the one that is noted for a mutant first: a stale note costs time only."""
+    return sorted(cases, key=lambda case: case.name != noted().get(name))
+
+
 if __name__ == "__main__":
-    print(format_table(mutation_table()))
+    if "--write" in sys.argv[1:]:
+        NOTED.write_text(json.dumps({kill.mutant: kill.first for kill in mutation_table(enough=1)}, indent=1) + "\n")
+    else:
+        print(format_table(mutation_table()))

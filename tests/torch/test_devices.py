@@ -97,6 +97,16 @@ def test_numbers_per_head_keep_their_values_within_meta(name: str, form: Any) ->
     assert getattr(layer.impl, name).tolist() == [0.5, 0.25, 0.125, 0.75]
 
 
+@pytest.mark.parametrize("name", ["TORCH_SDPA", "TORCH_MLA"])
+def test_a_call_is_where_its_query_is(name: str) -> None:
+    """Not on torch's default device."""
+    layer = layer_of(name, kv_cache_dtype="fp8", k_scale=0.5)
+    metadata, cache = layer.build(BATCH, device="cpu"), layer.new_kv_cache(4, "cpu")
+    here = torch.device("cpu")
+    with META:
+        assert call(layer, metadata, cache, here).device == here
+
+
 def test_random_devices_around_a_layer() -> None:
     """Where it is made, moved, built for and called."""
     subject = fuzz_entries.subject_of("LAYER_DEVICE")

@@ -132,6 +132,8 @@ WRONG = {
     "a mask of a larger batch": (*[BASE] * 3, (3, 4, 8, 8), {}),
     "a mask of more dimensions": (*[BASE] * 3, (1, 2, 4, 8, 8), {}),
     "a float mask of a larger batch": (*[BASE] * 3, (3, 4, 8, 8), {"bool": False}),
+    "a mask of the values' batch": ((1, 4, 8, 16), (1, 4, 8, 16), BASE, (2, 1, 8, 8), {}),
+    "a float mask of the values' heads": ((2, 1, 8, 16), (2, 1, 8, 16), BASE, (4, 8, 8), {"bool": False}),
     "a mask of one dimension": (*[BASE] * 3, (8,), {}),
 }
 
@@ -200,6 +202,9 @@ def test_an_entry_declines_only_what_its_documentation_does_not_name(monkeypatch
         ((0, 4, 8, 16), (0, 4, 8, 16), 16),
         ((2, 4, 8, 0), (2, 4, 8, 0), 16),
         ((2, 4, 8, 16), (2, 4, 8, 16), 0),
+        ((1, 4, 8, 16), (2, 4, 0, 16), 16),
+        ((1, 4, 8, 0), (2, 4, 8, 0), 16),
+        ((1, 4, 0, 16), (2, 4, 8, 16), 16),
     ],
 )
 def test_an_empty_dimension_gives_torchs_result_and_gradients(query, key, width, options):

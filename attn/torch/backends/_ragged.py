@@ -445,7 +445,7 @@ class RaggedAttentionImpl(PagedAttentionImpl):
 
     def _by_kv_head(self, scale: torch.Tensor | float, device: torch.device) -> torch.Tensor | float:
         """Return a scalar scale on the host as a float, any other as [K, 1], without waiting for the device."""
-        scale = torch.as_tensor(scale).detach()
+        scale = scale.detach() if isinstance(scale, torch.Tensor) else torch.tensor(scale, device="cpu")
         if scale.ndim == 0 and scale.device.type == "cpu":
             return float(scale)
         return caches.per_head(scale, device).expand(self.num_kv_heads, 1)

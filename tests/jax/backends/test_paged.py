@@ -88,8 +88,9 @@ def test_layers_in_a_scan(step: Step) -> None:
     whole = step.layer.new_kv_cache(N, layers=2)
     assert whole.shape == jnp.concatenate([step.cache] * 2, axis).shape
     (again, line), line_lse = carried(step.q, whole)
-    np.testing.assert_array_equal(again, out)
-    np.testing.assert_array_equal(line_lse, lse)
+    # the compiler may round the two programs differently
+    np.testing.assert_allclose(again, out, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(line_lse, lse, rtol=1e-6, atol=1e-6)
     np.testing.assert_array_equal(line, jnp.concatenate([*caches], axis))
     want, want_lse = step.expected(step.expected(step.q)[0].astype(np.float32))
     np.testing.assert_allclose(out[:4], want, atol=1e-5)
