@@ -66,9 +66,7 @@ def repeated(
 
     Returns [B, S, H, Dv], or None for a call without a plan.
     """
-    if not _OTHERS.isdisjoint(kwargs) and any(
-        kwargs[x] is not None and kwargs[x] is not False for x in _OTHERS & kwargs.keys()
-    ):
+    if any(value is not None and value is not False for name, value in kwargs.items() if name in _OTHERS):
         return None
     batch, heads, rows, size = query.shape
     key_batch, kv_heads, keys, key_size = key.shape

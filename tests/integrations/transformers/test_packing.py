@@ -4,9 +4,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
+from transformers import AttentionInterface  # noqa: E402
 
 from attn.integrations import transformers as attn_transformers  # noqa: E402
-from attn.integrations.transformers import packing, ways  # noqa: E402
+from attn.integrations.transformers import packing  # noqa: E402
 from attn.integrations.transformers.call import Call  # noqa: E402
 from attn.torch import kv_cache as caches  # noqa: E402
 from attn.torch.backends._ragged import RaggedAttentionImpl  # noqa: E402
@@ -74,18 +75,18 @@ def test_other_backends_keep_their_pages(pages):
 
 @pytest.mark.parametrize("padding", ["none", "left"])
 def test_keys_are_read_in_transformers_memory(padding, monkeypatch):
-    held, read, pack, attend = set(), set(), packing.pack, RaggedAttentionImpl.attend_keys
+    attn_transformers.register()
+    held, read, called, attend = set(), set(), AttentionInterface()["attn"], RaggedAttentionImpl.attend_keys
 
-    def packed(call, *rest):
-        held.update(x.untyped_storage().data_ptr() for x in (call.key, call.value))
-        return pack(call, *rest)
+    def attention(module, query, key, value, *rest, **more):
+        held.update(x.untyped_storage().data_ptr() for x in (key, value))
+        return called(module, query, key, value, *rest, **more)
 
     def attended(self, query, key, value, *rest):
         read.update(x.untyped_storage().data_ptr() for x in (key, value))
         return attend(self, query, key, value, *rest)
 
-    attn_transformers.register()
-    monkeypatch.setattr(ways, "pack", packed)
+    monkeypatch.setitem(AttentionInterface._global_mapping, "attn", attention)
     monkeypatch.setattr(RaggedAttentionImpl, "attend_keys", attended)
     generated(decoder("gpt_oss"), "attn", padding, cache_implementation="static")
     assert read and read <= held
