@@ -55,9 +55,9 @@ class DenseImpl(DenseAttentionImpl):
         """Check a call without masks, query [B, S, H, D] and key, value [B, M, K, D], and return a function that computes calls
         like it, of query [B, H, S, D] and key, value [B, K, M, D], without checking them again; it returns [B, S, H, D]."""
         self._prepared(query, key, value, None)
-        return self._launch
+        return self._attend_heads_first
 
-    def _launch(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def _attend_heads_first(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         q, k, v = (aligned(x.transpose(1, 2)) for x in (query, key, value))
         return self._attend(DenseCall(fold_sign(q, self.signed_scale), k, v))  # type: ignore[no-any-return]
 

@@ -41,10 +41,10 @@ class SDPABase(DenseImpl):
         ).transpose(1, 2)
         return out if mask is None else torch.where(mask.any(-1).transpose(1, 2)[..., None], out, 0)
 
-    def _launch(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def _attend_heads_first(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         rows, length = query.shape[2], key.shape[2]
         if self.causal and rows != length:
-            return super()._launch(query, key, value)
+            return super()._attend_heads_first(query, key, value)
         return F.scaled_dot_product_attention(
             fold_sign(aligned(query), self.signed_scale),
             aligned(key),

@@ -36,6 +36,6 @@ class CuDNNAttentionImpl(SDPABase, backend=CuDNNAttentionBackend):
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
             return super()._attend(call)
 
-    def _launch(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def _attend_heads_first(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         with sdpa_kernel([SDPBackend.CUDNN_ATTENTION]):
-            return super()._launch(query, key, value)
+            return super()._attend_heads_first(query, key, value)
