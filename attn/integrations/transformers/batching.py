@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import weakref
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
@@ -152,41 +153,84 @@ def attend_paged(call: Call, cache: Any, kwargs: dict[str, Any]) -> torch.Tensor
             "continuous batching while a CUDA graph is captured",
             "use paged(model), or ContinuousBatchingConfig(use_cuda_graph=False)",
         )
-    index = call.module.layer_idx
-    pages = _pages(cache, index, kwargs)
-    starts = kwargs["cu_seq_lens_q"].cpu().numpy()
-    key_starts = pages.key_starts.cpu().numpy()
-    q_lens, k_lens = np.diff(starts), np.diff(key_starts)
-    live = (q_lens > 0) & (k_lens > 0)
-    rows, query = int(starts[-1]), call.query[0]
+    pages = _pages(cache, call.module.layer_idx, kwargs)
+    step = _step_of(cache, call.module.layer_idx, kwargs["cu_seq_lens_q"])
+    rows, query = int(step.starts[-1]), call.query[0]
     out = torch.zeros_like(query[..., : call.value.shape[-1]])
     if pages.views is not None and pages.read.numel() and call.value.shape[-1] == query.shape[-1]:
         layer = layer_of(call, AttentionType.DECODER, pages.size)
         kv_cache = _in_place(layer.backend, *pages.views)
         layer.impl.do_kv_cache_update(layer, call.key[0], call.value[0], kv_cache, pages.written)
-        where = pages.read.cpu().numpy()
-        ends = zip(key_starts[:-1][live], key_starts[1:][live], strict=True)
-        table: list[Any] = [where[start : end : pages.size] // pages.size for start, end in ends]
-        batch = CommonAttentionMetadata.from_lens(q_lens[live].tolist(), k_lens[live].tolist(), table, pages.size)
-        build = layer.backend.get_builder_cls()(layer.kv_cache_spec, device=query.device).build
-        result = layer(query[:rows], None, None, kv_cache, build(0, batch))
+        result = layer(query[:rows], None, None, kv_cache, step.metadata(pages, layer, query.device))
     else:
+        q_lens, k_lens, key_starts = step.lens(pages)
         key, value = (x[: int(key_starts[-1])] for x in pages.update(call.key.transpose(1, 2), call.value.transpose(1, 2)))
         packed = replaced(call, key=key[None], value=value[None])
-        result = attend_packed(call, query[:rows], key, widened(packed)[0], q_lens[live].tolist(), k_lens[live].tolist())
+        result = attend_packed(call, query[:rows], key, widened(packed)[0], q_lens, k_lens)
     out[: len(result)] = result[..., : out.shape[-1]]
     return out[None]
+
+
+class _Step:
+    """What the layers of one step have in common: lengths on the host, and the metadata of each kind of layer.
+
+    starts: where each request's rows begin, on the host. Reading lengths waits for the device, so it is done once a step and
+    kind of layer, not in every layer.
+    """
+
+    def __init__(self, starts: torch.Tensor, layer_idx: int) -> None:
+        self.given, self.last = weakref.ref(starts), layer_idx
+        self.starts = starts.cpu().numpy()
+        self._lens: dict[Any, tuple[list[int], list[int], Any]] = {}
+        self._metadata: dict[Any, Any] = {}
+
+    def lens(self, pages: "_Pages") -> tuple[list[int], list[int], Any]:
+        """Return (numbers of rows, numbers of keys, where each request's keys begin), of requests that have both."""
+        if pages.kind not in self._lens:
+            key_starts = pages.key_starts.cpu().numpy()
+            q_lens, k_lens = np.diff(self.starts), np.diff(key_starts)
+            live = (q_lens > 0) & (k_lens > 0)
+            self._lens[pages.kind] = q_lens[live].tolist(), k_lens[live].tolist(), key_starts
+        return self._lens[pages.kind]
+
+    def metadata(self, pages: "_Pages", layer: Attention, device: torch.device) -> Any:
+        """Return the metadata of a layer over transformers' pages."""
+        key = pages.kind, layer.backend, layer.kv_cache_spec, device
+        if key not in self._metadata:
+            q_lens, k_lens, key_starts = self.lens(pages)
+            where, size = pages.read.cpu().numpy(), pages.size
+            ends = zip(key_starts[:-1], key_starts[1:], np.diff(self.starts), strict=True)
+            table: list[Any] = [where[start:end:size] // size for start, end, rows in ends if rows > 0 and end > start]
+            batch = CommonAttentionMetadata.from_lens(q_lens, k_lens, table, size)
+            self._metadata[key] = layer.backend.get_builder_cls()(layer.kv_cache_spec, device=device).build(0, batch)
+        return self._metadata[key]
+
+
+_steps: "weakref.WeakKeyDictionary[Any, _Step]" = weakref.WeakKeyDictionary()
+
+
+def _step_of(cache: Any, layer_idx: int, starts: torch.Tensor) -> _Step:
+    """Return the step that a layer's call is part of: that of the layer before, if it was given the same tensor.
+
+    transformers may write the next step's lengths into the same tensor, but then begins with a layer that has had its turn.
+    """
+    step = _steps.get(cache)
+    if step is None or step.given() is not starts or layer_idx <= step.last:
+        step = _steps[cache] = _Step(starts, layer_idx)
+    step.last = layer_idx
+    return step
 
 
 @dataclass(frozen=True)
 class _Pages:
     """One layer's state in transformers' cache in one step.
 
-    key_starts: where each request's keys begin; read, written: slots of all keys and of the new ones; views: the layer's keys
-    and values as pages [N, P, K, D] if it keeps all of them in pages, else None; size: tokens per page; update: takes new keys
-    and values [1, K, T, D], and returns all, [S, K, D].
+    kind: what layers have in common that read the same keys; key_starts: where each request's keys begin; read, written:
+    slots of all keys and of the new ones; views: the layer's keys and values as pages [N, P, K, D] if it keeps all of them in
+    pages, else None; size: tokens per page; update: takes new keys and values [1, K, T, D], and returns all, [S, K, D].
     """
 
+    kind: Any
     key_starts: torch.Tensor
     read: torch.Tensor
     written: torch.Tensor
@@ -210,14 +254,14 @@ def _pages(cache: Any, index: int, kwargs: dict[str, Any]) -> _Pages:
             return key[0].transpose(0, 1), value[0].transpose(0, 1)
 
         starts, (read, written) = kwargs["cu_seq_lens_k"][pool.layer_type], (x[pool.index] for x in named.values())
-        return _Pages(starts, read, written, views, 0 if views is None else pool.tokens_per_page, update)
+        return _Pages(pool.index, starts, read, written, views, 0 if views is None else pool.tokens_per_page, update)
     group, _ = cache.layer_index_to_group_indices[index]
     starts = kwargs["cu_seq_lens_k"]
     if isinstance(starts, dict):
         starts = starts["full_attention" if cache.sliding_windows[index] == 1 else "sliding_attention"]
     # keys and values are in separate storages, which no view joins into a cache: they are gathered
     read, written = (x[group] for x in named.values())
-    return _Pages(starts, read, written, None, 0, functools.partial(cache.update, layer_idx=index, **named))
+    return _Pages(group, starts, read, written, None, 0, functools.partial(cache.update, layer_idx=index, **named))
 
 
 def _in_place(backend: Any, key_pages: torch.Tensor, value_pages: torch.Tensor) -> torch.Tensor:

@@ -86,6 +86,36 @@ def test_no_graph_is_captured_by_default(captures):
         assert answers[tuple(prompt)].generated_tokens == want[0, len(prompt) :].tolist()
 
 
+def test_lengths_are_read_once_a_step(monkeypatch):
+    """The layers of a step share its lengths and its metadata, and the next step has its own."""
+    made, steps, forwards = [], attn_transformers.batching._Step, []
+    build = attn_transformers.batching.CommonAttentionMetadata.from_lens
+    monkeypatch.setattr(attn_transformers.batching, "_Step", lambda *given: made.append("step") or steps(*given))
+    monkeypatch.setattr(
+        attn_transformers.batching.CommonAttentionMetadata,
+        "from_lens",
+        lambda *given, **more: made.append("batch") or build(*given, **more),
+    )
+    model = decoder("llama")
+    assert model.config.num_hidden_layers > 1
+    model.model.register_forward_pre_hook(lambda *_: forwards.append("forward"))
+    with attn_transformers.paged(model):
+        answers = generate(model, use_async_batching=False)
+    assert all(answer.error is None for answer in answers.values())
+    assert made.count("step") == len(forwards) and 0 < made.count("batch") <= len(forwards)
+
+
+def test_a_step_that_reuses_the_tensor_of_lengths_is_another():
+    cache, starts = type("Cache", (), {})(), torch.tensor([0, 1], dtype=torch.int32)
+    step_of = attn_transformers.batching._step_of
+    first = step_of(cache, 0, starts)
+    assert step_of(cache, 3, starts) is first
+    starts[1] = 2
+    again = step_of(cache, 0, starts)
+    assert again is not first and again.starts.tolist() == [0, 2]
+    assert step_of(cache, 1, starts.clone()) is not again
+
+
 def test_a_capture_by_hand_is_an_error_of_ours(captures, monkeypatch):
     """Without `paged`, transformers captures: the call says so instead of failing within CUDA."""
     model = decoder("llama")
