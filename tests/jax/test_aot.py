@@ -107,7 +107,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-def program(times, rows):
+def program(times, rows, limit=64 << 20):
     def body(count, x, out, kept):
         kept[...] = x[...]
         def step(i, _):
@@ -121,7 +121,7 @@ def program(times, rows):
                 num_scalar_prefetch=1, grid=(1,), in_specs=[pl.BlockSpec(memory_space=pltpu.VMEM)],
                 out_specs=pl.BlockSpec(memory_space=pltpu.VMEM), scratch_shapes=[pltpu.VMEM(x.shape, x.dtype)]),
             out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), name="doubling",
-            compiler_params=pltpu.CompilerParams(vmem_limit_bytes=64 << 20),
+            compiler_params=pltpu.CompilerParams(vmem_limit_bytes=limit),
         )(count + 1, x)
     shape = jax.ShapeDtypeStruct((rows, 128), jnp.float32)
     return _libtpu.Program(call, [shape], [np.array([times], np.int32)], (), 0.0, 0.0, "float32")
@@ -132,7 +132,7 @@ for times in (3, 103):
     told[times] = part["cycles"]
 (told["whole"],) = _libtpu.compile_program(program(3, 64), "v6e", dump)
 try:
-    _libtpu.compile_program(program(3, 1 << 17), "v6e", dump)
+    _libtpu.compile_program(program(3, 4096, 1 << 20), "v6e", dump)
 except _libtpu.CompileError as error:
     told["refused"] = str(error)
 print(json.dumps(told))
