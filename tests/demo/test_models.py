@@ -17,7 +17,10 @@ from attn.demo.prompts import PROMPTS
 from attn.serving import Scheduler, Stats
 from tests.levels import sampled
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # transformers has opinions on many a configuration
+pytestmark = [
+    pytest.mark.usefixtures("jax_compiles_fast"),
+    pytest.mark.filterwarnings("ignore"),  # transformers has opinions on many a configuration
+]
 FRAMEWORKS = ("torch", "jax")
 
 SIZES = {
