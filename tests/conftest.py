@@ -117,6 +117,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: -seconds.get(item.path.relative_to(TESTS).as_posix(), 0.0))
 
 
+@pytest.fixture(scope="module")
+def jax_compiles_fast() -> Iterator[None]:
+    """In `make test` XLA optimises little for a CPU, as the programs of most tests run once. Under `--full` it compiles
+    as it does for users."""
+    if os.environ[levels.LEVEL] == "full" or not imports.installed("jax"):
+        yield
+        return
+    import jax
+
+    from attn.jax.testing import compiling_fast
+
+    with compiling_fast() if jax.default_backend() == "cpu" else contextlib.nullcontext():
+        yield
+
+
 _PLENTY = 2 << 30  #: bytes by which a process may grow before it forgets
 _kept = [0]  #: bytes that it held when it last forgot
 

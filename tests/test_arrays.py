@@ -12,6 +12,8 @@ from attn.errors import DTypeError
 
 torch = pytest.importorskip("torch")
 jax = pytest.importorskip("jax")
+
+pytestmark = pytest.mark.usefixtures("jax_compiles_fast")
 jnp = jax.numpy
 ml_dtypes = pytest.importorskip("ml_dtypes")
 

@@ -1,5 +1,6 @@
 """The command line: what it prints and returns, and the errors for common mistakes."""
 
+import itertools
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import pytest
 import attn
 from attn import cli, plugins
 from attn.errors import BackendLoadError, MetadataError, UnsupportedError
+from tests.levels import sampled
 
 
 def call(capsys, line, *more):
@@ -193,19 +195,26 @@ def test_conform_shows_the_progress_and_the_time_left_on_stderr(capsys, registry
     assert f"{cases}/{cases}" in lines[-1] and "left: 0:00" in lines[-1] and "TORCH_SDPA" in lines[-1]
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        ("conform XFORMERS", "XFORMERS: xformers is not installed (pip install xformers)"),
-        ("conform TORCH_SDPA CUSTOM --only decodes", "CUSTOM: Backend CUSTOM must be registered before use"),
-        ("conform TORCH_SDPA --only no_such_case", "TORCH_SDPA: no case was selected"),
-        ("conform TORCH_SDPA --only oracle --dtype float8_e4m3fn", "TORCH_SDPA: no case was selected"),
-    ],
-)
+UNTESTED = [
+    ("conform XFORMERS", "XFORMERS: xformers is not installed (pip install xformers)"),
+    ("conform TORCH_SDPA CUSTOM --only block_sparse", "CUSTOM: Backend CUSTOM must be registered before use"),
+    ("conform TORCH_SDPA --only no_such_case", "TORCH_SDPA: no case was selected"),
+    ("conform TORCH_SDPA --only oracle --dtype float8_e4m3fn", "TORCH_SDPA: no case was selected"),
+]
+
+
+@pytest.mark.parametrize(("argv", "words"), UNTESTED)
 def test_conform_without_cases_is_exit_code_1(capsys, argv, words):
     code, _, err = call(capsys, argv)
     *progress, last = err.splitlines()
     assert code == 1 and last.startswith("attn: not tested: ") and words in last and all(" left: " in line for line in progress)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    sampled([pytest.param(*case) for case in UNTESTED], 1, "untested", lambda case: case.values == UNTESTED[0]),
+)
+def test_conform_without_cases_is_not_ok(capsys, argv, words):
     code, out, err = call(capsys, f"{argv} --json")
     assert code == 1 and not json.loads(out)["ok"] and words in err
 
@@ -416,34 +425,55 @@ def test_a_reader_that_goes_away_is_no_error(argv):
     assert done.stderr == "" and done.returncode in (0, 141)  # 0: argparse itself keeps quiet about it
 
 
-FULL = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+needs_a_full_device = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
+COMMANDS = ["explain --head-size 64", "backends --json", "env"]
+CANNOT = (1, "attn: the output could not be written: No space left on device\n")
 
 
-@FULL
+@needs_a_full_device
 @pytest.mark.parametrize("unbuffered", ["", "1"])
-@pytest.mark.parametrize("words", ["explain --head-size 64", "backends --json", "env"])
+def test_what_a_command_prints_that_cannot_be_written_is_no_traceback(unbuffered, monkeypatch):
+    script = (
+        "import sys; from attn import cli\n"
+        "cli.COMMANDS['try'] = cli.Command('x', 'x', lambda parser: lambda args: print('x') or 0)\n"
+        "sys.exit(cli.main(['try']))"
+    )
+    monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
+    with open("/dev/full", "w") as full:
+        done = fresh("-c", script, stdout=full)
+    assert (done.returncode, done.stderr) == CANNOT
+
+
+@needs_a_full_device
+@pytest.mark.parametrize(
+    ("words", "unbuffered"), sampled([pytest.param(*case) for case in itertools.product(COMMANDS, ["", "1"])], 1, "unwritten")
+)
 def test_output_that_cannot_be_written_is_no_traceback(words, unbuffered, monkeypatch):
     monkeypatch.setenv("PYTHONUNBUFFERED", unbuffered)
     with open("/dev/full", "w") as full:
         done = fresh("-m", "attn", *words.split(), stdout=full)
-    assert (done.returncode, done.stderr) == (1, "attn: the output could not be written: No space left on device\n")
+    assert (done.returncode, done.stderr) == CANNOT
 
 
-@FULL
+@needs_a_full_device
 def test_a_file_that_cannot_be_written_is_no_traceback(capsys, command):
     command(lambda args: cli.Path("/dev/full").write_text("x") and 0)
     assert call(capsys, "try") == (1, "", "attn: the output could not be written: No space left on device\n")
 
 
-@FULL
+@needs_a_full_device
 def test_a_message_that_cannot_be_written_changes_no_exit_code():
     with open("/dev/full", "w") as full:
         words = [sys.executable, "-m", "attn", "explain", "--head-size", "64", "--backend", "NOPE"]
         assert subprocess.run(words, stdout=full, stderr=full, timeout=120).returncode == 2
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
-@pytest.mark.parametrize(("words", "code"), [("env", 0), ("explain --head-size 0", 2)])
+CLOSED = [
+    pytest.param(*case, closed) for case in [("env", 0), ("explain --head-size 0", 2)] for closed in (">&-", "2>&-", ">&- 2>&-")
+]
+
+
+@pytest.mark.parametrize(("words", "code", "closed"), sampled(CLOSED, 1, "closed streams", lambda case: case.values[1] == 2))
 def test_closed_streams_are_no_traceback(words, code, closed):
     line = f'"$0" -m attn {words} {closed}'
     done = subprocess.run(["sh", "-c", line, sys.executable], capture_output=True, text=True, timeout=120)

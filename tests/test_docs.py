@@ -25,6 +25,8 @@ from attn import cli, envs, evidence, report
 from attn.imports import installed
 from attn.testing import fuzz
 
+pytestmark = pytest.mark.usefixtures("jax_compiles_fast")
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -184,6 +186,8 @@ def test_commands_run(command: str, files: None, monkeypatch: pytest.MonkeyPatch
     words = shlex.split(command)
     while "=" in words[0]:
         monkeypatch.setenv(*words.pop(0).split("=", 1))
+    if "torch" in sys.modules:
+        monkeypatch.setattr("attn.torch.bench._CPU_GEMM", 64)  # a large product in bfloat16 takes seconds on some processors
     monkeypatch.setattr(fuzz, "run_fuzz", functools.partial(fuzz.run_fuzz, most=1))  # one program, however long that takes
     assert cli.main(words[1:]) == 0, capsys.readouterr().err
     assert capsys.readouterr().out

@@ -37,6 +37,8 @@ from attn.testing.simulated import SimulatedKernel
 from attn.testing.subject import base_case, per_head_scales, subject_of
 from tests.testing.mutants import MUTANTS, killers
 
+pytestmark = pytest.mark.usefixtures("jax_compiles_fast")
+
 ROOT = Path(__file__).parents[1]
 COMPILERS = Path(sys.prefix) / "compilers"  # Triton with its own NumPy, beside the environment (see torch/test_interpreted)
 PLAIN = ("CPU_ATTN", "TORCH_SDPA")

@@ -14,6 +14,8 @@ import attn
 from attn import reference
 from attn.errors import DTypeError, ShapeError, UnsupportedError
 
+pytestmark = pytest.mark.usefixtures("jax_compiles_fast")
+
 MAKERS = {"torch": torch.tensor, "jax": jnp.asarray, "numpy": np.asarray}
 B, H, K, D, DV = 2, 4, 2, 8, 6
 

@@ -15,6 +15,8 @@ from attn import CommonAttentionMetadata, reference
 from attn.errors import DTypeError, MetadataError, ShapeError, UnsupportedError
 from attn.imports import resolve_obj_by_qualname
 
+pytestmark = pytest.mark.usefixtures("jax_compiles_fast")
+
 P = 16
 LATENT = (4, 32, 16, 8, 16)  #: heads, L, Dn, Dr, Dv
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  #: where torch's layers live and are called

@@ -23,6 +23,8 @@ from attn.testing.recorded import mask_of as recorded_mask
 from attn.torch.backends.mla.torch_mla import TorchMLABackend
 from attn.torch.backends.sdpa import TorchSDPABackend, TorchSDPAImpl
 
+pytestmark = pytest.mark.usefixtures("jax_compiles_fast")
+
 P = 16
 LATENT = (4, 32, 16, 8, 16)  #: heads, L, Dn, Dr, Dv
 Q_LENS, SEQ_LENS = [5, 1, 3], [5, 37, 20]

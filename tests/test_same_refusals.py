@@ -19,6 +19,8 @@ from attn.backends.registry import AttentionBackendEnum
 from attn.errors import AttnError, DTypeError, MetadataError, ShapeError, UnsupportedError
 from attn.imports import resolve_obj_by_qualname
 
+pytestmark = pytest.mark.usefixtures("jax_compiles_fast")
+
 BACKENDS = {"CPU_ATTN": "torch", "TORCH_SDPA": "torch", "XLA_ATTN": "jax"}
 Batch = CommonAttentionMetadata
 

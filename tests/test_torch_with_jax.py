@@ -12,6 +12,8 @@ import attn.torch
 from attn.arrays import to_framework
 from attn.backends.metadata import CommonAttentionMetadata
 
+pytestmark = pytest.mark.usefixtures("jax_compiles_fast")
+
 H, K, D, P = 2, 1, 64, 16
 
 

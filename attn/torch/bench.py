@@ -44,6 +44,7 @@ logger = init_logger(__name__)
 _SCALE = {torch.int8: 0.03}  #: for codes up to about +-90; other caches contain values of about 1
 _LATENT_SCALE = 0.02  #: for fp8 caches of latents, with codes up to about +-50, so that a kernel that omits the scale fails
 _PACKAGES = ("flashinfer-python", "flash-attn-4", "flash-attn-3", "flash-attn", "xformers", "nvidia-cutlass-dsl", "vllm")
+_CPU_GEMM = 1024  #: rows of the matrices whose product is timed on a CPU
 _PATIENCE = 2000.0  #: time limit for all timed calls of a slow kernel, in milliseconds
 
 
@@ -438,7 +439,7 @@ class TorchBench:
         return 2 * source.numel() * 4 / statistics.median(times) / 1e6
 
     def _gemm(self, dtype: torch.dtype) -> float:
-        n = 8192 if self.on_gpu else 1024
+        n = 8192 if self.on_gpu else _CPU_GEMM
         a, b = (torch.randn(n, n, device=self.device, dtype=dtype) for _ in "ab")
         out = torch.empty_like(a)
         times = self.times(lambda: torch.mm(a, b, out=out), lambda: None, 12 if self.on_gpu else 3)

@@ -42,3 +42,9 @@ def rows_of() -> Callable[..., dict[str, Row | Refusal]]:
         return {row.backend: row for row in measured(entries, {"torch": bench})}
 
     return rows
+
+
+@pytest.fixture
+def small_gemm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rate of a CPU is measured with small matrices: in bfloat16 a large product takes seconds on some."""
+    monkeypatch.setattr(pytest.importorskip("attn.torch.bench"), "_CPU_GEMM", 64)

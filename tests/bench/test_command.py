@@ -11,6 +11,8 @@ import pytest
 from attn.bench import CPU_SUITE, MLA_CPU_SUITE, MLA_SUITE, SUITE, Case
 from attn.cli import main
 
+pytestmark = pytest.mark.usefixtures("jax_compiles_fast", "small_gemm")
+
 
 def run(*words: str, code: int = 0) -> None:
     assert main(["bench", *words]) == code

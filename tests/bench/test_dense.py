@@ -85,7 +85,7 @@ def test_a_file_of_rows_is_judged(tmp_path, capsys):
     assert "CHOICE LOSES to FAST, which is 1.25 x as fast" in capsys.readouterr().out
 
 
-def test_the_command(tmp_path, capsys, monkeypatch):
+def test_the_command(tmp_path, capsys, monkeypatch, small_gemm):
     pytest.importorskip("torch")
     out = tmp_path / "rows.json"
     code = main(["bench", "--registry", "diffusion", "1x40x2x64", "--json", str(out), "--framework", "torch"])

@@ -8,6 +8,8 @@ import pytest
 
 from attn.bench import LIMITS, Case
 
+pytestmark = pytest.mark.usefixtures("jax_compiles_fast")
+
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a shell script stands in for the driver's tool")
 @pytest.mark.parametrize(("script", "reported"), [("echo '1980 MHz, 3201 MHz'", "1980 MHz, 3201 MHz"), ("exit 9", "")])

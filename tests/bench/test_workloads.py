@@ -90,7 +90,7 @@ def test_a_workload_without_its_definition_or_a_file_without_workloads(tmp_path:
         workloads.load(tmp_path / "w.jsonl")
 
 
-def test_workloads_are_timed(tmp_path: Path) -> None:
+def test_workloads_are_timed(tmp_path: Path, small_gemm: None) -> None:
     pytest.importorskip("torch")
     file = dataset(tmp_path, {"inputs": {"kv_indptr": values(0, 3, 4), "kv_last_page_len": values(5, 16)}})
     assert main(["bench", "--workloads", str(file), "--backend", "TORCH_SDPA", "--json", str(tmp_path / "rows.json")]) == 0

@@ -17,7 +17,7 @@ from attn.errors import AttnError, BackendLoadError
 from attn.serving import GenerationRequest
 
 pytest.importorskip("tokenizers")
-pytestmark = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
+pytestmark = [pytest.mark.usefixtures("jax_compiles_fast"), pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")]
 MODEL = engine.SHIPPED_MODEL
 
 

@@ -16,6 +16,8 @@ from attn.fields import CheckpointError  # noqa: E402
 from attn.integrations import transformers as attn_transformers  # noqa: E402
 from examples.jax_bert import BertConfig, Encoder  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("jax_compiles_fast")
+
 WORDS = ["[PAD]", "[UNK]", *"abcdefghijklmnop"]
 LETTERS = ["a b c", "d e f g h i j k l m n o p a b c d e", "p"]
 SENTENCES = ["A cat sits on the mat.", "A kitten rests on the rug.", "The stock market fell sharply today.", "hi"]

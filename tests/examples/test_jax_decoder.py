@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.levels import sampled
+
 ROOT = Path(__file__).resolve().parents[2]
 
 SCRIPT = """
@@ -46,7 +48,7 @@ else:
 """
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma"])
+@pytest.mark.parametrize("name", sampled(["llama", "gemma"], 1, "decoders"))
 def test_tokens_are_those_of_dense_passes(name: str) -> None:
     quick = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 --xla_cpu_multi_thread_eigen=false"
     flags = {"XLA_FLAGS": quick, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}

@@ -18,6 +18,7 @@ torch = pytest.importorskip("torch")
 jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
 
 from attn.errors import AttnError, BackendLoadError, ShapeError, UnsupportedError  # noqa: E402
 from attn.integrations import tpu_inference as integration  # noqa: E402
@@ -42,18 +43,19 @@ def engine(standins: Any) -> Iterator[Any]:
 
 @pytest.fixture
 def call(engine: Any) -> Any:
-    """`call(**changes)`: one step of the backend that the engine creates, with an argument of it changed."""
+    """`call(**changes)`: one step of the backend that the engine creates, with an argument of it changed; traced only if it is
+    not to `compute`."""
     backend = engine.create_attention_backend(integration.NAME)
 
-    def run(mesh: Any = None, cache: Any = None, batch: Any = None, **changes: Any) -> Any:
+    def run(mesh: Any = None, cache: Any = None, batch: Any = None, compute: bool = True, **changes: Any) -> Any:
         from tpu_inference.layers.common.attention_interface import attention
 
         shape = backend.get_kv_cache_shape(tpu_interface.BLOCKS, tpu_interface.PAGE, 2, 64, jnp.dtype("float32"))
-        x, kv = jnp.ones((4, 4, 64)), jnp.ones((4, 2, 64))
+        x, kv = np.ones((4, 4, 64), np.float32), np.ones((4, 2, 64), np.float32)
         batch = batch or tpu_interface.metadata([4], [4])[0]
         on = mesh or tpu_interface.mesh()
         step = jax.jit(lambda cache: attention(cache, x, kv, kv, batch, on, **{"attention_backend": backend, **changes}))
-        return step(jnp.zeros(shape) if cache is None else cache)
+        return (step if compute else step.eval_shape)(np.zeros(shape, np.float32) if cache is None else cache)
 
     return run
 
@@ -117,7 +119,11 @@ def test_the_interface_is_the_documented_one(engine: Any, monkeypatch: pytest.Mo
     assert "tpu_inference.layers.common.attention_backend.register_attention_backend has no attention" in tpu_interface.drift()
 
 
-@pytest.mark.parametrize("case", sampled(tpu_interface.CASES, 3, "tpu-inference"), ids=lambda case: case.what)
+@pytest.mark.parametrize(
+    "case",
+    sampled(tpu_interface.CASES, 2, "tpu-inference", lambda case: case.what == "no causal mask, a window of 9"),
+    ids=lambda case: case.what,
+)
 def test_batches_agree_with_the_reference(engine: Any, case: Any) -> None:
     found, control = tpu_interface.differences(case)
     assert found <= tpu_interface.tolerance(case)
@@ -143,12 +149,13 @@ def test_a_layer_that_shares_a_cache_writes_nothing(engine: Any) -> None:
 
 
 MESHES = """
-import sys
+import os
 from attn.integrations import tpu_inference
 from tests.integrations import tpu_interface as t
 tpu_inference.register()
 both = t.CASES[6]
-for case, on, shards in ((both, {"model": 2}, 1), (t.CASES[2], {"model": 2}, 1), (both, {"data": 2, "model": 2}, 2)):
+runs = ((t.CASES[2], {"model": 2}, 1), (both, {"data": 2, "model": 2}, 2), (both, {"model": 2}, 1))
+for case, on, shards in runs if os.environ["SUITE_LEVEL"] == "full" else runs[:2]:
     found, control = t.differences(case, t.mesh(**on), shards)
     assert found <= t.tolerance(case) < control, (case.what, on, found, control)
 """
@@ -168,7 +175,7 @@ def test_heads_and_requests_shard_over_the_engines_mesh() -> None:
 def test_what_is_not_supported_raises(call: Any) -> None:
     import dataclasses
 
-    call()
+    call(compute=False)
     for changes, feature in (
         ({"mesh": SimpleNamespace(shape={"dcp": 2})}, r"context parallelism \(dcp = 2\)"),
         ({"mesh": SimpleNamespace(shape={"pcp": 4})}, r"context parallelism \(pcp = 4\)"),
@@ -177,9 +184,9 @@ def test_what_is_not_supported_raises(call: Any) -> None:
         ({"batch": dataclasses.replace(tpu_interface.metadata([4], [4])[0], pcp=object())}, "pcp of a batch"),
     ):
         with pytest.raises(UnsupportedError, match=f"a layer of 4 heads of 64: {feature} not supported: use tpu-inference's"):
-            call(**changes)
+            call(**changes, compute=False)
     with pytest.raises(ShapeError, match=r"kv_cache has shape \[24, 16, 2, 1, 128\]: must be \[N, 1 or 2, K, P, 128 or more\]"):
-        call(cache=jnp.zeros((24, 16, 2, 1, 128)))
+        call(cache=np.zeros((24, 16, 2, 1, 128), np.float32), compute=False)
 
 
 def test_fields_of_later_versions_are_refused_if_they_are_set(engine: Any) -> None:
@@ -214,8 +221,8 @@ def test_a_vllm_layer_passes_its_soft_cap(engine: Any) -> None:
     """The engine's layers drop it: two layers of different caps must not share a name, by which compiled calls are cached."""
     from attn.integrations._tpu_inference import AttnImpl
 
-    draw = jax.random.normal
-    q, k, v = (draw(jax.random.key(i), (4, heads, 64)) for i, heads in enumerate((4, 2, 2)))
+    draw = np.random.default_rng(0).standard_normal
+    q, k, v = (draw((4, heads, 64), np.float32) for heads in (4, 2, 2))
     batch, _ = tpu_interface.metadata([4], [4])
     layers = [AttnImpl(**LAYER, logits_soft_cap=cap) for cap in (0.0, 0.25, 50.0, 0.25)]
     assert [layer.attention_backend for layer in layers] == [
@@ -224,7 +231,7 @@ def test_a_vllm_layer_passes_its_soft_cap(engine: Any) -> None:
     shape = engine.create_attention_backend("attn").get_kv_cache_shape(24, 16, 2, 64, jnp.dtype("float32"))
     for layer, cap in zip(layers[:2], (None, 0.25), strict=True):
         step = jax.jit(lambda cache, layer=layer: layer.forward(None, q, k, v, cache, (batch, tpu_interface.mesh())))
-        _, got = step(jnp.zeros(shape))
+        _, got = step(np.zeros(shape, np.float32))
         want, _ = tpu_interface.reference.attention(q, k, v, causal=True, scale=0.125, logits_soft_cap=cap)
         assert abs(got - want).max() < 1e-5, cap
 
@@ -234,9 +241,9 @@ def test_a_running_vllm_layer_is_named(engine: Any) -> None:
 
     context = (None, SimpleNamespace(shape={"dcp": 2}))
     with pytest.raises(AttnError, match=r"layers\.3\.attn: a layer of 4 heads of 64: context parallelism"):
-        cache = jnp.zeros((24, 1, 2, 16, 128))
+        cache = np.zeros((24, 1, 2, 16, 128), np.float32)
         batch, _ = tpu_interface.metadata([4], [4])
-        x = jnp.ones((4, 4, 64))
+        x = np.ones((4, 4, 64), np.float32)
         AttnImpl(**LAYER).forward(SimpleNamespace(layer_name="layers.3.attn"), x, x, x, cache, (batch, context[1]))
 
 
@@ -246,7 +253,7 @@ def test_a_model_that_names_no_backend_runs_the_one_of_its_cache(call: Any) -> N
     _, default = call(attention_backend=None)
     assert (named == default).all() and named.any()
     with pytest.raises(NotImplementedError, match="the engine's own kernel"):
-        call(attention_backend=None, cache=jnp.zeros((24, 16, 2, 1, 128)))
+        call(attention_backend=None, cache=np.zeros((24, 16, 2, 1, 128), np.float32))
 
 
 def test_a_step_updates_the_donated_cache_in_place(engine: Any) -> None:
@@ -264,7 +271,8 @@ def test_a_step_updates_the_donated_cache_in_place(engine: Any) -> None:
             made.append(cache)
         return made, q
 
-    arguments = [jnp.zeros(shape)] * 2, jnp.ones((24, 4, 128)), jnp.ones((24, 2, 128)), batch
+    zeros, (q, kv) = jnp.zeros(shape), (np.ones((24, heads, 128), np.float32) for heads in (4, 2))
+    arguments = [zeros] * 2, q, kv, batch
     text = jax.jit(step, donate_argnums=0).lower(*arguments).compile().as_text()
     header = text.splitlines()[0]
     assert re.findall(r"\{(\d)\}: \((\d), \{\}, may-alias\)", header) == [("0", "0"), ("1", "1")]

@@ -101,16 +101,16 @@ def metadata(query_lens: list[int], seq_lens: list[int], shards: int = 1, causal
     return batch, table
 
 
-def encode(x: np.ndarray, stored: str, scale: float) -> tuple[Any, np.ndarray]:
+def encode(x: np.ndarray, stored: str, scale: float) -> tuple[np.ndarray, np.ndarray]:
     """Keys or values in the cache's dtype, as the engine passes them, and the numbers that they stand for."""
     element = jnp.dtype(stored)
     if element.itemsize > 1:
-        codes = jnp.asarray(x, element)
-        return codes, np.asarray(codes, np.float32)
+        codes = x.astype(element)
+        return codes, codes.astype(np.float32)
     limit = 127 if stored == "int8" else float(jnp.finfo(element).max)
     scaled = np.clip(x / scale, -limit, limit)
-    codes = jnp.asarray(np.round(scaled) if stored == "int8" else scaled).astype(element)
-    return codes, np.asarray(codes, np.float32) * scale
+    codes = (np.round(scaled) if stored == "int8" else scaled).astype(element)
+    return codes, codes.astype(np.float32) * scale
 
 
 def differences(case: Case, on: Mesh | None = None, shards: int = 1, share: bool = False) -> tuple[float, float]:
@@ -130,7 +130,7 @@ def differences(case: Case, on: Mesh | None = None, shards: int = 1, share: bool
     held = max(kv_heads, on.shape["model"])
     shape = list(backend.get_kv_cache_shape(BLOCKS, PAGE, held // on.shape["model"], size, jnp.dtype(case.stored)))
     shape[0], shape[2] = shape[0] * shards, held
-    cache = jnp.zeros(shape, case.stored)
+    cache = np.zeros(shape, jnp.dtype(case.stored))
     scales = {name: case.call.get(name, 1.0) for name in ("k_scale", "v_scale")}
     pairs = [[encode(draw((n, kv_heads, size)), case.stored, scale) for scale in scales.values()] for n in (40, 19)]
     step = jax.jit(
@@ -147,11 +147,12 @@ def differences(case: Case, on: Mesh | None = None, shards: int = 1, share: bool
         batch, _ = metadata(query_lens, seq_lens, shards)
         rows, live = 41, sum(query_lens)  # one program for all steps
         fresh = [slice(n - q, n) for q, n in zip(query_lens, seq_lens, strict=True)]
-        query = jnp.asarray(draw((rows, heads, size)), case.dtype)
-        new = [jnp.concatenate([pair[which][0][part] for pair, part in zip(pairs, fresh, strict=True)]) for which in (0, 1)]
-        key, value = (jnp.pad(x if writes else -x, ((0, rows - live), (0, 0), (0, 0))) for x in new)
-        key, value, all_rows = (jnp.tile(x, (shards, 1, 1)) for x in (key, value, query))
+        query = draw((rows, heads, size)).astype(jnp.dtype(case.dtype))
+        new = [np.concatenate([pair[which][0][part] for pair, part in zip(pairs, fresh, strict=True)]) for which in (0, 1)]
+        key, value = (np.pad(x if writes else -x, ((0, rows - live), (0, 0), (0, 0))) for x in new)
+        key, value, all_rows = (np.tile(x, (shards, 1, 1)) for x in (key, value, query))
         cache, output = step(all_rows, key, value, cache, batch, **case.call, **({} if writes else {"update_kv_cache": False}))
+        cache = np.asarray(cache)  # on no device: a cache that the mesh holds would be another program's
         assert output.shape == (shards * rows, heads, size) and output.dtype == case.dtype
         for shard in np.asarray(output, np.float64).reshape(shards, rows, heads, size):
             assert not shard[live:].any(), "rows of no request are 0"

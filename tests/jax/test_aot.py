@@ -26,7 +26,7 @@ from attn.jax import _libtpu
 from attn.jax import aot as jax_aot
 from attn.jax.kernels.tpu import _chips
 from attn.jax.kernels.tpu._refs import PagedConfig, block_shape, rows_at
-from tests.levels import sampled, seed
+from tests.levels import seed
 
 TARGETS = [name for name in aot.TARGETS if name.startswith("tpu-")]
 
@@ -45,15 +45,27 @@ def subset(target, kernel):
     return [case for case in aot.cases(target) if case.subset and case.kernel == kernel]
 
 
+#: 16 rows of one byte are half a tile of a v5e, which a copy into the middle of one may not address (E2003).
+NARROW = "batch=decode", "block_size=16,kv=fp8_e4m3"
+
+
 def drawn(target, kernel):
-    """One of the cases with the fewer choices that differ from the plain one: they compile faster."""
-    cases = sorted(subset(target, kernel), key=lambda case: len(case.name))
-    return random.Random(f"{seed()} {target} {kernel}").choice(cases[: -(-len(cases) // 2)])
+    """On a v5e a case with pages narrower than a tile; else one of those that compile fast: decodes and small matrices."""
+    cases = subset(target, kernel)
+    if target == "tpu-v5e" and (narrow := [case for case in cases if all(word in case.name for word in NARROW)]):
+        return narrow[0]
+    light = [case for case in cases if case.choice.get("batch", "decode") == "decode" and "512/640" not in case.name]
+    return random.Random(f"{seed()} {target} {kernel}").choice(light)
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_case_of_each_kernel_compiles(target):
     check(target, [drawn(target, kernel) for kernel in jax_aot.KERNELS])
+
+
+def test_both_paged_kernels_are_compiled_with_narrow_pages():
+    names = [drawn("tpu-v5e", kernel).name for kernel in ("ragged_paged_attention", "mla_attention")]
+    assert all(word in name for name in names for word in NARROW)
 
 
 @pytest.mark.full
@@ -73,7 +85,8 @@ def check(target, cases):
             assert 0 < part["vmem"] <= chip.vmem and 0 <= part["smem"] <= chip.smem and part["bundles"] > 0
 
 
-@pytest.mark.parametrize("kernel", sampled(list(jax_aot.KERNELS), 1, "estimates"))
+@pytest.mark.full
+@pytest.mark.parametrize("kernel", list(jax_aot.KERNELS))
 def test_a_program_that_compiles_has_an_estimate(kernel):
     """The simulator takes longer than the compiler. Some programs lie beyond it, and say so (v7x the most)."""
     libtpu()
@@ -94,7 +107,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-def program(times, rows):
+def program(times, rows, limit=64 << 20):
     def body(count, x, out, kept):
         kept[...] = x[...]
         def step(i, _):
@@ -108,7 +121,7 @@ def program(times, rows):
                 num_scalar_prefetch=1, grid=(1,), in_specs=[pl.BlockSpec(memory_space=pltpu.VMEM)],
                 out_specs=pl.BlockSpec(memory_space=pltpu.VMEM), scratch_shapes=[pltpu.VMEM(x.shape, x.dtype)]),
             out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), name="doubling",
-            compiler_params=pltpu.CompilerParams(vmem_limit_bytes=64 << 20),
+            compiler_params=pltpu.CompilerParams(vmem_limit_bytes=limit),
         )(count + 1, x)
     shape = jax.ShapeDtypeStruct((rows, 128), jnp.float32)
     return _libtpu.Program(call, [shape], [np.array([times], np.int32)], (), 0.0, 0.0, "float32")
@@ -119,7 +132,7 @@ for times in (3, 103):
     told[times] = part["cycles"]
 (told["whole"],) = _libtpu.compile_program(program(3, 64), "v6e", dump)
 try:
-    _libtpu.compile_program(program(3, 1 << 17), "v6e", dump)
+    _libtpu.compile_program(program(3, 4096, 1 << 20), "v6e", dump)
 except _libtpu.CompileError as error:
     told["refused"] = str(error)
 print(json.dumps(told))
@@ -174,16 +187,6 @@ def test_operations_of_a_kernel_are_found_by_its_name():
     assert not any(_libtpu._is(op, "flash") for op in ("flash_backward.1", "flash_fusion", "my_flash.1"))
     made = _libtpu._named([("flash", {"us": 1}), ("merge", {"us": 2}), ("flash", {"us": 3})])
     assert [part["name"] for part in made] == ["flash 1", "merge", "flash 2"]
-
-
-@pytest.mark.parametrize("kernel", ["ragged_paged_attention", "mla_attention"])
-def test_pages_narrower_than_a_hardware_tile_compile(kernel):
-    """16 rows of one byte are half a tile, which a copy into the middle of one may not address (E2003)."""
-    libtpu()
-    cases = [case for case in aot.cases("tpu-v5e") if case.kernel == kernel]
-    (case, *_) = [case for case in cases if "batch=decode" in case.name and "block_size=16,kv=fp8_e4m3" in case.name]
-    (row,) = aot.compile_cases("tpu-v5e", [case], compile_only=True)
-    assert row.status == "compiled", row.reason
 
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e5m2])

@@ -9,6 +9,8 @@ import pytest
 
 from attn import reference
 
+pytestmark = pytest.mark.usefixtures("jax_compiles_fast")
+
 N, M, H, K, D = 6, 10, 4, 2, 8
 
 

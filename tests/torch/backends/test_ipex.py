@@ -21,6 +21,7 @@ from attn.testing.suite import cases_of
 from attn.torch.backends import ipex as adapter
 from attn.torch.backends.ipex import IpexAttentionBackend, IpexAttentionImpl
 from tests.levels import some
+from tests.testing import covering
 
 XEON = Device("torch", "cpu", "x86_64 CPU", "x86_64")
 PLAIN = Request(head_size=128, dtype="bfloat16", block_size=16)
@@ -41,7 +42,7 @@ def here(standins: Callable[..., None]) -> None:
 def test_the_suite_on_a_stand_in(here: None) -> None:
     cases = cases_of(subject_of(IpexAttentionBackend), "quick")
     assert sum(not case.check.startswith("refusal") for case in cases) > 60
-    for case in some(cases, 60, "IPEX"):
+    for case in some(cases, 20, "IPEX", functools.partial(covering.is_kept, "TRITON_ATTN")):
         check_conformance(IpexAttentionBackend, case)
 
 

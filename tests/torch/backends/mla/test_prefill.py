@@ -14,6 +14,7 @@ from attn.backends.mla.prefill.selector import make_mla_prefill_request, select_
 from attn.capabilities import Device
 from attn.testing.prefill import check_prefill, prefill_cases
 from attn.torch.backends import _flash_providers as providers
+from tests.levels import some
 
 B200, H200 = Device("torch", "cuda", "NVIDIA B200", "sm_100"), Device("torch", "cuda", "NVIDIA H200", "sm_90")
 H, D, DV, SCALE = 4, 192, 128, 192**-0.5
@@ -92,7 +93,7 @@ def test_the_suite_on_a_stand_in(name: str, root: str, standins: Callable[..., N
     backend = MLAPrefillBackendEnum[name].get_class()
     cases = prefill_cases(backend)
     assert any(case.layout == "fused" for case in cases)
-    for case in cases:
+    for case in some(cases, 5, f"{name} {root}", lambda case: case.name == "requests without tokens"):
         check_prefill(backend, case)
 
 

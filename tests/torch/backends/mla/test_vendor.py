@@ -42,7 +42,7 @@ def test_the_suite_on_a_stand_in(name: str, root: str, standins: Callable[..., N
     backend: Any = AttentionBackendEnum[name].get_class()
     cases = cases_of(subject_of(backend), "smoke")
     assert sum(not case.check.startswith("refusal") for case in cases) > 20
-    for case in some(cases, 12, f"{name} {root}"):
+    for case in some(cases, 6, f"{name} {root}"):
         check_conformance(backend, case)
 
 
@@ -52,7 +52,7 @@ def test_packed_rows_on_a_stand_in(root: str, standins: Callable[..., None]) -> 
     backend: Any = AttentionBackendEnum["FLASHMLA_SPARSE"].get_class()
     cases = [case for case in cases_of(subject_of(backend), "quick") if case.kv_cache_dtype == "fp8_ds_mla"]
     assert cases
-    for case in cases:
+    for case in some(cases, 3, f"packed {root}"):
         check_conformance(backend, case)
 
 
@@ -62,7 +62,7 @@ def test_the_suite_on_flashinfers_blackwell_kernel(standins: Callable[..., None]
     backend = flashinfer_mla.FlashInferMLABackend
     monkeypatch.setattr(backend, "block_sizes", (32, 64))
     cases = [case for case in cases_of(subject_of(backend), "smoke") if "fp8" not in case.kv_cache_dtype]
-    for case in some(cases, 12, "FlashInfer's Blackwell kernel"):
+    for case in some(cases, 8, "FlashInfer's Blackwell kernel"):
         check_conformance(backend, case)
 
 
