@@ -26,6 +26,8 @@ other becomes boolean [B, 1, S, T], which is recognised as such a pattern where 
 tokens that see each other (Gemma 3's images, PaliGemma's prefix) are described as well, and computed packed. In a graph
 (`torch.compile`) masks are materialised; the dense way is traced, each other way is one operator.
 
+Calls that repeat in every layer and for every token are decided once (`plans`).
+
 Arguments that change the meaning of attention are used or, if not supported (`call.UNKNOWN`), rejected with the layer's name; a
 test lists every argument that transformers passes. Requested weights (`output_attentions`) are computed beside the call by the
 formula (`attn.weights`).
@@ -132,7 +134,18 @@ def _function(backend: str | None) -> Callable[..., Any]:
         the attention weights [B, H, S, T] instead of None for `output_attentions`."""
         if cache is None and position_bias is None and not dropout and not torch.compiler.is_compiling():
             out = repeated(
-                backend, module, query, key, value, attention_mask, scaling, is_causal, sliding_window, softcap, s_aux, kwargs
+                backend,
+                module,
+                query,
+                key,
+                value,
+                attention_mask,
+                scaling=scaling,
+                is_causal=is_causal,
+                window=sliding_window,
+                soft_cap=softcap,
+                sinks=s_aux,
+                kwargs=kwargs,
             )
             if out is not None:
                 return out, None

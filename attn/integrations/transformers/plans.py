@@ -55,6 +55,7 @@ def repeated(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: Any,
+    *,
     scaling: float | None,
     is_causal: bool | None,
     window: int | None,
@@ -108,7 +109,20 @@ def repeated(
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         scale = float(size**-0.5 if scaling is None else scaling)
         name, asked_by = requested(backend, *kind)
-        launch = plans[facts] = _planned(Call(module, q, k, v, causal, scale, window, soft_cap, sinks, name, asked_by))
+        call = Call(
+            module=module,
+            query=q,
+            key=k,
+            value=v,
+            causal=causal,
+            scale=scale,
+            window=window,
+            soft_cap=soft_cap,
+            sinks=sinks,
+            backend=name,
+            asked_by=asked_by,
+        )
+        launch = plans[facts] = _planned(call)
     return None if launch is None else launch(query, key, value, sinks)
 
 

@@ -30,7 +30,7 @@ def attended(module, given, mask=None, name="attn", **options):
     from transformers import AttentionInterface
 
     attn_transformers.register()
-    return AttentionInterface()[name](module, *given, mask, scaling=0.25, **options)[0]
+    return AttentionInterface()[name](module, *given, mask, **{"scaling": 0.25, **options})[0]
 
 
 @pytest.fixture
@@ -92,6 +92,7 @@ def test_gradients_take_the_formula_where_no_kernel_has_them():
         (3, 9, True, 4, (0, 9, True, 4)),
         (3, 9, True, 9, (0, 9, True, None)),
         (3, 9, False, None, (0, 9, False, None)),
+        (3, 9, False, 4, (0, 9, False, 4)),
     ],
 )
 def test_the_keys_that_a_call_needs(rows, keys, causal, window, found):
@@ -158,7 +159,7 @@ def test_a_choice_by_the_environment_counts_at_once(decisions, monkeypatch):
 
 @torch.no_grad()
 def test_sinks_that_change_in_place_or_are_replaced_are_used(decisions):
-    module, given, sinks = Layer(), arrays(), torch.zeros(4)
+    module, given, sinks = Layer(), arrays(), torch.zeros(4, dtype=torch.bfloat16)
 
     def check(sinks):
         want = attn.attention(*(x.transpose(1, 2) for x in given), scale=0.25, layout="BSHD", sinks=sinks)
@@ -205,7 +206,7 @@ def test_a_plan_is_of_its_layer_and_bounded(monkeypatch):
     monkeypatch.setattr(plans, "_MOST", 3)
     module = Layer()
     for scale in range(1, 9):
-        plans.repeated(None, module, *arrays(), None, float(scale), None, None, None, None, {})
+        attended(module, arrays(), scaling=float(scale))
         assert len(plans._plans[module]) <= 3
     held = len(plans._plans)
     del module
