@@ -13,8 +13,9 @@ from attn.errors import BackendLoadError, UnsupportedError  # noqa: E402
 from attn.integrations import transformers as attn_transformers  # noqa: E402
 from attn.integrations.transformers import packing, versions  # noqa: E402
 from tests.integrations.tiny_transformers import batch, batching, decoder, encoder, model_of  # noqa: E402
-from tests.levels import full  # noqa: E402
+from tests.levels import full, sampled  # noqa: E402
 
+GRAPHS = (("llama", "attn"), ("gemma2", "attn"), ("gpt_oss", "attn:TORCH_SDPA"), ("bert", "attn:CPU_ATTN"))
 CORE = ["llama", "qwen3", "gemma2", "gemma3", "gpt_oss", "deepseek_v3"]
 
 
@@ -153,7 +154,9 @@ def test_training_in_a_graph_past_what_is_differentiable_there_is_refused():
         torch.compile(model, fullgraph=True, backend="eager")(**inputs, use_cache=False)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize(
+    "kind", [*sampled(["llama", "qwen3"], 1, "batching"), *sampled(["gemma2", "gpt_oss"], 1, "batching of windows")]
+)
 def test_continuous_batching_is_its_dense_text(kind):
     """Chunked prompts, more requests than fit at once, pages of 16 shared by prefix."""
     from transformers import GenerationConfig
@@ -286,8 +289,7 @@ def attention_dropout(model, p):
     [
         *((kind, padding, False) for kind in ("bert", "llama", "mistral", "bart", "t5") for padding in ("left", "right")),
         ("llama", "none", False),
-        ("bert", "right", True),
-        ("llama", "left", True),
+        *sampled([pytest.param("bert", "right", True), pytest.param("llama", "left", True)], 1, "dropout in a graph"),
     ],
 )
 def test_dropout_of_weights_is_eagers_from_the_same_seed(kind, padding, compiled):
@@ -358,7 +360,7 @@ def test_a_backend_that_cannot_serve_names_layer_feature_and_those_that_can():
 
 @pytest.mark.parametrize(
     ("kind", "implementation"),
-    [("llama", "attn"), ("gemma2", "attn"), ("gpt_oss", "attn:TORCH_SDPA"), ("bert", "attn:CPU_ATTN")],
+    sampled([pytest.param(*case) for case in GRAPHS], 2, "one graph"),
 )
 def test_a_compiled_model_is_one_graph(kind, implementation):
     """fullgraph=True: what torch can trace is traced, the rest is one operator for each layer; padding included."""

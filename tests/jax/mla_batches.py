@@ -74,7 +74,7 @@ class Batch:
         return self.common.block_table[r, position // self.page] * self.page + position % self.page
 
     def stored(self, rows: Any) -> Any:
-        rows = jnp.asarray(rows).astype(self.dtype)
+        rows = jnp.asarray(np.asarray(rows).astype(jnp.dtype(self.dtype)))
         rank = self.dims[0]
         return latent_rows(rows[:, :rank], rows[:, rank:], jnp.dtype(self.element), self.k_scale)
 
@@ -111,7 +111,7 @@ class Batch:
         """Output, lse, padding and the cache's other slots."""
         (out, lse), rows = got, len(self.q)
         want, want_lse = self.expected(cache, mask_of)
-        out, lse = np.asarray(out.astype(jnp.float32)), np.asarray(lse)
+        out, lse = np.asarray(out).astype(np.float32), np.asarray(lse)
         error = np.sqrt(np.mean((out[:rows] - want) ** 2, axis=-1))
         size = np.sqrt(np.mean(want**2, axis=-1))
         assert (error <= ROW_ERROR[self.dtype] * (size + 1e-3)).all(), np.max(error / (size + 1e-3))

@@ -1,5 +1,6 @@
 """The trainer's model agrees with transformers', and the trainer writes a complete checkpoint."""
 
+import functools
 import json
 import signal
 import sys
@@ -15,8 +16,17 @@ from attn.demo.checkpoint import load_config, load_weights  # noqa: E402
 from attn.demo.engine import SHIPPED_MODEL as SHIPPED  # noqa: E402
 from examples.demo_model import train  # noqa: E402
 from examples.demo_model.corpus import Document  # noqa: E402
+from tests.levels import FULL  # noqa: E402
 
-FEW = [Document(f"text {i}", f"The {i}th text of a small corpus, which says very little.\n" * 20) for i in range(60)]
+FEW = [Document(f"text {i}", f"The {i}th text of a small corpus, which says very little.\n" * 4) for i in range(60)]
+
+
+@pytest.fixture
+def short_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 64 tokens, with one iteration of Muon's instead of five, which take seconds."""
+    monkeypatch.setattr(torch.optim, "Muon", functools.partial(torch.optim.Muon, ns_steps=1))
+    monkeypatch.setattr(train, "STEP_TOKENS", 64)
+    monkeypatch.setattr(train, "SHAPES", {(1, 64): 1.0})
 
 
 def shipped_model() -> train.Llama:
@@ -42,23 +52,25 @@ def test_the_shipped_model_has_learned_the_manner_of_its_corpus() -> None:
 
 
 def test_a_short_training_writes_a_whole_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], short_steps: None
 ) -> None:
     monkeypatch.setattr(train, "documents", lambda: FEW)
     monkeypatch.setattr(train, "_SAVE_SECONDS", 0)
     assert any(d.held_out for d in FEW) and not all(d.held_out for d in FEW)
     out = tmp_path / "new" / "model"
-    assert train.main(["--out", str(out), "--tokens", "6000", "--threads", "1"]) == 0
+    assert train.main(["--out", str(out), "--tokens", "100", "--threads", "1"]) == 0
     printed = capsys.readouterr().out
-    assert "6,144 tokens" in printed and "nats/byte, saved" in printed
+    assert "128 tokens" in printed and "nats/byte, saved" in printed
     config = load_config(out)
     assert load_weights(out, config)["model.norm.weight"].shape == (config.hidden_size,)
-    assert "--tokens 6000 --seed 0" in (out / "README.md").read_text()
+    assert "--tokens 100 --seed 0" in (out / "README.md").read_text()
     for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
         assert json.loads((out / name).read_text()) == json.loads((SHIPPED / name).read_text())
 
 
-def test_a_training_that_is_asked_to_end_saves_what_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_training_that_is_asked_to_end_saves_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, short_steps: None
+) -> None:
     def batches_and_a_signal(texts: list[np.ndarray], seed: int) -> Iterator[torch.Tensor]:
         signal.raise_signal(signal.SIGTERM)
         yield from real(texts, seed)
@@ -67,7 +79,7 @@ def test_a_training_that_is_asked_to_end_saves_what_it_has(tmp_path: Path, monke
     monkeypatch.setattr(train, "documents", lambda: FEW)
     monkeypatch.setattr(train, "batches", batches_and_a_signal)
     assert train.main(["--out", str(tmp_path), "--tokens", "1000000", "--threads", "1"]) == 0
-    assert "| training | 2,048 tokens" in (tmp_path / "README.md").read_text()
+    assert "| training | 64 tokens" in (tmp_path / "README.md").read_text()
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -96,6 +108,7 @@ def test_a_place_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, capsys:
     assert capsys.readouterr().err == "error: no\n"
 
 
+@FULL
 @pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="the shipped corpus is that of Python 3.11")
 def test_the_corpus_is_sorted_without_repetitions() -> None:
     from examples.demo_model.corpus import documents

@@ -3,7 +3,8 @@
 A way is a function of a model that returns tensors; it is run under eager and under `attn`. Two controls run the ways with a
 wrong scale, and with the masks that once lost the keys of a cache, so that a way which cannot fail is found.
 
-The suite runs a choice of ways and architectures (`cells`). Every pair, in about five minutes: ATTN_TEST_WAYS=all.
+The suite runs a choice of ways and architectures (`cells`). Every pair, in about five minutes: ATTN_TEST_WAYS=all. Most ways
+that compile cost seconds: `make test` draws one of them.
 """
 
 import copy
@@ -19,6 +20,7 @@ from attn.integrations import transformers as attn_transformers  # noqa: E402
 from attn.integrations.transformers import versions, ways  # noqa: E402
 from attn.integrations.transformers.call import replaced  # noqa: E402
 from tests.integrations.tiny_transformers import batch, model_of  # noqa: E402
+from tests.levels import sampled  # noqa: E402
 
 NEW = 8
 
@@ -221,15 +223,16 @@ def cells():
     if os.environ.get("ATTN_TEST_WAYS") == "all":
         return every
     some = [
-        (states, "bert"), (fullgraph, "bart"), (dynamic, "llama"), (dynamic, "gpt_oss"), (compiled_decode, "mistral"),
-        (static_cache_in_pieces, "mistral"), (whole_cache, "gpt_oss"), (static_cache, "t5"), (pieces, "bart"), (pieces, "t5"),
+        (states, "bert"), (fullgraph, "bart"), (static_cache_in_pieces, "mistral"), (whole_cache, "gpt_oss"),
+        (static_cache, "t5"), (pieces, "bart"), (pieces, "t5"),
     ]  # fmt: skip
     for turn, way in enumerate([*ON_A_CACHE, *OTHERS]):
         rest = [kind for kind in kinds if there(way, kind) and kind != "llama"]
         for group in ([k for k in rest if k in WINDOWED], [k for k in rest if k not in WINDOWED]):
             some += [(way, group[turn % len(group)])] if group else []
         some.append((way, "llama"))
-    return list(dict.fromkeys(some))
+    compiled = [pytest.param(dynamic, "llama"), pytest.param(dynamic, "gpt_oss"), pytest.param(compiled_decode, "mistral")]
+    return [*dict.fromkeys(some), *sampled(compiled, 1, "compiled ways")]
 
 
 @pytest.fixture(autouse=True, scope="module")

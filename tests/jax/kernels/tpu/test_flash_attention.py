@@ -1,9 +1,10 @@
-"""The dense TPU kernels in TPU interpret mode: the float64 oracle, gradients against the plain formula's (about 100 s).
+"""The dense TPU kernels in TPU interpret mode: the float64 oracle, gradients against the plain formula's (about 30 s).
 
 Races are watched and uninitialised memory is NaN. Blocks are small, so that a case has several groups and chunks.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,7 +29,7 @@ GRADIENT_ERROR = {"float32": 1e-5, "bfloat16": 1e-2}
 
 
 def draw(shape: tuple[int, ...], rng: np.random.Generator, dtype: str, gain: float = 1.0) -> jax.Array:
-    return jnp.asarray(rng.standard_normal(shape, np.float32) * gain).astype(dtype)
+    return jnp.asarray((rng.standard_normal(shape, np.float32) * gain).astype(jnp.dtype(dtype)))
 
 
 def tensors(
@@ -111,7 +112,7 @@ def relative(x: jax.Array, y: jax.Array) -> float:
 
 
 def assert_close(qkv: tuple[jax.Array, ...], out: Any, lse: Any, rules: dict[str, Any]) -> None:
-    q, k, v = (np.asarray(x.astype(jnp.float32), np.float64) for x in qkv)
+    q, k, v = (np.asarray(x).astype(np.float64) for x in qkv)
     names = ("causal", "scale", "logits_soft_cap", "alibi_slopes", "sinks")
     for b, keys, mask in by_sequence(q, k, rules):
         want, want_lse = reference.attention(
@@ -169,7 +170,7 @@ CASES: dict[str, tuple[tuple[jax.Array, ...], dict[str, Any]]] = {
 KEPT = ("causal", "window, soft cap", "segments both ways")
 
 
-@pytest.mark.parametrize("name", sampled(list(CASES), 2, "flash attention", lambda name: name in KEPT))
+@pytest.mark.parametrize("name", sampled(list(CASES), 1, "flash attention", lambda name: name in KEPT))
 def test_against_the_oracle(name: str) -> None:
     qkv, rules = CASES[name]
     check(qkv, **rules)
@@ -210,7 +211,7 @@ def test_gradients_ignore_masked_keys() -> None:
     assert not np.asarray(poisoned[1])[:, 170:].any()
 
 
-def test_finite_differences() -> None:
+def finite_differences() -> None:
     q, k, v = tensors(20, 24, (2, 1), dtype="float32")
     direction = tensors(20, 24, (2, 1), dtype="float32", gain=0.5)
 
@@ -226,7 +227,7 @@ def test_finite_differences() -> None:
     np.testing.assert_allclose(slope, by_differences, rtol=2e-3)
 
 
-def test_training() -> None:
+def training() -> None:
     """A few steps of gradient descent on one attention layer: the loss falls, and is the formula's."""
     rng = np.random.default_rng(0)
     x, target = draw((2, 20, 32), rng, "float32"), draw((2, 20, 32), rng, "float32")
@@ -249,6 +250,12 @@ def test_training() -> None:
     want = losses(functools.partial(attn.attention, causal=True))
     np.testing.assert_allclose(got, want, rtol=1e-4)
     assert all(later < earlier for earlier, later in zip(got, got[1:], strict=False))
+
+
+@pytest.mark.parametrize("way", sampled([finite_differences, training], 1, "gradients"))
+def test_gradients_are_those_of_the_values(way: Callable[[], None]) -> None:
+    """Gradients are compared with the formula's by every case above; two ways that know no formula, or use it whole."""
+    way()
 
 
 def test_attention_on_a_tpu_comes_here(monkeypatch: pytest.MonkeyPatch) -> None:

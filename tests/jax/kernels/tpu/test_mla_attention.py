@@ -62,8 +62,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
     return run
 
 
-#: Each alone notices a defect of `tests.testing.planted`.
-KEPT = ("fp8 by hand", "six heads, e5m2")
+#: It notices every defect of `tests.testing.planted`.
+KEPT = ("fp8 by hand",)
 
 
 @pytest.mark.parametrize("name", sampled(list(CASES), 1, "mla attention", lambda name: name in KEPT))

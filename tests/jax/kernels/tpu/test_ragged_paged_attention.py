@@ -81,7 +81,7 @@ def launch(
     spread = {"int8": 30.0}.get(element.name, 1.0)
 
     def draw(*extents: int) -> jax.Array:
-        return jnp.asarray(rng.standard_normal(extents, np.float32) * spread).astype(element)
+        return jnp.asarray((rng.standard_normal(extents, np.float32) * spread).astype(element))
 
     key, value = draw(rows, num_kv_heads, head_size), draw(rows, num_kv_heads, head_size)
     flat = kernel.write(
@@ -93,14 +93,14 @@ def launch(
     if write:
         live.reshape(-1)[slots[slots >= 0]] = False
     if element.itemsize > 1:
-        flat = jnp.where(live[:, None, None, :, None], flat, jnp.nan).astype(element)
+        flat = jnp.asarray(np.where(live[:, None, None, :, None], flat, np.array(np.nan, element)))
     for plane, r, position, number in strange:  # in the last kv head
         place = int(table[r, position // page]), position % page
         if flat.shape[1] == 1:
             flat = flat.at[place[0], 0, -1, place[1], 5 + plane * head_size].set(number)
         else:
             flat = flat.at[place[0], plane, -1, place[1], 5].set(number)
-    query = jnp.asarray(rng.standard_normal((rows, num_heads, head_size), np.float32) * gain).astype(dtype)
+    query = jnp.asarray((rng.standard_normal((rows, num_heads, head_size), np.float32) * gain).astype(jnp.dtype(dtype)))
     arrays = {"query": query, "key": key if write else None, "value": value if write else None, "kv_cache": flat}
     arrays |= {"query_start_loc": starts, "seq_lens": seq_lens, "block_table": table, "slot_mapping": slots}
     rules = {"scale": head_size**-0.5, "return_lse": True, **rules}
@@ -121,7 +121,7 @@ def launch(
 
 
 def as_float(x: jax.Array) -> Any:
-    return np.asarray(x.astype(jnp.float32))
+    return np.asarray(x).astype(np.float32)
 
 
 def check(got: Launch, **rules: Any) -> None:
