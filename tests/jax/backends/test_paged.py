@@ -1,6 +1,7 @@
 """What serving requires of every paged backend under jax, PALLAS interpreted: donation, layers in a scan, checks inside the
 step, no derivatives (about 30 s)."""
 
+import os
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from attn import reference
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.errors import MetadataError, UnsupportedError
 from attn.jax import Attention
+from tests.levels import LEVEL
 
 H, K, D, P, N = 4, 2, 64, 16, 6
 LENS = (1, 3), (20, 9)
@@ -88,9 +90,10 @@ def test_layers_in_a_scan(step: Step) -> None:
     whole = step.layer.new_kv_cache(N, layers=2)
     assert whole.shape == jnp.concatenate([step.cache] * 2, axis).shape
     (again, line), line_lse = carried(step.q, whole)
-    # the compiler may round the two programs differently
-    np.testing.assert_allclose(again, out, rtol=1e-6, atol=1e-6)
-    np.testing.assert_allclose(line_lse, lse, rtol=1e-6, atol=1e-6)
+    # compiled fast, the two programs round differently
+    near = 0.0 if os.environ.get(LEVEL) == "full" else 1e-6
+    np.testing.assert_allclose(again, out, rtol=near, atol=near)
+    np.testing.assert_allclose(line_lse, lse, rtol=near, atol=near)
     np.testing.assert_array_equal(line, jnp.concatenate([*caches], axis))
     want, want_lse = step.expected(step.expected(step.q)[0].astype(np.float32))
     np.testing.assert_allclose(out[:4], want, atol=1e-5)
