@@ -1,7 +1,7 @@
 """Every notebook runs from top to bottom and shows what is stored in it; it says first what the reader will be able to do.
 
-With nbclient (extra `notebooks`) they run in a kernel of their own, as Jupyter would, and what they show is compared: two
-notebooks a day in `make test`, all under `--full`. Their code cells also run in this process, except where eight devices are
+With nbclient (extra `notebooks`) they run in a kernel of their own, as Jupyter would, and what they show is compared: one
+notebook a day in `make test`, all under `--full`. Their code cells also run in this process, except where eight devices are
 needed.
 """
 
@@ -25,7 +25,7 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 DISTRIBUTED = [path for path in NOTEBOOKS if "device_count=8" in path.read_text(encoding="utf-8")]  #: they set up XLA anew
 ALONE = [path for path in NOTEBOOKS if path not in DISTRIBUTED]
 KERNEL = installed("nbclient") and installed("ipykernel")
-DRAWN = [*sampled(ALONE, 1, "notebooks"), *sampled(DISTRIBUTED, 1, "notebooks on eight devices")]
+DRAWN = sampled(NOTEBOOKS, 1, "notebooks")
 
 
 def runner() -> ModuleType:

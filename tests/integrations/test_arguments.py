@@ -1,6 +1,7 @@
 """docs/reference/arguments.md: its tables have every argument of each host's interface, and say what becomes of it."""
 
 import ast
+import contextlib
 import dataclasses
 import importlib.util
 import inspect
@@ -49,12 +50,21 @@ def keywords_of_models() -> set[str]:
     found: set[str] = set()
     for path in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
         source = path.read_text(encoding="utf-8")
-        if "attention_interface" not in source:
-            continue
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "attention_interface":
-                found |= {keyword.arg for keyword in node.keywords if keyword.arg}
+        for begin in re.finditer(r"\battention_interface\(", source):
+            found |= {keyword.arg for keyword in _call_at(source, begin.start()).keywords if keyword.arg}
+    assert {"dropout", "scaling", "sliding_window", "softcap", "s_aux"} <= found
     return found
+
+
+def _call_at(source: str, begin: int) -> ast.Call:
+    """Parse the call that begins there, without the rest of the file."""
+    ends = (match.end() for match in re.finditer(r"\)", source[begin : begin + 4000]))
+    for end in ends:
+        with contextlib.suppress(SyntaxError):
+            (call,) = ast.parse(source[begin : begin + end].strip()).body
+            assert isinstance(call, ast.Expr) and isinstance(call.value, ast.Call)
+            return call.value
+    raise AssertionError(f"no call: {source[begin : begin + 100]}")
 
 
 def of_hosts(host: str) -> set[str]:

@@ -25,7 +25,7 @@ RELATIVES = (
     ("BLOCKSPARSE", "smoke", "", 2),
     ("TREE_ATTN", "quick", "odd", 1),  # batch_invariant
     ("BLOCKSPARSE", "quick", "odd", 1),
-    ("ROCM_ATTN", "quick", "odd", 1),
+    ("ROCM_ATTN", "quick", "odd", 0),
     ("ROCM_ATTN", "smoke", "needle", 2),
     ("TRITON_MLA", "smoke", "needle", 2),
     ("TRITON_MLA_SPARSE", "smoke", "needle", 2),
