@@ -390,7 +390,8 @@ def _new_layer(case: LayerCase) -> Any:
     """Return a layer of small sizes, made on torch's default device."""
     more = _WEIGHTS.get(case.weights, {})
     if case.kind == "mla":
-        up = torch.linspace(-1, 1, 32 * 4 * 32).reshape(32, 4, 32)
+        # not `linspace`: transformers replaces it while it makes a model, and torch then keeps it from following devices
+        up = (torch.arange(32 * 4 * 32) / 2047.5 - 1).reshape(32, 4, 32)
         return MLAAttention(4, 32, 16, 8, 16, up, block_size=16, backend=case.backend, **more)
     return Attention(4, 16, num_kv_heads=2, block_size=16, backend=case.backend, **more)
 
