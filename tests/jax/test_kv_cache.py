@@ -17,6 +17,7 @@ from attn.jax import Attention, MLAAttention, kv_cache
 from attn.jax.backends.xla_attn import XLAAttentionBackend
 
 K, D, P, N = 2, 16, 8, 10
+EXACT = True
 
 
 @pytest.mark.parametrize("code", ["fp8_e4m3", "fp8_e5m2", "int8"])

@@ -14,6 +14,7 @@ from attn.jax.testing import DMA_MODES, KernelRace, Runner, compiling_fast, watc
 from attn.testing import Case, bits, draw, run_case
 from attn.testing.expected import specified_cache
 
+EXACT = True
 CASE = Case("mixed", (1, 6, 18), (33, 9, 18), padding=2, lse=True, num_blocks=16)
 
 

@@ -102,7 +102,8 @@ def test_lengths_are_read_once_a_step(monkeypatch):
     with attn_transformers.paged(model):
         answers = generate(model, use_async_batching=False)
     assert all(answer.error is None for answer in answers.values())
-    assert made.count("step") == len(forwards) and 0 < made.count("batch") <= len(forwards)
+    in_pages = attn_transformers.versions.installed() >= (5, 18)  # before, keys are gathered
+    assert made.count("step") == len(forwards) and in_pages <= made.count("batch") <= len(forwards)
 
 
 def test_a_step_that_reuses_the_tensor_of_lengths_is_another():
