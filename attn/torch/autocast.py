@@ -11,10 +11,15 @@ def autocast(*tensors: Any) -> tuple[Any, ...]:
     While it is enabled for the device of the first, tensors of floats on that device are cast to its dtype, except float64.
     """
     device = tensors[0].device.type
-    if not _available(device) or not torch.is_autocast_enabled(device):
+    if not enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x.to(dtype) if x is not None and _is_cast(x, device) else x for x in tensors)
+
+
+def enabled(device: str) -> bool:
+    """Whether autocast is on for a type of device; some types have none, and torch raises for them."""
+    return _available(device) and torch.is_autocast_enabled(device)
 
 
 @torch.compiler.assume_constant_result

@@ -18,6 +18,7 @@ from attn.integrations.transformers.packing import layer_of
 from attn.integrations.transformers.segments import BOUNDARIES
 from attn.integrations.transformers.ways import Way, chosen_for, classify
 from attn.selector import selection_state
+from attn.torch.autocast import enabled as autocast_enabled
 from attn.torch.backends._ragged import RaggedAttentionImpl
 from attn.torch.diffusion.chosen import sizes_that_decide
 
@@ -77,7 +78,7 @@ def repeated(
     device = query.device
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         return None
-    if device != key.device or device != value.device or torch.is_autocast_enabled(device.type):
+    if device != key.device or device != value.device or autocast_enabled(device.type):
         return None
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     kind = causal, window is not None
@@ -89,8 +90,10 @@ def repeated(
         end, window = attention_mask.shape[1], padding.window
     elif causal and rows > 1 and rows != keys:
         return None  # the positions of rows are not known
+    if window is not None and window < end and not causal:
+        return None  # refused, for a single row too
     start, end, causal, window = needed(rows, end, causal, window)
-    if not rows or start == end or (window is not None and not causal):
+    if not rows or start == end:
         return None
     facts = (
         backend, heads, kv_heads, size, value_size, query.dtype, key.dtype, value.dtype, device, scaling, causal, window,

@@ -193,6 +193,20 @@ def test_calls_that_need_more_than_a_launch_have_no_plan(decisions):
     assert len(decisions) == 1
 
 
+def test_a_window_without_causality_is_refused_for_one_row_too():
+    with pytest.raises(attn.UnsupportedError, match="a non-causal window without a mask"):
+        attended(Layer(), arrays(), is_causal=False, sliding_window=4)
+
+
+@torch.no_grad()
+def test_a_device_without_autocast_is_none_that_has_it_on():
+    given = arrays(device="meta")
+    assert not torch.amp.is_autocast_available("meta")
+    plans.repeated(
+        None, Layer(), *given, None, scaling=None, is_causal=None, window=None, soft_cap=None, sinks=None, kwargs={}
+    )  # fmt: skip
+
+
 def test_wrong_shapes_are_refused_before_and_after_a_plan():
     module = Layer()
     attended(module, arrays())
