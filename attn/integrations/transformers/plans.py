@@ -78,6 +78,8 @@ def repeated(
     device = query.device
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
         return None
+    if sinks is not None and sinks.requires_grad and torch.is_grad_enabled():
+        return None
     if device != key.device or device != value.device or autocast_enabled(device.type):
         return None
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)

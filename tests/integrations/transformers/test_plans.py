@@ -207,6 +207,15 @@ def test_a_device_without_autocast_is_none_that_has_it_on():
     )  # fmt: skip
 
 
+def test_sinks_alone_may_want_gradients():
+    """As when only they are trained, after steps without gradients."""
+    module, given, sinks = Layer(), arrays(), torch.zeros(4, requires_grad=True)
+    with torch.no_grad():
+        attended(module, given, s_aux=sinks)
+    attended(module, given, s_aux=sinks).sum().backward()
+    assert sinks.grad is not None and sinks.grad.abs().max() > 0
+
+
 def test_wrong_shapes_are_refused_before_and_after_a_plan():
     module = Layer()
     attended(module, arrays())
