@@ -298,8 +298,8 @@ def call_entry(case: CallCase) -> str:
         if mask.ndim and case.extra == "bool":
             mask[..., :1] = True
     heads = [shape[-3:-2] for shape in (case.query, case.key, case.value)]
-    if (0,) in heads and torch.__version__ < "2.13":
-        return "declined"  # torch's own divides by the number of heads, and the process dies
+    if torch.__version__ < "2.13" and ((0,) in heads or case.value[-2:-1] == (0,) != case.key[-2:-1]):
+        return "declined"  # torch's own divides by the number of heads or of values, and the process dies
     options: dict[str, Any] = {"attn_mask": mask, "is_causal": case.causal, "enable_gqa": case.gqa}
     sign = -1 if (case.scale or 1) < 0 else 1  # torch's kernel for a CPU multiplies the -inf of a causal mask by the scale: NaN
     scale = None if case.scale is None else abs(case.scale)
