@@ -96,12 +96,16 @@ def pack(
     batch, rows, heads, _ = call.query.shape
     value = widened(call)
     layer = _layer_for(call, q_lens, k_lens)
-    if isinstance(layer.impl, RaggedAttentionImpl):
+    impl: Any = layer.impl
+    if isinstance(impl, RaggedAttentionImpl):
         if present is None:
-            out = layer.impl.attend_keys(call.query, call.key, value, call.causal, call.spans)
+            out = impl.attend_keys(call.query, call.key, value, call.causal, call.spans)
         else:
-            out = _each(layer.impl, call, value, present, q_lens, k_lens, firsts)
+            out = _each(impl, call, value, present, q_lens, k_lens, firsts)
         return out[..., : call.value.shape[-1]]
+    if impl.attends_keys and present is None and call.spans is None:
+        out = impl.attend_keys(call.query, call.key, value, call.causal)
+        return out[..., : call.value.shape[-1]]  # type: ignore[no-any-return]
     if present is None:
         queries, keys, values = (x.flatten(0, 1) for x in (call.query, call.key, value))
         real = None

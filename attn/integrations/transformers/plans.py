@@ -1,8 +1,9 @@
 """Calls that a model repeats in every layer and for every token: decided and checked once, then launched.
 
 A plan serves the calls of one layer that have the same facts: sizes except those that grow with every token, dtypes, devices,
-options, and the environment. Calls that need more than a launch (a mask that hides keys other than by causality and a window,
-gradients, autocast, weights, packed rows) have none; `ways.attend` computes them.
+options, and the environment. Calls that need more than a launch (a mask that hides keys other than by causality, a window and,
+for single rows where a backend attends runs of keys, padding; gradients, autocast, weights, packed rows) have none;
+`ways.attend` computes them.
 """
 
 import weakref
@@ -13,17 +14,18 @@ import torch
 import torch.nn.functional as F
 
 from attn.capabilities import AttentionType
+from attn.errors import UnsupportedError
 from attn.integrations.transformers.call import UNKNOWN, Call, requested, widened
 from attn.integrations.transformers.packing import layer_of
 from attn.integrations.transformers.segments import BOUNDARIES
 from attn.integrations.transformers.ways import Way, chosen_for, classify
 from attn.selector import selection_state
 from attn.torch.autocast import enabled as autocast_enabled
-from attn.torch.backends._ragged import RaggedAttentionImpl
 from attn.torch.diffusion.chosen import sizes_that_decide
 
-#: (query [B, H, S, D], key [B, K, T, D], value [B, K, T, Dv], sinks [H] or None) -> [B, S, H, Dv].
-Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
+Run = tuple[torch.Tensor, torch.Tensor]  #: (first, number) int32 [B] on the device, of each request's valid keys
+#: (query [B, H, S, D], key [B, K, T, D], value [B, K, T, Dv], sinks [H] or None, valid keys or None for all) -> [B, S, H, Dv].
+Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None", Run | None], torch.Tensor]
 
 #: Arguments that take another way unless they are None or False.
 _OTHERS = frozenset({*UNKNOWN, *BOUNDARIES, "output_attentions", "indices"})
@@ -85,21 +87,29 @@ def repeated(
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     kind = causal, window is not None
     end = keys
+    valid = None
     if attention_mask is not None:
         padding = getattr(attention_mask, "attn_padding", None)
         if padding is None or not padding.plain:
             return None
         end, window = attention_mask.shape[1], padding.window
+        if not padding.whole:
+            valid = padding.run(attention_mask) if rows == 1 else None
+            if valid is None:
+                return None
     elif causal and rows > 1 and rows != keys:
         return None  # the positions of rows are not known
     if window is not None and window < end and not causal:
         return None  # refused, for a single row too
-    start, end, causal, window = needed(rows, end, causal, window)
+    if valid is None:
+        start, end, causal, window = needed(rows, end, causal, window)
+    else:
+        start, causal = 0, causal and window is not None
     if not rows or start == end:
         return None
     facts = (
         backend, heads, kv_heads, size, value_size, query.dtype, key.dtype, value.dtype, device, scaling, causal, window,
-        soft_cap, sinks is None, kind, rows == 1, *sizes_that_decide(rows, end - start), selection_state(),
+        soft_cap, sinks is None, kind, valid is None, *sizes_that_decide(rows, end - start), selection_state(),
     )  # fmt: skip
     plans = _plans.get(module)
     if plans is None:
@@ -127,34 +137,48 @@ def repeated(
             backend=name,
             asked_by=asked_by,
         )
-        launch = plans[facts] = _planned(call)
-    return None if launch is None else launch(query, key, value, sinks)
+        launch = plans[facts] = _planned(call, valid is not None)
+    return None if launch is None else launch(query, key, value, sinks, valid)
 
 
-def _planned(call: Call) -> Launch | None:
-    """Choose how to compute calls like this one, over keys that are all valid; None if no launch can be repeated."""
+def _planned(call: Call, padded: bool) -> Launch | None:
+    """Choose how to compute calls like this one; None if no launch can be repeated.
+
+    padded: whether each request has a run of the keys only.
+    """
     rows, keys, width = call.query.shape[1], call.key.shape[1], call.value.shape[-1]
     pads = call.query.shape[-1] - width
-    way = classify(call, square=rows == keys, masked=False)
-    if way is Way.DENSE:
+    way = classify(call, square=rows == keys, masked=padded)
+    if way is Way.FORMULA:
+        return None
+    if way is Way.DENSE and not padded:
         dense = chosen_for(call, None).launcher(call.query, call.key, widened(call))
         if not pads:
-            return lambda query, key, value, sinks: dense(query, key, value)
-        return lambda query, key, value, sinks: dense(query, key, F.pad(value, (0, pads)))[..., :width]
-    if way is not Way.PACKED:
+            return lambda query, key, value, sinks, valid: dense(query, key, value)
+        return lambda query, key, value, sinks, valid: dense(query, key, F.pad(value, (0, pads)))[..., :width]
+    try:
+        layer = layer_of(call, AttentionType.DECODER if call.causal or rows != keys else AttentionType.ENCODER_ONLY)
+    except UnsupportedError:
+        if way is Way.DENSE:
+            return None
+        raise
+    impl: Any = layer.impl
+    causal = call.causal
+    if not (impl.attends_valid_keys if padded else impl.attends_keys):
         return None
-    layer = layer_of(call, AttentionType.DECODER if call.causal or rows != keys else AttentionType.ENCODER_ONLY)
-    impl, causal = layer.impl, call.causal
-    if not isinstance(impl, RaggedAttentionImpl):
-        return None
-    held = _Held(layer.impl)
+    held = _Held(impl)
 
-    def launch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    def launch(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, valid: Run | None
+    ) -> torch.Tensor:
         if sinks is not None:
             held.set(sinks)
         if pads:
             value = F.pad(value, (0, pads))
-        out = impl.attend_keys(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), causal)
+        arrays = (x.transpose(1, 2) for x in (query, key, value))
+        out: torch.Tensor = (
+            impl.attend_keys(*arrays, causal) if valid is None else impl.attend_keys(*arrays, causal, valid=valid)
+        )
         return out[..., :width] if pads else out
 
     return launch

@@ -106,6 +106,8 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
 
     framework = "torch"
     traceable = False
+    #: Whether `attend_keys` attends keys that are in no cache where they are, and whether these may be a run of them only.
+    attends_keys = attends_valid_keys = False
     #: (shape, block size) of the last cache that passed `_check_extent`.
     _known_extent: tuple[torch.Size | None, int] = (None, 0)
     #: Whether the backend is known to serve this layer without causal masking too.

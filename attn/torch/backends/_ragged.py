@@ -332,6 +332,7 @@ class RaggedAttentionImpl(PagedAttentionImpl):
     """Base that loops over requests. A subclass names its backend and may override `_attend_one` and `_gather`."""
 
     can_return_lse_for_decode = True
+    attends_keys = True
 
     def _attend(self, call: PagedCall) -> None:
         rules = self._scaled(self._rules(call.window), call.layer, call.kv_cache)

@@ -15,6 +15,7 @@ import torch
 
 from attn import envs
 from attn.backends.abstract import AttentionLayer
+from attn.backends.arguments import fold_sign
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.capabilities import ATTN_TYPES, Capabilities, Device, Feature, MultipleOf, Request
 from attn.dtypes import PER_TOKEN_HEAD
@@ -124,6 +125,7 @@ class TritonPagedImpl(PagedAttentionImpl):
 
     can_return_lse_for_decode = True
     traceable = True
+    attends_keys = attends_valid_keys = True
 
     #: Keys per program of a decode; 0: the launch rule chooses by the batch, or `FIXED_SPLIT` in a layer that requests
     #: `batch_invariant`.
@@ -132,6 +134,8 @@ class TritonPagedImpl(PagedAttentionImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         prepare(self.backend.get_name())
+        others = self._fixed_split(), self.alibi_slopes is not None, self._sparse(), self.chunk_size
+        self._decodes_dense = not any(others)  #: whether `dense_decode` computes single rows over keys in no cache
 
     def do_kv_cache_update(
         self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
@@ -249,6 +253,69 @@ class TritonPagedImpl(PagedAttentionImpl):
             output_scale=call.output_scale,
         )
 
+    def attend_keys(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        causal: bool,
+        valid: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> torch.Tensor:
+        """Attend requests of equal lengths over keys that are in no cache, where they are.
+
+        query: [B, n, H, D], the last n tokens of each request; key, value: [B, m, K, D], in the query's dtype and on its
+        device; causal: whether no row sees a later key; valid: (first, length) int32 [B] on the device: each request has a run
+        of the m keys only. Keys are copied if requests are not a whole number of keys apart in memory, and prompts of several
+        requests if these are not adjacent. Returns [B, n, H, D].
+        """
+        from attn.torch.kernels.dense_decode import decode
+        from attn.torch.kernels.launch import are_all_whole, multiprocessors
+        from attn.torch.kernels.paged_attention import paged_attention
+
+        (batch, n, heads, size), m, device = query.shape, key.shape[1], query.device
+        self._move_to(device)
+        if n == 1 and self._decodes_dense:
+            rows, keys, values = query[:, 0], key.transpose(1, 2), value.transpose(1, 2)
+            window = None if self.window[0] is None else self.window[0] + 1
+            return decode(rows, keys, values, self.signed_scale, self.logits_soft_cap or 0.0, self.sinks, window, valid)[
+                :, None
+            ]
+        here = device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        whole, table, lens = False, None, None
+        if n == m and valid is None:
+            keys = [x.flatten(0, 1) for x in (key, value)]
+        else:
+            *keys, apart = _in_row(key, value)
+            begins = _numbers(batch, 0, apart, *here)
+            first, lens = (begins, _numbers(batch, m, 0, *here)) if valid is None else (begins + valid[0], valid[1])
+            table = first[:, None]
+            if not self._fixed_split() and device.type == "cuda":
+                whole = are_all_whole(batch, m, self.num_kv_heads, multiprocessors(device))
+        output = query.new_empty(batch * n, heads, size)
+        paged_attention(
+            output,
+            None,
+            fold_sign(query.flatten(0, 1), self.signed_scale),
+            *keys,
+            query_start_loc=_numbers(batch + 1, 0, n, *here),
+            seq_lens=lens,
+            block_table=table,
+            max_query_len=n,
+            max_seq_len=m,
+            scale=self.scale,
+            left=self.window[0],
+            right=0 if causal else self.window[1],
+            tree_right=None,
+            soft_cap=self.logits_soft_cap or 0.0,
+            slopes=self.alibi_slopes,
+            sinks=self.sinks,
+            chunk_size=self.chunk_size,
+            fixed_split=self._fixed_split(),
+            sparse=self._sparse(),
+            whole=whole,
+        )
+        return output.view(batch, n, heads, size)
+
     def _sparse(self) -> list[int] | None:
         """Return a block-sparse pattern for the kernel, or None."""
         return None
@@ -277,3 +344,36 @@ class TritonPagedImpl(PagedAttentionImpl):
         if on_host and not torch.compiler.is_compiling():
             return torch.full((), float(scale), dtype=torch.float32, device=device)
         return torch.as_tensor(scale, dtype=torch.float32, device=device).detach()
+
+
+def _in_row(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """View keys and values [B, m, K, D] as [S, K, D], and return the number of rows from one request to the next.
+
+    Copies them if that is no whole number, or another one for values.
+    """
+    for _ in range(2):
+        apart = [divmod(x.stride(0), x.stride(1)) for x in (key, value)]
+        if key.shape[0] == 1 or (apart[0] == apart[1] and apart[0][1] == 0):
+            break
+        key, value = key.contiguous(), value.contiguous()
+    rows = apart[0][0] if key.shape[0] > 1 else 0
+    count = (key.shape[0] - 1) * rows + key.shape[1]
+    keys, values = (x.as_strided((count, *x.shape[2:]), x.stride()[1:], x.storage_offset()) for x in (key, value))
+    return keys, values, rows
+
+
+def _numbers(count: int, start: int, step: int, device: torch.device, stream: int) -> torch.Tensor:
+    """Return `count` int32 numbers, `start` and then each `step` more, made once for all layers of a step.
+
+    Not kept while a CUDA graph is captured: its memory is the graph's, and its values are there when the graph is replayed.
+    """
+    capturing = stream and torch.cuda.is_current_stream_capturing()
+    return (_kept_numbers.__wrapped__ if capturing else _kept_numbers)(count, start, step, device, stream)
+
+
+@functools.lru_cache(maxsize=64)
+def _kept_numbers(count: int, start: int, step: int, device: torch.device, stream: int) -> torch.Tensor:
+    """stream: the one that computes the numbers, and reads them."""
+    if step == 0:
+        return torch.full((count,), start, dtype=torch.int32, device=device)
+    return torch.arange(start, start + count * step, step, dtype=torch.int32, device=device)

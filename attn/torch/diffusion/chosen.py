@@ -14,6 +14,7 @@ from attn.diffusion.backends.abstract import DiffusionAttentionBackend
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.diffusion.selector import ENV_VAR, make_diffusion_request, select_diffusion
 from attn.platforms import platform_for
+from attn.torch.platforms import rows_that_decide
 
 #: Implementations by their description: a graph can contain the string and look it up, but not a selection.
 _impls: dict[str, Any] = {}
@@ -89,7 +90,9 @@ def _description(*call: Any) -> str:
 def sizes_that_decide(rows: int, keys: int) -> tuple[int, ...]:
     """Return what a choice depends on of a call's rows and keys: sizes grow with every token, their limits do not."""
     most, multiple = _limits(generation())
-    return (min(keys, most), math.gcd(keys, multiple), rows == keys or not rows or not keys) if multiple else (rows, keys)
+    if not multiple:
+        return (rows, keys)
+    return (rows_that_decide(rows), min(keys, most), math.gcd(keys, multiple), rows == keys or not rows or not keys)
 
 
 @functools.lru_cache(1)

@@ -4,6 +4,7 @@ The first launch with certain constants is Triton's own, which compiles if neces
 compiled kernel, in its order.
 """
 
+import types
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,29 +22,42 @@ class Direct:
         #: places of those that change
         self._kept: dict[tuple[Any, ...], tuple[Any, list[Any], list[int]]] = {}
 
-    def launch(self, programs: int, changing: Mapping[str, Any], constants: Mapping[str, Any], columns: int = 1) -> None:
+    def launch(
+        self,
+        programs: int,
+        changing: Mapping[str, Any],
+        constants: Mapping[str, Any],
+        columns: int = 1,
+        strides: Mapping[str, int] = types.MappingProxyType({}),
+    ) -> None:
         """Launch a grid of `programs` x `columns`.
 
         changing: tensors, None, floats, and integers of less than 2^31 that the kernel declares in `do_not_specialize`.
+        strides: integers for which Triton compiles a kernel per class: 1, multiples of 16, 64-bit, others.
         constants: all other arguments, and the options of the launch.
         """
         if not isinstance(self._kernel, JITFunction):  # interpreted
-            self._kernel[(programs, columns)](**changing, **constants)
+            self._kernel[(programs, columns)](**changing, **strides, **constants)
             return
         variant = [
             (value.dtype, value.data_ptr() % 16 == 0) if isinstance(value, torch.Tensor) else value is None
             for value in changing.values()
         ]
-        key = (triton.runtime.driver.active.get_current_device(), *constants.values(), *variant)
+        classes = [value == 1 or (value % 16 == 0, value >= 1 << 31) for value in strides.values()]
+        key = (triton.runtime.driver.active.get_current_device(), *constants.values(), *classes, *variant)
         found = self._kept.get(key)
         if found is not None:
             kernel, template, places = found
             arguments = template.copy()
-            for place, value in zip(places, changing.values(), strict=True):
+            for place, value in zip(places, (*changing.values(), *strides.values()), strict=True):
                 arguments[place] = value
             kernel[programs, columns, 1](*arguments)
             return
-        kernel = self._kernel[(programs, columns)](**changing, **constants)
+        kernel = self._kernel[(programs, columns)](**changing, **strides, **constants)
         names = self._kernel.arg_names
         if isinstance(kernel, triton.compiler.CompiledKernel):  # else it is still being compiled
-            self._kept[key] = kernel, [constants.get(name) for name in names], [names.index(name) for name in changing]
+            self._kept[key] = (
+                kernel,
+                [constants.get(name) for name in names],
+                [names.index(name) for name in (*changing, *strides)],
+            )

@@ -8,6 +8,7 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 
@@ -264,6 +265,12 @@ def are_whole(keys: Any, kv_heads: int, multiprocessors: int) -> bool:
     tiles = -(-keys // 64)
     cut = cut_for(len(keys), kv_heads, int(tiles.max(initial=0)), 0, multiprocessors)
     return cut is None or share_of(tiles, cut) >= int(tiles.max())
+
+
+@functools.lru_cache(maxsize=4096)
+def are_all_whole(num_reqs: int, keys: int, kv_heads: int, multiprocessors: int) -> bool:
+    """`are_whole` of decodes that all see `keys` keys."""
+    return are_whole(np.full(num_reqs, keys), kv_heads, multiprocessors)
 
 
 def prefill_programs(flops: float, nbytes: float, multiprocessors: int) -> int:

@@ -579,9 +579,10 @@ def _paged_attention(
 ) -> None:
     """Compute output [T, H, D] and, unless None, lse [H, T] for every token of every request.
 
-    query: [T, H, D]; caches: [N, P, K, D]; query_start_loc: [R + 1], seq_lens: [R], block_table: [R, B], int32. Without a
-    block table, caches are this call's own keys and values [T, K, D] and a request sees its own rows (encoders). A row at
-    position p sees keys p - left <= j <= p + right; None means no bound (right = 0 is causal). tree: [R, W, W] bool; for
+    query: [T, H, D]; caches: [N, P, K, D]; query_start_loc: [R + 1], seq_lens: [R], block_table: [R, B], int32. Caches may also
+    be [S, K, D], with each request's keys in a row: block_table is then [R, 1], the row of its first key. Without a block
+    table, they are this call's own keys and values [T, K, D], and a request sees its own rows (encoders). A row at position p
+    sees keys p - left <= j <= p + right; None means no bound (right = 0 is causal). tree: [R, W, W] bool; for
     requests of at most W tokens, it and `tree_right` replace `right`. spans: [T, 2] int32, prefix: [R] int32, chunk_size and
     span_window: docs/semantics.md §18; is_causal: [R] bool, the requests for which right = 0. k_scale, v_scale: float32 on the
     device: 0-d, [K], or [N, P, K] with equal strides and adjacent heads, one per token and head; k_factor, v_factor: the same
@@ -600,7 +601,8 @@ def _paged_attention(
     for name, tensor in (("output", output), ("query", query), ("key_cache", key_cache), ("value_cache", value_cache)):
         check_stride(name, tensor)
     paged = block_table is not None
-    page = key_cache.shape[1] if paged else 1
+    in_row = paged and key_cache.ndim == 3
+    page = UNBOUNDED if in_row else key_cache.shape[1] if paged else 1
     kv_heads = key_cache.shape[-2]
     group, block_d = heads // kv_heads, power_of_two(head_size)
     itemsize, stored, name = query.element_size(), key_cache.element_size(), arch()
@@ -626,7 +628,8 @@ def _paged_attention(
     scale_block, scale_slot = k_scale.stride()[:2] if per_token else (0, 0)  # type: ignore[union-attr]
     if per_token:
         assert v_scale is not None and v_scale.stride() == k_scale.stride()  # type: ignore[union-attr]
-    k_strides, v_strides = ((x.stride() if paged else (0, *x.stride()))[:3] for x in (key_cache, value_cache))
+    # keys in a row: the page of a request begins at its first key, so pages are as far apart as keys
+    k_strides, v_strides = ((x.stride()[:1] * in_row or (0,) * (not paged)) + x.stride() for x in (key_cache, value_cache))
     lse_h = lse.stride(0) if lse is not None else 0
     tree_w = tree.shape[1] if tree is not None else 0
     # 64-bit offsets cost a tenth of a prefill's instructions, so only caches that need them use them
@@ -634,7 +637,7 @@ def _paged_attention(
 
     free = spans is not None or prefix is not None
     plain = slopes is None and tree is None and sparse is None and not (free or is_causal is not None or chunk_size)
-    by_hand = not fixed_split and plain and name == "sm_90" and not to_fp8
+    by_hand = not (fixed_split or in_row or to_fp8) and plain and name == "sm_90"
     if by_hand := by_hand and k_scale is None and v_scale is None and hopper.is_on("hopper_prefill"):
         from attn.torch.kernels import hopper_prefill
 
@@ -701,7 +704,7 @@ def _paged_attention(
                 lse_h=lse_h,
                 table_r=block_table.stride(0) if block_table is not None else 0,
             ),
-            constants=dict(
+            strides=dict(
                 o_t=output.stride(0),
                 o_h=output.stride(1),
                 q_t=query.stride(0),
@@ -716,6 +719,8 @@ def _paged_attention(
                 vscale_h=_step_of(v_scale),
                 scale_block=scale_block,
                 scale_slot=scale_slot,
+            ),
+            constants=dict(
                 H=heads,
                 G=group,
                 D=head_size,

@@ -37,7 +37,7 @@ def attended(module, given, mask=None, name="attn", **options):
 def decisions(monkeypatch):
     """The calls that were decided, one entry each."""
     made, choose = [], plans._planned
-    monkeypatch.setattr(plans, "_planned", lambda call: made.append(call) or choose(call))
+    monkeypatch.setattr(plans, "_planned", lambda call, padded: made.append(call) or choose(call, padded))
     return made
 
 
@@ -234,3 +234,57 @@ def test_a_plan_is_of_its_layer_and_bounded(monkeypatch):
     held = len(plans._plans)
     del module
     assert len(plans._plans) == held - 1
+
+
+class RunsImpl:
+    """As an implementation of the Triton family: each request has a run of the keys."""
+
+    attends_keys = attends_valid_keys = True
+
+    def __init__(self, call):
+        self.call, self.sinks, self.runs = call, call.sinks, []
+
+    def attend_keys(self, query, key, value, causal, valid):
+        self.runs.append(torch.stack(valid).T.tolist())
+        return torch.cat(
+            [
+                attn.attention(
+                    query[b : b + 1], key[b : b + 1, first : first + number], value[b : b + 1, first : first + number],
+                    scale=self.call.scale, causal=causal, logits_soft_cap=self.call.soft_cap, sinks=self.sinks, layout="BSHD",
+                    window=self.call.window,
+                )
+                for b, (first, number) in enumerate(self.runs[-1])
+            ]
+        )  # fmt: skip
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "options", [{}, {"softcap": 5.0}, {"sliding_window": 4}, {"s_aux": torch.tensor([0.5, -1.0, 2.0, 0.0])}]
+)
+@pytest.mark.parametrize("padding", [([0, 3], [9, 9]), ([0, 9], [7, 9]), ([2, 0], [8, 5])])
+def test_single_rows_between_padding_are_launched_where_a_backend_attends_runs(options, padding, decisions, monkeypatch):
+    given = arrays()
+    there = torch.zeros(2, 9, dtype=torch.bool)
+    for entry, first, end in zip(there, *padding, strict=True):
+        entry[first:end] = True
+    window = options.get("sliding_window")
+    mask_of = lambda: attn_transformers.mask(  # noqa: E731
+        2, 1, 9, 8, mask_function=None if window is None else _windowed(window), attention_mask=there
+    )
+    want = attended(Layer(), given, mask_of(), **options)
+    made = []
+    monkeypatch.setattr(
+        plans, "layer_of", lambda call, kind: made.append(RunsImpl(call)) or type("Made", (), {"impl": made[-1]})
+    )
+    module = Layer()
+    for _ in range(2):
+        torch.testing.assert_close(attended(module, given, mask_of(), **options), want, rtol=1e-4, atol=1e-5)
+    if window and padding != ([0, 3], [9, 9]):
+        assert not made  # a window counts from the row's own key, which is not there
+        return
+    runs = [[first if end > first else 9, end - first] for first, end in zip(*padding, strict=True)]
+    assert len(made) == 1 and made[0].runs == [runs, runs]
+    there[0] = torch.tensor([1, 0, 0, 1, 1, 1, 1, 1, 1])  # a gap
+    attended(module, given, mask_of(), **options)
+    assert len(made[0].runs) == 2

@@ -3,6 +3,7 @@
 Without a GPU the kernels run interpreted on the CPU. About 15 s on one core with triton, none without.
 """
 
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,8 @@ from attn.backends.metadata import CommonAttentionMetadata
 from attn.capabilities import Device, Request
 from attn.dtypes import QuantKey, kFp8StaticTensorSym
 from attn.errors import DTypeError, ShapeError, UnsupportedError
+from attn.functional import attention
+from attn.torch import Attention
 from attn.torch import kv_cache as caches
 from attn.torch.backends.blocksparse_attn import BlocksparseFlashAttentionBackend
 from attn.torch.backends.rocm_attn import RocmAttentionBackend
@@ -26,6 +29,11 @@ from attn.torch.backends.triton_attn import TritonAttentionBackend
 ON_GPU = torch.cuda.is_available()
 H200, A100 = Device("torch", "cuda", "H200", "sm_90"), Device("torch", "cuda", "A100", "sm_80")
 MI300 = Device("torch", "rocm", "MI300X", "gfx942")
+
+#: Where keys lie and how many rows attend them: every pair on a GPU, each of both where kernels are interpreted.
+PLACES = [("heads first", 1), ("heads first", 40), ("tokens first", 3), ("odd", 1), ("slice", 1)]
+if ON_GPU:
+    PLACES = list(itertools.product(("heads first", "tokens first", "slice", "odd"), (1, 3, 40)))
 
 # the interpreter computes with NumPy, which speaks of the infinities that kernels handle on purpose, and with its old ways
 quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
@@ -267,3 +275,70 @@ def test_selector_branch_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(UnsupportedError, match="BLOCKSPARSE"):
         selector.get_attn_backend(64, torch.float16, None, 16, is_blocksparse=True)
+
+
+@pytest.mark.triton_kernels
+@quiet
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"sliding_window": 7, "sinks": [0.5, -1.0, 2.0, 0.0]},
+        {"sliding_window": 50, "logits_soft_cap": 1.5, "scale": -0.4},
+        {"features": ["non_causal"]},
+        {"features": ["batch_invariant"]},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("place", "rows"), PLACES)
+def test_keys_in_no_cache_are_attended_where_they_are(options: dict[str, Any], place: str, rows: int) -> None:
+    """In a cache with unused slots, of NaN, as transformers' static one; in one run of them per request if `rows` is 1."""
+    device, causal = "cuda" if ON_GPU else "cpu", "non_causal" not in options.get("features", ())
+    layer = Attention(4, 32, num_kv_heads=2, dtype=torch.float32, backend="TRITON_ATTN", **options).to(device)
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(3, 4, rows, 32, generator=generator).to(device).transpose(1, 2)
+    key, value = (_placed(place, torch.randn(3, 40, 2, 32, generator=generator).to(device)) for _ in range(2))
+    runs = [(0, 40)] * 3 if rows > 1 else [(0, 40), (7, 33), (12, 1)]
+    valid = None if rows > 1 else tuple(torch.tensor(runs, dtype=torch.int32, device=device).T.contiguous())
+    got = layer.impl.attend_keys(query, key, value, causal, **({} if valid is None else {"valid": valid}))
+    for b, (first, number) in enumerate(runs):
+        own = (query[b : b + 1], *(x[b : b + 1, first : first + number] for x in (key, value)))
+        want = attention(
+            *own,
+            causal=causal,
+            scale=options.get("scale"),
+            window=options.get("sliding_window"),
+            logits_soft_cap=options.get("logits_soft_cap"),
+            sinks=options.get("sinks"),
+            layout="BSHD",
+        )
+        torch.testing.assert_close(got[b : b + 1], want, rtol=2e-5, atol=2e-5)
+
+
+def _placed(place: str, given: torch.Tensor) -> torch.Tensor:
+    """Keys [B, m, K, D] as a view of an array of another order, with NaN around them."""
+    batch, m, heads, size = given.shape
+    if place == "odd":  # no whole number of keys between requests
+        whole = given.new_full((batch, m * heads * size + 8), torch.nan)
+        found = whole[:, : m * heads * size].view(batch, m, heads, size)
+    elif place == "tokens first":
+        found = torch.empty_like(given)
+    else:
+        whole = given.new_full((batch, heads, m + 9, size), torch.nan)
+        found = (whole[:, :, 9:] if place == "slice" else whole[:, :, :m]).transpose(1, 2)
+    found.copy_(given)
+    return found
+
+
+@pytest.mark.triton_kernels
+@quiet
+def test_keys_in_no_cache_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    from attn.torch.kernels import paged_attention as kernels
+
+    read: list[torch.Tensor] = []
+    monkeypatch.setattr(kernels, "paged_attention", lambda output, lse, query, key, value, **options: read.extend((key, value)))
+    layer = Attention(4, 32, num_kv_heads=2, dtype=torch.float32, backend="TRITON_ATTN").to("cuda" if ON_GPU else "cpu")
+    key, value = (torch.zeros(3, 2, 64, 32, device="cuda" if ON_GPU else "cpu") for _ in range(2))
+    layer.impl.attend_keys(key.new_zeros(3, 2, 4, 32), *(x.transpose(1, 2)[:, :40] for x in (key, value)), True)
+    assert [x.data_ptr() for x in read] == [key.data_ptr(), value.data_ptr()]

@@ -24,7 +24,7 @@ SCRIPT = """
 import itertools, os
 import torch, triton
 from attn.torch import aot
-from attn.torch.kernels import kv_write, latent_write, mla_decode, plan
+from attn.torch.kernels import dense_decode, kv_write, latent_write, mla_decode, plan
 from attn.torch.kernels import paged_attention as kernels
 from attn.torch.kernels.memory import SHARED_MEMORY
 
@@ -35,13 +35,17 @@ def launcher(source, metadata):
     def launch(*args):
         seen = [x.data_ptr() if isinstance(x, torch.Tensor) and x.data_ptr() in given else
                 (x.dtype, x.shape) if isinstance(x, torch.Tensor) else x for x in args[9:]]
+        if metadata.name == "_decode":  # takes addresses
+            seen = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in args[9:]]
+            seen = [x if x in given or not isinstance(x, int) or x < 1 << 32 else "new" for x in seen]
         launched.append((metadata.hash, args[:4], seen))
     return launch
 
 placeholder.launcher_cls = launcher
 triton.runtime.driver.set_active(placeholder)
 direct = (
-    kernels._LAUNCH, kernels._MERGE, kv_write._WRITE, latent_write._WRITE, mla_decode._ATTEND, mla_decode._MERGE, plan._ITEMS
+    kernels._LAUNCH, kernels._MERGE, kv_write._WRITE, latent_write._WRITE, mla_decode._ATTEND, mla_decode._MERGE, plan._ITEMS,
+    dense_decode,
 )
 
 def attend(lens, heads, dtype, stored, odd, window, cap, extras, whole):
@@ -71,6 +75,16 @@ def twice(function, arguments):
     by_triton = launched[:]
     launched.clear()
     return passed, by_triton
+
+def attend_row(reqs, keys, dtype, odd, order, window, extras):
+    shape = (reqs, 2, keys, 64) if order == "heads" else (reqs, keys, 2, 64)
+    key = torch.zeros(reqs * keys * 128 + 8, dtype=dtype)[odd : odd + reqs * keys * 128].view(shape)
+    key = key if order == "heads" else key.transpose(1, 2)
+    numbers = torch.zeros(reqs, dtype=torch.int32)
+    return twice(dense_decode.decode, dict(
+        query=torch.zeros(reqs, 8, 64, dtype=dtype), key=key, value=key, scale=-0.1 if extras else 0.3,
+        soft_cap=5.0 if extras else 0.0, sinks=torch.zeros(8) if extras else None, window=window,
+        runs=(numbers, numbers) if extras else None))
 
 def write(tokens, dtype, stored, odd, scales):
     key = torch.zeros(tokens * 128 + 8, dtype=dtype)[odd : odd + tokens * 128].view(tokens, 2, 64)
@@ -108,6 +122,13 @@ if os.environ["SUITE_LEVEL"] != "full":  # each shape compiles for seconds
     shapes, batches = shapes[:2] + shapes[3:4], batches[::3]
 calls = [(attend, lens, *shape, whole) for lens in batches for whole in (False, True) for shape in shapes]
 half, full = torch.bfloat16, torch.float32
+calls += [
+    (attend_row, reqs, keys, *shape) for reqs, keys in ((3, 700), (64, 701), (3, 30))
+    for shape in (
+        (half, 0, "heads", None, False), (half, 0, "tokens", 100, False), (half, 1, "heads", None, False),
+        (torch.float16, 0, "heads", 100, True)
+    )
+]
 calls += [
     (write, tokens, *shape) for tokens in (3, 17, 5)
     for shape in ((half, half, 0, False), (half, half, 1, False), (half, fp8, 0, True), (full, half, 0, False))

@@ -1,9 +1,18 @@
-"""TORCH_SDPA: the kernel that PyTorch chooses, on any device, with any mask, differentiable: the universal fallback."""
+"""TORCH_SDPA: the kernel that PyTorch chooses, on any device, with any mask, differentiable: the universal fallback.
+
+Single rows that repeat (`launcher`) are FlashAttention's on CUDA if it takes them: PyTorch's choice, cuDNN, builds a plan for
+each new number of keys.
+"""
+
+from collections.abc import Callable
 
 import torch
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
+from attn.backends.arguments import fold_sign
 from attn.capabilities import Capabilities, Feature, MultipleOf
 from attn.diffusion.backends.dense import DenseCall
+from attn.torch.alignment import aligned
 from attn.torch.diffusion.backends._dense import DenseBackend, bottom_right
 from attn.torch.diffusion.backends._sdpa import SDPABase, masked
 
@@ -23,6 +32,21 @@ class SDPABackend(DenseBackend):
 
 class SDPAImpl(SDPABase, backend=SDPABackend):
     can_return_lse = True
+
+    def launcher(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+        general = super().launcher(query, key, value)
+        if query.shape[1] != 1 or not query.is_cuda or query.shape[3] % 8:
+            return general
+        arrays = (x.transpose(1, 2) for x in (query, key, value))
+        params = SDPAParams(*arrays, None, 0.0, False, self.num_heads != self.num_kv_heads)
+        return self._by_flash_attention if can_use_flash_attention(params) else general
+
+    def _by_flash_attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        arrays = fold_sign(aligned(query), self.signed_scale), aligned(key), aligned(value)
+        out: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(*arrays, scale=self.scale)[0]
+        return out.transpose(1, 2)
 
     def _attend_lse(self, call: DenseCall) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the log-sum-exp, which torch does not return, in float32 (float64 for float64), some rows at a time."""

@@ -1,9 +1,11 @@
 """TRITON_ATTN: this package's own Triton kernel on dense batches: exact, any head size, on NVIDIA and AMD GPUs.
 
-It is the paged kernel. A sequence that attends itself is passed directly, as for encoders; other keys are passed as a cache
-with pages in order. For such a cache, the length is padded to a multiple of a page, and the present keys are moved to the
-start.
+It is the paged kernel; single rows that repeat (`launcher`) have one of their own. A sequence that attends itself is passed
+directly, as for encoders; other keys are passed as a cache with pages in order. For such a cache, the length is padded to a
+multiple of a page, and the present keys are moved to the start.
 """
+
+from collections.abc import Callable
 
 import torch
 
@@ -32,6 +34,17 @@ class TritonAttentionBackend(TritonBackend):
 
 
 class TritonAttentionImpl(TritonImpl, backend=TritonAttentionBackend):
+    def launcher(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
+        general = super().launcher(query, key, value)
+        return self._attend_row if query.shape[1] == 1 else general
+
+    def _attend_row(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        from attn.torch.kernels.dense_decode import decode
+
+        return decode(query[:, :, 0], key, value, self.signed_scale)[:, None]
+
     def _launch(self, call: DenseCall, lse: torch.Tensor | None) -> torch.Tensor:
         from attn.torch.kernels.paged_attention import paged_attention
 

@@ -1,0 +1,247 @@
+"""Attention of one row per request over keys that are in no cache, where they are: one launch, with little work of the host.
+
+A program computes the query heads of one kv head of one request over a part of its keys, with an online softmax in base 2
+(Flash-Decoding). Several parts leave their states in scratch memory; the program that ends last, by a counter in memory, merges
+them and resets the counter. All requests have the same number of parts, so the host plans with two divisions; a request's keys
+may be a run of them (`first`, `number`), which the device reads.
+
+Masked keys are not loaded, and their scores are replaced by -inf. Weights in float16 are raised by 2**15, as in
+`paged_attention`.
+"""
+
+import functools
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from attn.torch.kernels.launch import Launch, arch, check_stride, decode_launch, multiprocessors, power_of_two
+from attn.torch.kernels.paged_attention import LOG2E, _tanh
+from attn.torch.kernels.plan import UNBOUNDED
+
+_MOST = 64  #: parts of a request
+
+
+@triton.jit(
+    do_not_specialize=("window", "keys", "parts"),
+    do_not_specialize_on_alignment=("sinks", "first", "number", "scratch", "counters"),
+)
+def _decode(  # type: ignore[no-untyped-def]
+    output, scratch, counters, query, key, value, sinks, first, number, factor, cap, window, keys, parts,
+    q_b, q_h, k_b, k_t, k_h, v_b, v_t, v_h,
+    K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, SPLIT: tl.constexpr, NEGATE: tl.constexpr, HAS_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_RUNS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (B * K, parts). scratch: float32 [B * K * parts * G * (D + 1)]: results, then their log-sum-exp in base 2."""
+    LIFT: tl.constexpr = 15 if query.dtype.element_ty == tl.float16 else 0
+    at, part = tl.program_id(0), tl.program_id(1)
+    b, kv_head = (at // K).to(tl.int64), (at % K).to(tl.int64)
+    end = keys
+    if HAS_RUNS:
+        begin = tl.load(first + b)
+        end = tl.load(number + b)
+    low = tl.maximum(end - window, 0)
+    size = tl.cdiv(tl.cdiv(end - low, BLOCK_N), parts) * BLOCK_N
+    start = low + part * size
+    stop = tl.minimum(start + size, end)
+
+    n, d, row = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_M)
+    inside = (d < D)[None, :]
+    q_at = query + b * q_b + (kv_head * G + row)[:, None] * q_h + d[None, :]
+    q = tl.load(q_at, mask=(row < G)[:, None] & inside, other=0.0)
+    if NEGATE:
+        q = (0.0 - q.to(tl.float32)).to(q.dtype)
+    k_at = key + b * k_b + kv_head * k_h
+    v_at = value + b * v_b + kv_head * v_h
+    if HAS_RUNS:
+        k_at += begin.to(tl.int64) * k_t
+        v_at += begin.to(tl.int64) * v_t
+    by = 1.0 if HAS_CAP else factor
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    norm = tl.zeros((BLOCK_M,), tl.float32)
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    for tile in tl.range(start, stop, BLOCK_N):
+        j = tile + n
+        there = (j < stop)[:, None] & inside
+        j = j.to(tl.int64)
+        k = tl.load(k_at + j[:, None] * k_t + d[None, :], mask=there, other=0.0)
+        v = tl.load(v_at + j[:, None] * v_t + d[None, :], mask=there, other=0.0)
+        s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if HAS_CAP:
+            s = cap * _tanh(s * factor)
+        s = tl.where((j < stop)[None, :], s, float("-inf"))
+        above = tl.maximum(top, tl.max(s, 1))
+        guard = tl.where(above == float("-inf"), 0.0, above)
+        # subtracted before scaling, so that the largest score is exactly 0 and a single key's value is returned exactly
+        p = tl.exp2((s - guard[:, None]) * by + LIFT) if LIFT else tl.exp2((s - guard[:, None]) * by)
+        shrink = tl.exp2((top - guard) * by)
+        norm = norm * shrink + tl.sum(p, 1)
+        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+        top = above
+    log = tl.where(norm == 0, float("-inf"), top * by - LIFT + tl.log2(norm))
+    result = tl.where(norm[:, None] == 0, 0.0, acc / norm[:, None])
+    if not SPLIT:
+        _store(output, sinks, result, log, at.to(tl.int64), kv_head, row, d, G, D, HAS_SINKS)
+        return
+    logs = scratch + tl.num_programs(0).to(tl.int64) * parts * G * D
+    own = (at.to(tl.int64) * parts + part) * G + row
+    tl.store(scratch + own[:, None] * D + d[None, :], result, mask=(row < G)[:, None] & inside)
+    tl.store(logs + own, log, mask=row < G)
+    tl.debug_barrier()  # every thread has stored before the counter says so
+    if tl.atomic_add(counters + at, 1, sem="acq_rel") == parts - 1:
+        tl.store(counters + at, 0)
+        g, s = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_S)
+        top_g = tl.full((BLOCK_G,), float("-inf"), tl.float32)
+        norm_g = tl.zeros((BLOCK_G,), tl.float32)
+        acc_g = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
+        for step in tl.range(0, parts, BLOCK_S, num_stages=1):
+            state = (at.to(tl.int64) * parts + step + s)[:, None] * G + g[None, :]
+            mine = (step + s < parts)[:, None] & (g < G)[None, :]
+            log_s = tl.load(logs + state, mask=mine, other=float("-inf"), cache_modifier=".cg")
+            values = tl.load(
+                scratch + state[:, :, None] * D + d[None, None, :],
+                mask=mine[:, :, None] & (d < D)[None, None, :],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            above_g = tl.maximum(top_g, tl.max(log_s, 0))
+            guard_g = tl.where(above_g == float("-inf"), 0.0, above_g)
+            weight = tl.exp2(log_s - guard_g[None, :])
+            shrink_g = tl.exp2(top_g - guard_g)
+            norm_g = norm_g * shrink_g + tl.sum(weight, 0)
+            acc_g = acc_g * shrink_g[:, None] + tl.sum(values * weight[:, :, None], 0)
+            top_g = above_g
+        log_g = tl.where(norm_g == 0, float("-inf"), top_g + tl.log2(norm_g))
+        result_g = tl.where(norm_g[:, None] == 0, 0.0, acc_g / norm_g[:, None])
+        _store(output, sinks, result_g, log_g, at.to(tl.int64), kv_head, g, d, G, D, HAS_SINKS)
+
+
+@triton.jit
+def _store(  # type: ignore[no-untyped-def]
+    output, sinks, result, log, at, kv_head, row, d, G: tl.constexpr, D: tl.constexpr, HAS_SINKS: tl.constexpr
+):  # fmt: skip
+    """Apply the sinks of a kv head's query heads, and store their results."""
+    live = row < G
+    if HAS_SINKS:
+        sink = tl.load(sinks + kv_head * G + row, mask=live, other=0.0) * 1.4426950408889634
+        share = 1.0 / (1.0 + tl.exp2(sink - log))
+        result = tl.where((log == float("-inf"))[:, None], 0.0, result * share[:, None])
+    at_d = output + (at * G + row)[:, None] * D + d[None, :]
+    tl.store(at_d, result.to(output.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
+
+
+_scratch: dict[tuple[torch.device, int], tuple[torch.Tensor, torch.Tensor]] = {}
+_UNEVEN = ~0x7FFFFFF0  #: the bits of an integer that is no multiple of 16 below 2**31
+
+
+#: By everything that a compiled kernel depends on, for addresses and strides that are multiples of 16: the kernel, and its
+#: constants, which are its last arguments.
+_kept: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+
+
+def decode(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    window: int | None = None,
+    runs: tuple[torch.Tensor, torch.Tensor] | None = None,
+    parts: int = 0,
+) -> torch.Tensor:
+    """Return [B, H, D] for one row per request.
+
+    query: [B, H, D]; key, value: [B, K, m, D], the last dimensions dense, in the query's dtype; sinks: float32 [H]; window: how
+    many of a request's last keys its row sees, None for all; runs: (first, number) int32 [B], each request's keys among the m;
+    parts: of the keys, 0 for the rule. A request without keys is 0.
+    """
+    (batch, heads, size), (kv_heads, keys) = query.shape, key.shape[1:3]
+    device, count = query.device, batch * kv_heads
+    output = query.new_empty(batch, heads, size)
+    if count == 0:
+        return output
+    rule, shape = _rule(device, heads, kv_heads, size, query.dtype)
+    visible = keys if window is None or window > keys else window
+    parts = parts or _parts(count, -(-visible // rule.block_n), multiprocessors(device))
+    facts = device.index, heads, kv_heads, size, query.dtype, scale < 0, soft_cap != 0, sinks is None, runs is None, parts > 1
+    scratch = counters = output
+    if parts > 1:
+        scratch, counters = _memory(device, count * parts * (heads // kv_heads) * (size + 1), count)
+    first, number = (output, output) if runs is None else runs
+    factor, cap = abs(scale) * LOG2E, 0.0
+    if soft_cap:
+        factor, cap = abs(scale) / soft_cap, soft_cap * LOG2E
+    arrays = output, scratch, counters, query, key, value, output if sinks is None else sinks, first, number
+    (q_b, q_h, _), (k_b, k_h, k_t, _), (v_b, v_h, v_t, _) = query.stride(), key.stride(), value.stride()
+    numbers = factor, cap, UNBOUNDED if window is None else window, keys, parts, q_b, q_h, k_b, k_t, k_h, v_b, v_t, v_h
+    kept = _kept.get(facts)
+    if kept is not None:
+        kernel, rest = kept
+        where = [x.data_ptr() for x in arrays]
+        uneven = (where[3] | where[4] | where[5]) & 15 | (q_b | q_h | k_b | k_t | k_h | v_b | v_t | v_h) & _UNEVEN
+        if not uneven:
+            kernel[count, parts, 1](*where, *numbers, *rest)
+            return output
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        check_stride(name, tensor)
+    constants = dict(
+        **shape,
+        SPLIT=parts > 1,
+        NEGATE=scale < 0,
+        HAS_CAP=soft_cap != 0,
+        HAS_SINKS=sinks is not None,
+        HAS_RUNS=runs is not None,
+    )
+    given = dict(zip(_decode.arg_names, (*arrays, *numbers), strict=False))
+    kernel = _decode[(count, parts)](**given, **constants, **rule.options())
+    even = not any(x.data_ptr() & 15 for x in (query, key, value)) and not any(x & _UNEVEN for x in numbers[5:])
+    if kept is None and even and isinstance(kernel, triton.compiler.CompiledKernel):  # else interpreted, or being compiled
+        ordered = tuple(constants[name] for name in _decode.arg_names[len(given) :])
+        _kept[facts] = kernel, ordered
+    return output
+
+
+def _rule(device: torch.device, heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> tuple[Launch, dict[str, Any]]:
+    """Return the launch for a layer's shape on the current device, `device`, and the constants that follow from it."""
+    name, group, itemsize, block_d = arch(), heads // kv_heads, dtype.itemsize, power_of_two(size)
+    rule, block_g = decode_launch(name, group, size, itemsize, itemsize), power_of_two(group)
+    if name == "sm_90" and itemsize == 2:
+        # as many stages as two programs of a multiprocessor can hold: without a block table every stage has a tile
+        n = 64 if block_d <= 128 else 32
+        stages = min(6, 1 + 98304 // (4 * n * block_d))
+        rule = Launch(rule.block_m, n, 2 if block_d <= 128 and rule.block_m <= 32 else 4, stages)
+    return rule, {
+        "K": kv_heads, "G": group, "D": size, "BLOCK_M": rule.block_m, "BLOCK_N": rule.block_n, "BLOCK_D": block_d,
+        "BLOCK_G": block_g, "BLOCK_S": max(1, 4096 // (block_g * block_d)),
+        "PRECISION": "tf32x3" if itemsize == 4 and name.startswith("sm") else "ieee",
+    }  # fmt: skip
+
+
+@functools.lru_cache(maxsize=4096)
+def _parts(programs: int, tiles: int, processors: int) -> int:
+    """Return the parts of each request's keys: about two programs per multiprocessor, which run at once, and no empty part."""
+    parts = max(1, min(2 * processors // programs, tiles, _MOST))
+    return -(-tiles // -(-tiles // parts)) if tiles else 1
+
+
+def _memory(device: torch.device, floats: int, counters: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return memory for states, and counters that are 0, kept per stream: its launches run one after the other.
+
+    A CUDA graph has its own, since it may be replayed on any stream.
+    """
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    if stream and torch.cuda.is_current_stream_capturing():
+        return _new_memory(device, floats, counters)
+    kept = _scratch.get((device, stream))
+    if kept is None or kept[0].numel() < floats or kept[1].numel() < counters:
+        sizes = max(1 << 20, power_of_two(floats)), max(1 << 12, power_of_two(counters))
+        kept = _scratch[device, stream] = _new_memory(device, *sizes)
+    return kept
+
+
+def _new_memory(device: torch.device, floats: int, counters: int) -> tuple[torch.Tensor, torch.Tensor]:
+    zeros = torch.zeros(counters, dtype=torch.int32, device=device)
+    return torch.empty(floats, dtype=torch.float32, device=device), zeros

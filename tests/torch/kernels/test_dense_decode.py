@@ -1,0 +1,138 @@
+"""Single rows over keys in no cache are the formula; on a GPU, or in Triton's interpreter (10 s on one core)."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+
+from attn.functional import attention
+from attn.torch.diffusion.backends.triton_attn import TritonAttentionImpl
+from attn.torch.interpreter import prepare
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+pytestmark = [
+    pytest.mark.triton_kernels,
+    # the interpreter computes with NumPy, which speaks of the infinities that kernels handle on purpose, and with its old ways
+    pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning"),
+]
+SINKS = torch.linspace(-2, 3, 8, device=DEVICE)
+
+
+@pytest.fixture(autouse=True)
+def _interpreted() -> None:
+    prepare("TRITON_ATTN")  # the interpreter's bfloat16
+
+
+def arrays(dtype: torch.dtype, heads: int, size: int, keys: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return query [3, 8, D], key and value [3, heads, m, D], views of a cache that is NaN elsewhere."""
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.full((3, heads, keys + 5, size), torch.nan, dtype=dtype, device=DEVICE) for _ in range(2)]
+    for x in whole:
+        x[:, :, :keys] = torch.randn(3, heads, keys, size, generator=generator).to(x)
+    query = torch.randn(3, 8, size, generator=generator).to(DEVICE, dtype)
+    return query, whole[0][:, :, :keys], whole[1][:, :, :keys]
+
+
+def check(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, runs: Any = None, parts: int = 0, **options: Any
+) -> None:
+    from attn.torch.kernels.dense_decode import decode
+
+    options = {"scale": 0.3, **options}
+    cap, rest = options.get("logits_soft_cap", 0.0), {name: options.get(name) for name in ("sinks", "window")}
+    lens = None if runs is None else tuple(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in zip(*runs, strict=True))
+    got = decode(query, key, value, options["scale"], cap, runs=lens, parts=parts, **rest)
+    for b, (first, number) in enumerate(runs or [(0, key.shape[2])] * 3):
+        own = (x[b : b + 1, :, first : first + number].transpose(1, 2).float() for x in (key, value))
+        want = attention(query[b : b + 1, None].float(), *own, causal=True, layout="BSHD", **options)
+        near = {torch.float32: 2e-5, torch.float16: 2e-3}.get(query.dtype, 2e-2)
+        torch.testing.assert_close(got[b].float(), want[0, 0], rtol=near, atol=near)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "window": {"scale": -0.3, "window": 20},
+    "cap": {"logits_soft_cap": 2.0, "window": 200},
+    "sinks": {"sinks": SINKS, "window": 65},
+    "cap and sinks": {"sinks": SINKS, "logits_soft_cap": 2.0, "scale": -0.3},
+}
+RUNS = [(0, 130), (100, 30), (7, 0)]
+WHOLE = [*itertools.product(OPTIONS, [None, RUNS], [torch.float32, torch.float16, torch.bfloat16])]
+#: (heads, size, keys, parts)
+SHAPES = [(8, 64, 1, 0), (1, 64, 300, 5), (4, 80, 70, 0), (2, 128, 70, 2), (4, 256, 70, 1)]
+if DEVICE == "cpu":  # interpreted: every option, and every dtype with runs once
+    WHOLE = [case for case in WHOLE if case[2] == torch.float32 or case[:2] == ("sinks", RUNS)]
+else:
+    SHAPES = [
+        (*layer, *keys) for layer in [(8, 64), (1, 64), (4, 80), (2, 128), (4, 256)] for keys in [(1, 0), (70, 0), (3000, 64)]
+    ]
+
+
+@pytest.mark.parametrize(("option", "runs", "dtype"), WHOLE)
+def test_a_row_is_the_formula(option: str, runs: Any, dtype: torch.dtype) -> None:
+    check(*arrays(dtype, 2, 32, 130), runs=runs, parts=3, **OPTIONS[option])
+
+
+@pytest.mark.parametrize(("heads", "size", "keys", "parts"), SHAPES)
+def test_every_shape(heads: int, size: int, keys: int, parts: int) -> None:
+    check(*arrays(torch.float32, heads, size, keys), parts=parts)
+
+
+@pytest.mark.parametrize("place", ["tokens first", "odd address", "odd strides", "one batch of another"])
+def test_every_memory(place: str) -> None:
+    """Launches that are repeated from what was kept before take these addresses and strides, or are Triton's own."""
+    query, key, value = arrays(torch.float16, 2, 64, 70)
+    check(query, key, value)
+    if place == "tokens first":
+        key, value = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (key, value))
+    elif place == "odd address":
+        key, value = (torch.cat([x.new_zeros(3), x.flatten()])[3:].view(x.shape) for x in (key, value))
+        query = torch.cat([query.new_zeros(1), query.flatten()])[1:].view(query.shape)
+    elif place == "odd strides":
+        key, value = (torch.cat([x, x[..., :3]], -1)[..., :64] for x in (key, value))
+    else:
+        key, value = (torch.cat([x[:, :, :9], x], 2)[:, :, 9:] for x in (key, value))
+    check(query, key, value)
+    check(*arrays(torch.float16, 2, 64, 71))
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_a_value_that_is_not_a_number_stays_in_its_request(parts: int) -> None:
+    query, key, value = arrays(torch.float32, 2, 32, 130)
+    value[1, 0, 50, 3] = torch.inf
+    key[2, 1, 129] = torch.nan
+    from attn.torch.kernels.dense_decode import decode
+
+    got = decode(query, key, value, 0.3, parts=parts)
+    assert got[0].isfinite().all() and got[1, 4:].isfinite().all() and got[2, :4].isfinite().all()
+    assert (got[1, :4, 3] == torch.inf).all() and got[1, :4, :3].isfinite().all() and got[2, 4:].isnan().all()
+    check(*arrays(torch.float32, 2, 32, 130), parts=parts)  # nothing is left in memory that is kept
+
+
+def test_a_row_of_the_dense_backend_is_launched() -> None:
+    query, key, value = arrays(torch.float32, 2, 32, 70)
+    impl = TritonAttentionImpl(8, 32, 0.3, True, 2)
+    launch = impl.launcher(query[:, None], key.transpose(1, 2), value.transpose(1, 2))
+    want = attention(query[:, None], *(x.transpose(1, 2) for x in (key, value)), scale=0.3, causal=True, layout="BSHD")
+    torch.testing.assert_close(launch(query[:, :, None], key, value), want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="graphs need a GPU")
+def test_a_graph_reads_the_tensors_of_its_replay() -> None:
+    from attn.torch.kernels.dense_decode import decode
+
+    query, key, value = arrays(torch.bfloat16, 2, 64, 1000)
+    number = torch.tensor([1000, 30, 500], dtype=torch.int32, device=DEVICE)
+    runs = torch.zeros_like(number), number
+    decode(query, key, value, 0.3, runs=runs)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = decode(query, key, value, 0.3, runs=runs)
+    for lens in itertools.permutations((1000, 30, 0)):
+        number.copy_(torch.tensor(lens))
+        query.copy_(query.roll(1, 0))
+        graph.replay()
+        want = decode(query, key, value, 0.3, runs=runs)
+        torch.testing.assert_close(out, want, rtol=1e-2, atol=1e-2)
