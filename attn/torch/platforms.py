@@ -189,9 +189,10 @@ class CudaPlatform(TorchPlatform):
     def diffusion_priorities(self, request: Request, device: Device) -> tuple[str, ...]:
         kind, order = rows_that_decide(getattr(request, "rows", None) or 0), super().diffusion_priorities(request, device)
         if kind == 1:
-            # a decoded token: TORCH_SDPA launches FlashAttention with the least work of the host, and unlike cuDNN it builds no
-            # plan (28 to 300 ms, measured on an H100) at each new number of keys
-            return ("TORCH_SDPA", *(name for name in order if name != "TORCH_SDPA"))
+            # A decoded token. cuDNN builds a plan at each new number of keys (60 to 900 ms, measured on an H100); TRITON_ATTN
+            # and FlashAttention, which TORCH_SDPA launches, do not, and TRITON_ATTN takes 0.75 to 1.1x cuDNN's time there.
+            first = ("TRITON_ATTN", "TORCH_SDPA") if arch_matches(device.arch, "sm_90") else ("TORCH_SDPA",)
+            return (*first, *(name for name in order if name not in first))
         if arch_matches(device.arch, "sm_90"):
             few = "up to 16k rows of heads up to 64" if request.head_size <= 64 else "up to 16k rows"
             return self.diffusion_hopper["more" if kind == 3 else few]

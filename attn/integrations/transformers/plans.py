@@ -167,6 +167,7 @@ def _planned(call: Call, padded: bool) -> Launch | None:
     if not (impl.attends_valid_keys if padded else impl.attends_keys):
         return None
     held = _Held(impl)
+    row = impl.row_launcher(call.query.device, call.query.dtype) if rows == 1 else None
 
     def launch(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, valid: Run | None
@@ -175,10 +176,11 @@ def _planned(call: Call, padded: bool) -> Launch | None:
             held.set(sinks)
         if pads:
             value = F.pad(value, (0, pads))
-        arrays = (x.transpose(1, 2) for x in (query, key, value))
-        out: torch.Tensor = (
-            impl.attend_keys(*arrays, causal) if valid is None else impl.attend_keys(*arrays, causal, valid=valid)
-        )
+        if row is not None:
+            out: torch.Tensor = row(query, key, value, valid)
+        else:
+            arrays = (x.transpose(1, 2) for x in (query, key, value))
+            out = impl.attend_keys(*arrays, causal) if valid is None else impl.attend_keys(*arrays, causal, valid=valid)
         return out[..., :width] if pads else out
 
     return launch

@@ -6,6 +6,7 @@ of the call). Every limit is in the backend's capability record. The constructor
 unsupported layer is rejected before any weight is loaded.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -206,6 +207,13 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
             key_cache, value_cache, *scales = caches.split(kv_cache, self.head_size)
             return key_cache, value_cache, (scales[0], scales[1])
         return (*self.backend.logical_kv_cache(kv_cache), None)
+
+    def row_launcher(self, device: torch.device, dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
+        """Return a function that computes `attend_keys` of single rows on a device with little work of the host, or None.
+
+        It takes query [B, H, 1, D], key and value [B, K, m, D] and `valid` as `attend_keys`, or None, and returns [B, 1, H, D].
+        """
+        return None
 
     def _attend(self, call: PagedCall) -> None:
         """Fill rows below `num_actual_tokens` of `call.output` and, unless None, of `call.lse`, from the cache."""

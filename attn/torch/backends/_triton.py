@@ -8,6 +8,7 @@ launches that are all correct. By default the keys of decodes are cut by the who
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -268,18 +269,14 @@ class TritonPagedImpl(PagedAttentionImpl):
         of the m keys only. Keys are copied if requests are not a whole number of keys apart in memory, and prompts of several
         requests if these are not adjacent. Returns [B, n, H, D].
         """
-        from attn.torch.kernels.dense_decode import decode
         from attn.torch.kernels.launch import are_all_whole, multiprocessors
         from attn.torch.kernels.paged_attention import paged_attention
 
         (batch, n, heads, size), m, device = query.shape, key.shape[1], query.device
         self._move_to(device)
         if n == 1 and self._decodes_dense:
-            rows, keys, values = query[:, 0], key.transpose(1, 2), value.transpose(1, 2)
-            window = None if self.window[0] is None else self.window[0] + 1
-            return decode(rows, keys, values, self.signed_scale, self.logits_soft_cap or 0.0, self.sinks, window, valid)[
-                :, None
-            ]
+            rows = self._decoder(device, query.dtype)
+            return rows(*(x.transpose(1, 2) for x in (query, key, value)), self.sinks, valid)
         here = device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         whole, table, lens = False, None, None
         if n == m and valid is None:
@@ -315,6 +312,20 @@ class TritonPagedImpl(PagedAttentionImpl):
             whole=whole,
         )
         return output.view(batch, n, heads, size)
+
+    def row_launcher(self, device: torch.device, dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
+        if not self._decodes_dense:
+            return None
+        rows = self._decoder(device, dtype)
+        return lambda query, key, value, valid: rows(query, key, value, self.sinks, valid)
+
+    def _decoder(self, device: torch.device, dtype: torch.dtype) -> Any:
+        from attn.torch.kernels.dense_decode import decoder
+
+        self._move_to(device)
+        window = None if self.window[0] is None else self.window[0] + 1
+        shape = self.num_heads, self.num_kv_heads, self.head_size
+        return decoder(device, dtype, *shape, self.signed_scale, self.logits_soft_cap or 0.0, window)
 
     def _sparse(self) -> list[int] | None:
         """Return a block-sparse pattern for the kernel, or None."""

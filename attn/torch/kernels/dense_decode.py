@@ -132,116 +132,137 @@ def _store(  # type: ignore[no-untyped-def]
     tl.store(at_d, result.to(output.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
 
 
-_scratch: dict[tuple[torch.device, int], tuple[torch.Tensor, torch.Tensor]] = {}
+_memories: dict[tuple[torch.device, int], "_Memory"] = {}
 _UNEVEN = ~0x7FFFFFF0  #: the bits of an integer that is no multiple of 16 below 2**31
 
 
-#: By everything that a compiled kernel depends on, for addresses and strides that are multiples of 16: the kernel, and its
-#: constants, which are its last arguments.
-_kept: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+class Decoder:
+    """The calls of layers of one shape, which have one row per request.
 
-
-def decode(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    soft_cap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-    window: int | None = None,
-    runs: tuple[torch.Tensor, torch.Tensor] | None = None,
-    parts: int = 0,
-) -> torch.Tensor:
-    """Return [B, H, D] for one row per request.
-
-    query: [B, H, D]; key, value: [B, K, m, D], the last dimensions dense, in the query's dtype; sinks: float32 [H]; window: how
-    many of a request's last keys its row sees, None for all; runs: (first, number) int32 [B], each request's keys among the m;
-    parts: of the keys, 0 for the rule. A request without keys is 0.
+    device, dtype: of all arrays; heads, kv_heads, size: H, K and D; window: how many of a request's last keys its row sees.
     """
-    (batch, heads, size), (kv_heads, keys) = query.shape, key.shape[1:3]
-    device, count = query.device, batch * kv_heads
-    output = query.new_empty(batch, heads, size)
-    if count == 0:
-        return output
-    rule, shape = _rule(device, heads, kv_heads, size, query.dtype)
-    visible = keys if window is None or window > keys else window
-    parts = parts or _parts(count, -(-visible // rule.block_n), multiprocessors(device))
-    facts = device.index, heads, kv_heads, size, query.dtype, scale < 0, soft_cap != 0, sinks is None, runs is None, parts > 1
-    scratch = counters = output
-    if parts > 1:
-        scratch, counters = _memory(device, count * parts * (heads // kv_heads) * (size + 1), count)
-    first, number = (output, output) if runs is None else runs
-    factor, cap = abs(scale) * LOG2E, 0.0
-    if soft_cap:
-        factor, cap = abs(scale) / soft_cap, soft_cap * LOG2E
-    arrays = output, scratch, counters, query, key, value, output if sinks is None else sinks, first, number
-    (q_b, q_h, _), (k_b, k_h, k_t, _), (v_b, v_h, v_t, _) = query.stride(), key.stride(), value.stride()
-    numbers = factor, cap, UNBOUNDED if window is None else window, keys, parts, q_b, q_h, k_b, k_t, k_h, v_b, v_t, v_h
-    kept = _kept.get(facts)
-    if kept is not None:
-        kernel, rest = kept
-        where = [x.data_ptr() for x in arrays]
-        uneven = (where[3] | where[4] | where[5]) & 15 | (q_b | q_h | k_b | k_t | k_h | v_b | v_t | v_h) & _UNEVEN
-        if not uneven:
-            kernel[count, parts, 1](*where, *numbers, *rest)
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype,
+        heads: int,
+        kv_heads: int,
+        size: int,
+        scale: float,
+        soft_cap: float = 0.0,
+        window: int | None = None,
+    ) -> None:
+        self.device, self.heads, self.kv_heads, self.size = device, heads, kv_heads, size
+        self.factor, self.cap = abs(scale) * LOG2E, 0.0
+        if soft_cap:
+            self.factor, self.cap = abs(scale) / soft_cap, soft_cap * LOG2E
+        self.window = UNBOUNDED if window is None else window
+        self.processors = multiprocessors(device)
+        name, group, itemsize, block_d = arch(), heads // kv_heads, dtype.itemsize, power_of_two(size)
+        rule, block_g = decode_launch(name, group, size, itemsize, itemsize), power_of_two(group)
+        if name == "sm_90" and itemsize == 2:  # measured (H100): two tiles on their way, whatever the width of heads
+            rule = Launch(rule.block_m, 64, 4, 3)
+        self.rule = rule
+        self.constants = {
+            "K": kv_heads, "G": group, "D": size, "BLOCK_M": rule.block_m, "BLOCK_N": rule.block_n, "BLOCK_D": block_d,
+            "BLOCK_G": block_g, "BLOCK_S": max(1, 4096 // (block_g * block_d)),
+            "PRECISION": "tf32x3" if itemsize == 4 and name.startswith("sm") else "ieee",
+            "NEGATE": scale < 0, "HAS_CAP": soft_cap != 0,
+        }  # fmt: skip
+        #: By sinks, runs and parts of a call, for addresses and strides that are multiples of 16: the compiled kernel and its
+        #: constants, which are its last arguments.
+        self.kept: list[tuple[Any, tuple[Any, ...]] | None] = [None] * 8
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        runs: tuple[torch.Tensor, torch.Tensor] | None = None,
+        parts: int = 0,
+    ) -> torch.Tensor:
+        """Return [B, 1, H, D]. query: [B, H, 1, D]; key, value: [B, K, m, D], with dense last dimensions; sinks: float32 [H];
+        runs: (first, number) int32 [B], each request's keys among the m; parts: of the keys, 0 for the rule. A request without
+        keys is 0."""
+        if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
+            with torch.cuda.device(self.device):
+                return self(query, key, value, sinks, runs, parts)
+        batch, keys = query.shape[0], key.shape[2]
+        output = query.new_empty(batch, 1, self.heads, self.size)
+        count = batch * self.kv_heads
+        if count == 0:
             return output
-    for name, tensor in (("query", query), ("key", key), ("value", value)):
-        check_stride(name, tensor)
-    constants = dict(
-        **shape,
-        SPLIT=parts > 1,
-        NEGATE=scale < 0,
-        HAS_CAP=soft_cap != 0,
-        HAS_SINKS=sinks is not None,
-        HAS_RUNS=runs is not None,
-    )
-    given = dict(zip(_decode.arg_names, (*arrays, *numbers), strict=False))
-    kernel = _decode[(count, parts)](**given, **constants, **rule.options())
-    even = not any(x.data_ptr() & 15 for x in (query, key, value)) and not any(x & _UNEVEN for x in numbers[5:])
-    if kept is None and even and isinstance(kernel, triton.compiler.CompiledKernel):  # else interpreted, or being compiled
-        ordered = tuple(constants[name] for name in _decode.arg_names[len(given) :])
-        _kept[facts] = kernel, ordered
-    return output
+        parts = parts or _parts(count, -(-min(keys, self.window) // self.rule.block_n), self.processors)
+        (q_b, q_h, _, _), (k_b, k_h, k_t, _), (v_b, v_h, v_t, _) = query.stride(), key.stride(), value.stride()
+        numbers = self.factor, self.cap, self.window, keys, parts, q_b, q_h, k_b, k_t, k_h, v_b, v_t, v_h
+        memory = _memory(self.device, batch * parts * self.heads * (self.size + 1), count) if parts > 1 else None
+        variant = (sinks is not None) | (runs is not None) << 1 | (parts > 1) << 2
+        kept = self.kept[variant]
+        if kept is not None:
+            q_at, k_at, v_at = query.data_ptr(), key.data_ptr(), value.data_ptr()
+            if not ((q_at | k_at | v_at) & 15 or (q_b | q_h | k_b | k_t | k_h | v_b | v_t | v_h) & _UNEVEN):
+                kernel, constants = kept
+                kernel[count, parts, 1](
+                    output.data_ptr(),
+                    0 if memory is None else memory.states_at,
+                    0 if memory is None else memory.counters_at,
+                    q_at,
+                    k_at,
+                    v_at,
+                    0 if sinks is None else sinks.data_ptr(),
+                    0 if runs is None else runs[0].data_ptr(),
+                    0 if runs is None else runs[1].data_ptr(),
+                    *numbers,
+                    *constants,
+                )
+                return output
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            check_stride(name, tensor)
+        states, counters = (output, output) if memory is None else (memory.states, memory.counters)
+        arrays = output, states, counters, query, key, value, output if sinks is None else sinks, *(runs or (output, output))
+        flags = {"SPLIT": parts > 1, "HAS_SINKS": sinks is not None, "HAS_RUNS": runs is not None}
+        options: dict[str, Any] = {**self.constants, **flags}
+        given = dict(zip(_decode.arg_names, (*arrays, *numbers), strict=False))
+        kernel = _decode[(count, parts)](**given, **options, **self.rule.options())
+        even = not any(x.data_ptr() & 15 for x in (query, key, value)) and not any(x & _UNEVEN for x in numbers[5:])
+        if even and isinstance(kernel, triton.compiler.CompiledKernel):  # else it is interpreted, or still being compiled
+            self.kept[variant] = kernel, tuple(options[name] for name in _decode.arg_names[len(given) :])
+        return output
 
 
-def _rule(device: torch.device, heads: int, kv_heads: int, size: int, dtype: torch.dtype) -> tuple[Launch, dict[str, Any]]:
-    """Return the launch for a layer's shape on the current device, `device`, and the constants that follow from it."""
-    name, group, itemsize, block_d = arch(), heads // kv_heads, dtype.itemsize, power_of_two(size)
-    rule, block_g = decode_launch(name, group, size, itemsize, itemsize), power_of_two(group)
-    if name == "sm_90" and itemsize == 2:
-        # as many stages as two programs of a multiprocessor can hold: without a block table every stage has a tile
-        n = 64 if block_d <= 128 else 32
-        stages = min(6, 1 + 98304 // (4 * n * block_d))
-        rule = Launch(rule.block_m, n, 2 if block_d <= 128 and rule.block_m <= 32 else 4, stages)
-    return rule, {
-        "K": kv_heads, "G": group, "D": size, "BLOCK_M": rule.block_m, "BLOCK_N": rule.block_n, "BLOCK_D": block_d,
-        "BLOCK_G": block_g, "BLOCK_S": max(1, 4096 // (block_g * block_d)),
-        "PRECISION": "tf32x3" if itemsize == 4 and name.startswith("sm") else "ieee",
-    }  # fmt: skip
+#: The decoder of a shape, one for all layers; takes `Decoder`'s arguments.
+decoder = functools.lru_cache(maxsize=256)(Decoder)
 
 
 @functools.lru_cache(maxsize=4096)
 def _parts(programs: int, tiles: int, processors: int) -> int:
-    """Return the parts of each request's keys: about two programs per multiprocessor, which run at once, and no empty part."""
-    parts = max(1, min(2 * processors // programs, tiles, _MOST))
+    """Return the parts of each request's keys: as many programs as multiprocessors, and no empty part."""
+    parts = max(1, min(processors // programs, tiles, _MOST))
     return -(-tiles // -(-tiles // parts)) if tiles else 1
 
 
-def _memory(device: torch.device, floats: int, counters: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return memory for states, and counters that are 0, kept per stream: its launches run one after the other.
+class _Memory:
+    """Memory for states, and counters that are 0, with their addresses."""
+
+    def __init__(self, device: torch.device, floats: int, counters: int) -> None:
+        self.states = torch.empty(floats, dtype=torch.float32, device=device)
+        self.counters = torch.zeros(counters, dtype=torch.int32, device=device)
+        self.states_at, self.counters_at = self.states.data_ptr(), self.counters.data_ptr()
+        self.sizes = floats, counters
+
+
+def _memory(device: torch.device, floats: int, counters: int) -> _Memory:
+    """Return memory that is kept per stream, whose launches run one after the other.
 
     A CUDA graph has its own, since it may be replayed on any stream.
     """
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     if stream and torch.cuda.is_current_stream_capturing():
-        return _new_memory(device, floats, counters)
-    kept = _scratch.get((device, stream))
-    if kept is None or kept[0].numel() < floats or kept[1].numel() < counters:
+        return _Memory(device, floats, counters)
+    kept = _memories.get((device, stream))
+    if kept is None or kept.sizes[0] < floats or kept.sizes[1] < counters:
         sizes = max(1 << 20, power_of_two(floats)), max(1 << 12, power_of_two(counters))
-        kept = _scratch[device, stream] = _new_memory(device, *sizes)
+        kept = _memories[device, stream] = _Memory(device, *sizes)
     return kept
-
-
-def _new_memory(device: torch.device, floats: int, counters: int) -> tuple[torch.Tensor, torch.Tensor]:
-    zeros = torch.zeros(counters, dtype=torch.int32, device=device)
-    return torch.empty(floats, dtype=torch.float32, device=device), zeros

@@ -5,7 +5,6 @@ import torch
 
 from attn.functional import attention
 from attn.torch.diffusion.backends.sdpa import SDPAImpl
-from attn.torch.diffusion.chosen import chosen_impl
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="FlashAttention's operator needs a GPU")
 
@@ -26,13 +25,3 @@ def test_a_row_is_the_formula(dtype: torch.dtype, head_size: int, scale: float |
     want = attention(*(x.transpose(1, 2).float() for x in (query, key, value)), scale=scale, layout="BSHD")
     near = 1e-4 if dtype is torch.float32 else 2e-2
     torch.testing.assert_close(launch(query, key, value).float(), want, rtol=near, atol=near)
-
-
-def test_a_row_is_pytorchs_and_a_prompt_is_chosen_by_its_size() -> None:
-    def chosen(rows: int, keys: int) -> str:
-        facts = ("cuda", 8, 2, 64, torch.bfloat16, None, rows == keys, False, False, False)
-        name: str = chosen_impl(None, 0.0, *facts, rows, keys).backend.name
-        return name
-
-    assert chosen(1, 513) == "TORCH_SDPA"
-    assert chosen(512, 512) != "TORCH_SDPA"

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
 from attn.functional import attention
 from attn.torch.diffusion.backends.triton_attn import TritonAttentionImpl
 from attn.torch.interpreter import prepare
@@ -35,11 +36,27 @@ def arrays(dtype: torch.dtype, heads: int, size: int, keys: int) -> tuple[torch.
     return query, whole[0][:, :, :keys], whole[1][:, :, :keys]
 
 
+def decode(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float = 0.3,
+    cap: float = 0.0,
+    window: int | None = None,
+    **given: Any,
+) -> torch.Tensor:
+    """Return [B, H, D] of query [B, H, D]."""
+    from attn.torch.kernels.dense_decode import decoder
+
+    heads, kv_heads, size = query.shape[1], *key.shape[1::2]
+    return decoder(query.device, query.dtype, heads, kv_heads, size, scale, cap, window)(
+        query[:, :, None], key, value, **given
+    )[:, 0]
+
+
 def check(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, runs: Any = None, parts: int = 0, **options: Any
 ) -> None:
-    from attn.torch.kernels.dense_decode import decode
-
     options = {"scale": 0.3, **options}
     cap, rest = options.get("logits_soft_cap", 0.0), {name: options.get(name) for name in ("sinks", "window")}
     lens = None if runs is None else tuple(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in zip(*runs, strict=True))
@@ -103,26 +120,28 @@ def test_a_value_that_is_not_a_number_stays_in_its_request(parts: int) -> None:
     query, key, value = arrays(torch.float32, 2, 32, 130)
     value[1, 0, 50, 3] = torch.inf
     key[2, 1, 129] = torch.nan
-    from attn.torch.kernels.dense_decode import decode
-
     got = decode(query, key, value, 0.3, parts=parts)
     assert got[0].isfinite().all() and got[1, 4:].isfinite().all() and got[2, :4].isfinite().all()
     assert (got[1, :4, 3] == torch.inf).all() and got[1, :4, :3].isfinite().all() and got[2, 4:].isnan().all()
     check(*arrays(torch.float32, 2, 32, 130), parts=parts)  # nothing is left in memory that is kept
 
 
-def test_a_row_of_the_dense_backend_is_launched() -> None:
-    query, key, value = arrays(torch.float32, 2, 32, 70)
-    impl = TritonAttentionImpl(8, 32, 0.3, True, 2)
-    launch = impl.launcher(query[:, None], key.transpose(1, 2), value.transpose(1, 2))
-    want = attention(query[:, None], *(x.transpose(1, 2) for x in (key, value)), scale=0.3, causal=True, layout="BSHD")
-    torch.testing.assert_close(launch(query[:, :, None], key, value), want, rtol=2e-5, atol=2e-5)
+@pytest.mark.parametrize("there", [None, [[True] * 70, [False, True] * 35, [False] * 70]], ids=["whole", "gaps"])
+def test_a_row_of_the_dense_backend(there: list[list[bool]] | None) -> None:
+    query, *keys = arrays(torch.float32, 2, 32, 70)
+    key, value = (x.transpose(1, 2) for x in keys)
+    impl = TritonAttentionImpl(8, 32, -0.3, False, 2)
+    mask = None if there is None else torch.tensor(there, device=DEVICE)
+    want = attention(query[:, None], key, value, scale=-0.3, layout="BSHD", mask=None if mask is None else mask[:, None, None])
+    got = impl.forward(query[:, None], key, value, DiffusionAttentionMetadata(attn_mask=mask))
+    torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+    if mask is None:
+        launch = impl.launcher(query[:, None], key, value)
+        torch.testing.assert_close(launch(query[:, :, None], *keys), want, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="graphs need a GPU")
 def test_a_graph_reads_the_tensors_of_its_replay() -> None:
-    from attn.torch.kernels.dense_decode import decode
-
     query, key, value = arrays(torch.bfloat16, 2, 64, 1000)
     number = torch.tensor([1000, 30, 500], dtype=torch.int32, device=DEVICE)
     runs = torch.zeros_like(number), number

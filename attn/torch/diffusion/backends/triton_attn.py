@@ -38,12 +38,15 @@ class TritonAttentionImpl(TritonImpl, backend=TritonAttentionBackend):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
         general = super().launcher(query, key, value)
-        return self._attend_row if query.shape[1] == 1 else general
+        return self._row(query, self.signed_scale) if query.shape[1] == 1 else general
 
-    def _attend_row(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        from attn.torch.kernels.dense_decode import decode
+    def _row(self, query: torch.Tensor, scale: float) -> Callable[..., torch.Tensor]:
+        """Return the function of `dense_decode` for single rows."""
+        from attn.torch.kernels.dense_decode import decoder
 
-        return decode(query[:, :, 0], key, value, self.signed_scale)[:, None]
+        shape = self.num_heads, self.num_kv_heads, self.head_size
+        row: Callable[..., torch.Tensor] = decoder(query.device, query.dtype, *shape, scale)
+        return row
 
     def _launch(self, call: DenseCall, lse: torch.Tensor | None) -> torch.Tensor:
         from attn.torch.kernels.paged_attention import paged_attention
@@ -51,6 +54,12 @@ class TritonAttentionImpl(TritonImpl, backend=TritonAttentionBackend):
         query, key, value = call.query, call.key, call.value
         batch, rows = query.shape[:2]
         device, length = query.device, key.shape[1]
+        if rows == 1 and lse is None:
+            runs = None
+            if call.present is not None:
+                key, value, number = present_first(call)
+                runs = torch.zeros_like(number), number
+            return self._row(query, self.scale)(*(x.transpose(1, 2) for x in (query, key, value)), runs=runs)
         lens: torch.Tensor | None = None
         pages: torch.Tensor | None = None
         if call.present is None and rows == length:
