@@ -47,10 +47,10 @@ from attn.integrations.transformers.batching import (
     PAGED,
     PREFIX,
     attend_paged,
+    graphs_where_possible,
     paged_backends,
     paged_name,
     refuse_unpaged,
-    without_graphs,
 )
 from attn.integrations.transformers.call import NAME, Call, refuse_unknown, requested
 from attn.integrations.transformers.graph import as_operator
@@ -105,7 +105,7 @@ def paged(model: Any, backend: str | None = None) -> Generator[Any, None, None]:
     before = model.config._attn_implementation
     model.config._attn_implementation = paged_name() if backend is None else f"{paged_name()}:{backend}"
     try:
-        with without_graphs(model):
+        with graphs_where_possible(model, backend):
             yield model
     finally:
         model.config._attn_implementation = before
