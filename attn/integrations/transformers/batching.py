@@ -1,4 +1,8 @@
-"""Continuous batching, in transformers' pages if a layer keeps all of its keys in them."""
+"""Continuous batching, in transformers' pages if a layer keeps all of its keys in them.
+
+A backend that reads lengths on the device only takes them from transformers' arrays there, and transformers captures its steps
+in CUDA graphs, as it does by default. For any other backend they are read on the host, and graphs are off.
+"""
 
 import contextlib
 import copy
@@ -147,11 +151,10 @@ def why_no_graphs(model: Any, backend: str | None, batching: Any) -> str:
     """Return why a model's continuous batching, as configured, cannot be captured in CUDA graphs; "" if it can."""
     if installed() < GRAPHS:
         return f"transformers {dotted(installed())} replays graphs of shorter requests for longer ones"
-    page = next(size for name in ("page_size", "block_size") if (size := getattr(batching, name, None)))
     for window in _windows(model.config.get_text_config(decoder=True)):
         asked, _ = requested(backend, True, window is not None)
         in_pages = window is None and installed() >= JOINED
-        layer = _layer_of_model(model, window, asked, page if in_pages else _size_of_gathered(asked))
+        layer = _layer_of_model(model, window, asked, batching.page_size if in_pages else _size_of_gathered(asked))
         if not _is_captured(layer):
             return f"{layer.selection.name} reads lengths on the host"
     return ""
