@@ -220,10 +220,11 @@ def _attend_on_device(call: Call, pages: Pages, step: Step, layer: Attention, in
         kv_cache = in_place(layer.backend, *pages.views)
         layer.impl.do_kv_cache_update(layer, call.key[0], call.value[0], kv_cache, pages.written)
     else:
+        assert batch.taken is not None and batch.slots is not None
         slots = batch.slots if len(pages.read) else pages.read
         key, value = pages.update(call.key.transpose(1, 2), call.value.transpose(1, 2), slots)
         if not len(pages.read):
-            key, value = key[batch.taken], value[batch.taken]
+            key, value = (x.index_select(0, batch.taken) for x in (key, value))
         value = widened(replaced(call, value=value))
         both = torch.stack((key, value))
         kv_cache = caches.in_layout(layer.backend, both.unflatten(1, (-1, layer.kv_cache_spec.block_size)))
@@ -248,6 +249,5 @@ def _is_captured(layer: Attention) -> bool:
 def _size_of_gathered(backend: str | None) -> int:
     """Return the tokens per page of gathered keys: each request begins on a new page, and kernels read whole tiles of keys."""
     found: Any = None if backend is None else AttentionBackendEnum[backend].get_class()
-    return (
-        _GATHERED if found is None or supports_size(_GATHERED, found.get_supported_kernel_block_size()) else size_for(backend)
-    )
+    fits = found is None or supports_size(_GATHERED, found.get_supported_kernel_block_size())
+    return _GATHERED if fits else size_for(backend)

@@ -1,7 +1,5 @@
 """transformers' cache of continuous batching: where one layer's keys and values are in one step."""
 
-import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +17,11 @@ class Pages:
     ends, padding rows are written to a page that is never handed out, and indices of padding keys are of another such page.
 
     kind: what layers have in common that read the same keys; row_starts, key_starts: where each request's rows and keys begin,
-    [R + 1]; most_rows, most_keys: at least what a request has; read, written: slots of all keys (none if the step reads no
-    older ones) and of the new ones; views: the layer's keys and values as pages [N, P, K, D] if it keeps all of them in pages,
-    else None; size: tokens per page; update: takes new keys and values [1, K, T, D] and slots of keys, stores the new ones and
-    returns the keys and values of those slots, [S, K, D]; without slots, the new ones.
+    [R + 1]; most_rows, most_keys: no request has more, nor one of another step that a graph is replayed for; read, written:
+    slots of all keys (none if the step reads no older ones) and of the new ones; views: the layer's keys and values as pages
+    [N, P, K, D] if it keeps all of them in pages, else None; size: tokens per page; update: takes new keys and values
+    [1, K, T, D] and slots of keys, stores the new ones and returns the keys and values of those slots, [S, K, D]; without
+    slots, the new ones.
     """
 
     kind: Any
@@ -52,12 +51,16 @@ def pages_of(cache: Any, index: int, kwargs: dict[str, Any]) -> Pages:
         (kind, _), size, views = cache.layer_index_to_group_indices[index], 0, None
         has_window = cache.sliding_windows[index] != 1
     layer_type = "sliding_attention" if has_window else "full_attention"
+    # from transformers 5.19 on bounds have these names, and the cache takes the step's arguments together
+    together = "max_length_k" in kwargs
+    names = ("max_length_q", "max_length_k") if together else ("max_seqlen_q", "max_seqlen_k")
+    most_rows, most_keys = (kwargs[name] for name in names)
     lists = {name: kwargs[name] for name in ("read_index", "write_index")}
     read, written = (slots[kind] for slots in lists.values())
 
     def update(key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         given = {**lists, "read_index": [slots if i == kind else other for i, other in enumerate(lists["read_index"])]}
-        if not _takes_kwargs(type(cache)):
+        if not together:
             return cache.update(key, value, layer_idx=index, **given)  # type: ignore[no-any-return]
         key, value = cache.update(key, value, layer_idx=index, kwargs={**kwargs, **given})
         return key[0].transpose(0, 1), value[0].transpose(0, 1)
@@ -66,8 +69,8 @@ def pages_of(cache: Any, index: int, kwargs: dict[str, Any]) -> Pages:
         kind=kind,
         row_starts=kwargs["cu_seq_lens_q"],
         key_starts=_of(layer_type, kwargs["cu_seq_lens_k"]),
-        most_rows=_most(kwargs, "q"),
-        most_keys=_of(layer_type, _most(kwargs, "k")),
+        most_rows=most_rows,
+        most_keys=_of(layer_type, most_keys),
         read=read,
         written=written,
         views=views,
@@ -86,14 +89,3 @@ def in_place(backend: Any, key_pages: torch.Tensor, value_pages: torch.Tensor) -
 def _of(layer_type: str, given: Any) -> Any:
     """Return what is given for a type of layers; before transformers 5.19 a model with one type has no dictionary."""
     return given[layer_type] if isinstance(given, dict) else given
-
-
-def _most(kwargs: dict[str, Any], of: str) -> Any:
-    """Return the number of rows or keys that no request exceeds. A graph is kept for one such number of keys, rounded up."""
-    return kwargs[f"max_length_{of}"] if f"max_length_{of}" in kwargs else kwargs[f"max_seqlen_{of}"]
-
-
-@functools.lru_cache(8)
-def _takes_kwargs(cache: type) -> bool:
-    """Whether the cache's `update` takes the step's arguments together, as from transformers 5.19 on."""
-    return "kwargs" in inspect.signature(cache.update).parameters  # type: ignore[attr-defined]

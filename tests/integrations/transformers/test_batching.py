@@ -7,6 +7,7 @@ graph is not covered.
 """
 
 import contextlib
+import dataclasses
 import os
 import types
 
@@ -84,12 +85,12 @@ class Graph:
         pass
 
 
-def generate(model, prompts=PROMPTS, **changes):
-    config = batching()
+def generate(model, prompts=PROMPTS, persistent_manager=False, **changes):
+    config, more = batching(), {"persistent_manager": True} if persistent_manager else {}
     for name, value in changes.items():
         setattr(config, name, value)
     greedy = transformers.GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    answers = model.generate_batch(prompts, generation_config=greedy, continuous_batching_config=config)
+    answers = model.generate_batch(prompts, generation_config=greedy, continuous_batching_config=config, **more)
     return {tuple(answer.prompt_ids): answer for answer in answers.values()}
 
 
@@ -262,14 +263,14 @@ def pages_with(q_lens, past, padding, page=16):
         ([3, 0, 2], [4, 9, 15]),
     ],
 )
-def test_metadata_of_random_steps(q_lens, past, padding, gathered):
+def test_metadata_from_arrays_on_the_device(q_lens, past, padding, gathered):
     """Every key of a request is in its place, requests without rows have no keys, and padding has no request."""
     pages, slots = pages_with(q_lens, past, padding)
     size = 64 if gathered else 16
     layer = attn.torch.Attention(2, 16, dtype=torch.float32, backend="TORCH_SDPA", block_size=size)
     with lengths_on_device(), NoHostReads(), Recording([]):
         found = steps._made_on_device(pages, layer, len(pages.written), gathered)
-    meta, keys = found.metadata, torch.cat(slots)
+    meta = found.metadata
     assert found.padding.tolist() == [False] * sum(q_lens) + [True] * padding[0]
     lens = [len(own) if q else 0 for own, q in zip(slots, q_lens, strict=True)]
     assert meta.seq_lens.tolist() == lens + [0] * padding[1]
@@ -283,9 +284,18 @@ def test_metadata_of_random_steps(q_lens, past, padding, gathered):
             assert torch.equal(found.slots[place], own[: lens[r]])
         else:
             assert torch.equal(place, own[: lens[r]])
-    if gathered:  # each key once; every other place takes the slot that is no request's and no new key's
+    if gathered:  # each key once
         assert int((found.slots > 0).sum()) == sum(lens)
-        assert len(found.slots) % size == 0 and sum(lens) <= len(keys)
+
+
+def test_padding_of_graphs_without_keys():
+    """Before transformers 5.6 requests of padding have rows, and may begin before the last key."""
+    pages, _ = pages_with([3, 2], [0, 4], (0, 0, 0))
+    starts = {"row_starts": torch.tensor([0, 3, 5, 9]), "key_starts": torch.tensor([0, 3, 9, 0])}
+    pages = dataclasses.replace(pages, **starts, written=torch.zeros(9, dtype=torch.int64))
+    layer = attn.torch.Attention(2, 16, dtype=torch.float32, backend="TORCH_SDPA", block_size=16)
+    with lengths_on_device():
+        assert steps._made_on_device(pages, layer, 9, True).metadata.seq_lens.tolist() == [3, 6, 0]
 
 
 def test_no_graph_is_captured_by_default(captures):
@@ -390,3 +400,94 @@ def test_graphs_that_are_asked_for_are_refused():
             assert generate(model)[tuple(PROMPTS[0])].error is None
         assert config.use_cuda_graph is None
     assert "init_continuous_batching" not in vars(model)
+
+
+class Manager:
+    """A stand-in for a manager of continuous batching."""
+
+
+@contextlib.contextmanager
+def captured(monkeypatch):
+    """A model whose layers can be captured, and the configurations with which its continuous batching starts."""
+    model, found = decoder("llama"), []
+    monkeypatch.setattr(model, "init_continuous_batching", lambda general, config, *_: found.append(config) or Manager())
+    with lengths_on_device(), attn_transformers.paged(model, "TORCH_SDPA"):
+        yield model, found
+
+
+def test_graphs_follow_the_configuration_where_they_can_be_captured(monkeypatch):
+    for asked in (None, True, False, (True, False)):
+        config = batching()
+        config.use_cuda_graph = asked
+        with captured(monkeypatch) as (model, found):
+            model.init_continuous_batching(None, config)
+        assert found == [config]
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (
+            lambda patch, backend: patch.setattr(module, "installed", lambda: (5, 5)),
+            "transformers 5.5 replays graphs of shorter",
+        ),
+        (
+            lambda patch, backend: patch.setattr(backend.get_impl_cls(), "traceable", False),
+            "TORCH_SDPA reads lengths on the host",
+        ),
+        (
+            lambda patch, backend: patch.delattr(backend.get_builder_cls(), "build_for_cudagraph_capture"),
+            "TORCH_SDPA reads lengths on the host",
+        ),
+    ],
+    ids=["version", "impl", "builder"],
+)
+def test_why_graphs_are_off(change, why, monkeypatch):
+    config = batching()
+    with captured(monkeypatch) as (model, found), pytest.MonkeyPatch.context() as patch:
+        change(patch, AttentionBackendEnum.TORCH_SDPA.get_class())
+        model.init_continuous_batching(None, config)
+        assert [each.use_cuda_graph for each in found] == [False] and config.use_cuda_graph is None
+        config.use_cuda_graph = True
+        with pytest.raises(UnsupportedError, match=why):
+            model.init_continuous_batching(None, config)
+
+
+def test_graphs_depend_on_every_kind_of_layer(monkeypatch):
+    """Full layers have pages of transformers' size from 5.18 on; keys of windows are gathered into pages of another."""
+    asked, make = [], module._layer_of_model
+    monkeypatch.setattr(module, "_layer_of_model", lambda *given: asked.append(given[1:]) or make(*given))
+    monkeypatch.setattr(module, "installed", lambda: versions.JOINED)
+    model, config = decoder("gemma2"), types.SimpleNamespace(page_size=16)
+    with lengths_on_device():
+        assert module.why_no_graphs(model, "TORCH_SDPA", config) == ""
+        assert set(asked) == {(None, "TORCH_SDPA", 16), (6, "TORCH_SDPA", 64)}
+        monkeypatch.setattr(module, "_is_captured", lambda layer: layer.impl.window == (None, None))
+        assert module.why_no_graphs(model, "TORCH_SDPA", config) == "TORCH_SDPA reads lengths on the host"
+    monkeypatch.setattr(module, "installed", lambda: (5, 17))
+    asked.clear()
+    module.why_no_graphs(decoder("llama"), "TORCH_SDPA", config)
+    assert asked == [(None, "TORCH_SDPA", 64)]
+    assert module._size_of_gathered("FLASH_ATTN") == 256
+
+
+def test_sinks_decide_whether_a_backend_can_serve():
+    if versions.installed() < versions.WINDOWS_IN_PAGES:
+        pytest.skip("windows are refused first")
+    with pytest.raises(UnsupportedError, match=r"GptOssForCausalLM: (?s:.*)features=\{sinks\}"):
+        attn_transformers.paged(decoder("gpt_oss"), "XFORMERS").__enter__()
+
+
+def test_a_kept_manager_replays_its_own_graphs(captures):
+    """A manager that is kept with its graphs serves the implementation that it was started with, and no other."""
+    model = decoder("llama")
+    options = {"persistent_manager": True, "use_async_batching": False}
+    with lengths_on_device():
+        with attn_transformers.paged(model, "TORCH_SDPA"):
+            check = [generate(model, **options) for _ in range(2)]
+        made = len(captures)
+        assert made and all(answer.error is None for answers in check for answer in answers.values())
+        with attn_transformers.paged(model), pytest.raises(UnsupportedError, match="graphs of another implementation"):
+            generate(model, **options)
+    model.destroy_cached_continuous_batching_manager()
+    check_texts(model, check[1])
