@@ -59,7 +59,7 @@ def pages_of(cache: Any, index: int, kwargs: dict[str, Any]) -> Pages:
     read, written = (slots[kind] for slots in lists.values())
 
     def update(key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        given = {**lists, "read_index": [slots if i == kind else other for i, other in enumerate(lists["read_index"])]}
+        given = {**lists, "read_index": [slots] * len(lists["read_index"])}  # the cache reads that of the layer's kind
         if not together:
             return cache.update(key, value, layer_idx=index, **given)  # type: ignore[no-any-return]
         key, value = cache.update(key, value, layer_idx=index, kwargs={**kwargs, **given})

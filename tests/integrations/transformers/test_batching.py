@@ -8,6 +8,7 @@ graph is not covered.
 
 import contextlib
 import dataclasses
+import inspect
 import os
 import types
 
@@ -85,8 +86,10 @@ class Graph:
         pass
 
 
-def generate(model, prompts=PROMPTS, persistent_manager=False, **changes):
+def generate(model, prompts=PROMPTS, persistent_manager=False, warmup=True, **changes):
     config, more = batching(), {"persistent_manager": True} if persistent_manager else {}
+    if not warmup and "warmup" in inspect.signature(model.generate_batch).parameters:
+        more["warmup"] = False
     for name, value in changes.items():
         setattr(config, name, value)
     greedy = transformers.GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
@@ -202,7 +205,8 @@ def test_captured_steps_are_eager_ones(kind, captures):
     """Prompts in parts, shared prefixes, decodes, padding; graphs of a step are replayed for others."""
     model = of_kind(kind)
     with lengths_on_device(), outputs() as outs, attn_transformers.paged(model, "TORCH_SDPA"):
-        answers = generate(model, MIXED, use_async_batching=False)
+        # warming up, transformers before 5.18 reads keys that nothing has written
+        answers = generate(model, MIXED, use_async_batching=False, warmup=False)
     assert captures and sum(graph.replays for graph in captures) > len(captures)
     assert all(out.isfinite().all() for out in outs), "rows of padding must be 0"
     check_texts(model, answers, MIXED)
