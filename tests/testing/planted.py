@@ -914,7 +914,7 @@ DEFECTS = (
     ),
     Defect(
         "transformers_step_of_another_batch",
-        "integrations/transformers/batching.py",
+        "integrations/transformers/steps.py",
         "step.given() is not starts or layer_idx <= step.last",
         "step.given() is not starts",
         ("integrations/transformers/test_batching.py",),

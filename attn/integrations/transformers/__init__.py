@@ -16,7 +16,8 @@ A call is computed in one of five ways, depending only on its requirements:
 * packed: other causal calls, windows, caps and sinks: rows without padding, by the attention registry's choice. CPU_ATTN and
   TORCH_SDPA read keys where transformers keeps them; for any other backend a paged cache is created for the call. A backend
   requested by name, for all layers or for the layer's kind (`attn.backend_per_kind`), computes every call this way.
-* paged: continuous batching, in transformers' pages if a layer keeps all of its keys in them, else packed.
+* paged: continuous batching, in transformers' pages if a layer keeps all of its keys in them, else over gathered keys; in CUDA
+  graphs if the backend reads nothing on the host.
 * formula: `attn.attention`, in float32 and differentiable, where no kernel exists: a mask together with a cap, a window or
   sinks, gradients together with these, values wider than keys.
 * torch's SDPA: a bias of positions (T5) and dropout of weights, both without a cap and sinks.
@@ -47,10 +48,10 @@ from attn.integrations.transformers.batching import (
     PAGED,
     PREFIX,
     attend_paged,
+    graphs_where_possible,
     paged_backends,
     paged_name,
     refuse_unpaged,
-    without_graphs,
 )
 from attn.integrations.transformers.call import NAME, Call, refuse_unknown, requested
 from attn.integrations.transformers.graph import as_operator
@@ -94,8 +95,10 @@ def paged(model: Any, backend: str | None = None) -> Generator[Any, None, None]:
     """Let `generate_batch` use `attn` for `model` within the block; its previous implementation is restored afterwards.
 
     backend: the name of a torch backend; None for the fastest for each call. Raises `ValueError` for an unknown name, and
-    `UnsupportedError`, before anything runs, for a model or a backend that continuous batching does not support, and when
-    `generate_batch` is called with `use_cuda_graph=True`: transformers' CUDA graphs are off within the block.
+    `UnsupportedError`, before anything runs, for a model or a backend that continuous batching does not support.
+
+    transformers captures CUDA graphs, as it does by default on a GPU, if the backend of every layer reads lengths on the device
+    (TRITON_ATTN and others with its kernels). For any other they are off, and `use_cuda_graph=True` raises `UnsupportedError`.
 
     transformers restricts continuous batching to implementations called eager, sdpa or flash-something, and loads the last as
     kernels; so the name is written into the config directly.
@@ -105,7 +108,7 @@ def paged(model: Any, backend: str | None = None) -> Generator[Any, None, None]:
     before = model.config._attn_implementation
     model.config._attn_implementation = paged_name() if backend is None else f"{paged_name()}:{backend}"
     try:
-        with without_graphs(model):
+        with graphs_where_possible(model, backend):
             yield model
     finally:
         model.config._attn_implementation = before

@@ -1,29 +1,32 @@
-"""Continuous batching, in transformers' pages if a layer keeps all of its keys in them."""
+"""Continuous batching, in transformers' pages if a layer keeps all of its keys in them.
+
+A backend that reads lengths on the device only takes them from transformers' arrays there, and transformers captures its steps
+in CUDA graphs, as it does by default. For any other backend they are read on the host, and graphs are off.
+"""
 
 import contextlib
 import copy
-import functools
 import weakref
-from collections.abc import Callable, Generator
-from dataclasses import dataclass
+from collections.abc import Generator
 from typing import Any
 
-import numpy as np
 import torch
 
-from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.registry import AttentionBackendEnum
-from attn.capabilities import AttentionType
+from attn.capabilities import AttentionType, supports_size
 from attn.errors import UnsupportedError
 from attn.integrations.transformers.call import NAME, Call, replaced, requested, widened
 from attn.integrations.transformers.packing import attend_packed, layer_of, size_for
-from attn.integrations.transformers.versions import WINDOWS_IN_PAGES, dotted, installed
+from attn.integrations.transformers.pages import Pages, in_place, pages_of
+from attn.integrations.transformers.steps import Step, step_of
+from attn.integrations.transformers.versions import GRAPHS, JOINED, WINDOWS_IN_PAGES, dotted, installed
 from attn.torch import kv_cache as caches
 from attn.torch.layer import Attention
 
 #: A name that continuous batching accepts for an implementation without masks: transformers looks for "flash" in the name,
 #: and some versions also for the prefix.
 PAGED, PREFIX = "attn_flash", "paged|"
+_GATHERED = 64  #: tokens per page of gathered keys
 
 
 def paged_backends() -> list[str]:
@@ -58,8 +61,6 @@ def refuse_unpaged(model: Any, backend: str | None) -> None:
             f"{name}: a sliding window in continuous batching not supported: transformers {dotted(installed())} reads wrong "
             f"keys from its pages (pip install 'transformers>={dotted(WINDOWS_IN_PAGES)}', or use model.generate)"
         )
-    heads = config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
     for window in _windows(config):
         asked, asked_by = requested(backend, True, window is not None)
         if asked is None:
@@ -70,28 +71,38 @@ def refuse_unpaged(model: Any, backend: str | None) -> None:
             what = f"{asked} has no torch layer with a paged cache of keys and values"
             raise UnsupportedError(f"{where}: {what}; use {', '.join(paged_backends())}")
         try:
-            Attention(
-                heads,
-                size,
-                num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-                dtype=model.dtype,
-                backend=asked,
-                sliding_window=window,
-                block_size=size_for(asked),
-                logits_soft_cap=getattr(config, "attn_logit_softcapping", None),
-            )
+            _layer_of_model(model, window, asked, size_for(asked))
         except UnsupportedError as error:
             raise UnsupportedError(f"{where}: {error}", error.reasons) from None
 
 
-@contextlib.contextmanager
-def without_graphs(model: Any) -> Generator[None, None, None]:
-    """Within the block, the model's continuous batching captures no CUDA graphs; by default it does on a GPU for every
-    implementation without masks. `attend_paged` reads the requests' lengths on the host, which a capture cannot do.
+def _layer_of_model(model: Any, window: int | None, backend: str | None, block_size: int) -> Attention:
+    """Return a layer as the model's layers with a window (None: without one) will need it."""
+    config = model.config.get_text_config(decoder=True)
+    heads = config.num_attention_heads
+    has_sinks = any(name.endswith("sinks") for name, _ in model.named_parameters())
+    return Attention(
+        heads,
+        getattr(config, "head_dim", None) or config.hidden_size // heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        dtype=model.dtype,
+        backend=backend,
+        sliding_window=window,
+        block_size=block_size,
+        logits_soft_cap=getattr(config, "attn_logit_softcapping", None),
+        sinks=torch.zeros(heads) if has_sinks else None,
+    )
 
-    Starting it raises `UnsupportedError` if its configuration, or a manager kept from before, asks for graphs.
+
+@contextlib.contextmanager
+def graphs_where_possible(model: Any, backend: str | None) -> Generator[None, None, None]:
+    """Within the block, the model's continuous batching captures CUDA graphs, as it does by default on a GPU for every
+    implementation without masks, if every layer's backend can be captured (`why_no_graphs`); else it captures none.
+
+    Starting it raises `UnsupportedError` if its configuration asks for graphs that cannot be captured, or if a manager kept
+    from before has graphs of another implementation.
     """
-    start, name = model.init_continuous_batching, type(model).__name__
+    start, name, implementation = model.init_continuous_batching, type(model).__name__, model.config._attn_implementation
     before = vars(model).get("init_continuous_batching")
 
     def init_continuous_batching(
@@ -103,20 +114,25 @@ def without_graphs(model: Any) -> Generator[None, None, None]:
         if config is None:
             general = model.generation_config if generation_config is None else generation_config
             config = getattr(general, "continuous_batching_config", None) or ContinuousBatchingConfig()
-        kept = getattr(model, "_cached_continuous_batching_manager", None)
-        if _asks_for_graphs(config):
+        why = why_no_graphs(model, backend, config)
+        if why and _asks_for_graphs(config):
             raise UnsupportedError(
-                f"{name}: use_cuda_graph={config.use_cuda_graph} in continuous batching not supported: lengths are read on "
-                "the host; leave use_cuda_graph at None, or set it to False"
+                f"{name}: use_cuda_graph={config.use_cuda_graph} in continuous batching not supported: {why}; "
+                "leave use_cuda_graph at None, or set it to False"
             )
-        if _asks_for_graphs(getattr(kept, "continuous_batching_config", None)):
+        kept = getattr(model, "_cached_continuous_batching_manager", None)
+        has_graphs = _asks_for_graphs(getattr(kept, "continuous_batching_config", None))
+        if has_graphs and _implementations.get(kept) != implementation:
             raise UnsupportedError(
                 f"{name}: a continuous batching manager kept from before replays the CUDA graphs of another implementation: "
                 "call model.destroy_cached_continuous_batching_manager() first"
             )
-        config = copy.copy(config)
-        config.use_cuda_graph = False
-        return start(generation_config, config, *rest, **more)
+        if why:
+            config = copy.copy(config)
+            config.use_cuda_graph = False
+        manager = start(generation_config, config, *rest, **more)
+        _implementations[manager] = implementation
+        return manager
 
     model.init_continuous_batching = init_continuous_batching
     try:
@@ -125,6 +141,23 @@ def without_graphs(model: Any) -> Generator[None, None, None]:
         del model.init_continuous_batching
         if before is not None:
             model.init_continuous_batching = before
+
+
+#: The implementation of each manager of continuous batching that was started here.
+_implementations: "weakref.WeakKeyDictionary[Any, str]" = weakref.WeakKeyDictionary()
+
+
+def why_no_graphs(model: Any, backend: str | None, batching: Any) -> str:
+    """Return why a model's continuous batching, as configured, cannot be captured in CUDA graphs; "" if it can."""
+    if installed() < GRAPHS:
+        return f"transformers {dotted(installed())} replays graphs of shorter requests for longer ones"
+    for window in _windows(model.config.get_text_config(decoder=True)):
+        asked, _ = requested(backend, True, window is not None)
+        in_pages = window is None and installed() >= JOINED
+        layer = _layer_of_model(model, window, asked, batching.page_size if in_pages else _size_of_gathered(asked))
+        if not _is_captured(layer):
+            return f"{layer.selection.name} reads lengths on the host"
+    return ""
 
 
 def _asks_for_graphs(config: Any) -> bool:
@@ -146,126 +179,75 @@ def _windows(config: Any) -> set[int | None]:
 def attend_paged(call: Call, cache: Any, kwargs: dict[str, Any]) -> torch.Tensor:
     """Attend one packed row of requests [1, T, ...] over transformers' `PagedAttentionCache`; padding rows are 0.
 
-    Reads lengths on the host. Raises `UnsupportedError` while a CUDA graph is captured.
+    Reads nothing on the host for a backend that does not; for any other it reads lengths there, and raises `UnsupportedError`
+    while a CUDA graph is captured.
     """
-    if _capturing(call.query):
+    capturing = _capturing(call.query)
+    pages = pages_of(cache, call.module.layer_idx, kwargs)
+    step = step_of(cache, call.module.layer_idx, kwargs["cu_seq_lens_q"], capturing)
+    in_pages = pages.views is not None and call.value.shape[-1] == call.query.shape[-1]
+    layer = _captured_layer(call, pages.size if in_pages else _size_of_gathered(call.backend))
+    if layer is not None:
+        return _attend_on_device(call, pages, step, layer, in_pages)
+    if capturing:
         raise call.refusal(
             "continuous batching while a CUDA graph is captured",
             "use paged(model), or ContinuousBatchingConfig(use_cuda_graph=False)",
         )
-    pages = _pages(cache, call.module.layer_idx, kwargs)
-    step = _step_of(cache, call.module.layer_idx, kwargs["cu_seq_lens_q"])
     rows, query = int(step.starts[-1]), call.query[0]
     out = torch.zeros_like(query[..., : call.value.shape[-1]])
-    if pages.views is not None and pages.read.numel() and call.value.shape[-1] == query.shape[-1]:
+    if in_pages and pages.views is not None and len(pages.read):
         layer = layer_of(call, AttentionType.DECODER, pages.size)
-        kv_cache = _in_place(layer.backend, *pages.views)
+        kv_cache = in_place(layer.backend, *pages.views)
         layer.impl.do_kv_cache_update(layer, call.key[0], call.value[0], kv_cache, pages.written)
         result = layer(query[:rows], None, None, kv_cache, step.metadata(pages, layer, query.device))
     else:
         q_lens, k_lens, key_starts = step.lens(pages)
-        key, value = (x[: int(key_starts[-1])] for x in pages.update(call.key.transpose(1, 2), call.value.transpose(1, 2)))
+        updated = pages.update(call.key.transpose(1, 2), call.value.transpose(1, 2), pages.read)
+        key, value = (x[: int(key_starts[-1])] for x in updated)
         packed = replaced(call, key=key[None], value=value[None])
         result = attend_packed(call, query[:rows], key, widened(packed)[0], q_lens, k_lens)
     out[: len(result)] = result[..., : out.shape[-1]]
     return out[None]
 
 
-class _Step:
-    """What the layers of one step have in common: lengths on the host, and the metadata of each kind of layer.
+def _attend_on_device(call: Call, pages: Pages, step: Step, layer: Attention, in_pages: bool) -> torch.Tensor:
+    """Attend without reading anything on the host: over transformers' pages, or over pages made of the step's keys."""
+    rows, width = call.query.shape[1], call.value.shape[-1]
+    batch = step.on_device(pages, layer, rows, gathered=not in_pages)
+    if in_pages:
+        assert pages.views is not None
+        kv_cache = in_place(layer.backend, *pages.views)
+        layer.impl.do_kv_cache_update(layer, call.key[0], call.value[0], kv_cache, pages.written)
+    else:
+        assert batch.taken is not None and batch.slots is not None
+        slots = batch.slots if len(pages.read) else pages.read
+        key, value = pages.update(call.key.transpose(1, 2), call.value.transpose(1, 2), slots)
+        if not len(pages.read):
+            key, value = (x.index_select(0, batch.taken) for x in (key, value))
+        value = widened(replaced(call, value=value))
+        both = torch.stack((key, value))
+        kv_cache = caches.in_layout(layer.backend, both.unflatten(1, (-1, layer.kv_cache_spec.block_size)))
+    out = layer(call.query[0], None, None, kv_cache, batch.metadata)
+    return out.masked_fill_(batch.padding[:, None, None], 0)[None, ..., :width]  # type: ignore[no-any-return]
 
-    starts: where each request's rows begin, on the host. Reading lengths waits for the device, so it is done once a step and
-    kind of layer, not in every layer.
+
+def _captured_layer(call: Call, size: int) -> Attention | None:
+    """Return the layer for a call over pages of `size` tokens if it reads nothing on the host, else None."""
+    layer = layer_of(call, AttentionType.DECODER, size)
+    return layer if _is_captured(layer) else None
+
+
+def _is_captured(layer: Attention) -> bool:
+    """Whether a layer computes batches whose lengths are on the device only, so that a CUDA graph can capture it.
+
+    `torch.compile` traces an implementation that reads no values of tensors.
     """
-
-    def __init__(self, starts: torch.Tensor, layer_idx: int) -> None:
-        self.given, self.last = weakref.ref(starts), layer_idx
-        self.starts = starts.cpu().numpy()
-        self._lens: dict[Any, tuple[list[int], list[int], Any]] = {}
-        self._metadata: dict[Any, Any] = {}
-
-    def lens(self, pages: "_Pages") -> tuple[list[int], list[int], Any]:
-        """Return (numbers of rows, numbers of keys, where each request's keys begin), of requests that have both."""
-        if pages.kind not in self._lens:
-            key_starts = pages.key_starts.cpu().numpy()
-            q_lens, k_lens = np.diff(self.starts), np.diff(key_starts)
-            live = (q_lens > 0) & (k_lens > 0)
-            self._lens[pages.kind] = q_lens[live].tolist(), k_lens[live].tolist(), key_starts
-        return self._lens[pages.kind]
-
-    def metadata(self, pages: "_Pages", layer: Attention, device: torch.device) -> Any:
-        """Return the metadata of a layer over transformers' pages."""
-        key = pages.kind, layer.backend, layer.kv_cache_spec, device
-        if key not in self._metadata:
-            q_lens, k_lens, key_starts = self.lens(pages)
-            where, size = pages.read.cpu().numpy(), pages.size
-            ends = zip(key_starts[:-1], key_starts[1:], np.diff(self.starts), strict=True)
-            table: list[Any] = [where[start:end:size] // size for start, end, rows in ends if rows > 0 and end > start]
-            batch = CommonAttentionMetadata.from_lens(q_lens, k_lens, table, size)
-            self._metadata[key] = layer.backend.get_builder_cls()(layer.kv_cache_spec, device=device).build(0, batch)
-        return self._metadata[key]
+    return layer.impl.traceable and hasattr(layer.backend.get_builder_cls(), "build_for_cudagraph_capture")
 
 
-_steps: "weakref.WeakKeyDictionary[Any, _Step]" = weakref.WeakKeyDictionary()
-
-
-def _step_of(cache: Any, layer_idx: int, starts: torch.Tensor) -> _Step:
-    """Return the step that a layer's call is part of: that of the layer before, if it was given the same tensor.
-
-    transformers may write the next step's lengths into the same tensor, but then begins with a layer that has had its turn.
-    """
-    step = _steps.get(cache)
-    if step is None or step.given() is not starts or layer_idx <= step.last:
-        step = _steps[cache] = _Step(starts, layer_idx)
-    step.last = layer_idx
-    return step
-
-
-@dataclass(frozen=True)
-class _Pages:
-    """One layer's state in transformers' cache in one step.
-
-    kind: what layers have in common that read the same keys; key_starts: where each request's keys begin; read, written:
-    slots of all keys and of the new ones; views: the layer's keys and values as pages [N, P, K, D] if it keeps all of them in
-    pages, else None; size: tokens per page; update: takes new keys and values [1, K, T, D], and returns all, [S, K, D].
-    """
-
-    kind: Any
-    key_starts: torch.Tensor
-    read: torch.Tensor
-    written: torch.Tensor
-    views: tuple[torch.Tensor, torch.Tensor] | None
-    size: int
-    update: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-
-
-def _pages(cache: Any, index: int, kwargs: dict[str, Any]) -> _Pages:
-    """Read either form of the cache: an allocator per layer or, before transformers 5.18, groups of layers."""
-    named = {name: kwargs[name] for name in ("read_index", "write_index")}
-    if hasattr(cache, "layer_to_allocator"):
-        pool = cache.layer_to_allocator[index]
-        try:
-            views = pool.get_cache_for_block_table(index)
-        except NotImplementedError:  # a layer with a window: a ring buffer of the last keys
-            views = None
-
-        def update(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            key, value = cache.update(key_states=key, value_states=value, layer_idx=index, kwargs=dict(kwargs))
-            return key[0].transpose(0, 1), value[0].transpose(0, 1)
-
-        starts, (read, written) = kwargs["cu_seq_lens_k"][pool.layer_type], (x[pool.index] for x in named.values())
-        return _Pages(pool.index, starts, read, written, views, 0 if views is None else pool.tokens_per_page, update)
-    group, _ = cache.layer_index_to_group_indices[index]
-    starts = kwargs["cu_seq_lens_k"]
-    if isinstance(starts, dict):
-        starts = starts["full_attention" if cache.sliding_windows[index] == 1 else "sliding_attention"]
-    # keys and values are in separate storages, which no view joins into a cache: they are gathered
-    read, written = (x[group] for x in named.values())
-    return _Pages(group, starts, read, written, None, 0, functools.partial(cache.update, layer_idx=index, **named))
-
-
-def _in_place(backend: Any, key_pages: torch.Tensor, value_pages: torch.Tensor) -> torch.Tensor:
-    """View transformers' pages of one layer, keys and values [N, P, K, D] in one storage, as a cache of a backend."""
-    apart = value_pages.storage_offset() - key_pages.storage_offset()
-    both = key_pages.as_strided((2, *key_pages.shape), (apart, *key_pages.stride()), key_pages.storage_offset())
-    return caches.in_layout(backend, both)
+def _size_of_gathered(backend: str | None) -> int:
+    """Return the tokens per page of gathered keys: each request begins on a new page, and kernels read whole tiles of keys."""
+    found: Any = None if backend is None else AttentionBackendEnum[backend].get_class()
+    fits = found is None or supports_size(_GATHERED, found.get_supported_kernel_block_size())
+    return _GATHERED if fits else size_for(backend)

@@ -1,0 +1,129 @@
+"""What the layers of one step of continuous batching have in common: lengths, and the metadata of each kind of layer.
+
+Metadata is made once a step and kind of layer, in one of two ways. For a backend that reads lengths on the device only,
+operations there make it from transformers' arrays; nothing waits for the device, so a CUDA graph that captures them makes the
+metadata of each step that it is replayed for. For any other, lengths are copied to the host.
+"""
+
+import functools
+import weakref
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from attn.backends.metadata import CommonAttentionMetadata
+from attn.integrations.transformers.pages import Pages
+from attn.torch.layer import Attention
+
+
+class OnDevice(NamedTuple):
+    """The metadata of a step, made on the device.
+
+    padding: [T] bool, rows of no request. taken, slots: for keys that are gathered into pages, [N * P] each: which of the
+    step's keys goes to each place, and its slot in transformers' cache; places after a request's last key take any key.
+    """
+
+    metadata: Any
+    padding: torch.Tensor
+    taken: torch.Tensor | None = None
+    slots: torch.Tensor | None = None
+
+
+class Step:
+    """One step. starts: where each request's rows begin, on the host."""
+
+    def __init__(self, starts: torch.Tensor, layer_idx: int, capturing: bool = False) -> None:
+        self.given, self.last, self.capturing = weakref.ref(starts), layer_idx, capturing
+        self._lens: dict[Any, tuple[list[int], list[int], Any]] = {}
+        self._metadata: dict[Any, Any] = {}
+        self._on_device: dict[Any, OnDevice] = {}
+
+    @functools.cached_property
+    def starts(self) -> Any:
+        starts = self.given()
+        assert starts is not None
+        return starts.cpu().numpy()
+
+    def lens(self, pages: Pages) -> tuple[list[int], list[int], Any]:
+        """Return (numbers of rows, numbers of keys, where each request's keys begin), of requests that have both."""
+        if pages.kind not in self._lens:
+            key_starts = pages.key_starts.cpu().numpy()
+            q_lens, k_lens = np.diff(self.starts), np.diff(key_starts)
+            live = (q_lens > 0) & (k_lens > 0)
+            self._lens[pages.kind] = q_lens[live].tolist(), k_lens[live].tolist(), key_starts
+        return self._lens[pages.kind]
+
+    def metadata(self, pages: Pages, layer: Attention, device: torch.device) -> Any:
+        """Return the metadata of a layer over transformers' pages, made on the host."""
+        key = pages.kind, layer.backend, layer.kv_cache_spec, device
+        if key not in self._metadata:
+            q_lens, k_lens, key_starts = self.lens(pages)
+            where, size = pages.read.cpu().numpy(), pages.size
+            ends = zip(key_starts[:-1], key_starts[1:], np.diff(self.starts), strict=True)
+            table: list[Any] = [where[start:end:size] // size for start, end, rows in ends if rows > 0 and end > start]
+            batch = CommonAttentionMetadata.from_lens(q_lens, k_lens, table, size)
+            self._metadata[key] = layer.backend.get_builder_cls()(layer.kv_cache_spec, device=device).build(0, batch)
+        return self._metadata[key]
+
+    def on_device(self, pages: Pages, layer: Attention, rows: int, gathered: bool) -> OnDevice:
+        """Return the metadata of `rows` rows, made on the device: over transformers' pages or over `gathered` keys."""
+        key = pages.kind, layer.backend, layer.kv_cache_spec, gathered
+        if key not in self._on_device:
+            self._on_device[key] = _made_on_device(pages, layer, rows, gathered)
+        return self._on_device[key]
+
+
+def _made_on_device(pages: Pages, layer: Attention, rows: int, gathered: bool) -> OnDevice:
+    size, device = layer.kv_cache_spec.block_size, pages.read.device
+    row_starts, starts = pages.row_starts.to(torch.int32), pages.key_starts.to(torch.int32)
+    lens = (starts.diff() * (row_starts.diff() > 0)).clamp_(min=0)
+    requests, columns = len(lens), -(-pages.most_keys // size)
+    # a step without older keys reads none: its keys are the new ones
+    where, taken, slots = pages.read if len(pages.read) else pages.written, None, None
+    if gathered:
+        # each request begins on a page of its own
+        used = (lens + size - 1) // size
+        ends = used.cumsum(0)
+        first, pages_at_most = ends - used, (len(where) + requests * (size - 1)) // size
+        page = torch.arange(pages_at_most, device=device)
+        request = torch.searchsorted(ends, page, right=True).clamp_(max=requests - 1)
+        place = ((page - first[request]) * size)[:, None] + torch.arange(size, device=device)
+        there = (place < lens[request, None]).flatten()
+        taken = (starts[request, None] + place).flatten() * there
+        # an index that is not of a new key, which transformers would place there
+        slots = where[taken] * there
+        table = first[:, None] + torch.arange(columns, device=device)
+    else:
+        at = starts[:-1, None] + torch.arange(0, columns * size, size, device=device)
+        table = where[at.clamp_(max=len(where) - 1)] // size
+    batch = CommonAttentionMetadata(
+        query_start_loc=row_starts,
+        seq_lens=lens,
+        block_table=table.to(torch.int32),
+        slot_mapping=pages.written,
+        num_reqs=requests,
+        num_actual_tokens=rows,
+        max_query_len=pages.most_rows,
+        max_seq_len=pages.most_keys,
+        block_size=size,
+    )
+    builder: Any = layer.backend.get_builder_cls()(layer.kv_cache_spec, device=device)
+    padding = torch.arange(rows, device=device) >= row_starts[-1]
+    return OnDevice(builder.build_for_cudagraph_capture(batch), padding, taken, slots)
+
+
+_steps: "weakref.WeakKeyDictionary[Any, Step]" = weakref.WeakKeyDictionary()
+
+
+def step_of(cache: Any, layer_idx: int, starts: torch.Tensor, capturing: bool = False) -> Step:
+    """Return the step that a layer's call is part of: that of the layer before, if it was given the same tensor.
+
+    transformers may write the next step's lengths into the same tensor, but then begins with a layer that has had its turn.
+    So does the capture of a step that has just been computed: what a graph reads is made within it.
+    """
+    step = _steps.get(cache)
+    if step is None or step.given() is not starts or layer_idx <= step.last or step.capturing != capturing:
+        step = _steps[cache] = Step(starts, layer_idx, capturing)
+    step.last = layer_idx
+    return step
