@@ -21,12 +21,13 @@ Outputs are compared with those of transformers' default, or of the first peer t
 far are the same, relative to their deviation; of `generate_batch`, how far the default's logit of each token is below its
 largest. A time whose difference is above `LIMITS` has a footnote, is no best peer and has no ratio.
 
-An implementation that refuses or fails is a footnote; the exit code is 1 if `attn` has one. Set HF_HUB_OFFLINE=1 where transformers
-would look for kernels online. Lines are printed, and `--json` is written, after each row.
+An implementation that refuses or fails is a footnote; the exit code is 1 if `attn` has one. Set HF_HUB_OFFLINE=1 where
+transformers would look for kernels online. Lines are printed, and `--json` is written, after each row.
 """
 
 import argparse
 import contextlib
+import functools
 import gc
 import itertools
 import json
@@ -36,7 +37,7 @@ import platform
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -167,32 +168,30 @@ def measure(row: Row, names: list[str], options: argparse.Namespace, until: floa
     model, default = model_of(row.model, getattr(torch, options.dtype))
     order = sorted(names, key=lambda name: (name.startswith(OURS), name != default))  # the reference comes first
     work = Batching(model, row, default) if row.cache == PAGED else Generation(model, row, options.tokens, len(order))
-    cells, first, outcome, reference = {name: Cell() for name in names}, {}, None, None
+    cells, first, reference = {name: Cell() for name in names}, {}, None
     best: dict[str, dict[str, float]] = {name: {} for name in names}
 
-    @contextlib.contextmanager
-    def trying(name: str) -> Iterator[None]:
-        with cells[name].noting(), using(model, name, row.cache):
-            yield
-        if cells[name].note:
+    def tried(name: str, call: Callable[[], Any]) -> Any:
+        """Return what a call returns, or None once this implementation has failed."""
+        if not cells[name].note:
+            with cells[name].noting(), using(model, name, row.cache):
+                return call()
             release()
 
     for place, name in enumerate(order):
-        with trying(name):
-            first[name] = work.first(place)
-    for name in (name for name in order if not cells[name].note):
-        with trying(name):
-            outcome = work.outcome()
+        first[name] = tried(name, functools.partial(work.first, place))
+    for name in order:
+        outcome = tried(name, work.outcome)
+        reference = outcome if reference is None and not name.startswith(OURS) else reference
         with cells[name].noting():
-            if not cells[name].note:
-                reference = outcome if reference is None and not name.startswith(OURS) else reference
+            if outcome is not None:
                 cells[name].difference, cells[name].equal = work.compare(outcome, reference)
     del outcome, reference
     for turn in range(options.repeats):
         for name in order:
-            if not cells[name].note and (turn == 0 or time.monotonic() < until):
-                with trying(name):
-                    best[name] = {what: min(ms, best[name].get(what, ms)) for what, ms in work.times().items()}
+            if turn == 0 or time.monotonic() < until:
+                for what, ms in (tried(name, work.times) or {}).items():
+                    best[name][what] = min(ms, best[name].get(what, ms))
         order.append(order.pop(0))
     for name in (name for name in names if not cells[name].note):
         cells[name].figures = work.figures(best[name]) | {"first call ms": first[name]}
@@ -266,13 +265,13 @@ def main(arguments: list[str] | None = None) -> int:
     until = time.monotonic() + options.budget
     attn_transformers.register()
     transformers.logging.set_verbosity_error()
-    memory, names, footnotes = warm_up(), options.implementations, []
+    memory, names = warm_up(), options.implementations
+    footnotes: list[str] = []
     on = torch.cuda.get_device_name() if DEVICE == "cuda" else f"{platform.machine()}, {torch.get_num_threads()} threads"
     run_of: dict[str, Any] = {"device": on, "torch": torch.__version__, "transformers": transformers.__version__}
     run_of |= {"dtype": options.dtype, "tokens": options.tokens, "repeats": options.repeats}
     print(", ".join(f"{name} {value}" for name, value in run_of.items()) + f"\n\n{header(names)}", flush=True)
     run_of |= {"command": " ".join(sys.argv), "rows": [], "left_out": {}}
-    failed = False
     for row in rows_of(options):
         if reason := why_not(row, options, memory, until):
             run_of["left_out"][str(row)] = reason
@@ -282,7 +281,6 @@ def main(arguments: list[str] | None = None) -> int:
             with whole.noting(), contextlib.redirect_stdout(sys.stderr), torch._dynamo.config.patch(recompile_limit=64):
                 cells = measure(row, names, options, until)
             cells = cells or {name: whole for name in names}
-            failed |= OURS in cells and bool(cells[OURS].note)
             for line in lines(row, cells):
                 run_of["rows"].append(line)
                 print(shown(line, names, footnotes), flush=True)
@@ -290,7 +288,7 @@ def main(arguments: list[str] | None = None) -> int:
             options.json.write_text(json.dumps(run_of, indent=1) + "\n", encoding="utf-8")
     print("".join(f"\n[{number}] {note}" for number, note in enumerate(footnotes, 1)))
     print("".join(f"\nleft out: {row}: {reason}" for row, reason in run_of["left_out"].items()))
-    return failed
+    return int(any(OURS in line["notes"] for line in run_of["rows"]))
 
 
 if __name__ == "__main__":

@@ -84,13 +84,13 @@ def shown(line: dict[str, Any], names: Sequence[str], footnotes: list[str]) -> s
     """Return a line as text. A note becomes the number of a footnote, which is added if it is a new one."""
     cells = []
     for name in names:
-        parts = [f"{line['times'][name]:.4g}"] if name in line["times"] else []
+        parts = [_digits(line["times"][name])] if name in line["times"] else []
         if note := line["notes"].get(name):
             if note not in footnotes:
                 footnotes.append(note)
             parts.append(f"[{footnotes.index(note) + 1}]")
         cells.append(" ".join(parts))
-    best = "" if line["best"] is None else f"{line['best']} {line['times'][line['best']]:.4g}"
+    best = "" if line["best"] is None else f"{line['best']} {_digits(line['times'][line['best']])}"
     ratio = "" if line["ratio"] is None else f"{line['ratio']:.2f}"
     difference = f"{line['differences'][OURS]:.1e}" if OURS in line["differences"] else ""
     if OURS in line["equal_tokens"]:
@@ -98,3 +98,7 @@ def shown(line: dict[str, Any], names: Sequence[str], footnotes: list[str]) -> s
     prompt = f"{SHORTEST} to {line['prompt']}" if line["cache"] == PAGED else str(line["prompt"])
     start = [line["model"], str(line["batch"]), prompt, line["cache"], line["what"]]
     return f"| {' | '.join([*start, *cells, best, ratio, difference])} |"
+
+
+def _digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
