@@ -21,15 +21,17 @@ SMALL = {
 }  # fmt: skip
 LARGE = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 16, "vocab_size": 32000}
 #: Models by name: configuration, its options, and heads (query, kv, size) of the large one. Every other layer of gemma2 and
-#: gpt_oss has a window; gemma2 has soft caps, gpt_oss sinks and experts.
+#: gpt_oss has a window; gemma2 has soft caps, low enough for random scores; gpt_oss has sinks, and experts that all compute
+#: every token: a choice of some changes with roundings.
 MODELS: dict[str, tuple[str, dict[str, Any], tuple[int, int, int]]] = {
     "llama": ("LlamaConfig", {}, (32, 8, 64)),
     "qwen3": ("Qwen3Config", {}, (16, 8, 128)),
-    "gemma2": ("Gemma2Config", {"sliding_window": 1024}, (8, 4, 256)),
-    "gpt_oss": ("GptOssConfig", {"sliding_window": 128, "num_local_experts": 4, "num_experts_per_tok": 2}, (64, 8, 64)),
+    "gemma2": ("Gemma2Config", {"sliding_window": 1024, "attn_logit_softcapping": 2.0}, (8, 4, 256)),
+    "gpt_oss": ("GptOssConfig", {"sliding_window": 128, "num_local_experts": 4, "num_experts_per_tok": 4}, (64, 8, 64)),
 }
-#: Deviation of the elements of queries and keys. As initialised, scores are so small that all keys have almost the same weight.
-SHARP = 2.0
+#: Deviation of the elements of queries and keys. As initialised, all keys have almost the same weight in small models; from 2.0
+#: on, sixteen layers make unrelated logits of bfloat16's roundings.
+SHARP = 1.0
 PACKAGES = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
 
 
