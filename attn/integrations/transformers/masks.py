@@ -14,6 +14,7 @@ import torch
 from attn.backends.metadata import spans_of
 from attn.errors import UnsupportedError
 from attn.integrations.transformers.call import NAME
+from attn.torch.backends._paged import Runs
 
 
 @dataclass
@@ -31,26 +32,23 @@ class Padding:
     span_window: bool | None = None
     draw: Callable[[], torch.Tensor] | None = None
     _lens: tuple[list[int], list[int], list[int] | None] | None = None
-    _run: tuple[torch.Tensor, torch.Tensor] | None = None
+    _runs: Runs | None = None
+    to_end: bool = False  #: whether every run ends at the last key, once they are made
 
     @property
     def plain(self) -> bool:
         """Whether the valid keys, causality and the window say everything."""
         return self.chunk is None and self.spans is None and self.draw is None
 
-    def run(self, present: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return (first, number) of each entry's valid keys, int32 on the device, for a single row.
-
-        None if some entry's have gaps, or end before the row's own key and there is a window, which counts from there. Computed
-        once; waits for the device.
-        """
-        if self._run is None:
-            end = present.shape[1]
-            _, keys, firsts = self.lens(present, end)
-            if firsts is None or (self.window and any(n and f + n < end for f, n in zip(firsts, keys, strict=True))):
+    def runs(self, present: torch.Tensor) -> Runs | None:
+        """Return each entry's valid keys if they are one run; made once, waits for the device."""
+        if self._runs is None:
+            _, keys, firsts = self.lens(present, present.shape[1])
+            if firsts is None:
                 return None
-            self._run = tuple(torch.tensor([firsts, keys], dtype=torch.int32, device=present.device))  # type: ignore[assignment]
-        return self._run
+            self._runs = Runs(*(torch.tensor(x, dtype=torch.int32, device=present.device) for x in (firsts, keys)))
+            self.to_end = all(not n or first + n == present.shape[1] for first, n in zip(firsts, keys, strict=True))
+        return self._runs
 
     def lens(self, present: torch.Tensor, rows: int) -> tuple[list[int], list[int], list[int] | None]:
         """Return each entry's valid (rows, keys), and its first valid key unless some entry's valid keys have gaps.

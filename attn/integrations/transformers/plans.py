@@ -2,7 +2,7 @@
 
 A plan serves the calls of one layer that have the same facts: sizes except those that grow with every token, dtypes, devices,
 options, and the environment. Calls that need more than a launch (a mask that hides keys other than by causality, a window and,
-for single rows where a backend attends runs of keys, padding; gradients, autocast, weights, packed rows) have none;
+where a backend attends runs of keys, padding; gradients, autocast, weights, packed rows) have none, and
 `ways.attend` computes them.
 """
 
@@ -21,11 +21,11 @@ from attn.integrations.transformers.segments import BOUNDARIES
 from attn.integrations.transformers.ways import Way, chosen_for, classify
 from attn.selector import selection_state
 from attn.torch.autocast import enabled as autocast_enabled
+from attn.torch.backends._paged import Runs
 from attn.torch.diffusion.chosen import sizes_that_decide
 
-Run = tuple[torch.Tensor, torch.Tensor]  #: (first, number) int32 [B] on the device, of each request's valid keys
 #: (query [B, H, S, D], key [B, K, T, D], value [B, K, T, Dv], sinks [H] or None, valid keys or None for all) -> [B, S, H, Dv].
-Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None", Run | None], torch.Tensor]
+Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None", Runs | None], torch.Tensor]
 
 #: Arguments that take another way unless they are None or False.
 _OTHERS = frozenset({*UNKNOWN, *BOUNDARIES, "output_attentions", "indices"})
@@ -94,9 +94,9 @@ def repeated(
             return None
         end, window = attention_mask.shape[1], padding.window
         if not padding.whole:
-            valid = padding.run(attention_mask) if rows == 1 else None
-            if valid is None:
-                return None
+            valid = padding.runs(attention_mask) if rows in (1, end) and not padding.all_rows else None
+            if valid is None or (rows == 1 and window is not None and not padding.to_end):
+                return None  # a window counts from the row's own key
     elif causal and rows > 1 and rows != keys:
         return None  # the positions of rows are not known
     if window is not None and window < end and not causal:
@@ -104,7 +104,7 @@ def repeated(
     if valid is None:
         start, end, causal, window = needed(rows, end, causal, window)
     else:
-        start, causal = 0, causal and window is not None
+        start, causal = 0, causal and (rows > 1 or window is not None)
     if not rows or start == end:
         return None
     facts = (
@@ -149,7 +149,7 @@ def _planned(call: Call, padded: bool) -> Launch | None:
     rows, keys, width = call.query.shape[1], call.key.shape[1], call.value.shape[-1]
     pads = call.query.shape[-1] - width
     way = classify(call, square=rows == keys, masked=padded)
-    if way is Way.FORMULA:
+    if way is Way.FORMULA or (way is Way.DENSE and padded and rows > 1):
         return None
     if way is Way.DENSE and not padded:
         dense = chosen_for(call, None).launcher(call.query, call.key, widened(call))
@@ -170,7 +170,7 @@ def _planned(call: Call, padded: bool) -> Launch | None:
     row = impl.row_launcher(call.query.device, call.query.dtype) if rows == 1 else None
 
     def launch(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, valid: Run | None
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, valid: Runs | None
     ) -> torch.Tensor:
         if sinks is not None:
             held.set(sinks)

@@ -22,7 +22,7 @@ from attn.capabilities import ATTN_TYPES, Capabilities, Device, Feature, Multipl
 from attn.dtypes import PER_TOKEN_HEAD
 from attn.torch import kv_cache as caches
 from attn.torch.backends import _hopper
-from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl, PagedCall, RaggedCall
+from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl, PagedCall, RaggedCall, Runs
 from attn.torch.interpreter import judged_on, prepare
 from attn.torch.kernels.memory import largest_group
 from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
@@ -260,14 +260,15 @@ class TritonPagedImpl(PagedAttentionImpl):
         key: torch.Tensor,
         value: torch.Tensor,
         causal: bool,
-        valid: tuple[torch.Tensor, torch.Tensor] | None = None,
+        valid: Runs | None = None,
     ) -> torch.Tensor:
         """Attend requests of equal lengths over keys that are in no cache, where they are.
 
         query: [B, n, H, D], the last n tokens of each request; key, value: [B, m, K, D], in the query's dtype and on its
-        device; causal: whether no row sees a later key; valid: (first, length) int32 [B] on the device: each request has a run
-        of the m keys only. Keys are copied if requests are not a whole number of keys apart in memory, and prompts of several
-        requests if these are not adjacent. Returns [B, n, H, D].
+        device; causal: whether no row sees a later key; valid: each request's keys among the m, None for all. With n = m the
+        rows of these keys are real, and the others are 0. Returns [B, n, H, D].
+
+        Keys are copied if requests are not a whole number of keys apart in memory; with n = m, if they are not adjacent.
         """
         from attn.torch.kernels.launch import are_all_whole, multiprocessors
         from attn.torch.kernels.paged_attention import paged_attention
@@ -278,14 +279,15 @@ class TritonPagedImpl(PagedAttentionImpl):
             rows = self._decoder(device, query.dtype)
             return rows(*(x.transpose(1, 2) for x in (query, key, value)), self.sinks, valid)
         here = device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-        whole, table, lens = False, None, None
-        if n == m and valid is None:
+        whole, table, lens, outside = False, None, None, None
+        if n == m:
             keys = [x.flatten(0, 1) for x in (key, value)]
+            starts, outside = (_numbers(batch + 1, 0, n, *here), None) if valid is None else valid.sequences(n)
         else:
             *keys, apart = _in_row(key, value)
-            begins = _numbers(batch, 0, apart, *here)
-            first, lens = (begins, _numbers(batch, m, 0, *here)) if valid is None else (begins + valid[0], valid[1])
-            table = first[:, None]
+            starts, begins = _numbers(batch + 1, 0, n, *here), _numbers(batch, 0, apart, *here)
+            lens = _numbers(batch, m, 0, *here) if valid is None else valid.number
+            table = (begins if valid is None else begins + valid.first)[:, None]
             if not self._fixed_split() and device.type == "cuda":
                 whole = are_all_whole(batch, m, self.num_kv_heads, multiprocessors(device))
         output = query.new_empty(batch * n, heads, size)
@@ -294,7 +296,7 @@ class TritonPagedImpl(PagedAttentionImpl):
             None,
             fold_sign(query.flatten(0, 1), self.signed_scale),
             *keys,
-            query_start_loc=_numbers(batch + 1, 0, n, *here),
+            query_start_loc=starts,
             seq_lens=lens,
             block_table=table,
             max_query_len=n,
@@ -311,7 +313,8 @@ class TritonPagedImpl(PagedAttentionImpl):
             sparse=self._sparse(),
             whole=whole,
         )
-        return output.view(batch, n, heads, size)
+        output = output.view(batch, n, heads, size)
+        return output if outside is None else output.masked_fill_(outside[..., None, None], 0)
 
     def row_launcher(self, device: torch.device, dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
         if not self._decodes_dense:

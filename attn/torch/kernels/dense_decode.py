@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from attn.torch.backends._paged import Runs
 from attn.torch.kernels.launch import Launch, arch, check_stride, decode_launch, multiprocessors, power_of_two
 from attn.torch.kernels.paged_attention import LOG2E, _tanh
 from attn.torch.kernels.plan import UNBOUNDED
@@ -180,12 +181,11 @@ class Decoder:
         key: torch.Tensor,
         value: torch.Tensor,
         sinks: torch.Tensor | None = None,
-        runs: tuple[torch.Tensor, torch.Tensor] | None = None,
+        runs: Runs | None = None,
         parts: int = 0,
     ) -> torch.Tensor:
         """Return [B, 1, H, D]. query: [B, H, 1, D]; key, value: [B, K, m, D], with dense last dimensions; sinks: float32 [H];
-        runs: (first, number) int32 [B], each request's keys among the m; parts: of the keys, 0 for the rule. A request without
-        keys is 0."""
+        runs: each request's keys among the m, None for all; parts: of the keys, 0 for the rule. A request without keys is 0."""
         if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
             with torch.cuda.device(self.device):
                 return self(query, key, value, sinks, runs, parts)
@@ -212,8 +212,8 @@ class Decoder:
                     k_at,
                     v_at,
                     0 if sinks is None else sinks.data_ptr(),
-                    0 if runs is None else runs[0].data_ptr(),
-                    0 if runs is None else runs[1].data_ptr(),
+                    0 if runs is None else runs.first.data_ptr(),
+                    0 if runs is None else runs.number.data_ptr(),
                     *numbers,
                     *constants,
                 )
@@ -221,7 +221,8 @@ class Decoder:
         for name, tensor in (("query", query), ("key", key), ("value", value)):
             check_stride(name, tensor)
         states, counters = (output, output) if memory is None else (memory.states, memory.counters)
-        arrays = output, states, counters, query, key, value, output if sinks is None else sinks, *(runs or (output, output))
+        lens = (None, None) if runs is None else (runs.first, runs.number)
+        arrays = output, states, counters, query, key, value, *(output if x is None else x for x in (sinks, *lens))
         flags = {"SPLIT": parts > 1, "HAS_SINKS": sinks is not None, "HAS_RUNS": runs is not None}
         options: dict[str, Any] = {**self.constants, **flags}
         given = dict(zip(_decode.arg_names, (*arrays, *numbers), strict=False))

@@ -21,6 +21,7 @@ from attn.errors import DTypeError, ShapeError, UnsupportedError
 from attn.functional import attention
 from attn.torch import Attention
 from attn.torch import kv_cache as caches
+from attn.torch.backends._paged import Runs
 from attn.torch.backends.blocksparse_attn import BlocksparseFlashAttentionBackend
 from attn.torch.backends.rocm_attn import RocmAttentionBackend
 from attn.torch.backends.tree_attn import TreeAttentionBackend
@@ -299,8 +300,8 @@ def test_keys_in_no_cache_are_attended_where_they_are(options: dict[str, Any], p
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(3, 4, rows, 32, generator=generator).to(device).transpose(1, 2)
     key, value = (_placed(place, torch.randn(3, 40, 2, 32, generator=generator).to(device)) for _ in range(2))
-    runs = [(0, 40)] * 3 if rows > 1 else [(0, 40), (7, 33), (12, 1)]
-    valid = None if rows > 1 else tuple(torch.tensor(runs, dtype=torch.int32, device=device).T.contiguous())
+    runs = [(0, 40), (7, 33), (12, 1)] if rows == 1 else [(0, 40)] * 3
+    valid = Runs(*torch.tensor(runs, dtype=torch.int32, device=device).T.contiguous()) if rows == 1 else None
     got = layer.impl.attend_keys(query, key, value, causal, **({} if valid is None else {"valid": valid}))
     for b, (first, number) in enumerate(runs):
         own = (query[b : b + 1], *(x[b : b + 1, first : first + number] for x in (key, value)))
@@ -329,6 +330,27 @@ def _placed(place: str, given: torch.Tensor) -> torch.Tensor:
         found = (whole[:, :, 9:] if place == "slice" else whole[:, :, :m]).transpose(1, 2)
     found.copy_(given)
     return found
+
+
+@pytest.mark.triton_kernels
+@quiet
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"sliding_window": 7, "logits_soft_cap": 2.0}, {"features": ["non_causal"]}], ids=str)
+def test_rows_between_padding_are_requests_of_their_own(options: dict[str, Any]) -> None:
+    device, runs = "cuda" if ON_GPU else "cpu", [(0, 40), (7, 33), (12, 9), (3, 0)]
+    layer = Attention(4, 32, num_kv_heads=2, dtype=torch.float32, backend="TRITON_ATTN", **options).to(device)
+    query, key, value = (torch.randn(4, 40, heads, 32, device=device) for heads in (4, 2, 2))
+    causal = "features" not in options
+    for b, (first, number) in enumerate(runs):
+        key[b, :first] = value[b, first + number :] = torch.nan
+    got = layer.impl.attend_keys(query, key, value, causal, valid=Runs(*torch.tensor(runs, dtype=torch.int32, device=device).T))
+    window, cap = options.get("sliding_window"), options.get("logits_soft_cap")
+    for b, (first, number) in enumerate(runs):
+        own = slice(first, first + number)
+        arrays = (x[b : b + 1, own] for x in (query, key, value))
+        want = torch.zeros_like(query[b])
+        want[own] = attention(*arrays, causal=causal, window=window, logits_soft_cap=cap, layout="BSHD")[0]
+        torch.testing.assert_close(got[b], want, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.triton_kernels

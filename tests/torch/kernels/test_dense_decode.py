@@ -8,6 +8,7 @@ import torch
 
 from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
 from attn.functional import attention
+from attn.torch.backends._paged import Runs
 from attn.torch.diffusion.backends.triton_attn import TritonAttentionImpl
 from attn.torch.interpreter import prepare
 
@@ -59,7 +60,7 @@ def check(
 ) -> None:
     options = {"scale": 0.3, **options}
     cap, rest = options.get("logits_soft_cap", 0.0), {name: options.get(name) for name in ("sinks", "window")}
-    lens = None if runs is None else tuple(torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in zip(*runs, strict=True))
+    lens = None if runs is None else Runs(*torch.tensor(runs, dtype=torch.int32, device=DEVICE).T.contiguous())
     got = decode(query, key, value, options["scale"], cap, runs=lens, parts=parts, **rest)
     for b, (first, number) in enumerate(runs or [(0, key.shape[2])] * 3):
         own = (x[b : b + 1, :, first : first + number].transpose(1, 2).float() for x in (key, value))
@@ -144,7 +145,7 @@ def test_a_row_of_the_dense_backend(there: list[list[bool]] | None) -> None:
 def test_a_graph_reads_the_tensors_of_its_replay() -> None:
     query, key, value = arrays(torch.bfloat16, 2, 64, 1000)
     number = torch.tensor([1000, 30, 500], dtype=torch.int32, device=DEVICE)
-    runs = torch.zeros_like(number), number
+    runs = Runs(torch.zeros_like(number), number)
     decode(query, key, value, 0.3, runs=runs)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -24,6 +24,7 @@ SCRIPT = """
 import itertools, os
 import torch, triton
 from attn.torch import aot
+from attn.torch.backends._paged import Runs
 from attn.torch.kernels import dense_decode, kv_write, latent_write, mla_decode, plan
 from attn.torch.kernels import paged_attention as kernels
 from attn.torch.kernels.memory import SHARED_MEMORY
@@ -105,7 +106,7 @@ def attend_row(reqs, keys, dtype, odd, order, window, extras):
     shape = key.device, dtype, 8, 2, 64, -0.1 if extras else 0.3, 5.0 if extras else 0.0, window
     return twice(lambda **given: decoders.of(shape)(**given), dict(
         query=torch.zeros(reqs, 8, 1, 64, dtype=dtype), key=key, value=key, sinks=torch.zeros(8) if extras else None,
-        runs=(numbers, numbers) if extras else None))
+        runs=Runs(numbers, numbers) if extras else None))
 
 def write(tokens, dtype, stored, odd, scales):
     key = torch.zeros(tokens * 128 + 8, dtype=dtype)[odd : odd + tokens * 128].view(tokens, 2, 64)
@@ -144,7 +145,7 @@ if os.environ["SUITE_LEVEL"] != "full":  # each shape compiles for seconds
 calls = [(attend, lens, *shape, whole) for lens in batches for whole in (False, True) for shape in shapes]
 half, full = torch.bfloat16, torch.float32
 calls += [
-    (attend_row, reqs, keys, *shape) for reqs, keys in ((3, 700), (64, 701), (3, 30))
+    (attend_row, reqs, keys, *shape) for reqs, keys in ((3, 700), (1, 701), (3, 30))
     for shape in (
         (half, 0, "heads", None, False), (half, 0, "tokens", 100, False), (half, 1, "heads", None, False),
         (torch.float16, 0, "heads", 100, True)

@@ -12,6 +12,7 @@ import torch
 from attn.capabilities import Capabilities, Device, MultipleOf
 from attn.diffusion.backends.dense import DenseCall
 from attn.torch.backends import _hopper
+from attn.torch.backends._paged import Runs
 from attn.torch.diffusion.backends._triton import TritonBackend, TritonImpl, present_first
 
 _PAGE = 128  #: keys per page; the Hopper kernel copies a tile of 128 at once from pages of that size
@@ -58,7 +59,7 @@ class TritonAttentionImpl(TritonImpl, backend=TritonAttentionBackend):
             runs = None
             if call.present is not None:
                 key, value, number = present_first(call)
-                runs = torch.zeros_like(number), number
+                runs = Runs(torch.zeros_like(number), number)
             return self._row(query, self.scale)(*(x.transpose(1, 2) for x in (query, key, value)), runs=runs)
         lens: torch.Tensor | None = None
         pages: torch.Tensor | None = None
