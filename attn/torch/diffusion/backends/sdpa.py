@@ -39,8 +39,8 @@ class SDPAImpl(SDPABase, backend=SDPABackend):
         general = super().launcher(query, key, value)
         if query.shape[1] != 1 or not query.is_cuda or query.shape[3] % 8:
             return general
-        arrays = (x.transpose(1, 2) for x in (query, key, value))
-        params = SDPAParams(*arrays, None, 0.0, False, self.num_heads != self.num_kv_heads)
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        params = SDPAParams(q, k, v, None, 0.0, False, self.num_heads != self.num_kv_heads)  # type: ignore[call-arg]
         return self._by_flash_attention if can_use_flash_attention(params) else general
 
     def _by_flash_attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
