@@ -226,7 +226,8 @@ class Decoder:
         flags = {"SPLIT": parts > 1, "HAS_SINKS": sinks is not None, "HAS_RUNS": runs is not None}
         options: dict[str, Any] = {**self.constants, **flags}
         given = dict(zip(_decode.arg_names, (*arrays, *numbers), strict=False))
-        kernel = _decode[(count, parts)](**given, **options, **self.rule.options())
+        rule = self.rule
+        kernel = _decode[(count, parts)](**given, **options, **rule.options())
         even = not any(x.data_ptr() & 15 for x in (query, key, value)) and not any(x & _UNEVEN for x in numbers[5:])
         if even and isinstance(kernel, triton.compiler.CompiledKernel):  # else it is interpreted, or still being compiled
             self.kept[variant] = kernel, tuple(options[name] for name in _decode.arg_names[len(given) :])
