@@ -3,6 +3,9 @@
 The ways to generate, over many more architectures, are in `test_transformers_ways.py`.
 """
 
+import sys
+from types import ModuleType
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -11,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 import attn  # noqa: E402
 from attn.errors import BackendLoadError, UnsupportedError  # noqa: E402
 from attn.integrations import transformers as attn_transformers  # noqa: E402
-from attn.integrations.transformers import packing, versions  # noqa: E402
+from attn.integrations.transformers import graph, packing, versions  # noqa: E402
 from tests.integrations.tiny_transformers import batch, batching, decoder, encoder, model_of  # noqa: E402
 from tests.levels import full, sampled  # noqa: E402
 
@@ -372,6 +375,58 @@ def test_a_compiled_model_is_one_graph(kind, implementation):
         model.set_attn_implementation(implementation)
         got = torch.compile(model, fullgraph=True, backend="aot_eager")(**inputs, **options)[0][real]
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+
+@torch.library.custom_op("attn_tests::row", mutates_args=())
+def formula_row(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, cap: float, sinks: torch.Tensor | None,
+    mask: torch.Tensor,
+) -> torch.Tensor:  # fmt: skip
+    """As `attn.torch.kernels.dense_decode.row`."""
+    arrays = (x.transpose(1, 2) for x in (query, key, value))
+    return attn.attention(
+        *arrays, scale=scale, logits_soft_cap=cap or None, sinks=sinks, mask=mask[:, None, None], layout="BSHD"
+    ).clone()
+
+
+@formula_row.register_fake
+def _(query, *rest):
+    return query.transpose(1, 2).contiguous()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss"])
+def test_single_rows_in_a_graph_are_captured_where_a_backend_has_an_operator_for_them(kind, monkeypatch):
+    """With a static cache, as `generate` compiles it on a GPU, padding included."""
+
+    torch.compiler.reset()
+    stand_in = ModuleType("attn.torch.kernels.dense_decode")
+    stand_in.row = lambda query, key, value, scale, cap, sinks, mask: formula_row(query, key, value, scale, cap, sinks, mask)
+    monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
+    monkeypatch.setattr(graph, "_has_row_operator", lambda *facts: True)
+    model, inputs = decoder(kind), batch("left")
+    attn_transformers.register()
+    graphs, outputs = [], {}
+
+    def compiler(made, example):
+        graphs.append(str(made.code))
+        return made
+
+    for name in ("eager", "attn"):
+        model.set_attn_implementation(name)
+        cache = transformers.StaticCache(config=model.config, max_cache_len=24)
+        step = torch.compile(model, fullgraph=True, backend=compiler) if name == "attn" else model
+        given = {**inputs, "past_key_values": cache}
+        found = [model(**given).logits[:, -1:]]
+        for _ in range(3):
+            there = torch.cat([given["attention_mask"], torch.ones(2, 1, dtype=torch.long)], 1)
+            place = there.cumsum(1)[:, -1:] - 1
+            given = {**given, "attention_mask": there, "input_ids": torch.full((2, 1), 5), "position_ids": place}
+            found.append(step(**given).logits)
+        outputs[name] = torch.cat(found, 1)
+    torch.testing.assert_close(outputs["attn"], outputs["eager"], rtol=1e-4, atol=1e-4)
+    assert len(graphs) <= 2, "one of the first length of the padding mask, one of any"
+    assert all("attn_tests.row" in code and "attn.transformers" not in code for code in graphs)
 
 
 def test_a_drawn_mask_that_is_a_pattern_is_known_again():

@@ -703,7 +703,7 @@ DEFECTS = (
     ),
     Defect(
         "padded_rows_join_the_next_request",
-        "torch/backends/_paged.py",
+        "torch/kernels/runs.py",
         "begins + self.first, begins + end), 1)",
         "begins + self.first, begins + keys), 1)",
         INTERPRETED,

@@ -13,9 +13,9 @@ A call is computed in one of five ways, depending only on its requirements:
 
 * dense: causal with as many rows as keys, single tokens, bidirectional calls, arbitrary masks: by the diffusion registry's
   choice.
-* packed: other causal calls, windows, caps and sinks: rows without padding, by the attention registry's choice. CPU_ATTN and
-  TORCH_SDPA read keys where transformers keeps them; for any other backend a paged cache is created for the call. A backend
-  requested by name, for all layers or for the layer's kind (`attn.backend_per_kind`), computes every call this way.
+* packed: other causal calls, windows, caps and sinks: rows without padding, by the attention registry's choice. CPU_ATTN,
+  TORCH_SDPA and backends with Triton's kernels read keys where transformers keeps them; for any other a paged cache is created.
+  A backend requested by name, for all layers or for the layer's kind (`attn.backend_per_kind`), computes every call this way.
 * paged: continuous batching, in transformers' pages if a layer keeps all of its keys in them, else over gathered keys; in CUDA
   graphs if the backend reads nothing on the host.
 * formula: `attn.attention`, in float32 and differentiable, where no kernel exists: a mask together with a cap, a window or
@@ -25,7 +25,8 @@ A call is computed in one of five ways, depending only on its requirements:
 While a mask is a causal, windowed or bidirectional pattern with padding, it is described, not materialised (`mask`); any
 other becomes boolean [B, 1, S, T], which is recognised as such a pattern where that matters. Chunks (Llama 4) and blocks of
 tokens that see each other (Gemma 3's images, PaliGemma's prefix) are described as well, and computed packed. In a graph
-(`torch.compile`) masks are materialised; the dense way is traced, each other way is one operator.
+(`torch.compile`) masks are materialised; the dense way is traced, each other way is one operator. Single rows are an operator
+that CUDA graphs may capture, where the chosen backend has one (`dense_decode`).
 
 Calls that repeat in every layer and for every token are decided once (`plans`).
 
@@ -54,7 +55,7 @@ from attn.integrations.transformers.batching import (
     refuse_unpaged,
 )
 from attn.integrations.transformers.call import NAME, Call, refuse_unknown, requested
-from attn.integrations.transformers.graph import as_operator
+from attn.integrations.transformers.graph import as_operator, as_row
 from attn.integrations.transformers.masks import mask
 from attn.integrations.transformers.plans import repeated
 from attn.integrations.transformers.segments import is_packed, packed
@@ -194,7 +195,8 @@ def _function(backend: str | None) -> Callable[..., Any]:
             if call.wants_grad:
                 combined = "gradients in a graph together with a window, a cap, sinks or a backend by name"
                 raise call.refusal(combined, "no backend supports them: use torch.no_grad(), or train without torch.compile")
-            return as_operator(call, attention_mask), None
+            out = as_row(call, attention_mask)
+            return as_operator(call, attention_mask) if out is None else out, None
         return attend(call, attention_mask), wanted
 
     return attention

@@ -14,7 +14,7 @@ import torch
 from attn.backends.metadata import spans_of
 from attn.errors import UnsupportedError
 from attn.integrations.transformers.call import NAME
-from attn.torch.backends._paged import Runs
+from attn.torch.kernels.runs import Runs
 
 
 @dataclass

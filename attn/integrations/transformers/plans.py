@@ -21,8 +21,8 @@ from attn.integrations.transformers.segments import BOUNDARIES
 from attn.integrations.transformers.ways import Way, chosen_for, classify
 from attn.selector import selection_state
 from attn.torch.autocast import enabled as autocast_enabled
-from attn.torch.backends._paged import Runs
 from attn.torch.diffusion.chosen import sizes_that_decide
+from attn.torch.kernels.runs import Runs
 
 #: (query [B, H, S, D], key [B, K, T, D], value [B, K, T, Dv], sinks [H] or None, valid keys or None for all) -> [B, S, H, Dv].
 Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None", Runs | None], torch.Tensor]

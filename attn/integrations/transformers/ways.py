@@ -54,7 +54,7 @@ def attend(call: Call, attention_mask: torch.Tensor | None) -> torch.Tensor:
                 )
             drawn = as_bool(call, attention_mask)
             if call.plain and call.backend is None:
-                return by_dense(replaced(call, causal=False), drawn[..., : call.key.shape[1]])
+                return _under(replaced(call, causal=False), drawn[..., : call.key.shape[1]])
             described = recognised(call, drawn)
             if described is None:
                 return _masked(call, drawn)
@@ -110,6 +110,15 @@ def _masked(call: Call, drawn: torch.Tensor) -> torch.Tensor:
     if call.backend is not None:
         raise call.by_name(f"{Feature.MASK.value} (other than a causal or windowed pattern)", Feature.MASK)
     return by_dense(call, drawn) if call.plain else by_formula(call, drawn)
+
+
+def _under(call: Call, drawn: torch.Tensor) -> torch.Tensor:
+    """Compute a plain call under a materialised mask; that of a single row is one of keys, where a backend reads no others."""
+    if drawn.shape[1] == 1 and drawn.shape[2] == 1 and call.value.shape[-1] <= call.query.shape[-1] and not call.wants_grad:
+        of_keys = drawn[:, 0, 0].expand(len(call.query), -1)
+        if chosen_for(call, of_keys).masks_rows:
+            return by_dense(call, of_keys)
+    return by_dense(call, drawn)
 
 
 def by_dense(call: Call, mask: torch.Tensor | None) -> torch.Tensor:

@@ -76,28 +76,6 @@ class RaggedCall(NamedTuple):
         return self.window[1] == 0
 
 
-class Runs:
-    """One run of keys per request, among keys of equal number: first, number: int32 [B] on the device."""
-
-    def __init__(self, first: torch.Tensor, number: torch.Tensor) -> None:
-        self.first, self.number = first, number
-        self._sequences: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def sequences(self, keys: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cut `keys` rows per request into three sequences: before its run, the run, and after; made once.
-
-        Returns where they begin, int32 [3 B + 1], and which rows are in no run, bool [B, keys].
-        """
-        if keys not in self._sequences:
-            device, end = self.first.device, self.first + self.number
-            begins = torch.arange(0, len(end) * keys, keys, dtype=torch.int32, device=device)
-            starts = torch.stack((begins, begins + self.first, begins + end), 1).flatten()
-            starts = torch.nn.functional.pad(starts, (0, 1), value=len(end) * keys)
-            at = torch.arange(keys, dtype=torch.int32, device=device)
-            self._sequences[keys] = starts, (at < self.first[:, None]) | (at >= end[:, None])
-        return self._sequences[keys]
-
-
 class PagedAttentionBackend(PagedBackend):
     """Base of paged backends: the default metadata and builder."""
 
@@ -131,6 +109,8 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
     traceable = False
     #: Whether `attend_keys` attends keys that are in no cache where they are, and whether these may be a run of them only.
     attends_keys = attends_valid_keys = False
+    #: Whether `dense_decode.row` computes single rows over such keys as this layer would.
+    has_row_operator = False
     #: (shape, block size) of the last cache that passed `_check_extent`.
     _known_extent: tuple[torch.Size | None, int] = (None, 0)
     #: Whether the backend is known to serve this layer without causal masking too.

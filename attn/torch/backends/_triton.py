@@ -22,9 +22,10 @@ from attn.capabilities import ATTN_TYPES, Capabilities, Device, Feature, Multipl
 from attn.dtypes import PER_TOKEN_HEAD
 from attn.torch import kv_cache as caches
 from attn.torch.backends import _hopper
-from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl, PagedCall, RaggedCall, Runs
+from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl, PagedCall, RaggedCall
 from attn.torch.interpreter import judged_on, prepare
 from attn.torch.kernels.memory import largest_group
+from attn.torch.kernels.runs import Runs
 from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
 
 FEATURES = frozenset(
@@ -136,7 +137,7 @@ class TritonPagedImpl(PagedAttentionImpl):
         super().__init__(*args, **kwargs)
         prepare(self.backend.get_name())
         others = self._fixed_split(), self.alibi_slopes is not None, self._sparse(), self.chunk_size
-        self._decodes_dense = not any(others)  #: whether `dense_decode` computes single rows over keys in no cache
+        self.has_row_operator = not any(others)
 
     def do_kv_cache_update(
         self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
@@ -275,7 +276,7 @@ class TritonPagedImpl(PagedAttentionImpl):
 
         (batch, n, heads, size), m, device = query.shape, key.shape[1], query.device
         self._move_to(device)
-        if n == 1 and self._decodes_dense:
+        if n == 1 and self.has_row_operator:
             rows = self._decoder(device, query.dtype)
             return rows(*(x.transpose(1, 2) for x in (query, key, value)), self.sinks, valid)
         here = device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
@@ -317,7 +318,7 @@ class TritonPagedImpl(PagedAttentionImpl):
         return output if outside is None else output.masked_fill_(outside[..., None, None], 0)
 
     def row_launcher(self, device: torch.device, dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
-        if not self._decodes_dense:
+        if not self.has_row_operator:
             return None
         rows = self._decoder(device, dtype)
         return lambda query, key, value, valid: rows(query, key, value, self.sinks, valid)

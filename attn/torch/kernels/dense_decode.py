@@ -15,25 +15,26 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import library
 
-from attn.torch.backends._paged import Runs
 from attn.torch.kernels.launch import Launch, arch, check_stride, decode_launch, multiprocessors, power_of_two
 from attn.torch.kernels.paged_attention import LOG2E, _tanh
 from attn.torch.kernels.plan import UNBOUNDED
+from attn.torch.kernels.runs import Runs
 
 _MOST = 64  #: parts of a request
 
 
 @triton.jit(
-    do_not_specialize=("window", "keys", "parts"),
-    do_not_specialize_on_alignment=("sinks", "first", "number", "scratch", "counters"),
+    do_not_specialize=("window", "keys", "parts", "m_b"),
+    do_not_specialize_on_alignment=("sinks", "first", "number", "mask", "scratch", "counters"),
 )
 def _decode(  # type: ignore[no-untyped-def]
-    output, scratch, counters, query, key, value, sinks, first, number, factor, cap, window, keys, parts,
-    q_b, q_h, k_b, k_t, k_h, v_b, v_t, v_h,
+    output, scratch, counters, query, key, value, sinks, first, number, mask, factor, cap, window, keys, parts,
+    q_b, q_h, k_b, k_t, k_h, v_b, v_t, v_h, m_b,
     K: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, SPLIT: tl.constexpr, NEGATE: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr, HAS_RUNS: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_RUNS: tl.constexpr, HAS_MASK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * K, parts). scratch: float32 [B * K * parts * G * (D + 1)]: results, then their log-sum-exp in base 2."""
     LIFT: tl.constexpr = 15 if query.dtype.element_ty == tl.float16 else 0
@@ -59,20 +60,27 @@ def _decode(  # type: ignore[no-untyped-def]
     if HAS_RUNS:
         k_at += begin.to(tl.int64) * k_t
         v_at += begin.to(tl.int64) * v_t
+    if HAS_MASK:
+        mask += b * m_b
+        if HAS_RUNS:
+            mask += begin
     by = 1.0 if HAS_CAP else factor
     acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     norm = tl.zeros((BLOCK_M,), tl.float32)
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     for tile in tl.range(start, stop, BLOCK_N):
         j = tile + n
-        there = (j < stop)[:, None] & inside
+        seen = j < stop
+        if HAS_MASK:
+            seen = seen & (tl.load(mask + j, mask=seen, other=0) != 0)
+        there = seen[:, None] & inside
         j = j.to(tl.int64)
         k = tl.load(k_at + j[:, None] * k_t + d[None, :], mask=there, other=0.0)
         v = tl.load(v_at + j[:, None] * v_t + d[None, :], mask=there, other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if HAS_CAP:
             s = cap * _tanh(s * factor)
-        s = tl.where((j < stop)[None, :], s, float("-inf"))
+        s = tl.where(seen[None, :], s, float("-inf"))
         above = tl.maximum(top, tl.max(s, 1))
         guard = tl.where(above == float("-inf"), 0.0, above)
         # subtracted before scaling, so that the largest score is exactly 0 and a single key's value is returned exactly
@@ -171,9 +179,9 @@ class Decoder:
             "PRECISION": "tf32x3" if itemsize == 4 and name.startswith("sm") else "ieee",
             "NEGATE": scale < 0, "HAS_CAP": soft_cap != 0,
         }  # fmt: skip
-        #: By sinks, runs and parts of a call, for addresses and strides that are multiples of 16: the compiled kernel and its
-        #: constants, which are its last arguments.
-        self.kept: list[tuple[Any, tuple[Any, ...]] | None] = [None] * 8
+        #: By sinks, runs, mask and parts of a call, for addresses and strides that are multiples of 16: the compiled kernel and
+        #: its last arguments, the constants.
+        self.kept: list[tuple[Any, tuple[Any, ...]] | None] = [None] * 16
 
     def __call__(
         self,
@@ -182,13 +190,15 @@ class Decoder:
         value: torch.Tensor,
         sinks: torch.Tensor | None = None,
         runs: Runs | None = None,
+        mask: torch.Tensor | None = None,
         parts: int = 0,
     ) -> torch.Tensor:
         """Return [B, 1, H, D]. query: [B, H, 1, D]; key, value: [B, K, m, D], with dense last dimensions; sinks: float32 [H];
-        runs: each request's keys among the m, None for all; parts: of the keys, 0 for the rule. A request without keys is 0."""
+        runs: each request's keys among the m, None for all; mask: bool [B, m] with a dense last dimension, True for keys that
+        count among those, None for all; parts: of the keys, 0 for the rule. A request without keys is 0."""
         if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
             with torch.cuda.device(self.device):
-                return self(query, key, value, sinks, runs, parts)
+                return self(query, key, value, sinks, runs, mask, parts)
         batch, keys = query.shape[0], key.shape[2]
         output = query.new_empty(batch, 1, self.heads, self.size)
         count = batch * self.kv_heads
@@ -196,15 +206,16 @@ class Decoder:
             return output
         parts = parts or _parts(count, -(-min(keys, self.window) // self.rule.block_n), self.processors)
         (q_b, q_h, _, _), (k_b, k_h, k_t, _), (v_b, v_h, v_t, _) = query.stride(), key.stride(), value.stride()
-        numbers = self.factor, self.cap, self.window, keys, parts, q_b, q_h, k_b, k_t, k_h, v_b, v_t, v_h
+        m_b = 0 if mask is None else mask.stride(0)
+        numbers = self.factor, self.cap, self.window, keys, parts, q_b, q_h, k_b, k_t, k_h, v_b, v_t, v_h, m_b
         memory = _memory(self.device, batch * parts * self.heads * (self.size + 1), count) if parts > 1 else None
-        variant = (sinks is not None) | (runs is not None) << 1 | (parts > 1) << 2
+        variant = (sinks is not None) | (runs is not None) << 1 | (mask is not None) << 2 | (parts > 1) << 3
         kept = self.kept[variant]
         if kept is not None:
             q_at, k_at, v_at = query.data_ptr(), key.data_ptr(), value.data_ptr()
             if not ((q_at | k_at | v_at) & 15 or (q_b | q_h | k_b | k_t | k_h | v_b | v_t | v_h) & _UNEVEN):
                 kernel, constants = kept
-                kernel[count, parts, 1](
+                where = (
                     output.data_ptr(),
                     0 if memory is None else memory.states_at,
                     0 if memory is None else memory.counters_at,
@@ -214,21 +225,21 @@ class Decoder:
                     0 if sinks is None else sinks.data_ptr(),
                     0 if runs is None else runs.first.data_ptr(),
                     0 if runs is None else runs.number.data_ptr(),
-                    *numbers,
-                    *constants,
+                    0 if mask is None else mask.data_ptr(),
                 )
+                kernel[count, parts, 1](*where, *numbers, *constants)
                 return output
-        for name, tensor in (("query", query), ("key", key), ("value", value)):
+        for name, tensor in (("query", query), ("key", key), ("value", value), ("mask", query if mask is None else mask)):
             check_stride(name, tensor)
         states, counters = (output, output) if memory is None else (memory.states, memory.counters)
         lens = (None, None) if runs is None else (runs.first, runs.number)
-        arrays = output, states, counters, query, key, value, *(output if x is None else x for x in (sinks, *lens))
-        flags = {"SPLIT": parts > 1, "HAS_SINKS": sinks is not None, "HAS_RUNS": runs is not None}
+        arrays = output, states, counters, query, key, value, *(output if x is None else x for x in (sinks, *lens, mask))
+        flags = {"SPLIT": parts > 1, "HAS_SINKS": sinks is not None, "HAS_RUNS": runs is not None, "HAS_MASK": mask is not None}
         options: dict[str, Any] = {**self.constants, **flags}
         given = dict(zip(_decode.arg_names, (*arrays, *numbers), strict=False))
         rule = self.rule
         kernel = _decode[(count, parts)](**given, **options, **rule.options())
-        even = not any(x.data_ptr() & 15 for x in (query, key, value)) and not any(x & _UNEVEN for x in numbers[5:])
+        even = not any(x.data_ptr() & 15 for x in (query, key, value)) and not any(x & _UNEVEN for x in numbers[5:-1])
         if even and isinstance(kernel, triton.compiler.CompiledKernel):  # else it is interpreted, or still being compiled
             self.kept[variant] = kernel, tuple(options[name] for name in _decode.arg_names[len(given) :])
         return output
@@ -236,6 +247,64 @@ class Decoder:
 
 #: The decoder of a shape, one for all layers; takes `Decoder`'s arguments.
 decoder = functools.lru_cache(maxsize=256)(Decoder)
+
+
+def row(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    soft_cap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Compute a `Decoder`'s call, in a graph as one operator, which CUDA graphs may capture.
+
+    mask: bool [B, m], the keys that count; those before the first and after the last are not read.
+    """
+    first = number = None
+    if mask is not None:
+        at = torch.arange(mask.shape[1], dtype=torch.int32, device=mask.device)
+        first = torch.where(mask, at, mask.shape[1]).amin(1).to(torch.int32)
+        number = (torch.where(mask, at + 1, 0).amax(1) - first).clamp(min=0).to(torch.int32)
+    call = _operator if torch.compiler.is_compiling() else _row
+    return call(  # type: ignore[no-any-return]
+        query=query,
+        key=key,
+        value=value,
+        sinks=sinks,
+        mask=mask,
+        first=first,
+        number=number,
+        scale=scale,
+        soft_cap=soft_cap,
+    )
+
+
+def _row(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    first: torch.Tensor | None,
+    number: torch.Tensor | None,
+    scale: float,
+    soft_cap: float,
+) -> torch.Tensor:
+    shape = query.shape[1], key.shape[1], query.shape[3]
+    runs = None if first is None or number is None else Runs(first, number)
+    found: torch.Tensor = decoder(query.device, query.dtype, *shape, scale, soft_cap)(query, key, value, sinks, runs, mask)
+    return found
+
+
+_operator = library.custom_op("attn::dense_row", _row, mutates_args=())
+
+
+@_operator.register_fake
+def _(query, *rest):  # type: ignore[no-untyped-def]
+    batch, heads, _, size = query.shape
+    return query.new_empty(batch, 1, heads, size)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -21,11 +21,11 @@ from attn.errors import DTypeError, ShapeError, UnsupportedError
 from attn.functional import attention
 from attn.torch import Attention
 from attn.torch import kv_cache as caches
-from attn.torch.backends._paged import Runs
 from attn.torch.backends.blocksparse_attn import BlocksparseFlashAttentionBackend
 from attn.torch.backends.rocm_attn import RocmAttentionBackend
 from attn.torch.backends.tree_attn import TreeAttentionBackend
 from attn.torch.backends.triton_attn import TritonAttentionBackend
+from attn.torch.kernels.runs import Runs
 
 ON_GPU = torch.cuda.is_available()
 H200, A100 = Device("torch", "cuda", "H200", "sm_90"), Device("torch", "cuda", "A100", "sm_80")

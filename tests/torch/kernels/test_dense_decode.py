@@ -8,9 +8,9 @@ import torch
 
 from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
 from attn.functional import attention
-from attn.torch.backends._paged import Runs
 from attn.torch.diffusion.backends.triton_attn import TritonAttentionImpl
 from attn.torch.interpreter import prepare
+from attn.torch.kernels.runs import Runs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -139,6 +139,44 @@ def test_a_row_of_the_dense_backend(there: list[list[bool]] | None) -> None:
     if mask is None:
         launch = impl.launcher(query[:, None], key, value)
         torch.testing.assert_close(launch(query[:, :, None], *keys), want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("parts", [0, 4])
+def test_a_mask_of_keys_within_runs(parts: int) -> None:
+    """Keys that are masked, and those outside the runs, may hold anything."""
+    query, key, value = arrays(torch.float32, 2, 32, 130)
+    runs, mask = [(0, 130), (30, 61), (7, 0)], torch.rand(3, 131, generator=torch.Generator().manual_seed(0)) > 0.4
+    mask[0, 64:] = False  # whole tiles
+    mask = mask[:, 1:].to(DEVICE)
+    lens = Runs(*torch.tensor(runs, dtype=torch.int32, device=DEVICE).T.contiguous())
+    for x in (key, value):
+        x.masked_fill_(~mask[:, None, :, None], torch.nan)
+    got = decode(query, key, value, runs=lens, mask=mask, parts=parts)
+    for b, (first, number) in enumerate(runs):
+        own = mask[b, first : first + number].nonzero()[:, 0] + first
+        want = attention(query[b, None], *(x[b, :, own].transpose(0, 1) for x in (key, value)), scale=0.3)
+        torch.testing.assert_close(got[b], want[0], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_row_in_a_graph_is_one_operator(masked: bool) -> None:
+    query, *keys = arrays(torch.float32, 2, 32, 70)
+    given = query[:, None], *(x.transpose(1, 2) for x in keys)
+    impl = TritonAttentionImpl(8, 32, -0.3, False, 2)
+    mask = torch.rand(3, 70, device=DEVICE) > 0.5 if masked else None
+
+    def call(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        return impl.forward(query, key, value, DiffusionAttentionMetadata(attn_mask=mask))
+
+    seen: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
+        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    want = call(*given, mask)
+    torch.testing.assert_close(torch.compile(call, fullgraph=True, backend=backend)(*given, mask), want)
+    assert sum("dense_row" in name for name in seen) == 1 and not any("attn.dense.default" in name for name in seen)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="graphs need a GPU")

@@ -24,7 +24,7 @@ SCRIPT = """
 import itertools, os
 import torch, triton
 from attn.torch import aot
-from attn.torch.backends._paged import Runs
+from attn.torch.kernels.runs import Runs
 from attn.torch.kernels import dense_decode, kv_write, latent_write, mla_decode, plan
 from attn.torch.kernels import paged_attention as kernels
 from attn.torch.kernels.memory import SHARED_MEMORY
@@ -38,7 +38,7 @@ def launcher(source, metadata):
                 (x.dtype, x.shape) if isinstance(x, torch.Tensor) else x for x in args[9:]]
         if metadata.name == "_decode":  # takes addresses
             seen = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in args[9:]]
-            seen[:9] = [x if x in given else "new" for x in seen[:9]]
+            seen[:10] = [x if x in given else "new" for x in seen[:10]]
         launched.append((metadata.hash, args[:4], seen))
     return launch
 
@@ -106,6 +106,7 @@ def attend_row(reqs, keys, dtype, odd, order, window, extras):
     shape = key.device, dtype, 8, 2, 64, -0.1 if extras else 0.3, 5.0 if extras else 0.0, window
     return twice(lambda **given: decoders.of(shape)(**given), dict(
         query=torch.zeros(reqs, 8, 1, 64, dtype=dtype), key=key, value=key, sinks=torch.zeros(8) if extras else None,
+        mask=torch.ones(reqs, keys, dtype=torch.bool) if extras else None,
         runs=Runs(numbers, numbers) if extras else None))
 
 def write(tokens, dtype, stored, odd, scales):

@@ -26,8 +26,11 @@ class DenseBackend(DiffusionAttentionBackend):
 
 class DenseImpl(DenseAttentionImpl):
     framework = "torch"
-    #: Whether `torch.compile` can trace `_attend`; if not, the call is one operator in the graph.
+    #: Whether `torch.compile` can trace `_attend`, or that of single rows; if not, the call is one operator in the graph.
     traceable: ClassVar[bool] = False
+    traces_rows: ClassVar[bool] = False
+    #: Whether single rows read only the keys that their mask leaves, where they are.
+    masks_rows: ClassVar[bool] = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -40,7 +43,7 @@ class DenseImpl(DenseAttentionImpl):
         value: torch.Tensor,
         attn_metadata: DiffusionAttentionMetadata | None = None,
     ) -> torch.Tensor:
-        if self.traceable or not torch.compiler.is_compiling():
+        if self.traceable or not torch.compiler.is_compiling() or (self.traces_rows and query.shape[1] == 1):
             result: torch.Tensor = super().forward(query, key, value, attn_metadata)
             return result
         return graphs.dense(self, self._prepared(query, key, value, attn_metadata))

@@ -12,7 +12,6 @@ import torch
 from attn.capabilities import Capabilities, Device, MultipleOf
 from attn.diffusion.backends.dense import DenseCall
 from attn.torch.backends import _hopper
-from attn.torch.backends._paged import Runs
 from attn.torch.diffusion.backends._triton import TritonBackend, TritonImpl, present_first
 
 _PAGE = 128  #: keys per page; the Hopper kernel copies a tile of 128 at once from pages of that size
@@ -35,18 +34,18 @@ class TritonAttentionBackend(TritonBackend):
 
 
 class TritonAttentionImpl(TritonImpl, backend=TritonAttentionBackend):
+    traces_rows = masks_rows = True
+
     def launcher(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
         general = super().launcher(query, key, value)
-        return self._row(query, self.signed_scale) if query.shape[1] == 1 else general
-
-    def _row(self, query: torch.Tensor, scale: float) -> Callable[..., torch.Tensor]:
-        """Return the function of `dense_decode` for single rows."""
+        if query.shape[1] > 1:
+            return general
         from attn.torch.kernels.dense_decode import decoder
 
         shape = self.num_heads, self.num_kv_heads, self.head_size
-        row: Callable[..., torch.Tensor] = decoder(query.device, query.dtype, *shape, scale)
+        row: Callable[..., torch.Tensor] = decoder(query.device, query.dtype, *shape, self.signed_scale)
         return row
 
     def _launch(self, call: DenseCall, lse: torch.Tensor | None) -> torch.Tensor:
@@ -56,11 +55,10 @@ class TritonAttentionImpl(TritonImpl, backend=TritonAttentionBackend):
         batch, rows = query.shape[:2]
         device, length = query.device, key.shape[1]
         if rows == 1 and lse is None:
-            runs = None
-            if call.present is not None:
-                key, value, number = present_first(call)
-                runs = Runs(torch.zeros_like(number), number)
-            return self._row(query, self.scale)(*(x.transpose(1, 2) for x in (query, key, value)), runs=runs)
+            from attn.torch.kernels.dense_decode import row
+
+            q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+            return row(q, k, v, self.scale, mask=call.present)
         lens: torch.Tensor | None = None
         pages: torch.Tensor | None = None
         if call.present is None and rows == length:
