@@ -15,7 +15,8 @@ A call is computed in one of five ways, depending only on its requirements:
   choice.
 * packed: other causal calls, windows, caps and sinks: rows without padding, by the attention registry's choice. CPU_ATTN,
   TORCH_SDPA and backends with Triton's kernels read keys where transformers keeps them; for any other a paged cache is created.
-  A backend requested by name, for all layers or for the layer's kind (`attn.backend_per_kind`), computes every call this way.
+  A backend requested by name, for all layers or for the layer's kind (`attn.backend_per_kind`), computes every call this way;
+  dense ones that repeat are computed by the dense backend of that name, if there is one.
 * paged: continuous batching, in transformers' pages if a layer keeps all of its keys in them, else over gathered keys; in CUDA
   graphs if the backend reads nothing on the host.
 * formula: `attn.attention`, in float32 and differentiable, where no kernel exists: a mask together with a cap, a window or

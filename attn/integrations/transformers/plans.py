@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from attn.capabilities import AttentionType
+from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum as Dense
 from attn.errors import UnsupportedError
 from attn.integrations.transformers.call import UNKNOWN, Call, requested, widened
 from attn.integrations.transformers.packing import layer_of
@@ -151,8 +152,8 @@ def _planned(call: Call, padded: bool) -> Launch | None:
     way = classify(call, square=rows == keys, masked=padded)
     if way is Way.FORMULA or (way is Way.DENSE and padded and rows > 1):
         return None
-    if way is Way.DENSE and not padded:
-        dense = chosen_for(call, None).launcher(call.query, call.key, widened(call))
+    dense = None if padded else _dense(call, way, rows == keys)
+    if dense is not None:
         if not pads:
             return lambda query, key, value, sinks, valid: dense(query, key, value)
         return lambda query, key, value, sinks, valid: dense(query, key, F.pad(value, (0, pads)))[..., :width]
@@ -184,6 +185,20 @@ def _planned(call: Call, padded: bool) -> Launch | None:
         return out[..., :width] if pads else out
 
     return launch
+
+
+def _dense(call: Call, way: Way, square: bool) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
+    """Return the launch of a plain call by a dense backend: the fastest, or the one that has the name of the requested one."""
+    if way is Way.DENSE:
+        launch: Any = chosen_for(call, None).launcher(call.query, call.key, widened(call))
+        return launch  # type: ignore[no-any-return]
+    if not call.plain or call.wants_grad or (call.causal and not square) or call.backend not in Dense.names():
+        return None
+    try:
+        launch = chosen_for(call, None, call.backend).launcher(call.query, call.key, widened(call))
+    except UnsupportedError:
+        return None
+    return launch  # type: ignore[no-any-return]
 
 
 class _Held:

@@ -130,10 +130,10 @@ def by_dense(call: Call, mask: torch.Tensor | None) -> torch.Tensor:
     return out[..., : call.value.shape[-1]]
 
 
-def chosen_for(call: Call, mask: torch.Tensor | None) -> Any:
-    """Return the implementation that the diffusion registry chooses for a call with this mask."""
+def chosen_for(call: Call, mask: torch.Tensor | None, backend: str | None = None) -> Any:
+    """Return the implementation that the diffusion registry chooses for a call with this mask, or that of `backend`."""
     return chosen_impl(
-        None,
+        backend,
         0.0,
         call.query.device.type,
         call.query.shape[2],

@@ -13,6 +13,7 @@ from attn.integrations.transformers import plans  # noqa: E402
 from attn.integrations.transformers.call import Call  # noqa: E402
 from attn.integrations.transformers.plans import needed  # noqa: E402
 from attn.integrations.transformers.ways import Way, classify  # noqa: E402
+from attn.torch.diffusion.backends._sdpa import SDPABase  # noqa: E402
 
 
 class Layer(torch.nn.Module):
@@ -126,6 +127,23 @@ def _windowed(size):
     from transformers.masking_utils import sliding_window_causal_mask_function
 
     return sliding_window_causal_mask_function(size)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "dense"), [("attn:TORCH_SDPA", True), ("attn:CPU_ATTN", False)])
+def test_plain_calls_by_name_are_the_dense_backends_of_that_name(name, dense, monkeypatch):
+    launched = []
+    attend = SDPABase._attend_heads_first
+    monkeypatch.setattr(SDPABase, "_attend_heads_first", lambda *given: launched.append(1) or attend(*given))
+    for rows, options, plain in ((1, {}, True), (9, {}, True), (1, {"softcap": 5.0}, False), (9, {"is_causal": False}, True)):
+        launched.clear()
+        given = arrays(rows)
+        want = attn.attention(
+            *(x.transpose(1, 2) for x in given), scale=0.25, causal=options.get("is_causal", True), layout="BSHD",
+            logits_soft_cap=options.get("softcap"),
+        )  # fmt: skip
+        torch.testing.assert_close(attended(Layer(), given, name=name, **options), want, rtol=1e-4, atol=1e-5)
+        assert bool(launched) == (dense and plain)
 
 
 @torch.no_grad()
