@@ -30,7 +30,8 @@ SINGLE := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 XLA_FLAGS="
 # Most tests choose among the backends of a CPU; those that launch kernels on a GPU are in `make test-gpu`.
 ON_CPU := CUDA_VISIBLE_DEVICES= HIP_VISIBLE_DEVICES= ROCR_VISIBLE_DEVICES=
 GPU_TESTS := tests/torch/kernels tests/torch/backends/test_triton_attn.py tests/torch/backends/mla/test_triton_mla.py \
-	tests/torch/test_alignment.py tests/torch/diffusion/backends tests/torch/test_devices.py tests/torch/test_kv_cache.py
+	tests/torch/test_alignment.py tests/torch/diffusion/backends tests/torch/test_devices.py tests/torch/test_kv_cache.py \
+	tests/integrations/transformers/test_batching.py
 
 # The tests that depend on the versions of frameworks, for the oldest and newest versions; TESTS=tests runs all tests there.
 # TORCH=no avoids the gigabytes of a torch with CUDA: the oldest versions are then tested with .venv's torch, the newest

@@ -293,6 +293,41 @@ def _reach(mask: str, tokens: int, requests: int) -> dict[str, Any]:
     return {**spans, "prefix": prefix, "is_causal": flags, "chunk_size": 512}
 
 
+# --- single rows over keys in no cache --------------------------------------------------------------------------------
+
+ROW: dict[str, Sequence[Any]] = {
+    "heads": PAGED["heads"],
+    "head_size": PAGED["head_size"],
+    "dtype": PAGED["dtype"],
+    "parts": (1, 7),
+    "runs": (False, True),
+    "keys_masked": (False, True),
+    "soft_cap": (False, True),
+    "sinks": (False, True),
+    "tokens_first": (False, True),
+}
+
+
+def _launch_row(choice: Choice) -> None:
+    from attn.torch.kernels.dense_decode import Decoder
+    from attn.torch.kernels.runs import Runs
+
+    (heads, kv_heads), size, dtype = choice["heads"], choice["head_size"], getattr(torch, choice["dtype"])
+    lens, shape = torch.ones(3, dtype=torch.int32), (3, kv_heads, 900, size)
+    cache = torch.empty(shape, dtype=dtype)
+    if choice["tokens_first"]:
+        cache = cache.transpose(1, 2).contiguous().transpose(1, 2)
+    Decoder(cache.device, dtype, heads, kv_heads, size, size**-0.5, 30.0 if choice["soft_cap"] else 0.0)(
+        torch.empty(3, heads, 1, size, dtype=dtype),
+        cache,
+        cache,
+        sinks=torch.ones(heads) if choice["sinks"] else None,
+        runs=Runs(lens, lens) if choice["runs"] else None,
+        mask=torch.ones(3, 900, dtype=torch.bool) if choice["keys_masked"] else None,
+        parts=choice["parts"],
+    )
+
+
 # --- writing the cache ----------------------------------------------------------------------------------------------
 
 WRITE: dict[str, Sequence[Any]] = {
@@ -554,6 +589,7 @@ def _launch_int8(choice: Choice) -> None:
 KERNELS = {
     "paged_attention": Kernel(PAGED, _launch_paged, _normalise_paged, _refuse_paged),
     "hopper_prefill": Kernel(HOPPER, _launch_hopper),
+    "dense_decode": Kernel(ROW, _launch_row),
     "kv_write": Kernel(WRITE, _launch_write, _normalise_write),
     "merge_states": Kernel(MERGE, _launch_merge),
     "latent_write": Kernel(LATENT_WRITE, _launch_latent_write, _normalise_latent_write),

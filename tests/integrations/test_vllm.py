@@ -162,6 +162,21 @@ def test_a_cache_that_replaces_another_is_written(vllm: Any) -> None:
     assert torch.equal(*caches) and caches[1].sum() == 3 * 2 * 64
 
 
+def test_an_int8_cache_without_scales_warns_once(vllm: Any, caplog: Any) -> None:
+    """At the first write, when vLLM has loaded the scales."""
+    step, key = vllm.common([3], [3], 16), torch.ones(3, 2, 32)
+    cache = torch.zeros(2, 2, 16, 64, dtype=torch.int8)
+    for loaded, said in ((1.0, ["k_scale", "v_scale"]), (0.25, ["v_scale"])):
+        impl, layer = vllm.implementation(kv_cache_dtype="int8"), vllm.layer()
+        layer._k_scale_float, layer._v_scale_float = loaded, 1.0
+        caplog.clear()
+        with caplog.at_level("WARNING", "vllm.attn"):
+            for _ in range(2):
+                impl.do_kv_cache_update(layer, key, key, cache, step.slot_mapping)
+        (message,) = [record.getMessage() for record in caplog.records]
+        assert f"kv_cache_dtype='int8' without {' and '.join(said)}: " in message and "attn.kv_cache_scales" in message
+
+
 def test_a_quantised_cache_that_comes_as_bytes(vllm: Any) -> None:
     impl, step = vllm.implementation(kv_cache_dtype="fp8"), vllm.common([5], [5], 16)
     cache = torch.zeros(2, 2, 16, 64, dtype=torch.uint8)

@@ -696,7 +696,7 @@ DEFECTS = (
     Defect(
         "row_launch_of_other_parts",
         "torch/kernels/dense_decode.py",
-        " | (parts > 1) << 2",
+        " | (parts > 1) << 3",
         "",
         ("torch/kernels/test_direct.py",),
         "Rows in parts are launched by the kernel for whole rows.",

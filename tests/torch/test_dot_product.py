@@ -276,3 +276,18 @@ def test_autocast_is_followed(mask, dtypes):
     torch.testing.assert_close(got, want)
     torch.testing.assert_close(compiled, want)
     assert got.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("shape", [(4, 4, 5, 9), (1, 1, 5, 9), (5, 9)])
+def test_a_mask_of_minus_infinity_hides_its_keys(shape: tuple[int, ...]) -> None:
+    """A row without keys is 0, as under a mask of bools, and as in `attn.jax` (docs/semantics.md §1)."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(4, 4, 5, 16), torch.randn(4, 4, 9, 16), torch.randn(4, 4, 9, 16)
+    seen = torch.rand(shape) > 0.3
+    seen[..., 3, :] = False
+    number = torch.randn(shape)
+    got = attn.torch.scaled_dot_product_attention(query, key, value, torch.where(seen, number, -torch.inf))
+    scores = query @ key.transpose(2, 3) / 4 + number
+    weights = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1).nan_to_num()
+    torch.testing.assert_close(got, weights @ value, rtol=1e-5, atol=1e-5)
+    assert not got[:, :, 3].any()

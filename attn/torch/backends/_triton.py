@@ -290,7 +290,7 @@ class TritonPagedImpl(PagedAttentionImpl):
             lens = _numbers(batch, m, 0, *here) if valid is None else valid.number
             table = (begins if valid is None else begins + valid.first)[:, None]
             if not self._fixed_split() and device.type == "cuda":
-                whole = are_all_whole(batch, m, self.num_kv_heads, multiprocessors(device))
+                whole = are_all_whole(batch, -(-m // 64) * 64, self.num_kv_heads, multiprocessors(device))
         output = query.new_empty(batch * n, heads, size)
         paged_attention(
             output,

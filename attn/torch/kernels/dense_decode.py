@@ -170,7 +170,7 @@ class Decoder:
         self.processors = multiprocessors(device)
         name, group, itemsize, block_d = arch(), heads // kv_heads, dtype.itemsize, power_of_two(size)
         rule, block_g = decode_launch(name, group, size, itemsize, itemsize), power_of_two(group)
-        if name == "sm_90" and itemsize == 2:  # measured (H100): two tiles on their way, whatever the width of heads
+        if name == "sm_90" and itemsize == 2 and rule.block_m <= 32:  # measured (H100): two tiles on their way at any width
             rule = Launch(rule.block_m, 64, 4, 3)
         self.rule = rule
         self.constants = {

@@ -319,7 +319,7 @@ def test_no_graph_is_captured_by_default(captures):
     os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available(),
     reason="no GPU for Triton's kernels (test_interpreted_kernels interprets them)",
 )
-@pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("kind", sampled(["llama", "gpt_oss"], 2 if torch.cuda.is_available() else 1, "continuous batching"))
 def test_kernels(kind, monkeypatch):
     """Triton's kernels over transformers' pages and over gathered keys, in steps padded as for graphs; on a GPU in graphs."""
     runner = pytest.importorskip("transformers.generation.continuous_batching.model_runner").ModelRunner
@@ -333,9 +333,13 @@ def test_kernels(kind, monkeypatch):
     name, extra = tiny_transformers.DECODERS[kind]
     monkeypatch.setitem(tiny_transformers.DECODERS, kind, (name, {**extra, "head_dim": 32}))
     model = of_kind(kind).to("cuda" if torch.cuda.is_available() else "cpu")
+    replays, replay = [], torch.cuda.CUDAGraph.replay if torch.cuda.is_available() else None
+    if replay is not None:
+        monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: replays.append(graph) or replay(graph))
     with attn_transformers.paged(model, "TRITON_ATTN"):
         answers = generate(model, MIXED[1:4])
     check_texts(model, answers, MIXED[1:4])
+    assert replays or replay is None
 
 
 @test_interpreted.pytestmark[0]

@@ -184,8 +184,10 @@ class _Recorded:
     def __init__(self) -> None:
         self.programs: set[tuple[Any, ...]] = set()
 
-    def launch(self, programs: int, changing: dict[str, Any], constants: dict[str, Any]) -> None:
-        compiled = {**constants, "BLOCK_R": constants.get("BLOCK_R", 0) > 0}
+    def launch(
+        self, programs: int, changing: dict[str, Any], constants: dict[str, Any], strides: dict[str, int] | None = None
+    ) -> None:
+        compiled = {**constants, **(strides or {}), "BLOCK_R": constants.get("BLOCK_R", 0) > 0}
         dtypes = {n: getattr(v, "dtype", type(v)) for n, v in changing.items()}
         self.programs.add((*sorted(compiled.items(), key=str), *sorted(dtypes.items(), key=str)))
 
