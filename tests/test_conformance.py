@@ -1,5 +1,6 @@
-"""The conformance suite on the backends that a CPU runs at full speed. XLA compiles a program for most of XLA_ATTN's cases, so
-`make test` runs those that are kept (tests/testing/covering.py) and some of the others; of latent attention, it draws half.
+"""The conformance suite on XLA's and latent attention's backends, on a CPU; torch/backends/test_ragged.py has it for TORCH_SDPA
+and CPU_ATTN. XLA compiles a program for most of XLA_ATTN's cases, so `make test` runs those that are kept
+(tests/testing/covering.py) and some of the others; of latent attention, it draws half.
 
 A backend that cannot run is one skipped test, with its verdict as the reason. Kernels that need an accelerator, or an
 interpreter in its place, are examined by their own tests and by `attn conform` on such a machine.
@@ -16,7 +17,7 @@ from tests.testing import covering
 
 #: Of backends whose cases are expensive, the number that `make test` draws.
 DRAWN = {"XLA_ATTN": 3, "TORCH_MLA": 60, "TORCH_MLA_SPARSE": 60}
-BACKENDS = ("TORCH_SDPA", "CPU_ATTN", "TORCH_MLA", "TORCH_MLA_SPARSE", "XLA_ATTN")
+BACKENDS = tuple(DRAWN)
 
 
 def _cases() -> list[Any]:
@@ -28,7 +29,7 @@ def _cases() -> list[Any]:
             continue
         name = candidate.name
         cases = [pytest.param(candidate.backend, case, id=f"{name}-{case}") for case in cases_of(subject)]
-        found += sampled(cases, DRAWN[name], name, _is_kept) if name in DRAWN else cases
+        found += sampled(cases, DRAWN[name], name, _is_kept)
     return found
 
 

@@ -57,7 +57,7 @@ class Outcome:
     files: dict[str, str] = field(default_factory=dict)  #: of each file that ran, what noticed: "" for nothing
 
 
-RAGGED = ("torch/backends/test_ragged.py", "test_conformance.py")
+RAGGED = ("torch/backends/test_ragged.py",)
 FLEX = ("torch/backends/test_flex_attention.py",)
 INTERPRETED = ("torch/test_interpreted.py",)
 FLASHINFER = ("torch/backends/test_flashinfer.py",)

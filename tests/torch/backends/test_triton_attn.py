@@ -26,6 +26,7 @@ from attn.torch.backends.rocm_attn import RocmAttentionBackend
 from attn.torch.backends.tree_attn import TreeAttentionBackend
 from attn.torch.backends.triton_attn import TritonAttentionBackend
 from attn.torch.kernels.runs import Runs
+from tests.levels import sampled
 
 ON_GPU = torch.cuda.is_available()
 H200, A100 = Device("torch", "cuda", "H200", "sm_90"), Device("torch", "cuda", "A100", "sm_80")
@@ -35,6 +36,13 @@ MI300 = Device("torch", "rocm", "MI300X", "gfx942")
 PLACES = [("heads first", 1), ("heads first", 40), ("tokens first", 3), ("odd", 1), ("slice", 1)]
 if ON_GPU:
     PLACES = list(itertools.product(("heads first", "tokens first", "slice", "odd"), (1, 3, 40)))
+NO_CACHE: tuple[dict[str, Any], ...] = (
+    {}, {"sliding_window": 7, "sinks": [0.5, -1.0, 2.0, 0.0]}, {"sliding_window": 50, "logits_soft_cap": 1.5, "scale": -0.4},
+    {"features": ["non_causal"]}, {"features": ["batch_invariant"]},
+)  # fmt: skip
+WHERE = [pytest.param(*place, options, id=f"{place}-{options}") for place in PLACES for options in NO_CACHE]
+if not ON_GPU:
+    WHERE = sampled(WHERE, 6, "keys in no cache")
 
 # the interpreter computes with NumPy, which speaks of the infinities that kernels handle on purpose, and with its old ways
 quiet = pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")
@@ -281,19 +289,8 @@ def test_selector_branch_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.triton_kernels
 @quiet
 @torch.no_grad()
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"sliding_window": 7, "sinks": [0.5, -1.0, 2.0, 0.0]},
-        {"sliding_window": 50, "logits_soft_cap": 1.5, "scale": -0.4},
-        {"features": ["non_causal"]},
-        {"features": ["batch_invariant"]},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize(("place", "rows"), PLACES)
-def test_keys_in_no_cache_are_attended_where_they_are(options: dict[str, Any], place: str, rows: int) -> None:
+@pytest.mark.parametrize(("place", "rows", "options"), WHERE)
+def test_keys_in_no_cache_are_attended_where_they_are(place: str, rows: int, options: dict[str, Any]) -> None:
     """In a cache with unused slots, of NaN, as transformers' static one; in one run of them per request if `rows` is 1."""
     device, causal = "cuda" if ON_GPU else "cpu", "non_causal" not in options.get("features", ())
     layer = Attention(4, 32, num_kv_heads=2, dtype=torch.float32, backend="TRITON_ATTN", **options).to(device)
