@@ -190,7 +190,7 @@ class CudaPlatform(TorchPlatform):
         kind, order = rows_that_decide(getattr(request, "rows", None) or 0), super().diffusion_priorities(request, device)
         if kind == 1:
             # A decoded token. cuDNN builds a plan at each new number of keys (60 to 900 ms, measured on an H100); TRITON_ATTN
-            # and FlashAttention, which TORCH_SDPA launches, do not, and TRITON_ATTN takes 0.75 to 1.1x cuDNN's time there.
+            # and FlashAttention, which TORCH_SDPA launches, do not. TRITON_ATTN takes 0.67 to 1.5x cuDNN's time there.
             first = ("TRITON_ATTN", "TORCH_SDPA") if arch_matches(device.arch, "sm_90") else ("TORCH_SDPA",)
             return (*first, *(name for name in order if name not in first))
         if arch_matches(device.arch, "sm_90"):

@@ -702,6 +702,14 @@ DEFECTS = (
         "Rows in parts are launched by the kernel for whole rows.",
     ),
     Defect(
+        "row_of_an_invariant_layer",
+        "torch/backends/_triton.py",
+        "return not (self._fixed_split() or ",
+        "return not (",
+        INTERPRETED,
+        "Rows of a layer that requests batch_invariant are cut by the number of requests.",
+    ),
+    Defect(
         "padded_rows_join_the_next_request",
         "torch/kernels/runs.py",
         "begins + self.first, begins + end), 1)",

@@ -110,7 +110,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
     #: Whether `attend_keys` attends keys that are in no cache where they are, and whether these may be a run of them only.
     attends_keys = attends_valid_keys = False
     #: Whether `dense_decode.row` computes single rows over such keys as this layer would.
-    has_row_operator = False
+    has_row_operator: bool = False
     #: (shape, block size) of the last cache that passed `_check_extent`.
     _known_extent: tuple[torch.Size | None, int] = (None, 0)
     #: Whether the backend is known to serve this layer without causal masking too.

@@ -136,8 +136,6 @@ class TritonPagedImpl(PagedAttentionImpl):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         prepare(self.backend.get_name())
-        others = self._fixed_split(), self.alibi_slopes is not None, self._sparse(), self.chunk_size
-        self.has_row_operator = not any(others)
 
     def do_kv_cache_update(
         self, layer: AttentionLayer, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
@@ -269,12 +267,14 @@ class TritonPagedImpl(PagedAttentionImpl):
         device; causal: whether no row sees a later key; valid: each request's keys among the m, None for all. With n = m the
         rows of these keys are real, and the others are 0. Returns [B, n, H, D].
 
-        Keys are copied if requests are not a whole number of keys apart in memory; with n = m, if they are not adjacent.
+        Keys are copied if requests are not a whole number of keys apart in memory, or with n = m if they are not adjacent; any
+        array is if its last dimension is not dense.
         """
         from attn.torch.kernels.launch import are_all_whole, multiprocessors
         from attn.torch.kernels.paged_attention import paged_attention
 
         (batch, n, heads, size), m, device = query.shape, key.shape[1], query.device
+        query, key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value))
         self._move_to(device)
         if n == 1 and self.has_row_operator:
             rows = self._decoder(device, query.dtype)
@@ -316,6 +316,11 @@ class TritonPagedImpl(PagedAttentionImpl):
         )
         output = output.view(batch, n, heads, size)
         return output if outside is None else output.masked_fill_(outside[..., None, None], 0)
+
+    @property
+    def has_row_operator(self) -> bool:  # type: ignore[override]
+        """Not fixed by the constructor: the layer says afterwards whether its results depend on the batch."""
+        return not (self._fixed_split() or self.alibi_slopes is not None or self._sparse() or self.chunk_size)
 
     def row_launcher(self, device: torch.device, dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
         if not self.has_row_operator:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import library
 
-from attn.torch.kernels.launch import Launch, arch, check_stride, decode_launch, multiprocessors, power_of_two
+from attn.torch.kernels.launch import Launch, arch, decode_launch, multiprocessors, power_of_two
 from attn.torch.kernels.paged_attention import LOG2E, _tanh
 from attn.torch.kernels.plan import UNBOUNDED
 from attn.torch.kernels.runs import Runs
@@ -193,9 +193,9 @@ class Decoder:
         mask: torch.Tensor | None = None,
         parts: int = 0,
     ) -> torch.Tensor:
-        """Return [B, 1, H, D]. query: [B, H, 1, D]; key, value: [B, K, m, D], with dense last dimensions; sinks: float32 [H];
-        runs: each request's keys among the m, None for all; mask: bool [B, m] with a dense last dimension, True for keys that
-        count among those, None for all; parts: of the keys, 0 for the rule. A request without keys is 0."""
+        """Return [B, 1, H, D]. query: [B, H, 1, D]; key, value: [B, K, m, D], copied unless their last dimensions are dense;
+        sinks: float32 [H]; runs: each request's keys among the m, None for all; mask: bool [B, m], True for keys that count
+        among those, None for all; parts: of the keys, 0 for the rule. A request without keys is 0."""
         if self.device.type == "cuda" and torch.cuda.current_device() != self.device.index:
             with torch.cuda.device(self.device):
                 return self(query, key, value, sinks, runs, mask, parts)
@@ -205,8 +205,11 @@ class Decoder:
         if count == 0:
             return output
         parts = parts or _parts(count, -(-min(keys, self.window) // self.rule.block_n), self.processors)
-        (q_b, q_h, _, _), (k_b, k_h, k_t, _), (v_b, v_h, v_t, _) = query.stride(), key.stride(), value.stride()
-        m_b = 0 if mask is None else mask.stride(0)
+        (q_b, q_h, _, q_d), (k_b, k_h, k_t, k_d), (v_b, v_h, v_t, v_d) = query.stride(), key.stride(), value.stride()
+        m_b, m_k = (0, 1) if mask is None else mask.stride()
+        if not q_d == k_d == v_d == m_k == 1:
+            mask = None if mask is None else mask.clone(memory_format=torch.contiguous_format)
+            return self(query.contiguous(), key.contiguous(), value.contiguous(), sinks, runs, mask, parts)
         numbers = self.factor, self.cap, self.window, keys, parts, q_b, q_h, k_b, k_t, k_h, v_b, v_t, v_h, m_b
         memory = _memory(self.device, batch * parts * self.heads * (self.size + 1), count) if parts > 1 else None
         variant = (sinks is not None) | (runs is not None) << 1 | (mask is not None) << 2 | (parts > 1) << 3
@@ -229,8 +232,6 @@ class Decoder:
                 )
                 kernel[count, parts, 1](*where, *numbers, *constants)
                 return output
-        for name, tensor in (("query", query), ("key", key), ("value", value), ("mask", query if mask is None else mask)):
-            check_stride(name, tensor)
         states, counters = (output, output) if memory is None else (memory.states, memory.counters)
         lens = (None, None) if runs is None else (runs.first, runs.number)
         arrays = output, states, counters, query, key, value, *(output if x is None else x for x in (sinks, *lens, mask))

@@ -352,6 +352,35 @@ def test_rows_between_padding_are_requests_of_their_own(options: dict[str, Any])
 
 @pytest.mark.triton_kernels
 @quiet
+@torch.no_grad()
+def test_rows_over_keys_in_no_cache_are_batch_invariant_where_a_layer_requests_it() -> None:
+    """How their keys are cut depends on the number of requests otherwise."""
+    device, generator = "cuda" if ON_GPU else "cpu", torch.Generator().manual_seed(0)
+    layer = Attention(4, 32, num_kv_heads=2, dtype=torch.float32, backend="TRITON_ATTN", features=["batch_invariant"]).to(
+        device
+    )
+    query, key, value = (
+        torch.randn(3, n, heads, 32, generator=generator).to(device) for n, heads in ((1, 4), (70, 2), (70, 2))
+    )
+    together = layer.impl.attend_keys(query, key, value, True)
+    for b in range(3):
+        assert torch.equal(layer.impl.attend_keys(*(x[b : b + 1] for x in (query, key, value)), True)[0], together[b])
+
+
+@pytest.mark.triton_kernels
+@quiet
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 2, 40])
+def test_arrays_whose_last_dimension_is_not_dense(rows: int) -> None:
+    device = "cuda" if ON_GPU else "cpu"
+    layer = Attention(4, 32, num_kv_heads=2, dtype=torch.float32, backend="TRITON_ATTN").to(device)
+    given = [torch.randn(2, 32, n, heads, device=device).permute(0, 2, 3, 1) for n, heads in ((rows, 4), (40, 2), (40, 2))]
+    want = layer.impl.attend_keys(*(x.contiguous() for x in given), True)
+    torch.testing.assert_close(layer.impl.attend_keys(*given, True), want, rtol=0, atol=0)
+
+
+@pytest.mark.triton_kernels
+@quiet
 def test_keys_in_no_cache_are_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     from attn.torch.kernels import paged_attention as kernels
 

@@ -100,7 +100,7 @@ def test_every_shape(heads: int, size: int, keys: int, parts: int) -> None:
     check(*arrays(torch.float32, heads, size, keys), parts=parts)
 
 
-@pytest.mark.parametrize("place", ["tokens first", "odd address", "odd strides", "one batch of another"])
+@pytest.mark.parametrize("place", ["tokens first", "odd address", "odd strides", "not dense", "one batch of another"])
 def test_every_memory(place: str) -> None:
     """Launches that are repeated from what was kept before take these addresses and strides, or are Triton's own."""
     query, key, value = arrays(torch.float16, 2, 64, 70)
@@ -112,6 +112,8 @@ def test_every_memory(place: str) -> None:
         query = torch.cat([query.new_zeros(1), query.flatten()])[1:].view(query.shape)
     elif place == "odd strides":
         key, value = (torch.cat([x, x[..., :3]], -1)[..., :64] for x in (key, value))
+    elif place == "not dense":
+        query, key, value = (x.transpose(-1, -2).contiguous().transpose(-1, -2) for x in (query, key, value))
     else:
         key, value = (torch.cat([x[:, :, :9], x], 2)[:, :, 9:] for x in (key, value))
     check(query, key, value)
