@@ -1,5 +1,7 @@
 """The same bad input gets the same kind of error from every backend, and nothing is clamped, cast or dropped on the way."""
 
+import functools
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -305,3 +307,36 @@ def test_a_bad_batch_is_refused_by_every_builder(what: str) -> None:
 def test_a_shared_layer_is_named(name: str) -> None:
     with pytest.raises(ValueError, match="kv_sharing_target_layer_name=False must be the name of a layer, or None"):
         World(name, kv_sharing_target_layer_name=False)
+
+
+def _entries(framework: str) -> dict[str, tuple[list[tuple[int, ...]], set[tuple[int, int]], Any]]:
+    """Public functions of query, key and value: shapes of a call, the (array, dimension)s that are free, and the function."""
+    layer = getattr(attn, framework).DiffusionAttention(4, 16, num_kv_heads=2)
+    tokens = [(2, 5, 4, 16), (2, 7, 2, 16), (2, 7, 2, 16)]
+    found: dict[str, Any] = {
+        "attention": (tokens, {(0, 1), (2, 3)}, functools.partial(attn.attention, layout="BSHD")),
+        "attention, packed": ([shape[1:] for shape in tokens], {(0, 0), (2, 2)}, attn.attention),
+        "DiffusionAttention": (tokens, {(0, 1)}, layer),
+    }
+    if framework == "jax":
+        found["attention_fn"] = ([(2, 5, 4, 16), (2, 7, 4, 16), (2, 7, 4, 16)], {(0, 1)}, attn.jax.attention_fn)
+    return found
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_another_size_of_one_dimension_is_refused_at_every_entry(framework: str) -> None:
+    """Sizes that differ in one array alone, except the number of rows and the width of values."""
+    zeros: Any = torch.zeros if framework == "torch" else jnp.zeros
+    for name, (shapes, free, call) in _entries(framework).items():
+        call(*map(zeros, shapes))
+        for which, shape in enumerate(shapes):
+            for place, more in itertools.product(range(len(shape)), (1, -1)):
+                changed = [list(given) for given in shapes]
+                changed[which][place] += more
+                arrays = [zeros(tuple(given)) for given in changed]
+                if (which, place) in free:
+                    call(*arrays)
+                    continue
+                with pytest.raises(ValueError) as caught:  # noqa: PT011  (the message is checked below)
+                    call(*arrays)
+                assert str(changed[which][place]) in str(caught.value), (name, changed, caught.value)
