@@ -41,7 +41,7 @@ NEWEST := .venv-newest
 ENDS_JAX := tests/jax/test_layer.py tests/jax/test_dot_product.py tests/jax/test_kv_cache.py tests/jax/test_platforms.py \
 	tests/jax/test_testing.py tests/jax/test_serving.py tests/integrations/test_flax.py
 ENDS_TORCH := tests/torch/test_layer.py tests/torch/test_dot_product.py tests/torch/test_kv_cache.py tests/torch/test_platforms.py \
-	tests/torch/test_graphs.py tests/integrations tests/demo/test_models.py tests/test_torch_with_jax.py
+	tests/torch/test_graphs.py tests/integrations tests/tools/demo/test_models.py tests/test_torch_with_jax.py
 .PHONY: demo venv compilers compilers-all test-compilers weights browser check test test-full test-gpu test-oldest test-newest lint format bench docs clean
 
 demo: venv

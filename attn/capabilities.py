@@ -175,7 +175,7 @@ class Request:
 
 
 def layer_kind(attn_type: str, features: Collection[str]) -> str:
-    """Return the kind, one of `LAYER_KINDS`, of a layer with these features, as `attn.model_config` names it.
+    """Return the kind, one of `LAYER_KINDS`, of a layer with these features, as `attn.reports.model_config` names it.
 
     The type decides first, then latent attention, chunks, and the window, as for the groups of vLLM's `backend_per_kind`.
     """

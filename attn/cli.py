@@ -34,7 +34,7 @@ PLATFORMS = {"cuda": "torch", "rocm": "torch", "xpu": "torch", "tpu": "jax", "gp
 
 
 def _backends(parser: argparse.ArgumentParser) -> Run:
-    from attn import report
+    from attn.reports import report
 
     parser.add_argument("--registry", choices=report.REGISTRIES, help="list one registry (default: all three)")
     parser.add_argument("--wide", action="store_true", help="also print what each backend serves and its evidence")
@@ -48,11 +48,12 @@ def _backends(parser: argparse.ArgumentParser) -> Run:
 
 
 def _explain(parser: argparse.ArgumentParser) -> Run:
-    from attn import dtypes, machines
+    from attn import dtypes
     from attn.capabilities import ATTN_TYPES, FRAMEWORKS, Device, Feature
-    from attn.model_report import explain_model
-    from attn.platforms import default_framework
-    from attn.report import explain
+    from attn.reports import machines
+    from attn.reports.model_report import explain_model
+    from attn.reports.report import explain
+    from attn.selection.platforms import default_framework
 
     add = parser.add_argument
     add("--model", metavar="CONFIG", help="explain every layer of a model: a transformers config.json, or a folder with one")
@@ -140,7 +141,7 @@ def _explain(parser: argparse.ArgumentParser) -> Run:
 
 
 def _env(parser: argparse.ArgumentParser) -> Run:
-    from attn.report import environment
+    from attn.reports.report import environment
 
     _json_argument(parser)
 
@@ -161,7 +162,7 @@ def _env(parser: argparse.ArgumentParser) -> Run:
 
 
 def _tables(parser: argparse.ArgumentParser) -> Run:
-    from attn.report import backend_tables, replace_tables
+    from attn.reports.report import backend_tables, replace_tables
 
     parser.add_argument("--write", action="store_true", help="write them into docs/reference/backends.md of this checkout")
 
@@ -212,34 +213,36 @@ COMMANDS = {
     "conform": Command(
         "run the conformance suite on this machine's backends",
         "attn conform TORCH_SDPA --level quick",
-        _delegate("attn.testing.command"),
+        _delegate("attn.tools.conform"),
     ),
     "aot": Command(
         "compile kernels for TPUs and GPUs without having them: memory, spills, estimated time",
         "attn aot --target tpu-v6e --subset",
-        _delegate("attn.aot"),
+        _delegate("attn.tools.aot.command"),
     ),
     "bench": Command(
         "time backends on this machine, checking every output",
         "attn bench 64q1s4k --peers all --plot times.svg",
-        _delegate("attn.bench.command"),
+        _delegate("attn.tools.bench.command"),
     ),
     "tune": Command(
         "time backends on this machine and save the results for the selector",
         "attn tune 64q1s4k 4q4k --heads 32/8 --head-size 128",
-        _delegate("attn.bench.tuning"),
+        _delegate("attn.tools.bench.tuning"),
     ),
-    "generate": Command("generate text with a demo model", 'attn generate "Once upon a time"', _delegate("attn.demo.generate")),
-    "demo": Command("show the demo model serving requests step by step", "attn demo", _delegate("attn.demo.show")),
+    "generate": Command(
+        "generate text with a demo model", 'attn generate "Once upon a time"', _delegate("attn.tools.demo.generate")
+    ),
+    "demo": Command("show the demo model serving requests step by step", "attn demo", _delegate("attn.tools.demo.show")),
     "replay": Command(
         "run a recorded call on backends of both frameworks, checking every output",
         "attn replay records/000001-77-TRITON_ATTN-non-finite.safetensors --shrink small.safetensors",
-        _delegate("attn.testing.replay"),
+        _delegate("attn.tools.replay"),
     ),
     "evidence": Command(
         "check and time backends on this machine's device in bounded time, and write one file to send",
         "attn evidence --out evidence.json --seconds 600",
-        _delegate("attn.collect"),
+        _delegate("attn.tools.collect"),
     ),
     "env": Command("print versions, devices and variables for a bug report", "attn env --json", _env),
     "tables": Command("generate the documentation's tables of backends", "python -m attn tables --write", _tables),

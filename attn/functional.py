@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from attn import arrays, selector
-from attn.backends.arguments import (
+from attn.arguments import (
     Window,
     check_flag,
     check_heads,

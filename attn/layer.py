@@ -12,8 +12,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 from attn import arrays, recording, selector
-from attn.backends.abstract import AttentionBackend, AttentionImpl, AttentionType, KVCacheSpec
-from attn.backends.arguments import (
+from attn.arguments import (
     Window,
     check_attn_type,
     check_flag,
@@ -27,6 +26,7 @@ from attn.backends.arguments import (
     rank_of_numbers,
     window_pair,
 )
+from attn.backends.abstract import AttentionBackend, AttentionImpl, AttentionType, KVCacheSpec
 from attn.backends.mla.common import MLABackend, MLAImpl
 from attn.backends.mla.prefill.registry import MLAPrefillBackendEnum
 from attn.backends.paged import PagedImpl
@@ -37,7 +37,7 @@ from attn.distributed import world_size
 from attn.dtypes import dtype_name, needs_scales
 from attn.errors import DTypeError
 from attn.imports import resolve_obj_by_qualname
-from attn.verdicts import Selection
+from attn.selection.verdicts import Selection
 
 #: Each layer's builders, by the arguments they were made with. Kept outside the layers, because a builder is not part of a
 #: layer's state and must not be copied, saved or hashed with it.

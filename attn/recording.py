@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attn import envs
-from attn.backends.arguments import positive_int
+from attn.arguments import positive_int
 from attn.capabilities import ENCODER_TYPES, AttentionType, Feature
 from attn.errors import AttnError, UnsupportedError
 from attn.imports import installed, resolve_obj_by_qualname

@@ -12,18 +12,19 @@ from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from attn import envs, plugins, preferences
+from attn import envs
+from attn.arguments import list_of_names, positive_int
 from attn.backend_enum import generation, unknown_name
 from attn.backends.abstract import AttentionBackend
-from attn.backends.arguments import list_of_names, positive_int
 from attn.backends.registry import AttentionBackendEnum, blocksparse_candidate
 from attn.capabilities import LAYER_KINDS, AttentionType, Device, Feature, Request, layer_kind
-from attn.choice import Asked, asked_by_environment, asked_for, decide, framework_of_backend, member_of, place_of
 from attn.dtypes import dtype_name, framework_of_dtype
 from attn.imports import resolve_obj_by_qualname
 from attn.logger import fork_safe_lock, init_logger
-from attn.platforms import Platform, default_framework, platform_for
-from attn.verdicts import Selection, choose
+from attn.selection import plugins, preferences
+from attn.selection.choice import Asked, asked_by_environment, asked_for, decide, framework_of_backend, member_of, place_of
+from attn.selection.platforms import Platform, default_framework, platform_for
+from attn.selection.verdicts import Selection, choose
 
 STR_BACKEND_ENV_VAR = "ATTN_BACKEND"
 PER_KIND_ENV_VAR = "ATTN_BACKEND_PER_KIND"
@@ -53,7 +54,7 @@ class _Key(NamedTuple):
     per_kind: _PerKind
     generation: int  #: of the registries
     environment: tuple[object, ...]
-    measured: object  #: state of the file that `attn.preferences` reads, if ATTN_PREFERENCES is set
+    measured: object  #: state of the file that `attn.selection.preferences` reads, if ATTN_PREFERENCES is set
 
     def now(self) -> "_Key":
         """Return the key of the same arguments and the current state."""
@@ -294,7 +295,7 @@ def _cached_get_attn_backend(
 
 
 def _measuring(dtype: Any) -> object:
-    """State of the file that `attn.preferences` reads, if ATTN_PREFERENCES is set: a few microseconds per call."""
+    """State of the file that `attn.selection.preferences` reads, if ATTN_PREFERENCES is set: a few microseconds per call."""
     platform = platform_for(_framework(dtype))
     return preferences.on() and (platform.deterministic(), preferences.state(platform.device()))
 
@@ -374,7 +375,7 @@ def select(
     no backend serves, returns a `Selection` without a winner (its `require()` raises).
 
     With ATTN_PREFERENCES set, times measured on this machine (`attn tune`) may put a valid backend before the list's first,
-    unless `measured` is False (`attn.preferences`).
+    unless `measured` is False (`attn.selection.preferences`).
     """
     asked = _asked(backend, request)
     platform, device = place_of(asked, framework, platform, device)

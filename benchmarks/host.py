@@ -27,8 +27,8 @@ import triton
 from attn.backends.abstract import KVCacheSpec
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.registry import AttentionBackendEnum
+from attn.tools.aot.triton import _placeholder
 from attn.torch import kv_cache as caches
-from attn.torch.aot import _placeholder
 from attn.torch.backends.mla.prefill.triton import TritonPrefillBackend
 
 HEADS, PAGE, KEYS = 2, 64, 1000

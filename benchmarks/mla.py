@@ -5,7 +5,7 @@
     python -m benchmarks.mla --prefill                       the prefill kernel's rows
 
 A row is `mla_decode` alone (TRITON_MLA's kernels, dense or by top-k indices), captured in a CUDA graph and replayed after an L2
-flush (`attn.torch.bench.TorchBench`): random bf16 latents of 512 + 64, pages of 64 at random places. Bytes are those of the
+flush (`TorchBench`): random bf16 latents of 512 + 64, pages of 64 at random places. Bytes are those of the
 rows, read once (sparse: topk rows per token); flops are 2 H (576 + 512) per pair of row and key. The error is relative RMS
 against float32 over the first two requests. FlashInfer's MLA wrapper is timed too if it is installed.
 
@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from attn import imports
+from attn.tools.bench.on_torch import Timing, TorchBench
 from attn.torch.backends.mla import _rows
-from attn.torch.bench import Timing, TorchBench
 from attn.torch.kernels import mla_decode as kernels
 from attn.torch.kernels import mla_launch
 from attn.torch.kernels.launch import Launch

@@ -6,7 +6,7 @@
 FOLDER contains tpu-inference 0.32, unpacked (`pip download --no-deps tpu-inference==0.32.0`, then unzip); without it its
 rows are omitted. Each row is compiled in a separate process, with the batch's scalars as constants, and stored in the JSON
 under its name, so that a run can be stopped and resumed; our rows are repeated when the kernels' sources have changed. The
-method is that of `attn aot`; `attn.jax._libtpu` explains what an estimate means.
+method is that of `attn aot`; `attn.tools.aot.libtpu` explains what an estimate means.
 
 Floors: HBM and MXU as in `attn aot`. For prompts also those of the softmax, per score: one exponential (EUP, one slot),
 three vector operations (VALU: maximum, subtraction, sum; four slots), and, if keys are on lanes, two reductions across
@@ -35,7 +35,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from attn.bench import parse
+from attn.tools.bench import parse
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results/pallas.json"
@@ -169,7 +169,8 @@ MAX_LEN = 32768  #: tokens that a block table covers
 
 def measure(row: Row, chip: str, page: int, kernel: str, dump: str, peers: str) -> dict[str, Any]:
     """Return the estimate of a row; runs in a process with libtpu's environment."""
-    from attn.jax import _libtpu, aot
+    from attn.tools.aot import libtpu as _libtpu
+    from attn.tools.aot import tpu as aot
 
     own = kernel == OURS
     program = ours(row, chip, page) if own else peer(row, chip, page, kernel, peers)
@@ -198,7 +199,7 @@ OUR_KERNELS = {
 
 
 def ours(row: Row, chip: str, page: int) -> Any:
-    from attn.jax import aot
+    from attn.tools.aot import tpu as aot
 
     query_lens, seq_lens = batch = row.lens
     heads, kv_heads, size = row.heads
@@ -219,7 +220,7 @@ def peer(row: Row, chip: str, page: int, kernel: str, wheel: str) -> Any:
     import jax.numpy as jnp
     import numpy as np
 
-    from attn.jax._libtpu import Program
+    from attn.tools.aot.libtpu import Program
 
     generation = int(chip[1])
     names = {5: "TPU v5e", 6: "TPU v6e", 7: "TPU v7"}
@@ -310,7 +311,7 @@ def _dense_peer(
 ) -> tuple[Any, Any]:
     import jax
 
-    from attn.jax import _libtpu
+    from attn.tools.aot import libtpu as _libtpu
 
     if kernel == "splash":
         base = "jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_"
@@ -349,7 +350,7 @@ def _vmem(chip: str) -> int:
     import jax
     from jax.experimental.pallas import tpu as pltpu
 
-    from attn.jax import _libtpu
+    from attn.tools.aot import libtpu as _libtpu
 
     with jax.sharding.use_abstract_mesh(_libtpu._mesh(chip).abstract_mesh):
         return int(pltpu.get_tpu_info().vmem_capacity_bytes)
@@ -437,8 +438,8 @@ def _code(path: Path) -> str:
 
 
 def run_one(row: Row, chip: str, page: int, kernel: str, args: argparse.Namespace) -> dict[str, Any]:
-    from attn.aot import _last_words, one_line
-    from attn.jax import _libtpu
+    from attn.tools.aot import libtpu as _libtpu
+    from attn.tools.aot.command import _last_words, one_line
 
     with tempfile.TemporaryDirectory() as dump:
         path = os.pathsep.join(x for x in (args.compilers, str(ROOT), os.environ.get("PYTHONPATH", "")) if x)
@@ -460,7 +461,7 @@ def run_one(row: Row, chip: str, page: int, kernel: str, args: argparse.Namespac
 
 
 def work(spec: str) -> None:
-    from attn.aot import _limit_memory
+    from attn.tools.aot.command import _limit_memory
 
     name, chip, page, kernel, dump, peers, memory = json.loads(spec)
     _limit_memory(memory)
@@ -474,7 +475,8 @@ def work(spec: str) -> None:
 
 def floors(row: Row, chip: str, page: int) -> dict[str, float]:
     """Return the microseconds required by each of the chip's limits; those of the softmax for prompts only."""
-    from attn.jax import _libtpu, aot
+    from attn.tools.aot import libtpu as _libtpu
+    from attn.tools.aot import tpu as aot
 
     program = ours(row, chip, page or 128)
     found = program.floors(chip)

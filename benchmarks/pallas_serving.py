@@ -35,8 +35,8 @@ def rows_of(backend: str) -> list[dict[str, Any]]:
 
     from attn.backends.metadata import CommonAttentionMetadata
     from attn.jax import Attention
-    from attn.jax._libtpu import CHIPS
     from attn.jax.sharding import HeadShards, cache_partition
+    from attn.tools.aot.libtpu import CHIPS
 
     devices = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[CHIP].topology).devices[:DEVICES]
     mesh = Mesh(np.array(devices), ("heads",))
@@ -97,7 +97,7 @@ def main() -> None:
     if importlib.util.find_spec("libtpu") is None:
         print("libtpu cannot be imported: set PYTHONPATH=<folder with libtpu>")
         return
-    from attn.jax._libtpu import environment
+    from attn.tools.aot.libtpu import environment
 
     os.environ.update(environment(CHIP, tempfile.mkdtemp(), estimate=False))
     rows = [row for backend in ("PALLAS", "XLA_ATTN") for row in rows_of(backend)]

@@ -45,7 +45,7 @@ def estimate(row: Any, chip: str, kernel: str, dump: str) -> dict[str, Any]:
     import jax.numpy as jnp
     import numpy as np
 
-    from attn.jax import _libtpu
+    from attn.tools.aot import libtpu as _libtpu
 
     (query_lens, seq_lens), (heads, kv_heads, size) = row.lens, row.heads
     tokens, stored = -(-sum(query_lens) // 8) * 8, jnp.dtype(row.stored)
@@ -120,7 +120,7 @@ def step(chip: str) -> dict[str, Any]:
     from tpu_inference.runner.kv_cache import get_kv_cache_shape_with_mesh
 
     from attn.integrations import tpu_inference as integration
-    from attn.jax import _libtpu
+    from attn.tools.aot import libtpu as _libtpu
 
     backend = integration.create()
     devices = topologies.get_topology_desc(platform="tpu", topology_name=_libtpu.CHIPS[chip].topology).devices[:2]
@@ -168,7 +168,7 @@ def step(chip: str) -> dict[str, Any]:
 
 def separately(*spec: str) -> dict[str, Any]:
     """Run `estimate` or `step` in a process with libtpu's environment."""
-    from attn.jax import _libtpu
+    from attn.tools.aot import libtpu as _libtpu
 
     chip = spec[0]
     with tempfile.TemporaryDirectory() as dump:

@@ -6,7 +6,8 @@ python docs/capabilities_picture.py          writes docs/assets/capabilities.svg
 from dataclasses import replace
 from pathlib import Path
 
-from attn import pictures, report
+from attn import pictures
+from attn.reports import report
 
 TARGET = Path(__file__).parent / "assets" / "capabilities.svg"
 

@@ -15,12 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from attn import cli, envs, evidence
+from attn import cli, envs
+from attn.reports import evidence
 
 #: Modules whose public names are listed, in this order.
 MODULES = (
-    "attn", "attn.torch", "attn.jax", "attn.serving", "attn.report", "attn.testing", "attn.reference", "attn.pictures",
-    "attn.bench",
+    "attn", "attn.torch", "attn.jax", "attn.serving", "attn.reports.report", "attn.testing", "attn.reference", "attn.pictures",
+    "attn.tools.bench",
     "attn.integrations.transformers", "attn.integrations.diffusers", "attn.integrations.vllm", "attn.integrations.flax",
 )  # fmt: skip
 

@@ -21,11 +21,11 @@ from flax import nnx
 
 from attn.backends.abstract import AttentionType
 from attn.backends.metadata import CommonAttentionMetadata
-from attn.demo.checkpoint import load_tokenizer, read_tensors
-from attn.demo.config import CONFIG_FILE, checkpoint_directory
-from attn.demo.jax_llama import Linear
 from attn.fields import Fields, read_json
 from attn.jax import Attention
+from attn.tools.demo.checkpoint import load_tokenizer, read_tensors
+from attn.tools.demo.config import CONFIG_FILE, checkpoint_directory
+from attn.tools.demo.jax_llama import Linear
 
 Weights = Mapping[str, npt.NDArray[np.float32]]
 

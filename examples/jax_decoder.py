@@ -22,10 +22,10 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from attn.demo.jax_llama import rotate
 from attn.jax import Attention, ServingStep
 from attn.jax.sharding import HeadShards, cache_partition
 from attn.serving import Buckets, GenerationRequest, Scheduler, Step
+from attn.tools.demo.jax_llama import rotate
 
 #: Attends in one layer: (its place in the group, its number, query [T, H, D], key and value [T, K, D], caches), where
 #: number may be traced. Returns (output [T, H, D], caches).

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from attn.imports import version_of
-from attn.report import DISTRIBUTIONS
+from attn.reports.report import DISTRIBUTIONS
 
 FOLDER = Path(__file__).resolve().parent
 SECONDS = 300  #: limit of a cell

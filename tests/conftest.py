@@ -16,13 +16,14 @@ from typing import Any
 
 import pytest
 
-from attn import choice, distributed, envs, imports, logger, plugins, selector
+from attn import distributed, envs, imports, logger, selector
 from attn.backends.abstract import AttentionBackend, AttentionImpl, AttentionMetadata
 from attn.backends.mla.prefill.registry import MLAPrefillBackendEnum
 from attn.backends.registry import AttentionBackendEnum
 from attn.capabilities import Capabilities, Device, Request
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
-from attn.platforms import Platform
+from attn.selection import choice, plugins
+from attn.selection.platforms import Platform
 from tests import levels
 
 TESTS = Path(__file__).parent

@@ -10,8 +10,9 @@ import sys
 import pytest
 
 import attn
-from attn import cli, plugins
+from attn import cli
 from attn.errors import BackendLoadError, MetadataError, UnsupportedError
+from attn.selection import plugins
 from tests.levels import sampled
 
 
@@ -402,7 +403,7 @@ def test_help_loads_nothing():
         "import sys; from attn import cli\n"
         "try: cli.main(['--help'])\n"
         "except SystemExit as stop: assert stop.code == 0\n"
-        "heavy = {'numpy', 'torch', 'jax', 'rich', 'attn.report', 'attn.selector'} & set(sys.modules)\n"
+        "heavy = {'numpy', 'torch', 'jax', 'rich', 'attn.reports.report', 'attn.selector'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
     done = fresh("-c", script)

@@ -21,9 +21,10 @@ from typing import Any
 import pytest
 
 import attn
-from attn import cli, envs, evidence, report
+from attn import cli, envs
 from attn.imports import installed
-from attn.testing import fuzz
+from attn.reports import evidence, report
+from attn.tools.fuzz import campaign as fuzz
 
 pytestmark = pytest.mark.usefixtures("jax_compiles_fast")
 
@@ -115,13 +116,13 @@ NOT_RUN = {
     "make": "builds environments or runs these tests; the targets are compared with the Makefile",
     "attn conform MY_ATTN": "MY_ATTN is the reader's backend; the page's Python runs the suite on it",
     "ATTN_BATCH_INVARIANT=1 python serve.py": "serve.py is the reader's program",
-    "attn bench --workloads": "the file is part of a data set; tests/bench/test_workloads.py runs one of its format",
+    "attn bench --workloads": "the file is part of a data set; tests/tools/bench/test_workloads.py runs one of its format",
     "attn bench 64q1s4k --backend TRITON_ATTN": "needs a GPU",
-    "attn bench --registry diffusion": "its shapes are too large for a CPU; tests/bench/test_dense.py runs a small one",
+    "attn bench --registry diffusion": "its shapes are too large for a CPU; tests/tools/bench/test_dense.py runs a small one",
     "attn replay": "the file is the reader's recording; tests/test_recording.py replays one",
     "attn tables --write": "writes into this checkout; a test below compares its tables",
-    "attn evidence": "runs for minutes; tests/test_collect.py runs one backend",
-    "attn aot": "compiles for minutes; tests/test_aot.py and tests/jax/test_aot.py compile some cases",
+    "attn evidence": "runs for minutes; tests/tools/test_collect.py runs one backend",
+    "attn aot": "compiles for minutes; tests/tools/aot/test_command.py and tests/tools/aot/test_tpu.py compile some cases",
 }
 #: What is made smaller, for a CPU: sizes of batches, numbers of them, seconds, and kernels that compile for seconds.
 SMALLER = (
@@ -187,7 +188,9 @@ def test_commands_run(command: str, files: None, monkeypatch: pytest.MonkeyPatch
     while "=" in words[0]:
         monkeypatch.setenv(*words.pop(0).split("=", 1))
     if "torch" in sys.modules:
-        monkeypatch.setattr("attn.torch.bench._CPU_GEMM", 64)  # a large product in bfloat16 takes seconds on some processors
+        monkeypatch.setattr(
+            "attn.tools.bench.on_torch._CPU_GEMM", 64
+        )  # a large product in bfloat16 takes seconds on some processors
     monkeypatch.setattr(fuzz, "run_fuzz", functools.partial(fuzz.run_fuzz, most=1))  # one program, however long that takes
     assert cli.main(words[1:]) == 0, capsys.readouterr().err
     assert capsys.readouterr().out

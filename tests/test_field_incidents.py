@@ -724,7 +724,7 @@ def test_31_a_probe_that_raises_vllm_51658(error: str, standins: Any, tmp_path: 
 
 def test_32_custom_is_an_alias_vllm_30869(make_backend: Any) -> None:
     """Catches two members that are one: registering CUSTOM must leave TORCH_SDPA alone."""
-    for registry in attn.report.REGISTRIES.values():
+    for registry in attn.reports.report.REGISTRIES.values():
         assert len(set(registry.__members__.values())) == len(registry.__members__)
     before = AttentionBackendEnum.TORCH_SDPA.get_path()
     register_backend(AttentionBackendEnum.CUSTOM, make_backend("CUSTOM"))

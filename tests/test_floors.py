@@ -23,31 +23,24 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "attn"
 FRAMEWORKS = {"torch", "jax", "jaxlib", "flax", "triton"}
 TREES = ("attn.torch", "attn.jax")
-#: What stands on top of everything; only the command line may reach for it.
-ON_TOP = ("attn.demo", "attn.integrations")
+#: What nothing else imports, except the command line.
+ON_TOP = ("attn.tools", "attn.integrations")
 DOORS = ("attn.cli", "attn.__main__", "attn.testing.__main__")
 
 #: Modules of the core by floor; a module imports from its own floor or below. A package stands for what is in it.
 FLOORS = [
     ("attn.errors",),
     (
-        "attn.dtypes",
-        "attn.envs",
-        "attn.imports",
-        "attn.logger",
-        "attn.distributed",
-        "attn.cache_file",
-        "attn.fields",
+        "attn.dtypes", "attn.envs", "attn.imports", "attn.logger", "attn.distributed", "attn.cache_file", "attn.fields",
         "attn.reference",
     ),
-    ("attn.capabilities", "attn.backend_enum", "attn.arrays", "attn.progress"),
-    ("attn.machines", "attn.model_config", "attn.verdicts"),
-    ("attn.platforms",),
-    ("attn.backends", "attn.choice", "attn.diffusion", "attn.plugins", "attn.preferences", "attn.pictures", "attn.serving"),
-    ("attn.selector", "attn.hints", "attn.recording", "attn.layer", "attn.evidence", "attn.testing", "attn.aot", "attn.bench"),
-    ("attn.report", "attn.model_report", "attn.functional", "attn.weights", "attn.collect", "attn.calibration"),
+    ("attn.capabilities", "attn.backend_enum", "attn.arrays", "attn.arguments", "attn.progress"),
+    ("attn.selection",),
+    ("attn.backends", "attn.diffusion", "attn.pictures", "attn.serving"),
+    ("attn.selector", "attn.recording", "attn.layer", "attn.reports", "attn.testing"),
+    ("attn.functional", "attn.weights", "attn.calibration"),
     DOORS,
-]
+]  # fmt: skip
 #: The ground floor needs the standard library alone (the oracle: NumPy too).
 GROUND = FLOORS[0] + FLOORS[1]
 
@@ -184,7 +177,7 @@ COMPUTING = (*KERNELS, *BACKENDS, "attn.backends", "attn.diffusion.backends")
 
 def test_f4_what_computes_never_asks_for_the_platform():
     """A class that runs on one platform is chosen, not switched."""
-    platforms = ("attn.platforms", *(f"{tree}.platforms" for tree in TREES))
+    platforms = ("attn.selection.platforms", *(f"{tree}.platforms" for tree in TREES))
     chooses = ".selector"  # a family's own selector is no kernel's host
     assert (
         offending(lambda i: within(i.module, COMPUTING) and within(i.target, platforms) and not i.module.endswith(chooses))
@@ -268,7 +261,7 @@ def test_f4_no_forward_calls_a_selector():
 
 
 def test_f4_priority_lists_are_in_the_frameworks_packages():
-    for name in ("attn.platforms", "attn.selector", "attn.verdicts"):
+    for name in ("attn.selection.platforms", "attn.selector", "attn.selection.verdicts"):
         text = modules()[name].read_text()
         assert not [word for word in ("FLASH_ATTN", "TRITON_ATTN", "TORCH_SDPA", "PALLAS") if f'"{word}"' in text], name
 
@@ -293,23 +286,21 @@ def test_an_optimised_backend_never_imports_the_reference():
     assert offending(lambda i: within(i.module, (*KERNELS, *BACKENDS)) and within(i.target, "attn.reference")) == []
 
 
-#: Tools for developers, which may use the tools of the tests. Nothing else of the library does, at any depth.
-TOOLS = (
-    "attn.testing", "attn.aot", "attn.bench", "attn.collect", "attn.evidence",
-    *(f"{tree}.{name}" for tree in TREES for name in ("testing", "diffusion.testing", "aot", "bench", "diffusion.bench")),
-)  # fmt: skip
+#: The conformance suite and its drivers.
 TEST_TOOLS = ("attn.testing", *(f"{tree}.{name}" for tree in TREES for name in ("testing", "diffusion.testing")))
+TOOLS = ("attn.tools", *TEST_TOOLS)
 
 
-def test_the_library_never_imports_its_test_tools():
+def test_the_library_never_imports_its_tools():
     """Nor by dotted names, but for the command line's."""
-    assert offending(lambda i: within(i.target, TEST_TOOLS) and not within(i.module, TOOLS) and not i.typing_only) == []
+    assert offending(lambda i: within(i.target, TOOLS) and not within(i.module, TOOLS + DOORS) and not i.typing_only) == []
+    assert offending(lambda i: within(i.target, "attn.tools") and within(i.module, TEST_TOOLS) and not i.typing_only) == []
     named = []
     for name, path in modules().items():
         if within(name, TOOLS + DOORS):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and within(node.value, TEST_TOOLS):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and within(node.value, TOOLS):
                 named.append(f"{name}:{node.lineno} names {node.value}")
     assert named == []
 
@@ -317,7 +308,7 @@ def test_the_library_never_imports_its_test_tools():
 def test_nothing_imports_what_stands_on_top():
     allowed = ON_TOP + DOORS
     assert offending(lambda i: within(i.target, ON_TOP) and not within(i.module, allowed)) == []
-    assert offending(lambda i: within(i.module, "attn.integrations") and within(i.target, "attn.demo")) == []
+    assert offending(lambda i: within(i.module, "attn.integrations") and within(i.target, "attn.tools.demo")) == []
 
 
 def test_the_ground_floor_needs_the_standard_library_alone():

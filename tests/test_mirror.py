@@ -7,8 +7,8 @@ ROOT = TESTS.parent
 
 #: Files that test no single module, and what they test.
 ACROSS = {
-    "bench/test_stopwatches.py": "attn/torch/bench.py and attn/jax/bench.py: the same tests of both",
-    "demo/test_models.py": "the same model in both frameworks",
+    "tools/bench/test_stopwatches.py": "attn/tools/bench/on_torch.py and attn/tools/bench/on_jax.py: the same tests of both",
+    "tools/demo/test_models.py": "the same model in both frameworks",
     "integrations/test_arguments.py": "docs/reference/arguments.md",
     "integrations/test_entry_points.py": "pyproject.toml",
     "jax/test_conformance.py": "the conformance suite on an interpreted kernel",

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from attn import pictures, report
+from attn import pictures
 from attn.backends.metadata import CommonAttentionMetadata
-from attn.bench import chart
 from attn.cli import main
+from attn.reports import report
+from attn.tools.bench import chart
 
 pytest.importorskip("matplotlib")
 

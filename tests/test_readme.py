@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from attn import cli, report
+from attn import cli
+from attn.reports import report
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

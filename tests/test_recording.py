@@ -18,8 +18,8 @@ from attn.cli import main
 from attn.errors import ShapeError
 from attn.imports import resolve_obj_by_qualname
 from attn.testing import runner_for
-from attn.testing.recorded import as_smaller, call_of, outcome_of, read, snapshot_of
-from attn.testing.recorded import mask_of as recorded_mask
+from attn.tools.recorded import as_smaller, call_of, outcome_of, read, snapshot_of
+from attn.tools.recorded import mask_of as recorded_mask
 from attn.torch.backends.mla.torch_mla import TorchMLABackend
 from attn.torch.backends.sdpa import TorchSDPABackend, TorchSDPAImpl
 

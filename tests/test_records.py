@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from attn import report
 from attn.backends.mla.prefill.abstract import MLAPrefillRequest
 from attn.backends.registry import blocksparse_candidate
 from attn.capabilities import ENCODER_TYPES, KINDS, UNSERVED, Feature, MultipleOf, Request
 from attn.diffusion.backends.abstract import DiffusionRequest
 from attn.imports import assuming
-from attn.machines import PACKAGES
+from attn.reports import report
+from attn.reports.machines import PACKAGES
 
 pytest.importorskip("torch")
 pytest.importorskip("jax")

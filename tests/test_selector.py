@@ -14,13 +14,14 @@ import threading
 import numpy as np
 import pytest
 
-from attn import platforms, selector
+from attn import selector
 from attn.backends import registry
 from attn.backends.no_attention import NoAttentionBackend
 from attn.backends.placeholder_attn import PlaceholderAttentionBackend, PlaceholderAttentionMetadataBuilder
 from attn.backends.registry import AttentionBackendEnum, register_backend, registered_backend
 from attn.capabilities import Candidate, Device, Feature
 from attn.errors import AttnError, BackendLoadError, DTypeError, UnsupportedError
+from attn.selection import platforms
 from attn.selector import (
     get_attn_backend,
     global_force_attn_backend,
@@ -557,7 +558,8 @@ def test_a_child_selects_though_its_parent_was_selecting(method, three):
     queue, taken, release = context.Queue(), threading.Event(), threading.Event()
 
     def hold():
-        from attn import logger, plugins
+        from attn import logger
+        from attn.selection import plugins
 
         with selector._cold(), plugins._lock(), logger._lock():
             plugins.forget()  # so that the child has to load them itself

@@ -13,8 +13,8 @@ from dataclasses import dataclass, fields, replace
 from numbers import Integral
 from typing import TYPE_CHECKING, Any, Self
 
+from attn.arguments import as_flag
 from attn.arrays import to_framework
-from attn.backends.arguments import as_flag
 from attn.errors import DTypeError, MetadataError, ShapeError
 
 if TYPE_CHECKING:

@@ -8,9 +8,7 @@ before any weight is loaded.
 from abc import abstractmethod
 from typing import Any, TypeVar
 
-from attn.arrays import framework_of
-from attn.backends.abstract import AttentionBackend, AttentionImpl, AttentionType
-from attn.backends.arguments import (
+from attn.arguments import (
     Window,
     check_attn_type,
     check_flag,
@@ -23,6 +21,8 @@ from attn.backends.arguments import (
     refuse,
     window_pair,
 )
+from attn.arrays import framework_of
+from attn.backends.abstract import AttentionBackend, AttentionImpl, AttentionType
 from attn.backends.metadata import AttentionMetadata
 from attn.capabilities import Device, Feature, Request
 from attn.dtypes import PER_TOKEN_HEAD, dtype_name, kv_cache_row

@@ -6,7 +6,7 @@ the cache's write casts or quantises, or codes of the cache's element type, whic
 
 from typing import TYPE_CHECKING, Any
 
-from attn.backends.arguments import as_int
+from attn.arguments import as_int
 from attn.dtypes import PER_TOKEN_HEAD, dtype_name, kv_cache_element
 from attn.errors import DTypeError, MetadataError, ShapeError, UnsupportedError
 

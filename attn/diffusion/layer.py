@@ -2,10 +2,10 @@
 
 from typing import Any, ClassVar
 
-from attn.backends.arguments import check_heads
+from attn.arguments import check_heads
 from attn.diffusion.backends.abstract import DiffusionAttentionBackend, DiffusionAttentionImpl
 from attn.diffusion.selector import DiffusionAttentionConfig, Name, make_diffusion_request, select_diffusion
-from attn.verdicts import Selection
+from attn.selection.verdicts import Selection
 
 
 class BaseDiffusionAttention:

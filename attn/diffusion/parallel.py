@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 
-from attn.backends.arguments import check_flag, check_heads, list_of_names
+from attn.arguments import check_flag, check_heads, list_of_names
 from attn.capabilities import Feature
 from attn.errors import ShapeError, UnsupportedError
 

@@ -3,21 +3,21 @@
 A model has layers of different roles: a free name ("audio_to_video"), or one of the categories self, cross and joint.
 `DiffusionAttentionConfig` requests backends for each; `Selection.source` says what made the choice: `argument`,
 `per_role[...]`, `per_category[...]`, `default`, ATTN_DIFFUSION_BACKEND, or `priority`. The rest is the same in all registries
-(`attn.choice`).
+(`attn.selection.choice`).
 """
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from attn.backends.arguments import check_flag, list_of_names, positive_int
+from attn.arguments import check_flag, list_of_names, positive_int
 from attn.capabilities import Device
-from attn.choice import asked_for, decide, place_of
 from attn.diffusion.backends.abstract import ROLES, DiffusionAttentionBackend, DiffusionRequest
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.dtypes import dtype_name, framework_of_dtype
-from attn.platforms import Platform
-from attn.verdicts import Selection
+from attn.selection.choice import asked_for, decide, place_of
+from attn.selection.platforms import Platform
+from attn.selection.verdicts import Selection
 
 (ENV_VAR,) = DiffusionAttentionBackendEnum.variables
 Name = DiffusionAttentionBackendEnum | str

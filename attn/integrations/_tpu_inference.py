@@ -26,7 +26,7 @@ from tpu_inference.layers.common.attention_backend import AttentionBackend, RPAA
 from tpu_inference.layers.common.sharding import ShardingAxisName
 from tpu_inference.layers.vllm.backends.flash_attn import PallasAttentionBackend, PallasAttentionBackendImpl
 
-from attn.backends.arguments import Window, layer_features, window_pair
+from attn.arguments import Window, layer_features, window_pair
 from attn.capabilities import AttentionType, Feature
 from attn.dtypes import KV_CACHE_DTYPES, dtype_name
 from attn.errors import BackendLoadError, ShapeError, UnsupportedError

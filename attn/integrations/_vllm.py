@@ -21,7 +21,7 @@ from vllm.v1.attention import backend as vllm_backend
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from attn import envs
-from attn.backends.arguments import layer_features, window_pair
+from attn.arguments import layer_features, window_pair
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.registry import AttentionBackendEnum
 from attn.capabilities import ENCODER_TYPES, AttentionType, Feature, Request

@@ -11,8 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from attn.arguments import as_int, check_flag, fold_sign
 from attn.arrays import framework_of
-from attn.backends.arguments import as_int, check_flag, fold_sign
 from attn.capabilities import Feature
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.diffusion.selector import make_diffusion_request, select_diffusion

@@ -9,7 +9,7 @@ import numpy as np
 from flax import nnx
 
 from attn import recording
-from attn.backends.arguments import positive_int
+from attn.arguments import positive_int
 from attn.layer import BaseAttention, BaseLayer, BaseMLAAttention
 
 if TYPE_CHECKING:  # loaded with the backends that are chosen

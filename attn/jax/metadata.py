@@ -15,9 +15,9 @@ import numpy as np
 from jax import export
 
 from attn import envs
+from attn.arguments import as_int, check_flag, positive_int
 from attn.arrays import to_framework
 from attn.backends.abstract import AttentionMetadataBuilder
-from attn.backends.arguments import as_int, check_flag, positive_int
 from attn.backends.metadata import (
     INT32_MAX,
     PAD_SLOT_ID,

@@ -14,7 +14,7 @@ import jax
 from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
 
 from attn.capabilities import Device, Feature, Request
-from attn.platforms import Platform
+from attn.selection.platforms import Platform
 
 #: Prefixes of `device_kind` -> the generation's short name; the longest match wins ("TPU v5" alone is v5p).
 TPU_KINDS = {

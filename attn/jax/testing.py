@@ -28,13 +28,10 @@ from jax.experimental.pallas import tpu as pltpu
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.mla.prefill.abstract import MLAContextChunk, MLAPrefillMetadata
 from attn.capabilities import AttentionType, Device, Feature
-from attn.errors import AttnError
-from attn.jax.dot_product import dot_product_attention
 from attn.jax.layer import Attention, MLAAttention
 from attn.jax.recording import bits_of
 from attn.testing import Call, Case, Result, bits, cache_spec, layer_arguments
 from attn.testing.case import Scale
-from attn.testing.fuzz_entries import CallCase, judged
 from attn.testing.prefill import PrefillCall
 
 Array = npt.NDArray[Any]
@@ -352,30 +349,3 @@ def prefill(backend: Any, call: PrefillCall) -> tuple[Array, list[tuple[Array, A
     states = [host(impl.run_prefill_new_tokens(query, *new, meta, True))]
     states += [host(impl.run_prefill_context_chunk(i, query, *part, meta)) for i, part in enumerate(context)]
     return np.asarray(alone, np.float32), states
-
-
-def call_entry(case: CallCase) -> str:
-    """Judge a call of `attn.jax.dot_product_attention` by `jax.nn`'s (`fuzz_entries.judged`)."""
-    rng = np.random.default_rng(0)
-    given: dict[str, Any] = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in case.shapes.items()}
-    if case.extra:
-        given[case.extra] = given.pop("more")
-    if case.extra == "mask":
-        given["mask"] = given["mask"] > -0.5
-        given["mask"][..., :1] = True
-    if case.extra.endswith("lengths"):
-        given[case.extra] = rng.integers(1, 9, case.more, np.int32)
-    given = {name: jnp.asarray(x) for name, x in given.items()}
-
-    def called(function: Callable[..., Any]) -> Any:
-        run = functools.partial(function, scale=case.scale, is_causal=case.causal)
-        return run(**given) if case.run else jax.eval_shape(lambda given: run(**given), given)
-
-    def same(got: Any, want: Any) -> None:
-        assert (got.shape, got.dtype) == (want.shape, want.dtype), f"{case}: another shape: {got.shape}, not {want.shape}"
-        if case.run and want.size and given["key"].shape[-3]:  # a row without keys is 0, which is not jax.nn's
-            np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5, err_msg=f"{case}: another result")
-
-    own, entry = (functools.partial(called, function) for function in (jax.nn.dot_product_attention, dot_product_attention))
-    # jax.nn also refuses with an AssertionError and a ZeroDivisionError
-    return judged(case, own, entry, same, refusals=Exception, errors=AttnError, documented=False)

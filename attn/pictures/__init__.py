@@ -4,8 +4,8 @@
     pictures.mask(16, causal=True, window=(4, 0))       # displayed by a notebook
     pictures.mask(16).save("mask.svg")                  # .svg, .png, .pdf
 
-Each function returns a `Picture`; `attn.bench.chart` returns one of times. None uses pyplot: no window opens, no global figure
-is created.
+Each function returns a `Picture`; `attn.tools.bench.chart` returns one of times. None uses pyplot: no window opens, no global
+figure is created.
 """
 
 from attn.pictures.cache import pages

@@ -7,7 +7,7 @@ each key, so a plot cannot disagree with the definition.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from attn.backends.arguments import positive_int
+from attn.arguments import positive_int
 from attn.pictures.picture import HIDDEN, SEEN, SPECIAL, Picture, drawn
 
 _INCHES = 0.16  #: size of a mask's cell

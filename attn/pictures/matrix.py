@@ -11,8 +11,8 @@ GROUPS = ("platforms", "dtypes", "kv_cache_dtypes", "attn_types", "features")
 
 
 def capabilities(table: Iterable[Any], groups: Sequence[str] = GROUPS) -> Picture:
-    """Plot a table of `attn.report.backends()`: backends as rows, what they serve as columns. Green: serves, and the backend
-    runs on this machine; blue: serves, but the backend is not available; grey: does not serve.
+    """Plot a table of `attn.reports.report.backends()`: backends as rows, what they serve as columns. Green: serves, and the
+    backend runs on this machine; blue: serves, but the backend is not available; grey: does not serve.
 
     `groups`: some of platforms, dtypes, kv_cache_dtypes, attn_types, features. Raises ValueError for any other, and for a table
     in which no backend has capabilities.

@@ -9,7 +9,7 @@ import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
-from attn.backends.arguments import as_int, natural_int, positive_int
+from attn.arguments import as_int, natural_int, positive_int
 from attn.errors import AttnError
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from attn.backends.arguments import as_int, natural_int, positive_int
+from attn.arguments import as_int, natural_int, positive_int
 from attn.backends.metadata import INT32_MAX, CommonAttentionMetadata
 from attn.errors import AttnError
 from attn.serving.block_pool import BlockPool, PoolError, block_key

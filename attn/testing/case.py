@@ -11,7 +11,7 @@ import shlex
 from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any, Self
 
-from attn.backends.arguments import Window, layer_features, window_pair
+from attn.arguments import Window, layer_features, window_pair
 from attn.capabilities import ENCODER_TYPES, AttentionType, Feature, Request
 from attn.dtypes import PER_TOKEN_HEAD, kv_cache_element
 from attn.testing.bits import CODES

@@ -13,15 +13,17 @@ from functools import partial
 from importlib.metadata import packages_distributions
 from typing import Any, Protocol
 
-from attn import evidence, plugins
 from attn.backend_enum import load_candidate, path_of
 from attn.backends.registry import BLOCKSPARSE, AttentionBackendEnum, blocksparse_candidate
 from attn.capabilities import Candidate, Capabilities, Device, Feature
 from attn.dtypes import dtype_name
 from attn.errors import AttnError, UnsupportedError
 from attn.imports import first_installed, resolve_obj_by_qualname, version_of
-from attn.platforms import platform_for
 from attn.progress import Display
+from attn.reports import evidence
+from attn.selection import plugins
+from attn.selection.platforms import platform_for
+from attn.selection.verdicts import choose, not_loadable
 from attn.testing.case import Case
 from attn.testing.draw import Call, Result, draw
 from attn.testing.processes import spread
@@ -31,7 +33,6 @@ from attn.testing.shrink import minimised
 from attn.testing.subject import Subject, subject_of
 from attn.testing.suite import cases_of, program_of
 from attn.testing.wrong import wrong  # noqa: F401  # a property like the others, by its name
-from attn.verdicts import choose, not_loadable
 
 REFUSAL = "refusal"
 #: The kinds of evidence that running the suite can give.
@@ -244,8 +245,8 @@ def run_conformance(
     """Run the suite on the named backends, or on all that can run on this machine without an interpreter.
 
     level: one of `attn.testing.suite.LEVELS`.
-    kind: how the backends are executed: `ran`, or `interpreted` or `stand-in` (`attn.evidence`), which do not need a supported
-        device. None: `interpreted` on the platforms of a backend's `interpreted_on`, else `ran`.
+    kind: how the backends are executed: `ran`, or `interpreted` or `stand-in` (`attn.reports.evidence`), which do not need a
+        supported device. None: `interpreted` on the platforms of a backend's `interpreted_on`, else `ran`.
     only: run the cases whose name contains this text.
     record: write a row for each backend to the evidence file, whether it passed or failed.
     dtypes: run the cases of these dtypes (an interpreter may lack one); the evidence states it. Empty: all.

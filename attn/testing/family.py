@@ -8,12 +8,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from attn import evidence
 from attn.backend_enum import BackendEnum
 from attn.capabilities import Device
 from attn.progress import Display
+from attn.reports import evidence
+from attn.selection.verdicts import not_loadable
 from attn.testing.conformance import EXECUTED, BackendReport, Failure, Report, device_for, evidence_of, is_interpreted
-from attn.verdicts import not_loadable
 
 
 def run_family(

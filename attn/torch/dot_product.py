@@ -7,7 +7,7 @@ from collections.abc import Generator
 import torch
 import torch.nn.functional as F
 
-from attn.backends.arguments import check_flag, fold_sign
+from attn.arguments import check_flag, fold_sign
 from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.errors import DeviceError, DTypeError, ShapeError, UnsupportedError

@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 
 from attn.capabilities import Device, Feature, Request, arch_matches
-from attn.platforms import Platform
+from attn.selection.platforms import Platform
 
 Orders = Mapping[str, tuple[str, ...]]
 

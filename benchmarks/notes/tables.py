@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from attn.bench import Case
+from attn.tools.bench import Case
 from benchmarks import pallas
 
 NOTES = Path(__file__).parent

@@ -31,8 +31,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from attn import aot
 from attn.errors import BackendLoadError
+from attn.tools.aot import command as aot
 
 DEVICES = 8
 MODELS = ("llama", "gemma")
@@ -95,8 +95,8 @@ def compile_for(chip: str, name: str, sizes: Sequence[int], dump: Path) -> list[
     from jax.experimental import topologies
     from jax.sharding import Mesh
 
-    from attn.jax._libtpu import CHIPS
     from attn.serving import Scheduler
+    from attn.tools.aot.libtpu import CHIPS
     from examples.jax_decoder import GEMMA_9B, LLAMA_8B, Server
 
     shape = {"llama": LLAMA_8B, "gemma": GEMMA_9B}[name]
@@ -162,7 +162,7 @@ def main() -> None:
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     if options.one:
-        from attn.jax._libtpu import environment
+        from attn.tools.aot.libtpu import environment
 
         with tempfile.TemporaryDirectory() as folder:
             os.environ.update(environment(options.one[0], folder, estimate=False))

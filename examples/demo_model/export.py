@@ -83,7 +83,7 @@ windows of 1024, of the bfloat16 weights computed in float32 |
 
 Made by
 
-    python -m examples.demo_model.train --out attn/demo/model --tokens {budget} --seed {seed}
+    python -m examples.demo_model.train --out attn/tools/demo/model --tokens {budget} --seed {seed}
 
 which gives a model like this one on another machine, though not the same bits.
 

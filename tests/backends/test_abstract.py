@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from attn import arrays
-from attn.backends.abstract import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, KVCacheSpec
-from attn.backends.arguments import (
+from attn.arguments import (
     check_attn_type,
     check_heads,
     check_scale,
@@ -18,6 +17,7 @@ from attn.backends.arguments import (
     refuse,
     window_pair,
 )
+from attn.backends.abstract import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, KVCacheSpec
 from attn.capabilities import Request
 from attn.errors import UnsupportedError
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from attn import reference, report
+from attn import reference
 from attn.backends.abstract import AttentionBackend, AttentionImpl, AttentionMetadata
 from attn.backends.mla.prefill.abstract import MLAPrefillBackend
 from attn.backends.mla.prefill.registry import MLAPrefillBackendEnum
@@ -14,6 +14,7 @@ from attn.capabilities import Capabilities, Feature, MultipleOf
 from attn.diffusion.backends.abstract import DiffusionAttentionBackend, DiffusionAttentionImpl
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.errors import UnsupportedError
+from attn.reports import report
 from attn.selector import make_request, select
 from attn.testing import check_conformance, conformance_cases, run_conformance
 from attn.torch import Attention

@@ -11,7 +11,7 @@ from attn.diffusion.selector import (
     select_diffusion,
 )
 from attn.errors import UnsupportedError
-from attn.platforms import platform_for
+from attn.selection.platforms import platform_for
 
 torch = pytest.importorskip("torch")
 H200 = Device("torch", "cuda", "NVIDIA H200", "sm_90")
@@ -116,7 +116,7 @@ def test_limits_of_calls_are_reasons_where_the_call_is_known(more, words):
 
 
 def test_tables_show_the_limits_and_the_error():
-    from attn.report import backends
+    from attn.reports.report import backends
 
     table = backends("diffusion")
     assert table["SAGE_ATTN"].limits == (

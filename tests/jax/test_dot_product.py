@@ -11,7 +11,7 @@ from flax import linen, nnx
 import attn.jax
 from attn.errors import DTypeError, ShapeError, UnsupportedError
 from attn.jax import testing
-from attn.testing import fuzz_entries
+from attn.tools.fuzz import entries as fuzz_entries
 from tests.levels import sampled
 
 CALLS = {

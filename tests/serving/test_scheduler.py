@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attn.serving import GenerationRequest, PoolError, RequestError, Scheduler, Step
-from attn.testing import serving
-from attn.testing.serving import EOS, NO_TOKENS, Echo, alone, make, state
+from attn.tools.fuzz import serving
+from attn.tools.fuzz.serving import EOS, NO_TOKENS, Echo, alone, make, state
 
 #: Step of arrival, prompt, max_new_tokens, and the step at which it is cancelled if it is not finished.
 Arrival = tuple[int, list[int], int, int]

@@ -5,7 +5,7 @@ import signal
 import time
 
 from attn.testing.case import Case
-from attn.testing.fuzz import Outcome
+from attn.tools.fuzz.campaign import Outcome
 
 
 def fate(task: tuple[str, str]) -> Outcome:

@@ -9,14 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from attn import evidence, reference
+from attn import reference
 from attn.backends.abstract import AttentionBackend
 from attn.backends.registry import registered_backend
 from attn.capabilities import Capabilities, Feature
 from attn.errors import UnsupportedError
+from attn.reports import evidence
 from attn.testing import Case, check_conformance, conformance_cases, run_case, run_conformance
-from attn.testing.command import main
 from attn.testing.shrink import minimised
+from attn.tools.conform import main
 from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl, PagedCall
 
 RECORD = Capabilities(

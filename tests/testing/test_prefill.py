@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from attn import evidence
 from attn.backends.mla.prefill.registry import MLAPrefillBackendEnum, register_mla_prefill_backend
-from attn.testing.command import main
+from attn.reports import evidence
 from attn.testing.prefill import PrefillCase, check_prefill, draw_prefill, prefill_cases, run_prefill
+from attn.tools.conform import main
 from attn.torch.backends.mla.prefill.sdpa import TorchSDPAPrefillBackend
 
 CASES = {case.name: case for case in prefill_cases(TorchSDPAPrefillBackend)}

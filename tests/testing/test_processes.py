@@ -7,8 +7,8 @@ import time
 import pytest
 
 from attn.testing import run_conformance
-from attn.testing.command import main
 from attn.testing.processes import spread
+from attn.tools.conform import main
 
 
 def halved(task: int) -> int:

@@ -11,7 +11,7 @@ import torch
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.registry import AttentionBackendEnum
 from attn.errors import DeviceError
-from attn.testing import fuzz_entries
+from attn.tools.fuzz import entries as fuzz_entries
 from attn.torch import Attention, MLAAttention
 from attn.torch.backends._paged import PagedAttentionImpl
 from attn.torch.backends.mla._mla import MLACommonImpl

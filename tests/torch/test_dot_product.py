@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import attn.torch
 from attn.diffusion.backends.registry import register_diffusion_backend
 from attn.errors import DeviceError, DTypeError, ShapeError, UnsupportedError
-from attn.testing import fuzz_entries
+from attn.tools.fuzz import entries as fuzz_entries
 from attn.torch import testing
 from attn.torch.diffusion.backends.sdpa import SDPABackend, SDPAImpl
 

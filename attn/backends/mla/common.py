@@ -10,8 +10,7 @@ Shape letters in addition to the usual ones: L kv_lora_rank, Dn qk_nope_head_dim
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-from attn.backends.abstract import AttentionBackend, AttentionType, MLAAttentionImpl
-from attn.backends.arguments import (
+from attn.arguments import (
     Window,
     check_attn_type,
     check_heads,
@@ -23,6 +22,7 @@ from attn.backends.arguments import (
     refuse,
     window_pair,
 )
+from attn.backends.abstract import AttentionBackend, AttentionType, MLAAttentionImpl
 from attn.backends.metadata import AttentionMetadata, CommonAttentionMetadata
 from attn.backends.mla.prefill.registry import MLAPrefillBackendEnum
 from attn.capabilities import KINDS, Feature, MultipleOf, Request, supports_size

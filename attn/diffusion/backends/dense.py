@@ -7,7 +7,7 @@ arguments raise the same message everywhere. A backend adds `_attend`, over dens
 from abc import abstractmethod
 from typing import Any, NamedTuple
 
-from attn.backends.arguments import check_flag, check_heads, check_scale, fold_sign, refuse
+from attn.arguments import check_flag, check_heads, check_scale, fold_sign, refuse
 from attn.capabilities import Feature
 from attn.diffusion.backends.abstract import (
     JOINT_STRATEGIES,

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from attn import envs
+from attn.arguments import check_reach, fold_sign
 from attn.backends.abstract import AttentionLayer, AttentionType
-from attn.backends.arguments import check_reach, fold_sign
 from attn.backends.metadata import PAD_SLOT_ID
 from attn.backends.paged import (
     PagedBackend,

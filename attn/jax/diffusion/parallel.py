@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from attn.backends.arguments import positive_int
+from attn.arguments import positive_int
 from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
 from attn.diffusion.parallel import share_heads, wanted_features
 from attn.errors import UnsupportedError

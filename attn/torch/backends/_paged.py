@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 
 from attn import envs
+from attn.arguments import check_reach, fold_sign, refuse
 from attn.backends.abstract import AttentionLayer, AttentionType
-from attn.backends.arguments import check_reach, fold_sign, refuse
 from attn.backends.paged import PagedBackend, PagedImpl, cache_dtype_error, check_array, check_block_size, check_built
 from attn.capabilities import ENCODER_TYPES, Feature
 from attn.dtypes import PER_TOKEN_HEAD, QuantKey, kFp8StaticTensorSym

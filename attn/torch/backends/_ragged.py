@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attn.arguments import fold_sign
 from attn.backends.abstract import AttentionLayer
-from attn.backends.arguments import fold_sign
 from attn.capabilities import Feature
 from attn.dtypes import PER_TOKEN_HEAD
 from attn.errors import MetadataError

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from attn import envs
+from attn.arguments import fold_sign
 from attn.backends.abstract import AttentionLayer
-from attn.backends.arguments import fold_sign
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.capabilities import ATTN_TYPES, Capabilities, Device, Feature, MultipleOf, Request
 from attn.dtypes import PER_TOKEN_HEAD

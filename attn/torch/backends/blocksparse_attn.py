@@ -8,7 +8,7 @@ are not loaded, which is the gain over a dense kernel. The selector's `is_blocks
 from dataclasses import dataclass
 from typing import Any
 
-from attn.backends.arguments import Window
+from attn.arguments import Window
 from attn.capabilities import AttentionType, Device, Feature, Request
 from attn.torch.backends import _triton
 

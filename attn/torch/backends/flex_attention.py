@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from attn.arguments import window_pair
 from attn.backends.abstract import AttentionType
-from attn.backends.arguments import window_pair
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.capabilities import ATTN_TYPES, ENCODER_TYPES, Capabilities, Device, Feature, MultipleOf, Request
 from attn.errors import UnsupportedError

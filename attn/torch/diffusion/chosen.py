@@ -13,7 +13,7 @@ from attn.capabilities import Feature
 from attn.diffusion.backends.abstract import DiffusionAttentionBackend
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.diffusion.selector import ENV_VAR, make_diffusion_request, select_diffusion
-from attn.platforms import platform_for
+from attn.selection.platforms import platform_for
 from attn.torch.platforms import rows_that_decide
 
 #: Implementations by their description: a graph can contain the string and look it up, but not a selection.

@@ -12,8 +12,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from attn.demo.checkpoint import load_config, load_weights  # noqa: E402
-from attn.demo.engine import SHIPPED_MODEL as SHIPPED  # noqa: E402
+from attn.tools.demo.checkpoint import load_config, load_weights  # noqa: E402
+from attn.tools.demo.engine import SHIPPED_MODEL as SHIPPED  # noqa: E402
 from examples.demo_model import train  # noqa: E402
 from examples.demo_model.corpus import Document  # noqa: E402
 from tests.levels import FULL  # noqa: E402

@@ -418,7 +418,8 @@ class Manager:
 def captured(monkeypatch):
     """A model whose layers can be captured, and the configurations with which its continuous batching starts."""
     model, found = decoder("llama"), []
-    monkeypatch.setattr(module, "installed", lambda version=max(module.installed(), versions.GRAPHS): version)
+    version = max(module.installed(), versions.GRAPHS)
+    monkeypatch.setattr(module, "installed", lambda: version)
     monkeypatch.setattr(model, "init_continuous_batching", lambda general, config, *_: found.append(config) or Manager())
     with lengths_on_device(), attn_transformers.paged(model, "TORCH_SDPA"):
         yield model, found

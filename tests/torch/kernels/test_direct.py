@@ -23,7 +23,7 @@ pytestmark = [
 SCRIPT = """
 import itertools, os
 import torch, triton
-from attn.torch import aot
+from attn.tools.aot import triton as aot
 from attn.torch.kernels.runs import Runs
 from attn.torch.kernels import dense_decode, kv_write, latent_write, mla_decode, plan
 from attn.torch.kernels import paged_attention as kernels

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from attn import aot
 from attn.backends.registry import AttentionBackendEnum
 from attn.capabilities import Device
 from attn.errors import BackendLoadError
+from attn.tools.aot import command as aot
 from attn.torch.backends.blocksparse_attn import BlocksparseFlashAttentionBackend
 from attn.torch.diffusion.backends.triton_attn import TritonAttentionBackend as Dense
 from attn.torch.kernels import hopper
@@ -190,8 +190,8 @@ def test_it_compiles_with_other_releases_of_triton(version, monkeypatch):
 
 
 BROKEN = """
-from attn.torch.aot import *
-from attn.torch import aot
+from attn.tools.aot.triton import *
+from attn.tools.aot import triton as aot
 
 class Broken:
     def __init__(self, error):

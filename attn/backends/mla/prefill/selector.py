@@ -1,20 +1,20 @@
 """Select the MLA prefill backend of a layer: requested by name, or the first valid on the platform's list, with reasons.
 
-The decision is the same as for attention backends (`attn.choice`): the backend of ATTN_MLA_PREFILL_BACKEND or of an explicit
-argument is used or rejected, never replaced.
+The decision is the same as for attention backends (`attn.selection.choice`): the backend of ATTN_MLA_PREFILL_BACKEND or of an
+explicit argument is used or rejected, never replaced.
 """
 
 from collections.abc import Collection
 from typing import Any
 
-from attn.backends.arguments import list_of_names, positive_int
+from attn.arguments import list_of_names, positive_int
 from attn.backends.mla.prefill.abstract import MLAPrefillBackend, MLAPrefillRequest
 from attn.backends.mla.prefill.registry import MLAPrefillBackendEnum
 from attn.capabilities import Device, Feature
-from attn.choice import asked_for, decide, place_of
 from attn.dtypes import dtype_name
-from attn.platforms import Platform, platform_for
-from attn.verdicts import Selection
+from attn.selection.choice import asked_for, decide, place_of
+from attn.selection.platforms import Platform, platform_for
+from attn.selection.verdicts import Selection
 
 (ENV_VAR,) = MLAPrefillBackendEnum.variables
 

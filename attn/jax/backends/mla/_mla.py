@@ -16,8 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from attn.arguments import check_reach, fold_sign
 from attn.backends.abstract import AttentionLayer
-from attn.backends.arguments import check_reach, fold_sign
 from attn.backends.metadata import PAD_SLOT_ID, CommonAttentionMetadata
 from attn.backends.mla.common import MLABackend, MLAImpl, dcp_row_limits
 from attn.backends.mla.prefill.abstract import MLAContextChunk, MLAPrefillBackend, MLAPrefillMetadata

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 
+from attn.arguments import check_reach, fold_sign
 from attn.backends.abstract import AttentionLayer
-from attn.backends.arguments import check_reach, fold_sign
 from attn.backends.mla.common import MLABackend, MLAImpl
 from attn.backends.mla.prefill.abstract import MLAPrefillBackend
 from attn.backends.mla.prefill.selector import get_mla_prefill_backend

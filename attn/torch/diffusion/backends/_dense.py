@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from attn.arguments import fold_sign
 from attn.arrays import to_framework
-from attn.backends.arguments import fold_sign
 from attn.capabilities import Feature
 from attn.diffusion.backends.abstract import DiffusionAttentionBackend, DiffusionAttentionMetadata
 from attn.diffusion.backends.dense import DenseAttentionImpl, DenseCall

@@ -3,7 +3,7 @@
 import torch
 from torch.nn import functional as F
 
-from attn.backends.arguments import fold_sign
+from attn.arguments import fold_sign
 from attn.diffusion.backends.dense import DenseCall
 from attn.torch.alignment import aligned
 from attn.torch.diffusion.backends._dense import DenseImpl, bottom_right

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
-from attn.backends.arguments import fold_sign
+from attn.arguments import fold_sign
 from attn.capabilities import Capabilities, Feature, MultipleOf
 from attn.diffusion.backends.dense import DenseCall
 from attn.torch.alignment import aligned

@@ -1,0 +1,170 @@
+"""Devices by product name, present or not: their architectures, and the packages to expect on such a machine.
+
+`attn explain --device H100` assumes a machine with that device, this package's extra for its framework and nothing else
+installed, unless `--assume` adds packages. Names are those of the products; architectures are CUDA's compute capabilities,
+LLVM's AMDGPU targets and the names of TPU generations, as in `Capabilities.archs`.
+"""
+
+import re
+from collections.abc import Collection
+from typing import NamedTuple
+
+from attn.backend_enum import unknown_name
+from attn.capabilities import Device
+
+#: (platform under torch or None, platform under jax or None, maker) -> architecture -> products.
+_PRODUCTS: dict[tuple[str | None, str | None, str], dict[str, tuple[str, ...]]] = {
+    ("cuda", "gpu", "NVIDIA"): {
+        "sm_70": ("V100",),
+        "sm_75": ("T4", "RTX 2080 Ti"),
+        "sm_80": ("A100", "A30", "A800"),
+        "sm_86": ("A10", "A10G", "A40", "RTX A6000", "RTX 3090"),
+        "sm_87": ("Jetson Orin",),
+        "sm_89": ("L4", "L40", "L40S", "RTX 6000 Ada", "RTX 4090"),
+        "sm_90": ("H100", "H200", "H800", "H20", "GH200"),
+        "sm_100": ("B200", "GB200"),
+        "sm_103": ("B300", "GB300"),
+        "sm_107": (),  # named by vendors' kernels; no known product
+        "sm_110": ("Jetson Thor",),
+        "sm_120": ("RTX 5090", "RTX PRO 6000"),
+        "sm_121": ("GB10", "DGX Spark"),
+    },
+    ("rocm", "gpu", "AMD"): {
+        "gfx90a": ("MI210", "MI250", "MI250X"),
+        "gfx942": ("MI300A", "MI300X", "MI308X", "MI325X"),
+        "gfx950": ("MI350X", "MI355X"),
+        "gfx1100": ("RX 7900 XTX", "RX 7900 XT"),
+        "gfx1151": ("Strix Halo",),
+        "gfx1201": ("RX 9070", "RX 9070 XT"),
+    },
+    (None, "tpu", "TPU"): {
+        "v4": ("v4",), "v5e": ("v5e",), "v5p": ("v5p",), "v6e": ("v6e", "Trillium"), "v7x": ("v7x", "Ironwood"),
+    },
+    ("xpu", None, "Intel"): {"": ("Data Center GPU Max 1550", "Arc B580")},
+    ("cpu", "cpu", ""): {"x86_64": ("x86_64",), "aarch64": ("aarch64",), "arm64": ("arm64",)},
+}  # fmt: skip
+
+#: Distribution -> the modules by which this library detects it; their submodules count too.
+PACKAGES: dict[str, tuple[str, ...]] = {
+    "triton": ("triton",),
+    "flash-attn": ("flash_attn.flash_attn_interface",),
+    "flash-attn-3": ("flash_attn_interface",),
+    "flash-attn-4": ("flash_attn.cute",),
+    "flashinfer-python": ("flashinfer",),
+    "xformers": ("xformers",),
+    "vllm": ("vllm",),
+    "flash-mla": ("flash_mla",),
+    "tokenspeed-mla": ("tokenspeed_mla",),
+    "sageattention": ("sageattention",),
+    "sageattn3": ("sageattn3",),
+    "aiter": ("aiter",),
+    "intel-extension-for-pytorch": ("intel_extension_for_pytorch",),
+    "torch-npu": ("torch_npu",),
+}
+#: (framework, platform) -> those of the packages that the framework's wheel for the platform installs.
+BROUGHT = {("torch", "cuda"): ("triton",), ("torch", "rocm"): ("triton",), ("torch", "xpu"): ("triton",)}
+
+
+class Ceilings(NamedTuple):
+    """A device's rates: a copy (bytes read and written), a dense bfloat16 matrix product, and the record or datasheet."""
+
+    copy_gb_per_s: float
+    gemm_tflop_per_s: float
+    source: str
+    measured: bool  #: False: the datasheet's peaks, which no program reaches
+
+
+#: Product -> its rates, measured with `attn bench` if the project has a record of the device, else its datasheet's peaks.
+#: Datasheets with sparse rates only count half of them. GPUs with several form factors: the fastest one, as named.
+CEILINGS = {
+    "NVIDIA H200": Ceilings(4295.5, 799.23, "attn bench --peers all, 2026-11-22", measured=True),
+    **{
+        product: Ceilings(copy, gemm, f"datasheet of {place}", measured=False)
+        for product, copy, gemm, place in (
+            ("NVIDIA A100", 2039, 312, "A100 SXM 80 GB"),
+            ("NVIDIA L4", 300, 121, "L4"),
+            ("NVIDIA L40S", 864, 362, "L40S"),
+            ("NVIDIA H100", 3350, 989, "H100 SXM"),
+            ("NVIDIA H20", 4000, 148, "H20"),
+            ("NVIDIA B200", 8000, 2250, "B200 (HGX)"),
+            ("AMD MI250X", 3277, 383, "MI250X"),
+            ("AMD MI300X", 5300, 1307, "MI300X"),
+            ("AMD MI325X", 6000, 1307, "MI325X"),
+            ("AMD MI355X", 8000, 2517, "MI355X"),
+            ("TPU v4", 1228, 275, "TPU v4"),
+            ("TPU v5e", 819, 197, "TPU v5e"),
+            ("TPU v5p", 2765, 459, "TPU v5p"),
+            ("TPU v6e", 1640, 918, "TPU v6e"),
+            ("TPU v7x", 7380, 2307, "TPU v7x"),
+        )
+    },
+}
+
+
+class Attained(NamedTuple):
+    """The share of a device's measured rates that a backend's layers reached: decodes of the copy, prompts of the product."""
+
+    copy: float
+    gemm: float | None
+
+
+#: (product, backend, head size) -> shares in the record of `CEILINGS`: 64 decodes of 4,096 keys, and 4 prompts of 4,096 tokens,
+#: in bfloat16, with blocks of 16 tokens, without windows and other features.
+ATTAINED = {
+    ("NVIDIA H200", "TRITON_ATTN", 64): Attained(0.896, None),
+    ("NVIDIA H200", "TRITON_ATTN", 128): Attained(0.969, 0.628),
+    ("NVIDIA H200", "TREE_ATTN", 128): Attained(0.968, 0.586),
+    ("NVIDIA H200", "FLASHINFER", 128): Attained(0.900, 0.499),
+    ("NVIDIA H200", "FLASH_ATTN", 128): Attained(0.804, 0.508),
+}
+
+
+def device_named(name: str, framework: str | None = None) -> Device:
+    """Return the device called `name` (H100, "NVIDIA H100", v6e, gfx942, sm_90), ignoring case, under a framework.
+
+    framework: "torch" or "jax"; None: torch if it supports the device. Raises ValueError for an unknown name, and for a
+    device that the framework does not support.
+    """
+    wanted = _plain(name)
+    for (torch_platform, jax_platform, maker), archs in _PRODUCTS.items():
+        for arch, products in archs.items():
+            called = next((p for p in products if wanted in (_plain(p), _plain(f"{maker} {p}"))), None)
+            if called is None and (not wanted or wanted != _plain(arch)):
+                continue
+            framework = framework or ("torch" if torch_platform else "jax")
+            platform = {"torch": torch_platform, "jax": jax_platform}[framework]
+            if platform is None:
+                raise ValueError(f"device {name!r} is not supported by {framework}")
+            return Device(framework, platform, f"{maker} {called or arch}".strip(), arch)
+    raise ValueError(unknown_name("device", name, [p for archs in _PRODUCTS.values() for ps in archs.values() for p in ps]))
+
+
+def check_arch(platform: str, arch: str) -> str:
+    """Return `arch` if the platform has it. Raises ValueError with the known ones otherwise."""
+    known = [a for places, archs in _PRODUCTS.items() if platform in places[:2] for a in archs if a]
+    if arch not in known:
+        raise ValueError(unknown_name(f"arch of {platform}", arch, known))
+    return arch
+
+
+def modules_of(names: Collection[str]) -> list[str]:
+    """Return the modules of packages given by distribution or module name. Raises ValueError for one no backend uses."""
+    found: list[str] = []
+    for name in names:
+        wanted = _plain(name)
+        own = next((d for d, modules in PACKAGES.items() if wanted in (_plain(d), *map(_plain, modules))), None)
+        own = own or next((d for d in PACKAGES if len(wanted) > 3 and _plain(d).startswith(wanted)), None)  # flashinfer
+        if own is None:
+            raise ValueError(unknown_name("package", name, PACKAGES))
+        found += PACKAGES[own]
+    return found
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def pairs(n: int, m: int, window: int) -> int:
+    """Count the visible pairs of the last n of m rows: row i (of all m) sees min(i + 1, window) keys."""
+    growing = range(m - n + 1, min(m, window) + 1)  # keys seen by each row that the window does not limit
+    return sum(growing) + (n - len(growing)) * window

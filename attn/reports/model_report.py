@@ -1,0 +1,409 @@
+"""Explain a model: which backend serves each kind of its attention layers, what their cache takes, and lower bounds on time.
+
+The layers come from `attn.reports.model_config`, the choices from `attn.explain`. Times are those of attention alone at the
+device's rates (`attn.reports.machines.CEILINGS`): measured ones, or its datasheet's peaks, as the report says.
+"""
+
+import textwrap
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from html import escape
+from typing import Any
+
+from attn import dtypes
+from attn.arguments import positive_int
+from attn.backends.mla.prefill.selector import make_mla_prefill_request, select_mla_prefill
+from attn.backends.registry import AttentionBackendEnum
+from attn.capabilities import ENCODER_TYPES, AttentionType, Device
+from attn.dtypes import dtype_name
+from attn.reports import machines
+from attn.reports.machines import ATTAINED, CEILINGS, Attained, Ceilings, pairs
+from attn.reports.model_config import LayerKind, ModelLayers, read_layers
+from attn.reports.report import assumed_machine, explain, text_table
+from attn.selection.platforms import default_framework, platform_for
+from attn.selection.verdicts import Selection
+
+WIDTH = 100
+POSITION_BIAS = "adds a learned position bias to the scores, which is not a feature of any paged backend"
+_HEAD = ("layers", "kind", "heads", "size", "backend", "cache/token", "cache", "decode ms", "prompt ms")
+
+
+@dataclass(frozen=True)
+class KindReport:
+    """One kind of layers. Bytes and operations are of all its layers and, except `token_bytes`, of all requests.
+
+    `selection` is None for layers that are not attention, or that no backend can serve (`reason`); `prefill` is
+    the choice of a latent layer's backend for prompts, where the framework has such backends. `decode_bytes` are the cached
+    bytes that a decode step reads; `prompt_flops` the operations of prompts as long as the context.
+    """
+
+    kind: LayerKind
+    selection: Selection | None
+    prefill: Selection | None
+    reason: str
+    token_bytes: int
+    cache_bytes: int
+    decode_bytes: int
+    prompt_flops: int
+
+    @property
+    def label(self) -> str:
+        """The kind with its window or chunk, such as `sliding 4096`."""
+        limit = self.kind.window or self.kind.chunk or self.kind.topk
+        return f"{self.kind.name} {limit}" if limit else self.kind.name
+
+    @property
+    def backend(self) -> str | None:
+        return self.selection.name if self.selection else None
+
+    @property
+    def heads(self) -> str:
+        return f"{self.kind.num_heads}/{self.kind.num_kv_heads}" if self.kind.is_attention else ""
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """A model's layers, the choice for each kind, and totals for `requests` requests of `context` tokens.
+
+    Prints as text of at most 100 columns and displays as a table in notebooks. `ceilings`: the device's rates, None if
+    neither a measurement nor a datasheet is recorded.
+    """
+
+    model: ModelLayers
+    rows: tuple[KindReport, ...]
+    device: Device
+    dtype: str
+    kv_cache_dtype: str
+    block_size: int
+    context: int
+    requests: int
+    ceilings: Ceilings | None
+
+    @property
+    def served(self) -> bool:
+        """Whether every attention layer has a backend."""
+        return all(row.backend for row in self.rows if row.kind.is_attention)
+
+    def total(self, name: str) -> int:
+        """Return the sum of a number of `KindReport` over all kinds."""
+        return sum(getattr(row, name) for row in self.rows)
+
+    def decode_ms(self, nbytes: int) -> float | None:
+        """Return the time of a copy of `nbytes`; None without a record, or where a decode reads no cache."""
+        return nbytes / self.ceilings.copy_gb_per_s / 1e6 if self.ceilings and nbytes else None
+
+    def prompt_ms(self, flops: int) -> float | None:
+        """Return the time of `flops` at the rate of a bfloat16 product; None without a record, or for other dtypes."""
+        recorded = self.ceilings is not None and self.dtype == "bfloat16" and flops
+        return flops / self.ceilings.gemm_tflop_per_s / 1e9 if recorded and self.ceilings else None
+
+    def measured(self, row: KindReport) -> Attained | None:
+        """Return the shares of the device's rates that the chosen backend reached in a measurement of such layers, if any."""
+        kind = row.kind
+        plain = self.dtype == "bfloat16" and self.kv_cache_dtype == "auto" and not (kind.features or kind.latent)
+        plain = plain and self.block_size == 16
+        return ATTAINED.get((self.device.name, row.backend or "", kind.head_size or 0)) if plain else None
+
+    def _measured(self, row: KindReport) -> str:
+        """Describe `measured` in a sentence; nothing without it."""
+        found, decode, prompt = self.measured(row), self.decode_ms(row.decode_bytes), self.prompt_ms(row.prompt_flops)
+        if found is None or decode is None or prompt is None:
+            return ""
+        times = [f"64 decodes {found.copy:.2f} of the copy's ({decode / found.copy:.3g} ms at that rate)"]
+        if found.gemm:
+            times.append(f"4 prompts {found.gemm:.2f} of the product's ({prompt / found.gemm:.3g} ms)")
+        return f"rates reached with heads of this size and 4096 tokens: {', '.join(times)}; small batches reach less"
+
+    @property
+    def title(self) -> str:
+        count = sum(row.kind.count for row in self.rows)
+        return f"{self.model.model_type} ({self.model.place}): {count} layers, {self.dtype}, on {self.device}"
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """How the model was read, what the numbers are, and remarks on all choices."""
+        load = f"{self.requests} request{'s' * (self.requests > 1)} of {self.context} tokens"
+        total = self.total("token_bytes")
+        found = [
+            f"cache ({self.kv_cache_dtype}): {_bytes(total)} per token, {_bytes(total * self.block_size)} per block of "
+            f"{self.block_size} tokens in all layers, {_bytes(self.total('cache_bytes'))} for {load}"
+        ]
+        if any(row.kind.window or row.kind.chunk for row in self.rows):
+            found.append("cache of windows and chunks: all tokens; less if the caller frees the blocks that no row sees")
+        if any(row.kind.chunk for row in self.rows):
+            found.append(
+                "chunked layers: other backends compute them as full attention with each chunk as a request of its own"
+            )
+        if any(row.kind.attn_type == AttentionType.ENCODER_DECODER for row in self.rows):
+            found.append("encoder and decoder: both have as many tokens as the context")
+        return (*found, self._times(), *self.model.notes, *_common(self.rows))
+
+    def _times(self) -> str:
+        if self.ceilings is None:
+            name = self.device.name or self.device.platform
+            return f"times: not recorded: there are no rates of {name} (recorded: {', '.join(CEILINGS)})"
+        copy, gemm, source, measured = self.ceilings
+        source = f"measured: {source}" if measured else f"peaks, not measured: {source}"
+        prompt = f"prompt: its operations at {gemm:.0f} TFLOP/s" if self.dtype == "bfloat16" else "prompt: bfloat16 only"
+        return f"times, attention alone: decode: the cached bytes read at {copy:.0f} GB/s; {prompt} ({source})"
+
+    def cells(self) -> list[list[str]]:
+        """Return the table's rows, the total last."""
+        rows = []
+        for row in self.rows:
+            kind, attends = row.kind, row.kind.is_attention
+            backend = (row.backend or "none") if attends else "not attention"
+            rows.append([str(kind.count), row.label, row.heads, str(kind.head_size or ""), backend, *self._numbers(row)])
+        total = KindReport(LayerKind("total"), None, None, "", *map(self.total, _NUMBERS))
+        return [*rows, [str(sum(row.kind.count for row in self.rows)), "total", "", "", "", *self._numbers(total)]]
+
+    def _numbers(self, row: KindReport) -> list[str]:
+        times = (self.decode_ms(row.decode_bytes), self.prompt_ms(row.prompt_flops))
+        return [_bytes(row.token_bytes), _bytes(row.cache_bytes), *("" if ms is None else f"{ms:.3g}" for ms in times)]
+
+    def __str__(self) -> str:
+        lines = [*_wrapped(self.title, ""), "", *text_table(_HEAD, self.cells())]
+        for row in self.rows:
+            if row.kind.is_attention:
+                lines += ["", *_wrapped(f"{row.label}: {self.described(row)}", "")]
+                lines += [line for text in _choice(row, _common(self.rows)) for line in _wrapped(text, "    ")]
+                lines += _wrapped(self._measured(row), "    ")
+        lines += ["", *(line for note in self.notes for line in _wrapped(note, "  "))]
+        return "\n".join([*lines, *_wrapped(f"fields read: {', '.join(self.model.fields)}", "  ")])
+
+    def described(self, row: KindReport) -> str:
+        """Describe one layer of a kind: what it needs of a backend, its scale, its cache."""
+        kind = row.kind
+        words = [f"{row.heads} heads of {kind.head_size}"]
+        words += [f"soft_cap {kind.soft_cap:g}" if name == "soft_cap" else name for name in sorted(kind.features)]
+        words += [kind.attn_type] if kind.attn_type != AttentionType.DECODER else []
+        words += [f"scale {kind.scale:.4g}"] if kind.scale else []
+        token = row.token_bytes // kind.count
+        cached = f"; a layer caches {_bytes(token)} per token, {_bytes(token * self.block_size)} per block" if token else ""
+        return ", ".join(words) + cached
+
+    def _repr_html_(self) -> str:
+        """Return HTML for notebooks: the table, and each kind's selection below it, folded."""
+        head = "".join(f"<th style='{_LEFT}'>{name}</th>" for name in _HEAD)
+        body = "".join(
+            "<tr>" + "".join(f"<td style='{_LEFT}'>{escape(cell)}</td>" for cell in cells) + "</tr>" for cells in self.cells()
+        )
+        kinds = "".join(
+            f"<details><summary><b>{escape(row.label)}</b>: {escape(self.described(row))}</summary>"
+            f"{row.selection._repr_html_() if row.selection else f'<p>{escape(row.reason)}</p>'}"
+            f"{f'<p>prompts:</p>{row.prefill._repr_html_()}' if row.prefill else ''}"
+            f"<p>{escape(self._measured(row))}</p></details>"
+            for row in self.rows
+            if row.kind.is_attention
+        )
+        notes = (*self.notes, f"fields read: {', '.join(self.model.fields)}")
+        return (
+            f"<div><p style='{_LEFT}'><b>{escape(self.title)}</b></p><table><tr>{head}</tr>{body}</table>{kinds}"
+            + "".join(f"<p style='{_LEFT}'>{escape(note)}</p>" for note in notes)
+            + "</div>"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain data, for `--json`."""
+        return {
+            "model_type": self.model.model_type,
+            "config": self.model.place,
+            "device": vars(self.device).copy(),
+            "dtype": self.dtype,
+            "kv_cache_dtype": self.kv_cache_dtype,
+            "block_size": self.block_size,
+            "context": self.context,
+            "requests": self.requests,
+            "fields": list(self.model.fields),
+            "notes": list(self.notes),
+            "ceilings": self.ceilings._asdict() if self.ceilings else None,
+            "kinds": [
+                {
+                    **asdict(row.kind),
+                    "latent": row.kind.latent._asdict() if row.kind.latent else None,
+                    "features": sorted(row.kind.features),
+                    "backend": row.backend,
+                    "reason": row.reason,
+                    **{name: getattr(row, name) for name in _NUMBERS},
+                    "decode_ms": self.decode_ms(row.decode_bytes),
+                    "prompt_ms": self.prompt_ms(row.prompt_flops),
+                    "measured": found._asdict() if (found := self.measured(row)) else None,
+                    "selection": row.selection.to_dict() if row.selection else None,
+                    "prefill": row.prefill.to_dict() if row.prefill else None,
+                }
+                for row in self.rows
+            ],
+            "total": {
+                **{name: self.total(name) for name in _NUMBERS},
+                "block_bytes": self.total("token_bytes") * self.block_size,
+                "decode_ms": self.decode_ms(self.total("decode_bytes")),
+                "prompt_ms": self.prompt_ms(self.total("prompt_flops")),
+            },
+        }
+
+
+def explain_model(
+    config: Any,
+    *,
+    context: int = 4096,
+    requests: int = 1,
+    dtype: Any = None,
+    kv_cache_dtype: str | None = None,
+    block_size: int = 16,
+    backend: AttentionBackendEnum | str | None = None,
+    framework: str | None = None,
+    device: Device | str | None = None,
+    disable: Collection[str] = (),
+    assume: Collection[str] | None = None,
+) -> ModelReport:
+    """Explain which backend each attention layer of a model would get, and what the layers' caches take.
+
+    Reads transformers' configuration without importing transformers. Other arguments are those of `attn.explain`, and:
+        config: a `config.json`, a folder with one, its contents as a dict, or a configuration object of transformers.
+        context: tokens per request, in the cache or in the prompt.
+        requests: requests in the batch.
+        dtype: dtype of the activations. None: the file's.
+
+    Raises `CheckpointError` (a ValueError) for a configuration that cannot be read, with the file and the field, and ValueError
+    for malformed arguments; layers that no backend serves are in the report (`ModelReport.served` is False).
+    """
+    context, requests = positive_int("context", context), positive_int("requests", requests)
+    block_size = positive_int("block_size", block_size)
+    model = read_layers(config)
+    dtype = model.dtype if dtype is None else dtype
+    dtypes.kv_cache_element(kv_cache_dtype, dtype_name(dtype))  # encoders have no cache whose request would check it
+    if isinstance(device, str):
+        device = machines.device_named(device, framework or dtypes.framework_of_dtype(dtype))
+    kv_cache_dtype = kv_cache_dtype or "auto"
+    rows: list[KindReport] = []
+    place: Device | None = device
+    for kind in model.kinds:
+        selection, reason = None, POSITION_BIAS if kind.position_bias else ""
+        if kind.is_attention and not reason:
+            cached = kind.attn_type not in ENCODER_TYPES
+            selection = explain(
+                kind.head_size,
+                dtype,
+                kv_cache_dtype if cached else None,
+                block_size if cached else None,
+                features=kind.features,
+                attn_type=kind.attn_type,
+                num_heads=kind.num_heads,
+                num_kv_heads=kind.num_kv_heads,
+                backend=backend,
+                framework=framework,
+                device=device,
+                disable=disable,
+                assume=assume,
+            )
+            place = selection.device
+        token = _token_bytes(kind, dtype_name(dtype), kv_cache_dtype) * kind.count
+        row = KindReport(
+            kind=kind,
+            selection=selection,
+            prefill=_prefill(kind, selection, assume),
+            reason=reason,
+            token_bytes=token,
+            cache_bytes=token * -(-context // block_size) * block_size * requests,
+            decode_bytes=token * _seen(kind, context) * requests,
+            prompt_flops=_pair_flops(kind) * _pairs(kind, context) * kind.count * requests,
+        )
+        rows.append(row)
+    place = place or platform_for(framework or dtypes.framework_of_dtype(dtype) or default_framework()).device()
+    return ModelReport(
+        model=model,
+        rows=tuple(rows),
+        device=place,
+        dtype=dtype_name(dtype),
+        kv_cache_dtype=kv_cache_dtype,
+        block_size=block_size,
+        context=context,
+        requests=requests,
+        ceilings=CEILINGS.get(place.name),
+    )
+
+
+_NUMBERS = ("token_bytes", "cache_bytes", "decode_bytes", "prompt_flops")
+_LEFT = "text-align:left"
+
+
+def _prefill(kind: LayerKind, selection: Selection | None, assume: Collection[str] | None) -> Selection | None:
+    """Choose the backend for prompts of a latent layer; None without candidates, and for a sparse one."""
+    if selection is None or kind.latent is None or kind.topk:
+        return None
+    key = kind.latent.qk_nope_head_dim + kind.latent.qk_rope_head_dim
+    request = make_mla_prefill_request(key, kind.latent.v_head_dim, selection.request.dtype, num_heads=kind.num_heads)
+    with assumed_machine(selection.device, None, assume):
+        found = select_mla_prefill(request, framework=selection.device.framework, device=selection.device)
+    return found if found.trace else None
+
+
+def _token_bytes(kind: LayerKind, dtype: str, kv_cache_dtype: str) -> int:
+    """Count the bytes of a token in one layer's cache: keys and values, or the row of a latent, which is both."""
+    if not kind.is_attention or kind.attn_type in ENCODER_TYPES:
+        return 0
+    stored = dtypes.DTYPES[dtypes.kv_cache_element(kv_cache_dtype, dtype)].itemsize
+    row = stored * dtypes.kv_cache_row(kv_cache_dtype, kind.head_size)
+    return row if kind.latent else 2 * kind.num_kv_heads * row
+
+
+def _seen(kind: LayerKind, context: int) -> int:
+    """Count the cached tokens that the last of `context` tokens sees."""
+    if kind.chunk:
+        return (context - 1) % kind.chunk + 1
+    return min(context, kind.window or kind.topk or context)
+
+
+def _pairs(kind: LayerKind, context: int) -> int:
+    """Count the visible pairs of a query and a key in a prompt of `context` tokens."""
+    if kind.attn_type != AttentionType.DECODER:
+        return context * context
+    if kind.chunk:
+        whole, rest = divmod(context, kind.chunk)
+        return whole * pairs(kind.chunk, kind.chunk, kind.chunk) + pairs(rest, rest, kind.chunk)
+    return pairs(context, context, kind.window or kind.topk or context)
+
+
+def _pair_flops(kind: LayerKind) -> int:
+    """Count the operations of all heads for a query and a key: scores and weighted values. A prompt over a latent expands its
+    keys and values, whose projections are not counted; a sparse one reads the latent itself."""
+    if kind.latent is None:
+        return 4 * kind.num_heads * kind.head_size
+    rank, rope, nope, value = kind.latent
+    return 2 * kind.num_heads * (rank + rope + rank if kind.topk else nope + rope + value)
+
+
+def _choice(row: KindReport, common: Collection[str]) -> list[str]:
+    """Return the candidates and their verdicts, and the notes that not all choices have."""
+    if row.selection is None:
+        return [f"   no backend: {row.reason}"]
+    found = _verdicts(row.selection)
+    if row.prefill:
+        found += ["prompts:", *_verdicts(row.prefill)]
+    asked = [] if row.selection.source == "priority" else [f"requested by {row.selection.source}"]
+    measured = [f"measured on this machine: {row.selection.measured}"] if row.selection.measured else []
+    return [*asked, *found, *measured, *(note for note in row.selection.notes if note not in common)]
+
+
+def _verdicts(selection: Selection) -> list[str]:
+    marked = [f"{'->' if v is selection.winner else '  '} {v.name}: {v}" for v in selection.trace]
+    return marked or [f"   {reason}" for reason in selection.reasons]
+
+
+def _common(rows: Collection[KindReport]) -> tuple[str, ...]:
+    """Return the notes that all choices have."""
+    notes = [row.selection.notes for row in rows if row.selection]
+    return tuple(note for note in notes[0] if all(note in other for other in notes)) if notes else ()
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    """Wrap a paragraph at `WIDTH`, its second and later lines indented further."""
+    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=f"{indent}     ", break_on_hyphens=False)
+
+
+def _bytes(count: int) -> str:
+    """Format bytes in the largest binary unit with at least one; nothing for 0."""
+    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size, units = size / 1024, units[1:]
+    return f"{size:.4g} {units[0]}" if count else ""

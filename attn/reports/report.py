@@ -1,0 +1,457 @@
+"""Reports: tables of the three registries, and the explanation of one choice.
+
+Everything shown is derived: names and paths from the registries, limits from the capability records, verdicts from the
+current device of each backend's framework, evidence from recorded conformance runs. A broken backend raises nothing: its
+row reports the error.
+"""
+
+import contextlib
+import os
+import platform as host
+import sys
+import textwrap
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from typing import Any
+
+import attn
+from attn import envs, imports, selector
+from attn.arguments import list_of_names
+from attn.backend_enum import BackendEnum, load_candidate, registries
+from attn.backends.registry import AttentionBackendEnum, blocksparse_candidate
+from attn.capabilities import FRAMEWORKS, AttentionType, Candidate, Capabilities, Device, Feature
+from attn.dtypes import framework_of_dtype
+from attn.imports import version_of
+from attn.reports import evidence, machines
+from attn.reports.hints import hints
+from attn.selection import plugins
+from attn.selection.platforms import platform_for
+from attn.selection.verdicts import Selection, not_loadable
+
+REGISTRIES = registries()
+NOT_BUILT = "not built yet"
+_COLUMNS = ("backend", "runs on", "types and sizes", "features", "evidence")
+_WIDTH = 100  #: characters of a line of a printed table
+MARKS = ("<!-- backends:begin -->", "<!-- backends:end -->")
+#: Distributions that decide what runs; `attn env` prints their versions.
+DISTRIBUTIONS = (
+    "attn", "numpy", "torch", "triton", "flash-attn", "flashinfer-python", "xformers", "intel-extension-for-pytorch",
+    "aiter", "sageattention",
+    "jax", "jaxlib", "libtpu", "flax", "transformers", "diffusers", "vllm",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BackendRow:
+    """One backend: its origin, whether it runs on this machine, what it serves, and its recorded evidence.
+
+    `framework` is "" for a backend that belongs to neither; `origin` is built-in, overridden, custom or plugin; `reasons`
+    say why it does not run on this machine (empty: it does); `evidence` is what conformance runs recorded; `limits` are a
+    diffusion backend's limits beyond its capabilities, including its declared error.
+    """
+
+    registry: str
+    name: str
+    path: str
+    origin: str
+    framework: str
+    reasons: tuple[str, ...]
+    capabilities: Capabilities | None
+    block_sizes: tuple[str, ...]
+    features: tuple[str, ...]
+    evidence: str
+    limits: tuple[str, ...] = ()
+
+    @property
+    def built(self) -> bool:
+        return not any(reason.startswith(NOT_BUILT) for reason in self.reasons)
+
+    @property
+    def verdict(self) -> str:
+        """`available`, `not built yet`, or every reason why it does not run on this machine."""
+        if not self.built:
+            return NOT_BUILT
+        return "; ".join(self.reasons) or "available"
+
+    @property
+    def serves(self) -> str:
+        """The capability record in one line."""
+        can = self.capabilities
+        if can is None:
+            return ""
+        parts = [" ".join(can.dtypes), f"head_size {_sizes(can.head_sizes)}"]
+        parts += [f"block_size {', '.join(self.block_sizes)}"] if self.block_sizes else []
+        parts += [
+            f"kv cache {' '.join(can.kv_cache_dtypes)}",
+            " ".join(can.attn_types),
+            " ".join(self.features),
+            ", ".join(self.limits),
+        ]
+        return " · ".join(part for part in parts if part)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row as plain data."""
+        can = self.capabilities
+        return {
+            "registry": self.registry,
+            "backend": self.name,
+            "path": self.path,
+            "origin": self.origin,
+            "framework": self.framework or None,
+            "available": not self.reasons,
+            "reasons": list(self.reasons),
+            "evidence": self.evidence,
+            "capabilities": None
+            if can is None
+            else {
+                "platforms": list(can.platforms),
+                "packages": list(can.packages),
+                "install": can.install,
+                "dtypes": list(can.dtypes),
+                "head_sizes": [str(size) for size in can.head_sizes],
+                "block_sizes": list(self.block_sizes),
+                "kv_cache_dtypes": list(can.kv_cache_dtypes),
+                "attn_types": list(can.attn_types),
+                "features": list(self.features),
+                "limits": list(self.limits),
+            },
+        }
+
+
+@dataclass(frozen=True)
+class BackendTable:
+    """Rows of `backends()`; prints as text, displays as a table in notebooks. `devices`: each framework's device."""
+
+    rows: tuple[BackendRow, ...]
+    devices: Mapping[str, str]
+
+    def __iter__(self) -> Iterator[BackendRow]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, name: str) -> BackendRow:
+        """Return the first row called `name`. Raises KeyError."""
+        for row in self.rows:
+            if row.name == name:
+                return row
+        raise KeyError(name)
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, wide: bool = False) -> str:
+        """Format the table in lines of 100 characters; `wide`: with what each backend serves and its evidence, a line each."""
+        head = ("backend", "framework", "here", "evidence", "serves")
+        lines = [f"{framework}: {device}" for framework, device in self.devices.items()]
+        for registry in dict.fromkeys(row.registry for row in self.rows):
+            lines += ["", f"{registry} backends"]
+            rows = [row for row in self.rows if row.registry == registry]
+            cells = [(row.name, row.framework, row.verdict, row.evidence, row.serves) for row in rows]
+            if wide:
+                lines += text_table(head, cells)
+                continue
+            for line in text_table(head[:3], [row[:3] for row in cells]):
+                indent = " " * (4 + max(len(row.name) for row in rows) + 2 + len("framework"))
+                lines += textwrap.wrap(
+                    line, _WIDTH, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
+                )  # fmt: skip
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{name}</th>" for name in ("registry", "backend", "framework", "here", "evidence", "serves"))
+        body = "".join(
+            f"<tr><td>{row.registry}</td><td><b>{escape(row.name)}</b></td><td>{row.framework}</td>"
+            + "".join(f"<td style='text-align:left'>{escape(x)}</td>" for x in (row.verdict, row.evidence, row.serves))
+            + "</tr>"
+            for row in self.rows
+        )
+        devices = ", ".join(f"{framework}: {device}" for framework, device in self.devices.items())
+        return f"<p>{escape(devices)}</p><table><tr>{head}</tr>{body}</table>"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the table as plain data, for `--json`."""
+        return {"devices": dict(self.devices), "backends": [row.to_dict() for row in self.rows]}
+
+
+def backends(registry: str | None = None) -> BackendTable:
+    """List the backends of every registry (or of one: attention, mla_prefill, diffusion), including custom ones and plugins.
+
+    Raises ValueError for an unknown registry only.
+    """
+    if registry is not None and registry not in REGISTRIES:
+        raise ValueError(f"registry={registry!r} is unknown; known: {', '.join(REGISTRIES)}")
+    reports = plugins.load()
+    devices = {framework: _device(framework) for framework in FRAMEWORKS}
+    rows = []
+    for name, registered in REGISTRIES.items():
+        if registry in (None, name):
+            rows += [_row(name, registered[n], reports, devices) for n in registered.names()]
+            rows += [_described(name, candidate, "built-in", devices) for candidate in _beside(name)]
+            rows += [_plugin_row(name, report) for report in reports.values() if name == "attention" and report.problem]
+    return BackendTable(tuple(rows), {framework: str(device) for framework, device in devices.items()})
+
+
+def explain(
+    head_size: int,
+    dtype: Any,
+    kv_cache_dtype: str | None = None,
+    block_size: int | None = 16,
+    *,
+    features: Collection[str] = (),
+    attn_type: str = AttentionType.DECODER,
+    use_mla: bool = False,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    backend: AttentionBackendEnum | str | None = None,
+    framework: str | None = None,
+    device: Device | str | None = None,
+    disable: Collection[str] = (),
+    assume: Collection[str] | None = None,
+) -> Selection:
+    """Explain which backend a layer would get and why each other candidate was rejected; print the result.
+
+    Arguments are those of `get_attn_backend` and `attn.selector.select`, and:
+        backend: require this backend, by name.
+        device: explain for this device, present or not: a `Device` or a product's name ("H100", "MI300X", "v6e").
+        assume: distributions assumed to be installed, beside the framework and what its wheel installs (`["flashinfer"]`).
+            None: no others with `device`; without it, those installed on this machine.
+
+    `Selection.source` says what made the choice: `argument`, `context` (a force), `backend_per_kind[...]`, the name of an
+    environment variable, or `priority` (the platform's list); `Selection.notes` list assumptions and what would change the
+    answer. Raises ValueError for malformed arguments; a request that no backend serves is a `Selection` without a winner.
+    """
+    request = selector.make_request(
+        head_size,
+        dtype,
+        kv_cache_dtype,
+        block_size,
+        use_mla=use_mla,
+        attn_type=attn_type,
+        features=features,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+    )
+    framework = framework or framework_of_dtype(dtype)
+    with assumed_machine(device, framework, assume) as (place, elsewhere, taken):
+        found = selector.select(request, framework=framework, backend=backend, device=place, disable=disable)
+        if elsewhere:
+            notes = [f"assumed to be installed: {', '.join([found.device.framework, *taken])}" + _MORE * (assume is None)]
+        else:
+            notes = [f"assumed beside what is installed: {', '.join(taken)}"] if taken else []
+            notes += AttentionBackendEnum[found.name].off_paths(found.device) if found.name else ()
+        return replace(found, notes=(*notes, *hints(found)))
+
+
+@contextlib.contextmanager
+def assumed_machine(
+    device: Device | str | None, framework: str | None, assume: Collection[str] | None
+) -> Iterator[tuple[Device | None, bool, list[str]]]:
+    """Assume the packages of a machine with `device` while the context is open, as `explain` documents.
+
+    Yields (the device, or None for this machine's; whether it is another machine's; the packages assumed).
+    """
+    place = machines.device_named(device, framework) if isinstance(device, str) else device
+    named = list_of_names("assume", () if assume is None else assume)
+    elsewhere = place is not None and place != platform_for(place.framework, place.platform).device()
+    brought = machines.BROUGHT.get((place.framework, place.platform), ()) if place and elsewhere else ()
+    taken = list(dict.fromkeys([*brought, *named]))
+    with imports.assuming(machines.modules_of(taken), beside=not elsewhere):
+        yield place, elsewhere, taken
+
+
+#: Suffix of the note on the default assumption.
+_MORE = ", which the framework's wheel installs (add packages with --assume or assume=)"
+
+
+def environment() -> dict[str, Any]:
+    """Return what a bug report needs: versions, devices, environment variables, and plugins with their status."""
+    found = {name: version_of(name) for name in DISTRIBUTIONS}
+    return {
+        "attn": attn.__version__,
+        "python": sys.version.split()[0],
+        "system": f"{host.system()} {host.release()} {host.machine()}, {os.cpu_count()} cores",
+        "versions": {name: version for name, version in found.items() if version and name != "attn"},
+        "devices": {framework: str(_device(framework)) for framework in FRAMEWORKS},
+        "variables": {name: value for name in envs.VARIABLES if (value := envs.read(name)) is not None},
+        "plugins": {name: report.problem or f"ok: {report.value}" for name, report in plugins.load().items()},
+        "unknown variables": {name: f"did you mean {meant}?" if meant else "unknown" for name, meant in envs.unknown().items()},
+        "faster paths that are off": _all_off_paths(),
+    }
+
+
+def _all_off_paths() -> dict[str, str]:
+    """{registry and backend: the faster paths that are off} for the backends that run on this machine."""
+    found = {}
+    for row in backends():
+        registry = REGISTRIES[row.registry]
+        if row.reasons or row.name not in registry:
+            continue
+        try:
+            off = registry[row.name].off_paths()
+        except Exception as error:  # third-party classes may raise anything; report it in the entry
+            off = (f"broken: {type(error).__name__}: {error}",)
+        if off:
+            found[f"{row.registry} {row.name}"] = "; ".join(off)
+    return found
+
+
+def backend_tables() -> str:
+    """Return the Markdown tables of built-in backends, identical on every machine that has both frameworks.
+
+    Overrides, custom backends and the current device have no effect.
+    """
+    sections = []
+    for name, registered in REGISTRIES.items():
+        title = f"{registered.kind[0].upper()}{registered.kind[1:]}s"
+        lines = [f"**{title}** (`attn backends --registry {name}`)", "", _markdown(_COLUMNS)]
+        rows = [_markdown(_table_row(name, member)) for member in registered]
+        rows += [_markdown(_table_cells(name, candidate)) for candidate in _beside(name)]
+        sections.append("\n".join([*lines, _markdown(["---"] * len(_COLUMNS)), *rows]))
+    return "\n\n".join(sections) + "\n"
+
+
+def replace_tables(page: str) -> str:
+    """Return `page` with the text between the two marks regenerated. Raises ValueError when a mark is missing."""
+    begin, end = MARKS
+    before, found, rest = page.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise ValueError(f"the page must contain {begin} followed by {end}")
+    return f"{before}{begin}\n\n{backend_tables()}\n{end}{after}"
+
+
+def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Format rows as lines of left-justified columns, two spaces apart."""
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = []
+    for cells in (head, *rows):
+        line = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
+        lines.append(("  " + line).rstrip())
+    return lines
+
+
+def _markdown(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
+
+
+def _sizes(allowed: Sequence[object]) -> str:
+    return ", ".join(map(str, allowed))
+
+
+def _device(framework: str) -> Device | str:
+    """A framework's current device, or the reason why it has none."""
+    try:
+        return platform_for(framework).device()
+    except Exception as error:  # a driver may raise anything; the other framework's rows must still appear
+        return str(error) or type(error).__name__
+
+
+def _row(registry: str, member: Any, reports: Mapping[str, Any], devices: Mapping[str, Any]) -> BackendRow:
+    candidate = member.candidate()
+    report = reports.get(member.name)
+    custom = member.name not in type(member).__members__
+    origin = "plugin" if custom and report is not None and not report.problem else "custom" if custom else "built-in"
+    if origin == "built-in" and member.is_overridden():
+        origin = "overridden"
+    return _described(registry, candidate, origin, devices)
+
+
+def _described(
+    registry: str, candidate: Candidate, origin: str, devices: Mapping[str, Any], *, judge: bool = True
+) -> BackendRow:
+    capabilities, framework = None, _framework_of_path(candidate.path)
+    blocks: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
+    limits: tuple[str, ...] = ()
+    reasons = list(not_loadable(candidate))
+    backend: Any = candidate.backend
+    try:
+        capabilities = getattr(backend, "capabilities", None)
+        if capabilities is not None:
+            framework = capabilities.framework
+            blocks, features = _block_sizes(backend), _features(backend)
+            limits = tuple(backend.limits()) if hasattr(backend, "limits") else ()
+            if judge:
+                device = devices[framework]
+                reasons += [device] if isinstance(device, str) else capabilities.device_reasons(device)
+    except Exception as error:  # third-party classes may raise anything; report it in the row
+        reasons.append(f"broken: {type(error).__name__}: {error}")
+        capabilities, blocks, features, limits = None, (), (), ()
+    return BackendRow(
+        registry=registry,
+        name=candidate.name,
+        path=candidate.path,
+        origin=origin,
+        framework=framework,
+        reasons=tuple(reasons),
+        capabilities=capabilities,
+        block_sizes=blocks,
+        features=features,
+        evidence=evidence.summary(registry, candidate.name),
+        limits=limits,
+    )
+
+
+def _beside(registry: str) -> list[Candidate]:
+    """Candidates outside a registry's members: the backend of the selector's block-sparse branch."""
+    return [blocksparse_candidate()] if registry == "attention" else []
+
+
+def _block_sizes(backend: Any) -> tuple[str, ...]:
+    """Only paged families have block sizes."""
+    sizes = getattr(backend, "get_supported_kernel_block_size", None)
+    return () if sizes is None else tuple(map(str, sizes()))
+
+
+def _features(backend: Any) -> tuple[str, ...]:
+    """The features a backend serves, in the order of `Feature`."""
+    has = backend.served_features() if hasattr(backend, "served_features") else backend.capabilities.features
+    return tuple(feature.value for feature in Feature if feature in has)
+
+
+def _framework_of_path(path: str) -> str:
+    parts = path.split(".")
+    return parts[1] if parts[0] == "attn" and len(parts) > 1 and parts[1] in FRAMEWORKS else ""
+
+
+def _plugin_row(registry: str, report: plugins.PluginReport) -> BackendRow:
+    return BackendRow(
+        registry=registry,
+        name=report.name,
+        path=report.value,
+        origin="plugin",
+        framework="",
+        reasons=(f"plugin not loaded: {report.problem}",),
+        capabilities=None,
+        block_sizes=(),
+        features=(),
+        evidence="",
+    )
+
+
+def _table_row(registry: str, member: BackendEnum) -> list[str]:
+    if not member.value:
+        return _cells(member.name, ["a slot for a class of yours"])
+    return _table_cells(registry, load_candidate(member.name, member.value))
+
+
+def _table_cells(registry: str, candidate: Candidate) -> list[str]:
+    row = _described(registry, candidate, "built-in", {}, judge=False)
+    can = row.capabilities
+    on, sizes = [row.framework, *([] if row.built else [NOT_BUILT])], []
+    if can is not None:
+        on += [", ".join(can.platforms)]
+        on += [f"needs {needs}"] if (needs := can.install or ", ".join(can.packages)) else []
+        sizes += [", ".join(can.dtypes), f"head_size {_sizes(can.head_sizes)}"]
+        sizes += [f"block_size {', '.join(row.block_sizes)}"] if row.block_sizes else []
+        sizes += [f"kv cache {', '.join(can.kv_cache_dtypes)}"]
+    lines = [on, sizes, [", ".join([*row.features, *row.limits])], row.evidence.split("; ")]
+    return _cells(row.name, ["<br>".join(filter(None, line)) for line in lines])
+
+
+def _cells(name: str, rest: Sequence[str]) -> list[str]:
+    """A table row, padded with empty cells."""
+    return [f"`{name}`", *rest, *[""] * (len(_COLUMNS) - 1 - len(rest))]

@@ -1,0 +1,1 @@
+"""Which backend is chosen, and why: platforms, preferences, plug-ins, verdicts."""

@@ -1,0 +1,149 @@
+"""Selection shared by the three registries: requested name -> member -> candidates -> decision -> log.
+
+`attn.selector`, `attn.diffusion.selector` and `attn.backends.mla.prefill.selector` differ in their requests and in where a
+backend can be requested by name. The rest is in this module, so that it is the same in all three:
+
+- a backend requested by name is used or rejected, never replaced;
+- ATTN_DISABLE lists names of any registry: each registry excludes its own from automatic choice and ignores those of the
+  others; a name that no registry has is an error;
+- the argument `disable` applies to one call: a name that its registry does not have is an error;
+- times measured on this machine (`attn.selection.preferences`) reorder an automatic choice only.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, NamedTuple
+
+from attn import envs
+from attn.arguments import list_of_names
+from attn.backend_enum import BackendEnum, ranked, registries, unknown_name
+from attn.capabilities import FRAMEWORKS, Candidate, Device, Request
+from attn.logger import init_logger
+from attn.selection import plugins, preferences
+from attn.selection.platforms import Platform, default_framework, platform_for
+from attn.selection.verdicts import Selection, choose
+
+logger = init_logger(__name__)
+
+#: Sources that an error about a name does not cite, because the user did not write them.
+_UNCITED = ("", "argument", "context")
+
+
+class Asked(NamedTuple):
+    """The backend requested by name and the source of the request, or (None, "priority")."""
+
+    member: Any
+    source: str
+
+
+def asked_for(registry: type[BackendEnum], wishes: Iterable[tuple[Any, str]] = ()) -> Asked:
+    """Return the first of `wishes`, (member, name or None, source) pairs, that names a backend, else the environment's.
+
+    Raises the exceptions of `member_of`.
+    """
+    plugins.load()
+    for backend, source in wishes:
+        if backend is not None:
+            return Asked(member_of(registry, backend, source), source)
+    if (found := asked_by_environment(registry)) is not None:
+        variable, name = found
+        return Asked(member_of(registry, name, variable), variable)
+    return Asked(None, "priority")
+
+
+def asked_by_environment(registry: type[BackendEnum]) -> tuple[str, str] | None:
+    """Return (variable, backend name) requested by the environment, or None. A blank value counts as unset."""
+    found = ((variable, (envs.read(variable) or "").strip()) for variable in registry.variables)
+    return next((pair for pair in found if pair[1]), None)
+
+
+def member_of(registry: type[BackendEnum], backend: Any, source: str = "") -> Any:
+    """Return `backend`, a member or a name, as a member (including custom backends and plugins).
+
+    Raises ValueError, citing `source`, for a name that the registry does not have, and TypeError for anything that is
+    neither a member nor a name.
+    """
+    if isinstance(backend, registry):
+        return backend
+    if not isinstance(backend, str):
+        raise TypeError(f"backend must be a {registry.__name__} member or a name, not {backend!r}")
+    if backend not in registry:
+        plugins.load()  # it may be a plugin's
+    try:
+        return registry[backend]
+    except ValueError as error:
+        raise ValueError(str(error) if source in _UNCITED else f"{source}={backend}: {error}") from None
+
+
+def disabled(registry: type[BackendEnum], disable: Collection[str] = ()) -> dict[str, str]:
+    """Return {backend excluded from automatic choice: what disabled it}. Raises ValueError for an unknown name."""
+    out = {member_of(registry, name).name: "the caller" for name in list_of_names("disable", disable)}
+    for name in envs.read_list("ATTN_DISABLE") or ():
+        if name in registry:
+            out[name] = "ATTN_DISABLE"
+        elif not any(name in other for other in registries().values()):
+            every = [known for other in registries().values() for known in other.names()]
+            raise ValueError(f"ATTN_DISABLE={name}: {unknown_name('backend', name, every)}")
+    return out
+
+
+def framework_of_backend(member: Any) -> str | None:
+    """Return the framework of a backend if its path or its capabilities determine it, else None."""
+    if member is None:
+        return None
+    candidate = member.candidate()
+    capabilities = getattr(candidate.backend, "capabilities", None)
+    if capabilities is not None:
+        return str(capabilities.framework)
+    parts = candidate.path.split(".")
+    return parts[1] if parts[0] == "attn" and parts[1] in FRAMEWORKS else None
+
+
+def place_of(asked: Asked, framework: str | None, platform: Platform | None, device: Device | None) -> tuple[Platform, Device]:
+    """Return where a layer is to run: as the caller says, else on the framework of the backend requested, else the default.
+
+    Raises TypeError for a `device` that is not a `Device`.
+    """
+    if device is not None and not isinstance(device, Device):
+        raise TypeError(f"device={device!r} must be an attn.Device, such as Device('torch', 'cuda')")
+    if platform is None:
+        named = framework or (device.framework if device else None) or framework_of_backend(asked.member)
+        platform = platform_for(named or default_framework(), device.platform if device else None)
+    return platform, device or platform.device()
+
+
+def decide(
+    registry: type[BackendEnum],
+    request: Request,
+    device: Device,
+    order: Callable[[Request, Device], Sequence[str]],
+    asked: Asked,
+    disable: Collection[str] = (),
+    *,
+    role: str = "",
+    measured_on: Platform | None = None,
+) -> Selection:
+    """Make the decision with all its reasons, and log it.
+
+    order: the platform's priority list for this registry, called unless a backend was requested by name. role: the layer's
+    role in the log message. measured_on: the platform whose measured times may reorder the list; None: they are not used.
+    """
+    envs.warn_of_unknown()
+    out = disabled(registry, disable)  # a misspelled name is always an error
+    if asked.member is not None:
+        return _logged(choose([asked.member.candidate()], request, device, asked.source), registry, role)
+    candidates = [
+        Candidate(m.name, problem=f"disabled by {out[m.name]}") if m.name in out else m.candidate()
+        for m in ranked(registry, order(request, device))
+    ]
+    selection = choose(candidates, request, device, asked.source)
+    if measured_on is not None:
+        selection = preferences.preferred(selection, candidates, measured_on)
+    return _logged(selection, registry, role)
+
+
+def _logged(selection: Selection, registry: type[BackendEnum], role: str) -> Selection:
+    if selection.winner is not None:
+        what = f"{registry.kind} for {role}" if role else registry.kind
+        logger.info_once("Using %s %s on %s.", selection.name, what, str(selection.device))
+    logger.debug("%s", selection)
+    return selection

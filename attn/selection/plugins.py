@@ -1,0 +1,126 @@
+"""Backends from other packages, through entry points of group `attn.backends`.
+
+An entry point's name is the backend's name; it loads an `AttentionBackend` class, or a function without arguments that
+returns one (or registers it itself). Plugins load at the first selection, in order of name, independently: the failure of
+one is recorded in its report and does not affect the others. ATTN_PLUGINS restricts which load.
+"""
+
+import threading
+import time
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Any
+
+from attn import envs
+from attn.backend_enum import generation, register, registries
+from attn.errors import closest
+from attn.logger import fork_safe_lock, init_logger
+
+GROUP = "attn.backends"
+SLOW_SECONDS = 1.0
+
+logger = init_logger(__name__)
+_lock = fork_safe_lock()
+_loaded: tuple[tuple[str, ...] | None, dict[str, "PluginReport"]] | None = None
+_loading: tuple[int, dict[str, "PluginReport"]] | None = None  # the loading thread, and its reports so far
+_registered: list[Any] = []  # members of the registry of attention backends
+
+
+@dataclass(frozen=True)
+class PluginReport:
+    """The result of one entry point: `problem` is empty if it registered its backend."""
+
+    name: str
+    value: str
+    problem: str = ""
+    seconds: float = 0.0
+
+
+def load() -> dict[str, PluginReport]:
+    """Load plugins once (again if ATTN_PLUGINS has changed since) and return reports by entry-point name.
+
+    A plugin that selects while loading sees the plugins loaded so far; other threads wait until all are loaded.
+    """
+    global _loaded, _loading
+    allowed = envs.read_list("ATTN_PLUGINS")
+    current = _loaded
+    if current is not None and current[0] == allowed:
+        return current[1]
+    with _lock():
+        # this thread again, from inside a plugin; a load by another thread can only be one interrupted by a fork
+        if _loading is not None and _loading[0] == threading.get_ident():
+            return _loading[1]
+        if _loaded is not None and _loaded[0] == allowed:
+            return _loaded[1]
+        reports: dict[str, PluginReport] = {}
+        _loading = (threading.get_ident(), reports)
+        try:
+            _load_all(allowed, reports)
+        finally:
+            _loading = None
+        _loaded = (allowed, reports)
+        return reports
+
+
+def _load_all(allowed: tuple[str, ...] | None, reports: dict[str, PluginReport]) -> None:
+    while _registered:  # registered under another allow-list
+        _registered.pop().clear_override()
+    points = sorted(metadata.entry_points(group=GROUP), key=lambda point: (point.name, point.value))
+    known = [point.name for point in points]
+    for name in (name for name in allowed or () if name not in known):
+        meant = closest(name, known)
+        hint = f"did you mean {meant}?" if meant else f"installed: {', '.join(known) or 'none'}"
+        logger.warning_once("ATTN_PLUGINS lists %s, which no installed package provides: %s", name, hint)
+    for point in points:
+        if allowed is not None and point.name not in allowed:
+            reports[point.name] = PluginReport(point.name, point.value, "not in ATTN_PLUGINS")
+            continue
+        if point.name in reports:
+            problem = f"duplicate name: {reports[point.name].value} already has it"
+            report = PluginReport(point.name, point.value, problem)
+            reports[f"{point.name} ({point.value})"] = report
+        else:
+            report = reports[point.name] = _load_one(point)
+        if report.problem:
+            logger.warning_once("attn backend plugin %s (%s) is not loaded: %s", point.name, point.value, report.problem)
+
+
+def forget() -> None:
+    """Reload plugins at the next selection (for tests, or after installing one into a running process)."""
+    global _loaded
+    with _lock():
+        _loaded = None
+
+
+def _load_one(point: metadata.EntryPoint) -> PluginReport:
+    began = time.perf_counter()
+    try:
+        problem = _register(point.name, point.load())
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # a plugin may raise anything, even SystemExit; the others must not be affected
+        problem = f"{type(error).__name__}: {error}"
+    seconds = time.perf_counter() - began
+    if seconds > SLOW_SECONDS:
+        logger.warning_once("attn backend plugin %s took %.1f s to load", point.name, seconds)
+    return PluginReport(point.name, point.value, problem, seconds)
+
+
+def _register(name: str, loaded: Any) -> str:
+    """Register the object of an entry point; return the problem, or ""."""
+    registry = registries()["attention"]
+    if name in registry:
+        builtin = name in registry.__members__
+        return f"{name} is {'the name of a built-in backend' if builtin else 'already registered'}"
+    before = generation()
+    if callable(loaded) and not isinstance(loaded, type):
+        loaded = loaded()
+        if loaded is None:
+            return "" if generation() != before else "its function returned None and registered nothing"
+    if not isinstance(loaded, type):
+        return f"expected a backend class, got {loaded!r}"
+    if problem := registry.complaint(loaded):
+        return problem
+    register(registry, name, loaded)
+    _registered.append(registry[name])
+    return ""

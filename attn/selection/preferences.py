@@ -1,0 +1,230 @@
+"""Times measured on this machine, and how the selector uses them: off unless ATTN_PREFERENCES is set.
+
+A platform's priority list says which of several valid backends is usually the fastest. `attn tune` measures it on this
+machine and saves the times in a file; with ATTN_PREFERENCES=1 (or the file's path) the selector moves a valid backend before
+the list's first if it was measured to be faster by more than `MARGIN`, over the same batches, for the same request. Two times
+whose middle three fifths overlap count as equal. Nothing else changes: a backend requested by name stays, one that does not
+serve the request stays excluded, and the list's order applies if its first was not measured, or if reproducible bits are
+required (a request for `batch_invariant`, or a framework set to deterministic). `attn explain` says which applied, and why.
+
+A file belongs to one machine: a device, its framework's version, this library's version (`attn.cache_file`). If a file is
+ignored, the reason is in the log and in the selection.
+"""
+
+import math
+import os
+import platform as host
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import attn
+from attn import cache_file, envs
+from attn.capabilities import Candidate, Device, Feature, Request
+from attn.imports import version_of
+from attn.logger import fork_safe_lock
+from attn.selection.platforms import Platform
+from attn.selection.verdicts import Selection
+
+#: Relative slowdown against the fastest that a choice may have: repeated measurements differ by 1 to 3 %.
+MARGIN = 0.05
+_VARIABLE = "ATTN_PREFERENCES"
+
+_lock = fork_safe_lock()
+_read_files: dict[Path, tuple[tuple[int, int], "list[Entry] | str"]] = {}
+
+
+@dataclass(frozen=True)
+class Time:
+    """Milliseconds per call: the median, and the bounds of the middle three fifths."""
+
+    ms: float
+    ms_p20: float
+    ms_p80: float
+
+    def __post_init__(self) -> None:
+        numbers = [self.ms_p20, self.ms, self.ms_p80]
+        fine = all(isinstance(n, int | float) and math.isfinite(n) and n > 0 for n in numbers)
+        if not fine or numbers != sorted(numbers):
+            raise ValueError(f"invalid timing {self}: need 0 < p20 <= median <= p80")
+
+    def ratio(self, other: "Time") -> float:
+        """Return this time over the other; 1 if their middle three fifths overlap."""
+        return self.ms / other.ms if self.ms_p80 < other.ms_p20 or other.ms_p80 < self.ms_p20 else 1.0
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One request's measurements: {(backend, class path): {batch: time}}."""
+
+    request: Request
+    times: Mapping[tuple[str, str], Mapping[str, Time]]
+
+    def serves(self, request: Request) -> bool:
+        """Whether the measurements apply to `request`; heads and block size match any if it leaves them open."""
+        free: dict[str, Any] = {f.name: None for f in fields(Request) if f.default is None and getattr(request, f.name) is None}
+        return replace(self.request, **free) == request
+
+
+def on() -> bool:
+    """Whether ATTN_PREFERENCES enables measured times."""
+    return _asked() not in ("", "0")
+
+
+def _asked() -> str:
+    """Return the variable's value. Raises ValueError for a bare word, which is neither a switch nor a path."""
+    value = (envs.read(_VARIABLE) or "0").strip()
+    if value not in ("", "0", "1") and not re.search(r"[./\\]", value):
+        raise ValueError(f"{_VARIABLE}={value!r} must be 0, 1 or a file's path, such as ./{value}.json")
+    return value
+
+
+def place(device: Device) -> Path:
+    """Return the file of a device: ATTN_PREFERENCES if it is a path, else one in the cache directory."""
+    asked = _asked()
+    if asked not in ("", "0", "1"):
+        return Path(asked)
+    return cache_file.path("preferences", f"{device.framework}-{device.name or device.platform}")
+
+
+def owner(device: Device) -> dict[str, Any]:
+    """Return the machine and versions that a file must have been written with to be used."""
+    machine = _processor() if device.platform == "cpu" else ""
+    return {
+        "format": 1, "attn": attn.__version__, "framework": device.framework, "version": version_of(device.framework),
+        "platform": device.platform, "device": device.name, "arch": device.arch, "machine": machine,
+    }  # fmt: skip
+
+
+def _processor() -> str:
+    """Return the CPU's model, if known, and count, since `x86_64 CPU` does not identify a machine."""
+    try:
+        info = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+        model = next((line.partition(":")[2].strip() for line in info.splitlines() if line.startswith("model name")), "")
+    except OSError:
+        model = ""
+    return f"{model or host.processor() or host.machine()} x {os.cpu_count()}"
+
+
+# choosing
+
+
+def preferred(selection: Selection, candidates: Sequence[Candidate], platform: Platform) -> Selection:
+    """Return the selection with a backend measured to be faster than its winner moved first, or with the reason why the
+    list's order applies. Unchanged if measurements are off or do not apply: a choice by name, or no backend serves."""
+    if not on() or selection.source != "priority" or selection.winner is None:
+        return selection
+    if selection.device != platform.device():
+        return replace(selection, measured="priority list used: measurements are of this machine's device only")
+    asked = f"{Feature.BATCH_INVARIANT.value} is requested" if Feature.BATCH_INVARIANT in selection.request.features else ""
+    if why := asked or platform.deterministic():
+        return replace(selection, measured=f"priority list used: {why}")
+    file = place(selection.device)
+    found = read(file, selection.device)
+    if isinstance(found, str):
+        return replace(selection, measured=f"priority list used: {found}")
+    entries = [entry for entry in found if entry.serves(selection.request)]
+    if not entries:
+        return replace(selection, measured=f"priority list used: {file.name} has no times for this request (run attn tune)")
+    return consulted(selection, entries, file.name, candidates)
+
+
+def consulted(
+    selection: Selection, entries: Sequence[Entry], file: str, candidates: Sequence[Candidate] = ()
+) -> Selection:  # fmt: skip
+    """Apply measurements of its request to a selection that has a winner. The new winner's class is taken from
+    `candidates`; without them the result has none."""
+    first = selection.winner
+    assert first is not None
+    ratios = {
+        verdict.name: ratio
+        for verdict in selection.trace
+        if verdict.ok and (ratio := _ratio((verdict.name, verdict.path), (first.name, first.path), entries)) is not None
+    }
+    if first.name not in ratios:
+        return replace(selection, measured=f"priority list used: {first.name} was not measured ({file})")
+    count = sum(len(times) for entry in entries for key, times in entry.times.items() if key[0] == first.name)
+    best = min(ratios, key=lambda name: ratios[name])
+    batches = f"{count} batch{'es' if count > 1 else ''}, {file}"
+    if ratios[best] >= 1 / (1 + MARGIN):
+        return replace(selection, measured=f"priority list used: nothing takes under 95 % of the first's time ({batches})")
+    winner = next(verdict for verdict in selection.trace if verdict.name == best)
+    at = selection.trace.index(first)
+    rest = tuple(verdict for verdict in selection.trace[at:] if verdict is not winner)
+    backend = next((candidate.backend for candidate in candidates if candidate.name == best), None)
+    note = f"{best} takes {ratios[best]:.2f} of the time of {first.name}, the list's first ({batches})"
+    return replace(selection, trace=(*selection.trace[:at], winner, *rest), backend=backend, measured=note)
+
+
+def _ratio(key: tuple[str, str], base: tuple[str, str], entries: Sequence[Entry]) -> float | None:
+    """Geometric mean of one backend's times over another's; None unless it was measured wherever the other was."""
+    logs = []
+    for entry in entries:
+        own = entry.times.get(key, {})
+        for batch, time in entry.times.get(base, {}).items():
+            if batch not in own:
+                return None
+            logs.append(math.log(own[batch].ratio(time)))
+    return math.exp(sum(logs) / len(logs)) if logs else None
+
+
+# files
+
+
+def state(device: Device) -> tuple[Path, int, int] | None:
+    """Return a device's file with a fingerprint of its content, or None if it does not exist."""
+    file = place(device)
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return file, found.st_mtime_ns, found.st_size
+
+
+def read(file: Path, device: Device) -> list[Entry] | str:
+    """Return a file's measurements of a device, or the reason why they are ignored."""
+    try:
+        state = file.stat()
+    except OSError as error:
+        return f"{file} cannot be read: {error.strerror}"
+    seen = (state.st_mtime_ns, state.st_size)
+    with _lock():
+        if file not in _read_files or _read_files[file][0] != seen:
+            _read_files[file] = seen, cache_file.read(file, owner(device), _entry)
+        return _read_files[file][1]
+
+
+def _entry(entry: dict[str, Any]) -> Entry:
+    asked = dict(entry["request"])
+    request = Request(**{**asked, "features": frozenset(asked.get("features", ()))})
+    times = {
+        (str(name), str(of["path"])): {str(batch): Time(*numbers) for batch, numbers in of["times"].items()}
+        for name, of in entry["backends"].items()
+    }
+    return Entry(request, times)
+
+
+def record(entries: Collection[Entry], device: Device, file: Path | None = None) -> Path:
+    """Write entries into a device's file, each replacing an earlier one of the same request; return the file.
+
+    An ignored file is replaced.
+    """
+    file = file or place(device)
+    with _lock():
+        before = read(file, device) if file.exists() else []
+        kept = {} if isinstance(before, str) else {entry.request: entry for entry in before}
+        kept |= {entry.request: entry for entry in entries}
+        plain = [_plain(kept[request]) for request in sorted(kept, key=str)]
+        cache_file.write(file, owner(device), plain)
+        _read_files.pop(file, None)
+    return file
+
+
+def _plain(entry: Entry) -> dict[str, Any]:
+    backends = {
+        name: {"path": path, "times": {batch: [t.ms, t.ms_p20, t.ms_p80] for batch, t in times.items()}}
+        for (name, path), times in entry.times.items()
+    }
+    return {"request": {**vars(entry.request), "features": sorted(entry.request.features)}, "backends": backends}

@@ -1,0 +1,1 @@
+"""Programs for developers and users of the command line; the library imports none of them."""

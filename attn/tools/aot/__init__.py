@@ -1,0 +1,1 @@
+"""Compilation of kernels for devices that this machine does not have."""

@@ -1,0 +1,530 @@
+"""`attn aot`: compile kernels for accelerators that are not present, and report the compilers' figures.
+
+The real compilers need no device: libtpu compiles for any TPU on any host, Triton for any GPU. `tpu` and `triton` each
+declare a grid of cases and compile one of them; this module lists the targets, runs cases in separate processes and formats
+the table. Processes, because a compiler may abort, run out of memory or never return, and because libtpu reads its flags
+only once; a failure affects one row. No kernel is executed.
+
+A framework's module has
+    STEPS                                   the steps of a case, in order; a failure of a later step loses its figures only
+    COLUMNS                                 (heading, key, format) of the table
+    cases(target) -> list[Case]             the declared grid, including refused cases with the reason
+    environment(target, step, dump) -> dict environment variables of the compiling process; `dump` is its own folder
+    measure(case, target, step, dump) -> dict      figures of one case, {"parts": [{"name": ...}, ...], "notes": [], ...}
+"""
+
+import argparse
+import contextlib
+import importlib
+import importlib.machinery
+import itertools
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import attn
+from attn.arguments import positive_number
+from attn.capabilities import AttentionType, Feature, Request
+from attn.errors import BackendLoadError
+from attn.imports import resolve_obj_by_qualname
+from attn.progress import Quiet, display
+
+#: Tested compiler versions, by the module whose presence shows that the compiler is installed.
+COMPILERS = {"libtpu": "libtpu==0.0.51", "triton": "triton==3.6.0"}
+
+
+Choice = dict[str, Any]
+Outcome = dict[str, Any]
+
+
+class Target(NamedTuple):
+    """A compilation target: the framework's module that compiles, and the compiler it needs."""
+
+    module: str
+    compiler: str
+
+
+TARGETS = {
+    **{f"tpu-{chip}": Target("attn.tools.aot.tpu", "libtpu") for chip in ("v5e", "v6e", "v7x")},
+    **{
+        arch: Target("attn.tools.aot.triton", "triton")
+        for arch in ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950", "gfx1100")
+    },
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel to compile with all its static choices (`choice`, plain data).
+
+    `name` is unique within its kernel. `subset`: part of the selection that tests compile. `refused`: why the kernel does
+    not support it, in which case it is not compiled.
+    """
+
+    kernel: str
+    name: str
+    choice: Mapping[str, Any]
+    subset: bool = False
+    refused: str = ""
+
+    @property
+    def label(self) -> str:
+        return f"{self.kernel}/{self.name}"
+
+
+def grid(
+    kernel: str,
+    axes: Mapping[str, Sequence[Any]],
+    allowed: Callable[[Choice], Choice | None] = lambda choice: choice,
+    refusal: Callable[[Choice], str] = lambda choice: "",
+) -> list[Case]:
+    """Return a kernel's cases, covering every pair of values of two axes that `allowed` permits (`attn.testing.pairwise`).
+
+    `allowed(choice)` returns the choice, possibly adjusted, or None to reject it. The subset has every value of every axis
+    that is not refused, in few cases.
+    """
+    from attn.testing.pairwise import pairwise  # its package imports NumPy
+
+    choices = {_named(axes, choice): choice for choice in pairwise(axes, allowed, least=0)}
+    refused = {name: refusal(choice) for name, choice in choices.items()}
+    served = {name: set(choice.items()) for name, choice in choices.items() if not refused[name]}
+    left = {item for items in served.values() for item in items}
+    subset = []
+    while left:
+        subset.append(max(served, key=lambda name: len(left & served[name])))
+        left -= served[subset[-1]]
+    return [Case(kernel, name, choice, name in subset, refused[name]) for name, choice in choices.items()]
+
+
+def _named(axes: Mapping[str, Sequence[Any]], choice: Choice) -> str:
+    """Name a choice by its values, leaving out switches that are off and the first value of an axis of two."""
+    words = []
+    for axis, values in axes.items():
+        value = choice[axis]
+        if value is True:
+            words.append(axis)
+        elif value is not False and (len(values) != 2 or value != values[0]):
+            words.append(f"{axis}={'/'.join(map(str, value)) if isinstance(value, tuple) else value}")
+    return ",".join(words)
+
+
+def request_of(choice: Mapping[str, Any]) -> Request:
+    """Return the `Request` of a layer that needs what a paged attention kernel's choice names."""
+    mask = choice["mask"]
+    features = {
+        Feature.NON_CAUSAL: mask in ("bidirectional", "two-sided", "reach"),
+        Feature.SLIDING_WINDOW: mask in ("window", "two-sided", "spans"),
+        Feature.TWO_SIDED_WINDOW: mask == "two-sided",
+        Feature.TREE_MASK: mask == "tree",
+        **{feature: mask == "reach" for feature in (Feature.MIXED_CAUSAL, Feature.CHUNK_SIZE)},
+        Feature.SPANS: mask in ("spans", "reach"),
+        **{feature: True for feature in Feature if choice.get(feature.value) is True},
+    }
+    heads, kv_heads = choice["heads"]
+    return Request(
+        choice["head_size"],
+        choice["dtype"],
+        choice["kv"],
+        choice["block_size"],
+        AttentionType.DECODER,
+        frozenset(feature for feature, wanted in features.items() if wanted),
+        heads,
+        kv_heads,
+    )
+
+
+@dataclass
+class Row:
+    """The result of a case. `status` is compiled, failed or refused, and `reason` says why in one line.
+
+    `figures` are the case's, `parts` those of each program it launches; `notes` say which figures are missing and why.
+    """
+
+    target: str
+    kernel: str
+    case: str
+    status: str
+    reason: str = ""
+    seconds: float = 0.0
+    figures: dict[str, Any] = field(default_factory=dict)
+    parts: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def label(self) -> str:
+        return f"{self.kernel}/{self.case}"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one case: wall-clock seconds per step, and GiB of memory."""
+
+    seconds: float = 600.0
+    memory: float = 12.0
+
+
+Report = Callable[[str, str], None]  # (case label, result)
+
+
+def compiler_path(target: str) -> str:
+    """Return the folder to add to a process's path so that it finds the compiler; empty if it can be imported already.
+
+    Raises BackendLoadError, with the command that installs it, if it is not found.
+    """
+    needed = TARGETS[target].compiler
+    importlib.invalidate_caches()  # it may have been installed since the last import
+    if importlib.machinery.PathFinder.find_spec(needed):
+        return ""
+    folder = str(Path(sys.prefix) / "compilers")
+    if importlib.machinery.PathFinder.find_spec(needed, [folder]):
+        return folder
+    raise BackendLoadError(
+        f"{target} needs {needed}, which is not installed: "
+        f"pip install --no-deps --target {folder} {COMPILERS[needed]} (or anywhere on PYTHONPATH)"
+    )
+
+
+def compiler_here(target: str) -> str:
+    """The compiler that `compiler_path` finds, as `triton==3.6.0`; its module's name alone where no distribution names it."""
+    needed, folder = TARGETS[target].compiler, compiler_path(target)
+    spec = importlib.machinery.PathFinder.find_spec(needed, [folder] if folder else None)
+    assert spec is not None  # `compiler_path` raises where there is none
+    place = spec.submodule_search_locations[0] if spec.submodule_search_locations else spec.origin
+    for found in metadata.distributions(path=[str(Path(str(place)).parent)]):
+        if needed in (found.name, *(found.read_text("top_level.txt") or "").split()):  # PyTorch's Triton has another name
+            return f"{found.name}=={found.version}"
+    return needed
+
+
+def cases(target: str) -> list[Case]:
+    """Return the declared grid of `target`. Raises ValueError for an unknown target."""
+    if target not in TARGETS:
+        raise ValueError(f"target={target!r} is unknown; known: {', '.join(TARGETS)}")
+    found: list[Case] = _attr(target, "cases")(target)
+    return found
+
+
+def compile_cases(
+    target: str,
+    wanted: Sequence[Case],
+    *,
+    jobs: int = 1,
+    limits: Limits | None = None,
+    report: Report | None = None,
+    compile_only: bool = False,
+) -> list[Row]:
+    """Return a row per case, in their order, compiled by `jobs` processes at a time. `report` is called as each completes,
+    from the thread that waits for its process.
+
+    `compile_only`: skip the steps after the first (a TPU's estimates).
+    """
+    limits = limits or Limits()
+    path = compiler_path(target)
+    rows = {case.label: Row(target, case.kernel, case.name, "refused" if case.refused else "", case.refused) for case in wanted}
+    assert len(rows) == len(wanted), "two cases have the same name"
+    steps = _steps(target, compile_only)
+    for step in steps:
+        # later steps run only on what compiled
+        labels = [label for label, row in rows.items() if row.status == ("" if step == steps[0] else "compiled")]
+
+        def done(label: str, outcome: Outcome, step: str = step) -> None:
+            row = rows[label]
+            row.seconds = round(row.seconds + outcome.pop("seconds", 0.0), 1)
+            if error := outcome.pop("error", ""):
+                if step == steps[0]:
+                    row.status, row.reason = "failed", error
+                else:
+                    row.notes.append(f"no {step}: {error}")
+            else:
+                row.status = "compiled"
+                _merge(row, outcome)
+            if report:
+                report(label, f"{step}: {error or 'ok'}")
+
+        _compile(target, step, labels, path, jobs, limits, done)
+    return list(rows.values())
+
+
+def _steps(target: str, compile_only: bool) -> tuple[str, ...]:
+    steps: tuple[str, ...] = _attr(target, "STEPS")
+    return steps[:1] if compile_only else steps
+
+
+def _merge(row: Row, outcome: dict[str, Any]) -> None:
+    """Merge a step's figures into `row`; parts are matched by name."""
+    for part in outcome.pop("parts", []):
+        known = next((p for p in row.parts if p["name"] == part["name"]), None)
+        if known is None:
+            row.parts.append(part)
+        else:
+            known.update(part)
+    row.notes += outcome.pop("notes", [])
+    row.figures.update(outcome)
+
+
+def _attr(target: str, name: str) -> Any:
+    return resolve_obj_by_qualname(f"{TARGETS[target].module}.{name}")
+
+
+# --- processes ------------------------------------------------------------------------------------------------------
+
+_AT_ONCE = 12  #: cases that a process compiles before it is replaced
+
+
+def _compile(
+    target: str, step: str, labels: Sequence[str], path: str, jobs: int, limits: Limits, done: Callable[[str, Outcome], None]
+) -> None:
+    """Call `done(label, outcome)` for every label, with `jobs` processes at a time; a thread waits for each."""
+    size = max(1, min(_AT_ONCE, -(-len(labels) // jobs)))
+    stop = threading.Event()
+
+    def group(first: int) -> None:
+        left = list(labels[first : first + size])
+        while left and not stop.is_set():  # a process that dies fails its case; a new one continues
+            with tempfile.TemporaryDirectory(prefix="attn-aot-") as dump:
+                error = _process(target, step, left, path, limits, Path(dump), done)
+            if left and not stop.is_set():
+                done(left.pop(0), {"error": error or "the process ended without output"})
+
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            list(pool.map(group, range(0, len(labels), size)))
+        finally:
+            stop.set()
+
+
+def _process(
+    target: str,
+    step: str,
+    left: list[str],
+    path: str,
+    limits: Limits,
+    dump: Path,
+    done: Callable[[str, Outcome], None],
+) -> str:
+    """Compile `left` in one process, removing each label as it completes; return why the process ended."""
+    root = str(Path(attn.__file__).parents[1])
+    paths = [x for x in (path, root, os.environ.get("PYTHONPATH", "")) if x]
+    environment = {**os.environ, **_attr(target, "environment")(target, step, str(dump)), "PYTHONPATH": os.pathsep.join(paths)}
+    command = [
+        sys.executable,
+        "-m",
+        "attn.tools.aot.command",
+        TARGETS[target].module,
+        target,
+        step,
+        str(dump),
+        str(limits.memory),
+    ]
+    late = threading.Event()
+    with (dump / "stderr").open("w+b") as errors:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+        )
+
+        def give_up() -> None:
+            late.set()
+            process.kill()
+
+        def watch() -> threading.Timer:
+            timer = threading.Timer(limits.seconds, give_up)
+            timer.daemon = True
+            timer.start()
+            return timer
+
+        timer = watch()
+        try:
+            assert process.stdin is not None and process.stdout is not None
+            with contextlib.suppress(BrokenPipeError):  # it died before it read; its stderr has the reason
+                process.stdin.write("\n".join(left))
+                process.stdin.close()
+            for line in process.stdout:
+                timer.cancel()
+                outcome = json.loads(line)
+                left.remove(label := outcome.pop("label"))
+                done(label, outcome)
+                timer = watch()
+            code = process.wait()
+        finally:
+            timer.cancel()
+            process.kill()
+            process.wait()
+            if process.stdout:
+                process.stdout.close()
+        if late.is_set():
+            return f"not done within {limits.seconds:g} s"
+        errors.seek(0)
+        return _last_words(errors.read().decode(errors="replace"), code)
+
+
+def _last_words(text: str, code: int) -> str:
+    """Extract why a process died from its output: a fatal log line, LLVM's, an exception, or its last line."""
+    for pattern in (r"^F\d{4} [^\]]*\] (.*)$", r"^(LLVM ERROR: .*)$", r"^(\w*(?:Error|Exception)\b.*)$"):
+        if found := re.findall(pattern, text, re.MULTILINE):
+            return one_line(found[-1])
+    lines = [line for line in text.splitlines() if line.strip()]
+    ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return one_line(f"{ended}: {lines[-1]}" if lines else ended)
+
+
+def one_line(text: str, most: int = 400) -> str:
+    """Collapse white space in `text`, and cut out its middle if it is longer than `most` characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= most else f"{text[: most * 3 // 4]} ... {text[-most // 4 :]}"
+
+
+def worker(module_name: str, target: str, step: str, dump: str, memory: str) -> None:
+    """Main function of a process: read labels from stdin, and print a line of JSON as each completes."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # keep other output out of the results
+    _limit_memory(float(memory))
+    module = importlib.import_module(module_name)
+    named = {case.label: case for case in module.cases(target)}
+    for label in sys.stdin.read().split("\n"):
+        begin = time.monotonic()
+        try:
+            outcome = module.measure(named[label], target, step, dump)
+        except Exception as error:  # compilers may raise anything
+            outcome = {"error": one_line(f"{type(error).__name__}: {error}")}
+        seconds = round(time.monotonic() - begin, 2)
+        print(json.dumps({"label": label, "seconds": seconds, **outcome}), file=out, flush=True)
+
+
+def _limit_memory(gigabytes: float) -> None:
+    if sys.platform == "linux":
+        import resource
+
+        limit = int(gigabytes * 2**30)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+def table(target: str, rows: Sequence[Row]) -> str:
+    """Format rows as text: a line per program that a case launches, then failures, refusals and missing figures."""
+    columns: Sequence[tuple[str, str, str]] = _attr(target, "COLUMNS")
+    body = []
+    for row in rows:
+        for i, part in enumerate(row.parts):
+            figures = {**(row.figures if i == 0 else {}), **part}
+            name = row.label if len(row.parts) == 1 else f"{row.label} [{part['name']}]"
+            body.append((name, *(_shown(figures.get(key), how) for _, key, how in columns)))
+    lines = []
+    if body:
+        cells = [("case", *(heading for heading, _, _ in columns)), *body]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        for first, *rest in cells:
+            lines.append("  ".join([first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(rest, widths[1:], strict=True))]))
+    for status in ("failed", "refused"):
+        lines += [f"{status}: {row.label}: {row.reason}" for row in rows if row.status == status]
+    for note in dict.fromkeys(note for row in rows for note in row.notes):
+        labels = [row.label for row in rows if note in row.notes]
+        lines.append(f"{note}: {labels[0]}" + (f" and {len(labels) - 1} more" if len(labels) > 1 else ""))
+    counts = [f"{sum(row.status == s for row in rows)} {s}" for s in ("compiled", "failed", "refused")]
+    return "\n".join([*lines, f"{target}: {', '.join(counts)}"])
+
+
+def _shown(value: Any, how: str) -> str:
+    return "-" if value is None else format(value, how)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to `parser`."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    packages = " ".join(COMPILERS.values())
+    parser.epilog = f"""\
+example: attn aot --target tpu-v6e --kernel ragged_paged_attention --case decode
+
+No device is needed. The compiler must be outside the environment (libtpu inside it makes jax look for a TPU):
+    pip install --no-deps --target {Path(sys.prefix) / "compilers"} {packages}
+or any other folder on PYTHONPATH.
+
+TPU figures come from libtpu: memory after allocation, and its static simulator's cycles for a small batch, with the time
+that the batch's bytes and products would take at the chip's peak rates. The simulator models the latency and issue of
+transfers but not a saturated HBM: read max(estimate, HBM floor) as the bound. GPU figures come from ptxas and LLVM.
+Exit code 0: every case that is not refused compiled; 1: a case failed."""
+    add = parser.add_argument
+    add("--target", required=True, choices=TARGETS, help="target architecture")
+    add("--kernel", default="", metavar="NAME", help="compile this kernel only")
+    add("--case", default="", metavar="SUBSTRING", help="compile only cases whose name contains SUBSTRING")
+    add("--subset", action="store_true", help="compile only the few cases that tests use")
+    add("--list", action="store_true", help="list the cases without compiling")
+    add("--compile-only", action="store_true", help="skip a TPU's estimates, which take longer than compiling")
+    add("--jobs", type=int, default=1, metavar="N", help="number of worker processes (default: %(default)s)")
+    add("--seconds", type=float, default=Limits.seconds, help="time limit per step, in seconds (default: %(default)g)")
+    add("--memory", type=float, default=Limits.memory, metavar="GIB", help="GiB of memory per process (default: %(default)g)")
+    add("--json", action="store_true", help="print JSON")
+    add("--out", type=Path, metavar="FILE", help="also write the JSON to this file")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compile the selected cases. Return 1 if one failed, else 0."""
+    if args.jobs < 1:
+        raise ValueError(f"--jobs {args.jobs} must be at least 1")
+    limits = Limits(positive_number("--seconds", args.seconds), positive_number("--memory", args.memory))
+    if not args.list:
+        compiler_path(args.target)  # fail before any slow import
+    grid = cases(args.target)
+    kernels = dict.fromkeys(case.kernel for case in grid)
+    if args.kernel and args.kernel not in kernels:
+        raise ValueError(f"--kernel {args.kernel} is unknown; {args.target} has {', '.join(kernels)}")
+    chosen = [
+        case
+        for case in grid
+        if args.kernel in ("", case.kernel) and args.case in case.label and (case.subset or not args.subset)
+    ]
+    if not chosen:
+        raise ValueError(f"no case of {args.target} matches; list them with attn aot --target {args.target} --list")
+    if args.list:
+        shown = [asdict(case) for case in chosen]
+        lines = [case.label + (f"  (refused: {case.refused})" if case.refused else "") for case in chosen]
+        print(json.dumps({"target": args.target, "cases": shown}, indent=2) if args.json else "\n".join(lines))
+        return 0
+    begin = time.monotonic()
+    with _progress(sum(not case.refused for case in chosen) * len(_steps(args.target, args.compile_only))) as report:
+        rows = compile_cases(
+            args.target,
+            chosen,
+            jobs=args.jobs,
+            limits=limits,
+            report=report,
+            compile_only=args.compile_only,
+        )
+    ok = not any(row.status == "failed" for row in rows)
+    data = {
+        "target": args.target,
+        "compiler": compiler_here(args.target),
+        "seconds": round(time.monotonic() - begin, 1),
+        "rows": [asdict(row) for row in rows],
+        "ok": ok,
+    }
+    if args.out:
+        args.out.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+    print(json.dumps(data, indent=2) if args.json else table(args.target, rows))
+    return int(not ok)
+
+
+@contextlib.contextmanager
+def _progress(total: int) -> Iterator[Report]:
+    """Show a progress bar on a terminal, separate from the output."""
+    with display(Quiet(), sys.stderr) as shown:
+        shown.begin("", total)
+        done = itertools.count(1)
+        yield lambda label, outcome: shown.step(next(done), f"{label} {outcome}"[:100])
+
+
+if __name__ == "__main__":
+    worker(*sys.argv[1:])

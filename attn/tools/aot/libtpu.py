@@ -1,0 +1,402 @@
+"""Use libtpu as a compiler only: compile TPU programs on any host, and read libtpu's dumps.
+
+A *program* is a function whose small integer arguments (lengths, tables) have known values. It is compiled whole, as a user
+would compile it, and each `pallas_call` in it is estimated alone. libtpu's static simulator follows scalar code, branches
+and loop counts only if it can evaluate them, so the kernel's first instructions (about a bundle each) store the values of
+the scalars that a call prefetches into its SMEM. Kernels are estimated alone because the simulator aborts on copies from
+HBM to HBM.
+
+The values come from tracing: under `jax.ensure_compile_time_eval` everything that depends only on known arrays is computed,
+and reaches the call as an array, not as a tracer.
+
+libtpu and jax read their environment once: `environment` is for the process that calls the other functions.
+"""
+
+import contextlib
+import functools
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attn.reports.machines import CEILINGS
+
+
+class Chip(NamedTuple):
+    """A generation: its names in libtpu, the TensorCores' clock and number, and the peaks of one TensorCore."""
+
+    topology: str
+    accelerator: str
+    ghz: float
+    cores: int
+    tflops: float  #: bf16 products
+    hbm: float  #: GB/s
+
+
+def _chip(name: str, topology: str, accelerator: str, ghz: float, cores: int) -> Chip:
+    peaks = CEILINGS[f"TPU {name}"]
+    return Chip(topology, accelerator, ghz, cores, peaks.gemm_tflop_per_s / cores, peaks.copy_gb_per_s / cores)
+
+
+CHIPS = {
+    "v5e": _chip("v5e", "v5e:2x2", "v5litepod-4", 1.5, 1),
+    "v6e": _chip("v6e", "v6e:2x2", "v6e-4", 1.75, 1),
+    "v7x": _chip("v7x", "tpu7x:2x2x1", "tpu7x-8", 2.2, 2),
+}
+
+#: Products of float32 at full precision are six bfloat16 products.
+_PASSES = {"float32": 6}
+
+
+class CompileError(RuntimeError):
+    """libtpu rejected a program."""
+
+
+class Program(NamedTuple):
+    """`call(*arrays, *batch)`: arrays are shapes, the batch consists of small integer arrays with values.
+
+    Its minimal work is `flops` of products in `dtype`, and `bytes` to and from HBM.
+    """
+
+    call: Callable[..., Any]
+    arrays: Sequence[Any]
+    batch: Sequence[np.ndarray]
+    donated: tuple[int, ...]
+    flops: float
+    bytes: float
+    dtype: str
+
+    def floors(self, chip: str) -> dict[str, float]:
+        """Microseconds that the products and bytes take at the chip's peaks."""
+        peak = CHIPS[chip]
+        return {
+            "hbm_us": self.bytes / peak.hbm / 1e3,
+            "mxu_us": self.flops * _PASSES.get(self.dtype, 1) / peak.tflops / 1e6,
+        }
+
+
+def environment(chip: str, dump: str, estimate: bool) -> dict[str, str]:
+    """Environment variables of a process that compiles for `chip` and dumps under `dump`; `estimate`: also simulates.
+
+    Estimates keep operands out of VMEM, where XLA would place some: the figures are those of a kernel with all of VMEM.
+    """
+    for folder in ("llo", "profile"):
+        (Path(dump) / folder).mkdir(exist_ok=True)
+    flags = [
+        f"--xla_jf_dump_to={dump}/llo",
+        "--xla_jf_dump_llo_text=true",
+        "--xla_jf_dump_llo_pass_label_regex=^(post-ra|final_hlo-static-per-bundle-utilization)$",
+    ]
+    if estimate:
+        flags += [
+            f"--xla_jf_dump_static_llo_profile_to={dump}/profile",
+            "--xla_tpu_check_llo_types=false",  # otherwise packed 16-bit immediates abort the simulator from v6e on
+            "--xla_vf_vmem_memory_space_assignment=false",
+            "--xla_gf_vmem_memory_space_assignment=false",
+        ]
+    return {
+        "LIBTPU_INIT_ARGS": " ".join(flags),
+        "JAX_PLATFORMS": "cpu",
+        "TPU_ACCELERATOR_TYPE": CHIPS[chip].accelerator,
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_WORKER_ID": "0",
+        "TPU_LOG_DIR": "disabled",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # several such processes at a time
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+    }
+
+
+@functools.cache
+def _mesh(chip: str) -> Any:
+    """One device of a machine of that generation."""
+    from jax.experimental import topologies
+    from jax.sharding import Mesh
+
+    topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip].topology)
+    return Mesh(np.array(topology.devices[:1]), ("x",))
+
+
+def _on(chip: str, arrays: Sequence[Any]) -> list[jax.ShapeDtypeStruct]:
+    place = jax.sharding.NamedSharding(_mesh(chip), jax.sharding.PartitionSpec())
+    return [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in arrays]
+
+
+def _compile(chip: str, call: Callable[..., Any], arrays: Sequence[Any], donated: tuple[int, ...]) -> tuple[str, Any]:
+    """(StableHLO, compiled program). Raises CompileError with the compiler's message."""
+    with jax.sharding.use_abstract_mesh(_mesh(chip).abstract_mesh):
+        lowered = jax.jit(call, donate_argnums=donated).lower(*_on(chip, arrays))
+        try:
+            return lowered.as_text(), lowered.compile()
+        except jax.errors.JaxRuntimeError as error:
+            message = re.search(r"E\d{4}: .*?(?= See https|\n|$)", str(error))
+            raise CompileError(message[0] if message else str(error).partition("\n")[0]) from error
+
+
+def compile_program(program: Program, chip: str, dump: str) -> list[dict[str, Any]]:
+    """Compile the whole program. Returns the static figures of each of its kernels."""
+    text, _ = _compile(chip, program.call, [*program.arrays, *program.batch], program.donated)
+    names = list(dict.fromkeys(re.findall(r'kernel_name = "([^"]+)"', text)))
+    dumped = _dumped(dump)
+    return _named([(name, static_figures(files)) for op, files in dumped for name in names if _is(op, name)])
+
+
+def estimate_program(program: Program, chip: str, dump: str, copies: bool = True) -> list[dict[str, Any]]:
+    """Compile and simulate each kernel alone, for the program's batch: `cycles` and `us`, beside the static figures.
+
+    Without `copies` no data is moved or waited for: the time to compute, for simulators that do not support copies.
+    """
+    with _unsigned_division(), contextlib.nullcontext() if copies else _without_copies():
+        return _estimates(program, chip, dump)
+
+
+def _estimates(program: Program, chip: str, dump: str) -> list[dict[str, Any]]:
+    parts = []
+    for launch in launches(program.call, program.arrays, program.batch):
+        _compile(chip, launch.call, launch.operands, launch.donated)
+        figures = [static_figures(files) for op, files in _dumped(dump) if _is(op, launch.name)]
+        cycles = [n for op, n in _profiled(dump) if _is(op, launch.name)]
+        if len(figures) != 1 or len(cycles) != 1:
+            raise RuntimeError(f"libtpu wrote {len(figures)} dumps and {len(cycles)} profiles of {launch.name}")
+        parts.append((launch.name, {**figures[0], "cycles": cycles[0], "us": cycles[0] / CHIPS[chip].ghz / 1e3}))
+    return _named(parts)
+
+
+def _named(parts: Sequence[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Each part with its name: the kernel's, numbered if it is launched more than once."""
+    names = [name for name, _ in parts]
+    seen: dict[str, int] = {}
+    named = []
+    for name, (_, figures) in zip(names, parts, strict=True):
+        seen[name] = seen.get(name, 0) + 1
+        named.append({"name": name if names.count(name) == 1 else f"{name} {seen[name]}", **figures})
+    return named
+
+
+def _is(op: str, name: str) -> bool:
+    """Whether an operation of the compiled program is the kernel of that name, transformed (jvp_name_) or not."""
+    return re.fullmatch(r"((jvp|transpose|vmap)_)*" + re.escape(name) + r"_*(\.\d+)?", op) is not None
+
+
+# --- tracing --------------------------------------------------------------------------------------------------------
+
+
+class Launch(NamedTuple):
+    """One `pallas_call` as a function of its array operands, with the values of its scalars built in."""
+
+    name: str
+    call: Callable[..., Any]
+    operands: list[jax.ShapeDtypeStruct]
+    donated: tuple[int, ...]
+
+
+def launches(call: Callable[..., Any], arrays: Sequence[Any], batch: Sequence[np.ndarray]) -> list[Launch]:
+    """Every `pallas_call` of `call(*arrays, *batch)`, in order, except those with an empty grid.
+
+    It must call pallas as `pl.pallas_call`.
+    """
+    found: list[Launch] = []
+
+    def traced(*shapes: Any) -> Any:
+        with jax.ensure_compile_time_eval():
+            return call(*shapes, *map(jnp.asarray, batch))
+
+    with _recorded(found):
+        jax.eval_shape(traced, *arrays)
+    return found
+
+
+@contextlib.contextmanager
+def _recorded(found: list[Launch]) -> Iterator[None]:
+    """Within the context, `pl.pallas_call` records its arguments and returns arrays of the right shapes."""
+    from jax.experimental import pallas as pl
+
+    real = pl.pallas_call
+    signature = inspect.signature(real)
+
+    def record(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+        bound = signature.bind(kernel, *args, **kwargs).arguments
+        return lambda *operands: _record(real, bound, operands, found)
+
+    pl.pallas_call = record
+    try:
+        yield
+    finally:
+        pl.pallas_call = real
+
+
+@contextlib.contextmanager
+def _unsigned_division() -> Iterator[None]:
+    """Within the context, divisions of int32 scalars are unsigned, or shifts and masks where possible.
+
+    Signed divisions hide loop bounds from the simulator, which then silently counts a loop once. Kernels divide nothing
+    negative.
+    """
+    from jax import lax
+    from jax._src import core
+
+    def scalar(x: Any) -> bool:
+        return getattr(x, "shape", None) == () and getattr(x, "dtype", None) == jnp.int32
+
+    def replacement(name: str, operation: Any) -> tuple[Any, Any]:
+        found = vars(core.ShapedArray)[name]
+
+        def divide(x: Any, y: Any) -> Any:
+            if scalar(x) and isinstance(y, int) and y.bit_count() == 1:
+                return lax.shift_right_arithmetic(x, y.bit_length() - 1) if name == "_floordiv" else lax.bitwise_and(x, y - 1)
+            if scalar(x) and (isinstance(y, int) or scalar(y)):
+                return operation(jnp.asarray(x).astype(jnp.uint32), jnp.asarray(y).astype(jnp.uint32)).astype(jnp.int32)
+            return found.__func__(x, y)
+
+        return found, staticmethod(divide)
+
+    def unsigned(operation: Any) -> Any:
+        def divide(x: Any, y: Any) -> Any:
+            if scalar(x) or scalar(y):
+                return operation(jnp.asarray(x).astype(jnp.uint32), jnp.asarray(y).astype(jnp.uint32)).astype(jnp.int32)
+            return operation(x, y)
+
+        return divide
+
+    div, rem = lax.div, lax.rem
+    methods = {name: replacement(name, operation) for name, operation in (("_floordiv", div), ("_mod", rem))}
+    for name, (_, new) in methods.items():
+        setattr(core.ShapedArray, name, new)
+    lax.div, lax.rem = unsigned(div), unsigned(rem)
+    try:
+        yield
+    finally:
+        lax.div, lax.rem = div, rem
+        for name, (old, _) in methods.items():
+            setattr(core.ShapedArray, name, old)
+
+
+@contextlib.contextmanager
+def _without_copies() -> Iterator[None]:
+    """Within the context, copies made by `pltpu.make_async_copy` do nothing."""
+    from jax.experimental.pallas import tpu as pltpu
+
+    real = pltpu.make_async_copy
+
+    class NoCopy:
+        def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+        def start(self) -> None: ...
+
+        def wait(self) -> None: ...
+
+    pltpu.make_async_copy = NoCopy  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        pltpu.make_async_copy = real
+
+
+def _record(real: Callable[..., Any], bound: dict[str, Any], operands: Sequence[Any], found: list[Launch]) -> Any:
+    flat, tree = jax.tree.flatten(operands)
+    kernel, grid_spec = bound["kernel"], bound.get("grid_spec")
+    scalars = getattr(grid_spec, "num_scalar_prefetch", 0)
+    given = {i: x for i, x in enumerate(operands[:scalars]) if x is not None}  # an operand of None has no ref
+    known = {i: np.asarray(x) for i, x in given.items() if not isinstance(x, jax.core.Tracer)}
+    rest = {name: value for name, value in bound.items() if name != "kernel"}
+    grid = grid_spec.grid if grid_spec is not None else bound.get("grid", ())
+    grid = (grid,) if isinstance(grid, int) else tuple(int(n) for n in grid)  # a bound that is an array has a known value
+    if grid_spec is not None:
+        rest["grid_spec"] = _replaced(grid_spec, grid)
+
+    def with_scalars(*refs: Any) -> Any:
+        def store() -> None:
+            for i, values in known.items():
+                for at, value in np.ndenumerate(values):
+                    refs[i][at] = jnp.asarray(value, values.dtype)
+
+        if math.prod(grid) == 1:
+            store()
+        else:
+            from jax.experimental import pallas as pl
+
+            first = functools.reduce(jnp.logical_and, [pl.program_id(axis) == 0 for axis in range(len(grid))])
+            pl.when(first)(store)
+        return kernel(*refs)
+
+    name = str(bound.get("name") or getattr(kernel, "__name__", "kernel"))
+    rest["name"] = name
+
+    def alone(*leaves: Any) -> Any:
+        return real(with_scalars if known else kernel, **rest)(*jax.tree.unflatten(tree, leaves))
+
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flat]
+    donated = tuple(sorted(bound.get("input_output_aliases") or {}))
+    if math.prod(grid):
+        found.append(Launch(name, alone, shapes, donated))
+    some = next(x for x in flat if isinstance(x, jax.core.Tracer)).ravel()[0]  # so that results are tracers as well
+    return jax.tree.map(lambda out: jnp.broadcast_to(some.astype(out.dtype), out.shape), bound["out_shape"])
+
+
+def _replaced(grid_spec: Any, grid: tuple[int, ...]) -> Any:
+    import copy
+
+    made = copy.copy(grid_spec)
+    object.__setattr__(made, "grid", grid)
+    return made
+
+
+# --- dumps ----------------------------------------------------------------------------------------------------------
+
+_UTILISATION = "final_hlo-static-per-bundle-utilization"
+_ALLOCATION = re.compile(r"#(allocation\w+) \[shape = '[^']*', space=(\w+), size = (0x[0-9a-f]+)([^\n]*)")
+
+
+def _dumped(dump: str) -> list[tuple[str, dict[str, str]]]:
+    """(operation, {pass: text}) of every dumped operation, oldest first. Each is returned once, and its files are removed."""
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for path in sorted((Path(dump) / "llo").iterdir()):
+        if match := re.fullmatch(r"(\d+)-(.+)-\d+-(post-ra|" + _UTILISATION + r")\.txt", path.name):
+            stamp, op, label = match.groups()
+            found.setdefault((stamp, op), {})[label] = path.read_text()
+        path.unlink()
+    return [(op, files) for (_, op), files in found.items() if len(files) == 2]
+
+
+def _profiled(dump: str) -> list[tuple[str, int]]:
+    """(operation, estimated cycles) of every profile written since the last call."""
+    found = []
+    for path in sorted((Path(dump) / "profile").iterdir()):
+        if path.name.endswith("profile.textproto"):
+            text = path.read_text()
+            op, cycles = re.search(r'hlo_op_name: "([^"]+)"', text), re.search(r"estimated_cycles: (\d+)", text)
+            if op and cycles:
+                found.append((op[1], int(cycles[1])))
+        path.unlink()
+    return found
+
+
+def static_figures(files: dict[str, str]) -> dict[str, Any]:
+    """VMEM and SMEM bytes, vector and scalar registers spilled, bundles, and instructions by slot, of one operation."""
+    spaces: dict[str, tuple[str, int, bool]] = {}
+    for name, space, size, rest in _ALLOCATION.findall(files["post-ra"]):
+        spaces[name] = (space, int(size, 16), "fixed_abs" in rest)
+    _, heads, _, _, *rows = files[_UTILISATION].splitlines()
+    slots = [head.strip() for head in heads.split(",")]
+    counts = np.array([row.split() for row in rows if len(row.split()) == len(slots)], np.int64).reshape(-1, len(slots))
+
+    def allocated(space: str) -> int:
+        return sum(size for where, size, fixed in spaces.values() if where == space and not fixed)
+
+    def spilled(space: str) -> int:
+        return sum(where == space and name.endswith("spill") for name, (where, _, _) in spaces.items())
+
+    return {
+        "vmem": allocated("vmem"),
+        "smem": allocated("smem"),
+        "spills": spilled("vmem"),
+        "scalar_spills": spilled("smem"),
+        "bundles": len(counts),
+        "slots": dict(zip(slots, counts.sum(axis=0).tolist(), strict=True)),
+    }

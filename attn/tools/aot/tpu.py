@@ -1,0 +1,469 @@
+"""The TPU kernels' declared grid, compiled and estimated for chips that are not present: `attn aot` for jax.
+
+A kernel is an entry of `KERNELS`. axes: choices, of which the grid has every pair that is meaningful. normalise: makes a
+combination of choices meaningful. refusal: why the kernel does not support a choice. program: what is compiled. Batches are
+small, since the simulator executes every loop: the grid tests code paths, not the times of large shapes.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attn.capabilities import Device, Feature, Request
+from attn.dtypes import kv_cache_element
+from attn.jax.backends.mla.pallas_mla import PallasMLABackend
+from attn.jax.backends.pallas import PallasAttentionBackend
+from attn.tools.aot import libtpu as _libtpu
+from attn.tools.aot.command import Case, Choice, grid, request_of
+from attn.tools.aot.libtpu import Program
+
+STEPS = ("compile", "estimate")
+COLUMNS = (
+    ("VMEM MiB", "vmem_mib", ".1f"),
+    ("SMEM KiB", "smem_kib", ".0f"),
+    ("spills", "spills", "d"),
+    ("bundles", "bundles", "d"),
+    ("cycles", "cycles", "d"),
+    ("est us", "us", ".1f"),
+    ("HBM us", "hbm_us", ".2f"),
+    ("MXU us", "mxu_us", ".2f"),
+    ("ratio", "ratio", ".1f"),
+)
+
+COMPUTE_ALONE = "estimated without its copies, which this chip's simulator does not follow: the time to compute"
+
+
+class Kernel(NamedTuple):
+    """A kernel's part of the grid; see the module's docstring."""
+
+    axes: Mapping[str, Sequence[Any]]
+    normalise: Callable[[Choice], Choice | None]
+    refusal: Callable[[Choice, str], str]
+    program: Callable[[Choice, str], Program]
+    #: Chips whose simulator does not support this kernel's copies: it aborts on waits for copies that were started under
+    #: another predicate ("No DMA issue node found"), and without the waits its figures are meaningless.
+    no_copies: tuple[str, ...] = ()
+
+
+def cases(target: str) -> list[Case]:
+    """Every case of every kernel for a target."""
+    chip = _chip(target)
+    return [
+        case
+        for name, kernel in KERNELS.items()
+        for case in grid(name, kernel.axes, kernel.normalise, lambda choice, kernel=kernel: kernel.refusal(choice, chip))  # type: ignore[misc]
+    ]
+
+
+def environment(target: str, step: str, dump: str) -> dict[str, str]:
+    """See `attn.tools.aot.command`."""
+    return _libtpu.environment(_chip(target), dump, estimate=step == "estimate")
+
+
+def measure(case: Case, target: str, step: str, dump: str) -> dict[str, Any]:
+    """See `command`. Omits the estimate's memory figures: it is compiled with other flags than a user's program."""
+    chip, kernel = _chip(target), KERNELS[case.kernel]
+    program = kernel.program(dict(case.choice), chip)
+    floors = {name: round(us, 3) for name, us in program.floors(chip).items()}
+    if step == "compile":
+        parts = _libtpu.compile_program(program, chip, dump)
+        for part in parts:
+            part |= {"vmem_mib": part["vmem"] / 2**20, "smem_kib": part["smem"] / 2**10}
+        return {"parts": parts, **floors}
+    copies = chip not in kernel.no_copies
+    parts = _libtpu.estimate_program(program, chip, dump, copies)
+    total = sum(part["us"] for part in parts)
+    kept = [{key: part[key] for key in ("name", "cycles", "us")} for part in parts]
+    if total < floors["mxu_us"]:
+        raise RuntimeError(f"{total:.2f} us is less than its products need: the simulator missed a loop")
+    notes = [] if copies else [COMPUTE_ALONE]
+    return {"parts": kept, "ratio": round(total / max(floors.values()), 2), "notes": notes}
+
+
+def _chip(target: str) -> str:
+    return target.removeprefix("tpu-")
+
+
+# --- ragged paged attention -----------------------------------------------------------------------------------------
+
+#: New tokens and lengths of each batch's requests.
+BATCHES = {
+    "decode": ((1, 1, 1, 1, 1), (700, 33, 512, 1, 256)),
+    "mixed": ((1, 77, 5, 1), (600, 300, 40, 129)),
+    "prefill": ((200, 60), (456, 60)),
+}
+WINDOWS: dict[str, tuple[int | None, int | None]] = {"window": (127, None), "two-sided": (64, 32)}
+
+RAGGED: dict[str, Sequence[Any]] = {
+    "batch": tuple(BATCHES),
+    "heads": ((8, 2), (4, 4), (16, 1), (6, 2), (32, 8)),
+    "head_size": (64, 80, 96, 128, 192, 256),
+    "block_size": (16, 64, 128, 256),
+    "dtype": ("bfloat16", "float32"),
+    "kv": ("auto", "bfloat16", "fp8_e4m3", "fp8_e5m2", "int8"),
+    "mask": ("causal", "bidirectional", "window", "two-sided", "tree"),
+    "soft_cap": (False, True),
+    "alibi": (False, True),
+    "sinks": (False, True),
+    "lse": (False, True),
+    "kv_sharing": (False, True),
+    "per_head_scales": (False, True),
+}
+
+
+def _stored(choice: Choice) -> str:
+    return str(kv_cache_element(choice["kv"], choice["dtype"]))
+
+
+def _shape(extents: tuple[int, ...], dtype: str) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(extents, jnp.dtype(dtype))
+
+
+def _batch(query_lens: Sequence[int], seq_lens: Sequence[int], block_size: int, columns: int) -> tuple[list[np.ndarray], int]:
+    """([query_start_loc, seq_lens, block_table, slot_mapping], blocks), with consecutive pages in the cache."""
+    starts = np.concatenate([[0], np.cumsum(query_lens)]).astype(np.int32)
+    used = [-(-length // block_size) for length in seq_lens]
+    first = np.concatenate([[0], np.cumsum(used)])
+    table = np.zeros((len(query_lens), columns), np.int32)
+    for r, count in enumerate(used):
+        table[r, :count] = first[r] + np.arange(count)
+    position = np.concatenate([np.arange(s - q, s) for q, s in zip(query_lens, seq_lens, strict=True)])
+    request = np.repeat(np.arange(len(query_lens)), query_lens)
+    slots = (table[request, position // block_size] * block_size + position % block_size).astype(np.int32)
+    return [starts, np.array(seq_lens, np.int32), table, slots], int(first[-1]) + 1
+
+
+def _normalise_ragged(choice: Choice) -> Choice:
+    if choice["kv"] == choice["dtype"]:
+        choice["kv"] = "auto"
+    if choice["kv"] in ("auto", "bfloat16"):
+        choice["per_head_scales"] = False
+    return choice
+
+
+def _refuse_ragged(choice: Choice, chip: str) -> str:
+    """PALLAS's reasons against such a layer, or "" (joined)."""
+    return "; ".join(PallasAttentionBackend.why_not(request_of(choice), Device("jax", "tpu", arch=chip)))
+
+
+def _ragged_program(choice: Choice, chip: str) -> Program:
+    query_lens, seq_lens = BATCHES[choice["batch"]]
+    mask = choice["mask"]
+    return ragged(
+        chip,
+        query_lens,
+        seq_lens,
+        choice["heads"],
+        choice["head_size"],
+        choice["block_size"],
+        choice["dtype"],
+        _stored(choice),
+        columns=1024 // choice["block_size"],
+        causal=mask not in ("bidirectional", "two-sided"),
+        window=WINDOWS.get(mask, (None, None)),
+        soft_cap=30.0 if choice["soft_cap"] else None,
+        alibi=choice["alibi"],
+        sinks=choice["sinks"],
+        tree=8 if mask == "tree" else 0,
+        lse=choice["lse"],
+        write=not choice["kv_sharing"],
+        per_head_scales=choice["per_head_scales"],
+    )
+
+
+def ragged(
+    chip: str,
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    heads: tuple[int, int],
+    head_size: int,
+    block_size: int,
+    dtype: str = "bfloat16",
+    stored: str = "",
+    *,
+    columns: int,
+    causal: bool = True,
+    window: tuple[int | None, int | None] = (None, None),
+    soft_cap: float | None = None,
+    alibi: bool = False,
+    sinks: bool = False,
+    tree: int = 0,
+    lse: bool = False,
+    write: bool = True,
+    per_head_scales: bool = False,
+) -> Program:
+    """`ragged_paged_attention` on a batch, with `columns` columns in the block table."""
+    from attn.jax.kernels.tpu import ragged_paged_attention as kernel
+
+    (num_heads, kv_heads), num_requests, num_tokens = heads, len(query_lens), sum(query_lens)
+    stored = stored or dtype
+    batch, num_blocks = _batch(query_lens, seq_lens, block_size, columns)
+
+    query, new = _shape((num_tokens, num_heads, head_size), dtype), _shape((num_tokens, kv_heads, head_size), stored)
+    cache = _shape(kernel.cache_shape(num_blocks, block_size, kv_heads, head_size), stored)
+    wanted = {
+        "alibi_slopes": ((num_heads,), "float32") if alibi else None,
+        "sinks": ((num_heads,), "float32") if sinks else None,
+        "tree_mask": ((num_requests, tree, tree), "bool") if tree else None,
+        "k_scale": ((kv_heads,) if per_head_scales else (), "float32") if stored != dtype else None,
+        "v_scale": ((kv_heads,) if per_head_scales else (), "float32") if stored != dtype else None,
+    }
+    rules = {name: _shape(*shape) for name, shape in wanted.items() if shape}
+    arrays = [query, cache, *([new, new] if write else []), *rules.values()]
+
+    def call(query: jax.Array, cache: jax.Array, *rest: jax.Array) -> Any:
+        key, value, *given = rest if write else (None, None, *rest)
+        more: dict[str, Any] = dict(zip(rules, given, strict=False))
+        return kernel.ragged_paged_attention(
+            query,
+            key,
+            value,
+            cache,
+            *given[len(rules) :],  # type: ignore[arg-type]
+            **more,
+            scale=head_size**-0.5,
+            max_query_len=max(query_lens),
+            chip=chip,
+            causal=causal,
+            window=window,
+            logits_soft_cap=soft_cap,
+            return_lse=lse,
+            interpret=False,
+        )
+
+    flops, traffic = cost(query_lens, seq_lens, num_heads, head_size, causal, window)
+    traffic = traffic * kv_heads * 2 * head_size * jnp.dtype(stored).itemsize
+    traffic += num_tokens * num_heads * 2 * head_size * jnp.dtype(dtype).itemsize
+    return Program(call, arrays, batch, (1,), flops, traffic, dtype)
+
+
+def cost(
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    num_heads: int,
+    head_size: int,
+    causal: bool = True,
+    window: tuple[int | None, int | None] = (None, None),
+    value_size: int | None = None,
+) -> tuple[float, float]:
+    """(flops of the two products over visible scores, number of key rows that some query row of their request sees)."""
+    scores = rows = 0
+    for count, length in zip(query_lens, seq_lens, strict=True):
+        position = np.arange(length - count, length)
+        right = 0 if causal else window[1]
+        high = np.minimum(length, length if right is None else position + right + 1)
+        low = np.zeros_like(position) if window[0] is None else np.maximum(position - window[0], 0)
+        scores += int(np.maximum(high - low, 0).sum())
+        rows += int(high.max(initial=0) - low.min(initial=length))
+    return 2.0 * num_heads * (head_size + (value_size or head_size)) * scores, float(max(rows, 0))
+
+
+# --- multi-head latent attention ------------------------------------------------------------------------------------
+
+LATENT: dict[str, Sequence[Any]] = {
+    "batch": tuple(BATCHES),
+    "num_heads": (16, 32, 128),
+    "block_size": (16, 64, 128, 256),
+    "dtype": ("bfloat16", "float32"),
+    "kv": ("auto", "fp8_e4m3", "fp8_e5m2"),
+    "lse": (False, True),
+    "kv_sharing": (False, True),
+}
+RANK, ROPE = 512, 64
+
+
+def _refuse_latent(choice: Choice, chip: str) -> str:
+    """PALLAS_MLA's reasons against such a layer, joined."""
+    request = Request(RANK + ROPE, choice["dtype"], choice["kv"], choice["block_size"], features=frozenset({Feature.MLA}))
+    return "; ".join(PallasMLABackend.why_not(request, Device("jax", "tpu", arch=chip)))
+
+
+def _latent_program(choice: Choice, chip: str) -> Program:
+    query_lens, seq_lens = BATCHES[choice["batch"]]
+    return latent(
+        chip,
+        query_lens,
+        seq_lens,
+        choice["num_heads"],
+        choice["block_size"],
+        choice["dtype"],
+        _stored(choice),
+        columns=1024 // choice["block_size"],
+        lse=choice["lse"],
+        write=not choice["kv_sharing"],
+    )
+
+
+def latent(
+    chip: str,
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    num_heads: int,
+    block_size: int,
+    dtype: str = "bfloat16",
+    stored: str = "",
+    *,
+    columns: int,
+    lse: bool = False,
+    write: bool = True,
+) -> Program:
+    """`mla_attention` on a batch, absorbed: rows of 512 + 64 are keys, and their first 512 elements are values."""
+    from attn.jax.kernels.tpu import mla_attention as kernel
+
+    stored, num_tokens = stored or dtype, sum(query_lens)
+    batch, num_blocks = _batch(query_lens, seq_lens, block_size, columns)
+    new = [_shape((num_tokens, RANK), stored), _shape((num_tokens, ROPE), stored)]
+    arrays = [
+        _shape((num_tokens, num_heads, RANK), dtype),
+        _shape((num_tokens, num_heads, ROPE), dtype),
+        _shape((num_blocks, block_size, kernel.row_lanes(RANK + ROPE)), stored),
+        *(new if write else []),
+        *([_shape((), "float32")] if stored != dtype else []),
+    ]
+
+    def call(nope: jax.Array, rope: jax.Array, cache: jax.Array, *rest: jax.Array) -> Any:
+        latent, pe, *more = rest if write else (None, None, *rest)
+        scale = more.pop(0) if stored != dtype else 1.0
+        return kernel.mla_attention(
+            nope,
+            rope,
+            latent,
+            pe,
+            cache,
+            *more,  # type: ignore[arg-type,misc]
+            scale=0.1,
+            max_query_len=max(query_lens),
+            chip=chip,
+            k_scale=scale,  # type: ignore[arg-type]
+            return_lse=lse,
+            interpret=False,
+        )
+
+    flops, rows = cost(query_lens, seq_lens, num_heads, RANK + ROPE, value_size=RANK)
+    traffic = rows * (RANK + ROPE) * jnp.dtype(stored).itemsize
+    traffic += num_tokens * num_heads * (2 * RANK + ROPE) * jnp.dtype(dtype).itemsize
+    return Program(call, arrays, batch, (2,), flops, traffic, dtype)
+
+
+# --- dense attention ------------------------------------------------------------------------------------------------
+
+DENSE: dict[str, Sequence[Any]] = {
+    "lengths": ((256, 256), (70, 300), (512, 640)),
+    "heads": ((4, 2), (2, 2), (8, 1), (6, 2)),
+    "head_sizes": ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)),
+    "dtype": ("bfloat16", "float32"),
+    "mask": ("causal", "bidirectional", "window", "two-sided"),
+    "segments": (False, True),
+    "kv_lens": (False, True),
+    "soft_cap": (False, True),
+    "alibi": (False, True),
+    "sinks": (False, True),
+    "lse": (False, True),
+    "backward": (False, True),
+}
+
+
+def _dense_program(choice: Choice, chip: str) -> Program:
+    mask = choice["mask"]
+    return dense(
+        chip,
+        choice["lengths"],
+        choice["heads"],
+        choice["head_sizes"],
+        choice["dtype"],
+        causal=mask in ("causal", "window"),
+        window=WINDOWS.get(mask),
+        segments=choice["segments"],
+        kv_lens=choice["kv_lens"],
+        soft_cap=30.0 if choice["soft_cap"] else None,
+        alibi=choice["alibi"],
+        sinks=choice["sinks"],
+        lse=choice["lse"],
+        backward=choice["backward"],
+    )
+
+
+def dense(
+    chip: str,
+    lengths: tuple[int, int],
+    heads: tuple[int, int],
+    head_sizes: tuple[int, int],
+    dtype: str = "bfloat16",
+    *,
+    causal: bool = True,
+    window: tuple[int | None, int | None] | None = None,
+    segments: bool = False,
+    kv_lens: bool = False,
+    soft_cap: float | None = None,
+    alibi: bool = False,
+    sinks: bool = False,
+    lse: bool = False,
+    backward: bool = False,
+) -> Program:
+    """`flash_attention` of one sequence; with `backward` also its gradient with respect to q, k, v (and sinks)."""
+    from attn.jax.kernels.tpu.flash_attention import flash_attention
+
+    (rows, keys), (num_heads, kv_heads), (size, value_size) = lengths, heads, head_sizes
+    arrays = [
+        _shape((1, rows, num_heads, size), dtype),
+        _shape((1, keys, kv_heads, size), dtype),
+        _shape((1, keys, kv_heads, value_size), dtype),
+        *([_shape((num_heads,), "float32")] if sinks else []),
+        *([_shape((num_heads,), "float32")] if alibi else []),
+    ]
+    known: dict[str, Any] = {}
+    if segments:
+        known["q_segment_ids"] = (np.arange(rows, dtype=np.int32) // 64)[None]
+        known["kv_segment_ids"] = (np.arange(keys, dtype=np.int32) // 64)[None]
+    if kv_lens:
+        known["kv_lens"] = np.array([keys - 5], np.int32)
+
+    def call(q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array) -> Any:
+        logits, rest = (rest[0], rest[1:]) if sinks else (None, rest)
+        slopes, rest = (rest[0], rest[1:]) if alibi else (None, rest)
+
+        def attend(q: jax.Array, k: jax.Array, v: jax.Array, logits: jax.Array | None) -> Any:
+            return flash_attention(
+                q,
+                k,
+                v,
+                causal=causal,
+                sliding_window=window,
+                logits_soft_cap=soft_cap,
+                sinks=logits,
+                alibi_slopes=None if slopes is None else jax.lax.stop_gradient(slopes),
+                return_lse=lse,
+                chip=chip,
+                interpret=False,
+                **dict[str, Any](zip(known, rest, strict=True)),
+            )
+
+        if not backward:
+            return attend(q, k, v, logits)
+        out, pull = jax.vjp(attend, q, k, v, logits)
+        return pull(out)
+
+    flops, _ = cost([rows], [keys], num_heads, size, causal, window or (None, None), value_size)
+    traffic = rows * num_heads * (size + value_size) + keys * kv_heads * (size + value_size)
+    if backward:  # scores again, and four products; all inputs and the output's gradient are read, the gradients written
+        flops += flops + 2.0 * flops * size / (size + value_size) + flops * value_size / (size + value_size)
+        traffic += 2 * traffic + rows * num_heads * value_size
+    return Program(call, arrays, list(known.values()), (), flops, traffic * jnp.dtype(dtype).itemsize, dtype)
+
+
+def _unchanged(choice: Choice) -> Choice:
+    return choice
+
+
+def _supports_all(choice: Choice, chip: str) -> str:
+    return ""
+
+
+KERNELS = {
+    "ragged_paged_attention": Kernel(RAGGED, _normalise_ragged, _refuse_ragged, _ragged_program, no_copies=("v7x",)),
+    "mla_attention": Kernel(LATENT, _unchanged, _refuse_latent, _latent_program, no_copies=("v7x",)),
+    "flash_attention": Kernel(DENSE, _unchanged, _supports_all, _dense_program),
+}

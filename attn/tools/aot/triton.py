@@ -1,0 +1,602 @@
+"""The Triton kernels' declared grid, compiled for GPUs that are not present: `attn aot` for torch.
+
+Triton compiles without a device, since it includes ptxas and LLVM. `Placeholder` replaces the driver, so the kernels' own host
+functions run on tensors of the host, with the tiles and the specialisation that they choose for the target. Each kernel that
+they launch is compiled, and the launch does nothing. A kernel is an entry of `KERNELS`.
+"""
+
+import re
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from attn.capabilities import Device, Request
+from attn.dtypes import PER_TOKEN_HEAD, kv_cache_element
+from attn.tools.aot.command import Case, Choice, grid, request_of
+from attn.torch.backends.mla._triton import device_reasons
+from attn.torch.backends.rocm_attn import RocmAttentionBackend
+from attn.torch.backends.triton_attn import TritonAttentionBackend
+
+STEPS = ("compile",)
+COLUMNS = (
+    ("registers", "registers", "d"),
+    ("spills", "spills", "d"),
+    ("stack B", "stack", "d"),
+    ("shared B", "shared", "d"),
+    ("limit B", "limit", "d"),
+    ("code KiB", "code_kib", ".0f"),
+)
+
+
+class Kernel(NamedTuple):
+    """A kernel's part of the grid.
+
+    axes: choices, of which the grid has every pair that `normalise` allows. launch: calls the host function. normalise:
+    replaces choices that have no meaning together, or returns None. refusal: why an architecture's kernel does not support a
+    choice, or "".
+    """
+
+    axes: Mapping[str, Sequence[Any]]
+    launch: Callable[[Choice], None]
+    normalise: Callable[[Choice], Choice | None] = lambda choice: choice
+    refusal: Callable[[Choice, str], str] = lambda choice, arch: ""
+
+
+def cases(target: str) -> list[Case]:
+    """Every case of every kernel for a target, without kernels that are not written for it."""
+    found = []
+    for name, kernel in KERNELS.items():
+        if name not in ONLY_ON or target in ONLY_ON[name]:
+            found += grid(name, kernel.axes, kernel.normalise, lambda choice, kernel=kernel: kernel.refusal(choice, target))  # type: ignore[misc]
+    return found
+
+
+def environment(target: str, step: str, dump: str) -> dict[str, str]:
+    """See `attn.tools.aot.command`."""
+    return {"TRITON_CACHE_DIR": dump, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def measure(case: Case, target: str, step: str, dump: str) -> dict[str, Any]:
+    """See `attn.tools.aot.command`. Raises RuntimeError if a program needs more shared memory than the architecture has."""
+    import triton
+
+    from attn.torch.kernels.memory import SHARED_MEMORY
+
+    parts = []
+
+    def listen(*, src: Any, metadata: Mapping[str, Any], metadata_group: Mapping[str, str], **_: Any) -> None:
+        files = {Path(name).suffix[1:]: path for name, path in metadata_group.items()}
+        figures = _nvidia(files["cubin"]) if target.startswith("sm_") else _amd(files["amdgcn"])
+        parts.append({"name": metadata["name"].lstrip("_"), **figures, "shared": metadata["shared"]})
+
+    triton.runtime.driver.set_active(_placeholder(target, SHARED_MEMORY[target]))
+    triton.knobs.compilation.listener = listen
+    torch.manual_seed(0)
+    KERNELS[case.kernel].launch(dict(case.choice))
+    for part in parts:
+        part["limit"] = SHARED_MEMORY[target]
+        if part["shared"] > part["limit"]:
+            raise RuntimeError(f"{part['name']} needs {part['shared']} bytes of shared memory; {target} has {part['limit']}")
+    if not parts:
+        raise RuntimeError("no kernel was compiled")
+    return {"parts": _numbered(parts)}
+
+
+def _numbered(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Number repeated names, in order of launch."""
+    names = [part["name"] for part in parts]
+    return [
+        {**part, "name": name if names.count(name) == 1 else f"{name} {names[: i + 1].count(name)}"}
+        for i, (part, name) in enumerate(zip(parts, names, strict=True))
+    ]
+
+
+def _placeholder(target: str, shared: int) -> Any:
+    """A driver for a device of that architecture that is not present."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.driver import DriverBase
+
+    if target.startswith("sm_"):
+        gpu = GPUTarget("cuda", int(target[3:]), 32)
+    else:
+        gpu = GPUTarget("hip", target, 32 if target.startswith("gfx1") else 64)
+
+    class Utils:
+        """Driver calls for a compiled binary: it always fits."""
+
+        def get_device_properties(self, device: int) -> dict[str, int]:
+            return {"max_shared_mem": shared, "multiprocessor_count": 132, "max_num_regs": 65536, "warpSize": gpu.warp_size}
+
+        def load_binary(self, *args: Any) -> tuple[None, None, int, int, int]:
+            return None, None, 0, 0, 1024
+
+        def unload_module(self, *args: Any) -> None: ...
+
+    class Placeholder(DriverBase):
+        utils = Utils()
+
+        @classmethod
+        def is_active(cls) -> bool:
+            return True
+
+        def map_python_to_cpp_type(self, ty: str) -> str:
+            return ty
+
+        def get_current_target(self) -> Any:
+            return gpu
+
+        def get_active_torch_device(self) -> torch.device:
+            return torch.device("cpu")
+
+        def get_benchmarker(self) -> Any:
+            raise RuntimeError("timing needs a device")
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+        def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+            return lambda *args, **kwargs: None
+
+    return Placeholder()
+
+
+def _nvidia(cubin: str) -> dict[str, Any]:
+    """ptxas' registers and stack, and the instructions that move spilled registers."""
+    from triton import knobs
+
+    tool = knobs.nvidia.cuobjdump.path
+    usage = subprocess.run([tool, "-res-usage", cubin], capture_output=True, text=True, check=True).stdout
+    code = subprocess.run([tool, "-sass", cubin], capture_output=True, text=True, check=True).stdout
+    registers, stack = (int(re.findall(rf"{name}:(\d+)", usage)[-1]) for name in ("REG", "STACK"))
+    spills = len(re.findall(r"\b(?:STL|LDL)\b", code))
+    return {"registers": registers, "spills": spills, "stack": stack, "code_kib": Path(cubin).stat().st_size / 1024}
+
+
+def _amd(assembly: str) -> dict[str, Any]:
+    """LLVM's counts of vector registers (including accumulation registers), spilled ones, and private memory."""
+    text = Path(assembly).read_text()
+
+    def field(name: str) -> int:
+        found = re.findall(rf"\.{name}:\s+(\d+)", text)
+        return int(found[-1]) if found else 0
+
+    return {
+        "registers": field("vgpr_count"),
+        "spills": field("vgpr_spill_count"),
+        "stack": field("private_segment_fixed_size"),
+        "code_kib": len(text) / 1024,
+    }
+
+
+# --- paged attention ------------------------------------------------------------------------------------------------
+
+#: New tokens and lengths of each batch's requests; in "draft" every request fits in a decode tile.
+BATCHES = {
+    "decode": ((1, 1, 1), (900, 40, 2048)),
+    "draft": ((3, 2, 3), (900, 40, 2048)),
+    "mixed": ((1, 200, 1), (900, 300, 2048)),
+    "prefill": ((300, 60), (800, 60)),
+}
+WINDOWS: dict[str, tuple[int | None, int | None]] = {
+    "causal": (None, 0), "bidirectional": (None, None), "window": (127, 0), "two-sided": (64, 32), "tree": (None, 0),
+    "spans": (127, 0), "reach": (None, None),
+}  # fmt: skip
+
+PAGED: dict[str, Sequence[Any]] = {
+    "batch": tuple(BATCHES),
+    "heads": ((8, 2), (4, 4), (16, 1), (6, 2), (32, 8)),
+    "head_size": (64, 80, 96, 128, 192, 256),
+    "block_size": (16, 48, 64, 128, 256),
+    "dtype": ("bfloat16", "float16", "float32"),
+    "kv": ("auto", "fp8_e4m3", "fp8_e5m2", "int8", "int8_per_token_head", "fp8_per_token_head"),
+    "mask": tuple(WINDOWS),
+    "soft_cap": (False, True),
+    "alibi": (False, True),
+    "sinks": (False, True),
+    "lse": (False, True),
+    "per_head_scales": (False, True),
+    "output_scale": (False, True),
+    "pattern": (False, True),  # block-sparse
+    "large_cache": (False, True),  # 2 ** 31 elements and more
+    "fixed_split": (False, True),
+}
+
+
+def _normalise_paged(choice: Choice) -> Choice:
+    if choice["kv"] == "auto" or choice["kv"] in PER_TOKEN_HEAD:
+        choice["per_head_scales"] = False
+    if choice["pattern"]:  # block-sparse layers support only the causal mask
+        choice["mask"] = "causal"
+    return choice
+
+
+class _Cuda(TritonAttentionBackend):
+    """TRITON_ATTN's limits, without requiring its package to be importable."""
+
+    assert TritonAttentionBackend.capabilities is not None
+    capabilities = replace(TritonAttentionBackend.capabilities, packages=())
+
+
+class _Rocm(RocmAttentionBackend):
+    """ROCM_ATTN's limits, likewise."""
+
+    assert RocmAttentionBackend.capabilities is not None
+    capabilities = replace(RocmAttentionBackend.capabilities, packages=())
+
+
+def _refuse_paged(choice: Choice, arch: str) -> str:
+    backend, platform = (_Cuda, "cuda") if arch.startswith("sm_") else (_Rocm, "rocm")
+    return "; ".join(backend.why_not(request_of(choice), Device("torch", platform, arch=arch)))
+
+
+def _launch_paged(choice: Choice) -> None:
+    from attn.torch.kernels.paged_attention import paged_attention
+
+    query_lens, seq_lens = BATCHES[choice["batch"]]
+    (heads, kv_heads), size, page = choice["heads"], choice["head_size"], choice["block_size"]
+    dtype, tokens, requests = getattr(torch, choice["dtype"]), sum(query_lens), len(query_lens)
+    stored = getattr(torch, str(kv_cache_element(choice["kv"], choice["dtype"])))
+    columns = -(-max(seq_lens) // page)
+    blocks = requests * columns
+    if choice["large_cache"]:
+        blocks = 2**31 // (page * kv_heads * size) + 1  # never written to, so never backed by memory
+    cache = torch.empty((blocks, page, kv_heads, size), dtype=stored)
+    scales: list[torch.Tensor | None] = [None, None]
+    if choice["kv"] in PER_TOKEN_HEAD:
+        scales = [torch.ones(min(blocks, requests * columns), page, kv_heads) for _ in "kv"]
+    elif choice["per_head_scales"]:
+        scales = [torch.ones(kv_heads) for _ in "kv"]
+    left, right = WINDOWS[choice["mask"]]
+    scaled = choice["output_scale"]
+    paged_attention(
+        output=torch.empty(tokens, heads, size, dtype=torch.float8_e4m3fn if scaled else dtype),
+        lse=torch.empty(heads, tokens) if choice["lse"] else None,
+        query=torch.empty(tokens, heads, size, dtype=dtype),
+        key_cache=cache,
+        value_cache=cache,
+        query_start_loc=torch.tensor([0, *torch.tensor(query_lens).cumsum(0)], dtype=torch.int32),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+        block_table=torch.zeros(requests, columns, dtype=torch.int32),
+        max_query_len=max(query_lens),
+        max_seq_len=max(seq_lens),
+        scale=size**-0.5,
+        left=left,
+        right=right,
+        soft_cap=30.0 if choice["soft_cap"] else 0.0,
+        slopes=torch.ones(heads) if choice["alibi"] else None,
+        sinks=torch.ones(heads) if choice["sinks"] else None,
+        tree=torch.ones(requests, 8, 8, dtype=torch.bool) if choice["mask"] == "tree" else None,
+        **_reach(choice["mask"], tokens, requests),
+        k_scale=scales[0],
+        v_scale=scales[1],
+        fixed_split=256 if choice["fixed_split"] else 0,
+        sparse=[64, 4, 8, 1, 0] if choice["pattern"] else None,
+        output_scale=torch.ones(()) if scaled else None,
+    )
+
+
+def _reach(mask: str, tokens: int, requests: int) -> dict[str, Any]:
+    """Return the arguments of spans that a window cuts, or of everything else that a row may see (docs/semantics.md §18)."""
+    if mask not in ("spans", "reach"):
+        return {}
+    spans = {"spans": torch.zeros(tokens, 2, dtype=torch.int32), "span_window": mask == "spans"}
+    if mask == "spans":
+        return spans
+    flags, prefix = torch.ones(requests, dtype=torch.bool), torch.zeros(requests, dtype=torch.int32)
+    return {**spans, "prefix": prefix, "is_causal": flags, "chunk_size": 512}
+
+
+# --- single rows over keys in no cache --------------------------------------------------------------------------------
+
+ROW: dict[str, Sequence[Any]] = {
+    "heads": PAGED["heads"],
+    "head_size": PAGED["head_size"],
+    "dtype": PAGED["dtype"],
+    "parts": (1, 7),
+    "runs": (False, True),
+    "keys_masked": (False, True),
+    "soft_cap": (False, True),
+    "sinks": (False, True),
+    "tokens_first": (False, True),
+}
+
+
+def _launch_row(choice: Choice) -> None:
+    from attn.torch.kernels.dense_decode import Decoder
+    from attn.torch.kernels.runs import Runs
+
+    (heads, kv_heads), size, dtype = choice["heads"], choice["head_size"], getattr(torch, choice["dtype"])
+    lens, shape = torch.ones(3, dtype=torch.int32), (3, kv_heads, 900, size)
+    cache = torch.empty(shape, dtype=dtype)
+    if choice["tokens_first"]:
+        cache = cache.transpose(1, 2).contiguous().transpose(1, 2)
+    Decoder(cache.device, dtype, heads, kv_heads, size, size**-0.5, 30.0 if choice["soft_cap"] else 0.0)(
+        torch.empty(3, heads, 1, size, dtype=dtype),
+        cache,
+        cache,
+        sinks=torch.ones(heads) if choice["sinks"] else None,
+        runs=Runs(lens, lens) if choice["runs"] else None,
+        mask=torch.ones(3, 900, dtype=torch.bool) if choice["keys_masked"] else None,
+        parts=choice["parts"],
+    )
+
+
+# --- writing the cache ----------------------------------------------------------------------------------------------
+
+WRITE: dict[str, Sequence[Any]] = {
+    "heads": ((8, 2), (4, 4), (16, 1), (6, 3)),
+    "head_size": (64, 80, 128, 256),
+    "block_size": (16, 48, 128),
+    "dtype": ("bfloat16", "float16", "float32"),
+    "kv": PAGED["kv"],
+    "per_head_scales": (False, True),
+}
+
+
+def _normalise_write(choice: Choice) -> Choice:
+    if choice["kv"] == "auto" or choice["kv"] in PER_TOKEN_HEAD:
+        choice["per_head_scales"] = False
+    return choice
+
+
+def _launch_write(choice: Choice) -> None:
+    from attn.torch.kernels.kv_write import write_kv, write_kv_per_token
+
+    (_, kv_heads), size, page = choice["heads"], choice["head_size"], choice["block_size"]
+    stored = getattr(torch, str(kv_cache_element(choice["kv"], choice["dtype"])))
+    new = [torch.empty(9, kv_heads, size, dtype=getattr(torch, choice["dtype"])) for _ in "kv"]
+    caches = [torch.empty(4, page, kv_heads, size, dtype=stored) for _ in "kv"]
+    slots = torch.zeros(9, dtype=torch.int64)
+    if choice["kv"] in PER_TOKEN_HEAD:
+        write_kv_per_token(*new, *caches, *(torch.empty(4, page, kv_heads) for _ in "kv"), slots)
+    else:
+        write_kv(*new, *caches, slots, *(torch.ones(kv_heads if choice["per_head_scales"] else ()) for _ in "kv"))
+
+
+# --- prompts on Hopper ----------------------------------------------------------------------------------------------
+
+HOPPER: dict[str, Sequence[Any]] = {
+    "batch": ("mixed", "prefill"),
+    "heads": PAGED["heads"],
+    "head_size": (64, 128),
+    "block_size": PAGED["block_size"],
+    "dtype": ("bfloat16", "float16"),
+    "mask": ("causal", "bidirectional", "window", "two-sided"),
+    "soft_cap": (False, True),
+    "sinks": (False, True),
+    "lse": (False, True),
+}
+
+
+def _launch_hopper(choice: Choice) -> None:
+    """Launch a case for which `paged_attention` selects its Hopper kernel."""
+    others = {axis: False for axis in PAGED if axis not in choice}
+    _launch_paged({**others, **choice, "kv": "auto"})
+    _check_on("hopper_prefill")
+
+
+def _check_on(kernel: str) -> None:
+    """Raise RuntimeError if a kernel is disabled: general kernels were compiled in its place."""
+    from attn.torch.kernels import hopper
+
+    if why := hopper.why_off(kernel):
+        raise RuntimeError(f"{kernel} is off: {why}")
+
+
+# --- merging states -------------------------------------------------------------------------------------------------
+
+MERGE: dict[str, Sequence[Any]] = {
+    "states": (2, 5),
+    "head_size": (64, 80, 128, 256),
+    "dtype": ("bfloat16", "float16", "float32"),
+    "apart": (False, True),
+}
+
+
+def _launch_merge(choice: Choice) -> None:
+    from attn.torch.kernels.merge_states import merge_states, merge_two_states
+
+    outputs = torch.empty(choice["states"], 9, 4, choice["head_size"], dtype=getattr(torch, choice["dtype"]))
+    lses = torch.empty(choice["states"], 4, 9)
+    if choice["apart"]:
+        merge_two_states(outputs[0], lses[0], outputs[1], lses[1])
+    else:
+        merge_states(outputs, lses)
+
+
+# --- multi-head latent attention ------------------------------------------------------------------------------------
+
+RANK, ROPE, VALUE = 512, 64, 128
+LATENT: dict[str, Sequence[Any]] = {
+    "batch": ("decode", "draft"),
+    "num_heads": (16, 32, 128),
+    "block_size": (16, 64, 128),
+    "dtype": ("bfloat16", "float16", "float32"),
+    "kv": ("auto", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"),
+    "lse": (False, True),
+    "limits": (False, True),
+    "indices": (False, True),
+    "uneven": (False, True),
+    "device_scale": (False, True),
+}
+
+
+def _normalise_latent(choice: Choice) -> Choice:
+    if choice["indices"]:  # lists are of equal lengths
+        choice["uneven"] = False
+    if choice["kv"] in ("auto", "fp8_ds_mla"):
+        choice["device_scale"] = False
+    return choice
+
+
+def _refuse_latent(choice: Choice, arch: str) -> str:
+    request = Request(RANK + ROPE, choice["dtype"], choice["kv"], choice["block_size"])
+    return "; ".join(device_reasons(request, Device("torch", "cuda" if arch.startswith("sm_") else "rocm", arch=arch)))
+
+
+def _launch_latent(choice: Choice) -> None:
+    from attn.torch.kernels.mla_decode import mla_decode
+
+    query_lens, seq_lens = BATCHES[choice["batch"]]
+    heads, page, tokens, requests = choice["num_heads"], choice["block_size"], sum(query_lens), len(query_lens)
+    dtype, columns, packed = getattr(torch, choice["dtype"]), -(-max(seq_lens) // page), choice["kv"] == "fp8_ds_mla"
+    stored = getattr(torch, str(kv_cache_element(choice["kv"], choice["dtype"])))
+    mla_decode(
+        out=torch.empty(tokens, heads, RANK, dtype=dtype),
+        lse=torch.empty(heads, tokens) if choice["lse"] else None,
+        query=torch.empty(tokens, heads, RANK + ROPE, dtype=dtype),
+        cache=torch.empty(requests * columns, page, 656 if packed else RANK + ROPE, dtype=stored),
+        query_start_loc=torch.tensor([0, *torch.tensor(query_lens).cumsum(0)], dtype=torch.int32),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+        block_table=torch.zeros(requests, columns, dtype=torch.int32),
+        max_query_len=max(query_lens),
+        max_seq_len=max(seq_lens),
+        scale=(RANK + ROPE) ** -0.5,
+        packed=packed,
+        k_scale=torch.ones(()) if choice["device_scale"] else None,
+        limits=torch.ones(tokens, dtype=torch.int32) if choice["limits"] else None,
+        indices=torch.zeros(tokens, 64, dtype=torch.int32) if choice["indices"] else None,
+        uneven=choice["uneven"],
+    )
+
+
+LATENT_WRITE: dict[str, Sequence[Any]] = {
+    "sizes": ((RANK, ROPE), (96, 32), (256, 0)),
+    "block_size": (16, 48),
+    "dtype": ("bfloat16", "float16", "float32"),
+    "kv": ("auto", "bfloat16", "float16", "float32", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"),
+    "device_scale": (False, True),
+    "num_heads": (0, 16, 128),  # of the queries whose rotary part is copied; 0: none
+}
+
+
+def _normalise_latent_write(choice: Choice) -> Choice | None:
+    if not choice["kv"].startswith("fp8_e"):
+        choice["device_scale"] = False
+    if choice["kv"] == "fp8_ds_mla":  # rows of one size
+        choice["sizes"] = (RANK, ROPE)
+    return choice
+
+
+def _launch_latent_write(choice: Choice) -> None:
+    from attn.torch.kernels.latent_write import write_latents
+
+    (rank, rope), heads, dtype = choice["sizes"], choice["num_heads"], getattr(torch, choice["dtype"])
+    stored = getattr(torch, str(kv_cache_element(choice["kv"], choice["dtype"])))
+    write_latents(
+        kv_c=torch.empty(9, rank, dtype=dtype),
+        k_pe=torch.empty(9, rope, dtype=dtype),
+        cache=torch.empty(4, choice["block_size"], 656 if stored == torch.uint8 else rank + rope, dtype=stored),
+        slot_mapping=torch.zeros(9, dtype=torch.int64),
+        k_scale=torch.ones(()) if choice["device_scale"] else None,
+        query=torch.empty(9, heads, VALUE + rope, dtype=dtype) if heads else None,
+        absorbed=torch.empty(9, heads, rank + rope, dtype=dtype) if heads else None,
+    )
+
+
+HOPPER_LATENT: dict[str, Sequence[Any]] = {
+    "num_heads": (128, 64),
+    "block_size": (64, 16),
+    "dtype": ("bfloat16", "float16"),
+    "limits": (False, True),
+    "indices": (False, True),
+    "uneven": (False, True),
+}
+
+
+def _normalise_hopper_latent(choice: Choice) -> Choice:
+    if choice["indices"]:
+        choice["uneven"] = False
+    return choice
+
+
+def _launch_hopper_latent(choice: Choice) -> None:
+    """Launch a case for which `mla_decode` selects its Hopper kernel."""
+    _launch_latent({**choice, "batch": "decode", "kv": "auto", "lse": True, "device_scale": False})
+    _check_on("hopper_mla")
+
+
+EXPANDED: dict[str, Sequence[Any]] = {
+    "sizes": ((192, VALUE), (96, 64), (192, 192), (256, 256)),
+    "dtype": ("bfloat16", "float16", "float32"),
+    "causal": (False, True),
+    "lse": (False, True),
+}
+
+
+def _launch_expanded(choice: Choice) -> None:
+    from attn.torch.kernels.mla_prefill import mla_prefill
+
+    dtype, starts = getattr(torch, choice["dtype"]), torch.tensor([0, 300, 360], dtype=torch.int32)
+    size, width = choice["sizes"]
+    query, key = (torch.empty(360, 8, size, dtype=dtype) for _ in "qk")
+    value = torch.empty(360, 8, width, dtype=dtype)
+    lse = torch.empty(8, 360) if choice["lse"] else None
+    mla_prefill(
+        out=torch.empty_like(value),
+        lse=lse,
+        query=query,
+        key=key,
+        value=value,
+        query_start_loc=starts,
+        key_start_loc=starts,
+        scale=size**-0.5,
+        causal=choice["causal"],
+    )
+
+
+# --- dense attention with 8-bit scores ------------------------------------------------------------------------------
+
+INT8: dict[str, Sequence[Any]] = {
+    "lengths": ((300, 300), (300, 77)),
+    "heads": ((4, 4), (8, 2)),
+    "head_size": (128, 256),
+    "dtype": ("bfloat16", "float16"),
+    "causal": (False, True),
+    "lse": (False, True),
+    "smooth": (True, False),
+    "large": (False, True),  # 2 ** 31 elements and more
+}
+
+
+def _launch_int8(choice: Choice) -> None:
+    from attn.torch.kernels.int8_attention import int8_attention
+
+    (rows, keys), (heads, kv_heads), size = choice["lengths"], choice["heads"], choice["head_size"]
+    dtype, wide = getattr(torch, choice["dtype"]), 2**31 // keys // size if choice["large"] else kv_heads
+    query = torch.empty(2, rows, heads, size, dtype=dtype)
+    key = torch.empty(2, keys, wide + 1, size, dtype=dtype)[:, :, :kv_heads]  # never written to
+    int8_attention(
+        output=torch.empty_like(query),
+        lse=torch.empty(2, heads, rows) if choice["lse"] else None,
+        query=query,
+        key=key,
+        value=key,
+        lens=torch.full((2,), keys, dtype=torch.int32),
+        mean=torch.zeros(2, kv_heads, size) if choice["smooth"] else None,
+        scale=size**-0.5,
+        causal=choice["causal"],
+    )
+
+
+KERNELS = {
+    "paged_attention": Kernel(PAGED, _launch_paged, _normalise_paged, _refuse_paged),
+    "hopper_prefill": Kernel(HOPPER, _launch_hopper),
+    "dense_decode": Kernel(ROW, _launch_row),
+    "kv_write": Kernel(WRITE, _launch_write, _normalise_write),
+    "merge_states": Kernel(MERGE, _launch_merge),
+    "latent_write": Kernel(LATENT_WRITE, _launch_latent_write, _normalise_latent_write),
+    "mla_decode": Kernel(LATENT, _launch_latent, _normalise_latent, _refuse_latent),
+    "hopper_mla": Kernel(HOPPER_LATENT, _launch_hopper_latent, _normalise_hopper_latent),
+    "mla_prefill": Kernel(EXPANDED, _launch_expanded),
+    "int8_attention": Kernel(INT8, _launch_int8),
+}
+#: Kernels written for specific architectures.
+ONLY_ON: dict[str, tuple[str, ...]] = {"hopper_prefill": ("sm_90",), "hopper_mla": ("sm_90",)}

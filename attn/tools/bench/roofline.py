@@ -1,0 +1,114 @@
+"""Charts of `attn bench` reports: rows under their device's roofline, and the backends' times."""
+
+import math
+from collections.abc import Sequence
+from itertools import cycle
+from typing import Any
+
+from attn.pictures.picture import COLOURS, Picture, drawn
+from attn.tools.bench.case import Case, abbreviated, flops, nbytes
+from attn.tools.bench.judge import case_of, timed
+
+
+def chart(report: dict[str, Any]) -> Picture:
+    """Draw a report as `attn bench --json` writes it: a roofline per framework, and below it a bar per backend and case.
+
+    The roof is the measured rate of a copy and a matrix product in the same run. Rows of dense backends, which count no bytes,
+    have bars only. Rows that are wrong or refused are not drawn. Raises ValueError for a report without a right row.
+    """
+    rows = [row for row in report["rows"] if timed(row)]
+    if not rows:
+        raise ValueError("no right row to draw")
+    names = list(dict.fromkeys(row["backend"] for row in rows))
+    colours = dict(zip(names, cycle(COLOURS), strict=False))
+    frameworks = list(dict.fromkeys(row.get("framework", "torch") for row in rows if "batch" in row))
+    cases = list(dict.fromkeys((row.get("framework", "torch"), _case(row)) for row in rows))
+
+    def draw(axes: Any) -> None:
+        *roofs, below = axes if frameworks else [axes]
+        for axis, framework in zip(roofs, frameworks, strict=True):
+            own = [row for row in rows if row.get("framework", "torch") == framework]
+            about = report[framework] if isinstance(report.get(framework), dict) else report  # "torch" may be its version
+            _roofline(axis, own, colours, f"{about.get('device', framework)} ({framework}), {report.get('date', '')}")
+        _bars(below, rows, cases, names, colours, len(frameworks) > 1)
+
+    heights = [3.8] * len(frameworks) + [1.2 + 0.2 * (len(rows) + len(cases))]
+    return drawn(9, sum(heights), draw, len(heights), heights=heights)
+
+
+def draw(file: str | None, report: dict[str, Any]) -> None:
+    """Write a report's chart to `file`, if given."""
+    if file:
+        chart(report).save(file)
+        print(f"drawn: {file}")
+
+
+def _case(row: dict[str, Any]) -> str:
+    return f"{row.get('name', '')} {case_of(row)}".strip()
+
+
+def _roofline(axis: Any, rows: Sequence[dict[str, Any]], colours: dict[str, str], title: str) -> None:
+    """Plot the attained rate over operations per byte, below the two ceilings, which are derived from the rows."""
+    copy = max(row["gb_per_s"] / row["of_copy"] for row in rows) / 1e3  # TB/s
+    gemm = max(row["tflop_per_s"] / row["of_gemm"] for row in rows)
+    points = [(flops(Case.of(row)) / nbytes(Case.of(row)), row) for row in rows]
+    low = min([x for x, _ in points] + [gemm / copy]) / 3
+    high = max([x for x, _ in points] + [gemm / copy]) * 3
+    axis.plot([low, gemm / copy, high], [low * copy, gemm, gemm], color="black", linewidth=1.2)
+    above = {"fontsize": 8, "va": "bottom", "rotation_mode": "anchor"}
+    slope = 1.3 * copy  # of the diagonal through the label, 1.3 times above the roof's
+    axis.text(
+        1.3 * low, 1.3 * low * slope, f"copy: {1e3 * copy:.3g} GB/s", rotation=math.degrees(math.atan(slope)),
+        transform_rotates_text=True, **above,
+    )  # fmt: skip
+    axis.text(high, gemm * 1.1, f"matrix product: {gemm:.3g} TFLOP/s", ha="right", **above)
+    for name, colour in colours.items():
+        own = [(x, row) for x, row in points if row["backend"] == name]
+        for x, row in own:
+            chosen = "o" if row.get("chosen") else "s"
+            axis.plot(x, row["tflop_per_s"], chosen, color=colour, markersize=6, markeredgecolor="black", markeredgewidth=0.4)
+    sides: dict[float, int] = {}  # labels already near this x
+    for case in dict.fromkeys(case_of(row) for _, row in points):
+        x, row = max((point for point in points if case_of(point[1]) == case), key=lambda point: point[1]["tflop_per_s"])
+        near = round(math.log10(x), 1)
+        sides[near] = sides.get(near, 0) + 1
+        label, place = abbreviated(case).partition(" ")[0], ((7, "left") if sides[near] % 2 else (-7, "right"))
+        axis.annotate(
+            label, (x, row["tflop_per_s"]), (place[0], 0), textcoords="offset points", ha=place[1], va="center", fontsize=7
+        )  # fmt: skip
+    axis.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="TFLOP/s", title=title)
+    axis.set_ylim(top=3 * gemm)
+    axis.grid(True, which="both", linewidth=0.3, alpha=0.5)
+
+
+def _bars(
+    axis: Any, rows: Sequence[dict[str, Any]], cases: Sequence[tuple[str, str]], names: Sequence[str],
+    colours: dict[str, str], several: bool,
+) -> None:  # fmt: skip
+    """Plot milliseconds, a group of bars per case; whiskers span p20 to p80."""
+    from matplotlib.patches import Patch
+
+    at, ticks, labelled = 0.0, [], set()
+    for framework, case in cases:
+        own = [row for row in rows if (row.get("framework", "torch"), _case(row)) == (framework, case)]
+        own.sort(key=lambda row: names.index(row["backend"]))
+        name = abbreviated(case)
+        ticks.append((at + (len(own) - 1) / 2, f"{name} ({framework})" if several else name))
+        for row in own:
+            ms, label = row["ms"], row["backend"]
+            spread = [[ms - row["ms_p20"]], [row["ms_p80"] - ms]]
+            axis.barh(
+                at, ms, 0.85, color=colours[label], xerr=spread, error_kw={"linewidth": 0.8},
+                edgecolor="black" if row.get("chosen") else "none", linewidth=0.8,
+            )  # fmt: skip
+            labelled.add(label)
+            axis.annotate(f" {ms:.3g}", (row["ms_p80"], at), va="center", fontsize=7)
+            at += 1
+        at += 0.8
+    axis.set_yticks([y for y, _ in ticks], [name for _, name in ticks], fontsize=8)
+    axis.invert_yaxis()
+    axis.set(xlabel="ms, median with p20 to p80", xscale="log")
+    handles = [Patch(color=colours[name], label=name) for name in names if name in labelled]
+    if any(row.get("chosen") for row in rows):
+        handles.append(Patch(facecolor="none", edgecolor="black", label="framed, round: the selector's choice"))
+    axis.figure.legend(handles=handles, fontsize=8, loc="outside lower center", ncols=4, frameon=False)

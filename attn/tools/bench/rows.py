@@ -1,0 +1,278 @@
+"""Cases times backends: which kernels to measure, their rows, and the report that stores them."""
+
+import json
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from attn.backends.registry import AttentionBackendEnum
+from attn.errors import UnsupportedError
+from attn.imports import resolve_obj_by_qualname
+from attn.selection.platforms import platform_for
+from attn.selection.verdicts import choose
+from attn.selector import select
+from attn.tools.bench.case import LIMITS, Case, Timing, flops, kind_of, nbytes, parse
+from attn.tools.bench.columns import Column, line, wrapped
+from attn.tools.bench.judge import verdicts
+
+#: Each framework's timer.
+BENCHES = {"torch": "attn.tools.bench.on_torch.TorchBench", "jax": "attn.tools.bench.on_jax.JaxBench"}
+#: Columns of a row.
+COLUMNS = (
+    Column("backend", 25, text=True), Column("ms", 10), Column("p20 .. p80", 19), Column("GB/s", 6, wide=True),
+    Column("% copy", 6), Column("TFLOP/s", 8), Column("% gemm", 6), Column("clean ms", 9, wide=True),
+    Column("kernel ms", 9, wide=True), Column("launch us", 9, wide=True), Column("metadata us", 11, wide=True),
+    Column("error", 8),
+)  # fmt: skip
+
+
+class Bench(Protocol):
+    """A framework's timer on one device, with the device's ceilings."""
+
+    def about(self, dtype: str = "bfloat16") -> dict[str, Any]:
+        """Return the device, the versions of the software that runs on it, and its ceilings in `dtype`."""
+
+    def ceilings(self, dtype: str) -> tuple[float, float]:
+        """Return (GB/s of a copy, read plus written; TFLOP/s of a matrix product in `dtype`), measured on first use."""
+
+    def free_bytes(self) -> int | None:
+        """Return the device's free memory in bytes; None for a CPU."""
+
+    def peers(self) -> Sequence[str]:
+        """List kernels that are not backends of `attn`, and single packages of a backend (`BACKEND:package`)."""
+
+    def measure(self, case: Case, name: str, limit: float = 0.0) -> Timing:
+        """Time a backend or a peer. Raises what it raises; TimeoutError when it is not ready after `limit` seconds (0: no
+        limit)."""
+
+
+def open_bench(framework: str) -> Bench:
+    """Return the framework's timer on its default device. Raises ValueError for an unknown framework."""
+    if framework not in BENCHES:
+        raise ValueError(f"framework={framework!r} has no benchmark (supports {', '.join(BENCHES)})")
+    return resolve_obj_by_qualname(BENCHES[framework])()  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One measurement to make: a case on a backend or a peer of a framework. `refused` says why it is not made; `chosen`
+    marks the selector's choice for the case; `must` marks one requested by name, whose refusal ends the run."""
+
+    case: Case
+    backend: str
+    framework: str
+    refused: str = ""
+    chosen: bool = False
+    peer: bool = False
+    must: bool = False
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case on one backend: `timing`, and its rates as fractions of the device's measured copy and matrix product.
+
+    `chosen` marks the selector's choice for the case, `peer` a kernel that is not a backend of `attn`.
+    """
+
+    case: Case
+    backend: str
+    timing: Timing
+    gb_per_s: float
+    tflop_per_s: float
+    of_copy: float
+    of_gemm: float
+    right: bool
+    chosen: bool = False
+    peer: bool = False
+    framework: str = "torch"
+
+    def text(self, wide: bool = False) -> str:
+        """Format the row without its case; `wide`: with every column."""
+        t = self.timing
+        cells = (
+            f"{'*' if self.chosen else ' '}{self.backend}", _ms(t.ms),
+            f"{_ms(t.ms_p20)} .. {_ms(t.ms_p80)}", f"{self.gb_per_s:.4g}",
+            f"{100 * self.of_copy:.1f}", f"{self.tflop_per_s:.3g}",
+            f"{100 * self.of_gemm:.1f}", _known(t.ms_clean, ".4f"), _known(t.kernel_ms, ".4f"), _known(t.host_us, ".0f"),
+            _known(t.build_us, ".0f"), f"{t.error:.1e}",
+        )  # fmt: skip
+        return line(cells, COLUMNS, wide) + ("" if self.right else " WRONG") + ("" if t.replayed else " eager")
+
+    def to_dict(self) -> dict[str, Any]:
+        flat = {**asdict(self), **asdict(self.case), **asdict(self.timing)}
+        return {name: value for name, value in flat.items() if name not in ("case", "timing")}
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A kernel that did not run a case, and why. `failed`: it raised, although its capabilities cover the case."""
+
+    case: Case
+    backend: str
+    refused: str
+    failed: bool = False
+    chosen: bool = False
+    peer: bool = False
+    framework: str = "torch"
+
+    @property
+    def right(self) -> bool:
+        """False for a backend that failed on a case it declares to serve; peers may fail."""
+        return self.peer or not self.failed
+
+    def text(self, wide: bool = False) -> str:
+        """Format the row without its case; `wide`: in one line."""
+        head = line((f"{'*' if self.chosen else ' '}{self.backend}",), COLUMNS).ljust(COLUMNS[0].width)
+        text = f"{head} {'FAILED' if self.failed else 'no row'}: {' '.join(self.refused.split())[:200]}"
+        return text if wide else wrapped(text, COLUMNS[0].width + 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        flat = {**asdict(self), **asdict(self.case), "right": self.right}
+        return {name: value for name, value in flat.items() if name != "case"}
+
+
+def _ms(value: float) -> str:
+    """Format milliseconds: to 0.1 us, from a second on to 0.1 ms."""
+    return f"{value:.4f}" if value < 1000 else f"{value:.1f}"
+
+
+def _known(value: float | None, form: str) -> str:
+    """Format a number for its column; a dash if it was not measured."""
+    return "-" if value is None else format(value, form)
+
+
+@dataclass
+class Report:
+    """Rows and their origin: `about` holds device, versions, date, and the two ceilings."""
+
+    about: dict[str, Any]
+    rows: list[Row | Refusal] = field(default_factory=list)
+
+    @property
+    def right(self) -> bool:
+        return all(row.right for row in self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        found = [{**row.to_dict(), "kind": kind_of(parse(row.case.batch))} for row in self.rows]
+        judged = [asdict(verdict) for verdict in verdicts(found)]
+        return {**self.about, "rows": found, **({"verdicts": judged} if judged else {})}
+
+    def write(self, file: str | None) -> None:
+        if file:
+            Path(file).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+
+
+# which kernels are measured
+
+
+def entrants(case: Case, framework: str, peers: Sequence[str]) -> tuple[str | None, dict[str, str]]:
+    """Return (the selector's choice for the case, {name: why it does not serve, or ""}).
+
+    The names are those on the platform's list, any other backend of the framework that serves, and `peers`. Saved
+    measurements (`attn tune`) are ignored, since the kernels are measured again.
+    """
+    request = case.request()
+    selection = select(request, framework=framework, measured=False)
+    found = {verdict.name: "" if verdict.ok else str(verdict) for verdict in selection.trace}
+    device = platform_for(framework).device()
+    for name in sorted(set(AttentionBackendEnum.names()) - found.keys()):
+        member = AttentionBackendEnum[name]
+        path = member.get_path() if member.value or member.is_overridden() else "attn."
+        if path.startswith("attn.") and not path.startswith(f"attn.{framework}."):
+            continue  # of another framework, or of neither: skip the import
+        if choose([member.candidate()], request, device).winner:
+            found[name] = ""
+    for name in (name for name, reason in found.items() if not reason and name != selection.name):
+        from attn.testing.conformance import is_interpreted  # imports NumPy, needed only when measuring
+
+        if is_interpreted(AttentionBackendEnum[name].candidate().backend):
+            found[name] = "its kernels are interpreted on this machine: times would be meaningless (--backend times it anyway)"
+    return selection.name, {**found, **dict.fromkeys(peers, "")}
+
+
+def asked_for(names: Collection[str], asked: Sequence[str], known: Collection[str]) -> list[str]:
+    """Return those of `names` that are requested: by name, by the part before a colon, or by `all`.
+
+    Raises ValueError for a word that matches none of `known`.
+    """
+    for word in asked:
+        if word != "all" and not any(word in (name, name.partition(":")[0]) for name in known):
+            raise ValueError(f"peer {word!r} is unknown; known: all, {', '.join(sorted(known))}")
+    return [name for name in names if "all" in asked or name in asked or name.partition(":")[0] in asked]
+
+
+def plan(
+    case: Case,
+    framework: str,
+    peers: Sequence[str],
+    asked: Sequence[str] = (),
+    without: Sequence[str] = (),
+    named: Sequence[str] = (),
+    others: Collection[str] = (),
+    must: bool = True,
+) -> list[Entry]:
+    """List the kernels to measure on a case: those `named`, else the selector's choice and those `asked` for except `without`.
+
+    `others` are peers of another framework, which may also be requested. Raises `UnsupportedError` with its reasons for a
+    backend in `named` that does not serve the case (with `must` False, its entry is refused), ValueError for an unknown name.
+    """
+    if named:
+        reasons = dict.fromkeys(named, "")
+        for name in (name for name in named if name not in peers):
+            selection = select(case.request(), framework=framework, backend=name)
+            if must:
+                selection.require()
+            elif not selection.winner:
+                reasons[name] = "; ".join(map(str, selection.trace))
+        return [Entry(case, name, framework, reasons[name], peer=name in peers, must=must) for name in named]
+    choice, found = entrants(case, framework, peers)
+    known = {*AttentionBackendEnum.names(), *peers, *others}
+    left_out = asked_for(found, without, known)
+    names = [name for name in asked_for(found, asked, known) if name not in left_out]
+    if choice is None and not asked:
+        select(case.request(), framework=framework, measured=False).require()
+    names = [choice, *names] if choice and choice not in names else names
+    return [Entry(case, name, framework, found[name], name == choice, name in peers) for name in names]
+
+
+def measured(entries: Sequence[Entry], benches: dict[str, Bench], limit: float = 0.0) -> Iterator[Row | Refusal]:
+    """Yield each entry's time, or the reason why it has none.
+
+    An exception of an entry that `must` run propagates; that of any other becomes a `Refusal` and the run continues.
+    """
+    for entry in entries:
+        bench, marks = benches[entry.framework], {"chosen": entry.chosen, "peer": entry.peer, "framework": entry.framework}
+        if entry.refused:
+            yield Refusal(entry.case, entry.backend, entry.refused, **marks)  # type: ignore[arg-type]
+            continue
+        try:
+            timing = bench.measure(entry.case, entry.backend, limit)
+        except Exception as error:
+            if entry.must:
+                raise
+            declined = isinstance(error, UnsupportedError | TimeoutError)
+            reason = str(error) if declined else f"{type(error).__name__}: {error}"
+            yield Refusal(entry.case, entry.backend, reason, not declined, **marks)  # type: ignore[arg-type]
+            continue
+        yield judged(entry, timing, bench.ceilings(entry.case.dtype))
+
+
+def judged(entry: Entry, timing: Timing, ceilings: tuple[float, float]) -> Row:
+    """Make a row of a timing."""
+    case = entry.case
+    gb, tflop = nbytes(case) / timing.ms / 1e6, flops(case) / timing.ms / 1e9
+    right = timing.error <= LIMITS[case.dtype]  # NaN is not
+    return Row(
+        case=case,
+        backend=entry.backend,
+        timing=timing,
+        gb_per_s=gb,
+        tflop_per_s=tflop,
+        of_copy=gb / ceilings[0],
+        of_gemm=tflop / ceilings[1],
+        right=right,
+        chosen=entry.chosen,
+        peer=entry.peer,
+        framework=entry.framework,
+    )

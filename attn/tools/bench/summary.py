@@ -1,0 +1,118 @@
+"""Summary of a report of many batches: a line per batch, and means over all batches and over those of each kind.
+
+Rows are plain dicts, as `Report.to_dict` returns and files store them.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from attn.tools.bench.case import KINDS, Case, abbreviated, key_bytes, kind_of, parse
+from attn.tools.bench.columns import Column, line
+from attn.tools.bench.judge import case_of, geometric_mean, timed, verdicts
+
+#: Decodes with fewer bytes of keys take mostly the time of a launch, whatever the rate of their copy.
+LARGE = 8 << 20
+#: Columns of an outcome.
+COLUMNS = (
+    Column("#", 4), Column("kind", 11, text=True, wide=True), Column("batch", 36, text=True), Column("backend", 17, text=True),
+    Column("ms", 9), Column("floor ms", 9, wide=True), Column("% copy", 6), Column("error", 8, wide=True), Column("ratio", 6),
+    Column("best other", 0, text=True),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One batch: `row`, of the selector's choice (else of the first backend named), and `other`, the row of the fastest other
+    kernel (None: no other has a time). `number` counts a framework's batches from 1; `lost`: as `Verdict.lost`."""
+
+    number: int
+    framework: str
+    case: Case
+    row: Mapping[str, Any]
+    other: Mapping[str, Any] | None
+    lost: bool
+
+    @property
+    def kind(self) -> str:
+        return kind_of(parse(self.case.batch))
+
+    @property
+    def ratio(self) -> float | None:
+        """The other kernel's time relative to the row's: above 1, the row is the faster. None if either has no time."""
+        return self.other["ms"] / self.row["ms"] if self.other is not None and timed(self.row) else None
+
+    def text(self, wide: bool = False) -> str:
+        """Format the outcome; `wide`: with every column."""
+        head = (str(self.number), self.kind, abbreviated(str(self.case)), f" {self.row['backend']}")
+        if not timed(self.row):
+            reason = " ".join(str(self.row.get("refused") or "WRONG").split())
+            return f"{line(head, COLUMNS, wide)} no time: {reason[:200]}"
+        ms, of_copy = self.row["ms"], self.row["of_copy"]
+        numbers = f"{ms:.4f}", f"{ms * of_copy:.4f}", f"{100 * of_copy:.1f}", f"{self.row['error']:.1e}"
+        if self.other is None or self.ratio is None:
+            return line((*head, *numbers), COLUMNS, wide)
+        name = self.other["backend"] + (" LOSES" if self.lost else "")
+        return line((*head, *numbers, f"{self.ratio:.2f}", name), COLUMNS, wide)
+
+
+def outcomes(rows: Sequence[dict[str, Any]]) -> list[Outcome]:
+    """Return the outcome of every batch, in the order of the rows."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault((row.get("framework", "torch"), case_of(row)), []).append(row)
+    found: list[Outcome] = []
+    for (framework, _), group in groups.items():
+        own = [row for row in group if not row.get("peer")] or group
+        ours = next((row for row in own if row.get("chosen")), own[0])
+        other = min((row for row in group if row is not ours and timed(row)), key=lambda row: row["ms"], default=None)
+        number = 1 + sum(outcome.framework == framework for outcome in found)
+        lost = any(verdict.lost for verdict in verdicts(group))
+        found.append(Outcome(number, framework, Case.of(ours), ours, other, lost))
+    return found
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> str:
+    """Format, for each framework: the geometric mean and the worst of the ratios, over all batches and by kind; and the share
+    of the copy's rate that large decodes reach."""
+    found = outcomes(rows)
+    frameworks = list(dict.fromkeys(outcome.framework for outcome in found))
+    lines = []
+    for framework in frameworks:
+        own = [outcome for outcome in found if outcome.framework == framework]
+        lines += [f"{framework}:"] if len(frameworks) > 1 else []
+        for kind in ("all", *(KINDS if any(outcome.ratio for outcome in own) else ())):
+            of_kind = [outcome for outcome in own if kind in ("all", outcome.kind)]
+            lines += [f"{kind:11s} {_ratios(of_kind)}"] if of_kind else []
+        lines.append(_large_decodes(own))
+    return "\n".join(lines)
+
+
+def _ratios(found: Sequence[Outcome]) -> str:
+    """Describe the ratios of the outcomes that have one."""
+    count, missing = f"{_batches(len(found))}", sum(not timed(outcome.row) for outcome in found)
+    count += f" ({missing} without a time)" if missing else ""
+    ratios = [(outcome.ratio, outcome.number) for outcome in found if outcome.ratio is not None]
+    if not ratios:
+        return f"{count}; no other kernel was timed"
+    worst, where = min(ratios)
+    mean = geometric_mean([ratio for ratio, _ in ratios])
+    return f"{count}; best other / ours in {len(ratios)}: {mean:.3f} geometric mean, {worst:.3f} at worst (#{where})"
+
+
+def _large_decodes(found: Sequence[Outcome]) -> str:
+    """Describe the shares of copy of decodes with at least `LARGE` bytes of keys."""
+    title = f"decodes with at least {LARGE >> 20} MiB of keys"
+    large = [o for o in found if o.kind == "decodes" and key_bytes(o.case) >= LARGE and timed(o.row)]
+    if not large:
+        return f"{title}: none with a time"
+    shares = [(outcome.row["of_copy"], outcome.number) for outcome in large]
+    worst, where = min(shares)
+    mean = geometric_mean([share for share, _ in shares])
+    return (
+        f"{title}: {_batches(len(large))}, {100 * mean:.1f} % of copy (geometric mean), {100 * worst:.1f} % at worst (#{where})"
+    )
+
+
+def _batches(count: int) -> str:
+    return f"{count} batch{'' if count == 1 else 'es'}"

@@ -1,0 +1,244 @@
+"""`attn evidence`: what this machine's device computes, how fast, and with which versions, in one file and in bounded time.
+
+For owners of devices that the project lacks. Each backend runs the conformance suite in a process of its own, one at a time,
+so that a kernel that crashes or hangs ends its own row only, and because a TPU admits one process. All backends run the short
+suite first, then `attn bench` measures each framework's table, then backends run the quick suite while there is time. The file
+is written after each of these steps. It holds the versions and devices that `attn env` prints, and no names of hosts or users.
+
+`--add` copies the rows of such a file to the project's own table, marked as reported; it never replaces rows of the project.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import attn
+from attn.arguments import positive_number
+from attn.pictures.picture import check_writable
+from attn.reports import evidence
+
+FORMAT = 1
+SECONDS = 600.0  #: the default time limit
+_LEVELS = ("smoke", "quick")
+_BENCH_SHARE = 0.4  #: of the time left after the short suite
+_LEAST = 5.0  #: seconds: a step with less is left out
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to `parser`."""
+    add = parser.add_argument
+    add("--out", metavar="FILE", help="run on this machine and write the results to FILE (JSON)")
+    add("--seconds", type=float, default=SECONDS, help="time limit for all (default: %(default).0f)")
+    add("--backend", action="append", default=[], metavar="NAME", help="only this backend; may be repeated")
+    add("--add", metavar="FILE", help="add the rows of a file to attn/reports/evidence.json of this checkout")
+    add("--reporter", metavar="NAME", help="with --add: who ran it, as tables are to show it")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command. Return 1 if a case failed or no backend ran, else 0."""
+    if bool(args.out) == bool(args.add):
+        raise ValueError("attn evidence needs --out FILE (run on this machine) or --add FILE --reporter NAME, not both")
+    if args.add:
+        rows = reported(Path(args.add), args.reporter)
+        evidence.record(rows)
+        print(f"{len(rows)} rows added; python -m attn tables --write shows them")
+        return 0
+    if args.reporter:
+        raise ValueError("--reporter needs --add FILE")
+    positive_number("--seconds", args.seconds)
+    check_writable(args.out)
+    found = Collection(Path(args.out), args.seconds)
+    found.collect(args.backend)
+    return 0 if found.rows and not found.failures else 1
+
+
+def reported(file: Path, reporter: str | None) -> list[evidence.Evidence]:
+    """Return the rows of a file written by --out, marked as reported. Raises ValueError for any other file, and for no name."""
+    if not (reporter or "").strip():
+        raise ValueError("--add needs --reporter NAME: who ran it")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        if content["format"] != FORMAT:
+            raise ValueError(f"format {content['format']!r}: must be {FORMAT}")
+        rows = [evidence.Evidence(**row) for row in content["evidence"]]
+    except (ValueError, TypeError, LookupError) as error:
+        raise ValueError(f"{file}: not a file of attn evidence --out: {error}") from None
+    return [replace(row, reporter=str(reporter).strip()) for row in rows]
+
+
+class Collection:
+    """The results of one run, which are written to `file` after each step."""
+
+    def __init__(self, file: Path, seconds: float) -> None:
+        self.file, self.began, self.limit = file, time.monotonic(), seconds
+        self.rows: dict[tuple[str, str], dict[str, Any]] = {}
+        self.failures: dict[str, list[str]] = {}
+        self.left_out: dict[str, str] = {}
+        self.bench: dict[str, Any] = {}
+        self.environment: dict[str, Any] = {}
+
+    @property
+    def left(self) -> float:
+        return self.limit - (time.monotonic() - self.began)
+
+    def collect(self, names: Sequence[str] = ()) -> None:
+        """Run everything. Raises ValueError for unknown names, and if no backend can run here."""
+        listed = self._child(self.left, ["-m", __name__, "list", *names])
+        if "error" in listed:
+            raise ValueError(listed["error"])
+        self.environment, backends = listed["environment"], listed["backends"]
+        self.left_out |= listed["left_out"]
+        if not backends:
+            raise ValueError(f"no backend can run here: {'; '.join(f'{n}: {why}' for n, why in self.left_out.items())}")
+        print(f"{len(backends)} backends: {', '.join(dict.fromkeys(name for _, name, _ in backends))}")
+        self._conformance(backends, _LEVELS[0])
+        bench_until = self.left * (1 - _BENCH_SHARE)
+        frameworks = list(dict.fromkeys(framework for registry, _, framework in backends if registry == "attention"))
+        for i, framework in enumerate(frameworks):
+            self._bench(framework, (self.left - bench_until) / (len(frameworks) - i), names)
+        self._conformance(backends, _LEVELS[1])
+        counts = f"{len(self.rows)} runs, {len(self.failures)} with failures, {len(self.left_out)} left out"
+        print(f"{counts}, {time.monotonic() - self.began:.0f} s: {self.file}")
+
+    def _conformance(self, backends: Sequence[Sequence[str]], level: str) -> None:
+        for registry, name, _ in backends:
+            what = f"{name} ({level})"
+            if registry != "attention" and level == _LEVELS[0]:
+                continue  # their suites have one level
+            found = self._child(self.left, ["-m", __name__, "run", registry, name, level])
+            if "row" in found:
+                self.rows[registry, f"{name} {found['row']['level']}"] = found["row"]
+                if found["failures"]:
+                    self.failures[what] = found["failures"]
+                print(f"  {what}: {found['row']['cases']} cases, {len(found['failures'])} failed", flush=True)
+            else:
+                self.left_out[what] = found["error"]
+                print(f"  {what}: {found['error']}", flush=True)
+            self._write()
+
+    def _bench(self, framework: str, seconds: float, names: Sequence[str]) -> None:
+        what = f"times ({framework})"
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "bench.json"
+            words = [word for name in names for word in ("--backend", name)]
+            found = self._child(seconds, ["-m", "attn", "bench", "--framework", framework, "--json", str(file), *words])
+            if file.exists():  # written after each case
+                self.bench[framework] = json.loads(file.read_text(encoding="utf-8"))
+        if found.get("error"):
+            self.left_out[what] = found["error"]
+        print(f"  {what}: {len(self.bench.get(framework, {}).get('rows', []))} rows", flush=True)
+        self._write()
+
+    def _child(self, seconds: float, words: Sequence[str]) -> dict[str, Any]:
+        """Run Python with these words. Returns the JSON of its last line; {"error": why} if there is none."""
+        if seconds < _LEAST:
+            return {"error": f"no time left of {self.limit:.0f} s (--seconds)"}
+        process = subprocess.Popen(
+            [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        )
+        try:
+            out, err = process.communicate(timeout=seconds)
+        except subprocess.TimeoutExpired:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+            return {"error": f"not finished after {seconds:.0f} s"}
+        lines = out.strip().splitlines()
+        with contextlib.suppress(json.JSONDecodeError):
+            if lines and isinstance(found := json.loads(lines[-1]), dict):
+                return found
+        last = (err.strip().splitlines() or ["no message"])[-1]
+        return {} if process.returncode == 0 else {"error": f"exit code {process.returncode}: {last}"}
+
+    def _write(self) -> None:
+        content = {
+            "format": FORMAT, "attn": attn.__version__, "environment": self.environment,
+            "seconds": round(time.monotonic() - self.began, 1), "evidence": list(self.rows.values()),
+            "failures": self.failures, "bench": self.bench, "left_out": self.left_out,
+        }  # fmt: skip
+        temporary = self.file.with_name(f"{self.file.name}.{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        temporary.replace(self.file)
+
+
+# in the processes of a collection
+
+
+def _listed(names: Sequence[str]) -> dict[str, Any]:
+    """Return the backends of this machine's devices, [registry, name, framework] each, and why others are left out.
+
+    A framework that has another device than the CPU is judged by that device: its CPU backends are left out.
+    """
+    from attn.backend_enum import registries
+    from attn.reports.report import environment
+    from attn.selection import plugins
+    from attn.selection.verdicts import not_loadable
+    from attn.testing.conformance import device_for, is_interpreted
+
+    plugins.load()
+    found, left_out, known = [], dict[str, str](), set()
+    for registry, members in registries().items():
+        for name in members.names():
+            known.add(name)
+            if names and name not in names:
+                continue
+            candidate = members[name].candidate()
+            backend: Any = candidate.backend
+            why = list(not_loadable(candidate))
+            if not why:
+                own, device = backend.capabilities, device_for(backend)
+                why = own.device_reasons(device) if own is not None else ["it declares no capabilities"]
+                if not why and is_interpreted(backend):
+                    why = ["its kernels are interpreted on this machine"]
+                if not why and device.platform == "cpu" and _has_other_device(own.framework):
+                    why = [f"it runs on the CPU only; {own.framework} has another device here"]
+            if why:
+                left_out[name] = "; ".join(why)
+            else:
+                found.append([registry, name, own.framework])
+    if unknown := set(names) - known:
+        return {"error": f"backend {sorted(unknown)[0]!r} is unknown; known: {', '.join(sorted(known))}"}
+    return {"environment": environment(), "backends": found, "left_out": left_out}
+
+
+def _has_other_device(framework: str) -> bool:
+    from attn.selection.platforms import platform_for
+
+    return bool(platform_for(framework).device().platform != "cpu")
+
+
+def _examined(registry: str, name: str, level: str) -> dict[str, Any]:
+    """Run one backend's suite. Returns its row of evidence and the commands that repeat its failures."""
+    from attn.backend_enum import registries
+    from attn.testing.conformance import evidence_of, run_conformance
+    from attn.testing.dense import run_dense
+    from attn.testing.prefill import run_prefill
+
+    if registry == "attention":
+        (report,) = run_conformance([name], level, minimise=False).backends
+    else:
+        (report,) = (run_dense([name]) if registry == "diffusion" else run_prefill([name])).backends
+    if not report.cases:
+        return {"error": report.skipped or "no case ran"}
+    row = evidence_of(report, registries()[registry][name].get_class(), registry)
+    return {"row": asdict(row), "failures": [failure.repro or failure.case for failure in report.failures]}
+
+
+def main(words: Sequence[str]) -> None:
+    """Print the JSON of one step: `list [NAME ...]`, or `run REGISTRY NAME LEVEL`."""
+    found = _listed(words[1:]) if words[0] == "list" else _examined(*words[1:])
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

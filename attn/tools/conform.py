@@ -1,0 +1,210 @@
+"""Command line of the conformance suite: `python -m attn.testing [BACKEND ...]`, also `attn conform`.
+
+python -m attn.testing                             every backend that can run on this machine
+python -m attn.testing XLA_ATTN --level full       one backend, all cases
+python -m attn.testing TRITON_ATTN --jobs 16       compiled kernels: one process per core
+python -m attn.testing CPU_ATTN --repro '{...}'    one case, as printed by a failure
+python -m attn.testing CPU_ATTN --fuzz 60 --seed 7  random cases for a minute, failures minimized
+python -m attn.testing XLA_ATTN --registry diffusion --fuzz 60      the same for dense backends
+python -m attn.testing --registry entries --fuzz 60                 calls that frameworks refuse, schedulers, devices of layers
+"""
+
+import argparse
+import functools
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from attn.errors import UnsupportedError
+from attn.progress import Lines, display
+from attn.selection import plugins
+from attn.selection.verdicts import not_loadable
+from attn.testing.case import Case
+from attn.testing.conformance import EXECUTED, Report, candidate_of, run_case, run_conformance
+from attn.testing.suite import LEVELS
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to `parser`."""
+    add = parser.add_argument
+    add("backends", nargs="*", metavar="BACKEND", help="names (default: every one that can run on this machine)")
+    which = ("attention", "mla_prefill", "diffusion", "entries")
+    add(
+        "--registry",
+        choices=which,
+        default="attention",
+        help="which backends, or entries: what --fuzz calls besides (default: %(default)s)",
+    )
+    add("--level", choices=LEVELS, help="how much to run (default: quick)")
+    add("--only", metavar="TEXT", help="only the cases whose name contains TEXT")
+    add("--dtype", action="append", help="only cases of this dtype; may be repeated")
+    add("--kind", choices=EXECUTED, help="how kernels execute (default: as the implementation declares)")
+    add("--jobs", type=int, metavar="N", help="number of worker processes (default: 1)")
+    add("--part", type=_part, metavar="I/N", help="every N-th case from the I-th on")
+    add("--record", action="store_const", const=True, help="write the result to attn/reports/evidence.json")
+    add("--fuzz", type=float, metavar="SECONDS", help="run random cases instead of the suite, for this long in total")
+    add("--seed", type=int, metavar="N", help="seed of --fuzz's cases (default: 0)")
+    add("--repro", metavar="JSON", help="run this one case on the given backends")
+    add("--json", action="store_true", help="machine-readable output")
+
+
+def _part(text: str) -> tuple[int, int]:
+    """`2/4` as (2, 4)."""
+    i, _, n = text.partition("/")
+    if not (i.isdigit() and n.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} must be I/N, such as 2/4: the second of four parts")
+    return int(i), int(n)
+
+
+_DEFAULTS: dict[str, Any] = {
+    "level": "quick", "only": "", "dtype": [], "kind": None, "jobs": 1, "part": (1, 1), "record": False, "seed": 0,
+}  # fmt: skip
+#: The arguments above that each way to run uses: random cases, one case, or the suite of a registry.
+_USED = {
+    "--fuzz": ("jobs", "seed"),
+    "--repro": (),
+    "--registry attention": ("level", "only", "dtype", "kind", "jobs", "part", "record"),
+    "--registry diffusion": ("level", "only", "kind", "record"),
+    "--registry mla_prefill": ("only", "kind", "record"),
+}
+
+
+def _check_used(args: argparse.Namespace) -> None:
+    """Set what was not passed to its default. Raises ValueError for an argument that would have no effect."""
+    if args.fuzz is not None and args.repro is not None:
+        raise ValueError("pass --fuzz or --repro, not both")
+    if args.registry == "entries" and args.fuzz is None and args.repro is None:
+        raise ValueError("--registry entries has no suite: pass --fuzz SECONDS, or --repro with what a failure printed")
+    way = "--fuzz" if args.fuzz is not None else "--repro" if args.repro is not None else f"--registry {args.registry}"
+    for name, default in _DEFAULTS.items():
+        if getattr(args, name) is None:
+            setattr(args, name, default)
+        elif name not in _USED[way]:
+            uses = ", ".join(f"--{used}" for used in _USED[way]) or "the backends and --registry only"
+            raise ValueError(
+                f"--{name} has no effect with {way}, which uses {uses}" if name != "seed" else "--seed requires --fuzz"
+            )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command. Return 1 if a case failed, a requested backend ran no case, or none ran, else 0.
+
+    Raises ValueError for arguments that cannot be combined.
+    """
+    _check_used(args)
+    if args.fuzz is not None:
+        return _fuzz(args)
+    if args.repro is not None:
+        return _repro(args)
+    suite: Callable[..., Report] = functools.partial(
+        run_conformance, level=args.level, dtypes=args.dtype, jobs=args.jobs, part=args.part
+    )
+    if args.registry != "attention":
+        from attn.testing.dense import run_dense
+        from attn.testing.prefill import run_prefill
+
+        suite = functools.partial(run_dense, level=args.level) if args.registry == "diffusion" else run_prefill
+    with display(Lines(sys.stderr), sys.stderr) as shown:
+        report = suite(args.backends or None, kind=args.kind, only=args.only, record=args.record, shown=shown)
+    return _show_report(args, report)
+
+
+def _fuzz(args: argparse.Namespace) -> int:
+    from attn.tools.fuzz.campaign import as_json, as_text, run_fuzz
+
+    reports = run_fuzz(args.backends or None, args.fuzz, args.seed, args.jobs, to=sys.stderr, registry=args.registry)
+    nothing = not any(report.cases for report in reports)
+    idle = [
+        f"{report.backend}: {report.skipped or f'no case was finished in its share of {args.fuzz:g} s: pass more to --fuzz'}"
+        for report in reports
+        if not report.cases and (nothing or args.backends or not report.skipped)
+    ]
+    if idle:
+        print(f"attn: not tested: {'; '.join(idle)}", file=sys.stderr)
+    ok = not idle and all(report.ok for report in reports)
+    return _done(ok, as_json(reports), "\n".join(as_text(reports)), args.json)
+
+
+def _show_report(args: argparse.Namespace, report: Report) -> int:
+    """Print a report and return the exit code."""
+    idle = [r for r in report.backends if r.skipped]
+    if not args.backends and len(idle) < len(report.backends):
+        idle = []  # every backend that can run was requested, and did
+    if idle:
+        print(f"attn: not tested: {'; '.join(f'{r.backend}: {r.skipped}' for r in idle)}", file=sys.stderr)
+    return _done(report.ok and not idle, report.to_dict(), str(report), args.json)
+
+
+def _repro(args: argparse.Namespace) -> int:
+    names, text = args.backends, args.repro
+    if not names:
+        raise ValueError("--repro needs a backend to run the case on")
+    if args.registry == "mla_prefill":
+        raise ValueError("--repro supports --registry attention, diffusion and entries, not mla_prefill")
+    if args.registry == "entries":
+        return _repro_entries(args)
+    if args.registry == "diffusion":
+        return _repro_dense(args)
+    case = Case.from_json(text)
+    plugins.load()
+    violations = []
+    for name in names:
+        candidate = candidate_of(name)
+        if reasons := not_loadable(candidate):
+            raise UnsupportedError(f"{name}: {'; '.join(reasons)}", reasons)
+        violations += run_case(candidate.backend, case)
+    rows = [{"backend": v.backend, "rule": v.rule, "text": str(v)} for v in violations]
+    data = {"case": json.loads(case.json()), "violations": rows}
+    return _done(not violations, data, "\n".join(map(str, violations)) or "no violation", args.json)
+
+
+def _repro_dense(args: argparse.Namespace) -> int:
+    from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
+    from attn.testing.dense import DenseCase
+    from attn.tools.fuzz.dense import check
+
+    case = DenseCase.from_json(args.repro)
+    plugins.load()
+    wrong = []
+    for name in args.backends:
+        candidate = DiffusionAttentionBackendEnum[name].candidate()
+        if reasons := not_loadable(candidate):
+            raise UnsupportedError(f"{name}: {'; '.join(reasons)}", reasons)
+        try:
+            check(candidate.backend, case)
+        except AssertionError as error:
+            wrong.append({"backend": name, "text": str(error)})
+    data = {"case": json.loads(case.json()), "violations": wrong}
+    lines = [f"{one['backend']}: {one['text']}" for one in wrong] or ["no violation"]
+    return _done(not wrong, data, "\n".join(lines), args.json)
+
+
+def _repro_entries(args: argparse.Namespace) -> int:
+    from attn.tools.fuzz import entries as fuzz_entries
+    from attn.tools.fuzz.campaign import examined_by
+
+    wrong = []
+    for subject in map(fuzz_entries.subject_of, args.backends):
+        case = subject.case.from_json(args.repro)
+        if why := subject.missing():
+            raise UnsupportedError(f"{subject.name}: {why}", (why,))
+        outcome = examined_by(subject.check, case)
+        if outcome.failed:
+            wrong.append({"backend": subject.name, "text": f"{outcome.kind}: {outcome.text}"})
+    data = {"case": json.loads(args.repro), "violations": wrong}
+    lines = [f"{one['backend']}: {one['text']}" for one in wrong] or ["no violation"]
+    return _done(not wrong, data, "\n".join(lines), args.json)
+
+
+def _done(ok: bool, data: dict[str, Any], text: str, as_json: bool) -> int:
+    """Print the result as text or JSON and return the exit code."""
+    print(json.dumps({**data, "ok": ok}, indent=2) if as_json else text)
+    return int(not ok)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`python -m attn.testing`."""
+    parser = argparse.ArgumentParser("python -m attn.testing", description="Run the conformance suite.")
+    add_arguments(parser)
+    return run(parser.parse_args(sys.argv[1:] if argv is None else argv))

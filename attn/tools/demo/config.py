@@ -1,0 +1,184 @@
+"""A decoder's configuration, read from the `config.json` of a Hugging Face directory and checked field by field.
+
+Four architectures that differ in data only: which projections have a bias, whether queries and keys are
+normalised, which layers have a window, and the defaults of absent fields. A field that is missing, of the wrong
+type or of an unsupported kind raises a `CheckpointError` of one line with the file, the value and what is
+allowed; nothing is guessed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from attn.fields import CheckpointError, Fields, read_json
+from attn.tools.demo.rope import LAYER_TYPES, RopeScaling, read_rope
+
+CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
+
+
+class _Architecture(NamedTuple):
+    """Properties of an architecture, and its defaults for optional fields."""
+
+    attention_bias: str  # "none", "qkv", or "field": attention_bias decides, for the output projection too
+    mlp_bias: bool  # whether the field mlp_bias applies
+    qk_norm: bool
+    windows: str  # "none", "all" layers, or "typed": by layer_types, or from max_window_layers on
+    head_size: int | None = None  # None: hidden_size / num_heads
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    sliding_window: int | None = 4096
+
+
+ARCHITECTURES: Mapping[str, _Architecture] = {
+    "LlamaForCausalLM": _Architecture("field", True, False, "none", bos_token_id=1, eos_token_id=2),
+    "MistralForCausalLM": _Architecture("none", False, False, "all", bos_token_id=1, eos_token_id=2),
+    "Qwen2ForCausalLM": _Architecture("qkv", False, False, "typed"),
+    "Qwen3ForCausalLM": _Architecture("field", False, True, "typed", head_size=128),
+}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The configuration of a decoder.
+
+    `sliding_window[i]` is how many keys a query of layer i sees, including its own; None means all before it.
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    attention_bias: bool  # of the query, key and value projections
+    output_bias: bool  # of the attention's output projection
+    mlp_bias: bool
+    qk_norm: bool  # RMSNorm over head_size on queries and keys, before the rotation
+    sliding_window: tuple[int | None, ...]
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+
+
+def load_config(directory: str | Path) -> ModelConfig:
+    """Load the configuration in `directory`, with the token ids of `generation_config.json` if it has any."""
+    root = checkpoint_directory(directory)
+    fields = Fields(read_json(root / CONFIG_FILE), str(root / CONFIG_FILE))
+    name, made = _architecture(fields)
+    if fields.given("quantization_config"):
+        method = fields.section("quantization_config").values.get("quant_method", "unnamed")
+        allowed = "must be float32, float16 or bfloat16"
+        raise CheckpointError(f"{fields.place}: quantization_config: weights are quantised by {method}: {allowed}")
+    if fields.values.get("hidden_act", "silu") != "silu":
+        raise fields.wrong("hidden_act", "'silu'")
+    num_heads, num_layers = fields.integer("num_attention_heads"), fields.integer("num_hidden_layers")
+    num_kv_heads = fields.integer("num_key_value_heads") if fields.given("num_key_value_heads") else num_heads
+    if num_heads % num_kv_heads:
+        raise fields.wrong("num_key_value_heads", f"a divisor of num_attention_heads = {num_heads}")
+    length = fields.integer("max_position_embeddings")
+    theta, scaling = read_rope(fields, length)
+    full_bias = made.attention_bias == "field" and fields.boolean("attention_bias", False)
+    beginning, end = _special_ids(root, fields, made)
+    return ModelConfig(
+        architecture=name,
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=fields.integer("hidden_size"),
+        intermediate_size=fields.integer("intermediate_size"),
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=_head_size(fields, made, num_heads),
+        max_position_embeddings=length,
+        rms_norm_eps=fields.number("rms_norm_eps", default=1e-6),
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
+        attention_bias=full_bias or made.attention_bias == "qkv",
+        output_bias=full_bias,
+        mlp_bias=made.mlp_bias and fields.boolean("mlp_bias", False),
+        qk_norm=made.qk_norm,
+        sliding_window=_windows(fields, made, num_layers),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        bos_token_id=beginning,
+        eos_token_ids=end,
+    )
+
+
+def checkpoint_directory(directory: str | Path) -> Path:
+    """Return `directory` as a path. Raises `CheckpointError` unless it is a directory with a `config.json`."""
+    root = Path(directory)
+    wanted = "expected a local directory with config.json, model.safetensors and tokenizer.json"
+    if not root.exists():
+        raise CheckpointError(f"{str(directory)!r} does not exist: {wanted}")
+    if not root.is_dir():
+        raise CheckpointError(f"{str(directory)!r} is not a directory: {wanted}")
+    if not (root / CONFIG_FILE).is_file():
+        raise CheckpointError(f"{str(directory)!r} has no {CONFIG_FILE}: {wanted}")
+    return root
+
+
+def _architecture(fields: Fields) -> tuple[str, _Architecture]:
+    names = fields.values.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in list(ARCHITECTURES):
+        raise fields.wrong("architectures", f"a list with one of {', '.join(sorted(ARCHITECTURES))}")
+    return names[0], ARCHITECTURES[names[0]]
+
+
+def _head_size(fields: Fields, made: _Architecture, num_heads: int) -> int:
+    hidden_size = fields.integer("hidden_size")
+    if fields.given("head_dim"):
+        size = fields.integer("head_dim")
+    elif made.head_size is not None:
+        size = made.head_size
+    elif hidden_size % num_heads == 0:
+        size = hidden_size // num_heads
+    else:
+        raise fields.wrong("hidden_size", f"a multiple of num_attention_heads = {num_heads} when head_dim is not given")
+    if size % 2:
+        raise CheckpointError(f"{fields.place}: the head size {size} is odd: rotary positions need an even one")
+    return size
+
+
+def _windows(fields: Fields, made: _Architecture, num_layers: int) -> tuple[int | None, ...]:
+    """Return the window of each layer, by the rules of the architecture."""
+    if made.windows == "none" or (made.windows == "typed" and not fields.boolean("use_sliding_window", False)):
+        window = None
+    elif "sliding_window" not in fields.values:
+        window = made.sliding_window
+    else:
+        window = fields.integer("sliding_window") if fields.given("sliding_window") else None
+    if made.windows != "typed":
+        return (window,) * num_layers
+    return tuple(window if slides else None for slides in _sliding_layers(fields, num_layers, window))
+
+
+def _sliding_layers(fields: Fields, num_layers: int, window: int | None) -> list[bool]:
+    """Return which layers have a window: by `layer_types` if given, else every layer from `max_window_layers` on."""
+    if not fields.given("layer_types"):
+        first = fields.integer("max_window_layers", minimum=0) if fields.given("max_window_layers") else 28
+        return [window is not None and layer >= first for layer in range(num_layers)]
+    types = fields.values["layer_types"]
+    if not isinstance(types, list) or len(types) != num_layers or any(kind not in LAYER_TYPES for kind in types):
+        raise fields.wrong("layer_types", f"a list of {num_layers} of {', '.join(LAYER_TYPES)}")
+    if window is None and "sliding_attention" in types:
+        raise fields.wrong("layer_types", "full_attention throughout: use_sliding_window or sliding_window is off")
+    return [kind == "sliding_attention" for kind in types]
+
+
+def _special_ids(root: Path, fields: Fields, made: _Architecture) -> tuple[int | None, tuple[int, ...]]:
+    """Return the beginning-of-text id and the end-of-text ids."""
+    defaults = {"bos_token_id": made.bos_token_id, "eos_token_id": made.eos_token_id}
+    sources = [Fields({**defaults, **fields.values}, fields.place)]
+    if (root / GENERATION_FILE).is_file():
+        sources.insert(0, Fields(read_json(root / GENERATION_FILE), str(root / GENERATION_FILE)))
+    beginning, end = (
+        next((ids for source in sources if (ids := source.ids(name))), ()) for name in ("bos_token_id", "eos_token_id")
+    )
+    return beginning[0] if beginning else None, end

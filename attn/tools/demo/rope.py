@@ -1,0 +1,142 @@
+"""The frequencies of rotary position embeddings, plain or scaled to a longer context.
+
+A head of size D rotates D/2 pairs of elements, i with i + D/2; pair i rotates by `position * inv_freq[i]`
+radians. Scaling lowers the frequencies: `linear` all alike (position interpolation), `llama3` and `yarn`
+(Peng et al., 2023, arXiv:2309.00071) only those of pairs that do not complete enough turns within the trained
+length. Everything is computed in float64 and rounded once at the end.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from attn.fields import CheckpointError, Fields
+
+if TYPE_CHECKING:
+    from attn.tools.demo.config import ModelConfig
+
+LAYER_TYPES = ("full_attention", "sliding_attention")
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are scaled beyond the trained length; `rope_type` determines which fields apply."""
+
+    rope_type: str  # linear, llama3 or yarn
+    factor: float
+    original_max_position_embeddings: int  # the length before scaling; llama3, yarn
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn, as are all that follow
+    beta_slow: float = 1.0
+    attention_factor: float | None = None  # None: from factor and the two below
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+def read_rope(fields: Fields, length: int) -> tuple[float, RopeScaling | None]:
+    """Return the base of the rotary frequencies and their scaling, from either form of the configuration.
+
+    Older files have `rope_theta` and a `rope_scaling` object, newer ones only `rope_parameters`. If both are given,
+    the older object takes precedence; a `rope_theta` inside the object takes precedence over the one outside.
+    """
+    name = next((name for name in ("rope_scaling", "rope_parameters") if fields.values.get(name)), None)
+    rope = fields.section(name) if name else Fields({}, fields.place)
+    theta = rope.number("rope_theta", default=fields.number("rope_theta", default=10000.0))
+    if theta <= 1:
+        raise CheckpointError(f"{rope.place}: rope_theta = {theta}: must be greater than 1")
+    if name and any(kind in rope.values for kind in LAYER_TYPES):
+        raise fields.wrong(name, "one object for all layers, not one per layer type")
+    for where in (fields, rope):
+        if where.number("partial_rotary_factor", default=1.0) != 1:
+            raise where.wrong("partial_rotary_factor", "1, as whole heads are rotated")
+    key = "rope_type" if "rope_type" in rope.values else "type"
+    kind = rope.values.get(key, "default")
+    if kind not in _ROPE_TYPES:
+        raise rope.wrong(key, f"one of {', '.join(_ROPE_TYPES)}")
+    return theta, None if kind == "default" else _scaling(kind, rope, fields, length)
+
+
+def _scaling(kind: str, rope: Fields, fields: Fields, length: int) -> RopeScaling:
+    outside = "original_max_position_embeddings"
+    holder = fields if fields.given(outside) else rope
+    original = holder.integer(outside) if holder.given(outside) else length
+    if kind == "linear":
+        return RopeScaling(kind, rope.number("factor"), original)
+    if kind == "llama3":
+        low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
+        if not low < high:
+            raise rope.wrong("low_freq_factor", f"less than high_freq_factor = {high}")
+        return RopeScaling(kind, rope.number("factor"), original, low, high)
+    by_lengths = length / original if "factor" in rope.values else None  # the meaning of a null factor
+    return RopeScaling(
+        kind,
+        rope.number("factor", default=by_lengths),
+        original,
+        beta_fast=rope.number("beta_fast", default=32.0),
+        beta_slow=rope.number("beta_slow", default=1.0),
+        attention_factor=rope.optional_number("attention_factor"),
+        mscale=rope.optional_number("mscale"),
+        mscale_all_dim=rope.optional_number("mscale_all_dim"),
+        truncate=rope.boolean("truncate", True),
+    )
+
+
+def rope_frequencies(config: "ModelConfig") -> tuple[np.ndarray, float]:
+    """Return `(inv_freq, attention_scaling)`: float32 [D/2], radians per position; and a factor on cos and sin."""
+    size = config.head_size
+    plain = config.rope_theta ** (-np.arange(0, size, 2, dtype=np.float64) / size)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return plain.astype(np.float32), 1.0
+    if scaling.rope_type == "linear":
+        return (plain / scaling.factor).astype(np.float32), 1.0
+    if scaling.rope_type == "llama3":
+        return _blend(plain, scaling.factor, _llama3_share(plain, scaling)), 1.0
+    return _blend(plain, scaling.factor, _yarn_share(config, scaling)), _yarn_attention_scaling(scaling)
+
+
+def _blend(plain: np.ndarray, factor: float, kept: np.ndarray) -> np.ndarray:
+    """Return `plain` where `kept` is 1, `factor` times lower where it is 0, interpolated in between; all [D/2]."""
+    return (plain * kept + plain / factor * (1 - kept)).astype(np.float32)
+
+
+def _llama3_share(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:
+    """Return how much of each frequency is kept [D/2]: a ramp in the number of turns within the trained length."""
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    turns: np.ndarray = scaling.original_max_position_embeddings * plain / (2 * math.pi)
+    return np.clip((turns - low) / (high - low), 0, 1)
+
+
+def _yarn_share(config: "ModelConfig", scaling: RopeScaling) -> np.ndarray:
+    """Return how much of each frequency is kept [D/2]: a ramp in the pair's index, between two counts of turns."""
+    size = config.head_size
+
+    def pair(turns: float) -> float:
+        """Return the (fractional) index of the pair that completes `turns` turns within the trained length."""
+        trained = scaling.original_max_position_embeddings
+        return size * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+
+    first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, size - 1)
+    width = last - first or 0.001  # a width of 0 would divide by zero
+    return 1 - np.clip((np.arange(size // 2) - first) / width, 0, 1)
+
+
+def _yarn_attention_scaling(scaling: RopeScaling) -> float:
+    """Return the factor on cos and sin, which sharpens attention over the longer context."""
+
+    def growth(weight: float) -> float:
+        return 0.1 * weight * math.log(scaling.factor) + 1 if scaling.factor > 1 else 1.0
+
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.mscale and scaling.mscale_all_dim:
+        return growth(scaling.mscale) / growth(scaling.mscale_all_dim)
+    return growth(1.0)

@@ -1,0 +1,1 @@
+"""Random cases for the conformance suite, and their minimisation."""

@@ -1,0 +1,450 @@
+"""Fuzz testing: compare backends with the oracle, and entries with the frameworks' own, on random cases, for a given time.
+
+Each backend's cases follow from its capability record (`fuzz_cases`), program by program; `fuzz_entries` draws the others. They
+run in separate processes, so that a crash or a hang is a failure of one case. A failure is minimised, distinguished from known
+ones by the features that it needs, and printed with the command that repeats it.
+"""
+
+import dataclasses
+import functools
+import re
+import resource
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple, TextIO
+
+from attn.arguments import positive_number
+from attn.backend_enum import path_of
+from attn.backends.registry import AttentionBackendEnum
+from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
+from attn.imports import resolve_obj_by_qualname
+from attn.selection import plugins
+from attn.selection.verdicts import not_loadable
+from attn.testing import shrink
+from attn.testing.case import Case, Recipe
+from attn.testing.conformance import candidate_of, device_for, is_interpreted, run_case, subject_here
+from attn.testing.dense import DenseCase
+from attn.testing.draw import draw
+from attn.testing.processes import Ended, Lost, Worker, shared_cores
+from attn.testing.shrink import features_of, minimised
+from attn.testing.subject import Subject
+from attn.tools.fuzz import cases as fuzz_cases
+from attn.tools.fuzz import dense as fuzz_dense
+from attn.tools.fuzz import entries as fuzz_entries
+from attn.tools.fuzz.dense import DenseSubject
+from attn.tools.fuzz.entries import EntrySubject
+
+_CASE_LIMIT = 150.0  #: time limit for a case, compilation included, in seconds
+_SHRINKING = 0.3  #: largest share of a backend's time spent on minimising
+_GROWTH = 1500  #: MiB by which a process may grow before it is replaced
+_STICKY = ("CUDA error", "HIP error")  #: errors after which a process cannot use the device
+_COMPILED = 16  #: cases per program if each program must be compiled
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a case. `kind` is "" if it passed, else the rule or the error and its place; `text` gives details."""
+
+    kind: str = ""
+    text: str = ""
+    memory: int = 0
+
+    @property
+    def failed(self) -> bool:
+        return bool(self.kind)
+
+
+@dataclass
+class Find:
+    """A failure: its kind, the fields that it needs not to be plain, how often it occurred, the command that repeats it."""
+
+    kind: str
+    text: str
+    repro: str
+    needs: dict[str, Any] = field(default_factory=dict)
+    times: int = 1
+
+
+class Family(NamedTuple):
+    """How to draw a family's cases (as `fuzz_cases.program`), the plain values of fields, and the steps to simplify a case."""
+
+    program: Callable[..., list[Any]]
+    plain: Mapping[str, Any]
+    simpler: Callable[[Any], Iterator[Any]] | None = None
+
+
+PAGED = Family(fuzz_cases.program, shrink.PLAIN)
+DENSE = Family(fuzz_dense.program, fuzz_dense.PLAIN, fuzz_dense.simpler)
+
+
+def _family_of(subject: Any) -> Family:
+    if isinstance(subject, EntrySubject):
+        return Family(fuzz_entries.program, subject.plain, subject.simpler)
+    return DENSE if isinstance(subject, DenseSubject) else PAGED
+
+
+@dataclass
+class FuzzReport:
+    """The result of fuzzing one backend.
+
+    errors: errors of the run that the backend did not cause, such as a process that was killed from outside.
+    skipped: why the backend was not run.
+    """
+
+    backend: str
+    seed: int = 0
+    programs: int = 0
+    cases: int = 0
+    seconds: float = 0.0
+    finds: list[Find] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    skipped: str = ""
+
+    @property
+    def ok(self) -> bool:
+        return not self.finds and not self.errors and bool(self.cases or self.skipped)
+
+    def __str__(self) -> str:
+        if self.skipped:
+            return f"{self.backend}: skipped, {self.skipped}"
+        times = sum(find.times for find in self.finds)
+        outcome = (
+            f"{len(self.finds)} FINDS (seen {times} times)" if self.finds else "no find" if self.cases else "NOTHING TESTED"
+        )
+        head = (
+            f"{self.backend}: seed {self.seed}, {self.cases} cases of {self.programs} programs, {outcome}, {self.seconds:.0f} s"
+        )
+        return "\n".join(
+            [
+                head,
+                *(f"  {find.kind} (seen {find.times} times): {find.text}\n    {find.repro}" for find in self.finds),
+                *(f"  error of the run: {error}" for error in self.errors),
+            ]
+        )
+
+
+Examine = Callable[[Any, float], Outcome]  #: (case, time limit in seconds) -> outcome; raises `Lost` or `Ended`
+
+
+def campaign(
+    subject: Subject | DenseSubject | EntrySubject,
+    examiners: Sequence[Examine],
+    seed: int,
+    until: float,
+    report: FuzzReport,
+    most: int | None = None,
+    notify: Callable[[FuzzReport], None] = lambda report: None,
+    enough: int = sys.maxsize,
+) -> FuzzReport:
+    """Run programs on all examiners in parallel until `time.monotonic()` reaches `until`, or for `most` programs, or until
+    there are `enough` finds. `notify` is called with the report after each case."""
+    begin, lock = time.monotonic(), threading.Lock()
+    family = _family_of(subject)
+    spent = [0.0]
+    one_shape = isinstance(subject, Subject) and compiles(subject)  # each of the other calls is compiled separately
+    count = _COMPILED if one_shape else 3
+    numbers = iter(range(sys.maxsize if most is None else most))
+
+    def work(examine: Examine) -> None:
+        while time.monotonic() < until:
+            with lock:
+                number = next(numbers, None)
+            if number is None or len(report.finds) >= enough:
+                return
+            for case in family.program(subject, seed, number, count, one_shape):
+                if time.monotonic() >= until:
+                    return
+                try:
+                    outcome = _within(examine, case, until)
+                except Ended as error:
+                    with lock:
+                        report.errors.append(f"{error}, while running {case.repro(report.backend)}")
+                    continue
+                if outcome is None:
+                    return
+                with lock:
+                    report.cases += 1
+                    report.seconds = time.monotonic() - begin
+                if outcome.failed:
+                    may_minimise = spent[0] < _SHRINKING * (until - begin)
+                    started = time.monotonic()
+                    _add(subject, family, examine, case, outcome, report, lock, until if may_minimise else 0.0)
+                    spent[0] += (time.monotonic() - started) / len(examiners)
+                notify(report)
+            with lock:
+                report.programs += 1
+
+    threads = [threading.Thread(target=work, args=(examine,), daemon=True) for examine in examiners]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    report.seconds = time.monotonic() - begin
+    return report
+
+
+def compiles(subject: Subject) -> bool:
+    """Whether every new program must be compiled: under jax, and for kernels compiled for a GPU."""
+    on_host = subject.device is None or subject.device.platform == "cpu"
+    return subject.compiles or not on_host or subject.name == "FLEX_ATTENTION"
+
+
+def _within(examine: Examine, case: Recipe, until: float) -> Outcome | None:
+    """Return the outcome, or None if time ran out first. Raises `Ended`."""
+    left = until - time.monotonic()
+    try:
+        return examine(case, min(_CASE_LIMIT, left))
+    except Lost as error:
+        return Outcome("lost", str(error)) if time.monotonic() < until else None
+
+
+def _add(
+    subject: Any, family: Family, examine: Examine, case: Any, outcome: Outcome, report: FuzzReport, lock: Any, until: float
+) -> None:
+    """Count a known failure, or minimise a new one and add it to the report."""
+
+    def result_of(one: Any) -> Outcome | None:
+        try:
+            return _within(examine, one, until) if until else outcome
+        except Ended as error:
+            with lock:
+                report.errors.append(f"{error}, while running {one.repro(report.backend)}")
+            return None
+
+    def fails(simpler: Any) -> bool:
+        if time.monotonic() > until or not subject.serves(simpler):
+            return False
+        result = result_of(simpler)
+        return result is not None and result.kind == outcome.kind
+
+    with lock:
+        known = [find for find in report.finds if find.kind == outcome.kind]
+    for find in known:
+        if _alike(find.needs) <= _alike(features_of(case, family.plain)) and not (
+            find.needs and fails(case.replace(**{name: family.plain[name] for name in find.needs}))
+        ):
+            find.times += 1
+            return
+    smallest = minimised(case, fails, plain=family.plain, simpler=family.simpler)
+    final = result_of(smallest)
+    text = final.text if final is not None and final.failed else outcome.text
+    needs = features_of(smallest, family.plain)
+    with lock:
+        for find in report.finds:
+            if (find.kind, _alike(find.needs)) == (outcome.kind, _alike(needs)):
+                find.times += 1
+                return
+        report.finds.append(Find(outcome.kind, text, smallest.replace(name="find").repro(report.backend), needs))
+
+
+def _alike(needs: dict[str, Any]) -> set[tuple[str, object]]:
+    """Return a failure's needs without their numbers: the sign of a number, the type of a tuple, other values unchanged."""
+
+    def word(value: Any) -> object:
+        if isinstance(value, tuple):
+            return "tuple"
+        return (
+            value if isinstance(value, str | bool) else (value > 0) - (value < 0) if isinstance(value, int | float) else value
+        )
+
+    return {(name, word(value)) for name, value in needs.items()}
+
+
+# worker processes
+
+
+@functools.lru_cache(maxsize=4)
+def _backend(path: str) -> tuple[Any, Any]:
+    plugins.load()
+    backend = resolve_obj_by_qualname(path)
+    return backend, device_for(backend)
+
+
+def examine_here(task: tuple[str, str, str]) -> Outcome:
+    """Return the outcome of (registry, a backend's path, a case in JSON), run in this process."""
+    registry, path, text = task
+    if registry == "entries":
+        subject = fuzz_entries.subject_of(path)
+        return examined_by(subject.check, subject.case.from_json(text))
+    backend, device = _backend(path)
+    if registry == "diffusion":
+        return examined_dense(backend, DenseCase.from_json(text))
+    return examined(Case.from_json(text), lambda case: run_case(backend, case, device))
+
+
+def examined_dense(backend: Any, case: DenseCase) -> Outcome:
+    """Return the outcome of a dense case."""
+    return examined_by(functools.partial(fuzz_dense.check, backend), case)
+
+
+def examined_by(check: Callable[[Any], Any], case: Recipe) -> Outcome:
+    """Return the outcome of a case; its kind is the message of the check's AssertionError without the numbers."""
+    try:
+        check(case)
+    except AssertionError as error:
+        text = str(error).strip().partition("\n")[0].removeprefix(f"{case}: ")
+        words = re.match(r"[\d ]*([a-z ]*)", text)  # the message without its numbers
+        return Outcome((words[1].strip() if words else "") or "an assertion", text[:300], _memory())
+    except Exception as error:
+        return Outcome(f"{type(error).__name__} in {_place(error)}", str(error).partition("\n")[0][:300], _memory())
+    return Outcome(memory=_memory())
+
+
+def examined(case: Case, run: Callable[[Case], Sequence[Any]]) -> Outcome:
+    """Return the outcome of a case; `run` returns its violations. A case that cannot be drawn is a bug of the fuzzer."""
+    try:
+        draw(case)
+    except ValueError as error:
+        return Outcome("not drawn", str(error))
+    try:
+        violations = run(case)
+    except Exception as error:
+        return Outcome(f"{type(error).__name__} in {_place(error)}", str(error).partition("\n")[0][:300], _memory())
+    finally:
+        draw.cache_clear()
+    if not violations:
+        return Outcome(memory=_memory())
+    first = violations[0]
+    what = first.what.partition(" (")[0] if first.rule == "R" else ""
+    return Outcome(f"rule {first.rule} {what}".strip(), str(first).partition("\n")[0], _memory())
+
+
+def _memory() -> int:
+    """Return the peak memory of this process in MiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> (20 if sys.platform == "darwin" else 10)
+
+
+def _place(error: Exception) -> str:
+    """Return the innermost frame of an error within this package, such as `torch/backends/sdpa.py _sdpa`."""
+    place, trace = "?", error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if "/attn/" in code.co_filename:
+            place = f"{code.co_filename.rpartition('/attn/')[2]} {code.co_name}"
+        trace = trace.tb_next
+    return place
+
+
+class _Examiner:
+    """Run `examine_here` in a process that is replaced when it dies or uses too much memory."""
+
+    def __init__(self, registry: str, path: str) -> None:
+        self.registry, self.path, self.worker, self.least = registry, path, Worker(examine_here), 0
+
+    def __call__(self, case: Recipe, limit: float) -> Outcome:
+        outcome: Outcome = self.worker((self.registry, self.path, case.json()), limit)
+        self.least = self.least or outcome.memory
+        broken = any(words in outcome.text for words in _STICKY)
+        if broken or (self.least and outcome.memory > self.least + _GROWTH):
+            self.worker.close()
+            self.least = 0
+        return outcome
+
+
+def run_fuzz(
+    names: Sequence[str] | None, seconds: float, seed: int, jobs: int = 1, most: int | None = None, to: TextIO | None = None,
+    registry: str = "attention",
+) -> list[FuzzReport]:  # fmt: skip
+    """Fuzz the named backends or entries, or all that run on this machine, which share the time evenly.
+
+    seconds: total time.
+    jobs: number of processes; they work on one backend at a time.
+    most: largest number of programs per backend; None: no limit.
+    to: stream for progress.
+    registry: "attention", "diffusion" or "entries".
+
+    Raises ValueError for an unknown name or registry, for `seconds` that are not finite and above 0 and for `jobs` below 1.
+    """
+    if registry not in _REGISTRIES:
+        raise ValueError(f"--fuzz draws cases for --registry {', '.join(_REGISTRIES)}, not for {registry}")
+    positive_number("seconds", seconds)
+    if jobs < 1:
+        raise ValueError(f"jobs={jobs} must be at least 1")
+    plugins.load()
+    end, reports, chosen = time.monotonic() + seconds, [], []
+    for name in _REGISTRIES[registry].names() if names is None else names:
+        subject, path, why = _here(registry, name, names is None)
+        if subject is None:
+            reports.append(FuzzReport(name, seed, skipped=why))
+        else:
+            chosen.append((dataclasses.replace(subject, name=name), path))
+    for i, (subject, path) in enumerate(chosen):
+        until = time.monotonic() + (end - time.monotonic()) / (len(chosen) - i)
+        examiners = [_Examiner(registry, path) for _ in range(jobs)]
+        try:
+            with shared_cores(jobs), progress(to, until) as notify:
+                reports.append(campaign(subject, examiners, seed, until, FuzzReport(subject.name, seed), most, notify))
+        finally:
+            for examiner in examiners:
+                examiner.worker.close()
+    return reports
+
+
+_REGISTRIES: dict[str, Any] = {
+    "attention": AttentionBackendEnum, "diffusion": DiffusionAttentionBackendEnum, "entries": fuzz_entries,
+}  # fmt: skip
+
+
+def _here(registry: str, name: str, all_of_them: bool) -> tuple[Any, str, str]:
+    """Return (a name as a subject or None, its path for `examine_here`, why it cannot run on this machine)."""
+    if registry == "entries":
+        entry = fuzz_entries.subject_of(name)
+        why = entry.missing()
+        return None if why else entry, name, why
+    candidate = candidate_of(name) if registry == "attention" else DiffusionAttentionBackendEnum[name].candidate()
+    subject, why = subject_here(candidate) if registry == "attention" else _dense_here(candidate)
+    if subject is not None and all_of_them and is_interpreted(candidate.backend):
+        subject, why = None, "kernels are interpreted on this machine, slow: request it by name"
+    return subject, path_of(candidate.backend) if subject is not None and candidate.backend is not None else "", why
+
+
+def _dense_here(candidate: Any) -> tuple[DenseSubject | None, str]:
+    """Return (a diffusion backend as a subject, ""), or (None, why it cannot run on this machine)."""
+    if why := not_loadable(candidate):
+        return None, "; ".join(why)
+    backend, device = candidate.backend, device_for(candidate.backend)
+    refused = backend.capabilities.device_reasons(device)
+    if refused and not is_interpreted(backend):
+        return None, "; ".join(refused)
+    return DenseSubject(candidate.name, backend, None if refused else device), ""
+
+
+class progress:
+    """Print a campaign's progress: one line that is rewritten on a terminal, otherwise a line from time to time."""
+
+    def __init__(self, to: TextIO | None, until: float, every: float = 20.0) -> None:
+        self.to, self.until, self.every, self.next = to, until, every, 0.0
+        self.live = to is not None and to.isatty()
+
+    def __enter__(self) -> Callable[[FuzzReport], None]:
+        return self._show
+
+    def __exit__(self, *error: object) -> None:
+        if self.live and self.to is not None:
+            self.to.write("\r\x1b[K")
+
+    def _show(self, report: FuzzReport) -> None:
+        now = time.monotonic()
+        if self.to is None or now < self.next:
+            return
+        self.next = now + (0.2 if self.live else self.every)
+        left = max(0.0, self.until - now)
+        line = (
+            f"{report.backend}: {report.cases} cases, {report.programs} programs, {len(report.finds)} finds, {left:.0f} s left"
+        )
+        self.to.write(f"\r\x1b[K{line}" if self.live else f"{line}\n")
+        self.to.flush()
+
+
+def as_json(reports: Sequence[FuzzReport]) -> dict[str, Any]:
+    """Return the reports as JSON data."""
+    return {"backends": [{**asdict(report), "ok": report.ok} for report in reports]}
+
+
+def as_text(reports: Sequence[FuzzReport]) -> Iterator[str]:
+    """Return the reports as text, without skipped ones unless all were skipped."""
+    ran = [report for report in reports if not report.skipped]
+    return map(str, ran or reports)

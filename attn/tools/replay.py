@@ -1,0 +1,113 @@
+"""`attn replay`: run a recorded call (`attn.recording`) on backends of both frameworks, and judge each by the oracle."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from attn import recording
+from attn.backends.registry import AttentionBackendEnum
+from attn.selection import plugins
+from attn.testing.case import Case
+from attn.testing.conformance import candidate_of, is_interpreted, runner_for, subject_here
+from attn.testing.rules import BUDGETS
+from attn.testing.subject import Subject
+from attn.tools.recorded import RecordedCall, as_smaller, outcome_of, read, sizes, snapshot_of, wild_rows
+
+
+@dataclass(frozen=True)
+class Row:
+    """The result on one backend. status: ok, FAILED, or "not run"; error: the worst row's relative error; text: why."""
+
+    backend: str
+    framework: str
+    status: str
+    error: float
+    text: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments to `parser`."""
+    add = parser.add_argument
+    add("file", metavar="FILE", help="a recording, from the folder ATTN_RECORD")
+    add("--backend", action="append", default=[], metavar="NAME", help="run this backend; may be repeated (default: every one)")
+    add("--shrink", metavar="OUT", help="write a smaller call that fails likewise on the first backend that fails")
+    add("--json", action="store_true", help="machine-readable output")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command. Return 1 if a backend fails, a requested one cannot run the call, or none can, else 0."""
+    call, about = read(Path(args.file))
+    rows = replay(call, args.backend or None)
+    failed = next((row.backend for row in rows if row.status == "FAILED"), None)
+    wild = wild_rows(call)
+    notes = [f"{wild} rows are not finite by definition: a query, key or value that they read is not"] if wild else []
+    if args.shrink:
+        if failed is None:
+            raise ValueError(f"--shrink {args.shrink}: nothing to shrink, no backend fails")
+        small = shrink(call, failed)
+        recording.write(Path(args.shrink), snapshot_of(small), {**about, "reason": "shrunk", "backend": failed})
+        notes.append(f"{args.shrink}: fails likewise on {failed}: {sizes(small)}")
+    ran = any(row.status == "ok" for row in rows)
+    ok = ran and failed is None and not (args.backend and any(row.status != "ok" for row in rows))
+    if args.json:
+        print(
+            json.dumps({"recorded": about_call(about), "rows": [vars(row) for row in rows], "notes": notes, "ok": ok}, indent=2)
+        )
+        return int(not ok)
+    print(f"{about['reason']} call of {about['backend']} on {about['device']}: {sizes(call)}")
+    if about["error"]:
+        print(about["error"])
+    limit, width = BUDGETS[call.case.dtype].hard, max((len(row.backend) for row in rows), default=0)
+    for row in rows:
+        error = "" if row.status == "not run" else f"worst row {row.error:.2g} (limit {limit:.2g})"
+        print(f"  {row.backend:<{width}}  {row.framework:<5}  {row.status:<7}  {error:<33}  {row.text}".rstrip())
+    print("\n".join(notes), end="\n" * bool(notes))
+    return int(not ok)
+
+
+def about_call(about: dict[str, str]) -> dict[str, Any]:
+    """Return what a file says about its call, the layer and batch as data."""
+    return {name: about[name] for name in ("reason", "error", "backend", "device")} | {"case": json.loads(about["case"])}
+
+
+def replay(call: RecordedCall, names: Sequence[str] | None = None) -> list[Row]:
+    """Run a call on the named backends, or on every one that serves it here (not on interpreters).
+
+    Raises ValueError for an unknown name.
+    """
+    plugins.load()
+    rows = []
+    for name in AttentionBackendEnum.names() if names is None else names:
+        backend, subject, why = _place(name, call.case)
+        if names is None and (subject is None or is_interpreted(backend)):
+            continue
+        framework = subject.capabilities.framework if subject else ""
+        if subject is None:
+            rows.append(Row(name, framework, "not run", 0.0, why))
+            continue
+        found = outcome_of(call, runner_for(backend, subject.device))
+        rows.append(Row(name, framework, "FAILED" if found.kind else "ok", found.score.row, found.text))
+    return rows
+
+
+def shrink(call: RecordedCall, name: str) -> RecordedCall:
+    """Return a smaller call that fails likewise on a backend. Raises ValueError if the call passes there."""
+    backend, subject, why = _place(name, call.case)
+    if subject is None:
+        raise ValueError(f"{name} does not run the call: {why}")
+    return as_smaller(call, runner_for(backend, subject.device), subject.serves)
+
+
+def _place(name: str, case: Case) -> tuple[Any, Subject | None, str]:
+    """Return (backend, its subject on this machine, ""), or (backend, None, why it does not run the case here)."""
+    candidate = candidate_of(name)
+    subject, why = subject_here(candidate)
+    if subject is not None and not subject.serves(case):
+        request = case.request()
+        sizes = [] if case.is_encoder or case.block_size in subject.block_sizes else [f"block_size={case.block_size}"]
+        reasons = [*candidate.backend.why_not(request, subject.device)] if candidate.backend is not None else []
+        return candidate.backend, None, "; ".join(reasons or sizes) or "not served"
+    return candidate.backend, subject, why

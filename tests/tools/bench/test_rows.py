@@ -1,0 +1,34 @@
+"""Which kernels are measured for a case, and what their errors mean."""
+
+from collections.abc import Callable
+
+from attn.tools.bench import Refusal, Row
+from attn.tools.bench.columns import WIDTH, header
+from attn.tools.bench.rows import COLUMNS
+
+RowsOf = Callable[..., dict[str, Row | Refusal]]
+
+
+def test_a_backend_that_breaks_its_word_is_wrong_and_a_peer_or_a_late_one_is_not(rows_of: RowsOf) -> None:
+    rows = rows_of(CPU_ATTN=1.0, TORCH_SDPA=RuntimeError("no kernel"), sdpa=RuntimeError("no image"))
+    assert not rows["TORCH_SDPA"].right and "FAILED: RuntimeError: no kernel" in rows["TORCH_SDPA"].text()
+    assert rows["sdpa"].right and rows["CPU_ATTN"].right
+    late = rows_of(CPU_ATTN=1.0, TORCH_SDPA=TimeoutError("not ready after 3 s"))["TORCH_SDPA"]
+    assert late.right and "no row: not ready after 3 s" in late.text()
+    assert not rows_of(CPU_ATTN=1.0, error=float("nan"))["CPU_ATTN"].right
+
+
+def test_the_selected_backend_runs_too(rows_of: RowsOf) -> None:
+    assert list(rows_of("FLASH_ATTN", CPU_ATTN=1.0)) == ["CPU_ATTN", "FLASH_ATTN:one"]
+    assert list(rows_of("TORCH_SDPA", CPU_ATTN=1.0, TORCH_SDPA=2.0)) == ["CPU_ATTN", "TORCH_SDPA"]
+
+
+def test_a_row_has_every_column_if_wide_and_else_fits(rows_of: RowsOf) -> None:
+    reason = "needs a device of another kind " * 6
+    rows = rows_of(CPU_ATTN=12345.6789, TORCH_SDPA=TimeoutError(reason), error=1.0)
+    narrow, refused = rows["CPU_ATTN"].text(), rows["TORCH_SDPA"].text()
+    assert narrow.endswith("1.0e+00 WRONG eager") and "kernel ms" not in header(COLUMNS)
+    assert max(map(len, [header(COLUMNS), narrow, *refused.splitlines()])) <= WIDTH
+    assert " ".join(refused.split()) == f"TORCH_SDPA no row: {reason.strip()}", "wrapped, not cut"
+    assert header(COLUMNS, wide=True).split("  ")[-1].strip() == "error" and "kernel ms" in header(COLUMNS, wide=True)
+    assert len(rows["CPU_ATTN"].text(wide=True)) > len(narrow) and "\n" not in rows["TORCH_SDPA"].text(wide=True)

@@ -1,0 +1,96 @@
+"""`attn evidence`: one file from a device that the project lacks, whatever its backends do (about 25 s)."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attn import cli
+from attn.reports import evidence
+from attn.tools import collect
+from attn.tools.collect import Collection, reported
+
+ROW = {
+    "backend": "PALLAS", "registry": "attention", "framework": "jax", "platform": "tpu", "device": "TPU v6e", "kind": "ran",
+    "date": "2026-11-20", "cases": 200, "failures": 1, "level": "quick", "versions": {"jax": "0.12.0"},
+}  # fmt: skip
+
+
+def test_one_backend_is_checked_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    timed: list[str] = []
+    asked: dict[tuple[str, ...], dict[str, Any]] = {}
+    child = Collection._child
+
+    def once(self: Collection, seconds: float, words: Sequence[str]) -> dict[str, Any]:
+        if (key := tuple(words)) not in asked:  # both levels are one here
+            asked[key] = child(self, seconds, words)
+        return asked[key]
+
+    monkeypatch.setattr(collect, "_LEVELS", ("smoke", "smoke"))
+    monkeypatch.setattr(Collection, "_child", once)
+    monkeypatch.setattr(Collection, "_bench", lambda self, framework, seconds, names: timed.append(framework))
+    file = tmp_path / "evidence.json"
+    assert cli.main(["evidence", "--out", str(file), "--seconds", "400", "--backend", "CPU_ATTN"]) == 0
+    assert "CPU_ATTN (smoke): " in capsys.readouterr().out and timed == ["torch"]
+    content = json.loads(file.read_text())
+    [row] = [evidence.Evidence(**row) for row in content["evidence"]]
+    assert (row.backend, row.kind, row.failures) == ("CPU_ATTN", "ran", 0) and row.cases > 40
+    assert content["environment"]["versions"]["torch"] and content["failures"] == {}
+    assert os.uname().nodename not in file.read_text() or len(os.uname().nodename) < 4
+    [mine] = reported(file, " a reader ")
+    assert str(mine).startswith(f"ran on {row.device}, reported by a reader (")
+    assert mine.key != row.key, "it does not replace the project's row"
+
+
+def test_processes_that_hang_or_crash_are_reasons(tmp_path: Path) -> None:
+    found = Collection(tmp_path / "evidence.json", 100)
+    hang = "import os, time; os.fork(); print('{}', flush=True); time.sleep(60)"
+    assert found._child(6, ["-c", hang]) == {"error": "not finished after 6 s"}
+    crash = "import os, sys; print('GPU lost', file=sys.stderr, flush=True); os.abort()"
+    assert found._child(60, ["-c", crash]) == {"error": "exit code -6: GPU lost"}
+    assert found._child(60, ["-c", "print('noise'); print('{\"row\": 1}')"]) == {"row": 1}
+    assert found._child(1, ["-c", ""]) == {"error": "no time left of 100 s (--seconds)"}
+    found._write()
+    assert json.loads((tmp_path / "evidence.json").read_text())["evidence"] == []
+
+
+def test_reported_rows_are_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    file, table = tmp_path / "sent.json", tmp_path / "table.json"
+    file.write_text(json.dumps({"format": 1, "evidence": [ROW]}))
+    keep = evidence.record
+    monkeypatch.setattr(evidence, "record", lambda rows: keep(rows, table))
+    keep([evidence.Evidence(**ROW)], table)
+    assert cli.main(["evidence", "--add", str(file), "--reporter", "someone"]) == 0
+    assert "1 rows added" in capsys.readouterr().out
+    assert [row.reporter for row in evidence.load(table)] == ["", "someone"]
+    text = evidence.summary("attention", "PALLAS", table)
+    assert "ran on TPU v6e (1 of 200 cases FAILED" in text and "ran on TPU v6e, reported by someone (1 of 200" in text
+    assert '"reporter": ""' not in table.read_text()
+
+
+MISTAKES = [
+    ([], "attn evidence needs --out FILE (run on this machine) or --add FILE --reporter NAME, not both"),
+    (["--out", "a.json", "--add", "b.json"], "not both"),
+    (["--out", "none/a.json"], "none/a.json: No such file or directory"),
+    (["--out", "a.json", "--seconds", "0"], "--seconds=0.0 must be a finite number above 0"),
+    (["--out", "a.json", "--reporter", "x"], "--reporter needs --add FILE"),
+    (["--add", "sent.json"], "--add needs --reporter NAME: who ran it"),
+    (["--add", "sent.json", "--reporter", "x"], "sent.json: not a file of attn evidence --out: format 7: must be 1"),
+    (["--add", "rows.json", "--reporter", "x"], "rows.json: not a file of attn evidence --out: kind='believed' is unknown"),
+    (["--out", "a.json", "--backend", "NOPE"], "backend 'NOPE' is unknown; known: "),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), MISTAKES)
+def test_mistakes_are_one_line(
+    words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("sent.json").write_text('{"format": 7}')
+    Path("rows.json").write_text(json.dumps({"format": 1, "evidence": [{**ROW, "kind": "believed"}]}))
+    assert cli.main(["evidence", *words]) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1 and said.startswith("attn: ")
