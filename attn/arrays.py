@@ -5,6 +5,7 @@ error: a tracer has no memory, and gradients do not cross. The frameworks' modul
 `attn.jax.arrays`); they are resolved by dotted name, so that detection imports neither.
 """
 
+import functools
 from typing import Any
 
 from attn.imports import resolve_obj_by_qualname
@@ -26,6 +27,12 @@ def framework_of(array: Any) -> str:
         if root == "numpy" and cls.__name__ in ("ndarray", "generic"):
             return "numpy"
     raise TypeError(f"expected an array of torch, jax or numpy, got {type(array).__module__}.{type(array).__qualname__}")
+
+
+@functools.cache
+def ops_of(framework: str) -> Any:
+    """Return a framework's operations (`attn.torch.ops.Ops`, `attn.jax.ops.Ops`), for code that is written once for both."""
+    return resolve_obj_by_qualname(f"attn.{framework}.ops.Ops")
 
 
 def to_framework(array: Any, framework: str, *, like: Any = None) -> Any:

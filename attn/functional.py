@@ -1,7 +1,7 @@
 """`attn.attention(q, k, v)`: exact dense attention for notebooks and tests, on arrays of torch, jax or NumPy.
 
-The formula is written once over a dozen array operations that each framework provides (`attn.torch.functional.Ops`,
-`attn.jax.functional.Ops`): explicit computation in float32 (float64 for float64 arrays), differentiable; jitted under jax.
+The formula is written once over array operations that each framework provides (`attn.torch.ops.Ops`, `attn.jax.ops.Ops`):
+explicit computation in float32 (float64 for float64 arrays), differentiable; jitted under jax.
 NumPy arrays go to the float64 oracle. It is meant to be correct and short, not fast; `backend=` runs the same call on a
 backend over a temporary paged cache, to compare the two.
 """
@@ -117,21 +117,11 @@ def attention(
         q, k, v = q[None], k[None], v[None]
     reach = _reach(q, k, rules, spans, prefix, chunk_size, span_window)
     if backend is not None:
-        result = _through_backend(
-            backend,
-            framework,
-            q,
-            k,
-            v,
-            rules=rules,
-            extras=extras,
-            reach=reach,
-            return_lse=return_lse,
-        )
+        result = _through_backend(backend, framework, (q, k, v), rules, extras, reach, return_lse)
     elif framework == "numpy":
         result = _oracle(q, k, v, *_seen(rules, extras, reach and reach.mask(rules)))
     else:
-        xp = resolve_obj_by_qualname(f"attn.{framework}.functional.Ops")
+        xp = arrays.ops_of(framework)
         extras = Extras(*(x if x is None else xp.asarray(x, like=q) for x in extras))
         rules, extras = _seen(rules, extras, reach and xp.asarray(reach.mask(rules), like=q))
         result = xp.compiled(_dense)(xp, rules, q, k, v, extras)
@@ -318,8 +308,28 @@ def _mask_shape(shape: tuple[int, ...], q: Array, k: Array) -> tuple[int, int, i
 
 def _dense(xp: Any, rules: Rules, q: Array, k: Array, v: Array, extras: Extras) -> tuple[Array, Array]:
     """Compute (out [B, n, H, Dv], lse [B, H, n]) on arrays of one framework, a slice of rows at a time."""
-    batch, n, num_heads, head_size = q.shape
-    m, num_kv_heads = k.shape[1], k.shape[2]
+    batch, n, num_heads, _ = q.shape
+    m = k.shape[1]
+    query, extras = by_group(xp, q, k, extras)
+    key, value, mask = xp.wide(k), xp.wide(v), extras.mask
+    step = xp.rows_at_once(n, batch * num_heads * m)
+    parts = []
+    for start in range(0, max(n, 1), step):
+        rows = slice(start, min(start + step, n))
+        position = xp.arange(rows.start, rows.stop, q) + (m - n)
+        some = extras._replace(mask=None if mask is None else mask[..., rows, :])
+        parts.append(attend_rows(xp, rules, query[:, rows], key, value, position, some))
+    out = xp.concat([part[0] for part in parts], 1).reshape(batch, n, num_heads, v.shape[-1])
+    lse = xp.concat([part[1] for part in parts], 3).reshape(batch, num_heads, n)
+    return xp.cast(out, like=q), lse
+
+
+def by_group(xp: Any, q: Array, k: Array, extras: Extras) -> tuple[Array, Extras]:
+    """Return q [B, n, H, D] and a call's extras by kv head, in float32: q [B, n, K, G, D]; see `attend_rows`.
+
+    Raises `DTypeError` and `ShapeError` for extras.
+    """
+    (batch, n, num_heads, head_size), (m, num_kv_heads) = q.shape, k.shape[1:3]
     grouped = (num_kv_heads, num_heads // num_kv_heads)
     mask = extras.mask
     if mask is not None:
@@ -330,20 +340,10 @@ def _dense(xp: Any, rules: Rules, q: Array, k: Array, v: Array, extras: Extras) 
         if array is not None and tuple(array.shape) != (num_heads,):
             raise ShapeError(f"{name} has shape {list(array.shape)}: must be [{num_heads}], one per query head")
     slopes, sinks = (x if x is None else xp.wide(x).reshape(grouped) for x in (extras.slopes, extras.sinks))
-    query, key, value = (xp.wide(x) for x in (q.reshape(batch, n, *grouped, head_size), k, v))
-    step = xp.rows_at_once(n, batch * num_heads * m)
-    parts = []
-    for start in range(0, max(n, 1), step):
-        rows = slice(start, min(start + step, n))
-        position = xp.arange(rows.start, rows.stop, q) + (m - n)
-        some = Extras(slopes, sinks, None if mask is None else mask[..., rows, :])
-        parts.append(_rows(xp, rules, query[:, rows], key, value, position, some))
-    out = xp.concat([part[0] for part in parts], 1).reshape(batch, n, num_heads, v.shape[-1])
-    lse = xp.concat([part[1] for part in parts], 3).reshape(batch, num_heads, n)
-    return xp.cast(out, like=q), lse
+    return xp.wide(q.reshape(batch, n, *grouped, head_size)), Extras(slopes, sinks, mask)
 
 
-def _rows(xp: Any, rules: Rules, q: Array, k: Array, v: Array, position: Array, extras: Extras) -> tuple[Array, Array]:
+def attend_rows(xp: Any, rules: Rules, q: Array, k: Array, v: Array, position: Array, extras: Extras) -> tuple[Array, Array]:
     """q: [B, r, K, G, D] at `position` [r]; k: [B, m, K, D]; v: [B, m, K, Dv] -> [B, r, K, G, Dv], lse [B, K, G, r].
 
     Slopes and sinks are [K, G], the mask is [B, K, G, r, m]. Keys that no row sees are replaced by zeros before any product,
@@ -364,7 +364,7 @@ def _rows(xp: Any, rules: Rules, q: Array, k: Array, v: Array, position: Array, 
 def softmax(xp: Any, rules: Rules, q: Array, k: Array, position: Array, extras: Extras) -> tuple[Array, ...]:
     """Return (weights [B, K, G, r, m] before normalisation, their factor, whether a row is empty, lse, the allowed mask).
 
-    Arguments are those of `_rows`; factor, emptiness and lse are [B, K, G, r]. The factor includes the sink's share.
+    Arguments are those of `attend_rows`; factor, emptiness and lse are [B, K, G, r]. The factor includes the sink's share.
     """
     # how far each key is ahead of the row: [1, 1, 1, r, m]
     ahead = (xp.arange(0, k.shape[1], q) - position[:, None])[None, None, None]
@@ -406,22 +406,20 @@ def _wild(xp: Any, allowed: Array, v: Array) -> Array:
 def _through_backend(
     backend: AttentionBackendEnum | str,
     framework: str,
-    q: Array,
-    k: Array,
-    v: Array,
+    qkv: tuple[Array, Array, Array],
     rules: Rules,
     extras: Extras,
-    reach: "_Reach | None",
+    reach: _Reach | None,
     return_lse: bool,
 ) -> tuple[Array, Array | None]:
     """Run the call as one batch over a new paged cache in the backend's layout and framework."""
+    q, k, v = qkv
     selection = selector.select(selector.make_request(q.shape[-1], q.dtype), backend=backend)
     cls: Any = selection.require()
     for feature, wanted in ((Feature.MASK, extras.mask is not None), (Feature.HEAD_SIZE_V, v.shape[-1] != q.shape[-1])):
         if wanted:  # paged backends support neither
             raise UnsupportedError(f"{selection.name}: {feature.value} not supported over a paged cache, which backend= uses")
     target = cls.get_impl_cls().framework
-    run = resolve_obj_by_qualname(f"attn.{target}.functional.through_backend")
     allowed = cls.get_supported_kernel_block_size()
     block_size = next((size for size in (16, 32, 64, 128, 256) if supports_size(size, allowed)), 16)
     batch, n, num_heads, head_size = q.shape
@@ -436,22 +434,26 @@ def _through_backend(
         arrays.to_framework(x.reshape(-1, heads, head_size), target)
         for x, heads in ((q, num_heads), (k, num_kv_heads), (v, num_kv_heads))
     ]
-    layer = {
-        "num_heads": num_heads,
-        "head_size": head_size,
-        "scale": rules.scale,
-        "num_kv_heads": num_kv_heads,
-        "alibi_slopes": extras.slopes,
-        "sliding_window": rules.window,
-        "logits_soft_cap": rules.cap,
-        "sinks": extras.sinks,
-        "block_size": block_size,
-        "backend": backend,
-        "return_lse": return_lse,
+    ops = arrays.ops_of(target)
+    layer = resolve_obj_by_qualname(f"attn.{target}.Attention")(
+        num_heads=num_heads,
+        head_size=head_size,
+        scale=rules.scale,
+        num_kv_heads=num_kv_heads,
+        alibi_slopes=extras.slopes,
+        sliding_window=rules.window,
+        logits_soft_cap=rules.cap,
+        sinks=extras.sinks,
+        block_size=block_size,
+        backend=backend,
+        dtype=tokens[0].dtype,
+        # gradients are rejected unless declared, never dropped silently
+        features=[Feature.NON_CAUSAL] * (not rules.causal) + [Feature.BACKWARD] * ops.needs_gradients(*tokens),
+        return_lse=return_lse,
         **({} if reach is None else reach.of_layer()),
-    }
-    features = () if rules.causal else (Feature.NON_CAUSAL,)
-    out, lse = run(*tokens, context.slot_mapping, queries, max(1, batch * blocks_each), layer, features)
+    )
+    result = ops.attend_once(layer, *tokens, context.slot_mapping, queries, max(1, batch * blocks_each))
+    out, lse = result if return_lse else (result, None)
     out = arrays.to_framework(out, framework, like=q).reshape(q.shape)
     if lse is not None:
         lse = arrays.to_framework(lse, framework).reshape(num_heads, batch, n).swapaxes(0, 1)

@@ -15,6 +15,7 @@ transformation of JAX there are none, which a warning says once. A call that can
 
 import itertools
 import json
+import math
 import os
 import random
 from collections.abc import Callable
@@ -24,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attn import envs
 from attn.arguments import positive_int
+from attn.arrays import ops_of
 from attn.capabilities import ENCODER_TYPES, AttentionType, Feature
 from attn.errors import AttnError, UnsupportedError
 from attn.imports import installed, resolve_obj_by_qualname
@@ -108,7 +110,6 @@ class Recorder:
 
     def call(self, layer: Any, run: Callable[[], Any], arguments: Arguments) -> Any:
         """Return run(), and record the call if it raises, if its output is not finite, or on request."""
-        ops = ops_of(layer)
         if why := valueless(layer, arguments):
             warn_valueless(why)
             return run()
@@ -121,8 +122,10 @@ class Recorder:
         out, kv_cache = result if layer.framework == "jax" else (result, arguments.kv_cache)
         arguments = arguments._replace(kv_cache=kv_cache)
         meta = arguments.attn_metadata
-        if meta is not None and not ops.is_finite(out[0] if isinstance(out, tuple) else out, meta.num_actual_tokens):
-            reason = "non-finite"
+        if meta is not None:
+            rows = (out[0] if isinstance(out, tuple) else out)[: int(meta.num_actual_tokens)]
+            if not bool(ops_of(layer.framework).isfinite(rows).all()):
+                reason = "non-finite"
         if reason:
             self._record(layer, arguments, reason)
         return result
@@ -176,11 +179,13 @@ def warn_valueless(where: str) -> None:
 
 def valueless(layer: Any, arguments: Arguments) -> str:
     """Return where a call has no values, such as "under a transformation of JAX", or "" if it has them."""
-    return str(ops_of(layer).valueless(*arguments))
+    return str(ops_of(layer.framework).valueless(*arguments))
 
 
-def ops_of(layer: Any) -> Any:
-    return resolve_obj_by_qualname(f"attn.{layer.framework}.recording.Ops")
+def rows_of(x: Any, total: int, shape: tuple[int, ...]) -> Any:
+    """Return the first `total` rows as [total, *shape]; rows of another size unchanged."""
+    x = x[:total]
+    return x.reshape(-1, *shape) if math.prod(x.shape[1:]) == math.prod(shape) else x
 
 
 def check_readable(layer: Any, meta: Any, what: str) -> None:
@@ -193,7 +198,7 @@ def check_readable(layer: Any, meta: Any, what: str) -> None:
 
 def bounds(layer: Any, meta: Any) -> "tuple[npt.NDArray[Any], npt.NDArray[Any]]":
     """Return (query_start_loc [R + 1], seq_lens [R]) of a batch on the host, int32, without padding."""
-    count, ops = int(meta.num_reqs), ops_of(layer)
+    count, ops = int(meta.num_reqs), ops_of(layer.framework)
     start, lens = (ops.bits(x)[0].astype("int32") for x in (meta.query_start_loc[: count + 1], meta.seq_lens[:count]))
     return start, lens
 
@@ -213,7 +218,7 @@ def snapshot(layer: Any, arguments: Arguments) -> Snapshot:
     import numpy as np
 
     impl, spec, meta = layer.impl, layer.kv_cache_spec, arguments.attn_metadata
-    ops, latent = ops_of(layer), getattr(impl, "kv_lora_rank", None) is not None
+    ops, latent = ops_of(layer.framework), getattr(impl, "kv_lora_rank", None) is not None
     check_readable(layer, meta, "recordings")
     dtypes, arrays = dict[str, str](), dict[str, Any]()
 
@@ -231,17 +236,18 @@ def snapshot(layer: Any, arguments: Arguments) -> Snapshot:
     given = not cross and impl.kv_sharing_target_layer_name is None and arguments.key is not None
     slots = slots[:total] if given and not encoder else np.full(total, -1, np.int64)
     heads = (impl.num_heads, impl.qk_head_dim) if latent else (impl.num_heads, impl.head_size)
-    keep("query", ops.rows(arguments.query, total, heads))
+    keep("query", rows_of(arguments.query, total, heads))
     if given and latent:
         sizes = zip(arguments[1:3], (impl.kv_lora_rank, impl.qk_rope_head_dim), strict=True)
-        new = [ops.rows(x, total, (size,)) for x, size in sizes if size]
-        keep("key", ops.joined(new)[:, None])
+        new = [rows_of(x, total, (size,)) for x, size in sizes if size]
+        keep("key", ops.concat(new, -1)[:, None])
     elif given:
         for name in ("key", "value"):
-            keep(name, ops.rows(getattr(arguments, name), total, (impl.num_kv_heads, impl.head_size)))
+            keep(name, rows_of(getattr(arguments, name), total, (impl.num_kv_heads, impl.head_size)))
     page = spec.block_size
     if not encoder:
-        pages = Pages(table, seq_lens, slots, page, ops.num_blocks(layer, arguments.kv_cache))
+        extent = resolve_obj_by_qualname(f"attn.{layer.framework}.kv_cache.extent")
+        pages = Pages(table, seq_lens, slots, page, extent(layer.backend, arguments.kv_cache)[0])
         table, slots = pages.table, pages.slots
         caches = ops.pages(layer, arguments.kv_cache, pages.ids)
         for name, stored in zip(("key_cache", "value_cache")[: 1 if latent else 2], caches, strict=False):

@@ -12,8 +12,7 @@ from typing import Any
 from attn import arrays, recording
 from attn.capabilities import ENCODER_TYPES, AttentionType
 from attn.errors import UnsupportedError
-from attn.functional import Extras, Rules, softmax
-from attn.imports import resolve_obj_by_qualname
+from attn.functional import Extras, Rules, by_group, softmax
 from attn.logger import init_logger
 
 logger = init_logger(__name__)
@@ -27,19 +26,15 @@ def dense(query: Any, key: Any, rules: Rules, extras: Extras) -> Any:
     extras: slopes, sinks [H]; mask broadcastable to [B, H, n, m]. A row without keys is 0. Raises `UnsupportedError` for more
     than `MAX_ELEMENTS`.
     """
-    xp = resolve_obj_by_qualname(f"attn.{arrays.framework_of(query)}.functional.Ops")
+    xp = arrays.ops_of(arrays.framework_of(query))
     check_elements(query.shape[0] * query.shape[2] * query.shape[1] * key.shape[1])
     return xp.compiled(_dense)(xp, rules, query, key, extras)
 
 
 def _dense(xp: Any, rules: Rules, query: Any, key: Any, extras: Extras) -> Any:
-    (batch, n, heads, size), (m, kv_heads) = query.shape, key.shape[1:3]
-    grouped, mask = (kv_heads, heads // kv_heads), extras.mask
-    slopes, sinks = (x if x is None else xp.wide(x).reshape(grouped) for x in (extras.slopes, extras.sinks))
-    if mask is not None:
-        mask = xp.broadcast_to(mask, (batch, heads, n, m)).reshape(batch, *grouped, n, m)
-    rows, position = xp.wide(query.reshape(batch, n, *grouped, size)), xp.arange(0, n, query) + (m - n)
-    found, share, empty, *_ = softmax(xp, rules, rows, xp.wide(key), position, Extras(slopes, sinks, mask))
+    (batch, n, heads, _), m = query.shape, key.shape[1]
+    rows, extras = by_group(xp, query, key, extras)
+    found, share, empty, *_ = softmax(xp, rules, rows, xp.wide(key), xp.arange(0, n, query) + (m - n), extras)
     return (found * xp.where(empty, 0.0, share)[..., None]).reshape(batch, heads, n, m)
 
 
@@ -59,34 +54,50 @@ def of_call(layer: Any, arguments: recording.Arguments) -> list[Any]:
     if why := recording.valueless(layer, arguments):
         raise UnsupportedError(f"return_weights=True {why} not supported: call the layer outside of it")
     recording.check_readable(layer, arguments.attn_metadata, "attention weights")
-    impl, ops = layer.impl, recording.ops_of(layer)
+    impl, xp = layer.impl, arrays.ops_of(layer.framework)
     starts, lens = recording.bounds(layer, arguments.attn_metadata)
     q_lens, total = starts[1:] - starts[:-1], int(starts[-1])
     check_elements(impl.num_heads * int((q_lens.astype(int) * lens).sum()))
-    query = ops.rows(arguments.query, total, (impl.num_heads, getattr(impl, "qk_head_dim", impl.head_size)))
+    query = recording.rows_of(arguments.query, total, (impl.num_heads, getattr(impl, "qk_head_dim", impl.head_size)))
     found = []
     for r, (n, m) in enumerate(zip(q_lens.tolist(), lens.tolist(), strict=True)):
         rows = slice(int(starts[r]), int(starts[r]) + n)
         if impl.attn_type in ENCODER_TYPES:
-            key = ops.rows(arguments.key, total, (impl.num_kv_heads, impl.head_size))[rows]
+            key = recording.rows_of(arguments.key, total, (impl.num_kv_heads, impl.head_size))[rows]
         else:
             blocks = arguments.attn_metadata.block_table[r, : -(-m // layer.kv_cache_spec.block_size)]
-            key = ops.keys(layer, arguments.kv_cache, blocks)[:m]
+            key = _keys(xp, layer, arguments.kv_cache, blocks)[:m]
         rules, mask = _seen(layer, arguments, r, rows, m)
         extras = (getattr(impl, "alibi_slopes", None), getattr(impl, "sinks", None), mask)
-        extras = Extras(*(x if x is None else ops.array(x, query) for x in extras))
+        extras = Extras(*(x if x is None else xp.asarray(x, like=query) for x in extras))
         found.append(dense(query[None, rows], key[None], rules, extras)[0])
     return found
 
 
+def _keys(xp: Any, layer: Any, kv_cache: Any, blocks: Any) -> Any:
+    """Return the keys [n * P, K, D] of blocks [n] as the layer reads them; of an MLA layer expanded, [n * P, H, Dn + Dr]."""
+    impl, rows = layer.impl, xp.keys(layer, kv_cache, blocks)
+    rank = getattr(impl, "kv_lora_rank", None)
+    if rank is None:
+        return rows
+    latent, rotary = rows[:, :rank], rows[:, None, rank : rank + impl.qk_rope_head_dim]
+    nope = xp.cast(xp.up_projection(layer)[..., : impl.qk_nope_head_dim], like=rows)
+    rotary = xp.broadcast_to(rotary, (len(rows), impl.num_heads, impl.qk_rope_head_dim))
+    return xp.concat([xp.einsum("ml,lhd->mhd", latent, nope), rotary], -1)
+
+
 def _seen(layer: Any, arguments: recording.Arguments, r: int, rows: slice, m: int) -> tuple[Rules, Any]:
     """Return what request r's rows see: as rules, or as a mask [n, m] where rules cannot say it."""
+    import numpy as np
+
     from attn.reference import visible_mask
 
-    impl, meta, bits = layer.impl, arguments.attn_metadata, recording.ops_of(layer).bits
+    impl, meta, bits = layer.impl, arguments.attn_metadata, arrays.ops_of(layer.framework).bits
     n, scale, cap = rows.stop - rows.start, impl.signed_scale, getattr(impl, "logits_soft_cap", None)
     if (chosen := recording.indices_of(layer, arguments)) is not None:
-        return Rules(False, scale, (None, None), cap), (bits(chosen[rows])[0][..., None] == range(m)).any(1)
+        mask, keys = np.zeros((n, m + 1), bool), bits(chosen[rows])[0]
+        np.put_along_axis(mask, np.where((keys < 0) | (keys >= m), m, keys), True, 1)  # noqa: FBT003
+        return Rules(False, scale, (None, None), cap), mask[:, :m]
     mixed, tree, spans, prefix = (getattr(meta, name, None) for name in ("is_causal", "tree_mask", "spans", "prefix"))
     causal = impl.attn_type == AttentionType.DECODER and bool(meta.causal if mixed is None else mixed[r])
     window, more = getattr(impl, "window", (None, None)), dict[str, Any]()

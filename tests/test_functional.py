@@ -128,11 +128,11 @@ def test_jax_and_numpy_low_precision():
 
 
 def test_torch_rows_go_through_in_slices(monkeypatch):
-    from attn.torch import functional
+    from attn.torch import ops
 
     qkv, arguments = arrays(9, 8, {"causal": True, "mask": "random", "sinks": [0.5] * H})
     whole = attn.attention(*map(torch.tensor, qkv), return_lse=True, **arguments)
-    monkeypatch.setattr(functional, "_SCORES_AT_ONCE", 2 * B * H * 8)
+    monkeypatch.setattr(ops, "_SCORES_AT_ONCE", 2 * B * H * 8)
     sliced = attn.attention(*map(torch.tensor, qkv), return_lse=True, **arguments)
     for a, b in zip(whole, sliced, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
@@ -148,7 +148,7 @@ def test_inside_a_jitted_function():
 
 def test_jax_compiles_once_for_equal_rules():
     from attn.functional import Rules
-    from attn.jax.functional import Ops
+    from attn.jax.ops import Ops
 
     traced = []
 

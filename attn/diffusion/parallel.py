@@ -1,35 +1,131 @@
-"""What each member of a group that shares a sequence computes: its heads and features, and unsupported combinations."""
+"""Ulysses and ring attention over a group whose members share a sequence, for both frameworks.
 
-from collections.abc import Collection
+Each member holds S / W rows of every array. *Ulysses* (arXiv 2309.14509) exchanges rows for heads, so that a member attends to
+whole sequences with H / W heads. It needs two all-to-alls and supports any backend, masks and joint streams; the number of
+members must divide the heads. *Ring* (arXiv 2310.01889) keeps queries, passes keys and values around, and merges partial
+results by log-sum-exp. It supports any number of heads; it needs a backend that returns the log-sum-exp, and is not causal.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Collection
+from typing import Any, ClassVar
 
 from attn.arguments import check_flag, check_heads, list_of_names
+from attn.arrays import ops_of
 from attn.capabilities import Feature
+from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
 from attn.errors import ShapeError, UnsupportedError
+from attn.imports import resolve_obj_by_qualname
 
 STRATEGIES = ("ulysses", "ring")
 
 
-def share_heads(
-    num_heads: int, num_kv_heads: int | None, head_size: int, *, strategy: str, causal: bool, size: int, members: str
-) -> tuple[int, int, int]:
-    """Return (num_heads, num_kv_heads, head_size) of the layer on each of `size` members ("ranks", "devices").
+class BaseSequenceParallel:
+    """The layer of one member of a group: what the framework's class adds is how the members communicate."""
 
-    Raises ValueError for an unknown strategy, `ShapeError` for heads not divisible by `size`, `UnsupportedError` for causal
-    rings, and the exceptions of `check_heads`.
-    """
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy={strategy!r} is unknown; known: {', '.join(STRATEGIES)}")
-    num_heads, num_kv_heads, head_size = check_heads(num_heads, num_kv_heads, head_size)
-    if strategy == "ring":
-        if check_flag("causal", causal):
-            raise UnsupportedError(f"ring: a causal layer is not supported ({members} would wait for each other): use ulysses")
-        return num_heads, num_kv_heads, head_size
-    for name, heads in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
-        if heads % size:
-            raise ShapeError(f"{name}={heads} over {size} {members}: Ulysses needs a multiple (ring does not)")
-    return num_heads // size, num_kv_heads // size, head_size
+    framework: ClassVar[str]
+    members: ClassVar[str]  #: what an error calls them
+    strategy: str
+    size: int  #: W
+    local: Any  #: the layer that a member computes with
 
+    def _share(
+        self,
+        num_heads: int,
+        head_size: int,
+        softmax_scale: float | None,
+        causal: bool,
+        num_kv_heads: int | None,
+        features: Collection[str],
+        choice: dict[str, Any],
+    ) -> None:
+        """Create the member's layer of `DiffusionAttention`'s arguments for the whole one.
 
-def wanted_features(strategy: str, features: Collection[str]) -> tuple[str, ...]:
-    """Return the features that each member's layer requires: for a ring also `lse`, for merging partial results."""
-    return (*list_of_names("features", features), *((Feature.LSE.value,) if strategy == "ring" else ()))
+        Raises ValueError for an unknown strategy, `ShapeError` for heads not divisible by W, `UnsupportedError` for causal
+        rings, and the exceptions of `DiffusionAttention`.
+        """
+        if self.strategy not in STRATEGIES:
+            raise ValueError(f"strategy={self.strategy!r} is unknown; known: {', '.join(STRATEGIES)}")
+        num_heads, num_kv_heads, head_size = check_heads(num_heads, num_kv_heads, head_size)
+        features = list_of_names("features", features)
+        if self.strategy == "ring":
+            if check_flag("causal", causal):
+                raise UnsupportedError(
+                    f"ring: a causal layer is not supported ({self.members} would wait for each other): use ulysses"
+                )
+            features = (*features, Feature.LSE.value)  # to merge partial results
+        else:
+            for name, heads in (("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
+                if heads % self.size:
+                    over = f"{name}={heads} over {self.size} {self.members}"
+                    raise ShapeError(f"{over}: Ulysses needs a multiple (ring does not)")
+            num_heads, num_kv_heads = num_heads // self.size, num_kv_heads // self.size
+        layer = resolve_obj_by_qualname(f"attn.{self.framework}.DiffusionAttention")
+        self.local = layer(num_heads, head_size, softmax_scale, causal, num_kv_heads, features=features, **choice)
+
+    # how the members communicate
+
+    @abstractmethod
+    def _exchanged(self, x: Any, split: int, join: int) -> Any:
+        """Exchange rows for heads or heads for rows: member i receives slice i of dimension `split`, joined along `join`."""
+
+    @abstractmethod
+    def _gathered(self, x: Any, dim: int) -> Any:
+        """Concatenate all members' arrays along `dim`."""
+
+    @abstractmethod
+    def _own_heads(self, x: Any) -> Any:
+        """Return this member's slice of dimension 2; None of None."""
+
+    @abstractmethod
+    def _passed(self, arrays: list[Any]) -> Callable[[], list[Any]]:
+        """Start sending arrays (None: nothing) to the next member; return what waits for the previous member's."""
+
+    # the strategies
+
+    def _attend(self, query: Any, key: Any, value: Any, attn_metadata: DiffusionAttentionMetadata | None) -> Any:
+        """Compute this member's rows. Raises `UnsupportedError` for `kv_lens` and for masks that are not of keys."""
+        meta = attn_metadata or DiffusionAttentionMetadata()
+        if meta.kv_lens is not None or (meta.attn_mask is not None and meta.attn_mask.ndim != 2):
+            raise UnsupportedError(f"{self.strategy}: supports only masks of keys [B, M / W] (others span the {self.members})")
+        return (self._ulysses if self.strategy == "ulysses" else self._ring)(query, key, value, meta)
+
+    def _ulysses(self, query: Any, key: Any, value: Any, meta: DiffusionAttentionMetadata) -> Any:
+        whole = DiffusionAttentionMetadata(
+            attn_mask=None if meta.attn_mask is None else self._gathered(meta.attn_mask, 1),
+            joint_query=self._own_heads(meta.joint_query),
+            joint_key=self._own_heads(meta.joint_key),
+            joint_value=self._own_heads(meta.joint_value),
+            joint_attn_mask=meta.joint_attn_mask,
+            joint_strategy=meta.joint_strategy,
+        )
+        out = self.local(*(self._exchanged(x, 2, 1) for x in (query, key, value)), whole)
+        joint = 0 if meta.joint_query is None else meta.joint_query.shape[1]
+        if not joint:
+            return self._exchanged(out, 1, 2)
+        front = meta.joint_strategy == "front"
+        text, image = (out[:, :joint], out[:, joint:]) if front else (out[:, -joint:], out[:, :-joint])
+        parts = [self._gathered(text, 2), self._exchanged(image, 1, 2)]
+        return ops_of(self.framework).concat(parts if front else parts[::-1], 1)
+
+    def _ring(self, query: Any, key: Any, value: Any, meta: DiffusionAttentionMetadata) -> Any:
+        xp, impl, states = ops_of(self.framework), self.local.impl, []
+        if meta.joint_query is not None:  # its rows see every key on every member, so the results are equal
+            front = meta.joint_strategy == "front"
+            query = xp.concat([meta.joint_query, query] if front else [query, meta.joint_query], 1)
+        if meta.joint_key is not None:  # replicated on every member: it counts once
+            part = DiffusionAttentionMetadata(attn_mask=meta.joint_attn_mask)
+            states.append(impl.forward_lse(query, meta.joint_key, meta.joint_value, part))
+        current = [key, value, meta.attn_mask]
+        for step in range(self.size):
+            arrived = self._passed(current) if step < self.size - 1 else list  # while this member attends to its arrays
+            part = DiffusionAttentionMetadata(attn_mask=current[2])
+            states.append(impl.forward_lse(query, current[0], current[1], part))
+            current = arrived()
+        batch, rows, heads, size = query.shape
+        merge = resolve_obj_by_qualname(f"attn.{self.framework}.merge_attn_states")
+        merged, _ = merge(
+            [xp.cast(out, like=lse).reshape(batch * rows, heads, size) for out, lse in states],
+            [lse.swapaxes(0, 1).reshape(heads, batch * rows) for _, lse in states],
+        )
+        return xp.cast(merged, like=query).reshape(batch, rows, heads, size)

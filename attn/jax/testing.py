@@ -29,7 +29,7 @@ from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.mla.prefill.abstract import MLAContextChunk, MLAPrefillMetadata
 from attn.capabilities import AttentionType, Device, Feature
 from attn.jax.layer import Attention, MLAAttention
-from attn.jax.recording import bits_of
+from attn.jax.ops import bits_of
 from attn.testing import Call, Case, Result, bits, cache_spec, layer_arguments
 from attn.testing.case import Scale
 from attn.testing.prefill import PrefillCall

@@ -22,7 +22,7 @@ from attn.testing.prefill import PrefillCall
 from attn.torch import kv_cache as caches
 from attn.torch.interpreter import correct_bfloat16
 from attn.torch.layer import Attention, MLAAttention
-from attn.torch.recording import Part, bits_of, parts_of, raw, stored_bits
+from attn.torch.ops import Part, bits_of, parts_of, raw, stored_bits
 
 Array = npt.NDArray[Any]
 

@@ -620,14 +620,6 @@ DEFECTS = (
         ("jax/test_serving.py",),
         "A step that was never warmed up warns at its first call.",
     ),
-    Defect(
-        "jax_merge_infinite_part",
-        "jax/merge.py",
-        "empty = jnp.isinf(logs) |",
-        "empty = (logs == -jnp.inf) |",
-        ("jax/test_merge.py",),
-        "A part whose log-sum-exp is +inf takes all the weight.",
-    ),
     # torch: Triton's kernels, interpreted
     Defect(
         "triton_spans_always_cut",
@@ -1163,6 +1155,14 @@ DEFECTS = (
         "An architecture is not part of the range that begins with it.",
     ),
     Defect(
+        "merge_infinite_part",
+        "merge.py",
+        "empty = xp.isinf(logs) |",
+        "empty = (logs == -math.inf) |",
+        ("test_merge.py",),
+        "A part whose log-sum-exp is +inf takes all the weight.",
+    ),
+    Defect(
         "formula_cap_after_bias",
         "functional.py",
         "scores = rules.cap * xp.tanh(scores / rules.cap)",
@@ -1326,9 +1326,9 @@ DEFECTS = (
     ),
     Defect(
         "diffusion_joint_rows",
-        "torch/diffusion/parallel.py",
-        "return torch.cat(parts if front else parts[::-1], 1)",
-        "return torch.cat(parts, 1)",
+        "diffusion/parallel.py",
+        "return ops_of(self.framework).concat(parts if front else parts[::-1], 1)",
+        "return ops_of(self.framework).concat(parts, 1)",
         ("torch/diffusion/test_parallel.py",),
         "Rows of a second stream come first wherever they belong.",
     ),

@@ -16,7 +16,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 import attn
 from attn import reference
-from attn.jax import functional
+from attn.jax import ops
 from attn.jax.kernels.tpu import flash_attention as module
 from attn.jax.kernels.tpu._chips import CHIPS
 from attn.jax.kernels.tpu._flash_layout import BlockSizes, block_sizes_for, vmem_bytes
@@ -268,7 +268,7 @@ def test_attention_on_a_tpu_comes_here(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.append(kwargs)
         return flash_attention(*args, **kwargs)
 
-    monkeypatch.setattr(functional, "on_tpu", lambda x: True)
+    monkeypatch.setattr(ops, "on_tpu", lambda x: True)
     monkeypatch.setattr(module, "flash_attention", spy)
     got = attn.attention(q, k, v, causal=True, window=7)
     assert len(calls) == 1

@@ -1,6 +1,6 @@
-"""The torch side of `attn.recording`: read a call's tensors."""
+"""What code that both frameworks share asks of torch: `attn.arrays.ops_of("torch")`."""
 
-import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -9,14 +9,63 @@ import torch
 
 from attn.dtypes import PER_TOKEN_HEAD
 from attn.torch import kv_cache as caches
-from attn.torch.backends.mla import _rows
 
 Array = npt.NDArray[Any]
 Part = tuple[torch.Tensor, ...]
 
+_SCORES_AT_ONCE = 1 << 25  # elements: 128 MiB of float32 scores
+
 
 class Ops:
-    """Operations on tensors under the names that `attn.recording` uses."""
+    """Operations, a namespace without instances, under the names that `attn.jax.ops.Ops` has too."""
+
+    where, stack, concat, einsum = torch.where, torch.stack, torch.cat, torch.einsum
+    exp, log, tanh, sigmoid = torch.exp, torch.log, torch.tanh, torch.sigmoid
+    isfinite, isinf, isnan = torch.isfinite, torch.isinf, torch.isnan
+    any, amax = torch.any, torch.amax
+    broadcast_to, moveaxis = torch.broadcast_to, torch.moveaxis
+
+    @staticmethod
+    def compiled(formula: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the formula unchanged: torch runs operations eagerly."""
+        return formula
+
+    @staticmethod
+    def asarray(x: Any, like: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(x, device=like.device)
+
+    @staticmethod
+    def arange(start: int, stop: int, like: torch.Tensor) -> torch.Tensor:
+        return torch.arange(start, stop, device=like.device)
+
+    @staticmethod
+    def cast(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        return x.to(like.dtype)
+
+    @staticmethod
+    def wide(x: torch.Tensor) -> torch.Tensor:
+        """`x` in the dtype of the computation: float64 stays, others become float32."""
+        return x if x.dtype == torch.float64 else x.float()
+
+    @staticmethod
+    def fixed_max(x: torch.Tensor) -> torch.Tensor:
+        """The maximum over the last axis, without a gradient; -inf over an empty axis."""
+        return x.detach().amax(-1) if x.shape[-1] else x.new_full(x.shape[:-1], -torch.inf)
+
+    @staticmethod
+    def add_if(condition: torch.Tensor, x: torch.Tensor, more: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """x + more() if the (0-d) condition holds, else x."""
+        return x + more() if condition else x
+
+    @staticmethod
+    def rows_at_once(n: int, row: int) -> int:
+        """How many of n rows, of `row` scores each, are computed at a time."""
+        return max(1, min(n, _SCORES_AT_ONCE // max(1, row)))
+
+    @staticmethod
+    def needs_gradients(*arrays: torch.Tensor) -> bool:
+        """Whether a call with these arguments must be differentiable."""
+        return torch.is_grad_enabled() and any(x.requires_grad for x in arrays)
 
     @staticmethod
     def valueless(query: Any, *others: Any) -> str:
@@ -25,28 +74,22 @@ class Ops:
         return "during the capture of a CUDA graph" if capturing else ""
 
     @staticmethod
-    def is_finite(out: torch.Tensor, tokens: int) -> bool:
-        return bool(out[:tokens].isfinite().all())
-
-    @staticmethod
     def bits(array: Any) -> tuple[Array, str]:
         """Return an array as `attn.testing.bits` stores its dtype, and the dtype's name."""
         tensor = torch.as_tensor(array)
         return bits_of(tensor), str(tensor.dtype).removeprefix("torch.")
 
-    @staticmethod
-    def rows(x: torch.Tensor, total: int, shape: tuple[int, ...]) -> torch.Tensor:
-        """Return the first `total` rows as [total, *shape]; rows of another size unchanged."""
-        x = x[:total]
-        return x.reshape(-1, *shape) if math.prod(x.shape[1:]) == math.prod(shape) else x
+    # a layer and its cache
 
     @staticmethod
-    def joined(parts: list[torch.Tensor]) -> torch.Tensor:
-        return torch.cat(parts, -1)
-
-    @staticmethod
-    def num_blocks(layer: Any, kv_cache: torch.Tensor) -> int:
-        return caches.extent(layer.backend, kv_cache)[0]
+    def attend_once(
+        layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slots: Any, batch: Any, num_blocks: int
+    ) -> Any:
+        """Run a batch over a new cache that holds key, value [S, K, D] at `slots` [S]. Returns out [T, H, D], or with lse."""
+        layer, device = layer.to(query.device), query.device
+        cache = layer.new_kv_cache(num_blocks, device)
+        layer.impl.do_kv_cache_update(layer, key, value, cache, torch.as_tensor(slots, device=device))
+        return layer.impl.forward(layer, query, None, None, cache, layer.build(batch, device=device))
 
     @staticmethod
     def pages(layer: Any, kv_cache: torch.Tensor, ids: Array) -> list[Array]:
@@ -56,20 +99,15 @@ class Ops:
         return [stored_bits(tuple(raw(x)[at].view(x.dtype) for x in part)) for part in found]
 
     @staticmethod
-    def array(values: Any, like: torch.Tensor) -> torch.Tensor:
-        return torch.as_tensor(values, device=like.device)
-
-    @staticmethod
     def keys(layer: Any, kv_cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-        """Return the keys [n * P, K, D] of blocks [n] as the layer reads them; latents expanded, [n * P, H, Dn + Dr]."""
+        """Return the keys [n * P, K, D] of blocks [n] as the layer reads them; of an MLA layer its rows [n * P, L + Dr]."""
+        from attn.torch.backends.mla import _rows
+
         impl, at = layer.impl, blocks.to(kv_cache.device, torch.int64)
         part = parts_of(layer.backend, kv_cache, impl.kv_cache_dtype, impl.head_size)[0]
         stored, *scales = (raw(x)[at].view(x.dtype).flatten(0, 1) for x in part)
         if getattr(impl, "kv_lora_rank", None) is not None:
-            rows = _rows.decode(stored[:, 0], impl.kv_cache_dtype, layer._k_scale)
-            nope = impl.up_projection()[..., : impl.qk_nope_head_dim].to(rows.dtype)
-            latent, rotary = rows[:, : impl.kv_lora_rank], rows[:, None, impl.kv_lora_rank :]
-            return torch.cat([torch.einsum("ml,lhd->mhd", latent, nope), rotary.expand(-1, impl.num_heads, -1)], -1)
+            return _rows.decode(stored[:, 0], impl.kv_cache_dtype, layer._k_scale)
         if not caches.is_quantised(stored.dtype):
             return stored
         return stored.float() * (scales[0] if scales else caches.per_head(layer._k_scale, stored.device))

@@ -1,0 +1,45 @@
+"""The formula of `merge_attn_states`, over the operations of either framework (`attn.torch.merge`, `attn.jax.merge`).
+
+(output, lse) pairs over disjoint sets of keys form a commutative monoid (docs/semantics.md §6). The state is fp32 whatever the
+dtype of the outputs. Sinks are not part of it: they are applied once, after the last merge.
+"""
+
+import functools
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+from attn.errors import ShapeError
+
+
+def check_states(outputs: Sequence[Any], lses: Sequence[Any]) -> None:
+    """Raise `ShapeError` unless there is one lse [H, T] for each output [T, H, D], and at least one of both."""
+    if len(outputs) == 0 or len(outputs) != len(lses):
+        raise ShapeError(f"got {len(outputs)} outputs and {len(lses)} lses: needs equal numbers of both, at least one")
+    tokens, heads, _ = shape = outputs[0].shape
+    for i, (output, lse) in enumerate(zip(outputs, lses, strict=True)):
+        if output.shape != shape or lse.shape != (heads, tokens):
+            raise ShapeError(
+                f"outputs[{i}] has shape {list(output.shape)} and lses[{i}] {list(lse.shape)}: "
+                f"must be {list(shape)} and {[heads, tokens]}"
+            )
+
+
+def merged(xp: Any, outputs: Sequence[Any], lses: Sequence[Any], nan_is_empty: bool) -> tuple[Any, Any]:
+    """Return (output, lse) over all parts by the operations `xp`; arguments and result are those of `merge_attn_states`."""
+    logs = xp.wide(xp.stack(list(lses)))  # [parts, H, T]
+    empty = xp.isinf(logs) | (xp.isnan(logs) & nan_is_empty)
+    logs = xp.where(empty, -math.inf, logs)
+    top = xp.amax(logs, 0)
+    top = xp.where(top == -math.inf, 0, top)
+    weights = xp.exp(logs - top)
+    norm = weights.sum(0)
+    # select, do not multiply: the output of an empty part may contain anything
+    parts = (
+        xp.where(nothing.T[..., None], 0, xp.cast(output, like=logs)) * weight.T[..., None]
+        for output, weight, nothing in zip(outputs, weights, empty, strict=True)
+    )
+    total = functools.reduce(operator.iadd, parts)
+    total = xp.where(norm.T[..., None] == 0, 0, total / norm.T[..., None])
+    return xp.cast(total, like=outputs[0]), top + xp.log(norm)

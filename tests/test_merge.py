@@ -1,0 +1,74 @@
+"""Merging partial attention under torch and jax."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from attn import reference
+from attn.errors import ShapeError
+from attn.imports import resolve_obj_by_qualname
+
+T, H, D = 5, 4, 16
+
+Makes = tuple[Any, Any]  # (the framework's merge, the framework's array from NumPy)
+
+
+@pytest.fixture(params=["torch", "jax"])
+def made(request: pytest.FixtureRequest) -> Makes:
+    merge = resolve_obj_by_qualname(f"attn.{request.param}.merge_attn_states")
+    if request.param == "torch":
+        return merge, torch.from_numpy
+    return jax.jit(merge, static_argnames="nan_is_empty"), jnp.asarray
+
+
+def parts(count: int) -> tuple[Any, Any]:
+    rng = np.random.default_rng(0)
+    return rng.standard_normal((count, T, H, D), np.float32), 3 * rng.standard_normal((count, H, T)).astype(np.float32)
+
+
+@pytest.mark.parametrize("nan_is_empty", [True, False])
+def test_merge_is_the_oracles(nan_is_empty: bool, made: Makes) -> None:
+    """Parts that are empty, by any of their marks, may hold anything."""
+    outputs, lses = parts(3)
+    lses[0, :, 0], lses[:, 1, 1], lses[1, 2, 2], lses[2, 3, 3] = -np.inf, -np.inf, np.inf, np.nan
+    outputs[0, 0], outputs[:, 1, 1], outputs[1, 2, 2] = np.nan, np.inf, np.nan
+    want = reference.merge_states(outputs, lses, nan_is_empty=nan_is_empty)
+    merge, array = made
+    got = merge(list(map(array, outputs)), list(map(array, lses)), nan_is_empty=nan_is_empty)
+    assert "float32" in str(got[1].dtype)
+    for actual, expected in zip(got, want, strict=True):
+        np.testing.assert_allclose(actual, expected, atol=1e-6)
+
+
+def test_one_part_and_any_order(made: Makes) -> None:
+    merge, array = made
+    outputs, lses = (list(map(array, x)) for x in parts(4))
+    for alone, whole in zip(merge(outputs[:1], lses[:1]), (outputs[0], lses[0]), strict=True):
+        np.testing.assert_allclose(alone, whole, rtol=1e-6)
+    left, right = merge(outputs[:2], lses[:2]), merge(outputs[:1:-1], lses[:1:-1])
+    halves = merge([right[0], left[0]], [right[1], left[1]])
+    for once, other in zip(merge(outputs, lses), halves, strict=True):
+        np.testing.assert_allclose(other, once, rtol=1e-5, atol=1e-6)
+
+
+def test_outputs_keep_their_dtype(made: Makes) -> None:
+    merge, array = made
+    half = torch.ones(T, H, D, dtype=torch.bfloat16) if array is torch.from_numpy else jnp.ones((T, H, D), jnp.bfloat16)
+    out, lse = merge([half, 3 * half], [array(np.zeros((H, T), np.float32))] * 2)
+    assert out.dtype == half.dtype and (out == 2).all()
+    np.testing.assert_allclose(lse, np.log(2), rtol=1e-6)
+    if array is torch.from_numpy:
+        assert merge([half.double()], [torch.zeros(H, T).double()])[1].dtype == torch.float64
+
+
+def test_shapes_are_checked(made: Makes) -> None:
+    merge, array = made
+    output = array(np.zeros((T, H, D), np.float32))
+    with pytest.raises(ShapeError, match="got 1 outputs and 0 lses"):
+        merge([output], [])
+    with pytest.raises(ShapeError, match=r"lses\[0\] \[5, 4\]: must be \[5, 4, 16\] and \[4, 5\]"):
+        merge([output], [output[..., 0]])
