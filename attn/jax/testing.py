@@ -25,14 +25,11 @@ import numpy.typing as npt
 from jax._src import compiler
 from jax.experimental.pallas import tpu as pltpu
 
-from attn.backends.metadata import CommonAttentionMetadata
-from attn.backends.mla.prefill.abstract import MLAContextChunk, MLAPrefillMetadata
 from attn.capabilities import AttentionType, Device, Feature
-from attn.jax.layer import Attention, MLAAttention
 from attn.jax.ops import bits_of
-from attn.testing import Call, Case, Result, bits, cache_spec, layer_arguments
-from attn.testing.case import Scale
-from attn.testing.prefill import PrefillCall
+from attn.testing import Call, Result, bits, cache_spec
+from attn.testing.prefill import PrefillCall, results
+from attn.testing.runner import BaseRunner
 
 Array = npt.NDArray[Any]
 
@@ -116,12 +113,10 @@ def _is_known(name: str, value: str | bool) -> bool:
     return True
 
 
-class Runner:
-    """Runs calls on a backend class: `Runner(backend, device)(call)`.
+class Runner(BaseRunner):
+    __doc__ = BaseRunner.__doc__
 
-    `build` constructs the layer's implementation, `layer` the layer as a user does, and `open` a layer with a cache for several
-    calls.
-    """
+    framework = "jax"
 
     def __init__(self, backend: Any, device: Device | None = None) -> None:
         self.backend, self.device = backend, device
@@ -129,53 +124,21 @@ class Runner:
         self.is_interpreted = platform in getattr(backend, "interpreted_on", ())
         self._places: dict[tuple[int, ...], tuple[Array, Array]] = {}
 
-    def build(self, call: Call) -> Any:
-        """Return the implementation of the call's layer. Raises what its constructor raises."""
-        sinks = {} if call.sinks is None else {"sinks": jnp.asarray(call.sinks)}
-        impl = self.backend.get_impl_cls()(**layer_arguments(call), **sinks)
-        impl.need_to_return_lse_for_decode = call.case.lse
-        impl.batch_invariant = Feature.BATCH_INVARIANT.value in call.case.features
-        if (record := self.backend.capabilities) is not None:  # the same prefill backend, whatever the poison
-            impl.prefill_features = record.features & {Feature.NAN_SAFE}
-        return impl
+    def _array(self, values: Any) -> jax.Array:
+        return jnp.asarray(values)
 
-    def layer(self, call: Call, **changes: Any) -> Any:
-        """Return the call's layer as a user builds it, with some arguments changed. Raises what its constructor raises."""
-        case = call.case
-        arguments = {
-            "num_heads": case.num_heads,
-            "scale": case.scale,
-            "kv_cache_dtype": case.kv_cache_dtype,
-            "dtype": jnp.dtype(case.dtype),
-            "block_size": case.block_size,
-            "backend": self.backend.get_name(),
-            "features": sorted(case.request().features & self.backend.capabilities.features),
-            "return_lse": case.lse,
-            "k_scale": self._scale(case, case.k_scale),
-        }
-        if case.mla:
-            rank, nope, rope, value = case.mla
-            up = jnp.asarray(call.weights.reshape(rank, -1)).astype(case.dtype)
-            arguments |= {
-                "kv_lora_rank": rank,
-                "qk_nope_head_dim": nope,
-                "qk_rope_head_dim": rope,
-                "v_head_dim": value,
-                "kv_b_proj": SimpleNamespace(kernel=up),
-                "indexer": "given with the call" if case.topk else None,
-            }
-        else:
-            plain = layer_arguments(call)
-            names = ("head_size", "num_kv_heads", "alibi_slopes", "sliding_window", "logits_soft_cap", "attn_type")
-            arguments |= {key: plain[key] for key in (*names, "kv_sharing_target_layer_name")}
-            arguments |= {key: plain[key] for key in ("chunk_size", "span_window") if key in plain}
-            arguments |= {"sinks": None if call.sinks is None else jnp.asarray(call.sinks)}
-            arguments |= {"v_scale": self._scale(case, case.v_scale)}
-        return (MLAAttention if case.mla else Attention)(**{**arguments, **changes})
+    def _own_sinks(self, sinks: Array) -> jax.Array:
+        return jnp.asarray(sinks)
 
-    def _scale(self, case: Case, scale: Scale) -> Any:
-        """Return a scale as a user passes it: a number, a list, or an array on the device."""
-        return jnp.asarray(scale) if case.data_seed % 2 else list(scale) if isinstance(scale, tuple) else scale
+    def _dtype(self, name: str) -> Any:
+        return jnp.dtype(name)
+
+    def _of_impl(self, call: Call) -> dict[str, Any]:
+        return {} if call.sinks is None else {"sinks": jnp.asarray(call.sinks)}
+
+    def _of_latent_layer(self, call: Call) -> dict[str, Any]:
+        up = jnp.asarray(call.weights.reshape(call.case.mla[0], -1)).astype(call.case.dtype)
+        return {"kv_b_proj": SimpleNamespace(kernel=up), "indexer": "given with the call" if call.case.topk else None}
 
     def __call__(self, call: Call) -> Result:
         with self._watch(call):
@@ -263,17 +226,6 @@ class Runner:
         arrays = [None if x is None else self._rows(x, case.dtype, rows) for x in (call.query, *fresh)]
         return [x.reshape(rows, -1) if x is not None and case.layout == "flat" else x for x in arrays]
 
-    def _batch(self, call: Call) -> CommonAttentionMetadata:
-        """Return the call's batch with copied arrays, of NumPy or jax."""
-        batch, arrays = call.writable_batch(), call.case.arrays
-        if arrays == "numpy":
-            return batch
-        names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping", "tree_mask", "spans", "prefix")
-        host = {name: getattr(batch, name) for name in names}
-        device = {name: None if x is None else jnp.asarray(x) for name, x in host.items()}
-        mirrors = {} if arrays == "device" else {"query_start_loc_cpu": None, "seq_lens_cpu": None}
-        return batch.replace(**device, **mirrors)
-
     def _result(self, call: Call, result: Any, kv_cache: Any) -> Result:
         case, count = call.case, call.query.shape[0]
         out, lse = result if isinstance(result, tuple) else (result, None)
@@ -330,22 +282,12 @@ class Runner:
 
 
 def prefill(backend: Any, call: PrefillCall) -> tuple[Array, list[tuple[Array, Array]]]:
-    """Return an MLA prefill backend's results in NumPy: (new tokens' output, [(out, lse)] of new tokens and each chunk)."""
-    case, starts = call.case, call.query_start_loc
-    chunks = tuple(
-        MLAContextChunk(jnp.asarray(at), at, int(at[-1]), int(np.diff(at).max(initial=0))) for *_, at in call.parts[1:]
-    )
-    meta = MLAPrefillMetadata(jnp.asarray(starts), starts, len(starts) - 1, int(np.diff(starts).max(initial=0)), chunks)
-    impl = backend(case.num_heads, *case.sizes, call.scale)
-    query = jnp.asarray(call.query, case.dtype)
-    new, *context = [tuple(jnp.asarray(x, case.dtype) for x in part[:2]) for part in call.parts]
+    """Run an MLA prefill backend by `attn.testing.prefill.results`."""
 
-    def host(state: Any) -> tuple[Array, Array]:
-        out, lse = (np.asarray(x, np.float32) for x in state)
-        return out, lse
+    def rows(values: Array) -> jax.Array:
+        return jnp.asarray(values, call.case.dtype)
 
-    alone = impl.run_prefill_new_tokens(query, *new, meta, False)
-    assert alone.dtype == query.dtype
-    states = [host(impl.run_prefill_new_tokens(query, *new, meta, True))]
-    states += [host(impl.run_prefill_context_chunk(i, query, *part, meta)) for i, part in enumerate(context)]
-    return np.asarray(alone, np.float32), states
+    def pair(keys: Array, values: Array) -> tuple[jax.Array, jax.Array]:
+        return rows(keys), rows(values)
+
+    return results(backend, call, jnp.asarray, rows, pair, lambda x: np.asarray(x, np.float32))

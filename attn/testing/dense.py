@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from attn import reference
 from attn.capabilities import Device, Feature, supports_size
-from attn.diffusion.backends.abstract import DiffusionRequest
+from attn.diffusion.backends.abstract import DiffusionAttentionMetadata, DiffusionRequest
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.errors import UnsupportedError
 from attn.imports import resolve_obj_by_qualname
@@ -104,6 +104,24 @@ class DenseCall:
     present: Array | None
     mask: Array | None
     joint: tuple[Array, Array, Array] | None
+
+    @property
+    def given_mask(self) -> Array | None:
+        """The mask that is passed: of rows and keys if there is one, else of keys."""
+        return self.present if self.mask is None else self.mask
+
+
+def attend(impl: Any, call: DenseCall, qkv: Sequence[Any], mask: Any, joint: Sequence[Any] | None) -> Any:
+    """Run an implementation on a call's arrays of its framework; `mask` is None, or that of keys or of rows and keys."""
+    meta = DiffusionAttentionMetadata(joint_strategy="rear" if call.case.rear else "front")
+    if call.case.lens:
+        meta.kv_lens = call.case.lens
+    else:
+        meta.attn_mask = mask
+    if joint is not None:
+        query, meta.joint_key, meta.joint_value = joint
+        meta.joint_query = query if query.shape[1] else None
+    return impl.forward(*qkv, meta)
 
 
 def dense_cases(backend: Any, device: Device | None = None, level: str = "quick") -> list[DenseCase]:

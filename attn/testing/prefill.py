@@ -2,8 +2,8 @@
 
 Cases cover the calls of the MLA template: causal attention of new tokens, context in chunks without a mask, requests without
 tokens or without keys in a chunk, values that are a strided view next to their keys. All parts, merged by their log-sum-exps,
-must equal attention over everything. A framework's driver (`attn.torch.testing.prefill`, `attn.jax.testing.prefill`) converts
-a call from NumPy and its result back; the rules are those of the paged family.
+must equal attention over everything. A framework's driver (`attn.torch.testing.prefill`, `attn.jax.testing.prefill`) says how
+arrays are converted; the rules are those of the paged family.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from attn import reference
+from attn.backends.mla.prefill.abstract import MLAContextChunk, MLAPrefillMetadata
 from attn.backends.mla.prefill.registry import MLAPrefillBackendEnum
 from attn.backends.mla.prefill.selector import make_mla_prefill_request
 from attn.capabilities import supports_size
@@ -111,6 +112,35 @@ def draw_prefill(case: PrefillCase) -> PrefillCall:
     query = normal(sum(case.query_lens), size)
     parts = [(normal(sum(n), size), normal(sum(n), value_size), starts(n)) for n in (case.query_lens, *case.chunks)]
     return PrefillCall(case, size**-0.5 if case.scale is None else case.scale, query, starts(case.query_lens), parts)
+
+
+def results(
+    backend: Any,
+    call: PrefillCall,
+    put: Callable[[Array], Any],
+    rows: Callable[[Array], Any],
+    pair: Callable[[Array, Array], tuple[Any, Any]],
+    numbers: Callable[[Any], Array],
+) -> tuple[Array, list[State]]:
+    """Return a backend's results in NumPy: (new tokens' output, [(out, lse)] of new tokens and each chunk).
+
+    put, rows, pair: convert an index, a query, and keys with their values, in the case's dtype; numbers: converts back.
+    """
+
+    def longest(starts: Array) -> int:
+        return int(np.diff(starts).max(initial=0))
+
+    starts = call.query_start_loc
+    chunks = tuple(MLAContextChunk(put(at), at, int(at[-1]), longest(at)) for *_, at in call.parts[1:])
+    meta = MLAPrefillMetadata(put(starts), starts, len(starts) - 1, longest(starts), chunks)
+    impl = backend(call.case.num_heads, *call.case.sizes, call.scale)
+    query, new = rows(call.query), pair(*call.parts[0][:2])
+    alone = impl.run_prefill_new_tokens(query, *new, meta, False)
+    assert alone.dtype == query.dtype
+    states = [impl.run_prefill_new_tokens(query, *new, meta, True)]
+    for i, (keys, values, _) in enumerate(call.parts[1:]):
+        states.append(impl.run_prefill_context_chunk(i, query, *pair(keys, values), meta))
+    return numbers(alone), [(numbers(out), numbers(lse)) for out, lse in states]
 
 
 def _expected(call: PrefillCall, parts: Sequence[int], causal: bool) -> State:

@@ -13,15 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attn.backends.metadata import CommonAttentionMetadata
-from attn.backends.mla.prefill.abstract import MLAContextChunk, MLAPrefillMetadata
-from attn.capabilities import Device, Feature
-from attn.testing import Call, Case, Result, bits, cache_spec, layer_arguments
-from attn.testing.case import Scale
-from attn.testing.prefill import PrefillCall
+from attn.capabilities import Device
+from attn.testing import Call, Result, bits, cache_spec
+from attn.testing.prefill import PrefillCall, results
+from attn.testing.runner import BaseRunner
 from attn.torch import kv_cache as caches
 from attn.torch.interpreter import correct_bfloat16
-from attn.torch.layer import Attention, MLAAttention
 from attn.torch.ops import Part, bits_of, parts_of, raw, stored_bits
 
 Array = npt.NDArray[Any]
@@ -31,12 +28,10 @@ _INTEGERS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
 _MARGIN = 2  #: rows before and after the output that must not be written
 
 
-class Runner:
-    """Runs calls on a backend class: `Runner(backend, device)(call)`.
+class Runner(BaseRunner):
+    __doc__ = BaseRunner.__doc__
 
-    `build` constructs the layer's implementation, `layer` the layer as a user does, and `open` a layer with a cache for several
-    calls.
-    """
+    framework = "torch"
 
     def __init__(self, backend: Any, device: Device | None = None) -> None:
         by_choice = getattr(backend, "is_interpreted", None)
@@ -45,68 +40,31 @@ class Runner:
         platform = device.platform if device is not None else "cpu"
         self.backend, self.device = backend, torch.device("cuda" if platform == "rocm" else platform)
 
-    def build(self, call: Call) -> Any:
-        """Return the implementation of the call's layer. Raises what its constructor raises."""
-        arguments = layer_arguments(call)
-        if call.case.mla:
-            arguments["kv_b_proj"] = self._tensor(arguments["kv_b_proj"], call.case.dtype)
-            indices = torch.from_numpy(call.indices).to(self.device) if call.case.topk else None
-            arguments["indexer"] = SimpleNamespace(topk_indices=indices)
-        elif call.sinks is not None:
-            arguments["sinks"] = torch.tensor(call.sinks, device=self.device)
-        impl = self.backend.get_impl_cls()(**arguments)
-        impl.need_to_return_lse_for_decode = call.case.lse
-        impl.batch_invariant = Feature.BATCH_INVARIANT.value in call.case.features
-        if (record := self.backend.capabilities) is not None:  # the same prefill backend, whatever the poison
-            impl.prefill_features = record.features & {Feature.NAN_SAFE}
-        return impl
+    def _array(self, values: Any) -> torch.Tensor:
+        return torch.tensor(values, device=self.device)
+
+    def _dtype(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    def _own_sinks(self, sinks: Array) -> torch.Tensor:
+        return torch.tensor(sinks)  # on the CPU: the layer moves them
+
+    def _of_impl(self, call: Call) -> dict[str, Any]:
+        if not call.case.mla:
+            return {} if call.sinks is None else {"sinks": self._array(call.sinks)}
+        indexer = SimpleNamespace(topk_indices=self._array(call.indices) if call.case.topk else None)
+        return {"kv_b_proj": self._tensor(call.weights, call.case.dtype), "indexer": indexer}
+
+    def _of_latent_layer(self, call: Call) -> dict[str, Any]:
+        case, (rank, nope, _, value) = call.case, call.case.mla
+        width, dtype = case.num_heads * (nope + value), self._dtype(case.dtype)
+        up = torch.nn.Linear(rank, width, bias=False, device=self.device, dtype=dtype)
+        up.weight.data = self._tensor(np.array(call.weights.reshape(rank, -1).T, order="C"), case.dtype)
+        return {"kv_b_proj": up, "indexer": self._of_impl(call)["indexer"] if case.topk else None}
 
     def layer(self, call: Call, **changes: Any) -> Any:
-        """Return the call's layer as a user builds it, with some arguments changed. Raises what its constructor raises."""
-        case, device, name = call.case, self.device, self.backend.get_name()
-        declared = frozenset() if self.backend.capabilities is None else self.backend.capabilities.features
-        arguments = {
-            "num_heads": case.num_heads,
-            "scale": case.scale,
-            "kv_cache_dtype": case.kv_cache_dtype,
-            "dtype": getattr(torch, case.dtype),
-            "block_size": case.block_size,
-            "backend": name,
-            "features": sorted(case.request().features & declared),
-            "return_lse": case.lse,
-            "k_scale": self._scale(case, case.k_scale),
-        }
-        if case.mla:
-            rank, nope, rope, value = case.mla
-            up = torch.nn.Linear(rank, case.num_heads * (nope + value), bias=False, device=device, dtype=arguments["dtype"])
-            up.weight.data = self._tensor(np.array(call.weights.reshape(rank, -1).T, order="C"), case.dtype)
-            indices = torch.from_numpy(call.indices).to(device) if case.topk else None
-            arguments |= {
-                "kv_lora_rank": rank,
-                "qk_nope_head_dim": nope,
-                "qk_rope_head_dim": rope,
-                "v_head_dim": value,
-                "kv_b_proj": up,
-                "indexer": SimpleNamespace(topk_indices=indices) if case.topk else None,
-            }
-        else:
-            plain = layer_arguments(call)
-            names = ("head_size", "num_kv_heads", "alibi_slopes", "sliding_window", "logits_soft_cap", "attn_type")
-            arguments |= {key: plain[key] for key in (*names, "kv_sharing_target_layer_name")}
-            arguments |= {key: plain[key] for key in ("chunk_size", "span_window") if key in plain}
-            arguments |= {"sinks": None if call.sinks is None else torch.tensor(call.sinks)}
-            arguments |= {"v_scale": self._scale(case, case.v_scale)}
-        return (MLAAttention if case.mla else Attention)(**{**arguments, **changes}).to(device)
-
-    def _scale(self, case: Case, scale: Scale) -> Any:
-        """Return a scale as a user passes it: a number, a list, or a tensor on the device."""
-        return (
-            torch.tensor(scale, device=self.device)
-            if case.data_seed % 2
-            else list(scale)
-            if isinstance(scale, tuple)
-            else scale
-        )
+        """As `BaseRunner.layer`, on the device."""
+        return super().layer(call, **changes).to(self.device)
 
     def __call__(self, call: Call) -> Result:
         return self.open(call)(call)
@@ -160,17 +118,6 @@ class Runner:
         with torch.no_grad():
             result = impl.forward(_layer(call, self.device), query, key, value, kv_cache, metadata, output, output_scale)
         return result, torch.cat([buffer[:_MARGIN].float(), buffer[_MARGIN + rows :].float()])
-
-    def _batch(self, call: Call) -> CommonAttentionMetadata:
-        """Return the call's batch with copied arrays, of NumPy or on the device."""
-        batch, arrays = call.writable_batch(), call.case.arrays
-        if arrays == "numpy":
-            return batch
-        names = ("query_start_loc", "seq_lens", "block_table", "slot_mapping", "tree_mask", "spans", "prefix")
-        host = {name: getattr(batch, name) for name in names}
-        tensors = {name: None if x is None else torch.from_numpy(x).to(self.device) for name, x in host.items()}
-        mirrors = {} if arrays == "device" else {"query_start_loc_cpu": None, "seq_lens_cpu": None}
-        return batch.replace(**tensors, **mirrors)
 
     def _rows(self, call: Call) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """Return query, key and value (MLA: query, kv_c and k_pe) in the case's memory layout."""
@@ -239,42 +186,21 @@ def _layer(call: Call, device: torch.device) -> SimpleNamespace:
 
 
 def prefill(backend: Any, call: PrefillCall) -> tuple[Array, list[tuple[Array, Array]]]:
-    """Return an MLA prefill backend's results in NumPy: (new tokens' output, [(out, lse)] of new tokens and each chunk).
-
-    Values are a view next to their keys, as in the MLA template.
-    """
+    """Run an MLA prefill backend by `attn.testing.prefill.results`; values are a view next to their keys, as the template's."""
     on_gpu = torch.cuda.is_available() and {"cuda", "rocm"} & set(backend.capabilities.platforms)
     device = torch.device("cuda" if on_gpu else "cpu")
     if "triton" in backend.capabilities.packages and os.environ.get("TRITON_INTERPRET") == "1" and not on_gpu:
         correct_bfloat16()
 
-    def put(values: Array, dtype: torch.dtype = getattr(torch, call.case.dtype)) -> torch.Tensor:  # noqa: B008
-        return torch.from_numpy(values.copy()).to(device, dtype)
+    def put(values: Array) -> torch.Tensor:
+        return torch.tensor(values, device=device)
 
     def rows(values: Array) -> torch.Tensor:
-        return views(put(values)) if call.case.layout == "fused" else put(values)
+        made = put(values).to(getattr(torch, call.case.dtype))
+        return views(made) if call.case.layout == "fused" else made
 
     def beside(keys: Array, values: Array) -> tuple[torch.Tensor, torch.Tensor]:
-        size = keys.shape[2]
-        return rows(keys), rows(np.concatenate([keys, values], 2))[..., size:]
+        return rows(keys), rows(np.concatenate([keys, values], 2))[..., keys.shape[2] :]
 
-    def host(state: Any) -> tuple[Array, Array]:
-        out, lse = (x.double().cpu().numpy() for x in state)
-        return out, lse
-
-    starts, int32 = call.query_start_loc, torch.int32
-    chunks = tuple(
-        MLAContextChunk(put(at, int32), at, int(at[-1]), int(np.diff(at).max(initial=0))) for *_, at in call.parts[1:]
-    )
-    meta = MLAPrefillMetadata(put(starts, int32), starts, len(starts) - 1, int(np.diff(starts).max(initial=0)), chunks)
-    case = call.case
-    impl = backend(case.num_heads, *case.sizes, call.scale)
-    query = rows(call.query)
     with torch.no_grad():
-        new = beside(*call.parts[0][:2])
-        alone = impl.run_prefill_new_tokens(query, *new, meta, False)
-        assert alone.dtype == query.dtype
-        states = [host(impl.run_prefill_new_tokens(query, *new, meta, True))]
-        for i, (keys, values, _) in enumerate(call.parts[1:]):
-            states.append(host(impl.run_prefill_context_chunk(i, query, *beside(keys, values), meta)))
-    return alone.double().cpu().numpy(), states
+        return results(backend, call, put, rows, beside, lambda x: x.double().cpu().numpy())

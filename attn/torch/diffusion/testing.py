@@ -9,7 +9,7 @@ import torch
 
 from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
 from attn.testing.conformance import is_interpreted
-from attn.testing.dense import DenseCall, DenseCase, Sampled, vast_places
+from attn.testing.dense import DenseCall, DenseCase, Sampled, attend, vast_places
 from attn.torch.interpreter import correct_bfloat16
 from attn.torch.testing import views
 
@@ -27,17 +27,10 @@ def dense(backend: Any, call: DenseCall) -> Array:
         return made if case.layout == "heads" else made.transpose(1, 2).contiguous().transpose(1, 2)
 
     impl = backend.get_impl_cls()(case.num_heads, case.head_size, case.scale, case.causal, case.num_kv_heads)
-    meta = DiffusionAttentionMetadata(joint_strategy="rear" if case.rear else "front")
-    if case.lens:
-        meta.kv_lens = case.lens
-    elif call.present is not None or call.mask is not None:
-        given = call.present if call.mask is None else call.mask
-        meta.attn_mask = torch.from_numpy(given)
-    if call.joint is not None:
-        query, meta.joint_key, meta.joint_value = map(tensor, call.joint)
-        meta.joint_query = query if query.shape[1] else None
+    mask = None if call.given_mask is None else torch.from_numpy(call.given_mask)
+    joint = None if call.joint is None else list(map(tensor, call.joint))
     with torch.no_grad():
-        out: torch.Tensor = impl.forward(tensor(call.query), tensor(call.key), tensor(call.value), meta)
+        out: torch.Tensor = attend(impl, call, list(map(tensor, (call.query, call.key, call.value))), mask, joint)
     assert out.dtype == getattr(torch, case.dtype)
     array: Array = out.double().cpu().numpy()
     return array
