@@ -7,7 +7,6 @@ ROOT = TESTS.parent
 
 #: Files that test no single module, and what they test.
 ACROSS = {
-    "tools/bench/test_stopwatches.py": "attn/tools/bench/on_torch.py and attn/tools/bench/on_jax.py: the same tests of both",
     "tools/demo/test_models.py": "the same model in both frameworks",
     "integrations/test_arguments.py": "docs/reference/arguments.md",
     "integrations/test_entry_points.py": "pyproject.toml",

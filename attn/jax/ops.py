@@ -145,7 +145,7 @@ def on_tpu(x: jax.Array) -> bool:
 
 def _kernel_supports(*arrays: Any) -> bool:
     """Whether these are q, k, v and extras for which the TPU kernel computes the formula."""
-    if len(arrays) != 4:
+    if len(arrays) != 4 or not hasattr(arrays[3], "mask"):
         return False
     q, _, _, extras = arrays
     return extras.mask is None and q.dtype in (jnp.bfloat16, jnp.float32) and on_tpu(q)

@@ -4,7 +4,6 @@ Times are those of plain calls, launched one after another behind a write of 256
 milliseconds, which hides the host's work, and not every vendor's call can be captured in a graph.
 """
 
-import statistics
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from attn.tools.bench import Timing
 from attn.tools.bench.dense import Shape
 from attn.tools.bench.on_torch import TorchBench
+from attn.tools.bench.stopwatches import timing
 
 _TURNS, _SECONDS = 2, 0.3  #: rounds per backend, seconds per round
 _SAMPLED = 32  #: rows of each head that are compared
@@ -46,13 +46,16 @@ class DenseBench:
         times: list[list[float]] = [[] for _ in backends]
         turn = list(zip(found, times, backends, strict=True))
         for _ in range(_TURNS):
-            for timing, samples, backend in turn:
-                if isinstance(timing, Timing):
+            for first, samples, backend in turn:
+                if isinstance(first, Timing):
                     call = partial(self._impl(backend, shape).forward, *tensors)
-                    count = min(20, max(3, int(_SECONDS * 1e3 / timing.ms)))
+                    count = min(20, max(3, int(_SECONDS * 1e3 / first.ms)))
                     samples += self._watch.times(call, self._flushed.zero_, count)
             turn.reverse()  # each backend inherits the clock of the one before it
-        return [_timed(x, sorted(samples)) if isinstance(x, Timing) else x for x, samples in zip(found, times, strict=True)]
+        return [
+            timing(sorted(samples), error=x.error) if isinstance(x, Timing) else x
+            for x, samples in zip(found, times, strict=True)
+        ]
 
     @staticmethod
     def _impl(backend: Any, shape: Shape) -> Any:
@@ -72,11 +75,6 @@ class DenseBench:
             return refusal
         ms = max(ms, 1e-3)
         return Timing(ms, ms, ms, error=error)
-
-
-def _timed(first: Timing, times: list[float]) -> Timing:
-    low, high = times[len(times) // 5], times[4 * len(times) // 5]
-    return Timing(statistics.median(times), low, high, error=first.error)
 
 
 def _sampled(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, at: torch.Tensor) -> torch.Tensor:

@@ -4,16 +4,12 @@ The layer's call is one compiled program, which reads the cache and returns only
 its new rows, into a donated cache. Times are wall-clock times until the output is ready, so on an accelerator they include
 the launch. Before each call 256 MiB are written on the device (64 on a CPU), or read for the clean median. The kernel's
 time without launches is what one more attention adds to a program that computes several in sequence, with warm caches.
-
-Inputs are random and pages are at random places. The output of the timed program is compared with float32 attention over
-the cache as it is stored, over up to three requests of each length.
 """
 
 import functools
 import os
 import platform
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -22,77 +18,48 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from attn import dtypes
 from attn.backends.abstract import KVCacheSpec
-from attn.backends.metadata import CommonAttentionMetadata
-from attn.backends.registry import AttentionBackendEnum
 from attn.errors import UnsupportedError
 from attn.imports import version_of
 from attn.jax import kv_cache as caches
 from attn.jax.backends.mla._mla import latent_rows
 from attn.jax.kernels import xla_mla
-from attn.tools.bench import Case, Timing, parse
+from attn.tools.bench import Case, Timing
 from attn.tools.bench.case import NOPE, ROPE, VALUE
 from attn.tools.bench.deadline import deadline
+from attn.tools.bench.stopwatches import CODE_SCALE, LATENT_SCALE, BaseBench, BaseWorkload, timing
 
-_CODE_SCALE = 0.03  #: for an int8 cache, with codes up to about +-90; other caches contain values of about 1
-_LATENT_SCALE = 0.02  #: for an fp8 cache of latents, with codes up to about +-50, so that a kernel that omits the scale fails
-_PATIENCE = 2000.0  #: time limit for all timed calls of a slow kernel, in milliseconds
 _REPEATS = 4  #: attentions added to a program to measure the time of one
 
 
-class Workload:
-    """A layer, a filled cache and one batch on the device.
+class Workload(BaseWorkload):
+    """A workload of arrays.
 
     `attend` is the layer as a function, `arguments` its arrays, the query first. If the layer `writes`, the second is the
     cache, and `attend` returns (output, cache).
     """
 
+    framework = "jax"
     writes = False
-    chunk = 256  #: rows compared at a time, so that long prompts fit in memory
     attend: Callable[..., Any]
     arguments: tuple[Any, ...]
 
-    def __init__(self, case: Case, backend: str) -> None:
-        if case.kv_cache_dtype in dtypes.PER_TOKEN_HEAD:
-            raise UnsupportedError(
-                f"kv_cache_dtype={case.kv_cache_dtype}: the benchmark does not support caches with scales between codes"
-            )
-        cls: Any = AttentionBackendEnum[backend].get_class()
-        self.case, self.lens = case, parse(case.batch)
-        pages = [-(-m // case.block_size) for _, m in self.lens]
-        tables: Any = np.split(np.random.default_rng(0).permutation(sum(pages)).astype(np.int32), np.cumsum(pages)[:-1])
-        self.tables = tables
-        spec = KVCacheSpec(case.block_size, case.num_kv_heads, case.head_size, case.dtype, case.kv_cache_dtype, sum(pages))
-        self.batch = CommonAttentionMetadata.from_lens(
-            [n for n, _ in self.lens], [m for _, m in self.lens], tables, case.block_size
-        )
-        self._builder = cls.get_builder_cls()(spec, ["layer"], None, None)
-        self.metadata = self.build()
-        self.empty = jax.eval_shape(functools.partial(caches.allocate, cls, spec, sum(pages)))
-        self.scale = _CODE_SCALE if self.empty.dtype == jnp.int8 else 1.0
-        self._fill(cls, self.metadata.slot_mapping.shape[0])
+    def _fill(self, cls: Any, impl_cls: Any, spec: KVCacheSpec) -> None:
+        assert spec.num_blocks is not None
+        self.empty = jax.eval_shape(functools.partial(caches.allocate, cls, spec, spec.num_blocks))
+        self.scale = CODE_SCALE if self.empty.dtype == jnp.int8 else 1.0
+        self._draw(cls, impl_cls, self.metadata.slot_mapping.shape[0])
 
-    def _fill(self, cls: Any, rows: int) -> None:
+    def _draw(self, cls: Any, impl_cls: Any, rows: int) -> None:
         """Fill the cache; create the layer and queries for `rows` rows of a batch."""
         case, empty = self.case, self.empty
         self.cache = _filled(cls.logical_kv_cache, empty.shape, empty.dtype, case.head_size)
         self._views = functools.partial(_rows, cls.logical_kv_cache, case.head_size)
         draw = np.random.default_rng(1).standard_normal
         self.query = jnp.asarray(draw((rows, case.num_heads, case.head_size), np.float32), case.dtype)
-        self.sinks = None
-        if case.sinks:  # about as much weight as all keys together: less would not be visible in the error
-            heavy = np.log(max(m for _, m in self.lens))
-            self.sinks = jnp.asarray(heavy + draw(case.num_heads), jnp.float32)
-        impl = cls.get_impl_cls()(
-            case.num_heads,
-            case.head_size,
-            case.head_size**-0.5,
-            case.num_kv_heads,
-            sliding_window=case.window,
-            kv_cache_dtype=case.kv_cache_dtype,
-            **({} if self.sinks is None else {"sinks": self.sinks}),
-        )
+        if case.sinks:
+            self.sinks = jnp.asarray(self._heavy() + draw(case.num_heads), jnp.float32)
+        impl = self._layer(impl_cls)
 
         def attend(query: jax.Array, cache: jax.Array, metadata: Any) -> jax.Array:
             out, _ = impl.apply(query, None, None, cache, metadata, k_scale=self.scale, v_scale=self.scale)
@@ -115,42 +82,21 @@ class Workload:
 
         return call
 
-    def build(self) -> Any:
-        return self._builder.build(0, self.batch)
-
     def blocks(self, r: int, tokens: int) -> Any:
         """Request r's pages, then others up to a power of two, with at least `tokens` tokens: few shapes to compile."""
         count = _power_of_two(-(-tokens // self.case.block_size))
         return np.pad(self.tables[r], (0, max(0, count - len(self.tables[r]))))
 
     def dense(self, r: int) -> tuple[jax.Array, ...]:
-        """Request r's keys and values [S, K, D] in float32, gathered and dequantised, and after them those of other pages."""
         return self._views(self.cache, self.blocks(r, self.lens[r][1]), self.scale)  # type: ignore[no-any-return]
 
-    def exact(self, query: Any, stored: tuple[jax.Array, ...], first: int) -> jax.Array:
-        """Attention [t, H, D] in float32 over the arrays of `dense`, causal; the first row is at position `first`."""
-        return _exact(query, *stored, self.sinks, first, self.case.window)  # type: ignore[no-any-return]
-
-    def error(self, output: Any, most: int = 3) -> float:
-        """Relative RMS error of `output` [T, H, D] against float32, over up to `most` requests of each length."""
-        query, output = np.asarray(self.query), np.asarray(output)  # NumPy slices without compiling
-        wrong = total = 0.0
-        seen: dict[tuple[int, int], int] = {}
-        begin = 0
-        for r, (n, m) in enumerate(self.lens):
-            seen[n, m] = seen.get((n, m), 0) + 1
-            if seen[n, m] <= most:
-                stored = self.dense(r)
-                for first in range(0, n, self.chunk):
-                    count = min(self.chunk, n - first)
-                    rows = slice(begin + first, begin + first + count)
-                    padding = ((0, _power_of_two(count) - count), (0, 0), (0, 0))
-                    want = np.asarray(self.exact(np.pad(query[rows], padding), stored, m - n + first))[:count]
-                    difference = output[rows].astype(np.float32) - want
-                    wrong += float(np.square(difference).sum())
-                    total += float(np.square(want).sum())
-            begin += n
-        return float((wrong / total) ** 0.5)
+    def _wrong(self, rows: slice, stored: tuple[jax.Array, ...], first: int) -> tuple[float, float]:
+        count = rows.stop - rows.start
+        query = np.asarray(self.query)[rows]  # NumPy slices without compiling
+        padded = np.pad(query, ((0, _power_of_two(count) - count), (0, 0), (0, 0)))
+        want = np.asarray(self.exact(padded, stored, first))[:count]
+        difference = np.asarray(self.output)[rows].astype(np.float32) - want
+        return float(np.square(difference).sum()), float(np.square(want).sum())
 
 
 class MLAWorkload(Workload):
@@ -161,29 +107,15 @@ class MLAWorkload(Workload):
     """
 
     writes = True
-    chunk = 64
 
-    def _fill(self, cls: Any, rows: int) -> None:
+    def _draw(self, cls: Any, impl_cls: Any, rows: int) -> None:
         case, rank, empty = self.case, self.case.kv_lora_rank, self.empty
-        self.softmax_scale = (NOPE + ROPE) ** -0.5
-        self.scale = _LATENT_SCALE if caches.is_quantised(empty.dtype) else 1.0
+        self.scale = LATENT_SCALE if caches.is_quantised(empty.dtype) else 1.0
         draw = np.random.default_rng(1).standard_normal
         shapes = (rank, case.num_heads, NOPE + VALUE), (rows, case.num_heads, NOPE + ROPE), (rows, rank), (rows, ROPE)
         weights, self.query, latent, rope = (jnp.asarray(draw(shape, np.float32), case.dtype) for shape in shapes)
         self.weights = weights * rank**-0.5  # expanded numbers are about 1
-        impl = cls.get_impl_cls()(
-            case.num_heads,
-            case.head_size,
-            self.softmax_scale,
-            1,
-            sliding_window=case.window,
-            kv_cache_dtype=case.kv_cache_dtype,
-            kv_lora_rank=rank,
-            qk_nope_head_dim=NOPE,
-            qk_rope_head_dim=ROPE,
-            v_head_dim=VALUE,
-            kv_b_proj=self.weights,
-        )
+        impl = self._layer(impl_cls)
 
         def filled() -> jax.Array:
             slots = jnp.arange(empty.shape[0] * case.block_size)
@@ -203,17 +135,12 @@ class MLAWorkload(Workload):
         self.fresh = np.asarray(xla_mla.numbers(rows_as_cached, jnp.float32, self.scale))[:, : case.head_size]
 
     def dense(self, r: int) -> tuple[jax.Array, ...]:
-        """Request r's rows [S, L + Dr] in float32, dequantised: earlier ones from the cache, the batch's from its inputs; and
-        after them others."""
+        """Earlier rows are from the cache, the batch's from its inputs."""
         n, m = self.lens[r]
         begin = sum(count for count, _ in self.lens[:r])
         new = np.pad(self.fresh[begin : begin + n], ((0, _power_of_two(n) - n), (0, 0)))
         blocks = self.blocks(r, m - n + len(new))  # an update that exceeds the array would be shifted
         return (_latents(self.case.head_size, self.arguments[1], blocks, new, m - n, self.scale),)
-
-    def exact(self, query: Any, stored: tuple[jax.Array, ...], first: int) -> jax.Array:
-        """Absorbed attention over the latent rows, whichever form the layer used."""
-        return _exact_latent(query, *stored, self.weights, first, self.softmax_scale)  # type: ignore[no-any-return]
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -244,39 +171,11 @@ def _rows(view: Any, head_size: int, cache: jax.Array, blocks: Any, scale: float
     return tuple(part.reshape(-1, *part.shape[2:])[..., :head_size].astype(jnp.float32) * scale for part in parts)
 
 
-@functools.partial(jax.jit, static_argnames="window")
-def _exact(query: Any, key: Any, value: Any, sinks: Any, first: Any, window: int | None) -> jax.Array:
-    """Attention [t, H, D] in float32 of rows from position `first` on over keys and values [S, K, D]."""
-    rows, heads, size = query.shape
-    tokens, kv_heads = key.shape[:2]
-    query = query.astype(jnp.float32).reshape(rows, kv_heads, heads // kv_heads, size)
-    scores = jnp.einsum("tkgd,skd->kgts", query, key, precision="highest") * size**-0.5
-    last, at = first + jnp.arange(rows)[:, None], jnp.arange(tokens)
-    scores = jnp.where((at <= last) & (at > last - (window or tokens + rows)), scores, -jnp.inf)
-    if sinks is not None:
-        own = jnp.broadcast_to(sinks.reshape(kv_heads, -1, 1, 1), (*scores.shape[:3], 1))
-        scores = jnp.concatenate([scores, own], -1)
-    weights = jax.nn.softmax(scores, -1)[..., :tokens]
-    return jnp.einsum("kgts,skd->tkgd", weights, value, precision="highest").reshape(rows, heads, size)
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def _latents(head_size: int, cache: jax.Array, blocks: Any, new: Any, first: Any, scale: float) -> jax.Array:
     """The rows [S, L + Dr] of the blocks, in float32, with those from `first` on replaced by `new`."""
     rows = xla_mla.numbers(cache[blocks].reshape(-1, cache.shape[2]), jnp.float32, scale)[:, :head_size]
     return jax.lax.dynamic_update_slice(rows, new, (first, 0))
-
-
-@jax.jit
-def _exact_latent(query: jax.Array, rows: jax.Array, weights: jax.Array, first: Any, scale: Any) -> jax.Array:
-    """Latent attention [t, H, Dv] in float32 of rows [t, H, Dn + Dr] from position `first` on over cached [S, L + Dr]."""
-    product = functools.partial(jnp.einsum, precision="highest")
-    query, weights = query.astype(jnp.float32), weights.astype(jnp.float32)
-    absorbed = product("thd,lhd->thl", query[..., :NOPE], weights[..., :NOPE])
-    scores = product("thw,sw->hts", jnp.concatenate([absorbed, query[..., NOPE:]], -1), rows) * scale
-    seen = jnp.arange(len(rows)) <= first + jnp.arange(len(query))[:, None]
-    latent = product("hts,sl->thl", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf), -1), rows[:, : weights.shape[0]])
-    return product("thl,lhd->thd", latent, weights[..., NOPE:])
 
 
 # peers
@@ -308,39 +207,38 @@ def _dense(workload: Workload, implementation: str | None) -> tuple[Callable[...
 PEERS: dict[str, tuple[str | None, str | None]] = {"jax-nn": ("xla", None), "jax-nn-cudnn": ("cudnn", "gpu")}
 
 
-class JaxBench:
-    """Timing on the default device, and its ceilings: bandwidth of a copy (read and write), rate of a matrix product."""
+class JaxBench(BaseBench):
+    __doc__ = BaseBench.__doc__
 
     def __init__(self) -> None:
+        super().__init__()
         self.device = jax.devices()[0]
         self.on_cpu = self.device.platform == "cpu"
         mib = 64 if self.on_cpu else 256
         self._flushed: Any = np.zeros(mib << 18, np.float32) if self.on_cpu else jnp.zeros(mib << 18, jnp.float32)
         self._add = jax.jit(lambda x: x + 1, donate_argnums=0)
         self._max = jax.jit(jnp.max)
-        self._copy_gb_per_s = 0.0
-        self._gemm_tflop_per_s: dict[str, float] = {}
 
     def about(self, dtype: str = "bfloat16") -> dict[str, Any]:
         found = {"device": self.device.device_kind, "jax": jax.__version__}
         if self.on_cpu:
             found |= {"device": f"{platform.machine()} CPU", "cores": str(os.cpu_count())}
         found |= {name: version for name in ("libtpu", "jax-cuda12-plugin") if (version := version_of(name))}
-        copy, gemm = self.ceilings(dtype)
-        return {**found, "copy_gb_per_s": round(copy, 1), "gemm_tflop_per_s": round(gemm, 2)}
+        return {**found, **self._rates(dtype)}
 
-    def ceilings(self, dtype: str) -> tuple[float, float]:
-        """(GB/s of a copy, TFLOP/s of a matrix product in `dtype`), measured on first use."""
-        if not self._copy_gb_per_s:
-            source = jnp.zeros((64 if self.on_cpu else 1024) << 18, jnp.float32)
-            times = self._times(functools.partial(jax.jit(lambda x: x + 1), source), lambda: None, 5)
-            self._copy_gb_per_s = 2 * source.nbytes / statistics.median(times) / 1e6
-        if dtype not in self._gemm_tflop_per_s:
-            n = 1024 if self.on_cpu else 8192
-            a, b = jax.random.normal(jax.random.key(0), (2, n, n), dtype)
-            times = self._times(functools.partial(jax.jit(jnp.matmul), a, b), lambda: None, 5)
-            self._gemm_tflop_per_s[dtype] = 2 * n**3 / statistics.median(times) / 1e9
-        return self._copy_gb_per_s, self._gemm_tflop_per_s[dtype]
+    def _wait(self, result: Any) -> None:
+        jax.block_until_ready(result)
+
+    def _copy(self) -> float:
+        source = jnp.zeros((64 if self.on_cpu else 1024) << 18, jnp.float32)
+        times = self.times(functools.partial(jax.jit(lambda x: x + 1), source), lambda: None, 5, warm=True)
+        return 2 * source.nbytes / statistics.median(times) / 1e6
+
+    def _gemm(self, dtype: str) -> float:
+        n = 1024 if self.on_cpu else 8192
+        a, b = jax.random.normal(jax.random.key(0), (2, n, n), dtype)
+        times = self.times(functools.partial(jax.jit(jnp.matmul), a, b), lambda: None, 5, warm=True)
+        return 2 * n**3 / statistics.median(times) / 1e9
 
     def free_bytes(self) -> int | None:
         """The device's memory that this process may still allocate, in bytes; None for a CPU.
@@ -379,25 +277,13 @@ class JaxBench:
         count = self._affordable(call, 15 if self.on_cpu else 40)
         build_us = 0.0
         if build:
-            build_us = 1e3 * statistics.median(self._times(workload.build, lambda: None, min(count, 10)))
-        host_us = self._launch_us(call, min(count, 20))
-        times = self._times(call, self._flush, count)
-        error = workload.error(call())
-        clean = statistics.median(self._times(call, self._read, count))
-        low, high = times[len(times) // 5], times[4 * len(times) // 5]
-        kernel = self._kernel_ms(workload, count)
-        return Timing(
-            ms=statistics.median(times),
-            ms_p20=low,
-            ms_p80=high,
-            ms_clean=clean,
-            build_us=build_us,
-            host_us=host_us,
-            error=error,
-            replayed=True,
-            call_ms=None,
-            kernel_ms=kernel,
-        )
+            build_us = 1e3 * statistics.median(self.times(workload.build, lambda: None, min(count, 10), warm=True))
+        host_us = self._host_us(call, min(count, 20))
+        times = self.times(call, self._flush, count, warm=True)
+        workload.output = call()
+        clean = statistics.median(self.times(call, self._read, count, warm=True))
+        found = {"ms_clean": clean, "build_us": build_us, "host_us": host_us, "error": workload.error(), "replayed": True}
+        return timing(times, **found, kernel_ms=self._kernel_ms(workload, count))
 
     def _kernel_ms(self, workload: Workload, count: int) -> float | None:
         """Milliseconds that one more attention adds to a program; None if noise hides them."""
@@ -412,39 +298,12 @@ class JaxBench:
 
             return jax.lax.fori_loop(0, times, once, (query, *rest[: workload.writes]))[0]  # type: ignore[no-any-return]
 
-        program, arrays = jax.jit(several), workload.arguments
+        program, arrays, few = jax.jit(several), workload.arguments, max(3, min(count, 7))
         one, more = (
-            statistics.median(self._times(functools.partial(program, times, *arrays), lambda: None, max(3, min(count, 7))))
+            statistics.median(self.times(functools.partial(program, times, *arrays), lambda: None, few, warm=True))
             for times in (1, 1 + _REPEATS)
         )
         return (more - one) / _REPEATS if more > one else None
-
-    def _affordable(self, call: Callable[[], Any], count: int) -> int:
-        """`count` calls, or for a slow call as many as fit in `_PATIENCE`, at least 5."""
-        [ms] = self._times(call, lambda: None, 1, warm=False)
-        return max(5, min(count, int(_PATIENCE / ms)))
-
-    def _times(self, call: Callable[[], Any], flush: Callable[[], Any], count: int, warm: bool = True) -> list[float]:
-        """Milliseconds of `count` calls until their result is ready, sorted, with `flush` called before each."""
-        if warm:
-            jax.block_until_ready(call())
-        found = []
-        for _ in range(count):
-            flush()
-            begin = time.perf_counter()
-            jax.block_until_ready(call())
-            found.append(1e3 * (time.perf_counter() - begin))
-        return sorted(found)
-
-    def _launch_us(self, call: Callable[[], Any], count: int) -> float:
-        """Microseconds until `call` returns, starting from an idle device: the median of several."""
-        found = []
-        for _ in range(count):
-            begin = time.perf_counter()
-            out = call()
-            found.append(1e6 * (time.perf_counter() - begin))
-            jax.block_until_ready(out)
-        return statistics.median(found)
 
     def _flush(self) -> None:
         """Fill the caches with lines that must be written back."""

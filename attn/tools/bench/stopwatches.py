@@ -1,0 +1,198 @@
+"""What the benchmarks of both frameworks share: a layer over random pages, the judge of its output, and timed calls.
+
+Inputs are random and pages are at random places. The output of the timed calls is compared with attention by the formula
+(`attn.functional`) in float32 over the cache as it is stored, over up to three requests of each length.
+"""
+
+import math
+import statistics
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+
+from attn import dtypes
+from attn.arrays import ops_of
+from attn.backends.abstract import KVCacheSpec
+from attn.backends.metadata import CommonAttentionMetadata
+from attn.backends.registry import AttentionBackendEnum
+from attn.errors import UnsupportedError
+from attn.functional import Extras, Rules, attend_rows
+from attn.tools.bench.case import NOPE, ROPE, VALUE, Case, Timing, parse
+
+CODE_SCALE = 0.03  #: for an int8 cache, with codes up to about +-90; other caches contain values of about 1
+LATENT_SCALE = 0.02  #: for an fp8 cache of latents, with codes up to about +-50, so that a kernel that omits the scale fails
+_PATIENCE = 2000.0  #: time limit for all timed calls of a slow kernel, in milliseconds
+
+
+def timing(times: Sequence[float], **found: Any) -> Timing:
+    """Return the median, p20 and p80 of sorted times in milliseconds, and other fields."""
+    return Timing(statistics.median(times), times[len(times) // 5], times[4 * len(times) // 5], **found)
+
+
+class BaseWorkload:
+    """A layer, a filled cache and one batch on the device. `impl_cls` replaces the backend's own implementation."""
+
+    framework: ClassVar[str]
+    sinks: Any = None  #: [H]
+    weights: Any = None  #: [L, H, Dn + Dv] of a latent layer
+    query: Any
+    output: Any
+
+    def __init__(self, case: Case, backend: str, device: Any = None, impl_cls: Any = None) -> None:
+        import numpy as np
+
+        if case.kv_cache_dtype in dtypes.PER_TOKEN_HEAD:
+            raise UnsupportedError(
+                f"kv_cache_dtype={case.kv_cache_dtype}: the benchmark does not support caches with scales between codes"
+            )
+        cls: Any = AttentionBackendEnum[backend].get_class()
+        self.case, self.lens, self.device = case, parse(case.batch), device
+        self.softmax_scale = (NOPE + ROPE if case.mla else case.head_size) ** -0.5
+        pages = [-(-m // case.block_size) for _, m in self.lens]
+        tables: Any = np.split(np.random.default_rng(0).permutation(sum(pages)).astype(np.int32), np.cumsum(pages)[:-1])
+        self.tables, (new, cached) = tables, zip(*self.lens, strict=True)
+        spec = KVCacheSpec(case.block_size, case.num_kv_heads, case.head_size, case.dtype, case.kv_cache_dtype, sum(pages))
+        self.batch = CommonAttentionMetadata.from_lens(new, cached, tables, case.block_size)
+        self._builder = cls.get_builder_cls()(spec, ["layer"], None, device)
+        self.metadata = self.build()
+        self._fill(cls, impl_cls or cls.get_impl_cls(), spec)
+
+    @abstractmethod
+    def _fill(self, cls: Any, impl_cls: Any, spec: KVCacheSpec) -> None:
+        """Fill the cache; create the layer and the queries."""
+
+    @abstractmethod
+    def dense(self, r: int) -> tuple[Any, ...]:
+        """Return request r's keys and values [S, K, D], or latent rows [S, L + Dr], in float32; after them there may be
+        others."""
+
+    @abstractmethod
+    def _wrong(self, rows: slice, stored: tuple[Any, ...], first: int) -> tuple[float, float]:
+        """Return the sums of squares of `output`'s error and of the exact rows, which begin at position `first`."""
+
+    def build(self) -> Any:
+        return self._builder.build(0, self.batch)
+
+    def _layer(self, impl_cls: Any) -> Any:
+        case, more = self.case, {} if self.sinks is None else {"sinks": self.sinks}
+        if case.mla:
+            more = {
+                "kv_lora_rank": case.kv_lora_rank, "qk_nope_head_dim": NOPE, "qk_rope_head_dim": ROPE, "v_head_dim": VALUE,
+                "kv_b_proj": self.weights,
+            }  # fmt: skip
+        sizes = (case.num_heads, case.head_size, self.softmax_scale, case.num_kv_heads)
+        return impl_cls(*sizes, sliding_window=case.window, kv_cache_dtype=case.kv_cache_dtype, **more)
+
+    def _heavy(self) -> float:
+        """Return sinks of about as much weight as all keys together: less would not be visible in the error."""
+        return math.log(max(m for _, m in self.lens))
+
+    def exact(self, query: Any, stored: tuple[Any, ...], first: int) -> Any:
+        """Return attention [t, H, D] in float32 over the arrays of `dense`, causal; the first row is at position `first`.
+
+        Latent attention is absorbed, whichever form the layer used.
+        """
+        xp, window = ops_of(self.framework), self.case.window
+        rules = Rules(True, self.softmax_scale, (None if window is None else window - 1, None), None)
+        formula, own = (_exact_latent, self.weights) if self.case.mla else (_exact, self.sinks)
+        return xp.compiled(formula)(xp, rules, query, *stored, own, first)
+
+    def error(self, most: int = 3) -> float:
+        """Relative RMS error of `output` against float32, over up to `most` requests of each length."""
+        wrong = total = 0.0
+        seen: dict[tuple[int, int], int] = {}
+        begin, most_rows = 0, 64 if self.case.mla else 256  # compared at a time, so that long prompts fit in memory
+        for r, (n, m) in enumerate(self.lens):
+            seen[n, m] = seen.get((n, m), 0) + 1
+            if seen[n, m] <= most:
+                stored = self.dense(r)
+                chunk = ops_of(self.framework).rows_at_once(min(n, most_rows), self.case.num_heads * m)
+                for first in range(0, n, chunk):
+                    rows = slice(begin + first, begin + min(first + chunk, n))
+                    squares = self._wrong(rows, stored, m - n + first)
+                    wrong, total = wrong + squares[0], total + squares[1]
+            begin += n
+        return float((wrong / total) ** 0.5)
+
+
+def _exact(xp: Any, rules: Rules, query: Any, key: Any, value: Any, sinks: Any, first: Any) -> Any:
+    """Compute [t, H, Dv] of query [t, H, D] from position `first` on over key [S, K, D] and value [S, K, Dv]."""
+    (rows, heads, size), kv_heads = query.shape, key.shape[1]
+    grouped = (kv_heads, heads // kv_heads)
+    extras = Extras(None, sinks if sinks is None else xp.wide(sinks).reshape(grouped), None)
+    query, position = xp.wide(query).reshape(1, rows, *grouped, size), xp.arange(0, rows, key) + first
+    out, _ = attend_rows(xp, rules, query, key[None], value[None], position, extras)
+    return out.reshape(rows, heads, -1)
+
+
+def _exact_latent(xp: Any, rules: Rules, query: Any, latents: Any, weights: Any, first: Any) -> Any:
+    """Compute [t, H, Dv] of query [t, H, Dn + Dr] from position `first` on over latent rows [S, L + Dr]."""
+    query, weights = xp.wide(query), xp.wide(weights)
+    absorbed = xp.einsum("thd,lhd->thl", query[..., :NOPE], weights[..., :NOPE])
+    query, rows = xp.concat([absorbed, query[..., NOPE:]], -1), latents[:, None]
+    latent = _exact(xp, rules, query, rows, rows[..., : weights.shape[0]], None, first)
+    return xp.einsum("thl,lhd->thd", latent, weights[..., NOPE:])
+
+
+class BaseBench:
+    """Timing on one device, and the device's ceilings: bandwidth of a copy (read and write), rate of a matrix product."""
+
+    _copy_gb_per_s = 0.0
+
+    def __init__(self) -> None:
+        self._gemm_tflop_per_s: dict[str, float] = {}
+
+    @abstractmethod
+    def _wait(self, result: Any) -> None:
+        """Wait until the result of a call is ready."""
+
+    @abstractmethod
+    def _copy(self) -> float:
+        """Measure GB/s of a copy."""
+
+    @abstractmethod
+    def _gemm(self, dtype: str) -> float:
+        """Measure TFLOP/s of a matrix product."""
+
+    def ceilings(self, dtype: str) -> tuple[float, float]:
+        """(GB/s of a copy, TFLOP/s of a matrix product in `dtype`), measured on first use."""
+        self._copy_gb_per_s = self._copy_gb_per_s or self._copy()
+        if dtype not in self._gemm_tflop_per_s:
+            self._gemm_tflop_per_s[dtype] = self._gemm(dtype)
+        return self._copy_gb_per_s, self._gemm_tflop_per_s[dtype]
+
+    def _rates(self, dtype: str) -> dict[str, float]:
+        copy, gemm = self.ceilings(dtype)
+        return {"copy_gb_per_s": round(copy, 1), "gemm_tflop_per_s": round(gemm, 2)}
+
+    def times(self, call: Callable[[], Any], flush: Callable[[], Any], count: int, warm: bool = False) -> list[float]:
+        """Milliseconds of `count` calls until their result is ready, sorted, with `flush` called before each; `warm` adds one
+        that is not timed."""
+        if warm:
+            self._wait(call())
+        found = []
+        for _ in range(count):
+            flush()
+            begin = time.perf_counter()
+            self._wait(call())
+            found.append(1e3 * (time.perf_counter() - begin))
+        return sorted(found)
+
+    def _affordable(self, call: Callable[[], Any], count: int) -> int:
+        """`count` calls, or for a slow call as many as fit in `_PATIENCE`, at least 5."""
+        self._wait(None)
+        begin = time.perf_counter()
+        self._wait(call())
+        return max(5, min(count, int(_PATIENCE / (1e3 * (time.perf_counter() - begin)))))
+
+    def _host_us(self, call: Callable[[], Any], count: int) -> float:
+        """Microseconds until `call` returns, starting from an idle device: the median of several."""
+        found = []
+        for _ in range(count):
+            self._wait(None)
+            begin = time.perf_counter()
+            result = call()
+            found.append(1e6 * (time.perf_counter() - begin))
+            self._wait(result)
+        return statistics.median(found)
