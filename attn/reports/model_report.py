@@ -4,9 +4,8 @@ The layers come from `attn.reports.model_config`, the choices from `attn.explain
 device's rates (`attn.reports.machines.CEILINGS`): measured ones, or its datasheet's peaks, as the report says.
 """
 
-import textwrap
 from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from html import escape
 from typing import Any
 
@@ -19,11 +18,11 @@ from attn.dtypes import dtype_name
 from attn.reports import machines
 from attn.reports.machines import ATTAINED, CEILINGS, Attained, Ceilings, pairs
 from attn.reports.model_config import LayerKind, ModelLayers, read_layers
-from attn.reports.report import assumed_machine, explain, text_table
+from attn.reports.report import assumed_machine, explain
 from attn.selection.platforms import default_framework, platform_for
 from attn.selection.verdicts import Selection
+from attn.tables import block, html, paragraph, plain, wrapped
 
-WIDTH = 100
 POSITION_BIAS = "adds a learned position bias to the scores, which is not a feature of any paged backend"
 _HEAD = ("layers", "kind", "heads", "size", "backend", "cache/token", "cache", "decode ms", "prompt ms")
 
@@ -162,14 +161,12 @@ class ModelReport:
         return [_bytes(row.token_bytes), _bytes(row.cache_bytes), *("" if ms is None else f"{ms:.3g}" for ms in times)]
 
     def __str__(self) -> str:
-        lines = [*_wrapped(self.title, ""), "", *text_table(_HEAD, self.cells())]
+        lines = [*_wrapped("", self.title), "", *block([_HEAD, *self.cells()], "  ")]
         for row in self.rows:
             if row.kind.is_attention:
-                lines += ["", *_wrapped(f"{row.label}: {self.described(row)}", "")]
-                lines += [line for text in _choice(row, _common(self.rows)) for line in _wrapped(text, "    ")]
-                lines += _wrapped(self._measured(row), "    ")
-        lines += ["", *(line for note in self.notes for line in _wrapped(note, "  "))]
-        return "\n".join([*lines, *_wrapped(f"fields read: {', '.join(self.model.fields)}", "  ")])
+                lines += ["", *_wrapped("", f"{row.label}: {self.described(row)}")]
+                lines += _wrapped("    ", *_choice(row, _common(self.rows)), self._measured(row))
+        return "\n".join([*lines, "", *_wrapped("  ", *self.notes, f"fields read: {', '.join(self.model.fields)}")])
 
     def described(self, row: KindReport) -> str:
         """Describe one layer of a kind: what it needs of a backend, its scale, its cache."""
@@ -184,10 +181,6 @@ class ModelReport:
 
     def _repr_html_(self) -> str:
         """Return HTML for notebooks: the table, and each kind's selection below it, folded."""
-        head = "".join(f"<th style='{_LEFT}'>{name}</th>" for name in _HEAD)
-        body = "".join(
-            "<tr>" + "".join(f"<td style='{_LEFT}'>{escape(cell)}</td>" for cell in cells) + "</tr>" for cells in self.cells()
-        )
         kinds = "".join(
             f"<details><summary><b>{escape(row.label)}</b>: {escape(self.described(row))}</summary>"
             f"{row.selection._repr_html_() if row.selection else f'<p>{escape(row.reason)}</p>'}"
@@ -197,49 +190,41 @@ class ModelReport:
             if row.kind.is_attention
         )
         notes = (*self.notes, f"fields read: {', '.join(self.model.fields)}")
-        return (
-            f"<div><p style='{_LEFT}'><b>{escape(self.title)}</b></p><table><tr>{head}</tr>{body}</table>{kinds}"
-            + "".join(f"<p style='{_LEFT}'>{escape(note)}</p>" for note in notes)
-            + "</div>"
-        )
+        table = html(_HEAD, ([escape(cell) for cell in cells] for cells in self.cells()))
+        texts = "".join(paragraph(escape(note)) for note in notes)
+        return f"<div>{paragraph(f'<b>{escape(self.title)}</b>')}{table}{kinds}{texts}</div>"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as plain data, for `--json`."""
         return {
             "model_type": self.model.model_type,
             "config": self.model.place,
-            "device": vars(self.device).copy(),
-            "dtype": self.dtype,
-            "kv_cache_dtype": self.kv_cache_dtype,
-            "block_size": self.block_size,
-            "context": self.context,
-            "requests": self.requests,
+            **{name: plain(getattr(self, name)) for name in _PLACE},
             "fields": list(self.model.fields),
             "notes": list(self.notes),
-            "ceilings": self.ceilings._asdict() if self.ceilings else None,
+            "ceilings": plain(self.ceilings),
             "kinds": [
                 {
-                    **asdict(row.kind),
-                    "latent": row.kind.latent._asdict() if row.kind.latent else None,
+                    **plain(row.kind),
                     "features": sorted(row.kind.features),
                     "backend": row.backend,
                     "reason": row.reason,
-                    **{name: getattr(row, name) for name in _NUMBERS},
-                    "decode_ms": self.decode_ms(row.decode_bytes),
-                    "prompt_ms": self.prompt_ms(row.prompt_flops),
-                    "measured": found._asdict() if (found := self.measured(row)) else None,
-                    "selection": row.selection.to_dict() if row.selection else None,
-                    "prefill": row.prefill.to_dict() if row.prefill else None,
+                    **self._figures({name: getattr(row, name) for name in _NUMBERS}),
+                    "measured": plain(self.measured(row)),
+                    "selection": plain(row.selection),
+                    "prefill": plain(row.prefill),
                 }
                 for row in self.rows
             ],
             "total": {
-                **{name: self.total(name) for name in _NUMBERS},
+                **self._figures({name: self.total(name) for name in _NUMBERS}),
                 "block_bytes": self.total("token_bytes") * self.block_size,
-                "decode_ms": self.decode_ms(self.total("decode_bytes")),
-                "prompt_ms": self.prompt_ms(self.total("prompt_flops")),
             },
         }
+
+    def _figures(self, numbers: dict[str, int]) -> dict[str, Any]:
+        times = {"decode_ms": self.decode_ms(numbers["decode_bytes"]), "prompt_ms": self.prompt_ms(numbers["prompt_flops"])}
+        return {**numbers, **times}
 
 
 def explain_model(
@@ -324,7 +309,7 @@ def explain_model(
 
 
 _NUMBERS = ("token_bytes", "cache_bytes", "decode_bytes", "prompt_flops")
-_LEFT = "text-align:left"
+_PLACE = ("device", "dtype", "kv_cache_dtype", "block_size", "context", "requests")
 
 
 def _prefill(kind: LayerKind, selection: Selection | None, assume: Collection[str] | None) -> Selection | None:
@@ -396,9 +381,9 @@ def _common(rows: Collection[KindReport]) -> tuple[str, ...]:
     return tuple(note for note in notes[0] if all(note in other for other in notes)) if notes else ()
 
 
-def _wrapped(text: str, indent: str) -> list[str]:
-    """Wrap a paragraph at `WIDTH`, its second and later lines indented further."""
-    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=f"{indent}     ", break_on_hyphens=False)
+def _wrapped(indent: str, *texts: str) -> list[str]:
+    """Wrap paragraphs, their second and later lines indented further."""
+    return [line for text in texts for line in wrapped(text, indent, "     ")]
 
 
 def _bytes(count: int) -> str:

@@ -9,7 +9,6 @@ import contextlib
 import os
 import platform as host
 import sys
-import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
@@ -28,11 +27,11 @@ from attn.reports.hints import hints
 from attn.selection import plugins
 from attn.selection.platforms import platform_for
 from attn.selection.verdicts import Selection, not_loadable
+from attn.tables import block, html, markdown, plain, wrapped
 
 REGISTRIES = registries()
 NOT_BUILT = "not built yet"
 _COLUMNS = ("backend", "runs on", "types and sizes", "features", "evidence")
-_WIDTH = 100  #: characters of a line of a printed table
 MARKS = ("<!-- backends:begin -->", "<!-- backends:end -->")
 #: Distributions that decide what runs; `attn env` prints their versions.
 DISTRIBUTIONS = (
@@ -102,19 +101,13 @@ class BackendRow:
             "available": not self.reasons,
             "reasons": list(self.reasons),
             "evidence": self.evidence,
-            "capabilities": None
-            if can is None
-            else {
-                "platforms": list(can.platforms),
-                "packages": list(can.packages),
-                "install": can.install,
-                "dtypes": list(can.dtypes),
-                "head_sizes": [str(size) for size in can.head_sizes],
+            "capabilities": can
+            and {
+                **{name: plain(getattr(can, name)) for name in ("platforms", "packages", "install", "dtypes")},
+                "head_sizes": list(map(str, can.head_sizes)),
                 "block_sizes": list(self.block_sizes),
-                "kv_cache_dtypes": list(can.kv_cache_dtypes),
-                "attn_types": list(can.attn_types),
-                "features": list(self.features),
-                "limits": list(self.limits),
+                **{name: plain(getattr(can, name)) for name in ("kv_cache_dtypes", "attn_types")},
+                **{name: plain(getattr(self, name)) for name in ("features", "limits")},
             },
         }
 
@@ -149,27 +142,22 @@ class BackendTable:
         for registry in dict.fromkeys(row.registry for row in self.rows):
             lines += ["", f"{registry} backends"]
             rows = [row for row in self.rows if row.registry == registry]
-            cells = [(row.name, row.framework, row.verdict, row.evidence, row.serves) for row in rows]
+            cells = [head, *((row.name, row.framework, row.verdict, row.evidence, row.serves) for row in rows)]
             if wide:
-                lines += text_table(head, cells)
+                lines += block(cells, "  ")
                 continue
-            for line in text_table(head[:3], [row[:3] for row in cells]):
-                indent = " " * (4 + max(len(row.name) for row in rows) + 2 + len("framework"))
-                lines += textwrap.wrap(
-                    line, _WIDTH, subsequent_indent=indent, break_on_hyphens=False, break_long_words=False
-                )  # fmt: skip
+            more = " " * (4 + max(len(row.name) for row in rows) + len("framework"))
+            for line in block([row[:3] for row in cells]):
+                lines += wrapped(line, "  ", more)
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{name}</th>" for name in ("registry", "backend", "framework", "here", "evidence", "serves"))
-        body = "".join(
-            f"<tr><td>{row.registry}</td><td><b>{escape(row.name)}</b></td><td>{row.framework}</td>"
-            + "".join(f"<td style='text-align:left'>{escape(x)}</td>" for x in (row.verdict, row.evidence, row.serves))
-            + "</tr>"
+        rows = [
+            (row.registry, f"<b>{escape(row.name)}</b>", *map(escape, (row.framework, row.verdict, row.evidence, row.serves)))
             for row in self.rows
-        )
+        ]
         devices = ", ".join(f"{framework}: {device}" for framework, device in self.devices.items())
-        return f"<p>{escape(devices)}</p><table><tr>{head}</tr>{body}</table>"
+        return f"<p>{escape(devices)}</p>{html(('registry', 'backend', 'framework', 'here', 'evidence', 'serves'), rows)}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the table as plain data, for `--json`."""
@@ -306,10 +294,10 @@ def backend_tables() -> str:
     sections = []
     for name, registered in REGISTRIES.items():
         title = f"{registered.kind[0].upper()}{registered.kind[1:]}s"
-        lines = [f"**{title}** (`attn backends --registry {name}`)", "", _markdown(_COLUMNS)]
-        rows = [_markdown(_table_row(name, member)) for member in registered]
-        rows += [_markdown(_table_cells(name, candidate)) for candidate in _beside(name)]
-        sections.append("\n".join([*lines, _markdown(["---"] * len(_COLUMNS)), *rows]))
+        rows = [_table_row(name, member) for member in registered]
+        rows += [_table_cells(name, candidate) for candidate in _beside(name)]
+        table = map(markdown, [_COLUMNS, ["---"] * len(_COLUMNS), *rows])
+        sections.append("\n".join([f"**{title}** (`attn backends --registry {name}`)", "", *table]))
     return "\n\n".join(sections) + "\n"
 
 
@@ -321,20 +309,6 @@ def replace_tables(page: str) -> str:
     if not found or not closed:
         raise ValueError(f"the page must contain {begin} followed by {end}")
     return f"{before}{begin}\n\n{backend_tables()}\n{end}{after}"
-
-
-def text_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Format rows as lines of left-justified columns, two spaces apart."""
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = []
-    for cells in (head, *rows):
-        line = "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
-        lines.append(("  " + line).rstrip())
-    return lines
-
-
-def _markdown(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
 
 
 def _sizes(allowed: Sequence[object]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from attn.capabilities import Candidate, Device, Request
 from attn.errors import BackendLoadError, UnsupportedError
+from attn.tables import LEFT, block, html, paragraph, plain
 
 
 @dataclass(frozen=True)
@@ -68,10 +69,7 @@ class Selection:
     def __str__(self) -> str:
         asked = "" if self.source == "priority" else f", requested by {self.source}"
         lines = [f"{self.name or 'no backend'} for {self.request} on {self.device}{asked}"]
-        width = max((len(v.name) for v in self.trace), default=0)
-        for verdict in self.trace:
-            mark = "->" if verdict is self.winner else "  "
-            lines.append(f"  {mark} {verdict.name:<{width}}  {verdict}")
+        lines += block([(f"{'->' if v is self.winner else '  '} {v.name}", str(v)) for v in self.trace], "  ")
         lines += [] if self.trace else [f"     {self.reasons[0]}"]
         lines += [f"  measured on this machine: {self.measured}"] if self.measured else []
         lines += [f"  {note}" for note in self.notes]
@@ -83,14 +81,13 @@ class Selection:
             return f"<p>{escape(str(self))}</p>"
         asked = "the platform's list" if self.source == "priority" else f"requested by {self.source}"
         words = "".join(f"<code style='{_CHIP}'>{escape(word)}</code> " for word in _words(str(self.request)))
-        rows = "".join(_html_row(verdict, verdict is self.winner) for verdict in self.trace)
-        measured = f"<p style='{_LEFT}'><i>measured on this machine:</i> {escape(self.measured)}</p>" if self.measured else ""
-        notes = "".join(f"<p style='{_LEFT}'>{escape(note)}</p>" for note in self.notes)
+        rows, tints = zip(*(_html_row(verdict, verdict is self.winner) for verdict in self.trace), strict=True)
+        measured = [f"<i>measured on this machine:</i> {escape(self.measured)}"] if self.measured else []
         return (
-            f"<div><p style='{_LEFT}'><b>{escape(self.name or 'no backend')}</b> on {escape(str(self.device))} "
+            f"<div><p style='{LEFT}'><b>{escape(self.name or 'no backend')}</b> on {escape(str(self.device))} "
             f"<span style='color:gray'>({escape(asked)})</span><br>{words}</p>"
-            f"<table><tr><th></th><th style='{_LEFT}'>candidate</th><th style='{_LEFT}'>verdict</th></tr>{rows}</table>"
-            f"{measured}{notes}</div>"
+            f"{html(['', 'candidate', 'verdict'], rows, tints)}"
+            f"{''.join(map(paragraph, [*measured, *map(escape, self.notes)]))}</div>"
         )
 
     def to_dict(self) -> dict[str, object]:
@@ -99,10 +96,7 @@ class Selection:
             "backend": self.name,
             "source": self.source,
             "measured": self.measured,
-            "notes": list(self.notes),
-            "request": {**vars(self.request), "features": sorted(self.request.features)},
-            "device": vars(self.device).copy(),
-            "reasons": list(self.reasons),
+            **{name: plain(getattr(self, name)) for name in ("notes", "request", "device", "reasons")},
             "trace": [{"backend": v.name, "path": v.path, "ok": v.ok, "reasons": list(v.reasons)} for v in self.trace],
         }
 
@@ -118,7 +112,6 @@ class Selection:
         raise UnsupportedError(message, self.reasons)
 
 
-_LEFT = "text-align:left"
 _CHIP = "background:#8882;border-radius:4px;padding:0 4px"  # half transparent, readable on light and dark pages
 
 
@@ -128,14 +121,11 @@ def _words(request: str) -> list[str]:
     return [*head.split(), *([f"features={features}"] if found else [])]
 
 
-def _html_row(verdict: Verdict, wins: bool) -> str:
-    mark, tint = ("&rarr;", ";background:#0a02") if wins else ("", "")
+def _html_row(verdict: Verdict, wins: bool) -> tuple[list[Any], str]:
+    """Return the cells of a candidate, and the row's style."""
     text = "<br>".join(map(escape, verdict.reasons)) or ("ok" if wins else "ok, but later in the list")
-    colour = "" if verdict.ok else ";color:gray"
-    return (
-        f"<tr style='vertical-align:top{tint}'><td>{mark}</td><td style='{_LEFT}'><b>{escape(verdict.name)}</b></td>"
-        f"<td style='{_LEFT}{colour}'>{text}</td></tr>"
-    )
+    cells = ["&rarr;" if wins else "", f"<b>{escape(verdict.name)}</b>", (text, "" if verdict.ok else "color:gray")]
+    return cells, "vertical-align:top" + ";background:#0a02" * wins
 
 
 def not_loadable(candidate: Candidate) -> tuple[str, ...]:

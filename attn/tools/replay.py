@@ -10,6 +10,7 @@ from typing import Any
 from attn import recording
 from attn.backends.registry import AttentionBackendEnum
 from attn.selection import plugins
+from attn.tables import block
 from attn.testing.case import Case
 from attn.testing.conformance import candidate_of, is_interpreted, runner_for, subject_here
 from attn.testing.rules import BUDGETS
@@ -60,11 +61,10 @@ def run(args: argparse.Namespace) -> int:
     print(f"{about['reason']} call of {about['backend']} on {about['device']}: {sizes(call)}")
     if about["error"]:
         print(about["error"])
-    limit, width = BUDGETS[call.case.dtype].hard, max((len(row.backend) for row in rows), default=0)
-    for row in rows:
-        error = "" if row.status == "not run" else f"worst row {row.error:.2g} (limit {limit:.2g})"
-        print(f"  {row.backend:<{width}}  {row.framework:<5}  {row.status:<7}  {error:<33}  {row.text}".rstrip())
-    print("\n".join(notes), end="\n" * bool(notes))
+    limit = f"(limit {BUDGETS[call.case.dtype].hard:.2g})"
+    errors = ["" if row.status == "not run" else f"worst row {row.error:.2g} {limit}" for row in rows]
+    found = [(row.backend, row.framework, row.status, error, row.text) for row, error in zip(rows, errors, strict=True)]
+    print("\n".join([*block(found, "  "), *notes]))
     return int(not ok)
 
 

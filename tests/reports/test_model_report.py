@@ -7,7 +7,7 @@ import pytest
 
 import attn
 from attn.reports.machines import ATTAINED, CEILINGS, device_named
-from attn.reports.model_report import WIDTH
+from attn.tables import WIDTH
 
 pytest.importorskip("torch")
 

@@ -7,7 +7,7 @@ only once; a failure affects one row. No kernel is executed.
 
 A framework's module has
     STEPS                                   the steps of a case, in order; a failure of a later step loses its figures only
-    COLUMNS                                 (heading, key, format) of the table
+    COLUMNS                                 the table's columns, each with its key among the figures
     cases(target) -> list[Case]             the declared grid, including refused cases with the reason
     environment(target, step, dump) -> dict environment variables of the compiling process; `dump` is its own folder
     measure(case, target, step, dump) -> dict      figures of one case, {"parts": [{"name": ...}, ...], "notes": [], ...}
@@ -40,6 +40,7 @@ from attn.capabilities import AttentionType, Feature, Request
 from attn.errors import BackendLoadError
 from attn.imports import resolve_obj_by_qualname
 from attn.progress import Quiet, display
+from attn.tables import Column, block, cells
 
 #: Tested compiler versions, by the module whose presence shows that the compiler is installed.
 COMPILERS = {"libtpu": "libtpu==0.0.51", "triton": "triton==3.6.0"}
@@ -415,19 +416,13 @@ def _limit_memory(gigabytes: float) -> None:
 
 def table(target: str, rows: Sequence[Row]) -> str:
     """Format rows as text: a line per program that a case launches, then failures, refusals and missing figures."""
-    columns: Sequence[tuple[str, str, str]] = _attr(target, "COLUMNS")
-    body = []
+    columns: Sequence[Column] = _attr(target, "COLUMNS")
+    body = [("case", *(column.name for column in columns))]
     for row in rows:
         for i, part in enumerate(row.parts):
-            figures = {**(row.figures if i == 0 else {}), **part}
             name = row.label if len(row.parts) == 1 else f"{row.label} [{part['name']}]"
-            body.append((name, *(_shown(figures.get(key), how) for _, key, how in columns)))
-    lines = []
-    if body:
-        cells = [("case", *(heading for heading, _, _ in columns)), *body]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        for first, *rest in cells:
-            lines.append("  ".join([first.ljust(widths[0]), *(c.rjust(w) for c, w in zip(rest, widths[1:], strict=True))]))
+            body.append((name, *cells({**(row.figures if i == 0 else {}), **part}, columns)))
+    lines = block(body, numbers=range(1, len(columns) + 1)) if body[1:] else []
     for status in ("failed", "refused"):
         lines += [f"{status}: {row.label}: {row.reason}" for row in rows if row.status == status]
     for note in dict.fromkeys(note for row in rows for note in row.notes):
@@ -435,10 +430,6 @@ def table(target: str, rows: Sequence[Row]) -> str:
         lines.append(f"{note}: {labels[0]}" + (f" and {len(labels) - 1} more" if len(labels) > 1 else ""))
     counts = [f"{sum(row.status == s for row in rows)} {s}" for s in ("compiled", "failed", "refused")]
     return "\n".join([*lines, f"{target}: {', '.join(counts)}"])
-
-
-def _shown(value: Any, how: str) -> str:
-    return "-" if value is None else format(value, how)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -16,22 +16,18 @@ from attn.capabilities import Device, Feature, Request
 from attn.dtypes import kv_cache_element
 from attn.jax.backends.mla.pallas_mla import PallasMLABackend
 from attn.jax.backends.pallas import PallasAttentionBackend
+from attn.tables import Column
 from attn.tools.aot import libtpu as _libtpu
 from attn.tools.aot.command import Case, Choice, grid, request_of
 from attn.tools.aot.libtpu import Program
 
 STEPS = ("compile", "estimate")
 COLUMNS = (
-    ("VMEM MiB", "vmem_mib", ".1f"),
-    ("SMEM KiB", "smem_kib", ".0f"),
-    ("spills", "spills", "d"),
-    ("bundles", "bundles", "d"),
-    ("cycles", "cycles", "d"),
-    ("est us", "us", ".1f"),
-    ("HBM us", "hbm_us", ".2f"),
-    ("MXU us", "mxu_us", ".2f"),
-    ("ratio", "ratio", ".1f"),
-)
+    Column("VMEM MiB", key="vmem_mib", form=".1f"), Column("SMEM KiB", key="smem_kib", form=".0f"),
+    Column("spills", key="spills"), Column("bundles", key="bundles"), Column("cycles", key="cycles"),
+    Column("est us", key="us", form=".1f"), Column("HBM us", key="hbm_us", form=".2f"),
+    Column("MXU us", key="mxu_us", form=".2f"), Column("ratio", key="ratio", form=".1f"),
+)  # fmt: skip
 
 COMPUTE_ALONE = "estimated without its copies, which this chip's simulator does not follow: the time to compute"
 

@@ -16,6 +16,7 @@ import torch
 
 from attn.capabilities import Device, Request
 from attn.dtypes import PER_TOKEN_HEAD, kv_cache_element
+from attn.tables import Column
 from attn.tools.aot.command import Case, Choice, grid, request_of
 from attn.torch.backends.mla._triton import device_reasons
 from attn.torch.backends.rocm_attn import RocmAttentionBackend
@@ -23,13 +24,9 @@ from attn.torch.backends.triton_attn import TritonAttentionBackend
 
 STEPS = ("compile",)
 COLUMNS = (
-    ("registers", "registers", "d"),
-    ("spills", "spills", "d"),
-    ("stack B", "stack", "d"),
-    ("shared B", "shared", "d"),
-    ("limit B", "limit", "d"),
-    ("code KiB", "code_kib", ".0f"),
-)
+    Column("registers", key="registers"), Column("spills", key="spills"), Column("stack B", key="stack"),
+    Column("shared B", key="shared"), Column("limit B", key="limit"), Column("code KiB", key="code_kib", form=".0f"),
+)  # fmt: skip
 
 
 class Kernel(NamedTuple):

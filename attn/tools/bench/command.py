@@ -16,10 +16,10 @@ from attn.backends.registry import BLOCKSPARSE, AttentionBackendEnum
 from attn.pictures.picture import check_file, check_writable
 from attn.progress import Display, display
 from attn.selection.platforms import default_framework, platform_for
+from attn.tables import header, wrapped
 from attn.tools.bench import dense, workloads
 from attn.tools.bench import summary as summaries
 from attn.tools.bench.case import CPU_SUITE, KINDS, LIMITS, MLA_CPU_SUITE, MLA_SUITE, SUITE, Case, abbreviated, parse
-from attn.tools.bench.columns import header, wrapped
 from attn.tools.bench.judge import compare, judge, ranked, verdicts
 from attn.tools.bench.roofline import draw
 from attn.tools.bench.rows import BENCHES, COLUMNS, Bench, Entry, Report, measured, open_bench, plan
@@ -249,7 +249,7 @@ def measure(
                     shown.say(summaries.outcomes([row.to_dict() for row in report.rows])[-1].text(wide))
                 else:
                     for verdict in verdicts([row.to_dict() for row in report.rows[begin:]]):
-                        shown.say(wrapped(f"-> {verdict.outcome}", 3))
+                        shown.say("\n".join(wrapped(f"-> {verdict.outcome}", more="   ")))
                 begin = len(report.rows)
                 report.write(file)
 

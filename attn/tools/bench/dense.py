@@ -22,8 +22,8 @@ from attn.imports import resolve_obj_by_qualname
 from attn.selection.platforms import default_framework, platform_for
 from attn.selection.preferences import MARGIN
 from attn.selection.verdicts import judge
+from attn.tables import Column, header, line, wrapped
 from attn.tools.bench.case import LIMITS, Timing
-from attn.tools.bench.columns import Column, header, line, wrapped
 from attn.tools.bench.roofline import draw
 from attn.tools.bench.rows import Report
 
@@ -65,7 +65,7 @@ SUITE = (
 
 #: Columns of a row; "allowed" is the largest error of a right output.
 COLUMNS = (
-    Column("backend", 24, text=True), Column("ms", 10), Column("p20 .. p80", 23), Column("TFLOP/s", 8),
+    Column(" backend", 24, text=True), Column("ms", 10), Column("p20 .. p80", 23), Column("TFLOP/s", 8),
     Column("kind", 11, text=True), Column("error", 8), Column("allowed", 8),
 )  # fmt: skip
 
@@ -106,7 +106,7 @@ class DenseRow:
         t, head = self.timing, f"{'*' if self.chosen else ' '}{self.backend}"
         if t is None:
             text = f"{head:24s} {'not available: ' + self.refused if self.refused else 'FAILED: ' + self.raised}"
-            return wrapped(text, COLUMNS[0].width + 1)
+            return "\n".join(wrapped(text, more=" " * (COLUMNS[0].width + 1)))
         cells = (
             head, f"{t.ms:.4f}", f"{t.ms_p20:.4f} .. {t.ms_p80:.4f}", f"{self.tflop_per_s:.1f}",
             "exact" if self.exact else "approximate", f"{t.error:.1e}", f"{self.allowed:.1e}",

@@ -12,15 +12,15 @@ from attn.imports import resolve_obj_by_qualname
 from attn.selection.platforms import platform_for
 from attn.selection.verdicts import choose
 from attn.selector import select
+from attn.tables import Column, line, shown, wrapped
 from attn.tools.bench.case import LIMITS, Case, Timing, flops, kind_of, nbytes, parse
-from attn.tools.bench.columns import Column, line, wrapped
 from attn.tools.bench.judge import verdicts
 
 #: Each framework's timer.
 BENCHES = {"torch": "attn.tools.bench.on_torch.TorchBench", "jax": "attn.tools.bench.on_jax.JaxBench"}
 #: Columns of a row.
 COLUMNS = (
-    Column("backend", 25, text=True), Column("ms", 10), Column("p20 .. p80", 19), Column("GB/s", 6, wide=True),
+    Column(" backend", 25, text=True), Column("ms", 10), Column("p20 .. p80", 19), Column("GB/s", 6, wide=True),
     Column("% copy", 6), Column("TFLOP/s", 8), Column("% gemm", 6), Column("clean ms", 9, wide=True),
     Column("kernel ms", 9, wide=True), Column("launch us", 9, wide=True), Column("metadata us", 11, wide=True),
     Column("error", 8),
@@ -94,8 +94,8 @@ class Row:
             f"{'*' if self.chosen else ' '}{self.backend}", _ms(t.ms),
             f"{_ms(t.ms_p20)} .. {_ms(t.ms_p80)}", f"{self.gb_per_s:.4g}",
             f"{100 * self.of_copy:.1f}", f"{self.tflop_per_s:.3g}",
-            f"{100 * self.of_gemm:.1f}", _known(t.ms_clean, ".4f"), _known(t.kernel_ms, ".4f"), _known(t.host_us, ".0f"),
-            _known(t.build_us, ".0f"), f"{t.error:.1e}",
+            f"{100 * self.of_gemm:.1f}", shown(t.ms_clean, ".4f"), shown(t.kernel_ms, ".4f"), shown(t.host_us, ".0f"),
+            shown(t.build_us, ".0f"), f"{t.error:.1e}",
         )  # fmt: skip
         return line(cells, COLUMNS, wide) + ("" if self.right else " WRONG") + ("" if t.replayed else " eager")
 
@@ -125,7 +125,7 @@ class Refusal:
         """Format the row without its case; `wide`: in one line."""
         head = line((f"{'*' if self.chosen else ' '}{self.backend}",), COLUMNS).ljust(COLUMNS[0].width)
         text = f"{head} {'FAILED' if self.failed else 'no row'}: {' '.join(self.refused.split())[:200]}"
-        return text if wide else wrapped(text, COLUMNS[0].width + 1)
+        return text if wide else "\n".join(wrapped(text, more=" " * (COLUMNS[0].width + 1)))
 
     def to_dict(self) -> dict[str, Any]:
         flat = {**asdict(self), **asdict(self.case), "right": self.right}
@@ -135,11 +135,6 @@ class Refusal:
 def _ms(value: float) -> str:
     """Format milliseconds: to 0.1 us, from a second on to 0.1 ms."""
     return f"{value:.4f}" if value < 1000 else f"{value:.1f}"
-
-
-def _known(value: float | None, form: str) -> str:
-    """Format a number for its column; a dash if it was not measured."""
-    return "-" if value is None else format(value, form)
 
 
 @dataclass

@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from attn.tables import Column, line
 from attn.tools.bench.case import KINDS, Case, abbreviated, key_bytes, kind_of, parse
-from attn.tools.bench.columns import Column, line
 from attn.tools.bench.judge import case_of, geometric_mean, timed, verdicts
 
 #: Decodes with fewer bytes of keys take mostly the time of a launch, whatever the rate of their copy.
 LARGE = 8 << 20
 #: Columns of an outcome.
 COLUMNS = (
-    Column("#", 4), Column("kind", 11, text=True, wide=True), Column("batch", 36, text=True), Column("backend", 17, text=True),
+    Column("#", 4), Column("kind", 11, text=True, wide=True), Column("batch", 36, text=True), Column(" backend", 17, text=True),
     Column("ms", 9), Column("floor ms", 9, wide=True), Column("% copy", 6), Column("error", 8, wide=True), Column("ratio", 6),
     Column("best other", 0, text=True),
 )  # fmt: skip

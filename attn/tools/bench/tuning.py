@@ -16,8 +16,8 @@ from attn.capabilities import Request
 from attn.selection import preferences
 from attn.selection.platforms import default_framework, platform_for
 from attn.selector import forget, select
+from attn.tables import header
 from attn.tools.bench.case import Case
-from attn.tools.bench.columns import header
 from attn.tools.bench.command import case_arguments, cases_of, measure
 from attn.tools.bench.rows import BENCHES, COLUMNS, Refusal, Report, Row, open_bench, plan
 

@@ -21,6 +21,7 @@ from attn.errors import AttnError
 from attn.imports import pip_install, resolve_obj_by_qualname
 from attn.progress import Display, Lines, Quiet, coloured, display
 from attn.serving import GenerationRequest, Scheduler
+from attn.tables import Column, cells, header, line
 from attn.tools.demo.checkpoint import ModelConfig, load_config, load_tokenizer, load_weights
 from attn.tools.demo.dense import Dense, dense_forward
 from attn.tools.demo.engine import FRAMEWORKS, SHIPPED_MODEL, Runner, TextStream, load_runner, missing, serve
@@ -31,6 +32,12 @@ if TYPE_CHECKING:
 
 _TEXTS = 3  # requests whose text is shown during generation
 _WIDTH = 100  # characters shown of each text
+_COLUMNS = (
+    Column("", 7, text=True, key="framework"), Column("backend", 17, text=True, key="backend"),
+    Column("tokens", 7, key="generated_tokens"), Column("seconds", 8, key="seconds", form=".2f"),
+    Column("tokens/s", 9, key="tokens_per_second", form=".0f"), Column("start-up s", 11, key="startup_seconds", form=".2f"),
+    Column("steps", 6, key="steps"),
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -245,14 +252,7 @@ def _judged(forward: Dense, index: int, served: Sequence[Served]) -> list[Diverg
 def _report(served: Sequence[Served], judge: str, dense_seconds: float, agreeing: int, tokenizer: "Tokenizer") -> None:
     """Print the results in words and as a table."""
     requests = served[0].requests
-    print(f"\n{'':<8}{'backend':<18}{'tokens':>7}{'seconds':>9}{'tokens/s':>10}{'start-up s':>12}{'steps':>7}")
-    for one in served:
-        f = one.figures
-        print(
-            f"{f['framework']:<8}{f['backend']:<18}{f['generated_tokens']:>7}{f['seconds']:>9.2f}"
-            f"{f['tokens_per_second']:>10.0f}{f['startup_seconds']:>12.2f}{f['steps']:>7}"
-        )
-    print()
+    print("\n".join(["", header(_COLUMNS), *(line(cells(one.figures, _COLUMNS), _COLUMNS) for one in served), ""]))
     events: dict[str, list[str]] = {}
     for one in served:
         f = one.figures

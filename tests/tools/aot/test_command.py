@@ -21,10 +21,11 @@ import sys
 import time
 from pathlib import Path
 
+from attn.tables import Column
 from attn.tools.aot.command import Case
 
 STEPS = ("compile", "estimate")
-COLUMNS = (("size", "size", "d"), ("us", "us", ".1f"), ("floor", "floor", ".2f"))
+COLUMNS = (Column("size", key="size"), Column("us", key="us", form=".1f"), Column("floor", key="floor", form=".2f"))
 NAMES = ("good", "raises", "aborts", "exits", "sleeps", "hoards", "twice", "blind", "chatty")
 
 

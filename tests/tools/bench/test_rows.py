@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
+from attn.tables import WIDTH, header
 from attn.tools.bench import Refusal, Row
-from attn.tools.bench.columns import WIDTH, header
 from attn.tools.bench.rows import COLUMNS
 
 RowsOf = Callable[..., dict[str, Row | Refusal]]

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from attn.tools.bench.columns import header
+from attn.tables import header
 from attn.tools.bench.summary import COLUMNS, outcomes, summary
 
 

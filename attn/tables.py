@@ -1,0 +1,108 @@
+"""Tables and reports: columns and rows of cells in; text, HTML, Markdown and plain data out.
+
+Printed lines have 100 characters, unless the caller asks for the columns that are left out by default (`--wide`).
+"""
+
+import itertools
+import textwrap
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from html import escape
+from typing import Any, NamedTuple
+
+WIDTH = 100  #: characters of a line by default
+LEFT = "text-align:left"
+
+
+class Column(NamedTuple):
+    """A column: its heading, the width in tables whose rows are printed one by one, and the format of its values.
+
+    `text` is left-justified, numbers are not; `wide`: left out by default; `key`: of its value in a row's figures.
+    """
+
+    name: str
+    width: int = 0
+    text: bool = False
+    wide: bool = False
+    key: str = ""
+    form: str = ""
+
+
+def shown(value: Any, form: str) -> str:
+    """Format a number; a dash if there is none."""
+    return "-" if value is None else format(value, form)
+
+
+def cells(figures: Mapping[str, Any], columns: Sequence[Column]) -> list[str]:
+    """Return the cells of a row's figures."""
+    return [shown(figures.get(column.key), column.form) for column in columns]
+
+
+def line(cells: Sequence[str], columns: Sequence[Column], wide: bool = False, gap: str = " ") -> str:
+    """Format a row in the columns' widths; the cells of the last columns may be missing."""
+    kept = [(cell, column) for cell, column in zip(cells, columns, strict=False) if wide or not column.wide]
+    return gap.join(cell.ljust(c.width) if c.text else cell.rjust(c.width) for cell, c in kept).rstrip()
+
+
+def header(columns: Sequence[Column], wide: bool = False) -> str:
+    """Format the columns' names."""
+    return line([column.name for column in columns], columns, wide)
+
+
+def block(rows: Sequence[Sequence[str]], indent: str = "", numbers: Collection[int] = ()) -> list[str]:
+    """Format rows as lines, two spaces between columns as wide as their widest cell; `numbers`: the right-justified columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    columns = [Column("", width, i not in numbers) for i, width in enumerate(widths)]
+    return [(indent + line(row, columns, gap="  ")).rstrip() for row in rows]
+
+
+def wrapped(text: str, indent: str = "", more: str = "") -> list[str]:
+    """Break a line at spaces, into none if it is empty; the continuations are indented by `more` too."""
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=indent, subsequent_indent=indent + more, break_on_hyphens=False, break_long_words=False
+    )
+
+
+def markdown(cells: Iterable[str]) -> str:
+    """Format a row of a Markdown table."""
+    return f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
+
+
+def html(head: Sequence[str], rows: Iterable[Sequence[Any]], styles: Iterable[str] = ()) -> str:
+    """Format rows of HTML, left-justified below each heading; a cell is HTML, or (HTML, its style), `styles` are the rows'."""
+    aligned = [LEFT if name else "" for name in head]
+    made = [_html_row("th", zip(map(escape, head), aligned, strict=True))]
+    for row, style in itertools.zip_longest(rows, styles, fillvalue=""):
+        pairs = [(cell, "") if isinstance(cell, str) else cell for cell in row]
+        own = [(cell, ";".join(filter(None, (left, more)))) for (cell, more), left in zip(pairs, aligned, strict=True)]
+        made.append(_html_row("td", own, style))
+    return f"<table>{''.join(made)}</table>"
+
+
+def _html_row(tag: str, cells: Iterable[tuple[str, str]], style: str = "") -> str:
+    inner = "".join(f"<{tag}{_styled(own)}>{cell}</{tag}>" for cell, own in cells)
+    return f"<tr{_styled(style)}>{inner}</tr>"
+
+
+def _styled(style: str) -> str:
+    return f" style='{style}'" if style else ""
+
+
+def paragraph(html: str) -> str:
+    """Return HTML as a left-justified paragraph."""
+    return f"<p style='{LEFT}'>{html}</p>"
+
+
+def plain(value: Any) -> Any:
+    """Return a report as data for JSON: records as dicts of their fields, or what their `to_dict` returns; sets sorted."""
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    if hasattr(value, "_asdict"):
+        return plain(value._asdict())
+    if isinstance(value, Mapping):
+        return {key: plain(entry) for key, entry in value.items()}
+    if isinstance(value, set | frozenset):
+        return sorted(value)
+    return [plain(entry) for entry in value] if isinstance(value, list | tuple) else value
