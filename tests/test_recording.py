@@ -12,24 +12,20 @@ import pytest
 import torch
 
 import attn
-from attn import CommonAttentionMetadata, recording
+from attn import recording
 from attn.backends.registry import register_backend
 from attn.cli import main
 from attn.errors import ShapeError
-from attn.imports import resolve_obj_by_qualname
 from attn.testing import runner_for
 from attn.tools.recorded import as_smaller, call_of, outcome_of, read, snapshot_of
 from attn.tools.recorded import mask_of as recorded_mask
 from attn.torch.backends.mla.torch_mla import TorchMLABackend
 from attn.torch.backends.sdpa import TorchSDPABackend, TorchSDPAImpl
+from tests.served import Q_LENS, Served
 
 pytestmark = pytest.mark.usefixtures("jax_compiles_fast")
 
-P = 16
-LATENT = (4, 32, 16, 8, 16)  #: heads, L, Dn, Dr, Dv
-Q_LENS, SEQ_LENS = [5, 1, 3], [5, 37, 20]
 FP8 = {"kv_cache_dtype": "fp8", "k_scale": 0.03, "v_scale": 0.05}
-TABLE = [[9], [7, 4, 2], [11, 0]]  #: six of twelve pages
 
 
 @pytest.fixture
@@ -37,46 +33,6 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("ATTN_RECORD", str(tmp_path / "records"))
     monkeypatch.setattr(recording, "_requested", 0)
     return tmp_path / "records"
-
-
-def array(framework: str, values: Any) -> Any:
-    return torch.from_numpy(np.asarray(values)) if framework == "torch" else jnp.asarray(values)
-
-
-class Served:
-    """A layer, its filled cache, one batch and its arguments."""
-
-    def __init__(self, kind: str, backend: str | None = None, reach: dict[str, Any] | None = None, **more: Any) -> None:
-        self.framework, _, latent = kind.partition(" ")
-        rng = np.random.default_rng(0)
-        if latent:
-            heads, rank, nope, rope, value = LATENT
-            up = array(self.framework, rng.standard_normal((rank, heads, nope + value), np.float32) * rank**-0.5)
-            self.layer = resolve_obj_by_qualname(f"attn.{self.framework}.MLAAttention")(
-                *LATENT, up, block_size=P, backend=backend, **more
-            )
-            shapes: list[tuple[int, ...]] = [(heads, nope + rope), (rank,), (rope,)]
-        else:
-            self.layer = resolve_obj_by_qualname(f"attn.{self.framework}.Attention")(
-                4, 16, num_kv_heads=2, block_size=P, backend=backend, **more
-            )
-            shapes = [(4, 16), (2, 16), (2, 16)]
-        self.encoder = more.get("attn_type") == "encoder_only"
-        seq_lens = Q_LENS if self.encoder else SEQ_LENS
-        self.rows = [rng.standard_normal((sum(Q_LENS), *shape), np.float32) for shape in shapes]
-        self.cache = None if self.encoder else self.layer.new_kv_cache(12)
-        if not self.encoder:
-            pages = [rng.standard_normal((12, P, *shape), np.float32) for shape in shapes[1:]]
-            self.cache = self.layer.load_pages(self.cache, range(12), *(array(self.framework, x) for x in pages))
-        batch = CommonAttentionMetadata.from_lens(Q_LENS, seq_lens, TABLE, P, writes=not self.encoder, **(reach or {}))
-        self.metadata = self.layer.build(batch)
-
-    def given(self, rows: Any) -> list[Any]:
-        put = [array(self.framework, x) for x in rows]
-        return put if self.framework == "torch" else [self.metadata.pad(x) for x in put]
-
-    def __call__(self, rows: Any = None) -> Any:
-        return self.layer(*self.given(self.rows if rows is None else rows), self.cache, self.metadata)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +94,7 @@ def test_what_rows_see_is_recorded(more, matter, folder):
             call.with_batch(**{name: off[name]}) if name in off else call.but(**{name: 0 if name == "chunk_size" else None})
         )
         assert not np.array_equal(run(changed).output, out.numpy()), name
-    weights = served.layer(*served.given(served.rows), served.cache, served.metadata, return_weights=True)[1]
+    weights = served(return_weights=True)[1]
     assert [(w > 0).sum(-1)[0].tolist() for w in weights] == [(recorded_mask(call, r).sum(-1)).tolist() for r in range(3)]
 
 
@@ -269,7 +225,7 @@ def test_calls_without_values_are_not_recorded_which_is_said_once(folder, caplog
         for _ in range(2):
             torch.compile(lambda *rows: served["torch"](rows), backend="eager", fullgraph=True)(*served["torch"].rows)
             one = served["jax"]
-            jax.jit(lambda *rows: one.layer(*rows, one.cache, one.metadata))(*one.given(one.rows))  # noqa: B023
+            jax.jit(lambda *rows: one.layer(*rows, one.cache, one.metadata))(*one.given())  # noqa: B023
     said = [record.getMessage() for record in caplog.records if "ATTN_RECORD" in record.getMessage()]
     assert len(said) == 2 and "in a graph of torch.compile" in said[0] and "transformation of JAX" in said[1]
     assert not folder.exists()

@@ -29,21 +29,21 @@ class BaseSequenceParallel:
     size: int  #: W
     local: Any  #: the layer that a member computes with
 
-    def _share(
+    def __init__(
         self,
         num_heads: int,
         head_size: int,
-        softmax_scale: float | None,
-        causal: bool,
-        num_kv_heads: int | None,
-        features: Collection[str],
-        choice: dict[str, Any],
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        num_kv_heads: int | None = None,
+        *,
+        strategy: str = "ulysses",
+        features: Collection[str] = (),
+        **more: Any,
     ) -> None:
-        """Create the member's layer of `DiffusionAttention`'s arguments for the whole one.
-
-        Raises ValueError for an unknown strategy, `ShapeError` for heads not divisible by W, `UnsupportedError` for causal
-        rings, and the exceptions of `DiffusionAttention`.
-        """
+        super().__init__()
+        self.strategy = strategy
+        choice = self._join(**more)
         if self.strategy not in STRATEGIES:
             raise ValueError(f"strategy={self.strategy!r} is unknown; known: {', '.join(STRATEGIES)}")
         num_heads, num_kv_heads, head_size = check_heads(num_heads, num_kv_heads, head_size)
@@ -64,6 +64,10 @@ class BaseSequenceParallel:
         self.local = layer(num_heads, head_size, softmax_scale, causal, num_kv_heads, features=features, **choice)
 
     # how the members communicate
+
+    @abstractmethod
+    def _join(self, **more: Any) -> dict[str, Any]:
+        """Set `size` and what communication needs, from the arguments that name the group; return the other arguments."""
 
     @abstractmethod
     def _exchanged(self, x: Any, split: int, join: int) -> Any:

@@ -12,15 +12,24 @@ import torch
 
 from attn.errors import DeviceError, DTypeError
 
-#: dtypes that NumPy has only through ml_dtypes, and the integers of the same width that both sides have.
-_CARRIERS = {
-    "bfloat16": (torch.bfloat16, np.dtype(np.int16), torch.int16),
-    "float8_e4m3fn": (torch.float8_e4m3fn, np.dtype(np.uint8), torch.uint8),
-    "float8_e5m2": (torch.float8_e5m2, np.dtype(np.uint8), torch.uint8),
-    "float8_e4m3fnuz": (torch.float8_e4m3fnuz, np.dtype(np.uint8), torch.uint8),
-    "float8_e5m2fnuz": (torch.float8_e5m2fnuz, np.dtype(np.uint8), torch.uint8),
+#: dtypes that NumPy has only through ml_dtypes: they cross as integers of the same width.
+_CARRIED = {
+    getattr(torch, name): name for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 }
-_NAMES = {tensor: name for name, (tensor, _, _) in _CARRIERS.items()}
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def raw(tensor: torch.Tensor) -> torch.Tensor:
+    """View the same memory as integers, so that copying preserves the bits of NaN."""
+    return tensor.view(_INTEGERS[tensor.itemsize])
+
+
+def bits_of(tensor: torch.Tensor) -> "np.ndarray[Any, Any]":
+    """Return a copy of a tensor as `attn.testing.bits` stores its dtype."""
+    host = tensor.detach().cpu().contiguous()
+    if host.dtype not in _CARRIED:
+        return host.numpy().copy()  # type: ignore[no-any-return]
+    return raw(host).numpy().view(f"u{host.itemsize}").copy()  # type: ignore[no-any-return]
 
 
 def from_foreign(x: Any, like: torch.Tensor | None = None) -> torch.Tensor:
@@ -39,11 +48,10 @@ def _from_numpy(array: "np.ndarray[Any, Any]") -> torch.Tensor:
     try:
         return torch.from_numpy(array)
     except TypeError as error:
-        carried = _CARRIERS.get(array.dtype.name)
-        if carried is None:
+        if array.dtype.name not in _CARRIED.values():
             raise DTypeError(f"a NumPy array of dtype {array.dtype} has no counterpart in torch") from error
-        dtype, carrier, _ = carried
-        return _from_numpy(array.view(carrier)).view(dtype)
+        carrier = np.int16 if array.itemsize == 2 else np.uint8
+        return _from_numpy(array.view(carrier)).view(getattr(torch, array.dtype.name))
     except ValueError:  # torch supports neither foreign byte orders nor negative strides
         return torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C"))
 
@@ -72,13 +80,13 @@ def to_numpy(x: torch.Tensor, like: Any = None) -> "np.ndarray[Any, Any]":
     if x.requires_grad:
         raise ValueError("a tensor that requires grad cannot leave torch, gradients do not cross: pass tensor.detach()")
     x = x.detach().cpu().resolve_conj().resolve_neg()
-    name = _NAMES.get(x.dtype)
+    name = _CARRIED.get(x.dtype)
     try:
         if name is None:
             return x.numpy()  # type: ignore[no-any-return]
         import ml_dtypes
 
-        return x.view(_CARRIERS[name][2]).numpy().view(getattr(ml_dtypes, name))  # type: ignore[no-any-return]
+        return raw(x).numpy().view(getattr(ml_dtypes, name))  # type: ignore[no-any-return]
     except TypeError as error:
         raise DTypeError(f"a tensor of dtype {x.dtype} has no counterpart in NumPy") from error
     except ModuleNotFoundError as error:

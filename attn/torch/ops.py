@@ -9,6 +9,7 @@ import torch
 
 from attn.dtypes import PER_TOKEN_HEAD
 from attn.torch import kv_cache as caches
+from attn.torch.arrays import bits_of, raw
 
 Array = npt.NDArray[Any]
 Part = tuple[torch.Tensor, ...]
@@ -127,26 +128,8 @@ def parts_of(backend: Any, kv_cache: torch.Tensor, kv_cache_dtype: str, head_siz
     return (keys,), (values,)
 
 
-def raw(tensor: torch.Tensor) -> torch.Tensor:
-    """View the same memory as integers, so that copying preserves the bits of NaN."""
-    return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
-
-
 def stored_bits(part: Part) -> Array:
     """Return rows as the suite stores them: a dtype's bits, or codes and the bytes of their scale."""
     if len(part) == 1:
         return bits_of(part[0])
     return np.concatenate([bits_of(tensor).view(np.uint8) for tensor in part], -1)
-
-
-def bits_of(tensor: torch.Tensor) -> Array:
-    """Return a tensor as `attn.testing.bits` stores its dtype."""
-    host = tensor.detach().cpu().contiguous()
-    kinds = {
-        torch.bfloat16: (torch.int16, np.uint16),
-        torch.float8_e4m3fn: (torch.uint8, np.uint8),
-        torch.float8_e5m2: (torch.uint8, np.uint8),
-    }
-    carrier, kind = kinds.get(host.dtype, (host.dtype, None))
-    array: Array = host.view(carrier).numpy().copy()
-    return array if kind is None else array.view(kind)

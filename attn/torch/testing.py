@@ -18,8 +18,9 @@ from attn.testing import Call, Result, bits, cache_spec
 from attn.testing.prefill import PrefillCall, results
 from attn.testing.runner import BaseRunner
 from attn.torch import kv_cache as caches
+from attn.torch.arrays import bits_of, raw
 from attn.torch.interpreter import correct_bfloat16
-from attn.torch.ops import Part, bits_of, parts_of, raw, stored_bits
+from attn.torch.ops import Part, parts_of, stored_bits
 
 Array = npt.NDArray[Any]
 

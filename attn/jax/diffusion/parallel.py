@@ -3,7 +3,7 @@
 For use inside `jax.shard_map`. XLA overlaps a ring's exchanges with attention, which does not wait for them.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,22 +28,9 @@ class SequenceParallelAttention(BaseSequenceParallel, nnx.Module):
 
     framework, members = "jax", "devices"
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        num_kv_heads: int | None = None,
-        *,
-        axis_name: str,
-        axis_size: int,
-        strategy: str = "ulysses",
-        features: Collection[str] = (),
-        **choice: Any,
-    ) -> None:
-        self.axis, self.size, self.strategy = axis_name, positive_int("axis_size", axis_size), strategy
-        self._share(num_heads, head_size, softmax_scale, causal, num_kv_heads, features, choice)
+    def _join(self, *, axis_name: str, axis_size: int, **choice: Any) -> dict[str, Any]:  # type: ignore[override]
+        self.axis, self.size = axis_name, positive_int("axis_size", axis_size)
+        return choice
 
     def __call__(
         self, query: jax.Array, key: jax.Array, value: jax.Array, attn_metadata: DiffusionAttentionMetadata | None = None

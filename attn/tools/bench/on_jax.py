@@ -100,11 +100,7 @@ class Workload(BaseWorkload):
 
 
 class MLAWorkload(Workload):
-    """A workload of a latent (MLA) layer.
-
-    Its call is the layer's: it writes the batch's new rows (the same each time), takes queries and returns outputs by head,
-    and uses absorbed or expanded attention as the batch requires.
-    """
+    """A workload of a latent (MLA) layer, whose call writes the batch's new rows too."""
 
     writes = True
 
@@ -256,11 +252,7 @@ class JaxBench(BaseBench):
         return tuple(name for name, (_, needs) in PEERS.items() if needs in (None, self.device.platform))
 
     def measure(self, case: Case, name: str, limit: float = 0.0) -> Timing:
-        """Time one backend or peer on a case.
-
-        limit: time limit for compiling, in seconds; 0 means none, as does a call outside the main thread. Raises
-        TimeoutError beyond it, and whatever the backend or peer raises for a case that it does not support.
-        """
+        """As `Bench.measure`; the limit is for compiling, and there is none outside the main thread."""
         if name in PEERS and case.features:
             raise UnsupportedError(f"peers do not support {', '.join(sorted(case.features))}")
         with deadline(limit):

@@ -91,11 +91,7 @@ class Workload(BaseWorkload):
 
 
 class MLAWorkload(Workload):
-    """A workload of a latent (MLA) layer.
-
-    Its call is the layer's: it writes the batch's new rows (the same each time), takes queries and returns outputs by head, and
-    uses absorbed or expanded attention as the batch requires.
-    """
+    """A workload of a latent (MLA) layer, whose call writes the batch's new rows too."""
 
     def _draw(self, cls: Any, impl_cls: Any, generator: torch.Generator) -> None:
         case, rank = self.case, self.case.kv_lora_rank
@@ -171,11 +167,7 @@ class TorchBench(BaseBench):
         return tuple(self._peers)
 
     def measure(self, case: Case, name: str, limit: float = 0.0) -> Timing:
-        """Time one backend or peer on a case.
-
-        limit: time limit for the first call, in seconds; 0 means none, as does a call outside the main thread. Raises
-        TimeoutError beyond it, and whatever the backend or peer raises for a case that it does not support.
-        """
+        """As `Bench.measure`; the limit is for the first call, and there is none outside the main thread."""
         with torch.no_grad():
             if name in self._peers:
                 return self._measure_peer(case, self._peers[name], limit)

@@ -31,7 +31,11 @@ def timing(times: Sequence[float], **found: Any) -> Timing:
 
 
 class BaseWorkload:
-    """A layer, a filled cache and one batch on the device. `impl_cls` replaces the backend's own implementation."""
+    """A layer, a filled cache and one batch on the device. `impl_cls` replaces the backend's own implementation.
+
+    The call of a latent layer (MLA) is the layer's: it writes the batch's new rows (the same each time), takes queries and
+    returns outputs by head, and uses absorbed or expanded attention as the batch requires.
+    """
 
     framework: ClassVar[str]
     sinks: Any = None  #: [H]

@@ -1,6 +1,6 @@
 """Sequences too long for one device: Ulysses and ring attention (`attn.diffusion.parallel`) over `torch.distributed` groups."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,23 +24,9 @@ class SequenceParallelAttention(BaseSequenceParallel, nn.Module):
 
     framework, members = "torch", "ranks"
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        softmax_scale: float | None = None,
-        causal: bool = False,
-        num_kv_heads: int | None = None,
-        *,
-        group: Any = None,
-        strategy: str = "ulysses",
-        features: Collection[str] = (),
-        **choice: Any,
-    ) -> None:
-        super().__init__()
-        self.group, self.strategy = group, strategy
-        self.size, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        self._share(num_heads, head_size, softmax_scale, causal, num_kv_heads, features, choice)
+    def _join(self, *, group: Any = None, **choice: Any) -> dict[str, Any]:  # type: ignore[override]
+        self.group, self.size, self.rank = group, dist.get_world_size(group), dist.get_rank(group)
+        return choice
 
     def forward(
         self,

@@ -5,9 +5,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from attn.errors import ShapeError, UnsupportedError
 from attn.jax.diffusion.parallel import SequenceParallelAttention
 
 ROOT = Path(__file__).parents[3]
@@ -65,12 +62,3 @@ def test_a_ring_asks_for_the_log_sum_exp() -> None:
     assert layer("ring").local.selection.request.features == {"backward", "lse"}
     assert layer("ulysses").local.selection.request.features == {"backward"}
     assert layer("ring").local.impl.can_return_lse
-
-
-def test_what_does_not_divide_is_refused() -> None:
-    with pytest.raises(ShapeError, match="num_heads=6 over 4 devices: Ulysses needs a multiple"):
-        SequenceParallelAttention(6, 16, axis_name="sp", axis_size=4)
-    with pytest.raises(UnsupportedError, match="ring: a causal layer is not supported"):
-        SequenceParallelAttention(6, 16, causal=True, axis_name="sp", axis_size=4, strategy="ring")
-    with pytest.raises(ValueError, match="'star' is unknown; known: ulysses, ring"):
-        SequenceParallelAttention(4, 16, axis_name="sp", axis_size=4, strategy="star")
