@@ -37,19 +37,11 @@ CASES = {
     "alibi, both ways": (5, 7, {"alibi_slopes": [0.5, 0.25, 0.1, 0.05]}),
     "sinks": (7, 5, {"causal": True, "sinks": [1.0, 0.0, -math.inf, 3.0]}),
     "mask": (5, 7, {"mask": "random"}),
-    "all at once": (
-        7,
-        6,
-        {
-            "causal": True,
-            "window": (3, 0),
-            "logits_soft_cap": 2.0,
-            "alibi_slopes": [0.1] * 4,
-            "sinks": [0.5] * 4,
-            "mask": "random",
-        },
-    ),
-}
+    "all at once": (7, 6, {
+        "causal": True, "window": (3, 0), "logits_soft_cap": 2.0, "alibi_slopes": [0.1] * 4, "sinks": [0.5] * 4,
+        "mask": "random",
+    }),
+}  # fmt: skip
 
 
 def attention(framework, qkv, **arguments):
@@ -76,16 +68,7 @@ def oracle(qkv, *, mask=None, window=None, **arguments):
 
 
 #: One formula serves both frameworks: jax, which compiles every case, is spared those that use no operation of their own.
-NOT_UNDER_JAX = (
-    "full",
-    "decode",
-    "scale",
-    "window of W keys",
-    "window around nothing",
-    "window ahead",
-    "alibi",
-    "mask",
-)
+NOT_UNDER_JAX = ("full", "decode", "scale", "window of W keys", "window around nothing", "window ahead", "alibi", "mask")
 
 
 @pytest.mark.parametrize(("framework", "case"), [(f, c) for f in MAKERS for c in CASES if f != "jax" or c not in NOT_UNDER_JAX])

@@ -163,12 +163,9 @@ class Runner(BaseRunner):
         return kv_cache, parts
 
     def _tensor(self, values: Array, dtype: str) -> torch.Tensor:
-        return self._put(bits.encode(values, dtype), dtype)
-
-    def _put(self, stored: Array, element: str) -> torch.Tensor:
-        """Return stored bits as a tensor of `element`."""
-        raw = stored.view(np.int16) if stored.dtype == np.uint16 else stored
-        return torch.from_numpy(raw.copy()).view(getattr(torch, element)).to(self.device)
+        stored = bits.encode(values, dtype)
+        carried = stored.view(np.int16) if stored.dtype == np.uint16 else stored
+        return torch.from_numpy(carried.copy()).view(self._dtype(dtype)).to(self.device)
 
 
 def views(rows: torch.Tensor) -> torch.Tensor:

@@ -82,6 +82,9 @@ class Workload(BaseWorkload):
 
         return call
 
+    def forward(self) -> None:
+        self.output = self.program()()
+
     def blocks(self, r: int, tokens: int) -> Any:
         """Request r's pages, then others up to a power of two, with at least `tokens` tokens: few shapes to compile."""
         count = _power_of_two(-(-tokens // self.case.block_size))
