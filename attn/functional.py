@@ -149,20 +149,11 @@ class _Reach(NamedTuple):
         from attn.reference import visible_mask
 
         spans = [None] * len(self.prefix) if self.spans is None else self.spans
-        each = [
-            visible_mask(
-                self.rows,
-                self.keys,
-                causal=rules.causal,
-                window=rules.window,
-                spans=own,
-                prefix=int(prefix),
-                chunk_size=self.chunk_size,
-                span_window=bool(self.span_window),
-            )
-            for own, prefix in zip(spans, self.prefix, strict=True)
-        ]
-        return np.stack(each)[:, None]
+        given: dict[str, Any] = {"causal": rules.causal, "window": rules.window}
+        given |= {"chunk_size": self.chunk_size, "span_window": bool(self.span_window)}
+        each = zip(spans, self.prefix, strict=True)
+        masks = [visible_mask(self.rows, self.keys, spans=own, prefix=int(prefix), **given) for own, prefix in each]
+        return np.stack(masks)[:, None]
 
     def of_batch(self) -> dict[str, Any]:
         """Return the arguments of `CommonAttentionMetadata.from_lens`."""
@@ -282,19 +273,11 @@ def _oracle(q: Array, k: Array, v: Array, rules: Rules, extras: Extras) -> tuple
         mask = np.broadcast_to(mask, _mask_shape(mask.shape, q, k))
     out = np.zeros((batch, n, num_heads, v.shape[-1]))
     lse = np.zeros((batch, num_heads, n))
+    given: dict[str, Any] = {"causal": rules.causal, "scale": rules.scale, "window": rules.window}
+    given |= {"logits_soft_cap": rules.cap, "alibi_slopes": extras.slopes, "sinks": extras.sinks}
     for b in range(batch):
-        out[b], lse[b] = reference.attention(
-            q[b],
-            k[b],
-            v[b],
-            causal=rules.causal,
-            scale=rules.scale,
-            window=rules.window,
-            logits_soft_cap=rules.cap,
-            alibi_slopes=extras.slopes,
-            sinks=extras.sinks,
-            mask=None if mask is None else mask[b],
-        )
+        own = None if mask is None else mask[b]
+        out[b], lse[b] = reference.attention(q[b], k[b], v[b], mask=own, **given)
     return out.astype(q.dtype), lse.astype(np.float64 if q.dtype == np.float64 else np.float32)
 
 

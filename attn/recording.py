@@ -152,12 +152,8 @@ class Recorder:
         if sum(sizes) + sum(array.nbytes for array in found.arrays.values()) > MAX_BYTES:
             logger.warning_once("ATTN_RECORD: a call does not fit in %s (%s bytes in all)", folder, str(MAX_BYTES))
             return None
-        about = {
-            "reason": reason,
-            "error": f"{type(error).__name__}: {error}" if error else "",
-            "backend": layer.selection.name,
-        }
-        about["device"] = str(layer.selection.device)
+        about = {"reason": reason, "error": f"{type(error).__name__}: {error}" if error else ""}
+        about |= {"backend": layer.selection.name, "device": str(layer.selection.device)}
         path = folder / f"{next(_numbers):06d}-{os.getpid()}-{layer.selection.name}-{reason}{SUFFIX}"
         write(path, found, about)
         return path

@@ -185,21 +185,13 @@ def _dense(workload: Workload, implementation: str | None) -> tuple[Callable[...
 
     This is the time that a kernel without pages takes.
     """
-    case, lens = workload.case, workload.lens
-    if case.kv_cache_dtype != "auto":
-        raise UnsupportedError(f"kv_cache_dtype={case.kv_cache_dtype}: needs keys in the queries' dtype")
-    if len(set(lens)) > 1 or lens[0][0] not in (1, lens[0][1]):
-        raise UnsupportedError("needs requests of equal lengths, all new or with one new token each")
-    pairs = [workload.dense(r) for r in range(len(lens))]
-    key, value = (jnp.stack([p[i][: lens[0][1]] for p in pairs]).astype(case.dtype) for i in (0, 1))
-    query = workload.query[: len(lens) * lens[0][0]].reshape(len(lens), lens[0][0], case.num_heads, case.head_size)
-    causal = lens[0][0] > 1
+    causal = workload.lens[0][0] > 1
 
     def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
         out = jax.nn.dot_product_attention(query, key, value, is_causal=causal, implementation=implementation)  # type: ignore[arg-type]
         return out.reshape(-1, *out.shape[2:])
 
-    return attend, (query, key, value)
+    return attend, workload.batched()
 
 
 #: name -> (`jax.nn`'s name of the implementation, the platform that it needs)

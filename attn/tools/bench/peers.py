@@ -53,15 +53,8 @@ def peers_on(device: torch.device) -> dict[str, Peer]:
 
 def _dense(workload: "Workload") -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Query [R, H, Q, D], key and value [R, K, S, D]."""
-    case = workload.case
-    if case.kv_cache_dtype != "auto":
-        raise UnsupportedError(f"kv_cache_dtype={case.kv_cache_dtype}: dense kernels read {case.dtype} only")
-    if len(set(workload.lens)) > 1 or workload.lens[0][0] not in (1, workload.lens[0][1]):
-        raise UnsupportedError("needs requests of equal lengths, all new or with one new token each")
-    dtype, requests = workload.query.dtype, len(workload.lens)
-    pairs = [workload.dense(r) for r in range(requests)]
-    key, value = (torch.stack([p[i] for p in pairs]).to(dtype).transpose(1, 2).contiguous() for i in (0, 1))
-    return workload.query.unflatten(0, (requests, -1)).transpose(1, 2).contiguous(), key, value
+    query, key, value = (x.transpose(1, 2).contiguous() for x in workload.batched())
+    return query, key, value
 
 
 def _sdpa(backend: SDPBackend | None) -> Callable[["Workload"], Call]:

@@ -102,6 +102,21 @@ class BaseWorkload:
         formula, own = (_exact_latent, self.weights) if self.case.mla else (_exact, self.sinks)
         return xp.compiled(formula)(xp, rules, query, *stored, own, first)
 
+    def batched(self) -> tuple[Any, Any, Any]:
+        """Return query [R, Q, H, D] and key, value [R, S, K, D] without pages, in the query's dtype.
+
+        Raises `UnsupportedError` for requests of several lengths, and for a cache of another dtype.
+        """
+        case, (n, m) = self.case, self.lens[0]
+        if case.kv_cache_dtype != "auto":
+            raise UnsupportedError(f"kv_cache_dtype={case.kv_cache_dtype}: dense kernels read {case.dtype} only")
+        if len(set(self.lens)) > 1 or n not in (1, m):
+            raise UnsupportedError("needs requests of equal lengths, all new or with one new token each")
+        xp, count = ops_of(self.framework), len(self.lens)
+        pairs = [self.dense(r) for r in range(count)]
+        key, value = (xp.cast(xp.stack([pair[i][:m] for pair in pairs]), like=self.query) for i in (0, 1))
+        return self.query[: count * n].reshape(count, n, *self.query.shape[1:]), key, value
+
     def error(self, most: int = 3) -> float:
         """Relative RMS error of `output` against float32, over up to `most` requests of each length."""
         wrong = total = 0.0
