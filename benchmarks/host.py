@@ -1,21 +1,24 @@
 """The host's part of an eager call of this package's Triton backends: the time of Python and torch, without any kernel.
 
-    python -m benchmarks.host [--only MLA] [--profile]
+    python -m benchmarks.host [--only MLA] [--entries] [--profile]
 
 Needs Triton but no GPU: tensors are on the CPU, a placeholder driver stands for a GPU (sm_90), for which kernels are compiled,
 and a launch only counts. So a figure contains the checks, the launch rules, torch's operators and Triton's handling of the
 arguments, and excludes the driver's part, which is in proportion to the number of launches. Layers are tiny, and matrix
-products are replaced by their dispatch alone, because a CPU would compute them. Figures are the least of several runs, in
-processor time.
+products are replaced by their dispatch alone, because a CPU would compute them. With --entries each kernel's function is also
+called alone, with the arguments that the layer's call passes to it. Figures are the least of several runs, in processor time.
 """
 
 import argparse
 import cProfile
+import functools
+import importlib
 import pstats
+import sys
 import time
 import timeit
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -34,7 +37,20 @@ from attn.torch.backends.mla.prefill.triton import TritonPrefillBackend
 HEADS, PAGE, KEYS = 2, 64, 1000
 RANK, NOPE, ROPE, VALUE = 512, 16, 64, 16
 #: The requests of a batch: new tokens of each.
-BATCHES = {"1 decode": [1], "64 decodes": [1] * 64, "63 decodes and a prompt": [1] * 63 + [40]}
+BATCHES = {
+    "1 decode": [1],
+    "64 decodes": [1] * 64,
+    "200 ragged decodes": [1] * 200,
+    "63 decodes and a prompt": [1] * 63 + [40],
+}
+#: Functions that launch kernels, by module of `attn.torch.kernels`.
+ENTRIES = {
+    "paged_attention": "paged_attention",
+    "kv_write": "write_kv",
+    "latent_write": "write_latents",
+    "mla_decode": "mla_decode",
+    "mla_prefill": "mla_prefill",
+}
 ROWS = [
     ("TRITON_ATTN", "auto"),
     ("TRITON_ATTN", "fp8"),
@@ -58,6 +74,7 @@ def without_kernels() -> Iterator[list[str]]:
         return lambda *_: seen.append(metadata.name)
 
     driver.launcher_cls = launcher
+    driver.utils.load_binary = lambda *_: (driver, None, 0, 0, 1024)  # without a module Triton loads it at every launch
     triton.runtime.driver.set_active(driver)
 
     def bmm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -72,9 +89,11 @@ def without_kernels() -> Iterator[list[str]]:
 def call_of(backend: str, kv_cache_dtype: str, query_lens: list[int]) -> Callable[[], Any]:
     """Return a layer's eager call over a batch of decodes with `KEYS` keys each, and of prompts without context."""
     cls: Any = AttentionBackendEnum[backend].get_class()
+    cls.is_interpreted = staticmethod(lambda: True)  # else tensors on the CPU are an error
     dtype, mla, tokens = torch.bfloat16, "MLA" in backend, sum(query_lens)
     size, kv_heads = (RANK + ROPE, 1) if mla else (128, HEADS)
-    seq_lens = [KEYS if n == 1 else n for n in query_lens]
+    ragged = len(query_lens) > 64
+    seq_lens = [(KEYS * (i + 1) // len(query_lens) if ragged else KEYS) if n == 1 else n for i, n in enumerate(query_lens)]
     columns = -(-max(seq_lens) // PAGE)
     tables = list(np.arange(len(query_lens) * columns, dtype=np.int32).reshape(-1, columns))
     spec = KVCacheSpec(PAGE, kv_heads, size, "bfloat16", kv_cache_dtype, len(tables) * columns)
@@ -102,17 +121,41 @@ def call_of(backend: str, kv_cache_dtype: str, query_lens: list[int]) -> Callabl
     return lambda: impl.forward(layer, query, *new, cache, metadata, out)
 
 
+def entries_of(call: Callable[[], Any]) -> dict[str, Callable[[], Any]]:
+    """Return, by name, the calls of `ENTRIES` that a layer's call makes, with the same arguments."""
+    found: dict[str, Callable[[], Any]] = {}
+
+    def record(name: str, entry: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        found[name] = functools.partial(entry, *args, **kwargs)
+        return entry(*args, **kwargs)
+
+    with ExitStack() as patches:
+        for module, name in ENTRIES.items():
+            entry = getattr(importlib.import_module(f"attn.torch.kernels.{module}"), name)
+            for user in [user for user in sys.modules.values() if user.__dict__.get(name) is entry]:
+                patches.enter_context(mock.patch.object(user, name, functools.partial(record, name, entry)))
+        call()
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="rows whose backend contains this")
+    parser.add_argument("--entries", action="store_true", help="also time each kernel's function alone")
     parser.add_argument("--profile", action="store_true", help="print where the time of each row goes")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    print(f"{'backend':20s}{'cache':12s}{'batch':26s}{'us':>8s}  launches")
+    print(f"{'backend':20s}{'cache':12s}{'batch':44s}{'us':>8s}  launches")
     with without_kernels() as seen, torch.no_grad():
         calls: dict[tuple[str, str, str], Callable[[], Any]] = {
             (*row, name): call_of(*row, lens) for row in ROWS if arguments.only in row[0] for name, lens in BATCHES.items()
         }
+        if arguments.entries:
+            calls |= {
+                (row[0], row[1], f"{row[2]}: {name}"): entry
+                for row, call in calls.items()
+                for name, entry in entries_of(call).items()
+            }
         launches = {}
         for row, call in calls.items():
             call()
@@ -125,7 +168,7 @@ def main() -> None:
                 least[row] = min(least[row], timeit.timeit(call, timer=time.process_time, number=NUMBER) / NUMBER * 1e6)
         for row, call in calls.items():
             backend, kind, name = row
-            print(f"{backend:20s}{kind:12s}{name:26s}{least[row]:8.1f}  {launches[row]}", flush=True)
+            print(f"{backend:20s}{kind:12s}{name:44s}{least[row]:8.1f}  {launches[row]}", flush=True)
             if arguments.profile:
                 with cProfile.Profile() as profile:
                     for _ in range(NUMBER):

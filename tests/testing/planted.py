@@ -694,6 +694,22 @@ DEFECTS = (
         "Rows in parts are launched by the kernel for whole rows.",
     ),
     Defect(
+        "launch_of_other_strides",
+        "torch/kernels/direct.py",
+        "strides if functools.reduce(or_, strides) & _UNEVEN else None",
+        "None",
+        ("torch/kernels/test_direct.py",),
+        "A kernel compiled for strides that are multiples of 16 is launched with others.",
+    ),
+    Defect(
+        "launch_of_other_alignment",
+        "torch/kernels/direct.py",
+        "alignment = tuple([address & 15 == 0 for address in addresses]) if uneven else None",
+        "alignment = None",
+        ("torch/kernels/test_direct.py",),
+        "A kernel compiled for arrays aligned to 16 bytes is launched with others.",
+    ),
+    Defect(
         "row_of_an_invariant_layer",
         "torch/backends/_triton.py",
         "return not (self._fixed_split() or ",
@@ -736,8 +752,8 @@ DEFECTS = (
     Defect(
         "kv_write_value_scale",
         "torch/kernels/kv_write.py",
-        "vscale_h=_step_of(v_scale),",
-        "vscale_h=_step_of(None),",
+        "vscale_h=1 if v_scales else 0,",
+        "vscale_h=0,",
         INTERPRETED,
         "Values of all kv heads are divided by the first head's scale.",
     ),

@@ -1,63 +1,121 @@
-"""Kernels launched without Triton's handling of arguments, which examines each of them at every launch.
+"""How the host launches kernels: with little work per call, on the device of the tensors, in a graph as custom operators.
 
-The first launch with certain constants is Triton's own, which compiles if necessary; later ones pass the arguments to the
-compiled kernel, in its order.
+Triton examines every argument at every launch. `Prepared` passes a compiled kernel its arguments itself, from the second launch
+of a kind on; `operator` makes the functions that launch kernels.
 """
 
-import types
-from collections.abc import Mapping
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from operator import or_
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import triton
-from triton.runtime.jit import JITFunction
+from torch import library
+
+from attn.torch.kernels.hopper import CannotCompile
+from attn.torch.kernels.launch import is_eager
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_UNEVEN = ~0x7FFFFFF0  #: the bits of an integer that is no multiple of 16 below 2**31
 
 
-class Direct:
-    """A Triton kernel for launches from one place, which passes the same names in the same order each time."""
+#: What Triton compiles a kernel for besides its constants: see `kind_of`.
+Kind = tuple[torch.device, tuple[torch.dtype | None, ...], tuple[int, ...] | None]
 
-    def __init__(self, kernel: Any) -> None:
-        self._kernel = kernel
-        #: by device, constants, and the dtypes and alignment of tensors: the compiled kernel, its arguments in order, and the
-        #: places of those that change
-        self._kept: dict[tuple[Any, ...], tuple[Any, list[Any], list[int]]] = {}
 
-    def launch(
-        self,
-        programs: int,
-        changing: Mapping[str, Any],
-        constants: Mapping[str, Any],
-        columns: int = 1,
-        strides: Mapping[str, int] = types.MappingProxyType({}),
-    ) -> None:
-        """Launch a grid of `programs` x `columns`.
+def kind_of(arrays: Sequence[torch.Tensor | None], strides: tuple[int, ...] = (0,)) -> Kind:
+    """(device, dtypes of the arrays, None for absent ones, and strides unless all are multiples of 16 below 2**31).
 
-        changing: tensors, None, floats, and integers of less than 2^31 that the kernel declares in `do_not_specialize`.
-        strides: integers for which Triton compiles a kernel per class: 1, multiples of 16, 64-bit, others.
-        constants: all other arguments, and the options of the launch.
-        """
-        if not isinstance(self._kernel, JITFunction):  # interpreted
-            self._kernel[(programs, columns)](**changing, **strides, **constants)
+    The first array must be there.
+    """
+    dtypes = tuple([None if x is None else x.dtype for x in arrays])
+    return arrays[0].device, dtypes, strides if functools.reduce(or_, strides) & _UNEVEN else None  # type: ignore[union-attr]
+
+
+class Prepared:
+    """A Triton kernel for launches that differ in addresses, in numbers that it does not specialize, and in even strides.
+
+    The kernel's parameters are arrays, then numbers, then constants. All launches of one are of the same `Kind`.
+    """
+
+    def __init__(self, kernel: Any, **constants: Any) -> None:
+        """constants: the kernel's last arguments, and the options of its launch."""
+        self._kernel, self._constants = kernel, constants
+        self._device = 0 if triton.knobs.runtime.interpret else triton.runtime.driver.active.get_current_device()
+        #: by the alignment of arrays (None: all to 16 bytes): the compiled kernel, its launcher, and what that is passed before
+        #: and after a call's own
+        self._kept: dict[tuple[bool, ...] | None, tuple[Any, Any, tuple[Any, ...], tuple[Any, ...]]] = {}
+
+    def __call__(self, programs: int, arrays: Sequence[torch.Tensor | None], *numbers: Any, columns: int = 1) -> None:
+        """Launch a grid of `programs` x `columns`. numbers: floats, and integers that are not specialized or strides."""
+        addresses = [0 if x is None else x.data_ptr() for x in arrays]
+        uneven = functools.reduce(or_, addresses) & 15
+        alignment = tuple([address & 15 == 0 for address in addresses]) if uneven else None
+        kept = self._kept.get(alignment)
+        if kept is not None:
+            kernel, run, handles, last = kept
+            knobs = triton.knobs.runtime
+            enter, leave = knobs.launch_enter_hook, knobs.launch_exit_hook
+            if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # a profiler's, for which Triton prepares more
+                kernel[programs, columns, 1](*addresses, *numbers, *last)
+                return
+            stream = triton.runtime.driver.active.get_current_stream(self._device)
+            run(programs, columns, 1, stream, *handles, *addresses, *numbers, *last)
             return
-        variant = [
-            (value.dtype, value.data_ptr() % 16 == 0) if isinstance(value, torch.Tensor) else value is None
-            for value in changing.values()
-        ]
-        classes = [value == 1 or (value % 16 == 0, value >= 1 << 31) for value in strides.values()]
-        key = (triton.runtime.driver.active.get_current_device(), *constants.values(), *classes, *variant)
-        found = self._kept.get(key)
-        if found is not None:
-            kernel, template, places = found
-            arguments = template.copy()
-            for place, value in zip(places, (*changing.values(), *strides.values()), strict=True):
-                arguments[place] = value
-            kernel[programs, columns, 1](*arguments)
-            return
-        kernel = self._kernel[(programs, columns)](**changing, **strides, **constants)
-        names = self._kernel.arg_names
-        if isinstance(kernel, triton.compiler.CompiledKernel):  # else it is still being compiled
-            self._kept[key] = (
-                kernel,
-                [constants.get(name) for name in names],
-                [names.index(name) for name in (*changing, *strides)],
-            )
+        compiled = self._kernel[programs, columns](*arrays, *numbers, **self._constants)
+        if isinstance(compiled, triton.compiler.CompiledKernel):  # else it is interpreted, or still being compiled
+            names = self._kernel.arg_names[len(addresses) + len(numbers) :]
+            handles = compiled.function, compiled.packed_metadata, None, None, None  # no profiler's data and hooks
+            self._kept[alignment] = compiled, compiled.run, handles, tuple(self._constants[name] for name in names)
+
+
+def on_device(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Make the device of a function's first argument, a tensor, the current one while it runs; it launches kernels.
+
+    A call in which a Hopper kernel failed to compile is repeated: that kernel is now disabled, so general kernels are used.
+    """
+    first = next(iter(inspect.signature(function).parameters))
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return _run(function, args[0] if args else kwargs[first], args, kwargs)
+
+    return call
+
+
+def _run(function: Callable[..., _T], first: Any, args: Any, kwargs: Any) -> _T:
+    if first.is_cuda and first.get_device() != torch.cuda.current_device():
+        with torch.cuda.device(first.device):
+            return _run(function, first, args, kwargs)
+    try:
+        return function(*args, **kwargs)
+    except CannotCompile:
+        return function(*args, **kwargs)
+
+
+def operator(name: str, *mutated: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a function as by `on_device`; in a traced graph it is the custom operator `attn::name`.
+
+    Eager calls do without the operator, whose dispatch costs about 50 us. mutated: names of the tensors that the function
+    writes to.
+    """
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        traced: Any = library.custom_op(f"attn::{name}", on_device(function), mutates_args=mutated)
+        traced.register_fake(lambda *args, **kwargs: None)
+        first = next(iter(inspect.signature(function).parameters))
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> None:
+            given: Any = args[0] if args else kwargs[first]
+            if is_eager(given):
+                _run(function, given, args, kwargs)
+            else:
+                traced(*args, **kwargs)
+
+        return call
+
+    return decorate

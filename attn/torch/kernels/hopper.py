@@ -9,14 +9,10 @@ importing this module does not need it.
 import functools
 import importlib.util
 import logging
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
 
 COMPILED_WITH = "3.6 to 3.9"  #: releases of Triton that tests compile the kernels with
 KERNELS = ("hopper_prefill", "hopper_mla")
 _failed: dict[str, str] = {}  # kernels that this Triton could not compile, with the compiler's message
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 
 
 class CannotCompile(RuntimeError):
@@ -72,16 +68,3 @@ def turn_off(kernel: str, error: Exception) -> None:
     words = " ".join(str(cause).split())
     _failed[kernel] = f"triton {triton.__version__} cannot compile it ({type(cause).__name__}: {words[-200:]})"
     raise CannotCompile(_failed[kernel]) from error
-
-
-def or_general(call: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Repeat a call in which a Hopper kernel failed to compile: it is now disabled, so general kernels are used."""
-
-    @functools.wraps(call)
-    def repeated(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        try:
-            return call(*args, **kwargs)
-        except CannotCompile:
-            return call(*args, **kwargs)
-
-    return repeated

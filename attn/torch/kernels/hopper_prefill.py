@@ -20,6 +20,10 @@ call's own keys and values [T, K, D] (as [1, T, K, D]); lse [H, T] float32, natu
 the batch has at most REQUESTS requests.
 """
 
+import functools
+from operator import or_
+from typing import Any
+
 import torch
 
 from attn.torch.kernels import hopper
@@ -35,6 +39,7 @@ from attn.torch.kernels._gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from attn.torch.kernels.direct import Kind, Prepared, kind_of
 from attn.torch.kernels.launch import FUSED
 
 REQUESTS = 1024  #: limit per batch: one vector operation counts all their tiles
@@ -42,7 +47,7 @@ ROWS = 128  #: per program: two consumers of 64
 KEYS = 128  #: per tile
 _STAGES = 2  #: of the ring buffer
 _REGISTERS = (240, 24)  #: per thread of consumers and of the producer
-_BATCH = ("left", "right", "min_query", "num_reqs", "num_pages", "lse_h")
+_BATCH = ("left", "right", "min_query", "num_reqs", "num_pages", "lse_h", "table_r")
 
 
 @gluon.jit
@@ -413,9 +418,9 @@ def _careful(  # type: ignore[no-untyped-def]
 
 @gluon.jit(do_not_specialize=_BATCH)
 def _prefill(  # type: ignore[no-untyped-def]
-    output, lse, query, key_cache, value_cache, k_desc, v_desc, query_start_loc, seq_lens, block_table, sinks,
-    factor, v_factor, cap, left, right, min_query, num_reqs, num_pages,
-    o_t, o_h, lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r,
+    output, lse, query, key_cache, value_cache, query_start_loc, seq_lens, block_table, sinks, k_desc, v_desc,
+    factor, v_factor, num_reqs, num_pages, lse_h, table_r, o_t, o_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head,
+    cap, left, right, min_query,
     H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, BLOCK_Q: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PAGED: gl.constexpr, NEGATE: gl.constexpr, HAS_LEFT: gl.constexpr,
     HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, R: gl.constexpr,
@@ -475,7 +480,7 @@ def serves(
     if num_reqs > REQUESTS or group > ROWS or page % 16:
         return False
     for cache in (key_cache, value_cache):
-        if cache.dtype != query.dtype or cache.data_ptr() % 16 or any(step % 8 for step in cache.stride()[:-1]):
+        if cache.dtype != query.dtype or cache.data_ptr() % 16 or functools.reduce(or_, cache.stride()[:-1]) % 8:
             return False
     return True
 
@@ -507,69 +512,66 @@ def prefill(
     number of keys seen on either side, larger than any sequence if there is no bound. programs: the number of
     multiprocessors that it may use.
     """
-    paged = block_table is not None
-    caches = [key_cache, value_cache] if paged else [key_cache[None], value_cache[None]]
-    heads, kv_heads = query.shape[1], key_cache.shape[-2]
-    page = key_cache.shape[1] if paged else ROWS
-    box, group = min(page & -page, KEYS), heads // kv_heads
-    block_q = ROWS // group
-    num_reqs = query_start_loc.shape[0] - 1
-    layout = gl.NVMMASharedLayout(128, 16, rank=4)
-    maps = [TensorDescriptor(x, list(x.shape), list(x.stride()), [1, box, 1, 64], layout) for x in caches]
-    tiles = (query.shape[0] // block_q + num_reqs) * kv_heads
+    paged, (tokens, heads, size), num_reqs = block_table is not None, query.shape, query_start_loc.shape[0] - 1
+    (o_t, o_h, _), (q_t, q_h, _), k_strides, v_strides = (
+        output.stride(),
+        query.stride(),
+        key_cache.stride(),
+        value_cache.stride(),
+    )
+    k_shape, v_shape, pages = tuple(key_cache.shape), tuple(value_cache.shape), key_cache.shape[0]
+    if not paged:
+        k_shape, v_shape = (1, *k_shape), (1, *v_shape)
+        k_strides, v_strides = (pages * k_strides[0], *k_strides), (pages * v_strides[0], *v_strides)
+    page, kv_heads = k_shape[1] if paged else ROWS, k_shape[2]
+    strides, group = (o_t, o_h, q_t, q_h, *k_strides[:3], *v_strides[:3]), heads // kv_heads
+    arrays = (output, lse, query, key_cache, value_cache, query_start_loc, seq_lens, block_table, sinks)
+    rules = (cap, negate, left, right, has_left, min_query)
+    kernel = _prepared(kind_of(arrays, strides), heads, group, size, page, rules)
+    k_desc = _described(key_cache.data_ptr(), query.dtype, k_shape, k_strides, page)
+    v_desc = _described(value_cache.data_ptr(), query.dtype, v_shape, v_strides, page)
+    tiles = (tokens // (ROWS // group) + num_reqs) * kv_heads
+    lse_h, table_r = 0 if lse is None else lse.stride(0), 0 if block_table is None else block_table.stride(0)
+    numbers = k_desc, v_desc, factor, v_factor, num_reqs, pages, lse_h, table_r
     try:
-        _prefill[(min(tiles, programs),)](
-            output=output,
-            lse=lse,
-            query=query,
-            key_cache=caches[0],
-            value_cache=caches[1],
-            k_desc=maps[0],
-            v_desc=maps[1],
-            query_start_loc=query_start_loc,
-            seq_lens=seq_lens,
-            block_table=block_table,
-            sinks=sinks,
-            factor=factor,
-            v_factor=v_factor,
-            cap=cap,
-            left=left,
-            right=right,
-            min_query=min_query,
-            num_reqs=num_reqs,
-            num_pages=key_cache.shape[0],
-            o_t=output.stride(0),
-            o_h=output.stride(1),
-            lse_h=lse.stride(0) if lse is not None else 0,
-            q_t=query.stride(0),
-            q_h=query.stride(1),
-            k_block=caches[0].stride(0),
-            k_slot=caches[0].stride(1),
-            k_head=caches[0].stride(2),
-            v_block=caches[1].stride(0),
-            v_slot=caches[1].stride(1),
-            v_head=caches[1].stride(2),
-            table_r=block_table.stride(0) if block_table is not None else 0,
-            H=heads,
-            G=group,
-            D=query.shape[2],
-            P=page,
-            BOX=box,
-            BLOCK_Q=block_q,
-            BLOCK_N=KEYS,
-            STAGES=_STAGES,
-            PAGED=paged,
-            NEGATE=negate,
-            HAS_LEFT=has_left,
-            HAS_CAP=cap != 0,
-            HAS_SINKS=sinks is not None,
-            HAS_LSE=lse is not None,
-            R=REQUESTS,
-            CONSUMER_REGS=_REGISTERS[0],
-            PRODUCER_REGS=_REGISTERS[1],
-            num_warps=4,
-            **FUSED,
-        )
+        kernel(min(tiles, programs), arrays, *numbers, *strides)
     except Exception as error:
         hopper.turn_off("hopper_prefill", error)
         raise
+
+
+class _Address:
+    """Where a tensor's memory is, for descriptors, which outlive tensors: they take it for the tensor."""
+
+    def __init__(self, address: int, dtype: torch.dtype) -> None:
+        self.address, self.dtype = address, dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+@functools.lru_cache(maxsize=1024)
+def _described(
+    address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], page: int
+) -> TensorDescriptor:
+    """A descriptor of copies of at most a page, from the memory of a cache [N, P, K, D]."""
+    box, layout = [1, _box(page), 1, 64], gl.NVMMASharedLayout(128, 16, rank=4)
+    return TensorDescriptor(_Address(address, dtype), list(shape), list(strides), box, layout)
+
+
+def _box(page: int) -> int:
+    """Keys per copy: all copies of a tile are of the same size, and none is of two pages."""
+    return min(page & -page, KEYS)
+
+
+@functools.lru_cache(maxsize=1024)
+def _prepared(kind: Kind, heads: int, group: int, size: int, page: int, rules: tuple[Any, ...]) -> Prepared:
+    """The kernel for calls that agree in these."""
+    _, lse, *_, table, sinks = kind[1]
+    cap, negate, left, right, has_left, min_query = rules
+    return Prepared(
+        _prefill, cap=cap, left=left, right=right, min_query=min_query, H=heads, G=group, D=size, P=page, BOX=_box(page),
+        BLOCK_Q=ROWS // group, BLOCK_N=KEYS, STAGES=_STAGES, PAGED=table is not None, NEGATE=negate, HAS_LEFT=has_left,
+        HAS_CAP=cap != 0, HAS_SINKS=sinks is not None, HAS_LSE=lse is not None, R=REQUESTS, CONSUMER_REGS=_REGISTERS[0],
+        PRODUCER_REGS=_REGISTERS[1], num_warps=4, **FUSED,
+    )  # fmt: skip

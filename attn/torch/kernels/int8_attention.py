@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from attn.torch.kernels.direct import on_device
 from attn.torch.kernels.launch import FUSED, arch, check_stride, int8_launch, power_of_two
 
 LOG2E = 1.4426950408889634
@@ -167,6 +168,7 @@ def _attend(  # type: ignore[no-untyped-def]
         tl.store(lse + b.to(tl.int64) * lse_b + head.to(tl.int64) * lse_h + row, log * 0.6931471805599453, mask=live)
 
 
+@on_device
 def int8_attention(
     output: torch.Tensor,
     lse: torch.Tensor | None,

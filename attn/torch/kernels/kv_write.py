@@ -7,16 +7,14 @@ beside the codes; 0 for a token of zeros, NaN for one with a non-finite element.
 """
 
 import functools
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import library
 
 from attn.torch.kernels.codes import fp8_code, nearest
-from attn.torch.kernels.direct import Direct
-from attn.torch.kernels.launch import FUSED, check_stride, is_eager, power_of_two
+from attn.torch.kernels.direct import Kind, Prepared, kind_of, operator
+from attn.torch.kernels.launch import FUSED, check_stride, power_of_two
 
 
 @triton.jit
@@ -92,10 +90,8 @@ _KINDS = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e
 _BITS = {1: torch.uint8, 2: torch.uint16}
 
 
-_WRITE = Direct(_write)
-
-
-def _write_kv(
+@operator("triton_write_kv", "key_cache", "value_cache")
+def write_kv(
     key: torch.Tensor,
     value: torch.Tensor,
     key_cache: torch.Tensor,
@@ -112,7 +108,8 @@ def _write_kv(
     _launch(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, own=False)
 
 
-def _write_kv_per_token(
+@operator("triton_write_kv_per_token", "key_cache", "value_cache", "key_scales", "value_scales")
+def write_kv_per_token(
     key: torch.Tensor,
     value: torch.Tensor,
     key_cache: torch.Tensor,
@@ -121,17 +118,12 @@ def _write_kv_per_token(
     value_scales: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """`_write_kv` with a scale per token and head, stored in key_scales and value_scales.
+    """`write_kv` with a scale per token and head, stored in key_scales and value_scales.
 
     Caches: int8 or float8_e4m3fn; scales: [N, P, K] float32 with equal strides and adjacent heads.
     """
     assert key_scales.stride() == value_scales.stride() and key_scales.stride(2) == 1
     _launch(key, value, key_cache, value_cache, slot_mapping, key_scales, value_scales, own=True)
-
-
-def _step_of(scale: torch.Tensor | None) -> int:
-    """Elements from one kv head's scale to the next."""
-    return 1 if scale is not None and scale.ndim else 0
 
 
 def _launch(
@@ -150,67 +142,26 @@ def _launch(
     key, value = key.contiguous(), value.contiguous()
     for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
         check_stride(name, cache)
-    heads, head_size = key.shape[1:]
-    kind = "" if key_cache.dtype == key.dtype else _KINDS.get(key_cache.dtype, "")
-    stored = [cache.view(_BITS[cache.itemsize]) if kind else cache for cache in (key_cache, value_cache)]
-    block_h, block_d = power_of_two(heads), power_of_two(head_size)
-    scale_block, scale_slot = k_scale.stride()[:2] if own and k_scale is not None else (0, 0)
-    _WRITE.launch(
-        tokens,
-        changing=dict(
-            key=key,
-            value=value,
-            key_cache=stored[0],
-            value_cache=stored[1],
-            slots=slot_mapping,
-            k_scale=k_scale,
-            v_scale=v_scale,
-        ),
-        constants=dict(
-            key_t=key.stride(0),
-            value_t=value.stride(0),
-            kc_block=key_cache.stride(0),
-            kc_slot=key_cache.stride(1),
-            kc_head=key_cache.stride(2),
-            vc_block=value_cache.stride(0),
-            vc_slot=value_cache.stride(1),
-            vc_head=value_cache.stride(2),
-            kscale_h=_step_of(k_scale),
-            vscale_h=_step_of(v_scale),
-            scale_block=scale_block,
-            scale_slot=scale_slot,
-            HEADS=heads,
-            D=head_size,
-            P=key_cache.shape[1],
-            BLOCK_H=block_h,
-            BLOCK_D=block_d,
-            KIND=kind,
-            OWN=own,
-            num_warps=min(8, max(1, block_h * block_d // 256)),
-            **FUSED,
-        ),
-    )
+    code = "" if key_cache.dtype == key.dtype else _KINDS.get(key_cache.dtype, "")
+    if code:
+        key_cache, value_cache = (cache.view(_BITS[cache.itemsize]) for cache in (key_cache, value_cache))
+    _, heads, size = key.shape
+    strides = (key.stride(0), value.stride(0), *key_cache.stride()[:3], *value_cache.stride()[:3])
+    arrays = (key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale)
+    scales = (() if scale is None else scale.stride() for scale in (k_scale, v_scale))
+    kernel = _prepared(kind_of(arrays, strides), heads, size, key_cache.shape[1], code, own, *scales)
+    kernel(tokens, arrays, *strides)
 
 
-_op = library.custom_op("attn::triton_write_kv", _write_kv, mutates_args=("key_cache", "value_cache"))
-_op_per_token = library.custom_op(
-    "attn::triton_write_kv_per_token",
-    _write_kv_per_token,
-    mutates_args=("key_cache", "value_cache", "key_scales", "value_scales"),
-)
-
-
-@_op.register_fake
-@_op_per_token.register_fake
-def _(*args) -> None:  # type: ignore[no-untyped-def]
-    return None
-
-
-@functools.wraps(_write_kv)
-def write_kv(key: torch.Tensor, *args: Any) -> None:
-    (_write_kv if is_eager(key) else _op)(key, *args)
-
-
-@functools.wraps(_write_kv_per_token)
-def write_kv_per_token(key: torch.Tensor, *args: Any) -> None:
-    (_write_kv_per_token if is_eager(key) else _op_per_token)(key, *args)
+@functools.lru_cache(maxsize=1024)
+def _prepared(
+    kind: Kind, heads: int, size: int, page: int, code: str, own: bool, k_scales: tuple[int, ...], v_scales: tuple[int, ...]
+) -> Prepared:  # fmt: skip
+    """The kernel for calls that agree in these; k_scales, v_scales: the strides of scales."""
+    block_h, block_d = power_of_two(heads), power_of_two(size)
+    scale_block, scale_slot = k_scales[:2] if own else (0, 0)
+    return Prepared(
+        _write, kscale_h=1 if k_scales else 0, vscale_h=1 if v_scales else 0, scale_block=scale_block, scale_slot=scale_slot,
+        HEADS=heads, D=size, P=page, BLOCK_H=block_h, BLOCK_D=block_d, KIND=code, OWN=own,
+        num_warps=min(8, max(1, block_h * block_d // 256)), **FUSED,
+    )  # fmt: skip

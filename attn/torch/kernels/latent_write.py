@@ -18,12 +18,11 @@ import functools
 import torch
 import triton
 import triton.language as tl
-from torch import library
 
 from attn.torch.kernels.codes import fp8_code
-from attn.torch.kernels.direct import Direct
+from attn.torch.kernels.direct import Kind, Prepared, kind_of, operator
 from attn.torch.kernels.kv_write import bf16_code
-from attn.torch.kernels.launch import FUSED, check_stride, is_eager, power_of_two
+from attn.torch.kernels.launch import FUSED, check_stride, power_of_two
 
 
 @triton.jit
@@ -87,32 +86,19 @@ def _write(  # type: ignore[no-untyped-def]
 _KINDS = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.bfloat16: "bf16"}
 
 
-@functools.lru_cache(maxsize=256)
-def _constants(
-    rank: int, rope: int, page: int, dtype: torch.dtype, stored: torch.dtype, on_device: bool, heads: int, nope: int
-) -> dict[str, object]:
+@functools.lru_cache(maxsize=1024)
+def _prepared(kind: Kind, rank: int, rope: int, page: int, code: str, heads: int, nope: int) -> Prepared:
+    """The kernel for calls that agree in these."""
     block_r = power_of_two(rope)
-    kind = "packed" if stored == torch.uint8 else "" if stored == dtype else _KINDS.get(stored, "")
-    return {
-        "L": rank,
-        "DR": rope,
-        "P": page,
-        "BLOCK_L": power_of_two(rank),
-        "BLOCK_R": block_r,
-        "KIND": kind,
-        "HAS_SCALE": on_device,
-        "NOPE": nope,
-        "H": heads,
-        "BLOCK_H": min(power_of_two(heads), max(1, 2048 // block_r)),
-        "HAS_QUERY": heads > 0,
-        "num_warps": min(4, max(1, power_of_two(rank) // 128)),
-    }
+    return Prepared(
+        _write, L=rank, DR=rope, P=page, BLOCK_L=power_of_two(rank), BLOCK_R=block_r, KIND=code,
+        HAS_SCALE=kind[1][4] is not None, NOPE=nope, H=heads, BLOCK_H=min(power_of_two(heads), max(1, 2048 // block_r)),
+        HAS_QUERY=heads > 0, num_warps=min(4, max(1, power_of_two(rank) // 128)), **FUSED,
+    )  # fmt: skip
 
 
-_WRITE = Direct(_write)
-
-
-def _write_latents(
+@operator("triton_write_latents", "cache", "absorbed")
+def write_latents(
     kv_c: torch.Tensor,
     k_pe: torch.Tensor,
     cache: torch.Tensor,
@@ -147,46 +133,11 @@ def _write_latents(
     if k_pe.stride(1) != 1:
         k_pe = k_pe.contiguous()
     c_block, c_slot, _ = cache.stride()
-    constants = _constants(rank, rope, cache.shape[1], kv_c.dtype, cache.dtype, k_scale is not None, heads, nope)
-    if cache.itemsize == 1 and cache.dtype != torch.uint8:
+    stored, dtype = cache.dtype, kv_c.dtype
+    code = "packed" if stored == torch.uint8 else "" if stored == dtype else _KINDS.get(stored, "")
+    if cache.itemsize == 1 and stored != torch.uint8:
         cache = cache.view(torch.uint8)  # not every architecture has a type for e4m3
-    _WRITE.launch(
-        max(tokens, copied),
-        changing=dict(
-            kv_c=kv_c,
-            k_pe=k_pe,
-            cache=cache,
-            slots=slot_mapping,
-            k_scale=k_scale,
-            query=query,
-            absorbed=absorbed,
-            factor=k_factor,
-            tokens=tokens,
-            copied=copied,
-        ),
-        constants=dict(
-            kv_c_t=kv_c.stride(0),
-            k_pe_t=k_pe.stride(0),
-            c_block=c_block,
-            c_slot=c_slot,
-            q_t=q_t,
-            q_h=q_h,
-            a_t=a_t,
-            a_h=a_h,
-            **constants,
-            **FUSED,
-        ),
-    )
-
-
-_op = library.custom_op("attn::triton_write_latents", _write_latents, mutates_args=("cache", "absorbed"))
-
-
-@_op.register_fake
-def _(*args, **kwargs) -> None:  # type: ignore[no-untyped-def]
-    return None
-
-
-@functools.wraps(_write_latents)
-def write_latents(kv_c: torch.Tensor, *args: object, **kwargs: object) -> None:
-    (_write_latents if is_eager(kv_c) else _op)(kv_c, *args, **kwargs)  # type: ignore[arg-type]
+    arrays = (kv_c, k_pe, cache, slot_mapping, k_scale, query, absorbed)
+    strides = (kv_c.stride(0), k_pe.stride(0), c_block, c_slot, q_t, q_h, a_t, a_h)
+    kernel = _prepared(kind_of(arrays, strides), rank, rope, cache.shape[1], code, heads, nope)
+    kernel(max(tokens, copied), arrays, k_factor, tokens, copied, *strides)

@@ -8,11 +8,14 @@ matter.
 Layouts: outputs [S, T, H, D] (or two of [T, H, D]), any strides with D dense; lses [S, H, T] float32, natural log, T dense.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 from torch import library
 
+from attn.torch.kernels.direct import Kind, Prepared, kind_of, on_device
 from attn.torch.kernels.launch import FUSED, check_stride, power_of_two
 
 
@@ -34,7 +37,7 @@ def _joined(acc, norm, top, rows, logs, live, lanes, NAN_IS_EMPTY: tl.constexpr)
 @triton.jit(do_not_specialize=["states", "heads", "out_lse_h", "lse_s", "lse_h", "other_lse_h"])
 def _merge(  # type: ignore[no-untyped-def]
     output, lse, outputs, lses, other, other_lse,
-    states, heads, out_t, out_h, out_lse_h, in_s, in_t, in_h, lse_s, lse_h, other_t, other_h, other_lse_h,
+    states, heads, out_lse_h, lse_s, lse_h, other_lse_h, out_t, out_h, in_s, in_t, in_h, other_t, other_h,
     D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, STACKED: tl.constexpr, NAN_IS_EMPTY: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -83,6 +86,7 @@ def merge_two_states(
     return _launch(output[None], lse[None], other, other_lse, nan_is_empty)
 
 
+@on_device
 def _launch(
     outputs: torch.Tensor,
     lses: torch.Tensor,
@@ -97,37 +101,26 @@ def _launch(
     for name, tensor in (("outputs", outputs), ("lses", lses), ("other", other), ("other_lse", other_lse)):
         if tensor is not None:
             check_stride(name, tensor)
-    block_d = power_of_two(head_size)
-    block_h = min(power_of_two(heads), max(1, 2048 // block_d))
-    _merge[(tokens, -(-heads // block_h))](
-        output=output,
-        lse=lse,
-        outputs=outputs,
-        lses=lses,
-        other=other,
-        other_lse=other_lse,
-        states=states,
-        heads=heads,
-        out_t=output.stride(0),
-        out_h=output.stride(1),
-        out_lse_h=lse.stride(0),
-        in_s=outputs.stride(0),
-        in_t=outputs.stride(1),
-        in_h=outputs.stride(2),
-        lse_s=lses.stride(0),
-        lse_h=lses.stride(1),
-        other_t=other.stride(0) if other is not None else 0,
-        other_h=other.stride(1) if other is not None else 0,
-        other_lse_h=other_lse.stride(0) if other_lse is not None else 0,
-        D=head_size,
-        BLOCK_H=block_h,
-        BLOCK_D=block_d,
-        STACKED=other is None,
-        NAN_IS_EMPTY=nan_is_empty,
-        num_warps=4,
-        **FUSED,
-    )
+    arrays = (output, lse, outputs, lses, other, other_lse)
+    other_t, other_h = (0, 0) if other is None else other.stride()[:2]
+    other_lse_h = 0 if other_lse is None else other_lse.stride(0)
+    strides = (*output.stride()[:2], *outputs.stride()[:3], other_t, other_h)
+    kernel, block_h = _prepared(kind_of(arrays, strides), heads, head_size, nan_is_empty)
+    numbers = states, heads, lse.stride(0), lses.stride(0), lses.stride(1), other_lse_h, *strides
+    kernel(tokens, arrays, *numbers, columns=-(-heads // block_h))
     return output, lse
+
+
+@functools.lru_cache(maxsize=1024)
+def _prepared(kind: Kind, heads: int, size: int, nan_is_empty: bool) -> tuple[Prepared, int]:
+    """The kernel for calls that agree in these, and the heads of a program."""
+    block_d = power_of_two(size)
+    block_h = min(power_of_two(heads), max(1, 2048 // block_d))
+    kernel = Prepared(
+        _merge, D=size, BLOCK_H=block_h, BLOCK_D=block_d, STACKED=kind[1][4] is None, NAN_IS_EMPTY=nan_is_empty, num_warps=4,
+        **FUSED,
+    )  # fmt: skip
+    return kernel, block_h
 
 
 def _results(outputs: torch.Tensor, lses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

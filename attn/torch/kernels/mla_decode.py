@@ -28,23 +28,21 @@ undefined.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from torch import library
 
-from attn.torch.kernels import hopper
 from attn.torch.kernels.codes import number_in
-from attn.torch.kernels.direct import Direct
+from attn.torch.kernels.direct import Kind, Prepared, kind_of, operator
 from attn.torch.kernels.launch import (
     FUSED,
     Cut,
     arch,
     can_launch_early,
     converts_e4m3,
-    is_eager,
     multiprocessors,
     power_of_two,
 )
@@ -194,8 +192,7 @@ def _store(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=_BATCH)
 def _attend(  # type: ignore[no-untyped-def]
     out, lse, partial, partial_lse, query, cache, query_start_loc, seq_lens, limits, block_table, indices, items, k_scale,
-    factor, v_factor, splits, split, topk,
-    o_t, o_h, lse_h, q_t, q_h, c_block, c_slot, table_r, indices_t,
+    factor, v_factor, splits, split, lse_h, table_r, topk, indices_t, o_t, o_h, q_t, q_h, c_block, c_slot,
     H: tl.constexpr, L: tl.constexpr, DR: tl.constexpr, P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, TILES: tl.constexpr,
     MAX_QUERY: tl.constexpr, SPARSE: tl.constexpr, HAS_SPLITS: tl.constexpr, HAS_LIMITS: tl.constexpr, HAS_LSE: tl.constexpr,
@@ -325,7 +322,7 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=_BATCH)
 def _merge(  # type: ignore[no-untyped-def]
-    out, lse, partial, partial_lse, query_start_loc, seq_lens, limits, items, splits, split, num_items, topk, o_t, o_h, lse_h,
+    out, lse, partial, partial_lse, query_start_loc, seq_lens, limits, items, splits, split, num_items, lse_h, topk, o_t, o_h,
     H: tl.constexpr, L: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_S: tl.constexpr,
     MAX_QUERY: tl.constexpr, SPARSE: tl.constexpr, HAS_LIMITS: tl.constexpr, HAS_LSE: tl.constexpr, EARLY: tl.constexpr,
     PLANNED: tl.constexpr,
@@ -395,8 +392,7 @@ class _Plan(NamedTuple):
     """How a batch is launched, from its extents alone: equal for every layer of a model, so computed once per batch.
 
     by_hand: whether `hopper_mla` runs the first stage. tiles: of rows, per request. split: keys per program. cut: how the keys
-    of a batch of uneven lengths are cut instead, or None. attend, merge: arguments of the two stages that do not depend on
-    tensors.
+    of a batch of uneven lengths are cut instead, or None. block_n: keys per tile. attend, merge: the two stages (`_stage`).
     """
 
     by_hand: bool
@@ -404,8 +400,9 @@ class _Plan(NamedTuple):
     splits: int
     split: int
     cut: Cut | None
-    attend: dict[str, Any]
-    merge: dict[str, Any]
+    block_n: int
+    attend: Callable[..., Prepared]
+    merge: Callable[..., Prepared]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -422,18 +419,30 @@ def _plan(
     cut = mla_cut(requests, tiles, -(-keys // rule.block_n), processors) if uneven and not (sparse or fixed_split) else None
     early = can_launch_early(name) and (splits > 1 or cut is not None)
     common = {
-        "splits": splits, "split": split, "H": heads, "L": rank, "BLOCK_M": rule.block_m, "BLOCK_L": power_of_two(rank),
+        "H": heads, "L": rank, "BLOCK_M": rule.block_m, "BLOCK_L": power_of_two(rank),
         "PLANNED": cut is not None, "MAX_QUERY": max_query_len, "SPARSE": sparse, "HAS_LIMITS": has_limits, "HAS_LSE": has_lse,
         "EARLY": early,
     }  # fmt: skip
     attend = {
-        **common, "DR": rope, "P": page, "BLOCK_N": rule.block_n, "BLOCK_R": max(16, power_of_two(rope)), "TILES": tiles,
-        "HAS_SPLITS": splits > 1, "PACKED": packed,
+        **common, "DR": rope, "P": page, "BLOCK_N": rule.block_n, "BLOCK_R": max(16, power_of_two(rope)),
+        "TILES": tiles, "HAS_SPLITS": splits > 1, "PACKED": packed,
         "PRECISION": "tf32x3" if itemsize == 4 and name.startswith("sm") else "ieee",
         "BYTES": not converts_e4m3(name), "num_warps": rule.num_warps, "num_stages": rule.num_stages,
     }  # fmt: skip
     merge = {**common, "BLOCK_S": 8, "num_warps": 4, **({"launch_pdl": True} if early else {})}
-    return _Plan(hand, tiles, splits, split, cut, attend, merge)
+    stages = _stage(_attend, tuple(attend.items())), _stage(_merge, tuple(merge.items()))
+    return _Plan(hand, tiles, splits, split, cut, rule.block_n, *stages)
+
+
+@functools.lru_cache(maxsize=1024)
+def _stage(kernel: Any, constants: tuple[tuple[str, Any], ...]) -> Callable[..., Prepared]:
+    """A stage with these constants, which are equal for most batches of a layer, for calls that agree in its arguments."""
+
+    @functools.lru_cache(maxsize=1024)
+    def prepared(kind: Kind, **more: bool) -> Prepared:
+        return Prepared(kernel, **dict(constants), **more, **FUSED)
+
+    return prepared
 
 
 @functools.cache
@@ -444,11 +453,8 @@ def _hopper_mla() -> Any:
     return hopper_mla
 
 
-_ATTEND, _MERGE = Direct(_attend), Direct(_merge)
-
-
-@hopper.or_general
-def _mla_decode(
+@operator("triton_mla_decode", "out", "lse")
+def mla_decode(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     query: torch.Tensor,
@@ -511,7 +517,7 @@ def _mla_decode(
     splits, programs = plan.splits, requests
     partial = partial_lse = table = out
     if plan.cut is not None:
-        table = items(query_start_loc, seq_lens, max_query_len, plan.cut, plan.attend["BLOCK_N"])
+        table = items(query_start_loc, seq_lens, max_query_len, plan.cut, plan.block_n)
         splits, programs = 1, plan.cut.items
     if splits > 1 or plan.cut is not None:
         state = heads * (tokens * splits if plan.cut is None else plan.cut.items * max_query_len)
@@ -541,79 +547,21 @@ def _mla_decode(
             max_query=max_query_len if plan.cut is not None else 0,
         )
     else:
-        if cache.dtype == torch.float8_e4m3fn and plan.attend["BYTES"]:
+        if cache.dtype == torch.float8_e4m3fn and not converts_e4m3(name):
             cache = cache.view(torch.uint8)
-        _ATTEND.launch(
-            programs * plan.tiles,
-            changing=dict(
-                out=out,
-                lse=lse,
-                partial=partial,
-                partial_lse=partial_lse,
-                query=query,
-                cache=cache,
-                query_start_loc=query_start_loc,
-                seq_lens=seq_lens,
-                limits=limits,
-                block_table=block_table,
-                indices=indices,
-                items=table,
-                k_scale=k_scale,
-                factor=scale * k_factor * LOG2E,
-                v_factor=k_factor,
-                lse_h=lse_h,
-                table_r=block_table.stride(0),
-            ),
-            constants=dict(
-                indices_t=indices.stride(0) if indices is not None else 0,
-                topk=topk,
-                o_t=o_t,
-                o_h=o_h,
-                q_t=q_t,
-                q_h=q_h,
-                c_block=c_block,
-                c_slot=c_slot,
-                HAS_K_SCALE=k_scale is not None,
-                WIDE=blocks * c_block >= 2**31,
-                **plan.attend,
-                **FUSED,
-            ),
-            columns=splits,
-        )
+        arrays = (
+            out, lse, partial, partial_lse, query, cache, query_start_loc, seq_lens, limits, block_table, indices, table,
+            k_scale,
+        )  # fmt: skip
+        strides = (topk, 0 if indices is None else indices.stride(0), o_t, o_h, q_t, q_h, c_block, c_slot)
+        wide = blocks * c_block >= 2**31
+        kernel = plan.attend(
+            kind_of(arrays, strides), HAS_K_SCALE=k_scale is not None, WIDE=wide
+        )  # fmt: skip
+        numbers = scale * k_factor * LOG2E, k_factor, splits, plan.split, lse_h, block_table.stride(0)
+        kernel(programs * plan.tiles, arrays, *numbers, *strides, columns=splits)
     if splits > 1 or plan.cut is not None:
-        _MERGE.launch(
-            requests * max_query_len,
-            changing=dict(
-                out=out,
-                lse=lse,
-                partial=partial,
-                partial_lse=partial_lse,
-                query_start_loc=query_start_loc,
-                seq_lens=seq_lens,
-                limits=limits,
-                items=table,
-                num_items=programs,
-                lse_h=lse_h,
-            ),
-            constants=dict(
-                topk=topk,
-                o_t=o_t,
-                o_h=o_h,
-                **plan.merge,
-                **FUSED,
-            ),
-            columns=heads,
-        )
-
-
-_op = library.custom_op("attn::triton_mla_decode", _mla_decode, mutates_args=("out", "lse"))
-
-
-@_op.register_fake
-def _(*args, **kwargs) -> None:  # type: ignore[no-untyped-def]
-    return None
-
-
-@functools.wraps(_mla_decode)
-def mla_decode(out: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-    (_mla_decode if is_eager(out) else _op)(out, *args, **kwargs)
+        states = (out, lse, partial, partial_lse, query_start_loc, seq_lens, limits, table)
+        merge = plan.merge(kind_of(states, (topk, o_t, o_h)))
+        counts = splits, plan.split, programs, lse_h, topk, o_t, o_h
+        merge(requests * max_query_len, states, *counts, columns=heads)

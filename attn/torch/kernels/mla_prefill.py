@@ -14,14 +14,13 @@ float32, natural log. Rows of tokens beyond query_start_loc[R] are not written: 
 """
 
 import functools
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import library
 
-from attn.torch.kernels.launch import arch, check_stride, is_eager, power_of_two
+from attn.torch.kernels.direct import Kind, Prepared, kind_of, operator
+from attn.torch.kernels.launch import arch, check_stride, power_of_two
 from attn.torch.kernels.mla_launch import mla_prefill_launch
 from attn.torch.kernels.paged_attention import _request_of
 
@@ -58,10 +57,10 @@ def _step(  # type: ignore[no-untyped-def]
     return acc, norm, above
 
 
-@triton.jit(do_not_specialize=("num_reqs",))
+@triton.jit(do_not_specialize=("num_reqs", "lse_h"))
 def _attend(  # type: ignore[no-untyped-def]
-    out, lse, query, key, value, query_start_loc, key_start_loc, factor, num_reqs,
-    o_t, o_h, lse_h, q_t, q_h, k_t, k_h, v_t, v_h,
+    out, lse, query, key, value, query_start_loc, key_start_loc, factor, num_reqs, lse_h,
+    o_t, o_h, q_t, q_h, k_t, k_h, v_t, v_h,
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, HAS_LSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -113,7 +112,8 @@ def _attend(  # type: ignore[no-untyped-def]
         tl.store(lse + head * lse_h + at, log * 0.6931471805599453, mask=live)
 
 
-def _mla_prefill(
+@operator("triton_mla_prefill", "out", "lse")
+def mla_prefill(
     out: torch.Tensor,
     lse: torch.Tensor | None,
     query: torch.Tensor,
@@ -134,52 +134,25 @@ def _mla_prefill(
         return
     for name, tensor in (("out", out), ("query", query), ("key", key), ("value", value)):
         check_stride(name, tensor)
-    itemsize, name, width = query.element_size(), arch(), value.shape[2]
+    arrays = (out, lse, query, key, value, query_start_loc, key_start_loc)
+    strides = (*out.stride()[:2], *query.stride()[:2], *key.stride()[:2], *value.stride()[:2])
+    kernel, block_m = _prepared(arch(), kind_of(arrays, strides), size, value.shape[2], causal)
+    lse_h = 0 if lse is None else lse.stride(0)
+    kernel(tokens // block_m + requests, arrays, scale * LOG2E, requests, lse_h, *strides, columns=heads)
+
+
+@functools.lru_cache(maxsize=1024)
+def _prepared(name: str, kind: Kind, size: int, width: int, causal: bool) -> tuple[Prepared, int]:
+    """The kernel for calls that agree in these, and the rows of a tile."""
+    _, lse, query, *_ = kind[1]
+    assert query is not None
     first = power_of_two(size) // (1 if power_of_two(size) == size else 2)
     if first == size:
         first //= 2
-    rule = mla_prefill_launch(name, size, width, itemsize)
-    _attend[(tokens // rule.block_m + requests, heads)](
-        out=out,
-        lse=lse,
-        query=query,
-        key=key,
-        value=value,
-        query_start_loc=query_start_loc,
-        key_start_loc=key_start_loc,
-        factor=scale * LOG2E,
-        num_reqs=requests,
-        o_t=out.stride(0),
-        o_h=out.stride(1),
-        lse_h=lse.stride(0) if lse is not None else 0,
-        q_t=query.stride(0),
-        q_h=query.stride(1),
-        k_t=key.stride(0),
-        k_h=key.stride(1),
-        v_t=value.stride(0),
-        v_h=value.stride(1),
-        D=size,
-        D1=first,
-        D2=max(16, power_of_two(size - first)),
-        DV=width,
-        BLOCK_V=power_of_two(width),
-        BLOCK_M=rule.block_m,
-        BLOCK_N=rule.block_n,
-        CAUSAL=causal,
-        HAS_LSE=lse is not None,
-        PRECISION="tf32x3" if itemsize == 4 and name.startswith("sm") else "ieee",
-        **rule.options(),
-    )
-
-
-_op = library.custom_op("attn::triton_mla_prefill", _mla_prefill, mutates_args=("out", "lse"))
-
-
-@_op.register_fake
-def _(*args, **kwargs) -> None:  # type: ignore[no-untyped-def]
-    return None
-
-
-@functools.wraps(_mla_prefill)
-def mla_prefill(out: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-    (_mla_prefill if is_eager(out) else _op)(out, *args, **kwargs)
+    rule = mla_prefill_launch(name, size, width, query.itemsize)
+    kernel = Prepared(
+        _attend, D=size, D1=first, D2=max(16, power_of_two(size - first)), DV=width, BLOCK_V=power_of_two(width),
+        BLOCK_M=rule.block_m, BLOCK_N=rule.block_n, CAUSAL=causal, HAS_LSE=lse is not None,
+        PRECISION="tf32x3" if query.itemsize == 4 and name.startswith("sm") else "ieee", **rule.options(),
+    )  # fmt: skip
+    return kernel, rule.block_m

@@ -25,24 +25,21 @@ log. Rows of tokens beyond query_start_loc[R] are not written: they are undefine
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from torch import library
 
 from attn.torch.kernels import hopper
 from attn.torch.kernels.codes import fp8_code, number_in
-from attn.torch.kernels.direct import Direct
+from attn.torch.kernels.direct import Kind, Prepared, kind_of, operator
 from attn.torch.kernels.launch import (
     FUSED,
     TUNED,
-    Cut,
     Launch,
     arch,
     can_launch_early,
-    check_stride,
     converts_e4m3,
     cut_for,
     decode_launch,
@@ -56,6 +53,14 @@ from attn.torch.kernels.plan import UNBOUNDED, item_of, visible
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
 _BATCH = (
+    "num_reqs",
+    "states",
+    "lse_h",
+    "table_r",
+    "tree_w",
+    "share",
+    "parts",
+    "enough",
     "left",
     "right",
     "tree_right",
@@ -63,18 +68,20 @@ _BATCH = (
     "chunk",
     "min_query",
     "max_query",
-    "num_reqs",
-    "share",
-    "parts",
-    "enough",
-    "tree_w",
-    "lse_h",
     "sparse_local",
     "sparse_stride",
     "sparse_shift",
     "sparse_offset",
-    "table_r",
 )  # fmt: skip  (changes between batches do not recompile)
+
+
+#: The arrays of `_attention` after `scratch`; those of `_merge` come first.
+_ARRAYS = (
+    "output", "lse", "query_start_loc", "sinks", "v_scale", "output_scale", "query", "key_cache", "value_cache", "seq_lens",
+    "block_table", "slopes", "tree", "spans", "prefix", "is_causal", "k_scale",
+)  # fmt: skip
+_SCALES = ("k_scale", "v_scale", "output_scale")
+_UNTUNED: tuple[Launch | None, ...] = (None, None)
 
 
 @triton.jit
@@ -234,13 +241,12 @@ def _tanh(x):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=_BATCH)
 def _attention(  # type: ignore[no-untyped-def]
-    output, lse, partial, partial_lse, plan, query, key_cache, value_cache, query_start_loc, seq_lens, block_table,
-    slopes, sinks, tree, spans, prefix, is_causal, k_scale, v_scale, output_scale,
-    factor, v_factor, cap, left, right, tree_right, span_right, chunk, min_query, max_query, num_reqs, share, parts, enough,
-    tree_w,
-    sparse_local, sparse_stride, sparse_shift, sparse_offset,
-    o_t, o_h, lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r,
-    kscale_h, vscale_h, scale_block, scale_slot,
+    scratch, output, lse, query_start_loc, sinks, v_scale, output_scale, query, key_cache, value_cache, seq_lens, block_table,
+    slopes, tree, spans, prefix, is_causal, k_scale,
+    factor, v_factor, num_reqs, states, lse_h, table_r, tree_w, share, parts, enough,
+    o_t, o_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head,
+    cap, left, right, tree_right, span_right, chunk, min_query, max_query, sparse_local, sparse_stride, sparse_shift,
+    sparse_offset, kscale_h, vscale_h, scale_block, scale_slot,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, PER_TOKEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
     DECODE: tl.constexpr, BLOCK_R: tl.constexpr, PAGED: tl.constexpr, NEGATE: tl.constexpr,
@@ -275,8 +281,9 @@ def _attention(  # type: ignore[no-untyped-def]
             if r >= num_reqs:
                 return
             if (s == 0) & (kv_head == 0):
-                tl.store(plan + 2 * r, pid // K)
-                tl.store(plan + 2 * r + 1, count)
+                plan = (scratch + states.to(tl.int64) * (D + 1)).to(tl.pointer_type(tl.int32)) + 2 * r
+                tl.store(plan, pid // K)
+                tl.store(plan + 1, count)
         else:
             r = pid // K
         begin = tl.load(query_start_loc + r)
@@ -442,8 +449,8 @@ def _attention(  # type: ignore[no-untyped-def]
     if BLOCK_R > 0:  # noqa: SIM102
         if count > 1:
             state = (pid // K * BLOCK_Q + token).to(tl.int64) * H + head
-            tl.store(partial + state[:, None] * D + d[None, :], result, mask=lanes)
-            tl.store(partial_lse + state, log, mask=live)
+            tl.store(scratch + state[:, None] * D + d[None, :], result, mask=lanes)
+            tl.store(scratch + states.to(tl.int64) * D + state, log, mask=live)
             return
     _finish(
         output, lse, sinks, output_scale, result, log, v_factor, at, head, d, live, lanes, o_t, o_h, lse_h,
@@ -486,8 +493,7 @@ def _finish(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=_BATCH)
 def _merge(  # type: ignore[no-untyped-def]
-    output, lse, partial, partial_lse, plan, query_start_loc, sinks, v_scale, output_scale,
-    v_factor, min_query, max_query, o_t, o_h, lse_h, vscale_h,
+    scratch, output, lse, query_start_loc, sinks, v_scale, output_scale, v_factor, states, lse_h, o_t, o_h, vscale_h,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_S: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, HAS_V_SCALE: tl.constexpr, EARLY: tl.constexpr,
     TO_FP8: tl.constexpr,
@@ -499,12 +505,14 @@ def _merge(  # type: ignore[no-untyped-def]
     head = h + tl.zeros((1,), tl.int32)
     begin = tl.load(query_start_loc + r)
     q_len = tl.load(query_start_loc + r + 1) - begin
-    if (token >= q_len) | (q_len <= min_query) | (q_len > max_query):
+    if (token >= q_len) | (q_len > BLOCK_Q):
         return
     if EARLY:
         tl.extra.cuda.gdc_wait()
-    item = tl.load(plan + 2 * r)
-    count = tl.load(plan + 2 * r + 1)
+    logs_at = scratch + states.to(tl.int64) * D
+    plan = (logs_at + states).to(tl.pointer_type(tl.int32)) + 2 * r
+    item = tl.load(plan)
+    count = tl.load(plan + 1)
     if count <= 1:
         return
     d = tl.arange(0, BLOCK_D)
@@ -516,9 +524,9 @@ def _merge(  # type: ignore[no-untyped-def]
     norm = 0.0
     for s in tl.range(0, count, BLOCK_S, num_stages=1):
         rows = state + (s + part) * (BLOCK_Q * H)
-        logs = tl.load(partial_lse + rows, mask=s + part < count, other=float("-inf"))
+        logs = tl.load(logs_at + rows, mask=s + part < count, other=float("-inf"))
         own = (s + part < count)[:, None] & (d < D)[None, :]
-        values = tl.load(partial + rows[:, None] * D + d[None, :], mask=own, other=0.0)
+        values = tl.load(scratch + rows[:, None] * D + d[None, :], mask=own, other=0.0)
         above = tl.maximum(top, tl.max(logs, 0))
         guard = tl.where(above == float("-inf"), 0.0, above)
         weight = tl.exp2(logs - guard)
@@ -539,11 +547,176 @@ def _merge(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-_LAUNCH, _MERGE = Direct(_attention), Direct(_merge)
+@functools.cache
+def _hopper_prefill() -> Any:
+    """The module `hopper_prefill`: Gluon is imported on Hopper only, and an import statement costs a microsecond per call."""
+    from attn.torch.kernels import hopper_prefill
+
+    return hopper_prefill
 
 
-@hopper.or_general
-def _paged_attention(
+def _bound(side: int | None) -> int:
+    return UNBOUNDED if side is None else side
+
+
+class _Layer(NamedTuple):
+    """A layer's rules, arguments of `paged_attention`."""
+
+    scale: float
+    soft_cap: float
+    left: int | None
+    right: int | None
+    tree_right: int | None
+    chunk_size: int | None
+    span_window: bool
+    fixed_split: int
+    sparse: tuple[int, ...] | None
+
+    def rules(self) -> dict[str, Any]:
+        """Arguments of the kernel."""
+        tree_right = _bound(self.tree_right)
+        sparse, local, stride, shift, offset = self.sparse or (0, 0, 1, 0, 0)
+        return {
+            "cap": self.soft_cap * LOG2E, "left": _bound(self.left), "right": _bound(self.right), "tree_right": tree_right,
+            "span_right": tree_right or UNBOUNDED, "chunk": self.chunk_size or UNBOUNDED, "sparse_local": local,
+            "sparse_stride": stride, "sparse_shift": shift, "sparse_offset": offset, "NEGATE": self.scale < 0,
+            "HAS_LEFT": self.left is not None, "HAS_CAP": self.soft_cap != 0, "HAS_CHUNK": self.chunk_size is not None,
+            "SPAN_LEFT": self.span_window, "SPARSE": sparse,
+        }  # fmt: skip
+
+
+class _Launches:
+    """The launches of calls that differ in addresses, numbers of requests and keys, and the values of scales.
+
+    name: `arch`; kind: of the arrays, in the kernel's order after `scratch`; shape: (H, D, *the cache's without its first
+    dimension); scales: the strides of k_scale and v_scale; queries: the most tokens of a request, or more than a decode's tile
+    holds; same, wide: constants of the kernel; hopper_serves: whether `hopper_prefill` supports the arrays; tuned: measured
+    launches of decodes and prefills. With a fixed split, each choice depends on the layer's shape and the request's own number
+    of tokens only: measured launches change when another batch is timed, and the Hopper kernel serves a limited number of
+    requests, so neither is used then. The number of requests selects BLOCK_R, which changes integers of the plan only.
+    """
+
+    def __init__(
+        self, name: str, kind: Kind, shape: tuple[int, ...], scales: tuple[tuple[int, ...] | None, ...], rules: tuple[Any, ...],
+        queries: int, flags: tuple[bool, bool, bool], tuned: tuple[Launch | None, ...],
+    ) -> None:  # fmt: skip
+        self.layer = layer = _Layer(*rules)
+        (heads, size, *cache), (same, wide, hopper_serves), (k_scales, v_scales) = shape, flags, scales
+        given = dict(zip(_ARRAYS, kind[1], strict=True))
+        query, stored, self.kv_heads = given["query"], given["key_cache"], cache[-2]
+        assert query is not None and stored is not None
+        self.paged, group, fixed = given["block_table"] is not None, heads // self.kv_heads, layer.fixed_split
+        self.free = given["spans"] is not None or given["prefix"] is not None
+        in_row, per_token = self.paged and len(cache) == 2, k_scales is not None and len(k_scales) == 3
+        assert not per_token or k_scales == v_scales
+        sizes = (size, query.itemsize, stored.itemsize)
+        packed = 0 if fixed or not self.paged else rows_of_speculation(name, group, queries, query.itemsize)
+        decode = decode_launch(name, packed, *sizes) if packed else tuned[0] or decode_launch(name, group, *sizes)
+        # tokens of a request that fit in one decode tile; one alone needs no mask between rows
+        most = decode.block_m // group if self.paged else 0
+        if self.paged and not fixed and not 1 < queries <= most:
+            most = 1
+        plain = not any(given[x] for x in ("slopes", "tree", "spans", "prefix", "is_causal", *_SCALES))
+        plain = plain and not (fixed or in_row or layer.sparse or layer.chunk_size)
+        self.on_hopper = hopper_serves and plain and queries > most
+        self.beside = self.on_hopper and self.paged
+        if self.beside and tuned[0] is None:
+            decode = decode_launch(name, group, *sizes, beside=True)
+        if self.paged and fixed % decode.block_n:
+            raise ValueError(f"fixed_split={fixed} must be a multiple of {decode.block_n}, the keys per tile")
+        self.keys_per_tile, self.tokens, self.rows = decode.block_n, most, most * heads
+        split = decode
+        if not (fixed or self.beside) and tuned[0] is None:
+            split = decode_launch(name, packed or group, *sizes, True)
+        early, self.processors = can_launch_early(name), multiprocessors(kind[0])
+        scale_block, scale_slot = k_scales[:2] if per_token and k_scales else (0, 0)
+        common = {
+            "vscale_h": 1 if v_scales else 0, "H": heads, "G": group, "D": size, "BLOCK_D": power_of_two(size),
+            "HAS_SINKS": given["sinks"] is not None, "HAS_LSE": given["lse"] is not None,
+            "HAS_V_SCALE": v_scales is not None and not per_token, "TO_FP8": given["output_scale"] is not None,
+        }  # fmt: skip
+        attention = {
+            **common, **layer.rules(), "kscale_h": 1 if k_scales else 0, "scale_block": scale_block,
+            "scale_slot": scale_slot, "P": UNBOUNDED if in_row else cache[0] if self.paged else 1,
+            "PAGED": self.paged, "PER_TOKEN": per_token, "HAS_K_SCALE": k_scales is not None and not per_token,
+            "HAS_ALIBI": given["slopes"] is not None, "HAS_TREE": given["tree"] is not None,
+            "HAS_SPANS": given["spans"] is not None, "HAS_PREFIX": given["prefix"] is not None,
+            "MIXED": given["is_causal"] is not None, "MAY_BE_WILD": per_token or stored != torch.int8,
+            "SAME": same, "WIDE": wide, "EXACT": query.itemsize == 4,
+            # three tf32 products give float32's accuracy on tensor cores; without them the tiles would not fit in registers
+            "PRECISION": "tf32x3" if query.itemsize == 4 and name.startswith("sm") else "ieee", "BESIDE": self.beside,
+            "IN_HALF": query == torch.bfloat16 and stored.itemsize == 1 and not per_token,
+            **({"launch_pdl": True} if self.beside else {}),
+        }  # fmt: skip
+
+        def prepared(rule: Launch, tokens: int, block_r: int = 0, **more: Any) -> Prepared:
+            tile = {"BLOCK_M": rule.block_m, "BLOCK_N": rule.block_n, "BLOCK_Q": tokens, "BLOCK_R": block_r}
+            constants = {**attention, **tile, **more, "EARLY": early and block_r > 0}
+            return Prepared(_attention, **constants, **rule.options())
+
+        prefill = tuned[1] or prefill_launch(name, group, *sizes)
+        self.prefill_tokens, self.prefill = prefill.block_m // group, None
+        if queries > most and not self.on_hopper:
+            self.prefill = prepared(prefill, self.prefill_tokens, DECODE=False, min_query=most, max_query=UNBOUNDED)
+        #: by BLOCK_R, 0 for decodes that stay whole
+        self.decode = functools.cache(
+            lambda block_r: prepared(split if block_r else decode, most, block_r, DECODE=True, min_query=0, max_query=most)
+        )
+        pdl = {"launch_pdl": True} if early else {}
+        self.merge = Prepared(_merge, **common, BLOCK_Q=most, BLOCK_S=32, EARLY=early, num_warps=4, **pdl, **FUSED)
+
+    def __call__(
+        self, arrays: tuple[torch.Tensor | None, ...], strides: tuple[int, ...], factors: tuple[float, float], num_reqs: int,
+        max_seq_len: int, whole: bool, prefill_programs: int,
+    ) -> None:  # fmt: skip
+        output, lse, starts, sinks, _, _, query, key_cache, value_cache, seq_lens, table, _, tree, _, _, _, _ = arrays
+        layer, (factor, v_factor) = self.layer, factors
+        lse_h, table_r = 0 if lse is None else lse.stride(0), 0 if table is None else table.stride(0)
+        tree_w = 0 if tree is None else tree.shape[1]
+        numbers, no_plan = (*factors, num_reqs), (0, lse_h, table_r, tree_w, 0, 0, 0)
+        if self.on_hopper:
+            given = output, lse, query, key_cache, value_cache, starts, seq_lens, table, sinks
+            _hopper_prefill().prefill(
+                *given, factor=factor, v_factor=v_factor, cap=layer.soft_cap * LOG2E, negate=layer.scale < 0,
+                left=_bound(layer.left), right=_bound(layer.right), has_left=layer.left is not None, min_query=self.tokens,
+                programs=prefill_programs or self.processors,
+            )  # fmt: skip
+        elif self.prefill is not None:
+            tiles = query.shape[0] // self.prefill_tokens + num_reqs  # type: ignore[union-attr]
+            self.prefill(tiles * self.kv_heads, (None, *arrays), *numbers, *no_plan, *strides)
+        if not self.paged:
+            return
+        cut = None
+        if layer.fixed_split or not whole:
+            tiles, fixed = self._tiles(max_seq_len), layer.fixed_split // self.keys_per_tile
+            cut = cut_for(num_reqs, self.kv_heads, tiles, fixed, self.processors)
+        if cut is None:
+            programs = num_reqs * self.kv_heads + self.beside
+            self.decode(0)(programs, (None, *arrays), *numbers, *no_plan, *strides)
+            return
+        # the state of every row of every item, the log-sum-exp of each, and the plan
+        states, programs = cut.items * self.rows, cut.items * self.kv_heads + self.beside
+        floats = states * (query.shape[2] + 1) + 2 * num_reqs  # type: ignore[union-attr]
+        scratch = query.new_empty(floats, dtype=torch.float32)  # type: ignore[union-attr]
+        plan = states, lse_h, table_r, tree_w, cut.share, cut.parts, cut.enough
+        self.decode(cut.block_r)(programs, (scratch, *arrays), *numbers, *plan, *strides)
+        self.merge(num_reqs * self.rows, (scratch, *arrays[:6]), v_factor, states, lse_h, *strides[:2])
+
+    def _tiles(self, keys: int) -> int:
+        """The most tiles of keys that a decode sees, of a sequence of `keys`."""
+        layer = self.layer
+        if layer.chunk_size is not None:
+            keys = min(keys, layer.chunk_size + self.tokens + self.keys_per_tile)
+        if layer.left is not None and not self.free:
+            keys = min(keys, layer.left + self.tokens + min(_bound(layer.right), self.tokens) + self.keys_per_tile)
+        return max(1, -(-keys // self.keys_per_tile))
+
+
+_launches = functools.lru_cache(maxsize=1024)(_Launches)
+
+
+@operator("triton_paged_attention", "output", "lse")
+def paged_attention(
     output: torch.Tensor,
     lse: torch.Tensor | None,
     query: torch.Tensor,
@@ -593,283 +766,45 @@ def _paged_attention(
     number of multiprocessors for the prefill of a mixed batch that runs concurrently with the decode (Hopper); 0 for all.
     whole: do not cut the keys of decodes into parts (`launch.are_whole`).
     """
-    if to_fp8 := output_scale is not None:
-        output = output.view(torch.uint8)
-    num_reqs, heads, head_size = query_start_loc.shape[0] - 1, query.shape[1], query.shape[2]
-    if num_reqs < 1 or query.shape[0] == 0 or max_query_len == 0:
+    num_reqs, (tokens, heads, size) = query_start_loc.shape[0] - 1, query.shape
+    if num_reqs < 1 or tokens == 0 or max_query_len == 0:
         return
-    for name, tensor in (("output", output), ("query", query), ("key_cache", key_cache), ("value_cache", value_cache)):
-        check_stride(name, tensor)
-    paged = block_table is not None
-    in_row = paged and key_cache.ndim == 3
-    page = UNBOUNDED if in_row else key_cache.shape[1] if paged else 1
-    kv_heads = key_cache.shape[-2]
-    group, block_d = heads // kv_heads, power_of_two(head_size)
-    itemsize, stored, name = query.element_size(), key_cache.element_size(), arch()
-    shape = (name, group, head_size, itemsize, stored)
-    packed = 0 if fixed_split or not paged else rows_of_speculation(name, group, max_query_len, itemsize)
-    tuned = _tuned("decode", shape, fixed_split)
-    decode = decode_launch(name, packed, *shape[2:]) if packed else tuned or decode_launch(*shape)
-    # three tf32 products give float32's accuracy on tensor cores; without them the tiles would not fit in registers
-    precision = "tf32x3" if itemsize == 4 and name.startswith("sm") else "ieee"
-    early = can_launch_early(name)
-    prefill = _tuned("prefill", shape, fixed_split) or prefill_launch(*shape)
-    # tokens of a request that fit in one decode tile; one alone needs no mask between rows
-    most = decode.block_m // group if paged else 0
-    if paged and not fixed_split and not 1 < max_query_len <= most:
-        most = 1
-    factor, cap = abs(scale) * k_factor * LOG2E, 0.0
-    if soft_cap:
-        factor, cap = factor / LOG2E / soft_cap, soft_cap * LOG2E
-    unbounded = [UNBOUNDED if side is None else side for side in (left, right, tree_right)]
-    pattern = sparse or [0, 0, 1, 0, 0]
-    # one scale per token and head: [N, P, K]
-    per_token = k_scale is not None and k_scale.ndim == 3
-    scale_block, scale_slot = k_scale.stride()[:2] if per_token else (0, 0)  # type: ignore[union-attr]
-    if per_token:
-        assert v_scale is not None and v_scale.stride() == k_scale.stride()  # type: ignore[union-attr]
-    # keys in a row: the page of a request begins at its first key, so pages are as far apart as keys
-    k_strides, v_strides = ((x.stride()[:1] * in_row or (0,) * (not paged)) + x.stride() for x in (key_cache, value_cache))
-    lse_h = lse.stride(0) if lse is not None else 0
-    tree_w = tree.shape[1] if tree is not None else 0
-    # 64-bit offsets cost a tenth of a prefill's instructions, so only caches that need them use them
-    wide = any(x.shape[0] * x.stride(0) >= 2**31 for x in (key_cache, value_cache))
-
-    free = spans is not None or prefix is not None
-    plain = slopes is None and tree is None and sparse is None and not (free or is_causal is not None or chunk_size)
-    by_hand = not (fixed_split or in_row or to_fp8) and plain and name == "sm_90"
-    if by_hand := by_hand and k_scale is None and v_scale is None and hopper.is_on("hopper_prefill"):
-        from attn.torch.kernels import hopper_prefill
-
-        by_hand = hopper_prefill.serves(query, key_cache, value_cache, num_reqs, group, page if paged else 128)
-    wild = per_token or key_cache.dtype != torch.int8
+    name = arch()
+    if output_scale is not None:
+        output = output.view(torch.uint8)
     if key_cache.dtype == torch.float8_e4m3fn and not converts_e4m3(name):
         key_cache, value_cache = key_cache.view(torch.uint8), value_cache.view(torch.uint8)
-    half = query.dtype == torch.bfloat16 and stored == 1 and not per_token
-    beside = by_hand and paged and max_query_len > most
-    if beside and ("decode", *shape) not in TUNED:
-        decode = decode_launch(*shape, beside=True)
-
-    def launch(
-        rule: Launch, block_q: int, programs: int, is_decode: bool, cut: Cut | None, least: int, limit: int
-    ) -> list[torch.Tensor]:
-        partial = partial_lse = plan = output
-        if cut is not None:
-            rows = cut.items * block_q * heads
-            partial = torch.empty(rows * head_size, dtype=torch.float32, device=query.device)
-            partial_lse = torch.empty(rows, dtype=torch.float32, device=query.device)
-            plan = torch.empty(2 * num_reqs, dtype=torch.int32, device=query.device)
-        _LAUNCH.launch(
-            programs,
-            changing=dict(
-                output=output,
-                lse=lse,
-                partial=partial,
-                partial_lse=partial_lse,
-                plan=plan,
-                query=query,
-                key_cache=key_cache,
-                value_cache=value_cache,
-                query_start_loc=query_start_loc,
-                seq_lens=seq_lens,
-                block_table=block_table,
-                slopes=slopes,
-                sinks=sinks,
-                tree=tree,
-                spans=spans,
-                prefix=prefix,
-                is_causal=is_causal,
-                k_scale=k_scale,
-                v_scale=v_scale,
-                output_scale=output_scale,
-                factor=factor,
-                v_factor=v_factor,
-                cap=cap,
-                left=unbounded[0],
-                right=unbounded[1],
-                tree_right=unbounded[2],
-                span_right=unbounded[2] or UNBOUNDED,
-                chunk=chunk_size or UNBOUNDED,
-                min_query=least,
-                max_query=limit,
-                num_reqs=num_reqs,
-                share=cut.share if cut else 0,
-                parts=cut.parts if cut else 0,
-                enough=cut.enough if cut else 0,
-                tree_w=tree_w,
-                sparse_local=pattern[1],
-                sparse_stride=pattern[2],
-                sparse_shift=pattern[3],
-                sparse_offset=pattern[4],
-                lse_h=lse_h,
-                table_r=block_table.stride(0) if block_table is not None else 0,
-            ),
-            strides=dict(
-                o_t=output.stride(0),
-                o_h=output.stride(1),
-                q_t=query.stride(0),
-                q_h=query.stride(1),
-                k_block=k_strides[0],
-                k_slot=k_strides[1],
-                k_head=k_strides[2],
-                v_block=v_strides[0],
-                v_slot=v_strides[1],
-                v_head=v_strides[2],
-                kscale_h=_step_of(k_scale),
-                vscale_h=_step_of(v_scale),
-                scale_block=scale_block,
-                scale_slot=scale_slot,
-            ),
-            constants=dict(
-                H=heads,
-                G=group,
-                D=head_size,
-                P=page,
-                PER_TOKEN=per_token,
-                BLOCK_M=rule.block_m,
-                BLOCK_N=rule.block_n,
-                BLOCK_D=block_d,
-                BLOCK_Q=block_q,
-                DECODE=is_decode,
-                BLOCK_R=cut.block_r if cut else 0,
-                PAGED=paged,
-                NEGATE=scale < 0,
-                HAS_LEFT=left is not None,
-                HAS_CAP=soft_cap != 0,
-                HAS_ALIBI=slopes is not None,
-                HAS_SINKS=sinks is not None,
-                HAS_TREE=tree is not None,
-                HAS_SPANS=spans is not None,
-                HAS_PREFIX=prefix is not None,
-                MIXED=is_causal is not None,
-                HAS_CHUNK=chunk_size is not None,
-                SPAN_LEFT=span_window,
-                HAS_LSE=lse is not None,
-                HAS_K_SCALE=k_scale is not None and not per_token,
-                HAS_V_SCALE=v_scale is not None and not per_token,
-                SPARSE=pattern[0],
-                MAY_BE_WILD=wild,
-                SAME=k_strides == v_strides,
-                WIDE=wide,
-                EXACT=itemsize == 4,
-                PRECISION=precision,
-                EARLY=early and cut is not None,
-                BESIDE=beside,
-                IN_HALF=half,
-                TO_FP8=to_fp8,
-                **rule.options(),
-                **{"launch_pdl": True} if beside else {},
-            ),
-        )
-        return [partial, partial_lse, plan]
-
-    if max_query_len > most and by_hand:
-        hopper_prefill.prefill(
-            output=output,
-            lse=lse,
-            query=query,
-            key_cache=key_cache,
-            value_cache=value_cache,
-            query_start_loc=query_start_loc,
-            seq_lens=seq_lens,
-            block_table=block_table,
-            sinks=sinks,
-            factor=factor,
-            v_factor=v_factor,
-            cap=cap,
-            negate=scale < 0,
-            left=unbounded[0],
-            right=unbounded[1],
-            has_left=left is not None,
-            min_query=most,
-            programs=prefill_programs or multiprocessors(query.device),
-        )
-    elif max_query_len > most:
-        block_q = prefill.block_m // group
-        tiles = query.shape[0] // block_q + num_reqs
-        launch(prefill, block_q, tiles * kv_heads, False, None, most, UNBOUNDED)
-    if not paged:
-        return
-    keys = max_seq_len
-    if chunk_size is not None:
-        keys = min(keys, chunk_size + most + decode.block_n)
-    if left is not None and not free:
-        keys = min(keys, left + most + min(unbounded[1], most) + decode.block_n)
-    if fixed_split % decode.block_n:
-        raise ValueError(f"fixed_split={fixed_split} must be a multiple of {decode.block_n}, the keys per tile")
-    tiles = max(1, -(-keys // decode.block_n))
-    cut = None
-    if fixed_split or not whole:
-        cut = cut_for(num_reqs, kv_heads, tiles, fixed_split // decode.block_n, multiprocessors(query.device))
-    if cut is not None and not (fixed_split or beside) and ("decode", *shape) not in TUNED:
-        decode = decode_launch(name, packed or group, *shape[2:], True)
-    programs = ((cut.items if cut else num_reqs) * kv_heads) + beside
-    partial, partial_lse, plan = launch(decode, most, programs, True, cut, 0, most)
-    if cut is not None:
-        _MERGE.launch(
-            num_reqs * most * heads,
-            changing=dict(
-                output=output,
-                lse=lse,
-                partial=partial,
-                partial_lse=partial_lse,
-                plan=plan,
-                query_start_loc=query_start_loc,
-                sinks=sinks,
-                v_scale=v_scale,
-                output_scale=output_scale,
-                v_factor=v_factor,
-                min_query=0,
-                max_query=most,
-                lse_h=lse_h,
-            ),
-            constants=dict(
-                o_t=output.stride(0),
-                o_h=output.stride(1),
-                vscale_h=_step_of(v_scale),
-                H=heads,
-                G=group,
-                D=head_size,
-                BLOCK_D=block_d,
-                BLOCK_Q=most,
-                BLOCK_S=32,
-                HAS_SINKS=sinks is not None,
-                HAS_LSE=lse is not None,
-                HAS_V_SCALE=v_scale is not None and not per_token,
-                EARLY=early,
-                TO_FP8=to_fp8,
-                num_warps=4,
-                **FUSED,
-                **{"launch_pdl": True} if early else {},
-            ),
-        )
+    arrays = (
+        output, lse, query_start_loc, sinks, v_scale, output_scale, query, key_cache, value_cache, seq_lens, block_table,
+        slopes, tree, spans, prefix, is_causal, k_scale,
+    )  # fmt: skip
+    pattern = None if sparse is None else tuple(sparse)
+    rules = (scale, soft_cap, left, right, tree_right, chunk_size, span_window, fixed_split, pattern)
+    strides, same, wide = _strides(output, query, key_cache, value_cache, block_table is not None)
+    shape, group, stored = (heads, size, *key_cache.shape[1:]), heads // key_cache.shape[-2], key_cache.itemsize
+    serves, tuned = False, _UNTUNED
+    if name == "sm_90" and max_query_len > 1 and hopper.is_on("hopper_prefill"):
+        page = shape[2] if len(shape) == 5 else 128
+        serves = _hopper_prefill().serves(query, key_cache, value_cache, num_reqs, group, page)
+    if TUNED and not fixed_split:
+        tuned = tuple([TUNED.get((step, name, group, size, query.itemsize, stored)) for step in ("decode", "prefill")])
+    scales = (None if k_scale is None else k_scale.stride(), None if v_scale is None else v_scale.stride())
+    queries = min(max_query_len, (256 if TUNED else 16) + 1)
+    kind = kind_of(arrays, strides)
+    launches = _launches(name, kind, shape, scales, rules, queries, (same, wide, serves), tuned)
+    factor = abs(scale) * k_factor * LOG2E
+    factor = factor / LOG2E / soft_cap if soft_cap else factor
+    launches(arrays, strides, (factor, v_factor), num_reqs, max_seq_len, whole, prefill_programs)
 
 
-def _tuned(kind: str, shape: tuple[str | int, ...], fixed_split: int) -> Launch | None:
-    """The measured launch of a kind, or None where the rule decides.
-
-    With a fixed split, each choice depends on the layer's shape and the request's own number of tokens (at most `most`:
-    decode) only. Measured launches change when another batch is timed, and the Hopper kernel serves a limited number of
-    requests, so neither is used then. The number of requests selects BLOCK_R, which changes integers of the plan only.
-    """
-    return None if fixed_split else TUNED.get((kind, *shape))
-
-
-def _step_of(scale: torch.Tensor | None) -> int:
-    """The number of elements between the scales of adjacent kv heads."""
-    return 1 if scale is not None and scale.ndim else 0
-
-
-_op = library.custom_op("attn::triton_paged_attention", _paged_attention, mutates_args=("output", "lse"))
-
-
-@_op.register_fake
-def _(*args, **kwargs) -> None:  # type: ignore[no-untyped-def]
-    return None
-
-
-@functools.wraps(_paged_attention)
-def paged_attention(output: torch.Tensor, lse: torch.Tensor | None, query: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-    # the operator is for tracing; its dispatch costs an eager call about 50 us
-    eager = type(query) is torch.Tensor and not torch.compiler.is_compiling()
-    (_paged_attention if eager else _op)(output, lse, query, *args, **kwargs)
+def _strides(
+    output: torch.Tensor, query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, paged: bool
+) -> tuple[tuple[int, ...], bool, bool]:
+    """(the kernel's strides, whether those of both caches are equal, whether offsets in these need 64 bits)."""
+    (o_t, o_h, o_d), (q_t, q_h, q_d), k, v = output.stride(), query.stride(), key_cache.stride(), value_cache.stride()
+    assert o_d == q_d == k[-1] == v[-1] == 1, "the last dimensions of output, query and caches must be dense"
+    # 64-bit offsets cost a tenth of a prefill's instructions, so only caches that need them use them
+    wide = max(key_cache.shape[0] * k[0], value_cache.shape[0] * v[0]) >= 2**31
+    if len(k) == 3:  # the page of a request begins at its first key, so pages are as far apart as keys
+        k, v = (k[0] if paged else 0, *k), (v[0] if paged else 0, *v)
+    return (o_t, o_h, q_t, q_h, *k[:3], *v[:3]), k == v, wide

@@ -4,11 +4,13 @@
 programs hold no vector of requests read it from the table that `items` fills.
 """
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
-from attn.torch.kernels.direct import Direct
+from attn.torch.kernels.direct import Kind, Prepared, kind_of
 from attn.torch.kernels.launch import FUSED, Cut
 
 UNBOUNDED = 1 << 30  #: a window side without a bound: larger than any sequence length
@@ -86,25 +88,9 @@ def _items(  # type: ignore[no-untyped-def]
     """Grid (num_items): one program fills one row of the table, and of its second part if the item is a request's first."""
     item = tl.program_id(0)
     r, first, last, part, count = item_of(
-        item,
-        query_start_loc,
-        seq_lens,
-        num_reqs,
-        0,
-        max_query,
-        1 << 30,
-        0,
-        0,
-        0,
-        0,
-        share,
-        parts,
-        enough,
-        BLOCK_N,
-        BLOCK_R,
-        False,
-        False,
-    )
+        item, query_start_loc, seq_lens, num_reqs, 0, max_query, 1 << 30, 0, 0, 0, 0, share, parts, enough, BLOCK_N, BLOCK_R,
+        False, False,
+    )  # fmt: skip
     valid = r < num_reqs
     row = table + item * 4
     tl.store(row, tl.where(valid, r, 0))
@@ -116,32 +102,17 @@ def _items(  # type: ignore[no-untyped-def]
         tl.store(table + num_items * 4 + 2 * r + 1, count)
 
 
-_ITEMS = Direct(_items)
-
-
 def items(query_start_loc: torch.Tensor, seq_lens: torch.Tensor, max_query_len: int, cut: Cut, block_n: int) -> torch.Tensor:
     """Return the table of a batch of causal decodes, int32 on the device: a row of FIELDS per item, then (first item, number of
     parts) per request. query_start_loc: [R + 1], seq_lens: [R], int32; requests without tokens have no item."""
     num_reqs = seq_lens.shape[0]
     table = seq_lens.new_empty(FIELDS * cut.items + 2 * num_reqs)
-    _ITEMS.launch(
-        cut.items,
-        changing=dict(
-            table=table,
-            query_start_loc=query_start_loc,
-            seq_lens=seq_lens,
-            num_reqs=num_reqs,
-            max_query=max_query_len,
-            share=cut.share,
-            parts=cut.parts,
-            enough=cut.enough,
-            num_items=cut.items,
-        ),
-        constants=dict(
-            BLOCK_N=block_n,
-            BLOCK_R=cut.block_r,
-            num_warps=1,
-            **FUSED,
-        ),
-    )
+    arrays = (table, query_start_loc, seq_lens)
+    kernel = _prepared(kind_of(arrays), block_n, cut.block_r)
+    kernel(cut.items, arrays, num_reqs, max_query_len, cut.share, cut.parts, cut.enough, cut.items)
     return table
+
+
+@functools.lru_cache(maxsize=256)
+def _prepared(kind: Kind, block_n: int, block_r: int) -> Prepared:
+    return Prepared(_items, BLOCK_N=block_n, BLOCK_R=block_r, num_warps=1, **FUSED)

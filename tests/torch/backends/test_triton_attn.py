@@ -178,18 +178,26 @@ def test_replays_are_eager_calls(kv_cache_dtype: str, query_lens: tuple[int, ...
 @quiet
 def test_registered_as_operators() -> None:
     """Schemas say what is written, and fakes what comes back."""
-    from attn.torch.kernels import kv_write, paged_attention
+    from attn.torch.kernels import kv_write, paged_attention  # noqa: F401  (registers the operators)
 
     impl, metadata, cache, (query, key, value) = _small("int8_per_token_head")
     keys, values, scales = impl._parts(cache)
     checks = ("test_schema", "test_faketensor")
-    library.opcheck(kv_write._op_per_token, (key, value, keys, values, *scales, metadata.slot_mapping), test_utils=checks)
+    library.opcheck(
+        torch.ops.attn.triton_write_kv_per_token.default,
+        (key, value, keys, values, *scales, metadata.slot_mapping),
+        test_utils=checks,
+    )
     one = torch.ones((), device=query.device)
     plain = torch.zeros(2, 8, 16, 2, 32, device=query.device)
-    library.opcheck(kv_write._op, (key, value, *plain, metadata.slot_mapping, one, one), test_utils=checks)
+    library.opcheck(
+        torch.ops.attn.triton_write_kv.default, (key, value, *plain, metadata.slot_mapping, one, one), test_utils=checks
+    )
     batch = (metadata.query_start_loc, metadata.seq_lens, metadata.block_table, 5, 21, 0.2)
     lse = torch.empty(4, 6, device=query.device)
-    library.opcheck(paged_attention._op, (torch.empty_like(query), lse, query, *plain, *batch), test_utils=checks)
+    library.opcheck(
+        torch.ops.attn.triton_paged_attention.default, (torch.empty_like(query), lse, query, *plain, *batch), test_utils=checks
+    )
 
 
 @pytest.mark.triton_kernels

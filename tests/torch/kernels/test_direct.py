@@ -4,71 +4,79 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[3]
 COMPILERS = Path(sys.prefix) / "compilers"
 
-pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("triton") is None and not (COMPILERS / "triton").is_dir(),
-        reason="triton is neither installed nor in the environment's folder compilers (make compilers puts it there)",
-    ),
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="compiles; runs where Triton does not interpret"),
-]
-
-#: Every call is made twice: once with nothing kept, so that Triton launches, and once with everything that was kept before.
+#: Every call is made twice: by Triton, and by what was kept of the calls before.
 SCRIPT = """
-import itertools, os
+import os
 import torch, triton
 from attn.tools.aot import triton as aot
 from attn.torch.kernels.runs import Runs
-from attn.torch.kernels import dense_decode, kv_write, latent_write, mla_decode, plan
+from attn.torch.kernels import dense_decode, direct, kv_write, latent_write, merge_states, mla_decode, mla_prefill
 from attn.torch.kernels import paged_attention as kernels
 from attn.torch.kernels.memory import SHARED_MEMORY
 
-launched = []
+launched, compiled, used = [], [], set()
 placeholder = aot._placeholder("sm_90", SHARED_MEMORY["sm_90"])
 
 def launcher(source, metadata):
     def launch(*args):
-        seen = [x.data_ptr() if isinstance(x, torch.Tensor) and x.data_ptr() in given else
-                (x.dtype, x.shape) if isinstance(x, torch.Tensor) else x for x in args[9:]]
-        if metadata.name == "_decode":  # takes addresses
-            seen = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in args[9:]]
-            seen[:10] = [x if x in given else "new" for x in seen[:10]]
-        launched.append((metadata.hash, args[:4], seen))
+        launched.append((metadata.name, metadata.hash, args[:4], args[9:]))
     return launch
 
 placeholder.launcher_cls = launcher
 triton.runtime.driver.set_active(placeholder)
-class Decoders:
-    # what decoders keep, as the other launches keep it
-    def __init__(self):
-        self._kept, self.made = {}, {}
+run, call = triton.runtime.jit.JITFunction.run, direct.Prepared.__call__
 
-    def of(self, shape):
-        made = self.made.setdefault(shape, dense_decode.Decoder(*shape))
-        made.kept = Kept(self._kept, shape)
-        return made
+def by_triton(self, programs, arrays, *numbers, columns=1):
+    self._kernel[programs, columns](*arrays, *numbers, **self._constants)
 
-class Kept:
-    def __init__(self, kept, shape):
-        self.kept, self.shape = kept, shape
+def counted(self, *args, **kwargs):
+    compiled.append(self)
+    return run(self, *args, **kwargs)
 
-    def __getitem__(self, variant):
-        return self.kept.get((self.shape, variant))
+triton.runtime.jit.JITFunction.run = counted
 
-    def __setitem__(self, variant, value):
-        self.kept[self.shape, variant] = value
+def pointers(value):
+    if isinstance(value, torch.Tensor):
+        value = value.data_ptr()
+    if isinstance(value, triton.experimental.gluon.nvidia.hopper.TensorDescriptor):
+        return value.base.data_ptr(), value.shape, value.strides, value.block_shape, value.layout
+    # absent arrays are 0; memory of the call's own is at another address each time
+    return None if value in (None, 0) else "new" if type(value) is int and value > 1 << 40 and value not in given else value
 
-decoders = Decoders()
-direct = (
-    kernels._LAUNCH, kernels._MERGE, kv_write._WRITE, latent_write._WRITE, mla_decode._ATTEND, mla_decode._MERGE, plan._ITEMS,
-    decoders,
-)
+def taken():
+    found = [(name, hash, grid, [pointers(x) for x in args]) for name, hash, grid, args in launched]
+    for name, *_, args in found:
+        if name == "_decode":  # passes its output to Triton in place of absent arrays
+            args[:10] = ["new" if x is None else x for x in args[:10]]
+    launched.clear()
+    return found
+
+def twice(function, arguments):
+    # what two calls pass to compiled kernels: with what was kept before, and by Triton
+    global given, given_tensors
+    given_tensors = list(arguments.values())  # their memory is no other tensor's
+    given = {x.data_ptr() for x in arguments.values() if isinstance(x, torch.Tensor)}
+    compiled.clear()
+    function(**arguments)
+    if not compiled:
+        used.update((of.__name__, name) for name, *_ in launched)
+    passed = taken()
+    direct.Prepared.__call__ = by_triton
+    function(**arguments)
+    direct.Prepared.__call__ = call
+    return passed, taken()
 
 def attend(lens, heads, dtype, stored, odd, window, cap, extras, whole):
     R, cols, page = len(lens), -(-max(lens) // 16), 16
@@ -82,21 +90,32 @@ def attend(lens, heads, dtype, stored, odd, window, cap, extras, whole):
         sinks=torch.zeros(heads[0]) if extras else None, k_scale=torch.ones(()) if stored and extras else None,
         v_scale=torch.ones(heads[1]) if stored and extras else None, whole=whole,
     )
-    return twice(kernels._paged_attention, arguments)
+    return twice(kernels.paged_attention, arguments)
 
-def twice(function, arguments):
-    # what two calls pass to compiled kernels: with what was kept before, and with nothing kept
-    global given
-    given = {x.data_ptr() for x in arguments.values() if isinstance(x, torch.Tensor)}
-    function(**arguments)
-    passed = launched[:]
-    launched.clear()
-    for each in direct:
-        each._kept.clear()
-    function(**arguments)
-    by_triton = launched[:]
-    launched.clear()
-    return passed, by_triton
+def attend_prompts(lens, tokens, stored, apart, paged):
+    R, T, page = len(lens), sum(tokens), 16
+    starts = torch.tensor([0, *tokens]).cumsum(0).int()
+    query = torch.zeros(T, 8, 64 + apart, dtype=torch.bfloat16)[..., :64]
+    cache = torch.zeros(2, 8, page, 2, 64, dtype=stored) if paged else torch.zeros(2, T, 2, 64, dtype=stored)
+    return twice(kernels.paged_attention, dict(
+        output=torch.empty_like(query), lse=torch.empty(8, T), query=query, key_cache=cache[0], value_cache=cache[1],
+        query_start_loc=starts, seq_lens=torch.tensor(lens, dtype=torch.int32) if paged else None,
+        block_table=torch.zeros(R, -(-max(lens) // page), dtype=torch.int32) if paged else None, max_query_len=max(tokens),
+        max_seq_len=max(lens), scale=0.3, right=0))
+
+def merge(states, tokens, odd):
+    outputs = torch.zeros(states * tokens * 128 + 8)[odd : odd + states * tokens * 128].view(states, tokens, 2, 64)
+    return twice(merge_states.merge_states, dict(outputs=outputs, lses=torch.zeros(states, 2, tokens)))
+
+def prefill(tokens, odd):
+    key = torch.zeros(tokens * 96 + 8, dtype=torch.bfloat16)[odd : odd + tokens * 96].view(tokens, 2, 48)
+    starts = torch.tensor([0, tokens], dtype=torch.int32)
+    return twice(mla_prefill.mla_prefill, dict(
+        out=torch.zeros(tokens, 2, 32, dtype=torch.bfloat16), lse=torch.zeros(2, tokens), query=key.clone(), key=key,
+        value=key[..., :32].clone(), query_start_loc=starts, key_start_loc=starts, scale=0.3, causal=True))
+
+def dense_decoder(*shape):
+    return (dense_decode.Decoder if direct.Prepared.__call__ is by_triton else dense_decode.decoder)(*shape)
 
 def attend_row(reqs, keys, dtype, odd, order, window, extras):
     shape = (reqs, 2, keys, 64) if order == "heads" else (reqs, keys, 2, 64)
@@ -104,7 +123,7 @@ def attend_row(reqs, keys, dtype, odd, order, window, extras):
     key = key if order == "heads" else key.transpose(1, 2)
     numbers = torch.zeros(reqs, dtype=torch.int32)
     shape = key.device, dtype, 8, 2, 64, -0.1 if extras else 0.3, 5.0 if extras else 0.0, window
-    return twice(lambda **given: decoders.of(shape)(**given), dict(
+    return twice(lambda **given: dense_decoder(*shape)(**given), dict(
         query=torch.zeros(reqs, 8, 1, 64, dtype=dtype), key=key, value=key, sinks=torch.zeros(8) if extras else None,
         mask=torch.ones(reqs, keys, dtype=torch.bool) if extras else None,
         runs=Runs(numbers, numbers) if extras else None))
@@ -114,21 +133,21 @@ def write(tokens, dtype, stored, odd, scales):
     cache = torch.zeros(2, 8, 16, 2, 64, dtype=stored)
     k_scale, v_scale = (torch.ones(()), torch.ones(2)) if scales else (None, None)
     slots = torch.arange(tokens)
-    return twice(kv_write._write_kv, dict(
+    return twice(kv_write.write_kv, dict(
         key=key, value=key.clone(), key_cache=cache[0], value_cache=cache[1], slot_mapping=slots, k_scale=k_scale,
         v_scale=v_scale))
 
 def write_latents(tokens, dtype, stored, odd, copied):
     rows = torch.zeros(tokens, 80, dtype=dtype)
     query = torch.zeros(tokens, 4, 32, dtype=dtype) if copied else None
-    return twice(latent_write._write_latents, dict(
+    return twice(latent_write.write_latents, dict(
         kv_c=rows[:, odd : 64 + odd], k_pe=torch.zeros(tokens, 16, dtype=dtype), cache=torch.zeros(8, 16, 80, dtype=stored),
         slot_mapping=torch.arange(tokens), k_factor=0.5 * tokens, query=query,
         absorbed=None if query is None else torch.zeros(tokens, 4, 80, dtype=dtype)))
 
 def decode(lens, dtype, stored, uneven, extras, topk):
     R, cols = len(lens), -(-max(lens) // 16)
-    return twice(mla_decode._mla_decode, dict(
+    return twice(mla_decode.mla_decode, dict(
         out=torch.zeros(R, 16, 128, dtype=dtype), lse=torch.empty(16, R) if extras else None,
         query=torch.zeros(R, 16, 192, dtype=dtype), cache=torch.zeros(8, 16, 192, dtype=stored),
         query_start_loc=torch.arange(R + 1, dtype=torch.int32), seq_lens=torch.tensor(lens, dtype=torch.int32),
@@ -136,7 +155,6 @@ def decode(lens, dtype, stored, uneven, extras, topk):
         k_scale=torch.ones(()) if extras and stored != dtype else None, uneven=uneven,
         indices=torch.zeros(R, topk, dtype=torch.int32) if topk else None))
 
-kept = [{} for _ in direct]
 plain, fp8 = ((8, 2), torch.bfloat16, None, 0, None, 0.0, False), torch.float8_e4m3fn
 shapes = [plain, ((8, 2), torch.float16, fp8, 0, None, 0.0, True)]
 shapes += [(*plain[:i], other, *plain[i + 1 :]) for i, other in ((0, (4, 4)), (3, 1), (4, 500), (6, True))]
@@ -166,26 +184,54 @@ calls += [
         (half, half, True, False, 0), (half, half, False, True, 0), (half, fp8, True, True, 0), (half, half, False, False, 64)
     )
 ]
-hits, used = 0, set()
-for function, *arguments in calls:
-    for each, own in zip(direct, kept):
-        each._kept = dict(own)
-    passed, by_triton = function(*arguments)
-    assert passed == by_triton, (function, arguments, passed, by_triton)
+calls += [
+    (attend_prompts, lens, tokens, *shape) for lens, tokens in (((70, 30), (20, 1)), ((71, 33), (33, 1)), ((900, 7), (17, 7)))
+    for shape in ((half, 0, True), (half, 0, False), (half, 4, True), (fp8, 0, True))
+]
+calls += [(merge, states, tokens, odd) for odd in (0, 1) for states, tokens in ((2, 3), (3, 16), (2, 5))]
+calls += [(prefill, tokens, odd) for odd in (0, 1) for tokens in (30, 32, 70)]
+for of, *arguments in calls:
+    passed, expected = of(*arguments)
+    assert passed == expected, (of, arguments, passed, expected)
     assert passed
-    if function is attend:
+    if of is attend:
         assert len(passed) == (1 if arguments[-1] else 2)
-    for place, (each, own) in enumerate(zip(direct, kept)):
-        if set(each._kept) & set(own):
-            hits += 1
-            used.add(place)
-        own.update(each._kept)
-assert used == set(range(len(direct))), ("launches of every kernel were repeated from what was kept", used)
-assert hits > len(shapes), "launches were repeated from what was kept"
-print("equal", hits)
+wanted = {
+    attend: "_attention _merge", attend_prompts: "_attention _prefill", attend_row: "_decode", merge: "_merge",
+    write: "_write", write_latents: "_write", decode: "_attend _items _merge", prefill: "_attend",
+}
+assert used == {(of.__name__, name) for of, names in wanted.items() for name in names.split()}, used
+print("equal", len(calls))
 """
 
 
+def test_a_launch_is_on_the_device_of_its_first_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from attn.torch.kernels.direct import on_device
+
+    current = [0]
+
+    @contextmanager
+    def device(chosen: torch.device) -> Iterator[None]:
+        current.append(chosen.index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    call = on_device(lambda out, x: (current[-1], x))
+    for index in (0, 1):
+        out: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", index), get_device=lambda index=index: index)
+        assert call(out, 3) == call(out=out, x=3) == (index, 3)
+    assert current == [0]
+    assert call(torch.zeros(1), 3) == (0, 3)
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None and not (COMPILERS / "triton").is_dir(),
+    reason="triton is neither installed nor in the environment's folder compilers (make compilers puts it there)",
+)
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="compiles; runs where Triton does not interpret")
 def test_a_direct_launch_passes_what_tritons_own_passes(tmp_path: Path) -> None:
     path = [os.environ.get("PYTHONPATH", ""), *([str(COMPILERS)] if importlib.util.find_spec("triton") is None else [])]
     env = {

@@ -1,6 +1,8 @@
 """Paged attention called as a kernel, where magnitudes leave what the product's dtype holds. 10 s on one core, interpreted."""
 
+import inspect
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -176,20 +178,25 @@ def test_items_are_every_tile_of_every_decode_once(seed: int, left: int, fixed: 
 
 
 class _Recorded:
-    """Stands for a kernel: records what each launch compiles, which is constants, options and dtypes.
+    """Stands for a kernel: records what each launch compiles, which is constants, options, strides and dtypes.
 
     Of BLOCK_R only whether a decode is cut: its size changes the integers of the plan alone.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, kernel: Any) -> None:
+        signature = inspect.signature(kernel.fn).parameters
+        self.names = list(signature)
         self.programs: set[tuple[Any, ...]] = set()
 
-    def launch(
-        self, programs: int, changing: dict[str, Any], constants: dict[str, Any], strides: dict[str, int] | None = None
-    ) -> None:
-        compiled = {**constants, **(strides or {}), "BLOCK_R": constants.get("BLOCK_R", 0) > 0}
-        dtypes = {n: getattr(v, "dtype", type(v)) for n, v in changing.items()}
-        self.programs.add((*sorted(compiled.items(), key=str), *sorted(dtypes.items(), key=str)))
+    def __getitem__(self, grid: tuple[int, int]) -> Callable[..., None]:
+        def launch(*args: Any, **constants: Any) -> None:
+            given = dict(zip(self.names, args, strict=False))
+            dtypes = {n: getattr(v, "dtype", type(v)) for n, v in given.items()}
+            strides = {n: v for n, v in given.items() if isinstance(v, int) and n not in module._BATCH}
+            compiled = {**constants, "BLOCK_R": constants.get("BLOCK_R", 0) > 0}
+            self.programs.add(tuple(sorted([*compiled.items(), *dtypes.items(), *strides.items()], key=str)))
+
+        return launch
 
 
 #: (new tokens, lengths, bound on the lengths): decodes of any length, drafts, mixed batches, 1501 requests.
@@ -207,12 +214,13 @@ def test_a_fixed_split_compiles_the_same_programs_for_any_batch(
     """Neither the batch nor launches that were measured meanwhile change a program; without a fixed split both do."""
     monkeypatch.setattr(module, "arch", lambda: arch)
     monkeypatch.setattr(module.hopper, "is_on", lambda kernel: False)
-    shape = (arch, 4, 128, 2, 2)
+    shape, attention, merge = (arch, 4, 128, 2, 2), module._attention, module._merge
 
     def programs(fixed_split: int) -> list[set[tuple[Any, ...]]]:
-        kernels = _Recorded(), _Recorded()
-        monkeypatch.setattr(module, "_LAUNCH", kernels[0])
-        monkeypatch.setattr(module, "_MERGE", kernels[1])
+        module._launches.cache_clear()
+        kernels = _Recorded(attention), _Recorded(merge)
+        monkeypatch.setattr(module, "_attention", kernels[0])
+        monkeypatch.setattr(module, "_merge", kernels[1])
         for i, (q_lens, k_lens, bound) in enumerate(_BATCHES):
             if i == 3:
                 for kind in ("decode", "prefill"):
@@ -221,15 +229,15 @@ def test_a_fixed_split_compiles_the_same_programs_for_any_batch(
             start = torch.tensor([0, *q_lens]).cumsum(0).int()
             table, cache = torch.zeros(len(q_lens), -(-bound // 16)).int(), torch.zeros(4, 16, 2, 128, dtype=torch.bfloat16)
             lens = torch.tensor(k_lens).int()
-            module._paged_attention(
+            module.paged_attention(
                 query.clone(), None, query, cache, cache, start, lens, table, max(q_lens), bound, 1.0, left=left, right=0,
                 fixed_split=fixed_split,
             )  # fmt: skip
         return [kernel.programs for kernel in kernels]
 
-    attention, merge = programs(2048)
-    assert len(attention) == 2 and len(merge) == 1  # decode and prefill
+    assert [len(kernel) for kernel in programs(2048)] == [2, 1]  # decode and prefill, and the merge
     monkeypatch.undo()
     monkeypatch.setattr(module, "arch", lambda: arch)
     monkeypatch.setattr(module.hopper, "is_on", lambda kernel: False)
     assert len(programs(0)[0]) > 2
+    module._launches.cache_clear()

@@ -193,7 +193,7 @@ def test_a_scale_of_latents(placed):
 @quiet
 def test_registered_as_operators():
     """Schemas state which arguments are written; fakes have the results' shapes."""
-    from attn.torch.kernels import latent_write, mla_decode, mla_prefill
+    from attn.torch.kernels import latent_write, mla_decode, mla_prefill  # noqa: F401  (registers the operators)
 
     checks = ("test_schema", "test_faketensor")
     g = torch.Generator().manual_seed(0)
@@ -203,8 +203,9 @@ def test_registered_as_operators():
     lens, table = starts[1:] * 4, torch.arange(4, dtype=torch.int32, device=DEVICE).view(2, 2)
     lse = torch.empty(2, 3, device=DEVICE)
     write = (kv_c, k_pe, cache, slots, torch.ones((), device=DEVICE), 1.0, query, absorbed)
-    library.opcheck(latent_write._op, write, test_utils=checks)
-    library.opcheck(mla_decode._op, (out, lse, absorbed, cache, starts, lens, table, 2, 12, 0.2), test_utils=checks)
+    library.opcheck(torch.ops.attn.triton_write_latents.default, write, test_utils=checks)
+    decode = (out, lse, absorbed, cache, starts, lens, table, 2, 12, 0.2)
+    library.opcheck(torch.ops.attn.triton_mla_decode.default, decode, test_utils=checks)
     heads = torch.randn(3, 2, 40, generator=g).to(DEVICE)
     prefill = (torch.empty_like(query), lse, heads, heads, query, starts, starts, 0.2, True)
-    library.opcheck(mla_prefill._op, prefill, test_utils=checks)
+    library.opcheck(torch.ops.attn.triton_mla_prefill.default, prefill, test_utils=checks)
