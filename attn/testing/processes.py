@@ -1,24 +1,30 @@
-"""Run independent tasks in several processes, for kernels that compile at their first call, when one process mostly waits.
+"""Run tasks in processes of their own, which may crash, hang or be limited: one process (`Worker`), or several (`spread`).
 
 Workers are spawned, since a process that has used an accelerator must not fork. A worker imports what its task needs, so tasks
-are data and the function that runs them is defined at module level. Results are in the order of the tasks.
+are data and the function that runs them is defined at module level.
 """
 
+import contextlib
 import multiprocessing
 import os
+import re
 import signal
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Self, TypeVar
 
 Task = TypeVar("Task")
 Outcome = TypeVar("Outcome")
 
 #: Variables that limit a worker's threads. Libraries read them at import, so they are set before the worker starts.
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_OUTSIDE = tuple(signal.Signals[name] for name in ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
+_starting = threading.Lock()
 
 
 def spread(
@@ -30,8 +36,8 @@ def spread(
 ) -> Iterator[Outcome]:
     """Yield `function(task)` of every task, in order, computed by `jobs` processes.
 
-    One task of each `kind` runs first, so that the others find its programs in the compiler's cache. A worker that dies breaks
-    its pool; each unfinished task is then run in a process of its own, and if that dies too, its result is `lost(why)`.
+    One task of each `kind` runs first, so that the others find its programs in the compiler's cache. The result of a task whose
+    process dies is `lost(why)`; the other tasks run in a new one.
     """
     seen: set[Any] = set()
     first: list[int] = []
@@ -39,26 +45,31 @@ def spread(
     for i, task in enumerate(tasks):
         (rest if kind(task) in seen else first).append(i)
         seen.add(kind(task))
-    with shared_cores(jobs), _pool(min(jobs, max(len(tasks), 1))) as pool:
-        futures: dict[int, Future[Outcome]] = {}
-        try:
-            for i in first + rest:
-                futures[i] = pool.submit(function, tasks[i])
-        except BrokenProcessPool:
-            pass  # a worker has died: the tasks that were not submitted run below
-        for i, task in enumerate(tasks):
-            try:
-                yield futures[i].result() if i in futures else _alone(function, task, lost)
-            except BrokenProcessPool:
-                yield _alone(function, task, lost)
+    workers = [Worker(function) for _ in range(min(jobs, len(tasks)))]
+    idle = list(workers)  # a thread takes one for each task; there are as many threads
 
-
-def _alone(function: Callable[[Task], Outcome], task: Task, lost: Callable[[str], Outcome]) -> Outcome:
-    with _pool(1) as pool:
+    def run(task: Task) -> Outcome:
+        worker = idle.pop()
         try:
-            return pool.submit(function, task).result()
-        except BrokenProcessPool as error:
-            return lost(f"the process that ran it died: {error}")
+            return worker(task)  # type: ignore[no-any-return]
+        except (Lost, Ended) as error:
+            return lost(str(error))
+        finally:
+            idle.append(worker)
+
+    pool = ThreadPoolExecutor(jobs)
+    try:
+        with shared_cores(jobs):
+            futures = {i: pool.submit(run, tasks[i]) for i in first + rest}
+            for i in range(len(tasks)):
+                yield futures[i].result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for worker in workers:
+            worker.kill()
+        pool.shutdown()
+        for worker in workers:
+            worker.close()
 
 
 class Lost(RuntimeError):
@@ -69,37 +80,44 @@ class Ended(RuntimeError):
     """The process that ran a task was ended by a signal from outside, such as from a user or the out-of-memory killer."""
 
 
-_OUTSIDE = tuple(signal.Signals[name] for name in ("SIGKILL", "SIGTERM", "SIGINT", "SIGHUP") if hasattr(signal, name))
-
-
 class Worker:
-    """A process that runs `function(task)` for one task after another.
+    """A process that runs `function(task)` for one task after another, and the processes that these start.
+
+    variables: of its environment, beside this process's. quiet: what it prints is shown only as the reason why it died.
 
     A call raises `Lost` if the task ends the process or exceeds its time limit, and `Ended` if the process was ended from
     outside, for which the task is not to blame.
     """
 
-    def __init__(self, function: Callable[[Any], Any]) -> None:
-        self._function = function
+    def __init__(self, function: Callable[[Any], Any], variables: Mapping[str, str] | None = None, quiet: bool = False) -> None:
+        self._function, self._variables = function, variables or {}
+        self._log = tempfile.NamedTemporaryFile(prefix="attn-") if quiet else None  # noqa: SIM115  # `close` deletes it
         self._process: Any = None
         self._pipe: Any = None
 
-    def __call__(self, task: Any, limit: float) -> Any:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+        self.close()
+        if self._log:
+            self._log.close()
+
+    def __call__(self, task: Any, limit: float | None = None) -> Any:
         """Return `function(task)`, starting a process if there is none.
 
         Raises `Lost` if the process dies or needs more than `limit` seconds, and `Ended` if it is ended from outside.
         """
+        said = os.stat(self._log.name).st_size if self._log else 0
         if self._process is None:
-            context = multiprocessing.get_context("spawn")
-            self._pipe, child_pipe = context.Pipe()
-            self._process = context.Process(target=_serve, args=(self._function, child_pipe), daemon=True)
-            self._process.start()
-            child_pipe.close()
+            self._start()
         try:
             self._pipe.send(task)
             if not self._pipe.poll(limit):
+                self.kill()
                 self.close()
-                raise Lost(f"no answer within {limit:.0f} s")
+                raise Lost(f"not done within {limit:g} s")
             return self._pipe.recv()
         except (EOFError, ConnectionError):
             process = self._process
@@ -107,7 +125,27 @@ class Worker:
             self.close()
             if -process.exitcode in _OUTSIDE:
                 raise Ended(f"its process was ended from outside by {signal.Signals(-process.exitcode).name}") from None
-            raise Lost(f"the process that ran it died (exit code {process.exitcode})") from None
+            if self._log is None:
+                raise Lost(f"the process that ran it died (exit code {process.exitcode})") from None
+            text = Path(self._log.name).read_bytes()[said:].decode(errors="replace")
+            raise Lost(last_words(text, process.exitcode)) from None
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, child_pipe = context.Pipe()
+        log = self._log.name if self._log else None
+        self._process = context.Process(target=_serve, args=(self._function, child_pipe, log), daemon=True)
+        with _starting, _set(self._variables):
+            self._process.start()
+        child_pipe.close()
+
+    def kill(self) -> None:
+        """Kill the process and those that it started; a call in another thread raises `Ended`."""
+        if (process := self._process) is not None:
+            if hasattr(os, "killpg"):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
 
     def close(self) -> None:
         """End the process; the next task starts a new one."""
@@ -119,7 +157,14 @@ class Worker:
             process.join()
 
 
-def _serve(function: Callable[[Any], Any], pipe: Connection) -> None:
+def _serve(function: Callable[[Any], Any], pipe: Connection, log: str | None) -> None:
+    if hasattr(os, "setsid"):
+        os.setsid()  # so that `Worker.kill` reaches what it starts
+    if log is not None:
+        to = os.open(log, os.O_WRONLY | os.O_APPEND)
+        sys.stdout.flush()
+        os.dup2(to, 1)
+        os.dup2(to, 2)
     while True:
         try:
             task = pipe.recv()
@@ -132,18 +177,40 @@ def _serve(function: Callable[[Any], Any], pipe: Connection) -> None:
             return
 
 
-def _pool(workers: int) -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+def last_words(text: str, code: int) -> str:
+    """Extract why a process died from its output: a fatal log line, LLVM's, an exception, or its last line."""
+    for pattern in (r"^F\d{4} [^\]]*\] (.*)$", r"^(LLVM ERROR: .*)$", r"^(\w*(?:Error|Exception)\b.*)$"):
+        if found := re.findall(pattern, text, re.MULTILINE):
+            return one_line(found[-1])
+    lines = [line for line in text.splitlines() if line.strip()]
+    ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    return one_line(f"{ended}: {lines[-1]}" if lines else ended)
 
 
-@contextmanager
+def one_line(text: str, most: int = 400) -> str:
+    """Collapse white space in `text`, and cut out its middle if it is longer than `most` characters."""
+    text = " ".join(text.split())
+    return text if len(text) <= most else f"{text[: most * 3 // 4]} ... {text[-most // 4 :]}"
+
+
+@contextlib.contextmanager
 def shared_cores(jobs: int) -> Iterator[None]:
     """Limit the threads of `jobs` processes, so that together they use each core once, unless the variables are set already."""
     share = str(max(1, (os.cpu_count() or 1) // jobs))
-    added = [name for name in _THREADS if name not in os.environ]
-    os.environ.update(dict.fromkeys(added, share))
+    with _set({name: share for name in _THREADS if name not in os.environ}):
+        yield
+
+
+@contextlib.contextmanager
+def _set(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of the environment while the context is open."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     try:
         yield
     finally:
-        for name in added:
-            os.environ.pop(name, None)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

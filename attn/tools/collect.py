@@ -9,15 +9,12 @@ is written after each of these steps. It holds the versions and devices that `at
 """
 
 import argparse
-import contextlib
 import json
 import os
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +23,7 @@ import attn
 from attn.arguments import positive_number
 from attn.pictures.picture import check_writable
 from attn.reports import evidence
+from attn.testing.processes import Ended, Lost, Worker
 
 FORMAT = 1
 SECONDS = 600.0  #: the default time limit
@@ -93,7 +91,7 @@ class Collection:
 
     def collect(self, names: Sequence[str] = ()) -> None:
         """Run everything. Raises ValueError for unknown names, and if no backend can run here."""
-        listed = self._child(self.left, ["-m", __name__, "list", *names])
+        listed = self._child(self.left, _listed, tuple(names))
         if "error" in listed:
             raise ValueError(listed["error"])
         self.environment, backends = listed["environment"], listed["backends"]
@@ -115,7 +113,7 @@ class Collection:
             what = f"{name} ({level})"
             if registry != "attention" and level == _LEVELS[0]:
                 continue  # their suites have one level
-            found = self._child(self.left, ["-m", __name__, "run", registry, name, level])
+            found = self._child(self.left, _examined, (registry, name, level))
             if "row" in found:
                 self.rows[registry, f"{name} {found['row']['level']}"] = found["row"]
                 if found["failures"]:
@@ -131,7 +129,7 @@ class Collection:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "bench.json"
             words = [word for name in names for word in ("--backend", name)]
-            found = self._child(seconds, ["-m", "attn", "bench", "--framework", framework, "--json", str(file), *words])
+            found = self._child(seconds, _timed, ("bench", "--framework", framework, "--json", str(file), *words))
             if file.exists():  # written after each case
                 self.bench[framework] = json.loads(file.read_text(encoding="utf-8"))
         if found.get("error"):
@@ -139,26 +137,15 @@ class Collection:
         print(f"  {what}: {len(self.bench.get(framework, {}).get('rows', []))} rows", flush=True)
         self._write()
 
-    def _child(self, seconds: float, words: Sequence[str]) -> dict[str, Any]:
-        """Run Python with these words. Returns the JSON of its last line; {"error": why} if there is none."""
+    def _child(self, seconds: float, function: Callable[[Any], dict[str, Any]], words: Sequence[str]) -> dict[str, Any]:
+        """Return what a function returns in a process of its own; {"error": why} if it does not."""
         if seconds < _LEAST:
             return {"error": f"no time left of {self.limit:.0f} s (--seconds)"}
-        process = subprocess.Popen(
-            [sys.executable, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-        )
-        try:
-            out, err = process.communicate(timeout=seconds)
-        except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
-            return {"error": f"not finished after {seconds:.0f} s"}
-        lines = out.strip().splitlines()
-        with contextlib.suppress(json.JSONDecodeError):
-            if lines and isinstance(found := json.loads(lines[-1]), dict):
-                return found
-        last = (err.strip().splitlines() or ["no message"])[-1]
-        return {} if process.returncode == 0 else {"error": f"exit code {process.returncode}: {last}"}
+        with Worker(function, quiet=True) as worker:
+            try:
+                return worker(words, seconds)  # type: ignore[no-any-return]
+            except (Lost, Ended) as error:
+                return {"error": str(error)}
 
     def _write(self) -> None:
         content = {
@@ -217,13 +204,14 @@ def _has_other_device(framework: str) -> bool:
     return bool(platform_for(framework).device().platform != "cpu")
 
 
-def _examined(registry: str, name: str, level: str) -> dict[str, Any]:
-    """Run one backend's suite. Returns its row of evidence and the commands that repeat its failures."""
+def _examined(words: Sequence[str]) -> dict[str, Any]:
+    """Run one backend's suite: registry, name, level. Returns its row of evidence and the commands that repeat its failures."""
     from attn.backend_enum import registries
     from attn.testing.conformance import evidence_of, run_conformance
     from attn.testing.dense import run_dense
     from attn.testing.prefill import run_prefill
 
+    registry, name, level = words
     if registry == "attention":
         (report,) = run_conformance([name], level, minimise=False).backends
     else:
@@ -234,11 +222,10 @@ def _examined(registry: str, name: str, level: str) -> dict[str, Any]:
     return {"row": asdict(row), "failures": [failure.repro or failure.case for failure in report.failures]}
 
 
-def main(words: Sequence[str]) -> None:
-    """Print the JSON of one step: `list [NAME ...]`, or `run REGISTRY NAME LEVEL`."""
-    found = _listed(words[1:]) if words[0] == "list" else _examined(*words[1:])
-    print(json.dumps(found))
+def _timed(words: Sequence[str]) -> dict[str, Any]:
+    """Run `attn` with these words. Ends the process, with its exit code, unless it succeeds."""
+    from attn import cli
 
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    if code := cli.main(words):
+        sys.exit(code)
+    return {}

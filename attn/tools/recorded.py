@@ -51,7 +51,7 @@ class RecordedCall(Call):
 
 
 @dataclass
-class Outcome:
+class CallOutcome:
     """The result of a call on a backend: `kind` is "" if it passed, else the rule or the type of the exception."""
 
     kind: str
@@ -168,15 +168,15 @@ def mask_of(call: RecordedCall, r: int) -> Array:
     )
 
 
-def outcome_of(call: Call, run: Callable[[Call], Result]) -> Outcome:
+def outcome_of(call: Call, run: Callable[[Call], Result]) -> CallOutcome:
     """Run a call, and judge its result and its cache by the oracle."""
     score = Score()
     try:
         violations: list[Violation] = judged(call, run, score)[1]
     except Exception as error:  # a backend may raise anything; that is a result
-        return Outcome(type(error).__name__, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", score)
+        return CallOutcome(type(error).__name__, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}", score)
     first = violations[0] if violations else None
-    return Outcome(f"rule {first.rule}", str(first).partition("\n")[0], score) if first else Outcome("", "", score)
+    return CallOutcome(f"rule {first.rule}", str(first).partition("\n")[0], score) if first else CallOutcome("", "", score)
 
 
 def wild_rows(call: Call) -> int:

@@ -19,7 +19,7 @@ from attn.tools.recorded import RecordedCall, as_smaller, outcome_of, read, size
 
 
 @dataclass(frozen=True)
-class Row:
+class ReplayRow:
     """The result on one backend. status: ok, FAILED, or "not run"; error: the worst row's relative error; text: why."""
 
     backend: str
@@ -73,7 +73,7 @@ def about_call(about: dict[str, str]) -> dict[str, Any]:
     return {name: about[name] for name in ("reason", "error", "backend", "device")} | {"case": json.loads(about["case"])}
 
 
-def replay(call: RecordedCall, names: Sequence[str] | None = None) -> list[Row]:
+def replay(call: RecordedCall, names: Sequence[str] | None = None) -> list[ReplayRow]:
     """Run a call on the named backends, or on every one that serves it here (not on interpreters).
 
     Raises ValueError for an unknown name.
@@ -86,10 +86,10 @@ def replay(call: RecordedCall, names: Sequence[str] | None = None) -> list[Row]:
             continue
         framework = subject.capabilities.framework if subject else ""
         if subject is None:
-            rows.append(Row(name, framework, "not run", 0.0, why))
+            rows.append(ReplayRow(name, framework, "not run", 0.0, why))
             continue
         found = outcome_of(call, runner_for(backend, subject.device))
-        rows.append(Row(name, framework, "FAILED" if found.kind else "ok", found.score.row, found.text))
+        rows.append(ReplayRow(name, framework, "FAILED" if found.kind else "ok", found.score.row, found.text))
     return rows
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from attn.tools.bench import Case
+from attn.tools.bench import BenchCase
 from benchmarks import pallas
 
 NOTES = Path(__file__).parent
@@ -183,8 +183,8 @@ def aot_tpu() -> str:
 # Triton
 
 
-def _of(rows: Sequence[dict[str, Any]], case: Case, backend: str) -> dict[str, Any] | None:
-    return next((row for row in rows if Case.of(row) == case and row["backend"] == backend and row.get("ms")), None)
+def _of(rows: Sequence[dict[str, Any]], case: BenchCase, backend: str) -> dict[str, Any] | None:
+    return next((row for row in rows if BenchCase.of(row) == case and row["backend"] == backend and row.get("ms")), None)
 
 
 def _ms(value: float) -> str:
@@ -194,7 +194,7 @@ def _ms(value: float) -> str:
 def _side_by_side(rows: Sequence[dict[str, Any]], columns: dict[str, str]) -> list[list[str]]:
     """Return one line per case: its times in ms by backend, with a rate in the first column, the fastest in bold."""
     lines = []
-    for case in dict.fromkeys(map(Case.of, rows)):
+    for case in dict.fromkeys(map(BenchCase.of, rows)):
         found = [_of(rows, case, name) for name in columns.values()]
         least = min(row["ms"] for row in found if row)
         cells = ["" if row is None else f"**{_ms(row['ms'])}**" if row["ms"] == least else _ms(row["ms"]) for row in found]

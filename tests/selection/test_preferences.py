@@ -345,11 +345,11 @@ def test_tune_does_not_overwrite_other_files(tmp_path: Path, capsys: pytest.Capt
 
 
 def test_a_backend_that_is_wrong_is_not_kept() -> None:
-    from attn.tools.bench import Case, Row, Timing
+    from attn.tools.bench import BenchCase, BenchRow, Timing
     from attn.tools.bench.tuning import kept_of
 
-    def row(name: str, batch: str, right: bool = True) -> Row:
-        return Row(Case(batch, "4/2", 32), name, Timing(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0), 1.0, 1.0, 1.0, 1.0, right)
+    def row(name: str, batch: str, right: bool = True) -> BenchRow:
+        return BenchRow(BenchCase(batch, "4/2", 32), name, Timing(1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 0.0), 1.0, 1.0, 1.0, 1.0, right)
 
     rows = [row("CPU_ATTN", "q4"), row("CPU_ATTN", "q8"), row("TORCH_SDPA", "q4"), row("TORCH_SDPA", "q8", right=False)]
     [entry] = kept_of(rows)

@@ -2,6 +2,8 @@
 
 import json
 import os
+import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,9 +26,9 @@ def test_one_backend_is_checked_in_a_process_of_its_own(tmp_path: Path, monkeypa
     asked: dict[tuple[str, ...], dict[str, Any]] = {}
     child = Collection._child
 
-    def once(self: Collection, seconds: float, words: Sequence[str]) -> dict[str, Any]:
+    def once(self: Collection, seconds: float, function: Any, words: Sequence[str]) -> dict[str, Any]:
         if (key := tuple(words)) not in asked:  # both levels are one here
-            asked[key] = child(self, seconds, words)
+            asked[key] = child(self, seconds, function, words)
         return asked[key]
 
     monkeypatch.setattr(collect, "_LEVELS", ("smoke", "smoke"))
@@ -45,14 +47,33 @@ def test_one_backend_is_checked_in_a_process_of_its_own(tmp_path: Path, monkeypa
     assert mine.key != row.key, "it does not replace the project's row"
 
 
+def hang(words: Sequence[str]) -> dict[str, Any]:
+    os.fork()
+    print("{}", flush=True)
+    time.sleep(60)
+    return {}
+
+
+def crash(words: Sequence[str]) -> dict[str, Any]:
+    print("GPU lost", file=sys.stderr, flush=True)
+    os.abort()
+
+
+def noise(words: Sequence[str]) -> dict[str, Any]:
+    print("noise")
+    return {"row": words[0]}
+
+
 def test_processes_that_hang_or_crash_are_reasons(tmp_path: Path) -> None:
     found = Collection(tmp_path / "evidence.json", 100)
-    hang = "import os, time; os.fork(); print('{}', flush=True); time.sleep(60)"
-    assert found._child(6, ["-c", hang]) == {"error": "not finished after 6 s"}
-    crash = "import os, sys; print('GPU lost', file=sys.stderr, flush=True); os.abort()"
-    assert found._child(60, ["-c", crash]) == {"error": "exit code -6: GPU lost"}
-    assert found._child(60, ["-c", "print('noise'); print('{\"row\": 1}')"]) == {"row": 1}
-    assert found._child(1, ["-c", ""]) == {"error": "no time left of 100 s (--seconds)"}
+    began = time.monotonic()
+    assert found._child(6, hang, ()) == {"error": "not done within 6 s"} and time.monotonic() - began < 30
+    assert found._child(60, crash, ()) == {"error": "killed by SIGABRT: GPU lost"}
+    assert found._child(60, noise, ("1",)) == {"row": "1"}
+    assert found._child(60, collect._timed, ("bench", "--limit", "0")) == {
+        "error": "exit code 2: attn: --limit=0.0 must be a finite number above 0"
+    }
+    assert found._child(1, noise, ()) == {"error": "no time left of 100 s (--seconds)"}
     found._write()
     assert json.loads((tmp_path / "evidence.json").read_text())["evidence"] == []
 

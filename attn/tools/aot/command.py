@@ -8,21 +8,18 @@ only once; a failure affects one row. No kernel is executed.
 A framework's module has
     STEPS                                   the steps of a case, in order; a failure of a later step loses its figures only
     COLUMNS                                 the table's columns, each with its key among the figures
-    cases(target) -> list[Case]             the declared grid, including refused cases with the reason
+    cases(target) -> list[CompileCase]             the declared grid, including refused cases with the reason
     environment(target, step, dump) -> dict environment variables of the compiling process; `dump` is its own folder
     measure(case, target, step, dump) -> dict      figures of one case, {"parts": [{"name": ...}, ...], "notes": [], ...}
 """
 
 import argparse
 import contextlib
+import functools
 import importlib
 import importlib.machinery
 import itertools
 import json
-import os
-import re
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -34,13 +31,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import attn
 from attn.arguments import positive_number
 from attn.capabilities import AttentionType, Feature, Request
 from attn.errors import BackendLoadError
 from attn.imports import resolve_obj_by_qualname
 from attn.progress import Quiet, display
 from attn.tables import Column, block, cells
+from attn.testing.processes import Ended, Lost, Worker, one_line
 
 #: Tested compiler versions, by the module whose presence shows that the compiler is installed.
 COMPILERS = {"libtpu": "libtpu==0.0.51", "triton": "triton==3.6.0"}
@@ -67,7 +64,7 @@ TARGETS = {
 
 
 @dataclass(frozen=True)
-class Case:
+class CompileCase:
     """A kernel to compile with all its static choices (`choice`, plain data).
 
     `name` is unique within its kernel. `subset`: part of the selection that tests compile. `refused`: why the kernel does
@@ -90,7 +87,7 @@ def grid(
     axes: Mapping[str, Sequence[Any]],
     allowed: Callable[[Choice], Choice | None] = lambda choice: choice,
     refusal: Callable[[Choice], str] = lambda choice: "",
-) -> list[Case]:
+) -> list[CompileCase]:
     """Return a kernel's cases, covering every pair of values of two axes that `allowed` permits (`attn.testing.pairwise`).
 
     `allowed(choice)` returns the choice, possibly adjusted, or None to reject it. The subset has every value of every axis
@@ -106,7 +103,7 @@ def grid(
     while left:
         subset.append(max(served, key=lambda name: len(left & served[name])))
         left -= served[subset[-1]]
-    return [Case(kernel, name, choice, name in subset, refused[name]) for name, choice in choices.items()]
+    return [CompileCase(kernel, name, choice, name in subset, refused[name]) for name, choice in choices.items()]
 
 
 def _named(axes: Mapping[str, Sequence[Any]], choice: Choice) -> str:
@@ -147,7 +144,7 @@ def request_of(choice: Mapping[str, Any]) -> Request:
 
 
 @dataclass
-class Row:
+class CompileRow:
     """The result of a case. `status` is compiled, failed or refused, and `reason` says why in one line.
 
     `figures` are the case's, `parts` those of each program it launches; `notes` say which figures are missing and why.
@@ -209,23 +206,23 @@ def compiler_here(target: str) -> str:
     return needed
 
 
-def cases(target: str) -> list[Case]:
+def cases(target: str) -> list[CompileCase]:
     """Return the declared grid of `target`. Raises ValueError for an unknown target."""
     if target not in TARGETS:
         raise ValueError(f"target={target!r} is unknown; known: {', '.join(TARGETS)}")
-    found: list[Case] = _attr(target, "cases")(target)
+    found: list[CompileCase] = _attr(target, "cases")(target)
     return found
 
 
 def compile_cases(
     target: str,
-    wanted: Sequence[Case],
+    wanted: Sequence[CompileCase],
     *,
     jobs: int = 1,
     limits: Limits | None = None,
     report: Report | None = None,
     compile_only: bool = False,
-) -> list[Row]:
+) -> list[CompileRow]:
     """Return a row per case, in their order, compiled by `jobs` processes at a time. `report` is called as each completes,
     from the thread that waits for its process.
 
@@ -233,7 +230,10 @@ def compile_cases(
     """
     limits = limits or Limits()
     path = compiler_path(target)
-    rows = {case.label: Row(target, case.kernel, case.name, "refused" if case.refused else "", case.refused) for case in wanted}
+    rows = {
+        case.label: CompileRow(target, case.kernel, case.name, "refused" if case.refused else "", case.refused)
+        for case in wanted
+    }
     assert len(rows) == len(wanted), "two cases have the same name"
     steps = _steps(target, compile_only)
     for step in steps:
@@ -263,7 +263,7 @@ def _steps(target: str, compile_only: bool) -> tuple[str, ...]:
     return steps[:1] if compile_only else steps
 
 
-def _merge(row: Row, outcome: dict[str, Any]) -> None:
+def _merge(row: CompileRow, outcome: dict[str, Any]) -> None:
     """Merge a step's figures into `row`; parts are matched by name."""
     for part in outcome.pop("parts", []):
         known = next((p for p in row.parts if p["name"] == part["name"]), None)
@@ -289,132 +289,59 @@ def _compile(
 ) -> None:
     """Call `done(label, outcome)` for every label, with `jobs` processes at a time; a thread waits for each."""
     size = max(1, min(_AT_ONCE, -(-len(labels) // jobs)))
+    running: list[Worker] = []
     stop = threading.Event()
 
     def group(first: int) -> None:
         left = list(labels[first : first + size])
         while left and not stop.is_set():  # a process that dies fails its case; a new one continues
             with tempfile.TemporaryDirectory(prefix="attn-aot-") as dump:
-                error = _process(target, step, left, path, limits, Path(dump), done)
-            if left and not stop.is_set():
-                done(left.pop(0), {"error": error or "the process ended without output"})
+                function = functools.partial(_measured, TARGETS[target].module, target, step, dump, path, limits.memory)
+                with Worker(function, _attr(target, "environment")(target, step, dump), quiet=True) as worker:
+                    running.append(worker)
+                    died = False
+                    while left and not died and not stop.is_set():
+                        label = left.pop(0)
+                        try:
+                            outcome = worker(label, limits.seconds)
+                        except (Lost, Ended) as error:
+                            outcome, died = {"error": str(error)}, True
+                        done(label, outcome)
 
     with ThreadPoolExecutor(jobs) as pool:
         try:
             list(pool.map(group, range(0, len(labels), size)))
         finally:
             stop.set()
+            for worker in running:
+                worker.kill()
 
 
-def _process(
-    target: str,
-    step: str,
-    left: list[str],
-    path: str,
-    limits: Limits,
-    dump: Path,
-    done: Callable[[str, Outcome], None],
-) -> str:
-    """Compile `left` in one process, removing each label as it completes; return why the process ended."""
-    root = str(Path(attn.__file__).parents[1])
-    paths = [x for x in (path, root, os.environ.get("PYTHONPATH", "")) if x]
-    environment = {**os.environ, **_attr(target, "environment")(target, step, str(dump)), "PYTHONPATH": os.pathsep.join(paths)}
-    command = [
-        sys.executable,
-        "-m",
-        "attn.tools.aot.command",
-        TARGETS[target].module,
-        target,
-        step,
-        str(dump),
-        str(limits.memory),
-    ]
-    late = threading.Event()
-    with (dump / "stderr").open("w+b") as errors:
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
-        )
-
-        def give_up() -> None:
-            late.set()
-            process.kill()
-
-        def watch() -> threading.Timer:
-            timer = threading.Timer(limits.seconds, give_up)
-            timer.daemon = True
-            timer.start()
-            return timer
-
-        timer = watch()
-        try:
-            assert process.stdin is not None and process.stdout is not None
-            with contextlib.suppress(BrokenPipeError):  # it died before it read; its stderr has the reason
-                process.stdin.write("\n".join(left))
-                process.stdin.close()
-            for line in process.stdout:
-                timer.cancel()
-                outcome = json.loads(line)
-                left.remove(label := outcome.pop("label"))
-                done(label, outcome)
-                timer = watch()
-            code = process.wait()
-        finally:
-            timer.cancel()
-            process.kill()
-            process.wait()
-            if process.stdout:
-                process.stdout.close()
-        if late.is_set():
-            return f"not done within {limits.seconds:g} s"
-        errors.seek(0)
-        return _last_words(errors.read().decode(errors="replace"), code)
-
-
-def _last_words(text: str, code: int) -> str:
-    """Extract why a process died from its output: a fatal log line, LLVM's, an exception, or its last line."""
-    for pattern in (r"^F\d{4} [^\]]*\] (.*)$", r"^(LLVM ERROR: .*)$", r"^(\w*(?:Error|Exception)\b.*)$"):
-        if found := re.findall(pattern, text, re.MULTILINE):
-            return one_line(found[-1])
-    lines = [line for line in text.splitlines() if line.strip()]
-    ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-    return one_line(f"{ended}: {lines[-1]}" if lines else ended)
-
-
-def one_line(text: str, most: int = 400) -> str:
-    """Collapse white space in `text`, and cut out its middle if it is longer than `most` characters."""
-    text = " ".join(text.split())
-    return text if len(text) <= most else f"{text[: most * 3 // 4]} ... {text[-most // 4 :]}"
-
-
-def worker(module_name: str, target: str, step: str, dump: str, memory: str) -> None:
-    """Main function of a process: read labels from stdin, and print a line of JSON as each completes."""
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # keep other output out of the results
-    _limit_memory(float(memory))
-    module = importlib.import_module(module_name)
-    named = {case.label: case for case in module.cases(target)}
-    for label in sys.stdin.read().split("\n"):
-        begin = time.monotonic()
-        try:
-            outcome = module.measure(named[label], target, step, dump)
-        except Exception as error:  # compilers may raise anything
-            outcome = {"error": one_line(f"{type(error).__name__}: {error}")}
-        seconds = round(time.monotonic() - begin, 2)
-        print(json.dumps({"label": label, "seconds": seconds, **outcome}), file=out, flush=True)
-
-
-def _limit_memory(gigabytes: float) -> None:
+def _measured(module: str, target: str, step: str, dump: str, path: str, memory: float, label: str) -> Outcome:
+    """Compile a case in a process of its own."""
+    if path and path not in sys.path:
+        sys.path.insert(0, path)
     if sys.platform == "linux":
         import resource
 
-        limit = int(gigabytes * 2**30)
-        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        resource.setrlimit(resource.RLIMIT_DATA, (int(memory * 2**30),) * 2)
+    begin = time.monotonic()
+    try:
+        outcome = importlib.import_module(module).measure(_labelled(module, target)[label], target, step, dump)
+    except Exception as error:  # compilers may raise anything
+        outcome = {"error": one_line(f"{type(error).__name__}: {error}")}
+    return {"seconds": round(time.monotonic() - begin, 2), **outcome}
+
+
+@functools.cache
+def _labelled(module: str, target: str) -> dict[str, CompileCase]:
+    return {case.label: case for case in importlib.import_module(module).cases(target)}
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
-def table(target: str, rows: Sequence[Row]) -> str:
+def table(target: str, rows: Sequence[CompileRow]) -> str:
     """Format rows as text: a line per program that a case launches, then failures, refusals and missing figures."""
     columns: Sequence[Column] = _attr(target, "COLUMNS")
     body = [("case", *(column.name for column in columns))]
@@ -515,7 +442,3 @@ def _progress(total: int) -> Iterator[Report]:
         shown.begin("", total)
         done = itertools.count(1)
         yield lambda label, outcome: shown.step(next(done), f"{label} {outcome}"[:100])
-
-
-if __name__ == "__main__":
-    worker(*sys.argv[1:])

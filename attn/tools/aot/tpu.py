@@ -18,7 +18,7 @@ from attn.jax.backends.mla.pallas_mla import PallasMLABackend
 from attn.jax.backends.pallas import PallasAttentionBackend
 from attn.tables import Column
 from attn.tools.aot import libtpu as _libtpu
-from attn.tools.aot.command import Case, Choice, grid, request_of
+from attn.tools.aot.command import Choice, CompileCase, grid, request_of
 from attn.tools.aot.libtpu import Program
 
 STEPS = ("compile", "estimate")
@@ -44,7 +44,7 @@ class Kernel(NamedTuple):
     no_copies: tuple[str, ...] = ()
 
 
-def cases(target: str) -> list[Case]:
+def cases(target: str) -> list[CompileCase]:
     """Every case of every kernel for a target."""
     chip = _chip(target)
     return [
@@ -59,7 +59,7 @@ def environment(target: str, step: str, dump: str) -> dict[str, str]:
     return _libtpu.environment(_chip(target), dump, estimate=step == "estimate")
 
 
-def measure(case: Case, target: str, step: str, dump: str) -> dict[str, Any]:
+def measure(case: CompileCase, target: str, step: str, dump: str) -> dict[str, Any]:
     """See `command`. Omits the estimate's memory figures: it is compiled with other flags than a user's program."""
     chip, kernel = _chip(target), KERNELS[case.kernel]
     program = kernel.program(dict(case.choice), chip)

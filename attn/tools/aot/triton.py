@@ -17,7 +17,7 @@ import torch
 from attn.capabilities import Device, Request
 from attn.dtypes import PER_TOKEN_HEAD, kv_cache_element
 from attn.tables import Column
-from attn.tools.aot.command import Case, Choice, grid, request_of
+from attn.tools.aot.command import Choice, CompileCase, grid, request_of
 from attn.torch.backends.mla._triton import device_reasons
 from attn.torch.backends.rocm_attn import RocmAttentionBackend
 from attn.torch.backends.triton_attn import TritonAttentionBackend
@@ -43,7 +43,7 @@ class Kernel(NamedTuple):
     refusal: Callable[[Choice, str], str] = lambda choice, arch: ""
 
 
-def cases(target: str) -> list[Case]:
+def cases(target: str) -> list[CompileCase]:
     """Every case of every kernel for a target, without kernels that are not written for it."""
     found = []
     for name, kernel in KERNELS.items():
@@ -57,7 +57,7 @@ def environment(target: str, step: str, dump: str) -> dict[str, str]:
     return {"TRITON_CACHE_DIR": dump, "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
 
 
-def measure(case: Case, target: str, step: str, dump: str) -> dict[str, Any]:
+def measure(case: CompileCase, target: str, step: str, dump: str) -> dict[str, Any]:
     """See `attn.tools.aot.command`. Raises RuntimeError if a program needs more shared memory than the architecture has."""
     import triton
 

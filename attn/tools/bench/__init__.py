@@ -17,16 +17,16 @@ from attn.tools.bench.case import (
     MLA_CPU_SUITE,
     MLA_SUITE,
     SUITE,
-    Case,
+    BenchCase,
     Timing,
     flops,
     grammar,
     nbytes,
     parse,
 )
-from attn.tools.bench.judge import Change, Verdict, compare, judge, ranking, verdicts
+from attn.tools.bench.judge import BenchVerdict, Change, compare, judge, ranking, verdicts
 from attn.tools.bench.roofline import chart
-from attn.tools.bench.rows import Bench, Entry, Refusal, Report, Row, entrants, measured, open_bench, plan
+from attn.tools.bench.rows import Bench, BenchReport, BenchRow, Entry, Refusal, entrants, measured, open_bench, plan
 
 __all__ = [
     "CPU_SUITE",
@@ -36,14 +36,14 @@ __all__ = [
     "MLA_SUITE",
     "SUITE",
     "Bench",
-    "Case",
+    "BenchCase",
     "Change",
     "Entry",
     "Refusal",
-    "Report",
-    "Row",
+    "BenchReport",
+    "BenchRow",
     "Timing",
-    "Verdict",
+    "BenchVerdict",
     "chart",
     "compare",
     "entrants",

@@ -29,9 +29,9 @@ _BATCH_WIDTH = 40  #: characters of a batch that `abbreviated` leaves as it is
 
 
 @dataclass(frozen=True)
-class Case:
+class BenchCase:
     """A benchmark case. `heads` is `query heads/kv heads`; block_size is in tokens; a token sees the last `window` keys,
-    itself included (None: all); `sinks` gives every query head a sink. `mla`: a latent layer (`Case.latent` has its usual
+    itself included (None: all); `sinks` gives every query head a sink. `mla`: a latent layer (`BenchCase.latent` has its usual
     shape), in which all heads read one cached row of `head_size`, latent and rotary part together."""
 
     batch: str
@@ -61,13 +61,13 @@ class Case:
             raise ValueError(f"dtype={self.dtype!r} is not one of {', '.join(LIMITS)}")
 
     @classmethod
-    def latent(cls, batch: str, **changes: Any) -> "Case":
+    def latent(cls, batch: str, **changes: Any) -> "BenchCase":
         """Return a latent layer of DeepSeek-V3's shape: 128 heads, rows of 512 + 64, pages of 64."""
         return cls(batch, **{"heads": "128", "head_size": 576, "block_size": 64, **changes, "mla": True})
 
     @classmethod
-    def of(cls, row: Mapping[str, Any]) -> "Case":
-        """Return the case of a row as `Report.to_dict` writes it; fields missing in older files have their defaults."""
+    def of(cls, row: Mapping[str, Any]) -> "BenchCase":
+        """Return the case of a row as `BenchReport.to_dict` writes it; fields missing in older files have their defaults."""
         return cls(**{field.name: row[field.name] for field in fields(cls) if field.name in row})
 
     @property
@@ -112,20 +112,21 @@ class Case:
 
 #: What `attn bench` measures if no batch is named: decode, long decode, speculative, prefill, mixed.
 SUITE = (
-    Case("64q1s4k"), Case("16q1s32k", "64/8", block_size=64), Case("128q1s2k"), Case("q1s32k"), Case("64q1s4k", "64/8", 64),
-    Case("16q4s1k"), Case("4q4k"), Case("4q4k", block_size=128), Case("2q2k_32q1s1k"), Case("1q512s8k_63q1s4k"),
-    Case("64q1s4k", kv_cache_dtype="fp8"), Case("64q1s4k", kv_cache_dtype="int8"), Case("4q4k", kv_cache_dtype="fp8"),
+    BenchCase("64q1s4k"), BenchCase("16q1s32k", "64/8", block_size=64), BenchCase("128q1s2k"), BenchCase("q1s32k"),
+    BenchCase("64q1s4k", "64/8", 64), BenchCase("16q4s1k"), BenchCase("4q4k"), BenchCase("4q4k", block_size=128),
+    BenchCase("2q2k_32q1s1k"), BenchCase("1q512s8k_63q1s4k"), BenchCase("64q1s4k", kv_cache_dtype="fp8"),
+    BenchCase("64q1s4k", kv_cache_dtype="int8"), BenchCase("4q4k", kv_cache_dtype="fp8"),
 )  # fmt: skip
 #: The same kinds at the size of a model served on a CPU: seconds per row, larger than the CPU's caches.
 CPU_SUITE = tuple(
-    Case(batch, "8/2", 64, dtype="float32") for batch in ("q1s4k", "16q1s1k", "16q4s512", "q1k", "q256s4k", "q512_16q1s1k")
+    BenchCase(batch, "8/2", 64, dtype="float32") for batch in ("q1s4k", "16q1s1k", "16q4s512", "q1k", "q256s4k", "q512_16q1s1k")
 )
 #: Latent layers, with all heads and with one rank's of eight: decode, long decode, speculative, prefill, mixed.
 MLA_SUITE = (
-    *map(Case.latent, ("64q1s4k", "16q1s32k", "16q4s1k", "4q4k", "2q2k_32q1s1k", "1q512s8k_63q1s4k")),
-    Case.latent("64q1s4k", heads="16"), Case.latent("64q1s4k", kv_cache_dtype="fp8"),
+    *map(BenchCase.latent, ("64q1s4k", "16q1s32k", "16q4s1k", "4q4k", "2q2k_32q1s1k", "1q512s8k_63q1s4k")),
+    BenchCase.latent("64q1s4k", heads="16"), BenchCase.latent("64q1s4k", kv_cache_dtype="fp8"),
 )  # fmt: skip
-MLA_CPU_SUITE = tuple(Case.latent(case.batch, heads="8", dtype="float32") for case in CPU_SUITE)
+MLA_CPU_SUITE = tuple(BenchCase.latent(case.batch, heads="8", dtype="float32") for case in CPU_SUITE)
 
 
 @dataclass(frozen=True)
@@ -214,7 +215,7 @@ def kind_of(lens: Sequence[tuple[int, int]]) -> str:
     return found.pop() if len(found) == 1 else "mixtures"
 
 
-def flops(case: Case) -> int:
+def flops(case: BenchCase) -> int:
     """Count the operations of the two products over the pairs that causality and the window allow."""
     lens = parse(case.batch)
     if case.mla:
@@ -222,7 +223,7 @@ def flops(case: Case) -> int:
     return 4 * case.num_heads * case.head_size * sum(pairs(n, m, case.window or m) for n, m in lens)
 
 
-def _latent_flops(case: Case, n: int, m: int) -> int:
+def _latent_flops(case: BenchCase, n: int, m: int) -> int:
     """Count a head's operations over a latent in the cheaper form: absorbed, or expanded, which first computes the context's
     keys and values from it. The up-projection of new tokens, needed in either form, is not counted."""
     seen, rank = pairs(n, m, case.window or m), case.kv_lora_rank
@@ -231,7 +232,7 @@ def _latent_flops(case: Case, n: int, m: int) -> int:
     return min(absorbed, expanded)
 
 
-def nbytes(case: Case) -> int:
+def nbytes(case: BenchCase) -> int:
     """Count the bytes that must move: each key and value that a row sees (of a latent layer: the cached rows), queries and
     outputs, once each."""
     head = NOPE + ROPE + VALUE if case.mla else 2 * case.head_size
@@ -239,18 +240,18 @@ def nbytes(case: Case) -> int:
     return _token_bytes(case) * _seen(case) + case.num_heads * head * dtypes.DTYPES[case.dtype].itemsize * rows
 
 
-def key_bytes(case: Case) -> int:
+def key_bytes(case: BenchCase) -> int:
     """Count the bytes of the keys that a row sees (of a latent layer: of the cached rows, which are keys and values)."""
     return _token_bytes(case) * _seen(case) // (1 if case.mla else 2)
 
 
-def cache_bytes(case: Case) -> int:
+def cache_bytes(case: BenchCase) -> int:
     """Count the bytes of the blocks that hold the batch."""
     blocks = sum(-(-m // case.block_size) for _, m in parse(case.batch))
     return _token_bytes(case) * case.block_size * blocks
 
 
-def _token_bytes(case: Case) -> int:
+def _token_bytes(case: BenchCase) -> int:
     """Count the bytes of a token in the cache."""
     stored = dtypes.DTYPES[dtypes.kv_cache_element(case.kv_cache_dtype, case.dtype)].itemsize
     if case.mla:
@@ -258,6 +259,6 @@ def _token_bytes(case: Case) -> int:
     return stored * 2 * case.num_kv_heads * case.head_size
 
 
-def _seen(case: Case) -> int:
+def _seen(case: BenchCase) -> int:
     """Count the cached tokens that at least one row sees."""
     return sum(min(m, n + (case.window or m) - 1) for n, m in parse(case.batch))

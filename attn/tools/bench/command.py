@@ -19,10 +19,10 @@ from attn.selection.platforms import default_framework, platform_for
 from attn.tables import header, wrapped
 from attn.tools.bench import dense, workloads
 from attn.tools.bench import summary as summaries
-from attn.tools.bench.case import CPU_SUITE, KINDS, LIMITS, MLA_CPU_SUITE, MLA_SUITE, SUITE, Case, abbreviated, parse
+from attn.tools.bench.case import CPU_SUITE, KINDS, LIMITS, MLA_CPU_SUITE, MLA_SUITE, SUITE, BenchCase, abbreviated, parse
 from attn.tools.bench.judge import compare, judge, ranked, verdicts
 from attn.tools.bench.roofline import draw
-from attn.tools.bench.rows import BENCHES, COLUMNS, Bench, Entry, Report, measured, open_bench, plan
+from attn.tools.bench.rows import BENCHES, COLUMNS, Bench, BenchReport, Entry, measured, open_bench, plan
 from attn.tools.bench.sample import CPU_SIZES, SIZES, sample, sizes_of
 
 
@@ -65,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def case_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the layer's shape; `cases_of` reads them."""
-    add, default, latent = parser.add_argument, Case(""), Case.latent("")
+    add, default, latent = parser.add_argument, BenchCase(""), BenchCase.latent("")
     add("--workloads", metavar="FILE", help="batches and shapes from a FlashInfer Trace file of workloads (.jsonl)")
     add("--mla", action="store_true", help="latent layers: a cached row is a token's latent and 64 rotary elements")
     add("--heads", help=f"<query heads>/<kv heads> (default: {default.heads}; --mla: {latent.heads})")
@@ -82,12 +82,12 @@ def case_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def fields_of(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields of `Case` that arguments set."""
+    """Return the fields of `BenchCase` that arguments set."""
     names = ("heads", "head_size", "block_size", "dtype", "kv_cache_dtype", "window", "sinks")
     return {name: value for name in names if (value := getattr(args, name)) is not None}
 
 
-def cases_of(args: argparse.Namespace, on_cpu: bool) -> list[Case]:
+def cases_of(args: argparse.Namespace, on_cpu: bool) -> list[BenchCase]:
     """Return the cases to time: batches, a file of workloads, or the default set for the device. Raises ValueError for
     invalid batches, and for shape arguments that contradict --workloads."""
     asked = fields_of(args)
@@ -101,7 +101,7 @@ def cases_of(args: argparse.Namespace, on_cpu: bool) -> list[Case]:
         found = workloads.load(args.workloads, asked.pop("block_size", None))
         return [replace(case, **asked) for case in found]
     if args.batches:
-        make = Case.latent if args.mla else Case
+        make = BenchCase.latent if args.mla else BenchCase
         shape = {"dtype": "float32"} | asked if on_cpu else asked
         found = [make(batch, **shape) for batch in args.batches]
         for case in found:
@@ -147,7 +147,7 @@ def run(args: argparse.Namespace) -> int:
         for case in cases[framework]
         for entry in plan(case, framework, benches[framework].peers(), asked, without, named, peers, not drawn)
     ]
-    report = Report(about(benches, entries))
+    report = BenchReport(about(benches, entries))
     for name, value in report.about.items():
         text = ", ".join(f"{n} {v}" for n, v in value.items()) if isinstance(value, dict) else value
         print(f"{name}: {text}")
@@ -223,7 +223,7 @@ def about(benches: dict[str, Bench], entries: Sequence[Entry]) -> dict[str, Any]
 
 
 def measure(
-    entries: Sequence[Entry], benches: dict[str, Bench], report: Report, limit: float, file: str | None = None,
+    entries: Sequence[Entry], benches: dict[str, Bench], report: BenchReport, limit: float, file: str | None = None,
     wide: bool = False,
 ) -> None:  # fmt: skip
     """Measure every entry into `report`, printing each case, its rows as they complete and a verdict; for random batches,

@@ -25,7 +25,7 @@ from attn.selection.verdicts import judge
 from attn.tables import Column, header, line, wrapped
 from attn.tools.bench.case import LIMITS, Timing
 from attn.tools.bench.roofline import draw
-from attn.tools.bench.rows import Report
+from attn.tools.bench.rows import BenchReport
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class DenseRow:
 
 
 @dataclass
-class DenseReport(Report):
+class DenseReport(BenchReport):
     """Rows of shapes, with problems in place of verdicts."""
 
     rows: list[DenseRow] = field(default_factory=list)  # type: ignore[assignment]

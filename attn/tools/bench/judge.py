@@ -1,6 +1,6 @@
 """Analysis of timed rows: whether the choice was the fastest, the ranking, and what changed between two runs.
 
-Rows are plain dicts, as `Report.to_dict` returns and files store them. Two times are distinguished only when their middle
+Rows are plain dicts, as `BenchReport.to_dict` returns and files store them. Two times are distinguished only when their middle
 three fifths (p20 to p80) do not overlap, and matter only when they differ by more than `MARGIN`.
 """
 
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from attn.selection.preferences import MARGIN
-from attn.tools.bench.case import Case, abbreviated
+from attn.tools.bench.case import BenchCase, abbreviated
 
 
 @dataclass(frozen=True)
-class Verdict:
+class BenchVerdict:
     """Assessment of a choice: `behind` is its time relative to the fastest backend's, minus 1 (0.12: 12 % slower); `apart`:
     whether the middle three fifths of their times do not overlap; `peer`: the fastest kernel that could not be chosen."""
 
@@ -48,7 +48,7 @@ class Verdict:
 
 def case_of(row: Mapping[str, Any]) -> str:
     """Return the case of a report's row: a dense row's shape, else the batch and its layer."""
-    return str(row["shape"] if "shape" in row else Case.of(row))
+    return str(row["shape"] if "shape" in row else BenchCase.of(row))
 
 
 def timed(row: Mapping[str, Any]) -> bool:
@@ -77,7 +77,7 @@ def apart(fast: Mapping[str, Any], slow: Mapping[str, Any]) -> bool:
     return bool(fast["ms_p80"] < slow["ms_p20"])
 
 
-def verdicts(rows: Sequence[dict[str, Any]]) -> list[Verdict]:
+def verdicts(rows: Sequence[dict[str, Any]]) -> list[BenchVerdict]:
     """Return a verdict for each case whose choice has a right row."""
     found = []
     for case, right in _by_case(rows).items():
@@ -88,7 +88,9 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> list[Verdict]:
         peer = min((row for row in right if _beside(row)), key=lambda row: row["ms"], default=None)
         more = {} if peer is None else {"peer": peer["backend"], "ahead": choice["ms"] / peer["ms"] - 1}
         behind = choice["ms"] / first["ms"] - 1
-        found.append(Verdict(case, choice["backend"], choice["ms"], first["backend"], behind, apart(first, choice), **more))
+        found.append(
+            BenchVerdict(case, choice["backend"], choice["ms"], first["backend"], behind, apart(first, choice), **more)
+        )
     return found
 
 

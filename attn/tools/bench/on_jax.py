@@ -24,7 +24,7 @@ from attn.imports import version_of
 from attn.jax import kv_cache as caches
 from attn.jax.backends.mla._mla import latent_rows
 from attn.jax.kernels import xla_mla
-from attn.tools.bench import Case, Timing
+from attn.tools.bench import BenchCase, Timing
 from attn.tools.bench.case import NOPE, ROPE, VALUE
 from attn.tools.bench.deadline import deadline
 from attn.tools.bench.stopwatches import CODE_SCALE, LATENT_SCALE, BaseBench, BaseWorkload, timing
@@ -246,7 +246,7 @@ class JaxBench(BaseBench):
     def peers(self) -> Sequence[str]:
         return tuple(name for name, (_, needs) in PEERS.items() if needs in (None, self.device.platform))
 
-    def measure(self, case: Case, name: str, limit: float = 0.0) -> Timing:
+    def measure(self, case: BenchCase, name: str, limit: float = 0.0) -> Timing:
         """As `Bench.measure`; the limit is for compiling, and there is none outside the main thread."""
         if name in PEERS and case.features:
             raise UnsupportedError(f"peers do not support {', '.join(sorted(case.features))}")

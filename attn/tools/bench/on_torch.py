@@ -24,7 +24,7 @@ from attn.backends.abstract import KVCacheSpec
 from attn.errors import UnsupportedError
 from attn.imports import version_of
 from attn.logger import init_logger
-from attn.tools.bench import Case, Timing
+from attn.tools.bench import BenchCase, Timing
 from attn.tools.bench.case import NOPE, ROPE, VALUE
 from attn.tools.bench.deadline import deadline
 from attn.tools.bench.peers import Peer, peers_on
@@ -166,7 +166,7 @@ class TorchBench(BaseBench):
     def peers(self) -> Sequence[str]:
         return tuple(self._peers)
 
-    def measure(self, case: Case, name: str, limit: float = 0.0) -> Timing:
+    def measure(self, case: BenchCase, name: str, limit: float = 0.0) -> Timing:
         """As `Bench.measure`; the limit is for the first call, and there is none outside the main thread."""
         with torch.no_grad():
             if name in self._peers:
@@ -176,7 +176,7 @@ class TorchBench(BaseBench):
                 workload.forward()
             return self.timed(workload.forward, workload.build, lambda: workload.output.fill_(torch.nan), workload.error)
 
-    def _measure_peer(self, case: Case, peer: Peer, limit: float) -> Timing:
+    def _measure_peer(self, case: BenchCase, peer: Peer, limit: float) -> Timing:
         if case.features:
             raise UnsupportedError(f"peers do not support {', '.join(sorted(case.features))}")
         if self._shared is None or self._shared.case != case:  # peers of a case read the same tensors

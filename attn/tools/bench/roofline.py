@@ -6,7 +6,7 @@ from itertools import cycle
 from typing import Any
 
 from attn.pictures.picture import COLOURS, Picture, drawn
-from attn.tools.bench.case import Case, abbreviated, flops, nbytes
+from attn.tools.bench.case import BenchCase, abbreviated, flops, nbytes
 from attn.tools.bench.judge import case_of, timed
 
 
@@ -51,7 +51,7 @@ def _roofline(axis: Any, rows: Sequence[dict[str, Any]], colours: dict[str, str]
     """Plot the attained rate over operations per byte, below the two ceilings, which are derived from the rows."""
     copy = max(row["gb_per_s"] / row["of_copy"] for row in rows) / 1e3  # TB/s
     gemm = max(row["tflop_per_s"] / row["of_gemm"] for row in rows)
-    points = [(flops(Case.of(row)) / nbytes(Case.of(row)), row) for row in rows]
+    points = [(flops(BenchCase.of(row)) / nbytes(BenchCase.of(row)), row) for row in rows]
     low = min([x for x, _ in points] + [gemm / copy]) / 3
     high = max([x for x, _ in points] + [gemm / copy]) * 3
     axis.plot([low, gemm / copy, high], [low * copy, gemm, gemm], color="black", linewidth=1.2)

@@ -13,7 +13,7 @@ from attn.selection.platforms import platform_for
 from attn.selection.verdicts import choose
 from attn.selector import select
 from attn.tables import Column, line, shown, wrapped
-from attn.tools.bench.case import LIMITS, Case, Timing, flops, kind_of, nbytes, parse
+from attn.tools.bench.case import LIMITS, BenchCase, Timing, flops, kind_of, nbytes, parse
 from attn.tools.bench.judge import verdicts
 
 #: Each framework's timer.
@@ -42,7 +42,7 @@ class Bench(Protocol):
     def peers(self) -> Sequence[str]:
         """List kernels that are not backends of `attn`, and single packages of a backend (`BACKEND:package`)."""
 
-    def measure(self, case: Case, name: str, limit: float = 0.0) -> Timing:
+    def measure(self, case: BenchCase, name: str, limit: float = 0.0) -> Timing:
         """Time a backend or a peer. Raises what it raises; TimeoutError when it is not ready after `limit` seconds (0: no
         limit)."""
 
@@ -59,7 +59,7 @@ class Entry:
     """One measurement to make: a case on a backend or a peer of a framework. `refused` says why it is not made; `chosen`
     marks the selector's choice for the case; `must` marks one requested by name, whose refusal ends the run."""
 
-    case: Case
+    case: BenchCase
     backend: str
     framework: str
     refused: str = ""
@@ -69,13 +69,13 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchRow:
     """One case on one backend: `timing`, and its rates as fractions of the device's measured copy and matrix product.
 
     `chosen` marks the selector's choice for the case, `peer` a kernel that is not a backend of `attn`.
     """
 
-    case: Case
+    case: BenchCase
     backend: str
     timing: Timing
     gb_per_s: float
@@ -108,7 +108,7 @@ class Row:
 class Refusal:
     """A kernel that did not run a case, and why. `failed`: it raised, although its capabilities cover the case."""
 
-    case: Case
+    case: BenchCase
     backend: str
     refused: str
     failed: bool = False
@@ -138,11 +138,11 @@ def _ms(value: float) -> str:
 
 
 @dataclass
-class Report:
+class BenchReport:
     """Rows and their origin: `about` holds device, versions, date, and the two ceilings."""
 
     about: dict[str, Any]
-    rows: list[Row | Refusal] = field(default_factory=list)
+    rows: list[BenchRow | Refusal] = field(default_factory=list)
 
     @property
     def right(self) -> bool:
@@ -161,7 +161,7 @@ class Report:
 # which kernels are measured
 
 
-def entrants(case: Case, framework: str, peers: Sequence[str]) -> tuple[str | None, dict[str, str]]:
+def entrants(case: BenchCase, framework: str, peers: Sequence[str]) -> tuple[str | None, dict[str, str]]:
     """Return (the selector's choice for the case, {name: why it does not serve, or ""}).
 
     The names are those on the platform's list, any other backend of the framework that serves, and `peers`. Saved
@@ -198,7 +198,7 @@ def asked_for(names: Collection[str], asked: Sequence[str], known: Collection[st
 
 
 def plan(
-    case: Case,
+    case: BenchCase,
     framework: str,
     peers: Sequence[str],
     asked: Sequence[str] = (),
@@ -231,7 +231,7 @@ def plan(
     return [Entry(case, name, framework, found[name], name == choice, name in peers) for name in names]
 
 
-def measured(entries: Sequence[Entry], benches: dict[str, Bench], limit: float = 0.0) -> Iterator[Row | Refusal]:
+def measured(entries: Sequence[Entry], benches: dict[str, Bench], limit: float = 0.0) -> Iterator[BenchRow | Refusal]:
     """Yield each entry's time, or the reason why it has none.
 
     An exception of an entry that `must` run propagates; that of any other becomes a `Refusal` and the run continues.
@@ -253,12 +253,12 @@ def measured(entries: Sequence[Entry], benches: dict[str, Bench], limit: float =
         yield judged(entry, timing, bench.ceilings(entry.case.dtype))
 
 
-def judged(entry: Entry, timing: Timing, ceilings: tuple[float, float]) -> Row:
+def judged(entry: Entry, timing: Timing, ceilings: tuple[float, float]) -> BenchRow:
     """Make a row of a timing."""
     case = entry.case
     gb, tflop = nbytes(case) / timing.ms / 1e6, flops(case) / timing.ms / 1e9
     right = timing.error <= LIMITS[case.dtype]  # NaN is not
-    return Row(
+    return BenchRow(
         case=case,
         backend=entry.backend,
         timing=timing,

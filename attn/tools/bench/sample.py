@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from attn.tools.bench.case import KINDS, SPECULATED, Case, cache_bytes, grammar, parse
+from attn.tools.bench.case import KINDS, SPECULATED, BenchCase, cache_bytes, grammar, parse
 
 _TRIES = 1000  #: draws of one batch before its bounds count as impossible
 _SHARE = 8  #: the cache takes at most 1 / _SHARE of the free memory; peers and the check hold copies, some in float32
@@ -64,12 +64,12 @@ def sizes_of(free: Sequence[int | None], mla: bool = False) -> Sizes:
     return replace(SIZES, cache_mib=1 << (mib.bit_length() - 1), **(_LATENT if mla else {}))  # type: ignore[arg-type]
 
 
-def sample(count: int, seed: int, sizes: Sizes, mla: bool = False, **fixed: Any) -> list[Case]:
-    """Draw `count` distinct cases; `fixed` are fields of `Case` that are not drawn.
+def sample(count: int, seed: int, sizes: Sizes, mla: bool = False, **fixed: Any) -> list[BenchCase]:
+    """Draw `count` distinct cases; `fixed` are fields of `BenchCase` that are not drawn.
 
     Raises ValueError if `fixed` makes an invalid case, or one of which no batch is within the bounds.
     """
-    found: dict[Case, None] = {}
+    found: dict[BenchCase, None] = {}
     for number in range(count):
         turn, place = divmod(number, len(KINDS))
         kind = _Draw(f"{seed} kinds {turn}").shuffled(KINDS)[place]
@@ -84,12 +84,12 @@ def sample(count: int, seed: int, sizes: Sizes, mla: bool = False, **fixed: Any)
     return list(found)
 
 
-def within(case: Case, sizes: Sizes) -> bool:
+def within(case: BenchCase, sizes: Sizes) -> bool:
     """Whether a batch is within the bounds on new tokens and cache."""
     return sum(n for n, _ in parse(case.batch)) <= sizes.new_tokens and cache_bytes(case) <= sizes.cache_mib << 20
 
 
-def _case(kind: str, draw: "_Draw", sizes: Sizes, mla: bool, fixed: dict[str, Any]) -> Case:
+def _case(kind: str, draw: "_Draw", sizes: Sizes, mla: bool, fixed: dict[str, Any]) -> BenchCase:
     shape = {
         "heads": draw.one_of(sizes.heads),
         "head_size": draw.one_of(sizes.head_sizes),
@@ -97,7 +97,7 @@ def _case(kind: str, draw: "_Draw", sizes: Sizes, mla: bool, fixed: dict[str, An
         "dtype": sizes.dtype,
     }
     batch = grammar(_lens(kind, draw, sizes))
-    return (Case.latent if mla else Case)(batch, **{**shape, **fixed})
+    return (BenchCase.latent if mla else BenchCase)(batch, **{**shape, **fixed})
 
 
 def _lens(kind: str, draw: "_Draw", sizes: Sizes) -> list[tuple[int, int]]:

@@ -18,7 +18,7 @@ from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.registry import AttentionBackendEnum
 from attn.errors import UnsupportedError
 from attn.functional import Extras, Rules, attend_rows
-from attn.tools.bench.case import NOPE, ROPE, VALUE, Case, Timing, parse
+from attn.tools.bench.case import NOPE, ROPE, VALUE, BenchCase, Timing, parse
 
 CODE_SCALE = 0.03  #: for an int8 cache, with codes up to about +-90; other caches contain values of about 1
 LATENT_SCALE = 0.02  #: for an fp8 cache of latents, with codes up to about +-50, so that a kernel that omits the scale fails
@@ -43,7 +43,7 @@ class BaseWorkload:
     query: Any
     output: Any
 
-    def __init__(self, case: Case, backend: str, device: Any = None, impl_cls: Any = None) -> None:
+    def __init__(self, case: BenchCase, backend: str, device: Any = None, impl_cls: Any = None) -> None:
         import numpy as np
 
         if case.kv_cache_dtype in dtypes.PER_TOKEN_HEAD:

@@ -1,6 +1,6 @@
 """Summary of a report of many batches: a line per batch, and means over all batches and over those of each kind.
 
-Rows are plain dicts, as `Report.to_dict` returns and files store them.
+Rows are plain dicts, as `BenchReport.to_dict` returns and files store them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attn.tables import Column, line
-from attn.tools.bench.case import KINDS, Case, abbreviated, key_bytes, kind_of, parse
+from attn.tools.bench.case import KINDS, BenchCase, abbreviated, key_bytes, kind_of, parse
 from attn.tools.bench.judge import case_of, geometric_mean, timed, verdicts
 
 #: Decodes with fewer bytes of keys take mostly the time of a launch, whatever the rate of their copy.
@@ -22,13 +22,13 @@ COLUMNS = (
 
 
 @dataclass(frozen=True)
-class Outcome:
+class BatchOutcome:
     """One batch: `row`, of the selector's choice (else of the first backend named), and `other`, the row of the fastest other
-    kernel (None: no other has a time). `number` counts a framework's batches from 1; `lost`: as `Verdict.lost`."""
+    kernel (None: no other has a time). `number` counts a framework's batches from 1; `lost`: as `BenchVerdict.lost`."""
 
     number: int
     framework: str
-    case: Case
+    case: BenchCase
     row: Mapping[str, Any]
     other: Mapping[str, Any] | None
     lost: bool
@@ -56,19 +56,19 @@ class Outcome:
         return line((*head, *numbers, f"{self.ratio:.2f}", name), COLUMNS, wide)
 
 
-def outcomes(rows: Sequence[dict[str, Any]]) -> list[Outcome]:
+def outcomes(rows: Sequence[dict[str, Any]]) -> list[BatchOutcome]:
     """Return the outcome of every batch, in the order of the rows."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row.get("framework", "torch"), case_of(row)), []).append(row)
-    found: list[Outcome] = []
+    found: list[BatchOutcome] = []
     for (framework, _), group in groups.items():
         own = [row for row in group if not row.get("peer")] or group
         ours = next((row for row in own if row.get("chosen")), own[0])
         other = min((row for row in group if row is not ours and timed(row)), key=lambda row: row["ms"], default=None)
         number = 1 + sum(outcome.framework == framework for outcome in found)
         lost = any(verdict.lost for verdict in verdicts(group))
-        found.append(Outcome(number, framework, Case.of(ours), ours, other, lost))
+        found.append(BatchOutcome(number, framework, BenchCase.of(ours), ours, other, lost))
     return found
 
 
@@ -88,7 +88,7 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _ratios(found: Sequence[Outcome]) -> str:
+def _ratios(found: Sequence[BatchOutcome]) -> str:
     """Describe the ratios of the outcomes that have one."""
     count, missing = f"{_batches(len(found))}", sum(not timed(outcome.row) for outcome in found)
     count += f" ({missing} without a time)" if missing else ""
@@ -100,7 +100,7 @@ def _ratios(found: Sequence[Outcome]) -> str:
     return f"{count}; best other / ours in {len(ratios)}: {mean:.3f} geometric mean, {worst:.3f} at worst (#{where})"
 
 
-def _large_decodes(found: Sequence[Outcome]) -> str:
+def _large_decodes(found: Sequence[BatchOutcome]) -> str:
     """Describe the shares of copy of decodes with at least `LARGE` bytes of keys."""
     title = f"decodes with at least {LARGE >> 20} MiB of keys"
     large = [o for o in found if o.kind == "decodes" and key_bytes(o.case) >= LARGE and timed(o.row)]

@@ -17,9 +17,9 @@ from attn.selection import preferences
 from attn.selection.platforms import default_framework, platform_for
 from attn.selector import forget, select
 from attn.tables import header
-from attn.tools.bench.case import Case
+from attn.tools.bench.case import BenchCase
 from attn.tools.bench.command import case_arguments, cases_of, measure
-from attn.tools.bench.rows import BENCHES, COLUMNS, Refusal, Report, Row, open_bench, plan
+from attn.tools.bench.rows import BENCHES, COLUMNS, BenchReport, BenchRow, Refusal, open_bench, plan
 
 #: Batches typical of a server: many decodes, one long decode, prompts, both. The CPU's are smaller.
 BATCHES = ("64q1s4k", "q1s32k", "4q4k", "2q2k_32q1s1k")
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     cases, without = cases_of(args, on_cpu), args.without.split(",") if args.without else []
     entries = [entry for case in cases for entry in plan(case, framework, (), ["all"], without)]
     bench = open_bench(framework)
-    report = Report(bench.about(cases[0].dtype))
+    report = BenchReport(bench.about(cases[0].dtype))
     print(header(COLUMNS, args.wide))
     measure([entry for entry in entries if not entry.refused], {framework: bench}, report, limit, wide=args.wide)
     kept = kept_of(report.rows)
@@ -71,18 +71,18 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report.right else 1
 
 
-def kept_of(rows: Sequence[Row | Refusal]) -> list[preferences.Entry]:
+def kept_of(rows: Sequence[BenchRow | Refusal]) -> list[preferences.Entry]:
     """Return the rows' times, an entry per layer; a backend that is wrong in a batch is left out of its layer."""
     wrong = {(layer(row.case), row.backend) for row in rows if not row.right}
     found: dict[Request, dict[tuple[str, str], dict[str, preferences.Time]]] = {}
     for row in rows:
-        if isinstance(row, Row) and (layer(row.case), row.backend) not in wrong:
+        if isinstance(row, BenchRow) and (layer(row.case), row.backend) not in wrong:
             t, path = row.timing, AttentionBackendEnum[row.backend].get_path()
             times = found.setdefault(row.case.request(), {}).setdefault((row.backend, path), {})
             times[row.case.batch] = preferences.Time(t.ms, t.ms_p20, t.ms_p80)
     return [preferences.Entry(request, times) for request, times in found.items()]
 
 
-def layer(case: Case) -> Case:
+def layer(case: BenchCase) -> BenchCase:
     """Return the case without its batch."""
     return replace(case, batch="")

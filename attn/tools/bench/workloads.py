@@ -15,19 +15,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from attn.tools.bench.case import Case, grammar
+from attn.tools.bench.case import BenchCase, grammar
 
 KINDS = ("gqa_paged", "gqa_ragged")
 _BLOCK_SIZE = 16  #: of the pages that ragged keys are put into
 
 
-def load(file: str | Path, block_size: int | None = None) -> list[Case]:
+def load(file: str | Path, block_size: int | None = None) -> list[BenchCase]:
     """Return the distinct cases of a file, in its order; `block_size` overrides the page size.
 
     Raises ValueError with file, line and problem for a line that is not a supported case, and OSError.
     """
     path = Path(file)
-    found: dict[Case, None] = {}
+    found: dict[BenchCase, None] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
             continue
@@ -41,7 +41,7 @@ def load(file: str | Path, block_size: int | None = None) -> list[Case]:
     return list(found)
 
 
-def _case(entry: dict[str, Any], path: Path, block_size: int | None) -> Case:
+def _case(entry: dict[str, Any], path: Path, block_size: int | None) -> BenchCase:
     root, definition = _definition(str(entry["definition"]), path)
     kind = definition["op_type"]
     if kind not in KINDS:
@@ -50,7 +50,7 @@ def _case(entry: dict[str, Any], path: Path, block_size: int | None) -> Case:
     inputs, dtypes = entry["workload"]["inputs"], {name: spec["dtype"] for name, spec in definition["inputs"].items()}
     stored = dtypes.get("k_cache", dtypes.get("k", dtypes["q"]))
     page = const.get("page_size", _BLOCK_SIZE)
-    return Case(
+    return BenchCase(
         grammar(_lens(inputs, const.get("page_size", 1), root)),
         f"{const['num_qo_heads']}/{const['num_kv_heads']}",
         const["head_dim"],

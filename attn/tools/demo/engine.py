@@ -28,8 +28,8 @@ Choose = Callable[[npt.NDArray[np.float32], GenerationRequest], int]
 Event = tuple[GenerationRequest, int]
 
 
-class Runner(Protocol):
-    """A model with its caches: `attn.tools.demo.torch_llama.Runner` or `attn.tools.demo.jax_llama.Runner`."""
+class ModelRunner(Protocol):
+    """A model with its caches: `attn.tools.demo.torch_llama.LlamaRunner` or `attn.tools.demo.jax_llama.LlamaRunner`."""
 
     framework: str
     selection: Selection
@@ -50,7 +50,7 @@ def load_runner(
     *,
     dtype: str = "float32",
     backend: str | None = None,
-) -> Runner:
+) -> ModelRunner:
     """Load the model in `framework`, ready for the batches of `scheduler`.
 
     Raises `BackendLoadError` if the framework is not installed, `AttnError` with all reasons if no attention backend, or not
@@ -58,7 +58,7 @@ def load_runner(
     """
     if absent := missing(framework):
         raise BackendLoadError(f"{' and '.join(absent)} not installed: {pip_install(framework)}")
-    make = resolve_obj_by_qualname(f"attn.tools.demo.{framework}_llama.Runner")
+    make = resolve_obj_by_qualname(f"attn.tools.demo.{framework}_llama.LlamaRunner")
     try:
         return make(config, weights, scheduler, dtype=dtype, backend=backend)
     except UnsupportedError as error:
@@ -89,7 +89,7 @@ def sampler(temperature: float, seed: int) -> Choose:
     return draw
 
 
-def serve(runner: Runner, scheduler: Scheduler, choose: Choose = greedy) -> Iterator[list[Event]]:
+def serve(runner: ModelRunner, scheduler: Scheduler, choose: Choose = greedy) -> Iterator[list[Event]]:
     """Run until every request is finished, yielding each step's new tokens; more may be submitted in between."""
     while (step := scheduler.schedule()) is not None:
         logits = runner.run(step)

@@ -170,7 +170,7 @@ def rotate(x: jax.Array, rotation: Rotation) -> jax.Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x.dtype)
 
 
-class Runner:
+class LlamaRunner:
     """The model with its weights and one cache per layer: runs the batches of `scheduler`.
 
     Batches are padded to two shapes: one row for each request that may run at once, and the token budget. Both programs are

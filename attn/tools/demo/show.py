@@ -24,7 +24,7 @@ from attn.serving import GenerationRequest, Scheduler
 from attn.tables import Column, cells, header, line
 from attn.tools.demo.checkpoint import ModelConfig, load_config, load_tokenizer, load_weights
 from attn.tools.demo.dense import Dense, dense_forward
-from attn.tools.demo.engine import FRAMEWORKS, SHIPPED_MODEL, Runner, TextStream, load_runner, missing, serve
+from attn.tools.demo.engine import FRAMEWORKS, SHIPPED_MODEL, ModelRunner, TextStream, load_runner, missing, serve
 from attn.tools.demo.prompts import PROMPTS
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 class Served:
     """The result of one framework: its requests, all finished, and figures."""
 
-    runner: Runner
+    runner: ModelRunner
     requests: list[GenerationRequest]
     scheduler: Scheduler
     most_waiting: int
@@ -184,7 +184,7 @@ def _scheduler(config: ModelConfig, num_blocks: int, block_size: int) -> Schedul
     )
 
 
-def _warm_up(runner: Runner, scheduler: Scheduler, prompt: Sequence[int]) -> None:
+def _warm_up(runner: ModelRunner, scheduler: Scheduler, prompt: Sequence[int]) -> None:
     """Run a prompt and a decode step and discard the results, so that compilation is not timed."""
     scheduler.submit([*prompt, *prompt][:2], 2)
     for _ in serve(runner, scheduler):
@@ -192,7 +192,7 @@ def _warm_up(runner: Runner, scheduler: Scheduler, prompt: Sequence[int]) -> Non
 
 
 def _served(
-    runner: Runner,
+    runner: ModelRunner,
     scheduler: Scheduler,
     requests: list[GenerationRequest],
     tokenizer: "Tokenizer",

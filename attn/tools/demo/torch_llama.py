@@ -134,7 +134,7 @@ def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
 
-class Runner:
+class LlamaRunner:
     """The model with its weights and one cache per layer: runs the batches of `scheduler`.
 
     `selection` is the choice of attention backend of the first layer, with all its reasons.

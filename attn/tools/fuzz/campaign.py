@@ -45,7 +45,7 @@ _COMPILED = 16  #: cases per program if each program must be compiled
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CaseOutcome:
     """The result of a case. `kind` is "" if it passed, else the rule or the error and its place; `text` gives details."""
 
     kind: str = ""
@@ -126,7 +126,7 @@ class FuzzReport:
         )
 
 
-Examine = Callable[[Any, float], Outcome]  #: (case, time limit in seconds) -> outcome; raises `Lost` or `Ended`
+Examine = Callable[[Any, float], CaseOutcome]  #: (case, time limit in seconds) -> outcome; raises `Lost` or `Ended`
 
 
 def campaign(
@@ -192,21 +192,21 @@ def compiles(subject: Subject) -> bool:
     return subject.compiles or not on_host or subject.name == "FLEX_ATTENTION"
 
 
-def _within(examine: Examine, case: Recipe, until: float) -> Outcome | None:
+def _within(examine: Examine, case: Recipe, until: float) -> CaseOutcome | None:
     """Return the outcome, or None if time ran out first. Raises `Ended`."""
     left = until - time.monotonic()
     try:
         return examine(case, min(_CASE_LIMIT, left))
     except Lost as error:
-        return Outcome("lost", str(error)) if time.monotonic() < until else None
+        return CaseOutcome("lost", str(error)) if time.monotonic() < until else None
 
 
 def _add(
-    subject: Any, family: Family, examine: Examine, case: Any, outcome: Outcome, report: FuzzReport, lock: Any, until: float
+    subject: Any, family: Family, examine: Examine, case: Any, outcome: CaseOutcome, report: FuzzReport, lock: Any, until: float
 ) -> None:
     """Count a known failure, or minimise a new one and add it to the report."""
 
-    def result_of(one: Any) -> Outcome | None:
+    def result_of(one: Any) -> CaseOutcome | None:
         try:
             return _within(examine, one, until) if until else outcome
         except Ended as error:
@@ -263,7 +263,7 @@ def _backend(path: str) -> tuple[Any, Any]:
     return backend, device_for(backend)
 
 
-def examine_here(task: tuple[str, str, str]) -> Outcome:
+def examine_here(task: tuple[str, str, str]) -> CaseOutcome:
     """Return the outcome of (registry, a backend's path, a case in JSON), run in this process."""
     registry, path, text = task
     if registry == "entries":
@@ -275,41 +275,41 @@ def examine_here(task: tuple[str, str, str]) -> Outcome:
     return examined(Case.from_json(text), lambda case: run_case(backend, case, device))
 
 
-def examined_dense(backend: Any, case: DenseCase) -> Outcome:
+def examined_dense(backend: Any, case: DenseCase) -> CaseOutcome:
     """Return the outcome of a dense case."""
     return examined_by(functools.partial(fuzz_dense.check, backend), case)
 
 
-def examined_by(check: Callable[[Any], Any], case: Recipe) -> Outcome:
+def examined_by(check: Callable[[Any], Any], case: Recipe) -> CaseOutcome:
     """Return the outcome of a case; its kind is the message of the check's AssertionError without the numbers."""
     try:
         check(case)
     except AssertionError as error:
         text = str(error).strip().partition("\n")[0].removeprefix(f"{case}: ")
         words = re.match(r"[\d ]*([a-z ]*)", text)  # the message without its numbers
-        return Outcome((words[1].strip() if words else "") or "an assertion", text[:300], _memory())
+        return CaseOutcome((words[1].strip() if words else "") or "an assertion", text[:300], _memory())
     except Exception as error:
-        return Outcome(f"{type(error).__name__} in {_place(error)}", str(error).partition("\n")[0][:300], _memory())
-    return Outcome(memory=_memory())
+        return CaseOutcome(f"{type(error).__name__} in {_place(error)}", str(error).partition("\n")[0][:300], _memory())
+    return CaseOutcome(memory=_memory())
 
 
-def examined(case: Case, run: Callable[[Case], Sequence[Any]]) -> Outcome:
+def examined(case: Case, run: Callable[[Case], Sequence[Any]]) -> CaseOutcome:
     """Return the outcome of a case; `run` returns its violations. A case that cannot be drawn is a bug of the fuzzer."""
     try:
         draw(case)
     except ValueError as error:
-        return Outcome("not drawn", str(error))
+        return CaseOutcome("not drawn", str(error))
     try:
         violations = run(case)
     except Exception as error:
-        return Outcome(f"{type(error).__name__} in {_place(error)}", str(error).partition("\n")[0][:300], _memory())
+        return CaseOutcome(f"{type(error).__name__} in {_place(error)}", str(error).partition("\n")[0][:300], _memory())
     finally:
         draw.cache_clear()
     if not violations:
-        return Outcome(memory=_memory())
+        return CaseOutcome(memory=_memory())
     first = violations[0]
     what = first.what.partition(" (")[0] if first.rule == "R" else ""
-    return Outcome(f"rule {first.rule} {what}".strip(), str(first).partition("\n")[0], _memory())
+    return CaseOutcome(f"rule {first.rule} {what}".strip(), str(first).partition("\n")[0], _memory())
 
 
 def _memory() -> int:
@@ -334,8 +334,8 @@ class _Examiner:
     def __init__(self, registry: str, path: str) -> None:
         self.registry, self.path, self.worker, self.least = registry, path, Worker(examine_here), 0
 
-    def __call__(self, case: Recipe, limit: float) -> Outcome:
-        outcome: Outcome = self.worker((self.registry, self.path, case.json()), limit)
+    def __call__(self, case: Recipe, limit: float) -> CaseOutcome:
+        outcome: CaseOutcome = self.worker((self.registry, self.path, case.json()), limit)
         self.least = self.least or outcome.memory
         broken = any(words in outcome.text for words in _STICKY)
         if broken or (self.least and outcome.memory > self.least + _GROWTH):

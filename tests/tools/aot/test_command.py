@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 from attn.tables import Column
-from attn.tools.aot.command import Case
+from attn.tools.aot.command import CompileCase
 
 STEPS = ("compile", "estimate")
 COLUMNS = (Column("size", key="size"), Column("us", key="us", form=".1f"), Column("floor", key="floor", form=".2f"))
@@ -30,8 +30,8 @@ NAMES = ("good", "raises", "aborts", "exits", "sleeps", "hoards", "twice", "blin
 
 
 def cases(target):
-    found = [Case("toy", name, {}, subset=name in ("good", "twice")) for name in NAMES]
-    return [*found, Case("toy", "too_wide", {}, refused="width=9 (supports 8)"), Case("other", "good", {})]
+    found = [CompileCase("toy", name, {}, subset=name in ("good", "twice")) for name in NAMES]
+    return [*found, CompileCase("toy", "too_wide", {}, refused="width=9 (supports 8)"), CompileCase("other", "good", {})]
 
 
 def environment(target, step, dump):

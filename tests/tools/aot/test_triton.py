@@ -123,9 +123,9 @@ def test_a_tree_over_wide_heads_is_translated_for_gfx950(tmp_path):
     plain = {name: values[0] for name, values in torch_aot.PAGED.items()}
     wide = {**plain, "batch": "mixed", "head_size": 256, "mask": "tree", "dtype": "bfloat16"}
     script = f"""
-from attn.tools.aot.command import Case
+from attn.tools.aot.command import CompileCase
 from attn.tools.aot import triton as aot
-assert aot.measure(Case("paged_attention", "wide tree", {wide!r}), "gfx950", "compile", {str(tmp_path)!r})
+assert aot.measure(CompileCase("paged_attention", "wide tree", {wide!r}), "gfx950", "compile", {str(tmp_path)!r})
 """
     path = os.pathsep.join(
         [str(Path(__file__).parents[2]), str(aot.compiler_path("gfx950") or ""), os.environ.get("PYTHONPATH", "")]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from attn.errors import UnsupportedError
-from attn.tools.bench import Case, Refusal, Row, Timing, measured, plan
+from attn.tools.bench import BenchCase, BenchRow, Refusal, Timing, measured, plan
 
 
 class Scripted:
@@ -24,7 +24,7 @@ class Scripted:
     def peers(self) -> list[str]:
         return ["sdpa", "FLASH_ATTN:one"]
 
-    def measure(self, case: Case, name: str, limit: float = 0.0) -> Timing:
+    def measure(self, case: BenchCase, name: str, limit: float = 0.0) -> Timing:
         outcome = self.script.get(name, UnsupportedError("not asked"))
         if isinstance(outcome, Exception):
             raise outcome
@@ -32,13 +32,13 @@ class Scripted:
 
 
 @pytest.fixture
-def rows_of() -> Callable[..., dict[str, Row | Refusal]]:
+def rows_of() -> Callable[..., dict[str, BenchRow | Refusal]]:
     """`rows_of(asked, NAME=ms or error, ...)`: rows of one case by backend, as if they had been measured."""
     pytest.importorskip("torch")
 
-    def rows(asked: str = "all", **script: Any) -> dict[str, Row | Refusal]:
+    def rows(asked: str = "all", **script: Any) -> dict[str, BenchRow | Refusal]:
         bench = Scripted(**script)
-        entries = plan(Case("q4", "4/2", 32, dtype="float32"), "torch", bench.peers(), asked.split(","))
+        entries = plan(BenchCase("q4", "4/2", 32, dtype="float32"), "torch", bench.peers(), asked.split(","))
         return {row.backend: row for row in measured(entries, {"torch": bench})}
 
     return rows

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from attn.selector import make_request
-from attn.tools.bench import CPU_SUITE, MLA_CPU_SUITE, MLA_SUITE, SUITE, Case, flops, grammar, nbytes, parse
+from attn.tools.bench import CPU_SUITE, MLA_CPU_SUITE, MLA_SUITE, SUITE, BenchCase, flops, grammar, nbytes, parse
 
 
 def test_the_grammar() -> None:
@@ -18,7 +18,7 @@ def test_the_grammar() -> None:
 
 
 @pytest.mark.parametrize("case", SUITE + CPU_SUITE + MLA_SUITE + MLA_CPU_SUITE, ids=str)
-def test_lengths_have_a_shortest_batch(case: Case) -> None:
+def test_lengths_have_a_shortest_batch(case: BenchCase) -> None:
     assert parse(grammar(parse(case.batch))) == parse(case.batch) and len(grammar(parse(case.batch))) <= len(case.batch)
     assert grammar([(1, 37), (1, 37), (5, 5), (1, 2048)]) == "2q1s37_q5_q1s2k"
 
@@ -30,11 +30,11 @@ def test_what_has_no_reading_is_refused(batch: str) -> None:
 
 
 def test_what_is_counted() -> None:
-    decode = Case("2q1s100", "8/2", 64)
+    decode = BenchCase("2q1s100", "8/2", 64)
     assert flops(decode) == 4 * 8 * 64 * 2 * 100
     assert nbytes(decode) == 2 * 2 * 64 * 2 * 200 + 2 * 8 * 64 * 2 * 2
-    assert nbytes(Case("2q1s100", "8/2", 64, kv_cache_dtype="int8")) == 2 * 2 * 64 * 200 + 2 * 8 * 64 * 2 * 2
-    assert flops(Case("q3", "1/1", 32)) == 4 * 32 * (1 + 2 + 3)
+    assert nbytes(BenchCase("2q1s100", "8/2", 64, kv_cache_dtype="int8")) == 2 * 2 * 64 * 200 + 2 * 8 * 64 * 2 * 2
+    assert flops(BenchCase("q3", "1/1", 32)) == 4 * 32 * (1 + 2 + 3)
 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 9, 40])
@@ -45,28 +45,28 @@ def test_what_a_window_leaves_is_counted_as_a_loop_would(batch: str, window: int
         seen = [set(range(max(0, row - window + 1), row + 1)) for row in range(m - n, m)]
         pairs += sum(map(len, seen))
         keys += len(set().union(*seen))
-    case = Case(batch, "2/1", 32, dtype="float32", window=window)
+    case = BenchCase(batch, "2/1", 32, dtype="float32", window=window)
     rows = sum(n for n, _ in parse(batch))
     assert flops(case) == 4 * 2 * 32 * pairs and nbytes(case) == 4 * 32 * (2 * keys + 2 * 2 * rows)
 
 
 def test_what_a_latent_layer_is_counted_as() -> None:
-    decode = Case.latent("2q1s100", heads="4")
+    decode = BenchCase.latent("2q1s100", heads="4")
     assert flops(decode) == 2 * 4 * (576 + 512) * 200, "absorbed"
     assert nbytes(decode) == 2 * (576 * 200 + 4 * (192 + 128) * 2)
     assert nbytes(replace(decode, kv_cache_dtype="fp8")) == 576 * 200 + 2 * 4 * (192 + 128) * 2
     assert nbytes(replace(decode, kv_cache_dtype="fp8_ds_mla")) == 656 * 200 + 2 * 4 * (192 + 128) * 2
-    assert flops(Case.latent("q400", heads="4")) == 2 * 4 * (192 + 128) * 400 * 401 // 2, (
+    assert flops(BenchCase.latent("q400", heads="4")) == 2 * 4 * (192 + 128) * 400 * 401 // 2, (
         "expanded: a prompt makes its own heads"
     )
-    verified = Case.latent("q4s400", heads="4")
+    verified = BenchCase.latent("q4s400", heads="4")
     assert flops(verified) == 2 * 4 * (576 + 512) * (397 + 398 + 399 + 400)
-    chunk = Case.latent("q300s400", heads="4")
+    chunk = BenchCase.latent("q300s400", heads="4")
     pairs = sum(range(101, 401))
     assert flops(chunk) == 2 * 4 * ((192 + 128) * pairs + 512 * 256 * 100), "expanded, its context too"
     asked = make_request(576, "bfloat16", "auto", 64, use_mla=True, num_heads=4, num_kv_heads=1)
     assert verified.request() == asked and "mla" in str(verified), "what the layer asks: attn tune's times are kept under it"
-    assert Case.of({"batch": "q4"}) == Case("q4"), "rows of older files"
+    assert BenchCase.of({"batch": "q4"}) == BenchCase("q4"), "rows of older files"
 
 
 def test_an_invalid_shape_is_reported() -> None:
@@ -75,4 +75,4 @@ def test_an_invalid_shape_is_reported() -> None:
         ({"mla": True}, "heads='32/8' with mla"), ({"mla": True, "heads": "4", "head_size": 64}, "head_size=64 with mla"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=said):
-            Case("q4", **changes)  # type: ignore[arg-type]
+            BenchCase("q4", **changes)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from attn.cli import main
-from attn.tools.bench import CPU_SUITE, MLA_CPU_SUITE, MLA_SUITE, SUITE, Case
+from attn.tools.bench import CPU_SUITE, MLA_CPU_SUITE, MLA_SUITE, SUITE, BenchCase
 
 pytestmark = pytest.mark.usefixtures("jax_compiles_fast", "small_gemm")
 
@@ -56,7 +56,7 @@ def test_a_latent_layer_is_timed(framework: str, tmp_path: Path) -> None:
     assert row["backend"] == {"torch": "TORCH_MLA", "jax": "XLA_MLA"}[framework] and row["chosen"] and row["mla"]
     assert row["right"] and row["error"] < 1e-5 and row["build_us"] > 0
     assert (row["heads"], row["head_size"], row["block_size"]) == ("2", 576, 64)
-    assert Case.of(row) == Case.latent("2q1s70_q3s20", heads="2", dtype="float32")
+    assert BenchCase.of(row) == BenchCase.latent("2q1s70_q3s20", heads="2", dtype="float32")
 
 
 def test_both_frameworks(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +132,7 @@ def test_a_table_of_its_own_for_a_cpu() -> None:
     assert command.cases_of(parser.parse_args(["--mla"]), False) == list(MLA_SUITE)
     assert command.cases_of(parser.parse_args(["--mla"]), True) == list(MLA_CPU_SUITE)
     assert command.cases_of(parser.parse_args(["q4", "--mla", "--block-size", "16"]), False) == [
-        Case.latent("q4", block_size=16)
+        BenchCase.latent("q4", block_size=16)
     ]
 
 

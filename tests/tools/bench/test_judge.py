@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import pytest
 
-from attn.tools.bench import MARGIN, Refusal, Row, compare, judge, ranking, verdicts
+from attn.tools.bench import MARGIN, BenchRow, Refusal, compare, judge, ranking, verdicts
 
-RowsOf = Callable[..., dict[str, Row | Refusal]]
+RowsOf = Callable[..., dict[str, BenchRow | Refusal]]
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_a_ranking_puts_backends_that_serve_more_first(rows_of: RowsOf) -> None:
 
 
 def test_what_changed_between_two_runs(rows_of: RowsOf) -> None:
-    before = [row.to_dict() for row in rows_of(CPU_ATTN=1.0, TORCH_SDPA=1.0).values() if isinstance(row, Row)]
+    before = [row.to_dict() for row in rows_of(CPU_ATTN=1.0, TORCH_SDPA=1.0).values() if isinstance(row, BenchRow)]
     slower = {**before[0], "ms": 1.2, "ms_p20": 1.19, "ms_p80": 1.21}
     noisy = {**before[1], "ms": 1.2, "ms_p20": 0.9, "ms_p80": 1.3}
     first, second = compare(before, [slower, noisy])

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from attn.errors import UnsupportedError
-from attn.tools.bench import LIMITS, Case, peers
+from attn.tools.bench import LIMITS, BenchCase, peers
 from attn.tools.bench.deadline import deadline
 from attn.tools.bench.on_torch import Workload
 
@@ -15,8 +15,8 @@ CPU = torch.device("cpu")
 DECODE, MIXED, PROMPTS = "3q1s40", "1q6s20_2q1s30", "2q20"
 
 
-def case(batch: str, **changes: object) -> Case:
-    return Case(batch, "4/2", 64, **changes)  # type: ignore[arg-type]
+def case(batch: str, **changes: object) -> BenchCase:
+    return BenchCase(batch, "4/2", 64, **changes)  # type: ignore[arg-type]
 
 
 def error(peer: peers.Peer, batch: str, **changes: object) -> float:

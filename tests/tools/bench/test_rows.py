@@ -3,10 +3,10 @@
 from collections.abc import Callable
 
 from attn.tables import WIDTH, header
-from attn.tools.bench import Refusal, Row
+from attn.tools.bench import BenchRow, Refusal
 from attn.tools.bench.rows import COLUMNS
 
-RowsOf = Callable[..., dict[str, Row | Refusal]]
+RowsOf = Callable[..., dict[str, BenchRow | Refusal]]
 
 
 def test_a_backend_that_breaks_its_word_is_wrong_and_a_peer_or_a_late_one_is_not(rows_of: RowsOf) -> None:

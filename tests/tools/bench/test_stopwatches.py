@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from attn.tools.bench import LIMITS, Case
+from attn.tools.bench import LIMITS, BenchCase
 
 pytestmark = pytest.mark.usefixtures("jax_compiles_fast")
 
@@ -31,7 +31,7 @@ def test_the_judge_detects_a_kernel_that_computes_something_else(
     """The output is right for its case, and wrong for one with another window, without sinks, or with another scale."""
     bench = pytest.importorskip(f"attn.tools.bench.on_{framework}")
     place = [bench.torch.device("cpu")] if framework == "torch" else []
-    case = Case("2q3s40", "4/2", 32, dtype="float32", window=7, sinks=True, kv_cache_dtype="int8")
+    case = BenchCase("2q3s40", "4/2", 32, dtype="float32", window=7, sinks=True, kv_cache_dtype="int8")
     work = bench.Workload(case, backend, *place)
     work.forward()
     assert work.error() < LIMITS["float32"]
@@ -57,7 +57,7 @@ def test_the_judge_of_latent_layers(framework: str, stored: str, batch: str, mon
     rows are not written."""
     bench, on_torch = pytest.importorskip(f"attn.tools.bench.on_{framework}"), framework == "torch"
     place = [bench.torch.device("cpu")] if on_torch else []
-    case = Case.latent(batch, heads="2", dtype="float32", kv_cache_dtype=stored)
+    case = BenchCase.latent(batch, heads="2", dtype="float32", kv_cache_dtype=stored)
     work = bench.MLAWorkload(case, "TORCH_MLA" if on_torch else "XLA_MLA", *place)
     if on_torch:
         with monkeypatch.context() as other:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from attn.cli import main
-from attn.tools.bench import Case, workloads
+from attn.tools.bench import BenchCase, workloads
 
 DEFINITION = {
     "name": "gqa_paged_decode_h8_kv2_d64_ps16", "op_type": "gqa_paged",
@@ -46,7 +46,7 @@ def test_a_file_of_workloads_is_read_as_cases(tmp_path: Path) -> None:
     inputs = {name: {"type": "safetensors", "path": "./one.safetensors", "tensor_key": name} for name in blob}
     inputs |= {"q": {"type": "random"}, "sm_scale": {"type": "scalar", "value": 0.125}}
     file = dataset(tmp_path, {"uuid": "x", "axes": {"batch_size": 2}, "inputs": inputs})
-    assert workloads.load(file) == [Case("q1s37_q1s16", "8/2", 64, 16)], "twice the same workload is one case"
+    assert workloads.load(file) == [BenchCase("q1s37_q1s16", "8/2", 64, 16)], "twice the same workload is one case"
     assert workloads.load(file, block_size=64)[0].block_size == 64
 
 
@@ -58,7 +58,7 @@ def test_prompts_ragged_keys_and_eight_bit_caches(tmp_path: Path) -> None:
     stored = {"q": {"dtype": "bfloat16"}, "k_cache": {"dtype": "float8_e4m3fn"}}
     single = {**axes, "page_size": {"type": "const", "value": 1}}
     paged = dataset(tmp_path, {"inputs": inputs}, name="p", axes=single, inputs=stored)
-    assert workloads.load(paged) == [Case("q4_q2s8", "8/2", 64, 1, kv_cache_dtype="fp8_e4m3")]
+    assert workloads.load(paged) == [BenchCase("q4_q2s8", "8/2", 64, 1, kv_cache_dtype="fp8_e4m3")]
 
 
 @pytest.mark.parametrize(

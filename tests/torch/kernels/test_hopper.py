@@ -161,7 +161,7 @@ CASES = (("hopper_prefill", "mask=causal"), ("hopper_mla", "num_heads=64"), ("ho
 PROGRAMS = {"hopper_prefill": "prefill", "hopper_mla": "attend"}
 
 
-def cases(*wanted: tuple[str, str]) -> list[aot.Case]:
+def cases(*wanted: tuple[str, str]) -> list[aot.CompileCase]:
     grid = [case for case in aot.cases("sm_90") if case.subset]
     return [next(case for case in grid if case.kernel == kernel and part in case.name) for kernel, part in wanted]
 
