@@ -5,10 +5,10 @@ import signal
 import time
 
 from attn.testing.case import Case
-from attn.tools.fuzz.campaign import Outcome
+from attn.tools.fuzz.campaign import CaseOutcome
 
 
-def fate(task: tuple[str, str]) -> Outcome:
+def fate(task: tuple[str, str]) -> CaseOutcome:
     """A case of one head ends the process that runs it; a case of two heads never ends."""
     heads = Case.from_json(task[1]).num_kv_heads
     if heads == 1:
@@ -19,4 +19,4 @@ def fate(task: tuple[str, str]) -> Outcome:
         os.kill(os.getpid(), signal.SIGKILL)
     if heads == 2:
         time.sleep(600)
-    return Outcome()
+    return CaseOutcome()

@@ -1318,10 +1318,10 @@ DEFECTS = (
     ),
     Defect(
         "aot_names_of_launches",
-        "tools/aot/triton.py",
+        "tools/aot/command.py",
         "names[: i + 1].count(name)",
         "names[:i].count(name)",
-        ("tools/aot/test_triton.py",),
+        ("tools/aot/test_command.py",),
         "The second launch of a kernel is called its first.",
     ),
     Defect(

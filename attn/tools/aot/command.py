@@ -82,6 +82,20 @@ class CompileCase:
         return f"{self.kernel}/{self.name}"
 
 
+def switches(*names: str) -> dict[str, tuple[bool, ...]]:
+    """Return axes that are off or on."""
+    return dict.fromkeys(names, (False, True))
+
+
+def numbered(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Number repeated names, in order of launch."""
+    names = [part["name"] for part in parts]
+    return [
+        {**part, "name": name if names.count(name) == 1 else f"{name} {names[: i + 1].count(name)}"}
+        for i, (part, name) in enumerate(zip(parts, names, strict=True))
+    ]
+
+
 def grid(
     kernel: str,
     axes: Mapping[str, Sequence[Any]],

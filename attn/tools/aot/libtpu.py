@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from attn.reports.machines import CEILINGS
+from attn.tools.aot.command import numbered
 
 
 class Chip(NamedTuple):
@@ -144,7 +145,7 @@ def compile_program(program: Program, chip: str, dump: str) -> list[dict[str, An
     text, _ = _compile(chip, program.call, [*program.arrays, *program.batch], program.donated)
     names = list(dict.fromkeys(re.findall(r'kernel_name = "([^"]+)"', text)))
     dumped = _dumped(dump)
-    return _named([(name, static_figures(files)) for op, files in dumped for name in names if _is(op, name)])
+    return numbered([{"name": name, **static_figures(files)} for op, files in dumped for name in names if _is(op, name)])
 
 
 def estimate_program(program: Program, chip: str, dump: str, copies: bool = True) -> list[dict[str, Any]]:
@@ -164,19 +165,8 @@ def _estimates(program: Program, chip: str, dump: str) -> list[dict[str, Any]]:
         cycles = [n for op, n in _profiled(dump) if _is(op, launch.name)]
         if len(figures) != 1 or len(cycles) != 1:
             raise RuntimeError(f"libtpu wrote {len(figures)} dumps and {len(cycles)} profiles of {launch.name}")
-        parts.append((launch.name, {**figures[0], "cycles": cycles[0], "us": cycles[0] / CHIPS[chip].ghz / 1e3}))
-    return _named(parts)
-
-
-def _named(parts: Sequence[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Each part with its name: the kernel's, numbered if it is launched more than once."""
-    names = [name for name, _ in parts]
-    seen: dict[str, int] = {}
-    named = []
-    for name, (_, figures) in zip(names, parts, strict=True):
-        seen[name] = seen.get(name, 0) + 1
-        named.append({"name": name if names.count(name) == 1 else f"{name} {seen[name]}", **figures})
-    return named
+        parts.append({"name": launch.name, **figures[0], "cycles": cycles[0], "us": cycles[0] / CHIPS[chip].ghz / 1e3})
+    return numbered(parts)
 
 
 def _is(op: str, name: str) -> bool:

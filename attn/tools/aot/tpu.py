@@ -18,7 +18,7 @@ from attn.jax.backends.mla.pallas_mla import PallasMLABackend
 from attn.jax.backends.pallas import PallasAttentionBackend
 from attn.tables import Column
 from attn.tools.aot import libtpu as _libtpu
-from attn.tools.aot.command import Choice, CompileCase, grid, request_of
+from attn.tools.aot.command import Choice, CompileCase, grid, request_of, switches
 from attn.tools.aot.libtpu import Program
 
 STEPS = ("compile", "estimate")
@@ -36,9 +36,9 @@ class Kernel(NamedTuple):
     """A kernel's part of the grid; see the module's docstring."""
 
     axes: Mapping[str, Sequence[Any]]
-    normalise: Callable[[Choice], Choice | None]
-    refusal: Callable[[Choice, str], str]
     program: Callable[[Choice, str], Program]
+    normalise: Callable[[Choice], Choice | None] = lambda choice: choice
+    refusal: Callable[[Choice, str], str] = lambda choice, chip: ""
     #: Chips whose simulator does not support this kernel's copies: it aborts on waits for copies that were started under
     #: another predicate ("No DMA issue node found"), and without the waits its figures are meaningless.
     no_copies: tuple[str, ...] = ()
@@ -101,12 +101,7 @@ RAGGED: dict[str, Sequence[Any]] = {
     "dtype": ("bfloat16", "float32"),
     "kv": ("auto", "bfloat16", "fp8_e4m3", "fp8_e5m2", "int8"),
     "mask": ("causal", "bidirectional", "window", "two-sided", "tree"),
-    "soft_cap": (False, True),
-    "alibi": (False, True),
-    "sinks": (False, True),
-    "lse": (False, True),
-    "kv_sharing": (False, True),
-    "per_head_scales": (False, True),
+    **switches("soft_cap", "alibi", "sinks", "lse", "kv_sharing", "per_head_scales"),
 }
 
 
@@ -146,27 +141,18 @@ def _refuse_ragged(choice: Choice, chip: str) -> str:
 
 
 def _ragged_program(choice: Choice, chip: str) -> Program:
-    query_lens, seq_lens = BATCHES[choice["batch"]]
-    mask = choice["mask"]
+    mask, same = choice["mask"], ("heads", "head_size", "block_size", "dtype", "alibi", "sinks", "lse", "per_head_scales")
     return ragged(
         chip,
-        query_lens,
-        seq_lens,
-        choice["heads"],
-        choice["head_size"],
-        choice["block_size"],
-        choice["dtype"],
-        _stored(choice),
+        *BATCHES[choice["batch"]],
+        **{name: choice[name] for name in same},
+        stored=_stored(choice),
         columns=1024 // choice["block_size"],
         causal=mask not in ("bidirectional", "two-sided"),
         window=WINDOWS.get(mask, (None, None)),
         soft_cap=30.0 if choice["soft_cap"] else None,
-        alibi=choice["alibi"],
-        sinks=choice["sinks"],
         tree=8 if mask == "tree" else 0,
-        lse=choice["lse"],
         write=not choice["kv_sharing"],
-        per_head_scales=choice["per_head_scales"],
     )
 
 
@@ -265,8 +251,7 @@ LATENT: dict[str, Sequence[Any]] = {
     "block_size": (16, 64, 128, 256),
     "dtype": ("bfloat16", "float32"),
     "kv": ("auto", "fp8_e4m3", "fp8_e5m2"),
-    "lse": (False, True),
-    "kv_sharing": (False, True),
+    **switches("lse", "kv_sharing"),
 }
 RANK, ROPE = 512, 64
 
@@ -278,17 +263,12 @@ def _refuse_latent(choice: Choice, chip: str) -> str:
 
 
 def _latent_program(choice: Choice, chip: str) -> Program:
-    query_lens, seq_lens = BATCHES[choice["batch"]]
     return latent(
         chip,
-        query_lens,
-        seq_lens,
-        choice["num_heads"],
-        choice["block_size"],
-        choice["dtype"],
-        _stored(choice),
+        *BATCHES[choice["batch"]],
+        **{name: choice[name] for name in ("num_heads", "block_size", "dtype", "lse")},
+        stored=_stored(choice),
         columns=1024 // choice["block_size"],
-        lse=choice["lse"],
         write=not choice["kv_sharing"],
     )
 
@@ -352,13 +332,7 @@ DENSE: dict[str, Sequence[Any]] = {
     "head_sizes": ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)),
     "dtype": ("bfloat16", "float32"),
     "mask": ("causal", "bidirectional", "window", "two-sided"),
-    "segments": (False, True),
-    "kv_lens": (False, True),
-    "soft_cap": (False, True),
-    "alibi": (False, True),
-    "sinks": (False, True),
-    "lse": (False, True),
-    "backward": (False, True),
+    **switches("segments", "kv_lens", "soft_cap", "alibi", "sinks", "lse", "backward"),
 }
 
 
@@ -366,19 +340,10 @@ def _dense_program(choice: Choice, chip: str) -> Program:
     mask = choice["mask"]
     return dense(
         chip,
-        choice["lengths"],
-        choice["heads"],
-        choice["head_sizes"],
-        choice["dtype"],
         causal=mask in ("causal", "window"),
         window=WINDOWS.get(mask),
-        segments=choice["segments"],
-        kv_lens=choice["kv_lens"],
         soft_cap=30.0 if choice["soft_cap"] else None,
-        alibi=choice["alibi"],
-        sinks=choice["sinks"],
-        lse=choice["lse"],
-        backward=choice["backward"],
+        **{name: value for name, value in choice.items() if name not in ("mask", "soft_cap")},
     )
 
 
@@ -450,16 +415,8 @@ def dense(
     return Program(call, arrays, list(known.values()), (), flops, traffic * jnp.dtype(dtype).itemsize, dtype)
 
 
-def _unchanged(choice: Choice) -> Choice:
-    return choice
-
-
-def _supports_all(choice: Choice, chip: str) -> str:
-    return ""
-
-
 KERNELS = {
-    "ragged_paged_attention": Kernel(RAGGED, _normalise_ragged, _refuse_ragged, _ragged_program, no_copies=("v7x",)),
-    "mla_attention": Kernel(LATENT, _unchanged, _refuse_latent, _latent_program, no_copies=("v7x",)),
-    "flash_attention": Kernel(DENSE, _unchanged, _supports_all, _dense_program),
+    "ragged_paged_attention": Kernel(RAGGED, _ragged_program, _normalise_ragged, _refuse_ragged, no_copies=("v7x",)),
+    "mla_attention": Kernel(LATENT, _latent_program, refusal=_refuse_latent, no_copies=("v7x",)),
+    "flash_attention": Kernel(DENSE, _dense_program),
 }

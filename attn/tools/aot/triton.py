@@ -17,7 +17,7 @@ import torch
 from attn.capabilities import Device, Request
 from attn.dtypes import PER_TOKEN_HEAD, kv_cache_element
 from attn.tables import Column
-from attn.tools.aot.command import Choice, CompileCase, grid, request_of
+from attn.tools.aot.command import Choice, CompileCase, grid, numbered, request_of, switches
 from attn.torch.backends.mla._triton import device_reasons
 from attn.torch.backends.rocm_attn import RocmAttentionBackend
 from attn.torch.backends.triton_attn import TritonAttentionBackend
@@ -65,7 +65,7 @@ def measure(case: CompileCase, target: str, step: str, dump: str) -> dict[str, A
 
     parts = []
 
-    def listen(*, src: Any, metadata: Mapping[str, Any], metadata_group: Mapping[str, str], **_: Any) -> None:
+    def listen(*, metadata: Mapping[str, Any], metadata_group: Mapping[str, str], **_: Any) -> None:
         files = {Path(name).suffix[1:]: path for name, path in metadata_group.items()}
         figures = _nvidia(files["cubin"]) if target.startswith("sm_") else _amd(files["amdgcn"])
         parts.append({"name": metadata["name"].lstrip("_"), **figures, "shared": metadata["shared"]})
@@ -80,16 +80,7 @@ def measure(case: CompileCase, target: str, step: str, dump: str) -> dict[str, A
             raise RuntimeError(f"{part['name']} needs {part['shared']} bytes of shared memory; {target} has {part['limit']}")
     if not parts:
         raise RuntimeError("no kernel was compiled")
-    return {"parts": _numbered(parts)}
-
-
-def _numbered(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Number repeated names, in order of launch."""
-    names = [part["name"] for part in parts]
-    return [
-        {**part, "name": name if names.count(name) == 1 else f"{name} {names[: i + 1].count(name)}"}
-        for i, (part, name) in enumerate(zip(parts, names, strict=True))
-    ]
+    return {"parts": numbered(parts)}
 
 
 def _placeholder(target: str, shared: int) -> Any:
@@ -164,12 +155,8 @@ def _amd(assembly: str) -> dict[str, Any]:
         found = re.findall(rf"\.{name}:\s+(\d+)", text)
         return int(found[-1]) if found else 0
 
-    return {
-        "registers": field("vgpr_count"),
-        "spills": field("vgpr_spill_count"),
-        "stack": field("private_segment_fixed_size"),
-        "code_kib": len(text) / 1024,
-    }
+    names = {"registers": "vgpr_count", "spills": "vgpr_spill_count", "stack": "private_segment_fixed_size"}
+    return {**{figure: field(name) for figure, name in names.items()}, "code_kib": len(text) / 1024}
 
 
 # --- paged attention ------------------------------------------------------------------------------------------------
@@ -194,12 +181,7 @@ PAGED: dict[str, Sequence[Any]] = {
     "dtype": ("bfloat16", "float16", "float32"),
     "kv": ("auto", "fp8_e4m3", "fp8_e5m2", "int8", "int8_per_token_head", "fp8_per_token_head"),
     "mask": tuple(WINDOWS),
-    "soft_cap": (False, True),
-    "alibi": (False, True),
-    "sinks": (False, True),
-    "lse": (False, True),
-    "per_head_scales": (False, True),
-    "output_scale": (False, True),
+    **switches("soft_cap", "alibi", "sinks", "lse", "per_head_scales", "output_scale"),
     "pattern": (False, True),  # block-sparse
     "large_cache": (False, True),  # 2 ** 31 elements and more
     "fixed_split": (False, True),
@@ -209,7 +191,7 @@ PAGED: dict[str, Sequence[Any]] = {
 def _normalise_paged(choice: Choice) -> Choice:
     if choice["kv"] == "auto" or choice["kv"] in PER_TOKEN_HEAD:
         choice["per_head_scales"] = False
-    if choice["pattern"]:  # block-sparse layers support only the causal mask
+    if choice.get("pattern"):  # block-sparse layers support only the causal mask
         choice["mask"] = "causal"
     return choice
 
@@ -297,11 +279,7 @@ ROW: dict[str, Sequence[Any]] = {
     "head_size": PAGED["head_size"],
     "dtype": PAGED["dtype"],
     "parts": (1, 7),
-    "runs": (False, True),
-    "keys_masked": (False, True),
-    "soft_cap": (False, True),
-    "sinks": (False, True),
-    "tokens_first": (False, True),
+    **switches("runs", "keys_masked", "soft_cap", "sinks", "tokens_first"),
 }
 
 
@@ -337,12 +315,6 @@ WRITE: dict[str, Sequence[Any]] = {
 }
 
 
-def _normalise_write(choice: Choice) -> Choice:
-    if choice["kv"] == "auto" or choice["kv"] in PER_TOKEN_HEAD:
-        choice["per_head_scales"] = False
-    return choice
-
-
 def _launch_write(choice: Choice) -> None:
     from attn.torch.kernels.kv_write import write_kv, write_kv_per_token
 
@@ -366,9 +338,7 @@ HOPPER: dict[str, Sequence[Any]] = {
     "block_size": PAGED["block_size"],
     "dtype": ("bfloat16", "float16"),
     "mask": ("causal", "bidirectional", "window", "two-sided"),
-    "soft_cap": (False, True),
-    "sinks": (False, True),
-    "lse": (False, True),
+    **switches("soft_cap", "sinks", "lse"),
 }
 
 
@@ -417,18 +387,14 @@ LATENT: dict[str, Sequence[Any]] = {
     "block_size": (16, 64, 128),
     "dtype": ("bfloat16", "float16", "float32"),
     "kv": ("auto", "fp8_e4m3", "fp8_e5m2", "fp8_ds_mla"),
-    "lse": (False, True),
-    "limits": (False, True),
-    "indices": (False, True),
-    "uneven": (False, True),
-    "device_scale": (False, True),
+    **switches("lse", "limits", "indices", "uneven", "device_scale"),
 }
 
 
 def _normalise_latent(choice: Choice) -> Choice:
     if choice["indices"]:  # lists are of equal lengths
         choice["uneven"] = False
-    if choice["kv"] in ("auto", "fp8_ds_mla"):
+    if choice.get("kv") in ("auto", "fp8_ds_mla"):
         choice["device_scale"] = False
     return choice
 
@@ -502,16 +468,8 @@ HOPPER_LATENT: dict[str, Sequence[Any]] = {
     "num_heads": (128, 64),
     "block_size": (64, 16),
     "dtype": ("bfloat16", "float16"),
-    "limits": (False, True),
-    "indices": (False, True),
-    "uneven": (False, True),
+    **switches("limits", "indices", "uneven"),
 }
-
-
-def _normalise_hopper_latent(choice: Choice) -> Choice:
-    if choice["indices"]:
-        choice["uneven"] = False
-    return choice
 
 
 def _launch_hopper_latent(choice: Choice) -> None:
@@ -523,8 +481,7 @@ def _launch_hopper_latent(choice: Choice) -> None:
 EXPANDED: dict[str, Sequence[Any]] = {
     "sizes": ((192, VALUE), (96, 64), (192, 192), (256, 256)),
     "dtype": ("bfloat16", "float16", "float32"),
-    "causal": (False, True),
-    "lse": (False, True),
+    **switches("causal", "lse"),
 }
 
 
@@ -556,8 +513,7 @@ INT8: dict[str, Sequence[Any]] = {
     "heads": ((4, 4), (8, 2)),
     "head_size": (128, 256),
     "dtype": ("bfloat16", "float16"),
-    "causal": (False, True),
-    "lse": (False, True),
+    **switches("causal", "lse"),
     "smooth": (True, False),
     "large": (False, True),  # 2 ** 31 elements and more
 }
@@ -587,11 +543,11 @@ KERNELS = {
     "paged_attention": Kernel(PAGED, _launch_paged, _normalise_paged, _refuse_paged),
     "hopper_prefill": Kernel(HOPPER, _launch_hopper),
     "dense_decode": Kernel(ROW, _launch_row),
-    "kv_write": Kernel(WRITE, _launch_write, _normalise_write),
+    "kv_write": Kernel(WRITE, _launch_write, _normalise_paged),
     "merge_states": Kernel(MERGE, _launch_merge),
     "latent_write": Kernel(LATENT_WRITE, _launch_latent_write, _normalise_latent_write),
     "mla_decode": Kernel(LATENT, _launch_latent, _normalise_latent, _refuse_latent),
-    "hopper_mla": Kernel(HOPPER_LATENT, _launch_hopper_latent, _normalise_hopper_latent),
+    "hopper_mla": Kernel(HOPPER_LATENT, _launch_hopper_latent, _normalise_latent),
     "mla_prefill": Kernel(EXPANDED, _launch_expanded),
     "int8_attention": Kernel(INT8, _launch_int8),
 }

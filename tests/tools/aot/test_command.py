@@ -245,6 +245,11 @@ def test_a_grid_has_every_pair_and_its_subset_every_value():
     assert [case.choice for case in aot.grid("k", AXES)] == [case.choice for case in aot.grid("k", AXES)]
 
 
+def test_a_kernel_that_is_compiled_twice_has_two_names():
+    parts = [{"name": "attention"}, {"name": "merge"}, {"name": "attention"}]
+    assert [part["name"] for part in aot.numbered(parts)] == ["attention 1", "merge", "attention 2"]
+
+
 def test_a_choice_as_a_request():
     choice = {"heads": (8, 2), "head_size": 96, "dtype": "bfloat16", "kv": "int8", "block_size": 16}
     request = aot.request_of({**choice, "mask": "two-sided", "sinks": True, "lse": False, "batch": "decode"})

@@ -111,11 +111,6 @@ def test_figures_of_amds_assembly(tmp_path):
     }  # fmt: skip
 
 
-def test_a_kernel_that_is_compiled_twice_has_two_names():
-    parts = [{"name": "attention"}, {"name": "merge"}, {"name": "attention"}]
-    assert [part["name"] for part in torch_aot._numbered(parts)] == ["attention 1", "merge", "attention 2"]
-
-
 @pytest.mark.full
 def test_a_tree_over_wide_heads_is_translated_for_gfx950(tmp_path):
     """Triton 3.6 cannot translate tiles of 32 keys in two stages there ("failed to translate module to LLVM IR")."""
