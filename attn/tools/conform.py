@@ -16,11 +16,12 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from attn.capabilities import Candidate
 from attn.errors import UnsupportedError
 from attn.progress import Lines, display
 from attn.selection import plugins
 from attn.selection.verdicts import not_loadable
-from attn.testing.case import Case
+from attn.testing.case import Case, Recipe
 from attn.testing.conformance import EXECUTED, Report, candidate_of, run_case, run_conformance
 from attn.testing.suite import LEVELS
 
@@ -137,64 +138,59 @@ def _show_report(args: argparse.Namespace, report: Report) -> int:
 
 
 def _repro(args: argparse.Namespace) -> int:
-    names, text = args.backends, args.repro
-    if not names:
+    """Run one case on the given backends, or calls of the given entries."""
+    if not args.backends:
         raise ValueError("--repro needs a backend to run the case on")
-    if args.registry == "mla_prefill":
-        raise ValueError("--repro supports --registry attention, diffusion and entries, not mla_prefill")
-    if args.registry == "entries":
-        return _repro_entries(args)
-    if args.registry == "diffusion":
-        return _repro_dense(args)
-    case = Case.from_json(text)
+    if args.registry not in _REPRO:
+        raise ValueError(f"--repro supports --registry attention, diffusion and entries, not {args.registry}")
     plugins.load()
-    violations = []
-    for name in names:
-        candidate = candidate_of(name)
-        if reasons := not_loadable(candidate):
-            raise UnsupportedError(f"{name}: {'; '.join(reasons)}", reasons)
-        violations += run_case(candidate.backend, case)
-    rows = [{"backend": v.backend, "rule": v.rule, "text": str(v)} for v in violations]
+    rows = []
+    for name in args.backends:
+        case, found = _REPRO[args.registry](name, args.repro)
+        rows += [{"backend": name, **row} for row in found]
+    lines = [row["text"] if "rule" in row else f"{row['backend']}: {row['text']}" for row in rows]
     data = {"case": json.loads(case.json()), "violations": rows}
-    return _done(not violations, data, "\n".join(map(str, violations)) or "no violation", args.json)
+    return _done(not rows, data, "\n".join(lines) or "no violation", args.json)
 
 
-def _repro_dense(args: argparse.Namespace) -> int:
+def _loaded(name: str, candidate: Candidate) -> Any:
+    if reasons := not_loadable(candidate):
+        raise UnsupportedError(f"{name}: {'; '.join(reasons)}", reasons)
+    return candidate.backend
+
+
+def _repro_paged(name: str, text: str) -> tuple[Recipe, list[dict[str, str]]]:
+    case = Case.from_json(text)
+    violations = run_case(_loaded(name, candidate_of(name)), case)
+    return case, [{"backend": v.backend, "rule": v.rule, "text": str(v)} for v in violations]
+
+
+def _repro_dense(name: str, text: str) -> tuple[Recipe, list[dict[str, str]]]:
     from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
     from attn.testing.dense import DenseCase
     from attn.tools.fuzz.dense import check
 
-    case = DenseCase.from_json(args.repro)
-    plugins.load()
-    wrong = []
-    for name in args.backends:
-        candidate = DiffusionAttentionBackendEnum[name].candidate()
-        if reasons := not_loadable(candidate):
-            raise UnsupportedError(f"{name}: {'; '.join(reasons)}", reasons)
-        try:
-            check(candidate.backend, case)
-        except AssertionError as error:
-            wrong.append({"backend": name, "text": str(error)})
-    data = {"case": json.loads(case.json()), "violations": wrong}
-    lines = [f"{one['backend']}: {one['text']}" for one in wrong] or ["no violation"]
-    return _done(not wrong, data, "\n".join(lines), args.json)
+    case = DenseCase.from_json(text)
+    try:
+        check(_loaded(name, DiffusionAttentionBackendEnum[name].candidate()), case)
+    except AssertionError as error:
+        return case, [{"text": str(error)}]
+    return case, []
 
 
-def _repro_entries(args: argparse.Namespace) -> int:
+def _repro_entry(name: str, text: str) -> tuple[Recipe, list[dict[str, str]]]:
     from attn.tools.fuzz import entries as fuzz_entries
     from attn.tools.fuzz.campaign import examined_by
 
-    wrong = []
-    for subject in map(fuzz_entries.subject_of, args.backends):
-        case = subject.case.from_json(args.repro)
-        if why := subject.missing():
-            raise UnsupportedError(f"{subject.name}: {why}", (why,))
-        outcome = examined_by(subject.check, case)
-        if outcome.failed:
-            wrong.append({"backend": subject.name, "text": f"{outcome.kind}: {outcome.text}"})
-    data = {"case": json.loads(args.repro), "violations": wrong}
-    lines = [f"{one['backend']}: {one['text']}" for one in wrong] or ["no violation"]
-    return _done(not wrong, data, "\n".join(lines), args.json)
+    subject = fuzz_entries.subject_of(name)
+    case = subject.case.from_json(text)
+    if why := subject.missing():
+        raise UnsupportedError(f"{name}: {why}", (why,))
+    outcome = examined_by(subject.check, case)
+    return case, [{"text": f"{outcome.kind}: {outcome.text}"}] if outcome.failed else []
+
+
+_REPRO = {"attention": _repro_paged, "diffusion": _repro_dense, "entries": _repro_entry}
 
 
 def _done(ok: bool, data: dict[str, Any], text: str, as_json: bool) -> int:

@@ -19,32 +19,13 @@ from attn.testing.wrong import wrongs_for
 HEAD_SIZES = (64, 64, 128, 32, 80, 16, 8, 96, 24, 48, 72, 112, 192, 256, 40, 20, 33, 7, 5, 4, 3, 100, 160)
 _BLOCK_SIZES = (16, 16, 1, 2, 3, 5, 7, 8, 16, 24, 32, 48, 64, 128, 256)
 HEADS = (
-    (2, 2),
-    (4, 2),
-    (6, 2),
-    (1, 1),
-    (5, 5),
-    (8, 1),
-    (3, 1),
-    (7, 7),
-    (10, 5),
-    (9, 3),
-    (16, 2),
-    (15, 3),
-    (12, 4),
-    (21, 3),
+    (2, 2), (4, 2), (6, 2), (1, 1), (5, 5), (8, 1), (3, 1), (7, 7), (10, 5), (9, 3), (16, 2), (15, 3), (12, 4), (21, 3),
     (32, 8),
-)
+)  # fmt: skip
 _LATENT_HEADS = (1, 2, 3, 4, 5, 8, 16, 17)
 _LATENT_DIMS = (
-    (32, 24, 16, 40),
-    (512, 128, 64, 128),
-    (64, 32, 32, 32),
-    (128, 64, 64, 32),
-    (40, 8, 8, 24),
-    (17, 5, 3, 7),
-    (96, 1, 2, 7),
-)
+    (32, 24, 16, 40), (512, 128, 64, 128), (64, 32, 32, 32), (128, 64, 64, 32), (40, 8, 8, 24), (17, 5, 3, 7), (96, 1, 2, 7),
+)  # fmt: skip
 _WINDOWS = (1, 2, 7, 16, 17, 100, 10**6, 2**31 - 1)
 _PAIRS = ((0, None), (3, 0), (0, 0), (5, None), (None, 0), (20, None), (10**6, None), (10**6, 0), (15, 0))
 _TWO_SIDED = ((20, 2), (0, 3), (None, 2), (7, 7), (10**6, 10**6), (None, 10**6), (4, 1))
@@ -91,15 +72,8 @@ def program(subject: Subject, seed: int, number: int, cases: int, one_shape: boo
 def _mistaken(frame: Case, mistake: str) -> Case:
     """Return a plain batch with one mistake, for a layer like the frame's."""
     q, m = (1, 4, 2), (20, 4, 2)
-    plain = {
-        "through": "layer",
-        "new": "written",
-        "kv_sharing": False,
-        "tree": 0,
-        "inputs": "randn",
-        "check": f"wrong={mistake}",
-    }
-    return frame.replace(query_lens=q, seq_lens=q if frame.is_encoder else m, **plain)
+    plain = {"through": "layer", "new": "written", "kv_sharing": False, "tree": 0, "inputs": "randn"}
+    return frame.replace(query_lens=q, seq_lens=q if frame.is_encoder else m, check=f"wrong={mistake}", **plain)
 
 
 def _chance(rng: random.Random, probability: float, values: Sequence[Any], otherwise: Any) -> Any:
