@@ -427,14 +427,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     begin = time.monotonic()
     with _progress(sum(not case.refused for case in chosen) * len(_steps(args.target, args.compile_only))) as report:
-        rows = compile_cases(
-            args.target,
-            chosen,
-            jobs=args.jobs,
-            limits=limits,
-            report=report,
-            compile_only=args.compile_only,
-        )
+        rows = compile_cases(args.target, chosen, jobs=args.jobs, limits=limits, report=report, compile_only=args.compile_only)
     ok = not any(row.status == "failed" for row in rows)
     data = {
         "target": args.target,

@@ -76,10 +76,7 @@ class Program(NamedTuple):
     def floors(self, chip: str) -> dict[str, float]:
         """Microseconds that the products and bytes take at the chip's peaks."""
         peak = CHIPS[chip]
-        return {
-            "hbm_us": self.bytes / peak.hbm / 1e3,
-            "mxu_us": self.flops * _PASSES.get(self.dtype, 1) / peak.tflops / 1e6,
-        }
+        return {"hbm_us": self.bytes / peak.hbm / 1e3, "mxu_us": self.flops * _PASSES.get(self.dtype, 1) / peak.tflops / 1e6}
 
 
 def environment(chip: str, dump: str, estimate: bool) -> dict[str, str]:

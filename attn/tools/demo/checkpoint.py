@@ -69,10 +69,7 @@ def weight_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             layer[f"{name}.bias"] = (rows,)
     if config.qk_norm:
         layer["self_attn.q_norm.weight"] = layer["self_attn.k_norm.weight"] = (config.head_size,)
-    shapes: dict[str, tuple[int, ...]] = {
-        _EMBEDDING: (config.vocab_size, hidden),
-        "model.norm.weight": (hidden,),
-    }
+    shapes: dict[str, tuple[int, ...]] = {_EMBEDDING: (config.vocab_size, hidden), "model.norm.weight": (hidden,)}
     for index in range(config.num_layers):
         shapes |= {f"model.layers.{index}.{name}": shape for name, shape in layer.items()}
     return shapes if config.tie_word_embeddings else shapes | {_HEAD: (config.vocab_size, hidden)}

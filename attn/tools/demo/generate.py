@@ -76,12 +76,7 @@ def run(args: argparse.Namespace) -> int:
             "tokens_per_second": speed,
             "stats": dataclasses.asdict(stats),
             "results": [
-                {
-                    "prompt": text,
-                    "text": stream.read(),
-                    "tokens": request.output,
-                    "finish_reason": request.finish_reason,
-                }
+                {"prompt": text, "text": stream.read(), "tokens": request.output, "finish_reason": request.finish_reason}
                 for text, stream, request in zip(args.prompts, streams, requests, strict=True)
             ],
         }

@@ -180,13 +180,7 @@ class LlamaRunner:
     framework = "jax"
 
     def __init__(
-        self,
-        config: ModelConfig,
-        weights: Weights,
-        scheduler: Scheduler,
-        *,
-        dtype: str = "float32",
-        backend: str | None = None,
+        self, config: ModelConfig, weights: Weights, scheduler: Scheduler, *, dtype: str = "float32", backend: str | None = None
     ) -> None:
         num_blocks, block_size = scheduler.pool.num_blocks, scheduler.block_size
         self.buckets = Buckets(scheduler, [next_power_of_two(scheduler.token_budget)])

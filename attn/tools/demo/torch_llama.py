@@ -97,12 +97,7 @@ class SelfAttention(nn.Module):
         self.q_norm = nn.RMSNorm(size, config.rms_norm_eps, dtype=dtype) if config.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(size, config.rms_norm_eps, dtype=dtype) if config.qk_norm else nn.Identity()
         self.attn = Attention(
-            config.num_heads,
-            size,
-            num_kv_heads=config.num_kv_heads,
-            sliding_window=sliding_window,
-            dtype=dtype,
-            **choice,
+            config.num_heads, size, num_kv_heads=config.num_kv_heads, sliding_window=sliding_window, dtype=dtype, **choice
         )
 
     def forward(self, hidden: torch.Tensor, rotation: Rotation, kv_cache: torch.Tensor, attn_metadata: Any) -> torch.Tensor:
