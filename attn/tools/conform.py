@@ -114,7 +114,8 @@ def run(args: argparse.Namespace) -> int:
 def _fuzz(args: argparse.Namespace) -> int:
     from attn.tools.fuzz.campaign import as_json, as_text, run_fuzz
 
-    reports = run_fuzz(args.backends or None, args.fuzz, args.seed, args.jobs, to=sys.stderr, registry=args.registry)
+    with display(Lines(sys.stderr), sys.stderr) as shown:
+        reports = run_fuzz(args.backends or None, args.fuzz, args.seed, args.jobs, shown=shown, registry=args.registry)
     nothing = not any(report.cases for report in reports)
     idle = [
         f"{report.backend}: {report.skipped or f'no case was finished in its share of {args.fuzz:g} s: pass more to --fuzz'}"

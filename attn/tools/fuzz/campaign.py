@@ -7,6 +7,7 @@ ones by the features that it needs, and printed with the command that repeats it
 
 import dataclasses
 import functools
+import math
 import re
 import resource
 import sys
@@ -14,13 +15,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
 
 from attn.arguments import positive_number
 from attn.backend_enum import path_of
 from attn.backends.registry import AttentionBackendEnum
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.imports import resolve_obj_by_qualname
+from attn.progress import Display
 from attn.selection import plugins
 from attn.selection.verdicts import not_loadable
 from attn.testing import shrink
@@ -345,15 +347,15 @@ class _Examiner:
 
 
 def run_fuzz(
-    names: Sequence[str] | None, seconds: float, seed: int, jobs: int = 1, most: int | None = None, to: TextIO | None = None,
-    registry: str = "attention",
+    names: Sequence[str] | None, seconds: float, seed: int, jobs: int = 1, most: int | None = None,
+    shown: Display | None = None, registry: str = "attention",
 ) -> list[FuzzReport]:  # fmt: skip
     """Fuzz the named backends or entries, or all that run on this machine, which share the time evenly.
 
     seconds: total time.
     jobs: number of processes; they work on one backend at a time.
     most: largest number of programs per backend; None: no limit.
-    to: stream for progress.
+    shown: display of the progress, in seconds (default: none).
     registry: "attention", "diffusion" or "entries".
 
     Raises ValueError for an unknown name or registry, for `seconds` that are not finite and above 0 and for `jobs` below 1.
@@ -364,7 +366,7 @@ def run_fuzz(
     if jobs < 1:
         raise ValueError(f"jobs={jobs} must be at least 1")
     plugins.load()
-    end, reports, chosen = time.monotonic() + seconds, [], []
+    end, reports, chosen, shown = time.monotonic() + seconds, [], [], shown or Display()
     for name in _REGISTRIES[registry].names() if names is None else names:
         subject, path, why = _here(registry, name, names is None)
         if subject is None:
@@ -372,10 +374,13 @@ def run_fuzz(
         else:
             chosen.append((dataclasses.replace(subject, name=name), path))
     for i, (subject, path) in enumerate(chosen):
-        until = time.monotonic() + (end - time.monotonic()) / (len(chosen) - i)
+        begin = time.monotonic()
+        until = begin + (end - begin) / (len(chosen) - i)
+        notify = functools.partial(_show, shown, begin)
+        shown.begin(subject.name, max(1, math.ceil(until - begin)))
         examiners = [_Examiner(registry, path) for _ in range(jobs)]
         try:
-            with shared_cores(jobs), progress(to, until) as notify:
+            with shared_cores(jobs):
                 reports.append(campaign(subject, examiners, seed, until, FuzzReport(subject.name, seed), most, notify))
         finally:
             for examiner in examiners:
@@ -412,31 +417,9 @@ def _dense_here(candidate: Any) -> tuple[DenseSubject | None, str]:
     return DenseSubject(candidate.name, backend, None if refused else device), ""
 
 
-class progress:
-    """Print a campaign's progress: one line that is rewritten on a terminal, otherwise a line from time to time."""
-
-    def __init__(self, to: TextIO | None, until: float, every: float = 20.0) -> None:
-        self.to, self.until, self.every, self.next = to, until, every, 0.0
-        self.live = to is not None and to.isatty()
-
-    def __enter__(self) -> Callable[[FuzzReport], None]:
-        return self._show
-
-    def __exit__(self, *error: object) -> None:
-        if self.live and self.to is not None:
-            self.to.write("\r\x1b[K")
-
-    def _show(self, report: FuzzReport) -> None:
-        now = time.monotonic()
-        if self.to is None or now < self.next:
-            return
-        self.next = now + (0.2 if self.live else self.every)
-        left = max(0.0, self.until - now)
-        line = (
-            f"{report.backend}: {report.cases} cases, {report.programs} programs, {len(report.finds)} finds, {left:.0f} s left"
-        )
-        self.to.write(f"\r\x1b[K{line}" if self.live else f"{line}\n")
-        self.to.flush()
+def _show(shown: Display, begin: float, report: FuzzReport) -> None:
+    words = f"{report.cases} cases, {report.programs} programs, {len(report.finds)} finds"
+    shown.step(max(1, int(time.monotonic() - begin)), words)
 
 
 def as_json(reports: Sequence[FuzzReport]) -> dict[str, Any]:
