@@ -56,10 +56,10 @@ class BackendRow:
     origin: str
     framework: str
     reasons: tuple[str, ...]
-    capabilities: Capabilities | None
-    block_sizes: tuple[str, ...]
-    features: tuple[str, ...]
-    evidence: str
+    capabilities: Capabilities | None = None
+    block_sizes: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
+    evidence: str = ""
     limits: tuple[str, ...] = ()
 
     @property
@@ -336,24 +336,21 @@ def _row(registry: str, member: Any, reports: Mapping[str, Any], devices: Mappin
 def _described(
     registry: str, candidate: Candidate, origin: str, devices: Mapping[str, Any], *, judge: bool = True
 ) -> BackendRow:
-    capabilities, framework = None, _framework_of_path(candidate.path)
-    blocks: tuple[str, ...] = ()
-    features: tuple[str, ...] = ()
-    limits: tuple[str, ...] = ()
+    capabilities, framework, served = None, _framework_of_path(candidate.path), dict[str, Any]()
     reasons = list(not_loadable(candidate))
     backend: Any = candidate.backend
     try:
         capabilities = getattr(backend, "capabilities", None)
         if capabilities is not None:
             framework = capabilities.framework
-            blocks, features = _block_sizes(backend), _features(backend)
             limits = tuple(backend.limits()) if hasattr(backend, "limits") else ()
+            served = {"block_sizes": _block_sizes(backend), "features": _features(backend), "limits": limits}
             if judge:
                 device = devices[framework]
                 reasons += [device] if isinstance(device, str) else capabilities.device_reasons(device)
     except Exception as error:  # third-party classes may raise anything; report it in the row
         reasons.append(f"broken: {type(error).__name__}: {error}")
-        capabilities, blocks, features, limits = None, (), (), ()
+        capabilities, served = None, {}
     return BackendRow(
         registry=registry,
         name=candidate.name,
@@ -362,10 +359,8 @@ def _described(
         framework=framework,
         reasons=tuple(reasons),
         capabilities=capabilities,
-        block_sizes=blocks,
-        features=features,
         evidence=evidence.summary(registry, candidate.name),
-        limits=limits,
+        **served,
     )
 
 
@@ -392,18 +387,7 @@ def _framework_of_path(path: str) -> str:
 
 
 def _plugin_row(registry: str, report: plugins.PluginReport) -> BackendRow:
-    return BackendRow(
-        registry=registry,
-        name=report.name,
-        path=report.value,
-        origin="plugin",
-        framework="",
-        reasons=(f"plugin not loaded: {report.problem}",),
-        capabilities=None,
-        block_sizes=(),
-        features=(),
-        evidence="",
-    )
+    return BackendRow(registry, report.name, report.value, "plugin", "", (f"plugin not loaded: {report.problem}",))
 
 
 def _table_row(registry: str, member: BackendEnum) -> list[str]:

@@ -120,6 +120,33 @@ def grid(
     return [CompileCase(kernel, name, choice, name in subset, refused[name]) for name, choice in choices.items()]
 
 
+class Kernel(NamedTuple):
+    """A kernel's part of a framework's grid.
+
+    axes: choices, of which the grid has every pair that `normalise` allows. make: what is compiled for a choice. normalise:
+    replaces choices that have no meaning together, or returns None. refusal: why the kernel does not support a choice on an
+    architecture, or "". only_on: the architectures that it is written for (empty: all).
+    """
+
+    axes: Mapping[str, Sequence[Any]]
+    make: Callable[..., Any]
+    normalise: Callable[[Choice], Choice | None] = lambda choice: choice
+    refusal: Callable[[Choice, str], str] = lambda choice, arch: ""
+    only_on: tuple[str, ...] = ()
+    #: Chips whose simulator does not support this kernel's copies: it aborts on waits for copies that were started under
+    #: another predicate ("No DMA issue node found"), and without the waits its figures are meaningless.
+    no_copies: tuple[str, ...] = ()
+
+
+def grids(kernels: Mapping[str, Kernel], arch: str) -> list[CompileCase]:
+    """Return every case of every kernel for an architecture, without kernels that are not written for it."""
+    found = []
+    for name, kernel in kernels.items():
+        if not kernel.only_on or arch in kernel.only_on:
+            found += grid(name, kernel.axes, kernel.normalise, lambda choice, kernel=kernel: kernel.refusal(choice, arch))  # type: ignore[misc]
+    return found
+
+
 def _named(axes: Mapping[str, Sequence[Any]], choice: Choice) -> str:
     """Name a choice by its values, leaving out switches that are off and the first value of an axis of two."""
     words = []

@@ -1,12 +1,11 @@
 """The TPU kernels' declared grid, compiled and estimated for chips that are not present: `attn aot` for jax.
 
-A kernel is an entry of `KERNELS`. axes: choices, of which the grid has every pair that is meaningful. normalise: makes a
-combination of choices meaningful. refusal: why the kernel does not support a choice. program: what is compiled. Batches are
-small, since the simulator executes every loop: the grid tests code paths, not the times of large shapes.
+A kernel is an entry of `KERNELS`. Batches are small, since the simulator executes every loop: the grid tests code paths, not
+the times of large shapes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from attn.jax.backends.mla.pallas_mla import PallasMLABackend
 from attn.jax.backends.pallas import PallasAttentionBackend
 from attn.tables import Column
 from attn.tools.aot import libtpu as _libtpu
-from attn.tools.aot.command import Choice, CompileCase, grid, request_of, switches
+from attn.tools.aot.command import Choice, CompileCase, Kernel, grids, request_of, switches
 from attn.tools.aot.libtpu import Program
 
 STEPS = ("compile", "estimate")
@@ -32,26 +31,9 @@ COLUMNS = (
 COMPUTE_ALONE = "estimated without its copies, which this chip's simulator does not follow: the time to compute"
 
 
-class Kernel(NamedTuple):
-    """A kernel's part of the grid; see the module's docstring."""
-
-    axes: Mapping[str, Sequence[Any]]
-    program: Callable[[Choice, str], Program]
-    normalise: Callable[[Choice], Choice | None] = lambda choice: choice
-    refusal: Callable[[Choice, str], str] = lambda choice, chip: ""
-    #: Chips whose simulator does not support this kernel's copies: it aborts on waits for copies that were started under
-    #: another predicate ("No DMA issue node found"), and without the waits its figures are meaningless.
-    no_copies: tuple[str, ...] = ()
-
-
 def cases(target: str) -> list[CompileCase]:
     """Every case of every kernel for a target."""
-    chip = _chip(target)
-    return [
-        case
-        for name, kernel in KERNELS.items()
-        for case in grid(name, kernel.axes, kernel.normalise, lambda choice, kernel=kernel: kernel.refusal(choice, chip))  # type: ignore[misc]
-    ]
+    return grids(KERNELS, _chip(target))
 
 
 def environment(target: str, step: str, dump: str) -> dict[str, str]:
@@ -62,7 +44,7 @@ def environment(target: str, step: str, dump: str) -> dict[str, str]:
 def measure(case: CompileCase, target: str, step: str, dump: str) -> dict[str, Any]:
     """See `command`. Omits the estimate's memory figures: it is compiled with other flags than a user's program."""
     chip, kernel = _chip(target), KERNELS[case.kernel]
-    program = kernel.program(dict(case.choice), chip)
+    program = kernel.make(dict(case.choice), chip)
     floors = {name: round(us, 3) for name, us in program.floors(chip).items()}
     if step == "compile":
         parts = _libtpu.compile_program(program, chip, dump)
@@ -135,9 +117,9 @@ def _normalise_ragged(choice: Choice) -> Choice:
     return choice
 
 
-def _refuse_ragged(choice: Choice, chip: str) -> str:
+def _refuse_ragged(choice: Choice, arch: str) -> str:
     """PALLAS's reasons against such a layer, or "" (joined)."""
-    return "; ".join(PallasAttentionBackend.why_not(request_of(choice), Device("jax", "tpu", arch=chip)))
+    return "; ".join(PallasAttentionBackend.why_not(request_of(choice), Device("jax", "tpu", arch=arch)))
 
 
 def _ragged_program(choice: Choice, chip: str) -> Program:
@@ -256,10 +238,10 @@ LATENT: dict[str, Sequence[Any]] = {
 RANK, ROPE = 512, 64
 
 
-def _refuse_latent(choice: Choice, chip: str) -> str:
+def _refuse_latent(choice: Choice, arch: str) -> str:
     """PALLAS_MLA's reasons against such a layer, joined."""
     request = Request(RANK + ROPE, choice["dtype"], choice["kv"], choice["block_size"], features=frozenset({Feature.MLA}))
-    return "; ".join(PallasMLABackend.why_not(request, Device("jax", "tpu", arch=chip)))
+    return "; ".join(PallasMLABackend.why_not(request, Device("jax", "tpu", arch=arch)))
 
 
 def _latent_program(choice: Choice, chip: str) -> Program:

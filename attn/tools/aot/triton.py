@@ -10,14 +10,14 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from attn.capabilities import Device, Request
 from attn.dtypes import PER_TOKEN_HEAD, kv_cache_element
 from attn.tables import Column
-from attn.tools.aot.command import Choice, CompileCase, grid, numbered, request_of, switches
+from attn.tools.aot.command import Choice, CompileCase, Kernel, grids, numbered, request_of, switches
 from attn.torch.backends.mla._triton import device_reasons
 from attn.torch.backends.rocm_attn import RocmAttentionBackend
 from attn.torch.backends.triton_attn import TritonAttentionBackend
@@ -29,27 +29,9 @@ COLUMNS = (
 )  # fmt: skip
 
 
-class Kernel(NamedTuple):
-    """A kernel's part of the grid.
-
-    axes: choices, of which the grid has every pair that `normalise` allows. launch: calls the host function. normalise:
-    replaces choices that have no meaning together, or returns None. refusal: why an architecture's kernel does not support a
-    choice, or "".
-    """
-
-    axes: Mapping[str, Sequence[Any]]
-    launch: Callable[[Choice], None]
-    normalise: Callable[[Choice], Choice | None] = lambda choice: choice
-    refusal: Callable[[Choice, str], str] = lambda choice, arch: ""
-
-
 def cases(target: str) -> list[CompileCase]:
-    """Every case of every kernel for a target, without kernels that are not written for it."""
-    found = []
-    for name, kernel in KERNELS.items():
-        if name not in ONLY_ON or target in ONLY_ON[name]:
-            found += grid(name, kernel.axes, kernel.normalise, lambda choice, kernel=kernel: kernel.refusal(choice, target))  # type: ignore[misc]
-    return found
+    """Every case of every kernel for a target."""
+    return grids(KERNELS, target)
 
 
 def environment(target: str, step: str, dump: str) -> dict[str, str]:
@@ -73,7 +55,7 @@ def measure(case: CompileCase, target: str, step: str, dump: str) -> dict[str, A
     triton.runtime.driver.set_active(_placeholder(target, SHARED_MEMORY[target]))
     triton.knobs.compilation.listener = listen
     torch.manual_seed(0)
-    KERNELS[case.kernel].launch(dict(case.choice))
+    KERNELS[case.kernel].make(dict(case.choice))
     for part in parts:
         part["limit"] = SHARED_MEMORY[target]
         if part["shared"] > part["limit"]:
@@ -541,15 +523,13 @@ def _launch_int8(choice: Choice) -> None:
 
 KERNELS = {
     "paged_attention": Kernel(PAGED, _launch_paged, _normalise_paged, _refuse_paged),
-    "hopper_prefill": Kernel(HOPPER, _launch_hopper),
+    "hopper_prefill": Kernel(HOPPER, _launch_hopper, only_on=("sm_90",)),
     "dense_decode": Kernel(ROW, _launch_row),
     "kv_write": Kernel(WRITE, _launch_write, _normalise_paged),
     "merge_states": Kernel(MERGE, _launch_merge),
     "latent_write": Kernel(LATENT_WRITE, _launch_latent_write, _normalise_latent_write),
     "mla_decode": Kernel(LATENT, _launch_latent, _normalise_latent, _refuse_latent),
-    "hopper_mla": Kernel(HOPPER_LATENT, _launch_hopper_latent, _normalise_latent),
+    "hopper_mla": Kernel(HOPPER_LATENT, _launch_hopper_latent, _normalise_latent, only_on=("sm_90",)),
     "mla_prefill": Kernel(EXPANDED, _launch_expanded),
     "int8_attention": Kernel(INT8, _launch_int8),
 }
-#: Kernels written for specific architectures.
-ONLY_ON: dict[str, tuple[str, ...]] = {"hopper_prefill": ("sm_90",), "hopper_mla": ("sm_90",)}

@@ -28,7 +28,7 @@ def triton() -> str:
 
 
 def kernels(target):
-    return {name for name in torch_aot.KERNELS if target in torch_aot.ONLY_ON.get(name, (target,))}
+    return {name for name, kernel in torch_aot.KERNELS.items() if target in (kernel.only_on or (target,))}
 
 
 #: The architectures that `make test` compiles for: Hopper has kernels of its own; of the others, one of each vendor.
