@@ -66,6 +66,12 @@ def load_runner(
         raise AttnError(f"{what}: {'; '.join(error.reasons)}") from error
 
 
+def scheduler_of(config: ModelConfig, num_blocks: int, block_size: int, **limits: int) -> Scheduler:
+    """Return a scheduler of the model's vocabulary, length and end of text; `limits`: its other arguments."""
+    sizes = {"vocab_size": config.vocab_size, "max_model_len": config.max_position_embeddings, **limits}
+    return Scheduler(num_blocks, block_size, eos_token_ids=config.eos_token_ids, **sizes)
+
+
 def greedy(logits: npt.NDArray[np.float32], request: GenerationRequest) -> int:
     """Return the likeliest token."""
     return int(logits.argmax())

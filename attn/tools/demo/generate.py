@@ -14,9 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from attn.selection.platforms import default_framework
-from attn.serving import Scheduler
 from attn.tools.demo.checkpoint import load_config, load_tokenizer, load_weights
-from attn.tools.demo.engine import DTYPES, FRAMEWORKS, SHIPPED_MODEL, TextStream, load_runner, sampler, serve
+from attn.tools.demo.engine import DTYPES, FRAMEWORKS, SHIPPED_MODEL, TextStream, load_runner, sampler, scheduler_of, serve
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,14 +45,7 @@ def run(args: argparse.Namespace) -> int:
     if args.num_blocks is None:
         longest = (min(len(prompt) + args.max_new_tokens, config.max_position_embeddings) for prompt in prompts)
         args.num_blocks = sum(-(-max(length, 1) // max(args.block_size, 1)) for length in longest)
-    scheduler = Scheduler(
-        args.num_blocks,
-        args.block_size,
-        vocab_size=config.vocab_size,
-        max_model_len=config.max_position_embeddings,
-        eos_token_ids=config.eos_token_ids,
-        max_num_reqs=min(64, len(prompts)),
-    )
+    scheduler = scheduler_of(config, args.num_blocks, args.block_size, max_num_reqs=min(64, len(prompts)))
     requests = [scheduler.submit(prompt, args.max_new_tokens) for prompt in prompts]
     runner = load_runner(framework, config, load_weights(args.model, config), scheduler, dtype=args.dtype, backend=args.backend)
     if args.verbose and not args.json:

@@ -22,9 +22,9 @@ from attn.imports import pip_install, resolve_obj_by_qualname
 from attn.progress import Display, Lines, Quiet, coloured, display
 from attn.serving import GenerationRequest, Scheduler
 from attn.tables import Column, cells, header, line
-from attn.tools.demo.checkpoint import ModelConfig, load_config, load_tokenizer, load_weights
+from attn.tools.demo.checkpoint import load_config, load_tokenizer, load_weights
 from attn.tools.demo.dense import Dense, dense_forward
-from attn.tools.demo.engine import FRAMEWORKS, SHIPPED_MODEL, ModelRunner, TextStream, load_runner, missing, serve
+from attn.tools.demo.engine import FRAMEWORKS, SHIPPED_MODEL, ModelRunner, TextStream, load_runner, missing, scheduler_of, serve
 from attn.tools.demo.prompts import PROMPTS
 
 if TYPE_CHECKING:
@@ -114,7 +114,9 @@ def run(args: argparse.Namespace) -> int:
         )
         served = []
         for framework in frameworks:
-            schedulers = [_scheduler(config, num_blocks, args.block_size) for _ in range(2)]
+            schedulers = [
+                scheduler_of(config, num_blocks, args.block_size, token_budget=128, max_num_reqs=16) for _ in range(2)
+            ]
             requests = [schedulers[0].submit(prompt, args.max_new_tokens) for prompt in prompts]
             began = time.perf_counter()
             runner = load_runner(framework, config, weights, schedulers[0])
@@ -170,18 +172,6 @@ def _prompts(path: Path | None, count: int | None) -> list[str]:
     if not texts:
         raise AttnError(f"{path}: contains no prompts: must have one per line")
     return list(islice(cycle(texts), count or len(texts)))
-
-
-def _scheduler(config: ModelConfig, num_blocks: int, block_size: int) -> Scheduler:
-    return Scheduler(
-        num_blocks,
-        block_size,
-        vocab_size=config.vocab_size,
-        max_model_len=config.max_position_embeddings,
-        eos_token_ids=config.eos_token_ids,
-        token_budget=128,
-        max_num_reqs=16,
-    )
 
 
 def _warm_up(runner: ModelRunner, scheduler: Scheduler, prompt: Sequence[int]) -> None:
