@@ -67,6 +67,11 @@ class Entry:
     peer: bool = False
     must: bool = False
 
+    @property
+    def marks(self) -> dict[str, Any]:
+        """What a row has of its entry."""
+        return {name: getattr(self, name) for name in ("case", "backend", "chosen", "peer", "framework")}
+
 
 @dataclass(frozen=True)
 class BenchRow:
@@ -237,9 +242,9 @@ def measured(entries: Sequence[Entry], benches: dict[str, Bench], limit: float =
     An exception of an entry that `must` run propagates; that of any other becomes a `Refusal` and the run continues.
     """
     for entry in entries:
-        bench, marks = benches[entry.framework], {"chosen": entry.chosen, "peer": entry.peer, "framework": entry.framework}
+        bench = benches[entry.framework]
         if entry.refused:
-            yield Refusal(entry.case, entry.backend, entry.refused, **marks)  # type: ignore[arg-type]
+            yield Refusal(refused=entry.refused, **entry.marks)
             continue
         try:
             timing = bench.measure(entry.case, entry.backend, limit)
@@ -248,7 +253,7 @@ def measured(entries: Sequence[Entry], benches: dict[str, Bench], limit: float =
                 raise
             declined = isinstance(error, UnsupportedError | TimeoutError)
             reason = str(error) if declined else f"{type(error).__name__}: {error}"
-            yield Refusal(entry.case, entry.backend, reason, not declined, **marks)  # type: ignore[arg-type]
+            yield Refusal(refused=reason, failed=not declined, **entry.marks)
             continue
         yield judged(entry, timing, bench.ceilings(entry.case.dtype))
 
@@ -257,17 +262,12 @@ def judged(entry: Entry, timing: Timing, ceilings: tuple[float, float]) -> Bench
     """Make a row of a timing."""
     case = entry.case
     gb, tflop = nbytes(case) / timing.ms / 1e6, flops(case) / timing.ms / 1e9
-    right = timing.error <= LIMITS[case.dtype]  # NaN is not
     return BenchRow(
-        case=case,
-        backend=entry.backend,
         timing=timing,
         gb_per_s=gb,
         tflop_per_s=tflop,
         of_copy=gb / ceilings[0],
         of_gemm=tflop / ceilings[1],
-        right=right,
-        chosen=entry.chosen,
-        peer=entry.peer,
-        framework=entry.framework,
+        right=timing.error <= LIMITS[case.dtype],  # NaN is not
+        **entry.marks,
     )
