@@ -13,7 +13,6 @@ from attn.backends.metadata import CommonAttentionMetadata
 from attn.capabilities import AttentionType
 from attn.errors import UnsupportedError
 from attn.fields import CheckpointError
-from attn.reference import visible_mask
 from attn.testing import bits
 from attn.testing import transform as to
 from attn.testing.bits import Array
@@ -147,25 +146,6 @@ def snapshot_of(call: RecordedCall) -> recording.Snapshot:
     named |= {name: getattr(batch, name) for name in ("query_start_loc", "seq_lens", "block_table", "slot_mapping")}
     arrays |= {name: x for name, x in named.items() if x is not None}
     return recording.Snapshot(json.loads(case.json()), {n: np.ascontiguousarray(x) for n, x in arrays.items()}, dtypes)
-
-
-def mask_of(call: RecordedCall, r: int) -> Array:
-    """Return the keys that request r's rows see, bool [n, m]."""
-    case, batch, rows = call.case, call.batch, call.rows(r)
-    n, m, tree = case.query_lens[r], case.seq_lens[r], batch.tree_mask
-    if case.topk:
-        return np.asarray((call.indices[rows, :, None] == np.arange(m)).any(1))
-    return visible_mask(
-        n,
-        m,
-        causal=case.attn_type == AttentionType.DECODER and bool(np.broadcast_to(batch.causal, batch.num_reqs)[r]),
-        window=case.window,
-        tree=None if tree is None or n > tree.shape[1] else tree[r, :n, :n],
-        spans=None if batch.spans is None else batch.spans[rows],
-        prefix=0 if batch.prefix is None else int(batch.prefix[r]),
-        chunk_size=case.chunk_size or None,
-        span_window=case.span_window,
-    )
 
 
 def outcome_of(call: Call, run: Callable[[Call], Result]) -> CallOutcome:
