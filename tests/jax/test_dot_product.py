@@ -10,8 +10,8 @@ from flax import linen, nnx
 
 import attn.jax
 from attn.errors import DTypeError, ShapeError, UnsupportedError
-from attn.jax import testing
 from attn.tools.fuzz import entries as fuzz_entries
+from attn.tools.fuzz import on_jax
 from tests.levels import sampled
 
 CALLS = {
@@ -197,12 +197,12 @@ def test_what_jax_refuses_is_refused():
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"extra": "mask", "more": (1, 4, 8, 8)}])
 def test_values_are_compared_too(options, monkeypatch):
     case = fuzz_entries.CallCase("", *[(1, 8, 4, 16)] * 3, **options)
-    assert testing.call_entry(case) == "served"
-    monkeypatch.setattr(testing, "dot_product_attention", lambda query, key, value, **options: value)
+    assert on_jax.call_entry(case) == "served"
+    monkeypatch.setattr(on_jax, "dot_product_attention", lambda query, key, value, **options: value)
     with pytest.raises(AssertionError, match="another result"):
-        testing.call_entry(case)
+        on_jax.call_entry(case)
     with pytest.raises(AssertionError, match="a result where the framework refuses"):
-        testing.call_entry(case.replace(key=(1, 9, 4, 16), run=False))
+        on_jax.call_entry(case.replace(key=(1, 9, 4, 16), run=False))
 
 
 @pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"mask": True}, {"bias": True}])

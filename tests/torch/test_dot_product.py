@@ -11,7 +11,7 @@ import attn.torch
 from attn.diffusion.backends.registry import register_diffusion_backend
 from attn.errors import DeviceError, DTypeError, ShapeError, UnsupportedError
 from attn.tools.fuzz import entries as fuzz_entries
-from attn.torch import testing
+from attn.tools.fuzz import on_torch
 from attn.torch.diffusion.backends.sdpa import SDPABackend, SDPAImpl
 
 SHAPES = [(8, 8, 16), (5, 9, 16), (9, 5, 16), (8, 8, 24), (8, 8, 8), (1, 7, 16)]
@@ -168,13 +168,13 @@ def test_what_torch_refuses_is_refused():
     ],
 )
 def test_an_entry_that_takes_what_torch_refuses_is_noticed(entry, message, monkeypatch):
-    monkeypatch.setattr(testing, "scaled_dot_product_attention", entry)
+    monkeypatch.setattr(on_torch, "scaled_dot_product_attention", entry)
     case = fuzz_entries.CallCase("", (2, 4, 8, 16), (2, 4, 8, 16), (2, 4, 8, 16))
     with pytest.raises(AssertionError, match=message):
-        testing.call_entry(case)
+        on_torch.call_entry(case)
     if "refuses" in message:
         with pytest.raises(AssertionError, match="a result where the framework refuses"):
-            testing.call_entry(case.replace(key=(2, 4, 8, 24)))
+            on_torch.call_entry(case.replace(key=(2, 4, 8, 24)))
 
 
 def refusing(*arguments, **options):
@@ -182,11 +182,11 @@ def refusing(*arguments, **options):
 
 
 def test_an_entry_declines_only_what_its_documentation_does_not_name(monkeypatch):
-    monkeypatch.setattr(testing, "scaled_dot_product_attention", refusing)
+    monkeypatch.setattr(on_torch, "scaled_dot_product_attention", refusing)
     case = fuzz_entries.CallCase("", (2, 4, 8, 16), (4, 8, 16), (4, 8, 16))
-    assert testing.call_entry(case) == "declined"  # of unequal rank
+    assert on_torch.call_entry(case) == "declined"  # of unequal rank
     with pytest.raises(AssertionError, match="refused but documented: no"):
-        testing.call_entry(case.replace(query=(1, 8, 16)))
+        on_torch.call_entry(case.replace(query=(1, 8, 16)))
 
 
 @pytest.mark.parametrize(
