@@ -28,6 +28,9 @@ from tests import levels
 
 TESTS = Path(__file__).parent
 STANDINS = TESTS / "standins"
+#: Compiled programs and the frameworks' modules are millions of objects that stay. Python looks through them for garbage less
+#: often than it would, and not again through those that stayed until a module's end.
+RARELY = (20_000, 20, 20)
 REGISTRIES = (AttentionBackendEnum, MLAPrefillBackendEnum, DiffusionAttentionBackendEnum)
 
 
@@ -64,6 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Set the level and the seed of this run's samples, before worker processes start."""
     os.environ.setdefault(levels.SEED, datetime.date.today().isoformat())
     os.environ[levels.LEVEL] = "full" if config.getoption("full") else "sample"
+    gc.set_threshold(*RARELY)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -97,6 +101,11 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     terminalreporter.section(f"slowest {count} of {len(seconds)} files, {sum(seconds.values()):.0f} s in all")
     for file, total in seconds.most_common(count):
         terminalreporter.write_line(f"{total:7.1f} s {tests[file]:5} tests  {file}")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -137,9 +146,11 @@ _PLENTY = 2 << 30  #: bytes by which a process may grow before it forgets
 _kept = [0]  #: bytes that it held when it last forgot
 
 
-def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
     """At a module's end, and wherever it is much, forget the programs that were compiled: kept for the process, the thousands
     that a conformance suite compiles are 10 GB."""
+    yield
     if nextitem is None or (nextitem.path == item.path and _resident() < _kept[0] + _PLENTY):
         return
     if "jax" in sys.modules:
@@ -147,6 +158,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()
     gc.collect()
+    gc.freeze()
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).malloc_trim(0)  # glibc keeps what is freed between what is not
