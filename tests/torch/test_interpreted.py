@@ -56,15 +56,12 @@ def test_dense_kernels() -> None:
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="these tests run in this process")
-@pytest.mark.parametrize(
-    "tests",
-    [
+def test_kernels(pytestconfig: pytest.Config) -> None:
+    """In one process: tests of kernels, and the conformance suite."""
+    tests = (
         "tests/torch/backends/test_triton_attn.py tests/torch/backends/mla/test_triton_mla.py tests/torch/test_interpreter.py "
-        "tests/torch/test_autotune.py tests/torch/kernels --ignore tests/torch/kernels/test_hopper.py",
-        "tests/torch/interpreted",
-    ],
-)
-def test_kernels(tests: str, pytestconfig: pytest.Config) -> None:
+        "tests/torch/test_autotune.py tests/torch/kernels tests/torch/interpreted --ignore tests/torch/kernels/test_hopper.py"
+    )
     full = ["--full"] if pytestconfig.getoption("full") else []
     interpreted("pytest", "-q", "-p", "no:xdist", "-p", "no:cacheprovider", "--slowest-files", "20", *full, *tests.split())
 
