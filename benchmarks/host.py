@@ -12,13 +12,12 @@ called alone, with the arguments that the layer's call passes to it. Figures are
 import argparse
 import cProfile
 import functools
-import importlib
 import pstats
 import sys
 import time
 import timeit
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -33,6 +32,7 @@ from attn.backends.registry import AttentionBackendEnum
 from attn.tools.aot.triton import _placeholder
 from attn.torch import kv_cache as caches
 from attn.torch.backends.mla.prefill.triton import TritonPrefillBackend
+from attn.torch.kernels import direct
 
 HEADS, PAGE, KEYS = 2, 64, 1000
 RANK, NOPE, ROPE, VALUE = 512, 16, 64, 16
@@ -42,14 +42,6 @@ BATCHES = {
     "64 decodes": [1] * 64,
     "200 ragged decodes": [1] * 200,
     "63 decodes and a prompt": [1] * 63 + [40],
-}
-#: Functions that launch kernels, by module of `attn.torch.kernels`.
-ENTRIES = {
-    "paged_attention": "paged_attention",
-    "kv_write": "write_kv",
-    "latent_write": "write_latents",
-    "mla_decode": "mla_decode",
-    "mla_prefill": "mla_prefill",
 }
 ROWS = [
     ("TRITON_ATTN", "auto"),
@@ -122,18 +114,16 @@ def call_of(backend: str, kv_cache_dtype: str, query_lens: list[int]) -> Callabl
 
 
 def entries_of(call: Callable[[], Any]) -> dict[str, Callable[[], Any]]:
-    """Return, by name, the calls of `ENTRIES` that a layer's call makes, with the same arguments."""
+    """Return, by name, the calls of functions that launch kernels that a layer's call makes, with the same arguments."""
     found: dict[str, Callable[[], Any]] = {}
+    run = direct._run
 
-    def record(name: str, entry: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        found[name] = functools.partial(entry, *args, **kwargs)
-        return entry(*args, **kwargs)
+    def record(function: Any, first: Any, args: Any, kwargs: Any) -> Any:
+        entry = getattr(sys.modules[function.__module__], function.__name__)
+        found[function.__name__] = functools.partial(entry, *args, **kwargs)
+        return run(function, first, args, kwargs)
 
-    with ExitStack() as patches:
-        for module, name in ENTRIES.items():
-            entry = getattr(importlib.import_module(f"attn.torch.kernels.{module}"), name)
-            for user in [user for user in sys.modules.values() if user.__dict__.get(name) is entry]:
-                patches.enter_context(mock.patch.object(user, name, functools.partial(record, name, entry)))
+    with mock.patch.object(direct, "_run", record):
         call()
     return found
 

@@ -15,9 +15,11 @@ If a module or one of these names is missing, the import fails; `lacking` finds 
 reasons.
 """
 
+import functools
 import inspect
 from typing import Any
 
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -31,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 __all__ = [
-    "TensorDescriptor", "async_copy", "barrier", "copy_rows", "fence_async_shared", "gl", "gluon", "lacking", "load_box",
+    "async_copy", "barrier", "copy_rows", "descriptor", "fence_async_shared", "gl", "gluon", "lacking", "load_box",
     "mbarrier", "reinterpret", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip
 
@@ -49,6 +51,26 @@ load_box = _newest(tma, "async_load", "async_copy_global_to_shared")
 copy_rows = _newest(async_copy, "async_load", "async_copy_global_to_shared")
 #: Reinterprets shared memory with another dtype, shape and layout: a method, called with the memory as its first argument.
 reinterpret = _newest(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")
+
+
+class _Address:
+    """Where a tensor's memory is, which a descriptor takes for the tensor: a descriptor that is kept keeps no memory."""
+
+    def __init__(self, address: int, dtype: torch.dtype) -> None:
+        self.address, self.dtype = address, dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+@functools.lru_cache(maxsize=1024)
+def descriptor(
+    address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+) -> TensorDescriptor:
+    """A descriptor of copies of boxes of 16-bit elements, with swizzled rows of 128 bytes."""
+    layout = gl.NVMMASharedLayout(128, 16, rank=len(box))
+    return TensorDescriptor(_Address(address, dtype), list(shape), list(strides), list(box), layout)
+
 
 #: The names in `gl` that the kernels use.
 NAMES = (

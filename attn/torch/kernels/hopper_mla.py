@@ -25,16 +25,15 @@ rows are heads of one token.
 """
 
 import functools
-from typing import Any
 
 import torch
 
 from attn.torch.kernels import hopper
 from attn.torch.kernels._gluon import (
-    TensorDescriptor,
     async_copy,
     barrier,
     copy_rows,
+    descriptor,
     fence_async_shared,
     gl,
     gluon,
@@ -44,6 +43,7 @@ from attn.torch.kernels._gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from attn.torch.kernels.direct import Kind, Prepared, kind_of
 from attn.torch.kernels.launch import FUSED
 
 ROWS = 64  #: (token, head) pairs per program
@@ -405,9 +405,9 @@ def _fill(  # type: ignore[no-untyped-def]
 
 @gluon.jit(do_not_specialize=_BATCH)
 def _attend(  # type: ignore[no-untyped-def]
-    out, lse, partial, partial_lse, query, cache, desc, query_start_loc, seq_lens, limits, items, block_table, indices, factor,
-    v_factor, row_tiles, max_query, splits, split, topk, num_pages, o_t, o_h, lse_h, q_t, q_h, c_block, c_slot, table_r,
-    indices_t,
+    out, lse, partial, partial_lse, query, cache, query_start_loc, seq_lens, limits, items, block_table, indices, desc, factor,
+    v_factor, row_tiles, max_query, splits, split, topk, num_pages, lse_h, table_r, indices_t, o_t, o_h, q_t, q_h, c_block,
+    c_slot,
     H: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, HAS_LIMITS: gl.constexpr, HAS_LSE: gl.constexpr, SPARSE: gl.constexpr,
     PLANNED: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
@@ -469,11 +469,6 @@ def _attend(  # type: ignore[no-untyped-def]
     )  # fmt: skip
 
 
-@functools.cache
-def _box_layout() -> Any:
-    return gl.NVMMASharedLayout(128, 16, rank=3)
-
-
 def serves(query: torch.Tensor, cache: torch.Tensor, rank: int, split: int, sparse: bool) -> bool:
     """Whether the kernel supports these shapes, dtypes and addresses; whether to use it is up to the launch rule."""
     if query.dtype not in (torch.bfloat16, torch.float16) or cache.dtype != query.dtype:
@@ -515,56 +510,33 @@ def attend(
     `programs` requests.
     """
     (pages, page, _), sparse = cache.shape, indices is not None
-    (o_t, o_h, _), (q_t, q_h, _), strides = out.stride(), query.stride(), cache.stride()
-    box = min(page & -page, KEYS)
-    desc = None
-    if not sparse:
-        desc = TensorDescriptor(cache, list(cache.shape), list(strides), [1, box, 64], _box_layout())
-    consumers, producer = _REGISTERS[sparse]
+    strides = (*out.stride()[:2], *query.stride()[:2], *cache.stride()[:2])
+    box = (1, min(page & -page, KEYS), 64)
+    desc = None if sparse else descriptor(cache.data_ptr(), cache.dtype, tuple(cache.shape), cache.stride(), box)
+    arrays = (
+        out, lse, partial, partial_lse, query, cache, query_start_loc, seq_lens, limits, items, block_table, indices,
+    )  # fmt: skip
+    split, (topk, indices_t) = (
+        split if splits > 1 else 1 << 30,
+        (0, 0) if indices is None else (indices.shape[1], indices.stride(0)),
+    )
+    lse_h = 0 if lse is None else lse.stride(0)
+    numbers = factor, v_factor, tiles, max_query, splits, split, topk, pages, lse_h, block_table.stride(0), indices_t
+    kernel = _prepared(kind_of(arrays, strides), query.shape[1], page, box[1], max_query > 0)
     try:
-        _attend[(programs * tiles, splits)](
-            out=out,
-            lse=lse,
-            partial=partial,
-            partial_lse=partial_lse,
-            query=query,
-            cache=cache,
-            desc=desc,
-            query_start_loc=query_start_loc,
-            seq_lens=seq_lens,
-            limits=limits,
-            items=items,
-            block_table=block_table,
-            indices=indices,
-            factor=factor,
-            v_factor=v_factor,
-            row_tiles=tiles,
-            max_query=max_query,
-            splits=splits,
-            split=split if splits > 1 else 1 << 30,
-            topk=indices.shape[1] if indices is not None else 0,
-            num_pages=pages,
-            o_t=o_t,
-            o_h=o_h,
-            lse_h=lse.stride(0) if lse is not None else 0,
-            q_t=q_t,
-            q_h=q_h,
-            c_block=strides[0],
-            c_slot=strides[1],
-            table_r=block_table.stride(0),
-            indices_t=indices.stride(0) if indices is not None else 0,
-            H=query.shape[1],
-            P=page,
-            BOX=box,
-            HAS_LIMITS=limits is not None,
-            HAS_LSE=lse is not None,
-            SPARSE=sparse,
-            PLANNED=max_query > 0,
-            CONSUMER_REGS=consumers,
-            PRODUCER_REGS=producer,
-            num_warps=4,
-            **FUSED,
-        )
+        kernel(programs * tiles, arrays, desc, *numbers, *strides, columns=splits)
     except Exception as error:
         hopper.turn_off("hopper_mla", error)
         raise
+
+
+@functools.lru_cache(maxsize=1024)
+def _prepared(kind: Kind, heads: int, page: int, box: int, planned: bool) -> Prepared:
+    """The kernel for calls that agree in these."""
+    _, lse, *_, limits, _, _, indices = kind[1]
+    sparse = indices is not None
+    consumers, producer = _REGISTERS[sparse]
+    return Prepared(
+        _attend, H=heads, P=page, BOX=box, HAS_LIMITS=limits is not None, HAS_LSE=lse is not None, SPARSE=sparse,
+        PLANNED=planned, CONSUMER_REGS=consumers, PRODUCER_REGS=producer, num_warps=4, **FUSED,
+    )  # fmt: skip

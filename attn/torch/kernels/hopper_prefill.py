@@ -28,8 +28,8 @@ import torch
 
 from attn.torch.kernels import hopper
 from attn.torch.kernels._gluon import (
-    TensorDescriptor,
     barrier,
+    descriptor,
     fence_async_shared,
     gl,
     gluon,
@@ -528,8 +528,9 @@ def prefill(
     arrays = (output, lse, query, key_cache, value_cache, query_start_loc, seq_lens, block_table, sinks)
     rules = (cap, negate, left, right, has_left, min_query)
     kernel = _prepared(kind_of(arrays, strides), heads, group, size, page, rules)
-    k_desc = _described(key_cache.data_ptr(), query.dtype, k_shape, k_strides, page)
-    v_desc = _described(value_cache.data_ptr(), query.dtype, v_shape, v_strides, page)
+    box = (1, _box(page), 1, 64)
+    k_desc = descriptor(key_cache.data_ptr(), query.dtype, k_shape, k_strides, box)
+    v_desc = descriptor(value_cache.data_ptr(), query.dtype, v_shape, v_strides, box)
     tiles = (tokens // (ROWS // group) + num_reqs) * kv_heads
     lse_h, table_r = 0 if lse is None else lse.stride(0), 0 if block_table is None else block_table.stride(0)
     numbers = k_desc, v_desc, factor, v_factor, num_reqs, pages, lse_h, table_r
@@ -538,25 +539,6 @@ def prefill(
     except Exception as error:
         hopper.turn_off("hopper_prefill", error)
         raise
-
-
-class _Address:
-    """Where a tensor's memory is, for descriptors, which outlive tensors: they take it for the tensor."""
-
-    def __init__(self, address: int, dtype: torch.dtype) -> None:
-        self.address, self.dtype = address, dtype
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
-@functools.lru_cache(maxsize=1024)
-def _described(
-    address: int, dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], page: int
-) -> TensorDescriptor:
-    """A descriptor of copies of at most a page, from the memory of a cache [N, P, K, D]."""
-    box, layout = [1, _box(page), 1, 64], gl.NVMMASharedLayout(128, 16, rank=4)
-    return TensorDescriptor(_Address(address, dtype), list(shape), list(strides), box, layout)
 
 
 def _box(page: int) -> int:
