@@ -180,7 +180,7 @@ def main() -> None:
     about = {**bench.about(), "date": datetime.date.today().isoformat()}
     print(about)
     found: list[dict[str, Any]] = []
-    rule, by_hand = mla_launch.mla_launch, mla_launch.by_hand
+    rule, prefers_hopper = mla_launch.mla_launch, mla_launch.prefers_hopper
     with torch.no_grad():
         if args.prefill:
             found += [prefill_row(bench, *row) for row in ((128, 1, 4096), (128, 4, 2048), (16, 4, 4096))]
@@ -191,7 +191,8 @@ def main() -> None:
             for text in args.launch or [""]:
                 launch = Launch(*map(int, text.split(","))) if text else None
                 kernels.mla_launch = (lambda *_, launch=launch: launch) if launch else rule
-                kernels.by_hand = by_hand if launch in (None, mla_launch.BY_HAND) else lambda *_: False
+                general = launch not in (None, mla_launch.HOPPER)
+                kernels.prefers_hopper = (lambda *_: False) if general else prefers_hopper
                 try:
                     found.append(measured(bench, work, f"TRITON_MLA {text}", work.call, work.error))
                 except Exception as refusal:  # a launch that does not fit is reported in place of its row

@@ -744,8 +744,8 @@ DEFECTS = (
     Defect(
         "kv_write_nan",
         "torch/kernels/kv_write.py",
-        'scale = tl.where(wild, float("nan"), ',
-        "scale = tl.where(wild, 0.0, ",
+        'scale = tl.where(nonfinite, float("nan"), ',
+        "scale = tl.where(nonfinite, 0.0, ",
         INTERPRETED,
         "A token with a NaN is stored as a token of zeros.",
     ),
@@ -760,8 +760,8 @@ DEFECTS = (
     Defect(
         "latent_write_nan",
         "torch/kernels/latent_write.py",
-        'scale = tl.where(wild, float("nan"), scale)',
-        "scale = tl.where(wild, 1.0, scale)",
+        'scale = tl.where(nonfinite, float("nan"), scale)',
+        "scale = tl.where(nonfinite, 1.0, scale)",
         INTERPRETED,
         "A NaN does not make its whole tile NaN.",
     ),

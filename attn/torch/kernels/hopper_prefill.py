@@ -66,14 +66,14 @@ def _ends_of(query_start_loc, min_query, num_reqs, BLOCK_Q: gl.constexpr, LAYOUT
 
 
 @gluon.jit
-def _unit(turn):  # type: ignore[no-untyped-def]
+def _unit(wave):  # type: ignore[no-untyped-def]
     """A program's unit of work in round `turn`: odd rounds run backwards, so that long units are spread over programs."""
     i = gl.program_id(0)
-    return turn * gl.num_programs(0) + gl.where(turn % 2 == 0, i, gl.num_programs(0) - 1 - i)
+    return wave * gl.num_programs(0) + gl.where(wave % 2 == 0, i, gl.num_programs(0) - 1 - i)
 
 
 @gluon.jit
-def _turns(units):  # type: ignore[no-untyped-def]
+def _waves(units):  # type: ignore[no-untyped-def]
     whole = units // gl.num_programs(0)
     return gl.where(_unit(whole) < units, whole + 1, whole)
 
@@ -122,8 +122,8 @@ def _produce(  # type: ignore[no-untyped-def]
     units = gl.max(ends, 0) * K
     count = 0
     raw_phase = 0
-    for turn in range(_turns(units)):
-        unit = _unit(turn)
+    for wave in range(_waves(units)):
+        unit = _unit(wave)
         r, begin, q_len, seq_len, first, last, seen, low, high = _tile_of(
             ends, unit // K, query_start_loc, seq_lens, left, right, BLOCK_Q, BLOCK_N, PAGED
         )
@@ -274,8 +274,8 @@ def _consume(  # type: ignore[no-untyped-def]
     copy_row = WHICH * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, COPY))
     copy_d = gl.arange(0, D, layout=gl.SliceLayout(0, COPY))
     row = WHICH * 64 + gl.arange(0, 64, layout=ROW)
-    for turn in range(_turns(units)):
-        unit = _unit(turn)
+    for wave in range(_waves(units)):
+        unit = _unit(wave)
         r, begin, q_len, seq_len, first, last, seen, low, high = _tile_of(
             ends, unit // K, query_start_loc, seq_lens, left, right, BLOCK_Q, BLOCK_N, PAGED
         )
@@ -355,7 +355,7 @@ def _consume(  # type: ignore[no-untyped-def]
         sum_ = gl.convert_layout(norm, O_ROW)
         log = gl.where(norm == 0, float("-inf"), top + gl.log2(norm))
         if gl.max(gl.max(((acc - acc) != 0.0).to(gl.int32), 1), 0) > 0:
-            acc = _careful(
+            acc = _nan_safe(
                 q_tile, key_cache, value_cache, block_table, r, begin, kv_head, low, high, upper, lower, top, factor, cap,
                 k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, D, P, PAGED, HAS_LEFT, HAS_CAP, O_LAYOUT,
             )  # fmt: skip
@@ -380,7 +380,7 @@ def _consume(  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _careful(  # type: ignore[no-untyped-def]
+def _nan_safe(  # type: ignore[no-untyped-def]
     q_tile, key_cache, value_cache, block_table, r, begin, kv_head, low, high, upper, lower, top, factor, cap,
     k_block, k_slot, k_head, v_block, v_slot, v_head, table_r,
     D: gl.constexpr, P: gl.constexpr, PAGED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr,

@@ -61,15 +61,15 @@ def _quantize(  # type: ignore[no-untyped-def]
     if IS_QUERY:
         values = values * factor
     # A maximum may ignore NaN. (x - x does not detect it: if x is a product, compilers fuse the two.)
-    wild = tl.max((tl.abs(values) < float("inf")).to(tl.int32) ^ 1, 1)
+    nonfinite = tl.max((tl.abs(values) < float("inf")).to(tl.int32) ^ 1, 1)
     peak = tl.max(tl.abs(values), 1)
     if not IS_QUERY:
         peak = tl.max(peak, 0) + tl.zeros((BLOCK,), tl.float32)
-        wild = tl.max(wild, 0) + tl.zeros((BLOCK,), tl.int32)
+        nonfinite = tl.max(nonfinite, 0) + tl.zeros((BLOCK,), tl.int32)
     inverse = tl.where(peak > 1e-30, 127.0 / peak, 0.0)  # smaller values would not change any score
-    rounded = tl.floor(tl.where((wild == 0)[:, None], values * inverse[:, None], 0.0) + 0.5)
+    rounded = tl.floor(tl.where((nonfinite == 0)[:, None], values * inverse[:, None], 0.0) + 0.5)
     tl.store(codes + out[:, None] * BLOCK_D + d[None, :], rounded.to(tl.int8))
-    scale = tl.where(wild == 0, tl.where(peak > 1e-30, peak / 127.0, 0.0), float("nan"))
+    scale = tl.where(nonfinite == 0, tl.where(peak > 1e-30, peak / 127.0, 0.0), float("nan"))
     if IS_QUERY:
         tl.store(scales + out, scale)
     else:

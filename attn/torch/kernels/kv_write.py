@@ -44,9 +44,9 @@ def _scaled_by_itself(x, live, KIND: tl.constexpr):  # type: ignore[no-untyped-d
     """(codes, scales) of float32 x [heads, D]."""
     most: tl.constexpr = 127.0 if KIND == "int8" else 448.0
     x = tl.where(live, x, 0.0)
-    wild = tl.max(((x - x) != 0.0).to(tl.int32), 1) > 0
+    nonfinite = tl.max(((x - x) != 0.0).to(tl.int32), 1) > 0
     largest = tl.max(tl.where((x - x) != 0.0, 0.0, tl.abs(x)), 1)
-    scale = tl.where(wild, float("nan"), tl.math.div_rn(largest, tl.zeros_like(largest) + most))
+    scale = tl.where(nonfinite, float("nan"), tl.math.div_rn(largest, tl.zeros_like(largest) + most))
     by = tl.where(scale == 0.0, 1.0, scale)
     return _code(tl.math.div_rn(x, tl.zeros_like(x) + by[:, None]), KIND), scale
 

@@ -62,10 +62,10 @@ def _write(  # type: ignore[no-untyped-def]
                 part = tl.arange(0, 4)
                 at = part[:, None] * 128 + tl.arange(0, 128)[None, :]
                 x = tl.load(kv_c + token * kv_c_t + at).to(tl.float32)
-                wild = tl.max((x != x).to(tl.int32), 1) > 0
+                nonfinite = tl.max((x != x).to(tl.int32), 1) > 0
                 largest = tl.max(tl.where(x != x, 0.0, tl.abs(x)), 1)
                 scale = tl.maximum(tl.math.div_rn(largest, tl.zeros_like(largest) + 448.0), 1.1754943508222875e-38)
-                scale = tl.where(wild, float("nan"), scale)
+                scale = tl.where(nonfinite, float("nan"), scale)
                 codes = fp8_code(tl.math.div_rn(x, tl.zeros_like(x) + scale[:, None]), 3, 7, 448.0)
                 tl.store(row + at, codes)
                 tl.store(row.to(tl.pointer_type(tl.float32)) + 128 + part, scale)

@@ -1,7 +1,7 @@
 """Launch rules: tile sizes, warps and stages from shapes and the architecture, not from a table of measured shapes.
 
 A rule lists launches in order of preference and takes the first that fits the architecture's shared memory. How the keys of
-decodes are cut depends on the batch, and can be fixed (`cut_for`) if a sequence's bits must not depend on the rest of it.
+decodes are cut depends on the batch, and can be fixed (`split_kv_for`) if a sequence's bits must not depend on the rest of it.
 """
 
 import functools
@@ -98,11 +98,11 @@ TUNED: dict[tuple[str | int, ...], Launch] = {}
 
 @functools.lru_cache(maxsize=1024)
 def decode_launch(
-    arch: str, group: int, head_size: int, itemsize: int, stored: int, cut: bool = False, beside: bool = False
+    arch: str, group: int, head_size: int, itemsize: int, stored: int, split_kv: bool = False, beside: bool = False
 ) -> Launch:
     """The launch for few query rows against many keys: memory-bound, so many small programs with loads in flight.
 
-    cut: whether requests are cut into parts of equal size (`Cut`). beside: whether a prefill runs at the same time.
+    split_kv: whether requests are cut into parts of equal size (`SplitKV`). beside: whether a prefill runs at the same time.
     """
     block_m, block_d = max(16, power_of_two(group)), power_of_two(head_size)
     if arch == "interpreter":
@@ -126,7 +126,7 @@ def decode_launch(
             # Measured (H200). Parts of equal size, two to a multiprocessor, end together: deep pipelines and few warps;
             # requests of any length: one program more on each, and warps that hold 64 rows or wide heads in registers.
             # Beside a prefill the launch that was measured there stays (1q512s8k_63q1s4k 0.321 ms).
-            few = (cut or block_m == 32 or stored == 1) and block_d == 128 and block_m <= 32
+            few = (split_kv or block_m == 32 or stored == 1) and block_d == 128 and block_m <= 32
             wanted.insert(0, Launch(block_m, 64, 2, 5) if few else Launch(block_m, 64, 4, 4))
     if itemsize == 4:
         wanted = [Launch(block_m, 16, 4, s) for s in (3, 1)]
@@ -198,18 +198,18 @@ def int8_launch(arch: str, head_size: int) -> Launch:
 
 
 @dataclass(frozen=True)
-class Cut:
+class SplitKV:
     """How the keys of decodes are cut into work items; each program derives the items from the lengths on the device.
 
-    share: tiles of keys in every part, or, if parts > 0, the least number of tiles that a part has; the device then chooses
-    the smallest share that makes at most `parts` items more than there are requests. enough: the number of requests from
-    which those of about equal length stay whole. items: the bound of work items per kv head. block_r: requests per vector in
-    the device's search.
+    split_tiles: tiles of keys in every part, or, if max_splits > 0, the least number of tiles that a part has; the device then
+    chooses the smallest number that makes at most `max_splits` items more than there are requests. whole_from: the number of
+    requests from which those of about equal length stay whole. items: the bound of work items per kv head. block_r: requests
+    per vector in the device's search.
     """
 
-    share: int
-    parts: int
-    enough: int
+    split_tiles: int
+    max_splits: int
+    whole_from: int
     items: int
     block_r: int
 
@@ -223,7 +223,7 @@ LEAST = 2  #: tiles of keys below which a part costs more than it saves
 
 
 @functools.lru_cache(maxsize=4096)
-def cut_for(num_reqs: int, kv_heads: int, tiles: int, fixed: int, multiprocessors: int) -> Cut | None:
+def split_kv_for(num_reqs: int, kv_heads: int, tiles: int, fixed: int, multiprocessors: int) -> SplitKV | None:
     """How to cut `num_reqs` decodes of at most `tiles` tiles of keys; None: one program per request and kv head.
 
     fixed: tiles per part if a request's parts must not depend on the rest of the batch, else 0. Otherwise items are two per
@@ -233,20 +233,20 @@ def cut_for(num_reqs: int, kv_heads: int, tiles: int, fixed: int, multiprocessor
     batches in five launches on an H200.
     """
     if fixed:
-        return Cut(fixed, 0, 0, num_reqs * max(1, -(-tiles // fixed)), block_of(num_reqs))
+        return SplitKV(fixed, 0, 0, num_reqs * max(1, -(-tiles // fixed)), block_of(num_reqs))
     if tiles <= LEAST:
         return None
     wave = max(1, 2 * multiprocessors // kv_heads)
-    parts = wave - num_reqs if 2 * num_reqs <= wave else wave
-    return Cut(LEAST, parts, -(-4 * wave // 5), parts + num_reqs, block_of(num_reqs))
+    max_splits = wave - num_reqs if 2 * num_reqs <= wave else wave
+    return SplitKV(LEAST, max_splits, -(-4 * wave // 5), max_splits + num_reqs, block_of(num_reqs))
 
 
-def share_of(tiles: Any, cut: Cut) -> int:
+def split_tiles_of(tiles: Any, split_kv: SplitKV) -> int:
     """The tiles per part that the device chooses for requests of `tiles` tiles (NumPy, [R]): `plan.item_of`."""
-    total, longest, room = int(tiles.sum()), int(tiles.max()), cut.parts + len(tiles)
-    low = max(cut.share, -(-total // room))
-    high = max(low, -(-total // cut.parts))
-    if len(tiles) >= cut.enough and 4 * longest * len(tiles) <= 5 * total:
+    total, longest, room = int(tiles.sum()), int(tiles.max()), split_kv.max_splits + len(tiles)
+    low = max(split_kv.split_tiles, -(-total // room))
+    high = max(low, -(-total // split_kv.max_splits))
+    if len(tiles) >= split_kv.whole_from and 4 * longest * len(tiles) <= 5 * total:
         return max(high, longest)
     for _ in range(4):
         middle = (low + high) // 2
@@ -263,8 +263,8 @@ def are_whole(keys: Any, kv_heads: int, multiprocessors: int) -> bool:
     The search and the merge cost about 6 us (H200), 2 % of 64 decodes of 4,096 keys, which fill the device without them.
     """
     tiles = -(-keys // 64)
-    cut = cut_for(len(keys), kv_heads, int(tiles.max(initial=0)), 0, multiprocessors)
-    return cut is None or share_of(tiles, cut) >= int(tiles.max())
+    split_kv = split_kv_for(len(keys), kv_heads, int(tiles.max(initial=0)), 0, multiprocessors)
+    return split_kv is None or split_tiles_of(tiles, split_kv) >= int(tiles.max())
 
 
 @functools.lru_cache(maxsize=4096)

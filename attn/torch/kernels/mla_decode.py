@@ -11,7 +11,7 @@ and head.
     dense   the rows of a request's tokens in order; row i sees its first seq_len - q_len + i + 1 keys (or limits[i]).
     sparse  a tile is one token's heads; its keys are those in `indices`, where -1 (or beyond the sequence) means no key.
 
-On Hopper, programs of 64 rows over 16-bit latents run in `hopper_mla` (`mla_launch.by_hand`), with the same grid, states
+On Hopper, programs of 64 rows over 16-bit latents run in `hopper_mla` (`mla_launch.prefers_hopper`), with the same grid, states
 and merge.
 
 A program that processes all keys of its rows writes the result, otherwise a float32 state that `_merge` merges. No lengths
@@ -39,14 +39,14 @@ from attn.torch.kernels.codes import number_in
 from attn.torch.kernels.direct import Kind, Prepared, kind_of, operator
 from attn.torch.kernels.launch import (
     FUSED,
-    Cut,
+    SplitKV,
     arch,
     can_launch_early,
     converts_e4m3,
     multiprocessors,
     power_of_two,
 )
-from attn.torch.kernels.mla_launch import BY_HAND, by_hand, mla_cut, mla_launch, mla_split
+from attn.torch.kernels.mla_launch import HOPPER, mla_launch, mla_split, mla_split_kv, prefers_hopper
 from attn.torch.kernels.plan import items
 
 LOG2E = 1.4426950408889634
@@ -89,7 +89,7 @@ def _softmax(s, norm, top, factor):  # type: ignore[no-untyped-def]
 @triton.jit
 def _step(  # type: ignore[no-untyped-def]
     acc, norm, top, q, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot, seq_len, factor,
-    MASKED: tl.constexpr, CAREFUL: tl.constexpr, SPARSE: tl.constexpr, P: tl.constexpr, L: tl.constexpr, DR: tl.constexpr,
+    MASKED: tl.constexpr, NAN_SAFE: tl.constexpr, SPARSE: tl.constexpr, P: tl.constexpr, L: tl.constexpr, DR: tl.constexpr,
     BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Process one tile of keys.
@@ -117,7 +117,7 @@ def _step(  # type: ignore[no-untyped-def]
         s = tl.where(j[None, :] < seen[:, None], s, float("-inf"))
     p, shrink, norm, top = _softmax(s, norm, top, factor)
     acc = acc * shrink[:, None]
-    if CAREFUL:
+    if NAN_SAFE:
         wide = k.to(tl.float32)
         k = tl.where((wide - wide) != 0.0, 0.0, wide).to(q.dtype)
     acc = tl.dot(p.to(q.dtype), k, acc, input_precision=PRECISION)
@@ -391,15 +391,15 @@ def _merge(  # type: ignore[no-untyped-def]
 class _Plan(NamedTuple):
     """How a batch is launched, from its extents alone: equal for every layer of a model, so computed once per batch.
 
-    by_hand: whether `hopper_mla` runs the first stage. tiles: of rows, per request. split: keys per program. cut: how the keys
-    of a batch of uneven lengths are cut instead, or None. block_n: keys per tile. attend, merge: the two stages (`_stage`).
+    on_hopper: whether `hopper_mla` runs the first stage. tiles: of rows, per request. split: keys per program. split_kv: how
+    the keys of a batch of uneven lengths are cut instead, or None. block_n: keys per tile. attend, merge: the two stages.
     """
 
-    by_hand: bool
+    on_hopper: bool
     tiles: int
     splits: int
     split: int
-    cut: Cut | None
+    split_kv: SplitKV | None
     block_n: int
     attend: Callable[..., Prepared]
     merge: Callable[..., Prepared]
@@ -407,21 +407,23 @@ class _Plan(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def _plan(
-    name: str, hand: bool, requests: int, heads: int, rank: int, rope: int, max_query_len: int, keys: int, page: int,
+    name: str, on_hopper: bool, requests: int, heads: int, rank: int, rope: int, max_query_len: int, keys: int, page: int,
     itemsize: int, stored: int, processors: int, fixed_split: int, sparse: bool, packed: bool, has_limits: bool, has_lse: bool,
     uneven: bool,
 ) -> _Plan:  # fmt: skip
     rows = heads if sparse else heads * max_query_len
-    rule = BY_HAND if hand else mla_launch(name, rows, rank, rope, itemsize, stored, sparse, packed)
+    rule = HOPPER if on_hopper else mla_launch(name, rows, rank, rope, itemsize, stored, sparse, packed)
     tiles = -(-heads // rule.block_m) * max_query_len if sparse else -(-rows // rule.block_m)
     split = fixed_split or mla_split(requests * tiles, keys, rule.block_n, processors)
     splits = max(1, -(-keys // split))
-    cut = mla_cut(requests, tiles, -(-keys // rule.block_n), processors) if uneven and not (sparse or fixed_split) else None
-    early = can_launch_early(name) and (splits > 1 or cut is not None)
+    split_kv = (
+        mla_split_kv(requests, tiles, -(-keys // rule.block_n), processors) if uneven and not (sparse or fixed_split) else None
+    )
+    early = can_launch_early(name) and (splits > 1 or split_kv is not None)
     common = {
         "H": heads, "L": rank, "BLOCK_M": rule.block_m, "BLOCK_L": power_of_two(rank),
-        "PLANNED": cut is not None, "MAX_QUERY": max_query_len, "SPARSE": sparse, "HAS_LIMITS": has_limits, "HAS_LSE": has_lse,
-        "EARLY": early,
+        "PLANNED": split_kv is not None, "MAX_QUERY": max_query_len, "SPARSE": sparse, "HAS_LIMITS": has_limits,
+        "HAS_LSE": has_lse, "EARLY": early,
     }  # fmt: skip
     attend = {
         **common, "DR": rope, "P": page, "BLOCK_N": rule.block_n, "BLOCK_R": max(16, power_of_two(rope)),
@@ -431,7 +433,7 @@ def _plan(
     }  # fmt: skip
     merge = {**common, "BLOCK_S": 8, "num_warps": 4, **({"launch_pdl": True} if early else {})}
     stages = _stage(_attend, tuple(attend.items())), _stage(_merge, tuple(merge.items()))
-    return _Plan(hand, tiles, splits, split, cut, rule.block_n, *stages)
+    return _Plan(on_hopper, tiles, splits, split, split_kv, rule.block_n, *stages)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -489,14 +491,14 @@ def mla_decode(
         f"the last dimensions of out, query and cache have strides {o_d}, {q_d}, {c_d}: must be dense"
     )
     (blocks, page, _), name, sparse = cache.shape, arch(), indices is not None
-    hand = False
-    if by_hand(name, packed) and k_scale is None:
-        hand = _hopper_mla().serves(query, cache, rank, fixed_split, sparse)
+    on_hopper = False
+    if prefers_hopper(name, packed) and k_scale is None:
+        on_hopper = _hopper_mla().serves(query, cache, rank, fixed_split, sparse)
     topk = indices.shape[1] if indices is not None else 0
     step = fixed_split or 16  # a plan counts whole tiles, of 16 keys and more: one for every token would miss each time
     plan = _plan(
         name=name,
-        hand=hand,
+        on_hopper=on_hopper,
         requests=requests,
         heads=heads,
         rank=rank,
@@ -516,15 +518,15 @@ def mla_decode(
     )
     splits, programs = plan.splits, requests
     partial = partial_lse = table = out
-    if plan.cut is not None:
-        table = items(query_start_loc, seq_lens, max_query_len, plan.cut, plan.block_n)
-        splits, programs = 1, plan.cut.items
-    if splits > 1 or plan.cut is not None:
-        state = heads * (tokens * splits if plan.cut is None else plan.cut.items * max_query_len)
+    if plan.split_kv is not None:
+        table = items(query_start_loc, seq_lens, max_query_len, plan.split_kv, plan.block_n)
+        splits, programs = 1, plan.split_kv.items
+    if splits > 1 or plan.split_kv is not None:
+        state = heads * (tokens * splits if plan.split_kv is None else plan.split_kv.items * max_query_len)
         partial = out.new_empty(state * rank, dtype=torch.float32)
         partial_lse = out.new_empty(state, dtype=torch.float32)
     lse_h = lse.stride(0) if lse is not None else 0
-    if plan.by_hand:
+    if plan.on_hopper:
         _hopper_mla().attend(
             out=out,
             lse=lse,
@@ -544,7 +546,7 @@ def mla_decode(
             split=plan.split,
             items=table,
             programs=programs,
-            max_query=max_query_len if plan.cut is not None else 0,
+            max_query=max_query_len if plan.split_kv is not None else 0,
         )
     else:
         if cache.dtype == torch.float8_e4m3fn and not converts_e4m3(name):
@@ -560,7 +562,7 @@ def mla_decode(
         )  # fmt: skip
         numbers = scale * k_factor * LOG2E, k_factor, splits, plan.split, lse_h, block_table.stride(0)
         kernel(programs * plan.tiles, arrays, *numbers, *strides, columns=splits)
-    if splits > 1 or plan.cut is not None:
+    if splits > 1 or plan.split_kv is not None:
         states = (out, lse, partial, partial_lse, query_start_loc, seq_lens, limits, table)
         merge = plan.merge(kind_of(states, (topk, o_t, o_h)))
         counts = splits, plan.split, programs, lse_h, topk, o_t, o_h

@@ -7,7 +7,7 @@ shared memory: at most 64 rows, held by eight warps.
 import functools
 
 from attn.torch.kernels import hopper
-from attn.torch.kernels.launch import LEAST, Cut, Launch, block_of, power_of_two
+from attn.torch.kernels.launch import LEAST, Launch, SplitKV, block_of, power_of_two
 from attn.torch.kernels.memory import SHARED_MEMORY, UNKNOWN
 
 
@@ -42,10 +42,10 @@ def mla_launch(
 
 
 #: The launch of `hopper_mla`, whose two consumers and ring are written for these tiles.
-BY_HAND = Launch(64, 64, 8, 2)
+HOPPER = Launch(64, 64, 8, 2)
 
 
-def by_hand(arch: str, packed: bool) -> bool:
+def prefers_hopper(arch: str, packed: bool) -> bool:
     """Whether `hopper_mla` is the faster kernel where it applies: on Hopper, over plain latents.
 
     With 16 rows it computes 64 and is faster by 5 and 8 % at two shapes and equal at a third, on an H200.
@@ -74,18 +74,18 @@ def mla_split(units: int, keys: int, block_n: int, multiprocessors: int, most: i
     return -(-tiles // best) * block_n
 
 
-def mla_cut(requests: int, row_tiles: int, tiles: int, multiprocessors: int) -> Cut | None:
+def mla_split_kv(requests: int, row_tiles: int, tiles: int, multiprocessors: int) -> SplitKV | None:
     """How to cut requests of uneven lengths, of at most `tiles` tiles of keys: items that fill whole waves, or None.
 
     The waves leave room for at least half as many parts as there are requests, so that long ones are cut finely enough.
     """
     spare = max(8, requests // 2)
     waves = -(-(requests + spare) * row_tiles // multiprocessors)
-    parts = waves * multiprocessors // row_tiles - requests
-    if tiles <= LEAST or parts < 1:
+    max_splits = waves * multiprocessors // row_tiles - requests
+    if tiles <= LEAST or max_splits < 1:
         return None
-    enough = -(-4 * multiprocessors // (5 * row_tiles))
-    return Cut(LEAST, parts, enough, parts + requests, block_of(requests))
+    whole_from = -(-4 * multiprocessors // (5 * row_tiles))
+    return SplitKV(LEAST, max_splits, whole_from, max_splits + requests, block_of(requests))
 
 
 @functools.lru_cache(maxsize=1024)

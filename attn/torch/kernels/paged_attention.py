@@ -5,8 +5,8 @@ rows, over that request's keys, BLOCK_N at a time, with an online softmax in bas
 Tokens and heads share rows, so one pass over the keys serves the whole group. It is launched in two ways:
 
     prefill  1-D grid, tiles x K, found by bisection in query_start_loc; longest rows of a request first.
-    decode   1-D grid, items x K, one tile of rows per request. Requests are cut into parts of their keys so that all
-             multiprocessors end together; each program computes this plan from the lengths on the device (`plan.item_of`)
+    decode   1-D grid, items x K, one tile of rows per request. Requests are cut into parts of their keys (split-KV) so that
+             all multiprocessors end together; each program computes this plan from the lengths on the device (`plan.item_of`)
              and takes one item. Partial results are merged by `_merge` (Flash-Decoding); a request in one part is finished
              at once.
 
@@ -41,40 +41,23 @@ from attn.torch.kernels.launch import (
     arch,
     can_launch_early,
     converts_e4m3,
-    cut_for,
     decode_launch,
     multiprocessors,
     power_of_two,
     prefill_launch,
     rows_of_speculation,
+    split_kv_for,
 )
 from attn.torch.kernels.plan import UNBOUNDED, item_of, visible
 
 LOG2E = 1.4426950408889634
 LN2 = 0.6931471805599453
+#: Changes of these do not recompile.
 _BATCH = (
-    "num_reqs",
-    "states",
-    "lse_h",
-    "table_r",
-    "tree_w",
-    "share",
-    "parts",
-    "enough",
-    "left",
-    "right",
-    "tree_right",
-    "span_right",
-    "chunk",
-    "min_query",
-    "max_query",
-    "sparse_local",
-    "sparse_stride",
-    "sparse_shift",
+    "num_reqs", "states", "lse_h", "table_r", "tree_w", "split_tiles", "max_splits", "whole_from", "left", "right",
+    "tree_right", "span_right", "chunk", "min_query", "max_query", "sparse_local", "sparse_stride", "sparse_shift",
     "sparse_offset",
-)  # fmt: skip  (changes between batches do not recompile)
-
-
+)  # fmt: skip
 #: The arrays of `_attention` after `scratch`; those of `_merge` come first.
 _ARRAYS = (
     "output", "lse", "query_start_loc", "sinks", "v_scale", "output_scale", "query", "key_cache", "value_cache", "seq_lens",
@@ -100,14 +83,14 @@ def _request_of(query_start_loc, tile, num_reqs, BLOCK_Q: tl.constexpr):  # type
 @triton.jit
 def _infinite_where(values, allowed, infinity):  # type: ignore[no-untyped-def]
     """[rows, D]: `infinity` where a row sees a value that is NaN or that infinity, else 0 (both together: NaN)."""
-    wild = ((values != values) | (values == infinity)).to(tl.float16)
-    hits = tl.dot(allowed.to(tl.float16), wild)
+    nonfinite = ((values != values) | (values == infinity)).to(tl.float16)
+    hits = tl.dot(allowed.to(tl.float16), nonfinite)
     return tl.where(hits > 0, infinity, 0.0)
 
 
 @triton.jit
 def _step(  # type: ignore[no-untyped-def]
-    acc, norm, top, start, MASKED: tl.constexpr, CAREFUL: tl.constexpr, q, low, high, upper, table, k_base, v_base, tree_row,
+    acc, norm, top, start, MASKED: tl.constexpr, NAN_SAFE: tl.constexpr, q, low, high, upper, table, k_base, v_base, tree_row,
     position, head, token, context, q_len, slope, span_low, span_high, prefix_end, chunk, left, is_tree, k_block, k_slot,
     v_block, v_slot, factor, cap, tree_w, sparse_local, sparse_stride, sparse_shift, k_scale, v_scale, scale_block, scale_slot,
     PER_TOKEN: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_SPANS: tl.constexpr, HAS_PREFIX: tl.constexpr, HAS_CHUNK:
@@ -194,7 +177,7 @@ def _step(  # type: ignore[no-untyped-def]
         p = tl.where(allowed, p * v_by[None, :], 0.0) if MASKED else p * v_by[None, :]
     v = number_in(v, q.dtype)
     p = p.to(v.dtype)
-    if CAREFUL:
+    if NAN_SAFE:
         wide = v.to(tl.float32)
         v = tl.where((wide - wide) != 0.0, 0.0, wide).to(v.dtype)
         acc += _infinite_where(wide, allowed, float("inf"))
@@ -243,7 +226,7 @@ def _tanh(x):  # type: ignore[no-untyped-def]
 def _attention(  # type: ignore[no-untyped-def]
     scratch, output, lse, query_start_loc, sinks, v_scale, output_scale, query, key_cache, value_cache, seq_lens, block_table,
     slopes, tree, spans, prefix, is_causal, k_scale,
-    factor, v_factor, num_reqs, states, lse_h, table_r, tree_w, share, parts, enough,
+    factor, v_factor, num_reqs, states, lse_h, table_r, tree_w, split_tiles, max_splits, whole_from,
     o_t, o_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head,
     cap, left, right, tree_right, span_right, chunk, min_query, max_query, sparse_local, sparse_stride, sparse_shift,
     sparse_offset, kscale_h, vscale_h, scale_block, scale_slot,
@@ -253,7 +236,7 @@ def _attention(  # type: ignore[no-untyped-def]
     HAS_LEFT: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_TREE: tl.constexpr, HAS_SPANS: tl.constexpr, HAS_PREFIX: tl.constexpr, MIXED: tl.constexpr, HAS_CHUNK: tl.constexpr,
     SPAN_LEFT: tl.constexpr, HAS_LSE: tl.constexpr, HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr,
-    SPARSE: tl.constexpr, MAY_BE_WILD: tl.constexpr, SAME: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr,
+    SPARSE: tl.constexpr, MAY_BE_NONFINITE: tl.constexpr, SAME: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr,
     PRECISION: tl.constexpr, EARLY: tl.constexpr, BESIDE: tl.constexpr, IN_HALF: tl.constexpr, TO_FP8: tl.constexpr,
 ):  # fmt: skip
     K: tl.constexpr = H // G
@@ -275,7 +258,8 @@ def _attention(  # type: ignore[no-untyped-def]
         if BLOCK_R > 0:
             r, begin_tile, end_tile, s, count = item_of(
                 pid // K, query_start_loc, seq_lens, num_reqs, min_query, max_query, 1 << 30 if FREE else left,
-                1 << 30 if FREE else right, 1 << 30 if FREE else tree_right, tree_w, chunk, share, parts, enough, BLOCK_N,
+                1 << 30 if FREE else right, 1 << 30 if FREE else tree_right, tree_w, chunk, split_tiles, max_splits, whole_from,
+                BLOCK_N,
                 BLOCK_R, HAS_TREE, HAS_CHUNK,
             )  # fmt: skip
             if r >= num_reqs:
@@ -393,7 +377,7 @@ def _attention(  # type: ignore[no-untyped-def]
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
     upper = tl.minimum(position + right, high - 1)
     # The keys from full to rest are visible to every row: their tiles need no mask. Where finding them does not pay, both
-    # are `aligned`, so that every tile is masked. In float32 every tile of several tokens takes the careful path, so that
+    # are `aligned`, so that every tile is masked. In float32 every tile of several tokens takes the NaN-safe path, so that
     # one row's values change no bit of another row.
     CLEAR: tl.constexpr = not (SPARSE > 0 or DECODE or EXACT)
     full, rest = aligned, aligned
@@ -423,20 +407,20 @@ def _attention(  # type: ignore[no-untyped-def]
                         HAS_PREFIX, HAS_CHUNK, PAGED, P, D, BLOCK_N, BLOCK_D, HAS_CAP, HAS_ALIBI, HAS_TREE, SPARSE, SAME, WIDE,
                         EXACT, PRECISION, IN_HALF, LATE, LIFT,
                     )  # fmt: skip
-    if MAY_BE_WILD and (DECODE or SPARSE > 0 or not EXACT):  # noqa: SIM102  (one is known when compiling)
+    if MAY_BE_NONFINITE and (DECODE or SPARSE > 0 or not EXACT):  # noqa: SIM102  (one is known when compiling)
         # 0 * NaN: a non-finite value may have reached rows that do not see it, or, loaded again past an end, have made an
         # infinity NaN. Rare enough to start over; a decode in small tiles, which need no more registers than its own.
-        CAREFUL_N: tl.constexpr = 16 if DECODE else BLOCK_N
+        NAN_SAFE_N: tl.constexpr = 16 if DECODE else BLOCK_N
         if tl.max(((acc - acc) != 0.0).to(tl.int32)) > 0:
             acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
             norm = tl.zeros((BLOCK_M,), tl.float32)
             top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-            for start in tl.range(aligned, stop, CAREFUL_N, num_stages=1):
+            for start in tl.range(aligned, stop, NAN_SAFE_N, num_stages=1):
                 acc, norm, top = _step(
                     acc, norm, top, start, True, True, q, low, high, upper, table, k_base, v_base, tree_row, position, shifted,
                     token, context, q_len, slope, span_low, span_high, prefix_end, chunk, left, is_tree, k_block, k_slot,
                     v_block, v_slot, factor, cap, tree_w, sparse_local, sparse_stride, sparse_shift, k_scale, v_scale,
-                    scale_block, scale_slot, PER_TOKEN, HAS_LEFT, HAS_SPANS, HAS_PREFIX, HAS_CHUNK, PAGED, P, D, CAREFUL_N,
+                    scale_block, scale_slot, PER_TOKEN, HAS_LEFT, HAS_SPANS, HAS_PREFIX, HAS_CHUNK, PAGED, P, D, NAN_SAFE_N,
                     BLOCK_D, HAS_CAP, HAS_ALIBI, HAS_TREE, SPARSE, SAME, WIDE, EXACT, PRECISION, IN_HALF, LATE, LIFT,
                 )  # fmt: skip
 
@@ -641,7 +625,7 @@ class _Launches:
             "PAGED": self.paged, "PER_TOKEN": per_token, "HAS_K_SCALE": k_scales is not None and not per_token,
             "HAS_ALIBI": given["slopes"] is not None, "HAS_TREE": given["tree"] is not None,
             "HAS_SPANS": given["spans"] is not None, "HAS_PREFIX": given["prefix"] is not None,
-            "MIXED": given["is_causal"] is not None, "MAY_BE_WILD": per_token or stored != torch.int8,
+            "MIXED": given["is_causal"] is not None, "MAY_BE_NONFINITE": per_token or stored != torch.int8,
             "SAME": same, "WIDE": wide, "EXACT": query.itemsize == 4,
             # three tf32 products give float32's accuracy on tensor cores; without them the tiles would not fit in registers
             "PRECISION": "tf32x3" if query.itemsize == 4 and name.startswith("sm") else "ieee", "BESIDE": self.beside,
@@ -686,20 +670,20 @@ class _Launches:
             self.prefill(tiles * self.kv_heads, (None, *arrays), *numbers, *no_plan, *strides)
         if not self.paged:
             return
-        cut = None
+        split_kv = None
         if layer.fixed_split or not whole:
             tiles, fixed = self._tiles(max_seq_len), layer.fixed_split // self.keys_per_tile
-            cut = cut_for(num_reqs, self.kv_heads, tiles, fixed, self.processors)
-        if cut is None:
+            split_kv = split_kv_for(num_reqs, self.kv_heads, tiles, fixed, self.processors)
+        if split_kv is None:
             programs = num_reqs * self.kv_heads + self.beside
             self.decode(0)(programs, (None, *arrays), *numbers, *no_plan, *strides)
             return
         # the state of every row of every item, the log-sum-exp of each, and the plan
-        states, programs = cut.items * self.rows, cut.items * self.kv_heads + self.beside
+        states, programs = split_kv.items * self.rows, split_kv.items * self.kv_heads + self.beside
         floats = states * (query.shape[2] + 1) + 2 * num_reqs  # type: ignore[union-attr]
         scratch = query.new_empty(floats, dtype=torch.float32)  # type: ignore[union-attr]
-        plan = states, lse_h, table_r, tree_w, cut.share, cut.parts, cut.enough
-        self.decode(cut.block_r)(programs, (scratch, *arrays), *numbers, *plan, *strides)
+        plan = states, lse_h, table_r, tree_w, split_kv.split_tiles, split_kv.max_splits, split_kv.whole_from
+        self.decode(split_kv.block_r)(programs, (scratch, *arrays), *numbers, *plan, *strides)
         self.merge(num_reqs * self.rows, (scratch, *arrays[:6]), v_factor, states, lse_h, *strides[:2])
 
     def _tiles(self, keys: int) -> int:
@@ -760,7 +744,7 @@ def paged_attention(
     span_window: docs/semantics.md §18; is_causal: [R] bool, the requests for which right = 0. k_scale, v_scale: float32 on the
     device: 0-d, [K], or [N, P, K] with equal strides and adjacent heads, one per token and head; k_factor, v_factor: the same
     if the host has the values. fixed_split: keys per split of a decode, a multiple of the keys per tile; a request's bits then
-    depend on its own lengths, queries and keys only (`_tuned`). 0 lets the rules choose by the batch. sparse: [block_size,
+    depend on its own lengths, queries and keys only (`_Launches`). 0 lets the rules choose by the batch. sparse: [block_size,
     local_blocks, vert_stride, shift per head, first head] (docs/semantics.md §13). output_scale: 0-d float32 on the device;
     output is then float8_e4m3fn and holds result / output_scale, saturated and rounded to nearest even. prefill_programs:
     number of multiprocessors for the prefill of a mixed batch that runs concurrently with the decode (Hopper); 0 for all.

@@ -1,6 +1,6 @@
 """The plan of a batch of decodes, on the device: how the keys of requests of any lengths are cut into work items.
 
-`launch.Cut` has the bounds, which the host knows. A program of `paged_attention` computes its own item; kernels whose
+`launch.SplitKV` has the bounds, which the host knows. A program of `paged_attention` computes its own item; kernels whose
 programs hold no vector of requests read it from the table that `items` fills.
 """
 
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from attn.torch.kernels.direct import Kind, Prepared, kind_of
-from attn.torch.kernels.launch import FUSED, Cut
+from attn.torch.kernels.launch import FUSED, SplitKV
 
 UNBOUNDED = 1 << 30  #: a window side without a bound: larger than any sequence length
 FIELDS = 4  #: of a row of the table: request, first key, end of the keys, number of parts (-1: no item)
@@ -31,15 +31,15 @@ def visible(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def item_of(  # type: ignore[no-untyped-def]
-    item, query_start_loc, seq_lens, num_reqs, min_query, max_query, left, right, tree_right, tree_w, chunk, share, parts,
-    enough, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, HAS_TREE: tl.constexpr, HAS_CHUNK: tl.constexpr,
+    item, query_start_loc, seq_lens, num_reqs, min_query, max_query, left, right, tree_right, tree_w, chunk, split_tiles,
+    max_splits, whole_from, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, HAS_TREE: tl.constexpr, HAS_CHUNK: tl.constexpr,
 ):  # fmt: skip
     """The plan of a decode, computed by each of its programs: (request, first and last tile, part, parts) of an item.
 
     A request's visible tiles are cut into parts of equal size, of at most so many tiles that all requests have at most
-    parts + num_reqs items, and not below `share`; `enough` requests of about equal length stay whole. parts = 0: into parts of
-    exactly `share`, from the first visible tile on. Requests in several parts come first, since theirs are the longest.
-    Beyond the last item, request is BLOCK_R.
+    max_splits + num_reqs items, and not below `split_tiles`; `whole_from` requests of about equal length stay whole.
+    max_splits = 0: into parts of exactly `split_tiles`, from the first visible tile on. Requests in several parts come first,
+    since theirs are the longest. Beyond the last item, request is BLOCK_R.
     """
     n = tl.arange(0, BLOCK_R)
     begin = tl.load(query_start_loc + n, mask=n < num_reqs, other=0)
@@ -49,11 +49,11 @@ def item_of(  # type: ignore[no-untyped-def]
     reach = tl.where(q_len <= tree_w, tree_right, right) if HAS_TREE else right
     aligned, _, end = visible(seq_len - q_len, seq_len - 1, seq_len, left, reach, chunk, BLOCK_N, HAS_CHUNK)
     tiles = tl.where(chosen, tl.cdiv(end - aligned, BLOCK_N), 0)
-    # the smallest share that makes few enough items, by four halvings (`share_of` is the counterpart on the host)
-    room = parts + num_reqs
+    # the smallest number that makes few enough items, by four halvings (`split_tiles_of` is the counterpart on the host)
+    room = max_splits + num_reqs
     total = tl.sum(tiles.to(tl.int64), 0)
-    low = tl.maximum(share, tl.cdiv(total, room).to(tl.int32))
-    high = tl.maximum(low, tl.cdiv(total, tl.maximum(parts, 1)).to(tl.int32))
+    low = tl.maximum(split_tiles, tl.cdiv(total, room).to(tl.int32))
+    high = tl.maximum(low, tl.cdiv(total, tl.maximum(max_splits, 1)).to(tl.int32))
     for _ in tl.static_range(4):
         middle = (low + high) // 2
         fits = tl.sum(tl.where(chosen, tl.maximum(tl.cdiv(tiles, middle), 1), 0), 0) <= room
@@ -61,9 +61,9 @@ def item_of(  # type: ignore[no-untyped-def]
         high = tl.where(fits, middle, high)
     longest = tl.max(tiles, 0)
     live = tl.sum(chosen.to(tl.int32), 0)
-    even = (live >= enough) & (4 * longest.to(tl.int64) * live <= 5 * total)
-    share = tl.where(parts > 0, tl.where(even, tl.maximum(high, longest), high), share)
-    counts = tl.where(chosen, tl.maximum(tl.cdiv(tiles, share), 1), 0)
+    even = (live >= whole_from) & (4 * longest.to(tl.int64) * live <= 5 * total)
+    split_tiles = tl.where(max_splits > 0, tl.where(even, tl.maximum(high, longest), high), split_tiles)
+    counts = tl.where(chosen, tl.maximum(tl.cdiv(tiles, split_tiles), 1), 0)
     long = tl.where(counts > 1, counts, 0)
     before = tl.sum(long, 0)
     counts = tl.where(item < before, long, counts - long)
@@ -75,21 +75,21 @@ def item_of(  # type: ignore[no-untyped-def]
     part = target - tl.sum(tl.where(own, ends - counts, 0), 0)
     whole = tl.sum(tl.where(own, tiles, 0), 0)
     of = tl.maximum(count, 1)
-    first = tl.where(parts > 0, part * whole // of, part * share)
-    last = tl.where(parts > 0, (part + 1) * whole // of, tl.minimum((part + 1) * share, whole))
+    first = tl.where(max_splits > 0, part * whole // of, part * split_tiles)
+    last = tl.where(max_splits > 0, (part + 1) * whole // of, tl.minimum((part + 1) * split_tiles, whole))
     return r, first, last, part, count
 
 
-@triton.jit(do_not_specialize=("num_reqs", "max_query", "share", "parts", "enough", "num_items"))
+@triton.jit(do_not_specialize=("num_reqs", "max_query", "split_tiles", "max_splits", "whole_from", "num_items"))
 def _items(  # type: ignore[no-untyped-def]
-    table, query_start_loc, seq_lens, num_reqs, max_query, share, parts, enough, num_items,
+    table, query_start_loc, seq_lens, num_reqs, max_query, split_tiles, max_splits, whole_from, num_items,
     BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Grid (num_items): one program fills one row of the table, and of its second part if the item is a request's first."""
     item = tl.program_id(0)
     r, first, last, part, count = item_of(
-        item, query_start_loc, seq_lens, num_reqs, 0, max_query, 1 << 30, 0, 0, 0, 0, share, parts, enough, BLOCK_N, BLOCK_R,
-        False, False,
+        item, query_start_loc, seq_lens, num_reqs, 0, max_query, 1 << 30, 0, 0, 0, 0, split_tiles, max_splits, whole_from,
+        BLOCK_N, BLOCK_R, False, False,
     )  # fmt: skip
     valid = r < num_reqs
     row = table + item * 4
@@ -102,14 +102,25 @@ def _items(  # type: ignore[no-untyped-def]
         tl.store(table + num_items * 4 + 2 * r + 1, count)
 
 
-def items(query_start_loc: torch.Tensor, seq_lens: torch.Tensor, max_query_len: int, cut: Cut, block_n: int) -> torch.Tensor:
+def items(
+    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, max_query_len: int, split_kv: SplitKV, block_n: int
+) -> torch.Tensor:
     """Return the table of a batch of causal decodes, int32 on the device: a row of FIELDS per item, then (first item, number of
     parts) per request. query_start_loc: [R + 1], seq_lens: [R], int32; requests without tokens have no item."""
     num_reqs = seq_lens.shape[0]
-    table = seq_lens.new_empty(FIELDS * cut.items + 2 * num_reqs)
+    table = seq_lens.new_empty(FIELDS * split_kv.items + 2 * num_reqs)
     arrays = (table, query_start_loc, seq_lens)
-    kernel = _prepared(kind_of(arrays), block_n, cut.block_r)
-    kernel(cut.items, arrays, num_reqs, max_query_len, cut.share, cut.parts, cut.enough, cut.items)
+    kernel = _prepared(kind_of(arrays), block_n, split_kv.block_r)
+    kernel(
+        split_kv.items,
+        arrays,
+        num_reqs,
+        max_query_len,
+        split_kv.split_tiles,
+        split_kv.max_splits,
+        split_kv.whole_from,
+        split_kv.items,
+    )
     return table
 
 

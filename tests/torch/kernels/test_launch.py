@@ -12,13 +12,13 @@ from attn.torch.kernels.launch import (
     LEAST,
     SHARED_MEMORY,
     are_whole,
-    cut_for,
     decode_launch,
     power_of_two,
     prefill_launch,
     prefill_programs,
     rows_of_speculation,
-    share_of,
+    split_kv_for,
+    split_tiles_of,
 )
 
 
@@ -39,12 +39,14 @@ def test_items_of_any_lengths_are_within_the_grid_and_end_together(seed: int) ->
     rng = np.random.default_rng(seed)
     num_reqs, kv_heads = int(2 ** rng.uniform(0, 9)), int(rng.choice([1, 4, 8, 16]))
     tiles = (2 ** rng.uniform(0, 11, num_reqs)).astype(np.int64)
-    cut = cut_for(num_reqs, kv_heads, int(tiles.max()), 0, 132)
-    assert cut is not None and cut.block_r >= num_reqs
-    share = share_of(tiles, cut)
-    counts = -(-tiles // share)
-    assert counts.sum() <= cut.items == cut.parts + num_reqs
-    assert share == LEAST or share <= max(LEAST, -(-tiles.sum() // cut.parts)), "no longer than without the search"
+    split_kv = split_kv_for(num_reqs, kv_heads, int(tiles.max()), 0, 132)
+    assert split_kv is not None and split_kv.block_r >= num_reqs
+    split_tiles = split_tiles_of(tiles, split_kv)
+    counts = -(-tiles // split_tiles)
+    assert counts.sum() <= split_kv.items == split_kv.max_splits + num_reqs
+    assert split_tiles == LEAST or split_tiles <= max(LEAST, -(-tiles.sum() // split_kv.max_splits)), (
+        "no longer than without the search"
+    )
 
 
 def test_a_full_device_needs_no_parts_and_an_idle_one_does() -> None:
@@ -52,23 +54,27 @@ def test_a_full_device_needs_no_parts_and_an_idle_one_does() -> None:
         assert are_whole(np.array(keys, int), kv_heads, 132)
     for keys in ([32768], [32768] * 16, [500] * 63 + [30000], [200, 500, 1000, 16000] * 16, [131072] * 2):
         assert not are_whole(np.array(keys), 8, 132)
-    assert cut_for(4, 8, LEAST, 0, 132) is None
+    assert split_kv_for(4, 8, LEAST, 0, 132) is None
 
 
 @pytest.mark.parametrize(("keys", "kv_heads"), [([131072], 8), ([65536] * 8, 4), ([32768] * 16, 8), ([32768], 8)])
 def test_long_requests_are_cut_into_one_wave(keys: list[int], kv_heads: int) -> None:
     """One item more than the device runs at once takes half as long again (H200: 0.159 ms, 0.141 in one wave)."""
     tiles = np.array(keys) // 64
-    cut = cut_for(len(keys), kv_heads, int(tiles.max()), 0, 132)
-    assert cut is not None
-    items = int((-(-tiles // share_of(tiles, cut))).sum())
+    split_kv = split_kv_for(len(keys), kv_heads, int(tiles.max()), 0, 132)
+    assert split_kv is not None
+    items = int((-(-tiles // split_tiles_of(tiles, split_kv))).sum())
     assert 0.9 * 2 * 132 / kv_heads < items <= 2 * 132 / kv_heads
 
 
 def test_a_fixed_share_depends_on_no_other_request() -> None:
     for num_reqs, tiles in ((1, 1), (1, 40), (300, 40), (3, 41)):  # the last part may be shorter
-        cut = cut_for(num_reqs, 8, tiles, 4, 132)
-        assert cut is not None and (cut.share, cut.parts) == (4, 0) and cut.items == num_reqs * -(-tiles // 4)
+        split_kv = split_kv_for(num_reqs, 8, tiles, 4, 132)
+        assert (
+            split_kv is not None
+            and (split_kv.split_tiles, split_kv.max_splits) == (4, 0)
+            and split_kv.items == num_reqs * -(-tiles // 4)
+        )
 
 
 def test_power_of_two() -> None:

@@ -17,7 +17,7 @@ import triton.language as tl
 from attn.torch.interpreter import correct_bfloat16
 from attn.torch.kernels import paged_attention as module
 from attn.torch.kernels.codes import number_in
-from attn.torch.kernels.launch import Launch, cut_for, share_of
+from attn.torch.kernels.launch import Launch, split_kv_for, split_tiles_of
 from attn.torch.kernels.paged_attention import paged_attention
 from attn.torch.kernels.plan import UNBOUNDED, item_of
 from tests.levels import sampled
@@ -119,7 +119,7 @@ def test_parts_of_a_decode_have_the_scales_of_their_kv_head() -> None:
     scales = (torch.tensor([0.03, 0.06], device=DEVICE), torch.tensor([0.5, 8.0], device=DEVICE))
     starts, lens = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, 1], [KEYS]))
     table = torch.arange(KEYS // PAGE, dtype=torch.int32, device=DEVICE)[None]
-    assert cut_for(1, 2, KEYS // 32 + 1, 0, 8) is not None
+    assert split_kv_for(1, 2, KEYS // 32 + 1, 0, 8) is not None
     outs = [torch.full_like(query, torch.nan) for _ in range(2)]
     for out, whole in zip(outs, (False, True), strict=True):
         paged_attention(
@@ -131,11 +131,37 @@ def test_parts_of_a_decode_have_the_scales_of_their_kv_head() -> None:
 
 @triton.jit
 def _items(
-    found, query_start_loc, seq_lens, num_reqs, left, share, parts, enough, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr
+    found,
+    query_start_loc,
+    seq_lens,
+    num_reqs,
+    left,
+    split_tiles,
+    max_splits,
+    whole_from,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
 ):  # type: ignore[no-untyped-def]
     item = tl.program_id(0)
     r, first, last, part, count = item_of(
-        item, query_start_loc, seq_lens, num_reqs, 0, 4, left, 0, 0, 0, 0, share, parts, enough, BLOCK_N, BLOCK_R, False, False
+        item,
+        query_start_loc,
+        seq_lens,
+        num_reqs,
+        0,
+        4,
+        left,
+        0,
+        0,
+        0,
+        0,
+        split_tiles,
+        max_splits,
+        whole_from,
+        BLOCK_N,
+        BLOCK_R,
+        False,
+        False,
     )
     tl.store(found + 5 * item, r)
     tl.store(found + 5 * item + 1, first)
@@ -156,14 +182,25 @@ def test_items_are_every_tile_of_every_decode_once(seed: int, left: int, fixed: 
     chosen = (q_lens > 0) & (q_lens <= 4)
     lows = np.maximum(seq_lens - q_lens - left, 0) // block_n
     tiles = np.where(chosen & (seq_lens > 0), -(-seq_lens // block_n) - lows, 0)
-    cut = cut_for(num_reqs, 2, max(3, int(tiles.max())), fixed, 16)
-    assert cut is not None
-    found = torch.full((cut.items + 3, 5), -1, dtype=torch.int32, device=DEVICE)
+    split_kv = split_kv_for(num_reqs, 2, max(3, int(tiles.max())), fixed, 16)
+    assert split_kv is not None
+    found = torch.full((split_kv.items + 3, 5), -1, dtype=torch.int32, device=DEVICE)
     start, lens = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([0, *np.cumsum(q_lens)], seq_lens))
-    _items[(cut.items + 3,)](found, start, lens, num_reqs, left, cut.share, cut.parts, cut.enough, block_n, cut.block_r)
+    _items[(split_kv.items + 3,)](
+        found,
+        start,
+        lens,
+        num_reqs,
+        left,
+        split_kv.split_tiles,
+        split_kv.max_splits,
+        split_kv.whole_from,
+        block_n,
+        split_kv.block_r,
+    )
     items = [item for item in found.tolist() if item[0] < num_reqs]
     assert items == found.tolist()[: len(items)], "the rest of the grid has none"
-    share = fixed or share_of(tiles[chosen], cut)
+    split_tiles = fixed or split_tiles_of(tiles[chosen], split_kv)
     for r in range(num_reqs):
         own = [item[1:] for item in items if item[0] == r]
         if not chosen[r]:
@@ -172,7 +209,7 @@ def test_items_are_every_tile_of_every_decode_once(seed: int, left: int, fixed: 
         assert [part for _, _, part, _ in own] == list(range(len(own))) and {count for *_, count in own} == {len(own)}
         assert [tile for first, last, _, _ in own for tile in range(first, last)] == list(range(tiles[r]))
         if num_reqs == chosen.sum():  # else the device has room for more items than the host assumes
-            assert len(own) == max(1, -(-tiles[r] // share))
+            assert len(own) == max(1, -(-tiles[r] // split_tiles))
         if fixed:
             assert all(first % fixed == 0 for first, *_ in own)
 

@@ -95,14 +95,14 @@ def test_launches_fit_and_keep_the_state_in_registers(arch):
 
 
 @needs_triton
-def test_the_kernel_by_hand_is_for_plain_latents_on_hopper(monkeypatch):
+def test_the_hopper_kernel_is_for_plain_latents_on_hopper(monkeypatch):
     from attn.torch.kernels import hopper, mla_launch
 
     monkeypatch.setattr(hopper, "why_off", lambda kernel: "")
-    assert mla_launch.by_hand("sm_90", packed=False) and not mla_launch.by_hand("sm_90", packed=True)
-    assert not any(mla_launch.by_hand(arch, packed=False) for arch in ("sm_80", "sm_100", "gfx942", "interpreter"))
+    assert mla_launch.prefers_hopper("sm_90", packed=False) and not mla_launch.prefers_hopper("sm_90", packed=True)
+    assert not any(mla_launch.prefers_hopper(arch, packed=False) for arch in ("sm_80", "sm_100", "gfx942", "interpreter"))
     monkeypatch.setattr(hopper, "why_off", lambda kernel: "no")
-    assert not mla_launch.by_hand("sm_90", packed=False)
+    assert not mla_launch.prefers_hopper("sm_90", packed=False)
 
 
 @needs_triton
