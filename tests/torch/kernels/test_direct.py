@@ -145,11 +145,11 @@ def write_latents(tokens, dtype, stored, odd, copied):
         slot_mapping=torch.arange(tokens), k_factor=0.5 * tokens, query=query,
         absorbed=None if query is None else torch.zeros(tokens, 4, 80, dtype=dtype)))
 
-def decode(lens, dtype, stored, uneven, extras, topk):
+def decode(lens, dtype, stored, uneven, extras, topk, heads=16, rank=128):
     R, cols = len(lens), -(-max(lens) // 16)
     return twice(mla_decode.mla_decode, dict(
-        out=torch.zeros(R, 16, 128, dtype=dtype), lse=torch.empty(16, R) if extras else None,
-        query=torch.zeros(R, 16, 192, dtype=dtype), cache=torch.zeros(8, 16, 192, dtype=stored),
+        out=torch.zeros(R, heads, rank, dtype=dtype), lse=torch.empty(heads, R) if extras else None,
+        query=torch.zeros(R, heads, rank + 64, dtype=dtype), cache=torch.zeros(8, 16, rank + 64, dtype=stored),
         query_start_loc=torch.arange(R + 1, dtype=torch.int32), seq_lens=torch.tensor(lens, dtype=torch.int32),
         block_table=torch.zeros(R, cols, dtype=torch.int32), max_query_len=1, max_seq_len=max(lens), scale=0.1,
         k_scale=torch.ones(()) if extras and stored != dtype else None, uneven=uneven,
@@ -188,6 +188,8 @@ calls += [
     (attend_prompts, lens, tokens, *shape) for lens, tokens in (((70, 30), (20, 1)), ((71, 33), (33, 1)), ((900, 7), (17, 7)))
     for shape in ((half, 0, True), (half, 0, False), (half, 4, True), (fp8, 0, True))
 ]
+if os.environ["SUITE_LEVEL"] == "full":  # hopper_mla
+    calls += [(decode, lens, half, half, *how, 64, 512) for lens in batches for how in ((True, False, 0), (False, True, 128))]
 calls += [(merge, states, tokens, odd) for odd in (0, 1) for states, tokens in ((2, 3), (3, 16), (2, 5))]
 calls += [(prefill, tokens, odd) for odd in (0, 1) for tokens in (30, 32, 70)]
 for of, *arguments in calls:
