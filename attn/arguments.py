@@ -217,13 +217,13 @@ def layer_features(
 def check_reach(impl: Any, attn_metadata: Any) -> None:
     """Raise `UnsupportedError` unless an implementation supports a batch's spans, prefixes and mixed causality."""
     name, features = impl.backend.get_name(), impl.backend.capabilities.features
-    has_spans = attn_metadata.spans is not None or attn_metadata.prefix is not None
-    for feature, present in ((Feature.MIXED_CAUSAL, attn_metadata.is_causal is not None), (Feature.SPANS, has_spans)):
+    mask = attn_metadata.mask
+    for feature, present in ((Feature.MIXED_CAUSAL, mask.is_causal is not None), (Feature.SPANS, mask.has_ranges)):
         if present and feature not in features:
             raise UnsupportedError(f"{name}: {feature.value} not supported")
         if present and impl.attn_type != AttentionType.DECODER:
             raise UnsupportedError(f"{name}: {feature.value} not supported with {impl.attn_type} attention")
-    if attn_metadata.spans is not None and impl.window[0] is not None and impl.span_window is None:
+    if mask.spans is not None and impl.window[0] is not None and impl.mask.span_window is None:
         raise UnsupportedError(
             f"{name}: the batch has spans and the layer a window, and models differ in whether a window cuts a span: pass "
             "span_window=True or False to the layer"

@@ -248,11 +248,9 @@ def snapshot(layer: Any, arguments: Arguments) -> Snapshot:
         caches = ops.pages(layer, arguments.kv_cache, pages.ids)
         for name, stored in zip(("key_cache", "value_cache")[: 1 if latent else 2], caches, strict=False):
             arrays[name] = np.ascontiguousarray(stored)
-    tree = meta.tree_mask if meta.tree_mask is not None and meta.tree_mask.shape[1] else None
-    keep("tree_mask", None if tree is None else tree[:count])
-    for name, end in (("spans", total), ("prefix", count), ("is_causal", count)):
-        array = getattr(meta, name, None)
-        keep(name, None if array is None else array[:end])
+    tree = meta.mask.tree
+    for name, array in meta.mask.select(slice(count), slice(total))._asdict().items():
+        keep("tree_mask" if name == "tree" else name, array)
     keep("alibi_slopes", getattr(impl, "alibi_slopes", None))
     keep("sinks", getattr(impl, "sinks", None))
     keep("up_projection", ops.up_projection(layer) if latent else None)
@@ -265,9 +263,9 @@ def snapshot(layer: Any, arguments: Arguments) -> Snapshot:
         "num_kv_heads": impl.num_kv_heads, "head_size": impl.head_size, "block_size": page, "dtype": dtypes["query"],
         "kv_cache_dtype": spec.kv_cache_dtype, **scales, "attn_type": impl.attn_type,
         "causal": "mixed" if "is_causal" in arrays else bool(meta.causal),
-        "span_window": bool(getattr(impl, "span_window", None)),
+        "span_window": bool(impl.mask.span_window),
         "spans": int("spans" in arrays), "prefix": int("prefix" in arrays),
-        "chunk_size": getattr(impl, "chunk_size", None) or 0,
+        "chunk_size": impl.mask.chunk_size or 0,
         "sliding_window": None if latent or impl.window == (None, None) else impl.window,
         "logits_soft_cap": None if latent else impl.logits_soft_cap, "alibi": "alibi_slopes" in arrays,
         "sinks": "randn" if "sinks" in arrays else "", "tree": 0 if tree is None else int(tree.shape[1]),

@@ -10,10 +10,11 @@ beside the call, from the keys that the cache holds (rounded, if it is quantised
 from typing import Any
 
 from attn import arrays, recording
-from attn.capabilities import ENCODER_TYPES, AttentionType
+from attn.capabilities import ENCODER_TYPES
 from attn.errors import UnsupportedError
 from attn.functional import Extras, Rules, by_group, softmax
 from attn.logger import init_logger
+from attn.visibility import Visibility
 
 logger = init_logger(__name__)
 
@@ -90,25 +91,14 @@ def _seen(layer: Any, arguments: recording.Arguments, r: int, rows: slice, m: in
     """Return what request r's rows see: as rules, or as a mask [n, m] where rules cannot say it."""
     import numpy as np
 
-    from attn.reference import visible_mask
-
     impl, meta, bits = layer.impl, arguments.attn_metadata, arrays.ops_of(layer.framework).bits
     n, scale, cap = rows.stop - rows.start, impl.signed_scale, getattr(impl, "logits_soft_cap", None)
     if (chosen := recording.indices_of(layer, arguments)) is not None:
-        mask, keys = np.zeros((n, m + 1), bool), bits(chosen[rows])[0]
-        np.put_along_axis(mask, np.where((keys < 0) | (keys >= m), m, keys), True, 1)  # noqa: FBT003
-        return Rules(False, scale, (None, None), cap), mask[:, :m]
-    mixed, tree, spans, prefix = (getattr(meta, name, None) for name in ("is_causal", "tree_mask", "spans", "prefix"))
-    causal = impl.attn_type == AttentionType.DECODER and bool(meta.causal if mixed is None else mixed[r])
-    window, more = getattr(impl, "window", (None, None)), dict[str, Any]()
-    if tree is not None and n <= tree.shape[1]:
-        more["tree"] = bits(tree[r, :n, :n])[0]
-    if spans is not None:
-        more |= {"spans": bits(spans[rows])[0], "span_window": bool(impl.span_window)}
-    if prefix is not None:
-        more["prefix"] = int(prefix[r])
-    if getattr(impl, "chunk_size", None):
-        more["chunk_size"] = impl.chunk_size
-    if not more:
-        return Rules(causal, scale, window, cap), None
-    return Rules(False, scale, (None, None), cap), visible_mask(n, m, causal=causal, window=window, **more)
+        seen, keys = np.zeros((n, m + 1), bool), bits(chosen[rows])[0]
+        np.put_along_axis(seen, np.where((keys < 0) | (keys >= m), m, keys), True, 1)  # noqa: FBT003
+        return Rules(False, scale, (None, None), cap), seen[:, :m]
+    layer, batch = impl.visible(meta)
+    mask = Visibility(layer, batch.map(lambda array: bits(array)[0])).select(r, rows)
+    if mask.batch.is_plain and mask.layer.chunk_size is None:
+        return Rules(mask.layer.causal, scale, mask.layer.window, cap), None
+    return Rules(False, scale, (None, None), cap), mask.as_array(n, m)

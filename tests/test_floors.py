@@ -34,7 +34,10 @@ FLOORS = [
         "attn.dtypes", "attn.envs", "attn.imports", "attn.logger", "attn.distributed", "attn.cache_file", "attn.fields",
         "attn.reference",
     ),
-    ("attn.capabilities", "attn.backend_enum", "attn.arrays", "attn.arguments", "attn.merge", "attn.progress", "attn.tables"),
+    (
+        "attn.capabilities", "attn.backend_enum", "attn.arrays", "attn.arguments", "attn.merge", "attn.progress", "attn.tables",
+        "attn.visibility",
+    ),
     ("attn.selection",),
     ("attn.backends", "attn.diffusion", "attn.pictures", "attn.serving"),
     ("attn.selector", "attn.recording", "attn.layer", "attn.reports", "attn.testing"),

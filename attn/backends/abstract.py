@@ -29,6 +29,7 @@ from attn.capabilities import (
 )
 from attn.distributed import get_dcp_group
 from attn.dtypes import QuantKey
+from attn.visibility import LayerMask, Visibility
 
 __all__ = [
     "AttentionBackend",
@@ -232,6 +233,9 @@ class AttentionImpl(Implementation, ABC, Generic[T]):
     # even if they can return lse (for efficiency reasons)
     need_to_return_lse_for_decode: bool = False
 
+    #: What the layer lets its rows see.
+    mask: LayerMask = LayerMask()
+
     #: Whether a request's bits must not depend on the rest of the batch (docs/semantics.md §17). Set by a layer that requests
     #: the feature, whose backend then declares it; the default is the fastest plan for each batch.
     batch_invariant: bool = False
@@ -247,6 +251,11 @@ class AttentionImpl(Implementation, ABC, Generic[T]):
 
     dcp_world_size: int
     dcp_rank: int
+
+    def visible(self, attn_metadata: Any) -> Visibility:
+        """Return what the rows of a batch see."""
+        causal = self.mask.causal and bool(attn_metadata.causal)
+        return Visibility(self.mask if causal == self.mask.causal else self.mask._replace(causal=causal), attn_metadata.mask)
 
     def __new__(cls, *args: Any, **kwargs: Any) -> "AttentionImpl[T]":
         # use __new__ so that all subclasses will call this

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 from attn.arguments import as_flag
 from attn.arrays import to_framework
 from attn.errors import DTypeError, MetadataError, ShapeError
+from attn.visibility import BatchMask
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,7 +29,12 @@ INT32_MAX = 2**31 - 1
 
 
 class AttentionMetadata:
-    """Base of every backend's metadata."""
+    """Base of every backend's metadata.
+
+    mask: what the batch lets its rows see, besides causality.
+    """
+
+    mask: BatchMask = BatchMask()
 
 
 @dataclass
@@ -161,17 +167,13 @@ class CommonAttentionMetadata:
         return positions
 
     @property
-    def has_trees(self) -> bool:
-        """Whether `tree_mask` is in use: one without nodes, [R, 0, 0], is not."""
-        return self.tree_mask is not None and self.tree_mask.shape[1] > 0
-
-    @property
-    def is_causal(self) -> "npt.NDArray[np.bool_] | None":
-        """Which requests are causal, [R] bool, if they differ; None if all are as `causal` says."""
+    def mask(self) -> BatchMask:
+        """What the batch lets its rows see. A tree mask without nodes, [R, 0, 0], counts as none."""
         import numpy as np
 
         mixed = isinstance(self.causal, np.ndarray) and bool((self.causal != self.causal[:1]).any())
-        return self.causal if mixed else None
+        tree = self.tree_mask if self.tree_mask is not None and self.tree_mask.shape[1] else None
+        return BatchMask(tree, self.spans, self.prefix, self.causal if mixed else None)
 
     @property
     def all_causal(self) -> bool:

@@ -6,10 +6,9 @@ before any weight is loaded.
 """
 
 from abc import abstractmethod
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from attn.arguments import (
-    Window,
     check_attn_type,
     check_flag,
     check_heads,
@@ -27,9 +26,49 @@ from attn.backends.metadata import AttentionMetadata
 from attn.capabilities import Device, Feature, Request
 from attn.dtypes import PER_TOKEN_HEAD, dtype_name, kv_cache_row
 from attn.errors import DTypeError, ShapeError
+from attn.visibility import LayerMask, Visibility, Window
 
 Array = Any
 T = TypeVar("T", bound=AttentionMetadata)
+
+
+class PagedCall(NamedTuple):
+    """The arguments of `_attend` and `_attend_ragged`: arrays of one framework.
+
+    query: [T, H, D]; rows from `meta.num_actual_tokens` on are padding. meta: the batch. mask: what the rows see.
+    `_attend`: over kv_cache, as `get_kv_cache_shape`. It holds the new tokens already, or, where jax writes and attends in one
+    kernel, key and value hold them: [T, K, D] or None.
+    `_attend_ragged` (encoder types): each request's rows attend its own keys; key, value: [T, K, D]; kv_cache is None.
+
+    Under torch, output: [T, H, D], to be filled; lse: [H, T] float32 (float64 for float64), natural log, to be filled, or None;
+    query, key and value are aligned for vector reads (`attn.torch.alignment`); layer: provides `_k_scale` and `_v_scale` of a
+    quantised cache. output_scale: [] float32 on the device, or None; always None unless the capabilities include it. If given,
+    output is float8_e4m3fn and receives result / output_scale, saturated and rounded to nearest even.
+    Under jax, k_scale, v_scale: the scales of a quantised cache, a scalar or [K].
+    """
+
+    query: Any
+    meta: Any
+    mask: Visibility
+    kv_cache: Any = None
+    key: Any = None
+    value: Any = None
+    layer: Any = None
+    output: Any = None
+    lse: Any = None
+    output_scale: Any = None
+    k_scale: Any = 1.0
+    v_scale: Any = 1.0
+
+    @property
+    def window(self) -> Window:
+        """(left, right): a row at position p sees keys p - left <= j <= p + right; None: unbounded; right 0: causal."""
+        return self.mask.window
+
+    @property
+    def causal(self) -> bool:
+        """Whether causality or the window hides later keys (the batch's tree, spans and prefixes apart)."""
+        return self.mask.window[1] == 0
 
 
 def check_built(backend: type[AttentionBackend], attn_metadata: Any, wanted: type) -> None:
@@ -143,17 +182,25 @@ class PagedImpl(AttentionImpl[T]):
         self.signed_scale = check_scale(scale, head_size)
         self.scale = abs(self.signed_scale)  # kernels receive the magnitude; the template negates the query (`fold_sign`)
         self.attn_type = check_attn_type(attn_type)
-        self.window = window_pair(sliding_window, attn_type)
         self.logits_soft_cap = check_soft_cap(logits_soft_cap)
         self.kv_cache_dtype = kv_cache_dtype
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.alibi_slopes = self._per_head("alibi_slopes", alibi_slopes)
         self.sinks = self._per_head("sinks", sinks)
-        self.chunk_size = None if chunk_size is None else positive_int("chunk_size", chunk_size)
-        self.span_window = None if span_window is None else check_flag("span_window", span_window)
-        if self.chunk_size and attn_type != AttentionType.DECODER:
+        self.mask = LayerMask(
+            attn_type == AttentionType.DECODER,
+            window_pair(sliding_window, attn_type),
+            None if chunk_size is None else positive_int("chunk_size", chunk_size),
+            None if span_window is None else check_flag("span_window", span_window),
+        )
+        if chunk_size and attn_type != AttentionType.DECODER:
             raise ValueError(f"chunk_size={chunk_size}: must be None for {attn_type} attention")
         refuse(self.backend, self.request())
+
+    @property
+    def window(self) -> Window:
+        """(left, right), inclusive; None: unbounded."""
+        return self.mask.window
 
     def request(self) -> Request:
         """Return this layer's request, except the dtype (known from the arrays of a call)."""
@@ -170,7 +217,7 @@ class PagedImpl(AttentionImpl[T]):
                 self.alibi_slopes,
                 self.sinks,
                 self.kv_sharing_target_layer_name,
-                self.chunk_size,
+                self.mask.chunk_size,
             )
             | ({Feature.DCP} if self.dcp_world_size > 1 else set()),
             num_heads=self.num_heads,

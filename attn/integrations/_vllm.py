@@ -346,7 +346,8 @@ class AttnImpl(vllm_backend.AttentionImpl):
             cache = self._cache(own, kv_cache)
         if self.sinks is not None:
             own.impl.sinks = self.sinks.detach().float()  # the model's, which may have been loaded since
-        own.impl.span_window = getattr(layer, "mm_prefix_clamp_sliding_window", False)  # vLLM passes it to the call only
+        clamps = getattr(layer, "mm_prefix_clamp_sliding_window", False)  # vLLM passes it to the call only
+        own.impl.mask = own.impl.mask._replace(span_window=clamps)
         try:
             own.impl.forward(
                 layer,

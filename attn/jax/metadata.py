@@ -26,12 +26,13 @@ from attn.backends.metadata import (
     next_power_of_two,
 )
 from attn.errors import MetadataError, ShapeError
+from attn.visibility import BatchMask
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PagedAttentionMetadata(AttentionMetadata):
-    """One batch. The first ten fields are arrays (int32, on the device); the others are static and key the compilation."""
+    """One batch. The first seven fields are arrays (int32, on the device); the others are static and key the compilation."""
 
     query_start_loc: jax.Array  # [R + 1], the last entry repeated past num_reqs
     seq_lens: jax.Array  # [R], 0 past num_reqs
@@ -39,10 +40,7 @@ class PagedAttentionMetadata(AttentionMetadata):
     slot_mapping: jax.Array  # [T], -1 past num_actual_tokens
     num_reqs: jax.Array  # []
     num_actual_tokens: jax.Array  # []
-    tree_mask: jax.Array | None = None  # [R, W, W] bool
-    spans: jax.Array | None = None  # [T, 2], -1 past num_actual_tokens
-    prefix: jax.Array | None = None  # [R], 0 past num_reqs
-    is_causal: jax.Array | None = None  # [R] bool, if some requests are causal and some are not
+    mask: BatchMask = BatchMask()  # spans: -1 past num_actual_tokens; all else 0 past num_reqs
     max_query_len: int = dataclasses.field(default=1, metadata={"static": True})
     max_seq_len: int = dataclasses.field(default=1, metadata={"static": True})
     causal: bool = dataclasses.field(default=True, metadata={"static": True})
@@ -120,6 +118,7 @@ class PagedAttentionMetadata(AttentionMetadata):
 
 
 # so that a function of a batch can be exported (`jax.export`) and run where this package is installed
+export.register_namedtuple_serialization(BatchMask, serialized_name="attn.visibility.BatchMask")
 export.register_pytree_node_serialization(
     PagedAttentionMetadata,
     serialized_name="attn.jax.metadata.PagedAttentionMetadata",
@@ -151,7 +150,7 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
         num_reqs, num_rows, columns = map(size, (batch.num_reqs, batch.slot_mapping.shape[0], batch.block_table.shape[1]))
         starts = batch.query_start_loc if batch.query_start_loc_cpu is None else batch.query_start_loc_cpu
         lens = batch.seq_lens if batch.seq_lens_cpu is None else batch.seq_lens_cpu
-        tree = batch.tree_mask if batch.has_trees else None
+        tree, spans, prefix, is_causal = batch.mask
         arrays = {
             "query_start_loc": _padded(starts, (num_reqs + 1,), None),
             "seq_lens": _padded(lens, (num_reqs,)),
@@ -159,10 +158,11 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
             "slot_mapping": _padded(_int32_slots(batch.slot_mapping), (num_rows,), PAD_SLOT_ID),
             "num_reqs": np.int32(batch.num_reqs),
             "num_actual_tokens": np.int32(batch.num_actual_tokens),
-            "tree_mask": None if tree is None else _padded(tree, (num_reqs, *tree.shape[1:])),
-            "spans": None if batch.spans is None else _padded(batch.spans[:num_rows], (num_rows, 2), -1),
-            "prefix": None if batch.prefix is None else _padded(batch.prefix, (num_reqs,)),
-            "is_causal": None if (flags := batch.is_causal) is None else _padded(flags, (num_reqs,)),
+            "mask": BatchMask(
+                None if tree is None else _padded(tree, (num_reqs, *tree.shape[1:])),
+                None if spans is None else _padded(spans[:num_rows], (num_rows, 2), -1),
+                *(None if flags is None else _padded(flags, (num_reqs,)) for flags in (prefix, is_causal)),
+            ),
         }
         return self.metadata_cls(
             **jax.device_put(arrays, self.device),

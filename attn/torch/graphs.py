@@ -72,7 +72,7 @@ def paged_key(impl: Any, spec: KVCacheSpec) -> str:
     names = ("num_heads", "head_size", "num_kv_heads", "kv_cache_dtype", "logits_soft_cap", "attn_type",
              "kv_sharing_target_layer_name")  # fmt: skip
     arguments = {name: getattr(impl, name) for name in names} | {"scale": impl.signed_scale, "sliding_window": impl.window}
-    reach = {name: getattr(impl, name) for name in ("chunk_size", "span_window")}
+    reach = {name: getattr(impl.mask, name) for name in ("chunk_size", "span_window")}
     arguments |= {name: value for name, value in reach.items() if value is not None}
     described = {"impl": _path(type(impl)), "arguments": arguments, "spec": asdict(spec)}
     return _text(described | ({"batch_invariant": True} if impl.batch_invariant else {}))
@@ -118,23 +118,11 @@ def call(layer: Any, query: Tensor, key: Any, value: Any, kv_cache: Any, attn_me
         key=key,
         value=value,
         kv_cache=kv_cache,
-        query_start_loc=batch.query_start_loc,
-        seq_lens=batch.seq_lens,
-        block_table=batch.block_table,
-        slot_mapping=batch.slot_mapping,
-        tree_mask=batch.tree_mask,
-        spans=batch.spans,
-        prefix=batch.prefix,
-        is_causal=batch.is_causal,
-        sinks=getattr(impl, "sinks", None),
-        alibi_slopes=impl.alibi_slopes,
-        topk_indices=indices,
-        k_scale=layer._k_scale,
-        v_scale=layer._v_scale,
+        batch=batch.tensors(),
+        weights=[getattr(impl, "sinks", None), impl.alibi_slopes, indices],
+        scales=[layer._k_scale, layer._v_scale],
         handle=batch.handle,
-        num_actual_tokens=batch.num_actual_tokens,
-        max_query_len=batch.max_query_len,
-        max_seq_len=batch.max_seq_len,
+        bounds=[batch.num_actual_tokens, batch.max_query_len, batch.max_seq_len],
         causal=batch.causal,
         num_heads=out[0],
         width=out[1],
@@ -150,30 +138,23 @@ def _layer(
     key: Tensor | None,
     value: Tensor | None,
     kv_cache: Tensor | None,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    block_table: Tensor,
-    slot_mapping: Tensor,
-    tree_mask: Tensor | None,
-    spans: Tensor | None,
-    prefix: Tensor | None,
-    is_causal: Tensor | None,
-    sinks: Tensor | None,
-    alibi_slopes: Tensor | None,
-    topk_indices: Tensor | None,
-    k_scale: Tensor,
-    v_scale: Tensor,
+    batch: list[Tensor | None],
+    weights: list[Tensor | None],
+    scales: list[Tensor],
     handle: int,
-    num_actual_tokens: int,
-    max_query_len: int,
-    max_seq_len: int,
+    bounds: list[int],
     causal: bool,
     num_heads: int,
     width: int,
     lse: bool,
     layer: str,
 ) -> tuple[Tensor, Tensor]:
-    """Return (output [T, H, D], lse [H, T]); lse is [0] if not requested."""
+    """Return (output [T, H, D], lse [H, T]); lse is [0] if not requested.
+
+    batch: its `tensors()`; weights: sinks, slopes and sparse indices; scales: of keys and of values; bounds: the batch's number
+    of tokens, longest query and longest sequence.
+    """
+    sinks, alibi_slopes, topk_indices = weights
     if layer.startswith(_LIVE):
         found = _living(layer)
         impl, spec = found.impl, found.kv_cache_spec
@@ -181,29 +162,32 @@ def _layer(
             impl = impl.with_indices(topk_indices, query)
     else:
         impl, spec = _made(layer, lse)
-        found = _Scales(k_scale, v_scale)
+        found = _Scales(*scales)
         if sinks is not None or alibi_slopes is not None:
             impl = copy.copy(impl)  # another layer with these arguments may run at the same time
             impl.sinks, impl.alibi_slopes = sinks, alibi_slopes
-    tensors = (query_start_loc, seq_lens, block_table, slot_mapping, tree_mask, spans, prefix, is_causal)
-    batch = _living_batch(handle, tensors)
-    if batch is None:
+    metadata = _living_batch(handle, batch)
+    if metadata is None:
         if world_size() > 1:
             raise UnsupportedError(
                 "decode context parallelism: a graph runs only with the batch object that was built, and it no longer exists"
             )
-        arrays: dict[str, Any] = dict(zip(ARRAYS, tensors, strict=True))
-        del arrays["is_causal"]
+        arrays: dict[str, Any] = dict(zip(ARRAYS, batch, strict=False))
+        tree, spans, prefix, is_causal = batch[len(ARRAYS) :]
+        num_tokens, max_query_len, max_seq_len = bounds
         common = CommonAttentionMetadata(
             **arrays,
-            num_reqs=seq_lens.shape[0],
-            num_actual_tokens=min(num_actual_tokens, int(query_start_loc[-1])),
+            num_reqs=arrays["seq_lens"].shape[0],
+            num_actual_tokens=min(num_tokens, int(arrays["query_start_loc"][-1])),
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
             causal=causal if is_causal is None else is_causal.cpu().numpy(),
+            tree_mask=tree,
+            spans=spans,
+            prefix=prefix,
         )
-        batch = impl.backend.get_builder_cls()(spec, device=query.device).build(0, common, fast_build=True)
-    result = impl.forward(found, query, key, value, kv_cache, batch)
+        metadata = impl.backend.get_builder_cls()(spec, device=query.device).build(0, common, fast_build=True)
+    result = impl.forward(found, query, key, value, kv_cache, metadata)
     if isinstance(result, tuple) is not lse:
         raise UnsupportedError(f"{layer.removeprefix(_LIVE)}: this graph was compiled for a layer that returns lse={lse}")
     return result if lse else (result, query.new_empty(0, dtype=torch.promote_types(query.dtype, torch.float32)))
@@ -226,10 +210,10 @@ def _(query, key, value, kv_cache, *rest):  # type: ignore[no-untyped-def]
     )
 
 
-def _living_batch(handle: int, tensors: tuple[Tensor | None, ...]) -> Any:
+def _living_batch(handle: int, tensors: list[Tensor | None]) -> Any:
     """The metadata object with this handle, if it is alive and holds these tensors."""
     found = alive.get(handle)
-    same = found is not None and all(_same(getattr(found, name), x) for name, x in zip(ARRAYS, tensors, strict=True))
+    same = found is not None and all(map(_same, found.tensors(), tensors))
     return found if same else None
 
 

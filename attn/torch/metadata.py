@@ -16,13 +16,13 @@ from attn.backends.abstract import AttentionMetadataBuilder
 from attn.backends.metadata import PAD_SLOT_ID, AttentionMetadata, CommonAttentionMetadata
 from attn.errors import DeviceError, MetadataError
 from attn.torch.arrays import from_foreign
+from attn.visibility import BatchMask
 
 if TYPE_CHECKING:
     from attn.backends.metadata import IntArray
 
-#: The fields that are tensors on the device.
-ARRAYS = ("query_start_loc", "seq_lens", "block_table", "slot_mapping", "tree_mask", "spans", "prefix", "is_causal")
-_MOVED_TOGETHER = ARRAYS[:4]
+#: The fields that are tensors on the device; those of `mask` follow.
+ARRAYS = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
 _counter = itertools.count(1)
 #: Every live batch by its `handle`, for operators of a graph. A handle is never reused.
 alive: "weakref.WeakValueDictionary[int, PagedAttentionMetadata]" = weakref.WeakValueDictionary()
@@ -36,14 +36,14 @@ def exportable(cls: Any) -> Any:
     """
 
     def flatten(batch: Any) -> tuple[list[Any], Any]:
-        return [getattr(batch, name) for name in ARRAYS], [batch.causal, batch.block_size]
+        return batch.tensors(), [batch.causal, batch.block_size]
 
     def flatten_with_keys(batch: Any) -> tuple[list[Any], Any]:
         arrays, context = flatten(batch)
-        return [(GetAttrKey(name), array) for name, array in zip(ARRAYS, arrays, strict=True)], context
+        return [(GetAttrKey(name), array) for name, array in zip(ARRAYS + BatchMask._fields, arrays, strict=True)], context
 
     def unflatten(arrays: Any, context: Any) -> Any:
-        by_name = dict(zip(ARRAYS, arrays, strict=True))
+        by_name = dict(zip(ARRAYS, arrays[: len(ARRAYS)], strict=True))
         rows, reqs, columns = (
             tuple(getattr(by_name[name], "shape", ())) for name in ("slot_mapping", "seq_lens", "block_table")
         )  # placeholders for tensors may have no shape
@@ -51,6 +51,7 @@ def exportable(cls: Any) -> Any:
         longest = columns[1] * (context[1] or 1) if columns else 0
         return cls(
             **by_name,
+            mask=BatchMask(*arrays[len(ARRAYS) :]),
             num_reqs=reqs[0] if reqs else 0,
             num_actual_tokens=size,
             max_query_len=size,
@@ -77,9 +78,9 @@ class PagedAttentionMetadata(AttentionMetadata):
     """One batch on the device. Fields have the shapes and meanings of `CommonAttentionMetadata`.
 
     query_start_loc: [R + 1] int32 · seq_lens: [R] int32 · block_table: [R, B] int32 · slot_mapping: [T] int64, all on the
-    device; `*_cpu` are NumPy mirrors (None if the caller passed none); tree_mask: [R, W, W] bool on the device or None;
-    spans: [T, 2] int32, prefix: [R] int32, on the device or None. causal: whether every request is causal; is_causal: [R] bool
-    on the device if some are and some are not, else None. spans_cpu, prefix_cpu, is_causal_cpu: NumPy mirrors.
+    device; `*_cpu` are NumPy mirrors (None if the caller passed none). causal: whether every request is causal. mask: what else
+    the batch lets its rows see, on the device; mask_cpu: those of its arrays of which the caller passed NumPy arrays, the tree
+    excepted.
     """
 
     query_start_loc: torch.Tensor
@@ -93,13 +94,8 @@ class PagedAttentionMetadata(AttentionMetadata):
     causal: bool = True
     query_start_loc_cpu: "IntArray | None" = None
     seq_lens_cpu: "IntArray | None" = None
-    tree_mask: torch.Tensor | None = None
-    spans: torch.Tensor | None = None
-    prefix: torch.Tensor | None = None
-    is_causal: torch.Tensor | None = None
-    spans_cpu: "IntArray | None" = None
-    prefix_cpu: "IntArray | None" = None
-    is_causal_cpu: Any = None
+    mask: BatchMask = BatchMask()
+    mask_cpu: BatchMask = BatchMask()
     block_size: int | None = None
 
     def __post_init__(self) -> None:
@@ -107,6 +103,10 @@ class PagedAttentionMetadata(AttentionMetadata):
         if not torch.compiler.is_compiling():
             self.handle = next(_counter)
             alive[self.handle] = self
+
+    def tensors(self) -> list[torch.Tensor | None]:
+        """The batch's tensors on the device, in the order of `ARRAYS` and of the mask's fields."""
+        return [*(getattr(self, name) for name in ARRAYS), *self.mask]
 
     def host_lens(self) -> "tuple[IntArray, IntArray]":
         """(query_start_loc [R + 1], seq_lens [R]) on the host: the caller's mirrors, or fetched from the device.
@@ -119,17 +119,15 @@ class PagedAttentionMetadata(AttentionMetadata):
             self.seq_lens_cpu = self.seq_lens.cpu().numpy()
             if self.block_size is not None:  # they were not on the host when the batch was built, so they are checked now
                 names = {f.name for f in fields(CommonAttentionMetadata)} & {f.name for f in fields(PagedAttentionMetadata)}
-                names -= {"tree_mask", "spans", "prefix"}
                 CommonAttentionMetadata(**{name: getattr(self, name) for name in names}).validate(self.block_size)
         return self.query_start_loc_cpu, self.seq_lens_cpu
 
-    def host_reach(self) -> "tuple[IntArray | None, IntArray | None, Any]":
-        """(spans, prefix, is_causal) on the host, each None if the batch has none; waits for the device without mirrors."""
-        for name in ("spans", "prefix", "is_causal"):
-            there = getattr(self, name)
-            if there is not None and getattr(self, f"{name}_cpu") is None:
-                setattr(self, f"{name}_cpu", there.cpu().numpy())
-        return self.spans_cpu, self.prefix_cpu, self.is_causal_cpu
+    def host_mask(self) -> BatchMask:
+        """Return the mask with the tree on the device and everything else on the host; waits for the device without mirrors."""
+        here = self.mask._replace(tree=None)
+        if any(array is not None and mirror is None for array, mirror in zip(here, self.mask_cpu, strict=True)):
+            self.mask_cpu = here.map(lambda array: array.cpu().numpy())
+        return self.mask_cpu._replace(tree=self.mask.tree)
 
     def check_ids(self, num_blocks: int, block_size: int) -> None:
         """Raise `MetadataError` unless live block ids and slots are within a cache of that extent and no slot is written twice.
@@ -172,7 +170,7 @@ def check_device(backend: Any, batch: Any, query: torch.Tensor) -> None:
     if device.type == "cpu" and not torch.compiler.is_compiling() and is_interpreted is not None and not is_interpreted():
         kinds = ", ".join(backend.capabilities.platforms)
         raise DeviceError(f"{name}: query is on cpu: must be on a device of {kinds}, like the layer, its cache and its batch")
-    for field in _MOVED_TOGETHER:
+    for field in ARRAYS:
         found = getattr(batch, field).device
         if found != device:
             raise DeviceError(
@@ -196,7 +194,7 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
 
         Block ids and slots are also checked if the cache's extent is known and they are on the host, unless `fast_build`.
         """
-        batch, spec = common_attn_metadata, self.kv_cache_spec
+        batch, spec, mask = common_attn_metadata, self.kv_cache_spec, common_attn_metadata.mask
         batch.validate(spec.block_size, None if fast_build else spec.num_blocks)
         if envs.debug("device"):
             batch.on_host().validate(spec.block_size, spec.num_blocks)
@@ -219,8 +217,8 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
             causal=batch.all_causal,
             query_start_loc_cpu=batch.query_start_loc_cpu,
             seq_lens_cpu=batch.seq_lens_cpu,
-            tree_mask=self._put(batch.tree_mask, torch.bool) if batch.has_trees else None,
-            **self._reach(batch),
+            mask=BatchMask(*map(self._put, mask, (torch.bool, torch.int32, torch.int32, torch.bool))),
+            mask_cpu=mask._replace(tree=None).map(lambda array: array if isinstance(array, np.ndarray) else None),
             block_size=spec.block_size,
         )
         self.extend(metadata, batch, fast_build)
@@ -229,25 +227,13 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
     def extend(self, metadata: Any, batch: CommonAttentionMetadata, fast_build: bool) -> None:
         """Fill what `metadata_cls` adds to `PagedAttentionMetadata`, after the batch was validated."""
 
-    def _reach(self, batch: CommonAttentionMetadata) -> dict[str, Any]:
-        """Return the fields that say what rows see besides the window, and mirrors of those that are on the host."""
-        found: dict[str, Any] = {}
-        is_causal = batch.is_causal
-        for name, array, dtype in (
-            ("spans", batch.spans, torch.int32),
-            ("prefix", batch.prefix, torch.int32),
-            ("is_causal", is_causal, torch.bool),
-        ):
-            if array is not None:
-                found[name] = self._put(array, dtype)
-                found[f"{name}_cpu"] = array if isinstance(array, np.ndarray) else None
-        return found
-
-    def _put(self, array: Any, dtype: torch.dtype) -> torch.Tensor:
+    def _put(self, array: Any, dtype: torch.dtype) -> Any:
+        if array is None:
+            return None
         tensor = from_foreign(array) if isinstance(array, np.ndarray) else to_framework(array, "torch")
         target = tensor.device if self.device is None else torch.device(self.device)
         # a copy to the host must complete before it is read; the device's stream orders a copy from the host
-        return tensor.to(device=target, dtype=dtype, non_blocking=target.type != "cpu")  # type: ignore[no-any-return]
+        return tensor.to(device=target, dtype=dtype, non_blocking=target.type != "cpu")
 
 
 def _put_together(

@@ -17,6 +17,7 @@ from attn import reference
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.errors import DTypeError, MetadataError, ShapeError, UnsupportedError
 from attn.jax import Attention
+from attn.visibility import BatchMask
 
 H, K, D, P, N = 4, 2, 16, 8, 40
 ROOT = Path(__file__).parents[2]
@@ -229,7 +230,7 @@ def test_calls_are_checked(layer: Attention, make_batch: Any, change: dict[str, 
 
 def test_a_tree_needs_a_causal_batch(layer: Attention, make_batch: Any) -> None:
     arguments = call_arguments(layer, make_batch())
-    changed = {**vars(arguments[4]), "tree_mask": jnp.ones((8, 4, 4), bool), "causal": False}
+    changed = {**vars(arguments[4]), "mask": BatchMask(jnp.ones((8, 4, 4), bool)), "causal": False}
     with pytest.raises(MetadataError, match="tree_mask = a mask: must be None for decoder attention, causal=False"):
         layer(*arguments[:4], type(arguments[4])(**changed))
 

@@ -32,7 +32,8 @@ def test_a_batch_is_padded_to_powers_of_two() -> None:
     assert got.block_table.tolist() == [[1, 2, 3, -1], [4, -1, -1, -1], [9, 8, 7, 6], [0, 0, 0, 0]]
     assert got.slot_mapping.tolist() == [24, 32, 33, 34, 35, 36, 51, 52, 53, *[-1] * 7]
     assert (got.num_reqs, got.num_actual_tokens, got.max_query_len, got.max_seq_len) == (3, 9, 8, 32)
-    assert got.tree_mask is not None and got.tree_mask.shape == (4, 5, 5) and not got.tree_mask[3].any()
+    tree = got.mask.tree
+    assert tree is not None and tree.shape == (4, 5, 5) and not tree[3].any()
     assert all(leaf.dtype in (jnp.int32, jnp.bool_) and isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(got))
 
 

@@ -57,6 +57,7 @@ class Outcome:
     files: dict[str, str] = field(default_factory=dict)  #: of each file that ran, what noticed: "" for nothing
 
 
+MASKS = ("test_visibility.py", "torch/backends/test_ragged.py", "test_conformance.py")
 RAGGED = ("torch/backends/test_ragged.py",)
 FLEX = ("torch/backends/test_flex_attention.py",)
 INTERPRETED = ("torch/test_interpreted.py",)
@@ -70,43 +71,43 @@ MLA = ("torch/backends/mla/test_mla.py", "torch/backends/mla/test_torch_mla.py",
 DEFECTS = (
     # torch: requests one at a time
     Defect(
-        "ragged_window_left",
-        "torch/backends/_ragged.py",
-        "seen &= distance >= -self.left",
-        "seen &= distance > -self.left",
-        RAGGED,
+        "visibility_window_left",
+        "visibility.py",
+        "seen = seen & (key >= position - left)",
+        "seen = seen & (key > position - left)",
+        MASKS,
         "A row does not see the first key of its window.",
     ),
     Defect(
-        "ragged_spans_always_cut",
-        "torch/backends/_ragged.py",
-        "if self.by_window and self.span_right is not None:",
-        "if self.span_right is not None:",
-        RAGGED,
+        "visibility_spans_always_cut",
+        "visibility.py",
+        "if self.layer.span_window and right:",
+        "if right:",
+        MASKS,
         "The right side of a window cuts spans although the layer does not ask for it.",
     ),
     Defect(
-        "ragged_tree_transposed",
-        "torch/backends/_ragged.py",
-        "among = self.tree[position - self.context]",
-        "among = self.tree.T[position - self.context]",
-        RAGGED,
+        "visibility_tree_transposed",
+        "visibility.py",
+        "edge = tree[request, own * inside, node * inside]",
+        "edge = tree[request, node * inside, own * inside]",
+        MASKS,
         "A token of a tree sees its descendants and not its ancestors.",
     ),
     Defect(
         "ragged_alibi_not_symmetric",
         "torch/backends/_ragged.py",
-        "(distance if rules.signed else -distance.abs())",
-        "distance",
+        "scores - slopes * distance.abs()",
+        "scores + slopes * distance",
         RAGGED,
         "ALiBi favours later keys in a batch that is not causal.",
     ),
     Defect(
-        "ragged_chunk_start",
-        "torch/backends/_ragged.py",
-        "seen &= keys >= torch.div(position",
-        "seen &= keys > torch.div(position",
-        RAGGED,
+        "visibility_chunk_start",
+        "visibility.py",
+        "seen = seen & (key >= position // self.layer",
+        "seen = seen & (key > position // self.layer",
+        MASKS,
         "A row does not see the first key of its chunk.",
     ),
     Defect(
@@ -194,8 +195,8 @@ DEFECTS = (
     Defect(
         "flex_window_left",
         "torch/backends/_flex.py",
-        "seen = seen & (distance >= -masks.left)",
-        "seen = seen & (distance > -masks.left)",
+        "seen = seen & (distance >= -left)",
+        "seen = seen & (distance > -left)",
         FLEX,
         "A row does not see the first key of its window.",
     ),
@@ -624,7 +625,7 @@ DEFECTS = (
     Defect(
         "triton_spans_always_cut",
         "torch/backends/_triton.py",
-        "span_window=bool(self.span_window),",
+        "span_window=bool(self.mask.span_window),",
         "span_window=True,",
         INTERPRETED,
         "The window cuts spans although the layer does not ask for it.",

@@ -11,6 +11,7 @@ import torch
 
 from attn import reference
 from attn.backends.abstract import AttentionBackend
+from attn.backends.paged import PagedCall
 from attn.backends.registry import registered_backend
 from attn.capabilities import Capabilities, Feature
 from attn.errors import UnsupportedError
@@ -18,7 +19,7 @@ from attn.reports import evidence
 from attn.testing import Case, check_conformance, conformance_cases, run_case, run_conformance
 from attn.testing.shrink import minimised
 from attn.tools.conform import main
-from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl, PagedCall
+from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
 
 RECORD = Capabilities(
     framework="torch",

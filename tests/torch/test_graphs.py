@@ -232,8 +232,8 @@ def test_operators_keep_torchs_rules() -> None:
     query, key, value = arrays(6)
     batch, one = batch_of([5, 1], [5, 21], layer), torch.ones(())
     call = (
-        query, key, value, layer.new_kv_cache(16), batch.query_start_loc, batch.seq_lens, batch.block_table, batch.slot_mapping,
-        *[None] * 7, one, one, batch.handle, 6, 5, 21, True, H, D, False, layer.graph_key,
+        query, key, value, layer.new_kv_cache(16), batch.tensors(), [None] * 3, [one, one], batch.handle, [6, 5, 21], True,
+        H, D, False, layer.graph_key,
     )  # fmt: skip
     checks = ("test_schema", "test_faketensor", "test_aot_dispatch_dynamic")
     library.opcheck(graphs._layer, call, test_utils=checks)

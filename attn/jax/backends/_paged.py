@@ -10,7 +10,7 @@ otherwise these checks do nothing.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from attn.backends.abstract import AttentionLayer, AttentionType
 from attn.backends.metadata import PAD_SLOT_ID
 from attn.backends.paged import (
     PagedBackend,
+    PagedCall,
     PagedImpl,
     cache_dtype_error,
     check_array,
@@ -35,38 +36,6 @@ from attn.jax import kv_cache as caches
 from attn.jax.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder, check_ids, check_num_layers
 
 
-class PagedCall(NamedTuple):
-    """The arguments of `_attend`: attention of the batch's rows over the cache.
-
-    query: [T, H, D]; key, value: [T, K, D] of the new tokens, which `_write_and_attend` writes first, or None; kv_cache: as
-    `get_kv_cache_shape`; meta: the batch. Rows from `meta.num_actual_tokens` on are padding. causal: whether rows see no
-    later key (among the tokens of a tree, the tree decides); the layer's window applies in addition. k_scale, v_scale: the
-    scales of a quantised cache, a scalar or [K].
-    """
-
-    query: jax.Array
-    key: jax.Array | None
-    value: jax.Array | None
-    kv_cache: jax.Array
-    meta: PagedAttentionMetadata
-    causal: bool
-    k_scale: Any = 1.0
-    v_scale: Any = 1.0
-
-
-class RaggedCall(NamedTuple):
-    """The arguments of `_attend_ragged`: each request's rows attend its own keys, without a cache (encoder types).
-
-    query: [T, H, D]; key, value: [T, K, D]; meta: the batch.
-    """
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    meta: PagedAttentionMetadata
-    causal: bool = False
-
-
 class PagedAttentionBackend(PagedBackend):
     """Base of paged backends: the default metadata and builder."""
 
@@ -78,10 +47,6 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
     """Base of paged implementations. A subclass names its backend and implements `_attend`."""
 
     framework = "jax"
-
-    def is_causal(self, attn_metadata: PagedAttentionMetadata) -> bool:
-        """Whether rows see no later key: the batch decides for decoders; encoders and cross attention are never causal."""
-        return attn_metadata.causal and self.attn_type == AttentionType.DECODER
 
     @staticmethod
     def _float32(values: Any) -> Any:
@@ -122,13 +87,13 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         key, value = (None if x is None else x.reshape(heads) for x in (key, value))
         query, key, value, kv_cache = _undifferentiable(self.backend.get_name(), (query, key, value, kv_cache))
         if self.attn_type in ENCODER_TYPES:
-            out, lse = self._attend_ragged(RaggedCall(query, key, value, attn_metadata))
+            out, lse = self._attend_ragged(PagedCall(query, attn_metadata, self.visible(attn_metadata), None, key, value))
         else:
             if self.kv_sharing_target_layer_name is not None:
                 key = value = None
             attend = self._check_and_attend if envs.debug("device") else self._write_and_attend
-            causal = self.is_causal(attn_metadata)
-            out, lse, kv_cache = attend(PagedCall(query, key, value, kv_cache, attn_metadata, causal, k_scale, v_scale))
+            call = PagedCall(query, attn_metadata, self.visible(attn_metadata), kv_cache, key, value)
+            out, lse, kv_cache = attend(call._replace(k_scale=k_scale, v_scale=v_scale))
         return ((out, lse) if self.need_to_return_lse_for_decode else out), kv_cache
 
     def forward(
@@ -212,7 +177,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         """
         raise NotImplementedError
 
-    def _attend_ragged(self, call: RaggedCall) -> tuple[jax.Array, jax.Array | None]:
+    def _attend_ragged(self, call: PagedCall) -> tuple[jax.Array, jax.Array | None]:
         """Return the same for encoder types, from the keys and values of the call."""
         raise NotImplementedError
 
@@ -227,10 +192,10 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         features = capabilities.features
         if not attn_metadata.causal and self.attn_type == AttentionType.DECODER and Feature.NON_CAUSAL not in features:
             raise UnsupportedError(f"{name}: {Feature.NON_CAUSAL.value} not supported")
-        if attn_metadata.tree_mask is not None:
+        if attn_metadata.mask.tree is not None:
             if Feature.TREE_MASK not in features:
                 raise UnsupportedError(f"{name}: {Feature.TREE_MASK.value} not supported")
-            if not self.is_causal(attn_metadata):
+            if not self.visible(attn_metadata).layer.causal:
                 allowed = f"None for {self.attn_type} attention, causal={attn_metadata.causal}"
                 raise MetadataError("tree_mask", None, "a mask", allowed)
         for what, array in (("query", query), ("key", key), ("value", value)):

@@ -15,10 +15,11 @@ import numpy as np
 from attn import envs
 from attn.backends.abstract import AttentionType, MultipleOf
 from attn.backends.metadata import PAD_SLOT_ID, CommonAttentionMetadata
+from attn.backends.paged import PagedCall
 from attn.capabilities import ATTN_TYPES, Capabilities, Device, Feature, Request
 from attn.errors import MetadataError, ShapeError
 from attn.jax import kv_cache as caches
-from attn.jax.backends._paged import PagedAttentionBackend, PagedAttentionImpl, PagedCall, RaggedCall
+from attn.jax.backends._paged import PagedAttentionBackend, PagedAttentionImpl
 from attn.jax.kernels.tpu import ragged_paged_attention as kernel
 from attn.jax.kernels.tpu.flash_attention import flash_attention
 from attn.jax.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
@@ -112,9 +113,11 @@ class PallasAttentionImpl(PagedAttentionImpl, backend=PallasAttentionBackend):
         return kernel.write(key, value, kv_cache, slot_mapping)
 
     def _write_and_attend(self, call: PagedCall) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-        query, key, value, kv_cache, meta, causal, k_scale, v_scale = call
-        if meta.tree_mask is not None and meta.tree_mask.shape[1] > MAX_TREE_WIDTH:
-            raise ShapeError(f"PALLAS: tree_mask is {meta.tree_mask.shape[1]} wide: must be at most {MAX_TREE_WIDTH}")
+        (key, value), kv_cache, meta = (call.key, call.value), call.kv_cache, call.meta
+        k_scale, v_scale = call.k_scale, call.v_scale
+        tree = meta.mask.tree
+        if tree is not None and tree.shape[1] > MAX_TREE_WIDTH:
+            raise ShapeError(f"PALLAS: tree_mask is {tree.shape[1]} wide: must be at most {MAX_TREE_WIDTH}")
         if not caches.is_quantised(kv_cache.dtype):
             k_scale = v_scale = 1.0
         slots = self._slots(meta)
@@ -125,7 +128,7 @@ class PallasAttentionImpl(PagedAttentionImpl, backend=PallasAttentionBackend):
             else:
                 key, value = (caches.encode(x, kv_cache.dtype, s) for x, s in ((key, k_scale), (value, v_scale)))
         return _attend(
-            query,
+            call.query,
             key,
             value,
             kv_cache,
@@ -135,18 +138,18 @@ class PallasAttentionImpl(PagedAttentionImpl, backend=PallasAttentionBackend):
             slots,
             scale=self.scale,
             max_query_len=meta.max_query_len,
-            causal=causal,
+            causal=call.mask.layer.causal,
             window=self.window,
             logits_soft_cap=self.logits_soft_cap,
             alibi_slopes=self.alibi_slopes,
             sinks=self.sinks,
-            tree_mask=meta.tree_mask,
+            tree_mask=tree,
             k_scale=k_scale,
             v_scale=v_scale,
             return_lse=self.need_to_return_lse_for_decode,
         )
 
-    def _attend_ragged(self, call: RaggedCall) -> tuple[jax.Array, jax.Array | None]:
+    def _attend_ragged(self, call: PagedCall) -> tuple[jax.Array, jax.Array | None]:
         ends, row = call.meta.query_start_loc[1:], jnp.arange(call.query.shape[0])
         request = jnp.searchsorted(ends, row, side="right")  # sorted, so a block has few requests; R in padding rows
         live = row < ends[-1]

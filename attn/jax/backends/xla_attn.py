@@ -10,8 +10,9 @@ from typing import Any
 
 import jax
 
+from attn.backends.paged import PagedCall
 from attn.capabilities import ATTN_TYPES, Capabilities, Feature
-from attn.jax.backends._paged import PagedAttentionBackend, PagedAttentionImpl, PagedCall, RaggedCall
+from attn.jax.backends._paged import PagedAttentionBackend, PagedAttentionImpl
 from attn.jax.kernels import xla
 
 
@@ -55,25 +56,25 @@ class XLAAttentionImpl(PagedAttentionImpl, backend=XLAAttentionBackend):
             meta.query_start_loc,
             meta.seq_lens,
             meta.block_table,
-            tree_mask=meta.tree_mask,
-            spans=meta.spans,
-            prefix=meta.prefix,
-            is_causal=meta.is_causal,
-            chunk_size=self.chunk_size,
-            span_window=bool(self.span_window),
+            tree_mask=meta.mask.tree,
+            spans=meta.mask.spans,
+            prefix=meta.mask.prefix,
+            is_causal=meta.mask.is_causal,
+            chunk_size=self.mask.chunk_size,
+            span_window=bool(self.mask.span_window),
             k_scale=call.k_scale,
             v_scale=call.v_scale,
             **self._rules(call),
         )
 
-    def _attend_ragged(self, call: RaggedCall) -> tuple[jax.Array, jax.Array]:
+    def _attend_ragged(self, call: PagedCall) -> tuple[jax.Array, jax.Array]:
         return xla.ragged_attention(call.query, call.key, call.value, call.meta.query_start_loc, **self._rules(call))
 
-    def _rules(self, call: PagedCall | RaggedCall) -> dict[str, Any]:
+    def _rules(self, call: PagedCall) -> dict[str, Any]:
         return {
             "scale": self.scale,
             "max_query_len": call.meta.max_query_len,
-            "causal": call.causal,
+            "causal": call.mask.layer.causal,
             "window": self.window,
             "logits_soft_cap": self.logits_soft_cap,
             "alibi_slopes": self.alibi_slopes,

@@ -39,7 +39,7 @@ _FEATURES = frozenset({
 
 
 class Call(NamedTuple):
-    """Attention over a batch, in this library's conventions: a `PagedCall` or a `RaggedCall` with the layer's settings.
+    """Attention over a batch, in this library's conventions: a `PagedCall` with the layer's settings.
 
     query: [T, H, D]; key, value: a cache [N, P, K, D] with block_table [R, B] and lens [R], int32, or the batch's own rows
     [T, K, D] with neither. starts: [R + 1] int32, of the queries; key_starts: [R + 1] int32, of the keys. window: keys

@@ -21,36 +21,43 @@ from typing import Any, NamedTuple
 import torch
 
 from attn.torch.metadata import PagedAttentionMetadata
+from attn.visibility import LayerMask, Visibility
 
 
 class Masks(NamedTuple):
     """The rules that decide which keys are seen; layers with equal masks share a plan.
 
-    Keys p - left <= j <= p + right, None = unbounded. `causal` also bounds the right by the row itself, or by its tree; with
-    `mixed` only in some requests. `spans`: rows also see their span and their request's prefix (docs/semantics.md §18);
-    `span_window`: the window cuts spans. `chunk`: no row sees a key before its chunk of positions.
+    layer: the constants. tree, mixed, ranges: whether the batch has a tree, requests of both causalities, and spans or
+    prefixes.
     """
 
-    left: int | None
-    right: int | None
-    causal: bool
-    tree: bool
+    layer: LayerMask
+    tree: bool = False
     mixed: bool = False
-    spans: bool = False
-    span_window: bool = False
-    chunk: int | None = None
+    ranges: bool = False
+
+    @classmethod
+    def of(cls, mask: Visibility) -> "Masks":
+        batch, layer = mask.batch, mask.layer
+        ranges = batch.has_ranges
+        return cls(
+            layer._replace(span_window=ranges and bool(layer.span_window)),
+            batch.tree is not None,
+            batch.is_causal is not None,
+            ranges,
+        )
 
 
 class Rules(NamedTuple):
     """The constants of a program, apart from the shapes that it is compiled for.
 
-    alibi: "", "signed" (slope * (j - p)) or "symmetric" (-slope * |p - j|).
+    alibi: whether scores have -slope * |p - j| added.
     """
 
     masks: Masks
     scale: float
     soft_cap: float | None
-    alibi: str
+    alibi: bool
     lse: bool
     block: int
     page: int
@@ -77,7 +84,7 @@ class Plan:
     source: [blocks * block], the token of each row; back: [T], the row of each token.
     rows: [blocks, block, 5 to 9], per row: the start of its request in `places`, its position, its request's length, the
     position of the first new token, the start of its row of a tree mask in `places` (-1: none); with `Masks.mixed` or
-    `Masks.spans` also whether its request is causal, its span (from, to; to < from: none), and its prefix.
+    `Masks.ranges` also whether its request is causal, its span (from, to; to < from: none), and its prefix.
     lists: int32; how many pages a block visits [blocks] and which [blocks, columns]: first the masked pages, then those that
     all of its rows see completely.
     places: [R * N + 1] int32; element r * N + n is the index of page n within request r, or -1 if the page is not in it. The
@@ -129,9 +136,9 @@ def lay_out(
 
     places, width = _places(table, lens, num_pages, page), 0
     trees_from = places.shape[0]
-    if masks.tree and meta.tree_mask is not None:
-        width = meta.tree_mask.shape[1]
-        places = torch.cat((places, meta.tree_mask.flatten().to(torch.int32)))
+    if masks.tree:
+        width = meta.mask.tree.shape[1]
+        places = torch.cat((places, meta.mask.tree.flatten().to(torch.int32)))
     branches = (new <= width)[owner]
     facts: tuple[torch.Tensor, ...] = (
         (owner * num_pages)[:, None],
@@ -140,33 +147,21 @@ def lay_out(
         context[:, None],
         torch.where(branches[:, None] & live, trees_from + (owner[:, None] * width + token) * width, -1),
     )
-    if masks.mixed or masks.spans:
-        span_from, span_to, prefix = _reach(meta, masks, owner, token, position, live)
-        causal = torch.full_like(total, masks.causal) if meta.is_causal is None else meta.is_causal[owner]
-        facts = (*facts, causal[:, None], span_from, span_to, prefix[:, None])
+    visible, ordered = Visibility(masks.layer), torch.full_like(total, masks.layer.causal, dtype=torch.bool)
+    if meta.mask.is_causal is not None:
+        ordered = meta.mask.is_causal[owner]
+    spans = prefix = None
+    if masks.mixed or masks.ranges:
+        span_from, span_to, prefix = _ranges(meta, masks, owner, token, position, live)
+        facts = (*facts, ordered[:, None], span_from, span_to, prefix[:, None])
+        seeing = span_from <= span_to
+        spans = (torch.where(seeing, span_from, num_pages * page).amin(1), torch.where(seeing, span_to, -1).amax(1))
     rows = torch.stack([x.expand_as(token) for x in facts], 2).to(torch.int64)
 
     first, last = position[:, 0], torch.minimum(position[:, -1], total - 1)
-    reach = total if masks.right is None else torch.minimum(total, last + masks.right + 1)
-    shared = total if masks.right is None else torch.minimum(total, first + masks.right + 1)
-    if masks.causal or masks.mixed:
-        unbounded, common_end = branches, torch.where(branches, context, first + 1)
-        if meta.is_causal is not None:
-            own = meta.is_causal[owner]
-            unbounded, common_end = branches | ~own, torch.where(own, common_end, total)
-        reach = torch.where(unbounded, reach, torch.minimum(reach, last + 1))
-        shared = torch.minimum(shared, common_end)
-    begin = torch.zeros_like(first) if masks.left is None else (first - masks.left).clamp(min=0)
-    common = torch.zeros_like(first) if masks.left is None else last - masks.left  # from here on every row's window is open
-    if masks.spans:
-        seeing = span_from <= span_to
-        begin = torch.minimum(begin, torch.where(seeing, span_from, begin[:, None]).amin(1))
-        begin = torch.where(prefix > 0, 0, begin)
-        reach = torch.maximum(torch.maximum(reach, prefix), torch.where(seeing, span_to + 1, 0).amax(1))
-        reach = torch.minimum(reach, total)
-    if masks.chunk is not None:
-        begin = torch.maximum(begin, first // masks.chunk * masks.chunk)
-        common = torch.maximum(common, last // masks.chunk * masks.chunk)
+    begin, reach = visible.bounds(first, last, total, spans, prefix, ordered & ~branches, torch)
+    common, shared = visible.common(first, last, total, ordered & ~branches, torch)
+    shared = torch.where(branches, torch.minimum(shared, context), shared)
     low = begin // page
     high = torch.where(live[:, 0], torch.maximum(-(-reach // page), low), low)
     whole = torch.minimum(torch.maximum(-(-common // page), low), high)
@@ -178,12 +173,12 @@ def lay_out(
     source = torch.where(live, starts[owner][:, None] + token, 0).flatten()
     at, length = rows.flatten(0, 1)[back, 1:3].T
     unseeing = length == 0
-    if masks.right is not None or masks.causal:
-        unseeing |= at + (0 if masks.causal else masks.right or 0) < 0
+    right, bounds = visible.window[1], rows.flatten(0, 1)[back]
+    if right is not None:
+        unseeing |= at + right < 0
     if masks.mixed:
-        unseeing |= (rows.flatten(0, 1)[back, 5] == 1) & (at < 0)
-    if masks.spans:
-        bounds = rows.flatten(0, 1)[back]
+        unseeing |= (bounds[:, 5] == 1) & (at < 0)
+    if masks.ranges:
         unseeing &= (bounds[:, 6] > bounds[:, 7]) & (bounds[:, 8] == 0)
     columns = _columns(table, num_pages)
     some = _named(table, owner, whole - low + high - until, low, whole - low, until, columns)
@@ -191,7 +186,7 @@ def lay_out(
     return Plan(source, back, rows, (*some, *full), places, unseeing)
 
 
-def _reach(
+def _ranges(
     meta: PagedAttentionMetadata,
     masks: Masks,
     owner: torch.Tensor,
@@ -202,18 +197,17 @@ def _reach(
     """Return the spans of the rows of each block, (from, to) [blocks, block], to < from for none, and its prefix [blocks]."""
     none = torch.full_like(token, -1)
     span_from, span_to, prefix = none + 1, none, torch.zeros_like(owner)
-    if not masks.spans:
-        return span_from, span_to, prefix
-    if meta.prefix is not None:
-        prefix = meta.prefix.to(torch.int64)[owner]
-    if meta.spans is not None:
-        at = (meta.query_start_loc[owner][:, None] + token).clamp(max=meta.spans.shape[0] - 1)
-        start, end = meta.spans.to(torch.int64)[at].unbind(2)
+    spans, (left, right) = meta.mask.spans, masks.layer.window
+    if meta.mask.prefix is not None:
+        prefix = meta.mask.prefix.to(torch.int64)[owner]
+    if spans is not None:
+        at = (meta.query_start_loc[owner][:, None] + token).clamp(max=spans.shape[0] - 1)
+        start, end = spans.to(torch.int64)[at].unbind(2)
         used = live & (start >= 0)
-        if masks.span_window and masks.left is not None:
-            start = torch.maximum(start, position - masks.left)
-        if masks.span_window and masks.right:  # a bound of 0 is causality, which does not cut spans
-            end = torch.minimum(end, position + masks.right)
+        if masks.layer.span_window and left is not None:
+            start = torch.maximum(start, position - left)
+        if masks.layer.span_window and right:  # a bound of 0 is causality, which does not cut spans
+            end = torch.minimum(end, position + right)
         span_from, span_to = torch.where(used, start.clamp(min=0), span_from), torch.where(used, end, span_to)
     return span_from, span_to, prefix
 
@@ -253,7 +247,7 @@ def _places(table: torch.Tensor, lens: torch.Tensor, num_pages: int, page: int) 
 @functools.cache
 def program(rules: Rules, shape: Shape, backend: str) -> Callable[..., Any]:
     """Return the function for one set of rules and shape, which `backend` compiles at its first call."""
-    masks, page = rules.masks, rules.page
+    masks, page, (left, right) = rules.masks, rules.page, rules.masks.layer.window
     options = kernel_options(rules, shape)
 
     def run(
@@ -284,13 +278,13 @@ def program(rules: Rules, shape: Shape, backend: str) -> Callable[..., Any]:
             """Whether causality, or a tree, and the window allow a key."""
             distance = j - facts[q, 1]
             seen = inside
-            if masks.left is not None:
-                seen = seen & (distance >= -masks.left)
-            if masks.right is not None:
-                seen = seen & (distance <= masks.right)
+            if left is not None:
+                seen = seen & (distance >= -left)
+            if right is not None:
+                seen = seen & (distance <= right)
             if masks.mixed:
                 return seen & ((distance <= 0) | (facts[q, 5] == 0))
-            if not masks.causal:
+            if not masks.layer.causal:
                 return seen
             if not masks.tree:
                 return seen & (distance <= 0)
@@ -303,10 +297,10 @@ def program(rules: Rules, shape: Shape, backend: str) -> Callable[..., Any]:
             place, j = key_of(q, kv)
             inside = (place >= 0) & (j < facts[q, 2])
             seen = by_order(q, j, inside)
-            if masks.spans:
+            if masks.ranges:
                 seen = seen | (inside & (((j >= facts[q, 6]) & (j <= facts[q, 7])) | (j < facts[q, 8])))
-            if masks.chunk is not None:
-                seen = seen & (j >= facts[q, 1] // masks.chunk * masks.chunk)
+            if (chunk := masks.layer.chunk_size) is not None:
+                seen = seen & (j >= facts[q, 1] // chunk * chunk)
             return seen
 
         def score_mod(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
@@ -314,7 +308,7 @@ def program(rules: Rules, shape: Shape, backend: str) -> Callable[..., Any]:
                 score = rules.soft_cap * torch.tanh(score / rules.soft_cap)
             if rules.alibi:
                 distance = (key_of(q, kv)[1] - facts[q, 1]).to(torch.float32)
-                score = score + slopes[h] * (distance if rules.alibi == "signed" else -distance.abs())
+                score = score - slopes[h] * distance.abs()
             return score
 
         some, some_pages, whole, whole_pages = (x[None, None] for x in lists)

@@ -8,14 +8,22 @@ unsupported layer is rejected before any weight is loaded.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from attn import envs
 from attn.arguments import check_reach, fold_sign, refuse
 from attn.backends.abstract import AttentionLayer, AttentionType
-from attn.backends.paged import PagedBackend, PagedImpl, cache_dtype_error, check_array, check_block_size, check_built
+from attn.backends.paged import (
+    PagedBackend,
+    PagedCall,
+    PagedImpl,
+    cache_dtype_error,
+    check_array,
+    check_block_size,
+    check_built,
+)
 from attn.capabilities import ENCODER_TYPES, Feature
 from attn.dtypes import PER_TOKEN_HEAD, QuantKey, kFp8StaticTensorSym
 from attn.errors import DeviceError, DTypeError, MetadataError, ShapeError, UnsupportedError
@@ -25,55 +33,6 @@ from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBu
 
 #: The dtype of the output when output_scale is given.
 FUSED_OUTPUT = torch.float8_e4m3fn
-
-
-class PagedCall(NamedTuple):
-    """The arguments of `_attend`: attention of the batch's rows over the cache, which already holds the new tokens.
-
-    layer: provides `_k_scale` and `_v_scale` of a quantised cache.
-    query: [T, H, D], aligned for vector reads (`attn.torch.alignment`); kv_cache: as `get_kv_cache_shape`; meta: the batch.
-        Rows from `meta.num_actual_tokens` on are padding.
-    window: (left, right); a row at position p sees keys p - left <= j <= p + right, where None means unbounded. A causal
-        batch has right = 0; among the tokens of a tree, the tree and the layer's own right bound replace it.
-    output: [T, H, D], to be filled. lse: [H, T] float32 (float64 for float64), natural log, to be filled, or None.
-    output_scale: [] float32 on the device, or None; always None unless the capabilities include it. If given, output has
-        dtype `FUSED_OUTPUT` and receives result / output_scale, saturated and rounded to nearest even.
-    """
-
-    layer: AttentionLayer
-    query: torch.Tensor
-    kv_cache: torch.Tensor
-    meta: PagedAttentionMetadata
-    window: tuple[int | None, int | None]
-    output: torch.Tensor
-    lse: torch.Tensor | None = None
-    output_scale: torch.Tensor | None = None
-
-    @property
-    def causal(self) -> bool:
-        """Whether no row sees a later key."""
-        return self.window[1] == 0
-
-
-class RaggedCall(NamedTuple):
-    """The arguments of `_attend_ragged`: each request's rows attend its own keys, without a cache (encoder types).
-
-    query: [T, H, D]; key, value: [T, K, D], all aligned like the query of a `PagedCall`; the other fields are as there.
-    """
-
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
-    meta: PagedAttentionMetadata
-    window: tuple[int | None, int | None]
-    output: torch.Tensor
-    lse: torch.Tensor | None = None
-    output_scale: torch.Tensor | None = None
-
-    @property
-    def causal(self) -> bool:
-        """Whether no row sees a later key."""
-        return self.window[1] == 0
 
 
 class PagedAttentionBackend(PagedBackend):
@@ -181,17 +140,18 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         lse = None
         if self.need_to_return_lse_for_decode:
             lse = query.new_empty(self.num_heads, query.shape[0], dtype=torch.promote_types(query.dtype, torch.float32))
+        call = PagedCall(
+            query, attn_metadata, self.visible(attn_metadata), layer=layer, output=out, lse=lse, output_scale=scale
+        )
         if self.attn_type in ENCODER_TYPES:
-            self._attend_ragged(RaggedCall(query, aligned(key), aligned(value), attn_metadata, self.window, out, lse, scale))
+            self._attend_ragged(call._replace(key=aligned(key), value=aligned(value)))
         else:
             if self.kv_sharing_target_layer_name is None and key is not None:
                 slots = attn_metadata.slot_mapping
                 if self.attn_type != AttentionType.ENCODER_DECODER:  # its rows are the encoder's, without padding
                     slots = slots[: attn_metadata.num_actual_tokens]
                 self.do_kv_cache_update(layer, key, value, kv_cache, slots)
-            causal = attn_metadata.causal and self.attn_type == AttentionType.DECODER
-            window = (self.window[0], 0) if causal else self.window
-            self._attend(PagedCall(layer, query, kv_cache, attn_metadata, window, out, lse, scale))
+            self._attend(call._replace(kv_cache=kv_cache))
         result = out if output is None else output
         return result if lse is None else (result, lse)
 
@@ -221,7 +181,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         """Fill rows below `num_actual_tokens` of `call.output` and, unless None, of `call.lse`, from the cache."""
         raise NotImplementedError
 
-    def _attend_ragged(self, call: RaggedCall) -> None:
+    def _attend_ragged(self, call: PagedCall) -> None:
         """Do the same for encoder types, from the keys and values of the call."""
         raise NotImplementedError
 
@@ -297,7 +257,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
             layer = self.request()  # supported alone, but perhaps not in this combination
             refuse(self.backend, replace(layer, features=layer.features | {Feature.NON_CAUSAL}))
             self._serves_non_causal = True
-        if attn_metadata.tree_mask is not None:
+        if attn_metadata.mask.tree is not None:
             self._require(Feature.TREE_MASK)
             if not attn_metadata.causal or self.attn_type != AttentionType.DECODER:
                 raise MetadataError(

@@ -19,13 +19,14 @@ import torch
 
 from attn.arguments import fold_sign
 from attn.backends.abstract import AttentionLayer
+from attn.backends.paged import PagedCall
 from attn.capabilities import Feature
 from attn.dtypes import PER_TOKEN_HEAD
 from attn.errors import MetadataError
 from attn.torch import kv_cache as caches
 from attn.torch.alignment import aligned
-from attn.torch.backends._paged import PagedAttentionImpl, PagedCall, RaggedCall
-from attn.torch.metadata import PagedAttentionMetadata
+from attn.torch.backends._paged import PagedAttentionImpl
+from attn.visibility import BatchMask, LayerMask, Visibility
 
 if TYPE_CHECKING:
     from attn.backends.metadata import IntArray
@@ -139,29 +140,17 @@ class Work:
 class Rules:
     """How one request's dot products become weights, and its weights an output.
 
-    Keys p - left <= j <= p + right are seen (None: unbounded; causal attention has right = 0). If `tree` [n, n] is given,
-    it says which new tokens, from position `context` on, see each other. ALiBi is slope * (j - p) if `signed`, otherwise
-    -slope * |p - j|; the two differ if a row sees a later key. slopes, sinks: [H].
-    spans: [n, 2] int32 on the host, the rows' first and last key of a span, which every row sees too; the window cuts it
-    `by_window`, on the right at `span_right`. prefix: keys that every row sees too. chunk: positions per chunk, before whose
-    start a row sees no key. All rows are at positions from `context` on.
+    mask: what the request's rows see, the tree on the device, other arrays on the host; its rows are at positions from
+    `context` on. slopes, sinks: [H]; ALiBi is -slope * |p - j|.
     k_scale: [K, 1], or None if it is part of `scale`; v_scale: [K, 1], a float or None.
     """
 
     scale: float
-    left: int | None = None
-    right: int | None = None
-    signed: bool = False
+    mask: Visibility = Visibility(LayerMask())
+    context: int = 0
     soft_cap: float | None = None
     slopes: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
-    tree: torch.Tensor | None = None
-    context: int = 0
-    spans: "IntArray | None" = None
-    by_window: bool = False
-    span_right: int | None = None
-    prefix: int = 0
-    chunk: int | None = None
     k_scale: torch.Tensor | None = None
     v_scale: torch.Tensor | float | None = None
 
@@ -170,28 +159,23 @@ class Rules:
 
         False as well if a row before the sequence, which may see no key, is not dropped.
         """
-        undropped = (self.spans is not None or self.prefix > 0) and self.context < 0
-        return not undropped and all(extra is None for extra in (self.soft_cap, self.slopes, self.tree, self.k_scale))
+        batch = self.mask.batch
+        undropped = batch.has_ranges and self.context < 0
+        return not undropped and all(extra is None for extra in (self.soft_cap, self.slopes, batch.tree, self.k_scale))
 
     def is_causal(self) -> bool:
         """Whether rows see exactly the keys up to their own position."""
-        plain = self.left is None and self.tree is None and self.spans is None and self.chunk is None
-        return plain and self.right == 0 and self.prefix == 0
+        return self.mask.batch.is_plain and self.mask.window == (None, 0) and self.mask.layer.chunk_size is None
 
     def reach(self, first: int, last: int, end: int) -> tuple[int, int]:
         """Return [low, high) of the keys below `end` that any row at positions first..last sees; high >= low."""
-        low = 0 if self.left is None else max(0, first - self.left)
-        high = end if self.right is None else min(end, last + self.right + 1)
-        if self.spans is not None:
-            own = self.spans[first - self.context : last + 1 - self.context]
+        (tree, spans, prefix, _), reach = self.mask.batch, None
+        if spans is not None:
+            own = spans[first - self.context : last + 1 - self.context]
             own = own[own[:, 1] >= 0]
-            if len(own):
-                low, high = min(low, int(own[:, 0].min())), max(high, min(end, int(own[:, 1].max()) + 1))
-        if self.prefix:
-            low, high = 0, max(high, min(end, self.prefix))
-        if self.chunk is not None:
-            low = max(low, max(first, 0) // self.chunk * self.chunk)
-        return low, max(low, high)
+            reach = (int(own[:, 0].min()), int(own[:, 1].max())) if len(own) else None
+        ordered = self.mask.layer.causal and tree is None
+        return self.mask.bounds(first, last, end, reach, None if prefix is None else int(prefix[0]), ordered)
 
     def see_all(self, work: Work) -> bool:
         """Whether every row sees every key."""
@@ -199,41 +183,18 @@ class Rules:
 
     def sees(self, first: int, last: int, low: int, high: int) -> bool:
         """Whether rows at positions first..last see all the keys low..high."""
-        return (
-            self.tree is None
-            and (self.left is None or last - self.left <= low)
-            and (self.right is None or first + self.right >= high - 1)
-            and (self.chunk is None or last // self.chunk * self.chunk <= low)
-        )
+        begin, end = self.mask.common(first, last, high)
+        return self.mask.batch.tree is None and begin <= low and high <= end
 
-    def mask(self, work: Work) -> torch.Tensor | None:
+    def seen(self, work: Work) -> torch.Tensor | None:
         """Return [n, m] bool, True where a row sees a key; None if every row sees every key."""
         if self.see_all(work):
             return None
-        keys = torch.arange(work.first_key, work.end, device=work.query.device, dtype=torch.int32)
-        position = torch.arange(work.position, work.last + 1, device=work.query.device, dtype=torch.int32)
-        distance = keys - position[:, None]
-        seen = torch.ones_like(distance, dtype=torch.bool)
-        if self.left is not None:
-            seen &= distance >= -self.left
-        if self.right is not None:
-            seen &= distance <= self.right
-        if self.tree is not None:
-            among = self.tree[position - self.context][:, (keys - self.context).clamp(min=0)]
-            seen &= among | (keys < self.context)
-        if self.spans is not None:
-            rows = slice(work.position - self.context, work.last + 1 - self.context)
-            own = torch.from_numpy(self.spans[rows]).to(keys.device)
-            among = (keys >= own[:, :1]) & (keys <= own[:, 1:])
-            if self.by_window and self.left is not None:
-                among &= distance >= -self.left
-            if self.by_window and self.span_right is not None:
-                among &= distance <= self.span_right
-            seen |= among
-        if self.prefix:
-            seen |= keys < self.prefix
-        if self.chunk is not None:
-            seen &= keys >= torch.div(position, self.chunk, rounding_mode="floor")[:, None] * self.chunk
+        device = work.query.device
+        key = torch.arange(work.first_key, work.end, device=device, dtype=torch.int32)
+        position = torch.arange(work.position, work.last + 1, device=device, dtype=torch.int32)[:, None]
+        here = Visibility(self.mask.layer, self.mask.batch.map(lambda array: torch.as_tensor(array, device=device)))
+        seen: torch.Tensor = here.allowed(position, key, 0, position - self.context, self.context)
         return seen
 
     def split(self, work: Work, step: int) -> Iterator[Work]:
@@ -246,9 +207,10 @@ class Rules:
     def drop_empty_rows(self, work: Work) -> Work:
         """Fill the leading rows that see no key, and return the other rows, each of which sees a key."""
         n, m = work.query.shape[0], work.key.shape[1]
-        if self.spans is not None or self.prefix:  # then rows at any position may see a key
+        if self.mask.batch.has_ranges:  # then rows at any position may see a key
             return work
-        empty = n if m == 0 else 0 if self.right is None else min(n, max(0, work.first_key - self.right - work.position))
+        right = self.mask.window[1]
+        empty = n if m == 0 else 0 if right is None else min(n, max(0, work.first_key - right - work.position))
         if empty == 0:
             return work
         work.cut(0, empty, work.first_key, work.first_key).fill(0, -math.inf)
@@ -269,7 +231,7 @@ def attend(work: Work, rules: Rules) -> None:
         if part.key.shape[1] == 0:
             part.fill(0, -math.inf)
             continue
-        seen = rules.mask(part)
+        seen = rules.seen(part)
         scores = _scores(part, rules, exact)
         if seen is not None:
             scores = torch.where(seen, scores, -torch.inf)
@@ -295,7 +257,7 @@ def _scores(work: Work, rules: Rules, exact: torch.dtype) -> torch.Tensor:
         keys = torch.arange(work.first_key, work.end, device=scores.device)
         distance = (keys - torch.arange(work.position, work.last + 1, device=scores.device)[:, None]).to(exact)
         slopes = rules.slopes.to(exact).view(num_kv_heads, -1, 1, 1)
-        scores = scores + slopes * (distance if rules.signed else -distance.abs())
+        scores = scores - slopes * distance.abs()
     return scores
 
 
@@ -335,7 +297,7 @@ class RaggedAttentionImpl(PagedAttentionImpl):
     attends_keys = True
 
     def _attend(self, call: PagedCall) -> None:
-        rules = self._scaled(self._rules(call.window), call.layer, call.kv_cache)
+        rules = self._scaled(self._rules(call.mask), call.layer, call.kv_cache)
         self._attend_each(range(call.meta.num_reqs), call, rules)
 
     def _attend_each(self, requests: Iterable[int], call: PagedCall, rules: Rules) -> None:
@@ -343,12 +305,13 @@ class RaggedAttentionImpl(PagedAttentionImpl):
         key_cache, value_cache, scales = self._parts(call.kv_cache)
         block_size = key_cache.shape[1]
         starts, lengths = call.meta.host_lens()
+        mask = Visibility(call.mask.layer, call.meta.host_mask())
         for r in requests:
             start, stop, total = int(starts[r]), int(starts[r + 1]), int(lengths[r])
             if start == stop:
                 continue
             position = total - (stop - start)
-            own = self._own_rules(rules, call.meta, r, slice(start, stop), position)
+            own = rules if mask.batch.is_plain else _of_request(rules, mask, r, slice(start, stop), position)
             low, _ = own.reach(position, total - 1, total)
             low = min(low, total)
             blocks = call.meta.block_table[r, low // block_size : -(-total // block_size)]
@@ -380,13 +343,11 @@ class RaggedAttentionImpl(PagedAttentionImpl):
             return torch.cat(
                 [self.attend_keys(query[b], key[b], value[b], causal, None if spans is None else spans[b]) for b in one]
             )
-        rules = self._rules((self.window[0], 0) if causal else self.window)
+        mask = Visibility(self.mask._replace(causal=causal), BatchMask(spans=None if spans is None else spans[0]))
+        rules = self._rules(mask)
         slopes, sinks = (None if x is None else x.repeat(batch) for x in (rules.slopes, rules.sinks))
-        rules = replace(rules, slopes=slopes, sinks=sinks)
         m = key.shape[1]
-        if spans is not None:
-            right = None if causal else self.window[1] or None
-            rules = replace(rules, spans=spans[0], context=m - n, signed=False, span_right=right)
+        rules = replace(rules, slopes=slopes, sinks=sinks, context=m - n)
         low = min(m, rules.reach(m - n, m - 1, m)[0])
         # the heads of all requests are the heads of one
         query = fold_sign(query.transpose(0, 1).flatten(1, 2), self.signed_scale)
@@ -396,8 +357,8 @@ class RaggedAttentionImpl(PagedAttentionImpl):
         self._attend_one(Work(query, key, value, m - n, low, output, None), rules)
         return output.view(n, batch, num_heads, head_size).transpose(0, 1)
 
-    def _attend_ragged(self, call: RaggedCall) -> None:
-        rules = self._rules(call.window)
+    def _attend_ragged(self, call: PagedCall) -> None:
+        rules = self._rules(call.mask)
         starts, _ = call.meta.host_lens()
         for r in range(call.meta.num_reqs):
             own = slice(int(starts[r]), int(starts[r + 1]))
@@ -421,15 +382,10 @@ class RaggedAttentionImpl(PagedAttentionImpl):
         """Return keys and values of some blocks, like `caches.gather`; the next call may overwrite them."""
         return caches.gather(key_cache, blocks), caches.gather(value_cache, blocks)
 
-    def _rules(self, window: tuple[int | None, int | None]) -> Rules:
-        left, right = window
+    def _rules(self, mask: Visibility) -> Rules:
         return Rules(
             scale=self.scale,
-            left=left,
-            right=right,
-            signed=right == 0,
-            chunk=self.chunk_size,
-            by_window=bool(self.span_window),
+            mask=mask,
             soft_cap=self.logits_soft_cap,
             slopes=None if self.alibi_slopes is None else self.alibi_slopes.detach(),
             sinks=None if self.sinks is None else self.sinks.detach(),
@@ -451,24 +407,13 @@ class RaggedAttentionImpl(PagedAttentionImpl):
             return float(scale)
         return caches.per_head(scale, device).expand(self.num_kv_heads, 1)
 
-    def _with_tree(self, rules: Rules, tree_mask: torch.Tensor | None, request: int, n: int, position: int) -> Rules:
-        """Return the rules of a request whose n new tokens form a tree, which replaces the causal mask among them."""
-        if tree_mask is None or n > tree_mask.shape[1]:
-            return rules
-        if position < 0:
-            raise MetadataError("seq_lens", request, position + n, f"at least {n}, the tokens of its tree")
-        return replace(rules, right=self.window[1], tree=tree_mask[request, :n, :n], context=position)
 
-    def _own_rules(self, rules: Rules, meta: PagedAttentionMetadata, request: int, rows: slice, position: int) -> Rules:
-        """Return the rules of one request of a batch, whose first row is at `position`."""
-        rules = self._with_tree(rules, meta.tree_mask, request, rows.stop - rows.start, position)
-        spans, prefix, is_causal = meta.host_reach()
-        if is_causal is not None:
-            rules = replace(rules, right=0 if is_causal[request] else self.window[1], signed=bool(is_causal[request]))
-        if spans is not None or (prefix is not None and prefix[request] > 0):
-            own = None if spans is None else spans[rows]
-            prefixed = 0 if prefix is None else int(prefix[request])
-            rules = replace(
-                rules, spans=own, prefix=prefixed, context=position, signed=False, span_right=self.window[1] or None
-            )
-        return rules
+def _of_request(rules: Rules, mask: Visibility, request: int, rows: slice, position: int) -> Rules:
+    """Return the rules of one request of a batch, whose first row is at `position`."""
+    own = mask.select(request, rows)
+    if own.batch.tree is not None and position < 0:
+        n = rows.stop - rows.start
+        raise MetadataError("seq_lens", request, position + n, f"at least {n}, the tokens of its tree")
+    if own.batch.prefix is not None and not own.batch.prefix[0]:
+        own = own._replace(batch=own.batch._replace(prefix=None))
+    return replace(rules, mask=own, context=position)

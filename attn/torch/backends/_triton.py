@@ -18,11 +18,12 @@ from attn import envs
 from attn.arguments import fold_sign
 from attn.backends.abstract import AttentionLayer
 from attn.backends.metadata import CommonAttentionMetadata
+from attn.backends.paged import PagedCall
 from attn.capabilities import ATTN_TYPES, Capabilities, Device, Feature, MultipleOf, Request
 from attn.dtypes import PER_TOKEN_HEAD
 from attn.torch import kv_cache as caches
 from attn.torch.backends import _hopper
-from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl, PagedCall, RaggedCall
+from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
 from attn.torch.interpreter import judged_on, prepare
 from attn.torch.kernels.memory import largest_group
 from attn.torch.kernels.runs import Runs
@@ -176,12 +177,9 @@ class TritonPagedImpl(PagedAttentionImpl):
             soft_cap=self.logits_soft_cap or 0.0,
             slopes=self.alibi_slopes,
             sinks=self.sinks,
-            tree=meta.tree_mask,
-            spans=meta.spans,
-            prefix=meta.prefix,
-            is_causal=meta.is_causal,
-            chunk_size=self.chunk_size,
-            span_window=bool(self.span_window),
+            **meta.mask._asdict(),
+            chunk_size=self.mask.chunk_size,
+            span_window=bool(self.mask.span_window),
             k_scale=k_scale,
             v_scale=v_scale,
             k_factor=k_factor,
@@ -228,7 +226,7 @@ class TritonPagedImpl(PagedAttentionImpl):
             plans[shape] = _Plan(programs, whole)
         return plans[shape]  # type: ignore[no-any-return]
 
-    def _attend_ragged(self, call: RaggedCall) -> None:
+    def _attend_ragged(self, call: PagedCall) -> None:
         from attn.torch.kernels.paged_attention import paged_attention
 
         paged_attention(
@@ -309,7 +307,7 @@ class TritonPagedImpl(PagedAttentionImpl):
             soft_cap=self.logits_soft_cap or 0.0,
             slopes=self.alibi_slopes,
             sinks=self.sinks,
-            chunk_size=self.chunk_size,
+            chunk_size=self.mask.chunk_size,
             fixed_split=self._fixed_split(),
             sparse=self._sparse(),
             whole=whole,
@@ -320,7 +318,7 @@ class TritonPagedImpl(PagedAttentionImpl):
     @property
     def has_row_operator(self) -> bool:  # type: ignore[override]
         """Not fixed by the constructor: the layer says afterwards whether its results depend on the batch."""
-        return not (self._fixed_split() or self.alibi_slopes is not None or self._sparse() or self.chunk_size)
+        return not (self._fixed_split() or self.alibi_slopes is not None or self._sparse() or self.mask.chunk_size)
 
     def row_launcher(self, device: torch.device, dtype: torch.dtype) -> Callable[..., torch.Tensor] | None:
         if not self.has_row_operator:

@@ -13,10 +13,11 @@ from collections.abc import Iterable
 
 import torch
 
+from attn.backends.paged import PagedCall
 from attn.capabilities import ATTN_TYPES, Capabilities
 from attn.torch import kv_cache as caches
 from attn.torch.backends import _cpu_kernel, _ragged
-from attn.torch.backends._paged import HeadsFirstBackend, PagedCall
+from attn.torch.backends._paged import HeadsFirstBackend
 from attn.torch.backends._ragged import RaggedAttentionImpl, Rules, Work
 
 _HOT = 4 << 20  #: bytes of keys and values that a thread gathers before attending: a few times its private cache
@@ -44,8 +45,7 @@ class CPUAttentionBackend(HeadsFirstBackend):
 class CPUAttentionImpl(RaggedAttentionImpl, backend=CPUAttentionBackend):
     def _attend_each(self, requests: Iterable[int], call: PagedCall, rules: Rules) -> None:
         meta = call.meta
-        uniform = meta.tree_mask is None and meta.spans is None and meta.prefix is None and meta.is_causal is None
-        if rules.plain() and uniform and _in_runs(call.kv_cache[0]) and _in_runs(call.kv_cache[1]):
+        if rules.plain() and meta.mask.is_plain and _in_runs(call.kv_cache[0]) and _in_runs(call.kv_cache[1]):
             requests = _decode(call, rules, one_by_one=self.batch_invariant)
             if not requests:
                 return
@@ -227,7 +227,7 @@ def _additive(work: Work, rules: Rules, causal: bool) -> torch.Tensor | None:
         mask = torch.zeros(n, m, dtype=work.key.dtype, device=work.key.device)
         mask[:, m - n :] = torch.full((n, n), -torch.inf, dtype=mask.dtype, device=mask.device).triu_(1)
         return mask
-    seen = rules.mask(work)
+    seen = rules.seen(work)
     return None if seen is None else torch.zeros_like(seen, dtype=work.key.dtype).masked_fill_(~seen, -torch.inf)
 
 

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from attn.backends.metadata import CommonAttentionMetadata
+from attn.backends.paged import PagedCall
 from attn.capabilities import ATTN_TYPES, Capabilities, Device, MultipleOf, Request
 from attn.torch.backends import _flash_providers as providers
 from attn.torch.backends._flash_providers import Call
-from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl, PagedCall, RaggedCall
+from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
 from attn.torch.backends._vendor import arch_of, canonical, fill
 from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
 
@@ -79,7 +80,7 @@ class FlashAttentionImpl(PagedAttentionImpl, backend=FlashAttentionBackend):
             block_table=meta.block_table,
         )
 
-    def _attend_ragged(self, call: RaggedCall) -> None:
+    def _attend_ragged(self, call: PagedCall) -> None:
         rows, meta = call.meta.num_actual_tokens, call.meta
         self._compute(
             call,
@@ -89,7 +90,7 @@ class FlashAttentionImpl(PagedAttentionImpl, backend=FlashAttentionBackend):
             max_seq_len=meta.max_query_len,
         )
 
-    def _compute(self, call: PagedCall | RaggedCall, **keys: Any) -> None:
+    def _compute(self, call: PagedCall, **keys: Any) -> None:
         """Attend `keys`, the fields of `Call` that describe the keys."""
         meta, rows = call.meta, call.meta.num_actual_tokens
         if rows == 0:

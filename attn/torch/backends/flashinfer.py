@@ -23,12 +23,13 @@ import numpy as np
 import torch
 
 from attn.backends.metadata import CommonAttentionMetadata
+from attn.backends.paged import PagedCall
 from attn.capabilities import ATTN_TYPES, Capabilities, Device, Feature, Request, arch_matches
 from attn.errors import MetadataError, UnsupportedError
 from attn.torch import kv_cache as caches
 from attn.torch.backends import _flashinfer_trtllm as trtllm
 from attn.torch.backends._flashinfer import Group, capturing, plan, workspace, wrapper_for
-from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl, PagedCall, RaggedCall
+from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
 from attn.torch.backends._vendor import LN2, arch_of, canonical, decodes_first, fill, int32, page_list
 from attn.torch.metadata import PagedAttentionMetadataBuilder
 
@@ -242,13 +243,13 @@ class FlashInferImpl(PagedAttentionImpl, backend=FlashInferBackend):
                     out, log = self._planned(call, group, part, (keys,), scales)
                 self._fill(call, part, out, log)
 
-    def _attend_ragged(self, call: RaggedCall) -> None:
+    def _attend_ragged(self, call: PagedCall) -> None:
         part = slice(0, call.meta.num_actual_tokens)
         if part.stop:
             group = self._group(call, "ragged", 0, call.meta.num_reqs, call.key.dtype)
             self._fill(call, part, *self._planned(call, group, part, (call.key[part], call.value[part]), {}))
 
-    def _group(self, call: PagedCall | RaggedCall, kind: str, first: int, last: int, kv_dtype: torch.dtype) -> Group:
+    def _group(self, call: PagedCall, kind: str, first: int, last: int, kv_dtype: torch.dtype) -> Group:
         return Group(
             kind=kind,
             first=first,
@@ -267,7 +268,7 @@ class FlashInferImpl(PagedAttentionImpl, backend=FlashInferBackend):
 
     @staticmethod
     def _planned(
-        call: PagedCall | RaggedCall, group: Group, part: slice, keys: tuple[Any, ...], scales: dict[str, float]
+        call: PagedCall, group: Group, part: slice, keys: tuple[Any, ...], scales: dict[str, float]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (out [n, H, D], lse [n, H] base 2) of one part of the batch, from its planned wrapper."""
         assert isinstance(call.meta, FlashInferMetadata)
@@ -275,7 +276,7 @@ class FlashInferImpl(PagedAttentionImpl, backend=FlashInferBackend):
             call.query[part].contiguous(), *keys, return_lse=True, **scales
         )
 
-    def _fill(self, call: PagedCall | RaggedCall, part: slice, out: torch.Tensor, log: torch.Tensor | None) -> None:
+    def _fill(self, call: PagedCall, part: slice, out: torch.Tensor, log: torch.Tensor | None) -> None:
         if log is None:
             call.output[part] = out
         else:

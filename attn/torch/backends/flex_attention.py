@@ -25,12 +25,13 @@ import torch
 from attn.arguments import window_pair
 from attn.backends.abstract import AttentionType
 from attn.backends.metadata import CommonAttentionMetadata
+from attn.backends.paged import PagedCall
 from attn.capabilities import ATTN_TYPES, ENCODER_TYPES, Capabilities, Device, Feature, MultipleOf, Request
 from attn.errors import UnsupportedError
 from attn.imports import installed
 from attn.torch.backends import _flex, _flex_flash
 from attn.torch.backends._flex import Masks, Plan, Rules, Shape
-from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl, PagedCall, RaggedCall
+from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
 from attn.torch.backends._vendor import fill
 from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
 
@@ -73,7 +74,7 @@ class FlexAttentionMetadataBuilder(PagedAttentionMetadataBuilder):
             return
         page, left = self.kv_cache_spec.block_size, window_pair(self.kv_cache_spec.sliding_window, AttentionType.DECODER)[0]
         place = np.arange(table.shape[1])
-        if left is None or batch.spans is not None or batch.prefix is not None:
+        if left is None or batch.mask.has_ranges:
             begin = np.zeros_like(lens)
         else:
             begin = np.maximum(lens - query_lens - left, 0) // page
@@ -138,22 +139,17 @@ class FlexAttentionImpl(PagedAttentionImpl, backend=FlexAttentionBackend):
             check_span(call.kv_cache[0])
         self._compute(call, *self.backend.logical_kv_cache(call.kv_cache))
 
-    def _attend_ragged(self, call: RaggedCall) -> None:
+    def _attend_ragged(self, call: PagedCall) -> None:
         self._compute(call, call.key, call.value)
 
-    def _compute(self, call: PagedCall | RaggedCall, key: torch.Tensor, value: torch.Tensor) -> None:
+    def _compute(self, call: PagedCall, key: torch.Tensor, value: torch.Tensor) -> None:
         """Attend keys and values [N, P, K, D], or the call's own [T, K, D]."""
-        query, meta, causal = call.query, call.meta, call.causal
+        query, meta, masks = call.query, call.meta, Masks.of(call.mask)
         assert isinstance(meta, FlexAttentionMetadata)
         tokens, ragged = meta.num_actual_tokens, self.attn_type in ENCODER_TYPES
         if tokens == 0:
             return
         block = _flex.block_rows(tokens, meta.num_reqs)
-        spans = meta.spans is not None or meta.prefix is not None
-        mixed = meta.is_causal is not None
-        masks = Masks(
-            *self.window, causal, meta.tree_mask is not None, mixed, spans, spans and bool(self.span_window), self.chunk_size
-        )
         if ragged:
             blocks = _flex.extent(tokens, meta.num_reqs, block)
             plan = meta.planned(blocks, 0, block, masks)
@@ -163,11 +159,12 @@ class FlexAttentionImpl(PagedAttentionImpl, backend=FlexAttentionBackend):
         on_cpu = query.device.type == "cpu"
         needs_lse = call.lse is not None or self.sinks is not None
         uncompiled = on_cpu and needs_lse
-        alibi = "" if self.alibi_slopes is None else "signed" if causal and not spans else "symmetric"
-        rules = Rules(masks, self.scale, self.logits_soft_cap, alibi, needs_lse or not on_cpu, block, key.shape[1])
+        rules = Rules(
+            masks, self.scale, self.logits_soft_cap, self.alibi_slopes is not None, needs_lse or not on_cpu, block, key.shape[1]
+        )
         flash = query.is_cuda and not _flex_flash.reasons(query.dtype, block, key.shape[1], query.device)
         flash = flash and plan.lists[1].shape[1] <= key.shape[0]  # its page lists cannot be longer than the cache
-        flash = flash and not (spans or mixed or self.chunk_size)  # not compared with the oracle there
+        flash = flash and not (masks.ranges or masks.mixed or masks.layer.chunk_size)  # not compared with the oracle there
         shape = Shape(query.dtype, self.num_heads, self.num_kv_heads, self.head_size, query.device.type, flash)
         slopes = query.new_zeros(self.num_heads, dtype=torch.float32) if self.alibi_slopes is None else self.alibi_slopes
         laid = query[plan.source].unflatten(0, (-1, block))

@@ -22,10 +22,11 @@ import numpy as np
 import torch
 
 from attn.backends.abstract import AttentionType
+from attn.backends.paged import PagedCall
 from attn.capabilities import ATTN_TYPES, ENCODER_TYPES, Capabilities, Device, Feature, MultipleOf, Request
 from attn.errors import UnsupportedError
 from attn.imports import resolve_obj_by_qualname, version_of
-from attn.torch.backends._paged import HeadsFirstBackend, PagedAttentionImpl, PagedCall, RaggedCall
+from attn.torch.backends._paged import HeadsFirstBackend, PagedAttentionImpl
 from attn.torch.backends._ragged import all_finite
 from attn.torch.backends._vendor import decodes_first, int32, lacking, token_slots
 
@@ -128,7 +129,7 @@ class IpexAttentionImpl(PagedAttentionImpl, backend=IpexAttentionBackend):
         if (ends <= 0).any():
             output[torch.from_numpy(ends <= 0)] = 0
 
-    def _attend_ragged(self, call: RaggedCall) -> None:
+    def _attend_ragged(self, call: PagedCall) -> None:
         meta, rows = call.meta, call.meta.num_actual_tokens
         if rows == 0:
             return

@@ -9,8 +9,9 @@ at e4048607.
 import numpy as np
 import torch
 
+from attn.backends.paged import PagedCall
 from attn.capabilities import Capabilities, Feature
-from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl, PagedCall
+from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
 from attn.torch.backends._vendor import decodes_first, fill, token_list
 
 _PARTITION = 256  #: keys per part of a decode

@@ -5,8 +5,9 @@ kernel has: its soft cap computes exp(s / cap) / exp(-s / cap), which is NaN abo
 e4m3fnuz on MI300, unlike this library's. It returns no log-sum-exp. Interface of ROCm/aiter at e4048607.
 """
 
+from attn.backends.paged import PagedCall
 from attn.capabilities import Capabilities, Feature, MultipleOf
-from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl, PagedCall
+from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
 
 
 class RocmAiterUnifiedAttentionBackend(PagedAttentionBackend):

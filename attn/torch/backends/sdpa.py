@@ -57,7 +57,7 @@ def _sdpa(work: Work, rules: Rules) -> None:
     n, num_heads, _ = work.query.shape
     step = n if rules.see_all(work) else max(1, _MASK_AT_ONCE // (num_heads * work.key.shape[1]))
     for part in rules.split(work, max(1, step)):
-        seen = rules.mask(part)
+        seen = rules.seen(part)
         result = F.scaled_dot_product_attention(
             _ragged.fold(part.query, part.key.shape[0])[None].to(kind),
             part.key[None],

@@ -19,9 +19,10 @@ import numpy as np
 import torch
 
 from attn.backends.abstract import AttentionType
+from attn.backends.paged import PagedCall
 from attn.capabilities import ATTN_TYPES, Capabilities, Device, Feature, MultipleOf, Request, arch_matches
 from attn.imports import assumed, installed, resolve_obj_by_qualname, version_of
-from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl, PagedCall, RaggedCall
+from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
 from attn.torch.backends._vendor import arch_of, fill, lacking, token_slots
 from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
 
@@ -144,11 +145,11 @@ class XFormersImpl(PagedAttentionImpl, backend=XFormersAttentionBackend):
         paged = _reads_pages(self.head_size, call.meta.block_size, arch_of(call.query.device))
         self._compute(call, keys, values, Rule(call.causal, call.window[0], paged, own=False))
 
-    def _attend_ragged(self, call: RaggedCall) -> None:
+    def _attend_ragged(self, call: PagedCall) -> None:
         rows = call.meta.num_actual_tokens
         self._compute(call, call.key[:rows], call.value[:rows], Rule(call.causal, None, paged=False, own=True))
 
-    def _compute(self, call: PagedCall | RaggedCall, keys: torch.Tensor, values: torch.Tensor, rule: Rule) -> None:
+    def _compute(self, call: PagedCall, keys: torch.Tensor, values: torch.Tensor, rule: Rule) -> None:
         """Attend keys, values [.., K, D], one token per row."""
         query, meta = call.query, call.meta
         assert isinstance(meta, XFormersMetadata)

@@ -18,6 +18,7 @@ from attn.torch import Attention
 from attn.torch.backends import _flex, flex_attention
 from attn.torch.backends._flex import Masks
 from attn.torch.backends.flex_attention import FlexAttentionBackend, check_span
+from attn.visibility import LayerMask
 from tests.levels import sampled
 from tests.testing import covering
 
@@ -113,7 +114,7 @@ def test_a_block_of_rows_visits_what_its_rows_see(left: int | None, right: int |
     """Nothing else of its request, nothing of another's, and what is listed as whole is seen by all of its rows."""
     q, m = [1, 0, 70, 33, 5, 1], [100, 40, 170, 33, 0 if not causal else 5, 1]
     meta = _metadata(q, m, causal=causal)
-    masks = Masks(left, right, causal, False)
+    masks = Masks(LayerMask(causal, (left, right)))
     plan = _flex.lay_out(meta, meta.block_table, meta.seq_lens, 64, P, block, masks)
     starts, first = meta.query_start_loc.tolist(), 0
     for r, (n, total) in enumerate(zip(q, m, strict=True)):
@@ -144,12 +145,12 @@ def test_a_block_of_rows_visits_what_its_rows_see(left: int | None, right: int |
 @pytest.mark.parametrize(
     "masks",
     [
-        Masks(None, 0, True, False, spans=True),
-        Masks(20, 0, True, False, spans=True),
-        Masks(20, 0, True, False, spans=True, span_window=True),
-        Masks(None, None, False, False, spans=True, chunk=24),
-        Masks(9, 0, False, False, mixed=True, spans=True, chunk=40),
-        Masks(None, None, False, False, mixed=True),
+        Masks(LayerMask(True, (None, 0)), ranges=True),
+        Masks(LayerMask(True, (20, 0)), ranges=True),
+        Masks(LayerMask(True, (20, 0), span_window=True), ranges=True),
+        Masks(LayerMask(False, chunk_size=24), ranges=True),
+        Masks(LayerMask(False, (9, 0), 40), mixed=True, ranges=True),
+        Masks(LayerMask(False), mixed=True),
     ],
 )
 def test_pages_of_spans_prefixes_chunks_and_mixed_causality(masks: Masks, block: int) -> None:
@@ -164,18 +165,19 @@ def test_pages_of_spans_prefixes_chunks_and_mixed_causality(masks: Masks, block:
     tables, pages = [], iter(rng.permutation(64).tolist())
     for length in m:
         tables.append([next(pages) for _ in range(-(-length // P))])
-    said: Any = causal if masks.mixed else masks.causal
-    extra = {"spans": spans, "prefix": prefix} if masks.spans else {}
+    layer = masks.layer
+    said: Any = causal if masks.mixed else layer.causal
+    extra = {"spans": spans, "prefix": prefix} if masks.ranges else {}
     batch = CommonAttentionMetadata.from_lens(q, m, tables, P, causal=said, **extra)
     meta = FlexAttentionBackend.get_builder_cls()(KVCacheSpec(P, K, D, "float32", num_blocks=64)).build(0, batch)
     plan = _flex.lay_out(meta, meta.block_table, meta.seq_lens, 64, P, block, masks)
     starts, first, visited = np.cumsum([0, *q]), 0, 0
     for r, (n, total) in enumerate(zip(q, m, strict=True)):
-        own = spans[starts[r] : starts[r + 1]] if masks.spans else None
-        bounds = {"spans": own, "prefix": int(prefix[r]) if masks.spans else 0, "chunk_size": masks.chunk}
-        by_order = causal[r] if masks.mixed else masks.causal
-        window = (masks.left, masks.right)
-        seen = visible_mask(n, total, causal=by_order, window=window, span_window=masks.span_window, **bounds)
+        own = spans[starts[r] : starts[r + 1]] if masks.ranges else None
+        bounds = {"spans": own, "prefix": int(prefix[r]) if masks.ranges else 0, "chunk_size": layer.chunk_size}
+        by_order = causal[r] if masks.mixed else layer.causal
+        cuts = bool(layer.span_window)
+        seen = visible_mask(n, total, causal=by_order, window=layer.window, span_window=cuts, **bounds)
         for nth in range(-(-n // block)):
             rows = seen[nth * block : (nth + 1) * block]
             by_page = {page: rows[:, i * P : (i + 1) * P] for i, page in enumerate(tables[r])}
@@ -185,7 +187,7 @@ def test_pages_of_spans_prefixes_chunks_and_mixed_causality(masks: Masks, block:
             visited += len(whole)
         assert plan.unseeing[starts[r] : starts[r + 1]].tolist() == (~seen.any(1)).tolist()
         first += -(-n // block)
-    assert visited or block == 64 or masks.left == 9
+    assert visited or block == 64 or layer.window[0] == 9
 
 
 @needs_compiler
@@ -203,7 +205,7 @@ def test_spans_compiled() -> None:
 def test_pages_that_trees_decide_on_are_never_whole() -> None:
     tree = np.tri(20, dtype=np.bool_)[None].repeat(2, 0)
     meta = _metadata([20, 30], [60, 70], tree=tree)
-    plan = _flex.lay_out(meta, meta.block_table, meta.seq_lens, 64, P, 16, Masks(None, None, True, True))
+    plan = _flex.lay_out(meta, meta.block_table, meta.seq_lens, 64, P, 16, Masks(LayerMask(), tree=True))
     assert plan.lists[2].tolist()[:4] == [2, 2, 2, 3]  # whole pages before token 40, and before tokens 41 and 57
     begin = plan.rows[0, 0, 4]
     assert begin == 2 * 64 + 1 and plan.places[begin:].view(2, 20, 20).tolist() == tree.astype(int).tolist()
@@ -255,7 +257,7 @@ def test_incident_6_indices_are_64_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_flex, "_columns", lambda *args: 2)
     meta = _metadata([1, 1, 1], [5, 6, 7])
     pages = 2**31 - 5
-    plan = _flex.lay_out(meta, meta.block_table, meta.seq_lens, pages, P, 16, Masks(None, None, True, False))
+    plan = _flex.lay_out(meta, meta.block_table, meta.seq_lens, pages, P, 16, Masks(LayerMask()))
     assert plan.rows.dtype == torch.int64
     assert plan.rows[:3, 0, 0].tolist() == [0, pages, 2 * pages]
 
@@ -298,7 +300,7 @@ def test_what_it_does_not_serve(asked: dict[str, Any], why: str) -> None:
 @pytest.mark.parametrize(("head_size", "dtype", "page"), [(64, 2, 16), (128, 2, 64), (256, 2, 128), (128, 4, 48), (256, 4, 16)])
 def test_tiles_divide_a_block_and_a_page_and_fit(head_size: int, dtype: int, page: int) -> None:
     for block in (16, 64):
-        rules = _flex.Rules(Masks(None, None, True, False), 1.0, None, "", True, block, page)
+        rules = _flex.Rules(Masks(LayerMask()), 1.0, None, False, True, block, page)
         tiles = _flex.tiles(rules, head_size * dtype)
         assert block % tiles["BLOCK_M"] == 0 and page % tiles["BLOCK_N"] == 0
         assert tiles["BLOCK_M"] * head_size * dtype + 4 * tiles["BLOCK_N"] * head_size * dtype <= 96 << 10

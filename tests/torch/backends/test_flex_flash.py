@@ -10,9 +10,10 @@ import torch
 
 from attn.torch.backends import _flex, _flex_flash
 from attn.torch.backends._flex import Masks, Rules, Shape
+from attn.visibility import LayerMask
 
 CUDA = torch.device("cuda")
-RULES = Rules(Masks(None, None, True, False), 1.0, None, "", True, 64, 16)
+RULES = Rules(Masks(LayerMask()), 1.0, None, False, True, 64, 16)
 
 
 @pytest.fixture(autouse=True)

@@ -20,6 +20,7 @@ from attn.torch.backends import _ragged, cpu_attn
 from attn.torch.backends.cpu_attn import CPUAttentionBackend
 from attn.torch.backends.sdpa import TorchSDPABackend
 from attn.torch.testing import Runner, _layer
+from attn.visibility import BatchMask
 
 BACKENDS = (TorchSDPABackend, CPUAttentionBackend)
 H, K, D, P = 4, 2, 32, 16
@@ -332,12 +333,12 @@ def test_refusals(backend: Any) -> None:
         ({"key": key.clone().requires_grad_()}, UnsupportedError, "key requires grad: backward not supported"),
         ({"value": key.clone().requires_grad_()}, UnsupportedError, "value requires grad: backward not supported"),
         (
-            {"meta": replaced(causal=False, tree_mask=torch.ones(1, 2, 2, dtype=torch.bool))},
+            {"meta": replaced(causal=False, mask=BatchMask(torch.ones(1, 2, 2, dtype=torch.bool)))},
             MetadataError,
             "tree_mask = a mask",
         ),
         (
-            {"meta": replaced(seq_lens_cpu=np.array([1]), tree_mask=torch.ones(1, 2, 2, dtype=torch.bool))},
+            {"meta": replaced(seq_lens_cpu=np.array([1]), mask=BatchMask(torch.ones(1, 2, 2, dtype=torch.bool)))},
             MetadataError,
             r"seq_lens\[0\] = 1: must be at least 2, the tokens of its tree",
         ),

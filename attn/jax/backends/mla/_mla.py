@@ -335,7 +335,7 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
             raise UnsupportedError(f"{name}: {Feature.NON_CAUSAL.value} not supported")
         if indices is not None and Feature.SPARSE_MLA not in capabilities.features:
             raise UnsupportedError(f"{name}: {Feature.SPARSE_MLA.value} not supported")
-        if attn_metadata.tree_mask is not None:
+        if attn_metadata.mask.tree is not None:
             raise UnsupportedError(f"{name}: {Feature.TREE_MASK.value} not supported")
         if kv_c is not None and k_pe is None and self.qk_rope_head_dim == 0:
             k_pe = kv_c[:, :0]

@@ -369,7 +369,7 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         check_reach(self, attn_metadata)
         if not attn_metadata.causal:
             raise UnsupportedError(f"{self.backend.get_name()}: {Feature.NON_CAUSAL.value} not supported")
-        if attn_metadata.tree_mask is not None:
+        if attn_metadata.mask.tree is not None:
             raise UnsupportedError(f"{self.backend.get_name()}: {Feature.TREE_MASK.value} not supported")
         check_device(self.backend, attn_metadata, query)
         self._check_rows("query", query, query, attn_metadata)

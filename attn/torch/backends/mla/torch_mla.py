@@ -57,7 +57,7 @@ class TorchMLAImpl(MLACommonImpl, backend=TorchMLABackend):
 
     def _attend(self, work: Work, limits: list[int] | None) -> None:
         """Attend one request's rows: causal, or each over its number of keys in `limits`."""
-        rules = Rules(scale=self.scale, right=0)
+        rules = Rules(self.scale)
         if limits is None:
             _ragged.attend(work, rules)
             return

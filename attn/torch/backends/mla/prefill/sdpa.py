@@ -11,6 +11,7 @@ from attn.backends.mla.prefill.abstract import MLAPrefillBackend, PrefillCall
 from attn.capabilities import Capabilities, Feature
 from attn.torch.backends import _cpu_kernel, _ragged
 from attn.torch.backends._ragged import Rules, Work
+from attn.visibility import LayerMask, Visibility
 
 
 class TorchSDPAPrefillBackend(MLAPrefillBackend):
@@ -25,7 +26,7 @@ class TorchSDPAPrefillBackend(MLAPrefillBackend):
     def _attend(self, call: PrefillCall) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v = call.q, call.k, call.v
         queries, keys = call.meta.query_start_loc_cpu.tolist(), call.key_start_loc_cpu.tolist()
-        rules = Rules(scale=self.scale, right=0 if call.causal else None)
+        rules = Rules(self.scale, Visibility(LayerMask(call.causal)))
         out = q.new_empty(*q.shape[:2], v.shape[-1])
         lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.promote_types(q.dtype, torch.float32))
         for r in range(len(queries) - 1):

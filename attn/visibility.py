@@ -1,0 +1,220 @@
+"""Which keys a row of queries sees: a layer's rules and a batch's arrays, as one value.
+
+A row at position p of its request sees key j if
+
+    (j <= p  if causal, or an edge of the draft tree)  and  p - left <= j <= p + right
+    or  first <= j <= last  for the row's span, which the window cuts if `span_window`
+    or  j < prefix
+    and  j >= p // chunk_size * chunk_size
+
+with each part only where it is set (docs/semantics.md §4, §11, §18). `LayerMask` has the parts that are constants of a layer,
+`BatchMask` those that are arrays of a batch, `Visibility` both. Rows are drawn as rows, keys as columns:
+
+    causal      left=1      chunk_size=2    prefix [2]    spans (1, 2)
+    x . . .     x . . .     x . . .         x x . .       x . . .
+    x x . .     x x . .     x x . .         x x . .       x x x .
+    x x x .     . x x .     . . x .         x x x .       x x x .
+    x x x x     . . x x     . . x x         x x x x       x x x x
+
+The formulas use operators and indexing only, so arrays of NumPy, torch and JAX all work, traced ones included.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+#: (left, right), inclusive distances from a row's position; None: unbounded.
+Window = tuple[int | None, int | None]
+
+
+class LayerMask(NamedTuple):
+    """What a layer lets its rows see: constants, hashable.
+
+    causal: whether rows see no later key, where the batch does not say otherwise. window: (left, right). chunk_size: positions
+    of a chunk, before which a row sees no key. span_window: whether the window cuts spans; None: the layer does not say.
+    """
+
+    causal: bool = True
+    window: Window = (None, None)
+    chunk_size: int | None = None
+    span_window: bool | None = None
+
+    def __and__(self, other: "LayerMask") -> "LayerMask":
+        """Return the mask of the keys that both masks allow. Raises ValueError where no one mask is that."""
+        sides = zip(self.window, other.window, strict=True)
+        left, right = (min((x for x in side if x is not None), default=None) for side in sides)
+        for name in ("chunk_size", "span_window"):
+            one, two = getattr(self, name), getattr(other, name)
+            if None not in (one, two) and one != two:
+                raise ValueError(f"{name}={one} and {name}={two} have no common mask")
+        chunk = self.chunk_size if other.chunk_size is None else other.chunk_size
+        cuts = self.span_window if other.span_window is None else other.span_window
+        return LayerMask(self.causal or other.causal, (left, right), chunk, cuts)
+
+    def __str__(self) -> str:
+        left, right = self.window
+        parts = [
+            "causal" if self.causal else "both directions",
+            "" if left is None else f"{left} keys to the left",
+            "" if not right else f"{right} keys to the right",
+            "" if self.chunk_size is None else f"chunks of {self.chunk_size}",
+            "window cuts spans" if self.span_window else "",
+        ]
+        return ", ".join(part for part in parts if part)
+
+
+class BatchMask(NamedTuple):
+    """What a batch lets its rows see, as arrays of one framework; each None if the batch has none.
+
+    tree: [R, W, W] bool, which of a request's new tokens see each other instead of causality, in requests of at most W.
+    spans: [T, 2] int32, the first and last key of each row's span, (-1, -1) for none. prefix: [R] int32, keys that all rows of
+    a request see. is_causal: [R] bool, if some requests are causal and some are not.
+    """
+
+    tree: Any = None
+    spans: Any = None
+    prefix: Any = None
+    is_causal: Any = None
+
+    def map(self, function: Callable[[Any], Any]) -> "BatchMask":
+        """Return a mask with `function` of each array."""
+        return BatchMask(*(None if array is None else function(array) for array in self))
+
+    def select(self, requests: slice, rows: slice) -> "BatchMask":
+        """Return the mask of some requests, and of their rows."""
+        return BatchMask(*(x if x is None else x[rows if name == "spans" else requests] for name, x in self._asdict().items()))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the layer alone decides."""
+        return all(array is None for array in self)
+
+    @property
+    def has_ranges(self) -> bool:
+        """Whether rows may see keys that neither causality nor the window allows: spans and prefixes."""
+        return self.spans is not None or self.prefix is not None
+
+
+class _Ints:
+    """The functions that `Visibility.bounds` needs, for Python's ints."""
+
+    minimum, maximum = staticmethod(min), staticmethod(max)
+
+    @staticmethod
+    def where(condition: Any, yes: Any, no: Any) -> Any:
+        return yes if condition else no
+
+
+class Visibility(NamedTuple):
+    """What rows see: `layer`, as it applies to the batch, and the batch's `batch`."""
+
+    layer: LayerMask
+    batch: BatchMask = BatchMask()
+
+    @property
+    def window(self) -> Window:
+        """The window, with a right bound of 0 if rows see no later key."""
+        left, right = self.layer.window
+        return left, 0 if self.layer.causal else right
+
+    @property
+    def sees_no_later_key(self) -> bool:
+        """Whether no row sees a key after its own position (a row's tree has earlier tokens only)."""
+        return self.window[1] == 0 and not self.batch.has_ranges
+
+    def select(self, request: int, rows: slice) -> "Visibility":
+        """Return the mask of one request, whose rows are `rows`. `is_causal` must be on the host."""
+        layer, batch = self.layer, self.batch.select(slice(request, request + 1), rows)
+        if batch.tree is not None and rows.stop - rows.start > batch.tree.shape[1]:
+            batch = batch._replace(tree=None)
+        if batch.is_causal is not None:
+            layer, batch = layer._replace(causal=bool(batch.is_causal[0])), batch._replace(is_causal=None)
+        return Visibility(layer, batch)
+
+    def allowed(self, position: Any, key: Any, request: Any = 0, row: Any = None, context: Any = 0, new: Any = 0) -> Any:
+        """Return whether rows see keys: bool, of the shape to which the arguments broadcast.
+
+        position: the rows' positions in their requests (negative before the first key); key: the keys' positions. request: the
+        rows' requests, which index `tree`, `prefix` and `is_causal`; row: the rows' numbers in the batch, which index `spans`;
+        context: the position of each request's first row, and new: its number of rows, for trees.
+        """
+        (left, right), (tree, spans, prefix, is_causal) = self.layer.window, self.batch
+        past = key <= position
+        seen = past if self.layer.causal else past | True
+        if is_causal is not None:
+            seen = past | ~is_causal[request]
+        elif self.layer.causal and tree is not None:
+            width = tree.shape[-1]
+            node, own = key - context, position - context
+            inside = (node >= 0) & (node < width) & (own >= 0) & (own < width)
+            edge = tree[request, own * inside, node * inside]
+            seen = ((new <= width) & ((node < 0) | (inside & edge))) | ((new > width) & past)
+        if left is not None:
+            seen = seen & (key >= position - left)
+        if right is not None:
+            seen = seen & (key <= position + right)
+        if spans is not None:
+            among = (key >= spans[row, 0]) & (key <= spans[row, 1])
+            if self.layer.span_window and left is not None:
+                among = among & (key >= position - left)
+            if self.layer.span_window and right:  # a right bound of 0 is causality, which does not cut spans
+                among = among & (key <= position + right)
+            seen = seen | among
+        if prefix is not None:
+            seen = seen | (key < prefix[request])
+        if self.layer.chunk_size is not None:
+            seen = seen & (key >= position // self.layer.chunk_size * self.layer.chunk_size)
+        return seen
+
+    def bounds(
+        self, first: Any, last: Any, end: Any, spans: Any = None, prefix: Any = None, ordered: Any = None, xp: Any = _Ints
+    ) -> tuple[Any, Any]:
+        """Return (low, high): every key below `end` that a row at a position from `first` to `last` sees is in low..high - 1.
+
+        Ints, or arrays of one shape with `xp`, their module. spans: (first, last) over the spans of these rows, last < first
+        for none; prefix: the greatest of their requests; ordered: whether these rows see no later key, if that is not the
+        layer's `causal` (rows of trees are not ordered).
+        """
+        left, right = self.layer.window
+        low = 0 * first if left is None else xp.maximum(first - left, 0 * first)
+        high = end if right is None else xp.minimum(end, last + right + 1)
+        high = xp.where(self.layer.causal if ordered is None else ordered, xp.minimum(high, last + 1), high)
+        if spans is not None:
+            there = spans[0] <= spans[1]
+            low = xp.where(there, xp.minimum(low, spans[0]), low)
+            high = xp.where(there, xp.maximum(high, spans[1] + 1), high)
+        if prefix is not None:
+            low, high = xp.where(prefix > 0, 0 * low, low), xp.maximum(high, prefix)
+        if self.layer.chunk_size is not None:
+            low = xp.maximum(low, first // self.layer.chunk_size * self.layer.chunk_size)
+        high = xp.minimum(high, end)
+        return low, xp.maximum(low, high)
+
+    def common(self, first: Any, last: Any, end: Any, ordered: Any = None, xp: Any = _Ints) -> tuple[Any, Any]:
+        """Return (low, high): every row at a position from `first` to `last` sees all the keys low..high - 1.
+
+        Arguments as of `bounds`. Spans, prefixes and trees are not counted.
+        """
+        left, right = self.layer.window
+        low = 0 * last if left is None else last - left
+        high = end if right is None else xp.minimum(end, first + right + 1)
+        high = xp.where(self.layer.causal if ordered is None else ordered, xp.minimum(high, first + 1), high)
+        if self.layer.chunk_size is not None:
+            low = xp.maximum(low, last // self.layer.chunk_size * self.layer.chunk_size)
+        return low, high
+
+    def as_array(self, num_rows: int, num_keys: int) -> "npt.NDArray[np.bool_]":
+        """Return what `num_rows` rows at the end of one request of `num_keys` keys see: [n, m] bool, for NumPy's arrays."""
+        import numpy as np
+
+        rows, keys = np.arange(num_rows)[:, None], np.arange(num_keys)[None]
+        context = num_keys - num_rows
+        seen: npt.NDArray[np.bool_] = self.allowed(rows + context, keys, 0, rows, context, num_rows)
+        return seen
+
+    def __str__(self) -> str:
+        arrays = [f"{name} {list(x.shape)}" for name, x in self.batch._asdict().items() if x is not None]
+        return ", ".join([str(self.layer), *arrays])

@@ -1,0 +1,118 @@
+"""The formulas of visibility against the oracle's, in every framework; bounds against what rows see."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+from attn import reference
+from attn.visibility import BatchMask, LayerMask, Visibility
+
+
+def drawn(rng: np.random.Generator) -> tuple[Visibility, int, int]:
+    """A random mask of one request, n rows and m keys."""
+    n = int(rng.integers(1, 8))
+    context = int(rng.integers(0, 12))
+    m, spans, tree, prefix, is_causal = n + context, None, None, None, None
+    causal = bool(rng.integers(2))
+    window = tuple(None if rng.integers(2) else int(rng.integers(0, 6)) for _ in range(2))
+    if rng.integers(2):
+        spans = np.full((n, 2), -1, np.int32)
+        for row in range(n):
+            if rng.integers(2):
+                spans[row] = np.sort(rng.integers(0, m, 2))
+    if rng.integers(2):
+        prefix = rng.integers(0, m + 1, 1).astype(np.int32)
+    if causal and rng.integers(2):
+        width = max(1, n + int(rng.integers(-2, 3)))  # in a request of more tokens, rows are causal
+        tree = np.tril(rng.integers(0, 2, (width, width)).astype(bool))[None]
+        tree[0, range(width), range(width)] = True
+    elif rng.integers(2):
+        is_causal = np.array([bool(rng.integers(2))])
+        causal = False
+    chunk = int(rng.integers(1, 9)) if rng.integers(2) else None
+    layer = LayerMask(causal, window, chunk, bool(rng.integers(2)))
+    return Visibility(layer, BatchMask(tree, spans, prefix, is_causal)), n, m
+
+
+def oracle(mask: Visibility, n: int, m: int) -> np.ndarray:
+    (tree, spans, prefix, is_causal), (causal, window, chunk_size, span_window) = mask.batch, mask.layer
+    return reference.visible_mask(
+        n,
+        m,
+        causal=causal if is_causal is None else bool(is_causal[0]),
+        window=window,
+        tree=None if tree is None or n > tree.shape[1] else tree[0, :n, :n],
+        spans=spans,
+        prefix=0 if prefix is None else int(prefix[0]),
+        chunk_size=chunk_size,
+        span_window=bool(span_window),
+    )
+
+
+@pytest.mark.parametrize("put", [np.asarray, torch.as_tensor, jnp.asarray], ids=["numpy", "torch", "jax"])
+def test_rows_see_what_the_oracle_says(put):
+    rng = np.random.default_rng(0)
+    for _ in range({np.asarray: 300, torch.as_tensor: 100}.get(put, 15)):
+        mask, n, m = drawn(rng)
+        there = Visibility(mask.layer, mask.batch.map(put))
+        rows, keys = put(np.arange(n)[:, None]), put(np.arange(m)[None])
+        seen = np.asarray(there.allowed(rows + m - n, keys, 0, rows, m - n, n))
+        np.testing.assert_array_equal(seen, oracle(mask, n, m), str(mask))
+    np.testing.assert_array_equal(mask.as_array(n, m), oracle(mask, n, m))
+
+
+def test_bounds_hold_every_key_that_is_seen():
+    """Also a pair of adjacent rows of them: kernels ask for the rows of a tile."""
+    rng, tight = np.random.default_rng(1), 0
+    for _ in range(600):
+        mask, n, m = drawn(rng)
+        mask = mask.select(0, slice(0, n))
+        begin = int(rng.integers(0, n))
+        end = int(rng.integers(begin, n)) + 1
+        spans, prefix, context = mask.batch.spans, mask.batch.prefix, m - n
+        reach = None
+        if spans is not None:
+            own = spans[begin:end][spans[begin:end, 1] >= 0]
+            reach = (int(own[:, 0].min()), int(own[:, 1].max())) if len(own) else (0, -1)
+        prefixed = None if prefix is None else int(prefix[0])
+        ordered = mask.layer.causal and mask.batch.tree is None
+        low, high = mask.bounds(context + begin, context + end - 1, m, reach, prefixed, ordered)
+        seen = oracle(mask, n, m)[begin:end].any(0)
+        assert not seen[:low].any() and not seen[high:].any() and 0 <= low <= high, str(mask)
+        tight += bool(seen.any()) and bool(seen[low]) and bool(seen[high - 1])
+        arrays = [None if x is None else np.asarray(x)[None] for x in (prefixed, ordered)]
+        pair = None if reach is None else tuple(np.array([x]) for x in reach)
+        same = mask.bounds(np.array([context + begin]), np.array([context + end - 1]), np.array([m]), pair, *arrays, np)
+        assert [int(x[0]) for x in same] == [low, high], str(mask)
+    assert tight > 250, "bounds are the first and last key that is seen, in most masks"
+
+
+def test_masks_compose():
+    rng = np.random.default_rng(2)
+    for _ in range(200):
+        (one, n, m), (two, *_) = drawn(rng), drawn(rng)
+        if None not in (one.layer.chunk_size, two.layer.chunk_size):
+            two = Visibility(two.layer._replace(chunk_size=one.layer.chunk_size))
+        first, second = (Visibility(x.layer._replace(span_window=None)) for x in (one, two))
+        both = Visibility(first.layer & second.layer)
+        np.testing.assert_array_equal(both.as_array(n, m), first.as_array(n, m) & second.as_array(n, m))
+    with pytest.raises(ValueError, match="chunk_size=2 and chunk_size=3 have no common mask"):
+        LayerMask(chunk_size=2) & LayerMask(chunk_size=3)
+
+
+def test_a_mask_says_what_it_is():
+    batch = BatchMask(spans=np.zeros((5, 2), np.int32), prefix=np.zeros(2, np.int32))
+    assert str(Visibility(LayerMask(True, (127, 0), 512, True), batch)) == (
+        "causal, 127 keys to the left, chunks of 512, window cuts spans, spans [5, 2], prefix [2]"
+    )
+    assert str(LayerMask(False, (3, 2))) == "both directions, 3 keys to the left, 2 keys to the right"
+
+
+def test_one_request_of_a_batch():
+    mask = Visibility(LayerMask(False), BatchMask(None, np.arange(10).reshape(5, 2), np.array([7, 8]), np.array([True, False])))
+    first, second = mask.select(0, slice(0, 2)), mask.select(1, slice(2, 5))
+    assert (first.layer.causal, second.layer.causal) == (True, False)
+    assert first.batch.spans.tolist() == [[0, 1], [2, 3]] and second.batch.prefix.tolist() == [8]
+    assert first.batch.is_causal is None and not first.sees_no_later_key
+    assert Visibility(LayerMask()).sees_no_later_key and Visibility(LayerMask()).batch.is_plain
