@@ -6,6 +6,7 @@ The first half reads the tree with `ast`; the second half asks fresh processes.
 import ast
 import functools
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -278,6 +279,22 @@ def test_core_modules_import_their_own_floor_or_below():
         return in_core(i.module) and own is not None and other is not None and other > own
 
     assert offending(upward) == []
+
+
+def test_the_documented_rooms_are_the_floors():
+    """docs/design.md lists each part once, in an order in which a row imports from itself and the rows above."""
+    page = (ROOT / "docs/design.md").read_text(encoding="utf-8").partition("## What happens when")[0]
+    rows = [re.findall(r"`(\w+)`", line.split("|")[1]) for line in page.splitlines() if line.startswith("| `")]
+    named = [f"attn.{name}" for row in rows for name in row]
+    parts = {".".join(name.split(".")[:2]) for name in modules()} - {"attn", "attn.__main__"}
+    assert len(named) == len(set(named)) and set(named) == parts
+    place = {f"attn.{name}": nth for nth, row in enumerate(rows) for name in row}
+
+    def below(i: Import) -> bool:
+        own, other = (place.get(".".join(name.split(".")[:2])) for name in (i.module, i.target))
+        return None not in (own, other) and other > own and i.module not in DOORS and not i.typing_only
+
+    assert offending(below) == []
 
 
 def test_the_trees_import_nothing_from_above():
