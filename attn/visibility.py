@@ -138,7 +138,8 @@ class Visibility(NamedTuple):
         """Return whether rows see keys: bool, of the shape to which the arguments broadcast.
 
         position: the rows' positions in their requests (negative before the first key); key: the keys' positions. request: the
-        rows' requests, which index `tree`, `prefix` and `is_causal`; row: the rows' numbers in the batch, which index `spans`;
+        rows' requests, which index `tree`, `prefix` and `is_causal`; row: the rows' numbers in the batch, which index `spans`
+        (`...` if these are as the rows are);
         context: the position of each request's first row, and new: its number of rows, for trees.
         """
         (left, right), (tree, spans, prefix, is_causal) = self.layer.window, self.batch
@@ -160,8 +161,8 @@ class Visibility(NamedTuple):
             among = (key >= spans[row, 0]) & (key <= spans[row, 1])
             if self.layer.span_window and left is not None:
                 among = among & (key >= position - left)
-            if self.layer.span_window and right:  # a right bound of 0 is causality, which does not cut spans
-                among = among & (key <= position + right)
+            if self.layer.span_window and right is not None:  # a right bound of 0 is causality, which does not cut spans
+                among = among & ((key <= position + right) | (right == 0))
             seen = seen | among
         if prefix is not None:
             seen = seen | (key < prefix[request])

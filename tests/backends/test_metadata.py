@@ -117,9 +117,9 @@ def test_flags_are_true_or_false(value):
 
 def test_causality_of_each_request():
     made = CommonAttentionMetadata.from_lens([1, 2], [3, 2], [[0], [1]], BLOCK, causal=[True, False])
-    assert made.is_causal.tolist() == [True, False] and not made.all_causal
+    assert made.mask.is_causal.tolist() == [True, False] and not made.all_causal
     same = CommonAttentionMetadata.from_lens([1, 2], [3, 2], [[0], [1]], BLOCK, causal=[True, True])
-    assert same.is_causal is None and same.all_causal
+    assert same.mask.is_causal is None and same.all_causal
     assert CommonAttentionMetadata.from_lens([3], [1], [[2]], BLOCK, causal=[False]).all_causal is False
     for wrong in ([True], [True, 0], ["no", True]):
         with pytest.raises(MetadataError, match="True, False, or a list of 2 of them, one per request"):

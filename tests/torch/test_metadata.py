@@ -43,7 +43,7 @@ def test_a_batch_of_anybodys_arrays(convert: Any) -> None:
         assert tensor.dtype == (torch.int64 if name == "slot_mapping" else torch.int32)
         assert tensor.tolist() == getattr(batch, name).tolist()
     assert (got.num_reqs, got.num_actual_tokens, got.max_query_len, got.max_seq_len) == (3, 9, 5, 30)
-    assert got.causal and got.tree_mask is None
+    assert got.causal and got.mask.is_plain
 
 
 def test_mirrors_are_kept_or_fetched_once() -> None:
@@ -61,8 +61,19 @@ def test_mirrors_are_kept_or_fetched_once() -> None:
 
 def test_tree_mask_and_device() -> None:
     got = build(common(tree_mask=np.tril(np.ones((3, 5, 5), bool))), device="meta")
-    assert got.tree_mask is not None and got.tree_mask.shape == (3, 5, 5) and got.tree_mask.dtype == torch.bool
-    assert {getattr(got, name).device.type for name in (*NAMES, "tree_mask")} == {"meta"}
+    tree = got.mask.tree
+    assert tree is not None and tree.shape == (3, 5, 5) and tree.dtype == torch.bool
+    assert {x.device.type for x in (*(getattr(got, name) for name in NAMES), tree)} == {"meta"}
+
+
+def test_mirrors_of_the_mask_are_kept_or_fetched_once() -> None:
+    spans, prefix = np.full((9, 2), -1, np.int32), np.array([1, 0, 2], np.int32)
+    got = build(common(spans=spans, prefix=prefix))
+    assert got.host_mask().spans is spans and got.host_mask().prefix is prefix
+    got = build(common(spans=spans).replace(prefix=torch.from_numpy(prefix)))
+    assert got.mask_cpu.spans is spans and got.mask_cpu.prefix is None
+    fetched = got.host_mask().prefix
+    assert isinstance(fetched, np.ndarray) and fetched.tolist() == [1, 0, 2] and got.host_mask().prefix is fetched
 
 
 def test_contradictions_are_refused() -> None:

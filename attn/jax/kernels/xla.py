@@ -25,9 +25,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from attn.visibility import BatchMask, LayerMask, Visibility
+
 #: Page ids [X, pages] -> keys, values, each [X, K, pages, P, D].
 Fetch = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
+_NO_MASK = BatchMask()
 _compiled = functools.partial(jax.jit, static_argnames=("max_query_len", "causal", "span_window"))
 
 
@@ -171,10 +174,7 @@ def _attend(
     logits_soft_cap: jax.Array | float | None = None,
     alibi_slopes: jax.Array | None = None,
     sinks: jax.Array | None = None,
-    tree_mask: jax.Array | None = None,
-    spans: jax.Array | None = None,
-    prefix: jax.Array | None = None,
-    is_causal: jax.Array | None = None,
+    batch: BatchMask = _NO_MASK,
     chunk_size: jax.Array | int | None = None,
     span_window: bool = False,
     k_scale: jax.Array | float = 1.0,
@@ -183,9 +183,8 @@ def _attend(
     """Run the loop over the keys. `extent` is (N, P, K).
 
     max_query_len: static, at least the longest query; window: (left, right), inclusive, None for unbounded; alibi_slopes,
-    sinks: [H] float32; tree_mask: [R, W, W] bool, replaces the causal triangle for requests of at most W rows; spans: [T, 2]
-    int32, prefix: [R] int32, chunk_size and span_window: docs/semantics.md §18; is_causal: [R] bool, with causal=False;
-    k_scale, v_scale: scalar or [K], scales of a quantised cache's codes (applied to scores and output; the codes themselves
+    sinks: [H] float32; batch, chunk_size, span_window: `attn.visibility` (with `batch.is_causal`, causal=False); k_scale,
+    v_scale: scalar or [K], scales of a quantised cache's codes (applied to scores and output; the codes themselves
     are exact in query's dtype).
     """
     num_rows, num_heads, head_size = query.shape
@@ -223,58 +222,29 @@ def _attend(
     table, length = block_table[tiles.request], seq_lens[tiles.request][:, None]  # [X, B], [X, 1]
     context = length - jnp.diff(query_start_loc)[tiles.request][:, None]  # keys before the request's own rows
     position = tiles.order + context  # [X, Q]
-    (left, right), used = window, -(-length // page)
-    ordered = causal and spans is None and prefix is None  # no row sees a later key
+    used, layer = -(-length // page), LayerMask(causal, window, chunk_size, span_window)  # type: ignore[arg-type]  # traced
+    mask = Visibility(layer, batch)
 
     # The keys [low, stop) that a tile can see bound its part of the loop.
-    low = jnp.zeros_like(length) if left is None else jnp.maximum(position[:, :1] - left, 0)
-    reach = 0 if causal and tree_mask is None else right
-    stop = length if reach is None else jnp.minimum(length, position.max(axis=1, keepdims=True) + reach + 1)
-    own = None if spans is None else spans[tiles.row]  # [X, Q, 2]
-    if own is not None:
-        there = tiles.real & (own[..., 1] >= 0)
-        low = jnp.minimum(low, jnp.where(there, own[..., 0], columns * page).min(axis=1, keepdims=True))
-        stop = jnp.maximum(stop, jnp.minimum(length, jnp.where(there, own[..., 1], -1).max(axis=1, keepdims=True) + 1))
-    prefixed = None if prefix is None else prefix[tiles.request][:, None]  # [X, 1]
-    if prefixed is not None:
-        low, stop = jnp.where(prefixed > 0, 0, low), jnp.maximum(stop, jnp.minimum(length, prefixed))
-    if chunk_size is not None:
-        low = jnp.maximum(low, position[:, :1] // chunk_size * chunk_size)
+    reach = prefixed = None
+    if batch.spans is not None:
+        own = batch.spans[tiles.row][:, :, None]  # [X, Q, 1, 2]
+        mask = Visibility(layer, batch._replace(spans=own))
+        there = tiles.real & (own[:, :, 0, 1] >= 0)
+        first = jnp.where(there, own[:, :, 0, 0], columns * page).min(axis=1, keepdims=True)
+        reach = first, jnp.where(there, own[:, :, 0, 1], -1).max(axis=1, keepdims=True)
+    if batch.prefix is not None:
+        prefixed = batch.prefix[tiles.request][:, None]  # [X, 1]
+    last, ordered = position.max(axis=1, keepdims=True), causal and batch.tree is None
+    low, stop = mask.bounds(position[:, :1], last, length, reach, prefixed, ordered, jnp)
     first = jnp.maximum(low, 0) // chunk
     trips = jnp.where(tiles.real[:, :1], -(-stop // chunk) - first, 0).max()
 
     def visible(key: jax.Array) -> jax.Array:
         """[X, Q, C]: which of the keys at positions [X, C] each row attends to."""
-        p, j = position[..., None], key[:, None, :]
-        live = tiles.real[..., None] & (j < length[..., None])
-        allowed = live
-        if is_causal is not None:
-            allowed &= (j <= p) | ~is_causal[tiles.request][:, None, None]
-        if causal:
-            past = j <= p
-            if tree_mask is not None:
-                width = tree_mask.shape[1]
-                is_tree, node = (length - context <= width)[..., None], j - context[..., None]
-                row = jnp.minimum(tiles.order, width - 1)[..., None]
-                edge = tree_mask[tiles.request[:, None, None], row, jnp.clip(node, 0, width - 1)]
-                past = jnp.where(is_tree, (node < 0) | edge, past)
-            allowed &= past
-        if left is not None:
-            allowed &= j >= p - left
-        if right is not None:
-            allowed &= j <= p + right
-        if own is not None:
-            inside = (j >= own[..., :1]) & (j <= own[..., 1:])
-            if span_window and left is not None:
-                inside &= j >= p - left
-            if span_window and right is not None:  # a bound of 0 is causality
-                inside &= (j <= p + right) | (right == 0)
-            allowed |= live & inside
-        if prefixed is not None:
-            allowed |= live & (j < prefixed[..., None])
-        if chunk_size is not None:
-            allowed &= j >= p // chunk_size * chunk_size
-        return allowed
+        p, j, request, context_of = position[..., None], key[:, None], tiles.request[:, None, None], context[..., None]
+        allowed = mask.allowed(p, j, request, ..., context_of, length[..., None] - context_of)
+        return tiles.real[..., None] & (j < length[..., None]) & allowed  # type: ignore[no-any-return]
 
     def step(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         top, total, acc = carry
@@ -294,7 +264,7 @@ def _attend(
             s = logits_soft_cap * jnp.tanh(s / logits_soft_cap)
         if alibi_slopes is not None:
             distance = (key[:, None, :] - position[..., None]).astype(jnp.float32)
-            s += of_heads(alibi_slopes) * to_heads(distance if ordered else -jnp.abs(distance))
+            s -= of_heads(alibi_slopes) * to_heads(jnp.abs(distance))
         s = jnp.where(jnp.repeat(lost, page, axis=1)[:, None, None], jnp.nan, s)
         allowed = to_heads(visible(key))
         s = jnp.where(allowed, s, -jnp.inf)

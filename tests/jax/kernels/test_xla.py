@@ -9,6 +9,7 @@ import pytest
 
 from attn import reference
 from attn.jax.kernels import xla
+from attn.visibility import BatchMask
 
 H, K, D, P, N = 4, 2, 16, 8, 40
 SLOPES = reference.alibi_slopes(H).astype(np.float32)
@@ -32,7 +33,7 @@ def run(batch: Any, cache: Any = None, padding: int = 0, **rules: Any) -> tuple[
         scale=rules.pop("scale", D**-0.5),
         max_query_len=common.max_query_len,
         causal=batch.causal,
-        tree_mask=None if batch.tree is None else jnp.asarray(batch.tree),
+        batch=BatchMask(None if batch.tree is None else jnp.asarray(batch.tree)),
         **rules,
     )
     assert out.dtype == batch.q.dtype and lse.dtype == jnp.float32
