@@ -377,7 +377,7 @@ def test_a_compiled_model_is_one_graph(kind, implementation):
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-@torch.library.custom_op("stand_in::formula_row", mutates_args=())
+@torch.library.custom_op("attn_tests::row", mutates_args=())
 def formula_row(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, cap: float, sinks: torch.Tensor | None,
     mask: torch.Tensor,
@@ -426,7 +426,7 @@ def test_single_rows_in_a_graph_are_captured_where_a_backend_has_an_operator_for
         outputs[name] = torch.cat(found, 1)
     torch.testing.assert_close(outputs["attn"], outputs["eager"], rtol=1e-4, atol=1e-4)
     assert len(graphs) <= 2, "one of the first length of the padding mask, one of any"
-    assert all("stand_in.formula_row" in code and "attn.transformers" not in code for code in graphs)
+    assert all("attn_tests.row" in code and "attn.transformers" not in code for code in graphs)
 
 
 def test_a_drawn_mask_that_is_a_pattern_is_known_again():
