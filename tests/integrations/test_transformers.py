@@ -14,7 +14,8 @@ transformers = pytest.importorskip("transformers")
 import attn  # noqa: E402
 from attn.errors import BackendLoadError, UnsupportedError  # noqa: E402
 from attn.integrations import transformers as attn_transformers  # noqa: E402
-from attn.integrations.transformers import graph, packing, versions  # noqa: E402
+from attn.integrations.transformers import graph, packing  # noqa: E402
+from attn.integrations.transformers.batching import WINDOWS_IN_PAGES  # noqa: E402
 from tests.integrations.tiny_transformers import batch, batching, decoder, encoder, model_of  # noqa: E402
 from tests.levels import full, sampled  # noqa: E402
 
@@ -164,7 +165,7 @@ def test_continuous_batching_is_its_dense_text(kind):
     """Chunked prompts, more requests than fit at once, pages of 16 shared by prefix."""
     from transformers import GenerationConfig
 
-    if kind in ("gemma2", "gpt_oss") and versions.installed() < versions.WINDOWS_IN_PAGES:
+    if kind in ("gemma2", "gpt_oss") and attn_transformers.installed() < WINDOWS_IN_PAGES:
         pytest.skip("this transformers hands out wrong keys of windows: refused")
     model = decoder(kind)
     torch.manual_seed(2)

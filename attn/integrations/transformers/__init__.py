@@ -47,10 +47,13 @@ import torch
 
 from attn.errors import BackendLoadError
 from attn.integrations.transformers.batching import (
+    OLDEST,
     PAGED,
     PREFIX,
     attend_paged,
+    dotted,
     graphs_where_possible,
+    installed,
     paged_backends,
     paged_name,
     refuse_unpaged,
@@ -60,7 +63,6 @@ from attn.integrations.transformers.graph import as_operator, as_row
 from attn.integrations.transformers.masks import mask
 from attn.integrations.transformers.plans import repeated
 from attn.integrations.transformers.segments import is_packed, packed
-from attn.integrations.transformers.versions import OLDEST, dotted, installed
 from attn.integrations.transformers.ways import attend, by_sdpa, selected, weights
 from attn.torch.autocast import autocast
 from attn.torch.diffusion.chosen import known

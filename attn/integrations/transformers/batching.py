@@ -17,16 +17,31 @@ from attn.capabilities import AttentionType, supports_size
 from attn.errors import UnsupportedError
 from attn.integrations.transformers.call import NAME, Call, replaced, requested, widened
 from attn.integrations.transformers.packing import attend_packed, layer_of, size_for
-from attn.integrations.transformers.pages import Pages, in_place, pages_of
-from attn.integrations.transformers.steps import Step, step_of
-from attn.integrations.transformers.versions import GRAPHS, JOINED, WINDOWS_IN_PAGES, dotted, installed
+from attn.integrations.transformers.steps import Pages, Step, in_place, pages_of, step_of
 from attn.torch import kv_cache as caches
 from attn.torch.layer import Attention
 
+#: The oldest supported transformers, and the oldest whose continuous batching reads a window's keys correctly.
+OLDEST, WINDOWS_IN_PAGES = (5, 4), (5, 16)
+#: The oldest whose CUDA graphs of continuous batching suit every step that they are replayed for: older ones keep the largest
+#: length of the step that was captured. The oldest that stores a layer's keys and values in one tensor.
+GRAPHS, JOINED = (5, 6), (5, 18)
 #: A name that continuous batching accepts for an implementation without masks: transformers looks for "flash" in the name,
 #: and some versions also for the prefix.
 PAGED, PREFIX = "attn_flash", "paged|"
 _GATHERED = 64  #: tokens per page of gathered keys
+
+
+def installed() -> tuple[int, int]:
+    """Return (major, minor) of the installed transformers."""
+    from transformers import __version__
+
+    major, minor, *_ = __version__.split(".")
+    return int(major), int(minor)
+
+
+def dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
 
 
 def paged_backends() -> list[str]:

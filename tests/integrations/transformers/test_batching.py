@@ -26,8 +26,8 @@ from attn.backends.registry import AttentionBackendEnum  # noqa: E402
 from attn.errors import UnsupportedError  # noqa: E402
 from attn.integrations import transformers as attn_transformers  # noqa: E402
 from attn.integrations.transformers import batching as module  # noqa: E402
-from attn.integrations.transformers import steps, versions  # noqa: E402
-from attn.integrations.transformers.pages import Pages  # noqa: E402
+from attn.integrations.transformers import steps  # noqa: E402
+from attn.integrations.transformers.steps import Pages  # noqa: E402
 from tests.integrations import tiny_transformers  # noqa: E402
 from tests.integrations.tiny_transformers import batching, decoder  # noqa: E402
 from tests.levels import sampled  # noqa: E402
@@ -195,7 +195,7 @@ KINDS = sampled(["llama", "gemma2", "gpt_oss"], 2, "batching on the device")
 
 
 def of_kind(kind):
-    if kind != "llama" and versions.installed() < versions.WINDOWS_IN_PAGES:
+    if kind != "llama" and module.installed() < module.WINDOWS_IN_PAGES:
         pytest.skip("this transformers hands out wrong keys of windows: refused")
     return decoder(kind)
 
@@ -366,7 +366,7 @@ def test_lengths_are_read_once_a_step(monkeypatch):
     with attn_transformers.paged(model):
         answers = generate(model, use_async_batching=False)
     assert all(answer.error is None for answer in answers.values())
-    in_pages = versions.installed() >= versions.JOINED  # before, keys are gathered
+    in_pages = module.installed() >= module.JOINED  # before, keys are gathered
     assert made.count("step") == len(forwards) and in_pages <= made.count("batch") <= len(forwards)
 
 
@@ -420,7 +420,7 @@ class Manager:
 def captured(monkeypatch):
     """A model whose layers can be captured, and the configurations with which its continuous batching starts."""
     model, found = decoder("llama"), []
-    version = max(module.installed(), versions.GRAPHS)
+    version = max(module.installed(), module.GRAPHS)
     monkeypatch.setattr(module, "installed", lambda: version)
     monkeypatch.setattr(model, "init_continuous_batching", lambda general, config, *_: found.append(config) or Manager())
     with lengths_on_device(), attn_transformers.paged(model, "TORCH_SDPA"):
@@ -469,7 +469,7 @@ def test_graphs_depend_on_every_kind_of_layer(monkeypatch):
     """Full layers have pages of transformers' size from 5.18 on; keys of windows are gathered into pages of another."""
     asked, make = [], module._layer_of_model
     monkeypatch.setattr(module, "_layer_of_model", lambda *given: asked.append(given[1:]) or make(*given))
-    monkeypatch.setattr(module, "installed", lambda: versions.JOINED)
+    monkeypatch.setattr(module, "installed", lambda: module.JOINED)
     model, config = decoder("gemma2"), types.SimpleNamespace(page_size=16)
     with lengths_on_device():
         assert module.why_no_graphs(model, "TORCH_SDPA", config) == ""
@@ -484,7 +484,7 @@ def test_graphs_depend_on_every_kind_of_layer(monkeypatch):
 
 
 def test_sinks_decide_whether_a_backend_can_serve():
-    if versions.installed() < versions.WINDOWS_IN_PAGES:
+    if module.installed() < module.WINDOWS_IN_PAGES:
         pytest.skip("windows are refused first")
     with pytest.raises(UnsupportedError, match=r"GptOssForCausalLM: (?s:.*)features=\{sinks\}"):
         attn_transformers.paged(decoder("gpt_oss"), "XFORMERS").__enter__()

@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 
 from attn.errors import UnsupportedError  # noqa: E402
 from attn.integrations import transformers as attn_transformers  # noqa: E402
-from attn.integrations.transformers import versions, ways  # noqa: E402
+from attn.integrations.transformers import batching, ways  # noqa: E402
 from attn.integrations.transformers.call import replaced  # noqa: E402
 from tests.integrations.tiny_transformers import batch, model_of  # noqa: E402
 from tests.levels import sampled  # noqa: E402
@@ -257,7 +257,7 @@ def wanted(way, kind):
         try:
             _wanted[way, kind] = run(way, kind, "eager")
         except (RuntimeError, TypeError, ValueError) as error:
-            if versions.installed() >= (5, 23):
+            if batching.installed() >= (5, 23):
                 raise
             pytest.skip(f"this transformers cannot by itself: {error}")
     return _wanted[way, kind]
