@@ -69,6 +69,15 @@ class Feature(enum.StrEnum):
     SPARSE_MLA = "sparse_mla"
 
 
+#: What a layer's window asks of a backend.
+WINDOW_FEATURES = frozenset({Feature.NON_CAUSAL, Feature.SLIDING_WINDOW, Feature.TWO_SIDED_WINDOW})
+#: What changes the scores, or the sum that they are divided by.
+SCORE_FEATURES = frozenset({Feature.SOFT_CAP, Feature.ALIBI, Feature.SINKS})
+#: What rows see besides causality and the window.
+MASK_FEATURES = frozenset({Feature.TREE_MASK, Feature.SPANS, Feature.MIXED_CAUSAL, Feature.CHUNK_SIZE})
+#: What the general backends over a paged cache have in common.
+PAGED_FEATURES = WINDOW_FEATURES | SCORE_FEATURES | MASK_FEATURES | {Feature.LSE, Feature.KV_SHARING}
+
 #: Features that no built-in backend serves yet (a test checks this against every record). A custom backend may.
 UNSERVED = frozenset({Feature.CASCADE, Feature.HEAD_SIZE_V})
 

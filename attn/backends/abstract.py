@@ -15,17 +15,15 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from attn import arrays
-from attn.backends.facts import Implementation, returns
+from attn.backends.facts import Implementation, LayerBackend, returns
 from attn.backends.metadata import AttentionMetadata, CommonAttentionMetadata
 from attn.capabilities import (
     ENCODER_TYPES,
     AttentionType,
-    Capabilities,
     Device,
     MultipleOf,
     Request,
     supports_size,
-    with_lse,
 )
 from attn.distributed import get_dcp_group
 from attn.dtypes import QuantKey
@@ -81,7 +79,7 @@ class AttentionLayer(Protocol):
     def forward(self, query: Array, key: Array, value: Array, kv_cache: Array, attn_metadata: AttentionMetadata) -> Array: ...
 
 
-class AttentionBackend(ABC):
+class AttentionBackend(LayerBackend):
     """Abstract class for attention backends.
 
     A backend declares its properties as class data: `name`, `metadata_cls`, `builder_cls`, `block_sizes` and one
@@ -95,38 +93,16 @@ class AttentionBackend(ABC):
     # makes sure the output tensor is allocated inside the cudagraph.
     accept_output_buffer: bool = False
 
-    #: The backend's name in the registry, messages and tables.
-    name: ClassVar[str]
     impl_cls: ClassVar[type["AttentionImpl[Any]"]]
     metadata_cls: ClassVar[type[AttentionMetadata]]
     builder_cls: ClassVar[type["AttentionMetadataBuilder[Any]"]]
+    lse_flag = "can_return_lse_for_decode"
 
     #: Supported numbers of tokens per cache block: sizes, or rules for them.
     block_sizes: ClassVar[tuple[int | MultipleOf, ...]] = (MultipleOf(1),)
 
-    #: What this backend serves; None (a class written for vLLM's interface only): no limits are known.
-    capabilities: ClassVar[Capabilities | None] = None
-
-    #: Platforms on which an interpreter executes this backend's kernels: evidence from them is not evidence of the device.
-    interpreted_on: ClassVar[tuple[str, ...]] = ()
-
     #: Maximum number of elements that the keys of one layer's cache span on a GPU (None: no limit); a call rejects more.
     max_cache_span: ClassVar[int | None] = None
-
-    @classmethod
-    @returns("name")
-    def get_name(cls) -> str:
-        return cls.name
-
-    @classmethod
-    @returns("impl_cls")
-    def get_impl_cls(cls) -> type["AttentionImpl[Any]"]:
-        return cls.impl_cls
-
-    @classmethod
-    @returns("metadata_cls")
-    def get_metadata_cls(cls) -> type[AttentionMetadata]:
-        return cls.metadata_cls
 
     @classmethod
     @returns("builder_cls")
@@ -167,18 +143,6 @@ class AttentionBackend(ABC):
     @classmethod
     def full_cls_name(cls) -> tuple[str, str]:
         return (cls.__module__, cls.__qualname__)
-
-    @classmethod
-    def served_features(cls) -> frozenset[str]:
-        """Return the record's features, with `lse` if the implementation returns it."""
-        declared = frozenset[str]() if cls.capabilities is None else cls.capabilities.features
-        return with_lse(declared, cls.get_impl_cls().can_return_lse_for_decode)
-
-    @classmethod
-    def off_paths(cls, device: Device | None = None) -> tuple[str, ...]:
-        """Return a sentence for each faster path of this backend that is off on `device` (None: the current one), with the
-        reason, such as a kernel that the installed compiler cannot build. Shown by `attn explain`, `attn env`, `attn bench`."""
-        return ()
 
     @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:

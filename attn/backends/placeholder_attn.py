@@ -7,7 +7,7 @@ an error.
 from dataclasses import dataclass
 from typing import Any
 
-from attn.backends.abstract import AttentionBackend, AttentionImpl, AttentionMetadataBuilder, AttentionType
+from attn.backends.abstract import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
 from attn.backends.metadata import AttentionMetadata, CommonAttentionMetadata
 from attn.errors import UnsupportedError
 
@@ -47,19 +47,7 @@ class PlaceholderAttentionBackend(AttentionBackend):
 class PlaceholderAttentionImpl(AttentionImpl[PlaceholderAttentionMetadata], backend=PlaceholderAttentionBackend):
     """Accepts any arguments and computes nothing."""
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-    ) -> None:
+    def __init__(self, num_heads: int, head_size: int, scale: float, *args: Any, **kwargs: Any) -> None:
         self.num_heads, self.head_size, self.scale = num_heads, head_size, scale
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

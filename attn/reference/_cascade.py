@@ -4,8 +4,9 @@ The function is the same as `paged_attention`; it exists because backends make m
 two passes. Every check is a condition without which the two-pass form is a different function.
 """
 
+import functools
 from collections.abc import Sequence
-from typing import SupportsIndex
+from typing import Any, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -59,31 +60,16 @@ def cascade_attention(
         f"the first {shared} columns of block_table differ between requests",
     )
     total = int(starts[-1])
-    prefix_state = paged_attention(
-        q,
-        key_cache,
-        value_cache,
+    scores: dict[str, Any] = {"scale": scale, "logits_soft_cap": logits_soft_cap, "k_scale": k_scale, "v_scale": v_scale}
+    attend = functools.partial(paged_attention, q, key_cache, value_cache, **scores)
+    prefix_state = attend(
         query_start_loc=[0, total] if total else [0],
         seq_lens=[prefix] if total else [],
         block_table=tables[:1],
-        scale=scale,
         causal=False,
-        logits_soft_cap=logits_soft_cap,
-        k_scale=k_scale,
-        v_scale=v_scale,
     )
-    suffix_state = paged_attention(
-        q,
-        key_cache,
-        value_cache,
-        query_start_loc=starts,
-        seq_lens=np.maximum(lengths - prefix, 0),
-        block_table=table[:, shared:],
-        scale=scale,
-        causal=True,
-        logits_soft_cap=logits_soft_cap,
-        k_scale=k_scale,
-        v_scale=v_scale,
+    suffix_state = attend(
+        query_start_loc=starts, seq_lens=np.maximum(lengths - prefix, 0), block_table=table[:, shared:], causal=True
     )
     outs, lses = zip(prefix_state, suffix_state, strict=True)
     # A NaN lse is a visible NaN key or a padding row, not an empty part.

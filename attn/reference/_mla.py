@@ -6,7 +6,7 @@ The two agree in exact arithmetic, and `scale` is that of the unabsorbed head si
 Legend: L kv_lora_rank, Dn nope size, Dr rope size, Dv v_head_dim. The caller applies RoPE.
 """
 
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -33,16 +33,13 @@ def mla_unabsorbed(
     *,
     scale: float,
     causal: bool = True,
-    logits_soft_cap: float | None = None,
-    sinks: npt.ArrayLike | None = None,
-    mask: npt.ArrayLike | None = None,
-    query_positions: npt.ArrayLike | None = None,
-    key_positions: npt.ArrayLike | None = None,
+    **further: Any,
 ) -> tuple[F64, F64]:
     """Compute MLA as ordinary attention with H heads, the prefill form (docs/semantics.md §9).
 
     q_nope: [n, H, Dn]; q_pe: [n, H, Dr]; kv_c: [m, L]; k_pe: [m, Dr]; w_uk: [L, H, Dn]; w_uv: [L, H, Dv].
-    k_h = [c W_UK_h | k_pe], v_h = c W_UV_h. Other arguments are as in `attention`.
+    k_h = [c W_UK_h | k_pe], v_h = c W_UV_h. `further` arguments (`logits_soft_cap`, `sinks`, `mask`, ...) are those
+    of `attention`.
     Returns (out [n, H, Dv], lse [H, n]).
     """
     nope, rope, latent, key_rope, up_k, up_v = _checked(q_nope, q_pe, kv_c, k_pe, w_uk, w_uv)
@@ -55,11 +52,7 @@ def mla_unabsorbed(
         value,
         scale=scale,
         causal=causal,
-        logits_soft_cap=logits_soft_cap,
-        sinks=sinks,
-        mask=mask,
-        query_positions=query_positions,
-        key_positions=key_positions,
+        **further,
     )
 
 
@@ -73,11 +66,7 @@ def mla_absorbed(
     *,
     scale: float,
     causal: bool = True,
-    logits_soft_cap: float | None = None,
-    sinks: npt.ArrayLike | None = None,
-    mask: npt.ArrayLike | None = None,
-    query_positions: npt.ArrayLike | None = None,
-    key_positions: npt.ArrayLike | None = None,
+    **further: Any,
 ) -> tuple[F64, F64]:
     """Compute MLA over the latent, one kv head of size L + Dr, the decode form (docs/semantics.md §9).
 
@@ -93,11 +82,7 @@ def mla_absorbed(
         latent[:, None],
         scale=scale,
         causal=causal,
-        logits_soft_cap=logits_soft_cap,
-        sinks=sinks,
-        mask=mask,
-        query_positions=query_positions,
-        key_positions=key_positions,
+        **further,
     )
     with np.errstate(all="ignore"):
         return (latent_out.transpose(1, 0, 2) @ up_v.transpose(1, 0, 2)).transpose(1, 0, 2), lse
@@ -170,21 +155,17 @@ def unpack_fp8_ds_mla(rows: npt.ArrayLike) -> tuple[F64, F64]:
     return latent, from_bf16_bits(rope)
 
 
-def _checked(
-    q_nope: npt.ArrayLike,
-    q_pe: npt.ArrayLike,
-    kv_c: npt.ArrayLike,
-    k_pe: npt.ArrayLike,
-    w_uk: npt.ArrayLike,
-    w_uv: npt.ArrayLike,
-) -> tuple[F64, F64, F64, F64, F64, F64]:
-    """Convert all six to float64 and check that their shapes agree."""
-    nope, rope = floats("q_nope", q_nope, 3), floats("q_pe", q_pe, 3)
-    latent, key_rope = floats("kv_c", kv_c, 2), floats("k_pe", k_pe, 2)
-    up_k, up_v = floats("w_uk", w_uk, 3), floats("w_uv", w_uv, 3)
+#: The arrays of both forms, with their ranks.
+_ARRAYS: Final = {"q_nope": 3, "q_pe": 3, "kv_c": 2, "k_pe": 2, "w_uk": 3, "w_uv": 3}
+
+
+def _checked(*arrays: npt.ArrayLike) -> list[F64]:
+    """Convert the arrays of `_ARRAYS` to float64 and check that their shapes agree."""
+    converted = [floats(name, x, rank) for (name, rank), x in zip(_ARRAYS.items(), arrays, strict=True)]
+    nope, rope, latent, key_rope, up_k, up_v = converted
     rows, num_heads, nope_size = nope.shape
     check_shape("q_pe", rope, (rows, num_heads, rope.shape[2]))
     check_shape("k_pe", key_rope, (len(latent), rope.shape[2]))
     check_shape("w_uk", up_k, (latent.shape[1], num_heads, nope_size))
     check_shape("w_uv", up_v, (latent.shape[1], num_heads, up_v.shape[2]))
-    return nope, rope, latent, key_rope, up_k, up_v
+    return converted

@@ -5,7 +5,8 @@ backend (`batch_invariant`, rule I) guarantees equality; all other results are c
 also tests the batch shapes that it makes. A property's base case requests every feature that its variants use.
 """
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
@@ -52,6 +53,12 @@ def mapped(want: Expected, rows: Array | slice = slice(None), heads: Array | sli
     return Expected(want.out[rows][:, heads], want.lse[heads][:, rows], want.slack, noise)
 
 
+def part_of(result: Result, rows: Array | slice = slice(None), heads: Array | slice = slice(None)) -> Result:
+    """Return some rows and heads of a result, without its cache."""
+    lse = None if result.lse is None else result.lse[heads][:, rows]
+    return Result(result.output[rows][:, heads], lse, None, None, result.dtype)
+
+
 def same(
     case: Case, what: str, one: Result, other: Result, rows: Array | slice | None = None, rule: str = "X"
 ) -> Iterator[Violation]:
@@ -82,6 +89,27 @@ def oracle_of(call: Call, run: Runner, score: Score) -> tuple[Result, Expected, 
     result = run(call)
     want = expect(call, result)
     return result, want, list(check_cache(call, result)) + compare(call.case, result, want, score)
+
+
+def equal(variants: Callable[[Case, Call], Iterable[tuple[str, Call]]]) -> Check:
+    """Register a property whose variants of a call all have the call's expected result.
+
+    `variants` yields what each changes and the changed call. Where "what" is not empty, the bits are equal too if the case
+    requests batch invariance.
+    """
+
+    @functools.wraps(variants)
+    def compared(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+        call = draw(case)
+        base, want, found = oracle_of(call, run, score)
+        yield from found
+        for what, changed in variants(case, call):
+            result, found = judged(changed, run, score, want)
+            yield from found
+            if what:
+                yield from invariant(case, what, base, result)
+
+    return check(compared)
 
 
 # comparison with the oracle, and refinements of it
@@ -143,13 +171,10 @@ def without_mirrors(case: Case, run: Runner, score: Score) -> Iterator[Violation
     yield from judged(draw(case.replace(arrays="bare")), run, score)[1]
 
 
-@check
-def empty_tree(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+@equal
+def empty_tree(case: Case, call: Call) -> Iterator[tuple[str, Call]]:
     """A tree mask without nodes, [R, 0, 0], has no effect."""
-    call = draw(case)
-    _, want, found = oracle_of(call, run, score)
-    nothing = np.zeros((call.batch.num_reqs, 0, 0), np.bool_)
-    yield from found + judged(call.with_batch(tree_mask=nothing), run, score, want)[1]
+    yield "", call.with_batch(tree_mask=np.zeros((call.batch.num_reqs, 0, 0), np.bool_))
 
 
 @check
@@ -208,62 +233,47 @@ def poison(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
         yield from same(case, f"poison {case.poison} against {kind}", base, run(draw(case.replace(poison=kind))))
 
 
-@check
-def permute_pages(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+@equal
+def permute_pages(case: Case, call: Call) -> Iterator[tuple[str, Call]]:
     """Permuting the pages together with the block table changes no bit."""
-    call = draw(case)
-    base, want, found = oracle_of(call, run, score)
     assert call.key_cache is not None
     order = np.random.default_rng([8, case.geometry_seed]).permutation(call.key_cache.shape[0])
-    moved, more = judged(to.repaged(call, order), run, score, want)
-    yield from found + more
-    yield from invariant(case, "pages permuted", base, moved)
+    yield "pages permuted", to.repaged(call, order)
 
 
-@check
-def table_tail(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+@equal
+def table_tail(case: Case, call: Call) -> Iterator[tuple[str, Call]]:
     """Entries past a row's last page are never read, even if they are out of range."""
-    call = draw(case)
-    base, want, found = oracle_of(call, run, score)
-    yield from found
     used = -(-call.batch.seq_lens // case.block_size)
     tail = np.arange(call.batch.block_table.shape[1]) >= used[:, None]
     for garbage in (-1, -(2**31), 2**31 - 1):
-        other = to.frozen(call.with_batch(block_table=np.where(tail, garbage, call.batch.block_table).astype(np.int32)))
-        result, more = judged(other, run, score, want)
-        yield from more
-        yield from invariant(case, f"table tail of {garbage}", base, result)
+        table = np.where(tail, garbage, call.batch.block_table).astype(np.int32)
+        yield f"table tail of {garbage}", to.frozen(call.with_batch(block_table=table))
 
 
-@check
-def shared_pages(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+def _requests(call: Call) -> list[tuple[Array, Array]]:
+    """Return each request's keys and values."""
+    return [to.tokens(call, r) for r in range(call.batch.num_reqs)]
+
+
+@equal
+def shared_pages(case: Case, call: Call) -> Iterator[tuple[str, Call]]:
     """A prefix in shared pages gives the same bits as private copies of it."""
-    call = draw(case)
-    base, want, found = oracle_of(call, run, score)
-    private = to.placed(call, [to.tokens(call, r) for r in range(call.batch.num_reqs)])
-    result, more = judged(private, run, score, want)
-    yield from found + more
-    yield from invariant(case, "private copies of a prefix", base, result)
+    yield "private copies of a prefix", to.placed(call, _requests(call))
 
 
-@check
-def page_size(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+@equal
+def page_size(case: Case, call: Call) -> Iterator[tuple[str, Call]]:
     """`page_size=<other>`: the same tokens in pages of another size give the same result."""
-    call = draw(case)
-    _, want, found = oracle_of(call, run, score)
-    other = to.placed(call, [to.tokens(call, r) for r in range(call.batch.num_reqs)], int(case.check.partition("=")[2]))
-    yield from found + judged(other, run, score, want)[1]
+    yield "", to.placed(call, _requests(call), int(case.check.partition("=")[2]))
 
 
-@check
-def written_before(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+@equal
+def written_before(case: Case, call: Call) -> Iterator[tuple[str, Call]]:
     """Tokens that are in the cache already (all slots -1) give the same result, and the cache is not changed."""
-    call = draw(case)
-    _, want, found = oracle_of(call, run, score)
-    yield from found
     ready = to.already_written(call)
-    yield from judged(ready, run, score, want)[1]
-    yield from judged(ready.but(key=call.key, value=call.value), run, score, want)[1]
+    yield "", ready
+    yield "", ready.but(key=call.key, value=call.value)
 
 
 @check
@@ -313,7 +323,7 @@ def neighbours(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
         other = case.replace(query_lens=(*case.query_lens, extra[0]), seq_lens=(*case.seq_lens, extra[1]), padding=0)
         result, more = judged(draw(other), run, score)
         yield from more
-        part = Result(result.output[own], None if result.lse is None else result.lse[:, own], None, None, result.dtype)
+        part = part_of(result, own)
         yield from compare(case.replace(padding=0), part, mapped(want, own))
         yield from invariant(case, f"a neighbour of (q, kv) lengths {extra}", base, part, own)
 
@@ -389,7 +399,7 @@ def split_and_merge(case: Case, run: Runner, score: Score) -> Iterator[Violation
     call = draw(case)
     _, want, found = oracle_of(call, run, score)
     yield from found
-    whole = [to.tokens(call, r) for r in range(call.batch.num_reqs)]
+    whole = _requests(call)
     states = []
     for a, b in ((0.0, 0.3), (0.3, 0.3), (0.3, 0.9), (0.9, 1.0)):
         part = to.placed(call, [tuple(x[int(a * len(x)) : int(b * len(x))] for x in both) for both in whole])  # type: ignore[misc]
@@ -419,22 +429,18 @@ def window_of_everything(case: Case, run: Runner, score: Score) -> Iterator[Viol
     yield from found + judged(wide, run, score, want)[1]
 
 
-@check
-def hidden_keys(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+@equal
+def hidden_keys(case: Case, call: Call) -> Iterator[tuple[str, Call]]:
     """Context to the left of every window has no effect, whatever its contents and length."""
-    call = draw(case)
-    _, want, found = oracle_of(call, run, score)
-    yield from found
     left = case.window[0]
     assert left is not None
     longer = []
-    for r in range(call.batch.num_reqs):
-        both = to.tokens(call, r)
+    for r, both in enumerate(_requests(call)):
         hidden = case.seq_lens[r] - case.query_lens[r] - left
         if hidden >= 0:  # otherwise the first row would attend to the added keys
             both = tuple(np.concatenate([x[-1:].repeat(case.block_size + 3, 0), x[hidden:]]) for x in both)  # type: ignore[assignment]
         longer.append(both)
-    yield from judged(to.placed(call, longer), run, score, want)[1]
+    yield "", to.placed(call, longer)
 
 
 @check
@@ -446,18 +452,15 @@ def causal_by_window(case: Case, run: Runner, score: Score) -> Iterator[Violatio
     yield from found + judged(window, run, score, want)[1]
 
 
-@check
-def reach_limits(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+@equal
+def reach_limits(case: Case, call: Call) -> Iterator[tuple[str, Call]]:
     """Spans of rows alone, prefixes of no key, one causality for all requests, blocks of one token and chunks as long as the
     sequence change nothing."""
-    call = draw(case)
-    _, want, found = oracle_of(call, run, score)
-    yield from found
     spans = draw(case.replace(spans=-1)).batch.spans
     nothing = np.zeros(call.batch.num_reqs, np.int32)
-    yield from judged(to.frozen(call.with_batch(spans=spans, prefix=nothing)), run, score, want)[1]
-    yield from judged(to.frozen(call.with_batch(causal=nothing == 0)), run, score, want)[1]
-    yield from judged(call.but(chunk_size=max(case.seq_lens) + 1), run, score, want)[1]
+    yield "", to.frozen(call.with_batch(spans=spans, prefix=nothing))
+    yield "", to.frozen(call.with_batch(causal=nothing == 0))
+    yield "", call.but(chunk_size=max(case.seq_lens) + 1)
 
 
 @check
@@ -486,9 +489,8 @@ def flat_alibi(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     """Slopes of zero have no effect."""
     call = draw(case)
     assert call.alibi_slopes is not None
-    yield from judged(call.but(alibi_slopes=np.zeros_like(call.alibi_slopes)), run, score, expect(call.but(alibi_slopes=None)))[
-        1
-    ]
+    plain = expect(call.but(alibi_slopes=None))
+    yield from judged(call.but(alibi_slopes=np.zeros_like(call.alibi_slopes)), run, score, plain)[1]
 
 
 @check
@@ -532,17 +534,14 @@ def head_groups(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
         result, more = judged(part, run, score, mapped(want, heads=heads))
         yield from more
         if len(heads) == case.num_heads:
-            turned = Result(base.output[:, heads], None if base.lse is None else base.lse[heads], None, None, base.dtype)
-            yield from invariant(case, "head groups reversed", turned, result)
+            yield from invariant(case, "head groups reversed", part_of(base, heads=heads), result)
 
 
-@check
-def repeated_heads(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
+@equal
+def repeated_heads(case: Case, call: Call) -> Iterator[tuple[str, Call]]:
     """Grouped-query attention equals multi-head attention with every kv head repeated."""
-    call = draw(case)
-    _, want, found = oracle_of(call, run, score)
     kv_heads = np.arange(case.num_heads) // (case.num_heads // case.num_kv_heads)
-    yield from found + judged(_with_heads(call, np.arange(case.num_heads), kv_heads), run, score, want)[1]
+    yield "", _with_heads(call, np.arange(case.num_heads), kv_heads)
 
 
 def _with_heads(call: Call, heads: Array, kv_heads: Array) -> Call:
@@ -574,7 +573,7 @@ def key_order(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     call = draw(case)
     _, want, found = oracle_of(call, run, score)
     yield from found
-    whole = [to.tokens(call, r) for r in range(call.batch.num_reqs)]
+    whole = _requests(call)
     yield from judged(to.placed(call, [(k[::-1], v[::-1]) for k, v in whole]), run, score, want)[1]
     twice = to.placed(call, [(np.concatenate([k, k]), np.concatenate([v, v])) for k, v in whole])
     yield from judged(twice, run, score, Expected(want.out, want.lse + np.log(2), want.slack))[1]
@@ -603,9 +602,8 @@ def tree_paths(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     yield from found
     assert call.batch.tree_mask is not None and call.key is not None and call.value is not None
     chain = np.broadcast_to(np.tri(case.tree, dtype=np.bool_), call.batch.tree_mask.shape)
-    yield from judged(to.frozen(call.with_batch(tree_mask=chain.copy())), run, score, expect(call.with_batch(tree_mask=None)))[
-        1
-    ]
+    causal = expect(call.with_batch(tree_mask=None))
+    yield from judged(to.frozen(call.with_batch(tree_mask=chain.copy())), run, score, causal)[1]
     key, value = np.array(call.key), np.array(call.value)
     rows = []
     for r, n in enumerate(case.query_lens):
@@ -615,8 +613,7 @@ def tree_paths(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
         key[own][hidden], value[own][hidden] = case.hidden, case.hidden
     poisoned = run(to.frozen(call.but(key=key, value=value)))
     last = np.array(rows)
-    part = Result(poisoned.output[last], None if poisoned.lse is None else poisoned.lse[:, last], None, None, case.dtype)
-    yield from compare(case.replace(query_lens=(1,) * len(rows), padding=0), part, mapped(want, last), score)
+    yield from compare(case.replace(query_lens=(1,) * len(rows), padding=0), part_of(poisoned, last), mapped(want, last), score)
 
 
 @check
@@ -634,5 +631,4 @@ def future_edit(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
         value[own.start + (n + 1) // 2 : own.stop] = -5.0
     edited = run(to.frozen(call.but(key=key, value=value)))
     rows = np.concatenate(before)
-    part = Result(edited.output[rows], None if edited.lse is None else edited.lse[:, rows], None, None, case.dtype)
-    yield from same(case, "later tokens edited", base, part, rows)
+    yield from same(case, "later tokens edited", base, part_of(edited, rows), rows)

@@ -10,8 +10,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from attn.backends.facts import Implementation, returns
-from attn.capabilities import Capabilities, Device, Request, with_lse
+from attn.backends.facts import Implementation, LayerBackend
+from attn.capabilities import Device, Request
 
 Array = Any
 
@@ -56,11 +56,11 @@ class DiffusionAttentionMetadata:
     joint_strategy: str = "front"
 
 
-class DiffusionAttentionBackend(ABC):
+class DiffusionAttentionBackend(LayerBackend):
     """A family of dense attention kernels.
 
     `name`, `impl_cls` and `capabilities` as for attention backends; MASK declares masks beyond key padding, BACKWARD gradients.
-    `interpreted_on`: platforms where an interpreter executes its kernels. `error` is the relative RMS error that its
+    `error` is the relative RMS error that its
     arithmetic adds to its dtype's own (0: none), measured, described in `error_note`; a backend with one is chosen only within
     a request's `error_budget`.
 
@@ -69,48 +69,20 @@ class DiffusionAttentionBackend(ABC):
     `causal_unequal`, whether a causal layer may have another number of rows than of keys.
     """
 
-    name: ClassVar[str]
     impl_cls: ClassVar[type["DiffusionAttentionImpl"]]
     metadata_cls: ClassVar[type[DiffusionAttentionMetadata]] = DiffusionAttentionMetadata
-    capabilities: ClassVar[Capabilities | None] = None
+    lse_flag = "can_return_lse"
     error: ClassVar[float] = 0.0
     min_keys: ClassVar[int] = 1
     key_multiple: ClassVar[int] = 1
     key_masks: ClassVar[bool] = True
     causal_unequal: ClassVar[bool] = True
-    interpreted_on: ClassVar[tuple[str, ...]] = ()
     error_note: ClassVar[str] = ""
-
-    @classmethod
-    @returns("name")
-    def get_name(cls) -> str:
-        return cls.name
-
-    @classmethod
-    @returns("impl_cls")
-    def get_impl_cls(cls) -> type["DiffusionAttentionImpl"]:
-        return cls.impl_cls
-
-    @classmethod
-    @returns("metadata_cls")
-    def get_metadata_cls(cls) -> type[DiffusionAttentionMetadata]:
-        return cls.metadata_cls
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[Any]:
         """Return sizes, or rules for them; empty if none are declared."""
         return [] if cls.capabilities is None else list(cls.capabilities.head_sizes)
-
-    @classmethod
-    def served_features(cls) -> frozenset[str]:
-        """Return the record's features, with `lse` if the implementation returns it."""
-        declared = frozenset[str]() if cls.capabilities is None else cls.capabilities.features
-        return with_lse(declared, cls.get_impl_cls().can_return_lse)
-
-    @classmethod
-    def off_paths(cls, device: Device | None = None) -> tuple[str, ...]:
-        """Return a sentence for each faster path of this backend that is off on `device` (None: the current one)."""
-        return ()
 
     @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:

@@ -27,15 +27,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attn.capabilities import ATTN_TYPES, Capabilities, Device, Feature, MultipleOf, Request, supports_size
+from attn.capabilities import ATTN_TYPES, WINDOW_FEATURES, Capabilities, Device, Feature, MultipleOf, Request, supports_size
 from attn.errors import BackendLoadError, UnsupportedError
 from attn.imports import assumed, installed, loading
 from attn.torch.backends._vendor import lacking
 
-_FEATURES = frozenset({
-    Feature.NON_CAUSAL, Feature.SLIDING_WINDOW, Feature.TWO_SIDED_WINDOW, Feature.SOFT_CAP, Feature.SINKS, Feature.LSE,
-    Feature.KV_SHARING,
-})  # fmt: skip
+_FEATURES = WINDOW_FEATURES | {Feature.SOFT_CAP, Feature.SINKS, Feature.LSE, Feature.KV_SHARING}
 
 
 class Call(NamedTuple):
@@ -64,6 +61,10 @@ class Call(NamedTuple):
     def causal(self) -> bool:
         """Whether no row sees a later key."""
         return self.window[1] == 0
+
+    def varlen(self) -> tuple[Any, ...]:
+        """Return the arguments that FlashAttention's functions for sequences of different lengths begin with."""
+        return (self.query, self.key, self.value, self.starts, self.key_starts, self.max_query_len, self.max_seq_len)
 
     def sides(self) -> tuple[int, int]:
         """Return the window with -1 for unbounded."""
@@ -107,13 +108,7 @@ def _fa4(module: Any, call: Call) -> State:
 def _fa3(module: Any, call: Call) -> State:
     if call.block_table is None:
         out, lse = module.flash_attn_varlen_func(
-            call.query,
-            call.key,
-            call.value,
-            call.starts,
-            call.key_starts,
-            call.max_query_len,
-            call.max_seq_len,
+            *call.varlen(),
             softmax_scale=call.scale,
             causal=call.causal,
             window_size=call.sides(),
@@ -140,13 +135,7 @@ def _fa3(module: Any, call: Call) -> State:
 
 def _fa2(module: Any, call: Call) -> State:
     out, lse = module.flash_attn_varlen_func(
-        call.query,
-        call.key,
-        call.value,
-        call.starts,
-        call.key_starts,
-        call.max_query_len,
-        call.max_seq_len,
+        *call.varlen(),
         softmax_scale=call.scale,
         causal=call.causal,
         window_size=call.sides_beside_causal(),
@@ -184,13 +173,7 @@ def _varlen(module: Any, call: Call) -> State:
     # FlashAttention 2's kernel takes both cumulative key lengths and lengths, and only pages of a multiple of 256
     paged = {} if call.block_table is None else {"seqused_k": call.lens, "block_table": call.block_table}
     return module.varlen_attn(  # type: ignore[no-any-return]
-        call.query,
-        call.key,
-        call.value,
-        call.starts,
-        call.key_starts,
-        call.max_query_len,
-        call.max_seq_len,
+        *call.varlen(),
         return_aux=module.AuxRequest(lse=True),
         scale=call.scale,
         window_size=call.sides(),

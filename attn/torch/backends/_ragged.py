@@ -20,7 +20,7 @@ import torch
 from attn.arguments import fold_sign
 from attn.backends.abstract import AttentionLayer
 from attn.backends.paged import PagedCall
-from attn.capabilities import Feature
+from attn.capabilities import PAGED_FEATURES, Feature
 from attn.dtypes import PER_TOKEN_HEAD
 from attn.errors import MetadataError
 from attn.torch import kv_cache as caches
@@ -33,25 +33,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "float16", "bfloat16", "float64")
 KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8")
-FEATURES = frozenset(
-    {
-        Feature.NON_CAUSAL,
-        Feature.SLIDING_WINDOW,
-        Feature.TWO_SIDED_WINDOW,
-        Feature.SOFT_CAP,
-        Feature.ALIBI,
-        Feature.SINKS,
-        Feature.LSE,
-        Feature.TREE_MASK,
-        Feature.SPANS,
-        Feature.MIXED_CAUSAL,
-        Feature.CHUNK_SIZE,
-        Feature.KV_SHARING,
-        Feature.PER_HEAD_SCALES,
-        Feature.NAN_SAFE,
-        Feature.BATCH_INVARIANT,
-    }
-)
+FEATURES = PAGED_FEATURES | {Feature.PER_HEAD_SCALES, Feature.NAN_SAFE, Feature.BATCH_INVARIANT}
 
 _SCORES_AT_ONCE = 1 << 23  #: elements of a score matrix in memory at once, all heads together: 32 MiB in fp32
 

@@ -19,7 +19,7 @@ from attn.arguments import fold_sign
 from attn.backends.abstract import AttentionLayer
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.paged import PagedCall
-from attn.capabilities import ATTN_TYPES, Capabilities, Device, Feature, MultipleOf, Request
+from attn.capabilities import ATTN_TYPES, PAGED_FEATURES, Capabilities, Device, Feature, MultipleOf, Request
 from attn.dtypes import PER_TOKEN_HEAD
 from attn.torch import kv_cache as caches
 from attn.torch.backends import _hopper
@@ -29,26 +29,7 @@ from attn.torch.kernels.memory import largest_group
 from attn.torch.kernels.runs import Runs
 from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
 
-FEATURES = frozenset(
-    {
-        Feature.NON_CAUSAL,
-        Feature.SLIDING_WINDOW,
-        Feature.TWO_SIDED_WINDOW,
-        Feature.SOFT_CAP,
-        Feature.ALIBI,
-        Feature.SINKS,
-        Feature.LSE,
-        Feature.TREE_MASK,
-        Feature.SPANS,
-        Feature.MIXED_CAUSAL,
-        Feature.CHUNK_SIZE,
-        Feature.KV_SHARING,
-        Feature.PER_HEAD_SCALES,
-        Feature.OUTPUT_SCALE,
-        Feature.NAN_SAFE,
-        Feature.BATCH_INVARIANT,
-    }
-)
+FEATURES = PAGED_FEATURES | {Feature.PER_HEAD_SCALES, Feature.OUTPUT_SCALE, Feature.NAN_SAFE, Feature.BATCH_INVARIANT}
 KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", *sorted(PER_TOKEN_HEAD))
 #: Keys per program of a decode of a layer that requests `batch_invariant`: at most 64 parts for 128k keys, since the memory
 #: for partial results grows with their number.

@@ -8,8 +8,7 @@ are not loaded, which is the gain over a dense kernel. The selector's `is_blocks
 from dataclasses import dataclass
 from typing import Any
 
-from attn.arguments import Window
-from attn.capabilities import AttentionType, Device, Feature, Request
+from attn.capabilities import MASK_FEATURES, WINDOW_FEATURES, AttentionType, Device, Feature, Request
 from attn.torch.backends import _triton
 
 
@@ -40,10 +39,7 @@ class BlocksparseFlashAttentionBackend(_triton.TritonPagedBackend):
     capabilities = _triton.capabilities(
         ("cuda", "rocm"),
         attn_types=(AttentionType.DECODER,),
-        features=_triton.FEATURES
-        - {Feature.NON_CAUSAL, Feature.SLIDING_WINDOW, Feature.TWO_SIDED_WINDOW, Feature.TREE_MASK}
-        - {Feature.SPANS, Feature.MIXED_CAUSAL, Feature.CHUNK_SIZE}
-        | {Feature.BLOCK_SPARSE},
+        features=_triton.FEATURES - WINDOW_FEATURES - MASK_FEATURES | {Feature.BLOCK_SPARSE},
     )
 
     @classmethod
@@ -52,39 +48,13 @@ class BlocksparseFlashAttentionBackend(_triton.TritonPagedBackend):
 
 
 class BlocksparseFlashAttentionImpl(_triton.TritonPagedImpl, backend=BlocksparseFlashAttentionBackend):
-    """`blocksparse_params`: a `BlocksparseParams`, or a dict of its fields; None for the defaults."""
+    """Takes the arguments of `PagedImpl`, and `blocksparse_params`: a `BlocksparseParams` or a dict of its fields; None for the
+    defaults."""
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int | None = None,
-        alibi_slopes: list[float] | None = None,
-        sliding_window: int | Window | None = None,
-        kv_cache_dtype: str = "auto",
-        logits_soft_cap: float | None = None,
-        attn_type: str = AttentionType.DECODER,
-        kv_sharing_target_layer_name: str | None = None,
-        *,
-        blocksparse_params: BlocksparseParams | dict[str, Any] | None = None,
-        **more: Any,
-    ) -> None:
+    def __init__(self, *args: Any, blocksparse_params: BlocksparseParams | dict[str, Any] | None = None, **kwargs: Any) -> None:
         params = blocksparse_params or BlocksparseParams()
         self.params = BlocksparseParams(**params) if isinstance(params, dict) else params
-        super().__init__(
-            num_heads=num_heads,
-            head_size=head_size,
-            scale=scale,
-            num_kv_heads=num_kv_heads,
-            alibi_slopes=alibi_slopes,
-            sliding_window=sliding_window,
-            kv_cache_dtype=kv_cache_dtype,
-            logits_soft_cap=logits_soft_cap,
-            attn_type=attn_type,
-            kv_sharing_target_layer_name=kv_sharing_target_layer_name,
-            **more,
-        )
+        super().__init__(*args, **kwargs)
 
     def request(self) -> Request:
         dense = super().request()

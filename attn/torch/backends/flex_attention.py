@@ -26,7 +26,7 @@ from attn.arguments import window_pair
 from attn.backends.abstract import AttentionType
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.paged import PagedCall
-from attn.capabilities import ATTN_TYPES, ENCODER_TYPES, Capabilities, Device, Feature, MultipleOf, Request
+from attn.capabilities import ATTN_TYPES, ENCODER_TYPES, PAGED_FEATURES, Capabilities, Device, MultipleOf, Request
 from attn.errors import UnsupportedError
 from attn.imports import installed
 from attn.torch.backends import _flex, _flex_flash
@@ -99,22 +99,7 @@ class FlexAttentionBackend(PagedAttentionBackend):
         dtypes=("bfloat16", "float16", "float32"),
         head_sizes=(MultipleOf(8, 16, 256),),
         attn_types=ATTN_TYPES,
-        features=frozenset(
-            {
-                Feature.NON_CAUSAL,
-                Feature.SLIDING_WINDOW,
-                Feature.TWO_SIDED_WINDOW,
-                Feature.SOFT_CAP,
-                Feature.ALIBI,
-                Feature.SINKS,
-                Feature.LSE,
-                Feature.TREE_MASK,
-                Feature.KV_SHARING,
-                Feature.SPANS,
-                Feature.MIXED_CAUSAL,
-                Feature.CHUNK_SIZE,
-            }
-        ),
+        features=PAGED_FEATURES,
         archs=(("cuda", ("sm_80+",)),),
     )
 

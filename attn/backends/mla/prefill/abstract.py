@@ -8,12 +8,11 @@ merges; a prefill backend computes the two attentions.
 Shape letters: T tokens, R requests, H heads, m keys of a chunk; D = Dn + Dr; Dv v_head_dim.
 """
 
-from abc import ABC
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from attn.backends.facts import returns
-from attn.capabilities import Capabilities, Device, MultipleOf, Request, supports_size
+from attn.backends.facts import Backend
+from attn.capabilities import Device, MultipleOf, Request, supports_size
 
 if TYPE_CHECKING:
     from attn.backends.metadata import IntArray
@@ -95,7 +94,7 @@ class PrefillCall(NamedTuple):
         return self.meta.max_query_len if self.chunk_idx is None else self.meta.chunks[self.chunk_idx].max_keys
 
 
-class MLAPrefillBackend(ABC):
+class MLAPrefillBackend(Backend):
     """One layer's prefill attention. The constructor takes what is constant over calls; limits are data. `scale` is above 0:
     the MLA template negates the queries of a layer whose scale is negative.
 
@@ -103,22 +102,10 @@ class MLAPrefillBackend(ABC):
     value head. A subclass implements `_attend`.
     """
 
-    name: ClassVar[str]
-    capabilities: ClassVar[Capabilities | None] = None
     v_head_dims: ClassVar[tuple[int | MultipleOf, ...]] = (MultipleOf(1),)
 
     def __init__(self, num_heads: int, qk_head_dim: int, v_head_dim: int, scale: float) -> None:
         self.num_heads, self.qk_head_dim, self.v_head_dim, self.scale = num_heads, qk_head_dim, v_head_dim, scale
-
-    @classmethod
-    @returns("name")
-    def get_name(cls) -> str:
-        return cls.name
-
-    @classmethod
-    def off_paths(cls, device: Device | None = None) -> tuple[str, ...]:
-        """Return a sentence for each faster path of this backend that is off on `device` (None: the current one)."""
-        return ()
 
     @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
