@@ -681,7 +681,7 @@ DEFECTS = (
     Defect(
         "row_counter_not_reset",
         "torch/kernels/dense_decode.py",
-        "        tl.store(counters + at, 0)\n",
+        "            tl.store(counters + at, 0)\n",
         "",
         INTERPRETED,
         "Only the first launch merges the parts of a row's keys.",
@@ -697,7 +697,7 @@ DEFECTS = (
     Defect(
         "launch_of_other_strides",
         "torch/kernels/direct.py",
-        "strides if functools.reduce(or_, strides) & _UNEVEN else None",
+        "return strides if functools.reduce(or_, strides) & _UNEVEN else None",
         "None",
         ("torch/kernels/test_direct.py",),
         "A kernel compiled for strides that are multiples of 16 is launched with others.",

@@ -32,7 +32,12 @@ def kind_of(arrays: Sequence[torch.Tensor | None], strides: tuple[int, ...] = (0
     The first array must be there.
     """
     dtypes = tuple([None if x is None else x.dtype for x in arrays])
-    return arrays[0].device, dtypes, strides if functools.reduce(or_, strides) & _UNEVEN else None  # type: ignore[union-attr]
+    return arrays[0].device, dtypes, strides_that_count(strides)  # type: ignore[union-attr]
+
+
+def strides_that_count(strides: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Return strides for which Triton compiles kernels of their own; None if all are multiples of 16 below 2**31."""
+    return strides if functools.reduce(or_, strides) & _UNEVEN else None
 
 
 class Prepared:

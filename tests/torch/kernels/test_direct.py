@@ -59,9 +59,6 @@ def passed(value, kind):
 
 def taken():
     found = list(launched)
-    for name, *_, args in found:
-        if name == "_decode":  # passes its output to Triton in place of absent arrays
-            args[:10] = ["new" if x is None else x for x in args[:10]]
     launched.clear()
     return found
 
@@ -116,16 +113,13 @@ def prefill(tokens, odd):
         out=torch.zeros(tokens, 2, 32, dtype=torch.bfloat16), lse=torch.zeros(2, tokens), query=key.clone(), key=key,
         value=key[..., :32].clone(), query_start_loc=starts, key_start_loc=starts, scale=0.3, causal=True))
 
-def dense_decoder(*shape):
-    return (dense_decode.Decoder if direct.Prepared.__call__ is by_triton else dense_decode.decoder)(*shape)
-
 def attend_row(reqs, keys, dtype, odd, order, window, extras):
     shape = (reqs, 2, keys, 64) if order == "heads" else (reqs, keys, 2, 64)
     key = torch.zeros(reqs * keys * 128 + 8, dtype=dtype)[odd : odd + reqs * keys * 128].view(shape)
     key = key if order == "heads" else key.transpose(1, 2)
     numbers = torch.zeros(reqs, dtype=torch.int32)
     shape = key.device, dtype, 8, 2, 64, -0.1 if extras else 0.3, 5.0 if extras else 0.0, window
-    return twice(lambda **given: dense_decoder(*shape)(**given), dict(
+    return twice(lambda **given: dense_decode.decoder(*shape)(**given), dict(
         query=torch.zeros(reqs, 8, 1, 64, dtype=dtype), key=key, value=key, sinks=torch.zeros(8) if extras else None,
         mask=torch.ones(reqs, keys, dtype=torch.bool) if extras else None,
         runs=Runs(numbers, numbers) if extras else None))

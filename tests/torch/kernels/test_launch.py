@@ -16,6 +16,8 @@ from attn.torch.kernels.launch import (
     power_of_two,
     prefill_launch,
     prefill_programs,
+    row_launch,
+    row_parts,
     rows_of_speculation,
     split_kv_for,
     split_tiles_of,
@@ -94,3 +96,30 @@ def test_a_mixed_batch_shares_the_device_where_that_is_shorter() -> None:
     assert prefill_programs(0.13e-3 * second[0], 0.25e-3 * second[1], 132) in range(60, 80)
     assert prefill_programs(0.2e-3 * second[0], 0.03e-3 * second[1], 132) == 132
     assert prefill_programs(second[0], 0.0, 132) == 132
+
+
+@pytest.mark.parametrize("programs", [1, 8, 130, 528, 5000])
+def test_no_part_of_a_single_row_is_empty(programs: int) -> None:
+    for tiles in (1, 2, 7, 100, 901):
+        parts = row_parts(programs, tiles, 528)
+        assert 1 <= parts <= 64
+        assert parts == 1 or (parts - 1) * -(-tiles // parts) < tiles
+    assert row_parts(programs, 0, 528) == 1
+
+
+def test_single_rows_are_cut_where_the_device_is_not_full() -> None:
+    assert row_parts(8, 100, 528) > 8
+    assert row_parts(130, 100, 528) == 4
+    assert row_parts(528, 100, 528) == 1
+    assert row_parts(8, 2, 528) == 1
+
+
+@pytest.mark.parametrize("arch", [*SHARED_MEMORY, "interpreter"])
+@pytest.mark.parametrize("size", [64, 80, 512])
+def test_single_rows_fit_the_device(arch: str, size: int) -> None:
+    launch, slots = row_launch(arch, 4, size, 2, 132)
+    assert launch.block_n >= 16
+    assert slots in (132, 528)
+    stages = max(1, launch.num_stages - 1)
+    tiles = 4 * launch.block_n * power_of_two(size) * stages * (4 if slots == 528 else 1)
+    assert tiles <= SHARED_MEMORY.get(arch, 1 << 30)
