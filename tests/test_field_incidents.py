@@ -443,6 +443,7 @@ def test_16_lse_of_an_empty_context_chunk_vllm_49294_49334(vendors: Any, monkeyp
 
     from attn.backends.mla.prefill.abstract import MLAContextChunk, MLAPrefillMetadata
     from attn.backends.mla.prefill.registry import MLAPrefillBackendEnum
+    from attn.testing.prefill import PrefillCase, check_prefill
     from attn.torch.backends.mla import _mla
 
     queries, keys = np.array([0, 5, 6, 13], np.int32), np.array([0, 9, 9, 13], np.int32)  # nothing of the second request
@@ -458,7 +459,7 @@ def test_16_lse_of_an_empty_context_chunk_vllm_49294_49334(vendors: Any, monkeyp
         _, lse = prefill.run_prefill_context_chunk(0, *arrays, meta)
         np.testing.assert_array_equal(np.isneginf(np.asarray(lse)[0]), np.arange(13) == 5, err_msg=name)
 
-    monkeypatch.setattr(_mla, "_WORKSPACE", 1 << 16)  # many chunks, most of them empty for some request
+    monkeypatch.setattr(_mla, "_WORKSPACE", 1 << 16)  # many chunks, none of them empty for a request that it comes with
     lens: Any = ((17, 40, 23), (33, 40, 95))
     served(("TORCH_MLA",), *lens)
     prefill = MLAPrefillBackendEnum["TORCH_SDPA"].get_class()
@@ -469,7 +470,9 @@ def test_16_lse_of_an_empty_context_chunk_vllm_49294_49334(vendors: Any, monkeyp
         return out.nan_to_num(0.0), torch.where(lse.isinf(), 0.0, lse)
 
     monkeypatch.setattr(prefill, "run_prefill_context_chunk", finite)
-    fails("TORCH_MLA", case_for("TORCH_MLA", "chunks", *lens))
+    served(("TORCH_MLA",), *lens)
+    with pytest.raises(AssertionError, match="chunk 0"):
+        check_prefill(prefill, PrefillCase("a request without context", (5, 1, 7), ((9, 0, 4),), dtype="float32"))
 
 
 @pytest.mark.parametrize(

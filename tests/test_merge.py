@@ -11,6 +11,7 @@ import torch
 from attn import reference
 from attn.errors import ShapeError
 from attn.imports import resolve_obj_by_qualname
+from attn.torch.merge import merge_attn_states, merge_into
 
 T, H, D = 5, 4, 16
 
@@ -63,6 +64,20 @@ def test_outputs_keep_their_dtype(made: Makes) -> None:
     np.testing.assert_allclose(lse, np.log(2), rtol=1e-6)
     if array is torch.from_numpy:
         assert merge([half.double()], [torch.zeros(H, T).double()])[1].dtype == torch.float64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_in_place_into_some_rows(dtype: torch.dtype) -> None:
+    """By the formula, as `merge_attn_states`; a state may be wider than what is merged into it, and NaN propagates."""
+    (one, two), (log, other) = (torch.from_numpy(x) for x in parts(2))
+    two, other = two.to(dtype), other.clone()
+    other[0, 1], other[1, 2] = -torch.inf, torch.nan
+    want = merge_attn_states([one, two], [log, other], nan_is_empty=False)
+    output, lse = torch.cat([one, one]), torch.cat([log, log], 1)
+    merge_into(output[T:], lse[:, T:], two, other.T.contiguous().T)
+    for got, expected in zip((output[T:], lse[:, T:], output[:T], lse[:, :T]), (*want, one, log), strict=True):
+        torch.testing.assert_close(got, expected, equal_nan=True)
+    assert output[T + 2, 1].isnan().all() and torch.equal(output[T + 1, 0], one[1, 0])
 
 
 def test_shapes_are_checked(made: Makes) -> None:

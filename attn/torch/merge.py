@@ -20,7 +20,7 @@ def merge_attn_states(
     Returns (output [T, H, D] in the first output's dtype, lse [H, T] float32, or float64 if all are). Raises `ShapeError`.
     """
     check_states(outputs, lses)
-    if not _has_kernel([*outputs, *lses]):
+    if len({output.dtype for output in outputs}) > 1 or not _has_kernel(outputs, lses):
         return merged(Ops, outputs, lses, nan_is_empty)
     from attn.torch.kernels.merge_states import merge_states, merge_two_states
 
@@ -30,14 +30,27 @@ def merge_attn_states(
     return merge_states(*stacked, nan_is_empty)
 
 
-def _has_kernel(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether the Triton kernel supports these outputs followed by as many lses: dtypes, device, dense rows, no gradients."""
-    count = len(tensors) // 2
-    kinds = {output.dtype for output in tensors[:count]}
+def merge_into(output: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> None:
+    """Merge the state (other, other_lse) over further keys into (output, lse), in place; NaN among the lses propagates.
+
+    output, other: [T, H, D], of any dtypes; lse, other_lse: [H, T], natural log, sinks excluded.
+    """
+    other_lse = other_lse.contiguous()  # some kernels return a transposed [T, H]
+    if _has_kernel([output, other], [lse, other_lse]):
+        from attn.torch.kernels import merge_states
+
+        merge_states.merge_into(output, lse, other, other_lse)
+        return
+    whole, log = merged(Ops, [output, other], [lse, other_lse], False)
+    output.copy_(whole)
+    lse.copy_(log)
+
+
+def _has_kernel(outputs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> bool:
+    """Whether the Triton kernel supports these tensors: dtypes, device, dense rows, no gradients."""
     return (
-        all(x.is_cuda and x.stride(-1) == 1 and not x.requires_grad for x in tensors)
-        and len(kinds) == 1
-        and kinds <= {torch.float32, torch.float16, torch.bfloat16}
-        and all(lse.dtype == torch.float32 for lse in tensors[count:])
+        all(x.is_cuda and x.stride(-1) == 1 and not x.requires_grad for x in [*outputs, *lses])
+        and {output.dtype for output in outputs} <= {torch.float32, torch.float16, torch.bfloat16}
+        and all(lse.dtype == torch.float32 for lse in lses)
         and installed("triton")
     )

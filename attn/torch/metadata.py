@@ -3,6 +3,7 @@
 import itertools
 import json
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -239,14 +240,18 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
 def _put_together(
     start: "IntArray", seq_lens: "IntArray", table: "IntArray", slots: "IntArray", device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return int32 `start`, `seq_lens` and `table`, and `slots` as int64, on `device`, in one copy: four would take four
-    times as long. They are parts of one tensor, each aligned to 16 bytes, because kernels are compiled for that."""
+    """Return int32 `start`, `seq_lens` and `table`, and `slots` as int64, on `device`, in one copy."""
     parts = (np.ascontiguousarray(slots, np.int64).view(np.int32), start, seq_lens, table.ravel())
+    slots_there, start_there, lens_there, table_there = put_together(parts, device)
+    return start_there, lens_there, table_there.view(table.shape), slots_there.view(torch.int64)
+
+
+def put_together(parts: "Sequence[IntArray]", device: torch.device) -> list[torch.Tensor]:
+    """Return int32 copies on `device` of 1-d arrays, in one copy: one each would take as many times as long. They are parts of
+    one tensor, each aligned to 16 bytes, because kernels are compiled for that."""
     sizes = [size for part in parts for size in (part.size, -part.size % 4)]  # each part, and its padding
     host, at = np.zeros(sum(sizes), np.int32), 0
     for part in parts:
         host[at : at + part.size] = part
         at += part.size + -part.size % 4
-    there = torch.from_numpy(host).to(device, non_blocking=True)
-    slots_there, _, start_there, _, lens_there, _, table_there, _ = there.split(sizes)
-    return start_there, lens_there, table_there.view(table.shape), slots_there.view(torch.int64)
+    return list(torch.from_numpy(host).to(device, non_blocking=True).split(sizes)[::2])

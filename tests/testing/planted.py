@@ -802,10 +802,18 @@ DEFECTS = (
     Defect(
         "mla_context_of_prompts",
         "torch/backends/mla/_metadata.py",
-        "places.append(self._places(np.full_like(context, low), keys))",
-        "places.append(self._places(np.zeros_like(context), keys))",
+        "slice(span.begin, span.end)",
+        "slice(0, span.end - span.begin)",
         MLA,
-        "Every chunk of the context is its first chunk.",
+        "Every turn gathers the first tokens of the context.",
+    ),
+    Defect(
+        "mla_rows_of_a_turn",
+        "torch/backends/mla/_metadata.py",
+        "context_spans(self.context_lens, workspace)",
+        "[Span(0, len(context) - 1, *cut[2:]) for cut in context_spans(self.context_lens, workspace)]",
+        ("torch/backends/mla/test_metadata.py", "torch/backends/mla/test_mla.py"),
+        "Every turn attends and merges the rows of every request.",
     ),
     Defect(
         "mla_rows_before_the_sequence",

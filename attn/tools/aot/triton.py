@@ -350,12 +350,13 @@ MERGE: dict[str, Sequence[Any]] = {
 
 
 def _launch_merge(choice: Choice) -> None:
-    from attn.torch.kernels.merge_states import merge_states, merge_two_states
+    from attn.torch.kernels.merge_states import merge_into, merge_states, merge_two_states
 
     outputs = torch.empty(choice["states"], 9, 4, choice["head_size"], dtype=getattr(torch, choice["dtype"]))
     lses = torch.empty(choice["states"], 4, 9)
     if choice["apart"]:
         merge_two_states(outputs[0], lses[0], outputs[1], lses[1])
+        merge_into(outputs[0].float(), lses[0], outputs[1], lses[1])
     else:
         merge_states(outputs, lses)
 

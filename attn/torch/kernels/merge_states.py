@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import library
 
-from attn.torch.kernels.direct import Kind, Prepared, kind_of, on_device
+from attn.torch.kernels.direct import Kind, Prepared, kind_of, on_device, operator
 from attn.torch.kernels.launch import FUSED, check_stride, power_of_two
 
 
@@ -60,6 +60,7 @@ def _merge(  # type: ignore[no-untyped-def]
         acc, norm, top = _joined(acc, norm, top, rows, other_lse + head * other_lse_h + token, live, lanes, NAN_IS_EMPTY)
     merged = tl.where(norm[:, None] == 0.0, 0.0, acc / norm[:, None])
     log = tl.where(norm == 0.0, float("-inf"), top + tl.log(norm))
+    tl.debug_barrier()  # a state merged in place is read by every thread before one of them writes it
     tl.store(output + token * out_t + head[:, None] * out_h + d, merged.to(output.dtype.element_ty), mask=lanes)
     tl.store(lse + head * out_lse_h + token, log, mask=live)
 
@@ -71,7 +72,7 @@ def merge_states(outputs: torch.Tensor, lses: torch.Tensor, nan_is_empty: bool =
     outputs: [S, T, H, D], bfloat16, float16 or float32; lses: [S, H, T] float32, natural log, sinks excluded. S may be 0.
     If all states are empty, a row is 0 and its lse -inf. With `nan_is_empty=False` a NaN among the lses propagates.
     """
-    return _launch(outputs, lses, None, None, nan_is_empty)
+    return _launch(*_results(outputs, lses), outputs, lses, None, None, nan_is_empty)
 
 
 @library.custom_op("attn::triton_merge_two_states", mutates_args=())
@@ -83,22 +84,34 @@ def merge_two_states(
     nan_is_empty: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`merge_states` of two separate states, such as a shared prefix and the rest: outputs [T, H, D], lses [H, T]."""
-    return _launch(output[None], lse[None], other, other_lse, nan_is_empty)
+    state = output[None], lse[None]
+    return _launch(*_results(*state), *state, other, other_lse, nan_is_empty)
+
+
+@operator("triton_merge_into", "output", "lse")
+def merge_into(output: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor) -> None:
+    """Merge the state (other, other_lse) into (output, lse), in place; NaN among the lses propagates.
+
+    output, other: [T, H, D], bfloat16, float16 or float32 each; lse, other_lse: [H, T] float32.
+    """
+    _launch(output, lse, output[None], lse[None], other, other_lse, False)
 
 
 @on_device
 def _launch(
+    output: torch.Tensor,
+    lse: torch.Tensor,
     outputs: torch.Tensor,
     lses: torch.Tensor,
     other: torch.Tensor | None,
     other_lse: torch.Tensor | None,
     nan_is_empty: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Write the merged state to `output` and `lse`, which may be the state that `outputs` and `lses` hold, and return them."""
     states, tokens, heads, head_size = outputs.shape
-    output, lse = _results(outputs, lses)
     if tokens == 0:
         return output, lse
-    for name, tensor in (("outputs", outputs), ("lses", lses), ("other", other), ("other_lse", other_lse)):
+    for name, tensor in (("output", output), ("outputs", outputs), ("lses", lses), ("other", other), ("other_lse", other_lse)):
         if tensor is not None:
             check_stride(name, tensor)
     arrays = (output, lse, outputs, lses, other, other_lse)

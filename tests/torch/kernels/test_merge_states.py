@@ -58,6 +58,27 @@ def test_no_state_and_strided_ones() -> None:
         assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("heads", [3, 40])
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.float16, torch.float16)])
+def test_in_place(heads: int, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """Into some of the rows of a wider state, of the same or a wider dtype; the other rows keep what they hold."""
+    from attn.torch.kernels.merge_states import merge_into
+
+    (output, other), lses = states(2, torch.float32)[0].repeat(1, 1, -(-heads // H), 1)[:, :, :heads], states(2, dtypes[0])[1]
+    lse, other_lse = lses.repeat(1, -(-heads // H), 1)[:, :heads].unbind(0)
+    output, other = output.to(dtypes[0]), other.to(dtypes[1])
+    want = merge_attn_states([output, other.to(dtypes[0])], [lse, other_lse], nan_is_empty=False)
+    whole, logs = torch.full((T + 5, heads, D), 7.0, dtype=dtypes[0]), torch.full((heads, T + 5), 7.0)
+    whole[2 : T + 2], logs[:, 2 : T + 2] = output, lse
+    whole, logs = whole.to(DEVICE), logs.to(DEVICE)
+    merge_into(whole[2 : T + 2], logs[:, 2 : T + 2], other.to(DEVICE), other_lse.to(DEVICE))
+    rounding = 1e-5 if dtypes[0] == torch.float32 else 1e-3
+    torch.testing.assert_close(whole[2 : T + 2].cpu(), want[0], equal_nan=True, rtol=rounding, atol=1e-6)
+    torch.testing.assert_close(logs[:, 2 : T + 2].cpu(), want[1], equal_nan=True)
+    for rows in (slice(2), slice(T + 2, None)):
+        assert bool((whole[rows] == 7).all()) and bool((logs[:, rows] == 7).all())
+
+
 def test_registered_as_an_operator() -> None:
     from attn.torch.kernels.merge_states import merge_states, merge_two_states
 

@@ -3,7 +3,8 @@
 A long query is cheaper with the latent expanded to ordinary heads, Dn + Dr wide for queries and keys and Dv for values
 (docs/semantics.md §9). The new tokens attend one another causally; the earlier tokens, the context, are gathered from the
 cache in chunks of bounded size, attended without a mask, and merged by log-sum-exp. The MLA template gathers, expands and
-merges; a prefill backend computes the two attentions.
+merges; a prefill backend computes the two attentions. A chunk comes with the metadata and the rows of the requests that it
+holds keys of, which need not be all of the batch.
 
 Shape letters: T tokens, R requests, H heads, m keys of a chunk; D = Dn + Dr; Dv v_head_dim.
 """

@@ -7,8 +7,9 @@ by index. Lengths are needed on the host only for batches with a query longer th
 """
 
 import functools
+import itertools
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ import torch
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.mla.common import dcp_row_limits
 from attn.backends.mla.prefill.abstract import MLAContextChunk, MLAPrefillMetadata
-from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder, exportable
+from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder, exportable, put_together
 
 if TYPE_CHECKING:
     from attn.backends.metadata import IntArray
@@ -96,15 +97,26 @@ class MLADecodeMetadata:
         return int(lens[0]) if len(lens) and bool((lens == lens[0]).all()) else None
 
 
-@dataclass
-class ContextPlan:
-    """The context of the prefill requests, in chunks: the prefill backend's metadata, and the places of the rows.
+@dataclass(frozen=True)
+class ContextTurn:
+    """The part of the context that is expanded and attended at once, and the requests that it is of, which are consecutive.
 
-    places: (pages [m], offsets [m]) int64 on the device, one pair per chunk.
+    rows: these requests' rows, of the batch's num_tokens. meta: the requests, with the part as their only chunk. places: (pages
+    [m], offsets [m]) int64 on the device, where the chunk's keys are in the cache.
     """
 
+    rows: slice
     meta: MLAPrefillMetadata
-    places: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    places: tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class ContextPlan:
+    """new_tokens: the batch for its new tokens, without a context. turns: the context. once: whether no row is in two turns."""
+
+    new_tokens: MLAPrefillMetadata
+    turns: tuple[ContextTurn, ...]
+    once: bool
 
 
 @dataclass
@@ -113,6 +125,7 @@ class MLAPrefillBatch:
 
     rows: their rows in the batch that see a key, num_tokens of them; empty: int64, their rows before the start of the
     sequence (q_len > seq_len), which see no key, or None; block_table: [Rp, B] on the device; context_lens: [Rp] on the host.
+    Requests with a context come first, so that a turn of the plan has no row without one.
     """
 
     rows: Rows
@@ -147,7 +160,7 @@ class MLAPrefillBatch:
         return tuple(found)
 
     def plan(self, workspace: int) -> ContextPlan:
-        """Return chunks of at most `workspace` tokens (but at least one per request), cached for the following layers."""
+        """Return turns of at most `workspace` tokens of context, cached for the following layers."""
         if workspace not in self.plans:
             self.plans[workspace] = self._plan(workspace)
         return self.plans[workspace]
@@ -155,35 +168,72 @@ class MLAPrefillBatch:
     def own_places(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the places of the new tokens' rows in the cache, cached for the following layers."""
         if self._own is None:
-            self._own = self._places(self.context_lens, self.query_lens)
+            shift = self.context_lens - _starts(self.query_lens)[:-1]
+            counts, shift_there = put_together((self.query_lens, shift), self.block_table.device)
+            self._own = self._places(counts, shift_there, int(self.query_lens.sum()))
         return self._own
 
-    def _places(self, first: "IntArray", count: "IntArray") -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (pages [m], offsets [m]) int64 on the device of each request's `count` [Rp] tokens from `first` [Rp] on."""
-        device = self.block_table.device
-        owner, position = _put(np.repeat(np.arange(len(count)), count), device), _put(_runs(first, count), device)
+    def _places(self, counts: torch.Tensor, shift: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (pages [m], offsets [m]) int64 on the device of `counts` [Rp] tokens of each request, one after another, m =
+        `total` in all. A token's position in its request is its index plus `shift` [Rp]."""
+        device = counts.device
+        owner = torch.repeat_interleave(torch.arange(len(counts), device=device), counts, output_size=total)
+        position = torch.arange(total, device=device) + shift[owner]
         return self.block_table[owner, position // self.block_size].long(), position % self.block_size
 
     def _plan(self, workspace: int) -> ContextPlan:
-        device, page = self.block_table.device, self.block_size
-        context = self.context_lens
-        share = max(1, workspace // max(1, int((context > 0).sum())))
-        share = share // page * page or share  # whole pages, if at least one fits
-        chunks, places = [], []
-        for low in range(0, int(context.max(initial=0)), share):
-            keys = np.clip(context - low, 0, share)
-            start = _starts(keys)
-            places.append(self._places(np.full_like(context, low), keys))
-            chunks.append(MLAContextChunk(_put(start, device), start, int(start[-1]), int(keys.max())))
-        queries = _starts(self.query_lens)
-        meta = MLAPrefillMetadata(
-            query_start_loc=_put(queries, device),
-            query_start_loc_cpu=queries,
-            num_reqs=len(self.query_lens),
-            max_query_len=int(self.query_lens.max(initial=0)),
-            chunks=tuple(chunks),
-        )
-        return ContextPlan(meta, tuple(places))
+        queries, context = _starts(self.query_lens), _starts(self.context_lens)
+        spans = context_spans(self.context_lens, workspace)
+        own = [queries[span.first : span.last + 1] - queries[span.first] for span in spans]
+        keys = [np.clip(context[span.first : span.last + 1], span.begin, span.end) - span.begin for span in spans]
+        # Everything the device needs comes in one copy, and the places of tokens are computed there: there may be millions.
+        arrays = (queries, self.context_lens, -context[:-1], *own, *keys)
+        new, counts, shift, *there = put_together(arrays, self.block_table.device)
+        new_tokens = _prefills(new, queries)
+        if not spans:
+            return ContextPlan(new_tokens, (), True)
+        pages, offsets = self._places(counts, shift, int(context[-1]))
+        turns = []
+        for i, span in enumerate(spans):
+            chunk = MLAContextChunk(there[len(spans) + i], keys[i], int(keys[i][-1]), int(np.diff(keys[i]).max()))
+            rows, tokens = slice(int(queries[span.first]), int(queries[span.last])), slice(span.begin, span.end)
+            turns.append(ContextTurn(rows, _prefills(there[i], own[i], chunk), (pages[tokens], offsets[tokens])))
+        once = all(turn.rows.stop <= after.rows.start for turn, after in itertools.pairwise(turns))
+        return ContextPlan(new_tokens, tuple(turns), once)
+
+
+def _prefills(query_start_loc: torch.Tensor, mirror: "IntArray", *chunks: MLAContextChunk) -> MLAPrefillMetadata:
+    """Return the metadata of requests whose rows begin at `query_start_loc` [n + 1]; `mirror` is its copy on the host."""
+    return MLAPrefillMetadata(query_start_loc, mirror, len(mirror) - 1, int(np.diff(mirror).max(initial=0)), chunks)
+
+
+class Span(NamedTuple):
+    """The part [begin, end) of all requests' contexts, one after another, which is of requests first..last, last excluded."""
+
+    first: int
+    last: int
+    begin: int
+    end: int
+
+
+def context_spans(context_lens: "IntArray", workspace: int) -> list[Span]:
+    """Cut the contexts of requests, `context_lens` [R] tokens each, into spans of at most `workspace` tokens.
+
+    A context is cut at multiples of `workspace`: one that fits is in a single span, and its cuts do not depend on the other
+    requests. Neighbouring pieces share a span if they fit, so any two spans in a row exceed `workspace`.
+    """
+    bounds, end = [0], 0
+    for length in context_lens.tolist():
+        for low in range(0, length, workspace):
+            piece = min(workspace, length - low)
+            if end + piece > bounds[-1] + workspace:
+                bounds.append(end)
+            end += piece
+    if not end:
+        return []
+    begins, ends, starts = bounds, [*bounds[1:], end], _starts(context_lens)
+    first, last = np.searchsorted(starts, begins, "right") - 1, np.searchsorted(starts, ends)
+    return [Span(*span) for span in zip(first.tolist(), last.tolist(), begins, ends, strict=True)]
 
 
 @exportable
@@ -247,9 +297,11 @@ def _split(batch: MLACommonMetadata, threshold: int) -> None:
     q_lens = starts[1:] - starts[:-1]
     device, block_size = batch.seq_lens.device, batch.block_size
     assert block_size is not None
-    short = q_lens <= threshold
-    decodes, prefills = np.flatnonzero(short), np.flatnonzero(~short)
+    short, fresh = q_lens <= threshold, lens <= q_lens
+    decodes = np.flatnonzero(short)
+    prefills = np.concatenate([np.flatnonzero(~short & ~fresh), np.flatnonzero(~short & fresh)])
     ordered = not len(decodes) or decodes[-1] == len(decodes) - 1
+    whole = ordered and bool((np.diff(prefills) == 1).all())
     packed = _starts(q_lens[decodes])
     if packed[-1]:
         which = slice(0, len(decodes)) if ordered else _put(decodes, device)
@@ -272,11 +324,11 @@ def _split(batch: MLACommonMetadata, threshold: int) -> None:
     skipped = np.maximum(own - total, 0)  # rows before the start of the sequence
     live = own - skipped
     num_tokens, num_skipped = int(live.sum()), int(skipped.sum())
-    whole = ordered and not num_skipped
+    sliced = whole and not num_skipped
     batch.prefill = MLAPrefillBatch(
-        rows=slice(int(first[0]), int(first[0]) + num_tokens) if whole else _put(_runs(first + skipped, live), device),
+        rows=slice(int(first[0]), int(first[0]) + num_tokens) if sliced else _put(_runs(first + skipped, live), device),
         empty=_put(_runs(first, skipped), device) if num_skipped else None,
-        block_table=batch.block_table[slice(prefills[0], None) if ordered else _put(prefills, device)],
+        block_table=batch.block_table[slice(prefills[0], None) if whole else _put(prefills, device)],
         query_lens=live,
         context_lens=total - live,
         num_tokens=num_tokens,

@@ -35,7 +35,7 @@ from attn.torch.backends.mla._metadata import (
     MLAPrefillBatch,
     Rows,
 )
-from attn.torch.merge import merge_attn_states
+from attn.torch.merge import merge_into
 from attn.torch.metadata import check_device
 
 M = TypeVar("M", bound=MLACommonMetadata)
@@ -274,15 +274,19 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
             kv_c, k_pe = (x[batch.rows] for x in new)
             rows = _rows.encode(kv_c, k_pe, self.kv_cache_dtype, kv_cache.dtype, layer._k_scale)
         key, value = self._expand(_rows.decode(rows, self.kv_cache_dtype, layer._k_scale), query.dtype)
-        if plan.meta.chunks or lse is not None:
-            result, log = self._prefill.run_prefill_new_tokens(own, key, value, plan.meta, True)
-        else:
-            result, log = self._prefill.run_prefill_new_tokens(own, key, value, plan.meta, False), None
-        for i, place in enumerate(plan.places):
-            rows = _rows.decode(_rows.gather(kv_cache, *place), self.kv_cache_dtype, layer._k_scale)
+        log: Any
+        with_lse = bool(plan.turns) or lse is not None
+        found = self._prefill.run_prefill_new_tokens(own, key, value, plan.new_tokens, with_lse)
+        result, log = found if with_lse else (found, None)
+        if plan.turns:
+            log = log.contiguous()  # some backends return a transposed [T, H]
+        if not plan.once:  # a row that is merged several times is rounded once, at the end
+            result = result.to(log.dtype)
+        for turn in plan.turns:
+            rows = _rows.decode(_rows.gather(kv_cache, *turn.places), self.kv_cache_dtype, layer._k_scale)
             key, value = self._expand(rows, query.dtype)
-            part, part_log = self._prefill.run_prefill_context_chunk(i, own, key, value, plan.meta)
-            result, log = merge_attn_states([result.to(log.dtype), part], [log, part_log], nan_is_empty=False)
+            part = self._prefill.run_prefill_context_chunk(0, own[turn.rows], key, value, turn.meta)
+            merge_into(result[turn.rows], log[:, turn.rows], *part)
         out[batch.rows] = result.to(out.dtype)
         if lse is not None:
             lse[:, batch.rows] = log

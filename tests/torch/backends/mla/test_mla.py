@@ -12,6 +12,7 @@ from torch import nn
 
 from attn.backends.abstract import KVCacheSpec
 from attn.backends.metadata import CommonAttentionMetadata
+from attn.backends.mla.prefill.registry import MLAPrefillBackendEnum
 from attn.distributed import DCPGroup, set_dcp_group
 from attn.errors import DeviceError, DTypeError, MetadataError, ShapeError, UnsupportedError
 from attn.reference import dcp_local_lens, mla_unabsorbed, pack_fp8_ds_mla, unpack_fp8_ds_mla
@@ -107,6 +108,24 @@ def test_context_comes_in_chunks_of_bounded_size(monkeypatch, workspace):
     chunks = gathered[1:]  # the first is the decode's
     assert max(chunks) * H * (DN + DR + DV) * 4 <= max(workspace, 2 * H * (DN + DR + DV) * 4)
     assert sum(chunks) == 41 + 2
+
+
+@pytest.mark.parametrize("workspace", [16, 64])
+def test_only_rows_whose_context_is_expanded_attend_it(monkeypatch, workspace):
+    """Not every row in every turn, nor as many turns as the longest context takes beside the shares of all others."""
+    q_lens, context = [18, 3, 20, 17, 25, 19], [41, 9, 0, 3, 64, 12]
+    monkeypatch.setattr(_mla, "_WORKSPACE", workspace * H * (DN + DR + DV) * 4)
+    sequences = Sequences(q_lens, [n + m for n, m in zip(q_lens, context, strict=True)])
+    calls = []
+    prefill = MLAPrefillBackendEnum["TORCH_SDPA"].get_class()
+    real = prefill.run_prefill_context_chunk
+    monkeypatch.setattr(
+        prefill, "run_prefill_context_chunk", lambda self, i, q, *rest: calls.append(len(q)) or real(self, i, q, *rest)
+    )
+    close(sequences.run(implementation()), sequences.expected())
+    turns = [-(-m // workspace) for m in context]
+    assert sum(calls) == sum(n * often for n, often in zip(q_lens, turns, strict=True) if n > 16)
+    assert len(calls) <= 2 * sum(context) / workspace + 1
 
 
 def test_parts_may_come_in_any_order_and_share_their_plan():

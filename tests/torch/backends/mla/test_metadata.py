@@ -1,0 +1,75 @@
+"""The plan of a prefill's context: how many turns it takes, how many rows each has, and where its keys are (below a second)."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from attn.backends.abstract import KVCacheSpec
+from attn.backends.metadata import CommonAttentionMetadata
+from attn.torch.backends.mla._metadata import MLACommonMetadataBuilder, context_spans
+
+PAGE = 16
+
+
+def drawn(seed: int) -> tuple[Any, Any, int]:
+    """Return query and context lengths of up to 200 requests, some of them decodes or without context, and a workspace."""
+    rng = np.random.default_rng(seed)
+    count = int(rng.integers(1, 200))
+    q_lens = np.exp(rng.uniform(0, np.log(300), count)).astype(int)
+    context = np.exp(rng.uniform(0, np.log(5000), count)).astype(int) * (rng.random(count) < rng.random())
+    return q_lens, context, int(np.exp(rng.uniform(np.log(30), np.log(20000))))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_plan_is_as_long_as_its_work(seed: int) -> None:
+    """Turns are about context / workspace, and rows take part as often as their own context needs."""
+    q_lens, context, workspace = drawn(seed)
+    lens = q_lens + context
+    tables = [list(range(1000 * r, 1000 * r + -(-m // PAGE))) for r, m in enumerate(lens.tolist())]
+    batch = CommonAttentionMetadata.from_lens(q_lens.tolist(), lens.tolist(), tables, PAGE)
+    metadata = MLACommonMetadataBuilder(KVCacheSpec(PAGE, 1, 40, "float32")).build(0, batch)
+    long = q_lens > 16
+    if metadata.prefill is None:
+        assert not long.any()
+        return
+    plan, total = metadata.prefill.plan(workspace), int(context[long].sum())
+    assert len(plan.turns) <= 2 * total / workspace + 1
+    rows = [turn.rows.stop - turn.rows.start for turn in plan.turns]
+    assert sum(rows) == int((q_lens * -(-context // workspace))[long].sum())
+    assert plan.once == bool((context[long] <= workspace).all())
+
+    owner = np.repeat(np.arange(len(q_lens)), q_lens)  # the request of each row of the batch, then of the prefill
+    packed = metadata.prefill.rows
+    owner = owner[packed] if isinstance(packed, slice) else owner[packed.numpy()]
+    seen: dict[int, list[int]] = {}
+    for turn in plan.turns:
+        meta, (chunk,) = turn.meta, turn.meta.chunks
+        pages, offsets = (x.numpy() for x in turn.places)
+        assert 0 < chunk.num_keys == len(pages) <= workspace
+        for mirror, tensor in (
+            (meta.query_start_loc_cpu, meta.query_start_loc), (chunk.key_start_loc_cpu, chunk.key_start_loc),
+        ):  # fmt: skip
+            assert tensor.tolist() == mirror.tolist() and tensor.dtype == torch.int32
+            assert tensor.storage_offset() % 4 == 0  # 16 bytes, for which kernels are compiled
+        queries, keys = np.diff(meta.query_start_loc_cpu), np.diff(chunk.key_start_loc_cpu)
+        assert (meta.num_reqs, meta.max_query_len, chunk.max_keys) == (len(queries), queries.max(), keys.max())
+        requests = np.repeat(np.arange(len(keys)), keys)
+        for i in range(meta.num_reqs):
+            (r,) = set(owner[turn.rows][meta.query_start_loc_cpu[i] : meta.query_start_loc_cpu[i + 1]].tolist())
+            mine = requests == i
+            assert mine.any() and set(pages[mine] // 1000) == {r}
+            seen.setdefault(r, []).extend((pages[mine] % 1000 * PAGE + offsets[mine]).tolist())
+    assert seen == {int(r): list(range(context[r])) for r in np.flatnonzero(long & (context > 0))}
+
+
+def test_cuts_of_a_request_do_not_depend_on_its_neighbours() -> None:
+    def cuts(lens: list[int], r: int) -> list[int]:
+        start = sum(lens[:r])
+        ends = {span.end - start for span in context_spans(np.array(lens), 100)}
+        return sorted(end for end in ends if 0 < end < lens[r])
+
+    assert cuts([250], 0) == cuts([30, 250, 80], 1) == cuts([70, 0, 250], 2) == [100, 200]
+    assert cuts([60, 60], 1) == []  # one that fits is never cut
+    assert context_spans(np.array([0, 0]), 100) == []
