@@ -408,7 +408,7 @@ def test_an_unknown_name_of_the_face_is_an_attribute_error():
 
 
 #: Calls that `torch.compile` follows: to it, what comes by keyword or out of a record may be no constant of its graph.
-TRACED = ("chosen_impl", "_description")
+TRACED = ("chosen_impl",)
 
 
 def test_a_long_call_names_its_arguments():

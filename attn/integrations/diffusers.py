@@ -19,7 +19,7 @@ from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.diffusion.selector import make_diffusion_request
 from attn.errors import BackendLoadError, DTypeError, ShapeError, UnsupportedError
 from attn.torch.autocast import autocast
-from attn.torch.diffusion.chosen import chosen_impl
+from attn.torch.diffusion.chosen import impl_for, properties_of
 
 _NAME = "attn"
 
@@ -106,23 +106,8 @@ def _function(backend: str | None, error_budget: float) -> Any:
             mask = torch.ones(1, 1, rows, keys, dtype=torch.bool, device=query.device).tril()
             is_causal = False
         wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-        full = mask is not None and mask.ndim != 2
-        impl = chosen_impl(
-            backend,
-            error_budget,
-            query.device.type,
-            query.shape[2],
-            key.shape[2],
-            query.shape[3],
-            query.dtype,
-            None if scale is None else float(scale),
-            is_causal,
-            full,
-            wants_grad,
-            mask is not None and not full,
-            query.shape[1],
-            key.shape[1],
-        )
+        scale = None if scale is None else float(scale)
+        impl = impl_for(properties_of(query, key, scale, is_causal, mask, wants_grad, backend, error_budget))
         meta = DiffusionAttentionMetadata(attn_mask=mask)
         if return_lse:
             out, lse = impl.forward_lse(query, key, value, meta)

@@ -94,8 +94,8 @@ def test_the_negative_control_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     integration.register()
     model, inputs = _flux()
     want = _latents(model, inputs, "native")
-    real = integration.chosen_impl
-    monkeypatch.setattr(integration, "chosen_impl", lambda *a: real(*a[:7], 3.0, *a[8:]))
+    real = integration.impl_for
+    monkeypatch.setattr(integration, "impl_for", lambda properties: real(properties._replace(scale=3.0)))
     assert (_latents(model, inputs, "attn") - want).abs().max() > 1e-3
 
 

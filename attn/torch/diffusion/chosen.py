@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx.experimental.symbolic_shapes import guard_scalar
@@ -23,52 +23,85 @@ _MOST = 256  #: choices to keep
 _WHY_NOT_CALL = DiffusionAttentionBackend.why_not_call.__func__  # type: ignore[attr-defined]
 
 
-def chosen_impl(
-    backend: str | None,
-    error_budget: float,
-    device_type: str,
-    num_heads: int,
-    num_kv_heads: int,
-    head_size: int,
-    dtype: torch.dtype,
-    scale: float | None,
-    causal: bool,
-    mask: bool,
-    grad: bool,
-    key_mask: bool,
-    rows: int,
-    keys: int,
-) -> Any:
-    """Return the implementation for a call with these properties in the current environment and registries.
-
-    The choice is logged once.
+class CallProperties(NamedTuple):
+    """What the choice of a backend depends on.
 
     mask: whether the call has a mask other than one of keys; grad: whether gradients are needed; key_mask: whether it has a
-    mask of keys; rows, keys: 0 if unknown. A graph keeps the choice made while it was traced. Numbers of heads, head size
-    and scale become constants of the graph if they were symbols; rows and keys may have any value except 1. Raises
-    `UnsupportedError` with all reasons.
+    mask of keys; rows, keys: 0 if unknown.
     """
-    if torch.compiler.is_compiling():
-        rows, keys = (1 if size == 1 else 0 for size in (rows, keys))
-        num_heads, num_kv_heads, head_size = (known(size) for size in (num_heads, num_kv_heads, head_size))
-        scale = None if scale is None else known(scale)
-    description = _description(
+
+    backend: str | None
+    error_budget: float
+    device_type: str
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    dtype: torch.dtype
+    scale: float | None
+    causal: bool
+    mask: bool
+    grad: bool
+    key_mask: bool
+    rows: int
+    keys: int
+
+    def constant(self) -> "CallProperties":
+        """Return what a graph that is being traced depends on: numbers of heads, head size, scale and error budget become
+        constants of it if they were symbols; rows and keys may have any value except 1."""
+        rows, keys = (1 if size == 1 else 0 for size in (self.rows, self.keys))
+        num_heads, num_kv_heads, head_size = (known(size) for size in (self.num_heads, self.num_kv_heads, self.head_size))
+        return self._replace(
+            error_budget=known(self.error_budget),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_size=head_size,
+            scale=None if self.scale is None else known(self.scale),
+            rows=rows,
+            keys=keys,
+        )
+
+
+def properties_of(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    scale: float | None,
+    causal: bool,
+    mask: torch.Tensor | None,
+    grad: bool,
+    backend: str | None = None,
+    error_budget: float = 0.0,
+) -> CallProperties:
+    """Return the properties of a call. query: [B, S, H, D]; key: [B, M, K, D]; mask: [B, M] of keys, or four-dimensional;
+    backend: one by name, used or rejected."""
+    of_keys = mask is not None and mask.ndim == 2
+    (_, rows, num_heads, head_size), (_, keys, num_kv_heads, _) = query.shape, key.shape
+    return CallProperties(
         backend,
         error_budget,
-        device_type,
+        query.device.type,
         num_heads,
         num_kv_heads,
         head_size,
-        dtype,
+        query.dtype,
         scale,
-        causal,
-        mask,
-        grad,
-        key_mask,
-        rows,
-        keys,
+        causal=causal,
+        mask=mask is not None and not of_keys,
+        grad=grad,
+        key_mask=of_keys,
+        rows=rows,
+        keys=keys,
     )
-    return _impls[description]
+
+
+def impl_for(call: CallProperties) -> Any:
+    """Return the implementation for a call in the current environment and registries. The choice is logged once; a graph keeps
+    the choice made while it was traced. Raises `UnsupportedError` with all reasons."""
+    return _impls[_description(*(call.constant() if torch.compiler.is_compiling() else call))]
+
+
+def chosen_impl(*properties: Any) -> Any:
+    """Return `impl_for` of the fields of `CallProperties`, in their order."""
+    return impl_for(CallProperties(*properties))
 
 
 def known(number: Any) -> Any:
@@ -77,14 +110,14 @@ def known(number: Any) -> Any:
 
 
 @torch.compiler.assume_constant_result
-def _description(*call: Any) -> str:
+def _description(*call: Any) -> str:  # the fields one by one: a graph has no constant record
     key = (generation(), envs.read(ENV_VAR), envs.read("ATTN_DISABLE"), *call[:-2], *sizes_that_decide(*call[-2:]))
-    found = _choices.get(key)
-    if found is None:
+    description = _choices.get(key)
+    if description is None:
         if len(_choices) >= _MOST:
             _choices.clear()
-        found = _choices[key] = _choose(*call)
-    return found
+        description = _choices[key] = _choose(CallProperties(*call))
+    return description
 
 
 def sizes_that_decide(rows: int, keys: int) -> tuple[int, ...]:
@@ -107,42 +140,26 @@ def _limits(registries: int) -> tuple[int, int]:
     return max(x.min_keys for x in backends), math.lcm(*(x.key_multiple for x in backends))
 
 
-def _choose(
-    backend: str | None,
-    error_budget: float,
-    device_type: str,
-    num_heads: int,
-    num_kv_heads: int,
-    head_size: int,
-    dtype: torch.dtype,
-    scale: float | None,
-    causal: bool,
-    mask: bool,
-    grad: bool,
-    key_mask: bool,
-    rows: int,
-    keys: int,
-) -> str:
+def _choose(call: CallProperties) -> str:
     """Choose and build an implementation; return its key in `_impls`."""
-    features = [*([Feature.MASK] if mask else []), *([Feature.BACKWARD] if grad else [])]
-    budget = error_budget
-    if backend is not None:  # requested by name, which accepts its error
-        budget = max(budget, getattr(DiffusionAttentionBackendEnum[backend].get_class(), "error", 0.0))
+    budget = call.error_budget
+    if call.backend is not None:  # requested by name, which accepts its error
+        budget = max(budget, getattr(DiffusionAttentionBackendEnum[call.backend].get_class(), "error", 0.0))
     request = make_diffusion_request(
-        head_size,
-        dtype,
-        features=features,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
+        call.head_size,
+        call.dtype,
+        features=[*([Feature.MASK] if call.mask else []), *([Feature.BACKWARD] if call.grad else [])],
+        num_heads=call.num_heads,
+        num_kv_heads=call.num_kv_heads,
         error_budget=budget,
-        causal=causal,
-        key_mask=key_mask,
-        rows=rows or None,
-        keys=keys or None,
+        causal=call.causal,
+        key_mask=call.key_mask,
+        rows=call.rows or None,
+        keys=call.keys or None,
     )
-    platform = platform_for("torch", "cpu" if device_type == "cpu" else None)
-    chosen = select_diffusion(request, backend=backend, framework="torch", platform=platform).require()
-    arguments = (num_heads, head_size, scale, causal, num_kv_heads)
-    text = f"{chosen.__module__}:{chosen.__qualname__}{arguments}"
-    _impls[text] = chosen.get_impl_cls()(*arguments)
-    return text
+    platform = platform_for("torch", "cpu" if call.device_type == "cpu" else None)
+    backend = select_diffusion(request, backend=call.backend, framework="torch", platform=platform).require()
+    arguments = (call.num_heads, call.head_size, call.scale, call.causal, call.num_kv_heads)
+    description = f"{backend.__module__}:{backend.__qualname__}{arguments}"
+    _impls[description] = backend.get_impl_cls()(*arguments)
+    return description

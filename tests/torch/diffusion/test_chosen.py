@@ -16,9 +16,8 @@ from attn.torch.diffusion.backends.sdpa import SDPABackend, SDPAImpl
 
 
 def choose(rows, keys, causal=False, backend=None):
-    return chosen.chosen_impl(
-        backend, 0.0, "cpu", 4, 4, 16, torch.float32, 0.25, causal, False, False, False, rows, keys
-    )  # fmt: skip
+    q, k = torch.empty(1, rows, 4, 16), torch.empty(1, keys, 4, 16)
+    return chosen.impl_for(chosen.properties_of(q, k, 0.25, causal, None, False, backend))
 
 
 def test_decoding_fifty_tokens_chooses_once():
@@ -29,6 +28,17 @@ def test_decoding_fifty_tokens_chooses_once():
         attn.torch.scaled_dot_product_attention(q, k[..., :keys, :], k[..., :keys, :])
     # the number of keys counts by its common divisor with SAGE_ATTN's 64
     assert len(chosen._choices) - before <= 6
+
+
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_a_graph_has_the_choice_as_a_constant(dynamic):
+    def attend(q, k):  # the budget and the scale are symbols of a dynamic graph
+        return chosen.impl_for(chosen.properties_of(q, k, q.shape[-1] ** -0.5, False, None, False)).forward(q, k, k)
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=dynamic, backend="eager")
+    for rows in (5, 9, 1):
+        q, k = torch.randn(2, rows, 4, 16), torch.randn(2, rows + 3, 4, 16)
+        torch.testing.assert_close(compiled(q, k), attend(q, k))
 
 
 #: Caches that miss at each decoded token, and why.
