@@ -32,9 +32,9 @@ from attn.backends.mla.prefill.registry import MLAPrefillBackendEnum
 from attn.backends.paged import PagedImpl
 from attn.backends.pages import check_pages, page_slots
 from attn.backends.registry import AttentionBackendEnum
-from attn.capabilities import ENCODER_TYPES, Feature
+from attn.capabilities import ENCODER_TYPES, Feature, Request
 from attn.distributed import world_size
-from attn.dtypes import dtype_name, needs_scales
+from attn.dtypes import needs_scales
 from attn.errors import DTypeError
 from attn.imports import resolve_obj_by_qualname
 from attn.selection.verdicts import Selection
@@ -76,6 +76,31 @@ class BaseLayer:
     @abstractmethod
     def _default_dtype() -> Any:
         """Return the dtype of a layer created without one."""
+
+    def _request(
+        self, head_size: int, dtype: Any, features: Collection[str], required: Collection[str], return_lse: bool, **more: Any
+    ) -> Request:
+        """Return the layer's request.
+
+        features: the caller's; required: those of the layer's other arguments; more: arguments of `selector.make_request`.
+        """
+        needed = {Feature.DCP: world_size() > 1, Feature.LSE: check_flag("return_lse", return_lse)}
+        features = {*required, *list_of_names("features", features), *(feature for feature, asked in needed.items() if asked)}
+        dtype = self._default_dtype() if dtype is None else dtype
+        return selector.make_request(head_size, dtype, features=features, **more)
+
+    def _choose(self, request: Request, backend: Any, return_lse: bool, **arguments: Any) -> None:
+        """Select the backend, and make its implementation from the request and the layer's other arguments."""
+        self.recorder = recording.recorder()
+        self.selection = selector.select(request, framework=self.framework, backend=backend)
+        self.backend = self.selection.require()
+        impl_cls: Any = self.backend.get_impl_cls()
+        named = ("num_heads", "head_size", "num_kv_heads", "kv_cache_dtype", "attn_type")
+        self.impl = impl_cls(**{name: getattr(request, name) for name in named}, **arguments)
+        if return_lse:
+            self.impl.need_to_return_lse_for_decode = True
+        self.impl.batch_invariant = Feature.BATCH_INVARIANT in request.features
+        self.impl.layer_dtype = request.dtype
 
     def _device(self) -> Any:
         """Return the default device of this layer's batches and caches; None is the framework's default."""
@@ -221,66 +246,39 @@ class BaseAttention(BaseLayer):
         v_scale: Any = _UNSET,
     ) -> None:
         super().__init__()
-        self.recorder = recording.recorder()
-        dtype = self._default_dtype() if dtype is None else dtype
         num_heads, num_kv_heads, head_size = check_heads(num_heads, num_kv_heads, head_size)
-        window = window_pair(sliding_window, check_attn_type(attn_type))
-        wanted = layer_features(
-            window, check_soft_cap(logits_soft_cap), alibi_slopes, sinks, kv_sharing_target_layer_name, chunk_size
-        )
+        window, soft_cap = window_pair(sliding_window, check_attn_type(attn_type)), check_soft_cap(logits_soft_cap)
+        required = layer_features(window, soft_cap, alibi_slopes, sinks, kv_sharing_target_layer_name, chunk_size)
         for name, values in (("alibi_slopes", alibi_slopes), ("sinks", sinks)):
             if values is not None:
                 rank_of_numbers(name, values)
         if rank_of_numbers("k_scale", k_scale) or rank_of_numbers("v_scale", v_scale):
-            wanted |= {Feature.PER_HEAD_SCALES}
-        if world_size() > 1:
-            wanted |= {Feature.DCP}
-        if check_flag("return_lse", return_lse):
-            wanted |= {Feature.LSE}
-        request = selector.make_request(
-            head_size,
-            dtype,
-            kv_cache_dtype,
-            block_size,
-            attn_type=attn_type,
-            features=wanted.union(list_of_names("features", features)),
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-        )
-        block_size, kv_cache_dtype = request.block_size or block_size, request.kv_cache_dtype
-        self.selection = selector.select(request, framework=self.framework, backend=backend)
-        self.backend = self.selection.require()
-        impl_cls: Any = self.backend.get_impl_cls()
-        self.impl = impl_cls(
-            num_heads=num_heads,
-            head_size=head_size,
+            required |= {Feature.PER_HEAD_SCALES}
+        heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "attn_type": attn_type}
+        cache = {"kv_cache_dtype": kv_cache_dtype, "block_size": block_size}
+        request = self._request(head_size, dtype, features, required, return_lse, **heads, **cache)
+        # a backend of vLLM's interface alone does not take these
+        further = {"sinks": sinks, "chunk_size": chunk_size, "span_window": span_window}
+        self._choose(
+            request,
+            backend,
+            return_lse,
             scale=check_scale(scale, head_size),
-            num_kv_heads=num_kv_heads,
             alibi_slopes=alibi_slopes,
             sliding_window=sliding_window,
-            kv_cache_dtype=kv_cache_dtype,
             logits_soft_cap=logits_soft_cap,
-            attn_type=attn_type,
             kv_sharing_target_layer_name=kv_sharing_target_layer_name,
-            **{
-                name: value
-                for name, value in (("sinks", sinks), ("chunk_size", chunk_size), ("span_window", span_window))
-                if value is not None
-            },
+            **{name: value for name, value in further.items() if value is not None},
         )
         self.kv_cache_spec = KVCacheSpec(
-            block_size,
+            request.block_size or block_size,
             num_kv_heads,
             head_size,
-            dtype_name(dtype),
-            kv_cache_dtype,
+            request.dtype,
+            request.kv_cache_dtype,
             attn_type=attn_type,
             sliding_window=tuple(sliding_window) if isinstance(sliding_window, list) else sliding_window,  # hashable
         )
-        if return_lse:
-            self.impl.need_to_return_lse_for_decode = True
-        self.impl.batch_invariant = Feature.BATCH_INVARIANT in request.features
-        self.impl.layer_dtype = self.kv_cache_spec.dtype
         self._keep_scales(num_kv_heads, k_scale, v_scale)
         self._warn_unscaled([name for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)) if scale is _UNSET])
         self._finish()
@@ -341,36 +339,18 @@ class BaseMLAAttention(BaseLayer):
         k_scale: Any = 1.0,
     ) -> None:
         super().__init__()
-        self.recorder = recording.recorder()
-        dtype = self._default_dtype() if dtype is None else dtype
         rank, rope = positive_int("kv_lora_rank", kv_lora_rank), natural_int("qk_rope_head_dim", qk_rope_head_dim)
         nope = positive_int("qk_nope_head_dim", qk_nope_head_dim)
-        wanted = {Feature.MLA if indexer is None else Feature.SPARSE_MLA, *([Feature.DCP] if world_size() > 1 else [])}
-        if check_flag("return_lse", return_lse):
-            wanted |= {Feature.LSE}
-        request = selector.make_request(
-            rank + rope,
-            dtype,
-            kv_cache_dtype,
-            block_size,
-            features=wanted.union(list_of_names("features", features)),
-            num_heads=num_heads,
-            num_kv_heads=1,
-        )
-        self.selection = selector.select(request, framework=self.framework, backend=backend)
-        self.backend = self.selection.require()
-        impl_cls: Any = self.backend.get_impl_cls()
-        self.impl = impl_cls(
-            num_heads=num_heads,
-            head_size=rank + rope,
+        required = {Feature.MLA if indexer is None else Feature.SPARSE_MLA}
+        heads = {"num_heads": num_heads, "num_kv_heads": 1}
+        cache = {"kv_cache_dtype": kv_cache_dtype, "block_size": block_size}
+        request = self._request(rank + rope, dtype, features, required, return_lse, **heads, **cache)
+        self._choose(
+            request,
+            backend,
+            return_lse,
             scale=check_scale(scale, nope + rope),
-            num_kv_heads=1,
-            alibi_slopes=None,
-            sliding_window=None,
-            kv_cache_dtype=request.kv_cache_dtype,
-            logits_soft_cap=None,
-            attn_type=AttentionType.DECODER,
-            kv_sharing_target_layer_name=None,
+            **dict.fromkeys(("alibi_slopes", "sliding_window", "logits_soft_cap", "kv_sharing_target_layer_name")),
             q_lora_rank=q_lora_rank,
             kv_lora_rank=rank,
             qk_nope_head_dim=nope,
@@ -380,15 +360,11 @@ class BaseMLAAttention(BaseLayer):
             kv_b_proj=kv_b_proj,
             indexer=indexer,
         )
-        if return_lse:
-            self.impl.need_to_return_lse_for_decode = True
-        self.impl.batch_invariant = Feature.BATCH_INVARIANT in request.features
         self.impl.prefill_backend = prefill_backend
         self.impl.prefill_features = request.features & {Feature.NAN_SAFE}
         self.kv_cache_spec = KVCacheSpec(
             request.block_size or block_size, 1, rank + rope, request.dtype, request.kv_cache_dtype
         )
-        self.impl.layer_dtype = request.dtype
         self._keep_scales(1, k_scale, 1.0)
         self._finish()
 

@@ -90,20 +90,10 @@ def _dense(
         if causal and rows != keys:
             triangle = jnp.tril(jnp.ones((1, 1, rows, keys), bool))
             mask, causal = triangle if mask is None else mask & triangle, False
-        drawn: jax.Array = attn.attention(
-            query,
-            key,
-            value,
-            causal=causal,
-            scale=impl.signed_scale,
-            window=impl.window,
-            logits_soft_cap=impl.logits_soft_cap,
-            alibi_slopes=impl.alibi_slopes,
-            sinks=impl.sinks,
-            mask=mask,
-            layout="BSHD",
+        rules = {name: getattr(impl, name) for name in ("window", "logits_soft_cap", "alibi_slopes", "sinks")}
+        return attn.attention(  # type: ignore[no-any-return]
+            query, key, value, causal=causal, scale=impl.signed_scale, mask=mask, layout="BSHD", **rules
         )
-        return drawn
     spec, lens, blocks = layer.kv_cache_spec, [rows] * batch, -(-rows // layer.kv_cache_spec.block_size)
     table = np.arange(batch * blocks).reshape(batch, blocks)
     described = CommonAttentionMetadata.from_lens(lens, lens, table, spec.block_size, causal=causal)

@@ -230,15 +230,8 @@ class Batch:
     values: list
 
     def run(self, **kwargs):
-        return reference.paged_attention(
-            self.query,
-            self.key_cache,
-            self.value_cache,
-            query_start_loc=self.query_start_loc,
-            seq_lens=self.seq_lens,
-            block_table=self.block_table,
-            **kwargs,
-        )
+        lengths = {name: getattr(self, name) for name in ("query_start_loc", "seq_lens", "block_table")}
+        return reference.paged_attention(self.query, self.key_cache, self.value_cache, **lengths, **kwargs)
 
     def rows(self, r):
         return slice(int(self.query_start_loc[r]), int(self.query_start_loc[r + 1]))

@@ -91,15 +91,8 @@ class BenchCase:
 
     def request(self) -> Request:
         """Return the selector's request for the case's layer."""
-        return make_request(
-            self.head_size,
-            self.dtype,
-            self.kv_cache_dtype,
-            self.block_size,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            features=self.features,
-        )
+        heads: dict[str, Any] = {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads}
+        return make_request(self.head_size, self.dtype, self.kv_cache_dtype, self.block_size, features=self.features, **heads)
 
     def __str__(self) -> str:
         words = [self.batch, f"{self.heads}x{self.head_size}", f"p{self.block_size}"]

@@ -24,7 +24,16 @@ import torch
 
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.paged import PagedCall
-from attn.capabilities import ATTN_TYPES, Capabilities, Device, Feature, Request, arch_matches
+from attn.capabilities import (
+    ATTN_TYPES,
+    MASK_FEATURES,
+    PAGED_FEATURES,
+    Capabilities,
+    Device,
+    Feature,
+    Request,
+    arch_matches,
+)
 from attn.errors import MetadataError, UnsupportedError
 from attn.torch import kv_cache as caches
 from attn.torch.backends import _flashinfer_trtllm as trtllm
@@ -189,16 +198,7 @@ class FlashInferBackend(PagedAttentionBackend):
         head_sizes=(64, 128, 256),
         kv_cache_dtypes=("auto", "fp8", "fp8_e4m3", "fp8_e5m2"),
         attn_types=ATTN_TYPES,
-        features=frozenset(
-            {
-                Feature.NON_CAUSAL,
-                Feature.SLIDING_WINDOW,
-                Feature.SOFT_CAP,
-                Feature.SINKS,
-                Feature.LSE,
-                Feature.KV_SHARING,
-            }
-        ),
+        features=PAGED_FEATURES - MASK_FEATURES - {Feature.TWO_SIDED_WINDOW, Feature.ALIBI},
         packages=("flashinfer",),
         install="flashinfer-python",
         archs=(("cuda", ("sm_80+",)),),
