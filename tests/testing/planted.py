@@ -383,7 +383,7 @@ DEFECTS = (
     Defect(
         "tpu_long_alibi_not_symmetric",
         "jax/kernels/tpu/_long.py",
-        "(away if cfg.causal and not cfg.tree else -jnp.abs(away))",
+        "(away if cfg.mask.causal and not cfg.tree else -jnp.abs(away))",
         "away",
         PAGED_TPU,
         "ALiBi favours later keys in a prompt that is not causal.",
@@ -431,10 +431,10 @@ DEFECTS = (
     Defect(
         "tpu_plan_causal_item",
         "jax/kernels/tpu/_plan.py",
-        "jnp.minimum(high, position + rows + right)",
-        "jnp.minimum(high, position + right)",
+        "last = position + jnp.minimum(q_lens[r] - offset, large) - 1",
+        "last = position",
         PAGED_TPU,
-        "An item's keys end where the window of its first row does.",
+        "An item's keys end where those of its first row do.",
     ),
     Defect(
         "tpu_pages_last_page",
@@ -478,8 +478,8 @@ DEFECTS = (
     ),
     Defect(
         "tpu_padding_rows",
-        "jax/kernels/tpu/ragged_paged_attention.py",
-        "return jnp.where(plan.live[:, None, None], rows, fill)",
+        "jax/kernels/tpu/_plan.py",
+        "return jnp.where(self.live[:, None, None], rows, fill)",
         "return rows",
         PAGED_TPU,
         "Rows of padding are not 0.",

@@ -189,10 +189,7 @@ def test_operations_of_a_kernel_are_found_by_its_name():
 
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e5m2])
 def test_rows_of_narrow_pages_make_whole_tiles_in_order(dtype):
-    cfg = PagedConfig(
-        lanes=128, page=16, tile=16, align=1, large=1, kv_block=64, slots=1, causal=True, lse=False, write=False,
-        num_items=1, num_tiles=1, narrow=True,
-    )  # fmt: skip
+    cfg = PagedConfig(1, 1, 1, 1, 1, 1, 16, 128, 1, 2, 1, kv_block=64, large=1, key_tile=16, row_tile=1, slots=1)
     codes = jax.random.randint(jax.random.key(0), (64, 128), -128, 128, jnp.int32).astype(jnp.int8)
     codes = jax.lax.bitcast_convert_type(codes, dtype)
 

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from jax.experimental.pallas import tpu as pltpu
 
+from attn.jax.kernels.tpu._refs import PagedShape, sublanes
+
 #: Rows of a kv head in items of long requests on any chip, and their scores for eight heads with 1,024 keys.
 ROWS = 512
 STRETCH = 8 * 1024 * ROWS
@@ -74,44 +76,42 @@ def target() -> str | None:
     return name if name in CHIPS else f"v{name}"
 
 
-def sublanes(itemsize: int) -> int:
-    """Rows of a native tile for elements of `itemsize` bytes."""
-    return 32 // itemsize
+def chip_of(name: str) -> Chip:
+    """The chip of that name. Raises ValueError for an unknown one."""
+    if name not in CHIPS:
+        raise ValueError(f"chip={name!r} is unknown; known: {', '.join(CHIPS)}")
+    return CHIPS[name]
 
 
-def blocks_for(
-    chip: str, *, num_kv_heads: int, group: int, lanes: int, planes: int, page: int, columns: int, itemsize: int,
-    cache_itemsize: int, align: int, max_query_len: int, lse: bool, reach: int | None = None,
-) -> Blocks:  # fmt: skip
-    """Block sizes for a launch on `chip`; `large` 0 if every request has one row. Raises ValueError for an unknown chip.
-
-    `reach`: how many keys before its own position a row may see, if there is a window.
-    """
-    if chip not in CHIPS:
-        raise ValueError(f"chip={chip!r} is unknown; known: {', '.join(CHIPS)}")
-    known = OVERRIDES.get((chip, lanes, cache_itemsize))
+def blocks_for(name: str, shape: PagedShape) -> Blocks:
+    """Block sizes for a launch on a chip; `large` 0 if every request has one row. Raises ValueError for an unknown chip."""
+    chip, page, lanes, group, heads = chip_of(name), shape.page, shape.lanes, shape.group, shape.num_kv_heads
+    itemsize, cache_itemsize, max_query_len = shape.itemsize, shape.cache_itemsize, shape.max_query_len
+    known = OVERRIDES.get((name, lanes, cache_itemsize))
     if known is not None:
         return known
     # the rest is for spilled registers: 20 MiB of them in float32 at 256 lanes
-    room = CHIPS[chip].vmem * 3 // 4 if itemsize == 2 else CHIPS[chip].vmem // 2
+    room = chip.vmem * 3 // 4 if itemsize == 2 else chip.vmem // 2
     # rows of an item are lanes of its scores, so they fill whole registers
-    smallest = align * 128 // math.gcd(align * group, 128)
+    smallest = shape.align * 128 // math.gcd(shape.align * group, 128)
     large = smallest if max_query_len > 1 else 0
     # a product of float32 is six of bfloat16: 512 rows keep the matrix unit busy, and twice as many take long to compile
-    long = CHIPS[chip].rows if itemsize == 2 else ROWS
+    long = chip.rows if itemsize == 2 else ROWS
     # rows of an item beyond its request's are computed for nothing: the most rows pay only for long requests
     while large and large < max_query_len and 2 * large * group <= (long if 16 * large <= max_query_len else ROWS):
         large *= 2
-    whole = kv_block = max(CHIPS[chip].keys if max_query_len == 1 else 1024, 2048 // cache_itemsize, page)
-    most = columns * page if reach is None else min(columns * page, page + reach + max(large, 1))
+    whole = kv_block = max(chip.keys if max_query_len == 1 else 1024, 2048 // cache_itemsize, page)
+    most, reach = shape.columns * page, shape.mask.window[0] if shape.mask.causal else None
+    if reach is not None:
+        most = min(most, page + reach + max(large, 1))
     while kv_block > max(page, sublanes(cache_itemsize)) and kv_block >= 2 * most:
         kv_block //= 2  # no item sees that many keys
     slots = min(3 * whole // kv_block, 8)  # the same number of bytes in flight, whatever the block
 
     def size(kv_block: int, large: int) -> int:
-        rows = num_kv_heads * large * group
-        states = rows * 4 * (2 * 16 + 2 * lanes + (128 if lse else 0))
-        return slots * planes * num_kv_heads * kv_block * lanes * cache_itemsize + 3 * rows * lanes * itemsize + states
+        rows = heads * large * group
+        states = rows * 4 * (2 * 16 + 2 * lanes + (128 if shape.lse else 0))
+        return slots * shape.planes * heads * kv_block * lanes * cache_itemsize + 3 * rows * lanes * itemsize + states
 
     while size(kv_block, large) > room and large * group > ROWS and large > smallest:
         large //= 2

@@ -1,71 +1,94 @@
-"""What launches of the paged kernels share: the chip and the interpreter, the limit on scalars, and the pallas_call."""
+"""What launches of the paged kernels share: the device, buffers, the limit on scalars, and the pallas_call."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from attn.jax.kernels.tpu._chips import CHIPS, target
+from attn.jax.kernels.tpu._chips import chip_of, target
 from attn.jax.kernels.tpu._plan import Plan
+from attn.jax.kernels.tpu._refs import PagedConfig, block_shape
 
 
-def device(chip: str | None, interpret: Any) -> tuple[str, Any]:
-    """Return (the chip, how it is interpreted).
+class Device(NamedTuple):
+    """A chip, and how it is interpreted: False or `pltpu.InterpretParams`."""
 
-    For None: the TPU that is compiled for, without interpreting; without a TPU, a v5e in the interpreter.
-    """
+    chip: str
+    interpret: Any
+
+
+def device(chip: str | None, interpret: Any) -> Device:
+    """For None: the TPU that is compiled for, without interpreting; without a TPU, a v5e in the interpreter."""
     if chip is None:
         chip = target()
     if interpret is None:
         interpret = pltpu.InterpretParams() if chip is None else False
-    return chip or "v5e", interpret
+    return Device(chip or "v5e", interpret)
 
 
 def compiler_params(chip: str, *semantics: str) -> pltpu.CompilerParams:
     """One word per dimension of the grid; all of VMEM except a sixteenth, which is reserved for the compiler."""
     return pltpu.CompilerParams(
         dimension_semantics=semantics,  # type: ignore[arg-type]
-        vmem_limit_bytes=CHIPS[chip].vmem * 15 // 16,
+        vmem_limit_bytes=chip_of(chip).vmem * 15 // 16,
         disable_bounds_checks=True,
     )
 
 
-def scalars(plan: Plan, block_table: jax.Array, chip: str) -> dict[str, jax.Array]:
-    """The arrays of a plan that are prefetched into SMEM, by name. Raises ValueError if they exceed the chip's SMEM."""
-    found = {"items": plan.items, "tiles": plan.tiles, "counts": plan.counts, "table": plan.table}
-    needed = 4 * sum(x.size for x in found.values())
-    if needed > CHIPS[chip].smem:
-        num_requests, columns = block_table.shape
-        raise ValueError(
-            f"block_table of {num_requests} requests x {columns} blocks and its plan take {needed} bytes of SMEM: {chip} has "
-            f"{CHIPS[chip].smem}; use fewer requests a batch or a larger block_size"
-        )
-    return found
+class Buffers(NamedTuple):
+    """What a launch allocates, by the names of the kernel's refs."""
+
+    scratch: dict[str, Any]
+    results: dict[str, jax.ShapeDtypeStruct]
+    spaces: dict[str, Any]  #: the memories of arrays and results that are not in HBM
+
+
+def page_buffers(cfg: PagedConfig, stored: Any) -> dict[str, Any]:
+    """The scratch of `_pages.attend`, for a cache of dtype `stored`."""
+    return {
+        "kv": pltpu.VMEM((cfg.slots, cfg.planes, cfg.num_kv_heads, *block_shape(cfg)), stored),
+        "kv_sem": pltpu.SemaphoreType.DMA((cfg.slots,)),
+        "q_sem": pltpu.SemaphoreType.DMA((2,)),
+        "o_sem": pltpu.SemaphoreType.DMA(()),
+    }
+
+
+def write_buffers(cfg: PagedConfig, stored: Any) -> dict[str, Any]:
+    """The scratch of `_pages.write`, if the launch writes."""
+    if not cfg.write:
+        return {}
+    stage = pltpu.VMEM((cfg.ring, cfg.planes, cfg.num_kv_heads, cfg.tile, cfg.lanes), stored)
+    ring = pltpu.SemaphoreType.DMA((cfg.ring,))
+    return {"old": stage, "new": stage, "read_sem": ring, "write_sem": ring}
 
 
 def paged(
-    name: str,
     body: Callable[[dict[str, Any]], None],
-    scalars: Mapping[str, jax.Array],
+    cfg: PagedConfig,
+    device: Device,
+    plan: Plan,
     arrays: Mapping[str, jax.Array],
     cache: jax.Array,
-    made: Mapping[str, jax.ShapeDtypeStruct],
-    scratch: Mapping[str, Any],
-    spaces: Mapping[str, Any],
-    *,
-    chip: str,
-    interpret: Any,
+    buffers: Buffers,
+    name: str,
 ) -> dict[str, jax.Array]:
     """The pallas_call of a kernel that writes into `cache` in place: its results by name, including the cache.
 
-    `body` receives the refs by name: of the scalars, the arrays, the results `made`, `cache` and the `scratch`. Arrays and
-    results are in HBM unless `spaces` specifies another memory.
+    `body` receives the refs by name: of the plan, which is prefetched into SMEM, the arrays, the results, `cache` and the
+    scratch. Raises ValueError if the plan exceeds the chip's SMEM.
     """
+    scalars = {"items": plan.items, "tiles": plan.tiles, "counts": plan.counts, "table": plan.table}
+    needed, chip = 4 * sum(x.size for x in scalars.values()), chip_of(device.chip)
+    if needed > chip.smem:
+        raise ValueError(
+            f"block_table of {cfg.num_requests} requests x {cfg.columns} blocks and its plan take {needed} bytes of SMEM: "
+            f"{device.chip} has {chip.smem}; use fewer requests a batch or a larger block_size"
+        )
     given = {**scalars, **arrays, "cache_in": cache}
-    made = {**made, "cache": jax.ShapeDtypeStruct(cache.shape, cache.dtype)}
-    names = [*given, *made, *scratch]
+    made = {**buffers.results, "cache": jax.ShapeDtypeStruct(cache.shape, cache.dtype)}
+    names = [*given, *made, *buffers.scratch]
 
     def kernel(*refs: Any) -> None:
         named = dict(zip(names, refs, strict=True))
@@ -73,7 +96,7 @@ def paged(
         body(named)
 
     def spec(name: str) -> pl.BlockSpec:
-        return pl.BlockSpec(memory_space=spaces.get(name, pltpu.HBM))
+        return pl.BlockSpec(memory_space=buffers.spaces.get(name, pltpu.HBM))
 
     results = pl.pallas_call(
         kernel,
@@ -82,12 +105,12 @@ def paged(
             grid=(1,),
             in_specs=[*map(spec, arrays), spec("cache_in")],
             out_specs=[*map(spec, made)],
-            scratch_shapes=list(scratch.values()),
+            scratch_shapes=list(buffers.scratch.values()),
         ),
         out_shape=list(made.values()),
         input_output_aliases={len(given) - 1: len(made) - 1},
-        compiler_params=compiler_params(chip, "arbitrary"),
-        interpret=interpret,
+        compiler_params=compiler_params(device.chip, "arbitrary"),
+        interpret=device.interpret,
         name=name,
     )(*given.values())
     return dict(zip(made, results, strict=True))

@@ -65,9 +65,9 @@ def reset(cfg: Config, refs: Refs) -> None:
 
 def is_clear(cfg: Config, item: Item, first: jax.Array, stop: jax.Array) -> jax.Array:
     """Whether every row of the item sees every key in [first, stop)."""
-    left, right = cfg.window
+    left, right = cfg.mask.window
     clear = (stop <= item.high) & (first >= item.low)
-    if cfg.causal:
+    if cfg.mask.causal:
         before = stop <= item.position + 1
         if cfg.tree:
             before |= (stop <= item.context) & (item.context != NO_TREE)
@@ -219,14 +219,14 @@ def _scores(
     position = _positions(cfg, item, top)
     if cfg.alibi:
         away = (key + (first - position)).astype(jnp.float32)
-        s += refs.rules[SLOPE, k, :, at] * (away if cfg.causal and not cfg.tree else -jnp.abs(away))
+        s += refs.rules[SLOPE, k, :, at] * (away if cfg.mask.causal and not cfg.tree else -jnp.abs(away))
     if not masked:
         return s
     low, high = _seen_by_order(cfg, item, position)
     seen = key < high - first
     if low is not None:
         seen &= key >= low - first
-    if cfg.causal and cfg.tree:
+    if cfg.mask.causal and cfg.tree:
         # row w of a one-hot matrix is new key w: a product scatters the tree's edges to the keys
         shape = (cfg.key_tile, LANES)
         node = first - item.context + lax.broadcasted_iota(jnp.int32, shape, 0)
@@ -245,10 +245,10 @@ def _positions(cfg: Config, item: Item, top: int) -> jax.Array:
 
 def _seen_by_order(cfg: Config, item: Item, position: jax.Array) -> tuple[jax.Array | None, jax.Array]:
     """Rows see keys of [low, high), [1, rows] each, except those that a tree hides. low: None if it is 0."""
-    left, right = cfg.window
+    left, right = cfg.mask.window
     low = None if left is None else jnp.maximum(position - left, item.low)
     high = jnp.broadcast_to(item.high, position.shape)
-    if cfg.causal and not cfg.tree:
+    if cfg.mask.causal and not cfg.tree:
         high = jnp.minimum(high, position + 1)
     if right is not None:
         high = jnp.minimum(high, position + right + 1)

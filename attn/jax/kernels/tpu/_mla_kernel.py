@@ -33,10 +33,7 @@ SCORES, OUTPUTS = range(2)
 class Config(PagedConfig):
     """The static configuration. A row of the cache is `lanes` wide; its first `values` columns are the value."""
 
-    heads: int
     values: int
-    key_tile: int  # keys per score matrix
-    row_tile: int  # and its rows, at most
     widened: bool  # the cache stores codes
     even_odd: bool  # widened with `widen_e4m3`, which changes the order of keys
 
@@ -80,7 +77,7 @@ def _kind(cfg: Config, refs: Refs, rows: Rows) -> _pages.Kind:
         row = refs.items[_plan.ROW * cfg.num_items + i]
         if rows is refs.single:
             return ref.at[row]
-        return ref.at[pl.ds(pl.multiple_of(row * cfg.heads, cfg.align * cfg.heads), rows.q.shape[1])]
+        return ref.at[pl.ds(pl.multiple_of(row * cfg.group, cfg.align * cfg.group), rows.q.shape[1])]
 
     def queries(i: jax.Array) -> list[Any]:
         slot = lax.rem(i, 2)
@@ -93,7 +90,7 @@ def _kind(cfg: Config, refs: Refs, rows: Rows) -> _pages.Kind:
     def meet(item: Item, begin: jax.Array, slot: jax.Array) -> None:
         stop = begin + cfg.kv_block
         clear = stop <= item.high  # whether every row sees every key
-        if cfg.causal and rows is refs.long:
+        if cfg.mask.causal and rows is refs.long:
             clear &= stop <= item.position + 1
 
         def go(masked: bool) -> None:
@@ -159,7 +156,7 @@ def _tile(
             j += jnp.where(within < size // 2, within, within - size + 1)
         j += begin
         visible = j < item.high
-        if cfg.causal and rows.order is not None:
+        if cfg.mask.causal and rows.order is not None:
             visible &= j <= item.position + widen(rows.order[at, :], cfg.key_tile)
         return visible
 
@@ -185,7 +182,7 @@ def _tile(
         added += dot(p.astype(dtype), keys(start, cfg.values), 1, 0)
     rows.m[at, :], rows.l[at, :], rows.acc[at, :] = new_m, total, kept + added
 
-    if masked and cfg.causal and rows.order is not None:
+    if masked and cfg.mask.causal and rows.order is not None:
         # a weight of 0 does not keep NaN out of a sum: if there was one, every row is recomputed with only the keys it sees
 
         @pl.when(jnp.max(jnp.where(added != added, 1.0, 0.0)) > 0)

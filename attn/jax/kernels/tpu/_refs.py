@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import operator
 from typing import Any
 
@@ -10,6 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+
+from attn.visibility import LayerMask
 
 LANES = 128
 LOG2_E = 1.4426950408889634
@@ -21,26 +24,72 @@ Ref = Any
 K_FACTOR, V_FACTOR, SINK, SLOPE = range(4)
 
 
+@dataclasses.dataclass(frozen=True)
+class PagedShape:
+    """What is static in a call over pages, before block sizes are chosen."""
+
+    num_tokens: int  # T
+    num_requests: int  # R
+    columns: int  # B, of the block table
+    max_query_len: int  # at least the longest query
+    planes: int  # arrays per head in a page: keys and values, or one that holds both
+    num_kv_heads: int
+    page: int
+    lanes: int  # per row as stored, a multiple of 128
+    group: int  # G: query heads that share a kv head
+    itemsize: int  # bytes of a query's element
+    cache_itemsize: int
+    mask: LayerMask = LayerMask()
+    lse: bool = False
+    write: bool = True
+
+    @property
+    def native(self) -> int:
+        """Rows of a hardware tile of queries."""
+        return sublanes(self.itemsize)
+
+    @property
+    def align(self) -> int:
+        """A long request's query tokens begin at multiples of this."""
+        return self.native // math.gcd(self.group, self.native)
+
+    @property
+    def tile(self) -> int:
+        """Rows of the cache that are written together."""
+        return min(sublanes(self.cache_itemsize), self.page)
+
+    @property
+    def narrow(self) -> bool:
+        """Whether a page has fewer rows than a hardware tile, so that pages cannot form blocks of rows: see `rows_at`."""
+        return self.page < sublanes(self.cache_itemsize)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PagedConfig:
+class PagedConfig(PagedShape):
     """The static configuration of any launch over pages."""
 
-    num_kv_heads: int = 1
-    planes: int = 1  # arrays per head in a page: keys and values, or one that holds both
-    lanes: int  # per row as stored, a multiple of 128
-    page: int
-    tile: int  # rows of the cache that are written together
-    align: int  # a long request's query tokens begin at multiples of this
-    large: int  # query tokens per item; 0 if every request is a single
     kv_block: int  # keys per DMA block
+    large: int  # query tokens per item; 0 if every request is a single
+    key_tile: int  # keys per score matrix
+    row_tile: int  # and its query rows
     slots: int  # blocks that VMEM holds: one computed on, the others being loaded
-    causal: bool
-    lse: bool
-    write: bool
-    num_items: int
-    num_tiles: int
-    narrow: bool = False  # a page has fewer rows than a hardware tile, so pages cannot form blocks of rows: see `rows_at`
     ring: int = 8
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the query buffer for any batch of T tokens in R requests, with each longer request's rows aligned."""
+        padded = self.num_tokens + min(self.num_requests, self.num_tokens // 2) * (self.align - 1)
+        return -(-padded // self.align) * self.align + max(self.large, 1)
+
+    @property
+    def num_items(self) -> int:
+        """The most items that such a batch has."""
+        return min(self.num_requests, self.num_tokens) + self.num_tokens // max(self.large, 1)
+
+    @property
+    def num_tiles(self) -> int:
+        """The most tiles of cache rows that such a batch writes to."""
+        return min(2 * self.num_requests, self.num_tokens) + self.num_tokens // self.tile + 1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,19 +117,26 @@ class PagedRefs:
 class Config(PagedConfig):
     """The ragged kernel's sizes and features. With one plane a row holds [key | value]."""
 
-    group: int  # G: query rows that share a kv head
-    chunk: int  # keys per step of a long request if every row sees them all
-    key_tile: int  # keys per score matrix, and per any other step
-    row_tile: int  # and its query rows
+    chunk: int  # keys per step of a long request if every row sees them all; any other step has `key_tile`
     stretch: int  # scores per straight stretch of code
-    join: int  # J: kv heads that a single treats as one
-    single_rows: int  # J * G, padded to whole tiles
-    window: tuple[int | None, int | None]
     logits_soft_cap: float | None
     alibi: bool
     sinks: bool
     tree: bool
     rebiased: bool  # the cache is float8_e4m3fn, read as another format: see `widened`
+
+    @property
+    def join(self) -> int:
+        """J: kv heads that a single treats as one."""
+        join = 1
+        while self.num_kv_heads % (2 * join) == 0 and 2 * join * self.group <= self.native:
+            join *= 2
+        return join
+
+    @property
+    def single_rows(self) -> int:
+        """J * G, padded to whole tiles."""
+        return -(-self.join * self.group // self.native) * self.native
 
     @property
     def joined(self) -> int:
@@ -124,6 +180,11 @@ class Refs(PagedRefs):
     alarm: Ref = None  # [8, M] int32, above 0 for rows whose step must be repeated
     lse_rows: Ref = None
     edges: Ref = None  # [2, M, 128]
+
+
+def sublanes(itemsize: int) -> int:
+    """Rows of a native tile for elements of `itemsize` bytes."""
+    return 32 // itemsize
 
 
 def block_shape(cfg: PagedConfig) -> tuple[int, ...]:

@@ -90,7 +90,7 @@ def attend(cfg: Config, refs: Refs, item: Item, slot: jax.Array, begin: jax.Arra
         j = begin + first + lax.broadcasted_iota(jnp.int32, shape, 1)
         if cfg.alibi:
             away = (j - item.position).astype(jnp.float32)
-            s += widen(refs.rules1[SLOPE, n], keys_at_once) * (away if cfg.causal else -jnp.abs(away))
+            s += widen(refs.rules1[SLOPE, n], keys_at_once) * (away if cfg.mask.causal else -jnp.abs(away))
         return jnp.where((j >= item.low) & (j < item.high), s, -jnp.inf) if masked else s
 
     def add(n: jax.Array, first: int, s: jax.Array) -> None:

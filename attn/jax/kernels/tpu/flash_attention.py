@@ -21,7 +21,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from attn.jax.kernels.tpu import _flash_backward, _flash_forward, _launch
-from attn.jax.kernels.tpu._chips import CHIPS
+from attn.jax.kernels.tpu._chips import chip_of
 from attn.jax.kernels.tpu._flash import Config, Masks
 from attn.jax.kernels.tpu._flash_layout import BlockSizes, Extras, Layout, Static, layout_of, masks_of
 from attn.jax.kernels.tpu._refs import LOG2_E
@@ -73,9 +73,8 @@ def flash_attention(
             raise ValueError(f"sliding_window={sliding_window}: each side must be None or at least 0")
     if logits_soft_cap is not None and not (math.isfinite(logits_soft_cap) and logits_soft_cap >= 0):
         raise ValueError(f"logits_soft_cap={logits_soft_cap}: must be finite and at least 0 (0 or None: off)")
-    chip, interpret = _launch.device(chip, interpret)
-    if chip not in CHIPS:
-        raise ValueError(f"chip={chip!r} is unknown; known: {', '.join(CHIPS)}")
+    device = _launch.device(chip, interpret)
+    chip_of(device.chip)
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     if scale < 0:  # the kernels bound scores by a positive scale
         q, scale = -q, -scale
@@ -86,8 +85,7 @@ def flash_attention(
         scale=scale,
         logits_soft_cap=logits_soft_cap or None,
         block_sizes=block_sizes,
-        chip=chip,
-        interpret=interpret,
+        **device._asdict(),
     )
     out, lse = _attention(static, q, k, v, extras)
     return (out, lse) if return_lse else out

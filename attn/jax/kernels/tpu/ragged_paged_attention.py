@@ -15,7 +15,6 @@ Shape letters: T tokens, R requests, H query heads, K kv heads, G = H / K, D hea
 columns.
 """
 
-import math
 from typing import Any
 
 import jax
@@ -23,8 +22,9 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 
 from attn.jax.kernels.tpu import _kernel, _launch, _plan
-from attn.jax.kernels.tpu._chips import REBIASES_E4M3, Blocks, blocks_for, sublanes
-from attn.jax.kernels.tpu._refs import E4M3_GAIN, LANES, LOG2_E, Config, Refs, block_shape
+from attn.jax.kernels.tpu._chips import REBIASES_E4M3, Blocks, blocks_for
+from attn.jax.kernels.tpu._refs import E4M3_GAIN, LANES, LOG2_E, Config, Refs
+from attn.visibility import LayerMask, Window
 
 
 def cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, int, int, int, int]:
@@ -71,7 +71,7 @@ def ragged_paged_attention(
     max_query_len: int,
     chip: str | None = None,
     causal: bool = True,
-    window: _plan.Window = (None, None),
+    window: Window = (None, None),
     logits_soft_cap: float | None = None,
     alibi_slopes: jax.Array | None = None,
     sinks: jax.Array | None = None,
@@ -91,84 +91,57 @@ def ragged_paged_attention(
     the chip's SMEM. `max_query_len`: static, at least the longest query. `chip`: v5e, v6e, ... and `interpret`, False or
     `pltpu.InterpretParams`: by default the TPU that is compiled for (`_chips.target`), or else the interpreter.
     """
-    num_tokens, num_heads, head_size = query.shape
-    num_blocks, planes, num_kv_heads, page, lanes = kv_cache.shape
-    num_requests, columns = block_table.shape
-    if 0 in (num_tokens, num_requests, columns, num_blocks):
-        lse = jnp.full((num_heads, num_tokens), -jnp.inf, jnp.float32) if return_lse else None
+    if 0 in (query.shape[0], *block_table.shape, kv_cache.shape[0]):
+        lse = jnp.full(query.shape[1::-1], -jnp.inf, jnp.float32) if return_lse else None
         return jnp.zeros_like(query), lse, kv_cache
-    chip, interpret = _launch.device(chip, interpret)
-    group, dtype = num_heads // num_kv_heads, query.dtype
-    native = sublanes(dtype.itemsize)
-    align = native // math.gcd(group, native)
-    tile = min(sublanes(kv_cache.dtype.itemsize), page)
-    blocks = blocks or blocks_for(
-        chip, num_kv_heads=num_kv_heads, group=group, lanes=lanes, planes=planes, page=page, columns=columns,
-        itemsize=dtype.itemsize, cache_itemsize=kv_cache.dtype.itemsize, align=align, max_query_len=max_query_len,
-        lse=return_lse, reach=window[0] if causal else None,
-    )  # fmt: skip
-    plan = _plan.make(
-        query_start_loc, seq_lens, block_table, slot_mapping,
-        page=page, tile=tile, align=align, large=blocks.large or 1, kv_block=blocks.kv_block, causal=causal, window=window,
-        tree_mask=tree_mask,
-    )  # fmt: skip
-    join = 1
-    while num_kv_heads % (2 * join) == 0 and 2 * join * group <= native:
-        join *= 2
+    device = _launch.device(chip, interpret)
+    batch = _plan.Batch(query_start_loc, seq_lens, block_table, slot_mapping, tree_mask)
+    mask = LayerMask(causal, window)
+    shape = _plan.shape_of(query, kv_cache, batch, max_query_len, mask, lse=return_lse, write=key is not None)
     cfg = Config(
-        num_kv_heads=num_kv_heads, planes=planes, group=group, lanes=lanes, page=page, tile=tile, align=align,
-        large=blocks.large, kv_block=blocks.kv_block, slots=blocks.slots, chunk=blocks.chunk,
-        key_tile=blocks.key_tile, row_tile=blocks.row_tile, stretch=blocks.stretch,
-        join=join, single_rows=-(-join * group // native) * native, causal=causal, window=window,
-        logits_soft_cap=logits_soft_cap or None, alibi=alibi_slopes is not None, sinks=sinks is not None,
-        tree=tree_mask is not None, lse=return_lse, write=key is not None,
-        rebiased=chip in REBIASES_E4M3 and kv_cache.dtype == jnp.float8_e4m3fn,
-        num_items=plan.items.shape[0] // 8, num_tiles=plan.tiles.shape[0] // 5,
-        narrow=page < sublanes(kv_cache.dtype.itemsize),
-    )  # fmt: skip
-
-    scalars = _launch.scalars(plan, block_table, chip)
-    padded = jnp.pad(query, ((0, 0), (0, 0), (0, lanes - head_size)))
-    rules = _rules(cfg, scale, k_scale, v_scale, sinks, alibi_slopes)
-    arrays = {
-        "query1": _single_queries(cfg, padded[query_start_loc[:-1]]),
-        "rules1": _single_rows(cfg, rules),
-    }
-    if cfg.large:
-        arrays["query"] = _by_kv_head(cfg, padded[plan.token_of_row])
-        arrays["rules"] = jnp.tile(rules[:, :, None], (1, 1, 1, cfg.large))
-        if tree_mask is not None:
-            width = tree_mask.shape[1]
-            node = jnp.clip(plan.token_of_row - query_start_loc[plan.request_of_row], 0, width - 1)
-            edges = tree_mask[plan.request_of_row, node].astype(dtype)
-            arrays["tree"] = jnp.repeat(jnp.pad(edges, ((0, 0), (0, LANES - width))), group, axis=0)
+        **vars(shape),
+        **(blocks or blocks_for(device.chip, shape))._asdict(),
+        logits_soft_cap=logits_soft_cap or None,
+        alibi=alibi_slopes is not None,
+        sinks=sinks is not None,
+        tree=tree_mask is not None,
+        rebiased=device.chip in REBIASES_E4M3 and kv_cache.dtype == jnp.float8_e4m3fn,
+    )
+    plan = _plan.make(cfg, batch)
+    arrays = _arrays(cfg, plan, batch, query, _rules(cfg, scale, k_scale, v_scale, sinks, alibi_slopes))
     if key is not None and value is not None:
-        fresh = stored(key, value, kv_cache)[plan.token_of_slot]
-        if cfg.narrow:
-            arrays["fresh"] = fresh.reshape(-1, tile, *fresh.shape[1:]).transpose(0, 2, 3, 1, 4)
-        else:
-            arrays["fresh"] = fresh.transpose(1, 2, 0, 3)
-    scratch, results = _buffers(cfg, arrays, kv_cache.dtype)
-    made = _launch.paged(
-        "ragged_paged_attention", lambda refs: _kernel.run(cfg, Refs(**refs)), scalars, arrays, kv_cache, results, scratch,
-        {"rules1": pltpu.VMEM, "rules": pltpu.VMEM}, chip=chip, interpret=interpret,
-    )  # fmt: skip
+        arrays["fresh"] = _plan.fresh_tiles(cfg, plan, stored(key, value, kv_cache))
+    buffers, name = _buffers(cfg, arrays, kv_cache.dtype), "ragged_paged_attention"
+    made = _launch.paged(lambda refs: _kernel.run(cfg, Refs(**refs)), cfg, device, plan, arrays, kv_cache, buffers, name)
 
-    def back(long: jax.Array | None, single: jax.Array, fill: float) -> jax.Array:
-        """[K, M, E] and [R, K / J, S, E] -> [T, H, E]."""
-        width = single.shape[-1]
-        rows = single[:, :, : join * group].reshape(num_requests, num_heads, width)[plan.request]
+    def by_token(name: str, width: int, fill: float) -> jax.Array:
+        """[K, M, E] and [R, K / J, S, E] -> [T, H, width]."""
+        heads, long = query.shape[1], made.get(name)
+        single = made[f"{name}1"][:, :, : cfg.join * cfg.group, :width].reshape(-1, heads, width)
         if long is not None:
-            of_long = long.reshape(num_kv_heads, -1, group, width).transpose(1, 0, 2, 3).reshape(-1, num_heads, width)
-            rows = jnp.where(plan.single[:, None, None], rows, of_long[plan.row_of])
-        return jnp.where(plan.live[:, None, None], rows, fill)
+            long = long[..., :width].reshape(cfg.num_kv_heads, -1, cfg.group, width).transpose(1, 0, 2, 3)
+            long = long.reshape(-1, heads, width)
+        return plan.rows.by_token(single, long, fill)
 
-    first = LANES // 2 if planes == 1 else 0
-    out = back(made.get("out"), made["out1"], 0)[..., first : first + head_size]
-    if not return_lse:
-        return out, None, made["cache"]
-    long_lse = made["lse"][..., :1] if cfg.large else None
-    return out, back(long_lse, made["lse1"][..., :1], -jnp.inf)[..., 0].T, made["cache"]
+    first = LANES // 2 if cfg.planes == 1 else 0
+    out = by_token("out", cfg.lanes, 0)[..., first : first + query.shape[2]]
+    return out, by_token("lse", 1, -jnp.inf)[..., 0].T if return_lse else None, made["cache"]
+
+
+def _arrays(cfg: Config, plan: _plan.Plan, batch: _plan.Batch, query: jax.Array, rules: jax.Array) -> dict[str, jax.Array]:
+    """The operands of a launch, by the names of `Refs`, without the new tokens."""
+    padded = jnp.pad(query, ((0, 0), (0, 0), (0, cfg.lanes - query.shape[2])))
+    arrays = {"query1": _single_queries(cfg, padded[batch.start]), "rules1": _single_rows(cfg, rules)}
+    if cfg.large:
+        token, request = plan.rows.token_of_row, plan.rows.request_of_row
+        arrays["query"] = _by_kv_head(cfg, padded[token])
+        arrays["rules"] = jnp.tile(rules[:, :, None], (1, 1, 1, cfg.large))
+        if batch.tree is not None:
+            width = batch.tree.shape[1]
+            node = jnp.clip(token - batch.query_start_loc[request], 0, width - 1)
+            edges = batch.tree[request, node].astype(query.dtype)
+            arrays["tree"] = jnp.repeat(jnp.pad(edges, ((0, 0), (0, LANES - width))), cfg.group, axis=0)
+    return arrays
 
 
 def _rules(cfg: Config, scale: float, k_scale: Any, v_scale: Any, sinks: Any, alibi_slopes: Any) -> jax.Array:
@@ -203,19 +176,12 @@ def _by_kv_head(cfg: Config, query: jax.Array) -> jax.Array:
     return query.reshape(cfg.num_kv_heads, -1, cfg.lanes)
 
 
-def _buffers(cfg: Config, arrays: dict[str, jax.Array], stored: Any) -> tuple[dict[str, Any], dict[str, jax.ShapeDtypeStruct]]:
-    """(scratch, results) of a launch over a cache of dtype `stored`, by the names of `Refs`."""
+def _buffers(cfg: Config, arrays: dict[str, jax.Array], stored: Any) -> _launch.Buffers:
+    """The buffers of a launch over a cache of dtype `stored`, by the names of `Refs`."""
     dtype, heads, lanes, rows = arrays["query1"].dtype, cfg.num_kv_heads, cfg.lanes, cfg.rows
-    num_requests = arrays["query1"].shape[0]
     single = (cfg.joined, cfg.single_rows)
-    made = {
-        "out1": jax.ShapeDtypeStruct((num_requests, *single, lanes), dtype),
-    }
-    scratch: dict[str, Any] = {
-        "kv": pltpu.VMEM((cfg.slots, cfg.planes, heads, *block_shape(cfg)), stored),
-        "kv_sem": pltpu.SemaphoreType.DMA((cfg.slots,)),
-        "q_sem": pltpu.SemaphoreType.DMA((2,)),
-        "o_sem": pltpu.SemaphoreType.DMA(()),
+    made = {"out1": jax.ShapeDtypeStruct((cfg.num_requests, *single, lanes), dtype)}
+    scratch = _launch.page_buffers(cfg, stored) | {
         "q1": pltpu.VMEM((2, *single, cfg.join * lanes), dtype),
         "o1": pltpu.VMEM((*single, lanes), dtype),
         "m1": pltpu.VMEM((*single, LANES), jnp.float32),
@@ -224,7 +190,7 @@ def _buffers(cfg: Config, arrays: dict[str, jax.Array], stored: Any) -> tuple[di
         "alarm1": pltpu.VMEM((8, LANES), jnp.int32),
     }
     if cfg.lse:
-        made["lse1"] = jax.ShapeDtypeStruct((num_requests, *single, LANES), jnp.float32)
+        made["lse1"] = jax.ShapeDtypeStruct((cfg.num_requests, *single, LANES), jnp.float32)
         scratch["lse_rows1"] = pltpu.VMEM((*single, LANES), jnp.float32)
     if cfg.large:
         made["out"] = jax.ShapeDtypeStruct(arrays["query"].shape, dtype)
@@ -242,8 +208,4 @@ def _buffers(cfg: Config, arrays: dict[str, jax.Array], stored: Any) -> tuple[di
             scratch["lse_rows"] = pltpu.VMEM((heads, rows, LANES), jnp.float32)
         if cfg.tree:
             scratch["edges"] = pltpu.VMEM((2, rows, LANES), dtype)
-    if cfg.write:
-        stage = pltpu.VMEM((cfg.ring, cfg.planes, heads, cfg.tile, lanes), stored)
-        ring = pltpu.SemaphoreType.DMA((cfg.ring,))
-        scratch |= {"old": stage, "new": stage, "read_sem": ring, "write_sem": ring}
-    return scratch, made
+    return _launch.Buffers(scratch | _launch.write_buffers(cfg, stored), made, {"rules1": pltpu.VMEM, "rules": pltpu.VMEM})

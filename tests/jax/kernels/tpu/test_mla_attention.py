@@ -17,6 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from attn.jax.backends.mla import pallas_mla
 from attn.jax.kernels.tpu import mla_attention as kernel
 from attn.jax.kernels.tpu._chips import CHIPS
+from attn.jax.kernels.tpu._refs import PagedShape
 from attn.jax.kernels.tpu.mla_attention import Blocks, blocks_for
 from tests.levels import sampled
 
@@ -124,12 +125,12 @@ def test_the_rule_of_block_sizes() -> None:
     for chip, limits in CHIPS.items():
         for heads in (16, 32, 64, 128):
             for page in (16, 256):
-                blocks = blocks_for(chip, heads=heads, page=page, columns=4096 // page, align=1, max_query_len=4096)
+                blocks = blocks_for(chip, PagedShape(4096, 1, 4096 // page, 4096, 1, 1, page, 640, heads, 2, 2))
                 assert blocks.slots * blocks.kv_block * 640 * 2 < limits.vmem // 2 or chip == "v4"
                 assert blocks.kv_block % page == 0 and blocks.kv_block % blocks.key_tile == 0
                 assert blocks.large * heads % blocks.row_tile == 0
     with pytest.raises(ValueError, match="chip='v3' is unknown"):
-        blocks_for("v3", heads=16, page=16, columns=1, align=1, max_query_len=1)
+        blocks_for("v3", PagedShape(1, 1, 1, 1, 1, 1, 16, 640, 16, 2, 2))
 
 
 def test_tables_that_overflow_smem() -> None:

@@ -4,6 +4,7 @@ s).
 Every slot of the cache that no request owns is NaN before the launch, and so are the slots that it is to write.
 """
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any
@@ -20,12 +21,14 @@ from attn import reference
 from attn.jax.kernels.tpu import _pages, _plan, _single
 from attn.jax.kernels.tpu import ragged_paged_attention as kernel
 from attn.jax.kernels.tpu._chips import CHIPS, Blocks, blocks_for
-from attn.jax.kernels.tpu._refs import Config, widen_e4m3, widened, widened_exactly
+from attn.jax.kernels.tpu._refs import Config, PagedShape, widen_e4m3, widened, widened_exactly
 from attn.jax.testing import compiling_fast
 from tests.levels import sampled
 
 #: decode over two kv blocks; a short chunk; a prefill over several; a request without rows; a decode within a block
 QUERY_LENS, SEQ_LENS = (1, 5, 40, 0, 1), (70, 33, 100, 20, 16)
+#: 8 kv heads of 4 query heads, pages of 128 tokens
+SHAPE = PagedShape(2048, 1, 256, 1, 2, 8, 128, 128, 4, 2, 2)
 BLOCKS = Blocks(kv_block=64, large=64, chunk=32, key_tile=16, row_tile=128)
 
 
@@ -124,6 +127,10 @@ def as_float(x: jax.Array) -> Any:
     return np.asarray(x).astype(np.float32)
 
 
+def requests(got: Launch) -> dict[str, Any]:
+    return {name: got.arrays[name] for name in ("query_start_loc", "seq_lens", "block_table")}
+
+
 def check(got: Launch, **rules: Any) -> None:
     """The cache bit for bit; out and lse by the rules of the conformance suite; padding rows 0 and -inf."""
     arrays = got.arrays
@@ -134,10 +141,7 @@ def check(got: Launch, **rules: Any) -> None:
     for cache, want in zip(got.after, written, strict=True):
         np.testing.assert_array_equal(cache, want)
     rules.pop("return_lse", None)
-    out, lse = reference.paged_attention(
-        as_float(arrays["query"]), *got.after, query_start_loc=arrays["query_start_loc"], seq_lens=arrays["seq_lens"],
-        block_table=arrays["block_table"], **rules,
-    )  # fmt: skip
+    out, lse = reference.paged_attention(as_float(arrays["query"]), *got.after, **requests(got), **rules)
     rows = int(arrays["query_start_loc"][-1])
     error = np.sqrt(np.mean((got.out[:rows] - out[:rows]) ** 2, axis=-1))
     size = np.sqrt(np.mean(out[:rows] ** 2, axis=-1))
@@ -244,10 +248,7 @@ def test_nonfinite_values_reach_only_the_rows_that_attend_to_them(name: str) -> 
     """NaN and infinity reach exactly the rows and heads that see them; the others are as accurate as ever."""
     got = launch(**STRANGE[name], write=False, scale=0.1)
     arrays = got.arrays
-    out, lse = reference.paged_attention(
-        as_float(arrays["query"]), *got.after, query_start_loc=arrays["query_start_loc"], seq_lens=arrays["seq_lens"],
-        block_table=arrays["block_table"], scale=0.1,
-    )  # fmt: skip
+    out, lse = reference.paged_attention(as_float(arrays["query"]), *got.after, **requests(got), scale=0.1)
     rows = int(arrays["query_start_loc"][-1])
     fine = np.isfinite(out[:rows]).all(axis=-1)
     assert not fine.all()
@@ -327,28 +328,20 @@ def test_the_rule_of_block_sizes() -> None:
     for chip, limits in CHIPS.items():
         for heads, group, lanes in ((8, 4, 128), (32, 1, 128), (1, 71, 128), (8, 8, 256), (16, 1, 256)):
             for page in (16, 256):
-                blocks = blocks_for(
-                    chip, num_kv_heads=heads, group=group, lanes=lanes, planes=2, page=page, columns=4096 // page, itemsize=2,
-                    cache_itemsize=2, align=16, max_query_len=4096, lse=True,
-                )  # fmt: skip
+                blocks = blocks_for(chip, PagedShape(4096, 1, 4096 // page, 4096, 2, heads, page, lanes, group, 2, 2, lse=True))
                 kv = blocks.slots * 2 * heads * blocks.kv_block * lanes * 2
                 assert kv < limits.vmem and blocks.kv_block % page == 0 and blocks.kv_block % blocks.chunk == 0
                 assert blocks.large * group % blocks.row_tile == 0 and blocks.chunk % blocks.key_tile == 0
     with pytest.raises(ValueError, match="chip='v3' is unknown"):
-        blocks_for(
-            "v3", num_kv_heads=1, group=1, lanes=128, planes=2, page=16, columns=1, itemsize=2, cache_itemsize=2, align=16,
-            max_query_len=1, lse=False,
-        )  # fmt: skip
+        blocks_for("v3", SHAPE)
 
 
 def test_blocks_of_decodes() -> None:
     """2,048 keys on a v7x where they fit and no request has more than a row; of one byte on every chip."""
 
     def keys(chip: str, max_query_len: int, heads: int, cache_itemsize: int = 2) -> int:
-        blocks = blocks_for(
-            chip, num_kv_heads=heads, group=4, lanes=128, planes=2, page=128, columns=256, itemsize=2,
-            cache_itemsize=cache_itemsize, align=16, max_query_len=max_query_len, lse=False,
-        )  # fmt: skip
+        sizes = {"num_kv_heads": heads, "max_query_len": max_query_len, "cache_itemsize": cache_itemsize}
+        blocks = blocks_for(chip, dataclasses.replace(SHAPE, **sizes))
         assert blocks.slots * 2 * heads * blocks.kv_block * 128 * cache_itemsize < CHIPS[chip].vmem
         return blocks.kv_block
 
@@ -361,14 +354,20 @@ def test_items_of_the_longest_requests() -> None:
     """1,024 rows on the chips that take them, for queries of two bytes: in float32 a stretch that long compiles for minutes."""
 
     def blocks(chip: str, itemsize: int) -> Blocks:
-        return blocks_for(
-            chip, num_kv_heads=8, group=4, lanes=128, planes=2, page=128, columns=256, itemsize=itemsize,
-            cache_itemsize=itemsize, align=2 if itemsize == 4 else 4, max_query_len=2048, lse=False,
-        )  # fmt: skip
+        return blocks_for(chip, dataclasses.replace(SHAPE, max_query_len=2048, itemsize=itemsize, cache_itemsize=itemsize))
 
     for chip, rows in (("v5e", 512), ("v6e", 1024), ("v7x", 1024)):
         assert (blocks(chip, 2).large * 4, blocks(chip, 4).large * 4) == (rows, 512)
         assert blocks(chip, 4).stretch == blocks("v5e", 4).stretch
+
+
+def test_as_many_rows_as_the_query_has() -> None:
+    """Where nothing is written, as in cross attention, the number of slots does not matter."""
+    query, cache = jax.ShapeDtypeStruct((5, 4, 128), jnp.bfloat16), jax.ShapeDtypeStruct((4, 2, 2, 16, 128), jnp.bfloat16)
+    arrays = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((3,), (2,), (2, 1), (8,)))
+    step = functools.partial(kernel.ragged_paged_attention, scale=1.0, max_query_len=4, return_lse=True)
+    out, lse, _ = jax.eval_shape(lambda q, kv, *rest: step(q, None, None, kv, *rest), query, cache, *arrays)
+    assert (out.shape, lse.shape) == (query.shape, (4, 5))
 
 
 def test_tables_that_overflow_smem() -> None:
