@@ -166,7 +166,7 @@ class Decoder:
         self.window = UNBOUNDED if window is None else window
         rule, self.slots = row_launch(arch(), heads // kv_heads, size, dtype.itemsize, multiprocessors(device))
         block_d, block_g = power_of_two(size), power_of_two(heads // kv_heads)
-        self.block_n = rule.block_n
+        self.block_n, self.width = rule.block_n, block_g * block_d
         self.constants = {
             "K": kv_heads, "G": heads // kv_heads, "D": size, "BLOCK_M": rule.block_m, "BLOCK_N": rule.block_n,
             "BLOCK_D": block_d, "BLOCK_G": block_g, "BLOCK_S": max(1, 4096 // (block_g * block_d)),
@@ -198,7 +198,8 @@ class Decoder:
         count = batch * self.kv_heads
         if count == 0:
             return output
-        parts = parts or row_parts(count, -(-min(keys, self.window) // self.block_n), self.slots)
+        tiles = -(-min(keys, self.window) // self.block_n)
+        parts = parts or row_parts(count, tiles, self.slots, self.width)
         (q_b, q_h, _, q_d), (k_b, k_h, k_t, k_d), (v_b, v_h, v_t, v_d) = query.stride(), key.stride(), value.stride()
         m_b, m_k = (0, 1) if mask is None else mask.stride()
         if not q_d == k_d == v_d == m_k == 1:

@@ -282,14 +282,16 @@ def row_launch(arch: str, group: int, size: int, itemsize: int, processors: int)
 
 
 @functools.lru_cache(maxsize=4096)
-def row_parts(programs: int, tiles: int, slots: int) -> int:
+def row_parts(programs: int, tiles: int, slots: int, width: int) -> int:
     """Return the parts of each request's keys that take least time, in tiles; `slots` programs run at once.
 
-    Fitted to the measurements of `row_launch`: on average 5 % above the fastest tiles and parts of each batch.
+    width: elements of the state that a part leaves, which one program merges. Fitted to the measurements of `row_launch`: on
+    average 5 % above the fastest tiles and parts of each batch.
     """
 
     def time(parts: int) -> float:
-        return -(-programs * parts // slots) * -(-tiles // parts) + (2 + parts / 10 if parts > 1 else 0)
+        merge = 1.5 * max(1, width / 512) + parts * width / 5120 if parts > 1 else 0
+        return -(-programs * parts // slots) * -(-tiles // parts) + merge
 
     parts = min(range(1, max(1, min(tiles, MOST_PARTS)) + 1), key=time)
     return -(-tiles // -(-tiles // parts)) if tiles else 1  # none is empty
