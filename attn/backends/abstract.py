@@ -200,6 +200,9 @@ class AttentionImpl(Implementation, ABC, Generic[T]):
     #: What the layer lets its rows see.
     mask: LayerMask = LayerMask()
 
+    #: Whether the backend is known to serve this layer without causal masking too (`attn.backends.checks.check_masks`).
+    serves_non_causal: bool = False
+
     #: Whether a request's bits must not depend on the rest of the batch (docs/semantics.md §17). Set by a layer that requests
     #: the feature, whose backend then declares it; the default is the fastest plan for each batch.
     batch_invariant: bool = False

@@ -20,13 +20,24 @@ from attn.arguments import (
     refuse,
     window_pair,
 )
-from attn.arrays import framework_of
 from attn.backends.abstract import AttentionBackend, AttentionImpl, AttentionType
+from attn.backends.checks import cache_dtype_error, check_array, check_block_size, check_built, check_num_blocks
 from attn.backends.metadata import AttentionMetadata
 from attn.capabilities import Device, Feature, Request
-from attn.dtypes import PER_TOKEN_HEAD, dtype_name, kv_cache_row
-from attn.errors import DTypeError, ShapeError
+from attn.dtypes import PER_TOKEN_HEAD, kv_cache_row
+from attn.errors import ShapeError
 from attn.visibility import LayerMask, Visibility, Window
+
+__all__ = [
+    "PagedBackend",
+    "PagedCall",
+    "PagedImpl",
+    "cache_dtype_error",
+    "check_array",
+    "check_block_size",
+    "check_built",
+    "check_num_blocks",
+]
 
 Array = Any
 T = TypeVar("T", bound=AttentionMetadata)
@@ -69,54 +80,6 @@ class PagedCall(NamedTuple):
     def causal(self) -> bool:
         """Whether causality or the window hides later keys (the batch's tree, spans and prefixes apart)."""
         return self.mask.window[1] == 0
-
-
-def check_built(backend: type[AttentionBackend], attn_metadata: Any, wanted: type) -> None:
-    """Raise TypeError, with the call that builds it, unless the batch was built for this backend."""
-    if not isinstance(attn_metadata, wanted):
-        raise TypeError(
-            f"{backend.get_name()}: attn_metadata is a {type(attn_metadata).__name__}: build it from a batch with "
-            "layer.build(batch)"
-        )
-
-
-def check_array(backend: type[AttentionBackend], what: str, array: Any, framework: str) -> None:
-    """Raise TypeError unless `array` belongs to the framework; jax also accepts NumPy arrays."""
-    try:
-        found = framework_of(array)
-    except TypeError:
-        raise TypeError(f"{backend.get_name()}: {what} is a {type(array).__name__}: must be an array of {framework}") from None
-    if found != framework and (found, framework) != ("numpy", "jax"):
-        raise TypeError(
-            f"{backend.get_name()}: {what} is an array of {found}: must be of {framework}, the layer's framework "
-            "(attn.arrays.to_framework converts it; layer.impl(layer, ...) accepts arrays of any framework)"
-        )
-
-
-def cache_dtype_error(impl: Any, query: Any, kv_cache: Any, needed: Any) -> DTypeError:
-    """Return the error for a cache whose elements are not `needed`: whether the cache's or the query's dtype is wrong."""
-    name, own = impl.backend.get_name(), impl.layer_dtype
-    found, cached = dtype_name(query.dtype), dtype_name(kv_cache.dtype)
-    if own is not None and impl.kv_cache_dtype == "auto" and cached == own != found:
-        advice = f"cast the query, or build the layer with dtype={found!r}"
-        return DTypeError(f"{name}: query has dtype {found}, the layer {own}: {advice}")
-    return DTypeError(f"{name}: kv_cache has dtype {cached}: kv_cache_dtype={impl.kv_cache_dtype} needs {dtype_name(needed)}")
-
-
-def check_block_size(name: str, block_size: int, expected: int | None) -> None:
-    """Raise `ShapeError` if a cache's block size differs from the one that the batch was built for."""
-    if expected is not None and block_size != expected:
-        raise ShapeError(f"{name}: kv_cache has blocks of {block_size} tokens, the batch was built for blocks of {expected}")
-
-
-def check_num_blocks(name: str, num_blocks: int, checked: int | None) -> None:
-    """Raise `ShapeError` when a cache ends before the last block that the batch's ids were allowed to name."""
-    if checked is not None and num_blocks < checked:
-        raise ShapeError(
-            f"{name}: kv_cache has {num_blocks} blocks, the batch's block ids were checked against {checked}, those of the "
-            f"largest cache of its layer: build it with the builder of a spec with num_blocks={num_blocks} "
-            "(dataclasses.replace(layer.kv_cache_spec, num_blocks=...)), or give each size of cache a layer of its own"
-        )
 
 
 class PagedBackend(AttentionBackend):

@@ -186,8 +186,8 @@ DEFECTS = (
     Defect(
         "paged_gradient_of_keys",
         "torch/backends/_paged.py",
-        'for what, tensor in (("query", query), ("key", key), ("value", value)):',
-        'for what, tensor in (("query", query),):',
+        "check_no_gradient(self, query=query, key=key, value=value)",
+        "check_no_gradient(self, query=query)",
         RAGGED,
         "Gradients of keys and values are dropped without an error.",
     ),

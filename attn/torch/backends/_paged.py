@@ -7,26 +7,32 @@ unsupported layer is rejected before any weight is loaded.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from attn import envs
-from attn.arguments import check_reach, fold_sign, refuse
+from attn.arguments import fold_sign
 from attn.backends.abstract import AttentionLayer, AttentionType
-from attn.backends.paged import (
-    PagedBackend,
-    PagedCall,
-    PagedImpl,
-    cache_dtype_error,
+from attn.backends.checks import (
     check_array,
     check_block_size,
     check_built,
+    check_cache_element,
+    check_cache_heads,
+    check_like,
+    check_masks,
+    check_no_gradient,
+    check_pair,
+    check_placed,
+    check_rows,
+    dtype_error,
+    require,
 )
+from attn.backends.paged import PagedBackend, PagedCall, PagedImpl
 from attn.capabilities import ENCODER_TYPES, Feature
 from attn.dtypes import PER_TOKEN_HEAD, QuantKey, kFp8StaticTensorSym
-from attn.errors import DeviceError, DTypeError, MetadataError, ShapeError, UnsupportedError
+from attn.errors import DTypeError, ShapeError, UnsupportedError
 from attn.torch import kv_cache as caches
 from attn.torch.alignment import aligned
 from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder, check_device
@@ -72,12 +78,11 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
     has_row_operator: bool = False
     #: (shape, block size) of the last cache that passed `_check_extent`.
     _known_extent: tuple[torch.Size | None, int] = (None, 0)
-    #: Whether the backend is known to serve this layer without causal masking too.
-    _serves_non_causal = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         assert self.backend.capabilities is not None
+        self._features = self.backend.capabilities.features
         #: The cache's element type for each dtype of a query that the backend supports.
         self._elements = {
             getattr(torch, dtype): caches.element_type(self.kv_cache_dtype, dtype) for dtype in self.backend.capabilities.dtypes
@@ -195,27 +200,20 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         attn_metadata: PagedAttentionMetadata,
     ) -> None:
         """Check ranks, shapes, dtypes and devices, without reading tensor values."""
-        capabilities = self.backend.capabilities
-        assert capabilities is not None
         check_built(self.backend, attn_metadata, PagedAttentionMetadata)
         if query.dtype not in self._elements:
-            dtype = str(query.dtype).removeprefix("torch.")
-            raise DTypeError(f"{self.backend.get_name()}: query has dtype {dtype} (supports {', '.join(capabilities.dtypes)})")
-        if query.shape[0] < attn_metadata.num_actual_tokens:
-            raise ShapeError(
-                f"{self.backend.get_name()}: query has {query.shape[0]} rows: "
-                f"must be at least num_actual_tokens={attn_metadata.num_actual_tokens}"
-            )
-        if torch.is_grad_enabled() and Feature.BACKWARD not in capabilities.features:
-            for what, tensor in (("query", query), ("key", key), ("value", value)):
-                if tensor is not None and tensor.requires_grad:
-                    raise UnsupportedError(
-                        f"{self.backend.get_name()}: {what} requires grad: {Feature.BACKWARD.value} not supported "
-                        "(call under torch.no_grad(), or detach)"
-                    )
+            raise dtype_error(self, "query", query)
+        check_rows(self, "query", query, attn_metadata.num_actual_tokens)
+        if torch.is_grad_enabled() and Feature.BACKWARD not in self._features:
+            check_no_gradient(self, query=query, key=key, value=value)
         check_device(self.backend, attn_metadata, query)
-        self._check_masking(attn_metadata)
-        self._check_key_value(query, key, value, attn_metadata)
+        check_masks(self, attn_metadata)
+        check_pair(self, key=key, value=value)
+        for what, tensor in (("key", key), ("value", value)):
+            if tensor is not None:
+                check_like(self, what, tensor, query)
+                if self.attn_type != AttentionType.ENCODER_DECODER:  # it writes the encoder's tokens, which may be fewer
+                    check_rows(self, what, tensor, attn_metadata.num_actual_tokens)
         if self.attn_type not in ENCODER_TYPES:
             self._check_cache(layer, query, kv_cache, attn_metadata.block_size)
             if not torch.compiler.is_compiling() and envs.debug("device"):
@@ -223,20 +221,17 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
 
     def _check_output_scale(self, query: torch.Tensor, output_scale: Any, output_block_scale: Any) -> torch.Tensor:
         """Return output_scale as [] float32 on the device. Raises unless it has one element."""
-        name, capabilities = self.backend.get_name(), self.backend.capabilities
-        assert capabilities is not None
+        name = self.backend.get_name()
         if output_block_scale is not None:
             raise UnsupportedError(f"{name}: output_block_scale not supported")
-        if Feature.OUTPUT_SCALE not in capabilities.features:
-            raise UnsupportedError(f"{name}: {Feature.OUTPUT_SCALE.value} not supported")
+        require(self, Feature.OUTPUT_SCALE)
         scale = torch.as_tensor(output_scale, dtype=torch.float32, device=query.device).detach()
         if scale.numel() != 1:
             raise ShapeError(f"{name}: output_scale has shape {list(scale.shape)}: must have one element")
         return scale.reshape(())
 
     def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:
-        capabilities = self.backend.capabilities
-        return quant_key == kFp8StaticTensorSym and capabilities is not None and Feature.OUTPUT_SCALE in capabilities.features
+        return quant_key == kFp8StaticTensorSym and Feature.OUTPUT_SCALE in self._features
 
     def _check_output(self, query: torch.Tensor, output: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
         """Return the buffer as [T, H, D]. Raises unless its shape, dtype and device match: the output is never cast."""
@@ -246,49 +241,8 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         if output.dtype != kind:
             why = f"query {query.dtype}: must be equal" if kind == query.dtype else f"must be {kind} for an output_scale"
             raise DTypeError(f"{name}: output has dtype {output.dtype}, {why}")
-        if output.device != query.device:
-            raise DeviceError(f"{name}: output is on {output.device}, query on {query.device}")
+        check_placed(self, "output", output, query)
         return output.view(query.shape)
-
-    def _check_masking(self, attn_metadata: PagedAttentionMetadata) -> None:
-        check_reach(self, attn_metadata)
-        if not attn_metadata.causal and self.attn_type == AttentionType.DECODER and not self._serves_non_causal:
-            self._require(Feature.NON_CAUSAL)
-            layer = self.request()  # supported alone, but perhaps not in this combination
-            refuse(self.backend, replace(layer, features=layer.features | {Feature.NON_CAUSAL}))
-            self._serves_non_causal = True
-        if attn_metadata.mask.tree is not None:
-            self._require(Feature.TREE_MASK)
-            if not attn_metadata.causal or self.attn_type != AttentionType.DECODER:
-                raise MetadataError(
-                    "tree_mask", None, "a mask", f"None for {self.attn_type} attention, causal={attn_metadata.causal}"
-                )
-
-    def _require(self, feature: Feature) -> None:
-        """Raise `UnsupportedError` unless the backend has a feature."""
-        if feature not in self.backend.capabilities.features:  # type: ignore[union-attr]
-            raise UnsupportedError(f"{self.backend.get_name()}: {feature.value} not supported")
-
-    def _check_key_value(self, query: torch.Tensor, key: Any, value: Any, attn_metadata: PagedAttentionMetadata) -> None:
-        if (key is None) != (value is None):
-            raise ShapeError(f"{self.backend.get_name()}: one of key and value is None: pass both or neither")
-        for what, tensor in (("key", key), ("value", value)):
-            if tensor is None:
-                if self.attn_type in ENCODER_TYPES:
-                    raise ShapeError(f"{self.backend.get_name()}: {what} is None, but {self.attn_type} attention reads it")
-                continue
-            if tensor.dtype != query.dtype:
-                raise DTypeError(
-                    f"{self.backend.get_name()}: {what} has dtype {tensor.dtype}, query {query.dtype}: must be equal"
-                )
-            if tensor.device != query.device:
-                raise DeviceError(f"{self.backend.get_name()}: {what} is on {tensor.device}, query on {query.device}")
-            # cross attention writes the encoder's tokens, which may be fewer
-            if tensor.shape[0] < attn_metadata.num_actual_tokens and self.attn_type != AttentionType.ENCODER_DECODER:
-                raise ShapeError(
-                    f"{self.backend.get_name()}: {what} has {tensor.shape[0]} rows: "
-                    f"must be at least num_actual_tokens={attn_metadata.num_actual_tokens}"
-                )
 
     def _check_cache(self, layer: AttentionLayer, query: torch.Tensor, kv_cache: torch.Tensor, block_size: int | None) -> None:
         if torch.compiler.is_compiling():  # extents may be symbols, which must not leave the graph
@@ -300,10 +254,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
                 self._known_extent = (kv_cache.shape, found)
         check_block_size(self.backend.get_name(), found, block_size)
         element = self._elements[query.dtype]
-        if kv_cache.dtype != element:
-            raise cache_dtype_error(self, query, kv_cache, element)
-        if kv_cache.device != query.device:
-            raise DeviceError(f"{self.backend.get_name()}: kv_cache is on {kv_cache.device}, query on {query.device}")
+        check_cache_element(self, query, kv_cache, element)
         if not caches.is_quantised(element):
             return
         caches.check_scale_device(self.backend, layer, query)
@@ -313,7 +264,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
                     f"{self.backend.get_name()}: {self.kv_cache_dtype} keeps its own scales: k_scale and v_scale must be 1"
                 )
         elif getattr(layer._k_scale, "ndim", 0) or getattr(layer._v_scale, "ndim", 0):
-            self._require(Feature.PER_HEAD_SCALES)
+            require(self, Feature.PER_HEAD_SCALES)
 
     def _check_extent(self, kv_cache: Any) -> int:
         """Return a cache's block size. Raises unless it is a tensor of the backend's layout with this layer's heads."""
@@ -324,9 +275,5 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         if kv_cache is None or kv_cache.dim() != rank:
             raise ShapeError(f"{name}: kv_cache must have {rank} dimensions (get_kv_cache_shape)")
         key_cache = self._parts(kv_cache)[0]
-        if tuple(key_cache.shape[2:]) != (self.num_kv_heads, self.head_size):
-            raise ShapeError(
-                f"{name}: kv_cache holds [K, D] = {list(key_cache.shape[2:])}, the layer has "
-                f"[{self.num_kv_heads}, {self.head_size}]"
-            )
+        check_cache_heads(self, key_cache.shape[2:])
         return key_cache.shape[1]
