@@ -294,7 +294,7 @@ DEFECTS = (
         "xla_decode_k_scale",
         "jax/kernels/xla.py",
         ".swapaxes(2, 3) * score_scale",
-        ".swapaxes(2, 3) * scale",
+        ".swapaxes(2, 3) * rules.scale",
         XLA,
         "Scores of decodes are not multiplied by the scale of a quantised cache.",
     ),

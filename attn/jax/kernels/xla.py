@@ -30,7 +30,6 @@ from attn.visibility import BatchMask, LayerMask, Visibility
 #: Page ids [X, pages] -> keys, values, each [X, K, pages, P, D].
 Fetch = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
 
-_NO_MASK = BatchMask()
 _compiled = functools.partial(jax.jit, static_argnames=("max_query_len", "causal", "span_window"))
 
 
@@ -46,7 +45,7 @@ def paged_attention(
     """Compute (out [T, H, D] in query's dtype, lse [H, T] float32) of a ragged batch over a paged cache.
 
     query: [T, H, D]; kv_cache: [2, N, P, K, D], keys then values, of any dtype; query_start_loc: [R + 1]; seq_lens: [R];
-    block_table: [R, B]; all int32. `rules` are the keywords of `_attend`. Rows of no request are 0 and -inf.
+    block_table: [R, B]; all int32. `rules` are `Rules`. Rows of no request are 0 and -inf.
     """
     num_blocks = kv_cache.shape[1]
     pages = kv_cache.reshape(2 * num_blocks, *kv_cache.shape[2:])  # one array: taking [0] would copy half the cache
@@ -123,19 +122,48 @@ def chunk_pages(page: int, columns: int, scored_rows: int) -> int:
     return max(1, min(columns, keys // page))
 
 
+class Rules(NamedTuple):
+    """What the result is computed of, beside queries, keys and values.
+
+    max_query_len: static, at least the longest query; window: (left, right), inclusive, None for unbounded; alibi_slopes,
+    sinks: [H] float32; causal, chunk_size, span_window and batch: `attn.visibility` (with `batch.is_causal`, causal=False);
+    k_scale, v_scale: scalar or [K], scales of a quantised cache's codes (applied to scores and output; the codes themselves
+    are exact in query's dtype).
+    """
+
+    scale: jax.Array | float
+    max_query_len: int
+    causal: bool = True
+    window: tuple[Any, Any] = (None, None)
+    logits_soft_cap: jax.Array | float | None = None
+    alibi_slopes: jax.Array | None = None
+    sinks: jax.Array | None = None
+    batch: BatchMask = BatchMask()
+    chunk_size: Any = None
+    span_window: bool = False
+    k_scale: jax.Array | float = 1.0
+    v_scale: jax.Array | float = 1.0
+
+    @property
+    def layer(self) -> LayerMask:
+        return LayerMask(self.causal, self.window, self.chunk_size, self.span_window)
+
+
 class _Tiles(NamedTuple):
     """The rows of each tile, and the tile of each row of the batch."""
 
     request: jax.Array  # [X] (0 for an unused tile)
     real: jax.Array  # [X, Q] whether the row exists
     row: jax.Array  # [X, Q] its index in the batch (0 if it does not exist)
-    order: jax.Array  # [X, Q] its index within the request
+    position: jax.Array  # [X, Q] in its request
+    context: jax.Array  # [X, 1] keys before the request's own rows
+    length: jax.Array  # [X, 1] all of its keys
     tile: jax.Array  # [T] tile of each row of the batch, and index in it
     place: jax.Array
     owned: jax.Array  # [T] whether the row belongs to a request
 
 
-def _cut(query_start_loc: jax.Array, num_rows: int, q: int) -> _Tiles:
+def _cut(query_start_loc: jax.Array, seq_lens: jax.Array, num_rows: int, q: int) -> _Tiles:
     """Cut T rows into tiles of `q`. The number of tiles is static: the most that R requests with T rows in total can need."""
     lens = jnp.diff(query_start_loc)
     num_requests = lens.shape[0]
@@ -155,8 +183,84 @@ def _cut(query_start_loc: jax.Array, num_rows: int, q: int) -> _Tiles:
     real = there[:, None] & (order < lens[request][:, None])
     order = jnp.where(real, order, 0)
     row = jnp.where(real, query_start_loc[request][:, None] + order, 0)
+    length = seq_lens[request][:, None]
+    context = length - lens[request][:, None]
     of, offset, owned = owner(query_start_loc, num_rows)
-    return _Tiles(request, real, row, order, first_tile[of] + offset // q, offset % q, owned)
+    return _Tiles(request, real, row, order + context, context, length, first_tile[of] + offset // q, offset % q, owned)
+
+
+class _Heads(NamedTuple):
+    """The M rows of a tile that read one kv head: for each query head of its group, the tile's Q rows."""
+
+    num_kv_heads: int
+    group: int
+    tile_len: int
+
+    def of_tiles(self, x: jax.Array) -> jax.Array:
+        """[X, Q, H, D] -> [X, K, M, D]."""
+        x = x.reshape(-1, self.tile_len, self.num_kv_heads, self.group, x.shape[-1]).transpose(0, 2, 3, 1, 4)
+        return x.reshape(-1, self.num_kv_heads, self.group * self.tile_len, x.shape[-1])
+
+    def to_rows(self, tiles: _Tiles, x: jax.Array, fill: float) -> jax.Array:
+        """[X, K, M, E] -> [T, H, E], each row from its tile."""
+        x = x.reshape(x.shape[0], self.num_kv_heads * self.group, self.tile_len, -1)[tiles.tile, :, tiles.place]
+        return jnp.where(tiles.owned[:, None, None], x, fill)
+
+    def by_head(self, values: jax.Array) -> jax.Array:
+        """[H] -> [K, M, 1], against scores [X, K, M, C]."""
+        return jnp.repeat(values.reshape(self.num_kv_heads, self.group), self.tile_len, axis=1)[..., None]
+
+    def by_kv_head(self, values: Any) -> jax.Array:
+        """Scalar or [K] -> [K, 1, 1]."""
+        return jnp.broadcast_to(jnp.asarray(values, jnp.float32), (self.num_kv_heads,))[:, None, None]
+
+    def alike(self, x: jax.Array) -> jax.Array:
+        """[X, Q, C] -> [X, 1, M, C]: the same for every head of the group."""
+        return jnp.tile(x, (1, self.group, 1))[:, None]
+
+
+def _dot(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    # HIGHEST: neither TF32 nor bf16 passes for float32; 16-bit inputs are exact as they are
+    return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32, precision=lax.Precision.HIGHEST)
+
+
+def _mask(rules: Rules, tiles: _Tiles, num_keys: int) -> tuple[Visibility, jax.Array, jax.Array]:
+    """(what the tiles' rows see, [low, stop): the keys that a tile can see, [X, 1] each)."""
+    batch, reach, prefixed = rules.batch, None, None
+    if batch.spans is not None:
+        own = batch.spans[tiles.row][:, :, None]  # [X, Q, 1, 2]
+        there = tiles.real & (own[:, :, 0, 1] >= 0)
+        first = jnp.where(there, own[:, :, 0, 0], num_keys).min(axis=1, keepdims=True)
+        reach = first, jnp.where(there, own[:, :, 0, 1], -1).max(axis=1, keepdims=True)
+        batch = batch._replace(spans=own)
+    if batch.prefix is not None:
+        prefixed = batch.prefix[tiles.request][:, None]
+    mask, last = Visibility(rules.layer, batch), tiles.position.max(axis=1, keepdims=True)
+    ordered = rules.causal and batch.tree is None
+    return mask, *mask.bounds(tiles.position[:, :1], last, tiles.length, reach, prefixed, ordered, jnp)
+
+
+def _seen(mask: Visibility, tiles: _Tiles, key: jax.Array) -> jax.Array:
+    """[X, Q, C]: which of the keys at positions [X, C] each row attends to."""
+    p, j, request, context = tiles.position[..., None], key[:, None], tiles.request[:, None, None], tiles.context[..., None]
+    length = tiles.length[..., None]
+    allowed = mask.allowed(p, j, request, ..., context, length - context)
+    return tiles.real[..., None] & (j < length) & allowed  # type: ignore[no-any-return]
+
+
+def _scores(rules: Rules, heads: _Heads, tiles: _Tiles, q: jax.Array, k: jax.Array, key: jax.Array) -> jax.Array:
+    """[X, K, M, C], not masked, of the keys k [X, K, C, D] at positions [X, C]."""
+    score_scale = rules.scale * heads.by_kv_head(rules.k_scale)
+    if q.shape[2] <= 32:  # few rows: transpose the scores, since by default XLA transposes the keys, which are many more
+        s = lax.optimization_barrier(_dot("xkcd,xkmd->xkcm", k, q)).swapaxes(2, 3) * score_scale
+    else:
+        s = _dot("xkmd,xkcd->xkmc", q, k) * score_scale
+    if rules.logits_soft_cap is not None:
+        s = rules.logits_soft_cap * jnp.tanh(s / rules.logits_soft_cap)
+    if rules.alibi_slopes is not None:
+        distance = (key[:, None, :] - tiles.position[..., None]).astype(jnp.float32)
+        s -= heads.by_head(rules.alibi_slopes) * heads.alike(jnp.abs(distance))
+    return s
 
 
 def _attend(
@@ -166,85 +270,24 @@ def _attend(
     query_start_loc: jax.Array,
     seq_lens: jax.Array,
     block_table: jax.Array,
-    *,
-    scale: jax.Array | float,
-    max_query_len: int,
-    causal: bool = True,
-    window: tuple[Any, Any] = (None, None),
-    logits_soft_cap: jax.Array | float | None = None,
-    alibi_slopes: jax.Array | None = None,
-    sinks: jax.Array | None = None,
-    batch: BatchMask = _NO_MASK,
-    chunk_size: jax.Array | int | None = None,
-    span_window: bool = False,
-    k_scale: jax.Array | float = 1.0,
-    v_scale: jax.Array | float = 1.0,
+    **given: Any,
 ) -> tuple[jax.Array, jax.Array]:
-    """Run the loop over the keys. `extent` is (N, P, K).
-
-    max_query_len: static, at least the longest query; window: (left, right), inclusive, None for unbounded; alibi_slopes,
-    sinks: [H] float32; batch, chunk_size, span_window: `attn.visibility` (with `batch.is_causal`, causal=False); k_scale,
-    v_scale: scalar or [K], scales of a quantised cache's codes (applied to scores and output; the codes themselves
-    are exact in query's dtype).
-    """
+    """Run the loop over the keys. `extent` is (N, P, K); `given` are `Rules`."""
+    rules = Rules(**given)
     num_rows, num_heads, head_size = query.shape
     (num_requests, columns), (num_blocks, page, num_kv_heads) = block_table.shape, extent
     if 0 in (num_rows, num_requests, columns, num_blocks):
         return jnp.zeros_like(query), jnp.full((num_heads, num_rows), -jnp.inf, jnp.float32)
-    tile_len = tile_rows(num_rows, num_requests, max_query_len)
-    tiles = _cut(query_start_loc, num_rows, tile_len)
-    num_tiles, group = tiles.request.shape[0], num_heads // num_kv_heads
-    pages = chunk_pages(page, columns, num_tiles * tile_len * num_heads)
+    heads = _Heads(num_kv_heads, num_heads // num_kv_heads, tile_rows(num_rows, num_requests, rules.max_query_len))
+    tiles = _cut(query_start_loc, seq_lens, num_rows, heads.tile_len)
+    pages = chunk_pages(page, columns, tiles.row.size * num_heads)
     chunk = pages * page
-
-    def of_heads(values: jax.Array) -> jax.Array:
-        """[H] -> [K, M, 1], against scores [X, K, M, C]."""
-        return jnp.repeat(values.reshape(num_kv_heads, group), tile_len, axis=1)[..., None]
-
-    def of_kv_heads(values: Any) -> jax.Array:
-        """Scalar or [K] -> [K, 1, 1]."""
-        return jnp.broadcast_to(jnp.asarray(values, jnp.float32), (num_kv_heads,))[:, None, None]
-
-    def to_heads(x: jax.Array) -> jax.Array:
-        """[X, Q, C] -> [X, 1, M, C]: the same for every head of the group."""
-        return jnp.tile(x, (1, group, 1))[:, None]
-
-    def dot(spec: str, a: jax.Array, b: jax.Array) -> jax.Array:
-        # HIGHEST: neither TF32 nor bf16 passes for float32; 16-bit inputs are exact as they are
-        return jnp.einsum(spec, a, b, preferred_element_type=jnp.float32, precision=lax.Precision.HIGHEST)
-
-    q = jnp.where(tiles.real[..., None, None], query[tiles.row], 0)  # unused rows must not propagate a NaN
-    q = q.reshape(num_tiles, tile_len, num_kv_heads, group, head_size).transpose(0, 2, 3, 1, 4)
-    q = q.reshape(num_tiles, num_kv_heads, group * tile_len, head_size)
-    score_scale = scale * of_kv_heads(k_scale)
-    few = group * tile_len <= 32  # then transpose the scores: by default XLA transposes the keys, which are many more
-
-    table, length = block_table[tiles.request], seq_lens[tiles.request][:, None]  # [X, B], [X, 1]
-    context = length - jnp.diff(query_start_loc)[tiles.request][:, None]  # keys before the request's own rows
-    position = tiles.order + context  # [X, Q]
-    used, layer = -(-length // page), LayerMask(causal, window, chunk_size, span_window)  # type: ignore[arg-type]  # traced
-    mask = Visibility(layer, batch)
-
-    # The keys [low, stop) that a tile can see bound its part of the loop.
-    reach = prefixed = None
-    if batch.spans is not None:
-        own = batch.spans[tiles.row][:, :, None]  # [X, Q, 1, 2]
-        mask = Visibility(layer, batch._replace(spans=own))
-        there = tiles.real & (own[:, :, 0, 1] >= 0)
-        first = jnp.where(there, own[:, :, 0, 0], columns * page).min(axis=1, keepdims=True)
-        reach = first, jnp.where(there, own[:, :, 0, 1], -1).max(axis=1, keepdims=True)
-    if batch.prefix is not None:
-        prefixed = batch.prefix[tiles.request][:, None]  # [X, 1]
-    last, ordered = position.max(axis=1, keepdims=True), causal and batch.tree is None
-    low, stop = mask.bounds(position[:, :1], last, length, reach, prefixed, ordered, jnp)
+    # unused rows must not propagate a NaN
+    q = heads.of_tiles(jnp.where(tiles.real[..., None, None], query[tiles.row], 0))
+    table, used = block_table[tiles.request], -(-tiles.length // page)  # [X, B], [X, 1]
+    mask, low, stop = _mask(rules, tiles, columns * page)
     first = jnp.maximum(low, 0) // chunk
     trips = jnp.where(tiles.real[:, :1], -(-stop // chunk) - first, 0).max()
-
-    def visible(key: jax.Array) -> jax.Array:
-        """[X, Q, C]: which of the keys at positions [X, C] each row attends to."""
-        p, j, request, context_of = position[..., None], key[:, None], tiles.request[:, None, None], context[..., None]
-        allowed = mask.allowed(p, j, request, ..., context_of, length[..., None] - context_of)
-        return tiles.real[..., None] & (j < length[..., None]) & allowed  # type: ignore[no-any-return]
 
     def step(i: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         top, total, acc = carry
@@ -252,32 +295,22 @@ def _attend(
         ids = jnp.take_along_axis(table, jnp.minimum(column, columns - 1), axis=1)
         ids = jnp.where(column < used, ids, 0)  # table entries past the used columns are never followed
         lost = (ids < 0) | (ids >= num_blocks) | ((column >= columns) & (column < used))  # no such page, or no column for it
-        k, v = fetch(jnp.where(lost, 0, ids))
-        k, v = (x.reshape(num_tiles, num_kv_heads, chunk, head_size).astype(query.dtype) for x in (k, v))
+        k, v = (x.reshape(-1, num_kv_heads, chunk, head_size).astype(query.dtype) for x in fetch(jnp.where(lost, 0, ids)))
         key = (first + i) * chunk + jnp.arange(chunk, dtype=jnp.int32)  # [X, C]
-
-        if few:
-            s = lax.optimization_barrier(dot("xkcd,xkmd->xkcm", k, q)).swapaxes(2, 3) * score_scale
-        else:
-            s = dot("xkmd,xkcd->xkmc", q, k) * score_scale
-        if logits_soft_cap is not None:
-            s = logits_soft_cap * jnp.tanh(s / logits_soft_cap)
-        if alibi_slopes is not None:
-            distance = (key[:, None, :] - position[..., None]).astype(jnp.float32)
-            s -= of_heads(alibi_slopes) * to_heads(jnp.abs(distance))
+        s = _scores(rules, heads, tiles, q, k, key)
         s = jnp.where(jnp.repeat(lost, page, axis=1)[:, None, None], jnp.nan, s)
-        allowed = to_heads(visible(key))
+        allowed = heads.alike(_seen(mask, tiles, key))
         s = jnp.where(allowed, s, -jnp.inf)
 
         new_top = jnp.maximum(top, s.max(axis=-1))
         finite_top = jnp.where(new_top == -jnp.inf, 0.0, new_top)
-        weights, fade = jnp.exp(s - finite_top[..., None]), jnp.exp(top - finite_top)
-        part = dot("xkmc,xkcd->xkmd", weights.astype(v.dtype), v)
-        part = lax.cond(jnp.isnan(part).any(), lambda: _select(dot, weights, allowed, v), lambda: part)
-        return new_top, total * fade + weights.sum(axis=-1), acc * fade[..., None] + part
+        weights, rescale = jnp.exp(s - finite_top[..., None]), jnp.exp(top - finite_top)
+        part = _dot("xkmc,xkcd->xkmd", weights.astype(v.dtype), v)
+        part = lax.cond(jnp.isnan(part).any(), lambda: _select(weights, allowed, v), lambda: part)
+        return new_top, total * rescale + weights.sum(axis=-1), acc * rescale[..., None] + part
 
-    rows = jax.ShapeDtypeStruct((num_tiles, num_kv_heads, group * tile_len), jnp.float32)
-    sums = jax.ShapeDtypeStruct((*rows.shape, head_size), jnp.float32)
+    sums = jax.ShapeDtypeStruct(q.shape, jnp.float32)
+    rows = jax.ShapeDtypeStruct(q.shape[:3], jnp.float32)
     # Under shard_map the loop's initial state must vary over the same mesh axes as the step's result: query the step for
     # them.
     nothing = map(jnp.full_like, jax.eval_shape(step, trips, (rows, rows, sums)), (-jnp.inf, 0.0, 0.0))
@@ -285,27 +318,22 @@ def _attend(
 
     empty = total == 0  # not by the maximum: on a CPU it does not always propagate NaN
     total = jnp.where(empty, 1.0, total)
-    lse, out = top + jnp.log(total), acc / total[..., None] * of_kv_heads(v_scale)
-    if sinks is not None:
-        gate = jax.nn.sigmoid(lse[..., None] - of_heads(sinks))
+    lse, out = top + jnp.log(total), acc / total[..., None] * heads.by_kv_head(rules.v_scale)
+    if rules.sinks is not None:
+        gate = jax.nn.sigmoid(lse[..., None] - heads.by_head(rules.sinks))
         out = jnp.where(empty[..., None], 0.0, out * gate)
-
-    def back(x: jax.Array, fill: float) -> jax.Array:
-        """[X, K, M, E] -> [T, H, E], each row from its tile."""
-        x = x.reshape(num_tiles, num_heads, tile_len, -1)[tiles.tile, :, tiles.place]
-        return jnp.where(tiles.owned[:, None, None], x, fill)
-
-    return back(out, 0.0).astype(query.dtype), back(lse[..., None], -jnp.inf)[..., 0].T
+    lse = heads.to_rows(tiles, lse[..., None], -jnp.inf)[..., 0].T
+    return heads.to_rows(tiles, out, 0.0).astype(query.dtype), lse
 
 
-def _select(dot: Callable[..., jax.Array], weights: jax.Array, allowed: jax.Array, v: jax.Array) -> jax.Array:
+def _select(weights: jax.Array, allowed: jax.Array, v: jax.Array) -> jax.Array:
     """weights [X, K, M, C] times v [X, K, C, D], where a row includes only values it may see, NaN and infinities among them."""
     attends = jnp.broadcast_to(allowed, weights.shape).astype(v.dtype)
 
     def reach(what: jax.Array) -> jax.Array:
-        return dot("xkmc,xkcd->xkmd", attends, what.astype(v.dtype)) > 0
+        return _dot("xkmc,xkcd->xkmd", attends, what.astype(v.dtype)) > 0
 
-    part = dot("xkmc,xkcd->xkmd", weights.astype(v.dtype), jnp.where(jnp.isfinite(v), v, 0))
+    part = _dot("xkmc,xkcd->xkmd", weights.astype(v.dtype), jnp.where(jnp.isfinite(v), v, 0))
     part += jnp.where(reach(v == jnp.inf), jnp.inf, 0.0)
     part += jnp.where(reach(v == -jnp.inf), -jnp.inf, 0.0)  # both infinities make NaN, as they should
     return jnp.where(reach(jnp.isnan(v)), jnp.nan, part)
