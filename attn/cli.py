@@ -47,13 +47,15 @@ def _backends(parser: argparse.ArgumentParser) -> Run:
     return run
 
 
+#: Options of `attn explain` that describe one layer, and those that describe a model's load.
+_OF_LAYER = ("head_size", "num_heads", "num_kv_heads", "feature", "attn_type", "mla")
+_OF_MODEL = ("context", "requests")
+
+
 def _explain(parser: argparse.ArgumentParser) -> Run:
     from attn import dtypes
-    from attn.capabilities import ATTN_TYPES, FRAMEWORKS, Device, Feature
+    from attn.capabilities import ATTN_TYPES, FRAMEWORKS, Feature
     from attn.reports import machines
-    from attn.reports.model_report import explain_model
-    from attn.reports.report import explain
-    from attn.selection.platforms import default_framework
 
     add = parser.add_argument
     add("--model", metavar="CONFIG", help="explain every layer of a model: a transformers config.json, or a folder with one")
@@ -75,69 +77,69 @@ def _explain(parser: argparse.ArgumentParser) -> Run:
     add("--platform", choices=PLATFORMS, help="describe the device by its platform instead")
     add("--arch", default="", help="architecture, with --platform: sm_90, gfx942, v6e")
     add("--device-name", default="", help="name to show, with --platform")
-    add(
-        "--assume", metavar="NAMES",
-        help=f"packages assumed to be installed, comma-separated: {', '.join(machines.PACKAGES)} (default: with --device or "
-        "--platform what the framework's wheel installs, else what is installed on this machine)",
-    )  # fmt: skip
+    assumed = "with --device or --platform what the framework's wheel installs, else what is installed on this machine"
+    packages = f"packages assumed to be installed, comma-separated: {', '.join(machines.PACKAGES)} (default: {assumed})"
+    add("--assume", metavar="NAMES", help=packages)
     _json_argument(parser)
 
-    layer = ("head_size", "num_heads", "num_kv_heads", "feature", "attn_type", "mla")
-    load = ("context", "requests")
-
     def run(args: argparse.Namespace) -> int:
-        given = [name for name in (layer if args.model else load) if getattr(args, name) != parser.get_default(name)]
-        given = [f"--{name.replace('_', '-')}" for name in given]
-        if args.model and given:
-            parser.error(f"{given[0]} describes one layer: it cannot be combined with --model")
-        if given:
-            parser.error(f"{given[0]} requires --model")
+        of_other_form = _OF_LAYER if args.model else _OF_MODEL
+        passed = [name for name in of_other_form if getattr(args, name) != parser.get_default(name)]
+        if passed:
+            option = f"--{passed[0].replace('_', '-')}"
+            one_layer = f"{option} describes one layer: it cannot be combined with --model"
+            parser.error(one_layer if args.model else f"{option} requires --model")
         if not args.model and args.head_size is None:
             parser.error("the following arguments are required: --head-size, or --model")
-        device = None
-        if args.device and (args.platform or args.arch or args.device_name):
-            parser.error("--device cannot be combined with --platform, --arch or --device-name: pass one form or the other")
-        if args.device:
-            device = machines.device_named(args.device, args.framework)
-        elif args.platform:
-            framework = args.framework or PLATFORMS[args.platform] or default_framework()
-            arch = machines.check_arch(args.platform, args.arch) if args.arch else ""
-            device = Device(framework, args.platform, args.device_name, arch)
-        elif args.arch or args.device_name:
-            parser.error("--arch and --device-name require --platform")
         assume = None if args.assume is None else [name.strip() for name in args.assume.split(",") if name.strip()]
-        place = {"framework": args.framework, "device": device, "disable": args.disable, "assume": assume}
-        if args.model:
-            report = explain_model(
-                args.model,
-                dtype=args.dtype,
-                kv_cache_dtype=args.kv_cache_dtype,
-                block_size=args.block_size,
-                backend=args.backend,
-                **{name: getattr(args, name) for name in load if getattr(args, name) is not None},
-                **place,
-            )
-            _show(report, args.json)
-            return 0 if report.served else 1
-        selection = explain(
-            args.head_size,
-            args.dtype or "float32",
-            args.kv_cache_dtype,
-            args.block_size,
-            features=args.feature,
-            use_mla=args.mla,
-            attn_type=args.attn_type or ATTN_TYPES[0],
-            num_heads=args.num_heads,
-            num_kv_heads=args.num_kv_heads,
-            backend=args.backend,
-            **place,
-        )
-        _show(selection, args.json)
-        if selection.source == "priority" and not args.json:
-            print(f"candidates: the priority list of {selection.device.framework} on {selection.device.platform}")
-        return 0 if selection.winner else 1
+        common = {name: getattr(args, name) for name in ("backend", "framework", "disable")}
+        common |= {"device": _described_device(parser, args), "assume": assume}
+        return (_explain_model if args.model else _explain_layer)(args, common)
 
     return run
+
+
+def _described_device(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Any:
+    """Return the device that the options of `attn explain` describe; None: the current one."""
+    from attn.capabilities import Device
+    from attn.reports import machines
+    from attn.selection.platforms import default_framework
+
+    if args.device:
+        if args.platform or args.arch or args.device_name:
+            parser.error("--device cannot be combined with --platform, --arch or --device-name: pass one form or the other")
+        return machines.device_named(args.device, args.framework)
+    if args.platform:
+        framework = args.framework or PLATFORMS[args.platform] or default_framework()
+        arch = machines.check_arch(args.platform, args.arch) if args.arch else ""
+        return Device(framework, args.platform, args.device_name, arch)
+    if args.arch or args.device_name:
+        parser.error("--arch and --device-name require --platform")
+    return None
+
+
+def _explain_model(args: argparse.Namespace, common: dict[str, Any]) -> int:
+    from attn.reports.model_report import explain_model
+
+    cache = {"dtype": args.dtype, "kv_cache_dtype": args.kv_cache_dtype, "block_size": args.block_size}
+    load = {name: getattr(args, name) for name in _OF_MODEL if getattr(args, name) is not None}
+    report = explain_model(args.model, **cache, **load, **common)
+    _show(report, args.json)
+    return 0 if report.served else 1
+
+
+def _explain_layer(args: argparse.Namespace, common: dict[str, Any]) -> int:
+    from attn.capabilities import AttentionType
+    from attn.reports.report import explain
+
+    layer = {"features": args.feature, "use_mla": args.mla, "attn_type": args.attn_type or AttentionType.DECODER}
+    heads = {"num_heads": args.num_heads, "num_kv_heads": args.num_kv_heads}
+    dtype = args.dtype or "float32"
+    selection = explain(args.head_size, dtype, args.kv_cache_dtype, args.block_size, **layer, **heads, **common)
+    _show(selection, args.json)
+    if selection.source == "priority" and not args.json:
+        print(f"candidates: the priority list of {selection.device.framework} on {selection.device.platform}")
+    return 0 if selection.winner else 1
 
 
 def _env(parser: argparse.ArgumentParser) -> Run:

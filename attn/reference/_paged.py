@@ -6,7 +6,7 @@ Rows past query_start_loc[-1] are padding and are returned as NaN, which marks u
 """
 
 from collections.abc import Sequence
-from typing import SupportsIndex
+from typing import Any, NamedTuple, SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
@@ -78,63 +78,91 @@ def paged_attention(
     num_heads, num_kv_heads = _check_caches(q, keys, values)
     starts, lengths, table = check_batch(q, query_start_loc, seq_lens, block_table)
     count = len(lengths)
-    is_causal = bools("causal", causal, (count,))
-    tree = _check_tree(tree_mask, is_causal)
     k_factor = _head_scale("k_scale", k_scale, num_kv_heads)
     v_factor = _head_scale("v_scale", v_scale, num_kv_heads)
     positions = None if query_positions is None else ints("query_positions", query_positions, 1)
     if positions is not None:
         check_shape("query_positions", positions, (len(q),))
-
-    reach = None if spans is None else ints("spans", spans, 2)
-    prefixes = np.zeros(count, np.int64) if prefix is None else ints("prefix", prefix, 1)
-    if reach is not None:
-        check_shape("spans", reach, (len(q), 2))
-        require(positions is None and key_positions is None, "spans count positions in the cache: pass no positions with them")
-    check_shape("prefix", prefixes, (count,))
+    require(
+        spans is None or (positions is None and key_positions is None),
+        "spans count positions in the cache: pass no positions with them",
+    )
+    seen = _Seen.of(count, len(q), causal, window, tree_mask, spans, prefix)._replace(
+        chunk_size=chunk_size, span_window=span_window
+    )
 
     out, lse = np.full((len(q), num_heads, values.shape[3]), np.nan), np.full((num_heads, len(q)), np.nan)
-    for r in range(count):
+    for r in np.flatnonzero(np.diff(starts)).tolist():
         rows, m = slice(starts[r], starts[r + 1]), int(lengths[r])
-        n = int(starts[r + 1] - starts[r])
-        if n == 0:
-            continue
         pages = _used_pages(r, m, table, keys.shape)
-        own_causal, own_mask, own_window = bool(is_causal[r]), _entry("mask", mask, r, count), window
-        own_tree = tree[r, :n, :n] if tree is not None and n <= tree.shape[1] else None
-        if reach is not None or prefixes[r] or chunk_size is not None:
-            seen = visible_mask(
-                n,
-                m,
-                causal=own_causal,
-                window=window,
-                tree=own_tree,
-                spans=None if reach is None else reach[rows],
-                prefix=int(prefixes[r]),
-                chunk_size=chunk_size,
-                span_window=span_window,
-            )
-            shape = (num_heads, n, m)
-            own_mask = np.broadcast_to(seen, shape) & (np.True_ if own_mask is None else bools("mask", own_mask, shape))
-            own_causal, own_window = False, (None, None)
-        elif own_tree is not None:
-            own_causal, own_mask = False, _tree_visible(r, own_tree, m, own_mask, num_heads)
         out[rows], lse[:, rows] = attention(
             q[rows],
             _gather("key_cache", keys, pages, m, k_factor),
             _gather("value_cache", values, pages, m, v_factor),
             scale=scale,
-            causal=own_causal,
-            window=own_window,
             logits_soft_cap=logits_soft_cap,
             alibi_slopes=alibi_slopes,
             sinks=sinks,
-            mask=own_mask,
             bias=_entry("bias", bias, r, count),
             query_positions=None if positions is None else positions[rows],
             key_positions=_entry("key_positions", key_positions, r, count),
+            **seen.of_request(r, rows, m, _entry("mask", mask, r, count), num_heads),
         )
     return out, lse
+
+
+class _Seen(NamedTuple):
+    """What the rows of a batch see, besides masks that the caller passes as such."""
+
+    is_causal: Bool
+    window: Sequence[SupportsIndex | None]
+    tree: Bool | None
+    spans: I64 | None
+    prefix: I64
+    chunk_size: int | None = None
+    span_window: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        count: int,
+        tokens: int,
+        causal: bool | npt.ArrayLike,
+        window: Sequence[SupportsIndex | None],
+        tree_mask: npt.ArrayLike | None,
+        spans: npt.ArrayLike | None,
+        prefix: npt.ArrayLike | None,
+    ) -> "_Seen":
+        """Check the arguments of `paged_attention`, for `count` requests."""
+        is_causal = bools("causal", causal, (count,))
+        reach = None if spans is None else ints("spans", spans, 2)
+        prefixes = np.zeros(count, np.int64) if prefix is None else ints("prefix", prefix, 1)
+        if reach is not None:
+            check_shape("spans", reach, (tokens, 2))
+        check_shape("prefix", prefixes, (count,))
+        return cls(is_causal, window, _check_tree(tree_mask, is_causal), reach, prefixes)
+
+    def of_request(self, r: int, rows: slice, m: int, mask: npt.ArrayLike | None, num_heads: int) -> dict[str, Any]:
+        """Return the arguments of `attention` that say what request r's rows see of its m keys."""
+        n, causal = int(rows.stop - rows.start), bool(self.is_causal[r])
+        tree = self.tree[r, :n, :n] if self.tree is not None and n <= self.tree.shape[1] else None
+        if self.spans is not None or self.prefix[r] or self.chunk_size is not None:
+            seen = visible_mask(
+                n,
+                m,
+                causal=causal,
+                window=self.window,
+                tree=tree,
+                spans=None if self.spans is None else self.spans[rows],
+                prefix=int(self.prefix[r]),
+                chunk_size=self.chunk_size,
+                span_window=self.span_window,
+            )
+            shape = (num_heads, n, m)
+            return {"mask": np.broadcast_to(seen, shape) & (np.True_ if mask is None else bools("mask", mask, shape))}
+        if tree is not None:
+            return {"window": self.window, "mask": _tree_visible(r, tree, m, mask, num_heads)}
+        return {"causal": causal, "window": self.window, "mask": mask}
 
 
 def write_kv(

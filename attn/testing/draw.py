@@ -194,88 +194,68 @@ def cache_spec(call: Call) -> KVCacheSpec:
 def draw(case: Case) -> Call:
     """Return the call of a case, cached because several backends and checks use the same one."""
     geometry = np.random.default_rng([1, case.geometry_seed])
-    requests = range(len(case.query_lens))
     table, num_blocks = _tables(case, geometry)
-    tree = _trees(case)
-    spans, prefix = _spans(case), None
-    if case.prefix:
-        prefix = np.minimum(max(case.prefix, 0), np.array(case.seq_lens, np.int32)).astype(np.int32)
     slack = int(geometry.integers(0, 2)) * 3 * (max(case.query_lens, default=0) > 1)  # a captured graph's bound is not tight
     q_lens, seq_lens = np.array(case.query_lens, np.int32), np.array(case.seq_lens, np.int32)
     start = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
-    total = int(start[-1])
-    rows = total + case.padding
-
-    data = [_sequence(case, r) for r in requests]
-    kind = np.float64 if case.dtype == "float64" else np.float32
-    query = np.full((rows, case.num_heads, case.query_size), np.nan, kind)
-    key = np.full((rows, case.num_kv_heads, case.head_size), np.nan, kind)
-    value = key.copy()
-    owner = np.repeat(np.arange(len(q_lens)), q_lens)
-    position = np.arange(total) - start[owner] + (seq_lens - q_lens)[owner]
-    for r in requests:
-        at = slice(start[r], start[r + 1])
-        query[at] = _queries(case, r, data[r][0])
-        fresh = max(case.query_lens[r] - case.seq_lens[r], 0)  # rows before the sequence's start have no key
-        if case.attn_type != AttentionType.ENCODER_DECODER and case.query_lens[r] > fresh:
-            new = slice(max(case.seq_lens[r] - case.query_lens[r], 0), None)
-            key[start[r] + fresh : start[r + 1]], value[start[r] + fresh : start[r + 1]] = (x[new] for x in data[r])
-    slots = np.full(rows, -1, np.int64)
-    caches: tuple[Array | None, Array | None] = (None, None)
-    if not case.is_encoder:
-        caches = _filled_caches(case, table, num_blocks, data)
-        if case.attn_type == AttentionType.DECODER:
-            slots[:total] = slots_of(table, owner, position, case.block_size)
-    has_own = case.attn_type != AttentionType.ENCODER_DECODER and case.new == "written"
-    if not has_own:
-        slots[:] = -1
-    if case.kv_sharing:
-        key[:], value[:] = np.nan, np.nan
-
+    data = [_sequence(case, r) for r in range(len(q_lens))]
+    query, key, value = _tokens(case, start, data)
+    writes = case.attn_type != AttentionType.ENCODER_DECODER and case.new == "written"
     batch = CommonAttentionMetadata(
         query_start_loc=start,
         seq_lens=seq_lens,
         block_table=table,
-        slot_mapping=slots,
+        slot_mapping=_slots(case, table, start, writes),
         num_reqs=len(q_lens),
-        num_actual_tokens=total,
+        num_actual_tokens=int(start[-1]),
         max_query_len=int(q_lens.max(initial=0)) + slack + case.loose,
         max_seq_len=min(int(seq_lens.max(initial=0)) + slack, table.shape[1] * case.block_size) + case.loose,
         causal=np.arange(len(q_lens)) % 2 == 0 if case.causal == "mixed" else case.causal,
         query_start_loc_cpu=start,
         seq_lens_cpu=seq_lens,
-        tree_mask=tree,
-        spans=spans,
-        prefix=prefix,
+        tree_mask=_trees(case),
+        spans=_spans(case),
+        prefix=np.minimum(max(case.prefix, 0), seq_lens).astype(np.int32) if case.prefix else None,
     )
-    call = Call(
-        case,
-        query,
-        key if has_own else None,
-        value if has_own else None,
-        *caches,
-        batch,
-        _slopes(case),
-        _sinks(case),
-    )
-    for array in (
-        query,
-        key,
-        value,
-        *caches,
-        table,
-        slots,
-        start,
-        seq_lens,
-        tree,
-        spans,
-        prefix,
-        call.alibi_slopes,
-        call.sinks,
-    ):
-        if array is not None:
+    none = (None, None)
+    new: tuple[Array | None, Array | None] = (key, value) if writes else none
+    caches: tuple[Array | None, Array | None] = none if case.is_encoder else _filled_caches(case, table, num_blocks, data)
+    return frozen(Call(case, query, *new, *caches, batch, _slopes(case), _sinks(case)))
+
+
+def frozen(call: Call) -> Call:
+    """Make the call's arrays read-only, and return it."""
+    for array in (*vars(call).values(), *vars(call.batch).values()):
+        if isinstance(array, np.ndarray):
             array.setflags(write=False)
     return call
+
+
+def _tokens(case: Case, start: Array, data: list[tuple[Array, Array]]) -> tuple[Array, Array, Array]:
+    """Return query [T, H, D] and key, value [T, K, D] of the batch's tokens. Padding, and rows without a key, are NaN."""
+    rows = int(start[-1]) + case.padding
+    kind = np.float64 if case.dtype == "float64" else np.float32
+    query = np.full((rows, case.num_heads, case.query_size), np.nan, kind)
+    key = np.full((rows, case.num_kv_heads, case.head_size), np.nan, kind)
+    value = key.copy()
+    for r, (count, length) in enumerate(zip(case.query_lens, case.seq_lens, strict=True)):
+        query[start[r] : start[r + 1]] = _queries(case, r, data[r][0])
+        keyless = max(count - length, 0)  # rows before the sequence's start
+        if case.attn_type != AttentionType.ENCODER_DECODER and not case.kv_sharing and count > keyless:
+            own, new = slice(start[r] + keyless, start[r + 1]), slice(max(length - count, 0), None)
+            key[own], value[own] = (x[new] for x in data[r])
+    return query, key, value
+
+
+def _slots(case: Case, table: Array, start: Array, writes: bool) -> Array:
+    """Return the slots of the batch's tokens, int64 [T]; -1 for padding and for tokens that are not written."""
+    slots, total = np.full(int(start[-1]) + case.padding, -1, np.int64), int(start[-1])
+    if writes and case.attn_type == AttentionType.DECODER:
+        q_lens, seq_lens = np.diff(start), np.array(case.seq_lens, np.int64)
+        owner = np.repeat(np.arange(len(q_lens)), q_lens)
+        position = np.arange(total) - start[owner] + (seq_lens - q_lens)[owner]
+        slots[:total] = slots_of(table, owner, position, case.block_size)
+    return slots
 
 
 def _tables(case: Case, rng: np.random.Generator) -> tuple[Array, int]:

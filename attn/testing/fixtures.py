@@ -8,6 +8,11 @@ from attn.testing.bits import SCALED, SELF_SCALED
 from attn.testing.case import Case
 from attn.testing.subject import M_LENS, Q_LENS, SPARSE, Subject, base_case, main_dtypes, per_head_scales
 
+#: Makes a case of the subject's usual shape: its name, the lengths of queries and keys, and changed fields.
+At = Callable[..., Case]
+
+_ONES = (1,) * 5  #: five decodes, or five requests of one key
+
 
 def fixtures(subject: Subject) -> list[Case]:
     """Return the cases of known bugs: boundary lengths, extreme scores and each feature on its own."""
@@ -17,11 +22,25 @@ def fixtures(subject: Subject) -> list[Case]:
 
     page = at("").block_size
     edges = (1, page - 1 or 1, page, page + 1, 2 * page)
-    ones = (1,) * 5
-    found = [
+    return [
+        *_lengths(at, page, edges),
+        *_features(at),
+        *(_non_finite(at, edges) if subject.has(Feature.NAN_SAFE) else ()),
+        *(at(f"pattern {pattern}", sparse=pattern) for pattern in (SPARSE if subject.has(Feature.BLOCK_SPARSE) else ())),
+        *(case for dtype in main_dtypes(subject) for case in _scores(at, dtype, edges)),
+        *(_views(at, subject, page, edges) if subject.capabilities.framework == "torch" else ()),
+        *_attn_types(at, subject),
+        *(reach(at, subject.compiles) if subject.has(Feature.SPANS) else ()),
+        *(case for stored in subject.capabilities.kv_cache_dtypes for case in _caches(at, stored)),
+    ]
+
+
+def _lengths(at: At, page: int, edges: tuple[int, ...]) -> list[Case]:
+    """Return batches of boundary lengths: around a page's size, of no tokens, no keys and no requests."""
+    return [
         at("mixed batch"),
         at("mixed batch, needle", inputs="needle"),
-        at("page boundaries, decode", (1,) * 5, edges),
+        at("page boundaries, decode", _ONES, edges),
         at("page boundaries, prefill", (1, *(min(n, 17) for n in edges[1:4]), 3), (1, *edges[1:4], 3), inputs="needle"),
         at(
             "page boundaries, context",
@@ -37,6 +56,12 @@ def fixtures(subject: Subject) -> list[Case]:
         at("query longer than keys", (5, 20, 3, 2, 4), (3, 1, 0, 2, 30), inputs="needle"),
         at("query much longer than keys", (34, 2), (1, 2)),
         at("padding rows", padding=5),
+    ]
+
+
+def _features(at: At) -> list[Case]:
+    """Return each feature on its own, and pairs that have gone wrong together."""
+    return [
         at("huge numbers in masked slots", poison="huge"),
         at("without lse", lse=False),
         at("explicit scale", scale=0.31, inputs="needle"),
@@ -61,42 +86,55 @@ def fixtures(subject: Subject) -> list[Case]:
         at("fp8 output, saturated, sinks", output_scale=0.001, sinks="randn", check="fp8_output"),
         at("tree in a window", (6, 4, 18, 1, 6), (20, 4, 18, 9, 40), tree=6, sliding_window=5),
     ]
-    if subject.has(Feature.NAN_SAFE):
-        found += [
-            at("NaN and infinities in values, spans", m=Q_LENS, inputs="nonfinite", data_seed=2, spans=4),
-            at("NaN and infinities in values, prefix", inputs="nonfinite", data_seed=2, prefix=5, sliding_window=4),
-        ]
-        found += [
+
+
+def _non_finite(at: At, edges: tuple[int, ...]) -> list[Case]:
+    """Return cases of NaN and infinities that rows see, which must reach these rows alone."""
+    return [
+        at("NaN and infinities in values, spans", m=Q_LENS, inputs="nonfinite", data_seed=2, spans=4),
+        at("NaN and infinities in values, prefix", inputs="nonfinite", data_seed=2, prefix=5, sliding_window=4),
+        *(
             at(f"NaN and infinities in {what}, {words}", q, m, inputs="nonfinite", data_seed=seed)
-            for words, q, m in (("decodes of a key", ones, ones), ("decodes", ones, edges), ("prompts", Q_LENS, Q_LENS))
+            for words, q, m in (("decodes of a key", _ONES, _ONES), ("decodes", _ONES, edges), ("prompts", Q_LENS, Q_LENS))
             for what, seed in (("a query", 0), ("a key", 1), ("a value", 2), ("another value", 5))
-        ]
-    found += [at(f"pattern {pattern}", sparse=pattern) for pattern in (SPARSE if subject.has(Feature.BLOCK_SPARSE) else ())]
-    for dtype in main_dtypes(subject):
-        found += [
-            at(f"{dtype}, randn", dtype=dtype),
-            at(f"{dtype}, needle", dtype=dtype, inputs="needle"),
-            at(f"{dtype}, negative scale, prompts", m=Q_LENS, dtype=dtype, scale=-0.31, lse=False),
-            at(f"{dtype}, scores of -inf", dtype=dtype, inputs="infinite"),
-            at(f"{dtype}, scores of -inf, decodes", (1,) * 5, edges, dtype=dtype, inputs="infinite"),
-            at(f"{dtype}, constant V", dtype=dtype, inputs="constant", check="constant_value"),
-            at(f"{dtype}, one key of score -524288", ones, ones, dtype=dtype, inputs="far", scale=0.125, check="single_key"),
-            at(f"{dtype}, one key of any score", ones, ones, dtype=dtype, inputs="magnitudes", check="single_key"),
-        ]
-    if subject.capabilities.framework == "torch":  # kernels that read vectors of 16 bytes
-        views: dict[str, Any] = {"layout": "fused", "lse": False}
-        found += [
-            at(f"{dtype}, {words}, views at odd addresses", q, m, dtype=dtype, **views)
-            for dtype in subject.capabilities.dtypes
-            for words, q, m in (("decodes", ones, edges), ("a decode", (1,), (page + 1,)), ("prompts", Q_LENS, Q_LENS))
-        ]
-        found += [
-            at(f"{kind}, {dtype}, views at odd addresses", m=Q_LENS, attn_type=kind, causal=False, dtype=dtype, **views)
-            for kind in subject.capabilities.attn_types
-            if kind in ENCODER_TYPES
-            for dtype in subject.capabilities.dtypes
-        ]
-    found += [
+        ),
+    ]
+
+
+def _scores(at: At, dtype: str, edges: tuple[int, ...]) -> list[Case]:
+    """Return a dtype's cases of ordinary, extreme and known scores."""
+    return [
+        at(f"{dtype}, randn", dtype=dtype),
+        at(f"{dtype}, needle", dtype=dtype, inputs="needle"),
+        at(f"{dtype}, negative scale, prompts", m=Q_LENS, dtype=dtype, scale=-0.31, lse=False),
+        at(f"{dtype}, scores of -inf", dtype=dtype, inputs="infinite"),
+        at(f"{dtype}, scores of -inf, decodes", _ONES, edges, dtype=dtype, inputs="infinite"),
+        at(f"{dtype}, constant V", dtype=dtype, inputs="constant", check="constant_value"),
+        at(f"{dtype}, one key of score -524288", _ONES, _ONES, dtype=dtype, inputs="far", scale=0.125, check="single_key"),
+        at(f"{dtype}, one key of any score", _ONES, _ONES, dtype=dtype, inputs="magnitudes", check="single_key"),
+    ]
+
+
+def _views(at: At, subject: Subject, page: int, edges: tuple[int, ...]) -> list[Case]:
+    """Return cases of views at odd addresses and strides, for kernels that read vectors of 16 bytes."""
+    views: dict[str, Any] = {"layout": "fused", "lse": False}
+    decoders = [
+        at(f"{dtype}, {words}, views at odd addresses", q, m, dtype=dtype, **views)
+        for dtype in subject.capabilities.dtypes
+        for words, q, m in (("decodes", _ONES, edges), ("a decode", (1,), (page + 1,)), ("prompts", Q_LENS, Q_LENS))
+    ]
+    encoders = [
+        at(f"{kind}, {dtype}, views at odd addresses", m=Q_LENS, attn_type=kind, causal=False, dtype=dtype, **views)
+        for kind in subject.capabilities.attn_types
+        if kind in ENCODER_TYPES
+        for dtype in subject.capabilities.dtypes
+    ]
+    return decoders + encoders
+
+
+def _attn_types(at: At, subject: Subject) -> list[Case]:
+    """Return cases of encoders and of cross attention."""
+    return [
         at(f"{kind}, {words}", attn_type=kind, causal=False, inputs="needle", **more).replace(
             **({"seq_lens": Q_LENS} if kind in ENCODER_TYPES else {})
         )
@@ -108,20 +146,21 @@ def fixtures(subject: Subject) -> list[Case]:
             ("alibi and a cap", {"alibi": True, "logits_soft_cap": 2.0}),
         )
     ]
-    if subject.has(Feature.SPANS):
-        found += reach(at, subject.compiles)
-    for stored in subject.capabilities.kv_cache_dtypes:
-        found.append(at(f"{stored} cache", kv_cache_dtype=stored))
-        if stored in SELF_SCALED:
-            found += [
-                at(f"{stored} cache, needle", kv_cache_dtype=stored, inputs="needle"),
-                at(f"{stored} cache, tokens of zeros", kv_cache_dtype=stored, inputs="hollow"),
-            ]
-        if stored in SCALED:
-            found += [
-                at(f"{stored} cache, scales", kv_cache_dtype=stored, inputs="needle", k_scale=0.037, v_scale=0.0215),
-                at(f"{stored} cache, saturated", kv_cache_dtype=stored, inputs="wide", k_scale=0.02, v_scale=0.5),
-            ]
+
+
+def _caches(at: At, stored: str) -> list[Case]:
+    """Return cases of a cache's dtype."""
+    found = [at(f"{stored} cache", kv_cache_dtype=stored)]
+    if stored in SELF_SCALED:
+        found += [
+            at(f"{stored} cache, needle", kv_cache_dtype=stored, inputs="needle"),
+            at(f"{stored} cache, tokens of zeros", kv_cache_dtype=stored, inputs="hollow"),
+        ]
+    if stored in SCALED:
+        found += [
+            at(f"{stored} cache, scales", kv_cache_dtype=stored, inputs="needle", k_scale=0.037, v_scale=0.0215),
+            at(f"{stored} cache, saturated", kv_cache_dtype=stored, inputs="wide", k_scale=0.02, v_scale=0.5),
+        ]
     return found
 
 
@@ -157,7 +196,7 @@ def variety(subject: Subject) -> list[Case]:
     return found
 
 
-def reach(at: Callable[..., Case], few_programs: bool) -> list[Case]:
+def reach(at: At, few_programs: bool) -> list[Case]:
     """Return the cases of what a row sees besides causality and the window (docs/semantics.md §18)."""
     long, chunks = (40, 18, 1, 33, 9), (60, 18, 50, 33, 40)
     every = {"causal": "mixed", "spans": 6, "prefix": 9, "chunk_size": 20}

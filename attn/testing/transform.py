@@ -9,21 +9,10 @@ import numpy as np
 
 from attn.testing.bits import Array, decode, encode, poisoned
 from attn.testing.draw import Call
+from attn.testing.draw import frozen as frozen
 from attn.testing.expected import specified_cache
 
 Tokens = tuple[Array, Array]  #: stored (keys, values) [m, K, D] of one request
-
-
-def frozen(call: Call) -> Call:
-    """Make the call's arrays read-only, as those of `draw` are, and return it."""
-    batch = call.batch
-    for array in (
-        call.query, call.key, call.value, call.key_cache, call.value_cache, call.alibi_slopes, call.sinks,
-        batch.block_table, batch.slot_mapping, batch.query_start_loc, batch.seq_lens, batch.tree_mask,
-    ):  # fmt: skip
-        if array is not None:
-            array.setflags(write=False)
-    return call
 
 
 def already_written(call: Call) -> Call:

@@ -244,10 +244,59 @@ def _places(table: torch.Tensor, lens: torch.Tensor, num_pages: int, page: int) 
     return found.scatter_reduce_(0, at.flatten(), place.flatten(), "amax")
 
 
+def _mods(
+    rules: Rules, facts: torch.Tensor, places: torch.Tensor, slopes: torch.Tensor
+) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+    """Return (mask_mod, score_mod or None) for a plan's rows, `facts` [blocks * block, 5 to 9]."""
+    masks, page, (left, right) = rules.masks, rules.page, rules.masks.layer.window
+
+    def key_of(q: Any, kv: Any) -> tuple[Any, Any]:
+        place = places[facts[q, 0] + kv // page]
+        return place, place * page + kv % page
+
+    def by_order(q: Any, j: Any, inside: Any) -> Any:
+        """Whether causality, or a tree, and the window allow a key."""
+        distance = j - facts[q, 1]
+        seen = inside
+        if left is not None:
+            seen = seen & (distance >= -left)
+        if right is not None:
+            seen = seen & (distance <= right)
+        if masks.mixed:
+            return seen & ((distance <= 0) | (facts[q, 5] == 0))
+        if not masks.layer.causal:
+            return seen
+        if not masks.tree:
+            return seen & (distance <= 0)
+        new, branch = j - facts[q, 3], facts[q, 4]
+        among = (new >= 0) & inside & (branch >= 0)
+        related = places[torch.where(among, branch + new, 0)] == 1
+        return seen & torch.where(branch >= 0, (new < 0) | (among & related), distance <= 0)
+
+    def mask_mod(b: Any, h: Any, q: Any, kv: Any) -> Any:
+        place, j = key_of(q, kv)
+        inside = (place >= 0) & (j < facts[q, 2])
+        seen = by_order(q, j, inside)
+        if masks.ranges:
+            seen = seen | (inside & (((j >= facts[q, 6]) & (j <= facts[q, 7])) | (j < facts[q, 8])))
+        if (chunk := masks.layer.chunk_size) is not None:
+            seen = seen & (j >= facts[q, 1] // chunk * chunk)
+        return seen
+
+    def score_mod(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
+        if rules.soft_cap is not None:
+            score = rules.soft_cap * torch.tanh(score / rules.soft_cap)
+        if rules.alibi:
+            distance = (key_of(q, kv)[1] - facts[q, 1]).to(torch.float32)
+            score = score - slopes[h] * distance.abs()
+        return score
+
+    return mask_mod, score_mod if rules.soft_cap is not None or rules.alibi else None
+
+
 @functools.cache
 def program(rules: Rules, shape: Shape, backend: str) -> Callable[..., Any]:
     """Return the function for one set of rules and shape, which `backend` compiles at its first call."""
-    masks, page, (left, right) = rules.masks, rules.page, rules.masks.layer.window
     options = kernel_options(rules, shape)
 
     def run(
@@ -270,57 +319,17 @@ def program(rules: Rules, shape: Shape, backend: str) -> Callable[..., Any]:
         query = query.flatten(0, 1).transpose(0, 1)[None]
         key, value = (x.flatten(0, 1).transpose(0, 1)[None] for x in (key, value))
 
-        def key_of(q: Any, kv: Any) -> tuple[Any, Any]:
-            place = places[facts[q, 0] + kv // page]
-            return place, place * page + kv % page
-
-        def by_order(q: Any, j: Any, inside: Any) -> Any:
-            """Whether causality, or a tree, and the window allow a key."""
-            distance = j - facts[q, 1]
-            seen = inside
-            if left is not None:
-                seen = seen & (distance >= -left)
-            if right is not None:
-                seen = seen & (distance <= right)
-            if masks.mixed:
-                return seen & ((distance <= 0) | (facts[q, 5] == 0))
-            if not masks.layer.causal:
-                return seen
-            if not masks.tree:
-                return seen & (distance <= 0)
-            new, branch = j - facts[q, 3], facts[q, 4]
-            among = (new >= 0) & inside & (branch >= 0)
-            related = places[torch.where(among, branch + new, 0)] == 1
-            return seen & torch.where(branch >= 0, (new < 0) | (among & related), distance <= 0)
-
-        def mask_mod(b: Any, h: Any, q: Any, kv: Any) -> Any:
-            place, j = key_of(q, kv)
-            inside = (place >= 0) & (j < facts[q, 2])
-            seen = by_order(q, j, inside)
-            if masks.ranges:
-                seen = seen | (inside & (((j >= facts[q, 6]) & (j <= facts[q, 7])) | (j < facts[q, 8])))
-            if (chunk := masks.layer.chunk_size) is not None:
-                seen = seen & (j >= facts[q, 1] // chunk * chunk)
-            return seen
-
-        def score_mod(score: Any, b: Any, h: Any, q: Any, kv: Any) -> Any:
-            if rules.soft_cap is not None:
-                score = rules.soft_cap * torch.tanh(score / rules.soft_cap)
-            if rules.alibi:
-                distance = (key_of(q, kv)[1] - facts[q, 1]).to(torch.float32)
-                score = score - slopes[h] * distance.abs()
-            return score
-
+        mask_mod, score_mod = _mods(rules, facts, places, slopes)
         some, some_pages, whole, whole_pages = (x[None, None] for x in lists)
         block_mask = flex.BlockMask.from_kv_blocks(
-            some, some_pages, whole, whole_pages, (rules.block, page), mask_mod, (query.shape[2], key.shape[2]), False
+            some, some_pages, whole, whole_pages, (rules.block, rules.page), mask_mod, (query.shape[2], key.shape[2]), False
         )
         attend: Any = flex.flex_attention  # its overloads would require a separate call for each value of return_aux
         return attend(
             query,
             key,
             value,
-            score_mod if rules.soft_cap is not None or rules.alibi else None,
+            score_mod,
             block_mask,
             rules.scale,
             query.shape[1] != key.shape[1],
