@@ -326,10 +326,18 @@ DEFECTS = (
     Defect(
         "jax_mla_context_chunk",
         "jax/backends/mla/_mla.py",
-        "position = jnp.where(place < ends[-1], place - bounds[request], 0)",
-        "position = jnp.where(place < ends[-1], place, 0)",
+        "position = jnp.where(place < ends, place - packed.keys[request], 0)",
+        "position = jnp.where(place < ends, place, 0)",
         ("jax/backends/mla/test_xla_mla.py",),
         "Positions within a context chunk are counted from the chunk's first request.",
+    ),
+    Defect(
+        "jax_mla_rows_of_two_windows",
+        "jax/backends/mla/_mla.py",
+        "(row >= low + j * window) & (row < high)",
+        "row < high",
+        ("jax/backends/mla/test_xla_mla.py",),
+        "Rows of the last window that the window before has too are merged twice.",
     ),
     # jax: the TPU's kernels
     Defect(

@@ -33,6 +33,10 @@ from attn.jax.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuil
 
 #: Context rows that are gathered and expanded at a time: a workspace of W * H * (Dn + Dr + Dv) elements.
 WORKSPACE = 4096
+#: Rows that attend them at a time. A window is computed whole, so a longer one wastes more on a request of few rows.
+WINDOW = 512
+#: The host's copy of lengths: there is none under jit.
+_ON_HOST: Any = None
 
 
 class DecodeCall(NamedTuple):
@@ -208,47 +212,76 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
     ) -> tuple[jax.Array, jax.Array]:
         """Return (out [T, H, Dv] float32, lse [H, T]) of the requests marked by `long` [R], with expanded heads.
 
-        call: its cache already holds its rows. q: [T, H, Dn + Dr], not absorbed.
+        call: its cache already holds its rows. q: [T, H, Dn + Dr], not absorbed. Rows of other requests are undefined.
 
         New rows are used as the cache stores them (a quantised cache rounds them), so that results do not depend on how a
-        prompt is split. The context is processed in chunks of one workspace.
+        prompt is split. The context is expanded in chunks of one workspace, which a window of rows at a time attends.
         """
         assert call.rows is not None
-        meta, kv_cache, width, page = call.meta, call.kv_cache, self.head_size, call.kv_cache.shape[1]
+        meta = call.meta
         if self._prefill is None or self._prefill[0] != dtype_name(q.dtype):
             self.process_weights_after_loading(q.dtype)
         assert self._prefill is not None
         prefill = self._prefill[1](q.shape[1], self.qk_head_dim, self.v_head_dim, self.scale)
-        on_host: Any = None  # there is no host copy under jit
-        batch = MLAPrefillMetadata(meta.query_start_loc, on_host, long.shape[0], meta.max_query_len)
 
         def heads(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
             """Return keys [m, H, Dn + Dr] and values [m, H, Dv] of cache rows [m, width]."""
-            decoded = xla_mla.numbers(rows, q.dtype, call.k_scale)[:, :width]
+            decoded = xla_mla.numbers(rows, q.dtype, call.k_scale)[:, : self.head_size]
             latent, rope = decoded[:, : self.kv_lora_rank], decoded[:, self.kv_lora_rank :]
             nope, value = (_product("tl,lhe->the", latent, w) for w in (w_uk, w_uv))
             rope = jnp.broadcast_to(rope[:, None], (*nope.shape[:2], rope.shape[1]))
             return jnp.concatenate([nope, rope], axis=-1), value
 
-        context = jnp.where(long, meta.seq_lens - jnp.diff(meta.query_start_loc), 0)
-        ends = jnp.cumsum(jnp.maximum(context, 0), dtype=jnp.int32)
-        bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
-        size = min(WORKSPACE, meta.block_table.size * page)
-        flat = kv_cache.reshape(-1, kv_cache.shape[2])
+        packed = _pack(meta, long, q.shape[0])
+        query = q[packed.row]
+        batch = MLAPrefillMetadata(packed.starts, _ON_HOST, long.shape[0], meta.max_query_len)
+        out, lse = prefill.run_prefill_new_tokens(query, *heads(call.rows[packed.row]), batch, True)
+        out, lse = self._attend_context(call, prefill, heads, query, packed, (out.astype(jnp.float32), lse))
+        return out[packed.place], lse[:, packed.place]
 
-        def turn(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def _attend_context(
+        self, call: DecodeCall, prefill: MLAPrefillBackend, heads: Any, query: jax.Array, packed: "_Packed", state: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        """Merge the context of packed rows into `state` (out [T, H, Dv], lse [H, T]). heads: expands rows of the cache."""
+        meta, page, ends = call.meta, call.kv_cache.shape[1], packed.keys[-1]
+        size, window = min(WORKSPACE, meta.block_table.size * page), min(WINDOW, query.shape[0])
+        most = min(meta.seq_lens.shape[0], window // self.expand_from + 2)  # requests that may have rows in a window
+        flat = call.kv_cache.reshape(-1, call.kv_cache.shape[2])
+        # so that `most` requests from any one on can be sliced
+        query_bounds, key_bounds = (jnp.pad(bounds, (0, most), mode="edge") for bounds in (packed.starts, packed.keys))
+
+        def turn(i: jax.Array, state: Any) -> Any:
+            """Expand one workspace of the context."""
             place = i * size + jnp.arange(size, dtype=jnp.int32)
-            request = _request_of(bounds, size, place)
-            position = jnp.where(place < ends[-1], place - bounds[request], 0)
-            slot = meta.block_table[request, position // page] * page + position % page
-            slot = jnp.where(place < ends[-1], slot, 0)
-            starts = jnp.clip(bounds - i * size, 0, size)
-            chunk = dataclasses.replace(batch, chunks=(MLAContextChunk(starts, on_host, size, size),))
-            out, lse = prefill.run_prefill_context_chunk(0, q, *heads(flat[slot]), chunk)
-            return merge_attn_states([state[0], out], [state[1], lse], nan_is_empty=False)
+            request = _request_of(packed.keys, size, place)
+            position = jnp.where(place < ends, place - packed.keys[request], 0)
+            slot = meta.block_table[packed.order[request], position // page] * page + position % page
+            key, value = heads(flat[jnp.where(place < ends, slot, 0)])
+            low, high = packed.starts[request[0]], packed.starts[request.max() + 1]
 
-        out, lse = prefill.run_prefill_new_tokens(q, *heads(call.rows), batch, True)
-        return lax.fori_loop(0, -(-ends[-1] // size), turn, (out.astype(jnp.float32), lse))
+            def attend(j: jax.Array, state: Any) -> Any:
+                """Attend it by one window of the rows whose context it is."""
+                begin = jnp.minimum(low + j * window, query.shape[0] - window)
+                row = begin + jnp.arange(window, dtype=jnp.int32)
+                first = _request_of(packed.starts, 1, row[:1])[0]
+                starts, key_starts = (lax.dynamic_slice_in_dim(x, first, most + 1) for x in (query_bounds, key_bounds))
+                starts, key_starts = jnp.clip(starts - begin, 0, window), jnp.clip(key_starts - i * size, 0, size)
+                chunk = MLAContextChunk(key_starts, _ON_HOST, size, size)
+                part = MLAPrefillMetadata(starts, _ON_HOST, most, min(meta.max_query_len, window), (chunk,))
+                own = lax.dynamic_slice_in_dim(query, begin, window)
+                out, lse = prefill.run_prefill_context_chunk(0, own, key, value, part)
+                # the last window of a batch may begin early, with rows of the window before
+                lse = jnp.where((row >= low + j * window) & (row < high), lse, -jnp.inf)
+                before = (lax.dynamic_slice_in_dim(x, begin, window, axis) for axis, x in enumerate(state))
+                merged = merge_attn_states(*zip(before, (out, lse), strict=True), nan_is_empty=False)
+                return tuple(
+                    lax.dynamic_update_slice_in_dim(x, new, begin, axis)
+                    for axis, (x, new) in enumerate(zip(state, merged, strict=True))
+                )
+
+            return lax.fori_loop(0, -(-(high - low) // window), attend, state)
+
+        return lax.fori_loop(0, -(-ends // size), turn, state)  # type: ignore[no-any-return]
 
     def forward(
         self,
@@ -371,6 +404,29 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
         element = caches.element_type(self.kv_cache_dtype, q.dtype)
         if kv_cache.dtype != element:
             raise cache_dtype_error(self, q, kv_cache, element)
+
+
+class _Packed(NamedTuple):
+    """The requests to expand, packed: those with a context first, so that the rows that attend a part of it are neighbours."""
+
+    order: jax.Array  # [R] the request of the batch; those that are not expanded come last
+    starts: jax.Array  # [R + 1] where its rows begin; no rows of those that are not expanded
+    keys: jax.Array  # [R + 1] where its context begins, one after another
+    row: jax.Array  # [T] the row of the batch that a packed row is
+    place: jax.Array  # [T] the packed row of a row of the batch, if it is expanded
+
+
+def _pack(meta: PagedAttentionMetadata, long: jax.Array, num_rows: int) -> _Packed:
+    """Pack the requests of a batch of `num_rows` rows that are marked by `long` [R]."""
+    lens = jnp.where(long, jnp.diff(meta.query_start_loc), 0)
+    context = jnp.where(long, jnp.maximum(meta.seq_lens - lens, 0), 0)
+    order = jnp.argsort(jnp.where(long, context == 0, 2), stable=True)
+    starts, keys = (jnp.pad(jnp.cumsum(x[order], dtype=jnp.int32), (1, 0)) for x in (lens, context))
+    index = jnp.arange(num_rows, dtype=jnp.int32)
+    shift = meta.query_start_loc[order] - starts[:-1]  # from a packed row to that of the batch
+    row = index + shift[_request_of(starts, num_rows)]
+    place = index - shift[jnp.argsort(order)][_request_of(meta.query_start_loc, num_rows)]
+    return _Packed(order, starts, keys, *(jnp.clip(x, 0, num_rows - 1) for x in (row, place)))
 
 
 def _request_of(bounds: jax.Array, count: int, index: jax.Array | None = None) -> jax.Array:

@@ -64,9 +64,11 @@ def test_nan_reaches_the_rows_that_see_it(make_mla: Any) -> None:
     np.testing.assert_array_equal(lost, [False, True, True, True, False])
 
 
-def test_expanded_prompts(make_mla: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("window", [512, 150])  # two windows of 150 overlap
+def test_expanded_prompts(make_mla: Any, monkeypatch: pytest.MonkeyPatch, window: int) -> None:
     """Long prompts beside decodes, with and without context, which comes in several turns of the workspace."""
     monkeypatch.setattr(_mla, "WORKSPACE", 64)
+    monkeypatch.setattr(_mla, "WINDOW", window)
     lens = (1, 80, 0, 90, 75, 5), (33, 80, 9, 100, 200, 40)
     batch = make_mla(*lens, kv_cache_dtype="fp8", k_scale=0.02)
     assert batch.layer.impl.expand_from == 71 and batch.layer.impl.expands(batch.metadata)
@@ -75,6 +77,29 @@ def test_expanded_prompts(make_mla: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     batch = make_mla(*lens, options={"prefill_backend": "NOBODY"})
     with pytest.raises(ValueError, match="NOBODY"):
         batch.layer(*batch.arguments())
+
+
+def test_rows_attend_their_own_context_only(make_mla: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows of rows and turns of the context are as many as the requests need, not all rows for each turn."""
+    size, window = 128, 90
+    monkeypatch.setattr(_mla, "WORKSPACE", size)
+    monkeypatch.setattr(_mla, "WINDOW", window)
+    calls: list[int] = []
+    prefill = get_mla_prefill_backend(40, 20, "float32", framework="jax", num_heads=4)
+    real = prefill.run_prefill_context_chunk
+
+    def counted(self: Any, chunk: int, q: Any, *rest: Any) -> Any:
+        jax.debug.callback(lambda: calls.append(q.shape[0]))
+        return real(self, chunk, q, *rest)
+
+    monkeypatch.setattr(prefill, "run_prefill_context_chunk", counted)
+    lens, context = (90, 3, 75, 200, 80, 71), (0, 50, 300, 40, 700, 128)
+    batch = make_mla(lens, tuple(n + c for n, c in zip(lens, context, strict=True)))
+    got, cache = jax.jit(batch.layer.__call__)(*batch.arguments())
+    batch.check(got, cache)
+    own = [(n, -(-c // size) + 1) for n, c in zip(lens, context, strict=True) if n >= 71 and c]
+    turns = -(-sum(c for n, c in zip(lens, context, strict=True) if n >= 71) // size)
+    assert sum(calls) < sum(n * often for n, often in own) + turns * window < turns * sum(lens)
 
 
 @pytest.mark.full
