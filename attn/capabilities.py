@@ -191,8 +191,11 @@ def layer_kind(attn_type: str, features: Collection[str]) -> str:
     if attn_type != AttentionType.DECODER:
         return "encoder" if attn_type in ENCODER_TYPES else "cross"
     kinds = {
-        Feature.MLA: "mla", Feature.SPARSE_MLA: "sparse_mla", Feature.CHUNK_SIZE: "chunked", Feature.SLIDING_WINDOW: "sliding",
-    }  # fmt: skip
+        Feature.MLA: "mla",
+        Feature.SPARSE_MLA: "sparse_mla",
+        Feature.CHUNK_SIZE: "chunked",
+        Feature.SLIDING_WINDOW: "sliding",
+    }
     return next((kind for feature, kind in kinds.items() if feature in features), "full")
 
 

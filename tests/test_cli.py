@@ -103,9 +103,13 @@ def test_explain_all_the_arguments(capsys):
 
 def test_explain_a_model(capsys, tmp_path):
     config = {  # meta-llama/Llama-3.1-8B
-        "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32,
-        "num_key_value_heads": 8, "torch_dtype": "bfloat16",
-    }  # fmt: skip
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "torch_dtype": "bfloat16",
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     code, out, err = call(capsys, "explain --device H200 --context 1024 --requests 8 --model", str(tmp_path))
     assert (code, err) == (0, "") and "TRITON_ATTN" in out and "8 requests of 1024 tokens" in " ".join(out.split())
@@ -289,7 +293,7 @@ def test_demo(capsys):
         ("bench q1s16 --json /no/such/folder/x.json", "/no/such/folder/x.json: No such file or directory"),
         ("bench 2x64x2x64 --registry diffusion --plot /", "/: the extension must be one of"),
     ],
-)  # fmt: skip
+)
 def test_mistakes_are_one_line(capsys, argv, words):
     code, out, err = call(capsys, argv)
     assert (code, out) == (2, "") and err.startswith("attn: ") and words in err and err.count("\n") == 1
@@ -348,7 +352,7 @@ def raising(error):
         (ModuleNotFoundError("x", name="rich.table"), 2, "rich is not installed: pip install 'safetensors>=0.8' 'tok"),
         (FileNotFoundError(2, "No such file or directory", "x.json"), 2, "x.json: No such file or directory"),
     ],
-)  # fmt: skip
+)
 def test_mistakes_by_kind(capsys, command, error, code, line):
     command(raising(error))
     got, out, err = call(capsys, "try")
@@ -525,12 +529,16 @@ def test_times_are_finite(capsys, words, seconds, tmp_path, monkeypatch):
         ("--fuzz 5 --repro {}", "pass --fuzz or --repro, not both"),
         ("--repro {} --jobs 2", "--jobs has no effect with --repro, which uses the backends and --registry only"),
         ("--seed 3", "--seed requires --fuzz"),
-        ("--registry diffusion --jobs 2", "--jobs has no effect with --registry diffusion, which uses --level, --only, --kind, "
-         "--record"),
-        ("--registry mla_prefill --level full", "--level has no effect with --registry mla_prefill, which uses --only, --kind, "
-         "--record"),
+        (
+            "--registry diffusion --jobs 2",
+            "--jobs has no effect with --registry diffusion, which uses --level, --only, --kind, --record",
+        ),
+        (
+            "--registry mla_prefill --level full",
+            "--level has no effect with --registry mla_prefill, which uses --only, --kind, --record",
+        ),
     ],
-)  # fmt: skip
+)
 def test_conform_ignores_no_argument(capsys, words, message):
     assert call(capsys, f"conform TORCH_SDPA {words}") == (2, "", f"attn: {message}\n")
 

@@ -126,14 +126,18 @@ NOT_RUN = {
 }
 #: What is made smaller, for a CPU: sizes of batches, numbers of them, seconds, and kernels that compile for seconds.
 SMALLER = (
-    (r"\b(64q1s4k|8q1s1k)\b", "2q1s20"), (r"\bq1s32k\b", "q1s40"), (r"\b4q4k\b", "2q8"), (r"--random 40", "--random 1"),
-    (r"--max-new-tokens 32", "--max-new-tokens 2"), (r"--peers all", "--peers TORCH_SDPA,sdpa"),
+    (r"\b(64q1s4k|8q1s1k)\b", "2q1s20"),
+    (r"\bq1s32k\b", "q1s40"),
+    (r"\b4q4k\b", "2q8"),
+    (r"--random 40", "--random 1"),
+    (r"--max-new-tokens 32", "--max-new-tokens 2"),
+    (r"--peers all", "--peers TORCH_SDPA,sdpa"),
     (r"(attn tune .*)", r"\1 --framework torch --without FLEX_ATTENTION --heads 2/1 --head-size 32"),
     (r"(attn bench .*--mla)", r"\1 --heads 2"),
     (r"(attn bench (?!.*(--mla|compare)).*)", r"\1 --heads 2/1 --head-size 32"),
     (r"conform TORCH_SDPA$", "conform TORCH_SDPA --only float64"),
     (r"^attn demo$", "attn demo --num-requests 2 --max-new-tokens 2"),
-)  # fmt: skip
+)
 
 
 def not_run(command: str) -> str | None:

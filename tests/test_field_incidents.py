@@ -47,8 +47,12 @@ STANDINS = ("fa2", "fa3", "flashinfer_pkg", "aiter_pkg")
 H200 = Device("torch", "cuda", "NVIDIA H200", "sm_90")
 #: One case with every rule at once: for a compiler, one program.
 EVERYTHING: dict[str, Any] = {
-    "sliding_window": 16, "logits_soft_cap": 2.0, "alibi": True, "sinks": "log_length", "inputs": "needle",
-}  # fmt: skip
+    "sliding_window": 16,
+    "logits_soft_cap": 2.0,
+    "alibi": True,
+    "sinks": "log_length",
+    "inputs": "needle",
+}
 
 #: What of an incident needs more than this machine, and where that is shown.
 ELSEWHERE = {

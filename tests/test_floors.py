@@ -130,8 +130,12 @@ def test_the_walk_sees_imports_at_any_depth():
     """
     found = list(_imports_of("m", ast.parse(textwrap.dedent(source))))
     assert {(i.target, i.typing_only) for i in found} == {
-        ("a", False), ("b.c", False), ("e", True), ("g", False), ("h.i", False),
-    }  # fmt: skip
+        ("a", False),
+        ("b.c", False),
+        ("e", True),
+        ("g", False),
+        ("h.i", False),
+    }
     assert len(imports()) > 100 and len(modules()) > 40
 
 

@@ -381,9 +381,10 @@ def test_heads_that_do_not_divide_name_the_other_layout():
 def test_a_window_is_called_by_its_name():
     x = np.ones((1, 2, 2, 4))
     told = {
-        (-2, 0): r"window=\(-2, 0\): left=-2 must be an int of at least 0, or None", 0: "window=0 must be at least 1",
+        (-2, 0): r"window=\(-2, 0\): left=-2 must be an int of at least 0, or None",
+        0: "window=0 must be at least 1",
         "3": r"window='3' must be an int, a \(left, right\) pair",
-    }  # fmt: skip
+    }
     for window, message in told.items():
         with pytest.raises(ValueError, match=f"^{message}"):
             attn.attention(x, x, x, window=window)

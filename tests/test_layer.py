@@ -202,9 +202,11 @@ def test_pages_that_fit_nowhere(kind: str) -> None:
     layer = new_layer(kind)
     cache, (keys, values) = layer.new_kv_cache(4), (array(kind.split()[0], x) for x in pages(kind, 2))
     bad_ids = {
-        (0, 4): r"block_ids\[1\] = 4: must be between 0 and 3", (2, 2): r"block_ids\[1\] = 2: must be listed once",
-        (0, 1.5): r"block_ids\[1\] = 1.5", (-1, 0): r"block_ids\[0\] = -1",
-    }  # fmt: skip
+        (0, 4): r"block_ids\[1\] = 4: must be between 0 and 3",
+        (2, 2): r"block_ids\[1\] = 2: must be listed once",
+        (0, 1.5): r"block_ids\[1\] = 1.5",
+        (-1, 0): r"block_ids\[0\] = -1",
+    }
     for ids, message in bad_ids.items():
         with pytest.raises(MetadataError, match=message):
             layer.load_pages(cache, ids, keys, values)

@@ -175,9 +175,12 @@ def test_lengths_fetched_from_a_device_are_checked() -> None:
     """Without host mirrors a looping backend fetches the lengths; what it fetched must make sense."""
     world = World("CPU_ATTN")
     bad = GOOD().replace(
-        query_start_loc=torch.tensor([0, 5], dtype=torch.int32), seq_lens=torch.tensor([100], dtype=torch.int32),
-        query_start_loc_cpu=None, seq_lens_cpu=None, max_seq_len=100,
-    )  # fmt: skip
+        query_start_loc=torch.tensor([0, 5], dtype=torch.int32),
+        seq_lens=torch.tensor([100], dtype=torch.int32),
+        query_start_loc_cpu=None,
+        seq_lens_cpu=None,
+        max_seq_len=100,
+    )
     with pytest.raises(MetadataError, match=r"seq_lens\[0\] = 100"):
         world.call(world.build(bad))
 
@@ -275,11 +278,15 @@ BAD_BATCHES: dict[str, tuple[str, Callable[[], Any]]] = {
     "a list for a flag": (r"causal = \[False\]: must be True or False", lambda: GOOD().replace(causal=[False])),
     "another block size": ("block_size = 8: must be 16", lambda: Batch.from_lens([5], [5], [[1, 2]], 8)),
     "a block that is not there": (
-        r"block_table\[0, 0\] = 8: must be between 0 and 7", lambda: Batch.from_lens([5], [5], [[8]], 16)),
+        r"block_table\[0, 0\] = 8: must be between 0 and 7",
+        lambda: Batch.from_lens([5], [5], [[8]], 16),
+    ),
     "a slot that is not there": (
-        r"slot_mapping\[4\] = 128", lambda: GOOD().replace(slot_mapping=np.array([16, 17, 18, 19, 128]))),
+        r"slot_mapping\[4\] = 128",
+        lambda: GOOD().replace(slot_mapping=np.array([16, 17, 18, 19, 128])),
+    ),
     "a slot written twice": ("written by one token only", lambda: GOOD().replace(slot_mapping=np.array([16, 17, 18, 19, 19]))),
-}  # fmt: skip
+}
 
 
 def _builders() -> dict[str, Any]:

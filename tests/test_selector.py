@@ -122,8 +122,10 @@ def test_attn_disable_keeps_names_out_of_automatic_choice_only(three, monkeypatc
     selection = select(make_request(64, "float32"), disable=[AttentionBackendEnum["TWO"]])
     assert selection.winner is None
     assert [str(v) for v in selection.trace] == [
-        "disabled by ATTN_DISABLE", "disabled by the caller", "disabled by ATTN_DISABLE",
-    ]  # fmt: skip
+        "disabled by ATTN_DISABLE",
+        "disabled by the caller",
+        "disabled by ATTN_DISABLE",
+    ]
     assert select(make_request(64, "float32"), backend="ONE").name == "ONE"
     monkeypatch.setenv("ATTN_BACKEND", "THREE")
     assert pick() == "THREE"
@@ -221,10 +223,14 @@ def test_a_second_call_is_cached(three):
 def test_the_environment_counts_at_the_next_call(three, monkeypatch):
     assert pick() == "ONE"
     for variable, value, expected in [
-        ("ATTN_BACKEND", "TWO", "TWO"), ("ATTN_BACKEND", "THREE", "THREE"), ("ATTN_BACKEND", None, "ONE"),
-        ("VLLM_ATTENTION_BACKEND", "TWO", "TWO"), ("VLLM_ATTENTION_BACKEND", None, "ONE"),
-        ("ATTN_DISABLE", "ONE", "TWO"), ("ATTN_DISABLE", None, "ONE"),
-    ]:  # fmt: skip
+        ("ATTN_BACKEND", "TWO", "TWO"),
+        ("ATTN_BACKEND", "THREE", "THREE"),
+        ("ATTN_BACKEND", None, "ONE"),
+        ("VLLM_ATTENTION_BACKEND", "TWO", "TWO"),
+        ("VLLM_ATTENTION_BACKEND", None, "ONE"),
+        ("ATTN_DISABLE", "ONE", "TWO"),
+        ("ATTN_DISABLE", None, "ONE"),
+    ]:
         monkeypatch.delenv(variable, raising=False) if value is None else monkeypatch.setenv(variable, value)
         assert pick() == pick() == expected
 
@@ -772,10 +778,12 @@ def test_platform_for_names_what_is_wrong(monkeypatch):
 # --- devices that are not here -------------------------------------------------------------------------------------
 
 ELSEWHERE = [
-    Device("torch", "cuda", "NVIDIA H200", "sm_90"), Device("torch", "cuda", "NVIDIA B200", "sm_100"),
-    Device("torch", "rocm", "AMD Instinct MI300X", "gfx942"), Device("torch", "xpu", "Intel Data Center GPU Max 1550"),
+    Device("torch", "cuda", "NVIDIA H200", "sm_90"),
+    Device("torch", "cuda", "NVIDIA B200", "sm_100"),
+    Device("torch", "rocm", "AMD Instinct MI300X", "gfx942"),
+    Device("torch", "xpu", "Intel Data Center GPU Max 1550"),
     Device("torch", "cpu", "x86_64 CPU", "x86_64"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("device", ELSEWHERE, ids=lambda d: d.name)

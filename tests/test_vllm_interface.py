@@ -124,9 +124,13 @@ MLA_INIT = {
     "kv_b_proj": REQUIRED, "indexer": None,
 }  # fmt: skip
 SELECTION = {
-    "head_size": REQUIRED, "dtype": REQUIRED, "kv_cache_dtype": REQUIRED, "block_size": REQUIRED,
-    "is_attention_free": REQUIRED, "is_blocksparse": False,
-}  # fmt: skip
+    "head_size": REQUIRED,
+    "dtype": REQUIRED,
+    "kv_cache_dtype": REQUIRED,
+    "block_size": REQUIRED,
+    "is_attention_free": REQUIRED,
+    "is_blocksparse": False,
+}
 REGISTER = {"backend": REQUIRED, "class_path": None}
 SIGNATURES = [
     (registry.AttentionBackendEnum.get_path, {"self": REQUIRED, "include_classname": True}),

@@ -131,9 +131,7 @@ def _warn_renamed() -> None:
 
 
 #: Attributes that Python and its tools read from any class; reading them does not count as a use of the deprecated name.
-_ABOUT_THE_CLASS = {
-    "__class__", "__mro__", "__name__", "__doc__", "__module__", "__qualname__", "__abstractmethods__",
-}  # fmt: skip
+_ABOUT_THE_CLASS = {"__class__", "__mro__", "__name__", "__doc__", "__module__", "__qualname__", "__abstractmethods__"}
 
 
 class _BackendMeta(type):

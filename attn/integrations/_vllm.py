@@ -37,9 +37,12 @@ _ELSEWHERE = "attn serves no vLLM layer with it; use one of vLLM's own backends"
 _BLOCK_SIZE = 16  #: until vLLM chooses one; final for layers without a cache
 #: vLLM's names for requirements of a layer -> this library's features.
 _FEATURES = {
-    "has_sink": Feature.SINKS, "has_sliding_window": Feature.SLIDING_WINDOW, "use_non_causal": Feature.NON_CAUSAL,
-    "use_per_head_quant_scales": Feature.PER_HEAD_SCALES, "use_mm_prefix": Feature.SPANS,
-}  # fmt: skip
+    "has_sink": Feature.SINKS,
+    "has_sliding_window": Feature.SLIDING_WINDOW,
+    "use_non_causal": Feature.NON_CAUSAL,
+    "use_per_head_quant_scales": Feature.PER_HEAD_SCALES,
+    "use_mm_prefix": Feature.SPANS,
+}
 #: Other configuration fields that are read, or require nothing of a backend; any other that is set is rejected.
 _READ = {"head_size", "dtype", "kv_cache_dtype", "block_size", "attn_type", "device_capability", "use_kv_connector"}
 #: Neutral values of a layer's further arguments.

@@ -38,11 +38,15 @@ _PRODUCTS: dict[tuple[str | None, str | None, str], dict[str, tuple[str, ...]]] 
         "gfx1201": ("RX 9070", "RX 9070 XT"),
     },
     (None, "tpu", "TPU"): {
-        "v4": ("v4",), "v5e": ("v5e",), "v5p": ("v5p",), "v6e": ("v6e", "Trillium"), "v7x": ("v7x", "Ironwood"),
+        "v4": ("v4",),
+        "v5e": ("v5e",),
+        "v5p": ("v5p",),
+        "v6e": ("v6e", "Trillium"),
+        "v7x": ("v7x", "Ironwood"),
     },
     ("xpu", None, "Intel"): {"": ("Data Center GPU Max 1550", "Arc B580")},
     ("cpu", "cpu", ""): {"x86_64": ("x86_64",), "aarch64": ("aarch64",), "arm64": ("arm64",)},
-}  # fmt: skip
+}
 
 #: Distribution -> the modules by which this library detects it; their submodules count too.
 PACKAGES: dict[str, tuple[str, ...]] = {

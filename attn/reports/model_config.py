@@ -61,10 +61,14 @@ class LayerKind:
     def features(self) -> frozenset[str]:
         """The features that the layer requires of a backend."""
         wanted = {
-            Feature.SLIDING_WINDOW: self.window, Feature.SOFT_CAP: self.soft_cap, Feature.SINKS: self.sinks,
-            Feature.ALIBI: self.alibi, Feature.SPARSE_MLA: self.topk, Feature.MLA: self.latent and not self.topk,
+            Feature.SLIDING_WINDOW: self.window,
+            Feature.SOFT_CAP: self.soft_cap,
+            Feature.SINKS: self.sinks,
+            Feature.ALIBI: self.alibi,
+            Feature.SPARSE_MLA: self.topk,
+            Feature.MLA: self.latent and not self.topk,
             Feature.CHUNK_SIZE: self.chunk,
-        }  # fmt: skip
+        }
         return frozenset(feature.value for feature, value in wanted.items() if value)
 
 
@@ -446,15 +450,17 @@ def _no_attention(word: str) -> Callable[[_Reader], list[LayerKind]]:
 
 _GPT2 = {"num_hidden_layers": ("n_layer",), "num_attention_heads": ("n_head",), "hidden_size": ("n_embd",)}
 _BLOOM = {
-    "num_hidden_layers": ("n_layer", "num_hidden_layers"), "num_attention_heads": ("n_head", "num_attention_heads"),
+    "num_hidden_layers": ("n_layer", "num_hidden_layers"),
+    "num_attention_heads": ("n_head", "num_attention_heads"),
     "hidden_size": ("hidden_size", "n_embed"),
-}  # fmt: skip
+}
 _MPT = {"num_hidden_layers": ("n_layers",), "num_attention_heads": ("n_heads",), "hidden_size": ("d_model",)}
 _HYBRID = {"layer_types": ("layer_types", "layers_block_type")}
 _FALCON = {
-    "num_hidden_layers": ("num_hidden_layers", "n_layer"), "num_attention_heads": ("num_attention_heads", "n_head"),
+    "num_hidden_layers": ("num_hidden_layers", "n_layer"),
+    "num_attention_heads": ("num_attention_heads", "n_head"),
     "num_kv_heads": ("num_kv_heads", "n_head_kv"),
-}  # fmt: skip
+}
 _PLAIN = (
     "llama", "olmo", "olmo2", "phi", "cohere", "stablelm", "gpt_neox", "opt", "glm4_moe", "deepseek_v2", "deepseek_v3",
     "deepseek_v32", "kimi_k2",

@@ -131,9 +131,7 @@ def preferred(selection: Selection, candidates: Sequence[Candidate], platform: P
     return consulted(selection, entries, file.name, candidates)
 
 
-def consulted(
-    selection: Selection, entries: Sequence[Entry], file: str, candidates: Sequence[Candidate] = ()
-) -> Selection:  # fmt: skip
+def consulted(selection: Selection, entries: Sequence[Entry], file: str, candidates: Sequence[Candidate] = ()) -> Selection:
     """Apply measurements of its request to a selection that has a winner. The new winner's class is taken from
     `candidates`; without them the result has none."""
     first = selection.winner

@@ -99,9 +99,12 @@ def _from_choice(choice: Choice, index: int) -> Case:
     q, m = _BATCHES[choice["batch"]](size)
     scalar, per_head = {"k_scale": 0.037, "v_scale": 0.0215}, per_head_scales(heads[1])
     scales: dict[str, dict[str, Any]] = {
-        "one": {}, "scalar": scalar, "per_head": per_head,
-        "per_head_k": per_head | {"v_scale": 1.0}, "per_head_v": per_head | {"k_scale": 0.037},
-    }  # fmt: skip
+        "one": {},
+        "scalar": scalar,
+        "per_head": per_head,
+        "per_head_k": per_head | {"v_scale": 1.0},
+        "per_head_v": per_head | {"k_scale": 0.037},
+    }
     return Case(
         f"grid {index}: {choice['batch']}",
         q,

@@ -23,9 +23,13 @@ def features_of(case: Recipe, plain: Mapping[str, Any] = PLAIN) -> dict[str, Any
 
 
 def minimised(
-    case: C, fails: Callable[[C], bool], attempts: int = 60, *, plain: Mapping[str, Any] = PLAIN,
+    case: C,
+    fails: Callable[[C], bool],
+    attempts: int = 60,
+    *,
+    plain: Mapping[str, Any] = PLAIN,
     simpler: Callable[[C], Iterator[C]] | None = None,
-) -> C:  # fmt: skip
+) -> C:
     """Return the smallest simplification of `case` that was found to fail; each attempt takes one step.
 
     Each field of `plain` is tried once: a field that a failure needs, a smaller case needs too. `simpler` yields the steps;

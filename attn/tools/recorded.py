@@ -89,9 +89,13 @@ def call_of(found: recording.Snapshot) -> RecordedCall:
     case, stored = Case.from_json(json.dumps(found.case)), found.arrays
     total, kv = sum(case.query_lens), (case.num_kv_heads, case.head_size)
     shapes = {
-        "query": (total, case.num_heads, case.query_size), "key": (total, *kv), "value": (total, *kv),
-        "alibi_slopes": (case.num_heads,), "sinks": (case.num_heads,), "indices": (total, case.topk),
-    }  # fmt: skip
+        "query": (total, case.num_heads, case.query_size),
+        "key": (total, *kv),
+        "value": (total, *kv),
+        "alibi_slopes": (case.num_heads,),
+        "sinks": (case.num_heads,),
+        "indices": (total, case.topk),
+    }
     for name, shape in shapes.items():
         if name in stored and stored[name].shape != shape:
             raise ValueError(f"{name} has shape {list(stored[name].shape)}: must be {list(shape)}")

@@ -143,13 +143,15 @@ def test_refuse_carries_the_reasons(make_backend):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ((0, 1, 64), "num_heads=0 must be a positive int"), ((8, 0, 64), "num_kv_heads=0 must be a positive int"),
-        ((8, 2, -1), "head_size=-1 must be a positive int"), ((8.0, 2, 64), "num_heads=8.0 must be a positive int"),
+        ((0, 1, 64), "num_heads=0 must be a positive int"),
+        ((8, 0, 64), "num_kv_heads=0 must be a positive int"),
+        ((8, 2, -1), "head_size=-1 must be a positive int"),
+        ((8.0, 2, 64), "num_heads=8.0 must be a positive int"),
         ((True, 1, 64), "num_heads=True must be a positive int"),
         ((6, 4, 64), "num_heads=6 is not a multiple of num_kv_heads=4"),
         ((2, 4, 64), "num_heads=2 is not a multiple of num_kv_heads=4"),
     ],
-)  # fmt: skip
+)
 def test_heads(arguments, words):
     with pytest.raises(ValueError) as caught:
         check_heads(*arguments)

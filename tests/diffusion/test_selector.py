@@ -120,9 +120,12 @@ def test_tables_show_the_limits_and_the_error():
 
     table = backends("diffusion")
     assert table["SAGE_ATTN"].limits == (
-        "error 0.05", "2 keys and more", "keys in multiples of 64 without causality", "no masks of keys",
+        "error 0.05",
+        "2 keys and more",
+        "keys in multiples of 64 without causality",
+        "no masks of keys",
         "causal with as many rows as keys",
-    )  # fmt: skip
+    )
     assert table["TORCH_SDPA"].limits == () and "lse" in table["TORCH_SDPA"].features
     assert "error 0.035" in table["TRITON_INT8_ATTN"].serves
 

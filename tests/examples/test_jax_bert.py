@@ -49,10 +49,14 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     model = transformers.BertModel(
         transformers.BertConfig(
-            vocab_size=len(WORDS), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            vocab_size=len(WORDS),
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
             max_position_embeddings=16,
         )
-    )  # fmt: skip
+    )
     with torch.no_grad():
         for name, weight in model.named_parameters():
             weight.copy_(

@@ -30,10 +30,13 @@ def _flux() -> tuple[Any, dict[str, Any]]:
         joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8),
     ).eval()  # fmt: skip
     inputs = {
-        "hidden_states": torch.randn(2, 16, 4), "encoder_hidden_states": torch.randn(2, 7, 32),
-        "pooled_projections": torch.randn(2, 32), "timestep": torch.tensor([0.5, 0.5]),
-        "img_ids": torch.randn(16, 3), "txt_ids": torch.randn(7, 3),
-    }  # fmt: skip
+        "hidden_states": torch.randn(2, 16, 4),
+        "encoder_hidden_states": torch.randn(2, 7, 32),
+        "pooled_projections": torch.randn(2, 32),
+        "timestep": torch.tensor([0.5, 0.5]),
+        "img_ids": torch.randn(16, 3),
+        "txt_ids": torch.randn(7, 3),
+    }
     return model, inputs
 
 
@@ -46,9 +49,10 @@ def _wan() -> tuple[Any, dict[str, Any]]:
         freq_dim=256, ffn_dim=32, num_layers=2, cross_attn_norm=True, qk_norm="rms_norm_across_heads", rope_max_seq_len=32,
     ).eval()  # fmt: skip
     inputs = {
-        "hidden_states": torch.randn(1, 4, 2, 8, 8), "timestep": torch.tensor([10]),
+        "hidden_states": torch.randn(1, 4, 2, 8, 8),
+        "timestep": torch.tensor([10]),
         "encoder_hidden_states": torch.randn(1, 9, 16),
-    }  # fmt: skip
+    }
     return model, inputs
 
 

@@ -165,9 +165,10 @@ def test_heads_and_requests_shard_over_the_engines_mesh() -> None:
     """Sinks are sharded too, a kv head is repeated where there are more devices, and data shards have batches of their own."""
     path = [ROOT, *(ROOT / "tests/standins" / name for name in ("vllm_engine_pkg", "tpu_inference_pkg"))]
     flags = {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=4 --xla_cpu_multi_thread_eigen=false", "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=4 --xla_cpu_multi_thread_eigen=false",
+        "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": os.pathsep.join(map(str, path)),
-    }  # fmt: skip
+    }
     done = subprocess.run([sys.executable, "-c", MESHES], env={**os.environ, **flags}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
@@ -226,8 +227,11 @@ def test_a_vllm_layer_passes_its_soft_cap(engine: Any) -> None:
     batch, _ = tpu_interface.metadata([4], [4])
     layers = [AttnImpl(**LAYER, logits_soft_cap=cap) for cap in (0.0, 0.25, 50.0, 0.25)]
     assert [layer.attention_backend for layer in layers] == [
-        "attn", "attn_soft_cap_0_25", "attn_soft_cap_50_0", "attn_soft_cap_0_25",
-    ]  # fmt: skip
+        "attn",
+        "attn_soft_cap_0_25",
+        "attn_soft_cap_50_0",
+        "attn_soft_cap_0_25",
+    ]
     shape = engine.create_attention_backend("attn").get_kv_cache_shape(24, 16, 2, 64, jnp.dtype("float32"))
     for layer, cap in zip(layers[:2], (None, 0.25), strict=True):
         step = jax.jit(lambda cache, layer=layer: layer.forward(None, q, k, v, cache, (batch, tpu_interface.mesh())))

@@ -19,9 +19,11 @@ from tests.integrations import vllm_interface
 STANDIN = Path(__file__).parents[1] / "standins" / "tpu_inference_pkg"
 _COMMON = "tpu_inference.layers.common"
 MODULES = (
-    f"{_COMMON}.attention_backend", f"{_COMMON}.attention_metadata", f"{_COMMON}.attention_interface",
+    f"{_COMMON}.attention_backend",
+    f"{_COMMON}.attention_metadata",
+    f"{_COMMON}.attention_interface",
     "tpu_inference.layers.vllm.backends.flash_attn",
-)  # fmt: skip
+)
 PAGE, BLOCKS, SLOTS, COLUMNS = 16, 24, 4, 4
 AXES = ("data", "attn_dp", "attn_dp_expert", "expert", "model", "dcp", "pcp")
 
@@ -90,9 +92,11 @@ def metadata(query_lens: list[int], seq_lens: list[int], shards: int = 1, causal
     starts = np.array([*np.cumsum([0, *query_lens]), *[3] * (SLOTS - live)], np.int32)
     decodes = sum(n == 1 for n in query_lens)
     fields = {
-        "block_tables": table.ravel(), "seq_lens": lens, "query_start_loc": starts,
+        "block_tables": table.ravel(),
+        "seq_lens": lens,
+        "query_start_loc": starts,
         "request_distribution": np.array([decodes, decodes, live], np.int32),
-    }  # fmt: skip
+    }
     batch = AttentionMetadata(
         input_positions=jnp.zeros(0, jnp.int32),
         use_causal_mask=causal,

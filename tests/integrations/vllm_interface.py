@@ -276,9 +276,13 @@ def _cross() -> float:
     for query_lens, seq_lens, written in (([4, 1], [4, 1], (key, value)), ([1, 1], [5, 2], (None, None))):
         now, encoder = (torch.tensor(n, dtype=torch.int32) for n in (seq_lens, lens))
         step = common(
-            query_lens, lens, 16, seq_lens_cpu_upper_bound=now, encoder_seq_lens=encoder,
+            query_lens,
+            lens,
+            16,
+            seq_lens_cpu_upper_bound=now,
+            encoder_seq_lens=encoder,
             encoder_seq_lens_cpu=np.array(lens, dtype=np.int32),
-        ).replace(seq_lens=now)  # fmt: skip
+        ).replace(seq_lens=now)
         query = _draw(sum(query_lens), HEADS, HEAD_SIZE)
         output = torch.full_like(query, torch.nan)
         impl.forward(layer(), query, *written, cache, builder(backend).build(0, step), output)

@@ -53,8 +53,10 @@ def test_a_name_of_no_device(name, framework, words):
 def test_generations_are_those_that_records_targets_and_platforms_speak_of():
     from attn.jax.platforms import TPU_KINDS
 
-    known = {platform: [a for p, archs in machines._PRODUCTS.items() if platform in p[:2] for a in archs] for platform in
-             ("cuda", "rocm", "tpu", "gpu", "cpu")}  # fmt: skip
+    known = {
+        platform: [a for p, archs in machines._PRODUCTS.items() if platform in p[:2] for a in archs]
+        for platform in ("cuda", "rocm", "tpu", "gpu", "cpu")
+    }
     assert set(TPU_KINDS.values()) == set(known["tpu"])
     for target in aot.TARGETS:
         assert target.removeprefix("tpu-") in known["cuda"] + known["rocm"] + known["tpu"], target
@@ -142,8 +144,9 @@ def test_notes_state_what_would_change_the_result(triton_here):
     found = attn.explain(*ASK, device="A100")
     assert found.name == "TRITON_ATTN"
     assert found.notes[1:] == (
-        "with block_size=256, or with vllm installed: FLASH_ATTN", "with flashinfer-python installed: FLASHINFER",
-    )  # fmt: skip
+        "with block_size=256, or with vllm installed: FLASH_ATTN",
+        "with flashinfer-python installed: FLASHINFER",
+    )
     assert attn.explain(*ASK, device="A100", block_size=256).name == "FLASH_ATTN"
     assert attn.explain(*ASK, device="A100", assume=["vllm"]).name == "FLASH_ATTN"
     assert attn.explain(*ASK, device="A100", assume=["flashinfer-python"]).name == "FLASHINFER"

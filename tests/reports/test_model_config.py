@@ -34,9 +34,13 @@ QWEN3_NEXT = {  # Qwen/Qwen3-Next-80B-A3B-Instruct
     "num_attention_heads": 16, "num_hidden_layers": 48, "num_key_value_heads": 2,
 }  # fmt: skip
 GEMMA = {  # google/gemma-7b
-    "model_type": "gemma", "head_dim": 256, "hidden_size": 3072, "num_attention_heads": 16, "num_hidden_layers": 28,
+    "model_type": "gemma",
+    "head_dim": 256,
+    "hidden_size": 3072,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 28,
     "num_key_value_heads": 16,
-}  # fmt: skip
+}
 GEMMA2 = {  # google/gemma-2-9b
     "model_type": "gemma2", "attn_logit_softcapping": 50.0, "head_dim": 256, "hidden_size": 3584,
     "num_attention_heads": 16, "num_hidden_layers": 42, "num_key_value_heads": 8, "query_pre_attn_scalar": 256,
@@ -104,23 +108,35 @@ FALCON_RW = {  # tiiuae/falcon-rw-1b
 }  # fmt: skip
 BLOOM = {"model_type": "bloom", "n_embed": 1024, "n_layer": 24, "num_attention_heads": 16}  # bigscience/bloom-560m
 MPT = {  # mosaicml/mpt-7b
-    "model_type": "mpt", "d_model": 4096, "n_heads": 32, "n_layers": 32, "torch_dtype": "bfloat16",
+    "model_type": "mpt",
+    "d_model": 4096,
+    "n_heads": 32,
+    "n_layers": 32,
+    "torch_dtype": "bfloat16",
     "attn_config": {"alibi": True, "alibi_bias_max": 8, "attn_type": "multihead_attention", "softmax_scale": None},
-}  # fmt: skip
+}
 JAMBA = {  # ai21labs/Jamba-v0.1
     "model_type": "jamba", "attn_layer_offset": 4, "attn_layer_period": 8, "hidden_size": 4096, "num_attention_heads": 32,
     "num_hidden_layers": 32, "num_key_value_heads": 8, "torch_dtype": "bfloat16",
 }  # fmt: skip
 NEMOTRON_H = {  # nvidia/Nemotron-H-8B-Base-8K
-    "model_type": "nemotron_h", "attention_head_dim": 128, "hidden_size": 4096, "num_attention_heads": 32,
-    "num_hidden_layers": 52, "num_key_value_heads": 8,
+    "model_type": "nemotron_h",
+    "attention_head_dim": 128,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 52,
+    "num_key_value_heads": 8,
     "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
-}  # fmt: skip
+}
 GPT2 = {"model_type": "gpt2", "n_embd": 768, "n_head": 12, "n_layer": 12}  # openai-community/gpt2
 BERT = {  # google-bert/bert-base-uncased
-    "architectures": ["BertForMaskedLM"], "model_type": "bert", "hidden_size": 768, "num_attention_heads": 12,
-    "num_hidden_layers": 12, "position_embedding_type": "absolute",
-}  # fmt: skip
+    "architectures": ["BertForMaskedLM"],
+    "model_type": "bert",
+    "hidden_size": 768,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 12,
+    "position_embedding_type": "absolute",
+}
 T5 = {  # google/flan-t5-small
     "model_type": "t5", "d_kv": 64, "d_model": 512, "is_encoder_decoder": True, "num_decoder_layers": 8, "num_heads": 6,
     "num_layers": 8,
@@ -212,7 +228,7 @@ def latent(count: int, heads: int, mscale: float) -> LayerKind:
         ),
     ],
     ids=lambda value: value.get("model_type") if isinstance(value, dict) else "",
-)  # fmt: skip
+)
 def test_kinds(config, kinds):
     found = read_layers(config).kinds
     assert [kind.name for kind in found] == [kind.name for kind in kinds]
@@ -244,10 +260,14 @@ def test_features():
 @pytest.mark.parametrize(
     ("config", "dtype"),
     [
-        (LLAMA, "bfloat16"), (GEMMA2, "float32"), (GEMMA3_4B, "bfloat16"), (BERT, "float32"),
-        ({**LLAMA, "dtype": "float16"}, "float16"), ({**LLAMA, "torch_dtype": "torch.float16"}, "float16"),
+        (LLAMA, "bfloat16"),
+        (GEMMA2, "float32"),
+        (GEMMA3_4B, "bfloat16"),
+        (BERT, "float32"),
+        ({**LLAMA, "dtype": "float16"}, "float16"),
+        ({**LLAMA, "torch_dtype": "torch.float16"}, "float16"),
     ],
-)  # fmt: skip
+)
 def test_dtype(config, dtype):
     found = read_layers(config)
     assert found.dtype == dtype
@@ -293,7 +313,7 @@ def test_an_unknown_type_is_read_by_the_usual_fields():
         ({**BART, "d_model": 1000}, "d_model = 1000: must be a multiple of encoder_attention_heads = 16"),
         ({**LLAMA, "model_type": "nemotron_h", "hybrid_override_pattern": "MX"}, "hybrid_override_pattern = .*a string of"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_read_is_an_error_of_one_line(config, message):
     with pytest.raises(CheckpointError, match=message) as caught:
         read_layers(config)

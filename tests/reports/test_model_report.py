@@ -25,9 +25,13 @@ LLAMA4 = {  # meta-llama/Llama-4-Scout-17B-16E
     "num_attention_heads": 40, "num_hidden_layers": 48, "num_key_value_heads": 8, "torch_dtype": "bfloat16",
 }  # fmt: skip
 JAMBA = {  # ai21labs/Jamba-v0.1
-    "model_type": "jamba", "hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32,
-    "num_key_value_heads": 8, "torch_dtype": "bfloat16",
-}  # fmt: skip
+    "model_type": "jamba",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "torch_dtype": "bfloat16",
+}
 T5 = {"model_type": "t5", "d_kv": 64, "num_heads": 8, "num_layers": 6}  # google-t5/t5-small
 BERT = {"model_type": "bert", "hidden_size": 768, "num_attention_heads": 12, "num_hidden_layers": 12}  # bert-base-uncased
 
@@ -156,9 +160,13 @@ def test_measured_shares_are_those_of_the_recorded_run():
 
 def test_times_of_measured_backends():
     llama = {  # meta-llama/Llama-3.1-8B
-        "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32,
-        "num_key_value_heads": 8, "torch_dtype": "bfloat16",
-    }  # fmt: skip
+        "model_type": "llama",
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 32,
+        "num_key_value_heads": 8,
+        "torch_dtype": "bfloat16",
+    }
     report = attn.explain_model(llama, device="H200")
     (row,) = report.rows
     copy, gemm = report.measured(row)

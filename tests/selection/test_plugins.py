@@ -292,8 +292,12 @@ def test_an_installed_distribution(tmp_path):
     assert done.returncode == 0, done.stderr
     first, second = done.stdout.splitlines()
     assert dict(eval(first)) == {
-        "GOOD": "", "ALSO_GOOD": "", "BAD": "SystemExit", "NONE": "its function returned None and registered nothing",
-        "NO_MODULE": "ModuleNotFoundError", "NO_CLASS": "AttributeError",
+        "GOOD": "",
+        "ALSO_GOOD": "",
+        "BAD": "SystemExit",
+        "NONE": "its function returned None and registered nothing",
+        "NO_MODULE": "ModuleNotFoundError",
+        "NO_CLASS": "AttributeError",
         "CPU_ATTN": "CPU_ATTN is the name of a built-in backend",
-    }  # fmt: skip
+    }
     assert second == "GOOD False False"

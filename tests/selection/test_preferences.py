@@ -172,11 +172,15 @@ def test_another_class_under_the_name_was_not_measured(
 @pytest.mark.parametrize(
     "changes",
     [
-        {"head_size": 128}, {"dtype": "bfloat16"}, {"block_size": 32}, {"num_heads": 16}, {"features": frozenset({"sinks"})},
+        {"head_size": 128},
+        {"dtype": "bfloat16"},
+        {"block_size": 32},
+        {"num_heads": 16},
+        {"features": frozenset({"sinks"})},
         {"kv_cache_dtype": "float32"},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_times_of_another_request_do_not_count(measured: Callable[..., None], changes: dict[str, Any]) -> None:
     measured(A=times(2.0), B=times(1.0))
     other = replace(REQUEST, **changes)

@@ -152,7 +152,7 @@ def capable(**changes):
             ["head_size=96 (supports 64)", "dtype=float16 (supports float32)", "sinks not supported"],
         ),
     ],
-)  # fmt: skip
+)
 def test_every_limit_is_a_reason(changes, asked, reasons):
     assert capable(**changes).reasons(request(**asked)) == reasons
 
@@ -268,10 +268,13 @@ def test_no_backend_is_an_error_with_the_whole_table(make_backend):
     message = str(caught.value)
     assert message.startswith("Invalid attention backend for NVIDIA H200\nno backend for head_size=64")
     for words in (
-        "x.y cannot be imported: OSError: gone", "flash_attn is not installed (pip install flash-attn)",
-        "einops is not installed", "platform=cuda (supports cpu)", "dtype=float32 (supports float16)",
+        "x.y cannot be imported: OSError: gone",
+        "flash_attn is not installed (pip install flash-attn)",
+        "einops is not installed",
+        "platform=cuda (supports cpu)",
+        "dtype=float32 (supports float16)",
         "sinks not supported",
-    ):  # fmt: skip
+    ):
         assert words in message and any(words in reason for reason in caught.value.reasons)
     assert [r.partition(":")[0] for r in caught.value.reasons] == ["BROKEN", "VENDOR"]
 

@@ -30,9 +30,7 @@ def test_smoothing_keys_takes_their_channels_offsets_out_and_nothing_else():
 
 
 def test_four_bit_floats_and_their_scales():
-    assert e2m1(np.array([0.2, 0.25, 0.3, 0.75, 2.5, 3.5, 4.9, 5.1, 9, -2.6])).tolist() == [
-        0, 0, 0.5, 1, 2, 4, 4, 6, 6, -3
-    ]  # fmt: skip
+    assert e2m1(np.array([0.2, 0.25, 0.3, 0.75, 2.5, 3.5, 4.9, 5.1, 9, -2.6])).tolist() == [0, 0, 0.5, 1, 2, 4, 4, 6, 6, -3]
     x = np.array([[6.0, 3, 1.5, 0.5] * 4, [0.0] * 16, [612.0] + [1.0] * 15])
     assert (nvfp4(x)[:2] == x[:2]).all()
     assert nvfp4(x)[2].tolist() == [pytest.approx(6 * 104)] + [0] * 15  # 102 is nearest to e4m3's 104

@@ -87,8 +87,9 @@ def test_a_run_is_a_report_and_evidence(monkeypatch: pytest.MonkeyPatch) -> None
     assert good.ok and good.cases == 1 and not bad.ok and "rule D" in str(bad)
     assert "flashinfer is not installed" in absent.skipped
     assert [(row.registry, row.backend, row.failures) for row in kept] == [
-        ("mla_prefill", "TORCH_SDPA", 0), ("mla_prefill", "BASE_TWO", 1),
-    ]  # fmt: skip
+        ("mla_prefill", "TORCH_SDPA", 0),
+        ("mla_prefill", "BASE_TWO", 1),
+    ]
     with pytest.raises(ValueError, match="needs the whole suite"):
         run_prefill(["TORCH_SDPA"], record=True, only="small")
 

@@ -187,8 +187,10 @@ def test_a_graph_copies_where_its_trace_did(dynamic: bool, vectors: None) -> Non
     wide = torch.cat([packed.new_zeros(2, 12, 1), packed], -1)  # 4 + 192 columns
     aligned_compiled = torch.compile(
         lambda x: attn.torch.scaled_dot_product_attention(*x[..., 4:].unflatten(-1, (3, 4, 16)).movedim(-3, 0).transpose(2, 3)),
-        fullgraph=True, dynamic=dynamic, backend=aot_autograd(fw_compiler=counted),
-    )  # fmt: skip
+        fullgraph=True,
+        dynamic=dynamic,
+        backend=aot_autograd(fw_compiler=counted),
+    )
     torch.testing.assert_close(aligned_compiled(wide), _attended(packed)[0])
     assert copies == [0]
 

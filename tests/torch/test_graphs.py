@@ -55,11 +55,15 @@ def arrays(rows: int, *widths: tuple[int, int]) -> list[torch.Tensor]:
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "all at once": {
-        "sliding_window": 8, "logits_soft_cap": 5.0, "sinks": [0.5, -1.0, 2.0, 0.0], "kv_cache_dtype": "int8", "k_scale": 0.03,
+        "sliding_window": 8,
+        "logits_soft_cap": 5.0,
+        "sinks": [0.5, -1.0, 2.0, 0.0],
+        "kv_cache_dtype": "int8",
+        "k_scale": 0.03,
         "v_scale": 0.03,
     },
     "slopes": {"alibi_slopes": [0.5, 0.25, 0.125, 0.0625]},
-}  # fmt: skip
+}
 
 
 @torch.no_grad()

@@ -120,9 +120,11 @@ _RAGGED = "48q1s4k_q2ks4k_q512s8k_q1ks16k_q256s32k_q64s60k_q32s1k_q300"
 #: few rows.
 MLA_SUITE = (
     *map(BenchCase.latent, ("64q1s4k", "16q1s32k", "16q4s1k", "4q4k", "2q2k_32q1s1k", "1q512s8k_63q1s4k", _RAGGED)),
-    BenchCase.latent("64q1s4k", heads="16"), BenchCase.latent("64q1s4k", kv_cache_dtype="fp8"),
-    BenchCase.latent(_RAGGED, heads="16"), BenchCase.latent("32q1s4k_64q128s8k", heads="16"),
-)  # fmt: skip
+    BenchCase.latent("64q1s4k", heads="16"),
+    BenchCase.latent("64q1s4k", kv_cache_dtype="fp8"),
+    BenchCase.latent(_RAGGED, heads="16"),
+    BenchCase.latent("32q1s4k_64q128s8k", heads="16"),
+)
 _RAGGED_ON_CPU = "16q1s1k_q128s4k_q64s1k_q32s2k_q100"
 MLA_CPU_SUITE = tuple(
     BenchCase.latent(batch, heads="8", dtype="float32") for batch in (*(case.batch for case in CPU_SUITE), _RAGGED_ON_CPU)

@@ -30,22 +30,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments to `parser`."""
     add = parser.add_argument
     add(
-        "batches", nargs="*", metavar="BATCH",
+        "batches",
+        nargs="*",
+        metavar="BATCH",
         help="such as 64q1s4k or 2q2k_32q1s1k (default: a standard set); or `compare A.json B.json`: measure nothing, "
         "report what changed between two runs",
-    )  # fmt: skip
+    )
     add(
-        "--registry", choices=("attention", "diffusion"), default="attention",
+        "--registry",
+        choices=("attention", "diffusion"),
+        default="attention",
         help="diffusion: shapes such as 2x4608x24x128 instead of batches, every available backend (default: %(default)s)",
-    )  # fmt: skip
+    )
     add("--backend", action="append", metavar="NAME", help="may be repeated (default: the selector's choice)")
     case_arguments(parser)
     add(
-        "--random", type=int, metavar="N",
+        "--random",
+        type=int,
+        metavar="N",
         help=f"N batches drawn at random ({', '.join(KINDS)}; 1 to {SIZES.requests} requests of {SIZES.shortest} to "
         f"{SIZES.length} tokens; on a CPU 1 to {CPU_SIZES.requests} of {CPU_SIZES.shortest} to {CPU_SIZES.length}) and layers "
         "where no argument sets them, with a line per batch and means at the end",
-    )  # fmt: skip
+    )
     add("--seed", type=int, metavar="S", help="seed of --random (default: 0)")
     add("--framework", choices=(*BENCHES, "all"), help="(default: that of --backend, else the installed one)")
     add(
@@ -55,9 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--without", default="", metavar="NAMES", help="comma-separated kernels to exclude from --peers all")
     add(
-        "--limit", type=float, default=120.0, metavar="S",
+        "--limit",
+        type=float,
+        default=120.0,
+        metavar="S",
         help="time limit for compiling each kernel, in seconds (default: %(default)s)",
-    )  # fmt: skip
+    )
     add("--judge", metavar="FILE", help="measure nothing: judge the choices in a file written by --json")
     add("--json", metavar="FILE", help="write the rows, the device and the versions to this file")
     add("--plot", metavar="FILE", help="draw the roofline and times to this file (.svg, .png, .pdf); also with --judge")
@@ -71,9 +80,10 @@ def case_arguments(parser: argparse.ArgumentParser) -> None:
     add("--heads", help=f"<query heads>/<kv heads> (default: {default.heads}; --mla: {latent.heads})")
     add("--head-size", type=int, help=f"(default: {default.head_size}; --mla, the cached row: {latent.head_size})")
     add(
-        "--block-size", type=int,
+        "--block-size",
+        type=int,
         help=f"tokens per cache block (default: {default.block_size}; --mla: {latent.block_size}; or the workload's)",
-    )  # fmt: skip
+    )
     add("--dtype", choices=sorted(LIMITS), help="(default: bfloat16, float32 on a CPU)")
     add("--kv-cache-dtype", help=f"(default: {default.kv_cache_dtype})")
     add("--window", type=int, metavar="W", help="each token sees the last W keys, itself included")
@@ -174,9 +184,11 @@ def check_random(args: argparse.Namespace) -> None:
     if args.random < 1:
         raise ValueError(f"--random {args.random} must be at least 1: the number of batches to draw")
     given = {
-        f"batches ({' '.join(args.batches)})": args.batches, f"--workloads {args.workloads}": args.workloads,
-        f"--judge {args.judge}": args.judge, f"--registry {args.registry}": args.registry == "diffusion",
-    }  # fmt: skip
+        f"batches ({' '.join(args.batches)})": args.batches,
+        f"--workloads {args.workloads}": args.workloads,
+        f"--judge {args.judge}": args.judge,
+        f"--registry {args.registry}": args.registry == "diffusion",
+    }
     for name in (name for name, value in given.items() if value):
         raise ValueError(f"pass --random {args.random} or {name}, not both")
 
@@ -223,9 +235,13 @@ def about(benches: dict[str, Bench], entries: Sequence[Entry]) -> dict[str, Any]
 
 
 def measure(
-    entries: Sequence[Entry], benches: dict[str, Bench], report: BenchReport, limit: float, file: str | None = None,
+    entries: Sequence[Entry],
+    benches: dict[str, Bench],
+    report: BenchReport,
+    limit: float,
+    file: str | None = None,
     wide: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Measure every entry into `report`, printing each case, its rows as they complete and a verdict; for random batches,
     an outcome after each case and only wrong rows.
 

@@ -59,9 +59,11 @@ class Shape:
 
 #: Common models: Flux and SD3 at 1024 x 1024 with guidance, Wan 2.x for five seconds of 480p and 720p.
 SUITE = (
-    Shape(2, 4608, 24, 128, "Flux"), Shape(2, 4250, 24, 64, "SD3"), Shape(1, 32760, 40, 128, "Wan 480p"),
+    Shape(2, 4608, 24, 128, "Flux"),
+    Shape(2, 4250, 24, 64, "SD3"),
+    Shape(1, 32760, 40, 128, "Wan 480p"),
     Shape(1, 75600, 40, 128, "Wan 720p"),
-)  # fmt: skip
+)
 
 #: Columns of a row; "allowed" is the largest error of a right output.
 COLUMNS = (

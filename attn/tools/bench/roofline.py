@@ -58,9 +58,13 @@ def _roofline(axis: Any, rows: Sequence[dict[str, Any]], colours: dict[str, str]
     above = {"fontsize": 8, "va": "bottom", "rotation_mode": "anchor"}
     slope = 1.3 * copy  # of the diagonal through the label, 1.3 times above the roof's
     axis.text(
-        1.3 * low, 1.3 * low * slope, f"copy: {1e3 * copy:.3g} GB/s", rotation=math.degrees(math.atan(slope)),
-        transform_rotates_text=True, **above,
-    )  # fmt: skip
+        1.3 * low,
+        1.3 * low * slope,
+        f"copy: {1e3 * copy:.3g} GB/s",
+        rotation=math.degrees(math.atan(slope)),
+        transform_rotates_text=True,
+        **above,
+    )
     axis.text(high, gemm * 1.1, f"matrix product: {gemm:.3g} TFLOP/s", ha="right", **above)
     for name, colour in colours.items():
         own = [(x, row) for x, row in points if row["backend"] == name]
@@ -75,16 +79,20 @@ def _roofline(axis: Any, rows: Sequence[dict[str, Any]], colours: dict[str, str]
         label, place = abbreviated(case).partition(" ")[0], ((7, "left") if sides[near] % 2 else (-7, "right"))
         axis.annotate(
             label, (x, row["tflop_per_s"]), (place[0], 0), textcoords="offset points", ha=place[1], va="center", fontsize=7
-        )  # fmt: skip
+        )
     axis.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="TFLOP/s", title=title)
     axis.set_ylim(top=3 * gemm)
     axis.grid(True, which="both", linewidth=0.3, alpha=0.5)
 
 
 def _bars(
-    axis: Any, rows: Sequence[dict[str, Any]], cases: Sequence[tuple[str, str]], names: Sequence[str],
-    colours: dict[str, str], several: bool,
-) -> None:  # fmt: skip
+    axis: Any,
+    rows: Sequence[dict[str, Any]],
+    cases: Sequence[tuple[str, str]],
+    names: Sequence[str],
+    colours: dict[str, str],
+    several: bool,
+) -> None:
     """Plot milliseconds, a group of bars per case; whiskers span p20 to p80."""
     from matplotlib.patches import Patch
 

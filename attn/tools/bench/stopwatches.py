@@ -82,9 +82,12 @@ class BaseWorkload:
         case, more = self.case, {} if self.sinks is None else {"sinks": self.sinks}
         if case.mla:
             more = {
-                "kv_lora_rank": case.kv_lora_rank, "qk_nope_head_dim": NOPE, "qk_rope_head_dim": ROPE, "v_head_dim": VALUE,
+                "kv_lora_rank": case.kv_lora_rank,
+                "qk_nope_head_dim": NOPE,
+                "qk_rope_head_dim": ROPE,
+                "v_head_dim": VALUE,
                 "kv_b_proj": self.weights,
-            }  # fmt: skip
+            }
         sizes = (case.num_heads, case.head_size, self.softmax_scale, case.num_kv_heads)
         return impl_cls(*sizes, sliding_window=case.window, kv_cache_dtype=case.kv_cache_dtype, **more)
 

@@ -57,18 +57,18 @@ _LONGER = {
         "The following functions are ",
         "Note that the ",
         "Example:\n\n    >>> ",
-        "def open(name, mode='r'):\n    \"\"\"",
-        "class Dialect:\n    \"\"\"",
+        'def open(name, mode=\'r\'):\n    """',
+        'class Dialect:\n    """',
         "Errors are reported by raising ",
         "If the delimiter is not found, ",
     ),
     _CLASS: (
         "    def send(",
-        "    def receive(self, timeout=None):\n        \"\"\"",
-        "    def close(self):\n        \"\"\"Close the ",
+        '    def receive(self, timeout=None):\n        """',
+        '    def close(self):\n        """Close the ',
         "    def __enter__(self",
         "    def __repr__(",
-        "    def fileno(self):\n        \"\"\"Return ",
+        '    def fileno(self):\n        """Return ',
         "    @property\n    def ",
     ),
     _STATEMENT: (
@@ -80,7 +80,7 @@ _LONGER = {
         "\nThe following code:\n\n   ",
         "\nAn exception ",
     ),
-}  # fmt: skip
+}
 
 _ALL = (*_SHORT, *(beginning + end for beginning, ends in _LONGER.items() for end in ends))
 PROMPTS = tuple(_ALL[7 * i % len(_ALL)] for i in range(len(_ALL)))  #: short and long ones mixed

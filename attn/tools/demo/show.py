@@ -33,11 +33,14 @@ if TYPE_CHECKING:
 _TEXTS = 3  # requests whose text is shown during generation
 _WIDTH = 100  # characters shown of each text
 _COLUMNS = (
-    Column("", 7, text=True, key="framework"), Column("backend", 17, text=True, key="backend"),
-    Column("tokens", 7, key="generated_tokens"), Column("seconds", 8, key="seconds", form=".2f"),
-    Column("tokens/s", 9, key="tokens_per_second", form=".0f"), Column("start-up s", 11, key="startup_seconds", form=".2f"),
+    Column("", 7, text=True, key="framework"),
+    Column("backend", 17, text=True, key="backend"),
+    Column("tokens", 7, key="generated_tokens"),
+    Column("seconds", 8, key="seconds", form=".2f"),
+    Column("tokens/s", 9, key="tokens_per_second", form=".0f"),
+    Column("start-up s", 11, key="startup_seconds", form=".2f"),
     Column("steps", 6, key="steps"),
-)  # fmt: skip
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

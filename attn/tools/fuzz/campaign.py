@@ -389,8 +389,10 @@ def run_fuzz(
 
 
 _REGISTRIES: dict[str, Any] = {
-    "attention": AttentionBackendEnum, "diffusion": DiffusionAttentionBackendEnum, "entries": fuzz_entries,
-}  # fmt: skip
+    "attention": AttentionBackendEnum,
+    "diffusion": DiffusionAttentionBackendEnum,
+    "entries": fuzz_entries,
+}
 
 
 def _here(registry: str, name: str, all_of_them: bool) -> tuple[Any, str, str]:

@@ -92,9 +92,10 @@ def _numbers(subject: DenseSubject, rng: random.Random, case: DenseCase) -> Dens
         case = case.replace(holes=True)
     on_torch = subject.backend.capabilities.framework == "torch"
     return case.replace(
-        seed=rng.randrange(1, 1 << 20), inputs=rng.choice(("randn", "randn", "needle")),
+        seed=rng.randrange(1, 1 << 20),
+        inputs=rng.choice(("randn", "randn", "needle")),
         layout=rng.choice(("heads", "heads", "heads_first", "fused")) if on_torch else "heads",
-    )  # fmt: skip
+    )
 
 
 def simpler(case: DenseCase) -> Iterator[DenseCase]:

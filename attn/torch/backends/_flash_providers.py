@@ -251,9 +251,11 @@ def _hopper_narrow(keys: int, values: int) -> bool:
 
 _VLLM = "vllm.vllm_flash_attn.flash_attn_interface"
 _VLLM_NEEDS = (
-    ("flash_attn_varlen_func",
-     ("seqused_k", "block_table", "window_size", "softcap", "alibi_slopes", "return_softmax_lse", "fa_version")),
-)  # fmt: skip
+    (
+        "flash_attn_varlen_func",
+        ("seqused_k", "block_table", "window_size", "softcap", "alibi_slopes", "return_softmax_lse", "fa_version"),
+    ),
+)
 
 #: In order of preference. On Hopper FlashAttention 3 comes before 4, which splits no keys (9x slower for one request of 32k
 #: on an H200), and both come before 2. Within a generation the original package comes before vLLM's fork,

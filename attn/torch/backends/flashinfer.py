@@ -78,9 +78,12 @@ class FlashInferMetadata(trtllm.UnplannedMetadata):
         starts, lens = self._host_lens(group)
         wrapper = self.plans[group]
         rules = {
-            "window_left": group.window_left, "logits_soft_cap": group.soft_cap, "sm_scale": group.scale,
-            "q_data_type": group.dtype, "kv_data_type": group.kv_dtype,
-        }  # fmt: skip
+            "window_left": group.window_left,
+            "logits_soft_cap": group.soft_cap,
+            "sm_scale": group.scale,
+            "q_data_type": group.dtype,
+            "kv_data_type": group.kv_dtype,
+        }
         heads = (group.num_heads, group.num_kv_heads, group.head_size)
         if group.kind == "ragged":
             plan(wrapper, self.seq_lens.device, int32(starts), int32(starts), *heads, causal=group.causal, **rules)

@@ -253,9 +253,7 @@ def test_a_kernel_that_is_compiled_twice_has_two_names():
 def test_a_choice_as_a_request():
     choice = {"heads": (8, 2), "head_size": 96, "dtype": "bfloat16", "kv": "int8", "block_size": 16}
     request = aot.request_of({**choice, "mask": "two-sided", "sinks": True, "lse": False, "batch": "decode"})
-    assert request.features == {
-        Feature.NON_CAUSAL, Feature.SLIDING_WINDOW, Feature.TWO_SIDED_WINDOW, Feature.SINKS,
-    }  # fmt: skip
+    assert request.features == {Feature.NON_CAUSAL, Feature.SLIDING_WINDOW, Feature.TWO_SIDED_WINDOW, Feature.SINKS}
     assert (request.num_heads, request.num_kv_heads, request.kv_cache_dtype) == (8, 2, "int8")
 
 

@@ -143,8 +143,12 @@ def test_estimates_follow_the_batch_and_refusals_are_the_compilers_own(tmp_path)
     path = os.pathsep.join(x for x in (libtpu(), os.environ.get("PYTHONPATH", ""), os.getcwd()) if x)
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(SCRIPT), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=200, check=False,
-    )  # fmt: skip
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     told = json.loads(done.stdout.splitlines()[-1])
     per_step = (told["103"] - told["3"]) / 100

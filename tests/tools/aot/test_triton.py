@@ -122,8 +122,10 @@ def test_figures_of_amds_assembly(tmp_path):
     assembly = Path(tmp_path / "x.amdgcn")
     assembly.write_text(".vgpr_count:     172\n  .agpr_count:   32\n .vgpr_spill_count: 5\n.private_segment_fixed_size: 24\n")
     assert {k: v for k, v in torch_aot._amd(str(assembly)).items() if k != "code_kib"} == {
-        "registers": 172, "spills": 5, "stack": 24,
-    }  # fmt: skip
+        "registers": 172,
+        "spills": 5,
+        "stack": 24,
+    }
 
 
 @pytest.mark.full

@@ -71,8 +71,11 @@ def test_what_a_latent_layer_is_counted_as() -> None:
 
 def test_an_invalid_shape_is_reported() -> None:
     for changes, said in (
-        ({"heads": "8/"}, "heads='8/'"), ({"window": 0}, "window=0"), ({"dtype": "int8"}, "dtype='int8'"),
-        ({"mla": True}, "heads='32/8' with mla"), ({"mla": True, "heads": "4", "head_size": 64}, "head_size=64 with mla"),
-    ):  # fmt: skip
+        ({"heads": "8/"}, "heads='8/'"),
+        ({"window": 0}, "window=0"),
+        ({"dtype": "int8"}, "dtype='int8'"),
+        ({"mla": True}, "heads='32/8' with mla"),
+        ({"mla": True, "heads": "4", "head_size": 64}, "head_size=64 with mla"),
+    ):
         with pytest.raises(ValueError, match=said):
             BenchCase("q4", **changes)  # type: ignore[arg-type]

@@ -84,9 +84,7 @@ def test_both_frameworks(tmp_path: Path, capsys: pytest.CaptureFixture[str], mon
     assert report["torch"]["torch"] and report["jax"]["jax"] and report["date"]
     assert os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] == "false", "they share a device"
     rows = {(row["framework"], row["backend"]): row for row in report["rows"]}
-    assert list(rows) == [
-        ("torch", "CPU_ATTN"), ("torch", "sdpa"), ("jax", "XLA_ATTN"), ("jax", "PALLAS"), ("jax", "jax-nn"),
-    ]  # fmt: skip
+    assert list(rows) == [("torch", "CPU_ATTN"), ("torch", "sdpa"), ("jax", "XLA_ATTN"), ("jax", "PALLAS"), ("jax", "jax-nn")]
     assert "its kernels are interpreted on this machine" in rows["jax", "PALLAS"]["refused"]
     assert [verdict["case"].endswith(("(torch)", "(jax)")) for verdict in report["verdicts"]] == [True, True]
     assert all(row["right"] and row["replayed"] for row in (rows["jax", "XLA_ATTN"], rows["jax", "jax-nn"]))
@@ -230,7 +228,7 @@ def test_random_latent_batches(tmp_path: Path) -> None:
         ("--random 0", "--random 0 must be at least 1"),
         ("q8 --seed 0", "--seed 0 requires --random N"),
     ],
-)  # fmt: skip
+)
 def test_mistakes_with_random(argv: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     run(*argv.split(), code=2)
     out, err = capsys.readouterr()

@@ -34,8 +34,10 @@ def test_a_seed_determines_the_batches() -> None:
     assert sample(12, 3, GPU) == sample(12, 3, GPU) == sample(20, 3, GPU)[:12]
     assert not set(sample(12, 3, GPU)) & set(sample(12, 4, GPU))
     assert [case.batch for case in sample(3, 1, CPU_SIZES)] == [
-        "q5s136_q5s16_q5s528_q5s3773_q5s1306_q5s670_q5s29", "q14s901", "q1s153_q1s1993",
-    ], "on every machine, with every version of Python"  # fmt: skip
+        "q5s136_q5s16_q5s528_q5s3773_q5s1306_q5s670_q5s29",
+        "q14s901",
+        "q1s153_q1s1993",
+    ], "on every machine, with every version of Python"
 
 
 def test_less_memory_draws_only_the_larger_batches_again() -> None:

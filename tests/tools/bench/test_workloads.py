@@ -11,14 +11,17 @@ from attn.cli import main
 from attn.tools.bench import BenchCase, workloads
 
 DEFINITION = {
-    "name": "gqa_paged_decode_h8_kv2_d64_ps16", "op_type": "gqa_paged",
+    "name": "gqa_paged_decode_h8_kv2_d64_ps16",
+    "op_type": "gqa_paged",
     "axes": {
-        "batch_size": {"type": "var"}, "num_qo_heads": {"type": "const", "value": 8},
-        "num_kv_heads": {"type": "const", "value": 2}, "head_dim": {"type": "const", "value": 64},
+        "batch_size": {"type": "var"},
+        "num_qo_heads": {"type": "const", "value": 8},
+        "num_kv_heads": {"type": "const", "value": 2},
+        "head_dim": {"type": "const", "value": 64},
         "page_size": {"type": "const", "value": 16},
     },
     "inputs": {"q": {"dtype": "bfloat16"}, "k_cache": {"dtype": "bfloat16"}, "kv_indptr": {"dtype": "int32"}},
-}  # fmt: skip
+}
 
 
 def dataset(root: Path, workload: dict[str, Any], **changes: Any) -> Path:
@@ -72,7 +75,7 @@ def test_prompts_ragged_keys_and_eight_bit_caches(tmp_path: Path) -> None:
         ({"kv_indptr": values(0, 1), "qo_indptr": values(0, 1, 2), "kv_last_page_len": values(4)}, {}, "has 2 requests"),
         ({"kv_indptr": {"type": "safetensors", "path": "gone", "tensor_key": "x"}}, {}, "gone does not exist"),
     ],
-)  # fmt: skip
+)
 def test_an_unreadable_case_is_an_error_with_the_reason(
     inputs: dict[str, Any], changes: dict[str, Any], said: str, tmp_path: Path
 ) -> None:

@@ -24,9 +24,12 @@ H200 = Device("torch", "cuda", "NVIDIA H200", "sm_90")
 A100 = Device("torch", "cuda", "NVIDIA A100", "sm_80")
 PLAIN = Request(head_size=128, dtype="bfloat16", block_size=16)
 FOLDERS = {
-    "FlashAttention 4": "fa4", "FlashAttention 3": "fa3", "FlashAttention 2": "fa2", "vLLM's FlashAttention 3": "vllm_fa",
+    "FlashAttention 4": "fa4",
+    "FlashAttention 3": "fa3",
+    "FlashAttention 2": "fa2",
+    "vLLM's FlashAttention 3": "vllm_fa",
     "vLLM's FlashAttention 2": "vllm_fa",
-}  # fmt: skip
+}
 STANDINS = Path(__file__).parents[2] / "standins"
 NAMES = [p.name for p in providers.PROVIDERS]
 

@@ -126,9 +126,7 @@ def test_a_block_of_rows_visits_what_its_rows_see(left: int | None, right: int |
             seen = np.ones((len(tokens), total), bool) if left is None else j >= p - left
             seen = seen & (j <= p) if causal else seen if right is None else seen & (j <= p + right)
             by_page = [seen[:, i * P : (i + 1) * P] for i in range(-(-total // P))]
-            some, whole = (
-                plan.lists[i + 1][first + nth, : plan.lists[i][first + nth]].tolist() for i in (0, 2)
-            )  # fmt: skip
+            some, whole = (plan.lists[i + 1][first + nth, : plan.lists[i][first + nth]].tolist() for i in (0, 2))
             assert set(some) | set(whole) >= {table[i] for i, part in enumerate(by_page) if part.any()}
             assert set(some + whole) <= set(table[: len(by_page)]) and len(set(some + whole)) == len(some + whole)
             assert all(by_page[table.index(page)].all() and by_page[table.index(page)].shape[1] == P for page in whole)

@@ -37,9 +37,12 @@ PLACES = [("heads first", 1), ("heads first", 40), ("tokens first", 3), ("odd", 
 if ON_GPU:
     PLACES = list(itertools.product(("heads first", "tokens first", "slice", "odd"), (1, 3, 40)))
 NO_CACHE: tuple[dict[str, Any], ...] = (
-    {}, {"sliding_window": 7, "sinks": [0.5, -1.0, 2.0, 0.0]}, {"sliding_window": 50, "logits_soft_cap": 1.5, "scale": -0.4},
-    {"features": ["non_causal"]}, {"features": ["batch_invariant"]},
-)  # fmt: skip
+    {},
+    {"sliding_window": 7, "sinks": [0.5, -1.0, 2.0, 0.0]},
+    {"sliding_window": 50, "logits_soft_cap": 1.5, "scale": -0.4},
+    {"features": ["non_causal"]},
+    {"features": ["batch_invariant"]},
+)
 WHERE = [pytest.param(*place, options, id=f"{place}-{options}") for place in PLACES for options in NO_CACHE]
 if not ON_GPU:
     WHERE = sampled(WHERE, 6, "keys in no cache")

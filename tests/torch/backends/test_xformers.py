@@ -79,7 +79,7 @@ def _built(block_size: int, queries: tuple[int, ...], lens: tuple[int, ...]) -> 
         (Rule(True, 4, True, False), ["BlockDiagonalCausalLocalAttentionFromBottomRight"]),
         (Rule(False, None, True, False), ["BlockDiagonal"]),
     ],
-)  # fmt: skip
+)
 def test_masks_and_keys_of_each_rule(here: None, rule: Rule, kinds: list[str]) -> None:
     meta = _built(64, (1, 3, 1, 0), (70, 5, 1, 9))
     parts = meta.planned(rule)
@@ -103,10 +103,14 @@ def test_rows_without_a_key_are_never_asked_for(here: None) -> None:
 @pytest.mark.parametrize(
     ("head_size", "block_size", "arch", "reads"),
     [
-        (128, 64, "sm_90", True), (128, 128, "", True), (128, 16, "sm_90", False), (128, 96, "sm_90", False),
-        (96, 64, "sm_90", False), (128, 64, "sm_75", False),
+        (128, 64, "sm_90", True),
+        (128, 128, "", True),
+        (128, 16, "sm_90", False),
+        (128, 96, "sm_90", False),
+        (96, 64, "sm_90", False),
+        (128, 64, "sm_75", False),
     ],
-)  # fmt: skip
+)
 def test_pages_that_split_k_would_get_wrong_are_gathered(
     here: None, head_size: int, block_size: int, arch: str, reads: bool
 ) -> None:

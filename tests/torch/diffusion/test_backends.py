@@ -134,9 +134,11 @@ def test_causality_over_padding_is_refused() -> None:
 
 
 def test_cudnn_by_name_is_obeyed_or_refused_on_this_device() -> None:
-    told = "; ".join(DiffusionAttentionBackendEnum.CUDNN_ATTN.get_class().why_not(  # type: ignore[attr-defined]
-        DiffusionAttention(2, 64, dtype=torch.bfloat16).selection.request, Device("torch", "cpu")
-    ))  # fmt: skip
+    told = "; ".join(
+        DiffusionAttentionBackendEnum.CUDNN_ATTN.get_class().why_not(  # type: ignore[attr-defined]
+            DiffusionAttention(2, 64, dtype=torch.bfloat16).selection.request, Device("torch", "cpu")
+        )
+    )
     assert "platform=cpu (supports cuda)" in told
 
 

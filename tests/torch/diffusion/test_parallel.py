@@ -24,9 +24,13 @@ def _tensors(ranks: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     length = ranks * ROWS
     shapes = {
-        "q": (2, length, H, D), "k": (2, length, K, D), "v": (2, length, K, D),
-        "jq": (2, 5, H, D), "jk": (2, 5, K, D), "jv": (2, 5, K, D),
-    }  # fmt: skip
+        "q": (2, length, H, D),
+        "k": (2, length, K, D),
+        "v": (2, length, K, D),
+        "jq": (2, 5, H, D),
+        "jk": (2, 5, K, D),
+        "jv": (2, 5, K, D),
+    }
     found = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     found["mask"] = torch.rand(2, length, generator=generator) < 0.7
     found["mask"][1, :ROWS] = False  # a rank whose keys are all padding

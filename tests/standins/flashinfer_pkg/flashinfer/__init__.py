@@ -9,9 +9,13 @@ import vendor
 from flashinfer import decode, mla, prefill
 
 __all__ = [
-    "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper", "BatchPrefillWithRaggedKVCacheWrapper",
-    "decode", "mla", "prefill",
-]  # fmt: skip
+    "BatchDecodeWithPagedKVCacheWrapper",
+    "BatchPrefillWithPagedKVCacheWrapper",
+    "BatchPrefillWithRaggedKVCacheWrapper",
+    "decode",
+    "mla",
+    "prefill",
+]
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -65,9 +69,10 @@ class _Wrapper:
                 vendor.bulk_copied(name, part)
         left = None if plan["window_left"] < 0 else plan["window_left"]
         rules = {
-            "scale": plan["sm_scale"], "window": (left, 0 if plan["causal"] else None),
+            "scale": plan["sm_scale"],
+            "window": (left, 0 if plan["causal"] else None),
             "logits_soft_cap": plan["logits_soft_cap"],
-        }  # fmt: skip
+        }
         fa2 = False
         if k.dtype in FP8:
             k, v = k.double() * (k_scale or 1.0), v.double() * (v_scale or 1.0)

@@ -11,7 +11,7 @@ def sm100_cutlass_mla_get_workspace_size(max_seq_len, num_batches, sm_count, num
 
 def sm100_cutlass_mla_decode(
     out, lse, q_nope, q_pe, kv_c_and_k_pe_cache, seq_lens, page_table, workspace, scale, num_kv_splits
-):  # fmt: skip
+):
     requests = len(seq_lens)
     vendor.check("q_nope", q_nope, (requests, 128, 512), *vendor.HALVES)
     vendor.check("q_pe", q_pe, (requests, 128, 64), q_nope.dtype)

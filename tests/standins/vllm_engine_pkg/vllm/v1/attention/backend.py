@@ -106,4 +106,4 @@ class AttentionImpl(ABC):
     @abstractmethod
     def forward(
         self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None
-    ): ...  # fmt: skip
+    ): ...

@@ -13,7 +13,7 @@ from xformers.ops.fmha import triton_splitk as triton_splitk
 
 def memory_efficient_attention_forward_requires_grad(
     query, key, value, attn_bias=None, p=0.0, scale=None, *, op=None, output_dtype=None
-):  # fmt: skip
+):
     assert p == 0.0 and output_dtype is None and isinstance(scale, float)
     batch, tokens, groups, heads, size = query.shape
     assert batch == 1, "Expected batch_size=1 when using block-diagonal bias"

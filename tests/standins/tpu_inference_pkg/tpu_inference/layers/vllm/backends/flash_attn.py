@@ -26,7 +26,7 @@ class PallasAttentionBackendImpl:
 
     def forward(
         self, layer, query, key, value, kv_cache, attn_metadata, output=None, output_scale=None, output_block_scale=None
-    ):  # fmt: skip
+    ):
         metadata, mesh = attn_metadata
         return attention(
             kv_cache, query, key, value, metadata, mesh, sm_scale=self.scale, sinks=self.sinks,

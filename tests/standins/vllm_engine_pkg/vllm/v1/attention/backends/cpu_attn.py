@@ -8,9 +8,7 @@ class CPUAttentionBackendImpl:
     ):  # fmt: skip
         raise NotImplementedError
 
-    def forward(
-        self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None
-    ):  # fmt: skip
+    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None):
         raise NotImplementedError
 
     def do_kv_cache_update(self, layer, key, value, kv_cache, slot_mapping):
