@@ -447,8 +447,8 @@ DEFECTS = (
     Defect(
         "tpu_pages_last_page",
         "jax/kernels/tpu/_pages.py",
-        "stop = lax.div(field(_plan.HIGH, i) + (cfg.page - 1), cfg.page)",
-        "stop = lax.div(field(_plan.HIGH, i), cfg.page)",
+        "stop = lax.div(self.field(_plan.HIGH, i) + (cfg.page - 1), cfg.page)",
+        "stop = lax.div(self.field(_plan.HIGH, i), cfg.page)",
         PAGED_TPU,
         "A last page that is not full is not loaded.",
     ),

@@ -186,7 +186,8 @@ def _cut(query_start_loc: jax.Array, seq_lens: jax.Array, num_rows: int, q: int)
     length = seq_lens[request][:, None]
     context = length - lens[request][:, None]
     of, offset, owned = owner(query_start_loc, num_rows)
-    return _Tiles(request, real, row, order + context, context, length, first_tile[of] + offset // q, offset % q, owned)
+    place = {"tile": first_tile[of] + offset // q, "place": offset % q, "owned": owned}
+    return _Tiles(request, real, row, order + context, context, length, **place)
 
 
 class _Heads(NamedTuple):

@@ -139,7 +139,7 @@ def each_chunk(cfg: Config, masks: Masks, at: Place, attend: Stretch, finish: Ca
     def by_unit(c: jax.Array) -> None:
         def unit(u: jax.Array, _: None) -> None:
             tile = Tile(u, pl.multiple_of(c * cfg.chunk, cfg.chunk), cfg.chunk, masked=True, limit=limit)
-            pl.when(meets(cfg, masks, at, u, c, limit))(lambda: attend([tile]))
+            pl.when(overlaps(cfg, masks, at, u, c, limit))(lambda: attend([tile]))
 
         lax.fori_loop(0, cfg.units, unit, None)
 
@@ -181,7 +181,7 @@ def _diagonal(cfg: Config, at: Place) -> list[Tile]:
     return tiles
 
 
-def meets(cfg: Config, masks: Masks, at: Place, unit: jax.Array, chunk: jax.Array, limit: Any) -> jax.Array:
+def overlaps(cfg: Config, masks: Masks, at: Place, unit: jax.Array, chunk: jax.Array, limit: Any) -> jax.Array:
     """Whether some row of the unit may see some key of the chunk below `limit`."""
     low, high = seen_keys(cfg, at, at.position + unit * cfg.positions, cfg.positions)
     some = (chunk * cfg.chunk < jnp.minimum(high, limit)) & (chunk * cfg.chunk + cfg.chunk > low)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from attn.jax.kernels.tpu._flash import SINK, Config, Masks, Place, Tile, each_chunk, meets, place, scores, seen_keys
+from attn.jax.kernels.tpu._flash import SINK, Config, Masks, Place, Tile, each_chunk, overlaps, place, scores, seen_keys
 from attn.jax.kernels.tpu._refs import LOG2_E, Ref, dot
 
 #: A log-sum-exp up to this magnitude needs no maximum: it leaves 30 binary digits below for terms of the sum.
@@ -118,8 +118,8 @@ def _write(cfg: Config, refs: Refs, unit: Any, top: jax.Array, total: jax.Array)
     if cfg.sinks:
         weight = total + jnp.exp2(refs.masks.rules[0, SINK : SINK + 1] - top)
     empty = total == 0.0
-    share = jnp.where(empty, 0.0, 1.0 / jnp.where(empty, 1.0, weight))
-    refs.out[0, 0, unit] = (refs.acc[unit] * share).astype(refs.out.dtype)
+    normaliser = jnp.where(empty, 0.0, 1.0 / jnp.where(empty, 1.0, weight))
+    refs.out[0, 0, unit] = (refs.acc[unit] * normaliser).astype(refs.out.dtype)
     refs.lse[0, 0, unit] = (top + jnp.log2(total)) * (1 / LOG2_E)
     refs.total[unit] = jnp.zeros(refs.total.shape[1:], jnp.float32)
     refs.acc[unit] = jnp.zeros(refs.acc.shape[1:], jnp.float32)
@@ -130,17 +130,17 @@ def _exact(cfg: Config, refs: Refs, at: Place, unit: jax.Array) -> None:
     refs.top[...] = jnp.full(refs.top.shape, -jnp.inf, jnp.float32)
 
     def step(c: jax.Array, _: None) -> None:
-        @pl.when(meets(cfg, refs.masks, at, unit, c, cfg.keys))
+        @pl.when(overlaps(cfg, refs.masks, at, unit, c, cfg.keys))
         def _chunk() -> None:
             tile = Tile(unit, pl.multiple_of(c * cfg.chunk, cfg.chunk), cfg.chunk, masked=True, limit=cfg.keys)
             s = _tile_scores(cfg, refs, at, tile)
             old = refs.top[...]
             new = jnp.maximum(old, jnp.max(s, axis=0, keepdims=True))
             safe = jnp.where(new == -jnp.inf, 0.0, new)
-            p, fade = jnp.exp2(s - safe[:1]), jnp.exp2(old - safe)
+            p, rescale = jnp.exp2(s - safe[:1]), jnp.exp2(old - safe)
             refs.top[...] = new
-            refs.total[unit] = refs.total[unit] * fade + jnp.sum(p.reshape(-1, 8, cfg.rows), axis=0)
-            refs.acc[unit] = refs.acc[unit] * fade[:1]
+            refs.total[unit] = refs.total[unit] * rescale + jnp.sum(p.reshape(-1, 8, cfg.rows), axis=0)
+            refs.acc[unit] = refs.acc[unit] * rescale[:1]
             _add_values(cfg, refs, at, tile, p.astype(refs.query.dtype))
 
     low, high = seen_keys(cfg, at, at.position + unit * cfg.positions, cfg.positions)

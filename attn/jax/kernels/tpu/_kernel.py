@@ -5,6 +5,7 @@ hardware's exponential. m (running maximum), l (sum) and acc are float32. Only b
 unused slots may contain NaN, so in such blocks the values are zeroed first.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -24,7 +25,7 @@ def run(cfg: Config, refs: Refs) -> None:
     _pages.attend(cfg, refs, _singles(cfg, refs), _longs(cfg, refs) if cfg.large else None)
 
 
-def _singles(cfg: Config, refs: Refs) -> _pages.Kind:
+def _singles(cfg: Config, refs: Refs) -> _pages.ItemOps:
     def row(i: jax.Array) -> jax.Array:
         return refs.items[_plan.ROW * cfg.num_items + i]
 
@@ -36,23 +37,22 @@ def _singles(cfg: Config, refs: Refs) -> _pages.Kind:
         copies = [copy(refs.o1, refs.out1.at[row(i)], refs.o_sem)]
         return copies + ([copy(refs.lse_rows1, refs.lse1.at[row(i)], refs.o_sem)] if cfg.lse else [])
 
-    def meet(item: Item, begin: jax.Array, slot: jax.Array) -> None:
+    def attend(item: Item, begin: jax.Array, slot: jax.Array) -> None:
         whole = (begin >= item.low) & (begin + cfg.kv_block <= item.high)
         pl.when(whole)(lambda: _single.attend(cfg, refs, item, slot, begin, False))
-        pl.when(jnp.logical_not(whole))(lambda: masked(item, begin, slot, False))
+        pl.when(jnp.logical_not(whole))(lambda: masked(item, begin, slot))
 
-    def masked(item: Item, begin: jax.Array, slot: jax.Array, exact: bool) -> None:
+    def masked(item: Item, begin: jax.Array, slot: jax.Array, exact: bool = False) -> None:
         low, high, step = item.low - begin, item.high - begin, _single.keys_of_step(cfg)
         _pages.clean(cfg, refs, slot, low, high, None if step == cfg.kv_block else _single.steps_of(cfg, high) * step)
         _single.attend(cfg, refs, item, slot, begin, True, exact)
 
-    return _pages.Kind(
-        queries, outputs, lambda: _single.reset(cfg, refs), meet, lambda: _single.finish(cfg, refs),
-        (lambda: _single.failed(cfg, refs), lambda item, begin, slot: masked(item, begin, slot, True)),
-    )  # fmt: skip
+    exact = (lambda: _single.failed(cfg, refs)), functools.partial(masked, exact=True)
+    reset, finish = (functools.partial(do, cfg, refs) for do in (_single.reset, _single.finish))
+    return _pages.ItemOps(queries, outputs, reset, attend, finish, exact)
 
 
-def _longs(cfg: Config, refs: Refs) -> _pages.Kind:
+def _longs(cfg: Config, refs: Refs) -> _pages.ItemOps:
     def rows(i: jax.Array) -> Any:
         row = refs.items[_plan.ROW * cfg.num_items + i]
         return pl.ds(pl.multiple_of(row * cfg.group, cfg.align * cfg.group), cfg.rows)
@@ -66,7 +66,7 @@ def _longs(cfg: Config, refs: Refs) -> _pages.Kind:
         copies = [copy(refs.o, refs.out.at[:, rows(i), :], refs.o_sem)]
         return copies + ([copy(refs.lse_rows, refs.lse.at[:, rows(i), :], refs.o_sem)] if cfg.lse else [])
 
-    def meet(item: Item, begin: jax.Array, slot: jax.Array) -> None:
+    def attend(item: Item, begin: jax.Array, slot: jax.Array) -> None:
         def step(first: jax.Array, size: int) -> _long.Step:
             return _long.Step(slot, first, begin + first, size)
 
@@ -76,7 +76,7 @@ def _longs(cfg: Config, refs: Refs) -> _pages.Kind:
             @pl.when(clear)
             def _() -> None:
                 _long.attend(cfg, refs, item, step(first, cfg.chunk), False)
-                _long.settle(cfg, refs, item, step(first, cfg.chunk))
+                _long.recompute(cfg, refs, item, step(first, cfg.chunk))
 
             pl.when(jnp.logical_not(clear))(lambda: edge(first))
 
@@ -94,7 +94,7 @@ def _longs(cfg: Config, refs: Refs) -> _pages.Kind:
                 clear = _long.is_clear(cfg, item, begin + at, begin + at + cfg.key_tile)
                 pl.when(clear)(lambda: _long.attend(cfg, refs, item, step(at, cfg.key_tile), False))
                 pl.when(jnp.logical_not(clear))(lambda: _long.attend(cfg, refs, item, step(at, cfg.key_tile), True))
-                _long.settle(cfg, refs, item, step(at, cfg.key_tile))
+                _long.recompute(cfg, refs, item, step(at, cfg.key_tile))
 
             lax.fori_loop(0, lax.div(jnp.maximum(stop, 0) + (cfg.key_tile - 1), cfg.key_tile), one, None)
 
@@ -104,4 +104,4 @@ def _longs(cfg: Config, refs: Refs) -> _pages.Kind:
         else:
             lax.fori_loop(0, cfg.kv_block // cfg.chunk, lambda n, _: each(pl.multiple_of(n * cfg.chunk, cfg.chunk)), None)
 
-    return _pages.Kind(queries, outputs, lambda: _long.reset(cfg, refs), meet, lambda: _long.finish(cfg, refs))
+    return _pages.ItemOps(queries, outputs, lambda: _long.reset(cfg, refs), attend, lambda: _long.finish(cfg, refs))

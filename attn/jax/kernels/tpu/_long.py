@@ -80,11 +80,11 @@ def is_clear(cfg: Config, item: Item, first: jax.Array, stop: jax.Array) -> jax.
 
 
 def attend(cfg: Config, refs: Refs, item: Item, step: Step, masked: bool) -> None:
-    """Process the keys of a step for all heads; `settle` must follow."""
+    """Process the keys of a step for all heads; `recompute` must follow."""
     before = refs.turn[0]
     after = 1 - before
     refs.turn[0] = after
-    refs.alarm[...] = jnp.zeros(refs.alarm.shape, jnp.int32)
+    refs.recompute[...] = jnp.zeros(refs.recompute.shape, jnp.int32)
     at_once = 1
     while cfg.num_kv_heads % (2 * at_once) == 0 and 2 * at_once * cfg.rows * step.size <= cfg.stretch:
         at_once *= 2
@@ -95,8 +95,8 @@ def attend(cfg: Config, refs: Refs, item: Item, step: Step, masked: bool) -> Non
     lax.fori_loop(0, cfg.num_kv_heads // at_once, heads, None)
 
 
-def settle(cfg: Config, refs: Refs, item: Item, step: Step) -> None:
-    """Repeat a step if the alarm was raised. Separate from `attend`, so that masked and other steps share the code."""
+def recompute(cfg: Config, refs: Refs, item: Item, step: Step) -> None:
+    """Repeat a step if `refs.recompute` is set. Separate from `attend`, so that masked and other steps share the code."""
 
     @pl.when(refs.turn[1] > 0)
     def _() -> None:
@@ -113,16 +113,25 @@ def _streamed(
 ) -> None:
     """One pass over the scores, with the current m.
 
-    If a sum leaves its range, or a number that not every row may see is not finite, `alarm` is raised and the step is
+    If a sum leaves its range, or a number that not every row may see is not finite, `recompute` is set and the step is
     repeated. The products with values come late.
     """
     tiles = [(top, at) for top in range(0, cfg.rows, cfg.row_tile) for at in range(0, step.size, cfg.key_tile)]
     waiting: list[Any] = []
+
+    def add_values(k: jax.Array, at: slice, keys_at: Any, p: jax.Array, source: jax.Array) -> None:
+        values = widened(cfg, rows_at(cfg, refs, step.slot, cfg.planes - 1, k, keys_at), p.dtype, refs.recompute)
+        total = refs.acc[source, k, :, at] + dot(values, p, 0, 0)
+        refs.acc[after, k, :, at] = total
+        if masked:  # 0 * NaN is NaN for the rows that may not see it
+            finite = jnp.abs(jnp.sum(total, axis=0, keepdims=True)) < jnp.inf
+            refs.recompute[:, at] |= jnp.where(finite, 0, 1)
+
     for k in heads:
         for top, offset in tiles:
             at = slice(top, top + cfg.row_tile)
             keys_at = pl.ds(step.start + offset, cfg.key_tile)
-            keys = widened(cfg, rows_at(cfg, refs, step.slot, 0, k, keys_at), refs.q.dtype, refs.alarm)
+            keys = widened(cfg, rows_at(cfg, refs, step.slot, 0, k, keys_at), refs.q.dtype, refs.recompute)
             s = _scores(cfg, refs, item, step.first + offset, keys, k, top, masked)
             if len(waiting) * cfg.key_tile >= _KEYS_WAITING:
                 waiting.pop(0)()
@@ -134,13 +143,9 @@ def _streamed(
             if masked:
                 fine |= (total == 0) & _blind(cfg, item, step.first + offset, s, top)
             if offset + cfg.key_tile == step.size:
-                refs.alarm[:, at] |= jnp.where(fine, 0, 1)
-            waiting.append(
-                functools.partial(
-                    _add_values, cfg, refs, step.slot, keys_at, k, at, p.astype(refs.q.dtype), source, after, masked
-                )
-            )
-    if masked or cfg.rebiased:  # values raise the alarm as well
+                refs.recompute[:, at] |= jnp.where(fine, 0, 1)
+            waiting.append(functools.partial(add_values, k, at, keys_at, p.astype(refs.q.dtype), source))
+    if masked or cfg.rebiased:  # values set `recompute` as well
         waiting.append(lambda: _sum_up(refs))
     else:
         waiting.insert(0, lambda: _sum_up(refs))
@@ -149,20 +154,8 @@ def _streamed(
 
 
 def _sum_up(refs: Refs) -> None:
-    """The alarm as a scalar: reading it takes long, so it is read where other work is left."""
-    refs.turn[1] = jnp.any(refs.alarm[...] > 0).astype(jnp.int32)
-
-
-def _add_values(
-    cfg: Config, refs: Refs, slot: jax.Array, keys_at: Any, k: jax.Array, at: slice, p: jax.Array, source: jax.Array,
-    after: jax.Array, masked: bool,
-) -> None:  # fmt: skip
-    values = widened(cfg, rows_at(cfg, refs, slot, cfg.planes - 1, k, keys_at), p.dtype, refs.alarm)
-    total = refs.acc[source, k, :, at] + dot(values, p, 0, 0)
-    refs.acc[after, k, :, at] = total
-    if masked:  # 0 * NaN is NaN for the rows that may not see it
-        finite = jnp.abs(jnp.sum(total, axis=0, keepdims=True)) < jnp.inf
-        refs.alarm[:, at] |= jnp.where(finite, 0, 1)
+    """Whether any row of `recompute` is set, as a scalar: reading it takes long, so it is read where other work is left."""
+    refs.turn[1] = jnp.any(refs.recompute[...] > 0).astype(jnp.int32)
 
 
 def _exact(cfg: Config, refs: Refs, item: Item, step: Step, k: jax.Array, before: jax.Array, after: jax.Array) -> None:
@@ -185,11 +178,11 @@ def _exact(cfg: Config, refs: Refs, item: Item, step: Step, k: jax.Array, before
             so_far = jnp.where(total == 0, -jnp.inf, m + jnp.log2(total))
             new = jnp.maximum(so_far, jnp.max(s, axis=0, keepdims=True))
             new = jnp.where(new == -jnp.inf, 0.0, new)
-            p, fade = jnp.exp2(s - new[:1]), jnp.where(total == 0, 0.0, jnp.exp2(m - new))
+            p, rescale = jnp.exp2(s - new[:1]), jnp.where(total == 0, 0.0, jnp.exp2(m - new))
             refs.m[k, :, at] = new
-            refs.l[after, k, :, at] = total * fade + jnp.sum(p, axis=0, keepdims=True)
+            refs.l[after, k, :, at] = total * rescale + jnp.sum(p, axis=0, keepdims=True)
             part = dot(jnp.where(finite, values, 0.0).astype(dtype), p.astype(dtype), 0, 0)
-            refs.acc[after, k, :, at] = refs.acc[source, k, :, at] * fade[:1] + part
+            refs.acc[after, k, :, at] = refs.acc[source, k, :, at] * rescale[:1] + part
 
             @pl.when(has_strange)
             def _(at: slice = at, s: jax.Array = s) -> None:
@@ -273,8 +266,8 @@ def finish(cfg: Config, refs: Refs) -> None:
         weight = total
         if cfg.sinks:
             weight = total + jnp.exp2(refs.rules[SINK, k] - m)
-        share = jnp.where(total == 0.0, 0.0, refs.rules[V_FACTOR, k] / jnp.where(total == 0.0, 1.0, weight))
-        refs.o[k] = jnp.transpose((refs.acc[turn, k] * share[:1]).astype(refs.o.dtype))
+        normaliser = jnp.where(total == 0.0, 0.0, refs.rules[V_FACTOR, k] / jnp.where(total == 0.0, 1.0, weight))
+        refs.o[k] = jnp.transpose((refs.acc[turn, k] * normaliser[:1]).astype(refs.o.dtype))
         if cfg.lse:
             lse = (m + jnp.log2(total)) * (1 / LOG2_E)
             refs.lse_rows[k] = jnp.transpose(jnp.broadcast_to(lse[:1], (LANES, lse.shape[1])))

@@ -11,7 +11,7 @@ zeroed first.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +55,15 @@ class Rows:
     order: Ref = None  # [S, 128] int32: a row's token within the item
 
 
+class Block(NamedTuple):
+    """The keys in `slot`, from position `begin` on, for an item; `masked`: some row may not see some of them."""
+
+    item: Item
+    slot: jax.Array
+    begin: jax.Array
+    masked: bool
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Refs(PagedRefs):
     """Refs passed to the kernel; None for those this launch does not use."""
@@ -72,7 +81,7 @@ def run(cfg: Config, refs: Refs) -> None:
     _pages.attend(cfg, refs, _kind(cfg, refs, refs.single), None if refs.long is None else _kind(cfg, refs, refs.long))
 
 
-def _kind(cfg: Config, refs: Refs, rows: Rows) -> _pages.Kind:
+def _kind(cfg: Config, refs: Refs, rows: Rows) -> _pages.ItemOps:
     def place(ref: Ref, i: jax.Array) -> Ref:
         row = refs.items[_plan.ROW * cfg.num_items + i]
         if rows is refs.single:
@@ -87,7 +96,7 @@ def _kind(cfg: Config, refs: Refs, rows: Rows) -> _pages.Kind:
         copies = [copy(rows.o, place(rows.out, i), refs.o_sem)]
         return copies + ([copy(rows.lse_rows, place(rows.lse, i), refs.o_sem)] if cfg.lse else [])
 
-    def meet(item: Item, begin: jax.Array, slot: jax.Array) -> None:
+    def attend(item: Item, begin: jax.Array, slot: jax.Array) -> None:
         stop = begin + cfg.kv_block
         clear = stop <= item.high  # whether every row sees every key
         if cfg.mask.causal and rows is refs.long:
@@ -98,12 +107,12 @@ def _kind(cfg: Config, refs: Refs, rows: Rows) -> _pages.Kind:
                 _pages.clean(cfg, refs, slot, item.low - begin, item.high - begin)
             if cfg.widened:
                 _widen(cfg, refs, slot)
-            _meet(cfg, refs, rows, item, slot, begin, masked)
+            _attend(cfg, refs, rows, Block(item, slot, begin, masked))
 
         pl.when(clear)(lambda: go(False))
         pl.when(jnp.logical_not(clear))(lambda: go(True))
 
-    return _pages.Kind(queries, outputs, lambda: _reset(rows), meet, lambda: _finish(cfg, refs, rows))
+    return _pages.ItemOps(queries, outputs, lambda: _reset(rows), attend, lambda: _finish(cfg, refs, rows))
 
 
 def _reset(rows: Rows) -> None:
@@ -124,23 +133,20 @@ def _widen(cfg: Config, refs: Refs, slot: jax.Array) -> None:
     lax.fori_loop(0, cfg.kv_block // size, part, None)
 
 
-def _meet(cfg: Config, refs: Refs, rows: Rows, item: Item, slot: jax.Array, begin: jax.Array, masked: bool) -> None:
-    """Process the block in `slot`, whose first key is `begin`, for all rows of an item."""
+def _attend(cfg: Config, refs: Refs, rows: Rows, block: Block) -> None:
+    """Process a block for all rows of an item."""
     number = rows.q.shape[1]
     row_tile = cfg.row_tile if number % cfg.row_tile == 0 else number
 
     def tile(n: jax.Array, _: None) -> None:
-        top = pl.multiple_of(n * row_tile, row_tile)
-        _tile(cfg, refs, rows, item, slot, begin, masked, top, row_tile)
+        _tile(cfg, refs, rows, block, pl.ds(pl.multiple_of(n * row_tile, row_tile), row_tile))
 
     lax.fori_loop(0, number // row_tile, tile, None, unroll=number == row_tile)
 
 
-def _tile(
-    cfg: Config, refs: Refs, rows: Rows, item: Item, slot: jax.Array, begin: jax.Array, masked: bool, top: jax.Array,
-    row_tile: int,
-) -> None:  # fmt: skip
-    at = pl.ds(top, row_tile)
+def _tile(cfg: Config, refs: Refs, rows: Rows, block: Block, at: Any) -> None:
+    """The same for the rows `at`."""
+    item, slot, begin, masked = block
     dtype = rows.q.dtype
     starts = range(0, cfg.kv_block, cfg.key_tile)
 
@@ -149,7 +155,7 @@ def _tile(
         return refs.wide[at, :width] if cfg.widened else refs.kv[slot, 0, 0, at, :width]
 
     def seen(start: Any) -> jax.Array:
-        j = start + lax.broadcasted_iota(jnp.int32, (row_tile, cfg.key_tile), 1)
+        j = start + lax.broadcasted_iota(jnp.int32, (at.size, cfg.key_tile), 1)
         if cfg.even_odd:  # within each `_WIDENED` keys, the even ones come first
             size = min(cfg.kv_block, _WIDENED)
             within = j & (size - 1)
@@ -172,9 +178,9 @@ def _tile(
     new_m = jnp.maximum(m, jnp.max(top_of, axis=1, keepdims=True))
     safe = jnp.where(new_m == -jnp.inf, 0.0, new_m) if masked else new_m
     base = widen(safe, cfg.key_tile)
-    fade = jnp.exp2(m - safe)
-    total = rows.l[at, :] * fade
-    kept = rows.acc[at, :] * widen(fade, cfg.values)
+    rescale = jnp.exp2(m - safe)
+    total = rows.l[at, :] * rescale
+    kept = rows.acc[at, :] * widen(rescale, cfg.values)
     added = jnp.zeros_like(kept)
     for start, s in zip(starts, parts, strict=True):
         p = jnp.exp2(s - base)
@@ -208,7 +214,7 @@ def _select(p: jax.Array, seen: jax.Array, values: jax.Array) -> jax.Array:
 def _finish(cfg: Config, refs: Refs, rows: Rows) -> None:
     """Write acc / l into `o`, and the natural log-sum-exp into `lse_rows`."""
     m, total = rows.m[...], rows.l[...]
-    share = jnp.where(total == 0.0, 0.0, refs.factors[OUTPUTS] / jnp.where(total == 0.0, 1.0, total))
-    rows.o[...] = (rows.acc[...] * widen(share, cfg.values)).astype(rows.o.dtype)
+    normaliser = jnp.where(total == 0.0, 0.0, refs.factors[OUTPUTS] / jnp.where(total == 0.0, 1.0, total))
+    rows.o[...] = (rows.acc[...] * widen(normaliser, cfg.values)).astype(rows.o.dtype)
     if cfg.lse:
         rows.lse_rows[...] = (m + jnp.log2(total)) * (1 / LOG2_E)

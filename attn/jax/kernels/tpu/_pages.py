@@ -9,6 +9,7 @@ Pages are requested in straight code and whole blocks are waited for at once: wi
 eight pages spent a tenth of its time there. Items of both kinds share that code, and only their computation is conditional.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -35,20 +36,20 @@ class Item(NamedTuple):
     context: jax.Array
 
 
-class Kind(NamedTuple):
+class ItemOps(NamedTuple):
     """The operations for items of one kind: requests of one row, or tiles of longer ones.
 
-    `meet` processes a block: it receives the item, the position of the block's first key, and the slot that holds it.
-    `again` is two functions: if the first returns true after the last block, the item is repeated with the second as
-    `meet`.
+    `attend` processes a block: it receives the item, the position of the block's first key, and the slot that holds it.
+    `recompute` is two functions: if the first returns true after the last block, the item is repeated with the second as
+    `attend`.
     """
 
     queries: Callable[[jax.Array], list[Any]]  #: the copies that load an item's rows, by its number
     outputs: Callable[[jax.Array], list[Any]]  #: and those that store its results
     reset: Callable[[], None]
-    meet: Callable[[Item, jax.Array, jax.Array], None]
+    attend: Callable[[Item, jax.Array, jax.Array], None]
     finish: Callable[[], None]
-    again: tuple[Callable[[], jax.Array], Callable[[Item, jax.Array, jax.Array], None]] | None = None
+    recompute: tuple[Callable[[], jax.Array], Callable[[Item, jax.Array, jax.Array], None]] | None = None
 
 
 def copy(source: Ref, target: Ref, sem: Ref) -> Any:
@@ -134,29 +135,26 @@ def write(cfg: PagedConfig, refs: PagedRefs) -> None:
     lax.fori_loop(0, count + cfg.ring, step, None)
 
 
-def attend(cfg: PagedConfig, refs: PagedRefs, single: Kind, long: Kind | None) -> None:
-    """Process, for every item of the plan, the blocks that it may see; without `long` all items are single."""
-    count, zero = refs.counts[0], jnp.int32(0)
-    per_block = cfg.kv_block // cfg.page
+@dataclasses.dataclass(frozen=True)
+class _Loads:
+    """The copies that load the blocks of items into slots of `kv`."""
 
-    def field(column: int, i: jax.Array) -> jax.Array:
-        return refs.items[column * cfg.num_items + i]
+    cfg: PagedConfig
+    refs: PagedRefs
+    count: jax.Array  # of items
 
-    def by_kind(i: jax.Array, do: Callable[[Kind], None]) -> None:
-        """Call do(kind) with the kind of item i."""
-        if long is None:
-            do(single)
-        else:
-            lax.cond(field(_plan.SINGLE, i) == 1, lambda: do(single), lambda: do(long))
+    def field(self, column: int, i: jax.Array) -> jax.Array:
+        return self.refs.items[column * self.cfg.num_items + i]  # type: ignore[no-any-return]
 
-    def first_page(i: jax.Array) -> jax.Array:
-        return lax.div(field(_plan.LOW, i), cfg.page)
+    def first_page(self, i: jax.Array) -> jax.Array:
+        return lax.div(self.field(_plan.LOW, i), self.cfg.page)
 
-    def pages(i: jax.Array, b: jax.Array, slot: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
+    def pages(self, i: jax.Array, b: jax.Array, slot: jax.Array) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
         """(the number of pages of block b of item i with a visible key, the copy of the nth of them into `slot`)."""
-        begin = first_page(i) + b * per_block
-        stop = lax.div(field(_plan.HIGH, i) + (cfg.page - 1), cfg.page)
-        base = field(_plan.TABLE, i) + begin
+        cfg, refs, per_block = self.cfg, self.refs, self.cfg.kv_block // self.cfg.page
+        begin = self.first_page(i) + b * per_block
+        stop = lax.div(self.field(_plan.HIGH, i) + (cfg.page - 1), cfg.page)
+        base = self.field(_plan.TABLE, i) + begin
 
         def nth(n: jax.Array) -> Any:
             if cfg.narrow:
@@ -166,9 +164,9 @@ def attend(cfg: PagedConfig, refs: PagedRefs, single: Kind, long: Kind | None) -
 
         return jnp.clip(stop - begin, 0, per_block), nth
 
-    def start(i: jax.Array, b: jax.Array, slot: jax.Array, there: jax.Array | bool = True) -> None:
-        number, nth = pages(i, b, slot)
-        number = jnp.where(there, number, 0)
+    def start(self, i: jax.Array, b: jax.Array, slot: jax.Array, there: jax.Array | bool = True) -> None:
+        number, nth = self.pages(i, b, slot)
+        number, per_block = jnp.where(there, number, 0), self.cfg.kv_block // self.cfg.page
         at_once = min(_PAGES_AT_ONCE, per_block)
 
         def some(n: jax.Array, _: None) -> None:
@@ -176,12 +174,12 @@ def attend(cfg: PagedConfig, refs: PagedRefs, single: Kind, long: Kind | None) -
                 pl.when(page < number)(nth(page).start)  # its id is read unconditionally, which is faster than a branch
 
         if per_block == at_once:
-            some(zero, None)
+            some(jnp.int32(0), None)
         else:
             lax.fori_loop(0, lax.div(number + (at_once - 1), at_once), some, None)
 
-    def wait(i: jax.Array, b: jax.Array, slot: jax.Array) -> None:
-        number, nth = pages(i, b, slot)
+    def wait(self, i: jax.Array, b: jax.Array, slot: jax.Array) -> None:
+        (number, nth), refs, per_block = self.pages(i, b, slot), self.refs, self.cfg.kv_block // self.cfg.page
         whole = copy(refs.kv.at[slot], refs.kv.at[slot], refs.kv_sem.at[slot])  # as many bytes as all pages of a block
         pl.when(number == per_block)(whole.wait)
 
@@ -189,72 +187,84 @@ def attend(cfg: PagedConfig, refs: PagedRefs, single: Kind, long: Kind | None) -
         def _() -> None:
             lax.fori_loop(0, number, lambda n, _: nth(n).wait(), None)
 
-    def fetch_next(i: jax.Array, b: jax.Array, slot: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Start loading block b of item i, if it exists, into `slot`; return (item, block, slot) of the block after it."""
-        known = jnp.minimum(i, cfg.num_items - 1)
-        start(known, b, slot, i < count)
-        last = b + 1 >= field(_plan.BLOCKS, known)
-        return jnp.where(last, i + 1, i), jnp.where(last, 0, b + 1), after(slot)
+    def after(self, slot: jax.Array) -> jax.Array:
+        return jnp.where(slot + 1 == self.cfg.slots, 0, slot + 1)
 
-    def after(slot: jax.Array) -> jax.Array:
-        return jnp.where(slot + 1 == cfg.slots, 0, slot + 1)
+    def start_next(self, i: jax.Array, b: jax.Array, slot: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Start loading block b of item i, if it exists, into `slot`; return (item, block, slot) of the block after it."""
+        known = jnp.minimum(i, self.cfg.num_items - 1)
+        self.start(known, b, slot, i < self.count)
+        last = b + 1 >= self.field(_plan.BLOCKS, known)
+        return jnp.where(last, i + 1, i), jnp.where(last, 0, b + 1), self.after(slot)
+
+
+def attend(cfg: PagedConfig, refs: PagedRefs, single: ItemOps, long: ItemOps | None) -> None:
+    """Process, for every item of the plan, the blocks that it may see; without `long` all items are single."""
+    count, zero = refs.counts[0], jnp.int32(0)
+    loads = _Loads(cfg, refs, count)
+
+    def by_kind(i: jax.Array, do: Callable[[ItemOps], None]) -> None:
+        """Call do(ops) with the operations of item i."""
+        if long is None:
+            do(single)
+        else:
+            lax.cond(loads.field(_plan.SINGLE, i) == 1, lambda: do(single), lambda: do(long))
 
     @pl.when(count > 0)
     def _() -> None:
-        by_kind(zero, lambda kind: _start(kind.queries(zero)))
+        by_kind(zero, lambda ops: _start(ops.queries(zero)))
 
-    ahead = lax.fori_loop(0, cfg.slots - 1, lambda _, ahead: fetch_next(*ahead), (zero, zero, zero))
+    ahead = lax.fori_loop(0, cfg.slots - 1, lambda _, ahead: loads.start_next(*ahead), (zero, zero, zero))
 
     def item(i: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        blocks = field(_plan.BLOCKS, i)
-        position, low, high, context = (field(column, i) for column in (_plan.POSITION, _plan.LOW, _plan.HIGH, _plan.CONTEXT))
-        scalars = Item(lax.rem(i, 2), position, low, high, context)
+        blocks = loads.field(_plan.BLOCKS, i)
+        scalars = Item(lax.rem(i, 2), *(loads.field(at, i) for at in (_plan.POSITION, _plan.LOW, _plan.HIGH, _plan.CONTEXT)))
 
         def begin(b: jax.Array) -> jax.Array:
-            return first_page(i) * cfg.page + b * cfg.kv_block
+            return loads.first_page(i) * cfg.page + b * cfg.kv_block
 
         @pl.when(i + 1 < count)
         def _() -> None:
-            by_kind(i + 1, lambda kind: _start(kind.queries(i + 1)))
+            by_kind(i + 1, lambda ops: _start(ops.queries(i + 1)))
 
-        def enter(kind: Kind) -> None:
-            _wait(kind.queries(i))
-            kind.reset()
+        def enter(ops: ItemOps) -> None:
+            _wait(ops.queries(i))
+            ops.reset()
 
         def block(b: jax.Array, state: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
             slot, *ahead = state
-            then = fetch_next(*ahead)
-            wait(i, b, slot)
-            by_kind(i, lambda kind: kind.meet(scalars, begin(b), slot))
-            return after(slot), *then
+            then = loads.start_next(*ahead)
+            loads.wait(i, b, slot)
+            by_kind(i, lambda ops: ops.attend(scalars, begin(b), slot))
+            return loads.after(slot), *then
 
-        def settle(kind: Kind, spent: jax.Array) -> None:
-            if kind.again is None:
+        def recompute(ops: ItemOps, spent: jax.Array) -> None:
+            if ops.recompute is None:
                 return
-            failed, meet_again = kind.again
+            failed, attend_exactly = ops.recompute
 
             @pl.when(failed())
             def _() -> None:
-                kind.reset()
+                ops.reset()
 
                 def again(b: jax.Array, _: None) -> None:
-                    start(i, b, spent)
-                    wait(i, b, spent)
-                    meet_again(scalars, begin(b), spent)
+                    loads.start(i, b, spent)
+                    loads.wait(i, b, spent)
+                    attend_exactly(scalars, begin(b), spent)
 
                 lax.fori_loop(0, blocks, again, None)
 
-        def leave(kind: Kind) -> None:
-            kind.finish()
-            _start(kind.outputs(i))
+        def leave(ops: ItemOps) -> None:
+            ops.finish()
+            _start(ops.outputs(i))
 
         by_kind(i, enter)
         state_after = lax.fori_loop(0, blocks, block, state)
-        by_kind(i, lambda kind: settle(kind, jnp.where(state_after[0] == 0, cfg.slots, state_after[0]) - 1))
+        by_kind(i, lambda ops: recompute(ops, jnp.where(state_after[0] == 0, cfg.slots, state_after[0]) - 1))
 
         @pl.when(i > 0)
         def _() -> None:
-            by_kind(i - 1, lambda kind: _wait(kind.outputs(i - 1)))
+            by_kind(i - 1, lambda ops: _wait(ops.outputs(i - 1)))
 
         by_kind(i, leave)
         return state_after
@@ -263,7 +273,7 @@ def attend(cfg: PagedConfig, refs: PagedRefs, single: Kind, long: Kind | None) -
 
     @pl.when(count > 0)
     def _() -> None:
-        by_kind(count - 1, lambda kind: _wait(kind.outputs(count - 1)))
+        by_kind(count - 1, lambda ops: _wait(ops.outputs(count - 1)))
 
 
 def clean(

@@ -164,7 +164,7 @@ class Refs(PagedRefs):
     l1: Ref = None
     acc1: Ref = None  # [K / J, S, E]
     lse_rows1: Ref = None
-    alarm1: Ref = None  # [8, 128] int32
+    recompute1: Ref = None  # [8, 128] int32, above 0 where a NaN of the cache was lost
     # long requests
     query: Ref = None  # [K, rows of all, lanes]
     out: Ref = None
@@ -177,7 +177,7 @@ class Refs(PagedRefs):
     l: Ref = None  # noqa: E741  # [2, K, 8, M]
     acc: Ref = None  # [2, K, lanes, M]
     turn: Ref = None  # [2] in SMEM: which of the two is current, and whether the step must be repeated
-    alarm: Ref = None  # [8, M] int32, above 0 for rows whose step must be repeated
+    recompute: Ref = None  # [8, M] int32, above 0 for rows whose step must be repeated
     lse_rows: Ref = None
     edges: Ref = None  # [2, M, 128]
 
@@ -250,12 +250,12 @@ def rows_between(x: jax.Array, y: jax.Array | None, first: jax.Array, stop: jax.
     return pltpu.bitcast(words.reshape(-1, lanes), x.dtype).reshape(x.shape)
 
 
-def widened(cfg: Config, rows: jax.Array, dtype: Any, alarm: Ref) -> jax.Array:
+def widened(cfg: Config, rows: jax.Array, dtype: Any, lost: Ref) -> jax.Array:
     """Rows [n, lanes] of the cache as `dtype`, times 2 ** -4 if `cfg.rebiased`.
 
     Chips before v7x decode float8_e4m3fn in 15 operations per register, but have an instruction for float8_e4m3b11fnuz. In
     that format the same codes represent values 16 times smaller, including subnormals, with two exceptions: -0 is a NaN,
-    which is cleared, and there are no other NaNs, so `alarm` [8, at least lanes] int32 is raised where one was.
+    which is cleared, and there are no other NaNs, so `lost` [8, at least lanes] int32 is set to 1 where one was.
     """
     if not cfg.rebiased:
         return rows.astype(dtype)
@@ -266,7 +266,7 @@ def widened(cfg: Config, rows: jax.Array, dtype: Any, alarm: Ref) -> jax.Array:
     height = min(8, above.shape[0])
     strange = functools.reduce(operator.or_, (above[i : i + height] for i in range(0, above.shape[0], height)))
     for lane in range(0, above.shape[1], LANES):
-        alarm[:height, :LANES] |= jnp.where((strange[:, lane : lane + LANES] & -0x7F7F7F80) != 0, 1, 0)
+        lost[:height, :LANES] |= jnp.where((strange[:, lane : lane + LANES] & -0x7F7F7F80) != 0, 1, 0)
     return pltpu.bitcast(words, jnp.float8_e4m3b11fnuz).astype(dtype)
 
 

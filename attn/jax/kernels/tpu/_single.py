@@ -48,13 +48,13 @@ def reset(cfg: Config, refs: Refs) -> None:
     refs.m1[...] = jnp.full(refs.m1.shape, -jnp.inf, jnp.float32)
     refs.l1[...] = jnp.zeros(refs.l1.shape, jnp.float32)
     refs.acc1[...] = jnp.zeros(refs.acc1.shape, jnp.float32)
-    refs.alarm1[...] = jnp.zeros(refs.alarm1.shape, jnp.int32)
+    refs.recompute1[...] = jnp.zeros(refs.recompute1.shape, jnp.int32)
 
 
 def failed(cfg: Config, refs: Refs) -> jax.Array:
     """Whether the item must be repeated with `exact`: a sum is not finite, or a NaN of the cache was lost."""
     strange = jnp.where(refs.l1[...] < jnp.inf, 0, 1).reshape(-1, 8, LANES)
-    return jnp.any(jnp.maximum(jnp.max(strange, axis=0), refs.alarm1[...]) > 0)
+    return jnp.any(jnp.maximum(jnp.max(strange, axis=0), refs.recompute1[...]) > 0)
 
 
 def attend(cfg: Config, refs: Refs, item: Item, slot: jax.Array, begin: jax.Array, masked: bool, exact: bool = False) -> None:
@@ -69,7 +69,7 @@ def attend(cfg: Config, refs: Refs, item: Item, slot: jax.Array, begin: jax.Arra
     def joined(plane: int, n: jax.Array, first: int) -> jax.Array:
         at = pl.ds(first, keys_at_once)
         heads = [rows_at(cfg, refs, slot, plane, n * cfg.join + i, at) for i in range(cfg.join)]
-        heads = [widened_exactly(cfg, x) if exact else widened(cfg, x, dtype, refs.alarm1) for x in heads]
+        heads = [widened_exactly(cfg, x) if exact else widened(cfg, x, dtype, refs.recompute1) for x in heads]
         return heads[0] if cfg.join == 1 else jnp.concatenate(heads, axis=1)
 
     def product(n: jax.Array, first: int) -> jax.Array:
@@ -98,11 +98,11 @@ def attend(cfg: Config, refs: Refs, item: Item, slot: jax.Array, begin: jax.Arra
         new_m = jnp.maximum(m, jnp.max(s, axis=1, keepdims=True))
         safe = jnp.where(new_m == -jnp.inf, 0.0, new_m) if masked else new_m
         p = jnp.exp2(s - widen(safe, keys_at_once))
-        fade = jnp.exp2(m - safe)
+        rescale = jnp.exp2(m - safe)
         refs.m1[n] = new_m
-        refs.l1[n] = refs.l1[n] * fade + jnp.sum(p, axis=1, keepdims=True)
+        refs.l1[n] = refs.l1[n] * rescale + jnp.sum(p, axis=1, keepdims=True)
         values = joined(cfg.planes - 1, n, first).astype(dtype)
-        refs.acc1[n] = refs.acc1[n] * widen(fade, cfg.join * cfg.lanes) + dot(p.astype(dtype), values, 1, 0)
+        refs.acc1[n] = refs.acc1[n] * widen(rescale, cfg.join * cfg.lanes) + dot(p.astype(dtype), values, 1, 0)
 
     def stage(first_group: jax.Array, count: int, firsts: Sequence[Any]) -> None:
         waiting: list[tuple[jax.Array, Any, jax.Array]] = []
@@ -114,7 +114,7 @@ def attend(cfg: Config, refs: Refs, item: Item, slot: jax.Array, begin: jax.Arra
         for task in waiting:
             add(*task)
 
-    def meet(firsts: Sequence[Any]) -> None:
+    def process(firsts: Sequence[Any]) -> None:
         """Process the keys from each of `firsts` on, `keys_at_once` each, for all heads."""
         scores_of_one = shape[0] * keys_at_once * len(firsts)
         at_once = 1 if exact else max(1, min(cfg.joined, _SCORE_REGISTERS * 1024 // scores_of_one))
@@ -125,10 +125,10 @@ def attend(cfg: Config, refs: Refs, item: Item, slot: jax.Array, begin: jax.Arra
 
     lag = 0 if exact else _WAITING_REGISTERS * 1024 // (shape[0] * shape[1])
     if not masked or cfg.kv_block == keys_at_once:
-        meet(range(0, cfg.kv_block, keys_at_once))
+        process(range(0, cfg.kv_block, keys_at_once))
     else:  # the end of a request's last block may not contain any of its keys
         lax.fori_loop(
-            0, steps_of(cfg, item.high - begin), lambda n, _: meet([pl.multiple_of(n * keys_at_once, keys_at_once)]), None
+            0, steps_of(cfg, item.high - begin), lambda n, _: process([pl.multiple_of(n * keys_at_once, keys_at_once)]), None
         )
 
 
@@ -151,12 +151,12 @@ def finish(cfg: Config, refs: Refs) -> None:
         weight = total
         if cfg.sinks:
             weight = total + jnp.exp2(refs.rules1[SINK, n] - jnp.where(m == -jnp.inf, 0.0, m))
-        share = jnp.where(total == 0.0, 0.0, refs.rules1[V_FACTOR, n] / jnp.where(total == 0.0, 1.0, weight))
+        normaliser = jnp.where(total == 0.0, 0.0, refs.rules1[V_FACTOR, n] / jnp.where(total == 0.0, 1.0, weight))
         row = lax.broadcasted_iota(jnp.int32, (cfg.single_rows, cfg.lanes), 0)
         out = refs.acc1[n, :, : cfg.lanes]
         for i in range(1, cfg.join):
             out = jnp.where(row >= i * cfg.group, refs.acc1[n, :, i * cfg.lanes : (i + 1) * cfg.lanes], out)
-        refs.o1[n] = (out * widen(share, cfg.lanes)).astype(refs.o1.dtype)
+        refs.o1[n] = (out * widen(normaliser, cfg.lanes)).astype(refs.o1.dtype)
         if cfg.lse:
             refs.lse_rows1[n] = (m + jnp.log2(total)) * (1 / LOG2_E)
 

@@ -187,7 +187,7 @@ def _buffers(cfg: Config, arrays: dict[str, jax.Array], stored: Any) -> _launch.
         "m1": pltpu.VMEM((*single, LANES), jnp.float32),
         "l1": pltpu.VMEM((*single, LANES), jnp.float32),
         "acc1": pltpu.VMEM((*single, cfg.join * lanes), jnp.float32),
-        "alarm1": pltpu.VMEM((8, LANES), jnp.int32),
+        "recompute1": pltpu.VMEM((8, LANES), jnp.int32),
     }
     if cfg.lse:
         made["lse1"] = jax.ShapeDtypeStruct((cfg.num_requests, *single, LANES), jnp.float32)
@@ -201,7 +201,7 @@ def _buffers(cfg: Config, arrays: dict[str, jax.Array], stored: Any) -> _launch.
             "l": pltpu.VMEM((2, heads, 8, rows), jnp.float32),
             "acc": pltpu.VMEM((2, heads, lanes, rows), jnp.float32),
             "turn": pltpu.SMEM((2,), jnp.int32),
-            "alarm": pltpu.VMEM((8, rows), jnp.int32),
+            "recompute": pltpu.VMEM((8, rows), jnp.int32),
         }
         if cfg.lse:
             made["lse"] = jax.ShapeDtypeStruct((heads, arrays["query"].shape[1], LANES), jnp.float32)

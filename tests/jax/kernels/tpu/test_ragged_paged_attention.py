@@ -281,26 +281,26 @@ def test_every_e4m3_code_is_widened() -> None:
 
 
 def test_e4m3_codes_as_another_format() -> None:
-    """Every code is 16 times less, exactly; the two NaN codes, and no other, raise the alarm."""
+    """Every code is 16 times less, exactly; the two NaN codes, and no other, are reported."""
     codes = np.arange(256, dtype=np.uint8)
     rows = np.repeat(codes.reshape(8, 32)[:, :, None], 128, axis=2)
     as_e4m3 = jax.lax.bitcast_convert_type(jnp.asarray(rows), jnp.float8_e4m3fn)
     cfg = Config(**{**dict.fromkeys(Config.__dataclass_fields__, 1), "rebiased": True})
 
-    def body(x: Any, y: Any, exact: Any, alarm: Any) -> None:
+    def body(x: Any, y: Any, exact: Any, lost: Any) -> None:
         for n in range(8):
-            alarm[n] = jnp.zeros((8, 128), jnp.int32)
-            y[n] = widened(cfg, x[n], jnp.bfloat16, alarm.at[n])
+            lost[n] = jnp.zeros((8, 128), jnp.int32)
+            y[n] = widened(cfg, x[n], jnp.bfloat16, lost.at[n])
             exact[n] = widened_exactly(cfg, x[n])
 
     shapes = [jax.ShapeDtypeStruct((8, 32, 128), x) for x in (jnp.bfloat16, jnp.float32)]
     shapes.append(jax.ShapeDtypeStruct((8, 8, 128), jnp.int32))
-    got, exact, alarm = pl.pallas_call(body, out_shape=shapes, interpret=pltpu.InterpretParams())(as_e4m3)
+    got, exact, lost = pl.pallas_call(body, out_shape=shapes, interpret=pltpu.InterpretParams())(as_e4m3)
     want = as_float(as_e4m3) / 16
     is_nan = np.isnan(want)
     np.testing.assert_array_equal(as_float(got)[~is_nan], want[~is_nan])
     np.testing.assert_array_equal(np.asarray(exact), want)
-    np.testing.assert_array_equal(np.asarray(alarm).any(axis=(1, 2)), is_nan.any(axis=(1, 2)))
+    np.testing.assert_array_equal(np.asarray(lost).any(axis=(1, 2)), is_nan.any(axis=(1, 2)))
 
 
 def test_what_is_planted_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
