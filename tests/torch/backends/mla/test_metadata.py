@@ -64,6 +64,14 @@ def test_a_plan_is_as_long_as_its_work(seed: int) -> None:
     assert seen == {int(r): list(range(context[r])) for r in np.flatnonzero(long & (context > 0))}
 
 
+def test_bounds_of_decodes_are_their_own() -> None:
+    """Not the threshold, nor the longest request of the batch: kernels choose tiles and splits of keys by these bounds."""
+    tables = [list(range(100 * r, 100 * r + 80)) for r in range(4)]
+    batch = CommonAttentionMetadata.from_lens([1, 40, 3, 2], [70, 1200, 33, 2], tables, PAGE)
+    decode = MLACommonMetadataBuilder(KVCacheSpec(PAGE, 1, 40, "float32")).build(0, batch).decode
+    assert (decode.max_query_len, decode.max_seq_len) == (3, 70)
+
+
 def test_cuts_of_a_request_do_not_depend_on_its_neighbours() -> None:
     def cuts(lens: list[int], r: int) -> list[int]:
         start = sum(lens[:r])
