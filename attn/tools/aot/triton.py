@@ -316,7 +316,7 @@ def _launch_write(choice: Choice) -> None:
 HOPPER: dict[str, Sequence[Any]] = {
     "batch": ("mixed", "prefill"),
     "heads": PAGED["heads"],
-    "head_size": (64, 128),
+    "head_size": (64, 96, 128, 256),
     "block_size": PAGED["block_size"],
     "dtype": ("bfloat16", "float16"),
     "mask": ("causal", "bidirectional", "window", "two-sided"),

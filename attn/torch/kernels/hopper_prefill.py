@@ -2,10 +2,11 @@
 
 Each program holds 128 packed rows (tokens of one request x the G query heads of a kv head) in two consumers of four warps
 and 64 rows. One producer warp looks up pages and copies them with the bulk tensor engine into a ring of key and value tiles
-of 128 keys. A consumer computes the scores of the next tile while it multiplies the last tile's weights with its values,
-with the exponentials in between. The two consumers drift apart until one's exponentials overlap the other's products (Shah
-et al., FlashAttention-3, 2024). Tiles are processed from the last key to the first, so that the tiles that need a mask come
-first and last.
+of 128 keys, 64 of heads wider than 128. Heads are padded to 64, 128 or 256 in shared memory, where the engine fills in zeros.
+A consumer computes the scores of the next tile while it multiplies the last tile's weights with its values, with the
+exponentials in between. The two consumers drift apart until one's exponentials overlap the other's products (Shah et al.,
+FlashAttention-3, 2024). Tiles are processed from the last key to the first, so that the tiles that need a mask come first and
+last.
 
 Grid: any number of programs; program i processes the tiles i, i + programs, ... in the order request, longest rows first,
 kv head. With as many programs as tiles the hardware balances them; with fewer, some multiprocessors are left for a decode
@@ -16,8 +17,8 @@ key that a row of the tile sees, are not used: the producer overwrites them. If 
 infinite, a consumer repeats its tile key by key, so that it affects only the rows that see it.
 
 Layouts: query, output [T, H, D]; caches [N, P, K, D] of any strides (multiples of 16 bytes; last dimension dense), or a
-call's own keys and values [T, K, D] (as [1, T, K, D]); lse [H, T] float32, natural log. D is 64 or 128, G at most 128, and
-the batch has at most REQUESTS requests.
+call's own keys and values [T, K, D] (as [1, T, K, D]); lse [H, T] float32, natural log. D is a multiple of 8 up to 256, G at
+most 128, and the batch has at most REQUESTS requests.
 """
 
 import functools
@@ -40,11 +41,10 @@ from attn.torch.kernels._gluon import (
     warpgroup_mma_wait,
 )
 from attn.torch.kernels.direct import Kind, Prepared, kind_of
-from attn.torch.kernels.launch import FUSED
+from attn.torch.kernels.launch import FUSED, power_of_two
 
 REQUESTS = 1024  #: limit per batch: one vector operation counts all their tiles
 ROWS = 128  #: per program: two consumers of 64
-KEYS = 128  #: per tile
 _STAGES = 2  #: of the ring buffer
 _REGISTERS = (240, 24)  #: per thread of consumers and of the producer
 _BATCH = ("left", "right", "min_query", "num_reqs", "num_pages", "lse_h", "table_r")
@@ -103,12 +103,12 @@ def _tile_of(  # type: ignore[no-untyped-def]
 def _produce(  # type: ignore[no-untyped-def]
     k_desc, v_desc, k_ring, v_ring, k_full, k_empty, v_full, v_empty, v_raw,
     query_start_loc, seq_lens, block_table, left, right, min_query, num_reqs, num_pages, table_r,
-    K: gl.constexpr, D: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr,
+    K: gl.constexpr, BLOCK_D: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr,
     STAGES: gl.constexpr, PAGED: gl.constexpr, R: gl.constexpr,
 ):  # fmt: skip
     """Producer of one warp: copy tiles of keys and values into the ring, in the order in which the consumers use them."""
     COLUMNS: gl.constexpr = 64
-    HALVES: gl.constexpr = D // COLUMNS
+    HALVES: gl.constexpr = BLOCK_D // COLUMNS
     BOXES: gl.constexpr = BLOCK_N // BOX
     dtype: gl.constexpr = k_ring.dtype
     box_layout: gl.constexpr = k_desc.layout
@@ -149,7 +149,7 @@ def _produce(  # type: ignore[no-untyped-def]
             phase = count // STAGES & 1
             mbarrier.wait(k_empty.index(stage), phase ^ 1)
             k_bar = k_full.index(stage)
-            mbarrier.expect(k_bar, BLOCK_N * D * 2)
+            mbarrier.expect(k_bar, BLOCK_N * BLOCK_D * 2)
             for b in gl.static_range(BOXES):
                 for h in gl.static_range(HALVES):
                     load_box(
@@ -159,7 +159,7 @@ def _produce(  # type: ignore[no-untyped-def]
             mbarrier.wait(v_empty.index(stage), phase ^ 1)
             partial = (start + BLOCK_N > seq_len) | (start < seen)
             if partial:
-                mbarrier.expect(v_raw, BLOCK_N * D * 2)
+                mbarrier.expect(v_raw, BLOCK_N * BLOCK_D * 2)
                 for b in gl.static_range(BOXES):
                     for h in gl.static_range(HALVES):
                         load_box(
@@ -181,7 +181,7 @@ def _produce(  # type: ignore[no-untyped-def]
                 mbarrier.arrive(v_full.index(stage), count=1)
             else:
                 v_bar = v_full.index(stage)
-                mbarrier.expect(v_bar, BLOCK_N * D * 2)
+                mbarrier.expect(v_bar, BLOCK_N * BLOCK_D * 2)
                 for b in gl.static_range(BOXES):
                     for h in gl.static_range(HALVES):
                         load_box(
@@ -224,17 +224,21 @@ def _weigh(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _step(  # type: ignore[no-untyped-def]
-    p, acc, top, norm, count, q, k_ring, v_ring, k_full, k_empty, v_full, v_empty, start, upper, lower, factor, cap,
+    weights, acc, top, norm, count, q, k_ring, v_ring, k_full, k_empty, v_full, v_empty, start, upper, lower, factor, cap,
     MASKED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, S_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Compute the scores of tile `count` while the values of the previous tile are multiplied with `p`."""
+    """Compute the scores of tile `count` while the values of the previous tile are multiplied with its `weights`.
+
+    Those are float32 from one tile to the next: a compiler that carries 16-bit values in pairs swaps every pair twice.
+    """
     stage = count % STAGES
     old = (count - 1) % STAGES
     mbarrier.wait(k_full.index(stage), count // STAGES & 1)
     s = warpgroup_mma(
         q, k_ring.index(stage).permute((1, 0)), gl.zeros([64, BLOCK_N], gl.float32, S_LAYOUT), use_acc=False, is_async=True
     )
+    p = gl.convert_layout(weights.to(q.dtype), P_LAYOUT)
     mbarrier.wait(v_full.index(old), (count - 1) // STAGES & 1)
     acc = warpgroup_mma(p, v_ring.index(old), acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
@@ -246,8 +250,7 @@ def _step(  # type: ignore[no-untyped-def]
     acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
     mbarrier.arrive(v_empty.index(old), count=1)
     acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
-    p = gl.convert_layout(weights.to(q.dtype), P_LAYOUT)
-    return p, acc, top, norm
+    return weights, acc, top, norm
 
 
 @gluon.jit
@@ -255,24 +258,24 @@ def _consume(  # type: ignore[no-untyped-def]
     output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
     query_start_loc, seq_lens, block_table, sinks, factor, v_factor, cap, left, right, min_query, num_reqs,
     o_t, o_h, lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r,
-    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, P: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, PAGED: gl.constexpr, NEGATE: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr,
-    HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, R: gl.constexpr, WHICH: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, P: gl.constexpr, BLOCK_Q: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PAGED: gl.constexpr, NEGATE: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, R: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Consumer of four warps: 64 rows of each of the program's tiles."""
     K: gl.constexpr = H // G
     dtype: gl.constexpr = q_ring.dtype
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
-    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     q_tile = q_ring.index(WHICH)
     ends = _ends_of(query_start_loc, min_query, num_reqs, BLOCK_Q, gl.BlockedLayout([R // 128], [32], [4], [0]), R)
     units = gl.max(ends, 0) * K
     count = 0
     copy_row = WHICH * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, COPY))
-    copy_d = gl.arange(0, D, layout=gl.SliceLayout(0, COPY))
+    copy_d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, COPY))
     row = WHICH * 64 + gl.arange(0, 64, layout=ROW)
     for wave in range(_waves(units)):
         unit = _unit(wave)
@@ -285,7 +288,8 @@ def _consume(  # type: ignore[no-untyped-def]
         head = kv_head * G + copy_row % G
         live = (copy_row < BLOCK_Q * G) & (token < q_len)
         at = (begin + token).to(gl.int64)
-        q = gl.load(query + (at * q_t + head * q_h)[:, None] + copy_d[None, :], mask=live[:, None], other=0.0)
+        there = live[:, None] & (copy_d < D)[None, :]
+        q = gl.load(query + (at * q_t + head * q_h)[:, None] + copy_d[None, :], mask=there, other=0.0)
         if NEGATE:
             q = (0.0 - q.to(gl.float32)).to(dtype)
         q_tile.store(q)
@@ -305,7 +309,7 @@ def _consume(  # type: ignore[no-untyped-def]
         right_of = gl.maximum(right_of, 1)
         left_from = gl.maximum(left_from, right_of)
 
-        acc = gl.zeros([64, D], gl.float32, O_LAYOUT)
+        acc = gl.zeros([64, BLOCK_D], gl.float32, O_LAYOUT)
         norm = gl.zeros([64], gl.float32, ROW)
         top = gl.full([64], float("-inf"), gl.float32, ROW)
         if tiles > 0:
@@ -321,30 +325,30 @@ def _consume(  # type: ignore[no-untyped-def]
             weights, top, norm, shrink = _weigh(
                 s, top, norm, start, upper, lower, factor, cap, True, HAS_LEFT, HAS_CAP, S_LAYOUT, BLOCK_N
             )
-            p = gl.convert_layout(weights.to(dtype), P_LAYOUT)
             count += 1
             for _i in range(1, right_of):
                 start -= BLOCK_N
-                p, acc, top, norm = _step(
-                    p, acc, top, norm, count, q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, start, upper, lower,
-                    factor, cap, True, HAS_LEFT, HAS_CAP, S_LAYOUT, P_LAYOUT, BLOCK_N, STAGES,
+                weights, acc, top, norm = _step(
+                    weights, acc, top, norm, count, q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, start, upper,
+                    lower, factor, cap, True, HAS_LEFT, HAS_CAP, S_LAYOUT, P_LAYOUT, BLOCK_N, STAGES,
                 )  # fmt: skip
                 count += 1
             for _i in range(right_of, left_from):
                 start -= BLOCK_N
-                p, acc, top, norm = _step(
-                    p, acc, top, norm, count, q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, start, upper, lower,
-                    factor, cap, False, HAS_LEFT, HAS_CAP, S_LAYOUT, P_LAYOUT, BLOCK_N, STAGES,
+                weights, acc, top, norm = _step(
+                    weights, acc, top, norm, count, q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, start, upper,
+                    lower, factor, cap, False, HAS_LEFT, HAS_CAP, S_LAYOUT, P_LAYOUT, BLOCK_N, STAGES,
                 )  # fmt: skip
                 count += 1
             if HAS_LEFT:
                 for _i in range(left_from, tiles):
                     start -= BLOCK_N
-                    p, acc, top, norm = _step(
-                        p, acc, top, norm, count, q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, start, upper,
+                    weights, acc, top, norm = _step(
+                        weights, acc, top, norm, count, q_tile, k_ring, v_ring, k_full, k_empty, v_full, v_empty, start, upper,
                         lower, factor, cap, True, HAS_LEFT, HAS_CAP, S_LAYOUT, P_LAYOUT, BLOCK_N, STAGES,
                     )  # fmt: skip
                     count += 1
+            p = gl.convert_layout(weights.to(dtype), P_LAYOUT)
             old = (count - 1) % STAGES
             mbarrier.wait(v_full.index(old), (count - 1) // STAGES & 1)
             acc = warpgroup_mma(p, v_ring.index(old), acc, is_async=True)
@@ -357,7 +361,8 @@ def _consume(  # type: ignore[no-untyped-def]
         if gl.max(gl.max(((acc - acc) != 0.0).to(gl.int32), 1), 0) > 0:
             acc = _nan_safe(
                 q_tile, key_cache, value_cache, block_table, r, begin, kv_head, low, high, upper, lower, top, factor, cap,
-                k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, D, P, PAGED, HAS_LEFT, HAS_CAP, O_LAYOUT,
+                k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, D, BLOCK_D, P, PAGED, HAS_LEFT, HAS_CAP,
+                O_LAYOUT,
             )  # fmt: skip
         share = v_factor / gl.where(sum_ == 0, 1.0, sum_)
         if HAS_SINKS:
@@ -371,7 +376,7 @@ def _consume(  # type: ignore[no-untyped-def]
         q_tile.store(result)
         barrier()
         rows = at * o_t + head * o_h
-        gl.store(output + rows[:, None] + copy_d[None, :], q_tile.load(COPY), mask=live[:, None])
+        gl.store(output + rows[:, None] + copy_d[None, :], q_tile.load(COPY), mask=there)
         if HAS_LSE:
             token = first + row // G
             seen = (row < BLOCK_Q * G) & (token < q_len)
@@ -383,18 +388,18 @@ def _consume(  # type: ignore[no-untyped-def]
 def _nan_safe(  # type: ignore[no-untyped-def]
     q_tile, key_cache, value_cache, block_table, r, begin, kv_head, low, high, upper, lower, top, factor, cap,
     k_block, k_slot, k_head, v_block, v_slot, v_head, table_r,
-    D: gl.constexpr, P: gl.constexpr, PAGED: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr,
-    LAYOUT: gl.constexpr,
+    D: gl.constexpr, BLOCK_D: gl.constexpr, P: gl.constexpr, PAGED: gl.constexpr, HAS_LEFT: gl.constexpr,
+    HAS_CAP: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """The weighted sum of values, one key at a time: keys that a row does not see are selected away, not multiplied by 0."""
     ROW: gl.constexpr = gl.SliceLayout(1, LAYOUT)
-    d = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
+    d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, LAYOUT))
     q = q_tile.load(LAYOUT).to(gl.float32)
     upper = gl.convert_layout(upper, ROW)
     lower = gl.convert_layout(lower, ROW)
     top = gl.convert_layout(top, ROW)
     guard = gl.where(top == float("-inf"), 0.0, top)
-    acc = gl.zeros([64, D], gl.float32, LAYOUT)
+    acc = gl.zeros([64, BLOCK_D], gl.float32, LAYOUT)
     for j in range(low, high):
         if PAGED:
             page = gl.load(block_table + r.to(gl.int64) * table_r + j // P).to(gl.int64)
@@ -403,8 +408,8 @@ def _nan_safe(  # type: ignore[no-untyped-def]
         else:
             k_at = (begin + j).to(gl.int64) * k_slot
             v_at = (begin + j).to(gl.int64) * v_slot
-        k = gl.load(key_cache + k_at + kv_head * k_head + d).to(gl.float32)
-        v = gl.load(value_cache + v_at + kv_head * v_head + d).to(gl.float32)
+        k = gl.load(key_cache + k_at + kv_head * k_head + d, mask=d < D, other=0.0).to(gl.float32)
+        v = gl.load(value_cache + v_at + kv_head * v_head + d, mask=d < D, other=0.0).to(gl.float32)
         s = gl.sum(q * k[None, :], 1) * factor
         if HAS_CAP:
             s = cap * _tanh(s)
@@ -421,16 +426,16 @@ def _prefill(  # type: ignore[no-untyped-def]
     output, lse, query, key_cache, value_cache, query_start_loc, seq_lens, block_table, sinks, k_desc, v_desc,
     factor, v_factor, num_reqs, num_pages, lse_h, table_r, o_t, o_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head,
     cap, left, right, min_query,
-    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, BLOCK_Q: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PAGED: gl.constexpr, NEGATE: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, R: gl.constexpr,
+    H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr,
+    BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PAGED: gl.constexpr, NEGATE: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, R: gl.constexpr,
     CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = query.dtype.element_ty
     ring: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    q_ring = gl.allocate_shared_memory(dtype, [2, 64, D], ring)
-    k_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], ring)
-    v_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, D], ring)
+    q_ring = gl.allocate_shared_memory(dtype, [2, 64, BLOCK_D], ring)
+    k_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], ring)
+    v_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], ring)
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -452,18 +457,20 @@ def _prefill(  # type: ignore[no-untyped-def]
                 output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
                 query_start_loc, seq_lens, block_table, sinks, factor, v_factor, cap, left, right, min_query, num_reqs,
                 o_t, o_h, lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r,
-                H, G, D, P, BLOCK_Q, BLOCK_N, STAGES, PAGED, NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, R, 0,
+                H, G, D, BLOCK_D, P, BLOCK_Q, BLOCK_N, STAGES, PAGED, NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE,
+                R, 0,
             )),
             (_consume, (
                 output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
                 query_start_loc, seq_lens, block_table, sinks, factor, v_factor, cap, left, right, min_query, num_reqs,
                 o_t, o_h, lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r,
-                H, G, D, P, BLOCK_Q, BLOCK_N, STAGES, PAGED, NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE, R, 1,
+                H, G, D, BLOCK_D, P, BLOCK_Q, BLOCK_N, STAGES, PAGED, NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE,
+                R, 1,
             )),
             (_produce, (
                 k_desc, v_desc, k_ring, v_ring, k_full, k_empty, v_full, v_empty, v_raw,
                 query_start_loc, seq_lens, block_table, left, right, min_query, num_reqs, num_pages, table_r,
-                K, D, P, BOX, BLOCK_Q, BLOCK_N, STAGES, PAGED, R,
+                K, BLOCK_D, P, BOX, BLOCK_Q, BLOCK_N, STAGES, PAGED, R,
             )),
         ],
         [4, 1],
@@ -475,7 +482,7 @@ def serves(
     query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, num_reqs: int, group: int, page: int
 ) -> bool:
     """Whether the kernel supports these shapes, dtypes and addresses; the caller checks features."""
-    if query.dtype not in (torch.bfloat16, torch.float16) or query.shape[-1] not in (64, 128):
+    if query.dtype not in (torch.bfloat16, torch.float16) or query.shape[-1] % 8 or query.shape[-1] > 256:
         return False
     if num_reqs > REQUESTS or group > ROWS or page % 16:
         return False
@@ -528,7 +535,7 @@ def prefill(
     arrays = (output, lse, query, key_cache, value_cache, query_start_loc, seq_lens, block_table, sinks)
     rules = (cap, negate, left, right, has_left, min_query)
     kernel = _prepared(kind_of(arrays, strides), heads, group, size, page, rules)
-    box = (1, _box(page), 1, 64)
+    box = (1, _box(page, size), 1, 64)
     k_desc = descriptor(key_cache.data_ptr(), query.dtype, k_shape, k_strides, box)
     v_desc = descriptor(value_cache.data_ptr(), query.dtype, v_shape, v_strides, box)
     tiles = (tokens // (ROWS // group) + num_reqs) * kv_heads
@@ -541,9 +548,14 @@ def prefill(
         raise
 
 
-def _box(page: int) -> int:
+def _keys(size: int) -> int:
+    """Keys per tile: as many as registers and two stages of shared memory hold."""
+    return 128 if size <= 128 else 64
+
+
+def _box(page: int, size: int) -> int:
     """Keys per copy: all copies of a tile are of the same size, and none is of two pages."""
-    return min(page & -page, KEYS)
+    return min(page & -page, _keys(size))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -552,8 +564,9 @@ def _prepared(kind: Kind, heads: int, group: int, size: int, page: int, rules: t
     _, lse, *_, table, sinks = kind[1]
     cap, negate, left, right, has_left, min_query = rules
     return Prepared(
-        _prefill, cap=cap, left=left, right=right, min_query=min_query, H=heads, G=group, D=size, P=page, BOX=_box(page),
-        BLOCK_Q=ROWS // group, BLOCK_N=KEYS, STAGES=_STAGES, PAGED=table is not None, NEGATE=negate, HAS_LEFT=has_left,
-        HAS_CAP=cap != 0, HAS_SINKS=sinks is not None, HAS_LSE=lse is not None, R=REQUESTS, CONSUMER_REGS=_REGISTERS[0],
+        _prefill, cap=cap, left=left, right=right, min_query=min_query, H=heads, G=group, D=size,
+        BLOCK_D=max(64, power_of_two(size)), P=page, BOX=_box(page, size), BLOCK_Q=ROWS // group, BLOCK_N=_keys(size),
+        STAGES=_STAGES, PAGED=table is not None, NEGATE=negate, HAS_LEFT=has_left, HAS_CAP=cap != 0,
+        HAS_SINKS=sinks is not None, HAS_LSE=lse is not None, R=REQUESTS, CONSUMER_REGS=_REGISTERS[0],
         PRODUCER_REGS=_REGISTERS[1], num_warps=4, **FUSED,
     )  # fmt: skip
