@@ -10,6 +10,7 @@ ACROSS = {
     "tools/demo/test_models.py": "the same model in both frameworks",
     "integrations/test_arguments.py": "docs/reference/arguments.md",
     "integrations/test_entry_points.py": "pyproject.toml",
+    "integrations/transformers/test_ways.py": "the ways to generate",
     "jax/test_conformance.py": "the conformance suite on an interpreted kernel",
     "reference/test_errors.py": "the oracle, whose functions are one package's",
     "reference/test_fixtures.py": "the oracle",

@@ -1,6 +1,6 @@
 """transformers: tiny models with sharpened random weights give eager's logits and text through `attn`.
 
-The ways to generate, over many more architectures, are in `test_transformers_ways.py`.
+The ways to generate, over many more architectures, are in `transformers/test_ways.py`.
 """
 
 import sys
@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 import attn  # noqa: E402
 from attn.errors import BackendLoadError, UnsupportedError  # noqa: E402
 from attn.integrations import transformers as attn_transformers  # noqa: E402
-from attn.integrations.transformers import graph, packing  # noqa: E402
+from attn.integrations.transformers import dispatch, packing  # noqa: E402
 from attn.integrations.transformers.batching import WINDOWS_IN_PAGES  # noqa: E402
 from tests.integrations.tiny_transformers import batch, batching, decoder, encoder, model_of  # noqa: E402
 from tests.levels import full, sampled  # noqa: E402
@@ -404,7 +404,7 @@ def test_single_rows_in_a_graph_are_captured_where_a_backend_has_an_operator_for
     stand_in = ModuleType("attn.torch.kernels.dense_decode")
     stand_in.row = lambda query, key, value, scale, cap, sinks, mask: formula_row(query, key, value, scale, cap, sinks, mask)
     monkeypatch.setitem(sys.modules, stand_in.__name__, stand_in)
-    monkeypatch.setattr(graph, "_has_row_operator", lambda *facts: True)
+    monkeypatch.setattr(dispatch, "_has_row_operator", lambda *facts: True)
     model, inputs = decoder(kind), batch("left")
     attn_transformers.register()
     graphs, outputs = [], {}

@@ -29,7 +29,7 @@ tokens that see each other (Gemma 3's images, PaliGemma's prefix) are described 
 (`torch.compile`) masks are materialised; the dense way is traced, each other way is one operator. Single rows are an operator
 that CUDA graphs may capture, where the chosen backend has one (`dense_decode`).
 
-Calls that repeat in every layer and for every token are decided once (`plans`).
+Calls that repeat in every layer and for every token are decided once (`dispatch`).
 
 Arguments that change the meaning of attention are used or, if not supported (`call.UNKNOWN`), rejected with the layer's name; a
 test lists every argument that transformers passes. Requested weights (`output_attentions`) are computed beside the call by the
@@ -58,13 +58,13 @@ from attn.integrations.transformers.batching import (
     paged_name,
     refuse_unpaged,
 )
-from attn.integrations.transformers.call import NAME, Call, refuse_unknown, requested
-from attn.integrations.transformers.graph import as_operator, as_row
+from attn.integrations.transformers.call import NAME, UNKNOWN, Call, refuse_unknown, requested, visible
+from attn.integrations.transformers.dispatch import attend, selected, weights
 from attn.integrations.transformers.masks import mask
-from attn.integrations.transformers.plans import repeated
-from attn.integrations.transformers.segments import is_packed, packed
-from attn.integrations.transformers.ways import attend, by_sdpa, selected, weights
+from attn.integrations.transformers.packing import BOUNDARIES, sequences
+from attn.selector import selection_state
 from attn.torch.autocast import autocast
+from attn.torch.autocast import enabled as autocast_enabled
 from attn.torch.diffusion.chosen import known
 
 __all__ = ["mask", "paged", "register"]
@@ -118,6 +118,10 @@ def paged(model: Any, backend: str | None = None) -> Generator[Any, None, None]:
         model.config._attn_implementation = before
 
 
+#: Arguments that change how a call is computed, or that are refused.
+_OTHERS = frozenset({*UNKNOWN, *BOUNDARIES, "output_attentions", "indices"})
+
+
 def _function(backend: str | None) -> Callable[..., Any]:
     """Make transformers' attention function for one backend."""
 
@@ -139,67 +143,56 @@ def _function(backend: str | None) -> Callable[..., Any]:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Compute attention. query: [B, H, S, D]; key: [B, K, T, D]; value: [B, K, T, Dv]. Returns ([B, S, H, Dv], None), or
         the attention weights [B, H, S, T] instead of None for `output_attentions`."""
-        if cache is None and position_bias is None and not dropout and not torch.compiler.is_compiling():
-            out = repeated(
-                backend,
-                module,
-                query,
-                key,
-                value,
-                attention_mask,
-                scaling=scaling,
-                is_causal=is_causal,
-                window=sliding_window,
-                soft_cap=softcap,
-                sinks=s_aux,
-                kwargs=kwargs,
-            )
-            if out is not None:
-                return out, None
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        q, k, v = autocast(*(x.transpose(1, 2) for x in (query, key, value)))
-        scale = float(known(query.shape[-1]) ** -0.5 if scaling is None else known(scaling))
-        name, asked_by = requested(backend, causal, sliding_window is not None)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        state = None if torch.compiler.is_compiling() else selection_state()
+        if state is None:
+            scale = known(scale)
+        name, asked_by = requested(backend, causal, sliding_window is not None, state)
+        seen = visible(causal, sliding_window)
+        if autocast_enabled(query.device.type):
+            query, key, value = autocast(query, key, value)
         call = Call(
             module=module,
-            query=q,
-            key=k,
-            value=v,
-            causal=causal,
-            scale=scale,
-            window=sliding_window,
+            query=query,
+            key=key,
+            value=value,
+            mask=attention_mask,
+            seen=seen,
+            scale=float(scale),
             soft_cap=softcap,
             sinks=s_aux,
+            bias=position_bias,
+            dropout=dropout,
             backend=name,
             asked_by=asked_by,
+            state=state,
         )
-        refuse_unknown(call, attention_mask, kwargs)
-        wanted = None
-        if kwargs.get("indices") is not None:
-            if cache is not None:
-                raise call.refusal("indices of keys in continuous batching", "use model.generate")
-            call, attention_mask = selected(call, attention_mask, kwargs["indices"])
-        if is_packed(kwargs) and cache is None:
-            output_only = not (kwargs.get("output_attentions") or dropout or position_bias is not None)
-            found = packed(call, attention_mask, kwargs, output_only)
-            if isinstance(found, torch.Tensor):
-                return found, None
-            call, attention_mask = found
-        if kwargs.get("output_attentions"):
-            if torch.compiler.is_compiling() or cache is not None or position_bias is not None or dropout:
-                combined = "output_attentions in a graph, in continuous batching, or with position_bias or dropout"
-                raise call.refusal(combined, "use eager")
-            wanted = weights(call, attention_mask)
         if cache is not None:
+            refuse_unknown(call, kwargs)
+            if kwargs.get("indices") is not None or kwargs.get("output_attentions"):
+                what = "indices of keys" if kwargs.get("indices") is not None else "output_attentions"
+                raise call.refusal(f"{what} in continuous batching", "use model.generate")
             return attend_paged(call, cache, kwargs), None
-        if position_bias is not None or dropout:
-            return by_sdpa(call, attention_mask, position_bias, dropout), None
-        if torch.compiler.is_compiling() and not (call.plain and name is None):
-            if call.wants_grad:
-                combined = "gradients in a graph together with a window, a cap, sinks or a backend by name"
-                raise call.refusal(combined, "no backend supports them: use torch.no_grad(), or train without torch.compile")
-            out = as_row(call, attention_mask)
-            return as_operator(call, attention_mask) if out is None else out, None
-        return attend(call, attention_mask), wanted
+        if not _OTHERS.isdisjoint(kwargs):
+            return _restricted(call, kwargs)
+        return attend(call), None
 
     return attention
+
+
+def _restricted(call: Call, kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute a call with arguments that restrict what rows see, or that ask for weights, if they are set."""
+    refuse_unknown(call, kwargs)
+    wants_weights = bool(kwargs.get("output_attentions"))
+    if kwargs.get("indices") is not None:
+        call = selected(call, kwargs["indices"])
+    if any(kwargs.get(name) is not None for name in BOUNDARIES):
+        found = sequences(call, kwargs, not (wants_weights or call.dropout or call.bias is not None))
+        if isinstance(found, torch.Tensor):
+            return found, None
+        call = found
+    if wants_weights and (torch.compiler.is_compiling() or call.bias is not None or call.dropout):
+        raise call.refusal("output_attentions in a graph, or with position_bias or dropout", "use eager")
+    wanted = weights(call) if wants_weights else None
+    return attend(call), wanted

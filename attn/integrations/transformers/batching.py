@@ -209,41 +209,45 @@ def attend_paged(call: Call, cache: Any, kwargs: dict[str, Any]) -> torch.Tensor
             "continuous batching while a CUDA graph is captured",
             "use paged(model), or ContinuousBatchingConfig(use_cuda_graph=False)",
         )
-    rows, query = int(step.starts[-1]), call.query[0]
+    rows, query = int(step.starts[-1]), call.query[0].transpose(0, 1)
     out = torch.zeros_like(query[..., : call.value.shape[-1]])
     if in_pages and pages.views is not None and len(pages.read):
         layer = layer_of(call, AttentionType.DECODER, pages.size)
         kv_cache = in_place(layer.backend, *pages.views)
-        layer.impl.do_kv_cache_update(layer, call.key[0], call.value[0], kv_cache, pages.written)
+        layer.impl.do_kv_cache_update(layer, *_new(call), kv_cache, pages.written)
         result = layer(query[:rows], None, None, kv_cache, step.metadata(pages, layer, query.device))
     else:
         q_lens, k_lens, key_starts = step.lens(pages)
-        updated = pages.update(call.key.transpose(1, 2), call.value.transpose(1, 2), pages.read)
-        key, value = (x[: int(key_starts[-1])] for x in updated)
-        packed = replaced(call, key=key[None], value=value[None])
-        result = attend_packed(call, query[:rows], key, widened(packed)[0], q_lens, k_lens)
+        updated = pages.update(call.key, call.value, pages.read)
+        key, value = (x[None, : int(key_starts[-1])].transpose(1, 2) for x in updated)
+        result = attend_packed(replaced(call, query=call.query[:, :, :rows], key=key, value=value), q_lens, k_lens)
     out[: len(result)] = result[..., : out.shape[-1]]
     return out[None]
 
 
+def _new(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+    """View a step's new keys and values as [T, K, D]."""
+    return call.key[0].transpose(0, 1), call.value[0].transpose(0, 1)
+
+
 def _attend_on_device(call: Call, pages: Pages, step: Step, layer: Attention, in_pages: bool) -> torch.Tensor:
     """Attend without reading anything on the host: over transformers' pages, or over pages made of the step's keys."""
-    rows, width = call.query.shape[1], call.value.shape[-1]
+    rows, width = call.query.shape[2], call.value.shape[-1]
     batch = step.on_device(pages, layer, rows, gathered=not in_pages)
     if in_pages:
         assert pages.views is not None
         kv_cache = in_place(layer.backend, *pages.views)
-        layer.impl.do_kv_cache_update(layer, call.key[0], call.value[0], kv_cache, pages.written)
+        layer.impl.do_kv_cache_update(layer, *_new(call), kv_cache, pages.written)
     else:
         assert batch.taken is not None and batch.slots is not None
         slots = batch.slots if len(pages.read) else pages.read
-        key, value = pages.update(call.key.transpose(1, 2), call.value.transpose(1, 2), slots)
+        key, value = pages.update(call.key, call.value, slots)
         if not len(pages.read):
             key, value = (x.index_select(0, batch.taken) for x in (key, value))
         value = widened(replaced(call, value=value))
         both = torch.stack((key, value))
         kv_cache = caches.in_layout(layer.backend, both.unflatten(1, (-1, layer.kv_cache_spec.block_size)))
-    out = layer(call.query[0], None, None, kv_cache, batch.metadata)
+    out = layer(call.query[0].transpose(0, 1), None, None, kv_cache, batch.metadata)
     return out.masked_fill_(batch.padding[:, None, None], 0)[None, ..., :width]  # type: ignore[no-any-return]
 
 

@@ -1,9 +1,9 @@
-"""One layer's call in this library's order of dimensions, and its errors for unsupported calls."""
+"""One layer's call as transformers makes it, and its errors for unsupported calls."""
 
 import functools
 from collections.abc import Collection
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -13,48 +13,89 @@ from attn.capabilities import AttentionType, Feature, layer_kind
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.errors import UnsupportedError
 from attn.selector import asked_for_kind
+from attn.visibility import LayerMask, Visibility
+
+if TYPE_CHECKING:
+    from attn.integrations.transformers.masks import Described
 
 NAME = "attn"
-
 
 #: Unsupported arguments of a call that change the meaning of attention -> the feature of backends, if any.
 UNKNOWN = {
     "alibi": Feature.ALIBI, "alibi_slopes": Feature.ALIBI, "head_mask": None, "block_mask": None,
     "indexer": Feature.SPARSE_MLA, "chunk_size": None, "block_indices": None, "sinks": None,
 }  # fmt: skip
+#: What rows see without a window: every key, or none after their own.
+EVERYTHING, CAUSAL = Visibility(LayerMask(causal=False)), Visibility(LayerMask())
 
 
-@dataclass(frozen=True)
+def visible(causal: bool, window: int | None) -> Visibility:
+    """Return what rows of a layer see; window: the number of keys up to a row's own that it sees."""
+    if window is None:
+        return CAUSAL if causal else EVERYTHING
+    if torch.compiler.is_compiling():
+        return _windowed.__wrapped__(causal, window)
+    return _windowed(causal, window)
+
+
+@functools.lru_cache(64)
+def _windowed(causal: bool, window: int) -> Visibility:
+    return Visibility(LayerMask(causal, (window - 1, 0 if causal else None)))
+
+
+@dataclass(eq=False)
 class Call:
-    """A layer's call: query [B, S, H, D]; key [B, T, K, D], value [B, T, K, Dv], in the library's order of dimensions.
+    """A layer's call: query [B, H, S, D]; key [B, K, T, D], value [B, K, T, Dv].
 
-    backend: requested by name, by `asked_by`; None for the fastest. chunk, spans, span_window: as in `Padding`.
+    mask: as transformers passes it. seen: what rows see beside the mask. `masks.read` interprets the mask: it adds what the
+    mask says to `seen`, whose spans are [B, S, 2] on the host, and to `valid`, the keys that are not padding, None if all are.
+    Only a mask that nothing describes is left in `mask`: bool [B or 1, 1 or H, S, T], which includes all of `seen`.
+    bias: added to scores, broadcastable to [B, H, S, T]. backend: requested by name, by `asked_by`; None for the fastest.
+    state: what choosing a backend depends on besides; None in a graph.
     """
 
     module: Any
     query: torch.Tensor
     key: torch.Tensor
     value: torch.Tensor
-    causal: bool
+    mask: torch.Tensor | None
+    seen: Visibility
     scale: float
-    window: int | None
-    soft_cap: float | None
-    sinks: torch.Tensor | None
-    backend: str | None
+    soft_cap: float | None = None
+    sinks: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    dropout: float = 0.0
+    backend: str | None = None
     asked_by: str = ""
-    chunk: int | None = None
-    spans: Any = None
-    span_window: bool | None = None
+    state: Any = None
+    valid: "Described | None" = None
 
     @property
     def plain(self) -> bool:
-        """Whether the call is a plain softmax over the visible keys."""
-        return self.soft_cap is None and self.sinks is None and self.window is None
+        """Whether the call is a softmax over the visible keys, with no window to be applied."""
+        return self.soft_cap is None and self.sinks is None and self.seen.layer.window[0] is None
+
+    @property
+    def square(self) -> bool:
+        """Whether there are as many rows as keys."""
+        return self.query.shape[2] == self.key.shape[2]
+
+    @property
+    def wide(self) -> bool:
+        """Whether values are wider than keys."""
+        return self.value.shape[3] > self.query.shape[3]
+
+    @property
+    def reaches(self) -> bool:
+        """Whether chunks or spans say what rows see, beside causality and a window."""
+        return self.seen.layer.chunk_size is not None or self.seen.batch.spans is not None
 
     @property
     def wants_grad(self) -> bool:
-        tensors = (self.query, self.key, self.value, self.sinks)
-        return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+        if not torch.is_grad_enabled():
+            return False
+        sinks = self.sinks is not None and self.sinks.requires_grad
+        return sinks or self.query.requires_grad or self.key.requires_grad or self.value.requires_grad
 
     @property
     def layer_name(self) -> str:
@@ -90,11 +131,14 @@ class InGraph:
 in_graph = functools.lru_cache(1024)(InGraph)
 
 
-def requested(backend: str | None, causal: bool, windowed: bool) -> tuple[str | None, str]:
-    """Return the backend requested by name, and by what: `backend`, else that of the layer's kind. A graph keeps it."""
+def requested(backend: str | None, causal: bool, windowed: bool, state: Any = None) -> tuple[str | None, str]:
+    """Return the backend requested by name, and by what: `backend`, else that of the layer's kind. A graph keeps it.
+
+    state: of `selection_state`, if it is known.
+    """
     if backend is not None:
         return backend, f'attn_implementation="{NAME}:{backend}"'
-    found = _of_kind(causal, windowed)
+    found = _of_kind(causal, windowed) if state is None else _kept_of_kind(state, causal, windowed)
     return (found.partition("=")[2], found) if found else (None, "")
 
 
@@ -104,6 +148,11 @@ def _of_kind(causal: bool, windowed: bool) -> str:
     attn_type = AttentionType.DECODER if causal else AttentionType.ENCODER_ONLY
     member, source = asked_for_kind(layer_kind(attn_type, {Feature.SLIDING_WINDOW} if windowed else ()))
     return "" if member is None else f"{source}={member.name}"
+
+
+@functools.lru_cache(64)
+def _kept_of_kind(state: Any, causal: bool, windowed: bool) -> str:
+    return _of_kind(causal, windowed)
 
 
 _FIELDS = tuple(field.name for field in fields(Call))
@@ -119,6 +168,11 @@ def widened(call: Call) -> torch.Tensor:
     return call.value if missing == 0 else F.pad(call.value, (0, missing))  # `F.pad` copies even if nothing is missing
 
 
+def rows_first(call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """View query [B, S, H, D], key and value [B, T, K, D] in the order of this library, the values widened."""
+    return call.query.transpose(1, 2), call.key.transpose(1, 2), widened(call).transpose(1, 2)
+
+
 def having(registry: Any, features: Collection[str]) -> str:
     """Return the torch backends of a registry that have all of `features` on any device."""
     known = [member for member in registry if str(member.value or "").startswith("attn.torch.")]
@@ -130,9 +184,7 @@ def having(registry: Any, features: Collection[str]) -> str:
     return ", ".join(have) or "no backend"
 
 
-def refuse_unknown(call: Call, attention_mask: Any, kwargs: dict[str, Any]) -> None:
-    if attention_mask is not None and not isinstance(attention_mask, torch.Tensor):
-        raise call.refusal(f"a mask of type {type(attention_mask).__name__}", "must be a tensor or None")
+def refuse_unknown(call: Call, kwargs: dict[str, Any]) -> None:
     for name, feature in UNKNOWN.items():
         if kwargs.get(name) is not None:
             able = "no backends" if feature is None else f"layers of {having(AttentionBackendEnum, {feature})}"
@@ -147,10 +199,10 @@ def require(call: Call, allowed: torch.Tensor, what: str, advice: str) -> None:
         raise call.refusal(what, advice)
 
 
-def dropout_name(call: Call, dropout: float) -> str:
+def dropout_name(call: Call) -> str:
     """Return the config's name for the dropout of attention weights: attention_dropout, attention_probs_dropout_prob, ..."""
     config = getattr(call.module, "config", None)
     options = {} if config is None else config.to_dict()
-    names = [name for name, value in options.items() if "drop" in name and value == dropout]
+    names = [name for name, value in options.items() if "drop" in name and value == call.dropout]
     names.sort(key=lambda name: ("att" not in name, name))
     return names[0] if names else "the dropout of attention weights"

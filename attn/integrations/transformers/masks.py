@@ -1,64 +1,68 @@
-"""transformers' mask interface: patterns are described, other masks materialised."""
+"""transformers' masks: patterns are described, others materialised; and what a layer's call makes of either.
+
+`mask` makes a step's mask. A pattern that is known is a `Described`, which travels to every layer as `attn_described` of the
+tensor that transformers passes on. `read` interprets the mask of a call, a caller's own too.
+"""
 
 import functools
 import inspect
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from attn.backends.metadata import spans_of
 from attn.errors import UnsupportedError
-from attn.integrations.transformers.call import NAME
+from attn.integrations.transformers.call import CAUSAL, EVERYTHING, NAME, Call, replaced, require, visible
 from attn.torch.kernels.runs import Runs
+from attn.visibility import BatchMask, LayerMask, Visibility
 
 
-@dataclass
-class Padding:
-    """Attributes of a described mask in addition to the valid keys: its window; `whole`: all keys are valid; `all_rows`: rows
-    are real even if their keys are not; `chunk`: positions per chunk, counted from an entry's first valid key; `spans`:
-    [B, S, 2] int32 on the host, the rows' spans among an entry's valid keys, cut by the window if `span_window`; `draw`: makes
-    the mask [B, 1, S, T], for a mask that a window does not describe; and, once computed, each entry's lengths on the host."""
+class Described:
+    """A mask without its elements: which keys are valid, and which of these a row sees.
 
-    window: int | None
-    whole: bool = False
-    all_rows: bool = False
-    chunk: int | None = None
-    spans: Any = None
-    span_window: bool | None = None
-    draw: Callable[[], torch.Tensor] | None = None
-    _lens: tuple[list[int], list[int], list[int] | None] | None = None
-    _runs: Runs | None = None
-    to_end: bool = False  #: whether every run ends at the last key, once they are made
+    seen: causality, a window that hides a key, chunks, whose positions are counted from an entry's first valid key, and spans
+    [B, S, 2] int32 on the host, among an entry's valid keys. present: bool [B, T'], the valid keys; keys from T' on are unused
+    slots of a static cache. rows: of the call, the last keys' tokens. whole: all keys are valid. all_rows: rows are real even
+    if their keys are not. draw: makes the mask [B, 1, S, T'], if `seen` and `present` alone do not say how. shared: the layers
+    of a step have this description in common, so an entry's lengths are read once for all.
+    """
 
-    @property
-    def plain(self) -> bool:
-        """Whether the valid keys, causality and the window say everything."""
-        return self.chunk is None and self.spans is None and self.draw is None
+    def __init__(self, seen: Visibility, present: torch.Tensor, rows: int, whole: bool = False, all_rows: bool = False) -> None:
+        self.seen, self.present, self.rows, self.whole, self.all_rows = seen, present, rows, whole, all_rows
+        self.draw: Callable[[], torch.Tensor] | None = None
+        self.shared = False
+        self._lens: tuple[list[int], list[int], list[int] | None] | None = None
+        self._runs: Runs | None = None
+        self._last: dict[int, Described] = {}
 
-    def runs(self, present: torch.Tensor) -> Runs | None:
-        """Return each entry's valid keys if they are one run; made once, waits for the device."""
-        if self._runs is None:
-            _, keys, firsts = self.lens(present, present.shape[1])
-            if firsts is None:
-                return None
-            self._runs = Runs(*(torch.tensor(x, dtype=torch.int32, device=present.device) for x in (firsts, keys)))
-            self.to_end = all(not n or first + n == present.shape[1] for first, n in zip(firsts, keys, strict=True))
+    def last(self, keys: int) -> "Described":
+        """Return which of the last `keys` keys are valid, for single rows that see all of these."""
+        if keys not in self._last:
+            self._last[keys] = Described(EVERYTHING, self.present[:, -keys:], 1)
+            self._last[keys].shared = self.shared
+        return self._last[keys]
+
+    def runs(self) -> Runs | None:
+        """Return each entry's valid keys if they are one run. Waits for the device at the first call."""
+        _, keys, firsts = self.lens()
+        if self._runs is None and firsts is not None:
+            self._runs = Runs(*(torch.tensor(x, dtype=torch.int32, device=self.present.device) for x in (firsts, keys)))
         return self._runs
 
-    def lens(self, present: torch.Tensor, rows: int) -> tuple[list[int], list[int], list[int] | None]:
+    def lens(self) -> tuple[list[int], list[int], list[int] | None]:
         """Return each entry's valid (rows, keys), and its first valid key unless some entry's valid keys have gaps.
 
-        Waits for the device.
+        Waits for the device at the first call.
         """
         if self._lens is None:
-            queries, keys = present[:, -rows:].sum(1), present.sum(1)
-            at = torch.arange(present.shape[1], device=present.device)
-            first = torch.where(present, at, present.shape[1]).amin(1)
+            present, end = self.present, self.present.shape[1]
+            queries, keys = present[:, -self.rows :].sum(1), present.sum(1)
+            at = torch.arange(end, device=present.device)
+            first = torch.where(present, at, end).amin(1)
             last = torch.where(present, at, -1).amax(1)
             solid = bool(((last - first + 1 == keys) | (keys == 0)).all())
             q_lens, k_lens, firsts = torch.stack([queries, keys, first]).tolist()
@@ -82,15 +86,15 @@ def mask(
 ) -> torch.Tensor | None:
     """Implement transformers' mask interface: None for a plain pattern, bool [B, T'] with padding, else bool [B, 1, S, T].
 
-    None means that every row sees every key, or that rows and keys are the same tokens and the call is causal. A described
-    mask [B, T'] carries its `Padding`; if T' is below the number of keys, the rest are unused slots of a static cache.
+    None means that every row sees every key, or that rows and keys are the same tokens and the call is causal. If T' of a mask
+    [B, T'] is below the number of keys, the rest are unused slots of a static cache.
 
-    Chunks, and blocks of tokens that see each other, are described as well (docs/semantics.md §18), as `attn_described` of an
-    empty mask [B, 1, 0, T']: models take one with four dimensions as it is, and it fails where the description is lost.
+    Chunks, and blocks of tokens that see each other, are described as well (docs/semantics.md §18), by an empty mask
+    [B, 1, 0, T']: models take one with four dimensions as it is, and it fails where the description is lost.
 
     A mask is materialised, [B, 1, S, T], if the pattern is unknown, if transformers requires it (`allow_..._skip=False`), and
     over a cache that has dropped keys (`kv_offset`): `generate` makes the masks of some models before the call, and the model
-    then reads a two-dimensional one as the padding of all tokens so far. A materialised mask carries its description.
+    then reads a two-dimensional one as the padding of all tokens so far. If the pattern is known, it is described all the same.
 
     Raises `UnsupportedError` for a model whose layers would add the mask to scores of their own instead of calling `"attn"`.
     """
@@ -105,20 +109,7 @@ def mask(
             'AttentionInterface; use attn_implementation="eager"'
         )
     mask_function = causal_mask_function if mask_function is None else mask_function  # torch 2.11 traces no truth of functions
-    found = None if use_vmap or isinstance(q_offset, torch.Tensor) or torch.compiler.is_compiling() else _pattern(mask_function)
-    end = q_offset + q_length - kv_offset  # keys up to the last row's
-    described: torch.Tensor | None = None
-    if found is not None and end <= kv_length and not (end < kv_length and kv_offset):
-        causal, window = found
-        described = _described(batch_size, end if causal else kv_length, kv_length, kv_offset, window, attention_mask, device)
-        padding: Padding = described.attn_padding  # type: ignore[attr-defined]
-        if allow_is_causal_skip if causal else allow_is_bidirectional_skip:
-            placed = not causal or q_length in (1, kv_length)  # else None would leave the rows' positions open
-            if padding.whole and padding.window is None and described.shape[1] == kv_length and placed:
-                return None
-            if not kv_offset:
-                return described
-    draw = functools.partial(
+    draw: Any = functools.partial(
         sdpa_mask,
         batch_size=batch_size,
         q_length=q_length,
@@ -132,116 +123,136 @@ def mask(
         use_vmap=use_vmap,
         device=device,
     )
-    fixed = isinstance(q_offset, torch.Tensor) or torch.compiler.is_compiling()
-    if found is None and not fixed and end == kv_length:
-        reach = _reach(mask_function)
-        if reach is not None:
-            present = _described(batch_size, end, kv_length, kv_offset, reach.window, attention_mask, device)
-            if _reached(present, reach, q_length, q_offset, kv_offset):
-                present.attn_padding.draw = draw  # type: ignore[attr-defined]
-                empty = present.new_empty(batch_size, 1, 0, end)
-                empty.attn_described = present  # type: ignore[attr-defined]
-                return empty
-    drawn: Any = draw()
-    if described is not None:
-        drawn.attn_described = described
-    return drawn  # type: ignore[no-any-return]
+    if isinstance(q_offset, torch.Tensor) or torch.compiler.is_compiling():
+        return draw()  # type: ignore[no-any-return]
+    pattern, end = translated(mask_function), q_offset + q_length - kv_offset  # keys up to the last row's
+    if pattern is None or end > kv_length or (end < kv_length and (kv_offset or pattern.reaches)):
+        return draw()  # type: ignore[no-any-return]
+    causal = pattern.layer.causal
+    end = end if causal else kv_length
+    present, whole = _valid(attention_mask, batch_size, end, kv_length, kv_offset, device)
+    left = pattern.layer.window[0]
+    found = Described(visible(causal, None if left is None or left + 1 >= end else left + 1), present, q_length, whole)
+    given: Any
+    if pattern.reaches:
+        if not _reached(found, pattern, q_offset, kv_offset):
+            return draw()  # type: ignore[no-any-return]
+        found.draw, given = draw, found.present.new_empty(batch_size, 1, 0, end)
+    else:
+        skip = allow_is_causal_skip if causal else allow_is_bidirectional_skip
+        placed = not causal or q_length in (1, kv_length)  # else None would leave the rows' positions open
+        hides = not found.whole or found.seen.layer.window[0] is not None or found.present.shape[1] < kv_length
+        if skip and placed and not hides:
+            return None
+        given = found.present if skip and not kv_offset else draw()
+    given.attn_described, found.shared = found, True
+    return given  # type: ignore[no-any-return]
 
 
-def _described(
-    batch_size: int,
-    end: int,
-    kv_length: int,
-    kv_offset: int,
-    window: int | None,
-    attention_mask: torch.Tensor | None,
-    device: torch.device | str,
-) -> torch.Tensor:
-    """Return bool [B, end], which of the first `end` keys are valid, with its `Padding`."""
-    from transformers.masking_utils import prepare_padding_mask
+class Pattern(NamedTuple):
+    """A mask function: what rows see, the left padding [B] after which chunks begin, blocks [B, N] of tokens that see each
+    other, -1 for none."""
 
-    present = prepare_padding_mask(attention_mask, kv_length, kv_offset)
-    if present is not None:
-        present = present[:, kv_offset : kv_offset + end].bool()
-    whole = present is None or bool(present.all())
-    if present is None:
-        present = torch.ones(batch_size, end, dtype=torch.bool, device=device)
-    present.attn_padding = Padding(window if window is not None and window < end else None, whole)  # type: ignore[attr-defined]
-    return present
+    layer: LayerMask
+    left_padding: Any = None
+    blocks: Any = None
+
+    @property
+    def reaches(self) -> bool:
+        return self.layer.chunk_size is not None or self.blocks is not None
 
 
-def _pattern(function: Callable[..., Any]) -> tuple[bool, int | None] | None:
-    """Return (causal, window) of a mask function that is one of transformers' plain ones; None for any other."""
+def translated(function: Any) -> Pattern | None:
+    """Translate a mask function of transformers; None unless each part and their order are known."""
+    from transformers.masking_utils import bidirectional_mask_function
+
+    found = _composed(function)
+    return found if function is bidirectional_mask_function or (found is not None and found.layer.causal) else None
+
+
+def _composed(function: Any) -> Pattern | None:
+    """Translate a mask function, or a part of one, which is not causal."""
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
     if function is causal_mask_function:
-        return True, None
+        return Pattern(LayerMask())
     if function is bidirectional_mask_function:
-        return False, None
-    parts = _captured(function, "and_masks", "mask_functions")
-    if parts is not None and len(parts) == 2 and parts[1] is causal_mask_function:
-        window = _captured(parts[0], "sliding_window_overlay", "sliding_window")
-        if isinstance(window, int):
-            return True, window
+        return Pattern(LayerMask(causal=False))
+    if isinstance(window := _captured(function, "sliding_window_overlay", "sliding_window"), int):
+        return Pattern(LayerMask(False, (window - 1, None)))
+    if isinstance(chunk := _captured(function, "chunked_overlay", "chunk_size"), int):
+        return Pattern(LayerMask(False, chunk_size=chunk), _captured(function, "chunked_overlay", "left_padding"))
+    if (blocks := _captured(function, "blockwise_overlay", "block_sequence_ids")) is not None:
+        return Pattern(LayerMask(causal=False), blocks=blocks)
+    for maker, combined in (("and_masks", _both), ("or_masks", _either)):
+        parts = [_composed(part) for part in _captured(function, maker, "mask_functions") or ()]
+        known = [part for part in parts if part is not None]
+        if len(parts) == len(known) == 2:
+            return combined(*known)
     return None
 
 
-@dataclass(frozen=True)
-class _Reach:
-    """A causal mask function with a window, chunks of positions after left padding, or blocks of tokens [B, N], -1 for none;
-    span_window: whether the window cuts blocks."""
-
-    window: int | None = None
-    chunk: int | None = None
-    left_padding: torch.Tensor | None = None
-    blocks: torch.Tensor | None = None
-    span_window: bool | None = None
-
-
-def _reach(function: Callable[..., Any]) -> _Reach | None:
-    """Read how transformers composed a mask function; None unless each part and their order are known."""
-    from transformers.masking_utils import causal_mask_function
-
-    either: Any = _captured(function, "or_masks", "mask_functions") or ()
-    if len(either) == 2:  # causal, or a window, or a block
-        blocks, base = _captured(either[1], "blockwise_overlay", "block_sequence_ids"), _pattern(either[0])
-        if blocks is None or base is None or not base[0]:
-            return None
-        return _Reach(base[1], blocks=blocks, span_window=None if base[1] is None else False)
-    both: Any = _captured(function, "and_masks", "mask_functions") or ()
-    if len(both) != 2:
+def _both(one: Pattern, other: Pattern) -> Pattern | None:
+    """Return what both allow: causality, or this with blocks, within a window; or causality within chunks."""
+    base, part = (one, other) if one.layer.causal else (other, one)
+    if base.layer != CAUSAL.layer or part.layer.causal or part.blocks is not None:
         return None
-    chunk = _captured(both[0], "chunked_overlay", "chunk_size")
-    if isinstance(chunk, int) and both[1] is causal_mask_function:
-        return _Reach(chunk=chunk, left_padding=_captured(both[0], "chunked_overlay", "left_padding"))
-    inner, window = _reach(both[0]), _captured(both[1], "sliding_window_overlay", "sliding_window")
-    if inner is None or inner.blocks is None or inner.window is not None or not isinstance(window, int):
+    both = base.layer & part.layer
+    if base.blocks is None:
+        return Pattern(both, part.left_padding)
+    return None if both.window[0] is None else Pattern(both._replace(span_window=True), blocks=base.blocks)
+
+
+def _either(base: Pattern, block: Pattern) -> Pattern | None:
+    """Return what one of them allows: causality, within a window or not, or a block."""
+    if not base.layer.causal or base.reaches or block.layer.causal or block.blocks is None:
         return None
-    return _Reach(window, blocks=inner.blocks, span_window=True)  # the window cuts causal rows and blocks alike
+    cuts = None if base.layer.window[0] is None else False
+    return Pattern(base.layer._replace(span_window=cuts), blocks=block.blocks)
 
 
-def _reached(present: torch.Tensor, reach: _Reach, rows: int, q_offset: int, kv_offset: int) -> bool:
-    """Add chunks and spans to the description `present` [B, T']; False if they cannot be described exactly.
+def _captured(function: Any, maker: str, name: str) -> Any:
+    """Return the variable `name` captured by a function that transformers' `maker` made, or None."""
+    if getattr(function, "__qualname__", "").partition(".")[0] != maker or function.__closure__ is None:
+        return None
+    captured = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
+    return captured[name].cell_contents if name in captured else None
+
+
+def _valid(
+    attention_mask: torch.Tensor | None, batch: int, end: int, kv_length: int, kv_offset: int, device: torch.device | str
+) -> tuple[torch.Tensor, bool]:
+    """Return bool [B, end], which of the first `end` keys are valid, and whether all are."""
+    from transformers.masking_utils import prepare_padding_mask
+
+    present = prepare_padding_mask(attention_mask, kv_length, kv_offset)
+    if present is None:
+        return torch.ones(batch, end, dtype=torch.bool, device=device), True
+    present = present[:, kv_offset : kv_offset + end].bool()
+    return present, bool(present.all())
+
+
+def _reached(found: Described, pattern: Pattern, q_offset: int, kv_offset: int) -> bool:
+    """Describe chunks and spans, beside the window of `found`; False if they cannot be described exactly.
 
     Keys before the chunk of an entry's first row are marked as not valid, so that positions count from a chunk's start.
     """
-    padding: Padding = present.attn_padding  # type: ignore[attr-defined]
-    if reach.chunk is not None:
-        left = torch.as_tensor(reach.left_padding, device=present.device)
+    present, rows, layer = found.present, found.rows, found.seen.layer
+    if pattern.layer.chunk_size is not None:
+        chunk, left = pattern.layer.chunk_size, torch.as_tensor(pattern.left_padding, device=present.device)
         first_row = left.clamp(min=q_offset)
-        start = left + (first_row - left) // reach.chunk * reach.chunk - kv_offset
-        present &= torch.arange(present.shape[1], device=present.device) >= start[:, None]
-        padding.whole = bool(present.all())
-        _, keys, firsts = padding.lens(present, rows)
-        if firsts is None or any(k and f != s for k, f, s in zip(keys, firsts, start.tolist(), strict=True)):
-            return False
-        padding.chunk = reach.chunk if rows > 1 else None
-        return True
-    assert reach.blocks is not None
-    if padding.window is not None and padding.lens(present, rows)[2] is None:
+        start = left + (first_row - left) // chunk * chunk - kv_offset
+        found.present = present & (torch.arange(present.shape[1], device=present.device) >= start[:, None])
+        found.whole = bool(found.present.all())
+        _, keys, firsts = found.lens()
+        if rows > 1:
+            found.seen = Visibility(layer._replace(chunk_size=chunk))
+        return firsts is not None and all(not k or f == s for k, f, s in zip(keys, firsts, start.tolist(), strict=True))
+    windowed = layer.window[0] is not None
+    if windowed and found.lens()[2] is None:
         return False  # positions in a window count keys that are not valid
     valid = present.cpu().numpy()
-    blocks = reach.blocks[:, kv_offset : kv_offset + present.shape[1]].cpu().numpy()
+    blocks = pattern.blocks[:, kv_offset : kv_offset + present.shape[1]].cpu().numpy()
     if blocks.shape != valid.shape:
         return False
     spans = np.full((len(valid), rows, 2), -1, np.int32)
@@ -254,9 +265,129 @@ def _reached(present: torch.Tensor, reach: _Reach, rows: int, q_offset: int, kv_
         mine = keep[-rows:]
         own = np.where(own < 0, -1, own)
         spans[b, mine] = spans_of([own], [int(mine.sum())])
-    padding.spans = spans if (spans >= 0).any() else None
-    padding.span_window = reach.span_window if padding.window is not None else None
+    if (spans >= 0).any():
+        cuts = pattern.layer.span_window if windowed else None
+        found.seen = Visibility(layer._replace(span_window=cuts), BatchMask(spans=spans))
     return True
+
+
+def read(call: Call, draw: bool = False) -> None:
+    """Replace a call's mask by what it says: in `seen` and `valid`, and by the keys that its rows may see.
+
+    A mask that is no pattern is left, as bool, and so is one under which only a mask can be used. draw: make one that includes
+    all that rows see, over the keys from the first on.
+
+    Raises `UnsupportedError` for a mask that cannot be used, for a window of rows that see later keys, and for causal rows
+    without a mask whose positions are ambiguous.
+    """
+    rows, keys, seen = call.query.shape[2], call.key.shape[2], call.seen
+    start, end, valid = 0, keys, None
+    if call.mask is not None:
+        found = _known(call, draw)
+        if isinstance(found, Described) and found.draw is not None and (draw or call.wants_grad or call.wide):
+            found = found.draw()
+        if isinstance(found, torch.Tensor):
+            call.mask, call.seen = found[..., :keys], EVERYTHING
+            return
+        seen, end = found.seen, found.present.shape[1]
+        valid = None if found.whole else found
+    elif rows != keys and rows > 1 and seen.layer.causal:
+        raise call.refusal(
+            f"{rows} causal rows over {keys} keys without a mask",
+            "the rows' positions are ambiguous: let transformers make the mask, or pass one",
+        )
+    causal, left = seen.layer.causal, seen.layer.window[0]
+    single = rows == 1 and not draw and seen.layer.chunk_size is None and seen.batch.spans is None
+    if left is not None:
+        if left + 1 >= end:
+            seen = CAUSAL if causal else EVERYTHING
+        elif not causal:
+            raise call.non_causal_window()
+        elif single:  # the row sees its last keys
+            start = end - left - 1
+            valid = None if valid is None else valid.last(left + 1)
+    if start or end != keys:
+        call.key, call.value = call.key[:, :, start:end], call.value[:, :, start:end]
+    call.mask, call.seen, call.valid = None, EVERYTHING if single else seen, valid
+    if draw:
+        call.mask, call.seen, call.valid = as_drawn(call), EVERYTHING, None
+
+
+def drawn(call: Call) -> Call:
+    """Return a call under a mask that includes all that its rows see. Raises as `read`."""
+    call = replaced(call)
+    read(call, draw=True)
+    return call
+
+
+def _known(call: Call, draw: bool) -> Described | torch.Tensor:
+    """Return what describes a call's mask, or the mask as bool if it is no pattern or is to be drawn."""
+    given: Any = call.mask
+    found = None if torch.compiler.is_compiling() else getattr(given, "attn_described", None)
+    if found is not None:
+        return found  # type: ignore[no-any-return]
+    if not isinstance(given, torch.Tensor):
+        raise call.refusal(f"a mask of type {type(given).__name__}", "must be a tensor or None")
+    if given.ndim == 2:
+        if given.dtype != torch.bool:
+            is_padding = (given == 0) | (given == 1)
+            require(call, is_padding, f"a mask [B, T] of {given.dtype} with values other than 0 and 1", "pass a bool mask")
+        return Described(call.seen, given.bool(), call.query.shape[2])
+    if given.ndim == 4 and not given.shape[2]:
+        raise call.refusal(
+            "a copy of a mask of chunks or spans",
+            'a copy (to another device, for example) has no description: use one device, or attn_implementation="sdpa"',
+        )
+    mask = as_bool(call, given)
+    found = None if draw or (call.plain and call.backend is None) else recognised(call, mask)
+    return mask if found is None else found
+
+
+def as_bool(call: Call, given: torch.Tensor) -> torch.Tensor:
+    """Convert a mask to True = attend. Raises `UnsupportedError` for one with values other than 0 and the lowest number, and
+    for integers: 1 attends in a mask of flags, and does not hide in a mask that is added."""
+    if given.dtype == torch.bool:
+        return given
+    if not given.dtype.is_floating_point:
+        raise call.refusal(
+            f"a mask {list(given.shape)} of {given.dtype}", "pass a bool mask, True = attend, or floats to be added"
+        )
+    hidden = given <= torch.finfo(given.dtype).min / 2
+    require(call, hidden | (given == 0), "a mask with values other than 0 and -inf", "pass it as position_bias")
+    return ~hidden
+
+
+def as_drawn(call: Call) -> torch.Tensor:
+    """Return bool [B or 1, 1, S, T] of a call that was read: causality, the window and the valid keys."""
+    rows, keys = call.query.shape[2], call.key.shape[2]
+    position, key = (torch.arange(first, keys, device=call.query.device) for first in (keys - rows, 0))
+    allowed: torch.Tensor = Visibility(call.seen.layer).allowed(position[:, None], key)
+    return allowed[None, None] if call.valid is None else allowed & call.valid.present[:, None, None]
+
+
+def recognised(call: Call, drawn: torch.Tensor) -> Described | None:
+    """Return the description of a materialised mask if it is the call's causality and window over some valid keys; else None.
+
+    Keys after the last that a row sees are unused slots of a static cache. Compares the mask with the expected one; waits for
+    the device.
+    """
+    causal, (left, _) = call.seen.layer.causal, call.seen.layer.window
+    if drawn.ndim != 4 or drawn.shape[1] != 1 or (left is not None and not causal):
+        return None
+    drawn = drawn[:, 0].expand(len(call.query), -1, -1)
+    rows, visible = drawn.shape[1], drawn.any(1)
+    some = visible.any(0).nonzero()
+    end = max(int(some[-1]) + 1 if len(some) else 0, rows if causal else 1)
+    if end > drawn.shape[2]:
+        return None
+    present, drawn = visible[:, :end], drawn[..., :end]
+    if left is not None:  # keys before the first row's window are seen by no row, and may be valid
+        present = present | (torch.arange(end, device=present.device) < end - rows - left)
+    found = Described(call.seen, present.clone(), call.query.shape[2], bool(present.all()), all_rows=not causal)
+    expected = as_drawn(replaced(call, key=call.key[:, :, :end], valid=found))[:, 0].expand(drawn.shape)
+    if causal:  # a padding row sees nothing; a row that sees a key is valid, even if no row sees its own key
+        expected = expected & present[:, -rows:, None]
+    return found if torch.equal(expected, drawn) else None
 
 
 #: Types of models in which some layers call the implementation and those that take this mask do not.
@@ -282,11 +413,3 @@ def _computes_itself(config_class: Any) -> str | None:
         return str(model.__name__)
     own = re.search(r"^class \w*Attention\w*\(nn\.Module\):", source, re.MULTILINE)
     return str(model.__name__) if own and "ALL_ATTENTION_FUNCTIONS" not in source else None
-
-
-def _captured(function: Any, maker: str, name: str) -> Any:
-    """Return the variable `name` captured by a function that transformers' `maker` made, or None."""
-    if getattr(function, "__qualname__", "").partition(".")[0] != maker or function.__closure__ is None:
-        return None
-    captured = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
-    return captured[name].cell_contents if name in captured else None

@@ -9,8 +9,9 @@ from transformers import masking_utils as mu  # noqa: E402
 
 from attn.errors import UnsupportedError  # noqa: E402
 from attn.integrations import transformers as attn_transformers  # noqa: E402
-from attn.integrations.transformers import packing, ways  # noqa: E402
-from attn.integrations.transformers.call import Call, replaced  # noqa: E402
+from attn.integrations.transformers import dispatch, packing  # noqa: E402
+from attn.integrations.transformers.call import CAUSAL, Call, replaced  # noqa: E402
+from attn.visibility import BatchMask  # noqa: E402
 from tests.integrations.tiny_transformers import SMALL, batch, sharpened  # noqa: E402
 
 IMAGES = [[-1, 0, 0, 0, 0, 0, 0, 0, -1, 1, 1, 1, 1, -1, -1, -1, -1], [0, 0, 0, 0, -1, -1, -1, 1, 1, 1, 1, 1, 1, 1, 1, 1, -1]]
@@ -28,10 +29,9 @@ def blockwise(order, ids, window=4):
 def computed(described, drawn, valid, rows, keys):
     """(output under the description, output under the drawn mask) at rows that are not padding."""
     torch.manual_seed(0)
-    q, k, v = torch.randn(2, rows, 4, 16) * 4, torch.randn(2, keys, 2, 16), torch.randn(2, keys, 2, 16)
-    call = Call(torch.nn.Identity(), q, k, v, True, 0.25, None, None, None, None)
+    q, k, v = torch.randn(2, 4, rows, 16) * 4, torch.randn(2, 2, keys, 16), torch.randn(2, 2, keys, 16)
     live = valid[:, -rows:]
-    return tuple(ways.attend(call, x)[live] for x in (described, drawn))
+    return tuple(dispatch.attend(Call(torch.nn.Identity(), q, k, v, x, CAUSAL, 0.25))[live] for x in (described, drawn))
 
 
 @pytest.mark.parametrize("order", ["full", "window before blocks", "window after blocks"])
@@ -50,24 +50,24 @@ def test_blocks_are_spans(order, padding, rows, first, kept):
     got, want = computed(described, drawn, valid, rows, end - kept)
     torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
     if rows == 17:  # the control: without spans, rows lose the rest of their image
-        described.attn_described.attn_padding.spans = None
+        described.attn_described.seen = CAUSAL
         assert (computed(described, drawn, valid, rows, end)[0] - want).abs().max() > 0.1
 
 
 def test_a_mask_of_numbers_to_be_added_is_refused():
-    q, k, v = torch.randn(1, 4, 4, 16), torch.randn(1, 4, 2, 16), torch.randn(1, 4, 2, 16)
-    call, added = Call(torch.nn.Identity(), q, k, v, True, 0.25, None, None, None, None), torch.zeros(1, 1, 4, 4)
+    q, k, v = torch.randn(1, 4, 4, 16), torch.randn(1, 2, 4, 16), torch.randn(1, 2, 4, 16)
+    added = torch.zeros(1, 1, 4, 4)
     added[..., 0] = -0.5
     with pytest.raises(UnsupportedError, match="a mask with values other than 0 and -inf"):
-        ways.attend(call, added)
+        dispatch.attend(Call(torch.nn.Identity(), q, k, v, added, CAUSAL, 0.25))
 
 
 def test_a_window_that_hides_one_key_is_one():
-    for window, want in ((6, None), (5, 5)):
+    for window, want in ((6, None), (5, 4)):
         found = attn_transformers.mask(
             batch_size=1, q_length=6, kv_length=6, mask_function=mu.sliding_window_causal_mask_function(window)
         )  # fmt: skip
-        assert (None if found is None else found.attn_padding.window) == want
+        assert (None if found is None else found.attn_described.seen.layer.window[0]) == want
 
 
 @pytest.mark.parametrize("padding", ["none", "left"])
@@ -83,6 +83,14 @@ def test_chunks(padding, rows, first, kept):
     assert described.shape == (2, 1, 0, end - kept)
     got, want = computed(described, mu.sdpa_mask(**options, allow_is_causal_skip=False), valid, rows, end - kept)
     torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+
+
+def test_chunks_leave_the_callers_mask_as_it_is():
+    """Later masks are made of it, such as those of layers without chunks."""
+    valid = torch.ones(2, 17, dtype=torch.bool)
+    function = mu.chunked_causal_mask_function(6, torch.zeros(2, dtype=torch.long))
+    attn_transformers.mask(batch_size=2, q_length=4, kv_length=17, q_offset=13, mask_function=function, attention_mask=valid)
+    assert valid.all()
 
 
 def test_blocks_that_are_no_span_are_drawn():
@@ -128,8 +136,8 @@ def test_llama4(padding, options, paged, monkeypatch):
     assert torch.equal(got, want)
     torch.testing.assert_close(near, logits, rtol=1e-3, atol=1e-3)
     if not options:  # the control: without chunks
-        pack = ways.pack
-        monkeypatch.setattr(ways, "pack", lambda call, *rest: pack(replaced(call, chunk=None), *rest))
+        pack = dispatch.pack
+        monkeypatch.setattr(dispatch, "pack", lambda call: pack(replaced(call, seen=CAUSAL)))
         assert (tokens(model, "attn", padding)[1] - logits).abs().max() > 0.01
 
 
@@ -184,7 +192,7 @@ def test_image_text_models(kind, padding, paged, monkeypatch):
     attn_transformers.register()
     if paged:  # as for backends that read keys from pages only
         monkeypatch.setattr(packing, "RaggedAttentionImpl", type("Another", (), {}))
-    model, inputs, spans, pack = image_text(kind), batch(padding), [], ways.pack
+    model, inputs, spans, pack = image_text(kind), batch(padding), [], dispatch.pack
     inputs["input_ids"] = inputs["input_ids"].clamp(max=62)
     kinds = (torch.tensor(IMAGES) >= 0).long()
     if kind == "paligemma":  # 0 is the prefix
@@ -204,15 +212,15 @@ def test_image_text_models(kind, padding, paged, monkeypatch):
             found.append(model(input_ids=ids, attention_mask=mask, past_key_values=cache).logits.flatten(0, 1))
         return torch.cat(found)
 
-    def packed(call, *rest, keep=True):
-        spans.append(call.spans is not None)
-        return pack(call if keep else replaced(call, spans=None), *rest)
+    def packed(call, keep=True):
+        spans.append(call.seen.batch.spans is not None)
+        return pack(call if keep else replaced(call, seen=call.seen._replace(batch=BatchMask())))
 
     want = ran("eager")
-    monkeypatch.setattr(ways, "pack", packed)
+    monkeypatch.setattr(dispatch, "pack", packed)
     torch.testing.assert_close(ran("attn"), want, rtol=1e-4, atol=1e-4)
     assert spans.count(True) >= (1 if kind == "gemma4" else 2)  # Gemma 4's full layers are causal
-    monkeypatch.setattr(ways, "pack", lambda *args: packed(*args, keep=False))
+    monkeypatch.setattr(dispatch, "pack", lambda call: packed(call, keep=False))
     assert (ran("attn") - want).abs().max() > 0.001
 
 

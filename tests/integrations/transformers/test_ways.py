@@ -17,8 +17,7 @@ transformers = pytest.importorskip("transformers")
 
 from attn.errors import UnsupportedError  # noqa: E402
 from attn.integrations import transformers as attn_transformers  # noqa: E402
-from attn.integrations.transformers import batching, ways  # noqa: E402
-from attn.integrations.transformers.call import replaced  # noqa: E402
+from attn.integrations.transformers import batching, dispatch  # noqa: E402
 from tests.integrations.tiny_transformers import batch, model_of  # noqa: E402
 from tests.levels import sampled  # noqa: E402
 
@@ -320,14 +319,14 @@ def test_rows_of_unknown_position_are_rejected(way, monkeypatch):
     name = lossy(attn_transformers._function(None), plain_as_none)
     with pytest.raises(UnsupportedError, match=r"causal rows over \d+ keys without a mask not supported"):
         run(way, "llama", name)
-    read = ways.read
+    read = dispatch.read
 
-    def cropped(call, described):
-        if described is None and call.causal and call.query.shape[1] > 1:
-            rows = call.query.shape[1]
-            call = replaced(call, key=call.key[:, :rows], value=call.value[:, :rows])
-        return read(call, described)
+    def cropped(call, draw=False):
+        if call.mask is None and call.seen.layer.causal and call.query.shape[2] > 1:
+            rows = call.query.shape[2]
+            call.key, call.value = call.key[:, :, :rows], call.value[:, :, :rows]
+        read(call, draw)
 
-    monkeypatch.setattr(ways, "read", cropped)
+    monkeypatch.setattr(dispatch, "read", cropped)
     with pytest.raises(AssertionError):
         agree(way, "llama", name)

@@ -1,4 +1,4 @@
-"""Calls that repeat are decided once: which calls have a plan, and that a plan is not kept past what it depends on."""
+"""The way of each call; calls that repeat are decided once, and a launch is not kept past what it depends on."""
 
 import itertools
 
@@ -9,11 +9,12 @@ pytest.importorskip("transformers")
 
 import attn  # noqa: E402
 from attn.integrations import transformers as attn_transformers  # noqa: E402
-from attn.integrations.transformers import plans  # noqa: E402
-from attn.integrations.transformers.call import Call  # noqa: E402
-from attn.integrations.transformers.plans import needed  # noqa: E402
-from attn.integrations.transformers.ways import Way, classify  # noqa: E402
+from attn.integrations.transformers import dispatch  # noqa: E402
+from attn.integrations.transformers.call import CAUSAL, EVERYTHING, Call, visible  # noqa: E402
+from attn.integrations.transformers.dispatch import Way, classify  # noqa: E402
+from attn.integrations.transformers.masks import Described, read  # noqa: E402
 from attn.torch.diffusion.backends._sdpa import SDPABase  # noqa: E402
+from attn.visibility import BatchMask, Visibility  # noqa: E402
 
 
 class Layer(torch.nn.Module):
@@ -37,67 +38,103 @@ def attended(module, given, mask=None, name="attn", **options):
 @pytest.fixture
 def decisions(monkeypatch):
     """The calls that were decided, one entry each."""
-    made, choose = [], plans._planned
-    monkeypatch.setattr(plans, "_planned", lambda call, padded: made.append(call) or choose(call, padded))
+    made, choose = [], dispatch._decided
+    monkeypatch.setattr(dispatch, "_decided", lambda call: made.append(call) or choose(call))
     return made
 
 
-def call_of(query=1, keys=9, value=16, **changes):
-    fields = {
-        "module": Layer(), "query": torch.zeros(1, query, 4, 16), "key": torch.zeros(1, keys, 2, 16),
-        "value": torch.zeros(1, keys, 2, value), "causal": False, "scale": 1.0, "window": None, "soft_cap": None,
-        "sinks": None, "backend": None,
-    }  # fmt: skip
-    return Call(**{**fields, **changes})
+def call_of(rows=1, keys=9, width=16, causal=False, window=None, chunk=None, spans=None, padded=False, **changes):
+    seen = Visibility(visible(causal, window).layer._replace(chunk_size=chunk), BatchMask(spans=spans))
+    valid = Described(seen, torch.ones(1, keys, dtype=torch.bool), rows) if padded else None
+    arrays = torch.zeros(1, 4, rows, 16), torch.zeros(1, 2, keys, 16), torch.zeros(1, 2, keys, width)
+    given = {"mask": None, "seen": seen, "scale": 1.0, "valid": valid, **changes}
+    return Call(**{"module": Layer(), **dict(zip(("query", "key", "value"), arrays, strict=True)), **given})
 
 
-DENSE, PACKED, FORMULA = Way
-NAMED, CAP, WINDOW, SINKS = {"backend": "CPU_ATTN"}, {"soft_cap": 9.0}, {"window": 4}, {"sinks": torch.zeros(4)}
+DENSE, PACKED, FORMULA, SDPA, OPERATOR = Way
+NAMED, CAP, WINDOW, SINKS = {"backend": "CPU_ATTN"}, {"soft_cap": 9.0}, {"causal": True, "window": 4}, {"sinks": torch.zeros(4)}
+DRAWN, GRAD = {"mask": torch.ones(1, 1, 1, 9, dtype=torch.bool)}, {"query": torch.zeros(1, 4, 1, 16, requires_grad=True)}
+CHUNK, SPANS = {"causal": True, "chunk": 4}, {"causal": True, "spans": object()}
+SQUARE, PADDED, WIDE = {"rows": 9}, {"padded": True}, {"width": 32}
+BIAS, DROPOUT, GRAPH, GAPS = (
+    {"bias": torch.zeros(1, 4, 1, 9)},
+    {"dropout": 0.5},
+    {"graph": True},
+    {"gaps": True, "padded": True},
+)
 
 
 @pytest.mark.parametrize(
-    ("changes", "square", "masked", "gaps", "way"),
+    ("changes", "way"),
     [
-        ({}, False, False, False, DENSE),
-        ({}, False, True, False, DENSE),
-        ({"causal": True}, True, False, False, DENSE),
-        ({"causal": True}, False, False, False, PACKED),  # rows after cached keys
-        ({"causal": True}, True, True, False, PACKED),
-        (NAMED, False, False, False, PACKED),
-        (CAP, False, False, False, PACKED),
-        (WINDOW, True, False, False, PACKED),
-        (SINKS, False, False, False, PACKED),
-        (SINKS, False, True, True, PACKED),  # keys between gaps are packed
-        (WINDOW, True, True, True, FORMULA),  # a window counts the keys in gaps, packed rows do not have them
-        ({"value": 32}, False, False, False, FORMULA),
-        ({"value": 32, **CAP}, False, False, False, FORMULA),
+        ([], DENSE),
+        ([PADDED], DENSE),
+        ([DRAWN], DENSE),
+        ([GRAD], DENSE),
+        ([GRAPH], DENSE),
+        ([SQUARE, {"causal": True}], DENSE),
+        ([{"causal": True}], PACKED),  # rows after cached keys
+        ([SQUARE, {"causal": True}, PADDED], PACKED),
+        ([NAMED], PACKED),
+        ([CAP], PACKED),
+        ([SINKS], PACKED),
+        ([SINKS, GAPS], PACKED),  # keys between gaps are packed
+        ([SQUARE, WINDOW], PACKED),
+        ([SQUARE, WINDOW, PADDED], PACKED),
+        ([SQUARE, WINDOW, GAPS], FORMULA),  # a window counts the keys in gaps, packed rows do not have them
+        ([SQUARE, CHUNK], PACKED),
+        ([SQUARE, SPANS, PADDED], PACKED),
+        ([SQUARE, SPANS, CAP], PACKED),
+        ([WIDE], FORMULA),
+        ([WIDE, CAP], FORMULA),
+        ([WIDE, DRAWN], FORMULA),
+        ([DRAWN, CAP], FORMULA),
+        ([DRAWN, SINKS], FORMULA),
+        ([DRAWN, NAMED], FORMULA),  # refused there
+        ([GRAD, CAP], FORMULA),
+        ([GRAD, SINKS], FORMULA),
+        ([GRAD, NAMED], FORMULA),  # refused there
+        ([GRAD, WINDOW], FORMULA),
+        ([GRAPH, CAP], OPERATOR),
+        ([GRAPH, SINKS], OPERATOR),
+        ([GRAPH, NAMED], OPERATOR),
+        ([GRAPH, WINDOW], OPERATOR),
+        ([BIAS], SDPA),
+        ([BIAS, GRAPH], SDPA),
+        ([DROPOUT], SDPA),
+        ([DROPOUT, CAP], SDPA),  # refused there
     ],
 )
-def test_the_way_of_a_call(changes, square, masked, gaps, way):
-    assert classify(call_of(**changes), square, masked, gaps) is way
-
-
-def test_gradients_take_the_formula_where_no_kernel_has_them():
-    query = torch.zeros(1, 1, 4, 16, requires_grad=True)
-    assert classify(call_of(), False, False) is DENSE
-    for changes in (CAP, WINDOW, SINKS, NAMED):
-        assert classify(Call(**{**vars(call_of(**changes)), "query": query}), False, False) is FORMULA
+def test_the_way_of_a_call(changes, way):
+    changes = {name: value for change in changes for name, value in change.items()}
+    graph, gaps = (changes.pop(name, False) for name in ("graph", "gaps"))
+    assert classify(call_of(**changes), graph, gaps) is way
 
 
 @pytest.mark.parametrize(
-    ("rows", "keys", "causal", "window", "found"),
+    ("rows", "causal", "window", "mask", "found"),
     [
-        (1, 9, True, None, (0, 9, False, None)),
-        (1, 9, True, 9, (0, 9, False, None)),
-        (1, 9, True, 4, (5, 9, False, None)),
-        (3, 9, True, 4, (0, 9, True, 4)),
-        (3, 9, True, 9, (0, 9, True, None)),
-        (3, 9, False, None, (0, 9, False, None)),
-        (3, 9, False, 4, (0, 9, False, 4)),
+        (1, True, None, None, (0, EVERYTHING)),
+        (1, True, 9, None, (0, EVERYTHING)),
+        (1, True, 4, None, (5, EVERYTHING)),
+        (9, True, 4, None, (0, visible(True, 4))),
+        (9, True, 9, None, (0, CAUSAL)),
+        (3, False, None, None, (0, EVERYTHING)),
+        (3, False, 9, None, (0, EVERYTHING)),
+        (1, True, 4, [0, 0, 0, 0, 0, 0, 1, 1, 1], (5, EVERYTHING)),
+        (3, True, 4, [0, 0, 0, 0, 0, 0, 1, 1, 1], (0, visible(True, 4))),
     ],
 )
-def test_the_keys_that_a_call_needs(rows, keys, causal, window, found):
-    assert needed(rows, keys, causal, window) == found
+def test_what_is_left_of_causality_and_a_window(rows, causal, window, mask, found):
+    """A single row sees its last keys, and no later ones."""
+    mask = None if mask is None else torch.tensor([mask])
+    key = torch.arange(9.0)[None, None, :, None].expand(1, 2, 9, 16)
+    call = call_of(rows, causal=causal, window=window, key=key, value=key, mask=mask)
+    read(call)
+    assert (int(call.key[0, 0, 0, 0]), call.seen) == found
+    assert call.mask is None and call.key.shape[2] == call.value.shape[2] == 9 - found[0]
+    if mask is not None:
+        assert torch.equal(call.valid.present, mask[:, found[0] :].bool())
 
 
 @torch.no_grad()
@@ -195,20 +232,21 @@ def test_sinks_that_change_in_place_or_are_replaced_are_used(decisions):
 def test_calls_that_need_more_than_a_launch_have_no_plan(decisions):
     module, given = Layer(), arrays()
     bias = torch.zeros(1, 4, 1, 9)
-    attended(module, given, output_attentions=True)
     attended(module, given, position_bias=bias)
     attended(module, given, dropout=0.5)
     attended(module, [x.requires_grad_() for x in given])
     attended(module, arrays(), torch.ones(2, 9, dtype=torch.bool))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert attended(module, arrays()).dtype == torch.bfloat16
     with pytest.raises(attn.UnsupportedError, match="head_mask"):
         attended(module, arrays(), head_mask=torch.ones(4))
     with pytest.raises(attn.UnsupportedError, match="2 causal rows over 9 keys without a mask"):
         attended(module, arrays(2))
     assert not decisions
     attended(module, arrays(), output_attentions=False, head_mask=None)
+    attended(module, arrays(), output_attentions=True)
     assert len(decisions) == 1
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert attended(module, arrays()).dtype == torch.bfloat16
+    assert len(decisions) == 2
 
 
 def test_a_window_without_causality_is_refused_for_one_row_too():
@@ -220,9 +258,9 @@ def test_a_window_without_causality_is_refused_for_one_row_too():
 def test_a_device_without_autocast_is_none_that_has_it_on():
     given = arrays(device="meta")
     assert not torch.amp.is_autocast_available("meta")
-    plans.repeated(
-        None, Layer(), *given, None, scaling=None, is_causal=None, window=None, soft_cap=None, sinks=None, kwargs={}
-    )  # fmt: skip
+    call = Call(Layer(), *given, None, CAUSAL, 0.25)
+    read(call)
+    assert dispatch._launch_of(call) is not None
 
 
 def test_sinks_alone_may_want_gradients():
@@ -244,14 +282,14 @@ def test_wrong_shapes_are_refused_before_and_after_a_plan():
 
 
 def test_a_plan_is_of_its_layer_and_bounded(monkeypatch):
-    monkeypatch.setattr(plans, "_MOST", 3)
+    monkeypatch.setattr(dispatch, "_MOST", 3)
     module = Layer()
     for scale in range(1, 9):
         attended(module, arrays(), scaling=float(scale))
-        assert len(plans._plans[module]) <= 3
-    held = len(plans._plans)
+        assert len(dispatch._launches[module]) <= 3
+    held = len(dispatch._launches)
     del module
-    assert len(plans._plans) == held - 1
+    assert len(dispatch._launches) == held - 1
 
 
 class RunsImpl:
@@ -272,8 +310,8 @@ class RunsImpl:
             one, own = slice(b, b + 1), slice(first, first + number)
             rows = own if query.shape[1] == key.shape[1] else slice(None)
             out[one, rows] = attn.attention(
-                query[one, rows], key[one, own], value[one, own], scale=self.call.scale, causal=causal, window=self.call.window,
-                logits_soft_cap=self.call.soft_cap, sinks=self.sinks, layout="BSHD",
+                query[one, rows], key[one, own], value[one, own], scale=self.call.scale, causal=causal,
+                window=self.call.seen.window, logits_soft_cap=self.call.soft_cap, sinks=self.sinks, layout="BSHD",
             )  # fmt: skip
         return out
 
@@ -296,16 +334,15 @@ def test_calls_with_padding_are_launched_where_a_backend_attends_runs(options, p
     want = attended(Layer(), given, mask_of(), **options)
     made = []
     monkeypatch.setattr(
-        plans, "layer_of", lambda call, kind: made.append(RunsImpl(call)) or type("Made", (), {"impl": made[-1]})
+        dispatch, "layer_of", lambda call, kind: made.append(RunsImpl(call)) or type("Made", (), {"impl": made[-1]})
     )
     module = Layer()
     for _ in range(2):
         torch.testing.assert_close(attended(module, given, mask_of(), **options), want, rtol=1e-4, atol=1e-5)
-    if rows == 1 and window and padding != ([0, 3], [9, 9]):
-        assert not made  # a window counts from the row's own key, which is not there
-        return
-    runs = [[first if end > first else 9, end - first] for first, end in zip(*padding, strict=True)]
+    cut = 9 - window if rows == 1 and window else 0  # a window counts from the row's own key, which may not be valid
+    runs = [[max(first - cut, 0), end - max(first, cut)] for first, end in zip(*padding, strict=True)]
+    runs = [[first, number] if number > 0 else [9 - cut, 0] for first, number in runs]
     assert len(made) == 1 and made[0].runs == [runs, runs]
     there[0] = torch.tensor([1, 0, 0, 1, 1, 1, 1, 1, 1])  # a gap
     attended(module, given, mask_of(), **options)
-    assert len(made[0].runs) == 2
+    assert len(made[0].runs) == (3 if cut else 2)  # the last keys have no gap

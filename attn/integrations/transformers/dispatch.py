@@ -1,0 +1,376 @@
+"""Which way a call is computed (see the package's docstring), decided once for the calls that a model repeats.
+
+A launch serves the calls of one layer that have the same facts: sizes except those that grow with every token, dtypes, devices,
+options, and the environment. It is chosen and checked at the first of them. Calls that need more than a launch (gradients, a
+mask that is no pattern and, unless a backend attends runs of keys, padding) have none, and are decided each time.
+"""
+
+import enum
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import attn
+from attn.capabilities import AttentionType, Feature
+from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
+from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum as Dense
+from attn.errors import UnsupportedError
+from attn.functional import Extras, Rules
+from attn.integrations.transformers.call import (
+    NAME,
+    Call,
+    dropout_name,
+    in_graph,
+    rows_first,
+    visible,
+    widened,
+)
+from attn.integrations.transformers.masks import as_bool, as_drawn, drawn, read
+from attn.integrations.transformers.packing import layer_of, pack
+from attn.selector import selection_state
+from attn.torch.diffusion.chosen import chosen_impl, known, sizes_that_decide
+from attn.torch.graphs import uncaptured
+from attn.torch.kernels.runs import Runs
+from attn.torch.layer import Attention
+from attn.weights import dense
+
+#: (call, each entry's run of valid keys or None for all) -> [B, S, H, Dv].
+Launch = Callable[[Call, Runs | None], torch.Tensor]
+
+_launches: "weakref.WeakKeyDictionary[Any, dict[Any, Launch | None]]" = weakref.WeakKeyDictionary()
+_MOST = 64  #: launches of a layer to keep
+
+
+class Way(enum.Enum):
+    """How a call is computed (see the package's docstring)."""
+
+    DENSE = "dense"
+    PACKED = "packed"
+    FORMULA = "formula"
+    SDPA = "sdpa"
+    OPERATOR = "operator"
+
+
+def classify(call: Call, graph: bool = False, gaps: bool = False) -> Way:
+    """Return the way to compute a call whose mask was read, by what it requires.
+
+    graph: whether a graph is traced. gaps: whether some keys between valid ones are not valid.
+    """
+    simple = call.plain and call.backend is None and not call.reaches
+    if call.bias is not None or call.dropout:
+        return Way.SDPA
+    if graph and not simple:
+        return Way.OPERATOR
+    if simple and (not call.seen.layer.causal or (call.square and call.valid is None)):
+        return Way.FORMULA if call.wide else Way.DENSE
+    if call.wants_grad or call.wide or call.mask is not None or (gaps and call.seen.layer.window[0] is not None):
+        return Way.FORMULA
+    return Way.PACKED
+
+
+def attend(call: Call) -> torch.Tensor:
+    """Compute a call, whose mask is read first; returns [B, S, H, Dv]."""
+    graph = torch.compiler.is_compiling()
+    if graph or call.bias is not None or call.dropout:
+        way = classify(call, graph)
+        if way is Way.SDPA:
+            return by_sdpa(call)
+        if way is Way.OPERATOR:
+            return as_operator(call)
+    read(call)
+    if call.mask is None and call.state is not None:
+        launch = _launch_of(call)
+        if launch is not None:
+            if call.valid is None:
+                return launch(call, None)
+            runs = call.valid.runs()
+            if runs is not None:
+                return launch(call, runs)
+    windowed = call.seen.layer.window[0] is not None
+    way = classify(call, gaps=windowed and call.valid is not None and call.valid.lens()[2] is None)
+    return {Way.DENSE: by_dense, Way.PACKED: pack, Way.FORMULA: by_formula}[way](call)
+
+
+def _launch_of(call: Call) -> Launch | None:
+    """Return the launch of calls like this one, which is made at the first; None if there is none."""
+    query, key, value, seen, valid = call.query, call.key, call.value, call.seen, call.valid
+    batch, heads, rows, size = query.shape
+    key_batch, kv_heads, keys, key_size = key.shape
+    value_batch, value_heads, values, value_size = value.shape
+    if batch != key_batch or batch != value_batch or kv_heads != value_heads or keys != values or size != key_size:
+        return None
+    device = query.device
+    if call.wants_grad or seen.batch.spans is not None or device != key.device or device != value.device or not (rows and keys):
+        return None
+    if valid is not None and (rows not in (1, keys) or valid.all_rows or not valid.shared):
+        return None
+    facts = (
+        call.backend, heads, kv_heads, size, value_size, query.dtype, key.dtype, value.dtype, device, call.scale, seen.layer,
+        call.soft_cap, call.sinks is None, valid is None, *sizes_that_decide(rows, keys), call.state,
+    )  # fmt: skip
+    launches = _launches.get(call.module)
+    if launches is None:
+        launches = _launches[call.module] = {}
+    launch = launches.get(facts, ...)
+    if launch is ...:
+        if len(launches) >= _MOST:
+            launches.clear()
+        launch = launches[facts] = _decided(call)
+    return launch
+
+
+def _decided(call: Call) -> Launch | None:
+    """Choose how to compute calls like this one; None if no launch can be repeated."""
+    rows, width, padded = call.query.shape[2], call.value.shape[3], call.valid is not None
+    pads, way = call.query.shape[3] - width, classify(call)
+    if way is Way.FORMULA or call.reaches or (way is Way.DENSE and padded and rows > 1):
+        return None
+    plain = None if padded else _dense(call, way)
+    if plain is not None:
+        if pads:
+            return lambda call, runs: plain(call.query, call.key, F.pad(call.value, (0, pads)))[..., :width]
+        return lambda call, runs: plain(call.query, call.key, call.value)
+    causal = call.seen.layer.causal
+    try:
+        layer = layer_of(call, AttentionType.DECODER if causal or not call.square else AttentionType.ENCODER_ONLY)
+    except UnsupportedError:
+        if way is Way.DENSE:
+            return None
+        raise
+    impl: Any = layer.impl
+    if not (impl.attends_valid_keys if padded else impl.attends_keys):
+        return None
+    held = _Held(impl)
+    row = impl.row_launcher(call.query.device, call.query.dtype) if rows == 1 else None
+
+    def launch(call: Call, runs: Runs | None) -> torch.Tensor:
+        if call.sinks is not None:
+            held.set(call.sinks)
+        value = F.pad(call.value, (0, pads)) if pads else call.value
+        if row is not None:
+            out: torch.Tensor = row(call.query, call.key, value, runs)
+        else:
+            arrays = (x.transpose(1, 2) for x in (call.query, call.key, value))
+            out = impl.attend_keys(*arrays, causal) if runs is None else impl.attend_keys(*arrays, causal, valid=runs)
+        return out[..., :width] if pads else out
+
+    return launch
+
+
+def _dense(call: Call, way: Way) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None:
+    """Return the launch of a plain call by a dense backend: the fastest, or the one that has the name of the requested one."""
+    if way is Way.DENSE:
+        return chosen_for(call, None).launcher(*rows_first(call))  # type: ignore[no-any-return]
+    if not call.plain or (call.seen.layer.causal and not call.square) or call.backend not in Dense.names():
+        return None
+    try:
+        return chosen_for(call, None, call.backend).launcher(*rows_first(call))  # type: ignore[no-any-return]
+    except UnsupportedError:
+        return None
+
+
+class _Held:
+    """The sinks of an implementation, converted again only when the module's have changed."""
+
+    def __init__(self, impl: Any) -> None:
+        self.impl, self.seen = impl, (None, -1)
+
+    def set(self, sinks: torch.Tensor) -> None:
+        """Pass on the module's sinks."""
+        version = -1 if sinks.is_inference() else sinks._version
+        if version < 0 or self.seen[0] is not sinks or self.seen[1] != version:
+            self.impl.sinks, self.seen = sinks.detach().float(), (sinks, version)  # type: ignore[assignment]
+
+
+def by_dense(call: Call) -> torch.Tensor:
+    """Compute by the diffusion registry's choice. The mask of a single row is one of keys where a backend reads no others."""
+    mask = call.mask if call.valid is None else call.valid.present
+    impl = None
+    if mask is not None and mask.ndim == 4 and mask.shape[1] == mask.shape[2] == 1 and not call.wants_grad:
+        of_keys = mask[:, 0, 0].expand(len(call.query), -1)
+        impl = chosen_for(call, of_keys)
+        impl, mask = (impl, of_keys) if impl.masks_rows else (None, mask)
+    impl = chosen_for(call, mask) if impl is None else impl
+    out: torch.Tensor = impl.forward(*rows_first(call), DiffusionAttentionMetadata(attn_mask=mask))
+    return out[..., : call.value.shape[-1]]
+
+
+def chosen_for(call: Call, mask: torch.Tensor | None, backend: str | None = None) -> Any:
+    """Return the implementation that the diffusion registry chooses for a call with this mask, or that of `backend`."""
+    return chosen_impl(
+        backend,
+        0.0,
+        call.query.device.type,
+        call.query.shape[1],
+        call.key.shape[1],
+        call.query.shape[3],
+        call.query.dtype,
+        call.scale,
+        call.seen.layer.causal,
+        mask is not None and mask.ndim != 2,
+        call.wants_grad,
+        mask is not None and mask.ndim == 2,
+        call.query.shape[2],
+        call.key.shape[2],
+    )
+
+
+def by_formula(call: Call) -> torch.Tensor:
+    """Compute by `attn.attention`, under a mask that includes causality and window."""
+    if call.backend is not None:
+        if call.mask is not None:
+            raise call.by_name(f"{Feature.MASK.value} (other than a causal or windowed pattern)", Feature.MASK)
+        if call.wants_grad:
+            raise call.by_name("gradients", Feature.BACKWARD)
+        raise call.by_name("values wider than keys, or a window over keys with gaps", Feature.MASK)
+    out: torch.Tensor = attn.attention(
+        call.query,
+        call.key,
+        call.value,
+        scale=call.scale,
+        logits_soft_cap=call.soft_cap,
+        sinks=call.sinks,
+        mask=as_drawn(call) if call.mask is None else call.mask,
+        layout="BHSD",
+    )
+    return out.transpose(1, 2)
+
+
+def by_sdpa(call: Call) -> torch.Tensor:
+    """Compute with a bias added to scores (T5), or with dropout of weights, which only torch's SDPA supports."""
+    if call.backend is not None or call.soft_cap is not None or call.sinks is not None:
+        what, advice = "position_bias", f'use "{NAME}" without these'
+        if call.dropout:
+            what = f"dropout of attention weights ({call.dropout})"
+            advice += f", set {dropout_name(call)} to 0 in the model's config, or use eager"
+        raise call.refusal(f"{what} with a cap, sinks or a backend by name", advice)
+    call = drawn(call)
+    allowed: Any = call.mask
+    added = allowed
+    if call.bias is not None:
+        added = torch.where(allowed, call.bias[..., : allowed.shape[-1]].to(call.query.dtype), -torch.inf)
+    out = F.scaled_dot_product_attention(
+        call.query, call.key, call.value, attn_mask=added, dropout_p=call.dropout, scale=call.scale, enable_gqa=True
+    )
+    return torch.where(allowed.any(-1)[..., None], out, 0).transpose(1, 2)
+
+
+def selected(call: Call, indices: torch.Tensor) -> Call:
+    """Return the call of a layer that sees the keys `indices` [B, S, n] only (DeepSeek-V3.2), within its mask."""
+    call = drawn(call)
+    assert call.mask is not None
+    seen = indices.new_zeros(*indices.shape[:2], call.key.shape[2], dtype=torch.bool).scatter(-1, indices.long(), True)
+    call.mask = seen[:, None] & call.mask
+    return call
+
+
+@torch.no_grad()
+def weights(call: Call) -> torch.Tensor:
+    """Return the attention weights [B, H, S, T] by the formula, in the query's dtype; a row without keys is 0."""
+    keys = call.key.shape[2]
+    call = drawn(call)
+    query, key, _ = rows_first(call)
+    rules = Rules(causal=False, scale=call.scale, window=(None, None), cap=call.soft_cap)
+    found = dense(query, key, rules, Extras(None, call.sinks, call.mask))
+    return F.pad(found, (0, keys - found.shape[-1])).to(call.query.dtype)
+
+
+def _as_row(call: Call) -> torch.Tensor | None:
+    """Compute a single row under a materialised mask, which includes causality and the window, by an operator that CUDA graphs
+    may capture; return None if the backend of such layers has none."""
+    heads, kv_heads, size = (known(x) for x in (call.query.shape[1], call.key.shape[1], call.query.shape[3]))
+    if call.mask is None or call.mask.ndim != 4 or call.query.shape[2] != 1 or call.mask.shape[1] != 1:
+        return None
+    if call.backend is not None or call.wants_grad or call.wide:
+        return None
+    window = call.seen.window if call.seen.layer.window[0] is not None else None
+    facts = heads, kv_heads, size, call.query.dtype, call.scale, window, call.soft_cap, call.sinks is not None
+    if not _has_row_operator(call.query.device.type, *facts):
+        return None
+    from attn.torch.kernels.dense_decode import row
+
+    mask = as_bool(call, call.mask)[:, 0, 0, : call.key.shape[2]].expand(len(call.query), -1)
+    sinks = None if call.sinks is None else call.sinks.float()
+    out = row(call.query, call.key, widened(call), call.scale, call.soft_cap or 0.0, sinks, mask)
+    return out[..., : call.value.shape[-1]]
+
+
+@torch.compiler.assume_constant_result
+def _has_row_operator(device: str, *facts: Any) -> bool:
+    return device != "cpu" and _chosen_has_row_operator(selection_state(), *facts)
+
+
+@functools.lru_cache(1024)
+def _chosen_has_row_operator(
+    state: Any, heads: int, kv_heads: int, size: int, dtype: torch.dtype, scale: float, window: int | None, cap: float | None,
+    sinks: bool,
+) -> bool:  # fmt: skip
+    """Ask the backend that is chosen for such layers. state: of the environment and the registries."""
+    try:
+        layer = Attention(
+            heads,
+            size,
+            num_kv_heads=kv_heads,
+            dtype=dtype,
+            scale=scale,
+            sliding_window=window,
+            logits_soft_cap=cap,
+            sinks=[0.0] * heads if sinks else None,
+        )
+    except UnsupportedError:
+        return False
+    return bool(layer.impl.has_row_operator)  # type: ignore[attr-defined]
+
+
+def as_operator(call: Call) -> torch.Tensor:
+    """Run a call that a graph cannot trace as one operator; its mask is materialised, and recognised when it runs."""
+    if call.wants_grad:
+        combined = "gradients in a graph together with a window, a cap, sinks or a backend by name"
+        raise call.refusal(combined, "no backend supports them: use torch.no_grad(), or train without torch.compile")
+    row = _as_row(call)
+    if row is not None:
+        return row
+    left = call.seen.layer.window[0]
+    return _operator(  # type: ignore[no-any-return]
+        query=call.query,
+        key=call.key,
+        value=call.value,
+        mask=call.mask,
+        sinks=call.sinks,
+        causal=call.seen.layer.causal,
+        scale=call.scale,
+        window=None if left is None else left + 1,
+        soft_cap=call.soft_cap,
+        backend=call.backend,
+        asked_by=call.asked_by,
+        layer_name=call.layer_name,
+    )
+
+
+@uncaptured("attn::transformers", mutates_args=())
+def _operator(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    backend: str | None,
+    asked_by: str,
+    layer_name: str,
+) -> torch.Tensor:
+    call = Call(in_graph(layer_name), query, key, value, mask, visible(causal, window), scale, soft_cap)
+    call.sinks, call.backend, call.asked_by, call.state = sinks, backend, asked_by, selection_state()
+    return attend(call).contiguous()
+
+
+@_operator.register_fake
+def _(query, key, value, *rest):  # type: ignore[no-untyped-def]
+    return query.new_empty(*query.transpose(1, 2).shape[:3], value.shape[3])
