@@ -23,6 +23,7 @@ import json
 import logging
 import math
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -438,8 +439,8 @@ def _code(path: Path) -> str:
 
 
 def run_one(row: Row, chip: str, page: int, kernel: str, args: argparse.Namespace) -> dict[str, Any]:
+    from attn.testing.processes import last_words, one_line
     from attn.tools.aot import libtpu as _libtpu
-    from attn.tools.aot.command import _last_words, one_line
 
     with tempfile.TemporaryDirectory() as dump:
         path = os.pathsep.join(x for x in (args.compilers, str(ROOT), os.environ.get("PYTHONPATH", "")) if x)
@@ -454,17 +455,15 @@ def run_one(row: Row, chip: str, page: int, kernel: str, args: argparse.Namespac
         except subprocess.TimeoutExpired:
             return {"error": f"not done within {args.seconds:g} s"}
     results = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    made = json.loads(results[-1][7:]) if results else {"error": _last_words(done.stderr, done.returncode)}
+    made = json.loads(results[-1][7:]) if results else {"error": last_words(done.stderr, done.returncode)}
     if "error" in made:
         made["error"] = one_line(made["error"])
     return {**made, "seconds": round(time.monotonic() - begin, 1)}
 
 
 def work(spec: str) -> None:
-    from attn.tools.aot.command import _limit_memory
-
     name, chip, page, kernel, dump, peers, memory = json.loads(spec)
-    _limit_memory(memory)
+    resource.setrlimit(resource.RLIMIT_DATA, (int(memory * 2**30),) * 2)
     (row,) = [row for row in ROWS if row.name == name]
     try:
         made = measure(row, chip, page, kernel, dump, peers)

@@ -543,8 +543,8 @@ DEFECTS = (
     Defect(
         "tpu_flash_window_chunk",
         "jax/kernels/tpu/_flash.py",
-        "begin = jnp.maximum(begin, at.position + cfg.reach - 1 - cfg.left)",
-        "begin = jnp.maximum(begin, at.position - cfg.left)",
+        "begin = jnp.maximum(begin, at.position + cfg.reach - 1 - left)",
+        "begin = jnp.maximum(begin, at.position - left)",
         FLASH_TPU,
         "A chunk that the window cuts for the last rows of a group is not masked.",
     ),

@@ -14,15 +14,37 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from attn.jax.kernels.tpu._launch import Device
 from attn.jax.kernels.tpu._refs import LANES, LOG2_E, Ref, dot
+from attn.visibility import LayerMask
 
 #: Rows of `rules`: terms added in units of log2.
 SINK, SLOPE = range(2)
 
 
+class BlockSizes(NamedTuple):
+    """Positions per unit (128 or 256), units per grid step, keys per chunk (128, 256, 512 or 1024), keys per launch."""
+
+    positions: int
+    units: int
+    chunk: int
+    keys: int
+
+
 @dataclasses.dataclass(frozen=True)
-class Config:
-    """The static configuration."""
+class Static:
+    """The arguments of a call that are not arrays."""
+
+    mask: LayerMask
+    scale: float
+    logits_soft_cap: float | None
+    block_sizes: tuple[BlockSizes, BlockSizes] | None  # forward, backward
+    device: Device
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(Static):
+    """The static configuration of a launch."""
 
     heads: int  # G: query heads per unit
     positions: int  # Q: positions per unit, a power of two
@@ -32,11 +54,6 @@ class Config:
     keys: int  # per launch, a multiple of the chunk
     first_row: int  # index of the first real row, after padding
     num_rows: int  # number of real rows
-    scale: float
-    causal: bool
-    left: int | None
-    right: int | None
-    logits_soft_cap: float | None
     alibi: bool
     sinks: bool
     segments: bool
@@ -97,25 +114,25 @@ def place(cfg: Config, masks: Masks, sequence: jax.Array, group: jax.Array) -> P
 
 def seen_keys(cfg: Config, at: Place, first: Any, count: int) -> tuple[jax.Array, jax.Array]:
     """[low, high): the keys that any of `count` successive rows sees, the first of which is at position `first`."""
-    low, high = jnp.int32(0), at.length
-    if cfg.causal:
+    (left, right), low, high = cfg.mask.window, jnp.int32(0), at.length
+    if cfg.mask.causal:
         high = jnp.minimum(high, first + count)
-    if cfg.right is not None:
-        high = jnp.minimum(high, first + count + cfg.right)
-    if cfg.left is not None:
-        low = jnp.clip(first - cfg.left, 0, cfg.keys)
+    if right is not None:
+        high = jnp.minimum(high, first + count + right)
+    if left is not None:
+        low = jnp.clip(first - left, 0, cfg.keys)
     return low, jnp.clip(high, 0, cfg.keys)
 
 
 def clear_chunks(cfg: Config, at: Place, low: jax.Array, high: jax.Array) -> tuple[jax.Array, jax.Array]:
     """[start, stop): the chunks of keys [low, high) that every row of the group sees completely, segments aside."""
-    begin, end = low, jnp.minimum(high, at.length)
-    if cfg.causal:
+    (left, right), begin, end = cfg.mask.window, low, jnp.minimum(high, at.length)
+    if cfg.mask.causal:
         end = jnp.minimum(end, at.position + 1)
-    if cfg.right is not None:
-        end = jnp.minimum(end, at.position + cfg.right + 1)
-    if cfg.left is not None:
-        begin = jnp.maximum(begin, at.position + cfg.reach - 1 - cfg.left)
+    if right is not None:
+        end = jnp.minimum(end, at.position + right + 1)
+    if left is not None:
+        begin = jnp.maximum(begin, at.position + cfg.reach - 1 - left)
     start = lax.div(begin + (cfg.chunk - 1), cfg.chunk)
     return start, jnp.maximum(start, lax.div(jnp.maximum(end, 0), cfg.chunk))
 
@@ -128,8 +145,8 @@ def each_chunk(cfg: Config, masks: Masks, at: Place, attend: Stretch, finish: Ca
     row of a unit sees are skipped, and the rest is processed unit by unit, masked.
     """
     limit: Any = cfg.keys
-    aligned = None
-    if cfg.causal and (cfg.left is None or cfg.left >= cfg.reach - 1):
+    aligned, left = None, cfg.mask.window[0]
+    if cfg.mask.causal and (left is None or left >= cfg.reach - 1):
         aligned = (lax.rem(at.position, cfg.chunk) == 0) & (at.position >= 0) & (at.position + cfg.reach <= cfg.keys)
         limit = jnp.where(aligned, at.position, cfg.keys)
     low, high = seen_keys(cfg, at, at.position, cfg.reach)
@@ -233,16 +250,16 @@ def scores(
     position = at.position + unit * cfg.positions + own
     if cfg.alibi:
         away = (first + lax.broadcasted_iota(jnp.int32, s.shape, 0) - position).astype(jnp.float32)
-        s += masks.rules[0, SLOPE : SLOPE + 1] * (away if cfg.causal else -jnp.abs(away))
+        s += masks.rules[0, SLOPE : SLOPE + 1] * (away if cfg.mask.causal else -jnp.abs(away))
     if tile.masked:
-        j = first + lax.broadcasted_iota(jnp.int32, s.shape, 0)
+        (left, right), j = cfg.mask.window, first + lax.broadcasted_iota(jnp.int32, s.shape, 0)
         seen = j < jnp.minimum(at.length, tile.limit)
-        if cfg.causal:
+        if cfg.mask.causal:
             seen &= j <= position
-        if cfg.left is not None:
-            seen &= j >= position - cfg.left
-        if cfg.right is not None:
-            seen &= j <= position + cfg.right
+        if left is not None:
+            seen &= j >= position - left
+        if right is not None:
+            seen &= j <= position + right
         s = jnp.where(_of_segment(cfg, masks, unit, first, count, seen), s, -jnp.inf)
     elif tile.diagonal:
         before = count - cfg.positions

@@ -9,32 +9,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from attn.jax.kernels.tpu._chips import CHIPS, MIB
-from attn.jax.kernels.tpu._flash import Config
+from attn.jax.kernels.tpu._chips import MIB, chip_of
+from attn.jax.kernels.tpu._flash import BlockSizes, Config, Static
 from attn.jax.kernels.tpu._refs import LANES, LOG2_E
 
 
-class BlockSizes(NamedTuple):
-    """Positions per unit (128 or 256), units per grid step, keys per chunk (128, 256, 512 or 1024), keys per launch."""
+class Extents(NamedTuple):
+    """What the block sizes of a pass follow from; `heads`: query heads per unit."""
 
-    positions: int
-    units: int
-    chunk: int
-    keys: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Static:
-    """The arguments of a call that are not arrays."""
-
-    causal: bool
-    left: int | None
-    right: int | None
-    scale: float
-    logits_soft_cap: float | None
-    block_sizes: tuple[BlockSizes, BlockSizes] | None  # forward, backward
-    chip: str
-    interpret: Any
+    heads: int
+    rows: int
+    num_keys: int
+    head_size: int
+    value_size: int
+    itemsize: int
+    backward: bool
+    window: bool = False
 
 
 class Extras(NamedTuple):
@@ -119,17 +109,14 @@ def layout_of(static: Static, q: jax.Array, v: jax.Array, extras: Extras, *, bac
     heads = max(n for n in range(1, min(group, 4) + 1) if group % n == 0)
     if heads == 1 and group <= 8:
         heads = group
-    if static.block_sizes is None:
-        sizes = block_sizes_for(
-            static.chip, heads=heads, rows=rows, num_keys=num_keys, head_size=head_size, value_size=value_size,
-            itemsize=q.dtype.itemsize, backward=backward, window=(static.left, static.right) != (None, None),
-        )  # fmt: skip
-    else:
-        sizes = static.block_sizes[backward]
+    window = static.mask.window != (None, None)
+    extents = Extents(heads, rows, num_keys, head_size, value_size, q.dtype.itemsize, backward, window)
+    given = static.block_sizes
+    sizes = block_sizes_for(static.device.chip, extents) if given is None else given[backward]
     chunk = sizes.chunk
     while sizes.units * sizes.positions % chunk:
         chunk //= 2  # groups are aligned to chunks
-    first_row = (num_keys - rows) % chunk if static.causal and rows > sizes.positions else 0
+    first_row = (num_keys - rows) % chunk if static.mask.causal and rows > sizes.positions else 0
     needed = -(-(rows + first_row) // sizes.positions)
     most = min(sizes.units, needed)
     # the fewest padding units of any choice; of equal ones the largest
@@ -139,32 +126,26 @@ def layout_of(static: Static, q: jax.Array, v: jax.Array, extras: Extras, *, bac
     # a causal group's diagonal is complete
     span = max(num_keys, groups * units * sizes.positions + num_keys - rows - first_row)
     keys = min(-(-span // chunk) * chunk, sizes.keys)
-    cfg = Config(
-        heads=heads, positions=sizes.positions, units=units, groups=groups, chunk=chunk, keys=keys, first_row=first_row,
-        num_rows=rows, scale=static.scale, causal=static.causal, left=static.left, right=static.right,
-        logits_soft_cap=static.logits_soft_cap, alibi=extras.alibi_slopes is not None, sinks=False,
-        segments=extras.q_segment_ids is not None,
-    )  # fmt: skip
+    of_rows = heads, sizes.positions, units, groups, chunk, keys, first_row, rows
+    of_extras = extras.alibi_slopes is not None, False, extras.q_segment_ids is not None
+    parts: list[Any] = [*vars(static).values(), *of_rows, *of_extras]
     split = group // heads
-    return Layout(cfg, batch, rows, num_kv_heads * split, split, -(-num_keys // keys), num_keys)
+    return Layout(Config(*parts), batch, rows, num_kv_heads * split, split, -(-num_keys // keys), num_keys)
 
 
-def block_sizes_for(
-    chip: str, *, heads: int, rows: int, num_keys: int, head_size: int, value_size: int, itemsize: int, backward: bool,
-    window: bool = False,
-) -> BlockSizes:  # fmt: skip
+def block_sizes_for(chip: str, extents: Extents) -> BlockSizes:
     """The rule: units of about 512 lanes, as many as make long stretches of code, as many keys as VMEM holds."""
-    positions = 128 if heads > 1 or rows <= 128 else 256
+    heads, rows, num_keys, _, _, itemsize, backward, window = extents
+    vmem, positions = chip_of(chip).vmem, 128 if heads > 1 or rows <= 128 else 256
     lanes = heads * positions
     # float32 takes six passes of the matrix unit, and so six times the code; the backward pass has five products
     units = max(1, min(8, 4096 // lanes) // (1 if itemsize == 2 else 4) // (2 if backward else 1))
     chunk = 512 if num_keys > 256 else 256 if num_keys > 128 else 128
-    if num_keys >= 2048 and itemsize == 2 and CHIPS[chip].vmem >= 64 * MIB and not (window or backward):
+    if num_keys >= 2048 and itemsize == 2 and vmem >= 64 * MIB and not (window or backward):
         chunk = 1024  # then few chunks are masked, and a stretch's ends cost as much as 250 registers of scores
 
     def fits(units: int, chunk: int, keys: int) -> bool:
-        held = vmem_bytes(BlockSizes(positions, units, chunk, keys), heads, head_size, value_size, itemsize, backward)
-        return held <= CHIPS[chip].vmem * 5 // 8
+        return vmem_bytes(BlockSizes(positions, units, chunk, keys), extents) <= vmem * 5 // 8
 
     while units > 1 and not fits(units, chunk, chunk):
         units //= 2
@@ -176,11 +157,11 @@ def block_sizes_for(
     return BlockSizes(positions, units, chunk, keys)
 
 
-def vmem_bytes(sizes: BlockSizes, heads: int, head_size: int, value_size: int, itemsize: int, backward: bool) -> int:
+def vmem_bytes(sizes: BlockSizes, extents: Extents) -> int:
     """Bytes of the blocks, each double-buffered, and of scratch."""
-    size, value = (-(-x // LANES) * LANES for x in (head_size, value_size))
-    rows = sizes.units * heads * sizes.positions
-    if backward:
+    size, value = (-(-x // LANES) * LANES for x in (extents.head_size, extents.value_size))
+    rows, itemsize = sizes.units * extents.heads * sizes.positions, extents.itemsize
+    if extents.backward:
         of_keys = (2 * size + value) * itemsize + (size + value) * 4
         of_rows = (3 * size + 2 * value) * itemsize
         scratch = size * 4
@@ -190,7 +171,7 @@ def vmem_bytes(sizes: BlockSizes, heads: int, head_size: int, value_size: int, i
     return 2 * sizes.keys * (of_keys + segments) + rows * (2 * of_rows + scratch)
 
 
-def masks_of(static: Static, layout: Layout, extras: Extras) -> dict[str, jax.Array]:
+def masks_of(layout: Layout, extras: Extras) -> dict[str, jax.Array]:
     """The arrays that define masks; `bounds`, `spans` and `key_segments` per launch."""
     cfg, batch = layout.cfg, layout.batch
     lens = jnp.full(batch, layout.num_keys, jnp.int32) if extras.kv_lens is None else extras.kv_lens.astype(jnp.int32)

@@ -22,9 +22,12 @@ from jax.experimental.pallas import tpu as pltpu
 
 from attn.jax.kernels.tpu import _flash_backward, _flash_forward, _launch
 from attn.jax.kernels.tpu._chips import chip_of
-from attn.jax.kernels.tpu._flash import Config, Masks
-from attn.jax.kernels.tpu._flash_layout import BlockSizes, Extras, Layout, Static, layout_of, masks_of
+from attn.jax.kernels.tpu._flash import BlockSizes, Masks, Static
+from attn.jax.kernels.tpu._flash_layout import Extras, Layout, layout_of, masks_of
 from attn.jax.kernels.tpu._refs import LOG2_E
+from attn.visibility import LayerMask, Visibility
+
+Arrays = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def flash_attention(
@@ -78,15 +81,7 @@ def flash_attention(
     scale = q.shape[3] ** -0.5 if scale is None else float(scale)
     if scale < 0:  # the kernels bound scores by a positive scale
         q, scale = -q, -scale
-    static = Static(
-        causal=causal,
-        left=left,
-        right=right,
-        scale=scale,
-        logits_soft_cap=logits_soft_cap or None,
-        block_sizes=block_sizes,
-        **device._asdict(),
-    )
+    static = Static(LayerMask(causal, (left, right)), scale, logits_soft_cap or None, block_sizes, device)
     out, lse = _attention(static, q, k, v, extras)
     return (out, lse) if return_lse else out
 
@@ -133,16 +128,16 @@ def _attention_fwd(static: Static, q: Any, k: Any, v: Any, extras: Any) -> tuple
     q, k, v = q.value, k.value, v.value
     extras = Extras(*(x if x is None else x.value for x in extras))
     out, lse = _attention(static, q, k, v, extras)
-    return (out, lse), (q, k, v, extras, out, lse)
+    return (out, lse), ((q, k, v), extras, (out, lse))
 
 
 def _attention_bwd(static: Static, kept: Any, cotangents: Any) -> tuple[Any, ...]:
-    q, k, v, extras, out, lse = kept
-    d_out, d_lse = (
+    qkv, extras, results = kept
+    given = tuple(
         jnp.zeros(like.shape, like.dtype) if isinstance(x, jax.custom_derivatives.SymbolicZero) else x
-        for x, like in zip(cotangents, (out, lse), strict=True)
+        for x, like in zip(cotangents, results, strict=True)
     )
-    dq, dk, dv, d_sinks = _gradients(static, q, k, v, extras, out, lse, d_out, d_lse)
+    dq, dk, dv, d_sinks = _gradients(static, qkv, extras, results, given)
     return dq, dk, dv, Extras(None, None, None, d_sinks, None)
 
 
@@ -151,17 +146,18 @@ _attention.defvjp(_attention_fwd, _attention_bwd, symbolic_zeros=True)
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _gradients(
-    static: Static, q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras, out: jax.Array, lse: jax.Array,
-    d_out: jax.Array, d_lse: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:  # fmt: skip
-    """The gradients with respect to q, k, v and sinks.
+    static: Static, qkv: Arrays, extras: Extras, results: tuple[jax.Array, jax.Array], cotangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """The gradients with respect to q, k, v and sinks; results, cotangents: of out and lse.
 
     Let share = sigmoid(lse - sink) be the fraction of a row's weight that is not the sink's, and p the probabilities
     without a sink. Then dS = p * (share * dO . v - (share * dO . out - dlse)): the effect of the sink stays outside the
     kernel.
     """
+    (q, k, v), (out, lse), (d_out, d_lse) = qkv, results, cotangents
     if 0 in (*q.shape, *v.shape):
-        return jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v), _zeros_like(extras.sinks)
+        zeros: Any = jax.tree.map(jnp.zeros_like, (q, k, v, extras.sinks))
+        return zeros  # type: ignore[no-any-return]
     wide = d_out.astype(jnp.float32)
     delta = jnp.sum(wide * out.astype(jnp.float32), axis=3).swapaxes(1, 2)  # [B, H, S]
     d_sinks = None
@@ -171,12 +167,7 @@ def _gradients(
         d_out = (wide * share.swapaxes(1, 2)[..., None]).astype(d_out.dtype)
         delta *= share
     d_lse = jnp.where(lse == -jnp.inf, 0.0, d_lse)
-    dq, dk, dv = _backward(static, q, k, v, extras, lse, d_out, delta - d_lse)
-    return dq, dk, dv, d_sinks
-
-
-def _zeros_like(x: jax.Array | None) -> jax.Array | None:
-    return None if x is None else jnp.zeros_like(x)
+    return *_backward(static, qkv, extras, lse, d_out, delta - d_lse), d_sinks
 
 
 @_gradients.defjvp
@@ -204,16 +195,16 @@ def _split(masks: dict[str, jax.Array]) -> tuple[dict[str, jax.Array], dict[str,
 
 def _forward(static: Static, q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras) -> tuple[jax.Array, jax.Array]:
     layout = layout_of(static, q, v, extras, backward=False)
-    own, shared = _split(masks_of(static, layout, extras))
+    own, shared = _split(masks_of(layout, extras))
     single = layout.launches == 1
-    cfg = dataclasses.replace(layout.cfg, sinks=single and extras.sinks is not None)
+    layout = dataclasses.replace(layout, cfg=dataclasses.replace(layout.cfg, sinks=single and extras.sinks is not None))
     query = layout.columns(q)
     out_dtype = q.dtype if single else jnp.float32
 
     def step(parts: Any) -> Any:
         keys, values, masks = parts
         arrays = {**masks, **shared, "query": query, "keys": keys, "values": values}
-        return _launch_forward(static, cfg, layout, arrays, out_dtype)
+        return _launch_forward(layout, arrays, out_dtype)
 
     keys, values = layout.of_keys(k), layout.of_keys(v).swapaxes(3, 4)
     outs, lses = _each_launch(layout, step, (keys, values, own))
@@ -232,8 +223,8 @@ def _forward(static: Static, q: jax.Array, k: jax.Array, v: jax.Array, extras: E
     return layout.of_columns(out).astype(q.dtype), lse
 
 
-def _launch_forward(static: Static, cfg: Config, layout: Layout, arrays: dict[str, jax.Array], out_dtype: Any) -> Any:
-    query, values = arrays["query"], arrays["values"]
+def _launch_forward(layout: Layout, arrays: dict[str, jax.Array], out_dtype: Any) -> Any:
+    cfg, query, values = layout.cfg, arrays["query"], arrays["values"]
     made = {
         "out": jax.ShapeDtypeStruct((*query.shape[:3], values.shape[2], cfg.rows), out_dtype),
         "lse": jax.ShapeDtypeStruct((*query.shape[:3], 1, cfg.rows), jnp.float32),
@@ -243,24 +234,23 @@ def _launch_forward(static: Static, cfg: Config, layout: Layout, arrays: dict[st
         "acc": pltpu.VMEM((cfg.units, values.shape[2], cfg.rows), jnp.float32),
         "top": pltpu.VMEM((8, cfg.rows), jnp.float32),
     }
-    results = _call(
-        static, cfg, layout, lambda refs: _flash_forward.run(cfg, _flash_forward.Refs(**refs)), arrays, made, scratch,
-        "flash_attention",
-    )  # fmt: skip
+
+    def run(refs: dict[str, Any]) -> None:
+        _flash_forward.run(cfg, _flash_forward.Refs(**refs))
+
+    results = _call(layout, run, arrays, made, scratch, "flash_attention")
     return results["out"], results["lse"]
 
 
-def _backward(
-    static: Static, q: jax.Array, k: jax.Array, v: jax.Array, extras: Extras, lse: jax.Array, d_out: jax.Array,
-    delta: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
+def _backward(static: Static, qkv: Arrays, extras: Extras, lse: jax.Array, d_out: jax.Array, delta: jax.Array) -> Arrays:
     """(dq, dk, dv); lse, delta: [B, H, S] float32.
 
     Non-finite values take effect through lse and delta, and are zero in the products that masks do not guard.
     """
+    q, k, v = qkv
     layout = layout_of(static, q, v, extras, backward=True)
     cfg = layout.cfg
-    own, shared = _split(masks_of(static, layout, extras))
+    own, shared = _split(masks_of(layout, extras))
     k, v = _finite(k), _finite(v)
     exponent = jnp.where(lse == -jnp.inf, jnp.inf, lse * LOG2_E)
     shared |= {
@@ -286,7 +276,7 @@ def _backward(
         def run(refs: dict[str, Any]) -> None:
             _flash_backward.run(cfg, layout.split, _flash_backward.Refs(**refs))
 
-        return _call(static, cfg, layout, run, arrays, made, scratch, "flash_attention_backward")
+        return _call(layout, run, arrays, made, scratch, "flash_attention_backward")
 
     made = _each_launch(layout, step, (layout.of_keys(k), layout.of_keys(v), own))
     dq = made["dq"][0] if layout.launches == 1 else jnp.sum(made["dq"], axis=0).astype(q.dtype)
@@ -299,11 +289,10 @@ def _finite(x: jax.Array) -> jax.Array:
 
 
 def _call(
-    static: Static, cfg: Config, layout: Layout, run: Any, arrays: dict[str, jax.Array],
-    made: dict[str, Any], scratch: dict[str, Any], name: str,
-) -> dict[str, jax.Array]:  # fmt: skip
+    layout: Layout, run: Any, arrays: dict[str, jax.Array], made: dict[str, Any], scratch: dict[str, Any], name: str
+) -> dict[str, jax.Array]:
     """The pallas_call: run(inputs and outputs, by name), on blocks that `_spec` cuts by name."""
-    scalars = [n for n in ("bounds", "spans") if n in arrays]
+    cfg, scalars = layout.cfg, [n for n in ("bounds", "spans") if n in arrays]
     vectors = [n for n in arrays if n not in scalars]
     names = [*scalars, *vectors, *made, *scratch]
 
@@ -316,21 +305,21 @@ def _call(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(layout.batch, layout.unit_heads, cfg.groups),
-            in_specs=[_spec(cfg, layout, n, arrays[n].shape) for n in vectors],
-            out_specs=[_spec(cfg, layout, n, x.shape) for n, x in made.items()],
+            in_specs=[_spec(layout, n, arrays[n].shape) for n in vectors],
+            out_specs=[_spec(layout, n, x.shape) for n, x in made.items()],
             scratch_shapes=list(scratch.values()),
         ),
         out_shape=list(made.values()),
-        compiler_params=_launch.compiler_params(static.chip, "parallel", "arbitrary", "arbitrary"),
-        interpret=static.interpret,
+        compiler_params=_launch.compiler_params(cfg.device.chip, "parallel", "arbitrary", "arbitrary"),
+        interpret=cfg.device.interpret,
         name=name,
     )(*(arrays[n] for n in (*scalars, *vectors)))
     return dict(zip(made, results, strict=True))
 
 
-def _spec(cfg: Config, layout: Layout, name: str, shape: tuple[int, ...]) -> pl.BlockSpec:
+def _spec(layout: Layout, name: str, shape: tuple[int, ...]) -> pl.BlockSpec:
     """The block of an array that a grid step (sequence b, heads' unit h, group g) works on."""
-    split = layout.split
+    cfg, split = layout.cfg, layout.split
     if name == "rules":
         return pl.BlockSpec((1, *shape[1:]), lambda b, h, g, *_: (h, 0, 0))
     if name == "row_segments":
@@ -370,13 +359,7 @@ def _seen(static: Static, row: jax.Array, rows: int, num_keys: int, batch: int, 
     lens = jnp.full(batch, num_keys) if extras.kv_lens is None else extras.kv_lens
     position = (row + lens[:, None] - rows)[..., None]
     j = jnp.arange(num_keys)
-    seen = j < lens[:, None, None]
-    if static.causal:
-        seen &= j <= position
-    if static.left is not None:
-        seen &= j >= position - static.left
-    if static.right is not None:
-        seen &= j <= position + static.right
+    seen = (j < lens[:, None, None]) & Visibility(static.mask).allowed(position, j)
     seen = jnp.broadcast_to(seen, (batch, row.size, num_keys))
     if extras.q_segment_ids is not None and extras.kv_segment_ids is not None:
         seen &= extras.q_segment_ids[:, row, None] == extras.kv_segment_ids[:, None]

@@ -19,7 +19,7 @@ from attn import reference
 from attn.jax import ops
 from attn.jax.kernels.tpu import flash_attention as module
 from attn.jax.kernels.tpu._chips import CHIPS
-from attn.jax.kernels.tpu._flash_layout import BlockSizes, block_sizes_for, vmem_bytes
+from attn.jax.kernels.tpu._flash_layout import BlockSizes, Extents, block_sizes_for, vmem_bytes
 from attn.jax.kernels.tpu.flash_attention import flash_attention
 from tests.levels import sampled
 
@@ -75,9 +75,8 @@ def check(qkv: Any, blocks: Any = BLOCKS, mode: str = "on_wait", **rules: Any) -
         return (out.astype(jnp.float32) * weight).sum() + (jnp.where(lse == -jnp.inf, 0, lse) * lse_weight).sum()
 
     def ours(q: jax.Array, k: jax.Array, v: jax.Array, arrays: dict[str, jax.Array]) -> Any:
-        made = flash_attention(
-            q, k, v, return_lse=True, interpret=interpreter(mode), block_sizes=blocks, **arrays, **static
-        )  # fmt: skip
+        how = {"return_lse": True, "interpret": interpreter(mode), "block_sizes": blocks}
+        made = flash_attention(q, k, v, **how, **arrays, **static)
         return functional_of(*made), made
 
     def formula(q: jax.Array, k: jax.Array, v: jax.Array, arrays: dict[str, jax.Array]) -> Any:
@@ -85,10 +84,9 @@ def check(qkv: Any, blocks: Any = BLOCKS, mode: str = "on_wait", **rules: Any) -
         parts = []
         for b, keys, mask in by_sequence(q, k, rules):
             extras = {name: arrays[name] for name in ("sinks", "alibi_slopes") if name in arrays}
-            parts.append(attn.attention(
-                q[b], k[b, :keys], v[b, :keys], causal=static.get("causal", False), window=static.get("sliding_window"),
-                scale=static.get("scale"), logits_soft_cap=static.get("logits_soft_cap"), mask=mask, return_lse=True, **extras,
-            ))  # fmt: skip
+            extras |= {name: static[name] for name in ("causal", "scale", "logits_soft_cap") if name in static}
+            given = {"window": static.get("sliding_window"), "mask": mask, "return_lse": True, **extras}
+            parts.append(attn.attention(q[b], k[b, :keys], v[b, :keys], **given))
         return functional_of(*(jnp.stack(x) for x in zip(*parts, strict=True)))
 
     # arguments that only define masks have no gradient, and slopes reject one
@@ -178,9 +176,8 @@ def test_against_the_oracle(name: str) -> None:
 
 @functools.partial(jax.jit, static_argnames=("causal",))
 def interpreted(q: jax.Array, k: jax.Array, v: jax.Array, causal: bool, **arrays: jax.Array) -> Any:
-    return flash_attention(
-        q, k, v, causal=causal, return_lse=True, interpret=interpreter(), block_sizes=BLOCKS, **arrays
-    )  # fmt: skip
+    how = {"return_lse": True, "interpret": interpreter(), "block_sizes": BLOCKS}
+    return flash_attention(q, k, v, causal=causal, **how, **arrays)
 
 
 def test_nan_reaches_the_rows_that_attend_to_it() -> None:
@@ -332,10 +329,7 @@ def test_the_rule_of_block_sizes() -> None:
         for heads in (1, 3, 4, 7):
             for size, value_size in ((64, 64), (128, 128), (192, 128), (256, 256)):
                 for itemsize, backward in ((2, False), (2, True), (4, False), (4, True)):
-                    sizes = block_sizes_for(
-                        chip, heads=heads, rows=1 << 16, num_keys=1 << 16, head_size=size, value_size=value_size,
-                        itemsize=itemsize, backward=backward,
-                    )  # fmt: skip
-                    held = vmem_bytes(sizes, heads, size, value_size, itemsize, backward)
-                    assert held <= limits.vmem * 3 // 4, (chip, heads, size, itemsize, sizes)
+                    extents = Extents(heads, 1 << 16, 1 << 16, size, value_size, itemsize, backward)
+                    sizes = block_sizes_for(chip, extents)
+                    assert vmem_bytes(sizes, extents) <= limits.vmem * 3 // 4, (chip, extents, sizes)
                     assert sizes.keys % sizes.chunk == 0 and sizes.positions in (128, 256)
