@@ -83,7 +83,7 @@ def attention(
     logits_soft_cap: cap * tanh(score / cap), before the ALiBi bias.
     alibi_slopes, sinks: [H]. Lists and NumPy arrays are checked: slopes must be finite and sinks not NaN.
     mask: bool, True = attend, broadcastable to [B, H, n, m] ([H, n, m] without B), ANDed with the rest.
-    spans, prefix, chunk_size, span_window: what rows see besides (docs/semantics.md §18). spans: [B, n, 2] ([n, 2] without B)
+    spans, prefix, chunk_size, span_window: further masks (docs/semantics.md §18). spans: [B, n, 2] ([n, 2] without B)
         ints, the first and last key of each row's span, (-1, -1) for none; prefix: an int, or [B] ints. They are read on the
         host. span_window must be stated if there are spans and a window.
     layout: "BSHD", as above, or "BHSD": q [B, H, n, D], k [B, K, m, D], v [B, K, m, Dv] and out [B, H, n, Dv], as
@@ -133,7 +133,7 @@ def attention(
 
 
 class _Reach(NamedTuple):
-    """What rows see besides causality and the window, on the host. spans: [B, n, 2] or None; prefix: [B]; keys: m."""
+    """The masks of a call besides causality and the window, on the host. spans: [B, n, 2] or None; prefix: [B]; keys: m."""
 
     spans: Any
     prefix: Any
@@ -143,7 +143,7 @@ class _Reach(NamedTuple):
     keys: int
 
     def mask(self, rules: Rules) -> Any:
-        """Return all that rows see, bool [B, 1, n, m]."""
+        """Return the whole mask, bool [B, 1, n, m]."""
         import numpy as np
 
         from attn.reference import visible_mask
@@ -169,7 +169,7 @@ class _Reach(NamedTuple):
 def _reach(
     q: Array, k: Array, rules: Rules, spans: Any, prefix: Any, chunk_size: int | None, span_window: bool | None
 ) -> _Reach | None:
-    """Check what rows see besides, and return it; None if nothing. Raises ValueError and `ShapeError`."""
+    """Validate spans, prefix and chunk size; return None if none is set. Raises ValueError and `ShapeError`."""
     import numpy as np
 
     if span_window is not None:

@@ -93,8 +93,8 @@ def installed(module: str) -> bool:
 
 @contextlib.contextmanager
 def assuming(modules: Collection[str], *, beside: bool = False) -> Iterator[None]:
-    """In this block `installed` answers for a machine that has `modules` and their submodules, in supported versions:
-    in addition to those installed on this machine (`beside`), or instead of them. This does not make them importable."""
+    """Within this context, `installed` reports `modules` and their submodules as present, in supported versions: in addition
+    to what is installed on this machine (`beside`), or instead of it. It does not make them importable."""
     outer = _assumption.get()
     kept = outer[0] if beside and outer is not None else frozenset[str]()
     token = _assumption.set((kept.union(modules), beside and (outer is None or outer[1])))

@@ -9,8 +9,8 @@ those after the call, so that nothing is copied before it; a replay writes the n
 `MAX_FILES` recordings of together `MAX_BYTES`. The oldest are kept: a non-finite value spreads to all later layers, and the
 first recording is the one that shows its origin.
 
-Only a layer's calls with values are recorded: in a graph (`torch.compile`), while a CUDA graph is captured, and under a
-transformation of JAX there are none, which a warning says once. A call that cannot be recorded is also a warning, no error.
+Traced calls have no values and are skipped with one warning: calls in a graph (`torch.compile`), while a CUDA graph is
+captured, and under a transformation of JAX. Failing to record warns; it never raises.
 """
 
 import itertools

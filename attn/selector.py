@@ -185,7 +185,7 @@ def backend_per_kind_context_manager(backends: Mapping[str, AttentionBackendEnum
 
 
 def selection_state() -> tuple[object, ...]:
-    """Return what selection depends on beside a request: the registries, the environment, and the context's backends."""
+    """Return what selection depends on besides a request: the registries, the environment, and the context's backends."""
     return generation(), envs.selecting(), _per_kind.get(), _forced.get()
 
 

@@ -3,8 +3,8 @@
     out, weights = layer(query, key, value, cache, metadata, return_weights=True)  # weights[r]: [H, n, m]
 
 Weights are float32 and exclude the sink's share, so that a row of a layer with sinks adds up to less than 1. They are computed
-beside the call, from the keys that the cache holds (rounded, if it is quantised), without gradients. A call may have
-`MAX_ELEMENTS` of them: they take memory and time in proportion to rows times keys, which a warning says once.
+beside the call, from the keys that the cache holds (rounded, if it is quantised), without gradients. A call may have at
+most `MAX_ELEMENTS` of them; the cost, in memory and time, grows with rows times keys (warned once).
 """
 
 from typing import Any

@@ -130,7 +130,7 @@ def test_inputs_that_are_not_finite_are_no_failure_of_a_backend(folder, capsys):
     served()
     [path] = folder.iterdir()
     assert main(["replay", str(path), "--backend", "TORCH_SDPA"]) == 0
-    assert "20 rows are not finite by definition" in capsys.readouterr().out
+    assert "20 rows are expected to be non-finite" in capsys.readouterr().out
     assert main(["replay", str(path), "--backend", "TORCH_SDPA", "--shrink", str(folder / "small")]) == 2
     assert "nothing to shrink" in capsys.readouterr().err
 
@@ -258,7 +258,7 @@ def test_files_that_are_no_recordings(tmp_path, capsys):
     for path, said in (
         (plain, "not a recording of format 1"),
         (text, "not a safetensors file"),
-        (tmp_path / "gone", "is no file"),
+        (tmp_path / "gone", "no such file"),
     ):
         assert main(["replay", str(path)]) == 2
         err = capsys.readouterr().err

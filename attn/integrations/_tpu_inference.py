@@ -93,12 +93,9 @@ def _implementation(
     if selection.name not in _IMPLS:
         raise UnsupportedError(f"{selection.name} has no cache for tpu-inference: must be {' or '.join(_IMPLS)}")
     return _IMPLS[selection.name](
-        num_heads=num_heads,
-        head_size=head_size,
+        **{name: getattr(request, name) for name in ("num_heads", "head_size", "num_kv_heads", "kv_cache_dtype")},
         scale=scale,
-        num_kv_heads=num_kv_heads,
         sliding_window=window,
-        kv_cache_dtype=kv_cache_dtype,
         logits_soft_cap=soft_cap,
         kv_sharing_target_layer_name=target,
         sinks=sinks,

@@ -43,6 +43,11 @@ _FEATURES = {
     "use_per_head_quant_scales": Feature.PER_HEAD_SCALES,
     "use_mm_prefix": Feature.SPANS,
 }
+#: Attributes of an implementation of vLLM that are arguments of this library's layer.
+_ARGUMENTS = (
+    *("num_heads", "head_size", "scale", "num_kv_heads", "alibi_slopes", "sliding_window", "kv_cache_dtype"),
+    *("logits_soft_cap", "attn_type", "sinks", "dtype", "features"),
+)
 #: Other configuration fields that are read, or require nothing of a backend; any other that is set is rejected.
 _READ = {"head_size", "dtype", "kv_cache_dtype", "block_size", "attn_type", "device_capability", "use_kv_connector"}
 #: Neutral values of a layer's further arguments.
@@ -266,21 +271,8 @@ class AttnImpl(vllm_backend.AttentionImpl):
         """Return this layer for a block size, created once; it holds the choice and its reasons."""
         if block_size not in self.layers:
             try:
-                self.layers[block_size] = _Unscaled(
-                    num_heads=self.num_heads,
-                    head_size=self.head_size,
-                    scale=self.scale,
-                    num_kv_heads=self.num_kv_heads,
-                    alibi_slopes=self.alibi_slopes,
-                    sliding_window=self.sliding_window,
-                    kv_cache_dtype=self.kv_cache_dtype,
-                    logits_soft_cap=self.logits_soft_cap,
-                    attn_type=self.attn_type,
-                    sinks=self.sinks,
-                    dtype=self.dtype,
-                    block_size=block_size,
-                    features=self.features,
-                )
+                arguments: dict[str, Any] = {name: getattr(self, name) for name in _ARGUMENTS}
+                self.layers[block_size] = _Unscaled(**arguments, block_size=block_size)
             except UnsupportedError as error:
                 raise UnsupportedError(f"{self.name}: {error}\n{_able(self._request())}", error.reasons) from None
         return self.layers[block_size]

@@ -262,25 +262,14 @@ def explain_model(
     kv_cache_dtype = kv_cache_dtype or "auto"
     rows: list[KindReport] = []
     place: Device | None = device
+    asked: dict[str, Any] = {"backend": backend, "framework": framework, "device": device, "disable": disable, "assume": assume}
     for kind in model.kinds:
         selection, reason = None, POSITION_BIAS if kind.position_bias else ""
         if kind.is_attention and not reason:
             cached = kind.attn_type not in ENCODER_TYPES
-            selection = explain(
-                kind.head_size,
-                dtype,
-                kv_cache_dtype if cached else None,
-                block_size if cached else None,
-                features=kind.features,
-                attn_type=kind.attn_type,
-                num_heads=kind.num_heads,
-                num_kv_heads=kind.num_kv_heads,
-                backend=backend,
-                framework=framework,
-                device=device,
-                disable=disable,
-                assume=assume,
-            )
+            layer = {name: getattr(kind, name) for name in ("features", "attn_type", "num_heads", "num_kv_heads")}
+            stored, page = (kv_cache_dtype, block_size) if cached else (None, None)
+            selection = explain(kind.head_size, dtype, stored, page, **layer, **asked)
             place = selection.device
         token = _token_bytes(kind, dtype_name(dtype), kv_cache_dtype) * kind.count
         row = KindReport(

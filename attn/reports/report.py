@@ -204,7 +204,7 @@ def explain(
     Arguments are those of `get_attn_backend` and `attn.selector.select`, and:
         backend: require this backend, by name.
         device: explain for this device, present or not: a `Device` or a product's name ("H100", "MI300X", "v6e").
-        assume: distributions assumed to be installed, beside the framework and what its wheel installs (`["flashinfer"]`).
+        assume: distributions assumed to be installed, in addition to the framework and what its wheel installs (`["flashinfer"]`).
             None: no others with `device`; without it, those installed on this machine.
 
     `Selection.source` says what made the choice: `argument`, `context` (a force), `backend_per_kind[...]`, the name of an
@@ -228,7 +228,7 @@ def explain(
         if elsewhere:
             notes = [f"assumed to be installed: {', '.join([found.device.framework, *taken])}" + _MORE * (assume is None)]
         else:
-            notes = [f"assumed beside what is installed: {', '.join(taken)}"] if taken else []
+            notes = [f"assumed in addition to what is installed: {', '.join(taken)}"] if taken else []
             notes += AttentionBackendEnum[found.name].off_paths(found.device) if found.name else ()
         return replace(found, notes=(*notes, *hints(found)))
 

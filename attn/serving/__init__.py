@@ -1,4 +1,4 @@
-"""Blocks, batches and padding for a server of one's own, under either framework; the model and its loop are yours.
+"""Building blocks for your own server, under either framework: block pool, scheduler and shape buckets.
 
     scheduler = Scheduler(num_blocks=1024, block_size=16, token_budget=256, max_num_reqs=16, max_model_len=2048)
     request = scheduler.submit(prompt, max_new_tokens=64)       # more may be submitted between steps

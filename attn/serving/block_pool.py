@@ -86,7 +86,7 @@ class BlockPool:
         return found
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Add one user to each of `blocks`, which `find` returned; a free one is no longer free."""
+        """Add one user to each of `blocks`, which `find` returned; free blocks are taken off the free list."""
         blocks = [self._known(block) for block in blocks]
         for block in blocks:
             if not self._users[block] and block not in self._key_of:

@@ -401,15 +401,10 @@ def evidence_of(report: BackendReport, backend: Any, registry: str = "attention"
     modules = [module.partition(".")[0] for module in needed]
     packages = (framework, "numpy", *(package for module in modules for package in named.get(module, [module])))
     return evidence.Evidence(
-        backend=report.backend,
+        **{name: getattr(report, name) for name in ("backend", "platform", "device", "kind", "cases", "level")},
         registry=registry,
         framework=framework,
-        platform=report.platform,
-        device=report.device,
-        kind=report.kind,
         date=datetime.datetime.now(datetime.UTC).date().isoformat(),
-        cases=report.cases,
         failures=len(report.failures),
-        level=report.level,
         versions={package: version for package in packages if (version := version_of(package))},
     )

@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seconds", type=float, default=SECONDS, help="time limit for all (default: %(default).0f)")
     add("--backend", action="append", default=[], metavar="NAME", help="only this backend; may be repeated")
     add("--add", metavar="FILE", help="add the rows of a file to attn/reports/evidence.json of this checkout")
-    add("--reporter", metavar="NAME", help="with --add: who ran it, as tables are to show it")
+    add("--reporter", metavar="NAME", help="with --add: name to credit in the tables")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -67,7 +67,7 @@ def read(path: Path) -> tuple[RecordedCall, dict[str, str]]:
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
-        raise CheckpointError(f"{path} is no file: pass a recording")
+        raise CheckpointError(f"{path}: no such file (expected a recording from ATTN_RECORD)")
     try:
         with safe_open(path, "numpy") as file:
             about = file.metadata() or {}

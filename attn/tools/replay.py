@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("file", metavar="FILE", help="a recording, from the folder ATTN_RECORD")
     add("--backend", action="append", default=[], metavar="NAME", help="run this backend; may be repeated (default: every one)")
-    add("--shrink", metavar="OUT", help="write a smaller call that fails likewise on the first backend that fails")
+    add("--shrink", metavar="OUT", help="write a minimised call that still fails on the first failing backend")
     add("--json", action="store_true", help="machine-readable output")
 
 
@@ -44,13 +44,13 @@ def run(args: argparse.Namespace) -> int:
     rows = replay(call, args.backend or None)
     failed = next((row.backend for row in rows if row.status == "FAILED"), None)
     wild = wild_rows(call)
-    notes = [f"{wild} rows are not finite by definition: a query, key or value that they read is not"] if wild else []
+    notes = [f"{wild} rows are expected to be non-finite: a query, key or value that they read is non-finite"] if wild else []
     if args.shrink:
         if failed is None:
             raise ValueError(f"--shrink {args.shrink}: nothing to shrink, no backend fails")
         small = shrink(call, failed)
         recording.write(Path(args.shrink), snapshot_of(small), {**about, "reason": "shrunk", "backend": failed})
-        notes.append(f"{args.shrink}: fails likewise on {failed}: {sizes(small)}")
+        notes.append(f"{args.shrink}: still fails on {failed}: {sizes(small)}")
     ran = any(row.status == "ok" for row in rows)
     ok = ran and failed is None and not (args.backend and any(row.status != "ok" for row in rows))
     if args.json:
@@ -94,7 +94,7 @@ def replay(call: RecordedCall, names: Sequence[str] | None = None) -> list[Repla
 
 
 def shrink(call: RecordedCall, name: str) -> RecordedCall:
-    """Return a smaller call that fails likewise on a backend. Raises ValueError if the call passes there."""
+    """Return a minimised call that still fails on a backend. Raises ValueError if the call passes there."""
     backend, subject, why = _place(name, call.case)
     if subject is None:
         raise ValueError(f"{name} does not run the call: {why}")

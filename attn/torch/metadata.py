@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 #: The fields that are tensors on the device; those of `mask` follow.
 ARRAYS = ("query_start_loc", "seq_lens", "block_table", "slot_mapping")
+#: The fields of a batch that the metadata has as they are.
+_BOUNDS = ("num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len")
+_UNCHANGED = (*_BOUNDS, "query_start_loc_cpu", "seq_lens_cpu")
 _counter = itertools.count(1)
 #: Every live batch by its `handle`, for operators of a graph. A handle is never reused.
 alive: "weakref.WeakValueDictionary[int, PagedAttentionMetadata]" = weakref.WeakValueDictionary()
@@ -211,13 +214,8 @@ class PagedAttentionMetadataBuilder(AttentionMetadataBuilder[PagedAttentionMetad
             seq_lens=seq_lens,
             block_table=table,
             slot_mapping=slots,
-            num_reqs=batch.num_reqs,
-            num_actual_tokens=batch.num_actual_tokens,
-            max_query_len=batch.max_query_len,
-            max_seq_len=batch.max_seq_len,
+            **{name: getattr(batch, name) for name in _UNCHANGED},
             causal=batch.all_causal,
-            query_start_loc_cpu=batch.query_start_loc_cpu,
-            seq_lens_cpu=batch.seq_lens_cpu,
             mask=BatchMask(*map(self._put, mask, (torch.bool, torch.int32, torch.int32, torch.bool))),
             mask_cpu=mask._replace(tree=None).map(lambda array: array if isinstance(array, np.ndarray) else None),
             block_size=spec.block_size,

@@ -170,7 +170,7 @@ def test_notes_are_in_every_form_of_the_answer():
 
 def test_an_assumption_about_the_machine_that_is_here():
     found = attn.explain(64, "float32", framework="torch", assume=["intel-extension-for-pytorch"])
-    assert found.notes[0] == "assumed beside what is installed: intel-extension-for-pytorch"
+    assert found.notes[0] == "assumed in addition to what is installed: intel-extension-for-pytorch"
     assert next(verdict for verdict in found.trace if verdict.name == "IPEX").ok
 
 

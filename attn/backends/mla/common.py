@@ -109,9 +109,9 @@ class MLAImpl(MLAAttentionImpl[T]):
     backend=MyBackend)`."""
 
     backend: ClassVar[type[MLABackend]]
-    #: The MLA prefill backend to use, obeyed or refused; None lets the platform choose.
+    #: The MLA prefill backend by name, used or rejected, never replaced; None lets the platform choose.
     prefill_backend: MLAPrefillBackendEnum | str | None = None
-    #: What it must serve (`nan_safe`, where the layer's callers need that).
+    #: Features that the prefill backend must support (`nan_safe`, if the layer requests it).
     prefill_features: Collection[str] = ()
 
     def __init__(

@@ -11,7 +11,7 @@ from attn.tables import Column, line
 from attn.tools.bench.case import KINDS, BenchCase, abbreviated, key_bytes, kind_of, parse
 from attn.tools.bench.judge import case_of, geometric_mean, timed, verdicts
 
-#: Decodes with fewer bytes of keys take mostly the time of a launch, whatever the rate of their copy.
+#: Below this many bytes of keys a decode is launch-bound: its bandwidth says nothing about its kernel.
 LARGE = 8 << 20
 #: Columns of an outcome.
 COLUMNS = (

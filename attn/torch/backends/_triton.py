@@ -95,7 +95,8 @@ class TritonPagedBackend(PagedAttentionBackend):
 
 
 class _Plan(NamedTuple):
-    """The launches of a batch: how many multiprocessors prefill beside decodes (0: all), and whether decodes stay whole."""
+    """The launches of a batch: multiprocessors reserved for the prefill while it overlaps decodes (0: all), and whether decodes
+    skip split-KV."""
 
     prefill_programs: int = 0
     whole: bool = False
@@ -141,23 +142,13 @@ class TritonPagedImpl(PagedAttentionImpl):
         plan = _UNKNOWN if self._fixed_split() else self._plan(meta, key_cache)
         k_scale, v_scale, k_factor, v_factor = (*own, 1.0, 1.0) if own is not None else self._scales(call)
         arguments: dict[str, Any] = dict(
-            output=call.output,
-            lse=call.lse,
-            query=call.query,
+            self._common(call),
             key_cache=key_cache,
             value_cache=value_cache,
-            query_start_loc=meta.query_start_loc,
             seq_lens=meta.seq_lens,
             block_table=meta.block_table,
-            max_query_len=meta.max_query_len,
             max_seq_len=meta.max_seq_len,
-            scale=self.scale,
-            left=call.window[0],
-            right=call.window[1],
             tree_right=self.window[1],
-            soft_cap=self.logits_soft_cap or 0.0,
-            slopes=self.alibi_slopes,
-            sinks=self.sinks,
             **meta.mask._asdict(),
             chunk_size=self.mask.chunk_size,
             span_window=bool(self.mask.span_window),
@@ -165,9 +156,7 @@ class TritonPagedImpl(PagedAttentionImpl):
             v_scale=v_scale,
             k_factor=k_factor,
             v_factor=v_factor,
-            fixed_split=self._fixed_split(),
             sparse=self._sparse(),
-            output_scale=call.output_scale,
             prefill_programs=plan.prefill_programs,
             whole=plan.whole,
         )
@@ -211,20 +200,26 @@ class TritonPagedImpl(PagedAttentionImpl):
         from attn.torch.kernels.paged_attention import paged_attention
 
         paged_attention(
+            **self._common(call),
+            key_cache=call.key,
+            value_cache=call.value,
+            seq_lens=None,
+            block_table=None,
+            max_seq_len=call.meta.max_query_len,
+            tree_right=None,
+        )
+
+    def _common(self, call: PagedCall) -> dict[str, Any]:
+        """Return the launch's arguments that do not depend on where the keys are."""
+        return dict(
             output=call.output,
             lse=call.lse,
             query=call.query,
-            key_cache=call.key,
-            value_cache=call.value,
             query_start_loc=call.meta.query_start_loc,
-            seq_lens=None,
-            block_table=None,
             max_query_len=call.meta.max_query_len,
-            max_seq_len=call.meta.max_query_len,
             scale=self.scale,
             left=call.window[0],
             right=call.window[1],
-            tree_right=None,
             soft_cap=self.logits_soft_cap or 0.0,
             slopes=self.alibi_slopes,
             sinks=self.sinks,
