@@ -6,7 +6,7 @@ windows, key lengths; no bias, no mask array), cuDNN on a GPU, else XLA. The las
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from attn.capabilities import Feature
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.diffusion.selector import make_diffusion_request, select_diffusion
 from attn.errors import DTypeError, ShapeError, UnsupportedError
+from attn.visibility import LayerMask, Visibility, Window
 
 _LENGTHS = ("query_seq_lengths", "key_value_seq_lengths")
 _OF_JAX = {"CUDNN": "cudnn", "XLA_ATTN": "xla"}  #: backends that are implementations of `jax.nn.dot_product_attention`
@@ -63,71 +64,107 @@ def dot_product_attention(
     if implementation is not None and backend is not None:
         raise ValueError(f"implementation={implementation!r} and backend={backend!r} exclude each other: pass only one")
     _check(query, key, value, mask)
-    bias, mask = _of_scores("bias", bias, query, key), _of_scores("mask", mask, query, key)
+    scored = _of_scores("bias", bias, query, key), _of_scores("mask", mask, query, key)
     lens = [_lengths(name, x, query) for name, x in zip(_LENGTHS, (query_seq_lengths, key_value_seq_lengths), strict=True)]
-    query_seq_lengths, key_value_seq_lengths = lens
-    window = _window(local_window_size)
-    if implementation is None and backend is None and 0 in query.shape[-2:]:
-        implementation = "xla"  # no backend is asked for no heads
+    visible = LayerMask(is_causal, _window(local_window_size))
     batched = query.ndim == 4
     if not batched:
         query, key, value = query[None], key[None], value[None]
-    rows, keys = query.shape[1], key.shape[1]
-    if bias is not None:
-        visible = bias != -jnp.inf
-        mask, bias = visible if mask is None else mask & visible, jnp.where(visible, bias, 0)
-    # this package's kernel aligns the last row with the last key: the same for squares, and for causal calls whose last
-    # keys no row sees
-    if is_causal and keys > rows:
-        key, value, keys = key[:, :rows], value[:, :rows], rows
-        bias, mask = (x if x is None or x.shape[-1] == 1 else x[..., :rows] for x in (bias, mask))
-        if key_value_seq_lengths is not None:
-            key_value_seq_lengths = jnp.minimum(key_value_seq_lengths, rows)  # as many of the kept keys
-    aligned = rows == keys or not (is_causal or window)
-    needs_mask = bias is not None or mask is not None or not aligned
-    how = implementation
-    if implementation is None:
-        request = make_diffusion_request(
-            query.shape[-1],
-            query.dtype,
-            num_heads=query.shape[2],
-            num_kv_heads=key.shape[2],
-            features=[Feature.BACKWARD, *([Feature.MASK] if needs_mask else [])],
-        )
-        chosen = select_diffusion(request, backend=backend, framework="jax")
-        chosen.require()
-        how = _OF_JAX.get(chosen.name or "", chosen.name)
+    call = _Call(query, key, value, *scored, scale, visible, *lens).simplified()
+    how: str | None = implementation or ("xla" if backend is None and 0 in query.shape[-2:] else None)
+    how = how or _chosen(call, backend)  # no backend is asked for no heads
     if how == "PALLAS":
-        out, lse = _pallas(query, key, value, scale, is_causal, window, key_value_seq_lengths)
+        out, lse = _pallas(call)
     elif how in ("xla", "cudnn"):
-        jax_attention: Any = jax.nn.dot_product_attention
-        if how == "cudnn" and scale is not None:
-            query, scale = fold_sign(query, scale), abs(scale)
-        out, lse = jax_attention(
-            query,
-            key,
-            value,
-            bias,
-            mask,
-            scale=scale,
-            is_causal=is_causal,
-            query_seq_lengths=query_seq_lengths,
-            key_value_seq_lengths=key_value_seq_lengths,
-            local_window_size=window,
-            implementation=how,
-            return_residual=True,
-        )
-        if mask is not None or key_value_seq_lengths is not None or window is not None:
-            seen = _seen(query, key, mask, is_causal, window, key_value_seq_lengths)
-            out, lse = jnp.where(seen[..., None], out, 0), jnp.where(seen, lse, -jnp.inf)
+        out, lse = _of_jax(call, how)
     else:
         raise UnsupportedError(f"{how}: dot_product_attention supports only PALLAS, CUDNN and XLA_ATTN")
-    if query_seq_lengths is not None:
-        real = jnp.arange(rows)[None, :, None] < jnp.asarray(query_seq_lengths)[:, None, None]
+    if call.query_lens is not None:
+        real = jnp.arange(query.shape[1])[None, :, None] < call.query_lens[:, None, None]
         out, lse = jnp.where(real[..., None], out, 0), jnp.where(real, lse, -jnp.inf)
     if not batched:
         out, lse = out[0], lse[0]
     return (out, lse) if return_residual else out
+
+
+class _Call(NamedTuple):
+    """The checked arguments, with a batch dimension; query_lens, key_lens: [B] int32."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    bias: jax.Array | None
+    mask: jax.Array | None
+    scale: float | None
+    visible: LayerMask
+    query_lens: jax.Array | None
+    key_lens: jax.Array | None
+
+    def simplified(self) -> "_Call":
+        """Return the same call with keys of -inf bias in the mask, and without the keys that causality hides from every row."""
+        bias, mask, rows = self.bias, self.mask, self.query.shape[1]
+        if bias is not None:
+            visible = bias != -jnp.inf
+            mask, bias = visible if mask is None else mask & visible, jnp.where(visible, bias, 0)
+        if not self.visible.causal or self.key.shape[1] <= rows:
+            return self._replace(bias=bias, mask=mask)
+        bias, mask = (x if x is None or x.shape[-1] == 1 else x[..., :rows] for x in (bias, mask))
+        lens = None if self.key_lens is None else jnp.minimum(self.key_lens, rows)  # as many of the kept keys
+        return self._replace(key=self.key[:, :rows], value=self.value[:, :rows], bias=bias, mask=mask, key_lens=lens)
+
+    @property
+    def needs_mask(self) -> bool:
+        """Whether there is a bias or a mask, or the last row is not aligned with the last key, as in this package's kernel."""
+        aligned = self.query.shape[1] == self.key.shape[1] or self.visible == LayerMask(causal=False)
+        return self.bias is not None or self.mask is not None or not aligned
+
+    def seen(self) -> jax.Array:
+        """The rows that see a key: bool [B, T, N]."""
+        batch, rows, heads, _ = self.query.shape
+        key = jnp.arange(self.key.shape[1])
+        allowed = Visibility(self.visible).allowed(jnp.arange(rows)[:, None], key)[None, None]
+        if self.key_lens is not None:
+            allowed = allowed & (key < self.key_lens[:, None])[:, None, None]
+        if self.mask is not None:
+            allowed = allowed & self.mask
+        return jnp.swapaxes(jnp.broadcast_to(allowed.any(-1), (batch, heads, rows)), 1, 2)
+
+
+def _chosen(call: _Call, backend: DiffusionAttentionBackendEnum | str | None) -> str | None:
+    """Return the backend's name, or that of jax's implementation. Raises `UnsupportedError` with every reason."""
+    request = make_diffusion_request(
+        call.query.shape[-1],
+        call.query.dtype,
+        num_heads=call.query.shape[2],
+        num_kv_heads=call.key.shape[2],
+        features=[Feature.BACKWARD, *([Feature.MASK] if call.needs_mask else [])],
+    )
+    chosen = select_diffusion(request, backend=backend, framework="jax")
+    chosen.require()
+    return _OF_JAX.get(chosen.name or "", chosen.name)
+
+
+def _pallas(call: _Call) -> tuple[jax.Array, jax.Array]:
+    from attn.jax.kernels.tpu.flash_attention import flash_attention
+
+    rules: dict[str, Any] = {"causal": call.visible.causal, "sliding_window": call.visible.window, "scale": call.scale}
+    out, lse = flash_attention(call.query, call.key, call.value, kv_lens=call.key_lens, return_lse=True, **rules)
+    return out, jnp.swapaxes(lse, 1, 2)
+
+
+def _of_jax(call: _Call, how: str) -> tuple[jax.Array, jax.Array]:
+    jax_attention: Any = jax.nn.dot_product_attention
+    (causal, window, *_), query, scale = call.visible, call.query, call.scale
+    if how == "cudnn" and scale is not None:
+        query, scale = fold_sign(query, scale), abs(scale)
+    given: dict[str, Any] = {"is_causal": causal, "local_window_size": None if window == (None, None) else window}
+    given |= zip(_LENGTHS, (call.query_lens, call.key_lens), strict=True)
+    arrays = (query, call.key, call.value, call.bias, call.mask)
+    out, lse = jax_attention(*arrays, scale=scale, implementation=how, return_residual=True, **given)
+    if call.mask is None and call.key_lens is None and window == (None, None):
+        return out, lse
+    seen = call.seen()
+    return jnp.where(seen[..., None], out, 0), jnp.where(seen, lse, -jnp.inf)
 
 
 def _check(query: jax.Array, key: jax.Array, value: jax.Array, mask: Any) -> None:
@@ -176,44 +213,15 @@ def _lengths(name: str, lengths: Any, query: jax.Array) -> jax.Array | None:
     return found
 
 
-def _window(given: Any) -> tuple[int, int] | None:
+def _window(given: Any) -> Window:
     if given is None:
-        return None
+        return None, None
     pair = (given, given) if as_int(given) is not None else given
     sides = [as_int(side) for side in pair] if isinstance(pair, tuple | list) and len(pair) == 2 else [None]
     left, right = sides[0], sides[-1]
     if left is None or right is None:
         raise ValueError(f"local_window_size={given!r} must be an int, a pair (left, right) of ints, or None")
     return left, right
-
-
-def _pallas(
-    query: jax.Array, key: jax.Array, value: jax.Array, scale: float | None, causal: bool, window: Any, kv_lens: Any
-) -> tuple[jax.Array, jax.Array]:
-    from attn.jax.kernels.tpu.flash_attention import flash_attention
-
-    lens = None if kv_lens is None else jnp.asarray(kv_lens, jnp.int32)
-    out, lse = flash_attention(
-        query, key, value, causal=causal, sliding_window=window, scale=scale, kv_lens=lens, return_lse=True
-    )
-    return out, jnp.swapaxes(lse, 1, 2)
-
-
-def _seen(query: jax.Array, key: jax.Array, mask: Any, causal: bool, window: Any, kv_lens: Any) -> jax.Array:
-    """The rows that see a key: bool [B, T, N]."""
-    rows, keys = query.shape[1], key.shape[1]
-    ahead = jnp.arange(keys) - jnp.arange(rows)[:, None]
-    allowed = jnp.ones((1, 1, rows, keys), bool)
-    if causal:
-        allowed &= ahead <= 0
-    if window is not None:
-        allowed &= (ahead >= -window[0]) & (ahead <= window[1])
-    if kv_lens is not None:
-        allowed = allowed & (jnp.arange(keys) < jnp.asarray(kv_lens)[:, None])[:, None, None]
-    if mask is not None:
-        allowed = allowed & mask
-    seen = jnp.broadcast_to(allowed.any(-1), (query.shape[0], query.shape[2], rows))
-    return jnp.swapaxes(seen, 1, 2)
 
 
 def attention_fn(

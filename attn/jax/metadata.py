@@ -18,13 +18,7 @@ from attn import envs
 from attn.arguments import as_int, check_flag, positive_int
 from attn.arrays import to_framework
 from attn.backends.abstract import AttentionMetadataBuilder
-from attn.backends.metadata import (
-    INT32_MAX,
-    PAD_SLOT_ID,
-    AttentionMetadata,
-    CommonAttentionMetadata,
-    next_power_of_two,
-)
+from attn.backends.metadata import INT32_MAX, PAD_SLOT_ID, AttentionMetadata, CommonAttentionMetadata, next_power_of_two
 from attn.errors import MetadataError, ShapeError
 from attn.visibility import BatchMask
 
@@ -49,6 +43,11 @@ class PagedAttentionMetadata(AttentionMetadata):
     num_layers: int | None = dataclasses.field(default=None, metadata={"static": True})  # in the cache's array, if known
     #: Set by `of_layer`: the layers that the cache's array must have, at least.
     least_layers: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def requests(self) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """(query_start_loc, seq_lens, block_table), as kernels take them."""
+        return self.query_start_loc, self.seq_lens, self.block_table
 
     def pad(self, x: Any) -> jax.Array:
         """Pad token rows x [t, ...] with zeros at the end to this batch's T rows. Raises `ShapeError` if t > T."""

@@ -41,8 +41,8 @@ class JaxPlatform(Platform):
     """Base class: the framework's name, the present device, and the priority lists of MLA and diffusion."""
 
     framework = "jax"
-    #: the device's description on a machine without one
-    absent: str
+    absent: str  #: the device's description on a machine without one
+    dense: tuple[str, ...]  #: the backends of paged attention, in order
 
     @functools.cache  # noqa: B019  (one platform object per process)
     def device(self) -> Device:
@@ -53,9 +53,6 @@ class JaxPlatform(Platform):
 
     def arch(self, device: jax.Device) -> str:
         """The hardware generation, as `Capabilities.archs` rules spell it."""
-        raise NotImplementedError
-
-    def dense(self, request: Request, device: Device) -> tuple[str, ...]:
         raise NotImplementedError
 
     def mla(self, request: Request, device: Device) -> tuple[str, ...]:
@@ -77,7 +74,7 @@ class JaxPlatform(Platform):
     def priorities(self, request: Request, device: Device) -> tuple[str, ...]:
         if {Feature.MLA, Feature.SPARSE_MLA} & request.features:
             return self.mla(request, device)
-        return self.dense(request, device)
+        return self.dense
 
 
 class TpuPlatform(JaxPlatform):
@@ -88,14 +85,10 @@ class TpuPlatform(JaxPlatform):
     def arch(self, device: jax.Device) -> str:
         return tpu_arch(device.device_kind)
 
-    def dense(self, request: Request, device: Device) -> tuple[str, ...]:
-        return (
-            # Pages are copied to VMEM by DMA and scores never leave it. By libtpu's estimate decode takes less time than
-            # reading the keys from HBM, and the cache is never copied. It passes the conformance suite in TPU
-            # interpret mode; it has not run on a TPU.
-            "PALLAS",
-            "XLA_ATTN",  # any shape and feature; every chunk's scores pass through HBM
-        )
+    # PALLAS copies pages to VMEM by DMA, and scores never leave it. By libtpu's estimate decode takes less time than reading
+    # the keys from HBM, and the cache is never copied. It passes the conformance suite in TPU interpret mode; it has not run
+    # on a TPU. XLA_ATTN takes any shape and feature, but every chunk's scores pass through HBM.
+    dense = ("PALLAS", "XLA_ATTN")
 
 
 class GpuPlatform(JaxPlatform):
@@ -107,11 +100,7 @@ class GpuPlatform(JaxPlatform):
         capability = getattr(device, "compute_capability", "")
         return f"sm_{capability.replace('.', '')}" if capability[:1].isdigit() else capability
 
-    def dense(self, request: Request, device: Device) -> tuple[str, ...]:
-        return (
-            "XLA_ATTN",  # every feature, and needs no second compiler
-            "PALLAS",
-        )
+    dense = ("XLA_ATTN", "PALLAS")  # the first has every feature, and needs no second compiler
 
 
 class CpuPlatform(JaxPlatform):
@@ -123,11 +112,7 @@ class CpuPlatform(JaxPlatform):
     def device(self) -> Device:
         return Device("jax", "cpu", f"{host.machine()} CPU", host.machine())  # always present, whatever the default backend
 
-    def dense(self, request: Request, device: Device) -> tuple[str, ...]:
-        return (
-            "XLA_ATTN",
-            "PALLAS",  # interpreted on a CPU, for tests: thousands of times slower
-        )
+    dense = ("XLA_ATTN", "PALLAS")  # the second is interpreted on a CPU, for tests: thousands of times slower
 
 
 PLATFORMS: dict[str, type[JaxPlatform]] = {p.name: p for p in (TpuPlatform, GpuPlatform, CpuPlatform)}

@@ -76,10 +76,7 @@ def compiling_fast() -> Iterator[None]:
     `_OPTIONS` are set where jax creates XLA's options: the options of `jax.jit` apply only to outermost programs, and a
     backend's are called by others. XLA_FLAGS would affect programs that are not interpreted too.
     """
-    fast = {
-        "jax_disable_most_optimizations": True,
-        "jax_traceback_in_locations_limit": 0,
-    }  # a tenth of the time
+    fast = {"jax_disable_most_optimizations": True, "jax_traceback_in_locations_limit": 0}  # a tenth of the time
     usual, make = {name: jax.config.values[name] for name in fast}, compiler.get_compile_options
 
     def options(*args: Any, **kwargs: Any) -> Any:

@@ -495,8 +495,8 @@ DEFECTS = (
     Defect(
         "tpu_encoder_window",
         "jax/backends/pallas.py",
-        "sliding_window=self.window,",
-        "sliding_window=None,",
+        'rules["sliding_window"] = rules.pop("window")',
+        'rules.pop("window")',
         ("jax/test_conformance.py",),
         "The window of an encoder is dropped.",
     ),
@@ -608,8 +608,8 @@ DEFECTS = (
     Defect(
         "jax_query_lengths",
         "jax/dot_product.py",
-        "real = jnp.arange(rows)[None, :, None] < jnp",
-        "real = jnp.arange(rows)[None, :, None] <= jnp",
+        "real = jnp.arange(query.shape[1])[None, :, None] < call.query_lens",
+        "real = jnp.arange(query.shape[1])[None, :, None] <= call.query_lens",
         ("jax/test_dot_product.py",),
         "The first row past a query's length is not 0.",
     ),

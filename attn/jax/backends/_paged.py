@@ -35,6 +35,12 @@ from attn.errors import DTypeError, MetadataError, ShapeError, UnsupportedError
 from attn.jax import kv_cache as caches
 from attn.jax.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder, check_ids, check_num_layers
 
+#: What XLA_ATTN and PALLAS both support.
+FEATURES = frozenset(
+    [Feature.NON_CAUSAL, Feature.SLIDING_WINDOW, Feature.TWO_SIDED_WINDOW, Feature.SOFT_CAP, Feature.ALIBI, Feature.SINKS]
+    + [Feature.TREE_MASK, Feature.KV_SHARING, Feature.PER_HEAD_SCALES, Feature.NAN_SAFE]
+)
+
 
 class PagedAttentionBackend(PagedBackend):
     """Base of paged backends: the default metadata and builder."""
@@ -129,6 +135,10 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
     def do_kv_cache_update(self, layer: AttentionLayer, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> jax.Array:
         heads = (-1, self.num_kv_heads, self.head_size)
         return self._write(key.reshape(heads), value.reshape(heads), kv_cache, slot_mapping, layer._k_scale, layer._v_scale)
+
+    def _rules(self) -> dict[str, Any]:
+        """Return the layer's constants under the names that kernels give them."""
+        return {name: getattr(self, name) for name in ("scale", "window", "logits_soft_cap", "alibi_slopes", "sinks")}
 
     def _slots(self, attn_metadata: PagedAttentionMetadata) -> jax.Array:
         """Return the batch's slots, with padding rows set to no slot (in cross attention, the encoder's slots unchanged)."""

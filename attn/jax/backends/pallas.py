@@ -16,10 +16,10 @@ from attn import envs
 from attn.backends.abstract import AttentionType, MultipleOf
 from attn.backends.metadata import PAD_SLOT_ID, CommonAttentionMetadata
 from attn.backends.paged import PagedCall
-from attn.capabilities import ATTN_TYPES, Capabilities, Device, Feature, Request
+from attn.capabilities import ATTN_TYPES, Capabilities, Device, Request
 from attn.errors import MetadataError, ShapeError
 from attn.jax import kv_cache as caches
-from attn.jax.backends._paged import PagedAttentionBackend, PagedAttentionImpl
+from attn.jax.backends._paged import FEATURES, PagedAttentionBackend, PagedAttentionImpl
 from attn.jax.kernels.tpu import ragged_paged_attention as kernel
 from attn.jax.kernels.tpu.flash_attention import flash_attention
 from attn.jax.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
@@ -29,8 +29,7 @@ MAX_TREE_WIDTH = 128
 
 #: Compiled once per shape and values of the static arguments; layers that differ in other numbers share the program.
 _attend = jax.jit(
-    kernel.ragged_paged_attention,
-    static_argnames=("max_query_len", "causal", "window", "logits_soft_cap", "return_lse"),
+    kernel.ragged_paged_attention, static_argnames=("max_query_len", "causal", "window", "logits_soft_cap", "return_lse")
 )
 _attend_segments = jax.jit(flash_attention, static_argnames=("sliding_window", "scale", "logits_soft_cap", "return_lse"))
 
@@ -62,20 +61,7 @@ class PallasAttentionBackend(PagedAttentionBackend):
         head_sizes=(MultipleOf(16, 64, 256),),
         kv_cache_dtypes=("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"),
         attn_types=ATTN_TYPES,
-        features=frozenset(
-            {
-                Feature.NON_CAUSAL,
-                Feature.SLIDING_WINDOW,
-                Feature.TWO_SIDED_WINDOW,
-                Feature.SOFT_CAP,
-                Feature.ALIBI,
-                Feature.SINKS,
-                Feature.TREE_MASK,
-                Feature.KV_SHARING,
-                Feature.PER_HEAD_SCALES,
-                Feature.NAN_SAFE,
-            }
-        ),
+        features=FEATURES,
         archs=(("tpu", ("v5e", "v5p", "v6e", "v7x")),),
     )
 
@@ -113,60 +99,32 @@ class PallasAttentionImpl(PagedAttentionImpl, backend=PallasAttentionBackend):
         return kernel.write(key, value, kv_cache, slot_mapping)
 
     def _write_and_attend(self, call: PagedCall) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-        (key, value), kv_cache, meta = (call.key, call.value), call.kv_cache, call.meta
-        k_scale, v_scale = call.k_scale, call.v_scale
-        tree = meta.mask.tree
+        key, value, kv_cache, meta, tree = call.key, call.value, call.kv_cache, call.meta, call.meta.mask.tree
         if tree is not None and tree.shape[1] > MAX_TREE_WIDTH:
             raise ShapeError(f"PALLAS: tree_mask is {tree.shape[1]} wide: must be at most {MAX_TREE_WIDTH}")
-        if not caches.is_quantised(kv_cache.dtype):
-            k_scale = v_scale = 1.0
+        scales = {name: getattr(call, name) if caches.is_quantised(kv_cache.dtype) else 1.0 for name in ("k_scale", "v_scale")}
         slots = self._slots(meta)
         if key is not None and value is not None:
             if self.attn_type == AttentionType.ENCODER_DECODER:
                 # the kernel assumes that new keys are the last tokens of their requests; the encoder's keys are not
-                kv_cache, key, value = self._write(key, value, kv_cache, slots, k_scale, v_scale), None, None
+                kv_cache, key, value = self._write(key, value, kv_cache, slots, **scales), None, None
             else:
-                key, value = (caches.encode(x, kv_cache.dtype, s) for x, s in ((key, k_scale), (value, v_scale)))
-        return _attend(
-            call.query,
-            key,
-            value,
-            kv_cache,
-            meta.query_start_loc,
-            meta.seq_lens,
-            meta.block_table,
-            slots,
-            scale=self.scale,
-            max_query_len=meta.max_query_len,
-            causal=call.mask.layer.causal,
-            window=self.window,
-            logits_soft_cap=self.logits_soft_cap,
-            alibi_slopes=self.alibi_slopes,
-            sinks=self.sinks,
-            tree_mask=tree,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            return_lse=self.need_to_return_lse_for_decode,
-        )
+                key, value = (caches.encode(x, kv_cache.dtype, s) for x, s in zip((key, value), scales.values(), strict=True))
+        static = {"max_query_len": meta.max_query_len, "causal": call.mask.layer.causal}
+        static["return_lse"] = self.need_to_return_lse_for_decode
+        more = {**self._rules(), "tree_mask": tree, **scales, **static}
+        return _attend(call.query, key, value, kv_cache, *meta.requests, slots, **more)
 
     def _attend_ragged(self, call: PagedCall) -> tuple[jax.Array, jax.Array | None]:
         ends, row = call.meta.query_start_loc[1:], jnp.arange(call.query.shape[0])
         request = jnp.searchsorted(ends, row, side="right")  # sorted, so a block has few requests; R in padding rows
         live = row < ends[-1]
         value = jnp.where(live[:, None, None], call.value, 0)  # a NaN in padding would cost a second pass
-        out, lse = _attend_segments(
-            call.query[None],
-            call.key[None],
-            value[None],
-            q_segment_ids=request[None],
-            kv_segment_ids=jnp.where(live, request, ends.shape[0] + 1)[None],
-            sliding_window=self.window,
-            scale=self.scale,
-            logits_soft_cap=self.logits_soft_cap,
-            alibi_slopes=self.alibi_slopes,
-            sinks=self.sinks,
-            return_lse=True,
-        )
+        segments = {"q_segment_ids": request, "kv_segment_ids": jnp.where(live, request, ends.shape[0] + 1)}
+        arrays = {"q": call.query, "k": call.key, "v": value, **segments}
+        rules = self._rules()
+        rules["sliding_window"] = rules.pop("window")
+        out, lse = _attend_segments(**{name: x[None] for name, x in arrays.items()}, **rules, return_lse=True)
         return out[0], lse[0]
 
 

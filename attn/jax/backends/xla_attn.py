@@ -12,7 +12,7 @@ import jax
 
 from attn.backends.paged import PagedCall
 from attn.capabilities import ATTN_TYPES, Capabilities, Feature
-from attn.jax.backends._paged import PagedAttentionBackend, PagedAttentionImpl
+from attn.jax.backends._paged import FEATURES, PagedAttentionBackend, PagedAttentionImpl
 from attn.jax.kernels import xla
 
 
@@ -24,23 +24,7 @@ class XLAAttentionBackend(PagedAttentionBackend):
         dtypes=("float32", "bfloat16", "float16"),
         kv_cache_dtypes=("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"),
         attn_types=ATTN_TYPES,
-        features=frozenset(
-            {
-                Feature.NON_CAUSAL,
-                Feature.SLIDING_WINDOW,
-                Feature.TWO_SIDED_WINDOW,
-                Feature.SOFT_CAP,
-                Feature.ALIBI,
-                Feature.SINKS,
-                Feature.TREE_MASK,
-                Feature.SPANS,
-                Feature.MIXED_CAUSAL,
-                Feature.CHUNK_SIZE,
-                Feature.KV_SHARING,
-                Feature.PER_HEAD_SCALES,
-                Feature.NAN_SAFE,
-            }
-        ),
+        features=FEATURES | {Feature.SPANS, Feature.MIXED_CAUSAL, Feature.CHUNK_SIZE},
     )
 
 
@@ -49,31 +33,15 @@ class XLAAttentionImpl(PagedAttentionImpl, backend=XLAAttentionBackend):
     _over_cache: Any = staticmethod(xla.paged_attention)  #: a subclass with another layout overrides it
 
     def _attend(self, call: PagedCall) -> tuple[jax.Array, jax.Array]:
-        meta = call.meta
-        return self._over_cache(  # type: ignore[no-any-return]
-            call.query,
-            call.kv_cache,
-            meta.query_start_loc,
-            meta.seq_lens,
-            meta.block_table,
-            batch=meta.mask,
-            chunk_size=self.mask.chunk_size,
-            span_window=bool(self.mask.span_window),
-            k_scale=call.k_scale,
-            v_scale=call.v_scale,
-            **self._rules(call),
-        )
+        of_layer = {"chunk_size": self.mask.chunk_size, "span_window": bool(self.mask.span_window)}
+        of_call = {"batch": call.meta.mask, "k_scale": call.k_scale, "v_scale": call.v_scale}
+        more = {**of_layer, **of_call, **self._rules(), **_static(call)}
+        return self._over_cache(call.query, call.kv_cache, *call.meta.requests, **more)  # type: ignore[no-any-return]
 
     def _attend_ragged(self, call: PagedCall) -> tuple[jax.Array, jax.Array]:
-        return xla.ragged_attention(call.query, call.key, call.value, call.meta.query_start_loc, **self._rules(call))
+        starts = call.meta.query_start_loc
+        return xla.ragged_attention(call.query, call.key, call.value, starts, **self._rules(), **_static(call))
 
-    def _rules(self, call: PagedCall) -> dict[str, Any]:
-        return {
-            "scale": self.scale,
-            "max_query_len": call.meta.max_query_len,
-            "causal": call.mask.layer.causal,
-            "window": self.window,
-            "logits_soft_cap": self.logits_soft_cap,
-            "alibi_slopes": self.alibi_slopes,
-            "sinks": self.sinks,
-        }
+
+def _static(call: PagedCall) -> dict[str, Any]:
+    return {"max_query_len": call.meta.max_query_len, "causal": call.mask.layer.causal}

@@ -35,12 +35,7 @@ _compiled = functools.partial(jax.jit, static_argnames=("max_query_len", "causal
 
 @_compiled
 def paged_attention(
-    query: jax.Array,
-    kv_cache: jax.Array,
-    query_start_loc: jax.Array,
-    seq_lens: jax.Array,
-    block_table: jax.Array,
-    **rules: Any,
+    query: jax.Array, kv_cache: jax.Array, query_start_loc: jax.Array, seq_lens: jax.Array, block_table: jax.Array, **rules: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Compute (out [T, H, D] in query's dtype, lse [H, T] float32) of a ragged batch over a paged cache.
 
@@ -72,12 +67,7 @@ def paged_attention(
 
 @_compiled
 def pages_first_attention(
-    query: jax.Array,
-    kv_cache: jax.Array,
-    query_start_loc: jax.Array,
-    seq_lens: jax.Array,
-    block_table: jax.Array,
-    **rules: Any,
+    query: jax.Array, kv_cache: jax.Array, query_start_loc: jax.Array, seq_lens: jax.Array, block_table: jax.Array, **rules: Any
 ) -> tuple[jax.Array, jax.Array]:
     """The same over a cache [N, planes, K, P, lanes] (`kernels.tpu.ragged_paged_attention.cache_shape`)."""
     num_blocks, planes, num_kv_heads, page, _ = kv_cache.shape

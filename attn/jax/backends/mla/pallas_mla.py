@@ -45,18 +45,7 @@ class PallasMLAImpl(MLACommonImpl, backend=PallasMLABackend):
     def _write_and_decode(self, call: DecodeCall) -> tuple[jax.Array, jax.Array, jax.Array]:
         meta, rank = call.meta, self.kv_lora_rank
         new = (None, None) if call.rows is None else (call.rows[:, :rank], call.rows[:, rank:])
-        return _attend(  # type: ignore[no-any-return]
-            call.q_nope,
-            call.q_pe,
-            *new,
-            call.kv_cache,
-            meta.query_start_loc,
-            meta.seq_lens,
-            meta.block_table,
-            self._slots(meta),
-            scale=self.scale,
-            max_query_len=meta.max_query_len,
-            causal=meta.causal,
-            k_scale=call.k_scale,
-            return_lse=self.need_to_return_lse_for_decode,
-        )
+        numbers = {"scale": self.scale, "k_scale": call.k_scale, "return_lse": self.need_to_return_lse_for_decode}
+        static = {"max_query_len": meta.max_query_len, "causal": meta.causal}
+        arrays = (call.q_nope, call.q_pe, *new, call.kv_cache, *meta.requests, self._slots(meta))
+        return _attend(*arrays, **numbers, **static)  # type: ignore[no-any-return]

@@ -24,16 +24,6 @@ class XLAMLABackend(MLACommonBackend):
 
 class XLAMLAImpl(MLACommonImpl, backend=XLAMLABackend):
     def _decode(self, call: DecodeCall) -> tuple[jax.Array, jax.Array]:
-        meta = call.meta
-        return xla_mla.latent_attention(
-            call.query,
-            call.kv_cache,
-            meta.query_start_loc,
-            meta.seq_lens,
-            meta.block_table,
-            kv_lora_rank=self.kv_lora_rank,
-            scale=self.scale,
-            max_query_len=meta.max_query_len,
-            causal=meta.causal,
-            k_scale=call.k_scale,
-        )
+        meta, rules = call.meta, {"kv_lora_rank": self.kv_lora_rank, "scale": self.scale, "k_scale": call.k_scale}
+        static = {"max_query_len": meta.max_query_len, "causal": meta.causal}
+        return xla_mla.latent_attention(call.query, call.kv_cache, *meta.requests, **rules, **static)

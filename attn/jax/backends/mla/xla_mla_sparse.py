@@ -35,20 +35,11 @@ class XLAMLASparseImpl(MLACommonImpl, backend=XLAMLASparseBackend):
         return False  # an expanded prompt would attend every key, not only the chosen ones
 
     def _decode(self, call: DecodeCall) -> tuple[jax.Array, jax.Array]:
-        meta, query = call.meta, call.query
+        query = call.query
         indices = getattr(self.indexer, "topk_indices", None) if call.indices is None else call.indices
         _check(indices, query.shape[0])
-        return xla_mla.sparse_attention(
-            query,
-            call.kv_cache,
-            indices,
-            meta.query_start_loc,
-            meta.seq_lens,
-            meta.block_table,
-            kv_lora_rank=self.kv_lora_rank,
-            scale=self.scale,
-            k_scale=call.k_scale,
-        )
+        rules = {"kv_lora_rank": self.kv_lora_rank, "scale": self.scale, "k_scale": call.k_scale}
+        return xla_mla.sparse_attention(query, call.kv_cache, indices, *call.meta.requests, **rules)
 
 
 def _check(indices: Any, rows: int) -> None:

@@ -17,14 +17,6 @@ class XLAPrefillBackend(MLAPrefillBackend):
     )
 
     def _attend(self, call: PrefillCall) -> tuple[jax.Array, jax.Array]:
-        return xla_mla.expanded_attention(
-            call.q,
-            call.k,
-            call.v,
-            call.meta.query_start_loc,
-            call.key_start_loc,
-            scale=self.scale,
-            max_query_len=call.meta.max_query_len,
-            max_keys=call.max_keys,
-            causal=call.causal,
-        )
+        static = {"max_query_len": call.meta.max_query_len, "max_keys": call.max_keys, "causal": call.causal}
+        starts = call.meta.query_start_loc, call.key_start_loc
+        return xla_mla.expanded_attention(call.q, call.k, call.v, *starts, scale=self.scale, **static)
