@@ -971,9 +971,9 @@ DEFECTS = (
     ),
     Defect(
         "transformers_plan_environment",
-        "integrations/transformers/dispatch.py",
-        "*sizes_that_decide(rows, keys), call.state,",
-        "*sizes_that_decide(rows, keys),",
+        "integrations/transformers/__init__.py",
+        "requested(selection_state(), backend, causal, sliding_window)",
+        "requested(None, backend, causal, sliding_window)",
         ("integrations/transformers/test_dispatch.py",),
         "A plan outlives a change of the environment.",
     ),

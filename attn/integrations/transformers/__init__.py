@@ -58,7 +58,7 @@ from attn.integrations.transformers.batching import (
     paged_name,
     refuse_unpaged,
 )
-from attn.integrations.transformers.call import NAME, UNKNOWN, Call, refuse_unknown, requested, visible
+from attn.integrations.transformers.call import NAME, UNKNOWN, Call, refuse_unknown, requested
 from attn.integrations.transformers.dispatch import attend, selected, weights
 from attn.integrations.transformers.masks import mask
 from attn.integrations.transformers.packing import BOUNDARIES, sequences
@@ -144,12 +144,13 @@ def _function(backend: str | None) -> Callable[..., Any]:
         """Compute attention. query: [B, H, S, D]; key: [B, K, T, D]; value: [B, K, T, Dv]. Returns ([B, S, H, Dv], None), or
         the attention weights [B, H, S, T] instead of None for `output_attentions`."""
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        state = None if torch.compiler.is_compiling() else selection_state()
-        if state is None:
-            scale = known(scale)
-        name, asked_by = requested(backend, causal, sliding_window is not None, state)
-        seen = visible(causal, sliding_window)
+        if scaling is None:
+            scaling = query.shape[-1] ** -0.5
+        graph = torch.compiler.is_compiling()
+        if graph:
+            scaling, (seen, asked) = known(scaling), requested.__wrapped__(None, backend, causal, sliding_window)
+        else:
+            seen, asked = requested(selection_state(), backend, causal, sliding_window)
         if autocast_enabled(query.device.type):
             query, key, value = autocast(query, key, value)
         call = Call(
@@ -159,14 +160,12 @@ def _function(backend: str | None) -> Callable[..., Any]:
             value=value,
             mask=attention_mask,
             seen=seen,
-            scale=float(scale),
+            scale=float(scaling),
             soft_cap=softcap,
             sinks=s_aux,
             bias=position_bias,
             dropout=dropout,
-            backend=name,
-            asked_by=asked_by,
-            state=state,
+            asked=asked,
         )
         if cache is not None:
             refuse_unknown(call, kwargs)
@@ -175,13 +174,13 @@ def _function(backend: str | None) -> Callable[..., Any]:
                 raise call.refusal(f"{what} in continuous batching", "use model.generate")
             return attend_paged(call, cache, kwargs), None
         if not _OTHERS.isdisjoint(kwargs):
-            return _restricted(call, kwargs)
-        return attend(call), None
+            return _restricted(call, kwargs, graph)
+        return attend(call, graph), None
 
     return attention
 
 
-def _restricted(call: Call, kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _restricted(call: Call, kwargs: dict[str, Any], graph: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute a call with arguments that restrict what rows see, or that ask for weights, if they are set."""
     refuse_unknown(call, kwargs)
     wants_weights = bool(kwargs.get("output_attentions"))
@@ -192,7 +191,7 @@ def _restricted(call: Call, kwargs: dict[str, Any]) -> tuple[torch.Tensor, torch
         if isinstance(found, torch.Tensor):
             return found, None
         call = found
-    if wants_weights and (torch.compiler.is_compiling() or call.bias is not None or call.dropout):
+    if wants_weights and (graph or call.bias is not None or call.dropout):
         raise call.refusal("output_attentions in a graph, or with position_bias or dropout", "use eager")
     wanted = weights(call) if wants_weights else None
-    return attend(call), wanted
+    return attend(call, graph), wanted

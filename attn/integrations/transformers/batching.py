@@ -18,6 +18,7 @@ from attn.errors import UnsupportedError
 from attn.integrations.transformers.call import NAME, Call, replaced, requested, widened
 from attn.integrations.transformers.packing import attend_packed, layer_of, size_for
 from attn.integrations.transformers.steps import Pages, Step, in_place, pages_of, step_of
+from attn.selector import selection_state
 from attn.torch import kv_cache as caches
 from attn.torch.layer import Attention
 
@@ -77,10 +78,11 @@ def refuse_unpaged(model: Any, backend: str | None) -> None:
             f"keys from its pages (pip install 'transformers>={dotted(WINDOWS_IN_PAGES)}', or use model.generate)"
         )
     for window in _windows(config):
-        asked, asked_by = requested(backend, True, window is not None)
+        _, request = requested(selection_state(), backend, True, window)
+        asked = request.backend
         if asked is None:
             continue
-        where = name if backend else f"{name} ({asked_by})"
+        where = name if backend else f"{name} ({request.by})"
         AttentionBackendEnum[asked]  # raises ValueError with the closest name for an unknown one
         if asked not in paged_backends():
             what = f"{asked} has no torch layer with a paged cache of keys and values"
@@ -167,7 +169,7 @@ def why_no_graphs(model: Any, backend: str | None, batching: Any) -> str:
     if installed() < GRAPHS:
         return f"transformers {dotted(installed())} replays graphs of shorter requests for longer ones"
     for window in _windows(model.config.get_text_config(decoder=True)):
-        asked, _ = requested(backend, True, window is not None)
+        asked = requested(selection_state(), backend, True, window)[1].backend
         in_pages = window is None and installed() >= JOINED
         layer = _layer_of_model(model, window, asked, batching.page_size if in_pages else _size_of_gathered(asked))
         if not _is_captured(layer):

@@ -33,14 +33,45 @@ def visible(causal: bool, window: int | None) -> Visibility:
     """Return what rows of a layer see; window: the number of keys up to a row's own that it sees."""
     if window is None:
         return CAUSAL if causal else EVERYTHING
-    if torch.compiler.is_compiling():
-        return _windowed.__wrapped__(causal, window)
-    return _windowed(causal, window)
-
-
-@functools.lru_cache(64)
-def _windowed(causal: bool, window: int) -> Visibility:
     return Visibility(LayerMask(causal, (window - 1, 0 if causal else None)))
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """The backend requested by name, and by what; None for the fastest.
+
+    A new object wherever selection may choose another, so a key of what was chosen.
+    """
+
+    backend: str | None = None
+    by: str = ""
+
+
+@functools.lru_cache(256)
+def asked(state: Any, backend: str | None, by: str) -> Asked:
+    """Return the one request of these. state: of `selection_state`."""
+    return Asked(backend, by)
+
+
+@functools.lru_cache(256)
+def requested(state: Any, backend: str | None, causal: bool, window: int | None) -> tuple[Visibility, Asked]:
+    """Return what rows of a layer see, and what is requested for it: `backend`, else that of the layer's kind.
+
+    state: of `selection_state`; in a graph, which keeps the backend, call `requested.__wrapped__` with None.
+    """
+    seen = visible(causal, window)
+    if backend is not None:
+        return seen, Asked(backend, f'attn_implementation="{NAME}:{backend}"')
+    found = _of_kind(causal, window is not None)
+    return seen, Asked(found.partition("=")[2], found) if found else Asked()
+
+
+@torch.compiler.assume_constant_result
+def _of_kind(causal: bool, windowed: bool) -> str:
+    """Return `source=BACKEND` of the backend requested for a kind of layer, or "". Encoders include cross attention."""
+    attn_type = AttentionType.DECODER if causal else AttentionType.ENCODER_ONLY
+    member, source = asked_for_kind(layer_kind(attn_type, {Feature.SLIDING_WINDOW} if windowed else ()))
+    return "" if member is None else f"{source}={member.name}"
 
 
 @dataclass(eq=False)
@@ -50,8 +81,7 @@ class Call:
     mask: as transformers passes it. seen: what rows see beside the mask. `masks.read` interprets the mask: it adds what the
     mask says to `seen`, whose spans are [B, S, 2] on the host, and to `valid`, the keys that are not padding, None if all are.
     Only a mask that nothing describes is left in `mask`: bool [B or 1, 1 or H, S, T], which includes all of `seen`.
-    bias: added to scores, broadcastable to [B, H, S, T]. backend: requested by name, by `asked_by`; None for the fastest.
-    state: what choosing a backend depends on besides; None in a graph.
+    bias: added to scores, broadcastable to [B, H, S, T].
     """
 
     module: Any
@@ -65,10 +95,12 @@ class Call:
     sinks: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     dropout: float = 0.0
-    backend: str | None = None
-    asked_by: str = ""
-    state: Any = None
+    asked: Asked = Asked()
     valid: "Described | None" = None
+
+    @property
+    def backend(self) -> str | None:
+        return self.asked.backend
 
     @property
     def plain(self) -> bool:
@@ -107,7 +139,7 @@ class Call:
     @property
     def place(self) -> str:
         """The layer's name, and what requested its backend by name."""
-        return f"{self.layer_name} ({self.asked_by})" if self.backend else self.layer_name
+        return f"{self.layer_name} ({self.asked.by})" if self.backend else self.layer_name
 
     def refusal(self, what: str, advice: str) -> UnsupportedError:
         return UnsupportedError(f"{self.place}: {what} not supported; {advice}")
@@ -129,30 +161,6 @@ class InGraph:
 
 
 in_graph = functools.lru_cache(1024)(InGraph)
-
-
-def requested(backend: str | None, causal: bool, windowed: bool, state: Any = None) -> tuple[str | None, str]:
-    """Return the backend requested by name, and by what: `backend`, else that of the layer's kind. A graph keeps it.
-
-    state: of `selection_state`, if it is known.
-    """
-    if backend is not None:
-        return backend, f'attn_implementation="{NAME}:{backend}"'
-    found = _of_kind(causal, windowed) if state is None else _kept_of_kind(state, causal, windowed)
-    return (found.partition("=")[2], found) if found else (None, "")
-
-
-@torch.compiler.assume_constant_result
-def _of_kind(causal: bool, windowed: bool) -> str:
-    """Return `source=BACKEND` of the backend requested for a kind of layer, or "". Encoders include cross attention."""
-    attn_type = AttentionType.DECODER if causal else AttentionType.ENCODER_ONLY
-    member, source = asked_for_kind(layer_kind(attn_type, {Feature.SLIDING_WINDOW} if windowed else ()))
-    return "" if member is None else f"{source}={member.name}"
-
-
-@functools.lru_cache(64)
-def _kept_of_kind(state: Any, causal: bool, windowed: bool) -> str:
-    return _of_kind(causal, windowed)
 
 
 _FIELDS = tuple(field.name for field in fields(Call))

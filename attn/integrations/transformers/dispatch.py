@@ -23,6 +23,7 @@ from attn.functional import Extras, Rules
 from attn.integrations.transformers.call import (
     NAME,
     Call,
+    asked,
     dropout_name,
     in_graph,
     rows_first,
@@ -72,9 +73,8 @@ def classify(call: Call, graph: bool = False, gaps: bool = False) -> Way:
     return Way.PACKED
 
 
-def attend(call: Call) -> torch.Tensor:
-    """Compute a call, whose mask is read first; returns [B, S, H, Dv]."""
-    graph = torch.compiler.is_compiling()
+def attend(call: Call, graph: bool = False) -> torch.Tensor:
+    """Compute a call, whose mask is read first; returns [B, S, H, Dv]. graph: whether a graph is traced."""
     if graph or call.bias is not None or call.dropout:
         way = classify(call, graph)
         if way is Way.SDPA:
@@ -82,7 +82,7 @@ def attend(call: Call) -> torch.Tensor:
         if way is Way.OPERATOR:
             return as_operator(call)
     read(call)
-    if call.mask is None and call.state is not None:
+    if call.mask is None and call.seen.batch.spans is None and not graph:
         launch = _launch_of(call)
         if launch is not None:
             if call.valid is None:
@@ -104,13 +104,13 @@ def _launch_of(call: Call) -> Launch | None:
     if batch != key_batch or batch != value_batch or kv_heads != value_heads or keys != values or size != key_size:
         return None
     device = query.device
-    if call.wants_grad or seen.batch.spans is not None or device != key.device or device != value.device or not (rows and keys):
+    if device != key.device or device != value.device or not (rows and keys) or call.wants_grad:
         return None
     if valid is not None and (rows not in (1, keys) or valid.all_rows or not valid.shared):
         return None
     facts = (
-        call.backend, heads, kv_heads, size, value_size, query.dtype, key.dtype, value.dtype, device, call.scale, seen.layer,
-        call.soft_cap, call.sinks is None, valid is None, *sizes_that_decide(rows, keys), call.state,
+        call.asked, heads, kv_heads, size, value_size, query.dtype, key.dtype, value.dtype, device, call.scale, seen.layer,
+        call.soft_cap, call.sinks is None, valid is None, *sizes_that_decide(rows, keys),
     )  # fmt: skip
     launches = _launches.get(call.module)
     if launches is None:
@@ -154,8 +154,8 @@ def _decided(call: Call) -> Launch | None:
         if row is not None:
             out: torch.Tensor = row(call.query, call.key, value, runs)
         else:
-            arrays = (x.transpose(1, 2) for x in (call.query, call.key, value))
-            out = impl.attend_keys(*arrays, causal) if runs is None else impl.attend_keys(*arrays, causal, valid=runs)
+            q, k, v = call.query.transpose(1, 2), call.key.transpose(1, 2), value.transpose(1, 2)
+            out = impl.attend_keys(q, k, v, causal) if runs is None else impl.attend_keys(q, k, v, causal, valid=runs)
         return out[..., :width] if pads else out
 
     return launch
@@ -345,8 +345,8 @@ def as_operator(call: Call) -> torch.Tensor:
         scale=call.scale,
         window=None if left is None else left + 1,
         soft_cap=call.soft_cap,
-        backend=call.backend,
-        asked_by=call.asked_by,
+        backend=call.asked.backend,
+        asked_by=call.asked.by,
         layer_name=call.layer_name,
     )
 
@@ -367,7 +367,7 @@ def _operator(
     layer_name: str,
 ) -> torch.Tensor:
     call = Call(in_graph(layer_name), query, key, value, mask, visible(causal, window), scale, soft_cap)
-    call.sinks, call.backend, call.asked_by, call.state = sinks, backend, asked_by, selection_state()
+    call.sinks, call.asked = sinks, asked(selection_state(), backend, asked_by)
     return attend(call).contiguous()
 
 

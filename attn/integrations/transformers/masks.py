@@ -280,10 +280,16 @@ def read(call: Call, draw: bool = False) -> None:
     Raises `UnsupportedError` for a mask that cannot be used, for a window of rows that see later keys, and for causal rows
     without a mask whose positions are ambiguous.
     """
-    rows, keys, seen = call.query.shape[2], call.key.shape[2], call.seen
+    rows, seen = call.query.shape[2], call.seen
+    if call.mask is None and rows == 1 and seen.layer.window[0] is None and not draw:
+        call.seen = EVERYTHING
+        return
+    keys = call.key.shape[2]
     start, end, valid = 0, keys, None
     if call.mask is not None:
-        found = _known(call, draw)
+        found = getattr(call.mask, "attn_described", None)
+        if found is None or torch.compiler.is_compiling():
+            found = _recognised(call, draw)
         if isinstance(found, Described) and found.draw is not None and (draw or call.wants_grad or call.wide):
             found = found.draw()
         if isinstance(found, torch.Tensor):
@@ -320,12 +326,9 @@ def drawn(call: Call) -> Call:
     return call
 
 
-def _known(call: Call, draw: bool) -> Described | torch.Tensor:
-    """Return what describes a call's mask, or the mask as bool if it is no pattern or is to be drawn."""
+def _recognised(call: Call, draw: bool) -> Described | torch.Tensor:
+    """Return what describes a mask of the caller's own, or the mask as bool if it is no pattern or is to be drawn."""
     given: Any = call.mask
-    found = None if torch.compiler.is_compiling() else getattr(given, "attn_described", None)
-    if found is not None:
-        return found  # type: ignore[no-any-return]
     if not isinstance(given, torch.Tensor):
         raise call.refusal(f"a mask of type {type(given).__name__}", "must be a tensor or None")
     if given.ndim == 2:

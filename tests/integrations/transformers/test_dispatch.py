@@ -10,7 +10,7 @@ pytest.importorskip("transformers")
 import attn  # noqa: E402
 from attn.integrations import transformers as attn_transformers  # noqa: E402
 from attn.integrations.transformers import dispatch  # noqa: E402
-from attn.integrations.transformers.call import CAUSAL, EVERYTHING, Call, visible  # noqa: E402
+from attn.integrations.transformers.call import CAUSAL, EVERYTHING, Asked, Call, visible  # noqa: E402
 from attn.integrations.transformers.dispatch import Way, classify  # noqa: E402
 from attn.integrations.transformers.masks import Described, read  # noqa: E402
 from attn.torch.diffusion.backends._sdpa import SDPABase  # noqa: E402
@@ -52,7 +52,12 @@ def call_of(rows=1, keys=9, width=16, causal=False, window=None, chunk=None, spa
 
 
 DENSE, PACKED, FORMULA, SDPA, OPERATOR = Way
-NAMED, CAP, WINDOW, SINKS = {"backend": "CPU_ATTN"}, {"soft_cap": 9.0}, {"causal": True, "window": 4}, {"sinks": torch.zeros(4)}
+NAMED, CAP, WINDOW, SINKS = (
+    {"asked": Asked("CPU_ATTN")},
+    {"soft_cap": 9.0},
+    {"causal": True, "window": 4},
+    {"sinks": torch.zeros(4)},
+)
 DRAWN, GRAD = {"mask": torch.ones(1, 1, 1, 9, dtype=torch.bool)}, {"query": torch.zeros(1, 4, 1, 16, requires_grad=True)}
 CHUNK, SPANS = {"causal": True, "chunk": 4}, {"causal": True, "spans": object()}
 SQUARE, PADDED, WIDE = {"rows": 9}, {"padded": True}, {"width": 32}
@@ -210,6 +215,11 @@ def test_a_choice_by_the_environment_counts_at_once(decisions, monkeypatch):
     monkeypatch.setenv("ATTN_BACKEND_PER_KIND", "full=TORCH_SDPA")
     attended(module, given)
     assert [call.backend for call in decisions] == [None, "CPU_ATTN", "TORCH_SDPA"]
+    attended(module, given)
+    assert len(decisions) == 3
+    monkeypatch.setenv("ATTN_DISABLE", "CPU_ATTN")
+    attended(module, given)
+    assert len(decisions) == 4
 
 
 @torch.no_grad()
