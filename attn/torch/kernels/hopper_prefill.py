@@ -79,34 +79,47 @@ def _waves(units):  # type: ignore[no-untyped-def]
 
 
 @gluon.jit
-def _tile_of(  # type: ignore[no-untyped-def]
-    ends, unit, query_start_loc, seq_lens, left, right, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr, PAGED: gl.constexpr
-):  # fmt: skip
-    """A tile of queries: (request, its row, tokens and keys; first token, last position; first key, aligned, last key + 1)."""
-    before = ends <= unit
+def _find(ends, unit, query_start_loc, seq_lens, K: gl.constexpr, PAGED: gl.constexpr):  # type: ignore[no-untyped-def]
+    """A unit's request, its tile counted from the request's last, and what is loaded of it: first token, the next request's
+    first token, keys. A unit beyond the last one is the last: it is looked up one ahead."""
+    tile = gl.minimum(unit, gl.max(ends, 0) * K - 1) // K
+    before = ends <= tile
     r = gl.sum(before.to(gl.int32), 0)
     begin = gl.load(query_start_loc + r)
-    q_len = gl.load(query_start_loc + r + 1) - begin
+    end = gl.load(query_start_loc + r + 1)
+    # an array that is not there is not read
+    seq_len = gl.load(seq_lens + r) if PAGED else 0
+    return r, tile - gl.max(gl.where(before, ends, 0), 0), begin, end, seq_len
+
+
+@gluon.jit
+def _tile_of(  # type: ignore[no-untyped-def]
+    from_last, begin, end, seq_len, left, right, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr, PAGED: gl.constexpr
+):  # fmt: skip
+    """A tile of queries: (its request's rows and keys; first token, last position; first key, aligned, last key + 1)."""
+    q_len = end - begin
+    if not PAGED:
+        seq_len = q_len
     # the last rows are the longest: start them first, so that they do not end last
-    tile = (q_len + BLOCK_Q - 1) // BLOCK_Q - 1 - (unit - gl.max(gl.where(before, ends, 0), 0))
-    seq_len = gl.load(seq_lens + r) if PAGED else q_len
+    tile = (q_len + BLOCK_Q - 1) // BLOCK_Q - 1 - from_last
     context = seq_len - q_len
     first = tile * BLOCK_Q
     last = context + gl.minimum(first + BLOCK_Q, q_len) - 1
     high = gl.maximum(gl.minimum(last + right + 1, seq_len), 0)
     seen = gl.maximum(context + first - left, 0)
     low = gl.minimum(seen // BLOCK_N * BLOCK_N, high)
-    return r, begin, q_len, seq_len, first, last, seen, low, high
+    return q_len, seq_len, first, last, seen, low, high
 
 
 @gluon.jit
 def _produce(  # type: ignore[no-untyped-def]
-    k_desc, v_desc, k_ring, v_ring, k_full, k_empty, v_full, v_empty, v_raw,
+    q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty, v_raw,
     query_start_loc, seq_lens, block_table, left, right, min_query, num_reqs, num_pages, table_r,
-    K: gl.constexpr, BLOCK_D: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr,
-    STAGES: gl.constexpr, PAGED: gl.constexpr, R: gl.constexpr,
+    K: gl.constexpr, G: gl.constexpr, BLOCK_D: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, BLOCK_Q: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, PAGED: gl.constexpr, R: gl.constexpr,
 ):  # fmt: skip
-    """Producer of one warp: copy tiles of keys and values into the ring, in the order in which the consumers use them."""
+    """Producer of one warp: copy tiles of keys and values into the ring, in the order in which the consumers use them, and
+    the next unit's queries while they still compute this one's (Q_STAGES = 2)."""
     COLUMNS: gl.constexpr = 64
     HALVES: gl.constexpr = BLOCK_D // COLUMNS
     BOXES: gl.constexpr = BLOCK_N // BOX
@@ -124,10 +137,22 @@ def _produce(  # type: ignore[no-untyped-def]
     raw_phase = 0
     for wave in range(_waves(units)):
         unit = _unit(wave)
-        r, begin, q_len, seq_len, first, last, seen, low, high = _tile_of(
-            ends, unit // K, query_start_loc, seq_lens, left, right, BLOCK_Q, BLOCK_N, PAGED
+        r, from_last, begin, end, seq_len = _find(ends, unit, query_start_loc, seq_lens, K, PAGED)
+        q_len, seq_len, first, last, seen, low, high = _tile_of(
+            from_last, begin, end, seq_len, left, right, BLOCK_Q, BLOCK_N, PAGED
         )
         kv_head = unit % K
+        if Q_STAGES == 2:
+            q_boxes = reinterpret(q_ring, dtype, [4 * HALVES, 1, BLOCK_Q // 2, G, COLUMNS], q_desc.layout)
+            slot = wave % 2
+            mbarrier.wait(q_empty.index(slot), wave // 2 & 1 ^ 1)
+            mbarrier.expect(q_full.index(slot), 128 * BLOCK_D * 2)
+            for which in gl.static_range(2):
+                for h in gl.static_range(HALVES):
+                    load_box(
+                        q_desc, [0, begin + first + which * (BLOCK_Q // 2), kv_head * G, h * COLUMNS], q_full.index(slot),
+                        q_boxes.index((2 * slot + which) * HALVES + h),
+                    )  # fmt: skip
         table = block_table
         if PAGED:
             table = block_table + r.to(gl.int64) * table_r
@@ -255,12 +280,13 @@ def _step(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _consume(  # type: ignore[no-untyped-def]
-    output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
+    output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty,
     query_start_loc, seq_lens, block_table, sinks, factor, v_factor, cap, left, right, min_query, num_reqs,
     o_t, o_h, lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r,
     H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, P: gl.constexpr, BLOCK_Q: gl.constexpr,
-    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PAGED: gl.constexpr, NEGATE: gl.constexpr, HAS_LEFT: gl.constexpr,
-    HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, R: gl.constexpr, WHICH: gl.constexpr,
+    BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, PAGED: gl.constexpr, NEGATE: gl.constexpr,
+    HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, R: gl.constexpr,
+    WHICH: gl.constexpr,
 ):  # fmt: skip
     """Consumer of four warps: 64 rows of each of the program's tiles."""
     K: gl.constexpr = H // G
@@ -270,31 +296,37 @@ def _consume(  # type: ignore[no-untyped-def]
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    q_tile = q_ring.index(WHICH)
     ends = _ends_of(query_start_loc, min_query, num_reqs, BLOCK_Q, gl.BlockedLayout([R // 128], [32], [4], [0]), R)
     units = gl.max(ends, 0) * K
     count = 0
     copy_row = WHICH * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, COPY))
     copy_d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, COPY))
     row = WHICH * 64 + gl.arange(0, 64, layout=ROW)
+    r, from_last, begin, end, seq_len = _find(ends, _unit(0), query_start_loc, seq_lens, K, PAGED)
     for wave in range(_waves(units)):
-        unit = _unit(wave)
-        r, begin, q_len, seq_len, first, last, seen, low, high = _tile_of(
-            ends, unit // K, query_start_loc, seq_lens, left, right, BLOCK_Q, BLOCK_N, PAGED
+        q_len, seq_len, first, last, seen, low, high = _tile_of(
+            from_last, begin, end, seq_len, left, right, BLOCK_Q, BLOCK_N, PAGED
         )
-        kv_head = unit % K
+        kv_head = _unit(wave) % K
+        # loaded while this unit is computed
+        next_r, from_last, next_begin, end, next_len = _find(ends, _unit(wave + 1), query_start_loc, seq_lens, K, PAGED)
         context = seq_len - q_len
         token = first + copy_row // G
         head = kv_head * G + copy_row % G
         live = (copy_row < BLOCK_Q * G) & (token < q_len)
         at = (begin + token).to(gl.int64)
         there = live[:, None] & (copy_d < D)[None, :]
-        q = gl.load(query + (at * q_t + head * q_h)[:, None] + copy_d[None, :], mask=there, other=0.0)
-        if NEGATE:
-            q = (0.0 - q.to(gl.float32)).to(dtype)
-        q_tile.store(q)
-        fence_async_shared()
-        barrier()
+        slot = wave % Q_STAGES
+        q_tile = q_ring.index(2 * slot + WHICH)
+        if Q_STAGES == 2:
+            mbarrier.wait(q_full.index(slot), wave // 2 & 1)
+        else:
+            q = gl.load(query + (at * q_t + head * q_h)[:, None] + copy_d[None, :], mask=there, other=0.0)
+            if NEGATE:
+                q = (0.0 - q.to(gl.float32)).to(dtype)
+            q_tile.store(q)
+            fence_async_shared()
+            barrier()
 
         position = context + first + row // G
         upper = gl.minimum(position + right, high - 1)
@@ -358,7 +390,8 @@ def _consume(  # type: ignore[no-untyped-def]
         O_ROW: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
         sum_ = gl.convert_layout(norm, O_ROW)
         log = gl.where(norm == 0, float("-inf"), top + gl.log2(norm))
-        if gl.max(gl.max(((acc - acc) != 0.0).to(gl.int32), 1), 0) > 0:
+        own = (row < BLOCK_Q * G) & (first + row // G < q_len)  # other rows' queries may be anything
+        if gl.max(gl.max(((acc - acc) != 0.0).to(gl.int32), 1) * gl.convert_layout(own.to(gl.int32), O_ROW), 0) > 0:
             acc = _nan_safe(
                 q_tile, key_cache, value_cache, block_table, r, begin, kv_head, low, high, upper, lower, top, factor, cap,
                 k_block, k_slot, k_head, v_block, v_slot, v_head, table_r, D, BLOCK_D, P, PAGED, HAS_LEFT, HAS_CAP,
@@ -366,8 +399,7 @@ def _consume(  # type: ignore[no-untyped-def]
             )  # fmt: skip
         share = v_factor / gl.where(sum_ == 0, 1.0, sum_)
         if HAS_SINKS:
-            seen = (row < BLOCK_Q * G) & (first + row // G < q_len)
-            sink = gl.load(sinks + kv_head * G + row % G, mask=seen, other=0.0) * 1.4426950408889634
+            sink = gl.load(sinks + kv_head * G + row % G, mask=own, other=0.0) * 1.4426950408889634
             # a row without keys is 0 whatever its sink
             kept = gl.where(log == float("-inf"), 0.0, 1.0 / (1.0 + gl.exp2(sink - log)))
             share = share * gl.convert_layout(kept, O_ROW)
@@ -379,9 +411,13 @@ def _consume(  # type: ignore[no-untyped-def]
         gl.store(output + rows[:, None] + copy_d[None, :], q_tile.load(COPY), mask=there)
         if HAS_LSE:
             token = first + row // G
-            seen = (row < BLOCK_Q * G) & (token < q_len)
-            gl.store(lse + (kv_head * G + row % G) * lse_h + begin + token, log * 0.6931471805599453, mask=seen)
+            gl.store(lse + (kv_head * G + row % G) * lse_h + begin + token, log * 0.6931471805599453, mask=own)
+        if Q_STAGES == 2:
+            fence_async_shared()  # the next queries are written here by the engine
         barrier()
+        if Q_STAGES == 2:
+            mbarrier.arrive(q_empty.index(slot), count=1)
+        r, begin, seq_len = next_r, next_begin, next_len
 
 
 @gluon.jit
@@ -423,24 +459,29 @@ def _nan_safe(  # type: ignore[no-untyped-def]
 
 @gluon.jit(do_not_specialize=_BATCH)
 def _prefill(  # type: ignore[no-untyped-def]
-    output, lse, query, key_cache, value_cache, query_start_loc, seq_lens, block_table, sinks, k_desc, v_desc,
+    output, lse, query, key_cache, value_cache, query_start_loc, seq_lens, block_table, sinks, q_desc, k_desc, v_desc,
     factor, v_factor, num_reqs, num_pages, lse_h, table_r, o_t, o_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head,
     cap, left, right, min_query,
     H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr,
-    BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, PAGED: gl.constexpr, NEGATE: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, R: gl.constexpr,
-    CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
+    BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, PAGED: gl.constexpr,
+    NEGATE: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
+    R: gl.constexpr, CONSUMER_REGS: gl.constexpr, PRODUCER_REGS: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = query.dtype.element_ty
     ring: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    q_ring = gl.allocate_shared_memory(dtype, [2, 64, BLOCK_D], ring)
+    q_ring = gl.allocate_shared_memory(dtype, [2 * Q_STAGES, 64, BLOCK_D], ring)
     k_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], ring)
     v_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], ring)
+    q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_raw = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(2):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(q_empty.index(i), count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
@@ -454,23 +495,25 @@ def _prefill(  # type: ignore[no-untyped-def]
     gl.warp_specialize(
         [
             (_consume, (
-                output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
+                output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full,
+                v_empty,
                 query_start_loc, seq_lens, block_table, sinks, factor, v_factor, cap, left, right, min_query, num_reqs,
                 o_t, o_h, lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r,
-                H, G, D, BLOCK_D, P, BLOCK_Q, BLOCK_N, STAGES, PAGED, NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE,
-                R, 0,
+                H, G, D, BLOCK_D, P, BLOCK_Q, BLOCK_N, STAGES, Q_STAGES, PAGED, NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS,
+                HAS_LSE, R, 0,
             )),
             (_consume, (
-                output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, k_full, k_empty, v_full, v_empty,
+                output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full,
+                v_empty,
                 query_start_loc, seq_lens, block_table, sinks, factor, v_factor, cap, left, right, min_query, num_reqs,
                 o_t, o_h, lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r,
-                H, G, D, BLOCK_D, P, BLOCK_Q, BLOCK_N, STAGES, PAGED, NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS, HAS_LSE,
-                R, 1,
+                H, G, D, BLOCK_D, P, BLOCK_Q, BLOCK_N, STAGES, Q_STAGES, PAGED, NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS,
+                HAS_LSE, R, 1,
             )),
             (_produce, (
-                k_desc, v_desc, k_ring, v_ring, k_full, k_empty, v_full, v_empty, v_raw,
+                q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty, v_raw,
                 query_start_loc, seq_lens, block_table, left, right, min_query, num_reqs, num_pages, table_r,
-                K, BLOCK_D, P, BOX, BLOCK_Q, BLOCK_N, STAGES, PAGED, R,
+                K, G, BLOCK_D, P, BOX, BLOCK_Q, BLOCK_N, STAGES, Q_STAGES, PAGED, R,
             )),
         ],
         [4, 1],
@@ -534,13 +577,19 @@ def prefill(
     strides, group = (o_t, o_h, q_t, q_h, *k_strides[:3], *v_strides[:3]), heads // kv_heads
     arrays = (output, lse, query, key_cache, value_cache, query_start_loc, seq_lens, block_table, sinks)
     rules = (cap, negate, left, right, has_left, min_query)
-    kernel = _prepared(kind_of(arrays, strides), heads, group, size, page, rules)
+    # the engine copies queries of whole rows of both consumers, as they are
+    ahead = size <= 128 and 64 % group == 0 and not negate and not (q_t | q_h) % 8 and not query.data_ptr() % 16
+    kernel = _prepared(kind_of(arrays, strides), heads, group, size, page, rules, ahead)
     box = (1, _box(page, size), 1, 64)
     k_desc = descriptor(key_cache.data_ptr(), query.dtype, k_shape, k_strides, box)
     v_desc = descriptor(value_cache.data_ptr(), query.dtype, v_shape, v_strides, box)
     tiles = (tokens // (ROWS // group) + num_reqs) * kv_heads
     lse_h, table_r = 0 if lse is None else lse.stride(0), 0 if block_table is None else block_table.stride(0)
-    numbers = k_desc, v_desc, factor, v_factor, num_reqs, pages, lse_h, table_r
+    q_desc = k_desc
+    if ahead:
+        q_shape, q_strides = (1, tokens, heads, size), (tokens * q_t, q_t, q_h, 1)
+        q_desc = descriptor(query.data_ptr(), query.dtype, q_shape, q_strides, (1, 64 // group, group, 64))
+    numbers = q_desc, k_desc, v_desc, factor, v_factor, num_reqs, pages, lse_h, table_r
     try:
         kernel(min(tiles, programs), arrays, *numbers, *strides)
     except Exception as error:
@@ -559,14 +608,14 @@ def _box(page: int, size: int) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def _prepared(kind: Kind, heads: int, group: int, size: int, page: int, rules: tuple[Any, ...]) -> Prepared:
-    """The kernel for calls that agree in these."""
+def _prepared(kind: Kind, heads: int, group: int, size: int, page: int, rules: tuple[Any, ...], ahead: bool) -> Prepared:
+    """The kernel for calls that agree in these. ahead: whether queries are copied one unit ahead."""
     _, lse, *_, table, sinks = kind[1]
     cap, negate, left, right, has_left, min_query = rules
     return Prepared(
         _prefill, cap=cap, left=left, right=right, min_query=min_query, H=heads, G=group, D=size,
         BLOCK_D=max(64, power_of_two(size)), P=page, BOX=_box(page, size), BLOCK_Q=ROWS // group, BLOCK_N=_keys(size),
-        STAGES=_STAGES, PAGED=table is not None, NEGATE=negate, HAS_LEFT=has_left, HAS_CAP=cap != 0,
+        STAGES=_STAGES, Q_STAGES=1 + ahead, PAGED=table is not None, NEGATE=negate, HAS_LEFT=has_left, HAS_CAP=cap != 0,
         HAS_SINKS=sinks is not None, HAS_LSE=lse is not None, R=REQUESTS, CONSUMER_REGS=_REGISTERS[0],
         PRODUCER_REGS=_REGISTERS[1], num_warps=4, **FUSED,
     )  # fmt: skip
