@@ -326,10 +326,18 @@ DEFECTS = (
     Defect(
         "jax_mla_context_chunk",
         "jax/backends/mla/_mla.py",
-        "position = jnp.where(place < ends, place - packed.keys[request], 0)",
+        "position = jnp.where(place < ends, place - keys[request], 0)",
         "position = jnp.where(place < ends, place, 0)",
         ("jax/backends/mla/test_xla_mla.py",),
         "Positions within a context chunk are counted from the chunk's first request.",
+    ),
+    Defect(
+        "xla_mla_keys_of_a_cut_request",
+        "jax/kernels/xla_mla.py",
+        "keys = jnp.maximum(keys - (starts - inside)[1:], 0)",
+        "keys = jnp.maximum(keys, 0)",
+        ("jax/kernels/test_xla_mla.py",),
+        "A request whose last rows are in another window is aligned with its last key in this one too.",
     ),
     Defect(
         "jax_mla_rows_of_two_windows",

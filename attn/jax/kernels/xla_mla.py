@@ -13,7 +13,7 @@ of the block table.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,8 @@ from attn.jax.kernels.division import divide
 
 _LATENT, _TILE, _SCALES, _ROPE = 512, 128, 512, 528  # the fp8_ds_mla row: offsets of its parts
 _NONE = jnp.iinfo(jnp.int32).max
+#: Rows that are attended at a time. A window is computed whole, over the keys of its longest request.
+WINDOW = 256
 
 
 @functools.partial(jax.jit, static_argnames=("kv_lora_rank", "max_query_len", "causal"))
@@ -47,7 +49,7 @@ def latent_attention(
     least the longest query. Rows of no request, or without keys, are 0 and -inf.
     """
     extent = (*kv_cache.shape[:2], 1)
-    out, lse = xla._attend(
+    out, lse = _attend(
         query,
         _fetch(kv_cache, query.dtype),
         extent,
@@ -106,6 +108,75 @@ def sparse_attention(
     return out[..., :kv_lora_rank], lse
 
 
+class Packed(NamedTuple):
+    """Some requests of a batch in another order, and their rows one after another."""
+
+    order: jax.Array  # [R] the request of the batch
+    starts: jax.Array  # [R + 1] where its rows begin
+    row: jax.Array  # [T] the row of the batch that a packed row is
+    place: jax.Array  # [T] the packed row of a row of the batch, if it has one
+
+
+def pack(query_start_loc: jax.Array, lens: jax.Array, order: jax.Array, num_rows: int) -> Packed:
+    """Pack the rows of a batch of `num_rows`. lens: [R], the requests' rows, or 0 to leave one out; order: [R]."""
+    starts = jnp.pad(jnp.cumsum(lens[order], dtype=jnp.int32), (1, 0))
+    shift = query_start_loc[order] - starts[:-1]  # from a packed row to that of the batch
+    index = jnp.arange(num_rows, dtype=jnp.int32)
+    row = index + shift[request_of(starts, index)]
+    place = index - shift[jnp.argsort(order)][request_of(query_start_loc, index)]
+    return Packed(order, starts, *(jnp.clip(x, 0, num_rows - 1) for x in (row, place)))
+
+
+def request_of(bounds: jax.Array, index: jax.Array) -> jax.Array:
+    """Return the request whose range in `bounds` [R + 1] contains each index; 0 past the last."""
+    request = jnp.sum(index[:, None] >= bounds[1:], axis=1, dtype=jnp.int32)
+    return jnp.where(request < bounds.shape[0] - 1, request, 0)
+
+
+def _attend(
+    query: jax.Array,
+    fetch: xla.Fetch,
+    extent: tuple[int, ...],
+    query_start_loc: jax.Array,
+    seq_lens: jax.Array,
+    block_table: jax.Array,
+    *,
+    max_query_len: int,
+    causal: bool,
+    **rules: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """Compute `xla._attend` of a batch of many rows a window at a time.
+
+    That loop computes all rows over the keys of the longest request. A window has only rows that see keys, and requests of
+    similar lengths, the longest first.
+    """
+    num_rows, rules = query.shape[0], {"max_query_len": min(max_query_len, WINDOW), "causal": causal, **rules}
+    if num_rows <= WINDOW:
+        return xla._attend(query, fetch, extent, query_start_loc, seq_lens, block_table, **rules)
+    lens = jnp.where(seq_lens > 0, jnp.diff(query_start_loc), 0)
+    order = jnp.argsort(jnp.where(lens > 0, -seq_lens, 1), stable=True)
+    packed = pack(query_start_loc, lens, order, num_rows)
+    most = min(lens.shape[0], WINDOW)  # requests that may have rows in a window
+    bounds = jnp.pad(packed.starts, (0, most), mode="edge")
+    lengths, table = jnp.pad(seq_lens[order], (0, most)), jnp.pad(block_table[order], ((0, most), (0, 0)))
+
+    def window(begin: jax.Array) -> tuple[jax.Array, jax.Array]:
+        index = begin + jnp.arange(WINDOW, dtype=jnp.int32)
+        first = request_of(packed.starts, index[:1])[0]
+        starts = lax.dynamic_slice_in_dim(bounds, first, most + 1) - begin
+        inside = jnp.clip(starts, 0, WINDOW)
+        keys, pages = (lax.dynamic_slice_in_dim(x, first, most) for x in (lengths, table))
+        if causal:
+            keys = jnp.maximum(keys - (starts - inside)[1:], 0)  # without those of rows that are cut off
+        return xla._attend(query[packed.row[index]], fetch, extent, inside, keys, pages, **rules)
+
+    out, lse = lax.map(window, jnp.arange(0, num_rows, WINDOW, dtype=jnp.int32))
+    out, lse = out.reshape(-1, *out.shape[2:])[packed.place], lse.swapaxes(0, 1).reshape(lse.shape[1], -1)[:, packed.place]
+    row = jnp.arange(num_rows, dtype=jnp.int32)
+    sees = (row < query_start_loc[-1]) & (lens[request_of(query_start_loc, row)] > 0)
+    return jnp.where(sees[:, None, None], out, 0), jnp.where(sees, lse, -jnp.inf)
+
+
 def _fetch(kv_cache: jax.Array, dtype: Any) -> xla.Fetch:
     """Gather pages of a latent cache as keys and values, [X, 1, pages, P, W] both."""
 
@@ -147,7 +218,7 @@ def expanded_attention(
         return tuple(x[ids].swapaxes(1, 2)[:, :, :, None] for x in (key, value))  # type: ignore[return-value]
 
     table = key_start_loc[:-1, None] + jnp.arange(max_keys, dtype=jnp.int32)
-    out, lse = xla._attend(
+    out, lse = _attend(
         query,
         fetch,
         (key.shape[0], 1, key.shape[1]),

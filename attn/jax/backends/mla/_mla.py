@@ -31,10 +31,8 @@ from attn.jax.kernels import xla_mla
 from attn.jax.merge import merge_attn_states
 from attn.jax.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder, check_num_layers
 
-#: Context rows that are gathered and expanded at a time: a workspace of W * H * (Dn + Dr + Dv) elements.
-WORKSPACE = 4096
-#: Rows that attend them at a time. A window is computed whole, so a longer one wastes more on a request of few rows.
-WINDOW = 512
+#: Context rows that are gathered and expanded at a time, a workspace of W * H * (Dn + Dr + Dv) elements; rows that attend them.
+WORKSPACE, WINDOW = 4096, xla_mla.WINDOW
 #: The host's copy of lengths: there is none under jit.
 _ON_HOST: Any = None
 
@@ -187,7 +185,7 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
             short = dataclasses.replace(attn_metadata, seq_lens=jnp.where(long, 0, attn_metadata.seq_lens))
             latents, absorbed_lse, _ = self._write_and_decode(call._replace(rows=None, kv_cache=kv_cache, meta=short))
             out, lse = self._expanded(call._replace(kv_cache=kv_cache), q, w_uk, w_uv, long)
-            own = long[_request_of(attn_metadata.query_start_loc, q.shape[0])]
+            own = long[xla_mla.request_of(attn_metadata.query_start_loc, jnp.arange(q.shape[0]))]
             out = jnp.where(own[:, None, None], out.astype(q.dtype), expand(latents, w_uv))
             if self.need_to_return_lse_for_decode:
                 lse = jnp.where(own, lse, absorbed_lse)
@@ -232,29 +230,43 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
             rope = jnp.broadcast_to(rope[:, None], (*nope.shape[:2], rope.shape[1]))
             return jnp.concatenate([nope, rope], axis=-1), value
 
-        packed = _pack(meta, long, q.shape[0])
+        lens = jnp.where(long, jnp.diff(meta.query_start_loc), 0)
+        context = jnp.where(long, jnp.maximum(meta.seq_lens - lens, 0), 0)
+        # those with a context first, so that the rows that attend a part of it are neighbours
+        packed = xla_mla.pack(meta.query_start_loc, lens, jnp.argsort(context == 0, stable=True), q.shape[0])
+        keys = jnp.pad(jnp.cumsum(context[packed.order], dtype=jnp.int32), (1, 0))
         query = q[packed.row]
         batch = MLAPrefillMetadata(packed.starts, _ON_HOST, long.shape[0], meta.max_query_len)
         out, lse = prefill.run_prefill_new_tokens(query, *heads(call.rows[packed.row]), batch, True)
-        out, lse = self._attend_context(call, prefill, heads, query, packed, (out.astype(jnp.float32), lse))
+        out, lse = self._attend_context(call, prefill, heads, query, packed, keys, (out.astype(jnp.float32), lse))
         return out[packed.place], lse[:, packed.place]
 
     def _attend_context(
-        self, call: DecodeCall, prefill: MLAPrefillBackend, heads: Any, query: jax.Array, packed: "_Packed", state: Any
+        self,
+        call: DecodeCall,
+        prefill: MLAPrefillBackend,
+        heads: Any,
+        query: jax.Array,
+        packed: xla_mla.Packed,
+        keys: jax.Array,
+        state: Any,
     ) -> tuple[jax.Array, jax.Array]:
-        """Merge the context of packed rows into `state` (out [T, H, Dv], lse [H, T]). heads: expands rows of the cache."""
-        meta, page, ends = call.meta, call.kv_cache.shape[1], packed.keys[-1]
+        """Merge the context of packed rows into `state` (out [T, H, Dv], lse [H, T]).
+
+        heads: expands rows of the cache. keys: [R + 1], where the context of each packed request begins, one after another.
+        """
+        meta, page, ends = call.meta, call.kv_cache.shape[1], keys[-1]
         size, window = min(WORKSPACE, meta.block_table.size * page), min(WINDOW, query.shape[0])
         most = min(meta.seq_lens.shape[0], window // self.expand_from + 2)  # requests that may have rows in a window
         flat = call.kv_cache.reshape(-1, call.kv_cache.shape[2])
         # so that `most` requests from any one on can be sliced
-        query_bounds, key_bounds = (jnp.pad(bounds, (0, most), mode="edge") for bounds in (packed.starts, packed.keys))
+        query_bounds, key_bounds = (jnp.pad(bounds, (0, most), mode="edge") for bounds in (packed.starts, keys))
 
         def turn(i: jax.Array, state: Any) -> Any:
             """Expand one workspace of the context."""
             place = i * size + jnp.arange(size, dtype=jnp.int32)
-            request = _request_of(packed.keys, size, place)
-            position = jnp.where(place < ends, place - packed.keys[request], 0)
+            request = xla_mla.request_of(keys, place)
+            position = jnp.where(place < ends, place - keys[request], 0)
             slot = meta.block_table[packed.order[request], position // page] * page + position % page
             key, value = heads(flat[jnp.where(place < ends, slot, 0)])
             low, high = packed.starts[request[0]], packed.starts[request.max() + 1]
@@ -263,7 +275,7 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
                 """Attend it by one window of the rows whose context it is."""
                 begin = jnp.minimum(low + j * window, query.shape[0] - window)
                 row = begin + jnp.arange(window, dtype=jnp.int32)
-                first = _request_of(packed.starts, 1, row[:1])[0]
+                first = xla_mla.request_of(packed.starts, row[:1])[0]
                 starts, key_starts = (lax.dynamic_slice_in_dim(x, first, most + 1) for x in (query_bounds, key_bounds))
                 starts, key_starts = jnp.clip(starts - begin, 0, window), jnp.clip(key_starts - i * size, 0, size)
                 chunk = MLAContextChunk(key_starts, _ON_HOST, size, size)
@@ -404,36 +416,6 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
         element = caches.element_type(self.kv_cache_dtype, q.dtype)
         if kv_cache.dtype != element:
             raise cache_dtype_error(self, q, kv_cache, element)
-
-
-class _Packed(NamedTuple):
-    """The requests to expand, packed: those with a context first, so that the rows that attend a part of it are neighbours."""
-
-    order: jax.Array  # [R] the request of the batch; those that are not expanded come last
-    starts: jax.Array  # [R + 1] where its rows begin; no rows of those that are not expanded
-    keys: jax.Array  # [R + 1] where its context begins, one after another
-    row: jax.Array  # [T] the row of the batch that a packed row is
-    place: jax.Array  # [T] the packed row of a row of the batch, if it is expanded
-
-
-def _pack(meta: PagedAttentionMetadata, long: jax.Array, num_rows: int) -> _Packed:
-    """Pack the requests of a batch of `num_rows` rows that are marked by `long` [R]."""
-    lens = jnp.where(long, jnp.diff(meta.query_start_loc), 0)
-    context = jnp.where(long, jnp.maximum(meta.seq_lens - lens, 0), 0)
-    order = jnp.argsort(jnp.where(long, context == 0, 2), stable=True)
-    starts, keys = (jnp.pad(jnp.cumsum(x[order], dtype=jnp.int32), (1, 0)) for x in (lens, context))
-    index = jnp.arange(num_rows, dtype=jnp.int32)
-    shift = meta.query_start_loc[order] - starts[:-1]  # from a packed row to that of the batch
-    row = index + shift[_request_of(starts, num_rows)]
-    place = index - shift[jnp.argsort(order)][_request_of(meta.query_start_loc, num_rows)]
-    return _Packed(order, starts, keys, *(jnp.clip(x, 0, num_rows - 1) for x in (row, place)))
-
-
-def _request_of(bounds: jax.Array, count: int, index: jax.Array | None = None) -> jax.Array:
-    """Return [count]: the request whose range in `bounds` [R + 1] contains each index (None: 0, 1, ...); 0 past the last."""
-    index = jnp.arange(count, dtype=jnp.int32) if index is None else index
-    request = jnp.sum(index[:, None] >= bounds[1:], axis=1, dtype=jnp.int32)
-    return jnp.where(request < bounds.shape[0] - 1, request, 0)
 
 
 def check_indices(indices: jax.Array) -> None:
