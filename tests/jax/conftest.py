@@ -67,10 +67,9 @@ class Batch:
         """(out, lse) in float64; the cache is `keys`, `values` [N, P, K, D], or the batch's own after its write."""
         if keys is None:
             keys, values = self.written()
-        return reference.paged_attention(
-            self.q, keys, values, query_start_loc=self.common.query_start_loc, seq_lens=self.common.seq_lens,
-            block_table=self.common.block_table, causal=self.causal, tree_mask=self.tree, **rules,
-        )  # fmt: skip
+        requests = {name: getattr(self.common, name) for name in ("query_start_loc", "seq_lens", "block_table")}
+        rules |= {"causal": self.causal, "tree_mask": self.tree}
+        return reference.paged_attention(self.q, keys, values, **requests, **rules)
 
 
 def assert_close(got: Any, want: Any, dtype: str = "float32") -> None:

@@ -51,10 +51,9 @@ class Batch:
         self.common = CommonAttentionMetadata.from_lens(
             self.query_lens, self.seq_lens, tables, self.page, causal=self.causal, strict=False
         )
-        self.layer = MLAAttention(
-            self.heads, rank, nope, rope, value, jnp.asarray(self.w), kv_cache_dtype=self.kv_cache_dtype, dtype=self.dtype,
-            block_size=self.page, backend=self.backend, k_scale=self.k_scale, **self.options,
-        )  # fmt: skip
+        given = {name: getattr(self, name) for name in ("kv_cache_dtype", "dtype", "backend", "k_scale")}
+        sizes = (self.heads, rank, nope, rope, value)
+        self.layer = MLAAttention(*sizes, jnp.asarray(self.w), block_size=self.page, **given, **self.options)
         self.layer.impl.need_to_return_lse_for_decode = True
         self.context = draw(self.num_blocks * self.page, rank + rope)
         live = np.zeros(self.num_blocks * self.page, bool)
@@ -100,11 +99,9 @@ class Batch:
         for r in range(len(self.query_lens)):
             mine, rows = slice(start[r], start[r + 1]), everything[self.slots_of(r)]
             q = self.q[mine].astype(np.float64)
-            out[mine], lse[:, mine] = reference.mla_unabsorbed(
-                q[..., :nope], q[..., nope:], rows[:, :rank], rows[:, rank:], w[..., :nope], w[..., nope:],
-                scale=(nope + self.dims[1]) ** -0.5, causal=self.causal and mask_of is None,
-                mask=None if mask_of is None else mask_of(r),
-            )  # fmt: skip
+            halves = q[..., :nope], q[..., nope:], rows[:, :rank], rows[:, rank:], w[..., :nope], w[..., nope:]
+            seen = {"causal": self.causal} if mask_of is None else {"causal": False, "mask": mask_of(r)}
+            out[mine], lse[:, mine] = reference.mla_unabsorbed(*halves, scale=(nope + self.dims[1]) ** -0.5, **seen)
         return out, lse
 
     def check(self, got: Any, cache: Any, mask_of: Any = None) -> None:

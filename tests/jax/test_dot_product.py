@@ -145,19 +145,18 @@ def zeros(*shapes):
 
 Q = (2, 8, 4, 32)
 #: Calls with wrong arguments that gave a result, or an error that depended on the backend.
+FIVE, NINE = (2, 5, 4, 32), (2, 9, 4, 32)
 WRONG = {
     "causal, more values than keys": (zeros(Q, (2, 9, 4, 32), (2, 10, 4, 32)), {"is_causal": True}),
-    "causal, a mask of more keys": (
-        zeros((2, 5, 4, 32), (2, 9, 4, 32), (2, 9, 4, 32)), {"is_causal": True, "mask": jnp.ones((2, 1, 5, 12), bool)}),
-    "causal, a bias of more keys": (
-        zeros((2, 5, 4, 32), (2, 9, 4, 32), (2, 9, 4, 32)), {"is_causal": True, "bias": jnp.ones((2, 1, 5, 12))}),
+    "causal, a mask of more keys": (zeros(FIVE, NINE, NINE), {"is_causal": True, "mask": jnp.ones((2, 1, 5, 12), bool)}),
+    "causal, a bias of more keys": (zeros(FIVE, NINE, NINE), {"is_causal": True, "bias": jnp.ones((2, 1, 5, 12))}),
     "a mask of other heads": (zeros(Q, Q, Q), {"mask": jnp.ones((2, 8, 8), bool)}),
     "a mask of a larger batch": (zeros(Q, Q, Q), {"mask": jnp.ones((3, 4, 8, 8), bool)}),
     "values of another width": (zeros(Q, Q, (2, 8, 4, 16)), {}),
     "lengths of one entry": (zeros(Q, Q, Q), {"query_seq_lengths": jnp.ones(1, jnp.int32)}),
     "lengths of two dimensions": (zeros(Q, Q, Q), {"query_seq_lengths": jnp.ones((2, 1), jnp.int32)}),
     "no kv heads": (zeros(Q, (2, 8, 0, 32), (2, 8, 0, 32)), {}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("backend", [None, "PALLAS"])

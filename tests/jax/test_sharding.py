@@ -118,9 +118,7 @@ def test_more_devices_than_kv_heads(backend: str, tmp_path: Path) -> None:
     held = HeadShards(H, K, SIZE).kv_heads
     for name, want in (("keys", keys), ("values", values)):
         np.testing.assert_array_equal(got[name], np.asarray(want)[:, :, held])
-    out, lse = reference.paged_attention(
-        q, keys, values, query_start_loc=common.query_start_loc, seq_lens=common.seq_lens, block_table=common.block_table,
-        alibi_slopes=slopes, sinks=sinks,
-    )  # fmt: skip
+    requests = {name: getattr(common, name) for name in ("query_start_loc", "seq_lens", "block_table")}
+    out, lse = reference.paged_attention(q, keys, values, **requests, alibi_slopes=slopes, sinks=sinks)
     np.testing.assert_allclose(got["out"][:4], out, atol=1e-5)
     np.testing.assert_allclose(got["lse"][:, :4], lse, atol=1e-5)

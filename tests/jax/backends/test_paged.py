@@ -39,11 +39,8 @@ class Step:
         """The oracle's (out, lse) over a cache of zeros."""
         zeros = np.zeros((N, P, K, D))
         written = reference.write_kv(self.k[:4], self.v[:4], zeros, zeros, self.common.slot_mapping)
-        common = self.common
-        return reference.paged_attention(
-            np.asarray(q[:4]), *written, query_start_loc=common.query_start_loc, seq_lens=common.seq_lens,
-            block_table=common.block_table,
-        )  # fmt: skip
+        requests = {name: getattr(self.common, name) for name in ("query_start_loc", "seq_lens", "block_table")}
+        return reference.paged_attention(np.asarray(q[:4]), *written, **requests)
 
 
 @pytest.fixture(scope="module", params=["XLA_ATTN", "PALLAS"])

@@ -67,10 +67,8 @@ def test_a_layer_under_jit() -> None:
     common = batch([1, 5, 20], [33, 40, 20])
     meta, rows = build(layer, common), common.num_actual_tokens
     q, k, v = (rng.standard_normal((rows, heads, D), np.float32) for heads in (H, K, K))
-    before = layer.impl._write(
-        *(jnp.asarray(rng.standard_normal((N * P, K, D), np.float32)) for _ in range(2)), layer.new_kv_cache(N),
-        jnp.arange(N * P), 1.0, 1.0,
-    )  # fmt: skip
+    held = (jnp.asarray(rng.standard_normal((N * P, K, D), np.float32)) for _ in range(2))
+    before = layer.impl._write(*held, layer.new_kv_cache(N), jnp.arange(N * P), 1.0, 1.0)
     step = jax.jit(layer.__call__, donate_argnums=3)
     keys, values = (np.array(x[..., :D]) for x in layer.backend.logical_kv_cache(before))
     (out, lse), after = step(meta.pad(q), meta.pad(k), meta.pad(v), before, meta)

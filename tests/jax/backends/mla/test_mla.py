@@ -48,10 +48,8 @@ def test_the_seeds_shape(make_mla: Any) -> None:
     batch = make_mla()
     q, kv_c, k_pe, cache, metadata = batch.arguments()
     want, written = batch.layer(q, kv_c, k_pe, cache, metadata)
-    impl = batch.layer.backend.get_impl_cls()(
-        H, L + DR, (DN + DR) ** -0.5, 1, None, None, "auto", None, "decoder", None, None, L, DN, DR, DN + DR, DV,
-        jnp.asarray(batch.w),
-    )  # fmt: skip
+    of_layer = (H, L + DR, (DN + DR) ** -0.5, 1, None, None, "auto", None, "decoder", None, None)
+    impl = batch.layer.backend.get_impl_cls()(*of_layer, L, DN, DR, DN + DR, DV, jnp.asarray(batch.w))
     impl.need_to_return_lse_for_decode = True
     held = nnx.Variable(cache)
     out, _ = impl.forward(batch.layer, q, kv_c, k_pe[:, None], held, metadata)
@@ -108,10 +106,8 @@ np.savez(sys.argv[1] + "/out.npz", out=out, lse=lse, cache=cache)
 def weights(seed: int = 0) -> dict[str, Any]:
     """Random weights of a DeepSeek-V3-shaped decoder with a dense MLP, those of its layers stacked."""
     rng = np.random.default_rng(seed)
-    shapes = {
-        "q_a": (E, Q), "q_b": (Q, H * (DN + DR)), "kv_a": (E, L + DR), "kv_b": (L, H * (DN + DV)), "o": (H * DV, E),
-        "gate": (E, FF), "up": (E, FF), "down": (FF, E),
-    }  # fmt: skip
+    shapes = {"q_a": (E, Q), "q_b": (Q, H * (DN + DR)), "kv_a": (E, L + DR), "kv_b": (L, H * (DN + DV)), "o": (H * DV, E)}
+    shapes |= {"gate": (E, FF), "up": (E, FF), "down": (FF, E)}
     layers = {name: rng.standard_normal((LAYERS, *s)) * 1.4 * s[0] ** -0.5 for name, s in shapes.items()}
     for name, size in {"norm1": E, "norm2": E, "q_norm": Q, "kv_norm": L}.items():
         layers[name] = 1 + 0.1 * rng.standard_normal((LAYERS, size))

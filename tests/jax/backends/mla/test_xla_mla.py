@@ -165,10 +165,8 @@ def test_ranks_of_a_context_parallel_group(make_mla: Any, interleave: int) -> No
                 at = {int(p): int(s) for p, s in zip(positions, slots[r], strict=True)}
                 written += [at.get(int(p), -1) for p in new]
             content[[s for s in written if s >= 0]] = np.nan
-            batch = whole.common.replace(
-                block_table=np.arange(16, dtype=np.int32).reshape(4, 4), slot_mapping=np.array(written),
-                dcp_local_seq_lens=np.array([len(m) for m in mine], np.int32),
-            )  # fmt: skip
+            local = {"dcp_local_seq_lens": np.array([len(m) for m in mine], np.int32), "slot_mapping": np.array(written)}
+            batch = whole.common.replace(block_table=np.arange(16, dtype=np.int32).reshape(4, 4), **local)
             metadata = layer.backend.get_builder_cls()(layer.kv_cache_spec).build(0, batch)
             pad = [metadata.pad(x) for x in (whole.q, whole.kv_c, whole.k_pe)]
             part, after = layer(*pad, jnp.asarray(content.reshape(16, page, 48)), metadata)
@@ -211,10 +209,8 @@ def test_what_is_refused(make_mla: Any) -> None:
     with pytest.raises(MetadataError, match="NumPy mirror"):
         distributed.set_dcp_group(DCPGroup(2, 0))
         try:
-            dcp = batch.common.replace(
-                query_start_loc=jnp.asarray(batch.common.query_start_loc), query_start_loc_cpu=None,
-                dcp_local_seq_lens=batch.common.seq_lens,
-            )  # fmt: skip
+            starts = {"query_start_loc": jnp.asarray(batch.common.query_start_loc), "query_start_loc_cpu": None}
+            dcp = batch.common.replace(**starts, dcp_local_seq_lens=batch.common.seq_lens)
             layer.backend.get_builder_cls()(layer.kv_cache_spec).build(0, dcp)
         finally:
             distributed.set_dcp_group(None)

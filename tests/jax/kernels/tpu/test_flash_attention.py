@@ -33,12 +33,12 @@ def draw(shape: tuple[int, ...], rng: np.random.Generator, dtype: str, gain: flo
 
 
 def tensors(
-    rows: int, keys: int, heads: tuple[int, int] = (4, 2), size: int = 64, value_size: int | None = None, batch: int = 1,
-    dtype: str = "bfloat16", gain: float = 1.0,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    rng = np.random.default_rng(0)
+    rows: int, keys: int, heads: tuple[int, int] = (4, 2), size: int = 64, value_size: int | None = None, **more: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(q, k, v); more: batch, dtype, and gain, which multiplies q."""
+    batch, dtype, rng = more.get("batch", 1), more.get("dtype", "bfloat16"), np.random.default_rng(0)
     return (
-        draw((batch, rows, heads[0], size), rng, dtype, gain),
+        draw((batch, rows, heads[0], size), rng, dtype, more.get("gain", 1.0)),
         draw((batch, keys, heads[1], size), rng, dtype),
         draw((batch, keys, heads[1], value_size or size), rng, dtype),
     )
@@ -113,10 +113,9 @@ def assert_close(qkv: tuple[jax.Array, ...], out: Any, lse: Any, rules: dict[str
     q, k, v = (np.asarray(x).astype(np.float64) for x in qkv)
     names = ("causal", "scale", "logits_soft_cap", "alibi_slopes", "sinks")
     for b, keys, mask in by_sequence(q, k, rules):
-        want, want_lse = reference.attention(
-            q[b], k[b, :keys], v[b, :keys], window=rules.get("sliding_window") or (None, None), mask=mask,
-            **{name: rules[name] for name in names if name in rules},
-        )  # fmt: skip
+        given = {name: rules[name] for name in names if name in rules}
+        given |= {"window": rules.get("sliding_window") or (None, None), "mask": mask}
+        want, want_lse = reference.attention(q[b], k[b, :keys], v[b, :keys], **given)
         np.testing.assert_array_equal(np.isnan(out[b]), np.isnan(want))
         np.testing.assert_array_equal(np.isnan(lse[b]), np.isnan(want_lse))
         error = np.sqrt(np.mean(np.nan_to_num(out[b] - want) ** 2, axis=-1))
@@ -161,7 +160,7 @@ CASES: dict[str, tuple[tuple[jax.Array, ...], dict[str, Any]]] = {
         tensors(150, 700),
         {"kv_lens": np.array([650], np.int32), "sinks": SINKS, "blocks": (BLOCKS[0]._replace(keys=384),) * 2},
     ),
-}  # fmt: skip
+}
 
 
 #: Each alone notices a defect of `tests.testing.planted`.
