@@ -202,10 +202,11 @@ def attend_paged(call: Call, cache: Any, kwargs: dict[str, Any]) -> torch.Tensor
     capturing = _capturing(call.query)
     pages = pages_of(cache, call.module.layer_idx, kwargs)
     step = step_of(cache, call.module.layer_idx, kwargs["cu_seq_lens_q"], capturing)
-    in_pages = pages.views is not None and call.value.shape[-1] == call.query.shape[-1]
-    layer = _captured_layer(call, pages.size if in_pages else _size_of_gathered(call.backend))
-    if layer is not None:
-        return _attend_on_device(call, pages, step, layer, in_pages)
+    views = pages.views if call.value.shape[-1] == call.query.shape[-1] else None
+    size = _size_of_gathered(call.backend) if views is None else views[0].shape[1]
+    layer = layer_of(call, AttentionType.DECODER, size)
+    if _is_captured(layer):
+        return _attend_on_device(call, pages, step, layer, views)
     if capturing:
         raise call.refusal(
             "continuous batching while a CUDA graph is captured",
@@ -213,10 +214,8 @@ def attend_paged(call: Call, cache: Any, kwargs: dict[str, Any]) -> torch.Tensor
         )
     rows, query = int(step.starts[-1]), call.query[0].transpose(0, 1)
     out = torch.zeros_like(query[..., : call.value.shape[-1]])
-    if in_pages and pages.views is not None and len(pages.read):
-        layer = layer_of(call, AttentionType.DECODER, pages.size)
-        kv_cache = in_place(layer.backend, *pages.views)
-        layer.impl.do_kv_cache_update(layer, *_new(call), kv_cache, pages.written)
+    if views is not None and len(pages.read):
+        kv_cache = _updated(call, pages, layer, views)
         result = layer(query[:rows], None, None, kv_cache, step.metadata(pages, layer, query.device))
     else:
         q_lens, k_lens, key_starts = step.lens(pages)
@@ -227,19 +226,21 @@ def attend_paged(call: Call, cache: Any, kwargs: dict[str, Any]) -> torch.Tensor
     return out[None]
 
 
-def _new(call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """View a step's new keys and values as [T, K, D]."""
-    return call.key[0].transpose(0, 1), call.value[0].transpose(0, 1)
+def _updated(call: Call, pages: Pages, layer: Attention, views: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Write a step's new keys and values to transformers' pages; return these as a cache of the layer's backend."""
+    kv_cache = in_place(layer.backend, *views)
+    layer.impl.do_kv_cache_update(layer, call.key[0].transpose(0, 1), call.value[0].transpose(0, 1), kv_cache, pages.written)
+    return kv_cache
 
 
-def _attend_on_device(call: Call, pages: Pages, step: Step, layer: Attention, in_pages: bool) -> torch.Tensor:
+def _attend_on_device(
+    call: Call, pages: Pages, step: Step, layer: Attention, views: tuple[torch.Tensor, torch.Tensor] | None
+) -> torch.Tensor:
     """Attend without reading anything on the host: over transformers' pages, or over pages made of the step's keys."""
     rows, width = call.query.shape[2], call.value.shape[-1]
-    batch = step.on_device(pages, layer, rows, gathered=not in_pages)
-    if in_pages:
-        assert pages.views is not None
-        kv_cache = in_place(layer.backend, *pages.views)
-        layer.impl.do_kv_cache_update(layer, *_new(call), kv_cache, pages.written)
+    batch = step.on_device(pages, layer, rows, gathered=views is None)
+    if views is not None:
+        kv_cache = _updated(call, pages, layer, views)
     else:
         assert batch.taken is not None and batch.slots is not None
         slots = batch.slots if len(pages.read) else pages.read
@@ -251,12 +252,6 @@ def _attend_on_device(call: Call, pages: Pages, step: Step, layer: Attention, in
         kv_cache = caches.in_layout(layer.backend, both.unflatten(1, (-1, layer.kv_cache_spec.block_size)))
     out = layer(call.query[0].transpose(0, 1), None, None, kv_cache, batch.metadata)
     return out.masked_fill_(batch.padding[:, None, None], 0)[None, ..., :width]  # type: ignore[no-any-return]
-
-
-def _captured_layer(call: Call, size: int) -> Attention | None:
-    """Return the layer for a call over pages of `size` tokens if it reads nothing on the host, else None."""
-    layer = layer_of(call, AttentionType.DECODER, size)
-    return layer if _is_captured(layer) else None
 
 
 def _is_captured(layer: Attention) -> bool:

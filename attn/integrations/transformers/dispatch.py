@@ -20,16 +20,7 @@ from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum as Dense
 from attn.errors import UnsupportedError
 from attn.functional import Extras, Rules
-from attn.integrations.transformers.call import (
-    NAME,
-    Call,
-    asked,
-    dropout_name,
-    in_graph,
-    rows_first,
-    visible,
-    widened,
-)
+from attn.integrations.transformers.call import NAME, Call, asked, dropout_name, in_graph, rows_first, visible, widened
 from attn.integrations.transformers.masks import as_bool, as_drawn, drawn, read
 from attn.integrations.transformers.packing import layer_of, pack
 from attn.selector import selection_state
@@ -127,7 +118,7 @@ def _decided(call: Call) -> Launch | None:
     """Choose how to compute calls like this one; None if no launch can be repeated."""
     rows, width, padded = call.query.shape[2], call.value.shape[3], call.valid is not None
     pads, way = call.query.shape[3] - width, classify(call)
-    if way is Way.FORMULA or call.reaches or (way is Way.DENSE and padded and rows > 1):
+    if way is Way.FORMULA or (way is Way.DENSE and padded and rows > 1):
         return None
     plain = None if padded else _dense(call, way)
     if plain is not None:

@@ -109,20 +109,10 @@ def mask(
             'AttentionInterface; use attn_implementation="eager"'
         )
     mask_function = causal_mask_function if mask_function is None else mask_function  # torch 2.11 traces no truth of functions
-    draw: Any = functools.partial(
-        sdpa_mask,
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        allow_is_causal_skip=False,
-        allow_is_bidirectional_skip=False,
-        use_vmap=use_vmap,
-        device=device,
-    )
+    make: Any = sdpa_mask
+    given: Any = (batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask)
+    options = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False, "use_vmap": use_vmap, "device": device}
+    draw = functools.partial(make, *given, **options)
     if isinstance(q_offset, torch.Tensor) or torch.compiler.is_compiling():
         return draw()  # type: ignore[no-any-return]
     pattern, end = translated(mask_function), q_offset + q_length - kv_offset  # keys up to the last row's
@@ -133,7 +123,6 @@ def mask(
     present, whole = _valid(attention_mask, batch_size, end, kv_length, kv_offset, device)
     left = pattern.layer.window[0]
     found = Described(visible(causal, None if left is None or left + 1 >= end else left + 1), present, q_length, whole)
-    given: Any
     if pattern.reaches:
         if not _reached(found, pattern, q_offset, kv_offset):
             return draw()  # type: ignore[no-any-return]

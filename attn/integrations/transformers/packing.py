@@ -107,9 +107,6 @@ def pack(call: Call) -> torch.Tensor:
         if valid is not None:
             return _each(impl, call, q_lens)[..., :width]
         return impl.attend_keys(query, key, value, call.seen.layer.causal, spans)[..., :width]
-    if impl.attends_keys and valid is None and spans is None:
-        out = impl.attend_keys(query, key, value, call.seen.layer.causal)
-        return out[..., :width]  # type: ignore[no-any-return]
     query, key, value, real = query.flatten(0, 1), key.flatten(0, 1), value.flatten(0, 1), None
     if valid is not None:
         real = valid.present[:, -rows:].flatten() if sum(q_lens) < batch * rows else None

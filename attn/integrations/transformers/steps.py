@@ -29,9 +29,8 @@ class Pages:
     kind: what layers have in common that read the same keys; row_starts, key_starts: where each request's rows and keys begin,
     [R + 1]; most_rows, most_keys: no request has more, nor one of another step that a graph is replayed for; read, written:
     slots of all keys (none if the step reads no older ones) and of the new ones; views: the layer's keys and values as pages
-    [N, P, K, D] if it keeps all of them in pages, else None; size: tokens per page; update: takes new keys and values
-    [1, K, T, D] and slots of keys, stores the new ones and returns the keys and values of those slots, [S, K, D]; without
-    slots, the new ones.
+    [N, P, K, D] if it keeps all of them in pages, else None; update: takes new keys and values [1, K, T, D] and slots of keys,
+    stores the new ones and returns the keys and values of those slots, [S, K, D]; without slots, the new ones.
     """
 
     kind: Any
@@ -42,7 +41,6 @@ class Pages:
     read: torch.Tensor
     written: torch.Tensor
     views: tuple[torch.Tensor, torch.Tensor] | None
-    size: int
     update: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -50,7 +48,7 @@ def pages_of(cache: Any, index: int, kwargs: dict[str, Any]) -> Pages:
     """Read either form of the cache: an allocator per layer or, before transformers 5.18, groups of layers."""
     if hasattr(cache, "layer_to_allocator"):
         pool = cache.layer_to_allocator[index]
-        kind, size = pool.index, pool.tokens_per_page
+        kind = pool.index
         try:
             views = pool.get_cache_for_block_table(index)
         except NotImplementedError:  # a layer with a window: a ring buffer of the last keys
@@ -58,15 +56,13 @@ def pages_of(cache: Any, index: int, kwargs: dict[str, Any]) -> Pages:
         has_window = views is None
     else:
         # keys and values are in separate storages, which no view joins into a cache: they are gathered
-        (kind, _), size, views = cache.layer_index_to_group_indices[index], 0, None
+        (kind, _), views = cache.layer_index_to_group_indices[index], None
         has_window = cache.sliding_windows[index] != 1
     layer_type = "sliding_attention" if has_window else "full_attention"
     # from transformers 5.19 on bounds have these names, and the cache takes the step's arguments together
     together = "max_length_k" in kwargs
     names = ("max_length_q", "max_length_k") if together else ("max_seqlen_q", "max_seqlen_k")
-    most_rows, most_keys = (kwargs[name] for name in names)
     lists = {name: kwargs[name] for name in ("read_index", "write_index")}
-    read, written = (slots[kind] for slots in lists.values())
 
     def update(key: torch.Tensor, value: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         given = {**lists, "read_index": [slots] * len(lists["read_index"])}  # the cache reads that of the layer's kind
@@ -79,12 +75,11 @@ def pages_of(cache: Any, index: int, kwargs: dict[str, Any]) -> Pages:
         kind=kind,
         row_starts=kwargs["cu_seq_lens_q"],
         key_starts=_of(layer_type, kwargs["cu_seq_lens_k"]),
-        most_rows=most_rows,
-        most_keys=_of(layer_type, most_keys),
-        read=read,
-        written=written,
+        most_rows=kwargs[names[0]],
+        most_keys=_of(layer_type, kwargs[names[1]]),
+        read=lists["read_index"][kind],
+        written=lists["write_index"][kind],
         views=views,
-        size=size,
         update=update,
     )
 
@@ -143,7 +138,7 @@ class Step:
         key = pages.kind, layer.backend, layer.kv_cache_spec, device
         if key not in self._metadata:
             q_lens, k_lens, key_starts = self.lens(pages)
-            where, size = pages.read.cpu().numpy(), pages.size
+            where, size = pages.read.cpu().numpy(), layer.kv_cache_spec.block_size
             ends = zip(key_starts[:-1], key_starts[1:], np.diff(self.starts), strict=True)
             table: list[Any] = [where[start:end:size] // size for start, end, rows in ends if rows > 0 and end > start]
             batch = CommonAttentionMetadata.from_lens(q_lens, k_lens, table, size)

@@ -251,7 +251,7 @@ def pages_with(q_lens, past, padding, page=16):
     read = torch.cat((*slots, torch.zeros(keys, dtype=torch.int64))) if older else torch.zeros(0, dtype=torch.int64)
     new = [own[len(own) - q :] for own, q in zip(slots, q_lens, strict=True)]
     written = torch.cat((*new, torch.full((rows,), page)))
-    pages = Pages(0, row_starts, key_starts, max(q_lens) + rows, max(lens) + keys, read, written, None, page, None)
+    pages = Pages(0, row_starts, key_starts, max(q_lens) + rows, max(lens) + keys, read, written, None, None)
     return pages, slots
 
 

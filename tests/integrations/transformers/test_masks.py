@@ -11,6 +11,7 @@ from attn.errors import UnsupportedError  # noqa: E402
 from attn.integrations import transformers as attn_transformers  # noqa: E402
 from attn.integrations.transformers import dispatch, packing  # noqa: E402
 from attn.integrations.transformers.call import CAUSAL, Call, replaced  # noqa: E402
+from attn.integrations.transformers.masks import read  # noqa: E402
 from attn.visibility import BatchMask  # noqa: E402
 from tests.integrations.tiny_transformers import SMALL, batch, sharpened  # noqa: E402
 
@@ -105,6 +106,11 @@ def test_blocks_that_are_no_span_are_drawn():
         assert torch.equal(got, want)
 
 
+def without_chunks(call, draw=False):
+    read(call, draw)
+    call.seen = call.seen._replace(layer=call.seen.layer._replace(chunk_size=None))
+
+
 def llama4():
     torch.manual_seed(0)
     config = transformers.Llama4TextConfig(
@@ -136,8 +142,7 @@ def test_llama4(padding, options, paged, monkeypatch):
     assert torch.equal(got, want)
     torch.testing.assert_close(near, logits, rtol=1e-3, atol=1e-3)
     if not options:  # the control: without chunks
-        pack = dispatch.pack
-        monkeypatch.setattr(dispatch, "pack", lambda call: pack(replaced(call, seen=CAUSAL)))
+        monkeypatch.setattr(dispatch, "read", without_chunks)
         assert (tokens(model, "attn", padding)[1] - logits).abs().max() > 0.01
 
 
