@@ -332,6 +332,14 @@ DEFECTS = (
         "Positions within a context chunk are counted from the chunk's first request.",
     ),
     Defect(
+        "xla_mla_indexer_last_step",
+        "jax/kernels/xla_mla.py",
+        "-(-(last + 1) // (pages * page))",
+        "last // (pages * page)",
+        ("jax/backends/mla/test_xla_mla_sparse.py",),
+        "The indexer does not score the keys of a row's last step.",
+    ),
+    Defect(
         "xla_mla_keys_of_a_cut_request",
         "jax/kernels/xla_mla.py",
         "keys = jnp.maximum(keys - (starts - inside)[1:], 0)",

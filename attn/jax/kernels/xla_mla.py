@@ -26,6 +26,7 @@ _LATENT, _TILE, _SCALES, _ROPE = 512, 128, 512, 528  # the fp8_ds_mla row: offse
 _NONE = jnp.iinfo(jnp.int32).max
 #: Rows that are attended at a time. A window is computed whole, over the keys of its longest request.
 WINDOW = 256
+_SCORED = 2048  #: keys that the indexer scores at a time
 
 
 @functools.partial(jax.jit, static_argnames=("kv_lora_rank", "max_query_len", "causal"))
@@ -292,21 +293,29 @@ def lightning_indexer(
     """
     rows, page = query.shape[0], key_cache.shape[1]
     row = jnp.arange(rows, dtype=jnp.int32)
-    request = jnp.sum(row[:, None] >= query_start_loc[1:], axis=1, dtype=jnp.int32)
-    owned = request < seq_lens.shape[0]
-    request = jnp.where(owned, request, 0)
-    position = seq_lens[request] - query_start_loc[request + 1] + row
+    request = request_of(query_start_loc, row)
+    position = jnp.where(row < query_start_loc[-1], seq_lens[request] - query_start_loc[request + 1] + row, -1)
+    columns = block_table.shape[1]
+    pages = max(1, min(columns, _SCORED // page))  # of a step
     used = -(-seq_lens // page)[:, None]
-    table = jnp.where(jnp.arange(block_table.shape[1]) < used, block_table, 0)
-    keys = key_cache[table].reshape(table.shape[0], -1, key_cache.shape[2])
+    table = jnp.where(jnp.arange(columns) < used, block_table, 0)
+    table = jnp.pad(table, ((0, 0), (0, -columns % pages)))
 
-    def one(q: jax.Array, w: jax.Array, r: jax.Array) -> jax.Array:
-        dots = jnp.einsum("ie,se->is", q, keys[r].astype(q.dtype), precision="highest", preferred_element_type=jnp.float32)
-        return w.astype(jnp.float32) @ jax.nn.relu(dots)
+    def one(q: jax.Array, w: jax.Array, r: jax.Array, last: jax.Array) -> jax.Array:
+        """Score the keys up to position `last`, some pages at a time: a row costs as much as its own request is long."""
 
-    scores = lax.map(lambda x: one(*x), (query, weights, request))  # one row at a time: [T, I, S] would fill the memory
-    seen = owned[:, None] & (jnp.arange(scores.shape[1], dtype=jnp.int32) <= position[:, None])
-    scores = jnp.where(seen, scores, -jnp.inf)
+        def step(i: jax.Array, scores: jax.Array) -> jax.Array:
+            keys = key_cache[lax.dynamic_slice(table, (r, i * pages), (1, pages))[0]].reshape(pages * page, -1)
+            dots = jnp.einsum("ie,se->is", q, keys.astype(q.dtype), precision="highest", preferred_element_type=jnp.float32)
+            return lax.dynamic_update_slice(scores, w.astype(jnp.float32) @ jax.nn.relu(dots), (i * pages * page,))
+
+        shape = jax.eval_shape(step, last, jax.ShapeDtypeStruct((table.shape[1] * page,), jnp.float32))
+        none = jnp.full_like(shape, -jnp.inf)  # under shard_map it varies over the mesh axes of a step's result
+        return lax.fori_loop(0, -(-(last + 1) // (pages * page)), step, none)
+
+    # one row at a time: [T, I, S] would fill the memory
+    scores = lax.map(lambda x: one(*x), (query, weights, request, position))[:, : columns * page]
+    scores = jnp.where(jnp.arange(columns * page, dtype=jnp.int32) <= position[:, None], scores, -jnp.inf)
     best, indices = lax.top_k(scores, min(topk, scores.shape[1]))
     indices = jnp.where(best > -jnp.inf, indices, -1).astype(jnp.int32)
     return jnp.pad(indices, ((0, 0), (0, topk - indices.shape[1])), constant_values=-1), scores

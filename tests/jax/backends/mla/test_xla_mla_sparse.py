@@ -80,10 +80,12 @@ def test_what_is_refused(make_mla: Any, monkeypatch: pytest.MonkeyPatch) -> None
         dense.layer(*dense.arguments(), indices=jnp.zeros((rows, 4), jnp.int32))
 
 
-def test_the_indexer(make_mla: Any) -> None:
-    """Scores by the formula; the chosen set is the top k of each row's past, but for ties."""
+@pytest.mark.parametrize(("scored", "topk"), [(2048, 8), (16, 7)])
+def test_the_indexer(make_mla: Any, monkeypatch: pytest.MonkeyPatch, scored: int, topk: int) -> None:
+    """Scores by the formula, in one step and in several; the chosen set is the top k of each row's past, but for ties."""
+    monkeypatch.setattr(xla_mla, "_SCORED", scored)  # read when a program is traced: each has its own topk
     batch = make_mla()
-    heads, width, topk, page = 6, 16, 8, batch.page
+    heads, width, page = 6, 16, batch.page
     rng = np.random.default_rng(3)
     rows = batch.metadata.slot_mapping.shape[0]
     query, weights = rng.standard_normal((rows, heads, width), np.float32), rng.standard_normal((rows, heads), np.float32)
