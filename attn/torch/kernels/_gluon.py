@@ -74,10 +74,10 @@ def descriptor(
 
 #: The names in `gl` that the kernels use.
 NAMES = (
-    "BlockedLayout", "DotOperandLayout", "NVMMADistributedLayout", "NVMMASharedLayout", "SliceLayout", "SwizzledSharedLayout",
-    "abs", "allocate_shared_memory", "arange", "associative_scan", "constexpr", "convert_layout", "exp2", "float32", "full",
-    "inline_asm_elementwise", "int32", "int64", "load", "log2", "max", "maximum", "minimum", "num_programs", "program_id",
-    "static_range", "store", "sum", "warp_specialize", "where", "zeros",
+    "BlockedLayout", "DotOperandLayout", "NVMMADistributedLayout", "NVMMASharedLayout", "SliceLayout",
+    "SwizzledSharedLayout", "abs", "allocate_shared_memory", "arange", "associative_scan", "atomic_add", "constexpr",
+    "convert_layout", "exp2", "float32", "full", "inline_asm_elementwise", "int32", "int64", "load", "log2", "max",
+    "maximum", "minimum", "num_programs", "program_id", "static_range", "store", "sum", "warp_specialize", "where", "zeros",
 )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import library
 
-from attn.torch.kernels.direct import Prepared, strides_that_count
+from attn.torch.kernels.direct import Prepared, memory_of_stream, strides_that_count
 from attn.torch.kernels.launch import arch, multiprocessors, power_of_two, row_launch, row_parts
 from attn.torch.kernels.paged_attention import LOG2E, _tanh
 from attn.torch.kernels.plan import UNBOUNDED
@@ -139,9 +139,6 @@ def _store(  # type: ignore[no-untyped-def]
     tl.store(at_d, result.to(output.dtype.element_ty), mask=live[:, None] & (d < D)[None, :])
 
 
-_memories: dict[tuple[torch.device, int], tuple[torch.Tensor, torch.Tensor]] = {}
-
-
 class Decoder:
     """The calls of layers of one shape, which have one row per request.
 
@@ -205,7 +202,9 @@ class Decoder:
         if not q_d == k_d == v_d == m_k == 1:
             mask = None if mask is None else mask.clone(memory_format=torch.contiguous_format)
             return self(query.contiguous(), key.contiguous(), value.contiguous(), sinks, runs, mask, parts)
-        states, counters = _memory(device, batch * parts * self.heads * (self.size + 1), count) if parts > 1 else (None, None)
+        states, counters = (
+            memory_of_stream(device, batch * parts * self.heads * (self.size + 1), count) if parts > 1 else (None, None)
+        )
         first, number = (None, None) if runs is None else (runs.first, runs.number)
         strides = q_b, q_h, k_b, k_t, k_h, v_b, v_t, v_h
         variant = (sinks is not None) | (runs is not None) << 1 | (mask is not None) << 2 | (parts > 1) << 3
@@ -282,24 +281,3 @@ _operator = library.custom_op("attn::dense_row", _row, mutates_args=())
 def _(query, *rest):  # type: ignore[no-untyped-def]
     batch, heads, _, size = query.shape
     return query.new_empty(batch, 1, heads, size)
-
-
-def _memory(device: torch.device, floats: int, counters: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return float32 memory, and int32 counters that are 0, both kept per stream, whose launches run one after the other.
-
-    A CUDA graph has its own, since it may be replayed on any stream.
-    """
-    stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
-    kept = _memories.get((device, stream))
-    captured = stream and torch.cuda.is_current_stream_capturing()
-    if captured or kept is None or kept[0].numel() < floats or kept[1].numel() < counters:
-        if not captured:
-            floats, counters = max(1 << 20, power_of_two(floats)), max(1 << 12, power_of_two(counters))
-        memory = (
-            torch.empty(floats, dtype=torch.float32, device=device),
-            torch.zeros(counters, dtype=torch.int32, device=device),
-        )
-        if captured:
-            return memory
-        kept = _memories[device, stream] = memory
-    return kept

@@ -15,7 +15,7 @@ import triton
 from torch import library
 
 from attn.torch.kernels.hopper import CannotCompile
-from attn.torch.kernels.launch import is_eager
+from attn.torch.kernels.launch import is_eager, power_of_two
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -124,3 +124,25 @@ def operator(name: str, *mutated: str) -> Callable[[Callable[..., None]], Callab
         return call
 
     return decorate
+
+
+_memories: dict[tuple[torch.device, int], tuple[torch.Tensor, torch.Tensor]] = {}
+
+
+def memory_of_stream(device: torch.device, floats: int, counters: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return float32 memory, and int32 counters that are 0 and that a kernel leaves at 0; both are kept per stream, whose
+    launches run one after the other. A CUDA graph has its own, since it may be replayed on any stream."""
+    stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    kept = _memories.get((device, stream))
+    captured = stream and torch.cuda.is_current_stream_capturing()
+    if captured or kept is None or kept[0].numel() < floats or kept[1].numel() < counters:
+        if not captured:
+            floats, counters = max(1 << 20, power_of_two(floats)), max(1 << 12, power_of_two(counters))
+        memory = (
+            torch.empty(floats, dtype=torch.float32, device=device),
+            torch.zeros(counters, dtype=torch.int32, device=device),
+        )
+        if captured:
+            return memory
+        kept = _memories[device, stream] = memory
+    return kept

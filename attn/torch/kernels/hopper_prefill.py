@@ -8,9 +8,10 @@ exponentials in between. The two consumers drift apart until one's exponentials 
 FlashAttention-3, 2024). Tiles are processed from the last key to the first, so that the tiles that need a mask come first and
 last.
 
-Grid: any number of programs; program i processes the tiles i, i + programs, ... in the order request, longest rows first,
-kv head. With as many programs as tiles the hardware balances them; with fewer, some multiprocessors are left for a decode
-that runs concurrently (`paged_attention`). No length is fetched from the device.
+Grid: any number of programs, each of which takes one unit of work after another from a counter, in the order request, longest
+rows first, kv head: requests of any lengths end together, and with fewer programs than multiprocessors some are left for a
+decode that runs concurrently (`paged_attention`). The producer takes a unit ahead: its queries are copied, and consumers look
+it up, while the one before is computed. No length is fetched from the device.
 
 Pages after a request's last are not read (the engine fills in zeros). Values in slots after its length, or before the first
 key that a row of the tile sees, are not used: the producer overwrites them. If a value that some row sees is NaN or
@@ -40,7 +41,7 @@ from attn.torch.kernels._gluon import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from attn.torch.kernels.direct import Kind, Prepared, kind_of
+from attn.torch.kernels.direct import Kind, Prepared, kind_of, memory_of_stream
 from attn.torch.kernels.launch import FUSED, power_of_two
 
 REQUESTS = 1024  #: limit per batch: one vector operation counts all their tiles
@@ -66,22 +67,9 @@ def _ends_of(query_start_loc, min_query, num_reqs, BLOCK_Q: gl.constexpr, LAYOUT
 
 
 @gluon.jit
-def _unit(wave):  # type: ignore[no-untyped-def]
-    """A program's unit of work in round `turn`: odd rounds run backwards, so that long units are spread over programs."""
-    i = gl.program_id(0)
-    return wave * gl.num_programs(0) + gl.where(wave % 2 == 0, i, gl.num_programs(0) - 1 - i)
-
-
-@gluon.jit
-def _waves(units):  # type: ignore[no-untyped-def]
-    whole = units // gl.num_programs(0)
-    return gl.where(_unit(whole) < units, whole + 1, whole)
-
-
-@gluon.jit
 def _find(ends, unit, query_start_loc, seq_lens, K: gl.constexpr, PAGED: gl.constexpr):  # type: ignore[no-untyped-def]
     """A unit's request, its tile counted from the request's last, and what is loaded of it: first token, the next request's
-    first token, keys. A unit beyond the last one is the last: it is looked up one ahead."""
+    first token, keys. A unit beyond the last one is looked up as the last."""
     tile = gl.minimum(unit, gl.max(ends, 0) * K - 1) // K
     before = ends <= tile
     r = gl.sum(before.to(gl.int32), 0)
@@ -113,8 +101,8 @@ def _tile_of(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _produce(  # type: ignore[no-untyped-def]
-    q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty, v_raw,
-    query_start_loc, seq_lens, block_table, left, right, min_query, num_reqs, num_pages, table_r,
+    q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full, u_empty, k_full, k_empty, v_full,
+    v_empty, v_raw, counters, query_start_loc, seq_lens, block_table, left, right, min_query, num_reqs, num_pages, table_r,
     K: gl.constexpr, G: gl.constexpr, BLOCK_D: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, BLOCK_Q: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, PAGED: gl.constexpr, R: gl.constexpr,
 ):  # fmt: skip
@@ -131,12 +119,20 @@ def _produce(  # type: ignore[no-untyped-def]
     v_rows = reinterpret(v_ring, dtype, [STAGES * HALVES * (BLOCK_N // 16), 16, COLUMNS], rows_layout)
     clear_layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [1, 1], [1, 0])
     row = gl.arange(0, 16, layout=gl.SliceLayout(1, clear_layout))
+    UNIT: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     ends = _ends_of(query_start_loc, min_query, num_reqs, BLOCK_Q, gl.BlockedLayout([R // 32], [32], [1], [0]), R)
     units = gl.max(ends, 0) * K
     count = 0
     raw_phase = 0
-    for wave in range(_waves(units)):
-        unit = _unit(wave)
+    wave = 0
+    unit = gl.program_id(0)
+    while unit < units:
+        slot = wave % 2
+        following = gl.num_programs(0) + gl.atomic_add(counters, 1, sem="relaxed")
+        mbarrier.wait(u_empty.index(slot), wave // 2 & 1 ^ 1)
+        units_ring.index(slot).store(gl.full([1], following, gl.int32, UNIT))
+        barrier()
+        mbarrier.arrive(u_full.index(slot), count=1)
         r, from_last, begin, end, seq_len = _find(ends, unit, query_start_loc, seq_lens, K, PAGED)
         q_len, seq_len, first, last, seen, low, high = _tile_of(
             from_last, begin, end, seq_len, left, right, BLOCK_Q, BLOCK_N, PAGED
@@ -144,7 +140,6 @@ def _produce(  # type: ignore[no-untyped-def]
         kv_head = unit % K
         if Q_STAGES == 2:
             q_boxes = reinterpret(q_ring, dtype, [4 * HALVES, 1, BLOCK_Q // 2, G, COLUMNS], q_desc.layout)
-            slot = wave % 2
             mbarrier.wait(q_empty.index(slot), wave // 2 & 1 ^ 1)
             mbarrier.expect(q_full.index(slot), 128 * BLOCK_D * 2)
             for which in gl.static_range(2):
@@ -214,6 +209,11 @@ def _produce(  # type: ignore[no-untyped-def]
                             v_boxes.index(stage * (HALVES * BOXES) + h * BOXES + b),
                         )  # fmt: skip
             count += 1
+        unit = following
+        wave += 1
+    if gl.atomic_add(counters + 1, 1, sem="relaxed") == gl.num_programs(0) - 1:  # every program has taken its last unit
+        gl.store(counters, 0)
+        gl.store(counters + 1, 0)
 
 
 @gluon.jit
@@ -280,9 +280,9 @@ def _step(  # type: ignore[no-untyped-def]
 
 @gluon.jit
 def _consume(  # type: ignore[no-untyped-def]
-    output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty,
-    query_start_loc, seq_lens, block_table, sinks, factor, v_factor, cap, left, right, min_query, num_reqs,
-    o_t, o_h, lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r,
+    output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full, u_empty, k_full,
+    k_empty, v_full, v_empty, query_start_loc, seq_lens, block_table, sinks, factor, v_factor, cap, left, right, min_query,
+    num_reqs, o_t, o_h, lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r,
     H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, P: gl.constexpr, BLOCK_Q: gl.constexpr,
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, PAGED: gl.constexpr, NEGATE: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr, R: gl.constexpr,
@@ -302,14 +302,21 @@ def _consume(  # type: ignore[no-untyped-def]
     copy_row = WHICH * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, COPY))
     copy_d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, COPY))
     row = WHICH * 64 + gl.arange(0, 64, layout=ROW)
-    r, from_last, begin, end, seq_len = _find(ends, _unit(0), query_start_loc, seq_lens, K, PAGED)
-    for wave in range(_waves(units)):
+    UNIT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    unit = gl.program_id(0)
+    wave = 0
+    r, from_last, begin, end, seq_len = _find(ends, unit, query_start_loc, seq_lens, K, PAGED)
+    while unit < units:
         q_len, seq_len, first, last, seen, low, high = _tile_of(
             from_last, begin, end, seq_len, left, right, BLOCK_Q, BLOCK_N, PAGED
         )
-        kv_head = _unit(wave) % K
+        kv_head = unit % K
+        turn = wave % 2
+        mbarrier.wait(u_full.index(turn), wave // 2 & 1)
+        unit = gl.sum(units_ring.index(turn).load(UNIT), 0)
+        mbarrier.arrive(u_empty.index(turn), count=1)
         # loaded while this unit is computed
-        next_r, from_last, next_begin, end, next_len = _find(ends, _unit(wave + 1), query_start_loc, seq_lens, K, PAGED)
+        next_r, from_last, next_begin, end, next_len = _find(ends, unit, query_start_loc, seq_lens, K, PAGED)
         context = seq_len - q_len
         token = first + copy_row // G
         head = kv_head * G + copy_row % G
@@ -418,6 +425,7 @@ def _consume(  # type: ignore[no-untyped-def]
         if Q_STAGES == 2:
             mbarrier.arrive(q_empty.index(slot), count=1)
         r, begin, seq_len = next_r, next_begin, next_len
+        wave += 1
 
 
 @gluon.jit
@@ -459,9 +467,9 @@ def _nan_safe(  # type: ignore[no-untyped-def]
 
 @gluon.jit(do_not_specialize=_BATCH)
 def _prefill(  # type: ignore[no-untyped-def]
-    output, lse, query, key_cache, value_cache, query_start_loc, seq_lens, block_table, sinks, q_desc, k_desc, v_desc,
-    factor, v_factor, num_reqs, num_pages, lse_h, table_r, o_t, o_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head,
-    cap, left, right, min_query,
+    output, lse, query, key_cache, value_cache, query_start_loc, seq_lens, block_table, sinks, counters,
+    q_desc, k_desc, v_desc, factor, v_factor, num_reqs, num_pages, lse_h, table_r,
+    o_t, o_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, cap, left, right, min_query,
     H: gl.constexpr, G: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr,
     BLOCK_Q: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, PAGED: gl.constexpr,
     NEGATE: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_CAP: gl.constexpr, HAS_SINKS: gl.constexpr, HAS_LSE: gl.constexpr,
@@ -472,6 +480,9 @@ def _prefill(  # type: ignore[no-untyped-def]
     q_ring = gl.allocate_shared_memory(dtype, [2 * Q_STAGES, 64, BLOCK_D], ring)
     k_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], ring)
     v_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_N, BLOCK_D], ring)
+    units_ring = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, order=[0]))
+    u_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    u_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_full = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     q_empty = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -482,6 +493,8 @@ def _prefill(  # type: ignore[no-untyped-def]
     for i in gl.static_range(2):
         mbarrier.init(q_full.index(i), count=1)
         mbarrier.init(q_empty.index(i), count=2)
+        mbarrier.init(u_full.index(i), count=1)
+        mbarrier.init(u_empty.index(i), count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(k_full.index(i), count=1)
         mbarrier.init(v_full.index(i), count=1)
@@ -495,25 +508,23 @@ def _prefill(  # type: ignore[no-untyped-def]
     gl.warp_specialize(
         [
             (_consume, (
-                output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full,
-                v_empty,
-                query_start_loc, seq_lens, block_table, sinks, factor, v_factor, cap, left, right, min_query, num_reqs,
-                o_t, o_h, lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r,
-                H, G, D, BLOCK_D, P, BLOCK_Q, BLOCK_N, STAGES, Q_STAGES, PAGED, NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS,
-                HAS_LSE, R, 0,
+                output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full,
+                u_empty, k_full, k_empty, v_full, v_empty, query_start_loc, seq_lens, block_table, sinks, factor, v_factor,
+                cap, left, right, min_query, num_reqs, o_t, o_h, lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot,
+                v_head, table_r, H, G, D, BLOCK_D, P, BLOCK_Q, BLOCK_N, STAGES, Q_STAGES, PAGED, NEGATE, HAS_LEFT, HAS_CAP,
+                HAS_SINKS, HAS_LSE, R, 0,
             )),
             (_consume, (
-                output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full,
-                v_empty,
-                query_start_loc, seq_lens, block_table, sinks, factor, v_factor, cap, left, right, min_query, num_reqs,
-                o_t, o_h, lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head, table_r,
-                H, G, D, BLOCK_D, P, BLOCK_Q, BLOCK_N, STAGES, Q_STAGES, PAGED, NEGATE, HAS_LEFT, HAS_CAP, HAS_SINKS,
-                HAS_LSE, R, 1,
+                output, lse, query, key_cache, value_cache, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full,
+                u_empty, k_full, k_empty, v_full, v_empty, query_start_loc, seq_lens, block_table, sinks, factor, v_factor,
+                cap, left, right, min_query, num_reqs, o_t, o_h, lse_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot,
+                v_head, table_r, H, G, D, BLOCK_D, P, BLOCK_Q, BLOCK_N, STAGES, Q_STAGES, PAGED, NEGATE, HAS_LEFT, HAS_CAP,
+                HAS_SINKS, HAS_LSE, R, 1,
             )),
             (_produce, (
-                q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, q_full, q_empty, k_full, k_empty, v_full, v_empty, v_raw,
-                query_start_loc, seq_lens, block_table, left, right, min_query, num_reqs, num_pages, table_r,
-                K, G, BLOCK_D, P, BOX, BLOCK_Q, BLOCK_N, STAGES, Q_STAGES, PAGED, R,
+                q_desc, k_desc, v_desc, q_ring, k_ring, v_ring, units_ring, q_full, q_empty, u_full, u_empty, k_full, k_empty,
+                v_full, v_empty, v_raw, counters, query_start_loc, seq_lens, block_table, left, right, min_query, num_reqs,
+                num_pages, table_r, K, G, BLOCK_D, P, BOX, BLOCK_Q, BLOCK_N, STAGES, Q_STAGES, PAGED, R,
             )),
         ],
         [4, 1],
@@ -575,7 +586,8 @@ def prefill(
         k_strides, v_strides = (pages * k_strides[0], *k_strides), (pages * v_strides[0], *v_strides)
     page, kv_heads = k_shape[1] if paged else ROWS, k_shape[2]
     strides, group = (o_t, o_h, q_t, q_h, *k_strides[:3], *v_strides[:3]), heads // kv_heads
-    arrays = (output, lse, query, key_cache, value_cache, query_start_loc, seq_lens, block_table, sinks)
+    counters = memory_of_stream(query.device, 0, 2)[1]
+    arrays = (output, lse, query, key_cache, value_cache, query_start_loc, seq_lens, block_table, sinks, counters)
     rules = (cap, negate, left, right, has_left, min_query)
     # the engine copies queries of whole rows of both consumers, as they are
     ahead = size <= 128 and 64 % group == 0 and not negate and not (q_t | q_h) % 8 and not query.data_ptr() % 16
@@ -610,7 +622,7 @@ def _box(page: int, size: int) -> int:
 @functools.lru_cache(maxsize=1024)
 def _prepared(kind: Kind, heads: int, group: int, size: int, page: int, rules: tuple[Any, ...], ahead: bool) -> Prepared:
     """The kernel for calls that agree in these. ahead: whether queries are copied one unit ahead."""
-    _, lse, *_, table, sinks = kind[1]
+    _, lse, *_, table, sinks, _ = kind[1]
     cap, negate, left, right, has_left, min_query = rules
     return Prepared(
         _prefill, cap=cap, left=left, right=right, min_query=min_query, H=heads, G=group, D=size,
