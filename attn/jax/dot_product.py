@@ -71,8 +71,9 @@ def dot_product_attention(
     if not batched:
         query, key, value = query[None], key[None], value[None]
     call = _Call(query, key, value, *scored, scale, visible, *lens).simplified()
-    how: str | None = implementation or ("xla" if backend is None and 0 in query.shape[-2:] else None)
-    how = how or _chosen(call, backend)  # no backend is asked for no heads
+    if implementation is None and backend is None and 0 in query.shape[-2:]:
+        implementation = "xla"  # no backend is asked for no heads
+    how = implementation or _chosen(call, backend)
     if how == "PALLAS":
         out, lse = _pallas(call)
     elif how in ("xla", "cudnn"):

@@ -511,8 +511,8 @@ DEFECTS = (
     Defect(
         "tpu_encoder_window",
         "jax/backends/pallas.py",
-        'rules["sliding_window"] = rules.pop("window")',
-        'rules.pop("window")',
+        "sliding_window=self.window,",
+        "sliding_window=None,",
         ("jax/test_conformance.py",),
         "The window of an encoder is dropped.",
     ),

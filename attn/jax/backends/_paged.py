@@ -136,9 +136,10 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         heads = (-1, self.num_kv_heads, self.head_size)
         return self._write(key.reshape(heads), value.reshape(heads), kv_cache, slot_mapping, layer._k_scale, layer._v_scale)
 
-    def _rules(self) -> dict[str, Any]:
-        """Return the layer's constants under the names that kernels give them."""
-        return {name: getattr(self, name) for name in ("scale", "window", "logits_soft_cap", "alibi_slopes", "sinks")}
+    def _rules(self, call: PagedCall) -> dict[str, Any]:
+        """Return the constants of the layer and the batch under the names that kernels give them."""
+        rules = {name: getattr(self, name) for name in ("scale", "window", "logits_soft_cap", "alibi_slopes", "sinks")}
+        return {**rules, "max_query_len": call.meta.max_query_len, "causal": call.mask.layer.causal}
 
     def _slots(self, attn_metadata: PagedAttentionMetadata) -> jax.Array:
         """Return the batch's slots, with padding rows set to no slot (in cross attention, the encoder's slots unchanged)."""

@@ -110,10 +110,8 @@ class PallasAttentionImpl(PagedAttentionImpl, backend=PallasAttentionBackend):
                 kv_cache, key, value = self._write(key, value, kv_cache, slots, **scales), None, None
             else:
                 key, value = (caches.encode(x, kv_cache.dtype, s) for x, s in zip((key, value), scales.values(), strict=True))
-        static = {"max_query_len": meta.max_query_len, "causal": call.mask.layer.causal}
-        static["return_lse"] = self.need_to_return_lse_for_decode
-        more = {**self._rules(), "tree_mask": tree, **scales, **static}
-        return _attend(call.query, key, value, kv_cache, *meta.requests, slots, **more)
+        rules = {**self._rules(call), **scales, "tree_mask": tree, "return_lse": self.need_to_return_lse_for_decode}
+        return _attend(call.query, key, value, kv_cache, *meta.requests, slots, **rules)
 
     def _attend_ragged(self, call: PagedCall) -> tuple[jax.Array, jax.Array | None]:
         ends, row = call.meta.query_start_loc[1:], jnp.arange(call.query.shape[0])
@@ -121,10 +119,9 @@ class PallasAttentionImpl(PagedAttentionImpl, backend=PallasAttentionBackend):
         live = row < ends[-1]
         value = jnp.where(live[:, None, None], call.value, 0)  # a NaN in padding would cost a second pass
         segments = {"q_segment_ids": request, "kv_segment_ids": jnp.where(live, request, ends.shape[0] + 1)}
-        arrays = {"q": call.query, "k": call.key, "v": value, **segments}
-        rules = self._rules()
-        rules["sliding_window"] = rules.pop("window")
-        out, lse = _attend_segments(**{name: x[None] for name, x in arrays.items()}, **rules, return_lse=True)
+        arrays = {name: x[None] for name, x in {"q": call.query, "k": call.key, "v": value, **segments}.items()}
+        rules = {name: getattr(self, name) for name in ("scale", "logits_soft_cap", "alibi_slopes", "sinks")}
+        out, lse = _attend_segments(**arrays, **rules, sliding_window=self.window, return_lse=True)
         return out[0], lse[0]
 
 

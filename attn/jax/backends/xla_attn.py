@@ -35,13 +35,8 @@ class XLAAttentionImpl(PagedAttentionImpl, backend=XLAAttentionBackend):
     def _attend(self, call: PagedCall) -> tuple[jax.Array, jax.Array]:
         of_layer = {"chunk_size": self.mask.chunk_size, "span_window": bool(self.mask.span_window)}
         of_call = {"batch": call.meta.mask, "k_scale": call.k_scale, "v_scale": call.v_scale}
-        more = {**of_layer, **of_call, **self._rules(), **_static(call)}
-        return self._over_cache(call.query, call.kv_cache, *call.meta.requests, **more)  # type: ignore[no-any-return]
+        rules = {**self._rules(call), **of_layer, **of_call}
+        return self._over_cache(call.query, call.kv_cache, *call.meta.requests, **rules)  # type: ignore[no-any-return]
 
     def _attend_ragged(self, call: PagedCall) -> tuple[jax.Array, jax.Array]:
-        starts = call.meta.query_start_loc
-        return xla.ragged_attention(call.query, call.key, call.value, starts, **self._rules(), **_static(call))
-
-
-def _static(call: PagedCall) -> dict[str, Any]:
-    return {"max_query_len": call.meta.max_query_len, "causal": call.mask.layer.causal}
+        return xla.ragged_attention(call.query, call.key, call.value, call.meta.query_start_loc, **self._rules(call))

@@ -3,6 +3,8 @@
 Key masks that are prefixes are passed as lengths, other masks as segments: rows of segment 1 see keys of segment 1.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -34,15 +36,7 @@ class PallasAttentionImpl(DenseImpl, backend=PallasAttentionBackend):
 
         lens = None if call.lens is None else jnp.asarray(call.lens, jnp.int32)
         segments = None if call.lens is not None or call.present is None else call.present.astype(jnp.int32)
-        out, lse = flash_attention(
-            call.query,
-            call.key,
-            call.value,
-            causal=self.causal,
-            scale=self.scale,
-            return_lse=True,
-            kv_lens=lens,
-            kv_segment_ids=segments,
-            q_segment_ids=None if segments is None else jnp.ones(call.query.shape[:2], jnp.int32),
-        )
+        rows = None if segments is None else jnp.ones(call.query.shape[:2], jnp.int32)
+        masks: dict[str, Any] = {"kv_lens": lens, "q_segment_ids": rows, "kv_segment_ids": segments, "causal": self.causal}
+        out, lse = flash_attention(call.query, call.key, call.value, scale=self.scale, return_lse=True, **masks)
         return out, lse

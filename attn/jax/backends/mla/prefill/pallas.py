@@ -29,15 +29,11 @@ class PallasPrefillBackend(MLAPrefillBackend):
     )
 
     def _attend(self, call: PrefillCall) -> tuple[jax.Array, jax.Array]:
+        arrays = [x[None] for x in (call.q, call.k, call.v)]
+        rows = _segments(call.meta.query_start_loc, call.q.shape[0], _NO_ROW)
+        keys = _segments(call.key_start_loc, call.k.shape[0], _NO_KEY)
         out, lse = flash_attention(
-            call.q[None],
-            call.k[None],
-            call.v[None],
-            q_segment_ids=_segments(call.meta.query_start_loc, call.q.shape[0], _NO_ROW),
-            kv_segment_ids=_segments(call.key_start_loc, call.k.shape[0], _NO_KEY),
-            causal=call.causal,
-            scale=self.scale,
-            return_lse=True,
+            *arrays, q_segment_ids=rows, kv_segment_ids=keys, causal=call.causal, scale=self.scale, return_lse=True
         )
         return out[0], lse[0]
 
