@@ -28,6 +28,7 @@ from attn.capabilities import AttentionType, Feature, supports_size
 from attn.dtypes import DTYPES, dtype_name
 from attn.errors import DTypeError, ShapeError, UnsupportedError
 from attn.imports import resolve_obj_by_qualname
+from attn.visibility import BatchMask, LayerMask, Visibility
 
 Array = Any
 
@@ -119,11 +120,11 @@ def attention(
     if backend is not None:
         result = _through_backend(backend, framework, (q, k, v), rules, extras, reach, return_lse)
     elif framework == "numpy":
-        result = _oracle(q, k, v, *_seen(rules, extras, reach and reach.mask(rules)))
+        result = _oracle(q, k, v, *_seen(rules, extras, reach and _mask(reach, q, k)))
     else:
         xp = arrays.ops_of(framework)
         extras = Extras(*(x if x is None else xp.asarray(x, like=q) for x in extras))
-        rules, extras = _seen(rules, extras, reach and xp.asarray(reach.mask(rules), like=q))
+        rules, extras = _seen(rules, extras, reach and xp.asarray(_mask(reach, q, k), like=q))
         result = xp.compiled(_dense)(xp, rules, q, k, v, extras)
     out: Any
     out, lse = result if batched else (x if x is None else x[0] for x in result)
@@ -132,44 +133,11 @@ def attention(
     return (out, lse) if return_lse else out
 
 
-class _Reach(NamedTuple):
-    """The masks of a call besides causality and the window, on the host. spans: [B, n, 2] or None; prefix: [B]; keys: m."""
-
-    spans: Any
-    prefix: Any
-    chunk_size: int | None
-    span_window: bool | None
-    rows: int
-    keys: int
-
-    def mask(self, rules: Rules) -> Any:
-        """Return the whole mask, bool [B, 1, n, m]."""
-        import numpy as np
-
-        from attn.reference import visible_mask
-
-        spans = [None] * len(self.prefix) if self.spans is None else self.spans
-        given: dict[str, Any] = {"causal": rules.causal, "window": rules.window}
-        given |= {"chunk_size": self.chunk_size, "span_window": bool(self.span_window)}
-        each = zip(spans, self.prefix, strict=True)
-        masks = [visible_mask(self.rows, self.keys, spans=own, prefix=int(prefix), **given) for own, prefix in each]
-        return np.stack(masks)[:, None]
-
-    def of_batch(self) -> dict[str, Any]:
-        """Return the arguments of `CommonAttentionMetadata.from_lens`."""
-        return {
-            "spans": None if self.spans is None else self.spans.reshape(-1, 2),
-            "prefix": self.prefix if self.prefix.any() else None,
-        }
-
-    def of_layer(self) -> dict[str, Any]:
-        return {"chunk_size": self.chunk_size, "span_window": self.span_window}
-
-
 def _reach(
     q: Array, k: Array, rules: Rules, spans: Any, prefix: Any, chunk_size: int | None, span_window: bool | None
-) -> _Reach | None:
-    """Validate spans, prefix and chunk size; return None if none is set. Raises ValueError and `ShapeError`."""
+) -> Visibility | None:
+    """Return what rows see, with spans [B, n, 2] or None and prefixes [B] or None on the host; None if causality and the
+    window say everything. Raises ValueError and `ShapeError`."""
     import numpy as np
 
     if span_window is not None:
@@ -193,7 +161,20 @@ def _reach(
     if prefixes.dtype.kind not in "iu" or (prefixes < 0).any() or (prefixes > m).any():
         raise ValueError(f"prefix={prefix!r} must be integers between 0 and {m}")
     size = None if chunk_size is None else positive_int("chunk_size", chunk_size)
-    return _Reach(spans, prefixes, size, span_window, n, m)
+    mask = LayerMask(rules.causal, rules.window, size, span_window)
+    return Visibility(mask, BatchMask(spans=spans, prefix=prefixes if prefixes.any() else None))
+
+
+def _mask(seen: Visibility, q: Array, k: Array) -> Any:
+    """Return what rows see, bool [B, 1, n, m], for NumPy."""
+    import numpy as np
+
+    batch, n, m = q.shape[0], q.shape[1], k.shape[1]
+    position, request = np.arange(m - n, m)[:, None], np.arange(batch)[:, None, None]
+    if seen.batch.spans is not None:
+        seen = seen._replace(batch=seen.batch._replace(spans=seen.batch.spans[:, :, None]))
+    allowed = seen.allowed(position, np.arange(m), request, ...)
+    return np.broadcast_to(allowed, (batch, n, m))[:, None].copy()  # torch warns of arrays that cannot be written
 
 
 def _seen(rules: Rules, extras: Extras, seen: Any) -> tuple[Rules, Extras]:
@@ -349,14 +330,8 @@ def softmax(xp: Any, rules: Rules, q: Array, k: Array, position: Array, extras: 
 
     Arguments are those of `attend_rows`; factor, emptiness and lse are [B, K, G, r]. The factor includes the sink's share.
     """
-    # how far each key is ahead of the row: [1, 1, 1, r, m]
-    ahead = (xp.arange(0, k.shape[1], q) - position[:, None])[None, None, None]
-    left, right = rules.window
-    allowed = ahead <= (0 if rules.causal else k.shape[1] + q.shape[1])
-    if left is not None:
-        allowed = allowed & (ahead >= -left)
-    if right is not None:
-        allowed = allowed & (ahead <= right)
+    key, row = xp.arange(0, k.shape[1], q)[None, None, None, None], position[None, None, None, :, None]
+    allowed = Visibility(LayerMask(rules.causal, rules.window)).allowed(row, key)
     if extras.mask is not None:
         allowed = allowed & extras.mask
     k = xp.where(xp.any(allowed, (2, 3)).swapaxes(1, 2)[..., None], k, 0.0)
@@ -364,6 +339,7 @@ def softmax(xp: Any, rules: Rules, q: Array, k: Array, position: Array, extras: 
     if rules.cap is not None:
         scores = rules.cap * xp.tanh(scores / rules.cap)
     if extras.slopes is not None:
+        ahead = key - row
         scores = scores + extras.slopes[:, :, None, None] * (ahead if rules.causal else -abs(ahead))
     scores = xp.where(allowed, scores, -math.inf)
     top = xp.fixed_max(scores)
@@ -392,7 +368,7 @@ def _through_backend(
     qkv: tuple[Array, Array, Array],
     rules: Rules,
     extras: Extras,
-    reach: _Reach | None,
+    reach: Visibility | None,
     return_lse: bool,
 ) -> tuple[Array, Array | None]:
     """Run the call as one batch over a new paged cache in the backend's layout and framework."""
@@ -410,7 +386,9 @@ def _through_backend(
     blocks_each = -(-m // block_size)
     table = [range(b * blocks_each, (b + 1) * blocks_each) for b in range(batch)]
     describe = CommonAttentionMetadata.from_lens
-    more = {} if reach is None else reach.of_batch()
+    seen = Visibility(LayerMask(rules.causal, rules.window)) if reach is None else reach
+    spans, prefix = seen.batch.spans, seen.batch.prefix
+    more = {"spans": None if spans is None else spans.reshape(-1, 2), "prefix": prefix}
     queries = describe([n] * batch, [m] * batch, table, block_size, causal=rules.causal, strict=False, **more)
     context = describe([m] * batch, [m] * batch, table, block_size)
     tokens = [
@@ -433,7 +411,8 @@ def _through_backend(
         # gradients are rejected unless declared, never dropped silently
         features=[Feature.NON_CAUSAL] * (not rules.causal) + [Feature.BACKWARD] * ops.needs_gradients(*tokens),
         return_lse=return_lse,
-        **({} if reach is None else reach.of_layer()),
+        chunk_size=seen.layer.chunk_size,
+        span_window=seen.layer.span_window,
     )
     result = ops.attend_once(layer, *tokens, context.slot_mapping, queries, max(1, batch * blocks_each))
     out, lse = result if return_lse else (result, None)
