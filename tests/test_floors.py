@@ -411,18 +411,14 @@ def test_an_unknown_name_of_the_face_is_an_attribute_error():
         _ = attn.nope
 
 
-#: Calls that `torch.compile` follows: to it, what comes by keyword or out of a record may be no constant of its graph.
-TRACED = ("chosen_impl",)
-
-
 def test_a_long_call_names_its_arguments():
-    """A call of nine arguments and more has them by name. Exceptions beside `TRACED`: what runs on a device, where a state is
-    passed on as it is, from a program to its parts; and the programs for TPUs, whose sources are part of their evidence."""
+    """A call of nine arguments and more has them by name. Exceptions: what runs on a device, where a state is passed on as it
+    is, from a program to its parts; and the programs for TPUs, whose sources are part of their evidence."""
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         if not path.is_relative_to(PACKAGE / "jax" / "kernels" / "tpu"):
             calls = _long_calls(ast.parse(path.read_text(encoding="utf-8")))
-            found += [f"{path.relative_to(PACKAGE).as_posix()} calls {name}" for name in calls if name not in TRACED]
+            found += [f"{path.relative_to(PACKAGE).as_posix()} calls {name}" for name in calls]
     assert not found
 
 

@@ -13,7 +13,7 @@ from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.errors import DeviceError, DTypeError, ShapeError, UnsupportedError
 from attn.torch.alignment import aligned
 from attn.torch.autocast import autocast
-from attn.torch.diffusion.chosen import chosen_impl, known
+from attn.torch.diffusion.chosen import impl_for, known, properties_of
 
 #: `name` is the backend that this thread requested. Thread-local, not a context variable, which a graph cannot guard on.
 _requested = threading.local()
@@ -110,22 +110,7 @@ def scaled_dot_product_attention(
         value = F.pad(value, (0, query.shape[-1] - width))
     q, k, v = ((x.flatten(0, -4) if lead else x[None]).transpose(1, 2) for x in (query, key, value))
     wants_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    impl = chosen_impl(
-        requested,
-        0.0,
-        q.device.type,
-        q.shape[2],
-        k.shape[2],
-        q.shape[3],
-        q.dtype,
-        scale,
-        is_causal,
-        mask is not None,
-        wants_grad,
-        False,
-        q.shape[1],
-        k.shape[1],
-    )
+    impl = impl_for(properties_of(q, k, scale, is_causal, mask, wants_grad, requested))
     out: torch.Tensor = impl.forward(q, k, v, DiffusionAttentionMetadata(attn_mask=mask))
     return out.transpose(1, 2)[..., :width].reshape(*lead, out.shape[2], rows, width)
 

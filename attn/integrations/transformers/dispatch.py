@@ -24,7 +24,7 @@ from attn.integrations.transformers.call import NAME, Call, asked, dropout_name,
 from attn.integrations.transformers.masks import as_bool, as_drawn, drawn, read
 from attn.integrations.transformers.packing import layer_of, pack
 from attn.selector import selection_state
-from attn.torch.diffusion.chosen import chosen_impl, known, sizes_that_decide
+from attn.torch.diffusion.chosen import impl_for, known, properties_of, sizes_that_decide
 from attn.torch.graphs import uncaptured
 from attn.torch.kernels.runs import Runs
 from attn.torch.layer import Attention
@@ -192,22 +192,8 @@ def by_dense(call: Call) -> torch.Tensor:
 
 def chosen_for(call: Call, mask: torch.Tensor | None, backend: str | None = None) -> Any:
     """Return the implementation that the diffusion registry chooses for a call with this mask, or that of `backend`."""
-    return chosen_impl(
-        backend,
-        0.0,
-        call.query.device.type,
-        call.query.shape[1],
-        call.key.shape[1],
-        call.query.shape[3],
-        call.query.dtype,
-        call.scale,
-        call.seen.layer.causal,
-        mask is not None and mask.ndim != 2,
-        call.wants_grad,
-        mask is not None and mask.ndim == 2,
-        call.query.shape[2],
-        call.key.shape[2],
-    )
+    query, key = call.query.transpose(1, 2), call.key.transpose(1, 2)
+    return impl_for(properties_of(query, key, call.scale, call.seen.layer.causal, mask, call.wants_grad, backend))
 
 
 def by_formula(call: Call) -> torch.Tensor:

@@ -99,11 +99,6 @@ def impl_for(call: CallProperties) -> Any:
     return _impls[_description(*(call.constant() if torch.compiler.is_compiling() else call))]
 
 
-def chosen_impl(*properties: Any) -> Any:
-    """Return `impl_for` of the fields of `CallProperties`, in their order."""
-    return impl_for(CallProperties(*properties))
-
-
 def known(number: Any) -> Any:
     """Make a number of a call a constant of the graph being traced (another value retraces); outside a graph, return it."""
     return guard_scalar(number) if torch.compiler.is_compiling() else number
