@@ -92,14 +92,16 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         heads = (-1, self.num_kv_heads, self.head_size)
         key, value = (None if x is None else x.reshape(heads) for x in (key, value))
         query, key, value, kv_cache = _undifferentiable(self.backend.get_name(), (query, key, value, kv_cache))
+        call = PagedCall(query, attn_metadata, self.visible(attn_metadata), kv_cache, key, value)
         if self.attn_type in ENCODER_TYPES:
-            out, lse = self._attend_ragged(PagedCall(query, attn_metadata, self.visible(attn_metadata), None, key, value))
+            out, lse = self._attend_ragged(call._replace(kv_cache=None))
         else:
             if self.kv_sharing_target_layer_name is not None:
-                key = value = None
+                call = call._replace(key=None, value=None)
+            if caches.is_quantised(kv_cache.dtype):
+                call = call._replace(k_scale=k_scale, v_scale=v_scale)
             attend = self._check_and_attend if envs.debug("device") else self._write_and_attend
-            call = PagedCall(query, attn_metadata, self.visible(attn_metadata), kv_cache, key, value)
-            out, lse, kv_cache = attend(call._replace(k_scale=k_scale, v_scale=v_scale))
+            out, lse, kv_cache = attend(call)
         return ((out, lse) if self.need_to_return_lse_for_decode else out), kv_cache
 
     def forward(
@@ -176,10 +178,7 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         kv_cache = call.kv_cache
         if call.key is not None and call.value is not None:
             kv_cache = self._write(call.key, call.value, kv_cache, self._slots(call.meta), call.k_scale, call.v_scale)
-        call = call._replace(key=None, value=None, kv_cache=kv_cache)
-        if not caches.is_quantised(kv_cache.dtype):
-            call = call._replace(k_scale=1.0, v_scale=1.0)
-        return *self._attend(call), kv_cache
+        return *self._attend(call._replace(key=None, value=None, kv_cache=kv_cache)), kv_cache
 
     def _attend(self, call: PagedCall) -> tuple[jax.Array, jax.Array | None]:
         """Return (out [T, H, D], lse [H, T] float32, natural log, or None if not needed); padding rows are 0 and -inf.

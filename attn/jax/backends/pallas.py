@@ -102,8 +102,7 @@ class PallasAttentionImpl(PagedAttentionImpl, backend=PallasAttentionBackend):
         key, value, kv_cache, meta, tree = call.key, call.value, call.kv_cache, call.meta, call.meta.mask.tree
         if tree is not None and tree.shape[1] > MAX_TREE_WIDTH:
             raise ShapeError(f"PALLAS: tree_mask is {tree.shape[1]} wide: must be at most {MAX_TREE_WIDTH}")
-        scales = {name: getattr(call, name) if caches.is_quantised(kv_cache.dtype) else 1.0 for name in ("k_scale", "v_scale")}
-        slots = self._slots(meta)
+        slots, scales = self._slots(meta), {"k_scale": call.k_scale, "v_scale": call.v_scale}
         if key is not None and value is not None:
             if self.attn_type == AttentionType.ENCODER_DECODER:
                 # the kernel assumes that new keys are the last tokens of their requests; the encoder's keys are not
