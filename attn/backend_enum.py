@@ -82,10 +82,10 @@ def _not_here(path: str) -> str:
         return f"{parts[1]} is not installed ({pip_install(parts[1])})"
     module = path.partition(":")[0] if ":" in path else path.rpartition(".")[0]
     try:
-        found = importlib.util.find_spec(module) is not None
+        present = importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
-        found = False
-    return "" if found else f"not built yet: {module}"
+        present = False
+    return "" if present else f"not built yet: {module}"
 
 
 def unknown_name(kind: str, name: object, known: Collection[str]) -> str:
@@ -184,9 +184,9 @@ class BackendEnum(enum.Enum, metaclass=BackendEnumMeta):
             path = self.get_path()
         except ValueError as error:
             return Candidate(self.name, problem=str(error))
-        found = load_candidate(self.name, path, self._object(path))
-        problem = found.problem if found.backend is None else type(self).complaint(found.backend)
-        return found if problem == found.problem else Candidate(self.name, path, problem=problem)
+        loaded = load_candidate(self.name, path, self._object(path))
+        problem = loaded.problem if loaded.backend is None else type(self).complaint(loaded.backend)
+        return loaded if problem == loaded.problem else Candidate(self.name, path, problem=problem)
 
     def off_paths(self, device: Device | None = None) -> tuple[str, ...]:
         """Return a sentence for each faster path of this backend that is off on `device` (None: the current one)."""
@@ -223,10 +223,10 @@ def registries() -> dict[str, type[BackendEnum]]:
 
 def _missing(backend: type, method: str) -> str:
     """Return `method` if a class lacks it, the attribute it returns (`attn.backends.facts`) if that is not set, else ""."""
-    found = getattr(backend, method, None)
-    if not callable(found):
+    attribute = getattr(backend, method, None)
+    if not callable(attribute):
         return f"{method}()"
-    datum = getattr(found, "datum", None)
+    datum = getattr(attribute, "datum", None)
     return "" if datum is None or hasattr(backend, datum) else f"{datum} (or {method}())"
 
 
@@ -240,8 +240,8 @@ def ranked(registry: Any, names: Sequence[str]) -> list[Any]:
     listed = [registry[name] for name in names]
     customs = []
     for member in list(registry.overrides):
-        own = member.name == "CUSTOM" or member.name in registry.customs
-        if own and member not in listed:
+        is_custom = member.name == "CUSTOM" or member.name in registry.customs
+        if is_custom and member not in listed:
             candidate = member.candidate()
             capabilities = getattr(candidate.backend, "capabilities", None)
             if capabilities is not None or candidate.problem:

@@ -29,10 +29,12 @@ def read(file: Path, owner: Mapping[str, Any], parse: Callable[[Any], T]) -> lis
     AttributeError for an invalid entry.
     """
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        differs = [f"{key} {found.get(key)!r}, expected {value!r}" for key, value in owner.items() if found.get(key) != value]
+        content = json.loads(file.read_text(encoding="utf-8"))
+        differs = [
+            f"{key} {content.get(key)!r}, expected {value!r}" for key, value in owner.items() if content.get(key) != value
+        ]
         if not differs:
-            return [parse(entry) for entry in found["entries"]]
+            return [parse(entry) for entry in content["entries"]]
         reason = f"it belongs to another machine ({'; '.join(differs)})"
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         reason = f"it is invalid ({type(error).__name__}: {error})"

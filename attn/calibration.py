@@ -42,9 +42,9 @@ def _scale(name: str, array: Any, largest: float, per_head: bool) -> Any:
     if dtype_name(array.dtype) not in ("float64", "float32", "float16", "bfloat16"):
         raise DTypeError(f"{name} has dtype {dtype_name(array.dtype)}: must be floats, as they are before quantisation")
     tokens = abs(array.reshape(-1, *shape[-2:]))
-    found = np.asarray((tokens.amax((0, 2)) if framework == "torch" else tokens.max((0, 2))).tolist(), np.float64)
-    if not np.isfinite(found).all():
-        raise ValueError(f"{name} has numbers that are not finite, in kv head {int(np.argmin(np.isfinite(found)))}")
-    found = found if per_head else found.max(keepdims=True)
-    scale = np.where(found == 0, 1.0, found / largest).astype(np.float32)
+    maxima = np.asarray((tokens.amax((0, 2)) if framework == "torch" else tokens.max((0, 2))).tolist(), np.float64)
+    if not np.isfinite(maxima).all():
+        raise ValueError(f"{name} has numbers that are not finite, in kv head {int(np.argmin(np.isfinite(maxima)))}")
+    maxima = maxima if per_head else maxima.max(keepdims=True)
+    scale = np.where(maxima == 0, 1.0, maxima / largest).astype(np.float32)
     return scale if per_head else float(scale[0])

@@ -216,8 +216,8 @@ def arch_matches(arch: str, rule: str) -> bool:
     """Whether `arch` satisfies `rule`: `sm_90` matches exactly, `sm_80+` that number or above, `gfx9*` by pattern."""
     if rule.endswith("+"):
         prefix, _, number = rule[:-1].rpartition("_")
-        head, _, own = arch.rpartition("_")
-        digits = "".join(c for c in own if c.isdigit())
+        head, _, version = arch.rpartition("_")
+        digits = "".join(c for c in version if c.isdigit())
         return head == prefix and bool(digits) and int(digits) >= int(number)
     return fnmatch.fnmatchcase(arch, rule)
 

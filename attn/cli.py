@@ -148,10 +148,10 @@ def _env(parser: argparse.ArgumentParser) -> Run:
     _json_argument(parser)
 
     def run(args: argparse.Namespace) -> int:
-        found = environment()
+        facts = environment()
         if args.json:
-            return _show(found, True)
-        for name, value in found.items():
+            return _show(facts, True)
+        for name, value in facts.items():
             if isinstance(value, dict):
                 print(f"{name}:" if value else f"{name}: none")
                 for key, entry in value.items():

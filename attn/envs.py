@@ -122,9 +122,9 @@ def batch_invariant() -> bool:
 
 def cache_dir() -> Path:
     """Return ATTN_CACHE_DIR, or `attn` in the user's cache directory (XDG_CACHE_HOME, else ~/.cache)."""
-    own = read("ATTN_CACHE_DIR")
-    if own:
-        return Path(own)
+    directory = read("ATTN_CACHE_DIR")
+    if directory:
+        return Path(directory)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attn"
 
 

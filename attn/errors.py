@@ -60,5 +60,5 @@ def closest(name: str, known: Collection[str]) -> str:
     """Return the name in `known` closest to `name`, ignoring case, or "", for "Did you mean ...?" messages."""
     upper = {word.upper(): word for word in known}
     begun = [word for word in upper if len(name) > 2 and word.startswith(name.upper())]
-    found = begun or difflib.get_close_matches(name.upper(), upper, 1)
-    return upper[found[0]] if found else ""
+    matches = begun or difflib.get_close_matches(name.upper(), upper, 1)
+    return upper[matches[0]] if matches else ""

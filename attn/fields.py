@@ -54,10 +54,10 @@ class Fields:
     def ids(self, name: str) -> tuple[int, ...]:
         """Return the token ids of a field: an id, a list of them or null."""
         value = self.values.get(name)
-        found = () if value is None else tuple(value) if isinstance(value, list) else (value,)
-        if not all(isinstance(i, int) and not isinstance(i, bool) for i in found):
+        token_ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
+        if not all(isinstance(i, int) and not isinstance(i, bool) for i in token_ids):
             raise self.wrong(name, "a token id, a list of token ids, or null")
-        return found
+        return token_ids
 
     def section(self, name: str) -> "Fields":
         value = self.values.get(name)

@@ -186,13 +186,13 @@ def _seen(rules: Rules, extras: Extras, seen: Any) -> tuple[Rules, Extras]:
 
 
 def _framework(*qkv: Array) -> str:
-    found = [arrays.framework_of(x) for x in qkv]
-    if len(set(found)) > 1:
-        raise TypeError(f"q, k, v belong to {', '.join(found)}: must be one framework (see attn.arrays.to_framework)")
+    frameworks = [arrays.framework_of(x) for x in qkv]
+    if len(set(frameworks)) > 1:
+        raise TypeError(f"q, k, v belong to {', '.join(frameworks)}: must be one framework (see attn.arrays.to_framework)")
     names = [dtype_name(x.dtype) for x in qkv]
     if len(set(names)) > 1 or DTYPES[names[0]].kind != "float":
         raise DTypeError(f"q, k, v have dtypes {', '.join(names)}: must be one float dtype")
-    return found[0]
+    return frameworks[0]
 
 
 def _check_shapes(q: Array, k: Array, v: Array, layout: str | None) -> bool:
@@ -254,11 +254,11 @@ def _oracle(q: Array, k: Array, v: Array, rules: Rules, extras: Extras) -> tuple
         mask = np.broadcast_to(mask, _mask_shape(mask.shape, q, k))
     out = np.zeros((batch, n, num_heads, v.shape[-1]))
     lse = np.zeros((batch, num_heads, n))
-    given: dict[str, Any] = {"causal": rules.causal, "scale": rules.scale, "window": rules.window}
-    given |= {"logits_soft_cap": rules.cap, "alibi_slopes": extras.slopes, "sinks": extras.sinks}
+    options: dict[str, Any] = {"causal": rules.causal, "scale": rules.scale, "window": rules.window}
+    options |= {"logits_soft_cap": rules.cap, "alibi_slopes": extras.slopes, "sinks": extras.sinks}
     for b in range(batch):
-        own = None if mask is None else mask[b]
-        out[b], lse[b] = reference.attention(q[b], k[b], v[b], mask=own, **given)
+        entry_mask = None if mask is None else mask[b]
+        out[b], lse[b] = reference.attention(q[b], k[b], v[b], mask=entry_mask, **options)
     return out.astype(q.dtype), lse.astype(np.float64 if q.dtype == np.float64 else np.float32)
 
 

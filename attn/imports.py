@@ -47,10 +47,10 @@ def resolve_obj_by_qualname(qualname: str) -> Any:
     check_qualname(qualname)
     module_name, _, attribute = qualname.partition(":") if ":" in qualname else qualname.rpartition(".")
     with loading(qualname):
-        found: Any = importlib.import_module(module_name)
+        target: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
-            found = getattr(found, part)
-    return found
+            target = getattr(target, part)
+    return target
 
 
 @contextlib.contextmanager
@@ -81,14 +81,14 @@ def installed(module: str) -> bool:
         spec = importlib.util.find_spec(top)
     except (ImportError, ValueError):
         return False
-    found, places = spec is not None, list(spec.submodule_search_locations or []) if spec is not None else []
+    present, places = spec is not None, list(spec.submodule_search_locations or []) if spec is not None else []
     for part in rest:  # by file name: import machinery would import the package first
-        paths = [Path(place) / part for place in places]
+        paths = [Path(folder) / part for folder in places]
         places = [str(path) for path in paths if path.is_dir()]
-        found = bool(places) or any(path.with_name(part + end).is_file() for path in paths for end in all_suffixes())
-    if found:
+        present = bool(places) or any(path.with_name(part + end).is_file() for path in paths for end in all_suffixes())
+    if present:
         _found.add(module)
-    return found
+    return present
 
 
 @contextlib.contextmanager
@@ -107,7 +107,7 @@ def assuming(modules: Collection[str], *, beside: bool = False) -> Iterator[None
 def assumed(module: str) -> bool:
     """Whether a module counts as installed by assumption; then its version must not be checked, since it may be absent."""
     assumption = _assumption.get()
-    return assumption is not None and any(module == own or module.startswith(f"{own}.") for own in assumption[0])
+    return assumption is not None and any(module == name or module.startswith(f"{name}.") for name in assumption[0])
 
 
 def first_installed(modules: str) -> str | None:
@@ -135,5 +135,5 @@ EXTRAS = {
 
 def pip_install(*extras: str) -> str:
     """Return the command that installs the packages of these extras, however this package was installed."""
-    wanted = [requirement for extra in extras for requirement in EXTRAS[extra]]
-    return f"pip install {' '.join(map(shlex.quote, wanted))}"
+    requirements = [requirement for extra in extras for requirement in EXTRAS[extra]]
+    return f"pip install {' '.join(map(shlex.quote, requirements))}"

@@ -137,10 +137,10 @@ class BaseLayer:
         device = self._device() if device is None else device
         kept = _builders.setdefault(self.impl, {})
         key = (self.kv_cache_spec, device, tuple(sorted(config.items())) if config else ())
-        found = kept.get(key)
-        if found is None:
-            found = kept[key] = self.backend.get_builder_cls()(self.kv_cache_spec, config=config, device=device)
-        return found
+        builder = kept.get(key)
+        if builder is None:
+            builder = kept[key] = self.backend.get_builder_cls()(self.kv_cache_spec, config=config, device=device)
+        return builder
 
     def new_kv_cache(self, num_blocks: int, device: Any = None) -> Any:
         """Create a zeroed cache of `num_blocks` blocks in the backend's layout, on a device (None: the layer's own).
@@ -164,9 +164,9 @@ class BaseLayer:
         num_blocks, block_size = resolve_obj_by_qualname(f"{caches}.extent")(self.backend, kv_cache)
         slots = page_slots(block_ids, num_blocks, block_size)
         parts = [arrays.to_framework(x, self.framework) for x in (keys, values)]
-        wanted = zip(("keys", "values"), parts, self._row_shapes(), strict=True)
+        checked = zip(("keys", "values"), parts, self._row_shapes(), strict=True)
         extent = (len(block_ids), block_size)
-        codes = [check_pages(name, x, (*extent, *row), spec.kv_cache_dtype, spec.dtype) for name, x, row in wanted]
+        codes = [check_pages(name, x, (*extent, *row), spec.kv_cache_dtype, spec.dtype) for name, x, row in checked]
         if codes[0] != codes[1]:
             raise DTypeError(f"keys have dtype {parts[0].dtype}, values {parts[1].dtype}: must both be values or both be codes")
         rows = [x.reshape(-1, *x.shape[2:]) for x in parts]
@@ -174,8 +174,8 @@ class BaseLayer:
 
     def _with_weights(self, result: Any, *arguments: Any) -> tuple[Any, ...]:
         """Append the attention weights of a call to its output, (output, weights) or (output, lse, weights)."""
-        found = resolve_obj_by_qualname("attn.weights.of_call")(self, recording.Arguments(*arguments))
-        return (*result, found) if isinstance(result, tuple) else (result, found)
+        weights = resolve_obj_by_qualname("attn.weights.of_call")(self, recording.Arguments(*arguments))
+        return (*result, weights) if isinstance(result, tuple) else (result, weights)
 
     @abstractmethod
     def _row_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

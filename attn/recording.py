@@ -148,14 +148,14 @@ class Recorder:
         if len(sizes) >= MAX_FILES:
             logger.warning_once("ATTN_RECORD: %s is full (%s files): later calls are not recorded", folder, str(MAX_FILES))
             return None
-        found = snapshot(layer, arguments)
-        if sum(sizes) + sum(array.nbytes for array in found.arrays.values()) > MAX_BYTES:
+        copied = snapshot(layer, arguments)
+        if sum(sizes) + sum(array.nbytes for array in copied.arrays.values()) > MAX_BYTES:
             logger.warning_once("ATTN_RECORD: a call does not fit in %s (%s bytes in all)", folder, str(MAX_BYTES))
             return None
         about = {"reason": reason, "error": f"{type(error).__name__}: {error}" if error else ""}
         about |= {"backend": layer.selection.name, "device": str(layer.selection.device)}
         path = folder / f"{next(_numbers):06d}-{os.getpid()}-{layer.selection.name}-{reason}{SUFFIX}"
-        write(path, found, about)
+        write(path, copied, about)
         return path
 
 

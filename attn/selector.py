@@ -286,12 +286,12 @@ def _cached_get_attn_backend(
         key = _Key(*plain).now()
         if key in _cache:
             return _cache[key]
-        found = _backend_for(request, dtype, is_attention_free, is_blocksparse)
+        backend = _backend_for(request, dtype, is_attention_free, is_blocksparse)
         if key == key.now():  # unchanged since the start
             if len(_cache) >= _CACHE_LIMIT:
                 _cache.clear()
-            _cache[key] = found
-        return found
+            _cache[key] = backend
+        return backend
 
 
 def _measuring(dtype: Any) -> object:
@@ -341,16 +341,16 @@ def make_request(
     `features` is a list (or set) of names, not one string; ATTN_BATCH_INVARIANT=1 adds `batch_invariant`. Raises ValueError
     with the argument, its value and the allowed values.
     """
-    wanted = {*list_of_names("features", features), *({Feature.MLA} if use_mla else ())}
+    required = {*list_of_names("features", features), *({Feature.MLA} if use_mla else ())}
     if envs.batch_invariant():
-        wanted.add(Feature.BATCH_INVARIANT)
+        required.add(Feature.BATCH_INVARIANT)
     return Request(
         head_size=positive_int("head_size", head_size),
         dtype=dtype_name(dtype),
         kv_cache_dtype="auto" if kv_cache_dtype is None else kv_cache_dtype,
         block_size=None if block_size is None else positive_int("block_size", block_size),
         attn_type=attn_type,
-        features=frozenset(wanted),
+        features=frozenset(required),
         num_heads=None if num_heads is None else positive_int("num_heads", num_heads),
         num_kv_heads=None if num_kv_heads is None else positive_int("num_kv_heads", num_kv_heads),
     )

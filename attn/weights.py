@@ -35,8 +35,8 @@ def dense(query: Any, key: Any, rules: Rules, extras: Extras) -> Any:
 def _dense(xp: Any, rules: Rules, query: Any, key: Any, extras: Extras) -> Any:
     (batch, n, heads, _), m = query.shape, key.shape[1]
     rows, extras = by_group(xp, query, key, extras)
-    found, share, empty, *_ = softmax(xp, rules, rows, xp.wide(key), xp.arange(0, n, query) + (m - n), extras)
-    return (found * xp.where(empty, 0.0, share)[..., None]).reshape(batch, heads, n, m)
+    weights, share, empty, *_ = softmax(xp, rules, rows, xp.wide(key), xp.arange(0, n, query) + (m - n), extras)
+    return (weights * xp.where(empty, 0.0, share)[..., None]).reshape(batch, heads, n, m)
 
 
 def check_elements(count: int) -> None:
@@ -60,7 +60,7 @@ def of_call(layer: Any, arguments: recording.Arguments) -> list[Any]:
     q_lens, total = starts[1:] - starts[:-1], int(starts[-1])
     check_elements(impl.num_heads * int((q_lens.astype(int) * lens).sum()))
     query = recording.rows_of(arguments.query, total, (impl.num_heads, getattr(impl, "qk_head_dim", impl.head_size)))
-    found = []
+    weights = []
     for r, (n, m) in enumerate(zip(q_lens.tolist(), lens.tolist(), strict=True)):
         rows = slice(int(starts[r]), int(starts[r]) + n)
         if impl.attn_type in ENCODER_TYPES:
@@ -71,8 +71,8 @@ def of_call(layer: Any, arguments: recording.Arguments) -> list[Any]:
         rules, mask = _seen(layer, arguments, r, rows, m)
         extras = (getattr(impl, "alibi_slopes", None), getattr(impl, "sinks", None), mask)
         extras = Extras(*(x if x is None else xp.asarray(x, like=query) for x in extras))
-        found.append(dense(query[None, rows], key[None], rules, extras)[0])
-    return found
+        weights.append(dense(query[None, rows], key[None], rules, extras)[0])
+    return weights
 
 
 def _keys(xp: Any, layer: Any, kv_cache: Any, blocks: Any) -> Any:

@@ -309,8 +309,8 @@ class AttentionImpl(Implementation, ABC, Generic[T]):
 
         came_as = arrays.framework_of(query)
         scales = {"output_scale": output_scale, "output_block_scale": output_block_scale}
-        given = {name: native(scale) for name, scale in scales.items() if scale is not None}
-        result = self.forward(layer, native(query), native(key), native(value), kv_cache, attn_metadata, **given)
+        passed = {name: native(scale) for name, scale in scales.items() if scale is not None}
+        result = self.forward(layer, native(query), native(key), native(value), kv_cache, attn_metadata, **passed)
         if isinstance(result, tuple):
             return tuple(arrays.to_framework(x, came_as, like=query) for x in result)
         return arrays.to_framework(result, came_as, like=query)

@@ -21,9 +21,9 @@ def require(impl: Any, feature: Feature) -> None:
         raise UnsupportedError(f"{impl.backend.get_name()}: {feature.value} not supported")
 
 
-def check_built(backend: type[AttentionBackend], attn_metadata: Any, wanted: type) -> None:
+def check_built(backend: type[AttentionBackend], attn_metadata: Any, metadata_cls: type) -> None:
     """Raise TypeError, with the call that builds it, unless the batch was built for this backend."""
-    if not isinstance(attn_metadata, wanted):
+    if not isinstance(attn_metadata, metadata_cls):
         raise TypeError(
             f"{backend.get_name()}: attn_metadata is a {type(attn_metadata).__name__}: build it from a batch with "
             "layer.build(batch)"
@@ -33,23 +33,23 @@ def check_built(backend: type[AttentionBackend], attn_metadata: Any, wanted: typ
 def check_array(backend: type[AttentionBackend], what: str, array: Any, framework: str) -> None:
     """Raise TypeError unless `array` belongs to the framework; jax also accepts NumPy arrays."""
     try:
-        found = framework_of(array)
+        actual = framework_of(array)
     except TypeError:
         raise TypeError(f"{backend.get_name()}: {what} is a {type(array).__name__}: must be an array of {framework}") from None
-    if found != framework and (found, framework) != ("numpy", "jax"):
+    if actual != framework and (actual, framework) != ("numpy", "jax"):
         raise TypeError(
-            f"{backend.get_name()}: {what} is an array of {found}: must be of {framework}, the layer's framework "
+            f"{backend.get_name()}: {what} is an array of {actual}: must be of {framework}, the layer's framework "
             "(attn.arrays.to_framework converts it; layer.impl(layer, ...) accepts arrays of any framework)"
         )
 
 
 def cache_dtype_error(impl: Any, query: Any, kv_cache: Any, needed: Any) -> DTypeError:
     """Return the error for a cache whose elements are not `needed`: whether the cache's or the query's dtype is wrong."""
-    name, own = impl.backend.get_name(), impl.layer_dtype
-    found, cached = dtype_name(query.dtype), dtype_name(kv_cache.dtype)
-    if own is not None and impl.kv_cache_dtype == "auto" and cached == own != found:
-        advice = f"cast the query, or build the layer with dtype={found!r}"
-        return DTypeError(f"{name}: query has dtype {found}, the layer {own}: {advice}")
+    name, layer_dtype = impl.backend.get_name(), impl.layer_dtype
+    query_dtype, cached = dtype_name(query.dtype), dtype_name(kv_cache.dtype)
+    if layer_dtype is not None and impl.kv_cache_dtype == "auto" and cached == layer_dtype != query_dtype:
+        advice = f"cast the query, or build the layer with dtype={query_dtype!r}"
+        return DTypeError(f"{name}: query has dtype {query_dtype}, the layer {layer_dtype}: {advice}")
     return DTypeError(f"{name}: kv_cache has dtype {cached}: kv_cache_dtype={impl.kv_cache_dtype} needs {dtype_name(needed)}")
 
 

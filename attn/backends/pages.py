@@ -39,11 +39,13 @@ def check_pages(name: str, pages: Any, want: tuple[int, ...], kv_cache_dtype: st
     """
     if tuple(pages.shape) != want:
         raise ShapeError(f"{name} has shape {list(pages.shape)}: must be {list(want)}, [blocks, block_size, ...]")
-    found, element = dtype_name(pages.dtype), kv_cache_element(kv_cache_dtype, dtype)
-    if found in _NUMBERS:
+    page_dtype, element = dtype_name(pages.dtype), kv_cache_element(kv_cache_dtype, dtype)
+    if page_dtype in _NUMBERS:
         return False
     if kv_cache_dtype in _OWN_SCALES:
-        raise UnsupportedError(f"{name} has dtype {found}: {kv_cache_dtype} stores scales too, so pages must be floats")
-    if found != element:
-        raise DTypeError(f"{name} has dtype {found}: must be a float dtype (values) or {element} (codes, stored bit for bit)")
+        raise UnsupportedError(f"{name} has dtype {page_dtype}: {kv_cache_dtype} stores scales too, so pages must be floats")
+    if page_dtype != element:
+        raise DTypeError(
+            f"{name} has dtype {page_dtype}: must be a float dtype (values) or {element} (codes, stored bit for bit)"
+        )
     return True

@@ -93,8 +93,8 @@ def select_diffusion(
     request that no backend serves, returns a `Selection` without a winner (its `require()` raises).
     """
     category = _check_category(category if category is not None else role if role in ROLES else "self")
-    wanted = (config or DiffusionAttentionConfig()).resolve(role, category)
-    asked = asked_for(DiffusionAttentionBackendEnum, ((backend, "argument"), wanted))
+    configured = (config or DiffusionAttentionConfig()).resolve(role, category)
+    asked = asked_for(DiffusionAttentionBackendEnum, ((backend, "argument"), configured))
     platform, device = place_of(asked, framework, platform, device)
     order = platform.diffusion_priorities
     return decide(DiffusionAttentionBackendEnum, request, device, order, asked, disable, role=role)
@@ -128,8 +128,8 @@ def get_diffusion_attn_backend(
         key_mask=key_mask,
     )
     framework = framework_of_dtype(dtype)
-    found = select_diffusion(request, role=role, category=category, config=config, backend=backend, framework=framework)
-    return found.require()
+    selection = select_diffusion(request, role=role, category=category, config=config, backend=backend, framework=framework)
+    return selection.require()
 
 
 def _check_category(category: str) -> str:

@@ -280,8 +280,8 @@ class AttnImpl(vllm_backend.AttentionImpl):
     def _request(self) -> Request:
         window = window_pair(self.sliding_window, self.attn_type)
         features = layer_features(window, self.logits_soft_cap or None, self.alibi_slopes, self.sinks, None)
-        wanted = features.union(self.features)
-        return make_request(self.head_size, self.dtype, self.kv_cache_dtype, attn_type=self.attn_type, features=wanted)
+        required = features.union(self.features)
+        return make_request(self.head_size, self.dtype, self.kv_cache_dtype, attn_type=self.attn_type, features=required)
 
     def _cache(self, layer: Attention, kv_cache: torch.Tensor) -> torch.Tensor:
         """View vLLM's cache [N, K, P, 2 D] as a cache of the layer's backend."""

@@ -88,5 +88,5 @@ def _missing_fields(metadata: Any) -> list[str]:
     cls = getattr(metadata, "AttentionMetadata", None)
     if not dataclasses.is_dataclass(cls):
         return [f"{_METADATA} has no dataclass AttentionMetadata"]
-    found = {field.name for field in dataclasses.fields(cls)}
-    return [f"{_METADATA}.AttentionMetadata has no {name}" for name in _FIELDS if name not in found]
+    known = {field.name for field in dataclasses.fields(cls)}
+    return [f"{_METADATA}.AttentionMetadata has no {name}" for name in _FIELDS if name not in known]

@@ -27,8 +27,8 @@ def weights_of(query: Any, key: Any, sinks: Any = None, **rules: Any) -> Any:
     m, kv_heads = np.shape(key)[:2]
     values = np.broadcast_to(np.eye(m)[:, None], (m, kv_heads, m))
     out, _ = reference.attention(query, key, values, sinks=sinks, **rules)
-    found = out.transpose(1, 0, 2)
-    return found if sinks is None else np.concatenate([found, 1 - found.sum(-1, keepdims=True)], -1)
+    weights = out.transpose(1, 0, 2)
+    return weights if sinks is None else np.concatenate([weights, 1 - weights.sum(-1, keepdims=True)], -1)
 
 
 def visible(n: int, m: int | None = None, **rules: Any) -> Any:

@@ -50,7 +50,7 @@ class Picture:
         """Return every text in the figure, for readers who cannot see it (and for tests)."""
         from matplotlib.text import Text
 
-        return [found.get_text() for found in self.figure.findobj(Text) if found.get_text()]
+        return [text.get_text() for text in self.figure.findobj(Text) if text.get_text()]
 
 
 def _deterministic() -> Any:

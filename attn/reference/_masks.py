@@ -137,12 +137,12 @@ def visible_mask(
     if right is not None:
         seen &= j <= p + right
     if spans is not None:
-        own = (j >= spans[:, :1]) & (j <= spans[:, 1:])
+        in_span = (j >= spans[:, :1]) & (j <= spans[:, 1:])
         if span_window and left is not None:
-            own &= j >= p - left
+            in_span &= j >= p - left
         if span_window and right:
-            own &= j <= p + right
-        seen |= own
+            in_span &= j <= p + right
+        seen |= in_span
     seen |= j < prefix
     if chunk_size is not None:
         seen &= j >= p // whole("chunk_size", chunk_size, least=1) * chunk_size

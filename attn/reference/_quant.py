@@ -70,9 +70,9 @@ def quantize(x: npt.ArrayLike, dtype: str, scale: npt.ArrayLike = 1.0) -> npt.ND
 def dequantize(codes: npt.ArrayLike, dtype: str, scale: npt.ArrayLike = 1.0) -> F64:
     """Return value(code) * scale in float64; `scale` as in `quantize`. codes: uint8 for fp8, int8 for int8."""
     array = np.asarray(codes)
-    wanted = np.dtype(np.int8 if dtype == "int8" else np.uint8)
+    code_dtype = np.dtype(np.int8 if dtype == "int8" else np.uint8)
     decoded = None if dtype == "int8" else _format(dtype).decoded
-    require(array.dtype == wanted, f"codes have dtype={array.dtype} ({wanted} for {dtype})")
+    require(array.dtype == code_dtype, f"codes have dtype={array.dtype} ({code_dtype} for {dtype})")
     values = array.astype(np.float64) if decoded is None else decoded[array]
     factor = _aligned_scale(scale, values.shape)
     with np.errstate(all="ignore"):

@@ -51,8 +51,8 @@ class Evidence:
     @property
     def key(self) -> tuple[str, ...]:
         """Key under which a later run replaces an earlier one: backend, device, kind, level and reporter."""
-        own = (self.registry, self.backend, self.framework, self.platform, self.device, self.kind, self.level)
-        return (*own, self.reporter)
+        identity = (self.registry, self.backend, self.framework, self.platform, self.device, self.kind, self.level)
+        return (*identity, self.reporter)
 
     def __str__(self) -> str:
         outcome = f"{self.cases} cases" if not self.failures else f"{self.failures} of {self.cases} cases FAILED"
@@ -86,8 +86,8 @@ def _plain(row: Evidence) -> dict[str, Any]:
 
 def of(registry: str, backend: str, path: Path = PATH) -> list[Evidence]:
     """Return the rows of one backend, the strongest kind first."""
-    found = [row for row in load(path) if (row.registry, row.backend) == (registry, backend)]
-    return sorted(found, key=lambda row: (KINDS.index(row.kind), row.device, row.level))
+    rows = [row for row in load(path) if (row.registry, row.backend) == (registry, backend)]
+    return sorted(rows, key=lambda row: (KINDS.index(row.kind), row.device, row.level))
 
 
 def summary(registry: str, backend: str, path: Path = PATH) -> str:

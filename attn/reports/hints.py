@@ -27,8 +27,8 @@ def hints(selection: Selection) -> tuple[str, ...]:
     at = selection.trace.index(selection.winner) if selection.winner else len(selection.trace)
     ahead = [verdict for verdict in selection.trace[:at] if not any(r.startswith("disabled by") for r in verdict.reasons)]
     ways = {verdict.name: list(_ways(verdict.name, selection.request, selection.device)) for verdict in ahead}
-    found = [f"{', or '.join(changes)}: {name}" for name, changes in ways.items() if changes]
-    return (*found, *_head_size(selection.request, selection.device))
+    sentences = [f"{', or '.join(changes)}: {name}" for name, changes in ways.items() if changes]
+    return (*sentences, *_head_size(selection.request, selection.device))
 
 
 def _ways(name: str, request: Request, device: Device) -> Iterator[str]:
@@ -51,9 +51,9 @@ def _serves(name: str, request: Request, device: Device) -> bool:
 def _head_size(request: Request, device: Device) -> Iterator[str]:
     """Report a head size that no accelerator kernel supports; the framework's own operations support any."""
     platform = device.platform if device.platform != "cpu" else _ACCELERATOR[device.framework]
-    place = device if device.platform == platform else Device(device.framework, platform)
+    accelerator = device if device.platform == platform else Device(device.framework, platform)
     rules: dict[str, list[str]] = {}
-    for name in platform_for(device.framework, platform).priorities(request, place):
+    for name in platform_for(device.framework, platform).priorities(request, accelerator):
         sizes = getattr(getattr(AttentionBackendEnum[name].candidate().backend, "capabilities", None), "head_sizes", None)
         if sizes is None or supports_size(request.head_size, sizes):
             if sizes is not None and MultipleOf(1) not in sizes:

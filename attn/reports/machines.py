@@ -129,11 +129,11 @@ def device_named(name: str, framework: str | None = None) -> Device:
     framework: "torch" or "jax"; None: torch if it supports the device. Raises ValueError for an unknown name, and for a
     device that the framework does not support.
     """
-    wanted = _plain(name)
+    plain_name = _plain(name)
     for (torch_platform, jax_platform, maker), archs in _PRODUCTS.items():
         for arch, products in archs.items():
-            called = next((p for p in products if wanted in (_plain(p), _plain(f"{maker} {p}"))), None)
-            if called is None and (not wanted or wanted != _plain(arch)):
+            called = next((p for p in products if plain_name in (_plain(p), _plain(f"{maker} {p}"))), None)
+            if called is None and (not plain_name or plain_name != _plain(arch)):
                 continue
             framework = framework or ("torch" if torch_platform else "jax")
             platform = {"torch": torch_platform, "jax": jax_platform}[framework]
@@ -153,15 +153,17 @@ def check_arch(platform: str, arch: str) -> str:
 
 def modules_of(names: Collection[str]) -> list[str]:
     """Return the modules of packages given by distribution or module name. Raises ValueError for one no backend uses."""
-    found: list[str] = []
+    imports: list[str] = []
     for name in names:
-        wanted = _plain(name)
-        own = next((d for d, modules in PACKAGES.items() if wanted in (_plain(d), *map(_plain, modules))), None)
-        own = own or next((d for d in PACKAGES if len(wanted) > 3 and _plain(d).startswith(wanted)), None)  # flashinfer
-        if own is None:
+        plain_name = _plain(name)
+        distribution = next((d for d, modules in PACKAGES.items() if plain_name in (_plain(d), *map(_plain, modules))), None)
+        distribution = distribution or next(
+            (d for d in PACKAGES if len(plain_name) > 3 and _plain(d).startswith(plain_name)), None
+        )  # flashinfer
+        if distribution is None:
             raise ValueError(unknown_name("package", name, PACKAGES))
-        found += PACKAGES[own]
-    return found
+        imports += PACKAGES[distribution]
+    return imports
 
 
 def _plain(name: str) -> str:

@@ -143,10 +143,10 @@ class _Reader:
         return self.fields.wrong(self.name(usual), allowed)
 
     def integers(self, usual: str, count: int | None = None) -> list[int]:
-        found = self.value(usual)
-        if not isinstance(found, list) or not all(type(n) is int for n in found) or count not in (None, len(found)):
+        values = self.value(usual)
+        if not isinstance(values, list) or not all(type(n) is int for n in values) or count not in (None, len(values)):
             raise self.wrong(usual, f"a list of {f'{count} ' if count is not None else ''}integers")
-        return found
+        return values
 
 
 #: Names of layer types -> usual name; the others are not attention.
@@ -204,23 +204,23 @@ def _fields_of(source: Any) -> Fields:
 
 
 def _model_type(fields: Fields, top: Fields) -> str:
-    for place in (fields, top):
-        if place.given("model_type"):
-            if not isinstance(place.values["model_type"], str):
-                raise place.wrong("model_type", "a string")
-            return place.values["model_type"]
+    for section in (fields, top):
+        if section.given("model_type"):
+            if not isinstance(section.values["model_type"], str):
+                raise section.wrong("model_type", "a string")
+            return section.values["model_type"]
     raise top.wrong("model_type", "a string such as llama")
 
 
 def _dtype(fields: Fields, top: Fields) -> str | None:
-    for place in (fields, top):
+    for section in (fields, top):
         for name in ("dtype", "torch_dtype"):
-            if place.given(name):
-                value = place.values[name]
-                found = str(value).removeprefix("torch.")
-                if DTYPES.get(found) is None or DTYPES[found].kind != "float":
-                    raise place.wrong(name, "float32, float16 or bfloat16")
-                return found
+            if section.given(name):
+                value = section.values[name]
+                dtype = str(value).removeprefix("torch.")
+                if DTYPES.get(dtype) is None or DTYPES[dtype].kind != "float":
+                    raise section.wrong(name, "float32, float16 or bfloat16")
+                return dtype
     return None
 
 
@@ -229,9 +229,9 @@ def _check_usual(top: Fields, fields: Fields, model_type: str) -> None:
     names = top.values.get("architectures") or []
     if names and not any("CausalLM" in str(n) or "ConditionalGeneration" in str(n) for n in names):
         raise top.wrong("architectures", f"a ...ForCausalLM: model_type {model_type!r} is read as a decoder")
-    for place in (top, fields):
-        if place.boolean("is_encoder_decoder", False):
-            raise place.wrong("is_encoder_decoder", f"false: model_type {model_type!r} is read as a decoder")
+    for section in (top, fields):
+        if section.boolean("is_encoder_decoder", False):
+            raise section.wrong("is_encoder_decoder", f"false: model_type {model_type!r} is read as a decoder")
     for name in _UNUSUAL:
         if fields.given(name) and not fields.given("layer_types"):
             raise fields.wrong(name, f"null: what it means for model_type {model_type!r} is not known here")
@@ -397,12 +397,12 @@ def _falcon(reader: _Reader, kind: LayerKind) -> LayerKind:
 
 
 def _mpt(reader: _Reader, kind: LayerKind) -> LayerKind:
-    own = reader.section("attn_config", {"alibi": True, "attn_type": "multihead_attention"})
-    kv_heads = {"multihead_attention": kind.num_heads, "multiquery_attention": 1}.get(own.value("attn_type"))
-    if kv_heads is None and own.value("attn_type") != "grouped_query_attention":
-        raise own.wrong("attn_type", "multihead_attention, multiquery_attention or grouped_query_attention")
-    kv_heads = kv_heads or own.integer("kv_n_heads")
-    return replace(kind, num_kv_heads=kv_heads, alibi=own.boolean("alibi"), scale=own.number("softmax_scale"))
+    section = reader.section("attn_config", {"alibi": True, "attn_type": "multihead_attention"})
+    kv_heads = {"multihead_attention": kind.num_heads, "multiquery_attention": 1}.get(section.value("attn_type"))
+    if kv_heads is None and section.value("attn_type") != "grouped_query_attention":
+        raise section.wrong("attn_type", "multihead_attention, multiquery_attention or grouped_query_attention")
+    kv_heads = kv_heads or section.integer("kv_n_heads")
+    return replace(kind, num_kv_heads=kv_heads, alibi=section.boolean("alibi"), scale=section.number("softmax_scale"))
 
 
 def _gpt2(reader: _Reader, kind: LayerKind) -> LayerKind:
@@ -435,13 +435,13 @@ def _t5(reader: _Reader) -> list[LayerKind]:
 
 
 def _bart(reader: _Reader) -> list[LayerKind]:
-    width, found = reader.integer("d_model"), []
+    width, layers = reader.integer("d_model"), []
     for side in ("encoder", "decoder"):
         heads = reader.integer(f"{side}_attention_heads")
         if width % heads:
             raise reader.wrong("d_model", f"a multiple of {side}_attention_heads = {heads}")
-        found.append(LayerKind("", 1, heads, heads, width // heads))
-    return _sides(found[0], reader.integer("encoder_layers"), found[1], reader.integer("decoder_layers"))
+        layers.append(LayerKind("", 1, heads, heads, width // heads))
+    return _sides(layers[0], reader.integer("encoder_layers"), layers[1], reader.integer("decoder_layers"))
 
 
 def _no_attention(word: str) -> Callable[[_Reader], list[LayerKind]]:

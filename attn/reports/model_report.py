@@ -105,12 +105,12 @@ class ModelReport:
 
     def _measured(self, row: KindReport) -> str:
         """Describe `measured` in a sentence; nothing without it."""
-        found, decode, prompt = self.measured(row), self.decode_ms(row.decode_bytes), self.prompt_ms(row.prompt_flops)
-        if found is None or decode is None or prompt is None:
+        shares, decode, prompt = self.measured(row), self.decode_ms(row.decode_bytes), self.prompt_ms(row.prompt_flops)
+        if shares is None or decode is None or prompt is None:
             return ""
-        times = [f"64 decodes {found.copy:.2f} of the copy's ({decode / found.copy:.3g} ms at that rate)"]
-        if found.gemm:
-            times.append(f"4 prompts {found.gemm:.2f} of the product's ({prompt / found.gemm:.3g} ms)")
+        times = [f"64 decodes {shares.copy:.2f} of the copy's ({decode / shares.copy:.3g} ms at that rate)"]
+        if shares.gemm:
+            times.append(f"4 prompts {shares.gemm:.2f} of the product's ({prompt / shares.gemm:.3g} ms)")
         return f"rates reached with heads of this size and 4096 tokens: {', '.join(times)}; small batches reach less"
 
     @property
@@ -123,19 +123,19 @@ class ModelReport:
         """How the model was read, what the numbers are, and remarks on all choices."""
         load = f"{self.requests} request{'s' * (self.requests > 1)} of {self.context} tokens"
         total = self.total("token_bytes")
-        found = [
+        sentences = [
             f"cache ({self.kv_cache_dtype}): {_bytes(total)} per token, {_bytes(total * self.block_size)} per block of "
             f"{self.block_size} tokens in all layers, {_bytes(self.total('cache_bytes'))} for {load}"
         ]
         if any(row.kind.window or row.kind.chunk for row in self.rows):
-            found.append("cache of windows and chunks: all tokens; less if the caller frees the blocks that no row sees")
+            sentences.append("cache of windows and chunks: all tokens; less if the caller frees the blocks that no row sees")
         if any(row.kind.chunk for row in self.rows):
-            found.append(
+            sentences.append(
                 "chunked layers: other backends compute them as full attention with each chunk as a request of its own"
             )
         if any(row.kind.attn_type == AttentionType.ENCODER_DECODER for row in self.rows):
-            found.append("encoder and decoder: both have as many tokens as the context")
-        return (*found, self._times(), *self.model.notes, *_common(self.rows))
+            sentences.append("encoder and decoder: both have as many tokens as the context")
+        return (*sentences, self._times(), *self.model.notes, *_common(self.rows))
 
     def _times(self) -> str:
         if self.ceilings is None:
@@ -261,7 +261,7 @@ def explain_model(
         device = machines.device_named(device, framework or dtypes.framework_of_dtype(dtype))
     kv_cache_dtype = kv_cache_dtype or "auto"
     rows: list[KindReport] = []
-    place: Device | None = device
+    target: Device | None = device
     asked: dict[str, Any] = {"backend": backend, "framework": framework, "device": device, "disable": disable, "assume": assume}
     for kind in model.kinds:
         selection, reason = None, POSITION_BIAS if kind.position_bias else ""
@@ -270,7 +270,7 @@ def explain_model(
             layer = {name: getattr(kind, name) for name in ("features", "attn_type", "num_heads", "num_kv_heads")}
             stored, page = (kv_cache_dtype, block_size) if cached else (None, None)
             selection = explain(kind.head_size, dtype, stored, page, **layer, **asked)
-            place = selection.device
+            target = selection.device
         token = _token_bytes(kind, dtype_name(dtype), kv_cache_dtype) * kind.count
         row = KindReport(
             kind=kind,
@@ -283,17 +283,17 @@ def explain_model(
             prompt_flops=_pair_flops(kind) * _pairs(kind, context) * kind.count * requests,
         )
         rows.append(row)
-    place = place or platform_for(framework or dtypes.framework_of_dtype(dtype) or default_framework()).device()
+    target = target or platform_for(framework or dtypes.framework_of_dtype(dtype) or default_framework()).device()
     return ModelReport(
         model=model,
         rows=tuple(rows),
-        device=place,
+        device=target,
         dtype=dtype_name(dtype),
         kv_cache_dtype=kv_cache_dtype,
         block_size=block_size,
         context=context,
         requests=requests,
-        ceilings=CEILINGS.get(place.name),
+        ceilings=CEILINGS.get(target.name),
     )
 
 
@@ -308,8 +308,8 @@ def _prefill(kind: LayerKind, selection: Selection | None, assume: Collection[st
     key = kind.latent.qk_nope_head_dim + kind.latent.qk_rope_head_dim
     request = make_mla_prefill_request(key, kind.latent.v_head_dim, selection.request.dtype, num_heads=kind.num_heads)
     with assumed_machine(selection.device, None, assume):
-        found = select_mla_prefill(request, framework=selection.device.framework, device=selection.device)
-    return found if found.trace else None
+        prefill = select_mla_prefill(request, framework=selection.device.framework, device=selection.device)
+    return prefill if prefill.trace else None
 
 
 def _token_bytes(kind: LayerKind, dtype: str, kv_cache_dtype: str) -> int:
@@ -351,12 +351,12 @@ def _choice(row: KindReport, common: Collection[str]) -> list[str]:
     """Return the candidates and their verdicts, and the notes that not all choices have."""
     if row.selection is None:
         return [f"   no backend: {row.reason}"]
-    found = _verdicts(row.selection)
+    verdicts = _verdicts(row.selection)
     if row.prefill:
-        found += ["prompts:", *_verdicts(row.prefill)]
+        verdicts += ["prompts:", *_verdicts(row.prefill)]
     asked = [] if row.selection.source == "priority" else [f"requested by {row.selection.source}"]
     measured = [f"measured on this machine: {row.selection.measured}"] if row.selection.measured else []
-    return [*asked, *found, *measured, *(note for note in row.selection.notes if note not in common)]
+    return [*asked, *verdicts, *measured, *(note for note in row.selection.notes if note not in common)]
 
 
 def _verdicts(selection: Selection) -> list[str]:

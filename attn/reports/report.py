@@ -204,8 +204,8 @@ def explain(
     Arguments are those of `get_attn_backend` and `attn.selector.select`, and:
         backend: require this backend, by name.
         device: explain for this device, present or not: a `Device` or a product's name ("H100", "MI300X", "v6e").
-        assume: distributions assumed to be installed, in addition to the framework and what its wheel installs (`["flashinfer"]`).
-            None: no others with `device`; without it, those installed on this machine.
+        assume: distributions assumed to be installed (`["flashinfer"]`), in addition to the framework and what its wheel
+            installs. None: no others with `device`; without it, those installed on this machine.
 
     `Selection.source` says what made the choice: `argument`, `context` (a force), `backend_per_kind[...]`, the name of an
     environment variable, or `priority` (the platform's list); `Selection.notes` list assumptions and what would change the
@@ -223,14 +223,14 @@ def explain(
         num_kv_heads=num_kv_heads,
     )
     framework = framework or framework_of_dtype(dtype)
-    with assumed_machine(device, framework, assume) as (place, elsewhere, taken):
-        found = selector.select(request, framework=framework, backend=backend, device=place, disable=disable)
+    with assumed_machine(device, framework, assume) as (target, elsewhere, taken):
+        selection = selector.select(request, framework=framework, backend=backend, device=target, disable=disable)
         if elsewhere:
-            notes = [f"assumed to be installed: {', '.join([found.device.framework, *taken])}" + _MORE * (assume is None)]
+            notes = [f"assumed to be installed: {', '.join([selection.device.framework, *taken])}" + _MORE * (assume is None)]
         else:
             notes = [f"assumed in addition to what is installed: {', '.join(taken)}"] if taken else []
-            notes += AttentionBackendEnum[found.name].off_paths(found.device) if found.name else ()
-        return replace(found, notes=(*notes, *hints(found)))
+            notes += AttentionBackendEnum[selection.name].off_paths(selection.device) if selection.name else ()
+        return replace(selection, notes=(*notes, *hints(selection)))
 
 
 @contextlib.contextmanager
@@ -241,13 +241,13 @@ def assumed_machine(
 
     Yields (the device, or None for this machine's; whether it is another machine's; the packages assumed).
     """
-    place = machines.device_named(device, framework) if isinstance(device, str) else device
+    target = machines.device_named(device, framework) if isinstance(device, str) else device
     named = list_of_names("assume", () if assume is None else assume)
-    elsewhere = place is not None and place != platform_for(place.framework, place.platform).device()
-    brought = machines.BROUGHT.get((place.framework, place.platform), ()) if place and elsewhere else ()
+    elsewhere = target is not None and target != platform_for(target.framework, target.platform).device()
+    brought = machines.BROUGHT.get((target.framework, target.platform), ()) if target and elsewhere else ()
     taken = list(dict.fromkeys([*brought, *named]))
     with imports.assuming(machines.modules_of(taken), beside=not elsewhere):
-        yield place, elsewhere, taken
+        yield target, elsewhere, taken
 
 
 #: Suffix of the note on the default assumption.
@@ -256,12 +256,12 @@ _MORE = ", which the framework's wheel installs (add packages with --assume or a
 
 def environment() -> dict[str, Any]:
     """Return what a bug report needs: versions, devices, environment variables, and plugins with their status."""
-    found = {name: version_of(name) for name in DISTRIBUTIONS}
+    facts = {name: version_of(name) for name in DISTRIBUTIONS}
     return {
         "attn": attn.__version__,
         "python": sys.version.split()[0],
         "system": f"{host.system()} {host.release()} {host.machine()}, {os.cpu_count()} cores",
-        "versions": {name: version for name, version in found.items() if version and name != "attn"},
+        "versions": {name: version for name, version in facts.items() if version and name != "attn"},
         "devices": {framework: str(_device(framework)) for framework in FRAMEWORKS},
         "variables": {name: value for name in envs.VARIABLES if (value := envs.read(name)) is not None},
         "plugins": {name: report.problem or f"ok: {report.value}" for name, report in plugins.load().items()},
@@ -272,7 +272,7 @@ def environment() -> dict[str, Any]:
 
 def _all_off_paths() -> dict[str, str]:
     """{registry and backend: the faster paths that are off} for the backends that run on this machine."""
-    found = {}
+    off_paths = {}
     for row in backends():
         registry = REGISTRIES[row.registry]
         if row.reasons or row.name not in registry:
@@ -282,8 +282,8 @@ def _all_off_paths() -> dict[str, str]:
         except Exception as error:  # third-party classes may raise anything; report it in the entry
             off = (f"broken: {type(error).__name__}: {error}",)
         if off:
-            found[f"{row.registry} {row.name}"] = "; ".join(off)
-    return found
+            off_paths[f"{row.registry} {row.name}"] = "; ".join(off)
+    return off_paths
 
 
 def backend_tables() -> str:
@@ -304,9 +304,9 @@ def backend_tables() -> str:
 def replace_tables(page: str) -> str:
     """Return `page` with the text between the two marks regenerated. Raises ValueError when a mark is missing."""
     begin, end = MARKS
-    before, found, rest = page.partition(begin)
+    before, opened, rest = page.partition(begin)
     _, closed, after = rest.partition(end)
-    if not found or not closed:
+    if not opened or not closed:
         raise ValueError(f"the page must contain {begin} followed by {end}")
     return f"{before}{begin}\n\n{backend_tables()}\n{end}{after}"
 

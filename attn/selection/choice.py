@@ -44,16 +44,16 @@ def asked_for(registry: type[BackendEnum], wishes: Iterable[tuple[Any, str]] = (
     for backend, source in wishes:
         if backend is not None:
             return Asked(member_of(registry, backend, source), source)
-    if (found := asked_by_environment(registry)) is not None:
-        variable, name = found
+    if (by_environment := asked_by_environment(registry)) is not None:
+        variable, name = by_environment
         return Asked(member_of(registry, name, variable), variable)
     return Asked(None, "priority")
 
 
 def asked_by_environment(registry: type[BackendEnum]) -> tuple[str, str] | None:
     """Return (variable, backend name) requested by the environment, or None. A blank value counts as unset."""
-    found = ((variable, (envs.read(variable) or "").strip()) for variable in registry.variables)
-    return next((pair for pair in found if pair[1]), None)
+    settings = ((variable, (envs.read(variable) or "").strip()) for variable in registry.variables)
+    return next((pair for pair in settings if pair[1]), None)
 
 
 def member_of(registry: type[BackendEnum], backend: Any, source: str = "") -> Any:

@@ -175,10 +175,10 @@ def state(device: Device) -> tuple[Path, int, int] | None:
     """Return a device's file with a fingerprint of its content, or None if it does not exist."""
     file = place(device)
     try:
-        found = file.stat()
+        status = file.stat()
     except OSError:
         return None
-    return file, found.st_mtime_ns, found.st_size
+    return file, status.st_mtime_ns, status.st_size
 
 
 def read(file: Path, device: Device) -> list[Entry] | str:

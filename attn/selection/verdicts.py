@@ -117,8 +117,8 @@ _CHIP = "background:#8882;border-radius:4px;padding:0 4px"  # half transparent, 
 
 def _words(request: str) -> list[str]:
     """Split a request into words; the set of features is one word."""
-    head, found, features = request.partition(" features=")
-    return [*head.split(), *([f"features={features}"] if found else [])]
+    head, separator, features = request.partition(" features=")
+    return [*head.split(), *([f"features={features}"] if separator else [])]
 
 
 def _html_row(verdict: Verdict, wins: bool) -> tuple[list[Any], str]:

@@ -28,11 +28,11 @@ def block_key(tokens: Sequence[int], previous: bytes = b"") -> bytes:
     """
     import numpy as np
 
-    given = np.asarray(tokens)
-    if given.size and given.dtype.kind not in "iu":
+    ids = np.asarray(tokens)
+    if ids.size and ids.dtype.kind not in "iu":
         raise ValueError(f"tokens={tokens!r} must be ints")
-    own = given.astype(np.int64).tobytes()
-    return hashlib.blake2b(len(previous).to_bytes(8, "little") + previous + own, digest_size=32).digest()
+    content = ids.astype(np.int64).tobytes()
+    return hashlib.blake2b(len(previous).to_bytes(8, "little") + previous + content, digest_size=32).digest()
 
 
 class BlockPool:
@@ -78,12 +78,12 @@ class BlockPool:
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
         """Return the blocks registered under `keys`, up to the first key without one. They may be free: see `share`."""
-        found: list[int] = []
+        blocks: list[int] = []
         for key in keys:
             if key not in self._block_of:
                 break
-            found.append(self._block_of[key])
-        return found
+            blocks.append(self._block_of[key])
+        return blocks
 
     def share(self, blocks: Sequence[int]) -> None:
         """Add one user to each of `blocks`, which `find` returned; free blocks are taken off the free list."""

@@ -262,8 +262,8 @@ class Scheduler:
 
     def _make_room(self, request: GenerationRequest, count: int) -> bool:
         """Allocate blocks for `count` more tokens, preempting younger requests; False if `request` itself was preempted."""
-        wanted = self._blocks_for(request.num_computed + count) - len(request.blocks)
-        while wanted > self.pool.num_free:
+        missing = self._blocks_for(request.num_computed + count) - len(request.blocks)
+        while missing > self.pool.num_free:
             youngest = self.running.pop()
             self._give_up_blocks(youngest)
             self.waiting.appendleft(youngest)
@@ -271,7 +271,7 @@ class Scheduler:
             self.stats.preemptions += 1
             if youngest is request:
                 return False
-        request.blocks += self.pool.allocate(wanted)
+        request.blocks += self.pool.allocate(missing)
         return True
 
     def _admit(self, budget: int) -> list[tuple[GenerationRequest, int]]:

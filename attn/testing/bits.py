@@ -50,8 +50,8 @@ def encode(values: npt.ArrayLike, element: str, scale: npt.ArrayLike = 1.0, nudg
         return pack_fp8_ds_mla(rows[:, :512], rows[:, 512:]).reshape(*array.shape[:-1], 656)
     if element in SELF_SCALED:
         code = SELF_SCALED[element]
-        own = per_token_head_scales(array, CODES[code]).astype(np.float32)
-        return _joined(quantize(array * np.float32(nudge), CODES[code], own), own)
+        row_scales = per_token_head_scales(array, CODES[code]).astype(np.float32)
+        return _joined(quantize(array * np.float32(nudge), CODES[code], row_scales), row_scales)
     array = array * np.float32(nudge)
     if element in CODES:
         return quantize(array, CODES[element], scale)
@@ -74,9 +74,9 @@ def decode(stored: Array, element: str) -> Array:
             joined = np.concatenate(unpack_fp8_ds_mla(stored.reshape(-1, stored.shape[-1])), 1)
             return joined.reshape(*stored.shape[:-1], joined.shape[1]).astype(np.float32)
     if element in SELF_SCALED:
-        codes, own = np.ascontiguousarray(stored[..., :-4]), np.ascontiguousarray(stored[..., -4:]).view(np.float32)
+        codes, row_scales = np.ascontiguousarray(stored[..., :-4]), np.ascontiguousarray(stored[..., -4:]).view(np.float32)
         with np.errstate(all="ignore"):
-            return decode(codes.view(raw(SELF_SCALED[element])), SELF_SCALED[element]) * own
+            return decode(codes.view(raw(SELF_SCALED[element])), SELF_SCALED[element]) * row_scales
     if element in CODES:
         return dequantize(stored, CODES[element]).astype(np.float32)
     if element == "bfloat16":
@@ -94,9 +94,9 @@ def rounded(values: npt.ArrayLike, dtype: str) -> Array:
     return decode(encode(values, dtype), dtype)
 
 
-def _joined(codes: Array, own: Array) -> Array:
+def _joined(codes: Array, row_scales: Array) -> Array:
     """Join codes [..., D] and their float32 scales [...] into rows of D + 4 bytes."""
-    return np.concatenate([as_bytes(codes), np.ascontiguousarray(own[..., None]).view(np.uint8)], -1)
+    return np.concatenate([as_bytes(codes), np.ascontiguousarray(row_scales[..., None]).view(np.uint8)], -1)
 
 
 def raw(element: str) -> np.dtype[Any]:
@@ -115,8 +115,9 @@ def poisoned(shape: tuple[int, ...], element: str, kind: str) -> Array:
         return np.resize(np.array(_PACKED_POISONS[kind], np.uint8), shape)
     if element in SELF_SCALED:
         codes = poisoned((*shape[:-1], shape[-1] - 4), SELF_SCALED[element], kind)
-        own = poisoned(shape[:-1], "float32", kind)
-        return _joined(codes, own / np.float32(DTYPES[SELF_SCALED[element]].max))  # keeps the product of code and scale finite
+        row_scales = poisoned(shape[:-1], "float32", kind)
+        # keeps the product of code and scale finite
+        return _joined(codes, row_scales / np.float32(DTYPES[SELF_SCALED[element]].max))
     values = np.array(POISONS[kind])
     if element in CODES and element != "float8_e5m2":
         values = np.where(np.isnan(values) & (element != "int8"), values, np.nan_to_num(values, nan=3e38))

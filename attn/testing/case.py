@@ -34,8 +34,8 @@ class Recipe:
 
     def json(self) -> str:
         """Return the fields that differ from the defaults, on one line."""
-        own = fields(self)  # type: ignore[arg-type]
-        stated = {f.name: getattr(self, f.name) for f in own if getattr(self, f.name) != f.default}
+        specs = fields(self)  # type: ignore[arg-type]
+        stated = {f.name: getattr(self, f.name) for f in specs if getattr(self, f.name) != f.default}
         return json.dumps(stated, separators=(",", ":"))
 
     @classmethod

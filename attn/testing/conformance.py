@@ -63,17 +63,17 @@ def runner_for(backend: Any, device: Device | None = None) -> Runner:
 
 
 def _framework(backend: Any) -> str:
-    own = getattr(backend, "capabilities", None)
-    return str(own.framework if own is not None else backend.get_impl_cls().framework)
+    capabilities = getattr(backend, "capabilities", None)
+    return str(capabilities.framework if capabilities is not None else backend.get_impl_cls().framework)
 
 
 def device_for(backend: Any) -> Device:
     """Return the device of the backend's framework on this machine; the CPU for a torch backend that supports no other."""
-    framework, own = _framework(backend), getattr(backend, "capabilities", None)
+    framework, capabilities = _framework(backend), getattr(backend, "capabilities", None)
     device = platform_for(framework).device()
-    if framework == "torch" and own is not None and own.device_reasons(device):
+    if framework == "torch" and capabilities is not None and capabilities.device_reasons(device):
         cpu = platform_for(framework, "cpu").device()
-        return device if own.device_reasons(cpu) else cpu
+        return device if capabilities.device_reasons(cpu) else cpu
     return device
 
 
@@ -95,8 +95,8 @@ def run_case(backend: Any, case: Case, device: Device | None = None, score: Scor
     """
     device = device or device_for(backend)
     runner = runner_for(backend, device)
-    found = _refusal(backend, case, device, runner) if case.check.startswith(REFUSAL) else run_check(case, runner, score)
-    return [Violation(**{**vars(v), "backend": backend.get_name()}) for v in found]
+    violations = _refusal(backend, case, device, runner) if case.check.startswith(REFUSAL) else run_check(case, runner, score)
+    return [Violation(**{**vars(v), "backend": backend.get_name()}) for v in violations]
 
 
 def check_conformance(backend: Any, case: Case, device: Device | None = None) -> None:
@@ -126,17 +126,17 @@ def _refusal(backend: Any, case: Case, device: Device, runner: Runner) -> list[V
         attempts.append(("the constructor", lambda: runner.build(drawn.but(kv_cache_dtype=case.kv_cache_dtype))))
     if name in _SEEN_BY_CALL and (not value or value in _ARRAY_DTYPES):
         attempts.append(("the call", lambda: runner(draw(case))))
-    found = []
+    violations = []
     for step, attempt in attempts:
         try:
             attempt()
         except AttnError as error:
             message = str(error)
             if name not in message or value not in message:
-                found.append(Violation("R", f"{step} refuses without naming {what}: {message}", case))
+                violations.append(Violation("R", f"{step} refuses without naming {what}: {message}", case))
         else:
-            found.append(Violation("R", f"{step} accepts {what}, which is not declared", case))
-    return found
+            violations.append(Violation("R", f"{step} accepts {what}, which is not declared", case))
+    return violations
 
 
 # whole runs

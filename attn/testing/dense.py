@@ -211,8 +211,8 @@ def _vast(plain: DenseCase) -> list[DenseCase]:
 
 def draw_dense(case: DenseCase) -> DenseCall:
     """Return the arrays of a case, deterministically; keys and values that a key mask excludes are NaN."""
-    own = (case.seed,) if case.seed else ()
-    rng = np.random.default_rng((case.rows, case.keys, case.head_size, case.num_heads, *own))
+    seeds = (case.seed,) if case.seed else ()
+    rng = np.random.default_rng((case.rows, case.keys, case.head_size, case.num_heads, *seeds))
 
     def normal(rows: int, heads: int) -> Array:
         values = rng.standard_normal((case.batch, rows, heads, case.head_size), np.float32)
@@ -286,10 +286,10 @@ def _judge(backend: Any, case: DenseCase, got: Array, want: Array) -> None:
     """Check every row's error against the dtype's budget, and an approximation's total error against the declared one."""
     size = np.sqrt((want**2).mean(-1))
     error = np.sqrt(((got - want) ** 2).mean(-1)) / np.where(size == 0, 1, size)
-    own = BUDGETS[case.dtype].hard
-    worst, most = np.unravel_index(error.argmax(), error.shape), own + 3 * backend.error
+    budget = BUDGETS[case.dtype].hard
+    worst, most = np.unravel_index(error.argmax(), error.shape), budget + 3 * backend.error
     assert error[worst] <= most, f"{case}: relative row error {error[worst]:.3g} > {most:.3g} at [.., row, head] {worst}"
-    whole, most = np.sqrt(((got - want) ** 2).sum() / max((want**2).sum(), 1e-30)), own + backend.error
+    whole, most = np.sqrt(((got - want) ** 2).sum() / max((want**2).sum(), 1e-30)), budget + backend.error
     assert not backend.error or whole <= most, f"{case}: relative error {whole:.3g} > {most:.3g}, declared {backend.error}"
 
 
@@ -316,18 +316,18 @@ def vast_places(case: DenseCase) -> list[tuple[int, int, int, list[tuple[int, in
     def ends(n: int) -> list[int]:
         return [0, n // 2, max(0, n - 64), max(0, n - 2), n - 1]
 
-    found = []
+    places = []
     for b, h in sorted({(0, 0), (case.batch // 2, 1), (case.batch - 1, case.num_heads - 1)}):
         keys = case.lens[b] if case.lens else case.keys + case.joint[1]
-        found.append((b, h, keys, list(zip(ends(case.rows + case.joint[0]), ends(keys), strict=True))))
-    return found
+        places.append((b, h, keys, list(zip(ends(case.rows + case.joint[0]), ends(keys), strict=True))))
+    return places
 
 
 def _check_vast(backend: Any, case: DenseCase, run: Callable[[Any, DenseCase], Any]) -> None:
-    for found in run(backend, case):
-        assert found.finite, f"{case}: non-finite numbers in the output"
-        want = reference.attention(found.query[:, None], found.key[:, None], found.value[:, None], scale=case.scale)[0]
-        _judge(backend, case, found.out[:, None], want)
+    for sampled in run(backend, case):
+        assert sampled.finite, f"{case}: non-finite numbers in the output"
+        want = reference.attention(sampled.query[:, None], sampled.key[:, None], sampled.value[:, None], scale=case.scale)[0]
+        _judge(backend, case, sampled.out[:, None], want)
 
 
 def run_dense(

@@ -49,9 +49,9 @@ class Call:
 
     def but(self, **changes: Any) -> Self:
         """Return a copy with some arrays or fields of the case changed."""
-        own = {k: v for k, v in changes.items() if k in self.__dataclass_fields__}
-        own["case"] = self.case.replace(**{k: v for k, v in changes.items() if k not in own})
-        return replace(self, **own, memo={})
+        arrays = {k: v for k, v in changes.items() if k in self.__dataclass_fields__}
+        arrays["case"] = self.case.replace(**{k: v for k, v in changes.items() if k not in arrays})
+        return replace(self, **arrays, memo={})
 
     def with_batch(self, **changes: Any) -> Self:
         """Return a copy with some fields of its batch changed."""
@@ -83,9 +83,9 @@ class Call:
         """
         chosen = np.full((self.query.shape[0], self.case.topk), -1, np.int32)
         for r in range(self.batch.num_reqs):
-            own, end = self.rows(r), int(self.batch.seq_lens[r])
-            for row in range(own.start, own.stop):
-                position = row - own.stop + end
+            rows, end = self.rows(r), int(self.batch.seq_lens[r])
+            for row in range(rows.start, rows.stop):
+                position = row - rows.stop + end
                 rng = np.random.default_rng([10, self.case.data_seed, position + (1 << 20)])
                 pool = np.concatenate([rng.permutation(max(0, position + 1))[: self.case.topk - 3], [-1, 1 << 30, -1]])
                 places = rng.permutation(self.case.topk)[: len(pool)]
@@ -234,16 +234,16 @@ def frozen(call: Call) -> Call:
 def _tokens(case: Case, start: Array, data: list[tuple[Array, Array]]) -> tuple[Array, Array, Array]:
     """Return query [T, H, D] and key, value [T, K, D] of the batch's tokens. Padding, and rows without a key, are NaN."""
     rows = int(start[-1]) + case.padding
-    kind = np.float64 if case.dtype == "float64" else np.float32
-    query = np.full((rows, case.num_heads, case.query_size), np.nan, kind)
-    key = np.full((rows, case.num_kv_heads, case.head_size), np.nan, kind)
+    dtype = np.float64 if case.dtype == "float64" else np.float32
+    query = np.full((rows, case.num_heads, case.query_size), np.nan, dtype)
+    key = np.full((rows, case.num_kv_heads, case.head_size), np.nan, dtype)
     value = key.copy()
     for r, (count, length) in enumerate(zip(case.query_lens, case.seq_lens, strict=True)):
         query[start[r] : start[r + 1]] = _queries(case, r, data[r][0])
         keyless = max(count - length, 0)  # rows before the sequence's start
         if case.attn_type != AttentionType.ENCODER_DECODER and not case.kv_sharing and count > keyless:
-            own, new = slice(start[r] + keyless, start[r + 1]), slice(max(length - count, 0), None)
-            key[own], value[own] = (x[new] for x in data[r])
+            live, new = slice(start[r] + keyless, start[r + 1]), slice(max(length - count, 0), None)
+            key[live], value[live] = (x[new] for x in data[r])
     return query, key, value
 
 

@@ -124,9 +124,9 @@ def _views(at: At, subject: Subject, page: int, edges: tuple[int, ...]) -> list[
         for words, q, m in (("decodes", _ONES, edges), ("a decode", (1,), (page + 1,)), ("prompts", Q_LENS, Q_LENS))
     ]
     encoders = [
-        at(f"{kind}, {dtype}, views at odd addresses", m=Q_LENS, attn_type=kind, causal=False, dtype=dtype, **views)
-        for kind in subject.capabilities.attn_types
-        if kind in ENCODER_TYPES
+        at(f"{attn_type}, {dtype}, views at odd addresses", m=Q_LENS, attn_type=attn_type, causal=False, dtype=dtype, **views)
+        for attn_type in subject.capabilities.attn_types
+        if attn_type in ENCODER_TYPES
         for dtype in subject.capabilities.dtypes
     ]
     return decoders + encoders
@@ -150,50 +150,50 @@ def _attn_types(at: At, subject: Subject) -> list[Case]:
 
 def _caches(at: At, stored: str) -> list[Case]:
     """Return cases of a cache's dtype."""
-    found = [at(f"{stored} cache", kv_cache_dtype=stored)]
+    cases = [at(f"{stored} cache", kv_cache_dtype=stored)]
     if stored in SELF_SCALED:
-        found += [
+        cases += [
             at(f"{stored} cache, needle", kv_cache_dtype=stored, inputs="needle"),
             at(f"{stored} cache, tokens of zeros", kv_cache_dtype=stored, inputs="hollow"),
         ]
     if stored in SCALED:
-        found += [
+        cases += [
             at(f"{stored} cache, scales", kv_cache_dtype=stored, inputs="needle", k_scale=0.037, v_scale=0.0215),
             at(f"{stored} cache, saturated", kv_cache_dtype=stored, inputs="wide", k_scale=0.02, v_scale=0.5),
         ]
-    return found
+    return cases
 
 
 def variety(subject: Subject) -> list[Case]:
     """Return a case for each size."""
     c, small = subject.capabilities, main_dtypes(subject)[-1]
-    found = [
+    cases = [
         base_case(subject, f"head size {s}", head_size=s, dtype=small)
         for s in subject.sizes((80, 256, 96, 192, 128, 64), c.head_sizes)
     ]
     heads = ((5, 5), (8, 1), (12, 3), (1, 1), (3, 1), (8, 8), (4, 2))
-    found += [base_case(subject, f"{h} heads on {k}", num_heads=h, num_kv_heads=k, inputs="needle") for h, k in heads]
-    found += [
+    cases += [base_case(subject, f"{h} heads on {k}", num_heads=h, num_kv_heads=k, inputs="needle") for h, k in heads]
+    cases += [
         base_case(subject, f"block size {s}", block_size=s, num_blocks=None)
         for s in subject.sizes((1, 8, 32, 64, 128, 256), subject.block_sizes)
     ]
-    found += [base_case(subject, f"{s} cache, {small}", kv_cache_dtype=s, dtype=small) for s in c.kv_cache_dtypes]
+    cases += [base_case(subject, f"{s} cache, {small}", kv_cache_dtype=s, dtype=small) for s in c.kv_cache_dtypes]
     scaled = [s for s in c.kv_cache_dtypes if s in SCALED]
-    found += [base_case(subject, f"{s} cache, per-head scales", kv_cache_dtype=s).replace(**per_head_scales(2)) for s in scaled]
-    found += [
+    cases += [base_case(subject, f"{s} cache, per-head scales", kv_cache_dtype=s).replace(**per_head_scales(2)) for s in scaled]
+    cases += [
         base_case(subject, f"{s} cache, per-head {name}", kv_cache_dtype=s).replace(**{name: per_head_scales(2)[name]})
         for s in scaled[-1:]
         for name in ("k_scale", "v_scale")
     ]
     others = [dtype for dtype in c.dtypes if dtype not in main_dtypes(subject)]
     for dtype in others:
-        found += [
+        cases += [
             base_case(subject, f"{dtype}, needle", dtype=dtype, inputs="needle"),
             base_case(subject, f"{dtype}, decodes", (1,) * 5, (33, 9, 18, 20, 40), dtype=dtype),
             base_case(subject, f"{dtype}, negative scale, cap", dtype=dtype, scale=-0.17, logits_soft_cap=30.0),
             base_case(subject, f"{dtype}, scores of -inf", dtype=dtype, inputs="infinite"),
         ]
-    return found
+    return cases
 
 
 def reach(at: At, few_programs: bool) -> list[Case]:

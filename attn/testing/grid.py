@@ -53,10 +53,10 @@ _DYNAMIC = ("kv_sharing", "inputs", "poison", "padding", "scale", "lse")
 def _valid(subject: Subject, axes: dict[str, list[Any]], choice: Choice) -> Choice | None:
     """Return the choice with meaningless combinations replaced, or None if the subject does not support it."""
     choice = dict(choice)
-    kind = choice["attn_type"]
-    if kind != AttentionType.DECODER:
+    attn_type = choice["attn_type"]
+    if attn_type != AttentionType.DECODER:
         choice |= {"causal": False, "tree": 0, "kv_sharing": False, "spans": 0, "prefix": 0, "chunk_size": 0}
-    if kind in ENCODER_TYPES:
+    if attn_type in ENCODER_TYPES:
         choice |= {"kv_cache_dtype": axes["kv_cache_dtype"][0], "scales": "one"}
     if choice["tree"]:
         choice |= {"causal": True, "batch": "verify"}
@@ -136,8 +136,8 @@ _BATCHES: dict[str, Callable[[int], tuple[tuple[int, ...], tuple[int, ...]]]] = 
 
 def random_cases(subject: Subject, count: int) -> list[Case]:
     """Return cases of random declared features; a case's name contains its seed."""
-    axes, found, seed = _axes(subject), list[Case](), 0
-    while len(found) < count and seed < 40 * count:
+    axes, cases, seed = _axes(subject), list[Case](), 0
+    while len(cases) < count and seed < 40 * count:
         rng = random.Random(seed)
         choice = _valid(subject, axes, {name: rng.choice(values) for name, values in axes.items()})
         q = [rng.choice((0, 1, 1, 2, rng.randrange(3, 40))) for _ in range(rng.randrange(1, 8))]
@@ -150,5 +150,5 @@ def random_cases(subject: Subject, count: int) -> list[Case]:
         m = q if case.is_encoder else [max(a, b) for a, b in zip(q, m, strict=True)] if case.tree else m
         window = case.sliding_window and (width or case.sliding_window)
         own = {"query_lens": tuple(q), "seq_lens": tuple(m), "padding": padding, "sliding_window": window, "num_blocks": None}
-        found.append(case.replace(name=f"random {seed - 1}", **own))
-    return found
+        cases.append(case.replace(name=f"random {seed - 1}", **own))
+    return cases

@@ -37,7 +37,7 @@ def _at(subject: Subject, name: str, q: Sequence[int] = _Q, m: Sequence[int] = _
 def _fixtures(subject: Subject) -> list[Case]:
     page = _at(subject, "").block_size
     edges = (1, page - 1 or 1, page, page + 1, 2 * page)
-    found = [
+    cases = [
         _at(subject, "mixed batch"),
         _at(subject, "mixed batch, needle", inputs="needle"),
         _at(subject, "decodes", (1,) * 5, edges, inputs="needle"),
@@ -59,55 +59,55 @@ def _fixtures(subject: Subject) -> list[Case]:
         _at(subject, "negative scale", scale=-0.31, inputs="needle"),
     ]
     if subject.capabilities.framework == "torch":  # torch views have strides, even if they are empty
-        found += [
+        cases += [
             _at(subject, f"no token, {stored} cache, as views", (0,), (5,), kv_cache_dtype=stored, layout="heads_first")
             for stored in subject.capabilities.kv_cache_dtypes
         ]
-        found += [
+        cases += [
             _at(subject, f"{dtype}, views at odd addresses", dtype=dtype, layout="fused")
             for dtype in subject.capabilities.dtypes
         ]
     if subject.has(Feature.NAN_SAFE):
-        found += [
+        cases += [
             _at(subject, f"NaN and infinities in a {what}, {words}", q, m, inputs="nonfinite", data_seed=seed)
             for words, q, m in (("decodes", (1,) * 5, edges), ("prefills", (17, 40, 23), (page + 17, 40, 2 * page + 23)))
             for what, seed in (("query", 0), ("query", 3), ("key", 1), ("key", 4))
         ]
     for dtype in main_dtypes(subject):
-        found += [_at(subject, f"{dtype}, {inputs}", dtype=dtype, inputs=inputs) for inputs in ("randn", "needle")]
-        found.append(_at(subject, f"{dtype}, negative scale, prompts", m=_Q, dtype=dtype, scale=-0.072, lse=False))
-        found.append(_at(subject, f"{dtype}, scores of -inf", dtype=dtype, inputs="infinite"))
+        cases += [_at(subject, f"{dtype}, {inputs}", dtype=dtype, inputs=inputs) for inputs in ("randn", "needle")]
+        cases.append(_at(subject, f"{dtype}, negative scale, prompts", m=_Q, dtype=dtype, scale=-0.072, lse=False))
+        cases.append(_at(subject, f"{dtype}, scores of -inf", dtype=dtype, inputs="infinite"))
     others = [dtype for dtype in subject.capabilities.dtypes if dtype not in main_dtypes(subject)]
-    found += [
+    cases += [
         _at(subject, f"{dtype}, {inputs}", dtype=dtype, inputs=inputs) for dtype in others for inputs in ("randn", "needle")
     ]
     for stored in subject.capabilities.kv_cache_dtypes:
         is_scaled = KV_CACHE_DTYPES[stored] in ("float8_e4m3fn", "float8_e5m2")
         scales: dict[str, Any] = {"k_scale": 0.037, "v_scale": 0.037} if is_scaled else {}
-        found += [
+        cases += [
             _at(subject, f"{stored} cache, {dtype}", kv_cache_dtype=stored, inputs="needle", dtype=dtype, **scales)
             for dtype in main_dtypes(subject)[:2]
         ]
-    found += [
+    cases += [
         _at(subject, f"{heads} heads", num_heads=heads, dtype=main_dtypes(subject)[-1], inputs="needle") for heads in (1, 5, 16)
     ]
     # as many heads as rows of a kernel's tile: some backends use other kernels
-    found.append(_at(subject, "64 heads", (1, 3, 1, 18), (70, 130, 5, 40), num_heads=64, inputs="needle"))
-    found += [
+    cases.append(_at(subject, "64 heads", (1, 3, 1, 18), (70, 130, 5, 40), num_heads=64, inputs="needle"))
+    cases += [
         _at(subject, f"block size {size}", block_size=size, num_blocks=None, inputs="needle")
         for size in subject.sizes((1, 7, 32, 64, 128), subject.block_sizes)
     ]
     if subject.latent_dims is None:
-        found += [
+        cases += [
             _at(subject, f"L, Dn, Dr, Dv = {dims}", mla=dims, head_size=dims[0] + dims[2], inputs="needle") for dims in _DIMS
         ]
-    return found
+    return cases
 
 
 def properties(subject: Subject, full: bool) -> list[Case]:
     """Return cases of the metamorphic properties of latent attention."""
     dtypes = main_dtypes(subject) if full else main_dtypes(subject)[:2]
-    found = []
+    cases = []
     for dtype in dtypes:
         page = _at(subject, "").block_size
         other = [s for s in subject.sizes((32, 8, 16, 64, 128), subject.block_sizes) if s != page][:1]
@@ -123,20 +123,20 @@ def properties(subject: Subject, full: bool) -> list[Case]:
             *([("split_and_merge", (1,) * 5, (33, 20, 7, 40, 2))] if subject.has(Feature.MLA) else []),
             *((f"page_size={size}", _Q, _M) for size in other),
         ]
-        found += [_at(subject, f"{check.partition('=')[0]}, {dtype}", q, m, dtype=dtype, check=check) for check, q, m in checks]
-    return found
+        cases += [_at(subject, f"{check.partition('=')[0]}, {dtype}", q, m, dtype=dtype, check=check) for check, q, m in checks]
+    return cases
 
 
 def _random(subject: Subject, count: int) -> list[Case]:
     """Return cases of random declared features; a case's name contains its seed."""
-    found = []
+    cases = []
     for seed in range(count):
         rng = random.Random(seed)
         q = [rng.choice((0, 1, 1, 2, 16, 17, rng.randrange(3, 60))) for _ in range(rng.randrange(1, 8))]
         m = [max(0, n + rng.choice((0, 0, 1, -1, rng.randrange(120)))) for n in q]
         stored = rng.choice(subject.capabilities.kv_cache_dtypes)
         scale = 0.037 if KV_CACHE_DTYPES[stored] in ("float8_e4m3fn", "float8_e5m2") else 1.0
-        found.append(
+        cases.append(
             _at(
                 subject,
                 f"random {seed}",
@@ -157,4 +157,4 @@ def _random(subject: Subject, count: int) -> list[Case]:
                 data_seed=1000 + seed,
             )
         )
-    return found
+    return cases

@@ -32,9 +32,9 @@ def pairwise(
     open_pairs: set[Pair] = {
         ((a, i), (b, j)) for a, b in combinations(names, 2) for i in range(len(axes[a])) for j in range(len(axes[b]))
     }
-    found: list[Choice] = []
-    while open_pairs and len(found) < most:
-        target = min(open_pairs) if len(found) % 2 else rng.choice(sorted(open_pairs))
+    choices: list[Choice] = []
+    while open_pairs and len(choices) < most:
+        target = min(open_pairs) if len(choices) % 2 else rng.choice(sorted(open_pairs))
         best, gain = None, frozenset[Pair]()
         for _ in range(_TRIES):
             choice = {name: rng.choice(list(values)) for name, values in axes.items()}
@@ -46,12 +46,12 @@ def pairwise(
                     best, gain = valid, covers
         open_pairs -= gain or {target}  # a pair that no attempt kept is taken to be meaningless
         if best is not None:
-            found.append(best)
-    while len(found) < least:
+            choices.append(best)
+    while len(choices) < least:
         valid = to_valid({name: rng.choice(list(values)) for name, values in axes.items()})
         if valid is not None:
-            found.append(valid)
-    return found
+            choices.append(valid)
+    return choices
 
 
 def _pairs(axes: Mapping[str, Sequence[Any]], names: Sequence[str], choice: Choice) -> list[Pair]:

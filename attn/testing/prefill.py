@@ -74,7 +74,7 @@ def prefill_cases(backend: Any) -> list[PrefillCase]:
     dtypes = [d for d in ("bfloat16", "float32", "float16", "float64") if d in c.dtypes and d in BUDGETS]
     plain = PrefillCase("new tokens and context", sizes=sizes[0], dtype=dtypes[0])
     one = replace(plain, query_lens=(1,), chunks=((1,),))
-    found = [
+    cases = [
         plain,
         replace(plain, name="no context", chunks=()),
         replace(plain, name="one request", query_lens=(70,), chunks=((33,),)),
@@ -91,7 +91,7 @@ def prefill_cases(backend: Any) -> list[PrefillCase]:
         ),
         *(replace(plain, name=f"heads of {size[0]} and {size[1]}", sizes=size) for size in sizes),
     ]
-    return [case for case in found if not backend.why_not(_request(case))]
+    return [case for case in cases if not backend.why_not(_request(case))]
 
 
 def _request(case: PrefillCase) -> Any:
@@ -166,14 +166,14 @@ def check_prefill(backend: Any, case: PrefillCase) -> None:
         f"attn.{backend.capabilities.framework}.testing.prefill"
     )
     alone, states = run(backend, call)
-    wanted = [_expected(call, [i], i == 0) for i in range(len(call.parts))]
-    found = _broken(case, "new tokens, without lse", (alone, wanted[0][1]), wanted[0])
-    for i, (state, want) in enumerate(zip(states, wanted, strict=True)):
-        found += _broken(case, f"chunk {i - 1}" if i else "new tokens", state, want)
+    expected = [_expected(call, [i], i == 0) for i in range(len(call.parts))]
+    violations = _broken(case, "new tokens, without lse", (alone, expected[0][1]), expected[0])
+    for i, (state, want) in enumerate(zip(states, expected, strict=True)):
+        violations += _broken(case, f"chunk {i - 1}" if i else "new tokens", state, want)
     outs, logs = zip(*states, strict=True)
     merged = reference.merge_states(list(outs), list(logs))
-    found += _broken(case, "everything, merged", merged, _expected(call, [*range(1, len(call.parts)), 0], True))
-    assert not found, f"{case}: {'; '.join(found)}"
+    violations += _broken(case, "everything, merged", merged, _expected(call, [*range(1, len(call.parts)), 0], True))
+    assert not violations, f"{case}: {'; '.join(violations)}"
 
 
 def _broken(case: PrefillCase, what: str, state: State, want: State) -> list[str]:

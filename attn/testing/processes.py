@@ -180,8 +180,8 @@ def _serve(function: Callable[[Any], Any], pipe: Connection, log: str | None) ->
 def last_words(text: str, code: int) -> str:
     """Extract why a process died from its output: a fatal log line, LLVM's, an exception, or its last line."""
     for pattern in (r"^F\d{4} [^\]]*\] (.*)$", r"^(LLVM ERROR: .*)$", r"^(\w*(?:Error|Exception)\b.*)$"):
-        if found := re.findall(pattern, text, re.MULTILINE):
-            return one_line(found[-1])
+        if matches := re.findall(pattern, text, re.MULTILINE):
+            return one_line(matches[-1])
     lines = [line for line in text.splitlines() if line.strip()]
     ended = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
     return one_line(f"{ended}: {lines[-1]}" if lines else ended)

@@ -43,8 +43,8 @@ def run_check(case: Case, run: Runner, score: Score | None = None) -> list[Viola
 def judged(call: Call, run: Runner, score: Score, want: Expected | None = None) -> tuple[Result, list[Violation]]:
     """Run a call and compare its result, cache included, with the oracle (or with `want`)."""
     result = run(call)
-    found = list(check_cache(call, result))
-    return result, found + compare(call.case, result, want or expect(call, result), score)
+    violations = list(check_cache(call, result))
+    return result, violations + compare(call.case, result, want or expect(call, result), score)
 
 
 def mapped(want: Expected, rows: Array | slice = slice(None), heads: Array | slice = slice(None)) -> Expected:
@@ -101,11 +101,11 @@ def equal(variants: Callable[[Case, Call], Iterable[tuple[str, Call]]]) -> Check
     @functools.wraps(variants)
     def compared(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
         call = draw(case)
-        base, want, found = oracle_of(call, run, score)
-        yield from found
+        base, want, violations = oracle_of(call, run, score)
+        yield from violations
         for what, changed in variants(case, call):
-            result, found = judged(changed, run, score, want)
-            yield from found
+            result, violations = judged(changed, run, score, want)
+            yield from violations
             if what:
                 yield from invariant(case, what, base, result)
 
@@ -125,8 +125,8 @@ def oracle(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 def single_key(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     """With one visible key, the output is its value, bit for bit, whatever the score."""
     call = draw(case)
-    result, found = judged(call, run, score)
-    yield from found
+    result, violations = judged(call, run, score)
+    yield from violations
     want = expect(call, result)
     seeing = np.flatnonzero(np.isfinite(want.lse).all(0))
     exact = Result(rounded(want.out, case.dtype), None, None, None, case.dtype)
@@ -137,8 +137,8 @@ def single_key(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 @check
 def constant_value(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     """If all of V is one number, the output is that number; it never leaves V's range."""
-    result, found = judged(draw(case), run, score)
-    yield from found
+    result, violations = judged(draw(case), run, score)
+    yield from violations
     low, high = 1.625 * (1 - BUDGETS[case.dtype].hard), 1.625 * (1 + BUDGETS[case.dtype].hard)
     out = result.output[: sum(case.query_lens)]
     outside = (out < low) | (out > high)
@@ -181,8 +181,8 @@ def empty_tree(case: Case, call: Call) -> Iterator[tuple[str, Call]]:
 def captured(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     """The layer compiled as a whole, with its cache donated, agrees with the layer called step by step."""
     call = draw(case)
-    _, want, found = oracle_of(call, run, score)
-    yield from found + judged(call, run.captured, score, want)[1]  # type: ignore[attr-defined]
+    _, want, violations = oracle_of(call, run, score)
+    yield from violations + judged(call, run.captured, score, want)[1]  # type: ignore[attr-defined]
 
 
 @check
@@ -229,8 +229,8 @@ def too_large(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 def poison(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     """The contents of unused memory change no bit."""
     base = run(draw(case))
-    for kind in ("zero", "huge"):
-        yield from same(case, f"poison {case.poison} against {kind}", base, run(draw(case.replace(poison=kind))))
+    for contents in ("zero", "huge"):
+        yield from same(case, f"poison {case.poison} against {contents}", base, run(draw(case.replace(poison=contents))))
 
 
 @equal
@@ -280,8 +280,8 @@ def written_before(case: Case, call: Call) -> Iterator[tuple[str, Call]]:
 def ignored_keys(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     """With KV sharing, the call's own keys and values are not read."""
     call = draw(case)
-    base, _, found = oracle_of(call, run, score)
-    yield from found
+    base, _, violations = oracle_of(call, run, score)
+    yield from violations
     for what, fresh in (("zeros", np.zeros_like(call.query[:, : case.num_kv_heads])), ("nothing", None)):
         yield from same(case, f"own keys NaN against {what}", base, run(call.but(key=fresh, value=fresh)))
 
@@ -293,8 +293,8 @@ def ignored_keys(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 def batch_order(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     """Requests in another order, each request alone, and decodes and prefills separately give the same results."""
     call = draw(case)
-    base, want, found = oracle_of(call, run, score)
-    yield from found
+    base, want, violations = oracle_of(call, run, score)
+    yield from violations
     everyone = range(call.batch.num_reqs)
     decodes = [r for r in everyone if case.query_lens[r] == 1]
     for what, requests in (
@@ -316,16 +316,16 @@ def batch_order(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 def neighbours(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     """Further requests in the batch (empty, short, with long queries or contexts) do not affect the others."""
     call = draw(case)
-    base, want, found = oracle_of(call, run, score)
-    yield from found
-    own = np.arange(call.num_tokens)
+    base, want, violations = oracle_of(call, run, score)
+    yield from violations
+    rows = np.arange(call.num_tokens)
     for extra in ((0, 5), (1, 3 * case.block_size + 1), (9, 9), (17, 40)):
         other = case.replace(query_lens=(*case.query_lens, extra[0]), seq_lens=(*case.seq_lens, extra[1]), padding=0)
         result, more = judged(draw(other), run, score)
         yield from more
-        part = part_of(result, own)
-        yield from compare(case.replace(padding=0), part, mapped(want, own))
-        yield from invariant(case, f"a neighbour of (q, kv) lengths {extra}", base, part, own)
+        part = part_of(result, rows)
+        yield from compare(case.replace(padding=0), part, mapped(want, rows))
+        yield from invariant(case, f"a neighbour of (q, kv) lengths {extra}", base, part, rows)
 
 
 @check
@@ -335,8 +335,8 @@ def any_batch(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     Rule I only, and the oracle for the whole batch: for backends that declare `batch_invariant` (docs/semantics.md §17).
     """
     call = draw(case)
-    base, found = judged(call, run, score)
-    yield from found
+    base, violations = judged(call, run, score)
+    yield from violations
     rng = np.random.default_rng([13, case.geometry_seed])
     order = rng.permutation(call.batch.num_reqs).tolist()
     decodes, drafts = ([r for r in order if case.query_lens[r] in lens] for lens in ((1,), (1, 2, 3, 4)))
@@ -357,8 +357,8 @@ def any_batch(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 def chunked(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     """A prefill in chunks, the last one a single token, gives the result of the whole prefill."""
     call = draw(case)
-    _, want, found = oracle_of(call, run, score)
-    yield from found
+    _, want, violations = oracle_of(call, run, score)
+    yield from violations
     assert call.key_cache is not None and call.value_cache is not None
     lens = case.query_lens
     cuts = [[0] * len(lens), [n // 3 for n in lens], [n - 1 for n in lens], list(lens)]
@@ -397,8 +397,8 @@ def steps(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
 def split_and_merge(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     """Attention over parts of the keys, one of them empty, merged by lse in any order, is attention over all keys."""
     call = draw(case)
-    _, want, found = oracle_of(call, run, score)
-    yield from found
+    _, want, violations = oracle_of(call, run, score)
+    yield from violations
     whole = _requests(call)
     states = []
     for a, b in ((0.0, 0.3), (0.3, 0.3), (0.3, 0.9), (0.9, 1.0)):
@@ -424,9 +424,9 @@ def split_and_merge(case: Case, run: Runner, score: Score) -> Iterator[Violation
 @check
 def window_of_everything(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     """A window as long as the sequence masks nothing."""
-    _, want, found = oracle_of(draw(case.replace(sliding_window=None)), run, score)
+    _, want, violations = oracle_of(draw(case.replace(sliding_window=None)), run, score)
     wide = draw(case.replace(sliding_window=None)).but(sliding_window=max(case.seq_lens) + 1)
-    yield from found + judged(wide, run, score, want)[1]
+    yield from violations + judged(wide, run, score, want)[1]
 
 
 @equal
@@ -447,9 +447,9 @@ def hidden_keys(case: Case, call: Call) -> Iterator[tuple[str, Call]]:
 def causal_by_window(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     """Non-causal attention with a right bound of 0 is causal attention."""
     causal = draw(case).but(causal=True).with_batch(causal=True)
-    _, want, found = oracle_of(causal, run, score)
+    _, want, violations = oracle_of(causal, run, score)
     window = draw(case).but(sliding_window=(None, 0))
-    yield from found + judged(window, run, score, want)[1]
+    yield from violations + judged(window, run, score, want)[1]
 
 
 @equal
@@ -467,8 +467,8 @@ def reach_limits(case: Case, call: Call) -> Iterator[tuple[str, Call]]:
 def whole_span(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     """A span, or a prefix, of the whole request is non-causal attention."""
     call = draw(case)
-    _, want, found = oracle_of(call.with_batch(causal=False), run, score)
-    yield from found
+    _, want, violations = oracle_of(call.with_batch(causal=False), run, score)
+    yield from violations
     last = np.repeat(call.batch.seq_lens, case.query_lens) - 1
     spans = np.stack([np.zeros_like(last), last], 1)
     yield from judged(to.frozen(call.with_batch(spans=spans)), run, score, want)[1]
@@ -525,8 +525,8 @@ def _times(scale: float | tuple[float, ...], factor: float) -> float | tuple[flo
 def head_groups(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     """Kv heads and their query heads in another order, or half of them, as on a tensor-parallel rank, give the same results."""
     call = draw(case)
-    base, want, found = oracle_of(call, run, score)
-    yield from found
+    base, want, violations = oracle_of(call, run, score)
+    yield from violations
     group = case.num_heads // case.num_kv_heads
     for kv_heads in (np.arange(case.num_kv_heads)[::-1], np.arange(case.num_kv_heads // 2)):
         heads = (kv_heads[:, None] * group + np.arange(group)).reshape(-1)
@@ -571,8 +571,8 @@ def _with_heads(call: Call, heads: Array, kv_heads: Array) -> Call:
 def key_order(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     """Without causality the order of keys has no effect, and repeating all keys adds ln 2 to the lse."""
     call = draw(case)
-    _, want, found = oracle_of(call, run, score)
-    yield from found
+    _, want, violations = oracle_of(call, run, score)
+    yield from violations
     whole = _requests(call)
     yield from judged(to.placed(call, [(k[::-1], v[::-1]) for k, v in whole]), run, score, want)[1]
     twice = to.placed(call, [(np.concatenate([k, k]), np.concatenate([v, v])) for k, v in whole])
@@ -598,8 +598,8 @@ def tree_paths(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     Not bit for bit: a kernel may recompute a block with non-finite values in another way.
     """
     call = draw(case)
-    _, want, found = oracle_of(call, run, score)
-    yield from found
+    _, want, violations = oracle_of(call, run, score)
+    yield from violations
     assert call.batch.tree_mask is not None and call.key is not None and call.value is not None
     chain = np.broadcast_to(np.tri(case.tree, dtype=np.bool_), call.batch.tree_mask.shape)
     causal = expect(call.with_batch(tree_mask=None))
@@ -607,10 +607,10 @@ def tree_paths(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     key, value = np.array(call.key), np.array(call.value)
     rows = []
     for r, n in enumerate(case.query_lens):
-        own = call.rows(r)
-        rows.append(own.stop - 1)
+        request_rows = call.rows(r)
+        rows.append(request_rows.stop - 1)
         hidden = ~call.batch.tree_mask[r, n - 1, :n] if n <= case.tree else np.zeros(n, np.bool_)
-        key[own][hidden], value[own][hidden] = case.hidden, case.hidden
+        key[request_rows][hidden], value[request_rows][hidden] = case.hidden, case.hidden
     poisoned = run(to.frozen(call.but(key=key, value=value)))
     last = np.array(rows)
     yield from compare(case.replace(query_lens=(1,) * len(rows), padding=0), part_of(poisoned, last), mapped(want, last), score)
@@ -625,10 +625,10 @@ def future_edit(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     key, value = np.array(call.key), np.array(call.value)
     before = []
     for r, n in enumerate(case.query_lens):
-        own = call.rows(r)
-        before.append(np.arange(own.start, own.start + (n + 1) // 2))
-        key[own.start + (n + 1) // 2 : own.stop] = 3.0
-        value[own.start + (n + 1) // 2 : own.stop] = -5.0
+        request_rows = call.rows(r)
+        before.append(np.arange(request_rows.start, request_rows.start + (n + 1) // 2))
+        key[request_rows.start + (n + 1) // 2 : request_rows.stop] = 3.0
+        value[request_rows.start + (n + 1) // 2 : request_rows.stop] = -5.0
     edited = run(to.frozen(call.but(key=key, value=value)))
     rows = np.concatenate(before)
     yield from same(case, "later tokens edited", base, part_of(edited, rows), rows)

@@ -90,22 +90,22 @@ def compare(case: Case, result: Result, expected: Expected, score: Score | None 
     live = int(sum(case.query_lens))
     if result.output.shape != expected.out.shape:
         return [Violation("A", "output has another shape", case, got=result.output.shape, want=expected.out.shape)]
-    found = []
+    violations = []
     if result.dtype != case.dtype:
-        found.append(Violation("A", "output has another dtype than the query", case, got=result.dtype, want=case.dtype))
+        violations.append(Violation("A", "output has another dtype than the query", case, got=result.dtype, want=case.dtype))
     out, want = result.output[:live].astype(np.float64), expected.out[:live]
-    found += _padding(case, result, live)
-    found += _pattern(case, out, want, expected.lse[:, :live])
-    found += _rows(case, out, want, score)
+    violations += _padding(case, result, live)
+    violations += _pattern(case, out, want, expected.lse[:, :live])
+    violations += _rows(case, out, want, score)
     if expected.slack is not None:
-        found += _worst_element(case, out, want, expected.slack)
+        violations += _worst_element(case, out, want, expected.slack)
     if case.lse:
         if result.lse is None:
-            found.append(Violation("D", "no lse was returned", case))
+            violations.append(Violation("D", "no lse was returned", case))
         else:
             noise = 0.0 if expected.noise is None else expected.noise[:, :live]
-            found += _lse(case, result.lse[:, :live].astype(np.float64), expected.lse[:, :live], noise, score)
-    return found
+            violations += _lse(case, result.lse[:, :live].astype(np.float64), expected.lse[:, :live], noise, score)
+    return violations
 
 
 def _padding(case: Case, result: Result, live: int) -> Iterator[Violation]:

@@ -56,10 +56,10 @@ class Subject:
         right_size = case.is_encoder or supports_size(case.block_size, self.block_sizes)
         return not (self.capabilities.reasons(asked) or not right_size or (case.lse and not self.lse) or self.refuses(request))
 
-    def sizes(self, wanted: Iterable[int], allowed: Sequence[int | MultipleOf]) -> list[int]:
+    def sizes(self, preferred: Iterable[int], allowed: Sequence[int | MultipleOf]) -> list[int]:
         """Return the sizes of `wanted` that are allowed or, if none is, the first allowed size."""
-        found = [size for size in wanted if supports_size(size, allowed)]
-        return found or [rule.minimum if isinstance(rule, MultipleOf) else rule for rule in allowed][:1]
+        supported = [size for size in preferred if supports_size(size, allowed)]
+        return supported or [rule.minimum if isinstance(rule, MultipleOf) else rule for rule in allowed][:1]
 
 
 def subject_of(backend: Any, capabilities: Capabilities | None = None, device: Device | None = None) -> Subject:
@@ -86,17 +86,17 @@ def subject_of(backend: Any, capabilities: Capabilities | None = None, device: D
 def base_case(subject: Subject, name: str, q: Sequence[int] = Q_LENS, m: Sequence[int] = M_LENS, **changes: Any) -> Case:
     """Return a case of the subject's preferred sizes and dtype; fixtures and properties differ from it in a field or two."""
     c = subject.capabilities
-    kind = AttentionType.DECODER if AttentionType.DECODER in c.attn_types else c.attn_types[0]
+    attn_type = AttentionType.DECODER if AttentionType.DECODER in c.attn_types else c.attn_types[0]
     case = Case(
         name,
         tuple(q),
-        tuple(q if kind in ENCODER_TYPES else m),
+        tuple(q if attn_type in ENCODER_TYPES else m),
         head_size=subject.sizes((64, 128), c.head_sizes)[0],
         block_size=subject.sizes((16, 32, 64, 128, 256), subject.block_sizes)[0],
         dtype=main_dtypes(subject)[0],
         kv_cache_dtype="auto" if "auto" in c.kv_cache_dtypes else c.kv_cache_dtypes[0],
-        attn_type=kind,
-        causal=kind == AttentionType.DECODER,
+        attn_type=attn_type,
+        causal=attn_type == AttentionType.DECODER,
         num_blocks=64,
         lse=subject.lse,
         poison=subject.poisons[0],

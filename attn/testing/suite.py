@@ -85,7 +85,7 @@ def properties(subject: Subject, full: bool) -> list[Case]:
     quantized = [s for s in subject.capabilities.kv_cache_dtypes if s in SCALED]
     dtypes = main_dtypes(subject) if full else main_dtypes(subject)[:2]
     cached = not base_case(subject, "").is_encoder
-    found = []
+    cases = []
     for dtype in dtypes:
 
         def of(check: str, q: Sequence[int] = Q_LENS, m: Sequence[int] = M_LENS, dtype: str = dtype, **changes: Any) -> Case:
@@ -93,12 +93,12 @@ def properties(subject: Subject, full: bool) -> list[Case]:
                 subject, f"{check.partition('=')[0]}, {dtype}", q, m, **{"dtype": dtype, "check": check, **changes}
             )
 
-        found += [of("rerun"), of("without_mirrors"), of("empty_tree")]
+        cases += [of("rerun"), of("without_mirrors"), of("empty_tree")]
         if not cached:
-            found += [of("batch_order"), of("head_groups"), of("repeated_heads")]
+            cases += [of("batch_order"), of("head_groups"), of("repeated_heads")]
             continue
         page = of("").block_size
-        found += [
+        cases += [
             of("poison"),
             of("permute_pages"),
             of("table_tail"),
@@ -113,21 +113,21 @@ def properties(subject: Subject, full: bool) -> list[Case]:
                 shared_prefix=2 * page,
             ),
         ]
-        found.append(of("fp8_output", output_scale=0.004))
+        cases.append(of("fp8_output", output_scale=0.004))
         if dtype != "float16":  # powers of two reach float16's subnormals
-            found += [
+            cases += [
                 of("powers_of_two"),
                 *(of("scales_fold", kv_cache_dtype=s, k_scale=0.037, v_scale=0.02) for s in quantized[:1]),
             ]
         if subject.compiles and not full and dtype != dtypes[0]:
             continue  # the following properties need further programs
         if subject.compiles:
-            found.append(of("captured"))
+            cases.append(of("captured"))
         if not subject.compiles or full:
-            found.append(of("reach_limits", features=("spans", "non_causal", "mixed_causal", "chunk_size")))
-            found.append(of("whole_span", features=("spans", "non_causal")))
+            cases.append(of("reach_limits", features=("spans", "non_causal", "mixed_causal", "chunk_size")))
+            cases.append(of("whole_span", features=("spans", "non_causal")))
         other = [s for s in subject.sizes((32, 8, 16, 64, 128), subject.block_sizes) if s != page][:1]
-        found += [
+        cases += [
             of("window_of_everything", sliding_window=7),
             of("hidden_keys", sliding_window=7),
             of("causal_by_window", causal=False),
@@ -151,14 +151,14 @@ def properties(subject: Subject, full: bool) -> list[Case]:
             *(of(f"page_size={size}") for size in other),
         ]
         if full:
-            found += [
+            cases += [
                 of("batch_order", sliding_window=7, sinks="randn"),
                 of("neighbours", sliding_window=7),
                 of("chunked", (33, 40), (33, 70), sliding_window=9),
                 of("head_groups", alibi=True, sinks="randn"),
                 of("poison", sliding_window=7),
             ]
-    return found
+    return cases
 
 
 #: Requests of every kind, as (new tokens, length): decodes, drafts, chunks, prompts, one without tokens, one without keys,
@@ -187,7 +187,7 @@ def invariance(subject: Subject, full: bool) -> list[Case]:
 
     size = subject.sizes((40, 72, 80, 64), subject.capabilities.head_sizes)[0]
     odd: dict[str, Any] = {} if subject.is_latent else {"num_heads": 7, "num_kv_heads": 1, "head_size": size}
-    found = [
+    cases = [
         # not all of them where kernels are interpreted
         *(of(dtype, every if full or (dtype == main[0] and subject.device) else few, dtype=dtype) for dtype in main),
         of("window, sinks", sliding_window=20, sinks="randn"),
@@ -196,17 +196,17 @@ def invariance(subject: Subject, full: bool) -> list[Case]:
         of("trees", [(n, max(n, m)) for n, m in few], tree=6),
         *(of(f"{s} cache", kv_cache_dtype=s) for s in (stored if full else stored[-1:])),
         *(
-            of(kind, [(n, n if kind in ENCODER_TYPES else m) for n, m in few], attn_type=kind, causal=False)
-            for kind in subject.capabilities.attn_types
-            if kind in ENCODER_TYPES[:1] or (full and kind != AttentionType.DECODER)
+            of(attn_type, [(n, n if attn_type in ENCODER_TYPES else m) for n, m in few], attn_type=attn_type, causal=False)
+            for attn_type in subject.capabilities.attn_types
+            if attn_type in ENCODER_TYPES[:1] or (full and attn_type != AttentionType.DECODER)
         ),
     ]
     if is_encoder:
-        return found
+        return cases
     mixed, page = tuple(zip(Q_LENS, M_LENS, strict=True)), base_case(subject, "").block_size
-    found += [of(main[0], mixed, check) for check in ("permute_pages", "table_tail", "batch_order", "neighbours")]
-    shared = tuple((n, 2 * page + own) for n, own in zip(Q_LENS, (18, 6, 18, 1, 9), strict=True))
-    return [*found, of(main[0], shared, "shared_pages", shared_prefix=2 * page)]
+    cases += [of(main[0], mixed, check) for check in ("permute_pages", "table_tail", "batch_order", "neighbours")]
+    shared = tuple((n, 2 * page + tail) for n, tail in zip(Q_LENS, (18, 6, 18, 1, 9), strict=True))
+    return [*cases, of(main[0], shared, "shared_pages", shared_prefix=2 * page)]
 
 
 def refusals(subject: Subject) -> list[Case]:
@@ -232,17 +232,17 @@ def refusals(subject: Subject) -> list[Case]:
         Feature.PER_HEAD_SCALES: per_head_scales(plain.num_kv_heads),
         Feature.OUTPUT_SCALE: {"output_scale": 0.02},
     }
-    found = []
+    cases = []
     for feature in Feature:
         if not (subject.lse if feature == Feature.LSE else feature.value in c.features):
-            found.append(refused(feature.value, features=(feature.value,), **asked.get(feature, {})))
+            cases.append(refused(feature.value, features=(feature.value,), **asked.get(feature, {})))
     for name, known, declared in (
         ("dtype", [d for d, info in DTYPES.items() if info.kind == "float"], c.dtypes),
         ("kv_cache_dtype", list(KV_CACHE_DTYPES), c.kv_cache_dtypes),
         ("attn_type", list(ATTN_TYPES), c.attn_types),
     ):
-        found += [refused(f"{name}={x}", **{name: x}) for x in known if x not in declared]
+        cases += [refused(f"{name}={x}", **{name: x}) for x in known if x not in declared]
     for name, allowed in (("head_size", c.head_sizes), ("block_size", subject.block_sizes)):
         beyond = [s for s in (8, 20, 33, 40, 64, 72, 96, 257, 1024) if not supports_size(s, allowed)][:3]
-        found += [refused(f"{name}={s}", **{name: s}) for s in beyond]
-    return found
+        cases += [refused(f"{name}={s}", **{name: s}) for s in beyond]
+    return cases

@@ -55,9 +55,9 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--reporter needs --add FILE")
     positive_number("--seconds", args.seconds)
     check_writable(args.out)
-    found = Collection(Path(args.out), args.seconds)
-    found.collect(args.backend)
-    return 0 if found.rows and not found.failures else 1
+    collection = Collection(Path(args.out), args.seconds)
+    collection.collect(args.backend)
+    return 0 if collection.rows and not collection.failures else 1
 
 
 def reported(file: Path, reporter: str | None) -> list[evidence.Evidence]:
@@ -113,15 +113,15 @@ class Collection:
             what = f"{name} ({level})"
             if registry != "attention" and level == _LEVELS[0]:
                 continue  # their suites have one level
-            found = self._child(self.left, _examined, (registry, name, level))
-            if "row" in found:
-                self.rows[registry, f"{name} {found['row']['level']}"] = found["row"]
-                if found["failures"]:
-                    self.failures[what] = found["failures"]
-                print(f"  {what}: {found['row']['cases']} cases, {len(found['failures'])} failed", flush=True)
+            row = self._child(self.left, _examined, (registry, name, level))
+            if "row" in row:
+                self.rows[registry, f"{name} {row['row']['level']}"] = row["row"]
+                if row["failures"]:
+                    self.failures[what] = row["failures"]
+                print(f"  {what}: {row['row']['cases']} cases, {len(row['failures'])} failed", flush=True)
             else:
-                self.left_out[what] = found["error"]
-                print(f"  {what}: {found['error']}", flush=True)
+                self.left_out[what] = row["error"]
+                print(f"  {what}: {row['error']}", flush=True)
             self._write()
 
     def _bench(self, framework: str, seconds: float, names: Sequence[str]) -> None:
@@ -129,11 +129,11 @@ class Collection:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / "bench.json"
             words = [word for name in names for word in ("--backend", name)]
-            found = self._child(seconds, _timed, ("bench", "--framework", framework, "--json", str(file), *words))
+            outcome = self._child(seconds, _timed, ("bench", "--framework", framework, "--json", str(file), *words))
             if file.exists():  # written after each case
                 self.bench[framework] = json.loads(file.read_text(encoding="utf-8"))
-        if found.get("error"):
-            self.left_out[what] = found["error"]
+        if outcome.get("error"):
+            self.left_out[what] = outcome["error"]
         print(f"  {what}: {len(self.bench.get(framework, {}).get('rows', []))} rows", flush=True)
         self._write()
 
@@ -173,7 +173,7 @@ def _listed(names: Sequence[str]) -> dict[str, Any]:
     from attn.testing.conformance import device_for, is_interpreted
 
     plugins.load()
-    found, left_out, known = [], dict[str, str](), set()
+    backends, left_out, known = [], dict[str, str](), set()
     for registry, members in registries().items():
         for name in members.names():
             known.add(name)
@@ -183,19 +183,19 @@ def _listed(names: Sequence[str]) -> dict[str, Any]:
             backend: Any = candidate.backend
             why = list(not_loadable(candidate))
             if not why:
-                own, device = backend.capabilities, device_for(backend)
-                why = own.device_reasons(device) if own is not None else ["it declares no capabilities"]
+                capabilities, device = backend.capabilities, device_for(backend)
+                why = capabilities.device_reasons(device) if capabilities is not None else ["it declares no capabilities"]
                 if not why and is_interpreted(backend):
                     why = ["its kernels are interpreted on this machine"]
-                if not why and device.platform == "cpu" and _has_other_device(own.framework):
-                    why = [f"it runs on the CPU only; {own.framework} has another device here"]
+                if not why and device.platform == "cpu" and _has_other_device(capabilities.framework):
+                    why = [f"it runs on the CPU only; {capabilities.framework} has another device here"]
             if why:
                 left_out[name] = "; ".join(why)
             else:
-                found.append([registry, name, own.framework])
+                backends.append([registry, name, capabilities.framework])
     if unknown := set(names) - known:
         return {"error": f"backend {sorted(unknown)[0]!r} is unknown; known: {', '.join(sorted(known))}"}
-    return {"environment": environment(), "backends": found, "left_out": left_out}
+    return {"environment": environment(), "backends": backends, "left_out": left_out}
 
 
 def _has_other_device(framework: str) -> bool:

@@ -251,12 +251,12 @@ def as_smaller(call: RecordedCall, run: Callable[[Call], Result], serves: Callab
 
     Raises ValueError if this one passes.
     """
-    kind = outcome_of(call, run).kind
-    if not kind:
+    failure = outcome_of(call, run).kind
+    if not failure:
         raise ValueError("nothing to shrink: the call passes")
 
     def fails(smaller: RecordedCall) -> bool:
-        return serves(smaller.case) and outcome_of(smaller, run).kind == kind
+        return serves(smaller.case) and outcome_of(smaller, run).kind == failure
 
     small = minimised(call, fails, 200, plain={}, simpler=_smaller)
     return least if fails(least := _without_spare_pages(small)) else small

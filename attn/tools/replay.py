@@ -63,8 +63,8 @@ def run(args: argparse.Namespace) -> int:
         print(about["error"])
     limit = f"(limit {BUDGETS[call.case.dtype].hard:.2g})"
     errors = ["" if row.status == "not run" else f"worst row {row.error:.2g} {limit}" for row in rows]
-    found = [(row.backend, row.framework, row.status, error, row.text) for row, error in zip(rows, errors, strict=True)]
-    print("\n".join([*block(found, "  "), *notes]))
+    cells = [(row.backend, row.framework, row.status, error, row.text) for row, error in zip(rows, errors, strict=True)]
+    print("\n".join([*block(cells, "  "), *notes]))
     return int(not ok)
 
 
@@ -88,8 +88,8 @@ def replay(call: RecordedCall, names: Sequence[str] | None = None) -> list[Repla
         if subject is None:
             rows.append(ReplayRow(name, framework, "not run", 0.0, why))
             continue
-        found = outcome_of(call, runner_for(backend, subject.device))
-        rows.append(ReplayRow(name, framework, "FAILED" if found.kind else "ok", found.score.row, found.text))
+        outcome = outcome_of(call, runner_for(backend, subject.device))
+        rows.append(ReplayRow(name, framework, "FAILED" if outcome.kind else "ok", outcome.score.row, outcome.text))
     return rows
 
 

@@ -43,12 +43,12 @@ def tune(kind: str, shape: tuple[int, int, int, int], run: Callable[[], Any], de
         path = cache_file.path("launches", _device_name(device))
         if path not in _loaded:
             _loaded.add(path)
-            found = cache_file.read(path, _owner(device), _entry) if path.exists() else []
-            TUNED.update([] if isinstance(found, str) else found)
+            stored = cache_file.read(path, _owner(device), _entry) if path.exists() else []
+            TUNED.update([] if isinstance(stored, str) else stored)
         if key not in TUNED and not _capturing(device):
             TUNED[key] = _fastest(key, rule(name, *shape), run)
-            own = sorted((key, launch) for key, launch in TUNED.items() if key[1] == arch())
-            entries = [{"key": list(key), "launch": list(astuple(launch))} for key, launch in own]
+            launches = sorted((key, launch) for key, launch in TUNED.items() if key[1] == arch())
+            entries = [{"key": list(key), "launch": list(astuple(launch))} for key, launch in launches]
             cache_file.write(path, _owner(device), entries)
         return TUNED.get(key) or rule(name, *shape)
 

@@ -194,10 +194,10 @@ def _layer(
 
 
 def _living(key: str) -> Any:
-    found = _layers.get(key)
-    if found is None:
+    layer = _layers.get(key)
+    if layer is None:
         raise UnsupportedError(f"{key.removeprefix(_LIVE)}: the layer of this graph was deleted, or is in another process")
-    return found
+    return layer
 
 
 @_layer.register_fake
@@ -212,9 +212,9 @@ def _(query, key, value, kv_cache, *rest):  # type: ignore[no-untyped-def]
 
 def _living_batch(handle: int, tensors: list[Tensor | None]) -> Any:
     """The metadata object with this handle, if it is alive and holds these tensors."""
-    found = alive.get(handle)
-    same = found is not None and all(map(_same, found.tensors(), tensors))
-    return found if same else None
+    batch = alive.get(handle)
+    same = batch is not None and all(map(_same, batch.tensors(), tensors))
+    return batch if same else None
 
 
 def _same(one: Tensor | None, other: Tensor | None) -> bool:

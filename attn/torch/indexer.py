@@ -31,18 +31,18 @@ def lightning_indexer(
     scores = torch.full((query.shape[0], columns), -torch.inf, dtype=torch.float32, device=query.device)
     starts, lens = query_start_loc.tolist(), seq_lens.tolist()
     for r, total in enumerate(lens):
-        own = slice(starts[r], starts[r + 1])
-        if own.start == own.stop or total == 0:
+        request_rows = slice(starts[r], starts[r + 1])
+        if request_rows.start == request_rows.stop or total == 0:
             continue
         keys = key_cache[block_table[r, : -(-total // page)].long()].flatten(0, 1)[:total].float()
         j = torch.arange(total, device=query.device)
         step = max(1, _SCORES_AT_ONCE // (query.shape[1] * total))
-        for first in range(own.start, own.stop, step):
-            rows = slice(first, min(first + step, own.stop))
+        for first in range(request_rows.start, request_rows.stop, step):
+            rows = slice(first, min(first + step, request_rows.stop))
             dots = torch.relu(query[rows].float() @ keys.T)
-            found = torch.bmm(weights[rows, None].float(), dots)[:, 0]
-            position = torch.arange(rows.start, rows.stop, device=query.device) - own.stop + total
-            scores[rows, :total] = torch.where(j <= position[:, None], found, -torch.inf)
+            logits = torch.bmm(weights[rows, None].float(), dots)[:, 0]
+            position = torch.arange(rows.start, rows.stop, device=query.device) - request_rows.stop + total
+            scores[rows, :total] = torch.where(j <= position[:, None], logits, -torch.inf)
     best, indices = scores.topk(min(topk, columns), dim=1)
     indices = torch.where(best > -torch.inf, indices, -1).to(torch.int32)
     return torch.nn.functional.pad(indices, (0, topk - indices.shape[1]), value=-1), scores

@@ -143,9 +143,9 @@ def write(
     parts = []
     for new, cache, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
         if isinstance(scale, torch.Tensor) and scale.ndim == 3:
-            own = own_scale(new.detach(), cache.dtype)
-            parts.append((own, scale))
-            scale = torch.where(own == 0, 1, own)
+            token_scale = own_scale(new.detach(), cache.dtype)
+            parts.append((token_scale, scale))
+            scale = torch.where(token_scale == 0, 1, token_scale)
         parts.append((encode(new.detach(), cache.dtype, scale), cache))
     put(parts, slot_mapping)
 

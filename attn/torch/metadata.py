@@ -175,10 +175,10 @@ def check_device(backend: Any, batch: Any, query: torch.Tensor) -> None:
         kinds = ", ".join(backend.capabilities.platforms)
         raise DeviceError(f"{name}: query is on cpu: must be on a device of {kinds}, like the layer, its cache and its batch")
     for field in ARRAYS:
-        found = getattr(batch, field).device
-        if found != device:
+        placed_on = getattr(batch, field).device
+        if placed_on != device:
             raise DeviceError(
-                f"{name}: {field} of the batch is on {found}, query on {device}: move the layer before it builds batches "
+                f"{name}: {field} of the batch is on {placed_on}, query on {device}: move the layer before it builds batches "
                 f'(layer.to("{device}")), or pass the device, layer.build(batch, device="{device}")'
             )
 

@@ -77,8 +77,8 @@ class Runner(BaseRunner):
         impl = self.build(call) if layer is None else layer.impl
         kv_cache, parts = self._cache(call)
         if layer is not None and kv_cache is not None and call.key_cache is not None:
-            own = layer.new_kv_cache(call.key_cache.shape[0], self.device)
-            assert (own.shape, own.stride(), own.dtype) == (kv_cache.shape, kv_cache.stride(), kv_cache.dtype)
+            cache = layer.new_kv_cache(call.key_cache.shape[0], self.device)
+            assert (cache.shape, cache.stride(), cache.dtype) == (kv_cache.shape, kv_cache.stride(), kv_cache.dtype)
         builder = self.backend.get_builder_cls()(cache_spec(call), ["layer"], None, self.device)
 
         def step(call: Call) -> Result:

@@ -211,8 +211,8 @@ DEFECTS = (
     Defect(
         "flex_first_place_kept",
         "torch/backends/_flex.py",
-        'place.flatten(), "amax")',
-        'place.flatten(), "amin", include_self=False)',
+        'index.flatten(), "amax")',
+        'index.flatten(), "amin", include_self=False)',
         FLEX,
         "Of a page that is listed twice the first place is kept.",
     ),
@@ -883,8 +883,8 @@ DEFECTS = (
     Defect(
         "graph_of_another_batch",
         "torch/graphs.py",
-        "same = found is not None and all(",
-        "same = found is not None or all(",
+        "same = batch is not None and all(",
+        "same = batch is not None or all(",
         ("torch/test_graphs.py",),
         "A graph's operator takes a batch whose tensors were replaced.",
     ),
@@ -1230,8 +1230,8 @@ DEFECTS = (
     Defect(
         "weights_with_sink",
         "weights.py",
-        "found * xp.where(empty, 0.0, share)[..., None]",
-        "found / found.sum(-1)[..., None]",
+        "weights * xp.where(empty, 0.0, share)[..., None]",
+        "weights / weights.sum(-1)[..., None]",
         ("test_weights.py",),
         "Weights do not leave the sink its share.",
     ),

@@ -175,21 +175,21 @@ class MLAImpl(MLAAttentionImpl[T]):
             parts = f"{self.qk_nope_head_dim} + {rope}"
             raise ShapeError(f"qk_head_dim={qk_head_dim} must be qk_nope_head_dim + qk_rope_head_dim = {parts}")
         if self.kv_cache_dtype == "fp8_ds_mla" and (rank, rope) != (DS_MLA_LATENT, DS_MLA_ROPE):
-            wanted = f"kv_lora_rank={DS_MLA_LATENT} and qk_rope_head_dim={DS_MLA_ROPE}"
-            raise ShapeError(f"kv_cache_dtype=fp8_ds_mla needs {wanted}, got {rank} and {rope}")
+            needed = f"kv_lora_rank={DS_MLA_LATENT} and qk_rope_head_dim={DS_MLA_ROPE}"
+            raise ShapeError(f"kv_cache_dtype=fp8_ds_mla needs {needed}, got {rank} and {rope}")
 
     def request(self) -> Request:
         """Return this layer's request, except the dtype (known from the arrays of a call)."""
         capabilities = self.backend.capabilities
         assert capabilities is not None
-        kind = {kind for kind in KINDS if kind in capabilities.features}
+        families = {family for family in KINDS if family in capabilities.features}
         features = layer_features(self.window, self.logits_soft_cap, self.alibi_slopes, None, self.kv_sharing_target_layer_name)
         return Request(
             head_size=self.head_size,
             dtype=capabilities.dtypes[0],
             kv_cache_dtype=self.kv_cache_dtype,
             attn_type=self.attn_type,
-            features=features | kind | ({Feature.DCP} if self.dcp_world_size > 1 else set()),
+            features=features | families | ({Feature.DCP} if self.dcp_world_size > 1 else set()),
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
         )

@@ -140,11 +140,11 @@ class Kernel(NamedTuple):
 
 def grids(kernels: Mapping[str, Kernel], arch: str) -> list[CompileCase]:
     """Return every case of every kernel for an architecture, without kernels that are not written for it."""
-    found = []
+    cases = []
     for name, kernel in kernels.items():
         if not kernel.only_on or arch in kernel.only_on:
-            found += grid(name, kernel.axes, kernel.normalise, lambda choice, kernel=kernel: kernel.refusal(choice, arch))  # type: ignore[misc]
-    return found
+            cases += grid(name, kernel.axes, kernel.normalise, lambda choice, kernel=kernel: kernel.refusal(choice, arch))  # type: ignore[misc]
+    return cases
 
 
 def _named(axes: Mapping[str, Sequence[Any]], choice: Choice) -> str:
@@ -178,7 +178,7 @@ def request_of(choice: Mapping[str, Any]) -> Request:
         choice["kv"],
         choice["block_size"],
         AttentionType.DECODER,
-        frozenset(feature for feature, wanted in features.items() if wanted),
+        frozenset(feature for feature, needed in features.items() if needed),
         heads,
         kv_heads,
     )
@@ -240,10 +240,11 @@ def compiler_here(target: str) -> str:
     needed, folder = TARGETS[target].compiler, compiler_path(target)
     spec = importlib.machinery.PathFinder.find_spec(needed, [folder] if folder else None)
     assert spec is not None  # `compiler_path` raises where there is none
-    place = spec.submodule_search_locations[0] if spec.submodule_search_locations else spec.origin
-    for found in metadata.distributions(path=[str(Path(str(place)).parent)]):
-        if needed in (found.name, *(found.read_text("top_level.txt") or "").split()):  # PyTorch's Triton has another name
-            return f"{found.name}=={found.version}"
+    location = spec.submodule_search_locations[0] if spec.submodule_search_locations else spec.origin
+    for distribution in metadata.distributions(path=[str(Path(str(location)).parent)]):
+        modules = (distribution.read_text("top_level.txt") or "").split()  # PyTorch's Triton has another name
+        if needed in (distribution.name, *modules):
+            return f"{distribution.name}=={distribution.version}"
     return needed
 
 
@@ -251,13 +252,13 @@ def cases(target: str) -> list[CompileCase]:
     """Return the declared grid of `target`. Raises ValueError for an unknown target."""
     if target not in TARGETS:
         raise ValueError(f"target={target!r} is unknown; known: {', '.join(TARGETS)}")
-    found: list[CompileCase] = _attr(target, "cases")(target)
-    return found
+    declared: list[CompileCase] = _attr(target, "cases")(target)
+    return declared
 
 
 def compile_cases(
     target: str,
-    wanted: Sequence[CompileCase],
+    selected: Sequence[CompileCase],
     *,
     jobs: int = 1,
     limits: Limits | None = None,
@@ -273,9 +274,9 @@ def compile_cases(
     path = compiler_path(target)
     rows = {
         case.label: CompileRow(target, case.kernel, case.name, "refused" if case.refused else "", case.refused)
-        for case in wanted
+        for case in selected
     }
-    assert len(rows) == len(wanted), "two cases have the same name"
+    assert len(rows) == len(selected), "two cases have the same name"
     steps = _steps(target, compile_only)
     for step in steps:
         # later steps run only on what compiled

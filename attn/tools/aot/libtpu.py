@@ -188,19 +188,19 @@ def launches(call: Callable[..., Any], arrays: Sequence[Any], batch: Sequence[np
 
     It must call pallas as `pl.pallas_call`.
     """
-    found: list[Launch] = []
+    recorded: list[Launch] = []
 
     def traced(*shapes: Any) -> Any:
         with jax.ensure_compile_time_eval():
             return call(*shapes, *map(jnp.asarray, batch))
 
-    with _recorded(found):
+    with _recorded(recorded):
         jax.eval_shape(traced, *arrays)
-    return found
+    return recorded
 
 
 @contextlib.contextmanager
-def _recorded(found: list[Launch]) -> Iterator[None]:
+def _recorded(launches: list[Launch]) -> Iterator[None]:
     """Within the context, `pl.pallas_call` records its arguments and returns arrays of the right shapes."""
     from jax.experimental import pallas as pl
 
@@ -209,7 +209,7 @@ def _recorded(found: list[Launch]) -> Iterator[None]:
 
     def record(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
         bound = signature.bind(kernel, *args, **kwargs).arguments
-        return lambda *operands: _record(real, bound, operands, found)
+        return lambda *operands: _record(real, bound, operands, launches)
 
     pl.pallas_call = record
     try:
@@ -232,16 +232,16 @@ def _unsigned_division() -> Iterator[None]:
         return getattr(x, "shape", None) == () and getattr(x, "dtype", None) == jnp.int32
 
     def replacement(name: str, operation: Any) -> tuple[Any, Any]:
-        found = vars(core.ShapedArray)[name]
+        original = vars(core.ShapedArray)[name]
 
         def divide(x: Any, y: Any) -> Any:
             if scalar(x) and isinstance(y, int) and y.bit_count() == 1:
                 return lax.shift_right_arithmetic(x, y.bit_length() - 1) if name == "_floordiv" else lax.bitwise_and(x, y - 1)
             if scalar(x) and (isinstance(y, int) or scalar(y)):
                 return operation(jnp.asarray(x).astype(jnp.uint32), jnp.asarray(y).astype(jnp.uint32)).astype(jnp.int32)
-            return found.__func__(x, y)
+            return original.__func__(x, y)
 
-        return found, staticmethod(divide)
+        return original, staticmethod(divide)
 
     def unsigned(operation: Any) -> Any:
         def divide(x: Any, y: Any) -> Any:
@@ -285,12 +285,12 @@ def _without_copies() -> Iterator[None]:
         pltpu.make_async_copy = real
 
 
-def _record(real: Callable[..., Any], bound: dict[str, Any], operands: Sequence[Any], found: list[Launch]) -> Any:
+def _record(real: Callable[..., Any], bound: dict[str, Any], operands: Sequence[Any], launches: list[Launch]) -> Any:
     flat, tree = jax.tree.flatten(operands)
     kernel, grid_spec = bound["kernel"], bound.get("grid_spec")
     scalars = getattr(grid_spec, "num_scalar_prefetch", 0)
-    given = {i: x for i, x in enumerate(operands[:scalars]) if x is not None}  # an operand of None has no ref
-    known = {i: np.asarray(x) for i, x in given.items() if not isinstance(x, jax.core.Tracer)}
+    passed = {i: x for i, x in enumerate(operands[:scalars]) if x is not None}  # an operand of None has no ref
+    known = {i: np.asarray(x) for i, x in passed.items() if not isinstance(x, jax.core.Tracer)}
     rest = {name: value for name, value in bound.items() if name != "kernel"}
     grid = grid_spec.grid if grid_spec is not None else bound.get("grid", ())
     grid = (grid,) if isinstance(grid, int) else tuple(int(n) for n in grid)  # a bound that is an array has a known value
@@ -321,7 +321,7 @@ def _record(real: Callable[..., Any], bound: dict[str, Any], operands: Sequence[
     shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in flat]
     donated = tuple(sorted(bound.get("input_output_aliases") or {}))
     if math.prod(grid):
-        found.append(Launch(name, alone, shapes, donated))
+        launches.append(Launch(name, alone, shapes, donated))
     some = next(x for x in flat if isinstance(x, jax.core.Tracer)).ravel()[0]  # so that results are tracers as well
     return jax.tree.map(lambda out: jnp.broadcast_to(some.astype(out.dtype), out.shape), bound["out_shape"])
 

@@ -168,14 +168,14 @@ def ragged(
 
     query, new = _shape((num_tokens, num_heads, head_size), dtype), _shape((num_tokens, kv_heads, head_size), stored)
     cache = _shape(kernel.cache_shape(num_blocks, block_size, kv_heads, head_size), stored)
-    wanted = {
+    optional = {
         "alibi_slopes": ((num_heads,), "float32") if alibi else None,
         "sinks": ((num_heads,), "float32") if sinks else None,
         "tree_mask": ((num_requests, tree, tree), "bool") if tree else None,
         "k_scale": ((kv_heads,) if per_head_scales else (), "float32") if stored != dtype else None,
         "v_scale": ((kv_heads,) if per_head_scales else (), "float32") if stored != dtype else None,
     }
-    rules = {name: _shape(*shape) for name, shape in wanted.items() if shape}
+    rules = {name: _shape(*shape) for name, shape in optional.items() if shape}
     arrays = [query, cache, *([new, new] if write else []), *rules.values()]
 
     def call(query: jax.Array, cache: jax.Array, *rest: jax.Array) -> Any:

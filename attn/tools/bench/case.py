@@ -86,8 +86,8 @@ class BenchCase:
     @property
     def features(self) -> frozenset[str]:
         """The features that the case requires of a backend."""
-        wanted = {Feature.SLIDING_WINDOW: self.window is not None, Feature.SINKS: self.sinks, Feature.MLA: self.mla}
-        return frozenset(feature.value for feature, is_wanted in wanted.items() if is_wanted)
+        needed = {Feature.SLIDING_WINDOW: self.window is not None, Feature.SINKS: self.sinks, Feature.MLA: self.mla}
+        return frozenset(feature.value for feature, is_wanted in needed.items() if is_wanted)
 
     def request(self) -> Request:
         """Return the selector's request for the case's layer."""
@@ -163,7 +163,7 @@ def parse(batch: str) -> list[tuple[int, int]]:
 
     Raises ValueError for text outside the grammar, and for fewer tokens in the cache than new tokens.
     """
-    found = []
+    requests = []
     for part in batch.split("_"):
         match = _PART.fullmatch(part)
         if match is None:
@@ -173,8 +173,8 @@ def parse(batch: str) -> list[tuple[int, int]]:
         m = int(kv) * (1024 if kv_k else 1) if kv else n
         if n < 1 or m < n:
             raise ValueError(f"batch={batch!r}: {part!r} has {n} new tokens and {m} in the cache: need 1 <= new <= cached")
-        found += [(n, m)] * int(count or 1)
-    return found
+        requests += [(n, m)] * int(count or 1)
+    return requests
 
 
 def grammar(lens: Iterable[tuple[int, int]]) -> str:
@@ -213,8 +213,8 @@ def kind_of(lens: Sequence[tuple[int, int]]) -> str:
 
     Decodes have one new token each, speculation 2 to 8 and chunks more, over cached tokens; prompts have no cached tokens.
     """
-    found = {"decodes" if n == 1 else "prompts" if n == m else "speculation" if n <= SPECULATED else "chunks" for n, m in lens}
-    return found.pop() if len(found) == 1 else "mixtures"
+    kinds = {"decodes" if n == 1 else "prompts" if n == m else "speculation" if n <= SPECULATED else "chunks" for n, m in lens}
+    return kinds.pop() if len(kinds) == 1 else "mixtures"
 
 
 def flops(case: BenchCase) -> int:

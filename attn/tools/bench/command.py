@@ -108,15 +108,15 @@ def cases_of(args: argparse.Namespace, on_cpu: bool) -> list[BenchCase]:
             raise ValueError(
                 "--workloads sets heads, head size, cache dtype and mla: drop --heads, --head-size, --kv-cache-dtype, --mla"
             )
-        found = workloads.load(args.workloads, asked.pop("block_size", None))
-        return [replace(case, **asked) for case in found]
+        loaded = workloads.load(args.workloads, asked.pop("block_size", None))
+        return [replace(case, **asked) for case in loaded]
     if args.batches:
         make = BenchCase.latent if args.mla else BenchCase
         shape = {"dtype": "float32"} | asked if on_cpu else asked
-        found = [make(batch, **shape) for batch in args.batches]
-        for case in found:
+        loaded = [make(batch, **shape) for batch in args.batches]
+        for case in loaded:
             parse(case.batch)
-        return found
+        return loaded
     tables = (MLA_SUITE, MLA_CPU_SUITE) if args.mla else (SUITE, CPU_SUITE)
     return list(dict.fromkeys(replace(case, **asked) for case in tables[on_cpu]))
 
@@ -183,13 +183,13 @@ def check_random(args: argparse.Namespace) -> None:
         return
     if args.random < 1:
         raise ValueError(f"--random {args.random} must be at least 1: the number of batches to draw")
-    given = {
+    options = {
         f"batches ({' '.join(args.batches)})": args.batches,
         f"--workloads {args.workloads}": args.workloads,
         f"--judge {args.judge}": args.judge,
         f"--registry {args.registry}": args.registry == "diffusion",
     }
-    for name in (name for name, value in given.items() if value):
+    for name in (name for name, value in options.items() if value):
         raise ValueError(f"pass --random {args.random} or {name}, not both")
 
 
@@ -201,7 +201,7 @@ def frameworks_of(args: argparse.Namespace) -> dict[str, list[str]]:
     frameworks = list(BENCHES) if args.framework == "all" else [args.framework or default_framework()]
     if not args.backend:
         return {framework: [] for framework in frameworks}
-    found: dict[str, list[str]] = {}
+    by_framework: dict[str, list[str]] = {}
     for name in args.backend:
         if name == BLOCKSPARSE:
             raise ValueError(
@@ -210,8 +210,8 @@ def frameworks_of(args: argparse.Namespace) -> dict[str, list[str]]:
         own = framework_of(name) or frameworks[0]
         if args.framework not in (None, "all", own):
             raise ValueError(f"{name} is a backend of {own}, not of {args.framework}")
-        found.setdefault(own, []).append(name)
-    return found
+        by_framework.setdefault(own, []).append(name)
+    return by_framework
 
 
 def framework_of(name: str) -> str | None:
@@ -225,13 +225,13 @@ def framework_of(name: str) -> str | None:
 
 def about(benches: dict[str, Bench], entries: Sequence[Entry]) -> dict[str, Any]:
     """Return device, versions and ceilings of one framework, or of several under their names."""
-    found = {}
+    facts = {}
     for framework, bench in benches.items():
         dtype = next((entry.case.dtype for entry in entries if entry.framework == framework), "bfloat16")
-        found[framework] = bench.about(dtype)
+        facts[framework] = bench.about(dtype)
     date = datetime.date.today().isoformat()
-    [first, *rest] = found.values()
-    return {**found, "date": date} if rest else {**first, "date": date}
+    [first, *rest] = facts.values()
+    return {**facts, "date": date} if rest else {**first, "date": date}
 
 
 def measure(
@@ -281,27 +281,27 @@ def _status(entries: Sequence[Entry]) -> str:
 def read(file: str) -> dict[str, Any]:
     """Read a report written by --json. Raises ValueError for any other file, OSError if there is none."""
     try:
-        found = json.loads(Path(file).read_text(encoding="utf-8"))
-        rows = found["rows"]
+        content = json.loads(Path(file).read_text(encoding="utf-8"))
+        rows = content["rows"]
         if not isinstance(rows, list) or not all("backend" in row and "right" in row for row in rows):
             raise TypeError('"rows" must be a list of objects with "backend" and "right"')
     except (ValueError, LookupError, TypeError) as error:
         raise ValueError(f"{file}: not a report written by --json: {error}") from None
-    return found  # type: ignore[no-any-return]
+    return content  # type: ignore[no-any-return]
 
 
 def _judged_file(file: str, plot: str | None, wide: bool) -> int:
     report = read(file)
-    found = report["rows"]
+    rows = report["rows"]
     if "random" in report:
-        lines = [header(summaries.COLUMNS, wide), *(outcome.text(wide) for outcome in summaries.outcomes(found))]
-        print("\n".join([*lines, *ranked(found), summaries.summary(found)]))
+        lines = [header(summaries.COLUMNS, wide), *(outcome.text(wide) for outcome in summaries.outcomes(rows))]
+        print("\n".join([*lines, *ranked(rows), summaries.summary(rows)]))
     else:
-        print(judge(found))
+        print(judge(rows))
     draw(plot, report)
-    if not found:
+    if not rows:
         raise ValueError(f"{file}: no rows to judge")
-    return 0 if all(row["right"] for row in found) and not any(verdict.lost for verdict in verdicts(found)) else 1
+    return 0 if all(row["right"] for row in rows) and not any(verdict.lost for verdict in verdicts(rows)) else 1
 
 
 def _compared(files: Sequence[str]) -> int:

@@ -137,15 +137,15 @@ class DenseReport(BenchReport):
 
     def problems(self) -> list[str]:
         """Return every wrong row, and every exact backend that is faster than its shape's choice by more than `MARGIN`."""
-        found = [f"{row.shape} {row.backend} is wrong: {' '.join(str(row).split())}" for row in self.rows if not row.right]
+        sentences = [f"{row.shape} {row.backend} is wrong: {' '.join(str(row).split())}" for row in self.rows if not row.right]
         timed = [(row, row.timing.ms) for row in self.rows if row.right and row.timing]
         for best, least in ((row, ms) for row, ms in timed if row.chosen):
-            found += [
+            sentences += [
                 f"{row.shape}: {row.backend} takes {ms:.4f} ms, the choice {best.backend} {least:.4f}"
                 for row, ms in timed
                 if row.shape == best.shape and row.exact and ms * (1 + MARGIN) < least
             ]
-        return found
+        return sentences
 
     def to_dict(self) -> dict[str, Any]:
         return {**self.about, "rows": [row.to_dict() for row in self.rows], "problems": self.problems()}
@@ -168,8 +168,10 @@ def rows(shape: Shape, dtype: str, names: Sequence[str], framework: str, bench: 
     refused, classes = [], {}
     for name in [*(names or DiffusionAttentionBackendEnum.names()), *([chosen] if chosen else [])]:
         candidate = DiffusionAttentionBackendEnum[name].candidate()
-        own = getattr(candidate.backend, "capabilities", None)
-        if not names and (own is None or own.framework != framework or device.platform not in own.platforms):
+        capabilities = getattr(candidate.backend, "capabilities", None)
+        if not names and (
+            capabilities is None or capabilities.framework != framework or device.platform not in capabilities.platforms
+        ):
             continue
         error = getattr(candidate.backend, "error", 0.0)
         verdict = judge(candidate, shape.request(dtype, error), device)

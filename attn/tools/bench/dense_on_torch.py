@@ -38,13 +38,15 @@ class DenseBench:
         """
         size = (shape.batch, shape.rows, shape.heads, shape.head_size)
         generator = torch.Generator(self.device).manual_seed(0)
-        kind = getattr(torch, dtype)
-        query, key, value = tensors = [torch.randn(size, device=self.device, dtype=kind, generator=generator) for _ in "qkv"]
+        torch_dtype = getattr(torch, dtype)
+        query, key, value = tensors = [
+            torch.randn(size, device=self.device, dtype=torch_dtype, generator=generator) for _ in "qkv"
+        ]
         at = torch.randint(shape.rows, (min(_SAMPLED, shape.rows),), generator=generator, device=self.device)
         want = _sampled(query, key, value, at)
-        found = [self._first(backend, shape, tensors, at, want) for backend in backends]
+        results = [self._first(backend, shape, tensors, at, want) for backend in backends]
         times: list[list[float]] = [[] for _ in backends]
-        turn = list(zip(found, times, backends, strict=True))
+        turn = list(zip(results, times, backends, strict=True))
         for _ in range(_TURNS):
             for first, samples, backend in turn:
                 if isinstance(first, Timing):
@@ -54,7 +56,7 @@ class DenseBench:
             turn.reverse()  # each backend inherits the clock of the one before it
         return [
             timing(sorted(samples), error=x.error) if isinstance(x, Timing) else x
-            for x, samples in zip(found, times, strict=True)
+            for x, samples in zip(results, times, strict=True)
         ]
 
     @staticmethod

@@ -64,12 +64,12 @@ def _beside(row: Mapping[str, Any]) -> bool:
 def _by_case(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Group the timed rows by case and framework, since a choice is made within one framework."""
     frameworks = {row.get("framework", "torch") for row in rows}
-    found: dict[str, list[dict[str, Any]]] = {}
+    grouped: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         if timed(row):
             framework = f" ({row.get('framework', 'torch')})" if len(frameworks) > 1 else ""
-            found.setdefault(f"{case_of(row)}{framework}", []).append(row)
-    return found
+            grouped.setdefault(f"{case_of(row)}{framework}", []).append(row)
+    return grouped
 
 
 def apart(fast: Mapping[str, Any], slow: Mapping[str, Any]) -> bool:

@@ -211,11 +211,11 @@ class JaxBench(BaseBench):
         self._max = jax.jit(jnp.max)
 
     def about(self, dtype: str = "bfloat16") -> dict[str, Any]:
-        found = {"device": self.device.device_kind, "jax": jax.__version__}
+        facts = {"device": self.device.device_kind, "jax": jax.__version__}
         if self.on_cpu:
-            found |= {"device": f"{platform.machine()} CPU", "cores": str(os.cpu_count())}
-        found |= {name: version for name in ("libtpu", "jax-cuda12-plugin") if (version := version_of(name))}
-        return {**found, **self._rates(dtype)}
+            facts |= {"device": f"{platform.machine()} CPU", "cores": str(os.cpu_count())}
+        facts |= {name: version for name in ("libtpu", "jax-cuda12-plugin") if (version := version_of(name))}
+        return {**facts, **self._rates(dtype)}
 
     def _wait(self, result: Any) -> None:
         jax.block_until_ready(result)
@@ -269,8 +269,8 @@ class JaxBench(BaseBench):
         times = self.times(call, self._flush, count, warm=True)
         workload.output = call()
         clean = statistics.median(self.times(call, self._read, count, warm=True))
-        found = {"ms_clean": clean, "build_us": build_us, "host_us": host_us, "error": workload.error(), "replayed": True}
-        return timing(times, **found, kernel_ms=self._kernel_ms(workload, count))
+        figures = {"ms_clean": clean, "build_us": build_us, "host_us": host_us, "error": workload.error(), "replayed": True}
+        return timing(times, **figures, kernel_ms=self._kernel_ms(workload, count))
 
     def _kernel_ms(self, workload: Workload, count: int) -> float | None:
         """Milliseconds that one more attention adds to a program; None if noise hides them."""

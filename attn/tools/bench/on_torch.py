@@ -134,8 +134,8 @@ class TorchBench(BaseBench):
 
     def __init__(self, device: torch.device | None = None) -> None:
         super().__init__()
-        kind = "cuda" if torch.cuda.is_available() else "cpu"
-        self.device = torch.device(kind) if device is None else device
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+        self.device = torch.device(device_type) if device is None else device
         self.on_gpu = self.device.type == "cuda"
         mib = 256 if self.on_gpu else 64
         self._evict = torch.zeros(mib << 18, device=self.device)
@@ -146,19 +146,19 @@ class TorchBench(BaseBench):
         import platform
 
         rates = self._rates(dtype)  # first, so that the clocks reported are those of a busy device
-        found = {
+        facts = {
             "device": torch.cuda.get_device_name() if self.on_gpu else f"{platform.machine()} CPU",
             "torch": torch.__version__,
         }
         if self.on_gpu:
             import triton
 
-            found["triton"] = triton.__version__
-            found |= {"clocks": clocks} if (clocks := clocks_now()) else {}
+            facts["triton"] = triton.__version__
+            facts |= {"clocks": clocks} if (clocks := clocks_now()) else {}
         else:
-            found["threads"] = str(torch.get_num_threads())
-        found |= {name: version for name in _PACKAGES if (version := version_of(name))}
-        return {**found, **rates}
+            facts["threads"] = str(torch.get_num_threads())
+        facts |= {name: version for name in _PACKAGES if (version := version_of(name))}
+        return {**facts, **rates}
 
     def free_bytes(self) -> int | None:
         return torch.cuda.mem_get_info(self.device)[0] if self.on_gpu else None
@@ -220,8 +220,8 @@ class TorchBench(BaseBench):
         kernel_ms = self._kernel_ms(call, host_us)
         if not self.on_gpu and kernel_ms is not None:  # the host is the device: the rest of a call is launch overhead
             host_us -= 1e3 * kernel_ms
-        found = {"ms_clean": clean, "build_us": build_us, "host_us": host_us, "error": wrong, "replayed": replayed}
-        return timing(times, **found, call_ms=call_ms, kernel_ms=kernel_ms)
+        figures = {"ms_clean": clean, "build_us": build_us, "host_us": host_us, "error": wrong, "replayed": replayed}
+        return timing(times, **figures, call_ms=call_ms, kernel_ms=kernel_ms)
 
     def _kernel_ms(self, call: Callable[[], object], call_us: float, calls: int = 3) -> float | None:
         """Milliseconds of a call's kernels, or None where they cannot be measured.

@@ -44,8 +44,8 @@ class Peer:
 
 def peers_on(device: torch.device) -> dict[str, Peer]:
     """The peers installed for a device, by name."""
-    found = [*PEERS, *_of_providers()]
-    return {p.name: p for p in found if (device.type == "cuda" or not p.gpu) and installed(p.module)}
+    peers = [*PEERS, *_of_providers()]
+    return {p.name: p for p in peers if (device.type == "cuda" or not p.gpu) and installed(p.module)}
 
 
 # dense

@@ -154,9 +154,9 @@ class BenchReport:
         return all(row.right for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
-        found = [{**row.to_dict(), "kind": kind_of(parse(row.case.batch))} for row in self.rows]
-        judged = [asdict(verdict) for verdict in verdicts(found)]
-        return {**self.about, "rows": found, **({"verdicts": judged} if judged else {})}
+        rows = [{**row.to_dict(), "kind": kind_of(parse(row.case.batch))} for row in self.rows]
+        judged = [asdict(verdict) for verdict in verdicts(rows)]
+        return {**self.about, "rows": rows, **({"verdicts": judged} if judged else {})}
 
     def write(self, file: str | None) -> None:
         if file:
@@ -174,21 +174,23 @@ def entrants(case: BenchCase, framework: str, peers: Sequence[str]) -> tuple[str
     """
     request = case.request()
     selection = select(request, framework=framework, measured=False)
-    found = {verdict.name: "" if verdict.ok else str(verdict) for verdict in selection.trace}
+    reasons = {verdict.name: "" if verdict.ok else str(verdict) for verdict in selection.trace}
     device = platform_for(framework).device()
-    for name in sorted(set(AttentionBackendEnum.names()) - found.keys()):
+    for name in sorted(set(AttentionBackendEnum.names()) - reasons.keys()):
         member = AttentionBackendEnum[name]
         path = member.get_path() if member.value or member.is_overridden() else "attn."
         if path.startswith("attn.") and not path.startswith(f"attn.{framework}."):
             continue  # of another framework, or of neither: skip the import
         if choose([member.candidate()], request, device).winner:
-            found[name] = ""
-    for name in (name for name, reason in found.items() if not reason and name != selection.name):
+            reasons[name] = ""
+    for name in (name for name, reason in reasons.items() if not reason and name != selection.name):
         from attn.testing.conformance import is_interpreted  # imports NumPy, needed only when measuring
 
         if is_interpreted(AttentionBackendEnum[name].candidate().backend):
-            found[name] = "its kernels are interpreted on this machine: times would be meaningless (--backend times it anyway)"
-    return selection.name, {**found, **dict.fromkeys(peers, "")}
+            reasons[name] = (
+                "its kernels are interpreted on this machine: times would be meaningless (--backend times it anyway)"
+            )
+    return selection.name, {**reasons, **dict.fromkeys(peers, "")}
 
 
 def asked_for(names: Collection[str], asked: Sequence[str], known: Collection[str]) -> list[str]:

@@ -69,19 +69,19 @@ def sample(count: int, seed: int, sizes: Sizes, mla: bool = False, **fixed: Any)
 
     Raises ValueError if `fixed` makes an invalid case, or one of which no batch is within the bounds.
     """
-    found: dict[BenchCase, None] = {}
+    cases: dict[BenchCase, None] = {}
     for number in range(count):
-        turn, place = divmod(number, len(KINDS))
-        kind = _Draw(f"{seed} kinds {turn}").shuffled(KINDS)[place]
+        turn, index = divmod(number, len(KINDS))
+        kind = _Draw(f"{seed} kinds {turn}").shuffled(KINDS)[index]
         draw = _Draw(f"{seed} batch {number}")
         for _ in range(_TRIES):
             case = _case(kind, draw, sizes, mla, fixed)
-            if case not in found and within(case, sizes):
+            if case not in cases and within(case, sizes):
                 break
         else:
             raise ValueError(f"--random: none of {_TRIES} draws of {kind} is within the bounds: {sizes}")
-        found[case] = None
-    return list(found)
+        cases[case] = None
+    return list(cases)
 
 
 def within(case: BenchCase, sizes: Sizes) -> bool:

@@ -25,9 +25,9 @@ LATENT_SCALE = 0.02  #: for an fp8 cache of latents, with codes up to about +-50
 _PATIENCE = 2000.0  #: time limit for all timed calls of a slow kernel, in milliseconds
 
 
-def timing(times: Sequence[float], **found: Any) -> Timing:
+def timing(times: Sequence[float], **figures: Any) -> Timing:
     """Return the median, p20 and p80 of sorted times in milliseconds, and other fields."""
-    return Timing(statistics.median(times), times[len(times) // 5], times[4 * len(times) // 5], **found)
+    return Timing(statistics.median(times), times[len(times) // 5], times[4 * len(times) // 5], **figures)
 
 
 class BaseWorkload:

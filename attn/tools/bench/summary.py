@@ -61,25 +61,25 @@ def outcomes(rows: Sequence[dict[str, Any]]) -> list[BatchOutcome]:
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault((row.get("framework", "torch"), case_of(row)), []).append(row)
-    found: list[BatchOutcome] = []
+    results: list[BatchOutcome] = []
     for (framework, _), group in groups.items():
         own = [row for row in group if not row.get("peer")] or group
         ours = next((row for row in own if row.get("chosen")), own[0])
         other = min((row for row in group if row is not ours and timed(row)), key=lambda row: row["ms"], default=None)
-        number = 1 + sum(outcome.framework == framework for outcome in found)
+        number = 1 + sum(outcome.framework == framework for outcome in results)
         lost = any(verdict.lost for verdict in verdicts(group))
-        found.append(BatchOutcome(number, framework, BenchCase.of(ours), ours, other, lost))
-    return found
+        results.append(BatchOutcome(number, framework, BenchCase.of(ours), ours, other, lost))
+    return results
 
 
 def summary(rows: Sequence[dict[str, Any]]) -> str:
     """Format, for each framework: the geometric mean and the worst of the ratios, over all batches and by kind; and the share
     of the copy's rate that large decodes reach."""
-    found = outcomes(rows)
-    frameworks = list(dict.fromkeys(outcome.framework for outcome in found))
+    results = outcomes(rows)
+    frameworks = list(dict.fromkeys(outcome.framework for outcome in results))
     lines = []
     for framework in frameworks:
-        own = [outcome for outcome in found if outcome.framework == framework]
+        own = [outcome for outcome in results if outcome.framework == framework]
         lines += [f"{framework}:"] if len(frameworks) > 1 else []
         for kind in ("all", *(KINDS if any(outcome.ratio for outcome in own) else ())):
             of_kind = [outcome for outcome in own if kind in ("all", outcome.kind)]
@@ -88,11 +88,11 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _ratios(found: Sequence[BatchOutcome]) -> str:
+def _ratios(outcomes: Sequence[BatchOutcome]) -> str:
     """Describe the ratios of the outcomes that have one."""
-    count, missing = f"{_batches(len(found))}", sum(not timed(outcome.row) for outcome in found)
+    count, missing = f"{_batches(len(outcomes))}", sum(not timed(outcome.row) for outcome in outcomes)
     count += f" ({missing} without a time)" if missing else ""
-    ratios = [(outcome.ratio, outcome.number) for outcome in found if outcome.ratio is not None]
+    ratios = [(outcome.ratio, outcome.number) for outcome in outcomes if outcome.ratio is not None]
     if not ratios:
         return f"{count}; no other kernel was timed"
     worst, where = min(ratios)
@@ -100,10 +100,10 @@ def _ratios(found: Sequence[BatchOutcome]) -> str:
     return f"{count}; best other / ours in {len(ratios)}: {mean:.3f} geometric mean, {worst:.3f} at worst (#{where})"
 
 
-def _large_decodes(found: Sequence[BatchOutcome]) -> str:
+def _large_decodes(outcomes: Sequence[BatchOutcome]) -> str:
     """Describe the shares of copy of decodes with at least `LARGE` bytes of keys."""
     title = f"decodes with at least {LARGE >> 20} MiB of keys"
-    large = [o for o in found if o.kind == "decodes" and key_bytes(o.case) >= LARGE and timed(o.row)]
+    large = [o for o in outcomes if o.kind == "decodes" and key_bytes(o.case) >= LARGE and timed(o.row)]
     if not large:
         return f"{title}: none with a time"
     shares = [(outcome.row["of_copy"], outcome.number) for outcome in large]

@@ -27,25 +27,25 @@ def load(file: str | Path, block_size: int | None = None) -> list[BenchCase]:
     Raises ValueError with file, line and problem for a line that is not a supported case, and OSError.
     """
     path = Path(file)
-    found: dict[BenchCase, None] = {}
+    cases: dict[BenchCase, None] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
             continue
         try:
-            found[_case(json.loads(line), path, block_size)] = None
+            cases[_case(json.loads(line), path, block_size)] = None
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             problem = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise ValueError(f"{path}, line {number}: {problem}") from None
-    if not found:
+    if not cases:
         raise ValueError(f"{path}: no workloads")
-    return list(found)
+    return list(cases)
 
 
 def _case(entry: dict[str, Any], path: Path, block_size: int | None) -> BenchCase:
     root, definition = _definition(str(entry["definition"]), path)
-    kind = definition["op_type"]
-    if kind not in KINDS:
-        raise ValueError(f"{entry['definition']} is of kind {kind} (supports {', '.join(KINDS)})")
+    op_type = definition["op_type"]
+    if op_type not in KINDS:
+        raise ValueError(f"{entry['definition']} is of kind {op_type} (supports {', '.join(KINDS)})")
     const = {name: axis["value"] for name, axis in definition["axes"].items() if axis["type"] == "const"}
     inputs, dtypes = entry["workload"]["inputs"], {name: spec["dtype"] for name, spec in definition["inputs"].items()}
     stored = dtypes.get("k_cache", dtypes.get("k", dtypes["q"]))

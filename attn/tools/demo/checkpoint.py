@@ -81,13 +81,13 @@ def load_weights(directory: str | Path, config: ModelConfig) -> dict[str, np.nda
     With tied embeddings there is no `lm_head.weight` in the result, though the file may have one; that must
     equal `model.embed_tokens.weight`.
     """
-    wanted = weight_shapes(config)
-    tied = {} if _HEAD in wanted else {_HEAD: wanted[_EMBEDDING]}
-    found = read_tensors(directory, wanted, optional=tied, ignored=(_IGNORED,), architecture=config.architecture)
-    if config.tie_word_embeddings and not np.array_equal(found.pop(_HEAD, found[_EMBEDDING]), found[_EMBEDDING]):
+    shapes = weight_shapes(config)
+    tied = {} if _HEAD in shapes else {_HEAD: shapes[_EMBEDDING]}
+    tensors = read_tensors(directory, shapes, optional=tied, ignored=(_IGNORED,), architecture=config.architecture)
+    if config.tie_word_embeddings and not np.array_equal(tensors.pop(_HEAD, tensors[_EMBEDDING]), tensors[_EMBEDDING]):
         root = checkpoint_directory(directory)
         raise CheckpointError(f"{root}: tie_word_embeddings is true, but {_HEAD} differs from {_EMBEDDING}")
-    return found
+    return tensors
 
 
 def read_tensors(
@@ -105,7 +105,7 @@ def read_tensors(
     """
     root = checkpoint_directory(directory)
     known = {**optional, **wanted}
-    found: dict[str, np.ndarray] = {}
+    tensors: dict[str, np.ndarray] = {}
     unexpected: list[str] = []
     for path, members in _shards(root):
         for name, entry, file in _tensors(path, members):
@@ -113,15 +113,15 @@ def read_tensors(
                 if tuple(entry["shape"]) != known[name]:
                     asked = f"config.json asks for {list(known[name])}"
                     raise CheckpointError(f"{path}: {name} has shape {entry['shape']}: {asked}")
-                found[name] = _read(path, name, entry, file)
+                tensors[name] = _read(path, name, entry, file)
             elif not name.endswith(ignored):
                 unexpected.append(name)
-    missing = sorted(wanted.keys() - found.keys())
+    missing = sorted(wanted.keys() - tensors.keys())
     if missing or unexpected:
         both = {"missing": missing, "unexpected": unexpected}
         parts = "; ".join(f"{word} {_listed(names)}" for word, names in both.items() if names)
         raise CheckpointError(f"{root}: the tensors are not those of config.json ({architecture}): {parts}")
-    return found
+    return tensors
 
 
 def load_tokenizer(directory: str | Path) -> "Tokenizer":
@@ -155,7 +155,7 @@ def _shards(root: Path) -> Iterator[tuple[Path, list[str] | None]]:
     for file in sorted(set(places.values())):
         if Path(file).name != file or not (root / file).is_file():
             raise CheckpointError(f"{index}: names the file {file!r}, which is not in {root}")
-        yield root / file, sorted(name for name, place in places.items() if place == file)
+        yield root / file, sorted(name for name, shard in places.items() if shard == file)
 
 
 def _tensors(path: Path, members: list[str] | None) -> Iterator[tuple[str, dict[str, Any], BinaryIO]]:

@@ -49,32 +49,32 @@ def read_rope(fields: Fields, length: int) -> tuple[float, RopeScaling | None]:
     theta = rope.number("rope_theta", default=fields.number("rope_theta", default=10000.0))
     if theta <= 1:
         raise CheckpointError(f"{rope.place}: rope_theta = {theta}: must be greater than 1")
-    if name and any(kind in rope.values for kind in LAYER_TYPES):
+    if name and any(rope_type in rope.values for rope_type in LAYER_TYPES):
         raise fields.wrong(name, "one object for all layers, not one per layer type")
     for where in (fields, rope):
         if where.number("partial_rotary_factor", default=1.0) != 1:
             raise where.wrong("partial_rotary_factor", "1, as whole heads are rotated")
     key = "rope_type" if "rope_type" in rope.values else "type"
-    kind = rope.values.get(key, "default")
-    if kind not in _ROPE_TYPES:
+    rope_type = rope.values.get(key, "default")
+    if rope_type not in _ROPE_TYPES:
         raise rope.wrong(key, f"one of {', '.join(_ROPE_TYPES)}")
-    return theta, None if kind == "default" else _scaling(kind, rope, fields, length)
+    return theta, None if rope_type == "default" else _scaling(rope_type, rope, fields, length)
 
 
-def _scaling(kind: str, rope: Fields, fields: Fields, length: int) -> RopeScaling:
+def _scaling(rope_type: str, rope: Fields, fields: Fields, length: int) -> RopeScaling:
     outside = "original_max_position_embeddings"
     holder = fields if fields.given(outside) else rope
     original = holder.integer(outside) if holder.given(outside) else length
-    if kind == "linear":
-        return RopeScaling(kind, rope.number("factor"), original)
-    if kind == "llama3":
+    if rope_type == "linear":
+        return RopeScaling(rope_type, rope.number("factor"), original)
+    if rope_type == "llama3":
         low, high = rope.number("low_freq_factor"), rope.number("high_freq_factor")
         if not low < high:
             raise rope.wrong("low_freq_factor", f"less than high_freq_factor = {high}")
-        return RopeScaling(kind, rope.number("factor"), original, low, high)
+        return RopeScaling(rope_type, rope.number("factor"), original, low, high)
     by_lengths = length / original if "factor" in rope.values else None  # the meaning of a null factor
     return RopeScaling(
-        kind,
+        rope_type,
         rope.number("factor", default=by_lengths),
         original,
         beta_fast=rope.number("beta_fast", default=32.0),

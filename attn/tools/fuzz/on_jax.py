@@ -16,23 +16,23 @@ from attn.tools.fuzz.entries import CallCase, judged
 def call_entry(case: CallCase) -> str:
     """Judge a call of `attn.jax.dot_product_attention` by `jax.nn`'s (`judged`)."""
     rng = np.random.default_rng(0)
-    given: dict[str, Any] = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in case.shapes.items()}
+    arrays: dict[str, Any] = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in case.shapes.items()}
     if case.extra:
-        given[case.extra] = given.pop("more")
+        arrays[case.extra] = arrays.pop("more")
     if case.extra == "mask":
-        given["mask"] = given["mask"] > -0.5
-        given["mask"][..., :1] = True
+        arrays["mask"] = arrays["mask"] > -0.5
+        arrays["mask"][..., :1] = True
     if case.extra.endswith("lengths"):
-        given[case.extra] = rng.integers(1, 9, case.more, np.int32)
-    given = {name: jnp.asarray(x) for name, x in given.items()}
+        arrays[case.extra] = rng.integers(1, 9, case.more, np.int32)
+    arrays = {name: jnp.asarray(x) for name, x in arrays.items()}
 
     def called(function: Callable[..., Any]) -> Any:
         run = functools.partial(function, scale=case.scale, is_causal=case.causal)
-        return run(**given) if case.run else jax.eval_shape(lambda given: run(**given), given)
+        return run(**arrays) if case.run else jax.eval_shape(lambda arrays: run(**arrays), arrays)
 
     def same(got: Any, want: Any) -> None:
         assert (got.shape, got.dtype) == (want.shape, want.dtype), f"{case}: another shape: {got.shape}, not {want.shape}"
-        if case.run and want.size and given["key"].shape[-3]:  # a row without keys is 0, which is not jax.nn's
+        if case.run and want.size and arrays["key"].shape[-3]:  # a row without keys is 0, which is not jax.nn's
             np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5, err_msg=f"{case}: another result")
 
     own, entry = (functools.partial(called, function) for function in (jax.nn.dot_product_attention, dot_product_attention))

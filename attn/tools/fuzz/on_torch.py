@@ -74,8 +74,8 @@ def layer_device(case: LayerCase) -> str:
         metadata, cache = layer.build(batch, device=case.asked or None), layer.new_kv_cache(2)
     there = case.asked or own
     for name in _BATCH:
-        found = getattr(metadata, name).device.type
-        assert found == there, f"{case}: metadata on another device: {name} on {found}, must be {there}"
+        device_type = getattr(metadata, name).device.type
+        assert device_type == there, f"{case}: metadata on another device: {name} on {device_type}, must be {there}"
     assert cache.device.type == own, f"{case}: a cache on another device: {cache.device}, must be {own}"
     inputs = tuple(device or there for device in case.inputs)
     lost = case.weights.startswith("scale") and case.moved[-1:] == ("meta",)

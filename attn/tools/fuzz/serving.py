@@ -115,17 +115,17 @@ def simpler(case: SchedulerCase) -> Iterator[SchedulerCase]:
 
 
 def refused(
-    scheduler: Scheduler, call: Callable[..., Any], *given: Any, why: str = r"request \d+|next.tokens", **more: Any
+    scheduler: Scheduler, call: Callable[..., Any], *arguments: Any, why: str = r"request \d+|next.tokens", **more: Any
 ) -> None:
     """Assert that a call raises the documented error and changes nothing."""
-    before, words = state(scheduler), f"{call.__name__}{given}{more or ''}"
+    before, words = state(scheduler), f"{call.__name__}{arguments}{more or ''}"
     try:
-        found = call(*given, **more)
+        result = call(*arguments, **more)
     except (ValueError, RuntimeError) as error:
         early = str(error).partition("() called")[0] in ("schedule", "cancel") and " before commit()" in str(error)
         assert early if isinstance(error, RuntimeError) else re.search(why, str(error)), f"another error of {words}: {error!r}"
     else:
-        raise AssertionError(f"taken, but wrong: {words} gave {found!r}")
+        raise AssertionError(f"taken, but wrong: {words} gave {result!r}")
     assert state(scheduler) == before, f"changed by a refused call: {words}"
 
 

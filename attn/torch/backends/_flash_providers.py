@@ -304,13 +304,13 @@ def best(request: Request, device: Device | None) -> Provider | None:
 
 def why_none(request: Request, device: Device | None) -> list[str]:
     """Return nothing if a provider serves the request; otherwise that none is installed, or each provider's reasons."""
-    found = present()
-    if not found:
+    installed = present()
+    if not installed:
         names = ", ".join(f"{p.name} (pip install {p.install!r})" for p in PROVIDERS)
         return [f"none of its providers is installed: {names}"]
     if best(request, device) is not None:
         return []
-    return [f"{provider.name}: {', '.join(provider.reasons(request, device))}" for provider in found]
+    return [f"{provider.name}: {', '.join(provider.reasons(request, device))}" for provider in installed]
 
 
 @functools.lru_cache(1024)
@@ -320,8 +320,8 @@ def chosen(request: Request, arch: str) -> Provider:
     Raises `UnsupportedError` with every provider's reasons if none serves the request.
     """
     device = Device("torch", "cuda", arch=arch) if arch else None
-    found = best(request, device)
-    if found is None:
+    provider = best(request, device)
+    if provider is None:
         why = why_none(request, device)
         raise UnsupportedError(f"FLASH_ATTN does not serve {request}: {'; '.join(why)}", why)
-    return found
+    return provider

@@ -102,8 +102,8 @@ class Plan:
     def split(self, step: int) -> Iterator[tuple[slice, torch.Tensor, tuple[torch.Tensor, ...]]]:
         """Yield (blocks, their rows, their lists) for at most `step` blocks at a time."""
         for begin in range(0, len(self.rows), step):
-            own = slice(begin, begin + step)
-            yield own, self.rows[own], tuple(x[own] for x in self.lists)
+            blocks = slice(begin, begin + step)
+            yield blocks, self.rows[blocks], tuple(x[blocks] for x in self.lists)
 
 
 def block_rows(tokens: int, requests: int) -> int:
@@ -228,20 +228,20 @@ def _named(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (count, pages [blocks, columns]): `run` entries of the table from `start` on, then those from `then` on."""
     column = torch.arange(columns, device=table.device)
-    place = torch.where(column < run[:, None], start[:, None] + column, (then - run)[:, None] + column)
-    pages = table[owner[:, None], place.clamp(0, table.shape[1] - 1)]
+    entry = torch.where(column < run[:, None], start[:, None] + column, (then - run)[:, None] + column)
+    pages = table[owner[:, None], entry.clamp(0, table.shape[1] - 1)]
     return count.to(torch.int32), torch.where(column < count[:, None], pages, 0).to(torch.int32)
 
 
 def _places(table: torch.Tensor, lens: torch.Tensor, num_pages: int, page: int) -> torch.Tensor:
     """Return the first part of `Plan.places`. For a page listed twice, the last place is kept."""
     requests, columns = table.shape
-    place = torch.arange(columns, device=table.device, dtype=torch.int32).expand(requests, columns)
-    used = place < -(-lens[:, None] // page)
+    index = torch.arange(columns, device=table.device, dtype=torch.int32).expand(requests, columns)
+    used = index < -(-lens[:, None] // page)
     first = torch.arange(requests, device=table.device)[:, None] * num_pages
     at = torch.where(used, first + table, requests * num_pages)
-    found = torch.full((requests * num_pages + 1,), -1, dtype=torch.int32, device=table.device)
-    return found.scatter_reduce_(0, at.flatten(), place.flatten(), "amax")
+    places = torch.full((requests * num_pages + 1,), -1, dtype=torch.int32, device=table.device)
+    return places.scatter_reduce_(0, at.flatten(), index.flatten(), "amax")
 
 
 def _mods(
@@ -251,8 +251,8 @@ def _mods(
     masks, page, (left, right) = rules.masks, rules.page, rules.masks.layer.window
 
     def key_of(q: Any, kv: Any) -> tuple[Any, Any]:
-        place = places[facts[q, 0] + kv // page]
-        return place, place * page + kv % page
+        index = places[facts[q, 0] + kv // page]
+        return index, index * page + kv % page
 
     def by_order(q: Any, j: Any, inside: Any) -> Any:
         """Whether causality, or a tree, and the window allow a key."""
@@ -274,8 +274,8 @@ def _mods(
         return seen & torch.where(branch >= 0, (new < 0) | (among & related), distance <= 0)
 
     def mask_mod(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        place, j = key_of(q, kv)
-        inside = (place >= 0) & (j < facts[q, 2])
+        index, j = key_of(q, kv)
+        inside = (index >= 0) & (j < facts[q, 2])
         seen = by_order(q, j, inside)
         if masks.ranges:
             seen = seen | (inside & (((j >= facts[q, 6]) & (j <= facts[q, 7])) | (j < facts[q, 8])))
@@ -340,8 +340,8 @@ def program(rules: Rules, shape: Shape, backend: str) -> Callable[..., Any]:
     # The compiler limits the programs per code object, and treats a number that changes between calls of one name as a
     # variable. So each set of rules has its own code object and name.
     name = f"flex_{zlib.crc32(repr((rules, shape, backend)).encode()):08x}"
-    own = types.FunctionType(run.__code__.replace(co_name=name), run.__globals__, name, None, run.__closure__)
-    return torch.compile(own, backend=backend, fullgraph=True)
+    renamed = types.FunctionType(run.__code__.replace(co_name=name), run.__globals__, name, None, run.__closure__)
+    return torch.compile(renamed, backend=backend, fullgraph=True)
 
 
 def vary(dim: int, *tensors: torch.Tensor) -> None:

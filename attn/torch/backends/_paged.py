@@ -134,8 +134,8 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         query = self._by_head("query", query, self.num_heads)
         key = None if key is None else self._by_head("key", key, self.num_kv_heads)
         value = None if value is None else self._by_head("value", value, self.num_kv_heads)
-        kind = query.dtype if scale is None else FUSED_OUTPUT
-        out = torch.empty_like(query, dtype=kind) if output is None else self._check_output(query, output, kind)
+        out_dtype = query.dtype if scale is None else FUSED_OUTPUT
+        out = torch.empty_like(query, dtype=out_dtype) if output is None else self._check_output(query, output, out_dtype)
         if attn_metadata is None:
             out.zero_()
             return out if output is None else output
@@ -233,26 +233,30 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
     def fused_output_quant_supported(self, quant_key: QuantKey) -> bool:
         return quant_key == kFp8StaticTensorSym and Feature.OUTPUT_SCALE in self._features
 
-    def _check_output(self, query: torch.Tensor, output: torch.Tensor, kind: torch.dtype) -> torch.Tensor:
+    def _check_output(self, query: torch.Tensor, output: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
         """Return the buffer as [T, H, D]. Raises unless its shape, dtype and device match: the output is never cast."""
         name = self.backend.get_name()
         if output.numel() != query.numel() or output.shape[0] != query.shape[0]:
             raise ShapeError(f"{name}: output has shape {list(output.shape)}: must be {list(query.shape)}, like the query")
-        if output.dtype != kind:
-            why = f"query {query.dtype}: must be equal" if kind == query.dtype else f"must be {kind} for an output_scale"
+        if output.dtype != out_dtype:
+            why = (
+                f"query {query.dtype}: must be equal"
+                if out_dtype == query.dtype
+                else f"must be {out_dtype} for an output_scale"
+            )
             raise DTypeError(f"{name}: output has dtype {output.dtype}, {why}")
         check_placed(self, "output", output, query)
         return output.view(query.shape)
 
     def _check_cache(self, layer: AttentionLayer, query: torch.Tensor, kv_cache: torch.Tensor, block_size: int | None) -> None:
         if torch.compiler.is_compiling():  # extents may be symbols, which must not leave the graph
-            found = self._check_extent(kv_cache)
+            page = self._check_extent(kv_cache)
         else:
-            shape, found = self._known_extent
+            shape, page = self._known_extent
             if shape is None or not isinstance(kv_cache, torch.Tensor) or kv_cache.shape != shape:
-                found = self._check_extent(kv_cache)
-                self._known_extent = (kv_cache.shape, found)
-        check_block_size(self.backend.get_name(), found, block_size)
+                page = self._check_extent(kv_cache)
+                self._known_extent = (kv_cache.shape, page)
+        check_block_size(self.backend.get_name(), page, block_size)
         element = self._elements[query.dtype]
         check_cache_element(self, query, kv_cache, element)
         if not caches.is_quantised(element):

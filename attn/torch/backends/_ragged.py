@@ -293,21 +293,21 @@ class RaggedAttentionImpl(PagedAttentionImpl):
             if start == stop:
                 continue
             position = total - (stop - start)
-            own = rules if mask.batch.is_plain else _of_request(rules, mask, r, slice(start, stop), position)
-            low, _ = own.reach(position, total - 1, total)
+            request_rules = rules if mask.batch.is_plain else _of_request(rules, mask, r, slice(start, stop), position)
+            low, _ = request_rules.reach(position, total - 1, total)
             low = min(low, total)
             blocks = call.meta.block_table[r, low // block_size : -(-total // block_size)]
             tokens = slice(low % block_size, low % block_size + total - low)
             key, value = self._gather(key_cache, value_cache, blocks)
             if scales is not None:
                 key, value = (
-                    codes.to(torch.float32) * caches.gather(own[..., None], blocks)
-                    for codes, own in zip((key, value), scales, strict=True)
+                    codes.to(torch.float32) * caches.gather(request_rules[..., None], blocks)
+                    for codes, request_rules in zip((key, value), scales, strict=True)
                 )
             rows, logs = slice(start, stop), None if call.lse is None else call.lse[:, start:stop]
             query = self._own(call.query, rows)
             work = Work(query, key[:, tokens], value[:, tokens], position, low, call.output[rows], logs)
-            self._attend_one(work, own)
+            self._attend_one(work, request_rules)
 
     def attend_keys(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, spans: "IntArray | None" = None
@@ -392,10 +392,10 @@ class RaggedAttentionImpl(PagedAttentionImpl):
 
 def _of_request(rules: Rules, mask: Visibility, request: int, rows: slice, position: int) -> Rules:
     """Return the rules of one request of a batch, whose first row is at `position`."""
-    own = mask.select(request, rows)
-    if own.batch.tree is not None and position < 0:
+    request_mask = mask.select(request, rows)
+    if request_mask.batch.tree is not None and position < 0:
         n = rows.stop - rows.start
         raise MetadataError("seq_lens", request, position + n, f"at least {n}, the tokens of its tree")
-    if own.batch.prefix is not None and not own.batch.prefix[0]:
-        own = own._replace(batch=own.batch._replace(prefix=None))
-    return replace(rules, mask=own, context=position)
+    if request_mask.batch.prefix is not None and not request_mask.batch.prefix[0]:
+        request_mask = request_mask._replace(batch=request_mask.batch._replace(prefix=None))
+    return replace(rules, mask=request_mask, context=position)

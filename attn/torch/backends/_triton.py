@@ -125,10 +125,10 @@ class TritonPagedImpl(PagedAttentionImpl):
     ) -> torch.Tensor:
         from attn.torch.kernels.kv_write import write_kv, write_kv_per_token
 
-        key_cache, value_cache, own = self._parts(kv_cache)
+        key_cache, value_cache, token_scales = self._parts(kv_cache)
         key, value = self._by_head("key", key, self.num_kv_heads), self._by_head("value", value, self.num_kv_heads)
-        if own is not None:
-            write_kv_per_token(key, value, key_cache, value_cache, *own, slot_mapping)
+        if token_scales is not None:
+            write_kv_per_token(key, value, key_cache, value_cache, *token_scales, slot_mapping)
         else:
             coded = caches.is_quantised(kv_cache.dtype)
             scales = (self._on(kv_cache.device, s) if coded else None for s in (layer._k_scale, layer._v_scale))
@@ -138,9 +138,9 @@ class TritonPagedImpl(PagedAttentionImpl):
     def _attend(self, call: PagedCall) -> None:
         from attn.torch.kernels.paged_attention import paged_attention
 
-        meta, (key_cache, value_cache, own) = call.meta, self._parts(call.kv_cache)
+        meta, (key_cache, value_cache, token_scales) = call.meta, self._parts(call.kv_cache)
         plan = _UNKNOWN if self._fixed_split() else self._plan(meta, key_cache)
-        k_scale, v_scale, k_factor, v_factor = (*own, 1.0, 1.0) if own is not None else self._scales(call)
+        k_scale, v_scale, k_factor, v_factor = (*token_scales, 1.0, 1.0) if token_scales is not None else self._scales(call)
         arguments: dict[str, Any] = dict(
             self._common(call),
             key_cache=key_cache,

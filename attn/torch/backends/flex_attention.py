@@ -73,13 +73,13 @@ class FlexAttentionMetadataBuilder(PagedAttentionMetadataBuilder):
         if not isinstance(table, np.ndarray) or lens is None or query_lens is None or not table.size:
             return
         page, left = self.kv_cache_spec.block_size, window_pair(self.kv_cache_spec.sliding_window, AttentionType.DECODER)[0]
-        place = np.arange(table.shape[1])
+        index = np.arange(table.shape[1])
         if left is None or batch.mask.has_ranges:
             begin = np.zeros_like(lens)
         else:
             begin = np.maximum(lens - query_lens - left, 0) // page
-        live = (place >= begin[:, None]) & (place < -(-lens // page)[:, None])
-        ordered = np.sort(np.where(live, table, -1 - place), 1)
+        live = (index >= begin[:, None]) & (index < -(-lens // page)[:, None])
+        ordered = np.sort(np.where(live, table, -1 - index), 1)
         twice = np.argwhere((ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0))
         if len(twice):
             r, i = (int(x) for x in twice[0])

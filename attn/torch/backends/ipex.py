@@ -61,9 +61,9 @@ class IpexAttentionBackend(HeadsFirstBackend):
             why.append(f"{Feature.SLIDING_WINDOW.value} without causality not supported")
         if Feature.SOFT_CAP in features and request.attn_type in ENCODER_TYPES:
             why.append(f"{Feature.SOFT_CAP.value} with attn_type={request.attn_type} not supported")
-        own = version_of("intel-extension-for-pytorch")
-        if own and own.split(".")[:2] != torch.__version__.split(".")[:2]:  # importing it would end the process
-            why.append(f"intel-extension-for-pytorch {own} needs PyTorch of the same version (found {torch.__version__})")
+        version = version_of("intel-extension-for-pytorch")
+        if version and version.split(".")[:2] != torch.__version__.split(".")[:2]:  # importing it would end the process
+            why.append(f"intel-extension-for-pytorch {version} needs PyTorch of the same version (found {torch.__version__})")
         return why
 
 

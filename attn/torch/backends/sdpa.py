@@ -32,12 +32,12 @@ class TorchSDPABackend(PagedAttentionBackend):
 class TorchSDPAImpl(RaggedAttentionImpl, backend=TorchSDPABackend):
     def _attend_one(self, work: Work, rules: Rules) -> None:
         work = rules.drop_empty_rows(work)
-        kind = work.query.dtype
+        dtype = work.query.dtype
         if not caches.is_quantised(work.key.dtype):  # codes are exact in every dtype of a query
-            kind = torch.promote_types(kind, work.key.dtype)
+            dtype = torch.promote_types(dtype, work.key.dtype)
         # torch adds its mask to scores and multiplies masked values by 0, so a NaN or an infinity may reach every row
-        if work.lse is None and rules.sinks is None and rules.plain() and work.as_type(kind).finite():
-            _sdpa(work.as_type(kind), rules)
+        if work.lse is None and rules.sinks is None and rules.plain() and work.as_type(dtype).finite():
+            _sdpa(work.as_type(dtype), rules)
         else:
             _ragged.attend(work, rules)
 
@@ -48,9 +48,9 @@ def _sdpa(work: Work, rules: Rules) -> None:
     Heads of a group are folded into rows, since `enable_gqa` repeats the keys (13 times slower for one query row in
     bfloat16 on a CPU). Masks are explicit except for square scores, because `is_causal` aligns its mask top left.
     """
-    kind, group = work.key.dtype, work.query.shape[1] // work.key.shape[0]
+    dtype, group = work.key.dtype, work.query.shape[1] // work.key.shape[0]
     if rules.is_causal() and work.position == work.first_key and work.query.shape[0] > 1:
-        query, wide = work.query.transpose(0, 1).to(kind), [x.repeat_interleave(group, 0) for x in (work.key, work.value)]
+        query, wide = work.query.transpose(0, 1).to(dtype), [x.repeat_interleave(group, 0) for x in (work.key, work.value)]
         result = F.scaled_dot_product_attention(query[None], wide[0][None], wide[1][None], is_causal=True, scale=rules.scale)
         work.fill(_ragged.weigh(rules, result[0].transpose(0, 1), None), None)
         return
@@ -59,7 +59,7 @@ def _sdpa(work: Work, rules: Rules) -> None:
     for part in rules.split(work, max(1, step)):
         seen = rules.seen(part)
         result = F.scaled_dot_product_attention(
-            _ragged.fold(part.query, part.key.shape[0])[None].to(kind),
+            _ragged.fold(part.query, part.key.shape[0])[None].to(dtype),
             part.key[None],
             part.value[None],
             attn_mask=None if seen is None else seen.repeat(group, 1),

@@ -88,9 +88,9 @@ class XFormersMetadata(PagedAttentionMetadata):
             whole = rows[-1] - rows[0] + 1 == len(rows)
             at = slice(int(rows[0]), int(rows[-1]) + 1) if whole else torch.from_numpy(rows).to(device)
             if paged:
-                kind = fmha.attn_bias.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask
+                bias_cls = fmha.attn_bias.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask
                 table = self.block_table[torch.from_numpy(requests).to(device)]
-                mask = kind.from_seqlens(n.tolist(), end.tolist(), table, self.block_size, device=device)
+                mask = bias_cls.from_seqlens(n.tolist(), end.tolist(), table, self.block_size, device=device)
                 yield Part(at, n.tolist(), None, mask, fmha.triton_splitk.FwOp)
                 continue
             begin = np.zeros_like(end) if rule.left is None else np.maximum(end - n - rule.left, 0)

@@ -128,8 +128,8 @@ def _limits(registries: int) -> tuple[int, int]:
     """Return the largest `min_keys` and the least common `key_multiple` of the registered backends; (0, 0) if one judges calls
     by a `why_not_call` of its own."""
     members = [DiffusionAttentionBackendEnum[name] for name in DiffusionAttentionBackendEnum.names()]
-    found = [member.candidate().backend for member in members if not str(member.value or "").startswith("attn.jax.")]
-    backends: list[Any] = [backend for backend in found if hasattr(backend, "why_not_call")]
+    loaded = [member.candidate().backend for member in members if not str(member.value or "").startswith("attn.jax.")]
+    backends: list[Any] = [backend for backend in loaded if hasattr(backend, "why_not_call")]
     if any(backend.why_not_call.__func__ is not _WHY_NOT_CALL for backend in backends):
         return 0, 0
     return max(x.min_keys for x in backends), math.lcm(*(x.key_multiple for x in backends))
