@@ -314,15 +314,15 @@ def attend_rows(xp: Any, rules: Rules, q: Array, k: Array, v: Array, position: A
     so that their contents affect neither the result nor the gradients; keys that only some rows see are selected out for the
     others.
     """
-    weights, share, empty, lse, allowed = softmax(xp, rules, q, k, position, extras)
+    weights, factor, empty, lse, allowed = softmax(xp, rules, q, k, position, extras)
     attended = xp.any(allowed, (2, 3)).swapaxes(1, 2)[..., None]
     v = xp.where(attended, v, 0.0)
     finite = xp.isfinite(v)
     summed = xp.einsum("bkgrm,bmkd->brkgd", weights, xp.where(finite, v, 0.0))
     summed = xp.add_if(~finite.all(), summed, lambda: _wild(xp, xp.broadcast_to(allowed, weights.shape), v))
-    per_row = [xp.where(empty, 0.0, share), empty]  # [B, K, G, r] -> [B, r, K, G, 1]
-    share, none = (xp.moveaxis(x, 3, 1)[..., None] for x in per_row)
-    return xp.where(none, 0.0, summed * share), xp.where(empty, -math.inf, lse)
+    per_row = [xp.where(empty, 0.0, factor), empty]  # [B, K, G, r] -> [B, r, K, G, 1]
+    factor, none = (xp.moveaxis(x, 3, 1)[..., None] for x in per_row)
+    return xp.where(none, 0.0, summed * factor), xp.where(empty, -math.inf, lse)
 
 
 def softmax(xp: Any, rules: Rules, q: Array, k: Array, position: Array, extras: Extras) -> tuple[Array, ...]:
@@ -349,8 +349,8 @@ def softmax(xp: Any, rules: Rules, q: Array, k: Array, position: Array, extras: 
     empty = total == 0
     total = xp.where(empty, 1.0, total)
     lse = top + xp.log(total)
-    share = 1.0 / total if extras.sinks is None else xp.sigmoid(lse - extras.sinks[:, :, None]) / total
-    return weights, share, empty, lse, allowed
+    factor = 1.0 / total if extras.sinks is None else xp.sigmoid(lse - extras.sinks[:, :, None]) / total
+    return weights, factor, empty, lse, allowed
 
 
 def _wild(xp: Any, allowed: Array, v: Array) -> Array:

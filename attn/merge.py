@@ -27,19 +27,19 @@ def check_states(outputs: Sequence[Any], lses: Sequence[Any]) -> None:
 
 
 def merged(xp: Any, outputs: Sequence[Any], lses: Sequence[Any], nan_is_empty: bool) -> tuple[Any, Any]:
-    """Return (output, lse) over all parts by the operations `xp`; arguments and result are those of `merge_attn_states`."""
-    logs = xp.wide(xp.stack(list(lses)))  # [parts, H, T]
+    """Return (output, lse) of all states by the operations `xp`; arguments and result are those of `merge_attn_states`."""
+    logs = xp.wide(xp.stack(list(lses)))  # [states, H, T]
     empty = xp.isinf(logs) | (xp.isnan(logs) & nan_is_empty)
     logs = xp.where(empty, -math.inf, logs)
     top = xp.amax(logs, 0)
     top = xp.where(top == -math.inf, 0, top)
     weights = xp.exp(logs - top)
     norm = weights.sum(0)
-    # select, do not multiply: the output of an empty part may contain anything
-    parts = (
+    # select, do not multiply: the output of an empty state may contain anything
+    weighted = (
         xp.where(nothing.T[..., None], 0, xp.cast(output, like=logs)) * weight.T[..., None]
         for output, weight, nothing in zip(outputs, weights, empty, strict=True)
     )
-    total = functools.reduce(operator.iadd, parts)
+    total = functools.reduce(operator.iadd, weighted)
     total = xp.where(norm.T[..., None] == 0, 0, total / norm.T[..., None])
     return xp.cast(total, like=outputs[0]), top + xp.log(norm)

@@ -35,8 +35,8 @@ def dense(query: Any, key: Any, rules: Rules, extras: Extras) -> Any:
 def _dense(xp: Any, rules: Rules, query: Any, key: Any, extras: Extras) -> Any:
     (batch, n, heads, _), m = query.shape, key.shape[1]
     rows, extras = by_group(xp, query, key, extras)
-    weights, share, empty, *_ = softmax(xp, rules, rows, xp.wide(key), xp.arange(0, n, query) + (m - n), extras)
-    return (weights * xp.where(empty, 0.0, share)[..., None]).reshape(batch, heads, n, m)
+    weights, factor, empty, *_ = softmax(xp, rules, rows, xp.wide(key), xp.arange(0, n, query) + (m - n), extras)
+    return (weights * xp.where(empty, 0.0, factor)[..., None]).reshape(batch, heads, n, m)
 
 
 def check_elements(count: int) -> None:

@@ -57,5 +57,5 @@ def apply_sinks(out: npt.ArrayLike, lse: npt.ArrayLike, sinks: npt.ArrayLike) ->
     # An empty row is 0 with or without a sink (and -inf minus -inf would be NaN).
     empty = np.isinf(log).T[..., None]
     with np.errstate(all="ignore"):
-        share = 1.0 / (1.0 + np.exp(sink[:, None] - log))
-        return np.where(empty, 0.0, state * share.T[..., None]), log.copy()
+        factor = 1.0 / (1.0 + np.exp(sink[:, None] - log))
+        return np.where(empty, 0.0, state * factor.T[..., None]), log.copy()

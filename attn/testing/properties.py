@@ -586,8 +586,8 @@ def sinks_off(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     assert call.sinks is not None
     plain = expect(call.but(sinks=None))
     yield from judged(call.but(sinks=np.full_like(call.sinks, -np.inf)), run, score, plain)[1]
-    share = 1 / (1 + np.exp(call.sinks[:, None] - plain.lse))
-    sunk = Expected(plain.out * share.T[..., None], plain.lse, plain.slack)
+    factor = 1 / (1 + np.exp(call.sinks[:, None] - plain.lse))
+    sunk = Expected(plain.out * factor.T[..., None], plain.lse, plain.slack)
     yield from judged(call, run, score, sunk)[1]
 
 

@@ -1230,7 +1230,7 @@ DEFECTS = (
     Defect(
         "weights_with_sink",
         "weights.py",
-        "weights * xp.where(empty, 0.0, share)[..., None]",
+        "weights * xp.where(empty, 0.0, factor)[..., None]",
         "weights / weights.sum(-1)[..., None]",
         ("test_weights.py",),
         "Weights do not leave the sink its share.",

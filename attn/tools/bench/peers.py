@@ -130,8 +130,8 @@ def _vllm(workload: "Workload") -> Call:
     most = max(q for q, _ in workload.lens)
     rows, heads = (len(workload.query) if most <= _LONGEST_SPLIT else 1), case.num_heads
     width = 1 << (case.head_size - 1).bit_length()
-    parts = torch.empty(rows, heads, _SPLITS, width, device=device)
-    tops, sums = (torch.empty(rows, heads, _SPLITS, device=device) for _ in range(2))
+    partial_outputs = torch.empty(rows, heads, _SPLITS, width, device=device)
+    partial_maxima, partial_sums = (torch.empty(rows, heads, _SPLITS, device=device) for _ in range(2))
     one = torch.ones(len(workload.lens), case.num_kv_heads, device=device)
 
     def call() -> torch.Tensor:
@@ -154,9 +154,9 @@ def _vllm(workload: "Workload") -> Call:
             v_descale=one,
             seq_threshold_3D=_LEAST_PROGRAMS // case.num_kv_heads,
             num_par_softmax_segments=_SPLITS,
-            softmax_segm_output=parts,
-            softmax_segm_max=tops,
-            softmax_segm_expsum=sums,
+            softmax_segm_output=partial_outputs,
+            softmax_segm_max=partial_maxima,
+            softmax_segm_expsum=partial_sums,
             kv_quant_mode=modes[workload.cache.dtype],
         )
         return workload.output

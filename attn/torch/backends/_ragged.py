@@ -267,8 +267,8 @@ def weigh(rules: Rules, result: torch.Tensor, log: torch.Tensor | None) -> torch
         result = result * rules.v_scale
     if rules.sinks is not None:
         assert log is not None
-        share = torch.sigmoid(log - rules.sinks[:, None]).T[..., None]
-        result = torch.where(log.T[..., None] == -torch.inf, 0, result * share)
+        factor = torch.sigmoid(log - rules.sinks[:, None]).T[..., None]
+        result = torch.where(log.T[..., None] == -torch.inf, 0, result * factor)
     return result
 
 

@@ -2,7 +2,7 @@
 
 Nothing in this module waits for the device or depends on its values, so a forward can be captured in a CUDA graph and
 replayed for any batch within the bounds of its metadata. The host's copy of the lengths, if there is one, only selects among
-launches that are all correct. By default the keys of decodes are cut by the whole batch. A layer that requests
+launches that are all correct. By default split-KV is planned for all decodes of a batch. A layer that requests
 `batch_invariant` uses the general kernels only, with splits at fixed positions, and no measured launches (docs/semantics.md
 §17); its arrays must begin at multiples of 16 bytes, as torch allocates them.
 """
@@ -31,7 +31,7 @@ from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBu
 
 FEATURES = PAGED_FEATURES | {Feature.PER_HEAD_SCALES, Feature.OUTPUT_SCALE, Feature.NAN_SAFE, Feature.BATCH_INVARIANT}
 KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", *sorted(PER_TOKEN_HEAD))
-#: Keys per program of a decode of a layer that requests `batch_invariant`: at most 64 parts for 128k keys, since the memory
+#: Keys per program of a decode of a layer that requests `batch_invariant`: at most 64 splits for 128k keys, since the memory
 #: for partial results grows with their number.
 FIXED_SPLIT = 2048
 _LARGEST_GROUP = 256  #: query heads per kv head, which are rows of one tile

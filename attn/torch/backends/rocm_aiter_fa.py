@@ -47,8 +47,8 @@ class AiterFlashAttentionImpl(PagedAttentionImpl, backend=AiterFlashAttentionBac
 
         query, meta = call.query[:count], call.meta
         keys, values = self.backend.logical_kv_cache(call.kv_cache)
-        parts = -(-meta.max_seq_len // _PARTITION)
-        states = count * self.num_heads * parts
+        num_splits = -(-meta.max_seq_len // _PARTITION)
+        states = count * self.num_heads * num_splits
         size = states * self.head_size * query.element_size() + 2 * states * 4  # as `paged_attention_v1` counts it
         out = torch.empty_like(query)
         one = torch.ones(1, dtype=torch.float32, device=query.device)
