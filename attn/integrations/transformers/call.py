@@ -104,8 +104,10 @@ class Call:
 
     @property
     def plain(self) -> bool:
-        """Whether the call is a softmax over the visible keys, with no window to be applied."""
-        return self.soft_cap is None and self.sinks is None and self.seen.layer.window[0] is None
+        """Whether the call is a softmax over the valid keys, all of them or those up to the row's own."""
+        layer, batch = self.seen
+        whole = layer.window[0] is None and layer.chunk_size is None and batch.spans is None
+        return whole and self.soft_cap is None and self.sinks is None
 
     @property
     def square(self) -> bool:
@@ -116,11 +118,6 @@ class Call:
     def wide(self) -> bool:
         """Whether values are wider than keys."""
         return self.value.shape[3] > self.query.shape[3]
-
-    @property
-    def reaches(self) -> bool:
-        """Whether chunks or spans say what rows see, beside causality and a window."""
-        return self.seen.layer.chunk_size is not None or self.seen.batch.spans is not None
 
     @property
     def wants_grad(self) -> bool:
@@ -184,11 +181,8 @@ def rows_first(call: Call) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def having(registry: Any, features: Collection[str]) -> str:
     """Return the torch backends of a registry that have all of `features` on any device."""
     known = [member for member in registry if str(member.value or "").startswith("attn.torch.")]
-    have = [
-        member.name
-        for member in known
-        if (record := member.get_class().capabilities) is not None and record.features.issuperset(features)
-    ]
+    records = [(member.name, member.get_class().capabilities) for member in known]
+    have = [name for name, record in records if record is not None and record.features.issuperset(features)]
     return ", ".join(have) or "no backend"
 
 

@@ -52,7 +52,7 @@ def classify(call: Call, graph: bool = False, gaps: bool = False) -> Way:
 
     graph: whether a graph is traced. gaps: whether some keys between valid ones are not valid.
     """
-    simple = call.plain and call.backend is None and not call.reaches
+    simple = call.plain and call.backend is None
     if call.bias is not None or call.dropout:
         return Way.SDPA
     if graph and not simple:
