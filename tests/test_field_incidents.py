@@ -214,9 +214,16 @@ def test_05_cascade_and_windows_vllm_14881_15710_17652(monkeypatch: pytest.Monke
     with pytest.raises(ValueError, match="cascade attention supports none"):
         keys = np.zeros((4, 16, 1, 8))
         reference.cascade_attention(
-            np.zeros((1, 1, 8)), keys, keys, query_start_loc=[0, 1], seq_lens=[33], block_table=[[0, 1, 2]],
-            common_prefix_len=32, scale=1.0, window=(7, None),
-        )  # fmt: skip
+            np.zeros((1, 1, 8)),
+            keys,
+            keys,
+            query_start_loc=[0, 1],
+            seq_lens=[33],
+            block_table=[[0, 1, 2]],
+            common_prefix_len=32,
+            scale=1.0,
+            window=(7, None),
+        )
 
 
 # caches that outgrow an index

@@ -457,8 +457,13 @@ def fresh(code: str, *options: str) -> str:
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("ATTN_", "VLLM_"))} | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, *options, "-c", textwrap.dedent(code)],
-        cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

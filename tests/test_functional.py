@@ -37,11 +37,19 @@ CASES = {
     "alibi, both ways": (5, 7, {"alibi_slopes": [0.5, 0.25, 0.1, 0.05]}),
     "sinks": (7, 5, {"causal": True, "sinks": [1.0, 0.0, -math.inf, 3.0]}),
     "mask": (5, 7, {"mask": "random"}),
-    "all at once": (7, 6, {
-        "causal": True, "window": (3, 0), "logits_soft_cap": 2.0, "alibi_slopes": [0.1] * 4, "sinks": [0.5] * 4,
-        "mask": "random",
-    }),
-}  # fmt: skip
+    "all at once": (
+        7,
+        6,
+        {
+            "causal": True,
+            "window": (3, 0),
+            "logits_soft_cap": 2.0,
+            "alibi_slopes": [0.1] * 4,
+            "sinks": [0.5] * 4,
+            "mask": "random",
+        },
+    ),
+}
 
 
 def attention(framework, qkv, **arguments):
@@ -410,14 +418,21 @@ def test_what_a_row_sees_besides(framework, rules):
     q, k, v = (rng.standard_normal((2, 5 if i == 0 else 7, 2, 16)).astype(np.float32) for i in range(3))
     spans = attn.spans_of(IMAGES, [5, 5]).reshape(2, 5, 2) if rules.get("spans") else None
     given = {**rules, "spans": spans}
-    seen = np.stack([
-        reference.visible_mask(
-            5, 7, causal=rules.get("causal", False), window=rules.get("window", (None, None)),
-            spans=None if spans is None else spans[b], prefix=int(np.broadcast_to(rules.get("prefix", 0), 2)[b]),
-            chunk_size=rules.get("chunk_size"), span_window=rules.get("span_window", False),
-        )
-        for b in range(2)
-    ])[:, None]  # fmt: skip
+    seen = np.stack(
+        [
+            reference.visible_mask(
+                5,
+                7,
+                causal=rules.get("causal", False),
+                window=rules.get("window", (None, None)),
+                spans=None if spans is None else spans[b],
+                prefix=int(np.broadcast_to(rules.get("prefix", 0), 2)[b]),
+                chunk_size=rules.get("chunk_size"),
+                span_window=rules.get("span_window", False),
+            )
+            for b in range(2)
+        ]
+    )[:, None]
     want = attn.attention(q, k, v, mask=seen, sinks=rules.get("sinks"))
     plain = attn.attention(q, k, v, causal=rules.get("causal", False), window=rules.get("window"), sinks=rules.get("sinks"))
     assert np.abs(want - plain).max() > 0.1, "the rules change the result"

@@ -112,17 +112,30 @@ def test_class_paths_follow_the_naming_rule(enumeration):
 
 
 IMPL_INIT = {
-    "num_heads": REQUIRED, "head_size": REQUIRED, "scale": REQUIRED, "num_kv_heads": None, "alibi_slopes": None,
-    "sliding_window": None, "kv_cache_dtype": "auto", "logits_soft_cap": None, "attn_type": "decoder",
+    "num_heads": REQUIRED,
+    "head_size": REQUIRED,
+    "scale": REQUIRED,
+    "num_kv_heads": None,
+    "alibi_slopes": None,
+    "sliding_window": None,
+    "kv_cache_dtype": "auto",
+    "logits_soft_cap": None,
+    "attn_type": "decoder",
     "kv_sharing_target_layer_name": None,
-}  # fmt: skip
+}
 CALL_END = {"kv_cache": REQUIRED, "attn_metadata": REQUIRED}
 OUTPUTS = {"output": None, "output_scale": None, "output_block_scale": None}
 MLA_INIT = {
-    **dict.fromkeys(IMPL_INIT, REQUIRED), "q_lora_rank": REQUIRED, "kv_lora_rank": REQUIRED,
-    "qk_nope_head_dim": REQUIRED, "qk_rope_head_dim": REQUIRED, "qk_head_dim": REQUIRED, "v_head_dim": REQUIRED,
-    "kv_b_proj": REQUIRED, "indexer": None,
-}  # fmt: skip
+    **dict.fromkeys(IMPL_INIT, REQUIRED),
+    "q_lora_rank": REQUIRED,
+    "kv_lora_rank": REQUIRED,
+    "qk_nope_head_dim": REQUIRED,
+    "qk_rope_head_dim": REQUIRED,
+    "qk_head_dim": REQUIRED,
+    "v_head_dim": REQUIRED,
+    "kv_b_proj": REQUIRED,
+    "indexer": None,
+}
 SELECTION = {
     "head_size": REQUIRED,
     "dtype": REQUIRED,
@@ -445,8 +458,14 @@ def test_is_quantized_kv_cache():
 
 def test_layer_protocol_names_the_scales():
     assert set(abstract.AttentionLayer.__annotations__) == {
-        "_q_scale", "_k_scale", "_v_scale", "_q_scale_float", "_k_scale_float", "_v_scale_float", "_prob_scale",
-    }  # fmt: skip
+        "_q_scale",
+        "_k_scale",
+        "_v_scale",
+        "_q_scale_float",
+        "_k_scale_float",
+        "_v_scale_float",
+        "_prob_scale",
+    }
 
 
 DOCSTRINGS = [

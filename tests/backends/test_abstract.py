@@ -201,11 +201,18 @@ def test_attn_type():
 @pytest.mark.parametrize(
     ("window", "attn_type", "pair"),
     [
-        (None, "decoder", (None, None)), (4, "decoder", (3, 0)), (1, "decoder", (0, 0)), (4, "encoder", (3, 3)),
-        (4, "encoder_only", (3, 3)), ((2, None), "decoder", (2, None)), ((None, 0), "encoder", (None, 0)),
-        ([2, 1], "encoder_decoder", (2, 1)), (np.int64(4), "decoder", (3, 0)), ((np.int32(2), 0), "decoder", (2, 0)),
+        (None, "decoder", (None, None)),
+        (4, "decoder", (3, 0)),
+        (1, "decoder", (0, 0)),
+        (4, "encoder", (3, 3)),
+        (4, "encoder_only", (3, 3)),
+        ((2, None), "decoder", (2, None)),
+        ((None, 0), "encoder", (None, 0)),
+        ([2, 1], "encoder_decoder", (2, 1)),
+        (np.int64(4), "decoder", (3, 0)),
+        ((np.int32(2), 0), "decoder", (2, 0)),
     ],
-)  # fmt: skip
+)
 def test_windows(window, attn_type, pair):
     assert window_pair(window, attn_type) == pair
 

@@ -127,10 +127,18 @@ class OldImpl(AttentionImpl[PagedAttentionMetadata]):
     """As written for vLLM: block sizes belong to the implementation, arguments are kept, and `forward` does it all."""
 
     def __init__(
-        self, num_heads: int, head_size: int, scale: float, num_kv_heads: Any = None, alibi_slopes: Any = None,
-        sliding_window: Any = None, kv_cache_dtype: str = "auto", logits_soft_cap: Any = None, attn_type: str = "decoder",
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: Any = None,
+        alibi_slopes: Any = None,
+        sliding_window: Any = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: Any = None,
+        attn_type: str = "decoder",
         kv_sharing_target_layer_name: Any = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         asked = {"alibi": alibi_slopes, "soft_cap": logits_soft_cap, "kv_sharing": kv_sharing_target_layer_name}
         if why := [f"{name} not supported" for name, value in asked.items() if value]:
             raise UnsupportedError(f"OLD: {'; '.join(why)}", why)
@@ -148,19 +156,33 @@ class OldImpl(AttentionImpl[PagedAttentionMetadata]):
         return kv_cache
 
     def forward(
-        self, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, attn_metadata: Any, output: Any = None,
-        output_scale: Any = None, output_block_scale: Any = None,
-    ) -> Any:  # fmt: skip
+        self,
+        layer: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        kv_cache: Any,
+        attn_metadata: Any,
+        output: Any = None,
+        output_scale: Any = None,
+        output_block_scale: Any = None,
+    ) -> Any:
         meta, out = attn_metadata, torch.empty_like(query) if output is None else output
         if meta is None:
             return out.zero_()
         if key is not None:
             self.do_kv_cache_update(layer, key, value, kv_cache, meta.slot_mapping[: meta.num_actual_tokens])
         result, _ = reference.paged_attention(
-            query.numpy(), kv_cache[0].numpy(), kv_cache[1].numpy(), query_start_loc=meta.query_start_loc.numpy(),
-            seq_lens=meta.seq_lens.numpy(), block_table=meta.block_table.numpy(), scale=self.scale, causal=meta.causal,
+            query.numpy(),
+            kv_cache[0].numpy(),
+            kv_cache[1].numpy(),
+            query_start_loc=meta.query_start_loc.numpy(),
+            seq_lens=meta.seq_lens.numpy(),
+            block_table=meta.block_table.numpy(),
+            scale=self.scale,
+            causal=meta.causal,
             window=self.window,
-        )  # fmt: skip
+        )
         out[: meta.num_actual_tokens] = torch.from_numpy(result[: meta.num_actual_tokens]).to(out.dtype)
         return out
 

@@ -300,20 +300,29 @@ HOST = [
     ({"query_start_loc_cpu": ints(0, 1, 6, 10)}, "query_start_loc", 3, 10, "at most num_actual_tokens=9"),
     (
         {"query_start_loc_cpu": ints(0, INT32_MAX, -(2**31), 0), "max_query_len": INT32_MAX},
-        "query_start_loc", 2, -(2**31), f"at least {INT32_MAX}, the entry before it",
+        "query_start_loc",
+        2,
+        -(2**31),
+        f"at least {INT32_MAX}, the entry before it",
     ),
     ({"max_query_len": 4}, "max_query_len", None, 4, "at least 5, the longest query"),
     ({"max_seq_len": 8}, "max_seq_len", None, 8, "at least 9, the longest sequence"),
     ({"seq_lens_cpu": ints(9, -5, 7)}, "seq_lens", 1, -5, "at least 0"),
     (
         {"seq_lens_cpu": ints(9, 5, 13), "max_seq_len": 13},
-        "seq_lens", 2, 13, "at most 12 (3 blocks of 4 in its table row)",
+        "seq_lens",
+        2,
+        13,
+        "at most 12 (3 blocks of 4 in its table row)",
     ),
     (
         {"seq_lens_cpu": ints(9, 5, INT32_MAX), "max_seq_len": INT32_MAX},
-        "seq_lens", 2, INT32_MAX, "at most 12 (3 blocks of 4 in its table row)",
+        "seq_lens",
+        2,
+        INT32_MAX,
+        "at most 12 (3 blocks of 4 in its table row)",
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("changes", "field", "index", "value", "bound"), HOST)

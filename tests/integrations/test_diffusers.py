@@ -26,9 +26,16 @@ def _flux() -> tuple[Any, dict[str, Any]]:
 
     torch.manual_seed(0)
     model = FluxTransformer2DModel(
-        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=2,
-        joint_attention_dim=32, pooled_projection_dim=32, axes_dims_rope=(4, 4, 8),
-    ).eval()  # fmt: skip
+        patch_size=1,
+        in_channels=4,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=2,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        axes_dims_rope=(4, 4, 8),
+    ).eval()
     inputs = {
         "hidden_states": torch.randn(2, 16, 4),
         "encoder_hidden_states": torch.randn(2, 7, 32),

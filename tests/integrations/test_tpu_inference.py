@@ -27,9 +27,14 @@ from tests.levels import sampled  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 LAYER = {
-    "num_heads": 4, "head_size": 64, "scale": 0.125, "num_kv_heads": 2, "alibi_slopes": None, "sliding_window": None,
+    "num_heads": 4,
+    "head_size": 64,
+    "scale": 0.125,
+    "num_kv_heads": 2,
+    "alibi_slopes": None,
+    "sliding_window": None,
     "kv_cache_dtype": "auto",
-}  # fmt: skip
+}
 
 
 @pytest.fixture

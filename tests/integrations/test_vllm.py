@@ -17,10 +17,18 @@ from attn.errors import BackendLoadError, UnsupportedError  # noqa: E402
 from attn.integrations import vllm as integration  # noqa: E402
 
 CONFIGURATION = {
-    "head_size": 64, "dtype": torch.float32, "kv_cache_dtype": "auto", "block_size": None, "use_mla": False,
-    "has_sink": False, "use_sparse": False, "use_mm_prefix": False, "use_per_head_quant_scales": False,
-    "device_capability": None, "attn_type": "decoder",
-}  # fmt: skip
+    "head_size": 64,
+    "dtype": torch.float32,
+    "kv_cache_dtype": "auto",
+    "block_size": None,
+    "use_mla": False,
+    "has_sink": False,
+    "use_sparse": False,
+    "use_mm_prefix": False,
+    "use_per_head_quant_scales": False,
+    "device_capability": None,
+    "attn_type": "decoder",
+}
 
 
 @pytest.fixture

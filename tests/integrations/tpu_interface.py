@@ -64,18 +64,23 @@ CASES = (
     Case("a soft cap", call={"attn_logits_soft_cap": 0.5}, terms={"logits_soft_cap": 0.5}, without={}),
     Case("sinks", call={"sinks": SINKS}, terms={"sinks": SINKS}, without={}),
     Case(
-        "heads of 64, sinks, a window of 9", (4, 2, 64), call={"attention_chunk_size": 9, "sinks": SINKS},
-        terms={"window": (8, 0), "sinks": SINKS}, without={"window": (8, 0)},
+        "heads of 64, sinks, a window of 9",
+        (4, 2, 64),
+        call={"attention_chunk_size": 9, "sinks": SINKS},
+        terms={"window": (8, 0), "sinks": SINKS},
+        without={"window": (8, 0)},
     ),
     Case(
-        "no causal mask, a window of 9", call={"use_causal_mask": False, "attention_chunk_size": 9},
-        terms={"causal": False, "window": (8, None)}, without={"window": (8, 0)},
+        "no causal mask, a window of 9",
+        call={"use_causal_mask": False, "attention_chunk_size": 9},
+        terms={"causal": False, "window": (8, None)},
+        without={"window": (8, 0)},
     ),
     Case("a scale of the model", call={"sm_scale": 0.3}, terms={"scale": 0.3}, without={}),
     Case("bfloat16", dtype="bfloat16", stored="bfloat16", without={"causal": False}),
     Case("an fp8 cache", stored="float8_e4m3fn", call={"k_scale": 0.03, "v_scale": 0.02}, without={"causal": False}),
     Case("an int8 cache", stored="int8", call={"k_scale": 0.04, "v_scale": 0.02}, without={"causal": False}),
-)  # fmt: skip
+)
 
 
 def metadata(query_lens: list[int], seq_lens: list[int], shards: int = 1, causal: bool = True) -> tuple[Any, np.ndarray]:

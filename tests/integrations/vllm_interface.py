@@ -66,9 +66,15 @@ def layer(**more: Any) -> Any:
 
     one = torch.ones(())
     return SimpleNamespace(
-        _q_scale=one, _k_scale=one, _v_scale=one, _prob_scale=one, _k_scale_float=1.0, _v_scale_float=1.0,
-        kv_sharing_target_layer_name=None, **more,
-    )  # fmt: skip
+        _q_scale=one,
+        _k_scale=one,
+        _v_scale=one,
+        _prob_scale=one,
+        _k_scale_float=1.0,
+        _v_scale_float=1.0,
+        kv_sharing_target_layer_name=None,
+        **more,
+    )
 
 
 def builder(backend: Any = None) -> Any:
@@ -99,11 +105,17 @@ def common(query_lens: list[int], seq_lens: list[int], block_size: int, padding:
     ]
     starts = torch.tensor([0, *query_lens]).cumsum(0).int()
     settings = {
-        "query_start_loc": starts, "query_start_loc_cpu": starts, "seq_lens": torch.tensor(seq_lens, dtype=torch.int32),
-        "num_reqs": len(each), "num_actual_tokens": len(slots) + padding, "max_query_len": max(query_lens),
-        "max_seq_len": max(seq_lens), "block_table_tensor": table,
-        "slot_mapping": torch.tensor(slots + [-1] * padding), "causal": True,
-    }  # fmt: skip
+        "query_start_loc": starts,
+        "query_start_loc_cpu": starts,
+        "seq_lens": torch.tensor(seq_lens, dtype=torch.int32),
+        "num_reqs": len(each),
+        "num_actual_tokens": len(slots) + padding,
+        "max_query_len": max(query_lens),
+        "max_seq_len": max(seq_lens),
+        "block_table_tensor": table,
+        "slot_mapping": torch.tensor(slots + [-1] * padding),
+        "causal": True,
+    }
     return CommonAttentionMetadata(**{**settings, **more})
 
 

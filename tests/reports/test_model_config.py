@@ -14,25 +14,54 @@ from attn.reports import model_config
 from attn.reports.model_config import Latent, LayerKind, read_layers
 
 LLAMA = {  # meta-llama/Llama-3.1-8B
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32,
-    "num_hidden_layers": 32, "num_key_value_heads": 8, "torch_dtype": "bfloat16",
-}  # fmt: skip
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "torch_dtype": "bfloat16",
+}
 MISTRAL = {  # mistralai/Mistral-7B-v0.1; in v0.3 sliding_window is null
-    "model_type": "mistral", "hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32,
-    "num_key_value_heads": 8, "sliding_window": 4096, "torch_dtype": "bfloat16",
-}  # fmt: skip
+    "model_type": "mistral",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "sliding_window": 4096,
+    "torch_dtype": "bfloat16",
+}
 QWEN2 = {  # Qwen/Qwen2.5-7B-Instruct
-    "model_type": "qwen2", "hidden_size": 3584, "max_window_layers": 28, "num_attention_heads": 28, "num_hidden_layers": 28,
-    "num_key_value_heads": 4, "sliding_window": 131072, "use_sliding_window": False, "torch_dtype": "bfloat16",
-}  # fmt: skip
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "max_window_layers": 28,
+    "num_attention_heads": 28,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 4,
+    "sliding_window": 131072,
+    "use_sliding_window": False,
+    "torch_dtype": "bfloat16",
+}
 QWEN3_MOE = {  # Qwen/Qwen3-30B-A3B
-    "model_type": "qwen3_moe", "head_dim": 128, "hidden_size": 2048, "max_window_layers": 48, "num_attention_heads": 32,
-    "num_hidden_layers": 48, "num_key_value_heads": 4, "sliding_window": None, "use_sliding_window": False,
-}  # fmt: skip
+    "model_type": "qwen3_moe",
+    "head_dim": 128,
+    "hidden_size": 2048,
+    "max_window_layers": 48,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "sliding_window": None,
+    "use_sliding_window": False,
+}
 QWEN3_NEXT = {  # Qwen/Qwen3-Next-80B-A3B-Instruct
-    "model_type": "qwen3_next", "full_attention_interval": 4, "head_dim": 256, "hidden_size": 2048,
-    "num_attention_heads": 16, "num_hidden_layers": 48, "num_key_value_heads": 2,
-}  # fmt: skip
+    "model_type": "qwen3_next",
+    "full_attention_interval": 4,
+    "head_dim": 256,
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 2,
+}
 GEMMA = {  # google/gemma-7b
     "model_type": "gemma",
     "head_dim": 256,
@@ -42,70 +71,156 @@ GEMMA = {  # google/gemma-7b
     "num_key_value_heads": 16,
 }
 GEMMA2 = {  # google/gemma-2-9b
-    "model_type": "gemma2", "attn_logit_softcapping": 50.0, "head_dim": 256, "hidden_size": 3584,
-    "num_attention_heads": 16, "num_hidden_layers": 42, "num_key_value_heads": 8, "query_pre_attn_scalar": 256,
-    "sliding_window": 4096, "torch_dtype": "float32",
-}  # fmt: skip
+    "model_type": "gemma2",
+    "attn_logit_softcapping": 50.0,
+    "head_dim": 256,
+    "hidden_size": 3584,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 42,
+    "num_key_value_heads": 8,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "torch_dtype": "float32",
+}
 GEMMA3_1B = {  # google/gemma-3-1b-it
-    "model_type": "gemma3_text", "attn_logit_softcapping": None, "head_dim": 256, "hidden_size": 1152,
-    "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1, "query_pre_attn_scalar": 256,
-    "sliding_window": 512, "sliding_window_pattern": 6, "torch_dtype": "bfloat16",
-}  # fmt: skip
+    "model_type": "gemma3_text",
+    "attn_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_size": 1152,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "torch_dtype": "bfloat16",
+}
 GEMMA3_4B = {  # google/gemma-3-4b-it: its text_config has only what differs from transformers' defaults
-    "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "torch_dtype": "bfloat16",
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "torch_dtype": "bfloat16",
     "text_config": {
-        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 34,
         "sliding_window": 1024,
     },
     "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model", "num_attention_heads": 16},
-}  # fmt: skip
+}
 GPT_OSS = {  # openai/gpt-oss-20b
-    "model_type": "gpt_oss", "head_dim": 64, "hidden_size": 2880, "num_attention_heads": 64, "num_hidden_layers": 24,
-    "num_key_value_heads": 8, "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 12,
-}  # fmt: skip
+    "model_type": "gpt_oss",
+    "head_dim": 64,
+    "hidden_size": 2880,
+    "num_attention_heads": 64,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+}
 PHI3 = {  # microsoft/Phi-3-mini-4k-instruct
-    "model_type": "phi3", "hidden_size": 3072, "num_attention_heads": 32, "num_hidden_layers": 32,
-    "num_key_value_heads": 32, "sliding_window": 2047, "torch_dtype": "bfloat16",
-}  # fmt: skip
+    "model_type": "phi3",
+    "hidden_size": 3072,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "sliding_window": 2047,
+    "torch_dtype": "bfloat16",
+}
 LLAMA4 = {  # meta-llama/Llama-4-Scout-17B-16E
-    "model_type": "llama4", "torch_dtype": "bfloat16",
+    "model_type": "llama4",
+    "torch_dtype": "bfloat16",
     "text_config": {
-        "model_type": "llama4_text", "attention_chunk_size": 8192, "head_dim": 128, "hidden_size": 5120,
-        "no_rope_layers": [], "num_attention_heads": 40, "num_hidden_layers": 48, "num_key_value_heads": 8,
+        "model_type": "llama4_text",
+        "attention_chunk_size": 8192,
+        "head_dim": 128,
+        "hidden_size": 5120,
+        "no_rope_layers": [],
+        "num_attention_heads": 40,
+        "num_hidden_layers": 48,
+        "num_key_value_heads": 8,
     },
-}  # fmt: skip
+}
 DEEPSEEK_V2_LITE = {  # deepseek-ai/DeepSeek-V2-Lite
-    "model_type": "deepseek_v2", "hidden_size": 2048, "kv_lora_rank": 512, "num_attention_heads": 16,
-    "num_hidden_layers": 27, "num_key_value_heads": 16, "q_lora_rank": None, "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64, "v_head_dim": 128, "torch_dtype": "bfloat16",
+    "model_type": "deepseek_v2",
+    "hidden_size": 2048,
+    "kv_lora_rank": 512,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 27,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "torch_dtype": "bfloat16",
     "rope_scaling": {"factor": 40, "mscale": 0.707, "mscale_all_dim": 0.707, "type": "yarn"},
-}  # fmt: skip
+}
 DEEPSEEK_V3 = {  # deepseek-ai/DeepSeek-V3
-    "model_type": "deepseek_v3", "hidden_size": 7168, "kv_lora_rank": 512, "num_attention_heads": 128,
-    "num_hidden_layers": 61, "num_key_value_heads": 128, "q_lora_rank": 1536, "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64, "v_head_dim": 128, "torch_dtype": "bfloat16",
+    "model_type": "deepseek_v3",
+    "hidden_size": 7168,
+    "kv_lora_rank": 512,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "torch_dtype": "bfloat16",
     "rope_scaling": {"factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "type": "yarn"},
-}  # fmt: skip
+}
 COHERE2 = {  # CohereLabs/c4ai-command-r7b-12-2024
-    "model_type": "cohere2", "head_dim": 128, "hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 32,
-    "num_key_value_heads": 8, "sliding_window": 4096, "sliding_window_pattern": 4, "torch_dtype": "bfloat16",
-}  # fmt: skip
+    "model_type": "cohere2",
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 4,
+    "torch_dtype": "bfloat16",
+}
 GRANITE = {  # ibm-granite/granite-3.1-8b-instruct
-    "model_type": "granite", "attention_multiplier": 0.0078125, "hidden_size": 4096, "num_attention_heads": 32,
-    "num_hidden_layers": 40, "num_key_value_heads": 8, "torch_dtype": "bfloat16",
-}  # fmt: skip
+    "model_type": "granite",
+    "attention_multiplier": 0.0078125,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 8,
+    "torch_dtype": "bfloat16",
+}
 FALCON_7B = {  # tiiuae/falcon-7b: one kv head, whatever num_kv_heads says
-    "model_type": "falcon", "alibi": False, "hidden_size": 4544, "multi_query": True, "new_decoder_architecture": False,
-    "num_attention_heads": 71, "num_hidden_layers": 32, "num_kv_heads": 71, "torch_dtype": "bfloat16",
-}  # fmt: skip
+    "model_type": "falcon",
+    "alibi": False,
+    "hidden_size": 4544,
+    "multi_query": True,
+    "new_decoder_architecture": False,
+    "num_attention_heads": 71,
+    "num_hidden_layers": 32,
+    "num_kv_heads": 71,
+    "torch_dtype": "bfloat16",
+}
 FALCON_40B = {  # tiiuae/falcon-40b
-    "model_type": "falcon", "alibi": False, "hidden_size": 8192, "multi_query": True, "new_decoder_architecture": True,
-    "num_attention_heads": 128, "num_hidden_layers": 60, "num_kv_heads": 8, "torch_dtype": "bfloat16",
-}  # fmt: skip
+    "model_type": "falcon",
+    "alibi": False,
+    "hidden_size": 8192,
+    "multi_query": True,
+    "new_decoder_architecture": True,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 60,
+    "num_kv_heads": 8,
+    "torch_dtype": "bfloat16",
+}
 FALCON_RW = {  # tiiuae/falcon-rw-1b
-    "model_type": "falcon", "alibi": True, "hidden_size": 2048, "multi_query": False, "new_decoder_architecture": False,
-    "num_attention_heads": 32, "num_hidden_layers": 24, "torch_dtype": "bfloat16",
-}  # fmt: skip
+    "model_type": "falcon",
+    "alibi": True,
+    "hidden_size": 2048,
+    "multi_query": False,
+    "new_decoder_architecture": False,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 24,
+    "torch_dtype": "bfloat16",
+}
 BLOOM = {"model_type": "bloom", "n_embed": 1024, "n_layer": 24, "num_attention_heads": 16}  # bigscience/bloom-560m
 MPT = {  # mosaicml/mpt-7b
     "model_type": "mpt",
@@ -116,9 +231,15 @@ MPT = {  # mosaicml/mpt-7b
     "attn_config": {"alibi": True, "alibi_bias_max": 8, "attn_type": "multihead_attention", "softmax_scale": None},
 }
 JAMBA = {  # ai21labs/Jamba-v0.1
-    "model_type": "jamba", "attn_layer_offset": 4, "attn_layer_period": 8, "hidden_size": 4096, "num_attention_heads": 32,
-    "num_hidden_layers": 32, "num_key_value_heads": 8, "torch_dtype": "bfloat16",
-}  # fmt: skip
+    "model_type": "jamba",
+    "attn_layer_offset": 4,
+    "attn_layer_period": 8,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "torch_dtype": "bfloat16",
+}
 NEMOTRON_H = {  # nvidia/Nemotron-H-8B-Base-8K
     "model_type": "nemotron_h",
     "attention_head_dim": 128,
@@ -138,13 +259,24 @@ BERT = {  # google-bert/bert-base-uncased
     "position_embedding_type": "absolute",
 }
 T5 = {  # google/flan-t5-small
-    "model_type": "t5", "d_kv": 64, "d_model": 512, "is_encoder_decoder": True, "num_decoder_layers": 8, "num_heads": 6,
+    "model_type": "t5",
+    "d_kv": 64,
+    "d_model": 512,
+    "is_encoder_decoder": True,
+    "num_decoder_layers": 8,
+    "num_heads": 6,
     "num_layers": 8,
-}  # fmt: skip
+}
 BART = {  # facebook/bart-large
-    "model_type": "bart", "d_model": 1024, "decoder_attention_heads": 16, "decoder_layers": 12,
-    "encoder_attention_heads": 16, "encoder_layers": 12, "is_encoder_decoder": True, "num_hidden_layers": 12,
-}  # fmt: skip
+    "model_type": "bart",
+    "d_model": 1024,
+    "decoder_attention_heads": 16,
+    "decoder_layers": 12,
+    "encoder_attention_heads": 16,
+    "encoder_layers": 12,
+    "is_encoder_decoder": True,
+    "num_hidden_layers": 12,
+}
 
 FULL = LayerKind("full", 32, 32, 8, 128)
 

@@ -12,18 +12,37 @@ from attn.tables import WIDTH
 pytest.importorskip("torch")
 
 GEMMA2 = {  # google/gemma-2-9b
-    "model_type": "gemma2", "attn_logit_softcapping": 50.0, "head_dim": 256, "hidden_size": 3584,
-    "num_attention_heads": 16, "num_hidden_layers": 42, "num_key_value_heads": 8, "query_pre_attn_scalar": 256,
-    "sliding_window": 4096, "torch_dtype": "bfloat16",
-}  # fmt: skip
+    "model_type": "gemma2",
+    "attn_logit_softcapping": 50.0,
+    "head_dim": 256,
+    "hidden_size": 3584,
+    "num_attention_heads": 16,
+    "num_hidden_layers": 42,
+    "num_key_value_heads": 8,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "torch_dtype": "bfloat16",
+}
 DEEPSEEK_V3 = {  # deepseek-ai/DeepSeek-V3
-    "model_type": "deepseek_v3", "kv_lora_rank": 512, "num_attention_heads": 128, "num_hidden_layers": 61,
-    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "torch_dtype": "bfloat16",
-}  # fmt: skip
+    "model_type": "deepseek_v3",
+    "kv_lora_rank": 512,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 61,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "torch_dtype": "bfloat16",
+}
 LLAMA4 = {  # meta-llama/Llama-4-Scout-17B-16E
-    "model_type": "llama4_text", "attention_chunk_size": 8192, "head_dim": 128, "hidden_size": 5120,
-    "num_attention_heads": 40, "num_hidden_layers": 48, "num_key_value_heads": 8, "torch_dtype": "bfloat16",
-}  # fmt: skip
+    "model_type": "llama4_text",
+    "attention_chunk_size": 8192,
+    "head_dim": 128,
+    "hidden_size": 5120,
+    "num_attention_heads": 40,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 8,
+    "torch_dtype": "bfloat16",
+}
 JAMBA = {  # ai21labs/Jamba-v0.1
     "model_type": "jamba",
     "hidden_size": 4096,

@@ -393,12 +393,17 @@ def test_kv_cache_elements():
 @pytest.mark.parametrize(
     "error",
     [
-        AttnError("a"), ShapeError("s"), DTypeError("d"), MetadataError("seq_lens", 3, -1, "at least 0"),
-        MetadataError("block_table", (1, 2), 9, "between 0 and 7"), MetadataError("max_seq_len", None, 1, "at least 2"),
-        UnsupportedError("u", ["a", "b"]), BackendLoadError("l"),
+        AttnError("a"),
+        ShapeError("s"),
+        DTypeError("d"),
+        MetadataError("seq_lens", 3, -1, "at least 0"),
+        MetadataError("block_table", (1, 2), 9, "between 0 and 7"),
+        MetadataError("max_seq_len", None, 1, "at least 2"),
+        UnsupportedError("u", ["a", "b"]),
+        BackendLoadError("l"),
     ],
     ids=repr,
-)  # fmt: skip
+)
 def test_errors_are_value_errors_that_travel(error):
     assert isinstance(error, ValueError) and isinstance(error, AttnError)
     loaded = pickle.loads(pickle.dumps(error))

@@ -50,9 +50,17 @@ def test_the_request_names_what_the_case_needs() -> None:
         lse=True, kv_cache_dtype="int8", k_scale=(0.1, 0.2),
     )  # fmt: skip
     assert case.request().features == {
-        "sliding_window", "two_sided_window", "non_causal", "alibi", "sinks", "soft_cap", "kv_sharing", "lse",
-        "per_head_scales", "nan_safe",
-    }  # fmt: skip
+        "sliding_window",
+        "two_sided_window",
+        "non_causal",
+        "alibi",
+        "sinks",
+        "soft_cap",
+        "kv_sharing",
+        "lse",
+        "per_head_scales",
+        "nan_safe",
+    }
     assert Case("plain", (1,), (1,)).request().features == {"nan_safe"}
     assert Case("finite", (1,), (1,), poison="huge").request().features == frozenset()
     assert Case("no cache", (1,), (1,), attn_type="encoder", causal=False).request().features == frozenset()

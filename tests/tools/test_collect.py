@@ -16,9 +16,18 @@ from attn.tools import collect
 from attn.tools.collect import Collection, reported
 
 ROW = {
-    "backend": "PALLAS", "registry": "attention", "framework": "jax", "platform": "tpu", "device": "TPU v6e", "kind": "ran",
-    "date": "2026-11-20", "cases": 200, "failures": 1, "level": "quick", "versions": {"jax": "0.12.0"},
-}  # fmt: skip
+    "backend": "PALLAS",
+    "registry": "attention",
+    "framework": "jax",
+    "platform": "tpu",
+    "device": "TPU v6e",
+    "kind": "ran",
+    "date": "2026-11-20",
+    "cases": 200,
+    "failures": 1,
+    "level": "quick",
+    "versions": {"jax": "0.12.0"},
+}
 
 
 def test_one_backend_is_checked_in_a_process_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

@@ -31,9 +31,16 @@ def flash_attn_with_kvcache(
         assert kv_heads == 1 and value_size == 512 and size == 64, "qv is for latent attention of 64 + 512"
         q, k_cache = torch.cat([q, qv], -1), torch.cat([k_cache, v_cache], -1)
     out, lse = vendor.varlen(
-        q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, scale=softmax_scale,
-        window=vendor.window(window_size, causal, -1), logits_soft_cap=softcap,
-    )  # fmt: skip
+        q,
+        k_cache,
+        v_cache,
+        cu_seqlens_q,
+        cache_seqlens,
+        page_table,
+        scale=softmax_scale,
+        window=vendor.window(window_size, causal, -1),
+        logits_soft_cap=softcap,
+    )
     return (out, lse) if return_softmax_lse else out
 
 
@@ -50,7 +57,14 @@ def flash_attn_varlen_func(
         vendor.check(name, starts, (None,), torch.int32)
     assert int(cu_seqlens_q.diff().max()) <= max_seqlen_q and int(cu_seqlens_k.diff().max()) <= max_seqlen_k
     out, lse = vendor.varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k.diff(), None, scale=softmax_scale,
-        window=vendor.window(window_size, causal, -1), logits_soft_cap=softcap,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k.diff(),
+        None,
+        scale=softmax_scale,
+        window=vendor.window(window_size, causal, -1),
+        logits_soft_cap=softcap,
+    )
     return (out, lse) if return_attn_probs else out

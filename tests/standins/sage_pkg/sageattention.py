@@ -22,7 +22,13 @@ def exact(q, k, v, is_causal, sm_scale):
     batch, rows = q.shape[:2]
     starts = torch.arange(batch + 1) * rows
     out, _ = vendor.varlen(
-        q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), starts, [k.shape[1]] * batch, None, scale=sm_scale,
+        q.flatten(0, 1),
+        k.flatten(0, 1),
+        v.flatten(0, 1),
+        starts,
+        [k.shape[1]] * batch,
+        None,
+        scale=sm_scale,
         window=(None, 0 if is_causal else None),
-    )  # fmt: skip
+    )
     return out.unflatten(0, (batch, rows))

@@ -219,8 +219,13 @@ def test_static_figures_of_a_dump():
     utilisation = "== CAPACITY:\nMATMUL, VALU\n2 4\n== UTILIZATION:\n0 3\n1 4\n0 0\n"
     figures = _libtpu.static_figures({"post-ra": allocations, _libtpu._UTILISATION: utilisation})
     assert figures == {
-        "vmem": 0x13000, "smem": 0x200, "spills": 1, "scalar_spills": 0, "bundles": 3, "slots": {"MATMUL": 1, "VALU": 7},
-    }  # fmt: skip
+        "vmem": 0x13000,
+        "smem": 0x200,
+        "spills": 1,
+        "scalar_spills": 0,
+        "bundles": 3,
+        "slots": {"MATMUL": 1, "VALU": 7},
+    }
 
 
 def test_floors_are_those_of_the_peers_table():

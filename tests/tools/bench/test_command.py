@@ -109,11 +109,17 @@ def test_mistakes_are_reported_in_one_line(capsys: pytest.CaptureFixture[str], t
     run("q8", "--framework", "torch", "--registry", "diffusion", "--mla", code=2)
     said = capsys.readouterr().err
     for words in (
-        "8 new tokens and 4 in the cache", "XLA_ATTN is a backend of jax, not of torch", "takes two files",
-        "/nowhere/a.json: No such file or directory", "not both", "platform=cpu (supports cuda)", "BLOCKSPARSE cannot be timed",
+        "8 new tokens and 4 in the cache",
+        "XLA_ATTN is a backend of jax, not of torch",
+        "takes two files",
+        "/nowhere/a.json: No such file or directory",
+        "not both",
+        "platform=cpu (supports cuda)",
+        "BLOCKSPARSE cannot be timed",
         "TORCH_SDPA  mla not supported",
-        "heads='8/2' with mla", "--mla cannot be combined with --registry diffusion",
-    ):  # fmt: skip
+        "heads='8/2' with mla",
+        "--mla cannot be combined with --registry diffusion",
+    ):
         assert words in said
 
 

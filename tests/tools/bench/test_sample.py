@@ -68,9 +68,14 @@ def test_arguments_replace_what_would_be_drawn() -> None:
 @pytest.mark.parametrize(
     ("batch", "kind"),
     [
-        ("3q1s16_q1s900", "decodes"), ("q2s16_q8s900", "speculation"), ("q9s16_q2ks4k", "chunks"), ("q4_q900", "prompts"),
-        ("q1s16_q2s16", "mixtures"), ("q9s16_q16", "mixtures"), ("q1", "decodes"),
+        ("3q1s16_q1s900", "decodes"),
+        ("q2s16_q8s900", "speculation"),
+        ("q9s16_q2ks4k", "chunks"),
+        ("q4_q900", "prompts"),
+        ("q1s16_q2s16", "mixtures"),
+        ("q9s16_q16", "mixtures"),
+        ("q1", "decodes"),
     ],
-)  # fmt: skip
+)
 def test_kinds_of_batches(batch: str, kind: str) -> None:
     assert kind_of(parse(batch)) == kind

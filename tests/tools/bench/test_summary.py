@@ -8,18 +8,33 @@ from attn.tools.bench.summary import COLUMNS, outcomes, summary
 
 def row(batch: str, backend: str, ms: float, of_copy: float = 0.5, **changes: Any) -> dict[str, Any]:
     return {
-        "batch": batch, "heads": "32/8", "head_size": 128, "backend": backend, "ms": ms, "ms_p20": ms, "ms_p80": ms,
-        "of_copy": of_copy, "error": 2e-3, "right": True, **changes,
-    }  # fmt: skip
+        "batch": batch,
+        "heads": "32/8",
+        "head_size": 128,
+        "backend": backend,
+        "ms": ms,
+        "ms_p20": ms,
+        "ms_p80": ms,
+        "of_copy": of_copy,
+        "error": 2e-3,
+        "right": True,
+        **changes,
+    }
 
 
 ROWS = [
-    row("64q1s4k", "OURS", 1.0, 0.8, chosen=True), row("64q1s4k", "OTHER", 2.0), row("64q1s4k", "sdpa", 4.0, peer=True),
-    row("32q1s4k", "OURS", 1.0, 0.2, chosen=True), row("32q1s4k", "OTHER", 0.5),
-    row("2q1s40", "OURS", 1.0, 0.01, chosen=True), row("2q1s40", "sdpa", 8.0, peer=True),
-    row("q2k", "sdpa", 9.0, peer=True), row("q2k", "OURS", 3.0, chosen=True),
-    row("q2k_q1s9", "OURS", 1.0, chosen=True, right=False), row("q2k_q1s9", "OTHER", 3.0),
-]  # fmt: skip
+    row("64q1s4k", "OURS", 1.0, 0.8, chosen=True),
+    row("64q1s4k", "OTHER", 2.0),
+    row("64q1s4k", "sdpa", 4.0, peer=True),
+    row("32q1s4k", "OURS", 1.0, 0.2, chosen=True),
+    row("32q1s4k", "OTHER", 0.5),
+    row("2q1s40", "OURS", 1.0, 0.01, chosen=True),
+    row("2q1s40", "sdpa", 8.0, peer=True),
+    row("q2k", "sdpa", 9.0, peer=True),
+    row("q2k", "OURS", 3.0, chosen=True),
+    row("q2k_q1s9", "OURS", 1.0, chosen=True, right=False),
+    row("q2k_q1s9", "OTHER", 3.0),
+]
 
 
 def test_the_summary_of_rows() -> None:

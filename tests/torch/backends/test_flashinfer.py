@@ -189,10 +189,15 @@ class _Step:
 
     def want(self, batch: CommonAttentionMetadata) -> torch.Tensor:
         out, _ = reference.paged_attention(
-            self.query.double().numpy(), *self.cache.double().numpy(), query_start_loc=batch.query_start_loc,
-            seq_lens=batch.seq_lens, block_table=batch.block_table, scale=0.125, window=self.impl.window,
+            self.query.double().numpy(),
+            *self.cache.double().numpy(),
+            query_start_loc=batch.query_start_loc,
+            seq_lens=batch.seq_lens,
+            block_table=batch.block_table,
+            scale=0.125,
+            window=self.impl.window,
             sinks=None if self.impl.sinks is None else self.impl.sinks.numpy(),
-        )  # fmt: skip
+        )
         return torch.from_numpy(out).to(torch.bfloat16)
 
 

@@ -68,8 +68,13 @@ def test_one_program_serves_batches_of_every_shape() -> None:
     """Every rule at once; the tables, lengths, trees and the cache's extent differ from batch to batch."""
     before = _compilations()
     rules: dict[str, Any] = {
-        "sliding_window": 21, "logits_soft_cap": 2.0, "alibi": True, "tree": 6, "inputs": "needle", "poison": "huge",
-    }  # fmt: skip
+        "sliding_window": 21,
+        "logits_soft_cap": 2.0,
+        "alibi": True,
+        "tree": 6,
+        "inputs": "needle",
+        "poison": "huge",
+    }
     for i, (q, m) in enumerate(
         [
             ((6, 4, 18, 1, 6), (20, 4, 18, 9, 40)),

@@ -153,9 +153,16 @@ def test_a_version_without_a_kernel_is_a_reason_and_no_crash(here: None, monkeyp
 def test_an_encoders_scale_rounds_no_query(here: None, dtype: str) -> None:
     """Its kernel ignores the scale, so that queries carry it: in float32 where their dtype would round the product."""
     plain = base_case(
-        subject_of(IpexAttentionBackend), "scale", (40, 77), (40, 77), attn_type=AttentionType.ENCODER_ONLY, causal=False,
-        dtype=dtype, head_size=64, lse=False,
-    )  # fmt: skip
+        subject_of(IpexAttentionBackend),
+        "scale",
+        (40, 77),
+        (40, 77),
+        attn_type=AttentionType.ENCODER_ONLY,
+        causal=False,
+        dtype=dtype,
+        head_size=64,
+        lse=False,
+    )
     call = draw(plain.replace(scale=0.31))
     call = call.but(query=call.query * np.float32(4))  # scores of about 10, where a rounded query shows
     out, want = runner_for(IpexAttentionBackend)(call).output, expect(call).out

@@ -20,9 +20,15 @@ from attn.torch.diffusion.backends.sage_attn3 import SageAttention3Backend
 from attn.torch.diffusion.backends.sdpa import SDPABackend, SDPAImpl
 
 VENDORS = [
-    ("FLASH_ATTN", "fa2"), ("FLASH_ATTN", "fa3"), ("FLASH_ATTN", "fa4"), ("FLASH_ATTN", "vllm_fa"),
-    ("FLASHINFER_ATTN", "flashinfer_pkg"), ("SAGE_ATTN", "sage_pkg"), ("SAGE_ATTN_3", "sage_pkg"), ("ASCEND_ATTN", "npu_pkg"),
-]  # fmt: skip
+    ("FLASH_ATTN", "fa2"),
+    ("FLASH_ATTN", "fa3"),
+    ("FLASH_ATTN", "fa4"),
+    ("FLASH_ATTN", "vllm_fa"),
+    ("FLASHINFER_ATTN", "flashinfer_pkg"),
+    ("SAGE_ATTN", "sage_pkg"),
+    ("SAGE_ATTN_3", "sage_pkg"),
+    ("ASCEND_ATTN", "npu_pkg"),
+]
 
 
 @pytest.fixture

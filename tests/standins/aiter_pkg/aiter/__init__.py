@@ -27,10 +27,17 @@ def flash_attn_varlen_func(
         vendor.check(name, bounds, (len(cu_seqlens_q),), torch.int32)
     assert int(cu_seqlens_q.diff().max()) <= max_seqlen_q and int(cu_seqlens_k.diff().max()) <= max_seqlen_k
     got, lse = vendor.varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k.diff(), None, scale=softmax_scale,
-        window=vendor.window(window_size[:2], causal, -1), logits_soft_cap=logits_soft_cap,
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k.diff(),
+        None,
+        scale=softmax_scale,
+        window=vendor.window(window_size[:2], causal, -1),
+        logits_soft_cap=logits_soft_cap,
         alibi_slopes=_slopes(alibi_slopes, q.shape[1]),
-    )  # fmt: skip
+    )
     return (got, lse) if return_lse else got
 
 
@@ -54,8 +61,16 @@ def paged_attention_v1(
     states = requests * heads * math.ceil(max_context_len / partition_size)
     assert workspace_buffer.numel() >= states * (size * query.element_size() + 8) and int(context_lens.max()) <= max_context_len
     got, _ = vendor.varlen(
-        query, key_cache, value_cache, torch.arange(requests + 1), context_lens, block_tables, scale=scale,
-        window=(None, 0), logits_soft_cap=logits_soft_cap, alibi_slopes=_slopes(alibi_slopes, heads),
-    )  # fmt: skip
+        query,
+        key_cache,
+        value_cache,
+        torch.arange(requests + 1),
+        context_lens,
+        block_tables,
+        scale=scale,
+        window=(None, 0),
+        logits_soft_cap=logits_soft_cap,
+        alibi_slopes=_slopes(alibi_slopes, heads),
+    )
     out.copy_(torch.where((context_lens > 0)[:, None, None], got, torch.nan))
     return out

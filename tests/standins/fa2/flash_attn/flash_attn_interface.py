@@ -27,9 +27,16 @@ def flash_attn_varlen_func(
     if alibi_slopes is not None:
         vendor.check("alibi_slopes", alibi_slopes, (q.shape[1],), torch.float32)
     out, lse = vendor.varlen(
-        q, k, v, cu_seqlens_q, cu_seqlens_k.diff(), block_table, scale=softmax_scale,
-        window=vendor.window(window_size, causal, -1), logits_soft_cap=softcap,
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k.diff(),
+        block_table,
+        scale=softmax_scale,
+        window=vendor.window(window_size, causal, -1),
+        logits_soft_cap=softcap,
         alibi_slopes=None if alibi_slopes is None else vendor.array(alibi_slopes),
-    )  # fmt: skip
+    )
     lse = torch.where(lse == -torch.inf, torch.inf, lse)
     return (out, lse, None) if return_attn_probs else out

@@ -93,10 +93,17 @@ def _paged(indptr, indices, last, page):
 
 class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
     def __init__(
-        self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, use_tensor_cores=False,
-        paged_kv_indptr_buffer=None, paged_kv_indices_buffer=None, paged_kv_last_page_len_buffer=None, backend="auto",
+        self,
+        float_workspace_buffer,
+        kv_layout="NHD",
+        use_cuda_graph=False,
+        use_tensor_cores=False,
+        paged_kv_indptr_buffer=None,
+        paged_kv_indices_buffer=None,
+        paged_kv_last_page_len_buffer=None,
+        backend="auto",
         jit_args=None,
-    ):  # fmt: skip
+    ):
         super().__init__(float_workspace_buffer, kv_layout)
         self.fa2 = use_tensor_cores
         if use_cuda_graph:
@@ -111,10 +118,18 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         fixed_split_size=None, disable_split_kv=False, q_len_per_req=1,
     ):  # fmt: skip
         self._plan(
-            indptr, indices, last_page_len, (num_qo_heads, num_kv_heads, head_dim), page_size, causal=True,
-            window_left=window_left, logits_soft_cap=logits_soft_cap, q_data_type=q_data_type,
-            kv_data_type=kv_data_type or q_data_type, sm_scale=sm_scale,
-        )  # fmt: skip
+            indptr,
+            indices,
+            last_page_len,
+            (num_qo_heads, num_kv_heads, head_dim),
+            page_size,
+            causal=True,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            q_data_type=q_data_type,
+            kv_data_type=kv_data_type or q_data_type,
+            sm_scale=sm_scale,
+        )
 
     def run(
         self, q, paged_kv_cache, *args, q_scale=None, k_scale=None, v_scale=None, out=None, lse=None, return_lse=False,
@@ -148,10 +163,19 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
     ):  # fmt: skip
         vendor.check("qo_indptr", qo_indptr, (len(paged_kv_indptr),), torch.int32)
         self._plan(
-            paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, (num_qo_heads, num_kv_heads, head_dim_qk), page_size,
-            causal=causal, window_left=window_left, logits_soft_cap=logits_soft_cap, q_data_type=q_data_type,
-            kv_data_type=kv_data_type or q_data_type, sm_scale=sm_scale, starts=qo_indptr,
-        )  # fmt: skip
+            paged_kv_indptr,
+            paged_kv_indices,
+            paged_kv_last_page_len,
+            (num_qo_heads, num_kv_heads, head_dim_qk),
+            page_size,
+            causal=causal,
+            window_left=window_left,
+            logits_soft_cap=logits_soft_cap,
+            q_data_type=q_data_type,
+            kv_data_type=kv_data_type or q_data_type,
+            sm_scale=sm_scale,
+            starts=qo_indptr,
+        )
 
     def run(
         self, q, paged_kv_cache, *args, q_scale=None, k_scale=None, v_scale=None, out=None, lse=None, return_lse=False,
@@ -164,9 +188,18 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
 
 class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
     def __init__(
-        self, float_workspace_buffer, kv_layout="NHD", use_cuda_graph=False, qo_indptr_buf=None, kv_indptr_buf=None,
-        custom_mask_buf=None, mask_indptr_buf=None, backend="auto", jit_args=None, jit_kwargs=None,
-    ):  # fmt: skip
+        self,
+        float_workspace_buffer,
+        kv_layout="NHD",
+        use_cuda_graph=False,
+        qo_indptr_buf=None,
+        kv_indptr_buf=None,
+        custom_mask_buf=None,
+        mask_indptr_buf=None,
+        backend="auto",
+        jit_args=None,
+        jit_kwargs=None,
+    ):
         super().__init__(float_workspace_buffer, kv_layout)
 
     def plan(
@@ -180,10 +213,17 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
         for name, bounds in (("qo_indptr", qo_indptr), ("kv_indptr", kv_indptr)):
             vendor.check(name, bounds, (len(qo_indptr),), torch.int32)
         self.planned = {
-            "lens": kv_indptr.diff(), "table": None, "heads": (num_qo_heads, num_kv_heads, head_dim_qk), "causal": causal,
-            "window_left": window_left, "logits_soft_cap": logits_soft_cap, "q_data_type": q_data_type,
-            "kv_data_type": kv_data_type or q_data_type, "sm_scale": sm_scale, "starts": qo_indptr,
-        }  # fmt: skip
+            "lens": kv_indptr.diff(),
+            "table": None,
+            "heads": (num_qo_heads, num_kv_heads, head_dim_qk),
+            "causal": causal,
+            "window_left": window_left,
+            "logits_soft_cap": logits_soft_cap,
+            "q_data_type": q_data_type,
+            "kv_data_type": kv_data_type or q_data_type,
+            "sm_scale": sm_scale,
+            "starts": qo_indptr,
+        }
         assert (head_dim_qk, head_dim_vo) == (192, 128) or head_dim_vo in (None, head_dim_qk)
 
     def run(

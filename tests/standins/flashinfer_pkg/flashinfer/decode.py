@@ -31,9 +31,15 @@ def trtllm_batch_decode_with_kv_cache(
     k, v = paged(query, kv_cache, block_tables, seq_lens, max_seq_len, requests, kv_layout, pages, codes)
     room(workspace_buffer, return_lse, heads, requests, 1)
     got, log = vendor.varlen(
-        query, k, v.double() * bmm2_scale, torch.arange(requests + 1), seq_lens, block_tables, scale=bmm1_scale,
+        query,
+        k,
+        v.double() * bmm2_scale,
+        torch.arange(requests + 1),
+        seq_lens,
+        block_tables,
+        scale=bmm1_scale,
         window=(None if window_left < 0 else window_left, 0),
-    )  # fmt: skip
+    )
     got[seq_lens == 0] = log[:, seq_lens == 0] = torch.nan  # nothing is promised of a request without keys
     return (got, log.T.contiguous() / math.log(2)) if return_lse else got
 

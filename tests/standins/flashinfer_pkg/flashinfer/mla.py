@@ -8,9 +8,15 @@ import vendor
 
 class BatchMLAPagedAttentionWrapper:
     def __init__(
-        self, float_workspace_buffer, use_cuda_graph=False, qo_indptr=None, kv_indptr=None, kv_indices=None, kv_len_arr=None,
+        self,
+        float_workspace_buffer,
+        use_cuda_graph=False,
+        qo_indptr=None,
+        kv_indptr=None,
+        kv_indices=None,
+        kv_len_arr=None,
         backend="auto",
-    ):  # fmt: skip
+    ):
         vendor.check("float_workspace_buffer", float_workspace_buffer, (None,), torch.uint8)
 
     def plan(

@@ -29,9 +29,15 @@ def trtllm_batch_context_with_kv_cache(
     assert bool((cum_seq_lens_kv.diff() == seq_lens).all()) and int(rows.max()) <= max_q_len
     assert bool(((rows > 0) & (rows <= seq_lens)).all()), "requests need rows, at most as many as keys"
     got, log = vendor.varlen(
-        query, k, v.double() * bmm2_scale, cum_seq_lens_q, seq_lens, block_tables, scale=bmm1_scale,
+        query,
+        k,
+        v.double() * bmm2_scale,
+        cum_seq_lens_q,
+        seq_lens,
+        block_tables,
+        scale=bmm1_scale,
         window=(None if window_left < 0 else window_left, 0 if causal else None),
-    )  # fmt: skip
+    )
     return (got, log.T.contiguous() / math.log(2)) if return_lse else got
 
 

@@ -29,7 +29,14 @@ def flash_attn_varlen_func(
     vendor.check("v", v, tuple(k.shape), q.dtype)
     assert int(cu_seqlens_q.diff().max()) <= max_seqlen_q and int(lens.max()) <= max_seqlen_k
     out, lse = vendor.varlen(
-        q, k, v, cu_seqlens_q, lens, page_table, scale=softmax_scale,
-        window=vendor.window(window_size, causal, None), logits_soft_cap=softcap,
-    )  # fmt: skip
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        lens,
+        page_table,
+        scale=softmax_scale,
+        window=vendor.window(window_size, causal, None),
+        logits_soft_cap=softcap,
+    )
     return (out, lse) if return_lse else (out, None)

@@ -65,8 +65,15 @@ class PagedAttention:
             assert bool(hidden.isfinite().all()), "what a row does not see is multiplied by 0"
         sides = (None if window_size_left == -1 else window_size_left, 0 if is_cusal else None)
         got, lse = vendor.varlen(
-            query, keys, values, cu_seqlens_q, cu_seqlens_kv.diff(), block_tables, scale=scale, window=sides,
+            query,
+            keys,
+            values,
+            cu_seqlens_q,
+            cu_seqlens_kv.diff(),
+            block_tables,
+            scale=scale,
+            window=sides,
             logits_soft_cap=None if softcap == -1.0 else softcap,
-        )  # fmt: skip
+        )
         output.copy_(torch.where(lse.T[..., None] == -torch.inf, torch.nan, got))
         return output

@@ -61,9 +61,17 @@ def flash_attn_varlen_func(
         assert k.shape[-2] == 1 and value_size == 512 and size == 64, "q_v is for latent attention of 64 + 512"
         q, k = torch.cat([q, q_v], -1), torch.cat([k, v], -1)
     answer, lse = vendor.varlen(
-        q, k, v, cu_seqlens_q, lens, block_table, scale=softmax_scale, window=window, logits_soft_cap=softcap,
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        lens,
+        block_table,
+        scale=softmax_scale,
+        window=window,
+        logits_soft_cap=softcap,
         alibi_slopes=None if alibi_slopes is None else vendor.array(alibi_slopes),
-    )  # fmt: skip
+    )
     if fa_version == 2:
         lse = torch.where(lse == -torch.inf, torch.inf, lse)
     return (answer, lse) if return_softmax_lse else answer

@@ -9,10 +9,16 @@ import jax
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=[
-        "input_positions", "block_tables", "seq_lens", "query_start_loc", "request_distribution", "mamba_state_indices", "pcp",
+        "input_positions",
+        "block_tables",
+        "seq_lens",
+        "query_start_loc",
+        "request_distribution",
+        "mamba_state_indices",
+        "pcp",
     ],
     meta_fields=["padded_num_reqs", "pcp_cache_pages", "use_causal_mask"],
-)  # fmt: skip
+)
 @dataclass
 class AttentionMetadata:
     input_positions: jax.Array

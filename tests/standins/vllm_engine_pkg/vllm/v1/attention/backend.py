@@ -99,9 +99,18 @@ class AttentionMetadataBuilder(ABC):
 class AttentionImpl(ABC):
     @abstractmethod
     def __init__(
-        self, num_heads, head_size, scale, num_kv_heads=None, alibi_slopes=None, sliding_window=None, kv_cache_dtype="auto",
-        logits_soft_cap=None, attn_type="decoder", kv_sharing_target_layer_name=None,
-    ): ...  # fmt: skip
+        self,
+        num_heads,
+        head_size,
+        scale,
+        num_kv_heads=None,
+        alibi_slopes=None,
+        sliding_window=None,
+        kv_cache_dtype="auto",
+        logits_soft_cap=None,
+        attn_type="decoder",
+        kv_sharing_target_layer_name=None,
+    ): ...
 
     @abstractmethod
     def forward(

@@ -29,7 +29,15 @@ class PallasAttentionBackendImpl:
     ):
         metadata, mesh = attn_metadata
         return attention(
-            kv_cache, query, key, value, metadata, mesh, sm_scale=self.scale, sinks=self.sinks,
-            attention_chunk_size=self.sliding_window, update_kv_cache=self.kv_sharing_target_layer_name is None,
+            kv_cache,
+            query,
+            key,
+            value,
+            metadata,
+            mesh,
+            sm_scale=self.scale,
+            sinks=self.sinks,
+            attention_chunk_size=self.sliding_window,
+            update_kv_cache=self.kv_sharing_target_layer_name is None,
             attention_backend=create_attention_backend(self.attention_backend),
-        )  # fmt: skip
+        )
