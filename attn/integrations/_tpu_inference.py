@@ -14,7 +14,7 @@ import inspect
 import math
 import re
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,32 +61,26 @@ class PagesFirstXLAImpl(xla_attn.XLAAttentionImpl, backend=PagesFirstXLABackend)
 _IMPLS: dict[str, type[PagedAttentionImpl]] = {"PALLAS": pallas.PallasAttentionImpl, "XLA_ATTN": PagesFirstXLAImpl}
 
 
+class _Rules(NamedTuple):
+    """A layer's rules, as the engine passes them. shares: whether the layer reads the cache of another."""
+
+    scale: float
+    window: int | Window | None
+    soft_cap: float | None
+    shares: bool
+    causal: bool = True
+
+
 def _implementation(
-    num_heads: int,
-    num_kv_heads: int,
-    head_size: int,
-    dtype: Any,
-    kv_cache_dtype: str,
-    block_size: int | None,
-    *,
-    scale: float,
-    window: int | Window | None,
-    soft_cap: float | None,
-    sinks: Any,
-    shares: bool,
-    causal: bool = True,
+    rules: _Rules, heads: tuple[int, int, int], dtype: Any, kv_cache_dtype: str, block_size: int | None, sinks: Any
 ) -> PagedAttentionImpl:
-    """Return the implementation of the selected backend. Raises `UnsupportedError` with every candidate's reasons."""
-    target = "another layer" if shares else None
-    features = layer_features(window_pair(window, AttentionType.DECODER), soft_cap, None, sinks, target)
+    """Return the implementation of the selected backend; heads: (H, K, D). Raises `UnsupportedError` with every candidate's
+    reasons."""
+    target, (num_heads, num_kv_heads, head_size) = "another layer" if rules.shares else None, heads
+    features = layer_features(window_pair(rules.window, AttentionType.DECODER), rules.soft_cap, None, sinks, target)
+    features |= frozenset() if rules.causal else {Feature.NON_CAUSAL}
     request = make_request(
-        head_size,
-        dtype,
-        kv_cache_dtype,
-        block_size,
-        features=features if causal else features | {Feature.NON_CAUSAL},
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
+        head_size, dtype, kv_cache_dtype, block_size, features=features, num_heads=num_heads, num_kv_heads=num_kv_heads
     )
     selection = select(request, framework="jax")
     selection.require()
@@ -94,9 +88,9 @@ def _implementation(
         raise UnsupportedError(f"{selection.name} has no cache for tpu-inference: must be {' or '.join(_IMPLS)}")
     return _IMPLS[selection.name](
         **{name: getattr(request, name) for name in ("num_heads", "head_size", "num_kv_heads", "kv_cache_dtype")},
-        scale=scale,
-        sliding_window=window,
-        logits_soft_cap=soft_cap,
+        scale=rules.scale,
+        sliding_window=rules.window,
+        logits_soft_cap=rules.soft_cap,
         kv_sharing_target_layer_name=target,
         sinks=sinks,
     )
@@ -155,16 +149,8 @@ class AttnKernels(AttentionBackend):
         shards = HeadShards(q.shape[1], k.shape[1], _extent(mesh, ShardingAxisName.ATTN_HEAD))
         if shards.replicas > 1:
             k, v = (jnp.repeat(x, shards.replicas, axis=1) for x in (k, v))
-        local = partial(
-            _local,
-            scale=sm_scale,
-            window=window,
-            soft_cap=soft_cap,
-            shares=not update_kv_cache,
-            causal=use_causal_mask,
-            k_scale=1.0 if k_scale is None else k_scale,
-            v_scale=1.0 if v_scale is None else v_scale,
-        )
+        rules = _Rules(sm_scale, window, soft_cap, shares=not update_kv_cache, causal=use_causal_mask)
+        local = partial(_local, rules, (1.0 if k_scale is None else k_scale, 1.0 if v_scale is None else v_scale))
         rows, pages = (
             P(ShardingAxisName.ATTN_DATA, ShardingAxisName.ATTN_HEAD),
             P(ShardingAxisName.ATTN_DATA, None, ShardingAxisName.ATTN_HEAD),
@@ -250,31 +236,26 @@ def _batch(
 
 
 def _local(
+    rules: _Rules,
+    scales: tuple[float, float],
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
     kv_cache: jax.Array,
-    lens: jax.Array,
-    tables: jax.Array,
-    starts: jax.Array,
-    distribution: jax.Array,
-    sinks: jax.Array | None = None,
-    *,
-    k_scale: float,
-    v_scale: float,
-    shares: bool,
-    causal: bool,
-    **rules: Any,
+    *batch: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Write and attend on one device of the mesh, with its heads and requests. Returns (output, kv_cache)."""
+    """Write and attend on one device of the mesh, with its heads and requests. Returns (output, kv_cache).
+
+    scales: of keys and of values; batch: lengths, block tables, starts and distribution, and sinks if the layer has them.
+    """
+    lens, tables, starts, distribution, *sinks = batch
     stored, page = dtype_name(kv_cache.dtype), kv_cache.shape[3]
     same = stored == dtype_name(q.dtype)
     element = "auto" if same else next(name for name, kept in KV_CACHE_DTYPES.items() if kept == stored)
-    impl = _implementation(
-        q.shape[1], k.shape[1], q.shape[2], q.dtype, element, page, sinks=sinks, shares=shares, causal=causal, **rules
-    )
-    batch = _batch(q.shape[0], kv_cache.shape, lens, tables, starts, distribution[2], causal)
-    return impl.apply(q, k, v, kv_cache, batch, k_scale=k_scale, v_scale=v_scale)
+    heads = (q.shape[1], k.shape[1], q.shape[2])
+    impl = _implementation(rules, heads, q.dtype, element, page, sinks[0] if sinks else None)
+    metadata = _batch(q.shape[0], kv_cache.shape, lens, tables, starts, distribution[2], rules.causal)
+    return impl.apply(q, k, v, kv_cache, metadata, k_scale=scales[0], v_scale=scales[1])
 
 
 class AttnImpl(PallasAttentionBackendImpl):
@@ -286,27 +267,19 @@ class AttnImpl(PallasAttentionBackendImpl):
         """Take the engine's arguments. Raises `UnsupportedError`, with the layer's name, if no backend serves it."""
         name = layer_name()
         try:
-            given = inspect.signature(PallasAttentionBackendImpl).bind(*args, **kwargs).arguments
+            passed = inspect.signature(PallasAttentionBackendImpl).bind(*args, **kwargs).arguments
         except TypeError as error:
             raise UnsupportedError(f"{name}: {error}: {_ELSEWHERE}") from error
-        if given.get("alibi_slopes") is not None:
+        if passed.get("alibi_slopes") is not None:
             raise UnsupportedError(f"{name}: {Feature.ALIBI.value} not supported by tpu-inference, whose layers do not pass it")
-        soft_cap = given.get("logits_soft_cap") or None
-        if getattr(given.get("attn_type"), "value", given.get("attn_type", AttentionType.DECODER)) == AttentionType.DECODER:
+        soft_cap = passed.get("logits_soft_cap") or None
+        if getattr(passed.get("attn_type"), "value", passed.get("attn_type", AttentionType.DECODER)) == AttentionType.DECODER:
             try:
-                _implementation(
-                    given["num_heads"],
-                    given["num_kv_heads"],
-                    given["head_size"],
-                    torch.get_default_dtype(),
-                    given["kv_cache_dtype"],
-                    None,
-                    scale=given["scale"],
-                    window=given["sliding_window"],
-                    soft_cap=soft_cap,
-                    sinks=None if given.get("sinks") is None else jnp.zeros(given["num_heads"]),
-                    shares=given.get("kv_sharing_target_layer_name") is not None,
-                )
+                shares = passed.get("kv_sharing_target_layer_name") is not None
+                rules = _Rules(passed["scale"], passed["sliding_window"], soft_cap, shares)
+                heads = (passed["num_heads"], passed["num_kv_heads"], passed["head_size"])
+                sinks = None if passed.get("sinks") is None else jnp.zeros(passed["num_heads"])
+                _implementation(rules, heads, torch.get_default_dtype(), passed["kv_cache_dtype"], None, sinks)
             except ValueError as error:
                 raise UnsupportedError(f"{name}: {error}") from error
         super().__init__(*args, **kwargs)
