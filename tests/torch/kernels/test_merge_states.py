@@ -85,4 +85,6 @@ def test_registered_as_an_operator() -> None:
     outputs, lses = (x.to(DEVICE) for x in states(2, torch.float32))
     checks = ("test_schema", "test_faketensor")
     library.opcheck(merge_states, (outputs, lses), test_utils=checks)
-    library.opcheck(merge_two_states, (outputs[0], lses[0], outputs[1], lses[1]), test_utils=checks)
+    apart = outputs[0], lses[0], outputs[1], lses[1]
+    library.opcheck(merge_two_states, apart, test_utils=checks)
+    library.opcheck(torch.ops.attn.triton_merge_into.default, apart, test_utils=checks)
