@@ -56,7 +56,7 @@ from attn.integrations.transformers.batching import (
     paged_name,
     refuse_unpaged,
 )
-from attn.integrations.transformers.call import NAME, UNKNOWN, Call, refuse_unknown, requested
+from attn.integrations.transformers.call import NAME, UNKNOWN, Call, refuse_unknown, request, requested
 from attn.integrations.transformers.dispatch import attend, selected, weights
 from attn.integrations.transformers.masks import mask
 from attn.integrations.transformers.packing import BOUNDARIES, sequences
@@ -146,7 +146,7 @@ def _function(backend: str | None) -> Callable[..., Any]:
             scaling = query.shape[-1] ** -0.5
         graph = torch.compiler.is_compiling()
         if graph:
-            scaling, (seen, asked) = known(scaling), requested.__wrapped__(None, backend, causal, sliding_window)
+            scaling, (seen, asked) = known(scaling), request(backend, causal, sliding_window)
         else:
             seen, asked = requested(selection_state(), backend, causal, sliding_window)
         if autocast_enabled(query.device.type):

@@ -55,10 +55,12 @@ def asked(state: Any, backend: str | None, by: str) -> Asked:
 
 @functools.lru_cache(256)
 def requested(state: Any, backend: str | None, causal: bool, window: int | None) -> tuple[Visibility, Asked]:
-    """Return what rows of a layer see, and what is requested for it: `backend`, else that of the layer's kind.
+    """Return `request` of these, made once. state: of `selection_state`."""
+    return request(backend, causal, window)
 
-    state: of `selection_state`; in a graph, which keeps the backend, call `requested.__wrapped__` with None.
-    """
+
+def request(backend: str | None, causal: bool, window: int | None) -> tuple[Visibility, Asked]:
+    """Return what rows of a layer see, and what is requested for it: `backend`, else that of the layer's kind."""
     seen = visible(causal, window)
     if backend is not None:
         return seen, Asked(backend, f'attn_implementation="{NAME}:{backend}"')

@@ -83,7 +83,9 @@ def attend(call: Call, graph: bool = False) -> torch.Tensor:
                 return launch(call, runs)
     windowed = call.seen.layer.window[0] is not None
     way = classify(call, gaps=windowed and call.valid is not None and call.valid.lens()[2] is None)
-    return {Way.DENSE: by_dense, Way.PACKED: pack, Way.FORMULA: by_formula}[way](call)
+    if way is Way.DENSE:
+        return by_dense(call)
+    return pack(call) if way is Way.PACKED else by_formula(call)
 
 
 def _launch_of(call: Call) -> Launch | None:

@@ -276,8 +276,8 @@ def read(call: Call, draw: bool = False) -> None:
     keys = call.key.shape[2]
     start, end, valid = 0, keys, None
     if call.mask is not None:
-        found = getattr(call.mask, "attn_described", None)
-        if found is None or torch.compiler.is_compiling():
+        found = None if torch.compiler.is_compiling() else getattr(call.mask, "attn_described", None)
+        if found is None:
             found = _recognised(call, draw)
         if isinstance(found, Described) and found.draw is not None and (draw or call.wants_grad or call.wide):
             found = found.draw()
