@@ -230,6 +230,14 @@ def check_reach(impl: Any, attn_metadata: Any) -> None:
         )
 
 
+def request_of(impl: Any, features: Collection[str]) -> Request:
+    """Return the request of an implementation's layer, except the dtype, which is known from the arrays of a call."""
+    named = ("head_size", "kv_cache_dtype", "attn_type", "num_heads", "num_kv_heads")
+    required = frozenset(features) | ({Feature.DCP} if impl.dcp_world_size > 1 else set())
+    arguments: dict[str, Any] = {name: getattr(impl, name) for name in named}
+    return Request(dtype=impl.backend.capabilities.dtypes[0], features=required, **arguments)
+
+
 def refuse(backend: Any, request: Request) -> None:
     """Raise `UnsupportedError` with the reasons of backend class `backend` for rejecting `request`, if any."""
     reasons = backend.why_not(request)

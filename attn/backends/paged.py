@@ -18,12 +18,13 @@ from attn.arguments import (
     layer_features,
     positive_int,
     refuse,
+    request_of,
     window_pair,
 )
 from attn.backends.abstract import AttentionBackend, AttentionImpl, AttentionType
 from attn.backends.checks import cache_dtype_error, check_array, check_block_size, check_built, check_num_blocks
 from attn.backends.metadata import AttentionMetadata
-from attn.capabilities import Device, Feature, Request
+from attn.capabilities import Device, Request
 from attn.dtypes import PER_TOKEN_HEAD, kv_cache_row
 from attn.errors import ShapeError
 from attn.visibility import LayerMask, Visibility, Window
@@ -167,25 +168,9 @@ class PagedImpl(AttentionImpl[T]):
 
     def request(self) -> Request:
         """Return this layer's request, except the dtype (known from the arrays of a call)."""
-        capabilities = self.backend.capabilities
-        assert capabilities is not None
-        return Request(
-            head_size=self.head_size,
-            dtype=capabilities.dtypes[0],
-            kv_cache_dtype=self.kv_cache_dtype,
-            attn_type=self.attn_type,
-            features=layer_features(
-                self.window,
-                self.logits_soft_cap,
-                self.alibi_slopes,
-                self.sinks,
-                self.kv_sharing_target_layer_name,
-                self.mask.chunk_size,
-            )
-            | ({Feature.DCP} if self.dcp_world_size > 1 else set()),
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-        )
+        shared, chunk_size = self.kv_sharing_target_layer_name, self.mask.chunk_size
+        scores = (self.logits_soft_cap, self.alibi_slopes, self.sinks)
+        return request_of(self, layer_features(self.window, *scores, shared, chunk_size))
 
     def _per_head(self, name: str, values: Any) -> Array | None:
         """Return [H] float32, or None. Raises `ShapeError`, and ValueError as `check_per_head` does."""

@@ -20,12 +20,13 @@ from attn.arguments import (
     natural_int,
     positive_int,
     refuse,
+    request_of,
     window_pair,
 )
 from attn.backends.abstract import AttentionBackend, AttentionType, MLAAttentionImpl
 from attn.backends.metadata import AttentionMetadata, CommonAttentionMetadata
 from attn.backends.mla.prefill.registry import MLAPrefillBackendEnum
-from attn.capabilities import KINDS, Feature, MultipleOf, Request, supports_size
+from attn.capabilities import KINDS, MultipleOf, Request, supports_size
 from attn.distributed import get_dcp_group
 from attn.dtypes import kv_cache_row
 from attn.errors import MetadataError, ShapeError, UnsupportedError
@@ -184,15 +185,7 @@ class MLAImpl(MLAAttentionImpl[T]):
         assert capabilities is not None
         families = {family for family in KINDS if family in capabilities.features}
         features = layer_features(self.window, self.logits_soft_cap, self.alibi_slopes, None, self.kv_sharing_target_layer_name)
-        return Request(
-            head_size=self.head_size,
-            dtype=capabilities.dtypes[0],
-            kv_cache_dtype=self.kv_cache_dtype,
-            attn_type=self.attn_type,
-            features=features | families | ({Feature.DCP} if self.dcp_world_size > 1 else set()),
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-        )
+        return request_of(self, features | families)
 
     def up_projection(self, kv_b_proj: Any = None) -> Array:
         """Return the weights of `kv_b_proj` (None: the layer's own) as [L, H, Dn + Dv], W_UK in the first Dn columns of a head:

@@ -66,6 +66,10 @@ class Call(NamedTuple):
         """Return the arguments that FlashAttention's functions for sequences of different lengths begin with."""
         return (self.query, self.key, self.value, self.starts, self.key_starts, self.max_query_len, self.max_seq_len)
 
+    def rules(self, window: tuple[int, int]) -> dict[str, Any]:
+        """Return the arguments of FlashAttention 2 and 3 that turn scores into weights; window: `sides` in some form."""
+        return {"softmax_scale": self.scale, "causal": self.causal, "window_size": window, "softcap": self.soft_cap}
+
     def sides(self) -> tuple[int, int]:
         """Return the window with -1 for unbounded."""
         left, right = self.window
@@ -109,10 +113,7 @@ def _fa3(module: Any, call: Call) -> State:
     if call.block_table is None:
         out, lse = module.flash_attn_varlen_func(
             *call.varlen(),
-            softmax_scale=call.scale,
-            causal=call.causal,
-            window_size=call.sides(),
-            softcap=call.soft_cap,
+            **call.rules(call.sides()),
             return_attn_probs=True,
         )[:2]
         return out, lse
@@ -124,10 +125,7 @@ def _fa3(module: Any, call: Call) -> State:
         page_table=call.block_table,
         cu_seqlens_q=call.starts,
         max_seqlen_q=call.max_query_len,
-        softmax_scale=call.scale,
-        causal=call.causal,
-        window_size=call.sides(),
-        softcap=call.soft_cap,
+        **call.rules(call.sides()),
         return_softmax_lse=True,
     )[:2]
     return out, lse
@@ -136,10 +134,7 @@ def _fa3(module: Any, call: Call) -> State:
 def _fa2(module: Any, call: Call) -> State:
     out, lse = module.flash_attn_varlen_func(
         *call.varlen(),
-        softmax_scale=call.scale,
-        causal=call.causal,
-        window_size=call.sides_beside_causal(),
-        softcap=call.soft_cap,
+        **call.rules(call.sides_beside_causal()),
         alibi_slopes=call.alibi_slopes,
         return_attn_probs=True,
         block_table=call.block_table,
@@ -158,10 +153,7 @@ def _vllm(module: Any, call: Call, version: int) -> State:
         call.max_query_len,
         call.starts,
         call.max_seq_len,
-        softmax_scale=call.scale,
-        causal=call.causal,
-        window_size=call.sides_beside_causal(),
-        softcap=call.soft_cap,
+        **call.rules(call.sides_beside_causal()),
         alibi_slopes=call.alibi_slopes,
         return_softmax_lse=True,
         fa_version=version,

@@ -254,12 +254,10 @@ class FlashInferImpl(PagedAttentionImpl, backend=FlashInferBackend):
 
     def _group(self, call: PagedCall, kind: str, first: int, last: int, kv_dtype: torch.dtype) -> Group:
         return Group(
-            kind=kind,
-            first=first,
-            last=last,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_size=self.head_size,
+            kind,
+            first,
+            last,
+            *(self.num_heads, self.num_kv_heads, self.head_size),
             causal=call.causal,
             window_left=-1 if call.window[0] is None else call.window[0],
             soft_cap=self.logits_soft_cap or 0.0,
