@@ -195,7 +195,13 @@ class CudaPlatform(TorchPlatform):
             return (*first, *(name for name in order if name not in first))
         if arch_matches(device.arch, "sm_90"):
             few = "up to 16k rows of heads up to 64" if request.head_size <= 64 else "up to 16k rows"
-            return self.diffusion_hopper["more" if kind == 3 else few]
+            order = self.diffusion_hopper["more" if kind == 3 else few]
+            if not getattr(request, "causal", False):
+                return order
+            # Prompts, whose lengths seldom repeat, unlike images': cuDNN builds a plan for each length (75 to 900 ms).
+            rest = [name for name in order if name != "CUDNN_ATTN"]
+            at = rest.index("TRITON_ATTN") + 1
+            return (*rest[:at], "CUDNN_ATTN", *rest[at:])
         return order
 
 

@@ -49,7 +49,8 @@ def config_of(name: str) -> Any:
 
 @functools.lru_cache(1)
 def model_of(name: str, dtype: torch.dtype) -> tuple[Any, str]:
-    """Return a model, and the name of transformers' default implementation for it."""
+    """Return a model, and the name of the implementation that others are compared with: transformers' default, but eager for
+    soft caps, which sdpa ignores."""
     config = config_of(name)
     torch.manual_seed(0)
     with torch.device(DEVICE):
@@ -62,7 +63,8 @@ def model_of(name: str, dtype: torch.dtype) -> tuple[Any, str]:
                 weight.normal_(std=SHARP * config.hidden_size**-0.5)
     few = torch.ones(1, 8, dtype=torch.long, device=DEVICE)
     model.generate(input_ids=few, attention_mask=few, max_new_tokens=2)  # loads libraries, before the first call is timed
-    return model, model.config._attn_implementation
+    soft_cap = getattr(config, "attn_logit_softcapping", None)
+    return model, "eager" if soft_cap else model.config._attn_implementation
 
 
 @contextlib.contextmanager

@@ -42,11 +42,14 @@ from attn.torch.kernels._gluon import (
     warpgroup_mma_wait,
 )
 from attn.torch.kernels.direct import Kind, Prepared, kind_of, memory_of_stream
-from attn.torch.kernels.launch import FUSED, power_of_two
+from attn.torch.kernels.launch import FUSED, multiprocessors, power_of_two
+from attn.torch.kernels.plan import UNBOUNDED
 
+_LOG2E = 1.4426950408889634
 REQUESTS = 1024  #: limit per batch: one vector operation counts all their tiles
 ROWS = 128  #: per program: two consumers of 64
 _STAGES = 2  #: of the ring buffer
+_ONE_PAGE = 1 << 30  #: keys of a page that holds all of a request
 _REGISTERS = (240, 24)  #: per thread of consumers and of the producer
 _BATCH = ("left", "right", "min_query", "num_reqs", "num_pages", "lse_h", "table_r")
 
@@ -67,10 +70,10 @@ def _ends_of(query_start_loc, min_query, num_reqs, BLOCK_Q: gl.constexpr, LAYOUT
 
 
 @gluon.jit
-def _find(ends, unit, query_start_loc, seq_lens, K: gl.constexpr, PAGED: gl.constexpr):  # type: ignore[no-untyped-def]
+def _find(ends, unit, units, query_start_loc, seq_lens, K: gl.constexpr, PAGED: gl.constexpr):  # type: ignore[no-untyped-def]
     """A unit's request, its tile counted from the request's last, and what is loaded of it: first token, the next request's
     first token, keys. A unit beyond the last one is looked up as the last."""
-    tile = gl.minimum(unit, gl.max(ends, 0) * K - 1) // K
+    tile = gl.minimum(unit, units - 1) // K
     before = ends <= tile
     r = gl.sum(before.to(gl.int32), 0)
     begin = gl.load(query_start_loc + r)
@@ -133,7 +136,7 @@ def _produce(  # type: ignore[no-untyped-def]
         units_ring.index(slot).store(gl.full([1], following, gl.int32, UNIT))
         barrier()
         mbarrier.arrive(u_full.index(slot), count=1)
-        r, from_last, begin, end, seq_len = _find(ends, unit, query_start_loc, seq_lens, K, PAGED)
+        r, from_last, begin, end, seq_len = _find(ends, unit, units, query_start_loc, seq_lens, K, PAGED)
         q_len, seq_len, first, last, seen, low, high = _tile_of(
             from_last, begin, end, seq_len, left, right, BLOCK_Q, BLOCK_N, PAGED
         )
@@ -271,8 +274,7 @@ def _step(  # type: ignore[no-untyped-def]
     weights, top, norm, shrink = _weigh(
         s, top, norm, start, upper, lower, factor, cap, MASKED, HAS_LEFT, HAS_CAP, S_LAYOUT, BLOCK_N
     )
-    # waiting for the weights too keeps the compiler from moving the exponentials after the wait
-    acc, weights = warpgroup_mma_wait(0, deps=[acc, weights])
+    acc = warpgroup_mma_wait(0, deps=[acc])
     mbarrier.arrive(v_empty.index(old), count=1)
     acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
     return weights, acc, top, norm
@@ -305,7 +307,7 @@ def _consume(  # type: ignore[no-untyped-def]
     UNIT: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     unit = gl.program_id(0)
     wave = 0
-    r, from_last, begin, end, seq_len = _find(ends, unit, query_start_loc, seq_lens, K, PAGED)
+    r, from_last, begin, end, seq_len = _find(ends, unit, units, query_start_loc, seq_lens, K, PAGED)
     while unit < units:
         q_len, seq_len, first, last, seen, low, high = _tile_of(
             from_last, begin, end, seq_len, left, right, BLOCK_Q, BLOCK_N, PAGED
@@ -316,7 +318,7 @@ def _consume(  # type: ignore[no-untyped-def]
         unit = gl.sum(units_ring.index(turn).load(UNIT), 0)
         mbarrier.arrive(u_empty.index(turn), count=1)
         # loaded while this unit is computed
-        next_r, from_last, next_begin, end, next_len = _find(ends, unit, query_start_loc, seq_lens, K, PAGED)
+        next_r, from_last, next_begin, end, next_len = _find(ends, unit, units, query_start_loc, seq_lens, K, PAGED)
         context = seq_len - q_len
         token = first + copy_row // G
         head = kv_head * G + copy_row % G
@@ -566,12 +568,13 @@ def prefill(
     has_left: bool,
     min_query: int,
     programs: int,
+    one_page: bool = False,
 ) -> None:
     """Compute the rows of all requests with more than `min_query` tokens; the rest of the contract is `paged_attention`'s.
 
     factor: scales scores, into base 2 (into the cap's units with a soft cap, whose `cap` is then in base 2). left, right:
     number of keys seen on either side, larger than any sequence if there is no bound. programs: the number of
-    multiprocessors that it may use.
+    multiprocessors that it may use. one_page: whether each request's keys are one page, of any size.
     """
     paged, (tokens, heads, size), num_reqs = block_table is not None, query.shape, query_start_loc.shape[0] - 1
     (o_t, o_h, _), (q_t, q_h, _), k_strides, v_strides = (
@@ -584,7 +587,7 @@ def prefill(
     if not paged:
         k_shape, v_shape = (1, *k_shape), (1, *v_shape)
         k_strides, v_strides = (pages * k_strides[0], *k_strides), (pages * v_strides[0], *v_strides)
-    page, kv_heads = k_shape[1] if paged else ROWS, k_shape[2]
+    page, kv_heads = _ONE_PAGE if one_page else k_shape[1] if paged else ROWS, k_shape[2]
     strides, group = (o_t, o_h, q_t, q_h, *k_strides[:3], *v_strides[:3]), heads // kv_heads
     counters = memory_of_stream(query.device, 0, 2)[1]
     arrays = (output, lse, query, key_cache, value_cache, query_start_loc, seq_lens, block_table, sinks, counters)
@@ -607,6 +610,32 @@ def prefill(
     except Exception as error:
         hopper.turn_off("hopper_prefill", error)
         raise
+
+
+def prompts(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, causal: bool) -> torch.Tensor | None:
+    """Return [B, S, H, D] of query [B, H, S, D] and key, value [B, K, S, D], which are read where they are; None if the kernel
+    does not support their shapes, dtypes and addresses."""
+    batch, heads, rows, size = query.shape
+    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    dense = query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
+    if not dense or not serves(q, k, v, batch, heads // key.shape[1], _ONE_PAGE):
+        return None
+    q = q.flatten(0, 1)
+    output = torch.empty(batch * rows, heads, size, dtype=query.dtype, device=query.device)
+    arrays = output, None, q, k, v, *_equal(batch, rows, query.device), None
+    prefill(
+        *arrays, factor=abs(scale) * _LOG2E, v_factor=1.0, cap=0.0, negate=scale < 0, left=UNBOUNDED,
+        right=0 if causal else UNBOUNDED, has_left=False, min_query=0, programs=multiprocessors(query.device), one_page=True,
+    )  # fmt: skip
+    return output.unflatten(0, (batch, rows))
+
+
+@functools.lru_cache(maxsize=64)
+def _equal(batch: int, rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(query_start_loc, seq_lens, block_table) of requests of equal lengths, each in a page of its own."""
+    starts = torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=device)
+    lens = torch.full((batch,), rows, dtype=torch.int32, device=device)
+    return starts, lens, torch.arange(batch, dtype=torch.int32, device=device)[:, None]
 
 
 def _keys(size: int) -> int:

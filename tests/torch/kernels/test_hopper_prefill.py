@@ -19,7 +19,11 @@ CASES: dict[str, dict[str, Any]] = {
     "one": {"lens": [(300, 300)]},
     "many": {"lens": [(300, 300), (1, 50), (77, 1000), (0, 10), (128, 128), (5, 3)]},
     "more tiles than programs": {"lens": [(150 + 7 * i, 200 + 31 * i) for i in range(40)]},
-    "more tiles than programs, head size 256": {"size": 256, "lens": [(530 - 9 * i, 530 - 9 * i) for i in range(40)], "paged": False},
+    "more tiles than programs, head size 256": {
+        "size": 256,
+        "lens": [(530 - 9 * i, 530 - 9 * i) for i in range(40)],
+        "paged": False,
+    },
     "stale slots": {"stale": True},
     "page 48, group of 3": {"heads": (6, 2), "page": 48, "stale": True},
     "page 64": {"page": 64, "stale": True},

@@ -13,6 +13,7 @@ from attn.capabilities import Capabilities, Device, MultipleOf
 from attn.diffusion.backends.dense import DenseCall
 from attn.torch.backends import _hopper
 from attn.torch.diffusion.backends._triton import TritonBackend, TritonImpl, present_first
+from attn.torch.kernels import hopper
 
 _PAGE = 128  #: keys per page; the Hopper kernel copies a tile of 128 at once from pages of that size
 
@@ -41,12 +42,30 @@ class TritonAttentionImpl(TritonImpl, backend=TritonAttentionBackend):
     ) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]:
         general = super().launcher(query, key, value)
         if query.shape[1] > 1:
-            return general
+            return self._prompts(general) if query.shape[1] == key.shape[1] else general
         from attn.torch.kernels.dense_decode import decoder
 
         shape = self.num_heads, self.num_kv_heads, self.head_size
         row: Callable[..., torch.Tensor] = decoder(query.device, query.dtype, *shape, self.signed_scale)
         return row
+
+    def _prompts(self, general: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """Return a launch of the Hopper kernel alone, which reads keys where they are; `general` where it does not serve."""
+        from attn.torch.kernels.direct import on_device
+        from attn.torch.kernels.launch import arch
+
+        if arch() != "sm_90" or not hopper.is_on("hopper_prefill"):
+            return general
+        from attn.torch.kernels import hopper_prefill
+
+        @on_device
+        def launch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+            out = None
+            if hopper.is_on("hopper_prefill"):
+                out = hopper_prefill.prompts(query, key, value, self.signed_scale, self.causal)
+            return general(query, key, value) if out is None else out
+
+        return launch
 
     def _launch(self, call: DenseCall, lse: torch.Tensor | None) -> torch.Tensor:
         from attn.torch.kernels.paged_attention import paged_attention

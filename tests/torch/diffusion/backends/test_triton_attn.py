@@ -1,0 +1,40 @@
+"""Prompts that repeat, on a Hopper GPU: its kernel reads keys where they are, in any layout; others take the general way."""
+
+import pytest
+import torch
+
+from attn.functional import attention
+from attn.torch.diffusion.backends.triton_attn import TritonAttentionImpl
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper GPU here"
+)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("rows", [2, 130, 517])
+@pytest.mark.parametrize("order", ["heads first", "tokens first", "last dimension apart"])
+@pytest.mark.parametrize(("head_size", "kv_heads", "scale"), [(64, 2, None), (128, 8, -0.3), (256, 1, None), (36, 2, None)])
+def test_a_prompt_is_the_formula(
+    head_size: int, kv_heads: int, scale: float | None, order: str, rows: int, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from attn.torch.kernels import hopper_prefill
+
+    served, prefill = [], hopper_prefill.prefill
+    monkeypatch.setattr(hopper_prefill, "prefill", lambda *args, **kwargs: served.append(1) or prefill(*args, **kwargs))
+    torch.manual_seed(0)
+
+    def array(heads: int) -> torch.Tensor:
+        if order == "heads first":
+            return torch.randn(3, heads, rows, head_size, device="cuda", dtype=torch.bfloat16)
+        if order == "tokens first":
+            return torch.randn(3, rows, heads, head_size, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        return torch.randn(3, heads, head_size, rows, device="cuda", dtype=torch.bfloat16).transpose(2, 3)
+
+    query, key, value = array(8), array(kv_heads), array(kv_heads)
+    impl = TritonAttentionImpl(8, head_size, scale, causal, kv_heads)
+    launch = impl.launcher(*(x.transpose(1, 2) for x in (query, key, value)))
+    want = attention(*(x.transpose(1, 2).float() for x in (query, key, value)), causal=causal, scale=scale, layout="BSHD")
+    torch.testing.assert_close(launch(query, key, value).float(), want, rtol=2e-2, atol=2e-2)
+    assert bool(served) == (order != "last dimension apart" and head_size % 8 == 0)
