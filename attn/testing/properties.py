@@ -6,7 +6,8 @@ also tests the batch shapes that it makes. A property's base case requests every
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -353,23 +354,29 @@ def any_batch(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
         yield from same(case, f"requests {what}", base, run(part), to.rows_of(call, requests), "I")
 
 
+def _in_chunks(
+    call: Call, cuts: Iterable[Sequence[int]], run: Runner, score: Score, want: Expected | None = None
+) -> Iterator[Violation]:
+    """Run the new tokens between each two `cuts`, over the cache that the chunk before left; want: the whole call's result."""
+    assert call.key_cache is not None and call.value_cache is not None
+    caches = (call.key_cache, call.value_cache)
+    for begin, end in itertools.pairwise(cuts):
+        expected = None if want is None else mapped(want, to.chunk_rows(call, begin, end))
+        result, violations = judged(to.chunk(call, begin, end, caches), run, score, expected)
+        yield from violations
+        if violations or result.key_cache is None or result.value_cache is None:
+            return
+        caches = (result.key_cache, result.value_cache)
+
+
 @check
 def chunked(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     """A prefill in chunks, the last one a single token, gives the result of the whole prefill."""
     call = draw(case)
     _, want, violations = oracle_of(call, run, score)
     yield from violations
-    assert call.key_cache is not None and call.value_cache is not None
     lens = case.query_lens
-    cuts = [[0] * len(lens), [n // 3 for n in lens], [n - 1 for n in lens], list(lens)]
-    caches = (call.key_cache, call.value_cache)
-    for begin, end in zip(cuts, cuts[1:], strict=False):
-        part = to.chunk(call, begin, end, caches)
-        result, more = judged(part, run, score, mapped(want, to.chunk_rows(call, begin, end)))
-        yield from more
-        if more or result.key_cache is None or result.value_cache is None:
-            return
-        caches = (result.key_cache, result.value_cache)
+    yield from _in_chunks(call, [[0] * len(lens), [n // 3 for n in lens], [n - 1 for n in lens], lens], run, score, want)
 
 
 @check
@@ -379,18 +386,11 @@ def steps(case: Case, run: Runner, score: Score) -> Iterator[Violation]:
     A step reads what earlier steps wrote to the cache; a runner keeps layer and cache by its method `open`.
     """
     call = draw(case)
-    assert call.key_cache is not None and call.value_cache is not None
     run = getattr(run, "open", lambda call: run)(call)
     rng, lens = np.random.default_rng([12, case.geometry_seed]), np.array(case.query_lens, np.int64)
     inner = np.sort(rng.integers(0, np.maximum(lens, 1), (2, len(lens))), 0)
     cuts = [np.zeros_like(lens), *inner, np.maximum(lens - 1, 0), lens]
-    caches = (call.key_cache, call.value_cache)
-    for begin, end in zip(cuts, cuts[1:], strict=False):
-        result, more = judged(to.chunk(call, begin.tolist(), end.tolist(), caches), run, score)
-        yield from more
-        if more or result.key_cache is None or result.value_cache is None:
-            return
-        caches = (result.key_cache, result.value_cache)
+    yield from _in_chunks(call, [cut.tolist() for cut in cuts], run, score)
 
 
 @check

@@ -60,21 +60,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help='other kernels to time on each batch: "all" or a comma-separated list (sdpa,FLASHINFER)',
     )
     add("--without", default="", metavar="NAMES", help="comma-separated kernels to exclude from --peers all")
-    add(
-        "--limit",
-        type=float,
-        default=120.0,
-        metavar="S",
-        help="time limit for compiling each kernel, in seconds (default: %(default)s)",
-    )
     add("--judge", metavar="FILE", help="measure nothing: judge the choices in a file written by --json")
     add("--json", metavar="FILE", help="write the rows, the device and the versions to this file")
     add("--plot", metavar="FILE", help="draw the roofline and times to this file (.svg, .png, .pdf); also with --judge")
 
 
 def case_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the layer's shape; `cases_of` reads them."""
+    """Add the compiler's time limit, and the arguments of the layer's shape, which `cases_of` reads."""
     add, default, latent = parser.add_argument, BenchCase(""), BenchCase.latent("")
+    limit = "time limit for compiling each kernel, in seconds (default: %(default)s)"
+    add("--limit", type=float, default=120.0, metavar="S", help=limit)
     add("--workloads", metavar="FILE", help="batches and shapes from a FlashInfer Trace file of workloads (.jsonl)")
     add("--mla", action="store_true", help="latent layers: a cached row is a token's latent and 64 rotary elements")
     add("--heads", help=f"<query heads>/<kv heads> (default: {default.heads}; --mla: {latent.heads})")

@@ -33,13 +33,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     case_arguments(parser)
     add("--framework", choices=tuple(BENCHES), help="(default: the installed one)")
     add("--without", default="", metavar="NAMES", help="comma-separated backends to exclude")
-    add(
-        "--limit",
-        type=float,
-        default=120.0,
-        metavar="S",
-        help="time limit for compiling each kernel, in seconds (default: %(default)s)",
-    )
     add("--file", metavar="FILE", type=Path, help="file for the times (default: one per device, in the cache directory)")
 
 
