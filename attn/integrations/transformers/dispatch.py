@@ -34,6 +34,7 @@ from attn.weights import dense
 Launch = Callable[[Call, Runs | None], torch.Tensor]
 
 _launches: "weakref.WeakKeyDictionary[Any, dict[Any, Launch | None]]" = weakref.WeakKeyDictionary()
+_last: "weakref.WeakKeyDictionary[Any, tuple[Any, Launch | None]]" = weakref.WeakKeyDictionary()
 _MOST = 64  #: launches of a layer to keep
 
 
@@ -105,15 +106,16 @@ def _launch_of(call: Call) -> Launch | None:
         call.asked, heads, kv_heads, size, value_size, query.dtype, key.dtype, value.dtype, device, call.scale, seen.layer,
         call.soft_cap, call.sinks is None, valid is None, *sizes_that_decide(rows, keys),
     )  # fmt: skip
-    launches = _launches.get(call.module)
-    if launches is None:
-        launches = _launches[call.module] = {}
-    launch = launches.get(facts, ...)
-    if launch is ...:
+    last = _last.get(call.module)
+    if last is not None and last[0] == facts:  # the token before's, most often, which needs no hash
+        return last[1]
+    launches = _launches.setdefault(call.module, {})
+    if facts not in launches:
         if len(launches) >= _MOST:
             launches.clear()
-        launch = launches[facts] = _decided(call)
-    return launch
+        launches[facts] = _decided(call)
+    _last[call.module] = facts, launches[facts]
+    return launches[facts]
 
 
 def _decided(call: Call) -> Launch | None:

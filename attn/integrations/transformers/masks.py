@@ -33,6 +33,7 @@ class Described:
 
     def __init__(self, seen: Visibility, present: torch.Tensor, rows: int, whole: bool = False, all_rows: bool = False) -> None:
         self.seen, self.present, self.rows, self.whole, self.all_rows = seen, present, rows, whole, all_rows
+        self.end = present.shape[1]
         self.draw: Callable[[], torch.Tensor] | None = None
         self.shared = False
         self._lens: tuple[list[int], list[int], list[int] | None] | None = None
@@ -59,7 +60,7 @@ class Described:
         Waits for the device at the first call.
         """
         if self._lens is None:
-            present, end = self.present, self.present.shape[1]
+            present, end = self.present, self.end
             queries, keys = present[:, -self.rows :].sum(1), present.sum(1)
             at = torch.arange(end, device=present.device)
             first = torch.where(present, at, end).amin(1)
@@ -130,7 +131,7 @@ def mask(
     else:
         skip = allow_is_causal_skip if causal else allow_is_bidirectional_skip
         placed = not causal or q_length in (1, kv_length)  # else None would leave the rows' positions open
-        hides = not found.whole or found.seen.layer.window[0] is not None or found.present.shape[1] < kv_length
+        hides = not found.whole or found.seen.layer.window[0] is not None or found.end < kv_length
         if skip and placed and not hides:
             return None
         given = found.present if skip and not kv_offset else draw()
@@ -281,10 +282,10 @@ def read(call: Call, draw: bool = False) -> None:
             found = _recognised(call, draw)
         if isinstance(found, Described) and found.draw is not None and (draw or call.wants_grad or call.wide):
             found = found.draw()
-        if isinstance(found, torch.Tensor):
+        if not isinstance(found, Described):
             call.mask, call.seen = found[..., :keys], EVERYTHING
             return
-        seen, end = found.seen, found.present.shape[1]
+        seen, end = found.seen, found.end
         valid = None if found.whole else found
     elif rows != keys and rows > 1 and seen.layer.causal:
         raise call.refusal(
