@@ -22,11 +22,10 @@ from attn.diffusion.backends.abstract import DiffusionAttentionMetadata, Diffusi
 from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.errors import UnsupportedError
 from attn.imports import resolve_obj_by_qualname
-from attn.progress import Display
 from attn.testing import bits
 from attn.testing.case import Recipe
 from attn.testing.conformance import Report
-from attn.testing.family import run_family
+from attn.testing.family import Family, run_family
 from attn.testing.rules import BUDGETS
 from attn.testing.suite import LEVELS
 
@@ -330,19 +329,8 @@ def _check_vast(backend: Any, case: DenseCase, run: Callable[[Any, DenseCase], A
         _judge(backend, case, sampled.out[:, None], want)
 
 
-def run_dense(
-    names: Sequence[str] | None = None,
-    *,
-    level: str = "quick",
-    kind: str | None = None,
-    only: str = "",
-    record: bool = False,
-    shown: Display | None = None,
-) -> Report:
-    """Run the suite on the named diffusion backends, or on all that run on this machine; arguments as for `run_family`."""
+def run_dense(names: Sequence[str] | None = None, *, level: str = "quick", **options: Any) -> Report:
+    """Run the suite on the named diffusion backends, or on all that run here; `options` are those of `run_family`."""
     cases = functools.partial(dense_cases, level=level)
     words = "dense, full" if level == "full" else "dense"
-    return run_family(
-        "diffusion", DiffusionAttentionBackendEnum, cases, check_dense, names, kind=kind, only=only, record=record, level=words,
-        shown=shown,
-    )  # fmt: skip
+    return run_family(Family("diffusion", DiffusionAttentionBackendEnum, words, cases, check_dense), names, **options)

@@ -1,12 +1,12 @@
 """Run the suite over the registries of dense and prefill backends, which have no paged cache.
 
-A family provides the cases of a class and the check of a case. A backend that cannot run on this machine is skipped with the
+A `Family` provides the cases of a class and the check of a case. A backend that cannot run on this machine is skipped with the
 reason; a case that fails or raises does not stop the others.
 """
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from attn.backend_enum import BackendEnum
 from attn.capabilities import Device
@@ -16,24 +16,32 @@ from attn.selection.verdicts import not_loadable
 from attn.testing.conformance import EXECUTED, BackendReport, Failure, Report, device_for, evidence_of, is_interpreted
 
 
+class Family(NamedTuple):
+    """The suite of one registry.
+
+    name, level: the registry's and the suite's in the evidence.
+    cases: a function that returns the cases of a backend class on a device; each case has a `name`.
+    check: a function that raises AssertionError for a case that a backend class fails.
+    """
+
+    name: str
+    registry: type[BackendEnum]
+    level: str
+    cases: Callable[[Any, Device], Sequence[Any]]
+    check: Callable[[Any, Any], None]
+
+
 def run_family(
-    family: str,
-    registry: type[BackendEnum],
-    cases: Callable[[Any, Device], Sequence[Any]],
-    check: Callable[[Any, Any], None],
+    family: Family,
     names: Sequence[str] | None = None,
     *,
     kind: str | None = None,
     only: str = "",
     record: bool = False,
-    level: str = "",
     shown: Display | None = None,
 ) -> Report:
-    """Run `check(backend, case)` for each of `cases(backend, device)`, on the named members or on all that run on this machine.
+    """Check each case of a family, on the named members of its registry or on all that run on this machine.
 
-    family: the registry's name in the evidence.
-    cases: a function that returns the cases of a backend class; each case has a `name`.
-    check: a function that raises AssertionError for a case that fails.
     kind, shown: as for `run_conformance`.
 
     Raises ValueError for an unknown name or kind, if `record` is passed with `only`, and for kind `ran` where kernels are
@@ -45,8 +53,8 @@ def run_family(
         raise ValueError(f"record=True needs the whole suite, not the cases that contain {only!r}")
     shown = shown or Display()
     reports, rows = [], []
-    for name in registry.names() if names is None else names:
-        candidate = registry[name].candidate()
+    for name in family.registry.names() if names is None else names:
+        candidate = family.registry[name].candidate()
         backend: Any = candidate.backend
         if why := not_loadable(candidate):
             reports.append(BackendReport(name, skipped="; ".join(why)))
@@ -62,20 +70,20 @@ def run_family(
         if how == "ran" and (refused := backend.capabilities.device_reasons(device)):
             reports.append(BackendReport(name, skipped="; ".join(refused)))
             continue
-        report = BackendReport(name, device.name or device.platform, device.platform, level or family, how)
+        report = BackendReport(name, device.name or device.platform, device.platform, family.level, how)
         begin = time.perf_counter()
-        selected = [case for case in cases(backend, device) if only in case.name]
+        selected = [case for case in family.cases(backend, device) if only in case.name]
         shown.begin(name, len(selected))
         for case in selected:
             report.cases += 1
-            if problem := _problem(check, backend, case):
+            if problem := _problem(family.check, backend, case):
                 report.failures.append(Failure(case.name, [problem], ""))
             shown.step(report.cases, "")
         report.seconds = time.perf_counter() - begin
         if not report.cases:
             report.skipped = "no case was selected"
         else:
-            rows.append(evidence_of(report, backend, family))
+            rows.append(evidence_of(report, backend, family.name))
         reports.append(report)
     if record:
         evidence.record(rows)

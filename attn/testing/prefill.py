@@ -18,13 +18,12 @@ from attn.backends.mla.prefill.registry import MLAPrefillBackendEnum
 from attn.backends.mla.prefill.selector import make_mla_prefill_request
 from attn.capabilities import supports_size
 from attn.imports import resolve_obj_by_qualname
-from attn.progress import Display
 from attn.testing.bits import Array, drawn, rounded
 from attn.testing.case import Case
 from attn.testing.conformance import Report
 from attn.testing.draw import Result
 from attn.testing.expected import Expected
-from attn.testing.family import run_family
+from attn.testing.family import Family, run_family
 from attn.testing.rules import BUDGETS, compare
 
 State = tuple[Array, Array]  #: out [T, H, Dv], lse [H, T]
@@ -184,24 +183,7 @@ def _broken(case: PrefillCase, what: str, state: State, want: State) -> list[str
     return [f"rule {v.rule} ({what}): {v.what}" for v in compare(as_case, result, Expected(*want, None))]
 
 
-def run_prefill(
-    names: Sequence[str] | None = None,
-    *,
-    kind: str | None = None,
-    only: str = "",
-    record: bool = False,
-    shown: Display | None = None,
-) -> Report:
-    """Run the suite on the named MLA prefill backends, or on all that run on this machine; arguments as for `run_family`."""
-    return run_family(
-        "mla_prefill",
-        MLAPrefillBackendEnum,
-        lambda backend, _: prefill_cases(backend),
-        check_prefill,
-        names,
-        kind=kind,
-        only=only,
-        record=record,
-        level="prefill",
-        shown=shown,
-    )
+def run_prefill(names: Sequence[str] | None = None, **options: Any) -> Report:
+    """Run the suite on the named MLA prefill backends, or on all that run here; `options` are those of `run_family`."""
+    family = Family("mla_prefill", MLAPrefillBackendEnum, "prefill", lambda backend, _: prefill_cases(backend), check_prefill)
+    return run_family(family, names, **options)
