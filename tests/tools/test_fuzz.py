@@ -63,7 +63,7 @@ def fuzzed(kernel: SimulatedKernel, programs: int) -> FuzzReport:
     def examine(case: Case, limit: float) -> CaseOutcome:
         return CaseOutcome() if case.check.startswith("wrong") else examined(case, lambda case: run_check(case, kernel))
 
-    return campaign(SUBJECT, [examine], 3, FAR, FuzzReport("SIMULATED", 3), most=programs, enough=1)
+    return campaign(SUBJECT, [examine], 3, FAR, FuzzReport("SIMULATED", 3), most=programs, max_finds=1)
 
 
 def test_a_correct_kernel_has_no_find() -> None:
@@ -172,7 +172,7 @@ def test_dense_backends_are_fuzzed_too(kernel: type[SDPAImpl], monkeypatch: pyte
         return examined_dense(Dense, case)
 
     most = 30 if kernel is SDPAImpl else 200
-    report = campaign(subject, [examine], 3, FAR, FuzzReport("DENSE", 3), most=most, enough=1)
+    report = campaign(subject, [examine], 3, FAR, FuzzReport("DENSE", 3), most=most, max_finds=1)
     if kernel is SDPAImpl:
         assert report.ok and report.programs == 30 and report.cases > 60, str(report)
         return
@@ -237,7 +237,7 @@ def test_a_find_in_an_entry_is_made_small_and_repeated(
     def examine(case: Any, limit: float) -> CaseOutcome:
         return examined_by(subject.check, case)
 
-    report = campaign(subject, [examine], 1, FAR, FuzzReport("TORCH_ENTRY", 1), most=200, enough=1)
+    report = campaign(subject, [examine], 1, FAR, FuzzReport("TORCH_ENTRY", 1), most=200, max_finds=1)
     (found,) = report.finds
     assert found.kind.startswith("IndexError in") and found.needs == {"causal": True}
     assert "TORCH_ENTRY --registry entries --repro" in found.repro and len(found.repro) < 200

@@ -139,10 +139,10 @@ def campaign(
     report: FuzzReport,
     most: int | None = None,
     notify: Callable[[FuzzReport], None] = lambda report: None,
-    enough: int = sys.maxsize,
+    max_finds: int = sys.maxsize,
 ) -> FuzzReport:
     """Run programs on all examiners in parallel until `time.monotonic()` reaches `until`, or for `most` programs, or until
-    there are `enough` finds. `notify` is called with the report after each case."""
+    there are `max_finds` finds. `notify` is called with the report after each case."""
     begin, lock = time.monotonic(), threading.Lock()
     family = _family_of(subject)
     spent = [0.0]
@@ -154,7 +154,7 @@ def campaign(
         while time.monotonic() < until:
             with lock:
                 number = next(numbers, None)
-            if number is None or len(report.finds) >= enough:
+            if number is None or len(report.finds) >= max_finds:
                 return
             for case in family.program(subject, seed, number, count, one_shape):
                 if time.monotonic() >= until:
