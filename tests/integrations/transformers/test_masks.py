@@ -11,8 +11,8 @@ from attn.errors import UnsupportedError  # noqa: E402
 from attn.integrations import transformers as attn_transformers  # noqa: E402
 from attn.integrations.transformers import dispatch, packing  # noqa: E402
 from attn.integrations.transformers.call import CAUSAL, Call, replaced  # noqa: E402
-from attn.integrations.transformers.masks import read  # noqa: E402
-from attn.visibility import BatchMask  # noqa: E402
+from attn.integrations.transformers.masks import read, translated  # noqa: E402
+from attn.visibility import BatchMask, LayerMask  # noqa: E402
 from tests.integrations.tiny_transformers import SMALL, batch, sharpened  # noqa: E402
 
 IMAGES = [[-1, 0, 0, 0, 0, 0, 0, 0, -1, 1, 1, 1, 1, -1, -1, -1, -1], [0, 0, 0, 0, -1, -1, -1, 1, 1, 1, 1, 1, 1, 1, 1, 1, -1]]
@@ -92,6 +92,70 @@ def test_chunks_leave_the_callers_mask_as_it_is():
     function = mu.chunked_causal_mask_function(6, torch.zeros(2, dtype=torch.long))
     attn_transformers.mask(batch_size=2, q_length=4, kv_length=17, q_offset=13, mask_function=function, attention_mask=valid)
     assert valid.all()
+
+
+def test_a_mask_of_both_directions_is_one_in_a_causal_layer_too():
+    valid = batch("left")["attention_mask"].bool()
+    options = {
+        "batch_size": 2,
+        "q_length": 17,
+        "kv_length": 17,
+        "attention_mask": valid,
+        "mask_function": mu.bidirectional_mask_function,
+    }
+    described = attn_transformers.mask(**options)
+    assert described.shape == (2, 17)
+    got, want = computed(described, mu.sdpa_mask(**options, allow_is_causal_skip=False), valid, 17, 17)
+    torch.testing.assert_close(got, want, rtol=2e-5, atol=2e-5)
+
+
+def own_function(batch, head, q, k):
+    return (q < 3) & (k < 3)
+
+
+BLOCKS, LEFT = torch.tensor(IMAGES), torch.zeros(2, dtype=torch.long)
+BLOCK, WINDOW = mu.blockwise_overlay(BLOCKS), mu.sliding_window_overlay(4)
+
+
+@pytest.mark.parametrize(
+    ("function", "layer", "blocks"),
+    [
+        (mu.causal_mask_function, LayerMask(), None),
+        (mu.bidirectional_mask_function, LayerMask(causal=False), None),
+        (mu.sliding_window_causal_mask_function(4), LayerMask(window=(3, None)), None),
+        (mu.and_masks(mu.causal_mask_function, WINDOW), LayerMask(window=(3, None)), None),
+        (mu.chunked_causal_mask_function(6, LEFT), LayerMask(chunk_size=6), None),
+        (blockwise("full", BLOCKS), LayerMask(), BLOCKS),
+        (blockwise("window before blocks", BLOCKS), LayerMask(window=(3, None), span_window=False), BLOCKS),
+        (blockwise("window after blocks", BLOCKS), LayerMask(window=(3, None), span_window=True), BLOCKS),
+    ],
+)
+def test_functions_of_transformers_are_translated(function, layer, blocks):
+    pattern = translated(function)
+    assert pattern.layer == layer and pattern.blocks is blocks
+    assert (pattern.left_padding is LEFT) == (layer.chunk_size is not None)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        own_function,
+        WINDOW,
+        BLOCK,
+        mu.and_masks(mu.causal_mask_function, own_function),
+        mu.or_masks(mu.causal_mask_function, own_function),
+        mu.or_masks(mu.causal_mask_function, WINDOW),
+        mu.and_masks(blockwise("full", BLOCKS), mu.causal_mask_function),  # causality cuts the blocks
+        mu.and_masks(blockwise("window before blocks", BLOCKS), WINDOW),
+        mu.and_masks(mu.chunked_causal_mask_function(6, LEFT), WINDOW),
+        mu.or_masks(mu.chunked_causal_mask_function(6, LEFT), BLOCK),
+        mu.or_masks(mu.bidirectional_mask_function, BLOCK),
+        mu.and_masks(WINDOW, mu.bidirectional_mask_function),
+        mu.sliding_window_bidirectional_mask_function(4),
+    ],
+)
+def test_functions_of_which_a_part_or_the_order_is_unknown_are_not(function):
+    assert translated(function) is None
 
 
 def test_blocks_that_are_no_span_are_drawn():
