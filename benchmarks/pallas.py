@@ -205,13 +205,15 @@ def ours(row: Row, chip: str, page: int) -> Any:
     query_lens, seq_lens = batch = row.lens
     heads, kv_heads, size = row.heads
     if row.kind == "latent":
-        return aot.latent(chip, *batch, heads, page, columns=MAX_LEN // page)
+        return aot.latent(chip, aot.Latent(*batch, heads, page, MAX_LEN // page))
     if row.kind.startswith("dense"):
         lengths = (query_lens[0], seq_lens[0])
-        return aot.dense(chip, lengths, (heads, kv_heads), (size, size), backward=row.kind == "dense_backward")
+        shape = aot.Dense(lengths, (heads, kv_heads), (size, size), backward=row.kind == "dense_backward")
+        return aot.dense(chip, shape)
     window = (None if row.window is None else row.window - 1, None)
+    cache = (page, MAX_LEN // page)
     return aot.ragged(
-        chip, *batch, (heads, kv_heads), size, page, stored=row.stored, columns=MAX_LEN // page, window=window, sinks=row.sinks
+        chip, aot.Ragged(*batch, (heads, kv_heads), size, *cache, stored=row.stored, window=window, sinks=row.sinks)
     )
 
 

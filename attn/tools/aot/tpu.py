@@ -5,7 +5,7 @@ the times of large shapes.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -124,8 +124,7 @@ def _refuse_ragged(choice: Choice, arch: str) -> str:
 
 def _ragged_program(choice: Choice, chip: str) -> Program:
     mask, same = choice["mask"], ("heads", "head_size", "block_size", "dtype", "alibi", "sinks", "lse", "per_head_scales")
-    return ragged(
-        chip,
+    call = Ragged(
         *BATCHES[choice["batch"]],
         **{name: choice[name] for name in same},
         stored=_stored(choice),
@@ -136,50 +135,54 @@ def _ragged_program(choice: Choice, chip: str) -> Program:
         tree=8 if mask == "tree" else 0,
         write=not choice["kv_sharing"],
     )
+    return ragged(chip, call)
 
 
-def ragged(
-    chip: str,
-    query_lens: Sequence[int],
-    seq_lens: Sequence[int],
-    heads: tuple[int, int],
-    head_size: int,
-    block_size: int,
-    dtype: str = "bfloat16",
-    stored: str = "",
-    *,
-    columns: int,
-    causal: bool = True,
-    window: tuple[int | None, int | None] = (None, None),
-    soft_cap: float | None = None,
-    alibi: bool = False,
-    sinks: bool = False,
-    tree: int = 0,
-    lse: bool = False,
-    write: bool = True,
-    per_head_scales: bool = False,
-) -> Program:
-    """`ragged_paged_attention` on a batch, with `columns` columns in the block table."""
+class Ragged(NamedTuple):
+    """A call of `ragged_paged_attention`. heads: (H, K); columns: of the block table; stored: the cache's dtype, "": `dtype`;
+    tree: nodes of a draft tree, 0 without one; write: whether the kernel writes the new tokens."""
+
+    query_lens: Sequence[int]
+    seq_lens: Sequence[int]
+    heads: tuple[int, int]
+    head_size: int
+    block_size: int
+    columns: int
+    dtype: str = "bfloat16"
+    stored: str = ""
+    causal: bool = True
+    window: tuple[int | None, int | None] = (None, None)
+    soft_cap: float | None = None
+    alibi: bool = False
+    sinks: bool = False
+    tree: int = 0
+    lse: bool = False
+    write: bool = True
+    per_head_scales: bool = False
+
+
+def ragged(chip: str, shape: Ragged) -> Program:
+    """`ragged_paged_attention` on a batch."""
     from attn.jax.kernels.tpu import ragged_paged_attention as kernel
 
-    (num_heads, kv_heads), num_requests, num_tokens = heads, len(query_lens), sum(query_lens)
-    stored = stored or dtype
-    batch, num_blocks = _batch(query_lens, seq_lens, block_size, columns)
+    (num_heads, kv_heads), num_requests, num_tokens = shape.heads, len(shape.query_lens), sum(shape.query_lens)
+    head_size, dtype, stored = shape.head_size, shape.dtype, shape.stored or shape.dtype
+    batch, num_blocks = _batch(shape.query_lens, shape.seq_lens, shape.block_size, shape.columns)
 
     query, new = _shape((num_tokens, num_heads, head_size), dtype), _shape((num_tokens, kv_heads, head_size), stored)
-    cache = _shape(kernel.cache_shape(num_blocks, block_size, kv_heads, head_size), stored)
+    cache = _shape(kernel.cache_shape(num_blocks, shape.block_size, kv_heads, head_size), stored)
     optional = {
-        "alibi_slopes": ((num_heads,), "float32") if alibi else None,
-        "sinks": ((num_heads,), "float32") if sinks else None,
-        "tree_mask": ((num_requests, tree, tree), "bool") if tree else None,
-        "k_scale": ((kv_heads,) if per_head_scales else (), "float32") if stored != dtype else None,
-        "v_scale": ((kv_heads,) if per_head_scales else (), "float32") if stored != dtype else None,
+        "alibi_slopes": ((num_heads,), "float32") if shape.alibi else None,
+        "sinks": ((num_heads,), "float32") if shape.sinks else None,
+        "tree_mask": ((num_requests, shape.tree, shape.tree), "bool") if shape.tree else None,
+        "k_scale": ((kv_heads,) if shape.per_head_scales else (), "float32") if stored != dtype else None,
+        "v_scale": ((kv_heads,) if shape.per_head_scales else (), "float32") if stored != dtype else None,
     }
-    rules = {name: _shape(*shape) for name, shape in optional.items() if shape}
-    arrays = [query, cache, *([new, new] if write else []), *rules.values()]
+    rules = {name: _shape(*array) for name, array in optional.items() if array}
+    arrays = [query, cache, *([new, new] if shape.write else []), *rules.values()]
 
     def call(query: jax.Array, cache: jax.Array, *rest: jax.Array) -> Any:
-        key, value, *given = rest if write else (None, None, *rest)
+        key, value, *given = rest if shape.write else (None, None, *rest)
         more: dict[str, Any] = dict(zip(rules, given, strict=False))
         return kernel.ragged_paged_attention(
             query,
@@ -189,16 +192,16 @@ def ragged(
             *given[len(rules) :],  # type: ignore[arg-type]
             **more,
             scale=head_size**-0.5,
-            max_query_len=max(query_lens),
+            max_query_len=max(shape.query_lens),
             chip=chip,
-            causal=causal,
-            window=window,
-            logits_soft_cap=soft_cap,
-            return_lse=lse,
+            causal=shape.causal,
+            window=shape.window,
+            logits_soft_cap=shape.soft_cap,
+            return_lse=shape.lse,
             interpret=False,
         )
 
-    flops, traffic = cost(query_lens, seq_lens, num_heads, head_size, causal, window)
+    flops, traffic = cost(shape.query_lens, shape.seq_lens, num_heads, head_size, shape.causal, shape.window)
     traffic = traffic * kv_heads * 2 * head_size * jnp.dtype(stored).itemsize
     traffic += num_tokens * num_heads * 2 * head_size * jnp.dtype(dtype).itemsize
     return Program(call, arrays, batch, (1,), flops, traffic, dtype)
@@ -245,45 +248,43 @@ def _refuse_latent(choice: Choice, arch: str) -> str:
 
 
 def _latent_program(choice: Choice, chip: str) -> Program:
-    return latent(
-        chip,
-        *BATCHES[choice["batch"]],
-        **{name: choice[name] for name in ("num_heads", "block_size", "dtype", "lse")},
-        stored=_stored(choice),
-        columns=1024 // choice["block_size"],
-        write=not choice["kv_sharing"],
-    )
+    same = {name: choice[name] for name in ("num_heads", "block_size", "dtype", "lse")}
+    columns, write = 1024 // choice["block_size"], not choice["kv_sharing"]
+    return latent(chip, Latent(*BATCHES[choice["batch"]], **same, columns=columns, stored=_stored(choice), write=write))
 
 
-def latent(
-    chip: str,
-    query_lens: Sequence[int],
-    seq_lens: Sequence[int],
-    num_heads: int,
-    block_size: int,
-    dtype: str = "bfloat16",
-    stored: str = "",
-    *,
-    columns: int,
-    lse: bool = False,
-    write: bool = True,
-) -> Program:
+class Latent(NamedTuple):
+    """A call of `mla_attention`; fields as in `Ragged`."""
+
+    query_lens: Sequence[int]
+    seq_lens: Sequence[int]
+    num_heads: int
+    block_size: int
+    columns: int
+    dtype: str = "bfloat16"
+    stored: str = ""
+    lse: bool = False
+    write: bool = True
+
+
+def latent(chip: str, shape: Latent) -> Program:
     """`mla_attention` on a batch, absorbed: rows of 512 + 64 are keys, and their first 512 elements are values."""
     from attn.jax.kernels.tpu import mla_attention as kernel
 
-    stored, num_tokens = stored or dtype, sum(query_lens)
-    batch, num_blocks = _batch(query_lens, seq_lens, block_size, columns)
+    num_heads, num_tokens = shape.num_heads, sum(shape.query_lens)
+    dtype, stored = shape.dtype, shape.stored or shape.dtype
+    batch, num_blocks = _batch(shape.query_lens, shape.seq_lens, shape.block_size, shape.columns)
     new = [_shape((num_tokens, RANK), stored), _shape((num_tokens, ROPE), stored)]
     arrays = [
         _shape((num_tokens, num_heads, RANK), dtype),
         _shape((num_tokens, num_heads, ROPE), dtype),
-        _shape((num_blocks, block_size, kernel.row_lanes(RANK + ROPE)), stored),
-        *(new if write else []),
+        _shape((num_blocks, shape.block_size, kernel.row_lanes(RANK + ROPE)), stored),
+        *(new if shape.write else []),
         *([_shape((), "float32")] if stored != dtype else []),
     ]
 
     def call(nope: jax.Array, rope: jax.Array, cache: jax.Array, *rest: jax.Array) -> Any:
-        latent, pe, *more = rest if write else (None, None, *rest)
+        latent, pe, *more = rest if shape.write else (None, None, *rest)
         scale = more.pop(0) if stored != dtype else 1.0
         return kernel.mla_attention(
             nope,
@@ -293,14 +294,14 @@ def latent(
             cache,
             *more,  # type: ignore[arg-type,misc]
             scale=0.1,
-            max_query_len=max(query_lens),
+            max_query_len=max(shape.query_lens),
             chip=chip,
             k_scale=scale,  # type: ignore[arg-type]
-            return_lse=lse,
+            return_lse=shape.lse,
             interpret=False,
         )
 
-    flops, rows = cost(query_lens, seq_lens, num_heads, RANK + ROPE, value_size=RANK)
+    flops, rows = cost(shape.query_lens, shape.seq_lens, num_heads, RANK + ROPE, value_size=RANK)
     traffic = rows * (RANK + ROPE) * jnp.dtype(stored).itemsize
     traffic += num_tokens * num_heads * (2 * RANK + ROPE) * jnp.dtype(dtype).itemsize
     return Program(call, arrays, batch, (2,), flops, traffic, dtype)
@@ -320,36 +321,35 @@ DENSE: dict[str, Sequence[Any]] = {
 
 def _dense_program(choice: Choice, chip: str) -> Program:
     mask = choice["mask"]
-    return dense(
-        chip,
-        causal=mask in ("causal", "window"),
-        window=WINDOWS.get(mask),
-        soft_cap=30.0 if choice["soft_cap"] else None,
-        **{name: value for name, value in choice.items() if name not in ("mask", "soft_cap")},
-    )
+    same = {name: value for name, value in choice.items() if name not in ("mask", "soft_cap")}
+    soft_cap = 30.0 if choice["soft_cap"] else None
+    return dense(chip, Dense(causal=mask in ("causal", "window"), window=WINDOWS.get(mask), soft_cap=soft_cap, **same))
 
 
-def dense(
-    chip: str,
-    lengths: tuple[int, int],
-    heads: tuple[int, int],
-    head_sizes: tuple[int, int],
-    dtype: str = "bfloat16",
-    *,
-    causal: bool = True,
-    window: tuple[int | None, int | None] | None = None,
-    segments: bool = False,
-    kv_lens: bool = False,
-    soft_cap: float | None = None,
-    alibi: bool = False,
-    sinks: bool = False,
-    lse: bool = False,
-    backward: bool = False,
-) -> Program:
+class Dense(NamedTuple):
+    """A call of `flash_attention` of one sequence. lengths: rows and keys; heads: (H, K); head_sizes: of keys and of values."""
+
+    lengths: tuple[int, int]
+    heads: tuple[int, int]
+    head_sizes: tuple[int, int]
+    dtype: str = "bfloat16"
+    causal: bool = True
+    window: tuple[int | None, int | None] | None = None
+    segments: bool = False
+    kv_lens: bool = False
+    soft_cap: float | None = None
+    alibi: bool = False
+    sinks: bool = False
+    lse: bool = False
+    backward: bool = False
+
+
+def dense(chip: str, shape: Dense) -> Program:
     """`flash_attention` of one sequence; with `backward` also its gradient with respect to q, k, v (and sinks)."""
     from attn.jax.kernels.tpu.flash_attention import flash_attention
 
-    (rows, keys), (num_heads, kv_heads), (size, value_size) = lengths, heads, head_sizes
+    (rows, keys), (num_heads, kv_heads), (size, value_size) = shape.lengths, shape.heads, shape.head_sizes
+    dtype, sinks, alibi = shape.dtype, shape.sinks, shape.alibi
     arrays = [
         _shape((1, rows, num_heads, size), dtype),
         _shape((1, keys, kv_heads, size), dtype),
@@ -358,10 +358,10 @@ def dense(
         *([_shape((num_heads,), "float32")] if alibi else []),
     ]
     known: dict[str, Any] = {}
-    if segments:
+    if shape.segments:
         known["q_segment_ids"] = (np.arange(rows, dtype=np.int32) // 64)[None]
         known["kv_segment_ids"] = (np.arange(keys, dtype=np.int32) // 64)[None]
-    if kv_lens:
+    if shape.kv_lens:
         known["kv_lens"] = np.array([keys - 5], np.int32)
 
     def call(q: jax.Array, k: jax.Array, v: jax.Array, *rest: jax.Array) -> Any:
@@ -373,25 +373,25 @@ def dense(
                 q,
                 k,
                 v,
-                causal=causal,
-                sliding_window=window,
-                logits_soft_cap=soft_cap,
+                causal=shape.causal,
+                sliding_window=shape.window,
+                logits_soft_cap=shape.soft_cap,
                 sinks=logits,
                 alibi_slopes=None if slopes is None else jax.lax.stop_gradient(slopes),
-                return_lse=lse,
+                return_lse=shape.lse,
                 chip=chip,
                 interpret=False,
                 **dict[str, Any](zip(known, rest, strict=True)),
             )
 
-        if not backward:
+        if not shape.backward:
             return attend(q, k, v, logits)
         out, pull = jax.vjp(attend, q, k, v, logits)
         return pull(out)
 
-    flops, _ = cost([rows], [keys], num_heads, size, causal, window or (None, None), value_size)
+    flops, _ = cost([rows], [keys], num_heads, size, shape.causal, shape.window or (None, None), value_size)
     traffic = rows * num_heads * (size + value_size) + keys * kv_heads * (size + value_size)
-    if backward:  # scores again, and four products; all inputs and the output's gradient are read, the gradients written
+    if shape.backward:  # scores again, and four products; all inputs and the output's gradient are read, the gradients written
         flops += flops + 2.0 * flops * size / (size + value_size) + flops * value_size / (size + value_size)
         traffic += 2 * traffic + rows * num_heads * value_size
     return Program(call, arrays, list(known.values()), (), flops, traffic * jnp.dtype(dtype).itemsize, dtype)

@@ -230,11 +230,11 @@ def test_static_figures_of_a_dump():
 
 def test_floors_are_those_of_the_peers_table():
     """The figures of v6e at 32/8 heads of 128: decode of 64 requests of 4k, and 2k new tokens at 8k."""
-    decode = jax_aot.ragged("v6e", [1] * 64, [4096] * 64, (32, 8), 128, 128, columns=32)
+    decode = jax_aot.ragged("v6e", jax_aot.Ragged([1] * 64, [4096] * 64, (32, 8), 128, 128, columns=32))
     assert decode.floors("v6e")["hbm_us"] == pytest.approx(655, abs=1)
-    window = jax_aot.ragged("v6e", [1] * 64, [4096] * 64, (32, 8), 128, 128, columns=32, window=(1023, None))
+    window = jax_aot.ragged("v6e", jax_aot.Ragged([1] * 64, [4096] * 64, (32, 8), 128, 128, columns=32, window=(1023, None)))
     assert window.floors("v6e")["hbm_us"] == pytest.approx(164, abs=1)
-    prefill = jax_aot.ragged("v6e", [2048], [8192], (32, 8), 128, 128, columns=64)
+    prefill = jax_aot.ragged("v6e", jax_aot.Ragged([2048], [8192], (32, 8), 128, 128, columns=64))
     assert prefill.floors("v6e")["mxu_us"] == pytest.approx(262, abs=1)
 
 
