@@ -15,14 +15,14 @@ pytestmark = pytest.mark.skipif(
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("rows", [2, 130, 517])
 @pytest.mark.parametrize("order", ["heads first", "tokens first", "last dimension apart"])
-@pytest.mark.parametrize(("head_size", "kv_heads", "scale"), [(64, 2, None), (128, 8, -0.3), (256, 1, None), (36, 2, None)])
+@pytest.mark.parametrize(("head_size", "kv_heads", "scale"), [(64, 2, None), (128, 8, -0.3), (256, 1, None), (80, 2, None)])
 def test_a_prompt_is_the_formula(
     head_size: int, kv_heads: int, scale: float | None, order: str, rows: int, causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from attn.torch.kernels import hopper_prefill
 
-    served, prefill = [], hopper_prefill.prefill
-    monkeypatch.setattr(hopper_prefill, "prefill", lambda *args, **kwargs: served.append(1) or prefill(*args, **kwargs))
+    outputs, prompts = list[torch.Tensor | None](), hopper_prefill.prompts
+    monkeypatch.setattr(hopper_prefill, "prompts", lambda *args: outputs.append(prompts(*args)) or outputs[-1])
     torch.manual_seed(0)
 
     def array(heads: int) -> torch.Tensor:
@@ -37,4 +37,4 @@ def test_a_prompt_is_the_formula(
     launch = impl.launcher(*(x.transpose(1, 2) for x in (query, key, value)))
     want = attention(*(x.transpose(1, 2).float() for x in (query, key, value)), causal=causal, scale=scale, layout="BSHD")
     torch.testing.assert_close(launch(query, key, value).float(), want, rtol=2e-2, atol=2e-2)
-    assert bool(served) == (order != "last dimension apart" and head_size % 8 == 0)
+    assert (outputs[0] is not None) == (order != "last dimension apart")
