@@ -127,22 +127,25 @@ def operator(name: str, *mutated: str) -> Callable[[Callable[..., None]], Callab
 
 
 _memories: dict[tuple[torch.device, int], tuple[torch.Tensor, torch.Tensor]] = {}
+_captured: list[torch.Tensor] = []
 
 
 def memory_of_stream(device: torch.device, floats: int, counters: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return float32 memory, and int32 counters that are 0 and that a kernel leaves at 0; both are kept per stream, whose
     launches run one after the other. A CUDA graph has its own, since it may be replayed on any stream."""
     stream = torch._C._cuda_getCurrentRawStream(device.index) if device.type == "cuda" else 0
+    if stream and torch.cuda.is_current_stream_capturing():
+        memory = _memory(device, floats, counters)
+        # a kernel that is launched early runs beside the one that counts, and could be given the same memory
+        _captured.append(memory[1])
+        return memory
     kept = _memories.get((device, stream))
-    captured = stream and torch.cuda.is_current_stream_capturing()
-    if captured or kept is None or kept[0].numel() < floats or kept[1].numel() < counters:
-        if not captured:
-            floats, counters = max(1 << 20, power_of_two(floats)), max(1 << 12, power_of_two(counters))
-        memory = (
-            torch.empty(floats, dtype=torch.float32, device=device),
-            torch.zeros(counters, dtype=torch.int32, device=device),
-        )
-        if captured:
-            return memory
-        kept = _memories[device, stream] = memory
+    if kept is None or kept[0].numel() < floats or kept[1].numel() < counters:
+        kept = _memory(device, max(1 << 20, power_of_two(floats)), max(1 << 12, power_of_two(counters)))
+        _memories[device, stream] = kept
     return kept
+
+
+def _memory(device: torch.device, floats: int, counters: int) -> tuple[torch.Tensor, torch.Tensor]:
+    states = torch.empty(floats, dtype=torch.float32, device=device)
+    return states, torch.zeros(counters, dtype=torch.int32, device=device)
