@@ -13,13 +13,26 @@ import transformers
 SHARP = 12.0
 VOCABULARY = 64
 SMALL = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "vocab_size": VOCABULARY, "max_position_embeddings": 128, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None,
-}  # fmt: skip
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
 _LATENT = {
-    "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 12, "qk_rope_head_dim": 8,
-    "v_head_dim": 10, "first_k_dense_replace": 2,
-}  # fmt: skip
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "first_k_dense_replace": 2,
+}
 #: Decoders by name: (configuration, what it says beside `SMALL`). Windows are 6: shorter than every prompt.
 DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"head_dim": 16}),
@@ -39,8 +52,16 @@ DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("DeepseekV3Config", _LATENT),
 }
 _PROJECTIONS = (
-    "q_proj", "k_proj", "qkv_proj", "q_b_proj", "kv_b_proj", "query.", "key.", ".q.", ".k.",
-)  # fmt: skip
+    "q_proj",
+    "k_proj",
+    "qkv_proj",
+    "q_b_proj",
+    "kv_b_proj",
+    "query.",
+    "key.",
+    ".q.",
+    ".k.",
+)
 
 
 def sharpened(model: Any) -> Any:
@@ -63,9 +84,14 @@ def decoder(kind: str) -> Any:
 def encoder() -> Any:
     torch.manual_seed(0)
     config = transformers.BertConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=VOCABULARY,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=VOCABULARY,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
     return sharpened(transformers.AutoModel.from_config(config, attn_implementation="eager"))
 
 
@@ -73,15 +99,35 @@ def encoder_decoder(kind: str) -> Any:
     torch.manual_seed(0)
     if kind == "bart":
         config = transformers.BartConfig(
-            d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
-            encoder_ffn_dim=48, decoder_ffn_dim=48, vocab_size=VOCABULARY, max_position_embeddings=64, dropout=0.0,
-            pad_token_id=0, bos_token_id=1, eos_token_id=None, forced_eos_token_id=None, decoder_start_token_id=1,
-        )  # fmt: skip
+            d_model=32,
+            encoder_layers=2,
+            decoder_layers=2,
+            encoder_attention_heads=4,
+            decoder_attention_heads=4,
+            encoder_ffn_dim=48,
+            decoder_ffn_dim=48,
+            vocab_size=VOCABULARY,
+            max_position_embeddings=64,
+            dropout=0.0,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=None,
+            forced_eos_token_id=None,
+            decoder_start_token_id=1,
+        )
     else:
         config = transformers.T5Config(
-            d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, vocab_size=VOCABULARY, dropout_rate=0.0,
-            decoder_start_token_id=1, pad_token_id=0, eos_token_id=None,
-        )  # fmt: skip
+            d_model=32,
+            d_kv=8,
+            d_ff=48,
+            num_layers=2,
+            num_heads=4,
+            vocab_size=VOCABULARY,
+            dropout_rate=0.0,
+            decoder_start_token_id=1,
+            pad_token_id=0,
+            eos_token_id=None,
+        )
     return sharpened(transformers.AutoModelForSeq2SeqLM.from_config(config, attn_implementation="eager"))
 
 

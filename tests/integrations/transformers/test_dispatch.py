@@ -156,9 +156,14 @@ def test_tokens_after_the_first_are_not_decided(name, options, decisions):
             2, 1, keys, keys - 1, mask_function=None if "sliding_window" not in options else _windowed(4)
         )
         want = attn.attention(
-            *(x.transpose(1, 2) for x in given), scale=0.25, causal=True, layout="BSHD", sinks=options.get("s_aux"),
-            window=(3, 0) if "sliding_window" in options else None, logits_soft_cap=options.get("softcap"),
-        )  # fmt: skip
+            *(x.transpose(1, 2) for x in given),
+            scale=0.25,
+            causal=True,
+            layout="BSHD",
+            sinks=options.get("s_aux"),
+            window=(3, 0) if "sliding_window" in options else None,
+            logits_soft_cap=options.get("softcap"),
+        )
         torch.testing.assert_close(attended(module, given, mask, name, **options), want, rtol=1e-4, atol=1e-5)
     assert (first := len(decisions)) < 8
     attended(Layer(), given, mask, name, **options)
@@ -181,9 +186,12 @@ def test_plain_calls_by_name_are_the_dense_backends_of_that_name(name, dense, mo
         launched.clear()
         given = arrays(rows)
         want = attn.attention(
-            *(x.transpose(1, 2) for x in given), scale=0.25, causal=options.get("is_causal", True), layout="BSHD",
+            *(x.transpose(1, 2) for x in given),
+            scale=0.25,
+            causal=options.get("is_causal", True),
+            layout="BSHD",
             logits_soft_cap=options.get("softcap"),
-        )  # fmt: skip
+        )
         torch.testing.assert_close(attended(Layer(), given, name=name, **options), want, rtol=1e-4, atol=1e-5)
         assert bool(launched) == (dense and plain)
 
@@ -320,9 +328,16 @@ class RunsImpl:
             one, own = slice(b, b + 1), slice(first, first + number)
             rows = own if query.shape[1] == key.shape[1] else slice(None)
             out[one, rows] = attn.attention(
-                query[one, rows], key[one, own], value[one, own], scale=self.call.scale, causal=causal,
-                window=self.call.seen.window, logits_soft_cap=self.call.soft_cap, sinks=self.sinks, layout="BSHD",
-            )  # fmt: skip
+                query[one, rows],
+                key[one, own],
+                value[one, own],
+                scale=self.call.scale,
+                causal=causal,
+                window=self.call.seen.window,
+                logits_soft_cap=self.call.soft_cap,
+                sinks=self.sinks,
+                layout="BSHD",
+            )
         return out
 
 

@@ -42,9 +42,14 @@ def test_blocks_are_spans(order, padding, rows, first, kept):
     """Whole prompts, a chunk that cuts an image, and caches that have dropped keys."""
     valid, end = batch(padding)["attention_mask"].bool()[:, : first + rows], first + rows
     options = {
-        "batch_size": 2, "q_length": rows, "kv_length": end - kept, "q_offset": first, "kv_offset": kept,
-        "mask_function": blockwise(order, torch.tensor(IMAGES)), "attention_mask": valid,
-    }  # fmt: skip
+        "batch_size": 2,
+        "q_length": rows,
+        "kv_length": end - kept,
+        "q_offset": first,
+        "kv_offset": kept,
+        "mask_function": blockwise(order, torch.tensor(IMAGES)),
+        "attention_mask": valid,
+    }
     described = attn_transformers.mask(**options, allow_is_causal_skip=False, use_vmap=order == "window after blocks")
     assert described.shape == (2, 1, 0, end - kept)
     drawn = mu.sdpa_mask(**options, allow_is_causal_skip=False)
@@ -67,7 +72,7 @@ def test_a_window_that_hides_one_key_is_one():
     for window, want in ((6, None), (5, 4)):
         found = attn_transformers.mask(
             batch_size=1, q_length=6, kv_length=6, mask_function=mu.sliding_window_causal_mask_function(window)
-        )  # fmt: skip
+        )
         assert (None if found is None else found.attn_described.seen.layer.window[0]) == want
 
 
@@ -77,9 +82,14 @@ def test_chunks(padding, rows, first, kept):
     valid, end = batch(padding)["attention_mask"].bool()[:, : first + rows], first + rows
     left = (valid.cumsum(-1) == 0).sum(-1)
     options = {
-        "batch_size": 2, "q_length": rows, "kv_length": end - kept, "q_offset": first, "kv_offset": kept,
-        "mask_function": mu.chunked_causal_mask_function(6, left), "attention_mask": valid,
-    }  # fmt: skip
+        "batch_size": 2,
+        "q_length": rows,
+        "kv_length": end - kept,
+        "q_offset": first,
+        "kv_offset": kept,
+        "mask_function": mu.chunked_causal_mask_function(6, left),
+        "attention_mask": valid,
+    }
     described = attn_transformers.mask(**options)
     assert described.shape == (2, 1, 0, end - kept)
     got, want = computed(described, mu.sdpa_mask(**options, allow_is_causal_skip=False), valid, rows, end - kept)
@@ -178,9 +188,17 @@ def without_chunks(call, draw=False):
 def llama4():
     torch.manual_seed(0)
     config = transformers.Llama4TextConfig(
-        **{**SMALL, "head_dim": 16, "intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": 6,
-           "no_rope_layers": [1, 0], "interleave_moe_layer_step": 2, "attn_implementation": "eager"}
-    )  # fmt: skip
+        **{
+            **SMALL,
+            "head_dim": 16,
+            "intermediate_size_mlp": 48,
+            "num_local_experts": 2,
+            "attention_chunk_size": 6,
+            "no_rope_layers": [1, 0],
+            "interleave_moe_layer_step": 2,
+            "attn_implementation": "eager",
+        }
+    )
     return sharpened(transformers.Llama4ForCausalLM(config))
 
 
@@ -219,19 +237,26 @@ def image_text(kind):
     """A decoder of text and a tiny tower, whose images are not used: types of tokens alone make the masks."""
     torch.manual_seed(0)
     vision = {
-        "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 8,
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "image_size": 8,
         "patch_size": 4,
-    }  # fmt: skip
+    }
     text = {**SMALL, "head_dim": 16}
     if kind == "hrm_text":  # a decoder of text with a prefix, and its own kinds of tokens
         text.pop("num_key_value_heads")
         model = transformers.HrmTextForCausalLM(transformers.HrmTextConfig(**text))
     elif kind == "gemma4":
         text |= {
-            "global_head_dim": 16, "sliding_window": 6, "use_bidirectional_attention": "vision",
-            "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8,
+            "global_head_dim": 16,
+            "sliding_window": 6,
+            "use_bidirectional_attention": "vision",
+            "vocab_size_per_layer_input": 64,
+            "hidden_size_per_layer_input": 8,
             "layer_types": ["sliding_attention", "full_attention"],
-        }  # fmt: skip
+        }
         vision |= {"num_key_value_heads": 2, "head_dim": 8, "position_embedding_size": 16}
         names = ("image_token_id", "video_token_id", "audio_token_id", "boi_token_id", "eoi_token_id", "boa_token_id")
         ids = {name: 63 + i for i, name in enumerate((*names, "eoa_token_index"))}
@@ -244,9 +269,11 @@ def image_text(kind):
     else:
         text["model_type"] = "gemma"
         config = transformers.PaliGemmaConfig(
-            text_config=text, vision_config={**vision, "model_type": "siglip_vision_model", "projection_dim": 32},
-            image_token_index=63, projection_dim=32,
-        )  # fmt: skip
+            text_config=text,
+            vision_config={**vision, "model_type": "siglip_vision_model", "projection_dim": 32},
+            image_token_index=63,
+            projection_dim=32,
+        )
         model = transformers.PaliGemmaForConditionalGeneration(config)
     model.set_attn_implementation("eager")
     return sharpened(model)

@@ -196,9 +196,18 @@ def compiled_decode(model):
 #: Ways in which several rows meet a cache that holds keys already.
 ON_A_CACHE = [prompt_lookup, assistant, chunked_prefill, pieces, second_turn, prefix_reuse, static_cache_in_pieces]
 OTHERS = [
-    greedy, sampling, beams, left_padding, right_padding, whole_cache, static_cache, offloaded_cache, offloaded_static_cache,
-    quantised_cache, quanto_cache,
-]  # fmt: skip
+    greedy,
+    sampling,
+    beams,
+    left_padding,
+    right_padding,
+    whole_cache,
+    static_cache,
+    offloaded_cache,
+    offloaded_static_cache,
+    quantised_cache,
+    quanto_cache,
+]
 COMPILED = [fullgraph, dynamic, compiled_decode]
 WINDOWED = {"gemma2", "gemma3", "gpt_oss", "mistral"}
 DECODERS = ["llama", "qwen3", *sorted(WINDOWED), "phi3", "deepseek_v2", "deepseek_v3"]
@@ -222,9 +231,14 @@ def cells():
     if os.environ.get("ATTN_TEST_WAYS") == "all":
         return every
     some = [
-        (states, "bert"), (fullgraph, "bart"), (static_cache_in_pieces, "mistral"), (whole_cache, "gpt_oss"),
-        (static_cache, "t5"), (pieces, "bart"), (pieces, "t5"),
-    ]  # fmt: skip
+        (states, "bert"),
+        (fullgraph, "bart"),
+        (static_cache_in_pieces, "mistral"),
+        (whole_cache, "gpt_oss"),
+        (static_cache, "t5"),
+        (pieces, "bart"),
+        (pieces, "t5"),
+    ]
     for turn, way in enumerate([*ON_A_CACHE, *OTHERS]):
         rest = [kind for kind in kinds if there(way, kind) and kind != "llama"]
         for group in ([k for k in rest if k in WINDOWED], [k for k in rest if k not in WINDOWED]):
