@@ -163,12 +163,12 @@ class Decoder:
         self.window = UNBOUNDED if window is None else window
         rule, self.slots = row_launch(arch(), heads // kv_heads, size, dtype.itemsize, multiprocessors(device))
         block_d, block_g = power_of_two(size), power_of_two(heads // kv_heads)
-        self.block_n, self.width = rule.block_n, block_g * block_d
+        self.rule, self.block_n, self.width = rule, rule.block_n, block_g * block_d
         self.constants = {
             "K": kv_heads, "G": heads // kv_heads, "D": size, "BLOCK_M": rule.block_m, "BLOCK_N": rule.block_n,
             "BLOCK_D": block_d, "BLOCK_G": block_g, "BLOCK_S": max(1, 4096 // (block_g * block_d)),
             "PRECISION": "tf32x3" if dtype.itemsize == 4 and arch().startswith("sm") else "ieee",
-            "NEGATE": scale < 0, "HAS_CAP": soft_cap != 0, **rule.options(),
+            "NEGATE": scale < 0, "HAS_CAP": soft_cap != 0,
         }  # fmt: skip
         #: By sinks, runs, mask and parts of a call, and by strides that Triton specializes.
         self.kernels: dict[tuple[int, tuple[int, ...] | None], Prepared] = {}
@@ -217,7 +217,8 @@ class Decoder:
 
     def _prepared(self, kind: tuple[int, tuple[int, ...] | None]) -> Prepared:
         flags = {name: bool(kind[0] >> i & 1) for i, name in enumerate(("HAS_SINKS", "HAS_RUNS", "HAS_MASK", "SPLIT"))}
-        kernel = self.kernels[kind] = Prepared(_decode, **self.constants, **flags)
+        rule = self.rule
+        kernel = self.kernels[kind] = Prepared(_decode, **self.constants, **flags, **rule.options())
         return kernel
 
 
