@@ -11,6 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from torch import library  # noqa: E402
+
 import attn  # noqa: E402
 from attn.errors import BackendLoadError, UnsupportedError  # noqa: E402
 from attn.integrations import transformers as attn_transformers  # noqa: E402
@@ -378,7 +380,7 @@ def test_a_compiled_model_is_one_graph(kind, implementation):
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
-@torch.library.custom_op("attn_tests::row", mutates_args=())
+@library.custom_op("attn_tests::row", mutates_args=())
 def formula_row(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, cap: float, sinks: torch.Tensor | None,
     mask: torch.Tensor,

@@ -8,21 +8,11 @@ import pytest
 import attn
 from attn.reports.machines import ATTAINED, CEILINGS, device_named
 from attn.tables import WIDTH
+from tests.reports import test_model_config
 
 pytest.importorskip("torch")
 
-GEMMA2 = {  # google/gemma-2-9b
-    "model_type": "gemma2",
-    "attn_logit_softcapping": 50.0,
-    "head_dim": 256,
-    "hidden_size": 3584,
-    "num_attention_heads": 16,
-    "num_hidden_layers": 42,
-    "num_key_value_heads": 8,
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "torch_dtype": "bfloat16",
-}
+GEMMA2 = {**test_model_config.GEMMA2, "torch_dtype": "bfloat16"}
 DEEPSEEK_V3 = {  # deepseek-ai/DeepSeek-V3
     "model_type": "deepseek_v3",
     "kv_lora_rank": 512,

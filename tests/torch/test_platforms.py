@@ -5,6 +5,7 @@ import torch
 
 from attn.backends.registry import AttentionBackendEnum
 from attn.capabilities import Device, Feature, Request
+from attn.diffusion.selector import make_diffusion_request
 from attn.torch import platforms
 
 DENSE = Request(head_size=128, dtype="bfloat16", block_size=16)
@@ -51,3 +52,19 @@ def test_every_generation_of_a_platform_knows_the_same_backends_and_all_of_them_
         for orders in (cls.dense, cls.mla, cls.sparse_mla):
             assert {name for names in orders.values() for name in names} <= set(AttentionBackendEnum.names())
             assert list(orders)[-1] == "*" and all(len(set(names)) == len(names) for names in orders.values())
+
+
+@pytest.mark.parametrize("rows", [2, 1 << 14, 1 << 15])
+@pytest.mark.parametrize("head_size", [64, 128])
+def test_prompts_on_hopper_do_not_wait_for_plans_of_their_length(rows: int, head_size: int) -> None:
+    hopper = Device("torch", "cuda", "NVIDIA H100", "sm_90")
+    causal, images = (
+        platforms.platform("cuda").diffusion_priorities(
+            make_diffusion_request(head_size, "bfloat16", causal=causal, rows=rows, keys=rows), hopper
+        )
+        for causal in (True, False)
+    )
+    assert sorted(causal) == sorted(images)
+    assert causal.index("CUDNN_ATTN") == causal.index("TRITON_ATTN") + 1
+    assert images.index("CUDNN_ATTN") < images.index("TRITON_ATTN")
+    assert [name for name in causal if name != "CUDNN_ATTN"] == [name for name in images if name != "CUDNN_ATTN"]

@@ -98,7 +98,7 @@ def _launch_of(call: Call) -> Launch | None:
     if batch != key_batch or batch != value_batch or kv_heads != value_heads or keys != values or size != key_size:
         return None
     device = query.device
-    if device != key.device or device != value.device or not (rows and keys) or call.wants_grad:
+    if device != key.device or device != value.device or not (batch and rows and keys) or call.wants_grad:
         return None
     if valid is not None and (rows not in (1, keys) or valid.all_rows or not valid.shared):
         return None

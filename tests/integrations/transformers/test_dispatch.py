@@ -267,6 +267,14 @@ def test_calls_that_need_more_than_a_launch_have_no_plan(decisions):
     assert len(decisions) == 2
 
 
+@pytest.mark.parametrize("rows", [1, 9])
+def test_no_requests_are_no_launch(rows, decisions):
+    module, given = Layer(), [x[:0] for x in arrays(rows=rows)]
+    for _ in range(2):
+        assert attended(module, given).shape == (0, rows, *given[0].shape[1::2])
+    assert not dispatch._launches.get(module)
+
+
 def test_a_window_without_causality_is_refused_for_one_row_too():
     with pytest.raises(attn.UnsupportedError, match="a non-causal window without a mask"):
         attended(Layer(), arrays(), is_causal=False, sliding_window=4)
