@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 from attn import imports
+from attn.kernels.launch import Launch
 from attn.tools.bench.on_torch import Timing, TorchBench
 from attn.torch.backends.mla import _rows
 from attn.torch.kernels import mla_decode as kernels
 from attn.torch.kernels import mla_launch
-from attn.torch.kernels.launch import Launch
 from attn.torch.kernels.mla_prefill import mla_prefill
 
 SCALE = 192**-0.5

@@ -24,6 +24,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "attn"
 FRAMEWORKS = {"torch", "jax", "jaxlib", "flax", "triton"}
 TREES = ("attn.torch", "attn.jax")
+#: Device code and its rules, which Triton compiles without either of them.
+DEVICE = "attn.kernels"
 #: What nothing else imports, except the command line.
 ON_TOP = ("attn.tools", "attn.integrations")
 DOORS = ("attn.cli", "attn.__main__", "attn.testing.__main__")
@@ -104,7 +106,7 @@ def offending(rule) -> list[str]:
 
 
 def in_core(name: str) -> bool:
-    return within(name, "attn") and not within(name, TREES + ON_TOP)
+    return within(name, "attn") and not within(name, (*TREES, *ON_TOP, DEVICE))
 
 
 def floor_of(name: str) -> int | None:
@@ -147,7 +149,12 @@ def test_f1_the_core_imports_no_framework_at_any_depth():
 
 
 def test_f1_the_core_reaches_the_trees_by_dotted_name_only():
-    assert offending(lambda i: in_core(i.module) and within(i.target, TREES) and not i.typing_only) == []
+    assert offending(lambda i: in_core(i.module) and within(i.target, (*TREES, DEVICE)) and not i.typing_only) == []
+
+
+def test_f1_device_code_imports_triton_and_no_other_framework():
+    allowed = {"attn", "numpy", "triton"} | sys.stdlib_module_names
+    assert offending(lambda i: within(i.module, DEVICE) and root_of(i.target) not in allowed) == []
 
 
 @pytest.mark.parametrize(("tree", "other"), [TREES, TREES[::-1]])
@@ -156,13 +163,13 @@ def test_f2_the_trees_never_import_each_other_nor_each_others_framework(tree, ot
     assert offending(lambda i: within(i.module, tree) and (within(i.target, other) or root_of(i.target) in foreign)) == []
 
 
-KERNELS = ("attn.torch.kernels", "attn.jax.kernels")
+KERNELS = (DEVICE, "attn.torch.kernels", "attn.jax.kernels")
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_f3_kernels_import_nothing_of_attn_but_kernels(kernels):
     """And the formula of what rows see."""
-    allowed = (kernels, "attn.visibility")
+    allowed = (kernels, DEVICE, "attn.visibility")
     assert (
         offending(lambda i: within(i.module, kernels) and root_of(i.target) == "attn" and not within(i.target, allowed)) == []
     )

@@ -1,6 +1,6 @@
 """Autotuning of this package's Triton launches on the current device, cached on disk; off unless ATTN_AUTOTUNE=1.
 
-The launch rules (`attn.torch.kernels.launch`) are the default and the starting point. Candidates differ from the rule's choice
+The launch rules (`attn.kernels.launch`) are the default and the starting point. Candidates differ from the rule's choice
 by a factor of two in one number; a candidate replaces it only if it is more than 3 % faster. Tuned launches are stored by rule,
 architecture and shapes (group, head size, element sizes), never by batch, so a sequence's bits depend on the file, not on the
 rest of the batch. The first batch of a shape is timed, so it should be a typical one. Nothing is timed during CUDA graph
@@ -18,8 +18,9 @@ import torch
 
 import attn
 from attn import cache_file
+from attn.kernels.launch import TUNED, Launch, decode_launch, prefill_launch
 from attn.logger import fork_safe_lock, init_logger
-from attn.torch.kernels.launch import TUNED, Launch, arch, decode_launch, prefill_launch
+from attn.torch.kernels.direct import arch
 
 logger = init_logger(__name__)
 

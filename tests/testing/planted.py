@@ -808,7 +808,7 @@ DEFECTS = (
     ),
     Defect(
         "launch_cut_items",
-        "torch/kernels/launch.py",
+        "kernels/launch.py",
         "num_reqs * max(1, -(-tiles // fixed))",
         "num_reqs * max(1, tiles // fixed)",
         INTERPRETED,

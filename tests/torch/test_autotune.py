@@ -12,8 +12,8 @@ import torch
 pytest.importorskip("triton")
 
 from attn import envs
+from attn.kernels.launch import TUNED, Launch, decode_launch
 from attn.torch import autotune
-from attn.torch.kernels.launch import TUNED, Launch, decode_launch
 
 CPU, SHAPE = torch.device("cpu"), (4, 64, 2, 2)
 pytestmark = pytest.mark.triton_interpreter  # a fake timer, and the launches of the interpreter

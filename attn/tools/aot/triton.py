@@ -43,7 +43,7 @@ def measure(case: CompileCase, target: str, step: str, dump: str) -> dict[str, A
     """See `attn.tools.aot.command`. Raises RuntimeError if a program needs more shared memory than the architecture has."""
     import triton
 
-    from attn.torch.kernels.memory import SHARED_MEMORY
+    from attn.kernels.memory import SHARED_MEMORY
 
     parts = []
 

@@ -21,11 +21,11 @@ from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.paged import PagedCall
 from attn.capabilities import ATTN_TYPES, PAGED_FEATURES, Capabilities, Device, Feature, MultipleOf, Request
 from attn.dtypes import PER_TOKEN_HEAD
+from attn.kernels.memory import largest_group
 from attn.torch import kv_cache as caches
 from attn.torch.backends import _hopper
 from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
 from attn.torch.interpreter import judged_on, prepare
-from attn.torch.kernels.memory import largest_group
 from attn.torch.kernels.runs import Runs
 from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
 
@@ -182,7 +182,8 @@ class TritonPagedImpl(PagedAttentionImpl):
         plans = attn_metadata.__dict__.setdefault("_plans", {})
         shape = (self.num_heads, self.num_kv_heads, self.head_size, self.window, key_cache.element_size())
         if shape not in plans:
-            from attn.torch.kernels.launch import are_whole, multiprocessors, prefill_programs
+            from attn.kernels.launch import are_whole, prefill_programs
+            from attn.torch.kernels.direct import multiprocessors
 
             processors, left = multiprocessors(key_cache.device), self.window[0]
             q_lens = (start[1:] - start[:-1]).astype(np.int64)
@@ -244,7 +245,8 @@ class TritonPagedImpl(PagedAttentionImpl):
         Keys are copied if requests are not a whole number of keys apart in memory, or with n = m if they are not adjacent; any
         array is if its last dimension is not dense.
         """
-        from attn.torch.kernels.launch import are_all_whole, multiprocessors
+        from attn.kernels.launch import are_all_whole
+        from attn.torch.kernels.direct import multiprocessors
         from attn.torch.kernels.paged_attention import paged_attention
 
         (batch, n, heads, size), m, device = query.shape, key.shape[1], query.device

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import library
 
-from attn.torch.kernels.direct import Prepared, memory_of_stream, strides_that_count
-from attn.torch.kernels.launch import arch, multiprocessors, power_of_two, row_launch, row_parts
+from attn.kernels.launch import power_of_two, row_launch, row_parts
+from attn.torch.kernels.direct import Prepared, arch, memory_of_stream, multiprocessors, strides_that_count
 from attn.torch.kernels.paged_attention import LOG2E, _tanh
 from attn.torch.kernels.plan import UNBOUNDED
 from attn.torch.kernels.runs import Runs

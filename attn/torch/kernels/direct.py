@@ -14,12 +14,47 @@ import torch
 import triton
 from torch import library
 
+from attn.kernels.launch import power_of_two
 from attn.torch.kernels.hopper import CannotCompile
-from attn.torch.kernels.launch import is_eager, power_of_two
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _UNEVEN = ~0x7FFFFFF0  #: the bits of an integer that is no multiple of 16 below 2**31
+
+
+@functools.cache
+def _arch(driver: Any, device: int) -> str:
+    """`arch` of the driver's current device, `device`: asking the driver for its properties costs some microseconds."""
+    target = driver.get_current_target()
+    return f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch).partition(":")[0]
+
+
+def arch() -> str:
+    """`sm_90`, `gfx942`, or `interpreter`: Triton's current target (queried from Triton, so a placeholder driver counts)."""
+    if triton.knobs.runtime.interpret:
+        return "interpreter"
+    driver = triton.runtime.driver.active
+    return _arch(driver, driver.get_current_device())
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a CUDA or ROCm device; 8 for tensors on the host (interpreter, compiling without a device)."""
+    return _multiprocessors(device) if device.type == "cuda" else 8
+
+
+def check_stride(name: str, tensor: Any) -> None:
+    """Assert that rows of D elements are contiguous, as kernels require; anything else is a bug in this package."""
+    assert tensor.stride(-1) == 1, f"{name} has strides {tensor.stride()}: the last dimension must be dense"
+
+
+def is_eager(tensor: Any) -> bool:
+    """Whether to launch directly: operators are for tracing, and their dispatch costs an eager call about 50 us."""
+    return type(tensor) is torch.Tensor and not torch.compiler.is_compiling()
 
 
 #: What Triton compiles a kernel for besides its constants: see `kind_of`.

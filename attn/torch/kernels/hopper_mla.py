@@ -28,6 +28,7 @@ import functools
 
 import torch
 
+from attn.kernels.launch import FUSED
 from attn.torch.kernels import hopper
 from attn.torch.kernels._gluon import (
     async_copy,
@@ -44,7 +45,6 @@ from attn.torch.kernels._gluon import (
     warpgroup_mma_wait,
 )
 from attn.torch.kernels.direct import Kind, Prepared, kind_of
-from attn.torch.kernels.launch import FUSED
 
 ROWS = 64  #: (token, head) pairs per program
 KEYS = 64  #: per tile

@@ -20,8 +20,8 @@ import torch
 import triton
 import triton.language as tl
 
-from attn.torch.kernels.direct import on_device
-from attn.torch.kernels.launch import FUSED, arch, check_stride, int8_launch, power_of_two
+from attn.kernels.launch import FUSED, int8_launch, power_of_two
+from attn.torch.kernels.direct import arch, check_stride, on_device
 
 LOG2E = 1.4426950408889634
 

@@ -19,10 +19,10 @@ import torch
 import triton
 import triton.language as tl
 
-from attn.torch.kernels.codes import fp8_code
-from attn.torch.kernels.direct import Kind, Prepared, kind_of, operator
+from attn.kernels.codes import fp8_code
+from attn.kernels.launch import FUSED, power_of_two
+from attn.torch.kernels.direct import Kind, Prepared, check_stride, kind_of, operator
 from attn.torch.kernels.kv_write import bf16_code
-from attn.torch.kernels.launch import FUSED, check_stride, power_of_two
 
 
 @triton.jit

@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import library
 
-from attn.torch.kernels.direct import Kind, Prepared, kind_of, on_device, operator
-from attn.torch.kernels.launch import FUSED, check_stride, power_of_two
+from attn.kernels.launch import FUSED, power_of_two
+from attn.torch.kernels.direct import Kind, Prepared, check_stride, kind_of, on_device, operator
 
 
 @triton.jit

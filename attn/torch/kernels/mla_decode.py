@@ -35,17 +35,9 @@ import torch
 import triton
 import triton.language as tl
 
-from attn.torch.kernels.codes import number_in
-from attn.torch.kernels.direct import Kind, Prepared, kind_of, operator
-from attn.torch.kernels.launch import (
-    FUSED,
-    SplitKV,
-    arch,
-    can_launch_early,
-    converts_e4m3,
-    multiprocessors,
-    power_of_two,
-)
+from attn.kernels.codes import number_in
+from attn.kernels.launch import FUSED, SplitKV, can_launch_early, converts_e4m3, power_of_two
+from attn.torch.kernels.direct import Kind, Prepared, arch, kind_of, multiprocessors, operator
 from attn.torch.kernels.mla_launch import HOPPER, mla_launch, mla_split, mla_split_kv, prefers_hopper
 from attn.torch.kernels.plan import items
 

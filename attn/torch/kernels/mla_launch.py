@@ -6,9 +6,9 @@ shared memory: at most 64 rows, held by eight warps.
 
 import functools
 
+from attn.kernels.launch import LEAST, Launch, SplitKV, block_of, power_of_two
+from attn.kernels.memory import SHARED_MEMORY, UNKNOWN
 from attn.torch.kernels import hopper
-from attn.torch.kernels.launch import LEAST, Launch, SplitKV, block_of, power_of_two
-from attn.torch.kernels.memory import SHARED_MEMORY, UNKNOWN
 
 
 @functools.lru_cache(maxsize=1024)

@@ -19,8 +19,8 @@ import torch
 import triton
 import triton.language as tl
 
-from attn.torch.kernels.direct import Kind, Prepared, kind_of, operator
-from attn.torch.kernels.launch import arch, check_stride, power_of_two
+from attn.kernels.launch import power_of_two
+from attn.torch.kernels.direct import Kind, Prepared, arch, check_stride, kind_of, operator
 from attn.torch.kernels.mla_launch import mla_prefill_launch
 from attn.torch.kernels.paged_attention import _request_of
 

@@ -31,23 +31,21 @@ import torch
 import triton
 import triton.language as tl
 
-from attn.torch.kernels import hopper
-from attn.torch.kernels.codes import fp8_code, number_in
-from attn.torch.kernels.direct import Kind, Prepared, kind_of, operator
-from attn.torch.kernels.launch import (
+from attn.kernels.codes import fp8_code, number_in
+from attn.kernels.launch import (
     FUSED,
     TUNED,
     Launch,
-    arch,
     can_launch_early,
     converts_e4m3,
     decode_launch,
-    multiprocessors,
     power_of_two,
     prefill_launch,
     rows_of_speculation,
     split_kv_for,
 )
+from attn.torch.kernels import hopper
+from attn.torch.kernels.direct import Kind, Prepared, arch, kind_of, multiprocessors, operator
 from attn.torch.kernels.plan import UNBOUNDED, item_of, visible
 
 LOG2E = 1.4426950408889634

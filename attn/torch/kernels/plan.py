@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from attn.kernels.launch import FUSED, SplitKV
 from attn.torch.kernels.direct import Kind, Prepared, kind_of
-from attn.torch.kernels.launch import FUSED, SplitKV
 
 UNBOUNDED = 1 << 30  #: a window side without a bound: larger than any sequence length
 FIELDS = 4  #: of a row of the table: request, first key, end of the keys, number of parts (-1: no item)

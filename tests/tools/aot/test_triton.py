@@ -94,7 +94,7 @@ from attn.tools.aot.triton import *
 from attn.tools.aot import triton as aot
 
 def measure(*args):
-    from attn.torch.kernels import memory
+    from attn.kernels import memory
 
     memory.SHARED_MEMORY["sm_90"] = 4096
     return aot.measure(*args)

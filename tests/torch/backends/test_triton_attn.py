@@ -246,7 +246,7 @@ def test_fp8_caches_need_no_instruction_for_them(device: Device) -> None:
 
 def test_which_architectures_convert_e4m3() -> None:
     pytest.importorskip("triton")
-    from attn.torch.kernels.launch import converts_e4m3
+    from attn.kernels.launch import converts_e4m3
 
     assert all(map(converts_e4m3, ("sm_89", "sm_90", "sm_120", "gfx950", "gfx1200", "interpreter")))
     assert not any(map(converts_e4m3, ("sm_80", "sm_86", "gfx90a", "gfx942", "gfx1100")))

@@ -24,7 +24,7 @@ from attn.tools.aot import triton as aot
 from attn.torch.kernels.runs import Runs
 from attn.torch.kernels import dense_decode, direct, kv_write, latent_write, merge_states, mla_decode, mla_prefill
 from attn.torch.kernels import paged_attention as kernels
-from attn.torch.kernels.memory import SHARED_MEMORY
+from attn.kernels.memory import SHARED_MEMORY
 
 launched, compiled, used = [], [], set()
 placeholder = aot._placeholder("sm_90", SHARED_MEMORY["sm_90"])

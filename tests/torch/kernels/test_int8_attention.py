@@ -7,8 +7,9 @@ import torch
 pytest.importorskip("triton")
 
 from attn import reference
+from attn.kernels import launch
 from attn.torch.interpreter import correct_bfloat16
-from attn.torch.kernels import launch
+from attn.torch.kernels import direct
 from attn.torch.kernels.int8_attention import int8_attention
 from tests.testing.approximate import inputs, int8_scores, relative
 
@@ -24,7 +25,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def products_of_bfloat16() -> None:
-    if launch.arch() == "interpreter":
+    if direct.arch() == "interpreter":
         correct_bfloat16()
 
 
@@ -46,7 +47,7 @@ def run(q, k, v, *, smooth=True, causal=False, lens=None, lse=False):
 def test_the_kernel_rounds_as_its_model_does(kind, smooth):
     q, k, v = inputs(kind, 128, 64)
     got, _ = run(q[:, None], k[:, None], v[:, None], smooth=smooth)
-    tile = launch.int8_launch(launch.arch(), 64).block_n
+    tile = launch.int8_launch(direct.arch(), 64).block_n
     want = int8_scores(1, tile, "bfloat16", smooth)(q, k, v)
     exact = reference.attention(q[:, None], k[:, None], v[:, None])[0]
     assert relative(got[:, 0], want) < 4e-3  # the output's own rounding; means are rounded otherwise

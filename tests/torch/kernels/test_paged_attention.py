@@ -14,10 +14,10 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from attn.kernels.codes import number_in
+from attn.kernels.launch import Launch, split_kv_for, split_tiles_of
 from attn.torch.interpreter import correct_bfloat16
 from attn.torch.kernels import paged_attention as module
-from attn.torch.kernels.codes import number_in
-from attn.torch.kernels.launch import Launch, split_kv_for, split_tiles_of
 from attn.torch.kernels.paged_attention import paged_attention
 from attn.torch.kernels.plan import UNBOUNDED, item_of
 from tests.levels import sampled

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 from attn.capabilities import Capabilities, Device, MultipleOf, Request
+from attn.kernels.memory import holds_float32_latents
 from attn.torch.backends.mla import _rows
 from attn.torch.backends.mla._mla import DecodeCall, MLACommonImpl
-from attn.torch.kernels.memory import holds_float32_latents
 
 
 def capabilities(features: frozenset[str]) -> Capabilities:

@@ -51,8 +51,7 @@ class TritonAttentionImpl(TritonImpl, backend=TritonAttentionBackend):
 
     def _prompts(self, general: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """Return a launch of the Hopper kernel alone, which reads keys where they are; `general` where it does not serve."""
-        from attn.torch.kernels.direct import on_device
-        from attn.torch.kernels.launch import arch
+        from attn.torch.kernels.direct import arch, on_device
 
         if arch() != "sm_90" or not hopper.is_on("hopper_prefill"):
             return general

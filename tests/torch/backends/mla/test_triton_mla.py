@@ -82,7 +82,7 @@ def test_a_float32_cache_needs_an_architecture_whose_shared_memory_holds_it(back
 @needs_triton
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_90", "sm_100", "gfx942", "gfx950", "interpreter"])
 def test_launches_fit_and_keep_the_state_in_registers(arch):
-    from attn.torch.kernels.memory import SHARED_MEMORY
+    from attn.kernels.memory import SHARED_MEMORY
     from attn.torch.kernels.mla_launch import mla_launch, mla_prefill_launch
 
     for rows in (1, 16, 17, 64, 128, 512):

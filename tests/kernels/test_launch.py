@@ -1,14 +1,9 @@
 """Launch rules: what they promise for any shape and architecture. Under a second."""
 
-import importlib.util
-
 import numpy as np
 import pytest
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("triton is not installed", allow_module_level=True)
-
-from attn.torch.kernels.launch import (
+from attn.kernels.launch import (
     LEAST,
     SHARED_MEMORY,
     are_whole,

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
-import triton
 
-from attn.torch.kernels.memory import SHARED_MEMORY, UNKNOWN
+from attn.kernels.memory import SHARED_MEMORY, UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -35,31 +33,6 @@ FUSED = {"enable_fp_fusion": True}
 def power_of_two(n: int) -> int:
     """The smallest power of two that is at least n."""
     return 1 << max(0, n - 1).bit_length()
-
-
-@functools.cache
-def _arch(driver: Any, device: int) -> str:
-    """`arch` of the driver's current device, `device`: asking the driver for its properties costs some microseconds."""
-    target = driver.get_current_target()
-    return f"sm_{target.arch}" if target.backend == "cuda" else str(target.arch).partition(":")[0]
-
-
-def arch() -> str:
-    """`sm_90`, `gfx942`, or `interpreter`: Triton's current target (queried from Triton, so a placeholder driver counts)."""
-    if triton.knobs.runtime.interpret:
-        return "interpreter"
-    driver = triton.runtime.driver.active
-    return _arch(driver, driver.get_current_device())
-
-
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
-
-
-def multiprocessors(device: torch.device) -> int:
-    """Multiprocessors of a CUDA or ROCm device; 8 for tensors on the host (interpreter, compiling without a device)."""
-    return _multiprocessors(device) if device.type == "cuda" else 8
 
 
 def converts_e4m3(arch: str) -> bool:
@@ -320,13 +293,3 @@ def prefill_programs(flops: float, nbytes: float, multiprocessors: int) -> int:
 
     best = min(range(max(1, multiprocessors // 8), multiprocessors), key=time)
     return best if time(best) < 0.9 * (whole + 0.7 * decode) else multiprocessors
-
-
-def check_stride(name: str, tensor: Any) -> None:
-    """Assert that rows of D elements are contiguous, as kernels require; anything else is a bug in this package."""
-    assert tensor.stride(-1) == 1, f"{name} has strides {tensor.stride()}: the last dimension must be dense"
-
-
-def is_eager(tensor: Any) -> bool:
-    """Whether to launch directly: operators are for tracing, and their dispatch costs an eager call about 50 us."""
-    return type(tensor) is torch.Tensor and not torch.compiler.is_compiling()
