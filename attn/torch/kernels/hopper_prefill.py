@@ -48,7 +48,6 @@ from attn.torch.kernels.plan import UNBOUNDED
 _LOG2E = 1.4426950408889634
 REQUESTS = 1024  #: limit per batch: one vector operation counts all their tiles
 ROWS = 128  #: per program: two consumers of 64
-_STAGES = 2  #: of the ring buffer
 _ONE_PAGE = 1 << 30  #: keys of a page that holds all of a request
 _REGISTERS = (240, 24)  #: per thread of consumers and of the producer
 _BATCH = ("left", "right", "min_query", "num_reqs", "num_pages", "lse_h", "table_r")
@@ -643,6 +642,11 @@ def _keys(size: int) -> int:
     return 128 if size <= 128 else 64
 
 
+def _stages(size: int) -> int:
+    """Tiles of keys, and of values, in the ring buffer."""
+    return 4 if size <= 64 else 2
+
+
 def _box(page: int, size: int) -> int:
     """Keys per copy: all copies of a tile are of the same size, and none is of two pages."""
     return min(page & -page, _keys(size))
@@ -656,7 +660,7 @@ def _prepared(kind: Kind, heads: int, group: int, size: int, page: int, rules: t
     return Prepared(
         _prefill, cap=cap, left=left, right=right, min_query=min_query, H=heads, G=group, D=size,
         BLOCK_D=max(64, power_of_two(size)), P=page, BOX=_box(page, size), BLOCK_Q=ROWS // group, BLOCK_N=_keys(size),
-        STAGES=_STAGES, Q_STAGES=1 + ahead, PAGED=table is not None, NEGATE=negate, HAS_LEFT=has_left, HAS_CAP=cap != 0,
+        STAGES=_stages(size), Q_STAGES=1 + ahead, PAGED=table is not None, NEGATE=negate, HAS_LEFT=has_left, HAS_CAP=cap != 0,
         HAS_SINKS=sinks is not None, HAS_LSE=lse is not None, R=REQUESTS, CONSUMER_REGS=_REGISTERS[0],
         PRODUCER_REGS=_REGISTERS[1], num_warps=4, **FUSED,
     )  # fmt: skip
