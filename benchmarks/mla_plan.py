@@ -1,28 +1,41 @@
-"""What an MLA prefill does beside attention in torch, counted from its plan: without a device, and without a clock.
+"""What an MLA batch asks of the device, counted without one: turns over a context, and how decodes fill the multiprocessors.
 
     python -m benchmarks.mla_plan 63q1s4k_8q512s32k      named batches
     python -m benchmarks.mla_plan --random 6 --seed 77   those of `attn bench --mla --random 6 --seed 77` on a GPU of 80 GB
 
-A line counts the requests of a batch that are expanded (more than 16 new tokens): their rows, their tokens of context, the
-turns over the context, the rows that these turns attend and merge, the bytes of keys and values that they write, the bytes
+The first table counts the requests of a batch that are expanded (more than 16 new tokens): their rows, their tokens of context,
+the turns over the context, the rows that these turns attend and merge, the bytes of keys and values that they write, the bytes
 that the merges read and write, and the operations. The last two columns are the operations if each request took the cheaper
 form, absorbed or expanded, and how many of them would be absorbed.
+
+The second table is about the other requests, on 132 multiprocessors of which each runs one program of 64 rows at a time. Times
+are in tiles of 64 keys. "least" is the sum of all tiles by the multiprocessors: no plan ends sooner. "equal parts": requests
+are cut into parts of at most one size, each a program, started in the plan's order as multiprocessors become free; a program
+takes START tiles more than it has. "equal shares": all requests in a line are cut into as many shares as there are programs;
+a program takes START tiles more, and NEXT for each piece after its first. Megabytes are of the states of merged parts, written
+and read. START is the launch rule's estimate (`mla_split`), NEXT an assumption; neither is measured.
 """
 
 import argparse
-from typing import Any
+import heapq
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from attn.backends.abstract import KVCacheSpec
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.dtypes import DTYPES
+from attn.kernels.launch import LEAST, split_tiles_of
 from attn.reports.machines import pairs
 from attn.tables import Column, block, cells
 from attn.tools.bench.case import NOPE, ROPE, VALUE, BenchCase, abbreviated, parse
 from attn.tools.bench.sample import sample, sizes_of
 from attn.torch.backends.mla import _mla
 from attn.torch.backends.mla._metadata import MLACommonMetadataBuilder
+from attn.torch.kernels.mla_launch import mla_split, mla_split_kv
+
+if TYPE_CHECKING:
+    from attn.backends.metadata import IntArray
 
 COLUMNS = (
     Column("requests", key="requests"),
@@ -36,6 +49,21 @@ COLUMNS = (
     Column("cheaper", key="cheaper", form=".1f"),
     Column("absorbed", key="absorbed"),
 )
+DECODES = (
+    Column("requests", key="requests"),
+    Column("keys", key="keys", form=","),
+    Column("row tiles", key="row_tiles"),
+    Column("least", key="least", form=".1f"),
+    Column("equal parts", key="parts_time", form=".0f"),
+    Column("programs", key="parts"),
+    Column("MB merged", key="parts_mb", form=".0f"),
+    Column("equal shares", key="shares_time", form=".0f"),
+    Column("pieces", key="pieces"),
+    Column("MB merged", key="shares_mb", form=".0f"),
+)
+MULTIPROCESSORS = 132
+TILE = 64  #: rows, and keys
+START, NEXT = 3, 2  #: tiles that a program's start and end take, and a piece of it after the first
 _PAGE = 1 << 20  # one page per request: a plan depends on lengths only
 
 
@@ -72,6 +100,65 @@ def counted(case: BenchCase) -> dict[str, Any]:
     }
 
 
+def decoded(case: BenchCase) -> dict[str, Any]:
+    """Count how the batch's decodes fill the device in one layer, by the keys of DECODES; empty if there is none."""
+    lens = np.array(parse(case.batch))
+    lens = lens[lens[:, 0] <= (MLACommonMetadataBuilder.decode_threshold or 0)]
+    if not len(lens):
+        return {}
+    tiles, row_tiles = -(-lens[:, 1] // TILE), -(-int(lens[:, 0].max()) * case.num_heads // TILE)
+    state = 2 * 4 * row_tiles * TILE * case.kv_lora_rank / 1e6  # of a part, written and read
+    sizes, merged = equal_parts(tiles, row_tiles)
+    share, pieces, cut = equal_shares(tiles, max(1, MULTIPROCESSORS // row_tiles))
+    rounds = -(-row_tiles // MULTIPROCESSORS)
+    return {
+        "requests": len(lens),
+        "keys": int(lens[:, 1].sum()),
+        "row_tiles": row_tiles,
+        "least": int(tiles.sum()) * row_tiles / MULTIPROCESSORS,
+        "parts_time": makespan([size + START for size in sizes for _ in range(row_tiles)]),
+        "parts": len(sizes) * row_tiles,
+        "parts_mb": merged * state,
+        "shares_time": share * rounds,
+        "pieces": pieces * row_tiles,
+        "shares_mb": cut * state,
+    }
+
+
+def makespan(times: list[int]) -> int:
+    """The time until the last of some programs ends; each starts on the multiprocessor that is free first."""
+    busy = [0] * MULTIPROCESSORS
+    for time in times:
+        heapq.heapreplace(busy, busy[0] + time)
+    return max(busy)
+
+
+def equal_parts(tiles: "IntArray", row_tiles: int) -> tuple[list[int], int]:
+    """Return the tiles of each part in the order of their start, and how many parts are merged."""
+    if len(tiles) == 1 or tiles.max() <= 1.5 * tiles.mean():
+        split = mla_split(len(tiles) * row_tiles, int(tiles.max()) * TILE, TILE, MULTIPROCESSORS) // TILE
+        sizes = [min(split, n - low) for low in range(0, int(tiles.max()), split) for n in tiles.tolist() if low < max(n, 1)]
+        return sizes, int((-(-tiles[tiles > split] // split)).sum())
+    split_kv = mla_split_kv(len(tiles), row_tiles, int(tiles.max()), MULTIPROCESSORS)
+    if split_kv is None:
+        return tiles.tolist(), 0
+    counts = (-(-tiles // split_tiles_of(tiles, split_kv))).clip(min=1)
+    long = [
+        n * (i + 1) // c - n * i // c for n, c in zip(tiles.tolist(), counts.tolist(), strict=True) if c > 1 for i in range(c)
+    ]
+    return long + tiles[counts == 1].tolist(), len(long)
+
+
+def equal_shares(tiles: "IntArray", programs: int) -> tuple[int, int, int]:
+    """Return the longest program's time, how many pieces there are, and how many of them are merged."""
+    work = tiles.clip(min=1)
+    ends = np.cumsum(work + NEXT)
+    share = max(-(-int(ends[-1]) // programs), LEAST + NEXT)
+    begins = ends - work - NEXT
+    counts = (begins + work - 1) // share - begins // share + 1
+    return share + START - NEXT, int(counts.sum()), int(counts[counts > 1].sum())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("batches", nargs="*", metavar="BATCH")
@@ -85,6 +172,10 @@ def main() -> None:
     lines = [["batch", "heads", *(column.name for column in COLUMNS)]]
     lines += [[abbreviated(case.batch), case.heads, *cells(counted(case), COLUMNS)] for case in cases]
     print("\n".join(block(lines, numbers=range(1, len(lines[0])))))
+    lines = [["batch", "heads", *(column.name for column in DECODES)]]
+    lines += [[abbreviated(case.batch), case.heads, *cells(counts, DECODES)] for case in cases if (counts := decoded(case))]
+    if len(lines) > 1:
+        print("\n" + "\n".join(block(lines, numbers=range(1, len(lines[0])))))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import pytest
 
 from attn.tools.bench.case import BenchCase
 from attn.tools.bench.sample import sample, sizes_of
-from benchmarks.mla_plan import counted
+from benchmarks.mla_plan import counted, decoded
 
 
 def test_by_hand() -> None:
@@ -23,3 +23,22 @@ def test_ragged_chunks_over_long_contexts() -> None:
     found = counted(case)
     assert (found["requests"], found["rows"], found["context"]) == (145, 44_876, 1_305_351)
     assert (found["turns"], found["merged"]) == (61, 53_287)
+
+
+def test_equal_shares_of_decodes() -> None:
+    """One request of 512 tiles and 99 of one each: 811 tiles with two more for each, seven for each of 132 programs."""
+    found = decoded(BenchCase.latent("q1s32k_99q1s64", heads="64"))
+    assert (found["requests"], found["keys"], found["row_tiles"]) == (100, 32768 + 99 * 64, 1)
+    assert found["least"] == pytest.approx(611 / 132) and found["shares_time"] == 7 + 1
+    assert found["pieces"] == 74 + 99 and found["shares_mb"] == pytest.approx(74 * 64 * 512 * 4 * 2 / 1e6)
+    assert decoded(BenchCase.latent("4q4k")) == {}
+
+
+@pytest.mark.parametrize("seed", [5, 77])
+def test_equal_shares_end_sooner_than_equal_parts(seed: int) -> None:
+    """Ragged decodes that fill the device: the sum of programs' times is bounded below by `least` in both."""
+    cases = sample(21, seed, sizes_of([141 << 30], mla=True), mla=True)
+    for found in filter(None, map(decoded, cases)):
+        assert min(found["parts_time"], found["shares_time"]) >= found["least"]
+        if found["requests"] > 4 and found["least"] > 20:
+            assert found["shares_time"] <= 1.01 * found["parts_time"]
