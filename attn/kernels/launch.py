@@ -12,6 +12,9 @@ import numpy as np
 
 from attn.kernels.memory import SHARED_MEMORY, UNKNOWN
 
+LOG2E = 1.4426950408889634
+UNBOUNDED = 1 << 30  #: a window side without a bound: larger than any sequence length
+
 
 @dataclass(frozen=True)
 class Launch:

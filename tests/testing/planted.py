@@ -656,7 +656,7 @@ DEFECTS = (
     ),
     Defect(
         "triton_window_left",
-        "torch/kernels/paged_attention.py",
+        "kernels/paged_attention.py",
         "(j[None, :] >= position[:, None] - left)",
         "(j[None, :] > position[:, None] - left)",
         INTERPRETED,
@@ -664,7 +664,7 @@ DEFECTS = (
     ),
     Defect(
         "triton_causal_tiles",
-        "torch/kernels/paged_attention.py",
+        "kernels/paged_attention.py",
         "rest = tl.minimum(first + right + 1, high)",
         "rest = tl.minimum(last + right + 1, high)",
         INTERPRETED,
@@ -672,7 +672,7 @@ DEFECTS = (
     ),
     Defect(
         "triton_lse_base",
-        "torch/kernels/paged_attention.py",
+        "kernels/paged_attention.py",
         "tl.store(lse + head * lse_h + at, log * 0.6931471805599453, mask=live)",
         "tl.store(lse + head * lse_h + at, log, mask=live)",
         INTERPRETED,
@@ -680,7 +680,7 @@ DEFECTS = (
     ),
     Defect(
         "triton_merge_v_scale",
-        "torch/kernels/paged_attention.py",
+        "kernels/paged_attention.py",
         "tl.load(v_scale + h // G * vscale_h)",
         "tl.load(v_scale + h * vscale_h)",
         INTERPRETED,
@@ -688,7 +688,7 @@ DEFECTS = (
     ),
     Defect(
         "triton_wild_not_repeated",
-        "torch/kernels/paged_attention.py",
+        "kernels/paged_attention.py",
         "if tl.max(((acc - acc) != 0.0).to(tl.int32)) > 0:",
         "if tl.max(((acc - acc) != 0.0).to(tl.int32)) > 1:",
         INTERPRETED,
@@ -768,7 +768,7 @@ DEFECTS = (
     ),
     Defect(
         "kv_write_nan",
-        "torch/kernels/kv_write.py",
+        "kernels/kv_write.py",
         'scale = tl.where(nonfinite, float("nan"), ',
         "scale = tl.where(nonfinite, 0.0, ",
         INTERPRETED,
@@ -776,9 +776,9 @@ DEFECTS = (
     ),
     Defect(
         "kv_write_value_scale",
-        "torch/kernels/kv_write.py",
-        "vscale_h=1 if v_scales else 0,",
-        "vscale_h=0,",
+        "kernels/kv_write.py",
+        '"vscale_h": 1 if v_scales else 0,',
+        '"vscale_h": 0,',
         INTERPRETED,
         "Values of all kv heads are divided by the first head's scale.",
     ),
@@ -792,7 +792,7 @@ DEFECTS = (
     ),
     Defect(
         "merge_states_nan",
-        "torch/kernels/merge_states.py",
+        "kernels/merge_states.py",
         "        empty = empty | (log != log)",
         "        empty = empty & (log == log)",
         INTERPRETED,

@@ -16,10 +16,9 @@ import triton
 import triton.language as tl
 from torch import library
 
-from attn.kernels.launch import power_of_two, row_launch, row_parts
+from attn.kernels.launch import LOG2E, UNBOUNDED, power_of_two, row_launch, row_parts
+from attn.kernels.paged_attention import tanh
 from attn.torch.kernels.direct import Prepared, arch, memory_of_stream, multiprocessors, strides_that_count
-from attn.torch.kernels.paged_attention import LOG2E, _tanh
-from attn.torch.kernels.plan import UNBOUNDED
 from attn.torch.kernels.runs import Runs
 
 
@@ -77,7 +76,7 @@ def _decode(  # type: ignore[no-untyped-def]
         v = tl.load(v_at + j[:, None] * v_t + d[None, :], mask=there, other=0.0)
         s = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         if HAS_CAP:
-            s = cap * _tanh(s * factor)
+            s = cap * tanh(s * factor)
         s = tl.where(seen[None, :], s, float("-inf"))
         above = tl.maximum(top, tl.max(s, 1))
         guard = tl.where(above == float("-inf"), 0.0, above)

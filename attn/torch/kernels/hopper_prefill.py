@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from attn.kernels.launch import FUSED, power_of_two
+from attn.kernels.launch import FUSED, UNBOUNDED, power_of_two
 from attn.torch.kernels import hopper
 from attn.torch.kernels._gluon import (
     barrier,
@@ -43,7 +43,6 @@ from attn.torch.kernels._gluon import (
     warpgroup_mma_wait,
 )
 from attn.torch.kernels.direct import Kind, Prepared, kind_of, memory_of_stream, multiprocessors
-from attn.torch.kernels.plan import UNBOUNDED
 
 _LOG2E = 1.4426950408889634
 REQUESTS = 1024  #: limit per batch: one vector operation counts all their tiles

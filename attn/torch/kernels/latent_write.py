@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 
 from attn.kernels.codes import fp8_code
+from attn.kernels.kv_write import bf16_code
 from attn.kernels.launch import FUSED, power_of_two
 from attn.torch.kernels.direct import Kind, Prepared, check_stride, kind_of, operator
-from attn.torch.kernels.kv_write import bf16_code
 
 
 @triton.jit

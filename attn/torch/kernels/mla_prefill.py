@@ -20,9 +20,9 @@ import triton
 import triton.language as tl
 
 from attn.kernels.launch import power_of_two
+from attn.kernels.paged_attention import request_of
 from attn.torch.kernels.direct import Kind, Prepared, arch, check_stride, kind_of, operator
 from attn.torch.kernels.mla_launch import mla_prefill_launch
-from attn.torch.kernels.paged_attention import _request_of
 
 LOG2E = 1.4426950408889634
 
@@ -64,7 +64,7 @@ def _attend(  # type: ignore[no-untyped-def]
     D: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, DV: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr, HAS_LSE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    r = _request_of(query_start_loc, tl.program_id(0), num_reqs, BLOCK_M)
+    r = request_of(query_start_loc, tl.program_id(0), num_reqs, BLOCK_M)
     begin = tl.load(query_start_loc + r)
     q_len = tl.load(query_start_loc + r + 1) - begin
     # the last rows are the longest: start them first, so that they do not end last

@@ -195,8 +195,8 @@ for of, *arguments in calls:
     if of is attend:
         assert len(directly) == (1 if arguments[-1] else 2)
 wanted = {
-    attend: "_attention _merge", attend_prompts: "_attention _prefill", attend_row: "_decode", merge: "_merge",
-    write: "_write", write_latents: "_write", decode: "_attend _items _merge", prefill: "_attend",
+    attend: "attention merge", attend_prompts: "attention _prefill", attend_row: "_decode", merge: "merge",
+    write: "write", write_latents: "_write", decode: "_attend items _merge", prefill: "_attend",
 }
 assert used == {(of.__name__, name) for of, names in wanted.items() for name in names.split()}, used
 print("equal", len(calls))

@@ -14,12 +14,13 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 
+from attn.kernels import paged_attention as device_code
 from attn.kernels.codes import number_in
-from attn.kernels.launch import Launch, split_kv_for, split_tiles_of
+from attn.kernels.launch import UNBOUNDED, Launch, split_kv_for, split_tiles_of
+from attn.kernels.plan import item_of
 from attn.torch.interpreter import correct_bfloat16
 from attn.torch.kernels import paged_attention as module
 from attn.torch.kernels.paged_attention import paged_attention
-from attn.torch.kernels.plan import UNBOUNDED, item_of
 from tests.levels import sampled
 
 pytestmark = [pytest.mark.triton_kernels, pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::DeprecationWarning")]
@@ -229,7 +230,7 @@ class _Recorded:
         def launch(*args: Any, **constants: Any) -> None:
             given = dict(zip(self.names, args, strict=False))
             dtypes = {n: getattr(v, "dtype", type(v)) for n, v in given.items()}
-            strides = {n: v for n, v in given.items() if isinstance(v, int) and n not in module._BATCH}
+            strides = {n: v for n, v in given.items() if isinstance(v, int) and n not in device_code._BATCH}
             compiled = {**constants, "BLOCK_R": constants.get("BLOCK_R", 0) > 0}
             self.programs.add(tuple(sorted([*compiled.items(), *dtypes.items(), *strides.items()], key=str)))
 
@@ -251,13 +252,13 @@ def test_a_fixed_split_compiles_the_same_programs_for_any_batch(
     """Neither the batch nor launches that were measured meanwhile change a program; without a fixed split both do."""
     monkeypatch.setattr(module, "arch", lambda: arch)
     monkeypatch.setattr(module.hopper, "is_on", lambda kernel: False)
-    shape, attention, merge = (arch, 4, 128, 2, 2), module._attention, module._merge
+    shape, attention, merge = (arch, 4, 128, 2, 2), module.attention, module.merge
 
     def programs(fixed_split: int) -> list[set[tuple[Any, ...]]]:
         module._launches.cache_clear()
         kernels = _Recorded(attention), _Recorded(merge)
-        monkeypatch.setattr(module, "_attention", kernels[0])
-        monkeypatch.setattr(module, "_merge", kernels[1])
+        monkeypatch.setattr(module, "attention", kernels[0])
+        monkeypatch.setattr(module, "merge", kernels[1])
         for i, (q_lens, k_lens, bound) in enumerate(_BATCHES):
             if i == 3:
                 for kind in ("decode", "prefill"):

@@ -1,0 +1,502 @@
+"""Attention of a ragged batch over a paged cache: one kernel for prefill, chunked prefill, decode and mixed batches.
+
+A program computes one tile: up to BLOCK_Q query tokens of one request times the G query heads of one kv head, packed as
+rows, over that request's keys, BLOCK_N at a time, with an online softmax in base 2 (Dao et al., FlashAttention-2, 2023).
+Tokens and heads share rows, so one pass over the keys serves the whole group. It is launched in two ways:
+
+    prefill  1-D grid, tiles x K, found by bisection in query_start_loc; longest rows of a request first.
+    decode   1-D grid, items x K, one tile of rows per request. Requests are cut into parts of their keys (split-KV) so that
+             all multiprocessors end together; each program computes this plan from the lengths on the device (`plan.item_of`)
+             and takes one item. Partial results are merged by `merge` (Flash-Decoding); a request in one part is finished
+             at once.
+
+A mixed batch uses both launches, each skipping the other's requests, so that a decode never runs on a prefill's large tile.
+They run one after the other, except on Hopper where `hopper_prefill` handles 16-bit caches: there they run concurrently,
+the decode launched early onto the multiprocessors that the prefill leaves free. No lengths are fetched from the device and
+grids depend only on extents, max_query_len and max_seq_len: a captured launch serves any batch within those bounds.
+
+Masked scores are selected away, never multiplied: they become -inf, and keys and values that no row sees are not loaded. If
+a tile's sums are not finite at the end, it is recomputed in a slower way, so that a NaN or infinity among values that some
+rows see affects only those rows. Masks are computed only for the tiles of keys that need one; blocks outside every window
+are never read. Offsets into a cache of 2^31 elements or more are 64-bit.
+
+Layouts: query, output [T, H, D]; caches [N, P, K, D] of any strides (last dimension dense); lse [H, T] float32, natural
+log. Rows of tokens beyond query_start_loc[R] are not written: they are undefined.
+"""
+
+import triton
+import triton.language as tl
+
+from attn.kernels.codes import fp8_code, number_in
+from attn.kernels.plan import item_of, visible
+
+#: Changes of these do not recompile.
+_BATCH = (
+    "num_reqs", "states", "lse_h", "table_r", "tree_w", "split_tiles", "max_splits", "whole_from", "left", "right",
+    "tree_right", "span_right", "chunk", "min_query", "max_query", "sparse_local", "sparse_stride", "sparse_shift",
+    "sparse_offset",
+)  # fmt: skip
+
+
+@triton.jit
+def request_of(query_start_loc, tile, num_reqs, BLOCK_Q: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The request of a prefill tile, where request r's tiles start at query_start_loc[r] // BLOCK_Q + r."""
+    low, high = 0, num_reqs
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(query_start_loc + middle) // BLOCK_Q + middle <= tile:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit
+def _infinite_where(values, allowed, infinity):  # type: ignore[no-untyped-def]
+    """[rows, D]: `infinity` where a row sees a value that is NaN or that infinity, else 0 (both together: NaN)."""
+    nonfinite = ((values != values) | (values == infinity)).to(tl.float16)
+    hits = tl.dot(allowed.to(tl.float16), nonfinite)
+    return tl.where(hits > 0, infinity, 0.0)
+
+
+@triton.jit
+def _step(  # type: ignore[no-untyped-def]
+    acc, norm, top, start, MASKED: tl.constexpr, NAN_SAFE: tl.constexpr, q, low, high, upper, table, k_base, v_base, tree_row,
+    position, head, token, context, q_len, slope, span_low, span_high, prefix_end, chunk, left, is_tree, k_block, k_slot,
+    v_block, v_slot, factor, cap, tree_w, sparse_local, sparse_stride, sparse_shift, k_scale, v_scale, scale_block, scale_slot,
+    PER_TOKEN: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_SPANS: tl.constexpr, HAS_PREFIX: tl.constexpr, HAS_CHUNK:
+    tl.constexpr, PAGED: tl.constexpr, P: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, HAS_CAP:
+    tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_TREE: tl.constexpr, SPARSE: tl.constexpr, SAME: tl.constexpr, WIDE:
+    tl.constexpr, EXACT: tl.constexpr, PRECISION: tl.constexpr, IN_HALF: tl.constexpr, LATE: tl.constexpr, LIFT: tl.constexpr,
+):  # fmt: skip
+    """Process one tile of keys: scores, running maximum, weighted values. Without MASKED every row sees every key of it."""
+    by = factor[:, None] if IN_HALF else factor
+    d = tl.arange(0, BLOCK_D)
+    n = tl.arange(0, BLOCK_N)
+    j = start + n
+    # past either end the nearest visible key is loaded again: memory there is not read and needs no mask
+    at = tl.minimum(tl.maximum(j, low), high - 1) if MASKED else j
+    if PAGED:
+        if P % BLOCK_N == 0:
+            page = tl.load(table + start // P)
+            place = at % P
+        elif BLOCK_N % P == 0 and not MASKED:
+            page = tl.load(table + start // P + n // P)
+            place = n % P  # known before the loop
+        else:
+            page = tl.load(table + at // P)
+            place = at % P
+        if WIDE:
+            page = page.to(tl.int64)
+        k_rows = page * k_block + place * k_slot
+        v_rows = k_rows if SAME else page * v_block + place * v_slot
+    else:
+        at = at.to(tl.int64)
+        k_rows = at * k_slot
+        v_rows = k_rows if SAME else at * v_slot
+    k_at = k_base + k_rows[:, None] + d[None, :]
+    v_at = v_base + v_rows[:, None] + d[None, :]
+    if D != BLOCK_D:
+        k = tl.load(k_at, mask=(d < D)[None, :], other=0.0)
+        v = tl.load(v_at, mask=(d < D)[None, :], other=0.0)
+    else:
+        k = tl.load(k_at)
+        v = tl.load(v_at)
+    s = tl.dot(q, tl.trans(number_in(k, q.dtype)), input_precision=PRECISION)
+    if PER_TOKEN:
+        scale_rows = page * scale_block + place * scale_slot
+        s = s * tl.load(k_scale + scale_rows)[None, :]
+        v_by = tl.load(v_scale + scale_rows)
+
+    # Scores in base 2. Plain ones are not scaled yet: the factor is applied inside the exponent, where the product is
+    # fused.
+    if HAS_CAP:
+        s = cap * tanh(s * by)
+    elif HAS_ALIBI:
+        s = s * by
+    if HAS_ALIBI:
+        s = s - slope[:, None] * tl.abs(j[None, :] - position[:, None]).to(tl.float32)
+    if MASKED:
+        allowed = _allowed(
+            j, low, upper, position, head, token, context, q_len, left, is_tree, tree_row, tree_w,
+            sparse_local, sparse_stride, sparse_shift, span_low, span_high, prefix_end, chunk, HAS_LEFT, HAS_TREE, SPARSE,
+            HAS_SPANS, HAS_PREFIX, HAS_CHUNK,
+        )  # fmt: skip
+        s = tl.where(allowed, s, float("-inf"))
+    if HAS_CAP or HAS_ALIBI:
+        above = tl.maximum(top, tl.max(s, 1))
+        guard = tl.where(above == float("-inf"), 0.0, above)
+        p = tl.exp2((s - guard[:, None]) + LIFT) if LIFT else tl.exp2(s - guard[:, None])
+        shrink = tl.exp2(top - guard)
+    elif LATE:
+        # subtracted before scaling, so that the largest score is exactly 0 and a single key's value is returned exactly
+        above = tl.maximum(top, tl.max(s, 1))
+        guard = tl.where(above == float("-inf"), 0.0, above)
+        p = tl.exp2((s - guard[:, None]) * by + LIFT) if LIFT else tl.exp2((s - guard[:, None]) * by)
+        shrink = tl.exp2((top - guard) * factor)
+    else:
+        above = tl.maximum(top, tl.max(s, 1) * factor)
+        guard = tl.where(above == float("-inf"), 0.0, above)
+        p = tl.exp2(s * factor - guard[:, None])
+        shrink = tl.exp2(top - guard)
+    norm = norm * shrink + tl.sum(p, 1)
+    acc = acc * shrink[:, None]
+    if PER_TOKEN and q.dtype == tl.float16:
+        v = v.to(tl.float32) * v_by[:, None]  # weights times a small scale would be subnormal in float16
+    elif PER_TOKEN:
+        # selected, since a token with a NaN has a scale of NaN
+        p = tl.where(allowed, p * v_by[None, :], 0.0) if MASKED else p * v_by[None, :]
+    v = number_in(v, q.dtype)
+    p = p.to(v.dtype)
+    if NAN_SAFE:
+        wide = v.to(tl.float32)
+        v = tl.where((wide - wide) != 0.0, 0.0, wide).to(v.dtype)
+        acc += _infinite_where(wide, allowed, float("inf"))
+        acc += _infinite_where(wide, allowed, float("-inf"))
+    acc = tl.dot(p, v, acc, input_precision="ieee")
+    return acc, norm, above
+
+
+@triton.jit
+def _allowed(  # type: ignore[no-untyped-def]
+    j, low, upper, position, head, token, context, q_len, left, is_tree, tree_row, tree_w,
+    sparse_local, sparse_stride, sparse_shift, span_low, span_high, prefix_end, chunk, HAS_LEFT: tl.constexpr,
+    HAS_TREE: tl.constexpr, SPARSE: tl.constexpr, HAS_SPANS: tl.constexpr, HAS_PREFIX: tl.constexpr, HAS_CHUNK: tl.constexpr,
+):  # fmt: skip
+    """[rows, keys]: window and causality, the draft tree among new tokens, the block-sparse pattern; spans, prefix, chunk."""
+    allowed = j[None, :] <= upper[:, None]
+    if HAS_LEFT:
+        allowed = allowed & (j[None, :] >= position[:, None] - left)
+    if HAS_TREE:
+        new = j[None, :] - context
+        inside = (new >= 0) & (new < q_len) & (token < q_len)[:, None] & is_tree
+        seen = tl.load(tree_row + token[:, None] * tree_w + new, mask=inside, other=1)
+        allowed = allowed & (seen != 0)
+    if SPARSE > 0:
+        far = position[:, None] // SPARSE - j[None, :] // SPARSE
+        column = j[None, :] // SPARSE + head[:, None] * sparse_shift + 1
+        allowed = allowed & ((far < sparse_local) | (column % sparse_stride == 0))
+    if HAS_SPANS:
+        allowed = allowed | ((j[None, :] >= span_low[:, None]) & (j[None, :] <= span_high[:, None]))
+    if HAS_PREFIX:
+        allowed = allowed | (j < prefix_end)[None, :]
+    if HAS_CHUNK:
+        allowed = allowed & (j[None, :] >= (position // chunk * chunk)[:, None])
+    return allowed
+
+
+@triton.jit
+def tanh(x):  # type: ignore[no-untyped-def]
+    """tanh: a series where the quotient would cancel; saturates on both sides where exp overflows."""
+    y = x * x
+    series = x * (1.0 + y * (-0.33333333 + y * (0.13333333 + y * (-0.05396825 + y * 0.02186949))))
+    return tl.where(tl.abs(x) < 0.25, series, 1.0 - 2.0 / (tl.exp2(x * 2.8853900817779268) + 1.0))
+
+
+@triton.jit(do_not_specialize=_BATCH)
+def attention(  # type: ignore[no-untyped-def]
+    scratch, output, lse, query_start_loc, sinks, v_scale, output_scale, query, key_cache, value_cache, seq_lens, block_table,
+    slopes, tree, spans, prefix, is_causal, k_scale,
+    factor, v_factor, num_reqs, states, lse_h, table_r, tree_w, split_tiles, max_splits, whole_from,
+    o_t, o_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head,
+    cap, left, right, tree_right, span_right, chunk, min_query, max_query, sparse_local, sparse_stride, sparse_shift,
+    sparse_offset, kscale_h, vscale_h, scale_block, scale_slot,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, PER_TOKEN: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
+    DECODE: tl.constexpr, BLOCK_R: tl.constexpr, PAGED: tl.constexpr, NEGATE: tl.constexpr,
+    HAS_LEFT: tl.constexpr, HAS_CAP: tl.constexpr, HAS_ALIBI: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_TREE: tl.constexpr, HAS_SPANS: tl.constexpr, HAS_PREFIX: tl.constexpr, MIXED: tl.constexpr, HAS_CHUNK: tl.constexpr,
+    SPAN_LEFT: tl.constexpr, HAS_LSE: tl.constexpr, HAS_K_SCALE: tl.constexpr, HAS_V_SCALE: tl.constexpr,
+    SPARSE: tl.constexpr, MAY_BE_NONFINITE: tl.constexpr, SAME: tl.constexpr, WIDE: tl.constexpr, EXACT: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr, BESIDE: tl.constexpr, IN_HALF: tl.constexpr, TO_FP8: tl.constexpr,
+):  # fmt: skip
+    K: tl.constexpr = H // G
+    # Rows may see keys that neither causality nor the window bounds. A decode's plan then counts all keys.
+    FREE: tl.constexpr = HAS_SPANS or HAS_PREFIX
+    if EARLY:
+        # the merge may already be launched: it waits for the end of this grid before it reads
+        tl.extra.cuda.gdc_launch_dependents()
+    pid = tl.program_id(0)
+    if BESIDE:  # noqa: SIM102  (one is known when compiling)
+        # Launched while the same batch's prefill still runs. An extra program keeps this grid from ending before the
+        # prefill.
+        if pid == tl.num_programs(0) - 1:
+            if tl.program_id(1) == 0:
+                tl.extra.cuda.gdc_wait()
+            return
+    kv_head = pid % K
+    if DECODE:
+        if BLOCK_R > 0:
+            r, begin_tile, end_tile, s, count = item_of(
+                pid // K, query_start_loc, seq_lens, num_reqs, min_query, max_query, 1 << 30 if FREE else left,
+                1 << 30 if FREE else right, 1 << 30 if FREE else tree_right, tree_w, chunk, split_tiles, max_splits, whole_from,
+                BLOCK_N,
+                BLOCK_R, HAS_TREE, HAS_CHUNK,
+            )  # fmt: skip
+            if r >= num_reqs:
+                return
+            if (s == 0) & (kv_head == 0):
+                plan = (scratch + states.to(tl.int64) * (D + 1)).to(tl.pointer_type(tl.int32)) + 2 * r
+                tl.store(plan, pid // K)
+                tl.store(plan + 1, count)
+        else:
+            r = pid // K
+        begin = tl.load(query_start_loc + r)
+        q_len = tl.load(query_start_loc + r + 1) - begin
+        tile = 0
+    else:
+        r = request_of(query_start_loc, pid // K, num_reqs, BLOCK_Q)
+        begin = tl.load(query_start_loc + r)
+        q_len = tl.load(query_start_loc + r + 1) - begin
+        # the last rows are the longest: start them first, so that they do not end last
+        tile = tl.cdiv(q_len, BLOCK_Q) - 1 - (pid // K - (begin // BLOCK_Q + r))
+    if (q_len <= min_query) | (q_len > max_query) | (tile < 0):
+        return
+    seq_len = tl.load(seq_lens + r) if PAGED else q_len
+    context = seq_len - q_len
+
+    row = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    token = tile * BLOCK_Q + row // G
+    head = kv_head * G + row % G
+    live = (row < BLOCK_Q * G) & (token < q_len)
+    position = context + token
+    first = context + tile * BLOCK_Q
+    last = context + tl.minimum(tile * BLOCK_Q + BLOCK_Q, q_len) - 1
+    is_tree = False
+    if HAS_TREE:
+        is_tree = q_len <= tree_w
+        right = tl.where(is_tree, tree_right, right)
+    if MIXED and not DECODE:
+        right = tl.where(tl.load(is_causal + r), 0, right)
+    if FREE and DECODE:
+        aligned, low, high = visible(first, last, seq_len, 1 << 30, 1 << 30, chunk, BLOCK_N, HAS_CHUNK)
+    else:
+        aligned, low, high = visible(first, last, seq_len, left, right, chunk, BLOCK_N, HAS_CHUNK)
+    if MIXED and DECODE:  # after the bounds, which are those of the plan
+        right = tl.where(tl.load(is_causal + r), 0, right)
+    at = (begin + token).to(tl.int64)
+    span_low, span_high, prefix_end = position, position, 0
+    if HAS_SPANS:
+        span_low = tl.load(spans + 2 * at, mask=live, other=-1)
+        span_high = tl.load(spans + 2 * at + 1, mask=live, other=-1)
+        if not DECODE:
+            there = span_high >= 0
+            low = tl.minimum(low, tl.min(tl.where(there, span_low, low)))
+            high = tl.maximum(high, tl.minimum(tl.max(span_high) + 1, seq_len))
+        if SPAN_LEFT:  # the window cuts the span
+            span_low = tl.maximum(span_low, position - left)
+            span_high = tl.minimum(span_high, position + span_right)
+        span_high = tl.minimum(span_high, seq_len - 1)
+    if HAS_PREFIX:
+        prefix_end = tl.minimum(tl.load(prefix + r), seq_len)
+        if not DECODE:
+            low = tl.where(prefix_end > 0, 0, low)
+            high = tl.maximum(high, prefix_end)
+    if FREE and not DECODE:
+        if HAS_CHUNK:
+            low = tl.maximum(low, tl.maximum(first, 0) // chunk * chunk)
+        low = tl.maximum(low, 0)
+        aligned = tl.where(low < high, low // BLOCK_N * BLOCK_N, high)
+    stop = high
+    if BLOCK_R > 0:
+        stop = tl.minimum(high, aligned + end_tile * BLOCK_N)
+        aligned += begin_tile * BLOCK_N
+
+    lanes = live[:, None] & (d < D)[None, :]
+    q = tl.load(query + at[:, None] * q_t + head[:, None] * q_h + d[None, :], mask=lanes, other=0.0)
+    if NEGATE:
+        q = (0.0 - q.to(tl.float32)).to(q.dtype)
+    if IN_HALF:
+        # One-byte codes convert to float16 with one instruction per pair, to bfloat16 with three, two of them slow. Queries
+        # are converted as well: a power of two scales each row so that float16 holds every bit of values down to 2**-31 of
+        # the row's largest.
+        wide_q = q.to(tl.float32)
+        peak = tl.max(tl.where(tl.abs(wide_q) < float("inf"), tl.abs(wide_q), 0.0), 1)
+        power = tl.maximum((peak.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True), 8.673617379884035e-19)
+        q = (wide_q * (16384.0 / power)[:, None]).to(tl.float16)
+        factor = factor * (power * 6.103515625e-05)
+    if HAS_K_SCALE:
+        factor = factor * tl.load(k_scale + kv_head * kscale_h)
+    if HAS_V_SCALE:
+        v_factor = v_factor * tl.load(v_scale + kv_head * vscale_h)
+    if PER_TOKEN:
+        k_scale += kv_head
+        v_scale += kv_head
+    slope = tl.zeros((BLOCK_M,), tl.float32)
+    if HAS_ALIBI:
+        slope = tl.load(slopes + head, mask=live, other=0.0) * 1.4426950408889634
+    if PAGED:
+        table = block_table + r.to(tl.int64) * table_r
+        k_base = key_cache + kv_head.to(tl.int64) * k_head
+        v_base = value_cache + kv_head.to(tl.int64) * v_head
+    else:
+        table = block_table
+        k_base = key_cache + kv_head.to(tl.int64) * k_head + begin.to(tl.int64) * k_slot
+        v_base = value_cache + kv_head.to(tl.int64) * v_head + begin.to(tl.int64) * v_slot
+    tree_row = tree
+    if HAS_TREE:
+        tree_row = tree + r.to(tl.int64) * tree_w * tree_w
+    shifted = head + sparse_offset
+
+    # Weights in float16 reach 2**15 instead of 1: from 2**-39 of the largest on they are not 0, from 2**-29 on exact. None
+    # may exceed the largest by much, as rounding causes when scores of 2**24 are scaled before it is subtracted.
+    LIFT: tl.constexpr = 15 if q.dtype == tl.float16 else 0
+    LATE: tl.constexpr = EXACT or q.dtype == tl.float16
+    acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    norm = tl.zeros((BLOCK_M,), tl.float32)
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    upper = tl.minimum(position + right, high - 1)
+    # The keys from full to rest are visible to every row: their tiles need no mask. Where finding them does not pay, both
+    # are `aligned`, so that every tile is masked. In float32 every tile of several tokens takes the NaN-safe path, so that
+    # one row's values change no bit of another row.
+    CLEAR: tl.constexpr = not (SPARSE > 0 or DECODE or EXACT)
+    full, rest = aligned, aligned
+    if CLEAR:
+        rest = tl.minimum(first + right + 1, high)
+        if HAS_TREE:
+            rest = tl.where(is_tree, tl.minimum(rest, context), rest)
+        if HAS_LEFT or HAS_CHUNK:
+            since = tl.maximum(last - left, aligned)
+            if HAS_CHUNK:
+                since = tl.maximum(since, tl.maximum(last, 0) // chunk * chunk)
+            full = tl.minimum(tl.cdiv(since, BLOCK_N), tl.cdiv(high, BLOCK_N)) * BLOCK_N
+        rest = tl.maximum(full, tl.maximum(rest, 0) // BLOCK_N * BLOCK_N)
+    for part in tl.static_range(3):
+        if part == 2 or (CLEAR and (part == 1 or HAS_LEFT or HAS_CHUNK)):
+            begin_at = aligned if part == 0 else full if part == 1 else rest
+            end_at = full if part == 0 else rest if part == 1 else stop
+            for start in tl.range(begin_at, end_at, BLOCK_N):
+                if SPARSE == 0 or _sparse_tile(
+                    start, first, shifted, live, sparse_local, sparse_stride, sparse_shift, BLOCK_N, SPARSE
+                ):
+                    acc, norm, top = _step(
+                        acc, norm, top, start, part != 1, EXACT and BLOCK_Q > 1 and SPARSE == 0, q, low, high, upper, table,
+                        k_base, v_base, tree_row, position, shifted, token, context, q_len, slope, span_low, span_high,
+                        prefix_end, chunk, left, is_tree, k_block, k_slot, v_block, v_slot, factor, cap, tree_w, sparse_local,
+                        sparse_stride, sparse_shift, k_scale, v_scale, scale_block, scale_slot, PER_TOKEN, HAS_LEFT, HAS_SPANS,
+                        HAS_PREFIX, HAS_CHUNK, PAGED, P, D, BLOCK_N, BLOCK_D, HAS_CAP, HAS_ALIBI, HAS_TREE, SPARSE, SAME, WIDE,
+                        EXACT, PRECISION, IN_HALF, LATE, LIFT,
+                    )  # fmt: skip
+    if MAY_BE_NONFINITE and (DECODE or SPARSE > 0 or not EXACT):  # noqa: SIM102  (one is known when compiling)
+        # 0 * NaN: a non-finite value may have reached rows that do not see it, or, loaded again past an end, have made an
+        # infinity NaN. Rare enough to start over; a decode in small tiles, which need no more registers than its own.
+        NAN_SAFE_N: tl.constexpr = 16 if DECODE else BLOCK_N
+        if tl.max(((acc - acc) != 0.0).to(tl.int32)) > 0:
+            acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+            norm = tl.zeros((BLOCK_M,), tl.float32)
+            top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+            for start in tl.range(aligned, stop, NAN_SAFE_N, num_stages=1):
+                acc, norm, top = _step(
+                    acc, norm, top, start, True, True, q, low, high, upper, table, k_base, v_base, tree_row, position, shifted,
+                    token, context, q_len, slope, span_low, span_high, prefix_end, chunk, left, is_tree, k_block, k_slot,
+                    v_block, v_slot, factor, cap, tree_w, sparse_local, sparse_stride, sparse_shift, k_scale, v_scale,
+                    scale_block, scale_slot, PER_TOKEN, HAS_LEFT, HAS_SPANS, HAS_PREFIX, HAS_CHUNK, PAGED, P, D, NAN_SAFE_N,
+                    BLOCK_D, HAS_CAP, HAS_ALIBI, HAS_TREE, SPARSE, SAME, WIDE, EXACT, PRECISION, IN_HALF, LATE, LIFT,
+                )  # fmt: skip
+
+    if LATE and not (HAS_CAP or HAS_ALIBI):
+        top = top * factor
+    if LIFT:
+        top = top - LIFT
+    log = tl.where(norm == 0, float("-inf"), top + tl.log2(norm))
+    result = tl.where(norm[:, None] == 0, 0.0, acc / norm[:, None])
+    if BLOCK_R > 0:  # noqa: SIM102
+        if count > 1:
+            state = (pid // K * BLOCK_Q + token).to(tl.int64) * H + head
+            tl.store(scratch + state[:, None] * D + d[None, :], result, mask=lanes)
+            tl.store(scratch + states.to(tl.int64) * D + state, log, mask=live)
+            return
+    _finish(
+        output, lse, sinks, output_scale, result, log, v_factor, at, head, d, live, lanes, o_t, o_h, lse_h,
+        HAS_SINKS, HAS_LSE, TO_FP8,
+    )  # fmt: skip
+
+
+@triton.jit
+def _sparse_tile(  # type: ignore[no-untyped-def]
+    start, first, head, live, sparse_local, sparse_stride, sparse_shift, BLOCK_N: tl.constexpr, SPARSE: tl.constexpr
+):  # fmt: skip
+    """Whether some row of the tile may attend to keys start..start + BLOCK_N: the block-sparse pattern, before any load."""
+    near = first // SPARSE - (start + BLOCK_N - 1) // SPARSE < sparse_local
+    wanted = 0
+    if not near:
+        for block in tl.range(start // SPARSE, (start + BLOCK_N - 1) // SPARSE + 1):
+            column = (block + head * sparse_shift + 1) % sparse_stride == 0
+            wanted += tl.max((column & live).to(tl.int32), 0)
+    return near | (wanted > 0)
+
+
+@triton.jit
+def _finish(  # type: ignore[no-untyped-def]
+    output, lse, sinks, output_scale, result, log, v_factor, at, head, d, live, lanes, o_t, o_h, lse_h,
+    HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, TO_FP8: tl.constexpr,
+):  # fmt: skip
+    """Scale, apply the sink, and store rows (or their e4m3 codes); `log` is the log-sum-exp in base 2."""
+    result = result * v_factor
+    if HAS_SINKS:
+        sink = tl.load(sinks + head, mask=live, other=0.0) * 1.4426950408889634
+        # a row without keys is 0 whatever its sink
+        share = 1.0 / (1.0 + tl.exp2(sink - log))
+        result = tl.where((log == float("-inf"))[:, None], 0.0, result * share[:, None])
+    if TO_FP8:
+        result = fp8_code(tl.math.div_rn(result, tl.zeros_like(result) + tl.load(output_scale)), 3, 7, 448.0)
+    tl.store(output + at[:, None] * o_t + head[:, None] * o_h + d[None, :], result.to(output.dtype.element_ty), mask=lanes)
+    if HAS_LSE:
+        tl.store(lse + head * lse_h + at, log * 0.6931471805599453, mask=live)
+
+
+@triton.jit(do_not_specialize=_BATCH)
+def merge(  # type: ignore[no-untyped-def]
+    scratch, output, lse, query_start_loc, sinks, v_scale, output_scale, v_factor, states, lse_h, o_t, o_h, vscale_h,
+    H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_S: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr, HAS_V_SCALE: tl.constexpr, EARLY: tl.constexpr,
+    TO_FP8: tl.constexpr,
+):  # fmt: skip
+    """The second stage: grid R x BLOCK_Q x H, one program merges the parts of one row."""
+    r = tl.program_id(0) // (BLOCK_Q * H)
+    token = tl.program_id(0) // H % BLOCK_Q
+    h = tl.program_id(0) % H
+    head = h + tl.zeros((1,), tl.int32)
+    begin = tl.load(query_start_loc + r)
+    q_len = tl.load(query_start_loc + r + 1) - begin
+    if (token >= q_len) | (q_len > BLOCK_Q):
+        return
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    logs_at = scratch + states.to(tl.int64) * D
+    plan = (logs_at + states).to(tl.pointer_type(tl.int32)) + 2 * r
+    item = tl.load(plan)
+    count = tl.load(plan + 1)
+    if count <= 1:
+        return
+    d = tl.arange(0, BLOCK_D)
+    part = tl.arange(0, BLOCK_S)
+    state = (item * BLOCK_Q + token).to(tl.int64) * H + h
+    # in one pass, so that no load waits for another; every part has a result, and one without keys has weight 0
+    top = -float("inf")
+    acc = tl.zeros((BLOCK_D,), tl.float32)
+    norm = 0.0
+    for s in tl.range(0, count, BLOCK_S, num_stages=1):
+        rows = state + (s + part) * (BLOCK_Q * H)
+        logs = tl.load(logs_at + rows, mask=s + part < count, other=float("-inf"))
+        own = (s + part < count)[:, None] & (d < D)[None, :]
+        values = tl.load(scratch + rows[:, None] * D + d[None, :], mask=own, other=0.0)
+        above = tl.maximum(top, tl.max(logs, 0))
+        guard = tl.where(above == float("-inf"), 0.0, above)
+        weight = tl.exp2(logs - guard)
+        shrink = tl.exp2(top - guard)
+        acc = acc * shrink + tl.sum(values * weight[:, None], 0)
+        norm = norm * shrink + tl.sum(weight, 0)
+        top = above
+    log = tl.where(norm == 0, float("-inf"), top + tl.log2(norm)) + tl.zeros((1,), tl.float32)
+    result = tl.where(norm == 0, 0.0, acc / norm)[None, :]
+    if HAS_V_SCALE:
+        v_factor = v_factor * tl.load(v_scale + h // G * vscale_h)
+    at = (begin + token).to(tl.int64) + tl.zeros((1,), tl.int64)
+    live = head >= 0
+    lanes = live[:, None] & (d < D)[None, :]
+    _finish(
+        output, lse, sinks, output_scale, result, log, v_factor, at, head, d, live, lanes, o_t, o_h, lse_h,
+        HAS_SINKS, HAS_LSE, TO_FP8,
+    )  # fmt: skip

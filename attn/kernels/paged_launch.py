@@ -1,0 +1,214 @@
+"""How the kernels of `paged_attention` are launched: their constants, and what depends on the batch.
+
+Frameworks share these rules: dtypes are names (`"bfloat16"`), arrays are their strides, and addresses play no part.
+"""
+
+from typing import Any, NamedTuple
+
+from attn.kernels.launch import (
+    FUSED,
+    LOG2E,
+    UNBOUNDED,
+    Launch,
+    SplitKV,
+    decode_launch,
+    power_of_two,
+    prefill_launch,
+    rows_of_speculation,
+    split_kv_for,
+)
+
+#: The arrays of `attention` after `scratch`; those of `merge` come first.
+ARRAYS = (
+    "output", "lse", "query_start_loc", "sinks", "v_scale", "output_scale", "query", "key_cache", "value_cache", "seq_lens",
+    "block_table", "slopes", "tree", "spans", "prefix", "is_causal", "k_scale",
+)  # fmt: skip
+OF_MERGE = 6  #: arrays
+_SCALES = ("k_scale", "v_scale", "output_scale")
+_ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+def bound(side: int | None) -> int:
+    """A side of a window as kernels take it."""
+    return UNBOUNDED if side is None else side
+
+
+class Layer(NamedTuple):
+    """A layer's rules: see `attn.torch.kernels.paged_attention`."""
+
+    scale: float
+    soft_cap: float
+    left: int | None
+    right: int | None
+    tree_right: int | None
+    chunk_size: int | None
+    span_window: bool
+    fixed_split: int
+    sparse: tuple[int, ...] | None
+
+    def factor(self, k_factor: float) -> float:
+        """What scores are multiplied by: in base 2, or before a soft cap."""
+        factor = abs(self.scale) * k_factor
+        return factor / self.soft_cap if self.soft_cap else factor * LOG2E
+
+    def constants(self) -> dict[str, Any]:
+        """Arguments of `attention`."""
+        tree_right = bound(self.tree_right)
+        sparse, local, stride, shift, offset = self.sparse or (0, 0, 1, 0, 0)
+        return {
+            "cap": self.soft_cap * LOG2E, "left": bound(self.left), "right": bound(self.right), "tree_right": tree_right,
+            "span_right": tree_right or UNBOUNDED, "chunk": self.chunk_size or UNBOUNDED, "sparse_local": local,
+            "sparse_stride": stride, "sparse_shift": shift, "sparse_offset": offset, "NEGATE": self.scale < 0,
+            "HAS_LEFT": self.left is not None, "HAS_CAP": self.soft_cap != 0, "HAS_CHUNK": self.chunk_size is not None,
+            "SPAN_LEFT": self.span_window, "SPARSE": sparse,
+        }  # fmt: skip
+
+
+class Kinds(NamedTuple):
+    """What calls of the same launches have in common beside the layer.
+
+    arch: as in `attn.kernels.memory`. processors: its multiprocessors. early: whether launches may overlap
+    (`launch.can_launch_early`). dtypes: names in the order of `ARRAYS`, None for absent arrays. shape: (H, D, *the cache's
+    without its first dimension). scales: the strides of k_scale and v_scale. queries: the most tokens of a request, or more
+    than a decode's tile holds. same, wide: see `strides_of`. hopper: whether `hopper_prefill` supports the arrays. tuned:
+    measured launches of decodes and prefills.
+    """
+
+    arch: str
+    processors: int
+    early: bool
+    dtypes: tuple[str | None, ...]
+    shape: tuple[int, ...]
+    scales: tuple[tuple[int, ...] | None, tuple[int, ...] | None]
+    queries: int
+    same: bool
+    wide: bool
+    hopper: bool = False
+    tuned: tuple[Launch | None, ...] = (None, None)
+
+
+class Launches:
+    """The launches of calls that differ in addresses, numbers of requests and keys, and the values of scales.
+
+    With a fixed split, each choice depends on the layer's shape and the request's own number of tokens only: measured launches
+    change when another batch is timed, and the Hopper kernel serves a limited number of requests, so neither is used then. The
+    number of requests selects BLOCK_R, which changes integers of the plan only.
+
+    tokens: of a request that fit in one decode tile, 0 without a block table. prefill: the constants and options of
+    `attention` for requests of more tokens, or None; its tile holds `prefill_tokens`. merge: those of `merge`. beside: whether
+    decodes run beside `hopper_prefill`, which `on_hopper` says takes the prompts.
+    """
+
+    def __init__(self, kinds: Kinds, layer: Layer) -> None:
+        self.layer, self.kinds = layer, kinds
+        (heads, size, *cache), given = kinds.shape, dict(zip(ARRAYS, kinds.dtypes, strict=True))
+        query, stored, self.kv_heads, fixed = given["query"], given["key_cache"], cache[-2], layer.fixed_split
+        itemsize, name, tuned = _ITEMSIZE[str(query)], kinds.arch, kinds.tuned
+        self.paged, group = given["block_table"] is not None, heads // self.kv_heads
+        self.free = given["spans"] is not None or given["prefix"] is not None
+        sizes = (size, itemsize, _ITEMSIZE.get(str(stored), 1))
+        packed = 0 if fixed or not self.paged else rows_of_speculation(name, group, kinds.queries, itemsize)
+        decode = decode_launch(name, packed, *sizes) if packed else tuned[0] or decode_launch(name, group, *sizes)
+        # one token alone needs no mask between rows
+        most = decode.block_m // group if self.paged else 0
+        if self.paged and not fixed and not 1 < kinds.queries <= most:
+            most = 1
+        in_row = self.paged and len(cache) == 2
+        plain = not any(given[x] for x in ("slopes", "tree", "spans", "prefix", "is_causal", *_SCALES))
+        plain = plain and not (fixed or in_row or layer.sparse or layer.chunk_size)
+        self.on_hopper = kinds.hopper and plain and kinds.queries > most
+        self.beside = self.on_hopper and self.paged
+        if self.beside and tuned[0] is None:
+            decode = decode_launch(name, group, *sizes, beside=True)
+        if self.paged and fixed % decode.block_n:
+            raise ValueError(f"fixed_split={fixed} must be a multiple of {decode.block_n}, the keys per tile")
+        self.keys_per_tile, self.tokens, self.rows = decode.block_n, most, most * heads
+        self._whole = self._split = decode
+        if not (fixed or self.beside) and tuned[0] is None:
+            self._split = decode_launch(name, packed or group, *sizes, True)
+        prefill = tuned[1] or prefill_launch(name, group, *sizes)
+        self.prefill_tokens, self.prefill = prefill.block_m // group, None
+        self._attention = self._constants(given, in_row)
+        if kinds.queries > most and not self.on_hopper:
+            rows = {"DECODE": False, "min_query": most, "max_query": UNBOUNDED}
+            self.prefill = self._tiled(prefill, self.prefill_tokens, 0) | rows
+        launch = {"num_warps": 4, **({"launch_pdl": True} if kinds.early else {}), **FUSED}
+        self.merge = {**self._common(given), "BLOCK_Q": most, "BLOCK_S": 32, "EARLY": kinds.early, **launch}
+
+    def _common(self, given: dict[str, str | None]) -> dict[str, Any]:
+        """Constants of `attention` and of `merge`."""
+        heads, size, v_scales = *self.kinds.shape[:2], self.kinds.scales[1]
+        return {
+            "vscale_h": 1 if v_scales else 0, "H": heads, "G": heads // self.kv_heads, "D": size,
+            "BLOCK_D": power_of_two(size), "HAS_SINKS": given["sinks"] is not None, "HAS_LSE": given["lse"] is not None,
+            "HAS_V_SCALE": v_scales is not None and len(v_scales) < 3, "TO_FP8": given["output_scale"] is not None,
+        }  # fmt: skip
+
+    def _constants(self, given: dict[str, str | None], in_row: bool) -> dict[str, Any]:
+        """Constants of every launch of `attention`."""
+        query, stored, (k_scales, v_scales), name = given["query"], given["key_cache"], self.kinds.scales, self.kinds.arch
+        per_token, wide_query = k_scales is not None and len(k_scales) == 3, query == "float32"
+        assert not per_token or k_scales == v_scales
+        scale_block, scale_slot = k_scales[:2] if per_token and k_scales else (0, 0)
+        one_byte = str(stored) not in _ITEMSIZE
+        return {
+            **self._common(given), **self.layer.constants(), "kscale_h": 1 if k_scales else 0, "scale_block": scale_block,
+            "scale_slot": scale_slot, "P": UNBOUNDED if in_row else self.kinds.shape[2] if self.paged else 1,
+            "PAGED": self.paged, "PER_TOKEN": per_token, "HAS_K_SCALE": k_scales is not None and not per_token,
+            "HAS_ALIBI": given["slopes"] is not None, "HAS_TREE": given["tree"] is not None,
+            "HAS_SPANS": given["spans"] is not None, "HAS_PREFIX": given["prefix"] is not None,
+            "MIXED": given["is_causal"] is not None, "MAY_BE_NONFINITE": per_token or stored != "int8",
+            "SAME": self.kinds.same, "WIDE": self.kinds.wide, "EXACT": wide_query,
+            # three tf32 products give float32's accuracy on tensor cores; without them the tiles would not fit in registers
+            "PRECISION": "tf32x3" if wide_query and name.startswith("sm") else "ieee", "BESIDE": self.beside,
+            "IN_HALF": query == "bfloat16" and one_byte and not per_token,
+            **({"launch_pdl": True} if self.beside else {}),
+        }  # fmt: skip
+
+    def _tiled(self, rule: Launch, tokens: int, block_r: int) -> dict[str, Any]:
+        tile = {"BLOCK_M": rule.block_m, "BLOCK_N": rule.block_n, "BLOCK_Q": tokens, "BLOCK_R": block_r}
+        return {**self._attention, **tile, "EARLY": self.kinds.early and block_r > 0, **rule.options()}
+
+    def decode(self, block_r: int) -> dict[str, Any]:
+        """Constants and options of `attention` for decodes. block_r: of `SplitKV`, 0 for decodes that stay whole."""
+        rows = {"DECODE": True, "min_query": 0, "max_query": self.tokens}
+        return self._tiled(self._split if block_r else self._whole, self.tokens, block_r) | rows
+
+    def parts(self, num_reqs: int, max_seq_len: int, whole: bool) -> SplitKV | None:
+        """How the keys of decodes are cut; None if they stay whole. whole: whether they are known to be better so."""
+        if whole and not self.layer.fixed_split:
+            return None
+        tiles, fixed = self._tiles(max_seq_len), self.layer.fixed_split // self.keys_per_tile
+        return split_kv_for(num_reqs, self.kv_heads, tiles, fixed, self.kinds.processors)
+
+    def _tiles(self, keys: int) -> int:
+        """The most tiles of keys that a decode sees, of a sequence of `keys`."""
+        layer = self.layer
+        if layer.chunk_size is not None:
+            keys = min(keys, layer.chunk_size + self.tokens + self.keys_per_tile)
+        if layer.left is not None and not self.free:
+            keys = min(keys, layer.left + self.tokens + min(bound(layer.right), self.tokens) + self.keys_per_tile)
+        return max(1, -(-keys // self.keys_per_tile))
+
+    def states(self, num_reqs: int, split_kv: SplitKV) -> tuple[int, int]:
+        """Return (the number of states of parts, float32 elements of `scratch`): every row's state in every item, the
+        log-sum-exp of each, and the plan."""
+        states = split_kv.items * self.rows
+        return states, states * (self.kinds.shape[1] + 1) + 2 * num_reqs
+
+
+Strides = tuple[int, ...]
+
+
+def strides_of(output: Strides, query: Strides, keys: Strides, values: Strides, blocks: int, paged: bool) -> tuple[Any, ...]:
+    """(the kernel's strides, whether those of both caches are equal, whether offsets in these need 64 bits).
+
+    Arguments: the strides of arrays; blocks: of a cache. A cache of [S, K, D] has each request's keys in a row.
+    """
+    (o_t, o_h, o_d), (q_t, q_h, q_d) = output, query
+    assert o_d == q_d == keys[-1] == values[-1] == 1, "the last dimensions of output, query and caches must be dense"
+    # 64-bit offsets cost a tenth of a prefill's instructions, so only caches that need them use them
+    wide = blocks * max(keys[0], values[0]) >= 2**31
+    if len(keys) == 3:  # the page of a request begins at its first key, so pages are as far apart as keys
+        keys, values = (keys[0] if paged else 0, *keys), (values[0] if paged else 0, *values)
+    return (o_t, o_h, q_t, q_h, *keys[:3], *values[:3]), keys == values, wide
