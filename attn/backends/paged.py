@@ -22,23 +22,11 @@ from attn.arguments import (
     window_pair,
 )
 from attn.backends.abstract import AttentionBackend, AttentionImpl, AttentionType
-from attn.backends.checks import cache_dtype_error, check_array, check_block_size, check_built, check_num_blocks
 from attn.backends.metadata import AttentionMetadata
 from attn.capabilities import Device, Request
 from attn.dtypes import PER_TOKEN_HEAD, kv_cache_row
 from attn.errors import ShapeError
 from attn.visibility import LayerMask, Visibility, Window
-
-__all__ = [
-    "PagedBackend",
-    "PagedCall",
-    "PagedImpl",
-    "cache_dtype_error",
-    "check_array",
-    "check_block_size",
-    "check_built",
-    "check_num_blocks",
-]
 
 Array = Any
 T = TypeVar("T", bound=AttentionMetadata)

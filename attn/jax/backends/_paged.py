@@ -16,24 +16,17 @@ import jax
 import jax.numpy as jnp
 
 from attn import envs
-from attn.arguments import check_reach, fold_sign
+from attn.arguments import fold_sign
 from attn.backends.abstract import AttentionLayer, AttentionType
+from attn.backends.checks import check_array, check_built, check_like, check_masks, check_pair, dtype_error
 from attn.backends.metadata import PAD_SLOT_ID
-from attn.backends.paged import (
-    PagedBackend,
-    PagedCall,
-    PagedImpl,
-    cache_dtype_error,
-    check_array,
-    check_block_size,
-    check_built,
-    check_num_blocks,
-)
+from attn.backends.paged import PagedBackend, PagedCall, PagedImpl
 from attn.capabilities import ENCODER_TYPES, Feature
 from attn.dtypes import dtype_name
-from attn.errors import DTypeError, MetadataError, ShapeError, UnsupportedError
+from attn.errors import ShapeError, UnsupportedError
 from attn.jax import kv_cache as caches
-from attn.jax.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder, check_ids, check_num_layers
+from attn.jax.backends import _calls
+from attn.jax.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder, check_ids
 
 #: What XLA_ATTN and PALLAS both support.
 FEATURES = frozenset(
@@ -121,18 +114,9 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         `kv_cache` is an `nnx.Variable` (or any object whose array is read and replaced by `[...]`), which is rebound to the
         new cache. JAX arrays are immutable, so `output` must be None.
         """
-        if output_scale is not None or output_block_scale is not None:
-            raise UnsupportedError(f"{self.backend.get_name()}: {Feature.OUTPUT_SCALE.value} not supported")
-        if output is not None:
-            raise ValueError("output= cannot be filled: jax arrays are immutable; use the returned array")
-        if isinstance(kv_cache, jax.Array):
-            raise TypeError("kv_cache is a jax.Array, which forward() cannot change: pass an nnx.Variable, or call apply()")
-        before = None if kv_cache is None else kv_cache[...]
         scales = {"k_scale": layer._k_scale, "v_scale": layer._v_scale}
-        out, after = self.apply(query, key, value, before, attn_metadata, **scales)
-        if kv_cache is not None:
-            kv_cache[...] = after
-        return out
+        apply = lambda cache: self.apply(query, key, value, cache, attn_metadata, **scales)  # noqa: E731
+        return _calls.forward(self, kv_cache, apply, output, output_scale, output_block_scale)
 
     def do_kv_cache_update(self, layer: AttentionLayer, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> jax.Array:
         heads = (-1, self.num_kv_heads, self.head_size)
@@ -163,7 +147,8 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
         error; its output is NaN.
         """
         meta = call.meta
-        fine = check_ids(meta, *self._extent(call.kv_cache)[:2], debug=True)
+        num_blocks, block_size = _calls.logical_shape(self, call.kv_cache)[:2]
+        fine = check_ids(meta, block_size, num_blocks, debug=True)
         safe = dataclasses.replace(
             meta,
             block_table=jnp.where(fine, meta.block_table, 0),
@@ -193,63 +178,20 @@ class PagedAttentionImpl(PagedImpl[PagedAttentionMetadata]):
 
     def _check_call(self, query: Any, key: Any, value: Any, kv_cache: Any, attn_metadata: PagedAttentionMetadata) -> None:
         """Check static properties (ranks, shapes and dtypes), once per compilation."""
-        name, capabilities = self.backend.get_name(), self.backend.capabilities
-        assert capabilities is not None
-        dtype, rows = dtype_name(query.dtype), attn_metadata.slot_mapping.shape[0]
-        if dtype not in capabilities.dtypes:
-            raise DTypeError(f"{name}: query has dtype {dtype} (supports {', '.join(capabilities.dtypes)})")
-        check_reach(self, attn_metadata)
-        features = capabilities.features
-        if not attn_metadata.causal and self.attn_type == AttentionType.DECODER and Feature.NON_CAUSAL not in features:
-            raise UnsupportedError(f"{name}: {Feature.NON_CAUSAL.value} not supported")
-        if attn_metadata.mask.tree is not None:
-            if Feature.TREE_MASK not in features:
-                raise UnsupportedError(f"{name}: {Feature.TREE_MASK.value} not supported")
-            if not self.visible(attn_metadata).layer.causal:
-                allowed = f"None for {self.attn_type} attention, causal={attn_metadata.causal}"
-                raise MetadataError("tree_mask", None, "a mask", allowed)
-        for what, array in (("query", query), ("key", key), ("value", value)):
-            if array is None:
-                if self.attn_type in ENCODER_TYPES or (key is None) != (value is None):
-                    raise ShapeError(f"{name}: {what} is None, but {self.attn_type} attention reads it")
-                continue
-            if array.dtype != query.dtype and (what == "query" or array.dtype != getattr(kv_cache, "dtype", None)):
-                raise DTypeError(f"{name}: {what} has dtype {array.dtype}, query {query.dtype}: must be equal")
-            heads = self.num_heads if what == "query" else self.num_kv_heads
-            # in cross attention the query rows are the decoder's, the slots the encoder's
-            of_slots = what != "query" or self.attn_type != AttentionType.ENCODER_DECODER
-            if array.size != array.shape[0] * heads * self.head_size or (of_slots and array.shape[0] != rows):
-                raise ShapeError(
-                    f"{name}: {what} has shape {list(array.shape)}: must be [{rows if of_slots else 'T'}, {heads}, "
-                    f"{self.head_size}], as many rows as the batch's slot_mapping (attn_metadata.pad adds them)"
-                )
+        if dtype_name(query.dtype) not in self.backend.capabilities.dtypes:  # type: ignore[union-attr]
+            raise dtype_error(self, "query", query)
+        check_masks(self, attn_metadata)
+        check_pair(self, key=key, value=value)
+        rows = attn_metadata.slot_mapping.shape[0]
+        if self.attn_type != AttentionType.ENCODER_DECODER:  # there the slots are the encoder's, the query's rows the decoder's
+            _calls.check_shape(self, "query", query, rows, self.num_heads, self.head_size)
+        for what, array in (("key", key), ("value", value)):
+            if array is not None:
+                if array.dtype != getattr(kv_cache, "dtype", None):
+                    check_like(self, what, array, query)
+                _calls.check_shape(self, what, array, rows, self.num_kv_heads, self.head_size)
         if self.attn_type not in ENCODER_TYPES:
-            self._check_cache(query, kv_cache, attn_metadata)
-
-    def _check_cache(self, query: Any, kv_cache: Any, attn_metadata: PagedAttentionMetadata) -> None:
-        name = self.backend.get_name()
-        if not isinstance(kv_cache, jax.Array):
-            what = type(kv_cache).__name__
-            raise TypeError(f"{name}: kv_cache must be a jax.Array, got {what} (only forward() takes an nnx.Variable)")
-        want = self.backend.get_kv_cache_shape(0, 0, self.num_kv_heads, self.head_size, self.kv_cache_dtype)
-        if kv_cache.ndim != len(want):
-            raise ShapeError(f"{name}: kv_cache has shape {list(kv_cache.shape)}: must have {len(want)} dimensions")
-        block_size, num_blocks, heads_by_size = self._extent(kv_cache)
-        check_block_size(name, block_size, attn_metadata.block_size)
-        want = self.backend.get_kv_cache_shape(num_blocks, block_size, self.num_kv_heads, self.head_size, self.kv_cache_dtype)
-        if kv_cache.shape != tuple(want):
-            layer = [self.num_kv_heads, self.head_size]
-            raise ShapeError(f"{name}: kv_cache holds [K, D] = {heads_by_size}, the layer has {layer}")
-        check_num_blocks(name, num_blocks, attn_metadata.num_blocks)
-        check_num_layers(name, num_blocks, attn_metadata)
-        element = caches.element_type(self.kv_cache_dtype, query.dtype)
-        if kv_cache.dtype != element:
-            raise cache_dtype_error(self, query, kv_cache, element)
-
-    def _extent(self, kv_cache: jax.Array) -> tuple[int, int, list[int]]:
-        """Return (P, N, [K, D]) of a cache in the backend's layout."""
-        num_blocks, block_size, *heads_by_size = jax.eval_shape(self.backend.logical_kv_cache, kv_cache)[0].shape
-        return block_size, num_blocks, heads_by_size
+            _calls.check_cache(self, query, kv_cache, attn_metadata)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

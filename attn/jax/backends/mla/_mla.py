@@ -16,20 +16,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from attn.arguments import check_reach, fold_sign
+from attn.arguments import fold_sign
 from attn.backends.abstract import AttentionLayer
+from attn.backends.checks import check_array, check_built, check_like, check_masks, check_pair, dtype_error, require
 from attn.backends.metadata import PAD_SLOT_ID, CommonAttentionMetadata
 from attn.backends.mla.common import MLABackend, MLAImpl, dcp_row_limits
 from attn.backends.mla.prefill.abstract import MLAContextChunk, MLAPrefillBackend, MLAPrefillMetadata
 from attn.backends.mla.prefill.selector import get_mla_prefill_backend
-from attn.backends.paged import cache_dtype_error, check_array, check_block_size, check_built, check_num_blocks
 from attn.capabilities import Feature
 from attn.dtypes import dtype_name
-from attn.errors import DTypeError, MetadataError, ShapeError, UnsupportedError
+from attn.errors import MetadataError, ShapeError
 from attn.jax import kv_cache as caches
+from attn.jax.backends import _calls
 from attn.jax.kernels import xla_mla
 from attn.jax.merge import merge_attn_states
-from attn.jax.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder, check_num_layers
+from attn.jax.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder
 
 #: Context rows that are gathered and expanded at a time, a workspace of W * H * (Dn + Dr + Dv) elements; rows that attend them.
 WORKSPACE, WINDOW = 4096, xla_mla.WINDOW
@@ -313,20 +314,13 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
         whose array is read and replaced by `[...]`), which is rebound to the new cache. JAX arrays are immutable, so `output`
         must be None.
         """
-        if output_scale is not None or output_block_scale is not None:
-            raise UnsupportedError(f"{self.backend.get_name()}: {Feature.OUTPUT_SCALE.value} not supported")
-        if output is not None:
-            raise ValueError("output= cannot be filled: jax arrays are immutable; use the returned array")
-        if isinstance(kv_cache, jax.Array):
-            raise TypeError("kv_cache is a jax.Array, which forward() cannot change: pass an nnx.Variable, or call apply()")
         w_uk, w_uv = self.weights()
-        before: Any = None if kv_cache is None else kv_cache[...]
-        out, after = self.apply(
-            hidden_states_or_cq, kv_c_normed, k_pe, before, attn_metadata, w_uk=w_uk, w_uv=w_uv, k_scale=layer._k_scale
-        )
-        if kv_cache is not None:
-            kv_cache[...] = after
-        return out
+
+        def apply(cache: Any) -> tuple[Any, Any]:
+            weights = {"w_uk": w_uk, "w_uv": w_uv, "k_scale": layer._k_scale}
+            return self.apply(hidden_states_or_cq, kv_c_normed, k_pe, cache, attn_metadata, **weights)
+
+        return _calls.forward(self, kv_cache, apply, output, output_scale, output_block_scale)
 
     def do_kv_cache_update(self, layer: AttentionLayer, key: Any, value: Any, kv_cache: Any, slot_mapping: Any) -> jax.Array:
         """Return the cache with key = kv_c [T, L] and value = k_pe [T, Dr] written."""
@@ -370,52 +364,22 @@ class MLACommonImpl(MLAImpl[PagedAttentionMetadata]):
         self, q: jax.Array, kv_c: Any, k_pe: Any, kv_cache: Any, attn_metadata: PagedAttentionMetadata, indices: Any
     ) -> tuple[Any, Any]:
         """Check static properties, once per compilation, and return (kv_c [T, L], k_pe [T, Dr])."""
-        name, capabilities = self.backend.get_name(), self.backend.capabilities
-        assert capabilities is not None
-        dtype, rows = dtype_name(q.dtype), attn_metadata.slot_mapping.shape[0]
-        if dtype not in capabilities.dtypes:
-            raise DTypeError(f"{name}: q has dtype {dtype} (supports {', '.join(capabilities.dtypes)})")
-        check_reach(self, attn_metadata)
-        if not attn_metadata.causal and Feature.NON_CAUSAL not in capabilities.features:
-            raise UnsupportedError(f"{name}: {Feature.NON_CAUSAL.value} not supported")
-        if indices is not None and Feature.SPARSE_MLA not in capabilities.features:
-            raise UnsupportedError(f"{name}: {Feature.SPARSE_MLA.value} not supported")
-        if attn_metadata.mask.tree is not None:
-            raise UnsupportedError(f"{name}: {Feature.TREE_MASK.value} not supported")
+        if dtype_name(q.dtype) not in self.backend.capabilities.dtypes:  # type: ignore[union-attr]
+            raise dtype_error(self, "q", q)
+        check_masks(self, attn_metadata)
+        if indices is not None:
+            require(self, Feature.SPARSE_MLA)
         if kv_c is not None and k_pe is None and self.qk_rope_head_dim == 0:
             k_pe = kv_c[:, :0]
-        if (kv_c is None) != (k_pe is None):
-            raise ShapeError(f"{name}: one of kv_c_normed and k_pe is None: pass both, or neither (nothing is written then)")
-        if q.shape[0] != rows:
-            raise ShapeError(f"{name}: q has {q.shape[0]} rows: must be {rows}, the batch's (attn_metadata.pad adds them)")
-        widths = {"kv_c_normed": (kv_c, self.kv_lora_rank), "k_pe": (k_pe, self.qk_rope_head_dim)}
-        for what, (array, width) in widths.items():
-            if array is None:
-                continue
-            if array.dtype != q.dtype:
-                raise DTypeError(f"{name}: {what} has dtype {array.dtype}, q {q.dtype}: must be equal")
-            if array.shape[0] != rows or array.size != rows * width:
-                raise ShapeError(f"{name}: {what} has shape {list(array.shape)}: must be [{rows}, {width}]")
-        self._check_cache(q, kv_cache, attn_metadata)
+        check_pair(self, kv_c_normed=kv_c, k_pe=k_pe)
+        rows = attn_metadata.slot_mapping.shape[0]
+        _calls.check_shape(self, "q", q, rows, *q.shape[1:])
+        for what, array, width in (("kv_c_normed", kv_c, self.kv_lora_rank), ("k_pe", k_pe, self.qk_rope_head_dim)):
+            if array is not None:
+                check_like(self, what, array, q, of="q")
+                _calls.check_shape(self, what, array, rows, width)
+        _calls.check_cache(self, q, kv_cache, attn_metadata)
         return tuple(None if x is None else x.reshape(rows, -1) for x in (kv_c, k_pe))  # type: ignore[return-value]
-
-    def _check_cache(self, q: jax.Array, kv_cache: Any, attn_metadata: PagedAttentionMetadata) -> None:
-        name = self.backend.get_name()
-        if not isinstance(kv_cache, jax.Array):
-            what = type(kv_cache).__name__
-            raise TypeError(f"{name}: kv_cache must be a jax.Array, got {what} (only forward() takes an nnx.Variable)")
-        if kv_cache.ndim != 3:
-            raise ShapeError(f"{name}: kv_cache has shape {list(kv_cache.shape)}: must have 3 dimensions")
-        num_blocks, block_size = kv_cache.shape[:2]
-        check_block_size(name, block_size, attn_metadata.block_size)
-        want = self.backend.get_kv_cache_shape(num_blocks, block_size, 1, self.head_size, self.kv_cache_dtype)
-        if kv_cache.shape != tuple(want):
-            raise ShapeError(f"{name}: kv_cache has rows of {kv_cache.shape[2]}, the layer's are {want[2]} wide")
-        check_num_blocks(name, num_blocks, attn_metadata.num_blocks)
-        check_num_layers(name, num_blocks, attn_metadata)
-        element = caches.element_type(self.kv_cache_dtype, q.dtype)
-        if kv_cache.dtype != element:
-            raise cache_dtype_error(self, q, kv_cache, element)
 
 
 def check_indices(indices: jax.Array) -> None:

@@ -17,14 +17,25 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 
-from attn.arguments import check_reach, fold_sign
+from attn.arguments import fold_sign
 from attn.backends.abstract import AttentionLayer
+from attn.backends.checks import (
+    check_array,
+    check_block_size,
+    check_built,
+    check_cache_element,
+    check_like,
+    check_masks,
+    check_no_gradient,
+    check_pair,
+    check_rows,
+    dtype_error,
+)
 from attn.backends.mla.common import MLABackend, MLAImpl
 from attn.backends.mla.prefill.abstract import MLAPrefillBackend
 from attn.backends.mla.prefill.selector import get_mla_prefill_backend
-from attn.backends.paged import cache_dtype_error, check_array, check_block_size, check_built
 from attn.capabilities import Feature
-from attn.errors import DeviceError, DTypeError, ShapeError, UnsupportedError
+from attn.errors import DeviceError, ShapeError, UnsupportedError
 from attn.imports import installed
 from attn.torch import kv_cache as caches
 from attn.torch.backends.mla import _rows
@@ -336,11 +347,9 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         """Return (kv_c [T, L], k_pe [T, Dr]) of the new tokens, or None if they are already cached."""
         if k_pe is None and kv_c is not None and self.qk_rope_head_dim == 0:
             k_pe = kv_c[..., :0]
-        if kv_c is None and k_pe is None:
-            return None
         if kv_c is None or k_pe is None:
-            name = self.backend.get_name()
-            raise ShapeError(f"{name}: one of kv_c_normed and k_pe is None: pass both, or neither (nothing is written then)")
+            check_pair(self, kv_c_normed=kv_c, k_pe=k_pe)
+            return None
         kv_c = self._shaped("kv_c_normed", kv_c, (self.kv_lora_rank,))
         if isinstance(k_pe, torch.Tensor) and k_pe.dim() == 2 and k_pe.shape[1] == self.qk_rope_head_dim:
             return kv_c, k_pe
@@ -348,13 +357,9 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
 
     def _check_output(self, query: torch.Tensor, output: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """Return the buffer as [T, H, Dv]. Raises unless its shape, dtype and device match."""
-        name = self.backend.get_name()
         if output.shape != shape and output.shape != (shape[0], shape[1] * shape[2]):
-            raise ShapeError(f"{name}: output has shape {list(output.shape)}: must be {list(shape)}")
-        if output.dtype != query.dtype:
-            raise DTypeError(f"{name}: output has dtype {output.dtype}, query {query.dtype}: must be equal")
-        if output.device != query.device:
-            raise DeviceError(f"{name}: output is on {output.device}, query on {query.device}")
+            raise ShapeError(f"{self.backend.get_name()}: output has shape {list(output.shape)}: must be {list(shape)}")
+        check_like(self, "output", output, query)
         return output if output.shape == shape else output.view(shape)
 
     def _check_call(
@@ -368,33 +373,17 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         """Check ranks, shapes, dtypes and devices, without reading tensor values."""
         check_built(self.backend, attn_metadata, MLACommonMetadata)
         if query.dtype not in self._elements:
-            dtype, supported = str(query.dtype).removeprefix("torch."), self.backend.capabilities.dtypes  # type: ignore[union-attr]
-            raise DTypeError(f"{self.backend.get_name()}: query has dtype {dtype} (supports {', '.join(supported)})")
-        check_reach(self, attn_metadata)
-        if not attn_metadata.causal:
-            raise UnsupportedError(f"{self.backend.get_name()}: {Feature.NON_CAUSAL.value} not supported")
-        if attn_metadata.mask.tree is not None:
-            raise UnsupportedError(f"{self.backend.get_name()}: {Feature.TREE_MASK.value} not supported")
+            raise dtype_error(self, "query", query)
+        check_masks(self, attn_metadata)
         check_device(self.backend, attn_metadata, query)
-        self._check_rows("query", query, query, attn_metadata)
-        if new is not None:
-            self._check_rows("kv_c_normed", new[0], query, attn_metadata)
-            self._check_rows("k_pe", new[1], query, attn_metadata)
+        kv_c, k_pe = new or (None, None)
+        for what, tensor in (("query", query), ("kv_c_normed", kv_c), ("k_pe", k_pe)):
+            if tensor is not None:
+                check_like(self, what, tensor, query)
+                check_rows(self, what, tensor, attn_metadata.num_actual_tokens)
+        if torch.is_grad_enabled():
+            check_no_gradient(self, query=query, kv_c_normed=kv_c, k_pe=k_pe)
         self._check_cache(layer, query, kv_cache, attn_metadata.block_size)
-
-    def _check_rows(self, what: str, tensor: torch.Tensor, query: torch.Tensor, attn_metadata: MLACommonMetadata) -> None:
-        if tensor.shape[0] < attn_metadata.num_actual_tokens:
-            least = f"must be at least num_actual_tokens={attn_metadata.num_actual_tokens}"
-            raise ShapeError(f"{self.backend.get_name()}: {what} has {tensor.shape[0]} rows: {least}")
-        if tensor.dtype != query.dtype:
-            raise DTypeError(f"{self.backend.get_name()}: {what} has dtype {tensor.dtype}, query {query.dtype}: must be equal")
-        if tensor.device != query.device:
-            raise DeviceError(f"{self.backend.get_name()}: {what} is on {tensor.device}, query on {query.device}")
-        if tensor.requires_grad and torch.is_grad_enabled():
-            raise UnsupportedError(
-                f"{self.backend.get_name()}: {what} requires grad: {Feature.BACKWARD.value} not supported "
-                "(call under torch.no_grad(), or detach)"
-            )
 
     def _check_cache(self, layer: AttentionLayer, query: torch.Tensor, kv_cache: torch.Tensor, block_size: int | None) -> None:
         name, width = self.backend.get_name(), self._row_width
@@ -404,10 +393,7 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
             raise ShapeError(f"{name}: kv_cache has shape {list(kv_cache.shape)}: must be [N, P, {width}]")
         check_block_size(name, kv_cache.shape[1], block_size)
         element = self._elements[query.dtype]
-        if kv_cache.dtype != element:
-            raise cache_dtype_error(self, query, kv_cache, element)
-        if kv_cache.device != query.device:
-            raise DeviceError(f"{name}: kv_cache is on {kv_cache.device}, query on {query.device}")
+        check_cache_element(self, query, kv_cache, element)
         if caches.is_quantised(element):
             caches.check_scale_device(self.backend, layer, query)
         if getattr(layer._k_scale, "ndim", 0):

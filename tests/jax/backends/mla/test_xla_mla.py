@@ -189,8 +189,11 @@ def test_what_is_refused(make_mla: Any) -> None:
         "q has shape": (ShapeError, (q[:, :3], kv_c, k_pe, cache, metadata)),
         "kv_c_normed has shape": (ShapeError, (q, kv_c[:, :8], k_pe, cache, metadata)),
         "pass both, or neither": (ShapeError, (q, None, k_pe, cache, metadata)),
-        "rows: must be": (ShapeError, (q[:8], kv_c, k_pe, cache, metadata)),
-        "rows of 48|rows of 64": (ShapeError, (q, kv_c, k_pe, jnp.zeros((9, 16, 64)), metadata)),
+        r"q has shape \[8, 4, 40\]: must be \[32, 4, 40\]": (ShapeError, (q[:8], kv_c, k_pe, cache, metadata)),
+        r"kv_cache holds \[K, D\] = \[1, 64\], the layer has \[1, 48\]": (
+            ShapeError,
+            (q, kv_c, k_pe, jnp.zeros((9, 16, 64)), metadata),
+        ),
         "blocks of 8 tokens": (ShapeError, (q, kv_c, k_pe, jnp.zeros((9, 8, 48)), metadata)),
         "kv_cache has dtype bfloat16": (DTypeError, (q, kv_c, k_pe, cache.astype(jnp.bfloat16), metadata)),
         "k_pe has dtype": (DTypeError, (q, kv_c, k_pe.astype(jnp.bfloat16), cache, metadata)),

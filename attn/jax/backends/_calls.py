@@ -1,0 +1,65 @@
+"""What calls of paged and MLA layers share: checks of what a compilation fixes, and `forward` in terms of `apply`."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from attn.backends.checks import check_block_size, check_cache_element, check_num_blocks
+from attn.capabilities import Feature
+from attn.errors import ShapeError, UnsupportedError
+from attn.jax import kv_cache as caches
+from attn.jax.metadata import PagedAttentionMetadata, check_num_layers
+
+
+def check_shape(impl: Any, what: str, array: Any, *shape: int) -> None:
+    """Raise `ShapeError` unless an array has `shape`, [T, ...] of the padded batch; all but T may be flattened."""
+    if array.shape[0] != shape[0] or array.size != math.prod(shape):
+        raise ShapeError(
+            f"{impl.backend.get_name()}: {what} has shape {list(array.shape)}: must be {list(shape)}, as many rows as the "
+            "batch's slot_mapping (attn_metadata.pad adds them)"
+        )
+
+
+def check_cache(impl: Any, query: jax.Array, kv_cache: Any, attn_metadata: PagedAttentionMetadata) -> None:
+    """Raise unless a cache is an array in the backend's layout with this layer's heads, and the batch was built for it."""
+    backend, name = impl.backend, impl.backend.get_name()
+    row = (impl.num_kv_heads, impl.head_size, impl.kv_cache_dtype)
+    if not isinstance(kv_cache, jax.Array):
+        what = type(kv_cache).__name__
+        raise TypeError(f"{name}: kv_cache must be a jax.Array, got {what} (only forward() takes an nnx.Variable)")
+    if kv_cache.ndim != (rank := len(backend.get_kv_cache_shape(0, 0, *row))):
+        raise ShapeError(f"{name}: kv_cache has shape {list(kv_cache.shape)}: must have {rank} dimensions")
+    num_blocks, block_size, *heads_by_size = logical_shape(impl, kv_cache)
+    check_block_size(name, block_size, attn_metadata.block_size)
+    shape = tuple(backend.get_kv_cache_shape(num_blocks, block_size, *row))
+    if kv_cache.shape != shape:
+        layer = list(logical_shape(impl, jax.ShapeDtypeStruct(shape, kv_cache.dtype))[2:])
+        raise ShapeError(f"{name}: kv_cache holds [K, D] = {heads_by_size}, the layer has {layer}")
+    check_num_blocks(name, num_blocks, attn_metadata.num_blocks)
+    check_num_layers(name, num_blocks, attn_metadata)
+    check_cache_element(impl, query, kv_cache, caches.element_type(impl.kv_cache_dtype, query.dtype))
+
+
+def logical_shape(impl: Any, kv_cache: Any) -> tuple[int, ...]:
+    """Return the (N, P, K, D) of a cache in the backend's layout."""
+    return tuple(jax.eval_shape(impl.backend.logical_kv_cache, kv_cache)[0].shape)
+
+
+def forward(impl: Any, kv_cache: Any, apply: Callable[[Any], tuple[Any, Any]], output: Any, *output_scales: Any) -> Any:
+    """Return the output of `apply(cache)`, and rebind `kv_cache` to the cache that it returns.
+
+    kv_cache: an `nnx.Variable`, any object whose array is read and replaced by `[...]`, or None. Raises `UnsupportedError` for
+    scales of an output, ValueError for a buffer, and TypeError for an array, which cannot be rebound.
+    """
+    if any(scale is not None for scale in output_scales):
+        raise UnsupportedError(f"{impl.backend.get_name()}: {Feature.OUTPUT_SCALE.value} not supported")
+    if output is not None:
+        raise ValueError("output= cannot be filled: jax arrays are immutable; use the returned array")
+    if isinstance(kv_cache, jax.Array):
+        raise TypeError("kv_cache is a jax.Array, which forward() cannot change: pass an nnx.Variable, or call apply()")
+    out, after = apply(None if kv_cache is None else kv_cache[...])
+    if kv_cache is not None:
+        kv_cache[...] = after
+    return out
