@@ -96,7 +96,7 @@ def unknown_name(kind: str, name: object, known: Collection[str]) -> str:
 
 
 class BackendEnumMeta(enum.EnumMeta):
-    """Metaclass whose `Enum[name]` also finds custom backends, and lists the valid names in its error."""
+    """Metaclass whose `Enum[name]` also finds custom backends, ignores case, and lists the valid names in its error."""
 
     kind: str
     unset: str
@@ -107,19 +107,20 @@ class BackendEnumMeta(enum.EnumMeta):
     objects: dict[Any, type]
 
     def __getitem__(cls, name: str) -> Any:
-        try:
-            return super().__getitem__(name)
-        except KeyError:
-            custom = cls.customs.get(name)
-            if custom in cls.overrides:
-                return custom
-            raise ValueError(unknown_name(cls.kind, name, cls.names())) from None
+        found = cls._find(name)
+        if found is None:
+            raise ValueError(unknown_name(cls.kind, name, cls.names()))
+        return found
 
     def __contains__(cls, item: object) -> bool:
         """Test membership of members and names (an Enum of Python 3.11 raises TypeError for a string)."""
-        if isinstance(item, str):
-            return item in cls.names()
-        return isinstance(item, cls)
+        return cls._find(item) is not None if isinstance(item, str) else isinstance(item, cls)
+
+    def _find(cls, name: str) -> Any:
+        """Return the member or registered custom backend of this name, or of this name in another case; or None."""
+        names = cls.names()
+        known = name if name in names else next((known for known in names if known.upper() == str(name).upper()), None)
+        return None if known is None else cls.__members__.get(known) or cls.customs[known]
 
     def names(cls) -> list[str]:
         """Return member names in order, then registered custom ones."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import attn
+from attn import envs
 from attn.errors import AttnError, UnsupportedError
 from attn.imports import pip_install
 
@@ -62,7 +63,7 @@ def _explain(parser: argparse.ArgumentParser) -> Run:
     add("--context", type=int, help="with --model: tokens per request (default: 4096)")
     add("--requests", type=int, help="with --model: requests in the batch (default: 1)")
     add("--head-size", type=int, help="explain one layer; required without --model")
-    add("--dtype", help="dtype of the activations (default: float32, with --model that of the file)")
+    add("--dtype", help="dtype of the activations (default: float32 on a CPU, else bfloat16; with --model that of the file)")
     add("--kv-cache-dtype", default="auto", help=f"one of {', '.join(dtypes.KV_CACHE_DTYPES)} (default: %(default)s)")
     add("--block-size", type=int, default=16, help="tokens per cache block (default: %(default)s)")
     add("--feature", action="append", default=[], help=f"required feature; may be repeated: {', '.join(Feature)}")
@@ -131,10 +132,12 @@ def _explain_model(args: argparse.Namespace, common: dict[str, Any]) -> int:
 def _explain_layer(args: argparse.Namespace, common: dict[str, Any]) -> int:
     from attn.capabilities import AttentionType
     from attn.reports.report import explain
+    from attn.selection.platforms import default_framework, platform_for
 
     layer = {"features": args.feature, "use_mla": args.mla, "attn_type": args.attn_type or AttentionType.DECODER}
     heads = {"num_heads": args.num_heads, "num_kv_heads": args.num_kv_heads}
-    dtype = args.dtype or "float32"
+    device = common["device"] or platform_for(args.framework or default_framework()).device()
+    dtype = args.dtype or ("float32" if device.platform == "cpu" else "bfloat16")
     selection = explain(args.head_size, dtype, args.kv_cache_dtype, args.block_size, **layer, **heads, **common)
     _show(selection, args.json)
     if selection.source == "priority" and not args.json:
@@ -263,6 +266,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 parser(argv).print_help()
                 return 0
             args = parser(argv).parse_args(argv)
+            envs.warn_of_unknown(lambda text: print(f"attn: {text}", file=sys.stderr))
             return args.run(args)
         finally:
             sys.stdout.flush()  # here, so that a broken pipe is handled below

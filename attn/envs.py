@@ -18,19 +18,20 @@
 | ATTN_CACHE_DIR | directory of both files (unset: `attn` in the user's cache directory) |
 
 An invalid value is an error where it is read. A variable that begins with ATTN_ and is not in this table is probably
-misspelled: the first selection warns about it, once.
+misspelled: the first selection warns about it (`UserWarning`), once, and so does every command.
 
 `read` reads the table that `os.environ` itself uses: a lookup of an unset name through the mapping protocol costs a
 microsecond (an exception raised and caught), which is half of a cached selection.
 """
 
 import os
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 from attn.errors import closest
-from attn.logger import init_logger
 
-logger = init_logger(__name__)
+_warned: set[str] = set()
 
 VARIABLES = (
     "ATTN_BACKEND",
@@ -148,8 +149,15 @@ def unknown() -> dict[str, str]:
     return {name: closest(name, VARIABLES) for name in list(os.environ) if name.startswith("ATTN_") and name not in VARIABLES}
 
 
-def warn_of_unknown() -> None:
-    """Log a warning, once per process and variable, about variables that are probably misspelled."""
+def warn_of_unknown(warn: Callable[[str], object] = warnings.warn) -> None:
+    """Warn, once per process and variable, about variables that are probably misspelled."""
     for name, meant in unknown().items():
-        hint = f"did you mean {meant}?" if meant else f"known: {', '.join(VARIABLES)}"
-        logger.warning_once("environment variable %s is not read by attn: %s", name, hint)
+        if name not in _warned:
+            _warned.add(name)
+            hint = f"did you mean {meant}?" if meant else f"known: {', '.join(VARIABLES)}"
+            warn(f"environment variable {name} is not read by attn: {hint}")
+
+
+def forget_warnings() -> None:
+    """Allow every warning about a variable to be given again (for tests)."""
+    _warned.clear()

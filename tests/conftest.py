@@ -54,6 +54,7 @@ def fresh_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     distributed.set_dcp_group(None)
     imports._found.clear()
     logger.forget_notices()
+    envs.forget_warnings()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

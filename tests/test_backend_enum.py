@@ -79,7 +79,7 @@ def test_membership_takes_names_and_members(registry):
 
 
 @every_registry
-@pytest.mark.parametrize("name", ["NOPE", "", "flash_attn", " FLASH_ATTN", None, 3, ("a",)], ids=repr)
+@pytest.mark.parametrize("name", ["NOPE", "", "flash attn", " FLASH_ATTN", None, 3, ("a",)], ids=repr)
 def test_unknown_names_list_what_there_is(registry, name):
     with pytest.raises(ValueError) as caught:
         registry[name]
@@ -523,7 +523,7 @@ def test_the_base_states_what_a_registry_is():
 
 
 @pytest.mark.parametrize(
-    ("wrong", "meant"), [("torch_sdpa", "TORCH_SDPA"), ("FLASH_ATN", "FLASH_ATTN"), ("Mine", "MINE"), ("NOPE", None)]
+    ("wrong", "meant"), [("torch_sdp", "TORCH_SDPA"), ("FLASH_ATN", "FLASH_ATTN"), ("Min", "MINE"), ("NOPE", None)]
 )
 def test_a_name_that_is_nearly_right_is_suggested(wrong, meant):
     register_backend("MINE", "package.module.Mine")
@@ -532,3 +532,13 @@ def test_a_name_that_is_nearly_right_is_suggested(wrong, meant):
     hint = f" Did you mean {meant}?" if meant else ""
     options = ", ".join(AttentionBackendEnum.names())
     assert str(caught.value) == f"Unknown attention backend: '{wrong}'.{hint} Valid options are: {options}"
+
+
+def test_a_name_is_found_in_any_case():
+    register_backend("Mine", "package.module.Mine")
+    for name, known in (("torch_sdpa", "TORCH_SDPA"), ("Torch_Sdpa", "TORCH_SDPA"), ("mine", "Mine"), ("MINE", "Mine")):
+        assert name in AttentionBackendEnum and AttentionBackendEnum[name].name == known
+    register_backend("MINE", "package.module.Other")
+    assert AttentionBackendEnum["MINE"].get_path() == "package.module.Other", "of two, the one of the same case"
+    AttentionBackendEnum["Mine"].clear_override()
+    assert AttentionBackendEnum["Mine"].name == "MINE", "one that is no longer registered is not found"

@@ -90,6 +90,32 @@ def test_explain_a_device_that_is_not_here(capsys):
     assert code == 0 and out.startswith("TRITON_ATTN for") and "installed: torch, triton, flashinfer, xformers" in out
 
 
+def test_the_dtype_is_that_of_the_device_unless_it_is_passed(capsys):
+    assert "dtype=bfloat16" in call(capsys, "explain --head-size 128 --device H100")[1]
+    assert "dtype=bfloat16" in call(capsys, "explain --head-size 128 --platform tpu --arch v6e")[1]
+    assert "dtype=float32" in call(capsys, "explain --head-size 128 --device x86_64")[1]
+    assert "dtype=float32" in call(capsys, "explain --head-size 128")[1]
+    assert "dtype=float16" in call(capsys, "explain --head-size 128 --device H100 --dtype float16")[1]
+
+
+def test_names_of_backends_are_accepted_in_any_case(capsys):
+    assert "-> TORCH_SDPA" in call(capsys, "explain --head-size 64 --backend torch_sdpa")[1]
+    assert "disabled by the caller" in call(capsys, "explain --head-size 64 --disable cpu_attn --framework torch")[1]
+    assert call(capsys, "conform torch_sdpa --only nothing")[2] == "attn: not tested: TORCH_SDPA: no case was selected\n"
+
+
+def test_a_misspelt_variable_is_told_in_one_line(capsys, monkeypatch):
+    monkeypatch.setenv("ATTN_BAKEND", "CPU_ATTN")
+    code, _, err = call(capsys, "explain --head-size 64")
+    assert (code, err) == (0, "attn: environment variable ATTN_BAKEND is not read by attn: did you mean ATTN_BACKEND?\n")
+
+
+def test_no_backend_for_the_demo_model_is_a_request_that_failed(capsys):
+    pytest.importorskip("tokenizers")
+    code, out, err = call(capsys, "generate hello --framework torch --backend FLASH_ATTN")
+    assert (code, out) == (1, "") and "no attention backend serves this model" in err and err.count("\n") == 1
+
+
 def test_explain_all_the_arguments(capsys):
     words = "explain --head-size 64 --dtype bfloat16 --kv-cache-dtype fp8 --block-size 32 --attn-type decoder"
     words += " --feature sliding_window --feature soft_cap --num-heads 8 --num-kv-heads 2 --backend TORCH_SDPA --json"
@@ -280,7 +306,7 @@ def test_demo(capsys):
         ("explain --head-size -1", "head_size=-1 must be a positive int"),
         ("explain --head-size 64 --num-heads 6 --num-kv-heads 4", "num_heads=6 is not a multiple of num_kv_heads=4"),
         ("explain --head-size 64 --disable NOPE", "Unknown attention backend: 'NOPE'"),
-        ("explain --head-size 64 --backend torch_sdpa", "Did you mean TORCH_SDPA?"),
+        ("explain --head-size 64 --backend torch_sdp", "Did you mean TORCH_SDPA?"),
         ("conform TORCH_SDPA --dtype fp23", "dtype 'fp23' is unknown; known: float64"),
         ("conform TORCH_SDPA --repro {", "'{' is not a case: Expecting property name"),
         ("conform TORCH_SDPA --repro {}", "'{}' is not a case: missing fields: name, query_lens, seq_lens"),

@@ -1,8 +1,8 @@
 """Environment variables: what is read, when, and the warning for an unknown name."""
 
-import logging
 import os
 import re
+import warnings
 from pathlib import Path
 
 import pytest
@@ -83,17 +83,18 @@ def test_debug_names(monkeypatch):
             envs.debug("device")
 
 
-def test_a_misspelt_variable_is_warned_of_once_at_the_first_selection(monkeypatch, caplog):
+def test_a_misspelt_variable_is_warned_of_once_at_the_first_selection(monkeypatch):
     from attn import selector
 
     monkeypatch.setenv("ATTN_BAKEND", "CPU_ATTN")
     monkeypatch.setenv("ATTN_QQ", "1")
-    with caplog.at_level(logging.WARNING, logger="attn"):
-        assert envs.unknown() == {"ATTN_BAKEND": "ATTN_BACKEND", "ATTN_QQ": ""} and not caplog.records
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert envs.unknown() == {"ATTN_BAKEND": "ATTN_BACKEND", "ATTN_QQ": ""} and not caught
         for _ in range(2):
             selector.get_attn_backend(64, "float32", None, 16)
             selector.select(selector.make_request(64, "float32"), framework="torch")
-    said = [record.getMessage() for record in caplog.records]
+    said = [str(warning.message) for warning in caught]
     assert said[0] == "environment variable ATTN_BAKEND is not read by attn: did you mean ATTN_BACKEND?"
     assert said[1].startswith("environment variable ATTN_QQ is not read by attn: known: ATTN_BACKEND, ") and len(said) == 2
 

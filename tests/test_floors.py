@@ -5,6 +5,7 @@ The first half reads the tree with `ast`; the second half asks fresh processes.
 
 import ast
 import functools
+import importlib
 import os
 import re
 import statistics
@@ -406,6 +407,12 @@ def test_a_name_of_the_face_is_no_child(package):
     """It would be the function at first and the module ever after, once anybody had imported the module."""
     face = set(__import__(package, fromlist=["_FACE"])._FACE)
     assert face & children(package) == set()
+
+
+@pytest.mark.parametrize("package", ["attn.torch", "attn.jax", "attn.serving"])
+def test_completion_lists_the_public_names(package):
+    module = importlib.import_module(package)
+    assert dir(module) == sorted(module.__all__)
 
 
 @pytest.mark.parametrize("name", attn._FACE)

@@ -20,3 +20,7 @@ def __getattr__(name: str) -> Any:
     if name in _FACE:
         return getattr(importlib.import_module(_FACE[name]), name)
     raise AttributeError(f"module 'attn.jax' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,12 +1,14 @@
 """`attn.jax.Attention` and `MLAAttention`: attention layers as `nnx.Module`s; the backend is chosen once, on construction."""
 
 import functools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from flax.nnx import reprlib
 
 from attn import recording
 from attn.arguments import positive_int
@@ -47,6 +49,10 @@ class _Module(BaseLayer, nnx.Module):
         """
         layers = None if layers is None else positive_int("layers", layers)
         return self._new_kv_cache(positive_int("num_blocks", num_blocks), device, layers)  # type: ignore[no-any-return]
+
+    def __nnx_repr__(self) -> Iterator[reprlib.Object]:
+        """Show the module in one line, by itself and within a model, as under torch."""
+        yield reprlib.Object(type=type(self), empty_repr=f"{self.selection.name}, {self.selection.request}")
 
     def _keep_scale(self, name: str, scale: Any) -> None:
         if scale.ndim == 0:

@@ -48,6 +48,14 @@ _PRODUCTS: dict[tuple[str | None, str | None, str], dict[str, tuple[str, ...]]] 
     ("cpu", "cpu", ""): {"x86_64": ("x86_64",), "aarch64": ("aarch64",), "arm64": ("arm64",)},
 }
 
+#: Words that drivers add to a product's name: makers and brands, memory, form factors, partitions.
+_ADDED = re.compile(
+    r"nvidia|amd|intel|r|tm|tpu|geforce|tesla|quadro|instinct|radeon|graphics|laptop|gpu|generation|ada|blackwell"
+    r"|workstation|server|max|q|edition|oam|nvl|pcie|sxm\d*|hbm\d?e?|mig|\d+g|\d+gb"
+)
+#: jax's names of TPUs -> the product.
+_TPU_KINDS = {"tpu v5 lite": "v5e", "tpu v5": "v5p", "tpu v6 lite": "v6e", "tpu7x": "v7x"}
+
 #: Distribution -> the modules by which this library detects it; their submodules count too.
 PACKAGES: dict[str, tuple[str, ...]] = {
     "triton": ("triton",),
@@ -124,15 +132,16 @@ ATTAINED = {
 
 
 def device_named(name: str, framework: str | None = None) -> Device:
-    """Return the device called `name` (H100, "NVIDIA H100", v6e, gfx942, sm_90), ignoring case, under a framework.
+    """Return the device called `name`, ignoring case, under a framework: by product (H100, "NVIDIA H100", v6e), by
+    architecture (gfx942, sm_90), or as its driver prints it ("NVIDIA H100 80GB HBM3", "TPU v5 lite").
 
     framework: "torch" or "jax"; None: torch if it supports the device. Raises ValueError for an unknown name, and for a
     device that the framework does not support.
     """
-    plain_name = _plain(name)
+    plain_name, product = _plain(name), _product(name)
     for (torch_platform, jax_platform, maker), archs in _PRODUCTS.items():
         for arch, products in archs.items():
-            called = next((p for p in products if plain_name in (_plain(p), _plain(f"{maker} {p}"))), None)
+            called = product if product in products else None
             if called is None and (not plain_name or plain_name != _plain(arch)):
                 continue
             framework = framework or ("torch" if torch_platform else "jax")
@@ -141,6 +150,24 @@ def device_named(name: str, framework: str | None = None) -> Device:
                 raise ValueError(f"device {name!r} is not supported by {framework}")
             return Device(framework, platform, f"{maker} {called or arch}".strip(), arch)
     raise ValueError(unknown_name("device", name, [p for archs in _PRODUCTS.values() for ps in archs.values() for p in ps]))
+
+
+def _product(name: str) -> str | None:
+    """Return the product that `name` means: its own words, besides which a driver may print others; None: no product."""
+    if (kind := _TPU_KINDS.get(name.lower())) is not None:
+        return kind
+    words = re.findall(r"[a-z0-9]+", name.lower())
+    found = []
+    for (_, _, maker), archs in _PRODUCTS.items():
+        for product in (product for products in archs.values() for product in products):
+            own = re.findall(r"[a-z0-9]+", product.lower())
+            if _plain(name) in (_plain(product), _plain(f"{maker} {product}")):
+                return product
+            for start in range(len(words) - len(own) + 1):
+                rest = words[:start] + words[start + len(own) :]
+                if words[start : start + len(own)] == own and all(map(_ADDED.fullmatch, rest)):
+                    found.append(product)
+    return max(found, key=len, default=None)
 
 
 def check_arch(platform: str, arch: str) -> str:

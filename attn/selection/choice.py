@@ -79,7 +79,7 @@ def disabled(registry: type[BackendEnum], disable: Collection[str] = ()) -> dict
     out = {member_of(registry, name).name: "the caller" for name in list_of_names("disable", disable)}
     for name in envs.read_list("ATTN_DISABLE") or ():
         if name in registry:
-            out[name] = "ATTN_DISABLE"
+            out[registry[name].name] = "ATTN_DISABLE"
         elif not any(name in other for other in registries().values()):
             every = [known for other in registries().values() for known in other.names()]
             raise ValueError(f"ATTN_DISABLE={name}: {unknown_name('backend', name, every)}")

@@ -32,3 +32,7 @@ def __getattr__(name: str) -> Any:
     if name in _FACE:
         return getattr(importlib.import_module(_FACE[name]), name)
     raise AttributeError(f"module 'attn.serving' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

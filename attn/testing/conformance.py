@@ -273,6 +273,7 @@ def run_conformance(
     reports, runs = [], []
     for name in [*AttentionBackendEnum.names(), BLOCKSPARSE] if names is None else names:
         candidate = candidate_of(name)
+        name = candidate.name  # a name may be passed in another case
         subject, why = subject_here(candidate, kind or "ran")
         if subject is None:
             reports.append(BackendReport(name, skipped=why))
@@ -307,7 +308,7 @@ def candidate_of(name: str) -> Candidate:
 
     Raises ValueError for an unknown name.
     """
-    if name == BLOCKSPARSE:
+    if name.upper() == BLOCKSPARSE:
         return blocksparse_candidate()
     return AttentionBackendEnum[name].candidate()
 

@@ -55,7 +55,7 @@ def run_family(
     reports, rows = [], []
     for name in family.registry.names() if names is None else names:
         candidate = family.registry[name].candidate()
-        backend: Any = candidate.backend
+        name, backend = candidate.name, candidate.backend  # a name may be passed in another case
         if why := not_loadable(candidate):
             reports.append(BackendReport(name, skipped="; ".join(why)))
             continue

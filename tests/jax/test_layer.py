@@ -344,3 +344,12 @@ def test_no_backend_declares_batch_invariance() -> None:
         new_layer(features=["batch_invariant"])
     assert "no built-in backend serves it yet" not in str(refusal.value)
     assert not new_layer().impl.batch_invariant
+
+
+def test_a_layer_is_shown_in_one_line_by_itself_and_within_a_model() -> None:
+    class Model(nnx.Module):
+        def __init__(self) -> None:
+            self.attend = Attention(8, 64, num_kv_heads=2)
+
+    line = "Attention(XLA_ATTN, head_size=64 dtype=float32 block_size=16 num_heads=8 num_kv_heads=2)"
+    assert repr(Model().attend) == line and f"attend={line}" in repr(Model())

@@ -31,6 +31,26 @@ pytest.importorskip("torch")
         ("sm_120", None, Device("torch", "cuda", "NVIDIA sm_120", "sm_120")),
         ("gfx950", None, Device("torch", "rocm", "AMD gfx950", "gfx950")),
         ("aarch64", None, Device("torch", "cpu", "aarch64", "aarch64")),
+        # as their drivers print them
+        ("NVIDIA H100 80GB HBM3", None, Device("torch", "cuda", "NVIDIA H100", "sm_90")),
+        ("NVIDIA H100 PCIe", None, Device("torch", "cuda", "NVIDIA H100", "sm_90")),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None, Device("torch", "cuda", "NVIDIA H100", "sm_90")),
+        ("NVIDIA GH200 480GB", "jax", Device("jax", "gpu", "NVIDIA GH200", "sm_90")),
+        ("NVIDIA A100-SXM4-80GB", None, Device("torch", "cuda", "NVIDIA A100", "sm_80")),
+        ("NVIDIA A100-PCIE-40GB", None, Device("torch", "cuda", "NVIDIA A100", "sm_80")),
+        ("NVIDIA GeForce RTX 4090", None, Device("torch", "cuda", "NVIDIA RTX 4090", "sm_89")),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None, Device("torch", "cuda", "NVIDIA RTX 4090", "sm_89")),
+        ("NVIDIA RTX 6000 Ada Generation", None, Device("torch", "cuda", "NVIDIA RTX 6000 Ada", "sm_89")),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", None, Device("torch", "cuda", "NVIDIA RTX PRO 6000", "sm_120")),
+        ("Tesla T4", None, Device("torch", "cuda", "NVIDIA T4", "sm_75")),
+        ("Tesla V100-SXM2-16GB", None, Device("torch", "cuda", "NVIDIA V100", "sm_70")),
+        ("AMD Instinct MI300X", None, Device("torch", "rocm", "AMD MI300X", "gfx942")),
+        ("AMD Radeon RX 7900 XTX", None, Device("torch", "rocm", "AMD RX 7900 XTX", "gfx1100")),
+        ("Intel(R) Data Center GPU Max 1550", None, Device("torch", "xpu", "Intel Data Center GPU Max 1550", "")),
+        ("TPU v5 lite", None, Device("jax", "tpu", "TPU v5e", "v5e")),
+        ("TPU v5", None, Device("jax", "tpu", "TPU v5p", "v5p")),
+        ("TPU v6 lite", None, Device("jax", "tpu", "TPU v6e", "v6e")),
+        ("TPU7x", None, Device("jax", "tpu", "TPU v7x", "v7x")),
     ],
 )
 def test_a_device_by_the_name_that_people_use(name, framework, device):
@@ -42,12 +62,20 @@ def test_a_device_by_the_name_that_people_use(name, framework, device):
     [
         ("H1000", None, "Unknown device: 'H1000'. Did you mean H100? Valid options are: V100"),
         ("", None, "Unknown device: ''. Valid options are"),
+        ("NVIDIA", None, "Unknown device: 'NVIDIA'"),
+        ("NVIDIA H100 and more", None, "Unknown device: 'NVIDIA H100 and more'"),
         ("v6e", "torch", "device 'v6e' is not supported by torch"),
     ],
 )
 def test_a_name_of_no_device(name, framework, words):
     with pytest.raises(ValueError, match=words.replace("?", r"\?")):
         device_named(name, framework)
+
+
+def test_jaxs_names_of_tpus_are_known():
+    from attn.jax.platforms import TPU_KINDS
+
+    assert {kind: device_named(kind).arch for kind in TPU_KINDS} == TPU_KINDS
 
 
 def test_generations_are_those_that_records_targets_and_platforms_speak_of():

@@ -206,7 +206,8 @@ def by_formula(call: Call) -> torch.Tensor:
         if call.mask is not None:
             raise call.by_name(f"{Feature.MASK.value} (other than a causal or windowed pattern)", Feature.MASK)
         if call.wants_grad:
-            raise call.by_name("gradients", Feature.BACKWARD)
+            paged = "gradients by a backend requested by name, which is one over pages,"
+            raise call.refusal(paged, f'attn_implementation="{NAME}" computes them, by a dense backend or by the formula')
         raise call.by_name("values wider than keys, or a window over keys with gaps", Feature.MASK)
     out: torch.Tensor = attn.attention(
         call.query,

@@ -15,7 +15,9 @@ from attn.backend_enum import off_paths
 from attn.backends.registry import BLOCKSPARSE, AttentionBackendEnum
 from attn.pictures.picture import check_file, check_writable
 from attn.progress import Display, display
+from attn.selection.choice import framework_of_backend
 from attn.selection.platforms import default_framework, platform_for
+from attn.selector import backend_name_to_enum
 from attn.tables import header, wrapped
 from attn.tools.bench import dense, workloads
 from attn.tools.bench import summary as summaries
@@ -198,24 +200,17 @@ def frameworks_of(args: argparse.Namespace) -> dict[str, list[str]]:
         return {framework: [] for framework in frameworks}
     by_framework: dict[str, list[str]] = {}
     for name in args.backend:
-        if name == BLOCKSPARSE:
+        member = backend_name_to_enum(name)
+        name = name if member is None else member.name  # in the registry's case; a peer's as it is
+        if name.upper() == BLOCKSPARSE:
             raise ValueError(
                 f"{name} cannot be timed by attn bench: it attends a pattern of blocks, but every case here attends all keys"
             )
-        own = framework_of(name) or frameworks[0]
+        own = framework_of_backend(member) or frameworks[0]  # a peer belongs to the default framework
         if args.framework not in (None, "all", own):
             raise ValueError(f"{name} is a backend of {own}, not of {args.framework}")
         by_framework.setdefault(own, []).append(name)
     return by_framework
-
-
-def framework_of(name: str) -> str | None:
-    """Return the framework of a backend by name; None for a peer, which belongs to the default framework."""
-    from attn.selection.choice import framework_of_backend
-    from attn.selector import backend_name_to_enum
-
-    member = backend_name_to_enum(name)
-    return None if member is None else framework_of_backend(member)
 
 
 def about(benches: dict[str, Bench], entries: Sequence[Entry]) -> dict[str, Any]:

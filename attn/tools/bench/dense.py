@@ -168,6 +168,7 @@ def rows(shape: Shape, dtype: str, names: Sequence[str], framework: str, bench: 
     refused, classes = [], {}
     for name in [*(names or DiffusionAttentionBackendEnum.names()), *([chosen] if chosen else [])]:
         candidate = DiffusionAttentionBackendEnum[name].candidate()
+        name = candidate.name  # a name may be passed in another case
         capabilities = getattr(candidate.backend, "capabilities", None)
         if not names and (
             capabilities is None or capabilities.framework != framework or device.platform not in capabilities.platforms

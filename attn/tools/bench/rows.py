@@ -194,14 +194,15 @@ def entrants(case: BenchCase, framework: str, peers: Sequence[str]) -> tuple[str
 
 
 def asked_for(names: Collection[str], asked: Sequence[str], known: Collection[str]) -> list[str]:
-    """Return those of `names` that are requested: by name, by the part before a colon, or by `all`.
+    """Return those of `names` that are requested: by name, in any case, by the part before a colon, or by `all`.
 
     Raises ValueError for a word that matches none of `known`.
     """
+    called = {name: {name.upper(), name.partition(":")[0].upper(), "ALL"} for name in {*names, *known}}
     for word in asked:
-        if word != "all" and not any(word in (name, name.partition(":")[0]) for name in known):
+        if word != "all" and not any(word.upper() in called[name] for name in known):
             raise ValueError(f"peer {word!r} is unknown; known: all, {', '.join(sorted(known))}")
-    return [name for name in names if "all" in asked or name in asked or name.partition(":")[0] in asked]
+    return [name for name in names if called[name] & {word.upper() for word in asked}]
 
 
 def plan(

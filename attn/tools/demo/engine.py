@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from attn.errors import AttnError, BackendLoadError, UnsupportedError
+from attn.errors import BackendLoadError, UnsupportedError
 from attn.imports import installed, pip_install, resolve_obj_by_qualname
 from attn.selection.verdicts import Selection
 from attn.serving import GenerationRequest, Scheduler, Step
@@ -53,8 +53,8 @@ def load_runner(
 ) -> ModelRunner:
     """Load the model in `framework`, ready for the batches of `scheduler`.
 
-    Raises `BackendLoadError` if the framework is not installed, `AttnError` with all reasons if no attention backend, or not
-    the requested one, serves the model, and ValueError for an unknown backend.
+    Raises `BackendLoadError` if the framework is not installed, `UnsupportedError` with all reasons if no attention backend,
+    or not the requested one, serves the model, and ValueError for an unknown backend.
     """
     if absent := missing(framework):
         raise BackendLoadError(f"{' and '.join(absent)} not installed: {pip_install(framework)}")
@@ -63,7 +63,7 @@ def load_runner(
         return make(config, weights, scheduler, dtype=dtype, backend=backend)
     except UnsupportedError as error:
         what = f"no attention backend serves this model under {framework}"
-        raise AttnError(f"{what}: {'; '.join(error.reasons)}") from error
+        raise UnsupportedError(f"{what}: {'; '.join(error.reasons)}", error.reasons) from error
 
 
 def scheduler_of(config: ModelConfig, num_blocks: int, block_size: int, **limits: int) -> Scheduler:

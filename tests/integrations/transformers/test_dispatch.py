@@ -298,6 +298,15 @@ def test_sinks_alone_may_want_gradients():
     assert sinks.grad is not None and sinks.grad.abs().max() > 0
 
 
+def test_gradients_by_a_backend_by_name_are_refused_without_recommending_it():
+    given = arrays(9, 9, requires_grad=True)
+    with pytest.raises(attn.UnsupportedError, match="gradients by a backend requested by name") as caught:
+        attended(Layer(), given, name="attn:TORCH_SDPA")
+    assert 'attn_implementation="attn" computes them' in str(caught.value) and "uses TORCH_SDPA" not in str(caught.value)
+    attended(Layer(), given).sum().backward()
+    assert given[0].grad is not None
+
+
 def test_wrong_shapes_are_refused_before_and_after_a_plan():
     module = Layer()
     attended(module, arrays())
