@@ -33,6 +33,7 @@ from attn.tools.aot.triton import _placeholder
 from attn.torch import kv_cache as caches
 from attn.torch.backends.mla.prefill.triton import TritonPrefillBackend
 from attn.torch.kernels import direct
+from attn.torch.kernels import driver as direct_driver
 
 HEADS, PAGE, KEYS = 2, 64, 1000
 RANK, NOPE, ROPE, VALUE = 512, 16, 64, 16
@@ -65,16 +66,29 @@ def without_kernels() -> Iterator[list[str]]:
     def launcher(source: Any, metadata: Any) -> Callable[..., None]:
         return lambda *_: seen.append(metadata.name)
 
+    names: list[str] = []  # by function
+
+    def load(name: str, *_: Any) -> tuple[Any, ...]:
+        names.append(name)
+        return driver, len(names) - 1, 0, 0, 1024  # without a module Triton loads it at every launch
+
     driver.launcher_cls = launcher
-    driver.utils.load_binary = lambda *_: (driver, None, 0, 0, 1024)  # without a module Triton loads it at every launch
+    driver.utils.load_binary = load
     triton.runtime.driver.set_active(driver)
+    cuda = SimpleNamespace(
+        cuLaunchKernelEx=lambda config, function, *_: seen.append(names[function]) or 0, cuTensorMapEncodeTiled=lambda *_: 0
+    )  # fmt: skip
 
     def bmm(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         seen.append("bmm")
         product(tiny, tiny, out=tiny_out)
         return a.new_empty(*a.shape[:2], b.shape[2]) if out is None else out
 
-    with mock.patch.object(torch, "bmm", bmm):
+    with (
+        mock.patch.object(torch, "bmm", bmm),
+        mock.patch.object(direct_driver, "_library", lambda: cuda),
+        mock.patch.object(direct_driver, "_unused", lambda *_: 2),
+    ):
         yield seen
 
 

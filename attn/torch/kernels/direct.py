@@ -1,7 +1,7 @@
 """How the host launches kernels: with little work per call, on the device of the tensors, in a graph as custom operators.
 
-Triton examines every argument at every launch. `Prepared` passes a compiled kernel its arguments itself, from the second launch
-of a kind on; `operator` makes the functions that launch kernels.
+Triton examines every argument at every launch. `Prepared` passes a compiled kernel its arguments itself (`driver`), from the
+second launch of a kind on; `operator` makes the functions that launch kernels.
 """
 
 import functools
@@ -15,6 +15,7 @@ import triton
 from torch import library
 
 from attn.kernels.launch import power_of_two
+from attn.torch.kernels.driver import Launch, launcher
 from attn.torch.kernels.hopper import CannotCompile
 
 _P = ParamSpec("_P")
@@ -85,9 +86,9 @@ class Prepared:
         """constants: the kernel's last arguments, and the options of its launch."""
         self._kernel, self._constants = kernel, constants
         self._device = 0 if triton.knobs.runtime.interpret else triton.runtime.driver.active.get_current_device()
-        #: by the alignment of arrays (None: all to 16 bytes): the compiled kernel, its launcher, and what that is passed before
-        #: and after a call's own
-        self._kept: dict[tuple[bool, ...] | None, tuple[Any, Any, tuple[Any, ...], tuple[Any, ...]]] = {}
+        #: by the alignment of arrays (None: all to 16 bytes): the compiled kernel, its launcher (None: Triton's), and the
+        #: last arguments
+        self._kept: dict[tuple[bool, ...] | None, tuple[Any, Launch | None, tuple[Any, ...]]] = {}
 
     def __call__(self, programs: int, arrays: Sequence[torch.Tensor | None], *numbers: Any, columns: int = 1) -> None:
         """Launch a grid of `programs` x `columns`. numbers: floats, and integers that are not specialized or strides."""
@@ -96,20 +97,24 @@ class Prepared:
         alignment = tuple([address & 15 == 0 for address in addresses]) if uneven else None
         kept = self._kept.get(alignment)
         if kept is not None:
-            kernel, run, handles, last = kept
+            kernel, launch, last = kept
             knobs = triton.knobs.runtime
             enter, leave = knobs.launch_enter_hook, knobs.launch_exit_hook
             if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):  # a profiler's, for which Triton prepares more
                 kernel[programs, columns, 1](*addresses, *numbers, *last)
                 return
             stream = triton.runtime.driver.active.get_current_stream(self._device)
-            run(programs, columns, 1, stream, *handles, *addresses, *numbers, *last)
+            arguments = *addresses, *numbers, *last
+            if launch is None or not launch(programs, columns, stream, arguments):
+                # no profiler's data and hooks
+                handles = kernel.function, kernel.packed_metadata, None, None, None
+                kernel.run(programs, columns, 1, stream, *handles, *arguments)
             return
         compiled = self._kernel[programs, columns](*arrays, *numbers, **self._constants)
         if isinstance(compiled, triton.compiler.CompiledKernel):  # else it is interpreted, or still being compiled
             names = self._kernel.arg_names[len(addresses) + len(numbers) :]
-            handles = compiled.function, compiled.packed_metadata, None, None, None  # no profiler's data and hooks
-            self._kept[alignment] = compiled, compiled.run, handles, tuple(self._constants[name] for name in names)
+            last = tuple(self._constants[name] for name in names)
+            self._kept[alignment] = compiled, launcher(compiled), last
 
 
 def on_device(function: Callable[_P, _T]) -> Callable[_P, _T]:

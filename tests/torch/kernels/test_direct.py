@@ -18,11 +18,11 @@ COMPILERS = Path(sys.prefix) / "compilers"
 
 #: Every call is made twice: by Triton, and by what was kept of the calls before.
 SCRIPT = """
-import os
+import ctypes, os, struct
 import torch, triton
 from attn.tools.aot import triton as aot
 from attn.torch.kernels.runs import Runs
-from attn.torch.kernels import dense_decode, direct, kv_write, latent_write, merge_states, mla_decode, mla_prefill
+from attn.torch.kernels import dense_decode, direct, driver, kv_write, latent_write, merge_states, mla_decode, mla_prefill
 from attn.torch.kernels import paged_attention as kernels
 from attn.kernels.memory import SHARED_MEMORY
 
@@ -33,11 +33,89 @@ def launcher(source, metadata):
     kinds = list(source.signature.values())
     def launch(*args):
         assert len(kinds) == len(args[9:])
-        launched.append((metadata.name, metadata.hash, args[:4], [passed(x, kind) for x, kind in zip(args[9:], kinds)]))
+        values = [passed(x, kind) for x, kind in zip(args[9:], kinds) if kind != "constexpr"]
+        launched.append((metadata.name, metadata.hash, args[:4], values))
     return launch
 
+def parameters(cubin, name):
+    # the bytes of a kernel's parameters: EIATTR_KPARAM_INFO in the kernel's own section of information
+    sections, = struct.unpack_from("<Q", cubin, 40)
+    size, count, names = struct.unpack_from("<3H", cubin, 58)
+    table = [struct.unpack_from("<IIQQQQ", cubin, sections + i * size) for i in range(count)]
+    text, sizes = table[names][4], {}
+    for at, _, _, _, start, length in table:
+        if cubin[text + at : cubin.index(0, text + at)].decode() == f".nv.info.{name}":
+            place = start
+            while place < start + length:
+                form, kind, rest = struct.unpack_from("<BBH", cubin, place)
+                if (form, kind) == (4, 0x17):
+                    _, index, _, flags = struct.unpack_from("<IHHI", cubin, place + 4)
+                    sizes[index] = flags >> 18
+                place += 4 + rest * (form == 4)
+    return [sizes[i] for i in range(len(sizes))]
+
+class Driver:
+    # the functions of the CUDA driver that launches need; they read memory as it does
+    def __init__(self):
+        self.sizes, self.compiled, self.maps = {}, {}, []
+
+    def load(self, name, cubin, *_):
+        self.sizes[len(self.sizes) + 1] = parameters(cubin, name)
+        return self, len(self.sizes), 0, 0, 1024
+
+    def cuFuncGetParamInfo(self, function, index, offset, size):
+        if index < len(self.sizes[function]):
+            ctypes.c_size_t.from_address(size).value = self.sizes[function][index]
+        return int(index >= len(self.sizes[function]))
+
+    def cuTensorMapEncodeTiled(self, place, kind, dims, address, shape, strides, box, ones, interleave, swizzle, fetch, fill):
+        assert (kind, interleave, swizzle, fetch, fill, place % 64) == (9, 0, 3, 2, 0, 0)
+        shape, strides = ((ctypes.c_uint64 * dims).from_address(x)[::-1] for x in (shape, strides))
+        box, ones = ((ctypes.c_uint32 * dims).from_address(x)[::-1] for x in (box, ones))
+        assert ones == [1] * dims and strides[0] == 0  # the last of the engine's strides is not read
+        self.maps.append((address, shape, [x // 2 for x in strides[1:]] + [1], box))
+        ctypes.c_uint64.from_address(place).value = len(self.maps)
+        return 0
+
+    def cuLaunchKernelEx(self, config, function, params, extra):
+        compiled = self.compiled[function]
+        *grid, threads, y, z, shared, stream, attributes, count = struct.unpack("7I4xQQI4x", ctypes.string_at(config, 56))
+        metadata, early = compiled.metadata, getattr(compiled.metadata, "launch_pdl", False)
+        assert (threads, y, z, shared, extra) == (32 * metadata.num_warps, 1, 1, metadata.shared, None)
+        assert count == early and (not early or struct.unpack("3i", ctypes.string_at(attributes, 12)) == (6, 0, 1))
+        read = iter(self.sizes[function])
+        places = iter((ctypes.c_uint64 * len(self.sizes[function])).from_address(params))
+        values = []
+        for kind in compiled.src.signature.values():
+            if kind.startswith("tensordesc"):
+                at, size = next(places), next(read)
+                assert size == 128 and at % 64 == 0
+                address, shape, strides, box = self.maps[ctypes.c_uint64.from_address(at).value - 1]
+                numbers = [int.from_bytes(ctypes.string_at(next(places), n := next(read)), "little") for _ in shape + strides]
+                assert numbers == shape + strides
+                values.append((address, shape, strides, box))
+            elif kind != "constexpr":
+                code = "Q" if kind[0] == "*" else {"i32": "i", "i64": "q", "fp32": "f"}[kind]
+                assert next(read) == struct.calcsize(code)
+                value, = struct.unpack(code, ctypes.string_at(next(places), struct.calcsize(code)))
+                values.append(passed(value, kind))
+        assert [*read] == [8, 8]  # memory that Triton's launcher gives to kernels that ask for it
+        launched.append((metadata.name, metadata.hash, (*grid, stream), values))
+        return 0
+
+cuda = Driver()
 placeholder.launcher_cls = launcher
+placeholder.utils.load_binary = cuda.load
 triton.runtime.driver.set_active(placeholder)
+driver._library = lambda: cuda
+prepare = direct.launcher
+
+def prepared(compiled):
+    cuda.compiled[compiled.function] = compiled
+    assert (found := prepare(compiled)) is not None
+    return found
+
+direct.launcher = prepared
 run, call = triton.runtime.jit.JITFunction.run, direct.Prepared.__call__
 
 def by_triton(self, programs, arrays, *numbers, columns=1):
@@ -53,7 +131,9 @@ def passed(value, kind):
     if isinstance(value, torch.Tensor):
         value = value.data_ptr()
     if isinstance(value, triton.experimental.gluon.nvidia.hopper.TensorDescriptor):
-        return value.base.data_ptr(), value.shape, value.strides, value.block_shape, value.layout
+        return value.base.data_ptr(), value.shape, value.strides, value.block_shape
+    if kind == "fp32":
+        value, = struct.unpack("f", struct.pack("f", value))
     # absent arrays are 0; memory of the call's own is at another address each time
     return None if value in (None, 0) else "new" if kind.startswith("*") and value not in given else value
 

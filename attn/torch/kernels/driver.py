@@ -1,0 +1,185 @@
+"""Launches of compiled kernels by the CUDA driver's own function, with all arguments packed at once.
+
+A launcher that Triton generates parses every argument of a call, also those that are constants of the kernel, and encodes
+tensor maps again at each call. `launcher` makes one that packs the arguments that the kernel has into one buffer.
+"""
+
+import ctypes
+import functools
+import struct
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Any
+
+#: `(programs, columns, stream, arguments)` -> whether it launched; False if the thread has no CUDA context yet.
+Launch = Callable[[int, int, int, Sequence[Any]], bool]
+
+_CODES = {
+    "i8": "b",
+    "i16": "h",
+    "i32": "i",
+    "i64": "q",
+    "u8": "B",
+    "u16": "H",
+    "u32": "I",
+    "u64": "Q",
+    "fp32": "f",
+    "fp64": "d",
+}
+#: CUlaunchConfig: grid, block, bytes of shared memory; stream, attributes and their number
+_CONFIG = "7I4xQQI4x"
+_SUCCESS, _INVALID_CONTEXT = 0, 201
+#: An argument: its index, its format, bytes of the kernel's parameters for it.
+_Field = tuple[int, str, tuple[int, ...]]
+_MAP = 128  #: bytes of a CUtensorMap
+_ALIGNED = 64  #: bytes, of a CUtensorMap
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute with a value of one integer."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60))
+
+
+#: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION: the kernel may start before the one ahead of it ends.
+_EARLY = _Attribute(6, 0, 1)
+
+
+@functools.cache
+def _library() -> Any:
+    """The CUDA driver; None if it is absent or too old to describe a kernel's parameters (before 12.4)."""
+    try:
+        library = ctypes.CDLL("libcuda.so.1")
+        launch, info, encode = library.cuLaunchKernelEx, library.cuFuncGetParamInfo, library.cuTensorMapEncodeTiled
+    except (OSError, AttributeError):
+        return None
+    address = ctypes.c_void_p
+    launch.argtypes = [address] * 4
+    info.argtypes = [address, ctypes.c_size_t, address, address]
+    encode.argtypes = [
+        address, ctypes.c_int, ctypes.c_uint, address, address, address, address, address, *[ctypes.c_int] * 4,
+    ]  # fmt: skip
+    return library
+
+
+def launcher(compiled: Any) -> Launch | None:
+    """Return a launcher of Triton's compiled kernel, which takes all of its arguments; None if the kernel needs Triton's own.
+
+    The driver's own description of the kernel must match the parameters that the signature gives.
+    """
+    library, metadata = _library(), compiled.metadata
+    if library is None or metadata.target.backend != "cuda" or metadata.num_ctas != 1:
+        return None
+    if any(getattr(metadata, name, 0) for name in ("launch_cooperative_grid", "global_scratch_size", "profile_scratch_size")):
+        return None
+    maps = list(getattr(metadata, "tensordesc_meta", None) or ())
+    fields, encodings = list[_Field](), dict[int, Any]()
+    for i, kind in enumerate(compiled.src.signature.values()):
+        if kind == "constexpr":
+            continue
+        code = "Q" if kind[0] == "*" else _CODES.get(kind)
+        if code is not None:
+            fields.append((i, code, (struct.calcsize("=" + code),)))
+        elif kind[:10] == "tensordesc" and maps and not (maps[0]["fp4_padded"] or maps[0].get("is_im2col")):
+            encodings[i] = maps.pop(0)
+            dims = len(encodings[i]["block_size"])
+            fields.append((i, f"{_MAP + 12 * dims}s", (_MAP, *[4] * dims, *[8] * dims)))
+        else:
+            return None
+    sizes = [size for _, _, parts in fields for size in parts]
+    unused = _unused(library, compiled.function, sizes)
+    return None if unused is None else _Launcher(library, compiled, fields, encodings, unused)
+
+
+def _unused(library: Any, function: int, sizes: Sequence[int]) -> int | None:
+    """Return the number of addresses that the kernel takes after parameters of `sizes`: of scratch memory, which it does not
+    use. None if the driver describes other parameters."""
+    offset, size, count = ctypes.c_size_t(), ctypes.c_size_t(), 0
+    while library.cuFuncGetParamInfo(function, count, ctypes.addressof(offset), ctypes.addressof(size)) == _SUCCESS:
+        if size.value != (sizes[count] if count < len(sizes) else 8):
+            return None
+        count += 1
+    return count - len(sizes) if count >= len(sizes) > 1 else None
+
+
+class _Launcher:
+    def __init__(self, library: Any, compiled: Any, fields: Sequence[_Field], encodings: dict[int, Any], unused: int) -> None:
+        metadata = compiled.metadata
+        self._library, self._launch, self._function = library, library.cuLaunchKernelEx, compiled.function
+        self._fixed = 1, 32 * metadata.num_warps, 1, 1, metadata.shared
+        self._attributes = (ctypes.addressof(_EARLY), 1) if getattr(metadata, "launch_pdl", False) else (0, 0)
+        self._encodings = encodings
+        self._pick = itemgetter(*[i for i, _, _ in fields])
+        code, at, self._offsets = "=" + _CONFIG, struct.calcsize("=" + _CONFIG), list[int]()
+        for _, kind, sizes in fields:
+            pad = -at % (_ALIGNED if sizes[0] == _MAP else 8)
+            code += f"{pad}x{kind}"
+            at += pad
+            for size in sizes:
+                self._offsets.append(at)
+                at += size
+        self._bytes = at + -at % 8 + 8
+        self._offsets += [self._bytes - 8] * unused
+        self._format = struct.Struct(code)
+        #: buffers that no thread uses now: its arguments must not change until the driver has copied them
+        self._free: list[tuple[Any, int, int, int]] = []
+
+    def _buffer(self) -> tuple[Any, int, int, int]:
+        """(a buffer, where arguments start in it, the addresses of its configuration and of its list of parameters)."""
+        count = len(self._offsets)
+        storage = (ctypes.c_char * (self._bytes + _ALIGNED + 8 * count))()
+        skip = -ctypes.addressof(storage) % _ALIGNED
+        config = ctypes.addressof(storage) + skip
+        parameters = config + self._bytes
+        struct.pack_into(f"={count}Q", storage, parameters - config + skip, *[config + at for at in self._offsets])
+        return storage, skip, config, parameters
+
+    def __call__(self, programs: int, columns: int, stream: int, arguments: Sequence[Any]) -> bool:
+        if self._encodings:
+            arguments = list(arguments)
+            for i, about in self._encodings.items():
+                arguments[i] = getattr(arguments[i], "packed", None) or self._encode(arguments[i], about)
+        try:
+            buffer = self._free.pop()
+        except IndexError:
+            buffer = self._buffer()
+        storage, at, config, parameters = buffer
+        self._format.pack_into(storage, at, programs, columns, *self._fixed, stream, *self._attributes, *self._pick(arguments))
+        status = self._launch(config, self._function, parameters, None)
+        self._free.append(buffer)
+        if status == _INVALID_CONTEXT:
+            return False
+        if status != _SUCCESS:
+            raise RuntimeError(f"CUDA error {status} in the launch of a kernel: {self._message(status)}")
+        return True
+
+    def _encode(self, descriptor: Any, about: Any) -> bytes:
+        """The tensor map of a descriptor, its shape and its strides, kept with it."""
+        dims, size = len(descriptor.shape), about["elem_size"]
+        shape, strides, box = descriptor.shape[::-1], [n * size for n in descriptor.strides[-2::-1]], about["block_size"][::-1]
+        storage = (ctypes.c_char * (_MAP + _ALIGNED))()
+        skip = -ctypes.addressof(storage) % _ALIGNED
+        arrays = (ctypes.c_uint64 * dims)(*shape), (ctypes.c_uint64 * dims)(*strides), (ctypes.c_uint32 * dims)(*box)
+        ones = (ctypes.c_uint32 * dims)(*[1] * dims)
+        # as Triton encodes them: not interleaved, 128 bytes fetched into L2 at once, zeros out of bounds
+        status = self._library.cuTensorMapEncodeTiled(
+            ctypes.addressof(storage) + skip, _element(about["elem_type"]), dims, descriptor.base.data_ptr(),
+            *[ctypes.addressof(x) for x in (*arrays, ones)], 0, about["swizzle"], 2, 0,
+        )  # fmt: skip
+        if status != _SUCCESS:
+            raise RuntimeError(f"CUDA error {status} in a tensor map of {descriptor.shape}: {self._message(status)}")
+        lists = struct.pack(f"={dims}i{dims}q", *descriptor.shape, *descriptor.strides)
+        descriptor.packed = storage.raw[skip : skip + _MAP] + lists
+        return descriptor.packed  # type: ignore[no-any-return]
+
+    def _message(self, status: int) -> str:
+        text = ctypes.c_char_p()
+        self._library.cuGetErrorString(status, ctypes.byref(text))
+        return (text.value or b"unknown error").decode()
+
+
+def _element(kind: int) -> int:
+    """CUtensorMapDataType of Triton's number of an element type."""
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    return int(TMA_DTYPE_DEVICE_TO_HOST[kind])
