@@ -159,17 +159,17 @@ class _Launcher:
         shape, strides, box = descriptor.shape[::-1], [n * size for n in descriptor.strides[-2::-1]], about["block_size"][::-1]
         storage = (ctypes.c_char * (_MAP + _ALIGNED))()
         skip = -ctypes.addressof(storage) % _ALIGNED
-        arrays = (ctypes.c_uint64 * dims)(*shape), (ctypes.c_uint64 * dims)(*strides), (ctypes.c_uint32 * dims)(*box)
-        ones = (ctypes.c_uint32 * dims)(*[1] * dims)
+        place, arrays = ctypes.addressof(storage) + skip, (shape, strides, box, [1] * dims)
+        kinds = [ctypes.c_uint64 * dims] * 2 + [ctypes.c_uint32 * dims] * 2
+        lists = [kind(*values) for kind, values in zip(kinds, arrays, strict=True)]
         # as Triton encodes them: not interleaved, 128 bytes fetched into L2 at once, zeros out of bounds
-        status = self._library.cuTensorMapEncodeTiled(
-            ctypes.addressof(storage) + skip, _element(about["elem_type"]), dims, descriptor.base.data_ptr(),
-            *[ctypes.addressof(x) for x in (*arrays, ones)], 0, about["swizzle"], 2, 0,
-        )  # fmt: skip
+        rules = 0, about["swizzle"], 2, 0
+        tensor = _element(about["elem_type"]), dims, descriptor.base.data_ptr()
+        status = self._library.cuTensorMapEncodeTiled(place, *tensor, *map(ctypes.addressof, lists), *rules)
         if status != _SUCCESS:
             raise RuntimeError(f"CUDA error {status} in a tensor map of {descriptor.shape}: {self._message(status)}")
-        lists = struct.pack(f"={dims}i{dims}q", *descriptor.shape, *descriptor.strides)
-        descriptor.packed = storage.raw[skip : skip + _MAP] + lists
+        numbers = struct.pack(f"={dims}i{dims}q", *descriptor.shape, *descriptor.strides)
+        descriptor.packed = storage.raw[skip : skip + _MAP] + numbers
         return descriptor.packed  # type: ignore[no-any-return]
 
     def _message(self, status: int) -> str:
