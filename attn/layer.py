@@ -92,8 +92,8 @@ class BaseLayer:
     def _choose(self, request: Request, backend: Any, return_lse: bool, **arguments: Any) -> None:
         """Select the backend, and make its implementation from the request and the layer's other arguments."""
         self.recorder = recording.recorder()
-        self.selection = selector.select(request, framework=self.framework, backend=backend)
-        self.backend = self.selection.require()
+        selection = selector.select(request, framework=self.framework, backend=backend)
+        self.backend, self.selection = selection.require(), selection
         impl_cls: Any = self.backend.get_impl_cls()
         named = ("num_heads", "head_size", "num_kv_heads", "kv_cache_dtype", "attn_type")
         self.impl = impl_cls(**{name: getattr(request, name) for name in named}, **arguments)
@@ -199,7 +199,8 @@ class BaseAttention(BaseLayer):
     Arguments are those of vLLM's `AttentionImpl`, and:
         sinks: [H] float32, one logit per head that takes softmax weight but has no value (gpt-oss). In lists and NumPy arrays,
             NaN sinks and non-finite slopes raise an error; a framework's array is not inspected, since its weights may be
-            loaded later.
+            loaded later. Under torch an `nn.Parameter` is a parameter of the layer, `sinks` in `named_parameters()`: it is
+            trained, loaded and cast with the model; other values are a float32 buffer, `sinks` in `state_dict()`.
         dtype: the activations' dtype; the framework's default when None.
         block_size: tokens per block of the cache.
         backend: a registry member or name, used or rejected; None follows `attn.backend_per_kind` and the environment, or lets

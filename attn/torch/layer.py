@@ -1,5 +1,8 @@
 """`attn.torch.Attention` and `MLAAttention`: attention layers as `nn.Module`s, which choose their backend at construction.
 
+A layer follows its model: `.to(device)` moves its scales and sinks, and `.to(torch.bfloat16)` selects its backend again for
+that dtype, or raises where none serves it; caches are then made again, by `new_kv_cache`.
+
 Both work in graphs (`torch.compile(fullgraph=True)`, `torch.export`) with any backend; see `attn.torch.graphs`.
 
 Tensor parallelism shards heads: each rank builds a layer with its own heads (num_heads / ranks, num_kv_heads / ranks, its
@@ -10,12 +13,15 @@ projections, need nothing else. For DTensors sharded by heads use `local_map`, w
     attend = local_map(lambda q, k, v: layer(q, k, v, cache, metadata), heads, (heads, heads, heads), device_mesh=mesh)
 """
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from attn import recording
+from attn.capabilities import Request
+from attn.dtypes import dtype_name
 from attn.errors import UnsupportedError
 from attn.layer import BaseAttention, BaseLayer, BaseMLAAttention
 from attn.torch import graphs
@@ -24,7 +30,8 @@ if TYPE_CHECKING:  # loaded with the backends that are chosen
     from attn.torch.backends._paged import PagedAttentionImpl
     from attn.torch.backends.mla._mla import MLACommonImpl
 
-_SCALES = ("_q_scale", "_k_scale", "_v_scale", "_prob_scale")
+#: Buffers that keep their dtype: the scales of a cache, and sinks that are not a parameter.
+_KEPT = ("_q_scale", "_k_scale", "_v_scale", "_prob_scale", "sinks")
 #: Default devices that do not place a layer: its batches and caches are on the default device of their own time. Weights of a
 #: model created on "meta" are loaded elsewhere.
 _NOWHERE = ("cpu", "meta")
@@ -39,6 +46,9 @@ def _warn_in_graph() -> None:
 class _Module(BaseLayer, nn.Module):
     """Stores the scales as buffers, which move with the module and are never cast."""
 
+    #: What the backend was selected from: its name or None, `return_lse`, and the implementation's arguments.
+    _made_from: tuple[Any, bool, dict[str, Any]]
+    _q_scale: torch.Tensor
     #: The device that the layer was created on (`with torch.device(...)`) or moved to; None: neither.
     _place: torch.device | None = None
 
@@ -61,16 +71,31 @@ class _Module(BaseLayer, nn.Module):
         self.register_buffer(name, scale if self._place is None else scale.to(self._place), persistent=False)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """Move scales with the module without casting them: `half()` applies to activations, not to the scales of a cache."""
-        kept = {name: scale for name, scale in self._buffers.items() if name in _SCALES and scale is not None}
+        """Move scales and sinks with the module without casting them, and select a backend for a new dtype of activations."""
+        probe = torch.empty(0, dtype=getattr(torch, self.selection.request.dtype), device=self._q_scale.device)
+        dtype = dtype_name(fn(probe).dtype)
+        if dtype != self.selection.request.dtype:
+            self._cast(dtype)
+        kept = {name: values for name, values in self._buffers.items() if name in _KEPT and values is not None}
         super()._apply(fn, recurse)
-        for name, scale in kept.items():
+        for name, values in kept.items():
             moved = self._buffers[name]
             assert moved is not None
-            if moved.device != scale.device:
+            if moved.device != values.device:
                 self._place = moved.device
-            self._buffers[name] = scale.to(moved.device)
+            self._buffers[name] = values.to(moved.device)
         return self
+
+    def _choose(self, request: Request, backend: Any, return_lse: bool, **arguments: Any) -> None:
+        self._made_from = backend, return_lse, arguments
+        super()._choose(request, backend, return_lse, **arguments)
+
+    def _cast(self, dtype: str) -> None:
+        """Select a backend for activations of `dtype`. Raises `UnsupportedError` with every reason if none serves them."""
+        backend, return_lse, arguments = self._made_from
+        self._choose(replace(self.selection.request, dtype=dtype), backend, return_lse, **arguments)
+        self.kv_cache_spec = replace(self.kv_cache_spec, dtype=dtype)
+        self._finish()
 
     def _in_graph(self) -> None:
         if self.recorder is not None:
@@ -95,6 +120,31 @@ class Attention(BaseAttention, _Module):
 
     framework = "torch"
     impl: "PagedAttentionImpl"
+    #: [H]: the parameter that was passed as sinks; else a float32 buffer; None without sinks.
+    sinks: torch.Tensor | None
+    #: Whether `sinks` are a parameter of another dtype, of which the implementation reads a copy.
+    _casts_sinks = False
+
+    def _finish(self) -> None:
+        sinks = self._made_from[2].get("sinks")
+        if not hasattr(self, "sinks"):
+            if sinks is None or isinstance(sinks, nn.Parameter):
+                self.register_parameter("sinks", sinks)
+            else:
+                self.register_buffer("sinks", self.impl.sinks)
+        self._share_sinks()
+        self.graph_key = "" if self.impl.traceable else graphs.paged_key(self.impl, self.kv_cache_spec)
+
+    def _share_sinks(self) -> None:
+        """Let the implementation read this module's sinks, as float32. Numbers that moved to "meta" keep their values there."""
+        if self.sinks is not None and ("sinks" in self._parameters or not self.sinks.is_meta):
+            self._casts_sinks = self.sinks.dtype != torch.float32
+            self.impl.sinks = self.sinks.detach().float() if self._casts_sinks else self.sinks
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self._share_sinks()
+        return self
 
     def forward(
         self,
@@ -110,6 +160,8 @@ class Attention(BaseAttention, _Module):
         query: [T, H, D] (or [T, H * D]); key, value: [T, K, D], written to `kv_cache`, which changes in place.
         return_weights: return each request's attention weights too, last: a list of [H, n, m] float32 (`attn.weights`).
         """
+        if self._casts_sinks:
+            self._share_sinks()  # values that were loaded or trained since
         if return_weights:
             result = self.forward(query, key, value, kv_cache, attn_metadata)
             return self._with_weights(result, query, key, value, kv_cache, attn_metadata)
@@ -121,9 +173,6 @@ class Attention(BaseAttention, _Module):
         elif self.recorder is not None:
             return self._recorded(query, key, value, kv_cache, attn_metadata)
         return self.impl.forward(self, query, key, value, kv_cache, attn_metadata)
-
-    def _finish(self) -> None:
-        self.graph_key = "" if self.impl.traceable else graphs.paged_key(self.impl, self.kv_cache_spec)
 
 
 class MLAAttention(BaseMLAAttention, _Module):
@@ -166,6 +215,11 @@ class MLAAttention(BaseMLAAttention, _Module):
     def _device(self) -> torch.device:
         """The device of the up-projection's weights, which this module does not move."""
         return self.impl.up_projection().device
+
+    def _cast(self, dtype: str) -> None:
+        before = self.impl
+        super()._cast(dtype)
+        self.impl.prefill_backend, self.impl.prefill_features = before.prefill_backend, before.prefill_features
 
     def _finish(self) -> None:
         self.graph_key = graphs.live_key(self)

@@ -161,3 +161,70 @@ def test_it_compiles_around_a_model() -> None:
     with torch.no_grad():
         want = step(x, layer.new_kv_cache(1))
         torch.testing.assert_close(torch.compile(step, backend="eager")(x, layer.new_kv_cache(1)), want)
+
+
+def prompt(layer: Attention, dtype: torch.dtype, length: int = 5) -> torch.Tensor:
+    """The output of a layer for a prompt, with a cache of its own; the same numbers in each dtype."""
+    torch.manual_seed(0)
+    qkv = [torch.randn(length, heads, D).bfloat16().to(dtype) for heads in (H, K, K)]
+    batch = CommonAttentionMetadata.from_lens([length], [length], [[1]], P)
+    out: torch.Tensor = layer(*qkv, layer.new_kv_cache(2), layer.build(batch))
+    return out
+
+
+def test_a_layer_follows_the_dtype_of_its_model() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), Attention(H, D, num_kv_heads=K, sinks=[0.5] * H, sliding_window=3))
+    layer = model[1]
+    want = prompt(layer, torch.float32)
+    for dtype, name in ((torch.bfloat16, "bfloat16"), (torch.float16, "float16"), (torch.float32, "float32")):
+        assert model.to(dtype)[0].weight.dtype == dtype
+        assert layer.selection.request.dtype == layer.kv_cache_spec.dtype == name and name in repr(layer)
+        out = prompt(layer, dtype)
+        assert out.dtype == dtype
+        torch.testing.assert_close(out.float(), want, atol=2e-2, rtol=0)
+    impl = layer.impl
+    assert model.to(torch.float32)[1].impl is impl and model.to("cpu")[1].impl is impl, "nothing changed"
+
+
+def test_a_dtype_that_no_backend_serves_is_refused_where_it_is_asked_for() -> None:
+    layer = Attention(H, D, backend="TORCH_SDPA")
+    with pytest.raises(UnsupportedError, match="dtype=float8_e4m3fn"):
+        layer.to(torch.float8_e4m3fn)
+    assert layer.selection.request.dtype == "float32"
+
+
+def test_a_latent_layer_follows_the_dtype_of_its_model() -> None:
+    up = torch.nn.Linear(32, 2 * 32, bias=False)
+    model = torch.nn.ModuleList([up, MLAAttention(2, 32, 16, 16, 16, up, prefill_backend="TORCH_SDPA")]).to(torch.bfloat16)
+    layer = model[1]
+    assert isinstance(layer, MLAAttention) and layer.selection.request.dtype == layer.kv_cache_spec.dtype == "bfloat16"
+    assert layer.impl.prefill_backend == "TORCH_SDPA"
+    batch = CommonAttentionMetadata.from_lens([5], [5], [[1]], 64)
+    rows = [torch.randn(5, *shape, dtype=torch.bfloat16) for shape in ((2, 32), (32,), (16,))]
+    with torch.no_grad():
+        assert layer(*rows, layer.new_kv_cache(2), layer.build(batch)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sinks_that_are_a_parameter_are_the_modules(dtype: torch.dtype) -> None:
+    sinks = torch.nn.Parameter(torch.zeros(H, dtype=dtype))
+    layer = Attention(H, D, num_kv_heads=K, sinks=sinks)
+    assert dict(layer.named_parameters()) == {"sinks": sinks} and list(layer.state_dict()) == ["sinks"]
+    before = prompt(layer, torch.float32)
+    layer.load_state_dict({"sinks": torch.full((H,), 50.0)})
+    assert prompt(layer, torch.float32).abs().max() < 1e-6 < before.abs().max(), "loaded values count"
+    layer = layer.to(torch.bfloat16)
+    assert layer.sinks is sinks and sinks.dtype == torch.bfloat16
+    with torch.no_grad():
+        sinks.zero_()
+    torch.testing.assert_close(prompt(layer, torch.bfloat16).float(), before, atol=2e-2, rtol=0)
+
+
+def test_sinks_that_are_numbers_are_a_buffer_of_float32() -> None:
+    layer = Attention(H, D, num_kv_heads=K, sinks=[0.25] * H)
+    assert dict(layer.named_parameters()) == {} and list(layer.state_dict()) == ["sinks"]
+    assert layer.half().sinks is not None and layer.sinks.dtype == layer.impl.sinks.dtype == torch.float32
+    other = Attention(H, D, num_kv_heads=K, sinks=[0.0] * H, dtype=torch.float16)
+    other.load_state_dict(layer.state_dict())
+    torch.testing.assert_close(prompt(other, torch.float16), prompt(layer, torch.float16), rtol=0, atol=0)
+    assert layer.to("meta").sinks.is_meta and layer.impl.sinks.tolist() == [0.25] * H, "the values are not lost"
