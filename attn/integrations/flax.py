@@ -7,6 +7,7 @@ A layer provides its scale, window, cap, sinks and backend; `attn.jax.attention_
 in every call.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import attn
+import attn.jax
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.capabilities import ENCODER_TYPES
 from attn.errors import UnsupportedError
-from attn.jax.dot_product import flat_call, refuse_flax
 from attn.jax.kv_cache import allocate
 from attn.jax.layer import Attention
 
@@ -32,45 +33,10 @@ def attention_fn(layer: Attention) -> Callable[..., jax.Array]:
     `UnsupportedError` for dropout, biases, sown weights, and a causal call of an encoder's layer.
     """
 
-    def attend(
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        bias: jax.Array | None = None,
-        mask: jax.Array | None = None,
-        broadcast_dropout: bool = True,
-        dropout_rng: Any = None,
-        dropout_rate: float = 0.0,
-        deterministic: bool = False,
-        dtype: Any = None,
-        precision: Any = None,
-        module: Any = None,
-        is_causal: bool = False,
-        promote_dtype: Any = None,
-        force_fp32_for_softmax: bool = False,
-        einsum_dot_general: Any = None,
-        qk_attn_weights_einsum: Any = None,
-        attn_weights_value_einsum: Any = None,
-        **more: Any,
-    ) -> jax.Array:  # all names are listed: linen silently drops arguments not in the signature
-        refuse_flax(
-            dropout_rate,
-            deterministic,
-            module,
-            promote_dtype,
-            precision=precision,
-            einsum_dot_general=einsum_dot_general,
-            qk_attn_weights_einsum=qk_attn_weights_einsum,
-            attn_weights_value_einsum=attn_weights_value_einsum,
-            **more,
-        )
+    def of_layer(q: jax.Array, k: jax.Array, v: jax.Array, bias: Any, mask: Any, *, is_causal: bool) -> jax.Array:
+        return _dense(layer, q, k, v, bias, mask, is_causal)
 
-        def of_layer(q: jax.Array, k: jax.Array, v: jax.Array, bias: Any, mask: Any, *, is_causal: bool) -> jax.Array:
-            return _dense(layer, q, k, v, bias, mask, is_causal)
-
-        return flat_call(of_layer, query, key, value, bias, mask, dtype, is_causal)
-
-    return attend
+    return functools.partial(attn.jax.attention_fn, attend=of_layer)
 
 
 def _dense(

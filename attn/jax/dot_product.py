@@ -244,6 +244,7 @@ def attention_fn(
     einsum_dot_general: Any = None,
     qk_attn_weights_einsum: Any = None,
     attn_weights_value_einsum: Any = None,
+    attend: Callable[..., Any] = dot_product_attention,
     **more: Any,
 ) -> jax.Array:
     """`dot_product_attention` as the `attention_fn` of `nnx.MultiHeadAttention` and of linen's.
@@ -251,10 +252,14 @@ def attention_fn(
         nnx.MultiHeadAttention(8, 64, 64, attention_fn=attn.jax.attention_fn, decode=False, rngs=nnx.Rngs(0))
 
     All arguments that linen may pass are named, since linen silently drops those missing from the signature. mask: as flax
-    creates it, of any dtype, non-zero = attend. Softmax is float32. Raises `UnsupportedError` for active dropout, `module`
-    (flax's sowing of weights), `precision`, functions for products or dtypes, and arguments of later versions of flax.
+    creates it, of any dtype, non-zero = attend. Softmax is float32. attend: a function that computes the call instead: it takes
+    the first five arguments, with the batch dimensions flattened to one, and is_causal.
+
+    Raises `UnsupportedError` for active dropout, `module` (flax's sowing of weights), `precision`, functions for products or
+    dtypes, and arguments of later versions of flax, and `ShapeError` for batch dimensions that differ and for a bias or mask
+    that does not broadcast.
     """
-    refuse_flax(
+    _refuse_flax(
         dropout_rate,
         deterministic,
         module,
@@ -265,10 +270,22 @@ def attention_fn(
         attn_weights_value_einsum=attn_weights_value_einsum,
         **more,
     )
-    return flat_call(dot_product_attention, query, key, value, bias, mask, dtype, is_causal)
+    if dtype is not None:
+        query, key, value = (x.astype(dtype) for x in (query, key, value))
+    if mask is not None:
+        mask = mask.astype(bool)
+    lead = query.shape[:-3]
+    if not lead == key.shape[:-3] == value.shape[:-3]:
+        shapes = ", ".join(str(list(x.shape)) for x in (query, key, value))
+        raise ShapeError(f"query, key, value have shapes {shapes}: must have equal batch dimensions")
+    flat = [x.reshape(math.prod(lead), *x.shape[-3:]) for x in (query, key, value)]
+    full = (*lead, query.shape[-2], query.shape[-3], key.shape[-3])
+    extras = [None if x is None else _flat_extra(name, x, full) for name, x in (("bias", bias), ("mask", mask))]
+    out: jax.Array = attend(*flat, *extras, is_causal=is_causal)
+    return out.reshape(*lead, *out.shape[1:])
 
 
-def refuse_flax(dropout_rate: float, deterministic: bool, module: Any, promote_dtype: Any, **others: Any) -> None:
+def _refuse_flax(dropout_rate: float, deterministic: bool, module: Any, promote_dtype: Any, **others: Any) -> None:
     """Raise `UnsupportedError` for options of flax layers that no `attention_fn` of this package supports.
 
     others: by name, including those of later versions of flax; None and False ask for nothing.
@@ -283,35 +300,6 @@ def refuse_flax(dropout_rate: float, deterministic: bool, module: Any, promote_d
         if value is not None and value is not False:
             advice = "use jax.default_matmul_precision" if name == "precision" else "use flax's own attention"
             raise UnsupportedError(f"{name}={value!r} is not supported: products are the backend's ({advice})")
-
-
-def flat_call(
-    attend: Callable[..., Any],
-    query: jax.Array,
-    key: jax.Array,
-    value: jax.Array,
-    bias: Any,
-    mask: Any,
-    dtype: Any,
-    causal: bool,
-) -> jax.Array:
-    """Call `attend(query, key, value, bias, mask, is_causal=)` with flax's batch dimensions, any number, flattened to one.
-
-    Raises `ShapeError` for batch dimensions that differ, and for a bias or mask that does not broadcast.
-    """
-    if dtype is not None:
-        query, key, value = (x.astype(dtype) for x in (query, key, value))
-    if mask is not None:
-        mask = mask.astype(bool)
-    lead = query.shape[:-3]
-    if not lead == key.shape[:-3] == value.shape[:-3]:
-        shapes = ", ".join(str(list(x.shape)) for x in (query, key, value))
-        raise ShapeError(f"query, key, value have shapes {shapes}: must have equal batch dimensions")
-    flat = [x.reshape(math.prod(lead), *x.shape[-3:]) for x in (query, key, value)]
-    full = (*lead, query.shape[-2], query.shape[-3], key.shape[-3])
-    extras = [None if x is None else _flat_extra(name, x, full) for name, x in (("bias", bias), ("mask", mask))]
-    out: jax.Array = attend(*flat, *extras, is_causal=causal)
-    return out.reshape(*lead, *out.shape[1:])
 
 
 def _flat_extra(name: str, x: jax.Array, full: tuple[int, ...]) -> jax.Array:

@@ -22,7 +22,7 @@ class Ops:
     exp, log, tanh, sigmoid = jnp.exp, jnp.log, jnp.tanh, jax.nn.sigmoid
     isfinite, isinf, isnan = jnp.isfinite, jnp.isinf, jnp.isnan
     any, amax = jnp.any, jnp.max
-    broadcast_to, moveaxis = jnp.broadcast_to, jnp.moveaxis
+    broadcast_to, moveaxis, zeros_like = jnp.broadcast_to, jnp.moveaxis, jnp.zeros_like
     # HIGHEST: a TPU would otherwise multiply float32 in bfloat16 passes
     einsum = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
 
@@ -47,6 +47,11 @@ class Ops:
     @staticmethod
     def arange(start: int, stop: int, like: jax.Array) -> jax.Array:
         return jnp.arange(start, stop)
+
+    @staticmethod
+    def ones(like: jax.Array) -> jax.Array:
+        """True, of the first two dimensions of `like`."""
+        return jnp.ones(like.shape[:2], bool)
 
     @staticmethod
     def cast(x: jax.Array, like: jax.Array) -> jax.Array:

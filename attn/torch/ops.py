@@ -24,7 +24,7 @@ class Ops:
     exp, log, tanh, sigmoid = torch.exp, torch.log, torch.tanh, torch.sigmoid
     isfinite, isinf, isnan = torch.isfinite, torch.isinf, torch.isnan
     any, amax = torch.any, torch.amax
-    broadcast_to, moveaxis = torch.broadcast_to, torch.moveaxis
+    broadcast_to, moveaxis, zeros_like = torch.broadcast_to, torch.moveaxis, torch.zeros_like
 
     @staticmethod
     def compiled(formula: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,6 +38,11 @@ class Ops:
     @staticmethod
     def arange(start: int, stop: int, like: torch.Tensor) -> torch.Tensor:
         return torch.arange(start, stop, device=like.device)
+
+    @staticmethod
+    def ones(like: torch.Tensor) -> torch.Tensor:
+        """True, of the first two dimensions of `like`."""
+        return torch.ones(like.shape[:2], dtype=torch.bool, device=like.device)
 
     @staticmethod
     def cast(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

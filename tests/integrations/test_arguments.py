@@ -187,7 +187,7 @@ def test_a_row_says_what_the_adapter_does(host: str, name: str) -> None:
         "transformers": ("attn/integrations/transformers",),
         "diffusers": ("attn/integrations/diffusers.py",),
         "torch": ("attn/torch/dot_product.py",),
-        "flax": ("attn/integrations/flax.py",),
+        "flax": ("attn/jax/dot_product.py",),
         "vLLM": ("attn/integrations/_vllm.py",),
         "tpu-inference": ("attn/integrations/_tpu_inference.py", "attn/integrations/tpu_inference.py"),
     }[host]

@@ -1,13 +1,14 @@
 """Base class of diffusion backends in both frameworks: checks, the joint stream, masks in one form, then one hook.
 
-It uses five array operations that each framework provides (`DenseAttentionImpl`'s abstract methods), so that invalid
-arguments raise the same message everywhere. A backend adds `_attend`, over dense [B, S, H, D] arrays: a `DenseCall`.
+It uses array operations that each framework provides (`Ops`), so that invalid arguments raise the same message everywhere. A
+backend adds `_attend`, over dense [B, S, H, D] arrays: a `DenseCall`.
 """
 
 from abc import abstractmethod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from attn.arguments import check_flag, check_heads, check_scale, fold_sign, refuse
+from attn.arrays import to_framework
 from attn.capabilities import Feature
 from attn.diffusion.backends.abstract import (
     JOINT_STRATEGIES,
@@ -39,6 +40,8 @@ class DenseCall(NamedTuple):
 class DenseAttentionImpl(DiffusionAttentionImpl):
     """Base class. A framework's base provides the array operations; an implementation passes its backend and has `_attend`."""
 
+    ops: ClassVar[Any]  #: `attn.torch.ops.Ops` or `attn.jax.ops.Ops`
+
     def __init__(
         self,
         num_heads: int,
@@ -66,7 +69,7 @@ class DenseAttentionImpl(DiffusionAttentionImpl):
     def forward(self, query: Array, key: Array, value: Array, attn_metadata: DiffusionAttentionMetadata | None = None) -> Array:
         call = self._prepared(query, key, value, attn_metadata)
         if call.query.shape[1] == 0 or call.key.shape[1] == 0:
-            return self._zeros_like(call.query)
+            return self.ops.zeros_like(call.query)
         return self._attend(call)
 
     def forward_lse(
@@ -96,28 +99,6 @@ class DenseAttentionImpl(DiffusionAttentionImpl):
     def _attend_lse(self, call: DenseCall) -> tuple[Array, Array]:
         """Compute `_attend` and the log-sum-exp [B, H, S], if `can_return_lse`."""
         raise NotImplementedError
-
-    # --- provided by each framework ----------------------------------------------------------------------------------
-
-    @abstractmethod
-    def _as_mask(self, given: Any, like: Array) -> Array:
-        """Convert `given`, of any framework, to an array on the device of `like`."""
-
-    @abstractmethod
-    def _prefixes(self, lens: tuple[int, ...], like: Array) -> Array:
-        """Return bool [B, M], true for the first lens[b] keys of each entry of `like` [B, M, ..]."""
-
-    @abstractmethod
-    def _all_present(self, like: Array) -> Array:
-        """Return bool [B, M], all true, for `like` [B, M, ..]."""
-
-    @abstractmethod
-    def _concatenated(self, arrays: list[Array]) -> Array:
-        """Concatenate along the second dimension."""
-
-    @abstractmethod
-    def _zeros_like(self, array: Array) -> Array:
-        """Zeros."""
 
     # --- checks and masks --------------------------------------------------------------------------------------------
 
@@ -157,13 +138,15 @@ class DenseAttentionImpl(DiffusionAttentionImpl):
             lens = tuple(int(n) for n in meta.kv_lens)
             if len(lens) != batch or not all(0 <= n <= length for n in lens):
                 raise ValueError(f"{self._name}: kv_lens={list(lens)} must be {batch} ints of 0..{length}, one per batch entry")
-            return (None, None) if all(n == length for n in lens) else (self._prefixes(lens, key), lens)
+            if all(n == length for n in lens):
+                return None, None
+            return self.ops.arange(0, length, key) < self.ops.asarray(lens, key)[:, None], lens
         if meta.attn_mask is None or meta.attn_mask.ndim != 2:
             return None, None
         return self._key_mask("attn_mask", meta.attn_mask, key), None
 
     def _mask(self, name: str, given: Any, like: Array) -> Array:
-        mask = self._as_mask(given, like)
+        mask = self.ops.asarray(to_framework(given, self.framework), like)
         if dtype_name(mask.dtype) != "bool":
             raise DTypeError(f"{self._name}: {name} has dtype {mask.dtype}: must be bool, True = attend")
         return mask
@@ -189,11 +172,11 @@ class DenseAttentionImpl(DiffusionAttentionImpl):
         front = meta.joint_strategy == "front"
 
         def together(second: Array, first: Array) -> Array:
-            return self._concatenated([second, first] if front else [first, second])
+            return self.ops.concat([second, first] if front else [first, second], 1)
 
         there = None
         if present is not None or meta.joint_attn_mask is not None:
-            text, image = self._all_present(joint[1]), self._all_present(key) if present is None else present
+            text, image = self.ops.ones(joint[1]), self.ops.ones(key) if present is None else present
             if meta.joint_attn_mask is not None:
                 text = self._key_mask("joint_attn_mask", meta.joint_attn_mask, joint[1])
             there = together(text, image)

@@ -2,12 +2,12 @@
 
 from attn.capabilities import Capabilities, Device, Feature, Request
 from attn.diffusion.backends import cudnn
+from attn.diffusion.backends.abstract import DiffusionAttentionBackend
 from attn.imports import version_of
-from attn.jax.diffusion.backends._dense import DenseBackend
 from attn.jax.diffusion.backends._dot_product import DotProductImpl
 
 
-class CuDNNAttentionBackend(DenseBackend):
+class CuDNNAttentionBackend(DiffusionAttentionBackend):
     name = "CUDNN"
     capabilities = Capabilities(
         framework="jax",

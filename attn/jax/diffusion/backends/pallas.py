@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 
 from attn.capabilities import Capabilities, Feature, MultipleOf
+from attn.diffusion.backends.abstract import DiffusionAttentionBackend
 from attn.diffusion.backends.dense import DenseCall
-from attn.jax.diffusion.backends._dense import DenseBackend, DenseImpl
+from attn.jax.diffusion.backends._dense import DenseImpl
 
 
-class PallasAttentionBackend(DenseBackend):
+class PallasAttentionBackend(DiffusionAttentionBackend):
     name = "PALLAS"
     interpreted_on = ("cpu",)
     capabilities = Capabilities(

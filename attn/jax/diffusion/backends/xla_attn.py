@@ -4,12 +4,12 @@ import jax
 import jax.numpy as jnp
 
 from attn.capabilities import Capabilities, Feature, MultipleOf
+from attn.diffusion.backends.abstract import DiffusionAttentionBackend
 from attn.diffusion.backends.dense import DenseCall
-from attn.jax.diffusion.backends._dense import DenseBackend
 from attn.jax.diffusion.backends._dot_product import DotProductImpl
 
 
-class XLAAttentionBackend(DenseBackend):
+class XLAAttentionBackend(DiffusionAttentionBackend):
     name = "XLA_ATTN"
     capabilities = Capabilities(
         framework="jax",

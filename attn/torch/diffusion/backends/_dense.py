@@ -11,21 +11,17 @@ import numpy as np
 import torch
 
 from attn.arguments import fold_sign
-from attn.arrays import to_framework
 from attn.capabilities import Feature
-from attn.diffusion.backends.abstract import DiffusionAttentionBackend, DiffusionAttentionMetadata
+from attn.diffusion.backends.abstract import DiffusionAttentionMetadata
 from attn.diffusion.backends.dense import DenseAttentionImpl, DenseCall
 from attn.errors import DeviceError, UnsupportedError
 from attn.torch import graphs
 from attn.torch.alignment import aligned
-
-
-class DenseBackend(DiffusionAttentionBackend):
-    """Base of the diffusion backends for torch."""
+from attn.torch.ops import Ops
 
 
 class DenseImpl(DenseAttentionImpl):
-    framework = "torch"
+    framework, ops = "torch", Ops
     #: Whether `torch.compile` can trace `_attend`, or that of single rows; if not, the call is one operator in the graph.
     traceable: ClassVar[bool] = False
     traces_rows: ClassVar[bool] = False
@@ -63,22 +59,6 @@ class DenseImpl(DenseAttentionImpl):
     def _attend_heads_first(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         q, k, v = (aligned(x.transpose(1, 2)) for x in (query, key, value))
         return self._attend(DenseCall(fold_sign(q, self.signed_scale), k, v))  # type: ignore[no-any-return]
-
-    def _as_mask(self, given: Any, like: torch.Tensor) -> torch.Tensor:
-        mask: torch.Tensor = to_framework(given, "torch").to(like.device)
-        return mask
-
-    def _prefixes(self, lens: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-        return torch.arange(like.shape[1], device=like.device) < torch.tensor(lens, device=like.device)[:, None]
-
-    def _all_present(self, like: torch.Tensor) -> torch.Tensor:
-        return torch.ones(like.shape[:2], dtype=torch.bool, device=like.device)
-
-    def _concatenated(self, arrays: list[torch.Tensor]) -> torch.Tensor:
-        return torch.cat(arrays, 1)
-
-    def _zeros_like(self, array: torch.Tensor) -> torch.Tensor:
-        return torch.zeros_like(array)
 
     def _check(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         super()._check(query, key, value)

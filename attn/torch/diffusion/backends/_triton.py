@@ -2,11 +2,12 @@
 
 import torch
 
+from attn.diffusion.backends.abstract import DiffusionAttentionBackend
 from attn.diffusion.backends.dense import DenseCall
-from attn.torch.diffusion.backends._dense import DenseBackend, DenseImpl
+from attn.torch.diffusion.backends._dense import DenseImpl
 
 
-class TritonBackend(DenseBackend):
+class TritonBackend(DiffusionAttentionBackend):
     """Base of the backends that use this package's Triton kernels."""
 
     @staticmethod

@@ -7,15 +7,16 @@ Its masks are inverted (True = do not attend), its causal triangle is bottom-rig
 import torch
 
 from attn.capabilities import Capabilities, Feature, MultipleOf
+from attn.diffusion.backends.abstract import DiffusionAttentionBackend
 from attn.diffusion.backends.dense import DenseCall
-from attn.torch.diffusion.backends._dense import DenseBackend, DenseImpl, bottom_right
+from attn.torch.diffusion.backends._dense import DenseImpl, bottom_right
 
 _COMPRESSED = 2048  #: the size of the square causal mask that sparse_mode 3 reads
 _CAUSAL, _AS_GIVEN = 3, 0
 _ROWS_WITHOUT_KEYS = 2
 
 
-class AscendAttentionBackend(DenseBackend):
+class AscendAttentionBackend(DiffusionAttentionBackend):
     name = "ASCEND_ATTN"
     capabilities = Capabilities(
         framework="torch",

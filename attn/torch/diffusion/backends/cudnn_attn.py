@@ -12,13 +12,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from attn.arguments import fold_sign
 from attn.capabilities import Capabilities, Device, Feature, Request
 from attn.diffusion.backends import cudnn
+from attn.diffusion.backends.abstract import DiffusionAttentionBackend
 from attn.diffusion.backends.dense import DenseCall
 from attn.torch.alignment import aligned
-from attn.torch.diffusion.backends._dense import DenseBackend
 from attn.torch.diffusion.backends._sdpa import SDPABase
 
 
-class CuDNNAttentionBackend(DenseBackend):
+class CuDNNAttentionBackend(DiffusionAttentionBackend):
     name = "CUDNN_ATTN"
     capabilities = Capabilities(
         framework="torch",

@@ -6,15 +6,16 @@ The providers are those of the attention backend of the same name; each receives
 import torch
 
 from attn.capabilities import Capabilities, Device, MultipleOf, Request
+from attn.diffusion.backends.abstract import DiffusionAttentionBackend
 from attn.diffusion.backends.dense import DenseCall
 from attn.dtypes import dtype_name
 from attn.torch.backends import _flash_providers as providers
 from attn.torch.backends._flash_providers import Call
 from attn.torch.backends._vendor import arch_of, int32
-from attn.torch.diffusion.backends._dense import DenseBackend, DenseImpl, pack, without_keys_zeroed
+from attn.torch.diffusion.backends._dense import DenseImpl, pack, without_keys_zeroed
 
 
-class FlashAttentionBackend(DenseBackend):
+class FlashAttentionBackend(DiffusionAttentionBackend):
     name = "FLASH_ATTN"
     capabilities = Capabilities(
         framework="torch",

@@ -9,14 +9,15 @@ from typing import Any
 import torch
 
 from attn.capabilities import Capabilities
+from attn.diffusion.backends.abstract import DiffusionAttentionBackend
 from attn.diffusion.backends.dense import DenseCall
 from attn.errors import UnsupportedError
 from attn.torch.backends._flashinfer import workspace
 from attn.torch.backends._vendor import LN2, arch_of, int32
-from attn.torch.diffusion.backends._dense import DenseBackend, DenseImpl, pack, without_keys_zeroed
+from attn.torch.diffusion.backends._dense import DenseImpl, pack, without_keys_zeroed
 
 
-class FlashInferAttentionBackend(DenseBackend):
+class FlashInferAttentionBackend(DiffusionAttentionBackend):
     name = "FLASHINFER_ATTN"
     capabilities = Capabilities(
         framework="torch",

@@ -10,11 +10,12 @@ centred keys, which is 0 for a single key. Values outside float16's range overfl
 import torch
 
 from attn.capabilities import Capabilities
+from attn.diffusion.backends.abstract import DiffusionAttentionBackend
 from attn.diffusion.backends.dense import DenseCall
-from attn.torch.diffusion.backends._dense import DenseBackend, DenseImpl
+from attn.torch.diffusion.backends._dense import DenseImpl
 
 
-class SageAttentionBackend(DenseBackend):
+class SageAttentionBackend(DiffusionAttentionBackend):
     name = "SAGE_ATTN"
     capabilities = Capabilities(
         framework="torch",

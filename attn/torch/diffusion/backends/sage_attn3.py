@@ -12,11 +12,12 @@ import math
 import torch
 
 from attn.capabilities import Capabilities
+from attn.diffusion.backends.abstract import DiffusionAttentionBackend
 from attn.diffusion.backends.dense import DenseCall
-from attn.torch.diffusion.backends._dense import DenseBackend, DenseImpl
+from attn.torch.diffusion.backends._dense import DenseImpl
 
 
-class SageAttention3Backend(DenseBackend):
+class SageAttention3Backend(DiffusionAttentionBackend):
     name = "SAGE_ATTN_3"
     capabilities = Capabilities(
         framework="torch",

@@ -11,15 +11,16 @@ from torch.backends.cuda import SDPAParams, can_use_flash_attention
 
 from attn.arguments import fold_sign
 from attn.capabilities import Capabilities, Feature, MultipleOf
+from attn.diffusion.backends.abstract import DiffusionAttentionBackend
 from attn.diffusion.backends.dense import DenseCall
 from attn.torch.alignment import aligned
-from attn.torch.diffusion.backends._dense import DenseBackend, bottom_right
+from attn.torch.diffusion.backends._dense import bottom_right
 from attn.torch.diffusion.backends._sdpa import SDPABase, masked
 
 _SCORES_AT_ONCE = 1 << 24  #: 64 MiB of scores in float32
 
 
-class SDPABackend(DenseBackend):
+class SDPABackend(DiffusionAttentionBackend):
     name = "TORCH_SDPA"
     capabilities = Capabilities(
         framework="torch",
