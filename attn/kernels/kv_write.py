@@ -53,10 +53,12 @@ def _scaled_by_itself(x, live, KIND: tl.constexpr):  # type: ignore[no-untyped-d
 def write(  # type: ignore[no-untyped-def]
     key, value, key_cache, value_cache, slots, k_scale, v_scale,
     key_t, value_t, kc_block, kc_slot, kc_head, vc_block, vc_slot, vc_head, kscale_h, vscale_h,
-    scale_block, scale_slot,
+    scale_block, scale_slot, values_at,
     HEADS: tl.constexpr, D: tl.constexpr, P: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, KIND: tl.constexpr,
     OWN: tl.constexpr,
 ):  # fmt: skip
+    if value_cache is None:
+        value_cache = key_cache + values_at  # one array holds the keys, and the values behind them
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     if slot >= 0:
@@ -99,7 +101,18 @@ def constants(heads: int, size: int, page: int, code: str, scales: tuple[tuple[i
     (k_scales, v_scales), block_h, block_d = scales, power_of_two(heads), power_of_two(size)
     scale_block, scale_slot = k_scales[:2] if own else (0, 0)
     return {
-        "kscale_h": 1 if k_scales else 0, "vscale_h": 1 if v_scales else 0, "scale_block": scale_block,
-        "scale_slot": scale_slot, "HEADS": heads, "D": size, "P": page, "BLOCK_H": block_h, "BLOCK_D": block_d, "KIND": code,
-        "OWN": own, "num_warps": min(8, max(1, block_h * block_d // 256)), **FUSED,
-    }  # fmt: skip
+        "kscale_h": 1 if k_scales else 0,
+        "vscale_h": 1 if v_scales else 0,
+        "scale_block": scale_block,
+        "scale_slot": scale_slot,
+        "values_at": 0,
+        "HEADS": heads,
+        "D": size,
+        "P": page,
+        "BLOCK_H": block_h,
+        "BLOCK_D": block_d,
+        "KIND": code,
+        "OWN": own,
+        "num_warps": min(8, max(1, block_h * block_d // 256)),
+        **FUSED,
+    }

@@ -200,7 +200,7 @@ def attention(  # type: ignore[no-untyped-def]
     factor, v_factor, num_reqs, states, lse_h, table_r, tree_w, split_tiles, max_splits, whole_from,
     o_t, o_h, q_t, q_h, k_block, k_slot, k_head, v_block, v_slot, v_head,
     cap, left, right, tree_right, span_right, chunk, min_query, max_query, sparse_local, sparse_stride, sparse_shift,
-    sparse_offset, kscale_h, vscale_h, scale_block, scale_slot,
+    sparse_offset, kscale_h, vscale_h, scale_block, scale_slot, values_at,
     H: tl.constexpr, G: tl.constexpr, D: tl.constexpr, P: tl.constexpr, PER_TOKEN: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_Q: tl.constexpr,
     DECODE: tl.constexpr, BLOCK_R: tl.constexpr, PAGED: tl.constexpr, NEGATE: tl.constexpr,
@@ -211,6 +211,8 @@ def attention(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr, EARLY: tl.constexpr, BESIDE: tl.constexpr, IN_HALF: tl.constexpr, TO_FP8: tl.constexpr,
 ):  # fmt: skip
     K: tl.constexpr = H // G
+    if value_cache is None:
+        value_cache = key_cache + values_at  # one array holds the keys, and the values behind them
     # Rows may see keys that neither causality nor the window bounds. A decode's plan then counts all keys.
     FREE: tl.constexpr = HAS_SPANS or HAS_PREFIX
     if EARLY:

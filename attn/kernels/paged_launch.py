@@ -153,7 +153,7 @@ class Launches:
         one_byte = str(stored) not in _ITEMSIZE
         return {
             **self._common(given), **self.layer.constants(), "kscale_h": 1 if k_scales else 0, "scale_block": scale_block,
-            "scale_slot": scale_slot, "P": UNBOUNDED if in_row else self.kinds.shape[2] if self.paged else 1,
+            "scale_slot": scale_slot, "values_at": 0, "P": UNBOUNDED if in_row else self.kinds.shape[2] if self.paged else 1,
             "PAGED": self.paged, "PER_TOKEN": per_token, "HAS_K_SCALE": k_scales is not None and not per_token,
             "HAS_ALIBI": given["slopes"] is not None, "HAS_TREE": given["tree"] is not None,
             "HAS_SPANS": given["spans"] is not None, "HAS_PREFIX": given["prefix"] is not None,

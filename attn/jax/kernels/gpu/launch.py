@@ -1,0 +1,126 @@
+"""Launch a compiled Triton kernel from a JAX program, by the custom call that jaxlib's GPU plugins have for such code.
+
+The call (`triton_kernel_call_ffi`) takes one attribute, a message of jaxlib/gpu/triton.proto of jax-ml/jax, compressed: the
+code, the grid, and the parameters in order. Pointers are the call's operands in order, then its results. Here every array is
+an operand, and one that the kernel writes is aliased to a result: kernels have their parameters in any order, an array is
+changed in place where nothing else reads it (XLA copies it otherwise), and what a kernel does not write keeps its value.
+Numbers are part of the program, so that what changes from call to call must be an array.
+
+The message is private to jaxlib: versions that were not tried are refused (`why_not`).
+"""
+
+import functools
+import hashlib
+import importlib
+import math
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxlib import version as jaxlib
+
+from attn.kernels.compiled import Pointer, Program, compile_kernel
+
+TARGET = "triton_kernel_call_ffi"
+#: Versions of jaxlib, from the first that takes compiled code to the last that was tried; the bound is excluded.
+SINCE, BEFORE = (0, 11, 1), (0, 13)
+
+
+def why_not(version: str = jaxlib.__version__) -> str:
+    """Return why programs cannot be launched under this jaxlib; "" if they can."""
+    numbers = tuple(int(part) for part in version.split(".")[:3] if part.isdigit())
+    if SINCE <= numbers < BEFORE:
+        return ""
+    tried = f"{'.'.join(map(str, SINCE))} up to, not including, {'.'.join(map(str, BEFORE))}"
+    return f"jaxlib={version} (its launch of compiled kernels is known from {tried})"
+
+
+#: Multiprocessors of devices that are compiled for and not present: of the largest part that is sold.
+_PROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_103": 160, "sm_120": 188}
+
+
+def target() -> tuple[str, int]:
+    """(architecture, multiprocessors) of the GPU that is compiled for: that of `attn.jax.platforms.compiling_for`, or the
+    first present. Raises RuntimeError without one."""
+    wanted = jax.sharding.get_abstract_mesh().abstract_device
+    if wanted is not None and wanted.device_kind in _PROCESSORS:
+        return wanted.device_kind, _PROCESSORS[wanted.device_kind]
+    device = jax.devices()[0]
+    capability = getattr(device, "compute_capability", "")
+    if not capability:
+        raise RuntimeError(f"{device.platform}: no GPU to compile Triton's kernels for (attn.jax.platforms.compiling_for)")
+    arch = f"sm_{capability.replace('.', '')}" if capability[:1].isdigit() else str(capability).partition(":")[0]
+    return arch, int(device.core_count)
+
+
+def _varint(n: int) -> bytes:
+    n &= (1 << 64) - 1  # negative numbers are 64-bit two's complement
+    out = bytearray()
+    while n > 127:
+        out.append(n & 127 | 128)
+        n >>= 7
+    out.append(n)
+    return bytes(out)
+
+
+def _number(field: int, n: int) -> bytes:
+    return _varint(field << 3) + _varint(n)
+
+
+def _bytes(field: int, data: bytes) -> bytes:
+    return _varint(field << 3 | 2) + _varint(len(data)) + data
+
+
+def _parameter(given: str | tuple[str, int | float]) -> bytes:
+    """A message `TritonKernelCall.Parameter`."""
+    if isinstance(given, str):
+        return _bytes(1, _number(2, 16))  # an array whose address is a multiple of 16
+    kind, value = given
+    if kind == "fp32":
+        return _varint(7 << 3 | 5) + struct.pack("<f", value)
+    return _number({"i32": 3, "i64": 5}[kind], int(value))
+
+
+@functools.lru_cache(maxsize=256)
+def payload(program: Program, arch: str, grid: tuple[int, int, int]) -> bytes:
+    """Return the call's attribute: a message `TritonAnyKernelCall`, compressed."""
+    name = program.name.encode()
+    # the field of PTX is a key of the loaded module, which kernels of one name would share
+    key = hashlib.sha256(program.image).hexdigest().encode()
+    kernel = _bytes(1, name) + _number(2, program.num_warps) + _number(3, program.shared) + _bytes(4, key)
+    kernel += _number(6, int("".join(c for c in arch if c.isdigit()))) + _number(10, program.num_ctas)
+    kernel += _bytes(11, _bytes(1, program.image) + _bytes(2, name) + _number(3, program.shared))
+    call = _bytes(1, kernel) + b"".join(_number(2 + i, n) for i, n in enumerate(grid))
+    call += b"".join(_bytes(5, _parameter(given)) for given in program.parameters)
+    return zlib.compress(_bytes(1, call) + _bytes(4, name), 1)
+
+
+def launch(
+    kernel: Any, arch: str, grid: Sequence[int], arguments: Mapping[str, Any], writes: Sequence[str], **types: str
+) -> tuple[jax.Array, ...]:
+    """Launch a Triton function, and return the arrays that it `writes`, in that order, as they are afterwards.
+
+    arguments: one for each parameter, by name: arrays, numbers, None for what a call does without; the others are options of
+    the launch (`num_warps`). grid: up to three extents. types: names of elements' types that arrays are read as, where they
+    are not the arrays' own.
+    """
+    given = {name: arguments[name] for name in kernel.arg_names}
+    options = {name: value for name, value in arguments.items() if name not in given}
+    arrays = {name: value for name, value in given.items() if isinstance(value, jax.Array | np.ndarray)}
+    given |= {name: Pointer(types.get(name) or array.dtype.name) for name, array in arrays.items()}
+    program = compile_kernel(kernel, arch, given, options)
+    extents = (*grid, 1, 1)[:3]
+    if not math.prod(extents):
+        return tuple(jnp.asarray(arrays[name]) for name in writes)
+    importlib.import_module("jaxlib.gpu_triton")  # registers the call
+    places = [*arrays]
+    call = jax.ffi.ffi_call(
+        TARGET,
+        [jax.ShapeDtypeStruct(arrays[name].shape, arrays[name].dtype) for name in writes],
+        input_output_aliases={places.index(name): nth for nth, name in enumerate(writes)},
+    )
+    return tuple(call(*arrays.values(), opaque=payload(program, arch, extents)))

@@ -1,0 +1,211 @@
+"""Attention of a ragged batch over a paged cache, and the write to it: `attn.kernels` launched by XLA.
+
+The plan of the batch is part of the kernel, which computes it from the lengths on the device, so that one program serves every
+batch of its shapes. What no launch writes keeps the value it is made with: rows of no request are 0, their log-sum-exp -inf.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from attn.jax.kernels.gpu.launch import launch, target
+from attn.kernels import kv_write
+from attn.kernels.launch import converts_e4m3
+from attn.kernels.paged_attention import attention, merge
+from attn.kernels.paged_launch import ARRAYS, OF_MERGE, Kinds, Launches, Layer, strides_of
+from attn.visibility import BatchMask
+
+#: Tokens of a request, beyond which all are alike to the launch rules.
+_FEW = 16
+_NO_MASK = BatchMask()
+
+
+class Keys(NamedTuple):
+    """Where a call's keys are.
+
+    cache: [2, N, P, K, D], keys, then values; lens: [R], table: [R, B], int32. Or keys, values: [T, K, D], where each request
+    sees its own rows. k_scale, v_scale: of codes, float32, 0-d or [K], or None.
+    """
+
+    cache: jax.Array | None = None
+    lens: jax.Array | None = None
+    table: jax.Array | None = None
+    keys: jax.Array | None = None
+    values: jax.Array | None = None
+    k_scale: jax.Array | None = None
+    v_scale: jax.Array | None = None
+
+
+class Extents(NamedTuple):
+    """Bounds of a batch: the most new tokens of a request, and the most keys."""
+
+    max_query_len: int
+    max_seq_len: int
+
+
+def paged_attention(
+    query: jax.Array,
+    starts: jax.Array,
+    keys: Keys,
+    layer: Layer,
+    extents: Extents,
+    mask: BatchMask = _NO_MASK,
+    *,
+    slopes: Any = None,
+    sinks: Any = None,
+    return_lse: bool = True,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return (output [T, H, D], lse [H, T] float32, natural log, sinks excluded, or None unless `return_lse`).
+
+    query: [T, H, D], float32, bfloat16 or float16; starts: [R + 1] int32, where requests begin; layer: the rules, whose
+    `fixed_split` and `sparse` are as `attn.torch.kernels.paged_attention` has them; slopes, sinks: [H] float32.
+    """
+    (tokens, heads, size), num_reqs, (arch, processors) = query.shape, starts.shape[0] - 1, target()
+    output = jnp.zeros(query.shape, query.dtype)
+    lse = jnp.full((heads, tokens), -jnp.inf, jnp.float32) if return_lse else None
+    if num_reqs < 1 or tokens == 0:
+        return output, lse
+    stored = keys.keys if keys.cache is None else keys.cache
+    assert stored is not None
+    held = stored.shape if keys.cache is None else stored.shape[1:]
+    given = dict.fromkeys(ARRAYS) | {
+        "output": output,
+        "lse": lse,
+        "query_start_loc": starts,
+        "sinks": sinks,
+        "v_scale": keys.v_scale,
+        "query": query,
+        "key_cache": stored,
+        "value_cache": keys.values,
+        "seq_lens": keys.lens,
+        "block_table": keys.table,
+        "slopes": slopes,
+        **mask._asdict(),
+        "k_scale": keys.k_scale,
+    }
+    read = {}
+    if stored.dtype == jnp.float8_e4m3fn and not converts_e4m3(arch):
+        read = {"key_cache": "uint8"} | ({} if keys.values is None else {"value_cache": "uint8"})
+    dtypes = {name: None if array is None else read.get(name, array.dtype.name) for name, array in given.items()}
+    dense, of_rows, blocks = _strides(held), _strides(query.shape), held[0]
+    strides, same, wide = strides_of(of_rows, of_rows, dense, dense, blocks, keys.cache is not None)
+    kinds = Kinds(
+        arch=arch,
+        processors=processors,
+        early=False,
+        dtypes=tuple(dtypes.values()),
+        shape=(heads, size, *held[1:]),
+        scales=(_scale_strides(keys.k_scale), _scale_strides(keys.v_scale)),
+        queries=min(extents.max_query_len, _FEW + 1),
+        same=same,
+        wide=wide,
+    )
+    rules = Launches(kinds, layer)
+    call = _Call(rules, arch, given, read, strides, blocks if keys.cache is not None else 0)
+    return call.run(num_reqs, extents.max_seq_len)
+
+
+_STRIDES = ("o_t", "o_h", "q_t", "q_h", "k_block", "k_slot", "k_head", "v_block", "v_slot", "v_head")
+
+
+class _Call:
+    """The launches of one call, one after the other: each writes what the ones before left."""
+
+    def __init__(
+        self, rules: Launches, arch: str, given: dict[str, Any], read: dict[str, str], strides: Sequence[int], blocks: int
+    ) -> None:
+        self.rules, self.arch, self.given, self.read = rules, arch, given, read
+        tree, table, lse = given["tree"], given["block_table"], given["lse"]
+        numbers = dict(zip(_STRIDES, strides, strict=True))
+        self.numbers = numbers | {
+            "factor": float(rules.layer.factor(1.0)),
+            "v_factor": 1.0,
+            "num_reqs": given["query_start_loc"].shape[0] - 1,
+            "lse_h": 0 if lse is None else lse.shape[1],
+            "table_r": 0 if table is None else table.shape[1],
+            "tree_w": 0 if tree is None else tree.shape[1],
+            "states": 0,
+            "split_tiles": 0,
+            "max_splits": 0,
+            "whole_from": 0,
+            "scratch": None,
+        }
+        #: elements between keys and values of one array
+        self.values_at = {"values_at": blocks * self.numbers["k_block"]}
+
+    def run(self, num_reqs: int, max_seq_len: int) -> tuple[jax.Array, jax.Array | None]:
+        rules = self.rules
+        if rules.prefill is not None:
+            tiles = self.given["query"].shape[0] // rules.prefill_tokens + num_reqs
+            self._attend(tiles * rules.kv_heads, rules.prefill)
+        if rules.paged:
+            self._decode(num_reqs, max_seq_len)
+        return self.given["output"], self.given["lse"]
+
+    def _decode(self, num_reqs: int, max_seq_len: int) -> None:
+        rules, split_kv = self.rules, self.rules.parts(num_reqs, max_seq_len, False)
+        if split_kv is None:
+            self._attend(num_reqs * rules.kv_heads, rules.decode(0))
+            return
+        states, floats = rules.states(num_reqs, split_kv)
+        self.numbers |= {"states": states, "scratch": jnp.empty(floats, jnp.float32)}
+        self.numbers |= {name: getattr(split_kv, name) for name in ("split_tiles", "max_splits", "whole_from")}
+        self._attend(split_kv.items * rules.kv_heads, rules.decode(split_kv.block_r))
+        of_merge = {name: self.given[name] for name in ARRAYS[:OF_MERGE]}
+        numbers = {name: self.numbers[name] for name in ("scratch", "v_factor", "states", "lse_h", "o_t", "o_h")}
+        self._launch(merge, num_reqs * rules.rows, of_merge | numbers | rules.merge, {})
+
+    def _attend(self, programs: int, constants: dict[str, Any]) -> None:
+        self._launch(attention, programs, self.given | self.numbers | constants | self.values_at, self.read)
+
+    def _launch(self, kernel: Any, programs: int, arguments: dict[str, Any], read: dict[str, str]) -> None:
+        written = ("output", "lse", *(("scratch",) if kernel is attention else ()))
+        writes = [name for name in written if arguments[name] is not None]
+        for name, array in zip(writes, launch(kernel, self.arch, (programs,), arguments, writes, **read), strict=True):
+            (self.numbers if name == "scratch" else self.given)[name] = array
+
+
+def write_kv(
+    key: jax.Array, value: jax.Array, kv_cache: jax.Array, slots: jax.Array, k_scale: Any = None, v_scale: Any = None
+) -> jax.Array:
+    """Return `kv_cache` [2, N, P, K, D] with key, value [T, K, D] at `slots` [T] (int32, -1: nowhere), in place if donated.
+
+    k_scale, v_scale: float32, 0-d or [K], which a cache of codes needs. Keys and values of its dtype are stored as they are.
+    """
+    (tokens, heads, size), (blocks, page) = key.shape, kv_cache.shape[1:3]
+    stored, code = kv_cache.dtype, kv_write.kind_of_code(key.dtype.name, kv_cache.dtype.name)
+    scales = tuple(None if x is None or not code else jnp.asarray(x, jnp.float32) for x in (k_scale, v_scale))
+    block, slot, head, _ = _strides(kv_cache.shape[1:])
+    arguments = {
+        "key": key,
+        "value": value,
+        "key_cache": kv_cache,
+        "value_cache": None,
+        "slots": slots,
+        "k_scale": scales[0],
+        "v_scale": scales[1],
+        "key_t": heads * size,
+        "value_t": heads * size,
+        "kc_block": block,
+        "kc_slot": slot,
+        "kc_head": head,
+        "vc_block": block,
+        "vc_slot": slot,
+        "vc_head": head,
+        **kv_write.constants(heads, size, page, code, tuple(() if x is None else (1,) * x.ndim for x in scales), False),
+        "values_at": blocks * block,
+    }
+    read = {"key_cache": {1: "uint8", 2: "uint16"}[stored.itemsize]} if code else {}
+    return launch(kv_write.write, target()[0], (tokens,), arguments, ["key_cache"], **read)[0]
+
+
+def _scale_strides(scale: Any) -> tuple[int, ...] | None:
+    return None if scale is None else (1,) * scale.ndim
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a dense array."""
+    return tuple(int(np.prod(shape[i + 1 :], dtype=np.int64)) for i in range(len(shape)))

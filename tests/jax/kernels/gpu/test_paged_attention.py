@@ -1,0 +1,204 @@
+"""The launches of paged attention under jax are those of torch, and lower for GPUs that are not present. 30 s on one core."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[4]
+COMPILERS = Path(sys.prefix) / "compilers"
+
+#: Both frameworks launch the same batch; what each kernel would be launched with is compared.
+SAME = """
+import importlib
+import jax, jax.numpy as jnp, numpy as np, torch, triton
+from attn.kernels import paged_attention as device_code
+from attn.kernels.paged_launch import Layer
+from attn.kernels.memory import SHARED_MEMORY
+from attn.tools.aot import triton as aot
+from attn.torch.kernels import direct, hopper, kv_write
+from attn.torch.kernels import paged_attention as of_torch
+from attn.visibility import BatchMask
+ours = importlib.import_module("attn.jax.kernels.gpu.paged_attention")
+
+triton.runtime.driver.set_active(aot._placeholder("sm_90", SHARED_MEMORY["sm_90"]))
+hopper.is_on = lambda kernel: False
+direct.multiprocessors.__globals__["_multiprocessors"] = lambda device: 8
+ours.target = lambda: ("sm_90", 8)
+found = {"torch": [], "jax": []}
+
+def by_torch(self, programs, arrays, *numbers, columns=1):
+    names = self._kernel.arg_names
+    given = dict(zip(names, [*arrays, *numbers])) | self._constants
+    found["torch"].append((self._kernel.__name__, programs, given))
+
+def by_jax(kernel, arch, grid, arguments, writes, **types):
+    found["jax"].append((kernel.__name__, grid[0], dict(arguments)))
+    return tuple(arguments[name] for name in writes)
+
+direct.Prepared.__call__ = by_torch
+ours.launch = by_jax
+
+DTYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8,
+         "float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2, "bool": torch.bool, "int32": torch.int32}
+
+def plain(value):
+    if isinstance(value, (torch.Tensor, jax.Array, np.ndarray)):
+        return str(value.dtype).removeprefix("torch."), tuple(value.shape)
+    return value
+
+#: How the launches differ: two arrays of a cache are one under jax, and launches do not overlap.
+DIFFER = {"launch_pdl", "EARLY", "key_cache", "value_cache", "values_at"}
+
+def compare():
+    assert len(found["torch"]) == len(found["jax"]) > 0, [[x[0] for x in y] for y in found.values()]
+    for (name, programs, theirs), (mine, grid, given) in zip(*found.values()):
+        assert (name, programs) == (mine, grid), (name, programs, mine, grid)
+        assert set(theirs) - DIFFER == set(given) - DIFFER, set(theirs) ^ set(given)
+        for key in sorted(set(given) - DIFFER):
+            a, b = plain(theirs[key]), plain(given[key])
+            if isinstance(a, float):
+                assert abs(a - b) <= 1e-12 * abs(a), (name, key, a, b)
+            else:
+                assert a == b, (name, key, a, b)
+        if "values_at" in given and given["value_cache"] is None:
+            blocks, block = theirs["key_cache"].shape[0], given.get("k_block", given.get("kc_block"))
+            assert given["values_at"] == blocks * block
+        elif "values_at" in given:
+            assert plain(theirs["value_cache"]) == plain(given["value_cache"])
+    names = [name for name, *_ in found["jax"]]
+    for launched in found.values():
+        launched.clear()
+    return names
+
+def both(lens, tokens, dtype="bfloat16", stored=None, heads=(8, 2), size=64, page=16, left=None, right=0, cap=0.0, chunk=None,
+         scales=False, sinks=False, slopes=False, lse=True, scale=0.3, **mask):
+    R, T, stored = len(lens), sum(tokens), stored or dtype
+    table = np.zeros((R, -(-max(lens) // page)), np.int32)
+    mask = {name: np.asarray(value) for name, value in mask.items()}
+    starts, lengths = np.cumsum([0, *tokens]).astype(np.int32), np.asarray(lens, np.int32)
+    flat = np.zeros(heads[0], np.float32)
+    by_head = np.ones(heads[1], np.float32)
+    t = lambda x: None if x is None else torch.from_numpy(x)
+    query = torch.zeros(T, heads[0], size, dtype=DTYPE[dtype])
+    cache = torch.zeros(2, 40, page, heads[1], size, dtype=DTYPE[stored])
+    of_torch.paged_attention(
+        torch.empty_like(query), torch.empty(heads[0], T) if lse else None, query, cache[0], cache[1], t(starts), t(lengths),
+        t(table), max(tokens), max(lens), scale, left=left, right=right, tree_right=right, soft_cap=cap,
+        slopes=t(flat) if slopes else None, sinks=t(flat) if sinks else None, chunk_size=chunk,
+        k_scale=torch.ones(()) if scales else None, v_scale=t(by_head) if scales else None,
+        **{name: t(value) for name, value in mask.items()})
+    keys = ours.Keys(jnp.zeros(cache.shape, stored), lengths, table, k_scale=jnp.ones(()) if scales else None,
+                     v_scale=by_head if scales else None)
+    layer = Layer(scale, cap, left, right, right, chunk, False, 0, None)
+    out, log = ours.paged_attention(
+        jnp.zeros(query.shape, dtype), starts, keys, layer, ours.Extents(max(tokens), max(lens)), BatchMask(**mask),
+        slopes=flat if slopes else None, sinks=flat if sinks else None, return_lse=lse)
+    assert (log is None) == (not lse) and out.shape == query.shape
+    return compare()
+
+assert both([900, 70], [1, 1]) == ["attention", "merge"]
+assert both([30, 7], [1, 1]) == ["attention"]
+assert both([900, 70], [1, 1], lse=False, scale=-0.3) == ["attention", "merge"]
+assert both([900] * 300, [1] * 300) == ["attention", "merge"]
+assert both([900, 70], [4, 3]) == ["attention", "merge"]
+assert both([900, 70], [20, 1]) == ["attention", "attention", "merge"]
+for dtype, stored in (("float16", "float8_e4m3fn"), ("bfloat16", "float8_e5m2"), ("bfloat16", "int8"), ("float32", "float32")):
+    assert both([900, 70], [20, 1], dtype, stored, scales=stored != dtype, left=100, cap=5.0, sinks=True)
+both([900, 70], [1, 1], slopes=True, heads=(4, 4), size=128, page=32)
+both([90, 70], [3, 2], tree=np.ones((2, 4, 4), bool))
+both([90, 70], [3, 2], spans=np.zeros((5, 2), np.int32), prefix=np.zeros(2, np.int32))
+both([90, 70], [3, 20], right=None, is_causal=np.ones(2, bool))
+both([9000, 70], [1, 1], chunk=512)
+
+# encoders: keys are the call's own
+for dtype in ("bfloat16", "float32"):
+    starts, query = np.asarray([0, 20, 23], np.int32), torch.zeros(23, 8, 64, dtype=DTYPE[dtype])
+    keys = torch.zeros(23, 2, 64, dtype=DTYPE[dtype])
+    at = torch.from_numpy(starts)
+    of_torch.paged_attention(torch.empty_like(query), torch.empty(8, 23), query, keys, keys, at, None, None, 20, 20, 0.3)
+    like, layer = jnp.zeros(keys.shape, dtype), Layer(0.3, 0.0, None, None, None, None, False, 0, None)
+    keys = ours.Keys(keys=like, values=like)
+    ours.paged_attention(jnp.zeros(query.shape, dtype), starts, keys, layer, ours.Extents(20, 20))
+    assert compare() == ["attention"]
+
+# writes
+for given, stored, scaled in (
+    ("bfloat16", "bfloat16", False), ("float32", "bfloat16", False), ("bfloat16", "float8_e4m3fn", True),
+    ("float16", "int8", True), ("int8", "int8", False),
+):
+    key, cache = torch.zeros(3, 2, 64, dtype=DTYPE[given]), torch.zeros(2, 40, 16, 2, 64, dtype=DTYPE[stored])
+    scales = (torch.ones(()), torch.ones(2)) if scaled else (None, None)
+    kv_write.write_kv(key, key, cache[0], cache[1], torch.zeros(3, dtype=torch.int32), *scales)
+    scales = (1.0, np.ones(2, np.float32)) if scaled else (None, None)
+    like = jnp.zeros(key.shape, given)
+    ours.write_kv(like, like, jnp.zeros(cache.shape, stored), jnp.zeros(3, jnp.int32), *scales)
+    assert compare() == ["write"]
+print("equal")
+"""
+
+#: A jitted step, lowered for GPUs that are not here, without torch.
+LOWERED = """
+import re, sys
+
+class NoTorch:
+    def find_spec(self, name, *_):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError("torch is barred", name=name)
+
+sys.meta_path.insert(0, NoTorch())
+import jax, jax.numpy as jnp
+from jax.sharding import AbstractDevice, AbstractMesh, use_abstract_mesh
+from attn.jax.kernels.gpu.paged_attention import Extents, Keys, paged_attention, write_kv
+from attn.kernels.paged_launch import Layer
+
+S, R = jax.ShapeDtypeStruct, 4
+
+def step(query, key, value, cache, starts, lens, table, slots):
+    cache = write_kv(key, value, cache, slots)
+    layer = Layer(0.1, 0.0, None, 0, 0, None, False, 0, None)
+    return *paged_attention(query, starts, Keys(cache, lens, table), layer, Extents(1, 4096)), cache
+
+new = S((R, 2, 64), jnp.bfloat16)
+shapes = (S((R, 8, 64), jnp.bfloat16), new, new, S((2, 64, 16, 2, 64), jnp.bfloat16), S((R + 1,), jnp.int32),
+          S((R,), jnp.int32), S((R, 256), jnp.int32), S((R,), jnp.int32))
+for arch in ("sm_80", "sm_90"):
+    with use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(arch, 1, "gpu"))):
+        text = jax.jit(step, donate_argnums=3).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @triton_kernel_call_ffi") == 3  # the write, the parts, the merge
+    write = re.search(r"(%\\S+) = stablehlo.custom_call @triton_kernel_call_ffi\\(%arg1, %arg2, %arg3, %arg7\\)", text)
+    assert write and re.search(r"tf.aliasing_output = 2", text), "the donated cache is the result"
+    uses = re.findall(write.group(1) + r"(?![0-9#:])", text)
+    assert len(uses) == 3, "made, read by the attention, and returned: nothing takes it apart"
+assert "torch" not in sys.modules
+print("lowered")
+"""
+
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None and not (COMPILERS / "triton").is_dir(),
+        reason="triton is neither installed nor in the environment's folder compilers (make compilers puts it there)",
+    ),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="runs where Triton does not interpret"),
+]
+
+
+def _run(script: str, cache: Path) -> str:
+    path = [os.environ.get("PYTHONPATH", ""), *([str(COMPILERS)] if importlib.util.find_spec("triton") is None else [])]
+    own = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, path)]), "TRITON_CACHE_DIR": str(cache)}
+    env = {**os.environ, **own, "TRITON_INTERPRET": "0", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_both_frameworks_launch_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    assert _run(SAME, tmp_path) == "equal\n"
+
+
+def test_a_step_lowers_for_absent_gpus_without_torch(tmp_path: Path) -> None:
+    assert _run(LOWERED, tmp_path) == "lowered\n"
