@@ -234,6 +234,16 @@ def test_the_picture_of_what_backends_serve_is_current() -> None:
         assert now._repr_svg_() == stored, "run `python docs/capabilities_picture.py`"
 
 
+def test_the_picture_of_speed_is_current() -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    pytest.importorskip("torch")
+    stored = (DOCS / "assets" / "speed.svg").read_text(encoding="utf-8")
+    now = script("speed_picture").picture()
+    assert all(f">{html.escape(text)}</text>" in stored for text in now.texts), "run `python docs/speed_picture.py`"
+    if f"Matplotlib v{matplotlib.__version__}," in stored:
+        assert now._repr_svg_() == stored, "run `python docs/speed_picture.py`"
+
+
 def test_what_succeeds_is_no_mistake() -> None:
     mistakes = script("mistakes")
     with pytest.raises(ValueError, match="exit code 0, must be 1 or 2"):

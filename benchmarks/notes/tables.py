@@ -1,4 +1,4 @@
-"""Generate the tables of the notes from benchmarks/results.
+"""Generate the tables of the notes and of README.md from benchmarks/results and the recorded evidence.
 
     python -m benchmarks.notes.tables            report which pages are out of date
     python -m benchmarks.notes.tables --write    rewrite their tables
@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from attn.tools.bench import BenchCase
+from attn.reports import evidence
+from attn.tools.bench import BenchCase, parse
 from benchmarks import pallas
 
 NOTES = Path(__file__).parent
 RESULTS = NOTES.parent / "results"
+README = NOTES.parents[1] / "README.md"
 BLOCK = re.compile(r"(<!-- table: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 CHIPS = ("v6e", "v5e", "v7x")
 Row = dict[str, Any]
@@ -363,11 +365,97 @@ def transformers() -> str:
     return listed(load("transformers_cpu_2026-11-23")["rows"], columns)
 
 
+# README.md
+
+#: Column -> the rows of a report that it has the fastest of: kernels of a package, called by it or by a backend here.
+RIVALS = {
+    "FlashInfer": ("FLASHINFER", "flashinfer-decode", "flashinfer-fa2", "flashinfer-fa3"),
+    "FlashAttention 3, 4": ("FLASH_ATTN", "FLASH_ATTN:vLLM's FlashAttention 3"),
+    "vLLM's Triton": ("vllm-triton",),
+    "SDPA, keys without pages": ("sdpa", "sdpa-flash", "sdpa-cudnn"),
+}
+
+
+def in_words(case: BenchCase) -> str:
+    """Describe a batch, and where its layer differs from 32/8 heads of 128 in pages of 16."""
+    groups: dict[tuple[int, int], int] = {}
+    for request in parse(case.batch):
+        groups[request] = groups.get(request, 0) + 1
+    parts = []
+    for (new, keys), count in groups.items():
+        many = "s" if count > 1 else ""
+        if new == 1:
+            parts.append(f"{count} decode{many} of {keys:,} keys")
+        elif new == keys:
+            parts.append(f"{count} prompt{many} of {keys:,}")
+        else:
+            parts.append(f"{count} x {new} rows over {keys:,} keys" if count > 1 else f"{new} rows over {keys:,} keys")
+    layer = [f"{case.heads} heads of {case.head_size}"] if (case.heads, case.head_size) != ("32/8", 128) else []
+    layer += [f"pages of {case.block_size}"] if case.block_size != 16 else []
+    layer += [f"{case.kv_cache_dtype} cache"] if case.kv_cache_dtype != "auto" else []
+    return "; ".join([", ".join(parts), *layer])
+
+
+def speed() -> str:
+    """Return the times of the fixed batches in microseconds, and what the fastest of the others takes relative to ours."""
+    rows = load("every_peer_h200_2026-11-22")["rows"]
+    lines = []
+    for case in dict.fromkeys(map(BenchCase.of, rows)):
+        ours = _of(rows, case, "TRITON_ATTN")
+        assert ours is not None
+        found = {
+            name: min((row["ms"] for row in (_of(rows, case, kernel) for kernel in kernels) if row), default=None)
+            for name, kernels in RIVALS.items()
+        }
+        if _of(rows, case, "flashinfer-fa2") is None:
+            found["FlashInfer"] = None  # compiled for this layer in part only
+        times = [ours["ms"], *found.values()]
+        least = min(time for time in times if time)
+        cells = ["" if time is None else f"**{us(1e3 * time)}**" if time == least else us(1e3 * time) for time in times]
+        rivals = [time for time in found.values() if time]
+        lines.append([in_words(case), *cells, f"{min(rivals) / ours['ms']:.2f}" if rivals else ""])
+    return markdown(["batch, us", "attn (TRITON_ATTN)", *RIVALS, "best other / attn"], lines)
+
+
+def places() -> str:
+    """Return where the conformance suite has run, and for which devices the kernels were compiled."""
+    runs = evidence.load()
+    lines = []
+    for device, kind, what in (
+        ("NVIDIA H200", "ran", "on the device"),
+        ("x86_64 CPU", "ran", "on the device"),
+        ("x86_64 CPU", "interpreted", "kernels for GPUs and TPUs in an interpreter"),
+        ("x86_64 CPU", "stand-in", "adapters of vendors' packages, which a substitute replaced"),
+    ):
+        own = [run for run in runs if (run.device, run.kind, run.reporter) == (device, kind, "")]
+        backends = len({(run.registry, run.backend) for run in own})
+        cases, failures = sum(run.cases for run in own), sum(run.failures for run in own)
+        lines.append([device, kind, f"{what}: {backends} backends, {cases:,} cases, {failures or 'none'} failed"])
+    for file, names in AHEAD.items():
+        rows = load(file)["rows"]
+        for target, name in names.items():
+            own = [row for row in rows if row["target"] == target]
+            done = sum(row["status"] == "compiled" for row in own)
+            kernels = "the" if file.startswith("aot_tpu") else "the Triton"
+            lines.append([name, "compiled, **never run**", f"{done} of {len(own)} cases of {kernels} kernels"])
+    return markdown(["device", "evidence", "conformance suite, or compiler"], lines)
+
+
+#: File of results -> {target of `attn aot`: the devices}, without sm_90, where the kernels ran.
+AHEAD = {
+    "aot_tpu_2026-11-22": {"tpu-v5e": "TPU v5e", "tpu-v6e": "TPU v6e", "tpu-v7x": "TPU v7x"},
+    "aot_gpu_2026-11-22": {
+        "gfx942": "AMD MI300X (gfx942)", "gfx950": "AMD MI350X (gfx950)", "gfx1100": "AMD RX 7900 (gfx1100)",
+        "sm_80": "NVIDIA A100 (sm_80)", "sm_100": "NVIDIA B200 (sm_100)", "sm_120": "NVIDIA RTX 5090 (sm_120)",
+    },
+}  # fmt: skip
+
 TABLES: dict[str, Callable[[], str]] = {
     make.__name__: make
     for make in (
         tpu_paged, tpu_dense, tpu_dense_more, tpu_mla, tpu_mla_blocks, serving, jax_serving_tpu, jax_serving_cpu, aot_tpu,
         triton, aot_gpu, mla_kernel, mla_launches, mla_beside, mla_layers, mla_prefill, cpu, diffusion, vllm, transformers,
+        speed, places,
     )
 }  # fmt: skip
 
@@ -378,10 +466,10 @@ def rewritten(page: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Generate the tables of benchmarks/notes.")
+    parser = argparse.ArgumentParser(description="Generate the tables of benchmarks/notes and of README.md.")
     parser.add_argument("--write", action="store_true", help="write the pages whose tables have changed")
     write = parser.parse_args().write
-    for page in sorted(NOTES.glob("*.md")):
+    for page in [README, *sorted(NOTES.glob("*.md"))]:
         before = page.read_text(encoding="utf-8")
         after = rewritten(before)
         if after != before and write:

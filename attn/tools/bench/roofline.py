@@ -1,4 +1,4 @@
-"""Charts of `attn bench` reports: rows under their device's roofline, and the backends' times."""
+"""Charts of `attn bench` reports: rows under their device's roofline and the backends' times, or a ratio per random batch."""
 
 import math
 from collections.abc import Sequence
@@ -6,16 +6,20 @@ from itertools import cycle
 from typing import Any
 
 from attn.pictures.picture import COLOURS, Picture, drawn
-from attn.tools.bench.case import BenchCase, abbreviated, flops, nbytes
-from attn.tools.bench.judge import case_of, timed
+from attn.tools.bench.case import KINDS, BenchCase, abbreviated, flops, nbytes
+from attn.tools.bench.judge import case_of, geometric_mean, timed
+from attn.tools.bench.summary import BatchOutcome, outcomes
 
 
 def chart(report: dict[str, Any]) -> Picture:
     """Draw a report as `attn bench --json` writes it: a roofline per framework, and below it a bar per backend and case.
 
     The roof is the measured rate of a copy and a matrix product in the same run. Rows of dense backends, which count no bytes,
-    have bars only. Rows that are wrong or refused are not drawn. Raises ValueError for a report without a right row.
+    have bars only. Rows that are wrong or refused are not drawn. A report of `--random` is drawn by `ratios`. Raises ValueError
+    for a report without a right row.
     """
+    if "random" in report:
+        return ratios(report)
     rows = [row for row in report["rows"] if timed(row)]
     if not rows:
         raise ValueError("no right row to draw")
@@ -34,6 +38,57 @@ def chart(report: dict[str, Any]) -> Picture:
 
     heights = [3.8] * len(frameworks) + [1.2 + 0.2 * (len(rows) + len(cases))]
     return drawn(9, sum(heights), draw, len(heights), heights=heights)
+
+
+def ratios(report: dict[str, Any]) -> Picture:
+    """Draw a dot a batch: the time of the fastest other kernel relative to that of the selected backend, above 1 where the
+    selected one is faster. Raises ValueError for a report in which no batch has both times."""
+    found = [(outcome, outcome.ratio) for outcome in outcomes(report["rows"]) if outcome.ratio is not None]
+    if not found:
+        raise ValueError("no batch has the times of two kernels")
+    frameworks = list(dict.fromkeys(outcome.framework for outcome, _ in found))
+
+    def draw(axes: Any) -> None:
+        for axis, framework in zip(axes if len(frameworks) > 1 else [axes], frameworks, strict=True):
+            about = report[framework] if isinstance(report.get(framework), dict) else report
+            own = [(outcome, ratio) for outcome, ratio in found if outcome.framework == framework]
+            where = f"{about.get('device', framework)} ({framework}), {report.get('date', '')}"
+            _dots(axis, own, f"{where}: {geometric_mean([ratio for _, ratio in own]):.2f} in the mean of {len(own)} batches")
+
+    return drawn(8, 3.6 * len(frameworks), draw, len(frameworks))
+
+
+#: Ratios above it are drawn there.
+_HIGHEST = 10.0
+
+
+def _dots(axis: Any, found: Sequence[tuple[BatchOutcome, float]], title: str) -> None:
+    """Plot ratios over the selected backend's times: a colour for each fastest other kernel, a marker for each kind."""
+    from matplotlib.lines import Line2D
+
+    rivals = list(dict.fromkeys(outcome.other["backend"] for outcome, _ in found if outcome.other is not None))
+    colours, markers = dict(zip(rivals, cycle(COLOURS), strict=False)), dict(zip(KINDS, "osD^v", strict=False))
+    for outcome, ratio in found:
+        colour = colours[outcome.other["backend"]] if outcome.other is not None else "black"
+        where = [outcome.row["ms"]], [min(ratio, _HIGHEST)]
+        axis.plot(*where, markers[outcome.kind], color=colour, markersize=6, markeredgecolor="black", markeredgewidth=0.4)
+    axis.axhline(1, color="black", linewidth=0.8, zorder=1)
+    axis.set(xscale="log", yscale="log", title=title, xlabel="ms, selected backend", ylabel="best other / selected")
+    axis.set_ylim(min(0.75, min(ratio for _, ratio in found) / 1.1), max(2.2, min(_HIGHEST, max(r for _, r in found)) * 1.1))
+    low, high = axis.get_ylim()
+    ticks = [tick for tick in (0.25, 0.5, 0.8, 1, 1.25, 1.6, 2, 3, 5, _HIGHEST) if low <= tick <= high]
+    axis.set_yticks(ticks, [f"{tick:g}" if tick < _HIGHEST else "10 or more" for tick in ticks])
+    low, high = axis.get_xlim()
+    axis.set_xticks([tick for tick in (1e-3, 1e-2, 0.1, 1, 10, 100, 1000) if low <= tick <= high])
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.xaxis.set_minor_formatter("")
+    axis.yaxis.minorticks_off()
+    axis.grid(True, linewidth=0.3, alpha=0.5)
+    kinds = [kind for kind in KINDS if any(outcome.kind == kind for outcome, _ in found)]
+    handles = [Line2D([], [], color="grey", marker=markers[kind], linestyle="none", label=kind) for kind in kinds]
+    for name in rivals:
+        handles.append(Line2D([], [], color=colours[name], marker="s", linestyle="none", label=f"fastest other: {name}"))
+    axis.legend(handles=handles, fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.01, 0.5))
 
 
 def draw(file: str | None, report: dict[str, Any]) -> None:

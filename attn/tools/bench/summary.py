@@ -13,6 +13,8 @@ from attn.tools.bench.judge import case_of, geometric_mean, timed, verdicts
 
 #: Below this many bytes of keys a decode is launch-bound: its bandwidth says nothing about its kernel.
 LARGE = 8 << 20
+#: Backends that run the same kernels: none is another's rival.
+SAME_KERNELS = frozenset({"TRITON_ATTN", "TREE_ATTN", "ROCM_ATTN"})
 #: Columns of an outcome.
 COLUMNS = (
     Column("#", 4), Column("kind", 11, text=True, wide=True), Column("batch", 36, text=True), Column(" backend", 17, text=True),
@@ -24,7 +26,8 @@ COLUMNS = (
 @dataclass(frozen=True)
 class BatchOutcome:
     """One batch: `row`, of the selector's choice (else of the first backend named), and `other`, the row of the fastest other
-    kernel (None: no other has a time). `number` counts a framework's batches from 1; `lost`: as `BenchVerdict.lost`."""
+    kernel (None: no other has a time), not of a backend that runs the same one. `number` counts a framework's batches from 1;
+    `lost`: as `BenchVerdict.lost`."""
 
     number: int
     framework: str
@@ -65,7 +68,9 @@ def outcomes(rows: Sequence[dict[str, Any]]) -> list[BatchOutcome]:
     for (framework, _), group in groups.items():
         own = [row for row in group if not row.get("peer")] or group
         ours = next((row for row in own if row.get("chosen")), own[0])
-        other = min((row for row in group if row is not ours and timed(row)), key=lambda row: row["ms"], default=None)
+        same = SAME_KERNELS if ours["backend"] in SAME_KERNELS else {ours["backend"]}
+        rivals = (row for row in group if row["backend"] not in same and timed(row))
+        other = min(rivals, key=lambda row: row["ms"], default=None)
         number = 1 + sum(outcome.framework == framework for outcome in results)
         lost = any(verdict.lost for verdict in verdicts(group))
         results.append(BatchOutcome(number, framework, BenchCase.of(ours), ours, other, lost))

@@ -27,8 +27,13 @@ def test_a_changed_figure_is_seen() -> None:
     assert tables.rewritten(text.replace("0.258 (", "0.257 (")) == text != text.replace("0.258 (", "0.257 (")
 
 
+def test_the_readme_has_the_results_tables() -> None:
+    text = tables.README.read_text(encoding="utf-8")
+    assert tables.rewritten(text) == text, "write it: python -m benchmarks.notes.tables --write"
+
+
 def test_every_table_is_on_one_page() -> None:
-    used = [found[2] for page in PAGES for found in tables.BLOCK.finditer(page.read_text(encoding="utf-8"))]
+    used = [found[2] for page in [tables.README, *PAGES] for found in tables.BLOCK.finditer(page.read_text(encoding="utf-8"))]
     assert sorted(used) == sorted(tables.TABLES)
 
 

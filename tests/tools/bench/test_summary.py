@@ -2,7 +2,10 @@
 
 from typing import Any
 
+import pytest
+
 from attn.tables import header
+from attn.tools.bench.roofline import chart
 from attn.tools.bench.summary import COLUMNS, outcomes, summary
 
 
@@ -74,3 +77,21 @@ def test_each_framework_has_a_summary() -> None:
     assert [outcome.number for outcome in outcomes(rows)] == [1, 1]
     lines = summary(rows).splitlines()
     assert lines[0] == "torch:" and lines[3] == "jax:" and all("no other" in lines[at] for at in (1, 4))
+
+
+def test_a_backend_that_runs_the_same_kernels_is_no_rival() -> None:
+    rows = [row("q1s4k", "TRITON_ATTN", 1.0, chosen=True), row("q1s4k", "TREE_ATTN", 0.99), row("q1s4k", "FLASHINFER", 1.2)]
+    assert [outcome.ratio for outcome in outcomes(rows)] == [1.2]
+    assert [outcome.other for outcome in outcomes(rows[:2])] == [None]
+
+
+def test_a_report_of_random_batches_is_drawn_as_a_dot_a_batch() -> None:
+    pytest.importorskip("matplotlib")
+    report = {"rows": ROWS, "device": "a card", "date": "2026-01-02", "random": {"batches": 5}}
+    texts = chart(report).texts
+    assert "a card (torch), 2026-01-02: 2.21 in the mean of 4 batches" in texts
+    assert {"decodes", "prompts", "fastest other: OTHER", "fastest other: sdpa"} <= {*texts} and "speculation" not in texts
+    marks = [line for line in chart(report).figure.axes[0].lines if line.get_marker() not in ("", "None")]
+    assert sorted(float(mark.get_ydata()[0]) for mark in marks) == [0.5, 2.0, 3.0, 8.0]
+    with pytest.raises(ValueError, match="no batch has the times of two kernels"):
+        chart({**report, "rows": ROWS[:1]})
