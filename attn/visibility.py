@@ -98,6 +98,10 @@ class BatchMask(NamedTuple):
         return self.spans is not None or self.prefix is not None
 
 
+#: A layer and a batch that ask for nothing besides causality.
+CAUSAL, PLAIN = LayerMask(), BatchMask()
+
+
 class _Ints:
     """The functions that `Visibility.bounds` needs, for Python's ints."""
 
@@ -112,7 +116,7 @@ class Visibility(NamedTuple):
     """What rows see: `layer`, as it applies to the batch, and the batch's `batch`."""
 
     layer: LayerMask
-    batch: BatchMask = BatchMask()
+    batch: BatchMask = PLAIN
 
     @property
     def window(self) -> Window:

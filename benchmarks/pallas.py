@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from attn.tools.bench import parse
+from attn.visibility import LayerMask
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks/results/pallas.json"
@@ -65,9 +66,15 @@ class Row(NamedTuple):
     pages: tuple[int, ...] = PAGES
     stored: str = "bfloat16"
     window: int | None = None
+    chunk_size: int | None = None
     sinks: bool = False
     goals: dict[tuple[str, int], float] = {}
     parts: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def mask(self) -> LayerMask:
+        """What the rows of every request see."""
+        return LayerMask(window=(self.window and self.window - 1, None), chunk_size=self.chunk_size)
 
     @property
     def lens(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -210,11 +217,8 @@ def ours(row: Row, chip: str, page: int) -> Any:
         lengths = (query_lens[0], seq_lens[0])
         shape = aot.Dense(lengths, (heads, kv_heads), (size, size), backward=row.kind == "dense_backward")
         return aot.dense(chip, shape)
-    window = (None if row.window is None else row.window - 1, None)
-    cache = (page, MAX_LEN // page)
-    return aot.ragged(
-        chip, aot.Ragged(*batch, (heads, kv_heads), size, *cache, stored=row.stored, window=window, sinks=row.sinks)
-    )
+    more = {"stored": row.stored, "mask": row.mask, "sinks": row.sinks}
+    return aot.ragged(chip, aot.Ragged(*batch, (heads, kv_heads), size, page, MAX_LEN // page, **more))
 
 
 def peer(row: Row, chip: str, page: int, kernel: str, wheel: str) -> Any:
@@ -483,7 +487,7 @@ def floors(row: Row, chip: str, page: int) -> dict[str, float]:
     found = program.floors(chip)
     batch = row.lens
     if max(batch[0]) > 1:
-        flops, _ = aot.cost(*batch, num_heads=row.heads[0], head_size=1, window=(row.window and row.window - 1, None))
+        flops, _ = aot.cost(*batch, num_heads=row.heads[0], head_size=1, mask=row.mask)
         bundles = flops / 4 / 1024  # registers of scores
         cycle = 1e-3 / _libtpu.CHIPS[chip].ghz
         found |= {"eup_us": bundles * cycle, "valu_us": bundles * 3 / 4 * cycle, "xlu_us": bundles * 2 / 2 * cycle}

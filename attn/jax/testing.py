@@ -188,7 +188,7 @@ class Runner(BaseRunner):
         ignored = {Feature.NAN_SAFE.value, Feature.KV_SHARING.value, *([Feature.LSE.value] if case.is_encoder else [])}
         kind = AttentionType.ENCODER if case.is_encoder else case.attn_type
         alike = dataclasses.replace(request, kv_cache_dtype="auto", attn_type=kind, features=request.features - ignored)
-        key = f"{alike} {'' if case.is_encoder else case.element}"
+        key = f"{'' if case.is_encoder else case.element} {alike}"
         return DMA_MODES[(zlib.crc32(key.encode()) + other) % 2]
 
     def _watch(self, call: Call, other: int = 0) -> contextlib.AbstractContextManager[None]:

@@ -421,6 +421,22 @@ DEFECTS = (
         "A step of keys that the window cuts for the last rows is not masked.",
     ),
     Defect(
+        "tpu_long_chunk_not_clear",
+        "jax/kernels/tpu/_long.py",
+        "first >= _chunk_start(item.position + cfg.large - 1, chunk)",
+        "first >= _chunk_start(item.position, chunk)",
+        PAGED_TPU,
+        "A step of keys before the last rows' chunk is not masked.",
+    ),
+    Defect(
+        "tpu_long_chunk_start",
+        "jax/kernels/tpu/_long.py",
+        "jnp.maximum(_chunk_start(position, chunk), item.low if low is None else low)",
+        "jnp.maximum(_chunk_start(position, chunk), item.low)",
+        PAGED_TPU,
+        "A chunk replaces the window of a prompt's rows.",
+    ),
+    Defect(
         "tpu_long_tree_siblings",
         "jax/kernels/tpu/_long.py",
         "(ordered & jnp.logical_not(is_tree))",
@@ -1360,8 +1376,8 @@ DEFECTS = (
     Defect(
         "aot_cost_of_own_key",
         "tools/aot/tpu.py",
-        "np.minimum(length, length if right is None else position + right + 1)",
-        "np.minimum(length, length if right is None else position + right)",
+        "scores + int(seen.sum())",
+        "scores + int(seen.sum()) - count",
         ("tools/aot/test_tpu.py",),
         "A row's own key is not counted in the cost.",
     ),

@@ -16,7 +16,7 @@ from attn import envs
 from attn.backends.abstract import AttentionType, MultipleOf
 from attn.backends.metadata import PAD_SLOT_ID, CommonAttentionMetadata
 from attn.backends.paged import PagedCall
-from attn.capabilities import ATTN_TYPES, Capabilities, Device, Request
+from attn.capabilities import ATTN_TYPES, Capabilities, Device, Feature, Request
 from attn.errors import MetadataError, ShapeError
 from attn.jax import kv_cache as caches
 from attn.jax.backends._paged import FEATURES, PagedAttentionBackend, PagedAttentionImpl
@@ -28,9 +28,7 @@ from attn.jax.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuil
 MAX_TREE_WIDTH = 128
 
 #: Compiled once per shape and values of the static arguments; layers that differ in other numbers share the program.
-_attend = jax.jit(
-    kernel.ragged_paged_attention, static_argnames=("max_query_len", "causal", "window", "logits_soft_cap", "return_lse")
-)
+_attend = jax.jit(kernel.ragged_paged_attention, static_argnames=("max_query_len", "mask", "logits_soft_cap", "return_lse"))
 _attend_segments = jax.jit(flash_attention, static_argnames=("sliding_window", "scale", "logits_soft_cap", "return_lse"))
 
 
@@ -61,7 +59,7 @@ class PallasAttentionBackend(PagedAttentionBackend):
         head_sizes=(MultipleOf(16, 64, 256),),
         kv_cache_dtypes=("auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"),
         attn_types=ATTN_TYPES,
-        features=FEATURES,
+        features=FEATURES | {Feature.CHUNK_SIZE},
         archs=(("tpu", ("v5e", "v5p", "v6e", "v7x")),),
     )
 
@@ -109,8 +107,13 @@ class PallasAttentionImpl(PagedAttentionImpl, backend=PallasAttentionBackend):
                 kv_cache, key, value = self._write(key, value, kv_cache, slots, **scales), None, None
             else:
                 key, value = (caches.encode(x, kv_cache.dtype, s) for x, s in zip((key, value), scales.values(), strict=True))
-        rules = {**self._rules(call), **scales, "tree_mask": tree, "return_lse": self.need_to_return_lse_for_decode}
+        seen = {"mask": call.mask.layer, "batch_mask": meta.mask, "max_query_len": meta.max_query_len}
+        rules = {**self._numbers(), **seen, **scales, "return_lse": self.need_to_return_lse_for_decode}
         return _attend(call.query, key, value, kv_cache, *meta.requests, slots, **rules)
+
+    def _numbers(self) -> dict[str, Any]:
+        """Return what both kernels take of the layer, apart from what rows see."""
+        return {name: getattr(self, name) for name in ("scale", "logits_soft_cap", "alibi_slopes", "sinks")}
 
     def _attend_ragged(self, call: PagedCall) -> tuple[jax.Array, jax.Array | None]:
         ends, row = call.meta.query_start_loc[1:], jnp.arange(call.query.shape[0])
@@ -119,8 +122,7 @@ class PallasAttentionImpl(PagedAttentionImpl, backend=PallasAttentionBackend):
         value = jnp.where(live[:, None, None], call.value, 0)  # a NaN in padding would cost a second pass
         segments = {"q_segment_ids": request, "kv_segment_ids": jnp.where(live, request, ends.shape[0] + 1)}
         arrays = {name: x[None] for name, x in {"q": call.query, "k": call.key, "v": value, **segments}.items()}
-        rules = {name: getattr(self, name) for name in ("scale", "logits_soft_cap", "alibi_slopes", "sinks")}
-        out, lse = _attend_segments(**arrays, **rules, sliding_window=self.window, return_lse=True)
+        out, lse = _attend_segments(**arrays, **self._numbers(), sliding_window=self.window, return_lse=True)
         return out[0], lse[0]
 
 

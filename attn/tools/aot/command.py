@@ -167,7 +167,8 @@ def request_of(choice: Mapping[str, Any]) -> Request:
         Feature.SLIDING_WINDOW: mask in ("window", "two-sided", "spans"),
         Feature.TWO_SIDED_WINDOW: mask == "two-sided",
         Feature.TREE_MASK: mask == "tree",
-        **{feature: mask == "reach" for feature in (Feature.MIXED_CAUSAL, Feature.CHUNK_SIZE)},
+        Feature.MIXED_CAUSAL: mask == "reach",
+        Feature.CHUNK_SIZE: mask in ("chunks", "reach"),
         Feature.SPANS: mask in ("spans", "reach"),
         **{feature: True for feature in Feature if choice.get(feature.value) is True},
     }

@@ -19,6 +19,7 @@ from attn.tables import Column
 from attn.tools.aot import libtpu as _libtpu
 from attn.tools.aot.command import Choice, CompileCase, Kernel, grids, request_of, switches
 from attn.tools.aot.libtpu import Program
+from attn.visibility import CAUSAL, BatchMask, LayerMask, Visibility, Window
 
 STEPS = ("compile", "estimate")
 COLUMNS = (
@@ -73,7 +74,14 @@ BATCHES = {
     "mixed": ((1, 77, 5, 1), (600, 300, 40, 129)),
     "prefill": ((200, 60), (456, 60)),
 }
-WINDOWS: dict[str, tuple[int | None, int | None]] = {"window": (127, None), "two-sided": (64, 32)}
+MASKS = {
+    "causal": CAUSAL,
+    "bidirectional": LayerMask(causal=False),
+    "window": LayerMask(window=(127, None)),
+    "two-sided": LayerMask(causal=False, window=(64, 32)),
+    "tree": CAUSAL,
+    "chunks": LayerMask(chunk_size=256),
+}
 
 RAGGED: dict[str, Sequence[Any]] = {
     "batch": tuple(BATCHES),
@@ -82,7 +90,7 @@ RAGGED: dict[str, Sequence[Any]] = {
     "block_size": (16, 64, 128, 256),
     "dtype": ("bfloat16", "float32"),
     "kv": ("auto", "bfloat16", "fp8_e4m3", "fp8_e5m2", "int8"),
-    "mask": ("causal", "bidirectional", "window", "two-sided", "tree"),
+    "mask": tuple(MASKS),
     **switches("soft_cap", "alibi", "sinks", "lse", "kv_sharing", "per_head_scales"),
 }
 
@@ -129,8 +137,7 @@ def _ragged_program(choice: Choice, chip: str) -> Program:
         **{name: choice[name] for name in same},
         stored=_stored(choice),
         columns=1024 // choice["block_size"],
-        causal=mask not in ("bidirectional", "two-sided"),
-        window=WINDOWS.get(mask, (None, None)),
+        mask=MASKS[mask],
         soft_cap=30.0 if choice["soft_cap"] else None,
         tree=8 if mask == "tree" else 0,
         write=not choice["kv_sharing"],
@@ -150,8 +157,7 @@ class Ragged(NamedTuple):
     columns: int
     dtype: str = "bfloat16"
     stored: str = ""
-    causal: bool = True
-    window: tuple[int | None, int | None] = (None, None)
+    mask: LayerMask = CAUSAL
     soft_cap: float | None = None
     alibi: bool = False
     sinks: bool = False
@@ -174,7 +180,7 @@ def ragged(chip: str, shape: Ragged) -> Program:
     optional = {
         "alibi_slopes": ((num_heads,), "float32") if shape.alibi else None,
         "sinks": ((num_heads,), "float32") if shape.sinks else None,
-        "tree_mask": ((num_requests, shape.tree, shape.tree), "bool") if shape.tree else None,
+        "tree": ((num_requests, shape.tree, shape.tree), "bool") if shape.tree else None,
         "k_scale": ((kv_heads,) if shape.per_head_scales else (), "float32") if stored != dtype else None,
         "v_scale": ((kv_heads,) if shape.per_head_scales else (), "float32") if stored != dtype else None,
     }
@@ -184,6 +190,7 @@ def ragged(chip: str, shape: Ragged) -> Program:
     def call(query: jax.Array, cache: jax.Array, *rest: jax.Array) -> Any:
         key, value, *given = rest if shape.write else (None, None, *rest)
         more: dict[str, Any] = dict(zip(rules, given, strict=False))
+        batch_mask = BatchMask(more.pop("tree", None))
         return kernel.ragged_paged_attention(
             query,
             key,
@@ -194,14 +201,14 @@ def ragged(chip: str, shape: Ragged) -> Program:
             scale=head_size**-0.5,
             max_query_len=max(shape.query_lens),
             chip=chip,
-            causal=shape.causal,
-            window=shape.window,
+            mask=shape.mask,
+            batch_mask=batch_mask,
             logits_soft_cap=shape.soft_cap,
             return_lse=shape.lse,
             interpret=False,
         )
 
-    flops, traffic = cost(shape.query_lens, shape.seq_lens, num_heads, head_size, shape.causal, shape.window)
+    flops, traffic = cost(shape.query_lens, shape.seq_lens, num_heads, head_size, mask=shape.mask)
     traffic = traffic * kv_heads * 2 * head_size * jnp.dtype(stored).itemsize
     traffic += num_tokens * num_heads * 2 * head_size * jnp.dtype(dtype).itemsize
     return Program(call, arrays, batch, (1,), flops, traffic, dtype)
@@ -212,20 +219,15 @@ def cost(
     seq_lens: Sequence[int],
     num_heads: int,
     head_size: int,
-    causal: bool = True,
-    window: tuple[int | None, int | None] = (None, None),
     value_size: int | None = None,
+    mask: LayerMask = CAUSAL,
 ) -> tuple[float, float]:
     """(flops of the two products over visible scores, number of key rows that some query row of their request sees)."""
     scores = rows = 0
     for count, length in zip(query_lens, seq_lens, strict=True):
-        position = np.arange(length - count, length)
-        right = 0 if causal else window[1]
-        high = np.minimum(length, length if right is None else position + right + 1)
-        low = np.zeros_like(position) if window[0] is None else np.maximum(position - window[0], 0)
-        scores += int(np.maximum(high - low, 0).sum())
-        rows += int(high.max(initial=0) - low.min(initial=length))
-    return 2.0 * num_heads * (head_size + (value_size or head_size)) * scores, float(max(rows, 0))
+        seen = Visibility(mask).as_array(count, length)
+        scores, rows = scores + int(seen.sum()), rows + int(seen.any(axis=0).sum())
+    return 2.0 * num_heads * (head_size + (value_size or head_size)) * scores, float(rows)
 
 
 # --- multi-head latent attention ------------------------------------------------------------------------------------
@@ -320,10 +322,10 @@ DENSE: dict[str, Sequence[Any]] = {
 
 
 def _dense_program(choice: Choice, chip: str) -> Program:
-    mask = choice["mask"]
+    mask = MASKS[choice["mask"]]
     same = {name: value for name, value in choice.items() if name not in ("mask", "soft_cap")}
     soft_cap = 30.0 if choice["soft_cap"] else None
-    return dense(chip, Dense(causal=mask in ("causal", "window"), window=WINDOWS.get(mask), soft_cap=soft_cap, **same))
+    return dense(chip, Dense(causal=mask.causal, window=mask.window, soft_cap=soft_cap, **same))
 
 
 class Dense(NamedTuple):
@@ -334,7 +336,7 @@ class Dense(NamedTuple):
     head_sizes: tuple[int, int]
     dtype: str = "bfloat16"
     causal: bool = True
-    window: tuple[int | None, int | None] | None = None
+    window: Window = (None, None)
     segments: bool = False
     kv_lens: bool = False
     soft_cap: float | None = None
@@ -389,7 +391,7 @@ def dense(chip: str, shape: Dense) -> Program:
         out, pull = jax.vjp(attend, q, k, v, logits)
         return pull(out)
 
-    flops, _ = cost([rows], [keys], num_heads, size, shape.causal, shape.window or (None, None), value_size)
+    flops, _ = cost([rows], [keys], num_heads, size, value_size, LayerMask(shape.causal, shape.window))
     traffic = rows * num_heads * (size + value_size) + keys * kv_heads * (size + value_size)
     if shape.backward:  # scores again, and four products; all inputs and the output's gradient are read, the gradients written
         flops += flops + 2.0 * flops * size / (size + value_size) + flops * value_size / (size + value_size)

@@ -26,6 +26,7 @@ from attn.jax.kernels.tpu._refs import PagedConfig, block_shape, rows_at
 from attn.tools.aot import command as aot
 from attn.tools.aot import libtpu as _libtpu
 from attn.tools.aot import tpu as jax_aot
+from attn.visibility import LayerMask
 from tests.levels import seed
 
 TARGETS = [name for name in aot.TARGETS if name.startswith("tpu-")]
@@ -46,15 +47,16 @@ def subset(target, kernel):
 
 
 #: 16 rows of one byte are half a tile of a v5e, which a copy into the middle of one may not address (E2003).
-NARROW = "batch=decode", "block_size=16,kv=fp8_e4m3"
+NARROW = "batch=decode", "block_size=16,", "kv=fp8_e4m3"
 
 
 def drawn(target, kernel):
     """On a v5e a case with pages narrower than a tile; else one of those that compile fast: decodes and small matrices."""
-    cases = subset(target, kernel)
-    if target == "tpu-v5e" and (narrow := [case for case in cases if all(word in case.name for word in NARROW)]):
+    of_kernel = [case for case in aot.cases(target) if case.kernel == kernel]
+    if target == "tpu-v5e" and (narrow := [case for case in of_kernel if all(word in case.name for word in NARROW)]):
         return narrow[0]
-    light = [case for case in cases if case.choice.get("batch", "decode") == "decode" and "512/640" not in case.name]
+    few = [case for case in of_kernel if case.subset]
+    light = [case for case in few if case.choice.get("batch", "decode") == "decode" and "512/640" not in case.name]
     return random.Random(f"{seed()} {target} {kernel}").choice(light)
 
 
@@ -232,7 +234,8 @@ def test_floors_are_those_of_the_peers_table():
     """The figures of v6e at 32/8 heads of 128: decode of 64 requests of 4k, and 2k new tokens at 8k."""
     decode = jax_aot.ragged("v6e", jax_aot.Ragged([1] * 64, [4096] * 64, (32, 8), 128, 128, columns=32))
     assert decode.floors("v6e")["hbm_us"] == pytest.approx(655, abs=1)
-    window = jax_aot.ragged("v6e", jax_aot.Ragged([1] * 64, [4096] * 64, (32, 8), 128, 128, columns=32, window=(1023, None)))
+    windowed = LayerMask(window=(1023, None))
+    window = jax_aot.ragged("v6e", jax_aot.Ragged([1] * 64, [4096] * 64, (32, 8), 128, 128, columns=32, mask=windowed))
     assert window.floors("v6e")["hbm_us"] == pytest.approx(164, abs=1)
     prefill = jax_aot.ragged("v6e", jax_aot.Ragged([2048], [8192], (32, 8), 128, 128, columns=64))
     assert prefill.floors("v6e")["mxu_us"] == pytest.approx(262, abs=1)
@@ -242,9 +245,10 @@ def test_floors_are_those_of_the_peers_table():
     ("arguments", "scores", "rows"),
     [
         ({"query_lens": [2], "seq_lens": [5]}, 4 + 5, 5),
-        ({"query_lens": [2], "seq_lens": [5], "causal": False}, 10, 5),
-        ({"query_lens": [2], "seq_lens": [5], "window": (1, None)}, 4, 3),
-        ({"query_lens": [2, 1], "seq_lens": [5, 9], "window": (1, 1), "causal": False}, 3 + 2 + 2, 3 + 2),
+        ({"query_lens": [2], "seq_lens": [5], "mask": LayerMask(causal=False)}, 10, 5),
+        ({"query_lens": [2], "seq_lens": [5], "mask": LayerMask(window=(1, None))}, 4, 3),
+        ({"query_lens": [2, 1], "seq_lens": [5, 9], "mask": LayerMask(False, (1, 1))}, 3 + 2 + 2, 3 + 2),
+        ({"query_lens": [3], "seq_lens": [5], "mask": LayerMask(chunk_size=4)}, 3 + 4 + 1, 5),
     ],
 )
 def test_cost_counts_what_is_visible(arguments, scores, rows):

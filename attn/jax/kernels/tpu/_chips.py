@@ -101,8 +101,9 @@ def blocks_for(name: str, shape: PagedShape) -> Blocks:
     while large and large < max_query_len and 2 * large * group <= (long if 16 * large <= max_query_len else ROWS):
         large *= 2
     whole = kv_block = max(chip.keys if max_query_len == 1 else 1024, 2048 // cache_itemsize, page)
-    most, reach = shape.columns * page, shape.mask.window[0] if shape.mask.causal else None
-    if reach is not None:
+    most, (left, _), chunk = shape.columns * page, shape.mask.window, shape.mask.chunk_size
+    if shape.mask.causal and (left is not None or chunk is not None):
+        reach = min(x for x in (left, chunk and chunk - 1) if x is not None)
         most = min(most, page + reach + max(large, 1))
     while kv_block > max(page, sublanes(cache_itemsize)) and kv_block >= 2 * most:
         kv_block //= 2  # no item sees that many keys

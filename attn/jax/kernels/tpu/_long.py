@@ -65,7 +65,7 @@ def reset(cfg: Config, refs: Refs) -> None:
 
 def is_clear(cfg: Config, item: Item, first: jax.Array, stop: jax.Array) -> jax.Array:
     """Whether every row of the item sees every key in [first, stop)."""
-    left, right = cfg.mask.window
+    (left, right), chunk = cfg.mask.window, cfg.mask.chunk_size
     clear = (stop <= item.high) & (first >= item.low)
     if cfg.mask.causal:
         before = stop <= item.position + 1
@@ -76,6 +76,8 @@ def is_clear(cfg: Config, item: Item, first: jax.Array, stop: jax.Array) -> jax.
         clear &= first >= item.position + cfg.large - 1 - left
     if right is not None:
         clear &= stop <= item.position + right + 1
+    if chunk is not None:
+        clear &= first >= _chunk_start(item.position + cfg.large - 1, chunk)
     return clear
 
 
@@ -236,10 +238,16 @@ def _positions(cfg: Config, item: Item, top: int) -> jax.Array:
     return item.position + lax.div(top + lax.broadcasted_iota(jnp.int32, (1, cfg.row_tile), 1), cfg.group)
 
 
+def _chunk_start(position: jax.Array, chunk: int) -> jax.Array:
+    return lax.div(position, chunk) * chunk
+
+
 def _seen_by_order(cfg: Config, item: Item, position: jax.Array) -> tuple[jax.Array | None, jax.Array]:
     """Rows see keys of [low, high), [1, rows] each, except those that a tree hides. low: None if it is 0."""
-    left, right = cfg.mask.window
+    (left, right), chunk = cfg.mask.window, cfg.mask.chunk_size
     low = None if left is None else jnp.maximum(position - left, item.low)
+    if chunk is not None:
+        low = jnp.maximum(_chunk_start(position, chunk), item.low if low is None else low)
     high = jnp.broadcast_to(item.high, position.shape)
     if cfg.mask.causal and not cfg.tree:
         high = jnp.minimum(high, position + 1)

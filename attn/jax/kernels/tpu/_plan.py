@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from attn.jax.kernels.tpu._refs import PagedConfig, PagedShape
-from attn.visibility import LayerMask, Visibility
+from attn.visibility import BatchMask, LayerMask, Visibility
 
 #: The columns of an item. ROW is the request of a single, and otherwise the item's first row in the query buffer.
 TABLE, ROW, POSITION, LOW, HIGH, BLOCKS, SINGLE, CONTEXT = range(8)
@@ -26,13 +26,13 @@ NO_TREE = 2**31 - 1
 
 
 class Batch(NamedTuple):
-    """The arrays of a call that describe its requests, int32; `tree`: bool, or None."""
+    """The arrays of a call that describe its requests, int32, and what their rows see."""
 
     query_start_loc: jax.Array  # [R + 1]
     seq_lens: jax.Array  # [R]
     block_table: jax.Array  # [R, B]
     slot_mapping: jax.Array  # [T]
-    tree: jax.Array | None = None  # [R, W, W]
+    mask: BatchMask = BatchMask()
 
     @property
     def start(self) -> jax.Array:
@@ -123,10 +123,9 @@ def _rows(cfg: PagedConfig, batch: Batch) -> tuple[Rows, jax.Array]:
 
 def _items(cfg: PagedConfig, batch: Batch, region: jax.Array) -> tuple[jax.Array, jax.Array]:
     """([8, I], the number of real ones). region: [R], the first row of each request in the query buffer."""
-    q_lens, context, large = batch.query_lens, batch.context, max(cfg.large, 1)
-    is_single, is_tree = q_lens == 1, jnp.zeros_like(q_lens, jnp.bool_)
-    if batch.tree is not None:
-        is_tree = q_lens <= batch.tree.shape[1]
+    q_lens, context, large, tree = batch.query_lens, batch.context, max(cfg.large, 1), batch.mask.tree
+    is_single = q_lens == 1
+    is_tree = jnp.zeros_like(is_single) if tree is None else q_lens <= tree.shape[1]
     per_request = -(-q_lens // large)
     ends = jnp.cumsum(per_request, dtype=jnp.int32)
     item = jnp.arange(cfg.num_items, dtype=jnp.int32)
@@ -135,8 +134,8 @@ def _items(cfg: PagedConfig, batch: Batch, region: jax.Array) -> tuple[jax.Array
     position = context[r] + offset
     last = position + jnp.minimum(q_lens[r] - offset, large) - 1
     low, high = Visibility(cfg.mask).bounds(position, last, batch.seq_lens[r], ordered=cfg.mask.causal & ~is_tree[r], xp=jnp)
-    if cfg.mask.causal and batch.tree is not None:  # a single has no mask except LOW and HIGH
-        high -= (is_single & ~batch.tree[:, 0, 0])[r]
+    if cfg.mask.causal and tree is not None:  # a single has no mask except LOW and HIGH
+        high -= (is_single & ~tree[:, 0, 0])[r]
     high = jnp.maximum(high, 0)
     low = jnp.minimum(low, high)
     blocks = jnp.maximum(-(-(high - low // cfg.page * cfg.page) // cfg.kv_block), 1)

@@ -24,7 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 from attn.jax.kernels.tpu import _kernel, _launch, _plan
 from attn.jax.kernels.tpu._chips import REBIASES_E4M3, Blocks, blocks_for
 from attn.jax.kernels.tpu._refs import E4M3_GAIN, LANES, LOG2_E, Config, Refs
-from attn.visibility import LayerMask, Window
+from attn.visibility import CAUSAL, PLAIN, BatchMask, LayerMask
 
 
 def cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, int, int, int, int]:
@@ -70,12 +70,11 @@ def ragged_paged_attention(
     scale: float,
     max_query_len: int,
     chip: str | None = None,
-    causal: bool = True,
-    window: Window = (None, None),
+    mask: LayerMask = CAUSAL,
+    batch_mask: BatchMask = PLAIN,
     logits_soft_cap: float | None = None,
     alibi_slopes: jax.Array | None = None,
     sinks: jax.Array | None = None,
-    tree_mask: jax.Array | None = None,
     k_scale: jax.Array | float = 1.0,
     v_scale: jax.Array | float = 1.0,
     return_lse: bool = False,
@@ -87,16 +86,16 @@ def ragged_paged_attention(
     query: [T, H, D]; key, value: [T, K, D] of the cache's dtype (already quantised), or None to write nothing; kv_cache:
     see `cache_shape`; query_start_loc: [R + 1], seq_lens: [R], block_table: [R, B], slot_mapping: [T], int32. The block
     table determines where token t of a request is written; slot_mapping only whether (-1: not), and may exclude the first
-    or last tokens of a request, but not tokens in between (`write` supports any). Raises ValueError if the tables exceed
-    the chip's SMEM. `max_query_len`: static, at least the longest query. `chip`: v5e, v6e, ... and `interpret`, False or
+    or last tokens of a request, but not tokens in between (`write` supports any). `mask`, static, and `batch_mask`: what
+    rows see (`attn.visibility`), a tree at most 128 wide. Raises ValueError if the tables exceed the chip's SMEM.
+    `max_query_len`: static, at least the longest query. `chip`: v5e, v6e, ... and `interpret`, False or
     `pltpu.InterpretParams`: by default the TPU that is compiled for (`_chips.target`), or else the interpreter.
     """
     if 0 in (query.shape[0], *block_table.shape, kv_cache.shape[0]):
         lse = jnp.full(query.shape[1::-1], -jnp.inf, jnp.float32) if return_lse else None
         return jnp.zeros_like(query), lse, kv_cache
     device = _launch.device(chip, interpret)
-    batch = _plan.Batch(query_start_loc, seq_lens, block_table, slot_mapping, tree_mask)
-    mask = LayerMask(causal, window)
+    batch = _plan.Batch(query_start_loc, seq_lens, block_table, slot_mapping, batch_mask)
     shape = _plan.shape_of(query, kv_cache, batch, max_query_len, mask, lse=return_lse, write=key is not None)
     cfg = Config(
         **vars(shape),
@@ -104,7 +103,7 @@ def ragged_paged_attention(
         logits_soft_cap=logits_soft_cap or None,
         alibi=alibi_slopes is not None,
         sinks=sinks is not None,
-        tree=tree_mask is not None,
+        tree=batch_mask.tree is not None,
         rebiased=device.chip in REBIASES_E4M3 and kv_cache.dtype == jnp.float8_e4m3fn,
     )
     plan = _plan.make(cfg, batch)
@@ -136,10 +135,10 @@ def _arrays(cfg: Config, plan: _plan.Plan, batch: _plan.Batch, query: jax.Array,
         token, request = plan.rows.token_of_row, plan.rows.request_of_row
         arrays["query"] = _by_kv_head(cfg, padded[token])
         arrays["rules"] = jnp.tile(rules[:, :, None], (1, 1, 1, cfg.large))
-        if batch.tree is not None:
-            width = batch.tree.shape[1]
+        if cfg.tree:
+            width = batch.mask.tree.shape[1]
             node = jnp.clip(token - batch.query_start_loc[request], 0, width - 1)
-            edges = batch.tree[request, node].astype(query.dtype)
+            edges = batch.mask.tree[request, node].astype(query.dtype)
             arrays["tree"] = jnp.repeat(jnp.pad(edges, ((0, 0), (0, LANES - width))), cfg.group, axis=0)
     return arrays
 

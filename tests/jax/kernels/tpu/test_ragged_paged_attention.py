@@ -23,6 +23,7 @@ from attn.jax.kernels.tpu import ragged_paged_attention as kernel
 from attn.jax.kernels.tpu._chips import CHIPS, Blocks, blocks_for
 from attn.jax.kernels.tpu._refs import Config, PagedShape, widen_e4m3, widened, widened_exactly
 from attn.jax.testing import compiling_fast
+from attn.visibility import BatchMask, LayerMask
 from tests.levels import sampled
 
 #: decode over two kv blocks; a short chunk; a prefill over several; a request without rows; a decode within a block
@@ -107,11 +108,15 @@ def launch(
     arrays = {"query": query, "key": key if write else None, "value": value if write else None, "kv_cache": flat}
     arrays |= {"query_start_loc": starts, "seq_lens": seq_lens, "block_table": table, "slot_mapping": slots}
     rules = {"scale": head_size**-0.5, "return_lse": True, **rules}
+    of_layer = LayerMask(**{name: rules.pop(name) for name in ("causal", "window", "chunk_size") if name in rules})
+    of_batch = BatchMask(tree=rules.pop("tree_mask", None))
     interpret = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan", dma_execution_mode=mode)
     step = functools.partial(
         kernel.ragged_paged_attention,
         chip=chip,
         max_query_len=int(query_lens.max()),
+        mask=of_layer,
+        batch_mask=of_batch,
         blocks=blocks,
         interpret=interpret,
         **rules,
@@ -174,6 +179,10 @@ CASES: dict[str, dict[str, Any]] = {
         "return_lse": False,
         "blocks": BLOCKS._replace(large=128),
     },
+    # of four pages; cut by a window, some rows of an item in the next one; of less than a block, with later keys
+    "chunks": {"chunk_size": 64, "alibi_slopes": SLOPES},
+    "chunks_of_a_window": {"chunk_size": 100, "window": (90, None), "lens": ((1, 64), (70, 130)), "mode": "eager"},
+    "chunks_both_ways": {"chunk_size": 48, "causal": False, "blocks": BLOCKS._replace(chunk=64)},
     "shared": {"write": False, "heads": (2, 1, 256), "alibi_slopes": SLOPES[:2], "causal": False},
     "held_back": {"hold_back": 5, "heads": (8, 1, 192), "page": 64, "sinks": SINKS},
     "fp8": {
@@ -196,7 +205,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 #: Each alone notices a defect of `tests.testing.planted`.
-KEPT = ("window", "bidirectional", "leaping", "fp8_by_hand", "int8")
+KEPT = ("window", "bidirectional", "leaping", "fp8_by_hand", "int8", "chunks_of_a_window")
 
 
 @pytest.mark.parametrize("name", sampled(list(CASES), 1, "ragged paged attention", lambda name: name in KEPT))
