@@ -141,7 +141,7 @@ class AttnKernels(AttentionBackend):
 
         Raises `UnsupportedError` for what no backend serves, `ShapeError` for a cache of another backend.
         """
-        self._check(kv_cache, q, md, shared_md, mesh, q_scale, k_scale, v_scale)
+        self._check(kv_cache, q, (md, shared_md), mesh, (q_scale, k_scale, v_scale))
         window: int | Window | None = attention_chunk_size
         if attention_chunk_size is not None and not use_causal_mask:
             window = (attention_chunk_size - 1, None)
@@ -167,12 +167,11 @@ class AttnKernels(AttentionBackend):
         )(q, k, v, kv_cache, *batch, *more)
         return kv_cache, output
 
-    def _check(
-        self, kv_cache: Any, q: Any, md: Any, shared_md: Any, mesh: Mesh, q_scale: Any, k_scale: Any, v_scale: Any
-    ) -> None:
-        """Raise for what this class would otherwise ignore."""
+    def _check(self, kv_cache: Any, q: Any, batches: tuple[Any, ...], mesh: Mesh, scales: tuple[Any, Any, Any]) -> None:
+        """Raise for what this class would otherwise ignore. scales: of queries, keys and values."""
+        q_scale, k_scale, v_scale = scales
         why = [f"context parallelism ({axis} = {mesh.shape[axis]})" for axis in ("dcp", "pcp") if mesh.shape.get(axis, 1) > 1]
-        why += dict.fromkeys(f"{name} of a batch" for batch in (md, shared_md) for name in _unknown(batch))
+        why += dict.fromkeys(f"{name} of a batch" for batch in batches for name in _unknown(batch))
         if q_scale is not None:
             why.append(f"quantised queries (q_scale = {q_scale})")
         if kv_cache.dtype.itemsize > 1 and {k_scale, v_scale} - {None, 1.0}:

@@ -274,14 +274,11 @@ def run_conformance(
     for name in [*AttentionBackendEnum.names(), BLOCKSPARSE] if names is None else names:
         candidate = candidate_of(name)
         name = candidate.name  # a name may be passed in another case
-        subject, why = subject_here(candidate, kind or "ran")
+        subject, why = subject_here(candidate, kind, names is not None)
         if subject is None:
             reports.append(BackendReport(name, skipped=why))
             continue
         backend = candidate.backend
-        if names is None and kind != "interpreted" and is_interpreted(backend):
-            reports.append(BackendReport(name, skipped="kernels are interpreted on this machine, slow: request it by name"))
-            continue
         cases = [case for case in cases_of(subject, level) if only in case.name]
         cases = [case for case in cases if not dtypes or case.dtype in dtypes or case.check.startswith(REFUSAL)]
         cases = cases[part[0] - 1 :: part[1]]
@@ -289,7 +286,7 @@ def run_conformance(
             reports.append(BackendReport(name, skipped="no case was selected"))
             continue
         words = f"{level}, {' '.join(dtypes)}" if dtypes else level
-        reports.append(BackendReport(name, level=words, kind=_kind(backend, kind)))
+        reports.append(BackendReport(name, level=words, kind=kind or kind_here(backend)))
         runs.append((backend, cases, subject, reports[-1]))
     done = 0
     shown.begin("cases", sum(len(cases) for _, cases, _, _ in runs))
@@ -313,27 +310,49 @@ def candidate_of(name: str) -> Candidate:
     return AttentionBackendEnum[name].candidate()
 
 
-def subject_here(candidate: Candidate, kind: str = "ran") -> tuple[Subject | None, str]:
-    """Return (the candidate's subject on this machine, ""), or (None, why it cannot run)."""
-    reasons = list(not_loadable(candidate))
-    if candidate.backend is None or reasons:
-        return None, "; ".join(reasons)
+def subject_here(candidate: Candidate, kind: str | None = None, named: bool = True) -> tuple[Subject | None, str]:
+    """Return (the candidate's subject on this machine, ""), or (None, why it cannot run); arguments as for `unable`."""
+    if why := unable(candidate, kind, named):
+        return None, why
+    backend: Any = candidate.backend
+    device: Device | None = device_for(backend)
+    if kind not in (None, "ran") or not_on(backend, device):
+        device = None  # interpreted: the limits are those of any device
     try:
-        device = device_for(candidate.backend)
-        subject = subject_of(candidate.backend, device=device if kind == "ran" else None)
-        if kind == "ran" and (refused := subject.capabilities.device_reasons(device)):
-            return None, "; ".join(refused)
+        subject = subject_of(backend, device=device)
         cases_of(subject)
     except UnsupportedError as error:
         return None, str(error)
     return subject, ""
 
 
-def _kind(backend: Any, asked: str | None) -> str:
-    """Return how a backend is executed on this machine. Interpreted runs are never recorded as the device's."""
-    if asked == "ran" and is_interpreted(backend):
-        raise ValueError(f"{backend.get_name()} is interpreted on this machine: kind must be 'interpreted'")
-    return asked or ("interpreted" if is_interpreted(backend) else "ran")
+def unable(candidate: Candidate, kind: str | None = None, named: bool = True) -> str:
+    """Return why a backend cannot run on this machine, or "".
+
+    kind: as for `run_conformance`. named: whether the backend was requested by name; others do not run in an interpreter, which
+    is slow, unless `kind` requests it. Raises ValueError for kind `ran` where kernels are interpreted: such a run is never
+    recorded as the device's.
+    """
+    if reasons := not_loadable(candidate):
+        return "; ".join(reasons)
+    backend: Any = candidate.backend
+    interpreted = is_interpreted(backend)
+    if interpreted and kind == "ran":
+        raise ValueError(f"{candidate.name} is interpreted on this machine: kind must be 'interpreted'")
+    if interpreted and kind is None and not named:
+        return "kernels are interpreted on this machine, slow: request it by name"
+    return "" if interpreted or kind not in (None, "ran") else "; ".join(not_on(backend, device_for(backend)))
+
+
+def not_on(backend: Any, device: Device | None) -> list[str]:
+    """Return why a backend does not support a device; nothing of a backend that declares no capabilities."""
+    capabilities = getattr(backend, "capabilities", None)
+    return [] if capabilities is None or device is None else list(capabilities.device_reasons(device))
+
+
+def kind_here(backend: Any) -> str:
+    """Return how a backend is executed on this machine."""
+    return "interpreted" if is_interpreted(backend) else "ran"
 
 
 def is_interpreted(backend: Any) -> bool:

@@ -12,8 +12,7 @@ from attn.backend_enum import BackendEnum
 from attn.capabilities import Device
 from attn.progress import Display
 from attn.reports import evidence
-from attn.selection.verdicts import not_loadable
-from attn.testing.conformance import EXECUTED, BackendReport, Failure, Report, device_for, evidence_of, is_interpreted
+from attn.testing.conformance import EXECUTED, BackendReport, Failure, Report, device_for, evidence_of, kind_here, unable
 
 
 class Family(NamedTuple):
@@ -56,21 +55,11 @@ def run_family(
     for name in family.registry.names() if names is None else names:
         candidate = family.registry[name].candidate()
         name, backend = candidate.name, candidate.backend  # a name may be passed in another case
-        if why := not_loadable(candidate):
-            reports.append(BackendReport(name, skipped="; ".join(why)))
+        if why := unable(candidate, kind, names is not None):
+            reports.append(BackendReport(name, skipped=why))
             continue
         device = device_for(backend)
-        interpreted = is_interpreted(backend)
-        if interpreted and kind == "ran":
-            raise ValueError(f"{name} is interpreted on this machine: kind must be 'interpreted'")
-        how = kind or ("interpreted" if interpreted else "ran")
-        if interpreted and names is None and kind is None:
-            reports.append(BackendReport(name, skipped="kernels are interpreted on this machine, slow: request it by name"))
-            continue
-        if how == "ran" and (refused := backend.capabilities.device_reasons(device)):
-            reports.append(BackendReport(name, skipped="; ".join(refused)))
-            continue
-        report = BackendReport(name, device.name or device.platform, device.platform, family.level, how)
+        report = BackendReport(name, device.name or device.platform, device.platform, family.level, kind or kind_here(backend))
         begin = time.perf_counter()
         selected = [case for case in family.cases(backend, device) if only in case.name]
         shown.begin(name, len(selected))

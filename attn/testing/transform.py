@@ -4,6 +4,7 @@ Functions take a `Call` and return another; `attn.testing.properties` states the
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +14,13 @@ from attn.testing.draw import frozen as frozen
 from attn.testing.expected import specified_cache
 
 Tokens = tuple[Array, Array]  #: stored (keys, values) [m, K, D] of one request
+
+
+def queries(lens: Array) -> dict[str, Any]:
+    """Return the fields of a batch that follow from the numbers of new tokens, [R] int32."""
+    start = np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
+    starts = dict.fromkeys(("query_start_loc", "query_start_loc_cpu"), start)
+    return {**starts, "num_actual_tokens": int(start[-1]), "max_query_len": int(lens.max(initial=0))}
 
 
 def already_written(call: Call) -> Call:
@@ -66,17 +74,13 @@ def picked(call: Call, requests: Sequence[int]) -> Call:
     batch, chosen = call.batch, list(requests)
     rows = rows_of(call, chosen)
     lens = np.array([call.case.query_lens[r] for r in chosen], np.int32)
-    start = np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
     new = batch.replace(
-        query_start_loc=start,
-        query_start_loc_cpu=start,
+        **queries(lens),
         seq_lens=batch.seq_lens[chosen],
         seq_lens_cpu=batch.seq_lens[chosen],
         block_table=batch.block_table[chosen],
         slot_mapping=batch.slot_mapping[rows],
         num_reqs=len(chosen),
-        num_actual_tokens=len(rows),
-        max_query_len=int(lens.max(initial=0)),
         max_seq_len=int(batch.seq_lens[chosen].max(initial=0)),
         tree_mask=None if batch.tree_mask is None else batch.tree_mask[chosen],
         causal=batch.causal[chosen] if isinstance(batch.causal, np.ndarray) else batch.causal,
@@ -117,19 +121,10 @@ def chunk(call: Call, begin: Sequence[int], end: Sequence[int], caches: Tokens) 
     batch, count = call.batch, range(call.batch.num_reqs)
     rows = chunk_rows(call, begin, end)
     lens = np.array([end[r] - begin[r] for r in count], np.int32)
-    start = np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
     # the first rows of a request that is shorter than its query have no keys
     seq = np.array([max(call.case.seq_lens[r] - call.case.query_lens[r] + end[r], 0) for r in count], np.int32)
     assert call.key is not None and call.value is not None
-    new = batch.replace(
-        query_start_loc=start,
-        query_start_loc_cpu=start,
-        seq_lens=seq,
-        seq_lens_cpu=seq,
-        slot_mapping=batch.slot_mapping[rows],
-        num_actual_tokens=len(rows),
-        max_query_len=int(lens.max(initial=0)),
-    )
+    new = batch.replace(**queries(lens), seq_lens=seq, seq_lens_cpu=seq, slot_mapping=batch.slot_mapping[rows])
     changes = {"query_lens": tuple(map(int, lens)), "seq_lens": tuple(map(int, seq)), "padding": 0}
     return frozen(
         call.but(

@@ -169,8 +169,7 @@ def _listed(names: Sequence[str]) -> dict[str, Any]:
     from attn.backend_enum import registries
     from attn.reports.report import environment
     from attn.selection import plugins
-    from attn.selection.verdicts import not_loadable
-    from attn.testing.conformance import device_for, is_interpreted
+    from attn.testing.conformance import device_for, unable
 
     plugins.load()
     backends, left_out, known = [], dict[str, str](), set()
@@ -180,17 +179,14 @@ def _listed(names: Sequence[str]) -> dict[str, Any]:
             if names and name not in names:
                 continue
             candidate = members[name].candidate()
-            backend: Any = candidate.backend
-            why = list(not_loadable(candidate))
-            if not why:
-                capabilities, device = backend.capabilities, device_for(backend)
-                why = capabilities.device_reasons(device) if capabilities is not None else ["it declares no capabilities"]
-                if not why and is_interpreted(backend):
-                    why = ["its kernels are interpreted on this machine"]
-                if not why and device.platform == "cpu" and _has_other_device(capabilities.framework):
-                    why = [f"it runs on the CPU only; {capabilities.framework} has another device here"]
+            capabilities: Any = getattr(candidate.backend, "capabilities", None)
+            why = unable(candidate, named=False)
+            if not why and capabilities is None:
+                why = "it declares no capabilities"
+            elif not why and device_for(candidate.backend).platform == "cpu" and _has_other_device(capabilities.framework):
+                why = f"it runs on the CPU only; {capabilities.framework} has another device here"
             if why:
-                left_out[name] = "; ".join(why)
+                left_out[name] = why
             else:
                 backends.append([registry, name, capabilities.framework])
     if unknown := set(names) - known:

@@ -215,15 +215,8 @@ def _cut(call: RecordedCall, r: int, rows: range, keys: range) -> RecordedCall:
     own = [np.arange(call.num_tokens)[call.rows(q)] for q in range(call.batch.num_reqs)]
     own[r] = own[r][rows.start : rows.stop]
     kept, lens = np.concatenate(own), np.array([len(x) for x in own], np.int32)
-    start = np.concatenate([[0], np.cumsum(lens)]).astype(np.int32)
     placed = to.placed(call, stored)
-    batch = placed.batch.replace(
-        query_start_loc=start,
-        query_start_loc_cpu=start,
-        slot_mapping=placed.batch.slot_mapping[kept],
-        num_actual_tokens=len(kept),
-        max_query_len=int(lens.max(initial=0)),
-    )
+    batch = placed.batch.replace(**to.queries(lens), slot_mapping=placed.batch.slot_mapping[kept])
     chosen, q_lens = call.chosen_for(kept), tuple(map(int, lens))
     return to.frozen(placed.but(query=call.query[kept], chosen=chosen, batch=batch, query_lens=q_lens))  # type: ignore[return-value]
 

@@ -12,7 +12,7 @@ from attn.backends.registry import AttentionBackendEnum
 from attn.selection import plugins
 from attn.tables import block
 from attn.testing.case import Case
-from attn.testing.conformance import candidate_of, is_interpreted, runner_for, subject_here
+from attn.testing.conformance import candidate_of, runner_for, subject_here
 from attn.testing.rules import BUDGETS
 from attn.testing.subject import Subject
 from attn.tools.recorded import RecordedCall, as_smaller, outcome_of, read, sizes, snapshot_of, wild_rows
@@ -81,15 +81,13 @@ def replay(call: RecordedCall, names: Sequence[str] | None = None) -> list[Repla
     plugins.load()
     rows = []
     for name in AttentionBackendEnum.names() if names is None else names:
-        backend, subject, why = _place(name, call.case)
-        if names is None and (subject is None or is_interpreted(backend)):
-            continue
-        framework = subject.capabilities.framework if subject else ""
-        if subject is None:
-            rows.append(ReplayRow(name, framework, "not run", 0.0, why))
-            continue
-        outcome = outcome_of(call, runner_for(backend, subject.device))
-        rows.append(ReplayRow(name, framework, "FAILED" if outcome.kind else "ok", outcome.score.row, outcome.text))
+        backend, subject, why = _place(name, call.case, names is not None)
+        if subject is not None:
+            outcome = outcome_of(call, runner_for(backend, subject.device))
+            status = "FAILED" if outcome.kind else "ok"
+            rows.append(ReplayRow(name, subject.capabilities.framework, status, outcome.score.row, outcome.text))
+        elif names is not None:
+            rows.append(ReplayRow(name, "", "not run", 0.0, why))
     return rows
 
 
@@ -101,10 +99,10 @@ def shrink(call: RecordedCall, name: str) -> RecordedCall:
     return as_smaller(call, runner_for(backend, subject.device), subject.serves)
 
 
-def _place(name: str, case: Case) -> tuple[Any, Subject | None, str]:
+def _place(name: str, case: Case, named: bool = True) -> tuple[Any, Subject | None, str]:
     """Return (backend, its subject on this machine, ""), or (backend, None, why it does not run the case here)."""
     candidate = candidate_of(name)
-    subject, why = subject_here(candidate)
+    subject, why = subject_here(candidate, named=named)
     if subject is not None and not subject.serves(case):
         request = case.request()
         sizes = [] if case.is_encoder or case.block_size in subject.block_sizes else [f"block_size={case.block_size}"]

@@ -193,10 +193,6 @@ def _batch(
     return batch, slots_of(batch.block_table, request, position, size), max(1, int(ends[-1]) if len(ends) else 1)
 
 
-def is_packed(kwargs: dict[str, Any]) -> bool:
-    return any(kwargs.get(name) is not None for name in BOUNDARIES)
-
-
 def sequences(call: Call, kwargs: dict[str, Any], output_only: bool) -> torch.Tensor | Call:
     """Return the output [1, S, H, Dv] of sequences packed in one row, computed one by one; or, if the call needs more than an
     output without gradients (not `output_only`), has other sizes or a mask that hides more, return a call with a mask instead.

@@ -24,10 +24,9 @@ from attn.diffusion.backends.registry import DiffusionAttentionBackendEnum
 from attn.imports import resolve_obj_by_qualname
 from attn.progress import Display
 from attn.selection import plugins
-from attn.selection.verdicts import not_loadable
 from attn.testing import shrink
 from attn.testing.case import Case, Recipe
-from attn.testing.conformance import candidate_of, device_for, is_interpreted, run_case, subject_here
+from attn.testing.conformance import candidate_of, device_for, not_on, run_case, subject_here, unable
 from attn.testing.dense import DenseCase
 from attn.testing.draw import draw
 from attn.testing.processes import Ended, Lost, Worker, shared_cores
@@ -402,21 +401,14 @@ def _here(registry: str, name: str, all_of_them: bool) -> tuple[Any, str, str]:
         why = entry.missing()
         return None if why else entry, name, why
     candidate = candidate_of(name) if registry == "attention" else DiffusionAttentionBackendEnum[name].candidate()
-    subject, why = subject_here(candidate) if registry == "attention" else _dense_here(candidate)
-    if subject is not None and all_of_them and is_interpreted(candidate.backend):
-        subject, why = None, "kernels are interpreted on this machine, slow: request it by name"
+    subject: Any = None
+    if registry == "attention":
+        subject, why = subject_here(candidate, named=not all_of_them)
+    elif not (why := unable(candidate, named=not all_of_them)):
+        backend: Any = candidate.backend
+        device = device_for(backend)
+        subject = DenseSubject(name, backend, None if not_on(backend, device) else device)
     return subject, path_of(candidate.backend) if subject is not None and candidate.backend is not None else "", why
-
-
-def _dense_here(candidate: Any) -> tuple[DenseSubject | None, str]:
-    """Return (a diffusion backend as a subject, ""), or (None, why it cannot run on this machine)."""
-    if why := not_loadable(candidate):
-        return None, "; ".join(why)
-    backend, device = candidate.backend, device_for(candidate.backend)
-    refused = backend.capabilities.device_reasons(device)
-    if refused and not is_interpreted(backend):
-        return None, "; ".join(refused)
-    return DenseSubject(candidate.name, backend, None if refused else device), ""
 
 
 def _show(shown: Display, begin: float, report: FuzzReport) -> None:
