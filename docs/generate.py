@@ -26,7 +26,9 @@ MODULES = (
 )  # fmt: skip
 
 
-NOTEBOOKS = Path(__file__).resolve().parents[1] / "notebooks"
+ROOT = Path(__file__).resolve().parents[1]
+NOTEBOOKS = ROOT / "notebooks"
+NOTES = ROOT / "benchmarks" / "notes"
 
 
 def pages() -> dict[str, str | bytes]:
@@ -35,9 +37,24 @@ def pages() -> dict[str, str | bytes]:
         "evidence": evidence_page, "commands": commands, "variables": variables, "names": names,
     }  # fmt: skip
     found: dict[str, str | bytes] = {f"reference/{name}.md": make() for name, make in made.items()}
+    for path in sorted(NOTES.glob("*.md")):
+        found[f"benchmarks/{path.stem.replace('README', 'index')}.md"] = figures(path)
     for path in sorted(NOTEBOOKS.glob("*.ipynb")):
         found |= notebook(path)
     return found
+
+
+def figures(path: Path) -> str:
+    """Return a page of figures. The first has README.md's sections on speed and devices too; files outside of the site are
+    named, not linked."""
+    text = path.read_text(encoding="utf-8")
+    if path.stem == "README":
+        readme = (ROOT / "README.md").read_text(encoding="utf-8")
+        shown = readme[readme.index("## How fast") : readme.index("## When to use it")]
+        shown = re.sub(r"\]\(docs/", "](../", shown).replace("](benchmarks/notes/README.md)", "](#by-kernel)")
+        head, _, rest = text.partition("\n\n")
+        text = f"{head}\n\n{shown}\n## By kernel\n\n{rest}"
+    return re.sub(r"\[([^]]+)\]\(\.\./results/([^)]+)\)", r"\1 (`benchmarks/results/\2`)", text)
 
 
 def notebook(path: Path) -> dict[str, str | bytes]:

@@ -1,4 +1,4 @@
-"""Hooks that mkdocs calls during the build: add the generated pages to the written ones, and the notebooks to the menu."""
+"""Hooks that mkdocs calls during the build: they add the generated pages to the written ones, and two sections to the menu."""
 
 import importlib
 import sys
@@ -10,12 +10,14 @@ generate = importlib.import_module("generate")
 
 
 #: Pages whose tables need the width of the table of contents.
-WIDE = ("reference/backends.md", "reference/evidence.md", "reference/variables.md")
+WIDE = ("reference/backends.md", "reference/evidence.md", "reference/variables.md", "benchmarks/index.md")
 
 
 def on_config(config: Any) -> Any:
     pages = [f"notebooks/{path.stem}.md" for path in sorted(generate.NOTEBOOKS.glob("*.ipynb"))]
     config.nav.insert(-1, {"Notebooks": pages})
+    notes = [f"benchmarks/{path.stem}.md" for path in sorted(generate.NOTES.glob("*.md")) if path.stem != "README"]
+    config.nav.insert(-1, {"Figures": ["benchmarks/index.md", *notes]})
     return config
 
 

@@ -239,7 +239,8 @@ def test_the_picture_of_speed_is_current() -> None:
     pytest.importorskip("torch")
     stored = (DOCS / "assets" / "speed.svg").read_text(encoding="utf-8")
     now = script("speed_picture").picture()
-    assert all(f">{html.escape(text)}</text>" in stored for text in now.texts), "run `python docs/speed_picture.py`"
+    drawn = [html.escape(text, quote=False) for text in now.texts]
+    assert [text for text in drawn if f">{text}</text>" not in stored] == [], "run `python docs/speed_picture.py`"
     if f"Matplotlib v{matplotlib.__version__}," in stored:
         assert now._repr_svg_() == stored, "run `python docs/speed_picture.py`"
 
@@ -261,7 +262,8 @@ def site_files() -> dict[str, str]:
     """The site's files by their path in it, with the text of written pages: what mkdocs finds, without mkdocs."""
     files = {named(path): "" for path in DOCS.rglob("*") if path.is_file() and path.suffix != ".py"}
     files |= dict.fromkeys(GENERATED, "") | {named(page): page.read_text(encoding="utf-8") for page in PAGES}
-    return files | {f"notebooks/{path.stem}.md": "" for path in (ROOT / "notebooks").glob("*.ipynb")}
+    notes = {f"benchmarks/{path.stem.replace('README', 'index')}.md": "" for path in (ROOT / "benchmarks/notes").glob("*.md")}
+    return files | notes | {f"notebooks/{path.stem}.md": "" for path in (ROOT / "notebooks").glob("*.ipynb")}
 
 
 def broken_links(page: str, text: str, files: dict[str, str]) -> list[str]:
@@ -311,6 +313,14 @@ def test_a_broken_link_is_found(link: str, fine: bool) -> None:
 def test_links_of_generated_pages_lead_to_pages_of_the_site(made: dict[str, str], generate: ModuleType) -> None:
     files = {**site_files(), **dict.fromkeys(generate.pages(), "")}
     assert [link for page, text in made.items() for link in broken_links(page, text, files)] == []
+
+
+def test_figures_are_pages_that_begin_with_the_tables_of_the_readme(made: dict[str, str]) -> None:
+    index = made["benchmarks/index.md"]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert re.search(r"<!-- table: speed -->.*?<!-- end -->", readme, re.DOTALL)[0] in index  # type: ignore[index]
+    assert re.search(r"<!-- table: places -->.*?<!-- end -->", readme, re.DOTALL)[0] in index  # type: ignore[index]
+    assert "assets/speed.svg" in index and "](triton.md)" in index and "results/every_peer" in made["benchmarks/triton.md"]
 
 
 def test_every_page_is_in_the_menu_and_every_entry_is_a_page() -> None:
@@ -382,6 +392,7 @@ def test_the_site_builds_without_a_warning(site: Path) -> None:
     assert "Switch to dark colours" in page and "Switch to light colours" in page
     for path in (ROOT / "notebooks").glob("*.ipynb"):
         assert (site / "notebooks" / path.stem / "index.html").exists() and f"notebooks/{path.stem}/" in page, "in the menu"
+    assert (site / "benchmarks/triton/index.html").exists() and "benchmarks/triton/" in page, "in the menu"
     drawn = (site / "notebooks/05_masks_sinks_windows/index.html").read_text(encoding="utf-8")
     assert drawn.count('alt="what the cell shows"') == 8 and len(list((site / "notebooks").glob("05*.png"))) == 8
     assert "decoder (3, 0)" in drawn and "$$" not in (site / "notebooks/06_mla/index.html").read_text(encoding="utf-8")
