@@ -24,17 +24,17 @@ from attn.integrations.transformers.call import NAME, Call, asked, dropout_name,
 from attn.integrations.transformers.masks import as_bool, as_drawn, drawn, read
 from attn.integrations.transformers.packing import layer_of, pack
 from attn.selector import selection_state
+from attn.torch.autocast import enabled
 from attn.torch.diffusion.chosen import impl_for, known, properties_of, sizes_that_decide
 from attn.torch.graphs import uncaptured
 from attn.torch.kernels.runs import Runs
 from attn.torch.layer import Attention
 from attn.weights import dense
 
-#: (call, each entry's run of valid keys or None for all) -> [B, S, H, Dv].
-Launch = Callable[[Call, Runs | None], torch.Tensor]
+#: (query, key, value, sinks, each entry's run of valid keys or None for all) -> [B, S, H, Dv].
+Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, Runs | None], torch.Tensor]
 
 _launches: "weakref.WeakKeyDictionary[Any, dict[Any, Launch | None]]" = weakref.WeakKeyDictionary()
-_last: "weakref.WeakKeyDictionary[Any, tuple[Any, Launch | None]]" = weakref.WeakKeyDictionary()
 _MOST = 64  #: launches of a layer to keep
 
 
@@ -75,13 +75,11 @@ def attend(call: Call, graph: bool = False) -> torch.Tensor:
             return as_operator(call)
     read(call)
     if call.mask is None and call.seen.batch.spans is None and not graph:
-        launch = _launch_of(call)
+        launch = launch_of(call)
         if launch is not None:
-            if call.valid is None:
-                return launch(call, None)
-            runs = call.valid.runs()
-            if runs is not None:
-                return launch(call, runs)
+            runs = None if call.valid is None else call.valid.runs()
+            if runs is not None or call.valid is None:
+                return launch(call.query, call.key, call.value, call.sinks, runs)
     windowed = call.seen.layer.window[0] is not None
     way = classify(call, gaps=windowed and call.valid is not None and call.valid.lens()[2] is None)
     if way is Way.DENSE:
@@ -89,7 +87,24 @@ def attend(call: Call, graph: bool = False) -> torch.Tensor:
     return pack(call) if way is Way.PACKED else by_formula(call)
 
 
-def _launch_of(call: Call) -> Launch | None:
+def plain_facts(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, options: tuple[Any, ...]
+) -> tuple[Any, ...] | None:
+    """Return what decides the launch of a call without a mask, of `options` of the layer; None if more may decide."""
+    batch, heads, rows, size = query.shape
+    key_batch, kv_heads, keys, _ = key.shape
+    dtype, device = query.dtype, query.device
+    if not (batch == key_batch and key.shape == value.shape and batch and rows and keys):
+        return None
+    if not (dtype == key.dtype == value.dtype and device == key.device == value.device):
+        return None
+    if torch.is_grad_enabled() or enabled(device.type):
+        return None
+    # the size of keys is checked where a launch is decided
+    return (options, sinks is None, heads, kv_heads, size, key.shape[3], dtype, device, *sizes_that_decide(rows, keys))
+
+
+def launch_of(call: Call) -> Launch | None:
     """Return the launch of calls like this one, which is made at the first; None if there is none."""
     query, key, value, seen, valid = call.query, call.key, call.value, call.seen, call.valid
     batch, heads, rows, size = query.shape
@@ -106,15 +121,11 @@ def _launch_of(call: Call) -> Launch | None:
         call.asked, heads, kv_heads, size, value_size, query.dtype, key.dtype, value.dtype, device, call.scale, seen.layer,
         call.soft_cap, call.sinks is None, valid is None, *sizes_that_decide(rows, keys),
     )  # fmt: skip
-    last = _last.get(call.module)
-    if last is not None and last[0] == facts:  # the token before's, most often, which needs no hash
-        return last[1]
     launches = _launches.setdefault(call.module, {})
     if facts not in launches:
         if len(launches) >= _MOST:
             launches.clear()
         launches[facts] = _decided(call)
-    _last[call.module] = facts, launches[facts]
     return launches[facts]
 
 
@@ -127,8 +138,8 @@ def _decided(call: Call) -> Launch | None:
     plain = None if padded else _dense(call, way)
     if plain is not None:
         if pads:
-            return lambda call, runs: plain(call.query, call.key, F.pad(call.value, (0, pads)))[..., :width]
-        return lambda call, runs: plain(call.query, call.key, call.value)
+            return lambda query, key, value, sinks, runs: plain(query, key, F.pad(value, (0, pads)))[..., :width]
+        return lambda query, key, value, sinks, runs: plain(query, key, value)
     causal = call.seen.layer.causal
     try:
         layer = layer_of(call, AttentionType.DECODER if causal or not call.square else AttentionType.ENCODER_ONLY)
@@ -142,14 +153,17 @@ def _decided(call: Call) -> Launch | None:
     held = _Held(impl)
     row = impl.row_launcher(call.query.device, call.query.dtype) if rows == 1 else None
 
-    def launch(call: Call, runs: Runs | None) -> torch.Tensor:
-        if call.sinks is not None:
-            held.set(call.sinks)
-        value = F.pad(call.value, (0, pads)) if pads else call.value
+    def launch(
+        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, runs: Runs | None
+    ) -> torch.Tensor:
+        if sinks is not None:
+            held.set(sinks)
+        if pads:
+            value = F.pad(value, (0, pads))
         if row is not None:
-            out: torch.Tensor = row(call.query, call.key, value, runs)
+            out: torch.Tensor = row(query, key, value, runs)
         else:
-            q, k, v = call.query.transpose(1, 2), call.key.transpose(1, 2), value.transpose(1, 2)
+            q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
             out = impl.attend_keys(q, k, v, causal) if runs is None else impl.attend_keys(q, k, v, causal, valid=runs)
         return out[..., :width] if pads else out
 

@@ -23,8 +23,9 @@ most 128, and the batch has at most REQUESTS requests.
 """
 
 import functools
+from collections.abc import Sequence
 from operator import or_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -574,58 +575,103 @@ def prefill(
     number of keys seen on either side, larger than any sequence if there is no bound. programs: the number of
     multiprocessors that it may use. one_page: whether each request's keys are one page, of any size.
     """
-    paged, (tokens, heads, size), num_reqs = block_table is not None, query.shape, query_start_loc.shape[0] - 1
-    (o_t, o_h, _), (q_t, q_h, _), k_strides, v_strides = (
-        output.stride(),
-        query.stride(),
-        key_cache.stride(),
-        value_cache.stride(),
-    )
-    k_shape, v_shape, pages = tuple(key_cache.shape), tuple(value_cache.shape), key_cache.shape[0]
-    if not paged:
+    arrays = output, lse, query, key_cache, value_cache, query_start_loc, seq_lens, block_table, sinks
+    page = _ONE_PAGE if one_page else ROWS if block_table is None else key_cache.shape[1]
+    plan = _planned(arrays, page, (cap, negate, left, right, has_left, min_query))
+    plan(arrays, (factor, v_factor), programs)
+
+
+class _Plan(NamedTuple):
+    """A launch for arrays of certain shapes, strides and dtypes.
+
+    maps: shape, strides and box of tensor maps of the query, None if it is not copied ahead, and of keys and values; numbers:
+    requests, pages, and strides of the log-sum-exp and the block table.
+    """
+
+    kernel: Prepared
+    maps: tuple[Any, Any, Any]
+    numbers: tuple[int, int, int, int]
+    strides: tuple[int, ...]
+    tiles: int
+
+    def __call__(self, arrays: Sequence[torch.Tensor | None], factors: tuple[float, float], programs: int) -> None:
+        """arrays: of the kernel, without the counters."""
+        _, _, query, key, value, *_ = arrays
+        assert query is not None and key is not None and value is not None
+        dtype, (q_map, k_map, v_map) = query.dtype, self.maps
+        k_desc, v_desc = descriptor(key.data_ptr(), dtype, *k_map), descriptor(value.data_ptr(), dtype, *v_map)
+        q_desc = k_desc if q_map is None else descriptor(query.data_ptr(), dtype, *q_map)
+        counters = memory_of_stream(query.device, 0, 2)[1]
+        try:
+            self.kernel(
+                min(self.tiles, programs), (*arrays, counters), q_desc, k_desc, v_desc, *factors, *self.numbers, *self.strides
+            )
+        except Exception as error:
+            hopper.turn_off("hopper_prefill", error)
+            raise
+
+
+def _planned(arrays: Sequence[Any], page: int, rules: tuple[Any, ...]) -> _Plan:
+    """arrays: of the kernel, without the counters; rules: `_prepared`'s."""
+    output, lse, query, key_cache, value_cache, starts, _, block_table, _ = arrays
+    (tokens, heads, size), num_reqs, pages = query.shape, starts.shape[0] - 1, key_cache.shape[0]
+    (o_t, o_h, _), (q_t, q_h, _), k_strides, v_strides = (x.stride() for x in (output, query, key_cache, value_cache))
+    k_shape, v_shape = tuple(key_cache.shape), tuple(value_cache.shape)
+    if block_table is None:
         k_shape, v_shape = (1, *k_shape), (1, *v_shape)
         k_strides, v_strides = (pages * k_strides[0], *k_strides), (pages * v_strides[0], *v_strides)
-    page, kv_heads = _ONE_PAGE if one_page else k_shape[1] if paged else ROWS, k_shape[2]
+    kv_heads = k_shape[2]
     strides, group = (o_t, o_h, q_t, q_h, *k_strides[:3], *v_strides[:3]), heads // kv_heads
-    counters = memory_of_stream(query.device, 0, 2)[1]
-    arrays = (output, lse, query, key_cache, value_cache, query_start_loc, seq_lens, block_table, sinks, counters)
-    rules = (cap, negate, left, right, has_left, min_query)
     # the engine copies queries of whole rows of both consumers, as they are
-    ahead = size <= 128 and 64 % group == 0 and not negate and not (q_t | q_h) % 8 and not query.data_ptr() % 16
-    kernel = _prepared(kind_of(arrays, strides), heads, group, size, page, rules, ahead)
-    box = (1, _box(page, size), 1, 64)
-    k_desc = descriptor(key_cache.data_ptr(), query.dtype, k_shape, k_strides, box)
-    v_desc = descriptor(value_cache.data_ptr(), query.dtype, v_shape, v_strides, box)
+    ahead = size <= 128 and 64 % group == 0 and not rules[1] and not (q_t | q_h) % 8 and not query.data_ptr() % 16
+    kernel, box = (
+        _prepared(kind_of((*arrays, None), strides), heads, group, size, page, rules, ahead),
+        (1, _box(page, size), 1, 64),
+    )
+    q_map = ((1, tokens, heads, size), (tokens * q_t, q_t, q_h, 1), (1, 64 // group, group, 64)) if ahead else None
+    numbers = num_reqs, pages, 0 if lse is None else lse.stride(0), 0 if block_table is None else block_table.stride(0)
     tiles = (tokens // (ROWS // group) + num_reqs) * kv_heads
-    lse_h, table_r = 0 if lse is None else lse.stride(0), 0 if block_table is None else block_table.stride(0)
-    q_desc = k_desc
-    if ahead:
-        q_shape, q_strides = (1, tokens, heads, size), (tokens * q_t, q_t, q_h, 1)
-        q_desc = descriptor(query.data_ptr(), query.dtype, q_shape, q_strides, (1, 64 // group, group, 64))
-    numbers = q_desc, k_desc, v_desc, factor, v_factor, num_reqs, pages, lse_h, table_r
-    try:
-        kernel(min(tiles, programs), arrays, *numbers, *strides)
-    except Exception as error:
-        hopper.turn_off("hopper_prefill", error)
-        raise
+    return _Plan(kernel, (q_map, (k_shape, k_strides, box), (v_shape, v_strides, box)), numbers, strides, tiles)
 
 
-def prompts(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, causal: bool) -> torch.Tensor | None:
-    """Return [B, S, H, D] of query [B, H, S, D] and key, value [B, K, S, D], which are read where they are; None if the kernel
-    does not support their shapes, dtypes and addresses."""
-    batch, heads, rows, size = query.shape
-    q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-    dense = query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
-    if not dense or not serves(q, k, v, batch, heads // key.shape[1], _ONE_PAGE):
-        return None
-    q = q.flatten(0, 1)
-    output = torch.empty(batch * rows, heads, size, dtype=query.dtype, device=query.device)
-    arrays = output, None, q, k, v, *_equal(batch, rows, query.device), None
-    prefill(
-        *arrays, factor=abs(scale) * _LOG2E, v_factor=1.0, cap=0.0, negate=scale < 0, left=UNBOUNDED,
-        right=0 if causal else UNBOUNDED, has_left=False, min_query=0, programs=multiprocessors(query.device), one_page=True,
-    )  # fmt: skip
-    return output.unflatten(0, (batch, rows))
+class Prompts:
+    """Prompts of equal lengths whose keys are read where they are, for repeated calls: shapes are examined when they change."""
+
+    def __init__(self, scale: float, causal: bool) -> None:
+        self._factors, self._rules = (
+            (abs(scale) * _LOG2E, 1.0),
+            (0.0, scale < 0, UNBOUNDED, 0 if causal else UNBOUNDED, False, 0),
+        )
+        #: shapes, strides and dtypes of the last call; its plan, the lists of its requests, and whether queries are copied
+        self._last: tuple[Any, tuple[_Plan, Any, bool] | None] = None, None
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor | None:
+        """Return [B, S, H, D] of query [B, H, S, D] and key, value [B, K, S, D]; None if the kernel does not support their
+        shapes, dtypes and addresses."""
+        seen, planned = self._last
+        q, k, v = query.shape, key.shape, value.shape
+        now = q, k, v, query.stride(), key.stride(), value.stride(), query.dtype, key.dtype, value.dtype, query.device
+        if now != seen:
+            planned = self._planned(query, key, value)
+            self._last = now, planned
+        if planned is None or (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15:
+            return None
+        plan, lists, copied = planned
+        if copied:
+            query = query.transpose(1, 2).contiguous()
+        output = query.new_empty((q[0], q[2], q[1], q[3]))
+        plan((output, None, query, key, value, *lists), self._factors, multiprocessors(query.device))
+        return output
+
+    def _planned(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[_Plan, Any, bool] | None:
+        batch, heads, rows, _ = query.shape
+        q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        dense = query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
+        if not dense or not serves(q, k, v, batch, heads // key.shape[1], _ONE_PAGE):
+            return None
+        flat, lists = q.flatten(0, 1), (*_equal(batch, rows, query.device), None)
+        arrays = torch.empty_like(flat, memory_format=torch.contiguous_format), None, flat, k, v, *lists
+        return _planned(arrays, _ONE_PAGE, self._rules), lists, flat.data_ptr() != q.data_ptr()
 
 
 @functools.lru_cache(maxsize=64)

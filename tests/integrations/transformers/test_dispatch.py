@@ -286,7 +286,7 @@ def test_a_device_without_autocast_is_none_that_has_it_on():
     assert not torch.amp.is_autocast_available("meta")
     call = Call(Layer(), *given, None, CAUSAL, 0.25)
     read(call)
-    assert dispatch._launch_of(call) is not None
+    assert dispatch.launch_of(call) is not None
 
 
 def test_sinks_alone_may_want_gradients():

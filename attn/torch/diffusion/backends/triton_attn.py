@@ -57,11 +57,13 @@ class TritonAttentionImpl(TritonImpl, backend=TritonAttentionBackend):
             return general
         from attn.torch.kernels import hopper_prefill
 
+        prompts = hopper_prefill.Prompts(self.signed_scale, self.causal)
+
         @on_device
         def launch(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
             out = None
             if hopper.is_on("hopper_prefill"):
-                out = hopper_prefill.prompts(query, key, value, self.signed_scale, self.causal)
+                out = prompts(query, key, value)
             return general(query, key, value) if out is None else out
 
         return launch
