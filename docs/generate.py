@@ -6,6 +6,7 @@ python docs/generate.py FOLDER      write them to FOLDER, without building the s
 import argparse
 import base64
 import enum
+import functools
 import importlib
 import inspect
 import json
@@ -20,11 +21,22 @@ from attn.reports import evidence
 
 #: Modules whose public names are listed, in this order.
 MODULES = (
-    "attn", "attn.torch", "attn.jax", "attn.serving", "attn.reports.report", "attn.testing", "attn.reference", "attn.pictures",
+    "attn",
+    "attn.torch",
+    "attn.jax",
+    "attn.serving",
+    "attn.reports.report",
+    "attn.testing",
+    "attn.reference",
+    "attn.pictures",
+    "attn.visibility",
+    "attn.backends.paged",
     "attn.tools.bench",
-    "attn.integrations.transformers", "attn.integrations.diffusers", "attn.integrations.vllm", "attn.integrations.flax",
-)  # fmt: skip
-
+    "attn.integrations.transformers",
+    "attn.integrations.diffusers",
+    "attn.integrations.vllm",
+    "attn.integrations.flax",
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = ROOT / "notebooks"
@@ -33,10 +45,9 @@ NOTES = ROOT / "benchmarks" / "notes"
 
 def pages() -> dict[str, str | bytes]:
     """Return {path within the site: Markdown, or an image of a notebook}."""
-    made: dict[str, Callable[[], str]] = {
-        "evidence": evidence_page, "commands": commands, "variables": variables, "names": names,
-    }  # fmt: skip
+    made: dict[str, Callable[[], str]] = {"evidence": evidence_page, "commands": commands, "variables": variables}
     found: dict[str, str | bytes] = {f"reference/{name}.md": make() for name, make in made.items()}
+    found |= {f"reference/api/{name}.md": page for name, page in names().items()}
     for path in sorted(NOTES.glob("*.md")):
         found[f"benchmarks/{path.stem.replace('README', 'index')}.md"] = figures(path)
     for path in sorted(NOTEBOOKS.glob("*.ipynb")):
@@ -129,14 +140,16 @@ def variables() -> str:
     return "# Variables\n\nRead when they are needed, never at import.\n\n" + "\n".join(rows) + "\n"
 
 
-def names() -> str:
-    """Return the page of public names with signatures and docstrings."""
-    parts = ["# Public names\n"]
+def names() -> dict[str, str]:
+    """Return {module: the page of its public names and their methods}: signatures, and docstrings by mkdocstrings."""
+    pages = {}
     for module_name in MODULES:
         module = importlib.import_module(module_name)
-        parts.append(f"## {module_name}\n\n{_first_paragraph(module)}\n")
-        parts += [_entry(module_name, name, getattr(module, name)) for name in public(module)]
-    return "\n".join(parts)
+        parts = [f"# {module_name}\n\n{_first_paragraph(module)}\n"]
+        for name in public(module):
+            parts += _entries(f"{module_name}.{name}", getattr(module, name))
+        pages[module_name] = "\n".join(parts)
+    return pages
 
 
 def public(module: Any) -> list[str]:
@@ -147,21 +160,79 @@ def public(module: Any) -> list[str]:
     return [name for name, thing in own.items() if not name.startswith("_") and (inspect.isclass(thing) or callable(thing))]
 
 
-def _entry(module: str, name: str, thing: Any) -> str:
-    doc = inspect.getdoc(thing) if inspect.isclass(thing) or callable(thing) or inspect.ismodule(thing) else None
-    text = f"```text\n{doc.replace('```', '~~~')}\n```\n" if doc else f"`{str(thing)[:300]}`\n"
-    return f"### {name} {{ #{module}.{name} }}\n\n```python\n{_signature(name, thing)}\n```\n\n{text}"
+def methods(cls: type) -> dict[str, Any]:
+    """Return {name: method or property} of a class: the public ones, inherited from classes of this package too."""
+    found = {}
+    for base in reversed(cls.__mro__):
+        if base.__module__.partition(".")[0] == "attn":
+            found |= {name: value for name, value in vars(base).items() if not name.startswith("_") and _is_method(value)}
+    return dict(sorted(found.items()))
+
+
+def _is_method(value: Any) -> bool:
+    return inspect.isfunction(value) or isinstance(value, property | staticmethod | classmethod | functools.cached_property)
+
+
+def _entries(path: str, thing: Any) -> list[str]:
+    """Return the entries of a public name and, for a class, of its methods."""
+    name = path.rpartition(".")[2]
+    parts = [_entry(f"## {name}", path, _signature(name, thing), thing)]
+    if inspect.isclass(thing):
+        for method, value in methods(thing).items():
+            kind = " (property)" if isinstance(value, property | functools.cached_property) else ""
+            signature = "" if kind else _signature(method, _function(value))
+            inherited = (vars(base).get(method) for base in thing.__mro__)
+            described = next((each for each in map(_function, inherited) if getattr(each, "__doc__", None)), None)
+            parts.append(_entry(f"### {name}.{method}{kind}", f"{path}.{method}", signature, described))
+    return parts
+
+
+def _function(value: Any) -> Any:
+    """Return the function of a method, a property or a static method."""
+    return next((getattr(value, name) for name in ("__func__", "fget", "func") if hasattr(value, name)), value)
+
+
+def _entry(heading: str, anchor: str, signature: str, thing: Any) -> str:
+    shown = f"\n\n```python\n{signature}\n```" if signature else ""
+    where = _documented(thing)
+    text = f"\n\n::: {where}\n" if where else "\n"
+    return f"{heading} {{ #{anchor} }}{shown}{text}"
+
+
+def _documented(thing: Any) -> str:
+    """Return the dotted path of the object whose source has the docstring of `thing`; "" without one."""
+    doc = getattr(thing, "__doc__", None)
+    if not doc or not getattr(thing, "__module__", "").startswith("attn"):
+        return ""
+    if inspect.isclass(thing):  # a layer has its base's docstring
+        thing = next(base for base in reversed(thing.__mro__) if base.__doc__ == doc)
+        source = inspect.getsource(thing)
+        if doc.strip().splitlines()[0] not in source:  # made by dataclass, enum or NamedTuple
+            return ""
+    return f"{thing.__module__}.{thing.__qualname__}" if "<locals>" not in thing.__qualname__ else ""
 
 
 def _signature(name: str, thing: Any) -> str:
-    if inspect.isclass(thing) and issubclass(thing, enum.Enum):
-        return f"class {name}"
+    """Return how a name is called: without `self`, a line for each parameter if it is long."""
+    is_class = inspect.isclass(thing)
+    head = f"class {name}" if is_class else name
+    if is_class and issubclass(thing, enum.Enum):
+        return head
     if not callable(thing):
         return f"{name}: {type(thing).__name__}"
     try:
-        return f"{'class ' if inspect.isclass(thing) else ''}{name}{inspect.signature(thing)}"
+        signature = inspect.signature(thing)
     except (TypeError, ValueError):  # written in C
-        return f"class {name}" if inspect.isclass(thing) else name
+        return head
+    parameters = [parameter for parameter in signature.parameters.values() if parameter.name not in ("self", "cls")]
+    returned = signature.empty if is_class else signature.return_annotation
+    text = str(signature.replace(parameters=parameters, return_annotation=returned))
+    if len(head + text) <= 100 or not parameters:
+        return head + text
+    keyword = next((p.name for p in parameters if p.kind is p.KEYWORD_ONLY), "")
+    starred = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    lines = [f"    *,\n    {p}," if p.name == keyword and not starred else f"    {p}," for p in parameters]
+    return f"{head}(\n" + "\n".join(lines) + "\n)" + text[text.rindex(")") + 1 :]
 
 
 def _first_paragraph(module: Any) -> str:

@@ -16,6 +16,7 @@ WIDE = ("reference/backends.md", "reference/evidence.md", "reference/variables.m
 def on_config(config: Any) -> Any:
     pages = [f"notebooks/{path.stem}.md" for path in sorted(generate.NOTEBOOKS.glob("*.ipynb"))]
     config.nav.insert(-1, {"Notebooks": pages})
+    config.nav[-1]["Reference"].append({"Public names": [f"reference/api/{name}.md" for name in generate.MODULES]})
     notes = [f"benchmarks/{path.stem}.md" for path in sorted(generate.NOTES.glob("*.md")) if path.stem != "README"]
     config.nav.insert(-1, {"Figures": ["benchmarks/index.md", *notes]})
     return config

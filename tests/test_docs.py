@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import io
 import json
+import pkgutil
 import posixpath
 import re
 import shlex
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("jax_compiles_fast")
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
-GENERATED = {f"reference/{name}.md" for name in ("evidence", "commands", "variables", "names")}
+GENERATED = {f"reference/{name}.md" for name in ("evidence", "commands", "variables")}
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 
@@ -261,6 +262,7 @@ def test_what_succeeds_is_no_mistake() -> None:
 def site_files() -> dict[str, str]:
     """The site's files by their path in it, with the text of written pages: what mkdocs finds, without mkdocs."""
     files = {named(path): "" for path in DOCS.rglob("*") if path.is_file() and path.suffix != ".py"}
+    files |= {f"reference/api/{module}.md": "" for module in script("generate").MODULES}
     files |= dict.fromkeys(GENERATED, "") | {named(page): page.read_text(encoding="utf-8") for page in PAGES}
     notes = {f"benchmarks/{path.stem.replace('README', 'index')}.md": "" for path in (ROOT / "benchmarks/notes").glob("*.md")}
     return files | notes | {f"notebooks/{path.stem}.md": "" for path in (ROOT / "notebooks").glob("*.ipynb")}
@@ -293,7 +295,7 @@ def test_links_lead_to_pages_of_the_site() -> None:
 @pytest.mark.parametrize(
     ("link", "fine"),
     [
-        ("choose.md", True), ("../semantics.md", True), ("../reference/names.md#attn.explain", True), ("#here-a", True),
+        ("choose.md", True), ("../semantics.md", True), ("../reference/api/attn.torch.md#attn.x", True), ("#here-a", True),
         ("tpu-serving.md#a-server", True), ("../notebooks/06_mla.md", True), ("https://example.org/x", True),
         ("../../benchmarks/notes/engines.md", False), ("../../README.md", False), ("../hooks.py", False), ("missing", False),
         ("../how-to", False), ("tpu-serving.md#no-such-heading", False), ("#there", False), ("/semantics.md", False),
@@ -352,14 +354,48 @@ def test_commands_and_variables(made: dict[str, str]) -> None:
         assert name in made["reference/variables.md"] or name == "VLLM_USE_V1"
 
 
-def test_every_public_name_is_there_with_its_docstring(made: dict[str, str], generate: ModuleType) -> None:
-    page = made["reference/names.md"]
+def test_every_public_name_and_method_is_there_with_its_docstring(made: dict[str, str], generate: ModuleType) -> None:
+    """Of names that a page shows, mkdocstrings finds the docstring by the path that follows `:::`: it must lead to the same."""
+    without = []
     for module_name in generate.MODULES:
-        module = importlib.import_module(module_name)
+        module, page = importlib.import_module(module_name), made[f"reference/api/{module_name}.md"]
+        shown = dict(re.findall(r"\{ #(\S+) \}\n(?:\n```python\n.*?\n```\n)?(?:\n::: (\S+)\n)?", page, re.DOTALL))
         for name in generate.public(module):
-            assert f"{{ #{module_name}.{name} }}" in page, f"{module_name}.{name}"
+            thing = getattr(module, name)
+            methods = generate.methods(thing) if isinstance(thing, type) else {}
+            for path, value in {name: thing, **{f"{name}.{method}": value for method, value in methods.items()}}.items():
+                described = shown[f"{module_name}.{path}"]
+                if described:
+                    assert pkgutil.resolve_name(described).__doc__, described
+                elif callable(value) and not isinstance(value, type):
+                    without.append(f"{module_name}.{path}")
     assert set(attn._FACE) <= set(generate.public(attn))
-    assert "used or rejected" in page
+    assert len(without) < 20, without
+    for module, paths in {
+        "attn": ("CommonAttentionMetadata.from_lens",),
+        "attn.torch": ("Attention.new_kv_cache", "MLAAttention.load_pages"),
+        "attn.jax": ("Attention.build",),
+        "attn.serving": (
+            "Scheduler.submit",
+            "Scheduler.schedule",
+            "Scheduler.commit",
+            "Scheduler.cancel",
+            "BlockPool.allocate",
+        ),
+    }.items():
+        for path in paths:
+            assert f"{{ #{module}.{path} }}" in made[f"reference/api/{module}.md"]
+
+
+def test_parameters_that_a_docstring_describes_become_a_section() -> None:
+    sections = script("docstrings").sections
+    text = "Do it.\n\na: first,\n    as said; b, c: [T] ints. Raises ValueError for others\nthan these.\n\nMore: of __b__."
+    made = ["Do it.", "Args:", "    a: first, as said", "    b, c: [T] ints.", "Raises ValueError for others than these."]
+    assert [line for line in sections(text, {"a", "b", "c"}).splitlines() if line] == [*made, "More: of `__b__`."]
+    assert sections(text, set()) == text.replace("__b__", "`__b__`"), "no parameter, no section"
+    session = "Show.\n\n    >>> f(1)\n    2\n\nAfter."
+    assert sections(session, set()) == "Show.\n\n```python\n>>> f(1)\n2\n\n```\n\nAfter."
+    assert sections("A.\n\nArgs:\n    a: b", {"a"}) == "A.\n\nArgs:\n    a: b", "it has its sections"
 
 
 def test_every_public_function_has_a_docstring(generate: ModuleType) -> None:
@@ -375,8 +411,9 @@ def test_every_public_function_has_a_docstring(generate: ModuleType) -> None:
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built site."""
-    if not installed("mkdocs") or not installed("material"):
-        pytest.skip("mkdocs-material is not installed (extra docs)")
+    for package in ("mkdocs", "material", "mkdocstrings"):
+        if not installed(package):
+            pytest.skip(f"{package} is not installed (extra docs)")
     folder = tmp_path_factory.mktemp("site")
     # as `make docs`: with --quiet, warnings are not counted
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
@@ -396,8 +433,10 @@ def test_the_site_builds_without_a_warning(site: Path) -> None:
     drawn = (site / "notebooks/05_masks_sinks_windows/index.html").read_text(encoding="utf-8")
     assert drawn.count('alt="what the cell shows"') == 8 and len(list((site / "notebooks").glob("05*.png"))) == 8
     assert "decoder (3, 0)" in drawn and "$$" not in (site / "notebooks/06_mla/index.html").read_text(encoding="utf-8")
-    heading = (site / "reference/names/index.html").read_text(encoding="utf-8")
-    assert '<h3 id="attn.explain">explain' in heading, "its anchor, and no markup that is left over"
+    layer = (site / "reference/api/attn.torch/index.html").read_text(encoding="utf-8")
+    assert '<h2 id="attn.torch.Attention">Attention' in layer, "its anchor, and no markup that is left over"
+    assert '<h3 id="attn.torch.Attention.new_kv_cache">' in layer and "a zeroed cache of" in layer and ":::" not in layer
+    assert "<b>sinks</b>" in layer or "<code>sinks</code>" in layer, "a section of parameters"
 
 
 # in a browser

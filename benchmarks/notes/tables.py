@@ -445,10 +445,14 @@ def places() -> str:
 AHEAD = {
     "aot_tpu_2026-11-22": {"tpu-v5e": "TPU v5e", "tpu-v6e": "TPU v6e", "tpu-v7x": "TPU v7x"},
     "aot_gpu_2026-11-22": {
-        "gfx942": "AMD MI300X (gfx942)", "gfx950": "AMD MI350X (gfx950)", "gfx1100": "AMD RX 7900 (gfx1100)",
-        "sm_80": "NVIDIA A100 (sm_80)", "sm_100": "NVIDIA B200 (sm_100)", "sm_120": "NVIDIA RTX 5090 (sm_120)",
+        "gfx942": "AMD MI300X (gfx942)",
+        "gfx950": "AMD MI350X (gfx950)",
+        "gfx1100": "AMD RX 7900 (gfx1100)",
+        "sm_80": "NVIDIA A100 (sm_80)",
+        "sm_100": "NVIDIA B200 (sm_100)",
+        "sm_120": "NVIDIA RTX 5090 (sm_120)",
     },
-}  # fmt: skip
+}
 
 TABLES: dict[str, Callable[[], str]] = {
     make.__name__: make
