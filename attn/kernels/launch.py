@@ -13,7 +13,14 @@ import numpy as np
 from attn.kernels.memory import SHARED_MEMORY, UNKNOWN
 
 LOG2E = 1.4426950408889634
+#: Keys per program of a decode of a layer that requests `batch_invariant`: at most 64 splits for 128k keys, since the memory
+#: for partial results grows with their number.
+FIXED_SPLIT = 2048
 UNBOUNDED = 1 << 30  #: a window side without a bound: larger than any sequence length
+
+
+#: Multiprocessors of a GPU that is compiled for and not present: those of the largest part that is sold.
+PROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_103": 160, "sm_120": 188}
 
 
 @dataclass(frozen=True)

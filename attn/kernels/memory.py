@@ -1,5 +1,7 @@
 """Shared memory by architecture, and the limits it sets: facts that capability records need without Triton installed."""
 
+from typing import Any
+
 #: Shared memory that one program may use, in bytes (NVIDIA: opt-in limit per block; AMD: LDS per workgroup).
 SHARED_MEMORY = {
     "sm_75": 65536,
@@ -17,6 +19,7 @@ SHARED_MEMORY = {
     "gfx1201": 65536,
 }
 UNKNOWN = 65536  #: assumed for unlisted architectures: the least of the listed ones
+_LARGEST_GROUP = 256  #: query heads per kv head, which are rows of one tile
 _TILES = 3072  #: bytes of the smallest tiles of keys and weights beside the queries (by the compiler's reports)
 
 
@@ -32,6 +35,18 @@ def largest_group(arch: str, head_size: int, itemsize: int, most: int) -> int:
     while most > 16 and most * row + _TILES > SHARED_MEMORY.get(arch, UNKNOWN):
         most //= 2
     return most
+
+
+def group_reason(arch: str, request: Any) -> str:
+    """Why no program of `paged_attention` holds the rows of a `Request`'s kv head on `arch` ("": any); "" if one does."""
+    if not (request.num_heads and request.num_kv_heads):
+        return ""
+    largest = largest_group(arch, request.head_size, 4 if request.dtype == "float32" else 2, _LARGEST_GROUP)
+    if request.num_heads <= largest * request.num_kv_heads:
+        return ""
+    heads = f"num_heads={request.num_heads} for num_kv_heads={request.num_kv_heads}"
+    where = f" at head_size={request.head_size} in {request.dtype} on {arch}" if arch else ""
+    return f"{heads} (supports up to {largest} per kv head{where})"
 
 
 def holds_float32_latents(arch: str, head_size: int) -> bool:

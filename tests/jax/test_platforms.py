@@ -49,11 +49,12 @@ def test_gpu_generations(capability: str, arch: str) -> None:
     assert platforms.platform("gpu").arch(device) == arch
 
 
-@pytest.mark.parametrize(("name", "first"), [("tpu", "PALLAS"), ("gpu", "XLA_ATTN"), ("cpu", "XLA_ATTN")])
+@pytest.mark.parametrize(("name", "first"), [("tpu", "PALLAS"), ("gpu", "TRITON_ATTN_JAX"), ("cpu", "XLA_ATTN")])
 def test_order(name: str, first: str) -> None:
     platform, device = platforms.platform(name), Device("jax", name)
     order = platform.priorities(Request(64, "float32"), device)
-    assert order[0] == first and set(order) == {"PALLAS", "XLA_ATTN"}
+    own = {"TRITON_ATTN_JAX"} if name == "gpu" else set()
+    assert order[0] == first and set(order) == {"PALLAS", "XLA_ATTN"} | own
     mla = platform.priorities(Request(576, "bfloat16", features=frozenset({"mla"})), device)
     assert set(mla) == {"PALLAS_MLA", "XLA_MLA"}
 
@@ -70,7 +71,8 @@ def test_compiling_for_a_generation_that_is_not_here() -> None:
         with platforms.compiling_for(arch):
             assert _chips.target() == arch
     assert _chips.target() is None or jax.default_backend() == "tpu"
-    with pytest.raises(ValueError, match="arch='v3' is not a known TPU generation; known: "), platforms.compiling_for("v3"):
+    words = "arch='v3' is not a known TPU generation or GPU; known: "
+    with pytest.raises(ValueError, match=words), platforms.compiling_for("v3"):
         pass
 
 

@@ -21,7 +21,8 @@ from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.paged import PagedCall
 from attn.capabilities import ATTN_TYPES, PAGED_FEATURES, Capabilities, Device, Feature, MultipleOf, Request
 from attn.dtypes import PER_TOKEN_HEAD
-from attn.kernels.memory import largest_group
+from attn.kernels.launch import FIXED_SPLIT
+from attn.kernels.memory import group_reason
 from attn.torch import kv_cache as caches
 from attn.torch.backends import _hopper
 from attn.torch.backends._paged import PagedAttentionBackend, PagedAttentionImpl
@@ -31,10 +32,6 @@ from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBu
 
 FEATURES = PAGED_FEATURES | {Feature.PER_HEAD_SCALES, Feature.OUTPUT_SCALE, Feature.NAN_SAFE, Feature.BATCH_INVARIANT}
 KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", *sorted(PER_TOKEN_HEAD))
-#: Keys per program of a decode of a layer that requests `batch_invariant`: at most 64 splits for 128k keys, since the memory
-#: for partial results grows with their number.
-FIXED_SPLIT = 2048
-_LARGEST_GROUP = 256  #: query heads per kv head, which are rows of one tile
 
 
 def capabilities(platforms: tuple[str, ...], **changes: Any) -> Capabilities:
@@ -83,15 +80,8 @@ class TritonPagedBackend(PagedAttentionBackend):
     @classmethod
     def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
         device = judged_on(device)
-        why = super().why_not(request, device)
-        if request.num_heads and request.num_kv_heads:
-            arch, itemsize = device.arch if device else "", 4 if request.dtype == "float32" else 2
-            largest = largest_group(arch, request.head_size, itemsize, _LARGEST_GROUP)
-            if request.num_heads > largest * request.num_kv_heads:
-                heads = f"num_heads={request.num_heads} for num_kv_heads={request.num_kv_heads}"
-                where = f" at head_size={request.head_size} in {request.dtype} on {arch}" if arch else ""
-                why.append(f"{heads} (supports up to {largest} per kv head{where})")
-        return why
+        reason = group_reason(device.arch if device else "", request)
+        return super().why_not(request, device) + ([reason] if reason else [])
 
 
 class _Plan(NamedTuple):

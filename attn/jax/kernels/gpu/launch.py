@@ -24,6 +24,7 @@ import numpy as np
 from jaxlib import version as jaxlib
 
 from attn.kernels.compiled import Pointer, Program, compile_kernel
+from attn.kernels.launch import PROCESSORS
 
 TARGET = "triton_kernel_call_ffi"
 #: Versions of jaxlib, from the first that takes compiled code to the last that was tried; the bound is excluded.
@@ -39,16 +40,12 @@ def why_not(version: str = jaxlib.__version__) -> str:
     return f"jaxlib={version} (its launch of compiled kernels is known from {tried})"
 
 
-#: Multiprocessors of devices that are compiled for and not present: of the largest part that is sold.
-_PROCESSORS = {"sm_80": 108, "sm_86": 84, "sm_89": 142, "sm_90": 132, "sm_100": 148, "sm_103": 160, "sm_120": 188}
-
-
 def target() -> tuple[str, int]:
     """(architecture, multiprocessors) of the GPU that is compiled for: that of `attn.jax.platforms.compiling_for`, or the
     first present. Raises RuntimeError without one."""
     wanted = jax.sharding.get_abstract_mesh().abstract_device
-    if wanted is not None and wanted.device_kind in _PROCESSORS:
-        return wanted.device_kind, _PROCESSORS[wanted.device_kind]
+    if wanted is not None and wanted.device_kind in PROCESSORS:
+        return wanted.device_kind, PROCESSORS[wanted.device_kind]
     device = jax.devices()[0]
     capability = getattr(device, "compute_capability", "")
     if not capability:

@@ -4,6 +4,7 @@ The plan of the batch is part of the kernel, which computes it from the lengths 
 batch of its shapes. What no launch writes keeps the value it is made with: rows of no request are 0, their log-sum-exp -inf.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -46,6 +47,7 @@ class Extents(NamedTuple):
     max_seq_len: int
 
 
+@functools.partial(jax.jit, static_argnames=("layer", "extents", "return_lse"))
 def paged_attention(
     query: jax.Array,
     starts: jax.Array,
@@ -168,6 +170,7 @@ class _Call:
             (self.numbers if name == "scratch" else self.given)[name] = array
 
 
+@jax.jit
 def write_kv(
     key: jax.Array, value: jax.Array, kv_cache: jax.Array, slots: jax.Array, k_scale: Any = None, v_scale: Any = None
 ) -> jax.Array:

@@ -1,0 +1,89 @@
+"""TRITON_ATTN_JAX: TRITON_ATTN's kernels under jax, compiled by Triton without torch and launched by XLA.
+
+They read pages where they are, and scores never leave a multiprocessor; XLA_ATTN gathers the pages and stores a chunk's
+scores. The cache is XLA_ATTN's, [2, N, P, K, D], and is written in place where it is donated. One program serves every batch of
+a bucket: the plan that cuts the keys of decodes into parts of equal size is computed on the device, from the lengths.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from attn.backends.paged import PagedCall
+from attn.capabilities import ATTN_TYPES, Capabilities, Device, Feature, MultipleOf, Request
+from attn.jax import kv_cache as caches
+from attn.jax.backends._paged import FEATURES, PagedAttentionBackend, PagedAttentionImpl
+from attn.jax.kernels.gpu.launch import why_not
+from attn.kernels.launch import FIXED_SPLIT
+from attn.kernels.memory import group_reason
+from attn.kernels.paged_launch import Layer
+
+
+class TritonAttentionBackend(PagedAttentionBackend):
+    name = "TRITON_ATTN_JAX"
+    block_sizes = (MultipleOf(16),)
+    capabilities = Capabilities(
+        framework="jax",
+        platforms=("gpu",),
+        dtypes=("bfloat16", "float16", "float32"),
+        head_sizes=(MultipleOf(8, 32, 256),),
+        kv_cache_dtypes=("auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"),
+        attn_types=ATTN_TYPES,
+        features=FEATURES | {Feature.SPANS, Feature.MIXED_CAUSAL, Feature.CHUNK_SIZE, Feature.BATCH_INVARIANT},
+        packages=("triton",),
+        archs=(("gpu", ("sm_80+",)),),
+    )
+
+    @classmethod
+    def why_not(cls, request: Request, device: Device | None = None) -> list[str]:
+        here = device is not None and device.platform == "gpu"
+        reasons = group_reason(device.arch if device else "", request), why_not() if here else ""
+        return super().why_not(request, device) + [reason for reason in reasons if reason]
+
+
+class TritonAttentionImpl(PagedAttentionImpl, backend=TritonAttentionBackend):
+    can_return_lse_for_decode = True
+
+    def _write(
+        self, key: jax.Array, value: jax.Array, kv_cache: jax.Array, slot_mapping: jax.Array, k_scale: Any, v_scale: Any
+    ) -> jax.Array:
+        from attn.jax.kernels.gpu.paged_attention import write_kv
+
+        return write_kv(key, value, kv_cache, slot_mapping, *_scales(kv_cache, k_scale, v_scale))  # type: ignore[no-any-return]
+
+    def _attend(self, call: PagedCall) -> tuple[jax.Array, jax.Array | None]:
+        _, lens, table = call.meta.requests
+        k_scale, v_scale = _scales(call.kv_cache, call.k_scale, call.v_scale)
+        keys = {"cache": call.kv_cache, "lens": lens, "table": table, "k_scale": k_scale, "v_scale": v_scale}
+        return self._launch(call, keys, call.meta.max_seq_len, mask=call.meta.mask)
+
+    def _attend_ragged(self, call: PagedCall) -> tuple[jax.Array, jax.Array | None]:
+        return self._launch(call, {"keys": call.key, "values": call.value}, call.meta.max_query_len)
+
+    def _launch(
+        self, call: PagedCall, keys: dict[str, Any], max_seq_len: int, **more: Any
+    ) -> tuple[jax.Array, jax.Array | None]:
+        from attn.jax.kernels.gpu.paged_attention import Extents, Keys, paged_attention
+
+        layer = Layer(
+            scale=self.scale,
+            soft_cap=self.logits_soft_cap or 0.0,
+            left=call.window[0],
+            right=call.window[1],
+            tree_right=self.window[1],
+            chunk_size=self.mask.chunk_size,
+            span_window=bool(self.mask.span_window),
+            fixed_split=FIXED_SPLIT if self.batch_invariant else 0,
+            sparse=None,
+        )
+        extents, per_head = Extents(call.meta.max_query_len, max_seq_len), {"slopes": self.alibi_slopes, "sinks": self.sinks}
+        starts, lse = call.meta.query_start_loc, self.need_to_return_lse_for_decode
+        arguments = (call.query, starts, Keys(**keys), layer, extents)
+        return paged_attention(*arguments, **per_head, **more, return_lse=lse)  # type: ignore[no-any-return]
+
+
+def _scales(kv_cache: jax.Array, *scales: Any) -> tuple[Any, ...]:
+    """Return the scales of a quantised cache as arrays, which are no part of the program; None for any other cache."""
+    coded = caches.is_quantised(kv_cache.dtype)
+    return tuple(jnp.asarray(scale, jnp.float32) if coded else None for scale in scales)
