@@ -397,10 +397,7 @@ def _through_backend(
     ]
     ops = arrays.ops_of(target)
     layer = resolve_obj_by_qualname(f"attn.{target}.Attention")(
-        num_heads=num_heads,
-        head_size=head_size,
-        scale=rules.scale,
-        num_kv_heads=num_kv_heads,
+        *(num_heads, head_size, rules.scale, num_kv_heads),
         alibi_slopes=extras.slopes,
         sliding_window=rules.window,
         logits_soft_cap=rules.cap,

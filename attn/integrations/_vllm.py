@@ -52,10 +52,14 @@ _ARGUMENTS = (
 _READ = {"head_size", "dtype", "kv_cache_dtype", "block_size", "attn_type", "device_capability", "use_kv_connector"}
 #: Neutral values of a layer's further arguments.
 _OFF = {"chunk_lookback": -1}
+#: Fields of a batch that have the same name and meaning here.
+_EQUAL = (
+    *("query_start_loc", "seq_lens", "slot_mapping", "num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len"),
+    "causal",
+)
 #: Fields of a batch that are read, or do not affect which keys a row sees.
 _KNOWN = {
-    "query_start_loc", "query_start_loc_cpu", "seq_lens", "num_reqs", "num_actual_tokens", "max_query_len", "max_seq_len",
-    "block_table_tensor", "slot_mapping", "causal", "seq_lens_cpu_upper_bound",
+    *_EQUAL, "query_start_loc_cpu", "block_table_tensor", "seq_lens_cpu_upper_bound",
     "logits_indices_padded", "num_logits_indices", "max_logits_per_req", "encoder_seq_lens", "encoder_seq_lens_cpu",
     "positions", "is_prefilling", "req_idx", "replayssm_decode_base_cpu", "mm_req_doc_ranges",
 }  # fmt: skip
@@ -169,15 +173,8 @@ class AttnMetadataBuilder(vllm_backend.AttentionMetadataBuilder):
         if lens.device.type != "cpu":
             lens = getattr(common, "seq_lens_cpu_upper_bound", None) if self.exact else None
         batch = CommonAttentionMetadata(
-            query_start_loc=common.query_start_loc,
-            seq_lens=common.seq_lens,
+            **{name: getattr(common, name) for name in _EQUAL},
             block_table=common.block_table_tensor,
-            slot_mapping=common.slot_mapping,
-            num_reqs=common.num_reqs,
-            num_actual_tokens=common.num_actual_tokens,
-            max_query_len=common.max_query_len,
-            max_seq_len=common.max_seq_len,
-            causal=common.causal,
             query_start_loc_cpu=common.query_start_loc_cpu.numpy(),
             seq_lens_cpu=None if lens is None else lens.numpy(),
             spans=self._spans(common),
@@ -344,17 +341,8 @@ class AttnImpl(vllm_backend.AttentionImpl):
         clamps = getattr(layer, "mm_prefix_clamp_sliding_window", False)  # vLLM passes it to the call only
         own.impl.mask = own.impl.mask._replace(span_window=clamps)
         try:
-            own.impl.forward(
-                layer,
-                query,
-                key,
-                value,
-                cache,
-                attn_metadata.of(own),
-                output=output,
-                output_scale=output_scale,
-                output_block_scale=output_block_scale,
-            )
+            metadata, scales = attn_metadata.of(own), (output_scale, output_block_scale)
+            own.impl.forward(layer, query, key, value, cache, metadata, output, *scales)
         except UnsupportedError as error:
             raise UnsupportedError(f"{self.name}: {error}\n{_able(self._request())}", error.reasons) from None
         return output

@@ -114,11 +114,11 @@ def call(layer: Any, query: Tensor, key: Any, value: Any, kv_cache: Any, attn_me
         return query.new_zeros(query.shape[0], *out)
     indices = getattr(getattr(impl, "indexer", None), "topk_indices", None)
     result, lse = _layer(
-        query=query,
-        key=key,
-        value=value,
-        kv_cache=kv_cache,
-        batch=batch.tensors(),
+        query,
+        key,
+        value,
+        kv_cache,
+        batch.tensors(),
         weights=[getattr(impl, "sinks", None), impl.alibi_slopes, indices],
         scales=[layer._k_scale, layer._v_scale],
         handle=batch.handle,
@@ -172,19 +172,15 @@ def _layer(
             raise UnsupportedError(
                 "decode context parallelism: a graph runs only with the batch object that was built, and it no longer exists"
             )
-        arrays: dict[str, Any] = dict(zip(ARRAYS, batch, strict=False))
-        tree, spans, prefix, is_causal = batch[len(ARRAYS) :]
-        num_tokens, max_query_len, max_seq_len = bounds
+        *passed, is_causal = batch
+        arrays: dict[str, Any] = dict(zip((*ARRAYS, "tree_mask", "spans", "prefix"), passed, strict=True))
         common = CommonAttentionMetadata(
             **arrays,
             num_reqs=arrays["seq_lens"].shape[0],
-            num_actual_tokens=min(num_tokens, int(arrays["query_start_loc"][-1])),
-            max_query_len=max_query_len,
-            max_seq_len=max_seq_len,
+            num_actual_tokens=min(bounds[0], int(arrays["query_start_loc"][-1])),
+            max_query_len=bounds[1],
+            max_seq_len=bounds[2],
             causal=causal if is_causal is None else is_causal.cpu().numpy(),
-            tree_mask=tree,
-            spans=spans,
-            prefix=prefix,
         )
         metadata = impl.backend.get_builder_cls()(spec, device=query.device).build(0, common, fast_build=True)
     result = impl.forward(found, query, key, value, kv_cache, metadata)

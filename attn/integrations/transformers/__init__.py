@@ -160,20 +160,8 @@ def _function(backend: str | None) -> Callable[..., Any]:
             seen, asked = requested(selection_state(), backend, causal, sliding_window)
         if autocast_enabled(query.device.type):
             query, key, value = autocast(query, key, value)
-        call = Call(
-            module=module,
-            query=query,
-            key=key,
-            value=value,
-            mask=attention_mask,
-            seen=seen,
-            scale=float(scaling),
-            soft_cap=softcap,
-            sinks=s_aux,
-            bias=position_bias,
-            dropout=dropout,
-            asked=asked,
-        )
+        further: dict[str, Any] = {"sinks": s_aux, "bias": position_bias, "dropout": dropout, "asked": asked}
+        call = Call(module, query, key, value, attention_mask, seen, float(scaling), softcap, **further)
         if cache is not None:
             refuse_unknown(call, kwargs)
             if kwargs.get("indices") is not None or kwargs.get("output_attentions"):

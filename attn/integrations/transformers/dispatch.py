@@ -297,26 +297,16 @@ def _as_row(call: Call) -> torch.Tensor | None:
 
 @torch.compiler.assume_constant_result
 def _has_row_operator(device: str, *facts: Any) -> bool:
-    return device != "cpu" and _chosen_has_row_operator(selection_state(), *facts)
+    return device != "cpu" and _chosen_has_row_operator(selection_state(), facts)
 
 
 @functools.lru_cache(1024)
-def _chosen_has_row_operator(
-    state: Any, heads: int, kv_heads: int, size: int, dtype: torch.dtype, scale: float, window: int | None, cap: float | None,
-    sinks: bool,
-) -> bool:  # fmt: skip
-    """Ask the backend that is chosen for such layers. state: of the environment and the registries."""
+def _chosen_has_row_operator(state: Any, facts: tuple[Any, ...]) -> bool:
+    """Ask the backend that is chosen for such layers. state: of the environment and the registries; facts: of `_as_row`."""
+    heads, kv_heads, size, dtype, scale, window, cap, has_sinks = facts
+    rules = {"sliding_window": window, "logits_soft_cap": cap, "sinks": [0.0] * heads if has_sinks else None}
     try:
-        layer = Attention(
-            heads,
-            size,
-            num_kv_heads=kv_heads,
-            dtype=dtype,
-            scale=scale,
-            sliding_window=window,
-            logits_soft_cap=cap,
-            sinks=[0.0] * heads if sinks else None,
-        )
+        layer = Attention(heads, size, scale, kv_heads, dtype=dtype, **rules)
     except UnsupportedError:
         return False
     return bool(layer.impl.has_row_operator)  # type: ignore[attr-defined]
@@ -332,11 +322,7 @@ def as_operator(call: Call) -> torch.Tensor:
         return row
     left = call.seen.layer.window[0]
     return _operator(  # type: ignore[no-any-return]
-        query=call.query,
-        key=call.key,
-        value=call.value,
-        mask=call.mask,
-        sinks=call.sinks,
+        *(call.query, call.key, call.value, call.mask, call.sinks),
         causal=call.seen.layer.causal,
         scale=call.scale,
         window=None if left is None else left + 1,

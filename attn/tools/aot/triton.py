@@ -475,18 +475,8 @@ def _launch_expanded(choice: Choice) -> None:
     size, width = choice["sizes"]
     query, key = (torch.empty(360, 8, size, dtype=dtype) for _ in "qk")
     value = torch.empty(360, 8, width, dtype=dtype)
-    lse = torch.empty(8, 360) if choice["lse"] else None
-    mla_prefill(
-        out=torch.empty_like(value),
-        lse=lse,
-        query=query,
-        key=key,
-        value=value,
-        query_start_loc=starts,
-        key_start_loc=starts,
-        scale=size**-0.5,
-        causal=choice["causal"],
-    )
+    results = torch.empty_like(value), torch.empty(8, 360) if choice["lse"] else None
+    mla_prefill(*results, query, key, value, starts, starts, scale=size**-0.5, causal=choice["causal"])
 
 
 # --- dense attention with 8-bit scores ------------------------------------------------------------------------------
@@ -510,11 +500,9 @@ def _launch_int8(choice: Choice) -> None:
     query = torch.empty(2, rows, heads, size, dtype=dtype)
     key = torch.empty(2, keys, wide + 1, size, dtype=dtype)[:, :, :kv_heads]  # never written to
     int8_attention(
-        output=torch.empty_like(query),
-        lse=torch.empty(2, heads, rows) if choice["lse"] else None,
-        query=query,
-        key=key,
-        value=key,
+        torch.empty_like(query),
+        torch.empty(2, heads, rows) if choice["lse"] else None,
+        *(query, key, key),
         lens=torch.full((2,), keys, dtype=torch.int32),
         mean=torch.zeros(2, kv_heads, size) if choice["smooth"] else None,
         scale=size**-0.5,

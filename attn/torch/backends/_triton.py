@@ -130,25 +130,17 @@ class TritonPagedImpl(PagedAttentionImpl):
 
         meta, (key_cache, value_cache, token_scales) = call.meta, self._parts(call.kv_cache)
         plan = _UNKNOWN if self._fixed_split() else self._plan(meta, key_cache)
-        k_scale, v_scale, k_factor, v_factor = (*token_scales, 1.0, 1.0) if token_scales is not None else self._scales(call)
+        scales = {"k_scale": token_scales[0], "v_scale": token_scales[1]} if token_scales is not None else self._scales(call)
         arguments: dict[str, Any] = dict(
-            self._common(call),
-            key_cache=key_cache,
-            value_cache=value_cache,
-            seq_lens=meta.seq_lens,
-            block_table=meta.block_table,
-            max_seq_len=meta.max_seq_len,
+            self._common(call, key_cache, value_cache),
+            **{name: getattr(meta, name) for name in ("seq_lens", "block_table", "max_seq_len")},
             tree_right=self.window[1],
             **meta.mask._asdict(),
             chunk_size=self.mask.chunk_size,
             span_window=bool(self.mask.span_window),
-            k_scale=k_scale,
-            v_scale=v_scale,
-            k_factor=k_factor,
-            v_factor=v_factor,
+            **scales,
             sparse=self._sparse(),
-            prefill_programs=plan.prefill_programs,
-            whole=plan.whole,
+            **plan._asdict(),
         )
         if not self._fixed_split() and not torch.compiler.is_compiling() and envs.switch("ATTN_AUTOTUNE"):
             from attn.torch import autotune
@@ -190,32 +182,30 @@ class TritonPagedImpl(PagedAttentionImpl):
     def _attend_ragged(self, call: PagedCall) -> None:
         from attn.torch.kernels.paged_attention import paged_attention
 
-        paged_attention(
-            **self._common(call),
-            key_cache=call.key,
-            value_cache=call.value,
-            seq_lens=None,
-            block_table=None,
-            max_seq_len=call.meta.max_query_len,
-            tree_right=None,
-        )
+        common = self._common(call, call.key, call.value)
+        paged_attention(**common, seq_lens=None, block_table=None, max_seq_len=call.meta.max_query_len, tree_right=None)
 
-    def _common(self, call: PagedCall) -> dict[str, Any]:
+    def _common(self, call: PagedCall, keys: torch.Tensor, values: torch.Tensor) -> dict[str, Any]:
         """Return the launch's arguments that do not depend on where the keys are."""
         return dict(
-            output=call.output,
-            lse=call.lse,
-            query=call.query,
+            {name: getattr(call, name) for name in ("output", "lse", "query", "output_scale")},
+            key_cache=keys,
+            value_cache=values,
             query_start_loc=call.meta.query_start_loc,
             max_query_len=call.meta.max_query_len,
-            scale=self.scale,
             left=call.window[0],
             right=call.window[1],
+            **self._scores(),
+        )
+
+    def _scores(self) -> dict[str, Any]:
+        """Return the launch's arguments that are constants of the layer, what its rows see apart."""
+        return dict(
+            scale=self.scale,
             soft_cap=self.logits_soft_cap or 0.0,
             slopes=self.alibi_slopes,
             sinks=self.sinks,
             fixed_split=self._fixed_split(),
-            output_scale=call.output_scale,
         )
 
     def attend_keys(
@@ -268,15 +258,11 @@ class TritonPagedImpl(PagedAttentionImpl):
             block_table=table,
             max_query_len=n,
             max_seq_len=m,
-            scale=self.scale,
             left=self.window[0],
             right=0 if causal else self.window[1],
             tree_right=None,
-            soft_cap=self.logits_soft_cap or 0.0,
-            slopes=self.alibi_slopes,
-            sinks=self.sinks,
+            **self._scores(),
             chunk_size=self.mask.chunk_size,
-            fixed_split=self._fixed_split(),
             sparse=self._sparse(),
             whole=whole,
         )
@@ -306,19 +292,20 @@ class TritonPagedImpl(PagedAttentionImpl):
         """Return a block-sparse pattern for the kernel, or None."""
         return None
 
-    def _scales(self, call: PagedCall) -> tuple[torch.Tensor | None, torch.Tensor | None, float, float]:
-        """Return (k_scale, v_scale, k_factor, v_factor); a scalar scale on the host is a factor, which costs no time."""
+    def _scales(self, call: PagedCall) -> dict[str, Any]:
+        """Return the launch's scales of a quantised cache; a scalar on the host is a factor, which costs no time."""
+        scales: dict[str, Any] = {}
         if not caches.is_quantised(call.kv_cache.dtype):
-            return None, None, 1.0, 1.0
-        tensors: list[torch.Tensor | None] = []
-        factors = []
-        for scale in (call.layer._k_scale, call.layer._v_scale):
+            return scales
+        for which, scale in (("k", call.layer._k_scale), ("v", call.layer._v_scale)):
             on_host = isinstance(scale, torch.Tensor) and scale.ndim == 0 and scale.device.type == "cpu"
             # the number is unknown while a graph is traced
             known = not isinstance(scale, torch.Tensor) or (on_host and not torch.compiler.is_compiling())
-            factors.append(float(scale) if known else 1.0)
-            tensors.append(None if known else self._on(call.kv_cache.device, scale))
-        return tensors[0], tensors[1], factors[0], factors[1]
+            if known:
+                scales[f"{which}_factor"] = float(scale)
+            else:
+                scales[f"{which}_scale"] = self._on(call.kv_cache.device, scale)
+        return scales
 
     @staticmethod
     def _on(device: torch.device, scale: Any) -> torch.Tensor:
