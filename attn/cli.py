@@ -22,6 +22,7 @@ import attn
 from attn import envs
 from attn.errors import AttnError, UnsupportedError
 from attn.imports import pip_install
+from attn.tables import folded
 
 Run = Callable[[argparse.Namespace], int]
 
@@ -141,7 +142,7 @@ def _explain_layer(args: argparse.Namespace, common: dict[str, Any]) -> int:
     selection = explain(args.head_size, dtype, args.kv_cache_dtype, args.block_size, **layer, **heads, **common)
     _show(selection, args.json)
     if selection.source == "priority" and not args.json:
-        print(f"candidates: the priority list of {selection.device.framework} on {selection.device.platform}")
+        print(folded(f"candidates: the priority list of {selection.device.framework} on {selection.device.platform}"))
     return 0 if selection.winner else 1
 
 
@@ -158,9 +159,9 @@ def _env(parser: argparse.ArgumentParser) -> Run:
             if isinstance(value, dict):
                 print(f"{name}:" if value else f"{name}: none")
                 for key, entry in value.items():
-                    print(f"  {key}: {entry}")
+                    print(folded(f"  {key}: {entry}"))
             else:
-                print(f"{name}: {value}")
+                print(folded(f"{name}: {value}"))
         return 0
 
     return run
@@ -361,5 +362,5 @@ def _json_argument(parser: argparse.ArgumentParser) -> None:
 def _show(thing: Any, as_json: bool) -> int:
     """Print a report object as text, or its `to_dict()` (or `thing` itself, if a dict) as JSON."""
     data = thing if isinstance(thing, dict) else None
-    print(json.dumps(data or thing.to_dict(), indent=2) if as_json else thing)
+    print(json.dumps(data or thing.to_dict(), indent=2) if as_json else folded(thing))
     return 0

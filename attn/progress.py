@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, TextIO
 
 from attn.imports import installed
+from attn.tables import folded
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -27,7 +28,7 @@ class Display:
 
     def say(self, text: str) -> None:
         """Print one or more permanent lines."""
-        print(text, flush=True)
+        print(folded(text), flush=True)
 
     def begin(self, name: str, total: int) -> None:
         """Start a new bar."""
@@ -59,7 +60,7 @@ class Lines(Display):
             self._passed = done * _MILESTONES // self._total
             left = (time.perf_counter() - self._began) * (self._total - done) / done
             head = f"{self._name:<8} {done:>5}/{self._total:<5}  left: {left // 60:.0f}:{left % 60:02.0f}"
-            print("  ".join([head, *filter(None, [status]), *texts()[:1]]), file=self._log, flush=True)
+            print(folded("  ".join([head, *filter(None, [status]), *texts()[:1]])), file=self._log, flush=True)
 
 
 class Bar(Display):
@@ -94,7 +95,7 @@ class Bar(Display):
 
     def say(self, text: str) -> None:
         if self._below_lines:
-            self.bars.console.print(text, markup=False, highlight=False, soft_wrap=True)
+            self.bars.console.print(folded(text), markup=False, highlight=False, soft_wrap=True)
         else:
             super().say(text)
 

@@ -1,9 +1,11 @@
 """Tables and reports: columns and rows of cells in; text, HTML, Markdown and plain data out.
 
-Printed lines have 100 characters, unless the caller asks for the columns that are left out by default (`--wide`).
+Printed lines have 100 characters, unless the caller asks for the columns that are left out by default (`--wide`), or as many as
+the variable COLUMNS says.
 """
 
 import itertools
+import os
 import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -58,9 +60,36 @@ def block(rows: Sequence[Sequence[str]], indent: str = "", numbers: Collection[i
 
 def wrapped(text: str, indent: str = "", more: str = "") -> list[str]:
     """Break a line at spaces, into none if it is empty; the continuations are indented by `more` too."""
+    asked = asked_width()
+    width = asked or WIDTH
+    more = (indent + more)[: width // 2]
     return textwrap.wrap(
-        text, WIDTH, initial_indent=indent, subsequent_indent=indent + more, break_on_hyphens=False, break_long_words=False
+        text, width, initial_indent=indent, subsequent_indent=more, break_on_hyphens=False, break_long_words=asked > 0
     )
+
+
+def asked_width() -> int:
+    """Return the characters of a line that COLUMNS asks for; 0 if it asks for none."""
+    asked = os.environ.get("COLUMNS", "")
+    return max(20, int(asked)) if asked.isdecimal() and int(asked) else 0
+
+
+def folded(text: object) -> str:
+    """Return a text for printing: lines longer than COLUMNS, if that is set, are broken, and continued with an indent."""
+    width, lines = asked_width(), str(text).split("\n")
+    if not width:
+        return str(text)
+    indents = [" " * min(len(line) - len(line.lstrip()) + 4, width // 2) for line in lines]
+    broken = [
+        textwrap.wrap(line, width, subsequent_indent=indent, break_on_hyphens=False) or [""]
+        for line, indent in zip(lines, indents, strict=True)
+    ]
+    return "\n".join(itertools.chain(*broken))
+
+
+def counted(count: int, what: str) -> str:
+    """Return a number of things: `1 case`, `2,000 cases`."""
+    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def markdown(cells: Iterable[str]) -> str:

@@ -37,7 +37,7 @@ REGISTRIES = (AttentionBackendEnum, MLAPrefillBackendEnum, DiffusionAttentionBac
 @pytest.fixture(autouse=True)
 def fresh_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Put back everything that a test may have changed in the library, and hide the caller's environment from it."""
-    for name in envs.VARIABLES:
+    for name in (*envs.VARIABLES, "COLUMNS"):
         monkeypatch.delenv(name, raising=False)
     tables = [table for registry in REGISTRIES for table in (registry.overrides, registry.customs, registry.objects)]
     before = [dict(table) for table in tables]

@@ -98,6 +98,19 @@ def test_the_dtype_is_that_of_the_device_unless_it_is_passed(capsys):
     assert "dtype=float16" in call(capsys, "explain --head-size 128 --device H100 --dtype float16")[1]
 
 
+@pytest.mark.parametrize(
+    "argv",
+    ["backends", "backends --wide", "explain --head-size 96 --feature sinks", "explain --device H100 --model", "env"],
+)
+def test_columns_is_obeyed(argv, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("COLUMNS", "60")
+    model = {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "num_hidden_layers": 2, "dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    code, out, _ = call(capsys, argv, *([str(tmp_path)] if argv.endswith("--model") else []))
+    assert code == 0 and max(map(len, out.splitlines())) <= 60
+    json.loads(call(capsys, "backends --json")[1])
+
+
 def test_names_of_backends_are_accepted_in_any_case(capsys):
     assert "-> TORCH_SDPA" in call(capsys, "explain --head-size 64 --backend torch_sdpa")[1]
     assert "disabled by the caller" in call(capsys, "explain --head-size 64 --disable cpu_attn --framework torch")[1]

@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from attn.tables import WIDTH, Column, block, cells, header, html, line, markdown, plain, wrapped
+import pytest
+
+from attn.tables import WIDTH, Column, block, cells, counted, folded, header, html, line, markdown, plain, wrapped
 
 COLUMNS = (Column(" backend", 10, text=True), Column("ms", 6), Column("spread", 8, wide=True), Column("error", 6))
 FIGURES = (Column("us", key="us", form=".1f"), Column("size", key="size"))
@@ -21,6 +23,24 @@ def test_a_long_line_is_broken_at_spaces_only() -> None:
     first, second = wrapped(f"{'x' * 90} pip-install-this-package", more="    ")
     assert first == "x" * 90 and second == "    pip-install-this-package" and WIDTH == 100
     assert wrapped("") == [] and wrapped("a", "  ") == ["  a"]
+
+
+def test_columns_is_obeyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = f"  TORCH_SDPA      {'reason; ' * 20}\n\n  {'x' * 70}"
+    assert folded(text) == text, "as long as a line is, without it"
+    for value, width in (("60", 60), ("200", 200), ("5", 20)):
+        monkeypatch.setenv("COLUMNS", value)
+        lines = folded(text).split("\n")
+        assert max(map(len, lines)) <= width and "".join(folded(text).split()) == "".join(text.split())
+        assert max(map(len, wrapped("word " * 80))) <= width
+    assert lines[0].startswith("  TORCH_SDPA") and lines[1].startswith("      ") and "" in lines
+    for value in ("", "0", "wide", "-3"):
+        monkeypatch.setenv("COLUMNS", value)
+        assert folded(text) == text
+
+
+def test_numbers_of_things() -> None:
+    assert [counted(n, "case") for n in (0, 1, 2, 1000)] == ["0 cases", "1 case", "2 cases", "1,000 cases"]
 
 
 def test_a_block_is_as_wide_as_its_cells() -> None:

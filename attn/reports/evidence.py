@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from attn.tables import counted
+
 KINDS = ("ran", "interpreted", "compiled", "stand-in")
 PATH = Path(__file__).with_name("evidence.json")
 
@@ -55,7 +57,7 @@ class Evidence:
         return (*identity, self.reporter)
 
     def __str__(self) -> str:
-        outcome = f"{self.cases} cases" if not self.failures else f"{self.failures} of {self.cases} cases FAILED"
+        outcome = counted(self.cases, "case") if not self.failures else f"{self.failures} of {self.cases} cases FAILED"
         by = f", reported by {self.reporter}" * bool(self.reporter)
         return f"{self.kind} on {self.device}{by} ({outcome}, {self.date[:10]})"
 

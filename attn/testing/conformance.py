@@ -24,6 +24,7 @@ from attn.reports import evidence
 from attn.selection import plugins
 from attn.selection.platforms import platform_for
 from attn.selection.verdicts import choose, not_loadable
+from attn.tables import counted
 from attn.testing.case import Case
 from attn.testing.draw import Call, Result, draw
 from attn.testing.processes import spread
@@ -189,9 +190,8 @@ class BackendReport:
         if self.skipped:
             return f"{self.backend}: skipped, {self.skipped}"
         outcome = "all passed" if self.ok else f"{len(self.failures)} FAILED"
-        lines = [
-            f"{self.backend} {self.kind} on {self.device}: {self.cases} cases ({self.level}), {outcome}, {self.seconds:.1f} s"
-        ]
+        cases = f"{counted(self.cases, 'case')} ({self.level})"
+        lines = [f"{self.backend} {self.kind} on {self.device}: {cases}, {outcome}, {self.seconds:.1f} s"]
         for dtype, worst in self.rows.items():
             lines.append(
                 f"    worst row, {dtype}: {worst:.2g} (target {BUDGETS[dtype].target:.2g}, limit {BUDGETS[dtype].hard:.2g})"

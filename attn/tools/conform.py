@@ -21,6 +21,7 @@ from attn.errors import UnsupportedError
 from attn.progress import Lines, display
 from attn.selection import plugins
 from attn.selection.verdicts import not_loadable
+from attn.tables import folded
 from attn.testing.case import Case, Recipe
 from attn.testing.conformance import EXECUTED, Report, candidate_of, run_case, run_conformance
 from attn.testing.suite import LEVELS
@@ -196,7 +197,7 @@ _REPRO = {"attention": _repro_paged, "diffusion": _repro_dense, "entries": _repr
 
 def _done(ok: bool, data: dict[str, Any], text: str, as_json: bool) -> int:
     """Print the result as text or JSON and return the exit code."""
-    print(json.dumps({**data, "ok": ok}, indent=2) if as_json else text)
+    print(json.dumps({**data, "ok": ok}, indent=2) if as_json else folded(text))
     return int(not ok)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from attn import recording
 from attn.backends.registry import AttentionBackendEnum
 from attn.selection import plugins
-from attn.tables import block
+from attn.tables import block, folded
 from attn.testing.case import Case
 from attn.testing.conformance import candidate_of, runner_for, subject_here
 from attn.testing.rules import BUDGETS
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     limit = f"(limit {BUDGETS[call.case.dtype].hard:.2g})"
     errors = ["" if row.status == "not run" else f"worst row {row.error:.2g} {limit}" for row in rows]
     cells = [(row.backend, row.framework, row.status, error, row.text) for row, error in zip(rows, errors, strict=True)]
-    print("\n".join([*block(cells, "  "), *notes]))
+    print(folded("\n".join([*block(cells, "  "), *notes])))
     return int(not ok)
 
 

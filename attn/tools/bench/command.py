@@ -18,7 +18,7 @@ from attn.progress import Display, display
 from attn.selection.choice import framework_of_backend
 from attn.selection.platforms import default_framework, platform_for
 from attn.selector import backend_name_to_enum
-from attn.tables import header, wrapped
+from attn.tables import folded, header, wrapped
 from attn.tools.bench import dense, workloads
 from attn.tools.bench import summary as summaries
 from attn.tools.bench.case import CPU_SUITE, KINDS, LIMITS, MLA_CPU_SUITE, MLA_SUITE, SUITE, BenchCase, abbreviated, parse
@@ -146,7 +146,7 @@ def run(args: argparse.Namespace) -> int:
         seed, sizes = args.seed or 0, sizes_of([bench.free_bytes() for bench in benches.values()], args.mla)
         cases = dict.fromkeys(frameworks, sample(args.random, seed, sizes, args.mla, **fields_of(args)))
         drawn = {"random": {"batches": args.random, "seed": seed, "kinds": KINDS, "bounds": asdict(sizes)}}
-        print(f"random: batches {args.random}, seed {seed}: {sizes}")
+        print(folded(f"random: batches {args.random}, seed {seed}: {sizes}"))
     peers = [name for bench in benches.values() for name in bench.peers()]
     entries = [
         entry
@@ -157,17 +157,17 @@ def run(args: argparse.Namespace) -> int:
     report = BenchReport(about(benches, entries))
     for name, value in report.about.items():
         text = ", ".join(f"{n} {v}" for n, v in value.items()) if isinstance(value, dict) else value
-        print(f"{name}: {text}")
+        print(folded(f"{name}: {text}"))
     for line in off_paths(AttentionBackendEnum, [entry.backend for entry in entries if not entry.refused]):
-        print(line)
+        print(folded(line))
     report.about |= drawn
-    print(header(summaries.COLUMNS if drawn else COLUMNS, args.wide))
+    print(folded(header(summaries.COLUMNS if drawn else COLUMNS, args.wide)))
     measure(entries, benches, report, limit, args.json, wide=args.wide)
     found = report.to_dict()["rows"]
     if drawn:
-        print("\n".join([*(ranked(found) if args.peers else []), summaries.summary(found)]))
+        print(folded("\n".join([*(ranked(found) if args.peers else []), summaries.summary(found)])))
     elif args.peers:
-        print("\n".join(ranked(found)))
+        print(folded("\n".join(ranked(found))))
     draw(args.plot, report.to_dict())
     return 0 if report.right else 1
 
@@ -285,9 +285,9 @@ def _judged_file(file: str, plot: str | None, wide: bool) -> int:
     rows = report["rows"]
     if "random" in report:
         lines = [header(summaries.COLUMNS, wide), *(outcome.text(wide) for outcome in summaries.outcomes(rows))]
-        print("\n".join([*lines, *ranked(rows), summaries.summary(rows)]))
+        print(folded("\n".join([*lines, *ranked(rows), summaries.summary(rows)])))
     else:
-        print(judge(rows))
+        print(folded(judge(rows)))
     draw(plot, report)
     if not rows:
         raise ValueError(f"{file}: no rows to judge")
@@ -300,9 +300,9 @@ def _compared(files: Sequence[str]) -> int:
     before, after = (read(file) for file in files)
     names = sorted({*before, *after} - {"rows", "verdicts", "problems", "date"})
     for name in (name for name in names if before.get(name) != after.get(name)):
-        print(f"{name}: {before.get(name, 'not recorded')} -> {after.get(name, 'not recorded')}")
+        print(folded(f"{name}: {before.get(name, 'not recorded')} -> {after.get(name, 'not recorded')}"))
     changes = compare(before["rows"], after["rows"])
-    print("\n".join(map(str, changes)))
+    print(folded("\n".join(map(str, changes))))
     timed = [change.ratio for change in changes if change.ratio is not None]
     worse, better = sum(change.worse for change in changes), sum(change.better for change in changes)
     print(f"{len(timed)} times in both: {worse} worse, {better} faster, {len(changes)} in all")

@@ -22,7 +22,7 @@ from attn.imports import resolve_obj_by_qualname
 from attn.selection.platforms import default_framework, platform_for
 from attn.selection.preferences import MARGIN
 from attn.selection.verdicts import judge
-from attn.tables import Column, header, line, wrapped
+from attn.tables import Column, folded, header, line, wrapped
 from attn.tools.bench.case import LIMITS, Timing
 from attn.tools.bench.roofline import draw
 from attn.tools.bench.rows import BenchReport
@@ -208,17 +208,17 @@ def run(args: argparse.Namespace) -> int:
     bench: Stopwatch = resolve_obj_by_qualname("attn.tools.bench.dense_on_torch.DenseBench")()
     dtype = args.dtype or "bfloat16"
     report = DenseReport({**bench.about(), "dtype": dtype, "date": datetime.date.today().isoformat()})
-    print(", ".join(f"{name} {value}" for name, value in report.about.items()))
-    print(header(COLUMNS))
+    print(folded(", ".join(f"{name} {value}" for name, value in report.about.items())))
+    print(folded(header(COLUMNS)))
     for shape in shapes:
         print(f"{shape.name} {shape}".strip())
         for row in rows(shape, dtype, args.backend or (), framework, bench):
             report.rows.append(row)
-            print(row, flush=True)
+            print(folded(row), flush=True)
         report.write(args.json)  # after each shape, so that an interrupted run keeps its rows
     for off in off_paths(DiffusionAttentionBackendEnum, [row.backend for row in report.rows if not row.refused]):
-        print(off)
+        print(folded(off))
     for problem in report.problems():
-        print(f"problem: {problem}")
+        print(folded(f"problem: {problem}"))
     draw(args.plot, report.to_dict())
     return int(not report.right)

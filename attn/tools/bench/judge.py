@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from attn.selection.preferences import MARGIN
+from attn.tables import counted
 from attn.tools.bench.case import BenchCase, abbreviated
 
 
@@ -121,7 +122,7 @@ def judge(rows: Sequence[dict[str, Any]]) -> str:
 def ranked(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Format the ranking, a line per backend, under a line that says what the numbers are."""
     found = [
-        f"  {name:24s} {cases:3d} cases, mean {mean:.3f}, worst {worst:.2f} ({abbreviated(where)})"
+        f"  {name:24s} {counted(cases, 'case'):>9s}, mean {mean:.3f}, worst {worst:.2f} ({abbreviated(where)})"
         for name, cases, mean, worst, where in ranking(rows)
     ]
     return [*(["time of each backend / time of the fastest backend:"] if found else []), *found]

@@ -23,7 +23,7 @@ COLUMNS = (
     Column(" backend", 25, text=True), Column("ms", 10), Column("p20 .. p80", 19), Column("GB/s", 6, wide=True),
     Column("% copy", 6), Column("TFLOP/s", 8), Column("% gemm", 6), Column("clean ms", 9, wide=True),
     Column("kernel ms", 9, wide=True), Column("launch us", 9, wide=True), Column("metadata us", 11, wide=True),
-    Column("error", 8),
+    Column("error", 8), Column("remarks", text=True),
 )  # fmt: skip
 
 
@@ -100,9 +100,9 @@ class BenchRow:
             f"{_ms(t.ms_p20)} .. {_ms(t.ms_p80)}", f"{self.gb_per_s:.4g}",
             f"{100 * self.of_copy:.1f}", f"{self.tflop_per_s:.3g}",
             f"{100 * self.of_gemm:.1f}", shown(t.ms_clean, ".4f"), shown(t.kernel_ms, ".4f"), shown(t.host_us, ".0f"),
-            shown(t.build_us, ".0f"), f"{t.error:.1e}",
+            shown(t.build_us, ".0f"), f"{t.error:.1e}", " ".join(["WRONG"] * (not self.right) + ["eager"] * (not t.replayed)),
         )  # fmt: skip
-        return line(cells, COLUMNS, wide) + ("" if self.right else " WRONG") + ("" if t.replayed else " eager")
+        return line(cells, COLUMNS, wide)
 
     def to_dict(self) -> dict[str, Any]:
         flat = {**asdict(self), **asdict(self.case), **asdict(self.timing)}
@@ -129,7 +129,7 @@ class Refusal:
     def text(self, wide: bool = False) -> str:
         """Format the row without its case; `wide`: in one line."""
         head = line((f"{'*' if self.chosen else ' '}{self.backend}",), COLUMNS).ljust(COLUMNS[0].width)
-        text = f"{head} {'FAILED' if self.failed else 'no row'}: {' '.join(self.refused.split())[:200]}"
+        text = f"{head} {'FAILED' if self.failed else 'not timed'}: {' '.join(self.refused.split())[:200]}"
         return text if wide else "\n".join(wrapped(text, more=" " * (COLUMNS[0].width + 1)))
 
     def to_dict(self) -> dict[str, Any]:

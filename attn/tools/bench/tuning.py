@@ -16,7 +16,7 @@ from attn.capabilities import Request
 from attn.selection import preferences
 from attn.selection.platforms import default_framework, platform_for
 from attn.selector import forget, select
-from attn.tables import header
+from attn.tables import folded, header
 from attn.tools.bench.case import BenchCase
 from attn.tools.bench.command import case_arguments, cases_of, measure
 from attn.tools.bench.rows import BENCHES, COLUMNS, BenchReport, BenchRow, Refusal, open_bench, plan
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     entries = [entry for case in cases for entry in plan(case, framework, (), ["all"], without)]
     bench = open_bench(framework)
     report = BenchReport(bench.about(cases[0].dtype))
-    print(header(COLUMNS, args.wide))
+    print(folded(header(COLUMNS, args.wide)))
     measure([entry for entry in entries if not entry.refused], {framework: bench}, report, limit, wide=args.wide)
     kept = kept_of(report.rows)
     if not kept:

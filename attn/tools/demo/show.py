@@ -21,7 +21,7 @@ from attn.errors import AttnError
 from attn.imports import pip_install, resolve_obj_by_qualname
 from attn.progress import Display, Lines, Quiet, coloured, display
 from attn.serving import GenerationRequest, Scheduler
-from attn.tables import Column, cells, header, line
+from attn.tables import Column, cells, folded, header, line
 from attn.tools.demo.checkpoint import load_config, load_tokenizer, load_weights
 from attn.tools.demo.dense import Dense, dense_forward
 from attn.tools.demo.engine import FRAMEWORKS, SHIPPED_MODEL, ModelRunner, TextStream, load_runner, missing, scheduler_of, serve
@@ -245,7 +245,7 @@ def _judged(forward: Dense, index: int, served: Sequence[Served]) -> list[Diverg
 def _report(served: Sequence[Served], judge: str, dense_seconds: float, agreeing: int, tokenizer: "Tokenizer") -> None:
     """Print the results in words and as a table."""
     requests = served[0].requests
-    print("\n".join(["", header(_COLUMNS), *(line(cells(one.figures, _COLUMNS), _COLUMNS) for one in served), ""]))
+    print(folded("\n".join(["", header(_COLUMNS), *(line(cells(one.figures, _COLUMNS), _COLUMNS) for one in served), ""])))
     events: dict[str, list[str]] = {}
     for one in served:
         f = one.figures
@@ -256,14 +256,14 @@ def _report(served: Sequence[Served], judge: str, dense_seconds: float, agreeing
         )
         events.setdefault(text, []).append(f["framework"])
     for text, frameworks in events.items():
-        print(f"{' and '.join(frameworks)}: {text}")
+        print(folded(f"{' and '.join(frameworks)}: {text}"))
     tokens = sum(len(request.output) for request in requests)
-    print(f"{judge}: {tokens} tokens compared with {len(requests)} dense passes without a cache, {dense_seconds:.1f} s")
+    print(folded(f"{judge}: {tokens} tokens compared with {len(requests)} dense passes without a cache, {dense_seconds:.1f} s"))
     print("\nsome of the texts (prompt -> generated):")
     varied = sorted(requests, key=lambda request: -len(set(request.output)))[:_TEXTS]  # a small model repeats itself
     for request in varied:
         prompt, text = (_one_line(tokenizer.decode(part)) for part in (request.prompt[-40:], request.output))
-        print(f"{request.request_id:>4}: ...{prompt[-_WIDTH // 2 :]} -> {text[: _WIDTH // 2]}")
+        print(folded(f"{request.request_id:>4}: ...{prompt[-_WIDTH // 2 :]} -> {text[: _WIDTH // 2]}"))
     names = " = ".join([*(one.runner.framework for one in served), judge])
     equal = f"{names}: {agreeing} of {len(requests)} texts are equal, token by token"
     print()

@@ -14,7 +14,7 @@ def test_a_backend_that_breaks_its_word_is_wrong_and_a_peer_or_a_late_one_is_not
     assert not rows["TORCH_SDPA"].right and "FAILED: RuntimeError: no kernel" in rows["TORCH_SDPA"].text()
     assert rows["sdpa"].right and rows["CPU_ATTN"].right
     late = rows_of(CPU_ATTN=1.0, TORCH_SDPA=TimeoutError("not ready after 3 s"))["TORCH_SDPA"]
-    assert late.right and "no row: not ready after 3 s" in late.text()
+    assert late.right and "not timed: not ready after 3 s" in late.text()
     assert not rows_of(CPU_ATTN=1.0, error=float("nan"))["CPU_ATTN"].right
 
 
@@ -29,6 +29,6 @@ def test_a_row_has_every_column_if_wide_and_else_fits(rows_of: RowsOf) -> None:
     narrow, refused = rows["CPU_ATTN"].text(), rows["TORCH_SDPA"].text()
     assert narrow.endswith("1.0e+00 WRONG eager") and "kernel ms" not in header(COLUMNS)
     assert max(map(len, [header(COLUMNS), narrow, *refused.splitlines()])) <= WIDTH
-    assert " ".join(refused.split()) == f"TORCH_SDPA no row: {reason.strip()}", "wrapped, not cut"
-    assert header(COLUMNS, wide=True).split("  ")[-1].strip() == "error" and "kernel ms" in header(COLUMNS, wide=True)
+    assert " ".join(refused.split()) == f"TORCH_SDPA not timed: {reason.strip()}", "wrapped, not cut"
+    assert header(COLUMNS, wide=True).split("  ")[-1].strip() == "error remarks" and "kernel ms" in header(COLUMNS, wide=True)
     assert len(rows["CPU_ATTN"].text(wide=True)) > len(narrow) and "\n" not in rows["TORCH_SDPA"].text(wide=True)
