@@ -9,11 +9,11 @@ that the merges read and write, and the operations. The last two columns are the
 form, absorbed or expanded, and how many of them would be absorbed.
 
 The second table is about the other requests, on 132 multiprocessors of which each runs one program of 64 rows at a time. Times
-are in tiles of 64 keys. "least" is the sum of all tiles by the multiprocessors: no plan ends sooner. "equal parts": requests
-are cut into parts of at most one size, each a program, started in the plan's order as multiprocessors become free; a program
-takes START tiles more than it has. "equal shares": all requests in a line are cut into as many shares as there are programs;
-a program takes START tiles more, and NEXT for each piece after its first. Megabytes are of the states of merged parts, written
-and read. START is the launch rule's estimate (`mla_split`), NEXT an assumption; neither is measured.
+are in tiles of 64 keys. "least" is the sum of all tiles by the multiprocessors: no plan ends sooner. "equal parts" is the plan
+of paged attention: requests are cut into parts of at most one size, each a program, started in the plan's order as
+multiprocessors become free; a program takes START tiles more than it has. "equal shares" is what runs (`plan.shares`): all
+requests in a line are cut into a share for each program; a program takes START tiles more, and STARTED for each piece after its
+first. Megabytes are of the states of merged parts, written and read. START is the launch rule's estimate (`mla_split`).
 """
 
 import argparse
@@ -25,14 +25,14 @@ import numpy as np
 from attn.backends.abstract import KVCacheSpec
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.dtypes import DTYPES
-from attn.kernels.launch import LEAST, split_tiles_of
+from attn.kernels.launch import LEAST, STARTED, split_kv_for, split_tiles_of
 from attn.reports.machines import pairs
 from attn.tables import Column, block, cells
 from attn.tools.bench.case import NOPE, ROPE, VALUE, BenchCase, abbreviated, parse
 from attn.tools.bench.sample import sample, sizes_of
 from attn.torch.backends.mla import _mla
 from attn.torch.backends.mla._metadata import MLACommonMetadataBuilder
-from attn.torch.kernels.mla_launch import mla_split, mla_split_kv
+from attn.torch.kernels.mla_launch import mla_shares, mla_split
 
 if TYPE_CHECKING:
     from attn.backends.metadata import IntArray
@@ -63,7 +63,7 @@ DECODES = (
 )
 MULTIPROCESSORS = 132
 TILE = 64  #: rows, and keys
-START, NEXT = 3, 2  #: tiles that a program's start and end take, and a piece of it after the first
+START = 3  #: tiles that a program's start and end take
 _PAGE = 1 << 20  # one page per request: a plan depends on lengths only
 
 
@@ -107,10 +107,9 @@ def decoded(case: BenchCase) -> dict[str, Any]:
     if not len(lens):
         return {}
     tiles, row_tiles = -(-lens[:, 1] // TILE), -(-int(lens[:, 0].max()) * case.num_heads // TILE)
-    state = 2 * 4 * row_tiles * TILE * case.kv_lora_rank / 1e6  # of a part, written and read
+    state = 2 * 4 * TILE * case.kv_lora_rank / 1e6  # of a row tile's part, written and read
     sizes, merged = equal_parts(tiles, row_tiles)
-    share, pieces, cut = equal_shares(tiles, max(1, MULTIPROCESSORS // row_tiles))
-    rounds = -(-row_tiles // MULTIPROCESSORS)
+    time, pieces, cut = equal_shares(tiles, row_tiles)
     return {
         "requests": len(lens),
         "keys": int(lens[:, 1].sum()),
@@ -118,9 +117,9 @@ def decoded(case: BenchCase) -> dict[str, Any]:
         "least": int(tiles.sum()) * row_tiles / MULTIPROCESSORS,
         "parts_time": makespan([size + START for size in sizes for _ in range(row_tiles)]),
         "parts": len(sizes) * row_tiles,
-        "parts_mb": merged * state,
-        "shares_time": share * rounds,
-        "pieces": pieces * row_tiles,
+        "parts_mb": merged * row_tiles * state,
+        "shares_time": time,
+        "pieces": pieces,
         "shares_mb": cut * state,
     }
 
@@ -139,7 +138,7 @@ def equal_parts(tiles: "IntArray", row_tiles: int) -> tuple[list[int], int]:
         split = mla_split(len(tiles) * row_tiles, int(tiles.max()) * TILE, TILE, MULTIPROCESSORS) // TILE
         sizes = [min(split, n - low) for low in range(0, int(tiles.max()), split) for n in tiles.tolist() if low < max(n, 1)]
         return sizes, int((-(-tiles[tiles > split] // split)).sum())
-    split_kv = mla_split_kv(len(tiles), row_tiles, int(tiles.max()), MULTIPROCESSORS)
+    split_kv = split_kv_for(len(tiles), row_tiles, int(tiles.max()), 0, MULTIPROCESSORS)
     if split_kv is None:
         return tiles.tolist(), 0
     counts = (-(-tiles // split_tiles_of(tiles, split_kv))).clip(min=1)
@@ -149,14 +148,16 @@ def equal_parts(tiles: "IntArray", row_tiles: int) -> tuple[list[int], int]:
     return long + tiles[counts == 1].tolist(), len(long)
 
 
-def equal_shares(tiles: "IntArray", programs: int) -> tuple[int, int, int]:
-    """Return the longest program's time, how many pieces there are, and how many of them are merged."""
-    work = tiles.clip(min=1)
-    ends = np.cumsum(work + NEXT)
-    share = max(-(-int(ends[-1]) // programs), LEAST + NEXT)
-    begins = ends - work - NEXT
+def equal_shares(tiles: "IntArray", row_tiles: int) -> tuple[int, int, int]:
+    """Return the longest program's time, how many pieces there are, and how many of them are merged, of a block's row tiles."""
+    plan = mla_shares(len(tiles), row_tiles, 1 << 20, MULTIPROCESSORS)
+    assert plan is not None
+    work = np.repeat(tiles.clip(min=1), -(-row_tiles // plan.span))
+    ends = np.cumsum(work + STARTED)
+    share = max(-(-int(ends[-1]) // plan.groups), LEAST + STARTED)
+    begins = ends - work - STARTED
     counts = (begins + work - 1) // share - begins // share + 1
-    return share + START - NEXT, int(counts.sum()), int(counts[counts > 1].sum())
+    return share + START - STARTED, plan.span * int(counts.sum()), plan.span * int(counts[counts > 1].sum())
 
 
 def main() -> None:

@@ -203,6 +203,7 @@ def block_of(num_reqs: int) -> int:
 
 
 LEAST = 2  #: tiles of keys below which a part costs more than it saves
+STARTED = 2  #: tiles of keys that it costs a program to begin and end a block of rows, in equal shares (an estimate)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,13 +1,15 @@
 """The plan of a batch of decodes, on the device: how the keys of requests of any lengths are cut into work items.
 
-`launch.SplitKV` has the bounds, which the host knows. A program of `paged_attention` computes its own item; kernels whose
-programs hold no vector of requests read it from the table that `items` fills.
+Parts of equal size (`item_of`): each is a program's, which computes its own; `launch.SplitKV` has the bounds, which the host
+knows. Equal shares (`shares`): a program has a share of all keys, from the end of one request to the beginning of another, and
+reads its items from a table. They are for kernels whose programs fill a multiprocessor: with one to each, parts of equal size
+leave a fourth of the device idle (`benchmarks.mla_plan`).
 """
 
 import triton
 import triton.language as tl
 
-FIELDS = 4  #: of a row of the table: request, first key, end of the keys, number of parts (-1: no item)
+FIELDS = 6  #: of an item of the table that `shares` fills
 
 
 @triton.jit
@@ -73,23 +75,46 @@ def item_of(  # type: ignore[no-untyped-def]
     return r, first, last, part, count
 
 
-@triton.jit(do_not_specialize=("num_reqs", "max_query", "split_tiles", "max_splits", "whole_from", "num_items"))
-def items(  # type: ignore[no-untyped-def]
-    table, query_start_loc, seq_lens, num_reqs, max_query, split_tiles, max_splits, whole_from, num_items,
-    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr,
+@triton.jit(do_not_specialize=("num_reqs", "groups", "rows"))
+def shares(  # type: ignore[no-untyped-def]
+    table, query_start_loc, seq_lens, num_reqs, groups, rows,
+    H: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, STARTED: tl.constexpr, SHORTEST: tl.constexpr,
+    FIELDS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (num_items): one program fills one row of the table, and of its second part if the item is a request's first."""
-    item = tl.program_id(0)
-    r, first, last, part, count = item_of(
-        item, query_start_loc, seq_lens, num_reqs, 0, max_query, 1 << 30, 0, 0, 0, 0, split_tiles, max_splits, whole_from,
-        BLOCK_N, BLOCK_R, False, False,
-    )  # fmt: skip
-    valid = r < num_reqs
-    row = table + item * 4
-    tl.store(row, tl.where(valid, r, 0))
-    tl.store(row + 1, tl.where(valid, first * BLOCK_N, 0))
-    tl.store(row + 2, tl.where(valid, last * BLOCK_N, 0))
-    tl.store(row + 3, tl.where(valid, count, -1))
-    if valid & (part == 0):
-        tl.store(table + num_items * 4 + 2 * r, item)
-        tl.store(table + num_items * 4 + 2 * r + 1, count)
+    """Fill the table of equal shares, which `attn.torch.kernels.plan` describes. Grid (groups): one writes its own items."""
+    g = tl.program_id(0)
+    n = tl.arange(0, BLOCK_R)
+    begin = tl.load(query_start_loc + n, mask=n < num_reqs, other=0)
+    q_len = tl.load(query_start_loc + n + 1, mask=n < num_reqs, other=0) - begin
+    blocks = tl.cdiv(q_len * H, rows)
+    work = tl.maximum(tl.cdiv(tl.load(seq_lens + n, mask=n < num_reqs, other=0), BLOCK_N), 1).to(tl.int64)
+    cost = work + STARTED
+    count = tl.sum(blocks, 0)
+    total = tl.sum(blocks * cost, 0)
+    share = tl.maximum(tl.cdiv(total, groups), SHORTEST + STARTED)
+    longest = tl.max(tl.where(blocks > 0, cost, 0), 0)
+    if (count <= groups) & (5 * count >= 4 * groups) & (4 * longest * count <= 5 * total):
+        cost = cost * 0 + longest  # blocks of about equal length nearly fill the device: one each
+        share = longest
+    begins = tl.cumsum(blocks * cost, 0) - blocks * cost
+    low, high = g * share, (g + 1) * share
+    done = low - begins - work
+    first = tl.where(done < 0, 0, tl.minimum(done // cost + 1, blocks))
+    last = tl.where(high > begins, tl.minimum(tl.cdiv(high - begins, cost), blocks), 0)
+    tl.store(table + 2 * g, g + tl.sum(first, 0))
+    tl.store(table + 2 * g + 1, g + tl.sum(last, 0))
+    rest = table + 2 * groups + (g + tl.cumsum(blocks, 0) - blocks) * FIELDS
+    for i in tl.range(0, tl.max(last - first, 0), num_stages=1):
+        block = first + i
+        start = begins + block * cost
+        begin_tile = tl.maximum(low - start, 0)
+        head = start // share
+        parts = (start + work - 1) // share - head + 1
+        item = rest + block * FIELDS
+        own = block < last
+        tl.store(item, n, mask=own)
+        tl.store(item + 1, block, mask=own)
+        tl.store(item + 2, begin_tile * BLOCK_N, mask=own)
+        tl.store(item + 3, tl.minimum(high - start, work) * BLOCK_N, mask=own)
+        tl.store(item + 4, tl.where(parts > 1, tl.where(begin_tile > 0, g, groups + g), -1), mask=own)
+        tl.store(item + 5, parts, mask=own)

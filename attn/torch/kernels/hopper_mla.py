@@ -14,10 +14,10 @@ before it. This sets the order of a consumer's work: it uses the other consumer'
 for its own next tile. Overlapping the scores of one tile with the exponentials of another would need that tile earlier than
 it can arrive.
 
-The grid, the split of keys or the plan, the states and their merge are those of `mla_decode`. Keys beyond what a row sees
-are masked.
-In tiles where rows differ in what they see, non-finite latents are replaced by 0 (the score of a row that sees them is
-already NaN). No length is fetched from the device.
+The grid, the split of keys or the plan, the states and their merge are those of `mla_decode`. A program of a plan has several
+items; while consumers end one, the producer loads the next one's tiles. Keys beyond what a row sees are masked. In tiles where
+rows differ in what they see, non-finite latents are replaced by 0 (the score of a row that sees them is already NaN). No length
+is fetched from the device.
 
 Layouts: q [T, H, 576], out [T, H, 512], both bf16 or float16; cache [N, P, 576] of the same dtype, strides multiples of 16;
 lse [H, T] float32, natural log. All keys: P is a multiple of 16. Selected keys: H is a multiple of 64, so that a program's
@@ -50,23 +50,37 @@ ROWS = 64  #: (token, head) pairs per program
 KEYS = 64  #: per tile
 RANK, ROPE = 512, 64
 _REGISTERS = ((240, 24), (232, 40))  #: per thread (consumers, producer), for a producer that copies boxes and one that gathers
-_BATCH = ("row_tiles", "max_query", "splits", "split", "topk", "num_pages", "lse_h", "table_r", "indices_t")
+_BATCH = ("row_tiles", "splits", "split", "topk", "num_pages", "lse_h", "table_r", "indices_t")
+
+
+@gluon.jit
+def _items_of(items, row_tiles, PLANNED: gl.constexpr):  # type: ignore[no-untyped-def]
+    """(first item of the program, the one after its last); without a plan the program itself is its only item."""
+    if PLANNED:
+        own = items + 2 * (gl.program_id(0) // row_tiles)
+        first, last = gl.load(own), gl.load(own + 1)
+    else:
+        first, last = 0, 1
+    return first, last
 
 
 @gluon.jit
 def _part(  # type: ignore[no-untyped-def]
-    query_start_loc, seq_lens, limits, items, row_tiles, split, topk,
+    item, query_start_loc, seq_lens, limits, items, row_tiles, split, topk,
     H: gl.constexpr, HAS_LIMITS: gl.constexpr, SPARSE: gl.constexpr, PLANNED: gl.constexpr,
 ):  # fmt: skip
-    """(request, its first token, tokens, keys, first row; keys that all rows, some row see, first key, tiles, splits).
+    """(request, its first token, tokens, keys, first row; keys that all rows, some row see, first key, tiles, state).
 
-    A program without work has -1 splits.
+    The state is -1 for an item that is all keys of its rows. Without work there are no tokens.
     """
     r = gl.program_id(0) // row_tiles
-    item = items + r * 4
+    tile = gl.program_id(0) % row_tiles
+    first_row = tile * 64
+    own = items
     if PLANNED:
-        r = gl.load(item)
-    first_row = gl.program_id(0) % row_tiles * 64
+        own = items + gl.num_programs(0) // row_tiles * 2 + item * 6  # plan.FIELDS
+        r = gl.load(own)
+        first_row += gl.load(own + 1) * row_tiles * 64
     begin = gl.load(query_start_loc + r)
     q_len = gl.load(query_start_loc + r + 1) - begin
     seq_len = gl.load(seq_lens + r)
@@ -85,35 +99,33 @@ def _part(  # type: ignore[no-untyped-def]
     if SPARSE:
         high = topk
     if PLANNED:
-        begins = gl.load(item + 1)
-        stop = gl.load(item + 2)
-        count = gl.load(item + 3)
+        begins = gl.load(own + 2)
+        stop = gl.load(own + 3)
+        state = gl.load(own + 4)
+        state = gl.where(state < 0, -1, state * row_tiles + tile)
     else:
         begins = gl.program_id(1) * split
         stop = begins + split
         count = (high + split - 1) // split
-        count = gl.where(gl.program_id(1) < gl.maximum(count, 1), count, -1)
-    count = gl.where(first < q_len, count, -1)
-    tiles = gl.where(count < 0, 0, (gl.maximum(gl.minimum(high, stop) - begins, 0) + 63) // 64)
-    return r, begin, q_len, seq_len, first_row, low, high, begins, tiles, count
+        state = gl.where(count > 1, gl.program_id(1), -1)
+        q_len = gl.where(gl.program_id(1) < gl.maximum(count, 1), q_len, 0)
+    tiles = gl.where(first < q_len, (gl.maximum(gl.minimum(high, stop) - begins, 0) + 63) // 64, 0)
+    return r, begin, q_len, seq_len, first_row, low, high, begins, tiles, state
 
 
 @gluon.jit
-def _rows(begin, q_len, first_row, count, H: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
-    """[64] each: token in the request, token in the batch, head, whether the row exists and the program has work."""
+def _rows(begin, q_len, first_row, H: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
+    """[64] each: token in the request, token in the batch, head, whether the row exists."""
     row = first_row + gl.arange(0, 64, layout=LAYOUT)
     token = row // H
-    return token, (begin + token).to(gl.int64), row % H, (token < q_len) & (count >= 0)
+    return token, (begin + token).to(gl.int64), row % H, token < q_len
 
 
 @gluon.jit
-def _state(at, token, head, row_tiles, max_query, splits, H: gl.constexpr, PLANNED: gl.constexpr):  # type: ignore[no-untyped-def]
+def _state(state, at, head, splits, H: gl.constexpr, PLANNED: gl.constexpr, LAYOUT: gl.constexpr):  # type: ignore[no-untyped-def]
     """Where a row's state is among all states: by the item of the plan, or by the row and the number of the split."""
-    if PLANNED:
-        found = (gl.program_id(0) // row_tiles * max_query + token).to(gl.int64) * H + head
-    else:
-        found = (at * H + head) * splits + gl.program_id(1)
-    return found
+    place = state.to(gl.int64) * 64 + gl.arange(0, 64, layout=LAYOUT)
+    return place if PLANNED else (at * H + head) * splits + state
 
 
 @gluon.jit
@@ -126,29 +138,34 @@ def _gather(  # type: ignore[no-untyped-def]
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     parts = reinterpret(k_ring, k_ring.dtype, [16, 64, 64], swizzled)
-    r, begin, q_len, seq_len, first_row, low, high, begins, tiles, count = _part(
-        query_start_loc, seq_lens, limits, items, row_tiles, split, topk, H, HAS_LIMITS, SPARSE, PLANNED
-    )
-    table = block_table + r.to(gl.int64) * table_r
-    chosen = indices + (begin + first_row // H).to(gl.int64) * indices_t
-    column = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
-    for i in range(tiles):
-        j = begins + i * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
-        position = gl.load(chosen + j, mask=j < topk, other=-1)
-        real = (position >= 0) & (position < seq_len)
-        page = gl.load(table + position // P, mask=real, other=0)
-        rows = (cache + page.to(gl.int64) * c_block + (position % P) * c_slot)[:, None] + column[None, :]
-        stage = i % 2
-        phase = i // 2 & 1
-        mbarrier.wait(r_empty.index(stage), phase ^ 1)
-        copy_rows(r_ring.index(stage), rows + 512, mask=real[:, None])
-        async_copy.mbarrier_arrive(r_full.index(stage), increment_count=False)
-        for h in gl.static_range(2):
-            piece = stage * 2 + h
-            mbarrier.wait(k_empty.index(piece), phase ^ 1)
-            for c in gl.static_range(4):
-                copy_rows(parts.index(piece * 4 + c), rows + (h * 256 + c * 64), mask=real[:, None])
-            async_copy.mbarrier_arrive(k_full.index(piece), increment_count=False)
+    first, last = _items_of(items, row_tiles, PLANNED)
+    used_0, used_1 = 0, 0  # how often each stage of the rings was used by earlier items
+    for item in range(first, last):
+        r, begin, q_len, seq_len, first_row, low, high, begins, tiles, state = _part(
+            item, query_start_loc, seq_lens, limits, items, row_tiles, split, topk, H, HAS_LIMITS, SPARSE, PLANNED
+        )
+        table = block_table + r.to(gl.int64) * table_r
+        chosen = indices + (begin + first_row // H).to(gl.int64) * indices_t
+        column = gl.arange(0, 64, layout=gl.SliceLayout(0, LAYOUT))
+        for i in range(tiles):
+            j = begins + i * 64 + gl.arange(0, 64, layout=gl.SliceLayout(1, LAYOUT))
+            position = gl.load(chosen + j, mask=j < topk, other=-1)
+            real = (position >= 0) & (position < seq_len)
+            page = gl.load(table + position // P, mask=real, other=0)
+            rows = (cache + page.to(gl.int64) * c_block + (position % P) * c_slot)[:, None] + column[None, :]
+            stage = i % 2
+            phase = gl.where(stage == 0, used_0, used_1) + i // 2 & 1
+            mbarrier.wait(r_empty.index(stage), phase ^ 1)
+            copy_rows(r_ring.index(stage), rows + 512, mask=real[:, None])
+            async_copy.mbarrier_arrive(r_full.index(stage), increment_count=False)
+            for h in gl.static_range(2):
+                piece = stage * 2 + h
+                mbarrier.wait(k_empty.index(piece), phase ^ 1)
+                for c in gl.static_range(4):
+                    copy_rows(parts.index(piece * 4 + c), rows + (h * 256 + c * 64), mask=real[:, None])
+                async_copy.mbarrier_arrive(k_full.index(piece), increment_count=False)
+        used_0 += (tiles + 1) // 2
+        used_1 += tiles // 2
 
 
 @gluon.jit
@@ -161,35 +178,40 @@ def _produce(  # type: ignore[no-untyped-def]
     BOXES: gl.constexpr = 64 // BOX
     k_boxes = reinterpret(k_ring, k_ring.dtype, [16 * BOXES, 1, BOX, 64], desc.layout)
     r_boxes = reinterpret(r_ring, k_ring.dtype, [2 * BOXES, 1, BOX, 64], desc.layout)
-    r, begin, q_len, seq_len, first_row, low, high, begins, tiles, count = _part(
-        query_start_loc, seq_lens, limits, items, row_tiles, split, topk, H, HAS_LIMITS, SPARSE, PLANNED
-    )
-    table = block_table + r.to(gl.int64) * table_r
-    for i in range(tiles):
-        start = begins + i * 64
-        pages = ()
-        places = ()
-        for b in gl.static_range(BOXES):
-            at = start + b * BOX
-            # not a valid page: the engine fills in zeros for accesses outside its tensor
-            pages = pages + (gl.load(table + at // P, mask=at < high, other=num_pages),)  # type: ignore[assignment]
-            places = places + (at % P,)  # type: ignore[assignment]
-        stage = i % 2
-        phase = i // 2 & 1
-        mbarrier.wait(r_empty.index(stage), phase ^ 1)
-        mbarrier.expect(r_full.index(stage), 64 * 64 * 2)
-        for b in gl.static_range(BOXES):
-            load_box(desc, [pages[b], places[b], 512], r_full.index(stage), r_boxes.index(stage * BOXES + b))
-        for h in gl.static_range(2):
-            piece = stage * 2 + h
-            mbarrier.wait(k_empty.index(piece), phase ^ 1)
-            mbarrier.expect(k_full.index(piece), 64 * 256 * 2)
-            for c in gl.static_range(4):
-                for b in gl.static_range(BOXES):
-                    load_box(
-                        desc, [pages[b], places[b], h * 256 + c * 64], k_full.index(piece),
-                        k_boxes.index((piece * 4 + c) * BOXES + b),
-                    )  # fmt: skip
+    first, last = _items_of(items, row_tiles, PLANNED)
+    used_0, used_1 = 0, 0  # how often each stage of the rings was used by earlier items
+    for item in range(first, last):
+        r, begin, q_len, seq_len, first_row, low, high, begins, tiles, state = _part(
+            item, query_start_loc, seq_lens, limits, items, row_tiles, split, topk, H, HAS_LIMITS, SPARSE, PLANNED
+        )
+        table = block_table + r.to(gl.int64) * table_r
+        for i in range(tiles):
+            start = begins + i * 64
+            pages = ()
+            places = ()
+            for b in gl.static_range(BOXES):
+                at = start + b * BOX
+                # not a valid page: the engine fills in zeros for accesses outside its tensor
+                pages = pages + (gl.load(table + at // P, mask=at < high, other=num_pages),)  # type: ignore[assignment]
+                places = places + (at % P,)  # type: ignore[assignment]
+            stage = i % 2
+            phase = gl.where(stage == 0, used_0, used_1) + i // 2 & 1
+            mbarrier.wait(r_empty.index(stage), phase ^ 1)
+            mbarrier.expect(r_full.index(stage), 64 * 64 * 2)
+            for b in gl.static_range(BOXES):
+                load_box(desc, [pages[b], places[b], 512], r_full.index(stage), r_boxes.index(stage * BOXES + b))
+            for h in gl.static_range(2):
+                piece = stage * 2 + h
+                mbarrier.wait(k_empty.index(piece), phase ^ 1)
+                mbarrier.expect(k_full.index(piece), 64 * 256 * 2)
+                for c in gl.static_range(4):
+                    for b in gl.static_range(BOXES):
+                        load_box(
+                            desc, [pages[b], places[b], h * 256 + c * 64], k_full.index(piece),
+                            k_boxes.index((piece * 4 + c) * BOXES + b),
+                        )  # fmt: skip
+        used_0 += (tiles + 1) // 2
+        used_1 += tiles // 2
 
 
 @gluon.jit
@@ -290,7 +312,7 @@ def _step(  # type: ignore[no-untyped-def]
 def _consume(  # type: ignore[no-untyped-def]
     out, lse, partial, partial_lse, query, q_tile, k_ring, r_ring, p_ring, tops, norms,
     k_full, k_empty, r_full, r_empty, t_full, p_full, q_full, end, query_start_loc, seq_lens, limits, items, factor, v_factor,
-    indices, row_tiles, max_query, splits, split, topk, o_t, o_h, lse_h, q_t, q_h, indices_t,
+    indices, row_tiles, splits, split, topk, o_t, o_h, lse_h, q_t, q_h, indices_t,
     H: gl.constexpr, HAS_LIMITS: gl.constexpr, HAS_LSE: gl.constexpr, SPARSE: gl.constexpr,
     PLANNED: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
@@ -302,86 +324,94 @@ def _consume(  # type: ignore[no-untyped-def]
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0])
     ROPE_COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    r, begin, q_len, seq_len, first_row, low, high, begins, tiles, count = _part(
-        query_start_loc, seq_lens, limits, items, row_tiles, split, topk, H, HAS_LIMITS, SPARSE, PLANNED
-    )
+    first, last = _items_of(items, row_tiles, PLANNED)
+    own, other, turn = 0, 0, 0  # tiles of earlier items, this consumer's and the other's; the item's number modulo 2
+    for item in range(first, last):
+        r, begin, q_len, seq_len, first_row, low, high, begins, tiles, state = _part(
+            item, query_start_loc, seq_lens, limits, items, row_tiles, split, topk, H, HAS_LIMITS, SPARSE, PLANNED
+        )
 
-    token, at, head, live = _rows(begin, q_len, first_row, count, H, gl.SliceLayout(1, ROPE_COPY))
-    e = 512 + gl.arange(0, 64, layout=gl.SliceLayout(0, ROPE_COPY))
-    place = (at * q_t + head * q_h)[:, None] + e[None, :]
-    p_ring.index(WHICH).store(gl.load(query + place, mask=live[:, None], other=0.0))
-    copy_token, copy_at, copy_head, copy_live = _rows(begin, q_len, first_row, count, H, gl.SliceLayout(1, COPY))
-    d = WHICH * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, COPY))
-    copy_place = (copy_at * q_t + copy_head * q_h)[:, None] + d[None, :]
-    q_tile.index(WHICH).store(gl.load(query + copy_place, mask=copy_live[:, None], other=0.0))
-    fence_async_shared()
-    barrier()
-    mbarrier.arrive(q_full.index(0), count=1)
-    q_rope = p_ring.index(WHICH).load(gl.DotOperandLayout(0, S_LAYOUT, 2))
+        token, at, head, live = _rows(begin, q_len, first_row, H, gl.SliceLayout(1, ROPE_COPY))
+        e = 512 + gl.arange(0, 64, layout=gl.SliceLayout(0, ROPE_COPY))
+        place = (at * q_t + head * q_h)[:, None] + e[None, :]
+        p_ring.index(WHICH).store(gl.load(query + place, mask=live[:, None], other=0.0))
+        copy_token, copy_at, copy_head, copy_live = _rows(begin, q_len, first_row, H, gl.SliceLayout(1, COPY))
+        d = WHICH * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, COPY))
+        copy_place = (copy_at * q_t + copy_head * q_h)[:, None] + d[None, :]
+        q_tile.index(WHICH).store(gl.load(query + copy_place, mask=copy_live[:, None], other=0.0))
+        fence_async_shared()
+        barrier()
+        mbarrier.arrive(q_full.index(0), count=1)
+        q_rope = p_ring.index(WHICH).load(gl.DotOperandLayout(0, S_LAYOUT, 2))
 
-    row_token, row_at, row_head, row_live = _rows(begin, q_len, first_row, count, H, ROW)
-    chosen = indices
-    if SPARSE:
-        chosen = indices + (begin + first_row // H).to(gl.int64) * indices_t
-        seen = seq_len
-        low = topk
-    elif HAS_LIMITS:
-        seen = gl.load(limits + row_at, mask=row_live, other=0)
-    else:
-        seen = seq_len - q_len + row_token + 1
-    acc = gl.zeros([64, 256], gl.float32, O_LAYOUT)
-    norm = gl.zeros([64], gl.float32, ROW)
-    top = gl.full([64], float("-inf"), gl.float32, ROW)
-    mine = (tiles + 1 - WHICH) // 2
-    # every row sees the keys below `low`, so whole tiles below it need no mask
-    plain = mine
-    if not SPARSE:
-        plain = (gl.minimum(gl.maximum(low - begins, 0) // 64, tiles) + 1 - WHICH) // 2
-    mbarrier.wait(q_full.index(0), 0)
-    if WHICH == 1 and tiles > 0:
-        acc, top, norm = _join(acc, top, norm, k_ring, p_ring, tops, k_empty, t_full, p_full, 0, WHICH)
-    for k in range(0, plain):
-        acc, top, norm = _step(
-            acc, top, norm, q_tile, q_rope, k_ring, r_ring, p_ring, tops, k_full, k_empty, r_full, r_empty, t_full, p_full,
-            chosen, k, begins + (2 * k + WHICH) * 64, seen, low, factor, False, SPARSE, S_LAYOUT, P_LAYOUT, WHICH,
-        )  # fmt: skip
-        if 2 * k + WHICH + 1 < tiles:
-            acc, top, norm = _join(acc, top, norm, k_ring, p_ring, tops, k_empty, t_full, p_full, (k + WHICH) & 1, WHICH)
-    if not SPARSE:
-        for k in range(plain, mine):
+        row_token, row_at, row_head, row_live = _rows(begin, q_len, first_row, H, ROW)
+        chosen = indices
+        if SPARSE:
+            chosen = indices + (begin + first_row // H).to(gl.int64) * indices_t
+            seen = seq_len
+            low = topk
+        elif HAS_LIMITS:
+            seen = gl.load(limits + row_at, mask=row_live, other=0)
+        else:
+            seen = seq_len - q_len + row_token + 1
+        acc = gl.zeros([64, 256], gl.float32, O_LAYOUT)
+        norm = gl.zeros([64], gl.float32, ROW)
+        top = gl.full([64], float("-inf"), gl.float32, ROW)
+        mine = (tiles + 1 - WHICH) // 2
+        # every row sees the keys below `low`, so whole tiles below it need no mask
+        plain = mine
+        if not SPARSE:
+            plain = (gl.minimum(gl.maximum(low - begins, 0) // 64, tiles) + 1 - WHICH) // 2
+        mbarrier.wait(q_full.index(0), turn)
+        if WHICH == 1 and tiles > 0:
+            acc, top, norm = _join(acc, top, norm, k_ring, p_ring, tops, k_empty, t_full, p_full, other & 1, WHICH)
+        for k in range(0, plain):
             acc, top, norm = _step(
                 acc, top, norm, q_tile, q_rope, k_ring, r_ring, p_ring, tops, k_full, k_empty, r_full, r_empty, t_full, p_full,
-                chosen, k, begins + (2 * k + WHICH) * 64, seen, low, factor, True, False, S_LAYOUT, P_LAYOUT, WHICH,
+                chosen, own + k, begins + (2 * k + WHICH) * 64, seen, low, factor, False, SPARSE, S_LAYOUT, P_LAYOUT, WHICH,
             )  # fmt: skip
             if 2 * k + WHICH + 1 < tiles:
-                acc, top, norm = _join(acc, top, norm, k_ring, p_ring, tops, k_empty, t_full, p_full, (k + WHICH) & 1, WHICH)
+                phase = (other + k + WHICH) & 1
+                acc, top, norm = _join(acc, top, norm, k_ring, p_ring, tops, k_empty, t_full, p_full, phase, WHICH)
+        if not SPARSE:
+            for k in range(plain, mine):
+                acc, top, norm = _step(
+                    acc, top, norm, q_tile, q_rope, k_ring, r_ring, p_ring, tops, k_full, k_empty, r_full, r_empty, t_full,
+                    p_full, chosen, own + k, begins + (2 * k + WHICH) * 64, seen, low, factor, True, False, S_LAYOUT, P_LAYOUT,
+                    WHICH,
+                )  # fmt: skip
+                if 2 * k + WHICH + 1 < tiles:
+                    phase = (other + k + WHICH) & 1
+                    acc, top, norm = _join(acc, top, norm, k_ring, p_ring, tops, k_empty, t_full, p_full, phase, WHICH)
 
-    # both have the same maximum at the end; each has the sum of its own tiles' weights
-    norms.index(WHICH).store(norm)
-    barrier()
-    mbarrier.arrive(end.index(WHICH), count=1)
-    mbarrier.wait(end.index(1 - WHICH), 0)
-    norm += norms.index(1 - WHICH).load(ROW)
-    sum_ = gl.convert_layout(norm, gl.SliceLayout(1, O_LAYOUT))
-    share = v_factor / gl.where(sum_ == 0, 1.0, sum_)
-    acc = gl.where((sum_ == 0)[:, None], 0.0, acc * share[:, None])
-    log = gl.where(norm == 0, float("-inf"), top + gl.log2(norm))
-    state = _state(row_at, row_token, row_head, row_tiles, max_query, splits, H, PLANNED)
-    if count > 1:
-        column = WHICH * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, O_LAYOUT))
-        o_token, o_at, o_head, o_live = _rows(begin, q_len, first_row, count, H, gl.SliceLayout(1, O_LAYOUT))
-        part = _state(o_at, o_token, o_head, row_tiles, max_query, splits, H, PLANNED) * 512
-        gl.store(partial + part[:, None] + column[None, :], acc, mask=o_live[:, None])
-        if WHICH == 0:
-            gl.store(partial_lse + state, log, mask=row_live)
-    else:
-        # through the queries' buffer, which is no longer read, so that each thread writes 16 bytes of a row
-        q_tile.index(WHICH).store(acc.to(dtype))
+        # both have the same maximum at the end; each has the sum of its own tiles' weights
+        norms.index(WHICH).store(norm)
         barrier()
-        o_place = (copy_at * o_t + copy_head * o_h)[:, None] + d[None, :]
-        gl.store(out + o_place, q_tile.index(WHICH).load(COPY), mask=copy_live[:, None])
-        if HAS_LSE and WHICH == 0:
-            gl.store(lse + row_head * lse_h + row_at, log * 0.6931471805599453, mask=row_live)
+        mbarrier.arrive(end.index(WHICH), count=1)
+        mbarrier.wait(end.index(1 - WHICH), turn)
+        norm += norms.index(1 - WHICH).load(ROW)
+        sum_ = gl.convert_layout(norm, gl.SliceLayout(1, O_LAYOUT))
+        share = v_factor / gl.where(sum_ == 0, 1.0, sum_)
+        acc = gl.where((sum_ == 0)[:, None], 0.0, acc * share[:, None])
+        log = gl.where(norm == 0, float("-inf"), top + gl.log2(norm))
+        if state >= 0:
+            column = WHICH * 256 + gl.arange(0, 256, layout=gl.SliceLayout(0, O_LAYOUT))
+            o_token, o_at, o_head, o_live = _rows(begin, q_len, first_row, H, gl.SliceLayout(1, O_LAYOUT))
+            part = _state(state, o_at, o_head, splits, H, PLANNED, gl.SliceLayout(1, O_LAYOUT)) * 512
+            gl.store(partial + part[:, None] + column[None, :], acc, mask=o_live[:, None])
+            if WHICH == 0:
+                gl.store(partial_lse + _state(state, row_at, row_head, splits, H, PLANNED, ROW), log, mask=row_live)
+        else:
+            # through the queries' buffer, which is no longer read, so that each thread writes 16 bytes of a row
+            q_tile.index(WHICH).store(acc.to(dtype))
+            barrier()
+            o_place = (copy_at * o_t + copy_head * o_h)[:, None] + d[None, :]
+            gl.store(out + o_place, q_tile.index(WHICH).load(COPY), mask=copy_live[:, None])
+            if HAS_LSE and WHICH == 0:
+                gl.store(lse + row_head * lse_h + row_at, log * 0.6931471805599453, mask=row_live)
+        own += mine
+        other += (tiles + WHICH) // 2
+        turn ^= 1
 
 
 @gluon.jit
@@ -406,7 +436,7 @@ def _fill(  # type: ignore[no-untyped-def]
 @gluon.jit(do_not_specialize=_BATCH)
 def _attend(  # type: ignore[no-untyped-def]
     out, lse, partial, partial_lse, query, cache, query_start_loc, seq_lens, limits, items, block_table, indices, desc, factor,
-    v_factor, row_tiles, max_query, splits, split, topk, num_pages, lse_h, table_r, indices_t, o_t, o_h, q_t, q_h, c_block,
+    v_factor, row_tiles, splits, split, topk, num_pages, lse_h, table_r, indices_t, o_t, o_h, q_t, q_h, c_block,
     c_slot,
     H: gl.constexpr, P: gl.constexpr, BOX: gl.constexpr, HAS_LIMITS: gl.constexpr, HAS_LSE: gl.constexpr, SPARSE: gl.constexpr,
     PLANNED: gl.constexpr,
@@ -449,13 +479,13 @@ def _attend(  # type: ignore[no-untyped-def]
             (_consume, (
                 out, lse, partial, partial_lse, query, q_tile, k_ring, r_ring, p_ring, tops, norms,
                 k_full, k_empty, r_full, r_empty, t_full, p_full, q_full, end, query_start_loc, seq_lens, limits, items, factor,
-                v_factor, indices, row_tiles, max_query, splits, split, topk, o_t, o_h, lse_h, q_t, q_h, indices_t,
+                v_factor, indices, row_tiles, splits, split, topk, o_t, o_h, lse_h, q_t, q_h, indices_t,
                 H, HAS_LIMITS, HAS_LSE, SPARSE, PLANNED, 0,
             )),
             (_consume, (
                 out, lse, partial, partial_lse, query, q_tile, k_ring, r_ring, p_ring, tops, norms,
                 k_full, k_empty, r_full, r_empty, t_full, p_full, q_full, end, query_start_loc, seq_lens, limits, items, factor,
-                v_factor, indices, row_tiles, max_query, splits, split, topk, o_t, o_h, lse_h, q_t, q_h, indices_t,
+                v_factor, indices, row_tiles, splits, split, topk, o_t, o_h, lse_h, q_t, q_h, indices_t,
                 H, HAS_LIMITS, HAS_LSE, SPARSE, PLANNED, 1,
             )),
             (_fill, (
@@ -501,13 +531,12 @@ def attend(
     split: int,
     items: torch.Tensor,
     programs: int,
-    max_query: int,
+    planned: bool,
 ) -> None:
     """Compute what `mla_decode`'s own kernel does for the same arguments: results, or states for rows with several splits.
 
-    factor: scales scores, into base 2; v_factor: scales values. tiles: of 64 rows, per request. split: keys per program.
-    items: the table of the plan of `programs` items with room for `max_query` tokens each; max_query = 0: no plan, and
-    `programs` requests.
+    factor: scales scores, into base 2; v_factor: scales values. tiles: of 64 rows, per request, of which there are `programs`.
+    split: keys per program. planned: `items` is the plan of `programs` groups of so many tiles.
     """
     (pages, page, _), sparse = cache.shape, indices is not None
     strides = (*out.stride()[:2], *query.stride()[:2], *cache.stride()[:2])
@@ -521,8 +550,8 @@ def attend(
         (0, 0) if indices is None else (indices.shape[1], indices.stride(0)),
     )
     lse_h = 0 if lse is None else lse.stride(0)
-    numbers = factor, v_factor, tiles, max_query, splits, split, topk, pages, lse_h, block_table.stride(0), indices_t
-    kernel = _prepared(kind_of(arrays, strides), query.shape[1], page, box[1], max_query > 0)
+    numbers = factor, v_factor, tiles, splits, split, topk, pages, lse_h, block_table.stride(0), indices_t
+    kernel = _prepared(kind_of(arrays, strides), query.shape[1], page, box[1], planned)
     try:
         kernel(programs * tiles, arrays, desc, *numbers, *strides, columns=splits)
     except Exception as error:

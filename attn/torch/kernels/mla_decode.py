@@ -7,7 +7,7 @@ for the scores and unchanged for the values: this keeps the bytes per operation 
 and head.
 
     grid (requests x row tiles, splits); row tiles vary fastest, so that heads that share keys run together and share L2. In a
-    batch of uneven lengths (items x row tiles), where `plan.items` cuts the keys of all requests into work items.
+    batch of uneven lengths (groups x row tiles of a group), each of which has an equal share of all keys (`plan.shares`).
     dense   the rows of a request's tokens in order; row i sees its first seq_len - q_len + i + 1 keys (or limits[i]).
     sparse  a tile is one token's heads; its keys are those in `indices`, where -1 (or beyond the sequence) means no key.
 
@@ -36,13 +36,14 @@ import triton
 import triton.language as tl
 
 from attn.kernels.codes import number_in
-from attn.kernels.launch import FUSED, SplitKV, can_launch_early, converts_e4m3, power_of_two
+from attn.kernels.launch import FUSED, can_launch_early, converts_e4m3, power_of_two
+from attn.kernels.plan import FIELDS
 from attn.torch.kernels.direct import Kind, Prepared, arch, kind_of, multiprocessors, operator
-from attn.torch.kernels.mla_launch import HOPPER, mla_launch, mla_split, mla_split_kv, prefers_hopper
-from attn.torch.kernels.plan import items
+from attn.torch.kernels.mla_launch import HOPPER, Shares, mla_launch, mla_shares, mla_split, prefers_hopper
+from attn.torch.kernels.plan import shares
 
 LOG2E = 1.4426950408889634
-_BATCH = ("splits", "split", "num_items", "lse_h", "table_r")  # changes between batches do not recompile
+_BATCH = ("splits", "split", "groups", "lse_h", "table_r")  # changes between batches do not recompile
 
 
 @triton.jit
@@ -181,24 +182,19 @@ def _store(  # type: ignore[no-untyped-def]
         tl.store(out + at[:, None] * o_t + head[:, None] * o_h + d[None, :], result.to(out.dtype.element_ty), mask=lanes)
 
 
-@triton.jit(do_not_specialize=_BATCH)
-def _attend(  # type: ignore[no-untyped-def]
-    out, lse, partial, partial_lse, query, cache, query_start_loc, seq_lens, limits, block_table, indices, items, k_scale,
-    factor, v_factor, splits, split, lse_h, table_r, topk, indices_t, o_t, o_h, q_t, q_h, c_block, c_slot,
+@triton.jit
+def _rows(  # type: ignore[no-untyped-def]
+    out, lse, partial, partial_lse, query, cache, query_start_loc, seq_lens, limits, block_table, indices, k_scale,
+    r, tile, begins, stop, slot, factor, v_factor, splits, split, lse_h, table_r, topk, indices_t, o_t, o_h, q_t, q_h, c_block,
+    c_slot,
     H: tl.constexpr, L: tl.constexpr, DR: tl.constexpr, P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, TILES: tl.constexpr,
     MAX_QUERY: tl.constexpr, SPARSE: tl.constexpr, HAS_SPLITS: tl.constexpr, HAS_LIMITS: tl.constexpr, HAS_LSE: tl.constexpr,
-    HAS_K_SCALE: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
-    BYTES: tl.constexpr, PLANNED: tl.constexpr,
+    HAS_K_SCALE: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, BYTES: tl.constexpr,
+    PLANNED: tl.constexpr,
 ):  # fmt: skip
-    if EARLY:
-        # the merge may already be launched: it waits for the end of this grid before it reads
-        tl.extra.cuda.gdc_launch_dependents()
-    item = tl.program_id(0) // TILES
-    tile = tl.program_id(0) % TILES
-    r = item
-    if PLANNED:
-        r = tl.load(items + item * 4)
+    """Compute one row tile of a request over a part of its keys: the program's split, or keys begins..stop of an item, whose
+    state is at `slot`."""
     begin = tl.load(query_start_loc + r)
     q_len = tl.load(query_start_loc + r + 1) - begin
     row = tl.arange(0, BLOCK_M)
@@ -211,8 +207,6 @@ def _attend(  # type: ignore[no-untyped-def]
         token = (tile * BLOCK_M + row) // H
         head = (tile * BLOCK_M + row) % H
         first = tile * BLOCK_M // H
-    if first >= q_len:
-        return
     seq_len = tl.load(seq_lens + r)
     live = (token < q_len) & (head < H)
     at = (begin + token).to(tl.int64)
@@ -228,101 +222,151 @@ def _attend(  # type: ignore[no-untyped-def]
         seen = tl.maximum(tl.where(live, seen, 0), 0)
         high = tl.minimum(tl.max(seen, 0), seq_len)  # keys that some row of the tile sees
         low = tl.min(tl.where(live, seen, high), 0)  # keys that every live row sees
-    begins, stop = 0, high
-    count = 1
+    has_work = first < q_len
+    is_part = False
     state = at * 0
     if PLANNED:
-        begins = tl.load(items + item * 4 + 1)
-        stop = tl.minimum(high, tl.load(items + item * 4 + 2))
-        count = tl.load(items + item * 4 + 3)
-        if count < 0:
-            return
-        state = (item * MAX_QUERY + token).to(tl.int64) * H + head
+        stop = tl.minimum(high, stop)
+        is_part = slot >= 0
+        state = (slot * TILES + tile % TILES).to(tl.int64) * BLOCK_M + row
     elif HAS_SPLITS:
-        state = (at * H + head) * splits + tl.program_id(1)
-        count = tl.cdiv(high, split)
         s = tl.program_id(1)
-        if s >= tl.maximum(count, 1):
-            return
+        count = tl.cdiv(high, split)
+        has_work = has_work & (s < tl.maximum(count, 1))
+        is_part = count > 1
+        state = (at * H + head) * splits + s
         begins = s * split
         stop = tl.minimum(high, begins + split)
-
-    d = tl.arange(0, BLOCK_L)
-    e = tl.arange(0, BLOCK_R)
-    q_at = query + at[:, None] * q_t + head[:, None] * q_h
-    q_rope = tl.load(q_at + L + e[None, :], mask=live[:, None] & (e < DR)[None, :], other=0.0)
-    if HAS_K_SCALE:
-        scale = tl.load(k_scale)
-        factor = factor * scale
-        v_factor = v_factor * scale
-    table = block_table + r.to(tl.int64) * table_r
-    norm = tl.zeros((BLOCK_M,), tl.float32)
-    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    if SPARSE:  # a sequence without keys has none to read in place of a missing one
-        stop = tl.where(seq_len > 0, stop, begins)
-        last = topk - 1
     else:
-        last = high - 1
-    is_part = (HAS_SPLITS or PLANNED) and count > 1
-    if PACKED:
-        part = tl.arange(0, 128)
-        q0 = tl.load(q_at + part[None, :], mask=live[:, None], other=0.0)
-        q1 = tl.load(q_at + 128 + part[None, :], mask=live[:, None], other=0.0)
-        q2 = tl.load(q_at + 256 + part[None, :], mask=live[:, None], other=0.0)
-        q3 = tl.load(q_at + 384 + part[None, :], mask=live[:, None], other=0.0)
-        a0 = tl.zeros((BLOCK_M, 128), tl.float32)
-        a1, a2, a3 = a0, a0, a0
-        for start in tl.range(begins, stop, BLOCK_N):
-            a0, a1, a2, a3, norm, top = _packed_step(
-                a0, a1, a2, a3, norm, top, q0, q1, q2, q3, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot,
-                seq_len, factor, SPARSE, P, BLOCK_R, BLOCK_N, WIDE, PRECISION, BYTES,
-            )  # fmt: skip
-        _store(out, partial, a0, norm, v_factor, at, head, live, 0, o_t, o_h, state, L, 128, is_part)
-        _store(out, partial, a1, norm, v_factor, at, head, live, 128, o_t, o_h, state, L, 128, is_part)
-        _store(out, partial, a2, norm, v_factor, at, head, live, 256, o_t, o_h, state, L, 128, is_part)
-        _store(out, partial, a3, norm, v_factor, at, head, live, 384, o_t, o_h, state, L, 128, is_part)
-    else:
-        q = tl.load(q_at + d[None, :], mask=live[:, None] & (d < L)[None, :], other=0.0)
-        acc = tl.zeros((BLOCK_M, BLOCK_L), tl.float32)
-        # every row sees the keys below `low`, so whole tiles below it need no mask
-        rest = begins if SPARSE else tl.maximum(begins, tl.minimum(low, stop) // BLOCK_N * BLOCK_N)
-        if not SPARSE:
-            for start in tl.range(begins, rest, BLOCK_N):
-                acc, norm, top = _step(
-                    acc, norm, top, q, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot, seq_len, factor,
-                    False, False, False, P, L, DR, BLOCK_L, BLOCK_R, BLOCK_N, WIDE, PRECISION,
-                )  # fmt: skip
-            for start in tl.range(rest, stop, BLOCK_N, num_stages=1):
-                acc, norm, top = _step(
-                    acc, norm, top, q, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot, seq_len, factor,
-                    True, MAX_QUERY > 1, False, P, L, DR, BLOCK_L, BLOCK_R, BLOCK_N, WIDE, PRECISION,
-                )  # fmt: skip
+        stop = high
+    if has_work:
+        d = tl.arange(0, BLOCK_L)
+        e = tl.arange(0, BLOCK_R)
+        q_at = query + at[:, None] * q_t + head[:, None] * q_h
+        q_rope = tl.load(q_at + L + e[None, :], mask=live[:, None] & (e < DR)[None, :], other=0.0)
+        if HAS_K_SCALE:
+            scale = tl.load(k_scale)
+            factor = factor * scale
+            v_factor = v_factor * scale
+        table = block_table + r.to(tl.int64) * table_r
+        norm = tl.zeros((BLOCK_M,), tl.float32)
+        top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        if SPARSE:  # a sequence without keys has none to read in place of a missing one
+            stop = tl.where(seq_len > 0, stop, begins)
+            last = topk - 1
         else:
+            last = high - 1
+        if PACKED:
+            part = tl.arange(0, 128)
+            q0 = tl.load(q_at + part[None, :], mask=live[:, None], other=0.0)
+            q1 = tl.load(q_at + 128 + part[None, :], mask=live[:, None], other=0.0)
+            q2 = tl.load(q_at + 256 + part[None, :], mask=live[:, None], other=0.0)
+            q3 = tl.load(q_at + 384 + part[None, :], mask=live[:, None], other=0.0)
+            a0 = tl.zeros((BLOCK_M, 128), tl.float32)
+            a1, a2, a3 = a0, a0, a0
             for start in tl.range(begins, stop, BLOCK_N):
-                acc, norm, top = _step(
-                    acc, norm, top, q, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot, seq_len, factor,
-                    True, False, True, P, L, DR, BLOCK_L, BLOCK_R, BLOCK_N, WIDE, PRECISION,
+                a0, a1, a2, a3, norm, top = _packed_step(
+                    a0, a1, a2, a3, norm, top, q0, q1, q2, q3, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot,
+                    seq_len, factor, SPARSE, P, BLOCK_R, BLOCK_N, WIDE, PRECISION, BYTES,
                 )  # fmt: skip
-        _store(out, partial, acc, norm, v_factor, at, head, live, 0, o_t, o_h, state, L, BLOCK_L, is_part)
+            _store(out, partial, a0, norm, v_factor, at, head, live, 0, o_t, o_h, state, L, 128, is_part)
+            _store(out, partial, a1, norm, v_factor, at, head, live, 128, o_t, o_h, state, L, 128, is_part)
+            _store(out, partial, a2, norm, v_factor, at, head, live, 256, o_t, o_h, state, L, 128, is_part)
+            _store(out, partial, a3, norm, v_factor, at, head, live, 384, o_t, o_h, state, L, 128, is_part)
+        else:
+            q = tl.load(q_at + d[None, :], mask=live[:, None] & (d < L)[None, :], other=0.0)
+            acc = tl.zeros((BLOCK_M, BLOCK_L), tl.float32)
+            # every row sees the keys below `low`, so whole tiles below it need no mask
+            rest = begins if SPARSE else tl.maximum(begins, tl.minimum(low, stop) // BLOCK_N * BLOCK_N)
+            if not SPARSE:
+                for start in tl.range(begins, rest, BLOCK_N):
+                    acc, norm, top = _step(
+                        acc, norm, top, q, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot, seq_len, factor,
+                        False, False, False, P, L, DR, BLOCK_L, BLOCK_R, BLOCK_N, WIDE, PRECISION,
+                    )  # fmt: skip
+                for start in tl.range(rest, stop, BLOCK_N, num_stages=1):
+                    acc, norm, top = _step(
+                        acc, norm, top, q, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot, seq_len, factor,
+                        True, MAX_QUERY > 1, False, P, L, DR, BLOCK_L, BLOCK_R, BLOCK_N, WIDE, PRECISION,
+                    )  # fmt: skip
+            else:
+                for start in tl.range(begins, stop, BLOCK_N):
+                    acc, norm, top = _step(
+                        acc, norm, top, q, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot, seq_len, factor,
+                        True, False, True, P, L, DR, BLOCK_L, BLOCK_R, BLOCK_N, WIDE, PRECISION,
+                    )  # fmt: skip
+            _store(out, partial, acc, norm, v_factor, at, head, live, 0, o_t, o_h, state, L, BLOCK_L, is_part)
 
-    log = tl.where(norm == 0, float("-inf"), top + tl.log2(norm))
-    if is_part:
-        tl.store(partial_lse + state, log, mask=live)
-    elif HAS_LSE:
-        tl.store(lse + head * lse_h + at, log * 0.6931471805599453, mask=live)
+        log = tl.where(norm == 0, float("-inf"), top + tl.log2(norm))
+        if is_part:
+            tl.store(partial_lse + state, log, mask=live)
+        elif HAS_LSE:
+            tl.store(lse + head * lse_h + at, log * 0.6931471805599453, mask=live)
+
+
+@triton.jit(do_not_specialize=_BATCH)
+def _attend(  # type: ignore[no-untyped-def]
+    out, lse, partial, partial_lse, query, cache, query_start_loc, seq_lens, limits, block_table, indices, items, k_scale,
+    factor, v_factor, splits, split, lse_h, table_r, topk, indices_t, o_t, o_h, q_t, q_h, c_block, c_slot,
+    H: tl.constexpr, L: tl.constexpr, DR: tl.constexpr, P: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, TILES: tl.constexpr,
+    MAX_QUERY: tl.constexpr, SPARSE: tl.constexpr, HAS_SPLITS: tl.constexpr, HAS_LIMITS: tl.constexpr, HAS_LSE: tl.constexpr,
+    HAS_K_SCALE: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
+    BYTES: tl.constexpr, PLANNED: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    if EARLY:
+        # the merge may already be launched: it waits for the end of this grid before it reads
+        tl.extra.cuda.gdc_launch_dependents()
+    group = tl.program_id(0) // TILES
+    tile = tl.program_id(0) % TILES
+    if PLANNED:
+        rest = items + 2 * (tl.num_programs(0) // TILES)
+        for i in tl.range(tl.load(items + 2 * group), tl.load(items + 2 * group + 1), num_stages=1):
+            item = rest + i * FIELDS
+            _rows(
+                out, lse, partial, partial_lse, query, cache, query_start_loc, seq_lens, limits, block_table, indices, k_scale,
+                tl.load(item), tl.load(item + 1) * TILES + tile, tl.load(item + 2), tl.load(item + 3), tl.load(item + 4),
+                factor, v_factor, splits, split, lse_h, table_r, topk, indices_t, o_t, o_h, q_t, q_h, c_block, c_slot,
+                H, L, DR, P, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_R, TILES, MAX_QUERY, SPARSE, HAS_SPLITS, HAS_LIMITS, HAS_LSE,
+                HAS_K_SCALE, PACKED, WIDE, PRECISION, BYTES, PLANNED,
+            )  # fmt: skip
+    else:
+        _rows(
+            out, lse, partial, partial_lse, query, cache, query_start_loc, seq_lens, limits, block_table, indices, k_scale,
+            group, tile, 0, 0, -1, factor, v_factor, splits, split, lse_h, table_r, topk, indices_t, o_t, o_h, q_t, q_h,
+            c_block, c_slot,
+            H, L, DR, P, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_R, TILES, MAX_QUERY, SPARSE, HAS_SPLITS, HAS_LIMITS, HAS_LSE,
+            HAS_K_SCALE, PACKED, WIDE, PRECISION, BYTES, PLANNED,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_BATCH)
 def _merge(  # type: ignore[no-untyped-def]
-    out, lse, partial, partial_lse, query_start_loc, seq_lens, limits, items, splits, split, num_items, lse_h, topk, o_t, o_h,
+    out, lse, partial, partial_lse, query_start_loc, seq_lens, limits, items, splits, split, groups, lse_h, topk, o_t, o_h,
     H: tl.constexpr, L: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_S: tl.constexpr,
     MAX_QUERY: tl.constexpr, SPARSE: tl.constexpr, HAS_LIMITS: tl.constexpr, HAS_LSE: tl.constexpr, EARLY: tl.constexpr,
-    PLANNED: tl.constexpr,
+    PLANNED: tl.constexpr, FIELDS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The second stage: grid (R x MAX_QUERY, H), one program merges the splits of one row. Parts without keys are not read."""
-    r = tl.program_id(0) // MAX_QUERY
-    token = tl.program_id(0) % MAX_QUERY
-    head = tl.program_id(1)
+    """The second stage: one program merges the parts of one row. Parts without keys are not read.
+
+    Grid (R x MAX_QUERY, H), or, in a plan, (groups, ROWS) for the ROWS rows of the block that a group begins and does not end.
+    """
+    if PLANNED:
+        group = tl.program_id(0)
+        end = tl.load(items + 2 * group + 1)
+        if end == tl.load(items + 2 * group):
+            return
+        item = items + 2 * groups + (end - 1) * FIELDS
+        if tl.load(item + 4) != groups + group:
+            return
+        r = tl.load(item)
+        row = tl.load(item + 1) * ROWS + tl.program_id(1)
+        token = row // H
+        head = row % H
+    else:
+        r = tl.program_id(0) // MAX_QUERY
+        token = tl.program_id(0) % MAX_QUERY
+        head = tl.program_id(1)
     begin = tl.load(query_start_loc + r)
     q_len = tl.load(query_start_loc + r + 1) - begin
     if token >= q_len:
@@ -344,32 +388,35 @@ def _merge(  # type: ignore[no-untyped-def]
                 high = tl.maximum(high, tl.load(limits + begin + i))
         high = tl.minimum(tl.maximum(high, 0), seq_len)
     if PLANNED:
-        item = tl.load(items + num_items * 4 + 2 * r)
-        count = tl.load(items + num_items * 4 + 2 * r + 1)
-        state = (item * MAX_QUERY + token).to(tl.int64) * H + head
+        count = tl.load(item + 5)
+        state = tl.program_id(1).to(tl.int64)
     else:
         count = tl.cdiv(high, split)
         state = (at * H + head) * splits
     if count <= 1:
         return
     d = tl.arange(0, BLOCK_L)
-    # from one part's state to the next one's
-    step = MAX_QUERY * H if PLANNED else 1
     part = tl.arange(0, BLOCK_S)
     if EARLY:
         tl.extra.cuda.gdc_wait()
     top = -float("inf")
     for s in tl.range(0, count, BLOCK_S, num_stages=1):
-        logs = tl.load(partial_lse + state + (s + part) * step, mask=s + part < count, other=float("-inf"))
+        at_state = state + s + part
+        if PLANNED:
+            at_state = state + tl.where(s + part == 0, groups + group, group + s + part).to(tl.int64) * ROWS
+        logs = tl.load(partial_lse + at_state, mask=s + part < count, other=float("-inf"))
         top = tl.maximum(top, tl.max(logs, 0))
     guard = tl.where(top == float("-inf"), 0.0, top)
     acc = tl.zeros((BLOCK_L,), tl.float32)
     norm = 0.0
     for s in tl.range(0, count, BLOCK_S, num_stages=1):
-        logs = tl.load(partial_lse + state + (s + part) * step, mask=s + part < count, other=float("-inf"))
+        at_state = state + s + part
+        if PLANNED:
+            at_state = state + tl.where(s + part == 0, groups + group, group + s + part).to(tl.int64) * ROWS
+        logs = tl.load(partial_lse + at_state, mask=s + part < count, other=float("-inf"))
         full = logs != float("-inf")
         weight = tl.exp2(logs - guard)
-        rows = (state + (s + part) * step)[:, None] * L + d[None, :]
+        rows = at_state[:, None] * L + d[None, :]
         values = tl.load(partial + rows, mask=full[:, None] & (d < L)[None, :], other=0.0)
         acc += tl.sum(values * weight[:, None], 0)
         norm += tl.sum(weight, 0)
@@ -383,15 +430,17 @@ def _merge(  # type: ignore[no-untyped-def]
 class _Plan(NamedTuple):
     """How a batch is launched, from its extents alone: equal for every layer of a model, so computed once per batch.
 
-    on_hopper: whether `hopper_mla` runs the first stage. tiles: of rows, per request. split: keys per program. split_kv: how
-    the keys of a batch of uneven lengths are cut instead, or None. block_n: keys per tile. attend, merge: the two stages.
+    on_hopper: whether `hopper_mla` runs the first stage. tiles: of rows, per request, or per group of a plan. split: keys per
+    program. shares: how a batch of uneven lengths is cut instead, or None. block_m, block_n: rows and keys per tile. attend,
+    merge: the two stages.
     """
 
     on_hopper: bool
     tiles: int
     splits: int
     split: int
-    split_kv: SplitKV | None
+    shares: Shares | None
+    block_m: int
     block_n: int
     attend: Callable[..., Prepared]
     merge: Callable[..., Prepared]
@@ -408,13 +457,15 @@ def _plan(
     tiles = -(-heads // rule.block_m) * max_query_len if sparse else -(-rows // rule.block_m)
     split = fixed_split or mla_split(requests * tiles, keys, rule.block_n, processors)
     splits = max(1, -(-keys // split))
-    split_kv = (
-        mla_split_kv(requests, tiles, -(-keys // rule.block_n), processors) if uneven and not (sparse or fixed_split) else None
-    )
-    early = can_launch_early(name) and (splits > 1 or split_kv is not None)
+    shares = None
+    if uneven and not (sparse or fixed_split):
+        shares = mla_shares(requests, tiles, -(-keys // rule.block_n), processors)
+    if shares is not None:
+        tiles, splits = shares.span, 1
+    early = can_launch_early(name) and (splits > 1 or shares is not None)
     common = {
         "H": heads, "L": rank, "BLOCK_M": rule.block_m, "BLOCK_L": power_of_two(rank),
-        "PLANNED": split_kv is not None, "MAX_QUERY": max_query_len, "SPARSE": sparse, "HAS_LIMITS": has_limits,
+        "PLANNED": shares is not None, "FIELDS": FIELDS, "MAX_QUERY": max_query_len, "SPARSE": sparse, "HAS_LIMITS": has_limits,
         "HAS_LSE": has_lse, "EARLY": early,
     }  # fmt: skip
     attend = {
@@ -423,9 +474,9 @@ def _plan(
         "PRECISION": "tf32x3" if itemsize == 4 and name.startswith("sm") else "ieee",
         "BYTES": not converts_e4m3(name), "num_warps": rule.num_warps, "num_stages": rule.num_stages,
     }  # fmt: skip
-    merge = {**common, "BLOCK_S": 8, "num_warps": 4, **({"launch_pdl": True} if early else {})}
+    merge = {**common, "ROWS": tiles * rule.block_m, "BLOCK_S": 8, "num_warps": 4, **({"launch_pdl": True} if early else {})}
     stages = _stage(_attend, tuple(attend.items())), _stage(_merge, tuple(merge.items()))
-    return _Plan(on_hopper, tiles, splits, split, split_kv, rule.block_n, *stages)
+    return _Plan(on_hopper, tiles, splits, split, shares, rule.block_m, rule.block_n, *stages)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -508,15 +559,16 @@ def mla_decode(
         has_lse=lse is not None,
         uneven=uneven,
     )
-    splits, programs = plan.splits, requests
+    splits, programs, rows = plan.splits, requests, plan.tiles * plan.block_m
     partial = partial_lse = table = out
-    if plan.split_kv is not None:
-        table = items(query_start_loc, seq_lens, max_query_len, plan.split_kv, plan.block_n)
-        splits, programs = 1, plan.split_kv.items
-    if splits > 1 or plan.split_kv is not None:
-        state = heads * (tokens * splits if plan.split_kv is None else plan.split_kv.items * max_query_len)
-        partial = out.new_empty(state * rank, dtype=torch.float32)
-        partial_lse = out.new_empty(state, dtype=torch.float32)
+    groups, states = 0, tokens * heads * splits if splits > 1 else 0
+    if plan.shares is not None:
+        programs = groups = plan.shares.groups
+        table = shares(query_start_loc, seq_lens, heads, rows, groups, plan.shares.items, plan.block_n)
+        states = 2 * groups * rows
+    if states:
+        partial = out.new_empty(states * rank, dtype=torch.float32)
+        partial_lse = out.new_empty(states, dtype=torch.float32)
     lse_h = lse.stride(0) if lse is not None else 0
     if plan.on_hopper:
         _hopper_mla().attend(
@@ -538,7 +590,7 @@ def mla_decode(
             split=plan.split,
             items=table,
             programs=programs,
-            max_query=max_query_len if plan.split_kv is not None else 0,
+            planned=plan.shares is not None,
         )
     else:
         if cache.dtype == torch.float8_e4m3fn and not converts_e4m3(name):
@@ -554,8 +606,8 @@ def mla_decode(
         )  # fmt: skip
         numbers = scale * k_factor * LOG2E, k_factor, splits, plan.split, lse_h, block_table.stride(0)
         kernel(programs * plan.tiles, arrays, *numbers, *strides, columns=splits)
-    if splits > 1 or plan.split_kv is not None:
-        states = (out, lse, partial, partial_lse, query_start_loc, seq_lens, limits, table)
-        merge = plan.merge(kind_of(states, (topk, o_t, o_h)))
-        counts = splits, plan.split, programs, lse_h, topk, o_t, o_h
-        merge(requests * max_query_len, states, *counts, columns=heads)
+    if states:
+        merged = (out, lse, partial, partial_lse, query_start_loc, seq_lens, limits, table)
+        merge = plan.merge(kind_of(merged, (topk, o_t, o_h)))
+        counts = splits, plan.split, groups, lse_h, topk, o_t, o_h
+        merge(groups or requests * max_query_len, merged, *counts, columns=rows if groups else heads)

@@ -5,8 +5,9 @@ shared memory: at most 64 rows, held by eight warps.
 """
 
 import functools
+from typing import NamedTuple
 
-from attn.kernels.launch import LEAST, Launch, SplitKV, block_of, power_of_two
+from attn.kernels.launch import LEAST, Launch, power_of_two
 from attn.kernels.memory import SHARED_MEMORY, UNKNOWN
 from attn.torch.kernels import hopper
 
@@ -74,18 +75,30 @@ def mla_split(units: int, keys: int, block_n: int, multiprocessors: int, most: i
     return -(-tiles // best) * block_n
 
 
-def mla_split_kv(requests: int, row_tiles: int, tiles: int, multiprocessors: int) -> SplitKV | None:
-    """How to cut requests of uneven lengths, of at most `tiles` tiles of keys: items that fill whole waves, or None.
+class Shares(NamedTuple):
+    """How a batch of decodes is cut into equal shares (`plan.shares`): `groups` of `span` programs, one for each row tile of a
+    block of rows, and room for so many items."""
 
-    The waves leave room for at least half as many parts as there are requests, so that long ones are cut finely enough.
+    groups: int
+    span: int
+    items: int
+
+
+def mla_shares(requests: int, row_tiles: int, tiles: int, multiprocessors: int) -> Shares | None:
+    """The shares of requests of uneven lengths, of at most `tiles` tiles of keys and `row_tiles` of rows; None: too few keys.
+
+    A group reads a tile of keys once for its row tiles, through L2: with three of 64 rows memory is faster than the products.
+    More leave multiprocessors over, or rows of the last block.
     """
-    spare = max(8, requests // 2)
-    waves = -(-(requests + spare) * row_tiles // multiprocessors)
-    max_splits = waves * multiprocessors // row_tiles - requests
-    if tiles <= LEAST or max_splits < 1:
+    if tiles <= LEAST:
         return None
-    whole_from = -(-4 * multiprocessors // (5 * row_tiles))
-    return SplitKV(LEAST, max_splits, whole_from, max_splits + requests, block_of(requests))
+
+    def busy(span: int) -> float:
+        return multiprocessors // span * span * row_tiles / -(-row_tiles // span) / span * min(1, span / 3)
+
+    span = max(range(1, min(row_tiles, multiprocessors, 8) + 1), key=lambda span: (busy(span), span))
+    groups = multiprocessors // span
+    return Shares(groups, span, groups + requests * -(-row_tiles // span))
 
 
 @functools.lru_cache(maxsize=1024)

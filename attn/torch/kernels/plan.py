@@ -1,36 +1,39 @@
-"""The table of work items of a batch of decodes (`attn.kernels.plan`), filled on the device of torch's tensors."""
+"""The table of equal shares of a batch of decodes (`attn.kernels.plan`), filled on the device of torch's tensors."""
 
 import functools
 
 import torch
 
 from attn.kernels import plan
-from attn.kernels.launch import FUSED, SplitKV
+from attn.kernels.launch import FUSED, LEAST, STARTED, block_of
 from attn.torch.kernels.direct import Kind, Prepared, kind_of
 
 
-def items(
-    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, max_query_len: int, split_kv: SplitKV, block_n: int
+def shares(
+    query_start_loc: torch.Tensor, seq_lens: torch.Tensor, heads: int, rows: int, groups: int, items: int, block_n: int
 ) -> torch.Tensor:
-    """Return the table of a batch of causal decodes, int32 on the device: a row of `plan.FIELDS` per item, then (first item,
-    number of parts) per request. query_start_loc: [R + 1], seq_lens: [R], int32; requests without tokens have no item."""
+    """Cut a batch of decodes into equal shares of work, one for each of `groups` groups of programs. int32, on the device.
+
+    A request's rows, `heads` per token, are blocks of `rows`, and each block attends all of the request's keys, in tiles of
+    `block_n`. All blocks in a line, each with its tiles and STARTED more for what it costs beside them, are cut at equal
+    distances, as stream-K cuts a product of matrices (Osama et al., 2023). The group's pieces of blocks are its items. Blocks
+    of about equal length, at least four for five groups, stay whole instead.
+
+    query_start_loc: [R + 1], seq_lens: [R], int32. Requests without tokens have no item; those without keys have one, without
+    keys. Returns [2 groups + FIELDS items]: the first item of each group and the one after its last; then for each item its
+    request, block, first key, end of its keys, where its state is among 2 x groups (-1: it is its whole block), and the parts
+    of its block. The first part's state is at groups + g, those of the following parts at g + 1, g + 2, ..., where g is the
+    first part's group, of which it is the last item. items: at least groups + all blocks of requests.
+    """
     num_reqs = seq_lens.shape[0]
-    table = seq_lens.new_empty(plan.FIELDS * split_kv.items + 2 * num_reqs)
+    table = seq_lens.new_empty(2 * groups + plan.FIELDS * items)
     arrays = (table, query_start_loc, seq_lens)
-    kernel = _prepared(kind_of(arrays), block_n, split_kv.block_r)
-    kernel(
-        split_kv.items,
-        arrays,
-        num_reqs,
-        max_query_len,
-        split_kv.split_tiles,
-        split_kv.max_splits,
-        split_kv.whole_from,
-        split_kv.items,
-    )
+    kernel = _prepared(kind_of(arrays), heads, block_n, block_of(num_reqs))
+    kernel(groups, arrays, num_reqs, groups, rows)
     return table
 
 
 @functools.lru_cache(maxsize=256)
-def _prepared(kind: Kind, block_n: int, block_r: int) -> Prepared:
-    return Prepared(plan.items, BLOCK_N=block_n, BLOCK_R=block_r, num_warps=1, **FUSED)
+def _prepared(kind: Kind, heads: int, block_n: int, block_r: int) -> Prepared:
+    sizes = {"STARTED": STARTED, "SHORTEST": LEAST, "FIELDS": plan.FIELDS}
+    return Prepared(plan.shares, H=heads, BLOCK_N=block_n, BLOCK_R=block_r, **sizes, num_warps=1, **FUSED)

@@ -44,6 +44,8 @@ CASES: dict[str, dict[str, Any]] = {
     "chosen keys, page 48, float16": {"lens": [(4, 700), (1, 66)], "topk": 2048, "page": 48, "dtype": torch.float16},
     "fewer chosen keys than a tile": {"lens": [(1, 700), (1, 66)], "topk": 7},
     "more programs than multiprocessors": {"lens": [(1, 100 + 37 * i) for i in range(200)]},
+    "items of one, two and many tiles": {"lens": [(1, 64 + 128 * (i % 3) + 9000 * (i == 70)) for i in range(150)], "heads": 64},
+    "drafts in blocks of row tiles": {"lens": [(1 + 6 * (i % 3), 100 + 531 * (i % 7)) for i in range(40)]},
 }
 
 
@@ -110,7 +112,7 @@ def test_it_is_attention(name: str, uneven: bool, monkeypatch: pytest.MonkeyPatc
         indices=chosen, fixed_split=given["split"], uneven=uneven,
     )  # fmt: skip
     assert len(calls) == 1, "another kernel served"
-    assert bool(calls[0]["max_query"]) == (uneven and most_keys > 128), "a plan, unless the keys are too few"
+    assert calls[0]["planned"] == (uneven and most_keys > 128), "a plan, unless the keys are too few"
     for r, (n, s) in enumerate(lens):
         own = cache[table[r, : counts[r]].long()].flatten(0, 1)[:s].double()
         for i in range(n):
