@@ -194,6 +194,11 @@ class BackendEnum(enum.Enum, metaclass=BackendEnumMeta):
         off_paths = getattr(self.candidate().backend, "off_paths", None)
         return () if off_paths is None else tuple(off_paths(device))
 
+    def rules(self, device: Device | None = None) -> tuple[str, ...]:
+        """Return a sentence for each rule by which this backend computes parts of a batch differently on `device`."""
+        rules = getattr(self.candidate().backend, "rules", None)
+        return () if rules is None else tuple(rules(device))
+
     def _object(self, path: str) -> type | None:
         """Return the class that was registered as an object, unless a path has replaced it since."""
         cls = self._table("objects").get(self)

@@ -46,6 +46,12 @@ class Backend(ABC):
         reason, such as a kernel that the installed compiler cannot build. Shown by `attn explain`, `attn env`, `attn bench`."""
         return ()
 
+    @classmethod
+    def rules(cls, device: Device | None = None) -> tuple[str, ...]:
+        """Return a sentence for each rule by which this backend computes parts of a batch differently on `device` (None: the
+        current one). Shown by `attn explain`."""
+        return ()
+
 
 class LayerBackend(Backend):
     """Base of the backends that a layer is built with: an implementation, and the metadata of its batches."""

@@ -230,6 +230,7 @@ def explain(
         else:
             notes = [f"assumed in addition to what is installed: {', '.join(taken)}"] if taken else []
             notes += AttentionBackendEnum[selection.name].off_paths(selection.device) if selection.name else ()
+        notes += AttentionBackendEnum[selection.name].rules(selection.device) if selection.name else ()
         return replace(selection, notes=(*notes, *hints(selection)))
 
 

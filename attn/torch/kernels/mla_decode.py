@@ -43,7 +43,7 @@ from attn.torch.kernels.mla_launch import HOPPER, Shares, mla_launch, mla_shares
 from attn.torch.kernels.plan import shares
 
 LOG2E = 1.4426950408889634
-_BATCH = ("splits", "split", "groups", "lse_h", "table_r")  # changes between batches do not recompile
+_BATCH = ("splits", "split", "groups", "max_query", "lse_h", "table_r")  # changes between batches do not recompile
 
 
 @triton.jit
@@ -189,7 +189,7 @@ def _rows(  # type: ignore[no-untyped-def]
     c_slot,
     H: tl.constexpr, L: tl.constexpr, DR: tl.constexpr, P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, TILES: tl.constexpr,
-    MAX_QUERY: tl.constexpr, SPARSE: tl.constexpr, HAS_SPLITS: tl.constexpr, HAS_LIMITS: tl.constexpr, HAS_LSE: tl.constexpr,
+    SEVERAL: tl.constexpr, SPARSE: tl.constexpr, HAS_SPLITS: tl.constexpr, HAS_LIMITS: tl.constexpr, HAS_LSE: tl.constexpr,
     HAS_K_SCALE: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, BYTES: tl.constexpr,
     PLANNED: tl.constexpr,
 ):  # fmt: skip
@@ -287,7 +287,7 @@ def _rows(  # type: ignore[no-untyped-def]
                 for start in tl.range(rest, stop, BLOCK_N, num_stages=1):
                     acc, norm, top = _step(
                         acc, norm, top, q, q_rope, start, seen, last, cache, table, chosen, c_block, c_slot, seq_len, factor,
-                        True, MAX_QUERY > 1, False, P, L, DR, BLOCK_L, BLOCK_R, BLOCK_N, WIDE, PRECISION,
+                        True, SEVERAL, False, P, L, DR, BLOCK_L, BLOCK_R, BLOCK_N, WIDE, PRECISION,
                     )  # fmt: skip
             else:
                 for start in tl.range(begins, stop, BLOCK_N):
@@ -310,7 +310,7 @@ def _attend(  # type: ignore[no-untyped-def]
     factor, v_factor, splits, split, lse_h, table_r, topk, indices_t, o_t, o_h, q_t, q_h, c_block, c_slot,
     H: tl.constexpr, L: tl.constexpr, DR: tl.constexpr, P: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_R: tl.constexpr, TILES: tl.constexpr,
-    MAX_QUERY: tl.constexpr, SPARSE: tl.constexpr, HAS_SPLITS: tl.constexpr, HAS_LIMITS: tl.constexpr, HAS_LSE: tl.constexpr,
+    SEVERAL: tl.constexpr, SPARSE: tl.constexpr, HAS_SPLITS: tl.constexpr, HAS_LIMITS: tl.constexpr, HAS_LSE: tl.constexpr,
     HAS_K_SCALE: tl.constexpr, PACKED: tl.constexpr, WIDE: tl.constexpr, PRECISION: tl.constexpr, EARLY: tl.constexpr,
     BYTES: tl.constexpr, PLANNED: tl.constexpr, FIELDS: tl.constexpr,
 ):  # fmt: skip
@@ -327,7 +327,7 @@ def _attend(  # type: ignore[no-untyped-def]
                 out, lse, partial, partial_lse, query, cache, query_start_loc, seq_lens, limits, block_table, indices, k_scale,
                 tl.load(item), tl.load(item + 1) * TILES + tile, tl.load(item + 2), tl.load(item + 3), tl.load(item + 4),
                 factor, v_factor, splits, split, lse_h, table_r, topk, indices_t, o_t, o_h, q_t, q_h, c_block, c_slot,
-                H, L, DR, P, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_R, TILES, MAX_QUERY, SPARSE, HAS_SPLITS, HAS_LIMITS, HAS_LSE,
+                H, L, DR, P, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_R, TILES, SEVERAL, SPARSE, HAS_SPLITS, HAS_LIMITS, HAS_LSE,
                 HAS_K_SCALE, PACKED, WIDE, PRECISION, BYTES, PLANNED,
             )  # fmt: skip
     else:
@@ -335,21 +335,22 @@ def _attend(  # type: ignore[no-untyped-def]
             out, lse, partial, partial_lse, query, cache, query_start_loc, seq_lens, limits, block_table, indices, k_scale,
             group, tile, 0, 0, -1, factor, v_factor, splits, split, lse_h, table_r, topk, indices_t, o_t, o_h, q_t, q_h,
             c_block, c_slot,
-            H, L, DR, P, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_R, TILES, MAX_QUERY, SPARSE, HAS_SPLITS, HAS_LIMITS, HAS_LSE,
+            H, L, DR, P, BLOCK_M, BLOCK_N, BLOCK_L, BLOCK_R, TILES, SEVERAL, SPARSE, HAS_SPLITS, HAS_LIMITS, HAS_LSE,
             HAS_K_SCALE, PACKED, WIDE, PRECISION, BYTES, PLANNED,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_BATCH)
 def _merge(  # type: ignore[no-untyped-def]
-    out, lse, partial, partial_lse, query_start_loc, seq_lens, limits, items, splits, split, groups, lse_h, topk, o_t, o_h,
+    out, lse, partial, partial_lse, query_start_loc, seq_lens, limits, items, splits, split, groups, max_query, lse_h,
+    topk, o_t, o_h,
     H: tl.constexpr, L: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_S: tl.constexpr,
-    MAX_QUERY: tl.constexpr, SPARSE: tl.constexpr, HAS_LIMITS: tl.constexpr, HAS_LSE: tl.constexpr, EARLY: tl.constexpr,
+    SPARSE: tl.constexpr, HAS_LIMITS: tl.constexpr, HAS_LSE: tl.constexpr, EARLY: tl.constexpr,
     PLANNED: tl.constexpr, FIELDS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """The second stage: one program merges the parts of one row. Parts without keys are not read.
 
-    Grid (R x MAX_QUERY, H), or, in a plan, (groups, ROWS) for the ROWS rows of the block that a group begins and does not end.
+    Grid (R x max_query, H), or, in a plan, (groups, ROWS) for the ROWS rows of the block that a group begins and does not end.
     """
     if PLANNED:
         group = tl.program_id(0)
@@ -364,8 +365,8 @@ def _merge(  # type: ignore[no-untyped-def]
         token = row // H
         head = row % H
     else:
-        r = tl.program_id(0) // MAX_QUERY
-        token = tl.program_id(0) % MAX_QUERY
+        r = tl.program_id(0) // max_query
+        token = tl.program_id(0) % max_query
         head = tl.program_id(1)
     begin = tl.load(query_start_loc + r)
     q_len = tl.load(query_start_loc + r + 1) - begin
@@ -458,19 +459,19 @@ def _plan(
     split = fixed_split or mla_split(requests * tiles, keys, rule.block_n, processors)
     splits = max(1, -(-keys // split))
     shares = None
-    if uneven and not (sparse or fixed_split):
-        shares = mla_shares(requests, tiles, -(-keys // rule.block_n), processors)
+    if not (sparse or fixed_split):
+        shares = mla_shares(requests, tiles, -(-keys // rule.block_n), processors, uneven)
     if shares is not None:
         tiles, splits = shares.span, 1
     early = can_launch_early(name) and (splits > 1 or shares is not None)
     common = {
         "H": heads, "L": rank, "BLOCK_M": rule.block_m, "BLOCK_L": power_of_two(rank),
-        "PLANNED": shares is not None, "FIELDS": FIELDS, "MAX_QUERY": max_query_len, "SPARSE": sparse, "HAS_LIMITS": has_limits,
+        "PLANNED": shares is not None, "FIELDS": FIELDS, "SPARSE": sparse, "HAS_LIMITS": has_limits,
         "HAS_LSE": has_lse, "EARLY": early,
     }  # fmt: skip
     attend = {
         **common, "DR": rope, "P": page, "BLOCK_N": rule.block_n, "BLOCK_R": max(16, power_of_two(rope)),
-        "TILES": tiles, "HAS_SPLITS": splits > 1, "PACKED": packed,
+        "TILES": tiles, "SEVERAL": max_query_len > 1, "HAS_SPLITS": splits > 1, "PACKED": packed,
         "PRECISION": "tf32x3" if itemsize == 4 and name.startswith("sm") else "ieee",
         "BYTES": not converts_e4m3(name), "num_warps": rule.num_warps, "num_stages": rule.num_stages,
     }  # fmt: skip
@@ -609,5 +610,5 @@ def mla_decode(
     if states:
         merged = (out, lse, partial, partial_lse, query_start_loc, seq_lens, limits, table)
         merge = plan.merge(kind_of(merged, (topk, o_t, o_h)))
-        counts = splits, plan.split, groups, lse_h, topk, o_t, o_h
+        counts = splits, plan.split, groups, max_query_len, lse_h, topk, o_t, o_h
         merge(groups or requests * max_query_len, merged, *counts, columns=rows if groups else heads)

@@ -7,7 +7,7 @@ shared memory: at most 64 rows, held by eight warps.
 import functools
 from typing import NamedTuple
 
-from attn.kernels.launch import LEAST, Launch, power_of_two
+from attn.kernels.launch import LEAST, STARTED, Launch, power_of_two
 from attn.kernels.memory import SHARED_MEMORY, UNKNOWN
 from attn.torch.kernels import hopper
 
@@ -66,13 +66,18 @@ def _shared(launch: Launch, rank: int, rope: int, itemsize: int, stored: int) ->
 def mla_split(units: int, keys: int, block_n: int, multiprocessors: int, most: int = 64) -> int:
     """Keys per program, a multiple of block_n: splits that fill whole waves of one program per multiprocessor."""
     tiles = max(1, -(-keys // block_n))
+    _, best = _splits(units, tiles, multiprocessors, most)
+    return -(-tiles // best) * block_n
+
+
+def _splits(units: int, tiles: int, multiprocessors: int, most: int = 64) -> tuple[float, int]:
+    """(time in tiles, splits) of the number of splits that takes least time."""
 
     def cost(splits: int) -> float:
         waves = -(-units * splits // multiprocessors)
         return waves * (-(-tiles // splits) + 3) + (0.0 if splits == 1 else 4 + splits / 8)
 
-    best = min(range(1, min(tiles, most) + 1), key=cost)
-    return -(-tiles // best) * block_n
+    return min((cost(splits), splits) for splits in range(1, min(tiles, most) + 1))
 
 
 class Shares(NamedTuple):
@@ -84,8 +89,8 @@ class Shares(NamedTuple):
     items: int
 
 
-def mla_shares(requests: int, row_tiles: int, tiles: int, multiprocessors: int) -> Shares | None:
-    """The shares of requests of uneven lengths, of at most `tiles` tiles of keys and `row_tiles` of rows; None: too few keys.
+def mla_shares(requests: int, row_tiles: int, tiles: int, multiprocessors: int, uneven: bool = True) -> Shares | None:
+    """The shares of requests of at most `tiles` tiles of keys and `row_tiles` of rows; None: splits of equal size are as good.
 
     A group reads a tile of keys once for its row tiles, through L2: with three of 64 rows memory is faster than the products.
     More leave multiprocessors over, or rows of the last block.
@@ -97,8 +102,12 @@ def mla_shares(requests: int, row_tiles: int, tiles: int, multiprocessors: int) 
         return multiprocessors // span * span * row_tiles / -(-row_tiles // span) / span * min(1, span / 3)
 
     span = max(range(1, min(row_tiles, multiprocessors, 8) + 1), key=lambda span: (busy(span), span))
-    groups = multiprocessors // span
-    return Shares(groups, span, groups + requests * -(-row_tiles // span))
+    groups, blocks = multiprocessors // span, requests * -(-row_tiles // span)
+    # splits take whole waves; shares take a share of all tiles, the plan, and the merge
+    split, _ = _splits(requests * row_tiles, tiles, multiprocessors)
+    if not uneven and 0.95 * split <= blocks * (tiles + STARTED) / groups + 8:
+        return None
+    return Shares(groups, span, groups + blocks)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -83,3 +83,10 @@ def test_programs_of_a_group_share_keys_and_leave_few_multiprocessors_idle() -> 
         assert found.items == found.groups + 9 * -(-row_tiles // span)
     assert mla_shares(9, 2, 2, 132) is None
     assert mla_shares(9, 400, 100, 4) is not None
+
+
+def test_equal_lengths_take_shares_where_whole_waves_would_wait() -> None:
+    for requests, row_tiles, tiles in ((64, 2, 64), (128, 2, 128), (64, 8, 64), (16, 2, 512), (64, 1, 64), (16, 8, 16)):
+        assert mla_shares(requests, row_tiles, tiles, 132, uneven=False) is None
+    for requests, row_tiles, tiles in ((200, 2, 117), (70, 2, 512), (1, 300, 128)):
+        assert mla_shares(requests, row_tiles, tiles, 132, uneven=False) is not None

@@ -1,7 +1,8 @@
 """MLA metadata for torch: which requests decode absorbed, which prefill expanded, and how their context is chunked.
 
 A request of few new tokens is a *decode*: its queries are absorbed and attend latents in the cache. A request of many is a
-*prefill*, which is cheaper with keys and values expanded to heads. Decodes and prefills may be in any order in the batch. If
+*prefill*, which is cheaper with keys and values expanded to heads. Between the two it depends on the context, whose expansion
+costs the same for any number of rows (`is_short`). Decodes and prefills may be in any order in the batch. If
 all decodes come first (as a scheduler that reorders requests sends them), both parts are slices; otherwise rows are gathered
 by index. Lengths are needed on the host only for batches with a query longer than the threshold.
 """
@@ -20,6 +21,8 @@ from attn.backends.mla.prefill.abstract import MLAContextChunk, MLAPrefillMetada
 from attn.torch.metadata import PagedAttentionMetadata, PagedAttentionMetadataBuilder, exportable, put_together
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
+
     from attn.backends.metadata import IntArray
 
 Rows = slice | torch.Tensor
@@ -50,6 +53,7 @@ class MLADecodeMetadata:
     seq_lens_cpu: "IntArray | None" = None
     limits: torch.Tensor | None = None
     plans: dict[Any, Any] = field(default_factory=dict)
+    _parts: "dict[int, tuple[MLADecodeMetadata, ...]]" = field(default_factory=dict)
 
     @functools.cached_property
     def uneven(self) -> bool:
@@ -63,31 +67,36 @@ class MLADecodeMetadata:
             self.query_start_loc_cpu, self.seq_lens_cpu = self.query_start_loc.cpu().numpy(), self.seq_lens.cpu().numpy()
         return self.query_start_loc_cpu, self.seq_lens_cpu
 
-    @functools.cached_property
-    def one_by_one(self) -> "tuple[MLADecodeMetadata, ...]":
-        """The requests with tokens, each as a batch of its own; waits for the device without host copies of the lengths."""
+    def parts(self, most: int) -> "tuple[MLADecodeMetadata, ...]":
+        """Return the requests with tokens in batches of at most `most` tokens, kept for the following layers.
+
+        A request of more is a batch alone. Waits for the device without host copies of the lengths.
+        """
+        if most not in self._parts:
+            self._parts[most] = tuple(self._part(*which) for which in _packed(np.diff(self.host_lens()[0]), most))
+        return self._parts[most]
+
+    def _part(self, first: int, last: int) -> "MLADecodeMetadata":
+        """Return the requests first..last, last excluded, as a batch."""
         starts, lens = self.host_lens()
-        found = []
-        for r in np.flatnonzero(starts[1:] > starts[:-1]).tolist():
-            own, q_len = slice(int(starts[r]), int(starts[r + 1])), int(starts[r + 1] - starts[r])
-            start = np.array([0, q_len], np.int32)
-            part = replace(
-                self,
-                rows=_rows_of(self.rows, own, self.seq_lens.device),
-                query_start_loc=_put(start, self.seq_lens.device),
-                seq_lens=self.seq_lens[r : r + 1],
-                block_table=self.block_table[r : r + 1],
-                num_reqs=1,
-                num_tokens=q_len,
-                max_query_len=q_len,
-                max_seq_len=int(lens[r]),
-                query_start_loc_cpu=start,
-                seq_lens_cpu=lens[r : r + 1],
-                limits=None if self.limits is None else self.limits[own],
-                plans={},
-            )
-            found.append(part)
-        return tuple(found)
+        own, device, which = slice(int(starts[first]), int(starts[last])), self.seq_lens.device, slice(first, last)
+        start = starts[first : last + 1] - starts[first]
+        return replace(
+            self,
+            rows=_rows_of(self.rows, own, device),
+            query_start_loc=_put(start, device),
+            seq_lens=self.seq_lens[which],
+            block_table=self.block_table[which],
+            num_reqs=last - first,
+            num_tokens=own.stop - own.start,
+            max_query_len=int(np.diff(start).max()),
+            max_seq_len=int(lens[which].max()),
+            query_start_loc_cpu=start,
+            seq_lens_cpu=lens[which],
+            limits=None if self.limits is None else self.limits[own],
+            plans={},
+            _parts={},
+        )
 
     @functools.cached_property
     def query_len(self) -> int | None:
@@ -239,17 +248,27 @@ def context_spans(context_lens: "IntArray", workspace: int) -> list[Span]:
 @exportable
 @dataclass
 class MLACommonMetadata(PagedAttentionMetadata):
-    """One batch on the device, and its decodes and prefills (None: no such request)."""
+    """One batch on the device, its decodes, its short prompts over long contexts, which are absorbed as decodes are, and its
+    prefills (None: no such request)."""
 
     decode: MLADecodeMetadata | None = None
+    short: MLADecodeMetadata | None = None
     prefill: MLAPrefillBatch | None = None
 
 
 class MLACommonMetadataBuilder(PagedAttentionMetadataBuilder):
-    """Builder that splits the batch. decode_threshold: the longest query of a decode; None: every request is a decode."""
+    """Builder that splits the batch.
+
+    decode_threshold: the longest query of a decode; None: every request is a decode.
+    """
 
     metadata_cls = MLACommonMetadata
     decode_threshold: int | None = 16
+
+    def short_rows(self) -> int:
+        """Return the rows of a prompt that cost as much absorbed as expanded over a much longer context (`is_short`); 0: every
+        prompt is expanded, since the decode kernel was not measured with so many rows."""
+        return 0
 
     def extend(self, metadata: MLACommonMetadata, batch: CommonAttentionMetadata, fast_build: bool) -> None:
         if batch.dcp_local_seq_lens is not None:
@@ -257,7 +276,7 @@ class MLACommonMetadataBuilder(PagedAttentionMetadataBuilder):
         elif self.decode_threshold is None or metadata.max_query_len <= self.decode_threshold:
             metadata.decode = _decode_all(metadata)
         else:
-            _split(metadata, self.decode_threshold)
+            _split(metadata, self.decode_threshold, self.short_rows())
 
     @staticmethod
     def _share_context(batch: MLACommonMetadata, common: CommonAttentionMetadata, local: torch.Tensor) -> None:
@@ -291,33 +310,29 @@ def _decode_all(batch: MLACommonMetadata) -> MLADecodeMetadata:
     )
 
 
-def _split(batch: MLACommonMetadata, threshold: int) -> None:
-    """Fill `decode` and `prefill` of a batch with queries longer than `threshold`."""
+def is_short(rows: "IntArray", context: "IntArray", most: int) -> "npt.NDArray[np.bool_]":
+    """Return which prompts of `rows` tokens over `context` earlier ones cost less absorbed, [R] bool.
+
+    Absorbed, a pair of a row and a key costs more operations, by a; expanded, a key of the context costs e first. A prompt of n
+    rows over c keys has n c + n n / 2 pairs: it is short if a (n c + n n / 2) <= e c. most: e / a, the rows at which both cost
+    the same over a long context. (a = 2 H (2 L + Dr - Dn - Dr - Dv), e = 2 H L (Dn + Dv): 171 rows with DeepSeek's sizes.)
+    """
+    return rows * (2 * context + rows) <= 2 * most * context
+
+
+def _split(batch: MLACommonMetadata, threshold: int, short_rows: int) -> None:
+    """Fill `decode`, `short` and `prefill` of a batch with queries longer than `threshold`."""
     starts, lens = batch.host_lens()
     q_lens = starts[1:] - starts[:-1]
     device, block_size = batch.seq_lens.device, batch.block_size
     assert block_size is not None
-    short, fresh = q_lens <= threshold, lens <= q_lens
-    decodes = np.flatnonzero(short)
-    prefills = np.concatenate([np.flatnonzero(~short & ~fresh), np.flatnonzero(~short & fresh)])
-    ordered = not len(decodes) or decodes[-1] == len(decodes) - 1
-    whole = ordered and bool((np.diff(prefills) == 1).all())
-    packed = _starts(q_lens[decodes])
-    if packed[-1]:
-        which = slice(0, len(decodes)) if ordered else _put(decodes, device)
-        batch.decode = MLADecodeMetadata(
-            rows=slice(0, int(packed[-1])) if ordered else _put(_runs(starts[decodes], q_lens[decodes]), device),
-            query_start_loc=batch.query_start_loc[: len(decodes) + 1] if ordered else _put(packed, device),
-            seq_lens=batch.seq_lens[which],
-            block_table=batch.block_table[which],
-            num_reqs=len(decodes),
-            num_tokens=int(packed[-1]),
-            max_query_len=int(q_lens[decodes].max()),
-            max_seq_len=int(lens[decodes].max()),
-            block_size=block_size,
-            query_start_loc_cpu=packed,
-            seq_lens_cpu=lens[decodes],
-        )
+    is_decode, fresh = q_lens <= threshold, lens <= q_lens
+    short = ~is_decode & is_short(q_lens.astype(np.int64), (lens - q_lens).clip(min=0).astype(np.int64), short_rows)
+    batch.decode = _decodes(batch, np.flatnonzero(is_decode))
+    batch.short = _decodes(batch, np.flatnonzero(short))
+    long = ~is_decode & ~short
+    prefills = np.concatenate([np.flatnonzero(long & ~fresh), np.flatnonzero(long & fresh)])
+    whole = bool((np.diff(prefills) == 1).all()) and not (len(prefills) and prefills[-1] < len(q_lens) - 1)
     if not len(prefills):
         return
     first, own, total = starts[prefills], q_lens[prefills], lens[prefills]
@@ -334,6 +349,46 @@ def _split(batch: MLACommonMetadata, threshold: int) -> None:
         num_tokens=num_tokens,
         block_size=block_size,
     )
+
+
+def _decodes(batch: MLACommonMetadata, requests: "IntArray") -> MLADecodeMetadata | None:
+    """Return some requests of the batch as decodes, or None if they have no token."""
+    starts, lens = batch.host_lens()
+    q_lens, device = (starts[1:] - starts[:-1])[requests], batch.seq_lens.device
+    packed = _starts(q_lens)
+    if not packed[-1]:
+        return None
+    ordered = requests[-1] == len(requests) - 1  # the first of the batch
+    which = slice(0, len(requests)) if ordered else _put(requests, device)
+    assert batch.block_size is not None
+    return MLADecodeMetadata(
+        rows=slice(0, int(packed[-1])) if ordered else _put(_runs(starts[requests], q_lens), device),
+        query_start_loc=batch.query_start_loc[: len(requests) + 1] if ordered else _put(packed, device),
+        seq_lens=batch.seq_lens[which],
+        block_table=batch.block_table[which],
+        num_reqs=len(requests),
+        num_tokens=int(packed[-1]),
+        max_query_len=int(q_lens.max()),
+        max_seq_len=int(lens[requests].max()),
+        block_size=batch.block_size,
+        query_start_loc_cpu=packed,
+        seq_lens_cpu=lens[requests],
+    )
+
+
+def _packed(sizes: "IntArray", most: int) -> list[tuple[int, int]]:
+    """Pack neighbours of `sizes` into runs (first, last + 1) of at most `most` in all; no run begins or ends with a 0."""
+    runs: list[tuple[int, int]] = []
+    held = 0
+    for i, size in enumerate(sizes.tolist()):
+        if not size:
+            continue
+        if runs and held + size <= most:
+            runs[-1], held = (runs[-1][0], i + 1), held + size
+        else:
+            runs.append((i, i + 1))
+            held = size
+    return runs
 
 
 def _rows_of(rows: Rows, own: slice, device: torch.device) -> torch.Tensor:

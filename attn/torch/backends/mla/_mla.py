@@ -34,7 +34,7 @@ from attn.backends.checks import (
 from attn.backends.mla.common import MLABackend, MLAImpl
 from attn.backends.mla.prefill.abstract import MLAPrefillBackend
 from attn.backends.mla.prefill.selector import get_mla_prefill_backend
-from attn.capabilities import Feature
+from attn.capabilities import Device, Feature
 from attn.errors import DeviceError, ShapeError, UnsupportedError
 from attn.imports import installed
 from attn.torch import kv_cache as caches
@@ -51,7 +51,8 @@ from attn.torch.metadata import check_device
 
 M = TypeVar("M", bound=MLACommonMetadata)
 
-#: Bytes of expanded keys and values that a chunk of context may take: 6,500 tokens of 128 bfloat16 heads, 52,000 of 16.
+#: Bytes of expanded keys and values that a chunk of context may take: 6,500 tokens of 128 bfloat16 heads, 52,000 of 16. Also of
+#: the absorbed queries and their results that short prompts may take at once: 1,900 rows of 128 heads.
 _WORKSPACE = 512 << 20
 
 
@@ -75,6 +76,12 @@ class MLACommonBackend(MLABackend):
     metadata_cls = MLACommonMetadata
     builder_cls = MLACommonMetadataBuilder
     accept_output_buffer = True
+
+    @classmethod
+    def rules(cls, device: Device | None = None) -> tuple[str, ...]:
+        """Say which requests are absorbed."""
+        most = getattr(cls.get_builder_cls(), "decode_threshold", None)  # a subclass may have a builder of its own
+        return () if most is None else (f"requests of up to {most} new tokens are absorbed, longer ones are expanded",)
 
 
 class MLACommonImpl(MLAImpl[MLACommonMetadata]):
@@ -177,12 +184,11 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
             self._run_decode(DecodeCall(layer, absorbed[1], kv_cache, decode), out, lse)
         elif decode is not None and decode.num_tokens:
             # products of all tokens would depend on how many there are
-            for one in decode.one_by_one:
-                own = query[one.rows]
-                alone = own.new_empty(own.shape[0], self.num_heads, self.head_size)
-                self._copy_rotary(own, alone)
-                self._absorb(own, alone)
-                self._run_decode(DecodeCall(layer, alone, kv_cache, one), out, lse)
+            self._run_parts(layer, query, kv_cache, decode.parts(1), out, lse)
+        if attn_metadata.short is not None:
+            most = _WORKSPACE // (self.num_heads * (self.head_size + self.kv_lora_rank) * query.element_size())
+            parts = attn_metadata.short.parts(1 if self.batch_invariant else most)
+            self._run_parts(layer, query, kv_cache, parts, out, lse)
         if attn_metadata.prefill is not None:
             if attn_metadata.prefill.num_tokens:
                 for prefill in attn_metadata.prefill.one_by_one if self.batch_invariant else (attn_metadata.prefill,):
@@ -251,6 +257,23 @@ class MLACommonImpl(MLAImpl[MLACommonMetadata]):
         if lse is not None:
             assert log is not None
             lse[:, rows] = log
+
+    def _run_parts(
+        self,
+        layer: AttentionLayer,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        parts: tuple[MLADecodeMetadata, ...],
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        """Absorb and decode one part of the batch after another, which bounds the memory of absorbed queries."""
+        for part in parts:
+            own = query[part.rows]
+            absorbed = own.new_empty(own.shape[0], self.num_heads, self.head_size)
+            self._copy_rotary(own, absorbed)
+            self._absorb(own, absorbed)
+            self._run_decode(DecodeCall(layer, absorbed, kv_cache, part), out, lse)
 
     def _absorb(self, query: torch.Tensor, absorbed: torch.Tensor) -> None:
         """Write q_nope W_UK^T of queries [T, H, Dn + Dr] into absorbed[..., :L], [T, H, L + Dr], without a concatenation."""

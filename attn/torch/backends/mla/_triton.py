@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from attn.backends.abstract import KVCacheSpec
 from attn.capabilities import Capabilities, Device, MultipleOf, Request
 from attn.kernels.memory import holds_float32_latents
 from attn.torch.backends.mla import _rows
@@ -42,6 +43,17 @@ def _kernel() -> Any:
     from attn.torch.kernels.mla_decode import mla_decode
 
     return mla_decode
+
+
+def uses_hopper(spec: KVCacheSpec, device: Any) -> bool:
+    """Whether decodes over such a cache run in the Hopper kernel, which serves plain 16-bit latents of 512 + 64."""
+    plain = spec.kv_cache_dtype in ("auto", spec.dtype) and spec.dtype in ("bfloat16", "float16") and spec.head_size == 576
+    if not plain or device is None or torch.device(device).type != "cuda":
+        return False
+    from attn.torch.kernels.direct import arch
+    from attn.torch.kernels.mla_launch import prefers_hopper
+
+    return prefers_hopper(arch(), packed=False)
 
 
 def decode(

@@ -8,7 +8,7 @@ import torch
 
 from attn.backends.abstract import KVCacheSpec
 from attn.backends.metadata import CommonAttentionMetadata
-from attn.torch.backends.mla._metadata import MLACommonMetadataBuilder, context_spans
+from attn.torch.backends.mla._metadata import MLACommonMetadataBuilder, context_spans, is_short
 
 PAGE = 16
 
@@ -81,3 +81,15 @@ def test_cuts_of_a_request_do_not_depend_on_its_neighbours() -> None:
     assert cuts([250], 0) == cuts([30, 250, 80], 1) == cuts([70, 0, 250], 2) == [100, 200]
     assert cuts([60, 60], 1) == []  # one that fits is never cut
     assert context_spans(np.array([0, 0]), 100) == []
+
+
+def test_a_prompt_is_short_if_it_has_fewer_operations_absorbed() -> None:
+    """By DeepSeek's sizes, 171 rows over a long context; the fewer, the shorter the context is."""
+    rows, context = (x.ravel() for x in np.meshgrid(np.arange(1, 400), [0, 50, 200, 1000, 100_000]))
+    pairs = rows * context + rows * rows / 2
+    absorbed, expanded = 1088 * pairs, 320 * pairs + 512 * 256 * context
+    found = is_short(rows, context, 171)
+    assert (found == (absorbed <= expanded))[abs(absorbed / expanded - 1) > 0.01].all()
+    assert is_short(np.array([171, 172]), np.array([10**6] * 2), 171).tolist() == [False, False]
+    assert is_short(np.array([170, 1]), np.array([10**6, 0]), 171).tolist() == [True, False]
+    assert not is_short(rows, context, 0).any()

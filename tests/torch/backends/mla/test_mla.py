@@ -66,8 +66,9 @@ class Sequences:
         fresh = torch.cat([rows[len(rows) - n :] for rows, n in zip(self.rows, q_lens, strict=True)])
         self.kv_c, self.k_pe = fresh[:, :L], fresh[:, L:]
 
-    def run(self, impl, threshold=16, **changes):
-        builder = type("Builder", (impl.backend.get_builder_cls(),), {"decode_threshold": threshold})
+    def run(self, impl, threshold=16, short=0, **changes):
+        ours = {"decode_threshold": threshold, "short_rows": lambda self: short}
+        builder = type("Builder", (impl.backend.get_builder_cls(),), ours)
         metadata = builder(KVCacheSpec(P, 1, L + DR, "float32")).build(0, self.batch)
         call = {"query": self.query, "kv_c": self.kv_c, "k_pe": self.k_pe, "cache": self.cache, "metadata": metadata, **changes}
         return impl.forward(ONE, call["query"], call["kv_c"], call["k_pe"], call["cache"], call["metadata"], call.get("output"))
@@ -95,6 +96,31 @@ def close(got, want):
 def test_absorbed_and_expanded_forms_agree(threshold):
     sequences = Sequences([1, 20, 3, 33, 16], [40, 75, 3, 33, 50])
     close(sequences.run(implementation(), threshold), sequences.expected())
+
+
+@pytest.mark.parametrize("workspace", [1, 64 * H * (L + DR + L) * 4, 1 << 20])
+@pytest.mark.parametrize("invariant", [False, True])
+def test_short_prompts_over_long_contexts_are_absorbed(monkeypatch, workspace, invariant):
+    """In parts of bounded memory, among decodes and long prompts in any order; the answer is the same."""
+    monkeypatch.setattr(_mla, "_WORKSPACE", workspace)
+    sequences = Sequences([20, 1, 30, 18, 40, 17, 20], [90, 7, 300, 20, 200, 60, 21])
+    absorbed, expanded = [], []
+    impl = implementation()
+    impl.batch_invariant = invariant
+    decode, prefill = type(impl)._decode, MLAPrefillBackendEnum["TORCH_SDPA"].get_class()
+    expand = prefill.run_prefill_new_tokens
+    monkeypatch.setattr(type(impl), "_decode", lambda self, call: absorbed.append(call.meta.num_tokens) or decode(self, call))
+    monkeypatch.setattr(
+        prefill, "run_prefill_new_tokens", lambda self, q, *rest: expanded.append(len(q)) or expand(self, q, *rest)
+    )
+    close(sequences.run(impl, short=32), sequences.expected())
+    most = max(1, workspace // (H * (L + DR + L) * 4))
+    short = [20, 30, 17]  # not 18 and 20, whose context is short, nor 40
+    if invariant or most < 37:
+        assert absorbed == [1, *short]
+    else:
+        assert absorbed == [1, 50, 17] if most == 64 else absorbed == [1, 67]
+    assert sum(expanded) == 18 + 40 + 20
 
 
 @pytest.mark.parametrize("workspace", [1, 9 * H * (DN + DR + DV) * 4, 100 * H * (DN + DR + DV) * 4])

@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import library
 
+from attn.backends.abstract import KVCacheSpec
 from attn.backends.metadata import CommonAttentionMetadata
 from attn.backends.mla.prefill.abstract import MLAContextChunk, MLAPrefillMetadata
 from attn.capabilities import Device, Request
+from attn.reports.report import explain
 from attn.testing import check_conformance
 from attn.testing.subject import subject_of
 from attn.testing.suite import cases_of
@@ -92,6 +94,32 @@ def test_launches_fit_and_keep_the_state_in_registers(arch):
             queries = rule.block_m * 576 * 2
             assert queries + rule.block_n * 576 * stored <= SHARED_MEMORY.get(arch, 1 << 20), (arch, rows, rule)
     assert mla_prefill_launch(arch, 192, 128, 2).block_m >= 32
+
+
+def test_rules_of_absorbing_are_explained(monkeypatch):
+    monkeypatch.setattr(TritonMLABackend, "off_paths", classmethod(lambda cls, device=None: ()))
+    few, short = TritonMLABackend.rules(Device("torch", "cuda", "H200", "sm_90"))
+    assert few == "requests of up to 16 new tokens are absorbed, longer ones are expanded" and "<= 256 c" in short
+    assert TritonMLABackend.rules(Device("torch", "cuda", "A100", "sm_80")) == (few,)
+    assert TritonMLASparseBackend.rules(Device("torch", "cuda", "H200", "sm_90")) == ()
+    assert few in explain(576, torch.bfloat16, use_mla=True, backend="TRITON_MLA", device="A100", assume=["triton"]).notes
+
+
+@needs_triton
+def test_short_prompts_are_absorbed_where_the_hopper_kernel_decodes(monkeypatch):
+    from attn.torch.backends.mla import triton_mla
+    from attn.torch.kernels import direct, hopper
+
+    def rows(device="cuda", **changes):
+        spec = KVCacheSpec(**{"block_size": 64, "num_kv_heads": 1, "head_size": 576, "dtype": "bfloat16", **changes})
+        return triton_mla.TritonMLAMetadataBuilder(spec, device=device).short_rows()
+
+    monkeypatch.setattr(hopper, "why_off", lambda kernel: "")
+    monkeypatch.setattr(direct, "arch", lambda: "sm_90")
+    assert rows() == rows(kv_cache_dtype="bfloat16") == triton_mla.SHORT_ROWS
+    assert rows("cpu") == rows(kv_cache_dtype="fp8") == rows(kv_cache_dtype="fp8_ds_mla") == rows(head_size=320) == 0
+    monkeypatch.setattr(direct, "arch", lambda: "sm_100")
+    assert rows() == 0
 
 
 @needs_triton
