@@ -39,7 +39,7 @@ GPU_TESTS := tests/torch/kernels tests/torch/backends/test_triton_attn.py tests/
 OLDEST := .venv-oldest
 NEWEST := .venv-newest
 ENDS_JAX := tests/jax/test_layer.py tests/jax/test_dot_product.py tests/jax/test_kv_cache.py tests/jax/test_platforms.py \
-	tests/jax/test_testing.py tests/jax/test_serving.py tests/integrations/test_flax.py
+	tests/jax/test_testing.py tests/jax/test_serving.py tests/jax/kernels/gpu tests/integrations/test_flax.py
 ENDS_TORCH := tests/torch/test_layer.py tests/torch/test_dot_product.py tests/torch/test_kv_cache.py tests/torch/test_platforms.py \
 	tests/torch/test_graphs.py tests/integrations tests/tools/demo/test_models.py tests/tools/demo/test_checkpoint.py \
 	tests/test_torch_with_jax.py
@@ -149,6 +149,9 @@ else
 endif
 	$(BIN)/pip --python $(NEWEST)/bin/python install --quiet --upgrade --upgrade-strategy eager \
 		-e '.[$(if $(filter no,$(TORCH)),,torch,)jax,demo,dev]'
+	version=$$($(NEWEST)/bin/python -c 'import jaxlib; print(jaxlib.__version__)'); rm -rf $(NEWEST)/gpu; \
+		$(BIN)/pip --python $(NEWEST)/bin/python install --quiet --no-deps --target $(NEWEST)/gpu triton==3.6.0 \
+		jax-cuda13-plugin==$$version jax-cuda13-pjrt==$$version || echo "steps are not compiled for GPUs: no plugin" >&2
 	$(NEWEST)/bin/python -m attn env
 	$(SINGLE) $(ON_CPU) $(NEWEST)/bin/python -m pytest -q -n 2 $(BALANCED) $(or $(TESTS),$(ENDS_JAX) $(if $(filter no,$(TORCH)),,$(filter-out $(ENDS_JAX),$(ENDS_TORCH))))
 

@@ -1,9 +1,5 @@
 """Specialisation of a kernel's arguments, as Triton's own launches do it. Compiles nothing: 10 s on one core."""
 
-import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +7,7 @@ from typing import Any
 import pytest
 
 from attn.kernels.compiled import Pointer, specialise
-
-ROOT = Path(__file__).parents[2]
-COMPILERS = Path(sys.prefix) / "compilers"
+from tests.compilers import needs_triton, output
 
 
 def _kernel(**kinds: str) -> Any:
@@ -100,16 +94,7 @@ print("equal", len(seen))
 """
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None and not (COMPILERS / "triton").is_dir(),
-    reason="triton is neither installed nor in the environment's folder compilers (make compilers puts it there)",
-)
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="specialises; runs where Triton does not interpret")
+@needs_triton
 def test_triton_specialises_the_same(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    path = [os.environ.get("PYTHONPATH", ""), *([str(COMPILERS)] if importlib.util.find_spec("triton") is None else [])]
-    own = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, path)]), "TRITON_CACHE_DIR": str(tmp_path)}
-    env = {**os.environ, **own, "TRITON_INTERPRET": "0"}
-    done = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.startswith("equal")
+    assert output(SCRIPT, tmp_path).startswith("equal")

@@ -1,11 +1,6 @@
 """The TRITON_ATTN_JAX backend: GPUs that it serves, its limits in words, and steps lowered for an absent one (40 s)."""
 
-import importlib.util
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,9 +8,8 @@ from attn.capabilities import Device, Request
 from attn.jax.backends import triton_attn as module
 from attn.jax.platforms import GpuPlatform, compiling_for
 from attn.selection.verdicts import choose
+from tests.compilers import needs_triton, output
 
-ROOT = Path(__file__).parents[3]
-COMPILERS = Path(sys.prefix) / "compilers"
 GPU = Device("jax", "gpu", "NVIDIA H200", "sm_90")
 SERVED = Request(128, "bfloat16", block_size=16, features=frozenset({"sinks", "alibi", "lse", "spans", "batch_invariant"}))
 
@@ -132,15 +126,6 @@ print("lowered")
 """
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None and not (COMPILERS / "triton").is_dir(),
-    reason="triton is neither installed nor in the environment's folder compilers (make compilers puts it there)",
-)
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="runs where Triton does not interpret")
+@needs_triton
 def test_steps_lower_for_an_absent_gpu(tmp_path: Path) -> None:
-    path = [os.environ.get("PYTHONPATH", ""), *([str(COMPILERS)] if importlib.util.find_spec("triton") is None else [])]
-    own = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, path)]), "TRITON_CACHE_DIR": str(tmp_path)}
-    env: dict[str, Any] = {**os.environ, **own, "TRITON_INTERPRET": "0", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", LOWERED], env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout == "lowered\n"
+    assert output(LOWERED, tmp_path) == "lowered\n"

@@ -1,15 +1,12 @@
 """The launches of paged attention under jax are those of torch, and lower for GPUs that are not present. 30 s on one core."""
 
-import importlib.util
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[4]
-COMPILERS = Path(sys.prefix) / "compilers"
+from attn.jax.kernels.gpu.launch import why_not
+from tests.compilers import PLACES, needs_triton, output
 
 #: Both frameworks launch the same batch; what each kernel would be launched with is compared.
 SAME = """
@@ -180,28 +177,68 @@ assert "torch" not in sys.modules
 print("lowered")
 """
 
-pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("triton") is None and not (COMPILERS / "triton").is_dir(),
-        reason="triton is neither installed nor in the environment's folder compilers (make compilers puts it there)",
-    ),
-    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="runs where Triton does not interpret"),
-]
+#: Compiled by XLA for an H100 that is not here. Its description has what the compiler asks of a device (figures: those of
+#: xla/backends/gpu/target_config/specs/h100_sxm.txtpb of openxla/xla, and NVIDIA's data sheet).
+COMPILED = """
+import re
+import jax, jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+from attn.jax.kernels.gpu.launch import why_not
+from attn.jax.kernels.gpu.paged_attention import Extents, Keys, paged_attention, write_kv
+from attn.jax.platforms import compiling_for
+from attn.kernels.paged_launch import Layer
 
+H100 = '''
+gpu_device_info {
+  name: "H100" device_vendor: "NVIDIA Corporation" core_count: 132 fpus_per_core: 128 threads_per_warp: 32
+  threads_per_block_limit: 1024 threads_per_core_limit: 2048 thread_dim_limit_x: 1024 thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64 block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+  memory_bandwidth: 3350000000000 device_memory_size: 80000000000 device_address_bits: 64
+  cuda_compute_capability { major: 9 feature_extension: ACCELERATED_FEATURES }
+  driver_version: "13.0.0" runtime_version: "13.0.0" compile_time_toolkit_version: "13.0.0"
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 patch: 4 }
+'''
+device = topologies.get_topology_desc(platform="cuda", target_config=H100, topology="1x1x1").devices[0]
+R, layer = 4, Layer(0.1, 0.0, None, 0, 0, None, False, 0, None)
 
-def _run(script: str, cache: Path) -> str:
-    path = [os.environ.get("PYTHONPATH", ""), *([str(COMPILERS)] if importlib.util.find_spec("triton") is None else [])]
-    own = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, path)]), "TRITON_CACHE_DIR": str(cache)}
-    env = {**os.environ, **own, "TRITON_INTERPRET": "0", "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+def step(query, key, value, cache, starts, lens, table, slots):
+    def one(carry, _):
+        query, cache = carry
+        cache = write_kv(key, value, cache, slots)
+        return (paged_attention(query, starts, Keys(cache, lens, table), layer, Extents(1, 4096))[0], cache), None
+    return jax.lax.scan(one, (query, cache), None, length=3)[0]
+
+here = SingleDeviceSharding(device)
+S = lambda shape, dtype=jnp.int32: jax.ShapeDtypeStruct(shape, dtype, sharding=here)
+new, cache = S((R, 2, 64), jnp.bfloat16), S((2, 4096, 16, 2, 64), jnp.bfloat16)
+shapes = S((R, 8, 64), jnp.bfloat16), new, new, cache, S((R + 1,)), S((R,)), S((R, 256)), S((R,))
+with compiling_for("sm_90"):
+    made = jax.jit(step, donate_argnums=3).trace(*shapes).lower().compile()
+assert made.as_text().count('custom_call_target="triton_kernel_call_ffi"') == 3
+nbytes, memory = 2 * 4096 * 16 * 2 * 64 * 2, made.memory_analysis()
+assert memory.alias_size_in_bytes >= nbytes > 8 * memory.temp_size_in_bytes, "the cache is changed in place, in a scan too"
+print("compiled", why_not())
+"""
+
+pytestmark = needs_triton
 
 
 def test_both_frameworks_launch_the_same(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    assert _run(SAME, tmp_path) == "equal\n"
+    assert output(SAME, tmp_path) == "equal\n"
 
 
 def test_a_step_lowers_for_absent_gpus_without_torch(tmp_path: Path) -> None:
-    assert _run(LOWERED, tmp_path) == "lowered\n"
+    assert output(LOWERED, tmp_path) == "lowered\n"
+
+
+def test_xla_compiles_a_step_for_an_absent_gpu(tmp_path: Path) -> None:
+    plugin = "jax_plugins/xla_cuda13"
+    if why_not() or not any((Path(place) / plugin).is_dir() for place in [*map(str, PLACES), *sys.path]):
+        pytest.skip(f"needs jaxlib's plugin for NVIDIA GPUs (make test-newest) {why_not()}")
+    assert output(COMPILED, tmp_path).startswith("compiled")

@@ -1,0 +1,35 @@
+"""Processes that compile with Triton, for tests: the environment's own, or that of a folder beside the environment.
+
+`compilers` (make compilers) has Triton with an older NumPy that its interpreter needs; `gpu` (make test-newest) has Triton, and
+jaxlib's plugin for NVIDIA GPUs, which compiles for a GPU that is not present. They are not installed in the environment, where
+jax would look for a GPU in every process.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+#: Folders that have Triton.
+PLACES = [place for name in ("gpu", "compilers") if ((place := Path(sys.prefix) / name) / "triton").is_dir()]
+WITH_TRITON = importlib.util.find_spec("triton") is not None
+
+#: Marks a test that starts such a process.
+needs_triton = pytest.mark.skipif(
+    not (WITH_TRITON or PLACES) or os.environ.get("TRITON_INTERPRET") == "1",
+    reason="triton is neither installed nor in a folder of the environment (make compilers), or it interprets",
+)
+
+
+def output(script: str, cache: Path, **variables: str) -> str:
+    """Return what a Python process prints that runs `script` with Triton. cache: a folder for what it compiles."""
+    path = [str(ROOT), os.environ.get("PYTHONPATH", ""), *([] if WITH_TRITON else [str(PLACES[0])])]
+    own = {"PYTHONPATH": os.pathsep.join(filter(None, path)), "TRITON_CACHE_DIR": str(cache), "TRITON_INTERPRET": "0"}
+    env = {**os.environ, **own, "JAX_PLATFORMS": "cpu", **variables}
+    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
