@@ -115,6 +115,7 @@ COMMANDS = list(
 NOT_RUN = {
     "pip install": "installs packages; the extras are compared with pyproject.toml",
     "make": "builds environments or runs these tests; the targets are compared with the Makefile",
+    "vllm serve": "needs vLLM and a model; benchmarks/vllm_cpu.py runs the engine with these options",
     "attn conform MY_ATTN": "MY_ATTN is the reader's backend; the page's Python runs the suite on it",
     "ATTN_BATCH_INVARIANT=1 python serve.py": "serve.py is the reader's program",
     "attn bench --workloads": "the file is part of a data set; tests/tools/bench/test_workloads.py runs one of its format",
@@ -155,7 +156,9 @@ def test_commands_exist(command: str) -> None:
     words = shlex.split(command)
     while "=" in words[0]:
         assert words.pop(0).partition("=")[0] in envs.VARIABLES
-    if words[0] == "make":
+    if words[0] == "vllm":
+        assert not_run(command) and words[-2:] in (["--attention-backend", "CUSTOM"], ["--attention-backend", "attn"])
+    elif words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     elif words[0] == "attn":
         assert words[1] in cli.COMMANDS
