@@ -38,6 +38,7 @@ correctly from 5.16 on; before 5.18 it stores keys and values in separate tensor
 """
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable, Generator
 from typing import Any
@@ -58,7 +59,7 @@ from attn.integrations.transformers.batching import (
     refuse_unpaged,
 )
 from attn.integrations.transformers.call import NAME, UNKNOWN, Call, refuse_unknown, request, requested
-from attn.integrations.transformers.dispatch import Launch, attend, launch_of, plain_facts, selected, weights
+from attn.integrations.transformers.dispatch import Launch, attend, kept, launch_of, plain_facts, selected, weights
 from attn.integrations.transformers.masks import mask
 from attn.integrations.transformers.packing import BOUNDARIES, sequences
 from attn.selector import selection_state
@@ -121,10 +122,11 @@ def paged(model: Any, backend: str | None = None) -> Generator[Any, None, None]:
 _OTHERS = frozenset({*UNKNOWN, *BOUNDARIES, "output_attentions", "indices"})
 
 
+@functools.cache  # what a function has learnt outlives another `register()`
 def _function(backend: str | None) -> Callable[..., Any]:
     """Make transformers' attention function for one backend."""
-    #: By layer: facts of its last call without a mask, and that call's launch. Tokens that follow need no `Call`.
-    repeated: weakref.WeakKeyDictionary[Any, tuple[Any, Launch]] = weakref.WeakKeyDictionary()
+    #: By layer: the launches of calls without a mask, by their facts. Tokens that follow need no `Call`.
+    repeated: weakref.WeakKeyDictionary[Any, dict[Any, Launch]] = weakref.WeakKeyDictionary()
 
     def attention(
         module: Any,
@@ -151,9 +153,9 @@ def _function(backend: str | None) -> Callable[..., Any]:
         masked = attention_mask is not None or sliding_window is not None or position_bias is not None
         if not (graph or masked or dropout) and cache is None and _OTHERS.isdisjoint(kwargs):
             facts = plain_facts(query, key, value, s_aux, (selection_state(), causal, scaling, softcap))
-            last = repeated.get(module)
-            if last is not None and last[0] == facts:
-                return last[1](query, key, value, s_aux, None), None
+            launch = repeated.setdefault(module, {}).get(facts)
+            if launch is not None:
+                return launch(query, key, value, s_aux, None), None
         if graph:
             scaling, (seen, asked) = known(scaling), request(backend, causal, sliding_window)
         else:
@@ -173,7 +175,7 @@ def _function(backend: str | None) -> Callable[..., Any]:
         out = attend(call, graph)
         launch = None if facts is None else launch_of(call)
         if launch is not None:
-            repeated[module] = facts, launch
+            kept(repeated[module], facts, launch)
         return out, None
 
     return attention

@@ -24,7 +24,6 @@ from attn.integrations.transformers.call import NAME, Call, asked, dropout_name,
 from attn.integrations.transformers.masks import as_bool, as_drawn, drawn, read
 from attn.integrations.transformers.packing import layer_of, pack
 from attn.selector import selection_state
-from attn.torch.autocast import enabled
 from attn.torch.diffusion.chosen import impl_for, known, properties_of, sizes_that_decide
 from attn.torch.graphs import uncaptured
 from attn.torch.kernels.runs import Runs
@@ -91,17 +90,16 @@ def plain_facts(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, options: tuple[Any, ...]
 ) -> tuple[Any, ...] | None:
     """Return what decides the launch of a call without a mask, of `options` of the layer; None if more may decide."""
-    batch, heads, rows, size = query.shape
-    key_batch, kv_heads, keys, _ = key.shape
-    dtype, device = query.dtype, query.device
-    if not (batch == key_batch and key.shape == value.shape and batch and rows and keys):
+    q, k, v, dtype, index = query.shape, key.shape, value.shape, query.dtype, query.get_device()
+    rows, keys = q[2], k[2]
+    if not (q[0] and rows and keys and q[0] == k[0] == v[0] and k[1] == v[1] and keys == v[2]):
         return None
-    if not (dtype == key.dtype == value.dtype and device == key.device == value.device):
+    if dtype is not key.dtype or dtype is not value.dtype or key.get_device() != index or value.get_device() != index:
         return None
-    if torch.is_grad_enabled() or enabled(device.type):
+    if torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
         return None
-    # the size of keys is checked where a launch is decided
-    return (options, sinks is None, heads, kv_heads, size, key.shape[3], dtype, device, *sizes_that_decide(rows, keys))
+    sizes = sizes_that_decide(rows, keys)
+    return options, sinks is None, q[1], k[1], q[3], k[3], v[3], dtype, query.device, sizes
 
 
 def launch_of(call: Call) -> Launch | None:
@@ -122,11 +120,15 @@ def launch_of(call: Call) -> Launch | None:
         call.soft_cap, call.sinks is None, valid is None, *sizes_that_decide(rows, keys),
     )  # fmt: skip
     launches = _launches.setdefault(call.module, {})
-    if facts not in launches:
-        if len(launches) >= _MOST:
-            launches.clear()
-        launches[facts] = _decided(call)
-    return launches[facts]
+    return launches[facts] if facts in launches else kept(launches, facts, _decided(call))
+
+
+def kept(launches: dict[Any, Any], facts: Any, launch: Launch | None) -> Launch | None:
+    """Keep a launch of a layer, and return it."""
+    if len(launches) >= _MOST:
+        launches.clear()
+    launches[facts] = launch
+    return launch
 
 
 def _decided(call: Call) -> Launch | None:

@@ -186,7 +186,7 @@ class Decoder:
         sinks: float32 [H]; runs: each request's keys among the m, None for all; mask: bool [B, m], True for keys that count
         among those, None for all; parts: of the keys, 0 for the rule. A request without keys is 0."""
         device = self.device
-        if device.type == "cuda" and torch.cuda.current_device() != device.index:
+        if query.is_cuda and torch._C._cuda_getDevice() != device.index:
             with torch.cuda.device(device):
                 return self(query, key, value, sinks, runs, mask, parts)
         batch, _, keys, _ = key.shape

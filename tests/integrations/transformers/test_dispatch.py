@@ -170,6 +170,22 @@ def test_tokens_after_the_first_are_not_decided(name, options, decisions):
     assert len(decisions) == first + 1
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"s_aux": torch.tensor([0.5, -1.0, 2.0, 0.0])}])
+def test_tokens_of_plain_layers_need_no_record_of_the_call(options, monkeypatch):
+    """From the second turn of key numbers that a backend may distinguish on; a mask or a window does need one."""
+    module, made = Layer(), []
+    monkeypatch.setattr(attn_transformers, "Call", lambda **given: made.append(given) or Call(**given))
+    for keys in range(1024, 1088):
+        attended(module, arrays(1, keys), **options)
+    made.clear()
+    for keys in range(1088, 1152):
+        attended(module, arrays(1, keys), **options)
+    assert not made
+    attended(module, arrays(1, 1153), sliding_window=8, **options)
+    assert len(made) == 1
+
+
 def _windowed(size):
     from transformers.masking_utils import sliding_window_causal_mask_function
 
