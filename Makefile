@@ -5,7 +5,7 @@
 # make venv   the environment only                         make bench  the benchmarks, except benchmarks/*_cpu.py,
 #                                                          which build environments of gigabytes
 # make test-gpu   the tests of GPU kernels and the conformance suite, on a machine with a GPU
-# make docs   the documentation's site, in build/site
+# make docs   the documentation's site, in build/site     make dist   a wheel and an sdist of the last commit, installed and checked
 # make compilers   libtpu and triton for tests and `attn aot`, in .venv/compilers (400 MB; `make test` needs them)
 # make compilers-all   newer releases of Triton too, in .venv/compilers-<version> (1 GB each); make test-compilers compiles with them
 # make browser     unpack Debian's Chromium in .venv/browser, if apt is available and no Chromium is installed (`make test` tries)
@@ -47,9 +47,12 @@ ENDS_TORCH := tests/torch/test_layer.py tests/torch/test_dot_product.py tests/to
 OF_TORCH := tests/torch/% tests/tools/demo/test_models.py
 # tpu-inference, of which a test has a stand-in, requires a newer jax.
 NEWER := --ignore tests/integrations/test_tpu_inference.py
-.PHONY: demo venv compilers compilers-all test-compilers weights browser check test test-full test-gpu test-oldest test-newest lint format bench docs clean
+.PHONY: demo venv compilers compilers-all test-compilers weights browser check test test-full test-gpu test-oldest test-newest lint \
+	format bench docs dist clean
 
 demo: venv
+	@echo "attn demo: a small model answers forty requests under torch and under JAX, and each token is compared with transformers';"
+	@echo "about a minute on two cores"
 	$(BIN)/attn demo
 
 venv: $(STAMP)
@@ -58,7 +61,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@for python in $(PYTHON) python3 python3.11 python3.12 python3.13; do \
 		"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; python=; done; \
 	if [ -z "$$python" ]; then echo "attn needs Python 3.11 or later: make venv PYTHON=/path/to/python3.11" >&2; exit 1; fi; \
-	echo "building .venv from $$python"; "$$python" -m venv .venv
+	echo "building .venv from $$python: torch, jax, transformers and the tools of the tests, several gigabytes if torch comes with CUDA;"; \
+	echo "minutes, in which pip prints nothing (TORCH_INDEX=https://download.pytorch.org/whl/cpu: without CUDA, 2.5 GB)"; \
+	"$$python" -m venv .venv
 	$(BIN)/pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch==2.13.0
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[torch,jax,demo,notebooks,docs,dev]'
 	@touch $@
@@ -169,6 +174,20 @@ bench: venv
 
 docs: venv
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# Of the last commit. An index's page resolves no relative links: REPOSITORY makes those of the README absolute.
+dist: venv
+	$(BIN)/pip install --quiet build twine
+	rm -rf build/source dist && mkdir -p build/source && git archive HEAD | tar -x -C build/source
+	[ -z "$(REPOSITORY)" ] || (cd build/source && sed -i -E \
+		-e 's#\]\((docs|benchmarks|notebooks|[A-Z]+\.md|LICENSE)#](https://$(REPOSITORY)/blob/main/\1#g' \
+		-e 's#^(!\[.*\]\(.*)/blob/#\1/raw/#' README.md)
+	$(BIN)/python -m build --outdir dist build/source
+	$(BIN)/twine check --strict dist/*
+	for package in dist/*; do \
+		rm -rf build/empty && $(BIN)/python -m venv build/empty && build/empty/bin/pip install --quiet "$$package" && \
+		(cd build && empty/bin/attn --version && empty/bin/attn backends >empty/backends.txt) || exit 1; \
+	done
 
 clean:
 	rm -rf .venv $(OLDEST) $(NEWEST) $(NEWEST)-python build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

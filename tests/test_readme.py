@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import attn
 from attn import cli
 from attn.reports import report
 
@@ -65,3 +66,19 @@ def test_links_lead_somewhere():
 def test_make_targets_exist(target):
     assert f"make {target} " in README
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.M)
+
+
+def test_a_wheel_has_every_module_and_every_file_that_the_package_reads():
+    """What setuptools takes: packages, which have an __init__.py, and the files that pyproject.toml lists."""
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        listed = tomllib.load(file)["tool"]["setuptools"]["package-data"]["attn"]
+    data = {path for pattern in listed for path in (ROOT / "attn").glob(pattern)}
+    files = [path for path in (ROOT / "attn").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    left_out = [path for path in files if path.suffix != ".py" and path not in data]
+    left_out += [path for path in files if path.suffix == ".py" and not (path.parent / "__init__.py").exists()]
+    assert [str(path.relative_to(ROOT)) for path in left_out] == []
+
+
+def test_the_version_is_written_in_two_places():
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        assert tomllib.load(file)["project"]["version"] == attn.__version__
