@@ -179,6 +179,11 @@ class BackendEnum(enum.Enum, metaclass=BackendEnumMeta):
         """Clear any override for this backend, reverting to the default."""
         self._table("overrides").pop(self, None)
 
+    def under(self, framework: str) -> Self:
+        """Return the backend with this one's kernels for a framework: `NAME_JAX` under jax, if there is one, else this one."""
+        own = type(self).__members__.get(f"{self.name}_{framework.upper()}")
+        return self if own is None or self.is_overridden() else own  # type: ignore[return-value]
+
     def candidate(self) -> Candidate:
         """Load this backend if possible; a failure becomes the candidate's `problem`, not an exception."""
         try:

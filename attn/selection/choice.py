@@ -3,7 +3,7 @@
 `attn.selector`, `attn.diffusion.selector` and `attn.backends.mla.prefill.selector` differ in their requests and in where a
 backend can be requested by name. The rest is in this module, so that it is the same in all three:
 
-- a backend requested by name is used or rejected, never replaced;
+- a backend requested by name is used or rejected, never replaced (TRITON_ATTN under jax is TRITON_ATTN_JAX, its kernels there);
 - ATTN_DISABLE lists names of any registry: each registry excludes its own from automatic choice and ignores those of the
   others; a name that no registry has is an error;
 - the argument `disable` applies to one call: a name that its registry does not have is an error;
@@ -130,7 +130,8 @@ def decide(
     envs.warn_of_unknown()
     out = disabled(registry, disable)  # a misspelled name is always an error
     if asked.member is not None:
-        return _logged(choose([asked.member.candidate()], request, device, asked.source), registry, role)
+        member = asked.member.under(device.framework)
+        return _logged(choose([member.candidate()], request, device, asked.source), registry, role)
     candidates = [
         Candidate(m.name, problem=f"disabled by {out[m.name]}") if m.name in out else m.candidate()
         for m in ranked(registry, order(request, device))

@@ -46,6 +46,23 @@ def test_a_disabled_name_of_any_registry_is_taken_by_all_three(registry, own, mo
     assert select().winner and (said.get(name, ("disabled by ATTN_DISABLE",)) == ("disabled by ATTN_DISABLE",))
 
 
+def test_a_name_asks_for_the_same_kernels_under_another_framework():
+    gpu, gpu_of_torch = Device("jax", "gpu", "a GPU", "sm_90"), Device("torch", "cuda", "a GPU", "sm_90")
+    asked = attention(gpu, backend="TRITON_ATTN")
+    assert [verdict.name for verdict in asked.trace] == ["TRITON_ATTN_JAX"] and asked.source == "argument"
+    assert [verdict.name for verdict in attention(gpu_of_torch, backend="TRITON_ATTN").trace] == ["TRITON_ATTN"]
+    assert [verdict.name for verdict in attention(gpu, backend="FLASH_ATTN").trace] == ["FLASH_ATTN"]
+
+
+def test_a_backend_of_ones_own_keeps_its_name_under_every_framework():
+    class Mine: ...
+
+    member = AttentionBackendEnum.TRITON_ATTN
+    assert member.under("jax") is AttentionBackendEnum.TRITON_ATTN_JAX and member.under("torch") is member
+    register_backend(member, Mine)
+    assert member.under("jax") is member
+
+
 @each
 def test_a_disabled_backend_is_kept_out_of_automatic_choice_only(registry, monkeypatch):
     select, variable, _, _ = REGISTRIES[registry]

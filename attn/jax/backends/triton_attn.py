@@ -32,6 +32,7 @@ class TritonAttentionBackend(PagedAttentionBackend):
         attn_types=ATTN_TYPES,
         features=FEATURES | {Feature.SPANS, Feature.MIXED_CAUSAL, Feature.CHUNK_SIZE, Feature.BATCH_INVARIANT},
         packages=("triton",),
+        install="triton",
         archs=(("gpu", ("sm_80+",)),),
     )
 
